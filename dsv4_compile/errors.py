@@ -1,0 +1,137 @@
+"""Every error this package raises: a code, the rule that was broken, what was got, why, and how to fix it.
+
+`CODES` is the one table of codes. `dsv4 explain E204` prints an entry; `error(...)` and `check(...)` raise one.
+Ranges: E1xx environment and versions, E2xx inputs and metadata, E3xx compile and lowering, E4xx CUDA graphs,
+E5xx tuning and cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """One row of the error table: the rule that holds for every caller and the usual way out."""
+
+    title: str
+    rule: str
+    fix: str
+
+
+CODES: dict[str, Code] = {
+    "E101": Code(
+        "a package this feature needs is missing or out of range",
+        "the feature's packages are installed in a version this release was tested with",
+        "install the extra named in the message",
+    ),
+    "E201": Code(
+        "tensor has the wrong shape, dtype or device",
+        "each argument has the shape, dtype and device its docstring names",
+        "compare the argument with the docstring of the function in the message",
+    ),
+    "E202": Code(
+        "unknown cache format",
+        "a cache format is one of fp8_ds_mla, plain, fp8 (keys and values) "
+        "or indexer_fp8, indexer_mxfp4, plain (indexer keys)",
+        "pass one of the formats listed",
+    ),
+    "E203": Code(
+        "cache pages do not have the declared layout",
+        "a page holds block_size data rows, then block_size scale rows, and pages are stride(0) apart",
+        "allocate caches with dsv4_compile.cache, or check strides against dsv4_compile.layout",
+    ),
+    "E204": Code(
+        "batch does not fit the allocated buffers",
+        "requests, tokens and sequence lengths stay within the capacities given at allocation",
+        "allocate with larger max_batch_size / max_seq_len, or send a smaller batch",
+    ),
+    "E205": Code(
+        "model configuration is not supported",
+        "the configuration describes DeepSeek-V4: layer ratios 0, 1, 4 or 128 and one KV head",
+        "see the support matrix in the README",
+    ),
+    "E206": Code(
+        "inference-only op called with gradients enabled",
+        "DeepSeek-V4 attention ops have no backward pass",
+        "wrap the call in torch.inference_mode() or torch.no_grad()",
+    ),
+    "E207": Code(
+        "checkpoint does not match the module",
+        "every parameter is present once, with its shape and a supported dtype, and nothing is left over",
+        "check that the checkpoint and the configuration belong together",
+    ),
+    "E208": Code(
+        "model call is not supported",
+        "a converted model runs inference with its own cache, greedy or sampled, one sequence per row",
+        "change the call as the message says, or call dsv4_compile.hf.revert(model) first",
+    ),
+    "E301": Code(
+        "unknown or invalid backend option",
+        'options of backend="dsv4" are dsv4.* options or Inductor config names, with values of the right type',
+        "pick one of the names listed",
+    ),
+    "E302": Code(
+        "requested implementation is not available",
+        "an implementation that is asked for by name is used or refused, never replaced",
+        'use dsv4.impl="auto", or one of the implementations listed',
+    ),
+    "E303": Code(
+        "feature is not built yet",
+        "what is documented works; what is planned says so",
+        "see the support matrix in the README",
+    ),
+}
+
+
+class DSV4Error(Exception):
+    """Base of all errors of this package. `code` is a key of `CODES`."""
+
+    def __init__(self, code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -> None:
+        entry = CODES[code]
+        self.code = code
+        self.rule = rule or entry.rule
+        self.got = got
+        self.why = why
+        self.fix = fix or entry.fix
+        lines = [
+            f"[{code}] {entry.title}",
+            f"  rule  {self.rule}",
+            f"  got   {got}",
+            *([f"  why   {why}"] if why else []),
+            f"  fix   {self.fix}",
+            f"  more  dsv4 explain {code}",
+        ]
+        super().__init__("\n".join(lines))
+
+
+class EnvironmentFault(DSV4Error, ImportError):
+    """E1xx: the machine or the installed packages cannot do what was asked."""
+
+
+class InputError(DSV4Error, ValueError):
+    """E2xx: a tensor, a configuration or a call breaks a documented rule."""
+
+
+class CompileError(DSV4Error, RuntimeError):
+    """E3xx: an option or an implementation request that compilation cannot honour."""
+
+
+_CLASSES: dict[str, type[DSV4Error]] = {"1": EnvironmentFault, "2": InputError, "3": CompileError}
+
+
+def error(code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -> DSV4Error:
+    """Build (do not raise) the error of `code`; its class follows from the code's range."""
+    return _CLASSES[code[1]](code, got=got, why=why, fix=fix, rule=rule)
+
+
+def fail(code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -> NoReturn:
+    """Raise the error of `code`."""
+    raise error(code, got=got, why=why, fix=fix, rule=rule)
+
+
+def check(condition: bool, code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -> None:
+    """Raise the error of `code` unless `condition` holds. Host-side facts only: never pass a tensor."""
+    if not condition:
+        fail(code, got=got, why=why, fix=fix, rule=rule)

@@ -1,0 +1,173 @@
+"""Every byte offset, alignment, floor and sentinel of the DeepSeek-V4 caches. No other file spells these numbers.
+
+A quantised page of `block_size` tokens is not an array of rows. It stores all data rows, then all scale rows:
+
+    [0,                    bs * data)             token t's data  at t * data
+    [bs * data,            bs * (data + scale))   token t's scale at bs * data + t * scale
+    [bs * (data + scale),  page_stride)           padding, never read or written
+
+`data + scale` (584 for `fp8_ds_mla`) is only the accounting width. Pages are `stride(0)` apart, which is at
+least the page's bytes rounded up to `align`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .errors import check, fail
+
+# Model geometry fixed by the architecture.
+HEAD_DIM = 512
+ROPE_DIM = 64
+NOPE_DIM = HEAD_DIM - ROPE_DIM
+INDEXER_HEAD_DIM = 128
+SLIDING_WINDOW = 128
+CSA_RATIO = 4
+HCA_RATIO = 128
+
+# Sentinels. Padding never points at a live row and never counts.
+PAD_SLOT = -1
+PAD_INDEX = -1
+PAD_LEN = 0
+
+# Quantisation.
+FP8_MAX = 448.0
+E2M1_MAX = 6.0
+UE8M0_BIAS = 127
+UE8M0_MAX_BYTE = 254  # 255 is NaN in E8M0
+KV_TILE = 64  # elements that share one scale in fp8_ds_mla
+ACT_TILE = 128  # elements that share one scale in a linear's activation
+WEIGHT_TILE = 128  # side of a weight block that shares one scale
+MX_TILE = 32  # elements that share one scale in mxfp4
+KV_AMAX_FLOOR = 1e-4  # cache rows and indexer keys and queries
+ACT_AMAX_FLOOR = 1e-10  # activations in front of a linear
+MXFP4_AMAX_FLOOR = 6.0 * 2.0**-126
+
+# Paging, in tokens of the uncompressed sequence unless it says entries.
+KV_BLOCK = 256  # scheduler block: what one entry of a compressed block table covers
+WINDOW_BLOCK = 64
+INDEX_ALIGN = 128  # width alignment of index rows
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division."""
+    return -(-a // b)
+
+
+def align_up(value: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is >= `value`."""
+    return cdiv(value, multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Geometry of a quantised page: bytes of data and of scales per token, and the alignment of a page."""
+
+    data: int
+    scale: int
+    align: int = 576
+
+    def page_bytes(self, block_size: int) -> int:
+        """Bytes of a page that are ever addressed."""
+        return block_size * (self.data + self.scale)
+
+    def page_stride(self, block_size: int) -> int:
+        """Distance in bytes between two pages as this package allocates them."""
+        return align_up(self.page_bytes(block_size), self.align)
+
+    def data_offset(self, offset: int) -> int:
+        """First data byte, within its page, of the token at `offset`. Works on ints and tensors."""
+        return offset * self.data
+
+    def scale_offset(self, offset: int, block_size: int) -> int:
+        """First scale byte, within its page, of the token at `offset`. Works on ints and tensors."""
+        return block_size * self.data + offset * self.scale
+
+
+FP8_DS_MLA = PageLayout(data=NOPE_DIM + 2 * ROPE_DIM, scale=8)
+FP8_DS_MLA_TILES = NOPE_DIM // KV_TILE  # the eighth scale byte is a zero pad
+INDEXER_FP8 = PageLayout(data=INDEXER_HEAD_DIM, scale=4)
+INDEXER_MXFP4 = PageLayout(data=INDEXER_HEAD_DIM // 2, scale=INDEXER_HEAD_DIM // MX_TILE)
+
+PAGE_LAYOUTS: dict[str, PageLayout] = {
+    "fp8_ds_mla": FP8_DS_MLA,
+    "indexer_fp8": INDEXER_FP8,
+    "indexer_mxfp4": INDEXER_MXFP4,
+}
+"""Formats whose cache is bytes, `uint8 [P, page_bytes]`. The others are rows, `[P, S, D]`: `plain` in the model's
+dtype and `fp8` (per-tensor scale) as uint8."""
+
+KV_FORMATS = ("fp8_ds_mla", "plain", "fp8")
+INDEXER_FORMATS = ("indexer_fp8", "indexer_mxfp4", "plain")
+
+
+def storage_block_size(ratio: int) -> int:
+    """Compressed entries in one page: 64 for ratio 4, 2 for ratio 128."""
+    return KV_BLOCK // ratio
+
+
+def state_block_size(ratio: int) -> int:
+    """Raw tokens in one page of compressor state: 4 for ratio 4, 8 for ratio 128."""
+    return 4 if ratio == CSA_RATIO else 8
+
+
+def overlap_factor(ratio: int) -> int:
+    """How many groups of `ratio` tokens one compressed entry pools: 2 for ratio 4 (overlap), else 1."""
+    return 2 if ratio == CSA_RATIO else 1
+
+
+def state_width(ratio: int, head_dim: int) -> int:
+    """float32 values of one state row: kv half, then score half, each `overlap_factor * head_dim` wide."""
+    return 2 * overlap_factor(ratio) * head_dim
+
+
+def c128a_width(max_model_len: int) -> int:
+    """Row width of the C128A index buffers. The only formula for it: a second one writes past rows."""
+    return align_up(cdiv(max_model_len, HCA_RATIO), INDEX_ALIGN)
+
+
+def cache_shape(fmt: str, num_blocks: int, block_size: int, head_dim: int) -> tuple[int, ...]:
+    """Logical shape of a cache: `[P, page_bytes]` for byte formats, `[P, S, D]` for rows."""
+    if fmt in PAGE_LAYOUTS:
+        return (num_blocks, PAGE_LAYOUTS[fmt].page_bytes(block_size))
+    check(fmt in KV_FORMATS, "E202", got=repr(fmt))
+    return (num_blocks, block_size, head_dim)
+
+
+def allocate_cache(
+    fmt: str,
+    num_blocks: int,
+    block_size: int,
+    head_dim: int = HEAD_DIM,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Allocate a zeroed cache in its natural shape (see `cache_shape`), pages padded to their alignment.
+
+    `dtype` is used by `plain` rows only; quantised formats are uint8.
+    """
+    shape = cache_shape(fmt, num_blocks, block_size, head_dim)
+    if fmt not in PAGE_LAYOUTS:
+        return torch.zeros(shape, dtype=dtype if fmt == "plain" else torch.uint8, device=device)
+    stride = PAGE_LAYOUTS[fmt].page_stride(block_size)
+    backing = torch.zeros(num_blocks * stride, dtype=torch.uint8, device=device)
+    return backing.as_strided(shape, (stride, 1))
+
+
+def byte_pages(cache: torch.Tensor, fmt: str, block_size: int) -> torch.Tensor:
+    """View a byte cache as `uint8 [P, page_bytes]`, from that shape or from the accounting view `[P, S, width]`.
+
+    Raises E203 when the tensor cannot be such a view.
+    """
+    layout = PAGE_LAYOUTS[fmt]
+    width = layout.data + layout.scale
+    got = f"shape {tuple(cache.shape)}, strides {cache.stride()}, dtype {cache.dtype}, block_size {block_size}"
+    if cache.dtype is torch.uint8 and cache.stride(-1) == 1:
+        if cache.dim() == 2 and cache.shape[1] == layout.page_bytes(block_size):
+            return cache
+        if cache.dim() == 3 and cache.shape[1:] == (block_size, width) and cache.stride(1) == width:
+            return cache.flatten(1)
+    fail("E203", got=got, fix=f"pass uint8 [P, {layout.page_bytes(block_size)}] with pages stride(0) bytes apart")

@@ -1,0 +1,39 @@
+"""One way to define an op: schema, reference implementation, fake, and the refusal to differentiate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import fail
+
+LIBRARY = torch.library.Library("dsv4", "DEF")
+OPS: dict[str, torch._ops.OpOverload] = {}
+"""Every op of this package by name."""
+
+
+def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
+    """Define `torch.ops.dsv4.<name>` from `schema` and return its overload.
+
+    The reference serves every device until a kernel is registered for one. `fake` returns exact shapes, dtypes and
+    strides. Inputs that require grad, with gradients enabled, raise E206: there is no backward.
+    """
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dsv4::{name}", fake, lib=LIBRARY)
+    op = getattr(torch.ops.dsv4, name).default
+
+    def refuse_gradients(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    fail("E206", got=f"torch.ops.dsv4.{name} with an argument that requires grad")
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+
+    LIBRARY.impl(name, refuse_gradients, "Autograd")
+    OPS[name] = op
+    return op
