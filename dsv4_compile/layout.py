@@ -13,6 +13,7 @@ least the page's bytes rounded up to `align`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -51,6 +52,9 @@ WINDOW_BLOCK = 64
 INDEX_ALIGN = 128  # width alignment of index rows
 
 
+_Offset = TypeVar("_Offset", int, torch.Tensor)
+
+
 def cdiv(a: int, b: int) -> int:
     """Ceiling division."""
     return -(-a // b)
@@ -77,11 +81,11 @@ class PageLayout:
         """Distance in bytes between two pages as this package allocates them."""
         return align_up(self.page_bytes(block_size), self.align)
 
-    def data_offset(self, offset: int) -> int:
+    def data_offset(self, offset: _Offset) -> _Offset:
         """First data byte, within its page, of the token at `offset`. Works on ints and tensors."""
         return offset * self.data
 
-    def scale_offset(self, offset: int, block_size: int) -> int:
+    def scale_offset(self, offset: _Offset, block_size: int) -> _Offset:
         """First scale byte, within its page, of the token at `offset`. Works on ints and tensors."""
         return block_size * self.data + offset * self.scale
 

@@ -44,7 +44,8 @@ def store_kv(
         inverse = 1.0 if kv_scale is None else 1.0 / kv_scale.float()
         paging.write_row_slots(cache.view(torch.uint8), block_size, slots, _bytes(to_e4m3(x * inverse)))
     else:
-        check(x.shape[-1] == HEAD_DIM, "E201", got=f"vectors of {x.shape[-1]} dims", why=f"fp8_ds_mla rows hold {HEAD_DIM}")
+        got = f"vectors of {x.shape[-1]} dims"
+        check(x.shape[-1] == HEAD_DIM, "E201", got=got, why=f"fp8_ds_mla rows hold {HEAD_DIM}")
         rounded = x.to(torch.bfloat16)
         values, byte = quantize_tiles(rounded[:, :NOPE_DIM].float(), KV_TILE, KV_AMAX_FLOOR)
         data = torch.cat((_bytes(values), _bytes(rounded[:, NOPE_DIM:])), dim=1)
@@ -82,7 +83,7 @@ def quantize_indexer(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
 
 
 def store_indexer(cache: Tensor, fmt: str, block_size: int, slots: Tensor, x: Tensor) -> None:
-    """Store indexer keys `x` float32 `[N, D]` at `slots`; quantised formats round to bfloat16 first and need D = 128."""
+    """Store indexer keys `x` float32 `[N, D]` at `slots`; quantised formats round to bfloat16 first, and D is 128."""
     if fmt == "plain":
         paging.write_row_slots(cache, block_size, slots, x)
         return

@@ -70,7 +70,7 @@ def e2m1_value(code: Tensor) -> Tensor:
 
 
 def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """MXFP4 of float32 `x` `[..., n]`: packed uint8 `[..., n/2]` (low nibble = even index), UE8M0 uint8 `[..., n/32]`."""
+    """MXFP4 of float32 `x` `[..., n]`: uint8 pairs `[..., n/2]` (low nibble = even index), UE8M0 `[..., n/32]`."""
     tiles = x.unflatten(-1, (-1, MX_TILE))
     byte = ue8m0_byte(tiles.abs().amax(-1).clamp_min(MXFP4_AMAX_FLOOR), E2M1_MAX)
     code = e2m1_code(tiles / ue8m0_scale(byte)[..., None]).flatten(-2)
@@ -84,7 +84,7 @@ def dequantize_mxfp4(packed: Tensor, byte: Tensor) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Orthonormal Hadamard transform of the last dim (a power of two), natural (Sylvester) order. float32 in and out."""
+    """Orthonormal Hadamard transform of the last dim (a power of two), Sylvester order. float32 in and out."""
     n = x.shape[-1]
     matrix = torch.ones(1, 1, dtype=torch.float32, device=x.device)
     while matrix.shape[0] < n:
