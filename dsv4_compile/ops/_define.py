@@ -14,16 +14,35 @@ OPS: dict[str, torch._ops.OpOverload] = {}
 """Every op of this package by name."""
 
 
-def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
+def checked(check: Callable[..., None] | None, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """`implementation` with `check` in front of it, for the reference, the fake and every kernel of an op."""
+    if check is None:
+        return implementation
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return implementation(*args, **kwargs)
+
+    return run
+
+
+def define(
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    check: Callable[..., None] | None = None,
+) -> torch._ops.OpOverload:
     """Define `torch.ops.dsv4.<name>` from `schema` and return its overload.
 
     The reference serves every device until a kernel is registered for one. `fake` returns exact shapes, dtypes and
-    strides. Inputs that require grad, with gradients enabled, raise E206: there is no backward.
+    strides. `check` has the op's signature, defaults included, and runs before either: it refuses wrong arguments by
+    host-side facts. Inputs that require grad, with gradients enabled, raise E206: there is no backward.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"dsv4::{name}", fake, lib=LIBRARY)
+    LIBRARY.impl(name, checked(check, reference), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dsv4::{name}", checked(check, fake), lib=LIBRARY)
     op = getattr(torch.ops.dsv4, name).default
 
     def refuse_gradients(*args: Any, **kwargs: Any) -> Any:
