@@ -1,0 +1,55 @@
+# Two commands: `make demo` and `make test`. Both create .venv on first use and reuse it afterwards.
+#
+# Variables (make test VARIABLE=value):
+#   PYTHON  interpreter that creates the environment              python3
+#   VENV    the environment's folder                              .venv
+#   TORCH   torch to install, before everything else              torch==2.13.0
+#   TRITON  triton to install beside it, without dependencies     triton==3.7.1
+#   JOBS    test processes                                        2
+#
+# A machine that has its torch already, for its GPU: `make test TORCH= TRITON=` installs neither; the environment
+# then sees PYTHON's packages. Whatever torch ends up in the environment, no later step replaces it.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.7.1
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Other values of TORCH or TRITON are another stamp, so changing them installs again.
+STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(TRITON)' | cksum | cut -d ' ' -f 1)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint install clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@echo
+	@sed -nE '3,/^$$/s/^# ?//p' $(firstword $(MAKEFILE_LIST))
+
+demo: install  ## a small DeepSeek-V4 from transformers, compiled and compared with eager, on this machine
+	$(BIN)/dsv4 demo $(ARGS)
+
+test: lint  ## style, types and all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+
+lint: install  ## style and types alone
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(STAMP)  ## create or refresh the environment
+
+clean:  ## remove the environment and every build product
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)
+	$(if $(TORCH),$(PIP) install '$(TORCH)')
+	$(if $(TRITON),$(PIP) install --no-deps '$(TRITON)')
+	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/torch.txt
+	$(PIP) install --constraint $(VENV)/torch.txt --editable '.[hf,debug,bench,test]'
+	rm -f $(VENV)/.installed-*
+	touch $@
