@@ -42,7 +42,7 @@ def write_rows(target: Tensor, index: tuple[Tensor, ...], rows: Tensor, keep: Te
 
     Args:
         target: any strided tensor.
-        index: one int64 tensor per leading dim of `target`; each `[N]`, or `[N, 1]` / `[N, n]` to address columns.
+        index: one int64 `[N]` tensor per leading dim of `target`.
         rows: `[N, ...]` values; keep: bool `[N]`. Kept rows must have distinct, legal targets.
 
     A dropped row repeats a kept one, or rewrites what is already there when none is kept, so that the write needs
@@ -50,57 +50,37 @@ def write_rows(target: Tensor, index: tuple[Tensor, ...], rows: Tensor, keep: Te
     """
     if rows.shape[0] == 0 or target.numel() == 0:
         return
-    spare = keep.to(torch.int8).argmax()
+    # One element, not a scalar: indexing with a scalar tensor reads it back to the host.
+    spare = keep.to(torch.int8).argmax(0, keepdim=True)
 
     def redirect(values: Tensor) -> Tensor:
-        mask = keep.view(-1, *(1,) * (values.dim() - 1))
-        return torch.where(mask, values, values[spare])
+        return torch.where(keep.view(-1, *(1,) * (values.dim() - 1)), values, values[spare])
 
     legal = keep[spare]
-    index = tuple(torch.where(legal, redirect(i), _column_or_zero(i)) for i in index)
+    index = tuple(torch.where(legal, redirect(i), 0) for i in index)
+    legal = legal.view(1, *(1,) * (rows.dim() - 1))
     target.index_put_(index, torch.where(legal, redirect(rows), target[index]))
 
 
-def _column_or_zero(index: Tensor) -> Tensor:
-    """Legal stand-in for an index tensor when no row is kept: row 0, columns as they are relative to the first."""
-    if index.dim() > 1 and index.shape[1] > 1:
-        return torch.arange(index.shape[1], device=index.device).expand_as(index)
-    return torch.zeros_like(index)
+def _regions(cache: Tensor, fmt: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """The data rows `[P, S, data]` and the scale rows `[P, S, scale]` of a byte cache, as views."""
+    layout = PAGE_LAYOUTS[fmt]
+    pages = byte_pages(cache, fmt, block_size)
+    data, scale = pages.split((block_size * layout.data, block_size * layout.scale), dim=1)
+    return data.unflatten(1, (block_size, layout.data)), scale.unflatten(1, (block_size, layout.scale))
 
 
 def read_bytes(cache: Tensor, fmt: str, block_size: int, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Data bytes `[..., data]` and scale bytes `[..., scale]` of tokens in a byte cache. Invalid slots give zeros."""
-    layout = PAGE_LAYOUTS[fmt]
-    pages = byte_pages(cache, fmt, block_size)
-    ok = valid_slots(slots, pages.shape[0], block_size)
-    if pages.shape[0] == 0:
-        return (
-            pages.new_zeros(*slots.shape, layout.data),
-            pages.new_zeros(*slots.shape, layout.scale),
-        )
-    safe = torch.where(ok, slots, 0).long()
-    block, offset = (safe // block_size)[..., None], (safe % block_size)[..., None]
-    data = pages[block, layout.data_offset(offset) + torch.arange(layout.data, device=cache.device)]
-    scale = pages[block, layout.scale_offset(offset, block_size) + torch.arange(layout.scale, device=cache.device)]
-    zero = torch.zeros((), dtype=torch.uint8, device=cache.device)
-    return torch.where(ok[..., None], data, zero), torch.where(ok[..., None], scale, zero)
+    data, scale = _regions(cache, fmt, block_size)
+    return read_rows(data, block_size, slots), read_rows(scale, block_size, slots)
 
 
 def write_bytes(cache: Tensor, fmt: str, block_size: int, slots: Tensor, data: Tensor, scale: Tensor) -> None:
     """Store data bytes `[N, data]` and scale bytes `[N, scale]` at `slots` `[N]`; invalid slots are skipped."""
-    layout = PAGE_LAYOUTS[fmt]
-    pages = byte_pages(cache, fmt, block_size)
-    ok = valid_slots(slots, pages.shape[0], block_size)
-    safe = torch.where(ok, slots, 0).long()
-    block, offset = (safe // block_size)[:, None], (safe % block_size)[:, None]
-    columns = torch.cat(
-        (
-            layout.data_offset(offset) + torch.arange(layout.data, device=cache.device),
-            layout.scale_offset(offset, block_size) + torch.arange(layout.scale, device=cache.device),
-        ),
-        dim=1,
-    )
-    write_rows(pages, (block, columns), torch.cat((data, scale), dim=1), ok)
+    data_rows, scale_rows = _regions(cache, fmt, block_size)
+    write_row_slots(data_rows, block_size, slots, data)
+    write_row_slots(scale_rows, block_size, slots, scale)
 
 
 def read_rows(cache: Tensor, block_size: int, slots: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..layout import E2M1_MAX, FP8_MAX, MX_TILE, MXFP4_AMAX_FLOOR, UE8M0_BIAS, UE8M0_MAX_BYTE
 
-_E2M1_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
@@ -53,20 +52,23 @@ def dequantize_tiles(values: Tensor, byte: Tensor, tile: int) -> Tensor:
 
 
 def e2m1_code(x: Tensor) -> Tensor:
-    """4-bit e2m1 code, as uint8, of float32 `x`: round to nearest even on {0,.5,1,1.5,2,3,4,6}, saturating."""
+    """4-bit e2m1 code, as uint8, of float32 `x`: nearest of {0,.5,1,1.5,2,3,4,6}, ties to even, saturating."""
     magnitude = x.abs()
-    midpoints = torch.tensor(_E2M1_MIDPOINTS, dtype=torch.float32, device=x.device)
-    code = torch.bucketize(magnitude, midpoints, right=False).to(torch.uint8)
-    # bucketize puts a tie into the lower code; ties go to the even code instead.
-    tie_up = (magnitude[..., None] == midpoints[1::2]).any(-1)
-    return (code + tie_up.to(torch.uint8)) | ((torch.signbit(x)).to(torch.uint8) << 3)
+    code = torch.zeros_like(x, dtype=torch.uint8)
+    for below, midpoint in enumerate(_E2M1_MIDPOINTS):
+        # A tie goes to the even code: down where the code below is even, up where it is odd.
+        stays = magnitude <= midpoint if below % 2 == 0 else magnitude < midpoint
+        code += (~stays).to(torch.uint8)
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
 def e2m1_value(code: Tensor) -> Tensor:
     """float32 value of 4-bit e2m1 codes."""
-    grid = torch.tensor(_E2M1_GRID, dtype=torch.float32, device=code.device)
-    magnitude = grid[(code & 7).long()]
-    return torch.where((code & 8) != 0, -magnitude, magnitude)
+    magnitude = (code & 7).float()
+    # Mantissa 2 or 3, times the power of two of the exponent field; codes 0 and 1 are subnormal.
+    step = torch.where(magnitude < 4, 0.5, torch.where(magnitude < 6, 1.0, 2.0))
+    value = torch.where(magnitude < 2, 0.5 * magnitude, (2 + (code & 1)) * step)
+    return torch.where((code & 8) != 0, -value, value)
 
 
 def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
