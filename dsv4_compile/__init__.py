@@ -1,13 +1,46 @@
 """Run DeepSeek-V4 attention through torch.compile.
 
 Importing this package registers `torch.ops.dsv4` and nothing else: no Triton, no GPU, no torch setting is touched.
+What else it offers is imported when it is first used.
 """
 
 from __future__ import annotations
 
+import importlib as _importlib
 import pathlib as _pathlib
+from typing import TYPE_CHECKING, Any
+
+from . import ops as ops
+from .errors import DSV4Error
+
+if TYPE_CHECKING:
+    from . import hf as hf
+    from .config import DeepseekV4Config
+    from .debug import explain
+    from .modules import DeepseekV4Attention
 
 _root = _pathlib.Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
     # In a source checkout the sibling folders kernels/ and lowering/ are our subpackages.
     __path__.append(str(_root))
+
+__version__ = "0.1.0"
+
+__all__ = ["DSV4Error", "DeepseekV4Attention", "DeepseekV4Config", "__version__", "explain"]
+
+_HOMES = {"DeepseekV4Config": "config", "DeepseekV4Attention": "modules", "explain": "debug"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(_importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    elif name == "hf":
+        value = _importlib.import_module(".hf", __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

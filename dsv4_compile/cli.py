@@ -1,0 +1,98 @@
+"""The `dsv4` command. Nothing a subcommand needs is imported before that subcommand runs.
+
+Exit status: 0 success, 1 the answer is no (doctor found a fault, explain found too many breaks), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from importlib import resources
+
+from .errors import CODES, DSV4Error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status. Errors of this package go to stderr without a traceback."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.command != "demo":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        if args.command == "doctor":
+            return _doctor(as_json=args.json)
+        if args.command == "explain":
+            return _explain(args.target, as_json=args.json, max_breaks=args.max_breaks)
+        return _demo(rest)
+    except DSV4Error as fault:
+        print(fault, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dsv4", description="DeepSeek-V4 attention through torch.compile.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="check this environment, one verdict a line, ready to paste")
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+
+    explain = commands.add_parser(
+        "explain",
+        help="explain an error code, or what torch.compile makes of a script",
+        description="Print the page of an error code, or run a script and report its graphs, breaks and recompiles. "
+        "A script is run as it is: explain only scripts that you would run yourself.",
+    )
+    explain.add_argument("target", nargs="?", help="an error code, a page (layout), or SCRIPT.py; nothing lists codes")
+    explain.add_argument("--json", action="store_true", help="print the report of a script as JSON")
+    explain.add_argument("--max-breaks", type=int, metavar="N", help="exit 1 if the script has more graph breaks")
+
+    commands.add_parser(
+        "demo", add_help=False, help="compile a small model here and compare it with eager (see --help)"
+    )
+    return parser
+
+
+def _doctor(*, as_json: bool) -> int:
+    from .doctor import examine, render
+
+    checks = examine()
+    print(json.dumps([check.as_dict() for check in checks], indent=2) if as_json else render(checks))
+    return int(any(check.level == "fix" for check in checks))
+
+
+def _explain(target: str | None, *, as_json: bool, max_breaks: int | None) -> int:
+    if target is None:
+        print("\n".join(f"{code}  {entry.title}" for code, entry in CODES.items()))
+        return 0
+    if target.endswith(".py"):
+        from .debug import explain_script
+
+        return int(explain_script(target, json=as_json, max_breaks=max_breaks))
+    text = _error_page(target) if target in CODES else _page(target)
+    if text is None:
+        print(f"no error code or page {target!r}; `dsv4 explain` lists the codes", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+def _demo(argv: Sequence[str]) -> int:
+    from .hf.demo import main as demo
+
+    return int(demo(list(argv)))
+
+
+def _page(name: str) -> str | None:
+    page = resources.files(__package__) / "_docs" / f"{name}.md"
+    return page.read_text() if re.fullmatch("[a-z]+", name) and page.is_file() else None
+
+
+def _error_page(code: str) -> str:
+    """The table's entry of `code`, then what the errors page says about it."""
+    entry = CODES[code]
+    sections = re.split(r"^## ", _page("errors") or "", flags=re.MULTILINE)
+    body = next((section for section in sections if section.startswith(f"{code}\n")), "").removeprefix(code)
+    return f"{code}  {entry.title}\n\n  rule  {entry.rule}\n  fix   {entry.fix}\n{body}".rstrip()
