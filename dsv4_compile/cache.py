@@ -1,0 +1,224 @@
+"""Paged caches: which tensors a layer owns, in which format, and a whole model's worth with fixed block tables.
+
+| tensor | rows | one page | block table of |
+|---|---|---|---|
+| window | every token's KV, rotated | 64 tokens | window |
+| main | compressed KV entries | 256 tokens = 64 (ratio 4) or 2 (ratio 128) entries | c4 / c128 |
+| state | compressor input of recent tokens, float32 | 4 (ratio 4) or 8 (ratio 128) tokens | c4_state / c128_state |
+| indexer | compressed indexer keys (ratio 4) | 256 tokens = 64 entries | indexer |
+| indexer_state | the indexer compressor's state (ratio 4) | 4 tokens | indexer_state |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from . import layout
+from .config import DeepseekV4Config
+from .errors import check, fail
+from .metadata.types import BlockTables
+
+_ROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """How keys and values, and indexer keys, are stored.
+
+    `kv` is a KV format and `indexer` an indexer format of `layout`; `kv_dtype` and `indexer_dtype` are the dtypes of
+    plain rows. `hadamard` rotates indexer queries and keys before they are quantised, as DeepSeek's own code does;
+    a cache written with it cannot be read without it.
+    """
+
+    kv: str
+    kv_dtype: torch.dtype
+    indexer: str
+    indexer_dtype: torch.dtype
+    hadamard: bool = False
+
+    @classmethod
+    def resolve(
+        cls,
+        kv_cache_dtype: str = "auto",
+        indexer_cache_dtype: str = "auto",
+        *,
+        model_dtype: torch.dtype = torch.bfloat16,
+        hadamard: bool = False,
+    ) -> CacheFormat:
+        """Turn the user's words into formats.
+
+        Args:
+            kv_cache_dtype: `fp8_ds_mla` (584 bytes a token), `fp8` (per-tensor scale), `bfloat16`, `float16`,
+                `float32`, or `auto` = rows in the model's dtype.
+            indexer_cache_dtype: `fp8`, `mxfp4`, `bfloat16`, `float16`, `float32`, or `auto` = fp8 beside a quantised
+                KV cache, rows in the model's dtype otherwise.
+        """
+        kv, kv_dtype = _kv_format(kv_cache_dtype, model_dtype)
+        if indexer_cache_dtype == "auto":
+            indexer_cache_dtype = "fp8" if kv != "plain" else str(kv_dtype).removeprefix("torch.")
+        if indexer_cache_dtype in ("fp8", "mxfp4"):
+            return cls(kv, kv_dtype, f"indexer_{indexer_cache_dtype}", torch.uint8, hadamard)
+        if indexer_cache_dtype in _ROW_DTYPES:
+            return cls(kv, kv_dtype, "plain", _ROW_DTYPES[indexer_cache_dtype], hadamard)
+        fail(
+            "E202",
+            got=f"indexer_cache_dtype={indexer_cache_dtype!r}",
+            rule=f"one of auto, fp8, mxfp4, {', '.join(_ROW_DTYPES)}",
+        )
+
+
+def _kv_format(name: str, model_dtype: torch.dtype) -> tuple[str, torch.dtype]:
+    if name == "auto":
+        return "plain", model_dtype
+    if name in ("fp8_ds_mla", "fp8"):
+        return name, torch.uint8
+    if name in _ROW_DTYPES:
+        return "plain", _ROW_DTYPES[name]
+    fail("E202", got=f"kv_cache_dtype={name!r}", rule=f"one of auto, fp8_ds_mla, fp8, {', '.join(_ROW_DTYPES)}")
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """The caches of one layer; None where its kind has no such cache. Ops mutate them in place."""
+
+    window: Tensor
+    main: Tensor | None = None
+    state: Tensor | None = None
+    indexer: Tensor | None = None
+    indexer_state: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that exist, by name."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage, page padding included."""
+        return sum(t.untyped_storage().nbytes() for t in self.tensors().values())
+
+
+def allocate_layer_cache(
+    config: DeepseekV4Config,
+    layer_idx: int,
+    cache_format: CacheFormat,
+    num_blocks: Callable[[str], int],
+    device: torch.device | str | None = None,
+) -> LayerCache:
+    """Allocate the zeroed caches of one layer; `num_blocks(group)` gives the pages of each block-table group."""
+    check(
+        cache_format.kv != "fp8_ds_mla"
+        or (config.head_dim, config.rope_dim) == (layout.HEAD_DIM, layout.ROPE_DIM),
+        "E205",
+        got=f"head_dim={config.head_dim}, rope_dim={config.rope_dim} with an fp8_ds_mla cache",
+        fix=f'use kv_cache_dtype="auto"; fp8_ds_mla rows hold {layout.NOPE_DIM} + {layout.ROPE_DIM} dims',
+    )
+
+    def kv(group: str, block_size: int) -> Tensor:
+        return layout.allocate_cache(
+            cache_format.kv, num_blocks(group), block_size, config.head_dim, dtype=cache_format.kv_dtype, device=device
+        )
+
+    def state(group: str, ratio: int, head_dim: int) -> Tensor:
+        rows = (num_blocks(group), layout.state_block_size(ratio), layout.state_width(ratio, head_dim))
+        return torch.zeros(rows, dtype=torch.float32, device=device)
+
+    window = kv("window", layout.WINDOW_BLOCK)
+    ratio = config.ratio(layer_idx)
+    if ratio == 1:
+        return LayerCache(window)
+    group = f"c{ratio}"
+    main = kv(group, layout.storage_block_size(ratio))
+    main_state = state(f"{group}_state", ratio, config.head_dim)
+    if ratio != layout.CSA_RATIO:
+        return LayerCache(window, main, main_state)
+    indexer = layout.allocate_cache(
+        cache_format.indexer,
+        num_blocks("indexer"),
+        layout.storage_block_size(ratio),
+        config.index_head_dim,
+        dtype=cache_format.indexer_dtype,
+        device=device,
+    )
+    return LayerCache(window, main, main_state, indexer, state("indexer_state", ratio, config.index_head_dim))
+
+
+class PagedCaches:
+    """Caches of a whole model for a fixed number of requests, with block tables that never change.
+
+    Request b owns its own pages. Window and state pages form a ring, large enough that one step of up to
+    `max_step_tokens` new tokens a request never overwrites a token that the step still reads.
+
+    Args:
+        config: the model's attention configuration.
+        max_batch_size: requests, R.
+        max_seq_len: longest sequence of a request, prompt and answer together.
+        max_step_tokens: most tokens one forward may add to one request (None = `max_seq_len`).
+        cache_format: formats of all layers.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        *,
+        max_batch_size: int,
+        max_seq_len: int,
+        max_step_tokens: int | None = None,
+        cache_format: CacheFormat,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check(max_batch_size > 0 and max_seq_len > 0, "E204", got=f"{max_batch_size=}, {max_seq_len=}")
+        self.config = config
+        self.cache_format = cache_format
+        self.max_batch_size = max_batch_size
+        self.max_seq_len = layout.align_up(max_seq_len, layout.KV_BLOCK)
+        self.max_step_tokens = min(max_step_tokens or self.max_seq_len, self.max_seq_len)
+        self._pages = self._pages_per_request()
+        self.layers = [
+            allocate_layer_cache(config, i, cache_format, lambda g: max_batch_size * self._pages[g], device)
+            for i in range(config.num_layers)
+        ]
+        self.block_tables = BlockTables(**{g: self._block_table(g, device) for g in self._pages})
+
+    def _pages_per_request(self) -> dict[str, int]:
+        """Pages a request owns in each group: all of its blocks, or a ring that covers what a step can reach."""
+
+        def ring(reach: int, block_size: int) -> int:
+            # A step writes max_step_tokens rows and reads `reach - 1` older ones; they may start anywhere in a page.
+            span = layout.cdiv(reach - 1 + self.max_step_tokens - 1, block_size) + 1
+            return min(span, layout.cdiv(self.max_seq_len, block_size))
+
+        ratios = {self.config.ratio(i) for i in range(self.config.num_layers)}
+        pages = {"window": ring(self.config.sliding_window, layout.WINDOW_BLOCK)}
+        for ratio in sorted(ratios - {1}):
+            pooled = layout.overlap_factor(ratio) * ratio
+            names = [f"c{ratio}", "indexer"] if ratio == layout.CSA_RATIO else [f"c{ratio}"]
+            for name in names:
+                pages[name] = self.max_seq_len // layout.KV_BLOCK
+                pages["indexer_state" if name == "indexer" else f"{name}_state"] = ring(
+                    pooled, layout.state_block_size(ratio)
+                )
+        return pages
+
+    def _block_table(self, group: str, device: torch.device | str | None) -> Tensor:
+        """int32 `[R, B]`: logical block i of request b is page b * pages + i % pages."""
+        ratio = {"c4": layout.CSA_RATIO, "indexer": layout.CSA_RATIO, "c128": layout.HCA_RATIO}
+        if group == "window":
+            tokens = layout.WINDOW_BLOCK
+        elif group in ratio:
+            tokens = layout.KV_BLOCK
+        else:
+            tokens = layout.state_block_size(layout.HCA_RATIO if group == "c128_state" else layout.CSA_RATIO)
+        blocks = layout.cdiv(self.max_seq_len, tokens)
+        pages = self._pages[group]
+        first = torch.arange(self.max_batch_size, dtype=torch.int32)[:, None] * pages
+        return (first + torch.arange(blocks, dtype=torch.int32)[None] % pages).contiguous().to(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return sum(layer.nbytes for layer in self.layers)

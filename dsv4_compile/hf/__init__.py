@@ -1,0 +1,9 @@
+"""transformers' DeepseekV4ForCausalLM through torch.compile: convert in place, generate, revert."""
+
+from __future__ import annotations
+
+from .cache import PagedCache
+from .convert import convert, new_cache, revert
+from .model import mark_dynamic_tokens
+
+__all__ = ["PagedCache", "convert", "mark_dynamic_tokens", "new_cache", "revert"]

@@ -1,0 +1,146 @@
+"""The paged caches of a converted model behind transformers' cache interface."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ..cache import CacheFormat, PagedCaches
+from ..config import DeepseekV4Config
+from ..errors import check, fail
+from ..metadata import AttentionMetadata, build_metadata
+
+
+class PagedCache(Cache):
+    """Static caches for up to `max_batch_size` sequences of up to `max_seq_len` tokens.
+
+    Sequence lengths live on the device and advance inside the model's graph, so a step changes no Python state and
+    nothing recompiles. A forward appends the tokens that its attention mask keeps; padding is never stored, so every
+    sequence has its own positions, whatever side the batch was padded on.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        *,
+        max_batch_size: int,
+        max_seq_len: int,
+        cache_format: CacheFormat,
+        max_step_tokens: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.paged = PagedCaches(
+            config,
+            max_batch_size=max_batch_size,
+            max_seq_len=max_seq_len,
+            max_step_tokens=max_step_tokens,
+            cache_format=cache_format,
+            device=device,
+        )
+        super().__init__(layers=list(self.paged.layers))
+        self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
+        self.columns = torch.zeros((), dtype=torch.int64, device=device)
+        for tensor in self._tensors():
+            # A cache never changes shape. Saying so keeps its dims out of the graph's symbols.
+            torch._dynamo.mark_static(tensor)
+
+    def _tensors(self) -> list[Tensor]:
+        caches = [t for layer in self.paged.layers for t in layer.tensors().values()]
+        tables = [t for t in vars(self.paged.block_tables).values() if t is not None]
+        return [*caches, *tables, self.seq_lens, self.columns]
+
+    def begin_step(self, batch_size: int, num_columns: int, attention_mask: Tensor | None) -> AttentionMetadata:
+        """Append `num_columns` columns to the first `batch_size` sequences; return the metadata of those tokens.
+
+        Args:
+            attention_mask: `[B, >= num_columns]`, nonzero = token; its last columns count. None = all are tokens.
+        Returns:
+            Metadata of the `T = B * num_columns` tokens in row-major order, masked ones as padding.
+        """
+        paged, device = self.paged, self.seq_lens.device
+        if attention_mask is None:
+            keep = torch.ones(batch_size, num_columns, dtype=torch.bool, device=device)
+        else:
+            keep = attention_mask[:, attention_mask.shape[1] - num_columns :] != 0
+        lengths = self.seq_lens[:batch_size]
+        positions = lengths[:, None].long() + keep.cumsum(dim=1) - 1
+        requests = torch.arange(batch_size, dtype=torch.int32, device=device)[:, None].expand(-1, num_columns)
+        metadata = build_metadata(
+            positions=positions.clamp(min=0).reshape(-1),
+            token_to_req=requests.reshape(-1),
+            is_valid_token=keep.reshape(-1),
+            block_tables=paged.block_tables,
+            window=paged.config.sliding_window,
+            max_model_len=paged.max_seq_len,
+            ratios=tuple(sorted(set(paged.config.compress_ratios[: paged.config.num_layers]) - {1})),
+        )
+        lengths.add_(keep.sum(dim=1, dtype=torch.int32))
+        self.columns.add_(num_columns)
+        return metadata
+
+    def reset(self) -> None:
+        """Forget all sequences. Cache rows keep their bytes: nothing reads a row before it is written again."""
+        self.seq_lens.zero_()
+        self.columns.zero_()
+
+    def check_fits(self, batch_size: int, length: int) -> None:
+        """Raise E204 unless `batch_size` sequences of up to `length` tokens fit."""
+        paged = self.paged
+        check(
+            batch_size <= paged.max_batch_size and length <= paged.max_seq_len,
+            "E204",
+            got=f"{batch_size} sequences of up to {length} tokens",
+            why=f"the cache was allocated for {paged.max_batch_size} sequences of {paged.max_seq_len}",
+            fix="call dsv4_compile.hf.convert with larger max_batch_size / max_seq_len",
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns appended since the last reset, padding included, as transformers counts. Reads the device."""
+        return int(self.columns)
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Longest sequence that fits."""
+        return self.paged.max_seq_len
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: transformers would build dense masks and choose its own compile options. The model is compiled by
+        its owner, with `model.compile(backend="dsv4")`."""
+        return False
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.paged.max_batch_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return self.paged.nbytes
+
+    def _refuse(self, what: str) -> NoReturn:
+        fail("E208", got=what, why="sequences keep their pages", fix="decode greedily or by sampling, one row a sequence")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._refuse("beam search (reorder_cache)")
+
+    def crop(self, max_length: int) -> None:
+        self._refuse("assisted decoding (crop)")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._refuse("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._refuse("batch_select_indices")
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("cache.update from an attention that is not converted")
+
+    def __repr__(self) -> str:
+        paged = self.paged
+        return (
+            f"PagedCache({paged.max_batch_size} x {paged.max_seq_len} tokens, {paged.cache_format.kv}, "
+            f"{self.nbytes / 2**20:.1f} MiB)"
+        )

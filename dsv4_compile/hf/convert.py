@@ -1,0 +1,138 @@
+"""`convert` makes a transformers DeepseekV4ForCausalLM compilable in place; `revert` undoes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..cache import CacheFormat
+from ..config import DeepseekV4Config
+from ..errors import check, fail
+from ..loading import hf_name
+from ..modules import DeepseekV4Attention
+from ..modules.linear import Fp8Linear, Linear
+from ..rope_tables import cos_sin_cache
+from .cache import PagedCache
+from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, hf
+
+_SWAPS = (
+    (hf.DeepseekV4Attention, CompilableAttention),
+    (hf.DeepseekV4Model, CompilableModel),
+    (hf.DeepseekV4ForCausalLM, CompilableForCausalLM),
+)
+
+
+def convert(
+    model: nn.Module,
+    *,
+    max_batch_size: int,
+    max_seq_len: int,
+    kv_cache_dtype: str = "auto",
+    indexer_cache_dtype: str = "auto",
+    hadamard: bool = False,
+    max_step_tokens: int | None = None,
+) -> nn.Module:
+    """Make `model` compilable in one graph for prefill and one for decode. Returns the same object.
+
+    Args:
+        model: a `DeepseekV4ForCausalLM` in eval mode, on its final device. Parameters are shared, not copied.
+        max_batch_size: most sequences at a time.
+        max_seq_len: most tokens of a sequence, prompt and answer together.
+        kv_cache_dtype, indexer_cache_dtype, hadamard: see `dsv4_compile.cache.CacheFormat.resolve`. With `auto` the
+            caches keep the model's dtype and nothing is quantised.
+        max_step_tokens: most tokens that one forward adds to a sequence (None = max_seq_len). Smaller values shrink
+            the window and compressor-state caches; longer prompts then go through
+            `generate(prefill_chunk_size=max_step_tokens)`.
+
+    Raises E205 for configurations and E208 for models that are not supported.
+    """
+    check(
+        type(model) is hf.DeepseekV4ForCausalLM,
+        "E208",
+        got=f"a {type(model).__name__}",
+        why="already converted" if isinstance(model, CompilableForCausalLM) else "",
+        fix="pass a transformers DeepseekV4ForCausalLM",
+    )
+    check(not model.training, "E208", got="a model in training mode", fix="call model.eval() first")
+    config = DeepseekV4Config.from_hf(model.config)
+    dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device
+    cache_format = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard)
+    cache = PagedCache(
+        config,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        cache_format=cache_format,
+        max_step_tokens=max_step_tokens,
+        device=device,
+    )
+    attentions = [
+        _shared_attention(layer.self_attn, config, cache_format, dtype, cache.paged.max_seq_len)
+        for layer in model.model.layers
+    ]
+    for layer, attention in zip(model.model.layers, attentions, strict=True):
+        # In __dict__, past nn.Module's registry: the parameters stay registered once, under their own names.
+        layer.self_attn.__dict__["dsv4"] = attention
+    model.model.__dict__["dsv4_cache"] = cache
+    _swap_classes(model, {old: new for old, new in _SWAPS})
+    return model
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Give a converted model its original classes back and drop the caches. Returns the same object."""
+    check(isinstance(model, CompilableForCausalLM), "E208", got=f"a {type(model).__name__}", fix="pass a converted model")
+    _swap_classes(model, {new: old for old, new in _SWAPS})
+    for layer in model.model.layers:
+        del layer.self_attn.__dict__["dsv4"]
+    del model.model.__dict__["dsv4_cache"]
+    model.__dict__.pop("_dsv4_told", None)
+    return model
+
+
+def new_cache(model: nn.Module, *, max_batch_size: int | None = None, max_seq_len: int | None = None) -> PagedCache:
+    """Another cache for a converted model, of the same format and, unless given, the same capacity."""
+    check(isinstance(model, CompilableForCausalLM), "E208", got=f"a {type(model).__name__}", fix="pass a converted model")
+    own: PagedCache = model.model.dsv4_cache
+    limit = model.model.layers[0].self_attn.dsv4.cos_sin.shape[0]
+    length = max_seq_len or own.paged.max_seq_len
+    check(length <= limit, "E204", got=f"max_seq_len={length}", why=f"the model was converted for {limit}")
+    return PagedCache(
+        own.paged.config,
+        max_batch_size=max_batch_size or own.paged.max_batch_size,
+        max_seq_len=length,
+        cache_format=own.paged.cache_format,
+        max_step_tokens=min(own.paged.max_step_tokens, length),
+        device=own.seq_lens.device,
+    )
+
+
+def _swap_classes(model: nn.Module, swaps: dict[type, type]) -> None:
+    for module in model.modules():
+        if type(module) in swaps:
+            module.__class__ = swaps[type(module)]
+
+
+def _shared_attention(
+    source: nn.Module, config: DeepseekV4Config, cache_format: CacheFormat, dtype: torch.dtype, max_seq_len: int
+) -> DeepseekV4Attention:
+    """Our attention over `source`'s own parameters, each linear as it is stored (floating or e4m3 with scales)."""
+    ours = DeepseekV4Attention(
+        config, source.layer_idx, cache_format=cache_format, dtype=dtype, device="meta", max_seq_len=max_seq_len
+    )
+    for path, module in list(ours.named_modules()):
+        if isinstance(module, Linear) and _hf_parameter(source, f"{path}.weight").dtype is torch.float8_e4m3fn:
+            ours.set_submodule(path, Fp8Linear(*module.weight.shape, device="meta"))
+    for name, _ in list(ours.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        setattr(ours.get_submodule(path), leaf, _hf_parameter(source, name))
+    ours.cos_sin = cos_sin_cache(config.rope(ours.ratio), max_seq_len, source.sinks.device)
+    return ours.eval()
+
+
+def _hf_parameter(source: nn.Module, name: str) -> nn.Parameter:
+    """The parameter of a transformers attention that our parameter `name` stands for."""
+    theirs = hf_name(name)
+    path, _, leaf = theirs.rpartition(".")
+    value = getattr(source.get_submodule(path), leaf, None)
+    if value is None:
+        fail("E207", got=f"no parameter {theirs} in layer {source.layer_idx}", why=f"{name} needs it")
+    return value

@@ -1,0 +1,183 @@
+"""Hugging Face's DeepSeek-V4 classes with a compilable forward. `convert` swaps the class of live modules to these.
+
+They add no parameters and rename none: `state_dict`, `save_pretrained` and weight updates see the original model.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerationMode
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from ..errors import check
+from ..metadata import AttentionMetadata
+from .cache import PagedCache
+
+_log = logging.getLogger("dsv4_compile.hf")
+
+
+class CompilableAttention(hf.DeepseekV4Attention):
+    """Attention through `dsv4_compile.DeepseekV4Attention`, which shares this module's parameters."""
+
+    def forward(
+        self, hidden_states: Tensor, *, metadata: AttentionMetadata, past_key_values: PagedCache, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """`hidden_states` `[B, S, hidden]` -> the same shape; no attention weights."""
+        flat = hidden_states.flatten(0, 1)
+        out = self.dsv4(flat, metadata, past_key_values.paged.layers[self.layer_idx])
+        return out.view_as(hidden_states), None
+
+
+class CompilableModel(hf.DeepseekV4Model):
+    """The decoder stack: metadata once per step from device-side lengths, no mask, no Python counters."""
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: PagedCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> MoeModelOutputWithPast:
+        """Append `input_ids` `[B, S]` to the sequences of `past_key_values` and run them through the layers.
+
+        Without `past_key_values` the model's own cache is used, from an empty state. `attention_mask` `[B, >= S]`
+        marks padding in its last S columns. Positions follow from the cache; `position_ids` is ignored.
+        """
+        check_call(self, input_ids, inputs_embeds, past_key_values, kwargs)
+        cache = past_key_values
+        if cache is None:
+            cache = self.dsv4_cache
+            cache.reset()
+        batch_size, num_columns = input_ids.shape
+        metadata = cache.begin_step(batch_size, num_columns, attention_mask)
+        embeds = self.embed_tokens(input_ids)
+        hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, input_ids=input_ids, metadata=metadata, past_key_values=cache, **kwargs)
+        hidden_states = self.norm(self.hc_head(hidden_states))
+        return MoeModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=cache)
+
+
+def check_call(
+    model: CompilableModel,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    cache: PagedCache | None,
+    kwargs: dict[str, Any],
+) -> None:
+    """Refuse, before anything is written, calls that the converted model cannot run."""
+    check(not model.training, "E208", got="a model in training mode", fix="call model.eval(), or hf.revert(model) to train")
+    check(
+        input_ids is not None and inputs_embeds is None,
+        "E208",
+        got="inputs_embeds",
+        why="hash-routed layers need token ids",
+        fix="pass input_ids",
+    )
+    check(not kwargs.get("output_attentions"), "E208", got="output_attentions=True", why="no attention matrix is built")
+    check(
+        cache is None or isinstance(cache, PagedCache),
+        "E208",
+        got=f"past_key_values of type {type(cache).__name__}",
+        fix="pass none, or dsv4_compile.hf.new_cache(model)",
+    )
+    held = cache if cache is not None else model.dsv4_cache
+    batch_size, num_columns = input_ids.shape
+    check(
+        batch_size <= held.paged.max_batch_size and num_columns <= held.paged.max_step_tokens,
+        "E204",
+        got=f"input_ids of shape ({batch_size}, {num_columns})",
+        why=f"the cache takes {held.paged.max_batch_size} sequences and {held.paged.max_step_tokens} tokens a step",
+        fix="convert with larger max_batch_size / max_seq_len / max_step_tokens, or prefill in chunks",
+    )
+
+
+class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
+    """The language model: `generate` feeds the paged cache and marks what may vary, so that nothing recompiles."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`transformers.GenerationMixin.generate`; says once when the model was not compiled in place."""
+        if self._compiled_call_impl is None and "forward" not in self.__dict__ and not self.__dict__.get("_dsv4_told"):
+            self.__dict__["_dsv4_told"] = True
+            _log.warning(
+                "generate() is running this converted model without torch.compile. "
+                'Compile it in place: model.compile(fullgraph=True, backend="dsv4"). '
+                "A wrapper from torch.compile(model) is not used by generate()."
+            )
+        return super().generate(*args, **kwargs)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        check(
+            generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+            "E208",
+            got=f"generation mode {generation_mode.value}",
+            fix="use greedy search or sampling (num_beams=1, no assistant model)",
+        )
+        check(
+            generation_config.cache_implementation is None,
+            "E208",
+            got=f"cache_implementation={generation_config.cache_implementation!r}",
+            why="a converted model brings its own static cache",
+            fix="leave cache_implementation unset",
+        )
+        check(generation_config.use_cache is not False, "E208", got="use_cache=False", fix="leave use_cache unset")
+        rows = batch_size * generation_config.num_return_sequences
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            cache = self.model.dsv4_cache
+            cache.reset()
+            model_kwargs["past_key_values"] = cache
+        cache.check_fits(rows, max_cache_length)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: PagedCache | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The new columns, their mask, and nothing that depends on the step, so that one graph serves all steps."""
+        if next_sequence_length is not None:
+            input_ids = input_ids[:, -next_sequence_length:]
+        input_ids = input_ids.contiguous().clone()
+        inputs: dict[str, Any] = {"input_ids": input_ids, "past_key_values": past_key_values}
+        if attention_mask is not None:
+            inputs["attention_mask"] = attention_mask[:, -input_ids.shape[1] :].contiguous().clone()
+        for tensor in (input_ids, inputs.get("attention_mask")):
+            if tensor is not None:
+                mark_dynamic_tokens(tensor)
+        forwarded = ("use_cache", "logits_to_keep", "output_hidden_states", "output_router_logits")
+        inputs.update({name: kwargs[name] for name in forwarded if kwargs.get(name) is not None})
+        return inputs
+
+
+def mark_dynamic_tokens(tensor: Tensor) -> Tensor:
+    """Tell Dynamo that both dims of `[B, S]` vary, so that its first graph is already the general one.
+
+    Sizes 1 stay as they are: torch specialises 0 and 1, which is what separates decode from prefill.
+    """
+    for dim, size in enumerate(tensor.shape):
+        if size > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    return tensor

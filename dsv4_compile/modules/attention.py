@@ -1,0 +1,183 @@
+"""One DeepSeek-V4 attention layer: SWA, CSA or HCA, decode and prefill alike, in one traced forward.
+
+hidden -> (wq_a, wkv) -> norms -> wq_b -> [q norm + RoPE | kv RoPE + store] -> compressor, indexer -> sparse attention over
+window and compressed entries -> inverse RoPE -> wo_a by groups -> wo_b. Every token, decode or prefill, attends through
+the paged caches, so batches of any mix run the same graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .. import layout, ops  # noqa: F401  (ops registers torch.ops.dsv4)
+from ..cache import CacheFormat, LayerCache
+from ..config import CSA, DeepseekV4Config
+from ..metadata.types import AttentionMetadata
+from ..rope_tables import cos_sin_cache
+from .compressor import Compressor
+from .indexer import Indexer
+from .linear import Fp8Linear, Linear, Norm
+
+
+class DeepseekV4Attention(nn.Module):
+    """The attention of layer `layer_idx`, with parameters under the official checkpoint names.
+
+    Args:
+        config: attention configuration.
+        layer_idx: which layer; its ratio decides SWA, CSA or HCA.
+        kv_cache_dtype, indexer_cache_dtype, hadamard: see `CacheFormat.resolve`; or pass `cache_format` itself.
+        fp8: keep wq_a, wq_b, wkv, wo_a, wo_b and the indexer's wq_b as e4m3 with 128x128 block scales.
+        dtype: of the other weights and of hidden states.
+        max_seq_len: rows of the RoPE table (None = the model's max_position_embeddings). Positions must stay below.
+
+    Parameters are uninitialised: load them with `dsv4_compile.loading`.
+    """
+
+    cos_sin: Tensor
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        layer_idx: int,
+        *,
+        kv_cache_dtype: str = "auto",
+        indexer_cache_dtype: str = "auto",
+        hadamard: bool = False,
+        cache_format: CacheFormat | None = None,
+        fp8: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        max_seq_len: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.ratio = config.ratio(layer_idx)
+        self.cache_format = cache_format or CacheFormat.resolve(
+            kv_cache_dtype, indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard
+        )
+        self.eps = config.rms_norm_eps
+        self.scale = config.softmax_scale
+
+        def linear(n: int, k: int) -> Linear | Fp8Linear:
+            return Fp8Linear(n, k, device=device) if fp8 else Linear(n, k, dtype=dtype, device=device)
+
+        heads, dim = config.num_heads, config.head_dim
+        self.wq_a = linear(config.q_lora_rank, config.hidden_size)
+        self.q_norm = Norm(config.q_lora_rank, dtype=dtype, device=device)
+        self.wq_b = linear(heads * dim, config.q_lora_rank)
+        self.wkv = linear(dim, config.hidden_size)
+        self.kv_norm = Norm(dim, dtype=dtype, device=device)
+        self.attn_sink = nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device), requires_grad=False)
+        self.wo_a = linear(config.o_groups * config.o_lora_rank, heads * dim // config.o_groups)
+        self.wo_b = linear(config.hidden_size, config.o_groups * config.o_lora_rank)
+        self.compressor = None
+        self.indexer = None
+        if self.ratio > 1:
+            self.compressor = Compressor(
+                config.hidden_size,
+                dim,
+                self.ratio,
+                eps=self.eps,
+                cache_format=self.cache_format.kv,
+                dtype=dtype,
+                device=device,
+            )
+        if config.kind(layer_idx) == CSA:
+            self.indexer = Indexer(config, self.cache_format, fp8=fp8, dtype=dtype, device=device)
+        table_device = "cpu" if device is None else device
+        table = cos_sin_cache(config.rope(self.ratio), max_seq_len or config.max_position_embeddings, table_device)
+        self.register_buffer("cos_sin", table, persistent=False)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        """Move the RoPE table with the module but never cast it: rotation is defined on the float32 table."""
+        table = self.cos_sin
+        super()._apply(fn, recurse)
+        self.cos_sin = table.to(self.attn_sink.device)
+        return self
+
+    def forward(self, hidden: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> Tensor:
+        """Attend T tokens and update the caches in place.
+
+        Args:
+            hidden: `[T, hidden_size]`, normed input of the layer.
+            metadata: of this step, see `dsv4_compile.metadata`.
+            cache: this layer's caches, in `self.cache_format`.
+        Returns:
+            `[T, hidden_size]` in hidden's dtype. Padding tokens (slot -1) give zeros.
+        """
+        qr, kv = torch.ops.dsv4.fused_q_kv_rmsnorm(
+            self.wq_a(hidden), self.wkv(hidden), self.q_norm.weight, self.kv_norm.weight, self.eps
+        )
+        q = torch.ops.dsv4.q_norm_rope_kv_insert(
+            self.wq_b(qr).unflatten(-1, (self.config.num_heads, self.config.head_dim)),
+            kv,
+            cache.window,
+            metadata.window.slot_mapping,
+            metadata.positions,
+            self.cos_sin,
+            self.eps,
+            layout.WINDOW_BLOCK,
+            self.cache_format.kv,
+        )
+        entries, lens = self._compressed_entries(hidden, qr, metadata, cache)
+        out, _lse = torch.ops.dsv4.sparse_mla_decode(
+            q,
+            cache.window,
+            metadata.window.indices,
+            metadata.window.lens,
+            layout.WINDOW_BLOCK,
+            self.cache_format.kv,
+            self.scale,
+            self.attn_sink,
+            cache.main,
+            entries,
+            lens,
+            layout.storage_block_size(self.ratio) if self.ratio > 1 else 0,
+        )
+        return self._project_output(out, metadata.positions)
+
+    def _compressed_entries(
+        self, hidden: Tensor, qr: Tensor, metadata: AttentionMetadata, cache: LayerCache
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Write new compressed entries; return the slots (int32 `[T, K]`) and counts (int32 `[T]`) to attend."""
+        if self.compressor is None:
+            return None, None
+        md = metadata.c4 if self.indexer is not None else metadata.c128
+        assert md is not None and cache.main is not None and cache.state is not None
+        self.compressor(
+            hidden,
+            self.cos_sin,
+            metadata.positions,
+            metadata.token_to_req,
+            cache.state,
+            md.state_slot_mapping,
+            md.state_block_table,
+            cache.main,
+            md.slot_mapping,
+        )
+        if self.indexer is None:
+            return md.indices, md.lens
+        topk = self.indexer(hidden, qr, self.cos_sin, metadata, cache)
+        return torch.ops.dsv4.global_topk(
+            topk,
+            metadata.token_to_req,
+            md.block_table,
+            metadata.is_valid_token,
+            layout.storage_block_size(self.ratio),
+        )
+
+    def _project_output(self, out: Tensor, positions: Tensor) -> Tensor:
+        """Inverse RoPE, then wo_a on each group of heads, then wo_b. `out` is `[T, H, D]`."""
+        groups = self.config.o_groups
+        if isinstance(self.wo_a, Fp8Linear):
+            values, scale = torch.ops.dsv4.inv_rope_fp8_quant(
+                out, positions, self.cos_sin, groups, self.config.num_heads // groups
+            )
+            latent = torch.ops.dsv4.fp8_grouped_einsum(values, scale, self.wo_a.weight, self.wo_a.scale)
+            return self.wo_b(latent.flatten(1).to(out.dtype))
+        out = torch.ops.dsv4.inv_rope(out, positions, self.cos_sin)
+        by_group = out.view(out.shape[0], groups, -1).transpose(0, 1)
+        weight = self.wo_a.weight.view(groups, -1, by_group.shape[-1]).transpose(1, 2)
+        return self.wo_b(torch.bmm(by_group, weight).transpose(0, 1).flatten(1))

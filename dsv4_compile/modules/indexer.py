@@ -1,0 +1,89 @@
+"""Lightning indexer of CSA layers: scores compressed entries with small quantised keys and picks the top ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .. import layout
+from ..cache import CacheFormat, LayerCache
+from ..config import DeepseekV4Config
+from ..metadata.types import AttentionMetadata
+from .compressor import Compressor
+from .linear import Fp8Linear, Linear
+
+
+class Indexer(nn.Module):
+    """Picks, for every token, up to `index_topk` compressed entries of its request.
+
+    score(t, i) = sum_h w[t,h] * relu(q[t,h] . k[i]) * Di^-0.5 * Hi^-0.5 over the entries that token t can see.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        cache_format: CacheFormat,
+        *,
+        fp8: bool = False,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.n_heads, self.head_dim = config.index_n_heads, config.index_head_dim
+        self.topk = config.index_topk
+        self.cache_format = cache_format.indexer
+        self.hadamard = cache_format.hadamard
+        n, k = self.n_heads * self.head_dim, config.q_lora_rank
+        self.wq_b = Fp8Linear(n, k, device=device) if fp8 else Linear(n, k, dtype=dtype, device=device)
+        self.weights_proj = Linear(self.n_heads, config.hidden_size, dtype=dtype, device=device)
+        self.compressor = Compressor(
+            config.hidden_size,
+            self.head_dim,
+            layout.CSA_RATIO,
+            eps=config.rms_norm_eps,
+            cache_format=self.cache_format,
+            hadamard=self.hadamard,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(
+        self, hidden: Tensor, qr: Tensor, cos_sin: Tensor, metadata: AttentionMetadata, cache: LayerCache
+    ) -> Tensor:
+        """Compress this step's keys into `cache.indexer` and return int32 `[T, index_topk]` entries of the request.
+
+        `qr` is the normed query latent `[T, q_lora_rank]`. Valid entries come first, the rest is -1.
+        """
+        c4 = metadata.c4
+        assert c4 is not None and cache.indexer is not None and cache.indexer_state is not None
+        self.compressor(
+            hidden,
+            cos_sin,
+            metadata.positions,
+            metadata.token_to_req,
+            cache.indexer_state,
+            c4.indexer_state_slot_mapping,
+            c4.indexer_state_block_table,
+            cache.indexer,
+            c4.indexer_slot_mapping,
+        )
+        q, q_scale, weights = torch.ops.dsv4.indexer_q_rope_quant(
+            self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)),
+            metadata.positions,
+            cos_sin,
+            self.weights_proj(hidden),
+            self.cache_format,
+            self.hadamard,
+        )
+        return torch.ops.dsv4.indexer_logits_topk(
+            q,
+            q_scale,
+            weights,
+            cache.indexer,
+            c4.indexer_block_table,
+            metadata.token_to_req,
+            c4.context_lens,
+            layout.storage_block_size(layout.CSA_RATIO),
+            self.cache_format,
+            self.topk,
+        )

@@ -1,0 +1,45 @@
+"""The float32 cos/sin tables of a configuration, one per layer kind, shared by all layers that use the same one."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from .config import Rope
+
+
+def inv_freq(rope: Rope) -> Tensor:
+    """float32 `[dim / 2]`: theta^(-2i/dim), interpolated by YaRN where the table has it.
+
+    YaRN divides the low frequencies by `factor` and keeps the high ones, with a linear ramp over the pair index
+    between the pairs that turn `beta_fast` and `beta_slow` times over the original context.
+    """
+    powers = rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
+    plain = 1.0 / powers
+    if rope.yarn is None:
+        return plain
+    low = max(math.floor(_pair_with_turns(rope, rope.yarn.beta_fast)), 0)
+    high = min(math.ceil(_pair_with_turns(rope, rope.yarn.beta_slow)), rope.dim - 1)
+    width = max(high - low, 0.001)
+    keep = 1.0 - ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return 1.0 / (rope.yarn.factor * powers) * (1.0 - keep) + plain * keep
+
+
+def _pair_with_turns(rope: Rope, turns: float) -> float:
+    """Pair index whose angle makes `turns` full turns over the original context."""
+    assert rope.yarn is not None
+    context = rope.yarn.original_max_position
+    return rope.dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+@functools.lru_cache(maxsize=16)
+def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "cpu") -> Tensor:
+    """float32 `[max_position, dim]`: cosines in the first half of a row, sines in the second.
+
+    Tables are cached: layers of one kind share one tensor. Do not write to it or cast it.
+    """
+    angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inv_freq(rope)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
