@@ -42,6 +42,8 @@ KV_TILE = 64  # elements that share one scale in fp8_ds_mla
 ACT_TILE = 128  # elements that share one scale in a linear's activation
 WEIGHT_TILE = 128  # side of a weight block that shares one scale
 MX_TILE = 32  # elements that share one scale in mxfp4
+SCALE_ROW_ALIGN = 4  # token rows of transposed activation scales, so that a column of float32 is 16-byte aligned
+SCALES_PER_WORD = 4  # UE8M0 bytes in one int32 of packed activation scales
 KV_AMAX_FLOOR = 1e-4  # cache rows and indexer keys and queries
 ACT_AMAX_FLOOR = 1e-10  # activations in front of a linear
 MXFP4_AMAX_FLOOR = 6.0 * 2.0**-126
@@ -50,6 +52,7 @@ MXFP4_AMAX_FLOOR = 6.0 * 2.0**-126
 KV_BLOCK = 256  # scheduler block: what one entry of a compressed block table covers
 WINDOW_BLOCK = 64
 INDEX_ALIGN = 128  # width alignment of index rows
+FLASHINFER_INDEX_ALIGN = 4  # the same for FlashInfer, which loads indices 16 bytes at a time
 
 
 _Offset = TypeVar("_Offset", int, torch.Tensor)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check, fail
-from ..layout import HEAD_DIM, KV_FORMATS, byte_pages
+from ..layout import HEAD_DIM, KV_FORMATS, WEIGHT_TILE, byte_pages, cdiv
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTS = (torch.int32, torch.int64)
@@ -33,6 +33,13 @@ def expect_scale(scale: Tensor | None, what: str) -> None:
     """Raise E201 unless `scale` is None or one float32 element."""
     if scale is not None and (scale.dtype is not torch.float32 or scale.numel() != 1):
         fail("E201", got=describe(scale), rule=f"{what} is one float32 element")
+
+
+def expect_weight_scale(scale: Tensor, weight: Tensor, what: str) -> None:
+    """Raise E201 unless `scale` has one scale for each 128x128 block of `weight` `[N, K]`, partial blocks included."""
+    expect(scale, f"{what} [N / {WEIGHT_TILE}, K / {WEIGHT_TILE}]", (torch.float32, torch.float8_e8m0fnu, torch.uint8))
+    if any(blocks != cdiv(size, WEIGHT_TILE) for blocks, size in zip(scale.shape, weight.shape, strict=True)):
+        fail("E201", got=f"{describe(scale)} for a weight {describe(weight)}", rule=f"{what} has one scale per block")
 
 
 def expect_dim(size: int, expected: int, what: str) -> None:

@@ -1,0 +1,56 @@
+"""Scales shared by 1x128 strips of an activation and by 128x128 blocks of a weight.
+
+The last strip or block of a dim may be partial: n elements have ceil(n / 128) scales.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..layout import ACT_AMAX_FLOOR, ACT_TILE, SCALES_PER_WORD, WEIGHT_TILE, align_up
+from .quant import quantize_tiles, ue8m0_scale
+
+
+def scale_value(scale: Tensor) -> Tensor:
+    """float32 scales from float32, float8_e8m0fnu, or uint8 UE8M0 bytes."""
+    if scale.dtype is torch.float32:
+        return scale
+    return ue8m0_scale(scale.view(torch.uint8))
+
+
+def dequantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    """float32 `[N, K]` from e4m3 `[N, K]` and `[ceil(N/128), ceil(K/128)]` scales in any form `scale_value` takes."""
+    rows, columns = weight.shape
+    per_row = scale_value(scale).repeat_interleave(WEIGHT_TILE, dim=0)[:rows]
+    return weight.float() * per_row.repeat_interleave(WEIGHT_TILE, dim=1)[:, :columns]
+
+
+def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise the last dim of `x`, widened to float32 and not rounded, in strips of 128 that share a UE8M0 scale.
+
+    The scale is 2^ceil(log2(max(amax, 1e-10) / 448)), read off the bits as `quant.ue8m0_byte` does.
+
+    Returns e4m3 `[..., K]` and uint8 `[..., ceil(K/128)]`.
+    """
+    size = x.shape[-1]
+    padded = torch.nn.functional.pad(x.float(), (0, align_up(size, ACT_TILE) - size))
+    values, byte = quantize_tiles(padded, ACT_TILE, ACT_AMAX_FLOOR)
+    return values[..., :size], byte.to(torch.uint8)
+
+
+def dequantize_activation(values: Tensor, scale: Tensor) -> Tensor:
+    """float32 `[..., K]` from e4m3 `[..., K]` and `[..., ceil(K/128)]` scales in any form `scale_value` takes."""
+    per_element = scale_value(scale).repeat_interleave(ACT_TILE, dim=-1)[..., : values.shape[-1]]
+    return values.float() * per_element
+
+
+def pack_scales(byte: Tensor) -> Tensor:
+    """int32 `[..., ceil(n/4)]` from UE8M0 bytes uint8 `[..., n]`: four to a word, lowest byte first, missing ones 0."""
+    missing = align_up(byte.shape[-1], SCALES_PER_WORD) - byte.shape[-1]
+    return torch.nn.functional.pad(byte, (0, missing)).view(torch.int32)
+
+
+def unpack_scales(words: Tensor, count: int) -> Tensor:
+    """UE8M0 bytes uint8 `[..., count]` from the int32 `[..., ceil(count/4)]` of `pack_scales`, any strides."""
+    return words.contiguous().view(torch.uint8)[..., :count]

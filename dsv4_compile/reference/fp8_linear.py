@@ -1,0 +1,23 @@
+"""A linear layer whose weight is stored in e4m3 with one scale per 128x128 block."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .block_scale import dequantize_activation, dequantize_weight, quantize_activation
+
+
+def fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True) -> Tensor:
+    """`x @ weight.T` with the weight dequantised to float32, float32 sums in any order, and one rounding to x's dtype.
+
+    Args:
+        x: `[..., K]` bfloat16, float16 or float32, any strides.
+        weight: e4m3 `[N, K]`.
+        weight_scale: float32, float8_e8m0fnu or uint8 UE8M0 `[ceil(N/128), ceil(K/128)]`.
+        quantize_input: first quantise x in strips of 128, as `block_scale.quantize_activation`, which is what fp8
+            kernels and the published evaluation of the model do. False keeps x exact.
+    Returns:
+        Contiguous `[..., N]` in x's dtype.
+    """
+    operand = dequantize_activation(*quantize_activation(x)) if quantize_input else x.float()
+    return (operand @ dequantize_weight(weight, weight_scale).t()).to(x.dtype)
