@@ -12,6 +12,8 @@ from ..errors import fail
 LIBRARY = torch.library.Library("dsv4", "DEF")
 OPS: dict[str, torch._ops.OpOverload] = {}
 """Every op of this package by name."""
+REFERENCES: dict[str, Callable[..., Any]] = {}
+"""The checked reference implementation of every op by name, for those who must look inside an op."""
 
 
 def checked(check: Callable[..., None] | None, implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +43,8 @@ def define(
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, checked(check, reference), "CompositeExplicitAutograd")
+    REFERENCES[name] = checked(check, reference)
+    LIBRARY.impl(name, REFERENCES[name], "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4::{name}", checked(check, fake), lib=LIBRARY)
     op = getattr(torch.ops.dsv4, name).default
 

@@ -1,0 +1,36 @@
+"""Tools to test attention code: comparisons, hostile inputs, and a complete check of a custom op.
+
+Shipped with the package so that your own models and kernels can be held to the same rules.
+"""
+
+from __future__ import annotations
+
+from .compare import TOLERANCES, Tolerance, assert_bitwise, assert_close
+from .generate import (
+    PagedCache,
+    hostile_indices,
+    hostile_values,
+    padded,
+    poison_,
+    random_cache,
+    strided,
+)
+from .opcheck import check_op, refuse_synchronization
+from .poison import poisoned_empty
+
+__all__ = [
+    "TOLERANCES",
+    "PagedCache",
+    "Tolerance",
+    "assert_bitwise",
+    "assert_close",
+    "check_op",
+    "hostile_indices",
+    "hostile_values",
+    "padded",
+    "poison_",
+    "poisoned_empty",
+    "random_cache",
+    "refuse_synchronization",
+    "strided",
+]
