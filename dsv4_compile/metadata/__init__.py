@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from .build import build_batch_metadata, build_metadata
+from .chunk import PrefillChunk, get_prefill_chunk_plan, prefill_workspace_rows
+from .split import BatchSplit, split_decodes_and_prefills
 from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
 
-__all__ = ["AttentionMetadata", "BlockTables", "CompressedMetadata", "WindowMetadata"]
+__all__ = [
+    "AttentionMetadata",
+    "BatchSplit",
+    "BlockTables",
+    "CompressedMetadata",
+    "PrefillChunk",
+    "WindowMetadata",
+    "build_batch_metadata",
+    "build_metadata",
+    "get_prefill_chunk_plan",
+    "prefill_workspace_rows",
+    "split_decodes_and_prefills",
+]

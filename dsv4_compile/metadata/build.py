@@ -1,0 +1,159 @@
+"""Derive a batch's metadata from positions and block tables: pure torch on the device, traceable, no branch on data.
+
+Two doors, one room: `build_metadata` where every token's request and position are known (a model's own batch),
+`build_batch_metadata` where requests are described by their ends and lengths (an engine's batch). Each quantity is
+computed by the function that also defines the op of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from ..errors import fail
+from ..layout import (
+    CSA_RATIO,
+    HCA_RATIO,
+    PAD_INDEX,
+    WINDOW_BLOCK,
+    c128a_width,
+    state_block_size,
+    storage_block_size,
+)
+from ..reference.batch import token_positions, token_requests, visible_entries
+from ..reference.c128a_topk_metadata import entry_lens, entry_slot_rows
+from ..reference.compressed_slot_mapping import compressed_slots
+from ..reference.paging import lookup_slots
+from ..reference.swa_metadata import window_rows
+from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
+
+
+def build_metadata(
+    *,
+    positions: Tensor,
+    token_to_req: Tensor,
+    is_valid_token: Tensor,
+    block_tables: BlockTables,
+    window: int,
+    max_model_len: int,
+    ratios: Collection[int] = (CSA_RATIO, HCA_RATIO),
+    window_block_size: int = WINDOW_BLOCK,
+) -> AttentionMetadata:
+    """Metadata of T tokens whose requests and positions are given, in any order.
+
+    Args:
+        positions: int `[T]`, position of each token in its request.
+        token_to_req: int `[T]`, its row in the block tables.
+        is_valid_token: bool `[T]`, False for padding, which reads and writes nothing whatever its position says.
+        block_tables: the tables that `ratios` need, `[R, B]` each; E201 if one is missing.
+        window: tokens a token attends directly, itself included.
+        max_model_len: longest sequence the block tables are for. It fixes the width of `c128.indices`, which takes
+            4 bytes for each of T * `layout.c128a_width(max_model_len)` elements: 32 KiB a token at a million tokens.
+            Evaluated eagerly, several int64 temporaries of that shape come on top; compiled, none does.
+        ratios: compress ratios of the model's layers; 0 and 1 (window only) need nothing here.
+        window_block_size: tokens of a page of the window's cache.
+
+    Tokens with a negative position or a request that is no row are padding too.
+    """
+    requests = token_to_req.long()
+    known = (requests >= 0) & (requests < block_tables.window.shape[0])
+    positions = torch.where(is_valid_token & known, positions.long(), PAD_INDEX)
+    return _build(positions, requests, block_tables, window, max_model_len, ratios, window_block_size)
+
+
+def build_batch_metadata(
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    block_tables: BlockTables,
+    window: int,
+    max_model_len: int,
+    ratios: Collection[int] = (CSA_RATIO, HCA_RATIO),
+    slot_mapping: Tensor | None = None,
+    window_block_size: int = WINDOW_BLOCK,
+) -> AttentionMetadata:
+    """Metadata of an engine's batch: decodes of one or more tokens, chunked prefills and prefills, mixed as they come.
+
+    Args:
+        query_start_loc: int `[R + 1]`, first token of each request and the end of the last; padded requests repeat it.
+        seq_lens: int `[R]`, tokens of each request, this step's query included; 0 for padded requests.
+        num_tokens: T, at least `query_start_loc[-1]`; the tokens behind it are padding.
+        slot_mapping: int `[T]`, the engine's own slots of the raw tokens, where it has them: a token whose slot is
+            negative is padding. Slots themselves always come from the block tables.
+
+    The other arguments, and the result, are those of `build_metadata`.
+    """
+    tokens = torch.arange(num_tokens, device=query_start_loc.device)
+    requests = token_requests(query_start_loc, tokens)
+    positions = token_positions(query_start_loc, seq_lens, requests, tokens)
+    if slot_mapping is not None:
+        positions = torch.where(slot_mapping >= 0, positions, PAD_INDEX)
+    return _build(positions, requests, block_tables, window, max_model_len, ratios, window_block_size)
+
+
+def _build(
+    positions: Tensor,
+    requests: Tensor,
+    block_tables: BlockTables,
+    window: int,
+    max_model_len: int,
+    ratios: Collection[int],
+    window_block_size: int,
+) -> AttentionMetadata:
+    """Both builders' common part; a negative position is what makes a token padding."""
+    valid = positions >= 0
+    requests = torch.where(valid, requests, 0)
+    indices, lens = window_rows(positions, requests, block_tables.window, window, window_block_size)
+    slots = lookup_slots(block_tables.window, requests, positions, window_block_size)
+    return AttentionMetadata(
+        positions=positions.clamp_min(0),
+        token_to_req=requests.to(torch.int32),
+        is_valid_token=valid,
+        window=WindowMetadata(slot_mapping=slots, indices=indices, lens=lens),
+        c4=_build_c4(positions, requests, block_tables) if CSA_RATIO in ratios else None,
+        c128=_build_c128(positions, requests, block_tables, max_model_len) if HCA_RATIO in ratios else None,
+    )
+
+
+def _build_c4(positions: Tensor, requests: Tensor, block_tables: BlockTables) -> CompressedMetadata:
+    table, state = _table(block_tables.c4, "c4"), _table(block_tables.c4_state, "c4_state")
+    indexer = _table(block_tables.indexer, "indexer")
+    indexer_state = _table(block_tables.indexer_state, "indexer_state")
+    block_size, state_block = storage_block_size(CSA_RATIO), state_block_size(CSA_RATIO)
+    return CompressedMetadata(
+        slot_mapping=compressed_slots(positions, requests, table, block_size, CSA_RATIO),
+        block_table=table,
+        state_slot_mapping=lookup_slots(state, requests, positions, state_block),
+        state_block_table=state,
+        context_lens=visible_entries(positions, CSA_RATIO).to(torch.int32),
+        indexer_slot_mapping=compressed_slots(positions, requests, indexer, block_size, CSA_RATIO),
+        indexer_block_table=indexer,
+        indexer_state_slot_mapping=lookup_slots(indexer_state, requests, positions, state_block),
+        indexer_state_block_table=indexer_state,
+    )
+
+
+def _build_c128(
+    positions: Tensor, requests: Tensor, block_tables: BlockTables, max_model_len: int
+) -> CompressedMetadata:
+    table, state = _table(block_tables.c128, "c128"), _table(block_tables.c128_state, "c128_state")
+    block_size, width = storage_block_size(HCA_RATIO), c128a_width(max_model_len)
+    lens = entry_lens(positions, HCA_RATIO, width)
+    return CompressedMetadata(
+        slot_mapping=compressed_slots(positions, requests, table, block_size, HCA_RATIO),
+        block_table=table,
+        state_slot_mapping=lookup_slots(state, requests, positions, state_block_size(HCA_RATIO)),
+        state_block_table=state,
+        context_lens=visible_entries(positions, HCA_RATIO).to(torch.int32),
+        indices=entry_slot_rows(lens, requests, table, width, block_size),
+        lens=lens,
+    )
+
+
+def _table(table: Tensor | None, name: str) -> Tensor:
+    if table is None:
+        fail("E201", got=f"block_tables.{name}=None", rule="every ratio in `ratios` comes with its block tables")
+    return table
