@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import zlib
 from collections.abc import Iterator
 
+import hypothesis
+import numpy as np
 import pytest
 import torch
+
+from dsv4_compile.testing import poisoned_empty
 
 if not torch.cuda.is_available():
     collect_ignore = ["gpu"]
 
+# The order of a sum depends on the number of threads; without a request for more, all machines add in the same order.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
-def pytest_report_header() -> list[str]:
+# `--hypothesis-profile=long` is for a nightly run. The default draws the same examples on every machine.
+hypothesis.settings.register_profile("short", max_examples=50, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("long", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile("short")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="other random inputs for every test (default: 0)")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say which tests this machine cannot run, so that a green run is not read as more than it is."""
     missing = [] if torch.cuda.is_available() else ["no CUDA device: tests/gpu is not collected"]
-    return [f"torch {torch.__version__}, {torch.get_num_threads()} threads", *missing]
+    return [f"torch {torch.__version__}, {torch.get_num_threads()} threads, --seed {config.option.seed}", *missing]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Print, with a failure, how to draw the same inputs again."""
+    report = yield
+    if report.failed and "seed" in getattr(item, "funcargs", {}):
+        again = f"torch.manual_seed({item.funcargs['seed']}); pytest --seed {item.config.option.seed} '{item.nodeid}'"
+        report.sections.append(("inputs", again))
+    return report
 
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
-    """Seed `random` and torch from the test's name: every case differs, and every failure repeats."""
-    value = zlib.crc32(request.node.nodeid.encode())
+    """Seed `random`, NumPy and torch from the test's name: every case differs, and every failure repeats."""
+    value = zlib.crc32(f"{request.node.nodeid}{request.config.option.seed or ''}".encode())
     random.seed(value)
+    np.random.seed(value)
     torch.manual_seed(value)
     return value
 
@@ -35,3 +63,10 @@ def fresh_compiler() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Run the test with fresh memory full of NaN, in library code too."""
+    with poisoned_empty():
+        yield
