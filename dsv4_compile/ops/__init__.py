@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from . import c128a_topk_metadata as c128a_topk_metadata
 from . import combine_topk_swa as combine_topk_swa
+from . import compress_norm_rope_insert as compress_norm_rope_insert
 from . import compressed_slot_mapping as compressed_slot_mapping
 from . import convert_req_index as convert_req_index
+from . import cp_gather_indexer_k as cp_gather_indexer_k
 from . import dequantize_and_gather_k_cache as dequantize_and_gather_k_cache
 from . import flashinfer_mixed_indices as flashinfer_mixed_indices
 from . import fp8_grouped_einsum as fp8_grouped_einsum
 from . import fp8_linear as fp8_linear
 from . import fused_q_kv_rmsnorm as fused_q_kv_rmsnorm
 from . import global_topk as global_topk
+from . import indexer_logits_topk as indexer_logits_topk
+from . import indexer_q_rope_quant as indexer_q_rope_quant
 from . import inv_rope_fp8_quant as inv_rope_fp8_quant
 from . import q_norm_rope_kv_insert as q_norm_rope_kv_insert
 from . import quantize_and_insert_k_cache as quantize_and_insert_k_cache
+from . import save_partial_states as save_partial_states
 from . import swa_metadata as swa_metadata

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from ..errors import check, fail
-from ..layout import HEAD_DIM, KV_FORMATS, WEIGHT_TILE, byte_pages, cdiv
+from ..layout import (
+    HEAD_DIM,
+    INDEXER_FORMATS,
+    INDEXER_HEAD_DIM,
+    KV_FORMATS,
+    PAGE_LAYOUTS,
+    WEIGHT_TILE,
+    byte_pages,
+    cdiv,
+)
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTS = (torch.int32, torch.int64)
@@ -77,3 +86,45 @@ def expect_kv_cache(
     expect(cache, f"{op}: {cache_format} cache [P, S, D]", FLOATS if cache_format == "plain" else torch.uint8)
     if cache.shape[1] != block_size or cache.shape[2] != head_dim:
         fail("E203", got=describe(cache), rule=f"{op}: {cache_format} cache is [P, {block_size}, {head_dim}]")
+
+
+def expect_indexer_dim(head_dim: int, op: str, cache_format: str) -> None:
+    """Raise E202 for an unknown indexer format, E201 unless it can hold keys and queries of `head_dim`."""
+    if cache_format not in INDEXER_FORMATS:
+        fail("E202", got=f"{op}: {cache_format!r}", fix=f"pass one of {', '.join(INDEXER_FORMATS)}")
+    if cache_format in PAGE_LAYOUTS:
+        expect_dim(head_dim, INDEXER_HEAD_DIM, f"{op}: {cache_format} holds vectors of {INDEXER_HEAD_DIM} dims")
+
+
+def expect_hadamard_dim(head_dim: int, op: str) -> None:
+    """Raise E201 unless a vector of `head_dim` has a Hadamard transform."""
+    if head_dim & (head_dim - 1) != 0:
+        fail("E201", got=f"{op}: hadamard=True with {head_dim} dims", rule="the number of dims is a power of two")
+
+
+def expect_indexer_cache(cache: Tensor, op: str, cache_format: str, block_size: int, head_dim: int) -> None:
+    """Raise E202 for an unknown indexer format, E203 or E201 unless `cache` holds keys of `head_dim` in that format."""
+    expect_indexer_dim(head_dim, op, cache_format)
+    if cache_format in PAGE_LAYOUTS:
+        byte_pages(cache, cache_format, block_size)
+        return
+    expect(cache, f"{op}: plain cache [P, S, D]", FLOATS)
+    if cache.shape[1] != block_size or cache.shape[2] != head_dim:
+        fail("E203", got=describe(cache), rule=f"{op}: plain cache is [P, {block_size}, {head_dim}]")
+
+
+def expect_gathered_keys(k: Tensor, k_scale: Tensor, op: str, cache_format: str, head_dim: int) -> None:
+    """Raise E201 unless `k` and `k_scale` hold gathered indexer keys of a known format, which has been checked."""
+    page = PAGE_LAYOUTS.get(cache_format)
+    expect(k, f"{op}: k [N, {cache_format} D]", torch.uint8 if page else FLOATS)
+    expect(k_scale, f"{op}: k_scale [N, bytes]", torch.uint8)
+    expect_dim(k_scale.shape[0], k.shape[0], f"{op}: k and k_scale have the same rows")
+    expect_dim(k.shape[1], page.data if page else head_dim, f"{op}: width of k for {cache_format}")
+    expect_dim(k_scale.shape[1], page.scale if page else 0, f"{op}: width of k_scale for {cache_format}")
+
+
+def expect_state_cache(cache: Tensor, op: str, block_size: int, width: int) -> None:
+    """Raise E201 or E203 unless `cache` holds compressor state rows of `width`."""
+    expect(cache, f"{op}: state_cache [P, S, width]", torch.float32)
+    if cache.shape[1] != block_size or cache.shape[2] != width:
+        fail("E203", got=describe(cache), rule=f"{op}: state_cache is [P, {block_size}, {width}]")

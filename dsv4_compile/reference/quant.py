@@ -92,3 +92,8 @@ def hadamard(x: Tensor) -> Tensor:
     while matrix.shape[0] < n:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
     return (x.float() @ matrix) * n**-0.5
+
+
+def rounded_hadamard(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`hadamard` between vectors held in `dtype`: `x` is rounded before and the result after. float32 in and out."""
+    return hadamard(x.to(dtype)).to(dtype).float()

@@ -1,0 +1,97 @@
+"""Pool a finished group of tokens into one compressed entry, normalise and rotate it, and store it in its cache.
+
+The token that closes a group, (pos + 1) % C == 0, pools the window of the last `overlap_factor(C)` groups. For C = 4
+a state row is two halves wide: a token gives its second half to the entry of its own group and its first half to
+the entry of the next one. So the window of the entry that closes at 7 is
+
+    positions 0 1 2 3 | 4 5 6 7
+    columns   [0, d)  | [d, 2d)        of the value half and of the score half
+
+and each channel takes its own softmax of the scores over the window. For C = 128 the window is the group itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..layout import KV_FORMATS, PAD_SLOT, PAGE_LAYOUTS, overlap_factor
+from . import paging
+from .fused_q_kv_rmsnorm import rms_norm
+from .kv_format import store_indexer, store_kv
+from .quant import rounded_hadamard
+from .rope import apply_rope
+
+TOKENS_AT_A_TIME = 256
+"""Bounds the gathered windows: 128 MiB for C = 128 and d = 512. Tokens that close no group are gathered too, since
+which ones do is data."""
+
+
+def compress_norm_rope_insert(
+    state_cache: Tensor,
+    state_slot_mapping: Tensor,
+    state_block_table: Tensor,
+    token_to_req: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    eps: float,
+    ratio: int,
+    state_block_size: int,
+    block_size: int,
+    cache_format: str,
+    hadamard: bool = False,
+    kv_scale: Tensor | None = None,
+) -> None:
+    """Store the compressed entry of every token that closes a group of `ratio`.
+
+    Token t does so if its state slot lies in the state cache, (positions[t] + 1) % ratio == 0 and slot_mapping[t] lies
+    in `k_cache`; every other token is padding and leaves all memory alone. The states of the whole window must have
+    been saved. Window positions before the request's start, or whose state block is not in the table or the cache,
+    count as absent; an entry with nothing present is zero. All arithmetic is float32 up to the rounding of the cache.
+
+    Args:
+        state_cache: float32 `[P, S, 2 * overlap_factor(ratio) * d]`, as `save_partial_states` writes it.
+        state_slot_mapping: int64 `[T]`; state_block_table: int32 `[R, B]`, both of raw tokens.
+        token_to_req, positions: int `[>= T]`; slot_mapping: int64 `[>= T]`, slots of compressed entries.
+        norm_weight: `[d]`; cos_sin_cache: float32 `[max_pos, rope_dim]`, read at the first position of the group.
+        k_cache: a key/value or indexer cache of d dims, written in place.
+        state_block_size: S of the state cache, in tokens; block_size: S of `k_cache`, in entries.
+        hadamard: transform the entry, rounded before and after; for indexer keys only.
+        kv_scale: float32 `[1]`, of `fp8` rows.
+    """
+    for start in range(0, state_slot_mapping.shape[0], TOKENS_AT_A_TIME):
+        rows = slice(start, min(start + TOKENS_AT_A_TIME, state_slot_mapping.shape[0]))
+        position = positions[rows].long()
+        entry = pool(state_cache, state_block_table, token_to_req[rows], position, ratio, state_block_size)
+        first_of_group = position // ratio * ratio
+        entry = apply_rope(rms_norm(entry, eps, norm_weight), first_of_group, cos_sin_cache)
+        if hadamard:
+            entry = rounded_hadamard(entry, torch.bfloat16 if cache_format in PAGE_LAYOUTS else k_cache.dtype)
+        closes = (position >= 0) & ((position + 1) % ratio == 0)
+        closes &= paging.valid_slots(state_slot_mapping[rows], state_cache.shape[0], state_block_size)
+        slots = torch.where(closes, slot_mapping[rows], PAD_SLOT)
+        if cache_format in KV_FORMATS:
+            store_kv(k_cache, cache_format, block_size, slots, entry, kv_scale)
+        else:
+            store_indexer(k_cache, cache_format, block_size, slots, entry)
+
+
+def pool(
+    state_cache: Tensor, state_block_table: Tensor, requests: Tensor, positions: Tensor, ratio: int, block_size: int
+) -> Tensor:
+    """float32 `[N, d]`: per channel, the softmax-weighted sum of the window that ends at each of `positions` `[N]`."""
+    groups = overlap_factor(ratio)
+    back = torch.arange(1 - groups * ratio, 1, device=positions.device)
+    slots = paging.lookup_slots(state_block_table, requests[:, None], positions[:, None] + back, block_size)
+    present = paging.valid_slots(slots, state_cache.shape[0], block_size)[..., None]
+
+    rows = paging.read_rows(state_cache, block_size, slots)
+    rows = rows.unflatten(-1, (2, groups, -1)).unflatten(1, (groups, ratio))  # [N, groups, C, 2, halves, d]
+    values, scores = torch.cat([rows[:, g, :, :, g] for g in range(groups)], dim=1).unbind(2)
+
+    # States of absent positions may be NaN, and so may the weights of an empty window: select, never multiply.
+    weights = torch.where(present, scores, -torch.inf).softmax(dim=1)
+    return torch.where(present, values * weights, 0.0).sum(dim=1)
