@@ -51,6 +51,15 @@ def test_a_wrong_fake_is_noticed(fault: str) -> None:
         check_op(op, [(rows(),)], utilities=False)
 
 
+def test_float8_arguments_pass_and_allclose_is_put_back() -> None:
+    allclose = torch.allclose
+    op = make("float8(Tensor x) -> Tensor", lambda x: x.float(), lambda x: x.new_empty(x.shape, dtype=torch.float32))
+    check_op(
+        op, [(rows().to(torch.float8_e4m3fn),), (torch.full((2,), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu),)]
+    )
+    assert torch.allclose is allclose
+
+
 def test_strides_of_single_rows_are_free() -> None:
     op = make(
         "single(Tensor x) -> Tensor", lambda x: x.t().contiguous().t() * 1, lambda x: x.new_empty(4, x.shape[0]).t()
