@@ -192,9 +192,8 @@ class PagedCaches:
             span = layout.cdiv(reach - 1 + self.max_step_tokens - 1, block_size) + 1
             return min(span, layout.cdiv(self.max_seq_len, block_size))
 
-        ratios = {self.config.ratio(i) for i in range(self.config.num_layers)}
         pages = {"window": ring(self.config.sliding_window, layout.WINDOW_BLOCK)}
-        for ratio in sorted(ratios - {1}):
+        for ratio in self.config.compressed_ratios:
             pooled = layout.overlap_factor(ratio) * ratio
             names = [f"c{ratio}", "indexer"] if ratio == layout.CSA_RATIO else [f"c{ratio}"]
             for name in names:

@@ -142,6 +142,11 @@ class DeepseekV4Config:
         return replace(self, num_layers=len(ratios), compress_ratios=ratios)
 
     @property
+    def compressed_ratios(self) -> tuple[int, ...]:
+        """The ratios above 1 that the model's layers use, ascending: which block tables and metadata it needs."""
+        return tuple(sorted(set(self.compress_ratios[: self.num_layers]) - {1}))
+
+    @property
     def softmax_scale(self) -> float:
         """head_dim ** -0.5, with no YaRN correction."""
         return float(self.head_dim**-0.5)

@@ -75,7 +75,7 @@ class PagedCache(Cache):
             block_tables=paged.block_tables,
             window=paged.config.sliding_window,
             max_model_len=paged.max_seq_len,
-            ratios=tuple(sorted(set(paged.config.compress_ratios[: paged.config.num_layers]) - {1})),
+            ratios=paged.config.compressed_ratios,
         )
         lengths.add_(keep.sum(dim=1, dtype=torch.int32))
         self.columns.add_(num_columns)

@@ -1,0 +1,79 @@
+"""A small random DeepSeek-V4 with every part of the real one: for the demo, examples and tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+_LAYERS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+
+
+def tiny_config(**overrides: Any) -> DeepseekV4Config:
+    """Four layers (SWA, CSA, HCA, CSA), mHC, hash-routed and routed experts, YaRN, and an indexer that must choose.
+
+    `index_topk` is 8, so selection matters from 36 tokens on. The 32 index heads keep scores from being exactly zero
+    together, which would make ties that no two implementations break alike.
+    """
+    values: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "qk_rope_head_dim": 16,
+        "q_lora_rank": 64,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "layer_types": [*_LAYERS, _LAYERS[1]],
+        "num_hash_layers": 1,
+        "sliding_window": 32,
+        "index_n_heads": 32,
+        "index_head_dim": 32,
+        "index_topk": 8,
+        "max_position_embeddings": 1048576,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 65536,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return DeepseekV4Config(**{**values, **overrides})
+
+
+def tiny_model(seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> DeepseekV4ForCausalLM:
+    """A random `tiny_config` model in eval mode. transformers' zero and one initial values are replaced by random ones,
+    so that sinks, position biases, norms, routing bias and the hash table all matter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DeepseekV4ForCausalLM(tiny_config(**overrides))
+
+    def normal(like: torch.Tensor, mean: float, std: float) -> torch.Tensor:
+        return torch.randn(like.shape, generator=generator) * std + mean
+
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("tid2eid"):
+                experts = torch.rand(*tensor.shape[:1], model.config.n_routed_experts, generator=generator)
+                tensor.copy_(experts.argsort(dim=1)[:, : tensor.shape[1]])
+            elif name.endswith("norm.weight"):
+                tensor.copy_(normal(tensor, 1.0, 0.1))
+            elif name.endswith(("sinks", "position_bias", "e_score_correction_bias", "_hc.base", "hc_base")):
+                tensor.copy_(normal(tensor, 0.0, 0.5))
+            elif "inv_freq" not in name and tensor.dim() > 1:
+                tensor.copy_(normal(tensor, 0.0, tensor.shape[-1] ** -0.5))
+        kept = set(model._keep_in_fp32_modules_strict)
+        for name, parameter in model.named_parameters():
+            if not kept.intersection(name.split(".")):
+                parameter.data = parameter.data.to(dtype)
+    return model.eval()

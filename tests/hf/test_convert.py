@@ -1,0 +1,198 @@
+"""A converted model, uncompiled: same numbers as eager Hugging Face, shared weights, refusals, and the way back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from dsv4_compile import hf
+from dsv4_compile.hf.tiny import tiny_model
+
+MAX_SEQ_LEN = 512
+
+
+@pytest.fixture(scope="module")
+def original():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def converted():
+    return hf.convert(tiny_model(), max_batch_size=4, max_seq_len=MAX_SEQ_LEN)
+
+
+@torch.no_grad()
+def eager_logits(model, ids: Tensor) -> Tensor:
+    return model(ids, use_cache=False).logits
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(0, 512, shape)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 126, 127, 128, 130, 300])
+def test_prefill_logits_equal_eager_hugging_face(original, converted, length: int) -> None:
+    ids = random_ids(2, length)
+    torch.testing.assert_close(converted(ids).logits, eager_logits(original, ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("steps", [[1, 5, 44, 250], [300], [1] * 150 + [150]], ids=["chunked", "whole", "token-by-token"])
+def test_any_split_of_the_prompt_gives_the_same_logits(original, converted, steps: list[int]) -> None:
+    ids = random_ids(1, 300)
+    cache = hf.new_cache(converted)
+    got = torch.cat([converted(chunk, past_key_values=cache).logits for chunk in ids.split(steps, dim=1)], dim=1)
+    torch.testing.assert_close(got, eager_logits(original, ids), atol=1e-4, rtol=0)
+    assert cache.get_seq_length() == 300
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_never_reaches_another_row(original, converted, side: str) -> None:
+    """Each row of an unequal batch equals its prompt alone, whatever side it is padded on (transformers#45938)."""
+    prompts = [random_ids(n) for n in (1, 5, 126, 130)]
+    width = max(len(p) for p in prompts)
+    ids, mask = torch.zeros(4, width, dtype=torch.long), torch.zeros(4, width, dtype=torch.long)
+    spans = [slice(width - len(p), width) if side == "left" else slice(0, len(p)) for p in prompts]
+    for row, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
+        ids[row, span], mask[row, span] = prompt, 1
+    logits = converted(ids, attention_mask=mask).logits
+    for row, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
+        torch.testing.assert_close(logits[row, span], eager_logits(original, prompt[None])[0], atol=1e-4, rtol=0)
+
+
+def test_generate_equals_eager_generate_row_by_row(original, converted) -> None:
+    prompts = [random_ids(n) for n in (3, 40, 126)]
+    width = 126
+    ids, mask = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
+    got = converted.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    for row, prompt in enumerate(prompts):
+        alone = original.generate(prompt[None], max_new_tokens=20, do_sample=False)
+        assert torch.equal(got[row, width:], alone[0, len(prompt) :])
+
+
+def test_generate_prefills_in_chunks_when_a_step_is_bounded(original) -> None:
+    model = hf.convert(tiny_model(), max_batch_size=2, max_seq_len=MAX_SEQ_LEN, max_step_tokens=48)
+    ids = random_ids(1, 200)
+    with pytest.raises(ValueError, match="E204"):
+        model.generate(ids, max_new_tokens=4, do_sample=False)
+    got = model.generate(ids, max_new_tokens=12, do_sample=False, prefill_chunk_size=48)
+    assert torch.equal(got, original.generate(ids, max_new_tokens=12, do_sample=False))
+    whole = hf.convert(tiny_model(), max_batch_size=2, max_seq_len=MAX_SEQ_LEN)
+    assert model.model.dsv4_cache.nbytes < whole.model.dsv4_cache.nbytes
+
+
+def test_a_second_turn_continues_from_the_cache(original, converted) -> None:
+    cache = hf.new_cache(converted)
+    first = converted.generate(random_ids(1, 30), past_key_values=cache, max_new_tokens=8, do_sample=False)
+    turn = torch.cat((first, random_ids(1, 20)), dim=1)
+    second = converted.generate(turn, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    assert torch.equal(second, original.generate(turn, max_new_tokens=8, do_sample=False))
+
+
+def test_a_used_cache_starts_anew_after_reset(converted) -> None:
+    ids, cache = random_ids(2, 140), hf.new_cache(converted)
+    fresh = converted(ids, past_key_values=cache).logits
+    converted(random_ids(2, 200), past_key_values=cache)
+    cache.reset()
+    assert torch.equal(converted(ids, past_key_values=cache).logits, fresh)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8"])
+def test_quantised_caches_stay_close(original, kv_cache_dtype: str) -> None:
+    model = hf.convert(tiny_model(), max_batch_size=1, max_seq_len=256, kv_cache_dtype=kv_cache_dtype,
+                       indexer_cache_dtype="float32")  # fmt: skip
+    ids = random_ids(1, 30)  # short of index_topk * 4 tokens, so that no selection can flip
+    similarity = torch.nn.functional.cosine_similarity(model(ids).logits, eager_logits(original, ids), dim=-1)
+    assert similarity.min() > (0.9999 if kv_cache_dtype == "bfloat16" else 0.99)
+
+
+def test_weights_are_shared_and_keep_their_names() -> None:
+    model = tiny_model()
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    keys = list(model.state_dict())
+    hf.convert(model, max_batch_size=1, max_seq_len=256)
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+    assert list(model.state_dict()) == keys
+    for layer in model.model.layers:
+        ours = {p.data_ptr() for p in layer.self_attn.dsv4.parameters()}
+        assert ours == {p.data_ptr() for p in layer.self_attn.parameters()}
+
+
+def test_revert_restores_the_model(original) -> None:
+    model = tiny_model()
+    types = [type(m) for m in model.modules()]
+    hf.revert(hf.convert(model, max_batch_size=1, max_seq_len=256))
+    assert [type(m) for m in model.modules()] == types
+    ids = random_ids(1, 20)
+    assert torch.equal(eager_logits(model, ids), eager_logits(original, ids))
+    hf.convert(model, max_batch_size=1, max_seq_len=256)
+
+
+class TestRefusals:
+    """What a converted model cannot do is said before anything is written."""
+
+    @pytest.mark.parametrize(
+        "change, code",
+        [({"num_key_value_heads": 2}, "E205"), ({"compress_rates": {"heavily_compressed_attention": 64}}, "E205")],
+    )
+    def test_unsupported_configurations(self, change: dict, code: str) -> None:
+        model = tiny_model()
+        for name, value in change.items():
+            setattr(model.config, name, value)
+        with pytest.raises(ValueError, match=code):
+            hf.convert(model, max_batch_size=1, max_seq_len=256)
+
+    def test_model_types(self, converted) -> None:
+        with pytest.raises(ValueError, match="E208.*already converted|already converted"):
+            hf.convert(converted, max_batch_size=1, max_seq_len=256)
+        with pytest.raises(ValueError, match="E208"):
+            hf.convert(torch.nn.Linear(2, 2), max_batch_size=1, max_seq_len=256)
+        with pytest.raises(ValueError, match="E208"):
+            hf.convert(tiny_model().train(), max_batch_size=1, max_seq_len=256)
+        with pytest.raises(ValueError, match="E208"):
+            hf.revert(tiny_model())
+
+    @pytest.mark.parametrize(
+        "kwargs",
+        [
+            {"num_beams": 2},
+            {"use_cache": False},
+            {"cache_implementation": "static"},
+            {"output_attentions": True, "return_dict_in_generate": True},
+        ],
+        ids=lambda k: next(iter(k)),
+    )
+    def test_generation_modes(self, converted, kwargs: dict) -> None:
+        with pytest.raises(ValueError, match="E208"):
+            converted.generate(random_ids(1, 4), max_new_tokens=2, do_sample=False, **kwargs)
+
+    def test_too_long_and_too_many(self, converted) -> None:
+        with pytest.raises(ValueError, match="E204"):
+            converted.generate(random_ids(1, 4), max_new_tokens=MAX_SEQ_LEN)
+        with pytest.raises(ValueError, match="E204"):
+            converted(random_ids(5, 4))
+
+    def test_training_and_embeddings(self, converted) -> None:
+        converted.train()
+        with pytest.raises(ValueError, match="E208"):
+            converted(random_ids(1, 4))
+        converted.eval()
+        with pytest.raises(ValueError, match="E208"):
+            converted(inputs_embeds=torch.randn(1, 4, 128))
+
+    def test_a_sequence_past_its_capacity(self, converted) -> None:
+        cache = hf.new_cache(converted, max_seq_len=256)
+        converted(random_ids(1, 256), past_key_values=cache)
+        with pytest.raises(RuntimeError, match="E204"):
+            converted(random_ids(1, 1), past_key_values=cache)
+
+
+def test_generate_says_once_that_it_is_not_compiled(caplog) -> None:
+    model = hf.convert(tiny_model(), max_batch_size=1, max_seq_len=256)
+    for _ in range(2):
+        model.generate(random_ids(1, 4), generation_config=GenerationConfig(max_new_tokens=2, pad_token_id=0))
+    told = [r for r in caplog.records if "without torch.compile" in r.message]
+    assert len(told) == 1
