@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 
 from . import __version__
+from ._compat import TORCH_FIRST, TORCH_LAST
 from .doctor_ops import OP_TESTS
 
 PYTHON_WINDOW = ((3, 10), (3, 13))
-TORCH_WINDOW = ((2, 11), (2, 15))
 OPTIONAL = {
     "transformers": ("hf", (5, 17), "needed by dsv4_compile.hf and dsv4 demo"),
     "safetensors": ("hf", (0, 4), "needed to load checkpoints"),
@@ -80,11 +80,9 @@ def render(checks: list[Check]) -> str:
         lines.append(f"{check.level:<4}  {check.name:<{width}}  {check.value}")
         if check.note:
             lines.append(f"{'':<4}  {'':<{width}}    {check.note}")
-    worst = {check.level for check in checks}
-    verdict = (
-        "fix what is marked fix" if "fix" in worst else "works, with warnings" if "warn" in worst else "all is well"
-    )
-    return "\n".join([*lines, "", f"verdict: {verdict}"])
+    levels = [check.level for check in checks]
+    worst = next((level for level in ("fix", "warn") if level in levels), "ok")
+    return "\n".join([*lines, "", f"verdict: {VERDICTS[worst]}"])
 
 
 def _guarded(name: str, probe: Callable[[str], Check]) -> Check:
@@ -119,7 +117,7 @@ def _python(name: str) -> Check:
 
 
 def _torch(name: str) -> Check:
-    return _window(name, torch.__version__, TORCH_WINDOW, advice="pip install 'torch>=2.11'")
+    return _window(name, torch.__version__, (TORCH_FIRST, TORCH_LAST), advice="pip install 'torch>=2.11'")
 
 
 def _triton(name: str) -> Check:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from .._compat import OpOverload, below_autograd
 from ..errors import fail
 
 LIBRARY = torch.library.Library("dsv4", "DEF")
-OPS: dict[str, torch._ops.OpOverload] = {}
+OPS: dict[str, OpOverload] = {}
 """Every op of this package by name."""
 REFERENCES: dict[str, Callable[..., Any]] = {}
 """The checked reference implementation of every op by name, for those who must look inside an op."""
@@ -34,7 +35,7 @@ def define(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     check: Callable[..., None] | None = None,
-) -> torch._ops.OpOverload:
+) -> OpOverload:
     """Define `torch.ops.dsv4.<name>` from `schema` and return its overload.
 
     The reference serves every device until a kernel is registered for one. `fake` returns exact shapes, dtypes and
@@ -53,7 +54,7 @@ def define(
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     fail("E206", got=f"torch.ops.dsv4.{name} with an argument that requires grad")
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return op(*args, **kwargs)
 
     LIBRARY.impl(name, refuse_gradients, "Autograd")

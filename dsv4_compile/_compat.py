@@ -1,0 +1,131 @@
+"""Every private name of torch that this package uses, and the versions of torch they were tried with.
+
+No other file uses a private name of torch. Those of the compiler are imported when they are first read,
+`from ._compat import ir`, so importing the package loads neither Inductor nor Triton. All of them exist, with the
+signatures used here, in torch 2.11, 2.12, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import check
+
+OpOverload = torch._ops.OpOverload
+"""One signature of an op: what a graph node calls."""
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""Context in which an op dispatches as if no input required grad."""
+
+TORCH_FIRST = (2, 11)
+TORCH_LAST = (2, 15)
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """Where a private name lives, and what it is used for. An empty `attribute` means the module itself."""
+
+    module: str
+    attribute: str
+    purpose: str
+
+
+PRIVATE: dict[str, PrivateName] = {
+    "compile_fx": PrivateName("torch._inductor.compile_fx", "compile_fx", "compiles a graph; the backend wraps it"),
+    "inductor_config": PrivateName(
+        "torch._inductor.config", "", "checks option names and types; reads codegen choices"
+    ),
+    "list_mode_options": PrivateName("torch._inductor", "list_mode_options", "what torch.compile(mode=...) stands for"),
+    "custom_graph_pass": PrivateName("torch._inductor.custom_graph_pass", "", "classes of graph passes"),
+    "CustomGraphPass": PrivateName(
+        "torch._inductor.custom_graph_pass", "CustomGraphPass", "a graph pass whose uuid is part of the cache key"
+    ),
+    "ir": PrivateName("torch._inductor.ir", "", "the nodes that lowerings build"),
+    "lowerings": PrivateName("torch._inductor.lowering", "lowerings", "which ops have a lowering already"),
+    "register_lowering": PrivateName("torch._inductor.lowering", "register_lowering", "adds a lowering for an op"),
+    "ops": PrivateName("torch._inductor.virtualized", "ops", "scalar operations inside an IR node"),
+    "V": PrivateName("torch._inductor.virtualized", "V", "the graph that is being lowered"),
+    "ReductionHint": PrivateName("torch._inductor.runtime.hints", "ReductionHint", "asks for one pass over a row"),
+    "FloorDiv": PrivateName("torch.utils._sympy.functions", "FloorDiv", "integer division in index expressions"),
+    "ModularIndexing": PrivateName("torch.utils._sympy.functions", "ModularIndexing", "remainder in index expressions"),
+    "GraphLowering": PrivateName("torch._inductor.graph", "GraphLowering", "hook that sees the generated code"),
+    "AsyncCompile": PrivateName("torch._inductor.async_compile", "AsyncCompile", "where kernel sources are built"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a private name on first use and keep it."""
+    entry = PRIVATE.get(name)
+    if entry is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(entry.module)
+    value = getattr(module, entry.attribute) if entry.attribute else module
+    globals()[name] = value
+    return value
+
+
+def torch_release() -> tuple[int, int]:
+    """Major and minor version of the installed torch."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_torch() -> None:
+    """Raise E101 unless the installed torch is one whose private names this release was tried with."""
+    first, last = (".".join(map(str, version)) for version in (TORCH_FIRST, TORCH_LAST))
+    above = f"{TORCH_LAST[0]}.{TORCH_LAST[1] + 1}"
+    check(
+        TORCH_FIRST <= torch_release() <= TORCH_LAST,
+        "E101",
+        got=f"torch {torch.__version__}, Python {platform.python_version()}",
+        rule=f'backend="dsv4" works with torch {first} to {last}',
+        why="it builds Inductor IR, whose interface changes between releases; the ops alone work with any torch",
+        fix=f'pip install "torch>={first},<{above}"',
+    )
+
+
+def triton_version() -> str:
+    """Version of the installed Triton without importing it; "none" when there is none."""
+    loaded = sys.modules.get("triton")
+    if loaded is not None:
+        return str(loaded.__version__)
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def device_architecture(device: torch.device) -> str:
+    """What compiled code for `device` depends on: "cpu", "cuda sm_90", "cuda gfx942"."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip is not None:
+        return f"cuda {torch.cuda.get_device_properties(device).gcnArchName.split(':')[0]}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"cuda sm_{major}{minor}"
+
+
+def has_device_kernel(op: OpOverload, device: torch.device) -> bool:
+    """Whether a kernel of its own is registered for `op` on `device`, beside the reference that serves all devices."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+def run_graph_pass(graph_pass: Any, graph: torch.fx.Graph) -> None:
+    """Call a user's graph pass. Since 2.12 a pass may ask whether the graph is for inference, as ours always are."""
+    aware: Any = getattr(__getattr__("custom_graph_pass"), "CustomInferenceAwareGraphPass", ())
+    if isinstance(graph_pass, aware):
+        graph_pass(graph, is_inference=True)
+    else:
+        graph_pass(graph)
+
+
+def codegen_of(device: torch.device) -> str:
+    """The language Inductor generates for `device`: "cpp", "triton" or another of its backends."""
+    return str(getattr(__getattr__("inductor_config"), f"{device.type}_backend", "triton"))

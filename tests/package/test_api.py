@@ -1,0 +1,38 @@
+"""The public names, listed: adding or removing one is a decision, and shows here."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsv4_compile
+
+PUBLIC = ["DSV4Error", "DeepseekV4Attention", "DeepseekV4Config", "__version__", "explain"]
+
+
+def test_public_names_are_these() -> None:
+    assert dsv4_compile.__all__ == PUBLIC
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "__version__"])
+def test_public_name_is_importable_and_documented(name: str) -> None:
+    assert inspect.getdoc(getattr(dsv4_compile, name))
+
+
+def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="'dsv4_compile' has no attribute 'conver'"):
+        _ = dsv4_compile.conver
+
+
+def test_dir_lists_names_that_are_not_loaded_yet() -> None:
+    assert set(PUBLIC) <= set(dir(dsv4_compile))
+
+
+def test_readme_lists_every_op(root: Path) -> None:
+    listed = set(re.findall(r"`(\w+)`", (root / "README.md").read_text().split("## Ops")[1].split("\n## ")[0]))
+    assert sorted(set(dsv4_compile.ops.OPS) - listed) == []
+    assert all(hasattr(torch.ops.dsv4, name) for name in dsv4_compile.ops.OPS)

@@ -1,0 +1,130 @@
+"""The `dsv4` command: what it prints, what it returns, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+from dsv4_compile import cli, doctor
+from dsv4_compile.errors import CODES, fail
+
+
+@pytest.mark.parametrize("code", list(CODES))
+def test_explain_prints_the_rule_the_fix_and_the_page(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", code]) == 0
+    out = capsys.readouterr().out
+    entry = CODES[code]
+    assert out.startswith(f"{code}  {entry.title}\n\n  rule  {entry.rule}\n  fix   {entry.fix}\n\n")
+    assert len(out) > len(entry.title + entry.rule + entry.fix) + 100
+    assert "## " not in out
+
+
+def test_explain_alone_lists_every_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(CODES)
+
+
+def test_explain_prints_the_layout_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "layout"]) == 0
+    assert "fp8_ds_mla" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", ["E999", "nothing", "../pyproject", "errors/..", ""])
+def test_explain_refuses_what_it_does_not_know(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", target]) == 2
+    assert capsys.readouterr().err.startswith(f"no error code or page {target!r}")
+
+
+def test_explain_hands_a_script_to_the_debug_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+
+    def explain_script(path: str, **options: object) -> int:
+        seen.update(options, path=path)
+        return 1
+
+    monkeypatch.setitem(sys.modules, "dsv4_compile.debug", types.SimpleNamespace(explain_script=explain_script))
+    assert cli.main(["explain", "model.py", "--json", "--max-breaks", "0"]) == 1
+    assert seen == {"path": "model.py", "json": True, "max_breaks": 0}
+
+
+def test_demo_gets_every_argument_that_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    demo = types.SimpleNamespace(main=lambda argv: seen.append(argv) or 0)
+    monkeypatch.setitem(sys.modules, "dsv4_compile.hf.demo", demo)
+    assert cli.main(["demo", "--compare", "--steps", "3", "--help"]) == 0
+    assert seen == [["--compare", "--steps", "3", "--help"]]
+
+
+def test_our_errors_end_the_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = types.SimpleNamespace(main=lambda argv: fail("E101", got="transformers 4.0"))
+    monkeypatch.setitem(sys.modules, "dsv4_compile.hf.demo", demo)
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr().err.startswith("[E101] ")
+
+
+@pytest.mark.parametrize("argv", [[], ["fly"], ["doctor", "--fast"], ["explain", "E201", "E202"]])
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    assert "usage: dsv4" in capsys.readouterr().err
+
+
+def test_doctor_finds_the_ops_right_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert checks["torch"]["value"] == torch.__version__
+    ops = [check for name, check in checks.items() if name.startswith("op ")]
+    assert len(ops) >= 3
+    assert {check["level"] for check in ops} == {"ok"}
+
+
+def test_doctor_report_is_one_block_that_ends_with_the_verdict() -> None:
+    checks = [doctor.Check("torch", "2.9", "fix", "tested: 2.11 to 2.15"), doctor.Check("python", "3.11")]
+    assert doctor.render(checks) == (
+        "fix   torch   2.9\n"
+        "                tested: 2.11 to 2.15\n"
+        "ok    python  3.11\n"
+        "\n"
+        "verdict: follow the notes of the lines marked fix"
+    )
+
+
+def test_doctor_survives_a_probe_that_raises_and_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> doctor.Check:
+        raise OSError("no such driver\nand more")
+
+    monkeypatch.setattr(doctor, "_device", broken)
+    device = next(check for check in doctor.examine() if check.name == "device")
+    assert device == doctor.Check("device", "could not be examined", "fix", "OSError: no such driver")
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [
+        ("2.10.1", "fix"),
+        ("2.11.0", "ok"),
+        ("2.13.0+cpu", "ok"),
+        ("2.15.1a0+git1", "ok"),
+        ("2.16.0", "warn"),
+        ("3.0", "warn"),
+    ],
+)
+def test_doctor_tells_versions_inside_the_tested_window_from_others(
+    monkeypatch: pytest.MonkeyPatch, version: str, level: str
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert doctor._torch("torch").level == level
+
+
+def test_doctor_finds_an_op_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.dsv4, "fused_q_kv_rmsnorm", lambda qr, kv, *rest: (qr, kv), raising=False)
+    norm = next(check for check in doctor.examine() if check.name == "op fused_q_kv_rmsnorm")
+    assert norm.level == "fix"
+    assert "wrong result" in norm.note

@@ -1,0 +1,67 @@
+"""pyproject.toml says what the tree holds, and the wheel holds what pyproject.toml says."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
+
+@pytest.fixture(scope="module")
+def project(root: Path) -> dict[str, Any]:
+    return tomllib.loads((root / "pyproject.toml").read_text())
+
+
+def test_package_list_equals_the_tree(project: dict[str, Any], root: Path) -> None:
+    inside = {path.parent for path in (root / "dsv4_compile").rglob("*.py")}
+    packages = {".".join(folder.relative_to(root).parts) for folder in inside}
+    listed = project["tool"]["setuptools"]["packages"]
+    assert sorted(packages | {"dsv4_compile.kernels", "dsv4_compile.lowering"}) == listed
+
+
+def test_every_folder_of_the_package_is_a_package(root: Path) -> None:
+    folders = {path.parent for path in (root / "dsv4_compile").rglob("*.py")}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path, sources: dict[str, str], root: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    pages = [f"dsv4_compile/_docs/{page.name}" for page in (root / "dsv4_compile" / "_docs").glob("*.md")]
+    mapped = [path if path.startswith("dsv4_compile/") else f"dsv4_compile/{path}" for path in sources]
+    assert sorted(names) == sorted([*mapped, *pages, "dsv4_compile/py.typed", "dsv4_compile/kernels/README.md"])
+
+
+def test_wheel_declares_the_command_the_backend_and_the_licence(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        info = next(name for name in archive.namelist() if name.endswith("/METADATA")).rsplit("/", 1)[0]
+        entry_points = archive.read(f"{info}/entry_points.txt").decode()
+        metadata = archive.read(f"{info}/METADATA").decode()
+    assert "[torch_dynamo_backends]\ndsv4 = dsv4_compile.backend:dsv4\n" in entry_points
+    assert "[console_scripts]\ndsv4 = dsv4_compile.cli:main\n" in entry_points
+    assert "License-Expression: Apache-2.0\n" in metadata
+
+
+def test_torch_is_never_capped_so_pip_never_replaces_it(project: dict[str, Any]) -> None:
+    assert [need for need in project["project"]["dependencies"] if need.startswith("torch")] == ["torch>=2.11"]
+
+
+def test_doctor_and_pyproject_name_the_same_versions(project: dict[str, Any]) -> None:
+    from dsv4_compile._compat import TORCH_FIRST
+    from dsv4_compile.doctor import OPTIONAL, PYTHON_WINDOW
+
+    extras = project["project"]["optional-dependencies"]
+    assert f"torch>={'.'.join(map(str, TORCH_FIRST))}" in project["project"]["dependencies"]
+    assert project["project"]["requires-python"] == f">={'.'.join(map(str, PYTHON_WINDOW[0]))}"
+    transformers = ".".join(map(str, OPTIONAL["transformers"][1]))
+    assert f"transformers>={transformers}" in extras["hf"]
+    for package, (extra, _, _) in OPTIONAL.items():
+        assert any(need.startswith(package) for need in extras[extra]), package

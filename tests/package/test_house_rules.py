@@ -1,0 +1,165 @@
+"""Rules of CONTRIBUTING that a machine can check: sizes, import arrows, where numbers and private APIs may appear."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MAX_LINES = 400
+
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors"}),
+    frozenset({"_compat"}),
+    frozenset({"layout"}),
+    frozenset({"config", "rope_tables"}),
+    frozenset({"reference"}),
+    frozenset({"ops"}),
+    frozenset({"metadata", "cache"}),
+    frozenset({"decisions", "options"}),
+    frozenset({"kernels", "lowering"}),
+    frozenset({"loading"}),
+    frozenset({"modules"}),
+    frozenset({"passes"}),
+    frozenset({"backend"}),
+    frozenset({"hf", "debug", "testing"}),
+    frozenset({"doctor_ops", "doctor"}),
+    frozenset({"cli", "__init__"}),
+    frozenset({"__main__"}),
+)
+"""Bottom first. A module imports from its own layer and from those before it. `__init__` is the package's face."""
+
+RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
+
+LAYOUT_NUMBERS = {584, 576, 448, 37440, 36864, 8640, 4608, 1728, 1152}
+"""Row, page and tile sizes in bytes or dims. 512, 128 and 64 are too common to forbid by value."""
+
+
+def _unit(path: str) -> str:
+    parts = Path(path).with_suffix("").parts
+    return parts[1] if parts[0] == "dsv4_compile" else parts[0]
+
+
+def _imports(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and unit of everything of ours that a file imports, imports inside functions included."""
+    here = Path(path).with_suffix("").parts
+    package = list(here[:-1]) if here[0] == "dsv4_compile" else ["dsv4_compile", *here[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            targets = [f"{stem}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            parts = target.split(".")
+            if parts[0] == "dsv4_compile":
+                unit = parts[1] if len(parts) > 1 and parts[1] in RANK else "__init__"
+                yield node.lineno, unit
+
+
+def test_every_module_has_a_layer(trees: dict[str, ast.Module]) -> None:
+    assert {_unit(path) for path in trees} - set(RANK) == set()
+
+
+def test_imports_point_downwards_only(trees: dict[str, ast.Module]) -> None:
+    upward = []
+    for path, tree in trees.items():
+        for line, unit in _imports(path, tree):
+            # `from . import __version__` asks the face for a constant, which closes no cycle.
+            if _unit(path) not in ("__init__", "__main__", "doctor") and RANK[unit] > RANK[_unit(path)]:
+                upward.append(f"{path}:{line} imports {unit}")
+    assert upward == []
+
+
+@pytest.mark.parametrize("unit", ["errors", "layout", "reference", "ops", "metadata", "config", "cache"])
+def test_lower_layers_import_torch_and_ourselves_alone(trees: dict[str, ast.Module], unit: str) -> None:
+    foreign = []
+    allowed = {"torch", "dsv4_compile", "__future__", "collections", "dataclasses", "functools", "typing", "math"}
+    allowed |= {"json", "pathlib", "enum", "itertools", "contextlib", "warnings", "os"}
+    for path, tree in trees.items():
+        if _unit(path) != unit:
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            foreign += [f"{path}:{node.lineno} {name}" for name in names if name.split(".")[0] not in allowed]
+    assert foreign == []
+
+
+def test_no_file_is_longer_than_the_ceiling(sources: dict[str, str], root: Path) -> None:
+    tests = {str(path.relative_to(root)): path.read_text() for path in (root / "tests").rglob("*.py")}
+    long = {path: text.count("\n") for path, text in {**sources, **tests}.items() if text.count("\n") > MAX_LINES}
+    assert long == {}
+
+
+def test_cache_layout_numbers_appear_in_layout_alone(trees: dict[str, ast.Module]) -> None:
+    found = [
+        f"{path}:{node.lineno} {node.value}"
+        for path, tree in trees.items()
+        if path != "dsv4_compile/layout.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value in LAYOUT_NUMBERS
+    ]
+    assert found == []
+
+
+def _private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def _torch_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that is imported from torch or reached through it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "torch")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch" and node.level == 0:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            if re.fullmatch(r"torch(\.\w+)+", dotted):
+                yield node.lineno, dotted
+
+
+def test_private_torch_names_appear_in_compat_alone(trees: dict[str, ast.Module]) -> None:
+    found = {
+        f"{path}:{line} {name}"
+        for path, tree in trees.items()
+        if path != "dsv4_compile/_compat.py"
+        for line, name in _torch_names(tree)
+        if _private(name)
+    }
+    assert sorted(found) == []
+
+
+def test_library_never_prints_outside_the_command_line(trees: dict[str, ast.Module]) -> None:
+    found = [
+        f"{path}:{node.lineno}"
+        for path, tree in trees.items()
+        if path not in ("dsv4_compile/cli.py", "dsv4_compile/hf/demo.py")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert found == []
+
+
+def test_no_file_names_a_package_index_or_a_place_on_one_machine(root: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True)
+    # Spelt in pieces, so that this file is not among those it finds.
+    words = ("py" + "pi", "--index" + "-url", "--find" + "-links", "/" + "work/", "/" + "root/", "/" + "home/")
+    forbidden = re.compile("|".join(words))
+    found = [
+        f"{name}:{number}"
+        for name in listed.stdout.split("\0")
+        if (root / name).is_file()
+        for number, line in enumerate((root / name).read_text(errors="replace").splitlines(), 1)
+        if forbidden.search(line)
+    ]
+    assert found == []

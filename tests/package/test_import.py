@@ -1,0 +1,73 @@
+"""What `import dsv4_compile` does, and above all what it does not do. Each case is a fresh interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+
+def test_import_registers_the_ops_and_loads_our_modules_alone(fresh_python: Callable[..., str]) -> None:
+    code = """
+import sys
+import torch
+before = set(sys.modules)
+import dsv4_compile
+print(*sorted(name for name in set(sys.modules) - before if name.split(".")[0] != "dsv4_compile"))
+print(hasattr(torch.ops.dsv4, "fused_q_kv_rmsnorm"))
+"""
+    foreign, registered = fresh_python(code).split("\n")[:2]
+    heavy = ("triton", "transformers", "torch._inductor", "torch._dynamo", "depyf", "rich", "kernels")
+    assert [name for name in foreign.split() if name.startswith(heavy)] == []
+    assert registered == "True"
+
+
+def test_import_changes_no_torch_setting_and_warns_of_nothing(fresh_python: Callable[..., str]) -> None:
+    code = """
+import torch
+import torch._dynamo.config as dynamo
+import torch._inductor.config as inductor
+def settings():
+    return (
+        dynamo.save_config(), inductor.save_config(), torch.get_default_dtype(), torch.get_num_threads(),
+        torch.get_float32_matmul_precision(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.random.get_rng_state().tolist(),
+    )
+before = settings()
+import dsv4_compile
+assert settings() == before
+print(torch.cuda.is_initialized())
+"""
+    assert fresh_python(code) == "False\n"
+
+
+def test_import_works_where_triton_and_transformers_are_missing(fresh_python: Callable[..., str]) -> None:
+    code = """
+import sys
+sys.modules["triton"] = sys.modules["transformers"] = sys.modules["safetensors"] = None
+import dsv4_compile
+print(dsv4_compile.DeepseekV4Config.__name__)
+"""
+    assert fresh_python(code) == "DeepseekV4Config\n"
+
+
+def test_import_opens_no_socket(fresh_python: Callable[..., str]) -> None:
+    code = """
+import sys
+def refuse(event, args):
+    assert not event.startswith("socket."), event
+sys.addaudithook(refuse)
+import dsv4_compile
+print("quiet")
+"""
+    assert fresh_python(code) == "quiet\n"
+
+
+@pytest.mark.parametrize("module", ["config", "cache", "doctor", "cli"])
+def test_light_modules_import_no_compiler(fresh_python: Callable[..., str], module: str) -> None:
+    code = f"""
+import sys
+import dsv4_compile.{module}
+print(*(name for name in ("triton", "transformers", "torch._inductor", "torch._dynamo") if name in sys.modules))
+"""
+    assert fresh_python(code).strip() == ""
