@@ -14,6 +14,8 @@ from . import ops as ops
 from .errors import DSV4Error
 
 if TYPE_CHECKING:
+    from . import backend as backend
+    from . import decisions as decisions
     from . import hf as hf
     from .config import DeepseekV4Config
     from .debug import explain
@@ -28,14 +30,15 @@ __version__ = "0.1.0"
 
 __all__ = ["DSV4Error", "DeepseekV4Attention", "DeepseekV4Config", "__version__", "explain"]
 
+_MODULES = ("backend", "decisions", "hf")
 _HOMES = {"DeepseekV4Config": "config", "DeepseekV4Attention": "modules", "explain": "debug"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(_importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    elif name == "hf":
-        value = _importlib.import_module(".hf", __name__)
+    elif name in _MODULES:
+        value = _importlib.import_module(f".{name}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

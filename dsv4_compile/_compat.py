@@ -1,8 +1,8 @@
-"""Every private name of torch that this package uses, and the versions of torch they were tried with.
+"""Every private name of torch and Triton that this package uses, and the versions they were tried with.
 
 No other file uses a private name of torch. Those of the compiler are imported when they are first read,
 `from ._compat import ir`, so importing the package loads neither Inductor nor Triton. All of them exist, with the
-signatures used here, in torch 2.11, 2.12, 2.13 and 2.15.
+signatures used here, in torch 2.11, 2.12, 2.13 and 2.15 and in the Triton that belongs to each.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ PRIVATE: dict[str, PrivateName] = {
     "ModularIndexing": PrivateName("torch.utils._sympy.functions", "ModularIndexing", "remainder in index expressions"),
     "GraphLowering": PrivateName("torch._inductor.graph", "GraphLowering", "hook that sees the generated code"),
     "AsyncCompile": PrivateName("torch._inductor.async_compile", "AsyncCompile", "where kernel sources are built"),
+    "triton_driver": PrivateName("triton.runtime", "driver", "takes the driver that stands in for a GPU in tests"),
+    "triton_interpreter": PrivateName("triton.runtime.interpreter", "", "runs generated kernels on the CPU in tests"),
 }
 
 

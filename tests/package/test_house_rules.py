@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"loading"}),
     frozenset({"modules"}),
     frozenset({"passes"}),
-    frozenset({"backend"}),
+    frozenset({"backend", "passes"}),
     frozenset({"hf", "debug", "testing"}),
     frozenset({"doctor_ops", "doctor"}),
     frozenset({"cli", "__init__"}),

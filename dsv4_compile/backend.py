@@ -1,0 +1,75 @@
+"""The torch.compile backend: `torch.compile(model, backend="dsv4")`.
+
+It is Inductor's compile_fx with one graph pass added (see `passes`). Nothing private is imported before a graph is
+compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ._compat import check_torch
+from .ops._define import OPS
+from .options import Options
+
+_PASS_SLOT = "post_grad_custom_post_pass"
+
+
+def dsv4(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Compile `gm` with Inductor, the dsv4 ops in it lowered as `options` say.
+
+    Args:
+        gm: the graph that Dynamo captured.
+        example_inputs: its fake inputs.
+        mode: a mode of torch.compile.
+        options: see `dsv4_compile.options`.
+        kwargs: passed on to compile_fx.
+
+    Raises:
+        DSV4Error: E101 torch out of range, E301 unknown option, E302 implementation not available, E303 not built yet.
+            Dynamo wraps it; its text is part of the message.
+    """
+    check_torch()
+    from ._compat import compile_fx, inductor_config
+    from .lowering import registry
+    from .passes import ChooseImplementations
+
+    registry.load()
+    parsed = Options.parse(mode, options, ops=OPS)
+    patches = dict(parsed.inductor)
+    user = patches.get(_PASS_SLOT, getattr(inductor_config, _PASS_SLOT))
+    patches[_PASS_SLOT] = ChooseImplementations(parsed, _as_sequence(user), _devices(gm, example_inputs))
+    return compile_fx(gm, example_inputs, config_patches=patches, **kwargs)
+
+
+def reset() -> None:
+    """Called by torch.compiler.reset(): what this process has been told about its compiled code is told again."""
+    from .lowering import registry
+
+    registry.forget_warnings()
+
+
+dsv4.reset = reset  # type: ignore[attr-defined]
+
+
+def _as_sequence(passes: Any) -> Sequence[Any]:
+    if passes is None:
+        return ()
+    return passes if isinstance(passes, (list, tuple)) else (passes,)
+
+
+def _devices(gm: GraphModule, example_inputs: Sequence[Any]) -> set[torch.device]:
+    """Devices of the graph's inputs and parameters."""
+    tensors = (value for value in (*example_inputs, *gm.parameters(), *gm.buffers()) if isinstance(value, torch.Tensor))
+    return {tensor.device for tensor in tensors}

@@ -1,0 +1,103 @@
+"""What was chosen for every op of a compiled graph, and why.
+
+    with dsv4_compile.decisions.collect() as decisions:
+        compiled(x)
+    for d in decisions:
+        print(d)
+
+The backend records one `Decision` for each dsv4 op node that reaches Inductor, whether the op became Inductor IR, a
+hand-written kernel or stayed the reference.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+IMPLEMENTATIONS = ("ir", "triton", "eager")
+"""`ir`: Inductor IR, fuses with its neighbours. `triton`: a hand-written kernel. `eager`: the PyTorch reference."""
+
+_collectors: ContextVar[tuple[list[Decision], ...]] = ContextVar("dsv4_decisions", default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The implementation chosen for one op node.
+
+    Attributes:
+        op: name of the op in `torch.ops.dsv4`.
+        impl: one of `IMPLEMENTATIONS`.
+        reason: why this one, in one clause.
+        node: name of the node in the compiled graph.
+        where: "file:line" of the user's call, or "" when it is not known.
+    """
+
+    op: str
+    impl: str
+    reason: str
+    node: str = ""
+    where: str = ""
+
+    def __str__(self) -> str:
+        place = f" at {self.where}" if self.where else ""
+        return f"{self.op}{place}: {self.impl} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One dsv4 op node of a graph, as the code that chooses an implementation sees it.
+
+    Attributes:
+        op: name of the op.
+        arguments: fake tensors and plain values by schema name. A mutated cache is absent from functional graphs.
+        device: where the op runs.
+        codegen: the language Inductor generates for `device`, "cpp" or "triton".
+        architecture: see `_compat.device_architecture`.
+    """
+
+    op: str
+    arguments: Mapping[str, Any]
+    device: torch.device
+    codegen: str
+    architecture: str
+    node: str = ""
+    where: str = ""
+
+    def choose(self, impl: str, reason: str) -> Decision:
+        """The decision for `impl` on this call."""
+        return Decision(self.op, impl, reason, self.node, self.where)
+
+
+@contextmanager
+def collect() -> Iterator[list[Decision]]:
+    """Collect the decisions of everything that compiles inside the block, in graph order.
+
+    Caches of compiled graphs are bypassed meanwhile: a graph that comes from a cache decides nothing. Functions that
+    this process has compiled before do not compile again; call `torch.compiler.reset()` first to see theirs.
+    """
+    collected: list[Decision] = []
+    token = _collectors.set((*_collectors.get(), collected))
+    try:
+        yield collected
+    finally:
+        _collectors.reset(token)
+
+
+def collecting() -> bool:
+    """Whether somebody collects decisions right now."""
+    return bool(_collectors.get())
+
+
+def record(decision: Decision) -> None:
+    """Add `decision` to every open collector."""
+    log.debug("%s", decision)
+    for collected in _collectors.get():
+        collected.append(decision)

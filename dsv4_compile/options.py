@@ -1,0 +1,135 @@
+"""Options of `torch.compile(backend="dsv4", options={...})`.
+
+    dsv4.impl        "auto" | "ir" | "triton" | "eager"   a preference for all ops; ops without it stay the reference
+    dsv4.impl.<op>   the same values                      a demand for one op; unavailable is error E302
+    dsv4.cudagraph   "off"                                "full" and "trees" are planned (E303)
+
+Every other key is a name of torch._inductor.config, "max_autotune" or "triton.cudagraphs" for example.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .decisions import IMPLEMENTATIONS
+from .errors import check, fail
+
+IMPL_VALUES = ("auto", *IMPLEMENTATIONS)
+CUDAGRAPH_VALUES = ("off", "full", "trees")
+_PREFIX = "dsv4."
+_PER_OP = "dsv4.impl."
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Validated options.
+
+    Attributes:
+        impl: preference for all ops, one of `IMPL_VALUES`.
+        demands: implementation demanded per op name, without "auto".
+        cudagraph: "off".
+        inductor: settings of torch._inductor.config for this compile.
+    """
+
+    impl: str = "auto"
+    demands: Mapping[str, str] = field(default_factory=dict)
+    cudagraph: str = "off"
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, mode: str | None, options: Mapping[str, Any] | None, *, ops: Iterable[str]) -> Options:
+        """Validate what torch.compile passes to a backend.
+
+        Args:
+            mode: a mode of torch.compile; its settings come first, `options` override them.
+            options: keys as in the module docstring.
+            ops: names of the ops that `dsv4.impl.<op>` may name.
+
+        Raises:
+            DSV4Error: E301 for an unknown mode, key or value, naming the nearest; E303 for what is planned.
+        """
+        ops = tuple(ops)
+        impl, cudagraph = "auto", "off"
+        demands: dict[str, str] = {}
+        inductor = mode_settings(mode)
+        for key, value in (options or {}).items():
+            if key == "dsv4.impl":
+                impl = _one_of(key, value, IMPL_VALUES)
+            elif key == "dsv4.cudagraph":
+                cudagraph = _one_of(key, value, CUDAGRAPH_VALUES)
+            elif key.startswith(_PER_OP):
+                op = key.removeprefix(_PER_OP)
+                check(op in ops, "E301", got=key, fix=_nearest(key, [_PER_OP + name for name in ops]))
+                demands[op] = _one_of(key, value, IMPL_VALUES)
+            elif key.startswith(_PREFIX):
+                fail("E301", got=key, fix=_nearest(key, ["dsv4.impl", "dsv4.cudagraph", *(_PER_OP + op for op in ops)]))
+            else:
+                name = key.replace("-", "_")
+                _check_inductor_setting(name, value)
+                inductor[name] = value
+        check(
+            cudagraph == "off",
+            "E303",
+            got=f"dsv4.cudagraph={cudagraph!r}",
+            why="the backend does not capture CUDA graphs yet",
+            fix='leave it "off"; mode="reduce-overhead" has torch capture, where no input but static ones is mutated',
+        )
+        check(
+            inductor.get("use_post_grad_passes", True),
+            "E301",
+            got="use_post_grad_passes=False",
+            why="implementations are chosen in a post-grad pass",
+            fix='leave it on, or use backend="inductor"',
+        )
+        demands = {op: value for op, value in demands.items() if value != "auto"}
+        return cls(impl=impl, demands=demands, cudagraph=cudagraph, inductor=inductor)
+
+    def cache_key(self) -> tuple[Any, ...]:
+        """What of these options changes generated code, beside the Inductor settings, which torch keys itself."""
+        return (self.impl, tuple(sorted(self.demands.items())), self.cudagraph)
+
+
+def mode_settings(mode: str | None) -> dict[str, Any]:
+    """Inductor settings of a torch.compile mode. Raises E301 for a mode that torch does not know."""
+    if mode is None or mode == "default":
+        return {}
+    from ._compat import list_mode_options
+
+    known = list_mode_options()
+    check(mode in known, "E301", got=f"mode={mode!r}", fix=_nearest(mode, known))
+    return dict(known[mode])
+
+
+def _check_inductor_setting(name: str, value: Any) -> None:
+    """Raise E301 unless torch._inductor.config has `name` and `value` has its type."""
+    from ._compat import inductor_config
+
+    known = inductor_config.get_config_copy()
+    if name not in known:
+        fail("E301", got=name, fix=_nearest(name, known))
+    expected = inductor_config.get_type(name)
+    # Unions and generics are left to Inductor, as torch.compile leaves them.
+    if isinstance(expected, type) and not isinstance(value, expected):
+        fail("E301", got=f"{name}={value!r}", rule=f"{name} is {expected.__name__}", fix=f"pass {expected.__name__}")
+
+
+def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        fail("E301", got=f"{key}={value!r}", rule=f"{key} is one of {', '.join(allowed)}", fix=_nearest(value, allowed))
+    return str(value)
+
+
+def _nearest(got: Any, known: Iterable[str]) -> str:
+    """ "did you mean" with up to three of `known`, or all of a short list when nothing is near."""
+    names = list(known)
+    near = difflib.get_close_matches(str(got), names, n=3, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return (
+        f"one of {', '.join(names)}"
+        if len(names) <= 12
+        else "see torch._inductor.list_options() and dsv4_compile.options"
+    )

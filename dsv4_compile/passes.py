@@ -1,0 +1,139 @@
+"""The graph pass of the backend: choose an implementation for every dsv4 op, and key Inductor's caches by our sources.
+
+Inductor caches compiled graphs under a key that knows nothing of the lowerings of other packages: an edited lowering
+would be a cache hit and a wrong value. A CustomGraphPass contributes its `uuid` to that key, so this pass is always
+installed, in a graph without dsv4 ops too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from . import decisions
+from ._compat import (
+    CustomGraphPass,
+    OpOverload,
+    codegen_of,
+    device_architecture,
+    run_graph_pass,
+    triton_version,
+)
+from .lowering import registry
+from .options import Options
+
+_FUNCTIONALIZED = (torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+class ChooseImplementations(CustomGraphPass):
+    """Runs the user's post-grad passes, then decides on every dsv4 op node, records it and rewrites the node for it."""
+
+    def __init__(self, options: Options, user_passes: Sequence[Any], devices: Iterable[torch.device]) -> None:
+        self.options = options
+        self.user_passes = tuple(user_passes)
+        self.architectures = tuple(sorted({device_architecture(device) for device in devices}))
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite `graph` in place. Raises E302 when a demanded implementation is not available."""
+        for user_pass in self.user_passes:
+            run_graph_pass(user_pass, graph)
+        for node in graph.nodes:
+            op = public_op(node)
+            if op is not None:
+                call = describe(node, op)
+                decision = registry.decide(call, self.options)
+                decisions.record(decision)
+                retarget(node, registry.target_of(decision, call))
+
+    def uuid(self) -> Any | None:
+        """Key of everything that decides on generated code, or None, which makes Inductor bypass its caches.
+
+        None when a pass of the user has no uuid, and while decisions are collected: a cache hit decides nothing.
+        """
+        users = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.user_passes]
+        if decisions.collecting() or any(user is None for user in users):
+            return None
+        ours = (
+            source_digest(),
+            self.options.cache_key(),
+            self.architectures,
+            torch.__version__,
+            triton_version(),
+        )
+        return (hashlib.sha256(repr(ours).encode()).hexdigest(), *users)
+
+
+def public_op(node: Node) -> OpOverload | None:
+    """The dsv4 op that `node` calls, directly or functionalised; None for any other node."""
+    if node.op != "call_function":
+        return None
+    target = node.args[0] if node.target in _FUNCTIONALIZED else node.target
+    if isinstance(target, OpOverload) and target.namespace == "dsv4":
+        return target
+    return None
+
+
+def retarget(node: Node, op: OpOverload) -> None:
+    """Make `node` call `op`, which has the schema of the op it calls now."""
+    if node.target in _FUNCTIONALIZED:
+        node.args = (op, *node.args[1:])
+    else:
+        node.target = op
+
+
+def describe(node: Node, op: OpOverload) -> decisions.Call:
+    """The call that `node` makes to `op`, its tensors as fake tensors."""
+    values = torch.fx.map_arg(
+        (node.args[1:] if node.target in _FUNCTIONALIZED else node.args, node.kwargs), lambda n: n.meta.get("val")
+    )
+    arguments: dict[str, Any] = {}
+    for index, declared in enumerate(op._schema.arguments):
+        if index < len(values[0]):
+            arguments[declared.name] = values[0][index]
+        elif declared.name in values[1]:
+            arguments[declared.name] = values[1][declared.name]
+        elif declared.has_default_value():
+            arguments[declared.name] = declared.default_value
+    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return decisions.Call(
+        op=op._schema.name.removeprefix("dsv4::"),
+        arguments=arguments,
+        device=device,
+        codegen=codegen_of(device),
+        architecture=device_architecture(device),
+        node=node.name,
+        where=":".join(frames[-1]) if frames else "",
+    )
+
+
+@functools.cache
+def source_digest() -> str:
+    """Hash of every source file of this package, taken once: what is loaded is what was hashed."""
+    digest = hashlib.sha256()
+    for name, path in sorted(_sources()):
+        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources() -> set[tuple[str, Path]]:
+    """Files of the package by their path inside it. lowering/ and kernels/ may lie elsewhere on disk."""
+    found: set[tuple[str, Path]] = set()
+    package = Path(__file__).parent
+    roots = [("", package)]
+    for name in ("lowering", "kernels"):
+        module = importlib.import_module(f"{__package__}.{name}")
+        roots += [(name, Path(path)) for path in module.__path__]
+    for prefix, root in roots:
+        found |= {(f"{prefix}/{path.relative_to(root).as_posix()}", path) for path in root.rglob("*.py")}
+    return found

@@ -1,0 +1,87 @@
+"""A Triton driver without a GPU: enough to generate Triton with Inductor and to compile it for any target."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from .._compat import triton_driver
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TARGETS: dict[str, GPUTarget] = {
+    "sm_90": HOPPER,
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+"""The GPUs whose code is compiled ahead of time in tests."""
+
+
+class _Utils:
+    """Properties of an H200, which Inductor asks for when it picks block sizes."""
+
+    properties: ClassVar[dict[str, int]] = {
+        "max_shared_mem": 232448,
+        "max_num_regs": 65536,
+        "multiprocessor_count": 132,
+        "warpSize": 32,
+        "mem_clock_rate": 1,
+        "mem_bus_width": 1,
+    }
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return self.properties
+
+    def load_binary(self, *args: Any) -> Any:
+        raise RuntimeError("a fake driver cannot run a kernel")
+
+
+class FakeDriver:
+    """The part of Triton's driver interface that compiling needs. The active torch device is the CPU."""
+
+    utils = _Utils()
+    launcher_cls = None
+
+    def __init__(self, target: GPUTarget = HOPPER) -> None:
+        self.target = target
+
+    @staticmethod
+    def is_active() -> bool:
+        """Always: there is nothing to detect."""
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        """The GPU that code is generated for."""
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        """Where the tensors of a generated kernel live."""
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Any:
+        """The torch module of that device."""
+        return torch.cpu
+
+    def get_current_device(self) -> int:
+        """The only device."""
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        """There is one device."""
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        """The only stream."""
+        return 0
+
+    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+        """Compute capability of the target; (9, 0) for a target that has none."""
+        arch = self.target.arch
+        return divmod(arch, 10) if isinstance(arch, int) else (9, 0)
+
+
+def install(target: GPUTarget = HOPPER) -> None:
+    """Make Triton believe in `target`, for the rest of this process."""
+    triton_driver.set_active(FakeDriver(target))

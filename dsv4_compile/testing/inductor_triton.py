@@ -1,0 +1,162 @@
+"""See, run and compile the Triton that Inductor generates for a function, on a machine without a GPU.
+
+    with generated_triton() as kernels:          # in a process of its own
+        torch.compile(fn, backend=dsv4)(*inputs)
+    [k.name for k in kernels]
+
+Tensors stay on the CPU and Inductor is told to generate Triton for it. Kernels do nothing when they are called, or run
+in Triton's interpreter when the environment has TRITON_INTERPRET=1, which Triton reads when it is imported: hence a
+process of its own, with patches that stay.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from .._compat import AsyncCompile, GraphLowering, inductor_config, triton_interpreter
+from . import fake_triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_BLOCKS = {"XBLOCK": 8, "YBLOCK": 8, "ZBLOCK": 1, "R0_BLOCK": 64}
+_AXES = ("x", "y", "z")
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedKernel:
+    """One Triton kernel of a compiled graph.
+
+    Attributes:
+        name: its name, which says what was fused into it.
+        source: the Python source Inductor generated.
+        function: the `@triton.jit` function.
+        meta: Inductor's `triton_meta`; its "signature" types every argument.
+    """
+
+    name: str
+    source: str
+    function: Any
+    meta: dict[str, Any]
+
+    def run(self, *args: Any, stream: int | None = None) -> None:
+        """What generated code calls: run in the interpreter, or do nothing."""
+        if not INTERPRETED:
+            return
+        names = list(self.meta["signature"])
+        blocks = {name: _BLOCKS[name] for name in names if name in _BLOCKS}
+        sizes = dict(zip(names, args, strict=False))
+        grid = tuple(
+            -(-int(sizes[f"{axis}numel"]) // blocks[f"{axis.upper()}BLOCK"]) if f"{axis}numel" in sizes else 1
+            for axis in _AXES
+        )
+        self.function[grid](*args, **blocks)
+
+    def compile(self, target: Any) -> bytes:
+        """Machine code for `target`, a value of `fake_triton.TARGETS`."""
+        import triton
+        from triton.compiler import ASTSource
+
+        signature = dict(self.meta["signature"])
+        constants = {name: _BLOCKS[name] for name, kind in signature.items() if kind == "constexpr" and name in _BLOCKS}
+        constants |= dict(self.meta.get("constants", {}))
+        source = ASTSource(fn=self.function, signature=signature, constexprs=constants)
+        compiled = triton.compile(source, target=target, options={"num_warps": 4})
+        binary: bytes = compiled.asm["hsaco" if target.backend == "hip" else "cubin"]
+        return binary
+
+
+class _Heuristics:
+    """Stands in for Inductor's heuristics module in a generated source: keeps what the decorator is given."""
+
+    def __init__(self, name: str, source: str, kernels: list[GeneratedKernel]) -> None:
+        self._make = lambda function, meta: GeneratedKernel(name, source, function, meta)
+        self._kernels = kernels
+
+    def __getattr__(self, heuristic: str) -> Callable[..., Any]:
+        def decorator(*args: Any, triton_meta: dict[str, Any], **kwargs: Any) -> Callable[[Any], GeneratedKernel]:
+            def wrap(function: Any) -> GeneratedKernel:
+                self._kernels.append(self._make(function, triton_meta))
+                return self._kernels[-1]
+
+            return wrap
+
+        return decorator
+
+
+class _Libdevice:
+    """The functions of libdevice that generated code uses, for the interpreter, which has none of it."""
+
+    @staticmethod
+    def rsqrt(x: Any) -> Any:
+        import triton.language as tl
+
+        return tl.rsqrt(x)
+
+
+@contextmanager
+def generated_triton(*, codes: list[str] | None = None) -> Iterator[list[GeneratedKernel]]:
+    """Let Inductor generate Triton for CPU tensors, and collect the kernels of every graph compiled in the block.
+
+    Args:
+        codes: receives the whole generated module of each graph, wrapper included.
+    """
+    fake_triton.install()
+    if INTERPRETED:
+        _round_like_hardware()
+    kernels: list[GeneratedKernel] = []
+
+    def build(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> GeneratedKernel:
+        namespace: dict[str, Any] = {}
+        heuristics = _Heuristics(kernel_name, source_code, kernels)
+        # Triton reads a kernel's text back through linecache, so the source needs a file.
+        path = _write_source(kernel_name, source_code.replace("@triton_heuristics.", "@_heuristics."))
+        namespace.update(_heuristics=heuristics, __name__=kernel_name, __file__=path)
+        with open(path) as file:
+            exec(compile(file.read(), path, "exec"), namespace)
+        if INTERPRETED:
+            namespace["libdevice"] = _Libdevice
+        return namespace[kernel_name]
+
+    settings = {"cpu_backend": "triton", "compile_threads": 1, "force_disable_caches": True}
+    save = staticmethod((codes if codes is not None else []).append)
+    with (
+        inductor_config.patch(settings),
+        mock.patch.object(AsyncCompile, "triton", build),
+        mock.patch.object(GraphLowering, "save_output_code", save),
+    ):
+        yield kernels
+
+
+def _write_source(name: str, source: str) -> str:
+    import tempfile
+
+    path = os.path.join(tempfile.mkdtemp(prefix="dsv4_generated_"), f"{name[:60]}.py")
+    with open(path, "w") as file:
+        file.write(source)
+    return path
+
+
+def _round_like_hardware() -> None:
+    """Make the interpreter round float32 to bfloat16 and fp8 to nearest even, as every GPU does.
+
+    It truncates to bfloat16 and loses the carry into the exponent of fp8, in Triton 3.6 to 3.9.
+    """
+    formats = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+    original = triton_interpreter._convert_float
+
+    def convert(bits: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if str(source) != "fp32" or str(target) not in formats:
+            return original(bits, source, target, rounding_mode)
+        values = torch.from_numpy(np.ascontiguousarray(bits).view(np.float32))
+        rounded = values.to(formats[str(target)])
+        unsigned = torch.uint16 if rounded.element_size() == 2 else torch.uint8
+        return rounded.view(unsigned).numpy().reshape(bits.shape)
+
+    triton_interpreter._convert_float = convert

@@ -1,0 +1,144 @@
+"""Which ops have an Inductor lowering, and the choice between the implementations of an op.
+
+A public op, `dsv4::X`, never gets a lowering: under backend="inductor" it stays opaque. For every lowering here there
+is a twin, `dsv4_ir::X`, with the same schema, and the backend's graph pass rewrites a node to the twin when IR is
+chosen. So the choice is visible in the graph, and nothing this package registers changes what others compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._compat import OpOverload, V, has_device_kernel, lowerings, register_lowering
+from ..decisions import Call, Decision
+from ..errors import fail
+from ..ops._define import OPS, REFERENCES
+from ..options import Options
+
+log = logging.getLogger(__name__)
+
+MODULES = ("q_norm_rope_kv_insert",)
+"""The files of this folder that register lowerings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """An op's lowering: whether it takes a call (a Decision for "ir" or "eager"), and what builds the IR."""
+
+    can_lower: Callable[[Call], Decision]
+    lower: Callable[..., Any]
+
+
+LOWERINGS: dict[str, Lowering] = {}
+_libraries: list[torch.library.Library] = []  # a library that nobody holds takes its ops with it
+_warned: set[tuple[str, str]] = set()
+
+
+def lowers(op: str, can_lower: Callable[[Call], Decision]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the lowering of `op` for the calls that `can_lower` accepts."""
+
+    def register(lower: Callable[..., Any]) -> Callable[..., Any]:
+        LOWERINGS[op] = Lowering(can_lower, lower)
+        register_lowering(twin(op, "ir"), type_promotion_kind=None)(lower)
+        return lower
+
+    return register
+
+
+@functools.cache
+def load() -> None:
+    """Register every lowering, once per process. Imports Inductor."""
+    _keep_storage_offsets()
+    for name in MODULES:
+        importlib.import_module(f"{__package__}.{name}")
+
+
+@functools.cache
+def twin(op: str, impl: str) -> OpOverload:
+    """The op `dsv4_<impl>::<op>`: the schema and fake of the public op, computed by its reference on every device."""
+    public, library = OPS[op], torch.library.Library(f"dsv4_{impl}", "FRAGMENT")
+    _libraries.append(library)
+    library.define(str(public._schema).removeprefix("dsv4::"), tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(op, REFERENCES[op], "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dsv4_{impl}::{op}", public, lib=library)
+    return getattr(getattr(torch.ops, f"dsv4_{impl}"), op).default
+
+
+def can_lower(call: Call) -> dict[str, Decision]:
+    """What each implementation says to `call`: a Decision for itself, or for "eager" with the reason it cannot."""
+    lowering = LOWERINGS.get(call.op)
+    kernel = has_device_kernel(OPS[call.op], call.device)
+    return {
+        "ir": lowering.can_lower(call) if lowering else call.choose("eager", "no Inductor lowering"),
+        "triton": call.choose("triton", f"kernel for {call.architecture}")
+        if kernel
+        else call.choose("eager", f"no kernel for {call.device.type} yet"),
+        "eager": call.choose("eager", "the reference was asked for"),
+    }
+
+
+def decide(call: Call, options: Options) -> Decision:
+    """Choose the implementation of `call`. Raises E302 when a demanded one is not available."""
+    choices = can_lower(call)
+    available = [impl for impl, choice in choices.items() if choice.impl == impl]
+    demand = options.demands.get(call.op)
+    if demand is not None:
+        if demand not in available:
+            fail(
+                "E302",
+                got=f"dsv4.impl.{call.op}={demand!r}" + (f" for the call at {call.where}" if call.where else ""),
+                why=choices[demand].reason,
+                fix=f"use one of {', '.join(available)}, or auto",
+            )
+        return choices[demand]
+    if options.impl == "auto":
+        reasons = "; ".join(choices[impl].reason for impl in ("ir", "triton"))
+        return choices[available[0]] if available[0] != "eager" else call.choose("eager", reasons)
+    preferred = choices[options.impl]
+    if preferred.impl != options.impl:
+        _warn_once(preferred, options.impl)
+    return preferred
+
+
+def target_of(decision: Decision, call: Call) -> OpOverload:
+    """The op that a node must call to get the implementation decided for it."""
+    public = OPS[call.op]
+    if decision.impl == "ir":
+        return twin(call.op, "ir")
+    if decision.impl == "eager" and has_device_kernel(public, call.device):
+        return twin(call.op, "eager")
+    return public
+
+
+def forget_warnings() -> None:
+    """Let preferences that cannot be honoured be reported again."""
+    _warned.clear()
+
+
+def _warn_once(decision: Decision, preference: str) -> None:
+    key = (decision.op, preference)
+    if key not in _warned:
+        _warned.add(key)
+        log.warning("dsv4.impl=%r is not available for %s: %s", preference, decision.op, decision.reason)
+
+
+def _keep_storage_offsets() -> None:
+    """Give aten.sym_storage_offset the lowering it lacks (pytorch#198068).
+
+    Without it an op that mutates a view of a graph input with dynamic shapes writes at offset 0 of that input.
+    """
+    op = torch.ops.aten.sym_storage_offset.default
+    if op in lowerings:
+        return
+
+    @register_lowering(op, type_promotion_kind=None)
+    def sym_storage_offset(view: Any) -> Any:
+        offset = V.graph.current_node.meta["val"]
+        return offset.node.expr if isinstance(offset, torch.SymInt) else offset
