@@ -11,7 +11,9 @@ import importlib
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -54,8 +56,21 @@ PRIVATE: dict[str, PrivateName] = {
     "ReductionHint": PrivateName("torch._inductor.runtime.hints", "ReductionHint", "asks for one pass over a row"),
     "FloorDiv": PrivateName("torch.utils._sympy.functions", "FloorDiv", "integer division in index expressions"),
     "ModularIndexing": PrivateName("torch.utils._sympy.functions", "ModularIndexing", "remainder in index expressions"),
+    "mark_static": PrivateName("torch._dynamo", "mark_static", "keeps the dims of a cache out of a graph's symbols"),
+    "maybe_mark_dynamic": PrivateName("torch._dynamo", "maybe_mark_dynamic", "says that a dim will vary"),
+    "FakeTensorMode": PrivateName("torch._subclasses.fake_tensor", "FakeTensorMode", "runs an op's fake alone"),
+    "TorchDispatchMode": PrivateName("torch.utils._python_dispatch", "TorchDispatchMode", "sees every op that runs"),
     "GraphLowering": PrivateName("torch._inductor.graph", "GraphLowering", "hook that sees the generated code"),
     "AsyncCompile": PrivateName("torch._inductor.async_compile", "AsyncCompile", "where kernel sources are built"),
+    "dynamo_config": PrivateName("torch._dynamo.config", "", "settings of tracing; explain() sets its own meanwhile"),
+    "functorch_config": PrivateName("torch._functorch.config", "", "switches a cache of compiled graphs off"),
+    "counters": PrivateName("torch._dynamo.utils", "counters", "torch's counts, restored after explain()"),
+    "ReinplaceCounters": PrivateName("torch._dynamo.utils", "ReinplaceCounters", "mutations that became copies"),
+    "CompileContext": PrivateName("torch._guards", "CompileContext", "which compilation is under way"),
+    "lookup_backend": PrivateName("torch._dynamo", "lookup_backend", "the function behind a backend's name"),
+    "convert_frame": PrivateName("torch._dynamo.convert_frame", "", "which functions were traced"),
+    "eval_frame": PrivateName("torch._C._dynamo.eval_frame", "", "forgets what was compiled for one function"),
+    "pgo": PrivateName("torch._dynamo.pgo", "", "sizes seen so far, set aside during explain()"),
     "triton_driver": PrivateName("triton.runtime", "driver", "takes the driver that stands in for a GPU in tests"),
     "triton_interpreter": PrivateName("triton.runtime.interpreter", "", "runs generated kernels on the CPU in tests"),
 }
@@ -131,3 +146,46 @@ def run_graph_pass(graph_pass: Any, graph: torch.fx.Graph) -> None:
 def codegen_of(device: torch.device) -> str:
     """The language Inductor generates for `device`: "cpp", "triton" or another of its backends."""
     return str(getattr(__getattr__("inductor_config"), f"{device.type}_backend", "triton"))
+
+
+def traced_functions() -> list[CodeType]:
+    """Code of every function that Dynamo has looked at and that still exists."""
+    found = (reference() for reference in __getattr__("convert_frame").input_codes.seen)
+    return [code for code in found if code is not None]
+
+
+def compiled_versions(code: CodeType) -> int:
+    """How many compiled versions Dynamo holds for a function."""
+    return len(__getattr__("eval_frame")._debug_get_cache_entry_list(code))
+
+
+def forget_compiled(code: CodeType) -> None:
+    """Drop every compiled version of a function, and the note that it cannot be traced."""
+    __getattr__("eval_frame").reset_code(code)
+
+
+def trace_again(codes: Iterable[CodeType]) -> None:
+    """Drop the note that these functions cannot be traced; compiled versions stay."""
+    module = __getattr__("eval_frame")
+    default = module._FrameAction.DEFAULT
+    for code in codes:
+        module.set_code_exec_strategy(code, module._FrameExecStrategy(default, default))
+
+
+def current_compile_id() -> str:
+    """torch's name of the compilation under way, "0/1" for the second version of the first function, or ""."""
+    return str(__getattr__("CompileContext").current_compile_id() or "")
+
+
+def variables_of_traced_frame() -> dict[str, Any]:
+    """Variables of the call that Dynamo is about to compile: globals as G, locals by name. Empty outside a compilation.
+
+    Called from a handler of torch's log, so the caller that knows the frame is further up on the stack.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        traced = frame.f_locals.get("frame")
+        if frame.f_code.co_filename.endswith("guards.py") and hasattr(traced, "f_locals"):
+            return {"G": traced.f_globals, **traced.f_locals}
+        frame = frame.f_back  # type: ignore[assignment]
+    return {}

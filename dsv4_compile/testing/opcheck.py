@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._compat import FakeTensorMode, OpOverload, TorchDispatchMode
 from ..ops._define import LIBRARY, REFERENCES
 from .compare import assert_bitwise
 from .poison import poisoned_empty
@@ -18,7 +17,7 @@ from .poison import poisoned_empty
 Args = Sequence[Any]
 
 
-def check_op(op: torch._ops.OpOverload, args_list: Sequence[Args], *, utilities: bool = True) -> None:
+def check_op(op: OpOverload, args_list: Sequence[Args], *, utilities: bool = True) -> None:
     """Check `op` on every tuple of positional arguments in `args_list`. Raises on the first broken promise.
 
     - `torch.library.opcheck` with all of its utilities (schema, autograd registration, fake, AOT dispatch); left out
@@ -59,7 +58,7 @@ def _allclose_of_float8() -> Iterator[None]:
         torch.allclose = allclose
 
 
-def _check_fake(op: torch._ops.OpOverload, args: Args, where: str) -> None:
+def _check_fake(op: OpOverload, args: Args, where: str) -> None:
     real = _outputs(op(*_clone(args)))
     with FakeTensorMode() as mode:
         fake = _outputs(op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args)))
@@ -77,7 +76,7 @@ def _describe(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), strides, x.dtype, x.device.type
 
 
-def _check_memory(op: torch._ops.OpOverload, args: Args, where: str) -> None:
+def _check_memory(op: OpOverload, args: Args, where: str) -> None:
     first_args, second_args = _clone(args), _clone(args)
     # Finite where the other run's memory is NaN: recycled memory may hold anything, NaN and the right answer included.
     with _RefuseSynchronization(fill=0x55):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -31,6 +32,21 @@ def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
 
 def test_dir_lists_names_that_are_not_loaded_yet() -> None:
     assert set(PUBLIC) <= set(dir(dsv4_compile))
+
+
+def test_everything_public_is_documented_for_help(sources: dict[str, str]) -> None:
+    undocumented = []
+    for path in sources:
+        name = ".".join(Path(path).with_suffix("").parts)
+        module = importlib.import_module(name if name.startswith("dsv4_compile") else f"dsv4_compile.{name}")
+        assert module.__doc__, path
+        for public, value in vars(module).items():
+            if public.startswith("_") or getattr(value, "__module__", "") != module.__name__:
+                continue
+            members = vars(value).items() if inspect.isclass(value) else ()
+            named = [(public, value), *((f"{public}.{m}", getattr(value, m)) for m, _ in members if m[0] != "_")]
+            undocumented += [f"{path} {n}" for n, v in named if callable(v) and not inspect.getdoc(v)]
+    assert undocumented == []
 
 
 def test_readme_lists_every_op(root: Path) -> None:

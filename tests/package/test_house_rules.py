@@ -24,7 +24,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"kernels", "lowering"}),
     frozenset({"loading"}),
     frozenset({"modules"}),
-    frozenset({"passes"}),
     frozenset({"backend", "passes"}),
     frozenset({"hf", "debug", "testing"}),
     frozenset({"doctor_ops", "doctor"}),
