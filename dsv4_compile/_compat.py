@@ -22,6 +22,8 @@ from .errors import check
 
 OpOverload = torch._ops.OpOverload
 """One signature of an op: what a graph node calls."""
+assert_async = torch._assert_async
+"""Fail on the device, without waiting for it, unless a tensor is true."""
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context in which an op dispatches as if no input required grad."""
 
