@@ -1,0 +1,41 @@
+"""`torch.ops.dsv4.sparse_mla_prefill`; what it computes is in reference/sparse_mla_prefill.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..reference import sparse_mla_prefill as reference
+from ._define import define
+from ._validate import FLOATS, INTS, expect, expect_dim, expect_rows
+
+
+def _check(
+    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, scale: float, attn_sink: Tensor | None = None
+) -> None:
+    op = "sparse_mla_prefill"
+    expect(q, f"{op}: q [T, H, D]", FLOATS)
+    expect(kv, f"{op}: kv [S, D]", FLOATS)
+    expect_dim(kv.shape[1], q.shape[2], f"{op}: kv has the head dim of q")
+    expect(indices, f"{op}: indices [T, A]", INTS)
+    expect_rows(indices.shape[0], q.shape[0], f"{op}: indices")
+    if topk_length is not None:
+        expect(topk_length, f"{op}: topk_length [T]", INTS)
+        expect_rows(topk_length.shape[0], q.shape[0], f"{op}: topk_length")
+    if attn_sink is not None:
+        expect(attn_sink, f"{op}: attn_sink [H]", torch.float32)
+        expect_dim(attn_sink.shape[0], q.shape[1], f"{op}: attn_sink has one logit for every head of q")
+
+
+def _fake(q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor, Tensor]:
+    rows = q.shape[:2]
+    return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32)
+
+
+sparse_mla_prefill = define(
+    "sparse_mla_prefill(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, float scale, "
+    "Tensor? attn_sink=None) -> (Tensor, Tensor, Tensor)",
+    reference=reference.sparse_mla_prefill,
+    fake=_fake,
+    check=_check,
+)
