@@ -19,17 +19,22 @@ def scale_value(scale: Tensor) -> Tensor:
     return ue8m0_scale(scale.view(torch.uint8))
 
 
+def _per_element(scale: Tensor, tile: int, size: int) -> Tensor:
+    """Repeat each scale of the last dim for the `tile` elements that share it; `size` elements in all."""
+    return scale[..., None].expand(*scale.shape, tile).flatten(-2)[..., :size]
+
+
 def dequantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
     """float32 `[N, K]` from e4m3 `[N, K]` and `[ceil(N/128), ceil(K/128)]` scales in any form `scale_value` takes."""
     rows, columns = weight.shape
-    per_row = scale_value(scale).repeat_interleave(WEIGHT_TILE, dim=0)[:rows]
-    return weight.float() * per_row.repeat_interleave(WEIGHT_TILE, dim=1)[:, :columns]
+    per_column = _per_element(scale_value(scale), WEIGHT_TILE, columns)
+    return weight.float() * _per_element(per_column.t(), WEIGHT_TILE, rows).t()
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise the last dim of `x`, widened to float32 and not rounded, in strips of 128 that share a UE8M0 scale.
 
-    The scale is 2^ceil(log2(max(amax, 1e-10) / 448)), read off the bits as `quant.ue8m0_byte` does.
+    The scale is 2^ceil(log2(max(amax, 1e-10) / 448)), exact for every float32 (see `quant.ue8m0_byte`).
 
     Returns e4m3 `[..., K]` and uint8 `[..., ceil(K/128)]`.
     """
@@ -41,8 +46,7 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize_activation(values: Tensor, scale: Tensor) -> Tensor:
     """float32 `[..., K]` from e4m3 `[..., K]` and `[..., ceil(K/128)]` scales in any form `scale_value` takes."""
-    per_element = scale_value(scale).repeat_interleave(ACT_TILE, dim=-1)[..., : values.shape[-1]]
-    return values.float() * per_element
+    return values.float() * _per_element(scale_value(scale), ACT_TILE, values.shape[-1])
 
 
 def pack_scales(byte: Tensor) -> Tensor:

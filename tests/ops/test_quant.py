@@ -49,6 +49,14 @@ def test_scale_byte_is_exact_for_every_bfloat16(format_max: float) -> None:
     assert got.tolist() == want
 
 
+@pytest.mark.parametrize("format_max", [layout.FP8_MAX, layout.E2M1_MAX])
+def test_scale_byte_is_exact_for_every_float32_of_a_binade(format_max: float) -> None:
+    """Only the mantissa decides, so one binade stands for all: amax need not have been rounded to bfloat16."""
+    amax = torch.arange(1 << 23, dtype=torch.int32).add_(129 << 23).view(torch.float32)  # [4, 8)
+    largest = quant.ue8m0_scale(quant.ue8m0_byte(amax, format_max)).double() * format_max
+    assert ((amax <= largest) & (amax > largest / 2)).all()
+
+
 def test_scale_byte_is_never_the_nan_code() -> None:
     hostile = torch.tensor([torch.inf, torch.nan, 3.4e38])
     assert (quant.ue8m0_byte(hostile, 1.0) <= layout.UE8M0_MAX_BYTE).all()
