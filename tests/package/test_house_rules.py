@@ -13,7 +13,7 @@ import pytest
 MAX_LINES = 400
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors"}),
+    frozenset({"errors", "progress"}),
     frozenset({"_compat"}),
     frozenset({"layout"}),
     frozenset({"config", "rope_tables"}),
