@@ -35,7 +35,8 @@ def combine_topk_swa(
 
     Returns:
         int32 `[T, A]`, A = `topk + window` aligned to 128, and int32 `[T]`, how many columns count. An index that is
-        not in [0, n), or a token that was not gathered, leaves -1 in its column and still counts.
+        not in [0, n), or a token that was not gathered into the m - n rows for it, leaves -1 in its column and still
+        counts: a row never names rows of another request.
     """
     width = topk + window
     tokens = torch.arange(topk_indices.shape[0], device=topk_indices.device) + query_start_loc[0]
@@ -52,7 +53,7 @@ def combine_topk_swa(
     rows = torch.where(
         is_entry,
         torch.where((entries >= 0) & (entries < n), entries, PAD_INDEX),
-        torch.where(is_raw & (raw >= 0) & (raw < gathered), raw + n, PAD_INDEX),
+        torch.where(is_raw & (raw >= 0) & (raw < gathered.clamp_max(m - n)), raw + n, PAD_INDEX),
     )
     rows = torch.where(rows >= 0, rows + m * requests[:, None], PAD_INDEX)
     return to_index(rows), (num_entries + num_window)[:, 0].to(torch.int32)
