@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from .._compat import assert_async, mark_static
 from ..cache import CacheFormat, PagedCaches
 from ..config import DeepseekV4Config
-from ..errors import check, fail
+from ..errors import check, error, fail
 from ..metadata import AttentionMetadata, build_metadata
+
+_OVERFLOW = str(
+    error(
+        "E204",
+        got="a sequence longer than the cache's max_seq_len",
+        fix="call dsv4_compile.hf.convert with a larger max_seq_len, or cache.reset() before a new sequence",
+    )
+)
 
 
 class PagedCache(Cache):
@@ -45,7 +54,7 @@ class PagedCache(Cache):
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
         for tensor in self._tensors():
             # A cache never changes shape. Saying so keeps its dims out of the graph's symbols.
-            torch._dynamo.mark_static(tensor)
+            mark_static(tensor)
 
     def _tensors(self) -> list[Tensor]:
         caches = [t for layer in self.paged.layers for t in layer.tensors().values()]
@@ -66,6 +75,9 @@ class PagedCache(Cache):
         else:
             keep = attention_mask[:, attention_mask.shape[1] - num_columns :] != 0
         lengths = self.seq_lens[:batch_size]
+        grown = lengths + keep.sum(dim=1, dtype=torch.int32)
+        # Lengths are known to the device alone. This check does not wait for it, and no row is lost in silence.
+        assert_async((grown <= paged.max_seq_len).all(), _OVERFLOW)
         positions = lengths[:, None].long() + keep.cumsum(dim=1) - 1
         requests = torch.arange(batch_size, dtype=torch.int32, device=device)[:, None].expand(-1, num_columns)
         metadata = build_metadata(
@@ -77,7 +89,7 @@ class PagedCache(Cache):
             max_model_len=paged.max_seq_len,
             ratios=paged.config.compressed_ratios,
         )
-        lengths.add_(keep.sum(dim=1, dtype=torch.int32))
+        lengths.copy_(grown)
         self.columns.add_(num_columns)
         return metadata
 

@@ -16,11 +16,13 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ..errors import check
+from .._compat import maybe_mark_dynamic
+from ..errors import check, fail
 from ..metadata import AttentionMetadata
 from .cache import PagedCache
 
 _log = logging.getLogger("dsv4_compile.hf")
+_NO_WEIGHTS = "sparse attention builds no attention matrix"
 
 
 class CompilableAttention(hf.DeepseekV4Attention):
@@ -87,7 +89,7 @@ def check_call(
         why="hash-routed layers need token ids",
         fix="pass input_ids",
     )
-    check(not kwargs.get("output_attentions"), "E208", got="output_attentions=True", why="no attention matrix is built")
+    check(not kwargs.get("output_attentions"), "E208", got="output_attentions=True", why=_NO_WEIGHTS)
     check(
         cache is None or isinstance(cache, PagedCache),
         "E208",
@@ -96,13 +98,14 @@ def check_call(
     )
     held = cache if cache is not None else model.dsv4_cache
     batch_size, num_columns = input_ids.shape
-    check(
-        batch_size <= held.paged.max_batch_size and num_columns <= held.paged.max_step_tokens,
-        "E204",
-        got=f"input_ids of shape ({batch_size}, {num_columns})",
-        why=f"the cache takes {held.paged.max_batch_size} sequences and {held.paged.max_step_tokens} tokens a step",
-        fix="convert with larger max_batch_size / max_seq_len / max_step_tokens, or prefill in chunks",
-    )
+    if batch_size > held.paged.max_batch_size or num_columns > held.paged.max_step_tokens:
+        # Formatted only here: a symbolic size that is printed becomes a constant, and every size its own graph.
+        fail(
+            "E204",
+            got=f"input_ids of shape ({batch_size}, {num_columns})",
+            why=f"the cache takes {held.paged.max_batch_size} sequences and {held.paged.max_step_tokens} tokens a step",
+            fix="convert with larger max_batch_size / max_seq_len / max_step_tokens, or prefill in chunks",
+        )
 
 
 class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
@@ -141,6 +144,7 @@ class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
             fix="leave cache_implementation unset",
         )
         check(generation_config.use_cache is not False, "E208", got="use_cache=False", fix="leave use_cache unset")
+        check(not generation_config.output_attentions, "E208", got="output_attentions=True", why=_NO_WEIGHTS)
         rows = batch_size * generation_config.num_return_sequences
         cache = model_kwargs.get("past_key_values")
         if cache is None:
@@ -160,10 +164,12 @@ class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
         """The new columns, their mask, and nothing that depends on the step, so that one graph serves all steps."""
         if next_sequence_length is not None:
             input_ids = input_ids[:, -next_sequence_length:]
-        input_ids = input_ids.contiguous().clone()
+        # clone() into the plain format: a slice of one column keeps odd strides, and strides are part of a graph.
+        input_ids = input_ids.clone(memory_format=torch.contiguous_format)
         inputs: dict[str, Any] = {"input_ids": input_ids, "past_key_values": past_key_values}
         if attention_mask is not None:
-            inputs["attention_mask"] = attention_mask[:, -input_ids.shape[1] :].contiguous().clone()
+            recent = attention_mask[:, -input_ids.shape[1] :]
+            inputs["attention_mask"] = recent.clone(memory_format=torch.contiguous_format)
         for tensor in (input_ids, inputs.get("attention_mask")):
             if tensor is not None:
                 mark_dynamic_tokens(tensor)
@@ -179,5 +185,5 @@ def mark_dynamic_tokens(tensor: Tensor) -> Tensor:
     """
     for dim, size in enumerate(tensor.shape):
         if size > 1:
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+            maybe_mark_dynamic(tensor, dim)
     return tensor
