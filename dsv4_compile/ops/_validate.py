@@ -88,10 +88,15 @@ def expect_kv_cache(
         fail("E203", got=describe(cache), rule=f"{op}: {cache_format} cache is [P, {block_size}, {head_dim}]")
 
 
-def expect_indexer_dim(head_dim: int, op: str, cache_format: str) -> None:
-    """Raise E202 for an unknown indexer format, E201 unless it can hold keys and queries of `head_dim`."""
+def expect_indexer_format(op: str, cache_format: str) -> None:
+    """Raise E202 for an unknown indexer format."""
     if cache_format not in INDEXER_FORMATS:
         fail("E202", got=f"{op}: {cache_format!r}", fix=f"pass one of {', '.join(INDEXER_FORMATS)}")
+
+
+def expect_indexer_dim(head_dim: int, op: str, cache_format: str) -> None:
+    """Raise E202 for an unknown indexer format, E201 unless it can hold keys and queries of `head_dim`."""
+    expect_indexer_format(op, cache_format)
     if cache_format in PAGE_LAYOUTS:
         expect_dim(head_dim, INDEXER_HEAD_DIM, f"{op}: {cache_format} holds vectors of {INDEXER_HEAD_DIM} dims")
 

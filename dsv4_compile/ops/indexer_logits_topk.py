@@ -20,17 +20,17 @@ from ._validate import (
     expect_dim,
     expect_gathered_keys,
     expect_indexer_cache,
-    expect_indexer_dim,
+    expect_indexer_format,
     expect_rows,
 )
 
 
 def _check_queries(q: Tensor, q_scale: Tensor, weights: Tensor, op: str, cache_format: str) -> int:
     """Check what `indexer_q_rope_quant` returned and give the dims of a dequantised query."""
+    expect_indexer_format(op, cache_format)
     dtypes = {"indexer_fp8": E4M3, "indexer_mxfp4": torch.uint8}.get(cache_format, FLOATS)
     expect(q, f"{op}: q [T, H, {cache_format} D]", dtypes)
     dim = INDEXER_HEAD_DIM if cache_format in PAGE_LAYOUTS else q.shape[2]
-    expect_indexer_dim(dim, op, cache_format)
     is_mxfp4 = cache_format == "indexer_mxfp4"
     expect_dim(q.shape[2], dim // 2 if is_mxfp4 else dim, f"{op}: q is stored in {cache_format}")
     expect(q_scale, f"{op}: q_scale [T, H, tiles]", torch.uint8 if is_mxfp4 else torch.float32)

@@ -13,6 +13,7 @@ from dsv4_compile.ops.save_partial_states import save_partial_states
 from dsv4_compile.reference import compress_norm_rope_insert as reference
 from dsv4_compile.testing import assert_bitwise, check_op, padded, poison_, refuse_synchronization, scalar, strided
 from tests.ops.compressor_engine import EPS, Engine, one_request
+from tests.ops.largest_tensor import LargestTensor
 
 RATIOS = pytest.mark.parametrize("ratio", [4, 128])
 
@@ -192,6 +193,17 @@ def test_a_call_may_hold_many_more_tokens_than_are_pooled_at_a_time() -> None:
     engine.run(step, torch.cat(history))
     for request in range(3):
         engine.check(history[request], request)
+
+
+@RATIOS
+def test_memory_does_not_grow_with_the_tokens(ratio: int) -> None:
+    engine, largest = Engine(ratio, max_len=1280, dim=64), []
+    for tokens in (reference.TOKENS_AT_A_TIME, 5 * reference.TOKENS_AT_A_TIME):
+        meta = engine.metadata(torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens))
+        with LargestTensor() as seen:
+            reference.compress_norm_rope_insert(*engine.arguments(meta))
+        largest.append(seen.elements)
+    assert largest[0] == largest[1]
 
 
 def test_layout_of_the_arguments_does_not_matter() -> None:
