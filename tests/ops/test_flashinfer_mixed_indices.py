@@ -130,11 +130,12 @@ def test_every_row_of_random_batches(local: bool, hostile: bool, seed: int) -> N
             batch, split, swa_table, table, topk=topk, prefill_topk_indices=prefill, decode_compressed_indices=chosen,
             decode_compressed_indices_are_local=local, decode_is_valid_token=valid if local else None,
         )  # fmt: skip
-        indices, lens = run(**args)
+        owners = [rng.choice((request, -3, 10**6)) if hostile else max(request, 0) for request, _ in tokens]
+        indices, lens = run(**{**args, "token_to_req": i32(owners)})
 
-        for t, (request, position) in enumerate(tokens):
-            owner = max(request, 0)
+        for t, (owner, (request, position)) in enumerate(zip(owners, tokens, strict=True)):
             if t >= split:
+                position = position if owner == request else -1
                 count = min((position + 1) // 4, topk)
                 swa = window_row(swa_table, request, position, window, SWA_BLOCK)[0]
                 entries = [index(table, owner, i, BLOCK) for i in prefill[t - split, :count].tolist()]
