@@ -13,7 +13,7 @@ import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -184,10 +184,10 @@ def variables_of_traced_frame() -> dict[str, Any]:
 
     Called from a handler of torch's log, so the caller that knows the frame is further up on the stack.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        traced = frame.f_locals.get("frame")
+        traced: Any = frame.f_locals.get("frame")
         if frame.f_code.co_filename.endswith("guards.py") and hasattr(traced, "f_locals"):
             return {"G": traced.f_globals, **traced.f_locals}
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return {}

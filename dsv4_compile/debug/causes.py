@@ -1,0 +1,216 @@
+"""Graph breaks in plain words: what stops the trace, and what to write instead.
+
+torch names the kind of a break, explains it and gives a context. The rules below are searched in order over these
+three; the first that matches speaks. Where none does, torch's own explanation and first useful hint are shown.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+
+_REPLACEMENTS = (
+    (r"flash_mla", "torch.ops.dsv4.sparse_mla_decode or sparse_mla_prefill"),
+    (r"deep_gemm", "torch.ops.dsv4.fp8_linear, fp8_grouped_einsum or indexer_logits_topk"),
+    (r"hadamard", "hadamard=True of torch.ops.dsv4.indexer_q_rope_quant"),
+    (r"flashinfer|vllm|aiter|sgl_kernel|sgl_kernels|tilelang", "the op of torch.ops.dsv4 that does the same"),
+)
+"""Packages of DeepSeek-V4 kernels that Dynamo cannot look into, and what takes their place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A search over "kind, explanation, context"; groups of the match fill the `{0}` fields of both texts."""
+
+    pattern: str
+    cause: str
+    fix: str
+
+
+_KEEP_A_TENSOR = (
+    "keep it a tensor: dsv4 ops take lengths, positions and slots as tensors; a number that Python must have is "
+    "computed before the call and passed in"
+)
+_OUTSIDE = "do it before or after the compiled function and pass the result in"
+
+_RULES = (
+    _Rule(
+        r"recompile limit|cache limit",
+        "the function was compiled too often; for new values it runs eagerly from now on",
+        "remove the recompiles listed below",
+    ),
+    _Rule(
+        r"\bbuiltin `?print`?\b|builtin `print`",
+        "print() needs Python, so the graph ends before it",
+        "remove it, or print the result after the call; torch._dynamo.config.reorderable_logging_functions.add(print) "
+        "moves prints to the end of the graph",
+    ),
+    _Rule(
+        r"\bbuiltin `?(open|input|exec|eval|__import__)`?\b",
+        "{0}() needs Python, so the graph ends before it",
+        _OUTSIDE,
+    ),
+    _Rule(
+        r"[Ll]ogging\.Logger|LoggingLogger|logging/__init__|qualname: (?:Logger|getLogger|info|warning|debug)\b",
+        "a logging call needs Python, so the graph ends before it",
+        "guard it with `if not torch.compiler.is_compiling():`, or add the method to "
+        "torch._dynamo.config.ignore_logging_functions",
+    ),
+    _Rule(
+        r"qualname: warn\b",
+        "warnings.warn needs Python, so the graph ends before it",
+        "guard it with `if not torch.compiler.is_compiling():`, or warn where the module is built",
+    ),
+    _Rule(
+        r"[Dd]ata-dependent (?:branching|assertion)|attempted to jump with",
+        "`if`, `while` or `assert` depends on the value of a tensor, which is not known while tracing",
+        "choose without branching: torch.where(condition, a, b), or torch.cond for large bodies; for absent tokens "
+        "pass slot -1 or length 0, which dsv4 ops skip by themselves",
+    ),
+    _Rule(
+        r"Tensor\.item\(\)|_local_scalar_dense|Tensor\.(?:tolist|numpy)\b|[Dd]ynamic slicing|non-scalar tensor",
+        "Python reads a value out of a tensor (item(), int(), float(), tolist(), a tensor as index or slice bound)",
+        _KEEP_A_TENSOR,
+    ),
+    _Rule(
+        r"Dynamic shape operator[\s\S]*?Operator `([\w.:]+)`",
+        "the size of the result of {0} depends on values (nonzero, unique, x[mask])",
+        "use a fixed capacity: torch.where(mask, x, 0), topk(k), or index rows of full width that end in -1",
+    ),
+    _Rule(
+        r"Data dependent operator[\s\S]*?Operator `([\w.:]+)`",
+        "{0} returns a number that depends on values",
+        _KEEP_A_TENSOR,
+    ),
+    _Rule(
+        r"torch\.compiler\.disable",
+        "the function called here is marked torch.compiler.disable",
+        "remove the mark if the function traces by now; if it cannot, make it an op with torch.library.custom_op and "
+        "register_fake",
+    ),
+    _Rule(
+        r"_dynamo\.(?:graph_break|skip_frame|step_unsupported)\(\)",
+        "the code asks for a graph break here",
+        "remove the call",
+    ),
+    _Rule(
+        r"\[(E\d{3})\] ([^\n]+)",
+        "a dsv4 op refuses its arguments: {1}",
+        "`dsv4 explain {0}` shows the rule; the detail below shows what was got",
+    ),
+    _Rule(
+        r"fake tensor|FakeTensor|meta kernel|make_fx",
+        "an op cannot tell the shape of its result, or rejects its arguments, while tracing",
+        "register a fake with torch.library.register_fake; if it has one, call it eagerly to see the error",
+    ),
+    _Rule(
+        r"context manager|GenericContextWrapping|record_function escaped",
+        "the graph would have to end inside a `with` block whose context manager torch cannot leave and enter again",
+        "enter it around the compiled call, or remove the break inside the block; torch.no_grad, inference_mode and "
+        "autocast are fine",
+    ),
+    _Rule(
+        r"[Aa]ttempt to trace generator|[Ff]unction is a generator|async|coroutine|SEND with bad type",
+        "generators and coroutines are not compiled as such",
+        "compile the function that does the work and call it from the generator",
+    ),
+    _Rule(
+        r"Tensor\.backward|autograd\.(?:grad|backward)|requires_grad_\(\)",
+        "gradients are computed inside the compiled function",
+        "dsv4 ops are for inference: call under torch.inference_mode() and keep gradients out of the function",
+    ),
+    _Rule(
+        r"deepcopy",
+        "copy.deepcopy of a tensor",
+        "use tensor.clone()",
+    ),
+    _Rule(
+        r"wrap (RNN, GRU,? (?:or|and) LSTM|sparse Tensor|strided NestedTensor)",
+        "torch.compile takes no {0}",
+        "use dense tensors and other layers, or keep it behind an op of its own",
+    ),
+    _Rule(
+        r"nn\.Parameter\(\)",
+        "a parameter is created inside the function",
+        "create parameters where the module is built",
+    ),
+    _Rule(
+        r"[Oo]bserved exception[\s\S]*?raised exception ([A-Za-z_]\w*)",
+        "the code raises {0} while it is traced",
+        "call it eagerly to see whether it raises there too; raise from shapes, dtypes and arguments only",
+    ),
+    _Rule(
+        r"class definition|LOAD_BUILD_CLASS|__build_class__",
+        "a class is defined inside the function",
+        "define it at module level",
+    ),
+    _Rule(
+        r"Reconstruction failure",
+        "an object made before a graph break has to live on after it, and torch cannot rebuild it",
+        "remove the break nearby, or make the object outside the compiled function",
+    ),
+    _Rule(r"[Ii]mport failure|Bad import result", "an import inside the function fails", "import at module level"),
+)
+
+_C_FUNCTION = re.compile(r"module: (\S+?), qualname: (\S+?),|builtin `([\w.]+?)\.?`")
+_SKIPPED_FUNCTION = re.compile(r"function `([^`]+)`[\s\S]*should not be traced")
+_USELESS_HINT = re.compile(r"[Pp]lease (?:report|file)|[Ff]ile an issue|report an issue|may have been caused by")
+_HF_MODEL = re.compile(r"transformers[/\\]models[/\\]deepseek_v4")
+
+
+def explain_break(
+    kind: str, explanation: str, context: str, hints: list[str], file: str, library: str = ""
+) -> tuple[str, str]:
+    """Cause and fix of a break.
+
+    Args:
+        kind: torch's name for it.
+        explanation: torch's explanation.
+        context: torch's developer context.
+        hints: torch's hints.
+        file: where the break is; Hugging Face's own DeepSeek-V4 code has a fix of its own.
+        library: module of the standard library that the line calls, where torch stopped inside it.
+    """
+    cause, fix = _by_rule(f"{kind}\n{explanation}\n{context}") or _c_function(explanation, context) or ("", "")
+    if library and not cause:
+        cause, fix = f"the call goes into {library} of the standard library, which torch cannot trace", _OUTSIDE
+    cause = cause or _first_sentence(explanation) or kind
+    fix = fix or next((hint for hint in hints if not _USELESS_HINT.search(hint)), "")
+    if _HF_MODEL.search(file):
+        fix = (
+            "dsv4_compile.hf.convert(model, max_batch_size=..., max_seq_len=...) replaces this code by a traceable one"
+        )
+    return cause, fix or "move the line out of the compiled function, or wrap it with torch.library.custom_op"
+
+
+def _by_rule(text: str) -> tuple[str, str] | None:
+    for rule in _RULES:
+        match = re.search(rule.pattern, text)
+        if match:
+            return rule.cause.format(*match.groups()), rule.fix.format(*match.groups())
+    return None
+
+
+def _c_function(explanation: str, context: str) -> tuple[str, str] | None:
+    """Cause and fix of a call that torch does not look into: C code, an extension, a function it is told to skip."""
+    if "C/C++" in explanation or "likely a C extension" in context:
+        match = _C_FUNCTION.search(context) or _C_FUNCTION.search(explanation)
+        module, name, dotted = match.groups() if match else ("", "", "")
+        called = dotted or f"{module}.{name}".strip(".") or "the function"
+        cause = f"{called} is C code, which torch cannot look into"
+        for pattern, replacement in _REPLACEMENTS:
+            if re.search(pattern, called):
+                return cause, f"call {replacement}, which traces, or wrap it with torch.library.custom_op"
+        if called.split(".")[0].lstrip("_") in {name.lstrip("_") for name in sys.stdlib_module_names}:
+            return cause, _OUTSIDE
+        return cause, "make it an op with torch.library.custom_op and register_fake, so that it stays in the graph"
+    skipped = _SKIPPED_FUNCTION.search(explanation)
+    if skipped:
+        return f"torch is told not to trace {skipped[1]}", _OUTSIDE
+    return None
+
+
+def _first_sentence(text: str) -> str:
+    flat = " ".join(text.split())
+    return re.split(r"(?<=[.!?]) ", flat, maxsplit=1)[0].rstrip(".")

@@ -1,0 +1,212 @@
+"""Recompiles in plain words: which guard failed, what it had been compiled for, what came, and how to avoid it.
+
+torch reports the first guard that failed of each compiled version of a function, as text. `read` turns one such text
+into a `Finding`; findings with the same `key` are one row of the report, their values lined up.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_VALUE_LENGTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One failed guard. `expected` and `actual` are "" where torch does not tell and the frame does not show."""
+
+    key: str
+    guard: str
+    cause: str
+    fix: str
+    expected: str = ""
+    actual: str = ""
+
+
+_SIZE_FIX = (
+    "torch._dynamo.mark_dynamic({name}, {dim}) before the first call, for a token dimension; a cache is allocated "
+    "once, at its full size"
+)
+_ZERO_ONE_FIX = "torch always compiles sizes 0 and 1 by themselves: pad to 2, or accept the one extra graph"
+_PROPERTY_FIX = {
+    "dtype": "pass one dtype: convert where the tensor is made",
+    "device": "pass tensors of one device",
+    "stride": "pass one memory layout: call .contiguous() where the tensor is made",
+    "rank": "pass one number of dimensions: reshape where the tensor is made",
+    "requires_grad": "call under torch.inference_mode(), or detach the tensor",
+    "dispatch key set": "call under one mode, torch.inference_mode() for all calls or for none",
+}
+_PRESENCE_FIX = "always pass a tensor: an empty one, or one filled with -1, where there is nothing"
+_CONSTANT_FIX = {
+    "int": "pass it as a tensor, or accept one recompile: from its second value on torch keeps an int argument dynamic",
+    "float": "pass it as a tensor",
+    "other": "expect one graph for each value, or compile one function for each",
+}
+_ATTRIBUTE_FIX = (
+    "keep what changes from call to call in a tensor buffer instead of a Python attribute; "
+    "torch._dynamo.config.allow_unspec_int_on_nn_module = True makes int attributes dynamic"
+)
+_OBJECT_FIX = "create the object once and pass the same one to every call"
+_RELATION_FIX = (
+    "sizes that were equal, or divisible, in earlier calls are not now: mark those dims dynamic before the first call, "
+    "or pad to a fixed set of sizes"
+)
+
+_MISMATCH = re.compile(
+    r"tensor '(.+?)' ([\w ]+?) mismatch(?: at index (\d+))?\.? ?(?:expected (.*?))?(?:, actual (.*))?$"
+)
+_NOT_A_TENSOR = re.compile(r"expected type of '(.+?)' to be a tensor type,? '? ?but found (.+)$")
+_LENGTH = re.compile(r"len\((.+)\) == (\d+)")
+_EQUAL = re.compile(r"^([^=<>!]+?) == (.+)$")
+_PRESENCE = re.compile(r"^(.+?) is (not )?None$")
+_SIZES = re.compile(r"\.(?:size|stride)\(\)|\b(?:Ne|Eq|Mod)\(|[<>]=?")
+
+
+def split(reason: str) -> tuple[str, str]:
+    """Compile id and guard of one of torch's reasons, "0/1: x.size()[0] == 4   # user code"."""
+    head, _, rest = reason.partition(": ")
+    guard = rest.split("\nUser stack trace:")[0]
+    return head, re.split(r"\s{2,}#", guard, maxsplit=1)[0].strip()
+
+
+def read(guard: str, frame: Mapping[str, Any] | None = None) -> Finding:
+    """Explain `guard`. `frame` holds the variables of the call that failed it; the actual value is there."""
+    frame = frame or {}
+    for reader in (_tensor_property, _presence, _mode, _aliases, _length, _relation, _constant, _identity):
+        finding = reader(guard, frame)
+        if finding is not None:
+            return finding
+    return Finding(guard, guard, f"`{guard}` no longer holds", "make the calls alike in what the guard checks")
+
+
+def _tensor_property(guard: str, frame: Mapping[str, Any]) -> Finding | None:
+    match = _MISMATCH.search(guard)
+    if match is None:
+        return None
+    name, what, dim, expected, actual = (group or "" for group in match.groups())
+    expected = expected.split("=")[-1]
+    if what == "requires_grad" and not actual:
+        actual = str(int(expected in ("0", "False")))
+    key = f"{name} {what} {dim}"
+    if what != "size":
+        fix = _PROPERTY_FIX.get(what, "make the tensors alike")
+        place = f" of dim {dim}" if dim else ""
+        return Finding(key, guard, f"the {what}{place} of `{name}` changed", fix, expected, actual)
+    fix = _SIZE_FIX.format(name=name, dim=dim)
+    if {expected, actual} & {"0", "1"}:
+        fix = f"{fix}. {_ZERO_ONE_FIX}"
+    return Finding(key, guard, f"the size of `{name}` in dim {dim} changed", fix, expected, actual)
+
+
+def _presence(guard: str, frame: Mapping[str, Any]) -> Finding | None:
+    match = _NOT_A_TENSOR.search(guard)
+    if match:
+        found = "None" if "NoneType" in match[2] else match[2].removeprefix("<class '").rstrip("'>")
+        cause = f"`{match[1]}` was a tensor and is {found} now"
+        return Finding(f"{match[1]} presence", guard, cause, _PRESENCE_FIX, "tensor", found)
+    match = _PRESENCE.match(guard)
+    if match:
+        expected, actual = ("not None", "None") if match[2] else ("None", _shown(_value_of(match[1], frame)))
+        cause = f"`{match[1]}` was {expected} and is {actual or 'something else'} now"
+        return Finding(f"{match[1]} presence", guard, cause, _PRESENCE_FIX, expected, actual)
+    return None
+
+
+def _mode(guard: str, frame: Mapping[str, Any]) -> Finding | None:
+    if not guard.startswith("GLOBAL_STATE changed"):
+        return None
+    what = guard.partition(":")[2].strip() or "a setting of torch"
+    fix = (
+        "make every call under the same mode, torch.inference_mode() for instance, and change settings before the first"
+    )
+    return Finding(guard, guard, f"{what} differs from earlier calls", fix)
+
+
+def _aliases(guard: str, frame: Mapping[str, Any]) -> Finding | None:
+    if "Duplicate tensor" not in guard:
+        return None
+    names = guard.partition(":")[2].strip() or "two arguments"
+    return Finding(
+        "aliases", guard, f"one tensor is passed as {names}", "pass different tensors, or always the same one"
+    )
+
+
+def _length(guard: str, frame: Mapping[str, Any]) -> Finding | None:
+    match = _LENGTH.search(guard)
+    if match is None:
+        return None
+    value = _value_of(match[1], frame)
+    actual = str(len(value)) if hasattr(value, "__len__") else ""
+    fix = "pass a fixed number of items, or one stacked tensor"
+    return Finding(f"{match[1]} length", guard, f"the length of `{match[1]}` changed", fix, match[2], actual)
+
+
+def _relation(guard: str, frame: Mapping[str, Any]) -> Finding | None:
+    if not _SIZES.search(guard):
+        return None
+    shown = guard.split("  #")[0]
+    fix = _ZERO_ONE_FIX if re.search(r"^2 <= |!= [01]$|>= 2|== 1$", shown) else _RELATION_FIX
+    return Finding(shown, guard, f"sizes no longer satisfy `{shown}`", fix)
+
+
+def _constant(guard: str, frame: Mapping[str, Any]) -> Finding | None:
+    match = _EQUAL.match(guard.split(" (HINT")[0])
+    if match is None:
+        return None
+    name, expected = match[1].strip(), match[2].strip()
+    try:
+        kind = type(ast.literal_eval(expected)).__name__
+    except (ValueError, SyntaxError):
+        kind = "other"
+    fix = _CONSTANT_FIX.get(kind, _CONSTANT_FIX["other"])
+    if "." in name and "[" not in name and kind in ("int", "float"):
+        fix = _ATTRIBUTE_FIX
+    if name.startswith("G["):
+        fix = "do not change global variables between calls; pass the value as an argument"
+    cause = f"the value of `{name}` changed and the graph was compiled for one value"
+    return Finding(name, guard, cause, fix, expected, _shown(_value_of(name, frame)))
+
+
+def _identity(guard: str, frame: Mapping[str, Any]) -> Finding | None:
+    match = re.search(r"___check_(obj|type)_id\(([^,]+),", guard)
+    if match:
+        what = "object" if match[1] == "obj" else "type"
+        return Finding(guard, guard, f"`{match[2]}` is another {what} than before", _OBJECT_FIX)
+    if "got deallocated" in guard:
+        return Finding(guard, guard, "an object that the compiled code belongs to was deleted", _OBJECT_FIX)
+    return None
+
+
+_MISSING = object()
+
+
+def _shown(value: Any) -> str:
+    """`value` as short text, a tensor by its shape; "" when there is no value."""
+    if value is _MISSING:
+        return ""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"tensor {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= _VALUE_LENGTH else f"{text[: _VALUE_LENGTH - 3]}..."
+
+
+def _value_of(expression: str, frame: Mapping[str, Any]) -> Any:
+    """What a guard's left side, a chain of names, attributes and constant subscripts, is in `frame`."""
+    try:
+        return _walk(ast.parse(expression, mode="eval").body, frame)
+    except Exception:
+        # The report must not fail because an object's attribute access does.
+        return _MISSING
+
+
+def _walk(node: ast.AST, frame: Mapping[str, Any]) -> Any:
+    readers: dict[type[ast.AST], Callable[[Any], Any]] = {
+        ast.Name: lambda n: frame[n.id],
+        ast.Attribute: lambda n: getattr(_walk(n.value, frame), n.attr),
+        ast.Subscript: lambda n: _walk(n.value, frame)[ast.literal_eval(n.slice)],
+    }
+    return readers[type(node)](node)

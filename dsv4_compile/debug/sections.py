@@ -1,0 +1,180 @@
+"""The report as sections of tables and findings: what the text and the HTML form have in common."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .report import Break, Graph, GraphInput, Recompile, Report
+
+_OPS_SHOWN = 6
+_PLACES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under headers. The last column takes what width is left."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something to fix: where, the line of source, and labelled sentences."""
+
+    place: str
+    aside: str
+    source: str
+    points: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A titled part of the report, with tables or findings."""
+
+    title: str
+    blocks: Sequence[Table | Finding]
+
+
+def heading(report: Report) -> str:
+    """What was looked at, and how."""
+    calls = f"{_plural(report.calls, 'call')}, " if report.calls else ""
+    return f"{report.target}  backend {report.backend}, torch {report.torch}, {calls}{report.seconds:.1f} s"
+
+
+def verdict(report: Report) -> str:
+    """One line: "ok" with what was compiled, or what there is to fix."""
+    graphs = _plural(len(report.graphs), "graph")
+    found = [
+        *(["failed"] if report.failure else []),
+        *_counted(len(report.breaks), "graph break"),
+        *_counted(sum(row.count for row in report.recompiles), "recompile"),
+        *_counted(len(report.cache_copies), "cache copy", "cache copies"),
+        *_counted(len(report.cache_hazards), "cache hazard"),
+    ]
+    return f"{', '.join(found)}; {graphs}" if found else f"ok; {graphs}, no break, no recompile"
+
+
+def sections(report: Report) -> Iterator[Section]:
+    """All sections that have something to say, in the order in which a reader wants them."""
+    if report.failure:
+        failure = report.failure
+        points = [(failure.type, failure.message)]
+        yield Section("The call failed", [Finding(str(failure.place), "", failure.place.source, points)])
+    if report.breaks:
+        yield Section("Graph breaks, worst first", [_break(item) for item in report.breaks])
+    if report.recompiles:
+        yield Section("Recompiles", [_recompile(item) for item in report.recompiles])
+    if report.cache_copies or report.missed_reinplace or report.cache_hazards:
+        yield Section("Caches", list(_caches(report)))
+    if report.decisions:
+        rows = [[d.op, str(d.count), d.impl, d.reason, _places(d.where)] for d in report.decisions]
+        yield Section(
+            "dsv4 ops", [Table(["op", "calls", "impl", "where", "reason"], [[*r[:3], r[4], r[3]] for r in rows])]
+        )
+    if report.graphs:
+        yield Section("Graphs", [_graph(graph) for graph in report.graphs])
+    if report.kernels:
+        yield _kernels(report)
+    if report.notes:
+        yield Section("Notes", [Table([], [[note] for note in report.notes])])
+
+
+def _break(item: Break) -> Finding:
+    effect = "the whole function runs eagerly" if item.scope == "function" else "the graph ends here"
+    function = f"in {item.place.function}: " if item.place.function else ""
+    points = [("cause", item.cause), ("fix", item.fix), ("torch", f"{item.kind}  {item.link}".strip())]
+    if item.called_from:
+        points.insert(0, ("called from", f"{item.called_from}  {item.called_from.source}"))
+    seen = f", met {item.seen} times" if item.seen > 1 else ""
+    return Finding(str(item.place), f"{function}{effect}{seen}", item.place.source, points)
+
+
+def _recompile(item: Recompile) -> Finding:
+    points = [("cause", item.cause), ("fix", item.fix), ("guard", item.guard)]
+    if item.values:
+        points.insert(1, ("values", ", ".join(item.values)))
+    if item.limit_hit:
+        points.insert(0, ("limit", "torch's recompile limit is used up; new values run eagerly, without a word"))
+    return Finding(
+        str(item.place), f"{item.place.function}, {_plural(item.count, 'recompile')}", item.place.source, points
+    )
+
+
+def _caches(report: Report) -> Iterator[Finding]:
+    for copy in report.cache_copies:
+        what = f"`{copy.argument}` [{', '.join(copy.shape)}] {copy.dtype}, {copy.bytes / 2**20:.1f} MiB"
+        points = [
+            ("cause", f"{what}, is copied as a whole on each call, because {copy.origin or 'a write'} is not in place"),
+            (
+                "fix",
+                "write the cache with an op of torch.ops.dsv4, or with one index_put_ on the cache itself, no view",
+            ),
+        ]
+        yield Finding(str(copy.place), f"graph {copy.graph}: cache copied", copy.place.source, points)
+    for missed in report.missed_reinplace:
+        what = f"{_plural(missed.tensors, 'tensor')}, {missed.bytes / 2**20:.1f} MiB"
+        points = [
+            ("cause", f"{what}: the code clones it, or uses its old value after the op that writes it"),
+            ("fix", "write the cache itself, and read it after the op rather than before"),
+        ]
+        yield Finding(f"graph {missed.graph}", "cloned before an op mutates it", "", points)
+    for hazard in report.cache_hazards:
+        points = [
+            ("cause", f"`{hazard.argument}` [{', '.join(hazard.shape)}] of {hazard.op} has a dynamic dim"),
+            (
+                "fix",
+                "torch._dynamo.mark_static(cache), and mark_dynamic only token dims, never dynamic=True; a write "
+                "through a view of such a cache may land at offset 0 (pytorch#198068)",
+            ),
+        ]
+        yield Finding(str(hazard.place), f"graph {hazard.graph}: dynamic cache", hazard.place.source, points)
+
+
+def _graph(graph: Graph) -> Finding:
+    parameters = [_plural(graph.parameters, "parameter")] if graph.parameters else []
+    inputs = ", ".join([*map(_input, graph.inputs), *parameters]) or "none"
+    return Finding(
+        str(graph.place),
+        f"{graph.place.function}, {_plural(graph.op_count, 'op')}",
+        "",
+        [("inputs", inputs), ("ops", _ops(graph))],
+    )
+
+
+def _input(entry: GraphInput) -> str:
+    if entry.shape:
+        return f"{entry.name} [{', '.join(entry.shape)}] {entry.dtype}"
+    # A size that torch made an input of its own has no other name than its symbol.
+    return entry.dtype if entry.dtype.startswith(f"{entry.name}=") else f"{entry.name} {entry.dtype}"
+
+
+def _ops(graph: Graph) -> str:
+    ops = sorted(graph.ops.items(), key=lambda item: (not item[0].startswith("dsv4."), -item[1]))
+    shown = [f"{name} x{count}" if count > 1 else name for name, count in ops[:_OPS_SHOWN]]
+    more = [f"{len(ops) - _OPS_SHOWN} more kinds"] if len(ops) > _OPS_SHOWN else []
+    return ", ".join([*shown, *more]) or "none"
+
+
+def _kernels(report: Report) -> Section:
+    totals: Counter[str] = Counter()
+    for kernel in report.kernels:
+        totals[kernel.kind] += kernel.calls
+    summary = ", ".join(f"{count} {kind}" for kind, count in sorted(totals.items()))
+    rows = [[str(kernel.graph), kernel.kind, str(kernel.calls), kernel.name] for kernel in report.kernels]
+    return Section(f"Kernel launches: {summary}", [Table(["graph", "kind", "launches", "kernel"], rows)])
+
+
+def _places(where: Sequence[str]) -> str:
+    more = f" +{len(where) - _PLACES_SHOWN}" if len(where) > _PLACES_SHOWN else ""
+    return ", ".join(where[:_PLACES_SHOWN]) + more
+
+
+def _counted(number: int, one: str, many: str = "") -> list[str]:
+    return [_plural(number, one, many)] if number else []
+
+
+def _plural(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -1,0 +1,103 @@
+"""Compile inside a block as a new process would, and leave the compiler as it was found.
+
+torch.compiler.reset() would forget every compiled function of the process. Here only the functions that the block
+itself compiled are forgotten; one that was compiled before as well is compiled again at its next call.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "dynamo_config": {
+        "disable": False,
+        "suppress_errors": False,
+        "verbose": False,
+        "error_on_recompile": False,
+        "fail_on_recompile_limit_hit": False,
+        # Shapes remembered from earlier runs would hide recompiles of the first.
+        "automatic_dynamic_local_pgo": False,
+        "automatic_dynamic_remote_pgo": False,
+    },
+    # A graph that comes from a cache is not lowered, so there would be no decision and no code to report.
+    "inductor_config": {"fx_graph_cache": False, "fx_graph_remote_cache": False},
+    "functorch_config": {"enable_autograd_cache": False, "enable_remote_autograd_cache": False},
+}
+
+
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """A compiler without history inside the block; settings, caches, counters and random state restored after it."""
+    from .. import _compat
+
+    with ExitStack() as stack:
+        for name, wanted in _SETTINGS.items():
+            config = getattr(_compat, name)
+            stack.enter_context(config.patch({key: value for key, value in wanted.items() if hasattr(config, key)}))
+        stack.enter_context(torch.compiler.set_stance("default"))
+        cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        stack.enter_context(torch.random.fork_rng(devices=cuda))
+        stack.enter_context(_restored_counters())
+        stack.enter_context(_forgotten_shapes())
+        stack.enter_context(_forgotten_code())
+        # The report says what torch would warn of.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"torch\._(dynamo|inductor|functorch)\b")
+        yield
+
+
+@contextmanager
+def _restored_counters() -> Iterator[None]:
+    from .._compat import counters
+
+    before = copy.deepcopy(dict(counters))
+    counters.clear()
+    try:
+        yield
+    finally:
+        counters.clear()
+        counters.update(before)
+
+
+@contextmanager
+def _forgotten_shapes() -> Iterator[None]:
+    """Hide the sizes that torch has seen so far, which decide what it makes dynamic."""
+    from .._compat import pgo
+
+    names = ("_CODE_STATE", "_INIT_CODE_STATE")
+    before = {name: getattr(pgo, name) for name in names}
+    pgo.reset_code_state()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(pgo, name, value)
+
+
+@contextmanager
+def _forgotten_code() -> Iterator[None]:
+    """Remove what the block compiled. Inside it, nothing counts as known to be untraceable."""
+    from .._compat import compiled_versions, forget_compiled, trace_again, traced_functions
+
+    before = {code: compiled_versions(code) for code in traced_functions()}
+    ours = [code for code in before if not _is_library(code)]
+    trace_again(ours)
+    try:
+        yield
+    finally:
+        for code in traced_functions():
+            if compiled_versions(code) != before.get(code) or code not in before:
+                forget_compiled(code)
+        trace_again(ours)
+
+
+def _is_library(code: CodeType) -> bool:
+    return Path(code.co_filename).is_relative_to(Path(torch.__file__).parent)
