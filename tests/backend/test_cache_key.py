@@ -1,0 +1,77 @@
+"""An edited lowering is never served from a cache of compiled graphs; an unedited one is.
+
+Each step is a new process over one shared cache folder, with a copy of the package that is edited in between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import json, torch
+from torch._dynamo.utils import counters
+from dsv4_compile import backend
+
+def run(q, positions, table):
+    return torch.ops.dsv4.q_norm_rope(q, positions, table, 1e-6)
+
+q, positions, table = torch.ones(2, 1, 4), torch.arange(2), torch.tensor([[1.0, 0.5]]).expand(2, 2).contiguous()
+with torch.no_grad():
+    # Precompiled headers pay off from the second kernel on; here there is one.
+    options = {"cpp_cache_precompile_headers": False}
+    out = torch.compile(run, backend=backend.dsv4, options=options)(q, positions, table)
+print(json.dumps({"out": out[0, 0].tolist(), "hits": counters["aot_autograd"]["autograd_cache_hit"],
+                  "misses": counters["aot_autograd"]["autograd_cache_miss"]}))
+"""
+
+
+@dataclass
+class Checkout:
+    """A copy of the package and a cache folder."""
+
+    tree: Path
+    cache: Path
+
+    def run(self) -> dict[str, object]:
+        env = {**os.environ, "PYTHONPATH": str(self.tree), "TORCHINDUCTOR_CACHE_DIR": str(self.cache)}
+        command = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(command, env=env, cwd=self.tree, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    tree = tmp_path / "tree"
+    for folder in ("dsv4_compile", "lowering", "kernels"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    return Checkout(tree, tmp_path / "cache")
+
+
+def test_edit_misses_and_revert_hits(checkout: Checkout) -> None:
+    lowering = checkout.tree / "lowering" / "ir_common.py"
+    original = lowering.read_text()
+    edited = original.replace("return ops.add(ops.mul(load(d), cos),", "return ops.sub(ops.mul(load(d), cos),")
+    assert edited != original
+    # Ones, normalised, then the pair (1, 1) rotated by cos 1 and sin 0.5.
+    first = checkout.run()
+    assert first["out"] == pytest.approx([1, 1, 0.5, 1.5], abs=1e-5)
+    assert (first["hits"], first["misses"]) == (0, 1)
+
+    lowering.write_text(edited)
+    changed = checkout.run()
+    assert changed["out"] == pytest.approx([1, 1, 1.5, 0.5], abs=1e-5)
+    assert (changed["hits"], changed["misses"]) == (0, 1)
+
+    lowering.write_text(original)
+    assert checkout.run() == {"out": first["out"], "hits": 1, "misses": 0}

@@ -1,0 +1,134 @@
+"""Every dsv4 op of a compiled graph yields one decision; demands are honoured or refused, preferences recorded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import backend, decisions
+from dsv4_compile.lowering import registry
+
+EPS = 1e-6
+
+
+def attention_inputs(q: Tensor, kv: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    q, kv = torch.ops.dsv4.fused_q_kv_rmsnorm(q, kv, torch.ones_like(q[0]), torch.ones_like(kv[0]), EPS)
+    torch.ops.dsv4.kv_rope_insert(kv, cache, slots, positions, table, 4, "plain")
+    heads = torch.ops.dsv4.q_norm_rope(q.unflatten(-1, (2, -1)), positions, table, EPS)
+    return torch.ops.dsv4.inv_rope(heads, positions, table)
+
+
+def _inputs() -> list[Tensor]:
+    return [
+        torch.randn(3, 48),
+        torch.randn(3, 24),
+        torch.zeros(2, 4, 24),
+        torch.tensor([0, -1, 5]),
+        torch.arange(3),
+        torch.randn(8, 8),
+    ]
+
+
+def _decide(options: dict[str, Any] | None = None) -> list[decisions.Decision]:
+    torch.compiler.reset()
+    with torch.no_grad(), decisions.collect() as decided:
+        torch.compile(attention_inputs, backend=backend.dsv4, fullgraph=True, options=options)(*_inputs())
+    return decided
+
+
+def test_every_op_yields_exactly_one_decision_with_reason_and_place() -> None:
+    decided = _decide()
+    chosen = {d.op: d.impl for d in decided}
+    assert chosen == {
+        "fused_q_kv_rmsnorm": "eager",
+        "kv_rope_insert": "eager",
+        "q_norm_rope": "ir",
+        "inv_rope": "eager",
+    }
+    assert len(decided) == len(chosen)
+    assert all(d.reason and d.node for d in decided)
+    assert {d.where.rpartition(":")[0] for d in decided} == {__file__}
+    reasons = {d.op: d.reason for d in decided}
+    assert reasons["fused_q_kv_rmsnorm"] == "no Inductor lowering; no kernel for cpu yet"
+    assert reasons["kv_rope_insert"] == "the C++ backend cannot predicate stores; no kernel for cpu yet"
+
+
+def test_a_preference_that_an_op_lacks_is_recorded_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    registry.forget_warnings()
+    with caplog.at_level(logging.WARNING, logger="dsv4_compile"):
+        decided = _decide({"dsv4.impl": "triton"})
+    assert {(d.op, d.impl, d.reason) for d in decided} == {
+        (op, "eager", "no kernel for cpu yet")
+        for op in ("fused_q_kv_rmsnorm", "kv_rope_insert", "q_norm_rope", "inv_rope")
+    }
+    assert len(caplog.records) == 4
+    assert "dsv4.impl='triton' is not available for inv_rope: no kernel for cpu yet" in caplog.messages
+
+
+def test_eager_for_all_and_ir_for_one() -> None:
+    decided = {d.op: d.impl for d in _decide({"dsv4.impl": "eager", "dsv4.impl.q_norm_rope": "ir"})}
+    assert decided["q_norm_rope"] == "ir"
+    assert set(decided.values()) == {"ir", "eager"}
+
+
+def test_a_demand_that_cannot_be_met_is_e302_with_what_is_available() -> None:
+    with pytest.raises(Exception, match=r"\[E302\]") as caught:
+        _decide({"dsv4.impl.kv_rope_insert": "ir"})
+    message = str(caught.value)
+    assert "dsv4.impl.kv_rope_insert='ir' for the call at " in message
+    assert "why   the C++ backend cannot predicate stores" in message
+    assert "use one of eager, or auto" in message
+
+
+def test_a_function_compiled_before_decides_nothing() -> None:
+    compiled = torch.compile(attention_inputs, backend=backend.dsv4, fullgraph=True, options={"dsv4.impl": "eager"})
+    with torch.no_grad():
+        compiled(*_inputs())
+        with decisions.collect() as decided:
+            compiled(*_inputs())
+    assert decided == []
+
+
+def test_collectors_nest() -> None:
+    decision = decisions.Decision("inv_rope", "eager", "a reason")
+    with decisions.collect() as outer:
+        with decisions.collect() as inner:
+            decisions.record(decision)
+        assert inner == [decision]
+    decisions.record(decision)
+    assert outer == [decision]
+    assert str(decision) == "inv_rope: eager (a reason)"
+
+
+@pytest.fixture
+def kernel() -> Iterator[None]:
+    """A kernel for inv_rope on the CPU that returns ones, as a device kernel would be registered."""
+    library = torch.library.Library("dsv4", "IMPL")
+    library.impl("inv_rope", lambda o, positions, table: torch.ones_like(o), "CPU")
+    yield
+    library._destroy()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("options", "impl"),
+    [(None, "triton"), ({"dsv4.impl": "eager"}, "eager"), ({"dsv4.impl.inv_rope": "eager"}, "eager")],
+)
+def test_a_device_kernel_is_used_unless_the_reference_is_asked_for(
+    kernel: None, options: dict[str, str] | None, impl: str
+) -> None:
+    o, positions, table = torch.randn(3, 2, 24), torch.arange(3), torch.randn(8, 8)
+    expected = registry.REFERENCES["inv_rope"](o, positions, table) if impl == "eager" else torch.ones_like(o)
+
+    def run(o: Tensor) -> Tensor:
+        return torch.ops.dsv4.inv_rope(o, positions, table)
+
+    with decisions.collect() as decided:
+        actual = torch.compile(run, backend=backend.dsv4, fullgraph=True, options=options)(o)
+    assert [(d.op, d.impl) for d in decided] == [("inv_rope", impl)]
+    assert torch.equal(actual, expected)

@@ -1,0 +1,83 @@
+"""Options are refused by name, with the nearest names, before anything compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsv4_compile.errors import CompileError
+from dsv4_compile.options import Options
+
+OPS = ("q_norm_rope", "kv_rope_insert", "inv_rope")
+
+
+def _parse(options: dict[str, Any] | None = None, mode: str | None = None) -> Options:
+    return Options.parse(mode, options, ops=OPS)
+
+
+def test_defaults_choose_automatically_and_change_nothing_in_inductor() -> None:
+    parsed = _parse()
+    assert (parsed.impl, dict(parsed.demands), parsed.cudagraph, dict(parsed.inductor)) == ("auto", {}, "off", {})
+
+
+def test_a_preference_a_demand_and_an_inductor_setting() -> None:
+    parsed = _parse(
+        {"dsv4.impl": "ir", "dsv4.impl.inv_rope": "eager", "triton.cudagraphs": False, "max-autotune": True}
+    )
+    assert parsed.impl == "ir"
+    assert dict(parsed.demands) == {"inv_rope": "eager"}
+    assert dict(parsed.inductor) == {"triton.cudagraphs": False, "max_autotune": True}
+
+
+def test_a_demand_for_auto_is_none() -> None:
+    assert dict(_parse({"dsv4.impl.inv_rope": "auto"}).demands) == {}
+
+
+def test_what_changes_code_changes_the_cache_key() -> None:
+    keys = {
+        _parse(options).cache_key()
+        for options in (None, {"dsv4.impl": "ir"}, {"dsv4.impl.inv_rope": "ir"}, {"dsv4.impl.inv_rope": "eager"})
+    }
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "got", "nearest"),
+    [
+        ({"dsv4.imp": "ir"}, "dsv4.imp", "did you mean dsv4.impl"),
+        ({"dsv4.impl": "trition"}, "dsv4.impl='trition'", "did you mean triton?"),
+        ({"dsv4.impl.q_norm_ropes": "ir"}, "dsv4.impl.q_norm_ropes", "did you mean dsv4.impl.q_norm_rope"),
+        ({"dsv4.impl.q_norm_rope": 1}, "dsv4.impl.q_norm_rope=1", "one of auto, ir, triton, eager"),
+        ({"dsv4.cudagraph": "ful"}, "dsv4.cudagraph='ful'", "did you mean full?"),
+        ({"max_autotunes": True}, "max_autotunes", "did you mean max_autotune"),
+        ({"max_autotune": "yes"}, "max_autotune='yes'", "pass bool"),
+        ({"zzzzzz": 1}, "zzzzzz", "torch._inductor.list_options()"),
+        ({"use_post_grad_passes": False}, "use_post_grad_passes=False", 'backend="inductor"'),
+    ],
+)
+def test_a_wrong_option_is_e301_and_names_the_nearest(options: dict[str, Any], got: str, nearest: str) -> None:
+    with pytest.raises(CompileError) as caught:
+        _parse(options)
+    assert caught.value.code == "E301"
+    assert caught.value.got == got
+    assert nearest in caught.value.fix
+
+
+@pytest.mark.parametrize("value", ["full", "trees"])
+def test_graph_capture_says_that_it_is_not_built_yet(value: str) -> None:
+    with pytest.raises(CompileError, match="not built yet") as caught:
+        _parse({"dsv4.cudagraph": value})
+    assert caught.value.code == "E303"
+
+
+def test_a_mode_stands_for_its_settings_and_options_override_them() -> None:
+    assert dict(_parse(mode="reduce-overhead").inductor) == {"triton.cudagraphs": True}
+    assert dict(_parse({"triton.cudagraphs": False}, mode="reduce-overhead").inductor) == {"triton.cudagraphs": False}
+    assert dict(_parse(mode="default").inductor) == {}
+
+
+def test_an_unknown_mode_names_the_nearest() -> None:
+    with pytest.raises(CompileError, match="did you mean max-autotune") as caught:
+        _parse(mode="max-autotunes")
+    assert caught.value.code == "E301"
