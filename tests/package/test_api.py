@@ -36,7 +36,7 @@ def test_dir_lists_names_that_are_not_loaded_yet() -> None:
 
 def test_everything_public_is_documented_for_help(sources: dict[str, str]) -> None:
     undocumented = []
-    for path in sources:
+    for path in (path for path in sources if not re.search(r"/_[^_]", path)):
         name = ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
         module = importlib.import_module(name if name.startswith("dsv4_compile") else f"dsv4_compile.{name}")
         assert module.__doc__, path
