@@ -137,7 +137,7 @@ def random_cache(
     else:
         kv_format.store_kv(cache, fmt, block_size, slots, values, kv_scale)
     return PagedCache(
-        cache=_to_device(cache, device),
+        cache=to_device(cache, device),
         slots=slots.to(device),
         values=values.to(device),
         block_size=block_size,
@@ -157,8 +157,8 @@ def _poisoned_pages(fmt: str, num_blocks: int, block_size: int, head_dim: int, d
     return backing[:, :page].unflatten(1, shape[1:])
 
 
-def _to_device(x: Tensor, device: torch.device | str | None) -> Tensor:
-    """Move a tensor with its gaps: `.to` would drop the poison between pages."""
+def to_device(x: Tensor, device: torch.device | str | None) -> Tensor:
+    """Move `x` with its strides and the memory between its elements, which `.to` would leave behind."""
     if device is None or torch.device(device) == x.device:
         return x
     backing = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)

@@ -1,0 +1,155 @@
+"""Run every op on a GPU and compare it with the CPU: `python tests/gpu/smoke.py [--device cpu] [--op NAME]`.
+
+For each sample of each op: the result agrees with the CPU's; the call does not wait for the device; what it promises
+about strides, aliasing, mutation and fresh memory holds there too; it can be captured into a CUDA graph, and the replay
+gives the bytes of the eager call. Prints a table, writes smoke.json to $OUT (default: here), exits with 1 on a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsv4_compile.ops  # noqa: F401  registers the ops
+from dsv4_compile.ops._define import OPS
+from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, check_op
+from dsv4_compile.testing.samples import BUILDERS, op_samples
+
+Args = tuple[Any, ...]
+
+FLOATS = {
+    # Sums in another order, rsqrt and exp of another library.
+    torch.float32: Tolerance(abs=1e-5, rel=1e-4, cosine=1e-9),
+    # The same, rounded: neighbours where the exact value lies near a boundary.
+    torch.bfloat16: Tolerance(abs=1e-3, rel=2.01 / 128, cosine=5e-6),
+    torch.float8_e4m3fn: Tolerance(abs=2.0**-9, rel=1.01 / 8, cosine=1e-3),
+}
+ROUNDED = {"compress_norm_rope_insert", "indexer_q_rope_quant", "q_norm_rope"}
+"""Ops that quantise a result of a sum: a few quantised values may land on the neighbour. All other bytes are exact."""
+ROUNDED_SHARE = 0.02
+
+
+@contextmanager
+def no_synchronization(device: str) -> Iterator[None]:
+    """Raise where a call waits for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def run(name: str, args: Args) -> list[Tensor]:
+    """Results, then the arguments that the op may have written."""
+    result = OPS[name](*args)
+    results = [] if result is None else [result] if isinstance(result, Tensor) else list(result)
+    return results + written_arguments(name, args)
+
+
+def written_arguments(name: str, args: Args) -> list[Tensor]:
+    """Those of `args` that the schema marks as mutated."""
+    schema = OPS[name]._schema.arguments
+    return [a for a, s in zip(args, schema, strict=False) if s.alias_info is not None and s.alias_info.is_write]
+
+
+def compare(name: str, got: Tensor, want: Tensor, before: Tensor | None) -> None:
+    """Integers and bytes exactly, floats within their tolerance; `before` is what a written argument held."""
+    got = got.cpu()
+    if want.dtype in FLOATS and (want.dtype.itemsize > 1 or name in ROUNDED):
+        assert_close(got, want, FLOATS[want.dtype])
+    elif want.dtype is torch.uint8 and name in ROUNDED:
+        written = torch.ones_like(want, dtype=torch.bool) if before is None else before != want
+        assert_bitwise(torch.where(written, want, got), want)
+        share = (got != want).sum().item() / max(1, written.sum().item())
+        assert share <= ROUNDED_SHARE, f"{share:.1%} of the written bytes differ"
+    else:
+        assert_bitwise(got, want)
+
+
+def check_graph(name: str, index: int, device: str, eager: list[Tensor]) -> None:
+    """Capture the call, replay it, and compare with the eager results on the same device."""
+    args = op_samples(name, device)[index]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(name, args)
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(captured, eager, strict=True):
+        assert_bitwise(got, want, label="graph replay")
+
+
+def check_sample(name: str, index: int, device: str) -> None:
+    """All checks of one sample. Raises on the first that fails."""
+    before = written_arguments(name, op_samples(name)[index])
+    want = run(name, op_samples(name)[index])
+    run(name, op_samples(name, device)[index])  # loads kernels and libraries, which may wait
+    args = op_samples(name, device)[index]
+    with no_synchronization(device):
+        got = run(name, args)
+    results = len(got) - len(before)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        compare(name, a, b, before[i - results] if i >= results else None)
+    check_op(OPS[name], [op_samples(name, device)[index]], utilities=False)
+    if device == "cuda":
+        check_graph(name, index, device, got)
+
+
+def check_op_samples(name: str, device: str) -> dict[str, Any]:
+    """One row of the table."""
+    started, count = time.perf_counter(), len(op_samples(name)) if name in BUILDERS else 0
+    errors = [] if count else ["the op has no samples"]
+    for index in range(count):
+        try:
+            check_sample(name, index, device)
+        except Exception as fault:
+            errors.append(f"sample {index}: {type(fault).__name__}: {fault}")
+    seconds = time.perf_counter() - started
+    return {"op": name, "samples": count, "failed": len(errors), "seconds": round(seconds, 3), "errors": errors}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check all ops; 0 when all pass, 1 when one fails, 2 without the device."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--op", choices=sorted(OPS), help="check this op only")
+    options = parser.parse_args(argv)
+    device, names = options.device, [options.op] if options.op else sorted(OPS)
+    if device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device", file=sys.stderr)
+        return 2
+    record: dict[str, Any] = {"torch": torch.__version__, "device": device}
+    if device == "cuda":
+        record["gpu"] = torch.cuda.get_device_name()
+    rows = []
+    print(f"{'op':32} {'samples':>7} {'result':>8} {'s':>7}")
+    with torch.inference_mode():
+        for name in names:
+            rows.append(row := check_op_samples(name, device))
+            verdict = "ok" if not row["failed"] else f"{row['failed']} fail"
+            print(f"{name:32} {row['samples']:7} {verdict:>8} {row['seconds']:7.2f}", flush=True)
+            for error in row["errors"]:
+                print("    " + error.replace("\n", "\n    "))
+    failed = sum(row["failed"] for row in rows)
+    record.update(failed=failed, ops=rows)
+    path = Path(os.environ.get("OUT", ".")) / "smoke.json"
+    path.write_text(json.dumps(record, indent=1))
+    machine = f"torch {torch.__version__}, {record.get('gpu', 'CPU')}"
+    print(f"{len(rows)} ops, {failed} failures, {machine}; written to {path}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

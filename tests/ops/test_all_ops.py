@@ -1,0 +1,87 @@
+"""What holds for every op of the package, whoever wrote it. A new op is found here without being listed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import ops
+from dsv4_compile.errors import InputError
+from dsv4_compile.ops._define import OPS
+from dsv4_compile.testing import assert_bitwise, check_op
+from dsv4_compile.testing.samples import op_samples, samples
+
+NAMES = sorted(OPS)
+CASES = [
+    pytest.param(name, index, id=f"{name}-{index}") for name, args in samples().items() for index in range(len(args))
+]
+DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def stem(name: str) -> str:
+    """The module of `dsv4_compile.ops` that defines the op."""
+    modules = [module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_")]
+    owners = [m for m in modules if getattr(importlib.import_module(f"dsv4_compile.ops.{m}"), name, None) is OPS[name]]
+    assert len(owners) == 1, f"{name} is defined in {owners}"
+    return owners[0]
+
+
+def floats(args: tuple[Any, ...]) -> list[int]:
+    return [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.dtype in DIFFERENTIABLE]
+
+
+def test_every_op_has_samples_and_every_sample_an_op() -> None:
+    assert set(samples()) == set(OPS)
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_op_keeps_its_promises(name: str, index: int) -> None:
+    # torch's part is the slow one, and each op's own tests run it on more inputs.
+    check_op(OPS[name], [op_samples(name)[index]], utilities=index == 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_op_has_a_reference_with_a_docstring_and_tests(name: str) -> None:
+    module = stem(name)
+    function = getattr(importlib.import_module(f"dsv4_compile.reference.{module}"), name)
+    documentation = inspect.getdoc(function) or ""
+    assert len(documentation.split()) > 5
+    assert list(inspect.signature(function).parameters) == [a.name for a in OPS[name]._schema.arguments]
+    tests = Path(__file__).with_name(f"test_{module}.py")
+    assert name in tests.read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reference_defaults_are_the_schema_defaults(name: str) -> None:
+    function = getattr(importlib.import_module(f"dsv4_compile.reference.{stem(name)}"), name)
+    for argument in OPS[name]._schema.arguments:
+        default = inspect.signature(function).parameters[argument.name].default
+        assert (default is not inspect.Parameter.empty) == argument.has_default_value()
+        assert not argument.has_default_value() or default == argument.default_value
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if floats(op_samples(name)[0])])
+def test_op_refuses_to_be_differentiated(name: str) -> None:
+    args = op_samples(name)[0]
+    for i in floats(args):
+        with_grad = [x.detach().requires_grad_() if j == i else x for j, x in enumerate(args)]
+        with pytest.raises(InputError, match="E206"):
+            OPS[name](*with_grad)
+    with torch.no_grad():
+        OPS[name](*with_grad)
+
+
+def test_samples_are_the_same_at_each_call_and_share_nothing() -> None:
+    for first, second in zip(samples().values(), samples().values(), strict=True):
+        for a, b in zip(first, second, strict=True):
+            for x, y in zip(a, b, strict=True):
+                if isinstance(x, Tensor):
+                    assert_bitwise(x, y, strides=True)
+                    assert x.numel() == 0 or x.data_ptr() != y.data_ptr()
