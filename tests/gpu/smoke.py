@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout that is not installed
+
 import dsv4_compile.ops  # noqa: F401  registers the ops
 from dsv4_compile.ops._define import OPS
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, check_op
