@@ -86,12 +86,17 @@ def pool(
     groups = overlap_factor(ratio)
     back = torch.arange(1 - groups * ratio, 1, device=positions.device)
     slots = paging.lookup_slots(state_block_table, requests[:, None], positions[:, None] + back, block_size)
-    present = paging.valid_slots(slots, state_cache.shape[0], block_size)[..., None]
+    absent = ~paging.valid_slots(slots, state_cache.shape[0], block_size)[..., None]
+    columns = state_cache.unflatten(-1, (2, groups, -1))
 
-    rows = paging.read_rows(state_cache, block_size, slots)
-    rows = rows.unflatten(-1, (2, groups, -1)).unflatten(1, (groups, ratio))  # [N, groups, C, 2, halves, d]
-    values, scores = torch.cat([rows[:, g, :, :, g] for g in range(groups)], dim=1).unbind(2)
+    def window(part: int) -> Tensor:
+        """float32 `[N, groups * C, d]`, values (0) or scores (1): each group of positions from columns of its own."""
+        pieces = [
+            paging.read_rows(columns[:, :, part, group], block_size, piece)
+            for group, piece in enumerate(slots.split(ratio, dim=1))
+        ]
+        return torch.cat(pieces, dim=1)
 
-    # States of absent positions may be NaN, and so may the weights of an empty window: select, never multiply.
-    weights = torch.where(present, scores, -torch.inf).softmax(dim=1)
-    return torch.where(present, values * weights, 0.0).sum(dim=1)
+    # Nothing is present in the window of a padding token, and its weights are NaN: select, never multiply.
+    weights = window(1).masked_fill_(absent, -torch.inf).softmax(dim=1)
+    return (window(0) * weights).masked_fill_(absent, 0.0).sum(dim=1)
