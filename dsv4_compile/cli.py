@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -22,14 +23,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and args.command != "demo":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        if args.command == "doctor":
-            return _doctor(as_json=args.json)
-        if args.command == "explain":
-            return _explain(args.target, as_json=args.json, max_breaks=args.max_breaks)
-        return _demo(rest)
+        status = _run(args, rest)
+        sys.stdout.flush()
+        return status
     except DSV4Error as fault:
         print(fault, file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader has seen enough (`dsv4 doctor | head`). What is still buffered goes nowhere, without an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    if args.command == "doctor":
+        return _doctor(as_json=args.json)
+    if args.command == "explain":
+        return _explain(args.target, as_json=args.json, max_breaks=args.max_breaks)
+    return _demo(rest)
 
 
 def _parser() -> argparse.ArgumentParser:

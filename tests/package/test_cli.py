@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +69,17 @@ def test_our_errors_end_the_command_without_a_traceback(
     monkeypatch.setitem(sys.modules, "dsv4_compile.hf.demo", demo)
     assert cli.main(["demo"]) == 2
     assert capsys.readouterr().err.startswith("[E101] ")
+
+
+def test_reader_that_stops_early_is_no_error(root: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "dsv4_compile", "explain", "layout"]
+    done = subprocess.run(
+        command, cwd=root, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("argv", [[], ["fly"], ["doctor", "--fast"], ["explain", "E201", "E202"]])
