@@ -6,6 +6,7 @@
 #   TORCH   torch to install, before everything else              torch==2.13.0
 #   TRITON  triton to install beside it, without dependencies     triton==3.7.1
 #   JOBS    test processes                                        2
+#   ARGS    further arguments of dsv4 demo or pytest              (none)
 #
 # A machine that has its torch already, for its GPU: `make test TORCH= TRITON=` installs neither; the environment
 # then sees PYTHON's packages. Whatever torch ends up in the environment, no later step replaces it.
@@ -15,6 +16,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1
 JOBS ?= 2
+ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
