@@ -18,10 +18,14 @@ from ..layout import FP8_MAX, UE8M0_BIAS, UE8M0_MAX_BYTE
 
 Value = Any
 Expr = Any
+Loader = Callable[[Sequence[Expr]], Value]
+"""What `make_loader` of an IR tensor gives: the element at an index."""
 Load = Callable[[Expr], Value]
 """Element d of one vector, as float32."""
+RowLoad = Callable[[Sequence[Expr], Expr], Value]
+"""Element d of the row at an index, as float32."""
 
-F32, I32, U8 = torch.float32, torch.int32, torch.uint8
+F32, I32, I64, U8 = torch.float32, torch.int32, torch.int64, torch.uint8
 MANTISSA_BITS = 23
 MANTISSA_MASK = (1 << MANTISSA_BITS) - 1
 SUBNORMAL_HALF = 1 << (MANTISSA_BITS - 1)  # bits of 2^-127, the inverse of the largest scale
@@ -47,50 +51,60 @@ def static(*sizes: Expr) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
-def position_row(load_position: Callable[[Sequence[Expr]], Value], token: Expr, table_rows: Expr) -> Expr:
-    """Row of the RoPE table for `token`; positions outside the table read its nearest row."""
-    position = ops.to_dtype(load_position([token]), torch.int64)
-    row = clamp(position, const(0, torch.int64), ops.index_expr(table_rows - 1, torch.int64))
-    return ops.indirect_indexing(row, table_rows, check=False, wrap_neg=False)
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """RoPE on the last `width` dims by a table of cosines and sines; see reference/rope.py.
 
-
-def rotated(
-    load: Load, load_table: Callable[[Sequence[Expr]], Value], row: Expr, d: Expr, nope: int, rope: int
-) -> Value:
-    """Element `d` >= nope of the rotated vector, float32: e*cos - o*sin where d is even, o*cos + e*sin where it is odd.
-
-    `nope` and `rope` are even. The partner's index is affine, so no value crosses a lane.
+    `load_position` and `load_table` are loaders of the positions and of the table, which has `rows` rows.
     """
-    odd = ModularIndexing(d, 1, 2)
-    pair = FloorDiv(d, 2) - nope // 2
-    cos, sin = load_table([row, pair]), load_table([row, pair + rope // 2])
-    signed = ops.where(ops.eq(ops.index_expr(odd, I32), const(0, I32)), ops.neg(sin), sin)
-    return ops.add(ops.mul(load(d), cos), ops.mul(load(d + 1 - 2 * odd), signed))
+
+    load_position: Loader
+    load_table: Loader
+    rows: Expr
+    width: int
+
+    @classmethod
+    def of(cls, positions: Any, cos_sin_cache: Any) -> Rope:
+        """From the IR of the op's arguments."""
+        rows, width = cos_sin_cache.get_size()
+        return cls(positions.make_loader(), cos_sin_cache.make_loader(), rows, int(width))
+
+    def row(self, token: Expr) -> Expr:
+        """Row of the table for `token`; positions outside the table read its nearest row."""
+        position = ops.to_dtype(self.load_position([token]), I64)
+        row = clamp(position, const(0, I64), ops.index_expr(self.rows - 1, I64))
+        return ops.indirect_indexing(row, self.rows, check=False, wrap_neg=False)
+
+    def rotated(self, load: Load, token: Expr, d: Expr, nope: int) -> Value:
+        """Element `d` >= nope of the rotated vector, float32: e*cos - o*sin where d is even, o*cos + e*sin where odd.
+
+        `nope` is even. The partner's index is affine in `d`, so no value crosses a lane.
+        """
+        odd, pair, row = ModularIndexing(d, 1, 2), FloorDiv(d, 2) - nope // 2, self.row(token)
+        cos, sin = self.load_table([row, pair]), self.load_table([row, pair + self.width // 2])
+        signed = ops.where(ops.eq(ops.index_expr(odd, I32), const(0, I32)), ops.neg(sin), sin)
+        return ops.add(ops.mul(load(d), cos), ops.mul(load(d + 1 - 2 * odd), signed))
+
+    def apply(self, load: Load, token: Expr, d: Expr, dim: int) -> Value:
+        """Element `d` of a vector of `dim` elements, rotated where it lies in the last `width`."""
+        nope = dim - self.width
+        if nope == 0:
+            return self.rotated(load, token, d, nope)
+        in_rope = ops.ge(ops.index_expr(d, I32), const(nope, I32))
+        return ops.where(in_rope, ops.masked(in_rope, lambda: self.rotated(load, token, d, nope), 0.0), load(d))
 
 
-def with_rope(load: Load, rotate: Load, d: Expr, nope: int) -> Value:
-    """`load(d)` below `nope`, `rotate(d)` from there on."""
-    if nope == 0:
-        return rotate(d)
-    in_rope = ops.ge(ops.index_expr(d, I32), const(nope, I32))
-    return ops.where(in_rope, ops.masked(in_rope, lambda: rotate(d), 0.0), load(d))
-
-
-def row_sum(load: Callable[[Sequence[Expr], Expr], Value], device: torch.device, ranges: Sequence[Expr], n: int) -> Any:
+def row_sum(load: RowLoad, device: torch.device, ranges: Sequence[Expr], n: int) -> Loader:
     """Loader of the float32 sum of `load(index, 0..n-1)` for every index in `ranges`."""
     return _row_reduction("sum", load, device, ranges, n)
 
 
-def row_amax(
-    load: Callable[[Sequence[Expr], Expr], Value], device: torch.device, ranges: Sequence[Expr], n: int
-) -> Any:
+def row_amax(load: RowLoad, device: torch.device, ranges: Sequence[Expr], n: int) -> Loader:
     """Loader of the largest magnitude among `load(index, 0..n-1)` for every index in `ranges`."""
     return _row_reduction("max", lambda index, r: ops.abs(load(index, r)), device, ranges, n)
 
 
-def _row_reduction(
-    kind: str, load: Callable[[Sequence[Expr], Expr], Value], device: torch.device, ranges: Sequence[Expr], n: int
-) -> Any:
+def _row_reduction(kind: str, load: RowLoad, device: torch.device, ranges: Sequence[Expr], n: int) -> Loader:
     result = ir.Reduction.create(
         device=device,
         dst_dtype=F32,
@@ -103,13 +117,12 @@ def _row_reduction(
         reduction_hint=ReductionHint.INNER,
     )
     result.realize()
-    return result.make_loader()
+    loader: Loader = result.make_loader()
+    return loader
 
 
 def round_to(value: Value, dtype: torch.dtype) -> Value:
     """float32 `value` rounded to `dtype`, as float32. Inductor would otherwise compute on in float32, unrounded."""
-    if dtype is F32:
-        return value
     return as_f32(ops.to_dtype(value, dtype, src_dtype=F32, use_compute_types=False))
 
 
@@ -150,12 +163,11 @@ class Slot:
     offset: Expr
 
 
-def slot_of(load_slot: Callable[[Sequence[Expr]], Value], token: Expr, num_blocks: Expr, block_size: int) -> Slot:
+def slot_of(load_slot: Loader, token: Expr, num_blocks: Expr, block_size: int) -> Slot:
     """The slot of `token`. A slot outside the cache is not valid and is addressed as slot 0."""
     capacity = num_blocks * block_size
-    slot = ops.to_dtype(load_slot([token]), torch.int64)
-    zero = const(0, torch.int64)
-    valid = ops.logical_and(ops.ge(slot, zero), ops.lt(slot, ops.index_expr(capacity, torch.int64)))
+    slot, zero = ops.to_dtype(load_slot([token]), I64), const(0, I64)
+    valid = ops.logical_and(ops.ge(slot, zero), ops.lt(slot, ops.index_expr(capacity, I64)))
     index = ops.indirect_indexing(ops.where(valid, slot, zero), capacity, check=False, wrap_neg=False)
     return Slot(valid, FloorDiv(index, block_size), ModularIndexing(index, 1, block_size))
 
@@ -164,9 +176,9 @@ def slot_of(load_slot: Callable[[Sequence[Expr]], Value], token: Expr, num_block
 class Store:
     """A predicated store: functions of the iteration index that give predicate, target index and value."""
 
-    keep: Callable[[Sequence[Expr]], Value]
+    keep: Loader
     target: Callable[[Sequence[Expr]], Sequence[Expr]]
-    value: Callable[[Sequence[Expr]], Value]
+    value: Loader
 
 
 @ir.ir_dataclass
