@@ -1,13 +1,17 @@
-"""A Triton driver without a GPU: enough to generate Triton with Inductor and to compile it for any target."""
+"""Triton without a GPU: a driver that is enough to generate and compile code for any target, and an interpreter that
+rounds as hardware does. Both stay for the rest of the process.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from triton.backends.compiler import GPUTarget
 
-from .._compat import triton_driver
+from .._compat import triton_driver, triton_interpreter
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TARGETS: dict[str, GPUTarget] = {
@@ -85,3 +89,23 @@ class FakeDriver:
 def install(target: GPUTarget = HOPPER) -> None:
     """Make Triton believe in `target`, for the rest of this process."""
     triton_driver.set_active(FakeDriver(target))
+
+
+@functools.cache
+def round_like_hardware() -> None:
+    """Make the interpreter round float32 to bfloat16 and fp8 to nearest even, as GPUs do.
+
+    It truncates to bfloat16 and loses the carry into the exponent of fp8, in Triton 3.6 to 3.9.
+    """
+    formats = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+    original = triton_interpreter._convert_float
+
+    def convert(bits: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if str(source) != "fp32" or str(target) not in formats:
+            return original(bits, source, target, rounding_mode)
+        values = torch.from_numpy(np.ascontiguousarray(bits).view(np.float32))
+        rounded = values.to(formats[str(target)])
+        unsigned = torch.uint16 if rounded.element_size() == 2 else torch.uint8
+        return rounded.view(unsigned).numpy().reshape(bits.shape)
+
+    triton_interpreter._convert_float = convert

@@ -12,16 +12,18 @@ process of its own, with patches that stay.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import torch
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
 
-from .._compat import AsyncCompile, GraphLowering, inductor_config, triton_interpreter
+from .._compat import AsyncCompile, GraphLowering, inductor_config
 from . import fake_triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,9 +62,6 @@ class GeneratedKernel:
 
     def compile(self, target: Any) -> bytes:
         """Machine code for `target`, a value of `fake_triton.TARGETS`."""
-        import triton
-        from triton.compiler import ASTSource
-
         signature = dict(self.meta["signature"])
         constants = {name: _BLOCKS[name] for name, kind in signature.items() if kind == "constexpr" and name in _BLOCKS}
         constants |= dict(self.meta.get("constants", {}))
@@ -95,8 +94,6 @@ class _Libdevice:
 
     @staticmethod
     def rsqrt(x: Any) -> Any:
-        import triton.language as tl
-
         return tl.rsqrt(x)
 
 
@@ -109,20 +106,19 @@ def generated_triton(*, codes: list[str] | None = None) -> Iterator[list[Generat
     """
     fake_triton.install()
     if INTERPRETED:
-        _round_like_hardware()
+        fake_triton.round_like_hardware()
     kernels: list[GeneratedKernel] = []
 
     def build(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> GeneratedKernel:
-        namespace: dict[str, Any] = {}
+        source = source_code.replace("@triton_heuristics.", "@_heuristics.")
+        path = _write_source(kernel_name, source)
         heuristics = _Heuristics(kernel_name, source_code, kernels)
-        # Triton reads a kernel's text back through linecache, so the source needs a file.
-        path = _write_source(kernel_name, source_code.replace("@triton_heuristics.", "@_heuristics."))
-        namespace.update(_heuristics=heuristics, __name__=kernel_name, __file__=path)
-        with open(path) as file:
-            exec(compile(file.read(), path, "exec"), namespace)
+        namespace: dict[str, Any] = {"_heuristics": heuristics, "__name__": kernel_name, "__file__": path}
+        exec(compile(source, path, "exec"), namespace)
         if INTERPRETED:
             namespace["libdevice"] = _Libdevice
-        return namespace[kernel_name]
+        kernel: GeneratedKernel = namespace[kernel_name]
+        return kernel
 
     settings = {"cpu_backend": "triton", "compile_threads": 1, "force_disable_caches": True}
     save = staticmethod((codes if codes is not None else []).append)
@@ -135,28 +131,8 @@ def generated_triton(*, codes: list[str] | None = None) -> Iterator[list[Generat
 
 
 def _write_source(name: str, source: str) -> str:
-    import tempfile
-
+    """Path of a file with `source`: Triton reads the text of a kernel back from its file."""
     path = os.path.join(tempfile.mkdtemp(prefix="dsv4_generated_"), f"{name[:60]}.py")
     with open(path, "w") as file:
         file.write(source)
     return path
-
-
-def _round_like_hardware() -> None:
-    """Make the interpreter round float32 to bfloat16 and fp8 to nearest even, as every GPU does.
-
-    It truncates to bfloat16 and loses the carry into the exponent of fp8, in Triton 3.6 to 3.9.
-    """
-    formats = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
-    original = triton_interpreter._convert_float
-
-    def convert(bits: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-        if str(source) != "fp32" or str(target) not in formats:
-            return original(bits, source, target, rounding_mode)
-        values = torch.from_numpy(np.ascontiguousarray(bits).view(np.float32))
-        rounded = values.to(formats[str(target)])
-        unsigned = torch.uint16 if rounded.element_size() == 2 else torch.uint8
-        return rounded.view(unsigned).numpy().reshape(bits.shape)
-
-    triton_interpreter._convert_float = convert

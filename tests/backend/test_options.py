@@ -77,6 +77,11 @@ def test_a_mode_stands_for_its_settings_and_options_override_them() -> None:
     assert dict(_parse(mode="default").inductor) == {}
 
 
+def test_a_mode_without_post_grad_passes_is_refused() -> None:
+    with pytest.raises(CompileError, match="implementations are chosen in a post-grad pass"):
+        _parse(mode="lite")
+
+
 def test_an_unknown_mode_names_the_nearest() -> None:
     with pytest.raises(CompileError, match="did you mean max-autotune") as caught:
         _parse(mode="max-autotunes")
