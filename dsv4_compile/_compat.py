@@ -72,6 +72,7 @@ PRIVATE: dict[str, PrivateName] = {
     "lookup_backend": PrivateName("torch._dynamo", "lookup_backend", "the function behind a backend's name"),
     "convert_frame": PrivateName("torch._dynamo.convert_frame", "", "which functions were traced"),
     "eval_frame": PrivateName("torch._C._dynamo.eval_frame", "", "forgets what was compiled for one function"),
+    "CleanupManager": PrivateName("torch._dynamo.utils", "CleanupManager", "names torch adds to modules it compiles"),
     "pgo": PrivateName("torch._dynamo.pgo", "", "sizes seen so far, set aside during explain()"),
     "triton_driver": PrivateName("triton.runtime", "driver", "takes the driver that stands in for a GPU in tests"),
     "triton_interpreter": PrivateName("triton.runtime.interpreter", "", "runs generated kernels on the CPU in tests"),
@@ -164,6 +165,18 @@ def compiled_versions(code: CodeType) -> int:
 def forget_compiled(code: CodeType) -> None:
     """Drop every compiled version of a function, and the note that it cannot be traced."""
     __getattr__("eval_frame").reset_code(code)
+
+
+def generated_functions() -> set[int]:
+    """Ids of the code objects that Dynamo has generated and keeps global names for."""
+    return set(__getattr__("CleanupManager").instance.values)
+
+
+def remove_globals_of(generated: set[int]) -> None:
+    """Remove the names of compiled graphs that generated code left in users' modules. It must not run any more."""
+    manager = __getattr__("CleanupManager").instance
+    for identity in generated & set(manager.values):
+        manager._remove_id(identity)
 
 
 def trace_again(codes: Iterable[CodeType]) -> None:

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 
 from ..decisions import Decision
-from . import breaks, recompiles
+from ..errors import DSV4Error
+from . import breaks, events, recompiles
 from .observe import Watch
 from .report import Failure, OpDecision, Place, Report
 
+_PACKAGE = Path(__file__).parents[1]
 
-def assemble(watch: Watch, *, target: str, backend: str) -> Report:
-    """The report of everything in `watch`; calls, time and failure are for the caller to add."""
+
+def assemble(
+    watch: Watch, *, target: str, backend: str, seconds: float, calls: int = 0, failure: Failure | None = None
+) -> Report:
+    """The report of everything in `watch`."""
     report = Report(
         target=target,
         backend=backend,
         torch=torch.__version__,
+        calls=calls,
+        seconds=round(seconds, 3),
+        failure=failure,
         graphs=watch.graphs,
         breaks=breaks.collect(watch.events.breaks, watch.events.limits),
         recompiles=recompiles.collect(watch.events),
@@ -30,8 +39,8 @@ def assemble(watch: Watch, *, target: str, backend: str) -> Report:
     )
     for graph in report.graphs:
         graph.place = breaks.with_source(watch.events.functions.get(graph.compile_id, graph.place))
-    if not report.graphs and not report.breaks:
-        report.notes.append("No graph was captured: the code that ran has no tensor operation that torch traces.")
+    if not (report.graphs or report.breaks or failure):
+        report.notes.append("No graph was captured: what ran has no tensor operation that torch traces.")
     return report
 
 
@@ -46,9 +55,32 @@ def merge(rows: Iterable[OpDecision]) -> list[OpDecision]:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """`error` with the innermost line of the user's code that it passed through."""
-    frames = [Place(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
-    return Failure(type(error).__name__, str(error).strip(), breaks.with_source(breaks.innermost(frames)))
+    """What went wrong in a call, at the line of the user's code that it came from."""
+    ours = next((cause for cause in _causes(error) if isinstance(cause, DSV4Error)), None)
+    text, _, traced = str(error).partition("\nfrom user code:")
+    frames = events.read_stack(traced)
+    if not frames:
+        frames = [Place(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+        frames = [frame for frame in frames if not Path(frame.file).is_relative_to(_PACKAGE)]
+    if ours is None and "Explanation:" in text:
+        kind, explanation, _, _ = events.parts(text)
+        text = f"{kind}: {explanation}"
+    text = text.partition("\nSet TORCHDYNAMO_VERBOSE")[0].strip()
+    shown = ours or error
+    place = breaks.innermost(frames)
+    return Failure(
+        type(shown).__name__, str(ours or text), Place() if events.is_torch(place.file) else breaks.with_source(place)
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """`error` and what it was raised from, outermost first."""
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in seen:
+        seen.append(current)
+        yield current
+        current = getattr(current, "inner_exception", None) or current.__cause__ or current.__context__
 
 
 def _row(decision: Decision) -> OpDecision:

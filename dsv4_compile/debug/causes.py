@@ -100,7 +100,7 @@ _RULES = (
         "`dsv4 explain {0}` shows the rule; the detail below shows what was got",
     ),
     _Rule(
-        r"fake tensor|FakeTensor|meta kernel|make_fx",
+        r"making fake tensor call|fake tensor propagation|Fake tensor propagation|with fake tensors|a meta kernel",
         "an op cannot tell the shape of its result, or rejects its arguments, while tracing",
         "register a fake with torch.library.register_fake; if it has one, call it eagerly to see the error",
     ),
@@ -150,12 +150,34 @@ _RULES = (
         "an object made before a graph break has to live on after it, and torch cannot rebuild it",
         "remove the break nearby, or make the object outside the compiled function",
     ),
+    _Rule(
+        r"torch\._numpy",
+        "a numpy call that torch cannot translate",
+        "use the torch function of the same purpose, or compute it before the call and pass the result in",
+    ),
     _Rule(r"[Ii]mport failure|Bad import result", "an import inside the function fails", "import at module level"),
 )
 
+_GENERAL_RULES = (
+    _Rule(
+        r"builtin operator `(\w+)` with argument types \[[^\]]*Tensor",
+        "{0}() of a tensor needs its value",
+        _KEEP_A_TENSOR,
+    ),
+    _Rule(r"builtin operator `(\w+)`", "torch cannot trace {0}() of these arguments", _OUTSIDE),
+    _Rule(r"trace method `__new__` of class `type`", "torch cannot create an object of this class", _OUTSIDE),
+    _Rule(r"trace method `(\w+)` of class `([^`]+)`", "torch cannot trace the method {0} of {1}", _OUTSIDE),
+    _Rule(r"ops that return a non-Tensor", "a function of torch that returns no tensor is called", _OUTSIDE),
+    _Rule(r"Tensor repr", "the text of a tensor needs its value", _OUTSIDE),
+    _Rule(r"C/C\+\+", "C code is called, which torch cannot look into", _OUTSIDE),
+)
+"""For what no rule above and no library explains."""
+
 _C_FUNCTION = re.compile(r"module: (\S+?), qualname: (\S+?),|builtin `([\w.]+?)\.?`")
 _SKIPPED_FUNCTION = re.compile(r"function `([^`]+)`[\s\S]*should not be traced")
-_USELESS_HINT = re.compile(r"[Pp]lease (?:report|file)|[Ff]ile an issue|report an issue|may have been caused by")
+_USELESS_HINT = re.compile(
+    r"[Pp]lease (?:report|file)|[Ff]ile an issue|report an issue|may have been caused by|graph break is fundamental"
+)
 _HF_MODEL = re.compile(r"transformers[/\\]models[/\\]deepseek_v4")
 
 
@@ -172,9 +194,14 @@ def explain_break(
         file: where the break is; Hugging Face's own DeepSeek-V4 code has a fix of its own.
         library: module of the standard library that the line calls, where torch stopped inside it.
     """
-    cause, fix = _by_rule(f"{kind}\n{explanation}\n{context}") or _c_function(explanation, context) or ("", "")
-    if library and not cause:
-        cause, fix = f"the call goes into {library} of the standard library, which torch cannot trace", _OUTSIDE
+    into_library = f"the call goes into {library} of the standard library, which torch cannot trace"
+    cause, fix = (
+        _by_rule(_RULES, f"{kind}\n{explanation}\n{context}")
+        or _c_function(explanation, context)
+        or ((into_library, _OUTSIDE) if library else None)
+        or _by_rule(_GENERAL_RULES, explanation)
+        or ("", "")
+    )
     cause = cause or _first_sentence(explanation) or kind
     fix = fix or next((hint for hint in hints if not _USELESS_HINT.search(hint)), "")
     if _HF_MODEL.search(file):
@@ -184,8 +211,8 @@ def explain_break(
     return cause, fix or "move the line out of the compiled function, or wrap it with torch.library.custom_op"
 
 
-def _by_rule(text: str) -> tuple[str, str] | None:
-    for rule in _RULES:
+def _by_rule(rules: tuple[_Rule, ...], text: str) -> tuple[str, str] | None:
+    for rule in rules:
         match = re.search(rule.pattern, text)
         if match:
             return rule.cause.format(*match.groups()), rule.fix.format(*match.groups())
@@ -196,13 +223,16 @@ def _c_function(explanation: str, context: str) -> tuple[str, str] | None:
     """Cause and fix of a call that torch does not look into: C code, an extension, a function it is told to skip."""
     if "C/C++" in explanation or "likely a C extension" in context:
         match = _C_FUNCTION.search(context) or _C_FUNCTION.search(explanation)
-        module, name, dotted = match.groups() if match else ("", "", "")
-        called = dotted or f"{module}.{name}".strip(".") or "the function"
+        if match is None:
+            return None
+        module, name, dotted = match.groups()
+        called = dotted or f"{module}.{name}"
         cause = f"{called} is C code, which torch cannot look into"
         for pattern, replacement in _REPLACEMENTS:
             if re.search(pattern, called):
                 return cause, f"call {replacement}, which traces, or wrap it with torch.library.custom_op"
-        if called.split(".")[0].lstrip("_") in {name.lstrip("_") for name in sys.stdlib_module_names}:
+        package = called.split(".")[0].lstrip("_")
+        if package == "torch" or package in {name.lstrip("_") for name in sys.stdlib_module_names}:
             return cause, _OUTSIDE
         return cause, "make it an op with torch.library.custom_op and register_fake, so that it stays in the graph"
     skipped = _SKIPPED_FUNCTION.search(explanation)

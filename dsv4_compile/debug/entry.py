@@ -79,9 +79,14 @@ def explain(
                 run(watch.backend(backend, **extra))
             except Exception as error:
                 failure = failure_of(error)
-        report = assemble(watch, target=_name(target), backend=_name(backend))
-        report.calls, report.failure = len(planned), failure
-        report.seconds = round(time.monotonic() - started, 3)
+        report = assemble(
+            watch,
+            target=_name(target),
+            backend=_name(backend),
+            seconds=time.monotonic() - started,
+            calls=len(planned),
+            failure=failure,
+        )
         if dump is not None:
             dumping.write(Path(dump), report, watch, lambda: run(partial(resolve(backend), **extra)))
     return report

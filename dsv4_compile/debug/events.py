@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ from .report import Place
 _TRACE = "torch.__trace"
 _GRAPH_BREAKS = "torch._dynamo.convert_frame.__graph_breaks"
 _CONVERT_FRAME = "torch._dynamo.convert_frame"
+_SAID_BETTER_IN_THE_REPORT = {
+    "torch._dynamo.variables": logging.ERROR,
+    "torch._subclasses.fake_tensor": logging.CRITICAL,
+}
 
 _HEADER = re.compile(r"^Graph [Bb]reak.* in user code at (.+):(\d+)$", re.MULTILINE)
 _SKIPS = re.compile(r"[Ss]kipping the (?:function|frame)|results in a skip|skipping the rest of the function")
@@ -68,24 +72,38 @@ class Events:
 def listen() -> Iterator[Events]:
     """Hear what torch compiles inside the block. Logging is as it was after it."""
     events = Events()
-    # torch reports that a whole function is skipped to the trace only while this log is on.
-    skips = logging.getLogger(_GRAPH_BREAKS)
-    before = skips.level, skips.propagate, list(skips.handlers)
-    handler, silent, limit = _Handler(events), logging.NullHandler(), _LimitFilter(events)
-    if not skips.isEnabledFor(logging.DEBUG):
-        skips.setLevel(logging.DEBUG)
-        skips.propagate = False
-        skips.handlers[:] = [silent]
-    logging.getLogger(_TRACE).addHandler(handler)
-    logging.getLogger(_CONVERT_FRAME).addFilter(limit)
-    try:
+    trace, converter = logging.getLogger(_TRACE), logging.getLogger(_CONVERT_FRAME)
+    handler, limit = _Handler(events), _LimitFilter(events)
+    with ExitStack() as stack:
+        # torch tells the trace that a whole function is skipped only while this log is on.
+        stack.enter_context(_logger_set(_GRAPH_BREAKS, logging.DEBUG))
+        for name, level in _SAID_BETTER_IN_THE_REPORT.items():
+            stack.enter_context(_logger_set(name, level))
+        trace.addHandler(handler)
+        stack.callback(trace.removeHandler, handler)
+        converter.addFilter(limit)
+        stack.callback(converter.removeFilter, limit)
         yield events
+
+
+@contextmanager
+def _logger_set(name: str, level: int) -> Iterator[None]:
+    """A logger at `level` that prints nothing, unless the user has turned it on."""
+    logger = logging.getLogger(name)
+    if logger.isEnabledFor(logging.DEBUG):
+        yield
+        return
+    before = logger.level, logger.propagate
+    silent = logging.NullHandler()
+    logger.setLevel(level)
+    logger.propagate = False
+    logger.addHandler(silent)
+    try:
+        yield
     finally:
-        logging.getLogger(_TRACE).removeHandler(handler)
-        logging.getLogger(_CONVERT_FRAME).removeFilter(limit)
-        skips.setLevel(before[0])
-        skips.propagate = before[1]
-        skips.handlers[:] = before[2]
+        logger.removeHandler(silent)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 class _Handler(logging.Handler):
@@ -148,12 +166,12 @@ def parse_break(text: str) -> RawBreak:
     stack_text = tail.partition("\nTraceback (most recent call last)")[0]
     if not tail:
         stack_text = text.partition("following user code:")[2].partition("\nTraceback (most recent call last)")[0]
-    stack = [Place(f, int(n), function_name(fn), source or "") for f, n, fn, source in _FRAME.findall(stack_text)]
+    stack = read_stack(stack_text)
     header = _HEADER.search(body)
     if header and not (stack and (stack[-1].file, stack[-1].line) == (header[1], int(header[2]))):
         stack.append(Place(header[1], int(header[2])))
     reason = body.partition("Graph Break Reason:")[2].partition("*** While handling")[0]
-    kind, explanation, hints, context = _parts(reason)
+    kind, explanation, hints, context = parts(reason)
     link = _LINK.search(reason)
     return RawBreak(
         kind=kind or _last_line(text),
@@ -167,7 +185,12 @@ def parse_break(text: str) -> RawBreak:
     )
 
 
-def _parts(reason: str) -> tuple[str, str, list[str], str]:
+def read_stack(text: str) -> list[Place]:
+    """Frames of a traceback in torch's text, outermost first."""
+    return [Place(f, int(n), function_name(fn), source or "") for f, n, fn, source in _FRAME.findall(text)]
+
+
+def parts(reason: str) -> tuple[str, str, list[str], str]:
     """Kind, explanation, hints and context of a reason. The kind is the line above "Explanation:"."""
     head, _, rest = reason.partition("Explanation:")
     lines = [line.strip() for line in head.splitlines() if line.strip()]

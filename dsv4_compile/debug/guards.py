@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 _VALUE_LENGTH = 40
 
@@ -56,13 +58,17 @@ _RELATION_FIX = (
     "or pad to a fixed set of sizes"
 )
 
+_TYPE_FIX = "pass values of one type"
+_IDENTITY = re.compile(r"___check_(obj|type)_id\(([^,]+), \d+\)(?:, type=<class '(.+?)'>)?")
+
 _MISMATCH = re.compile(
     r"tensor '(.+?)' ([\w ]+?) mismatch(?: at index (\d+))?\.? ?(?:expected (.*?))?(?:, actual (.*))?$"
 )
-_NOT_A_TENSOR = re.compile(r"expected type of '(.+?)' to be a tensor type,? '? ?but found (.+)$")
+_NOT_A_TENSOR = re.compile(r"expected type of '(.+?)' to be .*?,[ ']*but found <class '(.+)'>$")
 _LENGTH = re.compile(r"len\((.+)\) == (\d+)")
 _EQUAL = re.compile(r"^([^=<>!]+?) == (.+)$")
 _PRESENCE = re.compile(r"^(.+?) is (not )?None$")
+_SIZE_TERM = re.compile(r"[\w.]+\.size\(\)\[\d+\]")
 _SIZES = re.compile(r"\.(?:size|stride)\(\)|\b(?:Ne|Eq|Mod)\(|[<>]=?")
 
 
@@ -76,7 +82,7 @@ def split(reason: str) -> tuple[str, str]:
 def read(guard: str, frame: Mapping[str, Any] | None = None) -> Finding:
     """Explain `guard`. `frame` holds the variables of the call that failed it; the actual value is there."""
     frame = frame or {}
-    for reader in (_tensor_property, _presence, _mode, _aliases, _length, _relation, _constant, _identity):
+    for reader in (_tensor_property, _presence, _mode, _aliases, _identity, _length, _relation, _constant):
         finding = reader(guard, frame)
         if finding is not None:
             return finding
@@ -105,7 +111,7 @@ def _tensor_property(guard: str, frame: Mapping[str, Any]) -> Finding | None:
 def _presence(guard: str, frame: Mapping[str, Any]) -> Finding | None:
     match = _NOT_A_TENSOR.search(guard)
     if match:
-        found = "None" if "NoneType" in match[2] else match[2].removeprefix("<class '").rstrip("'>")
+        found = "None" if match[2] == "NoneType" else match[2]
         cause = f"`{match[1]}` was a tensor and is {found} now"
         return Finding(f"{match[1]} presence", guard, cause, _PRESENCE_FIX, "tensor", found)
     match = _PRESENCE.match(guard)
@@ -150,7 +156,8 @@ def _relation(guard: str, frame: Mapping[str, Any]) -> Finding | None:
         return None
     shown = guard.split("  #")[0]
     fix = _ZERO_ONE_FIX if re.search(r"^2 <= |!= [01]$|>= 2|== 1$", shown) else _RELATION_FIX
-    return Finding(shown, guard, f"sizes no longer satisfy `{shown}`", fix)
+    sizes = [f"{term} = {_shown(_value_of(term, frame))}" for term in _SIZE_TERM.findall(shown)]
+    return Finding(shown, guard, f"sizes no longer satisfy `{shown}`", fix, "", ", ".join(sizes))
 
 
 def _constant(guard: str, frame: Mapping[str, Any]) -> Finding | None:
@@ -172,10 +179,13 @@ def _constant(guard: str, frame: Mapping[str, Any]) -> Finding | None:
 
 
 def _identity(guard: str, frame: Mapping[str, Any]) -> Finding | None:
-    match = re.search(r"___check_(obj|type)_id\(([^,]+),", guard)
+    match = _IDENTITY.search(guard)
+    if match and match[1] == "type":
+        actual = type(_value_of(match[2], frame)).__name__ if frame else ""
+        return Finding(f"{match[2]} type", guard, f"the type of `{match[2]}` changed", _TYPE_FIX, match[3], actual)
     if match:
-        what = "object" if match[1] == "obj" else "type"
-        return Finding(guard, guard, f"`{match[2]}` is another {what} than before", _OBJECT_FIX)
+        name, what = match[2].removesuffix(".__code__"), "function" if "__code__" in match[2] else "object"
+        return Finding(f"{name} identity", guard, f"`{name}` is another {what} than before", _OBJECT_FIX)
     if "got deallocated" in guard:
         return Finding(guard, guard, "an object that the compiled code belongs to was deleted", _OBJECT_FIX)
     return None
@@ -203,10 +213,15 @@ def _value_of(expression: str, frame: Mapping[str, Any]) -> Any:
         return _MISSING
 
 
-def _walk(node: ast.AST, frame: Mapping[str, Any]) -> Any:
-    readers: dict[type[ast.AST], Callable[[Any], Any]] = {
-        ast.Name: lambda n: frame[n.id],
-        ast.Attribute: lambda n: getattr(_walk(n.value, frame), n.attr),
-        ast.Subscript: lambda n: _walk(n.value, frame)[ast.literal_eval(n.slice)],
-    }
-    return readers[type(node)](node)
+def _walk(node: ast.expr, frame: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Name(id=name):
+            return frame[name]
+        case ast.Attribute(value=value, attr=name):
+            return getattr(_walk(value, frame), name)
+        case ast.Subscript(value=value, slice=index):
+            return _walk(value, frame)[ast.literal_eval(index)]
+        case ast.Call(func=ast.Attribute(value=value, attr="size"), args=[]):
+            return torch.Tensor.size(_walk(value, frame))
+        case _:
+            return _MISSING

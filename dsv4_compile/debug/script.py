@@ -61,9 +61,13 @@ def report_on_script(path: Path) -> Report:
             failure = failure_of(error) if error.code not in (None, 0) else None
         except Exception as error:
             failure = failure_of(error)
-    report = assemble(watch, target=path.name, backend=", ".join(dict.fromkeys(backends)) or "none")
-    report.failure = failure
-    report.seconds = round(time.monotonic() - started, 3)
+    report = assemble(
+        watch,
+        target=path.name,
+        backend=", ".join(dict.fromkeys(backends)) or "none",
+        seconds=time.monotonic() - started,
+        failure=failure,
+    )
     report.notes.append(f"{path.name} was run, with {len(backends)} uses of torch.compile observed.")
     return report
 

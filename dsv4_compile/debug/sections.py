@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ def sections(report: Report) -> Iterator[Section]:
     if report.failure:
         failure = report.failure
         points = [(failure.type, failure.message)]
-        yield Section("The call failed", [Finding(str(failure.place), "", failure.place.source, points)])
+        place = str(failure.place) if failure.place.file else report.target
+        yield Section("The call failed", [Finding(place, "", failure.place.source, points)])
     if report.breaks:
         yield Section("Graph breaks, worst first", [_break(item) for item in report.breaks])
     if report.recompiles:
@@ -148,7 +150,7 @@ def _input(entry: GraphInput) -> str:
     if entry.shape:
         return f"{entry.name} [{', '.join(entry.shape)}] {entry.dtype}"
     # A size that torch made an input of its own has no other name than its symbol.
-    return entry.dtype if entry.dtype.startswith(f"{entry.name}=") else f"{entry.name} {entry.dtype}"
+    return entry.dtype if re.fullmatch(r"s\d+", entry.name) else f"{entry.name} {entry.dtype}"
 
 
 def _ops(graph: Graph) -> str:

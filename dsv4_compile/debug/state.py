@@ -7,6 +7,7 @@ itself compiled are forgotten; one that was compiled before as well is compiled 
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "functorch_config": {"enable_autograd_cache": False, "enable_remote_autograd_cache": False},
 }
 
+_COMPILER_GLOBALS = ("__builtins_dict__", "__import_")
+
 
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
@@ -47,6 +50,7 @@ def fresh_compiler() -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=cuda))
         stack.enter_context(_restored_counters())
         stack.enter_context(_forgotten_shapes())
+        stack.enter_context(_forgotten_globals())
         stack.enter_context(_forgotten_code())
         # The report says what torch would warn of.
         stack.enter_context(warnings.catch_warnings())
@@ -85,18 +89,40 @@ def _forgotten_shapes() -> Iterator[None]:
 @contextmanager
 def _forgotten_code() -> Iterator[None]:
     """Remove what the block compiled. Inside it, nothing counts as known to be untraceable."""
-    from .._compat import compiled_versions, forget_compiled, trace_again, traced_functions
+    from .. import _compat as compiler
 
-    before = {code: compiled_versions(code) for code in traced_functions()}
+    before = {code: compiler.compiled_versions(code) for code in compiler.traced_functions()}
+    generated = compiler.generated_functions()
     ours = [code for code in before if not _is_library(code)]
-    trace_again(ours)
+    compiler.trace_again(ours)
     try:
         yield
     finally:
-        for code in traced_functions():
-            if compiled_versions(code) != before.get(code) or code not in before:
-                forget_compiled(code)
-        trace_again(ours)
+        for code in compiler.traced_functions():
+            if compiler.compiled_versions(code) != before.get(code):
+                compiler.forget_compiled(code)
+        compiler.remove_globals_of(compiler.generated_functions() - generated)
+        compiler.trace_again(ours)
+
+
+@contextmanager
+def _forgotten_globals() -> Iterator[None]:
+    """Remove the names that torch adds to a module before it knows whether a function of it will compile."""
+    before = _compiler_globals()
+    try:
+        yield
+    finally:
+        for module, name in _compiler_globals() - before:
+            vars(sys.modules[module]).pop(name, None)
+
+
+def _compiler_globals() -> set[tuple[str, str]]:
+    return {
+        (module, name)
+        for module, content in list(sys.modules.items())
+        for name in list(getattr(content, "__dict__", ()))
+        if name.startswith(_COMPILER_GLOBALS)
+    }
 
 
 def _is_library(code: CodeType) -> bool:

@@ -1,0 +1,69 @@
+"""Find out why a function does not compile into one graph, and fix it.
+
+`slow_attention` looks harmless and breaks its graph four times. `explain` shows where, why and what to write instead;
+`fast_attention` is what the advice leads to. Runs on a CPU in seconds: python examples/03_finding_graph_breaks.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+import dsv4_compile
+
+TOKENS, HEADS, DIM, KEYS = 4, 8, 64, 32
+
+
+def slow_attention(q: torch.Tensor, kv: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Attention of q [T, H, D] over the first lengths[t] of kv [K, D]."""
+    longest = lengths.max().item()
+    scores = torch.einsum("thd,kd->thk", q, kv[:longest]) * q.shape[-1] ** -0.5
+    if scores.abs().max() > 30:
+        scores = scores.clamp(-30, 30)
+    hidden = torch.arange(longest) >= lengths[:, None]
+    scores = scores.masked_fill(hidden[:, None, :], float("-inf"))
+    print("attending to", int(lengths.sum()), "keys")
+    return torch.einsum("thk,kd->thd", scores.softmax(-1), kv[:longest])
+
+
+def fast_attention(q: torch.Tensor, kv: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The same: lengths stay a tensor, all keys are scored, and what is past a length is masked."""
+    scores = torch.einsum("thd,kd->thk", q, kv) * q.shape[-1] ** -0.5
+    scores = scores.clamp(-30, 30)
+    hidden = torch.arange(kv.shape[0], device=kv.device) >= lengths[:, None]
+    scores = scores.masked_fill(hidden[:, None, :], float("-inf"))
+    return torch.einsum("thk,kd->thd", scores.softmax(-1), kv)
+
+
+def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random q [T, H, D], kv [K, D] and lengths i64 [T]."""
+    return torch.randn(tokens, HEADS, DIM), torch.randn(KEYS, DIM), torch.randint(1, KEYS + 1, (tokens,))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    first, second = inputs(TOKENS), inputs(2 * TOKENS)
+    assert torch.allclose(slow_attention(*first), fast_attention(*first), atol=1e-5)
+
+    # backend="eager" captures graphs without compiling them: breaks and recompiles in a second. Leave it out to see
+    # generated kernels, decisions on dsv4 ops and cache copies as well.
+    print("\n1. As it was written\n")
+    before = dsv4_compile.explain(slow_attention, *first, backend="eager")
+    print(before)
+    assert not before.ok
+
+    print("\n2. Without what breaks the graph, called with another number of tokens\n")
+    calls = [(first, {}), (second, {})]
+    report = dsv4_compile.explain(fast_attention, calls=calls, backend="eager")
+    print(report)
+    assert not report.breaks
+
+    print("\n3. With the token dimension marked dynamic, as advised\n")
+    torch._dynamo.mark_dynamic(first[0], 0)
+    torch._dynamo.mark_dynamic(first[2], 0)
+    after = dsv4_compile.explain(fast_attention, calls=calls, backend="eager")
+    print(after)
+    assert after.ok
+
+
+if __name__ == "__main__":
+    main()
