@@ -166,13 +166,14 @@ class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
             input_ids = input_ids[:, -next_sequence_length:]
         # clone() into the plain format: a slice of one column keeps odd strides, and strides are part of a graph.
         input_ids = input_ids.clone(memory_format=torch.contiguous_format)
-        inputs: dict[str, Any] = {"input_ids": input_ids, "past_key_values": past_key_values}
-        if attention_mask is not None:
-            recent = attention_mask[:, -input_ids.shape[1] :]
-            inputs["attention_mask"] = recent.clone(memory_format=torch.contiguous_format)
-        for tensor in (input_ids, inputs.get("attention_mask")):
-            if tensor is not None:
-                mark_dynamic_tokens(tensor)
+        # A mask is always there: transformers makes one only when it finds padding, and None is another graph.
+        recent = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+        recent = recent.clone(memory_format=torch.contiguous_format)
+        inputs: dict[str, Any] = {
+            "input_ids": mark_dynamic_tokens(input_ids),
+            "attention_mask": mark_dynamic_tokens(recent),
+            "past_key_values": past_key_values,
+        }
         forwarded = ("use_cache", "logits_to_keep", "output_hidden_states", "output_router_logits")
         inputs.update({name: kwargs[name] for name in forwarded if kwargs.get(name) is not None})
         return inputs

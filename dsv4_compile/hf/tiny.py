@@ -31,6 +31,7 @@ def tiny_config(**overrides: Any) -> DeepseekV4Config:
         "num_experts_per_tok": 2,
         "layer_types": [*_LAYERS, _LAYERS[1]],
         "num_hash_layers": 1,
+        "hc_sinkhorn_iters": 4,
         "sliding_window": 32,
         "index_n_heads": 32,
         "index_head_dim": 32,
@@ -77,3 +78,10 @@ def tiny_model(seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides
             if not kept.intersection(name.split(".")):
                 parameter.data = parameter.data.to(dtype)
     return model.eval()
+
+
+def quiet_transformers() -> None:
+    """Drop transformers' advice about RoPE factors, which a deliberately small model would repeat at every step."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()

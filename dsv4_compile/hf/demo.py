@@ -1,0 +1,231 @@
+"""`dsv4 demo`: a small random DeepSeek-V4, eager in transformers and compiled here, token by token the same.
+
+Prompts of unequal length run as one padded batch through the compiled model and one by one through the eager one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import progress
+from .._compat import counters
+from ..errors import check
+from .convert import convert
+from .tiny import quiet_transformers, tiny_model
+
+PROMPT_LENGTHS = (1, 5, 126, 130)
+TIMED_STEPS = 32
+COMPARED_STEPS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way of running the model. None where a figure does not apply."""
+
+    name: str
+    graphs: int | None
+    breaks: int | None
+    recompiles: int | None
+    compile_seconds: float | None
+    max_logit_difference: float | None
+    tokens: str
+    ms_per_step: float
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo; 0 if every token agrees and nothing broke or recompiled, 1 otherwise."""
+    args = _parse(argv)
+    check(args.tokens >= 2, "E204", got=f"--tokens {args.tokens}", rule="the demo decodes at least 2 tokens")
+    quiet_transformers()
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = tiny_model(args.seed).to(device)
+    prompts = _prompts(args.seed, device)
+    if not args.json:
+        print(_introduction(model, device, args.tokens), flush=True)
+    expected, rows = _run_eager(model, prompts, args.tokens)
+    rows.append(_run_compiled(copy.deepcopy(model), prompts, expected, args.tokens, args.kv_cache_dtype))
+    if args.compare:
+        rows.append(_run_stock_compile(copy.deepcopy(model), prompts[-1]))
+    ours = rows[1]
+    agrees = ours.tokens == "identical" or args.kv_cache_dtype != "auto"
+    ok = agrees and ours.breaks == 0 and ours.recompiles == 0
+    print(json.dumps({"device": device, "ok": ok, "rows": [asdict(r) for r in rows]}, indent=2) if args.json
+          else _table(rows, ok))  # fmt: skip
+    return 0 if ok else 1
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dsv4 demo", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate for each prompt (default 64)")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto (exact), bfloat16, fp8 (default auto)")
+    parser.add_argument("--compare", action="store_true", help="also torch.compile without conversion: slow, recompiles")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    return parser.parse_args(sys.argv[1:] if argv is None else argv)
+
+
+def _prompts(seed: int, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 512, (n,), generator=generator).to(device) for n in PROMPT_LENGTHS]
+
+
+def _pad_left(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask `[B, S]`, as a tokenizer with padding_side="left" makes them."""
+    width = max(p.shape[0] for p in prompts)
+    ids = torch.stack([torch.nn.functional.pad(p, (width - p.shape[0], 0)) for p in prompts])
+    mask = torch.stack([torch.nn.functional.pad(torch.ones_like(p), (width - p.shape[0], 0)) for p in prompts])
+    return ids, mask
+
+
+def _generate(model: Any, ids: Tensor, mask: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
+    """New tokens `[B, n]` and the logits they were chosen from `[B, n, vocab]`."""
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, dim=1)
+
+
+def _ms_per_step(model: Any, prompts: list[Tensor]) -> float:
+    """Milliseconds of one decode step of the batch: a long generation less a short one, over the steps between."""
+    ids, mask = _pad_left(prompts)
+
+    def seconds(tokens: int) -> float:
+        started = time.perf_counter()
+        _generate(model, ids, mask, tokens)[1].sum().item()
+        return time.perf_counter() - started
+
+    seconds(2)
+    return (seconds(2 + TIMED_STEPS) - seconds(2)) / TIMED_STEPS * 1e3
+
+
+def _run_eager(model: Any, prompts: list[Tensor], tokens: int) -> tuple[list[tuple[Tensor, Tensor]], list[Row]]:
+    with progress.stage("eager transformers", total=len(prompts)) as work:
+        expected = []
+        for prompt in prompts:
+            work.note(f"prompt of {prompt.shape[0]} tokens, alone")
+            expected.append(_generate(model, prompt[None], None, tokens))
+            work.advance()
+    row = Row("transformers, eager", None, None, None, None, None, "reference", _ms_per_step(model, prompts))
+    return expected, [row]
+
+
+def _run_compiled(
+    model: Any, prompts: list[Tensor], expected: list[tuple[Tensor, Tensor]], tokens: int, kv_cache_dtype: str
+) -> Row:
+    convert(model, max_batch_size=len(prompts), max_seq_len=max(PROMPT_LENGTHS) + tokens + TIMED_STEPS,
+            kv_cache_dtype=kv_cache_dtype)  # fmt: skip
+    model.compile(fullgraph=True, backend="dsv4")
+    ids, mask = _pad_left(prompts)
+    _reset_counts()
+    started = time.perf_counter()
+    with progress.stage("compile", total=2) as work:
+        work.note("prefill graph")
+        _generate(model, ids, mask, 1)
+        work.advance("decode graph")
+        _generate(model, ids, mask, 2)
+        work.advance()
+    compile_seconds = time.perf_counter() - started
+    graphs = _graph_count()
+    new_tokens, logits = _generate(model, ids, mask, tokens)
+    same = all(torch.equal(new_tokens[b], e[0][0]) for b, e in enumerate(expected))
+    difference = max(_difference(logits[b], new_tokens[b], e) for b, e in enumerate(expected))
+    ms = _ms_per_step(model, prompts)
+    return Row(
+        'converted, backend="dsv4"',
+        graphs,
+        sum(counters["graph_break"].values()),
+        _graph_count() - graphs,
+        compile_seconds,
+        difference,
+        "identical" if same else "differ",
+        ms,
+    )
+
+
+def _difference(logits: Tensor, tokens: Tensor, expected: tuple[Tensor, Tensor]) -> float:
+    """Largest logit difference while both sequences are the same: after that they answer different questions."""
+    same = (tokens == expected[0][0]).long().cumprod(0)
+    steps = min(int(same.sum()) + 1, len(tokens))
+    return float((logits[:steps] - expected[1][0][:steps]).abs().max())
+
+
+def _run_stock_compile(model: Any, prompt: Tensor) -> Row:
+    """torch.compile on the model as it is: a graph per cache shape, until torch gives up and runs eager."""
+    torch.compiler.reset()
+    _reset_counts()
+    model.forward = torch.compile(model.forward)
+    started = time.perf_counter()
+    with progress.stage("torch.compile without conversion", total=COMPARED_STEPS) as work:
+        cache, ids = None, prompt[None]
+        for step in range(COMPARED_STEPS):
+            work.note(f"step {step}, {_graph_count()} graphs so far")
+            with torch.no_grad():
+                out = model(ids, past_key_values=cache, use_cache=True)
+            cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            work.advance()
+    elapsed = time.perf_counter() - started
+    graphs = _graph_count()
+    breaks = sum(counters["graph_break"].values())
+    return Row(f"unconverted, torch.compile, {COMPARED_STEPS} steps of one prompt", graphs, breaks, max(graphs - 2, 0),
+               elapsed, None, "not compared", elapsed / COMPARED_STEPS * 1e3)  # fmt: skip
+
+
+def _reset_counts() -> None:
+    counters["stats"].clear()
+    counters["graph_break"].clear()
+
+
+def _graph_count() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _introduction(model: Any, device: str, tokens: int) -> str:
+    kinds = ", ".join(t.removesuffix("_attention") for t in model.config.layer_types)
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    return (
+        f"DeepSeek-V4 with {size:.1f} M random weights on {device}: {kinds}; mHC, hash-routed and routed experts.\n"
+        f"{len(PROMPT_LENGTHS)} prompts of {', '.join(map(str, PROMPT_LENGTHS))} tokens, {tokens} new tokens each, greedy."
+    )
+
+
+def _table(rows: list[Row], ok: bool) -> str:
+    """The rows as a table, and one line that says whether the demo holds."""
+
+    def text(value: float | str | None, form: str = "") -> str:
+        return "-" if value is None else format(value, form)
+
+    header = ("", "graphs", "breaks", "recompiles", "compile s", "max logit diff", "tokens", "ms/step")
+    cells = [header] + [
+        (r.name, text(r.graphs), text(r.breaks), text(r.recompiles), text(r.compile_seconds, ".0f"),
+         text(r.max_logit_difference, ".1e"), r.tokens, text(r.ms_per_step, ".1f"))
+        for r in rows
+    ]  # fmt: skip
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+             for row in cells]  # fmt: skip
+    lines.insert(1, "-" * len(lines[0]))
+    verdict = (
+        "One prefill graph, one decode graph, no break, no recompile; a padded batch gives each prompt's own tokens."
+        if ok
+        else "The compiled model does not match the claims above: please report this table with `dsv4 doctor`."
+    )
+    return "\n".join(["", *lines, "", verdict])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
