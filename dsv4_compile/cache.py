@@ -111,8 +111,7 @@ def allocate_layer_cache(
 ) -> LayerCache:
     """Allocate the zeroed caches of one layer; `num_blocks(group)` gives the pages of each block-table group."""
     check(
-        cache_format.kv != "fp8_ds_mla"
-        or (config.head_dim, config.rope_dim) == (layout.HEAD_DIM, layout.ROPE_DIM),
+        cache_format.kv != "fp8_ds_mla" or (config.head_dim, config.rope_dim) == (layout.HEAD_DIM, layout.ROPE_DIM),
         "E205",
         got=f"head_dim={config.head_dim}, rope_dim={config.rope_dim} with an fp8_ds_mla cache",
         fix=f'use kv_cache_dtype="auto"; fp8_ds_mla rows hold {layout.NOPE_DIM} + {layout.ROPE_DIM} dims',

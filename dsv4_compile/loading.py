@@ -51,7 +51,9 @@ def hf_name(official: str) -> str:
     return f"{HF_NAMES[stem]}.{_HF_SUFFIX[suffix]}"
 
 
-def load_attention(module: nn.Module, tensors: Mapping[str, Tensor], *, prefix: str = "", naming: str = "official") -> None:
+def load_attention(
+    module: nn.Module, tensors: Mapping[str, Tensor], *, prefix: str = "", naming: str = "official"
+) -> None:
     """Copy the tensors under `prefix` into `module`, which must be a `DeepseekV4Attention`.
 
     Args:

@@ -238,7 +238,7 @@ class _Insert:
             return value if self.dtype is torch.bfloat16 else round_to(value, torch.bfloat16)
 
         device = self.cache.get_device()
-        load_amax = row_amax(lambda index, d: nope(*index, d), device, [self.tokens, _TILES], KV_TILE)
+        load_amax = row_amax(lambda index, d: nope(index[0], index[1], d), device, [self.tokens, _TILES], KV_TILE)
 
         def scale_byte(t: Expr, tile: Expr) -> Value:
             return ue8m0_byte(ops.maximum(load_amax([t, tile]), const(KV_AMAX_FLOOR)))

@@ -138,7 +138,8 @@ def _keep_storage_offsets() -> None:
     if op in lowerings:
         return
 
-    @register_lowering(op, type_promotion_kind=None)
     def sym_storage_offset(view: Any) -> Any:
         offset = V.graph.current_node.meta["val"]
         return offset.node.expr if isinstance(offset, torch.SymInt) else offset
+
+    register_lowering(op, type_promotion_kind=None)(sym_storage_offset)

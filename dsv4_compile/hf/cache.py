@@ -44,7 +44,8 @@ class PagedCache(Cache):
             cache_format=cache_format,
             device=device,
         )
-        super().__init__(layers=list(self.paged.layers))
+        layers: list[Any] = list(self.paged.layers)
+        super().__init__(layers=layers)
         self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
         for tensor in self._tensors():
@@ -128,7 +129,7 @@ class PagedCache(Cache):
         return self.paged.nbytes
 
     def _refuse(self, what: str) -> NoReturn:
-        fail("E208", got=what, why="sequences keep their pages", fix="decode greedily or by sampling, one row a sequence")
+        fail("E208", got=what, why="sequences keep their pages", fix="decode greedily or sample, one row a sequence")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._refuse("beam search (reorder_cache)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -15,15 +17,16 @@ from ..rope_tables import cos_sin_cache
 from .cache import PagedCache
 from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, hf
 
-_SWAPS = (
-    (hf.DeepseekV4Attention, CompilableAttention),
-    (hf.DeepseekV4Model, CompilableModel),
-    (hf.DeepseekV4ForCausalLM, CompilableForCausalLM),
-)
+_COMPILABLE: dict[type, Any] = {
+    hf.DeepseekV4Attention: CompilableAttention,
+    hf.DeepseekV4Model: CompilableModel,
+    hf.DeepseekV4ForCausalLM: CompilableForCausalLM,
+}
+_ORIGINAL = {compilable: original for original, compilable in _COMPILABLE.items()}
 
 
 def convert(
-    model: nn.Module,
+    model: Any,
     *,
     max_batch_size: int,
     max_seq_len: int,
@@ -31,7 +34,7 @@ def convert(
     indexer_cache_dtype: str = "auto",
     hadamard: bool = False,
     max_step_tokens: int | None = None,
-) -> nn.Module:
+) -> Any:
     """Make `model` compilable in one graph for prefill and one for decode. Returns the same object.
 
     Args:
@@ -73,14 +76,14 @@ def convert(
         # In __dict__, past nn.Module's registry: the parameters stay registered once, under their own names.
         layer.self_attn.__dict__["dsv4"] = attention
     model.model.__dict__["dsv4_cache"] = cache
-    _swap_classes(model, {old: new for old, new in _SWAPS})
+    _swap_classes(model, _COMPILABLE)
     return model
 
 
-def revert(model: nn.Module) -> nn.Module:
+def revert(model: Any) -> Any:
     """Give a converted model its original classes back and drop the caches. Returns the same object."""
-    check(isinstance(model, CompilableForCausalLM), "E208", got=f"a {type(model).__name__}", fix="pass a converted model")
-    _swap_classes(model, {new: old for old, new in _SWAPS})
+    _check_converted(model)
+    _swap_classes(model, _ORIGINAL)
     for layer in model.model.layers:
         del layer.self_attn.__dict__["dsv4"]
     del model.model.__dict__["dsv4_cache"]
@@ -88,9 +91,9 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-def new_cache(model: nn.Module, *, max_batch_size: int | None = None, max_seq_len: int | None = None) -> PagedCache:
+def new_cache(model: Any, *, max_batch_size: int | None = None, max_seq_len: int | None = None) -> PagedCache:
     """Another cache for a converted model, of the same format and, unless given, the same capacity."""
-    check(isinstance(model, CompilableForCausalLM), "E208", got=f"a {type(model).__name__}", fix="pass a converted model")
+    _check_converted(model)
     own: PagedCache = model.model.dsv4_cache
     limit = model.model.layers[0].self_attn.dsv4.cos_sin.shape[0]
     length = max_seq_len or own.paged.max_seq_len
@@ -105,14 +108,23 @@ def new_cache(model: nn.Module, *, max_batch_size: int | None = None, max_seq_le
     )
 
 
-def _swap_classes(model: nn.Module, swaps: dict[type, type]) -> None:
+def _check_converted(model: Any) -> None:
+    check(
+        isinstance(model, CompilableForCausalLM),
+        "E208",
+        got=f"a {type(model).__name__}",
+        fix="pass a model that dsv4_compile.hf.convert returned",
+    )
+
+
+def _swap_classes(model: nn.Module, swaps: dict[type, Any]) -> None:
     for module in model.modules():
         if type(module) in swaps:
             module.__class__ = swaps[type(module)]
 
 
 def _shared_attention(
-    source: nn.Module, config: DeepseekV4Config, cache_format: CacheFormat, dtype: torch.dtype, max_seq_len: int
+    source: Any, config: DeepseekV4Config, cache_format: CacheFormat, dtype: torch.dtype, max_seq_len: int
 ) -> DeepseekV4Attention:
     """Our attention over `source`'s own parameters, each linear as it is stored (floating or e4m3 with scales)."""
     ours = DeepseekV4Attention(
@@ -128,7 +140,7 @@ def _shared_attention(
     return ours.eval()
 
 
-def _hf_parameter(source: nn.Module, name: str) -> nn.Parameter:
+def _hf_parameter(source: Any, name: str) -> nn.Parameter:
     """The parameter of a transformers attention that our parameter `name` stands for."""
     theirs = hf_name(name)
     path, _, leaf = theirs.rpartition(".")

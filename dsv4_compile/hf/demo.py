@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     check(args.tokens >= 2, "E204", got=f"--tokens {args.tokens}", rule="the demo decodes at least 2 tokens")
     quiet_transformers()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = tiny_model(args.seed).to(device)
+    model: Any = tiny_model(args.seed)
+    model.to(device)
     prompts = _prompts(args.seed, device)
     if not args.json:
         print(_introduction(model, device, args.tokens), flush=True)
@@ -58,8 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     ours = rows[1]
     agrees = ours.tokens == "identical" or args.kv_cache_dtype != "auto"
     ok = agrees and ours.breaks == 0 and ours.recompiles == 0
-    print(json.dumps({"device": device, "ok": ok, "rows": [asdict(r) for r in rows]}, indent=2) if args.json
-          else _table(rows, ok))  # fmt: skip
+    figures = {"device": device, "ok": ok, "rows": [asdict(row) for row in rows]}
+    print(json.dumps(figures, indent=2) if args.json else _table(rows, ok))
     return 0 if ok else 1
 
 
@@ -67,7 +68,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dsv4 demo", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate for each prompt (default 64)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto (exact), bfloat16, fp8 (default auto)")
-    parser.add_argument("--compare", action="store_true", help="also torch.compile without conversion: slow, recompiles")
+    parser.add_argument("--compare", action="store_true", help="also torch.compile the model as it is: slow")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -127,8 +128,8 @@ def _run_eager(model: Any, prompts: list[Tensor], tokens: int) -> tuple[list[tup
 def _run_compiled(
     model: Any, prompts: list[Tensor], expected: list[tuple[Tensor, Tensor]], tokens: int, kv_cache_dtype: str
 ) -> Row:
-    convert(model, max_batch_size=len(prompts), max_seq_len=max(PROMPT_LENGTHS) + tokens + TIMED_STEPS,
-            kv_cache_dtype=kv_cache_dtype)  # fmt: skip
+    longest = max(PROMPT_LENGTHS) + max(tokens, 2 + TIMED_STEPS)
+    convert(model, max_batch_size=len(prompts), max_seq_len=longest, kv_cache_dtype=kv_cache_dtype)
     model.compile(fullgraph=True, backend="dsv4")
     ids, mask = _pad_left(prompts)
     _reset_counts()
@@ -181,8 +182,16 @@ def _run_stock_compile(model: Any, prompt: Tensor) -> Row:
     elapsed = time.perf_counter() - started
     graphs = _graph_count()
     breaks = sum(counters["graph_break"].values())
-    return Row(f"unconverted, torch.compile, {COMPARED_STEPS} steps of one prompt", graphs, breaks, max(graphs - 2, 0),
-               elapsed, None, "not compared", elapsed / COMPARED_STEPS * 1e3)  # fmt: skip
+    return Row(
+        f"unconverted, torch.compile, {COMPARED_STEPS} steps of one prompt",
+        graphs,
+        breaks,
+        max(graphs - 2, 0),
+        elapsed,
+        None,
+        "not compared",
+        elapsed / COMPARED_STEPS * 1e3,
+    )
 
 
 def _reset_counts() -> None:
@@ -197,9 +206,10 @@ def _graph_count() -> int:
 def _introduction(model: Any, device: str, tokens: int) -> str:
     kinds = ", ".join(t.removesuffix("_attention") for t in model.config.layer_types)
     size = sum(p.numel() for p in model.parameters()) / 1e6
+    lengths = ", ".join(map(str, PROMPT_LENGTHS))
     return (
         f"DeepSeek-V4 with {size:.1f} M random weights on {device}: {kinds}; mHC, hash-routed and routed experts.\n"
-        f"{len(PROMPT_LENGTHS)} prompts of {', '.join(map(str, PROMPT_LENGTHS))} tokens, {tokens} new tokens each, greedy."
+        f"{len(PROMPT_LENGTHS)} prompts of {lengths} tokens, {tokens} new tokens each, greedy."
     )
 
 
@@ -210,14 +220,12 @@ def _table(rows: list[Row], ok: bool) -> str:
         return "-" if value is None else format(value, form)
 
     header = ("", "graphs", "breaks", "recompiles", "compile s", "max logit diff", "tokens", "ms/step")
-    cells = [header] + [
-        (r.name, text(r.graphs), text(r.breaks), text(r.recompiles), text(r.compile_seconds, ".0f"),
-         text(r.max_logit_difference, ".1e"), r.tokens, text(r.ms_per_step, ".1f"))
-        for r in rows
-    ]  # fmt: skip
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ["  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-             for row in cells]  # fmt: skip
+    cells = [header]
+    for row in rows:
+        counts = (text(row.graphs), text(row.breaks), text(row.recompiles), text(row.compile_seconds, ".0f"))
+        cells.append((row.name, *counts, text(row.max_logit_difference, ".1e"), row.tokens, f"{row.ms_per_step:.1f}"))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join((name.ljust(widths[0]), *map(str.rjust, figures, widths[1:]))) for name, *figures in cells]
     lines.insert(1, "-" * len(lines[0]))
     verdict = (
         "One prefill graph, one decode graph, no break, no recompile; a padded batch gives each prompt's own tokens."

@@ -6,13 +6,14 @@ They add no parameters and rename none: `state_dict`, `save_pretrained` and weig
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import MoeModelOutputWithPast
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -21,8 +22,18 @@ from ..errors import check, fail
 from ..metadata import AttentionMetadata
 from .cache import PagedCache
 
+hf: Any = modeling_deepseek_v4
+"""transformers' module. Its submodules reach a type checker as `Tensor | Module`, so none of it is checked."""
+
 _log = logging.getLogger("dsv4_compile.hf")
 _NO_WEIGHTS = "sparse attention builds no attention matrix"
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
+
+
+def _model_forward(forward: _Forward) -> _Forward:
+    """What transformers puts around the forward of a whole model: defaults from the config, and recorded outputs."""
+    wrapped: Any = merge_with_config_defaults(capture_outputs(torch.no_grad()(forward)))
+    return wrapped
 
 
 class CompilableAttention(hf.DeepseekV4Attention):
@@ -40,9 +51,7 @@ class CompilableAttention(hf.DeepseekV4Attention):
 class CompilableModel(hf.DeepseekV4Model):
     """The decoder stack: metadata once per step from device-side lengths, no mask, no Python counters."""
 
-    @merge_with_config_defaults
-    @capture_outputs
-    @torch.no_grad()
+    @_model_forward
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -58,17 +67,17 @@ class CompilableModel(hf.DeepseekV4Model):
         Without `past_key_values` the model's own cache is used, from an empty state. `attention_mask` `[B, >= S]`
         marks padding in its last S columns. Positions follow from the cache; `position_ids` is ignored.
         """
-        check_call(self, input_ids, inputs_embeds, past_key_values, kwargs)
-        cache = past_key_values
-        if cache is None:
-            cache = self.dsv4_cache
+        input_ids, cache = check_call(self, input_ids, inputs_embeds, past_key_values, kwargs)
+        if past_key_values is None:
             cache.reset()
         batch_size, num_columns = input_ids.shape
         metadata = cache.begin_step(batch_size, num_columns, attention_mask)
         embeds = self.embed_tokens(input_ids)
         hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         for layer in self.layers:
-            hidden_states = layer(hidden_states, input_ids=input_ids, metadata=metadata, past_key_values=cache, **kwargs)
+            hidden_states = layer(
+                hidden_states, input_ids=input_ids, metadata=metadata, past_key_values=cache, **kwargs
+            )
         hidden_states = self.norm(self.hc_head(hidden_states))
         return MoeModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=cache)
 
@@ -79,16 +88,14 @@ def check_call(
     inputs_embeds: Tensor | None,
     cache: PagedCache | None,
     kwargs: dict[str, Any],
-) -> None:
-    """Refuse, before anything is written, calls that the converted model cannot run."""
-    check(not model.training, "E208", got="a model in training mode", fix="call model.eval(), or hf.revert(model) to train")
-    check(
-        input_ids is not None and inputs_embeds is None,
-        "E208",
-        got="inputs_embeds",
-        why="hash-routed layers need token ids",
-        fix="pass input_ids",
-    )
+) -> tuple[Tensor, PagedCache]:
+    """Refuse, before anything is written, calls that the converted model cannot run.
+
+    Returns the token ids and the cache that the call is about.
+    """
+    check(not model.training, "E208", got="a model in training mode", fix="call model.eval(), or revert it to train")
+    if input_ids is None or inputs_embeds is not None:
+        fail("E208", got="inputs_embeds", why="hash-routed layers need token ids", fix="pass input_ids")
     check(not kwargs.get("output_attentions"), "E208", got="output_attentions=True", why=_NO_WEIGHTS)
     check(
         cache is None or isinstance(cache, PagedCache),
@@ -96,7 +103,7 @@ def check_call(
         got=f"past_key_values of type {type(cache).__name__}",
         fix="pass none, or dsv4_compile.hf.new_cache(model)",
     )
-    held = cache if cache is not None else model.dsv4_cache
+    held: PagedCache = cache if cache is not None else model.dsv4_cache
     batch_size, num_columns = input_ids.shape
     if batch_size > held.paged.max_batch_size or num_columns > held.paged.max_step_tokens:
         # Formatted only here: a symbolic size that is printed becomes a constant, and every size its own graph.
@@ -106,6 +113,7 @@ def check_call(
             why=f"the cache takes {held.paged.max_batch_size} sequences and {held.paged.max_step_tokens} tokens a step",
             fix="convert with larger max_batch_size / max_seq_len / max_step_tokens, or prefill in chunks",
         )
+    return input_ids, held
 
 
 class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 attention as nn.Modules that Dynamo traces in one graph. Parameters carry the official checkpoint names."""
+"""DeepSeek-V4 attention as nn.Modules that Dynamo traces in one graph, with the official names of all parameters."""
 
 from __future__ import annotations
 

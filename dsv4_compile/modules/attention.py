@@ -1,8 +1,8 @@
 """One DeepSeek-V4 attention layer: SWA, CSA or HCA, decode and prefill alike, in one traced forward.
 
-hidden -> (wq_a, wkv) -> norms -> wq_b -> [q norm + RoPE | kv RoPE + store] -> compressor, indexer -> sparse attention over
-window and compressed entries -> inverse RoPE -> wo_a by groups -> wo_b. Every token, decode or prefill, attends through
-the paged caches, so batches of any mix run the same graph.
+hidden -> (wq_a, wkv) -> norms -> wq_b -> [q norm + RoPE | kv RoPE + store] -> compressor, indexer -> sparse attention
+over window and compressed entries -> inverse RoPE -> wo_a by groups -> wo_b. Every token, decode or prefill, attends
+through the paged caches, so batches of any mix run the same graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compressor: pools groups of `ratio` tokens into one cache entry (CSA with overlap, HCA without, and the indexer's)."""
+"""Compressor: pools `ratio` tokens into one cache entry, with overlap (CSA and its indexer) or without (HCA)."""
 
 from __future__ import annotations
 
@@ -67,9 +67,7 @@ class Compressor(nn.Module):
         """
         state_block_size = layout.state_block_size(self.ratio)
         kv_score = torch.cat((linear_fp32(hidden, self.wkv.weight), linear_fp32(hidden, self.wgate.weight)), dim=-1)
-        torch.ops.dsv4.save_partial_states(
-            kv_score, self.ape, state_cache, state_slots, positions, state_block_size
-        )
+        torch.ops.dsv4.save_partial_states(kv_score, self.ape, state_cache, state_slots, positions, state_block_size)
         torch.ops.dsv4.compress_norm_rope_insert(
             state_cache,
             state_slots,

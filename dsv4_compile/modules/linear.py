@@ -28,7 +28,9 @@ class Fp8Linear(nn.Module):
     With `quantize_input`, x is quantised in tiles of 128 with UE8M0 scales first, as DeepSeek's own code does.
     """
 
-    def __init__(self, n: int, k: int, *, quantize_input: bool = True, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, n: int, k: int, *, quantize_input: bool = True, device: torch.device | str | None = None
+    ) -> None:
         super().__init__()
         blocks = (cdiv(n, WEIGHT_TILE), cdiv(k, WEIGHT_TILE))
         weight = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)

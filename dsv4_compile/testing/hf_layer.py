@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import DeepseekV4Config as HFConfig
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
+
+hf: Any = modeling_deepseek_v4
 
 LAYER_TYPES = {
     "swa": "sliding_attention",
@@ -38,16 +42,17 @@ PRO = {
 
 def hf_config(kind: str, dims: dict[str, int], max_position_embeddings: int = 1048576) -> HFConfig:
     """A one-layer configuration of the given kind and dimensions."""
-    return HFConfig(
-        num_hidden_layers=1,
-        layer_types=[LAYER_TYPES[kind]],
-        rope_scaling=YARN,
-        max_position_embeddings=max_position_embeddings,
+    settings: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "layer_types": [LAYER_TYPES[kind]],
+        "rope_scaling": YARN,
+        "max_position_embeddings": max_position_embeddings,
         **dims,
-    )
+    }
+    return HFConfig(**settings)
 
 
-def hf_attention(config: HFConfig, seed: int = 0) -> hf.DeepseekV4Attention:
+def hf_attention(config: HFConfig, seed: int = 0) -> Any:
     """The layer with random weights of unit gain: every projection keeps the scale of its input."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
@@ -56,7 +61,7 @@ def hf_attention(config: HFConfig, seed: int = 0) -> hf.DeepseekV4Attention:
     layer = layer.to_empty(device="cpu")
     for module in layer.modules():
         if isinstance(module, hf.DeepseekV4RotaryEmbedding):
-            module.__init__(config)
+            type(module).__init__(module, config)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -71,8 +76,8 @@ def hf_attention(config: HFConfig, seed: int = 0) -> hf.DeepseekV4Attention:
 
 
 @torch.no_grad()
-def evaluate(layer: hf.DeepseekV4Attention, hidden: Tensor) -> Tensor:
-    """Output `[S, hidden]` of the layer for one sequence `[S, hidden]` from position 0."""
+def evaluate(layer: Any, hidden: Tensor) -> Tensor:
+    """Output `[S, hidden]` of a layer from `hf_attention` for one sequence `[S, hidden]` from position 0."""
     config, length = layer.config, hidden.shape[0]
     positions = torch.arange(length)[None]
     rotary = hf.DeepseekV4RotaryEmbedding(config)

@@ -38,7 +38,9 @@ def test_prefill_logits_equal_eager_hugging_face(original, converted, length: in
     torch.testing.assert_close(converted(ids).logits, eager_logits(original, ids), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("steps", [[1, 5, 44, 250], [300], [1] * 150 + [150]], ids=["chunked", "whole", "token-by-token"])
+@pytest.mark.parametrize(
+    "steps", [[1, 5, 44, 250], [300], [1] * 150 + [150]], ids=["chunked", "whole", "token-by-token"]
+)
 def test_any_split_of_the_prompt_gives_the_same_logits(original, converted, steps: list[int]) -> None:
     ids = random_ids(1, 300)
     cache = hf.new_cache(converted)
@@ -147,7 +149,7 @@ class TestRefusals:
             hf.convert(model, max_batch_size=1, max_seq_len=256)
 
     def test_model_types(self, converted) -> None:
-        with pytest.raises(ValueError, match="E208.*already converted|already converted"):
+        with pytest.raises(ValueError, match="already converted"):
             hf.convert(converted, max_batch_size=1, max_seq_len=256)
         with pytest.raises(ValueError, match="E208"):
             hf.convert(torch.nn.Linear(2, 2), max_batch_size=1, max_seq_len=256)

@@ -64,7 +64,9 @@ class Engine:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps", [[300], [1, 5, 44, 250], [1] * 140 + [160]], ids=["whole", "chunked", "token-by-token"])
+@pytest.mark.parametrize(
+    "steps", [[300], [1, 5, 44, 250], [1] * 140 + [160]], ids=["whole", "chunked", "token-by-token"]
+)
 def test_any_split_into_steps_gives_the_unquantised_layer(kind: str, steps: list[int]) -> None:
     source = hf_layer.hf_attention(hf_layer.hf_config(kind, hf_layer.SMALL))
     hidden = torch.randn(sum(steps), source.config.hidden_size)
