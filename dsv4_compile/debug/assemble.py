@@ -38,7 +38,8 @@ def assemble(
         cache_hazards=watch.hazards,
     )
     for graph in report.graphs:
-        graph.place = breaks.with_source(watch.events.functions.get(graph.compile_id, graph.place))
+        if graph.compile_id in watch.events.functions:
+            graph.place = breaks.definition(watch.events.functions[graph.compile_id])
     if not (report.graphs or report.breaks or failure):
         report.notes.append("No graph was captured: what ran has no tensor operation that torch traces.")
     return report

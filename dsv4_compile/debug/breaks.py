@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import site
 import sysconfig
 from collections.abc import Iterable
@@ -13,6 +14,8 @@ from pathlib import Path
 from .causes import explain_break
 from .events import RawBreak, is_torch
 from .report import Break, Place
+
+_DECORATOR_LINES = 20
 
 
 def collect(raw: Iterable[RawBreak], limits: Iterable[Place] = ()) -> list[Break]:
@@ -50,7 +53,7 @@ def _describe(item: RawBreak) -> Break:
 def _at_limit(place: Place) -> Break:
     kind = "Dynamo recompile limit exceeded"
     cause, fix = explain_break(kind, "", "", [], place.file)
-    return Break(with_source(place), kind, cause, fix, scope="function")
+    return Break(definition(place), kind, cause, fix, scope="function")
 
 
 def innermost(stack: list[Place]) -> Place:
@@ -75,6 +78,17 @@ def with_source(place: Place) -> Place:
     """`place` with the text of its line, which torch's traceback may cut or colour."""
     line = linecache.getline(place.file, place.line).strip()
     return replace(place, source=line or place.source)
+
+
+def definition(place: Place) -> Place:
+    """The `def` line of the function that starts at `place`, which is its first decorator's line for Python."""
+    for line in range(place.line, place.line + _DECORATOR_LINES):
+        source = linecache.getline(place.file, line).strip()
+        if re.match(r"(async )?def |.*\blambda\b", source):
+            return replace(place, line=line, source=source)
+        if not source:
+            break
+    return with_source(place)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ import torch
 from ..errors import check
 from . import dump as dumping
 from .assemble import assemble, failure_of
+from .events import Events, is_torch
 from .observe import resolve, watching
-from .report import Report
+from .report import Place, Report
 from .state import fresh_compiler
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
@@ -79,6 +81,7 @@ def explain(
                 run(watch.backend(backend, **extra))
             except Exception as error:
                 failure = failure_of(error)
+        _see_through_decorators(watch.events, target)
         report = assemble(
             watch,
             target=_name(target),
@@ -121,6 +124,20 @@ def _uncompiled(model_or_fn: Callable[..., Any]) -> Iterator[Callable[..., Any]]
         yield target
     finally:
         target._compiled_call_impl = compiled
+
+
+def _see_through_decorators(events: Events, target: Callable[..., Any]) -> None:
+    """Name the function that was called where torch names a wrapper around it, a decorator's or one of its own."""
+    outer: Any = getattr(target, "forward", target)
+    inner = inspect.unwrap(outer)
+    wrapper, code = getattr(outer, "__code__", None), getattr(inner, "__code__", None)
+    if code is None or wrapper is None:
+        return
+    root = next(iter(events.functions), "").split("/")[0]
+    for compile_id, place in events.functions.items():
+        is_wrapper = (place.file, place.line) == (wrapper.co_filename, wrapper.co_firstlineno) or is_torch(place.file)
+        if compile_id.split("/")[0] == root and is_wrapper:
+            events.functions[compile_id] = Place(code.co_filename, code.co_firstlineno, inner.__name__)
 
 
 def _name(thing: Any) -> str:

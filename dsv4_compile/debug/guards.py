@@ -33,6 +33,10 @@ _SIZE_FIX = (
     "torch._dynamo.mark_dynamic({name}, {dim}) before the first call, for a token dimension; a cache is allocated "
     "once, at its full size"
 )
+_HF_CACHE_FIX = (
+    "transformers' own cache grows with every call: dsv4_compile.hf.convert(model, max_batch_size=..., "
+    "max_seq_len=...) gives the model one that does not"
+)
 _ZERO_ONE_FIX = "torch always compiles sizes 0 and 1 by themselves: pad to 2, or accept the one extra graph"
 _PROPERTY_FIX = {
     "dtype": "pass one dtype: convert where the tensor is made",
@@ -102,8 +106,8 @@ def _tensor_property(guard: str, frame: Mapping[str, Any]) -> Finding | None:
         fix = _PROPERTY_FIX.get(what, "make the tensors alike")
         place = f" of dim {dim}" if dim else ""
         return Finding(key, guard, f"the {what}{place} of `{name}` changed", fix, expected, actual)
-    fix = _SIZE_FIX.format(name=name, dim=dim)
-    if {expected, actual} & {"0", "1"}:
+    fix = _HF_CACHE_FIX if "past_key_values" in name else _SIZE_FIX.format(name=name, dim=dim)
+    if {expected, actual} & {"0", "1"} and fix is not _HF_CACHE_FIX:
         fix = f"{fix}. {_ZERO_ONE_FIX}"
     return Finding(key, guard, f"the size of `{name}` in dim {dim} changed", fix, expected, actual)
 

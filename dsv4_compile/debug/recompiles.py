@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .breaks import with_source
+from .breaks import definition
 from .events import Events
 from .report import Place, Recompile
 
@@ -19,7 +19,7 @@ def collect(events: Events) -> list[Recompile]:
         key = (place.file, place.line, finding.key)
         row = found.get(key)
         if row is None:
-            row = Recompile(with_source(place), finding.guard, finding.cause, finding.fix, count=0)
+            row = Recompile(definition(place), finding.guard, finding.cause, finding.fix, count=0)
             row.limit_hit = (place.file, place.line) in limits
             found[key] = row
         row.count += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of code. `source` is its text, stripped; fields are empty or 0 where torch does not tell."""
+    """A line of code. `source` is its text, stripped; fields are empty or 0 where torch does not tell.
+
+    As text it is short: relative to the working directory, or to the folder of installed packages.
+    """
 
     file: str = ""
     line: int = 0
@@ -33,7 +37,8 @@ class Place:
         if not self.file:
             return "unknown place"
         path = Path(self.file)
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        roots = (Path.cwd(), Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib")))
+        shown = next((path.relative_to(root) for root in roots if path.is_relative_to(root)), path)
         return f"{shown}:{self.line}"
 
 

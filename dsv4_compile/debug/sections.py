@@ -6,11 +6,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .report import Break, Graph, GraphInput, Recompile, Report
 
 _OPS_SHOWN = 6
 _PLACES_SHOWN = 3
+_INPUTS_SHOWN = 12
+_KERNELS_SHOWN = 12
+_KERNEL_NAME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,9 @@ def _caches(report: Report) -> Iterator[Finding]:
 
 def _graph(graph: Graph) -> Finding:
     parameters = [_plural(graph.parameters, "parameter")] if graph.parameters else []
-    inputs = ", ".join([*map(_input, graph.inputs), *parameters]) or "none"
+    hidden = len(graph.inputs) - _INPUTS_SHOWN
+    more = [f"{hidden} more"] if hidden > 0 else []
+    inputs = ", ".join([*map(_input, graph.inputs[:_INPUTS_SHOWN]), *more, *parameters]) or "none"
     return Finding(
         str(graph.place),
         f"{graph.place.function}, {_plural(graph.op_count, 'op')}",
@@ -165,13 +171,21 @@ def _kernels(report: Report) -> Section:
     for kernel in report.kernels:
         totals[kernel.kind] += kernel.calls
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(totals.items()))
-    rows = [[str(kernel.graph), kernel.kind, str(kernel.calls), kernel.name] for kernel in report.kernels]
+    frequent = sorted(report.kernels, key=lambda kernel: -kernel.calls)
+    rows = [[str(k.graph), k.kind, str(k.calls), _clipped(k.name, _KERNEL_NAME)] for k in frequent[:_KERNELS_SHOWN]]
+    if len(frequent) > _KERNELS_SHOWN:
+        rows.append(["", "", "", f"and {len(frequent) - _KERNELS_SHOWN} more kernels; to_json() has all"])
     return Section(f"Kernel launches: {summary}", [Table(["graph", "kind", "launches", "kernel"], rows)])
 
 
 def _places(where: Sequence[str]) -> str:
+    """File names and lines; the paths are in the JSON."""
     more = f" +{len(where) - _PLACES_SHOWN}" if len(where) > _PLACES_SHOWN else ""
-    return ", ".join(where[:_PLACES_SHOWN]) + more
+    return ", ".join(Path(place).name for place in where[:_PLACES_SHOWN]) + more
+
+
+def _clipped(name: str, length: int) -> str:
+    return name if len(name) <= length else f"{name[: length - 3]}..."
 
 
 def _counted(number: int, one: str, many: str = "") -> list[str]:

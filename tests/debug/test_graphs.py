@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -199,3 +200,38 @@ def benchmark_compiled_module(times=10):
         ("extern", "extern_kernels.mm", 1),
         ("extern", "dsv4.sparse_mla_decode.default", 1),
     ]
+
+
+def test_function_behind_a_decorator_is_named_itself() -> None:
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any) -> Any:
+            return function(*args)
+
+        return wrapper
+
+    @noted
+    def decorated(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    report = dsv4_compile.explain(decorated, calls=[((torch.ones(2),), {}), ((torch.ones(3),), {})], backend="eager")
+    assert {graph.place.function.split(".")[-1] for graph in report.graphs} == {"decorated"}
+    assert [row.place.function.split(".")[-1] for row in report.recompiles] == ["decorated"]
+
+
+def test_long_lists_are_cut_in_the_text_and_whole_in_the_data() -> None:
+    def many(*tensors: torch.Tensor) -> torch.Tensor:
+        return sum(tensors)
+
+    report = dsv4_compile.explain(many, *torch.ones(20, 2), backend="eager")
+    assert len(report.graphs[0].inputs) == 20
+    assert ", 8 more" in " ".join(report.text().split())
+
+
+def test_place_of_a_function_is_its_def_line_below_the_decorators() -> None:
+    @torch.no_grad()
+    def decorated(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    (graph,) = dsv4_compile.explain(decorated, torch.ones(2), backend="eager").graphs
+    assert graph.place.source.startswith("def decorated")
