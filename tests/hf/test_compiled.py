@@ -1,0 +1,145 @@
+"""The claims of the package on a whole model: one prefill and one decode graph, no break, no recompile, same tokens.
+
+Eager Hugging Face is the other side of every comparison, one prompt at a time. The model is compiled once per shape
+class: torch specialises sizes 0 and 1 (documented), so a single row and a batch have a prefill and a decode graph each.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import hf
+from dsv4_compile._compat import counters
+from dsv4_compile.hf.tiny import quiet_transformers, tiny_model
+
+PROMPT_LENGTHS = (1, 5, 126, 130)
+DECODE_STEPS = 300
+MAX_SEQ_LEN = 512
+
+
+@pytest.fixture(scope="module")
+def original() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Any]:
+    quiet_transformers()
+    model = hf.convert(tiny_model(), max_batch_size=4, max_seq_len=MAX_SEQ_LEN)
+    model.compile(fullgraph=True, backend="dsv4")
+    counters["stats"].clear()
+    counters["graph_break"].clear()
+    yield model
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(1, 512, (n,), generator=generator) for n in PROMPT_LENGTHS]
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    width = max(len(p) for p in prompts)
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
+    return ids, mask
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, dim=1)
+
+
+@pytest.fixture(scope="module")
+def expected(original: Any, prompts: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [generate(original, p[None], torch.ones(1, len(p), dtype=torch.long), DECODE_STEPS) for p in prompts]
+
+
+def test_a_batch_of_unequal_prompts_decodes_300_tokens_like_each_alone(
+    compiled: Any, prompts: list[Tensor], expected: list[tuple[Tensor, Tensor]]
+) -> None:
+    tokens, logits = generate(compiled, *padded(prompts), DECODE_STEPS)
+    for row, (alone, alone_logits) in enumerate(expected):
+        assert torch.equal(tokens[row], alone[0]), f"prompt of {PROMPT_LENGTHS[row]} tokens"
+        torch.testing.assert_close(logits[row], alone_logits[0], atol=1e-4, rtol=0)
+    assert graphs() == 2
+    assert not counters["graph_break"]
+
+
+def test_each_prompt_alone_decodes_the_same_tokens(
+    compiled: Any, prompts: list[Tensor], expected: list[tuple[Tensor, Tensor]]
+) -> None:
+    before = graphs()
+    for prompt, (alone, alone_logits) in zip(prompts, expected, strict=True):
+        tokens, logits = generate(compiled, *padded([prompt]), 40)
+        assert torch.equal(tokens, alone[:, :40])
+        torch.testing.assert_close(logits, alone_logits[:, :40], atol=1e-4, rtol=0)
+    assert graphs() - before == 2, "one row is a prefill and a decode graph of its own, whatever its length"
+    assert not counters["graph_break"]
+
+
+def test_nothing_recompiles_over_random_batches(compiled: Any) -> None:
+    """Two warm-up batches have been seen above; from here torch is told to raise instead of compiling."""
+    before = graphs()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(50):
+            rows = [torch.randint(1, 512, (random.randint(2, 60),)) for _ in range(random.randint(1, 4))]
+            ids, mask = padded(rows)
+            compiled.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+    assert graphs() == before
+
+
+def test_chunked_prefill_gives_the_whole_prefills_tokens(
+    compiled: Any, prompts: list[Tensor], expected: list[tuple[Tensor, Tensor]]
+) -> None:
+    """The graphs that exist already serve a prompt in pieces: chunks of 44 and a rest."""
+    ids, mask = padded(prompts[-1:])
+    before = graphs()
+    got = compiled.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, prefill_chunk_size=44)
+    assert torch.equal(got[:, ids.shape[1] :], expected[-1][0][:, :20])
+    assert graphs() == before
+
+
+def step(model: Any, cache: hf.PagedCache, ids: Tensor) -> Tensor:
+    """Logits `[B, vocab]` after the last of `ids` `[B, S]`, by the call that generate itself makes."""
+    inputs = model.prepare_inputs_for_generation(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return model(**inputs, return_dict=True).logits[:, -1]
+
+
+@pytest.mark.parametrize("split", [[150], [1, 5, 44, 100], [1] * 150], ids=["whole", "chunked", "token-by-token"])
+def test_any_split_of_a_prompt_through_the_same_graphs(compiled: Any, original: Any, split: list[int]) -> None:
+    ids = torch.randint(1, 512, (1, 150))
+    with torch.no_grad():
+        reference = original(ids, use_cache=False).logits[0]
+    before, cache, end = graphs(), hf.new_cache(compiled), 0
+    for piece in ids.split(split, dim=1):
+        end += piece.shape[1]
+        logits = step(compiled, cache, piece)
+        torch.testing.assert_close(logits[0], reference[end - 1], atol=1e-4, rtol=0)
+    assert graphs() == before
+
+
+def test_a_sequence_past_its_capacity_raises_and_never_wraps(compiled: Any) -> None:
+    cache = hf.new_cache(compiled)
+    step(compiled, cache, torch.randint(1, 512, (1, MAX_SEQ_LEN)))
+    with pytest.raises(RuntimeError, match="E204"):
+        step(compiled, cache, torch.randint(1, 512, (1, 1)))
