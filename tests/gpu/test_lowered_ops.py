@@ -1,0 +1,77 @@
+"""Lowered ops on a GPU against the reference on the same GPU: values, cache bytes, launches and copies.
+
+Inductor contracts multiplies and adds, so a rotated value next to a rounding boundary may land on its neighbour: a few
+stored bytes in a million. Everything that is not rotated is exact.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import decisions, layout
+from dsv4_compile.backend import dsv4
+from dsv4_compile.testing import samples  # noqa: F401  (importing the package registers the ops)
+
+NUM_BLOCKS, BLOCK = 64, layout.WINDOW_BLOCK
+CONTRACTED_SHARE = 1e-3
+
+
+def inputs(tokens: int, fmt: str, heads: int = 64) -> tuple[Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(tokens)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
+
+    fused = randn(tokens, (heads + 1) * layout.HEAD_DIM) * 3
+    q, kv = fused[:, : heads * layout.HEAD_DIM].unflatten(1, (heads, layout.HEAD_DIM)), fused[:, -layout.HEAD_DIM :]
+    cache = layout.allocate_cache(fmt, NUM_BLOCKS, BLOCK, device="cuda")
+    slots = torch.randperm(NUM_BLOCKS * BLOCK, device="cuda", generator=generator)[:tokens]
+    slots[::5] = -1
+    slots[3::7] = NUM_BLOCKS * BLOCK + 5
+    positions = torch.randint(0, 1000, (tokens,), device="cuda", generator=generator)
+    angles = torch.rand(1000, layout.ROPE_DIM // 2, device="cuda", generator=generator) * 6.28
+    return q, kv, cache, slots, positions, torch.cat((angles.cos(), angles.sin()), 1)
+
+
+def call(q: Tensor, kv: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, table: Tensor, fmt: str) -> Tensor:
+    return torch.ops.dsv4.q_norm_rope_kv_insert(q, kv, cache, slots, positions, table, 1e-6, BLOCK, fmt)
+
+
+@pytest.mark.parametrize("fmt", layout.KV_FORMATS)
+def test_lowered_op_equals_the_reference(fmt: str) -> None:
+    def step(*args: Tensor) -> Tensor:
+        return call(*args, fmt)
+
+    compiled = torch.compile(step, backend=dsv4, fullgraph=True)
+    with decisions.collect() as chosen, torch.inference_mode():
+        for tokens in (7, 64, 513, 2048):
+            expected_args, args = inputs(tokens, fmt), inputs(tokens, fmt)
+            for tensor in (args[0], args[1], args[3], args[4]):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            q, expected = compiled(*args), step(*expected_args)
+            torch.testing.assert_close(q, expected, atol=0, rtol=2.0**-7)
+            ours, theirs = args[2].view(torch.uint8), expected_args[2].view(torch.uint8)
+            written = max(1, int((slot_is_valid(args[3])).sum()) * layout.HEAD_DIM)
+            assert (ours != theirs).sum() <= max(2, CONTRACTED_SHARE * written)
+    assert {d.impl for d in chosen} == {"ir"}
+
+
+def slot_is_valid(slots: Tensor) -> Tensor:
+    return (slots >= 0) & (slots < NUM_BLOCKS * BLOCK)
+
+
+def test_two_launches_and_no_copy_of_the_cache() -> None:
+    def step(*args: Tensor) -> Tensor:
+        return call(*args, "fp8_ds_mla")
+
+    args = inputs(256, "fp8_ds_mla")
+    compiled = torch.compile(step, backend=dsv4, fullgraph=True)
+    with torch.inference_mode():
+        compiled(*args)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            compiled(*args)
+            torch.cuda.synchronize()
+    kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 2, kernels
