@@ -20,6 +20,7 @@ from .._compat import OpOverload, V, has_device_kernel, lowerings, register_lowe
 from ..decisions import Call, Decision
 from ..errors import fail
 from ..ops._define import OPS, REFERENCES
+from ..ops._kernels import refusal
 from ..options import Options
 
 log = logging.getLogger(__name__)
@@ -74,14 +75,20 @@ def twin(op: str, impl: str) -> OpOverload:
 def can_lower(call: Call) -> dict[str, Decision]:
     """What each implementation says to `call`: a Decision for itself, or for "eager" with the reason it cannot."""
     lowering = LOWERINGS.get(call.op)
-    kernel = has_device_kernel(OPS[call.op], call.device)
     return {
         "ir": lowering.can_lower(call) if lowering else call.choose("eager", "no Inductor lowering"),
-        "triton": call.choose("triton", f"kernel for {call.architecture}")
-        if kernel
-        else call.choose("eager", f"no kernel for {call.device.type} yet"),
+        "triton": _can_launch(call),
         "eager": call.choose("eager", "the reference was asked for"),
     }
+
+
+def _can_launch(call: Call) -> Decision:
+    """What the hand-written kernel says to `call`."""
+    if not has_device_kernel(OPS[call.op], call.device):
+        return call.choose("eager", f"no kernel for {call.device.type} yet")
+    refuses = refusal(call.op)
+    reason = refuses(**call.arguments) if refuses is not None else ""
+    return call.choose("eager", reason) if reason else call.choose("triton", f"kernel for {call.architecture}")
 
 
 def decide(call: Call, options: Options) -> Decision:

@@ -9,6 +9,7 @@ import torch
 
 from .._compat import OpOverload, below_autograd
 from ..errors import fail
+from ._kernels import KERNELS, dispatcher
 
 LIBRARY = torch.library.Library("dsv4", "DEF")
 OPS: dict[str, OpOverload] = {}
@@ -38,7 +39,7 @@ def define(
 ) -> OpOverload:
     """Define `torch.ops.dsv4.<name>` from `schema` and return its overload.
 
-    The reference serves every device until a kernel is registered for one. `fake` returns exact shapes, dtypes and
+    The reference serves every device; on GPUs a kernel goes before it where `_kernels.KERNELS` names one. `fake` returns exact shapes, dtypes and
     strides. `check` has the op's signature, defaults included, and runs before either: it refuses wrong arguments by
     host-side facts. Inputs that require grad, with gradients enabled, raise E206: there is no backward.
     """
@@ -46,6 +47,8 @@ def define(
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     REFERENCES[name] = checked(check, reference)
     LIBRARY.impl(name, REFERENCES[name], "CompositeExplicitAutograd")
+    if name in KERNELS:
+        LIBRARY.impl(name, checked(check, dispatcher(name, reference)), "CUDA")
     torch.library.register_fake(f"dsv4::{name}", checked(check, fake), lib=LIBRARY)
     op = getattr(torch.ops.dsv4, name).default
 

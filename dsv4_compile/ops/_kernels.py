@@ -1,0 +1,53 @@
+"""Which ops have a hand-written Triton kernel, and how a call reaches it without this package importing Triton.
+
+`kernels/<stem>.py` holds the launcher of an op under the op's own name and with the op's arguments. Where a launcher
+cannot take every call, `<op>_refuses`, with the same arguments, says why ("" = it takes this one) from host-side facts
+alone; a refused call runs the reference, and the backend records the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import fail
+
+KERNELS: Mapping[str, str] = {}
+"""Name of an op -> stem of the file in kernels/ that launches it on CUDA and ROCm devices."""
+
+
+@functools.cache
+def launcher(op: str) -> Callable[..., Any]:
+    """The launcher of `op`. Imports Triton; E101 where there is none."""
+    return getattr(_module(op), op)
+
+
+@functools.cache
+def refusal(op: str) -> Callable[..., str] | None:
+    """The function that says why a call of `op` cannot use its kernel, or None if the kernel takes every call."""
+    return getattr(_module(op), f"{op}_refuses", None)
+
+
+def dispatcher(op: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs `op` on a GPU: its kernel, or `reference` for a call that the kernel refuses."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        refuses = refusal(op)
+        if refuses is not None and refuses(*args, **kwargs):
+            return reference(*args, **kwargs)
+        return launcher(op)(*args, **kwargs)
+
+    return run
+
+
+def _module(op: str) -> Any:
+    try:
+        return importlib.import_module(f"dsv4_compile.kernels.{KERNELS[op]}")
+    except ImportError as missing:
+        fail(
+            "E101",
+            got=f"no Triton for torch.ops.dsv4.{op} on a GPU: {missing}",
+            fix='install the Triton that belongs to this torch, or compile with options={"dsv4.impl": "eager"}',
+        )
