@@ -26,8 +26,8 @@ def launcher(op: str) -> Callable[..., Any]:
 
 @functools.cache
 def refusal(op: str) -> Callable[..., str] | None:
-    """The function that says why a call of `op` cannot use its kernel, or None if the kernel takes every call."""
-    return getattr(_module(op), f"{op}_refuses", None)
+    """The function that says why a call of `op` cannot use its kernel; None if the kernel is not ours or takes all."""
+    return getattr(_module(op), f"{op}_refuses", None) if op in KERNELS else None
 
 
 def dispatcher(op: str, reference: Callable[..., Any]) -> Callable[..., Any]:
