@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import check, fail
-from .layout import WEIGHT_TILE
+from .layout import WEIGHT_TILE, cdiv
 from .reference.block_scale import dequantize_weight
 
 HF_NAMES: dict[str, str] = {
@@ -40,6 +40,9 @@ HF_NAMES: dict[str, str] = {
 }
 """DeepSeek's name of every weight of an attention layer -> its name in transformers, without the suffix."""
 
+_E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_SCALES = (torch.float32, _E8M0, torch.uint8)
 _HF_SUFFIX = {"weight": "weight", "scale": "weight_scale_inv"}
 
 
@@ -63,36 +66,30 @@ def load_attention(
     """
     check(naming in ("official", "hf"), "E207", got=f"naming={naming!r}", rule="naming is official or hf")
     given = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+    def take(name: str, why: str) -> Tensor:
+        if name not in given:
+            fail("E207", got=f"no tensor {prefix}{name}", why=why)
+        return given.pop(name)
+
     plan: list[tuple[nn.Parameter, Tensor]] = []
-    used: set[str] = set()
     for name, parameter in module.named_parameters():
         source = name if naming == "official" else hf_name(name)
-        if source not in given:
-            fail("E207", got=f"no tensor {prefix}{source}", why=f"parameter {name} {tuple(parameter.shape)} needs it")
-        value = given[source]
-        used.add(source)
-        scale_name = _scale_name(source, naming)
-        if value.dtype is torch.float8_e4m3fn and parameter.dtype is not torch.float8_e4m3fn:
-            if scale_name not in given:
-                fail("E207", got=f"no tensor {prefix}{scale_name}", why=f"{source} is e4m3 and needs its block scales")
-            used.add(scale_name)
-            value = dequantize_weight(value, given[scale_name])
-        check(
-            value.shape == parameter.shape,
-            "E207",
-            got=f"{prefix}{source} of shape {tuple(value.shape)}",
-            why=f"parameter {name} has shape {tuple(parameter.shape)}",
-        )
-        check(
-            value.dtype is parameter.dtype or parameter.dtype is not torch.float8_e4m3fn,
-            "E207",
-            got=f"{prefix}{source} of dtype {value.dtype}",
-            why=f"parameter {name} is e4m3",
-            fix=f"build the module with fp8=False, or quantise to e4m3 with {WEIGHT_TILE}x{WEIGHT_TILE} scales",
-        )
-        plan.append((parameter, value))
-    extra = sorted(given.keys() - used)
-    check(not extra, "E207", got=f"tensors that no parameter takes: {', '.join(prefix + e for e in extra[:8])}")
+        value = take(source, f"parameter {name} {tuple(parameter.shape)} needs it")
+        if value.dtype is _E4M3 and parameter.dtype is not _E4M3:
+            scale_name = _scale_name(source, naming)
+            scale = take(scale_name, f"{source} is e4m3 and needs its block scales")
+            value = _dequantize(value, scale, f"{prefix}{source}", f"{prefix}{scale_name}")
+        _check_shape(value, tuple(parameter.shape), f"{prefix}{source}")
+        plan.append((parameter, _as_dtype(value, parameter.dtype, f"{prefix}{source}")))
+    extra = ", ".join(prefix + name for name in sorted(given)[:8])
+    check(not given, "E207", got=f"{len(given)} tensors that no parameter takes: {extra}")
+    check(
+        not any(parameter.is_meta for parameter, _ in plan),
+        "E207",
+        got="a module on the meta device",
+        fix="give it memory first: module.to_empty(device=...)",
+    )
     with torch.no_grad():
         for parameter, value in plan:
             parameter.copy_(value)
@@ -103,6 +100,45 @@ def _scale_name(source: str, naming: str) -> str:
     return f"{source.removesuffix('.weight')}.{suffix}"
 
 
+def _check_shape(value: Tensor, shape: tuple[int, ...], name: str) -> None:
+    check(tuple(value.shape) == shape, "E207", got=f"{name} of shape {tuple(value.shape)}", why=f"{shape} is needed")
+
+
+def _dequantize(weight: Tensor, scale: Tensor, name: str, scale_name: str) -> Tensor:
+    check(
+        weight.dim() == 2, "E207", got=f"{name}: e4m3 of shape {tuple(weight.shape)}", why="only matrices have scales"
+    )
+    _check_shape(scale, tuple(cdiv(size, WEIGHT_TILE) for size in weight.shape), scale_name)
+    check(scale.dtype in _SCALES, "E207", got=f"{scale_name} of dtype {scale.dtype}", why="it scales an e4m3 weight")
+    return dequantize_weight(weight, scale)
+
+
+def _as_dtype(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """`value`, ready to be copied into a parameter of `dtype`. E207 unless it means the same there.
+
+    Only floating weights may be rounded. A weight is never quantised here, and a scale is a power of two as it comes.
+    """
+    if dtype is _E8M0 and value.dtype is torch.uint8:
+        return value.view(_E8M0)
+    if dtype is _E8M0 and value.dtype is torch.float32:
+        check(
+            torch.equal(value.to(_E8M0).float(), value),
+            "E207",
+            got=f"{name} with values that are no powers of two",
+            fix="build the module with fp8=False: the weight is then dequantised as it is loaded",
+        )
+        return value
+    allowed = (dtype,) if dtype in (_E4M3, _E8M0) else _FLOATS
+    check(
+        value.dtype in allowed,
+        "E207",
+        got=f"{name} of dtype {value.dtype}",
+        why=f"its parameter is {dtype}",
+        fix="build the module with fp8=False" if dtype is _E4M3 else "",
+    )
+    return value
+
+
 def load_attention_from_safetensors(
     module: nn.Module, path: str | pathlib.Path, *, prefix: str, naming: str = "official"
 ) -> None:
@@ -110,7 +146,11 @@ def load_attention_from_safetensors(
 
     Only the tensors under `prefix` are read.
     """
-    load_attention(module, dict(_read_safetensors(pathlib.Path(path), prefix)), prefix=prefix, naming=naming)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _read_safetensors(pathlib.Path(path), prefix):
+        check(name not in tensors, "E207", got=f"{name} in two files of {path}")
+        tensors[name] = tensor
+    load_attention(module, tensors, prefix=prefix, naming=naming)
 
 
 def _read_safetensors(path: pathlib.Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -118,17 +158,22 @@ def _read_safetensors(path: pathlib.Path, prefix: str) -> Iterator[tuple[str, Te
         from safetensors import safe_open
     except ImportError:
         fail("E101", got="safetensors is not installed", fix="pip install safetensors")
-    files = [path]
-    if path.is_dir():
-        index = path / "model.safetensors.index.json"
-        if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            files = [path / f for f in sorted({f for name, f in weight_map.items() if name.startswith(prefix)})]
-        else:
-            files = sorted(path.glob("*.safetensors"))
-    check(bool(files) and all(f.is_file() for f in files), "E207", got=f"no safetensors with {prefix}* at {path}")
-    for file in files:
+    for file in _files_with(path, prefix):
+        check(file.is_file(), "E207", got=f"no file {file}")
         with safe_open(file, framework="pt") as handle:
             for name in handle.keys():  # noqa: SIM118  (the handle is not a dict)
                 if name.startswith(prefix):
                     yield name, handle.get_tensor(name)
+
+
+def _files_with(path: pathlib.Path, prefix: str) -> list[pathlib.Path]:
+    """The file, or the folder's files that hold tensors under `prefix`: all of them where no index tells."""
+    if not path.is_dir():
+        return [path]
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        files = sorted(path.glob("*.safetensors"))
+        check(bool(files), "E207", got=f"no .safetensors in {path}")
+        return files
+    weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    return [path / file for file in sorted({file for name, file in weight_map.items() if name.startswith(prefix)})]

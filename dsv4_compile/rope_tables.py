@@ -17,15 +17,20 @@ def inv_freq(rope: Rope) -> Tensor:
     YaRN divides the low frequencies by `factor` and keeps the high ones, with a linear ramp over the pair index
     between the pairs that turn `beta_fast` and `beta_slow` times over the original context.
     """
-    powers = rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
+    powers = rope.theta ** (_arange(0, rope.dim, 2) / rope.dim)
     plain = 1.0 / powers
     if rope.yarn is None:
         return plain
     low = max(math.floor(_pair_with_turns(rope, rope.yarn.beta_fast)), 0)
     high = min(math.ceil(_pair_with_turns(rope, rope.yarn.beta_slow)), rope.dim - 1)
     width = max(high - low, 0.001)
-    keep = 1.0 - ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    keep = 1.0 - ((_arange(rope.dim // 2) - low) / width).clamp(0, 1)
     return 1.0 / (rope.yarn.factor * powers) * (1.0 - keep) + plain * keep
+
+
+def _arange(*bounds: int) -> Tensor:
+    # On the CPU whatever device is the default, as `with torch.device("meta")` sets while modules are built.
+    return torch.arange(*bounds, dtype=torch.float32, device="cpu")
 
 
 def _pair_with_turns(rope: Rope, turns: float) -> float:
@@ -41,5 +46,7 @@ def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "c
 
     Tables are cached: layers of one kind share one tensor. Do not write to it or cast it.
     """
-    angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inv_freq(rope)
+    if torch.device(device).type == "meta":
+        return torch.empty(max_position, rope.dim, device=device)
+    angles = _arange(max_position)[:, None] * inv_freq(rope)
     return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)

@@ -7,6 +7,8 @@ through the paged caches, so batches of any mix run the same graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -86,15 +88,17 @@ class DeepseekV4Attention(nn.Module):
             )
         if config.kind(layer_idx) == CSA:
             self.indexer = Indexer(config, self.cache_format, fp8=fp8, dtype=dtype, device=device)
-        table_device = "cpu" if device is None else device
-        table = cos_sin_cache(config.rope(self.ratio), max_seq_len or config.max_position_embeddings, table_device)
-        self.register_buffer("cos_sin", table, persistent=False)
+        self.max_seq_len = max_seq_len or config.max_position_embeddings
+        self.register_buffer("cos_sin", self._table(self.attn_sink.device), persistent=False)
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """Move the RoPE table with the module but never cast it: rotation is defined on the float32 table."""
-        table = self.cos_sin
+    def _table(self, device: torch.device) -> Tensor:
+        return cos_sin_cache(self.config.rope(self.ratio), self.max_seq_len, device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepseekV4Attention:
+        """Leave the RoPE table out: it is never cast, and on every device all layers share one."""
+        self.cos_sin = torch.empty(0)
         super()._apply(fn, recurse)
-        self.cos_sin = table.to(self.attn_sink.device)
+        self.cos_sin = self._table(self.attn_sink.device)
         return self
 
     def forward(self, hidden: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> Tensor:
