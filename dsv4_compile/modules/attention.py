@@ -134,7 +134,7 @@ class DeepseekV4Attention(nn.Module):
             layout.WINDOW_BLOCK,
             self.cache_format.kv,
             self.scale,
-            self.attn_sink,
+            self.attn_sink.float(),  # model.to(bfloat16) casts it; nothing to do otherwise
             cache.main,
             entries,
             lens,

@@ -112,6 +112,18 @@ def test_quantised_caches_stay_close(original, kv_cache_dtype: str) -> None:
     assert similarity.median() > (0.9999 if kv_cache_dtype == "bfloat16" else 0.99)
 
 
+@pytest.mark.parametrize("everything", [False, True], ids=["norms-and-sinks-float32", "all-bfloat16"])
+def test_bfloat16_models(original, everything: bool) -> None:
+    """As transformers loads them, and after model.to(bfloat16), which casts sinks and norms too."""
+    model = tiny_model(dtype=torch.bfloat16)
+    if everything:
+        model.to(torch.bfloat16)
+    hf.convert(model, max_batch_size=1, max_seq_len=256)
+    ids = random_ids(1, 30)
+    similarity = torch.nn.functional.cosine_similarity(model(ids).logits.float(), eager_logits(original, ids), dim=-1)
+    assert similarity.median() > 0.999
+
+
 def test_weights_are_shared_and_keep_their_names() -> None:
     model = tiny_model()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
