@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import layout
-from .config import DeepseekV4Config
+from .config import CSA, DeepseekV4Config
 from .errors import check, fail
 from .metadata.types import BlockTables
 
@@ -109,12 +109,23 @@ def allocate_layer_cache(
     num_blocks: Callable[[str], int],
     device: torch.device | str | None = None,
 ) -> LayerCache:
-    """Allocate the zeroed caches of one layer; `num_blocks(group)` gives the pages of each block-table group."""
+    """Allocate the zeroed caches of one layer; `num_blocks(group)` gives the pages of each block-table group.
+
+    Raises E205 where a byte format cannot hold vectors of the model's dims.
+    """
     check(
         cache_format.kv != "fp8_ds_mla" or (config.head_dim, config.rope_dim) == (layout.HEAD_DIM, layout.ROPE_DIM),
         "E205",
         got=f"head_dim={config.head_dim}, rope_dim={config.rope_dim} with an fp8_ds_mla cache",
         fix=f'use kv_cache_dtype="auto"; fp8_ds_mla rows hold {layout.NOPE_DIM} + {layout.ROPE_DIM} dims',
+    )
+    check(
+        config.kind(layer_idx) != CSA
+        or cache_format.indexer == "plain"
+        or config.index_head_dim == layout.INDEXER_HEAD_DIM,
+        "E205",
+        got=f"index_head_dim={config.index_head_dim} with an {cache_format.indexer} cache",
+        fix=f'use indexer_cache_dtype="bfloat16"; quantised indexer rows hold {layout.INDEXER_HEAD_DIM} dims',
     )
 
     def kv(group: str, block_size: int) -> Tensor:
@@ -170,7 +181,12 @@ class PagedCaches:
         cache_format: CacheFormat,
         device: torch.device | str | None = None,
     ) -> None:
-        check(max_batch_size > 0 and max_seq_len > 0, "E204", got=f"{max_batch_size=}, {max_seq_len=}")
+        check(
+            max_batch_size > 0 and max_seq_len > 0 and (max_step_tokens is None or max_step_tokens > 0),
+            "E204",
+            got=f"{max_batch_size=}, {max_seq_len=}, {max_step_tokens=}",
+            fix="pass positive numbers",
+        )
         self.config = config
         self.cache_format = cache_format
         self.max_batch_size = max_batch_size
@@ -187,9 +203,9 @@ class PagedCaches:
         """Pages a request owns in each group: all of its blocks, or a ring that covers what a step can reach."""
 
         def ring(reach: int, block_size: int) -> int:
-            # A step writes max_step_tokens rows and reads `reach - 1` older ones; they may start anywhere in a page.
-            span = layout.cdiv(reach - 1 + self.max_step_tokens - 1, block_size) + 1
-            return min(span, layout.cdiv(self.max_seq_len, block_size))
+            # A step writes max_step_tokens rows and reads `reach - 1` older ones. Wherever these begin, they fit a ring
+            # of as many rows: the slot of a position is the position modulo the ring.
+            return layout.cdiv(min(reach - 1 + self.max_step_tokens, self.max_seq_len), block_size)
 
         pages = {"window": ring(self.config.sliding_window, layout.WINDOW_BLOCK)}
         for ratio in self.config.compressed_ratios:

@@ -168,6 +168,9 @@ def _as_dict(source: Any) -> Mapping[str, Any]:
 def _from_hf(cls: type[DeepseekV4Config], raw: Mapping[str, Any]) -> DeepseekV4Config:
     model_type = raw.get("model_type", "deepseek_v4")
     check(model_type == "deepseek_v4", "E205", got=f"model_type={model_type!r}", fix="only deepseek_v4 is supported")
+    required = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    missing = [name for name in required if raw.get(name) is None]
+    check(not missing, "E205", got=f"a configuration without {', '.join(missing)}", fix="pass the model's config.json")
     check(
         raw.get("num_key_value_heads", 1) == 1,
         "E205",
@@ -195,7 +198,7 @@ def _from_hf(cls: type[DeepseekV4Config], raw: Mapping[str, Any]) -> DeepseekV4C
         **fields,
         head_dim=head_dim,
         rope_dim=_rope_dim(raw, main, head_dim, default),
-        compress_ratios=_ratios(raw, default),
+        compress_ratios=_ratios(raw),
         rope_theta=float(main.get("rope_theta", raw.get("rope_theta", default.rope_theta))),
         compress_rope_theta=float(
             compress.get("rope_theta", raw.get("compress_rope_theta", default.compress_rope_theta))
@@ -204,7 +207,7 @@ def _from_hf(cls: type[DeepseekV4Config], raw: Mapping[str, Any]) -> DeepseekV4C
     )
 
 
-def _ratios(raw: Mapping[str, Any], default: DeepseekV4Config) -> tuple[int, ...]:
+def _ratios(raw: Mapping[str, Any]) -> tuple[int, ...]:
     rates = raw.get("compress_rates") or {}
     expected = {name: ratio for name, ratio in _RATIO_OF_LAYER_TYPE.items() if ratio > 1}
     for name, ratio in rates.items():
@@ -213,7 +216,7 @@ def _ratios(raw: Mapping[str, Any], default: DeepseekV4Config) -> tuple[int, ...
         return tuple(int(r) for r in raw["compress_ratios"])
     types = raw.get("layer_types")
     if types is None:
-        return default.compress_ratios
+        fail("E205", got="a configuration without compress_ratios or layer_types", fix="pass the model's config.json")
     unknown = sorted(set(types) - set(_RATIO_OF_LAYER_TYPE))
     check(not unknown, "E205", got=f"layer_types with {unknown}", fix=f"known types are {sorted(_RATIO_OF_LAYER_TYPE)}")
     return tuple(_RATIO_OF_LAYER_TYPE[t] for t in types)
@@ -223,6 +226,8 @@ def _rope_parameters(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping
     """RoPE parameters of plain layers and of compressed layers, each possibly empty."""
     nested = raw.get("rope_parameters") or {}
     if isinstance(nested.get("main"), Mapping):
+        kind = nested["main"].get("rope_type", "default")
+        check(kind == "default", "E205", got=f"rope type {kind!r} on window layers", fix="only default exists there")
         return nested["main"], nested["compress"]
     flat = dict(raw.get("rope_scaling") or nested)
     flat.pop("rope_theta", None)
@@ -241,7 +246,10 @@ def _yarn(compress: Mapping[str, Any]) -> Yarn | None:
     if kind == "default":
         return None
     check(kind == "yarn", "E205", got=f"rope type {kind!r} on compressed layers", fix="only yarn and default exist")
-    factor = compress.get("attention_factor", 1.0)
-    check(factor in (None, 1.0), "E205", got=f"attention_factor={factor}", why="V4 scales neither cos/sin nor scores")
+    scaling = compress.get("attention_factor", 1.0)
+    check(scaling in (None, 1.0), "E205", got=f"attention_factor={scaling}", why="V4 scales neither cos/sin nor scores")
+    factor, original = compress.get("factor"), compress.get("original_max_position_embeddings")
+    if factor is None or original is None:
+        fail("E205", got=f"yarn with {factor=}, original_max_position_embeddings={original}")
     betas = {name: float(compress[name]) for name in ("beta_fast", "beta_slow") if compress.get(name) is not None}
-    return Yarn(float(compress["factor"]), int(compress["original_max_position_embeddings"]), **betas)
+    return Yarn(float(factor), int(original), **betas)

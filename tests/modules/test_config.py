@@ -1,0 +1,200 @@
+"""Configurations: the two published models, both spellings of a config.json, RoPE frequencies, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV4Config as HFConfig
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
+
+from dsv4_compile.config import DeepseekV4Config, Rope, Yarn
+from dsv4_compile.rope_tables import cos_sin_cache, inv_freq
+
+YARN = {"factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
+FLASH_RATIOS = [0, 0, *[4, 128] * 20, 4, 0]
+PRO_RATIOS = [128, 128, *[4, 128] * 29, 4, 0]
+
+# What the models' own config.json say of their attention, in DeepSeek's spelling.
+FLASH: dict[str, Any] = {
+    "model_type": "deepseek_v4",
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "sliding_window": 128,
+    "compress_ratios": FLASH_RATIOS,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {"type": "yarn", **YARN},
+    "max_position_embeddings": 1048576,
+}
+PRO = {
+    **FLASH,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "o_groups": 16,
+    "compress_ratios": PRO_RATIOS,
+    "index_topk": 1024,
+}
+MODELS = {"flash": (FLASH, DeepseekV4Config.flash()), "pro": (PRO, DeepseekV4Config.pro())}
+
+
+def in_transformers_spelling(config: dict[str, Any]) -> HFConfig:
+    ratios = config["compress_ratios"][: config["num_hidden_layers"]]
+    return HFConfig(**{**config, "compress_ratios": ratios, "rope_scaling": {"rope_type": "yarn", **YARN}})
+
+
+@pytest.mark.parametrize(
+    "model, kinds", [("flash", {"swa": 2, "csa": 21, "hca": 20}), ("pro", {"csa": 30, "hca": 31})], ids=MODELS
+)
+def test_published_layers(model: str, kinds: dict[str, int]) -> None:
+    config = MODELS[model][1]
+    assert Counter(config.kind(i) for i in range(config.num_layers)) == kinds
+    # The entry past the last layer belongs to the MTP layer, which attends its window alone.
+    assert len(config.compress_ratios) == config.num_layers + 1
+    assert config.kind(config.num_layers) == "swa"
+    assert config.compressed_ratios == (4, 128)
+    assert config.softmax_scale == 512**-0.5
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_deepseeks_spelling_gives_the_published_model(model: str, tmp_path: Path) -> None:
+    raw, expected = MODELS[model]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    for source in (raw, path, str(path), tmp_path):
+        assert DeepseekV4Config.from_hf(source) == expected
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_transformers_spelling_gives_the_published_model(model: str, tmp_path: Path) -> None:
+    """As an object, as its dict, and as the file it saves. transformers knows no MTP entry."""
+    raw, published = MODELS[model]
+    theirs = in_transformers_spelling(raw)
+    expected = replace(published, compress_ratios=published.compress_ratios[: published.num_layers])
+    theirs.save_pretrained(tmp_path)
+    for source in (theirs, theirs.to_dict(), tmp_path):
+        assert DeepseekV4Config.from_hf(source) == expected
+
+
+def test_ratio_0_is_ratio_1_and_layers_are_data() -> None:
+    config = DeepseekV4Config.flash().with_layers(0, 1, 128)
+    assert config.num_layers == 3
+    assert config.compress_ratios == (1, 1, 128)
+    assert [config.kind(i) for i in range(3)] == ["swa", "swa", "hca"]
+    assert config.compressed_ratios == (128,)
+    assert hash(config) == hash(replace(config))
+
+
+def test_only_compressed_layers_have_yarn() -> None:
+    config = DeepseekV4Config.flash()
+    assert config.rope(1) == Rope(10000.0, 64)
+    assert config.rope(4) == config.rope(128) == Rope(160000.0, 64, Yarn(16.0, 65536, 32.0, 1.0))
+    without = DeepseekV4Config.from_hf({**FLASH, "rope_scaling": None})
+    assert without.rope(4) == Rope(160000.0, 64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"head_dim": 64, "qk_rope_head_dim": 16, "index_head_dim": 32},
+        {"rope_theta": 5000, "compress_rope_theta": 40000},
+        {"rope_scaling": {"rope_type": "yarn", **YARN, "factor": 4, "original_max_position_embeddings": 4096}},
+        {"rope_scaling": {"rope_type": "yarn", **YARN, "beta_fast": 16, "beta_slow": 2}},
+        {"rope_scaling": None},
+    ],
+    ids=["published", "small", "bases", "context", "betas", "no-yarn"],
+)
+def test_frequencies_equal_transformers(change: dict[str, Any]) -> None:
+    """To the last bit but one: the two interpolate in a different order."""
+    theirs = in_transformers_spelling(FLASH).to_dict() | {"rope_parameters": None}
+    for name in ("qk_rope_head_dim", "partial_rotary_factor"):
+        theirs.pop(name, None)
+    rope = {"qk_rope_head_dim": 64, "rope_scaling": {"rope_type": "yarn", **YARN}}
+    config = HFConfig(**{**theirs, **rope, **change})
+    rotary, ours = DeepseekV4RotaryEmbedding(config), DeepseekV4Config.from_hf(config)
+    for ratio, label in ((1, "main"), (4, "compress"), (128, "compress")):
+        torch.testing.assert_close(inv_freq(ours.rope(ratio)), getattr(rotary, f"{label}_inv_freq"), rtol=2e-7, atol=0)
+        assert getattr(rotary, f"{label}_attention_scaling") == 1.0
+
+
+def test_worked_frequencies() -> None:
+    """dim 64, base 160000: pairs up to 15 keep their frequency, pairs from 25 on turn 16 times slower."""
+    frequencies = inv_freq(DeepseekV4Config.flash().rope(4))
+    plain = [160000.0 ** (-2 * i / 64) for i in range(32)]
+    expected = [f * (1 - s) + f / 16 * s for i, f in enumerate(plain) for s in [min(max((i - 15) / 10, 0.0), 1.0)]]
+    torch.testing.assert_close(frequencies.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+def test_table_rows_are_cosines_then_sines_of_the_position() -> None:
+    rope = DeepseekV4Config.flash().rope(4)
+    table = cos_sin_cache(rope, 300)
+    assert table.shape == (300, 64)
+    assert table.dtype is torch.float32
+    angle = 299 * inv_freq(rope)
+    assert torch.equal(table[299], torch.cat((angle.cos(), angle.sin())))
+    assert cos_sin_cache(rope, 300) is table
+    with torch.device("meta"):
+        assert cos_sin_cache(rope, 301).device.type == "cpu"
+
+
+V41_RATIOS = [0, 0, *[2] * 18, *[1] * 20, 0, 0, 0]
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "v4.1-ratios": ({"num_hidden_layers": 40, "compress_ratios": V41_RATIOS}, r"compress_ratios with \[2\]"),
+    "v4.1-by-name": ({"model_type": "deepseek_v41"}, "deepseek_v41"),
+    "v3": ({"model_type": "deepseek_v3"}, "deepseek_v3"),
+    "kv-heads": ({"num_key_value_heads": 8}, "num_key_value_heads=8"),
+    "too-few-ratios": ({"compress_ratios": FLASH_RATIOS[:42]}, "42 compress_ratios for 43 layers"),
+    "no-ratios": ({"compress_ratios": None}, "without compress_ratios or layer_types"),
+    "no-dims": ({"hidden_size": None, "num_attention_heads": None}, "without hidden_size, num_attention_heads"),
+    "layer-types": ({"compress_ratios": None, "layer_types": ["full_attention"] * 43}, "full_attention"),
+    "compress-rates": ({"compress_rates": {"heavily_compressed_attention": 64}}, "64"),
+    "groups": ({"o_groups": 7}, "o_groups=7"),
+    "rope-dim": ({"qk_rope_head_dim": 256}, "rope_dim=256"),
+    "odd-rope-dim": ({"qk_rope_head_dim": 63}, "rope_dim=63"),
+    "rope-type": ({"rope_scaling": {"type": "llama3", **YARN}}, "llama3"),
+    "attention-factor": ({"rope_scaling": {"type": "yarn", **YARN, "attention_factor": 1.277}}, "1.277"),
+    "yarn-without-factor": ({"rope_scaling": {"type": "yarn"}}, "factor=None"),
+    "yarn-on-windows": (
+        {"rope_parameters": {"main": {"rope_type": "yarn", **YARN}, "compress": {}}},
+        "'yarn' on window layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_configurations_are_refused(case: str) -> None:
+    change, told = REFUSED[case]
+    with pytest.raises(ValueError, match=rf"E205(.|\n)*{told}"):
+        DeepseekV4Config.from_hf({**FLASH, **change})
+
+
+def test_sources_that_are_no_configuration_are_refused(tmp_path: Path) -> None:
+    for source in (tmp_path / "config.json", str(tmp_path), 7):
+        with pytest.raises(ValueError, match="E205"):
+            DeepseekV4Config.from_hf(source)
+
+
+@pytest.mark.parametrize("layer", [-1, 44])
+def test_a_layer_that_does_not_exist_is_refused(layer: int) -> None:
+    with pytest.raises(ValueError, match=r"E205(.|\n)*layer_idx="):
+        DeepseekV4Config.flash().kind(layer)
