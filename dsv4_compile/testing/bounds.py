@@ -1,0 +1,197 @@
+"""Run Triton kernels in the interpreter with every access checked against the argument its pointer comes from.
+
+    with checked(mutated=("out",)) as launched:      # in a process started with TRITON_INTERPRET=1
+        kernel[grid](out, x, ...)
+    assert launched == ["kernel"]
+
+A tensor argument is its elements and nothing else: gaps between rows, page padding and the memory around it are out of
+bounds. The 16 bits of a pointer above any address of a process carry the number of its argument, so an access that
+runs from one argument into another is found as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .._compat import triton_interpreter
+
+_TAG_SHIFT = 48
+_ADDRESS = np.uint64((1 << _TAG_SHIFT) - 1)
+_TRITON = triton.__path__[0]
+
+
+class BoundsError(AssertionError):
+    """A kernel accessed memory that none of its arguments gives it, or wrote to one that it must not change."""
+
+
+class _Argument:
+    """Which bytes belong to one tensor argument of a launch."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.tensor = name, tensor
+        self.address, self.size = tensor.data_ptr(), tensor.element_size()
+        span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        elements = torch.zeros(span if tensor.numel() else 1, dtype=torch.bool)
+        if tensor.numel():
+            elements.as_strided(tensor.shape, tensor.stride()).fill_(True)
+        self.elements = elements.numpy()
+
+    def holds(self, addresses: np.ndarray, width: int) -> np.ndarray:
+        """Which of the accesses of `width` bytes lie in elements of the tensor, at a multiple of their width."""
+        ok = addresses % width == 0
+        first = (addresses - self.address) // self.size
+        last = (addresses - self.address + width - 1) // self.size
+        for step in range(width // self.size + 1):
+            element = np.minimum(first + step, last)
+            inside = (element >= 0) & (element < len(self.elements))
+            ok &= inside & self.elements[np.where(inside, element, 0)]
+        return ok
+
+    def __str__(self) -> str:
+        kind = str(self.tensor.dtype).removeprefix("torch.")
+        return f"{self.name!r}, {kind} {tuple(self.tensor.shape)} with strides {self.tensor.stride()}"
+
+
+class _Checker:
+    """The arguments of the launch under way, and the check that each access goes through."""
+
+    def __init__(self, mutated: Collection[str]) -> None:
+        self.mutated = mutated
+        self.launched: list[str] = []
+        self.kernel = ""
+        self.arguments: dict[int, _Argument] = {}
+        self.tags: dict[int, int] = {}
+
+    def bind(self, kernel: str, values: dict[str, Any]) -> None:
+        """Take the tensors, by name, of a launch of `kernel`."""
+        self.kernel = kernel
+        self.launched.append(kernel)
+        tensors = [found for name, value in values.items() for found in _tensors(name, value)]
+        self.arguments = {tag: _Argument(*item) for tag, item in enumerate(tensors, 1)}
+        self.tags = {id(argument.tensor): tag for tag, argument in self.arguments.items()}
+
+    def tag(self, tensor: Any, pointer: Any) -> None:
+        """Mark the pointer made of an argument with the argument's number."""
+        pointer.handle.data |= np.uint64(self.tags[id(tensor)] << _TAG_SHIFT)
+
+    def resolve(self, kind: str, pointers: Any, mask: Any) -> Any:
+        """Addresses behind tagged pointers. Raises unless every live one is good for this `kind` of access."""
+        tagged = np.asarray(pointers.data)
+        addresses = (tagged & _ADDRESS).astype(np.int64)
+        live = np.broadcast_to(np.ones(1, bool) if mask is None else np.asarray(mask.data, bool), tagged.shape)
+        width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        for number in np.unique(tagged[live] >> np.uint64(_TAG_SHIFT)).tolist():
+            mine = addresses[live & (tagged >> np.uint64(_TAG_SHIFT) == number)]
+            self._check(kind, self.arguments.get(number), mine, width)
+        return triton_interpreter.TensorHandle(tagged & _ADDRESS, pointers.dtype)
+
+    def _check(self, kind: str, argument: _Argument | None, addresses: np.ndarray, width: int) -> None:
+        if argument is None:
+            self._fail(kind, f"through {addresses.size} pointers that come from no argument")
+        elif kind != "load" and argument.name not in self.mutated:
+            self._fail(kind, f"to argument {argument}, which is not declared as mutated")
+        elif not (good := argument.holds(addresses, width)).all():
+            first = int(addresses[~good][0]) - argument.address
+            wrong = f"{int((~good).sum())} of {good.size} accesses of {width} bytes miss argument {argument}"
+            self._fail(kind, f"{wrong}; the first is at byte {first} from its start")
+
+    def _fail(self, kind: str, what: str) -> None:
+        program = tuple(triton_interpreter.interpreter_builder.grid_idx)
+        raise BoundsError(f"{kind} in {self.kernel}, program {program}, {_kernel_line()}: {what}")
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in an argument, with their names: itself, those of a tuple, or the one behind a descriptor."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from _tensors(f"{name}[{i}]", item)
+    elif isinstance(value, TensorDescriptor):
+        yield name, value.base
+
+
+def _kernel_line() -> str:
+    """Where the kernel's code is now: the innermost frame that is neither ours nor Triton's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TRITON)):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _cause(error: BaseException | None) -> BoundsError | None:
+    """The fault inside the errors that the interpreter wraps around it, one for each device function."""
+    while error is not None and not isinstance(error, BoundsError):
+        error = error.__cause__
+    return error
+
+
+@contextmanager
+def checked(mutated: Collection[str] = ()) -> Iterator[list[str]]:
+    """Check every load, store and atomic of the kernels launched in the block. Yields the names of these kernels.
+
+    Args:
+        mutated: names of the kernel arguments that may be written, for all kernels of the block together.
+    Raises:
+        BoundsError: an access misses the elements of the argument its pointer comes from, is not aligned to its own
+            width, goes through a pointer made of a number, or writes to an argument that is not in `mutated`. Raised
+            from the launch, with the kernel's line. Lanes that are masked off may point anywhere.
+        RuntimeError: Triton was not imported with TRITON_INTERPRET=1, so nothing could be checked.
+    """
+    interpreter = triton_interpreter
+    if not isinstance(tl.softmax, interpreter.InterpretedFunction):
+        raise RuntimeError("checked() needs the interpreter: set TRITON_INTERPRET=1 before Triton is imported")
+    checker = _Checker(mutated)
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    call, to_host, to_handle = executor.__call__, executor._init_args_hst, interpreter._implicit_cvt
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(self, *args, **kwargs)
+        except Exception as error:
+            fault = _cause(error)
+            if fault is None:
+                raise
+            raise fault from None
+
+    def bind(self: Any, args: Any, kwargs: Any) -> Any:
+        hosted, hosted_kwargs = to_host(self, args, kwargs)
+        checker.bind(self.fn.__name__, dict(zip(self.arg_names, hosted, strict=False)) | hosted_kwargs)
+        return hosted, hosted_kwargs
+
+    def convert(value: Any) -> Any:
+        converted = to_handle(value)
+        if id(value) in checker.tags:
+            checker.tag(value, converted)
+        return converted
+
+    def guarded(name: str, kind: str, pointer: int, mask: int | None) -> Any:
+        original = getattr(builder, name)
+
+        def access(self: Any, *args: Any, **kwargs: Any) -> Any:
+            handles = list(args)
+            handles[pointer] = checker.resolve(kind, args[pointer], None if mask is None else args[mask])
+            return original(self, *handles, **kwargs)
+
+        return mock.patch.object(builder, name, access)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(executor, "__call__", run))
+        stack.enter_context(mock.patch.object(executor, "_init_args_hst", bind))
+        stack.enter_context(mock.patch.object(interpreter, "_implicit_cvt", convert))
+        stack.enter_context(guarded("create_masked_load", "load", 0, 1))
+        stack.enter_context(guarded("create_masked_store", "store", 0, 2))
+        stack.enter_context(guarded("create_atomic_rmw", "atomic", 1, 3))
+        stack.enter_context(guarded("create_atomic_cas", "atomic", 0, None))
+        yield checker.launched
