@@ -53,6 +53,7 @@ PRIVATE: dict[str, PrivateName] = {
     "ir": PrivateName("torch._inductor.ir", "", "the nodes that lowerings build"),
     "lowerings": PrivateName("torch._inductor.lowering", "lowerings", "which ops have a lowering already"),
     "register_lowering": PrivateName("torch._inductor.lowering", "register_lowering", "adds a lowering for an op"),
+    "fallback_handler": PrivateName("torch._inductor.lowering", "fallback_handler", "calls an op from a lowering"),
     "ops": PrivateName("torch._inductor.virtualized", "ops", "scalar operations inside an IR node"),
     "V": PrivateName("torch._inductor.virtualized", "V", "the graph that is being lowered"),
     "ReductionHint": PrivateName("torch._inductor.runtime.hints", "ReductionHint", "asks for one pass over a row"),

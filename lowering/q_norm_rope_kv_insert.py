@@ -7,13 +7,14 @@ iteration space and fuse; for row caches one masked store over [T, D]. Strided i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .._compat import ir, ops
+from .._compat import codegen_of, ir, ops
 from ..decisions import Call, Decision
 from ..layout import FP8_DS_MLA, FP8_DS_MLA_TILES, FP8_MAX, KV_AMAX_FLOOR, KV_TILE, NOPE_DIM, ROPE_DIM
 from .ir_common import (
@@ -40,7 +41,7 @@ from .ir_common import (
     ue8m0_byte,
     ue8m0_inverse,
 )
-from .registry import lowers
+from .registry import call_reference, lowers
 
 _FUSES = "Inductor IR, fuses with what comes before and after"
 _FIRST_FP8 = 89  # compute capability from which Triton converts to e4m3
@@ -84,9 +85,13 @@ def can_lower_kv(call: Call) -> Decision:
 
 
 def can_lower_both(call: Call) -> Decision:
-    """IR where both halves have it."""
-    kv = can_lower_kv(call)
-    return kv if kv.impl != "ir" else can_lower_q(call)
+    """IR where q has it; kv too, but on C++, where no kernel could take both instead."""
+    q, kv = can_lower_q(call), can_lower_kv(call)
+    if q.impl != "ir" or kv.impl == "ir":
+        return q
+    return (
+        call.choose("ir", f"Inductor IR for q; the reference inserts kv: {kv.reason}") if call.codegen == "cpp" else kv
+    )
 
 
 @lowers("q_norm_rope", can_lower_q)
@@ -180,8 +185,9 @@ def lower_both(
     q_scale: Any | None = None,
     kv_scale: Any | None = None,
 ) -> Any:
-    """Build the IR of both halves."""
-    lower_kv(kv, k_cache, slot_mapping, positions, cos_sin_cache, block_size, cache_format, kv_scale)
+    """Build the IR of both halves, or on C++ of q alone."""
+    insert = functools.partial(call_reference, "kv_rope_insert") if codegen_of(q.get_device()) == "cpp" else lower_kv
+    insert(kv, k_cache, slot_mapping, positions, cos_sin_cache, block_size, cache_format, kv_scale)
     return lower_q(q, positions, cos_sin_cache, eps, padded_heads, q_scale)
 
 

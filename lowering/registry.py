@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._compat import OpOverload, V, has_device_kernel, lowerings, register_lowering
+from .._compat import OpOverload, V, fallback_handler, has_device_kernel, lowerings, register_lowering
 from ..decisions import Call, Decision
 from ..errors import fail
 from ..ops._define import OPS, REFERENCES
@@ -70,6 +70,11 @@ def twin(op: str, impl: str) -> OpOverload:
     library.impl(op, REFERENCES[op], "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4_{impl}::{op}", public, lib=library)
     return getattr(getattr(torch.ops, f"dsv4_{impl}"), op).default
+
+
+def call_reference(op: str, *args: Any) -> Any:
+    """Inside a lowering: the reference of `op`, opaque to Inductor."""
+    return fallback_handler(twin(op, "eager"), add_to_fallback_set=False)(*args)
 
 
 def can_lower(call: Call) -> dict[str, Decision]:

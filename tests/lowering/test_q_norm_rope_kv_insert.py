@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dsv4_compile import backend, decisions
 from dsv4_compile.decisions import Call
-from dsv4_compile.layout import HEAD_DIM, ROPE_DIM
+from dsv4_compile.layout import HEAD_DIM, ROPE_DIM, allocate_cache
 from dsv4_compile.lowering import q_norm_rope_kv_insert as lowering
-from dsv4_compile.testing import strided
+from dsv4_compile.testing import assert_bitwise, strided
 
 EPS = 1e-6
 
@@ -40,7 +40,8 @@ def test_every_cache_format_has_ir_on_triton(cache_format: str) -> None:
     ("op", "changes", "reason"),
     [
         ("kv_rope_insert", {"codegen": "cpp"}, "the C++ backend cannot predicate stores"),
-        ("q_norm_rope_kv_insert", {"codegen": "cpp"}, "the C++ backend cannot predicate stores"),
+        ("q_norm_rope_kv_insert", {"codegen": "cpp", "q_scale": torch.ones(1)}, "does not round to e4m3"),
+        ("q_norm_rope_kv_insert", {"cos_sin_cache": torch.empty(8, 32)}, "for a rope dim of 64"),
         ("q_norm_rope", {"codegen": "halide"}, "lowered for C++ and Triton, not for halide"),
         ("q_norm_rope", {"codegen": "cpp", "q_scale": torch.ones(1)}, "the C++ backend does not round to e4m3"),
         ("q_norm_rope", {"q": torch.empty(3, 4, 63), "cos_sin_cache": torch.empty(8, 6)}, "the head dim is odd"),
@@ -116,3 +117,40 @@ def test_an_insert_on_cpp_is_the_reference_and_leaves_skipped_rows_alone() -> No
     assert (caches[1].flatten(0, 1)[[0, 1, 3, 4, 6, 7]] == 7).all()
     assert [d.impl for d in decided] == ["eager"]
     assert "cannot predicate stores" in decided[0].reason
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache_format", ["plain", "fp8_ds_mla"])
+def test_both_in_one_on_cpp_is_ir_for_q_around_the_reference_insert(cache_format: str) -> None:
+    dim, rope, dtype = (24, 8, torch.float32) if cache_format == "plain" else (HEAD_DIM, ROPE_DIM, torch.bfloat16)
+
+    def run(
+        q: Tensor, kv: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, table: Tensor
+    ) -> tuple[Tensor, ...]:
+        before = cache.float().sum()
+        out = torch.ops.dsv4.q_norm_rope_kv_insert(
+            q * 2, kv + 1, cache, slots, positions, table, EPS, 4, cache_format, 4
+        )
+        return out * 0.5, before, cache.float().sum()
+
+    compiled = torch.compile(run, backend=backend.dsv4, fullgraph=True)
+    with decisions.collect() as decided:
+        for tokens in (5, 9, 2):
+            q, positions, table = _queries(tokens, 3, dim, rope, dtype)
+            kv, slots = torch.randn(tokens, dim).to(dtype), torch.randperm(16)[:tokens]
+            slots[1::3], slots[2::3] = -1, 10**6
+            caches = [allocate_cache(cache_format, 4, 4, dim, dtype=dtype) for _ in range(2)]
+            expected = run(q, kv, caches[0], slots, positions, table)
+            q, kv = strided(q), strided(kv)
+            for tensor in (q, kv, slots, positions):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            actual = compiled(q, kv, caches[1], slots, positions, table)
+            torch.testing.assert_close(
+                actual[0], expected[0], rtol=1e-6 if dtype is torch.float32 else 2**-7, atol=1e-6
+            )
+            # Readers around the op see the cache before and after it, and every byte is the reference's.
+            assert_bitwise(caches[1], caches[0])
+            assert [float(x) for x in actual[1:]] == pytest.approx([float(x) for x in expected[1:]])
+            assert actual[1] == 0 and actual[2] != 0
+    assert [(d.op, d.impl) for d in decided] == [("q_norm_rope_kv_insert", "ir")]
+    assert decided[0].reason == "Inductor IR for q; the reference inserts kv: the C++ backend cannot predicate stores"
