@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from .._compat import triton_driver, triton_interpreter
@@ -93,19 +94,35 @@ def install(target: GPUTarget = HOPPER) -> None:
 
 @functools.cache
 def round_like_hardware() -> None:
-    """Make the interpreter round float32 to bfloat16 and fp8 to nearest even, as GPUs do.
+    """Make the interpreter convert between float formats and multiply bfloat16 matrices as GPUs do.
 
-    It truncates to bfloat16 and loses the carry into the exponent of fp8, in Triton 3.6 to 3.9.
+    Left alone, Triton 3.6 to 3.9 truncates float32 to bfloat16, loses the carry into the exponent of fp8, reads the NaN
+    of fp8 as a number, and multiplies the bits of bfloat16 matrices as integers.
     """
-    formats = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+    formats = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    formats |= {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
     original = triton_interpreter._convert_float
 
     def convert(bits: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-        if str(source) != "fp32" or str(target) not in formats:
+        if str(source) not in formats or str(target) not in formats:
             return original(bits, source, target, rounding_mode)
-        values = torch.from_numpy(np.ascontiguousarray(bits).view(np.float32))
+        kind = getattr(np, f"uint{source.primitive_bitwidth}")
+        values = torch.from_numpy(np.ascontiguousarray(bits).view(kind)).view(formats[str(source)])
         rounded = values.to(formats[str(target)])
-        unsigned = torch.uint16 if rounded.element_size() == 2 else torch.uint8
-        return rounded.view(unsigned).numpy().reshape(bits.shape)
+        return rounded.view(unsigned[rounded.element_size()]).numpy().reshape(bits.shape)
+
+    builder = triton_interpreter.InterpreterBuilder
+    multiply = builder.create_dot
+
+    def widen(operand: Any) -> Any:
+        if str(operand.dtype) != "bf16":
+            return operand
+        values = convert(operand.data, operand.dtype, tl.float32, None).view(np.float32)
+        return triton_interpreter.TensorHandle(values, tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(self, widen(a), widen(b), *rest)
 
     triton_interpreter._convert_float = convert
+    builder.create_dot = create_dot

@@ -1,0 +1,65 @@
+"""The interpreter converts and multiplies as hardware does, so that a kernel's bytes can be compared on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4_compile.testing import assert_bitwise
+
+pytestmark = pytest.mark.interpreted
+TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
+
+
+@triton.jit
+def convert_kernel(out, x, N: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr, RAW: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i).to(SOURCE, bitcast=True).to(TARGET).to(RAW, bitcast=True))
+
+
+@triton.jit
+def dot_kernel(out, a, b, N: tl.constexpr):
+    i = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out + i, tl.dot(tl.load(a + i), tl.load(b + i)))
+
+
+def convert(x: Tensor, target: torch.dtype) -> Tensor:
+    raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    out = torch.empty(x.shape, dtype=raw[target.itemsize])
+    kinds = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32}
+    source = x.view(raw[x.element_size()])
+    convert_kernel[(1,)](out, source, x.numel(), TYPES[x.dtype], TYPES[target], kinds[out.dtype])
+    return out.view(target)
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_e4m3_code_widens_to_its_value(target: torch.dtype) -> None:
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    assert_bitwise(convert(codes, target), codes.to(target))
+
+
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_float32_rounds_to_nearest_even(target: torch.dtype) -> None:
+    codes = torch.arange(0x7F if target is torch.float8_e4m3fn else 1 << 14)
+    exact = codes.to(torch.uint8 if target.itemsize == 1 else torch.int16).view(target).float()
+    midpoints = (exact[:-1] + exact[1:]) / 2
+    near = torch.cat((exact[1:], midpoints, midpoints * (1 + 2.0**-20), midpoints * (1 - 2.0**-20)))
+    x = torch.cat((near, -near))
+    x = x[: 1 << (x.numel().bit_length() - 1)]
+    assert_bitwise(convert(x, target), x.to(target))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_matrices_of_every_dtype_multiply(dtype: torch.dtype) -> None:
+    a, b = torch.randint(-9, 9, (2, 16, 16)).to(dtype)
+    out = torch.empty(16, 16)
+    dot_kernel[(1,)](out, a, b, 16)
+    assert_bitwise(out, a.float() @ b.float())
