@@ -1,16 +1,22 @@
 """Triton without a GPU: a driver that is enough to generate and compile code for any target, and an interpreter that
-rounds as hardware does. Both stay for the rest of the process.
+rounds as hardware does. What is installed stays for the rest of the process.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
 
 from .._compat import triton_driver, triton_interpreter
 
@@ -92,12 +98,44 @@ def install(target: GPUTarget = HOPPER) -> None:
     triton_driver.set_active(FakeDriver(target))
 
 
+@contextmanager
+def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
+    """Let every launch in the block compile its kernel for `target` instead of running it; nothing stays installed.
+
+    Launchers are called as on a GPU, with tensors on the CPU, so what is compiled is what they would launch: types,
+    alignments, constants and options. Yields the compiled kernels in order.
+    """
+    compiled: list[Any] = []
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        # A kernel remembers the target it first saw as that of the device.
+        kept, self.device_caches = self.device_caches, collections.defaultdict(self.create_binder)
+        try:
+            compiled.append(launch(self, *args, grid=grid, warmup=True, **kwargs))
+        finally:
+            self.device_caches = kept
+        return compiled[-1]
+
+    with (
+        mock.patch.object(triton_driver, "_active", FakeDriver(target)),
+        mock.patch.object(JITFunction, "run", compile_only),
+    ):
+        yield compiled
+
+
+def machine_code(compiled: Any) -> bytes:
+    """The binary of a compiled kernel."""
+    binary: bytes = compiled.asm["hsaco" if "hsaco" in compiled.asm else "cubin"]
+    return binary
+
+
 @functools.cache
 def round_like_hardware() -> None:
-    """Make the interpreter convert between float formats and multiply bfloat16 matrices as GPUs do.
+    """Make the interpreter convert between float formats and calculate in bfloat16 as GPUs do.
 
     Left alone, Triton 3.6 to 3.9 truncates float32 to bfloat16, loses the carry into the exponent of fp8, reads the NaN
-    of fp8 as a number, and multiplies the bits of bfloat16 matrices as integers.
+    of fp8 as a number, and adds, compares and multiplies the bits of bfloat16 as integers, in matrices too.
     """
     formats = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     formats |= {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
@@ -113,7 +151,7 @@ def round_like_hardware() -> None:
         return rounded.view(unsigned[rounded.element_size()]).numpy().reshape(bits.shape)
 
     builder = triton_interpreter.InterpreterBuilder
-    multiply = builder.create_dot
+    multiply, elementwise = builder.create_dot, builder.binary_op
 
     def widen(operand: Any) -> Any:
         if str(operand.dtype) != "bf16":
@@ -124,5 +162,13 @@ def round_like_hardware() -> None:
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return multiply(self, widen(a), widen(b), *rest)
 
+    def binary_op(self: Any, a: Any, b: Any, operation: Any) -> Any:
+        if str(a.dtype) != "bf16":
+            return elementwise(self, a, b, operation)
+        result = elementwise(self, widen(a), widen(b), operation)
+        if result.data.dtype != np.float32:
+            return result
+        return triton_interpreter.TensorHandle(convert(result.data, tl.float32, tl.bfloat16, None), tl.bfloat16)
+
     triton_interpreter._convert_float = convert
-    builder.create_dot = create_dot
+    builder.create_dot, builder.binary_op = create_dot, binary_op

@@ -31,6 +31,14 @@ def dot_kernel(out, a, b, N: tl.constexpr):
     tl.store(out + i, tl.dot(tl.load(a + i), tl.load(b + i)))
 
 
+@triton.jit
+def arithmetic_kernel(out, smaller, a, b, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x, y = tl.load(a + i), tl.load(b + i)
+    tl.store(out + i, x * y - x)
+    tl.store(smaller + i, x < y)
+
+
 def convert(x: Tensor, target: torch.dtype) -> Tensor:
     raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     out = torch.empty(x.shape, dtype=raw[target.itemsize])
@@ -63,3 +71,11 @@ def test_matrices_of_every_dtype_multiply(dtype: torch.dtype) -> None:
     out = torch.empty(16, 16)
     dot_kernel[(1,)](out, a, b, 16)
     assert_bitwise(out, a.float() @ b.float())
+
+
+def test_bfloat16_adds_multiplies_and_compares() -> None:
+    a, b = torch.randn(2, 256).bfloat16()
+    out, smaller = torch.empty_like(a), torch.empty(256, dtype=torch.bool)
+    arithmetic_kernel[(1,)](out, smaller, a, b, 256)
+    assert_bitwise(out, a * b - a)
+    assert_bitwise(smaller, a < b)

@@ -1,0 +1,38 @@
+"""Launchers compile for a GPU that is not there, and leave no trace of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
+
+
+@triton.jit
+def double_kernel(out, x, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < n) * 2, mask=i < n)
+
+
+def launch(x: torch.Tensor, warps: int) -> None:
+    double_kernel[(1,)](torch.empty_like(x), x, x.numel(), BLOCK=256, num_warps=warps)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_compiled_is_what_would_be_launched(target: str) -> None:
+    with compiled_for(TARGETS[target]) as compiled:
+        launch(torch.zeros(256), 4)
+        launch(torch.zeros(256, dtype=torch.int32), 8)
+    assert [kernel.metadata.num_warps for kernel in compiled] == [4, 8]
+    assert all(kernel.metadata.target == TARGETS[target] for kernel in compiled)
+    assert len({machine_code(kernel) for kernel in compiled}) == 2
+
+
+def test_nothing_stays_installed() -> None:
+    before = triton.runtime.driver._active
+    with compiled_for(TARGETS["sm_90"]):
+        launch(torch.zeros(16), 1)
+    assert triton.runtime.driver._active is before
+    assert not double_kernel.device_caches
