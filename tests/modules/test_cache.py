@@ -215,3 +215,19 @@ def test_byte_formats_are_refused_for_dims_they_cannot_hold(words: tuple[str, st
 def test_a_format_that_a_layer_does_not_use_is_no_reason_to_refuse_it() -> None:
     cache = allocate_layer_cache(SMALL, 2, CacheFormat.resolve("float32", "fp8"), PAGES.__getitem__)
     assert set(cache.tensors()) == {"window", "main", "state"}
+
+
+def test_words_for_formats() -> None:
+    assert CacheFormat.resolve() == CacheFormat("plain", torch.bfloat16, "plain", torch.bfloat16)
+    assert CacheFormat.resolve("auto", model_dtype=torch.float32).kv_dtype is torch.float32
+    assert CacheFormat.resolve("fp8_ds_mla") == CacheFormat("fp8_ds_mla", torch.uint8, "indexer_fp8", torch.uint8)
+    assert CacheFormat.resolve("fp8", "mxfp4", hadamard=True) == CacheFormat(
+        "fp8", torch.uint8, "indexer_mxfp4", torch.uint8, hadamard=True
+    )
+    assert CacheFormat.resolve("fp8_ds_mla", "float16").indexer_dtype is torch.float16
+
+
+@pytest.mark.parametrize("words", [("int8",), ("auto", "int8"), ("mxfp4",), ("auto", "fp8_ds_mla")])
+def test_other_words_are_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=f"E202(.|\n)*{words[-1]}"):
+        CacheFormat.resolve(*words)
