@@ -13,7 +13,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
