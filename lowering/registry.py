@@ -92,7 +92,9 @@ def _can_launch(call: Call) -> Decision:
     if not has_device_kernel(OPS[call.op], call.device):
         return call.choose("eager", f"no kernel for {call.device.type} yet")
     refuses = refusal(call.op)
-    reason = refuses(**call.arguments) if refuses is not None else ""
+    # A mutated cache is no argument of a functional graph.
+    arguments = {declared.name: call.arguments.get(declared.name) for declared in OPS[call.op]._schema.arguments}
+    reason = refuses(**arguments) if refuses is not None else ""
     return call.choose("eager", reason) if reason else call.choose("triton", f"kernel for {call.architecture}")
 
 

@@ -14,7 +14,11 @@ from typing import Any
 
 from ..errors import fail
 
-KERNELS: Mapping[str, str] = {}
+KERNELS: Mapping[str, str] = {
+    "kv_rope_insert": "q_norm_rope_kv_insert",
+    "q_norm_rope": "q_norm_rope_kv_insert",
+    "q_norm_rope_kv_insert": "q_norm_rope_kv_insert",
+}
 """Name of an op -> stem of the file in kernels/ that launches it on CUDA and ROCm devices."""
 
 

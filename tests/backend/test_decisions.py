@@ -132,3 +132,20 @@ def test_a_device_kernel_is_used_unless_the_reference_is_asked_for(
         actual = torch.compile(run, backend=backend.dsv4, fullgraph=True, options=options)(o)
     assert [(d.op, d.impl) for d in decided] == [("inv_rope", impl)]
     assert torch.equal(actual, expected)
+
+
+def test_a_launcher_may_refuse_and_is_asked_with_none_for_what_the_op_mutates(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def refuses(**arguments: Any) -> str:
+        asked.update(arguments)
+        return "not on a Friday"
+
+    monkeypatch.setattr(registry, "has_device_kernel", lambda op, device: op.name() == "dsv4::kv_rope_insert")
+    monkeypatch.setattr(registry, "refusal", lambda op: refuses)
+    (decision,) = (d for d in _decide() if d.op == "kv_rope_insert")
+    assert decision.impl == "eager"
+    assert decision.reason.endswith("; not on a Friday")
+    assert list(asked) == [argument.name for argument in torch.ops.dsv4.kv_rope_insert.default._schema.arguments]
+    assert asked["k_cache"] is None
+    assert asked["block_size"] == 4
