@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import fail
 
 KERNELS: Mapping[str, str] = {
+    "compress_norm_rope_insert": "compress_norm_rope_insert",
     "kv_rope_insert": "q_norm_rope_kv_insert",
     "q_norm_rope": "q_norm_rope_kv_insert",
     "q_norm_rope_kv_insert": "q_norm_rope_kv_insert",
