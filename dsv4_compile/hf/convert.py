@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..cache import CacheFormat
 from ..config import DeepseekV4Config
@@ -128,16 +128,47 @@ def _shared_attention(
 ) -> DeepseekV4Attention:
     """Our attention over `source`'s own parameters, each linear as it is stored (floating or e4m3 with scales)."""
     ours = DeepseekV4Attention(
-        config, source.layer_idx, cache_format=cache_format, dtype=dtype, device="meta", max_seq_len=max_seq_len
+        config,
+        source.layer_idx,
+        cache_format=cache_format,
+        fp8=True,
+        dtype=dtype,
+        device="meta",
+        max_seq_len=max_seq_len,
     )
     for path, module in list(ours.named_modules()):
-        if isinstance(module, Linear) and _hf_parameter(source, f"{path}.weight").dtype is torch.float8_e4m3fn:
-            ours.set_submodule(path, Fp8Linear(*module.weight.shape, device="meta"))
-    for name, _ in list(ours.named_parameters()):
+        if isinstance(module, Fp8Linear) and _hf_parameter(source, f"{path}.weight").dtype is not torch.float8_e4m3fn:
+            ours.set_submodule(path, Linear(*module.weight.shape, dtype=dtype, device="meta"))
+    left = {name for name, _ in source.named_parameters()}
+    for name, parameter in list(ours.named_parameters()):
+        theirs = _hf_parameter(source, name)
+        _check_stored_alike(theirs, parameter, f"{hf_name(name)} of layer {source.layer_idx}")
+        left.remove(hf_name(name))
         path, _, leaf = name.rpartition(".")
-        setattr(ours.get_submodule(path), leaf, _hf_parameter(source, name))
+        setattr(ours.get_submodule(path), leaf, theirs)
+    check(
+        not left,
+        "E207",
+        got=f"parameters of layer {source.layer_idx} that no op takes: {', '.join(sorted(left))}",
+    )
     ours.cos_sin = cos_sin_cache(config.rope(ours.ratio), max_seq_len, source.sinks.device)
     return ours.eval()
+
+
+def _check_stored_alike(theirs: Tensor, ours: Tensor, name: str) -> None:
+    """E207 unless a parameter of transformers has the shape and the kind of dtype that ours has."""
+    check(
+        theirs.shape == ours.shape,
+        "E207",
+        got=f"{name} of shape {tuple(theirs.shape)}",
+        why=f"needs {tuple(ours.shape)}",
+    )
+    check(
+        (theirs.dtype is torch.float8_e4m3fn) == (ours.dtype is torch.float8_e4m3fn),
+        "E207",
+        got=f"{name} of dtype {theirs.dtype}",
+        why="DeepSeek-V4 keeps this weight in floating point",
+    )
 
 
 def _hf_parameter(source: Any, name: str) -> nn.Parameter:
