@@ -19,6 +19,7 @@ KERNELS: Mapping[str, str] = {
     "kv_rope_insert": "q_norm_rope_kv_insert",
     "q_norm_rope": "q_norm_rope_kv_insert",
     "q_norm_rope_kv_insert": "q_norm_rope_kv_insert",
+    "save_partial_states": "save_partial_states",
 }
 """Name of an op -> stem of the file in kernels/ that launches it on CUDA and ROCm devices."""
 
