@@ -16,6 +16,10 @@ from ..errors import fail
 
 KERNELS: Mapping[str, str] = {
     "compress_norm_rope_insert": "compress_norm_rope_insert",
+    "fused_q_kv_rmsnorm": "fused_q_kv_rmsnorm",
+    "indexer_q_rope_quant": "indexer_q_rope_quant",
+    "inv_rope": "inv_rope_fp8_quant",
+    "inv_rope_fp8_quant": "inv_rope_fp8_quant",
     "kv_rope_insert": "q_norm_rope_kv_insert",
     "q_norm_rope": "q_norm_rope_kv_insert",
     "q_norm_rope_kv_insert": "q_norm_rope_kv_insert",

@@ -1,0 +1,90 @@
+"""`fused_q_kv_rmsnorm` in one launch: a program for each row of qr, then one for each row of kv."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_SIZE = 16384
+"""Longest row: it stays in the registers of one program."""
+WARP_ELEMENTS = 512
+"""Elements of a row for each warp: two loads of 16 bytes for a thread."""
+
+
+@triton.jit
+def _norm_row(p_out, p_x, p_weight, row, x_strides, weight_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    o_d = tl.arange(0, BLOCK).to(tl.int64)
+    m_d = o_d < SIZE
+    # [BLOCK]
+    x = tl.load(p_x + row * x_strides[0] + o_d * x_strides[1], mask=m_d, other=0.0).to(tl.float32)
+    weight = tl.load(p_weight + o_d * weight_stride, mask=m_d, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x) * (1.0 / SIZE) + eps) * weight
+    tl.store(p_out + row * SIZE + o_d, y.to(p_out.dtype.element_ty), mask=m_d)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def fused_q_kv_rmsnorm_kernel(
+    p_q_out,  # [T, Q_SIZE] contiguous
+    p_kv_out,  # [T, KV_SIZE] contiguous
+    p_qr,  # [T, Q_SIZE]
+    p_kv,  # [T, KV_SIZE]
+    p_q_weight,  # [Q_SIZE]
+    p_kv_weight,  # [KV_SIZE]
+    qr_strides,
+    kv_strides,
+    q_weight_stride,
+    kv_weight_stride,
+    eps,
+    tokens,
+    Q_SIZE: tl.constexpr,
+    KV_SIZE: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+):
+    """Program p < T takes row p of qr, program T + p row p of kv."""
+    program = tl.program_id(0).to(tl.int64)
+    if program < tokens:
+        _norm_row(p_q_out, p_qr, p_q_weight, program, qr_strides, q_weight_stride, eps, Q_SIZE, Q_BLOCK)
+    else:
+        row = program - tokens
+        _norm_row(p_kv_out, p_kv, p_kv_weight, row, kv_strides, kv_weight_stride, eps, KV_SIZE, KV_BLOCK)
+
+
+def fused_q_kv_rmsnorm(
+    qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See the reference. The sums are in another order: results may be the neighbouring value."""
+    q_out, kv_out = qr.new_empty(qr.shape), kv.new_empty(kv.shape)
+    tokens, q_size = qr.shape
+    kv_size = kv.shape[1]
+    if tokens == 0:
+        return q_out, kv_out
+    fused_q_kv_rmsnorm_kernel[(2 * tokens,)](
+        q_out,
+        kv_out,
+        qr,
+        kv,
+        q_weight,
+        kv_weight,
+        qr.stride(),
+        kv.stride(),
+        q_weight.stride(0),
+        kv_weight.stride(0),
+        eps,
+        tokens,
+        Q_SIZE=q_size,
+        KV_SIZE=kv_size,
+        Q_BLOCK=triton.next_power_of_2(q_size),
+        KV_BLOCK=triton.next_power_of_2(kv_size),
+        num_warps=max(1, min(8, triton.next_power_of_2(max(q_size, kv_size)) // WARP_ELEMENTS)),
+    )
+    return q_out, kv_out
+
+
+def fused_q_kv_rmsnorm_refuses(qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float) -> str:
+    """Why a call cannot use the kernel, or ""."""
+    sizes = (qr.shape[1], kv.shape[1])
+    if any(isinstance(size, int) and not 0 < size <= MAX_SIZE for size in sizes):
+        return f"rows of {sizes[0]} and {sizes[1]} elements, it takes 1 to {MAX_SIZE}"
+    return ""
