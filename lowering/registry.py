@@ -20,12 +20,22 @@ from .._compat import OpOverload, V, fallback_handler, has_device_kernel, loweri
 from ..decisions import Call, Decision
 from ..errors import fail
 from ..ops._define import OPS, REFERENCES
-from ..ops._kernels import refusal
+from ..ops._kernels import KERNELS, launcher, refusal
 from ..options import Options
+from ..proven import is_proven
 
 log = logging.getLogger(__name__)
 
-MODULES = ("q_norm_rope_kv_insert",)
+MODULES = (
+    "compressed_slot_mapping",
+    "fused_q_kv_rmsnorm",
+    "global_topk",
+    "indexer_q_rope_quant",
+    "inv_rope_fp8_quant",
+    "q_norm_rope_kv_insert",
+    "quantize_and_insert_k_cache",
+    "save_partial_states",
+)
 """The files of this folder that register lowerings."""
 
 
@@ -63,11 +73,11 @@ def load() -> None:
 
 @functools.cache
 def twin(op: str, impl: str) -> OpOverload:
-    """The op `dsv4_<impl>::<op>`: the schema and fake of the public op, computed by its reference on every device."""
+    """The op `dsv4_<impl>::<op>`: the schema and fake of the public op, computed by its reference, or by its kernel."""
     public, library = OPS[op], torch.library.Library(f"dsv4_{impl}", "FRAGMENT")
     _libraries.append(library)
     library.define(str(public._schema).removeprefix("dsv4::"), tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl(op, REFERENCES[op], "CompositeExplicitAutograd")
+    library.impl(op, launcher(op) if impl == "triton" else REFERENCES[op], "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4_{impl}::{op}", public, lib=library)
     return getattr(getattr(torch.ops, f"dsv4_{impl}"), op).default
 
@@ -88,14 +98,23 @@ def can_lower(call: Call) -> dict[str, Decision]:
 
 
 def _can_launch(call: Call) -> Decision:
-    """What the hand-written kernel says to `call`."""
-    if not has_device_kernel(OPS[call.op], call.device):
+    """What the hand-written kernel says to `call`: ours, or one that somebody registered for the device."""
+    ours = call.op in KERNELS and call.device.type == "cuda"
+    if not ours and not has_device_kernel(OPS[call.op], call.device):
         return call.choose("eager", f"no kernel for {call.device.type} yet")
     refuses = refusal(call.op)
     # A mutated cache is no argument of a functional graph.
     arguments = {declared.name: call.arguments.get(declared.name) for declared in OPS[call.op]._schema.arguments}
     reason = refuses(**arguments) if refuses is not None else ""
     return call.choose("eager", reason) if reason else call.choose("triton", f"kernel for {call.architecture}")
+
+
+def _by_request_only(call: Call, impl: str) -> str:
+    """Why `auto` passes over an available implementation, or ""."""
+    foreign = impl == "triton" and call.op not in KERNELS
+    if foreign or is_proven(impl, call.op, call.architecture):
+        return ""
+    return f"{impl} has not been tested on {call.architecture} yet; dsv4.impl={impl} uses it all the same"
 
 
 def decide(call: Call, options: Options) -> Decision:
@@ -113,8 +132,11 @@ def decide(call: Call, options: Options) -> Decision:
             )
         return choices[demand]
     if options.impl == "auto":
-        reasons = "; ".join(choices[impl].reason for impl in ("ir", "triton"))
-        return choices[available[0]] if available[0] != "eager" else call.choose("eager", reasons)
+        unproven = {impl: _by_request_only(call, impl) for impl in available if impl != "eager"}
+        for impl, objection in unproven.items():
+            if not objection:
+                return choices[impl]
+        return call.choose("eager", "; ".join(unproven.get(i) or choices[i].reason for i in ("ir", "triton")))
     preferred = choices[options.impl]
     if preferred.impl != options.impl:
         _warn_once(preferred, options.impl)
@@ -124,11 +146,12 @@ def decide(call: Call, options: Options) -> Decision:
 def target_of(decision: Decision, call: Call) -> OpOverload:
     """The op that a node must call to get the implementation decided for it."""
     public = OPS[call.op]
-    if decision.impl == "ir":
-        return twin(call.op, "ir")
-    if decision.impl == "eager" and has_device_kernel(public, call.device):
-        return twin(call.op, "eager")
-    return public
+    has_kernel = has_device_kernel(public, call.device)
+    if decision.impl == "eager" and not has_kernel:
+        return public
+    if decision.impl == "triton" and has_kernel and not _by_request_only(call, "triton"):
+        return public
+    return twin(call.op, decision.impl)
 
 
 def forget_warnings() -> None:

@@ -39,7 +39,8 @@ def define(
 ) -> OpOverload:
     """Define `torch.ops.dsv4.<name>` from `schema` and return its overload.
 
-    The reference serves every device; on GPUs a kernel goes before it where `_kernels.KERNELS` names one. `fake` returns exact shapes, dtypes and
+    The reference serves every device; a kernel of `_kernels.KERNELS` goes before it on the GPUs that `proven`
+    lists. `fake` returns exact shapes, dtypes and
     strides. `check` has the op's signature, defaults included, and runs before either: it refuses wrong arguments by
     host-side facts. Inputs that require grad, with gradients enabled, raise E206: there is no backward.
     """

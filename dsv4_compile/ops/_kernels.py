@@ -2,7 +2,8 @@
 
 `kernels/<stem>.py` holds the launcher of an op under the op's own name and with the op's arguments. Where a launcher
 cannot take every call, `<op>_refuses`, with the same arguments, says why ("" = it takes this one) from host-side facts
-alone; a refused call runs the reference, and the backend records the reason.
+alone; a refused call runs the reference, and the backend records the reason. So does a call on a GPU that the kernel
+has not been tested on (see `proven`), unless dsv4.impl asks for the kernel.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
+from .._compat import device_architecture
 from ..errors import fail
+from ..proven import is_proven
 
 KERNELS: Mapping[str, str] = {
     "compress_norm_rope_insert": "compress_norm_rope_insert",
     "fused_q_kv_rmsnorm": "fused_q_kv_rmsnorm",
+    "global_topk": "global_topk",
     "indexer_q_rope_quant": "indexer_q_rope_quant",
     "inv_rope": "inv_rope_fp8_quant",
     "inv_rope_fp8_quant": "inv_rope_fp8_quant",
@@ -41,15 +47,27 @@ def refusal(op: str) -> Callable[..., str] | None:
 
 
 def dispatcher(op: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs `op` on a GPU: its kernel, or `reference` for a call that the kernel refuses."""
+    """What runs `op` on a GPU: its kernel where it is proven, or `reference`, also for a call that the kernel refuses."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not is_proven("triton", op, _architecture(args)):
+            return reference(*args, **kwargs)
         refuses = refusal(op)
         if refuses is not None and refuses(*args, **kwargs):
             return reference(*args, **kwargs)
         return launcher(op)(*args, **kwargs)
 
     return run
+
+
+def _architecture(args: tuple[Any, ...]) -> str:
+    device = next(value.device for value in args if isinstance(value, torch.Tensor))
+    return _architecture_of(device)
+
+
+@functools.cache
+def _architecture_of(device: torch.device) -> str:
+    return device_architecture(device)
 
 
 def _module(op: str) -> Any:

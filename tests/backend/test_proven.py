@@ -1,0 +1,70 @@
+"""`auto` uses on a GPU only what has passed on that GPU; the rest is there for who asks for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_compile import proven
+from dsv4_compile.decisions import Call, Decision
+from dsv4_compile.lowering import registry
+from dsv4_compile.ops._define import OPS
+from dsv4_compile.options import Options
+
+SM90 = "cuda sm_90"
+
+
+def call(op: str, architecture: str = SM90, **arguments: Any) -> Call:
+    return Call(op, arguments, torch.device("cuda"), "triton", architecture, "node", "model.py:3")
+
+
+def inv_rope(architecture: str = SM90) -> Call:
+    o, positions, table = torch.randn(3, 2, 64).bfloat16(), torch.arange(3), torch.randn(8, 16)
+    return call("inv_rope", architecture, o=o, positions=positions, cos_sin_cache=table)
+
+
+def decide(one: Call, **options: str) -> Decision:
+    registry.load()
+    return registry.decide(one, Options.parse(None, {f"dsv4.{k}": v for k, v in options.items()}, ops=OPS))
+
+
+@pytest.fixture
+def nothing_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proven, "_entries", frozenset)
+
+
+def test_auto_passes_over_what_no_gpu_has_run(nothing_proven: None) -> None:
+    decision = decide(inv_rope())
+    assert decision.impl == "eager"
+    assert "triton has not been tested on cuda sm_90 yet" in decision.reason
+
+
+def test_a_request_gets_it_all_the_same(nothing_proven: None) -> None:
+    decision = decide(inv_rope(), impl="triton")
+    assert decision.impl == "triton"
+    assert registry.target_of(decision, inv_rope()).namespace == "dsv4_triton"
+
+
+def test_auto_takes_what_is_proven_there_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proven, "_entries", lambda: frozenset({("triton", "inv_rope", SM90)}))
+    assert decide(inv_rope()).impl == "triton"
+    assert registry.target_of(decide(inv_rope()), inv_rope()).namespace == "dsv4"
+    assert decide(inv_rope("cuda sm_100")).impl == "eager"
+
+
+def test_trust_is_for_the_block(nothing_proven: None) -> None:
+    with proven.trust():
+        assert decide(inv_rope()).impl in ("ir", "triton")
+    assert decide(inv_rope()).impl == "eager"
+
+
+def test_the_record_names_ops_and_implementations_that_exist() -> None:
+    rows = json.loads(proven.RECORD.read_text())["proven"]
+    assert rows
+    for row in rows:
+        assert row["op"] in OPS
+        assert row["impl"] in ("ir", "triton")
+        assert set(row) == {"impl", "op", "architecture", "torch", "triton", "date"}
