@@ -1,6 +1,7 @@
 """The `dsv4` command. Nothing a subcommand needs is imported before that subcommand runs.
 
-Exit status: 0 success, 1 the answer is no (doctor found a fault, explain found too many breaks), 2 wrong usage.
+Exit status: 0 success, 1 the answer is no (doctor found a fault, explain found too many breaks, bench a wrong result),
+2 wrong usage.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return _doctor(as_json=args.json)
     if args.command == "explain":
         return _explain(args.target, as_json=args.json, max_breaks=args.max_breaks)
+    if args.command == "bench":
+        return _bench(args)
     return _demo(rest)
 
 
@@ -59,6 +62,24 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("target", nargs="?", help="an error code, a page (layout), or SCRIPT.py; nothing lists codes")
     explain.add_argument("--json", action="store_true", help="print the report of a script as JSON")
     explain.add_argument("--max-breaks", type=int, metavar="N", help="exit 1 if the script has more graph breaks")
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure the ops of this package against eager PyTorch and stock torch.compile",
+        description="Each implementation must agree with the reference before it is timed: CUDA graph replays on a "
+        "GPU, the wall clock on a CPU.",
+    )
+    bench.add_argument("scenario", nargs="?", help="what to measure; nothing lists the scenarios")
+    bench.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="COLUMN=A,B",
+        help="limit a column of the table: --only tokens=1,8 --only heads=64 --only impl=ir,triton",
+    )
+    bench.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU, if there is one")
+    bench.add_argument("--json", action="store_true", help="print the record as JSON")
+    bench.add_argument("--out", metavar="FOLDER", help="write SCENARIO.json, .txt and .png there")
 
     commands.add_parser(
         "demo", add_help=False, help="compile a small model here and compare it with eager (see --help)"
@@ -88,6 +109,28 @@ def _explain(target: str | None, *, as_json: bool, max_breaks: int | None) -> in
         return 2
     print(text)
     return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    import torch
+
+    from . import bench
+
+    if args.scenario is None:
+        print("\n".join(f"{name}  {what}" for name, what in bench.SCENARIOS.items()))
+        return 0
+    only = {column: set(values.split(",")) for column, _, values in (limit.partition("=") for limit in args.only)}
+    if wrong := bench.complaint(args.scenario, only):
+        print(wrong, file=sys.stderr)
+        return 2
+    record = bench.run(args.scenario, only=only, device=torch.device(args.device) if args.device else None)
+    if not record["rows"]:
+        print(f"nothing is left to measure after --only {' --only '.join(args.only)}", file=sys.stderr)
+        return 2
+    print(json.dumps(record, indent=1) if args.json else bench.render(record))
+    if args.out:
+        bench.save(record, args.out)
+    return int(any(row["status"] == "wrong" for row in record["rows"]))
 
 
 def _demo(argv: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"loading"}),
     frozenset({"modules"}),
     frozenset({"backend", "passes"}),
-    frozenset({"hf", "debug", "testing"}),
+    frozenset({"hf", "debug", "testing", "bench"}),
     frozenset({"doctor_ops", "doctor"}),
     frozenset({"cli", "__init__"}),
     frozenset({"__main__"}),

@@ -1,0 +1,53 @@
+"""The ways to run one op that scenarios compare: eager PyTorch, stock torch.compile, our IR, our kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import maybe_mark_dynamic
+from ..backend import dsv4
+from ..ops._define import OPS, REFERENCES
+from ..ops._kernels import launcher
+from .problem import Args, Prepare
+
+
+def implementations(op: str, typical: Callable[[], Args], tokens: Sequence[int]) -> Mapping[str, Prepare]:
+    """`eager` and `inductor` run the reference, `ir` and `triton` the op. Each is prepared once, however often asked.
+
+    Args:
+        typical: arguments of a middle size. Code is compiled for these, with a dynamic token dim, and serves every
+            size; torch compiles once more where there is one token.
+        tokens: positions of the arguments whose first dim is tokens.
+    """
+
+    def compiled(function: Callable[..., Any], backend: Any, **options: Any) -> Callable[..., Any]:
+        # Stock torch.compile, and each op of a scenario, starts without what was compiled before.
+        torch.compiler.reset()
+        call = torch.compile(function, backend=backend, fullgraph=True, options=options or None)
+        args = typical()
+        for index in tokens:
+            assert isinstance(args[index], Tensor)
+            maybe_mark_dynamic(args[index], 0)
+        call(*args)
+        return call
+
+    def through_op(*args: Any) -> Any:
+        return OPS[op](*args)
+
+    return {
+        "eager": lambda: REFERENCES[op],
+        "inductor": functools.cache(lambda: compiled(REFERENCES[op], "inductor")),
+        "ir": functools.cache(lambda: compiled(through_op, dsv4, **{f"dsv4.impl.{op}": "ir"})),
+        "triton": lambda: _kernel(op),
+    }
+
+
+def _kernel(op: str) -> Callable[..., Any]:
+    if not torch.cuda.is_available():
+        raise RuntimeError("hand-written kernels run on GPUs")
+    return launcher(op)

@@ -1,0 +1,187 @@
+"""Scenario `preprocess`: what surrounds the projections of a layer, op by op, for V4-Flash and V4-Pro.
+
+Random bfloat16 data; queries, keys and values are slices of one projection, as in a layer; an fp8_ds_mla cache of
+pages of 64 tokens; every token has a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import layout
+from ..config import DeepseekV4Config
+from ..ops._define import REFERENCES
+from .implementations import implementations
+from .problem import Args, Only, Problem, keep
+
+TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096, 16384), "cpu": (1, 32)}
+TYPICAL_TOKENS = 128
+MAX_POSITION = 4096
+COLUMNS = ("op", "heads", "tokens", "impl")
+CACHE = "fp8_ds_mla"
+
+# vLLM 0.33's CUDA kernel for the same work on one H200, medians of CUDA graph replays.
+PUBLISHED: Mapping[tuple[str, int], Mapping[int, float]] = {
+    ("q_norm_rope_kv_insert", 64): {1: 2.6, 8: 2.8, 32: 4.7, 128: 10.1, 512: 33.5, 4096: 150.0, 16384: 561.0},
+    ("q_norm_rope_kv_insert", 128): {1: 2.8, 8: 3.6, 32: 5.9, 128: 17.3, 512: 61.5, 4096: 281.0, 16384: 1076.0},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of `tokens` tokens, with random data from `seed`; `slots` tokens fit the cache."""
+
+    config: DeepseekV4Config
+    tokens: int
+    slots: int
+    device: torch.device
+    seed: int
+
+    def randn(self, *shape: int, part: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Normal values; different parts of a step are independent."""
+        generator = torch.Generator(self.device).manual_seed(16 * self.seed + part)
+        return torch.randn(*shape, device=self.device, generator=generator, dtype=dtype)
+
+    def positions(self) -> Tensor:
+        """int64 `[T]`."""
+        return torch.arange(self.tokens, device=self.device) % MAX_POSITION
+
+    def table(self) -> Tensor:
+        """float32 `[max_pos, rope_dim]`, unit pairs."""
+        angle = self.randn(MAX_POSITION, self.config.rope_dim // 2, part=1, dtype=torch.float32)
+        return torch.cat((angle.cos(), angle.sin()), dim=1)
+
+    def projection(self, *sizes: int) -> tuple[Tensor, ...]:
+        """`[T, size]` for each size, slices of one tensor."""
+        return self.randn(self.tokens, sum(sizes), part=2).split(sizes, dim=1)
+
+    def heads(self, flat: Tensor) -> Tensor:
+        """`[T, H, D]` of `[T, H * D]`."""
+        return flat.unflatten(1, (self.config.num_heads, self.config.head_dim))
+
+    def cache(self) -> tuple[Tensor, Tensor]:
+        """An empty cache, and a distinct slot for every token in random order."""
+        pages = layout.cdiv(self.slots, layout.WINDOW_BLOCK)
+        slots = self.randn(pages * layout.WINDOW_BLOCK, part=3).argsort()[: self.tokens]
+        return layout.allocate_cache(CACHE, pages, layout.WINDOW_BLOCK, device=self.device), slots
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """How to build the arguments of an op, which of them have tokens first, which it writes, and what it must move.
+
+    `traffic` is in bytes a token; weights, read once for all tokens, are left out.
+    """
+
+    build: Callable[[Step], Args]
+    tokens: tuple[int, ...]
+    written: tuple[int, ...]
+    traffic: Callable[[DeepseekV4Config], int]
+
+
+def _norms(s: Step) -> Args:
+    c = s.config
+    qr, kv = s.projection(c.q_lora_rank, c.head_dim)
+    weights = s.randn(c.q_lora_rank, part=4), s.randn(c.head_dim, part=5)
+    return qr, kv, *weights, c.rms_norm_eps
+
+
+def _queries(s: Step) -> Args:
+    q, _ = s.projection(s.config.num_heads * s.config.head_dim, s.config.head_dim)
+    return s.heads(q), s.positions(), s.table(), s.config.rms_norm_eps
+
+
+def _insert(s: Step) -> Args:
+    _, kv = s.projection(s.config.num_heads * s.config.head_dim, s.config.head_dim)
+    return kv, *s.cache(), s.positions(), s.table(), layout.WINDOW_BLOCK, CACHE
+
+
+def _both(s: Step) -> Args:
+    q, kv = s.projection(s.config.num_heads * s.config.head_dim, s.config.head_dim)
+    where = s.positions(), s.table(), s.config.rms_norm_eps
+    return s.heads(q), kv, *s.cache(), *where, layout.WINDOW_BLOCK, CACHE
+
+
+def _output(s: Step) -> Args:
+    return s.randn(s.tokens, s.config.num_heads, s.config.head_dim, part=2), s.positions(), s.table()
+
+
+def _quantised_output(s: Step) -> Args:
+    return *_output(s), s.config.o_groups, s.config.num_heads // s.config.o_groups
+
+
+_INT64, _BF16, _F32 = 8, 2, 4
+
+
+def _angles(c: DeepseekV4Config) -> int:
+    return _INT64 + c.rope_dim * _F32
+
+
+def _row(c: DeepseekV4Config) -> int:
+    return c.head_dim * _BF16
+
+
+def _inserted(c: DeepseekV4Config) -> int:
+    return _row(c) + _INT64 + layout.FP8_DS_MLA.data + layout.FP8_DS_MLA.scale
+
+
+def _quantised(c: DeepseekV4Config) -> int:
+    strips = c.num_heads * c.head_dim // layout.ACT_TILE
+    return c.num_heads * (_row(c) + c.head_dim) + strips * _F32
+
+
+OPS: Mapping[str, Op] = {
+    "fused_q_kv_rmsnorm": Op(_norms, (0, 1), (), lambda c: 2 * _BF16 * (c.q_lora_rank + c.head_dim)),
+    "q_norm_rope": Op(_queries, (0, 1), (), lambda c: _angles(c) + 2 * c.num_heads * _row(c)),
+    "kv_rope_insert": Op(_insert, (0, 2, 3), (1,), lambda c: _angles(c) + _inserted(c)),
+    "q_norm_rope_kv_insert": Op(
+        _both, (0, 1, 3, 4), (2,), lambda c: _angles(c) + 2 * c.num_heads * _row(c) + _inserted(c)
+    ),
+    "inv_rope": Op(_output, (0, 1), (), lambda c: _angles(c) + 2 * c.num_heads * _row(c)),
+    "inv_rope_fp8_quant": Op(_quantised_output, (0, 1), (), lambda c: _angles(c) + _quantised(c)),
+}
+
+
+def problems(
+    device: torch.device,
+    only: Only,
+    configs: tuple[DeepseekV4Config, ...] | None = None,
+    tokens: tuple[int, ...] | None = None,
+) -> Iterator[Problem]:
+    """Every op for V4-Flash and V4-Pro at every size, or for other configurations and sizes."""
+    configs = configs or (DeepseekV4Config.flash(), DeepseekV4Config.pro())
+    sizes = [t for t in tokens or TOKENS[device.type] if keep(only, tokens=t)]
+    for config in configs:
+        for name, op in OPS.items():
+            if sizes and keep(only, op=name, heads=config.num_heads):
+                yield from _sizes_of(name, op, config, sizes, device)
+
+
+def _sizes_of(name: str, op: Op, config: DeepseekV4Config, sizes: list[int], device: torch.device) -> Iterator[Problem]:
+    slots = max(TYPICAL_TOKENS, *sizes)
+
+    def make(tokens: int) -> Callable[[int], Args]:
+        return lambda seed: op.build(Step(config, tokens, slots, device, seed))
+
+    ways = implementations(name, lambda: make(TYPICAL_TOKENS)(0), op.tokens)
+    for tokens in sizes:
+        yield Problem(
+            op=name,
+            params={"heads": config.num_heads, "tokens": tokens},
+            make=make(tokens),
+            written=op.written,
+            traffic=tokens * op.traffic(config),
+            reference=REFERENCES[name],
+            implementations=ways,
+            published=_published(name, config.num_heads, tokens) if device.type == "cuda" else {},
+        )
+
+
+def _published(op: str, heads: int, tokens: int) -> dict[str, Any]:
+    us = PUBLISHED.get((op, heads), {}).get(tokens)
+    return {} if us is None else {"vLLM on H200": us}

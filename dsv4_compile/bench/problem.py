@@ -1,0 +1,44 @@
+"""What a scenario offers: one op at one size, and the implementations that compete for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Args = tuple[Any, ...]
+Prepare = Callable[[], Callable[..., Any]]
+"""Gives an implementation, ready to be called with the arguments. Compiles where there is something to compile; raises
+where the implementation is not available."""
+Only = Mapping[str, Collection[str]]
+"""Allowed values, as text, by column: `{"tokens": {"1", "8"}, "impl": {"ir"}}`. Columns that it lacks are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One op at one size.
+
+    Attributes:
+        op: name of the op.
+        params: what sizes it, as columns of the table; numbers or names.
+        make: builds one set of arguments in fresh memory. Sets of one seed are equal.
+        written: positions of the arguments that the op mutates.
+        traffic: bytes that any implementation must move: what is read, once, and what is written.
+        reference: the definition, which every implementation must agree with.
+        implementations: how to get each, by name.
+        published: times in microseconds that others have reached here, by name; shown for comparison.
+    """
+
+    op: str
+    params: Mapping[str, int | str]
+    make: Callable[[int], Args]
+    written: tuple[int, ...]
+    traffic: int
+    reference: Callable[..., Any]
+    implementations: Mapping[str, Prepare]
+    published: Mapping[str, float]
+
+
+def keep(only: Only, **columns: int | str) -> bool:
+    """Whether a row with these columns is wanted."""
+    return all(str(value) in only[name] for name, value in columns.items() if name in only)

@@ -1,0 +1,66 @@
+"""What a number needs to mean anything: the machine, the versions, the date and the command. Records are plain JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from .._compat import device_architecture, triton_version
+from .table import plot, render
+
+Record = dict[str, Any]
+"""`environment`, "scenario", "command", "copy_gb_s", and "rows": one dict per problem and implementation."""
+
+
+def environment(device: torch.device) -> Record:
+    """Machine, versions and date."""
+    return {
+        "machine": _machine(device),
+        "architecture": device_architecture(device),
+        "driver": _driver(device),
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "python": platform.python_version(),
+        "dsv4_compile": __version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def save(record: Record, folder: str | Path) -> list[Path]:
+    """Write `<scenario>.json`, `.txt` and, where matplotlib is installed, `.png` into `folder`; return their paths."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / record["scenario"]
+    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    stem.with_suffix(".txt").write_text(render(record) + "\n")
+    paths = [stem.with_suffix(".json"), stem.with_suffix(".txt")]
+    return [*paths, stem.with_suffix(".png")] if plot(record, stem.with_suffix(".png")) else paths
+
+
+def _machine(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    facts = torch.cuda.get_device_properties(device)
+    memory, l2 = facts.total_memory / 2**30, facts.L2_cache_size / 2**20
+    return f"{facts.name}, {facts.multi_processor_count} multiprocessors, {memory:.0f} GiB, L2 {l2:.0f} MiB"
+
+
+def _driver(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "none"
+    if torch.version.hip is not None:
+        return f"HIP {torch.version.hip}"
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return f"unknown, CUDA {torch.version.cuda}"
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.split()
+    return f"{found[0] if found else 'unknown'}, CUDA {torch.version.cuda}"

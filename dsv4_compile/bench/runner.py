@@ -1,0 +1,108 @@
+"""Run a scenario: check each implementation against the reference, time those that agree, and keep a record."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import progress
+from . import gate, timing
+from .problem import Only, Problem, keep
+from .record import Record, environment
+
+SCENARIOS = {"preprocess": "norms, RoPE, cache insert and inverse RoPE around the projections"}
+"""Name of a scenario, which is a module of this package, and what it measures."""
+
+
+def run(scenario: str, *, only: Only | None = None, device: torch.device | None = None) -> Record:
+    """Measure `scenario` and return the record; see the package for the keys of a row.
+
+    Args:
+        scenario: one of `SCENARIOS`.
+        only: limits columns to these values; see `problem.Only`.
+        device: default: the GPU, or the CPU where there is none.
+    Raises:
+        ValueError: `complaint` has something to say.
+    """
+    only = only or {}
+    if wrong := complaint(scenario, only):
+        raise ValueError(wrong)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    limits = [f"--only {column}={','.join(sorted(values))}" for column, values in only.items()]
+    command = " ".join(["dsv4 bench", scenario, *limits, f"--device {device.type}"])
+    record: Record = {"scenario": scenario, **environment(device), "command": command}
+    ceiling = timing.copy_rate(device)
+    record["copy_gb_s"] = round(ceiling / 1e9, 1)
+    module = _module(scenario)
+    with torch.no_grad(), progress.stage(f"bench {scenario}") as work:
+        record["rows"] = []
+        for problem in module.problems(device, only):
+            sizes = ", ".join(f"{name} {value}" for name, value in problem.params.items())
+            work.note(f"{problem.op}, {sizes}")
+            for row in rows_of(problem, only, device):
+                record["rows"].append(row | _rates(row, problem.traffic, ceiling))
+                work.advance(f"{problem.op}, {sizes}")
+    return record
+
+
+def complaint(scenario: str, only: Only) -> str:
+    """What is wrong with these arguments of `run`, or ""."""
+    if scenario not in SCENARIOS:
+        return f"no scenario {scenario!r}; there is {', '.join(SCENARIOS)}"
+    columns = _module(scenario).COLUMNS
+    unknown = [name for name in only if name not in columns]
+    return f"no column {unknown[0]!r} in {scenario}; there is {', '.join(columns)}" if unknown else ""
+
+
+def _module(scenario: str) -> Any:
+    return importlib.import_module(f"{__package__}.{scenario}")
+
+
+def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict[str, Any]]:
+    """One row for each wanted implementation of `problem`. One that is wrong or missing has a note and no time."""
+    wanted = {name: make for name, make in problem.implementations.items() if keep(only, impl=name)}
+    if not wanted:
+        return
+    sets = [problem.make(i) for i in range(timing.sets_needed(problem.traffic, device))]
+    want = gate.outputs(problem.reference, problem.make(0), problem.written)
+    for name, prepare in wanted.items():
+        row = {"op": problem.op, **problem.params, "impl": name, "published_us": dict(problem.published)}
+        try:
+            call = prepare()
+            wrong = gate.disagreement(gate.outputs(call, problem.make(0), problem.written), want)
+        except Exception as fault:
+            # Whatever keeps one implementation from running, the others are still worth measuring.
+            yield row | {"us": None, "status": "unavailable", "note": _summary(fault)}
+            continue
+        if wrong:
+            yield row | {"us": None, "status": "wrong", "note": wrong}
+            continue
+        result = timing.measure(call, sets, device)
+        yield row | {
+            "us": round(result.us, 3),
+            "cold_us": None if result.cold_us is None else round(result.cold_us, 3),
+            "clock": result.clock,
+            "sets": len(sets),
+            "launches": timing.launches(partial(call, *sets[0]), device),
+            "status": "ok",
+            "note": "",
+        }
+
+
+def _rates(row: dict[str, Any], traffic: int, ceiling: float) -> dict[str, Any]:
+    """Achieved bandwidth, cold where that was measured, and its share of the copy rate."""
+    us = row.get("cold_us") or row["us"]
+    if us is None:
+        return {"bytes": traffic}
+    rate = traffic / us * 1e6
+    return {"bytes": traffic, "gb_s": round(rate / 1e9, 1), "of_copy": round(rate / ceiling, 3)}
+
+
+def _summary(fault: Exception) -> str:
+    """The line of a message that says most: of one of our errors the reason, else the first."""
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()] or [type(fault).__name__]
+    return next((line.removeprefix("why").strip() for line in lines if line.startswith("why ")), lines[0])

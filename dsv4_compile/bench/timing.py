@@ -1,0 +1,124 @@
+"""How long a call takes: CUDA graph replays on a GPU, the wall clock elsewhere. Medians, in microseconds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+MAX_SETS = 1024
+_GRAPH_US = 400.0
+"""Time that the calls of one graph should take together: the start of a replay is then a small part of it."""
+_SECONDS = 0.05
+_MIN_REPEATS, _MAX_REPEATS = 7, 200
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Times of one call.
+
+    Attributes:
+        us: the same arguments again and again; what fits the L2 cache stays in it.
+        cold_us: different arguments at each call, together more than L2 holds; None on a CPU.
+        clock: "cuda graph" or "wall clock".
+    """
+
+    us: float
+    cold_us: float | None
+    clock: str
+
+
+def measure(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]], device: torch.device) -> Timing:
+    """Time `call` on argument sets; see `sets_needed`."""
+    if device.type != "cuda":
+        return Timing(_wall_us(partial(call, *sets[0])), None, "wall clock")
+    once = _graph_us([partial(call, *sets[0])])
+    repeats = int(min(100.0, max(1.0, _GRAPH_US / once)))
+    warm = _graph_us([partial(call, *sets[0])] * repeats) if repeats > 1 else once
+    cold = _graph_us([partial(call, *args) for args in sets], keep=True) if len(sets) > 1 else warm
+    return Timing(warm, cold, "cuda graph")
+
+
+def sets_needed(traffic: int, device: torch.device) -> int:
+    """How many argument sets of `traffic` bytes are more than twice the L2 cache. 1 where one is, and on a CPU."""
+    if device.type != "cuda":
+        return 1
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(MAX_SETS, 2 * l2 // max(1, traffic) + 1))
+
+
+def launches(call: Call, device: torch.device) -> int | None:
+    """Kernels, copies and fills that one call puts on the GPU; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profile.events())
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written together, of a copy much larger than any cache: the measured ceiling."""
+    size = 1 << (30 if device.type == "cuda" else 26)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2e6 * size / measure(target.copy_, [(source,)], device).us
+
+
+def _graph_us(calls: Sequence[Call], keep: bool = False) -> float:
+    """Time of one of `calls`, captured together. `keep` holds all results, so that none reuses another's memory."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in {id(call): call for call in calls[:2]}.values():
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph, kept = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for call in calls:
+            result = call()
+            if keep:
+                kept.append(result)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def replay() -> float:
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
+
+    replay()
+    return _median(replay) / len(calls)
+
+
+def _wall_us(call: Call) -> float:
+    def run() -> float:
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e6
+
+    run()
+    return _median(run)
+
+
+def _median(sample: Callable[[], float]) -> float:
+    return statistics.median(_repeat(sample))
+
+
+def _repeat(sample: Callable[[], float]) -> Iterable[float]:
+    """Samples until their time is up, within bounds of their number."""
+    total = 0.0
+    for count in range(_MAX_REPEATS):
+        if count >= _MIN_REPEATS and total > _SECONDS * 1e6:
+            return
+        us = sample()
+        total += us
+        yield us

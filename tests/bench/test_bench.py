@@ -1,0 +1,226 @@
+"""`dsv4 bench`: what is timed is right, what is wrong has no number, and a record says where it comes from."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import bench, cli
+from dsv4_compile.bench import gate, preprocess, runner, table, timing
+from dsv4_compile.config import DeepseekV4Config
+from dsv4_compile.errors import fail
+
+CPU = torch.device("cpu")
+TINY = DeepseekV4Config(num_heads=2, o_groups=1, q_lora_rank=48)
+
+
+def double(x: Tensor, out: Tensor) -> Tensor:
+    out.copy_(x + 1)
+    return x * 2
+
+
+def problem(**implementations: Callable[[], Callable[..., Any]]) -> bench.Problem:
+    return bench.Problem(
+        op="double",
+        params={"heads": 3, "tokens": 4},
+        make=lambda seed: (torch.full((4,), seed + 1.0), torch.zeros(4)),
+        written=(1,),
+        traffic=48,
+        reference=double,
+        implementations=implementations,
+        published={"somebody": 1.5},
+    )
+
+
+def rows(**implementations: Callable[[], Callable[..., Any]]) -> dict[str, dict[str, Any]]:
+    return {row["impl"]: row for row in runner.rows_of(problem(**implementations), {}, CPU)}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two samples are enough for tests."""
+    monkeypatch.setattr(timing, "_MAX_REPEATS", 2)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scenario with a small layer and few tokens."""
+    original = preprocess.problems
+
+    def problems(device: torch.device, only: bench.Only) -> Iterator[bench.Problem]:
+        return original(device, only, configs=(TINY,), tokens=(1, 5))
+
+    monkeypatch.setattr(preprocess, "problems", problems)
+
+
+def test_what_agrees_with_the_reference_is_timed() -> None:
+    row = rows(same=lambda: double)["same"]
+    assert row["us"] > 0
+    assert (row["status"], row["clock"], row["cold_us"], row["launches"]) == ("ok", "wall clock", None, None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x, out: (out.copy_(x + 1), x * 2.001)[1],
+        lambda x, out: x * 2,
+        lambda x, out: (out.copy_(x + 1), torch.full_like(x, torch.nan))[1],
+        lambda x, out: (out.copy_(x + 1), (x * 2).double())[1],
+        lambda x, out: (out.copy_(x + 1), torch.stack((x * 2, x), 1)[:, 0])[1],
+    ],
+    ids=["a value", "an argument not written", "NaN", "dtype", "strides"],
+)
+def test_what_is_wrong_gets_no_number(wrong: Callable[..., Any]) -> None:
+    found = rows(wrong=lambda: wrong, right=lambda: double)
+    assert (found["wrong"]["status"], found["wrong"]["us"]) == ("wrong", None)
+    assert found["wrong"]["note"].startswith("result ")
+    assert found["right"]["us"] > 0
+
+
+def test_what_is_missing_says_why_and_stops_nobody() -> None:
+    def refuse() -> Callable[..., Any]:
+        fail("E302", got="double", why="it is Friday")
+
+    found = rows(gone=refuse, right=lambda: double)
+    assert (found["gone"]["status"], found["gone"]["note"], found["gone"]["us"]) == (
+        "unavailable",
+        "it is Friday",
+        None,
+    )
+    assert found["right"]["us"] > 0
+
+
+def test_a_few_quantised_values_may_be_neighbours_and_no_more() -> None:
+    want = torch.zeros(100_000, dtype=torch.uint8)
+    for flipped, agrees in ((0, True), (3, True), (4, False)):
+        got = want.clone()
+        got[:flipped] = 1
+        assert (gate.disagreement([got], [want]) == "") is agrees
+
+
+def test_results_are_compared_in_chunks_to_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "CHUNK", 8)
+    want = torch.ones(7, 3)
+    got = want.clone()
+    assert gate.disagreement([got], [want]) == ""
+    got[6, 2] = 1.1
+    assert gate.disagreement([got], [want]) == "result 0: 1 of 21 elements are wrong"
+    assert gate.disagreement([want[:0]], [want[:0]]) == ""
+
+
+@pytest.mark.usefixtures("tiny")
+def test_every_op_of_the_scenario_agrees_with_itself_and_compiles() -> None:
+    limits = {"impl": {"eager", "ir"}, "op": {"fused_q_kv_rmsnorm", "q_norm_rope_kv_insert", "inv_rope_fp8_quant"}}
+    record = bench.run("preprocess", only=limits, device=CPU)
+    assert [(row["op"], row["tokens"], row["impl"]) for row in record["rows"]] == [
+        (op, tokens, impl)
+        for op in ("fused_q_kv_rmsnorm", "q_norm_rope_kv_insert", "inv_rope_fp8_quant")
+        for tokens in (1, 5)
+        for impl in ("eager", "ir")
+    ]
+    assert {row["status"] for row in record["rows"]} <= {"ok", "unavailable"}
+    assert all(row["status"] == "ok" for row in record["rows"] if row["impl"] == "eager")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_arguments_of_a_seed_repeat_in_fresh_memory() -> None:
+    for found in preprocess.problems(CPU, {"tokens": {"5"}}):
+        first, again, other = ([a for a in found.make(seed) if isinstance(a, Tensor)] for seed in (0, 0, 1))
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert all(a.data_ptr() != b.data_ptr() for a, b in zip(first, again, strict=True))
+        assert any(not torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_traffic_is_what_any_implementation_must_move() -> None:
+    """Two heads of 512, a latent of 48. A token reads its position and 64 cosines and sines: 8 + 256 bytes."""
+    angles, row = 8 + 256, 512 * 2
+    a_token = {
+        "fused_q_kv_rmsnorm": 2 * (48 * 2 + row),
+        "q_norm_rope": angles + 2 * 2 * row,
+        "kv_rope_insert": angles + row + 8 + 584,
+        "q_norm_rope_kv_insert": angles + 2 * 2 * row + row + 8 + 584,
+        "inv_rope": angles + 2 * 2 * row,
+        "inv_rope_fp8_quant": angles + 2 * (row + 512 + 4 * 4),
+    }
+    assert {p.op: p.traffic for p in preprocess.problems(CPU, {"tokens": {"5"}})} == {
+        op: 5 * size for op, size in a_token.items()
+    }
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_command_prints_a_table_and_leaves_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--only", "op=inv_rope", "--only", "impl=eager,triton", "--device", "cpu"]
+    assert cli.main(["bench", "preprocess", *limits, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    record = json.loads((tmp_path / "preprocess.json").read_text())
+    assert (tmp_path / "preprocess.txt").read_text() == printed
+    assert record["command"] == "dsv4 bench preprocess --only op=inv_rope --only impl=eager,triton --device cpu"
+    assert {"machine", "driver", "torch", "triton", "date", "copy_gb_s"} <= set(record)
+    for line in ("inv_rope, heads 2: us, wall clock", "triton, unavailable: hand-written kernels run on GPUs"):
+        assert line in printed
+    assert (tmp_path / "preprocess.png").exists() is bool(importlib.util.find_spec("matplotlib"))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_wrong_implementation_fails_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gate, "disagreement", lambda got, want: "result 0 is upside down")
+    limits = ["--only", "op=inv_rope", "--only", "impl=eager", "--only", "tokens=1", "--device", "cpu"]
+    assert cli.main(["bench", "preprocess", *limits, "--json"]) == 1
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["status"], row["note"], row["us"]) == ("wrong", "result 0 is upside down", None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nothing"], "no scenario 'nothing'; there is preprocess"),
+        (["preprocess", "--only", "token=1"], "no column 'token' in preprocess; there is op, heads, tokens, impl"),
+        (["preprocess", "--only", "tokens=3", "--device", "cpu"], "nothing is left to measure after --only tokens=3"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "copy_rate", lambda device: 1e9)
+    assert cli.main(["bench", *argv]) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_the_command_lists_the_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(bench.SCENARIOS)
+
+
+def test_the_example_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "benchmarks" / "preprocess.py"
+    monkeypatch.setattr("sys.argv", [str(example), "--only", "size=1"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(example), run_name="__main__")
+    assert left.value.code == 2
+    assert "no column 'size'" in capsys.readouterr().err
+
+
+def test_a_table_shows_warm_and_cold_times_the_best_and_the_launches() -> None:
+    row = {"op": "x", "heads": 64, "tokens": 8, "published_us": {"vLLM": 2.8}, "status": "ok", "note": ""}
+    row |= {"clock": "cuda graph", "bytes": 1, "gb_s": 100.0, "of_copy": 0.25}
+    measured = [
+        row | {"impl": "ir", "us": 5.0, "cold_us": 6.0, "launches": 2},
+        row | {"impl": "triton", "us": 2.5, "cold_us": 3.25, "launches": 1},
+    ]
+    facts = dict.fromkeys(("machine", "driver", "torch", "triton", "python", "date", "command", "copy_gb_s"), "?")
+    lines = table.render({**facts, "rows": measured}).splitlines()
+    assert lines[-4] == "x, heads 64: us warm / cold, CUDA graph"
+    assert lines[-3].split() == ["tokens", "ir", "triton", "vLLM", "best", "GB/s", "of", "copy"]
+    assert lines[-2].split() == ["8", "5.00", "/", "6.00", "2.50", "/", "3.25", "2.8", "triton", "100", "25%"]
+    assert lines[-1].split() == ["launches", "2", "1"]
