@@ -1,0 +1,35 @@
+"""Every example runs as a program of its own, from any folder, and says what it shows."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("0*.py"))
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 3
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(example: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(example)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_has_a_docstring_that_gives_its_command_and_a_main(example: Path) -> None:
+    tree = ast.parse(example.read_text())
+    assert f"python examples/{example.name}" in (ast.get_docstring(tree) or "")
+    assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
