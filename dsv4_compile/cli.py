@@ -80,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU, if there is one")
     bench.add_argument("--json", action="store_true", help="print the record as JSON")
     bench.add_argument("--out", metavar="FOLDER", help="write SCENARIO.json, .txt and .png there")
+    bench.add_argument(
+        "--tune", action="store_true", help="let dsv4.impl=auto choose between IR and kernels by what is measured here"
+    )
 
     commands.add_parser(
         "demo", add_help=False, help="compile a small model here and compare it with eager (see --help)"
@@ -130,6 +133,10 @@ def _bench(args: argparse.Namespace) -> int:
     print(json.dumps(record, indent=1) if args.json else bench.render(record))
     if args.out:
         bench.save(record, args.out)
+    if args.tune:
+        from . import measured
+
+        print(f"{measured.update(record)} sizes of both ir and triton written to {measured.RECORD}", file=sys.stderr)
     return int(any(row["status"] == "wrong" for row in record["rows"]))
 
 

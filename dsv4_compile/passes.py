@@ -127,7 +127,7 @@ def source_digest() -> str:
 
 
 def _sources() -> set[tuple[str, Path]]:
-    """Files of the package by their path inside it. lowering/ and kernels/ may lie elsewhere on disk."""
+    """Files that decide on generated code, by their path in the package. lowering/ and kernels/ may lie elsewhere."""
     found: set[tuple[str, Path]] = set()
     package = Path(__file__).parent
     roots = [("", package)]
@@ -135,5 +135,6 @@ def _sources() -> set[tuple[str, Path]]:
         module = importlib.import_module(f"{__package__}.{name}")
         roots += [(name, Path(path)) for path in module.__path__]
     for prefix, root in roots:
-        found |= {(f"{prefix}/{path.relative_to(root).as_posix()}", path) for path in root.rglob("*.py")}
+        files = (path for pattern in ("*.py", "*.json") for path in root.rglob(pattern))
+        found |= {(f"{prefix}/{path.relative_to(root).as_posix()}", path) for path in files}
     return found

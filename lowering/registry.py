@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from .. import measured
 from .._compat import OpOverload, V, fallback_handler, has_device_kernel, lowerings, register_lowering
 from ..decisions import Call, Decision
 from ..errors import fail
@@ -133,14 +135,32 @@ def decide(call: Call, options: Options) -> Decision:
         return choices[demand]
     if options.impl == "auto":
         unproven = {impl: _by_request_only(call, impl) for impl in available if impl != "eager"}
-        for impl, objection in unproven.items():
-            if not objection:
-                return choices[impl]
+        usable = [choices[impl] for impl, objection in unproven.items() if not objection]
+        if usable:
+            return _fastest(call, usable)
         return call.choose("eager", "; ".join(unproven.get(i) or choices[i].reason for i in ("ir", "triton")))
     preferred = choices[options.impl]
     if preferred.impl != options.impl:
         _warn_once(preferred, options.impl)
     return preferred
+
+
+def _fastest(call: Call, usable: Sequence[Decision]) -> Decision:
+    """The first of `usable`, unless measurements on this architecture, at a size like the call's, favour another."""
+    elements = _elements(call) if len(usable) > 1 else None
+    us = None if elements is None else measured.nearest(call.op, call.architecture, elements)
+    if us is None:
+        return usable[0]
+    times = ", ".join(f"{choice.impl} {us[choice.impl]:.1f} us" for choice in usable)
+    best = min(usable, key=lambda choice: us[choice.impl])
+    return replace(best, reason=f"{best.reason}; measured at such a size: {times}")
+
+
+def _elements(call: Call) -> int | None:
+    """Elements of the call's first tensor; where a dim is dynamic, of the one it was traced with, if torch knows."""
+    shape = next(value.shape for value in call.arguments.values() if isinstance(value, torch.Tensor))
+    sizes = [size if isinstance(size, int) else size.node.hint for size in shape]
+    return None if None in sizes else math.prod(sizes)
 
 
 def target_of(decision: Decision, call: Call) -> OpOverload:

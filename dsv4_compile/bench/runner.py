@@ -68,9 +68,11 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
     if not wanted:
         return
     sets = [problem.make(i) for i in range(timing.sets_needed(problem.traffic, device))]
+    elements = next(value.numel() for value in sets[0] if isinstance(value, torch.Tensor))
     want = gate.outputs(problem.reference, problem.make(0), problem.written)
     for name, prepare in wanted.items():
-        row = {"op": problem.op, **problem.params, "impl": name, "published_us": dict(problem.published)}
+        row = {"op": problem.op, **problem.params, "impl": name, "elements": elements}
+        row["published_us"] = dict(problem.published)
         try:
             call = prepare()
             wrong = gate.disagreement(gate.outputs(call, problem.make(0), problem.written), want)

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 _AXIS = "tokens"
 """The column that runs down a block and along a picture."""
 _NOT_PARAMS = {"op", "impl", "published_us", "us", "cold_us", "clock", "sets", "launches", "status", "note"}
-_NOT_PARAMS |= {"bytes", "gb_s", "of_copy"}
+_NOT_PARAMS |= {"elements", "bytes", "gb_s", "of_copy"}
 
 
 def render(record: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile import bench, cli
+from dsv4_compile import bench, cli, measured
 from dsv4_compile.bench import gate, preprocess, runner, table, timing
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.errors import fail
@@ -168,6 +168,18 @@ def test_the_command_prints_a_table_and_leaves_a_record(tmp_path: Path, capsys: 
     for line in ("inv_rope, heads 2: us, wall clock", "triton, unavailable: hand-written kernels run on GPUs"):
         assert line in printed
     assert (tmp_path / "preprocess.png").exists() is bool(importlib.util.find_spec("matplotlib"))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_tune_hands_the_record_to_the_table_of_measurements(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(measured, "update", lambda record: seen.append(record) or 0)
+    limits = ["--only", "op=inv_rope", "--only", "impl=eager", "--only", "tokens=5", "--device", "cpu"]
+    assert cli.main(["bench", "preprocess", *limits, "--tune"]) == 0
+    assert seen[0]["rows"][0]["elements"] == 5 * 2 * 512
+    assert capsys.readouterr().err.startswith("0 sizes of both ir and triton written to ")
 
 
 @pytest.mark.usefixtures("tiny")

@@ -37,7 +37,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, sources: dict[str
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
     pages = [f"dsv4_compile/_docs/{page.name}" for page in (root / "dsv4_compile" / "_docs").glob("*.md")]
     mapped = [path if path.startswith("dsv4_compile/") else f"dsv4_compile/{path}" for path in sources]
-    assert sorted(names) == sorted([*mapped, *pages, "dsv4_compile/py.typed", "dsv4_compile/kernels/README.md"])
+    data = [f"dsv4_compile/{name}" for name in ("py.typed", "proven.json", "measured.json", "kernels/README.md")]
+    assert sorted(names) == sorted([*mapped, *pages, *data])
 
 
 def test_wheel_declares_the_command_the_backend_and_the_licence(wheel: Path) -> None:

@@ -1,0 +1,123 @@
+"""Where an op has IR and a kernel, `auto` goes by what was measured at the nearest size on that GPU, else takes IR."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_compile import backend, decisions, measured, passes, proven
+from dsv4_compile._compat import maybe_mark_dynamic
+from dsv4_compile.decisions import Call, Decision
+from dsv4_compile.lowering import registry
+from dsv4_compile.ops._define import OPS
+from dsv4_compile.options import Options
+
+SM90 = "cuda sm_90"
+TABLE = [
+    {"op": "q_norm_rope", "architecture": SM90, "elements": 2 * 64, "ir_us": 5.0, "triton_us": 2.5},
+    {"op": "q_norm_rope", "architecture": SM90, "elements": 200 * 64, "ir_us": 9.0, "triton_us": 9.5},
+]
+
+
+@pytest.fixture(autouse=True)
+def everything_proven() -> Iterator[None]:
+    with proven.trust():
+        yield
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "_entries", lambda: tuple(TABLE))
+
+
+def decide(tokens: int, architecture: str = SM90, **options: str) -> Decision:
+    registry.load()
+    arguments: dict[str, Any] = {"q": torch.empty(tokens, 1, 64), "positions": torch.arange(tokens), "eps": 1e-6}
+    arguments |= {"cos_sin_cache": torch.empty(8, 16), "padded_heads": 0, "q_scale": None}
+    call = Call("q_norm_rope", arguments, torch.device("cuda"), "triton", architecture)
+    return registry.decide(call, Options.parse(None, {f"dsv4.{k}": v for k, v in options.items()}, ops=OPS))
+
+
+def test_the_faster_one_at_the_nearest_size_is_taken_and_the_reason_says_so(table: None) -> None:
+    assert [decide(tokens).impl for tokens in (1, 19, 21, 10_000)] == ["triton", "triton", "ir", "ir"]
+    assert decide(2).reason == "kernel for cuda sm_90; measured at such a size: ir 5.0 us, triton 2.5 us"
+
+
+def test_no_tokens_are_the_smallest_size(table: None) -> None:
+    assert decide(0).impl == "triton"
+
+
+def test_what_was_measured_on_another_gpu_does_not_count(table: None) -> None:
+    decision = decide(2, "cuda sm_100")
+    assert decision.impl == "ir"
+    assert "measured" not in decision.reason
+
+
+def test_a_request_is_stronger_than_a_measurement(table: None) -> None:
+    assert decide(2, impl="ir").impl == "ir"
+    assert decide(10_000, **{"impl.q_norm_rope": "triton"}).impl == "triton"
+
+
+def test_what_is_not_proven_is_not_compared(table: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "is_proven", lambda impl, op, architecture: impl == "ir")
+    assert decide(2).impl == "ir"
+
+
+def test_a_dynamic_dim_counts_with_the_size_it_was_traced_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int | None] = []
+
+    def spy(call: Call, options: Options) -> Decision:
+        assert not isinstance(call.arguments["q"].shape[0], int)
+        seen.append(registry._elements(call))
+        return call.choose("eager", "a test")
+
+    def run(q: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return torch.ops.dsv4.q_norm_rope(q, positions, table, 1e-6)
+
+    monkeypatch.setattr(registry, "decide", spy)
+    for tokens in (3, 500):
+        torch.compiler.reset()
+        args = torch.randn(tokens, 1, 64), torch.arange(tokens), torch.randn(8, 16)
+        for tensor in args[:2]:
+            maybe_mark_dynamic(tensor, 0)
+        # Collecting passes by torch's caches, where a graph keeps the choice made when it was first compiled.
+        with decisions.collect(), torch.no_grad():
+            torch.compile(run, backend=backend.dsv4, fullgraph=True)(*args)
+    assert seen == [3 * 64, 500 * 64]
+
+
+def test_a_bench_record_becomes_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "measured.json"
+    path.write_text(
+        json.dumps({"measured": [TABLE[0], {**TABLE[0], "op": "inv_rope"}, {**TABLE[0], "architecture": "x"}]})
+    )
+    monkeypatch.setattr(measured, "RECORD", path)
+    measured._entries.cache_clear()
+    row = {"op": "q_norm_rope", "elements": 640, "impl": "ir", "us": 4.0}
+    rows = [row, {**row, "impl": "triton", "us": 3.0}, {**row, "impl": "eager", "us": 99.0}]
+    rows += [{**row, "elements": 1280}, {**row, "elements": 1280, "impl": "triton", "us": None}]
+    stamp = {"architecture": SM90, "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-02T03:04:05+00:00"}
+    assert measured.update({"rows": rows, **stamp}) == 1
+    assert measured.nearest("q_norm_rope", SM90, 1) == {"ir": 4.0, "triton": 3.0}
+    written = json.loads(path.read_text())["measured"]
+    assert [(r["op"], r["architecture"], r["elements"]) for r in written] == [
+        ("inv_rope", SM90, 128),
+        ("q_norm_rope", "x", 128),
+        ("q_norm_rope", SM90, 640),
+    ]
+    assert written[-1]["torch"] == "2.11.0"
+    measured._entries.cache_clear()
+
+
+def test_the_record_in_the_package_can_be_read_and_keys_the_compile_cache() -> None:
+    for row in json.loads(measured.RECORD.read_text())["measured"]:
+        assert row["op"] in OPS
+        assert row["elements"] > 0
+        assert min(row["ir_us"], row["triton_us"]) > 0
+    names = {name for name, _ in passes._sources()}
+    assert {"/measured.json", "/proven.json"} <= names
