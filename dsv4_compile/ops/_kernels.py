@@ -23,6 +23,8 @@ KERNELS: Mapping[str, str] = {
     "compress_norm_rope_insert": "compress_norm_rope_insert",
     "fused_q_kv_rmsnorm": "fused_q_kv_rmsnorm",
     "global_topk": "global_topk",
+    "indexer_logits": "indexer_logits_topk",
+    "indexer_logits_topk": "indexer_logits_topk",
     "indexer_q_rope_quant": "indexer_q_rope_quant",
     "inv_rope": "inv_rope_fp8_quant",
     "inv_rope_fp8_quant": "inv_rope_fp8_quant",

@@ -1,0 +1,205 @@
+"""Launchers of `indexer_logits` and `indexer_logits_topk`: a scoring kernel, and for the latter a selecting one.
+
+Between them stands a workspace of order keys, int32 `[T, J]` with J = columns of the block table * block_size, for as
+many tokens at a time as fit in WORKSPACE_BYTES, at least one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ..layout import INDEXER_HEAD_DIM, PAGE_LAYOUTS, align_up, byte_pages, cdiv
+from .indexer_score import indexer_score_kernel
+from .quant import refuses_fp8
+from .select_topk import ROW_ALIGN, select_topk_kernel
+
+WORKSPACE_BYTES = 256 << 20
+KEY_BYTES = 4
+PROGRAMS = 1024
+"""Scoring programs that fill a GPU: a token's context is split among several of them while there are fewer tokens."""
+SCORE_TILE = (64, 4, 3)
+"""Entries of a tile at most, warps, and stages of the loop over tiles."""
+SMALLEST_TILE = 16
+"""Entries of a tile at least: the smallest tile of a matrix unit."""
+SELECT_TILE = (8192, 16)
+"""Keys that stay in registers, and warps."""
+
+
+def indexer_logits_refuses(
+    q: Tensor,
+    q_scale: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    cache_format: str,
+    max_context: int,
+) -> str:
+    """Why a call cannot use the kernel, or ""."""
+    return _why_not(q, k_cache, cache_format)
+
+
+def indexer_logits(
+    q: Tensor,
+    q_scale: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    cache_format: str,
+    max_context: int,
+) -> Tensor:
+    """See the reference. The sums are in another order; a result does not depend on the rest of the batch."""
+    logits = q.new_empty((q.shape[0], max_context), dtype=torch.float32)
+    _score(
+        logits, q, q_scale, weights, k_cache, block_table, token_to_req, context_lens, block_size, cache_format,
+        max_context, 0, SCORE_TILE,
+    )  # fmt: skip
+    return logits
+
+
+def indexer_logits_topk_refuses(
+    q: Tensor,
+    q_scale: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    cache_format: str,
+    topk: int,
+) -> str:
+    """Why a call cannot use the kernel, or ""."""
+    return _why_not(q, k_cache, cache_format)
+
+
+def indexer_logits_topk(
+    q: Tensor,
+    q_scale: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    cache_format: str,
+    topk: int,
+    *,
+    score_tile: tuple[int, int, int] = SCORE_TILE,
+    select_tile: tuple[int, int] = SELECT_TILE,
+) -> Tensor:
+    """See the reference. The selection is exact for logits whose sums are in another order than the reference's.
+
+    Logits that come out equal go to the smaller index. A result does not depend on the rest of the batch.
+    """
+    tokens, reach = q.shape[0], _reach(k_cache, block_table, block_size)
+    selected = q.new_empty((tokens, topk), dtype=torch.int32)
+    stride = align_up(max(reach, 1), ROW_ALIGN)
+    at_a_time = max(1, min(tokens, WORKSPACE_BYTES // (KEY_BYTES * stride)))
+    keys = q.new_empty((at_a_time, stride), dtype=torch.int32)
+    tile, warps = min(select_tile[0], triton.next_power_of_2(stride)), select_tile[1]
+    for start in range(0, tokens, at_a_time):
+        rows = slice(start, min(start + at_a_time, tokens))
+        requests, lens, out = token_to_req[rows], context_lens[rows], selected[rows]
+        _score(
+            keys, q[rows], q_scale[rows], weights[rows], k_cache, block_table, requests, lens, block_size,
+            cache_format, reach, topk, score_tile,
+        )  # fmt: skip
+        select_topk_kernel[(out.shape[0],)](
+            out,
+            keys,
+            requests,
+            lens,
+            keys.stride(0),
+            (requests.stride(0), lens.stride(0)),
+            block_table.shape[0],
+            reach,
+            K=topk,
+            PADDED_K=triton.next_power_of_2(topk),
+            TILE=tile,
+            num_warps=min(warps, max(1, tile // 256)),
+        )
+    return selected
+
+
+def _why_not(q: Tensor, k_cache: Tensor, cache_format: str) -> str:
+    if cache_format == "plain":
+        dim = q.shape[2]
+        if dim < 16 or dim > INDEXER_HEAD_DIM or dim & (dim - 1):
+            return f"plain keys of {dim} dims, which is not a power of two from 16 to {INDEXER_HEAD_DIM}"
+        return "" if q.dtype == k_cache.dtype else f"{q.dtype} queries with {k_cache.dtype} keys"
+    if cache_format == "indexer_fp8":
+        if k_cache.stride(0) % 4 or k_cache.storage_offset() % 4:
+            return "pages whose float32 scales are not aligned"
+        return refuses_fp8(q.device)
+    return ""
+
+
+def _reach(k_cache: Tensor, block_table: Tensor, block_size: int) -> int:
+    """Entries of a request that the block table can name."""
+    return block_table.shape[1] * block_size if k_cache.shape[0] > 0 else 0
+
+
+def _score(
+    out: Tensor,
+    q: Tensor,
+    q_scale: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    cache_format: str,
+    width: int,
+    topk: int,
+    tile: tuple[int, int, int],
+) -> None:
+    """Fill `out` with logits, or with order keys if it is int32."""
+    tokens, heads, columns = q.shape
+    if tokens == 0 or width == 0:
+        return
+    entries, warps, stages = tile
+    # The largest power of two that divides a page, so that a tile has one block.
+    entries = min(entries, max(SMALLEST_TILE, block_size & -block_size))
+    reach = _reach(k_cache, block_table, block_size)
+    splits = min(cdiv(width, entries), cdiv(PROGRAMS, tokens))
+    pages = byte_pages(k_cache, cache_format, block_size) if cache_format in PAGE_LAYOUTS else k_cache
+    indexer_score_kernel[(tokens, splits)](
+        out,
+        q.view(torch.uint8) if cache_format == "indexer_fp8" else q,
+        q_scale,
+        weights,
+        pages,
+        block_table,
+        token_to_req,
+        context_lens,
+        out.stride(0),
+        q.stride(),
+        q_scale.stride(),
+        weights.stride(),
+        pages.stride(),
+        block_table.stride(),
+        (token_to_req.stride(0), context_lens.stride(0)),
+        heads,
+        pages.shape[0],
+        block_table.shape[0],
+        min(width, reach),
+        width,
+        FORMAT=cache_format,
+        BLOCK_SIZE=block_size,
+        KEYS=out.dtype == torch.int32,
+        TOPK=topk,
+        HEADS=max(16, triton.next_power_of_2(heads)),
+        ENTRIES=entries,
+        D=columns if cache_format == "plain" else INDEXER_HEAD_DIM,
+        num_warps=warps,
+        num_stages=stages,
+    )
