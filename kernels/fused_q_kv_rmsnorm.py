@@ -77,9 +77,14 @@ def fused_q_kv_rmsnorm(
         KV_SIZE=kv_size,
         Q_BLOCK=triton.next_power_of_2(q_size),
         KV_BLOCK=triton.next_power_of_2(kv_size),
-        num_warps=max(1, min(8, triton.next_power_of_2(max(q_size, kv_size)) // WARP_ELEMENTS)),
+        num_warps=_warps(max(q_size, kv_size)),
     )
     return q_out, kv_out
+
+
+def _warps(size: int) -> int:
+    """Warps of a program by the longer of the two rows."""
+    return max(1, min(8, triton.next_power_of_2(size) // WARP_ELEMENTS))
 
 
 def fused_q_kv_rmsnorm_refuses(qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float) -> str:

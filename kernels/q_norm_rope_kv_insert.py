@@ -52,17 +52,19 @@ def _insert_rows(
 ):  # fmt: skip
     """Rotate and store ROWS rows of kv."""
     token = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(p_slots + token * slot_stride, mask=token < inserted, other=-1).to(tl.int64)
-    live = (slot >= 0) & (slot < num_slots)
-    slot = tl.where(live, slot, 0)
-    row = table_row(tl.load(p_positions + token * position_stride, mask=live, other=0), max_pos)
+    exists = token < inserted
+    # Slot, position and row are loaded side by side, for tokens without a slot too: what is computed of those is
+    # not stored, and a single token waits for two loads instead of four.
+    slot = tl.load(p_slots + token * slot_stride, mask=exists, other=-1).to(tl.int64)
+    row = table_row(tl.load(p_positions + token * position_stride, mask=exists, other=0), max_pos)
     o_d = tl.arange(0, D)[None, :].to(tl.int64)
-    m_row = live[:, None]
-
+    m_row = exists[:, None]
     # [ROWS, D]
     x = tl.load(p_kv + token[:, None] * kv_strides[0] + o_d * kv_strides[1], mask=m_row, other=0.0).to(tl.float32)
     cos, sin = load_cos_sin(p_table + row[:, None] * table_strides[0], table_strides[1], m_row, D, ROPE)
     x = rotate(x, cos, sin, ROPE)
+    live = (slot >= 0) & (slot < num_slots)
+    slot = tl.where(live, slot, 0)
     store_kv(p_cache, cache_strides, slot, live, x, p_kv_scale, FORMAT, BLOCK_SIZE)
 
 
@@ -246,9 +248,8 @@ def _launch(
     cache_format: str,
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
-    tile: tuple[int, int] | None = None,
 ) -> None:
-    """Launch for the queries, the keys, or both. `tile` overrides the choice of `_tile`."""
+    """Launch for the queries, the keys, or both."""
     tokens, heads, dim = (0, 0, 0) if q is None else q.shape
     out_heads = 0 if out is None else out.shape[1]
     inserted, num_slots, cache_strides = 0, 0, (0, 0, 0)
@@ -257,7 +258,7 @@ def _launch(
         if cache_format == "fp8_ds_mla":
             k_cache = byte_pages(k_cache, cache_format, block_size)
         cache_strides, num_slots = k_cache.stride(), k_cache.shape[0] * block_size
-    rows, warps = tile or _tile(tokens * out_heads + inserted)
+    rows, warps = _tile(tokens * out_heads + inserted)
     programs = cdiv(inserted, rows) + tokens * cdiv(out_heads, rows)
     if programs == 0:
         return

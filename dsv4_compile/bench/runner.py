@@ -14,7 +14,10 @@ from . import gate, timing
 from .problem import Only, Problem, keep
 from .record import Record, environment
 
-SCENARIOS = {"preprocess": "norms, RoPE, cache insert and inverse RoPE around the projections"}
+SCENARIOS = {
+    "preprocess": "norms, RoPE, cache insert and inverse RoPE around the projections",
+    "preprocess_tiles": "the kernels of preprocess with every tile they could choose",
+}
 """Name of a scenario, which is a module of this package, and what it measures."""
 
 
@@ -71,7 +74,7 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
     elements = next(value.numel() for value in sets[0] if isinstance(value, torch.Tensor))
     want = gate.outputs(problem.reference, problem.make(0), problem.written)
     for name, prepare in wanted.items():
-        row = {"op": problem.op, **problem.params, "impl": name, "elements": elements}
+        row: dict[str, Any] = {"op": problem.op, **problem.params, "impl": name, "elements": elements}
         row["published_us"] = dict(problem.published)
         try:
             call = prepare()

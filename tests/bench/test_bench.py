@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import bench, cli, measured
-from dsv4_compile.bench import gate, preprocess, runner, table, timing
+from dsv4_compile.bench import gate, preprocess, preprocess_tiles, runner, table, timing
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.errors import fail
 
@@ -168,6 +168,26 @@ def test_the_command_prints_a_table_and_leaves_a_record(tmp_path: Path, capsys: 
     for line in ("inv_rope, heads 2: us, wall clock", "triton, unavailable: hand-written kernels run on GPUs"):
         assert line in printed
     assert (tmp_path / "preprocess.png").exists() is bool(importlib.util.find_spec("matplotlib"))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_tiles_are_tried_through_the_function_that_chooses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def launcher(op: str) -> Callable[..., Any]:
+        module, choice = preprocess_tiles.module_of(op), preprocess_tiles.CHOICES[op].function
+        return lambda *args: seen.append((op, getattr(module, choice)(1)))
+
+    monkeypatch.setattr(preprocess_tiles, "launcher", launcher)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for found in preprocess_tiles.problems(CPU, {"tokens": {"5"}, "op": {"inv_rope", "q_norm_rope"}}):
+        for prepare in found.implementations.values():
+            prepare()()
+        names = list(found.implementations)
+        assert names[:2] == (["h1", "h2"] if found.op == "inv_rope" else ["r1 w1", "r2 w1"])
+    assert [value for op, value in seen if op == "inv_rope"] == [1, 2, 4, 8]
+    assert [value for op, value in seen if op == "q_norm_rope"][:2] == [(1, 1), (2, 1)]
+    assert set(preprocess_tiles.CHOICES) == set(preprocess.OPS)
 
 
 @pytest.mark.usefixtures("tiny")
