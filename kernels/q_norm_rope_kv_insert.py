@@ -252,7 +252,8 @@ def _launch(
     """Launch for the queries, the keys, or both."""
     tokens, heads, dim = (0, 0, 0) if q is None else q.shape
     out_heads = 0 if out is None else out.shape[1]
-    inserted, num_slots, cache_strides = 0, 0, (0, 0, 0)
+    inserted, num_slots = 0, 0
+    cache_strides: tuple[int, ...] = (0, 0, 0)
     if kv is not None and k_cache is not None and slot_mapping is not None:
         inserted, dim = slot_mapping.shape[0], kv.shape[1]
         if cache_format == "fp8_ds_mla":
