@@ -70,7 +70,8 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
     wanted = {name: make for name, make in problem.implementations.items() if keep(only, impl=name)}
     if not wanted:
         return
-    sets = [problem.make(i) for i in range(timing.sets_needed(problem.traffic, device))]
+    cold = timing.cold_sets(problem.traffic, device)
+    sets = [problem.make(i) for i in range(max(1, cold))]
     elements = next(value.numel() for value in sets[0] if isinstance(value, torch.Tensor))
     want = gate.outputs(problem.reference, problem.make(0), problem.written)
     for name, prepare in wanted.items():
@@ -86,7 +87,7 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
         if wrong:
             yield row | {"us": None, "status": "wrong", "note": wrong}
             continue
-        result = timing.measure(call, sets, device)
+        result = timing.measure(call, sets, device, cold=cold > 0)
         yield row | {
             "us": round(result.us, 3),
             "cold_us": None if result.cold_us is None else round(result.cold_us, 3),

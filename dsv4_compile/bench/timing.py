@@ -25,7 +25,8 @@ class Timing:
 
     Attributes:
         us: the same arguments again and again; what fits the L2 cache stays in it.
-        cold_us: different arguments at each call, together more than L2 holds; None on a CPU.
+        cold_us: different arguments at each call, together more than twice what L2 holds; None where that was not
+            measured: on a CPU, and for calls that touch so little that too many sets would be needed.
         clock: "cuda graph" or "wall clock".
     """
 
@@ -34,23 +35,28 @@ class Timing:
     clock: str
 
 
-def measure(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]], device: torch.device) -> Timing:
-    """Time `call` on argument sets; see `sets_needed`."""
+def measure(
+    call: Callable[..., Any], sets: Sequence[tuple[Any, ...]], device: torch.device, *, cold: bool = False
+) -> Timing:
+    """Time `call` on the first of `sets`, and `cold`, on a GPU, on all of them in turn: `cold_sets` says how many."""
     if device.type != "cuda":
         return Timing(_wall_us(partial(call, *sets[0])), None, "wall clock")
     once = _graph_us([partial(call, *sets[0])])
     repeats = int(min(100.0, max(1.0, _GRAPH_US / once)))
     warm = _graph_us([partial(call, *sets[0])] * repeats) if repeats > 1 else once
-    cold = _graph_us([partial(call, *args) for args in sets], keep=True) if len(sets) > 1 else warm
-    return Timing(warm, cold, "cuda graph")
+    if not cold:
+        return Timing(warm, None, "cuda graph")
+    # One set that is larger than the cache is cold at every call.
+    turns = _graph_us([partial(call, *args) for args in sets], keep=True) if len(sets) > 1 else warm
+    return Timing(warm, turns, "cuda graph")
 
 
-def sets_needed(traffic: int, device: torch.device) -> int:
-    """How many argument sets of `traffic` bytes are more than twice the L2 cache. 1 where one is, and on a CPU."""
+def cold_sets(traffic: int, device: torch.device) -> int:
+    """How many argument sets of `traffic` bytes are more than twice the L2 cache; 0 for too many, and on a CPU."""
     if device.type != "cuda":
-        return 1
-    l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(1, min(MAX_SETS, 2 * l2 // max(1, traffic) + 1))
+        return 0
+    needed = 2 * torch.cuda.get_device_properties(device).L2_cache_size // max(1, traffic) + 1
+    return needed if needed <= MAX_SETS else 0
 
 
 def launches(call: Call, device: torch.device) -> int | None:

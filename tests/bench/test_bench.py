@@ -98,6 +98,16 @@ def test_what_is_missing_says_why_and_stops_nobody() -> None:
     assert found["right"]["us"] > 0
 
 
+def test_a_cold_figure_needs_more_data_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = type("Facts", (), {"L2_cache_size": 50 * 2**20})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    cuda = torch.device("cuda")
+    assert timing.cold_sets(200 * 2**20, cuda) == 1
+    assert timing.cold_sets(2**20, cuda) == 101
+    assert timing.cold_sets(100 * 2**10, cuda) == 0
+    assert timing.cold_sets(2**20, CPU) == 0
+
+
 def test_a_few_quantised_values_may_be_neighbours_and_no_more() -> None:
     want = torch.zeros(100_000, dtype=torch.uint8)
     for flipped, agrees in ((0, True), (3, True), (4, False)):
