@@ -15,6 +15,7 @@ import torch
 
 from .._compat import FloorDiv, ModularIndexing, ReductionHint, ir, ops
 from ..layout import FP8_MAX, UE8M0_BIAS, UE8M0_MAX_BYTE
+from ..reference.quant import E2M1_MIDPOINTS
 
 Value = Any
 Expr = Any
@@ -23,10 +24,11 @@ Loader = Callable[[Sequence[Expr]], Value]
 Load = Callable[[Expr], Value]
 """Element d of one vector, as float32."""
 RowLoad = Callable[[Sequence[Expr], Expr], Value]
-"""Element d of the row at an index, as float32."""
+"""Element d of the row at an index."""
 
 F32, I32, I64, U8 = torch.float32, torch.int32, torch.int64, torch.uint8
 E4M3 = torch.float8_e4m3fn
+E2M1_SIGN = 8
 MANTISSA_BITS = 23
 MANTISSA_MASK = (1 << MANTISSA_BITS) - 1
 SUBNORMAL_HALF = 1 << (MANTISSA_BITS - 1)  # bits of 2^-127, the inverse of the largest scale
@@ -98,21 +100,28 @@ class Rope:
         return ops.where(in_rope, ops.masked(in_rope, lambda: self.rotated(load, token, d, nope), 0.0), load(d))
 
 
-def row_sum(load: RowLoad, device: torch.device, ranges: Sequence[Expr], n: int) -> Loader:
+def row_sum(load: RowLoad, device: torch.device, ranges: Sequence[Expr], n: Expr) -> Loader:
     """Loader of the float32 sum of `load(index, 0..n-1)` for every index in `ranges`."""
-    return _row_reduction("sum", load, device, ranges, n)
+    return _row_reduction("sum", F32, load, device, ranges, n)
 
 
-def row_amax(load: RowLoad, device: torch.device, ranges: Sequence[Expr], n: int) -> Loader:
+def row_amax(load: RowLoad, device: torch.device, ranges: Sequence[Expr], n: Expr) -> Loader:
     """Loader of the largest magnitude among `load(index, 0..n-1)` for every index in `ranges`."""
-    return _row_reduction("max", lambda index, r: ops.abs(load(index, r)), device, ranges, n)
+    return _row_reduction("max", F32, lambda index, r: ops.abs(load(index, r)), device, ranges, n)
 
 
-def _row_reduction(kind: str, load: RowLoad, device: torch.device, ranges: Sequence[Expr], n: int) -> Loader:
+def row_count(test: RowLoad, device: torch.device, ranges: Sequence[Expr], n: Expr) -> Loader:
+    """Loader of the int32 number of true `test(index, 0..n-1)` for every index in `ranges`."""
+    return _row_reduction("sum", I32, lambda index, r: ops.to_dtype(test(index, r), I32), device, ranges, n)
+
+
+def _row_reduction(
+    kind: str, dtype: torch.dtype, load: RowLoad, device: torch.device, ranges: Sequence[Expr], n: Expr
+) -> Loader:
     result = ir.Reduction.create(
         device=device,
-        dst_dtype=F32,
-        src_dtype=F32,
+        dst_dtype=dtype,
+        src_dtype=dtype,
         inner_fn=lambda index, reduced: load(index, reduced[0]),
         ranges=list(ranges),
         reduction_ranges=[n],
@@ -138,6 +147,11 @@ def ue8m0_byte(amax: Value, format_max: float = FP8_MAX) -> Value:
     return clamp(ops.add(exponent, ops.to_dtype(inexact, I32)), const(0, I32), const(UE8M0_MAX_BYTE, I32))
 
 
+def ue8m0_scale(byte: Value) -> Value:
+    """float32 scale 2^(byte - 127) of an int32 `byte` 1..254."""
+    return ops.to_dtype_bitcast(ops.bitwise_left_shift(byte, const(MANTISSA_BITS, I32)), F32, I32)
+
+
 def ue8m0_inverse(byte: Value) -> Value:
     """float32 inverse of the scale of `byte` 0..254, exact: 2^(127 - byte)."""
     exponent = ops.sub(const(2 * UE8M0_BIAS, I32), byte)
@@ -161,6 +175,16 @@ def inverse_scale(scale: Any | None) -> Callable[[], Value] | None:
         return None
     load, zeros = scale.make_loader(), [0] * len(scale.get_size())
     return lambda: ops.truediv(const(1.0), load(zeros))
+
+
+def e2m1_code(value: Value) -> Value:
+    """4-bit e2m1 code, int32, of float32 `value`, rounded to nearest even and saturated; see reference/quant.py."""
+    magnitude, code = ops.abs(value), const(len(E2M1_MIDPOINTS), I32)
+    for below, midpoint in enumerate(E2M1_MIDPOINTS):
+        stays = ops.le(magnitude, const(midpoint)) if below % 2 == 0 else ops.lt(magnitude, const(midpoint))
+        code = ops.sub(code, ops.to_dtype(stays, I32))
+    negative = ops.lt(ops.to_dtype_bitcast(value, I32, F32), const(0, I32))
+    return ops.bitwise_or(code, ops.where(negative, const(E2M1_SIGN, I32), const(0, I32)))
 
 
 def bf16_bits(value: Value) -> Value:

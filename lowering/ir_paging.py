@@ -1,4 +1,4 @@
-"""Paged addressing and predicated stores in Inductor IR; see reference/paging.py for what is computed.
+"""Paged addressing and predicated stores in Inductor IR, and buffers to store into; see reference/paging.py.
 
 The rule of ir_common about the body of `ops.masked` holds here too: what it needs is passed as functions.
 """
@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._compat import FloorDiv, ModularIndexing, V, ir, ops
+import torch
+
+from .._compat import FloorDiv, ModularIndexing, V, ir, lowerings, ops
 from ..layout import PAD_INDEX
 from .ir_common import I32, I64, Expr, Loader, Value, const
 
@@ -71,16 +73,16 @@ def legal_index(index: Value, valid: Value, size: Expr) -> Expr:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A predicated store: functions of the iteration index that give predicate, target index and value."""
+    """A store: functions of the iteration index that give predicate (None: always), target index and value."""
 
-    keep: Loader
+    keep: Loader | None
     target: Callable[[Sequence[Expr]], Sequence[Expr]]
     value: Loader
 
 
 @ir.ir_dataclass
 class MultiStore(ir.Scatter):
-    """Several predicated stores into one mutated buffer, in one node.
+    """Several stores into one mutated buffer, predicated or not, in one node.
 
     Separate scatters into one buffer are never fused, because the scheduler keeps mutations in order. Triton joins the
     mask of `ops.masked` to the store inside it; the C++ backend cannot.
@@ -97,7 +99,10 @@ class MultiStore(ir.Scatter):
                 ops.store(output_name or "unnamed", address, store.value(vars), mode=None)
                 return const(0, I32)
 
-            ops.masked(store.keep(vars), body, 0)
+            if store.keep is None:
+                body()
+            else:
+                ops.masked(store.keep(vars), body, 0)
 
 
 def scatter(target: Any, ranges: Sequence[Expr], stores: Sequence[Store]) -> None:
@@ -122,3 +127,21 @@ def overwrite(target: Any, value: Callable[[Sequence[Expr]], Value]) -> None:
         device=target.get_device(), dtype=target.get_dtype(), inner_fn=value, ranges=target.get_size()
     )
     ir.MutationLayoutSHOULDREMOVE.realize_into(data, target)
+
+
+def uninitialized(size: Sequence[Expr], dtype: torch.dtype, device: torch.device) -> Any:
+    """A new contiguous buffer, for `scatter` to fill."""
+    return lowerings[torch.ops.aten.empty_strided.default](list(size), None, dtype=dtype, device=device)
+
+
+def strided_view(value: Any, size: Sequence[Expr], stride: Sequence[Expr]) -> Any:
+    """View of `value`, which is computed into contiguous memory."""
+    value.realize()
+    storage, _ = ir.as_storage_and_layout(value, want_contiguous=True)
+    layout = ir.FixedLayout(value.get_device(), value.get_dtype(), list(size), list(stride))
+    return ir.TensorBox(ir.ReinterpretView(data=storage, layout=layout))
+
+
+def align_up(size: Expr, multiple: int) -> Expr:
+    """Smallest multiple that is >= `size`, in the form in which torch writes it, so that strides compare equal."""
+    return -FloorDiv(-size, multiple) * multiple

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..layout import E2M1_MAX, FP8_MAX, MX_TILE, MXFP4_AMAX_FLOOR, UE8M0_BIAS, UE8M0_MAX_BYTE
 
-_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Between the eight magnitudes of e2m1, ascending."""
 
 
 def ue8m0_byte(amax: Tensor, format_max: float) -> Tensor:
@@ -55,7 +56,7 @@ def e2m1_code(x: Tensor) -> Tensor:
     """4-bit e2m1 code, as uint8, of float32 `x`: nearest of {0,.5,1,1.5,2,3,4,6}, ties to even, saturating."""
     magnitude = x.abs()
     code = torch.zeros_like(x, dtype=torch.uint8)
-    for below, midpoint in enumerate(_E2M1_MIDPOINTS):
+    for below, midpoint in enumerate(E2M1_MIDPOINTS):
         # A tie goes to the even code: down where the code below is even, up where it is odd.
         stays = magnitude <= midpoint if below % 2 == 0 else magnitude < midpoint
         code += (~stays).to(torch.uint8)

@@ -27,7 +27,8 @@ from .._compat import AsyncCompile, GraphLowering, inductor_config
 from . import fake_triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_BLOCKS = {"XBLOCK": 8, "YBLOCK": 8, "ZBLOCK": 1, "R0_BLOCK": 64}
+_POINTWISE_BLOCKS = {"XBLOCK": 256, "YBLOCK": 8, "ZBLOCK": 1}
+_REDUCTION_BLOCKS = {"XBLOCK": 8, "YBLOCK": 8, "ZBLOCK": 1, "R0_BLOCK": 64}
 _AXES = ("x", "y", "z")
 
 
@@ -51,9 +52,7 @@ class GeneratedKernel:
         """What generated code calls: run in the interpreter, or do nothing."""
         if not INTERPRETED:
             return
-        names = list(self.meta["signature"])
-        blocks = {name: _BLOCKS[name] for name in names if name in _BLOCKS}
-        sizes = dict(zip(names, args, strict=False))
+        blocks, sizes = self._blocks(), dict(zip(self.meta["signature"], args, strict=False))
         grid = tuple(
             -(-int(sizes[f"{axis}numel"]) // blocks[f"{axis.upper()}BLOCK"]) if f"{axis}numel" in sizes else 1
             for axis in _AXES
@@ -63,12 +62,17 @@ class GeneratedKernel:
     def compile(self, target: Any) -> bytes:
         """Machine code for `target`, a value of `fake_triton.TARGETS`."""
         signature = dict(self.meta["signature"])
-        constants = {name: _BLOCKS[name] for name, kind in signature.items() if kind == "constexpr" and name in _BLOCKS}
-        constants |= dict(self.meta.get("constants", {}))
+        constants = {**self._blocks(), **self.meta.get("constants", {})}
         source = ASTSource(fn=self.function, signature=signature, constexprs=constants)
         compiled = triton.compile(source, target=target, options={"num_warps": 4})
         binary: bytes = compiled.asm["hsaco" if target.backend == "hip" else "cubin"]
         return binary
+
+    def _blocks(self) -> dict[str, int]:
+        """The block sizes it is a function of."""
+        names = self.meta["signature"]
+        known = _REDUCTION_BLOCKS if "r0_numel" in names else _POINTWISE_BLOCKS
+        return {name: size for name, size in known.items() if name in names}
 
 
 class _Heuristics:
@@ -97,6 +101,22 @@ class _Libdevice:
         return tl.rsqrt(x)
 
 
+class _Helpers:
+    """Inductor's helpers for generated code. The interpreter would compute theirs of a row one element at a time."""
+
+    def __init__(self, helpers: Any) -> None:
+        self._helpers = helpers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._helpers, name)
+
+    @staticmethod
+    def max2(x: Any, dim: int) -> Any:
+        """The largest of a row; NaN when one is NaN."""
+        is_nan = tl.max((x != x).to(tl.int32), dim)
+        return tl.where(is_nan != 0, float("nan"), tl.max(x, dim))
+
+
 @contextmanager
 def generated_triton(*, codes: list[str] | None = None) -> Iterator[list[GeneratedKernel]]:
     """Let Inductor generate Triton for CPU tensors, and collect the kernels of every graph compiled in the block.
@@ -117,6 +137,7 @@ def generated_triton(*, codes: list[str] | None = None) -> Iterator[list[Generat
         exec(compile(source, path, "exec"), namespace)
         if INTERPRETED:
             namespace["libdevice"] = _Libdevice
+            namespace["triton_helpers"] = _Helpers(namespace["triton_helpers"])
         kernel: GeneratedKernel = namespace[kernel_name]
         return kernel
 

@@ -1,43 +1,12 @@
-"""The Triton that Inductor generates from our lowerings: how many kernels, what they compute, where they compile.
-
-The cases live in generated.py and run in processes of their own: Triton reads TRITON_INTERPRET when it is imported, and
-the stand-ins for a GPU stay for the rest of a process.
-"""
+"""The Triton that Inductor generates from these lowerings: how many kernels, what they compute, where they compile."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
 Reports = dict[str, dict[str, Any]]
-
-
-def _run(**environment: str) -> Reports:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, str(HERE / "generated.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    reports: Reports = json.loads(done.stdout.splitlines()[-1])
-    return reports
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Reports:
-    return _run(TRITON_INTERPRET="1")
-
-
-@pytest.fixture(scope="module")
-def compiled() -> Reports:
-    return _run()
-
 
 FUSED = ("both_dynamic", "both_one_token", "halves_dynamic", "float32_kv", "plain_bfloat16", "plain_float32")
 FUSED += ("fp8_rows_and_queries", "sliced", "accounting_view", "hostile", "all_padding")
@@ -68,24 +37,24 @@ def test_one_graph_serves_every_number_of_tokens(interpreted: Reports, case: str
     assert interpreted[case]["graphs"] == 1
 
 
-@pytest.mark.parametrize("case", [*FUSED, "ordered_views"])
+@pytest.mark.parametrize("case", [*FUSED, "both_no_token", "ordered_views"])
 def test_cache_bytes_are_those_of_the_reference(interpreted: Reports, case: str) -> None:
     # Every byte behind the cache: rows of skipped slots, other pages and page padding keep what they held.
-    assert interpreted[case]["cache"] == []
+    assert interpreted[case]["memory"] == []
 
 
-@pytest.mark.parametrize("case", [*FUSED, "ordered_views"])
+@pytest.mark.parametrize("case", [*FUSED, "both_no_token", "ordered_views"])
 def test_queries_are_one_rounding_from_the_reference_at_most(interpreted: Reports, case: str) -> None:
     # The sum of squares is in another order, which moves the norm by its last bits: one step after rounding to
     # bfloat16 or e4m3, a few units of 2^-23 of the largest element in float32.
     bound = 4 if "float32" in case else 1
-    assert max(interpreted[case]["ulps"]) <= bound, interpreted[case]["ulps"]
+    assert max(worst for (worst,) in interpreted[case]["ulps"]) <= bound, interpreted[case]["ulps"]
 
 
 def test_a_write_keeps_its_place_between_two_opaque_readers(interpreted: Reports) -> None:
     report = interpreted["ordered_views"]
     assert report["impls"] == ["eager", "ir", "eager"]
-    assert report["ulps"] == [0]
+    assert report["outputs"] == []
     assert sum("kv_rope_insert" in name for name in report["kernels"]) == 1
 
 
@@ -94,3 +63,7 @@ def test_kernels_compile_ahead_of_time(compiled: Reports, target: str) -> None:
     for case, report in compiled.items():
         assert len(report["binaries"][target]) == 2, case
         assert all(size > 0 for size in report["binaries"][target])
+
+
+def test_no_tokens_launch_nothing(interpreted: Reports) -> None:
+    assert interpreted["both_no_token"]["launches"] == 0

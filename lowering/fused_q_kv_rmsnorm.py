@@ -1,0 +1,52 @@
+"""Inductor IR for `fused_q_kv_rmsnorm`: two kernels, for the halves have rows of different lengths.
+
+A row sum over [T | n] and a pointwise body over [T, n] for each half. Strided halves are read where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .._compat import ir, ops
+from ..decisions import Call, Decision
+from .conditions import backend_lacks, decision
+from .ir_common import Expr, Value, as_f32, const, round_to, row_sum, static
+from .registry import lowers
+
+
+def can_lower(call: Call) -> Decision:
+    """IR for static row lengths."""
+    why_not = backend_lacks(call)
+    if not why_not and not static(call.arguments["qr"].shape[1], call.arguments["kv"].shape[1]):
+        why_not = "the length of a row is dynamic"
+    return decision(call, why_not)
+
+
+@lowers("fused_q_kv_rmsnorm", can_lower)
+def lower(qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float) -> tuple[Any, Any]:
+    """Build the IR."""
+    return _rms_norm(qr, q_weight, eps), _rms_norm(kv, kv_weight, eps)
+
+
+def _rms_norm(x: Any, weight: Any, eps: float) -> Any:
+    tokens, dim = x.get_size()
+    dim, dtype = int(dim), x.get_dtype()
+    # Read for the norm and again for the result: a long producer is better computed before.
+    x.mark_reuse(2)
+    load, load_weight = x.make_loader(), weight.make_loader()
+
+    def square(index: Sequence[Expr], d: Expr) -> Value:
+        value = as_f32(load([*index, d]))
+        return ops.mul(value, value)
+
+    load_sum = row_sum(square, x.get_device(), [tokens], dim)
+
+    def element(index: Sequence[Expr]) -> Value:
+        t, d = index
+        inverse = ops.rsqrt(ops.add(ops.truediv(load_sum([t]), const(dim)), const(eps)))
+        value = ops.mul(ops.mul(as_f32(load([t, d])), inverse), as_f32(load_weight([d])))
+        # A consumer that is fused in must see what it would read from memory.
+        return ops.to_dtype(round_to(value, dtype), dtype)
+
+    return ir.Pointwise.create(device=x.get_device(), dtype=dtype, inner_fn=element, ranges=[tokens, dim])

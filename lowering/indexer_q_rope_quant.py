@@ -1,0 +1,140 @@
+"""Inductor IR for `indexer_q_rope_quant`, without the Hadamard transform.
+
+A row maximum over the lanes of a scale and pointwise bodies of the same iteration space: one kernel for the queries,
+[T, H | D] in `indexer_fp8` and [T, H, D / 32 | 16] in `indexer_mxfp4`, whose lane is a pair of elements. The folded
+weights are part of it in `indexer_fp8`, where they need the scale, and a pointwise body of their own otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._compat import ir, ops
+from ..decisions import Call, Decision
+from ..layout import E2M1_MAX, KV_AMAX_FLOOR, MX_TILE, MXFP4_AMAX_FLOOR
+from .conditions import backend_lacks, cannot_rotate, decision
+from .ir_common import (
+    E4M3,
+    F32,
+    I32,
+    U8,
+    Expr,
+    Loader,
+    Rope,
+    RowLoad,
+    Value,
+    as_f32,
+    const,
+    e2m1_code,
+    round_to,
+    row_amax,
+    static,
+    to_e4m3,
+    ue8m0_byte,
+    ue8m0_inverse,
+    ue8m0_scale,
+)
+from .ir_paging import strided_view, uninitialized
+from .registry import lowers
+
+
+def can_lower(call: Call) -> Decision:
+    """IR for static heads and dims, without the Hadamard transform."""
+    why_not = backend_lacks(call, fp8=call.arguments["cache_format"] == "indexer_fp8") or cannot_rotate(call, "q")
+    if not why_not and call.arguments["hadamard"]:
+        why_not = "the Hadamard transform mixes a whole vector, which Inductor would compute as a matrix product"
+    if not why_not and not static(call.arguments["q"].shape[1]):
+        why_not = "the number of heads is dynamic"
+    return decision(call, why_not)
+
+
+@lowers("indexer_q_rope_quant", can_lower)
+def lower(
+    q: Any, positions: Any, cos_sin_cache: Any, weights: Any, cache_format: str, hadamard: bool = False
+) -> tuple[Any, Any, Any]:
+    """Build the IR."""
+    tokens, heads, dim = q.get_size()
+    device, rows = q.get_device(), [tokens, int(heads)]
+    plain = cache_format == "plain"
+    vector = _rotated(q, positions, cos_sin_cache, q.get_dtype() if plain else torch.bfloat16)
+    if plain:
+        dtype = q.get_dtype()
+        values = _pointwise(device, dtype, q.get_size(), lambda index: ops.to_dtype(vector(index[:2], index[2]), dtype))
+        return values, uninitialized([*rows, 0], F32, device), _folded(weights, rows, int(dim), None)
+    if cache_format == "indexer_fp8":
+        return _fp8(vector, weights, rows, int(dim), device)
+    return _mxfp4(vector, weights, rows, int(dim), device)
+
+
+def _rotated(q: Any, positions: Any, cos_sin_cache: Any, dtype: torch.dtype) -> RowLoad:
+    """Element of the rotated query at [token, head], rounded to `dtype`."""
+    # Read by two lanes in the rope dims, and for a maximum: a long producer is better computed before.
+    q.mark_reuse(2)
+    load, rope, dim = q.make_loader(), Rope.of(positions, cos_sin_cache), int(q.get_size()[2])
+
+    def element(index: Sequence[Expr], d: Expr) -> Value:
+        t, h = index
+        return round_to(rope.apply(lambda e: as_f32(load([t, h, e])), t, d, dim), dtype)
+
+    return element
+
+
+def _fp8(vector: RowLoad, weights: Any, rows: Sequence[Expr], dim: int, device: torch.device) -> tuple[Any, Any, Any]:
+    load_amax = row_amax(vector, device, rows, dim)
+
+    def byte(row: Sequence[Expr]) -> Value:
+        return ue8m0_byte(ops.maximum(load_amax(row), const(KV_AMAX_FLOOR)))
+
+    def value(index: Sequence[Expr]) -> Value:
+        *row, d = index
+        return to_e4m3(ops.mul(vector(row, d), ue8m0_inverse(byte(row))))
+
+    values = _pointwise(device, E4M3, [*rows, dim], value)
+    folded = _folded(weights, rows, dim, lambda row: ue8m0_scale(byte(row)))
+    return values, uninitialized([*rows, 0], F32, device), folded
+
+
+def _mxfp4(vector: RowLoad, weights: Any, rows: Sequence[Expr], dim: int, device: torch.device) -> tuple[Any, Any, Any]:
+    def element(tile: Sequence[Expr], pair: Expr, which: int) -> Value:
+        *row, n = tile
+        return vector(row, n * MX_TILE + 2 * pair + which)
+
+    def larger(tile: Sequence[Expr], pair: Expr) -> Value:
+        return ops.maximum(ops.abs(element(tile, pair, 0)), ops.abs(element(tile, pair, 1)))
+
+    tiles, pairs = dim // MX_TILE, MX_TILE // 2
+    load_amax = row_amax(larger, device, [*rows, tiles], pairs)
+
+    def byte(tile: Sequence[Expr]) -> Value:
+        return ue8m0_byte(ops.maximum(load_amax(tile), const(MXFP4_AMAX_FLOOR)), E2M1_MAX)
+
+    def packed(index: Sequence[Expr]) -> Value:
+        *tile, pair = index
+        low, high = (e2m1_code(ops.mul(element(tile, pair, i), ue8m0_inverse(byte(tile)))) for i in range(2))
+        return ops.to_dtype(ops.bitwise_or(low, ops.bitwise_left_shift(high, const(4, I32))), U8)
+
+    values = _pointwise(device, U8, [*rows, tiles, pairs], packed)
+    tokens, heads = rows
+    values = strided_view(values, [tokens, heads, dim // 2], [heads * (dim // 2), dim // 2, 1])
+    scales = _pointwise(device, U8, [*rows, tiles], lambda tile: ops.to_dtype(byte(tile), U8))
+    return values, scales, _folded(weights, rows, dim, None)
+
+
+def _folded(weights: Any, rows: Sequence[Expr], dim: int, scale: Loader | None) -> Any:
+    """IR of the weights times the scale of the query, D^-0.5 and H^-0.5, in this order."""
+    load, heads = weights.make_loader(), int(rows[1])
+
+    def element(row: Sequence[Expr]) -> Value:
+        weight = as_f32(load(row))
+        if scale is not None:
+            weight = ops.mul(weight, scale(row))
+        return ops.mul(ops.mul(weight, const(dim**-0.5)), const(heads**-0.5))
+
+    return _pointwise(weights.get_device(), F32, rows, element)
+
+
+def _pointwise(device: torch.device, dtype: torch.dtype, ranges: Sequence[Expr], value: Loader) -> Any:
+    return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=value, ranges=list(ranges))
