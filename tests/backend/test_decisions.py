@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ EPS = 1e-6
 
 def attention_inputs(q: Tensor, kv: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     q, kv = torch.ops.dsv4.fused_q_kv_rmsnorm(q, kv, torch.ones_like(q[0]), torch.ones_like(kv[0]), EPS)
-    torch.ops.dsv4.kv_rope_insert(kv, cache, slots, positions, table, 4, "plain")
+    slots, _ = torch.ops.dsv4.ragged_from_dense(slots[None].int(), positions[-1:] + 1)
+    torch.ops.dsv4.kv_rope_insert(kv, cache, slots.long(), positions, table, 4, "plain")
     heads = torch.ops.dsv4.q_norm_rope(q.unflatten(-1, (2, -1)), positions, table, EPS)
     return torch.ops.dsv4.inv_rope(heads, positions, table)
 
@@ -45,16 +46,17 @@ def test_every_op_yields_exactly_one_decision_with_reason_and_place() -> None:
     decided = _decide()
     chosen = {d.op: d.impl for d in decided}
     assert chosen == {
-        "fused_q_kv_rmsnorm": "eager",
+        "fused_q_kv_rmsnorm": "ir",
+        "ragged_from_dense": "eager",
         "kv_rope_insert": "eager",
         "q_norm_rope": "ir",
-        "inv_rope": "eager",
+        "inv_rope": "ir",
     }
     assert len(decided) == len(chosen)
     assert all(d.reason and d.node for d in decided)
     assert {d.where.rpartition(":")[0] for d in decided} == {__file__}
     reasons = {d.op: d.reason for d in decided}
-    assert reasons["fused_q_kv_rmsnorm"] == "no Inductor lowering; no kernel for cpu yet"
+    assert reasons["ragged_from_dense"] == "no Inductor lowering; no kernel for cpu yet"
     assert reasons["kv_rope_insert"] == "the C++ backend cannot predicate stores; no kernel for cpu yet"
 
 
@@ -64,9 +66,9 @@ def test_a_preference_that_an_op_lacks_is_recorded_and_said_once(caplog: pytest.
         decided = _decide({"dsv4.impl": "triton"})
     assert {(d.op, d.impl, d.reason) for d in decided} == {
         (op, "eager", "no kernel for cpu yet")
-        for op in ("fused_q_kv_rmsnorm", "kv_rope_insert", "q_norm_rope", "inv_rope")
+        for op in ("fused_q_kv_rmsnorm", "ragged_from_dense", "kv_rope_insert", "q_norm_rope", "inv_rope")
     }
-    assert len(caplog.records) == 4
+    assert len(caplog.records) == 5
     assert "dsv4.impl='triton' is not available for inv_rope: no kernel for cpu yet" in caplog.messages
 
 
@@ -106,46 +108,46 @@ def test_collectors_nest() -> None:
 
 
 @pytest.fixture
-def kernel() -> Iterator[None]:
-    """A kernel for inv_rope on the CPU that returns ones, as a device kernel would be registered."""
+def kernels() -> Iterator[None]:
+    """Kernels on the CPU that return ones, registered as device kernels would be: for an op with IR and one without."""
     library = torch.library.Library("dsv4", "IMPL")
     library.impl("inv_rope", lambda o, positions, table: torch.ones_like(o), "CPU")
+    library.impl("prefill_gather_lens", lambda starts, lens, decodes, window: torch.ones_like(lens[decodes:]), "CPU")
     yield
     library._destroy()
 
 
+def rotated_back() -> tuple[str, tuple[Any, ...]]:
+    return "inv_rope", (torch.randn(3, 2, 32), torch.arange(3), torch.randn(8, 8))
+
+
+def gather_lens() -> tuple[str, tuple[Any, ...]]:
+    return "prefill_gather_lens", (torch.tensor([0, 1, 4]).int(), torch.tensor([9, 7]).int(), 1, 4)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("options", "impl"),
-    [(None, "triton"), ({"dsv4.impl": "eager"}, "eager"), ({"dsv4.impl.inv_rope": "eager"}, "eager")],
+    ("call", "options", "impl"),
+    [
+        (gather_lens, None, "triton"),
+        (gather_lens, {"dsv4.impl": "eager"}, "eager"),
+        (gather_lens, {"dsv4.impl.prefill_gather_lens": "eager"}, "eager"),
+        (rotated_back, None, "ir"),
+        (rotated_back, {"dsv4.impl": "triton"}, "triton"),
+        (rotated_back, {"dsv4.impl.inv_rope": "triton"}, "triton"),
+        (rotated_back, {"dsv4.impl": "eager"}, "eager"),
+    ],
 )
-def test_a_device_kernel_is_used_unless_the_reference_is_asked_for(
-    kernel: None, options: dict[str, str] | None, impl: str
+def test_ir_goes_before_a_device_kernel_and_that_before_the_reference_unless_one_is_asked_for(
+    kernels: None, call: Callable[[], tuple[str, tuple[Any, ...]]], options: dict[str, str] | None, impl: str
 ) -> None:
-    o, positions, table = torch.randn(3, 2, 24), torch.arange(3), torch.randn(8, 8)
-    expected = registry.REFERENCES["inv_rope"](o, positions, table) if impl == "eager" else torch.ones_like(o)
+    op, args = call()
+    reference = registry.REFERENCES[op](*args)
 
-    def run(o: Tensor) -> Tensor:
-        return torch.ops.dsv4.inv_rope(o, positions, table)
+    def run(*args: Any) -> Tensor:
+        return getattr(torch.ops.dsv4, op)(*args)
 
     with decisions.collect() as decided:
-        actual = torch.compile(run, backend=backend.dsv4, fullgraph=True, options=options)(o)
-    assert [(d.op, d.impl) for d in decided] == [("inv_rope", impl)]
-    assert torch.equal(actual, expected)
-
-
-def test_a_launcher_may_refuse_and_is_asked_with_none_for_what_the_op_mutates(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def refuses(**arguments: Any) -> str:
-        asked.update(arguments)
-        return "not on a Friday"
-
-    monkeypatch.setattr(registry, "has_device_kernel", lambda op, device: op.name() == "dsv4::kv_rope_insert")
-    monkeypatch.setattr(registry, "refusal", lambda op: refuses)
-    (decision,) = (d for d in _decide() if d.op == "kv_rope_insert")
-    assert decision.impl == "eager"
-    assert decision.reason.endswith("; not on a Friday")
-    assert list(asked) == [argument.name for argument in torch.ops.dsv4.kv_rope_insert.default._schema.arguments]
-    assert asked["k_cache"] is None
-    assert asked["block_size"] == 4
+        actual = torch.compile(run, backend=backend.dsv4, fullgraph=True, options=options)(*args)
+    assert [(d.op, d.impl) for d in decided] == [(op, impl)]
+    torch.testing.assert_close(actual, torch.ones_like(reference) if impl == "triton" else reference)
