@@ -183,7 +183,7 @@ def compress_norm_rope_insert_refuses(
     slot_mapping: Tensor,
     norm_weight: Tensor,
     cos_sin_cache: Tensor,
-    k_cache: Tensor,
+    k_cache: Tensor | None,
     eps: float,
     ratio: int,
     state_block_size: int,
@@ -198,7 +198,7 @@ def compress_norm_rope_insert_refuses(
         return f"entries of {dim} dims, which is not a power of two"
     if hadamard and dim not in HADAMARD_DIMS:
         return f"a Hadamard transform of {dim} dims, built for {HADAMARD_DIMS}"
-    return refuses_fp8(k_cache.device) if cache_format in ("fp8_ds_mla", "fp8", "indexer_fp8") else ""
+    return refuses_fp8(state_cache.device) if cache_format in ("fp8_ds_mla", "fp8", "indexer_fp8") else ""
 
 
 def compress_norm_rope_insert(

@@ -18,7 +18,8 @@ from .quant import MAGNITUDE
 ROW_ALIGN = 16
 """The keys of a row that exist, in memory if not in meaning, are a multiple of this."""
 PAD = tl.constexpr(PAD_INDEX)
-SMOOTH_PASSES = tl.constexpr(16)
+SMOOTH_PASSES = tl.constexpr(14)
+NARROW_EVERY = tl.constexpr(4)
 LAST = tl.constexpr(torch.iinfo(torch.int32).max)
 VECTOR = tl.constexpr(ROW_ALIGN)
 HALF_BITS = tl.constexpr(16)
@@ -26,18 +27,21 @@ HALF_MASK = tl.constexpr((1 << 16) - 1)
 
 
 @triton.jit
-def _load_tile(p_row, start, length, other, TILE: tl.constexpr):
-    """int32 `[TILE]` keys from column `start` on, `other` behind the row."""
+def _load_tile(p_row, start, length, TILE: tl.constexpr):
+    """int32 `[TILE]` keys from column `start` on, invisible behind the row."""
     column = start + tl.arange(0, TILE)
     # Whole vectors are read: a row of the workspace is longer than the keys in it.
     key = tl.load(p_row + column, mask=column < tl.cdiv(length, VECTOR) * VECTOR, other=INVISIBLE)
-    return tl.where(column < length, key, other)
+    return tl.where(column < length, key, INVISIBLE)
 
 
 @triton.jit
 def _middle(lo, hi, passes):
-    """A key between lo and hi: of the mean of their logits at first, which comes near the boundary of smooth data soon,
-    and later their own mean, which ends the search after 32 more passes whatever the data."""
+    """A key between lo and hi.
+
+    At first that of the mean of their logits, which comes near the boundary of smooth data soon; later their own mean,
+    which ends the search after 32 more passes whatever the data.
+    """
     # The mean of two integers whose sum may not fit.
     of_keys = (lo & hi) + ((lo ^ hi) >> 1)
     of_logits = order_key(0.5 * _logit(lo) + 0.5 * _logit(hi))
@@ -51,25 +55,36 @@ def _logit(key):
 
 
 @triton.jit
+def _narrow(p_row, head, length, lo, hi, TILE: tl.constexpr):
+    """Bounds as tight as the keys between them allow: the smallest key >= lo, and one more than the largest < hi."""
+    column = tl.arange(0, TILE)
+    smallest = tl.where((head >= lo) & (column < length), head, LAST)
+    largest = tl.where(head < hi, head, INVISIBLE)
+    for start in range(TILE, length, TILE):
+        key = _load_tile(p_row, start, length, TILE)
+        smallest = tl.minimum(smallest, tl.where((key >= lo) & (start + column < length), key, LAST))
+        largest = tl.maximum(largest, tl.where(key < hi, key, INVISIBLE))
+    return tl.min(smallest, axis=0), tl.max(largest, axis=0) + 1
+
+
+@triton.jit
 def _boundary(p_row, head, length, K: tl.constexpr, TILE: tl.constexpr):
     """lo, hi and the number of keys >= hi for a row of more than K columns, of which `head` is the first tile."""
-    largest = head
-    smallest = tl.where(tl.arange(0, TILE) < length, head, LAST)
-    for start in range(TILE, length, TILE):
-        largest = tl.maximum(largest, _load_tile(p_row, start, length, INVISIBLE, TILE))
-        smallest = tl.minimum(smallest, _load_tile(p_row, start, length, LAST, TILE))
-    lo, hi = tl.min(smallest, axis=0), tl.max(largest, axis=0) + 1
+    lo, hi = _narrow(p_row, head, length, INVISIBLE, LAST, TILE)
     above, passes = tl.zeros_like(lo), tl.zeros_like(lo)
     while (hi - lo != 1) & (above != K):
         middle = _middle(lo, hi, passes)
-        passes += 1
         hits = (head >= middle).to(tl.int32)
         for start in range(TILE, length, TILE):
-            hits += (_load_tile(p_row, start, length, INVISIBLE, TILE) >= middle).to(tl.int32)
+            hits += (_load_tile(p_row, start, length, TILE) >= middle).to(tl.int32)
         count = tl.sum(hits, axis=0)
         lo = tl.where(count >= K, middle, lo)
         hi = tl.where(count <= K, middle, hi)
         above = tl.where(count <= K, count, above)
+        passes += 1
+        # A long search may be one between few keys, all equal perhaps.
+        if (passes >= SMOOTH_PASSES) & (passes % NARROW_EVERY == 0) & (above != K):
+            lo, hi = _narrow(p_row, head, length, lo, hi, TILE)
     return lo, hi, above
 
 
@@ -109,7 +124,7 @@ def select_topk_kernel(
     token = tl.program_id(0).to(tl.int64)
     _, length = visible_entries(p_requests, p_lens, token, token_strides, table_rows, reach)
     p_row, p_selected = p_keys + token * key_stride, p_out + token * K
-    head = _load_tile(p_row, 0, length, INVISIBLE, TILE)
+    head = _load_tile(p_row, 0, length, TILE)
     # A context that fits is taken whole, but for what is not visible.
     lo, hi, above = tl.full((), INVISIBLE, tl.int32), tl.full((), INVISIBLE + 1, tl.int32), tl.full((), K, tl.int32)
     if length > K:
@@ -118,7 +133,7 @@ def select_topk_kernel(
     room = tl.where(lo == INVISIBLE, 0, K - above)
     taken, equal = _take(p_selected, head, 0, lo, hi, room, 0, 0, TILE)
     for start in range(TILE, length, TILE):
-        key = _load_tile(p_row, start, length, INVISIBLE, TILE)
+        key = _load_tile(p_row, start, length, TILE)
         taken, equal = _take(p_selected, key, start, lo, hi, room, taken, equal, TILE)
     o_k = tl.arange(0, PADDED_K)
     tl.store(p_selected + o_k, PAD, mask=(o_k >= taken + tl.minimum(equal, room)) & (o_k < K))
