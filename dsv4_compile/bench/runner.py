@@ -15,6 +15,8 @@ from .problem import Only, Problem, keep
 from .record import Record, environment
 
 SCENARIOS = {
+    "indexer": "compressors, indexer queries, score and top-k, and the map to slots",
+    "indexer_tiles": "the kernels of indexer with every tile they could choose",
     "preprocess": "norms, RoPE, cache insert and inverse RoPE around the projections",
     "preprocess_tiles": "the kernels of preprocess with every tile they could choose",
 }

@@ -1,0 +1,48 @@
+"""Scenario `indexer_tiles`: the hand-written kernels of `indexer` with every tile they could choose.
+
+What the launchers choose by size is read off its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..ops._kernels import launcher
+from . import indexer
+from .problem import Only, Prepare, Problem
+
+COLUMNS = indexer.COLUMNS
+
+_Tiles = Mapping[str, Mapping[str, tuple[int, ...]]]
+_COMPRESS = ((8, 4), (8, 8), (16, 8), (16, 16), (32, 16))
+_QUERIES = ((4, 1), (8, 2), (16, 4), (16, 2), (32, 4), (64, 8))
+_SCORE = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (32, 4, 3))
+_SELECT = ((4096, 8), (4096, 16), (8192, 16), (8192, 32), (2048, 8))
+TILES: Mapping[str, _Tiles] = {
+    "compress_norm_rope_insert": {f"r{r} w{w}": {"tile": (r, w)} for r, w in _COMPRESS},
+    "indexer_q_rope_quant": {f"h{h} w{w}": {"tile": (h, w)} for h, w in _QUERIES},
+    "indexer_logits_topk": {
+        **{f"e{e} w{w} s{s}": {"score_tile": (e, w, s)} for e, w, s in _SCORE},
+        **{f"t{t} w{w}": {"select_tile": (t, w)} for t, w in _SELECT},
+    },
+}
+"""Launcher arguments by op and name: rows, heads, entries or keys of a tile, then warps, then stages."""
+
+
+def problems(device: torch.device, only: Only) -> Iterator[Problem]:
+    """The problems of `indexer` whose kernels have a choice."""
+    for problem in indexer.problems(device, only):
+        if problem.op in TILES:
+            ways: dict[str, Prepare] = {n: partial(_prepare, problem.op, t) for n, t in TILES[problem.op].items()}
+            yield replace(problem, implementations=ways)
+
+
+def _prepare(op: str, tiles: Mapping[str, tuple[int, ...]]) -> Any:
+    if not torch.cuda.is_available():
+        raise RuntimeError("hand-written kernels run on GPUs")
+    return partial(launcher(op), **tiles)

@@ -1,0 +1,85 @@
+"""Scenario `indexer`: its arguments are what they are said to be, so that a time means something."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.bench import Problem, gate, indexer, indexer_tiles
+from dsv4_compile.ops._define import OPS
+from dsv4_compile.ops._kernels import KERNELS
+from dsv4_compile.reference import indexer_logits_topk as score
+
+CPU = torch.device("cpu")
+CONTEXT = 1024
+
+
+def found(tokens: int, **only: str) -> list[Problem]:
+    return list(indexer.problems(CPU, {name: {value} for name, value in only.items()}, (tokens,), CONTEXT))
+
+
+@pytest.fixture
+def three_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tokens and more are a chunk of a prompt."""
+    monkeypatch.setattr(indexer, "MOST_REQUESTS", 3)
+
+
+@pytest.mark.usefixtures("three_requests")
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_every_op_takes_its_arguments_and_agrees_with_itself(tokens: int) -> None:
+    problems = found(tokens)
+    assert len(problems) == 11
+    for problem in problems:
+        ours, again = problem.make(3), problem.make(3)
+        assert (
+            gate.disagreement([a for a in ours if isinstance(a, Tensor)], [a for a in again if isinstance(a, Tensor)])
+            == ""
+        )
+        want = gate.outputs(problem.reference, ours, problem.written)
+        assert gate.disagreement(gate.outputs(OPS[problem.op], again, problem.written), want) == ""
+        assert problem.traffic > 0
+
+
+def written_rows(problem: Problem) -> int:
+    """Rows of a cache that a call changes."""
+    args = problem.make(0)
+    cache: Any = args[problem.written[0]]
+    before = cache.clone()
+    problem.reference(*args)
+    data = layout.PAGE_LAYOUTS[args[13]].data
+    rows = (cache != before)[:, : args[12] * data].unflatten(1, (args[12], data))
+    return int(rows.any(-1).sum())
+
+
+@pytest.mark.usefixtures("three_requests")
+@pytest.mark.parametrize("layer", ["CSA", "HCA", "indexer"])
+def test_decode_closes_a_group_for_every_token_and_a_chunk_for_every_group(layer: str) -> None:
+    assert written_rows(found(3, op="compress_norm_rope_insert", layer=layer)[0]) == 3
+    ratio = layout.HCA_RATIO if layer == "HCA" else layout.CSA_RATIO
+    assert written_rows(found(256, op="compress_norm_rope_insert", layer=layer)[0]) == 256 // ratio
+
+
+def test_sums_of_the_score_are_exact() -> None:
+    q, q_scale, weights, *rest = found(2, op="indexer_logits_topk", topk="512")[0].make(0)[:9]
+    order = torch.randperm(q.shape[1])
+    logits = score.indexer_logits(q, q_scale, weights, *rest, CONTEXT // 4)
+    shuffled = score.indexer_logits(q[:, order], q_scale[:, order], weights[:, order], *rest, CONTEXT // 4)
+    assert torch.equal(logits, shuffled)
+    assert logits.isfinite().all()
+    # Nearly all of them differ: a search for the boundary has work to do.
+    assert min(row.unique().numel() for row in logits) > 0.9 * logits.shape[1]
+
+
+def test_tiles_are_arguments_of_the_launchers() -> None:
+    for op, tiles in indexer_tiles.TILES.items():
+        module = __import__(f"dsv4_compile.kernels.{KERNELS[op]}", fromlist=[op])
+        parameters = inspect.signature(getattr(module, op)).parameters
+        for tile in tiles.values():
+            for name, value in tile.items():
+                assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+                assert all(n & (n - 1) == 0 for n in value[:2])
