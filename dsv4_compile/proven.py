@@ -27,7 +27,7 @@ def _entries() -> frozenset[tuple[str, str, str]]:
 
 
 def is_proven(impl: str, op: str, architecture: str) -> bool:
-    """Whether `impl` (`ir` or `triton`) of `op` has passed on `architecture`, as `_compat.device_architecture` names it."""
+    """Whether `impl` (`ir` or `triton`) of `op` has passed on `architecture`, a `_compat.device_architecture`."""
     return architecture == "cpu" or _trusted.get() or (impl, op, architecture) in _entries()
 
 

@@ -49,7 +49,7 @@ def refusal(op: str) -> Callable[..., str] | None:
 
 
 def dispatcher(op: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs `op` on a GPU: its kernel where it is proven, or `reference`, also for a call that the kernel refuses."""
+    """What runs `op` on a GPU: its kernel where it is proven, or `reference`, also for calls that it refuses."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not is_proven("triton", op, _architecture(args)):

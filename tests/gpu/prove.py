@@ -47,7 +47,8 @@ def main() -> int:
     }
     rows, failed = [], []
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
-        passed = subprocess.run([sys.executable, "-m", "pytest", "-q", str(path)], cwd=ROOT, check=False).returncode == 0
+        command = [sys.executable, "-m", "pytest", "-q", str(path)]
+        passed = subprocess.run(command, cwd=ROOT, check=False).returncode == 0
         proves = claims(path)
         print(f"{'passed' if passed else 'FAILED'}  {path.name}: {', '.join(' '.join(c) for c in proves) or '-'}")
         failed += [] if passed else [path.name]
