@@ -32,6 +32,7 @@ KERNELS: Mapping[str, str] = {
     "q_norm_rope": "q_norm_rope_kv_insert",
     "q_norm_rope_kv_insert": "q_norm_rope_kv_insert",
     "save_partial_states": "save_partial_states",
+    "sparse_mla_decode": "sparse_mla_decode",
 }
 """Name of an op -> stem of the file in kernels/ that launches it on CUDA and ROCm devices."""
 

@@ -1,0 +1,167 @@
+"""Device functions of a Hopper warpgroup that turns `fp8_ds_mla` slots into tiles of keys in shared memory.
+
+Keys are fetched 32 at a time into registers, dequantised exactly (kv_load.py has the arithmetic) and stored as the
+swizzled bfloat16 tiles that the matrix unit reads. Work is on 32-bit words throughout: bytes and halves would be taken
+apart and put together again.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from .. import layout
+
+# A thread holds all tiles of a key, so that which one is not quantised is known when compiling.
+_WORDS = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
+WORDS = gl.constexpr(_WORDS)
+SLOTS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _WORDS)))
+ROPES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+
+FETCH = gl.constexpr(32)  # keys in registers
+HALF = gl.constexpr(layout.HEAD_DIM // 2)  # words of a key
+TILES = gl.constexpr(layout.FP8_DS_MLA_TILES)
+TILE_WORDS = gl.constexpr(layout.KV_TILE // 4)
+ROW_WORDS = gl.constexpr(layout.FP8_DS_MLA.data // 4)
+ROPE_WORD = gl.constexpr(layout.NOPE_DIM // 4)
+ROPE_WORDS = gl.constexpr(layout.ROPE_DIM // 2)
+SCALES_PER_ROW = gl.constexpr(layout.FP8_DS_MLA.data // layout.FP8_DS_MLA.scale)  # scale rows in a data row
+UE8M0_BIAS = gl.constexpr(layout.UE8M0_BIAS)
+EXPONENT = gl.constexpr(120)  # what the biases of bfloat16 and e4m3 differ by
+LAST_BYTE = gl.constexpr(134)  # UE8M0 of 2^7, the largest scale whose factor is a bfloat16
+BOTH = gl.constexpr(0x00800080)  # exponent 1 of a bfloat16, in both halves of a word
+
+# The barrier among the threads of a partition, from Triton 3.7 on and before.
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def _scaled_codes(codes, factor):
+    """Four e4m3 codes in each int32, scaled: two words of bfloat16 pairs. A factor is a bfloat16, twice in a word."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 high, low, a, b;
+        shr.b32 high, $2, 4;
+        and.b32 low, $2, 0x80808080;
+        lop3.b32 high, high, 0x07070707, low, 0xea;
+        shl.b32 low, $2, 4;
+        and.b32 low, low, 0xf0f0f0f0;
+        prmt.b32 a, low, high, 0x5140;
+        prmt.b32 b, low, high, 0x7362;
+        mul.rn.bf16x2 $0, a, $3;
+        mul.rn.bf16x2 $1, b, $3;
+        }""",
+        "=r,=r,r,r",
+        [codes, factor],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _slots(p_row, o_column, end, capacity):
+    """int32 slots at FETCH columns from `o_column` on; -1 from column `end` on and for an index outside the cache."""
+    column = o_column + gl.arange(0, FETCH, SLOTS)
+    slot = gl.load(p_row + column, mask=column < end, other=-1)
+    return gl.where((slot >= 0) & (slot < capacity), slot, -1).to(gl.int32)
+
+
+@gluon.jit
+def _fetch(p_words, p_scales, page_chunks, slot, LOG_PAGE: gl.constexpr):
+    """What is stored at `slot`: words of codes `[FETCH, 8, 16]`, the last tile empty; of rope `[FETCH, 32]`; scales.
+
+    Where `slot` is -1 the rope is zero and the rest is the first key's. Codes are finite whatever their bits are, so
+    that a factor of zero clears them, and no register has to be zeroed in front of a load.
+    """
+    PAGE: gl.constexpr = 1 << LOG_PAGE
+    tile = gl.expand_dims(gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0), 2)
+    o_word = gl.expand_dims(gl.expand_dims(gl.arange(0, TILE_WORDS, gl.SliceLayout(0, gl.SliceLayout(1, WORDS))), 0), 1)
+    live = slot >= 0
+    safe = gl.where(live, slot, 0)
+    page = (safe >> LOG_PAGE).to(gl.int64)
+    offset = safe & (PAGE - 1)
+    row = page * (page_chunks * 4) + offset * ROW_WORDS
+    p_codes = p_words + (gl.expand_dims(gl.expand_dims(row, 1), 2) + o_word)
+    codes = gl.load(p_codes + tile * TILE_WORDS, mask=tile < TILES, other=0)
+    rope_row = gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(1, ROPES)), 1)
+    m_rope = gl.expand_dims(gl.convert_layout(live, gl.SliceLayout(1, ROPES)), 1)
+    o_rope = gl.expand_dims(gl.arange(0, ROPE_WORDS, gl.SliceLayout(0, ROPES)), 0)
+    rope = gl.load(p_words + (rope_row + o_rope + ROPE_WORD), mask=m_rope, other=0)
+    # A key's scales are one number: taking a vector of bytes apart would wait for the load here.
+    scales = gl.load(p_scales + (page * (page_chunks * 2) + (PAGE * SCALES_PER_ROW + offset)))
+    return codes, rope, scales
+
+
+@gluon.jit
+def _dequantized(codes, rope, scales, live, WIDE: gl.constexpr):
+    """Words of bfloat16 pairs `[FETCH, 256]` from what `_fetch` loaded; see kv_load.py for the arithmetic."""
+    tile = gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0)
+    byte = (gl.expand_dims(scales, 1) >> (tile * 8).to(gl.int64)).to(gl.int32) & 255
+    both = gl.expand_dims(gl.where(live, BOTH, 0), 1)
+    if WIDE:
+        factor = (gl.minimum(byte, LAST_BYTE) + EXPONENT) * both
+    else:
+        factor = gl.minimum(byte + EXPONENT, 255) * both
+    factor, _ = gl.broadcast(gl.expand_dims(factor, 2), codes)
+    low, high = _scaled_codes(codes, factor)
+    if WIDE:
+        rest = (gl.maximum(byte, LAST_BYTE) + (UE8M0_BIAS - LAST_BYTE)) * BOTH
+        rest, _ = gl.broadcast(gl.expand_dims(rest, 2), codes)
+        low, high = _times(low, rest), _times(high, rest)
+    rope_low, rope_high = gl.split(gl.reshape(rope, [FETCH, TILE_WORDS, 2]))
+    rope_low = gl.expand_dims(gl.convert_layout(rope_low, gl.SliceLayout(1, WORDS)), 1)
+    rope_high = gl.expand_dims(gl.convert_layout(rope_high, gl.SliceLayout(1, WORDS)), 1)
+    is_rope = gl.expand_dims(tile, 2) == TILES
+    pairs = gl.join(gl.where(is_rope, rope_low, low), gl.where(is_rope, rope_high, high))
+    return gl.reshape(pairs, [FETCH, HALF])
+
+
+@gluon.jit
+def _times(pairs, factor):
+    """Words of bfloat16 pairs times bfloat16 factors, each twice in a word."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, factor], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def produce_keys(
+    p_words, p_scales, page_chunks, p_row, length, capacity, begin, end, shift, keys, lives, ready, free,
+    LOG_PAGE: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Blocks `begin` to `end` of a row of slots into the ring of buffers; block j is number j + shift of the program.
+
+    Args:
+        p_words, p_scales: the cache as int32 and as int64; page_chunks: distance of its pages in units of 16 bytes.
+        keys: bfloat16 `[buffers, keys of a block, 512]`, shared; lives: float32 `[buffers, keys of a block]`, shared,
+            1 for keys and 0 for what is none. `ready` and `free` are a barrier for each buffer.
+    """
+    BUFFERS: gl.constexpr = keys.shape[0]
+    BLOCK_N: gl.constexpr = keys.shape[1]
+    words = keys._reinterpret(gl.int32, [BUFFERS, BLOCK_N, HALF], SWIZZLED_WORDS)
+    length = gl.minimum(length, end * BLOCK_N)
+    if end > begin:
+        slot = _slots(p_row, begin * BLOCK_N, length, capacity)
+        next_slot = _slots(p_row, begin * BLOCK_N + FETCH, length, capacity)
+        codes, rope, scales = _fetch(p_words, p_scales, page_chunks, slot, LOG_PAGE)
+        for block in range(begin, end):
+            number = block + shift
+            buffer = number % BUFFERS
+            for part in gl.static_range(BLOCK_N // FETCH):
+                now_codes, now_rope, now_scales = codes, rope, scales
+                now_slot = slot
+                slot = next_slot
+                # The next keys are on their way while these are dequantised.
+                codes, rope, scales = _fetch(p_words, p_scales, page_chunks, slot, LOG_PAGE)
+                next_slot = _slots(p_row, block * BLOCK_N + (part + 2) * FETCH, length, capacity)
+                pairs = _dequantized(now_codes, now_rope, now_scales, now_slot >= 0, WIDE)
+                if part == 0:
+                    mbarrier.wait(free.index(buffer), ((number // BUFFERS) & 1) ^ 1)
+                words.index(buffer).slice(part * FETCH, FETCH, 0).store(pairs)
+                lives.index(buffer).slice(part * FETCH, FETCH, 0).store(gl.where(now_slot >= 0, 1.0, 0.0))
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(ready.index(buffer), count=1)
