@@ -1,0 +1,56 @@
+"""The lowering of `indexer_q_rope_quant`: the Triton and the C++ it becomes, and what they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lowering.cases_indexer_q_rope_quant import CASES
+from tests.lowering.claims import CPP, SM80, TARGETS, Reports, assert_equals_reference, assert_kernels, ir_decision
+from tests.lowering.generated import on_cpp
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_triton_gives_the_bytes_of_the_reference(interpreted: Reports, case: str) -> None:
+    assert_equals_reference(interpreted[case])
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_queries_are_one_kernel_and_hold_the_weights_where_those_need_the_scale(
+    interpreted: Reports, case: str
+) -> None:
+    assert_kernels(interpreted[case], launches=0 if "no_token" in case else 1 if case.startswith("fp8") else 2)
+
+
+@pytest.mark.parametrize("case", ["fp8", "mxfp4", "plain"])
+def test_producer_and_consumer_are_part_of_the_kernels(interpreted: Reports, case: str) -> None:
+    assert all("mul" in name and "indexer_q_rope_quant" in name for name in interpreted[case]["kernels"])
+
+
+@pytest.mark.parametrize("case", ["fp8", "mxfp4"])
+def test_a_query_is_read_into_registers_once(interpreted: Reports, case: str) -> None:
+    assert interpreted[case]["kernels"][0].startswith("triton_per_")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile_ahead_of_time(compiled: Reports, target: str) -> None:
+    for case, kernels in (("fp8", 1), ("mxfp4", 2)):
+        assert len(compiled[case]["binaries"][target]) == kernels
+        assert all(size > 0 for size in compiled[case]["binaries"][target])
+
+
+@pytest.mark.parametrize("case", ["fp8", "mxfp4", "plain", "fp8_hostile", "plain_no_token"])
+def test_cpp_equals_the_reference(case: str) -> None:
+    assert_equals_reference(on_cpp(CASES[case]))
+
+
+def test_a_declined_call_says_why() -> None:
+    arguments: dict[str, Any] = {"q": torch.empty(3, 4, 128), "cos_sin_cache": torch.empty(8, 64)}
+    arguments |= {"cache_format": "indexer_fp8", "hadamard": False}
+    op = "indexer_q_rope_quant"
+    assert ir_decision(op, CPP, **arguments).impl == "ir"
+    assert "Triton converts to e4m3 from sm_89 on" in ir_decision(op, SM80, **arguments).reason
+    assert ir_decision(op, SM80, **{**arguments, "cache_format": "indexer_mxfp4"}).impl == "ir"
+    assert "Hadamard" in ir_decision(op, **{**arguments, "hadamard": True}).reason
