@@ -27,6 +27,9 @@ class Problem:
         reference: the definition, which every implementation must agree with.
         implementations: how to get each, by name.
         published: times in microseconds that others have reached here, by name; shown for comparison.
+        flops: floating-point operations of the matrix products, where these and not memory are the limit.
+        differs: as `gate.disagreement`, for results whose rounding is not defined to the bit.
+        cold: whether a time with the data out of the cache is wanted.
     """
 
     op: str
@@ -37,6 +40,9 @@ class Problem:
     reference: Callable[..., Any]
     implementations: Mapping[str, Prepare]
     published: Mapping[str, float]
+    flops: int = 0
+    differs: Callable[..., str] | None = None
+    cold: bool = True
 
 
 def keep(only: Only, **columns: int | str) -> bool:

@@ -19,6 +19,8 @@ SCENARIOS = {
     "indexer_tiles": "the kernels of indexer with every tile they could choose",
     "preprocess": "norms, RoPE, cache insert and inverse RoPE around the projections",
     "preprocess_tiles": "the kernels of preprocess with every tile they could choose",
+    "sparse_mla_decode": "attention over a window and selected entries",
+    "sparse_mla_decode_tiles": "the kernels of sparse_mla_decode with every cut they could choose",
 }
 """Name of a scenario, which is a module of this package, and what it measures."""
 
@@ -49,7 +51,7 @@ def run(scenario: str, *, only: Only | None = None, device: torch.device | None 
             sizes = ", ".join(f"{name} {value}" for name, value in problem.params.items())
             work.note(f"{problem.op}, {sizes}")
             for row in rows_of(problem, only, device):
-                record["rows"].append(row | _rates(row, problem.traffic, ceiling))
+                record["rows"].append(row | _rates(row, problem, ceiling))
                 work.advance(f"{problem.op}, {sizes}")
     return record
 
@@ -72,7 +74,7 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
     wanted = {name: make for name, make in problem.implementations.items() if keep(only, impl=name)}
     if not wanted:
         return
-    cold = timing.cold_sets(problem.traffic, device)
+    cold = timing.cold_sets(problem.traffic, device) if problem.cold else 0
     sets = [problem.make(i) for i in range(max(1, cold))]
     elements = next(value.numel() for value in sets[0] if isinstance(value, torch.Tensor))
     want = gate.outputs(problem.reference, problem.make(0), problem.written)
@@ -81,7 +83,7 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
         row["published_us"] = dict(problem.published)
         try:
             call = prepare()
-            wrong = gate.disagreement(gate.outputs(call, problem.make(0), problem.written), want)
+            wrong = (problem.differs or gate.disagreement)(gate.outputs(call, problem.make(0), problem.written), want)
         except Exception as fault:
             # Whatever keeps one implementation from running, the others are still worth measuring.
             yield row | {"us": None, "status": "unavailable", "note": _summary(fault)}
@@ -101,13 +103,14 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
         }
 
 
-def _rates(row: dict[str, Any], traffic: int, ceiling: float) -> dict[str, Any]:
-    """Achieved bandwidth, cold where that was measured, and its share of the copy rate."""
+def _rates(row: dict[str, Any], problem: Problem, ceiling: float) -> dict[str, Any]:
+    """Achieved bandwidth, cold where that was measured, its share of the copy rate, and the rate of the arithmetic."""
     us = row.get("cold_us") or row["us"]
     if us is None:
-        return {"bytes": traffic}
-    rate = traffic / us * 1e6
-    return {"bytes": traffic, "gb_s": round(rate / 1e9, 1), "of_copy": round(rate / ceiling, 3)}
+        return {"bytes": problem.traffic}
+    rate = problem.traffic / us * 1e6
+    rates = {"bytes": problem.traffic, "gb_s": round(rate / 1e9, 1), "of_copy": round(rate / ceiling, 3)}
+    return rates | ({"tflop_s": round(problem.flops / row["us"] / 1e6, 1)} if problem.flops else {})
 
 
 def _summary(fault: Exception) -> str:

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 _AXIS = "tokens"
 """The column that runs down a block and along a picture."""
 _NOT_PARAMS = {"op", "impl", "published_us", "us", "cold_us", "clock", "sets", "launches", "status", "note"}
-_NOT_PARAMS |= {"elements", "bytes", "gb_s", "of_copy"}
+_NOT_PARAMS |= {"elements", "bytes", "gb_s", "of_copy", "tflop_s"}
 
 
 def render(record: dict[str, Any]) -> str:
@@ -35,15 +35,17 @@ def _groups(rows: list[Row]) -> Iterable[tuple[str, list[Row]]]:
 def _block(title: str, rows: list[Row]) -> str:
     impls = list(dict.fromkeys(row["impl"] for row in rows))
     published = list(dict.fromkeys(name for row in rows for name in row["published_us"]))
-    lines = [[_AXIS, *impls, *published, "best", "GB/s", "of copy"]]
+    rates = {"TFLOP/s": "tflop_s"} if any("tflop_s" in row for row in rows) else {"GB/s": "gb_s", "of copy": "of_copy"}
+    lines = [[_AXIS, *impls, *published, "best", *rates]]
     for size in dict.fromkeys(row[_AXIS] for row in rows):
         here = {row["impl"]: row for row in rows if row[_AXIS] == size}
         others = next(iter(here.values()))["published_us"]
         cells = [_time(here[impl]) if impl in here else "" for impl in impls]
-        lines.append([str(size), *cells, *(str(others.get(name, "")) for name in published), *_best(here)])
+        lines.append([str(size), *cells, *(str(others.get(name, "")) for name in published)])
+        lines[-1] += _best(here, list(rates.values()))
     counts = {impl: _range(row["launches"] for row in rows if row["impl"] == impl and row["us"]) for impl in impls}
     if any(counts.values()):
-        lines.append(["launches", *counts.values(), *[""] * (len(published) + 3)])
+        lines.append(["launches", *counts.values(), *[""] * (len(published) + 1 + len(rates))])
     notes = dict.fromkeys(f"  {row['impl']}, {row['status']}: {row['note']}" for row in rows if row["note"])
     clock = next((row["clock"] for row in rows if row["us"]), "")
     unit = {"cuda graph": ": us warm / cold, CUDA graph", "wall clock": ": us, wall clock"}.get(clock, "")
@@ -61,13 +63,13 @@ def _us(us: float) -> str:
     return f"{us:.2f}" if us < 100 else f"{us:.0f}"
 
 
-def _best(here: dict[str, Row]) -> list[str]:
-    """The fastest implementation, by the cold time where there is one, and how near it comes to the ceiling."""
+def _best(here: dict[str, Row], rates: list[str]) -> list[str]:
+    """The fastest implementation, by the cold time where there is one, and the rates it reaches."""
     timed = [row for row in here.values() if row["us"] is not None]
     if not timed:
-        return ["", "", ""]
+        return [""] * (1 + len(rates))
     best = min(timed, key=lambda row: row.get("cold_us") or row["us"])
-    return [best["impl"], f"{best['gb_s']:.0f}", f"{best['of_copy']:.0%}"]
+    return [best["impl"], *(f"{best[rate]:.0%}" if rate == "of_copy" else f"{best[rate]:.0f}" for rate in rates)]
 
 
 def _range(counts: Iterable[int | None]) -> str:

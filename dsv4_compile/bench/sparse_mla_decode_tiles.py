@@ -1,0 +1,99 @@
+"""Scenario `sparse_mla_decode_tiles`: the kernels of `sparse_mla_decode` with every cut they could choose.
+
+What the launchers choose by size is read off its table. `h16 n64 w8 kp` is a portable program of 16 heads, 64 keys and
+8 warps, with k for keys first and p for prefetch; `x2` cuts for twice as many programs. `hopper 160 136` is the Hopper
+kernel with these registers, and `one` with one factor for all scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from . import sparse_mla_decode as scenario
+from .problem import Only, Prepare, Problem
+
+COLUMNS = scenario.COLUMNS
+
+# Heads, keys, warps, keys first, prefetch; for at most so many heads.
+_FEW = (
+    (16, 64, 8, 0, 1),
+    (16, 64, 4, 0, 1),
+    (16, 32, 4, 0, 1),
+    (16, 64, 8, 1, 1),
+    (16, 128, 8, 1, 1),
+    (16, 32, 4, 0, 0),
+)
+_SOME = ((32, 64, 8, 1, 1), (32, 32, 4, 1, 1), (16, 64, 8, 0, 1), (16, 64, 4, 0, 1), (32, 64, 8, 1, 0))
+_MANY = (
+    (64, 64, 8, 0, 0),
+    (64, 64, 8, 0, 1),
+    (64, 32, 8, 1, 1),
+    (64, 32, 8, 0, 0),
+    (32, 64, 8, 1, 1),
+    (16, 64, 8, 0, 1),
+)
+TILES: Mapping[int, tuple[tuple[int, ...], ...]] = {16: _FEW, 32: _SOME, 128: _MANY}
+HOPPER: Mapping[str, Mapping[str, Any]] = {
+    "hopper": {},
+    "hopper one": {"WIDE": 0},
+    "hopper 160 144": {"PRODUCER_REGISTERS": 144},
+    "hopper one 160 144": {"PRODUCER_REGISTERS": 144, "WIDE": 0},
+}
+"""Constants of the Hopper kernel's module, by name of the variant."""
+
+
+def problems(device: torch.device, only: Only) -> Iterator[Problem]:
+    """The problems of `sparse_mla_decode`, warm, with a cut for each implementation."""
+    for problem in scenario.problems(device, only):
+        heads = int(problem.params["heads"])
+        tiles = next(tiles for most, tiles in TILES.items() if heads <= most)
+        ways: dict[str, Prepare] = {name_of(t): partial(_portable, t, 1) for t in tiles}
+        ways |= {f"{name_of(t)} x2": partial(_portable, t, 2) for t in tiles[:3]}
+        if heads % 64 == 0:
+            ways |= {name: partial(_hopper, constants) for name, constants in HOPPER.items()}
+        yield replace(problem, implementations=ways, cold=False)
+
+
+def name_of(tiles: tuple[int, ...]) -> str:
+    """What a cut is called in the table."""
+    heads, keys, warps, keys_first, prefetch = tiles
+    return f"h{heads} n{keys} w{warps} {'k' if keys_first else ''}{'p' if prefetch else ''}".rstrip()
+
+
+def _portable(tiles: tuple[int, ...], waves: int) -> Any:
+    from ..kernels import sparse_mla_decode_portable as kernel
+    from ..kernels.gpu import gpu_of
+
+    cut = kernel.Tiles(*tiles[:3], bool(tiles[3]), bool(tiles[4]))
+
+    def call(*args: Any) -> Any:
+        gpu = gpu_of(args[0].device)
+        wider = gpu._replace(processors=waves * gpu.processors)
+        window, entries = kernel.Source(*args[1:5]), kernel.Source(*args[8:12])
+        return kernel.launch(args[0], window, entries, scenario.CACHE, args[6], args[7], None, wider, cut)
+
+    return scenario.on_gpu(call)
+
+
+def _hopper(constants: Mapping[str, Any]) -> Any:
+    from ..kernels.gpu import gpu_of
+    from ..kernels.sparse_mla_decode import HOPPER as capability
+
+    scenario.on_gpu(gpu_of)
+    if gpu_of(torch.device("cuda")).capability != capability:
+        raise RuntimeError("the Hopper kernel runs on Hopper")
+    from ..kernels import sparse_mla_decode_hopper as kernel
+
+    def call(*args: Any) -> Any:
+        window, entries = kernel.Source(*args[1:5]), kernel.Source(*args[8:12])
+        with mock.patch.multiple(kernel, **constants) if constants else nullcontext():
+            return kernel.launch_hopper(args[0], window, entries, args[6], args[7], gpu_of(args[0].device))
+
+    return call

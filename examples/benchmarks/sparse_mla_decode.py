@@ -1,0 +1,14 @@
+"""Measure decode attention: python examples/benchmarks/sparse_mla_decode.py --only heads=64,128 --out results
+
+The same as `dsv4 bench sparse_mla_decode`; `--help` lists the options. Results are compared with the reference before
+they are timed. Without a GPU the reference alone runs, which says nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from dsv4_compile.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", "sparse_mla_decode", *sys.argv[1:]]))

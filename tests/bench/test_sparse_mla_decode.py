@@ -1,0 +1,69 @@
+"""Scenario `sparse_mla_decode`: its arguments are what they are said to be, and its gate finds a wrong result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_compile import layout
+from dsv4_compile.bench import Problem, sparse_mla_decode_tiles
+from dsv4_compile.bench import sparse_mla_decode as scenario
+from dsv4_compile.bench.runner import rows_of
+from dsv4_compile.reference import kv_format
+
+CPU = torch.device("cpu")
+
+
+def found(tokens: int, heads: int) -> Problem:
+    (problem,) = scenario.problems(CPU, {"heads": {str(heads)}}, (tokens,), 512)
+    return problem
+
+
+@pytest.mark.parametrize(("heads", "keys"), [(8, 640), (64, 640), (128, 1152)])
+def test_problems_are_those_of_the_models(heads: int, keys: int) -> None:
+    problem = found(2, heads)
+    q, _, slots, lens, _, _, _, _, _, entries, entry_lens, _ = problem.make(0)
+    assert q.shape == (2, heads, layout.HEAD_DIM)
+    assert slots.shape[1] + entries.shape[1] == keys == int(lens[0] + entry_lens[0])
+    assert problem.flops == 2 * 2 * 2 * heads * keys * layout.HEAD_DIM
+    assert problem.traffic > 2 * keys * 584
+
+
+def test_random_pages_hold_finite_keys_of_order_one() -> None:
+    cache = scenario.random_cache(640, torch.Generator().manual_seed(0))
+    keys = kv_format.load_kv(cache, scenario.CACHE, scenario.BLOCK, torch.arange(640)).float()
+    assert keys.isfinite().all()
+    assert 0.1 < keys.square().mean().sqrt() < 2
+    assert keys[:, : layout.NOPE_DIM].abs().max() < 8
+
+
+def test_arguments_of_a_seed_repeat() -> None:
+    problem = found(2, 8)
+    for a, b in zip(problem.make(3), problem.make(3), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("fault", ["out", "lse", "row"])
+def test_a_wrong_result_gets_no_number(fault: str) -> None:
+    problem = found(2, 8)
+
+    def wrong(*args: Any) -> Any:
+        out, lse = problem.reference(*args)
+        if fault == "row":
+            return out.flip(0), lse
+        return (out * 1.05, lse) if fault == "out" else (out, lse + 1e-2)
+
+    ways = {"right": lambda: problem.reference, "wrong": lambda: wrong}
+    problem = Problem(**{name: getattr(problem, name) for name in Problem.__slots__} | {"implementations": ways})
+    right, bad = rows_of(problem, {}, CPU)
+    assert right["status"] == "ok" and right["us"] > 0
+    assert bad["status"] == "wrong" and bad["us"] is None
+
+
+def test_tiles_have_names_of_their_own_for_every_number_of_heads() -> None:
+    for problem in sparse_mla_decode_tiles.problems(CPU, {"tokens": {"1"}}):
+        assert len(problem.implementations) >= 8
+        assert ("hopper" in problem.implementations) == (problem.params["heads"] in (64, 128))
+        assert not problem.cold
