@@ -1,0 +1,240 @@
+"""The decode kernels on a GPU against the reference on the same GPU: real sizes, hostile rows, graphs, every cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.bench import sparse_mla_decode as scenario
+from dsv4_compile.bench.sparse_mla_decode_tiles import HOPPER
+from dsv4_compile.kernels import sparse_mla_decode as launcher
+from dsv4_compile.kernels import sparse_mla_decode_portable as portable
+from dsv4_compile.kernels.gpu import gpu_of
+from dsv4_compile.kernels.sparse_mla_decode_portable import Source
+from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.reference import kv_format
+from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close
+from dsv4_compile.testing.generate import to_device
+from tests.ops.test_sparse_mla_decode import sample
+
+CUDA = torch.device("cuda")
+BF16: dict[str, Any] = {"dim": 512, "dtype": torch.bfloat16}
+# Weights are rounded to the dtype of the keys, by 2^-9 at most, and keys are below 5: of few keys that is what remains.
+FEW_KEYS = Tolerance(abs=5 * 2.0**-9, rel=2.01 / 128, cosine=1e-5)
+IS_HOPPER = gpu_of(CUDA).capability == launcher.HOPPER
+
+Result = tuple[Tensor, Tensor]
+
+
+def on_gpu(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(to_device(a, CUDA) if isinstance(a, Tensor) else a for a in args)
+
+
+def assert_same(got: Result, want: Result, tolerance: str | Tolerance = "attention_bfloat16") -> None:
+    assert_close(got[0], want[0], tolerance, label="out")
+    assert_close(got[1], want[1], "lse", label="lse")
+
+
+def by_portable(args: tuple[Any, ...], splits: int = 0) -> Result:
+    window, extra = Source(*args[1:5]), Source(*args[8:12])
+    return portable.launch(args[0], window, extra, *args[5:8], args[12], gpu_of(CUDA), splits=splits)
+
+
+def by_hopper(args: tuple[Any, ...], splits: int = 0) -> Result:
+    from dsv4_compile.kernels import sparse_mla_decode_hopper as hopper
+
+    window, extra = Source(*args[1:5]), Source(*args[8:12])
+    assert hopper.hopper_refuses(args[0], window, extra, args[5], args[7]) == ""
+    return hopper.launch_hopper(args[0], window, extra, args[6], args[7], gpu_of(CUDA), splits)
+
+
+KERNELS = {"portable": by_portable, **({"hopper": by_hopper} if IS_HOPPER else {})}
+
+
+def reference(args: tuple[Any, ...]) -> Result:
+    return REFERENCES["sparse_mla_decode"](*args)
+
+
+@pytest.fixture(autouse=True)
+def garbage() -> Iterator[None]:
+    """New outputs and workspaces are made of NaN."""
+    with torch.no_grad():
+        made = torch.full((1 << 28,), 0xFF, dtype=torch.uint8, device=CUDA)
+        del made
+        yield
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("tokens", "heads"), [(1, 64), (2, 128), (8, 64), (33, 64), (33, 128), (131, 64), (257, 128), (512, 64)]
+)
+def test_full_rows_of_real_models(kernel: str, tokens: int, heads: int) -> None:
+    args = (*scenario.arguments(tokens, heads, CUDA, tokens), None)
+    assert_same(KERNELS[kernel](args), reference(args))
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("heads", [1, 8, 17, 32, 100])
+def test_any_number_of_heads(tokens: int, heads: int) -> None:
+    args = (*scenario.arguments(tokens, heads, CUDA, heads), None)
+    assert_same(by_portable(args), reference(args))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("splits", [1, 2, 3, 10])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_hostile_rows_and_poisoned_pages_however_they_are_split(kernel: str, splits: int, heads: int) -> None:
+    args = on_gpu(sample(40, heads, window=130, extra=517, fmt="fp8_ds_mla", **BF16))
+    assert_same(KERNELS[kernel](args, splits), reference(args), FEW_KEYS)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_without_keys_whatever_the_queries_hold(kernel: str) -> None:
+    args = list(on_gpu(sample(6, 64, window=70, extra=70, fmt="fp8_ds_mla", **BF16)))
+    args[0][:4] = torch.nan
+    args[2][:2], args[9][:2] = -1, 2**31 - 1
+    args[3][:2], args[10][:2] = 70, 70
+    args[3][2:4], args[10][2:4] = 0, -7
+    for splits in (1, 3):
+        out, lse = KERNELS[kernel](tuple(args), splits)
+        assert (out[:4] == 0).all() and (lse[:4] == torch.inf).all()
+        assert_same((out[4:], lse[4:]), tuple(x[4:] for x in reference(tuple(args))), FEW_KEYS)
+
+
+@pytest.mark.parametrize("fmt", ["plain", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("heads", [8, 64])
+def test_row_caches_of_every_dtype(fmt: str, dtype: torch.dtype, heads: int) -> None:
+    args = on_gpu(sample(17, heads, window=130, extra=70, fmt=fmt, dim=512, dtype=dtype))
+    exact = portable.operand_dtype(args[0], args[1], fmt) is torch.float32 and dtype is torch.float32
+    for splits in (1, 3):
+        assert_same(by_portable(args, splits), reference(args), "attention_float32" if exact else FEW_KEYS)
+
+
+@pytest.mark.parametrize("dim", [4, 48, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_dims(dim: int, dtype: torch.dtype) -> None:
+    args = on_gpu(sample(9, 4, window=40, extra=30, dim=dim, dtype=dtype))
+    tolerance = "attention_float32" if dtype is torch.float32 else FEW_KEYS
+    assert_same(by_portable(args, 2), reference(args), tolerance)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_code_with_every_scale_is_dequantised_exactly(kernel: str) -> None:
+    """A token that attends one key returns it. Larger scales overflow bfloat16, and q times infinity is NaN."""
+    scales, block = torch.arange(247, device=CUDA), 256
+    codes = torch.arange(256, device=CUDA)
+    codes = codes[(codes & 0x7F) != 0x7F].to(torch.uint8)
+    cache = layout.allocate_cache("fp8_ds_mla", 1, block, device=CUDA)
+    data, scale = cache[0, : 576 * block].view(block, 576), cache[0, 576 * block :].view(block, 8)
+    data[:, :448] = codes.repeat(2)[:448]
+    data[:, 448:] = torch.randn(block, 64, device=CUDA).bfloat16().view(torch.uint8)
+    scale[:247, :7] = scales[:, None].to(torch.uint8)
+    lens, q = torch.ones(247, dtype=torch.int32, device=CUDA), torch.zeros(247, 64, 512, device=CUDA).bfloat16()
+    slots = scales[:, None].int()
+    args = q, cache, slots, lens, block, "fp8_ds_mla", 1.0, None, cache, slots[:, :0], lens, block, None
+    want = kv_format.load_kv(cache, "fp8_ds_mla", block, scales) + 0.0
+    for head in KERNELS[kernel](args)[0].unbind(1):
+        assert_bitwise(head, want)
+
+
+@pytest.mark.parametrize("variant", HOPPER if IS_HOPPER else ())
+def test_variants_of_the_hopper_kernel(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4_compile.kernels import sparse_mla_decode_hopper as hopper
+
+    for name, value in HOPPER[variant].items():
+        monkeypatch.setattr(hopper, name, value)
+    for tokens in (3, 200):
+        args = (*scenario.arguments(tokens, 64, CUDA, 1), None)
+        assert_same(by_hopper(args), reference(args))
+
+
+def test_the_op_takes_the_best_kernel_and_its_arguments_in_any_form() -> None:
+    args = [*scenario.arguments(9, 64, CUDA, 1), None]
+    want = reference(tuple(args))
+    assert_same(launcher.sparse_mla_decode(*args), want)
+    assert_same(torch.ops.dsv4.sparse_mla_decode(*args), want)
+    wide = [x.long() if i in (2, 3, 9, 10) else x for i, x in enumerate(args)]
+    assert_same(launcher.sparse_mla_decode(*wide), want)
+    fused = torch.randn(9, 65 * 512, device=CUDA).bfloat16()
+    fused[:, : 64 * 512] = args[0].flatten(1)
+    args[0] = fused[:, : 64 * 512].unflatten(1, (64, 512))
+    args[1] = args[1].unflatten(1, (scenario.BLOCK, 584))
+    assert_same(launcher.sparse_mla_decode(*args), want)
+    no_sink = [*args[:7], None, *args[8:]]
+    assert_same(launcher.sparse_mla_decode(*no_sink), reference(tuple(no_sink)))
+    one = args[:7]
+    assert_same(launcher.sparse_mla_decode(*one), reference(tuple(one)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_seventy_thousand_tokens(kernel: str) -> None:
+    q, cache, slots, lens, *rest = scenario.arguments(64, 64, CUDA, 3)
+    tokens = 70_000
+    row = torch.arange(tokens, device=CUDA) % 64
+    short = slots[row, :20].contiguous()
+    args = q[row], cache, short, lens[row].clamp(max=20), *rest[:4], cache, short[:, :0], lens[row], rest[0], None
+    out, lse = KERNELS[kernel](args)
+    small = tuple(x[:64] if i in (0, 2, 3, 9, 10) else x for i, x in enumerate(args))
+    want = reference(small)
+    assert_same((out[:64], lse[:64]), want, FEW_KEYS)
+    assert torch.equal(out, out[:64][row]) and torch.equal(lse, lse[:64][row])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_caches_beyond_two_gibibytes(kernel: str) -> None:
+    pages = 2**31 // layout.FP8_DS_MLA.page_stride(64) + 300
+    small = scenario.random_cache(64 * 200, torch.Generator(CUDA).manual_seed(0))
+    cache = layout.allocate_cache("fp8_ds_mla", pages, 64, device=CUDA)
+    cache[-200:] = small
+    slots = torch.randint(0, 64 * 200, (5, 300), device=CUDA, dtype=torch.int32)
+    far = slots + 64 * (pages - 200)
+    lens, q = torch.full((5,), 300, device=CUDA), torch.randn(5, 64, 512, device=CUDA).bfloat16()
+    rest = lens, 64, "fp8_ds_mla", 512**-0.5, None
+    want = reference((q, small, slots, *rest))
+    assert_same(KERNELS[kernel]((q, cache, far, *rest, cache, far[:, :0], lens, 64, None)), want)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_repeats_are_equal_bit_by_bit(kernel: str, tokens: int) -> None:
+    args = (*scenario.arguments(tokens, 64, CUDA, 5), None)
+    first = KERNELS[kernel](args)
+    for _ in range(50):
+        for got, want in zip(KERNELS[kernel](args), first, strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tokens", [2, 150])
+def test_a_captured_graph_follows_its_buffers_and_never_waits(kernel: str, tokens: int) -> None:
+    args = (*scenario.arguments(tokens, 64, CUDA, 6), None)
+    KERNELS[kernel](args)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            captured = KERNELS[kernel](args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for step in range(4):
+        args[0].normal_()
+        args[2].copy_(torch.randint(-1, 1024, args[2].shape, device=CUDA))
+        args[3].fill_((128, 0, 65, 1)[step])
+        args[10].fill_((512, 0, 1, 257)[step])
+        graph.replay()
+        for got, want in zip(captured, KERNELS[kernel](args), strict=True):
+            assert torch.equal(got, want)
+        assert_same(captured, reference(args), FEW_KEYS)
+
+
+def test_empty_batches() -> None:
+    args = scenario.arguments(2, 64, CUDA, 0)
+    out, lse = launcher.sparse_mla_decode(args[0][:0], *args[1:])
+    assert out.shape == (0, 64, 512) and lse.shape == (0, 64)
