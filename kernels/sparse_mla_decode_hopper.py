@@ -322,7 +322,8 @@ def launch_hopper(
     if lse.numel() == 0:
         return out, lse
     tokens, heads, head_dim = q.shape
-    width0, width1 = window.indices.shape[1], extra.indices.shape[1]
+    # The producer reads the first key in place of none: rows of a cache without pages are empty.
+    width0, width1 = (s.indices.shape[1] if s.cache.shape[0] else 0 for s in (window, extra))
     programs = tokens * (heads // HEADS)
     splits = splits or part_count(programs, layout.cdiv(width0, KEYS) + layout.cdiv(width1, KEYS), gpu)
     part, part_lse = part_buffers(tokens, splits, heads, head_dim, q) if splits > 1 else (out, lse)

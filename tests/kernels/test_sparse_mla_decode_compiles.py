@@ -48,12 +48,14 @@ def test_it_compiles_ahead_of_time_within_shared_memory(target: str, heads: int,
     assert all(kernel.metadata.shared <= kibibytes * 1024 and machine_code(kernel) for kernel in compiled)
 
 
-@pytest.mark.parametrize(("heads", "splits"), [(64, 1), (128, 4)])
-def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products(heads: int, splits: int) -> None:
+@pytest.mark.parametrize(("heads", "splits", "sink"), [(64, 1, False), (128, 4, True)])
+def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products(
+    heads: int, splits: int, sink: bool
+) -> None:
     q, sources = torch.zeros(2, heads, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
     assert hopper.hopper_refuses(q, *sources, "fp8_ds_mla", None) == ""
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        hopper.launch_hopper(q, *sources, 0.1, torch.zeros(heads), GPUS["sm_90"][0], splits)
+        hopper.launch_hopper(q, *sources, 0.1, torch.zeros(heads) if sink else None, GPUS["sm_90"][0], splits)
     kernel = compiled[0]
     assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and machine_code(kernel)
     assert kernel.asm["ptx"].count("setmaxnreg") >= 4
