@@ -71,7 +71,8 @@ def _portable(tiles: tuple[int, ...], waves: int) -> Any:
     from ..kernels import sparse_mla_decode_portable as kernel
     from ..kernels.gpu import gpu_of
 
-    cut = kernel.Tiles(*tiles[:3], bool(tiles[3]), bool(tiles[4]))
+    heads, keys, warps, keys_first, prefetch = tiles
+    cut = kernel.Tiles(heads, keys, warps, bool(keys_first), bool(prefetch))
 
     def call(*args: Any) -> Any:
         gpu = gpu_of(args[0].device)
@@ -90,9 +91,10 @@ def _hopper(constants: Mapping[str, Any]) -> Any:
     if gpu_of(torch.device("cuda")).capability != capability:
         raise RuntimeError("the Hopper kernel runs on Hopper")
     from ..kernels import sparse_mla_decode_hopper as kernel
+    from ..kernels.sparse_mla_decode_portable import Source
 
     def call(*args: Any) -> Any:
-        window, entries = kernel.Source(*args[1:5]), kernel.Source(*args[8:12])
+        window, entries = Source(*args[1:5]), Source(*args[8:12])
         with mock.patch.multiple(kernel, **constants) if constants else nullcontext():
             return kernel.launch_hopper(args[0], window, entries, args[6], args[7], gpu_of(args[0].device))
 
