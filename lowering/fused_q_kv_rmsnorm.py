@@ -47,6 +47,6 @@ def _rms_norm(x: Any, weight: Any, eps: float) -> Any:
         inverse = ops.rsqrt(ops.add(ops.truediv(load_sum([t]), const(dim)), const(eps)))
         value = ops.mul(ops.mul(as_f32(load([t, d])), inverse), as_f32(load_weight([d])))
         # A consumer that is fused in must see what it would read from memory.
-        return ops.to_dtype(round_to(value, dtype), dtype)
+        return ops.to_dtype(round_to(value, dtype, x.get_device()), dtype)
 
     return ir.Pointwise.create(device=x.get_device(), dtype=dtype, inner_fn=element, ranges=[tokens, dim])

@@ -77,7 +77,7 @@ def _rotated(q: Any, positions: Any, cos_sin_cache: Any, dtype: torch.dtype) -> 
 
     def element(index: Sequence[Expr], d: Expr) -> Value:
         t, h = index
-        return round_to(rope.apply(lambda e: as_f32(load([t, h, e])), t, d, dim), dtype)
+        return round_to(rope.apply(lambda e: as_f32(load([t, h, e])), t, d, dim), dtype, q.get_device())
 
     return element
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._compat import FloorDiv, ModularIndexing, ReductionHint, ir, ops
+from .._compat import FloorDiv, ModularIndexing, ReductionHint, codegen_of, ir, ops
 from ..layout import FP8_MAX, UE8M0_BIAS, UE8M0_MAX_BYTE
 from ..reference.quant import E2M1_MIDPOINTS
 
@@ -28,6 +28,7 @@ RowLoad = Callable[[Sequence[Expr], Expr], Value]
 
 F32, I32, I64, U8 = torch.float32, torch.int32, torch.int64, torch.uint8
 E4M3 = torch.float8_e4m3fn
+BF16_DROPS = 16  # mantissa bits that float32 has and bfloat16 has not
 E2M1_SIGN = 8
 MANTISSA_BITS = 23
 MANTISSA_MASK = (1 << MANTISSA_BITS) - 1
@@ -134,9 +135,20 @@ def _row_reduction(
     return loader
 
 
-def round_to(value: Value, dtype: torch.dtype) -> Value:
+def round_to(value: Value, dtype: torch.dtype, device: torch.device) -> Value:
     """float32 `value` rounded to `dtype`, as float32. Inductor would otherwise compute on in float32, unrounded."""
+    if dtype is torch.bfloat16 and codegen_of(device) == "cpp":
+        return _round_to_bf16(value)
     return as_f32(ops.to_dtype(value, dtype, src_dtype=F32, use_compute_types=False))
+
+
+def _round_to_bf16(value: Value) -> Value:
+    """The same by its bits, for the C++ backend, which drops a conversion that it sees undone, before torch 2.13."""
+    bits = ops.to_dtype_bitcast(value, I32, F32)
+    is_odd = ops.bitwise_and(ops.bitwise_right_shift(bits, const(BF16_DROPS, I32)), const(1, I32))
+    dropped = (1 << BF16_DROPS) - 1
+    nearest = ops.bitwise_and(ops.add(ops.add(bits, const(dropped >> 1, I32)), is_odd), const(~dropped, I32))
+    return ops.where(ops.ne(value, value), value, ops.to_dtype_bitcast(nearest, F32, I32))
 
 
 def ue8m0_byte(amax: Value, format_max: float = FP8_MAX) -> Value:

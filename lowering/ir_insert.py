@@ -97,11 +97,12 @@ class Insert:
         too, whose maximum nobody reads, so that both have one iteration space and fuse.
         """
 
+        device = self.cache.get_device()
+
         def nope(t: Expr, tile: Expr, d: Expr) -> Value:
             value = self.vector(t)(tile * KV_TILE + d)
-            return value if self.dtype is torch.bfloat16 else round_to(value, torch.bfloat16)
+            return value if self.dtype is torch.bfloat16 else round_to(value, torch.bfloat16, device)
 
-        device = self.cache.get_device()
         load_amax = row_amax(lambda index, d: nope(index[0], index[1], d), device, [self.tokens, _TILES], KV_TILE)
 
         def scale_byte(t: Expr, tile: Expr) -> Value:
