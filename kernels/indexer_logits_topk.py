@@ -19,10 +19,10 @@ WORKSPACE_BYTES = 256 << 20
 KEY_BYTES = 4
 PROGRAMS = 1024
 """Scoring programs that fill a GPU: a token's context is split among several of them while there are fewer tokens."""
-SCORE_TILE = (64, 4, 3)
+SCORE_TILE = (64, 4, 5)
 """Entries of a tile at most, warps, and stages of the loop over tiles."""
 SMALLEST_TILE = 16
-"""Entries of a tile at least: the smallest tile of a matrix unit."""
+"""Entries and heads of a tile at least: the smallest tile of a matrix unit."""
 SELECT_TILE = (8192, 16)
 """Keys that stay in registers, and warps."""
 
@@ -167,6 +167,9 @@ def _score(
     if tokens == 0 or width == 0:
         return
     entries, warps, stages = tile
+    if q.element_size() == 4:
+        # float32 rows are for small models; several tiles of them would not fit every GPU's shared memory.
+        stages = 1
     # The largest power of two that divides a page, so that a tile has one block.
     entries = min(entries, max(SMALLEST_TILE, block_size & -block_size))
     reach = _reach(k_cache, block_table, block_size)
@@ -188,7 +191,6 @@ def _score(
         pages.stride(),
         block_table.stride(),
         (token_to_req.stride(0), context_lens.stride(0)),
-        heads,
         pages.shape[0],
         block_table.shape[0],
         min(width, reach),
@@ -197,7 +199,8 @@ def _score(
         BLOCK_SIZE=block_size,
         KEYS=out.dtype == torch.int32,
         TOPK=topk,
-        HEADS=max(16, triton.next_power_of_2(heads)),
+        HEADS=heads,
+        PADDED_HEADS=max(SMALLEST_TILE, triton.next_power_of_2(heads)),
         ENTRIES=entries,
         D=columns if cache_format == "plain" else INDEXER_HEAD_DIM,
         num_warps=warps,

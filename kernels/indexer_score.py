@@ -44,11 +44,13 @@ def order_key(logit):
 
 
 @triton.jit
-def _load_queries(p_q, p_q_scale, token, q_strides, scale_strides, heads,
-                  FORMAT: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """`[HEADS, D]` in the dtype of the matrix product; heads that are not there are 0."""
-    o_h = tl.arange(0, HEADS)[:, None]
-    m_h = o_h < heads
+def _load_queries(
+    p_q, p_q_scale, token, q_strides, scale_strides,
+    FORMAT: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """`[PADDED_HEADS, D]` in the dtype of the matrix product; heads that are not there are 0."""
+    o_h = tl.arange(0, PADDED_HEADS)[:, None]
+    m_h = o_h < HEADS
     p_row = p_q + token * q_strides[0] + o_h.to(tl.int64) * q_strides[1]
     if FORMAT == "indexer_mxfp4":
         o_byte, o_tile = tl.arange(0, MXFP4_DATA)[None, :], tl.arange(0, MXFP4_SCALE)[None, :]
@@ -102,7 +104,7 @@ def _find_blocks(p_row, start, length, pages, table_stride, BLOCK_SIZE: tl.const
 
 
 @triton.jit(
-    do_not_specialize=["heads", "pages", "table_rows", "width"],
+    do_not_specialize=["pages", "table_rows", "width"],
     do_not_specialize_on_alignment=["p_table", "p_requests", "p_lens"],
 )
 def indexer_score_kernel(
@@ -121,7 +123,6 @@ def indexer_score_kernel(
     k_strides,
     table_strides,
     token_strides,  # of requests and lens
-    heads,
     pages,
     table_rows,
     reach,
@@ -131,6 +132,7 @@ def indexer_score_kernel(
     KEYS: tl.constexpr,
     TOPK: tl.constexpr,
     HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
     ENTRIES: tl.constexpr,
     D: tl.constexpr,
 ):
@@ -151,23 +153,25 @@ def indexer_score_kernel(
             mask = start + tl.arange(0, ENTRIES) < length
             tl.store(p_entries + start, tl.where(seen, 0, INVISIBLE), mask=mask)
     elif first < end:
-        o_h = tl.arange(0, HEADS)
+        o_h = tl.arange(0, PADDED_HEADS)
         p_w = p_weights + token * weight_strides[0] + o_h.to(tl.int64) * weight_strides[1]
-        # [HEADS], [D, HEADS]
-        weight = tl.load(p_w, mask=o_h < heads, other=0.0)
-        q = tl.trans(_load_queries(p_q, p_q_scale, token, q_strides, scale_strides, heads, FORMAT, HEADS, D))
+        # [PADDED_HEADS], [D, PADDED_HEADS]
+        weight = tl.load(p_w, mask=o_h < HEADS, other=0.0)
+        q = tl.trans(_load_queries(p_q, p_q_scale, token, q_strides, scale_strides, FORMAT, HEADS, PADDED_HEADS, D))
         for start in range(first, end, step):
             # [ENTRIES]
             block, offset, seen, readable = _find_blocks(
                 p_row, start, length, pages, table_strides[1], BLOCK_SIZE, ENTRIES
             )
             p_page = p_k + block * k_strides[0]
-            # [ENTRIES, D], [ENTRIES, HEADS]
+            # [ENTRIES, D], [ENTRIES, PADDED_HEADS]
             keys = _load_keys(p_page, offset, readable[:, None], k_strides, FORMAT, BLOCK_SIZE, D)
             dots = tl.dot(keys, q, input_precision="ieee")
             terms = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
-            # A head that is not there has no weight, but 0 * inf would be NaN.
-            logit = tl.sum(tl.where((o_h < heads)[None, :], terms, 0.0), axis=1)
+            if PADDED_HEADS > HEADS:
+                # A head that is not there has no weight, but 0 * inf would be NaN.
+                terms = tl.where((o_h < HEADS)[None, :], terms, 0.0)
+            logit = tl.sum(terms, axis=1)
             if FORMAT == "indexer_fp8":
                 p_scale = (p_page + BLOCK_SIZE * FP8_DATA).to(tl.pointer_type(tl.float32))
                 logit = logit * tl.load(p_scale + offset * FP8_WORDS, mask=readable, other=0.0)

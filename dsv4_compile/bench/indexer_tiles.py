@@ -21,7 +21,7 @@ COLUMNS = indexer.COLUMNS
 _Tiles = Mapping[str, Mapping[str, tuple[int, ...]]]
 _COMPRESS = ((8, 4), (8, 8), (16, 8), (16, 16), (32, 16))
 _QUERIES = ((4, 1), (8, 2), (16, 4), (16, 2), (32, 4), (64, 8))
-_SCORE = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (32, 4, 3))
+_SCORE = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 5), (64, 4, 7), (64, 8, 3), (32, 4, 3))
 _SELECT = ((4096, 8), (4096, 16), (8192, 16), (8192, 32), (2048, 8))
 TILES: Mapping[str, _Tiles] = {
     "compress_norm_rope_insert": {f"r{r} w{w}": {"tile": (r, w)} for r, w in _COMPRESS},
