@@ -37,8 +37,7 @@ def indexer_q_rope_quant_kernel(
     weight_strides,
     heads,
     max_pos,
-    DIM_SCALE: tl.constexpr,
-    HEAD_SCALE: tl.constexpr,
+    head_scale,
     FORMAT: tl.constexpr,
     HADAMARD: tl.constexpr,
     HEADS: tl.constexpr,
@@ -78,7 +77,7 @@ def indexer_q_rope_quant_kernel(
     else:
         tl.store(p_out + o_row * D + o_d, x.to(STORED), mask=m_row)
     # One factor after the other: their product would round differently.
-    tl.store(p_weights_out + token * heads + o_head, weight * DIM_SCALE * HEAD_SCALE, mask=m_h)
+    tl.store(p_weights_out + token * heads + o_head, weight * (D**-0.5) * head_scale, mask=m_h)
 
 
 def indexer_q_rope_quant_refuses(
@@ -129,8 +128,7 @@ def indexer_q_rope_quant(
         weights.stride(),
         heads,
         cos_sin_cache.shape[0],
-        DIM_SCALE=dim**-0.5,
-        HEAD_SCALE=heads**-0.5,
+        heads**-0.5,
         FORMAT=cache_format,
         HADAMARD=hadamard,
         HEADS=rows,

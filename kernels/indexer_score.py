@@ -104,7 +104,7 @@ def _find_blocks(p_row, start, length, pages, table_stride, BLOCK_SIZE: tl.const
 
 
 @triton.jit(
-    do_not_specialize=["pages", "table_rows", "width"],
+    do_not_specialize=["pages", "table_rows", "width", "topk"],
     do_not_specialize_on_alignment=["p_table", "p_requests", "p_lens"],
 )
 def indexer_score_kernel(
@@ -127,10 +127,10 @@ def indexer_score_kernel(
     table_rows,
     reach,
     width,
+    topk,
     FORMAT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
-    TOPK: tl.constexpr,
     HEADS: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -139,7 +139,7 @@ def indexer_score_kernel(
     """Program (p, s) of (T, S) takes every S-th tile of ENTRIES entries of token p, from tile s on.
 
     Logits are written for the whole row, -inf where nothing is visible. Order keys are written for the entries of the
-    context only, and a context of up to TOPK entries is not scored: which of them is visible is all that matters.
+    context only, and a context of up to topk entries is not scored: which of them is visible is all that matters.
     """
     token = tl.program_id(0).to(tl.int64)
     request, length = visible_entries(p_requests, p_lens, token, token_strides, table_rows, reach)
@@ -147,7 +147,7 @@ def indexer_score_kernel(
     p_row = p_table + request * table_strides[0]
     p_entries = p_out + token * out_stride + tl.arange(0, ENTRIES)
     end = length if KEYS else width
-    if KEYS and length <= TOPK:
+    if KEYS and length <= topk:
         for start in range(first, length, step):
             _, _, seen, _ = _find_blocks(p_row, start, length, pages, table_strides[1], BLOCK_SIZE, ENTRIES)
             mask = start + tl.arange(0, ENTRIES) < length
