@@ -12,7 +12,7 @@ from .._compat import ir, ops
 from ..decisions import Call, Decision
 from ..layout import PAD_INDEX, PAD_LEN
 from .conditions import backend_lacks, decision
-from .ir_common import I32, I64, Expr, Value, const, row_count, static
+from .ir_common import I32, I64, Expr, Value, const, row_count
 from .ir_paging import lookup_slot
 from .registry import lowers
 
@@ -20,11 +20,8 @@ _INT32_MAX = 2**31 - 1
 
 
 def can_lower(call: Call) -> Decision:
-    """IR for a static K."""
-    why_not = backend_lacks(call)
-    if not why_not and not static(call.arguments["topk_indices"].shape[-1]):
-        why_not = "the number of indices per token is dynamic"
-    return decision(call, why_not)
+    """IR for every call that the backend takes."""
+    return decision(call, backend_lacks(call))
 
 
 @lowers("global_topk", can_lower)

@@ -173,7 +173,8 @@ def ue8m0_inverse(byte: Value) -> Value:
 
 def to_e4m3(value: Value) -> Value:
     """float32 `value`, clamped to e4m3 and rounded to nearest even."""
-    return ops.to_dtype(clamp(value, const(-FP8_MAX), const(FP8_MAX)), E4M3)
+    # Triton converts pairs: with `src_dtype` Inductor leaves each thread two elements at least.
+    return ops.to_dtype(clamp(value, const(-FP8_MAX), const(FP8_MAX)), E4M3, src_dtype=F32)
 
 
 def e4m3_byte(value: Value) -> Value:

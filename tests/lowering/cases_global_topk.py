@@ -46,10 +46,16 @@ def apart(x: Inputs) -> Inputs:
     return Inputs(strided(x.topk), strided(x.token_to_req), strided(x.block_table), strided(x.is_valid))
 
 
+def wide(x: Inputs) -> Inputs:
+    """Rows that are longer than what one block reduces."""
+    return x._replace(topk=torch.cat([x.topk] * 48, 1))
+
+
 TOKENS = ("topk", "token_to_req", "is_valid")
 CASES = {
     "slots": Case(slots, Inputs.make, (5, 9, 2), TOKENS, for_targets=True),
     "fused": Case(fused, Inputs.make, (5, 3), TOKENS),
+    "long_rows": Case(slots, lambda t: wide(Inputs.make(t)), (3, 2), TOKENS),
     "strided": Case(slots, lambda t: apart(Inputs.make(t)), (5,)),
     "no_request": Case(slots, lambda t: Inputs.make(t, requests=0), (3,)),
     "no_block": Case(slots, lambda t: Inputs.make(t, columns=0), (3,)),
