@@ -59,7 +59,7 @@ def indexer_logits(
     logits = q.new_empty((q.shape[0], max_context), dtype=torch.float32)
     _score(
         logits, q, q_scale, weights, k_cache, block_table, token_to_req, context_lens, block_size, cache_format,
-        max_context, 0, SCORE_TILE,
+        max_context, 0, PROGRAMS, SCORE_TILE,
     )  # fmt: skip
     return logits
 
@@ -92,12 +92,14 @@ def indexer_logits_topk(
     cache_format: str,
     topk: int,
     *,
+    programs: int = PROGRAMS,
     score_tile: tuple[int, int, int] = SCORE_TILE,
     select_tile: tuple[int, int] = SELECT_TILE,
 ) -> Tensor:
     """See the reference. The selection is exact for logits whose sums are in another order than the reference's.
 
-    Logits that come out equal go to the smaller index. A result does not depend on the rest of the batch.
+    Logits that come out equal go to the smaller index. A result does not depend on the rest of the batch, nor on the
+    keyword arguments, which are as the constants above.
     """
     tokens, reach = q.shape[0], _reach(k_cache, block_table, block_size)
     selected = q.new_empty((tokens, topk), dtype=torch.int32)
@@ -110,7 +112,7 @@ def indexer_logits_topk(
         requests, lens, out = token_to_req[rows], context_lens[rows], selected[rows]
         _score(
             keys, q[rows], q_scale[rows], weights[rows], k_cache, block_table, requests, lens, block_size,
-            cache_format, reach, topk, score_tile,
+            cache_format, reach, topk, programs, score_tile,
         )  # fmt: skip
         select_topk_kernel[(out.shape[0],)](
             out,
@@ -160,6 +162,7 @@ def _score(
     cache_format: str,
     width: int,
     topk: int,
+    programs: int,
     tile: tuple[int, int, int],
 ) -> None:
     """Fill `out` with logits, or with order keys if it is int32."""
@@ -173,7 +176,7 @@ def _score(
     # The largest power of two that divides a page, so that a tile has one block.
     entries = min(entries, max(SMALLEST_TILE, block_size & -block_size))
     reach = _reach(k_cache, block_table, block_size)
-    splits = min(cdiv(width, entries), cdiv(PROGRAMS, tokens))
+    splits = min(cdiv(width, entries), cdiv(programs, tokens))
     pages = byte_pages(k_cache, cache_format, block_size) if cache_format in PAGE_LAYOUTS else k_cache
     indexer_score_kernel[(tokens, splits)](
         out,

@@ -18,7 +18,7 @@ from .problem import Only, Prepare, Problem
 
 COLUMNS = indexer.COLUMNS
 
-_Tiles = Mapping[str, Mapping[str, tuple[int, ...]]]
+_Tiles = Mapping[str, Mapping[str, Any]]
 _COMPRESS = ((8, 4), (8, 8), (16, 8), (16, 16), (32, 16))
 _QUERIES = ((4, 1), (8, 2), (16, 4), (16, 2), (32, 4), (64, 8))
 _SCORE = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 5), (64, 4, 7), (64, 8, 3), (32, 4, 3))
@@ -28,10 +28,12 @@ TILES: Mapping[str, _Tiles] = {
     "indexer_q_rope_quant": {f"h{h} w{w}": {"tile": (h, w)} for h, w in _QUERIES},
     "indexer_logits_topk": {
         **{f"e{e} w{w} s{s}": {"score_tile": (e, w, s)} for e, w, s in _SCORE},
+        **{f"p{p}": {"programs": p} for p in (256, 512, 2048, 4096)},
         **{f"t{t} w{w}": {"select_tile": (t, w)} for t, w in _SELECT},
     },
 }
-"""Launcher arguments by op and name: rows, heads, entries or keys of a tile, then warps, then stages."""
+"""Launcher arguments by op and name: rows, heads, entries or keys of a tile, then warps, then stages;
+or programs."""
 
 
 def problems(device: torch.device, only: Only) -> Iterator[Problem]:
@@ -42,7 +44,7 @@ def problems(device: torch.device, only: Only) -> Iterator[Problem]:
             yield replace(problem, implementations=ways)
 
 
-def _prepare(op: str, tiles: Mapping[str, tuple[int, ...]]) -> Any:
+def _prepare(op: str, tiles: Mapping[str, Any]) -> Any:
     if not torch.cuda.is_available():
         raise RuntimeError("hand-written kernels run on GPUs")
     return partial(launcher(op), **tiles)

@@ -112,8 +112,8 @@ def test_tiles_do_not_change_the_selection(
     expected = by_own_logits(args, 9)
     assert_bitwise(select(*args, 9, score_tile=score_tile, select_tile=select_tile), expected)
     monkeypatch.setattr(kernel, "WORKSPACE_BYTES", 4 * 96 * 2)
-    monkeypatch.setattr(kernel, "PROGRAMS", 1)
-    assert_bitwise(select(*args, 9, score_tile=score_tile, select_tile=select_tile), expected)
+    tiles: dict[str, Any] = {"programs": 1, "score_tile": score_tile, "select_tile": select_tile}
+    assert_bitwise(select(*args, 9, **tiles), expected)
 
 
 class Scored:
