@@ -78,6 +78,14 @@ def sliced(x: Inputs) -> Tensor:
     return OPS.q_norm_rope(q, x.positions, x.table, EPS)
 
 
+def normed(x: Inputs) -> Tensor:
+    """The norm in front of the insert, whose result is rounded there as in memory."""
+    weight = x.table.flatten()[: x.kv.shape[1]]
+    _, kv = OPS.fused_q_kv_rmsnorm(x.kv, x.kv, weight, weight, EPS)
+    OPS.kv_rope_insert(kv, x.cache, x.slots, x.positions, x.table, BLOCK, "fp8_ds_mla")
+    return OPS.q_norm_rope(x.q, x.positions, x.table, EPS)
+
+
 def ordered(x: Inputs) -> Tensor:
     """Readers that Inductor cannot see into, before and after a write to the middle one of three caches."""
     before = OPS.dequantize_and_gather_k_cache
@@ -129,6 +137,7 @@ CASES = {
     "fp8_rows_and_queries": Case(fp8_rows, lambda t: fp8_cache(Inputs.make(t, **SMALL)), (7,), for_targets=True),
     "sliced": Case(sliced, lambda t: Inputs.make(t, heads=3), (5,)),
     "accounting_view": Case(both, lambda t: accounting_view(Inputs.make(t)), (5,)),
+    "normed": Case(normed, Inputs.make, (5, 3), TOKENS),
     "ordered_views": Case(ordered, lambda t: stacked(Inputs.make(t)), (5,)),
     "hostile": Case(both, lambda t: hostile(Inputs.make(t)), (6,)),
     "all_padding": Case(both, lambda t: all_padding(Inputs.make(t)), (5,)),

@@ -32,18 +32,25 @@ def test_producer_and_consumer_are_part_of_the_kernel(interpreted: Reports) -> N
     assert "mul" in q and "q_norm_rope" in q
 
 
+def test_a_norm_in_front_is_part_of_the_insert_but_for_its_sum(interpreted: Reports) -> None:
+    report = interpreted["normed"]
+    assert report["launches"] == 3
+    assert report["extern"] == []
+    assert "fused_q_kv_rmsnorm_kv_rope_insert" in report["kernels"][1]
+
+
 @pytest.mark.parametrize("case", ["both_dynamic", "halves_dynamic"])
 def test_one_graph_serves_every_number_of_tokens(interpreted: Reports, case: str) -> None:
     assert interpreted[case]["graphs"] == 1
 
 
-@pytest.mark.parametrize("case", [*FUSED, "both_no_token", "ordered_views"])
+@pytest.mark.parametrize("case", [*FUSED, "both_no_token", "normed", "ordered_views"])
 def test_cache_bytes_are_those_of_the_reference(interpreted: Reports, case: str) -> None:
     # Every byte behind the cache: rows of skipped slots, other pages and page padding keep what they held.
     assert interpreted[case]["memory"] == []
 
 
-@pytest.mark.parametrize("case", [*FUSED, "both_no_token", "ordered_views"])
+@pytest.mark.parametrize("case", [*FUSED, "both_no_token", "normed", "ordered_views"])
 def test_queries_are_one_rounding_from_the_reference_at_most(interpreted: Reports, case: str) -> None:
     # The sum of squares is in another order, which moves the norm by its last bits: one step after rounding to
     # bfloat16 or e4m3, a few units of 2^-23 of the largest element in float32.
