@@ -67,8 +67,15 @@ def lowers(op: str, can_lower: Callable[[Call], Decision]) -> Callable[[Callable
 
 @functools.cache
 def load() -> None:
-    """Register every lowering, once per process. Imports Inductor."""
+    """Register every lowering and every twin, once per process. Imports Inductor.
+
+    All twins, at once: a graph from torch's compile cache calls them without any lowering having run here.
+    """
     _keep_storage_offsets()
+    for op in OPS:
+        twin(op, "eager")
+    for op in KERNELS:
+        twin(op, "triton")
     for name in MODULES:
         importlib.import_module(f"{__package__}.{name}")
 
@@ -79,9 +86,18 @@ def twin(op: str, impl: str) -> OpOverload:
     public, library = OPS[op], torch.library.Library(f"dsv4_{impl}", "FRAGMENT")
     _libraries.append(library)
     library.define(str(public._schema).removeprefix("dsv4::"), tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl(op, launcher(op) if impl == "triton" else REFERENCES[op], "CompositeExplicitAutograd")
+    library.impl(op, _launch(op) if impl == "triton" else REFERENCES[op], "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4_{impl}::{op}", public, lib=library)
     return getattr(getattr(torch.ops, f"dsv4_{impl}"), op).default
+
+
+def _launch(op: str) -> Callable[..., Any]:
+    """The kernel of `op`, imported with Triton at the first call."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return launcher(op)(*args, **kwargs)
+
+    return run
 
 
 def call_reference(op: str, *args: Any) -> Any:

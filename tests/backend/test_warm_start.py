@@ -1,0 +1,36 @@
+"""A graph from torch's compile cache runs in a process in which no lowering has run.
+
+It failed once: generated code called an op of ours that only the lowering had defined.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import torch
+from torch._dynamo.utils import counters
+from dsv4_compile.backend import dsv4
+
+def step(q, kv, cache, slots, positions, table):
+    return torch.ops.dsv4.q_norm_rope_kv_insert(q, kv, cache, slots, positions, table, 1e-6, 4, "plain")
+
+rows = torch.arange(3)
+args = (torch.ones(3, 2, 24), torch.ones(3, 24), torch.zeros(2, 4, 24), rows, rows, torch.ones(8, 8))
+torch.compile(step, backend=dsv4, fullgraph=True)(*args)
+print("hits", counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_a_second_process_runs_the_cached_graph(tmp_path: Path) -> None:
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    runs = [
+        subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False)
+        for _ in range(2)
+    ]
+    assert [run.returncode for run in runs] == [0, 0], runs[-1].stderr
+    assert runs[0].stdout.strip() == "hits 0"
+    assert runs[1].stdout.strip() != "hits 0"
