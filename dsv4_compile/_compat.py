@@ -7,6 +7,7 @@ signatures used here, in torch 2.11, 2.12, 2.13 and 2.15 and in the Triton that 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import platform
@@ -122,6 +123,7 @@ def triton_version() -> str:
         return "none"
 
 
+@functools.cache
 def device_architecture(device: torch.device) -> str:
     """What compiled code for `device` depends on: "cpu", "cuda sm_90", "cuda gfx942"."""
     if device.type != "cuda":

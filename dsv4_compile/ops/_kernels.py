@@ -53,24 +53,17 @@ def dispatcher(op: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     """What runs `op` on a GPU: its kernel where it is proven, or `reference`, also for calls that it refuses."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not is_proven("triton", op, _architecture(args)):
+        device = next(value.device for value in args if isinstance(value, torch.Tensor))
+        if not is_proven("triton", op, device_architecture(device)):
             return reference(*args, **kwargs)
         refuses = refusal(op)
         if refuses is not None and refuses(*args, **kwargs):
             return reference(*args, **kwargs)
-        return launcher(op)(*args, **kwargs)
+        # Triton launches on the current device, whatever device its arguments are on.
+        with torch.cuda.device(device):
+            return launcher(op)(*args, **kwargs)
 
     return run
-
-
-def _architecture(args: tuple[Any, ...]) -> str:
-    device = next(value.device for value in args if isinstance(value, torch.Tensor))
-    return _architecture_of(device)
-
-
-@functools.cache
-def _architecture_of(device: torch.device) -> str:
-    return device_architecture(device)
 
 
 def _module(op: str) -> Any:
