@@ -14,6 +14,7 @@ from . import fp8_grouped_einsum as fp8_grouped_einsum
 from . import fp8_linear as fp8_linear
 from . import fused_q_kv_rmsnorm as fused_q_kv_rmsnorm
 from . import global_topk as global_topk
+from . import grouped_linear as grouped_linear
 from . import indexer_logits_topk as indexer_logits_topk
 from . import indexer_q_rope_quant as indexer_q_rope_quant
 from . import inv_rope_fp8_quant as inv_rope_fp8_quant
@@ -21,5 +22,6 @@ from . import q_norm_rope_kv_insert as q_norm_rope_kv_insert
 from . import quantize_and_insert_k_cache as quantize_and_insert_k_cache
 from . import save_partial_states as save_partial_states
 from . import sparse_mla_decode as sparse_mla_decode
+from . import sparse_mla_decode_ragged as sparse_mla_decode_ragged
 from . import sparse_mla_prefill as sparse_mla_prefill
 from . import swa_metadata as swa_metadata

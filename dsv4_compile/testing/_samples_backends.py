@@ -1,0 +1,28 @@
+"""Samples of the ops that belong to one of the attention backends. See samples.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import layout
+from ._samples_step import KV, TOKENS, Args, Step, sample
+
+
+def _rows(s: Step, width: int) -> Tensor:
+    """int32 `[T + 1]`: ends of rows of at most `width` entries, some of them empty."""
+    return torch.nn.functional.pad(s.randint(-2, width + 1, TOKENS).clamp_min(0).cumsum(0), (1, 0)).int()
+
+
+@sample
+def sparse_mla_decode_ragged(s: Step) -> list[Args]:
+    made: list[Args] = []
+    for fmt, dim, dtype in KV:
+        c = s.cache(fmt, s.window, layout.WINDOW_BLOCK, head_dim=dim, dtype=dtype)
+        e = s.cache(fmt, s.table(2, layout.HCA_RATIO), 2, head_dim=dim, dtype=dtype)
+        q, sink = s.randn(TOKENS, 3, dim, dtype=dtype), s.randn(3, dtype=torch.float32)
+        slots, extra = s.hostile(len(c.slots), TOKENS * 20), s.hostile(len(e.slots), TOKENS * 6)
+        one = (q, c.cache, slots, _rows(s, 20), c.block_size, c.fmt, dim**-0.5)
+        made.append((*one, sink, e.cache, extra, _rows(s, 6), e.block_size, c.kv_scale, 20, 5))
+        made.append((*one, None, None, None, None, 0, c.kv_scale))
+    return made
