@@ -112,6 +112,7 @@ def _check_ragged(
     row_ends: Tensor,
     cache_format: str,
     topk: int,
+    max_logits_bytes: int = reference.MAX_LOGITS_BYTES,
 ) -> None:
     op = "indexer_logits_topk_ragged"
     dim = _check_queries(q, q_scale, weights, op, cache_format)
@@ -120,6 +121,8 @@ def _check_ragged(
         expect(value, f"{op}: {name} [T]", INTS)
         expect_rows(value.shape[0], q.shape[0], f"{op}: {name}")
     _check_k(op, topk)
+    if max_logits_bytes < 0:
+        fail("E201", got=f"{op}: max_logits_bytes {max_logits_bytes}", rule="max_logits_bytes is not negative")
 
 
 def _fake_logits(
@@ -162,6 +165,7 @@ def _fake_ragged(
     row_ends: Tensor,
     cache_format: str,
     topk: int,
+    max_logits_bytes: int = reference.MAX_LOGITS_BYTES,
 ) -> Tensor:
     return q.new_empty(q.shape[0], topk, dtype=torch.int32)
 
@@ -184,7 +188,8 @@ indexer_logits_topk = define(
 
 indexer_logits_topk_ragged = define(
     "indexer_logits_topk_ragged(Tensor q, Tensor q_scale, Tensor weights, Tensor k, Tensor k_scale, "
-    "Tensor row_starts, Tensor row_ends, str cache_format, int topk) -> Tensor",
+    "Tensor row_starts, Tensor row_ends, str cache_format, int topk, "
+    f"int max_logits_bytes={reference.MAX_LOGITS_BYTES}) -> Tensor",
     reference=reference.indexer_logits_topk_ragged,
     fake=_fake_ragged,
     check=_check_ragged,

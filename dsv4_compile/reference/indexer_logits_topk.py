@@ -25,6 +25,9 @@ ENTRIES_AT_A_TIME = 2048
 """Tiles of the score. With 64 heads of 128 dims one takes 32 MiB of products and, paged, 64 MiB of keys; selection
 adds about 40 bytes for each of 64 tokens and each entry of the longest context."""
 
+MAX_LOGITS_BYTES = 2**29
+"""Most bytes of logits that `indexer_logits_topk_ragged` holds at once, unless it is told otherwise."""
+_LOGIT_BYTES = 4
 _INT32_MIN = -(2**31)
 
 
@@ -110,18 +113,22 @@ def indexer_logits_topk_ragged(
     row_ends: Tensor,
     cache_format: str,
     topk: int,
+    max_logits_bytes: int = MAX_LOGITS_BYTES,
 ) -> Tensor:
     """`indexer_logits_topk` over keys that `cp_gather_indexer_k` laid out one request after the other.
 
     Args:
         q, q_scale, weights: as for `indexer_logits_topk`.
         k, k_scale: `[N, .]`, as gathered.
-        row_starts, row_ends: int `[>= T]`. Token t sees the rows [row_starts[t], row_ends[t]) that `k` has.
+        row_starts, row_ends: int `[>= T]`. Token t sees the rows [row_starts[t], row_ends[t]) that `k` has; none with
+            a negative start.
+        max_logits_bytes: tokens are scored as many at a time as have their float32 logits, N each, within it; one at
+            least. It changes no result.
     Returns:
         int32 `[T, topk]`, contiguous: row - row_starts[t], ascending, then -1.
     """
     selected = q.new_empty(q.shape[0], topk, dtype=torch.int32)
-    for rows in _tiles(q.shape[0]):
+    for rows in _tiles(q.shape[0], tokens_that_fit(k.shape[0], max_logits_bytes)):
         start = row_starts[rows, None]
         values, visible = _score_rows(
             _dequantize_queries(q[rows], q_scale[rows], cache_format),
@@ -192,7 +199,7 @@ def _score_rows(
             keys = dequantize_indexer(part, scale.clone(memory_format=torch.contiguous_format), cache_format)
         values.append(_head_sum(q, weights, keys))
     entry = torch.arange(k.shape[0], device=q.device)
-    return torch.cat(values, dim=1), (entry >= starts) & (entry < ends)
+    return torch.cat(values, dim=1), (starts >= 0) & (entry >= starts) & (entry < ends)
 
 
 def _head_sum(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -206,6 +213,12 @@ def _dequantize_queries(q: Tensor, q_scale: Tensor, cache_format: str) -> Tensor
     return dequantize_indexer(q, q_scale, cache_format) if cache_format == "indexer_mxfp4" else q.float()
 
 
-def _tiles(tokens: int) -> list[slice]:
+def tokens_that_fit(width: int, max_logits_bytes: int) -> int:
+    """Tokens whose logits, `width` each, fit in `max_logits_bytes`; one at least."""
+    return max(1, max_logits_bytes // (_LOGIT_BYTES * max(width, 1)))
+
+
+def _tiles(tokens: int, limit: int = TOKENS_AT_A_TIME) -> list[slice]:
     """Slices that cover `tokens` rows and never reach beyond them: per-token arguments may be longer."""
-    return [slice(i, min(i + TOKENS_AT_A_TIME, tokens)) for i in range(0, tokens, TOKENS_AT_A_TIME)]
+    step = min(limit, TOKENS_AT_A_TIME)
+    return [slice(i, min(i + step, tokens)) for i in range(0, tokens, step)]

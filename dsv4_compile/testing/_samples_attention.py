@@ -131,3 +131,11 @@ def sparse_mla_prefill(s: Step) -> list[Args]:
     slots, lens = s.hostile(50, TOKENS, 20), s.randint(-1, 22, TOKENS)
     q, kv, sink = s.randn(TOKENS, 3, 64), s.randn(50, 64), s.randn(3, dtype=torch.float32)
     return [(q, kv, slots, lens, 0.125, sink), (q.float(), kv.float(), slots, None, 0.125)]
+
+
+@sample
+def sparse_mla_prefill_ragged(s: Step) -> list[Args]:
+    lens = s.randint(0, 20, TOKENS).cumsum(0).int()
+    slots, indptr = s.hostile(50, 20 * TOKENS), torch.cat((torch.zeros(1, dtype=torch.int32), lens))
+    q, kv, sink = s.randn(TOKENS, 3, 64), s.randn(50, 64), s.randn(3, dtype=torch.float32)
+    return [(q, kv, slots, indptr, 0.125, sink, 12), (q.float(), kv.float(), slots[:60], indptr, 0.125)]

@@ -148,12 +148,12 @@ def test_tiling_does_not_change_the_selection(monkeypatch: pytest.MonkeyPatch) -
     assert whole == [select_by_hand(requests[r], n, 7) for r, n in zip(owner, lens, strict=True)]
 
 
-def ragged(logits: list[float], starts: list[int], ends: list[int], topk: int) -> list[list[int]]:
+def ragged(logits: list[float], starts: list[int], ends: list[int], topk: int, *limit: int) -> list[list[int]]:
     """Rows of logits laid out one after the other, windows of them per token."""
     queries = Scored([[0.0]]).queries(len(starts))
     k, k_scale = torch.tensor(logits).view(-1, 1), torch.empty(len(logits), 0, dtype=torch.uint8)
     bounds = torch.tensor(starts, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
-    return indexer_logits_topk_ragged(*queries, k, k_scale, *bounds, "plain", topk).tolist()
+    return indexer_logits_topk_ragged(*queries, k, k_scale, *bounds, "plain", topk, *limit).tolist()
 
 
 @pytest.mark.parametrize("topk", [1, 4, 30])
@@ -175,6 +175,7 @@ def test_ragged_windows_are_cut_to_the_keys_there_are() -> None:
         [-1, -1],
         [-1, -1],
     ]
+    assert ragged(logits, [-1, -(2**31)], [4, 4], 2) == [[-1, -1]] * 2
     assert ragged([], [0, 0], [0, 5], 2) == [[-1, -1]] * 2
     assert ragged([1.0], [], [], 2) == []
 
@@ -187,6 +188,20 @@ def test_ragged_tiling_does_not_change_the_selection(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(reference, "ENTRIES_AT_A_TIME", 7)
     assert ragged(logits, starts, ends, 6) == whole
     assert whole == [select_by_hand(logits[s:e], e - s, 6) for s, e in zip(starts, ends, strict=True)]
+
+
+def test_the_bound_on_logits_changes_no_selection_and_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randint(6, (50,)).float().tolist()
+    starts, ends = [0, 7, 20, 20, 49], [50, 30, 41, 22, 50]
+    whole, scored = ragged(logits, starts, ends, 6), []
+    select = reference.select_topk
+    monkeypatch.setattr(
+        reference, "select_topk", lambda values, *rest: (scored.append(values), select(values, *rest))[1]
+    )
+    for limit, at_a_time in ((0, 1), (4 * 50 * 3 - 1, 2), (4 * 50 * 3, 3)):
+        scored.clear()
+        assert ragged(logits, starts, ends, 6, limit) == whole
+        assert max(len(values) for values in scored) == at_a_time
 
 
 def test_results_are_written_completely() -> None:

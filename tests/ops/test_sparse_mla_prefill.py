@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.errors import InputError
+from dsv4_compile.ops.global_topk import ragged_from_dense
 from dsv4_compile.ops.sparse_mla_decode import sparse_mla_decode
-from dsv4_compile.ops.sparse_mla_prefill import sparse_mla_prefill
+from dsv4_compile.ops.sparse_mla_prefill import sparse_mla_prefill, sparse_mla_prefill_ragged
 from dsv4_compile.reference import attend as reference
 from dsv4_compile.testing import assert_bitwise, assert_close, check_op, hostile_indices, padded, poison_, strided
 from tests.ops import sparse_mla_oracle as oracle
@@ -43,6 +45,14 @@ def sample(
         dim**-0.5,
         torch.randn(heads) if sink else None,
     )
+
+
+def as_list(args: tuple[Any, ...], max_row: int = 0) -> tuple[Any, ...]:
+    """The same call with its index rows in one list."""
+    q, kv, indices, lens, scale, sink = args
+    full = torch.full(q.shape[:1], indices.shape[1], dtype=torch.int32)
+    flat, indptr = ragged_from_dense(indices, full if lens is None else lens)
+    return q, kv, flat, indptr, scale, sink, max_row
 
 
 def exact(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,6 +121,35 @@ def test_equals_paged_attention_over_the_same_keys() -> None:
     assert_bitwise(lse, paged_lse)
 
 
+@pytest.mark.parametrize("lens", [False, True])
+@pytest.mark.parametrize("max_row", [0, 8, 100])
+def test_rows_of_a_list_equal_rows_of_a_matrix(lens: bool, max_row: int) -> None:
+    args = sample(9, lens=lens)
+    for got, want in zip(sparse_mla_prefill_ragged(*as_list(args, max_row)), sparse_mla_prefill(*args), strict=True):
+        assert_close(got, want, "attention_float32")
+
+
+def test_a_row_of_a_list_is_cut_to_the_list_and_to_max_row() -> None:
+    q, kv, indices, _, *rest = sample(6)
+    flat = indices.flatten()[:20]
+    indptr = torch.tensor([-5, 3, 9, 9, 7, 18, 2**31 - 1], dtype=torch.int32)
+    rows = [flat[max(a, 0) : max(b, 0)] for a, b in itertools.pairwise(indptr.tolist())]
+    starts = indptr[:-1].tolist()
+    for max_row in (0, 2):
+        kept = [row[: max(max_row + min(a, 0), 0)] if max_row else row for row, a in zip(rows, starts, strict=True)]
+        dense = torch.stack([torch.nn.functional.pad(row, (0, 20 - len(row)), value=-1) for row in kept])
+        got = sparse_mla_prefill_ragged(q, kv, flat, indptr, *rest, max_row)
+        for a, b in zip(got, sparse_mla_prefill(q, kv, dense, None, *rest), strict=True):
+            assert_close(a, b, "attention_float32")
+
+
+def test_an_empty_list_attends_nothing() -> None:
+    q, kv, *_ = sample(2)
+    out, top, lse = sparse_mla_prefill_ragged(q, kv, torch.empty(0).int(), torch.tensor([0, 0, 3]), 1.0)
+    assert not out.any()
+    assert (top == -INF).all() and (lse == INF).all()
+
+
 def test_the_chunk_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     args = sample(11)
     want = sparse_mla_prefill(*args)
@@ -128,6 +167,12 @@ def test_strides_and_longer_index_buffers_do_not_matter(spread: Any) -> None:
     args = [spread(x) if isinstance(x, Tensor) else x for x in args]
     for got, expected in zip(sparse_mla_prefill(*args), want, strict=True):
         assert_bitwise(got, expected, strides=True)
+    listed = as_list(sample(5))
+    want = sparse_mla_prefill_ragged(*listed)
+    for got, expected in zip(
+        sparse_mla_prefill_ragged(*(spread(x) if isinstance(x, Tensor) else x for x in listed)), want, strict=True
+    ):
+        assert_bitwise(got, expected, strides=True)
 
 
 def test_op_contract() -> None:
@@ -141,6 +186,14 @@ def test_op_contract() -> None:
             sample(3, dtype=torch.bfloat16, sink=False, lens=False),
             tuple(strided(x) if isinstance(x, Tensor) else x for x in sample()),
         ],
+    )
+
+
+def test_op_contract_of_the_list_form() -> None:
+    spread = tuple(strided(x) if isinstance(x, Tensor) else x for x in as_list(sample()))
+    check_op(
+        sparse_mla_prefill_ragged,
+        [as_list(sample()), as_list(sample(1), 4), as_list(sample(0)), as_list(sample(width=0)), spread],
     )
 
 
@@ -176,3 +229,19 @@ def test_wrong_arguments_are_refused(position: int, value: Any, message: str) ->
     args[position] = value
     with pytest.raises(InputError, match=message):
         sparse_mla_prefill(*args)
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "message"),
+    [
+        (1, torch.zeros(5, 32), "head dim of q"),
+        (2, torch.zeros(3, 8, dtype=torch.int32), r"indices \[N\]"),
+        (3, torch.zeros(3, dtype=torch.int32), "2 rows for 3 tokens"),
+        (6, -1, "max_row -1"),
+    ],
+)
+def test_wrong_lists_are_refused(position: int, value: Any, message: str) -> None:
+    args = list(as_list(sample()))
+    args[position] = value
+    with pytest.raises(InputError, match=message):
+        sparse_mla_prefill_ragged(*args)
