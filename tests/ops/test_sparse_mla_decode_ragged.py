@@ -139,7 +139,10 @@ def test_op_keeps_its_contract_on_contiguous_and_strided_inputs() -> None:
 
 
 def test_compiled_gives_the_same_bits_for_any_number_of_tokens() -> None:
-    compiled = torch.compile(lambda *args: sparse_mla_decode_ragged(*args), backend="aot_eager", fullgraph=True)
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(*args: Any) -> tuple[Tensor, Tensor]:
+        return sparse_mla_decode_ragged(*args)
+
     for tokens in (4, 6, 9):
         ragged, _ = case("plain", tokens=tokens)
         for index in (0, 2, 3, 9, 10):
