@@ -118,7 +118,16 @@ class CompileError(DSV4Error, RuntimeError):
     """E3xx: an option or an implementation request that compilation cannot honour."""
 
 
-_CLASSES: dict[str, type[DSV4Error]] = {"1": EnvironmentFault, "2": InputError, "3": CompileError}
+class GraphError(DSV4Error, RuntimeError):
+    """E4xx: persistent buffers, capture or replay of a graph were used against their rules."""
+
+
+_CLASSES: dict[str, type[DSV4Error]] = {
+    "1": EnvironmentFault,
+    "2": InputError,
+    "3": CompileError,
+    "4": GraphError,
+}
 
 
 def error(code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -> DSV4Error:
