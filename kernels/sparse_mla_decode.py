@@ -32,11 +32,18 @@ def sparse_mla_decode_refuses(
     extra_lens: Tensor | None = None,
     extra_block_size: int = 0,
     kv_scale: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    q_norm_eps: float | None = None,
+    inverse_rope: bool = False,
+    batch_invariant: bool = False,
 ) -> str:
     """Why the kernel cannot take a call, "" if it can."""
     caches = [k_cache] if extra_k_cache is None else [k_cache, extra_k_cache]
     blocks = [block_size] if extra_k_cache is None else [block_size, extra_block_size]
     rows = [indices] if extra_indices is None else [indices, extra_indices]
+    if q_norm_eps is not None or inverse_rope or batch_invariant:
+        return "the kernel attends what it is given, split by the number of tokens"
     if q.shape[2] > MAX_HEAD_DIM:
         return f"the kernel holds vectors of at most {MAX_HEAD_DIM} dims, these have {q.shape[2]}"
     if len({cache.dtype for cache in caches}) > 1 or len({row.dtype for row in rows}) > 1:
@@ -62,6 +69,11 @@ def sparse_mla_decode(
     extra_lens: Tensor | None = None,
     extra_block_size: int = 0,
     kv_scale: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    q_norm_eps: float | None = None,
+    inverse_rope: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See the reference. Weights are rounded to the dtype of the keys before they meet them; sums are float32.
 

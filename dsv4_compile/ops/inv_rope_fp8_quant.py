@@ -33,7 +33,12 @@ def _check_quant(
 ) -> None:
     op = "inv_rope_fp8_quant"
     _check_inv_rope(o, positions, cos_sin_cache, op)
-    if o.shape[1] < n_groups * heads_per_group:
+    check_groups(o, n_groups, heads_per_group, op)
+
+
+def check_groups(o: Tensor, n_groups: int, heads_per_group: int, op: str) -> None:
+    """Raise E201 unless the heads of `o` `[T, H, D]` hold so many groups of whole strips."""
+    if min(n_groups, heads_per_group) < 1 or o.shape[1] < n_groups * heads_per_group:
         fail("E201", got=describe(o), rule=f"{op}: o has at least {n_groups} x {heads_per_group} heads")
     if heads_per_group * o.shape[2] % ACT_TILE != 0:
         fail("E201", got=describe(o), rule=f"{op}: {heads_per_group} heads fill whole strips of {ACT_TILE}")
@@ -47,6 +52,11 @@ def _fake_quant(
     heads_per_group: int,
     packed_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    return new_groups(o, n_groups, heads_per_group, packed_scales)
+
+
+def new_groups(o: Tensor, n_groups: int, heads_per_group: int, packed_scales: bool) -> tuple[Tensor, Tensor]:
+    """Uninitialised values and scales for the heads `o` `[T, H, D]`, in the layouts of `inv_rope_fp8_quant`."""
     tokens, size = o.shape[0], heads_per_group * o.shape[2]
     count = size // ACT_TILE
     if packed_scales:

@@ -44,10 +44,16 @@ def inv_rope_fp8_quant(
         Scales `[T, G, n]`, a view of contiguous `[G, n, Ta]`: strides (1, n * Ta, Ta). Ta is T rounded up to 4, and
         rows T to Ta are zero. n = K / 128, or ceil(K / 512) when packed, where missing strips have byte 0.
     """
-    tokens, _, dim = o.shape
     heads = n_groups * heads_per_group
-    x = apply_rope(o[:, :heads], positions[:tokens], cos_sin_cache, inverse=True)
-    values, byte = quantize_activation(x.view(tokens, n_groups, heads_per_group * dim))
+    return quantize_groups(
+        apply_rope(o[:, :heads], positions[: o.shape[0]], cos_sin_cache, inverse=True), n_groups, packed_scales
+    )
+
+
+def quantize_groups(x: Tensor, n_groups: int, packed_scales: bool = False) -> tuple[Tensor, Tensor]:
+    """Values and scales of `inv_rope_fp8_quant` for heads `[T, H, D]` as they are, H a multiple of `n_groups`."""
+    tokens, heads, dim = x.shape
+    values, byte = quantize_activation(x.reshape(tokens, n_groups, heads // n_groups * dim))
     scale = pack_scales(byte) if packed_scales else ue8m0_scale(byte)
 
     size, count = values.shape[2], scale.shape[2]

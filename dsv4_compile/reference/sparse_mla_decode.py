@@ -1,4 +1,8 @@
-"""Sparse attention of every token over slots of one or two paged caches, joined in one softmax."""
+"""Sparse attention of every token over slots of one or two paged caches, joined in one softmax.
+
+Norm and RoPE of the queries in front and the inverse RoPE, with or without quantisation, behind are options. They are
+defined by the ops that do the same alone, roundings between the steps included.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,18 @@ import torch
 from torch import Tensor
 
 from .attend import attend, gather_keys, token_chunks
+from .inv_rope_fp8_quant import inv_rope, inv_rope_fp8_quant, quantize_groups
+from .q_norm_rope_kv_insert import q_norm_rope
 
 
 def output_dtype(q: Tensor) -> torch.dtype:
     """Attention returns the dtype of its queries, and bfloat16 for quantised ones."""
     return torch.bfloat16 if q.dtype is torch.float8_e4m3fn else q.dtype
+
+
+def group_heads(heads: int, n_groups: int, heads_per_group: int) -> int:
+    """Heads of a group of the output projection; 0 stands for an equal share of all `heads`."""
+    return heads_per_group or heads // max(1, n_groups)
 
 
 def sparse_mla_decode(
@@ -27,6 +38,11 @@ def sparse_mla_decode(
     extra_lens: Tensor | None = None,
     extra_block_size: int = 0,
     kv_scale: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    q_norm_eps: float | None = None,
+    inverse_rope: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend the selected slots of a window cache and, if given, of a compressed cache. See attend.py for the formula.
 
@@ -40,6 +56,11 @@ def sparse_mla_decode(
         attn_sink: float32 `[H]` logits of a key with value zero; -inf has no effect, +inf gives out 0.
         extra_k_cache, extra_indices, extra_lens, extra_block_size: a second cache, `[>= T, K]` slots; all or none.
         kv_scale: float32, one element, scale of both `fp8` caches.
+        positions: int `[>= T]`; cos_sin_cache: float32 `[max_pos, rope_dim]`. Both or none; the next two need them.
+        q_norm_eps: q is what wq_b gives, not e4m3; what is attended is `q_norm_rope(q, ..., q_norm_eps)`.
+        inverse_rope: return `inv_rope(out, ...)`, of `out` rounded to its dtype.
+        batch_invariant: the bits of a token's result depend on its own row alone, not on how many tokens there are or
+            on the widths W and K. The kernels see to it; this definition is as invariant as `torch.bmm`.
     Returns:
         out: `[T, H, D]` in q's dtype (bfloat16 for e4m3), contiguous.
         lse: float32 `[T, H]`, natural logarithm over both caches, without the sink.
@@ -49,6 +70,9 @@ def sparse_mla_decode(
         lse +inf. Keys are dequantised to bfloat16; everything else is float32 and rounded once, into `out`. Tokens do
         not influence each other. Keys are gathered for a bounded number of tokens at a time.
     """
+    rotated = positions is not None and cos_sin_cache is not None
+    if rotated and q_norm_eps is not None:
+        q = q_norm_rope(q, positions, cos_sin_cache, q_norm_eps)
     tokens, heads, head_dim = q.shape
     caches = [(k_cache, block_size, indices, lens)]
     if extra_k_cache is not None and extra_indices is not None and extra_lens is not None:
@@ -62,4 +86,112 @@ def sparse_mla_decode(
         ]
         keys, valid = parts[0] if len(parts) == 1 else (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
         out[rows], _, lse[rows] = attend(q[rows], keys, valid, scale, attn_sink)
-    return out, lse
+    return inv_rope(out, positions, cos_sin_cache) if rotated and inverse_rope else out, lse
+
+
+def sparse_mla_decode_out(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    block_size: int,
+    cache_format: str,
+    scale: float,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lens: Tensor | None = None,
+    extra_block_size: int = 0,
+    kv_scale: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    q_norm_eps: float | None = None,
+    inverse_rope: bool = False,
+    batch_invariant: bool = False,
+) -> None:
+    """`sparse_mla_decode` into `out` `[T, H, D]` of its dtype and `lse` float32 `[T, H]`, of any strides.
+
+    They share no memory with each other or with an argument.
+    """
+    made = sparse_mla_decode(
+        q,
+        k_cache,
+        indices,
+        lens,
+        block_size,
+        cache_format,
+        scale,
+        attn_sink,
+        extra_k_cache,
+        extra_indices,
+        extra_lens,
+        extra_block_size,
+        kv_scale,
+        positions,
+        cos_sin_cache,
+        q_norm_eps,
+        inverse_rope,
+        batch_invariant,
+    )
+    out.copy_(made[0])
+    lse.copy_(made[1])
+
+
+def sparse_mla_decode_quant(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    block_size: int,
+    cache_format: str,
+    scale: float,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lens: Tensor | None = None,
+    extra_block_size: int = 0,
+    kv_scale: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    q_norm_eps: float | None = None,
+    inverse_rope: bool = True,
+    batch_invariant: bool = False,
+    n_groups: int = 1,
+    heads_per_group: int = 0,
+    packed_scales: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_mla_decode`, then e4m3 with 1x128 UE8M0 scales of its output, as the output projection wants it.
+
+    Args:
+        q to batch_invariant: as `sparse_mla_decode`; positions and cos_sin_cache are needed unless `inverse_rope` is
+            False, which quantises the heads as attention leaves them.
+        n_groups, heads_per_group, packed_scales: as `inv_rope_fp8_quant`; 0 heads stand for H // n_groups.
+    Returns:
+        `inv_rope_fp8_quant(out, ...)` of `out` rounded to its dtype: e4m3 `[T, G, K]` and scales, strides included.
+    """
+    out, _ = sparse_mla_decode(
+        q,
+        k_cache,
+        indices,
+        lens,
+        block_size,
+        cache_format,
+        scale,
+        attn_sink,
+        extra_k_cache,
+        extra_indices,
+        extra_lens,
+        extra_block_size,
+        kv_scale,
+        positions,
+        cos_sin_cache,
+        q_norm_eps,
+        False,
+        batch_invariant,
+    )
+    size = group_heads(q.shape[1], n_groups, heads_per_group)
+    if inverse_rope and positions is not None and cos_sin_cache is not None:
+        return inv_rope_fp8_quant(out, positions, cos_sin_cache, n_groups, size, packed_scales)
+    return quantize_groups(out[:, : n_groups * size], n_groups, packed_scales)

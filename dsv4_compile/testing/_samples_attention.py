@@ -123,7 +123,23 @@ def sparse_mla_decode(s: Step) -> list[Args]:
         one = (q, c.cache, slots, lens, c.block_size, c.fmt, dim**-0.5)
         made.append((*one, sink, e.cache, extra, extra_lens, e.block_size, c.kv_scale))
         made.append((*one, None, None, None, None, 0, c.kv_scale))
+        table = s.rope(rope_dim(dim))
+        made.append((*made[-2], s.positions, table, EPS, True, True))
     return made
+
+
+@sample
+def sparse_mla_decode_out(s: Step) -> list[Args]:
+    return [
+        (s.randn(*call[0].shape, dtype=call[0].dtype), torch.ones(TOKENS, 3), *call) for call in sparse_mla_decode(s)
+    ]
+
+
+@sample
+def sparse_mla_decode_quant(s: Step) -> list[Args]:
+    plain, fused = sparse_mla_decode(s)[1:3]
+    no_rope = (*plain, None, None, None, False, False, 1, 2)
+    return [(*fused, 1, 2, packed) for packed in (False, True)] + [no_rope]
 
 
 @sample

@@ -1,4 +1,7 @@
-"""Sparse attention over paged caches, against float64 loops over single keys."""
+"""Sparse attention over paged caches, against float64 loops over single keys.
+
+Its options, `sparse_mla_decode_out` and `sparse_mla_decode_quant` are in test_sparse_mla_decode_fused.py.
+"""
 
 from __future__ import annotations
 
