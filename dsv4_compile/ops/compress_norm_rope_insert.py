@@ -22,7 +22,7 @@ from ._validate import (
 )
 
 
-def _check(
+def check_compress(
     state_cache: Tensor,
     state_slot_mapping: Tensor,
     state_block_table: Tensor,
@@ -39,8 +39,9 @@ def _check(
     cache_format: str,
     hadamard: bool = False,
     kv_scale: Tensor | None = None,
+    op: str = "compress_norm_rope_insert",
 ) -> None:
-    op = "compress_norm_rope_insert"
+    """Raise where the arguments of `compress_norm_rope_insert`, on behalf of `op`, are wrong."""
     expect(norm_weight, f"{op}: norm_weight [d]", FLOATS)
     dim = norm_weight.shape[0]
     if ratio < 2:
@@ -94,5 +95,5 @@ compress_norm_rope_insert = define(
     "bool hadamard=False, Tensor? kv_scale=None) -> ()",
     reference=reference.compress_norm_rope_insert,
     fake=_fake,
-    check=_check,
+    check=check_compress,
 )

@@ -9,8 +9,10 @@ from ._define import define
 from ._validate import FLOATS, expect, expect_dim
 
 
-def _check(qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float) -> None:
-    op = "fused_q_kv_rmsnorm"
+def check_norms(
+    qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float, op: str = "fused_q_kv_rmsnorm"
+) -> None:
+    """Raise where the arguments of `fused_q_kv_rmsnorm`, on behalf of `op`, are wrong."""
     expect(qr, f"{op}: qr [T, Lq]", FLOATS)
     expect(kv, f"{op}: kv [T, D]", FLOATS)
     expect(q_weight, f"{op}: q_weight [Lq]", FLOATS)
@@ -28,5 +30,5 @@ fused_q_kv_rmsnorm = define(
     "fused_q_kv_rmsnorm(Tensor qr, Tensor kv, Tensor q_weight, Tensor kv_weight, float eps) -> (Tensor, Tensor)",
     reference=reference.fused_q_kv_rmsnorm,
     fake=_fake,
-    check=_check,
+    check=check_norms,
 )

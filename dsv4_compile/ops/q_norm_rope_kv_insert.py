@@ -26,7 +26,7 @@ def _check_q(
     expect_scale(q_scale, f"{op}: q_scale")
 
 
-def _check_kv(
+def check_kv_insert(
     kv: Tensor,
     k_cache: Tensor,
     slot_mapping: Tensor,
@@ -37,6 +37,7 @@ def _check_kv(
     kv_scale: Tensor | None = None,
     op: str = "kv_rope_insert",
 ) -> None:
+    """Raise where the arguments of `kv_rope_insert`, on behalf of `op`, are wrong."""
     expect(kv, f"{op}: kv [T, D]", FLOATS)
     expect(slot_mapping, f"{op}: slot_mapping [<= T]", INTS)
     expect(positions, f"{op}: positions [T]", INTS)
@@ -62,7 +63,7 @@ def _check_both(
 ) -> None:
     op = "q_norm_rope_kv_insert"
     _check_q(q, positions, cos_sin_cache, eps, padded_heads, q_scale, op)
-    _check_kv(kv, k_cache, slot_mapping, positions, cos_sin_cache, block_size, cache_format, kv_scale, op)
+    check_kv_insert(kv, k_cache, slot_mapping, positions, cos_sin_cache, block_size, cache_format, kv_scale, op)
 
 
 def _fake_q(
@@ -120,7 +121,7 @@ kv_rope_insert = define(
     "int block_size, str cache_format, Tensor? kv_scale=None) -> ()",
     reference=reference.kv_rope_insert,
     fake=_fake_kv,
-    check=_check_kv,
+    check=check_kv_insert,
 )
 q_norm_rope_kv_insert = define(
     "q_norm_rope_kv_insert(Tensor q, Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, Tensor positions, "

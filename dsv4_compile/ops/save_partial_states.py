@@ -10,10 +10,16 @@ from ._define import define
 from ._validate import FLOATS, INTS, expect, expect_dim, expect_rows, expect_state_cache
 
 
-def _check(
-    kv_score: Tensor, ape: Tensor, state_cache: Tensor, state_slot_mapping: Tensor, positions: Tensor, block_size: int
+def check_save(
+    kv_score: Tensor,
+    ape: Tensor,
+    state_cache: Tensor,
+    state_slot_mapping: Tensor,
+    positions: Tensor,
+    block_size: int,
+    op: str = "save_partial_states",
 ) -> None:
-    op = "save_partial_states"
+    """Raise where the arguments of `save_partial_states`, on behalf of `op`, are wrong."""
     expect(kv_score, f"{op}: kv_score [T, 2*w]", torch.float32)
     expect(ape, f"{op}: ape [C, w]", FLOATS)
     expect(state_slot_mapping, f"{op}: state_slot_mapping [N]", torch.int64)
@@ -35,5 +41,5 @@ save_partial_states = define(
     "Tensor positions, int block_size) -> ()",
     reference=reference.save_partial_states,
     fake=_fake,
-    check=_check,
+    check=check_save,
 )

@@ -40,6 +40,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         hadamard: bool = False,
         kv_scale: Tensor | None = None,
+        block: int = 8,
     ) -> None:
         self.ratio, self.dim, self.fmt, self.hadamard, self.kv_scale = ratio, dim, fmt, hadamard, kv_scale
         self.width = layout.state_width(ratio, dim)
@@ -47,7 +48,7 @@ class Engine:
         self.norm_weight = 1 + 0.1 * torch.randn(dim)
         self.table = rope_table(max_len, rope_dim)
 
-        self.state_block, self.block = layout.state_block_size(ratio), 8
+        self.state_block, self.block = layout.state_block_size(ratio), block
         blocks = layout.cdiv(max_len, self.state_block)
         self.state = poison_(torch.empty(requests * blocks + 2, self.state_block + 1, self.width))[:, :-1]
         self.state_table = torch.randperm(requests * blocks + 2)[: requests * blocks].int().view(requests, blocks)
