@@ -10,28 +10,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
-from . import decisions
-from ._compat import (
-    CustomGraphPass,
-    OpOverload,
-    codegen_of,
-    device_architecture,
-    run_graph_pass,
-    triton_version,
-)
-from .lowering import registry
-from .options import Options
-
-_FUNCTIONALIZED = (torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2)
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+from .. import decisions
+from .._compat import CustomGraphPass, device_architecture, run_graph_pass, triton_version
+from ..lowering import registry
+from ..options import Options
+from .nodes import describe, public_op, retarget
 
 
 class ChooseImplementations(CustomGraphPass):
@@ -72,67 +62,23 @@ class ChooseImplementations(CustomGraphPass):
         return (hashlib.sha256(repr(ours).encode()).hexdigest(), *users)
 
 
-def public_op(node: Node) -> OpOverload | None:
-    """The dsv4 op that `node` calls, directly or functionalised; None for any other node."""
-    if node.op != "call_function":
-        return None
-    target = node.args[0] if node.target in _FUNCTIONALIZED else node.target
-    if isinstance(target, OpOverload) and target.namespace == "dsv4":
-        return target
-    return None
-
-
-def retarget(node: Node, op: OpOverload) -> None:
-    """Make `node` call `op`, which has the schema of the op it calls now."""
-    if node.target in _FUNCTIONALIZED:
-        node.args = (op, *node.args[1:])
-    else:
-        node.target = op
-
-
-def describe(node: Node, op: OpOverload) -> decisions.Call:
-    """The call that `node` makes to `op`, its tensors as fake tensors."""
-    values = torch.fx.map_arg(
-        (node.args[1:] if node.target in _FUNCTIONALIZED else node.args, node.kwargs), lambda n: n.meta.get("val")
-    )
-    arguments: dict[str, Any] = {}
-    for index, declared in enumerate(op._schema.arguments):
-        if index < len(values[0]):
-            arguments[declared.name] = values[0][index]
-        elif declared.name in values[1]:
-            arguments[declared.name] = values[1][declared.name]
-        elif declared.has_default_value():
-            arguments[declared.name] = declared.default_value
-    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return decisions.Call(
-        op=op._schema.name.removeprefix("dsv4::"),
-        arguments=arguments,
-        device=device,
-        codegen=codegen_of(device),
-        architecture=device_architecture(device),
-        node=node.name,
-        where=":".join(frames[-1]) if frames else "",
-    )
-
-
 @functools.cache
 def source_digest() -> str:
     """Hash of every source file of this package, taken once: what is loaded is what was hashed."""
     digest = hashlib.sha256()
-    for name, path in sorted(_sources()):
+    for name, path in sorted(sources()):
         digest.update(f"{name}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _sources() -> set[tuple[str, Path]]:
+def sources() -> set[tuple[str, Path]]:
     """Files that decide on generated code, by their path in the package. lowering/ and kernels/ may lie elsewhere."""
     found: set[tuple[str, Path]] = set()
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     roots = [("", package)]
     for name in ("lowering", "kernels"):
-        module = importlib.import_module(f"{__package__}.{name}")
+        module = importlib.import_module(f"dsv4_compile.{name}")
         roots += [(name, Path(path)) for path in module.__path__]
     for prefix, root in roots:
         files = (path for pattern in ("*.py", "*.json") for path in root.rglob(pattern))

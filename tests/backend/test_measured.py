@@ -119,5 +119,5 @@ def test_the_record_in_the_package_can_be_read_and_keys_the_compile_cache() -> N
         assert row["op"] in OPS
         assert row["elements"] > 0
         assert min(row["ir_us"], row["triton_us"]) > 0
-    names = {name for name, _ in passes._sources()}
+    names = {name for name, _ in passes.sources()}
     assert {"/measured.json", "/proven.json"} <= names

@@ -1,0 +1,240 @@
+"""dsv4 op nodes of a functional graph: how to read one, and how to put another in its place.
+
+An op that mutates nothing is called as it is. One that writes caches is an auto_functionalized_v2 node: it takes each
+cache in its old version, as a base and a view of it, and returns what the op returns, then the new version of every
+base. A later op that touches the cache takes that version, so the graph's edges hold the order of all reads and writes.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .._compat import OpOverload, codegen_of, device_architecture
+from ..decisions import Call
+
+_V2 = torch.ops.higher_order.auto_functionalized_v2
+FUNCTIONALIZED = (torch.ops.higher_order.auto_functionalized, _V2)
+_BASES = "_all_bases"
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A mutated argument: the old version of a buffer, and which part of it (empty = all) in torch's own words."""
+
+    base: Node
+    view: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OpNode:
+    """A node that calls a dsv4 op.
+
+    Attributes:
+        arguments: by schema name, defaults filled in; a mutated argument is a `Cache`.
+        known: whether every mutated argument is a `Cache`: not where a user has torch functionalise the old way.
+    """
+
+    node: Node
+    op: OpOverload
+    arguments: Mapping[str, Any]
+    known: bool = True
+
+    @property
+    def name(self) -> str:
+        """Name of the op in torch.ops.dsv4."""
+        return op_name(self.op)
+
+    def __getitem__(self, argument: str) -> Any:
+        return self.arguments[argument]
+
+    def results(self, index: int) -> list[Node]:
+        """Nodes that stand for result `index` of the op."""
+        if self.node.target not in FUNCTIONALIZED and len(self.op._schema.returns) == 1:
+            return [self.node]
+        return _items(self.node, index)
+
+    def versions(self, argument: str) -> list[Node]:
+        """Nodes that stand for the buffer of cache `argument` as the op leaves it."""
+        position = self.node.kwargs[_BASES].index(self.arguments[argument].base)
+        return _items(self.node, max(1, len(self.op._schema.returns)) + position)
+
+    def caches(self) -> dict[str, Cache]:
+        """The mutated arguments that are given."""
+        return {name: value for name, value in self.arguments.items() if isinstance(value, Cache)}
+
+
+def op_name(op: OpOverload) -> str:
+    """Name of a dsv4 op in torch.ops.dsv4."""
+    return str(op._schema.name.removeprefix("dsv4::"))
+
+
+def written_by(op: OpOverload) -> list[str]:
+    """Names of the arguments that `op` mutates."""
+    return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def public_op(node: Node) -> OpOverload | None:
+    """The dsv4 op that `node` calls, directly or functionalised; None for any other node."""
+    if node.op != "call_function":
+        return None
+    target = node.args[0] if node.target in FUNCTIONALIZED else node.target
+    if isinstance(target, OpOverload) and target.namespace == "dsv4":
+        return target
+    return None
+
+
+def read(node: Any) -> OpNode | None:
+    """`node` as a call of a dsv4 op; None for anything else."""
+    op = public_op(node) if isinstance(node, Node) else None
+    if op is None:
+        return None
+    functional = node.target in FUNCTIONALIZED
+    args = node.args[1:] if functional else node.args
+    arguments: dict[str, Any] = {}
+    for index, declared in enumerate(op._schema.arguments):
+        if index < len(args):
+            arguments[declared.name] = args[index]
+        elif declared.name in node.kwargs:
+            arguments[declared.name] = node.kwargs[declared.name]
+        elif f"_{declared.name}_base_index" in node.kwargs:
+            arguments[declared.name] = _cache(node, declared.name)
+        elif declared.has_default_value():
+            arguments[declared.name] = declared.default_value
+    written = [arguments.get(name) for name in written_by(op)]
+    return OpNode(node, op, arguments, known=all(value is None or isinstance(value, Cache) for value in written))
+
+
+def _cache(node: Node, name: str) -> Cache | None:
+    prefix, index = f"_{name}_", node.kwargs[f"_{name}_base_index"]
+    if index is None:
+        return None
+    view = {key.removeprefix(prefix): value for key, value in node.kwargs.items() if key.startswith(prefix)}
+    del view["base_index"]
+    return Cache(node.kwargs[_BASES][index], view)
+
+
+def _items(node: Node, index: int) -> list[Node]:
+    return [user for user in node.users if _is_item(user) and user.args[1] == index]
+
+
+def _is_item(node: Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def source_of(value: Any) -> tuple[OpNode | None, int]:
+    """The dsv4 call whose result `value` is, and which result; (None, 0) for other values."""
+    if not isinstance(value, Node):
+        return None, 0
+    if _is_item(value):
+        return read(value.args[0]), value.args[1]
+    return read(value), 0
+
+
+def readers(nodes: Sequence[Node]) -> list[Node]:
+    """Nodes that use any of `nodes`."""
+    return [user for node in nodes for user in node.users]
+
+
+def value_of(argument: Any) -> Any:
+    """The fake value of a node; other arguments as they are."""
+    return torch.fx.map_arg(argument, lambda node: node.meta.get("val"))
+
+
+def describe(node: Node, op: OpOverload, arguments: Mapping[str, Any] | None = None) -> Call:
+    """The call that `node` makes, or that a call of `op` with `arguments` would make in its place."""
+    given = arguments if arguments is not None else read(node).arguments  # type: ignore[union-attr]
+    values = {name: value_of(value) for name, value in given.items() if not isinstance(value, Cache)}
+    device = next(value.device for value in values.values() if isinstance(value, torch.Tensor))
+    return Call(
+        op=op_name(op),
+        arguments=values,
+        device=device,
+        codegen=codegen_of(device),
+        architecture=device_architecture(device),
+        node=node.name,
+        where=where(node),
+    )
+
+
+def where(node: Node) -> str:
+    """ "file:line" of the user's call, or ""."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return ":".join(frames[-1]) if frames else ""
+
+
+def retarget(node: Node, op: OpOverload) -> None:
+    """Make `node` call `op`, which has the schema of the op it calls now."""
+    if node.target in FUNCTIONALIZED:
+        node.args = (op, *node.args[1:])
+    else:
+        node.target = op
+
+
+def insert(graph: Graph, op: OpOverload, arguments: Mapping[str, Any], values: Any, like: Node) -> OpNode:
+    """A node in front of the graph's insertion point that calls `op`; where a `Cache` is given, functionalised.
+
+    Args:
+        arguments: by schema name; those left out take their defaults.
+        values: fake values of the op's results: one, or a tuple.
+        like: the node whose place in the user's code the new one takes over.
+    """
+    written = written_by(op)
+    if written:
+        node = _insert_functional(graph, op, arguments, values, written)
+    else:
+        node = graph.call_function(op, _positional(op, arguments))
+        node.meta["val"] = values
+    node.meta["eager_input_vals"] = value_of((node.args, node.kwargs))
+    for name in ("stack_trace", "source_fn_stack", "from_node", "seq_nr"):
+        if name in like.meta:
+            node.meta[name] = like.meta[name]
+    found = read(node)
+    assert found is not None
+    return found
+
+
+def _positional(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """`arguments` in the order of the schema, up to the last one that is given."""
+    declared = op._schema.arguments
+    last = max(index for index, a in enumerate(declared) if a.name in arguments)
+    return tuple(arguments.get(a.name, a.default_value) for a in declared[: last + 1])
+
+
+def _insert_functional(
+    graph: Graph, op: OpOverload, arguments: Mapping[str, Any], values: Any, written: Sequence[str]
+) -> Node:
+    caches = {name: arguments.get(name) for name in written}
+    bases = list(dict.fromkeys(cache.base for cache in caches.values() if cache is not None))
+    # torch hands every argument over by name, defaults included.
+    given = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    kwargs = {name: value for name, value in {**given, **arguments}.items() if name not in caches}
+    for name, cache in caches.items():
+        kwargs[f"_{name}_base_index"] = None if cache is None else bases.index(cache.base)
+        kwargs |= {f"_{name}_{key}": value for key, value in (cache.view if cache is not None else {}).items()}
+    node = graph.call_function(_V2, (op,), {**kwargs, _BASES: bases})
+    results = values if isinstance(values, tuple) else (values,)
+    node.meta["val"] = (*results, *(base.meta["val"] for base in bases))
+    return node
+
+
+def item(graph: Graph, node: Node, index: int) -> Node:
+    """Result `index` of `node`, behind the insertion point."""
+    found = graph.call_function(operator.getitem, (node, index))
+    found.meta["val"] = node.meta["val"][index]
+    return found
+
+
+def walk(graph: Graph, op: str) -> Iterator[OpNode]:
+    """Calls of the dsv4 op named `op` in graph order, taken before the graph is changed."""
+    for node in list(graph.nodes):
+        found = read(node)
+        if found is not None and found.name == op:
+            yield found
