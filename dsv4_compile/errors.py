@@ -2,11 +2,12 @@
 
 `CODES` is the one table of codes. `dsv4 explain E204` prints an entry; `error(...)` and `check(...)` raise one.
 Ranges: E1xx environment and versions, E2xx inputs and metadata, E3xx compile and lowering, E4xx CUDA graphs,
-E5xx tuning and cache.
+E5xx tuning and cache, W6xx warnings.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -82,6 +83,26 @@ CODES: dict[str, Code] = {
         "what is documented works; what is planned says so",
         "see the support matrix in the README",
     ),
+    "E401": Code(
+        "batch over the capacity of the persistent buffers",
+        "a step has at most max_num_batched_tokens tokens, padding included, and max_num_seqs requests",
+        "allocate MetadataBuffers for the largest step, or cut the step",
+    ),
+    "E402": Code(
+        "sequence longer than max_model_len",
+        "no request, prompt and answer together, is longer than the max_model_len that buffers were allocated for",
+        "allocate MetadataBuffers with a larger max_model_len, or end the request",
+    ),
+    "E403": Code(
+        "block table does not reach the end of its requests",
+        "a block table has a row for each request and a column for each page up to the end of the longest",
+        "pass a table as large as the message says",
+    ),
+    "E404": Code(
+        "metadata has not been built",
+        "metadata(num_tokens) follows load and a refresh of at least as many rows",
+        "call refresh(num_tokens) first",
+    ),
 }
 
 
@@ -138,6 +159,16 @@ def error(code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") 
 def fail(code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -> NoReturn:
     """Raise the error of `code`."""
     raise error(code, got=got, why=why, fix=fix, rule=rule)
+
+
+class DSV4Warning(UserWarning):
+    """W6xx: what was asked for was done, in another way or with another cost than expected."""
+
+
+def warn(code: str, *, got: str, why: str = "", fix: str = "") -> None:
+    """Warn with the text that the error of `code` would have."""
+    entry = CODES[code]
+    warnings.warn(DSV4Warning(str(DSV4Error(code, got=got, why=why, fix=fix or entry.fix))), stacklevel=3)
 
 
 def check(condition: bool, code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -> None:

@@ -1,0 +1,267 @@
+"""Metadata at fixed addresses: allocated once, refilled in place each step, read by captured graphs.
+
+    engine -> load -> inputs at fixed addresses -> refresh (one op) -> outputs at fixed addresses -> metadata(n) views
+                            ^-------------- advance (one op) --------------'
+
+Nothing of a step crosses from host to device in `refresh` and `advance`, so both can be captured with the layers that
+read the views. `buffers.py` declares every buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from .. import layout
+from ..errors import check, fail
+from ..ops.batch_metadata import GROUPS, TOKENS
+from .buffers import PAGE_TOKENS, BufferPlan, groups_of, plan_buffers
+from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
+
+Ints = Tensor | Sequence[int]
+
+
+class MetadataBuffers:
+    """All persistent buffers of a model's steps. Their addresses, shapes and strides never change.
+
+    Args:
+        max_num_batched_tokens, max_num_seqs, max_model_len, window, ratios, window_block_size, engine_slots:
+            see `plan_buffers`, which predicts the bytes.
+        block_tables: the engine's own persistent tables, used where they are, or None to have them allocated here.
+            Each has `max_num_seqs` rows and reaches `max_model_len` tokens; E403 if one is too small.
+
+    Every buffer starts as its pad value.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        window: int = layout.SLIDING_WINDOW,
+        ratios: Collection[int] = (layout.CSA_RATIO, layout.HCA_RATIO),
+        window_block_size: int = layout.WINDOW_BLOCK,
+        engine_slots: bool = False,
+        block_tables: BlockTables | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.plan: BufferPlan = plan_buffers(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            window=window,
+            ratios=ratios,
+            window_block_size=window_block_size,
+            engine_slots=engine_slots,
+        )
+        self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
+        self.max_model_len, self.window_block_size = max_model_len, window_block_size
+        self.groups = groups_of(ratios)
+        self.tensors: dict[str, Tensor] = {}
+        """Every buffer by its declared name."""
+        adopted = {} if block_tables is None else self._adopt(block_tables)
+        for spec in self.plan.specs:
+            tensor = adopted.get(spec.name)
+            if tensor is None:
+                tensor = torch.full(self.plan.shape(spec), self.plan.pad(spec), dtype=spec.dtype, device=device)
+            self.tensors[spec.name] = tensor
+        self._rows = 0
+
+    def _adopt(self, block_tables: BlockTables) -> dict[str, Tensor]:
+        adopted = {}
+        for group in self.groups:
+            table = getattr(block_tables, group)
+            check(table is not None, "E201", got=f"block_tables.{group}=None", rule="every group has its table")
+            self._check_table(group, table, self.max_num_seqs, self.plan.sizes[f"{group}_blocks"])
+            adopted[f"{group}_block_table"] = table[: self.max_num_seqs]
+        return adopted
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, adopted block tables included."""
+        return self.plan.nbytes
+
+    @property
+    def block_tables(self) -> BlockTables:
+        """The persistent block tables, None for groups that the model has not."""
+        tables = {f.name: self.tensors.get(f"{f.name}_block_table") for f in fields(BlockTables)}
+        return BlockTables(**tables)  # type: ignore[arg-type]
+
+    def load(
+        self,
+        query_start_loc: Ints,
+        seq_lens: Ints,
+        *,
+        block_tables: BlockTables | None = None,
+        slot_mapping: Tensor | None = None,
+        input_ids: Ints | None = None,
+        reserved: Ints | None = None,
+    ) -> None:
+        """Copy a step's batch into the inputs. What is left of each buffer becomes padding.
+
+        Args:
+            query_start_loc: R + 1 ints, first token of each request and the end of the last; R <= `max_num_seqs`.
+            seq_lens: R ints, this step's query included; 0 for padded requests.
+            block_tables: int `[R, B]` of every group, B at most the width of the persistent table; None keeps what is
+                there, as for adopted tables.
+            slot_mapping: int `[T]`, needed by buffers made with `engine_slots`, and refused by others.
+            input_ids: up to T tokens. reserved: R ints, tokens each request has pages for (None = `max_model_len`).
+
+        Lists and tensors on the CPU are checked by value: E401 for a batch over capacity, E402 for a sequence that is
+        too long, E403 for a table that is too narrow. Of tensors on a device the shapes alone are checked, because to
+        read them would wait.
+        """
+        starts, lens = _ints(query_start_loc), _ints(seq_lens)
+        requests = lens.shape[0]
+        check(starts.shape[0] == requests + 1, "E201", got=f"{starts.shape[0]} query_start_loc, {requests} seq_lens")
+        self._check_capacity("requests", requests, self.max_num_seqs, "max_num_seqs")
+        longest = self._check_values(starts, lens) if requests and _on_host(starts) and _on_host(lens) else 0
+        check(
+            (slot_mapping is None) == ("slot_mapping" not in self.tensors),
+            "E201",
+            got="no slot_mapping" if slot_mapping is None else "a slot_mapping",
+            rule="slot_mapping comes with buffers made with engine_slots=True, and with those alone",
+        )
+        self._put("query_start_loc", starts)
+        own = self.tensors["query_start_loc"]
+        own[requests + 1 :].copy_(own[requests : requests + 1].expand(self.max_num_seqs - requests))
+        self._put("seq_lens", lens)
+        if slot_mapping is not None:
+            self._put("slot_mapping", slot_mapping)
+        if input_ids is not None:
+            self._put("input_ids", _ints(input_ids, torch.int64))
+        self._put("reserved", lens.new_zeros(0) if reserved is None else _ints(reserved))
+        self.tensors["overflow"].zero_()
+        if block_tables is not None:
+            self._load_tables(block_tables, requests, longest)
+        self._rows = 0
+
+    def _load_tables(self, block_tables: BlockTables, requests: int, longest: int) -> None:
+        for group in self.groups:
+            table, own = getattr(block_tables, group), self.tensors[f"{group}_block_table"]
+            check(table is not None, "E201", got=f"block_tables.{group}=None", rule="every group has its table")
+            if table.data_ptr() == own.data_ptr():
+                continue
+            page = PAGE_TOKENS[group]
+            tokens = self.plan.sizes[page] if isinstance(page, str) else page
+            self._check_table(group, table, requests, layout.cdiv(longest, tokens))
+            width = table.shape[1]
+            if width > own.shape[1]:
+                fail(
+                    "E403",
+                    got=f"a {group} block table of {width} columns for a persistent one {list(own.shape)}",
+                    fix=f"raise max_model_len={self.max_model_len}, or pass the columns that it needs",
+                )
+            own[:requests, :width].copy_(table[:requests])
+            own[:requests, width:].fill_(layout.PAD_INDEX)
+            own[requests:].fill_(layout.PAD_INDEX)
+
+    def refresh(self, num_tokens: int | None = None) -> None:
+        """Rewrite all outputs from the inputs, in place: the rows that are tokens, and padding behind them.
+
+        Args:
+            num_tokens: rows to rewrite, those that `metadata(num_tokens)` shows; None for all. Tokens of the batch
+                behind them are left out, so it is at least the number of tokens. E401 above capacity.
+
+        One op, `torch.ops.dsv4.batch_metadata`; capturable.
+        """
+        rows = self.max_num_batched_tokens if num_tokens is None else num_tokens
+        self._check_capacity("tokens", rows, self.max_num_batched_tokens, "max_num_batched_tokens")
+        names = [*TOKENS, *(name for group in self.groups for name in GROUPS[group])]
+        torch.ops.dsv4.batch_metadata(
+            self.tensors["query_start_loc"],
+            self.tensors["seq_lens"],
+            self.tensors.get("slot_mapping"),
+            *(self.tensors.get(f"{group}_block_table") for group in GROUPS),
+            self.window_block_size,
+            **{name: self.tensors[name][:rows] for name in names},
+        )
+        self._rows = rows
+
+    def metadata(self, num_tokens: int) -> AttentionMetadata:
+        """Views of the first `num_tokens` rows, at the same addresses and strides at every call.
+
+        Raises E401 above capacity, and E404 where rows have not been refreshed since the batch was loaded: they
+        would describe a batch that is gone.
+        """
+        self._check_capacity("tokens", num_tokens, self.max_num_batched_tokens, "max_num_batched_tokens")
+        check(
+            num_tokens <= self._rows,
+            "E404",
+            got=f"metadata({num_tokens}) after refresh({self._rows})" if self._rows else "metadata before refresh",
+            fix=f"call refresh({num_tokens}) after load and before metadata",
+        )
+        rows = {name: tensor[:num_tokens] for name, tensor in self.tensors.items()}
+        tables = self.block_tables
+        c4, c128 = None, None
+        if tables.c4 is not None and tables.c4_state is not None:
+            c4 = CompressedMetadata(
+                slot_mapping=rows["c4_slots"],
+                block_table=tables.c4,
+                state_slot_mapping=rows["c4_state_slots"],
+                state_block_table=tables.c4_state,
+                context_lens=rows["c4_context_lens"],
+                indexer_slot_mapping=rows["indexer_slots"],
+                indexer_block_table=tables.indexer,
+                indexer_state_slot_mapping=rows["indexer_state_slots"],
+                indexer_state_block_table=tables.indexer_state,
+            )
+        if tables.c128 is not None and tables.c128_state is not None:
+            c128 = CompressedMetadata(
+                slot_mapping=rows["c128_slots"],
+                block_table=tables.c128,
+                state_slot_mapping=rows["c128_state_slots"],
+                state_block_table=tables.c128_state,
+                context_lens=rows["c128_context_lens"],
+                indices=rows["c128_indices"],
+                lens=rows["c128_lens"],
+            )
+        return AttentionMetadata(
+            positions=rows["positions"],
+            token_to_req=rows["token_to_req"],
+            is_valid_token=rows["is_valid_token"],
+            window=WindowMetadata(rows["window_slots"], rows["window_indices"], rows["window_lens"]),
+            c4=c4,
+            c128=c128,
+        )
+
+    def _put(self, name: str, values: Tensor) -> None:
+        own = self.tensors[name]
+        self._check_capacity(f"elements of {name}", values.shape[0], own.shape[0], "capacity")
+        own[: values.shape[0]].copy_(values)
+        own[values.shape[0] :].fill_(next(self.plan.pad(spec) for spec in self.plan.specs if spec.name == name))
+
+    def _check_values(self, starts: Tensor, lens: Tensor) -> int:
+        """Refuse a batch on the host that does not fit; returns the longest sequence."""
+        fine = bool((starts.diff() >= 0).all()) and int(lens.min()) >= 0
+        check(fine, "E201", got="a negative length", rule="query_start_loc does not decrease, lengths are not negative")
+        self._check_capacity("tokens", int(starts[-1]), self.max_num_batched_tokens, "max_num_batched_tokens")
+        longest = int(lens.max())
+        if longest > self.max_model_len:
+            fail("E402", got=f"request {int(lens.argmax())} has {longest} tokens, max_model_len={self.max_model_len}")
+        return longest
+
+    def _check_capacity(self, what: str, got: int, capacity: int, name: str) -> None:
+        if got > capacity:
+            fail("E401", got=f"{got} {what}, {name}={capacity}", fix=f"allocate for {got} {what}, or send fewer")
+
+    def _check_table(self, group: str, table: Tensor, rows: int, columns: int) -> None:
+        fine = table.dim() == 2 and table.dtype is torch.int32
+        check(fine, "E201", got=f"{group}: {table.dtype} {list(table.shape)}", rule="block tables are int32 [R, B]")
+        if table.shape[0] < rows or table.shape[1] < columns:
+            fail(
+                "E403",
+                got=f"a {group} block table {list(table.shape)}; the batch reads [{rows}, {columns}]",
+            )
+
+
+def _ints(values: Ints, dtype: torch.dtype = torch.int32) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+
+
+def _on_host(values: Tensor) -> bool:
+    return values.device.type == "cpu"

@@ -1,0 +1,44 @@
+"""Samples of the ops that fill and move the metadata of a step. See samples.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import layout
+from ..ops.batch_metadata import ARGUMENTS, GROUPS, TOKENS
+from ._samples_step import TOKENS as NUM_TOKENS
+from ._samples_step import Args, Step, sample
+
+BUFFER_ROWS = NUM_TOKENS + 3
+WIDTHS = {"window_indices": 12, "c128_indices": layout.c128a_width(300)}
+PAGES = {
+    "window": (layout.WINDOW_BLOCK, 1),
+    "c4": (layout.storage_block_size(layout.CSA_RATIO), layout.CSA_RATIO),
+    "c4_state": (layout.state_block_size(layout.CSA_RATIO), 1),
+    "indexer": (layout.storage_block_size(layout.CSA_RATIO), layout.CSA_RATIO),
+    "indexer_state": (layout.state_block_size(layout.CSA_RATIO), 1),
+    "c128": (layout.storage_block_size(layout.HCA_RATIO), layout.HCA_RATIO),
+    "c128_state": (layout.state_block_size(layout.HCA_RATIO), 1),
+}
+
+
+@sample
+def batch_metadata(s: Step) -> list[Args]:
+    slots = torch.where(s.is_valid, 7, layout.PAD_SLOT)
+    slots[4] = layout.PAD_SLOT  # a token that the engine does not cache
+    made: list[Args] = []
+    for groups, slot_mapping in ((tuple(GROUPS), None), (("window", "c128"), slots), (("c4", "c4_state"), slots[:6])):
+        values: dict[str, object] = dict.fromkeys(ARGUMENTS)
+        values |= {"query_start_loc": s.query_start_loc, "seq_lens": s.seq_lens, "slot_mapping": slot_mapping}
+        values |= {"window_block_size": layout.WINDOW_BLOCK}
+        values |= {f"{group}_block_table": s.table(*PAGES[group]) for group in groups}
+        dtypes = TOKENS | {name: dtype for group in groups for name, dtype in GROUPS[group].items()}
+        values |= {name: _stale(name, dtype) for name, dtype in dtypes.items()}
+        made.append(tuple(values.values()))
+    return made
+
+
+def _stale(name: str, dtype: torch.dtype) -> Tensor:
+    shape = (BUFFER_ROWS, WIDTHS[name]) if name in WIDTHS else (BUFFER_ROWS,)
+    return torch.full(shape, 1 if dtype is torch.bool else 12345, dtype=dtype)
