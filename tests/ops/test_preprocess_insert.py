@@ -82,8 +82,8 @@ def separately(a: dict[str, Any]) -> Tensor:
             ops.compress_norm_rope_insert(
                 own["state_cache"], slots, a[f"{prefix}state_block_table"], a["token_to_req"], where[0],
                 a[f"{entries}slot_mapping"], own["norm_weight"], where[1], a[f"{entries}cache"], EPS, ratio,
-                state_block, layout.storage_block_size(ratio), fmt or a["indexer_cache_format"], a.get("hadamard") and not fmt,
-                a["kv_scale"] if fmt else None,
+                state_block, layout.storage_block_size(ratio), fmt or a["indexer_cache_format"],
+                a.get("hadamard", False) and not fmt, a["kv_scale"] if fmt else None,
             )  # fmt: skip
     return qr
 
