@@ -17,6 +17,7 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 MANTISSA_BITS = tl.constexpr(23)
 MANTISSA = tl.constexpr((1 << 23) - 1)
 SUBNORMAL_HALF = tl.constexpr(1 << 22)  # bits of 2^-127, the inverse of the largest scale
+NAN_BITS = tl.constexpr(0x7FC00000)
 FIRST_FP8 = (8, 9)  # compute capability from which Triton converts to e4m3 on NVIDIA GPUs
 
 
@@ -40,6 +41,13 @@ def ue8m0_inverse(byte):
     """float32 inverse, exact, of the scale of int32 `byte` 0..254: 2^(127 - byte)."""
     bits = (2 * UE8M0_BIAS - byte) << MANTISSA_BITS
     return tl.maximum(bits, SUBNORMAL_HALF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ue8m0_scale(byte):
+    """float32 scale of int32 `byte` 0..255: 2^(byte - 127), subnormal for 0, NaN for 255."""
+    bits = tl.where(byte == 0, SUBNORMAL_HALF, byte << MANTISSA_BITS)
+    return tl.where(byte == UE8M0_MAX_BYTE + 1, NAN_BITS, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -21,8 +21,11 @@ from ..proven import is_proven
 
 KERNELS: Mapping[str, str] = {
     "compress_norm_rope_insert": "compress_norm_rope_insert",
+    "fp8_grouped_einsum": "fp8_grouped_einsum",
+    "fp8_linear": "fp8_linear",
     "fused_q_kv_rmsnorm": "fused_q_kv_rmsnorm",
     "global_topk": "global_topk",
+    "grouped_linear": "grouped_linear",
     "indexer_logits": "indexer_logits_topk",
     "indexer_logits_topk": "indexer_logits_topk",
     "indexer_q_rope_quant": "indexer_q_rope_quant",

@@ -57,4 +57,5 @@ def pack_scales(byte: Tensor) -> Tensor:
 
 def unpack_scales(words: Tensor, count: int) -> Tensor:
     """UE8M0 bytes uint8 `[..., count]` from the int32 `[..., ceil(count/4)]` of `pack_scales`, any strides."""
-    return words.contiguous().view(torch.uint8)[..., :count]
+    # Not .contiguous(), which keeps odd strides of single elements.
+    return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., :count]

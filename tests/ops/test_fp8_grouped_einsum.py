@@ -77,12 +77,13 @@ def test_every_form_of_the_weight_scale_gives_the_same_result() -> None:
 
 
 @pytest.mark.parametrize("heads", [2, 8, 10], ids=["a quarter word", "one word", "two words"])
-def test_packed_and_float32_activation_scales_give_the_same_result(heads: int) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_packed_and_float32_activation_scales_give_the_same_result(heads: int, groups: int) -> None:
     table = torch.randn(9, 16)
-    o, positions = torch.randn(5, 2 * heads, 64).bfloat16(), torch.arange(5)
-    _, _, b, b_scale = problem(1, 2, 64, heads * 64)
-    plain = fp8_grouped_einsum(*inv_rope_fp8_quant(o, positions, table, 2, heads), b, b_scale)
-    packed = fp8_grouped_einsum(*inv_rope_fp8_quant(o, positions, table, 2, heads, True), b, b_scale)
+    o, positions = torch.randn(5, groups * heads, 64).bfloat16(), torch.arange(5)
+    _, _, b, b_scale = problem(1, groups, 64, heads * 64)
+    plain = fp8_grouped_einsum(*inv_rope_fp8_quant(o, positions, table, groups, heads), b, b_scale)
+    packed = fp8_grouped_einsum(*inv_rope_fp8_quant(o, positions, table, groups, heads, True), b, b_scale)
     assert_bitwise(packed, plain)
 
 

@@ -1,0 +1,67 @@
+"""Counters by which the programs of one launch learn which of them is the last; zero between launches.
+
+The last program of a tile sets its counter back, so nobody has to clear them in front of the next launch. Two launches
+that may overlap must not share counters: launches on a stream follow each other, and a captured launch gets counters
+that no other launch ever gets.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+POOL = 1 << 20
+STREAM_SHARE = 1024
+"""Most counters of a launch outside a capture."""
+
+
+class _Pool:
+    """Counters of one device, handed out once: a share to each stream, and what it asks for to each captured launch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(POOL, dtype=torch.int32, device=device)
+        self.filled = torch.cuda.Event()
+        self.filled.record()
+        self.streams: dict[int, Tensor] = {}
+        self.used = 0
+
+    def take(self, count: int) -> Tensor | None:
+        """The next `count` counters, None when there are not as many."""
+        if self.used + count > POOL:
+            return None
+        self.used += count
+        return self.counters[self.used - count : self.used]
+
+    def of_stream(self, stream: torch.cuda.Stream) -> Tensor | None:
+        """The share of `stream`."""
+        known = stream.cuda_stream
+        if known not in self.streams:
+            share = self.take(STREAM_SHARE)
+            if share is None:
+                return None
+            # A stream must not overtake the fill. A capture starts by waiting for everything.
+            stream.wait_event(self.filled)
+            self.streams[known] = share
+        return self.streams[known]
+
+
+_pools: dict[torch.device, _Pool] = {}
+
+
+def arrival_counters(count: int, device: torch.device) -> Tensor:
+    """int32 `[>= count]`, zero when the next launch on the current stream starts; the launch leaves them zero.
+
+    Where the pool cannot serve, the counters are new and a fill precedes the launch: at the first call if that is
+    captured, for more than `STREAM_SHARE`, and when a million have been captured.
+    """
+    counters: Tensor | None = None
+    if device.type == "cuda":
+        capturing = torch.cuda.is_current_stream_capturing()
+        if device not in _pools and not capturing:
+            _pools[device] = _Pool(device)
+        pool = _pools.get(device)
+        if pool is not None and capturing:
+            counters = pool.take(count)
+        elif pool is not None and count <= STREAM_SHARE:
+            counters = pool.of_stream(torch.cuda.current_stream(device))
+    return torch.zeros(count, dtype=torch.int32, device=device) if counters is None else counters

@@ -1,0 +1,77 @@
+"""`fp8_linear`: up to 64 tokens in one launch that quantises on the way, above in two."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
+from ..layout import ACT_TILE as _ACT_TILE
+from ..layout import cdiv
+from .grouped_matmul import FEW_TOKENS, grouped_matmul
+from .quant import FP8_MAX, e4m3, refuses_fp8, tile_byte, ue8m0_inverse, ue8m0_scale
+
+ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
+ACT_TILE = tl.constexpr(_ACT_TILE)
+BLOCK_T, BLOCK_S = 4, 8
+"""Tokens and strips of a program that quantises: scales of neighbouring tokens lie side by side."""
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def quantize_activation_kernel(
+    p_values,  # [T, K] e4m3, contiguous
+    p_scale,  # [strips, T] float32, contiguous
+    p_x,  # [T, K]
+    x_strides,
+    tokens,
+    size,
+    BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Program p takes BLOCK_T tokens and BLOCK_S strips; strips vary first."""
+    strips = tl.cdiv(size, ACT_TILE)
+    blocks = tl.cdiv(strips, BLOCK_S)
+    o_row = tl.arange(0, BLOCK_T * BLOCK_S)
+    token = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_T + o_row // BLOCK_S
+    strip = tl.program_id(0) % blocks * BLOCK_S + o_row % BLOCK_S
+    # [BLOCK_T * BLOCK_S, ACT_TILE]
+    o_k = strip[:, None] * ACT_TILE + tl.arange(0, ACT_TILE)[None, :]
+    mask = (token < tokens)[:, None] & (o_k < size)
+    x = tl.load(p_x + (token * x_strides[0])[:, None] + o_k * x_strides[1], mask=mask, other=0.0).to(tl.float32)
+    byte = tile_byte(x, ACT_AMAX_FLOOR, FP8_MAX)
+    tl.store(p_values + (token * size)[:, None] + o_k, e4m3(x * ue8m0_inverse(byte)[:, None]), mask=mask)
+    tl.store(p_scale + strip * tokens.to(tl.int64) + token, ue8m0_scale(byte), mask=(token < tokens) & (strip < strips))
+
+
+def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `block_scale.quantize_activation`, of `x` `[T, K]`; scales are float32 `[T, strips]`, a column contiguous."""
+    tokens, size = x.shape
+    strips = cdiv(size, _ACT_TILE)
+    values = torch.empty((tokens, size), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((strips, tokens), dtype=torch.float32, device=x.device)
+    programs = cdiv(tokens, BLOCK_T) * cdiv(strips, BLOCK_S)
+    if programs > 0:
+        quantize_activation_kernel[(programs,)](
+            values, scale, x, x.stride(), tokens, size, BLOCK_T=BLOCK_T, BLOCK_S=BLOCK_S, enable_fp_fusion=False
+        )
+    return values, scale.t()
+
+
+def fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True) -> Tensor:
+    """See the reference. Quantised inputs are equal; sums are in another order, the same one for the same call."""
+    rows = x.reshape(-1, weight.shape[1])
+    if quantize_input and rows.shape[0] > FEW_TOKENS:
+        values, scale = quantize_activation(rows)
+        out = grouped_matmul(values[:, None], scale[:, None], weight, weight_scale, x.dtype)
+    else:
+        out = grouped_matmul(rows[:, None], None, weight, weight_scale, x.dtype, quantize=quantize_input)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def fp8_linear_refuses(x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True) -> str:
+    """Why a call cannot use the kernel, or ""."""
+    if weight.shape[1] == 0:
+        return "a sum of nothing"
+    return refuses_fp8(x.device)

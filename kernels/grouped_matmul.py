@@ -1,0 +1,267 @@
+"""The matrix product behind `fp8_linear`, `fp8_grouped_einsum` and `grouped_linear`: one launch, whatever is quantised.
+
+    out[t, g * N + n] = sum over k of x[t, g, k] * weight[g * N + n, k]
+
+A program makes a tile of BLOCK_N outputs for BLOCK_M tokens, a strip of BLOCK_K at a time. The weight is the first
+operand of the product: its rows fill a matrix unit however few tokens there are. Operands that are e4m3 are multiplied
+as such where the GPU can, else as float16, which holds every e4m3 value; their scales meet the float32 sum of each
+strip. Where tiles are too few to fill the GPU, programs share the strips of a tile, and the last one of a tile to
+arrive adds the parts up, in their order: the same call gives the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
+from ..layout import ACT_TILE, SCALES_PER_WORD, cdiv
+from ..layout import WEIGHT_TILE as _WEIGHT_TILE
+from .arrivals import arrival_counters
+from .gpu import Gpu, gpu_of
+from .quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
+
+ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
+WEIGHT_TILE = tl.constexpr(_WEIGHT_TILE)
+WORD = tl.constexpr(SCALES_PER_WORD)
+IMPRECISE = tl.constexpr(32)  # products of e4m3 that Hopper may add in the 14 bits of its matrix units
+BAND = tl.constexpr(8)  # blocks of tokens that share a pass over the weight, so that x stays in the cache
+FEW_TOKENS = 64
+"""Up to this many tokens, reading the weight is all that takes time."""
+
+
+@triton.jit
+def _weight_scale(p_scale, strip, stride):
+    """float32 `[BLOCK_N]`: the scale of a strip for each row of the weight. Bytes are UE8M0."""
+    scale = tl.load(p_scale + strip * stride)
+    return ue8m0_scale(scale.to(tl.int32)) if p_scale.dtype.element_ty == tl.uint8 else scale
+
+
+@triton.jit
+def _x_scale(p_scale, strip, stride):
+    """float32 `[BLOCK_M]`: the scale of a strip of each token. Words hold the UE8M0 bytes of four strips."""
+    if p_scale.dtype.element_ty == tl.int32:
+        word = tl.load(p_scale + strip // WORD * stride)
+        scale = ue8m0_scale((word >> (8 * (strip % WORD))) & 0xFF)
+    else:
+        scale = tl.load(p_scale + strip * stride)
+    return scale
+
+
+@triton.jit
+def _load_strip(p_rows, stride, strip, size, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
+    """`[rows, BLOCK_K]` of the rows at `p_rows`, zeros past `size`."""
+    o_k = strip * BLOCK_K + tl.arange(0, BLOCK_K)
+    p = p_rows[:, None] + (o_k * stride)[None, :]
+    return tl.load(p) if EVEN else tl.load(p, mask=(o_k < size)[None, :], other=0)
+
+
+@triton.jit(do_not_specialize=["tokens", "groups", "strips_each"])
+def grouped_matmul_kernel(
+    p_out,  # [T, G * N], contiguous
+    p_part,  # [splits, tiles, BLOCK_N, BLOCK_M] float32, contiguous, or None
+    p_arrived,  # [>= tiles] int32, zero before and after, or None
+    p_x,  # [T, G, K]; e4m3 as uint8
+    p_x_scale,  # [T, G, strips] float32, [T, G, words] int32, or None
+    p_weight,  # [G * N, K]; e4m3 as uint8
+    p_weight_scale,  # [blocks, strips] float32 or uint8, or None
+    x_strides,
+    x_scale_strides,
+    weight_strides,
+    weight_scale_strides,
+    tokens,
+    groups,
+    rows,  # N
+    size,  # K
+    strips_each,  # of a program
+    QUANTIZE: tl.constexpr,  # x is quantised here
+    DTYPE: tl.constexpr,  # of the operands
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,  # K is whole strips
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program p takes tile p % tiles and its strips from p // tiles * strips_each on."""
+    blocks = tl.cdiv(rows, BLOCK_N)
+    columns = groups * blocks
+    token_blocks = tl.cdiv(tokens, BLOCK_M)
+    tiles = token_blocks * columns
+    tile, part = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    band = tile // (BAND * columns) * BAND
+    height = tl.minimum(token_blocks - band, BAND)
+    column = tile % (BAND * columns) // height
+    group = column // blocks
+    o_m = (band + tile % (BAND * columns) % height).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = column % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    # What lies past the end repeats the last row and is not stored.
+    token = tl.minimum(o_m, tokens - 1)
+    row = group.to(tl.int64) * rows + tl.minimum(o_n, rows - 1)
+    p_x += token * x_strides[0] + group.to(tl.int64) * x_strides[1]
+    p_weight += row * weight_strides[0]
+    if p_x_scale is not None:
+        p_x_scale += token * x_scale_strides[0] + group.to(tl.int64) * x_scale_strides[1]
+
+    # [BLOCK_N, BLOCK_M]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    begin = part * strips_each
+    end = tl.minimum(begin + strips_each, tl.cdiv(size, BLOCK_K))
+    if p_weight_scale is None:
+        for strip in tl.range(begin, end, num_stages=STAGES):
+            weight = _load_strip(p_weight, weight_strides[1], strip, size, BLOCK_K, EVEN).to(DTYPE)
+            x = _load_strip(p_x, x_strides[2], strip, size, BLOCK_K, EVEN).to(DTYPE)
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    else:
+        p_weight_scale += row // WEIGHT_TILE * weight_scale_strides[0]
+        # Scales are loaded a strip ahead: nothing else would hide that wait.
+        weight_scale = _weight_scale(p_weight_scale, begin, weight_scale_strides[1])
+        x_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
+        if p_x_scale is not None:
+            x_scale = _x_scale(p_x_scale, begin, x_scale_strides[2])
+        for strip in tl.range(begin, end, num_stages=STAGES):
+            weight = _load_strip(p_weight, weight_strides[1], strip, size, BLOCK_K, EVEN)
+            x = _load_strip(p_x, x_strides[2], strip, size, BLOCK_K, EVEN)
+            following = tl.minimum(strip + 1, end - 1)
+            next_weight_scale = _weight_scale(p_weight_scale, following, weight_scale_strides[1])
+            next_x_scale = x_scale
+            if p_x_scale is not None:
+                next_x_scale = _x_scale(p_x_scale, following, x_scale_strides[2])
+            if QUANTIZE:
+                wide = x.to(tl.float32)
+                byte = tile_byte(wide, ACT_AMAX_FLOOR, FP8_MAX)
+                x_scale = ue8m0_scale(byte)
+                x = e4m3(wide * ue8m0_inverse(byte)[:, None])
+            elif p_x_scale is not None:
+                x = x.to(tl.float8e4nv, bitcast=True)
+            weight = weight.to(tl.float8e4nv, bitcast=True)
+            product = tl.dot(
+                weight.to(DTYPE), tl.trans(x.to(DTYPE)), input_precision="ieee", max_num_imprecise_acc=IMPRECISE
+            )
+            acc += product * (weight_scale[:, None] * x_scale[None, :])
+            weight_scale, x_scale = next_weight_scale, next_x_scale
+
+    p_out += (o_m * groups * rows)[None, :] + (group.to(tl.int64) * rows + o_n)[:, None]
+    mask = (o_n < rows)[:, None] & (o_m < tokens)[None, :]
+    if SPLIT:
+        o_part = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        p_part += tile.to(tl.int64) * (BLOCK_N * BLOCK_M) + o_part
+        part_stride = tiles.to(tl.int64) * (BLOCK_N * BLOCK_M)
+        tl.store(p_part + part * part_stride, acc, mask=mask)
+        # Every thread has stored before one announces it.
+        tl.debug_barrier()
+        parts = tl.num_programs(0) // tiles
+        if tl.atomic_add(p_arrived + tile, 1, sem="acq_rel", scope="gpu") == parts - 1:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for other in range(parts):
+                acc += tl.load(p_part + other * part_stride, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(p_out, acc.to(p_out.dtype.element_ty), mask=mask)
+            tl.store(p_arrived + tile, 0)
+    else:
+        tl.store(p_out, acc.to(p_out.dtype.element_ty), mask=mask)
+
+
+class Cut(NamedTuple):
+    """How a launch is cut up: its tile, the warps and stages of a program, and how many programs share a tile."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    splits: int
+
+
+def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int) -> Cut:
+    """Tiles for `[tokens, groups * rows]` outputs of `strips` strips.
+
+    A program quantises what it reads of x again for each block of rows, so more tokens want larger blocks. Few tokens
+    want small ones, of which a processor holds several: together they keep more of the weight on its way.
+    """
+    smallest = 8 if gpu.backend == "cuda" else 16
+    block_m = max(smallest, triton.next_power_of_2(tokens)) if tokens <= FEW_TOKENS else 2 * FEW_TOKENS
+    block_n, warps = {8: (64, 4), 16: (64, 4), 32: (128, 4), 64: (256, 8), 128: (128, 8)}[block_m]
+    deep = gpu.backend == "cuda" and gpu.capability // 10 in (9, 10)
+    if not deep:
+        block_n = min(block_n, 128)
+    tiles = cdiv(tokens, block_m) * groups * cdiv(rows, block_n)
+    programs = gpu.processors * (2 if block_n == 64 else 1)
+    splits = max(1, min(strips, programs // tiles))
+    return Cut(block_m, block_n, warps, 4 if deep else 2, cdiv(strips, cdiv(strips, splits)))
+
+
+def grouped_matmul(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    quantize: bool = False,
+    cut: Cut | None = None,
+) -> Tensor:
+    """`[T, G * N]` of `x` `[T, G, K]` and `weight` `[G * N, K]`.
+
+    Args:
+        x_scale, weight_scale: of operands that are e4m3, as `fp8_grouped_einsum` takes them.
+        quantize: quantise a floating x in strips of 128, in the same launch.
+        cut: None for what `choose_cut` says.
+    """
+    tokens, groups, size = x.shape
+    out = torch.empty((tokens, weight.shape[0]), dtype=out_dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    gpu = gpu_of(x.device)
+    rows, block_k = weight.shape[0] // groups, ACT_TILE // (1 if weight.element_size() == 1 else 2)
+    strips = cdiv(size, block_k)
+    cut = cut or choose_cut(gpu, tokens, groups, rows, strips)
+    tiles = cdiv(tokens, cut.block_m) * groups * cdiv(rows, cut.block_n)
+    part = arrived = None
+    if cut.splits > 1:
+        shape = (cut.splits, tiles, cut.block_n, cut.block_m)
+        part = torch.empty(shape, dtype=torch.float32, device=x.device)
+        arrived = arrival_counters(tiles, x.device)
+    grouped_matmul_kernel[(tiles * cut.splits,)](
+        out,
+        part,
+        arrived,
+        _bytes(x),
+        x_scale,
+        _bytes(weight),
+        None if weight_scale is None else _bytes(weight_scale),
+        x.stride(),
+        (0, 0, 0) if x_scale is None else x_scale.stride(),
+        weight.stride(),
+        (0, 0) if weight_scale is None else weight_scale.stride(),
+        tokens,
+        groups,
+        rows,
+        size,
+        cdiv(strips, cut.splits),
+        QUANTIZE=quantize,
+        DTYPE=_operand(gpu) if quantize or x_scale is not None else _DTYPES[x.dtype],
+        SPLIT=cut.splits > 1,
+        EVEN=size % block_k == 0,
+        BLOCK_M=cut.block_m,
+        BLOCK_N=cut.block_n,
+        BLOCK_K=block_k,
+        STAGES=cut.stages,
+        num_warps=cut.warps,
+    )
+    return out
+
+
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def _operand(gpu: Gpu) -> tl.dtype:
+    """What e4m3 operands are multiplied as. AMD's matrix units before gfx950 know another e4m3."""
+    return tl.float16 if gpu.backend == "hip" else tl.float8e4nv
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """`x`, as uint8 where its elements are bytes."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x

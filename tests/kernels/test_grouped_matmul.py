@@ -1,0 +1,205 @@
+"""The matrix products against the reference, in the checking interpreter, and compiled for every GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels import fp8_grouped_einsum as einsum_kernels
+from dsv4_compile.kernels import fp8_linear as linear_kernels
+from dsv4_compile.kernels import grouped_linear as grouped_kernels
+from dsv4_compile.kernels import grouped_matmul as kernels
+from dsv4_compile.kernels.gpu import Gpu
+from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.reference.block_scale import quantize_activation
+from dsv4_compile.reference.quant import ue8m0_scale
+from dsv4_compile.testing import (
+    Tolerance,
+    assert_bitwise,
+    assert_close,
+    fake_triton,
+    padded,
+    poisoned_empty,
+    strided,
+)
+from dsv4_compile.testing.bounds import checked
+
+interpreted = pytest.mark.interpreted
+E8M0 = torch.float8_e8m0fnu
+WRITTEN = ("p_out", "p_part", "p_arrived", "p_values", "p_scale")
+PRODUCT = "grouped_matmul_kernel"
+
+NEIGHBOUR = {
+    # float32 sums of unit-variance terms in another order; what they cancel to decides the relative error.
+    torch.float32: Tolerance(abs=2e-4, rel=1e-5, cosine=1e-11),
+    torch.bfloat16: Tolerance(abs=2e-4, rel=1.01 / 128, cosine=1e-6),
+    torch.float16: Tolerance(abs=2e-4, rel=1.01 / 1024, cosine=1e-8),
+}
+
+
+def e4m3(*shape: int) -> Tensor:
+    return torch.randn(shape).to(torch.float8_e4m3fn)
+
+
+def block_scale(rows: int, size: int) -> Tensor:
+    """uint8: every block's scale differs from its neighbours'."""
+    shape = -(-rows // 128), -(-size // 128)
+    return (125 + torch.arange(shape[0] * shape[1]) % 3).view(shape).to(torch.uint8)
+
+
+def check(op: str, launch: Callable[..., Tensor], args: tuple[Any, ...], launched: list[str]) -> Tensor:
+    want = REFERENCES[op](*args)
+    with poisoned_empty(), checked(mutated=WRITTEN) as seen:
+        got = launch(*args)
+    assert seen == launched
+    assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
+    assert_close(got, want, NEIGHBOUR[want.dtype])
+    return got
+
+
+def linear(x: Tensor, weight: Tensor, scale: Tensor, quantize: bool = True) -> Tensor:
+    tokens = x.numel() // x.shape[-1]
+    launched = ["quantize_activation_kernel"] * (quantize and tokens > kernels.FEW_TOKENS) + [PRODUCT] * (tokens > 0)
+    return check("fp8_linear", linear_kernels.fp8_linear, (x, weight, scale, quantize), launched)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("quantize", [True, False])
+@pytest.mark.parametrize(("tokens", "rows", "size"), [(1, 256, 640), (5, 130, 200), (33, 70, 129), (66, 5, 100)])
+def test_fp8_linear_is_the_reference(tokens: int, rows: int, size: int, quantize: bool, dtype: torch.dtype) -> None:
+    linear(torch.randn(tokens, size).to(dtype), e4m3(rows, size), block_scale(rows, size), quantize)
+
+
+@interpreted
+def test_what_is_quantised_on_the_way_is_what_the_reference_quantises() -> None:
+    """One weight of 1 in each strip: an output is a quantised input times its scale, and no sum can hide a bit."""
+    weight = torch.zeros(256, 256)
+    weight[torch.arange(256), torch.arange(256)] = 1
+    x = torch.randn(6, 256) * 10.0 ** torch.randint(-12, 4, (6, 1))
+    x[0, :128], x[1, 3], x[2] = 0, 1e-38, torch.randn(256).bfloat16().float()
+    args = x, weight.to(torch.float8_e4m3fn), torch.ones(2, 2)
+    assert_bitwise(linear(*args), REFERENCES["fp8_linear"](*args))
+
+
+@interpreted
+@pytest.mark.parametrize(("tokens", "size"), [(5, 1200), (70, 128), (1, 4), (9, 129)])
+def test_the_quantisation_in_front_of_many_tokens_is_exact(tokens: int, size: int) -> None:
+    for x in (torch.randn(tokens, size) * 1e-3, padded(torch.randn(tokens, size).bfloat16())):
+        values, byte = quantize_activation(x)
+        with poisoned_empty(), checked(mutated=WRITTEN):
+            got, scale = linear_kernels.quantize_activation(x)
+        assert_bitwise(got, values)
+        assert_bitwise(scale, ue8m0_scale(byte))
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [1, 2, 3, 5])
+def test_parts_are_added_in_their_order_and_counters_left_zero(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = torch.zeros(64, dtype=torch.int32)
+    monkeypatch.setattr(kernels, "arrival_counters", lambda count, device: counters)
+    monkeypatch.setattr(kernels, "choose_cut", lambda *sizes: kernels.Cut(16, 64, 4, 2, splits))
+    x, weight, scale = torch.randn(20, 640).bfloat16(), e4m3(150, 640), block_scale(150, 640)
+    first = linear(x, weight, scale)
+    assert_bitwise(linear(x, weight, scale), first)
+    assert not counters.any()
+
+
+@interpreted
+@pytest.mark.parametrize("form", [torch.float32, torch.uint8, E8M0])
+def test_scales_come_in_every_form(form: torch.dtype) -> None:
+    byte = block_scale(130, 300)
+    scale = ue8m0_scale(byte) * 1.25 if form is torch.float32 else byte.view(form)
+    linear(torch.randn(3, 2, 300), padded(e4m3(130, 300)), padded(scale) if form is torch.float32 else scale)
+
+
+@interpreted
+@pytest.mark.parametrize("spread", [padded, strided, lambda x: x.t().contiguous().t()])
+def test_slices_of_a_projection_are_read_where_they_are(spread: Callable[[Tensor], Tensor]) -> None:
+    for tokens in (4, 65):
+        linear(spread(torch.randn(tokens, 160).bfloat16()), strided(e4m3(40, 160)), block_scale(40, 160))
+
+
+@interpreted
+def test_a_row_of_zeros_or_nan_keeps_to_itself() -> None:
+    x, weight, scale = torch.randn(5, 200), e4m3(70, 200), block_scale(70, 200)
+    x[1], x[2] = 0, torch.nan
+    got = linear(x, weight, scale)
+    assert not got[1].any()
+    assert got[2].isnan().all()
+
+
+@interpreted
+def test_no_token_gives_an_empty_result() -> None:
+    linear(torch.randn(0, 128), e4m3(40, 128), block_scale(40, 128))
+    check("grouped_linear", grouped_kernels.grouped_linear, (torch.randn(0, 128), torch.randn(6, 64), 2), [])
+
+
+@interpreted
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("tokens", "groups", "heads", "rows"), [(1, 2, 4, 64), (5, 3, 10, 40), (70, 1, 2, 130)])
+def test_grouped_einsum_reads_what_the_inverse_rotation_wrote(
+    tokens: int, groups: int, heads: int, rows: int, packed: bool
+) -> None:
+    o, table = torch.randn(tokens, groups * heads, 64).bfloat16(), torch.randn(9, 16)
+    a = REFERENCES["inv_rope_fp8_quant"](o, torch.arange(tokens) % 9, table, groups, heads, packed)
+    b = e4m3(groups * rows, heads * 64)
+    args = *a, b, block_scale(*b.shape)
+    check("fp8_grouped_einsum", einsum_kernels.fp8_grouped_einsum, args, [PRODUCT])
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("tokens", "groups", "rows", "size"), [(1, 2, 64, 256), (5, 3, 40, 33), (70, 2, 130, 200)])
+def test_grouped_linear_is_the_reference(tokens: int, groups: int, rows: int, size: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(tokens, groups, size).to(dtype), torch.randn(groups * rows, size).to(dtype)
+    spread = x.transpose(0, 1).contiguous().transpose(0, 1)
+    for one in (x, x.flatten(1), padded(x), spread):
+        check("grouped_linear", grouped_kernels.grouped_linear, (one, weight, groups), [PRODUCT])
+
+
+def test_a_sum_of_nothing_is_refused() -> None:
+    x, weight = torch.empty(2, 4, 0), torch.empty(8, 0)
+    assert "sum of nothing" in grouped_kernels.grouped_linear_refuses(x, weight, 4)
+    assert grouped_kernels.grouped_linear_refuses(torch.empty(2, 4, 3), torch.empty(8, 3), 4) == ""
+    quantised = x.to(torch.float8_e4m3fn), torch.empty(2, 4, 0), weight.to(torch.float8_e4m3fn), torch.empty(1, 0)
+    assert "sum of nothing" in einsum_kernels.fp8_grouped_einsum_refuses(*quantised)
+    assert "sum of nothing" in linear_kernels.fp8_linear_refuses(x, *quantised[2:])
+
+
+GPUS = {
+    "sm_90": (Gpu("cuda", 90, 132), 227),
+    "sm_100": (Gpu("cuda", 100, 148), 227),
+    "sm_120": (Gpu("cuda", 120, 170), 99),
+    "gfx942": (Gpu("hip", 0, 304), 64),
+    "gfx950": (Gpu("hip", 0, 256), 160),
+}
+"""By target: the GPU, and the KiB of shared memory that a program may have."""
+
+
+def compile_all(target: str, monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[Any]:
+    """Every launch of an output projection and of `wq_a` with `tokens` tokens."""
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: GPUS[target][0])
+    x, scale = torch.empty(tokens, 4096, dtype=torch.bfloat16), torch.empty(12, 32, dtype=torch.uint8)
+    a = torch.empty(8, tokens, 4096, dtype=torch.float8_e4m3fn).transpose(0, 1)
+    a_scale = torch.empty(8, 32, -(-tokens // 4) * 4)[..., :tokens].permute(2, 0, 1)
+    weight = torch.empty(1536, 4096, dtype=torch.float8_e4m3fn)
+    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+        linear_kernels.fp8_linear(x, weight, scale)
+        einsum_kernels.fp8_grouped_einsum(a, a_scale, weight, scale)
+        grouped_kernels.grouped_linear(x, torch.empty(1536, 512, dtype=torch.bfloat16), 8)
+    return compiled
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 300])
+@pytest.mark.parametrize("target", fake_triton.TARGETS)
+def test_they_compile_ahead_of_time_within_shared_memory(
+    target: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kernel in compile_all(target, monkeypatch, tokens):
+        assert fake_triton.machine_code(kernel)
+        assert kernel.metadata.shared <= GPUS[target][1] * 1024
