@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .config import DeepseekV4Config
     from .debug import explain
     from .modules import DeepseekV4Attention
+    from .runtime import DecodeRunner
 
 _root = _pathlib.Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
@@ -28,10 +29,10 @@ if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
 
 __version__ = "0.1.0"
 
-__all__ = ["DSV4Error", "DeepseekV4Attention", "DeepseekV4Config", "__version__", "explain"]
+__all__ = ["DSV4Error", "DecodeRunner", "DeepseekV4Attention", "DeepseekV4Config", "__version__", "explain"]
 
 _MODULES = ("backend", "decisions", "hf")
-_HOMES = {"DeepseekV4Config": "config", "DeepseekV4Attention": "modules", "explain": "debug"}
+_HOMES = {"DeepseekV4Config": "config", "DeepseekV4Attention": "modules", "DecodeRunner": "runtime", "explain": "debug"}
 
 
 def __getattr__(name: str) -> Any:

@@ -103,6 +103,66 @@ CODES: dict[str, Code] = {
         "metadata(num_tokens) follows load and a refresh of at least as many rows",
         "call refresh(num_tokens) first",
     ),
+    "E420": Code(
+        "graphs cannot be captured here",
+        "graph capture needs a CUDA device, or a request for its stand-in, which replays on the CPU in tests",
+        'run on a GPU, use dsv4.cudagraph="off", or ask for the stand-in by name',
+    ),
+    "E421": Code(
+        "captured tensor moved or changed",
+        "what a graph has captured keeps its address, shape, strides and dtype",
+        "write new values into the captured tensor with copy_, or capture again after the change",
+    ),
+    "E422": Code(
+        "step cannot be captured",
+        "a captured step launches work on the current stream and reads nothing back from the device",
+        "see what the step does at the place named",
+    ),
+    "E423": Code(
+        "captured step is empty",
+        "a captured step launches at least one kernel on the device and stream of the capture",
+        "move the step's tensors to the device of the capture, and launch on torch.cuda.current_stream()",
+    ),
+    "E424": Code(
+        "capture inside a capture",
+        "a step that is captured captures nothing itself, and its graphs are not replayed in it",
+        'compile the step with dsv4.cudagraph="off", and not with mode="reduce-overhead" or "max-autotune"',
+    ),
+    "E425": Code(
+        "captures are sealed",
+        "everything is captured and allocated in warm_up; after it no capture is added and none grows",
+        "choose buckets for all sizes that need a graph before warm_up",
+    ),
+    "E426": Code(
+        "outputs of the step cannot be captured",
+        "a captured step returns tensors whose first dim is the step's tokens",
+        "return tensors, and reduce over tokens outside of the step",
+    ),
+    "E427": Code(
+        "runner has not been warmed up",
+        "warm_up comes before the first step: it compiles, measures and captures",
+        "call runner.warm_up()",
+    ),
+    "E428": Code(
+        "captured tensor on another device",
+        "everything that a step reads or writes by address lies on the device of the captures",
+        "move the tensor named to that device",
+    ),
+    "E429": Code(
+        "padding does not hold its pad value",
+        "rows behind the batch hold the pad value that metadata/buffers.py declares, at every step",
+        "rewrite all rows of the bucket in refresh",
+    ),
+    "W601": Code(
+        "ran without a graph",
+        "sizes that were captured are replayed; any other runs compiled, with the same result",
+        "capture a bucket for it, or leave it so",
+    ),
+    "W602": Code(
+        "captures hold more memory than was predicted",
+        "what plan() predicts bounds what captures hold",
+        "use fewer or smaller buckets, and report the plan",
+    ),
 }
 
 
@@ -143,6 +203,10 @@ class GraphError(DSV4Error, RuntimeError):
     """E4xx: persistent buffers, capture or replay of a graph were used against their rules."""
 
 
+class DSV4Warning(UserWarning):
+    """W6xx: what was asked for was done, in another way or with another cost than expected."""
+
+
 _CLASSES: dict[str, type[DSV4Error]] = {
     "1": EnvironmentFault,
     "2": InputError,
@@ -159,10 +223,6 @@ def error(code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") 
 def fail(code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -> NoReturn:
     """Raise the error of `code`."""
     raise error(code, got=got, why=why, fix=fix, rule=rule)
-
-
-class DSV4Warning(UserWarning):
-    """W6xx: what was asked for was done, in another way or with another cost than expected."""
 
 
 def warn(code: str, *, got: str, why: str = "", fix: str = "") -> None:

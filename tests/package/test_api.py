@@ -13,7 +13,7 @@ import torch
 import dsv4_compile
 from dsv4_compile.ops._define import OPS
 
-PUBLIC = ["DSV4Error", "DeepseekV4Attention", "DeepseekV4Config", "__version__", "explain"]
+PUBLIC = ["DSV4Error", "DecodeRunner", "DeepseekV4Attention", "DeepseekV4Config", "__version__", "explain"]
 
 
 def test_public_names_are_these() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch._dynamo
 
 from dsv4_compile import DSV4Error
-from dsv4_compile.errors import CODES, check, error
+from dsv4_compile.errors import CODES, DSV4Warning, check, error
 
 CODE = re.compile(r"[EW]\d{3}")
 
@@ -40,7 +40,7 @@ def test_every_code_in_the_table_is_raised_somewhere(trees: dict[str, ast.Module
 
 def test_codes_are_in_order_and_in_a_known_range() -> None:
     assert list(CODES) == sorted(CODES)
-    assert all(re.fullmatch(r"E[1-5]\d\d", code) for code in CODES)
+    assert all(re.fullmatch(r"E[1-5]\d\d|W6\d\d", code) for code in CODES)
 
 
 def test_message_names_rule_got_why_fix_and_where_to_read_more() -> None:
@@ -79,7 +79,13 @@ EXAMPLES = dict(
 )
 
 
-@pytest.mark.parametrize("code", list(CODES))
+@pytest.mark.parametrize("code", [code for code in CODES if code[0] == "W"])
+def test_example_of_the_errors_page_gives_the_warning_it_explains(code: str) -> None:
+    with pytest.warns(DSV4Warning, match=rf"\[{code}\]"):
+        exec(compile(EXAMPLES[code], f"errors.md, {code}", "exec"), {})
+
+
+@pytest.mark.parametrize("code", [code for code in CODES if code[0] == "E"])
 def test_example_of_the_errors_page_raises_the_error_it_explains(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", safetensors)  # put back after the example that takes it away
     # Dynamo wraps what a backend raises and keeps its text.

@@ -1,0 +1,21 @@
+"""Captures and replays of graphs: who owns which address, and what may change between two replays."""
+
+from __future__ import annotations
+
+from .buckets import padded_buckets
+from .graphs import Capture, Footprint, Graphs, graphs_for
+from .plan import Plan
+from .runner import DecodeRunner, Statistics
+from .static_inputs import mark_static_inputs
+
+__all__ = [
+    "Capture",
+    "DecodeRunner",
+    "Footprint",
+    "Graphs",
+    "Plan",
+    "Statistics",
+    "graphs_for",
+    "mark_static_inputs",
+    "padded_buckets",
+]

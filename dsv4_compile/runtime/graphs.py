@@ -1,0 +1,239 @@
+"""Where captures live: CUDA graphs over one memory pool, or their stand-in on a CPU (see `standin`).
+
+Both obey the same rules, which are CUDA's: a capture records what a call launches and executes none of it; a replay
+executes it at the addresses, sizes and Python values that the capture saw; nothing captured may read the device.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .._compat import pytree
+from ..errors import GraphError, check, error, fail
+
+Call = Callable[[], Any]
+_SEGMENT = 2 << 20
+"""What the caching allocator rounds a pool of small tensors up to."""
+_capturing: ContextVar[str] = ContextVar("dsv4_capturing", default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A captured call.
+
+    Attributes:
+        outputs: what the call returned. Their memory belongs to the capture; every replay writes it anew.
+        replay: executes the captured work on the current stream.
+    """
+
+    outputs: Any
+    replay: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that one call allocates: at its peak, and what it returns."""
+
+    peak: int
+    outputs: int
+
+
+class Graphs(Protocol):
+    """A pool of captures on one device. `kind` is "cuda" or "standin"."""
+
+    kind: str
+    device: torch.device
+
+    def warm_up(self, call: Call) -> Any:
+        """Run `call` where captures will run, for what a first run does once: load, tune, allocate workspaces."""
+
+    def measure(self, call: Call) -> Footprint:
+        """Run `call` and say what it allocates."""
+
+    def capture(self, call: Call, what: str) -> Capture:
+        """Record `call`. `what` names it in errors: E422 not capturable, E423 empty, E424 inside another capture."""
+
+    def memory(self) -> int:
+        """Bytes that the captures hold."""
+
+    def predict(self, footprints: Mapping[int, Footprint]) -> int:
+        """Bytes that captures of these calls, by size, will hold."""
+
+
+def graphs_for(device: torch.device, kind: str = "auto") -> Graphs:
+    """Captures on `device`: CUDA graphs, or the stand-in where `kind` asks for it by name. E420 where neither fits."""
+    if kind == "standin":
+        from .standin import StandInGraphs
+
+        check(
+            device.type == "cpu",
+            "E420",
+            got=f"the stand-in on {device}",
+            why="it replays on the CPU, to test there what a GPU would do",
+            fix="leave graphs out on a GPU",
+        )
+        return StandInGraphs()
+    check(kind in ("auto", "cuda"), "E420", got=f"graphs={kind!r}", rule="graphs is auto, cuda or standin")
+    check(
+        device.type == "cuda",
+        "E420",
+        got=f"CUDA graphs on {device}",
+        why="a CPU has no graphs to capture, and running without them in silence would not be what was asked for",
+    )
+    return CudaGraphs(device)
+
+
+def capturing() -> str:
+    """What is being captured in this context, or ""."""
+    return _capturing.get()
+
+
+@contextmanager
+def capture_of(what: str) -> Iterator[None]:
+    """Mark the block as the capture of `what`; E424 inside another one."""
+    outer = capturing()
+    if not outer and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        outer = "the current stream, by somebody else"
+    check(not outer, "E424", got=f"the capture of {what} inside the capture of {outer}")
+    token = _capturing.set(what)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
+
+
+def tensor_bytes(tree: Any) -> int:
+    """Bytes of the distinct storages of the tensors in `tree`."""
+    storages = (leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class CudaGraphs:
+    """CUDA graphs of one device, captured on one side stream into one memory pool.
+
+    Memory that a capture's outputs hold is not shared; the rest of the pool is, so the largest call comes first.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        with torch.cuda.device(self.device):
+            self._stream = torch.cuda.Stream()
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, call: Call) -> Any:
+        """Run `call` on the stream that captures, ordered between what came before and what comes after."""
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                result = call()
+            current.wait_stream(self._stream)
+        return result
+
+    def measure(self, call: Call) -> Footprint:
+        """Peak of the caching allocator over one run."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        outputs = self.warm_up(call)
+        torch.cuda.synchronize(self.device)
+        return Footprint(torch.cuda.max_memory_allocated(self.device) - before, tensor_bytes(outputs))
+
+    def capture(self, call: Call, what: str) -> Capture:
+        """Record `call` as one CUDA graph."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), capture_of(what):
+            # What torch.cuda.graph does before a capture: memory must not be freed while one is under way.
+            torch.cuda.synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream), warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                try:
+                    outputs = self._record(graph, call)
+                except GraphError:
+                    raise
+                except RuntimeError as fault:
+                    raise explain_failure(fault, what) from fault
+            torch.cuda.current_stream().wait_stream(self._stream)
+        empty = False
+        for warning in told:
+            empty |= "graph is empty" in str(warning.message).lower()
+            if not empty:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        check(not empty, "E423", got=f"{what} launched nothing on {self.device}")
+        return Capture(outputs, graph.replay)
+
+    def _record(self, graph: torch.cuda.CUDAGraph, call: Call) -> Any:
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            outputs = call()
+        except BaseException:
+            with suppress(RuntimeError):  # the first error says more than "the capture is invalid"
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return outputs
+
+    def memory(self) -> int:
+        """Bytes of the pool's segments."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
+
+    def predict(self, footprints: Mapping[int, Footprint]) -> int:
+        """The largest peak once, and all outputs: captures share what is free between replays."""
+        largest = max(footprints)
+        kept = sum(_round(f.outputs, 512) for size, f in footprints.items() if size != largest)
+        return _round(footprints[largest].peak + kept, _SEGMENT)
+
+
+def _round(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+_CAUSES = (
+    (
+        ("legacy stream", "unjoined", "isolation", "capturing stream", "wrong thread"),
+        "work went to a stream that the capture does not cover, or that did not join it again",
+        "launch on torch.cuda.current_stream(); fork a stream with wait_stream and join it before the step returns",
+    ),
+    (
+        ("unsupported", "not permitted", "synchronize", "item", "nonzero", "host"),
+        "the step waits for the device or reads from it, which a replay could not repeat",
+        "keep .item(), .cpu(), print, boolean indexing and tensors made from Python lists out of the step",
+    ),
+    (("out of memory",), "the captures do not fit", "fewer or smaller buckets; see runner.plan()"),
+)
+
+
+def explain_failure(fault: BaseException, what: str) -> GraphError:
+    """The E422 for what torch or CUDA said while `what` was captured."""
+    text = str(fault).strip() or type(fault).__name__
+    found = next((cause for cause in _CAUSES if any(word in text.lower() for word in cause[0])), None)
+    why, fix = found[1:] if found else ("", "")
+    first = text.splitlines()[0]
+    built = error("E422", got=f"{what}: {first}", why=why, fix=fix)
+    assert isinstance(built, GraphError)
+    return built
+
+
+def refuse_host_read(what: str, op: str) -> None:
+    """Raise the E422 of an op whose result the host needs, as a CUDA capture would."""
+    fail(
+        "E422",
+        got=f"{what}: {op} during a capture",
+        why="the step reads a value, or a number of elements, from the device",
+        fix="keep .item(), .cpu(), boolean indexing and nonzero out of the step",
+    )

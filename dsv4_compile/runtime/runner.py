@@ -1,0 +1,286 @@
+"""DecodeRunner: a whole step, metadata included, as one graph for each size of batch.
+
+runner = DecodeRunner(step, buffers, inputs={"hidden": hidden}, caches=caches.layers)
+runner.warm_up()                          # compile, measure, capture; changes no byte of the caches
+buffers.load(query_start_loc, seq_lens)   # the next batch
+hidden[:n].copy_(...)
+out = runner.step(n)                      # one launch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import progress
+from .._compat import maybe_mark_dynamic, pytree
+from ..errors import check, warn
+from ..metadata import AttentionMetadata, MetadataBuffers
+from .buckets import Buckets, padded_buckets
+from .graphs import Capture, Footprint, graphs_for
+from .plan import Plan
+from .static_inputs import StaticInputs, mark_static_inputs, named_tensors
+
+Step = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What a runner has done: captures, replays, and steps that ran without a graph."""
+
+    captures: int = 0
+    replays: int = 0
+    uncaptured: int = 0
+
+
+class DecodeRunner:
+    """Captures a step for padded sizes and replays the smallest that holds the batch.
+
+    A batch of n tokens, decodes, speculated tokens and prefills alike, replays the smallest bucket of at least n; the
+    rows behind it are padding, which reads and writes nothing. A larger batch runs uncaptured, with a warning (W601)
+    the first time.
+
+    Args:
+        step: `step(*inputs, metadata, caches)` -> tensors whose first dim is the tokens; compile it with
+            `torch.compile(..., backend="dsv4")` and without graphs of its own (E424). It must not wait for the device
+            (E422), and give the same tensors for the same batch.
+        buffers: the persistent metadata; the captured graph refreshes it from `buffers`' inputs.
+        inputs: further persistent inputs `[max_num_batched_tokens, ...]` by name, in the order of `step`'s arguments.
+        caches: what `step` writes in place: `PagedCaches.layers`, or any nest of lists, dicts and dataclasses.
+        buckets: numbers of tokens to capture (None = `padded_buckets(max_num_seqs * tokens_each, tokens_each)`), and
+            prefill sizes where these are worth a graph.
+        tokens_each: tokens of a request in a decode: 1 + the number of speculated ones.
+        graphs: "auto" for CUDA graphs, "standin" to replay on a CPU in tests. E420 on a CPU otherwise.
+        debug: compare all addresses and the padding at each replay, not at the first alone. Waits for the device.
+
+    Who owns what: the engine owns inputs, caches and buffers, and must not move them (E421); the captures own their
+    outputs and workspaces. Outputs are views of that memory, valid until the next step.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        buffers: MetadataBuffers,
+        *,
+        inputs: Mapping[str, Tensor],
+        caches: Any = (),
+        buckets: Collection[int] | None = None,
+        tokens_each: int = 1,
+        graphs: str = "auto",
+        debug: bool = False,
+    ) -> None:
+        self._step, self.buffers, self.caches, self.debug = step, buffers, caches, debug
+        self.inputs = dict(inputs)
+        self.tokens_each = tokens_each
+        self.statistics = Statistics()
+        device = buffers.tensors["seq_lens"].device
+        self.graphs = graphs_for(device, graphs)
+        capacity = buffers.max_num_batched_tokens
+        for name, tensor in self.inputs.items():
+            check(
+                tensor.dim() > 0 and tensor.shape[0] >= capacity,
+                "E204",
+                got=f"input {name} of shape {list(tensor.shape)} beside metadata of {capacity} tokens",
+            )
+        largest = min(buffers.max_num_seqs * tokens_each, capacity)
+        self.buckets = Buckets(padded_buckets(largest, tokens_each) if buckets is None else buckets, capacity)
+        mark_static_inputs(named_tensors(caches, "caches"))
+        self._statics = StaticInputs(self._find, device)
+        self._captures: dict[int, Capture] = {}
+        self._checked: set[int] = set()
+        self._told: set[str] = set()
+        self._plan: Plan | None = None
+        self._held = 0
+
+    def _find(self) -> dict[str, Tensor]:
+        """Everything that a capture has by address."""
+        named = {f"input {name}": tensor for name, tensor in self.inputs.items()}
+        named |= {f"metadata {name}": tensor for name, tensor in self.buffers.tensors.items()}
+        module = getattr(self._step, "_orig_mod", self._step)
+        return named | named_tensors(self.caches, "caches") | named_tensors(module, "step")
+
+    @property
+    def sealed(self) -> bool:
+        """Whether warm_up is over: from then on nothing is compiled, captured or allocated."""
+        return bool(self._captures)
+
+    def plan(self) -> Plan:
+        """Run every bucket with padding alone, and say what memory the captures will need.
+
+        This is where the step compiles and tunes itself. No live byte of a cache changes.
+        """
+        if self._plan is None:
+            footprints: dict[int, Footprint] = {}
+            with self._idle(), progress.stage("warm up", total=len(self.buckets)) as work:
+                for size in self.buckets:
+                    work.note(f"{size} tokens")
+                    call = self._call_of(size)
+                    for _ in range(2):  # torch.compile may see a second size, and compile for all
+                        self.graphs.warm_up(call)
+                    footprints[size] = self.graphs.measure(call)
+                    work.advance()
+            self._plan = Plan(self._statics.nbytes, footprints, self.graphs.predict(footprints))
+        return self._plan
+
+    def warm_up(self) -> Plan:
+        """Compile, tune and measure, then capture every bucket, largest first, and seal the runner.
+
+        Returns the plan. Warns (W602) when the captures hold more than it predicted. E425 when called again.
+        """
+        check(not self.sealed, "E425", got="warm_up of a runner that has captured", fix="make another runner")
+        plan = self.plan()
+        captures: dict[int, Capture] = {}
+        with self._idle(), progress.stage("capture", total=len(self.buckets)) as work:
+            for size in self.buckets:
+                work.note(f"{size} tokens")
+                captures[size] = self._capture(size)
+                work.advance()
+        self._captures = captures
+        self._held = self.graphs.memory()
+        plan.check(self._held)
+        return plan
+
+    def _capture(self, size: int) -> Capture:
+        captured = self.graphs.capture(self._call_of(size), f"the step of {size} tokens")
+        self.statistics.captures += 1
+        leaves = pytree.tree_leaves(captured.outputs)
+        wrong = next((leaf for leaf in leaves if not isinstance(leaf, Tensor)), None)
+        check(
+            wrong is None and bool(leaves),
+            "E426",
+            got=f"a step that returns {type(wrong).__name__}" if leaves else "a step that returns nothing",
+        )
+        short = next((leaf.shape for leaf in leaves if leaf.dim() == 0 or leaf.shape[0] != size), None)
+        check(short is None, "E426", got=f"an output of shape {list(short or ())} from a step of {size} tokens")
+        return captured
+
+    def step(self, num_tokens: int | None = None, *, num_reqs: int | None = None, **inputs: Tensor) -> Any:
+        """Run the batch that `buffers` and `inputs` hold; return the step's outputs, `[num_tokens, ...]` each.
+
+        Args:
+            num_tokens: tokens of the batch, as `query_start_loc` counts them. Or `num_reqs`, of `tokens_each` tokens.
+            inputs: `[num_tokens, ...]` by name, copied into the persistent inputs first.
+
+        One launch, and one more for each input whose rows do not fill the bucket. E204 over capacity, E421 for a
+        buffer that moved, E427 before warm_up, E429 (debug) for padding that is not what it was declared to be.
+        """
+        check(self.sealed, "E427", got="step of a runner that has captured nothing")
+        tokens = self._count(num_tokens, num_reqs)
+        for name, value in inputs.items():
+            self._copy_input(name, value, tokens)
+        bucket = self.buckets.fit(tokens)
+        if bucket is None:
+            return self._uncaptured(tokens)
+        self._replay(self._captures[bucket], bucket, tokens)
+        return pytree.tree_map(lambda out: out[:tokens], self._captures[bucket].outputs)
+
+    def _replay(self, captured: Capture, bucket: int, tokens: int) -> None:
+        if tokens < bucket:
+            for tensor in self.inputs.values():
+                tensor[tokens:bucket].zero_()
+        if self.debug or bucket not in self._checked:
+            self._statics.check(f"the step of {bucket} tokens")
+            self._checked.add(bucket)
+        captured.replay()
+        self.statistics.replays += 1
+        if self.debug:
+            self._check_after(bucket, tokens)
+
+    def _uncaptured(self, tokens: int) -> Any:
+        reason = f"a batch of {tokens} tokens, above the largest bucket {self.buckets.sizes[-1]}"
+        if "size" not in self._told:
+            self._told.add("size")
+            warn("W601", got=reason)
+        self.statistics.uncaptured += 1
+        return self._call_of(tokens)()
+
+    def _call_of(self, size: int) -> Callable[[], Any]:
+        """The whole step for `size` tokens at the persistent addresses: what is captured, and what runs without."""
+
+        def call() -> Any:
+            self.buffers.refresh(size)
+            metadata = self.buffers.metadata(size)
+            inputs = [tensor[:size] for tensor in self.inputs.values()]
+            if size > 1:
+                for tensor in (*inputs, *token_tensors(metadata)):
+                    maybe_mark_dynamic(tensor, 0)
+            return self._step(*inputs, metadata, self.caches)
+
+        return torch.no_grad()(call)
+
+    def _count(self, num_tokens: int | None, num_reqs: int | None) -> int:
+        check(
+            (num_tokens is None) != (num_reqs is None),
+            "E201",
+            got=f"{num_tokens=}, {num_reqs=}",
+            rule="one of num_tokens and num_reqs is given",
+        )
+        tokens = num_tokens if num_tokens is not None else (num_reqs or 0) * self.tokens_each
+        capacity = self.buffers.max_num_batched_tokens
+        check(
+            0 < tokens <= capacity,
+            "E204",
+            got=f"a step of {tokens} tokens with buffers of {capacity}",
+            fix="allocate MetadataBuffers for the largest step, or cut the step",
+        )
+        return tokens
+
+    def _copy_input(self, name: str, value: Tensor, tokens: int) -> None:
+        check(name in self.inputs, "E201", got=f"input {name!r}", rule=f"inputs are {', '.join(self.inputs)}")
+        own = self.inputs[name]
+        check(
+            value.shape == (tokens, *own.shape[1:]) and value.dtype == own.dtype,
+            "E201",
+            got=f"{name} {value.dtype} {list(value.shape)}",
+            rule=f"{name} is {own.dtype} {[tokens, *own.shape[1:]]} in a step of {tokens} tokens",
+        )
+        own[:tokens].copy_(value)
+
+    def _check_after(self, bucket: int, tokens: int) -> None:
+        for spec in self.buffers.plan.specs:
+            if spec.filled_by == "refresh":
+                pad, rest = self.buffers.plan.pad(spec), self.buffers.tensors[spec.name][tokens:bucket]
+                wrong = int((rest != pad).sum())
+                check(
+                    wrong == 0,
+                    "E429",
+                    got=f"{wrong} elements of metadata {spec.name} behind {tokens} tokens of {bucket} are not {pad}",
+                )
+        held = self.graphs.memory()
+        check(held <= self._held, "E425", got=f"captures of {held:,} bytes, {self._held:,} when they were sealed")
+
+    def _idle(self) -> _Idle:
+        return _Idle(self.buffers)
+
+
+class _Idle:
+    """Context in which the buffers describe no request at all: a step then touches no live byte."""
+
+    def __init__(self, buffers: MetadataBuffers) -> None:
+        self._inputs = [buffers.tensors[name] for name in ("query_start_loc", "seq_lens")]
+
+    def __enter__(self) -> None:
+        self._saved = [tensor.clone() for tensor in self._inputs]
+        for tensor in self._inputs:
+            tensor.zero_()
+
+    def __exit__(self, *fault: Any) -> None:
+        for tensor, saved in zip(self._inputs, self._saved, strict=True):
+            tensor.copy_(saved)
+
+
+def token_tensors(metadata: AttentionMetadata) -> list[Tensor]:
+    """The tensors of `metadata` with a row for each token; block tables have one for each request."""
+    found: list[Tensor] = []
+    for field in fields(metadata):
+        value = getattr(metadata, field.name)
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif value is not None:
+            parts = {part.name: getattr(value, part.name) for part in fields(value)}
+            found += [t for name, t in parts.items() if t is not None and not name.endswith("block_table")]
+    return found

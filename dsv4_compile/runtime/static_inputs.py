@@ -1,0 +1,117 @@
+"""Which tensors a capture has by address, and whether they still are where they were.
+
+A captured kernel knows addresses, not tensors. A tensor that is allocated again, resized or cast after the capture
+leaves the graph reading memory that nobody fills any more, without an error anywhere: hence these records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._compat import mark_static, mark_static_address
+from ..errors import check, fail
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where a tensor was when it was captured, and how it lay there."""
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Record:
+        """The record of `tensor` as it is now."""
+        return cls(name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def check(self, tensor: Tensor | None, where: str) -> None:
+        """Raise E421, with what changed, unless `tensor` is what was recorded."""
+        if tensor is None:
+            fail("E421", got=f"{self.name}, captured in {where}, is gone")
+        now = Record.of(self.name, tensor)
+        if now == self:
+            return
+        changes = [
+            f"{what} {_text(what, getattr(self, what))} -> {_text(what, getattr(now, what))}"
+            for what in ("address", "shape", "stride", "dtype")
+            if getattr(self, what) != getattr(now, what)
+        ]
+        fail("E421", got=f"{self.name}, captured in {where}: {', '.join(changes)}")
+
+
+class StaticInputs:
+    """Records of everything `find` gives, taken now; `check` calls it again and compares.
+
+    Args:
+        find: names the tensors, from the containers in which their owner keeps them, so that a tensor that was put in
+            the place of another is seen too.
+        device: where all of them must be; E428 otherwise.
+    """
+
+    def __init__(self, find: Callable[[], Mapping[str, Tensor]], device: torch.device) -> None:
+        self._find = find
+        self._tensors = dict(find())  # held, so that their memory is not given to others while a graph knows it
+        for name, tensor in self._tensors.items():
+            check(
+                tensor.device == device or tensor.device.type == "cpu" == device.type,
+                "E428",
+                got=f"{name} on {tensor.device}, captures on {device}",
+            )
+        self._records = [Record.of(name, tensor) for name, tensor in self._tensors.items()]
+
+    def check(self, where: str) -> None:
+        """Raise E421 for the first tensor that moved, changed its shape, strides or dtype, or is gone."""
+        now = self._find()
+        for record in self._records:
+            record.check(now.get(record.name), where)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct storages."""
+        storages = (tensor.untyped_storage() for tensor in self._tensors.values())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+def named_tensors(tree: Any, name: str) -> dict[str, Tensor]:
+    """The tensors in nested modules, dataclasses, mappings and sequences, by the expression that reaches each."""
+    if isinstance(tree, Tensor):
+        return {name: tree}
+    if isinstance(tree, nn.Module):
+        parts: list[tuple[str, Any]] = [*tree.named_parameters(prefix=name), *tree.named_buffers(prefix=name)]
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        parts = [(f"{name}.{field.name}", getattr(tree, field.name)) for field in fields(tree)]
+    elif isinstance(tree, Mapping):
+        parts = [(f"{name}[{key!r}]", value) for key, value in tree.items()]
+    elif isinstance(tree, Sequence) and not isinstance(tree, (str, bytes)):
+        parts = [(f"{name}[{index}]", value) for index, value in enumerate(tree)]
+    else:
+        return {}
+    found: dict[str, Tensor] = {}
+    for path, part in parts:
+        found |= named_tensors(part, path)
+    return found
+
+
+def mark_static_inputs(tensors: Mapping[str, Tensor]) -> None:
+    """Tell the compiler that these tensors keep their addresses and shapes: caches, tables, persistent buffers.
+
+    Their dims stay out of a graph's symbols, and graph capture takes them where they are instead of copying them.
+    """
+    for tensor in tensors.values():
+        mark_static(tensor)
+        mark_static_address(tensor, guard=False)
+
+
+def _text(what: str, value: Any) -> str:
+    return f"{value:#x}" if what == "address" else str(value)
