@@ -182,6 +182,22 @@ class MetadataBuffers:
         )
         self._rows = rows
 
+    def advance(self, num_new: Tensor, tokens: Tensor, drafts: Tensor | None = None, *, query_len: int = 1) -> None:
+        """Move the inputs to the next decode step, on the device: lengths, query starts and the tokens to feed.
+
+        Args:
+            num_new: int `[max_num_seqs]`, tokens of its query that each request keeps.
+            tokens: int `[max_num_seqs, S]`, what the model chose; drafts: int `[max_num_seqs, query_len - 1]`.
+            query_len: tokens of each request in the next step; `max_num_seqs * query_len` fit the buffers.
+
+        One op, `torch.ops.dsv4.advance`; capturable, and to be followed by `refresh`. A request that has used up what
+        is `reserved` for it becomes padding, and its element of `overflow` the tokens that it has.
+        """
+        names = ("query_start_loc", "seq_lens", "input_ids", "overflow")
+        torch.ops.dsv4.advance(
+            num_new, tokens, drafts, self.tensors["reserved"], query_len, *(self.tensors[name] for name in names)
+        )
+
     def metadata(self, num_tokens: int) -> AttentionMetadata:
         """Views of the first `num_tokens` rows, at the same addresses and strides at every call.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import advance as advance
 from . import batch_metadata as batch_metadata
 from . import c128a_topk_metadata as c128a_topk_metadata
 from . import combine_topk_swa as combine_topk_swa

@@ -42,3 +42,18 @@ def batch_metadata(s: Step) -> list[Args]:
 def _stale(name: str, dtype: torch.dtype) -> Tensor:
     shape = (BUFFER_ROWS, WIDTHS[name]) if name in WIDTHS else (BUFFER_ROWS,)
     return torch.full(shape, 1 if dtype is torch.bool else 12345, dtype=dtype)
+
+
+@sample
+def advance(s: Step) -> list[Args]:
+    queries, lens = torch.tensor([1, 3, 3, 0, 2, 3]), torch.tensor([128, 40, 3, 0, 1, 99], dtype=torch.int32)
+    kept = torch.tensor([0, 2, 9, 1, 1, 3], dtype=torch.int32)
+    reserved = torch.tensor([900, 900, 900, 900, 900, 101], dtype=torch.int32)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), queries.cumsum(0))).int()
+    made: list[Args] = []
+    for query_len in (3, 1):
+        drafts = s.randint(1, 99, 6, query_len - 1, dtype=torch.int64) if query_len > 1 else None
+        chosen = s.randint(1, 99, 6, query_len, dtype=torch.int64)
+        ids, overflow = torch.full((20,), 12345), torch.tensor([5, 0, 0, 7, 0, 0], dtype=torch.int32)
+        made.append((kept, chosen, drafts, reserved, query_len, starts.clone(), lens.clone(), ids, overflow))
+    return made
