@@ -1,0 +1,250 @@
+"""FLASHINFER_MLA_SPARSE_DSV4: one index matrix over two row caches, bfloat16 or per-tensor fp8.
+
+The first W columns of a row are slots of the window's cache, the others slots of the compressed cache. flashinfer gets
+two calls, decodes and prefills, each with query offsets from zero, and 64 or 128 heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
+from ..errors import check
+from ..layout import CSA_RATIO
+from .flashmla import pad_heads, pad_sink
+from .protocol import AttentionBackend, LayerShape, SparseAttention, padded_heads
+from .v4 import DeepseekV4Metadata, Inputs, decode_tokens, prefill_tokens, prefill_topk
+from .workspace import Workspace
+
+LIBRARY_HEADS = (64, 128)
+WORKSPACE_BYTES = 128 * 2**20
+
+
+class FlashInferAttention(SparseAttention):
+    """Attention of one layer in `FLASHINFER_MLA_SPARSE_DSV4`.
+
+    A per-tensor fp8 cache comes with scales: `q_scale`, `q_scale_inv` and `kv_scale` are buffers for the ops that
+    quantise, `bmm1_scale` and `bmm2_scale` Python floats for flashinfer, which takes another path for tensors. All
+    are 1 until `set_scales`.
+    """
+
+    q_scale: Tensor
+    q_scale_inv: Tensor
+    kv_scale: Tensor
+
+    def __init__(self, layer: LayerShape, engine: str = "dsv4", device: torch.device | str | None = None) -> None:
+        super().__init__(layer, engine)
+        for name in ("q_scale", "q_scale_inv", "kv_scale"):
+            self.register_buffer(name, torch.ones(1, dtype=torch.float32, device=device), persistent=False)
+        self.set_scales(1.0, 1.0)
+
+    def set_scales(self, q_scale: float, kv_scale: float) -> None:
+        """Per-tensor scales of e4m3 queries and of fp8 caches. Caches written under other scales become garbage."""
+        quantised = self.cache_format == "fp8"
+        check(
+            quantised or q_scale == kv_scale == 1.0,
+            "E201",
+            got=f"{q_scale=}, {kv_scale=} with {self.cache_format} rows",
+            rule="scales belong to a per-tensor fp8 cache",
+        )
+        self.q_scale.fill_(q_scale)
+        self.q_scale_inv.fill_(1.0 / q_scale)
+        self.kv_scale.fill_(kv_scale)
+        self.q_factor = q_scale
+        self.bmm1_scale = self.layer.scale * q_scale * kv_scale
+        self.bmm2_scale = kv_scale
+
+    def forward(
+        self,
+        q: Tensor,
+        window_cache: Tensor,
+        main_cache: Tensor | None,
+        metadata: DeepseekV4Metadata,
+        topk_indices: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend T tokens. See `v4.DeepseekV4SparseAttention.forward`.
+
+        e4m3 queries hold q / q_scale. `kv_scale` is this module's own; the argument is there for the signature.
+        """
+        inputs = Inputs(window_cache, main_cache, metadata, topk_indices, attn_sink, kv_scale)
+        indices, lens = self.mixed_indices(inputs)
+        tokens = indices.shape[0]
+        attend = self._library if self.engine == "library" else self._own
+        out = attend(q[:tokens], indices, lens, inputs)
+        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[0] - tokens))
+
+    def mixed_indices(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """`sparse_indices` int32 `[Td + Tp, W + P]` and `sparse_topk_lens` int32; see `flashinfer_mixed_indices`."""
+        swa, main, layer = inputs.metadata.swa, inputs.metadata.main, self.layer
+        local = main is not None and layer.ratio == CSA_RATIO
+        prefill = prefill_topk(layer, inputs) if swa.num_prefill_tokens > 0 else None
+        decode = decode_lens = None
+        if main is not None and swa.num_decode_tokens > 0:
+            if local:
+                assert inputs.topk_indices is not None
+                decode = inputs.topk_indices[decode_tokens(swa)]
+            else:
+                decode, decode_lens = main.c128a_global_decode_topk_indices.flatten(1), main.c128a_decode_topk_lens
+        indices, lens = torch.ops.dsv4.flashinfer_mixed_indices(
+            swa.decode_swa_indices.squeeze(1),
+            decode,
+            decode_lens,
+            swa.token_to_req_indices[:0, None] if prefill is None else prefill,
+            swa.query_start_loc,
+            swa.seq_lens,
+            swa.token_to_req_indices,
+            swa.block_table,
+            swa.block_size,
+            None if main is None else main.block_table,
+            swa.block_size if main is None else layer.entry_block_size,
+            layer.window,
+            layer.ratio,
+            0 if prefill is None else prefill.shape[1],
+            local,
+            swa.is_valid_token if local else None,
+        )
+        return indices, lens
+
+    def _own(self, q: Tensor, indices: Tensor, lens: Tensor, inputs: Inputs) -> Tensor:
+        """Every token is a row of its own, so one call serves decodes and prefills."""
+        window, main = self.layer.window, inputs.main_cache
+        quantised = q.dtype is torch.float8_e4m3fn
+        extra: tuple[Any, ...] = (None, None, None, 0)
+        if main is not None:
+            extra = (main, indices[:, window:], lens - window, self.layer.entry_block_size)
+        out, _ = torch.ops.dsv4.sparse_mla_decode(
+            q,
+            inputs.window_cache,
+            indices[:, :window],
+            lens.clamp_max(window),
+            inputs.metadata.swa.block_size,
+            self.cache_format,
+            self.layer.scale * (self.q_factor if quantised else 1.0),
+            inputs.attn_sink,
+            *extra,
+            self.kv_scale if self.cache_format == "fp8" else None,
+        )
+        return out
+
+    def _library(self, q: Tensor, indices: Tensor, lens: Tensor, inputs: Inputs) -> Tensor:
+        """Decodes, then prefills. Padding gets what the kernel leaves there, so it is zeroed."""
+        swa = inputs.metadata.swa
+        heads = padded_heads(self.layer.num_heads, LIBRARY_HEADS)
+        q, sink = pad_heads(q, heads), pad_sink(inputs.attn_sink, heads)
+        caches = (inputs.window_cache, inputs.window_cache if inputs.main_cache is None else inputs.main_cache)
+        parts = []
+        for rows, requests, longest in (
+            (decode_tokens(swa), slice(0, swa.num_decodes), swa.max_decode_query_len),
+            (
+                prefill_tokens(swa),
+                slice(swa.num_decodes, swa.num_decodes + swa.num_prefills),
+                swa.max_prefill_query_len,
+            ),
+        ):
+            if rows.stop - rows.start > 0:
+                starts = swa.query_start_loc[requests.start : requests.stop + 1]
+                parts.append(
+                    torch.ops.dsv4_library.flashinfer_sparse_mla_dsv4(
+                        q[rows],
+                        *caches,
+                        indices[rows],
+                        lens[rows],
+                        swa.seq_lens[requests],
+                        starts - starts[0],
+                        longest,
+                        self.bmm1_scale if self.cache_format == "fp8" else self.layer.scale,
+                        self.bmm2_scale,
+                        sink,
+                    )
+                )
+        out = torch.cat(parts)[:, : self.layer.num_heads]
+        return torch.where(swa.is_valid_token[: out.shape[0], None, None], out, 0.0)
+
+
+@functools.cache
+def flashinfer_workspace(device: torch.device) -> Tensor:
+    """The buffer all layers of a device share: zeroed, as flashinfer asks for, and never moved."""
+    owner = Workspace(device, zeroed=True)
+    (buffer,) = owner.get_simultaneous(((WORKSPACE_BYTES,), torch.uint8))
+    owner.lock()
+    return buffer
+
+
+@torch.library.custom_op("dsv4_library::flashinfer_sparse_mla_dsv4", mutates_args=())
+def _attend(
+    q: Tensor,
+    window_cache: Tensor,
+    compressed_cache: Tensor,
+    sparse_indices: Tensor,
+    sparse_topk_lens: Tensor,
+    seq_lens: Tensor,
+    cum_seq_lens_q: Tensor,
+    max_q_len: int,
+    bmm1_scale: float,
+    bmm2_scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`trtllm_batch_decode_sparse_mla_dsv4`: caches `[P, 1, S, D]` in q's dtype, everything else contiguous."""
+
+    def pages(cache: Tensor) -> Tensor:
+        return (cache.view(torch.float8_e4m3fn) if cache.dtype is torch.uint8 else cache)[:, None]
+
+    flashinfer_mla = importlib.import_module("flashinfer.mla")
+    out = q.new_empty(q.shape, dtype=torch.bfloat16)
+    flashinfer_mla.trtllm_batch_decode_sparse_mla_dsv4(
+        query=q.contiguous(),
+        swa_kv_cache=pages(window_cache),
+        workspace_buffer=flashinfer_workspace(q.device),
+        sparse_indices=sparse_indices.contiguous(),
+        compressed_kv_cache=pages(compressed_cache),
+        sparse_topk_lens=sparse_topk_lens.contiguous(),
+        seq_lens=seq_lens.contiguous(),
+        out=out,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        sinks=sinks,
+        cum_seq_lens_q=cum_seq_lens_q,
+        max_q_len=max_q_len,
+    )
+    return out
+
+
+@_attend.register_fake
+def _(q: Tensor, *_: object) -> Tensor:
+    return q.new_empty(q.shape, dtype=torch.bfloat16)
+
+
+class DeepseekV4FlashInferMLASparseBackend(AttentionBackend):
+    """flashinfer's TRTLLM-gen sparse attention on Blackwell."""
+
+    name = "FLASHINFER_MLA_SPARSE_DSV4"
+    cache_formats: ClassVar = {"auto": "plain", "bfloat16": "plain", "fp8": "fp8", "fp8_e4m3": "fp8"}
+    library = "flashinfer"
+    library_majors = (10,)
+    library_formats = ("plain", "fp8")
+
+    @classmethod
+    def get_impl_cls(cls) -> type[SparseAttention]:
+        return FlashInferAttention
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
+        """The main cache's builder is the one of FlashMLA."""
+        from .flashmla import DeepseekV4FlashMLABackend
+
+        return DeepseekV4FlashMLABackend.get_builder_cls()
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        """Query heads of the kernel that takes `num_heads`: 64 or 128."""
+        return padded_heads(num_heads, LIBRARY_HEADS)
+
+
+FlashInferAttention.backend = DeepseekV4FlashInferMLASparseBackend

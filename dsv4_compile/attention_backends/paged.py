@@ -1,0 +1,98 @@
+"""DSV4_PAGED: every token, decode or prefill, attends through the paged caches. What `DeepseekV4Attention` does itself.
+
+It needs no split, no workspace and no host numbers, so one graph serves every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
+from ..layout import CSA_RATIO
+from ..metadata import AttentionMetadata, build_batch_metadata
+from .protocol import AttentionBackend, CudaGraphSupport, SparseAttention
+
+
+class PagedAttention(SparseAttention):
+    """Attention of one layer in `DSV4_PAGED`."""
+
+    def forward(
+        self,
+        q: Tensor,
+        window_cache: Tensor,
+        main_cache: Tensor | None,
+        metadata: AttentionMetadata,
+        topk_indices: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend T tokens: `[T, H, D]`, 0 for padding. Arguments as `v4.Inputs`, with this package's own metadata."""
+        indices = lens = None
+        if main_cache is not None:
+            indices, lens = self._entries(metadata, topk_indices)
+        out, _ = torch.ops.dsv4.sparse_mla_decode(
+            q,
+            window_cache,
+            metadata.window.indices,
+            metadata.window.lens,
+            self.layer.window_block_size,
+            self.cache_format,
+            self.layer.scale,
+            attn_sink,
+            main_cache,
+            indices,
+            lens,
+            self.layer.entry_block_size if main_cache is not None else 0,
+            kv_scale,
+        )
+        return out
+
+    def _entries(self, metadata: AttentionMetadata, topk_indices: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Slots of the compressed entries each token attends, and their number."""
+        main = metadata.c4 if self.layer.ratio == CSA_RATIO else metadata.c128
+        assert main is not None
+        if self.layer.ratio != CSA_RATIO:
+            return main.indices, main.lens
+        indices, lens = torch.ops.dsv4.global_topk(
+            topk_indices,
+            metadata.token_to_req,
+            main.block_table,
+            metadata.is_valid_token,
+            self.layer.entry_block_size,
+        )
+        return indices, lens
+
+
+class DeepseekV4PagedBackend(AttentionBackend):
+    """This package's own backend. Any device, any head size, every cache."""
+
+    name = "DSV4_PAGED"
+    cudagraph_support = CudaGraphSupport.ALWAYS
+    supported_dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    cache_formats: ClassVar = {
+        "auto": "plain",
+        "bfloat16": "plain",
+        "float16": "plain",
+        "float32": "plain",
+        "fp8_ds_mla": "fp8_ds_mla",
+        "fp8": "fp8",
+    }
+    kernel_block_sizes = ()
+    head_sizes = ()
+    max_heads = 0
+    needs_index_topk = False
+
+    @classmethod
+    def get_impl_cls(cls) -> type[SparseAttention]:
+        return PagedAttention
+
+    @classmethod
+    def get_builder_cls(cls) -> Callable[..., Any]:
+        return build_batch_metadata
+
+
+PagedAttention.backend = DeepseekV4PagedBackend

@@ -1,0 +1,285 @@
+"""What an attention backend is: its name, what it supports and why not, its caches, its metadata, its attention.
+
+A backend is one engine's way to describe a batch and to attend it. `AttentionBackend` holds the facts, as class
+methods; `SparseAttention` is the module that attends; metadata is built outside of compiled code by a builder with
+persistent buffers. Every backend runs on torch.ops.dsv4 on any device; some can call the kernel library they were made
+for instead, where it is installed and the device is one it has kernels for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from .. import layout
+from ..errors import check, fail
+
+ENGINES = ("dsv4", "library")
+"""Who computes attention: torch.ops.dsv4, or the kernel library that a backend was made for."""
+
+
+class CudaGraphSupport(IntEnum):
+    """Which batches a backend can be captured for; each level includes those before it."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Whether a backend serves a demand. `reason` says why or why not; true as a bool if it does."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a model and a machine ask of a backend.
+
+    Attributes:
+        model_type: `deepseek_v4` or `deepseek_v32`.
+        head_size: D, of queries and of cached vectors.
+        num_heads: H, query heads on this device.
+        dtype: of hidden states.
+        kv_cache_dtype: the user's word, such as `auto`, `fp8_ds_mla`, `fp8` or `bfloat16`.
+        block_size: tokens that one entry of the main cache's block table covers.
+        index_topk: entries that the model's indexer selects; None for a model without one.
+        has_sink: whether heads have a sink logit.
+        qk_nope_head_dim: dims of a query head that carry no position, before they are absorbed; None if none are.
+        architecture: as `_compat.device_architecture` names it: "cpu", "cuda sm_90", "cuda gfx942".
+        engine: one of `ENGINES`.
+    """
+
+    model_type: str = "deepseek_v4"
+    head_size: int = layout.HEAD_DIM
+    num_heads: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    kv_cache_dtype: str = "auto"
+    block_size: int = layout.KV_BLOCK
+    index_topk: int | None = 512
+    has_sink: bool = True
+    qk_nope_head_dim: int | None = None
+    architecture: str = "cpu"
+    engine: str = "dsv4"
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """CUDA compute capability; None on other devices."""
+        found = re.fullmatch(r"cuda sm_(\d+)(\d)", self.architecture)
+        return (int(found[1]), int(found[2])) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The fixed facts of one attention layer.
+
+    Attributes:
+        num_heads, head_size: H and D of queries. scale: factor of the scores.
+        window: tokens attended directly, W. ratio: compress ratio, 1 = window only.
+        max_model_len, max_num_batched_tokens: capacities; they size prefill workspaces.
+        kv_cache_dtype: the user's word; see the backend's `cache_format`.
+        window_block_size, block_size: tokens that one entry of a block table covers, of the window and of the main
+            cache.
+        value_dim: leading dims of a cached vector that are its value; 0 = all.
+    """
+
+    num_heads: int
+    head_size: int
+    scale: float
+    window: int = layout.SLIDING_WINDOW
+    ratio: int = 1
+    max_model_len: int = 0
+    max_num_batched_tokens: int = 0
+    kv_cache_dtype: str = "auto"
+    window_block_size: int = layout.WINDOW_BLOCK
+    block_size: int = layout.KV_BLOCK
+    value_dim: int = 0
+
+    @property
+    def entry_block_size(self) -> int:
+        """Compressed entries in a page of the main cache."""
+        return max(self.block_size // self.ratio, 1)
+
+
+class SparseAttention(nn.Module):
+    """One layer's attention over its caches, in one backend. Subclasses define `forward` by tensors.
+
+    Args:
+        layer: the layer's fixed facts.
+        engine: one of `ENGINES`; ask the registry first whether the library can serve.
+    """
+
+    backend: ClassVar[type[AttentionBackend]]
+
+    def __init__(self, layer: LayerShape, engine: str = "dsv4") -> None:
+        super().__init__()
+        check(engine in ENGINES, "E302", got=f"engine={engine!r}", fix=f"pass one of {', '.join(ENGINES)}")
+        self.layer = layer
+        self.engine = engine
+        self.cache_format = self.backend.cache_format(layer.kv_cache_dtype)
+
+
+class AttentionBackend(ABC):
+    """Facts of a backend. Nothing here is instantiated, imports a kernel library or touches a device."""
+
+    name: ClassVar[str]
+    model_type: ClassVar[str] = "deepseek_v4"
+    """The model it attends for, as a config.json names it."""
+    cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.UNIFORM_BATCH
+    supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    cache_formats: ClassVar[Mapping[str, str]]
+    """Words for a cache dtype that the backend understands -> format of `layout.KV_FORMATS`."""
+    kernel_block_sizes: ClassVar[tuple[int, ...]] = (layout.KV_BLOCK,)
+    head_sizes: ClassVar[tuple[int, ...]] = (layout.HEAD_DIM,)
+    """Head sizes of the real models. Empty: any."""
+    max_heads: ClassVar[int] = 128
+    """Query heads on one device at most; 0 = any number."""
+    needs_index_topk: ClassVar[bool] = True
+    """Whether it is made for models whose indexer selects a fixed number of entries."""
+    library: ClassVar[str] = ""
+    """Import name of the kernel library; "" if there is none to call."""
+    library_majors: ClassVar[tuple[int, ...]] = ()
+    """Major compute capabilities the library has kernels for."""
+    library_formats: ClassVar[tuple[str, ...]] = ()
+    """Cache formats the library reads."""
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name engines select the backend by."""
+        return cls.name
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls) -> list[int]:
+        """Tokens that a block table entry of the main cache may cover."""
+        return list(cls.kernel_block_sizes)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """D of queries and cached vectors."""
+        return list(cls.head_sizes)
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """All heads share one latent key, which is the value too."""
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """Tokens attend selected slots, not everything before them."""
+        return True
+
+    @classmethod
+    @abstractmethod
+    def get_impl_cls(cls) -> type[SparseAttention]:
+        """The module that attends."""
+
+    @classmethod
+    @abstractmethod
+    def get_builder_cls(cls) -> type[Any]:
+        """The builder of the main cache's metadata."""
+
+    @classmethod
+    def cache_format(cls, kv_cache_dtype: str) -> str:
+        """Format of `layout` that the user's word stands for here; E202 for a word the backend does not know."""
+        if kv_cache_dtype not in cls.cache_formats:
+            words = ", ".join(cls.cache_formats)
+            fail("E202", got=f"{cls.name}: kv_cache_dtype={kv_cache_dtype!r}", rule=f"{cls.name} knows {words}")
+        return cls.cache_formats[kv_cache_dtype]
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Shape `[P, S, width]` an engine allocates: bytes of a token for `fp8_ds_mla`, else D elements.
+
+        `block_size` counts what is stored: tokens, or compressed entries. `num_kv_heads` is 1.
+        """
+        check(num_kv_heads == 1, "E205", got=f"num_kv_heads={num_kv_heads}")
+        fmt = cls.cache_format(cache_dtype_str)
+        if fmt in layout.PAGE_LAYOUTS:
+            page = layout.PAGE_LAYOUTS[fmt]
+            return (num_blocks, block_size, page.data + page.scale)
+        return (num_blocks, block_size, head_size)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
+        """Whether the kernel library has kernels for a CUDA device."""
+        return capability[0] in cls.library_majors
+
+    @classmethod
+    def supports(cls, demand: Demand) -> Support:
+        """Whether the backend serves `demand`, with the reason either way."""
+        for refusal in (cls._refuse_model(demand), cls._refuse_cache(demand), cls._refuse_device(demand)):
+            if refusal:
+                return Support(False, refusal)
+        if demand.engine == "library":
+            return Support(True, f"{cls.library} is installed and has kernels for {demand.architecture}")
+        return Support(True, f"attends {cls.model_type} with {demand.kv_cache_dtype} caches on torch.ops.dsv4")
+
+    @classmethod
+    def _refuse_model(cls, demand: Demand) -> str:
+        if demand.model_type != cls.model_type:
+            return f"model type {demand.model_type}: it is made for {cls.model_type}"
+        if cls.head_sizes and demand.head_size not in cls.head_sizes:
+            return f"head size {demand.head_size}: it attends {' or '.join(map(str, cls.head_sizes))}"
+        if demand.dtype not in cls.supported_dtypes:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in cls.supported_dtypes)
+            return f"{str(demand.dtype).removeprefix('torch.')} queries: it takes {names}"
+        if cls.max_heads and demand.num_heads > cls.max_heads:
+            return f"{demand.num_heads} query heads: it takes at most {cls.max_heads}"
+        if cls.needs_index_topk and not demand.index_topk:
+            return "a model without index_topk: it attends what an indexer selects"
+        return ""
+
+    @classmethod
+    def _refuse_cache(cls, demand: Demand) -> str:
+        if demand.kv_cache_dtype not in cls.cache_formats:
+            return f"kv_cache_dtype {demand.kv_cache_dtype!r}: it knows {', '.join(cls.cache_formats)}"
+        if cls.kernel_block_sizes and demand.block_size not in cls.kernel_block_sizes:
+            return f"block size {demand.block_size}: it takes {' or '.join(map(str, cls.kernel_block_sizes))}"
+        return ""
+
+    @classmethod
+    def _refuse_device(cls, demand: Demand) -> str:
+        """Only the library depends on the device."""
+        if demand.engine != "library":
+            return ""
+        if not cls.library:
+            return "it calls no kernel library"
+        if demand.capability is None or not cls.supports_compute_capability(demand.capability):
+            majors = " and ".join(f"sm_{major}x" for major in cls.library_majors)
+            return f"{demand.architecture}: {cls.library} has kernels for {majors}"
+        fmt = cls.cache_format(demand.kv_cache_dtype)
+        if fmt not in cls.library_formats:
+            return f"a {fmt} cache: {cls.library} reads {' or '.join(cls.library_formats)}"
+        if not is_importable(cls.library):
+            return f"{cls.library} is not installed"
+        return ""
+
+
+def is_importable(module: str) -> bool:
+    """Whether `import module` would find something; nothing is imported."""
+    return module in sys.modules or importlib.util.find_spec(module) is not None
+
+
+def padded_heads(num_heads: int, sizes: tuple[int, ...]) -> int:
+    """The smallest of a library's head counts that holds `num_heads`; E205 if none does."""
+    for size in sizes:
+        if num_heads <= size:
+            return size
+    fail("E205", got=f"{num_heads} query heads", rule=f"at most {sizes[-1]} query heads on a device")

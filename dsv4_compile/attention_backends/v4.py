@@ -1,0 +1,210 @@
+"""What the DeepSeek-V4 backends have in common: the split of a batch, and prefill through a gathered workspace."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
+from ..layout import CSA_RATIO, cdiv
+from ..reference.sparse_mla_decode import output_dtype
+from .protocol import LayerShape, SparseAttention
+from .swa import DeepseekSparseSWAMetadata
+from .workspace import Workspace
+
+PREFILL_CHUNK_SIZE = 4
+"""Requests whose keys and values are gathered at once."""
+
+
+@dataclass(frozen=True)
+class DeepseekV4Metadata:
+    """A step as a layer gets it: the window's metadata, and its main cache's; None for a window-only layer."""
+
+    swa: DeepseekSparseSWAMetadata
+    main: Any = None
+
+
+class Inputs(NamedTuple):
+    """What a call gets beside the queries.
+
+    window_cache, main_cache: caches in the layer's format; None where the layer has no main cache.
+    topk_indices: int32 `[T, K]`, the indexer's choice within the request; ratio 4 only.
+    attn_sink: float32 `[H]`. kv_scale: float32, one element, of per-tensor fp8 caches.
+    """
+
+    window_cache: Tensor
+    main_cache: Tensor | None
+    metadata: DeepseekV4Metadata
+    topk_indices: Tensor | None
+    attn_sink: Tensor | None
+    kv_scale: Tensor | None
+
+
+def decode_tokens(swa: DeepseekSparseSWAMetadata) -> slice:
+    """The decodes of a batch."""
+    return slice(0, swa.num_decode_tokens)
+
+
+def prefill_tokens(swa: DeepseekSparseSWAMetadata) -> slice:
+    """The prefills of a batch, padding behind them included."""
+    return slice(swa.num_decode_tokens, swa.num_decode_tokens + swa.num_prefill_tokens)
+
+
+def prefill_topk(layer: LayerShape, inputs: Inputs) -> Tensor:
+    """int32 `[Tp, K]`, entries within the request that each prefill token attends; K is 0 for a window-only layer."""
+    swa, main = inputs.metadata.swa, inputs.metadata.main
+    if main is None:
+        return swa.token_to_req_indices[prefill_tokens(swa), None][:, :0]
+    if layer.ratio == CSA_RATIO:
+        assert inputs.topk_indices is not None
+        return inputs.topk_indices[prefill_tokens(swa)]
+    topk: Tensor = main.c128a_prefill_topk_indices
+    return topk
+
+
+class DeepseekV4SparseAttention(SparseAttention):
+    """Attention of one DeepSeek-V4 layer: decodes and prefills go separate ways, as their kernels do.
+
+    The split is made of host numbers, so a compiled graph exists for decodes alone, for prefills alone and for both;
+    within each, another batch is no recompile.
+
+    Args:
+        workspace: where prefills gather their keys and values; None allocates them at each call, which is what
+            compiled code wants.
+    """
+
+    def __init__(self, layer: LayerShape, engine: str = "dsv4", workspace: Workspace | None = None) -> None:
+        super().__init__(layer, engine)
+        self.workspace = workspace
+
+    def forward(
+        self,
+        q: Tensor,
+        window_cache: Tensor,
+        main_cache: Tensor | None,
+        metadata: DeepseekV4Metadata,
+        topk_indices: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend T tokens whose keys and values are in the caches already.
+
+        Args:
+            q: `[T, H, D]`, normed and rotated; rows behind the metadata's tokens are padding of a captured graph.
+        Others:
+            See `Inputs`.
+        Returns:
+            `[T, H, D]`, 0 for padding; q's dtype, bfloat16 for e4m3.
+        """
+        inputs = Inputs(window_cache, main_cache, metadata, topk_indices, attn_sink, kv_scale)
+        swa = metadata.swa
+        parts = []
+        if swa.num_decode_tokens > 0:
+            parts.append(self.forward_decode(q[decode_tokens(swa)], inputs))
+        if swa.num_prefill_tokens > 0:
+            parts.append(self.forward_prefill(q[prefill_tokens(swa)], inputs))
+        padding = q.shape[0] - swa.num_decode_tokens - swa.num_prefill_tokens
+        if padding > 0 or not parts:
+            parts.append(q.new_zeros((padding, *q.shape[1:]), dtype=output_dtype(q)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @abstractmethod
+    def forward_decode(self, q: Tensor, inputs: Inputs) -> Tensor:
+        """Attend the first Td tokens through the paged caches: `[Td, H, D]`."""
+
+    @abstractmethod
+    def forward_prefill(self, q: Tensor, inputs: Inputs) -> Tensor:
+        """Attend the other Tp tokens: `[Tp, H, D]`."""
+
+
+class WorkspacePrefill(DeepseekV4SparseAttention):
+    """Prefill as FlashMLA and ROCm do it: a few requests at a time, over rows gathered from the caches."""
+
+    @property
+    def workspace_rows(self) -> tuple[int, int]:
+        """Rows a request has in the workspace, M, of which the first N are compressed entries."""
+        layer = self.layer
+        entries = cdiv(layer.max_model_len, layer.ratio) if layer.ratio > 1 else 0
+        return entries + layer.window + layer.max_num_batched_tokens, entries
+
+    def reserve_workspace(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Reserve what the largest prefill takes: call it where a dummy run would stand, before locking."""
+        if self.workspace is not None:
+            rows, _ = self.workspace_rows
+            self.workspace.reserve(((PREFILL_CHUNK_SIZE, rows, self.layer.head_size), dtype))
+
+    def forward_prefill(self, q: Tensor, inputs: Inputs) -> Tensor:
+        """All requests in one chunk where they fit, else chunk by chunk; see `attend_workspace`."""
+        swa = inputs.metadata.swa
+        topk = prefill_topk(self.layer, inputs)
+        if swa.num_prefills <= PREFILL_CHUNK_SIZE:
+            return self._chunk(q, topk, inputs, slice(0, swa.num_prefills))
+        starts = swa.query_start_loc_cpu[swa.num_decodes :]
+        out = []
+        for first in range(0, swa.num_prefills, PREFILL_CHUNK_SIZE):
+            last = min(first + PREFILL_CHUNK_SIZE, swa.num_prefills)
+            # The last chunk takes the padding behind its requests along.
+            end = q.shape[0] if last == swa.num_prefills else starts[last] - starts[0]
+            tokens = slice(starts[first] - starts[0], end)
+            out.append(self._chunk(q[tokens], topk[tokens], inputs, slice(first, last)))
+        return torch.cat(out)
+
+    def _chunk(self, q: Tensor, topk: Tensor, inputs: Inputs, requests: slice) -> Tensor:
+        """Gather the requests' entries and windows into the workspace and attend them."""
+        swa, main = inputs.metadata.swa, inputs.metadata.main
+        rows, entries = self.workspace_rows
+        seq_lens, gather_lens = swa.prefill_seq_lens[requests], swa.prefill_gather_lens[requests]
+        tables = slice(swa.num_decodes + requests.start, swa.num_decodes + requests.stop)
+        kv = self._gathered(seq_lens.shape[0], rows, inputs.window_cache)
+        if main is not None:
+            torch.ops.dsv4.dequantize_and_gather_k_cache(
+                kv,
+                inputs.main_cache,
+                seq_lens // self.layer.ratio,
+                None,
+                main.block_table[tables],
+                self.layer.entry_block_size,
+                0,
+                self.cache_format,
+                inputs.kv_scale,
+            )
+        torch.ops.dsv4.dequantize_and_gather_k_cache(
+            kv,
+            inputs.window_cache,
+            seq_lens,
+            gather_lens,
+            swa.block_table[tables],
+            swa.block_size,
+            entries,
+            self.cache_format,
+            inputs.kv_scale,
+        )
+        batch = (
+            swa.query_start_loc[tables.start : tables.stop + 1],
+            seq_lens,
+            gather_lens,
+            self.layer.window,
+            self.layer.ratio,
+            topk.shape[1],
+            rows,
+            entries,
+        )
+        return self.attend_workspace(q, kv.flatten(0, 1), topk, batch, inputs.attn_sink)
+
+    def _gathered(self, requests: int, rows: int, cache: Tensor) -> Tensor:
+        """The workspace `[B, M, D]`: bfloat16, or the dtype of plain rows."""
+        shape = (requests, rows, self.layer.head_size)
+        dtype = cache.dtype if self.cache_format == "plain" else torch.bfloat16
+        if self.workspace is None:
+            return cache.new_empty(shape, dtype=dtype)
+        return self.workspace.get_simultaneous((shape, dtype))[0]
+
+    @abstractmethod
+    def attend_workspace(
+        self, q: Tensor, kv: Tensor, topk: Tensor, batch: tuple[Any, ...], attn_sink: Tensor | None
+    ) -> Tensor:
+        """Attend rows of `kv` `[S, D]`; `batch` are the arguments of `combine_topk_swa` behind `topk`."""
