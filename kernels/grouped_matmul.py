@@ -2,10 +2,10 @@
 
     out[t, g * N + n] = sum over k of x[t, g, k] * weight[g * N + n, k]
 
-A program makes a tile of BLOCK_N outputs for BLOCK_M tokens, a strip of BLOCK_K at a time. The weight is the first
-operand of the product: its rows fill a matrix unit however few tokens there are. Operands that are e4m3 are multiplied
-as such where the GPU can, else as float16, which holds every e4m3 value; their scales meet the float32 sum of each
-strip. Where tiles are too few to fill the GPU, programs share the strips of a tile, and the last one of a tile to
+A program makes a tile of BLOCK_N outputs for BLOCK_M tokens, a strip of BLOCK_K at a time. With few tokens the weight
+is the first operand of the product: its rows fill a matrix unit however few tokens there are. Operands that are e4m3
+are multiplied as such where the GPU can, else as float16, which holds every e4m3 value; their scales meet the float32
+sum of each strip. Where tiles are too few to fill the GPU, programs share the strips of a tile, and the last of them to
 arrive adds the parts up, in their order: the same call gives the same bits.
 """
 
@@ -28,7 +28,6 @@ from .quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
 WEIGHT_TILE = tl.constexpr(_WEIGHT_TILE)
 WORD = tl.constexpr(SCALES_PER_WORD)
-IMPRECISE = tl.constexpr(32)  # products of e4m3 that Hopper may add in the 14 bits of its matrix units
 BAND = tl.constexpr(8)  # blocks of tokens that share a pass over the weight, so that x stays in the cache
 FEW_TOKENS = 64
 """Up to this many tokens, reading the weight is all that takes time."""
@@ -36,7 +35,7 @@ FEW_TOKENS = 64
 
 @triton.jit
 def _weight_scale(p_scale, strip, stride):
-    """float32 `[BLOCK_N]`: the scale of a strip for each row of the weight. Bytes are UE8M0."""
+    """float32 scale of a strip, for each row of the weight or for all of them. Bytes are UE8M0."""
     scale = tl.load(p_scale + strip * stride)
     return ue8m0_scale(scale.to(tl.int32)) if p_scale.dtype.element_ty == tl.uint8 else scale
 
@@ -57,17 +56,24 @@ def _load_strip(p_rows, stride, strip, size, BLOCK_K: tl.constexpr, EVEN: tl.con
     """`[rows, BLOCK_K]` of the rows at `p_rows`, zeros past `size`."""
     o_k = strip * BLOCK_K + tl.arange(0, BLOCK_K)
     p = p_rows[:, None] + (o_k * stride)[None, :]
-    return tl.load(p) if EVEN else tl.load(p, mask=(o_k < size)[None, :], other=0)
+    return tl.load(p) if EVEN else tl.load(p, mask=(o_k < size)[None, :], other=0.0)
+
+
+@triton.jit
+def _product(weight, x, acc, IMPRECISE: tl.constexpr, WEIGHT_FIRST: tl.constexpr):
+    """`acc` plus the product of `weight` `[BLOCK_N, BLOCK_K]` and `x` `[BLOCK_M, BLOCK_K]`."""
+    first, second = (weight, x) if WEIGHT_FIRST else (x, weight)
+    return tl.dot(first, tl.trans(second), acc, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
 
 
 @triton.jit(do_not_specialize=["tokens", "groups", "strips_each"])
 def grouped_matmul_kernel(
     p_out,  # [T, G * N], contiguous
-    p_part,  # [splits, tiles, BLOCK_N, BLOCK_M] float32, contiguous, or None
+    p_part,  # [splits, tiles, BLOCK_N * BLOCK_M] float32, contiguous, or None
     p_arrived,  # [>= tiles] int32, zero before and after, or None
-    p_x,  # [T, G, K]; e4m3 as uint8
+    p_x,  # [T, G, K]
     p_x_scale,  # [T, G, strips] float32, [T, G, words] int32, or None
-    p_weight,  # [G * N, K]; e4m3 as uint8
+    p_weight,  # [G * N, K]
     p_weight_scale,  # [blocks, strips] float32 or uint8, or None
     x_strides,
     x_scale_strides,
@@ -82,6 +88,8 @@ def grouped_matmul_kernel(
     DTYPE: tl.constexpr,  # of the operands
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,  # K is whole strips
+    ONE_SCALE: tl.constexpr,  # the rows of a tile share their scales
+    WEIGHT_FIRST: tl.constexpr,  # sums are [BLOCK_N, BLOCK_M], else the other way round
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -107,17 +115,19 @@ def grouped_matmul_kernel(
     if p_x_scale is not None:
         p_x_scale += token * x_scale_strides[0] + group.to(tl.int64) * x_scale_strides[1]
 
-    # [BLOCK_N, BLOCK_M]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    N_AXIS: tl.constexpr = 0 if WEIGHT_FIRST else 1
+    M_AXIS: tl.constexpr = 1 - N_AXIS
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if WEIGHT_FIRST else (BLOCK_M, BLOCK_N), tl.float32)
     begin = part * strips_each
     end = tl.minimum(begin + strips_each, tl.cdiv(size, BLOCK_K))
     if p_weight_scale is None:
         for strip in tl.range(begin, end, num_stages=STAGES):
-            weight = _load_strip(p_weight, weight_strides[1], strip, size, BLOCK_K, EVEN).to(DTYPE)
-            x = _load_strip(p_x, x_strides[2], strip, size, BLOCK_K, EVEN).to(DTYPE)
-            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+            weight = _load_strip(p_weight, weight_strides[1], strip, size, BLOCK_K, EVEN)
+            x = _load_strip(p_x, x_strides[2], strip, size, BLOCK_K, EVEN)
+            acc = _product(weight, x, acc, 0, WEIGHT_FIRST)
     else:
-        p_weight_scale += row // WEIGHT_TILE * weight_scale_strides[0]
+        first_row = group.to(tl.int64) * rows + column % blocks * BLOCK_N
+        p_weight_scale += (first_row if ONE_SCALE else row) // WEIGHT_TILE * weight_scale_strides[0]
         # Scales are loaded a strip ahead: nothing else would hide that wait.
         weight_scale = _weight_scale(p_weight_scale, begin, weight_scale_strides[1])
         x_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -136,29 +146,29 @@ def grouped_matmul_kernel(
                 byte = tile_byte(wide, ACT_AMAX_FLOOR, FP8_MAX)
                 x_scale = ue8m0_scale(byte)
                 x = e4m3(wide * ue8m0_inverse(byte)[:, None])
-            elif p_x_scale is not None:
-                x = x.to(tl.float8e4nv, bitcast=True)
-            weight = weight.to(tl.float8e4nv, bitcast=True)
-            product = tl.dot(
-                weight.to(DTYPE), tl.trans(x.to(DTYPE)), input_precision="ieee", max_num_imprecise_acc=IMPRECISE
-            )
-            acc += product * (weight_scale[:, None] * x_scale[None, :])
+            # Hopper adds products of e4m3 with 14 bits. Where registers are left, a sum leaves its units after 32.
+            IMPRECISE: tl.constexpr = 32 if BLOCK_M <= 32 else BLOCK_K
+            product = _product(weight.to(DTYPE), x.to(DTYPE), None, IMPRECISE, WEIGHT_FIRST)
+            if ONE_SCALE:
+                acc += product * tl.expand_dims(x_scale * weight_scale, N_AXIS)
+            else:
+                acc += product * (tl.expand_dims(x_scale, N_AXIS) * tl.expand_dims(weight_scale, M_AXIS))
             weight_scale, x_scale = next_weight_scale, next_x_scale
 
-    p_out += (o_m * groups * rows)[None, :] + (group.to(tl.int64) * rows + o_n)[:, None]
-    mask = (o_n < rows)[:, None] & (o_m < tokens)[None, :]
+    p_out += tl.expand_dims(o_m * groups * rows, N_AXIS) + tl.expand_dims(group.to(tl.int64) * rows + o_n, M_AXIS)
+    mask = tl.expand_dims(o_m < tokens, N_AXIS) & tl.expand_dims(o_n < rows, M_AXIS)
     if SPLIT:
-        o_part = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        p_part += tile.to(tl.int64) * (BLOCK_N * BLOCK_M) + o_part
+        o_row, o_column = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+        p_part += tile.to(tl.int64) * (BLOCK_N * BLOCK_M) + (o_row[:, None] * acc.shape[1] + o_column[None, :])
         part_stride = tiles.to(tl.int64) * (BLOCK_N * BLOCK_M)
-        tl.store(p_part + part * part_stride, acc, mask=mask)
+        tl.store(p_part + part * part_stride, acc)
         # Every thread has stored before one announces it.
         tl.debug_barrier()
         parts = tl.num_programs(0) // tiles
         if tl.atomic_add(p_arrived + tile, 1, sem="acq_rel", scope="gpu") == parts - 1:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            acc = tl.zeros_like(acc)
             for other in range(parts):
-                acc += tl.load(p_part + other * part_stride, mask=mask, other=0.0, cache_modifier=".cg")
+                acc += tl.load(p_part + other * part_stride, cache_modifier=".cg")
             tl.store(p_out, acc.to(p_out.dtype.element_ty), mask=mask)
             tl.store(p_arrived + tile, 0)
     else:
@@ -221,17 +231,19 @@ def grouped_matmul(
     tiles = cdiv(tokens, cut.block_m) * groups * cdiv(rows, cut.block_n)
     part = arrived = None
     if cut.splits > 1:
-        shape = (cut.splits, tiles, cut.block_n, cut.block_m)
+        shape = (cut.splits, tiles, cut.block_n * cut.block_m)
         part = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = arrival_counters(tiles, x.device)
+    if weight_scale is not None and weight_scale.dtype is torch.float8_e8m0fnu:
+        weight_scale = weight_scale.view(torch.uint8)
     grouped_matmul_kernel[(tiles * cut.splits,)](
         out,
         part,
         arrived,
-        _bytes(x),
+        x,
         x_scale,
-        _bytes(weight),
-        None if weight_scale is None else _bytes(weight_scale),
+        weight,
+        weight_scale,
         x.stride(),
         (0, 0, 0) if x_scale is None else x_scale.stride(),
         weight.stride(),
@@ -245,6 +257,8 @@ def grouped_matmul(
         DTYPE=_operand(gpu) if quantize or x_scale is not None else _DTYPES[x.dtype],
         SPLIT=cut.splits > 1,
         EVEN=size % block_k == 0,
+        ONE_SCALE=_WEIGHT_TILE % cut.block_n == 0 and (groups == 1 or rows % cut.block_n == 0),
+        WEIGHT_FIRST=cut.block_m <= FEW_TOKENS,
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
         BLOCK_K=block_k,
@@ -260,8 +274,3 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 def _operand(gpu: Gpu) -> tl.dtype:
     """What e4m3 operands are multiplied as. AMD's matrix units before gfx950 know another e4m3."""
     return tl.float16 if gpu.backend == "hip" else tl.float8e4nv
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """`x`, as uint8 where its elements are bytes."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x

@@ -195,11 +195,38 @@ def compile_all(target: str, monkeypatch: pytest.MonkeyPatch, tokens: int) -> li
     return compiled
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 300])
-@pytest.mark.parametrize("target", fake_triton.TARGETS)
+@pytest.mark.parametrize(
+    ("target", "tokens"), [("sm_90", 64), *((target, tokens) for target in fake_triton.TARGETS for tokens in (5, 300))]
+)
 def test_they_compile_ahead_of_time_within_shared_memory(
     target: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kernel in compile_all(target, monkeypatch, tokens):
         assert fake_triton.machine_code(kernel)
         assert kernel.metadata.shared <= GPUS[target][1] * 1024
+
+
+def test_weights_go_from_memory_to_the_matrix_units_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: GPUS["sm_90"][0])
+    x, scale = torch.empty(16, 1024, dtype=torch.bfloat16), torch.empty(4, 8, dtype=torch.uint8)
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        linear_kernels.fp8_linear(x, torch.empty(512, 1024, dtype=torch.float8_e4m3fn), scale)
+    ptx = compiled[0].asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in ptx
+    assert "cp.async.cg.shared.global" in ptx
+    # Nothing of a weight passes through registers.
+    assert "ldmatrix.sync.aligned.m8n8.x4.shared" not in ptx
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 32, 64, 65, 128, 4096])
+@pytest.mark.parametrize(
+    ("groups", "rows", "size"), [(1, 1536, 4096), (1, 32768, 1024), (1, 4096, 8192), (8, 1024, 4096)]
+)
+def test_few_tokens_fill_the_gpu_once(tokens: int, groups: int, rows: int, size: int) -> None:
+    gpu, strips = GPUS["sm_90"][0], size // 128
+    cut = kernels.choose_cut(gpu, tokens, groups, rows, strips)
+    tiles = -(-tokens // cut.block_m) * groups * -(-rows // cut.block_n)
+    assert (cut.splits - 1) * -(-strips // cut.splits) < strips
+    assert cut.splits == 1 or tiles * cut.splits <= 2 * gpu.processors
+    if tokens <= kernels.FEW_TOKENS:
+        assert tiles * cut.splits >= 0.7 * gpu.processors
