@@ -127,6 +127,16 @@ class BufferPlan:
         """Bytes of one buffer."""
         return torch.Size(self.shape(spec)).numel() * spec.dtype.itemsize
 
+    def allocate(
+        self, names: Collection[str] | None = None, device: torch.device | str | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The buffers of these names (None = all), filled with their pad values."""
+        return {
+            spec.name: torch.full(self.shape(spec), self.pad(spec), dtype=spec.dtype, device=device)
+            for spec in self.specs
+            if names is None or spec.name in names
+        }
+
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers together."""

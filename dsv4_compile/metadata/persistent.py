@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import layout
 from ..errors import check, fail
-from ..ops.batch_metadata import GROUPS, TOKENS
+from ..ops.batch_metadata import GROUPS
 from .buffers import PAGE_TOKENS, BufferPlan, groups_of, plan_buffers
 from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
 
@@ -61,14 +61,10 @@ class MetadataBuffers:
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.max_model_len, self.window_block_size = max_model_len, window_block_size
         self.groups = groups_of(ratios)
-        self.tensors: dict[str, Tensor] = {}
-        """Every buffer by its declared name."""
         adopted = {} if block_tables is None else self._adopt(block_tables)
-        for spec in self.plan.specs:
-            tensor = adopted.get(spec.name)
-            if tensor is None:
-                tensor = torch.full(self.plan.shape(spec), self.plan.pad(spec), dtype=spec.dtype, device=device)
-            self.tensors[spec.name] = tensor
+        own = self.plan.allocate([spec.name for spec in self.plan.specs if spec.name not in adopted], device)
+        self.tensors: dict[str, Tensor] = own | adopted
+        """Every buffer by its declared name."""
         self._rows = 0
 
     def _adopt(self, block_tables: BlockTables) -> dict[str, Tensor]:
@@ -171,7 +167,7 @@ class MetadataBuffers:
         """
         rows = self.max_num_batched_tokens if num_tokens is None else num_tokens
         self._check_capacity("tokens", rows, self.max_num_batched_tokens, "max_num_batched_tokens")
-        names = [*TOKENS, *(name for group in self.groups for name in GROUPS[group])]
+        names = [spec.name for spec in self.plan.specs if spec.filled_by == "refresh"]
         torch.ops.dsv4.batch_metadata(
             self.tensors["query_start_loc"],
             self.tensors["seq_lens"],

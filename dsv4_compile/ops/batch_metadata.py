@@ -22,19 +22,16 @@ TOKENS: dict[str, torch.dtype] = {
 """The buffers that every call fills, and their dtypes."""
 GROUPS: dict[str, dict[str, torch.dtype]] = {
     "window": {"window_slots": torch.int64, "window_indices": torch.int32, "window_lens": torch.int32},
-    "c4": {"c4_slots": torch.int64, "c4_context_lens": torch.int32},
+    "c4": {"c4_slots": torch.int64},
     "c4_state": {"c4_state_slots": torch.int64},
     "indexer": {"indexer_slots": torch.int64},
     "indexer_state": {"indexer_state_slots": torch.int64},
-    "c128": {
-        "c128_slots": torch.int64,
-        "c128_context_lens": torch.int32,
-        "c128_indices": torch.int32,
-        "c128_lens": torch.int32,
-    },
+    "c128": {"c128_slots": torch.int64, "c128_indices": torch.int32, "c128_lens": torch.int32},
     "c128_state": {"c128_state_slots": torch.int64},
 }
 """The buffers of each group of caches, and their dtypes. They come with the group's block table, or not at all."""
+CONTEXT_LENS = ("c4_context_lens", "c128_context_lens")
+"""Buffers that follow from positions alone: each may be given or not, whatever tables there are."""
 WIDTHS = {"window_indices": "W", "c128_indices": "C"}
 ARGUMENTS = (
     *("query_start_loc", "seq_lens", "slot_mapping"),
@@ -42,6 +39,7 @@ ARGUMENTS = (
     "window_block_size",
     *TOKENS,
     *(name for buffers in GROUPS.values() for name in buffers),
+    *CONTEXT_LENS,
 )
 
 
@@ -54,6 +52,9 @@ def _check(*args: Any, **kwargs: Any) -> None:
     rows = given["positions"].shape[0]
     for name, dtype in TOKENS.items():
         _expect_buffer(name, given[name], dtype, rows)
+    for name in CONTEXT_LENS:
+        if given.get(name) is not None:
+            _expect_buffer(name, given[name], torch.int32, rows)
     for group, buffers in GROUPS.items():
         table = given[f"{group}_block_table"]
         present = [name for name in buffers if given.get(name) is not None]
@@ -85,10 +86,10 @@ batch_metadata = define(
     "int window_block_size, "
     "Tensor(a!) positions, Tensor(b!) token_to_req, Tensor(c!) is_valid_token, "
     "Tensor(d!)? window_slots=None, Tensor(e!)? window_indices=None, Tensor(f!)? window_lens=None, "
-    "Tensor(g!)? c4_slots=None, Tensor(h!)? c4_context_lens=None, Tensor(i!)? c4_state_slots=None, "
-    "Tensor(j!)? indexer_slots=None, Tensor(k!)? indexer_state_slots=None, "
-    "Tensor(l!)? c128_slots=None, Tensor(m!)? c128_context_lens=None, Tensor(n!)? c128_indices=None, "
-    "Tensor(o!)? c128_lens=None, Tensor(p!)? c128_state_slots=None) -> ()",
+    "Tensor(g!)? c4_slots=None, Tensor(h!)? c4_state_slots=None, Tensor(i!)? indexer_slots=None, "
+    "Tensor(j!)? indexer_state_slots=None, Tensor(k!)? c128_slots=None, Tensor(l!)? c128_indices=None, "
+    "Tensor(m!)? c128_lens=None, Tensor(n!)? c128_state_slots=None, "
+    "Tensor(o!)? c4_context_lens=None, Tensor(p!)? c128_context_lens=None) -> ()",
     reference=reference.batch_metadata,
     fake=_fake,
     check=_check,

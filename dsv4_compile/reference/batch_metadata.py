@@ -35,15 +35,15 @@ def batch_metadata(
     window_indices: Tensor | None = None,
     window_lens: Tensor | None = None,
     c4_slots: Tensor | None = None,
-    c4_context_lens: Tensor | None = None,
     c4_state_slots: Tensor | None = None,
     indexer_slots: Tensor | None = None,
     indexer_state_slots: Tensor | None = None,
     c128_slots: Tensor | None = None,
-    c128_context_lens: Tensor | None = None,
     c128_indices: Tensor | None = None,
     c128_lens: Tensor | None = None,
     c128_state_slots: Tensor | None = None,
+    c4_context_lens: Tensor | None = None,
+    c128_context_lens: Tensor | None = None,
 ) -> None:
     """Fill the metadata of a batch of up to N tokens in place, every row of every buffer.
 
@@ -61,9 +61,9 @@ def batch_metadata(
         window_slots: int64 `[N]`; window_indices: int32 `[N, W]`; window_lens: int32 `[N]`: see `window_rows`.
         c4_slots, indexer_slots, c128_slots: int64 `[N]`, slot of the entry that a token completes, -1 for others.
         *_state_slots: int64 `[N]`, where a token's compressor state goes.
-        c4_context_lens, c128_context_lens: int32 `[N]`, entries that a token may see.
         c128_indices: int32 `[N, C]`, c128_lens: int32 `[N]`: slots of all visible entries, -1 behind them, and how many
             of the columns count.
+        c4_context_lens, c128_context_lens: int32 `[N]`, entries that a token may see; they belong to no table.
 
     Tokens of no request, tokens behind the last one, and all tokens of a request shorter than its query are padding:
     slot -1, index -1, length 0. Pages that do not exist give -1. The values equal those of
@@ -87,21 +87,22 @@ def batch_metadata(
         window_indices.copy_(rows)
         _fill(window_lens, lens)
 
-    def entries(table: Tensor | None, slots: Tensor | None, lens: Tensor | None, ratio: int) -> None:
+    def entries(table: Tensor | None, slots: Tensor | None, ratio: int) -> None:
         if table is not None:
             _fill(slots, compressed_slots(place, requests, table, storage_block_size(ratio), ratio))
-            _fill(lens, visible_entries(place, ratio))
 
     def states(table: Tensor | None, slots: Tensor | None, ratio: int) -> None:
         if table is not None:
             _fill(slots, lookup_slots(table, requests, place, state_block_size(ratio)))
 
-    entries(c4_block_table, c4_slots, c4_context_lens, CSA_RATIO)
+    entries(c4_block_table, c4_slots, CSA_RATIO)
     states(c4_state_block_table, c4_state_slots, CSA_RATIO)
-    entries(indexer_block_table, indexer_slots, None, CSA_RATIO)
+    entries(indexer_block_table, indexer_slots, CSA_RATIO)
     states(indexer_state_block_table, indexer_state_slots, CSA_RATIO)
-    entries(c128_block_table, c128_slots, c128_context_lens, HCA_RATIO)
+    entries(c128_block_table, c128_slots, HCA_RATIO)
     states(c128_state_block_table, c128_state_slots, HCA_RATIO)
+    _fill(c4_context_lens, visible_entries(place, CSA_RATIO))
+    _fill(c128_context_lens, visible_entries(place, HCA_RATIO))
     if c128_block_table is not None and c128_indices is not None:
         width = c128_indices.shape[1]
         lens = entry_lens(place, HCA_RATIO, width)

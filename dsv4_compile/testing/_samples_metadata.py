@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import layout
-from ..ops.batch_metadata import ARGUMENTS, GROUPS, TOKENS
+from ..ops.batch_metadata import ARGUMENTS, CONTEXT_LENS, GROUPS, TOKENS
 from ._samples_step import TOKENS as NUM_TOKENS
 from ._samples_step import Args, Step, sample
 
@@ -34,6 +34,7 @@ def batch_metadata(s: Step) -> list[Args]:
         values |= {"window_block_size": layout.WINDOW_BLOCK}
         values |= {f"{group}_block_table": s.table(*PAGES[group]) for group in groups}
         dtypes = TOKENS | {name: dtype for group in groups for name, dtype in GROUPS[group].items()}
+        dtypes |= {} if len(groups) == 2 else dict.fromkeys(CONTEXT_LENS, torch.int32)
         values |= {name: _stale(name, dtype) for name, dtype in dtypes.items()}
         made.append(tuple(values.values()))
     return made

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.errors import InputError
-from dsv4_compile.ops.batch_metadata import ARGUMENTS, GROUPS, TOKENS, batch_metadata
+from dsv4_compile.ops.batch_metadata import ARGUMENTS, CONTEXT_LENS, GROUPS, TOKENS, batch_metadata
 from dsv4_compile.testing import check_op, padded, strided
 from dsv4_compile.testing.batch import (
     Batch,
@@ -40,6 +40,7 @@ def arguments(batch: Batch, tables: Tables, rows: int, slot_mapping: Tensor | No
     values |= {"slot_mapping": slot_mapping, "window_block_size": 64}
     values |= {f"{g}_block_table": table_tensor(t, -(-MAX_LEN // PAGE_TOKENS[g])) for g, t in tables.items()}
     dtypes = TOKENS | {name: dtype for group in tables for name, dtype in GROUPS[group].items()}
+    dtypes |= dict.fromkeys(CONTEXT_LENS, torch.int32)
     for name, dtype in dtypes.items():
         shape = (rows, WIDTHS[name]) if name in WIDTHS else (rows,)
         values[name] = torch.full(shape, 1 if dtype is torch.bool else STALE, dtype=dtype)
@@ -57,6 +58,7 @@ def expected(tokens: list[tuple[int, int]], tables: Tables, rows: int) -> dict[s
     """Every row of every buffer, from lists."""
     tokens = tokens + [(-1, -1)] * (rows - len(tokens))
     made: dict[str, list] = {name: [] for name in TOKENS} | {n: [] for group in tables for n in GROUPS[group]}
+    made |= {name: [] for name in CONTEXT_LENS}
 
     def put(group: str, **values: Any) -> None:
         for name, value in values.items():
@@ -71,13 +73,14 @@ def expected(tokens: list[tuple[int, int]], tables: Tables, rows: int) -> dict[s
         t = {group: tables.get(group, []) for group in PAGE_TOKENS}
         row, count = window_row(t["window"], r, position, WINDOW, 64)
         put("window", window_slots=slot(t["window"], r, position, 64), window_indices=row, window_lens=count)
-        put("c4", c4_slots=compressed_slot(t["c4"], r, position, 64, 4), c4_context_lens=(position + 1) // 4)
+        put("c4", c4_slots=compressed_slot(t["c4"], r, position, 64, 4))
         put("c4_state", c4_state_slots=slot(t["c4_state"], r, position, 4))
         put("indexer", indexer_slots=compressed_slot(t["indexer"], r, position, 64, 4))
         put("indexer_state", indexer_state_slots=slot(t["indexer_state"], r, position, 4))
         row, count = entry_row(t["c128"], r, position, WIDTHS["c128_indices"], 2, 128)
-        put("c128", c128_slots=compressed_slot(t["c128"], r, position, 2, 128), c128_context_lens=(position + 1) // 128)
-        put("c128", c128_indices=row, c128_lens=count)
+        put("c128", c128_slots=compressed_slot(t["c128"], r, position, 2, 128), c128_indices=row, c128_lens=count)
+        made["c4_context_lens"].append((position + 1) // 4)
+        made["c128_context_lens"].append((position + 1) // 128)
         put("c128_state", c128_state_slots=slot(t["c128_state"], r, position, 8))
     return made
 
@@ -169,7 +172,8 @@ def test_one_graph_for_every_number_of_tokens(seed: int) -> None:
     ("change", "message"),
     [
         ({"window_lens": None}, "window_slots, window_indices, window_block_table alone"),
-        ({"c4_block_table": None}, "c4_slots, c4_context_lens alone"),
+        ({"c4_context_lens": torch.zeros(3, dtype=torch.int32)}, "c4_context_lens has a row for each"),
+        ({"c4_block_table": None}, "c4_slots alone"),
         ({"c128_slots": torch.zeros(3, dtype=torch.int64)}, "c128_slots has a row for each of positions"),
         ({"c128_indices": torch.zeros(4, dtype=torch.int32)}, r"c128_indices \[N, C\] is int32"),
         ({"window_slots": torch.zeros(4, dtype=torch.int32)}, r"window_slots \[N\] is int64"),
