@@ -4,9 +4,12 @@
         compiled(x)
     for d in decisions:
         print(d)
+    for f in decisions.fusions:
+        print(f)
 
 The backend records one `Decision` for each dsv4 op node that reaches Inductor, whether the op became Inductor IR, a
-hand-written kernel or stayed the reference.
+hand-written kernel or stayed the reference; and one `Fusion` for each group of ops that a pass merged before, or looked
+at and left apart.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ log = logging.getLogger(__name__)
 IMPLEMENTATIONS = ("ir", "triton", "eager")
 """`ir`: Inductor IR, fuses with its neighbours. `triton`: a hand-written kernel. `eager`: the PyTorch reference."""
 
-_collectors: ContextVar[tuple[list[Decision], ...]] = ContextVar("dsv4_decisions", default=())
+_collectors: ContextVar[tuple[Decisions, ...]] = ContextVar("dsv4_decisions", default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,40 @@ class Decision:
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
         return f"{self.op}{place}: {self.impl} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """Ops that a pass merged into one, or left apart.
+
+    Attributes:
+        by: name of the pass.
+        ops: names of the ops that the graph had, in its order.
+        into: name of the op that does their work, or would.
+        merged: whether it does.
+        reason: why, in one clause.
+        where: "file:line" of the user's call of the first of them, or "".
+    """
+
+    by: str
+    ops: tuple[str, ...]
+    into: str
+    merged: bool
+    reason: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        place = f" at {self.where}" if self.where else ""
+        verb = "merged into" if self.merged else "not merged into"
+        return f"{' + '.join(self.ops)}{place}: {verb} {self.into} ({self.reason})"
+
+
+class Decisions(list[Decision]):
+    """Decisions in graph order, and beside them the `fusions` that came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fusions: list[Fusion] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +114,13 @@ class Call:
 
 
 @contextmanager
-def collect() -> Iterator[list[Decision]]:
+def collect() -> Iterator[Decisions]:
     """Collect the decisions of everything that compiles inside the block, in graph order.
 
     Caches of compiled graphs are bypassed meanwhile: a graph that comes from a cache decides nothing. Functions that
     this process has compiled before do not compile again; call `torch.compiler.reset()` first to see theirs.
     """
-    collected: list[Decision] = []
+    collected = Decisions()
     token = _collectors.set((*_collectors.get(), collected))
     try:
         yield collected
@@ -96,8 +133,11 @@ def collecting() -> bool:
     return bool(_collectors.get())
 
 
-def record(decision: Decision) -> None:
-    """Add `decision` to every open collector."""
-    log.debug("%s", decision)
+def record(found: Decision | Fusion) -> None:
+    """Add `found` to every open collector."""
+    log.debug("%s", found)
     for collected in _collectors.get():
-        collected.append(decision)
+        if isinstance(found, Fusion):
+            collected.fusions.append(found)
+        else:
+            collected.append(found)

@@ -2,7 +2,12 @@
 
     dsv4.impl        "auto" | "ir" | "triton" | "eager"   a preference for all ops; ops without it stay the reference
     dsv4.impl.<op>   the same values                      a demand for one op; unavailable is error E302
+    dsv4.fuse        "auto" | "on" | "off"                whether neighbouring ops are merged into one
+    dsv4.fuse.<pass> the same values                      for one pass, "merge_preprocess" or "fuse_attention"
     dsv4.cudagraph   "off"                                "full" and "trees" are planned (E303)
+
+With "auto" ops are merged where the merged op has a kernel, or a lowering, that would be used; "on" merges them all
+the same, which gives equal results and, where the merged op then runs its reference, no speed.
 
 Every other key is a name of torch._inductor.config, "max_autotune" or "triton.cudagraphs" for example.
 """
@@ -18,9 +23,12 @@ from .decisions import IMPLEMENTATIONS
 from .errors import check, fail
 
 IMPL_VALUES = ("auto", *IMPLEMENTATIONS)
+FUSE_VALUES = ("auto", "on", "off")
+FUSE_PASSES = ("merge_preprocess", "fuse_attention")
 CUDAGRAPH_VALUES = ("off", "full", "trees")
 _PREFIX = "dsv4."
 _PER_OP = "dsv4.impl."
+_PER_PASS = "dsv4.fuse."
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +38,16 @@ class Options:
     Attributes:
         impl: preference for all ops, one of `IMPL_VALUES`.
         demands: implementation demanded per op name, without "auto".
+        fuse: for all passes that merge ops, one of `FUSE_VALUES`.
+        fuses: the same by name of a pass.
         cudagraph: "off".
         inductor: settings of torch._inductor.config for this compile.
     """
 
     impl: str = "auto"
     demands: Mapping[str, str] = field(default_factory=dict)
+    fuse: str = "auto"
+    fuses: Mapping[str, str] = field(default_factory=dict)
     cudagraph: str = "off"
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -52,20 +64,28 @@ class Options:
             DSV4Error: E301 for an unknown mode, key or value, naming the nearest; E303 for what is planned.
         """
         ops = tuple(ops)
-        impl, cudagraph = "auto", "off"
+        impl, fuse, cudagraph = "auto", "auto", "off"
         demands: dict[str, str] = {}
+        fuses: dict[str, str] = {}
         inductor = mode_settings(mode)
         for key, value in (options or {}).items():
             if key == "dsv4.impl":
                 impl = _one_of(key, value, IMPL_VALUES)
             elif key == "dsv4.cudagraph":
                 cudagraph = _one_of(key, value, CUDAGRAPH_VALUES)
+            elif key == "dsv4.fuse":
+                fuse = _one_of(key, value, FUSE_VALUES)
+            elif key.startswith(_PER_PASS):
+                name = key.removeprefix(_PER_PASS)
+                check(name in FUSE_PASSES, "E301", got=key, fix=_nearest(key, [_PER_PASS + n for n in FUSE_PASSES]))
+                fuses[name] = _one_of(key, value, FUSE_VALUES)
             elif key.startswith(_PER_OP):
                 op = key.removeprefix(_PER_OP)
                 check(op in ops, "E301", got=key, fix=_nearest(key, [_PER_OP + name for name in ops]))
                 demands[op] = _one_of(key, value, IMPL_VALUES)
             elif key.startswith(_PREFIX):
-                fail("E301", got=key, fix=_nearest(key, ["dsv4.impl", "dsv4.cudagraph", *(_PER_OP + op for op in ops)]))
+                known = ["dsv4.impl", "dsv4.fuse", "dsv4.cudagraph", *(_PER_OP + op for op in ops)]
+                fail("E301", got=key, fix=_nearest(key, known))
             else:
                 name = key.replace("-", "_")
                 _check_inductor_setting(name, value)
@@ -85,11 +105,16 @@ class Options:
             fix='leave it on, or use backend="inductor"',
         )
         demands = {op: value for op, value in demands.items() if value != "auto"}
-        return cls(impl=impl, demands=demands, cudagraph=cudagraph, inductor=inductor)
+        return cls(impl, demands, fuse, fuses, cudagraph, inductor)
 
     def cache_key(self) -> tuple[Any, ...]:
         """What of these options changes generated code, beside the Inductor settings, which torch keys itself."""
-        return (self.impl, tuple(sorted(self.demands.items())), self.cudagraph)
+        fusing = tuple(self.fuse_of(name) for name in FUSE_PASSES)
+        return (self.impl, tuple(sorted(self.demands.items())), fusing, self.cudagraph)
+
+    def fuse_of(self, name: str) -> str:
+        """Whether the pass `name` merges, one of `FUSE_VALUES`."""
+        return self.fuses.get(name, self.fuse)
 
 
 def mode_settings(mode: str | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from .. import measured
 from .._compat import OpOverload, V, fallback_handler, has_device_kernel, lowerings, register_lowering
 from ..decisions import Call, Decision
-from ..errors import fail
+from ..errors import CompileError, fail
 from ..ops._define import OPS, REFERENCES
 from ..ops._kernels import KERNELS, launcher, refusal
 from ..options import Options
@@ -137,6 +137,21 @@ def _by_request_only(call: Call, impl: str) -> str:
 
 def decide(call: Call, options: Options) -> Decision:
     """Choose the implementation of `call`. Raises E302 when a demanded one is not available."""
+    decision = _choose(call, options)
+    if call.op not in options.demands and options.impl not in ("auto", decision.impl):
+        _warn_once(decision, options.impl)
+    return decision
+
+
+def foresee(call: Call, options: Options) -> Decision:
+    """What `decide` would say of a call that no graph holds yet. "eager" where a demand could not be met."""
+    try:
+        return _choose(call, options)
+    except CompileError as unavailable:
+        return call.choose("eager", unavailable.why)
+
+
+def _choose(call: Call, options: Options) -> Decision:
     choices = can_lower(call)
     available = [impl for impl, choice in choices.items() if choice.impl == impl]
     demand = options.demands.get(call.op)
@@ -155,10 +170,7 @@ def decide(call: Call, options: Options) -> Decision:
         if usable:
             return _fastest(call, usable)
         return call.choose("eager", "; ".join(unproven.get(i) or choices[i].reason for i in ("ir", "triton")))
-    preferred = choices[options.impl]
-    if preferred.impl != options.impl:
-        _warn_once(preferred, options.impl)
-    return preferred
+    return choices[options.impl]
 
 
 def _fastest(call: Call, usable: Sequence[Decision]) -> Decision:

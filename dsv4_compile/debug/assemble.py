@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from ..decisions import Decision
+from ..decisions import Decision, Fusion
 from ..errors import DSV4Error
 from . import breaks, events, recompiles
 from .observe import Watch
-from .report import Failure, OpDecision, Place, Report
+from .report import Failure, OpDecision, OpFusion, Place, Report
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -32,6 +32,7 @@ def assemble(
         breaks=breaks.collect(watch.events.breaks, watch.events.limits),
         recompiles=recompiles.collect(watch.events),
         decisions=merge(watch.undecided if not watch.decided else map(_row, watch.decided)),
+        fusions=_alike(watch.decided.fusions),
         kernels=watch.kernels,
         cache_copies=watch.copies,
         missed_reinplace=watch.missed,
@@ -53,6 +54,18 @@ def merge(rows: Iterable[OpDecision]) -> list[OpDecision]:
         kept.count += row.count
         kept.where += [place for place in row.where if place not in kept.where]
     return sorted(found.values(), key=lambda row: (row.op, row.impl))
+
+
+def _alike(fusions: Iterable[Fusion]) -> list[OpFusion]:
+    """Fusions of the same ops with the same outcome become one row, in the order in which they were met."""
+    found: dict[tuple[object, ...], OpFusion] = {}
+    for fusion in fusions:
+        key = (fusion.by, fusion.ops, fusion.into, fusion.merged, fusion.reason)
+        new = OpFusion(fusion.by, list(fusion.ops), fusion.into, fusion.merged, fusion.reason, count=0)
+        kept = found.setdefault(key, new)
+        kept.count += 1
+        kept.where += [place for place in _shown(fusion.where) if place not in kept.where]
+    return list(found.values())
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -85,6 +98,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _row(decision: Decision) -> OpDecision:
-    file, _, line = decision.where.rpartition(":")
-    where = [str(Place(file, int(line)))] if file else []
-    return OpDecision(decision.op, decision.impl, decision.reason, where=where)
+    return OpDecision(decision.op, decision.impl, decision.reason, where=_shown(decision.where))
+
+
+def _shown(where: str) -> list[str]:
+    """A place as the report words it; none where it is not known."""
+    file, _, line = where.rpartition(":")
+    return [str(Place(file, int(line)))] if file else []

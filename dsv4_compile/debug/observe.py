@@ -26,7 +26,7 @@ class Watch:
     keep_sources: bool = False
     graphs: list[Graph] = field(default_factory=list)
     undecided: list[OpDecision] = field(default_factory=list)
-    decided: list[decisions.Decision] = field(default_factory=list)
+    decided: decisions.Decisions = field(default_factory=decisions.Decisions)
     hazards: list[CacheHazard] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     copies: list[CacheCopy] = field(default_factory=list)

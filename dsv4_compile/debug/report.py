@@ -124,6 +124,19 @@ class OpDecision:
 
 
 @dataclass(slots=True)
+class OpFusion:
+    """Groups of ops, alike, that a pass merged into one op, or left apart for the same reason."""
+
+    by: str
+    ops: list[str]
+    into: str
+    merged: bool
+    reason: str
+    count: int = 1
+    where: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Kernel:
     """A kernel of the generated code: `kind` is "triton", "cpp" or "extern", `calls` its launches per graph call."""
 
@@ -192,6 +205,7 @@ class Report:
     breaks: list[Break] = field(default_factory=list)
     recompiles: list[Recompile] = field(default_factory=list)
     decisions: list[OpDecision] = field(default_factory=list)
+    fusions: list[OpFusion] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     cache_copies: list[CacheCopy] = field(default_factory=list)
     missed_reinplace: list[MissedReinplace] = field(default_factory=list)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .report import Break, Graph, GraphInput, Recompile, Report
+from .report import Break, Graph, GraphInput, OpFusion, Recompile, Report
 
 _OPS_SHOWN = 6
 _PLACES_SHOWN = 3
@@ -80,6 +80,8 @@ def sections(report: Report) -> Iterator[Section]:
         yield Section(
             "dsv4 ops", [Table(["op", "calls", "impl", "where", "reason"], [[*r[:3], r[4], r[3]] for r in rows])]
         )
+    if report.fusions:
+        yield Section("Merged ops", [_fusion(item) for item in report.fusions])
     if report.graphs:
         yield Section("Graphs", [_graph(graph) for graph in report.graphs])
     if report.kernels:
@@ -107,6 +109,12 @@ def _recompile(item: Recompile) -> Finding:
     return Finding(
         str(item.place), f"{item.place.function}, {_plural(item.count, 'recompile')}", item.place.source, points
     )
+
+
+def _fusion(item: OpFusion) -> Finding:
+    what = "merged into" if item.merged else "not merged into"
+    points = [("ops", ", ".join(item.ops)), ("why", item.reason), ("where", _places(item.where))]
+    return Finding(item.by, f"{_plural(item.count, 'group')} {what} {item.into}", "", points)
 
 
 def _caches(report: Report) -> Iterator[Finding]:

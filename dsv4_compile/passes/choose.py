@@ -21,11 +21,15 @@ from .. import decisions
 from .._compat import CustomGraphPass, device_architecture, run_graph_pass, triton_version
 from ..lowering import registry
 from ..options import Options
+from . import merging
 from .nodes import describe, public_op, retarget
 
 
 class ChooseImplementations(CustomGraphPass):
-    """Runs the user's post-grad passes, then decides on every dsv4 op node, records it and rewrites the node for it."""
+    """Runs the user's post-grad passes, merges dsv4 ops, then decides on each one left and rewrites its node for it.
+
+    What was merged, what was not and what was decided is recorded, see `decisions`.
+    """
 
     def __init__(self, options: Options, user_passes: Sequence[Any], devices: Iterable[torch.device]) -> None:
         self.options = options
@@ -36,6 +40,7 @@ class ChooseImplementations(CustomGraphPass):
         """Rewrite `graph` in place. Raises E302 when a demanded implementation is not available."""
         for user_pass in self.user_passes:
             run_graph_pass(user_pass, graph)
+        merging.run(graph, self.options)
         for node in graph.nodes:
             op = public_op(node)
             if op is not None:

@@ -33,7 +33,7 @@ class Cache:
     view: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OpNode:
     """A node that calls a dsv4 op.
 
@@ -138,9 +138,14 @@ def source_of(value: Any) -> tuple[OpNode | None, int]:
     return read(value), 0
 
 
-def readers(nodes: Sequence[Node]) -> list[Node]:
-    """Nodes that use any of `nodes`."""
-    return [user for node in nodes for user in node.users]
+def called(node: Node) -> str:
+    """What `node` calls, or takes a result of, for a reader who knows ops by name."""
+    call, _ = source_of(node)
+    if call is not None:
+        return call.name
+    if node.op == "output":
+        return "the caller"
+    return str(node.target).removesuffix(".default") if node.op == "call_function" else node.name
 
 
 def value_of(argument: Any) -> Any:
@@ -238,3 +243,16 @@ def walk(graph: Graph, op: str) -> Iterator[OpNode]:
         found = read(node)
         if found is not None and found.name == op:
             yield found
+
+
+def replace(old: Sequence[Node], new: Node) -> None:
+    """Let `new` stand wherever one of `old` did."""
+    for node in old:
+        node.replace_all_uses_with(new)
+
+
+def erase(graph: Graph, call: OpNode) -> None:
+    """Remove `call`, whose results nobody uses any more, and the nodes that stood for them."""
+    for user in list(call.node.users):
+        graph.erase_node(user)
+    graph.erase_node(call.node)

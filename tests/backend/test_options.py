@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dsv4_compile.errors import CompileError
-from dsv4_compile.options import Options
+from dsv4_compile.options import FUSE_PASSES, Options
 
 OPS = ("q_norm_rope", "kv_rope_insert", "inv_rope")
 
@@ -37,9 +37,22 @@ def test_a_demand_for_auto_is_none() -> None:
 def test_what_changes_code_changes_the_cache_key() -> None:
     keys = {
         _parse(options).cache_key()
-        for options in (None, {"dsv4.impl": "ir"}, {"dsv4.impl.inv_rope": "ir"}, {"dsv4.impl.inv_rope": "eager"})
+        for options in (
+            None,
+            {"dsv4.impl": "ir"},
+            {"dsv4.impl.inv_rope": "ir"},
+            {"dsv4.impl.inv_rope": "eager"},
+            {"dsv4.fuse": "on"},
+            {"dsv4.fuse.fuse_attention": "on"},
+        )
     }
-    assert len(keys) == 4
+    assert len(keys) == 6
+
+
+def test_fusing_is_asked_for_as_a_whole_or_by_pass() -> None:
+    parsed = _parse({"dsv4.fuse": "off", "dsv4.fuse.fuse_attention": "on"})
+    assert [parsed.fuse_of(name) for name in FUSE_PASSES] == ["off", "on"]
+    assert {_parse().fuse_of(name) for name in FUSE_PASSES} == {"auto"}
 
 
 @pytest.mark.parametrize(
@@ -49,6 +62,9 @@ def test_what_changes_code_changes_the_cache_key() -> None:
         ({"dsv4.impl": "trition"}, "dsv4.impl='trition'", "did you mean triton?"),
         ({"dsv4.impl.q_norm_ropes": "ir"}, "dsv4.impl.q_norm_ropes", "did you mean dsv4.impl.q_norm_rope"),
         ({"dsv4.impl.q_norm_rope": 1}, "dsv4.impl.q_norm_rope=1", "one of auto, ir, triton, eager"),
+        ({"dsv4.fuse": "yes"}, "dsv4.fuse='yes'", "one of auto, on, off"),
+        ({"dsv4.fuse.merge_preproces": "on"}, "dsv4.fuse.merge_preproces", "did you mean dsv4.fuse.merge_preprocess"),
+        ({"dsv4.fuze": "on"}, "dsv4.fuze", "did you mean dsv4.fuse?"),
         ({"dsv4.cudagraph": "ful"}, "dsv4.cudagraph='ful'", "did you mean full?"),
         ({"max_autotunes": True}, "max_autotunes", "did you mean max_autotune"),
         ({"max_autotune": "yes"}, "max_autotune='yes'", "pass bool"),

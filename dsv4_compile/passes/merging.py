@@ -1,0 +1,153 @@
+"""What passes that merge ops have in common: whether to merge, whether it is allowed, and a record of either answer.
+
+A pass is a function `run(graph, merger)` in a file of its own. It finds a group of ops, works out the call that would
+do their work, asks `merger.check_wanted`, and rewrites the graph. Wherever a group turns out not to be mergeable it
+raises `Apart`, before it has changed anything; `merger.attempt` makes a record of either end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .._compat import OpOverload
+from ..decisions import Fusion
+from ..lowering import registry
+from ..options import FUSE_PASSES, Options
+from .nodes import FUNCTIONALIZED, Cache, OpNode, called, describe, op_name, source_of, where
+
+
+class Apart(Exception):
+    """A group of ops stays as it is; the message says why, in one clause."""
+
+
+class Merger:
+    """One pass at work on one graph."""
+
+    def __init__(self, graph: Graph, name: str, options: Options) -> None:
+        self.graph = graph
+        self.name = name
+        self.options = options
+        self._reason = ""
+
+    def attempt(self, ops: Sequence[str], into: str, place: Node, merge: Callable[[], None]) -> Fusion:
+        """Call `merge`, which merges the ops named `ops` or raises `Apart`, and return what became of them."""
+        merged, self._reason = True, ""
+        try:
+            merge()
+        except Apart as apart:
+            merged, self._reason = False, str(apart)
+        return Fusion(self.name, tuple(ops), into, merged, self._reason, where(place))
+
+    def check_wanted(
+        self, op: OpOverload, arguments: Mapping[str, Any], members: Sequence[OpNode], place: Node
+    ) -> None:
+        """Raise `Apart` unless a call of `op` with `arguments` shall do the work of `members`.
+
+        With "auto" it shall where it has an implementation of its own that would be used, and where no implementation
+        is demanded of an op that would vanish.
+        """
+        if self._always:
+            self._reason = f'dsv4.fuse.{self.name}="on"'
+            return
+        for member in members:
+            if member.name in self.options.demands and member.name != op_name(op):
+                raise Apart(f"dsv4.impl.{member.name} asks for that op itself")
+        foreseen = registry.foresee(describe(place, op, arguments), self.options)
+        if foreseen.impl == "eager":
+            raise Apart(f"{op_name(op)} would run its reference: {foreseen.reason}")
+        self._reason = f"{foreseen.impl}: {foreseen.reason}"
+
+    def check_remainder(self, whole: OpNode, rest: OpOverload, arguments: Mapping[str, Any]) -> None:
+        """Raise `Apart` where a call of `rest`, which remains of `whole`, would lose an implementation of its own."""
+        if self._always or registry.foresee(describe(whole.node, whole.op), self.options).impl == "eager":
+            return
+        foreseen = registry.foresee(describe(whole.node, rest, arguments), self.options)
+        if foreseen.impl == "eager":
+            raise Apart(f"{op_name(rest)}, left of {whole.name}, would run its reference: {foreseen.reason}")
+
+    @property
+    def _always(self) -> bool:
+        return self.options.fuse_of(self.name) == "on"
+
+
+def run(graph: Graph, options: Options) -> None:
+    """Run every pass that `options` do not switch off."""
+    for name in FUSE_PASSES:
+        if options.fuse_of(name) != "off":
+            _passes()[name](graph, Merger(graph, name, options))
+
+
+def _passes() -> dict[str, Callable[[Graph, Merger], None]]:
+    from . import fuse_attention, merge_preprocess
+
+    return {"merge_preprocess": merge_preprocess.run, "fuse_attention": fuse_attention.run}
+
+
+def inputs_before(graph: Graph, anchor: Node, inputs: Iterable[Any], members: Sequence[OpNode]) -> list[Node]:
+    """Nodes that must move in front of `anchor`, so that a node there can use `inputs`; in graph order.
+
+    They are functional, so moving them changes no value. Raises `Apart` where one depends on a member, which the new
+    node replaces, and where one writes a buffer: then what reads it would change sides.
+    """
+    behind = _behind(graph, anchor)
+    own = {member.node for member in members}
+    found: set[Node] = set()
+    pending = [node for node in inputs if isinstance(node, Node)]
+    while pending:
+        node = pending.pop()
+        if node in found or node not in behind:
+            continue
+        if node in own:
+            raise Apart(f"what one of them takes depends on {called(node)}")
+        if node.is_impure() or node.target in FUNCTIONALIZED:
+            raise Apart(f"{called(node)} stands between and writes what they use")
+        found.add(node)
+        pending += node.all_input_nodes
+    return [node for node in graph.nodes if node in found]
+
+
+def check_caches(graph: Graph, anchor: Node, caches: Mapping[str, Cache], members: Sequence[OpNode]) -> None:
+    """Raise `Apart` unless a node at `anchor` can write all `caches` in place.
+
+    Their buffers are distinct and exist by then, and nobody but the members uses an old version behind it: a reader
+    that came before the write must not come after it.
+    """
+    behind = _behind(graph, anchor)
+    own = {member.node for member in members}
+    owners: dict[Node, str] = {}
+    for name, cache in caches.items():
+        if cache.base in owners:
+            raise Apart(f"{owners[cache.base]} and {name} are parts of one tensor")
+        owners[cache.base] = name
+        writer, _ = source_of(cache.base)
+        if writer is not None and writer.node in own:
+            raise Apart(f"{name} is part of a tensor that {writer.name} writes too")
+        if cache.base in behind:
+            raise Apart(f"{called(cache.base)} writes {name} in between")
+        for reader in _readers(cache.base):
+            if reader in behind and reader not in own and not _hands_back(reader, cache.base):
+                raise Apart(f"{called(reader)} uses {name} in between")
+
+
+def _behind(graph: Graph, anchor: Node) -> set[Node]:
+    """`anchor` and the nodes behind it."""
+    nodes = list(graph.nodes)
+    return set(nodes[nodes.index(anchor) :])
+
+
+def _readers(buffer: Node) -> Iterator[Node]:
+    """Nodes that use `buffer` itself or a view of it; of the latter, who uses the view."""
+    for user in buffer.users:
+        if user.op == "call_function" and getattr(user.target, "is_view", False):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _hands_back(node: Node, buffer: Node) -> bool:
+    """Whether `node` is what gives the caller's own tensor its new value, at the end of the graph."""
+    return node.target is torch.ops.aten.copy_.default and node.args[0] is buffer

@@ -1,0 +1,31 @@
+"""q_norm_rope_kv_insert back into its halves, for a pass that merges one of them elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.fx import Graph
+
+from ..ops._define import OPS
+from .nodes import OpNode, erase, insert, item, replace
+
+BOTH = "q_norm_rope_kv_insert"
+Q_HALF, KV_HALF = "q_norm_rope", "kv_rope_insert"
+
+
+def half(call: OpNode, name: str) -> Mapping[str, Any]:
+    """The arguments that the half `name` of `call` would have; those of `call` itself if it is that half."""
+    return {a.name: call[a.name] for a in OPS[name]._schema.arguments}
+
+
+def split(graph: Graph, call: OpNode) -> tuple[OpNode, OpNode]:
+    """Replace `call`, a q_norm_rope_kv_insert, by its halves; return that of q and that of kv."""
+    with graph.inserting_before(call.node):
+        q = insert(graph, OPS[Q_HALF], half(call, Q_HALF), call.node.meta["val"][0], call.node)
+        kv = insert(graph, OPS[KV_HALF], half(call, KV_HALF), None, call.node)
+        cache = item(graph, kv.node, 1)
+    replace(call.results(0), q.node)
+    replace(call.versions("k_cache"), cache)
+    erase(graph, call)
+    return q, kv

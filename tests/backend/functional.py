@@ -1,0 +1,69 @@
+"""Functional graphs as post-grad passes see them, with our merging passes run on them; no code is generated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule, Node
+
+from dsv4_compile import decisions
+from dsv4_compile.decisions import Fusion
+from dsv4_compile.lowering import registry
+from dsv4_compile.ops._define import OPS
+from dsv4_compile.options import Options
+from dsv4_compile.passes import merging
+from dsv4_compile.passes.nodes import read
+
+
+@dataclass
+class Merged:
+    """A function compiled up to our passes, and what they made of its last graph."""
+
+    call: Callable[..., Any]
+    ops: Counter[str] = field(default_factory=Counter)
+    targets: Counter[str] = field(default_factory=Counter)
+    fusions: list[Fusion] = field(default_factory=list)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why groups were left apart."""
+        return [fusion.reason for fusion in self.fusions if not fusion.merged]
+
+
+def merged(fn: Callable[..., Any], options: dict[str, Any] | None = None) -> Merged:
+    """`fn`, to be called without gradients: its graph is made functional, goes through the passes, and runs."""
+    registry.load()
+    parsed = Options.parse(None, options if options is not None else {"dsv4.fuse": "on"}, ops=OPS)
+    result = Merged(fn)
+
+    def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        gm.graph.eliminate_dead_code()
+        with decisions.collect() as collected:
+            merging.run(gm.graph, parsed)
+        gm.graph.lint()
+        result.fusions = collected.fusions
+        calls = [call for node in gm.graph.nodes if (call := read(node)) is not None]
+        result.ops = Counter(call.name for call in calls)
+        result.targets = Counter(_target(node) for node in gm.graph.nodes if node.op == "call_function")
+        gm.recompile()
+        return gm
+
+    backend = aot_autograd(
+        fw_compiler=compiler,
+        inference_compiler=compiler,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    torch.compiler.reset()
+    result.call = torch.compile(fn, backend=backend, fullgraph=True)
+    return result
+
+
+def _target(node: Node) -> str:
+    return str(node.target).removeprefix("aten.").split(".")[0]

@@ -1,0 +1,161 @@
+"""The three kinds of layers, as modules or op by op: the fused graph, and the results of the graph as written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsv4_compile
+from dsv4_compile.modules import DeepseekV4Attention
+from dsv4_compile.testing import assert_bitwise
+from tests.backend.functional import Merged, merged
+from tests.modules.engine import KINDS, Engine
+from tests.modules.test_compiled_layer import CASES, MAX_SEQ_LEN, random_layer
+
+INDEXER = {"indexer_q_rope_quant": 1, "indexer_logits_topk": 1, "global_topk": 1}
+STEPS = [[10, 0, 3], [1, 1, 140]]
+
+
+def step_through(layer: DeepseekV4Attention, call: Any) -> None:
+    """Steps through `call` give the outputs and the cache bytes of the layer itself."""
+    expected, got = (Engine(layer, 3, MAX_SEQ_LEN, call=run, max_step_tokens=150) for run in (layer, call))
+    for counts in STEPS:
+        chunks = [torch.randn(n, layer.config.hidden_size).to(layer.q_norm.weight.dtype) for n in counts]
+        for a, b in zip(got.step(chunks, padding=2), expected.step(chunks, padding=2), strict=True):
+            assert_bitwise(a, b)
+    for name, tensor in got.paged.layers[0].tensors().items():
+        assert_bitwise(tensor, expected.paged.layers[0].tensors()[name], label=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["float32", "fp8_ds_mla-mxfp4-hadamard", "fp8-cache-and-weights"])
+def test_a_layer_is_one_op_in_front_of_its_projections_and_one_around_attention(kind: str, case: str) -> None:
+    config, kwargs = CASES[case]
+    layer = random_layer(config, kind, **kwargs)
+    result = merged(layer)
+    step_through(layer, result.call)
+    fp8 = "fp8" in kwargs
+    attention = {"sparse_mla_decode_quant": 1, "fp8_grouped_einsum": 1} if fp8 else {"sparse_mla_decode": 1}
+    expected = Counter({"preprocess_insert": 1, **attention, **(INDEXER if kind == "csa" else {})})
+    del result.ops["fp8_linear"]
+    assert result.ops == expected
+    assert [fusion.merged for fusion in result.fusions] == [True, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_off_and_auto_on_a_cpu_leave_the_graph_as_it_is_written(kind: str) -> None:
+    config, kwargs = CASES["float32"]
+    layer = random_layer(config, kind, **kwargs)
+    counts = []
+    for value in ("off", "auto"):
+        result = merged(layer, {"dsv4.fuse": value})
+        Engine(layer, 1, MAX_SEQ_LEN, call=result.call, max_step_tokens=150).step([torch.randn(9, config.hidden_size)])
+        counts.append(result.ops)
+        expected = ["no Inductor lowering; no kernel for cpu yet"] * 2 if value == "auto" else []
+        assert [reason.partition("reference: ")[2] for reason in result.reasons] == expected
+    assert counts[0] == counts[1]
+    assert {"fused_q_kv_rmsnorm", "q_norm_rope_kv_insert", "sparse_mla_decode", "inv_rope"} <= set(counts[0])
+
+
+def separate(layer: DeepseekV4Attention) -> Any:
+    """The layer's forward up to its output projection, as somebody writes it who calls every op alone."""
+
+    def run(hidden: Tensor, metadata: Any, cache: Any) -> Tensor:
+        ops, table, heads = torch.ops.dsv4, layer.cos_sin, layer.config.num_heads
+        qr, kv = ops.fused_q_kv_rmsnorm(
+            layer.wq_a(hidden), layer.wkv(hidden), layer.q_norm.weight, layer.kv_norm.weight, layer.eps
+        )
+        q = layer.wq_b(qr).view(hidden.shape[0], heads, -1)
+        q = ops.q_norm_rope(q, metadata.positions, table, layer.eps)
+        window = metadata.window
+        ops.kv_rope_insert(kv, cache.window, window.slot_mapping, metadata.positions, table, 64, "plain")
+        compressor, c128 = layer.compressor, metadata.c128
+        score = torch.cat((compressor.wkv(hidden), compressor.wgate(hidden)), dim=-1)
+        ops.save_partial_states(score, compressor.ape, cache.state, c128.state_slot_mapping, metadata.positions, 8)
+        ops.compress_norm_rope_insert(
+            cache.state,
+            c128.state_slot_mapping,
+            c128.state_block_table,
+            metadata.token_to_req,
+            metadata.positions,
+            c128.slot_mapping,
+            compressor.norm.weight,
+            table,
+            cache.main,
+            layer.eps,
+            128,
+            8,
+            2,
+            "plain",
+        )
+        out, _ = ops.sparse_mla_decode(
+            q,
+            cache.window,
+            window.indices,
+            window.lens,
+            64,
+            "plain",
+            layer.scale,
+            layer.attn_sink,
+            cache.main,
+            c128.indices,
+            c128.lens,
+            2,
+        )
+        return layer._project_output(out, metadata.positions)
+
+    return run
+
+
+def test_a_layer_of_separate_calls_becomes_the_same_graph() -> None:
+    config, kwargs = CASES["float32"]
+    layer = random_layer(config, "hca", **kwargs)
+    result = merged(separate(layer))
+    expected, got = (Engine(layer, 2, MAX_SEQ_LEN, call=run, max_step_tokens=150) for run in (layer, result.call))
+    for counts in [[130, 3], [1, 1]]:
+        chunks = [torch.randn(n, config.hidden_size) for n in counts]
+        for a, b in zip(got.step(chunks), expected.step(chunks), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert result.ops == {"preprocess_insert": 1, "sparse_mla_decode": 1}
+
+
+@torch.no_grad()
+def test_compiled_code_writes_every_cache_in_place_and_the_report_lists_the_merged_ops() -> None:
+    config, kwargs = CASES["float32"]
+    layer = random_layer(config, "csa", **kwargs)
+    expected, got = (Engine(layer, 2, MAX_SEQ_LEN, max_step_tokens=150) for _ in range(2))
+    hidden = [torch.randn(9, config.hidden_size), torch.randn(4, config.hidden_size)]
+    expected.step(hidden)
+    got.lengths = [9, 4]
+    arguments = torch.cat(hidden), got.metadata([9, 4], 13), got.paged.layers[0]
+    report = dsv4_compile.explain(layer, *arguments, options={"dsv4.fuse": "on", "cpp_cache_precompile_headers": False})
+    assert report.ok
+    assert not report.missed_reinplace
+    for name, tensor in got.paged.layers[0].tensors().items():
+        assert_bitwise(tensor, expected.paged.layers[0].tensors()[name], label=name)
+    assert [(row.by, row.into, row.merged, row.count) for row in report.fusions] == [
+        ("merge_preprocess", "preprocess_insert", True, 1),
+        ("fuse_attention", "sparse_mla_decode", True, 1),
+    ]
+    assert "1 group merged into preprocess_insert" in str(report)
+
+
+def test_two_layers_in_one_graph_are_merged_each_by_itself() -> None:
+    config, kwargs = CASES["float32"]
+    layers = [random_layer(config, kind, **kwargs) for kind in ("swa", "swa")]
+
+    def run(hidden: Tensor, metadata: Any, cache: Any) -> Tensor:
+        # One cache for both: the second layer overwrites what the first has attended to.
+        hidden = hidden + layers[0](hidden, metadata, cache)
+        return hidden + layers[1](hidden, metadata, cache)
+
+    result: Merged = merged(run)
+    expected, got = (Engine(layers[0], 2, MAX_SEQ_LEN, call=call) for call in (run, result.call))
+    chunks = [torch.randn(7, config.hidden_size), torch.randn(2, config.hidden_size)]
+    for a, b in zip(got.step(chunks), expected.step(chunks), strict=True):
+        assert_bitwise(a, b)
+    assert result.ops == {"preprocess_insert": 2, "sparse_mla_decode": 2}

@@ -1,0 +1,287 @@
+"""When ops are merged, and when something in between, or somebody's wish, keeps them apart. Results are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile.options import FUSE_PASSES
+from dsv4_compile.passes import choose, merging, sources
+from dsv4_compile.testing import assert_bitwise
+from tests.backend.functional import Merged, merged
+
+D, ROPE, T, EPS = 64, 16, 6, 1e-6
+ops: Any = torch.ops.dsv4
+
+
+class Layer:
+    """Arguments of one HCA-like layer; `run` is the body, with `between` called at a named place of it."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.positions, self.token_to_req = torch.arange(T), torch.zeros(T, dtype=torch.int32)
+        self.slots = torch.arange(T) + 3
+        self.tables = torch.arange(4, dtype=torch.int32)[None]
+        self.table = torch.randn(32, ROPE)
+        self.q_weight, self.kv_weight = torch.randn(48, dtype=dtype), torch.randn(D, dtype=dtype)
+        self.ape, self.norm_weight = torch.randn(4, 2 * D), torch.randn(D, dtype=dtype)
+        self.caches = {
+            "window": torch.randn(2, 64, D),
+            "state": torch.randn(4, 4, 4 * D),
+            "main": torch.randn(1, 64, D),
+        }
+        self.latent, self.kv, self.score = (
+            torch.randn(T, 48, dtype=dtype),
+            torch.randn(T, D, dtype=dtype),
+            torch.randn(T, 4 * D),
+        )
+        self.wq_b = torch.randn(2 * D, 48, dtype=dtype)
+        self.indices = torch.arange(T, dtype=torch.int32)[:, None] + 3
+        self.lens = torch.ones(T, dtype=torch.int32)
+
+    def run(self, caches: dict[str, Tensor], between: Callable[[str, dict[str, Tensor]], None]) -> list[Tensor]:
+        qr, kv = ops.fused_q_kv_rmsnorm(self.latent, self.kv, self.q_weight, self.kv_weight, EPS)
+        between("norm", caches)
+        ops.kv_rope_insert(kv, caches["window"], self.slots, self.positions, self.table, 64, "plain")
+        q = ops.q_norm_rope((qr @ self.wq_b.T).unflatten(-1, (2, D)), self.positions, self.table, EPS)
+        between("insert", caches)
+        ops.save_partial_states(self.score, self.ape, caches["state"], self.slots, self.positions, 4)
+        between("save", caches)
+        ops.compress_norm_rope_insert(
+            caches["state"], self.slots, self.tables, self.token_to_req, self.positions, self.slots // 4,
+            self.norm_weight, self.table, caches["main"], EPS, 4, 4, 64, "plain",
+        )  # fmt: skip
+        out, lse = ops.sparse_mla_decode(q, caches["window"], self.indices, self.lens, 64, "plain", 0.1)
+        between("attention", caches)
+        return [ops.inv_rope(out, self.positions, self.table), lse, qr, q]
+
+
+@torch.no_grad()
+def compare(
+    between: Callable[[str, dict[str, Tensor]], None] = lambda place, caches: None,
+    keep: slice = slice(0, 1),
+    options: dict[str, Any] | None = None,
+    layer: Layer | None = None,
+) -> Merged:
+    """Results of `keep` and caches equal those of the graph that is not merged."""
+    layer = layer or Layer()
+
+    def run(caches: dict[str, Tensor]) -> list[Tensor]:
+        return layer.run(caches, between)[keep]
+
+    expected, got = ({name: t.clone() for name, t in layer.caches.items()} for _ in range(2))
+    result = merged(run, options)
+    for a, b in zip(result.call(got), run(expected), strict=True):
+        assert_bitwise(a, b)
+    for name in expected:
+        assert_bitwise(got[name], expected[name], label=name)
+    return result
+
+
+def test_nothing_in_between_merges_everything() -> None:
+    result = compare()
+    assert result.ops == {"preprocess_insert": 1, "sparse_mla_decode": 1}
+    assert result.reasons == []
+    assert not {"clone", "cat", "copy"} & set(result.targets)
+
+
+def test_a_reader_of_the_window_in_between_keeps_all_apart() -> None:
+    result = compare(lambda place, caches: place == "norm" and caches["main"].add_(caches["window"].sum()))
+    assert "preprocess_insert" not in result.ops
+    assert result.reasons == ["aten.sum uses window_cache in between"]
+
+
+def test_a_writer_of_the_window_in_between_keeps_all_apart() -> None:
+    result = compare(lambda place, caches: place == "norm" and caches["window"].mul_(2))
+    assert "preprocess_insert" not in result.ops
+    assert result.reasons == ["aten.mul.Tensor writes window_cache in between"]
+
+
+@pytest.mark.parametrize(("place", "cache"), [("insert", "state"), ("save", "main"), ("insert", "main")])
+def test_a_reader_of_a_compressors_cache_in_between_keeps_the_compressor_apart(place: str, cache: str) -> None:
+    seen = torch.zeros(1)
+
+    def read(at: str, caches: dict[str, Tensor]) -> None:
+        if at == place:
+            seen.add_(caches[cache].sum())
+
+    result = compare(read)
+    assert result.ops == {
+        "preprocess_insert": 1, "save_partial_states": 1, "compress_norm_rope_insert": 1, "sparse_mla_decode": 1
+    }  # fmt: skip
+    name = {"state": "state_cache", "main": "compressed_cache"}[cache]
+    assert result.reasons == [f"aten.sum uses {name} in between"]
+
+
+def test_a_writer_of_states_between_saving_and_compressing_keeps_the_compressor_apart() -> None:
+    result = compare(lambda place, caches: place == "save" and caches["state"].mul_(2))
+    assert result.ops["save_partial_states"] == 1
+    assert result.ops["preprocess_insert"] == 1
+
+
+def test_readers_of_what_was_written_do_not_keep_ops_apart() -> None:
+    seen = torch.zeros(1)
+
+    def read(at: str, caches: dict[str, Tensor]) -> None:
+        if at == "attention":
+            for cache in caches.values():
+                seen.add_(cache.sum())
+
+    assert compare(read).ops == {"preprocess_insert": 1, "sparse_mla_decode": 1}
+
+
+def test_caches_that_are_parts_of_one_tensor_keep_the_compressor_apart() -> None:
+    layer = Layer()
+    whole = torch.randn(3, 64, D)
+    layer.caches = {"whole": whole, "state": layer.caches["state"]}
+    original = layer.run
+    layer.run = (
+        lambda caches, between: original(  # type: ignore[method-assign]
+            {"window": caches["whole"][:2], "main": caches["whole"][2:], "state": caches["state"]}, between
+        )
+    )
+    result = compare(layer=layer)
+    assert result.ops["preprocess_insert"] == 1
+    assert result.ops["compress_norm_rope_insert"] == 1
+    assert result.reasons == ["compressed_cache is part of a tensor that kv_rope_insert writes too"]
+
+
+def test_scores_that_depend_on_the_norm_keep_the_compressor_apart() -> None:
+    layer = Layer()
+
+    def run(caches: dict[str, Tensor]) -> Tensor:
+        qr, kv = ops.fused_q_kv_rmsnorm(layer.latent, layer.kv, layer.q_weight, layer.kv_weight, EPS)
+        ops.kv_rope_insert(kv, caches["window"], layer.slots, layer.positions, layer.table, 64, "plain")
+        score = layer.score * qr.sum()
+        ops.save_partial_states(score, layer.ape, caches["state"], layer.slots, layer.positions, 4)
+        ops.compress_norm_rope_insert(
+            caches["state"], layer.slots, layer.tables, layer.token_to_req, layer.positions, layer.slots // 4,
+            layer.norm_weight, layer.table, caches["main"], EPS, 4, 4, 64, "plain",
+        )  # fmt: skip
+        return qr
+
+    layer.run = lambda caches, between: [run(caches)]  # type: ignore[method-assign]
+    result = compare(layer=layer)
+    assert result.ops["save_partial_states"] == 1
+    assert result.reasons == ["what one of them takes depends on fused_q_kv_rmsnorm"]
+
+
+def test_a_rounded_projection_is_taken_as_it_was_before_and_an_unrounded_one_is_not_rounded() -> None:
+    layer = Layer(torch.bfloat16)
+    wide_latent, wide_kv, original = layer.latent.float() * 1.01, layer.kv.float() * 1.01, layer.run
+
+    def rounded(caches: dict[str, Tensor], between: Any) -> list[Tensor]:
+        layer.latent, layer.kv = wide_latent.to(torch.bfloat16), wide_kv.to(torch.bfloat16)
+        return original(caches, between)
+
+    layer.run = rounded  # type: ignore[method-assign]
+    layer.caches = {name: t.bfloat16() if name != "state" else t for name, t in layer.caches.items()}
+    result = compare(layer=layer)
+    assert result.ops["preprocess_insert"] == 1
+    assert result.targets["convert_element_type"] == 0
+
+    layer = Layer(torch.bfloat16)
+    layer.caches = {name: t.bfloat16() if name != "state" else t for name, t in layer.caches.items()}
+    layer.latent, layer.kv, layer.wq_b = wide_latent, wide_kv, layer.wq_b.float()
+    result = compare(layer=layer)
+    assert "preprocess_insert" not in result.ops
+    assert result.reasons[0] == "float32 projections would be rounded to torch.bfloat16"
+
+
+def test_a_q_that_is_used_twice_keeps_its_norm_and_attention_takes_over_the_rest() -> None:
+    result = compare(keep=slice(0, 4))
+    assert result.ops == {"preprocess_insert": 1, "q_norm_rope": 1, "sparse_mla_decode": 1}
+    assert result.reasons == ["the result of q_norm_rope is used elsewhere too, by the caller"]
+
+
+def test_an_output_that_is_used_before_it_is_turned_back_keeps_the_inverse_rope() -> None:
+    layer, seen = Layer(), torch.zeros(1)
+
+    def run(caches: dict[str, Tensor], between: Any) -> list[Tensor]:
+        q = layer.wq_b.view(1, 2, D, -1)[..., 0].expand(T, 2, D)
+        out, _ = ops.sparse_mla_decode(q, caches["window"], layer.indices, layer.lens, 64, "plain", 0.1)
+        seen.add_(out.sum())
+        return [ops.inv_rope(out, layer.positions, layer.table)]
+
+    layer.run = run  # type: ignore[method-assign]
+    result = compare(layer=layer)
+    assert result.ops == {"sparse_mla_decode": 1, "inv_rope": 1}
+    assert result.reasons == ["the result of sparse_mla_decode is used elsewhere too, by aten.sum"]
+
+
+@pytest.fixture
+def kernels() -> Iterator[list[str]]:
+    """Kernels for both merged ops on the CPU, as device kernels are registered; they note their calls."""
+    from dsv4_compile.ops._define import REFERENCES
+
+    called: list[str] = []
+    library = torch.library.Library("dsv4", "IMPL")
+
+    def kernel(name: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return REFERENCES[name](*args, **kwargs)
+
+        return run
+
+    for name in ("preprocess_insert", "sparse_mla_decode"):
+        library.impl(name, kernel(name), "CPU")
+    yield called
+    library._destroy()
+
+
+def test_auto_merges_where_the_merged_op_has_a_kernel_of_its_own(kernels: list[str]) -> None:
+    result = compare(options={})
+    assert result.ops == {"preprocess_insert": 1, "sparse_mla_decode": 1}
+    assert [fusion.reason for fusion in result.fusions] == ["triton: kernel for cpu"] * 2
+    assert {"preprocess_insert", "sparse_mla_decode"} <= set(kernels)
+
+
+@pytest.mark.parametrize(
+    ("options", "ops_left", "reason"),
+    [
+        (
+            {"dsv4.impl.save_partial_states": "eager"},
+            {"preprocess_insert", "save_partial_states", "compress_norm_rope_insert", "sparse_mla_decode"},
+            "dsv4.impl.save_partial_states asks for that op itself",
+        ),
+        (
+            {"dsv4.impl.preprocess_insert": "eager"},
+            None,
+            "preprocess_insert would run its reference: the reference was asked for",
+        ),
+        ({"dsv4.fuse.merge_preprocess": "off"}, None, None),
+    ],
+)
+def test_auto_leaves_apart_what_somebody_asked_for(
+    kernels: list[str], options: dict[str, str], ops_left: set[str] | None, reason: str | None
+) -> None:
+    result = compare(options=options)
+    apart = {
+        "fused_q_kv_rmsnorm",
+        "kv_rope_insert",
+        "save_partial_states",
+        "compress_norm_rope_insert",
+        "sparse_mla_decode",
+    }
+    assert set(result.ops) == (ops_left or apart)
+    assert result.reasons == ([] if reason is None else [reason])
+
+
+def test_every_pass_has_an_option_and_its_source_keys_the_compile_cache(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(merging._passes()) == set(FUSE_PASSES)
+    found = dict(sources())
+    assert {f"/passes/{name}.py" for name in (*FUSE_PASSES, "merging", "nodes", "split_insert", "choose")} <= set(found)
+    before = choose.source_digest.__wrapped__()
+    for name in FUSE_PASSES:
+        edited = tmp_path / f"{name}.py"
+        edited.write_bytes(found[f"/passes/{name}.py"].read_bytes() + b"# edited\n")
+        monkeypatch.setattr(
+            choose, "sources", lambda path=edited, key=f"/passes/{name}.py": {*({**found, key: path}.items())}
+        )
+        assert choose.source_digest.__wrapped__() != before
