@@ -36,6 +36,8 @@ KERNELS: Mapping[str, str] = {
     "q_norm_rope_kv_insert": "q_norm_rope_kv_insert",
     "save_partial_states": "save_partial_states",
     "sparse_mla_decode": "sparse_mla_decode",
+    "sparse_mla_prefill": "sparse_mla_prefill",
+    "sparse_mla_prefill_ragged": "sparse_mla_prefill",
 }
 """Name of an op -> stem of the file in kernels/ that launches it on CUDA and ROCm devices."""
 

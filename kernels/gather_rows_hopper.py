@@ -1,0 +1,111 @@
+"""Device functions of a Hopper warpgroup that gathers rows of a workspace into tiles of keys in shared memory.
+
+Rows go there 16 bytes at a time without passing through registers, in the 128-byte swizzle that the matrix unit reads.
+A block of keys has two halves with barriers of their own, so that work can begin on the first.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .. import layout
+from .kv_load_hopper import thread_barrier
+
+BLOCK_N = gl.constexpr(64)  # keys of a block
+BUFFERS = gl.constexpr(2)
+HALF = gl.constexpr(layout.HEAD_DIM // 2)
+SLICE = gl.constexpr(64)  # dims that one swizzled row holds
+COPIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+# Arrivals that make a half ready: each thread's, when its copies have landed. The left half waits for `lives` too.
+RIGHT_ARRIVALS = gl.constexpr(128)
+LEFT_ARRIVALS = gl.constexpr(129)
+
+# The copy of elements, from Triton 3.8 on and before.
+copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def _index_row(rows, token, RAGGED: gl.constexpr):
+    """First index of a token, how many count and how many may be read, int32; see `index_row` of the portable kernel.
+
+    `rows` are indices, bounds, the distance of two tokens' indices and of two bounds, width and total. How much of a
+    matrix may be read is known without a load.
+    """
+    p_indices, p_bounds, index_stride, bound_stride, width, total = rows
+    token = token.to(gl.int64)
+    if RAGGED:
+        begin = gl.load(p_bounds + token * bound_stride).to(gl.int64)
+        end = gl.load(p_bounds + (token + 1) * bound_stride).to(gl.int64)
+        first = gl.maximum(begin, 0)
+        last = gl.minimum(gl.minimum(end, begin + width), total)
+        length = gl.maximum(last - first, 0).to(gl.int32)
+        readable = length
+        p_row = p_indices + gl.where(length > 0, first, 0)
+    else:
+        length = gl.to_tensor(width).to(gl.int32)
+        readable = length
+        if p_bounds is not None:
+            bound = gl.load(p_bounds + token * bound_stride).to(gl.int64)
+            length = gl.minimum(gl.maximum(bound, 0), width).to(gl.int32)
+        p_row = p_indices + token * index_stride
+    return p_row, length, readable
+
+
+@gluon.jit
+def row_length(rows, token, RAGGED: gl.constexpr):
+    """How many indices of a token count, int32."""
+    _, length, _ = _index_row(rows, token, RAGGED)
+    return length
+
+
+@gluon.jit
+def gather_rows(
+    p_kv, kv_stride, workspace_rows, rows, items, programs,
+    k_left, k_right, lives, left_ready, right_ready, left_free, right_free,
+    HEAD_BLOCKS: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Keys of the items program_id, program_id + programs, ..., block by block into a ring of buffers.
+
+    Args:
+        p_kv, kv_stride, workspace_rows: bfloat16 `[workspace_rows, 512]`; rows: what `_index_row` takes.
+        k_left, k_right: bfloat16 `[BUFFERS, BLOCK_N, 256]`; lives: float32 `[BUFFERS, BLOCK_N]`, 1 for keys and 0 for
+            what is none, which is zero in the tiles. Each `ready` and `free` is a barrier for each buffer.
+    """
+    o_key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPIES))
+    o_dim = gl.expand_dims(gl.arange(0, SLICE, gl.SliceLayout(0, COPIES)), 0)
+    first = gl.program_id(0)
+    number = 0
+    p_row, length, readable = _index_row(rows, first // HEAD_BLOCKS, RAGGED)
+    row = gl.load(p_row + o_key, mask=o_key < readable, other=-1)
+    for item in range(first, items, programs):
+        # What the next item starts with is on its way while this one is gathered.
+        following = gl.minimum(item + programs, items - 1) // HEAD_BLOCKS
+        p_next, next_length, readable = _index_row(rows, following, RAGGED)
+        next_first = gl.load(p_next + o_key, mask=o_key < readable, other=-1)
+        for start in range(0, length, BLOCK_N):
+            column = start + BLOCK_N + o_key
+            next_row = gl.load(p_row + column, mask=column < length, other=-1)
+            live = (row >= 0) & (row < workspace_rows) & (start + o_key < length)
+            p_keys = p_kv + (gl.expand_dims(gl.where(live, row, 0).to(gl.int64) * kv_stride, 1) + o_dim)
+            m_key, _ = gl.broadcast(gl.expand_dims(live, 1), p_keys)
+            buffer = number % BUFFERS
+            phase = ((number // BUFFERS) & 1) ^ 1
+            mbarrier.wait(left_free.index(buffer), phase)
+            lives.index(buffer).store(gl.where(live, 1.0, 0.0))
+            for part in gl.static_range(HALF // SLICE):
+                tile = k_left.index(buffer).slice(part * SLICE, SLICE, 1)
+                copy_elements(tile, p_keys + part * SLICE, mask=m_key)
+            async_copy.mbarrier_arrive(left_ready.index(buffer), increment_count=False)
+            thread_barrier()
+            mbarrier.arrive(left_ready.index(buffer), count=1)
+            mbarrier.wait(right_free.index(buffer), phase)
+            for part in gl.static_range(HALF // SLICE):
+                tile = k_right.index(buffer).slice(part * SLICE, SLICE, 1)
+                copy_elements(tile, p_keys + (HALF + part * SLICE), mask=m_key)
+            async_copy.mbarrier_arrive(right_ready.index(buffer), increment_count=False)
+            row = next_row
+            number += 1
+        p_row, length, row = p_next, next_length, next_first

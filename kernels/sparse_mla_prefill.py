@@ -1,0 +1,88 @@
+"""Launchers of `sparse_mla_prefill` and its list form: on Hopper the kernel made for it where that fits, else the
+portable one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+
+from torch import Tensor
+
+from .gpu import Gpu, gpu_of
+from .sparse_mla_prefill_portable import Rows, launch
+
+MAX_HEAD_DIM = 512
+LIMIT = 2**31
+HOPPER = 90
+
+
+def sparse_mla_prefill_refuses(
+    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, scale: float, attn_sink: Tensor | None = None
+) -> str:
+    """Why the kernel cannot take a call, "" if it can."""
+    return _why_not(q, kv, indices)
+
+
+def sparse_mla_prefill(
+    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, scale: float, attn_sink: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the reference. Weights are rounded to the dtype of the keys before they meet them; sums are float32.
+
+    A token's result depends on nothing but its own arguments, to the bit.
+    """
+    return _launch(q, kv, Rows(indices, topk_length, indices.shape[1]), scale, attn_sink)
+
+
+def sparse_mla_prefill_ragged_refuses(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    indptr: Tensor,
+    scale: float,
+    attn_sink: Tensor | None = None,
+    max_row: int = 0,
+) -> str:
+    """Why the kernel cannot take a call, "" if it can."""
+    return _why_not(q, kv, indices)
+
+
+def sparse_mla_prefill_ragged(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    indptr: Tensor,
+    scale: float,
+    attn_sink: Tensor | None = None,
+    max_row: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `sparse_mla_prefill`, which gives the same bits for the same rows."""
+    total = indices.shape[0]
+    width = min(max_row, total) if max_row > 0 else total
+    return _launch(q, kv, Rows(indices, indptr, width, ragged=True), scale, attn_sink)
+
+
+def _why_not(q: Tensor, kv: Tensor, indices: Tensor) -> str:
+    if q.shape[2] > MAX_HEAD_DIM:
+        return f"the kernel holds vectors of at most {MAX_HEAD_DIM} dims, these have {q.shape[2]}"
+    if max(kv.shape[0], indices.shape[-1], q.shape[0] * q.shape[1]) >= LIMIT:
+        return f"the kernel counts fewer than {LIMIT} rows, indices, and heads of all tokens"
+    return ""
+
+
+def _launch(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    gpu = gpu_of(q.device)
+    hopper = _hopper(gpu)
+    if hopper is not None and not hopper.hopper_refuses(q, kv, rows, sink):
+        return hopper.launch_hopper(q, kv, rows, scale, sink, gpu)
+    return launch(q, kv, rows, scale, sink, gpu)
+
+
+@functools.cache
+def _hopper(gpu: Gpu) -> ModuleType | None:
+    """The module of the Hopper kernel; None on other GPUs, and where Triton has no Gluon."""
+    if gpu.capability != HOPPER or importlib.util.find_spec("triton.experimental.gluon") is None:
+        return None
+    return importlib.import_module(".sparse_mla_prefill_hopper", __package__)

@@ -1,0 +1,372 @@
+"""Sparse attention over a flat workspace on Hopper, in Gluon: bfloat16, 512 dims, blocks of 64 heads.
+
+One program for each processor walks over (token, block of heads), 64 keys at a time. It is three warpgroups, between
+which stand two buffers of keys, each of two halves with barriers of their own:
+
+    left      scores, online softmax, dims 0 to 255 of the output with the weights straight from its registers;
+              queries of the next item, by the copy engine
+    right     dims 256 to 511, held back until the next scores are there, so that they run under the next softmax
+    gatherer  rows of the workspace into swizzled tiles, 16 bytes at a time, without passing through registers
+
+The left one sets the pace. Of the registers it has 256, right 168, the gatherer 80: with 208 for right, left would
+spill.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .. import layout
+from .gather_rows_hopper import BLOCK_N, BUFFERS, HALF, LEFT_ARRIVALS, RIGHT_ARRIVALS, gather_rows, row_length
+from .gpu import Gpu
+from .kv_load_hopper import thread_barrier
+from .sparse_mla_prefill_portable import Rows, outputs
+from .split_softmax import LN_2 as _LN_2
+from .split_softmax import LOG2_E as _LOG2_E
+
+HEADS = 64
+RIGHT_REGISTERS, GATHERER_REGISTERS = 168, 80
+ROW_ALIGN = 16
+"""Bytes that what is copied starts at multiples of; and elements, for Triton looks at strides as they are."""
+_SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+D = gl.constexpr(layout.HEAD_DIM)
+BLOCK_H = gl.constexpr(HEADS)
+Q_BYTES = gl.constexpr(HEADS * layout.HEAD_DIM * 2)
+LOG2_E = gl.constexpr(_LOG2_E.value)
+LN_2 = gl.constexpr(_LN_2.value)
+
+SCORES = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N.value, 16])
+)
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF.value, 16]))
+SWIZZLED = gl.constexpr(_SWIZZLED)
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# A half of the output with 16 bytes of a row in each thread: an exchange among neighbours away from OUTPUT.
+HALF_ROWS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[HEADS, HALF.value],
+    )
+)
+
+# The copy of a tile, from Triton 3.8 on and before.
+copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _load_q(queries, item, q_left, q_right, q_ready, H: gl.constexpr, HEAD_BLOCKS: gl.constexpr):
+    """Start the copy of an item's queries. Heads behind the last one are the next token's, and nobody's result."""
+    row = item // HEAD_BLOCKS * H + item % HEAD_BLOCKS * BLOCK_H
+    mbarrier.expect(q_ready, Q_BYTES)
+    copy_tile(queries, [row, 0], q_ready, q_left)
+    copy_tile(queries, [row, HALF], q_ready, q_right)
+
+
+@gluon.jit
+def _scores(q_left, q_right, k_left, k_right, lives, left_ready, right_ready, number):
+    """Start the scores of block `number`; and which of its columns are keys."""
+    buffer = number % BUFFERS
+    mbarrier.wait(left_ready.index(buffer), (number // BUFFERS) & 1)
+    mbarrier.wait(right_ready.index(buffer), (number // BUFFERS) & 1)
+    # The copies wrote through the generic proxy, the matrix unit reads through the asynchronous one.
+    fence_async_shared()
+    scores = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES)
+    scores = warpgroup_mma(q_left, k_left.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
+    live = lives.index(buffer).load(gl.SliceLayout(0, SCORES))
+    return warpgroup_mma(q_right, k_right.index(buffer).permute((1, 0)), scores, is_async=True), live
+
+
+@gluon.jit
+def _lane_sums(weights):
+    """`[64, 8]`: sums over the part of a row that a thread holds."""
+    return gl.sum(gl.reshape(weights, [BLOCK_H, BLOCK_N // 8, 8]), 1)
+
+
+@gluon.jit
+def _softmax(scores, live, acc, top, sums, turn, scale, keys, shared):
+    """Weights of a block: multiplied with the left half of the keys, and into shared memory for the right one."""
+    weights_tile, factors, weights_ready, weights_free = shared
+    scores = gl.where(gl.expand_dims(live, 0) > 0, scores * scale, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    # -inf - -inf is NaN: a head without keys so far is shifted by zero.
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+    rescale = gl.exp2(top - shift)
+    weights = gl.exp2(scores - gl.expand_dims(shift, 1))
+    rounded = weights.to(gl.bfloat16)
+    operand = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUTPUT, 2))
+    acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT)), 1)
+    acc = warpgroup_mma(operand, keys, acc, is_async=True)
+    slot = turn % BUFFERS
+    mbarrier.wait(weights_free.index(slot), ((turn // BUFFERS) & 1) ^ 1)
+    weights_tile.index(slot).store(rounded)
+    factors.index(slot).store(rescale)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(weights_ready.index(slot), count=1)
+    sums = sums * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout)), 1)
+    return acc, operand, new_top, sums + _lane_sums(weights)
+
+
+@gluon.jit
+def _store_half(acc, p_out, head, FIRST: gl.constexpr, H: gl.constexpr):
+    """Dims FIRST to FIRST + 255 of the output of the heads from `head` on."""
+    o_head = gl.expand_dims(gl.arange(0, BLOCK_H, gl.SliceLayout(1, HALF_ROWS)), 1)
+    o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, HALF_ROWS)), 0)
+    out = gl.convert_layout(acc.to(gl.bfloat16), HALF_ROWS)
+    p_half = p_out + o_head * D + FIRST + o_dim
+    if H % BLOCK_H == 0:
+        gl.store(p_half, out)
+    else:
+        mask, _ = gl.broadcast(head + o_head < H, p_half)
+        gl.store(p_half, out, mask=mask)
+
+
+@gluon.jit
+def _left(
+    queries, p_sink, p_out, p_max, p_lse, scale, rows, items, programs,
+    q_left, q_right, q_ready, k_left, k_right, lives, left_ready, right_ready, left_free, shared, scores_done,
+    H: gl.constexpr, HEAD_BLOCKS: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """The first warpgroup: scores, softmax, the left half of the output."""
+    factors, weights_ready, weights_free = shared[1], shared[2], shared[3]
+    o_row = gl.arange(0, BLOCK_H, gl.SliceLayout(1, SCORES))
+    first = gl.program_id(0)
+    number = 0  # of blocks so far
+    turn = 0  # of the weights' buffers: one for each block, and one for the factor at the end of an item
+    q_phase = 0
+    _load_q(queries, first, q_left, q_right, q_ready, H, HEAD_BLOCKS)
+    length = row_length(rows, first // HEAD_BLOCKS, RAGGED)
+    for item in range(first, items, programs):
+        blocks = (length + BLOCK_N - 1) // BLOCK_N
+        following = gl.minimum(item + programs, items - 1) // HEAD_BLOCKS
+        length = row_length(rows, following, RAGGED)
+        acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
+        top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        sums = _lane_sums(gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES))
+        mbarrier.wait(q_ready, q_phase)
+        q_phase ^= 1
+        if blocks > 0:
+            scores, live = _scores(q_left, q_right, k_left, k_right, lives, left_ready, right_ready, number)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            for _ in range(blocks - 1):
+                buffer = number % BUFFERS
+                acc, operand, top, sums = _softmax(
+                    scores, live, acc, top, sums, turn, scale, k_left.index(buffer), shared
+                )
+                scores, live = _scores(q_left, q_right, k_left, k_right, lives, left_ready, right_ready, number + 1)
+                acc, operand = warpgroup_mma_wait(2, deps=[acc, operand])
+                thread_barrier()
+                mbarrier.arrive(left_free.index(buffer), count=1)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                mbarrier.arrive(scores_done.index(buffer), count=1)
+                number += 1
+                turn += 1
+            thread_barrier()
+            if item + programs < items:
+                _load_q(queries, item + programs, q_left, q_right, q_ready, H, HEAD_BLOCKS)
+            buffer = number % BUFFERS
+            acc, operand, top, sums = _softmax(scores, live, acc, top, sums, turn, scale, k_left.index(buffer), shared)
+            mbarrier.arrive(scores_done.index(buffer), count=1)
+            acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+            thread_barrier()
+            mbarrier.arrive(left_free.index(buffer), count=1)
+            number += 1
+            turn += 1
+        else:
+            thread_barrier()
+            if item + programs < items:
+                _load_q(queries, item + programs, q_left, q_right, q_ready, H, HEAD_BLOCKS)
+        head = item % HEAD_BLOCKS * BLOCK_H
+        m_head = head + o_row < H
+        result = (item // HEAD_BLOCKS).to(gl.int64) * H + head
+        shift = gl.where(top == float("-inf"), 0.0, top)
+        sum_all = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
+        denominator = sum_all
+        if p_sink is not None:
+            denominator += gl.exp2(gl.load(p_sink + head + o_row, mask=m_head, other=0.0) * LOG2_E - shift)
+        factor = gl.where(sum_all == 0, 0.0, 1.0 / denominator)
+        slot = turn % BUFFERS
+        mbarrier.wait(weights_free.index(slot), ((turn // BUFFERS) & 1) ^ 1)
+        factors.index(slot).store(factor)
+        thread_barrier()
+        mbarrier.arrive(weights_ready.index(slot), count=1)
+        turn += 1
+        lse = gl.where(sum_all == 0, float("inf"), (shift + gl.log2(sum_all)) * LN_2)
+        gl.store(p_lse + result + o_row, lse, mask=m_head)
+        gl.store(p_max + result + o_row, top * LN_2, mask=m_head)
+        acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), 1)
+        _store_half(acc, p_out + result * D, head, 0, H)
+
+
+@gluon.jit
+def _right(
+    p_out, rows, items, programs, k_right, right_ready, right_free, shared, scores_done,
+    H: gl.constexpr, HEAD_BLOCKS: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """The second warpgroup: the right half of the output."""
+    weights_tile, factors, weights_ready, weights_free = shared
+    first = gl.program_id(0)
+    number = 0
+    turn = 0
+    length = row_length(rows, first // HEAD_BLOCKS, RAGGED)
+    for item in range(first, items, programs):
+        blocks = (length + BLOCK_N - 1) // BLOCK_N
+        following = gl.minimum(item + programs, items - 1) // HEAD_BLOCKS
+        length = row_length(rows, following, RAGGED)
+        acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
+        for _ in range(blocks):
+            buffer, slot = number % BUFFERS, turn % BUFFERS
+            mbarrier.wait(right_ready.index(buffer), (number // BUFFERS) & 1)
+            mbarrier.wait(weights_ready.index(slot), (turn // BUFFERS) & 1)
+            fence_async_shared()
+            acc = acc * gl.expand_dims(factors.index(slot).load(gl.SliceLayout(1, OUTPUT)), 1)
+            mbarrier.wait(scores_done.index(buffer), (number // BUFFERS) & 1)
+            acc = warpgroup_mma(weights_tile.index(slot), k_right.index(buffer), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            thread_barrier()
+            mbarrier.arrive(weights_free.index(slot), count=1)
+            mbarrier.arrive(right_free.index(buffer), count=1)
+            number += 1
+            turn += 1
+        slot = turn % BUFFERS
+        mbarrier.wait(weights_ready.index(slot), (turn // BUFFERS) & 1)
+        factor = factors.index(slot).load(gl.SliceLayout(1, OUTPUT))
+        thread_barrier()
+        mbarrier.arrive(weights_free.index(slot), count=1)
+        turn += 1
+        head = item % HEAD_BLOCKS * BLOCK_H
+        result = (item // HEAD_BLOCKS).to(gl.int64) * H + head
+        _store_half(acc * gl.expand_dims(factor, 1), p_out + result * D, head, HALF, H)
+
+
+@gluon.jit(do_not_specialize=["items", "width", "total", "workspace_rows"])
+def sparse_mla_prefill_hopper_kernel(
+    queries,  # descriptor of [T * H, 512] bfloat16 in blocks of [64, 256]
+    p_out,  # [T, H, 512] bfloat16, contiguous
+    p_max,  # [T, H] float32, contiguous
+    p_lse,  # [T, H] float32, contiguous
+    p_kv,  # [workspace_rows, 512] bfloat16
+    p_indices,  # [T, width] int, or [total] int
+    p_bounds,  # [T] int or None, or [T + 1] int
+    p_sink,  # [H] float32 or None, contiguous
+    scale,  # of the scores, times log2(e)
+    items,  # tokens times blocks of heads
+    kv_stride,
+    index_stride,
+    bound_stride,
+    width,
+    total,
+    workspace_rows,
+    RAGGED: gl.constexpr,
+    H: gl.constexpr,
+    RIGHT_REGISTERS: gl.constexpr,
+    GATHERER_REGISTERS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Program p takes every num_programs-th item from item p on; item i is head block i % HEAD_BLOCKS of a token."""
+    HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    q_left = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, HALF], SWIZZLED)
+    q_right = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, HALF], SWIZZLED)
+    k_left = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, HALF], SWIZZLED)
+    k_right = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, HALF], SWIZZLED)
+    weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_H, BLOCK_N], SWIZZLED)
+    factors = gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK_H], FLAT)
+    lives = gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK_N], FLAT)
+    left_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    right_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    left_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    right_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    weights_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    weights_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    # A ring of two: with one, the left warpgroup could arrive twice before the right one looks, and that would wait
+    # for ever.
+    scores_done = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready, count=1)
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(left_ready.index(i), count=LEFT_ARRIVALS)
+        mbarrier.init(right_ready.index(i), count=RIGHT_ARRIVALS)
+        mbarrier.init(left_free.index(i), count=1)
+        mbarrier.init(right_free.index(i), count=1)
+        mbarrier.init(weights_ready.index(i), count=1)
+        mbarrier.init(weights_free.index(i), count=1)
+        mbarrier.init(scores_done.index(i), count=1)
+    fence_async_shared()
+    programs = gl.num_programs(0)
+    rows = p_indices, p_bounds, index_stride, bound_stride, width, total
+    shared = weights_tile, factors, weights_ready, weights_free
+    gl.warp_specialize([
+        (_left, (queries, p_sink, p_out, p_max, p_lse, scale, rows, items, programs, q_left, q_right, q_ready,
+                 k_left, k_right, lives, left_ready, right_ready, left_free, shared, scores_done,
+                 H, HEAD_BLOCKS, RAGGED)),
+        (_right, (p_out, rows, items, programs, k_right, right_ready, right_free, shared, scores_done,
+                  H, HEAD_BLOCKS, RAGGED)),
+        (gather_rows, (p_kv, kv_stride, workspace_rows, rows, items, programs, k_left, k_right, lives,
+                       left_ready, right_ready, left_free, right_free, HEAD_BLOCKS, RAGGED)),
+    ], [4, 4], [RIGHT_REGISTERS, GATHERER_REGISTERS])  # fmt: skip
+
+
+def hopper_refuses(q: Tensor, kv: Tensor, rows: Rows, sink: Tensor | None) -> str:
+    """Why this kernel cannot take a call that the portable one can, "" if it can."""
+    tokens, heads, head_dim = q.shape
+    if q.dtype is not torch.bfloat16 or kv.dtype is not torch.bfloat16 or head_dim != layout.HEAD_DIM or heads == 0:
+        return f"it takes bfloat16 vectors of {layout.HEAD_DIM} dims"
+    if q.stride(2) != 1 or kv.stride(1) != 1 or (tokens > 1 and q.stride(0) != heads * q.stride(1)):
+        return "it takes queries and keys that are rows, those of all heads of all tokens equally far apart"
+    if kv.shape[0] == 0 or kv.stride(0) % ROW_ALIGN or kv.data_ptr() % ROW_ALIGN:
+        return f"it takes a workspace that has rows, a multiple of {ROW_ALIGN} elements apart"
+    if q.stride(1) * q.element_size() % ROW_ALIGN or q.data_ptr() % ROW_ALIGN:
+        return f"it takes queries that start at multiples of {ROW_ALIGN} bytes"
+    neighbours = [rows.indices] if sink is None else [rows.indices, sink]
+    return "" if all(x.stride(-1) == 1 for x in neighbours) else "it takes indices and sinks that are neighbours"
+
+
+def launch_hopper(
+    q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None, gpu: Gpu
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`out`, `max_logits` and `lse`, as `launch` of the portable kernel."""
+    out, max_logits, lse = outputs(q)
+    if lse.numel() == 0:
+        return out, max_logits, lse
+    tokens, heads, head_dim = q.shape
+    items = tokens * layout.cdiv(heads, HEADS)
+    every_head = q.as_strided((tokens * heads, head_dim), (q.stride(1), 1))
+    sparse_mla_prefill_hopper_kernel[(min(items, gpu.processors),)](
+        TensorDescriptor.from_tensor(every_head, [HEADS, HALF.value], _SWIZZLED),
+        out,
+        max_logits,
+        lse,
+        kv,
+        rows.indices,
+        rows.bounds,
+        sink,
+        scale * _LOG2_E.value,
+        items,
+        kv.stride(0),
+        0 if rows.ragged else rows.indices.stride(0),
+        0 if rows.bounds is None else rows.bounds.stride(0),
+        rows.width,
+        rows.indices.numel(),
+        kv.shape[0],
+        RAGGED=rows.ragged,
+        H=heads,
+        RIGHT_REGISTERS=RIGHT_REGISTERS,
+        GATHERER_REGISTERS=GATHERER_REGISTERS,
+        num_warps=4,
+    )
+    return out, max_logits, lse

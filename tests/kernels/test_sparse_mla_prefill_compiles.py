@@ -1,0 +1,94 @@
+"""The prefill kernels compiled ahead of time, and which of them a call on Hopper takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from dsv4_compile.kernels import sparse_mla_prefill_hopper as hopper
+from dsv4_compile.kernels import sparse_mla_prefill_portable as portable
+from dsv4_compile.kernels.gpu import Gpu
+from dsv4_compile.kernels.sparse_mla_prefill_portable import Rows
+from dsv4_compile.testing import strided
+from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
+
+GPUS = {
+    "sm_90": (Gpu("cuda", 90, 132), 227),
+    "sm_100": (Gpu("cuda", 100, 148), 227),
+    "sm_120": (Gpu("cuda", 120, 170), 99),
+    "gfx942": (Gpu("hip", 0, 304), 64),
+    "gfx950": (Gpu("hip", 0, 256), 160),
+}
+"""By target: the GPU, and the KiB of shared memory that a program may have."""
+# From Triton 3.8 on the accumulator of the left warpgroup does not quite fit its registers.
+MOST_SPILLS = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else 128
+
+
+def operands(heads: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    return torch.zeros(2, heads, 512, dtype=dtype), torch.zeros(70, 512, dtype=dtype)
+
+
+def rows(ragged: bool = False, lens: bool = True) -> Rows:
+    if ragged:
+        return Rows(torch.zeros(1280, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), 640, ragged=True)
+    return Rows(torch.zeros(2, 640, dtype=torch.int32), torch.zeros(2, dtype=torch.int32) if lens else None, 640)
+
+
+@pytest.mark.parametrize(
+    ("target", "heads", "dtype", "ragged"),
+    [
+        *((target, 64, torch.bfloat16, number % 2 == 0) for number, target in enumerate(TARGETS)),
+        ("sm_90", 8, torch.bfloat16, False),
+        ("gfx942", 8, torch.bfloat16, True),
+        ("sm_120", 64, torch.float32, False),
+    ],
+)
+def test_it_compiles_ahead_of_time_within_shared_memory(
+    target: str, heads: int, dtype: torch.dtype, ragged: bool
+) -> None:
+    gpu, kibibytes = GPUS[target]
+    with compiled_for(TARGETS[target]) as compiled:
+        portable.launch(*operands(heads, dtype), rows(ragged), 0.1, torch.zeros(heads), gpu)
+    (kernel,) = compiled
+    assert machine_code(kernel)
+    assert kernel.metadata.shared * portable.choose_tiles(gpu, heads, dtype).resident <= kibibytes * 1024
+
+
+@pytest.mark.parametrize(("heads", "sink", "ragged"), [(128, True, False), (100, False, True)])
+def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products(
+    heads: int, sink: bool, ragged: bool
+) -> None:
+    gpu, kibibytes = GPUS["sm_90"]
+    logits = torch.zeros(heads) if sink else None
+    with compiled_for(TARGETS["sm_90"]) as compiled:
+        hopper.launch_hopper(*operands(heads), rows(ragged, lens=sink), 0.1, logits, gpu)
+    (kernel,) = compiled
+    code = kernel.asm["sass"]
+    assert kernel.metadata.shared <= kibibytes * 1024
+    assert code.count("USETMAXREG") >= 4
+    assert code.count("LDL") + code.count("STL") <= MOST_SPILLS
+    # Products that wait for each other would each be fenced off by an arrival of their own.
+    assert code.count("HGMMA") >= 72 and code.count("WARPGROUP.ARRIVE") <= 8
+    assert code.count("LDGSTS.E.BYPASS.128") == 32  # a thread's copies of a block of keys
+
+
+def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> None:
+    q, kv = operands(64)
+    sink, some = torch.zeros(64), rows()
+    assert hopper.hopper_refuses(q, kv, some, sink) == hopper.hopper_refuses(q, kv, rows(ragged=True), None) == ""
+    fused = torch.zeros(2, 64 * 512 + 64, dtype=torch.bfloat16)[:, : 64 * 512].unflatten(1, (64, 512))
+    wide = torch.zeros(70, 520, dtype=torch.bfloat16)
+    calls = {
+        "bfloat16 vectors": (q.half(), kv, some, sink),
+        "of 512 dims": (q[..., :256], kv[:, :256], some, sink),
+        "equally far apart": (fused, kv, some, sink),
+        "that has rows": (q, kv[:0], some, sink),
+        "elements apart": (q, wide[:, :512], some, sink),
+        "start at": (torch.zeros(2, 64, 513, dtype=torch.bfloat16)[..., 1:], kv, some, sink),
+        "neighbours": (q, kv, some._replace(indices=strided(some.indices)), sink),
+    }
+    for reason, call in calls.items():
+        assert reason in hopper.hopper_refuses(*call)
+    assert hopper.hopper_refuses(q[:, :64].expand(2, 64, 512), kv, some, sink) == ""
