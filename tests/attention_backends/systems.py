@@ -1,0 +1,170 @@
+"""Every backend driven as an engine drives it: builders outside, one module call with tensors inside."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.attention_backends import CommonAttentionMetadata, LayerShape, SparseAttention, get_backend
+from dsv4_compile.attention_backends.rocm_metadata import DeepseekV4ROCMAiterSparseSWAMetadataBuilder
+from dsv4_compile.attention_backends.swa import DeepseekSparseSWAMetadataBuilder
+from dsv4_compile.attention_backends.v4 import DeepseekV4Metadata
+from dsv4_compile.metadata import BlockTables, build_batch_metadata
+from dsv4_compile.testing.attention import AttentionCase, random_case
+from dsv4_compile.testing.batch import Batch
+
+MAX_MODEL_LEN, MAX_TOKENS, MAX_REQUESTS, DECODE_THRESHOLD = 320, 400, 10, 3
+V4 = ("DSV4_PAGED", "FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "ROCM_FLASHMLA_SPARSE_DSV4")
+PHASES = ("decode", "prefill", "mixed")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A backend with one of its caches, and for which kind of layer and of batch."""
+
+    name: str
+    kv_cache_dtype: str
+    ratio: int = 4
+    phase: str = "mixed"
+
+    @property
+    def fmt(self) -> str:
+        return get_backend(self.name).cache_format(self.kv_cache_dtype)
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.kv_cache_dtype}-{self.ratio}-{self.phase}"
+
+
+def caches(name: str) -> list[str]:
+    """One word for each format a backend reads."""
+    words = {fmt: word for word, fmt in get_backend(name).cache_formats.items() if word != "auto"}
+    return sorted(words.values())
+
+
+def ways(phases: tuple[str, ...] = PHASES, ratios: tuple[int, ...] = (1, 4, 128)) -> Iterator[Way]:
+    """All V4 backends, caches, ratios and phases."""
+    for name in V4:
+        for word in caches(name):
+            for ratio in ratios:
+                for phase in phases:
+                    yield Way(name, word, ratio, phase)
+
+
+def batch_of(rng: random.Random, phase: str) -> Batch:
+    """Decodes of one to three tokens, then chunked and whole prefills, then padded requests and padding tokens.
+
+    At least two of each part, and at most four prefills, padded requests included.
+    """
+    sizes: list[tuple[int, int]] = []
+    if phase != "prefill":
+        for _ in range(rng.randint(2, 5)):
+            seq_len = rng.randint(1, 300)
+            sizes.append((min(rng.choice((1, 1, 2, 3)), seq_len), seq_len))
+    if phase != "decode":
+        for _ in range(rng.randint(2, 3)):
+            seq_len = rng.choice((rng.randint(4, 20), rng.randint(128, 300)))
+            sizes.append(
+                (rng.choice((seq_len, rng.randint(4, seq_len))) if seq_len < 30 else rng.randint(4, 50), seq_len)
+            )
+    sizes.append((0, 0))
+    query_lens, seq_lens = zip(*sizes, strict=True)
+    return Batch(query_lens, seq_lens, padding=rng.choice((0, 1, 3)))
+
+
+def case_of(rng: random.Random, way: Way, batch: Batch | None = None, heads: int = 4) -> AttentionCase:
+    """A batch with caches in the backend's format; small vectors where the format allows."""
+    return random_case(
+        rng,
+        batch_of(rng, way.phase) if batch is None else batch,
+        ratio=way.ratio,
+        fmt=way.fmt,
+        max_requests=MAX_REQUESTS,
+        max_model_len=MAX_MODEL_LEN,
+        heads=heads,
+        head_dim=layout.HEAD_DIM if way.fmt == "fp8_ds_mla" else 64,
+    )
+
+
+class Layer:
+    """One backend's module and builders, for steps of one kind of layer."""
+
+    def __init__(
+        self, way: Way, case: AttentionCase, engine: str = "dsv4", device: str = "cpu", **options: Any
+    ) -> None:
+        self.way, self.device = way, device
+        self.shape = LayerShape(
+            num_heads=case.q.shape[1],
+            head_size=case.q.shape[2],
+            scale=case.scale,
+            window=case.window,
+            ratio=way.ratio,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=MAX_TOKENS,
+            kv_cache_dtype=way.kv_cache_dtype,
+        )
+        backend = get_backend(way.name)
+        self.module: SparseAttention = backend.get_impl_cls()(self.shape, engine, **options).to(device)
+        if way.name == "FLASHINFER_MLA_SPARSE_DSV4" and case.window_cache.kv_scale is not None:
+            self.module.set_scales(1.0, float(case.window_cache.kv_scale))
+        self.swa = self.main = None
+        if way.name == "DSV4_PAGED":
+            return
+        builder = DeepseekSparseSWAMetadataBuilder
+        if way.name == "ROCM_FLASHMLA_SPARSE_DSV4":
+            builder = DeepseekV4ROCMAiterSparseSWAMetadataBuilder
+        self.swa = builder(MAX_TOKENS, window=case.window, decode_threshold=DECODE_THRESHOLD, device=device)
+        if way.ratio > 1:
+            self.main = backend.get_builder_cls()(
+                MAX_TOKENS,
+                max_model_len=MAX_MODEL_LEN,
+                ratio=way.ratio,
+                decode_threshold=DECODE_THRESHOLD,
+                device=device,
+            )
+
+    def metadata(self, case: AttentionCase) -> Any:
+        batch = case.batch
+        window_table, main_table = (table.to(self.device) for table in case.tables())
+        if self.swa is None:
+            return build_batch_metadata(
+                query_start_loc=batch.query_start_loc().to(self.device),
+                seq_lens=batch.seq_lens_tensor().to(self.device),
+                num_tokens=batch.num_tokens,
+                block_tables=BlockTables(window_table, *(main_table,) * 6 if self.way.ratio > 1 else ()),
+                window=case.window,
+                max_model_len=MAX_MODEL_LEN,
+                ratios=(self.way.ratio,),
+            )
+
+        def group(table: Tensor) -> CommonAttentionMetadata:
+            return CommonAttentionMetadata.of(
+                query_start_loc=batch.query_start_loc().tolist(),
+                seq_lens=batch.seq_lens,
+                block_table=table,
+                slot_mapping=batch.slot_mapping().to(self.device),
+                positions=case.positions().to(self.device),
+            )
+
+        main = None if self.main is None else self.main.build(0, group(main_table))
+        return DeepseekV4Metadata(self.swa.build(0, group(window_table)), main)
+
+    def arguments(self, case: AttentionCase) -> tuple[Any, ...]:
+        """What `module` is called with."""
+        main = case.main_cache
+        own_scale = self.way.name == "FLASHINFER_MLA_SPARSE_DSV4"
+        tensors = (
+            case.q,
+            case.window_cache.cache,
+            None if main is None else main.cache,
+            self.metadata(case),
+            case.topk,
+            case.sink,
+            None if own_scale else case.window_cache.kv_scale,
+        )
+        return tuple(x.to(self.device) if isinstance(x, Tensor) else x for x in tensors)

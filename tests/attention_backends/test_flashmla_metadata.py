@@ -1,0 +1,185 @@
+"""Builders of single cache groups, and the one of all groups: equal parts, one split, fixed addresses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.attention_backends.common import CommonAttentionMetadata
+from dsv4_compile.attention_backends.flashmla_metadata import (
+    DeepseekV4CompressorMetadataBuilder,
+    DeepseekV4FlashMLAMetadataBuilder,
+    DeepseekV4IndexerMetadataBuilder,
+)
+from dsv4_compile.attention_backends.protocol import CudaGraphSupport
+from dsv4_compile.attention_backends.step import DeepseekV4StepBuilder
+from dsv4_compile.attention_backends.swa import DeepseekSparseSWAMetadataBuilder
+from dsv4_compile.errors import InputError
+from dsv4_compile.metadata import BlockTables, MetadataBuffers
+from dsv4_compile.testing.batch import (
+    Batch,
+    Table,
+    compressed_slot,
+    entry_row,
+    random_table,
+    row,
+    slot,
+    table_tensor,
+)
+
+MAX_LEN, TOKENS = 700, 600
+WIDTH = layout.c128a_width(MAX_LEN)
+MIXED = Batch((1, 1, 1, 2, 40, 300), (1, 640, 128, 257, 165, 300), padding=3)
+DECODES = Batch((2, 2, 2, 0), (129, 4, 260, 0), padding=2)
+
+
+def common(batch: Batch, table: Table) -> CommonAttentionMetadata:
+    return CommonAttentionMetadata.of(
+        query_start_loc=batch.query_start_loc().tolist(),
+        seq_lens=batch.seq_lens,
+        block_table=table_tensor(table, 3),
+        slot_mapping=batch.slot_mapping(),
+    )
+
+
+def pages(seed: int, batch: Batch, tokens: int = layout.KV_BLOCK) -> Table:
+    return random_table(random.Random(seed), len(batch.seq_lens), -(-MAX_LEN // tokens))
+
+
+def padded_tokens(batch: Batch) -> list[tuple[int, int]]:
+    return [(request if position >= 0 else 0, position) for request, position in batch.tokens()]
+
+
+def tensors_of(value: Any) -> dict[str, Tensor]:
+    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+@pytest.mark.parametrize("batch", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_compressed_slots_and_the_split(ratio: int, batch: Batch, seed: int) -> None:
+    table = pages(seed, batch)
+    builder = DeepseekV4FlashMLAMetadataBuilder(
+        TOKENS, max_model_len=MAX_LEN, ratio=ratio, topk_tokens=512, decode_threshold=2
+    )
+    made = builder.build(0, common(batch, table))
+    block = layout.storage_block_size(ratio)
+    tokens = padded_tokens(batch)
+    assert made.slot_mapping.tolist() == [compressed_slot(table, *token, block, ratio) for token in tokens]
+    assert made.req_id_per_token.tolist() == [request for request, _ in tokens]
+    assert (made.num_reqs, made.num_actual_tokens) == (len(batch.seq_lens), batch.num_tokens)
+    assert (made.max_query_len, made.max_seq_len) == (max(batch.query_lens), max(batch.seq_lens))
+    assert (made.block_size, made.topk_tokens) == (256, 512)
+    split = (made.num_decodes, made.num_prefills, made.num_decode_tokens, made.num_prefill_tokens)
+    assert split == ((4, 2, 5, 343) if batch is MIXED else (4, 0, 8, 0))
+
+
+@pytest.mark.parametrize("batch", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_rows_of_ratio_128_are_slots_of_decodes_and_indices_of_prefills(batch: Batch, seed: int) -> None:
+    table = pages(seed, batch)
+    builder = DeepseekV4FlashMLAMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=128, decode_threshold=2)
+    made = builder.build(0, common(batch, table))
+    tokens = padded_tokens(batch)
+    rows = [entry_row(table, *token, WIDTH, 2, 128) for token in tokens[: made.num_decode_tokens]]
+    assert made.c128a_global_decode_topk_indices.shape == (made.num_decode_tokens, 1, WIDTH)
+    assert made.c128a_global_decode_topk_indices.squeeze(1).tolist() == [indices for indices, _ in rows]
+    assert made.c128a_decode_topk_lens.tolist() == [count for _, count in rows]
+    if batch is DECODES:
+        assert made.c128a_prefill_topk_indices is None
+    else:
+        local = [row(range((position + 1) // 128), WIDTH) for _, position in tokens[made.num_decode_tokens :]]
+        assert made.c128a_prefill_topk_indices.tolist() == local
+
+
+def test_a_window_only_layer_has_the_raw_slots(seed: int) -> None:
+    cm = common(MIXED, pages(seed, MIXED))
+    made = DeepseekV4FlashMLAMetadataBuilder(TOKENS, max_model_len=MAX_LEN).build(0, cm)
+    assert made.slot_mapping is cm.slot_mapping
+    assert made.c128a_global_decode_topk_indices is None
+
+
+def test_the_indexer_sees_the_keys_of_each_token(seed: int) -> None:
+    table = pages(seed, MIXED)
+    made = DeepseekV4IndexerMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=4).build(0, common(MIXED, table))
+    tokens = padded_tokens(MIXED)
+    assert made.slot_mapping.tolist() == [compressed_slot(table, *token, 64, 4) for token in tokens]
+    assert made.context_lens.tolist() == [(position + 1) // 4 for _, position in tokens]
+    assert made.is_valid_token.tolist() == [position >= 0 for _, position in tokens]
+    assert made.max_context == 175
+    assert (made.num_decodes, made.num_decode_tokens) == (3, 3)
+
+
+@pytest.mark.parametrize(("ratio", "indexer", "block"), [(4, False, 4), (4, True, 4), (128, False, 8)])
+def test_the_compressor_has_a_state_slot_for_each_token(ratio: int, indexer: bool, block: int, seed: int) -> None:
+    table = pages(seed, MIXED, block)
+    builder = DeepseekV4CompressorMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=ratio, indexer=indexer)
+    made = builder.build(0, common(MIXED, table))
+    assert made.slot_mapping.tolist() == [slot(table, *token, block) for token in padded_tokens(MIXED)]
+    assert made.block_size == block
+
+
+def loaded(batch: Batch, seed: int) -> tuple[MetadataBuffers, dict[str, Table]]:
+    buffers = MetadataBuffers(max_num_batched_tokens=TOKENS, max_num_seqs=7, max_model_len=MAX_LEN)
+    tables = {
+        group: random_table(random.Random(seed + i), len(batch.seq_lens), buffers.plan.sizes[f"{group}_blocks"])
+        for i, group in enumerate(buffers.groups)
+    }
+    tensors = {group: table_tensor(table) for group, table in tables.items()}
+    buffers.load(batch.query_start_loc(), batch.seq_lens, block_tables=BlockTables(**tensors))
+    return buffers, tables
+
+
+@pytest.mark.parametrize("batch", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_one_launch_for_all_groups_equals_a_builder_for_each(batch: Batch, seed: int) -> None:
+    buffers, tables = loaded(batch, seed)
+    step = DeepseekV4StepBuilder(buffers, topk_tokens=64, decode_threshold=2).build(
+        batch.query_start_loc().tolist(), batch.seq_lens, batch.num_tokens
+    )
+    sizes: dict[str, Any] = {"max_model_len": MAX_LEN, "decode_threshold": 2}
+    single: list[tuple[Any, Any]] = [
+        (step.main[ratio], DeepseekV4FlashMLAMetadataBuilder(TOKENS, ratio=ratio, topk_tokens=64, **sizes))
+        for ratio in (4, 128)
+    ]
+    single.append((step.indexer, DeepseekV4IndexerMetadataBuilder(TOKENS, ratio=4, **sizes)))
+    for group, ratio in (("c4_state", 4), ("indexer_state", 4), ("c128_state", 128)):
+        options = {"indexer": group == "indexer_state", "ratio": ratio}
+        single.append((step.states[group], DeepseekV4CompressorMetadataBuilder(TOKENS, **options, **sizes)))
+    single.append((step.swa, DeepseekSparseSWAMetadataBuilder(TOKENS, decode_threshold=2)))
+    groups = ("c4", "c128", "indexer", "c4_state", "indexer_state", "c128_state", "window")
+    for group, (all_at_once, builder) in zip(groups, single, strict=True):
+        alone = builder.build(0, common(batch, tables[group]))
+        ours, theirs = tensors_of(all_at_once), tensors_of(alone)
+        assert set(ours) == set(theirs)
+        for name, tensor in theirs.items():
+            if (group, name) != ("window", "slot_mapping"):  # there the engine's own
+                assert ours[name].tolist() == tensor.tolist(), (group, name)
+    assert step.of(1).main is None and step.of(4).main is step.main[4]
+
+
+def test_addresses_and_strides_of_a_step_never_change(seed: int) -> None:
+    buffers, _ = loaded(DECODES, seed)
+    builder = DeepseekV4StepBuilder(buffers, decode_threshold=2)
+    seen = set()
+    for lens in ((129, 4, 260, 0), (2, 600, 9, 0)):
+        buffers.load(DECODES.query_start_loc(), lens)
+        step = builder.build(DECODES.query_start_loc().tolist(), lens, DECODES.num_tokens)
+        parts = (step.swa, *step.main.values(), step.indexer, *step.states.values())
+        kept = [tensors_of(part) for part in parts]
+        seen.add(tuple((n, t.data_ptr(), t.stride()) for part in kept for n, t in part.items() if "gather" not in n))
+    assert len(seen) == 1
+
+
+def test_shared_memory_needs_equal_capacities() -> None:
+    buffers = MetadataBuffers(max_num_batched_tokens=8, max_num_seqs=2, max_model_len=MAX_LEN)
+    builder = DeepseekV4FlashMLAMetadataBuilder(8, max_model_len=MAX_LEN, ratio=4, buffers=buffers)
+    assert builder.tensors["c4_slots"] is buffers.tensors["c4_slots"]
+    with pytest.raises(InputError, match="E204"):
+        DeepseekV4FlashMLAMetadataBuilder(9, max_model_len=MAX_LEN, ratio=4, buffers=buffers)
+    with pytest.raises(InputError, match="E205"):
+        DeepseekV4FlashMLAMetadataBuilder(8, max_model_len=MAX_LEN, ratio=4, block_size=64)
+    assert builder.cudagraph_support is CudaGraphSupport.UNIFORM_BATCH
