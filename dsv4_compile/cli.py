@@ -79,7 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU, if there is one")
     bench.add_argument("--json", action="store_true", help="print the record as JSON")
-    bench.add_argument("--out", metavar="FOLDER", help="write SCENARIO.json, .txt and .png there")
+    bench.add_argument("--out", metavar="FOLDER", help="write SCENARIO.json, .txt and, with matplotlib, .png there")
+    bench.add_argument("--png", action="store_true", help="insist on the pictures; without --out, in this folder")
     bench.add_argument(
         "--tune", action="store_true", help="let dsv4.impl=auto choose between IR and kernels by what is measured here"
     )
@@ -126,13 +127,15 @@ def _bench(args: argparse.Namespace) -> int:
     if wrong := bench.complaint(args.scenario, only):
         print(wrong, file=sys.stderr)
         return 2
+    if args.png:
+        bench.require_drawing()
     record = bench.run(args.scenario, only=only, device=torch.device(args.device) if args.device else None)
     if not record["rows"]:
         print(f"nothing is left to measure after --only {' --only '.join(args.only)}", file=sys.stderr)
         return 2
     print(json.dumps(record, indent=1) if args.json else bench.render(record))
-    if args.out:
-        bench.save(record, args.out)
+    if args.out or args.png:
+        bench.save(record, args.out or ".")
     if args.tune:
         from . import measured
 

@@ -10,9 +10,10 @@ scenario is a line in `SCENARIOS`.
 
 from __future__ import annotations
 
+from .pictures import draw, require_drawing
 from .problem import Problem, keep
 from .record import save
 from .runner import SCENARIOS, complaint, run
-from .table import plot, render
+from .table import render
 
-__all__ = ["SCENARIOS", "Problem", "complaint", "keep", "plot", "render", "run", "save"]
+__all__ = ["SCENARIOS", "Problem", "complaint", "draw", "keep", "render", "require_drawing", "run", "save"]

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import layout
+from .. import costs, layout
 from ..config import DeepseekV4Config
 from ..ops._define import REFERENCES
 from .implementations import implementations
@@ -30,8 +29,6 @@ CONTEXT = {"cuda": 16384, "cpu": 2048}
 COLUMNS = ("op", "layer", "topk", "tokens", "impl")
 RATIO, BLOCK = layout.CSA_RATIO, layout.storage_block_size(layout.CSA_RATIO)
 KEYS = "indexer_fp8"
-# What 4.3 TB/s of one H200 allow for the keys of the score, with the launches left out.
-FLOORS: Mapping[str, Mapping[int, float]] = {"indexer_logits_topk": {1: 0.2, 32: 4.4, 128: 18.0}}
 _E4M3_ONE = 0x38
 
 
@@ -88,14 +85,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How to build the arguments of an op, which of them have tokens first, which it writes, and what it must move."""
+    """How to build the arguments of an op, which of them have tokens first, which it writes, and what it must do."""
 
     op: str
     params: Mapping[str, int | str]
     build: Callable[[Step], Args]
     tokens: tuple[int, ...]
     written: tuple[int, ...]
-    traffic: Callable[[Step], int]
+    cost: Callable[[Step], costs.Cost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +107,6 @@ class Compressor:
     def width(self) -> int:
         """float32 values of a state row."""
         return layout.state_width(self.ratio, self.dim)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a stored entry."""
-        return layout.PAGE_LAYOUTS[self.fmt].data + layout.PAGE_LAYOUTS[self.fmt].scale
 
     def states(self, s: Step) -> tuple[Tensor, Tensor, Tensor, int]:
         """State cache, slots, block table and block size, for the positions that this step reads and writes."""
@@ -146,15 +138,16 @@ class Compressor:
         where = slots, table, s.owners(), positions, torch.where(closes, entry_slots, layout.PAD_SLOT)
         return state, *where, weight, s.rope(), cache, s.config.rms_norm_eps, self.ratio, state_block, block, self.fmt
 
-    def save_traffic(self, s: Step) -> int:
+    def save_cost(self, s: Step) -> costs.Cost:
         """A row in and out."""
-        return s.tokens * (2 * 4 * self.width + 2 * 8)
+        return costs.of("save_partial_states", T=s.tokens, width=self.width)
 
-    def compress_traffic(self, s: Step) -> int:
+    def compress_cost(self, s: Step) -> costs.Cost:
         """Half of each state row of the windows is read for each entry, and the entry is written."""
         entries = s.tokens if s.requests > 1 or s.tokens == 1 else s.tokens // self.ratio
         window = layout.overlap_factor(self.ratio) * self.ratio
-        return entries * (window * 2 * 4 * self.dim + self.row_bytes) + s.tokens * (3 * 8 + 4)
+        row = costs.row_bytes(self.fmt)
+        return costs.of("compress_norm_rope_insert", T=s.tokens, C=entries, W=window, D=self.dim, row=row)
 
 
 def _queries(s: Step) -> Args:
@@ -163,9 +156,9 @@ def _queries(s: Step) -> Args:
     return q, s.positions(), s.rope(), s.randn(s.tokens, c.index_n_heads, part=5), KEYS
 
 
-def _queries_traffic(s: Step) -> int:
+def _queries_cost(s: Step) -> costs.Cost:
     c = s.config
-    return s.tokens * (c.index_n_heads * (3 * c.index_head_dim + 2 + 4) + 8 + 4 * c.rope_dim)
+    return costs.of("indexer_q_rope_quant", T=s.tokens, H=c.index_n_heads, D=c.index_head_dim, rope=c.rope_dim)
 
 
 def _score(s: Step, topk: int) -> Args:
@@ -188,10 +181,10 @@ def _score(s: Step, topk: int) -> Args:
     return q, scale_of_q, weights, cache, table, s.owners(), lens, BLOCK, KEYS, topk
 
 
-def _score_traffic(s: Step, topk: int) -> int:
-    c, page, entries = s.config, layout.PAGE_LAYOUTS[KEYS], s.context // RATIO
-    keys = s.requests * entries * (page.data + page.scale)
-    return keys + s.tokens * (c.index_n_heads * (c.index_head_dim + 4) + 2 * 4 + 4 * topk)
+def _score_cost(s: Step, topk: int) -> costs.Cost:
+    c, entries = s.config, s.context // RATIO
+    scored = {"T": s.tokens, "H": c.index_n_heads, "D": c.index_head_dim, "L": entries, "K": topk}
+    return costs.of("indexer_logits_topk", **scored, C=s.requests * entries, row=costs.row_bytes(KEYS))
 
 
 def _map(s: Step, topk: int) -> Args:
@@ -200,8 +193,8 @@ def _map(s: Step, topk: int) -> Args:
     return entries, s.owners(), table, torch.ones(s.tokens, dtype=torch.bool, device=s.device), BLOCK
 
 
-def _map_traffic(s: Step, topk: int) -> int:
-    return s.tokens * (2 * 4 * topk + 4)
+def _map_cost(s: Step, topk: int) -> costs.Cost:
+    return costs.of("global_topk", T=s.tokens, K=topk)
 
 
 def cases(config: DeepseekV4Config) -> Iterator[Case]:
@@ -212,17 +205,17 @@ def cases(config: DeepseekV4Config) -> Iterator[Case]:
         "indexer": Compressor(layout.CSA_RATIO, config.index_head_dim, KEYS),
     }
     for name, each in layers.items():
-        yield Case("save_partial_states", {"layer": name}, each.save, (0, 3, 4), (2,), each.save_traffic)
+        yield Case("save_partial_states", {"layer": name}, each.save, (0, 3, 4), (2,), each.save_cost)
     for name, each in layers.items():
         tokens = (1, 3, 4, 5)
-        yield Case("compress_norm_rope_insert", {"layer": name}, each.compress, tokens, (8,), each.compress_traffic)
-    yield Case("indexer_q_rope_quant", {}, _queries, (0, 1, 3), (), _queries_traffic)
+        yield Case("compress_norm_rope_insert", {"layer": name}, each.compress, tokens, (8,), each.compress_cost)
+    yield Case("indexer_q_rope_quant", {}, _queries, (0, 1, 3), (), _queries_cost)
     for topk in (config.index_topk, 2 * config.index_topk):
-        traffic = partial(_score_traffic, topk=topk)
-        yield Case("indexer_logits_topk", {"topk": topk}, partial(_score, topk=topk), (0, 1, 2, 5, 6), (), traffic)
+        cost = partial(_score_cost, topk=topk)
+        yield Case("indexer_logits_topk", {"topk": topk}, partial(_score, topk=topk), (0, 1, 2, 5, 6), (), cost)
     for topk in (config.index_topk, 2 * config.index_topk):
         yield Case(
-            "global_topk", {"topk": topk}, partial(_map, topk=topk), (0, 1, 3), (), partial(_map_traffic, topk=topk)
+            "global_topk", {"topk": topk}, partial(_map, topk=topk), (0, 1, 3), (), partial(_map_cost, topk=topk)
         )
 
 
@@ -249,13 +242,8 @@ def problems(
                 params={**case.params, "tokens": size},
                 make=make(size),
                 written=case.written,
-                traffic=case.traffic(Step(config, size, context, device, 0)),
+                cost=case.cost(Step(config, size, context, device, 0)),
                 reference=REFERENCES[case.op],
                 implementations=ways,
-                published=_published(case.op, size) if device.type == "cuda" else {},
+                published={},
             )
-
-
-def _published(op: str, tokens: int) -> dict[str, Any]:
-    us = FLOORS.get(op, {}).get(tokens)
-    return {} if us is None else {"floor": us}

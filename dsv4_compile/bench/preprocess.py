@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import layout
+from .. import costs, layout
 from ..config import DeepseekV4Config
 from ..ops._define import REFERENCES
 from .implementations import implementations
@@ -73,15 +73,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """How to build the arguments of an op, which of them have tokens first, which it writes, and what it must move.
-
-    `traffic` is in bytes a token; weights, read once for all tokens, are left out.
-    """
+    """How to build the arguments of an op, which of them have tokens first, and which it writes."""
 
     build: Callable[[Step], Args]
     tokens: tuple[int, ...]
-    written: tuple[int, ...]
-    traffic: Callable[[DeepseekV4Config], int]
+    written: tuple[int, ...] = ()
 
 
 def _norms(s: Step) -> Args:
@@ -115,36 +111,21 @@ def _quantised_output(s: Step) -> Args:
     return *_output(s), s.config.o_groups, s.config.num_heads // s.config.o_groups
 
 
-_INT64, _BF16, _F32 = 8, 2, 4
-
-
-def _angles(c: DeepseekV4Config) -> int:
-    return _INT64 + c.rope_dim * _F32
-
-
-def _row(c: DeepseekV4Config) -> int:
-    return c.head_dim * _BF16
-
-
-def _inserted(c: DeepseekV4Config) -> int:
-    return _row(c) + _INT64 + layout.FP8_DS_MLA.data + layout.FP8_DS_MLA.scale
-
-
-def _quantised(c: DeepseekV4Config) -> int:
-    strips = c.num_heads * c.head_dim // layout.ACT_TILE
-    return c.num_heads * (_row(c) + c.head_dim) + strips * _F32
-
-
 OPS: Mapping[str, Op] = {
-    "fused_q_kv_rmsnorm": Op(_norms, (0, 1), (), lambda c: 2 * _BF16 * (c.q_lora_rank + c.head_dim)),
-    "q_norm_rope": Op(_queries, (0, 1), (), lambda c: _angles(c) + 2 * c.num_heads * _row(c)),
-    "kv_rope_insert": Op(_insert, (0, 2, 3), (1,), lambda c: _angles(c) + _inserted(c)),
-    "q_norm_rope_kv_insert": Op(
-        _both, (0, 1, 3, 4), (2,), lambda c: _angles(c) + 2 * c.num_heads * _row(c) + _inserted(c)
-    ),
-    "inv_rope": Op(_output, (0, 1), (), lambda c: _angles(c) + 2 * c.num_heads * _row(c)),
-    "inv_rope_fp8_quant": Op(_quantised_output, (0, 1), (), lambda c: _angles(c) + _quantised(c)),
+    "fused_q_kv_rmsnorm": Op(_norms, (0, 1)),
+    "q_norm_rope": Op(_queries, (0, 1)),
+    "kv_rope_insert": Op(_insert, (0, 2, 3), (1,)),
+    "q_norm_rope_kv_insert": Op(_both, (0, 1, 3, 4), (2,)),
+    "inv_rope": Op(_output, (0, 1)),
+    "inv_rope_fp8_quant": Op(_quantised_output, (0, 1)),
 }
+
+
+def cost(op: str, tokens: int, c: DeepseekV4Config) -> costs.Cost:
+    """What any implementation must do."""
+    of = {"T": tokens, "H": c.num_heads, "D": c.head_dim, "Q": c.q_lora_rank, "rope": c.rope_dim}
+    of["row"] = costs.row_bytes(CACHE)
+    return costs.of(op, **{name: size for name, size in of.items() if name in costs.sizes(op)})
 
 
 def problems(
@@ -175,7 +156,7 @@ def _sizes_of(name: str, op: Op, config: DeepseekV4Config, sizes: list[int], dev
             params={"heads": config.num_heads, "tokens": tokens},
             make=make(tokens),
             written=op.written,
-            traffic=tokens * op.traffic(config),
+            cost=cost(name, tokens, config),
             reference=REFERENCES[name],
             implementations=ways,
             published=_published(name, config.num_heads, tokens) if device.type == "cuda" else {},

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..costs import Cost
+
 Args = tuple[Any, ...]
 Prepare = Callable[[], Callable[..., Any]]
 """Gives an implementation, ready to be called with the arguments. Compiles where there is something to compile; raises
@@ -23,11 +25,10 @@ class Problem:
         params: what sizes it, as columns of the table; numbers or names.
         make: builds one set of arguments in fresh memory. Sets of one seed are equal.
         written: positions of the arguments that the op mutates.
-        traffic: bytes that any implementation must move: what is read, once, and what is written.
+        cost: what any implementation must do; flops are those of matrix products, where these may be the limit.
         reference: the definition, which every implementation must agree with.
         implementations: how to get each, by name.
         published: times in microseconds that others have reached here, by name; shown for comparison.
-        flops: floating-point operations of the matrix products, where these and not memory are the limit.
         differs: as `gate.disagreement`, for results whose rounding is not defined to the bit.
         cold: whether a time with the data out of the cache is wanted.
     """
@@ -36,11 +37,10 @@ class Problem:
     params: Mapping[str, int | str]
     make: Callable[[int], Args]
     written: tuple[int, ...]
-    traffic: int
+    cost: Cost
     reference: Callable[..., Any]
     implementations: Mapping[str, Prepare]
     published: Mapping[str, float]
-    flops: int = 0
     differs: Callable[..., str] | None = None
     cold: bool = True
 

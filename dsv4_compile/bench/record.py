@@ -14,7 +14,8 @@ import torch
 
 from .. import __version__
 from .._compat import device_architecture, triton_version
-from .table import plot, render
+from .pictures import can_draw, draw
+from .table import render
 
 Record = dict[str, Any]
 """`environment`, "scenario", "command", "copy_gb_s", and "rows": one dict per problem and implementation."""
@@ -35,14 +36,14 @@ def environment(device: torch.device) -> Record:
 
 
 def save(record: Record, folder: str | Path) -> list[Path]:
-    """Write `<scenario>.json`, `.txt` and, where matplotlib is installed, `.png` into `folder`; return their paths."""
+    """Write `<scenario>.json`, `.txt` and, where matplotlib is, pictures into `folder`; return their paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / record["scenario"]
     stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     stem.with_suffix(".txt").write_text(render(record) + "\n")
     paths = [stem.with_suffix(".json"), stem.with_suffix(".txt")]
-    return [*paths, stem.with_suffix(".png")] if plot(record, stem.with_suffix(".png")) else paths
+    return paths + (draw(record, folder) if can_draw() else [])
 
 
 def _machine(device: torch.device) -> str:

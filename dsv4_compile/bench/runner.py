@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from .. import progress
+from .. import costs, progress
 from . import gate, timing
 from .problem import Only, Problem, keep
 from .record import Record, environment
@@ -21,6 +23,7 @@ SCENARIOS = {
     "preprocess_tiles": "the kernels of preprocess with every tile they could choose",
     "sparse_mla_decode": "attention over a window and selected entries",
     "sparse_mla_decode_tiles": "the kernels of sparse_mla_decode with every cut they could choose",
+    "sparse_mla_prefill": "attention of prompts over a flat workspace",
 }
 """Name of a scenario, which is a module of this package, and what it measures."""
 
@@ -44,14 +47,14 @@ def run(scenario: str, *, only: Only | None = None, device: torch.device | None 
     record: Record = {"scenario": scenario, **environment(device), "command": command}
     ceiling = timing.copy_rate(device)
     record["copy_gb_s"] = round(ceiling / 1e9, 1)
-    module = _module(scenario)
+    module, machine = _module(scenario), _this_machine(record["machine"], ceiling)
     with torch.no_grad(), progress.stage(f"bench {scenario}") as work:
         record["rows"] = []
         for problem in module.problems(device, only):
             sizes = ", ".join(f"{name} {value}" for name, value in problem.params.items())
             work.note(f"{problem.op}, {sizes}")
             for row in rows_of(problem, only, device):
-                record["rows"].append(row | _rates(row, problem, ceiling))
+                record["rows"].append(row | _rates(row, problem, machine))
                 work.advance(f"{problem.op}, {sizes}")
     return record
 
@@ -74,7 +77,7 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
     wanted = {name: make for name, make in problem.implementations.items() if keep(only, impl=name)}
     if not wanted:
         return
-    cold = timing.cold_sets(problem.traffic, device) if problem.cold else 0
+    cold = timing.cold_sets(problem.cost.bytes, device) if problem.cold else 0
     sets = [problem.make(i) for i in range(max(1, cold))]
     elements = next(value.numel() for value in sets[0] if isinstance(value, torch.Tensor))
     want = gate.outputs(problem.reference, problem.make(0), problem.written)
@@ -103,14 +106,22 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
         }
 
 
-def _rates(row: dict[str, Any], problem: Problem, ceiling: float) -> dict[str, Any]:
-    """Achieved bandwidth, cold where that was measured, its share of the copy rate, and the rate of the arithmetic."""
+def _rates(row: dict[str, Any], problem: Problem, machine: costs.Machine) -> dict[str, Any]:
+    """The floor; achieved bandwidth, cold where that was measured, its share of the copy rate; rate of the products."""
+    cost = problem.cost
+    known = {"bytes": cost.bytes, "flops": cost.flops, "floor_us": round(costs.floor_us(cost, machine), 3)}
     us = row.get("cold_us") or row["us"]
     if us is None:
-        return {"bytes": problem.traffic}
-    rate = problem.traffic / us * 1e6
-    rates = {"bytes": problem.traffic, "gb_s": round(rate / 1e9, 1), "of_copy": round(rate / ceiling, 3)}
-    return rates | ({"tflop_s": round(problem.flops / row["us"] / 1e6, 1)} if problem.flops else {})
+        return known
+    rate = cost.bytes / us * 1e6
+    rates = known | {"gb_s": round(rate / 1e9, 1), "of_copy": round(rate / machine.copy, 3)}
+    return rates | ({"tflop_s": round(cost.flops / row["us"] / 1e6, 1)} if cost.flops else {})
+
+
+def _this_machine(name: str, copy: float) -> costs.Machine:
+    """This machine: its copy rate as measured here, and the rate of its products where that is known."""
+    unknown = costs.Machine(name, copy, dict.fromkeys(costs.H200.flops, math.inf), 0.0)
+    return replace(costs.H200, copy=copy) if costs.H200.name in name else unknown
 
 
 def _summary(fault: Exception) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import layout
+from .. import costs, layout
 from ..ops._define import REFERENCES
 from ..ops._kernels import launcher
 from ..testing import assert_close
@@ -117,17 +117,15 @@ def problems(
         for size in tokens or TOKENS[device.type]:
             if not keep(only, op=OP, heads=heads, keys=keys, tokens=size):
                 continue
-            row = layout.FP8_DS_MLA.data + layout.FP8_DS_MLA.scale
             yield Problem(
                 op=OP,
                 params={"heads": heads, "keys": keys, "tokens": size},
                 make=partial(arguments, size, heads, device, pool=pool),
                 written=(),
-                traffic=size * (keys * (row + 4) + heads * (4 * layout.HEAD_DIM + 4)),
+                cost=costs.of(OP, T=size, H=heads, D=layout.HEAD_DIM, K=keys, row=costs.row_bytes(CACHE)),
                 reference=REFERENCES[OP],
                 implementations=IMPLEMENTATIONS,
                 published=published(heads, size) if device.type == "cuda" else {},
-                flops=4 * size * heads * keys * layout.HEAD_DIM,
                 differs=differs,
             )
 

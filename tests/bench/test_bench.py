@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile import bench, cli, measured
-from dsv4_compile.bench import gate, preprocess, preprocess_tiles, runner, table, timing
+from dsv4_compile import bench, cli, costs, measured
+from dsv4_compile.bench import gate, pictures, preprocess, preprocess_tiles, runner, table, timing
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.errors import fail
 
@@ -33,7 +33,7 @@ def problem(**implementations: Callable[[], Callable[..., Any]]) -> bench.Proble
         params={"heads": 3, "tokens": 4},
         make=lambda seed: (torch.full((4,), seed + 1.0), torch.zeros(4)),
         written=(1,),
-        traffic=48,
+        cost=costs.Cost(48, 0),
         reference=double,
         implementations=implementations,
         published={"somebody": 1.5},
@@ -152,7 +152,7 @@ def test_arguments_of_a_seed_repeat_in_fresh_memory() -> None:
 @pytest.mark.usefixtures("tiny")
 def test_traffic_is_what_any_implementation_must_move() -> None:
     """Two heads of 512, a latent of 48. A token reads its position and 64 cosines and sines: 8 + 256 bytes."""
-    angles, row = 8 + 256, 512 * 2
+    angles, row, weights = 8 + 256, 512 * 2, {"fused_q_kv_rmsnorm": 48 * 2 + 512 * 2}
     a_token = {
         "fused_q_kv_rmsnorm": 2 * (48 * 2 + row),
         "q_norm_rope": angles + 2 * 2 * row,
@@ -161,8 +161,8 @@ def test_traffic_is_what_any_implementation_must_move() -> None:
         "inv_rope": angles + 2 * 2 * row,
         "inv_rope_fp8_quant": angles + 2 * (row + 512 + 4 * 4),
     }
-    assert {p.op: p.traffic for p in preprocess.problems(CPU, {"tokens": {"5"}})} == {
-        op: 5 * size for op, size in a_token.items()
+    assert {p.op: p.cost.bytes for p in preprocess.problems(CPU, {"tokens": {"5"}})} == {
+        op: 5 * size + weights.get(op, 0) for op, size in a_token.items()
     }
 
 
@@ -255,7 +255,7 @@ def test_the_example_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_a_table_shows_warm_and_cold_times_the_best_and_the_launches() -> None:
     row = {"op": "x", "heads": 64, "tokens": 8, "published_us": {"vLLM": 2.8}, "status": "ok", "note": ""}
-    row |= {"clock": "cuda graph", "bytes": 1, "gb_s": 100.0, "of_copy": 0.25}
+    row |= {"clock": "cuda graph", "bytes": 1, "flops": 0, "floor_us": 0.75, "gb_s": 100.0, "of_copy": 0.25}
     measured = [
         row | {"impl": "ir", "us": 5.0, "cold_us": 6.0, "launches": 2},
         row | {"impl": "triton", "us": 2.5, "cold_us": 3.25, "launches": 1},
@@ -263,6 +263,28 @@ def test_a_table_shows_warm_and_cold_times_the_best_and_the_launches() -> None:
     facts = dict.fromkeys(("machine", "driver", "torch", "triton", "python", "date", "command", "copy_gb_s"), "?")
     lines = table.render({**facts, "rows": measured}).splitlines()
     assert lines[-4] == "x, heads 64: us warm / cold, CUDA graph"
-    assert lines[-3].split() == ["tokens", "ir", "triton", "vLLM", "best", "GB/s", "of", "copy"]
-    assert lines[-2].split() == ["8", "5.00", "/", "6.00", "2.50", "/", "3.25", "2.8", "triton", "100", "25%"]
+    assert lines[-3].split() == ["tokens", "ir", "triton", "vLLM", "floor", "best", "GB/s", "of", "copy"]
+    assert lines[-2].split() == ["8", "5.00", "/", "6.00", "2.50", "/", "3.25", "2.8", "0.75", "triton", "100", "25%"]
     assert lines[-1].split() == ["launches", "2", "1"]
+
+
+def timed(**columns: Any) -> dict[str, Any]:
+    row = {"op": "x", "heads": 64, "impl": "ir", "published_us": {"vLLM": 2.8}, "us": 5.0, "cold_us": None, "note": ""}
+    return row | {"clock": "wall clock", "bytes": 64, "flops": 0, "floor_us": 0.75} | columns
+
+
+@pytest.mark.parametrize(("flops", "names"), [(0, ["s.png"]), (1000, ["s.png", "s_roofline.png"])])
+def test_pictures_lie_beside_the_record(tmp_path: Path, flops: int, names: list[str]) -> None:
+    rows = [timed(tokens=1, flops=flops), timed(tokens=8, us=None, flops=flops)]
+    record = {"scenario": "s", "machine": "m", "date": "2026-11-20", "copy_gb_s": 4300.0, "rows": rows}
+    assert [path.name for path in bench.draw(record, tmp_path)] == names
+    assert all((tmp_path / name).stat().st_size > 1000 for name in names)
+    assert bench.draw(record | {"rows": rows[1:]}, tmp_path) == []
+
+
+def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pictures, "can_draw", lambda: False)
+    assert cli.main(["bench", "preprocess", "--device", "cpu", "--png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_every_op_takes_its_arguments_and_agrees_with_itself(tokens: int) -> Non
         )
         want = gate.outputs(problem.reference, ours, problem.written)
         assert gate.disagreement(gate.outputs(OPS[problem.op], again, problem.written), want) == ""
-        assert problem.traffic > 0
+        assert problem.cost.bytes > 0
 
 
 def written_rows(problem: Problem) -> int:

@@ -27,8 +27,8 @@ def test_problems_are_those_of_the_models(heads: int, keys: int) -> None:
     q, _, slots, lens, _, _, _, _, _, entries, entry_lens, _ = problem.make(0)
     assert q.shape == (2, heads, layout.HEAD_DIM)
     assert slots.shape[1] + entries.shape[1] == keys == int(lens[0] + entry_lens[0])
-    assert problem.flops == 2 * 2 * 2 * heads * keys * layout.HEAD_DIM
-    assert problem.traffic > 2 * keys * 584
+    assert problem.cost.flops == 2 * 2 * 2 * heads * keys * layout.HEAD_DIM
+    assert problem.cost.bytes > 2 * keys * 584
 
 
 def test_random_pages_hold_finite_keys_of_order_one() -> None:

@@ -1,0 +1,105 @@
+"""A record as pictures: times over tokens with the floor beneath them, and what was reached under the roof."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from ..errors import fail
+from .table import AXIS, Row, groups
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def require_drawing() -> None:
+    """Raise E101 unless matplotlib is installed."""
+    if not can_draw():
+        fail("E101", got="no matplotlib, which draws the pictures of a record", fix="pip install matplotlib")
+
+
+def draw(record: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw `<scenario>.png` and, where products were timed, `<scenario>_roofline.png`; return their paths.
+
+    Nothing is drawn of a record without times. Raises E101 where matplotlib is not installed.
+    """
+    require_drawing()
+    timed = [(title, rows) for title, every in groups(record["rows"]) if (rows := [r for r in every if r["us"]])]
+    if not timed:
+        return []
+    made = [_times(record, timed, folder / f"{record['scenario']}.png")]
+    if any(row.get("flops") for _, rows in timed for row in rows):
+        made.append(_roofline(record, timed, folder / f"{record['scenario']}_roofline.png"))
+    return made
+
+
+def _times(record: dict[str, Any], timed: list[tuple[str, list[Row]]], path: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(timed))
+    lines = -(-len(timed) // columns)
+    figure = Figure(figsize=(5 * columns, 3.6 * lines), layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for panel, (title, rows) in zip(panels, timed, strict=False):
+        _panel(panel, title, rows)
+    for panel in panels[len(timed) :]:
+        panel.set_visible(False)
+    figure.suptitle(_title(record))
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _panel(panel: Any, title: str, rows: list[Row]) -> None:
+    series: dict[str, set[tuple[int, float]]] = {}
+    styles: dict[str, str] = {}
+    for row in rows:
+        drawn = {row["impl"]: ("o-", row.get("cold_us") or row["us"])}
+        drawn |= {name: ("k--", us) for name, us in row["published_us"].items()}
+        if row.get("floor_us"):
+            drawn["floor"] = ("k:", row["floor_us"])
+        for name, (style, us) in drawn.items():
+            series.setdefault(name, set()).add((row[AXIS], us))
+            styles[name] = style
+    for name, points in series.items():
+        sizes, times = zip(*sorted(points), strict=True)
+        panel.plot(sizes, times, styles[name], label=name, markersize=4)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_title(title, fontsize=9)
+    panel.set_xlabel("tokens")
+    panel.set_ylabel("us")
+    panel.legend(fontsize=7)
+
+
+def _roofline(record: dict[str, Any], timed: list[tuple[str, list[Row]]], path: Path) -> Path:
+    """TFLOP/s over flops per byte: the slope is the copy rate, a point as high as the slope is bound by memory."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    panel = figure.subplots()
+    found: dict[str, list[tuple[float, float]]] = {}
+    for _, rows in timed:
+        for row in rows:
+            if row.get("flops"):
+                reached = row["flops"] / (row.get("cold_us") or row["us"]) / 1e6
+                found.setdefault(f"{row['op']}, {row['impl']}", []).append((row["flops"] / row["bytes"], reached))
+    for name, points in found.items():
+        panel.plot(*zip(*points, strict=True), "o", label=name, markersize=4)
+    intensities = sorted(x for points in found.values() for x, _ in points)
+    ends = [intensities[0] / 2, intensities[-1] * 2]
+    panel.plot(ends, [x * record["copy_gb_s"] / 1e3 for x in ends], "k:", label="copy rate")
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xlabel("flops per byte")
+    panel.set_ylabel("TFLOP/s")
+    panel.set_title(_title(record), fontsize=10)
+    panel.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _title(record: dict[str, Any]) -> str:
+    return f"{record['scenario']} on {record['machine']}, {record['date'][:10]}"
