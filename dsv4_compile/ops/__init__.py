@@ -9,6 +9,7 @@ from . import combine_topk_swa as combine_topk_swa
 from . import compress_norm_rope_insert as compress_norm_rope_insert
 from . import compressed_slot_mapping as compressed_slot_mapping
 from . import convert_req_index as convert_req_index
+from . import copy_ragged_to_graph_buffers as copy_ragged_to_graph_buffers
 from . import cp_gather_indexer_k as cp_gather_indexer_k
 from . import dequantize_and_gather_k_cache as dequantize_and_gather_k_cache
 from . import flashinfer_mixed_indices as flashinfer_mixed_indices

@@ -58,3 +58,9 @@ def advance(s: Step) -> list[Args]:
         ids, overflow = torch.full((20,), 12345), torch.tensor([5, 0, 0, 7, 0, 0], dtype=torch.int32)
         made.append((kept, chosen, drafts, reserved, query_len, starts.clone(), lens.clone(), ids, overflow))
     return made
+
+
+@sample
+def copy_ragged_to_graph_buffers(s: Step) -> list[Args]:
+    lists, ends = s.randint(0, 900, 40), torch.tensor([0, 7, 7, 20, 31], dtype=torch.int32)
+    return [(lists, ends, _stale("flat", torch.int32).repeat(reps), torch.full((8,), 9).int()) for reps in (5, 1)]
