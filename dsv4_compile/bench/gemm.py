@@ -1,0 +1,161 @@
+"""Scenario `gemm`: the block-scaled and the grouped linear layers of V4-Flash and V4-Pro.
+
+Random data: weights of every finite e4m3 code near one, block scales that differ, normal activations. `scaled_mm` is
+torch's own block-scaled product behind a compiled quantisation; `bmm` is what one writes without `grouped_linear`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import costs, layout
+from ..config import DeepseekV4Config
+from ..ops._define import REFERENCES
+from ..reference.block_scale import quantize_activation, scale_value
+from ..reference.inv_rope_fp8_quant import scale_strides, value_strides
+from .implementations import implementations
+from .problem import Args, Only, Prepare, Problem, keep
+
+TOKENS = {"cuda": (1, 8, 32, 64, 128, 512, 4096, 16384), "cpu": (1, 8)}
+TYPICAL_TOKENS = 128
+COLUMNS = ("op", "layer", "model", "tokens", "impl")
+MODELS: Mapping[str, DeepseekV4Config] = {"Flash": DeepseekV4Config.flash(), "Pro": DeepseekV4Config.pro()}
+
+TOLERANCE = {"fp8_linear": 2.0**-7, "fp8_grouped_einsum": 2.0**-7, "grouped_linear": 2.0**-9}
+"""By op, the share of the results' RMS by which one may be off beside its rounding. Hopper adds e4m3 products with 14
+bits, 128 at a time: some 2^-10 of the RMS, if every truncation of 4096 terms points the same way."""
+ROUNDING = 1.01 / 128
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A linear layer of a model: `groups` matrices `[rows, size]`, or one, in an op's form."""
+
+    op: str
+    name: str
+    rows: int
+    size: int
+    groups: int = 1
+
+    def arguments(self, tokens: int, device: torch.device, seed: int) -> Args:
+        """The op's arguments for `tokens` tokens."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device, generator=generator, dtype=torch.bfloat16)
+
+        rows = self.groups * self.rows
+        if self.op == "grouped_linear":
+            return randn(tokens, self.groups * self.size), randn(rows, self.size), self.groups
+        weight = randn(rows, self.size).to(torch.float8_e4m3fn)
+        blocks = (layout.cdiv(rows, layout.WEIGHT_TILE), layout.cdiv(self.size, layout.WEIGHT_TILE))
+        scale = torch.randint(117, 121, blocks, device=device, generator=generator, dtype=torch.uint8)
+        if self.op == "fp8_linear":
+            return randn(tokens, self.size), weight, scale
+        # As inv_rope_fp8_quant leaves them.
+        shape = tokens, self.groups, self.size
+        a = torch.empty_strided(shape, value_strides(tokens, self.size), dtype=weight.dtype, device=device)
+        a.copy_(randn(*shape).to(weight.dtype))
+        strips = layout.cdiv(self.size, layout.ACT_TILE)
+        a_scale = torch.empty_strided((*shape[:2], strips), scale_strides(tokens, strips), device=device)
+        exponent = torch.randint(-4, 5, a_scale.shape, device=device, generator=generator)
+        return a, a_scale.copy_(torch.exp2(exponent.float())), weight, scale
+
+    def cost(self, tokens: int) -> costs.Cost:
+        """What any implementation must do."""
+        of = {"T": tokens, "N": self.rows, "K": self.size}
+        return costs.of(self.op, **of, **({} if self.op == "fp8_linear" else {"G": self.groups}))
+
+
+def layers(c: DeepseekV4Config) -> Iterator[Layer]:
+    """Linear layers of a model that are ops here."""
+    heads, latent = c.num_heads * c.head_dim, c.o_groups * c.o_lora_rank
+    yield Layer("fp8_linear", "wq_a + wkv", c.q_lora_rank + c.head_dim, c.hidden_size)
+    yield Layer("fp8_linear", "wq_b", heads, c.q_lora_rank)
+    yield Layer("fp8_linear", "indexer wq_b", c.index_n_heads * c.index_head_dim, c.q_lora_rank)
+    yield Layer("fp8_linear", "wo_b", c.hidden_size, latent)
+    for op in ("fp8_grouped_einsum", "grouped_linear"):
+        yield Layer(op, "wo_a", c.o_lora_rank, heads // c.o_groups, c.o_groups)
+
+
+def problems(
+    device: torch.device,
+    only: Only,
+    models: Mapping[str, DeepseekV4Config] | None = None,
+    tokens: Sequence[int] | None = None,
+) -> Iterator[Problem]:
+    """Every layer of both models at every size, or of other models and sizes."""
+    for model, config in (models or MODELS).items():
+        for layer in layers(config):
+            params = {"layer": layer.name, "model": model}
+            sizes = [t for t in tokens or TOKENS[device.type] if keep(only, tokens=t)]
+            if not sizes or not keep(only, op=layer.op, **params):
+                continue
+            ways = _implementations(layer, device)
+            for size in sizes:
+                yield Problem(
+                    op=layer.op,
+                    params={**params, "tokens": size},
+                    make=partial(layer.arguments, size, device),
+                    written=(),
+                    cost=layer.cost(size),
+                    reference=REFERENCES[layer.op],
+                    implementations=ways,
+                    published={},
+                    differs=partial(differs, tolerance=TOLERANCE[layer.op]),
+                )
+
+
+def differs(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float) -> str:
+    """Why a product is not what the reference gives, or "": `tolerance` is a share of the RMS beside the rounding."""
+    (actual,), (expected,) = got, want
+    kinds = [(x.dtype, tuple(x.shape), x.stride()) for x in (actual, expected)]
+    if kinds[0] != kinds[1]:
+        return f"the result is {kinds[0]}, the reference gives {kinds[1]}"
+    wide = expected.float()
+    allowed = ROUNDING * wide.abs() + tolerance * wide.square().mean().sqrt()
+    # Negated, so that NaN is wrong.
+    wrong = int((~((actual.float() - wide).abs() <= allowed)).sum())
+    return f"{wrong} of {wide.numel()} elements are wrong" if wrong else ""
+
+
+def _implementations(layer: Layer, device: torch.device) -> dict[str, Prepare]:
+    usual = implementations(layer.op, lambda: layer.arguments(TYPICAL_TOKENS, device, 0), (0,))
+    ways = {name: usual[name] for name in ("eager", "inductor", "triton")}
+    if layer.op == "fp8_linear":
+        ways["scaled_mm"] = partial(_compiled, _scaled_mm, device)
+    if layer.op == "grouped_linear":
+        ways["bmm"] = lambda: _bmm
+    return ways
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
+    if device.type != "cuda":
+        raise RuntimeError("block-scaled products of torch run on GPUs")
+    return torch.compile(function, fullgraph=True, dynamic=True)
+
+
+def _scaled_mm(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """`fp8_linear` by torch's own product."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    values, byte = quantize_activation(x)
+    # Scales of a strip lie side by side.
+    x_scale = scale_value(byte).t().contiguous().t()
+    recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    return scaled_mm(
+        values, weight.t(), x_scale, recipes[0], scale_value(scale).t(), recipes[1], output_dtype=torch.bfloat16
+    )
+
+
+def _bmm(x: Tensor, weight: Tensor, groups: int) -> Any:
+    by_group = x.unflatten(1, (groups, -1)).transpose(0, 1)
+    return torch.bmm(by_group, weight.unflatten(0, (groups, -1)).transpose(1, 2)).transpose(0, 1).flatten(1)

@@ -1,0 +1,80 @@
+"""Scenario `gemm`: its layers are those of the models, and its gate finds a wrong product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile.bench import Problem, gemm
+from dsv4_compile.bench.runner import rows_of
+from dsv4_compile.config import DeepseekV4Config
+from dsv4_compile.ops._define import OPS
+
+CPU = torch.device("cpu")
+TINY = {"tiny": DeepseekV4Config(num_heads=4, o_groups=2, o_lora_rank=24, q_lora_rank=160, hidden_size=96)}
+
+
+def found(tokens: int = 3, **only: str) -> list[Problem]:
+    return list(gemm.problems(CPU, {name: {value} for name, value in only.items()}, TINY, (tokens,)))
+
+
+def test_layers_are_those_of_the_models() -> None:
+    shapes = {
+        (layer.op, layer.name): (layer.groups, layer.rows, layer.size) for layer in gemm.layers(gemm.MODELS["Flash"])
+    }
+    assert shapes == {
+        ("fp8_linear", "wq_a + wkv"): (1, 1536, 4096),
+        ("fp8_linear", "wq_b"): (1, 32768, 1024),
+        ("fp8_linear", "indexer wq_b"): (1, 8192, 1024),
+        ("fp8_linear", "wo_b"): (1, 4096, 8192),
+        ("fp8_grouped_einsum", "wo_a"): (8, 1024, 4096),
+        ("grouped_linear", "wo_a"): (8, 1024, 4096),
+    }
+
+
+def test_every_op_takes_its_arguments_and_costs_what_they_hold() -> None:
+    problems = found()
+    assert len(problems) == 6
+    for problem in problems:
+        args = problem.make(0)
+        out = OPS[problem.op](*args)
+        tensors = [x for x in (*args, out) if isinstance(x, Tensor)]
+        assert problem.cost.bytes == sum(x.numel() * x.element_size() for x in tensors)
+        assert out.isfinite().all() and out.float().std() > 0.01
+        rows = {
+            row["impl"]: row["status"]
+            for row in rows_of(problem, {"impl": {"eager", "bmm", "triton", "scaled_mm"}}, CPU)
+        }
+        assert rows.pop("eager") == rows.pop("bmm", "ok") == "ok"
+        assert set(rows.values()) == {"unavailable"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda out: out.flip(0),
+        lambda out: out * 1.02,
+        lambda out: torch.where(torch.arange(out.shape[-1]) == 0, torch.nan, out),
+        lambda out: out.float(),
+    ],
+    ids=["rows", "scale", "NaN", "dtype"],
+)
+def test_a_wrong_product_gets_no_number(wrong: Callable[[Tensor], Tensor]) -> None:
+    for problem in found():
+        want = problem.reference(*problem.make(0))
+        assert problem.differs is not None
+        assert problem.differs([want], [want]) == ""
+        assert problem.differs([wrong(want)], [want]) != ""
+
+
+def test_a_strip_that_is_left_out_is_found() -> None:
+    (problem,) = found(layer="wq_b")
+    x, weight, scale = problem.make(0)
+    want = problem.reference(x, weight, scale)
+    short = x.clone()
+    short[:, 128:] = 0
+    assert partial(gemm.differs, tolerance=2.0**-7)([problem.reference(short, weight, scale)], [want])

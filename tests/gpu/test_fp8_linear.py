@@ -1,0 +1,75 @@
+"""`fp8_linear` on a GPU against the reference there, at the layers of the models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4_compile.kernels import fp8_linear as kernels
+from dsv4_compile.kernels import grouped_matmul
+from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.reference.block_scale import quantize_activation
+from dsv4_compile.reference.quant import ue8m0_scale
+from tests.gpu import products
+
+OP = "fp8_linear"
+WIDE = "Flash fp8_linear wo_b"
+
+
+@pytest.mark.parametrize("tokens", products.TOKENS)
+@pytest.mark.parametrize("name", products.names(OP))
+def test_layers_of_the_models(name: str, tokens: int) -> None:
+    products.check(OP, kernels.fp8_linear, products.arguments(name, tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("quantize", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "size"), [(1, 1, 1), (5, 130, 200), (33, 70, 129), (66, 5, 100), (300, 9, 7)]
+)
+def test_odd_sizes(tokens: int, rows: int, size: int, quantize: bool, dtype: torch.dtype) -> None:
+    x, weight, scale = products.gemm.Layer(OP, "", rows, size).arguments(tokens, products.CUDA, 1)
+    products.check(OP, kernels.fp8_linear, (x.to(dtype), weight, scale, quantize))
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 17, 40, 64])
+def test_what_is_quantised_on_the_way_is_what_the_reference_quantises(tokens: int) -> None:
+    """One weight of 1 for each input: an output is a quantised input times its scale, and no sum can hide a bit."""
+    weight = torch.eye(1024, device="cuda").to(torch.float8_e4m3fn)
+    x = torch.randn(tokens, 1024, device="cuda") * 10.0 ** torch.randint(-12, 4, (tokens, 1), device="cuda")
+    x[0, :128] = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        args = x.to(dtype), weight, torch.ones(8, 8, device="cuda")
+        assert torch.equal(kernels.fp8_linear(*args), REFERENCES[OP](*args))
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(65, 1024), (4097, 4096), (70_000, 256), (301, 200)])
+def test_the_quantisation_in_front_of_many_tokens_is_exact(tokens: int, size: int) -> None:
+    x = torch.randn(tokens, size, device="cuda").bfloat16() * 1e-3
+    values, byte = quantize_activation(x)
+    got, scale = kernels.quantize_activation(x)
+    assert torch.equal(got.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(scale, ue8m0_scale(byte))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 32])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 100])
+def test_any_cut_gives_the_product(tokens: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_matmul, "choose_cut", lambda *sizes: grouped_matmul.Cut(16, 64, 4, 3, splits))
+    products.check(OP, kernels.fp8_linear, products.arguments("Flash fp8_linear wq_a + wkv", tokens))
+
+
+def test_more_than_two_gibibytes_of_tokens() -> None:
+    x, weight, scale = products.gemm.Layer(OP, "", 128, 128).arguments(300, products.CUDA, 2)
+    many = x.repeat(60_000, 1)
+    out = kernels.fp8_linear(many, weight, scale)
+    assert torch.equal(out.view(60_000, 300, 128)[-1], out[:300])
+    products.check(OP, kernels.fp8_linear, (x, weight, scale))
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 64, 100])
+def test_repeats_capture_and_streams(tokens: int) -> None:
+    args = products.arguments(WIDE, tokens)
+    products.repeats_are_equal(kernels.fp8_linear, args)
+    products.streams_do_not_share_counters(kernels.fp8_linear, args)
+    products.capture_follows_its_inputs(OP, kernels.fp8_linear, args)
