@@ -23,6 +23,8 @@ from .errors import check
 
 OpOverload = torch._ops.OpOverload
 """One signature of an op: what a graph node calls."""
+OpOverloadPacket = torch._ops.OpOverloadPacket
+"""All signatures of an op under one name: what a traced graph may call."""
 assert_async = torch._assert_async
 """Fail on the device, without waiting for it, unless a tensor is true."""
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -134,6 +136,11 @@ def device_architecture(device: torch.device) -> str:
         return f"cuda {torch.cuda.get_device_properties(device).gcnArchName.split(':')[0]}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"cuda sm_{major}{minor}"
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """The same number for all views of one tensor, of fake tensors too, which have no address."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def has_device_kernel(op: OpOverload, device: torch.device) -> bool:

@@ -37,27 +37,34 @@ def dsv4(
         kwargs: passed on to compile_fx.
 
     Raises:
-        DSV4Error: E101 torch out of range, E301 unknown option, E302 implementation not available, E303 not built yet.
+        DSV4Error: E101 torch out of range, E301 unknown option, E302 implementation not available, E420 graphs asked
+            for on a device without, E424 two ways of capture at a time.
             Dynamo wraps it; its text is part of the message.
     """
     check_torch()
     from ._compat import compile_fx, inductor_config
     from .lowering import registry
     from .passes import ChooseImplementations
+    from .runtime.compiled import Capturing
 
     registry.load()
     parsed = Options.parse(mode, options, ops=OPS)
     patches = dict(parsed.inductor)
     user = patches.get(_PASS_SLOT, getattr(inductor_config, _PASS_SLOT))
-    patches[_PASS_SLOT] = ChooseImplementations(parsed, _as_sequence(user), _devices(gm, example_inputs))
-    return compile_fx(gm, example_inputs, config_patches=patches, **kwargs)
+    devices = _devices(gm, example_inputs)
+    patches[_PASS_SLOT] = ChooseImplementations(parsed, _as_sequence(user), devices)
+    capturing = Capturing.plan(parsed, gm, devices)
+    patches |= capturing.inductor
+    return capturing.wrap(compile_fx(gm, example_inputs, config_patches=patches, **kwargs))
 
 
 def reset() -> None:
     """Called by torch.compiler.reset(): what this process has been told about its compiled code is told again."""
     from .lowering import registry
+    from .runtime.compiled import shared_graphs
 
     registry.forget_warnings()
+    shared_graphs.cache_clear()
 
 
 dsv4.reset = reset  # type: ignore[attr-defined]

@@ -78,11 +78,6 @@ CODES: dict[str, Code] = {
         "an implementation that is asked for by name is used or refused, never replaced",
         'use dsv4.impl="auto", or one of the implementations listed',
     ),
-    "E303": Code(
-        "feature is not built yet",
-        "what is documented works; what is planned says so",
-        "see the support matrix in the README",
-    ),
     "E401": Code(
         "batch over the capacity of the persistent buffers",
         "a step has at most max_num_batched_tokens tokens, padding included, and max_num_seqs requests",

@@ -4,10 +4,18 @@
     dsv4.impl.<op>   the same values                      a demand for one op; unavailable is error E302
     dsv4.fuse        "auto" | "on" | "off"                whether neighbouring ops are merged into one
     dsv4.fuse.<pass> the same values                      for one pass, "merge_preprocess" or "fuse_attention"
-    dsv4.cudagraph   "off"                                "full" and "trees" are planned (E303)
+    dsv4.cudagraph   "off" | "full" | "trees"             see below
 
 With "auto" ops are merged where the merged op has a kernel, or a lowering, that would be used; "on" merges them all
 the same, which gives equal results and, where the merged op then runs its reference, no speed.
+
+"full" captures each decode-sized shape of a compiled graph as one CUDA graph (see `runtime.compiled`); "trees" leaves
+that to Inductor, which is then told of the caches. Of "full" further:
+
+    dsv4.cudagraph.max_captures   shapes of one graph that are captured, 32; others run compiled (W601)
+    dsv4.cudagraph.max_tokens     tokens of a call above which it runs compiled, 512
+    dsv4.cudagraph.debug          compare all addresses at every replay, False
+    dsv4.cudagraph.graphs         "auto", or "standin" for tests on a CPU, which refuses capture otherwise (E420)
 
 Every other key is a name of torch._inductor.config, "max_autotune" or "triton.cudagraphs" for example.
 """
@@ -26,9 +34,11 @@ IMPL_VALUES = ("auto", *IMPLEMENTATIONS)
 FUSE_VALUES = ("auto", "on", "off")
 FUSE_PASSES = ("merge_preprocess", "fuse_attention")
 CUDAGRAPH_VALUES = ("off", "full", "trees")
+GRAPH_OPTIONS: Mapping[str, type] = {"graphs": str, "max_captures": int, "max_tokens": int, "debug": bool}
 _PREFIX = "dsv4."
 _PER_OP = "dsv4.impl."
 _PER_PASS = "dsv4.fuse."
+_OF_GRAPHS = "dsv4.cudagraph."
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,8 @@ class Options:
         demands: implementation demanded per op name, without "auto".
         fuse: for all passes that merge ops, one of `FUSE_VALUES`.
         fuses: the same by name of a pass.
-        cudagraph: "off".
+        cudagraph: one of `CUDAGRAPH_VALUES`.
+        capture: the values of `GRAPH_OPTIONS` that were given.
         inductor: settings of torch._inductor.config for this compile.
     """
 
@@ -49,6 +60,7 @@ class Options:
     fuse: str = "auto"
     fuses: Mapping[str, str] = field(default_factory=dict)
     cudagraph: str = "off"
+    capture: Mapping[str, Any] = field(default_factory=dict)
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -61,18 +73,25 @@ class Options:
             ops: names of the ops that `dsv4.impl.<op>` may name.
 
         Raises:
-            DSV4Error: E301 for an unknown mode, key or value, naming the nearest; E303 for what is planned.
+            DSV4Error: E301 for an unknown mode, key or value, naming the nearest; E424 for two ways of
+                capture at a time.
         """
         ops = tuple(ops)
         impl, fuse, cudagraph = "auto", "auto", "off"
         demands: dict[str, str] = {}
         fuses: dict[str, str] = {}
+        capture: dict[str, Any] = {}
         inductor = mode_settings(mode)
         for key, value in (options or {}).items():
             if key == "dsv4.impl":
                 impl = _one_of(key, value, IMPL_VALUES)
             elif key == "dsv4.cudagraph":
                 cudagraph = _one_of(key, value, CUDAGRAPH_VALUES)
+            elif key.startswith(_OF_GRAPHS):
+                name = key.removeprefix(_OF_GRAPHS)
+                names = [_OF_GRAPHS + each for each in GRAPH_OPTIONS]
+                check(name in GRAPH_OPTIONS, "E301", got=key, fix=_nearest(key, names))
+                capture[name] = _typed(key, value, GRAPH_OPTIONS[name])
             elif key == "dsv4.fuse":
                 fuse = _one_of(key, value, FUSE_VALUES)
             elif key.startswith(_PER_PASS):
@@ -91,11 +110,17 @@ class Options:
                 _check_inductor_setting(name, value)
                 inductor[name] = value
         check(
-            cudagraph == "off",
-            "E303",
-            got=f"dsv4.cudagraph={cudagraph!r}",
-            why="the backend does not capture CUDA graphs yet",
-            fix='leave it "off"; mode="reduce-overhead" has torch capture, where no input but static ones is mutated',
+            cudagraph == "off" or not inductor.get("triton.cudagraphs"),
+            "E424",
+            got=f"dsv4.cudagraph={cudagraph!r} with triton.cudagraphs, which a mode such as reduce-overhead sets",
+            fix='leave one out; dsv4.cudagraph="trees" is what reduce-overhead does, with the caches declared',
+        )
+        check(
+            cudagraph == "full" or not capture,
+            "E301",
+            got=", ".join(_OF_GRAPHS + name for name in capture),
+            rule='these say how dsv4.cudagraph="full" captures',
+            fix='add "dsv4.cudagraph": "full", or leave them out',
         )
         check(
             inductor.get("use_post_grad_passes", True),
@@ -105,7 +130,7 @@ class Options:
             fix='leave it on, or use backend="inductor"',
         )
         demands = {op: value for op, value in demands.items() if value != "auto"}
-        return cls(impl, demands, fuse, fuses, cudagraph, inductor)
+        return cls(impl, demands, fuse, fuses, cudagraph, capture, inductor)
 
     def cache_key(self) -> tuple[Any, ...]:
         """What of these options changes generated code, beside the Inductor settings, which torch keys itself."""
@@ -139,6 +164,12 @@ def _check_inductor_setting(name: str, value: Any) -> None:
     # Unions and generics are left to Inductor, as torch.compile leaves them.
     if isinstance(expected, type) and not isinstance(value, expected):
         fail("E301", got=f"{name}={value!r}", rule=f"{name} is {expected.__name__}", fix=f"pass {expected.__name__}")
+
+
+def _typed(key: str, value: Any, expected: type) -> Any:
+    fine = type(value) is expected and (expected is not int or value > 0)
+    check(fine, "E301", got=f"{key}={value!r}", rule=f"{key} is {expected.__name__}, above 0 where it counts", fix="")
+    return value
 
 
 def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> str:

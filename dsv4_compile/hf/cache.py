@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .._compat import assert_async, mark_static
+from .._compat import assert_async, mark_static, mark_static_address
 from ..cache import CacheFormat, PagedCaches
 from ..config import DeepseekV4Config
 from ..errors import check, fail
@@ -49,8 +49,10 @@ class PagedCache(Cache):
         self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
         for tensor in self._tensors():
-            # A cache never changes shape. Saying so keeps its dims out of the graph's symbols.
+            # A cache changes neither shape nor place. Its dims stay out of the graph's symbols, and a captured graph
+            # takes it where it is.
             mark_static(tensor)
+            mark_static_address(tensor, guard=False)
 
     def _tensors(self) -> list[Tensor]:
         caches = [t for layer in self.paged.layers for t in layer.tensors().values()]

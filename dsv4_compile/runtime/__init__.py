@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .buckets import padded_buckets
+from .counts import Counts, counting
 from .graphs import Capture, Footprint, Graphs, graphs_for
 from .plan import Plan
 from .runner import DecodeRunner, Statistics
@@ -10,11 +11,13 @@ from .static_inputs import mark_static_inputs
 
 __all__ = [
     "Capture",
+    "Counts",
     "DecodeRunner",
     "Footprint",
     "Graphs",
     "Plan",
     "Statistics",
+    "counting",
     "graphs_for",
     "mark_static_inputs",
     "padded_buckets",

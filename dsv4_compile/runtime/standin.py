@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -116,13 +115,13 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
 
     def call(self, compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a compiled graph as one node. It may write any of its inputs."""
-        self._keep(args)
-        self._inside_call = True
+        self._inside_call = True  # its ops, and ours, are not recorded beside it
         try:
+            self._keep(args)
             out = compiled(*args)
+            self._add(compiled, args, {}, out)
         finally:
             self._inside_call = False
-        self._add(compiled, args, {}, out)
         return out
 
     def _add(self, call: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
@@ -195,7 +194,6 @@ class _Recording:
 def recordable(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """`compiled`, which the stand-in then records as one node."""
 
-    @wraps(compiled)
     def run(*args: Any) -> Any:
         tape = _tape.get()
         return compiled(*args) if tape is None else tape.call(compiled, args)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_compile.errors import CompileError
+from dsv4_compile.errors import CompileError, GraphError
 from dsv4_compile.options import FUSE_PASSES, Options
 
 OPS = ("q_norm_rope", "kv_rope_insert", "inv_rope")
@@ -80,11 +80,33 @@ def test_a_wrong_option_is_e301_and_names_the_nearest(options: dict[str, Any], g
     assert nearest in caught.value.fix
 
 
+def test_graph_capture_and_how() -> None:
+    assert _parse({"dsv4.cudagraph": "trees"}).cudagraph == "trees"
+    parsed = _parse({"dsv4.cudagraph": "full", "dsv4.cudagraph.max_captures": 4, "dsv4.cudagraph.debug": True})
+    assert (parsed.cudagraph, dict(parsed.capture)) == ("full", {"max_captures": 4, "debug": True})
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ({"dsv4.cudagraph": "full", "dsv4.cudagraph.max_capture": 4}, "dsv4.cudagraph.max_capture"),
+        ({"dsv4.cudagraph": "full", "dsv4.cudagraph.max_tokens": "4"}, "dsv4.cudagraph.max_tokens='4'"),
+        ({"dsv4.cudagraph": "full", "dsv4.cudagraph.max_tokens": 0}, "dsv4.cudagraph.max_tokens=0"),
+        ({"dsv4.cudagraph": "trees", "dsv4.cudagraph.debug": True}, "dsv4.cudagraph.debug"),
+    ],
+)
+def test_a_wrong_word_about_captures_is_e301(options: dict[str, Any], got: str) -> None:
+    with pytest.raises(CompileError) as caught:
+        _parse(options)
+    assert (caught.value.code, caught.value.got) == ("E301", got)
+
+
 @pytest.mark.parametrize("value", ["full", "trees"])
-def test_graph_capture_says_that_it_is_not_built_yet(value: str) -> None:
-    with pytest.raises(CompileError, match="not built yet") as caught:
-        _parse({"dsv4.cudagraph": value})
-    assert caught.value.code == "E303"
+def test_two_ways_of_capture_at_a_time_are_refused(value: str) -> None:
+    for mode, options in (("reduce-overhead", {}), (None, {"triton.cudagraphs": True})):
+        with pytest.raises(GraphError, match="leave one out") as caught:
+            _parse({"dsv4.cudagraph": value, **options}, mode=mode)
+        assert caught.value.code == "E424"
 
 
 def test_a_mode_stands_for_its_settings_and_options_override_them() -> None:

@@ -1,0 +1,238 @@
+"""Graph capture of what torch.compile made: `options={"dsv4.cudagraph": "full"}`.
+
+A shape runs compiled when it first comes, once more where captures run, and is captured at its third call; from then
+on it is replayed. Parameters, marked tensors and what the graph writes are taken where they are; the other inputs are
+copied to where the capture reads them. Results are copies: the caller may keep them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .. import progress
+from ..errors import check, warn
+from ..options import Options
+from .counts import count
+from .graph_inputs import static_inputs
+from .graphs import Capture, Graphs, capturing, graphs_for
+from .standin import recordable
+from .static_inputs import Record
+
+_log = logging.getLogger("dsv4_compile.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Which calls are captured.
+
+    Attributes:
+        max_captures: shapes of one graph that are captured; further ones run compiled (W601).
+        max_tokens: calls of more tokens run compiled: they keep the device busy without a graph.
+        debug: compare all addresses at each replay, not at the first alone.
+    """
+
+    max_captures: int = 32
+    max_tokens: int = 512
+    debug: bool = False
+
+
+@dataclass(slots=True)
+class _Shape:
+    """One shape of the copied inputs, at one set of addresses of the static ones."""
+
+    static: tuple[Tensor, ...]
+    records: tuple[Record, ...]
+    calls: int = 0
+    copies: tuple[Tensor, ...] = ()
+    capture: Capture | None = None
+    checked: bool = False
+    aliases: tuple[bool, ...] = ()
+    where: str = ""
+
+
+class CapturedGraph:
+    """A compiled graph, called as Dynamo calls it, that replays captures of itself.
+
+    Args:
+        compiled: takes the graph's inputs: tensors, and integers for sizes that vary.
+        names: of the inputs. static: positions of those that keep their address.
+        graphs: where captures live; policy: which calls are captured.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        names: Sequence[str],
+        static: frozenset[int],
+        graphs: Graphs,
+        policy: Policy,
+    ) -> None:
+        self._compiled, self._names, self._graphs, self._policy = compiled, tuple(names), graphs, policy
+        self._static = tuple(sorted(static))
+        self._moving = tuple(i for i in range(len(self._names)) if i not in static)
+        self._shapes: dict[Any, list[_Shape]] = {}
+        self._told: set[str] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph on `args`, by replay where their shape has been captured."""
+        outer = capturing()
+        check(not outer, "E424", got=f'a graph compiled with dsv4.cudagraph="full" inside the capture of {outer}')
+        shape = self._shape_of(args)
+        if shape is None:
+            count("compiled")
+            return self._compiled(*args)
+        if shape.capture is None:
+            shape.calls += 1
+            if shape.calls < 3:
+                count("compiled")
+                run = self._graphs.warm_up if shape.calls == 2 else _run
+                return run(lambda: self._compiled(*args))
+            self._capture(shape, args)
+        return self._replay(shape, args)
+
+    def _shape_of(self, args: tuple[Any, ...]) -> _Shape | None:
+        """The entry of these inputs, a new one if there is room, or None for a call that stays compiled."""
+        static = tuple(args[i] for i in self._static)
+        moving = [args[i] for i in self._moving]
+        key = tuple((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else a for a in moving)
+        known = self._shapes.get(key, ())
+        for shape in known:
+            if all(map(operator.is_, static, shape.static)):
+                return shape
+        names = [self._names[i] for i in self._static]
+        records = tuple(Record.of(name, tensor) for name, tensor in zip(names, static, strict=True))
+        for shape in known:
+            if shape.records == records:
+                shape.static = static  # other tensor objects at the same places
+                return shape
+        return self._admit(key, static, records, moving)
+
+    def _admit(self, key: Any, static: tuple[Tensor, ...], records: tuple[Record, ...], moving: list[Any]) -> Any:
+        tokens = tokens_of(moving)
+        if tokens > self._policy.max_tokens:
+            self._tell_log("size", f"{tokens} tokens a call, above dsv4.cudagraph.max_tokens={self._policy.max_tokens}")
+            return None
+        tensors = [*static, *(m for m in moving if isinstance(m, Tensor))]
+        away = next((t.device for t in tensors if t.device.type != self._graphs.device.type), None)
+        if away is not None:
+            return self._tell("device", f"a graph on {self._graphs.device} with an input on {away}")
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return self._tell("grad", "a graph called with gradients enabled; wrap the call in torch.no_grad()")
+        if sum(map(len, self._shapes.values())) >= self._policy.max_captures:
+            return self._tell("full", f"another shape after dsv4.cudagraph.max_captures={self._policy.max_captures}")
+        where = f"the graph of {', '.join(str(tuple(m.shape)) for m in moving if isinstance(m, Tensor)) or 'no input'}"
+        shape = _Shape(static, records, where=where)
+        self._shapes.setdefault(key, []).append(shape)
+        return shape
+
+    def _tell(self, reason: str, got: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            warn("W601", got=got)
+
+    def _tell_log(self, reason: str, got: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            _log.info("runs compiled, without a graph: %s", got)
+
+    def _capture(self, shape: _Shape, args: tuple[Any, ...]) -> None:
+        frozen: list[Any] = list(args)
+        with torch.inference_mode(False):
+            # Not an inference tensor, whatever the mode of this call: later calls write it in theirs.
+            for i in self._moving:
+                if isinstance(args[i], Tensor):
+                    like = args[i]
+                    frozen[i] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        shape.copies = tuple(_distinct(frozen[i]) for i in self._moving if isinstance(args[i], Tensor))
+        self._copy_inputs(shape, args)
+        with progress.stage("capture", total=1) as work:
+            work.note(shape.where)
+            shape.capture = self._graphs.capture(lambda: self._compiled(*frozen), shape.where)
+            work.advance()
+        places = {t.untyped_storage().data_ptr() for t in shape.static}
+        shape.aliases = tuple(
+            not isinstance(out, Tensor) or out.untyped_storage().data_ptr() in places for out in shape.capture.outputs
+        )
+        count("captures")
+
+    def _replay(self, shape: _Shape, args: tuple[Any, ...]) -> list[Any]:
+        assert shape.capture is not None
+        self._copy_inputs(shape, args)
+        if self._policy.debug or not shape.checked:
+            for record, tensor in zip(shape.records, shape.static, strict=True):
+                record.check(tensor, shape.where)
+            shape.checked = True
+        shape.capture.replay()
+        count("replays")
+        # What lies in a static input is returned as it is; the rest belongs to the capture, so the caller gets copies.
+        outputs = zip(shape.capture.outputs, shape.aliases, strict=True)
+        return [out if kept else out.clone() for out, kept in outputs]
+
+    def _copy_inputs(self, shape: _Shape, args: tuple[Any, ...]) -> None:
+        moving = (args[i] for i in self._moving if isinstance(args[i], Tensor))
+        for copy, arg in zip(shape.copies, moving, strict=True):
+            copy.copy_(_distinct(arg))
+
+
+def tokens_of(moving: Sequence[Any]) -> int:
+    """Tokens of a call: the product of the different sizes that vary, or the most rows of an input where none does."""
+    sizes = {m for m in moving if isinstance(m, int)}
+    if sizes:
+        return math.prod(sizes)
+    return max((m.shape[0] for m in moving if isinstance(m, Tensor) and m.dim()), default=1)
+
+
+def _run(call: Callable[[], Any]) -> Any:
+    return call()
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """`tensor` without the dims that repeat one element: each element in memory once, as a copy needs it."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Capturing:
+    """How one graph is captured: settings for Inductor, and what is put around the compiled graph."""
+
+    inductor: Mapping[str, Any]
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    @classmethod
+    def plan(cls, options: Options, gm: GraphModule, devices: Collection[torch.device]) -> Capturing:
+        """What `options.cudagraph` means for `gm`. Raises E420, before anything is compiled, where it cannot be had."""
+        cuda = sorted((d for d in devices if d.type == "cuda"), key=str)
+        device = cuda[0] if cuda else torch.device("cpu")
+        if options.cudagraph == "trees":
+            check(bool(cuda), "E420", got='dsv4.cudagraph="trees" for a graph on the CPU')
+            return cls({"triton.cudagraphs": True}, lambda compiled: compiled)
+        if options.cudagraph == "off":
+            return cls({}, (lambda compiled: compiled) if cuda else recordable)
+        chosen = dict(options.capture)
+        graphs = shared_graphs(device, chosen.pop("graphs", "auto"))
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        static, policy = static_inputs(gm), Policy(**chosen)
+
+        def wrap(compiled: Callable[..., Any]) -> CapturedGraph:
+            return CapturedGraph(compiled if cuda else recordable(compiled), names, static, graphs, policy)
+
+        return cls({}, wrap)
+
+
+@functools.cache
+def shared_graphs(device: torch.device, kind: str) -> Graphs:
+    """Captures of compiled graphs on `device`: one pool for all of them."""
+    return graphs_for(device, kind)
