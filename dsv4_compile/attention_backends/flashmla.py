@@ -93,6 +93,9 @@ class FlashMLAAttention(WorkspacePrefill):
 
 def pad_heads(q: Tensor, heads: int) -> Tensor:
     """`[T, heads, D]`, contiguous; heads behind the real ones are zero."""
+    if q.dtype is torch.float8_e4m3fn:
+        # Zero is the byte 0, and not every device can fill 8-bit floats.
+        return pad_heads(q.view(torch.uint8), heads).view(q.dtype)
     return pad(q, (0, 0, 0, heads - q.shape[1])).contiguous()
 
 

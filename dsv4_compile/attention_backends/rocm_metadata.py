@@ -12,6 +12,7 @@ from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..layout import HCA_RATIO, PAD_INDEX
 from .common import CommonAttentionMetadata
 from .flashmla_metadata import DeepseekV4FlashMLAMetadata, DeepseekV4FlashMLAMetadataBuilder
+from .ragged import copy_ragged_to_graph_buffers
 from .swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 
 
@@ -20,7 +21,7 @@ class DeepseekV4ROCMAiterSparseSWAMetadata(DeepseekSparseSWAMetadata):
     """The window's metadata with its decode rows as a list.
 
     decode_swa_ragged_indices: int32 `[max(Td * W, 1)]`, decode_swa_ragged_indptr: int32 `[Td + 1]`; None without
-    decodes. Entries behind the last end are stale, and nobody reads them.
+    decodes. Entries behind the last end are -1.
     """
 
     decode_swa_ragged_indices: Tensor | None = None
@@ -36,19 +37,6 @@ class DeepseekV4ROCMAiterMLASparseMetadata(DeepseekV4FlashMLAMetadata):
 
     c128a_decode_topk_ragged_indices: Tensor | None = None
     c128a_decode_topk_ragged_indptr: Tensor | None = None
-
-
-def copy_ragged_to_graph_buffers(
-    flat: Tensor, indptr: Tensor, flat_buffer: Tensor, indptr_buffer: Tensor, rows: int, max_per_row: int
-) -> tuple[Tensor, Tensor]:
-    """Copy a list of rows into persistent buffers.
-
-    Returns views of `max(rows * max_per_row, 1)` entries and `rows + 1` ends, sizes that depend on `rows` alone.
-    """
-    count = min(flat.shape[0], rows * max_per_row)
-    flat_buffer[:count].copy_(flat[:count])
-    indptr_buffer[: rows + 1].copy_(indptr[: rows + 1])
-    return flat_buffer[: max(rows * max_per_row, 1)], indptr_buffer[: rows + 1]
 
 
 class _Lists:

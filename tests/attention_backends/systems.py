@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dsv4_compile import layout
@@ -69,15 +68,16 @@ def batch_of(rng: random.Random, phase: str) -> Batch:
     if phase != "decode":
         for _ in range(rng.randint(2, 3)):
             seq_len = rng.choice((rng.randint(4, 20), rng.randint(128, 300)))
-            sizes.append(
-                (rng.choice((seq_len, rng.randint(4, seq_len))) if seq_len < 30 else rng.randint(4, 50), seq_len)
-            )
+            longest = seq_len if seq_len <= 20 else 50
+            sizes.append((rng.choice((longest, rng.randint(4, longest))), seq_len))
     sizes.append((0, 0))
     query_lens, seq_lens = zip(*sizes, strict=True)
     return Batch(query_lens, seq_lens, padding=rng.choice((0, 1, 3)))
 
 
-def case_of(rng: random.Random, way: Way, batch: Batch | None = None, heads: int = 4) -> AttentionCase:
+def case_of(
+    rng: random.Random, way: Way, batch: Batch | None = None, heads: int = 4, head_dim: int = 64
+) -> AttentionCase:
     """A batch with caches in the backend's format; small vectors where the format allows."""
     return random_case(
         rng,
@@ -87,7 +87,7 @@ def case_of(rng: random.Random, way: Way, batch: Batch | None = None, heads: int
         max_requests=MAX_REQUESTS,
         max_model_len=MAX_MODEL_LEN,
         heads=heads,
-        head_dim=layout.HEAD_DIM if way.fmt == "fp8_ds_mla" else 64,
+        head_dim=layout.HEAD_DIM if way.fmt == "fp8_ds_mla" else head_dim,
     )
 
 

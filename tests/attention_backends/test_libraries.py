@@ -1,0 +1,90 @@
+"""The calls into flash_mla and flashinfer: what the libraries are given, and what comes back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dsv4_compile.testing import assert_bitwise, assert_close
+from tests.attention_backends.fakes import FlashInfer, FlashMLA
+from tests.attention_backends.systems import PHASES, Layer, Way, case_of
+
+PARTS = {"decode": 1, "prefill": 1, "mixed": 2}
+"""Calls of a layer in each phase."""
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+@pytest.mark.parametrize("phase", PHASES)
+def test_flash_mla_gets_padded_heads_and_tiles_of_indices(
+    ratio: int, phase: str, flash_mla: FlashMLA, seed: int
+) -> None:
+    way = Way("FLASHMLA_SPARSE_DSV4", "fp8_ds_mla", ratio, phase)
+    case = case_of(random.Random(seed), way)
+    layer = Layer(way, case, "library")
+    with torch.inference_mode():
+        out = layer.module(*layer.arguments(case))
+    assert_close(out, case.expected())
+    assert flash_mla.calls == {"mixed": ["decode", "prefill"]}.get(phase, [phase])
+    assert flash_mla.heads == [4] * PARTS[phase]
+
+
+def test_flash_mla_gets_128_heads_where_64_are_too_few(flash_mla: FlashMLA, seed: int) -> None:
+    way = Way("FLASHMLA_SPARSE_DSV4", "fp8_ds_mla", 128, "decode")
+    case = case_of(random.Random(seed), way, heads=65)
+    layer = Layer(way, case, "library")
+    with torch.inference_mode():
+        assert_close(layer.module(*layer.arguments(case)), case.expected())
+    assert flash_mla.heads == [65]
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+@pytest.mark.parametrize("phase", PHASES)
+def test_flashinfer_gets_two_calls_with_offsets_from_zero(
+    ratio: int, phase: str, flashinfer: FlashInfer, seed: int
+) -> None:
+    way = Way("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16", ratio, phase)
+    case = case_of(random.Random(seed), way, head_dim=512)
+    layer = Layer(way, case, "library")
+    with torch.inference_mode():
+        out = layer.module(*layer.arguments(case))
+    assert_close(out, case.expected())
+    assert sum(tokens for tokens, _ in flashinfer.calls) == case.batch.num_tokens
+    assert len(flashinfer.calls) == PARTS[phase]
+    assert flashinfer.heads == [4] * PARTS[phase]
+
+
+@pytest.mark.parametrize("engine", ["dsv4", "library"])
+def test_e4m3_queries_and_caches_bring_their_scales_as_floats(engine: str, flashinfer: FlashInfer, seed: int) -> None:
+    way = Way("FLASHINFER_MLA_SPARSE_DSV4", "fp8", 4, "mixed")
+    case = case_of(random.Random(seed), way, head_dim=512)
+    layer = Layer(way, case, engine)
+    q_scale, kv_scale = 0.0078125, float(case.window_cache.kv_scale)
+    layer.module.set_scales(q_scale, kv_scale)
+    q, *others = layer.arguments(case)
+    quantised = (q * layer.module.q_scale_inv).to(torch.float8_e4m3fn)
+    case.q.copy_(quantised.float() * q_scale)
+    with torch.inference_mode():
+        out = layer.module(quantised, *others)
+    assert out.dtype is torch.bfloat16
+    assert_close(out, case.expected())
+    assert layer.module.bmm1_scale == case.scale * q_scale * kv_scale
+    assert layer.module.bmm2_scale == kv_scale
+    assert len(flashinfer.calls) == (2 if engine == "library" else 0)
+
+
+@pytest.mark.usefixtures("sizes_by_themselves", "flash_mla", "flashinfer")
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype"), [("FLASHMLA_SPARSE_DSV4", "fp8_ds_mla"), ("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16")]
+)
+def test_library_calls_are_nodes_of_one_graph(name: str, kv_cache_dtype: str, seed: int) -> None:
+    rng, way = random.Random(seed), Way(name, kv_cache_dtype)
+    cases = [case_of(rng, way, head_dim=512) for _ in range(3)]
+    layer = Layer(way, cases[0], "library")
+    compiled = torch.compile(layer.module, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch.inference_mode():
+        for number, case in enumerate(cases):
+            with torch._dynamo.config.patch(error_on_recompile=number > 0):
+                out = compiled(*layer.arguments(case))
+            assert_bitwise(out, layer.module(*layer.arguments(case)))

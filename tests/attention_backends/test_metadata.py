@@ -1,0 +1,125 @@
+"""Metadata of the window and of the ragged system, integer by integer against plain Python; addresses stay."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.attention_backends.swa import DeepseekSparseSWAMetadata
+from dsv4_compile.attention_backends.v4 import Inputs
+from dsv4_compile.testing.attention import AttentionCase
+from dsv4_compile.testing.batch import entry_row, index, row, window_row
+from tests.attention_backends.systems import DECODE_THRESHOLD, MAX_MODEL_LEN, PHASES, Layer, Way, case_of
+
+ROCM, FLASHMLA = "ROCM_FLASHMLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV4"
+
+
+def split(case: AttentionCase) -> tuple[int, int]:
+    """Requests and tokens of the decodes; what stands behind the first longer query is prefill."""
+    lens = case.batch.query_lens
+    longer = [request for request, length in enumerate(lens) if length > DECODE_THRESHOLD]
+    if not longer:
+        return len(lens), case.batch.num_tokens
+    return longer[0], sum(lens[: longer[0]])
+
+
+def windows(case: AttentionCase, tokens: int) -> list[tuple[list[int], int]]:
+    """Index row and length of the first `tokens` tokens; padding has none."""
+    found = []
+    for request, position in case.batch.tokens()[:tokens]:
+        found.append(window_row(case.window_table, request, position, case.window, layout.WINDOW_BLOCK))
+    return found
+
+
+def lists(rows: Tensor, ends: Tensor) -> list[list[int]]:
+    """Rows of a CSR list."""
+    flat, bounds = rows.tolist(), ends.tolist()
+    return [flat[a:b] for a, b in pairwise(bounds)]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", [FLASHMLA, ROCM])
+def test_window_metadata_is_exact(name: str, phase: str, seed: int) -> None:
+    rng, way = random.Random(seed), Way(name, "bfloat16", 1, phase)
+    case = case_of(rng, way)
+    swa: DeepseekSparseSWAMetadata = Layer(way, case).metadata(case).swa
+    requests, tokens = split(case)
+    batch, found = case.batch, windows(case, tokens)
+    assert (swa.num_decodes, swa.num_decode_tokens) == (requests, tokens)
+    assert swa.num_prefills == len(batch.seq_lens) - requests
+    assert swa.num_prefill_tokens == batch.num_tokens - tokens
+    assert swa.decode_swa_indices.squeeze(1).tolist() == [indices for indices, _ in found]
+    assert swa.decode_swa_lens.tolist() == [length for _, length in found]
+    assert swa.token_to_req_indices.tolist() == [max(request, 0) for request, _ in batch.tokens()]
+    assert swa.is_valid_token.tolist() == [position >= 0 for _, position in batch.tokens()]
+    assert swa.prefill_seq_lens.tolist() == list(batch.seq_lens[requests:])
+    assert swa.prefill_gather_lens.tolist() == [
+        min(seq_len, query_len + case.window - 1)
+        for query_len, seq_len in zip(batch.query_lens[requests:], batch.seq_lens[requests:], strict=True)
+    ]
+    assert swa.max_decode_query_len == max(batch.query_lens[:requests], default=0)
+    assert swa.max_prefill_query_len == max(batch.query_lens[requests:], default=0)
+
+
+@pytest.mark.parametrize("phase", ["decode", "mixed"])
+def test_ragged_metadata_lists_the_rows_of_the_decodes(phase: str, seed: int) -> None:
+    rng, way = random.Random(seed), Way(ROCM, "bfloat16", 128, phase)
+    case = case_of(rng, way)
+    metadata = Layer(way, case).metadata(case)
+    _, tokens = split(case)
+    swa, main = metadata.swa, metadata.main
+    assert lists(swa.decode_swa_ragged_indices, swa.decode_swa_ragged_indptr) == [
+        indices[:length] for indices, length in windows(case, tokens)
+    ]
+    entries = [
+        entry_row(case.main_table, request, position, layout.c128a_width(MAX_MODEL_LEN), 2, 128)
+        for request, position in case.batch.tokens()[:tokens]
+    ]
+    assert lists(main.c128a_decode_topk_ragged_indices, main.c128a_decode_topk_ragged_indptr) == [
+        indices[:length] for indices, length in entries
+    ]
+
+
+def test_mixed_index_rows_are_exact(seed: int) -> None:
+    """Decodes, whose slots were given, and prefills, whose slots the op works out, look the same."""
+    rng, way = random.Random(seed), Way("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16", 4, "mixed")
+    case = case_of(rng, way)
+    layer = Layer(way, case)
+    arguments = layer.arguments(case)
+    indices, lens = layer.module.mixed_indices(Inputs(*arguments[1:]))
+    assert case.main_cache is not None and case.topk is not None
+    block = case.main_cache.block_size
+    want_rows, want_lens = [], []
+    for token, (request, position) in enumerate(case.batch.tokens()):
+        slots, _ = window_row(case.window_table, request, position, case.window, layout.WINDOW_BLOCK)
+        chosen = [entry for entry in case.topk[token].tolist() if entry >= 0]
+        entries = [index(case.main_table, request, entry, block) for entry in chosen]
+        want_rows.append(slots + row(entries, case.topk.shape[1]))
+        want_lens.append(case.window + len(entries))
+    assert indices.tolist() == want_rows
+    assert lens.tolist() == want_lens
+
+
+@pytest.mark.parametrize("name", [FLASHMLA, ROCM])
+def test_every_step_fills_the_same_memory(name: str, seed: int) -> None:
+    rng, way = random.Random(seed), Way(name, "bfloat16", 128, "decode")
+    cases = [case_of(rng, way) for _ in range(4)]
+    layer = Layer(way, cases[0])
+
+    def addresses(part: Any) -> dict[str, int]:
+        owned = ("token_to_req_indices", "is_valid_token", "decode_swa_indices", "decode_swa_lens")
+        owned += ("decode_swa_ragged_indices", "decode_swa_ragged_indptr", "c128a_global_decode_topk_indices")
+        owned += ("c128a_decode_topk_lens", "c128a_decode_topk_ragged_indices", "c128a_decode_topk_ragged_indptr")
+        return {name: value.data_ptr() for name in owned if isinstance(value := getattr(part, name, None), Tensor)}
+
+    seen = []
+    for case in cases:
+        metadata = layer.metadata(case)
+        seen.append(addresses(metadata.swa) | addresses(metadata.main))
+    assert all(step == seen[0] for step in seen)
+    assert len(seen[0]) == (10 if name == ROCM else 6)
