@@ -20,7 +20,12 @@ from ..errors import fail
 from ..proven import is_proven
 
 KERNELS: Mapping[str, str] = {
+    "batch_metadata": "batch_metadata",
+    "combine_topk_swa": "combine_topk_swa",
+    "combine_topk_swa_ragged": "combine_topk_swa",
     "compress_norm_rope_insert": "compress_norm_rope_insert",
+    "cp_gather_indexer_k": "cp_gather_indexer_k",
+    "dequantize_and_gather_k_cache": "dequantize_and_gather_k_cache",
     "fp8_grouped_einsum": "fp8_grouped_einsum",
     "fp8_linear": "fp8_linear",
     "fused_q_kv_rmsnorm": "fused_q_kv_rmsnorm",
@@ -36,6 +41,8 @@ KERNELS: Mapping[str, str] = {
     "q_norm_rope_kv_insert": "q_norm_rope_kv_insert",
     "save_partial_states": "save_partial_states",
     "sparse_mla_decode": "sparse_mla_decode",
+    "sparse_mla_decode_out": "sparse_mla_decode",
+    "sparse_mla_decode_quant": "sparse_mla_decode_quant",
     "sparse_mla_prefill": "sparse_mla_prefill",
     "sparse_mla_prefill_ragged": "sparse_mla_prefill",
 }
