@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -64,8 +64,8 @@ class Graphs(Protocol):
     def memory(self) -> int:
         """Bytes that the captures hold."""
 
-    def predict(self, footprints: Mapping[int, Footprint]) -> int:
-        """Bytes that captures of these calls, by size, will hold."""
+    def predict(self, footprints: Sequence[Footprint]) -> int:
+        """Bytes that captures of these calls, the largest first, will hold together."""
 
 
 def graphs_for(device: torch.device, kind: str = "auto") -> Graphs:
@@ -192,11 +192,10 @@ class CudaGraphs:
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
 
-    def predict(self, footprints: Mapping[int, Footprint]) -> int:
-        """The largest peak once, and all outputs: captures share what is free between replays."""
-        largest = max(footprints)
-        kept = sum(_round(f.outputs, 512) for size, f in footprints.items() if size != largest)
-        return _round(footprints[largest].peak + kept, _SEGMENT)
+    def predict(self, footprints: Sequence[Footprint]) -> int:
+        """The largest peak once, and all other outputs: captures share what is free between replays."""
+        outputs = [_round(f.outputs, 512) for f in footprints]
+        return _round(max(f.peak for f in footprints) + sum(outputs) - max(outputs), _SEGMENT)
 
 
 def _round(size: int, step: int) -> int:

@@ -10,7 +10,7 @@ out = runner.step(n)                      # one launch
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from torch import Tensor
 
 from .. import progress
 from .._compat import maybe_mark_dynamic, pytree
-from ..errors import check, warn
-from ..metadata import AttentionMetadata, MetadataBuffers
+from ..errors import check, fail, warn
+from ..metadata import MetadataBuffers
+from .batches import check_padding, idle, token_tensors
 from .buckets import Buckets, padded_buckets
 from .graphs import Capture, Footprint, graphs_for
 from .plan import Plan
+from .sampling import Sampler, Sampling
 from .static_inputs import StaticInputs, mark_static_inputs, named_tensors
 
 Step = Callable[..., Any]
@@ -54,6 +56,8 @@ class DecodeRunner:
         buckets: numbers of tokens to capture (None = `padded_buckets(max_num_seqs * tokens_each, tokens_each)`), and
             prefill sizes where these are worth a graph.
         tokens_each: tokens of a request in a decode: 1 + the number of speculated ones.
+        sampler: what `run` does between steps, see `sampling.Sampling`: "greedy" over logits `[T, vocab]`, captured, or
+            a function of the outputs. `max_run_steps` bounds one run.
         graphs: "auto" for CUDA graphs, "standin" to replay on a CPU in tests. E420 on a CPU otherwise.
         debug: compare all addresses and the padding at each replay, not at the first alone. Waits for the device.
 
@@ -70,6 +74,8 @@ class DecodeRunner:
         caches: Any = (),
         buckets: Collection[int] | None = None,
         tokens_each: int = 1,
+        sampler: str | Sampler | None = None,
+        max_run_steps: int = 256,
         graphs: str = "auto",
         debug: bool = False,
     ) -> None:
@@ -90,8 +96,11 @@ class DecodeRunner:
         self.buckets = Buckets(padded_buckets(largest, tokens_each) if buckets is None else buckets, capacity)
         mark_static_inputs(named_tensors(caches, "caches"))
         self._statics = StaticInputs(self._find, device)
+        self.max_run_steps = max_run_steps
+        self.sampling = None if sampler is None else Sampling(buffers, sampler, tokens_each, max_run_steps)
         self._captures: dict[int, Capture] = {}
-        self._checked: set[int] = set()
+        self._runs: dict[int, Capture] = {}
+        self._checked: set[str] = set()
         self._told: set[str] = set()
         self._plan: Plan | None = None
         self._held = 0
@@ -115,15 +124,18 @@ class DecodeRunner:
         """
         if self._plan is None:
             footprints: dict[int, Footprint] = {}
-            with self._idle(), progress.stage("warm up", total=len(self.buckets)) as work:
+            runs: list[Footprint] = []
+            with idle(self.buffers), progress.stage("warm up", total=len(self.buckets)) as work:
                 for size in self.buckets:
                     work.note(f"{size} tokens")
                     call = self._call_of(size)
                     for _ in range(2):  # torch.compile may see a second size, and compile for all
                         self.graphs.warm_up(call)
                     footprints[size] = self.graphs.measure(call)
+                    if self._captures_run(size):
+                        runs.append(self.graphs.measure(self._run_of(size)))
                     work.advance()
-            self._plan = Plan(self._statics.nbytes, footprints, self.graphs.predict(footprints))
+            self._plan = Plan(self._statics.nbytes, footprints, self.graphs.predict([*footprints.values(), *runs]))
         return self._plan
 
     def warm_up(self) -> Plan:
@@ -134,12 +146,16 @@ class DecodeRunner:
         check(not self.sealed, "E425", got="warm_up of a runner that has captured", fix="make another runner")
         plan = self.plan()
         captures: dict[int, Capture] = {}
-        with self._idle(), progress.stage("capture", total=len(self.buckets)) as work:
+        runs: dict[int, Capture] = {}
+        with idle(self.buffers), progress.stage("capture", total=len(self.buckets)) as work:
             for size in self.buckets:
                 work.note(f"{size} tokens")
                 captures[size] = self._capture(size)
+                if self._captures_run(size):
+                    runs[size] = self.graphs.capture(self._run_of(size), f"the run of {size} requests")
+                    self.statistics.captures += 1
                 work.advance()
-        self._captures = captures
+        self._captures, self._runs = captures, runs
         self._held = self.graphs.memory()
         plan.check(self._held)
         return plan
@@ -175,16 +191,57 @@ class DecodeRunner:
         bucket = self.buckets.fit(tokens)
         if bucket is None:
             return self._uncaptured(tokens)
-        self._replay(self._captures[bucket], bucket, tokens)
+        self._replay(self._captures[bucket], bucket, tokens, f"the step of {bucket} tokens")
         return pytree.tree_map(lambda out: out[:tokens], self._captures[bucket].outputs)
 
-    def _replay(self, captured: Capture, bucket: int, tokens: int) -> None:
+    def run(self, steps: int, num_reqs: int) -> tuple[Tensor, Tensor]:
+        """Decode `steps` steps of the first `num_reqs` requests of the batch in `buffers`, `tokens_each` tokens each.
+
+        With the greedy sampler each step is one launch, and the host waits for nothing; what it calls between steps
+        otherwise is the sampler and one op. Lengths, positions and slots advance on the device; a request that runs
+        out of reserved tokens becomes padding and leaves its length in `buffers.tensors["overflow"]`. Afterwards the
+        buffers describe the next step.
+
+        Returns:
+            Tokens int64 `[steps, num_reqs, tokens_each]` and how many of each count, int32 `[steps, num_reqs]`: views
+            that the next run overwrites. Rows of requests that have stopped are to be ignored.
+        """
+        check(self.sealed, "E427", got="run of a runner that has captured nothing")
+        sampling = self.sampling
+        if sampling is None:
+            fail("E201", got="run without a sampler", fix='DecodeRunner(..., sampler="greedy"), or a function')
+        check(
+            0 < steps <= self.max_run_steps, "E204", got=f"a run of {steps} steps, max_run_steps={self.max_run_steps}"
+        )
+        tokens = self._count(None, num_reqs)
+        bucket = self.buckets.fit(tokens)
+        captured = self._runs.get(bucket or 0)
+        sampling.begin()
+        for _ in range(steps):
+            if captured is not None and bucket is not None:
+                self._replay(captured, bucket, tokens, f"the run of {bucket} requests")
+            else:
+                sampling.finish_step(self.step(tokens), num_reqs)
+        return sampling.result(steps, num_reqs)
+
+    def _captures_run(self, size: int) -> bool:
+        return self.sampling is not None and self.sampling.captured and size <= self.buffers.max_num_seqs
+
+    def _run_of(self, size: int) -> Callable[[], None]:
+        """A step of `size` requests and all that leads to the next one."""
+
+        step, sampling = self._call_of(size), self.sampling
+        assert sampling is not None
+        sampling.begin()
+        return torch.no_grad()(lambda: sampling.finish_step(step(), size))
+
+    def _replay(self, captured: Capture, bucket: int, tokens: int, what: str) -> None:
         if tokens < bucket:
             for tensor in self.inputs.values():
                 tensor[tokens:bucket].zero_()
-        if self.debug or bucket not in self._checked:
-            self._statics.check(f"the step of {bucket} tokens")
-            self._checked.add(bucket)
+        if self.debug or what not in self._checked:
+            self._statics.check(what)
+            self._checked.add(what)
         captured.replay()
         self.statistics.replays += 1
         if self.debug:
@@ -241,46 +298,6 @@ class DecodeRunner:
         own[:tokens].copy_(value)
 
     def _check_after(self, bucket: int, tokens: int) -> None:
-        for spec in self.buffers.plan.specs:
-            if spec.filled_by == "refresh":
-                pad, rest = self.buffers.plan.pad(spec), self.buffers.tensors[spec.name][tokens:bucket]
-                wrong = int((rest != pad).sum())
-                check(
-                    wrong == 0,
-                    "E429",
-                    got=f"{wrong} elements of metadata {spec.name} behind {tokens} tokens of {bucket} are not {pad}",
-                )
+        check_padding(self.buffers, tokens, bucket)
         held = self.graphs.memory()
         check(held <= self._held, "E425", got=f"captures of {held:,} bytes, {self._held:,} when they were sealed")
-
-    def _idle(self) -> _Idle:
-        return _Idle(self.buffers)
-
-
-class _Idle:
-    """Context in which the buffers describe no request at all: a step then touches no live byte."""
-
-    def __init__(self, buffers: MetadataBuffers) -> None:
-        self._inputs = [buffers.tensors[name] for name in ("query_start_loc", "seq_lens")]
-
-    def __enter__(self) -> None:
-        self._saved = [tensor.clone() for tensor in self._inputs]
-        for tensor in self._inputs:
-            tensor.zero_()
-
-    def __exit__(self, *fault: Any) -> None:
-        for tensor, saved in zip(self._inputs, self._saved, strict=True):
-            tensor.copy_(saved)
-
-
-def token_tensors(metadata: AttentionMetadata) -> list[Tensor]:
-    """The tensors of `metadata` with a row for each token; block tables have one for each request."""
-    found: list[Tensor] = []
-    for field in fields(metadata):
-        value = getattr(metadata, field.name)
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif value is not None:
-            parts = {part.name: getattr(value, part.name) for part in fields(value)}
-            found += [t for name, t in parts.items() if t is not None and not name.endswith("block_table")]
-    return found

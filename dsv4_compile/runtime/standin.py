@@ -10,7 +10,7 @@ those of another backend are refused (E422) rather than left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -74,9 +74,9 @@ class StandInGraphs:
         """Bytes that recorded results hold."""
         return self._held
 
-    def predict(self, footprints: Mapping[int, Footprint]) -> int:
+    def predict(self, footprints: Sequence[Footprint]) -> int:
         """The sum: nothing is shared here."""
-        return sum(footprint.peak for footprint in footprints.values())
+        return sum(footprint.peak for footprint in footprints)
 
 
 class Tape(TorchDispatchMode):  # type: ignore[misc]
@@ -101,7 +101,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if self._inside_call:
             return func(*args, **kwargs)
-        if any(tag in func.tags for tag in _HOST_TAGS):
+        if _reads_device(func, args):
             refuse_host_read(self.what, str(func))
         returns, arguments = func._schema.returns, func._schema.arguments
         written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -176,6 +176,13 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
             leaves = pytree.tree_leaves(node.call(*node.args, **node.kwargs))
             for index, made in node.made.items():
                 made.copy_(leaves[index])
+
+
+def _reads_device(func: OpOverload, args: Any) -> bool:
+    """Whether the host must know values to run `func`: a number, or how many elements come out."""
+    if func is torch.ops.aten.index.Tensor:  # tagged for the sake of masks
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return any(tag in func.tags for tag in _HOST_TAGS)
 
 
 class _Recording:

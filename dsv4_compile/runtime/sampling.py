@@ -1,0 +1,79 @@
+"""What happens between two steps of a decode that advances itself: choose tokens, note them, move the batch on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import check
+from ..metadata import MetadataBuffers
+
+Sampler = Callable[[Any], Any]
+
+
+class Sampling:
+    """Chosen tokens at fixed addresses, and their way into the next step.
+
+    Args:
+        buffers: of the runner.
+        sampler: "greedy", which is captured with the step, or a function that is called between steps with the step's
+            outputs. It returns int `[n]`, a token for each request; with speculated tokens
+            `(num_new [n], tokens [n, S], drafts [n, tokens_each - 1])`, as `MetadataBuffers.advance` takes them.
+        tokens_each: tokens of each request in a step.
+        max_steps: most steps of one `run`.
+    """
+
+    def __init__(self, buffers: MetadataBuffers, sampler: str | Sampler, tokens_each: int, max_steps: int) -> None:
+        self.captured = sampler == "greedy"
+        check(
+            self.captured or callable(sampler),
+            "E201",
+            got=f"{sampler=}",
+            rule='a sampler is "greedy" or a function of the outputs',
+        )
+        check(
+            not self.captured or tokens_each == 1,
+            "E201",
+            got=f'sampler="greedy" with tokens_each={tokens_each}',
+            rule="which speculated tokens are kept is decided by a function of your own",
+        )
+        self._buffers, self._sampler, self._tokens_each = buffers, sampler, tokens_each
+        rows, device = buffers.max_num_seqs, buffers.tensors["seq_lens"].device
+        self.tokens = torch.zeros(rows, tokens_each, dtype=torch.int64, device=device)
+        self.num_new = torch.ones(rows, dtype=torch.int32, device=device)
+        self.drafts = torch.zeros(rows, tokens_each - 1, dtype=torch.int64, device=device) if tokens_each > 1 else None
+        self.chosen = torch.zeros(max_steps, rows, tokens_each, dtype=torch.int64, device=device)
+        self.kept = torch.zeros(max_steps, rows, dtype=torch.int32, device=device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def begin(self) -> None:
+        """Forget what the last run chose."""
+        self._step.zero_()
+
+    def finish_step(self, outputs: Any, num_reqs: int) -> None:
+        """Choose by `outputs`, note it, and advance the batch. All on the device; capturable when greedy."""
+        if self.captured:
+            self._take(outputs[:num_reqs].argmax(-1), num_reqs)
+        else:
+            assert callable(self._sampler)
+            self._take(self._sampler(outputs), num_reqs)
+        self.chosen.index_copy_(0, self._step, self.tokens[None])
+        self.kept.index_copy_(0, self._step, self.num_new[None])
+        self._step.add_(1)
+        self._buffers.advance(self.num_new, self.tokens, self.drafts, query_len=self._tokens_each)
+
+    def _take(self, chosen: Any, num_reqs: int) -> None:
+        if self.drafts is None:
+            self.tokens[:num_reqs, 0].copy_(chosen)
+            return
+        num_new, tokens, drafts = chosen
+        self.num_new[:num_reqs].copy_(num_new)
+        self.tokens[:num_reqs, : tokens.shape[1]].copy_(tokens)
+        self.drafts[:num_reqs].copy_(drafts)
+
+    def result(self, steps: int, num_reqs: int) -> tuple[Tensor, Tensor]:
+        """Tokens int64 `[steps, num_reqs, tokens_each]` and how many of each count, int32 `[steps, num_reqs]`."""
+        return self.chosen[:steps, :num_reqs], self.kept[:steps, :num_reqs]
