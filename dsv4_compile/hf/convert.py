@@ -38,7 +38,8 @@ def convert(
     """Make `model` compilable in one graph for prefill and one for decode. Returns the same object.
 
     Args:
-        model: a `DeepseekV4ForCausalLM` in eval mode, on its final device. Parameters are shared, not copied.
+        model: a `DeepseekV4ForCausalLM` in eval mode, on its final device. Parameters are shared, not copied; some
+            move next to each other in memory (see `modules.stacked`), which needs room for a few matrices of one layer.
         max_batch_size: most sequences at a time.
         max_seq_len: most tokens of a sequence, prompt and answer together.
         kv_cache_dtype, indexer_cache_dtype, hadamard: see `dsv4_compile.cache.CacheFormat.resolve`. With `auto` the
@@ -151,6 +152,7 @@ def _shared_attention(
         "E207",
         got=f"parameters of layer {source.layer_idx} that no op takes: {', '.join(sorted(left))}",
     )
+    ours.stack()
     ours.cos_sin = cos_sin_cache(config.rope(ours.ratio), max_seq_len, source.sinks.device)
     return ours.eval()
 

@@ -47,6 +47,12 @@ class CompilableAttention(hf.DeepseekV4Attention):
         out = self.dsv4(flat, metadata, past_key_values.paged.layers[self.layer_idx])
         return out.view_as(hidden_states), None
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompilableAttention:
+        """Parameters that were converted by themselves go back into one matrix where they share one."""
+        super()._apply(fn, recurse)
+        self.dsv4.arrange()
+        return self
+
 
 class CompilableModel(hf.DeepseekV4Model):
     """The decoder stack: metadata once per step from device-side lengths, no mask, no Python counters."""
@@ -153,6 +159,8 @@ class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
         )
         check(generation_config.use_cache is not False, "E208", got="use_cache=False", fix="leave use_cache unset")
         check(not generation_config.output_attentions, "E208", got="output_attentions=True", why=_NO_WEIGHTS)
+        for layer in self.model.layers:
+            layer.self_attn.dsv4.arrange()
         rows = batch_size * generation_config.num_return_sequences
         cache = model_kwargs.get("past_key_values")
         if cache is None:

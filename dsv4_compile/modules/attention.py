@@ -1,8 +1,8 @@
 """One DeepSeek-V4 attention layer: SWA, CSA or HCA, decode and prefill alike, in one traced forward.
 
-hidden -> (wq_a, wkv) -> norms -> wq_b -> [q norm + RoPE | kv RoPE + store] -> compressor, indexer -> sparse attention
-over window and compressed entries -> inverse RoPE -> wo_a by groups -> wo_b. Every token, decode or prefill, attends
-through the paged caches, so batches of any mix run the same graph.
+hidden -> wq_a, wkv and what else reads it -> norms -> wq_b -> [q norm + RoPE | kv RoPE + store] -> compressor, indexer
+-> sparse attention over window and compressed entries -> inverse RoPE -> wo_a by groups -> wo_b. Every token, decode or
+prefill, attends through the paged caches, so batches of any mix run the same graph.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..rope_tables import cos_sin_cache
 from .compressor import Compressor
 from .indexer import Indexer
 from .linear import Fp8Linear, Linear, Norm
+from .stacked import Output, project, stacks
 
 
 class DeepseekV4Attention(nn.Module):
@@ -32,6 +33,7 @@ class DeepseekV4Attention(nn.Module):
         fp8: keep wq_a, wq_b, wkv, wo_a, wo_b and the indexer's wq_b as e4m3 with 128x128 block scales.
         dtype: of the other weights and of hidden states.
         max_seq_len: rows of the RoPE table (None = the model's max_position_embeddings). Positions must stay below.
+        single_gemm: one GEMM for all projections of hidden, those wanted in float32 included; see `stacked.Stack`.
 
     Parameters are uninitialised: load them with `dsv4_compile.loading`.
     """
@@ -51,6 +53,7 @@ class DeepseekV4Attention(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         max_seq_len: int | None = None,
+        single_gemm: bool | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -88,8 +91,33 @@ class DeepseekV4Attention(nn.Module):
             )
         if config.kind(layer_idx) == CSA:
             self.indexer = Indexer(config, self.cache_format, fp8=fp8, dtype=dtype, device=device)
+        self.single_gemm = single_gemm
+        self.stack()
         self.max_seq_len = max_seq_len or config.max_position_embeddings
         self.register_buffer("cos_sin", self._table(self.attn_sink.device), persistent=False)
+
+    def stack(self) -> None:
+        """Let linears of one input share a matrix, as far as they can (see `stacked`); again after one is replaced."""
+        self.of_hidden = stacks(self._of_hidden(), self.single_gemm)
+        self.of_latent = stacks(self._of_latent())
+
+    def arrange(self) -> None:
+        """Stack again, in place, what somebody has given other memory: `Stack.arrange` of all."""
+        for stack in (*self.of_hidden, *self.of_latent):
+            stack.arrange()
+
+    def _of_hidden(self) -> list[Output]:
+        """qr, kv, the indexer's weights, and scores of the compressors: as far as this layer has them."""
+        outputs = [Output((self.wq_a,)), Output((self.wkv,))]
+        if self.indexer is not None:
+            outputs.append(Output((self.indexer.weights_proj,)))
+        compressors = (self.compressor, self.indexer.compressor if self.indexer is not None else None)
+        return outputs + [compressor.scores() for compressor in compressors if compressor is not None]
+
+    def _of_latent(self) -> list[Output]:
+        """q, and that of the indexer."""
+        indexer = [Output((self.indexer.wq_b,))] if self.indexer is not None else []
+        return [Output((self.wq_b,)), *indexer]
 
     def _table(self, device: torch.device) -> Tensor:
         return cos_sin_cache(self.config.rope(self.ratio), self.max_seq_len, device)
@@ -111,11 +139,11 @@ class DeepseekV4Attention(nn.Module):
         Returns:
             `[T, hidden_size]` in hidden's dtype. Padding tokens (slot -1) give zeros.
         """
-        qr, kv = torch.ops.dsv4.fused_q_kv_rmsnorm(
-            self.wq_a(hidden), self.wkv(hidden), self.q_norm.weight, self.kv_norm.weight, self.eps
-        )
+        qr, kv, *of_hidden = project(hidden, self._of_hidden(), self.of_hidden)
+        qr, kv = torch.ops.dsv4.fused_q_kv_rmsnorm(qr, kv, self.q_norm.weight, self.kv_norm.weight, self.eps)
+        q, *of_latent = project(qr, self._of_latent(), self.of_latent)
         q = torch.ops.dsv4.q_norm_rope_kv_insert(
-            self.wq_b(qr).unflatten(-1, (self.config.num_heads, self.config.head_dim)),
+            q.unflatten(-1, (self.config.num_heads, self.config.head_dim)),
             kv,
             cache.window,
             metadata.window.slot_mapping,
@@ -125,7 +153,7 @@ class DeepseekV4Attention(nn.Module):
             layout.WINDOW_BLOCK,
             self.cache_format.kv,
         )
-        entries, lens = self._compressed_entries(hidden, qr, metadata, cache)
+        entries, lens = self._compressed_entries(of_hidden, of_latent, metadata, cache)
         out, _lse = torch.ops.dsv4.sparse_mla_decode(
             q,
             cache.window,
@@ -143,15 +171,19 @@ class DeepseekV4Attention(nn.Module):
         return self._project_output(out, metadata.positions)
 
     def _compressed_entries(
-        self, hidden: Tensor, qr: Tensor, metadata: AttentionMetadata, cache: LayerCache
+        self, of_hidden: list[Tensor], of_latent: list[Tensor], metadata: AttentionMetadata, cache: LayerCache
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Write new compressed entries; return the slots (int32 `[T, K]`) and counts (int32 `[T]`) to attend."""
+        """Write new compressed entries; return the slots (int32 `[T, K]`) and counts (int32 `[T]`) to attend.
+
+        The lists are what `_of_hidden` and `_of_latent` describe, without qr, kv and q.
+        """
         if self.compressor is None:
             return None, None
         md = metadata.c4 if self.indexer is not None else metadata.c128
         assert md is not None and cache.main is not None and cache.state is not None
+        weights = of_hidden.pop(0) if self.indexer is not None else None
         self.compressor(
-            hidden,
+            of_hidden[0],
             self.cos_sin,
             metadata.positions,
             metadata.token_to_req,
@@ -161,9 +193,9 @@ class DeepseekV4Attention(nn.Module):
             cache.main,
             md.slot_mapping,
         )
-        if self.indexer is None:
+        if self.indexer is None or weights is None:
             return md.indices, md.lens
-        topk = self.indexer(hidden, qr, self.cos_sin, metadata, cache)
+        topk = self.indexer(of_latent[0], weights, of_hidden[1], self.cos_sin, metadata, cache)
         return torch.ops.dsv4.global_topk(
             topk,
             metadata.token_to_req,

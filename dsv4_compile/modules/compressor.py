@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import layout
-from .linear import Linear, Norm, linear_fp32
+from .linear import Linear, Norm
+from .stacked import Output
 
 
 class Compressor(nn.Module):
@@ -44,9 +45,13 @@ class Compressor(nn.Module):
         self.ape = nn.Parameter(torch.empty(ratio, width, dtype=torch.float32, device=device), requires_grad=False)
         self.norm = Norm(head_dim, dtype=dtype, device=device)
 
+    def scores(self) -> Output:
+        """What `forward` takes as `kv_score`, as an output of whoever projects the layer's input."""
+        return Output((self.wkv, self.wgate), float32=True)
+
     def forward(
         self,
-        hidden: Tensor,
+        kv_score: Tensor,
         cos_sin: Tensor,
         positions: Tensor,
         token_to_req: Tensor,
@@ -59,14 +64,13 @@ class Compressor(nn.Module):
         """Update `state_cache` and `cache` in place for T tokens.
 
         Args:
-            hidden: `[T, hidden_size]`.
+            kv_score: float32 `[T, 2 * width]`, any row stride: wkv, then wgate of the layer's input.
             cos_sin: float32 `[max_pos, rope_dim]`, the layer's table.
             positions: int64 `[T]`; token_to_req: int32 `[T]`.
             state_cache: float32 `[P, S, width]`, state_slots int64 `[T]`, state_block_table int32 `[R, B]`.
             cache: destination in `cache_format`; slots: int64 `[T]`, -1 except at a group's last token.
         """
         state_block_size = layout.state_block_size(self.ratio)
-        kv_score = torch.cat((linear_fp32(hidden, self.wkv.weight), linear_fp32(hidden, self.wgate.weight)), dim=-1)
         torch.ops.dsv4.save_partial_states(kv_score, self.ape, state_cache, state_slots, positions, state_block_size)
         torch.ops.dsv4.compress_norm_rope_insert(
             state_cache,

@@ -48,16 +48,23 @@ class Indexer(nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, qr: Tensor, cos_sin: Tensor, metadata: AttentionMetadata, cache: LayerCache
+        self,
+        q: Tensor,
+        weights: Tensor,
+        kv_score: Tensor,
+        cos_sin: Tensor,
+        metadata: AttentionMetadata,
+        cache: LayerCache,
     ) -> Tensor:
         """Compress this step's keys into `cache.indexer` and return int32 `[T, index_topk]` entries of the request.
 
-        `qr` is the normed query latent `[T, q_lora_rank]`. Valid entries come first, the rest is -1.
+        `q` `[T, n_heads * head_dim]` is wq_b of the normed query latent, `weights` `[T, n_heads]` weights_proj of the
+        layer's input, `kv_score` what the compressor takes. Valid entries come first, the rest is -1.
         """
         c4 = metadata.c4
         assert c4 is not None and cache.indexer is not None and cache.indexer_state is not None
         self.compressor(
-            hidden,
+            kv_score,
             cos_sin,
             metadata.positions,
             metadata.token_to_req,
@@ -67,16 +74,16 @@ class Indexer(nn.Module):
             cache.indexer,
             c4.indexer_slot_mapping,
         )
-        q, q_scale, weights = torch.ops.dsv4.indexer_q_rope_quant(
-            self.wq_b(qr).unflatten(-1, (self.n_heads, self.head_dim)),
+        q8, q_scale, weights = torch.ops.dsv4.indexer_q_rope_quant(
+            q.unflatten(-1, (self.n_heads, self.head_dim)),
             metadata.positions,
             cos_sin,
-            self.weights_proj(hidden),
+            weights,
             self.cache_format,
             self.hadamard,
         )
         return torch.ops.dsv4.indexer_logits_topk(
-            q,
+            q8,
             q_scale,
             weights,
             cache.indexer,

@@ -66,4 +66,6 @@ def merged(fn: Callable[..., Any], options: dict[str, Any] | None = None) -> Mer
 
 
 def _target(node: Node) -> str:
-    return str(node.target).removeprefix("aten.").split(".")[0]
+    """Name of an op without its namespace and overload: `mm`, `convert_element_type`."""
+    parts = str(node.target).split(".")
+    return parts[1] if len(parts) == 3 else parts[0]

@@ -38,12 +38,14 @@ class Layer:
             torch.randn(T, D, dtype=dtype),
             torch.randn(T, 4 * D),
         )
+        self.rounded: Callable[[Tensor], Tensor] = lambda x: x
         self.wq_b = torch.randn(2 * D, 48, dtype=dtype)
         self.indices = torch.arange(T, dtype=torch.int32)[:, None] + 3
         self.lens = torch.ones(T, dtype=torch.int32)
 
     def run(self, caches: dict[str, Tensor], between: Callable[[str, dict[str, Tensor]], None]) -> list[Tensor]:
-        qr, kv = ops.fused_q_kv_rmsnorm(self.latent, self.kv, self.q_weight, self.kv_weight, EPS)
+        latent, kv = self.rounded(self.latent), self.rounded(self.kv)
+        qr, kv = ops.fused_q_kv_rmsnorm(latent, kv, self.q_weight, self.kv_weight, EPS)
         between("norm", caches)
         ops.kv_rope_insert(kv, caches["window"], self.slots, self.positions, self.table, 64, "plain")
         q = ops.q_norm_rope((qr @ self.wq_b.T).unflatten(-1, (2, D)), self.positions, self.table, EPS)
@@ -169,23 +171,25 @@ def test_scores_that_depend_on_the_norm_keep_the_compressor_apart() -> None:
     assert result.reasons == ["what one of them takes depends on fused_q_kv_rmsnorm"]
 
 
-def test_a_rounded_projection_is_taken_as_it_was_before_and_an_unrounded_one_is_not_rounded() -> None:
+def bfloat16_layer() -> Layer:
+    """With projections in float32 all the same."""
     layer = Layer(torch.bfloat16)
-    wide_latent, wide_kv, original = layer.latent.float() * 1.01, layer.kv.float() * 1.01, layer.run
+    layer.caches = {name: t if name == "state" else t.bfloat16() for name, t in layer.caches.items()}
+    layer.latent, layer.kv = layer.latent.float() * 1.01, layer.kv.float() * 1.01
+    return layer
 
-    def rounded(caches: dict[str, Tensor], between: Any) -> list[Tensor]:
-        layer.latent, layer.kv = wide_latent.to(torch.bfloat16), wide_kv.to(torch.bfloat16)
-        return original(caches, between)
 
-    layer.run = rounded  # type: ignore[method-assign]
-    layer.caches = {name: t.bfloat16() if name != "state" else t for name, t in layer.caches.items()}
+def test_a_rounded_projection_is_taken_as_it_was_before() -> None:
+    layer = bfloat16_layer()
+    layer.rounded = lambda x: x.to(torch.bfloat16)
     result = compare(layer=layer)
     assert result.ops["preprocess_insert"] == 1
     assert result.targets["convert_element_type"] == 0
 
-    layer = Layer(torch.bfloat16)
-    layer.caches = {name: t.bfloat16() if name != "state" else t for name, t in layer.caches.items()}
-    layer.latent, layer.kv, layer.wq_b = wide_latent, wide_kv, layer.wq_b.float()
+
+def test_a_projection_that_is_not_rounded_is_not_merged_to_be() -> None:
+    layer = bfloat16_layer()
+    layer.wq_b = layer.wq_b.float()
     result = compare(layer=layer)
     assert "preprocess_insert" not in result.ops
     assert result.reasons[0] == "float32 projections would be rounded to torch.bfloat16"

@@ -124,16 +124,42 @@ def test_bfloat16_models(original, everything: bool) -> None:
     assert similarity.median() > 0.999
 
 
+def storage_bytes(model) -> int:
+    """Bytes of all storages that parameters and stacked matrices live in, each counted once."""
+    tensors = list(model.parameters())
+    for layer in model.model.layers:
+        tensors += [t for t in layer.self_attn.dsv4.buffers() if t is not layer.self_attn.dsv4.cos_sin]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
 def test_weights_are_shared_and_keep_their_names() -> None:
     model = tiny_model()
-    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    before = {name: (p, p.clone()) for name, p in model.named_parameters()}
     keys = list(model.state_dict())
     hf.convert(model, max_batch_size=1, max_seq_len=256)
-    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0], name
+        assert torch.equal(parameter, before[name][1]), name
     assert list(model.state_dict()) == keys
     for layer in model.model.layers:
-        ours = {p.data_ptr() for p in layer.self_attn.dsv4.parameters()}
-        assert ours == {p.data_ptr() for p in layer.self_attn.parameters()}
+        ours = {id(p) for p in layer.self_attn.dsv4.parameters()}
+        assert ours == {id(p) for p in layer.self_attn.parameters()}
+    assert storage_bytes(model) == sum(p.nbytes for p in model.parameters())
+
+
+@torch.no_grad()
+def test_weights_that_change_or_move_later_are_the_ones_in_use(tmp_path) -> None:
+    model = hf.convert(tiny_model(), max_batch_size=1, max_seq_len=256)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5  # as engines do that receive new weights
+    model.to(torch.float64).to(torch.float32)
+    assert storage_bytes(model) == sum(p.nbytes for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    plain = type(tiny_model()).from_pretrained(tmp_path).eval()
+    for (name, a), (_, b) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    ids = random_ids(1, 20)
+    torch.testing.assert_close(model(ids).logits, eager_logits(plain, ids), atol=2e-4, rtol=2e-4)
 
 
 def test_revert_restores_the_model(original) -> None:

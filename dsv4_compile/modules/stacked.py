@@ -1,0 +1,192 @@
+"""Linears that read one input as one matrix: one GEMM where there would be several, which peers pay for in launches.
+
+Every linear keeps its module, its parameters and their names. Only the storage is shared: the weights become
+consecutive rows of one matrix, so nothing is copied when they are used and nothing is kept twice. What is loaded into
+a parameter is loaded into the matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import WEIGHT_TILE
+from .linear import Fp8Linear, Linear, linear_fp32
+
+AnyLinear = Linear | Fp8Linear
+
+
+class Output(NamedTuple):
+    """A result that somebody wants: the outputs of `parts` side by side, in float32 or in the input's dtype."""
+
+    parts: tuple[AnyLinear, ...]
+    float32: bool = False
+
+
+def stacks(outputs: Sequence[Output], single_gemm: bool | None = None) -> nn.ModuleList:
+    """As few `Stack`s as can give `outputs`, in order: neighbours whose weights are stored alike share one."""
+
+    def kind(output: Output) -> tuple[Any, ...]:
+        part = output.parts[0]
+        weight = part.weight if isinstance(part, (Linear, Fp8Linear)) else None
+        return type(part), None if weight is None else (weight.dtype, weight.device, weight.shape[1])
+
+    return nn.ModuleList(Stack(tuple(group), single_gemm) for _, group in groupby(outputs, kind))
+
+
+def project(x: Tensor, outputs: Sequence[Output], stacked: nn.ModuleList) -> list[Tensor]:
+    """`outputs` of x, by `stacked`, which `stacks` made of them; each by itself where a linear was replaced since."""
+    held = [part for stack in stacked for part in stack.parts]
+    wanted = [part for output in outputs for part in output.parts]
+    if len(held) == len(wanted) and all(a is b for a, b in zip(held, wanted, strict=True)):
+        return [result for stack in stacked for result in stack(x)]
+    return [_apart(output, x) for output in outputs]
+
+
+class Stack(nn.Module):
+    """Linears of one input. `forward` returns one tensor for each of `outputs`, slices of one result where it can.
+
+    Args:
+        outputs: what is wanted; those in float32 come last.
+        single_gemm: compute outputs of both dtypes in one GEMM with a float32 result, and round the others after it,
+            as a GEMM in their dtype would. None: on CUDA, where that is a launch less; on a CPU, where bfloat16
+            weights would have to be widened at each call, there are two, over disjoint rows.
+
+    The weights are stacked where they are alike and their rows fit together; `reason` says why not, "" if they are.
+    `arrange` stacks them again where somebody has given a parameter other storage. It is called after what is known to
+    do so: `to` and its like, load_state_dict, copying and unpickling, and each call that is not compiled. After
+    `parameter.data = ...` on a compiled module call it yourself.
+    """
+
+    weight: Tensor | None
+    scale: Tensor | None
+
+    def __init__(self, outputs: tuple[Output, ...], single_gemm: bool | None = None) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.single_gemm = single_gemm
+        self.widths: list[int] = []
+        self.first_float32 = next((i for i, output in enumerate(outputs) if output.float32), len(outputs))
+        self.register_buffer("weight", None, persistent=False)
+        self.register_buffer("scale", None, persistent=False)
+        self.reason = ""
+        self.arrange()
+
+    @property
+    def parts(self) -> tuple[AnyLinear, ...]:
+        """All linears, in the order of their rows."""
+        return tuple(part for output in self.outputs for part in output.parts)
+
+    def arrange(self) -> None:
+        """Make the weights rows of one matrix, in place, unless they are or cannot be."""
+        self.reason = _objection(self.parts)
+        if not self.reason:
+            self.widths = [sum(part.weight.shape[0] for part in output.parts) for output in self.outputs]
+        # Parameters must not become inference tensors: those could not be loaded into later.
+        with torch.inference_mode(False), torch.no_grad():
+            self.weight = None if self.reason else _as_rows([part.weight for part in self.parts], self.weight)
+            scales = [part.scale for part in self.parts if isinstance(part, Fp8Linear)]
+            self.scale = None if self.reason or not scales else _as_rows(scales, self.scale)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """Results for x `[T, K]`, each `[T, width]` with the last dim dense."""
+        if not torch.compiler.is_compiling():
+            self.arrange()
+        if self.weight is None or (self.scale is None and x.dtype is not self.weight.dtype):
+            return [_apart(output, x) for output in self.outputs]
+        narrow = self.widths[: self.first_float32]
+        if self.scale is not None:
+            quantize = self.outputs[0].parts[0].quantize_input
+            return list(torch.ops.dsv4.fp8_linear(x, self.weight, self.scale, quantize).split(self.widths, dim=-1))
+        if x.dtype is torch.float32 or len(narrow) == len(self.widths):
+            return list(nn.functional.linear(x, self.weight).split(self.widths, dim=-1))
+        if not narrow or (x.is_cuda if self.single_gemm is None else self.single_gemm):
+            whole = linear_fp32(x, self.weight).split(self.widths, dim=-1)
+            return [*(part.to(x.dtype) for part in whole[: len(narrow)]), *whole[len(narrow) :]]
+        rows = sum(narrow)
+        rounded = nn.functional.linear(x, self.weight[:rows]).split(narrow, dim=-1)
+        return [*rounded, *linear_fp32(x, self.weight[rows:]).split(self.widths[len(narrow) :], dim=-1)]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stack:
+        """The linears stand before the stack in their owner, and have been converted, each into storage of its own."""
+        self.weight = self.scale = None
+        super()._apply(fn, recurse)
+        self.arrange()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.arrange()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.arrange()
+
+    def extra_repr(self) -> str:
+        return self.reason or f"{' + '.join(map(str, self.widths))} rows of one matrix"
+
+
+def _apart(output: Output, x: Tensor) -> Tensor:
+    """`output`, each of its linears by itself."""
+    results = [linear_fp32(x, part.weight) if output.float32 else part(x) for part in output.parts]
+    return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
+
+
+def _objection(parts: Sequence[AnyLinear]) -> str:
+    """Why the weights of `parts` cannot be rows of one matrix, or ""."""
+    first = parts[0]
+    if len(parts) == 1:
+        return "nothing to stack"
+    for part in parts:
+        if type(part) not in (Linear, Fp8Linear) or type(part) is not type(first):
+            return f"a {type(part).__name__} beside a {type(first).__name__}"
+        for parameter in part.parameters(recurse=False):
+            if type(parameter) is not nn.Parameter:
+                return f"a parameter of type {type(parameter).__name__}"
+        weight = part.weight
+        if (weight.dtype, weight.device) != (first.weight.dtype, first.weight.device):
+            return f"{weight.dtype} on {weight.device} beside {first.weight.dtype} on {first.weight.device}"
+        if weight.shape[1:] != first.weight.shape[1:]:
+            return "inputs of different widths"
+    if len({id(part.weight) for part in parts}) < len(parts):
+        return "a weight that is used twice"
+    if isinstance(first, Fp8Linear):
+        if any(part.weight.shape[0] % WEIGHT_TILE for part in parts[:-1]):
+            return f"a weight whose rows end within a block of {WEIGHT_TILE}"
+        if len({part.quantize_input for part in parts if isinstance(part, Fp8Linear)}) > 1:
+            return "an input that only some quantise"
+    return ""
+
+
+def _as_rows(parameters: Sequence[nn.Parameter], matrix: Tensor | None) -> Tensor:
+    """The matrix that `parameters` are the rows of: `matrix` if it is that, or else one that they move to."""
+    if matrix is not None and _are_rows(parameters, matrix):
+        return matrix
+    first = parameters[0]
+    shape = (sum(p.shape[0] for p in parameters), first.shape[1])
+    end = first.storage_offset() + shape[0] * shape[1]
+    if end * first.element_size() <= first.untyped_storage().nbytes():
+        matrix = first.data.as_strided(shape, (shape[1], 1))
+        if _are_rows(parameters, matrix):
+            return matrix
+    matrix = torch.empty(shape, dtype=first.dtype, device=first.device)
+    row = 0
+    for parameter in parameters:
+        rows = matrix[row : row + parameter.shape[0]]
+        rows.copy_(parameter.data)
+        parameter.data = rows
+        row += parameter.shape[0]
+    return matrix
+
+
+def _are_rows(parameters: Sequence[nn.Parameter], matrix: Tensor) -> bool:
+    row_bytes, address = matrix.shape[1] * matrix.element_size(), matrix.data_ptr()
+    for parameter in parameters:
+        if parameter.data_ptr() != address or not parameter.is_contiguous() or parameter.device != matrix.device:
+            return False
+        address += parameter.shape[0] * row_bytes
+    return address == matrix.data_ptr() + matrix.shape[0] * row_bytes and parameters[0].dtype is matrix.dtype

@@ -1,0 +1,256 @@
+"""Linears of one input share a matrix: one GEMM, the weights' own names, and one copy of them, whatever happens."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsv4_compile.config import DeepseekV4Config
+from dsv4_compile.modules import DeepseekV4Attention
+from dsv4_compile.modules.linear import Fp8Linear, Linear
+from dsv4_compile.modules.stacked import Output, Stack, stacks
+from dsv4_compile.testing import assert_bitwise
+from tests.backend.functional import merged
+from tests.modules.engine import KINDS, Engine
+from tests.modules.test_compiled_layer import CASES, SMALL, random_layer
+
+HIDDEN = SMALL.hidden_size
+
+
+def bytes_of(module: nn.Module) -> tuple[int, int]:
+    """Bytes of the parameters, and of the storages that parameters and matrices live in, each counted once."""
+    tensors = [*module.parameters(), *(b for name, b in module.named_buffers() if not name.endswith("cos_sin"))]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(p.nbytes for p in module.parameters()), sum(storages.values())
+
+
+def expected(stack: Stack, x: Tensor) -> list[Tensor]:
+    """Each output by its own product."""
+    results = []
+    for output in stack.outputs:
+        parts = [x.float() @ part.weight.float().T for part in output.parts]
+        whole = torch.cat(parts, dim=-1)
+        results.append(whole if output.float32 else whole.to(x.dtype))
+    return results
+
+
+def check_layer(layer: DeepseekV4Attention) -> None:
+    """All stacks are one matrix each, hold no second copy, and compute with the parameters as they are."""
+    for stack, width in [*((s, HIDDEN) for s in layer.of_hidden), *((s, SMALL.q_lora_rank) for s in layer.of_latent)]:
+        assert isinstance(stack, Stack)
+        x = torch.randn(5, width).to(stack.parts[0].weight.dtype)
+        for got, want in zip(stack(x), expected(stack, x), strict=True):
+            torch.testing.assert_close(got, want, atol=2e-2 if x.dtype is torch.bfloat16 else 1e-5, rtol=1e-2)
+        assert stack.reason == ("" if len(stack.parts) > 1 else "nothing to stack")
+    parameters, storages = bytes_of(layer)
+    assert parameters == storages
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projections_of_one_input_are_one_matrix(kind: str, dtype: torch.dtype) -> None:
+    layer = random_layer(SMALL, kind, dtype=dtype)
+    check_layer(layer)
+    assert [len(stack.parts) for stack in layer.of_hidden] == [{"swa": 2, "hca": 4, "csa": 7}[kind]]
+    assert [len(stack.parts) for stack in layer.of_latent] == [2 if kind == "csa" else 1]
+    names = set(dict(layer.named_parameters()))
+    assert set(layer.state_dict()) == names
+    assert not any("of_" in name for name in names)
+
+
+def reassigned(layer: DeepseekV4Attention) -> DeepseekV4Attention:
+    for parameter in layer.parameters():
+        parameter.data = parameter.data * 2
+    return layer
+
+
+def loaded(layer: DeepseekV4Attention, assign: bool) -> DeepseekV4Attention:
+    layer.load_state_dict({name: t.clone() * 2 for name, t in layer.state_dict().items()}, assign=assign)
+    return layer
+
+
+def emptied(layer: DeepseekV4Attention) -> DeepseekV4Attention:
+    state = {name: t.clone() for name, t in layer.state_dict().items()}
+    layer.to("meta").to_empty(device="cpu").load_state_dict(state)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.to(torch.bfloat16),
+        lambda layer: nn.Sequential(layer).double().float()[0],
+        copy.deepcopy,
+        lambda layer: pickle.loads(pickle.dumps(layer)),
+        lambda layer: loaded(layer, assign=False),
+        lambda layer: loaded(layer, assign=True),
+        emptied,
+        reassigned,
+    ],
+    ids=["to", "in-a-model", "deepcopy", "pickle", "load", "assign", "meta", "data"],
+)
+@torch.no_grad()
+def test_weights_that_change_or_move_are_one_matrix_again_and_no_copy_stays(
+    change: Callable[[DeepseekV4Attention], DeepseekV4Attention],
+) -> None:
+    check_layer(change(random_layer(SMALL, "csa", dtype=torch.float32)))
+
+
+def test_stacking_twice_moves_nothing() -> None:
+    layer = random_layer(SMALL, "csa", dtype=torch.float32)
+    before = [p.data_ptr() for p in layer.parameters()]
+    layer.stack()
+    layer.arrange()
+    assert [p.data_ptr() for p in layer.parameters()] == before
+
+
+def test_a_copy_and_its_original_are_apart() -> None:
+    layer = random_layer(SMALL, "swa", dtype=torch.float32)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.wq_a.weight.zero_()
+    assert layer.of_hidden[0](torch.ones(2, HIDDEN))[0].abs().max() > 0
+    assert not {p.untyped_storage().data_ptr() for p in layer.parameters()} & {
+        p.untyped_storage().data_ptr() for p in twin.parameters()
+    }
+
+
+GEMMS = {"swa": (3, 1), "hca": (3, 1), "csa": (3, 1)}
+"""mm nodes, of hidden, of the latent and of the output; and the product by groups of heads."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_layer_has_one_product_for_each_input(kind: str) -> None:
+    layer = random_layer(SMALL, kind, dtype=torch.float32)
+    result = merged(layer, {"dsv4.fuse": "off"})
+    Engine(layer, 1, 256, call=result.call).step([torch.randn(9, HIDDEN)])
+    grouped = result.targets["bmm"] + result.ops["grouped_linear"]
+    assert (result.targets["mm"], grouped) == GEMMS[kind]
+    assert not result.targets["cat"]
+
+
+@pytest.mark.parametrize(("single", "products"), [(None, 2), (False, 2), (True, 1)])
+def test_bfloat16_weights_with_float32_scores_take_one_product_or_two(single: bool | None, products: int) -> None:
+    """On a CPU; the default takes one on CUDA. One that is float32 throughout is rounded by the op that takes it."""
+    layer = random_layer(SMALL, "hca", dtype=torch.bfloat16, single_gemm=single)
+    expected, got = (Engine(layer, 1, 256, call=None) for _ in range(2))
+    result = merged(layer)
+    got.call = result.call
+    x = torch.randn(9, HIDDEN).bfloat16()
+    assert_bitwise(got.step([x])[0], expected.step([x])[0])
+    assert result.targets["mm"] == 2 + products
+    merged_op = [fusion.merged for fusion in result.fusions if fusion.by == "merge_preprocess"]
+    assert merged_op == [True]
+    assert result.targets["convert_element_type"] == 2  # input and weights, which only a CPU widens
+
+
+def fp8_linear(rows: int, columns: int) -> Fp8Linear:
+    linear = Fp8Linear(rows, columns)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(rows, columns))
+        linear.scale.copy_(torch.exp2(torch.randint(-3, 2, linear.scale.shape).float()))
+    return linear
+
+
+def floating(rows: int, columns: int = 256, dtype: torch.dtype = torch.float32) -> Linear:
+    linear = Linear(rows, columns, dtype=dtype)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(rows, columns))
+    return linear
+
+
+def test_e4m3_weights_are_stacked_with_their_scales() -> None:
+    parts = [fp8_linear(256, 256), fp8_linear(100, 256)]
+    x = torch.randn(7, 256)
+    apart = [part(x) for part in parts]
+    stack = Stack(tuple(Output((part,)) for part in parts))
+    assert stack.reason == ""
+    for got, want in zip(stack(x), apart, strict=True):
+        assert_bitwise(got, want)
+    assert bytes_of(nn.ModuleList([*parts, stack]))[0] == bytes_of(nn.ModuleList([*parts, stack]))[1]
+
+
+def subclassed() -> Linear:
+    class Quantised(nn.Parameter):
+        pass
+
+    linear = floating(8)
+    linear.weight = Quantised(linear.weight.data, requires_grad=False)
+    return linear
+
+
+def twice() -> list[Linear]:
+    first, second = floating(8), floating(8)
+    second.weight = first.weight
+    return [first, second]
+
+
+REFUSED: dict[str, tuple[Callable[[], list[Any]], str]] = {
+    "partial block": (
+        lambda: [fp8_linear(100, 256), fp8_linear(128, 256)],
+        "a weight whose rows end within a block of 128",
+    ),
+    "subclass": (lambda: [floating(8), subclassed()], "a parameter of type Quantised"),
+    "tied": (twice, "a weight that is used twice"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_stacked_is_left_alone_says_why_and_works(case: str) -> None:
+    make, reason = REFUSED[case]
+    parts = make()
+    x, before = torch.randn(3, 256), [part.weight.data_ptr() for part in parts]
+    apart = [part(x) for part in parts]
+    stack = Stack(tuple(Output((part,)) for part in parts))
+    assert (stack.reason, repr(stack)) == (reason, f"Stack({reason})")
+    for got, want in zip(stack(x), apart, strict=True):
+        assert_bitwise(got, want)
+    assert [part.weight.data_ptr() for part in parts] == before
+
+
+def test_weights_of_other_kinds_get_stacks_of_their_own() -> None:
+    parts = [fp8_linear(128, 256), fp8_linear(64, 256), floating(8), floating(8, dtype=torch.bfloat16)]
+    made = stacks([Output((part,)) for part in parts])
+    assert [(len(stack.parts), stack.reason) for stack in made] == [
+        (2, ""),
+        (1, "nothing to stack"),
+        (1, "nothing to stack"),
+    ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_linear_that_was_replaced_is_used(compiled: bool) -> None:
+    layer = random_layer(SMALL, "hca", dtype=torch.float32)
+    twin = copy.deepcopy(layer)
+    replacement = floating(SMALL.q_lora_rank, HIDDEN)
+    layer.wq_a = replacement
+    twin.wq_a.weight.copy_(replacement.weight)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    x = torch.randn(9, HIDDEN)
+    for _ in range(2):
+        got, want = (Engine(m, 1, 256, call=c).step([x])[0] for m, c in ((layer, call), (twin, twin)))
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        layer.stack()
+    check_layer(layer)
+
+
+@pytest.mark.parametrize("config", [DeepseekV4Config.flash(), DeepseekV4Config.pro()], ids=["flash", "pro"])
+def test_layers_of_real_size_are_stacked(config: DeepseekV4Config) -> None:
+    index = config.compress_ratios.index(4)
+    layer = DeepseekV4Attention(config, index, kv_cache_dtype="fp8_ds_mla", fp8=True, device="meta", max_seq_len=64)
+    reasons = [[stack.reason for stack in stacked] for stacked in (layer.of_hidden, layer.of_latent)]
+    assert reasons == [["", ""], [""]]
+
+
+def test_the_cases_of_the_compiled_layer_cover_stacks_that_are_and_are_not() -> None:
+    reasons = {
+        stack.reason for config, kwargs in CASES.values() for stack in random_layer(config, "csa", **kwargs).of_hidden
+    }
+    assert reasons == {"", "a weight whose rows end within a block of 128"}
