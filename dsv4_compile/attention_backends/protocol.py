@@ -12,7 +12,7 @@ import importlib.util
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -190,8 +190,8 @@ class AttentionBackend(ABC):
 
     @classmethod
     @abstractmethod
-    def get_builder_cls(cls) -> type[Any]:
-        """The builder of the main cache's metadata."""
+    def get_builder_cls(cls) -> Callable[..., Any]:
+        """What makes the main cache's metadata: a class of builders, or a function."""
 
     @classmethod
     def cache_format(cls, kv_cache_dtype: str) -> str:

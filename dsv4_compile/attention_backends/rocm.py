@@ -1,6 +1,7 @@
 """ROCM_FLASHMLA_SPARSE_DSV4: index rows as lists (CSR), for decodes over the caches and for prefills over a workspace.
 
-The reference system computes this in Triton kernels of its own, not in a library; here `sparse_mla_decode_ragged` does.
+The reference system computes this in Triton kernels of its own, not in a library; here
+`sparse_mla_decode_ragged` and `sparse_mla_prefill_ragged` do.
 """
 
 from __future__ import annotations
@@ -67,18 +68,10 @@ class RaggedAttention(WorkspacePrefill):
     def attend_workspace(
         self, q: Tensor, kv: Tensor, topk: Tensor, batch: tuple[Any, ...], attn_sink: Tensor | None
     ) -> Tensor:
-        """The selected entries, then the window, of each token as lists. The workspace is pages of one token."""
+        """The selected entries, then the window, of each token as lists."""
         flat, indptr, _ = torch.ops.dsv4.combine_topk_swa_ragged(topk, *batch)
-        out, _ = torch.ops.dsv4.sparse_mla_decode_ragged(
-            q,
-            kv[:, None],
-            flat,
-            indptr,
-            1,
-            "plain",
-            self.layer.scale,
-            attn_sink,
-            max_entries=topk.shape[1] + self.layer.window,
+        out, _, _ = torch.ops.dsv4.sparse_mla_prefill_ragged(
+            q, kv, flat, indptr, self.layer.scale, attn_sink, topk.shape[1] + self.layer.window
         )
         return out
 

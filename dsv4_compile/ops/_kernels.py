@@ -43,6 +43,7 @@ KERNELS: Mapping[str, str] = {
     "sparse_mla_decode": "sparse_mla_decode",
     "sparse_mla_decode_out": "sparse_mla_decode",
     "sparse_mla_decode_quant": "sparse_mla_decode_quant",
+    "sparse_mla_decode_ragged": "sparse_mla_decode_ragged",
     "sparse_mla_prefill": "sparse_mla_prefill",
     "sparse_mla_prefill_ragged": "sparse_mla_prefill",
 }
