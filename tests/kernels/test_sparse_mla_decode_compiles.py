@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.kernels import sparse_mla_decode_hopper as hopper
 from dsv4_compile.kernels import sparse_mla_decode_portable as portable
 from dsv4_compile.kernels.gpu import Gpu
-from dsv4_compile.kernels.sparse_mla_decode_portable import Source
+from dsv4_compile.kernels.sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, outputs, quantized_outputs
 from dsv4_compile.testing import strided
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
 
@@ -33,29 +34,59 @@ def sources_of(fmt: str, dtype: torch.dtype) -> tuple[Source, Source]:
     return source(3, 64, 128), source(9, 2, 512)
 
 
+def fusion_of(kind: str, heads: int) -> Fusion:
+    """Options of a call: nothing fused, both ends, or both ends with quantisation."""
+    if kind == "plain":
+        return PLAIN
+    ends = Fusion(torch.zeros(2, dtype=torch.int64), torch.zeros(64, layout.ROPE_DIM), 1e-6, inverse_rope=True)
+    return ends if kind == "fused" else ends._replace(n_groups=2, heads_per_group=heads // 2, packed_scales=True)
+
+
+def results_of(q: Tensor, fusion: Fusion) -> Results:
+    if fusion.n_groups == 0:
+        return outputs(q)
+    return quantized_outputs(q, fusion.n_groups, fusion.heads_per_group, fusion.packed_scales)
+
+
 @pytest.mark.parametrize(
-    ("heads", "fmt", "dtype"),
-    [(8, "fp8_ds_mla", torch.bfloat16), (64, "fp8_ds_mla", torch.bfloat16), (64, "plain", torch.float32)],
-    ids=["8 heads", "64 heads", "float32"],
+    ("heads", "fmt", "dtype", "kind", "splits"),
+    [
+        (8, "fp8_ds_mla", torch.bfloat16, "plain", 2),
+        (64, "fp8_ds_mla", torch.bfloat16, "quantised", 1),
+        (64, "plain", torch.float32, "fused", 2),
+    ],
+    ids=["8 heads", "64 heads quantised", "float32 fused"],
 )
 @pytest.mark.parametrize("target", TARGETS)
-def test_it_compiles_ahead_of_time_within_shared_memory(target: str, heads: int, fmt: str, dtype: torch.dtype) -> None:
+def test_it_compiles_ahead_of_time_within_shared_memory(
+    target: str, heads: int, fmt: str, dtype: torch.dtype, kind: str, splits: int
+) -> None:
     gpu, kibibytes = GPUS[target]
-    q, sink = torch.zeros(2, heads, 512, dtype=dtype), torch.zeros(heads)
+    q, sink, fusion = torch.zeros(2, heads, 512, dtype=dtype), torch.zeros(heads), fusion_of(kind, heads)
     with compiled_for(TARGETS[target]) as compiled:
-        portable.launch(q, *sources_of(fmt, dtype), fmt, 0.1, sink, None, gpu, splits=2)
-    assert [kernel.metadata.name for kernel in compiled] == ["sparse_mla_decode_kernel", "split_softmax_kernel"]
+        portable.launch(
+            q, *sources_of(fmt, dtype), fmt, 0.1, sink, None, gpu, splits=splits, fusion=fusion,
+            into=results_of(q, fusion),
+        )  # fmt: skip
+    names = ["sparse_mla_decode_kernel", "split_softmax_kernel"]
+    assert [kernel.metadata.name for kernel in compiled] == names[:splits]
     assert all(kernel.metadata.shared <= kibibytes * 1024 and machine_code(kernel) for kernel in compiled)
 
 
-@pytest.mark.parametrize(("heads", "splits", "sink"), [(64, 1, False), (128, 4, True)])
+@pytest.mark.parametrize(
+    ("heads", "splits", "sink", "kind"),
+    [(64, 1, False, "plain"), (128, 4, True, "quantised"), (64, 1, True, "fused"), (64, 1, True, "quantised")],
+)
 def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products(
-    heads: int, splits: int, sink: bool
+    heads: int, splits: int, sink: bool, kind: str
 ) -> None:
     q, sources = torch.zeros(2, heads, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
-    assert hopper.hopper_refuses(q, *sources, "fp8_ds_mla", None) == ""
+    logits, fusion = torch.zeros(heads) if sink else None, fusion_of(kind, heads)
+    assert hopper.hopper_refuses(q, *sources, "fp8_ds_mla", logits, fusion) == ""
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        hopper.launch_hopper(q, *sources, 0.1, torch.zeros(heads) if sink else None, GPUS["sm_90"][0], splits)
+        hopper.launch_hopper(
+            q, *sources, 0.1, logits, GPUS["sm_90"][0], splits, fusion=fusion, into=results_of(q, fusion)
+        )
     kernel = compiled[0]
     assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and machine_code(kernel)
     assert kernel.asm["ptx"].count("setmaxnreg") >= 4
@@ -78,3 +109,5 @@ def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> Non
     }
     for reason, call in calls.items():
         assert reason in hopper.hopper_refuses(*call)
+    wide = Fusion(None, torch.zeros(64, 512))
+    assert "half of a vector" in hopper.hopper_refuses(q, window, extra, "fp8_ds_mla", sink, wide)

@@ -1,0 +1,175 @@
+"""Device functions of Hopper warpgroups around attention; attention_rows.py has the same for any GPU.
+
+Queries pass through registers on their way to shared memory, and finished rows pass through the queries' shared memory
+on their way out: there they are normed and rotated, or rotated back and quantised. 16 heads are in work at a time, so
+that the registers of the matrix products suffice.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from .. import layout
+from .kv_load_hopper import thread_barrier
+from .quant import FP8_MAX as _FP8_MAX
+from .quant import MAGNITUDE as _MAGNITUDE
+from .quant import MANTISSA as _MANTISSA
+from .quant import MANTISSA_BITS as _MANTISSA_BITS
+from .quant import SUBNORMAL_HALF as _SUBNORMAL_HALF
+
+D = gl.constexpr(layout.HEAD_DIM)
+HALF = gl.constexpr(layout.HEAD_DIM // 2)
+BLOCK_H = gl.constexpr(64)
+STEP = gl.constexpr(16)
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+
+ACT_TILE = gl.constexpr(layout.ACT_TILE)
+STRIPS = gl.constexpr(layout.HEAD_DIM // layout.ACT_TILE)
+SCALE_ROW_ALIGN = gl.constexpr(layout.SCALE_ROW_ALIGN)
+UE8M0_BIAS = gl.constexpr(layout.UE8M0_BIAS)
+UE8M0_MAX_BYTE = gl.constexpr(layout.UE8M0_MAX_BYTE)
+ACT_AMAX_FLOOR_BITS = gl.constexpr(struct.unpack("<i", struct.pack("<f", layout.ACT_AMAX_FLOOR))[0])
+FP8_MAX = gl.constexpr(_FP8_MAX.value)
+MAGNITUDE = gl.constexpr(_MAGNITUDE.value)
+MANTISSA = gl.constexpr(_MANTISSA.value)
+MANTISSA_BITS = gl.constexpr(_MANTISSA_BITS.value)
+SUBNORMAL_HALF = gl.constexpr(_SUBNORMAL_HALF.value)
+
+
+@gluon.jit
+def _turn(x, p_cos, ROPE: gl.constexpr, INVERSE: gl.constexpr):
+    """float32 `x` `[N, C]` with its last ROPE columns turned; `p_cos` points to the cosines, then the sines."""
+    PAIRS: gl.constexpr = x.shape[1] // 2
+    even, odd = gl.split(gl.reshape(x, [x.shape[0], PAIRS, 2]))
+    o_pair = gl.arange(0, PAIRS, gl.SliceLayout(0, even.type.layout)) - (PAIRS - ROPE // 2)
+    cos = gl.expand_dims(gl.load(p_cos + o_pair, mask=o_pair >= 0, other=0.0), 0)
+    sin = gl.expand_dims(gl.load(p_cos + ROPE // 2 + o_pair, mask=o_pair >= 0, other=0.0), 0)
+    if INVERSE:
+        sin = -sin
+    # Selected, not multiplied by (1, 0): what does not turn may be infinite, and keeps the sign of its zeros.
+    turns = gl.expand_dims(o_pair >= 0, 0)
+    turned_even = gl.where(turns, even * cos - odd * sin, even)
+    turned_odd = gl.where(turns, even * sin + odd * cos, odd)
+    return gl.reshape(gl.join(turned_even, turned_odd), [x.shape[0], x.shape[1]])
+
+
+@gluon.jit
+def _normed(q, p_cos, eps, ROPE: gl.constexpr):
+    """Queries `[STEP, 512]` with norm and RoPE, rounded once."""
+    x = q.to(gl.float32)
+    x = x * gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) * (1.0 / D) + eps), 1)
+    return _turn(x, p_cos, ROPE, False).to(gl.bfloat16)
+
+
+@gluon.jit
+def load_queries(p_q, head_stride, p_cos, eps, q_tile, FIRST: gl.constexpr, ROPE: gl.constexpr):
+    """Heads FIRST to FIRST + 31 into shared memory `[64, 512]`, normed and rotated if there is an `eps`."""
+    o_head = gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(1, ROWS)), 1)
+    o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, ROWS)), 0)
+    p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
+    # Both loads are on their way before the first is waited for.
+    q0 = gl.load(p_row + (FIRST * head_stride).to(gl.int64))
+    q1 = gl.load(p_row + ((FIRST + STEP) * head_stride).to(gl.int64))
+    if eps is not None:
+        q0 = _normed(q0, p_cos, eps, ROPE)
+    q_tile.slice(FIRST, STEP, 0).store(q0)
+    if eps is not None:
+        q1 = _normed(q1, p_cos, eps, ROPE)
+    q_tile.slice(FIRST + STEP, STEP, 0).store(q1)
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def store_part(acc, p_out, FIRST: gl.constexpr):
+    """Columns FIRST to FIRST + 255 of a part, float32 `[64, 512]`, contiguous."""
+    o_head = gl.expand_dims(gl.arange(0, BLOCK_H, gl.SliceLayout(1, acc.type.layout)), 1)
+    o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, acc.type.layout)), 0)
+    gl.store(p_out + o_head * D + FIRST + o_dim, acc)
+
+
+@gluon.jit
+def store_rows(
+    acc, q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, p_cos,
+    FIRST: gl.constexpr, ROPE: gl.constexpr, INVERSE: gl.constexpr,
+    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Columns FIRST to FIRST + 255 of the output of 64 heads from `head` on, by way of the queries' shared memory.
+
+    Args:
+        p_out: the first head's row, bfloat16, with a distance of heads; e4m3 `[GROUPS, T, K]` where GROUPS > 0.
+        p_scale, tokens, padded_tokens: scales `[GROUPS, n, Ta]`, T and Ta, where GROUPS > 0.
+        p_cos: cosines and sines of the token's position, where INVERSE.
+    """
+    half = q_tile.slice(FIRST, HALF, 1)
+    half.store(acc.to(gl.bfloat16))
+    thread_barrier()
+    o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, ROWS)), 0)
+    for step in gl.static_range(BLOCK_H // STEP):
+        y = half.slice(step * STEP, STEP, 0).load(ROWS)
+        if INVERSE and FIRST > 0:
+            y = _turn(y.to(gl.float32), p_cos, ROPE, True)
+        if GROUPS == 0:
+            o_head = gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(1, ROWS)), 1) + step * STEP
+            y = gl.convert_layout(y.to(gl.bfloat16), ROWS)
+            gl.store(p_out + (o_head.to(gl.int64) * out_head_stride + FIRST + o_dim), y)
+        else:
+            _store_quantized(
+                y.to(gl.float32), p_out, p_scale, tokens, padded_tokens, token, head + step * STEP,
+                FIRST, GROUPS, GROUP_HEADS, PACKED,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _tile_byte(x):
+    """UE8M0 byte, int32 `[N, S]`, of the strips of float32 `x` `[N, S, 128]`; see quant.tile_byte."""
+    magnitude = x.to(gl.int32, bitcast=True) & MAGNITUDE
+    amax = gl.maximum(gl.max(magnitude, 2), ACT_AMAX_FLOOR_BITS).to(gl.float32, bitcast=True)
+    bits = (amax * (1.0 / FP8_MAX)).to(gl.int32, bitcast=True)
+    exponent = (bits >> MANTISSA_BITS) & 255
+    return gl.minimum(exponent + ((bits & MANTISSA) != 0).to(gl.int32), UE8M0_MAX_BYTE)
+
+
+@gluon.jit
+def _store_quantized(
+    x, p_values, p_scale, tokens, padded_tokens, token, head,
+    FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Columns FIRST to FIRST + 255 of STEP heads from `head` on as e4m3, and the scales of their strips."""
+    HALF_STRIPS: gl.constexpr = HALF // ACT_TILE
+    strips = gl.reshape(x, [STEP, HALF_STRIPS, ACT_TILE])
+    byte = _tile_byte(strips)
+    inverse = gl.maximum((2 * UE8M0_BIAS - byte) << MANTISSA_BITS, SUBNORMAL_HALF).to(gl.float32, bitcast=True)
+    # The conversion saturates, and keeps NaN.
+    codes = gl.reshape((strips * gl.expand_dims(inverse, 2)).to(gl.float8e4nv), [STEP, HALF])
+    o_head = head + gl.arange(0, STEP, gl.SliceLayout(1, ROWS))
+    row = ((o_head // GROUP_HEADS).to(gl.int64) * tokens + token) * GROUP_HEADS + o_head % GROUP_HEADS
+    o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, ROWS)), 0)
+    live = gl.expand_dims(o_head < GROUPS * GROUP_HEADS, 1)
+    gl.store(p_values + (gl.expand_dims(row, 1) * D + FIRST + o_dim), gl.convert_layout(codes, ROWS), mask=live)
+
+    o_head = head + gl.arange(0, STEP, gl.SliceLayout(1, byte.type.layout))
+    o_strip = gl.expand_dims(gl.arange(0, HALF_STRIPS, gl.SliceLayout(0, byte.type.layout)), 0)
+    if PACKED:
+        # The halves of a word come from two warpgroups.
+        p_half = p_scale.to(gl.pointer_type(gl.int16), bitcast=True) + FIRST // HALF
+        p_half += (o_head.to(gl.int64) * padded_tokens + token) * 2
+        scale = gl.sum(byte << (8 * o_strip), 1).to(gl.int16)
+        live = o_head < GROUPS * GROUP_HEADS
+        gl.store(p_half, scale, mask=live)
+        if token == tokens - 1:
+            for pad in gl.static_range(1, SCALE_ROW_ALIGN):
+                gl.store(p_half + 2 * pad, gl.zeros_like(scale), mask=live & (token + pad < padded_tokens))
+    else:
+        o_head = gl.expand_dims(o_head, 1)
+        p_one = p_scale + ((o_head * STRIPS + FIRST // ACT_TILE + o_strip).to(gl.int64) * padded_tokens + token)
+        scale = (byte << MANTISSA_BITS).to(gl.float32, bitcast=True)
+        live = (o_head < GROUPS * GROUP_HEADS) & (o_strip >= 0)
+        gl.store(p_one, scale, mask=live)
+        if token == tokens - 1:
+            for pad in gl.static_range(1, SCALE_ROW_ALIGN):
+                gl.store(p_one + pad, gl.zeros_like(scale), mask=live & (token + pad < padded_tokens))

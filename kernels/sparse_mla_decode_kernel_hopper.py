@@ -1,0 +1,325 @@
+"""Sparse MLA decode on Hopper, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, any multiple of 64 heads.
+
+A program attends 64 heads of one token to its share of the token's keys, window cache first, 64 keys at a time. It is
+three warpgroups, between which stand two buffers of dequantised keys:
+
+    producer  gathers 32 keys at a time into registers, dequantises them exactly, stores them swizzled
+    left      scores, online softmax, weights to shared memory, dims 0 to 255 of the output
+    right     dims 256 to 511
+
+The producer sets the pace. Of the registers, left has 208, right 160, the producer 136: with fewer than 160, the
+compiler would serialise the matrix products of a warpgroup.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from .attention_rows_hopper import BLOCK_H, HALF, D, load_queries, store_part, store_rows
+from .kv_load_hopper import produce_keys, thread_barrier
+from .split_softmax import LN_2 as _LN_2
+from .split_softmax import LOG2_E as _LOG2_E
+
+KEYS = 64
+
+BLOCK_N = gl.constexpr(KEYS)
+BUFFERS = gl.constexpr(2)
+LOG2_E = gl.constexpr(_LOG2_E.value)
+LN_2 = gl.constexpr(_LN_2.value)
+
+SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16]))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF.value, 16]))
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _producer(
+    p_words0, p_scales0, page_chunks0, p_row0, length0, capacity0, begin0, end0,
+    p_words1, p_scales1, page_chunks1, p_row1, length1, capacity1, begin1, end1,
+    keys, lives, ready, free, LOG_PAGE0: gl.constexpr, LOG_PAGE1: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """The third warpgroup."""
+    produce_keys(
+        p_words0, p_scales0, page_chunks0, p_row0, length0, capacity0, begin0, end0, -begin0,
+        keys, lives, ready, free, LOG_PAGE0, WIDE,
+    )  # fmt: skip
+    produce_keys(
+        p_words1, p_scales1, page_chunks1, p_row1, length1, capacity1, begin1, end1, end0 - begin0 - begin1,
+        keys, lives, ready, free, LOG_PAGE1, WIDE,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _lane_sums(weights):
+    """`[64, 8]`: sums over the part of a row that a thread holds."""
+    return gl.sum(gl.reshape(weights, [BLOCK_H, BLOCK_N // 8, 8]), 1)
+
+
+@gluon.jit
+def _scores(q_tile, keys):
+    """Start the scores of a block of keys."""
+    zero = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES)
+    return warpgroup_mma(q_tile, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _softmax(scores, live, acc, top, sums, number, scale, weights_tile, factors, weights_ready, weights_free):
+    """Weights of block `number` into shared memory for both consumers, and the sums so far rescaled."""
+    scores = gl.where(gl.expand_dims(live, 0) > 0, scores * scale, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    # -inf - -inf is NaN: a head without keys so far is shifted by zero.
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+    rescale = gl.exp2(top - shift)
+    weights = gl.exp2(scores - gl.expand_dims(shift, 1))
+    mbarrier.wait(weights_free, (number & 1) ^ 1)
+    weights_tile.store(weights.to(gl.bfloat16))
+    factors.store(rescale)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(weights_ready, count=1)
+    sums = sums * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout)), 1)
+    acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT)), 1)
+    return acc, new_top, sums + _lane_sums(weights)
+
+
+@gluon.jit
+def _left(
+    p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_lse, p_scale, tokens, padded_tokens, token,
+    head, scale, blocks, q_tile, keys, weights_tile, factors, shares, lives,
+    ready, free, weights_ready, weights_free, q_ready, SPLIT: gl.constexpr, ROPE: gl.constexpr, INVERSE: gl.constexpr,
+    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """The first warpgroup: scores, softmax, the left half of the output."""
+    load_queries(p_q, q_head_stride, p_table, eps, q_tile, 0, ROPE)
+    mbarrier.wait(q_ready, 0)
+    acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
+    top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    sums = _lane_sums(gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES))
+    if blocks > 0:
+        mbarrier.wait(ready.index(0), 0)
+        scores = _scores(q_tile, keys.index(0))
+        live = lives.index(0).load(gl.SliceLayout(0, SCORES))
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        for number in range(blocks - 1):
+            buffer = number % BUFFERS
+            following = (number + 1) % BUFFERS
+            acc, top, sums = _softmax(
+                scores, live, acc, top, sums, number, scale, weights_tile, factors, weights_ready, weights_free
+            )
+            acc = warpgroup_mma(weights_tile, keys.index(buffer).slice(0, HALF, 1), acc, is_async=True)
+            mbarrier.wait(ready.index(following), ((number + 1) // BUFFERS) & 1)
+            scores = _scores(q_tile, keys.index(following))
+            live = lives.index(following).load(gl.SliceLayout(0, SCORES))
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            thread_barrier()
+            mbarrier.arrive(free.index(buffer), count=1)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+        acc, top, sums = _softmax(
+            scores, live, acc, top, sums, blocks - 1, scale, weights_tile, factors, weights_ready, weights_free
+        )
+        last = keys.index((blocks - 1) % BUFFERS).slice(0, HALF, 1)
+        acc = warpgroup_mma(weights_tile, last, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
+    o_head = gl.arange(0, BLOCK_H, gl.SliceLayout(1, SCORES))
+    shift = gl.where(top == float("-inf"), 0.0, top)
+    lse = gl.where(total == 0, float("-inf"), shift + gl.log2(total))
+    factor = gl.where(total == 0, 0.0, 1.0 / total)
+    mbarrier.wait(weights_free, (blocks & 1) ^ 1)
+    factors.store(factor)
+    if SPLIT:
+        gl.store(p_lse + o_head, lse)
+    else:
+        if p_lse is not None:
+            gl.store(p_lse + o_head, gl.where(total == 0, float("inf"), lse * LN_2))
+        if p_sink is not None:
+            # As a row of one part is joined, so that it gives the same bits.
+            share = 1.0 / (1.0 + gl.exp2(gl.load(p_sink + o_head) * LOG2_E - gl.where(total == 0, 0.0, lse)))
+            shares.store(share)
+    thread_barrier()
+    mbarrier.arrive(weights_ready, count=1)
+    acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), 1)
+    if SPLIT:
+        if blocks > 0:
+            store_part(acc, p_out, 0)
+    else:
+        if p_sink is not None:
+            acc = acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUTPUT)), 1)
+        store_rows(
+            acc, q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, p_table,
+            0, ROPE, INVERSE, GROUPS, GROUP_HEADS, PACKED,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _right(
+    p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head,
+    blocks, q_tile, keys, weights_tile, factors, shares,
+    ready, free, weights_ready, weights_free, q_ready, SPLIT: gl.constexpr, ROPE: gl.constexpr, INVERSE: gl.constexpr,
+    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """The second warpgroup: the right half of the output."""
+    load_queries(p_q, q_head_stride, p_table, eps, q_tile, BLOCK_H // 2, ROPE)
+    mbarrier.arrive(q_ready, count=1)
+    acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
+    for number in range(blocks):
+        buffer = number % BUFFERS
+        mbarrier.wait(ready.index(buffer), (number // BUFFERS) & 1)
+        mbarrier.wait(weights_ready, number & 1)
+        acc = acc * gl.expand_dims(factors.load(gl.SliceLayout(1, OUTPUT)), 1)
+        acc = warpgroup_mma(weights_tile, keys.index(buffer).slice(HALF, HALF, 1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        thread_barrier()
+        mbarrier.arrive(weights_free, count=1)
+        mbarrier.arrive(free.index(buffer), count=1)
+    mbarrier.wait(weights_ready, blocks & 1)
+    acc = acc * gl.expand_dims(factors.load(gl.SliceLayout(1, OUTPUT)), 1)
+    if SPLIT:
+        if blocks > 0:
+            store_part(acc, p_out, HALF)
+    else:
+        if p_sink is not None:
+            acc = acc * gl.expand_dims(shares.load(gl.SliceLayout(1, OUTPUT)), 1)
+        store_rows(
+            acc, q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, p_table,
+            HALF, ROPE, INVERSE, GROUPS, GROUP_HEADS, PACKED,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _length(p_lens, stride, token, width):
+    """int32 number of columns that count in a token's row of indices."""
+    return gl.minimum(gl.maximum(gl.load(p_lens + token * stride), 0), width).to(gl.int32)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "splits", "least", "first", "tokens", "padded_tokens", "max_pos", "width0", "width1", "capacity0", "capacity1",
+    ]
+)  # fmt: skip
+def sparse_mla_decode_hopper_kernel(
+    p_out,  # [T, H, 512] bfloat16 or e4m3 [GROUPS, T, K]; or parts [N, splits, H, 512] float32, contiguous
+    p_lse,  # [T, H] float32, neighbouring heads, or None; or parts [N, splits, H] in base 2, contiguous
+    p_scale,  # of e4m3, see attention_rows_hopper.store_rows
+    p_q,  # [T, H, 512] bfloat16
+    p_words0,  # [P, page_bytes / 4] int32
+    p_scales0,  # [P, page_bytes / 8] int64, the same memory
+    p_indices0,  # [T, W] int
+    p_lens0,  # [T] int
+    p_words1,
+    p_scales1,
+    p_indices1,  # [T, K] int
+    p_lens1,
+    p_sink,  # [H] float32 or None
+    p_positions,  # [T] int or None
+    p_table,  # [max_pos, ROPE] float32 or None
+    scale,  # of the scores, times log2(e)
+    eps,  # of the queries' norm, None for queries that are ready
+    splits,
+    least,
+    first,  # token of this launch
+    tokens,
+    padded_tokens,
+    out_token_stride,
+    out_head_stride,
+    lse_stride,
+    q_token_stride,
+    q_head_stride,
+    page_chunks0,  # distance of two pages in units of 16 bytes
+    page_chunks1,
+    indices0_stride,
+    indices1_stride,
+    lens0_stride,
+    lens1_stride,
+    position_stride,
+    table_stride,
+    max_pos,
+    width0,
+    width1,
+    capacity0,  # slots in the cache
+    capacity1,
+    H: gl.constexpr,
+    LOG_PAGE0: gl.constexpr,  # of the tokens in a page
+    LOG_PAGE1: gl.constexpr,
+    RIGHT_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    WIDE: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ROPE: gl.constexpr,
+    INVERSE: gl.constexpr,
+    GROUPS: gl.constexpr,
+    GROUP_HEADS: gl.constexpr,
+    PACKED: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Program p takes head block p % (H / 64) of part p // (H / 64); the parts of a token are neighbours."""
+    q_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, D], SWIZZLED)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, D], SWIZZLED)
+    weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SWIZZLED)
+    factors = gl.allocate_shared_memory(gl.float32, [BLOCK_H], FLAT)
+    shares = gl.allocate_shared_memory(gl.float32, [BLOCK_H], FLAT)
+    lives = gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK_N], FLAT)
+    ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    weights_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    weights_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    mbarrier.init(weights_ready, count=1)
+    mbarrier.init(weights_free, count=1)
+    mbarrier.init(q_ready, count=1)
+    if SPLIT:
+        gdc_launch_dependents()
+    HEAD_BLOCKS: gl.constexpr = H // BLOCK_H
+    part = gl.program_id(0) // HEAD_BLOCKS
+    head = gl.program_id(0) % HEAD_BLOCKS * BLOCK_H
+    token = (first + part // splits).to(gl.int64)
+    length0 = _length(p_lens0, lens0_stride, token, width0)
+    length1 = _length(p_lens1, lens1_stride, token, width1)
+    if p_positions is not None:
+        position = gl.load(p_positions + token * position_stride).to(gl.int64)
+        p_table += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
+    blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
+    blocks = blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
+    # The programs of a token beyond its parts have nothing to do.
+    parts = gl.maximum(gl.minimum(splits, (blocks + least - 1) // least), 1)
+    begin = blocks * gl.minimum(part % splits, parts) // parts
+    end = blocks * gl.minimum(part % splits + 1, parts) // parts
+    begin0, end0 = gl.minimum(begin, blocks0), gl.minimum(end, blocks0)
+    begin1, end1 = gl.maximum(begin - blocks0, 0), gl.maximum(end - blocks0, 0)
+    p_q += token * q_token_stride + head.to(gl.int64) * q_head_stride
+    p_row0 = p_indices0 + token * indices0_stride
+    p_row1 = p_indices1 + token * indices1_stride
+    if p_sink is not None:
+        p_sink += head
+    if SPLIT:
+        row = part.to(gl.int64) * H + head
+        p_out += row * D
+        p_lse += row
+    else:
+        if GROUPS == 0:
+            p_out += token * out_token_stride + head.to(gl.int64) * out_head_stride
+        if p_lse is not None:
+            p_lse += token * lse_stride + head
+    gl.warp_specialize([
+        (_left, (p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_lse, p_scale, tokens,
+                 padded_tokens, token, head, scale, end - begin, q_tile, keys, weights_tile, factors, shares, lives,
+                 ready, free, weights_ready, weights_free, q_ready, SPLIT, ROPE, INVERSE, GROUPS, GROUP_HEADS, PACKED)),
+        (_right, (p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens,
+                  token, head, end - begin, q_tile, keys, weights_tile, factors, shares, ready, free,
+                  weights_ready, weights_free, q_ready, SPLIT, ROPE, INVERSE, GROUPS, GROUP_HEADS, PACKED)),
+        (_producer, (p_words0, p_scales0, page_chunks0, p_row0, length0, capacity0, begin0, end0,
+                     p_words1, p_scales1, page_chunks1, p_row1, length1, capacity1, begin1, end1,
+                     keys, lives, ready, free, LOG_PAGE0, LOG_PAGE1, WIDE)),
+    ], [4, 4], [RIGHT_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
