@@ -20,12 +20,14 @@ from ..errors import fail
 from ..proven import is_proven
 
 KERNELS: Mapping[str, str] = {
+    "advance": "advance",
     "batch_metadata": "batch_metadata",
     "combine_topk_swa": "combine_topk_swa",
     "combine_topk_swa_ragged": "combine_topk_swa",
     "compress_norm_rope_insert": "compress_norm_rope_insert",
     "cp_gather_indexer_k": "cp_gather_indexer_k",
     "dequantize_and_gather_k_cache": "dequantize_and_gather_k_cache",
+    "copy_ragged_to_graph_buffers": "copy_ragged_to_graph_buffers",
     "fp8_grouped_einsum": "fp8_grouped_einsum",
     "fp8_linear": "fp8_linear",
     "fused_q_kv_rmsnorm": "fused_q_kv_rmsnorm",
@@ -37,6 +39,7 @@ KERNELS: Mapping[str, str] = {
     "inv_rope": "inv_rope_fp8_quant",
     "inv_rope_fp8_quant": "inv_rope_fp8_quant",
     "kv_rope_insert": "q_norm_rope_kv_insert",
+    "preprocess_insert": "preprocess_insert",
     "q_norm_rope": "q_norm_rope_kv_insert",
     "q_norm_rope_kv_insert": "q_norm_rope_kv_insert",
     "save_partial_states": "save_partial_states",
