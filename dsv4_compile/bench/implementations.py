@@ -16,6 +16,21 @@ from ..ops._kernels import launcher
 from .problem import Args, Prepare
 
 
+def compiled(
+    function: Callable[..., Any], backend: Any, typical: Callable[[], Args], tokens: Sequence[int], **options: Any
+) -> Callable[..., Any]:
+    """`function` compiled for arguments of a middle size, with a dynamic token dim; see `implementations`."""
+    # Stock torch.compile, and each op of a scenario, starts without what was compiled before.
+    torch.compiler.reset()
+    call = torch.compile(function, backend=backend, fullgraph=True, options=options or None)
+    args = typical()
+    for index in tokens:
+        assert isinstance(args[index], Tensor)
+        maybe_mark_dynamic(args[index], 0)
+    call(*args)
+    return call
+
+
 def implementations(op: str, typical: Callable[[], Args], tokens: Sequence[int]) -> Mapping[str, Prepare]:
     """`eager` and `inductor` run the reference, `ir` and `triton` the op. Each is prepared once, however often asked.
 
@@ -25,24 +40,13 @@ def implementations(op: str, typical: Callable[[], Args], tokens: Sequence[int])
         tokens: positions of the arguments whose first dim is tokens.
     """
 
-    def compiled(function: Callable[..., Any], backend: Any, **options: Any) -> Callable[..., Any]:
-        # Stock torch.compile, and each op of a scenario, starts without what was compiled before.
-        torch.compiler.reset()
-        call = torch.compile(function, backend=backend, fullgraph=True, options=options or None)
-        args = typical()
-        for index in tokens:
-            assert isinstance(args[index], Tensor)
-            maybe_mark_dynamic(args[index], 0)
-        call(*args)
-        return call
-
     def through_op(*args: Any) -> Any:
         return OPS[op](*args)
 
     return {
         "eager": lambda: REFERENCES[op],
-        "inductor": functools.cache(lambda: compiled(REFERENCES[op], "inductor")),
-        "ir": functools.cache(lambda: compiled(through_op, dsv4, **{f"dsv4.impl.{op}": "ir"})),
+        "inductor": functools.cache(lambda: compiled(REFERENCES[op], "inductor", typical, tokens)),
+        "ir": functools.cache(lambda: compiled(through_op, dsv4, typical, tokens, **{f"dsv4.impl.{op}": "ir"})),
         "triton": lambda: _kernel(op),
     }
 

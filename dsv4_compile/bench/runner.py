@@ -17,6 +17,7 @@ from .problem import Only, Problem, keep
 from .record import Record, environment
 
 SCENARIOS = {
+    "chain": "hidden states to queries and caches: plain PyTorch, stock torch.compile and the ops",
     "gemm": "block-scaled and grouped linear layers",
     "indexer": "compressors, indexer queries, score and top-k, and the map to slots",
     "indexer_tiles": "the kernels of indexer with every tile they could choose",
