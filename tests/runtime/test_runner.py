@@ -1,0 +1,273 @@
+"""What a runner captures, when it replays, and how it answers misuse."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import progress
+from dsv4_compile.errors import DSV4Error, DSV4Warning, GraphError
+from dsv4_compile.metadata import build_batch_metadata
+from dsv4_compile.runtime import DecodeRunner, Plan, padded_buckets
+from dsv4_compile.runtime.buckets import Buckets
+from dsv4_compile.testing import assert_bitwise
+from tests.runtime.engine import CAPACITY, CONFIG, MAX_SEQ_LEN, REQUESTS, World, make_runner, make_world, starts_of
+
+VOCAB = 40
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "each", "expected"),
+    [(1, 1, (1,)), (6, 1, (1, 2, 4, 6)), (8, 1, (1, 2, 4, 8)), (24, 3, (3, 6, 12, 24)), (9, 4, (4, 8, 9))],
+)
+def test_buckets_double(max_tokens: int, each: int, expected: tuple[int, ...]) -> None:
+    assert padded_buckets(max_tokens, each) == expected
+
+
+def test_the_smallest_bucket_that_holds_a_batch_is_chosen_and_the_largest_captured_first() -> None:
+    buckets = Buckets((8, 1, 4, 4), 8)
+    assert [buckets.fit(n) for n in (1, 2, 4, 5, 8, 9)] == [1, 4, 4, 8, 8, None]
+    assert list(buckets) == [8, 4, 1]
+
+
+def test_captures_report_their_progress() -> None:
+    events: list[progress.Event] = []
+    with progress.listen(events.append):
+        make_runner(make_world()).warm_up()
+    captured = [e for e in events if e.stage == "capture"]
+    assert [e.note for e in captured if e.note] != []
+    assert (captured[-1].done, captured[-1].total, captured[-1].finished) == (4, 4, True)
+    assert captured[1].note == "6 tokens"
+
+
+def test_the_plan_predicts_what_captures_hold() -> None:
+    world = make_world()
+    runner = make_runner(world)
+    plan = runner.plan()
+    assert not runner.sealed
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert runner.warm_up() is plan
+    assert runner.graphs.memory() <= plan.graphs <= 1.2 * runner.graphs.memory()
+    assert plan.persistent > world.caches.nbytes
+    assert f"{plan.graphs:,}" in str(plan)
+    with pytest.warns(DSV4Warning, match="W602"):
+        Plan(plan.persistent, plan.footprints, 100).check(4 << 20)
+
+
+def test_a_batch_above_the_largest_bucket_runs_and_is_reported_once() -> None:
+    world = make_world()
+    runner = make_runner(world, buckets=(1, 2))
+    runner.warm_up()
+    for step in range(3):
+        query_lens, seq_lens = [1] * 4, [n + step for n in (4, 12, 127, 250)]
+        hidden = world.load(query_lens, seq_lens)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            out = runner.step(4, hidden=hidden)
+        assert [str(w.message).split("\n")[0] for w in told] == (["[W601] ran without a graph"] if step == 0 else [])
+        assert_bitwise(out, world.eager(hidden, query_lens, seq_lens, 4))
+    assert (runner.statistics.uncaptured, runner.statistics.replays) == (3, 0)
+
+
+def test_outputs_stay_where_they_are() -> None:
+    world = make_world()
+    runner = make_runner(world)
+    runner.warm_up()
+    addresses = set()
+    for length in range(3, 60):
+        hidden = world.load([1] * 3, [length, length + 64, length + 100])
+        addresses.add(runner.step(3, hidden=hidden).data_ptr())
+    assert len(addresses) == 1
+    assert runner.statistics.captures == 4
+
+
+# Steps that advance themselves.
+
+
+class Model:
+    """Tokens in, logits out, over the world's stack."""
+
+    def __init__(self, world: World) -> None:
+        self.stack = world.stack
+        self.embed = torch.randn(VOCAB, CONFIG.hidden_size)
+        self.head = torch.randn(CONFIG.hidden_size, VOCAB)
+
+    def __call__(self, ids: Tensor, metadata: Any, caches: Any) -> Tensor:
+        return self.stack(self.embed[ids], metadata, caches) @ self.head
+
+
+def runner_of(model: Model, world: World, **options: Any) -> DecodeRunner:
+    inputs = {"input_ids": world.buffers.tensors["input_ids"]}
+    runner = DecodeRunner(model, world.buffers, inputs=inputs, caches=world.caches.layers, graphs="standin", **options)
+    runner.warm_up()
+    return runner
+
+
+def decode_eagerly(model: Model, world: World, ids: list[int], seq_lens: list[int], steps: int, padded: int) -> Tensor:
+    """Greedy tokens `[steps, R]`, the host in every step."""
+    chosen = []
+    for step in range(steps):
+        metadata = build_batch_metadata(
+            query_start_loc=torch.tensor(starts_of([1] * len(ids)), dtype=torch.int32),
+            seq_lens=torch.tensor([n + step for n in seq_lens], dtype=torch.int32),
+            num_tokens=padded,
+            block_tables=world.eager_caches.block_tables,
+            window=CONFIG.sliding_window,
+            max_model_len=MAX_SEQ_LEN,
+        )
+        rows = torch.tensor(ids + [0] * (padded - len(ids)))
+        with torch.no_grad():
+            ids = model(rows, metadata, world.eager_caches.layers)[: len(ids)].argmax(-1).tolist()
+        chosen.append(ids)
+    return torch.tensor(chosen)
+
+
+@pytest.mark.parametrize("sampler", ["greedy", lambda logits: logits.argmax(-1)], ids=["captured", "between-steps"])
+def test_a_run_decodes_what_the_host_would(sampler: str | Callable[[Tensor], Tensor]) -> None:
+    """Across the ends of groups of 4 and 128, in a padded bucket; then on from where it stopped."""
+    world = make_world()
+    model = Model(world)
+    runner = runner_of(model, world, sampler=sampler, debug=True)
+    ids, seq_lens = [3, 1, 4], [5, 120, 250]
+    expected = decode_eagerly(model, world, ids, seq_lens, 24, padded=4)
+    assert len(expected.unique()) > 5
+    world.buffers.load([0, 1, 2, 3], seq_lens, input_ids=ids)
+    first, kept = runner.run(14, num_reqs=3)
+    first = first.clone()
+    assert kept.tolist() == [[1, 1, 1]] * 14
+    second, _ = runner.run(10, num_reqs=3)
+    assert torch.equal(torch.cat((first, second))[:, :, 0], expected)
+    assert world.buffers.tensors["seq_lens"].tolist() == [29, 144, 274, 0, 0, 0]
+    for name, tensor in world.named_caches(world.caches).items():
+        assert_bitwise(tensor, world.named_caches(world.eager_caches)[name], label=name)
+    assert runner.statistics.replays == 24
+    assert runner.statistics.captures == (8 if sampler == "greedy" else 4)
+
+
+def test_a_run_with_drafts_keeps_what_the_sampler_accepts() -> None:
+    """A draft that is always right, always wrong, or right every second time: the tokens are those of plain decode."""
+    world = make_world()
+    model = Model(world)
+    ids, seq_lens, steps = [3, 1, 4], [5, 120, 250], 12
+    truth = decode_eagerly(model, world, ids, seq_lens, 2 * steps + 2, padded=3).t().tolist()
+    got: list[list[int]] = [[], [], []]
+    positions = [0, 0, 0]
+
+    def verify(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        chosen = logits.argmax(-1).view(3, 2)
+        fed = world.buffers.tensors["input_ids"][:6].view(3, 2)
+        accepted = (chosen[:, 0] == fed[:, 1]).int() + 1
+        for row, count in enumerate(accepted.tolist()):
+            got[row] += chosen[row, :count].tolist()
+            positions[row] += count
+        good = [truth[row][positions[row]] for row in range(3)]
+        drafts = [good[0], (good[1] + 1) % VOCAB, good[2] if positions[2] % 3 else (good[2] + 1) % VOCAB]
+        return accepted, chosen, torch.tensor(drafts)[:, None]
+
+    runner = runner_of(model, world, sampler=verify, tokens_each=2, buckets=(6, 12))
+    drafts = [truth[0][0], (truth[1][0] + 1) % VOCAB, truth[2][0]]
+    fed = [token for pair in zip(ids, drafts, strict=True) for token in pair]
+    world.buffers.load([0, 2, 4, 6], [n + 1 for n in seq_lens], input_ids=fed)
+    tokens, kept = runner.run(steps, num_reqs=3)
+    assert [row[: len(want)] for row, want in zip(got, truth, strict=True)] == [
+        t[: len(g)] for t, g in zip(truth, got, strict=True)
+    ]
+    assert (positions[0], positions[1]) == (2 * steps, steps)
+    assert tokens.shape == (steps, 3, 2)
+    assert kept.sum(0).tolist() == positions
+
+
+def test_a_request_without_room_stops_and_says_where() -> None:
+    world = make_world()
+    runner = runner_of(Model(world), world, sampler="greedy")
+    world.buffers.load([0, 1, 2], [7, 9], input_ids=[1, 2], reserved=[10, 100])
+    runner.run(8, num_reqs=2)
+    assert world.buffers.tensors["overflow"].tolist()[:2] == [10, 0]
+    assert world.buffers.tensors["seq_lens"].tolist()[:2] == [0, 17]
+
+
+# Misuse.
+
+
+def fresh() -> DecodeRunner:
+    return make_runner(make_world())
+
+
+def warm(**options: Any) -> DecodeRunner:
+    runner = make_runner(make_world(), **options)
+    runner.warm_up()
+    return runner
+
+
+def nested() -> None:
+    inner = make_runner(make_world(), buckets=(1,))
+    world = make_world()
+    step = lambda hidden, metadata, caches: (inner.graphs.capture(lambda: hidden * 2, "a graph").outputs, hidden)[1]  # noqa: E731
+    DecodeRunner(step, world.buffers, inputs={"hidden": world.hidden}, buckets=(1,), graphs="standin").warm_up()
+
+
+def returning(result: Callable[[Tensor], Any]) -> None:
+    world = make_world()
+    step = lambda hidden, metadata, caches: result(hidden)  # noqa: E731
+    DecodeRunner(step, world.buffers, inputs={"hidden": world.hidden}, graphs="standin").warm_up()
+
+
+MISUSE: dict[str, tuple[str, str, Callable[[], Any]]] = {
+    "step before warm_up": ("E427", "captured nothing", lambda: fresh().step(1)),
+    "run before warm_up": ("E427", "captured nothing", lambda: fresh().run(1, 1)),
+    "warm_up twice": ("E425", "has captured", lambda: warm().warm_up()),
+    "over capacity": ("E204", f"{CAPACITY + 1} tokens", lambda: warm().step(CAPACITY + 1)),
+    "no tokens": ("E204", "0 tokens", lambda: warm().step(0)),
+    "both sizes": ("E201", "num_reqs=1", lambda: warm().step(1, num_reqs=1)),
+    "run without a sampler": ("E201", "without a sampler", lambda: warm().run(1, 1)),
+    "a longer run": ("E204", "max_run_steps=2", lambda: warm(sampler="greedy", max_run_steps=2).run(3, 1)),
+    "greedy drafts": ("E201", "tokens_each=2", lambda: make_runner(make_world(), sampler="greedy", tokens_each=2)),
+    "unknown sampler": ("E201", "sampler='top'", lambda: make_runner(make_world(), sampler="top")),
+    "a bucket too large": ("E204", "buckets", lambda: make_runner(make_world(), buckets=(CAPACITY + 1,))),
+    "no bucket": ("E204", "buckets", lambda: make_runner(make_world(), buckets=())),
+    "unknown input": ("E201", "'hiddens'", lambda: warm().step(1, hiddens=torch.zeros(1, 1))),
+    "input of another shape": ("E201", "hidden torch.float32", lambda: warm().step(1, hidden=torch.zeros(2, 3))),
+    "on a CPU": ("E420", "CUDA graphs on cpu", lambda: DecodeRunner(print, make_world().buffers, inputs={})),
+    "a capture within": ("E424", "the step of 1 tokens", nested),
+    "returns a number": ("E426", "returns int", lambda: returning(lambda hidden: (hidden * 2, 3))),
+    "returns a sum": ("E426", "shape []", lambda: returning(lambda hidden: hidden.sum())),
+    "runs nothing new": ("E426", "returns nothing", lambda: returning(lambda hidden: ())),
+    "reads the device": ("E422", "_local_scalar_dense", lambda: returning(lambda hidden: hidden * hidden.sum().item())),
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_is_answered_with_a_code_and_what_was_got(case: str) -> None:
+    code, got, call = MISUSE[case]
+    with pytest.raises(DSV4Error) as caught:
+        call()
+    assert caught.value.code == code
+    assert got in caught.value.got
+    assert caught.value.fix
+
+
+def test_a_captured_tensor_elsewhere_is_named() -> None:
+    world = make_world()
+    caches = [{"window": torch.zeros(4, device="meta")}]
+    with pytest.raises(GraphError, match=r"caches\[0\]\['window'\] on meta") as caught:
+        DecodeRunner(print, world.buffers, inputs={}, caches=caches, graphs="standin")
+    assert caught.value.code == "E428"
+
+
+def test_a_step_on_random_batches_never_captures_again(seed: int) -> None:
+    world = make_world()
+    runner = make_runner(world)
+    runner.warm_up()
+    held, rng = runner.graphs.memory(), random.Random(seed)
+    for _ in range(60):
+        count = rng.randint(1, REQUESTS)
+        runner.step(count, hidden=world.load([1] * count, [rng.randint(1, MAX_SEQ_LEN) for _ in range(count)]))
+    assert (runner.statistics.captures, runner.statistics.replays) == (len(runner.buckets), 60)
+    assert runner.graphs.memory() == held
