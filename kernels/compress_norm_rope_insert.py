@@ -1,109 +1,25 @@
 """`compress_norm_rope_insert`: one program pools, normalises, rotates and stores the entry that one token closes.
 
-A program for any other token leaves at once. Each lane of the window tile walks every ROWS-th position with a softmax
-of its own, and the lanes are merged behind the loop: nothing is exchanged between threads while states are read.
-reference/compress_norm_rope_insert.py defines the result.
+A program for any other token leaves at once. The work is in compress_entry.py.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import INDEXER_FP8, INDEXER_MXFP4, PAGE_LAYOUTS, byte_pages, overlap_factor
-from .hadamard import HADAMARD_DIMS, HADAMARD_ROWS, rounded_hadamard
-from .indexer_format import quantize_fp8, quantize_mxfp4
-from .kv_format import store_mla_rows
-from .quant import e4m3, inverse_of, refuses_fp8
-from .rope import load_cos_sin, rotate, table_row
+from ..layout import PAGE_LAYOUTS, byte_pages, overlap_factor
+from .compress_entry import compress_tokens
+from .hadamard import HADAMARD_DIMS
+from .quant import refuses_fp8
 
 MAX_ROWS = 16
 """Positions of a window that are read at a time: 64 KiB of states for d = 512."""
-FP8_DATA, FP8_SCALE = tl.constexpr(INDEXER_FP8.data), tl.constexpr(INDEXER_FP8.scale)
-MXFP4_DATA, MXFP4_SCALE = tl.constexpr(INDEXER_MXFP4.data), tl.constexpr(INDEXER_MXFP4.scale)
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-HADAMARD_TILE = tl.constexpr(HADAMARD_ROWS)
-
-
-@triton.jit
-def _pool(
-    p_state, p_table_row, position, state_strides, table_stride, state_pages, table_columns,
-    RATIO: tl.constexpr, GROUPS: tl.constexpr, STATE_BLOCK: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """float32 `[D]`: per channel, the softmax-weighted sum of the window that ends at `position`."""
-    WINDOW: tl.constexpr = GROUPS * RATIO
-    o_d = tl.arange(0, D)[None, :]
-    # [ROWS, D]: largest score so far, sum of weights and of weighted values. A finite start keeps -inf - -inf away.
-    top = tl.full((ROWS, D), LOWEST, tl.float32)
-    total = tl.zeros((ROWS, D), tl.float32)
-    pooled = tl.zeros((ROWS, D), tl.float32)
-    count = tl.zeros((ROWS,), tl.int32)
-    for start in range(0, WINDOW, ROWS):
-        back = start + tl.arange(0, ROWS)
-        logical = position - (WINDOW - 1) + back
-        present = (logical >= 0) & (back < WINDOW)
-        logical = tl.where(present, logical, 0)
-        column = logical // STATE_BLOCK
-        present &= column < table_columns
-        block = tl.load(p_table_row + tl.where(present, column, 0) * table_stride, mask=present, other=-1).to(tl.int64)
-        present &= (block >= 0) & (block < state_pages)
-        offset = tl.where(present, block, 0) * state_strides[0] + (logical % STATE_BLOCK) * state_strides[1]
-        # The last group of positions has the last columns to itself, the one before it the first.
-        channel = tl.where(back >= WINDOW - RATIO, (GROUPS - 1) * D, 0)[:, None] + o_d.to(tl.int64)
-        p_value = p_state + offset[:, None] + channel * state_strides[2]
-        value = tl.load(p_value, mask=present[:, None], other=0.0)
-        score = tl.load(p_value + (GROUPS * D) * state_strides[2], mask=present[:, None], other=float("-inf"))
-
-        above = score > top
-        # One exponential serves both the old sums and the new weight: the larger of the two scores weighs 1.
-        ratio = tl.exp(-tl.abs(score - top))
-        weight = tl.where(above, 1.0, ratio)
-        keep = tl.where(above, ratio, 1.0)
-        total = total * keep + weight
-        pooled = pooled * keep + weight * value
-        top = tl.where(above, score, top)
-        count += present.to(tl.int32)
-    keep = tl.exp(top - tl.max(top, axis=0)[None, :])
-    pooled = tl.sum(pooled * keep, axis=0) / tl.sum(total * keep, axis=0)
-    return tl.where(tl.sum(count, axis=0) > 0, pooled, 0.0)
-
-
-@triton.jit
-def _store_entry(p_cache, slot, x, p_kv_scale, cache_strides, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Store the float32 entry `x` `[1, D]` at a legal slot."""
-    D: tl.constexpr = x.shape[1]
-    o_d = tl.arange(0, D)[None, :]
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    p_page = p_cache + block * cache_strides[0]
-    if FORMAT == "fp8_ds_mla":
-        one = tl.zeros((1,), tl.int64)
-        store_mla_rows(p_page + one, offset + one, one == 0, x.to(tl.bfloat16), BLOCK_SIZE)
-    elif FORMAT == "indexer_fp8":
-        values, scale = quantize_fp8(x.to(tl.bfloat16).to(tl.float32))
-        tl.store(p_page + offset * FP8_DATA + o_d, values)
-        o_byte = tl.arange(0, FP8_SCALE)[None, :]
-        # Byte by byte: a page may begin anywhere.
-        scale_bytes = (scale.to(tl.int32, bitcast=True)[:, None] >> (8 * o_byte)).to(tl.uint8)
-        tl.store(p_page + BLOCK_SIZE * FP8_DATA + offset * FP8_SCALE + o_byte, scale_bytes)
-    elif FORMAT == "indexer_mxfp4":
-        values, scale = quantize_mxfp4(x.to(tl.bfloat16).to(tl.float32))
-        tl.store(p_page + offset * MXFP4_DATA + tl.arange(0, MXFP4_DATA)[None, :], values)
-        p_scale = p_page + BLOCK_SIZE * MXFP4_DATA + offset * MXFP4_SCALE
-        tl.store(p_scale + tl.arange(0, MXFP4_SCALE)[None, :], scale)
-    else:
-        p_row = p_page + offset * cache_strides[1] + o_d.to(tl.int64) * cache_strides[2]
-        if FORMAT == "fp8":
-            if p_kv_scale is not None:
-                x = x * inverse_of(p_kv_scale)
-            tl.store(p_row, e4m3(x).to(tl.uint8, bitcast=True))
-        else:
-            tl.store(p_row, x.to(p_cache.dtype.element_ty))
 
 
 @triton.jit(
-    do_not_specialize=["state_pages", "num_slots", "table_rows", "table_columns", "max_pos"],
+    do_not_specialize=["tokens", "state_pages", "num_slots", "table_rows", "table_columns", "max_pos"],
     do_not_specialize_on_alignment=["p_state_slots", "p_table", "p_requests", "p_positions", "p_slots", "p_kv_scale"],
 )
 def compress_norm_rope_insert_kernel(
@@ -124,6 +40,7 @@ def compress_norm_rope_insert_kernel(
     token_strides,  # of state slots, requests, positions, slots
     weight_stride,
     cos_sin_strides,
+    tokens,
     state_pages,
     num_slots,
     table_rows,
@@ -140,32 +57,12 @@ def compress_norm_rope_insert_kernel(
     ROPE: tl.constexpr,
 ):
     """Program p takes token p."""
-    token = tl.program_id(0).to(tl.int64)
-    state_slot = tl.load(p_state_slots + token * token_strides[0])
-    position = tl.load(p_positions + token * token_strides[2]).to(tl.int64)
-    slot = tl.load(p_slots + token * token_strides[3])
-    closes = (position >= 0) & ((position + 1) % RATIO == 0)
-    saved = (state_slot >= 0) & (state_slot // STATE_BLOCK < state_pages)
-    if closes & saved & (slot >= 0) & (slot < num_slots):
-        request = tl.load(p_requests + token * token_strides[1]).to(tl.int64)
-        known = (request >= 0) & (request < table_rows)
-        p_row = p_table + tl.where(known, request, 0) * table_strides[0]
-        # [1, D]
-        x = _pool(
-            p_state, p_row, position, state_strides, table_strides[1], state_pages, tl.where(known, table_columns, 0),
-            RATIO, GROUPS, STATE_BLOCK, ROWS, D,
-        )[None, :]  # fmt: skip
-        weight = tl.load(p_weight + tl.arange(0, D)[None, :].to(tl.int64) * weight_stride).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None] * weight
-        row = table_row(position // RATIO * RATIO, max_pos)
-        cos, sin = load_cos_sin(p_cos_sin + row * cos_sin_strides[0], cos_sin_strides[1], True, D, ROPE)
-        x = rotate(x, cos, sin, ROPE)
-        if HADAMARD:
-            DTYPE: tl.constexpr = p_cache.dtype.element_ty if FORMAT == "plain" else tl.bfloat16
-            tile = tl.broadcast_to(x, (HADAMARD_TILE, D))
-            first = tl.arange(0, HADAMARD_TILE)[:, None] == 0
-            x = tl.sum(tl.where(first, rounded_hadamard(tile, DTYPE), 0.0), axis=0)[None, :]
-        _store_entry(p_cache, slot, x, p_kv_scale, cache_strides, FORMAT, BLOCK_SIZE)
+    compress_tokens(
+        tl.program_id(0), p_cache, p_state, None, None, p_weight, p_cos_sin, p_kv_scale, p_state_slots, p_table,
+        p_requests, p_positions, p_slots, eps, cache_strides, state_strides, None, None, weight_stride,
+        cos_sin_strides, table_strides, token_strides, tokens, state_pages, num_slots, table_rows, table_columns,
+        max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD, 1, ROWS, D, ROPE,
+    )  # fmt: skip
 
 
 def tile_of(ratio: int, dim: int) -> tuple[int, int]:
@@ -251,6 +148,7 @@ def compress_norm_rope_insert(
         tuple(value.stride(0) for value in per_token),
         norm_weight.stride(0),
         cos_sin_cache.stride(),
+        tokens,
         state_cache.shape[0],
         pages.shape[0] * block_size,
         state_block_table.shape[0],

@@ -6,21 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .norm import norm_rows
+
 MAX_SIZE = 16384
 """Longest row: it stays in the registers of one program."""
 WARP_ELEMENTS = 512
 """Elements of a row for each warp: two loads of 16 bytes for a thread."""
-
-
-@triton.jit
-def _norm_row(p_out, p_x, p_weight, row, x_strides, weight_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    o_d = tl.arange(0, BLOCK).to(tl.int64)
-    m_d = o_d < SIZE
-    # [BLOCK]
-    x = tl.load(p_x + row * x_strides[0] + o_d * x_strides[1], mask=m_d, other=0.0).to(tl.float32)
-    weight = tl.load(p_weight + o_d * weight_stride, mask=m_d, other=0.0).to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x) * (1.0 / SIZE) + eps) * weight
-    tl.store(p_out + row * SIZE + o_d, y.to(p_out.dtype.element_ty), mask=m_d)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -44,11 +35,11 @@ def fused_q_kv_rmsnorm_kernel(
 ):
     """Program p < T takes row p of qr, program T + p row p of kv."""
     program = tl.program_id(0).to(tl.int64)
+    row = (program % tokens) + tl.arange(0, 1)
     if program < tokens:
-        _norm_row(p_q_out, p_qr, p_q_weight, program, qr_strides, q_weight_stride, eps, Q_SIZE, Q_BLOCK)
+        norm_rows(row, row >= 0, p_q_out, p_qr, p_q_weight, qr_strides, q_weight_stride, eps, Q_SIZE, Q_BLOCK)
     else:
-        row = program - tokens
-        _norm_row(p_kv_out, p_kv, p_kv_weight, row, kv_strides, kv_weight_stride, eps, KV_SIZE, KV_BLOCK)
+        norm_rows(row, row >= 0, p_kv_out, p_kv, p_kv_weight, kv_strides, kv_weight_stride, eps, KV_SIZE, KV_BLOCK)
 
 
 def fused_q_kv_rmsnorm(

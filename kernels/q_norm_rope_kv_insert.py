@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import byte_pages, cdiv
-from .kv_format import store_kv
+from .kv_insert import insert_rows
+from .norm import inverse_rms
 from .quant import e4m3, inverse_of, refuses_fp8
 from .rope import load_cos_sin, rotate, table_row
 
@@ -33,7 +34,7 @@ def _norm_rope_heads(
     # [ROWS, D]
     x = tl.load(p_x, mask=o_h < HEADS, other=0.0).to(tl.float32)
     cos, sin = load_cos_sin(p_table + row * table_strides[0], table_strides[1], True, D, ROPE)
-    x *= tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / D) + eps)[:, None]
+    x *= inverse_rms(x, eps, D)[:, None]
     x = rotate(x, cos, sin, ROPE)
     if p_q_scale is not None:
         x = x * inverse_of(p_q_scale)
@@ -42,30 +43,6 @@ def _norm_rope_heads(
         x = tl.where(o_h < HEADS, x, 0.0)
     y = x.to(p_out.dtype.element_ty) if p_q_scale is None else e4m3(x)
     tl.store(p_out + (token * OUT_HEADS + o_h) * D + o_d, y, mask=o_h < OUT_HEADS)
-
-
-@triton.jit
-def _insert_rows(
-    program, p_cache, p_kv, p_slots, p_positions, p_table, p_kv_scale, cache_strides, kv_strides, slot_stride,
-    position_stride, table_strides, inserted, num_slots, max_pos,
-    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
-):  # fmt: skip
-    """Rotate and store ROWS rows of kv."""
-    token = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    exists = token < inserted
-    # Slot, position and row are loaded side by side, for tokens without a slot too: what is computed of those is
-    # not stored, and a single token waits for two loads instead of four.
-    slot = tl.load(p_slots + token * slot_stride, mask=exists, other=-1).to(tl.int64)
-    row = table_row(tl.load(p_positions + token * position_stride, mask=exists, other=0), max_pos)
-    o_d = tl.arange(0, D)[None, :].to(tl.int64)
-    m_row = exists[:, None]
-    # [ROWS, D]
-    x = tl.load(p_kv + token[:, None] * kv_strides[0] + o_d * kv_strides[1], mask=m_row, other=0.0).to(tl.float32)
-    cos, sin = load_cos_sin(p_table + row[:, None] * table_strides[0], table_strides[1], m_row, D, ROPE)
-    x = rotate(x, cos, sin, ROPE)
-    live = (slot >= 0) & (slot < num_slots)
-    slot = tl.where(live, slot, 0)
-    store_kv(p_cache, cache_strides, slot, live, x, p_kv_scale, FORMAT, BLOCK_SIZE)
 
 
 @triton.jit(
@@ -105,9 +82,9 @@ def q_norm_rope_kv_insert_kernel(
     inserts = tl.cdiv(inserted, ROWS)
     if program < inserts:
         if p_kv is not None:
-            _insert_rows(
-                program, p_cache, p_kv, p_slots, p_positions, p_table, p_kv_scale, cache_strides, kv_strides,
-                slot_stride, position_stride, table_strides, inserted, num_slots, max_pos,
+            insert_rows(
+                program, p_cache, p_kv, None, p_slots, p_positions, p_table, p_kv_scale, eps, cache_strides, kv_strides,
+                0, slot_stride, position_stride, table_strides, inserted, num_slots, max_pos,
                 FORMAT, BLOCK_SIZE, ROWS, D, ROPE,
             )  # fmt: skip
     elif p_q is not None:

@@ -15,6 +15,37 @@ PIECE = 1024
 """Columns of a program. A row of a main compressor is one or two, so that one token uses two multiprocessors."""
 
 
+@triton.jit
+def place_in_group(position, RATIO: tl.constexpr):
+    """int64 row of the score bias for integer `position`, which only padding tokens have negative."""
+    place = position.to(tl.int64) % RATIO
+    return tl.where(place < 0, place + RATIO, place)
+
+
+@triton.jit
+def save_rows(
+    token, exists, piece, p_state, p_kv_score, p_ape, p_slots, p_positions, state_strides, kv_score_strides,
+    ape_strides, slot_stride, position_stride, num_slots,
+    STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Write columns [piece * PIECE, (piece + 1) * PIECE) of the state rows of `token` int64 `[N]`, where it exists."""
+    slot = tl.load(p_slots + token * slot_stride, mask=exists, other=-1)
+    place = place_in_group(tl.load(p_positions + token * position_stride, mask=exists, other=0), RATIO)
+    live = (slot >= 0) & (slot < num_slots)
+    o_c = piece.to(tl.int64) * PIECE + tl.arange(0, PIECE)[None, :]
+    mask = live[:, None] & (o_c < 2 * WIDTH)
+    # [N, PIECE]
+    x = tl.load(p_kv_score + token[:, None] * kv_score_strides[0] + o_c * kv_score_strides[1], mask=mask)
+    m_score = mask & (o_c >= WIDTH)
+    p_bias = p_ape + place[:, None] * ape_strides[0] + (o_c - WIDTH) * ape_strides[1]
+    bias = tl.load(p_bias, mask=m_score, other=0.0).to(tl.float32)
+    # Selected: adding 0 to a value would turn -0 into 0.
+    x = tl.where(m_score, x + bias, x)
+    slot = tl.where(live, slot, 0)
+    p_row = p_state + slot // STATE_BLOCK * state_strides[0] + slot % STATE_BLOCK * state_strides[1]
+    tl.store(p_row[:, None] + o_c * state_strides[2], x, mask=mask)
+
+
 @triton.jit(
     do_not_specialize=["num_slots"],
     do_not_specialize_on_alignment=["p_slots", "p_positions"],
@@ -37,21 +68,11 @@ def save_partial_states_kernel(
     PIECE: tl.constexpr,
 ):
     """Program (p, c) writes columns [c * PIECE, (c + 1) * PIECE) of token p."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(p_slots + token * slot_stride)
-    if (slot >= 0) & (slot < num_slots):
-        phase = tl.load(p_positions + token * position_stride).to(tl.int64) % RATIO
-        phase = tl.where(phase < 0, phase + RATIO, phase)
-        # [PIECE]
-        o_c = tl.program_id(1).to(tl.int64) * PIECE + tl.arange(0, PIECE)
-        m_c = o_c < 2 * WIDTH
-        x = tl.load(p_kv_score + token * kv_score_strides[0] + o_c * kv_score_strides[1], mask=m_c)
-        m_score = m_c & (o_c >= WIDTH)
-        bias = tl.load(p_ape + phase * ape_strides[0] + (o_c - WIDTH) * ape_strides[1], mask=m_score, other=0.0)
-        # Selected: adding 0 to a value would turn -0 into 0.
-        x = tl.where(m_score, x + bias.to(tl.float32), x)
-        p_row = p_state + slot // STATE_BLOCK * state_strides[0] + slot % STATE_BLOCK * state_strides[1]
-        tl.store(p_row + o_c * state_strides[2], x, mask=m_c)
+    token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    save_rows(
+        token, token >= 0, tl.program_id(1), p_state, p_kv_score, p_ape, p_slots, p_positions, state_strides,
+        kv_score_strides, ape_strides, slot_stride, position_stride, num_slots, STATE_BLOCK, RATIO, WIDTH, PIECE,
+    )  # fmt: skip
 
 
 def save_partial_states(

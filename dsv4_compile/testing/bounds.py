@@ -116,8 +116,9 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, tuple):
+        fields = getattr(value, "_fields", ())
         for i, item in enumerate(value):
-            yield from _tensors(f"{name}[{i}]", item)
+            yield from _tensors(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", item)
     elif isinstance(value, TensorDescriptor):
         yield name, value.base
 

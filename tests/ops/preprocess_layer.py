@@ -39,10 +39,12 @@ class Layer:
         requests: int = 1,
         max_len: int = 384,
         kv_scale: Tensor | None = None,
+        latent: int = LATENT,
     ) -> None:
         self.ratio, self.dim, self.fmt, self.kv_scale, self.hadamard = ratio, dim, fmt, kv_scale, hadamard
+        self.latent = latent
         self.table = rope_table(max_len, rope_dim)
-        self.q_weight, self.kv_weight = (1 + 0.1 * torch.randn(size).to(dtype) for size in (LATENT, dim))
+        self.q_weight, self.kv_weight = (1 + 0.1 * torch.randn(size).to(dtype) for size in (latent, dim))
         self.window_table, self.window = self._window(requests, max_len, dtype)
         self.main = self.keys = None
         if ratio:
@@ -65,7 +67,7 @@ class Layer:
     @property
     def widths(self) -> list[int]:
         """Columns of the projection: latent, key/value, scores of each compressor."""
-        return [LATENT, self.dim, *(engine.width for engine in (self.main, self.keys) if engine is not None)]
+        return [self.latent, self.dim, *(engine.width for engine in (self.main, self.keys) if engine is not None)]
 
     def projection(self, tokens: int) -> Tensor:
         """float32 `[T, sum(widths)]`."""

@@ -1,0 +1,162 @@
+"""The fused preprocessing kernel on a GPU against the reference on the same GPU, at sizes that models have."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.kernels import preprocess_insert as kernel
+from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.reference import kv_format
+from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, samples  # noqa: F401  (registers the ops)
+from dsv4_compile.testing.generate import to_device
+from tests.ops.preprocess_layer import CACHES, PADDING, WINDOW_BLOCK, Layer
+
+REFERENCE = REFERENCES["preprocess_insert"]
+REQUESTS, MAX_LEN = 5, 3072
+FLASH: dict[str, Any] = {"dim": 512, "rope_dim": 64, "key_dim": 128, "dtype": torch.bfloat16, "latent": 1024}
+KINDS: dict[str, dict[str, Any]] = {
+    "swa": {**FLASH, "ratio": 0, "fmt": "fp8_ds_mla"},
+    "hca": {**FLASH, "ratio": 128, "fmt": "fp8_ds_mla", "latent": 1536},
+    "csa": {**FLASH, "ratio": 4, "fmt": "fp8_ds_mla", "key_fmt": "indexer_fp8"},
+    "csa mxfp4": {**FLASH, "ratio": 4, "fmt": "fp8_ds_mla", "key_fmt": "indexer_mxfp4", "hadamard": True},
+    "csa plain": {**FLASH, "ratio": 4, "latent": 1536},
+    "hca fp8": {**FLASH, "ratio": 128, "fmt": "fp8", "kv_scale": torch.tensor([0.03])},
+}
+KIND = pytest.mark.parametrize("kind", KINDS)
+FLIPPED = 5e-4
+"""Share of written bytes that may differ: values whose sum, in another order, is across a rounding boundary."""
+STEPS = {"fp8_ds_mla": 16 / 272, "fp8": 16 / 272, "indexer_fp8": 16 / 272, "indexer_mxfp4": 0.5, "plain": 0.0}
+
+
+class Step:
+    """Chunks of several requests, from anywhere in a group, over caches whose older states are all there."""
+
+    def __init__(self, kind: str, tokens: int, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        rng = random.Random(seed)
+        self.model = Layer(**KINDS[kind], requests=REQUESTS, max_len=MAX_LEN)
+        for engine in (self.model.main, self.model.keys):
+            if engine is not None:
+                engine.state.normal_()
+        rows, share = [], layout.cdiv(tokens, REQUESTS)
+        for request in rng.sample(range(REQUESTS), REQUESTS):
+            count = max(1, share - 1)
+            end = rng.randrange(count, MAX_LEN)
+            # Half of the chunks end where a group does.
+            end = layout.align_up(end, layout.HCA_RATIO) if request % 2 else end
+            rows += [(request, p) for p in range(end - count, end)] + [PADDING]
+        self.tokens = rows[:tokens]
+        arguments = self.model.arguments(self.tokens, self.model.projection(tokens))
+        self.arguments = {n: to_device(x, "cuda") if isinstance(x, Tensor) else x for n, x in arguments.items()}
+
+    def run(self, implementation: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The result, and the caches that it wrote, which are copies."""
+        copies = {
+            name: storage_of(self.arguments[name])
+            .clone()
+            .view(x.dtype)
+            .as_strided(x.shape, x.stride(), x.storage_offset())
+            for name in CACHES
+            if (x := self.arguments.get(name)) is not None
+        }
+        return implementation(**{**self.arguments, **copies}, **options), copies
+
+
+def storage_of(x: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(x.untyped_storage())
+
+
+def read(step: Step, name: str, cache: Tensor) -> Tensor:
+    """All stored vectors of a cache, unwritten ones as zeros."""
+    model = step.model
+    fmt = model.keys.fmt if name == "indexer_cache" and model.keys is not None else model.fmt
+    block = WINDOW_BLOCK if name == "window_cache" else layout.storage_block_size(model.ratio)
+    slots = torch.arange(len(cache) * block, device="cuda")
+    if name == "indexer_cache":
+        return kv_format.load_indexer(cache, fmt, block, slots).float().nan_to_num()
+    scale = step.arguments["kv_scale"] if fmt == "fp8" else None
+    return kv_format.load_kv(cache, fmt, block, slots, scale).float().nan_to_num()
+
+
+def assert_agree(step: Step, **options: Any) -> None:
+    (ours, mine), (want, theirs) = step.run(kernel.preprocess_insert, **options), step.run(REFERENCE)
+    assert_close(ours, want, Tolerance(1e-6, 1.01 / 128, 1e-6))
+    for name, cache in theirs.items():
+        got, expected, before = (storage_of(x) for x in (mine[name], cache, step.arguments[name]))
+        if "state" in name:
+            assert_bitwise(got, expected, label=name)
+            continue
+        plain = cache.dtype is not torch.uint8
+        assert plain or (got != expected).sum() <= max(4, FLIPPED * (expected != before).sum()), name
+        fmt = step.arguments["indexer_cache_format" if name == "indexer_cache" else "cache_format"]
+        x, y = read(step, name, mine[name]), read(step, name, cache)
+        bound = (STEPS[fmt] + 2.0**-7) * y.abs() + 1e-2 * y.abs().amax(-1, keepdim=True) + 1e-6
+        assert ((x - y).abs() <= bound).all(), name
+
+
+@KIND
+@pytest.mark.parametrize("tokens", [1, 2, 7, 130, 1023, 1025, 5000])
+def test_a_step_is_the_reference(kind: str, tokens: int) -> None:
+    assert_agree(Step(kind, tokens))
+
+
+@pytest.mark.parametrize("kind", ["swa", "hca", "csa"])
+@pytest.mark.parametrize("cut", [(4, 4, 4), (8, 1, 8), (16, 16, 16), (16, 1, 8)])
+def test_every_cut(kind: str, cut: tuple[int, int, int]) -> None:
+    tokens, pools, warps = cut
+    assert_agree(Step(kind, 400), cut=kernel.Tile(tokens, pools, 8, 8, warps))
+
+
+@KIND
+def test_results_do_not_depend_on_the_rest_of_the_step(kind: str) -> None:
+    """The first tokens of a long step, in the order and the launch of a long one, give what they give alone."""
+    step, few = Step(kind, 2500), 300
+    out, caches = step.run(kernel.preprocess_insert)
+    alone = dict(step.arguments)
+    for name, x in alone.items():
+        if isinstance(x, Tensor) and len(x) == 2500 and name not in CACHES:
+            step.arguments[name] = x[:few]
+    got, mine = step.run(kernel.preprocess_insert)
+    assert_bitwise(got, out[:few])
+    for name in ("window_cache", "compressed_cache", "indexer_cache"):
+        if name in mine:
+            written = storage_of(mine[name]) != storage_of(alone[name])
+            assert torch.equal(storage_of(mine[name])[written], storage_of(caches[name])[written]), name
+
+
+@pytest.mark.parametrize("kind", ["swa", "hca", "csa"])
+def test_a_captured_launch_follows_its_inputs(kind: str) -> None:
+    step = Step(kind, 40)
+    kernel.preprocess_insert(**step.arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernel.preprocess_insert(**step.arguments)
+    for seed in (5, 6):
+        fresh = Step(kind, 40, seed)
+        want, caches = fresh.run(kernel.preprocess_insert)
+        for name, x in fresh.arguments.items():
+            if isinstance(x, Tensor):
+                target = step.arguments[name]
+                (storage_of(target) if name in CACHES else target).copy_(storage_of(x) if name in CACHES else x)
+        graph.replay()
+        assert_bitwise(out, want)
+        for name, cache in caches.items():
+            assert_bitwise(storage_of(step.arguments[name]), storage_of(cache), label=name)
+
+
+@pytest.mark.parametrize("kind", ["hca", "csa"])
+def test_a_hundred_runs_are_equal_bit_for_bit(kind: str) -> None:
+    """A pool that read what another program writes would differ now and then."""
+    step = Step(kind, 3000)
+    want, caches = step.run(kernel.preprocess_insert)
+    for _ in range(100):
+        got, mine = step.run(kernel.preprocess_insert)
+        assert torch.equal(got, want)
+        assert all(torch.equal(storage_of(mine[name]), storage_of(cache)) for name, cache in caches.items())
