@@ -117,6 +117,7 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     # Around the projections.
     "fused_q_kv_rmsnorm": (2 * T * e * (Q + D) + e * (Q + D), _ZERO),
     "q_norm_rope": (T * (_ANGLES + 2 * e * H * D), _ZERO),
+    "preprocess_insert": (T * (e * (2 * Q + D) + _ANGLES + _INSERTED) + e * (Q + D), _ZERO),
     "kv_rope_insert": (T * (_ANGLES + e * D + _INSERTED), _ZERO),
     "q_norm_rope_kv_insert": (T * (_ANGLES + 2 * e * H * D + e * D + _INSERTED), _ZERO),
     "quantize_and_insert_k_cache": (T * (e * D + _INSERTED), _ZERO),
@@ -146,14 +147,24 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     "combine_topk_swa_ragged": (T * (_INT32 * (2 * K + W) + 2 * _INT32), _ZERO),
     "convert_req_index": (T * (2 * _INT32 * K + 2 * _INT32), _ZERO),
     "compressed_slot_mapping": (2 * T * _INT64, _ZERO),
+    "c128a_topk_metadata": (T * (3 * _INT64 + _INT32 * (K + 1)), _ZERO),
+    "flashinfer_mixed_indices": (T * (_INT32 * 2 * (K + W) + _INT32), _ZERO),
     "swa_metadata": (T * (_INT32 * (W + 2) + 1), _ZERO),
     "prefill_gather_lens": (3 * R * _INT32, _ZERO),
     # Attention.
     "sparse_mla_decode": (T * K * (row + _INT32) + _HEADS, 4 * T * H * K * D),
+    "sparse_mla_decode_ragged": (T * K * (row + _INT32) + _HEADS, 4 * T * H * K * D),
+    "sparse_mla_decode_out": (T * K * (row + _INT32) + _HEADS, 4 * T * H * K * D),
+    "sparse_mla_decode_quant": (
+        T * (K * (row + _INT32) + H * D * (e + _E4M3) + _FLOAT32 * H * D / layout.ACT_TILE),
+        4 * T * H * K * D,
+    ),
     "sparse_mla_prefill": (e * S * D + T * (_INT32 * K + _FLOAT32 * H) + _HEADS, 4 * T * H * K * D),
+    "sparse_mla_prefill_ragged": (e * S * D + T * (_INT32 * K + _FLOAT32 * H) + _HEADS, 4 * T * H * K * D),
 }
 """Bytes and flops by name of the op. Index rows are counted at their full width, K or W; keys of `sparse_mla_decode`
-are those of both caches together, each read once for every token that attends it."""
+are those of both caches together, each read once for every token that attends it. `preprocess_insert` is counted
+without compressors: each adds a `save_partial_states` and a `compress_norm_rope_insert`."""
 
 _E4M3_PRODUCTS = {
     "fp8_linear",
