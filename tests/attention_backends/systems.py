@@ -10,13 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.attention_backends import CommonAttentionMetadata, LayerShape, SparseAttention, get_backend
+from dsv4_compile.attention_backends import NAMES, CommonAttentionMetadata, LayerShape, SparseAttention, get_backend
 from dsv4_compile.attention_backends.rocm_metadata import DeepseekV4ROCMAiterSparseSWAMetadataBuilder
 from dsv4_compile.attention_backends.swa import DeepseekSparseSWAMetadataBuilder
 from dsv4_compile.attention_backends.v4 import DeepseekV4Metadata
 from dsv4_compile.metadata import BlockTables, build_batch_metadata
 from dsv4_compile.testing.attention import AttentionCase, random_case
 from dsv4_compile.testing.batch import Batch
+from dsv4_compile.testing.generate import to_device
+from tests.attention_backends.v32 import V32Case, V32Layer
 
 MAX_MODEL_LEN, MAX_TOKENS, MAX_REQUESTS, DECODE_THRESHOLD = 320, 400, 10, 3
 V4 = ("DSV4_PAGED", "FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "ROCM_FLASHMLA_SPARSE_DSV4")
@@ -47,10 +49,10 @@ def caches(name: str) -> list[str]:
 
 
 def ways(phases: tuple[str, ...] = PHASES, ratios: tuple[int, ...] = (1, 4, 128)) -> Iterator[Way]:
-    """All V4 backends, caches, ratios and phases."""
-    for name in V4:
+    """All backends, caches, ratios and phases. DeepSeek-V3.2 has no ratios; its ways say 1."""
+    for name in NAMES:
         for word in caches(name):
-            for ratio in ratios:
+            for ratio in ratios if name in V4 else (1,):
                 for phase in phases:
                     yield Way(name, word, ratio, phase)
 
@@ -167,4 +169,16 @@ class Layer:
             case.sink,
             None if own_scale else case.window_cache.kv_scale,
         )
-        return tuple(x.to(self.device) if isinstance(x, Tensor) else x for x in tensors)
+        return tuple(to_device(x, self.device) if isinstance(x, Tensor) else x for x in tensors)
+
+
+def any_case(rng: random.Random, way: Way, batch: Batch | None = None) -> Any:
+    """`case_of` for every backend."""
+    if way.name in V4:
+        return case_of(rng, way, batch)
+    return V32Case(rng, batch_of(rng, way.phase) if batch is None else batch)
+
+
+def any_layer(way: Way, case: Any, device: str = "cpu") -> Any:
+    """`Layer` for every backend."""
+    return Layer(way, case, device=device) if way.name in V4 else V32Layer(case, device=device)

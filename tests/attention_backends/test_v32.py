@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,61 +11,19 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.attention_backends import CommonAttentionMetadata
-from dsv4_compile.attention_backends.flashinfer_v32 import (
-    FlashInferMLASparseAttention,
-    FlashInferMLASparseMetadata,
-    FlashInferMLASparseMetadataBuilder,
-    v32_shape,
-)
+from dsv4_compile.attention_backends.flashinfer_v32 import FlashInferMLASparseMetadataBuilder
 from dsv4_compile.attention_backends.v32_layer import DeepseekV32SparseAttention
 from dsv4_compile.config import Rope
 from dsv4_compile.rope_tables import cos_sin_cache
-from dsv4_compile.testing import assert_bitwise, assert_close, random_cache
-from dsv4_compile.testing.batch import Batch, random_table, row, slot, table_tensor
+from dsv4_compile.testing import assert_bitwise, assert_close
+from dsv4_compile.testing.batch import random_table, row, slot, table_tensor
 from tests.attention_backends.fakes import FlashInfer
 from tests.attention_backends.systems import batch_of
-
-TOPK, MAX_LEN, REQUESTS = 24, 320, 10
-
-
-class Step:
-    """A mixed batch over one paged cache of `block_size`, and an indexer's choice for each token."""
-
-    def __init__(self, rng: random.Random, block_size: int = 64, topk: int = TOPK) -> None:
-        self.batch: Batch = batch_of(rng, "mixed")
-        self.block_size, self.topk = block_size, topk
-        self.table = random_table(rng, REQUESTS, layout.cdiv(MAX_LEN, block_size))
-        self.chosen = [rng.sample(range(position + 1), min(position + 1, topk)) for _, position in self.batch.tokens()]
-
-    def topk_indices(self) -> Tensor:
-        rows = [row(chosen, self.topk) for chosen in self.chosen]
-        return torch.tensor(rows, dtype=torch.int32)
-
-    def positions(self) -> Tensor:
-        return torch.tensor([max(position, 0) for _, position in self.batch.tokens()])
-
-    def metadata(self, builder: FlashInferMLASparseMetadataBuilder | None = None) -> FlashInferMLASparseMetadata:
-        slots = [slot(self.table, *token, self.block_size) for token in self.batch.tokens()]
-        common = CommonAttentionMetadata.of(
-            query_start_loc=self.batch.query_start_loc().tolist(),
-            seq_lens=self.batch.seq_lens,
-            block_table=table_tensor(self.table),
-            slot_mapping=torch.tensor(slots, dtype=torch.int64),
-        )
-        builder = builder or FlashInferMLASparseMetadataBuilder(400, block_size=self.block_size, topk_tokens=self.topk)
-        return builder.build(0, common)
+from tests.attention_backends.v32 import TOPK, V32Case, V32Layer
 
 
-def exact(step: Step, q: Tensor, cache: Tensor, scale: float, value_dim: int) -> Tensor:
-    """float64 `[T, H, value_dim]`."""
-    out = torch.zeros(*q.shape[:2], value_dim, dtype=torch.float64)
-    rows = cache.flatten(0, 1)
-    for token, ((request, _), chosen) in enumerate(zip(step.batch.tokens(), step.chosen, strict=True)):
-        slots = [slot(step.table, request, index, step.block_size) for index in chosen]
-        if slots:
-            keys = rows[slots].double()
-            out[token] = torch.softmax(scale * q[token].double() @ keys.T, -1) @ keys[:, :value_dim]
-    return out
+def case_of(rng: random.Random, **options: Any) -> V32Case:
+    return V32Case(rng, batch_of(rng, "mixed"), **options)
 
 
 @pytest.mark.parametrize("block_size", [32, 64])
@@ -76,42 +33,50 @@ def exact(step: Step, q: Tensor, cache: Tensor, scale: float, value_dim: int) ->
 def test_backend_gives_the_exact_answer(
     block_size: int, engine: str, dtype: torch.dtype, flashinfer: FlashInfer, seed: int
 ) -> None:
-    step = Step(random.Random(seed), block_size)
-    pages = REQUESTS * len(step.table[0])
-    cache = random_cache(
-        "plain", pages, block_size, live=pages * block_size, head_dim=layout.V32_HEAD_DIM, dtype=dtype
-    ).cache
-    q = torch.randn(step.batch.num_tokens, 3, layout.V32_HEAD_DIM).to(dtype)
-    module = FlashInferMLASparseAttention(v32_shape(3, 0.05), engine)
-    out = module(q.split((512, 64), dim=-1), cache, step.metadata(), step.topk_indices())
+    case = case_of(random.Random(seed), block_size=block_size, dtype=dtype)
+    layer = V32Layer(case, engine)
+    out = layer.module(*layer.arguments(case))
     assert out.dtype is dtype
-    assert_close(out, exact(step, q, cache, 0.05, 512))
+    assert_close(out, case.expected())
     assert len(flashinfer.calls) == (engine == "library")
 
 
+def test_queries_in_two_parts_are_queries_in_one(seed: int) -> None:
+    case = case_of(random.Random(seed))
+    layer = V32Layer(case)
+    q, *others = layer.arguments(case)
+    parts = q.split((layout.V32_LATENT_DIM, layout.ROPE_DIM), dim=-1)
+    assert_bitwise(layer.module(parts, *others), layer.module(q, *others))
+
+
 def test_rows_behind_the_batch_are_zero(seed: int) -> None:
-    step = Step(random.Random(seed))
-    pages = REQUESTS * len(step.table[0])
-    cache = torch.randn(pages, 64, 48)
-    shape = v32_shape(2, 0.1, head_size=48, value_dim=32)
-    q = torch.randn(step.batch.num_tokens + 7, 2, 48)
-    topk = torch.nn.functional.pad(step.topk_indices(), (0, 0, 0, 7), value=5)
-    out = FlashInferMLASparseAttention(shape)(q, cache, step.metadata(), topk)
-    assert out.shape == (q.shape[0], 2, 32)
+    case = case_of(random.Random(seed))
+    layer = V32Layer(case)
+    q, cache, metadata, topk = layer.arguments(case)
+    more = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, 7), value=1.0)
+    out = layer.module(more, cache, metadata, torch.nn.functional.pad(topk, (0, 0, 0, 7), value=5))
+    assert_bitwise(out[:-7], layer.module(q, cache, metadata, topk))
     assert not out[-7:].any()
+
+
+def test_library_and_ops_agree_to_the_bit(flashinfer: FlashInfer, seed: int) -> None:
+    case = case_of(random.Random(seed))
+    ours, theirs = (V32Layer(case, engine) for engine in ("dsv4", "library"))
+    assert_bitwise(ours.module(*ours.arguments(case)), theirs.module(*theirs.arguments(case)))
+    assert flashinfer.calls == [(case.batch.num_tokens, TOPK)]
 
 
 def test_metadata_is_exact_and_stays_where_it_is(seed: int) -> None:
     rng = random.Random(seed)
-    builder = FlashInferMLASparseMetadataBuilder(400, topk_tokens=TOPK)
+    layer = V32Layer(case_of(rng))
     addresses = set()
     for _ in range(5):
-        step = Step(rng)
-        metadata = step.metadata(builder)
-        assert metadata.req_id_per_token.tolist() == [max(request, 0) for request, _ in step.batch.tokens()]
-        assert not builder.req_id_per_token_buffer[step.batch.num_tokens :].any()
+        case = case_of(rng)
+        metadata = layer.metadata(case)
+        assert metadata.req_id_per_token.tolist() == [max(request, 0) for request, _ in case.batch.tokens()]
+        assert not layer.builder.req_id_per_token_buffer[case.batch.num_tokens :].any()
         assert (metadata.block_size, metadata.topk_tokens) == (64, TOPK)
-        assert metadata.max_query_len == max(b - a for a, b in pairwise(step.batch.query_start_loc().tolist()))
+        assert metadata.max_query_len == max(case.batch.query_lens)
         addresses.add(metadata.req_id_per_token.data_ptr())
     assert len(addresses) == 1
 
@@ -202,14 +167,3 @@ def test_layer_equals_attention_over_unabsorbed_keys_and_values(backend: str | N
         with torch.inference_mode(), torch._dynamo.config.patch(error_on_recompile=number > 0):
             out = call(torch.stack(hidden), positions, rope, cache, metadata, torch.tensor(topk, dtype=torch.int32))
         torch.testing.assert_close(out.double(), torch.stack(want), rtol=1e-4, atol=1e-5)
-
-
-def test_library_and_ops_agree_to_the_bit(flashinfer: FlashInfer, seed: int) -> None:
-    step = Step(random.Random(seed))
-    cache = torch.randn(REQUESTS * len(step.table[0]), 64, layout.V32_HEAD_DIM).bfloat16()
-    q = torch.randn(step.batch.num_tokens, 2, layout.V32_HEAD_DIM).bfloat16()
-    a, b = (
-        FlashInferMLASparseAttention(v32_shape(2, 0.05), engine)(q, cache, step.metadata(), step.topk_indices())
-        for engine in ("dsv4", "library")
-    )
-    assert_bitwise(a, b)
