@@ -1,0 +1,209 @@
+"""Decoding with drafts, some of them rejected, equals decoding without, to the bit, in every cache of every layer kind.
+
+The "model" is two layers of the ops, CSA and HCA, over tables of random vectors by token; what it would choose next is
+known. Both runs are driven by `advance` alone, without a look at the device between steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4_compile import DeepseekV4Config, layout
+from dsv4_compile.cache import CacheFormat, LayerCache, PagedCaches
+from dsv4_compile.config import Rope
+from dsv4_compile.metadata import AttentionMetadata, CompressedMetadata, MetadataBuffers
+from dsv4_compile.rope_tables import cos_sin_cache
+from dsv4_compile.testing import assert_bitwise
+
+VOCABULARY, HEADS, DIM, INDEX_DIM, TOPK, WINDOW, DRAFTS = 50, 2, 32, 16, 3, 8, 3
+PROMPTS = (3, 120, 125, 64, 250)
+MAX_LEN, REQUESTS = 300, len(PROMPTS)
+END = (40, 160, 171, 101, 290)
+"""Tokens reserved for each request: it stops before it would need more."""
+EPS, PLAIN = 1e-6, "plain"
+CONFIG = DeepseekV4Config(
+    num_heads=HEADS,
+    head_dim=DIM,
+    rope_dim=8,
+    o_groups=1,
+    sliding_window=WINDOW,
+    index_n_heads=HEADS,
+    index_head_dim=INDEX_DIM,
+    index_topk=TOPK,
+    yarn=None,
+).with_layers(4, 128)
+COS_SIN = cos_sin_cache(Rope(10000.0, 8), MAX_LEN + 8, torch.device("cpu"))
+
+
+@dataclass
+class Model:
+    """Random vectors of every token, as the projections of a layer's input would give them."""
+
+    tables: dict[str, Tensor]
+
+    @classmethod
+    def random(cls) -> Model:
+        widths = {"q": HEADS * DIM, "kv": DIM, "index_q": HEADS * INDEX_DIM, "index_weights": HEADS}
+        widths |= {"c4": 4 * DIM, "c128": 2 * DIM, "indexer": 4 * INDEX_DIM}
+        widths = {name: 1 * width for name, width in widths.items()}
+        tables = {name: torch.randn(VOCABULARY, width) for name, width in widths.items()}
+        for name, ratio in (("c4", 4), ("c128", 128), ("indexer", 4)):
+            tables[f"{name}_ape"] = torch.randn(ratio, tables[name].shape[1] // 2)
+        return cls(tables)
+
+    def layer(self, ids: Tensor, md: AttentionMetadata, cache: LayerCache, ratio: int) -> Tensor:
+        """`[T, H, D]`: one layer's attention, caches updated."""
+        x = {name: table[ids] for name, table in self.tables.items() if not name.endswith("_ape")}
+        q = x["q"].unflatten(1, (HEADS, DIM))
+        torch.ops.dsv4.kv_rope_insert(
+            x["kv"], cache.window, md.window.slot_mapping, md.positions, COS_SIN, layout.WINDOW_BLOCK, PLAIN
+        )
+        own = md.c4 if ratio == 4 else md.c128
+        block = layout.storage_block_size(ratio)
+        slots = (own.state_slot_mapping, own.state_block_table, own.slot_mapping)
+        self.compress(f"c{ratio}", x[f"c{ratio}"], md, cache.state, slots, cache.main, ratio)
+        indices, lens = own.indices, own.lens
+        if ratio == 4:
+            indices, lens = self.select(x, md, own, cache)
+        out, _ = torch.ops.dsv4.sparse_mla_decode(
+            q, cache.window, md.window.indices, md.window.lens, layout.WINDOW_BLOCK, PLAIN, 0.2, None,
+            cache.main, indices, lens, block,
+        )  # fmt: skip
+        return out
+
+    def compress(
+        self, name: str, kv_score: Tensor, md: AttentionMetadata, state: Tensor, slots: tuple, main: Tensor, ratio: int
+    ) -> None:
+        state_slots, state_table, entry_slots = slots
+        state_block = layout.state_block_size(ratio)
+        ape = self.tables[f"{name}_ape"]
+        torch.ops.dsv4.save_partial_states(kv_score, ape, state, state_slots, md.positions, state_block)
+        torch.ops.dsv4.compress_norm_rope_insert(
+            state, state_slots, state_table, md.token_to_req, md.positions, entry_slots, torch.ones(main.shape[-1]),
+            COS_SIN, main, EPS, ratio, state_block, layout.storage_block_size(ratio), PLAIN,
+        )  # fmt: skip
+
+    def select(
+        self, x: dict[str, Tensor], md: AttentionMetadata, c4: CompressedMetadata, cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
+        slots = (c4.indexer_state_slot_mapping, c4.indexer_state_block_table, c4.indexer_slot_mapping)
+        self.compress("indexer", x["indexer"], md, cache.indexer_state, slots, cache.indexer, 4)
+        queries = torch.ops.dsv4.indexer_q_rope_quant(
+            x["index_q"].unflatten(1, (HEADS, INDEX_DIM)), md.positions, COS_SIN, x["index_weights"], PLAIN
+        )
+        block = layout.storage_block_size(4)
+        topk = torch.ops.dsv4.indexer_logits_topk(
+            *queries, cache.indexer, c4.indexer_block_table, md.token_to_req, c4.context_lens, block, PLAIN, TOPK
+        )
+        return torch.ops.dsv4.global_topk(topk, md.token_to_req, c4.block_table, md.is_valid_token, block)
+
+
+class Run:
+    """One decode of all requests, with queries of `query_len` tokens, until every request has used what it has."""
+
+    def __init__(self, model: Model, truth: Tensor, query_len: int, max_step_tokens: int) -> None:
+        self.model, self.truth, self.query_len = model, truth, query_len
+        self.caches = PagedCaches(
+            CONFIG,
+            max_batch_size=REQUESTS,
+            max_seq_len=MAX_LEN,
+            max_step_tokens=max_step_tokens,
+            cache_format=CacheFormat.resolve("float32"),
+        )
+        self.buffers = MetadataBuffers(
+            max_num_batched_tokens=sum(PROMPTS),
+            max_num_seqs=REQUESTS,
+            max_model_len=MAX_LEN,
+            window=WINDOW,
+            block_tables=self.caches.block_tables,
+        )
+        self.outputs: dict[tuple[int, int], Tensor] = {}
+        """Output of each kept token, by request and position."""
+        self.rejected = 0
+
+    def step(self, rows: int) -> tuple[Tensor, AttentionMetadata]:
+        self.buffers.refresh(rows)
+        md = self.buffers.metadata(rows)
+        ids = self.buffers.tensors["input_ids"][:rows]
+        layers = zip(self.caches.layers, (4, 128), strict=True)
+        return torch.stack([self.model.layer(ids, md, cache, ratio) for cache, ratio in layers], 1), md
+
+    def prefill(self) -> None:
+        """Tokens one step at a time, so that rings of a short step take them too."""
+        for position in range(max(PROMPTS)):
+            running = [position < prompt for prompt in PROMPTS]
+            lens = [position + 1 if now else 0 for now in running]
+            starts = [sum(running[:r]) for r in range(REQUESTS + 1)]
+            ids = [int(self.truth[r, position]) for r in range(REQUESTS) if running[r]]
+            self.buffers.load(starts, lens, input_ids=ids, reserved=END)
+            self.step(REQUESTS)
+        self.buffers.load(
+            range(REQUESTS + 1), PROMPTS, input_ids=self.truth[range(REQUESTS), torch.tensor(PROMPTS) - 1]
+        )
+        self.buffers.tensors["reserved"].copy_(torch.tensor(END))
+
+    def drafts(self, kept: Tensor) -> Tensor:
+        """`[R, query_len - 1]`: what follows token `kept` of each request, a third of it wrong."""
+        rows = torch.arange(REQUESTS)[:, None]
+        true = self.truth[rows, kept[:, None] + 1 + torch.arange(self.query_len - 1)]
+        return torch.where(torch.rand(true.shape) < 1 / 3, (true + 7) % VOCABULARY, true)
+
+    def decode(self) -> Tensor:
+        """Run to the end; returns the tokens that each request has."""
+        self.prefill()
+        query, tensors = 1, self.buffers.tensors
+        for _ in range(200):
+            lens = tensors["seq_lens"].clone()
+            if not lens.any():
+                break
+            out, md = self.step(REQUESTS * (DRAFTS + 1))
+            place = md.positions[: REQUESTS * query].view(REQUESTS, query)
+            chosen = self.truth[torch.arange(REQUESTS)[:, None], place + 1]
+            fed = tensors["input_ids"][: REQUESTS * query].view(REQUESTS, query)
+            right = (fed[:, 1:] == chosen[:, :-1]).int().cumprod(1).sum(1)
+            num_new = 1 + right
+            for r in range(REQUESTS):
+                for j in range(int(num_new[r]) if lens[r] else 0):
+                    self.outputs[r, int(place[r, j])] = out[r * query + j]
+                self.rejected += query - int(num_new[r]) if lens[r] else 0
+            kept = (lens - query + num_new).clamp_min(0).long()
+            drafts = self.drafts(kept) if self.query_len > 1 else None
+            self.buffers.advance(num_new, chosen, drafts, query_len=self.query_len)
+            query = self.query_len
+        return tensors["overflow"].clone()
+
+
+def runs(max_step_tokens: int) -> tuple[Run, Run, Tensor]:
+    model, truth = Model.random(), torch.randint(VOCABULARY, (REQUESTS, MAX_LEN + 8))
+    plain, speculative = Run(model, truth, 1, max_step_tokens), Run(model, truth, 1 + DRAFTS, max_step_tokens)
+    ends = plain.decode()
+    drafted = speculative.decode()
+    assert ends.tolist() == list(END)
+    assert all(end - DRAFTS <= length <= end for length, end in zip(drafted.tolist(), END, strict=True))
+    return plain, speculative, drafted
+
+
+def test_rejected_drafts_leave_no_trace() -> None:
+    plain, speculative, ends = runs(max_step_tokens=1 + DRAFTS)
+    assert speculative.rejected > 40
+    kept = {(r, position) for r in range(REQUESTS) for position in range(PROMPTS[r] - 1, int(ends[r]))}
+    assert set(speculative.outputs) == kept
+    for place in sorted(kept):
+        assert_bitwise(speculative.outputs[place], plain.outputs[place], label=f"request, position {place}")
+    for ratio, group, name in ((4, "c4", "main"), (4, "indexer", "indexer"), (128, "c128", "main")):
+        ours, theirs = (getattr(run.caches.layers[ratio != 4], name) for run in (speculative, plain))
+        table, block = getattr(plain.caches.block_tables, group), layout.storage_block_size(ratio)
+        for r in range(REQUESTS):
+            entries = torch.arange(int(ends[r]) // ratio)
+            pages = table[r, entries // block].long()
+            assert_bitwise(ours[pages, entries % block], theirs[pages, entries % block], label=f"{group} of {r}")
+
+
+def test_a_ring_without_room_for_the_drafts_would_show() -> None:
+    """The same comparison finds states that drafts have overwritten, where a ring was made for single tokens."""
+    plain, speculative, _ = runs(max_step_tokens=1)
+    differing = [p for p, out in speculative.outputs.items() if not torch.equal(out, plain.outputs[p])]
+    assert len(differing) > 20
