@@ -2,71 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.bench import sparse_mla_decode as scenario
 from dsv4_compile.bench.sparse_mla_decode_tiles import HOPPER
 from dsv4_compile.kernels import sparse_mla_decode as launcher
+from dsv4_compile.kernels import sparse_mla_decode_plan as plan
 from dsv4_compile.kernels import sparse_mla_decode_portable as portable
-from dsv4_compile.kernels.gpu import gpu_of
-from dsv4_compile.kernels.sparse_mla_decode_portable import Source
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference import kv_format
-from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close
-from dsv4_compile.testing.generate import to_device
+from dsv4_compile.testing import assert_bitwise
+from tests.gpu.sparse_mla import (
+    BF16,
+    CUDA,
+    EPS,
+    FEW_KEYS,
+    IS_HOPPER,
+    KERNELS,
+    assert_same,
+    by_hopper,
+    by_portable,
+    garbage,
+    on_gpu,
+    reference,
+    rope,
+)
 from tests.ops.test_sparse_mla_decode import sample
 
-CUDA = torch.device("cuda")
-BF16: dict[str, Any] = {"dim": 512, "dtype": torch.bfloat16}
-# Weights are rounded to the dtype of the keys, by 2^-9 at most, and keys are below 5: of few keys that is what remains.
-FEW_KEYS = Tolerance(abs=5 * 2.0**-9, rel=2.01 / 128, cosine=1e-5)
-IS_HOPPER = gpu_of(CUDA).capability == launcher.HOPPER
-
-Result = tuple[Tensor, Tensor]
-
-
-def on_gpu(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(to_device(a, CUDA) if isinstance(a, Tensor) else a for a in args)
-
-
-def assert_same(got: Result, want: Result, tolerance: str | Tolerance = "attention_bfloat16") -> None:
-    assert_close(got[0], want[0], tolerance, label="out")
-    assert_close(got[1], want[1], "lse", label="lse")
-
-
-def by_portable(args: tuple[Any, ...], splits: int = 0) -> Result:
-    window, extra = Source(*args[1:5]), Source(*args[8:12])
-    return portable.launch(args[0], window, extra, *args[5:8], args[12], gpu_of(CUDA), splits=splits)
-
-
-def by_hopper(args: tuple[Any, ...], splits: int = 0) -> Result:
-    from dsv4_compile.kernels import sparse_mla_decode_hopper as hopper
-
-    window, extra = Source(*args[1:5]), Source(*args[8:12])
-    assert hopper.hopper_refuses(args[0], window, extra, args[5], args[7]) == ""
-    return hopper.launch_hopper(args[0], window, extra, args[6], args[7], gpu_of(CUDA), splits)
-
-
-KERNELS = {"portable": by_portable, **({"hopper": by_hopper} if IS_HOPPER else {})}
-
-
-def reference(args: tuple[Any, ...]) -> Result:
-    return REFERENCES["sparse_mla_decode"](*args)
-
-
-@pytest.fixture(autouse=True)
-def garbage() -> Iterator[None]:
-    """New outputs and workspaces are made of NaN."""
-    with torch.no_grad():
-        made = torch.full((1 << 28,), 0xFF, dtype=torch.uint8, device=CUDA)
-        del made
-        yield
+__all__ = ["garbage"]  # a fixture for every test
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -202,11 +169,13 @@ def test_caches_beyond_two_gibibytes(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("tokens", [1, 40, 300])
-def test_repeats_are_equal_bit_by_bit(kernel: str, tokens: int) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_repeats_are_equal_bit_by_bit(kernel: str, tokens: int, fused: bool) -> None:
     args = (*scenario.arguments(tokens, 64, CUDA, 5), None)
-    first = KERNELS[kernel](args)
-    for _ in range(50):
-        for got, want in zip(KERNELS[kernel](args), first, strict=True):
+    options: dict[str, Any] = {**rope(tokens), "q_norm_eps": EPS, "inverse_rope": True} if fused else {}
+    first = KERNELS[kernel](args, **options)
+    for _ in range(100):
+        for got, want in zip(KERNELS[kernel](args, **options), first, strict=True):
             assert torch.equal(got, want)
 
 
@@ -214,13 +183,14 @@ def test_repeats_are_equal_bit_by_bit(kernel: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [2, 150])
 def test_a_captured_graph_follows_its_buffers_and_never_waits(kernel: str, tokens: int) -> None:
     args = (*scenario.arguments(tokens, 64, CUDA, 6), None)
-    KERNELS[kernel](args)
+    options: dict[str, Any] = {**rope(tokens), "q_norm_eps": EPS, "inverse_rope": True}
+    KERNELS[kernel](args, **options)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            captured = KERNELS[kernel](args)
+            captured = KERNELS[kernel](args, **options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for step in range(4):
@@ -228,10 +198,91 @@ def test_a_captured_graph_follows_its_buffers_and_never_waits(kernel: str, token
         args[2].copy_(torch.randint(-1, 1024, args[2].shape, device=CUDA))
         args[3].fill_((128, 0, 65, 1)[step])
         args[10].fill_((512, 0, 1, 257)[step])
+        options["positions"].add_(17)
         graph.replay()
-        for got, want in zip(captured, KERNELS[kernel](args), strict=True):
+        for got, want in zip(captured, KERNELS[kernel](args, **options), strict=True):
             assert torch.equal(got, want)
-        assert_same(captured, reference(args), FEW_KEYS)
+        assert_same(captured, reference(args, **options), FEW_KEYS)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("splits", [1, 2, 10])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_queries_are_normed_and_rotated_inside(kernel: str, splits: int, heads: int) -> None:
+    args = (*scenario.arguments(33, heads, CUDA, 8), None)
+    args[0].mul_(torch.logspace(-3, 3, 33, device=CUDA)[:, None, None])
+    options = {**rope(33), "q_norm_eps": EPS}
+    assert_same(KERNELS[kernel](args, splits, **options), reference(args, **options))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_score_of_a_unit_key_is_the_rotated_query(kernel: str, splits: int) -> None:
+    """Token t attends the unit vector of rotated dim t alone, so that its lse is that dim of its queries."""
+    cache, row = layout.allocate_cache("fp8_ds_mla", 1, 64, device=CUDA), layout.FP8_DS_MLA.data
+    cache[0, 64 * row :] = layout.UE8M0_BIAS
+    units = torch.eye(64, device=CUDA).bfloat16().view(torch.uint8)
+    cache[0, : 64 * row].view(64, row)[:, layout.NOPE_DIM :] = units
+    q, lens = torch.randn(64, 64, 512, device=CUDA).bfloat16(), torch.ones(64, device=CUDA, dtype=torch.int32)
+    slots, options = torch.arange(64, device=CUDA, dtype=torch.int32)[:, None], {**rope(64), "q_norm_eps": EPS}
+    args = q, cache, slots, lens, 64, "fp8_ds_mla", 1.0, None, cache, slots[:, :0], lens, 64, None
+    _, lse = KERNELS[kernel](args, splits, **options)
+    want = REFERENCES["q_norm_rope"](q, options["positions"], options["cos_sin_cache"], EPS)
+    want = torch.stack([want[t, :, layout.NOPE_DIM + t] for t in range(64)]).float()
+    error = (lse - want).abs()
+    # The sum of squares is in another order, which makes a few the neighbouring bfloat16.
+    assert (error <= want.abs() / 127 + 1e-6).all()
+    assert (error <= want.abs() * 1e-5 + 1e-6).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_outputs_are_rotated_back_as_by_the_op_of_its_own(kernel: str, splits: int, heads: int) -> None:
+    args = on_gpu(sample(37, heads, window=130, extra=517, fmt="fp8_ds_mla", **BF16))
+    turn = rope(37)
+    out, lse = KERNELS[kernel](args, splits)
+    got = KERNELS[kernel](args, splits, **turn, inverse_rope=True)
+    assert_bitwise(got[0], REFERENCES["inv_rope"](out, *turn.values()))
+    assert_bitwise(got[1], lse)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 17, 32, 100])
+def test_both_ends_are_fused_for_any_number_of_heads(heads: int) -> None:
+    args = (*scenario.arguments(21, heads, CUDA, heads), None)
+    options = {**rope(21), "q_norm_eps": EPS, "inverse_rope": True}
+    for splits in (1, 4):
+        assert_same(by_portable(args, splits, **options), reference(args, **options))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_does_not_depend_on_its_batch(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = [*on_gpu(sample(300, 64, window=128, extra=512, fmt="fp8_ds_mla", **BF16))]
+    turn = rope(300)
+    options: dict[str, Any] = {"q_norm_eps": EPS, "inverse_rope": True, "batch_invariant": True}
+    want = KERNELS[kernel](tuple(args), **turn, **options)
+    rows = (0, 2, 3, 9, 10)
+    for some in (slice(7, 8), slice(100, 133), slice(0, 299)):
+        part = tuple(x[some] if i in rows else x for i, x in enumerate(args))
+        one = {"positions": turn["positions"][some], "cos_sin_cache": turn["cos_sin_cache"]}
+        for got, expected in zip(KERNELS[kernel](part, **one, **options), want, strict=True):
+            assert_bitwise(got, expected[some])
+    monkeypatch.setattr(plan, "PART_BYTES", 2**24)
+    for got, expected in zip(KERNELS[kernel](tuple(args), **turn, **options), want, strict=True):
+        assert_bitwise(got, expected)
+    assert_same(want, reference(tuple(args), **turn, **options), FEW_KEYS)
+
+
+def test_results_go_into_given_buffers() -> None:
+    args = (*scenario.arguments(9, 64, CUDA, 1), None)
+    options = {**rope(9), "q_norm_eps": EPS, "inverse_rope": True}
+    want = torch.ops.dsv4.sparse_mla_decode(*args, **options)
+    room = torch.zeros(9, 80, 512, device=CUDA).bfloat16(), torch.zeros(9, 80, device=CUDA)
+    out, lse = room[0][:, 8:72], room[1][:, 8:72]
+    torch.ops.dsv4.sparse_mla_decode_out(out, lse, *args, **options)
+    assert_bitwise(out, want[0])
+    assert_bitwise(lse, want[1])
+    assert (room[0][:, :8] == 0).all() and (room[0][:, 72:] == 0).all()
 
 
 def test_empty_batches() -> None:

@@ -1,0 +1,86 @@
+"""The decode kernels on a GPU, each by itself, and what their results are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.kernels import sparse_mla_decode as launcher
+from dsv4_compile.kernels import sparse_mla_decode_portable as portable
+from dsv4_compile.kernels.gpu import gpu_of
+from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Results, Source, outputs, quantized_outputs
+from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.testing import Tolerance, assert_close
+from dsv4_compile.testing.generate import to_device
+
+CUDA = torch.device("cuda")
+BF16: dict[str, Any] = {"dim": 512, "dtype": torch.bfloat16}
+EPS = 1e-6
+# Weights are rounded to the dtype of the keys, by 2^-9 at most, and keys are below 5: of few keys that is what remains.
+FEW_KEYS = Tolerance(abs=5 * 2.0**-9, rel=2.01 / 128, cosine=1e-5)
+IS_HOPPER = gpu_of(CUDA).capability == launcher.HOPPER
+
+Result = tuple[Tensor, Tensor]
+
+
+def on_gpu(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(to_device(a, CUDA) if isinstance(a, Tensor) else a for a in args)
+
+
+def rope(tokens: int, seed: int = 0) -> dict[str, Tensor]:
+    """Positions, some of them outside the table, and a table."""
+    generator = torch.Generator(CUDA).manual_seed(seed)
+    angle = 6.28 * torch.rand(4096, layout.ROPE_DIM // 2, device=CUDA, generator=generator)
+    positions = torch.randint(-9, 4105, (tokens,), device=CUDA, generator=generator)
+    return {"positions": positions, "cos_sin_cache": torch.cat((angle.cos(), angle.sin()), dim=1)}
+
+
+def results_for(q: Tensor, fusion: Fusion) -> Results:
+    if fusion.n_groups == 0:
+        return outputs(q)
+    return quantized_outputs(q, fusion.n_groups, fusion.heads_per_group, fusion.packed_scales)
+
+
+def by_portable(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
+    window, extra, fusion = Source(*args[1:5]), Source(*args[8:12]), Fusion(**options)
+    return portable.launch(
+        args[0], window, extra, *args[5:8], args[12], gpu_of(CUDA), splits=splits, fusion=fusion,
+        into=results_for(args[0], fusion),
+    )  # fmt: skip
+
+
+def by_hopper(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
+    from dsv4_compile.kernels import sparse_mla_decode_hopper as hopper
+
+    window, extra, fusion = Source(*args[1:5]), Source(*args[8:12]), Fusion(**options)
+    assert hopper.hopper_refuses(args[0], window, extra, args[5], args[7], fusion) == ""
+    return hopper.launch_hopper(
+        args[0], window, extra, args[6], args[7], gpu_of(CUDA), splits, fusion, results_for(args[0], fusion)
+    )
+
+
+KERNELS: dict[str, Callable[..., Result]] = {"portable": by_portable, **({"hopper": by_hopper} if IS_HOPPER else {})}
+
+
+def reference(args: tuple[Any, ...], **options: Any) -> Result:
+    result: Result = REFERENCES["sparse_mla_decode"](*args, **options)
+    return result
+
+
+def assert_same(got: Result, want: Result, tolerance: str | Tolerance = "attention_bfloat16") -> None:
+    assert_close(got[0], want[0], tolerance, label="out")
+    assert_close(got[1], want[1], "lse", label="lse")
+
+
+@pytest.fixture(autouse=True)
+def garbage() -> Iterator[None]:
+    """New outputs and workspaces are made of NaN."""
+    with torch.no_grad():
+        made = torch.full((1 << 28,), 0xFF, dtype=torch.uint8, device=CUDA)
+        del made
+        yield
