@@ -1,0 +1,143 @@
+"""Scenario `sparse_mla_prefill`: attention of prompts over a flat bfloat16 workspace.
+
+V4-Flash has 64 heads and 640 keys for each token, V4-Pro 128 and 1152. Every row is full: its last 128 keys are the
+token's window, the others are random among the first quarter of the tokens as the indexer's are, or with keys=random
+all are random. The workspace has a row for every fourth token and 4096 more.
+
+Under sustained load a GPU loses some 10 % of its clock, so compare times within one run only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import costs, layout
+from ..ops._define import REFERENCES
+from ..ops._kernels import launcher
+from ..testing import assert_close
+from .problem import Args, Only, Prepare, Problem, keep
+
+OP = "sparse_mla_prefill"
+TOKENS = {"cuda": (256, 1024, 4096, 16384), "cpu": (4,)}
+HEADS = (64, 128)
+PATTERNS = ("random", "window")
+COLUMNS = ("op", "heads", "keys", "pattern", "tokens", "impl")
+WINDOW = layout.SLIDING_WINDOW
+TOPK = {64: 512, 128: 1024}
+
+# One H200, cool, medians of CUDA graph replays over random keys: FlashMLA, and the prototype of our Hopper kernel.
+PUBLISHED: Mapping[int, Mapping[str, Mapping[int, float]]] = {
+    64: {
+        "FlashMLA": {256: 46.0, 1024: 171.9, 4096: 618.5, 16384: 2381.0},
+        "prototype": {256: 45.6, 1024: 165.7, 4096: 608.3, 16384: 2373.9},
+    },
+    128: {"FlashMLA": {4096: 1989.0, 16384: 8964.0}},
+}
+
+
+def workspace_rows(tokens: int) -> int:
+    """Rows of the workspace: compressed entries and raw tokens."""
+    return tokens // layout.CSA_RATIO + 4096
+
+
+def arguments(tokens: int, heads: int, device: torch.device, seed: int, pattern: str = "random") -> Args:
+    """The op's arguments."""
+    generator = torch.Generator(device).manual_seed(seed)
+    entries, total = max(tokens // layout.CSA_RATIO, 1), workspace_rows(tokens)
+    topk = TOPK[heads]
+    bound = total if pattern == "random" else entries
+    chosen = torch.randint(0, bound, (tokens, topk), device=device, generator=generator, dtype=torch.int32)
+    if pattern == "random":
+        near = torch.randint(0, bound, (tokens, WINDOW), device=device, generator=generator, dtype=torch.int32)
+    else:
+        first = torch.arange(tokens, device=device) % (total - entries - WINDOW)
+        near = (entries + first[:, None] + torch.arange(WINDOW, device=device)).int()
+    q = torch.randn(tokens, heads, layout.HEAD_DIM, device=device, generator=generator, dtype=torch.bfloat16)
+    kv = torch.randn(total, layout.HEAD_DIM, device=device, generator=generator, dtype=torch.bfloat16)
+    sink = torch.randn(heads, device=device, generator=generator)
+    lens = torch.full((tokens,), topk + WINDOW, device=device, dtype=torch.int32)
+    return q, kv, torch.cat((chosen, near), dim=1), lens, layout.HEAD_DIM**-0.5, sink
+
+
+def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
+    """Why outputs, largest logits and lse are not within the tolerances of prefill, "" when they are."""
+    try:
+        assert_close(got[0], want[0], "attention_prefill_bfloat16", label="out")
+        assert_close(got[1], want[1], "lse_prefill", label="max_logits")
+        assert_close(got[2], want[2], "lse_prefill", label="lse")
+    except AssertionError as wrong:
+        return str(wrong)
+    return ""
+
+
+def portable(*args: Any, **cut: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel for all GPUs, also where the op has a better one; `cut` as its launcher takes it."""
+    from ..kernels import sparse_mla_prefill_portable as kernel
+    from ..kernels.gpu import gpu_of
+
+    rows = kernel.Rows(args[2], args[3], args[2].shape[1])
+    return kernel.launch(args[0], args[1], rows, args[4], args[5], gpu_of(args[0].device), **cut)
+
+
+def with_tiles(*tiles: int) -> Prepare:
+    """The kernel for all GPUs with these tiles, as its `Tiles` lists them."""
+
+    def prepare() -> Callable[..., Any]:
+        from ..kernels.sparse_mla_prefill_portable import Tiles
+
+        return on_gpu(partial(portable, tiles=Tiles(*tiles)))
+
+    return prepare
+
+
+def on_gpu(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, where it can run."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("hand-written kernels run on GPUs")
+    return call
+
+
+# The reference, the kernel that the op chooses, the one for all GPUs, and that with other tiles.
+IMPLEMENTATIONS: Mapping[str, Prepare] = {
+    "eager": lambda: REFERENCES[OP],
+    "triton": lambda: on_gpu(launcher(OP)),
+    "portable": lambda: on_gpu(portable),
+    "portable 64x32x2": with_tiles(64, 32, 8, 2),
+    "portable 64x32x3": with_tiles(64, 32, 8, 3),
+    "portable 64x64x1": with_tiles(64, 64, 8, 1),
+    "portable 32x32x2": with_tiles(32, 32, 4, 2, 2),
+}
+
+
+def problems(device: torch.device, only: Only, tokens: tuple[int, ...] | None = None) -> Iterator[Problem]:
+    """Every model and pattern at every number of tokens."""
+    for heads in HEADS:
+        keys = TOPK[heads] + WINDOW
+        for pattern in PATTERNS:
+            for size in tokens or TOKENS[device.type]:
+                if not keep(only, op=OP, heads=heads, keys=keys, pattern=pattern, tokens=size):
+                    continue
+                sizes = {"T": size, "H": heads, "D": layout.HEAD_DIM, "K": keys, "S": workspace_rows(size)}
+                yield Problem(
+                    op=OP,
+                    params={"heads": heads, "keys": keys, "pattern": pattern, "tokens": size},
+                    make=partial(arguments, size, heads, device, pattern=pattern),
+                    written=(),
+                    cost=costs.of(OP, **sizes),
+                    reference=REFERENCES[OP],
+                    implementations=IMPLEMENTATIONS,
+                    published=published(heads, size, pattern) if device.type == "cuda" else {},
+                    differs=differs,
+                    cold=False,
+                )
+
+
+def published(heads: int, tokens: int, pattern: str) -> dict[str, float]:
+    """What others have reached at this size."""
+    times = PUBLISHED[heads] if pattern == "random" else {}
+    return {name: by_tokens[tokens] for name, by_tokens in times.items() if tokens in by_tokens}
