@@ -3,6 +3,9 @@
 V4-Flash has 64 heads and selects 512 entries, V4-Pro 128 and 1024; fewer heads are a shard of Flash. Every row is full
 and random. The entries of a step lie in a pool of 4096 for each token, at most `POOL`: up to 32 tokens, what is read
 stays in the L2 cache of an H200 from one call to the next, and at 512 tokens it does not.
+
+`fused` says what is done in the same call: nothing, the queries' norm and RoPE (prologue), the output's inverse RoPE
+(epilogue), both, or both with quantisation. `separate` does it with an op for each step.
 """
 
 from __future__ import annotations
@@ -17,16 +20,22 @@ from torch import Tensor
 from .. import costs, layout
 from ..ops._define import REFERENCES
 from ..ops._kernels import launcher
-from ..testing import assert_close
+from ..reference.block_scale import dequantize_activation
+from ..testing import Tolerance, assert_close
 from .problem import Args, Only, Prepare, Problem, keep
 
-OP = "sparse_mla_decode"
+OP, QUANT_OP = "sparse_mla_decode", "sparse_mla_decode_quant"
 TOKENS = {"cuda": (1, 8, 32, 128, 512), "cpu": (1, 4)}
 HEADS = (8, 16, 32, 64, 128)
-COLUMNS = ("op", "heads", "keys", "tokens", "impl")
+FUSED = ("none", "prologue", "epilogue", "both", "quant")
+FUSED_HEADS = (8, 64, 128)
+COLUMNS = ("op", "heads", "keys", "fused", "tokens", "impl")
 CACHE, WINDOW, BLOCK = "fp8_ds_mla", layout.SLIDING_WINDOW, layout.storage_block_size(layout.CSA_RATIO)
 POOL_PER_TOKEN, SMALLEST_POOL, POOL = 4096, 16384, 262144
 PRO_HEADS, TOPK, PRO_TOPK = 128, 512, 1024
+MAX_POSITION, EPS, GROUP_HEADS = 65536, 1e-6, 8
+QUANTIZED = Tolerance(abs=1e-3, rel=0.13, cosine=1e-3)
+"""A bfloat16 that is the neighbour of another becomes the neighbouring e4m3 now and then, an eighth apart."""
 
 # One H200, medians of CUDA graph replays: FlashMLA with its planner outside, and the prototype of our Hopper kernel.
 PUBLISHED: Mapping[int, Mapping[str, Mapping[int, float]]] = {
@@ -74,11 +83,29 @@ def arguments(tokens: int, heads: int, device: torch.device, seed: int, pool: in
     return q, *first, CACHE, layout.HEAD_DIM**-0.5, sink, entries, *row(entries, topk_of(heads)), BLOCK
 
 
+def fused_arguments(fused: str, tokens: int, heads: int, device: torch.device, seed: int, pool: int = 0) -> Args:
+    """`arguments`, followed by positions, a table and the options that `fused` stands for."""
+    args = arguments(tokens, heads, device, seed, pool)
+    if fused == "none":
+        return args
+    generator = torch.Generator(device).manual_seed(seed)
+    angle = 6.2832 * torch.rand(MAX_POSITION, layout.ROPE_DIM // 2, device=device, generator=generator)
+    positions = torch.randint(0, MAX_POSITION, (tokens,), device=device, generator=generator)
+    eps = None if fused == "epilogue" else EPS
+    options = eps, fused != "prologue", False
+    groups = (heads // GROUP_HEADS, GROUP_HEADS, False) if fused == "quant" else ()
+    return *args, None, positions, torch.cat((angle.cos(), angle.sin()), dim=1), *options, *groups
+
+
 def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
-    """Why outputs and lse are not within the tolerances of attention, "" when they are."""
+    """Why results are not within the tolerances of attention, "" when they are."""
     try:
-        assert_close(got[0], want[0], "attention_bfloat16", label="out")
-        assert_close(got[1], want[1], "lse", label="lse")
+        if got[0].dtype is torch.float8_e4m3fn:
+            values, expected = (dequantize_activation(*pair) for pair in (got, want))
+            assert_close(values, expected, QUANTIZED, label="values")
+        else:
+            assert_close(got[0], want[0], "attention_bfloat16", label="out")
+            assert_close(got[1], want[1], "lse", label="lse")
     except AssertionError as wrong:
         return str(wrong)
     return ""
@@ -86,11 +113,29 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
 
 def portable(*args: Any, **cut: Any) -> tuple[Tensor, Tensor]:
     """The kernel for all GPUs, also where the op has a better one; `cut` as its launcher takes it."""
+    from ..kernels import sparse_mla_decode_plan as plan
     from ..kernels import sparse_mla_decode_portable as kernel
     from ..kernels.gpu import gpu_of
 
     window, entries = kernel.Source(*args[1:5]), kernel.Source(*args[8:12])
-    return kernel.launch(args[0], window, entries, CACHE, args[6], args[7], None, gpu_of(args[0].device), **cut)
+    fusion = plan.Fusion(*args[13:])
+    into = plan.quantized_outputs(args[0], *args[18:]) if fusion.n_groups else None
+    gpu = gpu_of(args[0].device)
+    return kernel.launch(args[0], window, entries, CACHE, *args[6:8], None, gpu, fusion=fusion, into=into, **cut)
+
+
+def separate(implementation: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
+    """The same with an op for each step, each as `implementation` gives it."""
+
+    def call(*args: Any) -> Any:
+        where, (eps, inverse, _, *groups) = args[13:15], args[15:]
+        q = args[0] if eps is None else implementation("q_norm_rope")(args[0], *where, eps)
+        out, lse = implementation(OP)(q, *args[1:13])
+        if groups:
+            return implementation("inv_rope_fp8_quant")(out, *where, *groups)
+        return (implementation("inv_rope")(out, *where) if inverse else out), lse
+
+    return call
 
 
 def on_gpu(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,32 +145,36 @@ def on_gpu(call: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# The reference, the kernel that the op chooses, and the one for all GPUs.
-IMPLEMENTATIONS: Mapping[str, Prepare] = {
-    "eager": lambda: REFERENCES[OP],
-    "triton": lambda: on_gpu(launcher(OP)),
-    "portable": lambda: on_gpu(portable),
-}
+def implementations(op: str, fused: str) -> Mapping[str, Prepare]:
+    """The reference, the kernel that the op chooses, the one for all GPUs, and of fused steps an op for each."""
+    ways: dict[str, Prepare] = {
+        "eager": lambda: REFERENCES[op],
+        "triton": lambda: on_gpu(launcher(op)),
+        "portable": lambda: on_gpu(portable),
+    }
+    return ways if fused == "none" else ways | {"separate": lambda: on_gpu(separate(launcher))}
 
 
 def problems(
     device: torch.device, only: Only, tokens: tuple[int, ...] | None = None, pool: int = 0
 ) -> Iterator[Problem]:
-    """Every number of heads at every number of tokens."""
-    for heads in HEADS:
-        keys = WINDOW + topk_of(heads)
+    """Every number of heads at every number of tokens, and what may be fused for some."""
+    for heads, fused in ((heads, fused) for heads in HEADS for fused in FUSED):
+        keys, op = WINDOW + topk_of(heads), QUANT_OP if fused == "quant" else OP
+        if fused != "none" and heads not in FUSED_HEADS:
+            continue
         for size in tokens or TOKENS[device.type]:
-            if not keep(only, op=OP, heads=heads, keys=keys, tokens=size):
+            if not keep(only, op=op, heads=heads, keys=keys, fused=fused, tokens=size):
                 continue
             yield Problem(
-                op=OP,
-                params={"heads": heads, "keys": keys, "tokens": size},
-                make=partial(arguments, size, heads, device, pool=pool),
+                op=op,
+                params={"heads": heads, "keys": keys, "fused": fused, "tokens": size},
+                make=partial(fused_arguments, fused, size, heads, device, pool=pool),
                 written=(),
-                cost=costs.of(OP, T=size, H=heads, D=layout.HEAD_DIM, K=keys, row=costs.row_bytes(CACHE)),
-                reference=REFERENCES[OP],
-                implementations=IMPLEMENTATIONS,
-                published=published(heads, size) if device.type == "cuda" else {},
+                cost=costs.of(op, T=size, H=heads, D=layout.HEAD_DIM, K=keys, row=costs.row_bytes(CACHE)),
+                reference=REFERENCES[op],
+                implementations=implementations(op, fused),
+                published=published(heads, size) if device.type == "cuda" and fused == "none" else {},
                 differs=differs,
             )
 

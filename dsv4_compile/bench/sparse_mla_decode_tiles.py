@@ -19,7 +19,7 @@ import torch
 from . import sparse_mla_decode as scenario
 from .problem import Only, Prepare, Problem
 
-COLUMNS = scenario.COLUMNS
+COLUMNS = tuple(name for name in scenario.COLUMNS if name != "fused")
 
 # Heads, keys, warps, keys first, prefetch; for at most so many heads.
 _FEW = (
@@ -51,7 +51,7 @@ HOPPER: Mapping[str, Mapping[str, Any]] = {
 
 def problems(device: torch.device, only: Only) -> Iterator[Problem]:
     """The problems of `sparse_mla_decode`, warm, with a cut for each implementation."""
-    for problem in scenario.problems(device, only):
+    for problem in scenario.problems(device, {**only, "fused": ("none",)}):
         heads = int(problem.params["heads"])
         tiles = next(tiles for most, tiles in TILES.items() if heads <= most)
         ways: dict[str, Prepare] = {name_of(t): partial(_portable, t, 1) for t in tiles}

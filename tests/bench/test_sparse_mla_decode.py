@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from dsv4_compile import layout
 from dsv4_compile.bench import Problem, sparse_mla_decode_tiles
 from dsv4_compile.bench import sparse_mla_decode as scenario
 from dsv4_compile.bench.runner import rows_of
+from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference import kv_format
 
 CPU = torch.device("cpu")
 
 
-def found(tokens: int, heads: int) -> Problem:
-    (problem,) = scenario.problems(CPU, {"heads": {str(heads)}}, (tokens,), 512)
+def found(tokens: int, heads: int, fused: str = "none") -> Problem:
+    (problem,) = scenario.problems(CPU, {"heads": {str(heads)}, "fused": {fused}}, (tokens,), 512)
     return problem
 
 
@@ -60,6 +62,21 @@ def test_a_wrong_result_gets_no_number(fault: str) -> None:
     right, bad = rows_of(problem, {}, CPU)
     assert right["status"] == "ok" and right["us"] > 0
     assert bad["status"] == "wrong" and bad["us"] is None
+
+
+@pytest.mark.parametrize("fused", scenario.FUSED[1:])
+def test_fused_steps_are_gated_against_the_definition_of_all_of_them(fused: str) -> None:
+    """The steps one by one agree; leaving out what is fused does not."""
+    problem, groups = found(3, 8, fused), 1 if fused == "quant" else 0
+
+    def without(*args: Any) -> Any:
+        return problem.reference(*args[:13], *args[13:15], None, False, False, *args[18:])
+
+    ways = {"separate": lambda: scenario.separate(REFERENCES.__getitem__), "without": lambda: without}
+    problem = replace(problem, implementations=ways)
+    same, wrong = rows_of(problem, {}, CPU)
+    assert (same["status"], wrong["status"]) == ("ok", "wrong")
+    assert len(problem.make(0)) == 18 + 3 * groups and set(scenario.implementations(problem.op, fused)) > {"separate"}
 
 
 def test_tiles_have_names_of_their_own_for_every_number_of_heads() -> None:
