@@ -1,0 +1,138 @@
+"""Scenario `preprocess_insert`: the preprocessing of a whole layer, in one launch and op by op.
+
+The steps are those of scenario `indexer`: up to 512 tokens are a decode step in which every token closes a group, which
+is the worst case (of ratio 128 one step in 128 has it); more tokens are the last chunk of one prompt. All inputs are
+slices of one float32 projection. `separate` are the kernels of the ops that the one launch replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import costs, layout
+from ..config import DeepseekV4Config
+from ..ops._define import REFERENCES
+from ..ops._kernels import launcher
+from ..reference.preprocess_insert import compressors, result_dtype
+from . import gate
+from .indexer import CONTEXT, KEYS, Compressor, Step
+from .problem import Args, Only, Prepare, Problem, keep
+
+TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096, 16384), "cpu": (1, 4)}
+COLUMNS = ("op", "kind", "latent", "tokens", "impl")
+CACHE = "fp8_ds_mla"
+KINDS: Mapping[str, int] = {"swa": 0, "hca": layout.HCA_RATIO, "csa": layout.CSA_RATIO}
+WRITTEN = {"swa": (9,), "hca": (9, 15, 18), "csa": (9, 15, 18, 24, 27)}
+FLIPPED_SHARE = 1e-4
+"""Share of cached bytes that may differ: sums are in another order, before values are rounded."""
+
+
+def _compressors(config: DeepseekV4Config, ratio: int) -> list[Compressor]:
+    main = [Compressor(ratio, config.head_dim, CACHE)] if ratio else []
+    return main + ([Compressor(ratio, config.index_head_dim, KEYS)] if ratio == layout.CSA_RATIO else [])
+
+
+def build(s: Step, ratio: int) -> Args:
+    """Arguments of `preprocess_insert` for a layer of `ratio`."""
+    c, made = s.config, _compressors(s.config, ratio)
+    widths = [c.q_lora_rank, c.head_dim, *(each.width for each in made)]
+    qr, kv, *scores = s.randn(s.tokens, sum(widths), part=8, dtype=torch.float32).split(widths, dim=1)
+    weights = s.randn(c.q_lora_rank, part=9), s.randn(c.head_dim, part=10)
+    pages = layout.cdiv(s.tokens, layout.WINDOW_BLOCK)
+    slots = s.randn(pages * layout.WINDOW_BLOCK, part=11, dtype=torch.float32).argsort()[: s.tokens]
+    window = layout.allocate_cache(CACHE, pages, layout.WINDOW_BLOCK, device=s.device)
+    where = s.positions(), s.rope(), s.owners(), c.rms_norm_eps, CACHE
+    args: Args = (qr, kv, *weights, *where, window, slots, layout.WINDOW_BLOCK)
+    for each, kv_score in zip(made, scores, strict=True):
+        _, ape, *_ = each.save(s)
+        state, state_slots, table, _, _, entry_slots, norm, _, cache, *_ = each.compress(s)
+        args += (kv_score, ape, norm, state, state_slots, table, cache, entry_slots)
+        args += (ratio,) if each is made[0] else (KEYS,)
+    return args
+
+
+def cost(s: Step, ratio: int) -> costs.Cost:
+    """What must be moved: in a chunk of a prompt, states that are pooled are those that are saved, read once."""
+    c = s.config
+    of = {"T": s.tokens, "D": c.head_dim, "Q": c.q_lora_rank, "rope": c.rope_dim, "row": costs.row_bytes(CACHE)}
+    moved = costs.of("preprocess_insert", **of).bytes
+    for each in _compressors(c, ratio):
+        pooled = each.compress_cost(s).bytes if s.requests > 1 else s.tokens // ratio * costs.row_bytes(each.fmt)
+        moved += each.save_cost(s).bytes + pooled
+    return costs.Cost(moved, 0)
+
+
+def separately(ops: Callable[[str], Callable[..., Any]], *args: Any) -> Tensor:
+    """The ops that `preprocess_insert` replaces, with its arguments; `ops` gives their implementations."""
+    qr, kv, q_weight, kv_weight, positions, table, owners, eps, fmt, window, slots, block, *rest = args
+    rest += [None] * (8 + 1 + 8 - len(rest))
+    ratio = rest[8] or 0
+    rounded = (x.to(result_dtype(x, weight)) for x, weight in ((qr, q_weight), (kv, kv_weight)))
+    qr, kv = ops("fused_q_kv_rmsnorm")(*rounded, q_weight, kv_weight, eps)
+    ops("kv_rope_insert")(kv, window, slots, positions, table, block, fmt)
+    for each, form in zip(compressors(rest[:8], rest[9:17]), (fmt, KEYS), strict=True):
+        if each is not None:
+            blocks = layout.state_block_size(ratio), layout.storage_block_size(ratio)
+            state = each.state_cache
+            ops("save_partial_states")(each.kv_score, each.ape, state, each.state_slot_mapping, positions, blocks[0])
+            where = each.state_slot_mapping, each.state_block_table, owners, positions, each.slot_mapping
+            ops("compress_norm_rope_insert")(
+                state, *where, each.norm_weight, table, each.cache, eps, ratio, *blocks, form
+            )
+    return qr
+
+
+def differs(got: list[Tensor], want: list[Tensor]) -> str:
+    """`gate.disagreement`, with more room for the bytes of caches."""
+    floats = [i for i, x in enumerate(want) if x.dtype is not torch.uint8]
+    if wrong := gate.disagreement([got[i] for i in floats], [want[i] for i in floats]):
+        return wrong
+    for i, expected in enumerate(want):
+        if i not in floats and (flipped := int((got[i] != expected).sum())) > 4 + FLIPPED_SHARE * expected.numel():
+            return f"result {i}: {flipped} of {expected.numel()} bytes are wrong"
+    return ""
+
+
+def _ways() -> Mapping[str, Prepare]:
+    def kernels() -> Callable[..., Any]:
+        if not torch.cuda.is_available():
+            raise RuntimeError("hand-written kernels run on GPUs")
+        return lambda *args: separately(launcher, *args)
+
+    def fused() -> Callable[..., Any]:
+        kernels()
+        return launcher("preprocess_insert")
+
+    return {"eager": lambda: REFERENCES["preprocess_insert"], "separate": kernels, "triton": fused}
+
+
+def problems(
+    device: torch.device, only: Only, tokens: tuple[int, ...] | None = None, context: int | None = None
+) -> Iterator[Problem]:
+    """Every kind of layer of V4-Flash and V4-Pro, which differ in the length of the query latent, at every size."""
+    context = context or CONTEXT[device.type]
+    for config in (DeepseekV4Config.flash(), DeepseekV4Config.pro()):
+        for kind, ratio in KINDS.items():
+            for size in tokens or TOKENS[device.type]:
+                params: dict[str, int | str] = {"kind": kind, "latent": config.q_lora_rank, "tokens": size}
+                if not keep(only, op="preprocess_insert", **params):
+                    continue
+
+                def make(seed: int, of: tuple[Any, ...] = (config, size, ratio)) -> Args:
+                    return build(Step(of[0], of[1], context, device, seed), of[2])
+
+                yield Problem(
+                    op="preprocess_insert",
+                    params=params,
+                    make=make,
+                    written=WRITTEN[kind],
+                    cost=cost(Step(config, size, context, device, 0), ratio),
+                    reference=REFERENCES["preprocess_insert"],
+                    implementations=_ways(),
+                    published={},
+                    differs=differs,
+                )
