@@ -22,7 +22,7 @@ SCENARIOS = {
     "indexer": "compressors, indexer queries, score and top-k, and the map to slots",
     "indexer_tiles": "the kernels of indexer with every tile they could choose",
     "preprocess": "norms, RoPE, cache insert and inverse RoPE around the projections",
-:    "preprocess_insert": "the preprocessing of a whole layer, in one launch and op by op",
+    "preprocess_insert": "the preprocessing of a whole layer, in one launch and op by op",
     "preprocess_tiles": "the kernels of preprocess with every tile they could choose",
     "sparse_mla_decode": "attention over a window and selected entries",
     "sparse_mla_decode_tiles": "the kernels of sparse_mla_decode with every cut they could choose",
