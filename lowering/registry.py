@@ -11,7 +11,7 @@ import functools
 import importlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,8 +175,7 @@ def _choose(call: Call, options: Options) -> Decision:
 
 def _fastest(call: Call, usable: Sequence[Decision]) -> Decision:
     """The first of `usable`, unless measurements on this architecture, at a size like the call's, favour another."""
-    elements = _elements(call) if len(usable) > 1 else None
-    us = None if elements is None else measured.nearest(call.op, call.architecture, elements)
+    us = _measured(call, [choice.impl for choice in usable]) if len(usable) > 1 else None
     if us is None:
         return usable[0]
     times = ", ".join(f"{choice.impl} {us[choice.impl]:.1f} us" for choice in usable)
@@ -184,11 +183,22 @@ def _fastest(call: Call, usable: Sequence[Decision]) -> Decision:
     return replace(best, reason=f"{best.reason}; measured at such a size: {times}")
 
 
-def _elements(call: Call) -> int | None:
-    """Elements of the call's first tensor; where a dim is dynamic, of the one it was traced with, if torch knows."""
+def microseconds(call: Call, decision: Decision) -> float | None:
+    """What `call` took with the implementation decided for it, at a size like its own; None where nobody measured."""
+    us = _measured(call, [decision.impl])
+    return None if us is None else us[decision.impl]
+
+
+def _measured(call: Call, impls: Sequence[str]) -> Mapping[str, float] | None:
+    """Microseconds of each of `impls`, None where not all were measured.
+
+    Of a dynamic dim counts the size it was traced with, if torch knows.
+    """
     shape = next(value.shape for value in call.arguments.values() if isinstance(value, torch.Tensor))
     sizes = [size if isinstance(size, int) else size.node.hint for size in shape]
-    return None if None in sizes else math.prod(sizes)
+    if None in sizes:
+        return None
+    return measured.nearest(call.op, call.architecture, math.prod(sizes), sizes[0] if sizes else None, impls)
 
 
 def target_of(decision: Decision, call: Call) -> OpOverload:

@@ -17,7 +17,7 @@ from ..decisions import Fusion, record
 from ..ops._define import OPS
 from .merging import Apart, Merger, inputs_before
 from .nodes import OpNode, called, erase, insert, item, read, replace, source_of, walk
-from .split_insert import BOTH, KV_HALF, Q_HALF, half, split
+from .split_insert import BOTH, KV_HALF, Q_HALF, as_half, half, split
 
 ATTENTION, QUANTISED = "sparse_mla_decode", "sparse_mla_decode_quant"
 _BEHIND = ("inv_rope", "inv_rope_fp8_quant")
@@ -94,7 +94,8 @@ def _merge(graph: Graph, merger: Merger, around: _Around) -> None:
     anchor = attention.node
     _check(around)
     given = around.arguments()
-    merger.check_wanted(OPS[around.into], given, around.members, anchor)
+    members = [as_half(call, Q_HALF) if call is front else call for call in around.members]
+    merger.check_wanted(OPS[around.into], given, members, anchor)
     if front is not None and front.name == BOTH:
         merger.check_remainder(front, OPS[KV_HALF], half(front, KV_HALF))
     for node in inputs_before(graph, anchor, [given[name] for name in _ROPE], around.members):

@@ -21,7 +21,7 @@ from ..decisions import Fusion, record
 from ..ops._define import OPS
 from .merging import Apart, Merger, check_caches, inputs_before
 from .nodes import Cache, OpNode, erase, insert, item, read, replace, source_of, walk
-from .split_insert import BOTH, KV_HALF, Q_HALF, half, split
+from .split_insert import BOTH, KV_HALF, Q_HALF, as_half, half, split
 
 INTO, NORM = "preprocess_insert", "fused_q_kv_rmsnorm"
 SAVE, COMPRESS = "save_partial_states", "compress_norm_rope_insert"
@@ -145,9 +145,9 @@ def _with_compressors(
     refused: list[Fusion] = []
     dim = group.store["kv"].meta["val"].shape[1]
     for pair in pairs:
-        role = "main" if pair.compress["norm_weight"].meta["val"].shape[0] == dim and group.main is None else "indexer"
-        if getattr(group, role) is None:
-            larger = modified(group, **{role: pair})
+        main = group.main is None and pair.compress["norm_weight"].meta["val"].shape[0] == dim
+        if main or group.indexer is None:
+            larger = modified(group, main=pair) if main else modified(group, indexer=pair)
             outcome = merger.attempt((SAVE, COMPRESS), INTO, pair.save.node, partial(_plan, graph, larger))
             group = larger if outcome.merged else group
             refused += [] if outcome.merged else [outcome]
@@ -159,7 +159,8 @@ def _merge(graph: Graph, merger: Merger, group: _Group) -> None:
     norm, store = group.norm, group.store
     anchor, moved = _plan(graph, group)
     given = group.arguments()
-    merger.check_wanted(OPS[INTO], given, group.members, norm.node)
+    members = [as_half(call, KV_HALF) if call is store else call for call in group.members]
+    merger.check_wanted(OPS[INTO], given, members, norm.node)
     if store.name == BOTH:
         merger.check_remainder(store, OPS[Q_HALF], half(store, Q_HALF))
     for node in moved:

@@ -33,7 +33,7 @@ class Merger:
         self.options = options
         self._reason = ""
 
-    def attempt(self, ops: Sequence[str], into: str, place: Node, merge: Callable[[], None]) -> Fusion:
+    def attempt(self, ops: Sequence[str], into: str, place: Node, merge: Callable[[], object]) -> Fusion:
         """Call `merge`, which merges the ops named `ops` or raises `Apart`, and return what became of them."""
         merged, self._reason = True, ""
         try:
@@ -47,19 +47,36 @@ class Merger:
     ) -> None:
         """Raise `Apart` unless a call of `op` with `arguments` shall do the work of `members`.
 
-        With "auto" it shall where it has an implementation of its own that would be used, and where no implementation
-        is demanded of an op that would vanish.
+        With "auto" it shall where it has an implementation of its own that would be used, unless an implementation is
+        demanded of an op that would vanish, or the ops were measured to be faster apart.
         """
         if self._always:
             self._reason = f'dsv4.fuse.{self.name}="on"'
             return
         for member in members:
-            if member.name in self.options.demands and member.name != op_name(op):
-                raise Apart(f"dsv4.impl.{member.name} asks for that op itself")
-        foreseen = registry.foresee(describe(place, op, arguments), self.options)
+            for name in {member.name, called(member.node)} & set(self.options.demands):
+                if name != op_name(op):
+                    raise Apart(f"dsv4.impl.{name} asks for that op itself")
+        call = describe(place, op, arguments)
+        foreseen = registry.foresee(call, self.options)
         if foreseen.impl == "eager":
             raise Apart(f"{op_name(op)} would run its reference: {foreseen.reason}")
         self._reason = f"{foreseen.impl}: {foreseen.reason}"
+        together = registry.microseconds(call, foreseen)
+        apart = self._apart(members)
+        # An op that merely takes more over is measured as it is without.
+        if together is not None and apart is not None and op not in [member.op for member in members]:
+            times = f"measured at such a size: {together:.1f} us, apart {apart:.1f} us"
+            if together > apart:
+                raise Apart(times)
+            self._reason += f"; {times}"
+
+    def _apart(self, members: Sequence[OpNode]) -> float | None:
+        """Microseconds of `members` one after the other, None where not all were measured."""
+        calls = [describe(member.node, member.op, member.arguments) for member in members]
+        each = [registry.microseconds(call, registry.foresee(call, self.options)) for call in calls]
+        known = [us for us in each if us is not None]
+        return sum(known) if len(known) == len(each) else None
 
     def check_remainder(self, whole: OpNode, rest: OpOverload, arguments: Mapping[str, Any]) -> None:
         """Raise `Apart` where a call of `rest`, which remains of `whole`, would lose an implementation of its own."""

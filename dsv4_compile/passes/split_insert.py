@@ -19,6 +19,11 @@ def half(call: OpNode, name: str) -> Mapping[str, Any]:
     return {a.name: call[a.name] for a in OPS[name]._schema.arguments}
 
 
+def as_half(call: OpNode, name: str) -> OpNode:
+    """The half `name` of `call` as if its node were a call of that alone; `call` itself if it is."""
+    return call if call.name == name else OpNode(call.node, OPS[name], half(call, name))
+
+
 def split(graph: Graph, call: OpNode) -> tuple[OpNode, OpNode]:
     """Replace `call`, a q_norm_rope_kv_insert, by its halves; return that of q and that of kv."""
     with graph.inserting_before(call.node):

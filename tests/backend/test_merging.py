@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4_compile.lowering import registry
 from dsv4_compile.options import FUSE_PASSES
 from dsv4_compile.passes import choose, merging, sources
 from dsv4_compile.testing import assert_bitwise
@@ -242,6 +243,22 @@ def test_auto_merges_where_the_merged_op_has_a_kernel_of_its_own(kernels: list[s
     assert result.ops == {"preprocess_insert": 1, "sparse_mla_decode": 1}
     assert [fusion.reason for fusion in result.fusions] == ["triton: kernel for cpu"] * 2
     assert {"preprocess_insert", "sparse_mla_decode"} <= set(kernels)
+
+
+@pytest.mark.parametrize(("us", "merges"), [(3.5, True), (4.5, False)])
+def test_auto_leaves_apart_what_was_measured_to_be_faster_so(
+    kernels: list[str], monkeypatch: pytest.MonkeyPatch, us: float, merges: bool
+) -> None:
+    """Norm, insert, save and compress take 1 us each."""
+
+    def nearest(op: str, architecture: str, elements: int, tokens: int, impls: list[str]) -> dict[str, float]:
+        return dict.fromkeys(impls, us if op == "preprocess_insert" else 1.0)
+
+    monkeypatch.setattr(registry.measured, "nearest", nearest)
+    result = compare(options={"dsv4.fuse.fuse_attention": "off"})
+    times = f"measured at such a size: {us} us, apart 4.0 us"
+    assert result.fusions[0].merged is merges
+    assert result.fusions[0].reason == (f"triton: kernel for cpu; {times}" if merges else times)
 
 
 @pytest.mark.parametrize(
