@@ -185,11 +185,14 @@ class CapturedGraph:
 
 
 def tokens_of(moving: Sequence[Any]) -> int:
-    """Tokens of a call: the product of the different sizes that vary, or the most rows of an input where none does."""
-    sizes = {m for m in moving if isinstance(m, int)}
-    if sizes:
-        return math.prod(sizes)
-    return max((m.shape[0] for m in moving if isinstance(m, Tensor) and m.dim()), default=1)
+    """Tokens of a call: what the largest input counts, in int64 elements (ids), float vectors, or rows of the rest."""
+
+    def count_of(x: Tensor) -> int:
+        if x.dtype is torch.int64:
+            return x.numel()
+        return math.prod(x.shape[:-1]) if x.is_floating_point() else (x.shape[0] if x.dim() else 1)
+
+    return max((count_of(m) for m in moving if isinstance(m, Tensor)), default=1)
 
 
 def _run(call: Callable[[], Any]) -> Any:

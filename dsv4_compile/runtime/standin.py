@@ -92,6 +92,16 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
         self._outside: dict[int, torch.UntypedStorage] = {}
         self._inside_call = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: a function that is compiled runs compiled while it is recorded."""
+        return True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True, which older torch asks to the same end."""
+        return True
+
     def recording(self) -> Any:
         """Context in which what runs is recorded, and graphs of this package record themselves whole."""
         return _Recording(self)

@@ -1,0 +1,254 @@
+"""`dsv4.cudagraph="full"`: which calls of a compiled graph are captured, by address or by copy, and what is refused.
+
+Graphs run as they were traced: what captures do around them does not depend on Inductor, which would take a minute.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from dsv4_compile import _compat
+from dsv4_compile.errors import DSV4Warning, GraphError
+from dsv4_compile.runtime import Counts, counting, mark_static_inputs
+from dsv4_compile.runtime.compiled import tokens_of
+from dsv4_compile.runtime.graph_inputs import static_inputs
+
+STANDIN = {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}
+
+
+def as_traced(gm: GraphModule, example_inputs: Any, **kwargs: Any) -> Callable[..., Any]:
+    return gm.forward
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(vars(_compat), "compile_fx", as_traced)
+    torch.compiler.reset()
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+@dataclass
+class Cache:
+    rows: Tensor
+
+
+class Layer(nn.Module):
+    """Writes rows into a cache, counts, and reads the cache again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor, slots: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+        kv = self.linear(x)
+        cache.rows[slots] = kv
+        self.count.add_(1)
+        return kv + cache.rows.sum(0), self.count
+
+
+def compiled(module: nn.Module, **options: Any) -> Any:
+    return torch.compile(module, backend="dsv4", fullgraph=True, dynamic=True, options={**STANDIN, **options})
+
+
+def call(layer: Any, tokens: int, cache: Cache) -> Tensor:
+    return layer(torch.randn(tokens, 4), torch.arange(tokens), cache)[0]
+
+
+def test_the_third_call_of_a_shape_captures_and_all_further_replay() -> None:
+    layer, cache, twin = Layer(), Cache(torch.zeros(8, 4)), Cache(torch.zeros(8, 4))
+    ours, kept = compiled(layer), []
+    with counting() as counts:
+        for step in range(8):
+            x, slots = torch.randn(3, 4), torch.randperm(8)[:3]
+            kept.append((ours(x, slots, cache)[0], layer.linear(x)))
+            twin.rows[slots] = kept[-1][1]
+            torch.testing.assert_close(kept[-1][0], kept[-1][1] + twin.rows.sum(0))
+            assert torch.equal(cache.rows, twin.rows)
+            assert layer.count == step + 1
+    assert counts == Counts(captures=1, replays=6, compiled=2)
+    # Results are the caller's: no later replay has written them.
+    assert len({out.data_ptr() for out, _ in kept[2:]}) == 6
+
+
+def test_every_shape_has_its_capture_and_results_of_one_are_not_anothers() -> None:
+    layer, cache = compiled(Layer()), Cache(torch.zeros(8, 4))
+    for tokens in (6, 2, 3):
+        for _ in range(3):
+            call(layer, tokens, cache)
+    with counting() as counts:
+        for tokens in (2, 6, 3, 2):
+            assert call(layer, tokens, cache).shape == (tokens, 4)
+    assert counts == Counts(captures=0, replays=4, compiled=0)
+
+
+def test_another_cache_is_another_capture_and_never_the_first_ones_memory() -> None:
+    layer, first, second = Layer(), Cache(torch.zeros(8, 4)), Cache(torch.zeros(8, 4))
+    ours = compiled(layer)
+    with counting() as counts:
+        for cache in (first, second) * 5:
+            mark_static_inputs({"rows": cache.rows})
+            x = torch.randn(3, 4)
+            before = (first.rows.clone(), second.rows.clone())
+            ours(x, torch.arange(3), cache)
+            assert torch.equal(cache.rows[:3], layer.linear(x))
+            other, index = (second, 1) if cache is first else (first, 0)
+            assert torch.equal(other.rows, before[index])
+    assert counts == Counts(captures=2, replays=6, compiled=4)
+
+
+def test_prefills_run_compiled() -> None:
+    layer, cache = compiled(Layer(), **{"dsv4.cudagraph.max_tokens": 4}), Cache(torch.zeros(8, 4))
+    with counting() as counts:
+        for _ in range(4):
+            call(layer, 5, cache)
+            call(layer, 4, cache)
+    assert counts == Counts(captures=1, replays=2, compiled=6)
+
+
+def test_shapes_after_the_last_capture_run_compiled_and_are_reported_once() -> None:
+    layer, cache = compiled(Layer(), **{"dsv4.cudagraph.max_captures": 2}), Cache(torch.zeros(8, 4))
+    with warnings.catch_warnings(record=True) as told, counting() as counts:
+        warnings.simplefilter("always")
+        for tokens in (2, 3, 4, 5) * 4:
+            call(layer, tokens, cache)
+    assert counts == Counts(captures=2, replays=4, compiled=12)
+    assert [str(w.message).split("\n")[2] for w in told if w.category is DSV4Warning] == [
+        "  got   another shape after dsv4.cudagraph.max_captures=2"
+    ]
+
+
+def test_gradients_run_compiled() -> None:
+    layer = compiled(nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    with torch.enable_grad(), pytest.warns(DSV4Warning, match="gradients enabled"), counting() as counts:
+        for _ in range(4):
+            layer(x).sum().backward()
+    assert counts == Counts(captures=0, replays=0, compiled=4)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_memory_that_moved_under_a_tensor_is_found(debug: bool) -> None:
+    layer, cache = Layer(), Cache(torch.zeros(8, 4))
+    ours = compiled(layer, **{"dsv4.cudagraph.debug": debug})
+    for _ in range(5 if debug else 4):
+        call(ours, 3, cache)
+    layer.linear.weight.data = layer.linear.weight.data.clone()
+    if debug:
+        with pytest.raises(GraphError, match=r"E421.*\n.*\n.*weight.*address"):
+            call(ours, 3, cache)
+
+
+@pytest.mark.parametrize("value", ["full", "trees"])
+def test_graphs_on_a_cpu_are_refused_unless_the_stand_in_is_meant(value: str) -> None:
+    layer = torch.compile(nn.Linear(4, 4), backend="dsv4", options={"dsv4.cudagraph": value})
+    with pytest.raises(Exception, match=r"\[E420\]"):
+        layer(torch.randn(3, 4))
+
+
+def test_a_graph_that_captures_itself_is_refused_within_a_capture() -> None:
+    from dsv4_compile.runtime import graphs_for
+
+    layer, cache = compiled(Layer()), Cache(torch.zeros(8, 4))
+    call(layer, 3, cache)
+    graphs = graphs_for(torch.device("cpu"), "standin")
+    with pytest.raises(GraphError, match=r"E424.*\n.*\n.*inside the capture of a step"):
+        graphs.capture(lambda: call(layer, 3, cache), "a step")
+
+
+def test_a_graph_without_captures_is_one_node_of_a_runners_capture() -> None:
+    from dsv4_compile.runtime import graphs_for
+
+    layer, cache = Layer(), Cache(torch.zeros(8, 4))
+    ours = torch.compile(layer, backend="dsv4", fullgraph=True)
+    x, slots = torch.randn(3, 4), torch.arange(3)
+    ours(x, slots, cache)
+    captured = graphs_for(torch.device("cpu"), "standin").capture(lambda: ours(x, slots, cache), "a step")
+    assert layer.count == 1
+    x.copy_(torch.randn(3, 4))
+    captured.replay()
+    assert layer.count == 2
+    assert torch.equal(cache.rows[:3], layer.linear(x))
+
+
+def test_what_a_graph_writes_is_taken_where_it_is() -> None:
+    """In place, by assignment, through views, by an op's schema, by a function's out."""
+    found: list[frozenset[int]] = []
+    names: list[list[str]] = []
+
+    def backend(gm: GraphModule, example_inputs: Any) -> Any:
+        found.append(static_inputs(gm))
+        names.append([node.name for node in gm.graph.find_nodes(op="placeholder")])
+        return gm.forward
+
+    def step(x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, slots: Tensor, table: Tensor) -> Tensor:
+        a.add_(1)
+        b[0] = 2
+        c.view(-1)[2:].mul_(3)
+        torch.ops.dsv4.kv_rope_insert(x, d, slots, slots, table, 4, "plain")
+        torch.add(x, 1, out=e)
+        c += 1
+        return x * 2
+
+    x, table, slots = torch.randn(3, 8), torch.zeros(4, 4), torch.arange(3)
+    a, b, c, e = (torch.randn(3, 8) for _ in range(4))
+    torch.compile(step, backend=backend, fullgraph=True)(x, a, b, c, torch.zeros(2, 4, 8), e, slots, table)
+    assert {names[0][i] for i in found[0]} == {"l_a_", "l_b_", "l_c_", "l_d_", "l_e_"}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "tokens"),
+    [
+        ((3, torch.zeros(3, 20, dtype=torch.int64), torch.zeros(3, 20, dtype=torch.bool)), 60),
+        ((torch.zeros(7, 2), torch.zeros(7, 128, dtype=torch.int32)), 7),
+        ((torch.zeros(2, 5, 8), torch.zeros((), dtype=torch.int32)), 10),
+        ((5,), 1),
+    ],
+)
+def test_tokens_of_a_call(inputs: tuple[Any, ...], tokens: int) -> None:
+    assert tokens_of(inputs) == tokens
+
+
+def test_generate_replays_graphs_in_decode() -> None:
+    """A Hugging Face model with an SWA, a CSA and an HCA layer; unequal prompts; two batch sizes; one more cache."""
+    from dsv4_compile import hf
+    from dsv4_compile.hf.tiny import quiet_transformers, tiny_model
+
+    quiet_transformers()
+    model: Any = tiny_model(num_hidden_layers=3, layer_types=tiny_model().config.layer_types[:3])
+    prompts = [torch.randint(1, 512, (n,)) for n in (126, 5, 30)]
+    expected = [model.generate(p[None], max_new_tokens=20, do_sample=False)[0, len(p) :] for p in prompts]
+    hf.convert(model, max_batch_size=3, max_seq_len=256)
+    model.compile(fullgraph=True, backend="dsv4", options=STANDIN)
+    ids = torch.zeros(3, 126, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, 126 - len(prompt) :] = prompt
+
+    def generate(rows: int, **kwargs: Any) -> None:
+        mask = (ids[:rows] != 0).long()
+        out = model.generate(ids[:rows], attention_mask=mask, max_new_tokens=20, do_sample=False, **kwargs)
+        assert all(torch.equal(out[row, 126:], expected[row]) for row in range(rows))
+
+    with counting() as counts:
+        generate(3)
+    # A prefill and two calls of the decode graph run compiled; then it is captured, and replayed to the end.
+    assert counts == Counts(captures=1, replays=17, compiled=3)
+    before = _compat.counters["stats"]["unique_graphs"]
+    with counting() as counts, torch.compiler.set_stance("fail_on_recompile"):
+        generate(3)
+    assert counts == Counts(captures=0, replays=19, compiled=1)
+    with counting() as counts, torch.compiler.set_stance("fail_on_recompile"):
+        generate(2)
+        generate(3, past_key_values=hf.new_cache(model))
+    assert (counts.captures, counts.compiled) == (2, 6)
+    assert _compat.counters["stats"]["unique_graphs"] == before
