@@ -9,7 +9,10 @@ An explicit request is used or refused; nothing is replaced in silence.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+from torch import nn
 
 from .. import decisions
 from ..errors import check, fail
@@ -71,6 +74,14 @@ def select(name: str, demand: Demand) -> Selection:
     selection = _automatic(demand) if name == "auto" else _explicit(name, demand)
     decisions.record(selection.decision())
     return selection
+
+
+def selections(model: object) -> Iterator[decisions.Decision]:
+    """The decision of every `Selection` that a module of `model` keeps as an attribute; none for anything else."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        for value in vars(module).values():
+            if isinstance(value, Selection):
+                yield value.decision()
 
 
 def _explicit(name: str, demand: Demand) -> Selection:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..attention_backends.registry import selections
 from ..decisions import Decision, Fusion
 from ..errors import DSV4Error
 from . import breaks, events, recompiles
@@ -44,6 +45,11 @@ def assemble(
     if not (report.graphs or report.breaks or failure):
         report.notes.append("No graph was captured: what ran has no tensor operation that torch traces.")
     return report
+
+
+def chosen_backends(target: object) -> list[OpDecision]:
+    """One row for each attention backend that a module of `target` has selected."""
+    return merge(map(_row, selections(target)))
 
 
 def merge(rows: Iterable[OpDecision]) -> list[OpDecision]:

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import check
 from . import dump as dumping
-from .assemble import assemble, failure_of
+from .assemble import assemble, chosen_backends, failure_of
 from .events import Events, is_torch
 from .observe import resolve, watching
 from .report import Place, Report
@@ -90,6 +90,7 @@ def explain(
             calls=len(planned),
             failure=failure,
         )
+        report.decisions[:0] = chosen_backends(target)
         if dump is not None:
             dumping.write(Path(dump), report, watch, lambda: run(partial(resolve(backend), **extra)))
     return report

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from dsv4_compile import decisions, layout
+from dsv4_compile import decisions, explain, layout
 from dsv4_compile.attention_backends import NAMES, CudaGraphSupport, Demand, SparseAttention, get_backend, select
 from dsv4_compile.errors import CompileError, InputError
 
@@ -187,3 +187,25 @@ def test_compute_capability_is_read_from_the_architecture() -> None:
         (12, 1),
         None,
     ]
+
+
+class Model(torch.nn.Module):
+    """Two layers that keep what was selected for them, as an attention layer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(2))
+        for layer in self.layers:
+            layer.selection = select("auto", V4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def test_explain_lists_the_choice_of_a_model_that_was_built_before() -> None:
+    report = explain(Model(), torch.ones(3), backend="eager")
+    (row,) = report.decisions
+    assert (row.op, row.impl, row.count) == ("attention_backend", "DSV4_PAGED", 2)
+    assert all(f"not {name}" in row.reason for name in SYSTEMS)
+    assert "attention_backend" in str(report)
+    assert explain(torch.sin, torch.ones(3), backend="eager").decisions == []

@@ -1,0 +1,178 @@
+"""Run the conformance cases on a device and write them down; print the table of all records.
+
+    python tests/attention_backends/record.py [--device cuda] [--out examples/results]
+    python tests/attention_backends/record.py --table examples/results/attention_backends_*.json
+
+A row of a record is one backend with one cache in one phase: exact eagerly at every compress ratio, equal when it is
+compiled by backend="dsv4" as one graph, and, for decodes on a GPU, equal when it is captured and replayed for another
+batch. Exits with 1 on a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx.experimental._config
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout that is not installed
+
+import dsv4_compile.backend  # noqa: F401
+from dsv4_compile.bench.record import environment
+from dsv4_compile.testing import Tolerance
+from dsv4_compile.testing import assert_close as compare
+from dsv4_compile.testing.batch import Batch
+from tests.attention_backends.systems import PHASES, Way, any_case, any_layer, ways
+
+Record = dict[str, Any]
+CHECKS = ("eager", "compiled", "captured")
+SEED = 20261120
+FEW_KEYS = Tolerance(abs=4e-3, rel=2.01 / 128, cosine=5e-6)
+"""For kernels that round weights to bfloat16. Short sequences average few keys, of which each weight is off by up to
+2^-9: together 2^-9 times the size of the keys, which is 2, where a component cancels."""
+
+
+def assert_close(out: Tensor, expected: Tensor) -> None:
+    """Within what an exact softmax allows, or on a GPU its kernels."""
+    compare(out, expected, FEW_KEYS if out.is_cuda else "attention_bfloat16")
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Every tensor of a call's arguments, in a fixed order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if is_dataclass(value):
+        return [tensor for field in fields(value) for tensor in tensors(getattr(value, field.name))]
+    return [tensor for item in value for tensor in tensors(item)] if isinstance(value, tuple) else []
+
+
+def eager(way: Way, device: str) -> None:
+    """Three batches give the exact answer."""
+    rng = random.Random(SEED)
+    layer = any_layer(way, any_case(rng, way), device)
+    for _ in range(3):
+        case = any_case(rng, way)
+        assert_close(layer.module(*layer.arguments(case)), case.expected())
+
+
+def compiled(way: Way, device: str) -> None:
+    """Five batches run one graph and give the exact answer."""
+    torch.compiler.reset()
+    rng = random.Random(SEED + 1)
+    layer = any_layer(way, any_case(rng, way), device)
+    call = torch.compile(layer.module, backend="dsv4", fullgraph=True, dynamic=True)
+    with torch.fx.experimental._config.patch(use_duck_shape=False):
+        for number in range(5):
+            case = any_case(rng, way)
+            with torch._dynamo.config.patch(error_on_recompile=number > 0):
+                assert_close(call(*layer.arguments(case)), case.expected())
+
+
+def captured(way: Way, device: str) -> None:
+    """A graph captured for eight decodes, one of them padding, serves other batches of eight."""
+    rng = random.Random(SEED + 2)
+
+    def decodes() -> Any:
+        return any_case(rng, way, Batch((1,) * 7 + (0,), (*(rng.randint(1, 300) for _ in range(7)), 0), padding=1))
+
+    case = decodes()
+    layer = any_layer(way, case, device)
+    arguments = layer.arguments(case)
+    layer.module(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.module(*arguments)
+    for _ in range(3):
+        case = decodes()
+        for mine, new in zip(tensors(arguments), tensors(layer.arguments(case)), strict=True):
+            mine.copy_(new)
+        graph.replay()
+        assert_close(out, case.expected())
+
+
+def outcome(check: Callable[[Way, str], None], way: Way, device: str) -> str:
+    """ "passed", or the last line of what was raised."""
+    torch.manual_seed(SEED)
+    try:
+        with torch.inference_mode():
+            check(way, device)
+    except Exception as error:
+        traceback.print_exc()
+        return f"failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    return "passed"
+
+
+def run(device: str) -> Record:
+    """All backends, caches and phases on one device."""
+    rows: dict[tuple[str, str, str], Record] = {}
+    for way in ways():
+        row = rows.setdefault((way.name, way.kv_cache_dtype, way.phase), {})
+        result = outcome(eager, way, device)
+        row["eager"] = result if row.get("eager", "passed") == "passed" else row["eager"]
+        if way.ratio in (1, 4):
+            row["compiled"] = outcome(compiled, way, device)
+        if way.ratio in (1, 4) and way.phase == "decode" and device == "cuda":
+            row["captured"] = outcome(captured, way, device)
+    torch.compiler.reset()
+    made = [{"system": a, "cache": b, "phase": c, **row} for (a, b, c), row in rows.items()]
+    return {
+        **environment(torch.device(device)),
+        "command": f"python tests/attention_backends/record.py --device {device}",
+        "rows": made,
+    }
+
+
+def failed(row: Record) -> bool:
+    """Whether one of a row's checks did not pass."""
+    return any(row.get(name, "passed") != "passed" for name in CHECKS)
+
+
+def table(records: Iterable[Record]) -> str:
+    """Markdown: a line for each backend and cache, a column for each phase, in it the devices and dates that passed."""
+    cells: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for record in records:
+        for row in record["rows"]:
+            cell = cells.setdefault((row["system"], row["cache"]), {phase: [] for phase in PHASES})[row["phase"]]
+            passed = ", ".join(name for name in CHECKS if row.get(name) == "passed")
+            where = f"{record['architecture'].removeprefix('cuda ')} {record['date'][:10]}"
+            cell.append(f"{where}: {'FAILED' if failed(row) else passed}")
+    lines = [f"| system | cache | {' | '.join(PHASES)} |", "|---|---|" + "---|" * len(PHASES)]
+    for (system, cache), phases in sorted(cells.items()):
+        lines.append(f"| `{system}` | {cache} | {' | '.join('<br>'.join(phases[phase]) or '-' for phase in PHASES)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Records of the attention backends' conformance suite.")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", default="examples/results", help="folder of the record")
+    parser.add_argument("--table", nargs="*", metavar="RECORD", help="print the table of these records and run nothing")
+    options = parser.parse_args()
+    if options.table is not None:
+        print(table(json.loads(Path(path).read_text()) for path in options.table))
+        return 0
+    record = run(options.device)
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    place = record["architecture"].removeprefix("cuda ")
+    path = folder / f"attention_backends_{place}_{record['date'][:10]}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(table([record]))
+    print(path)
+    return int(
+        any("failed" in str(row.get(name)) for row in record["rows"] for name in ("eager", "compiled", "captured"))
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""The table that is made of conformance records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attention_backends import record
+from tests.attention_backends.systems import PHASES, Way
+
+
+def made(architecture: str, day: str, **row: str) -> dict[str, Any]:
+    rows = [{"system": "DSV4_PAGED", "cache": "fp8", "phase": phase, "eager": "passed", **row} for phase in PHASES]
+    return {"architecture": architecture, "date": f"{day}T10:00:00+00:00", "rows": rows}
+
+
+def test_table_has_a_line_for_each_cache_and_the_last_pass_of_each_device() -> None:
+    text = record.table([made("cpu", "2026-11-20"), made("cuda sm_90", "2026-11-21", captured="passed")])
+    assert text.splitlines() == [
+        "| system | cache | decode | prefill | mixed |",
+        "|---|---|---|---|---|",
+        "| `DSV4_PAGED` | fp8 |" + " cpu 2026-11-20: eager<br>sm_90 2026-11-21: eager, captured |" * 3,
+    ]
+
+
+def test_one_failed_check_is_a_failure_of_its_row() -> None:
+    text = record.table([made("cpu", "2026-11-20", compiled="failed: not close")])
+    assert text.count("FAILED") == 3
+
+
+def test_a_check_passes_or_says_what_it_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Way("DSV4_PAGED", "bfloat16", 1, "decode")
+    assert record.outcome(record.eager, way, "cpu") == "passed"
+    monkeypatch.setattr(record, "assert_close", lambda *_: torch.ones(1) + "one")
+    assert record.outcome(record.eager, way, "cpu").startswith("failed: ")
