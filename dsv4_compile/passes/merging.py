@@ -7,6 +7,7 @@ raises `Apart`, before it has changed anything; `merger.attempt` makes a record 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -157,9 +158,9 @@ def _behind(graph: Graph, anchor: Node) -> set[Node]:
 
 
 def _readers(buffer: Node) -> Iterator[Node]:
-    """Nodes that use `buffer` itself or a view of it; of the latter, who uses the view."""
+    """Nodes that use `buffer` or a view of it; a view by itself uses nothing."""
     for user in buffer.users:
-        if user.op == "call_function" and getattr(user.target, "is_view", False):
+        if getattr(user.target, "is_view", False) or user.target is operator.getitem:
             yield from _readers(user)
         else:
             yield user

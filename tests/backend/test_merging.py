@@ -119,6 +119,27 @@ def test_a_reader_of_a_compressors_cache_in_between_keeps_the_compressor_apart(p
     assert result.reasons == [f"aten.sum uses {name} in between"]
 
 
+def test_a_reader_through_a_view_that_was_made_before_keeps_all_apart() -> None:
+    layer, views = Layer(), []
+    original = layer.run
+
+    def run(caches: dict[str, Tensor], between: Any) -> list[Tensor]:
+        views.append(caches["window"].unbind(0)[1].view(-1))
+        return original(caches, lambda place, c: place == "norm" and caches["state"].add_(views.pop().sum()))
+
+    layer.run = run  # type: ignore[method-assign]
+    result = compare(layer=layer)
+    assert "preprocess_insert" not in result.ops
+    assert result.reasons == ["aten.sum uses window_cache in between"]
+
+
+def test_nodes_that_torch_made_functional_the_old_way_are_left_as_they_are() -> None:
+    with torch._inductor.config.patch(enable_auto_functionalized_v2=False):
+        result = compare()
+    assert result.ops["fused_q_kv_rmsnorm"] == result.ops["kv_rope_insert"] == 1
+    assert result.reasons == ["kv_rope_insert is not an auto_functionalized_v2 node"]
+
+
 def test_a_writer_of_states_between_saving_and_compressing_keeps_the_compressor_apart() -> None:
     result = compare(lambda place, caches: place == "save" and caches["state"].mul_(2))
     assert result.ops["save_partial_states"] == 1
