@@ -1,0 +1,151 @@
+"""Run every kernel of the package under compute-sanitizer: `python tests/gpu/sanitize.py [--tool NAME] [--op NAME]`.
+
+For each tool, a kernel with a planted fault comes first: a tool that does not find it proves nothing, and the run
+fails. Then the launcher of every op with a kernel is called on the op's samples, and decode attention at 64 heads with
+everything that can be fused, one process for all. Every tensor is an allocation of its own, so that memcheck knows
+where each ends. Exits with 1 on a fault, and on a plant that stays hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout that is not installed
+
+from dsv4_compile.ops._kernels import KERNELS, launcher, refusal
+from dsv4_compile.testing.samples import op_samples
+
+TOOLS = ("memcheck", "racecheck")
+FOUND = 42
+"""What compute-sanitizer exits with when it has found something."""
+PLANT = "plant"
+
+
+@triton.jit
+def overrun_kernel(p_out, SIZE: tl.constexpr):
+    """Writes the element after the last."""
+    o = tl.arange(0, SIZE)
+    tl.store(p_out + o + 1, o)
+
+
+@triton.jit
+def race_kernel(p_out, SIZE: tl.constexpr):
+    """Each thread writes a word of shared memory and reads that of a thread of the next warp, without a barrier."""
+    o = tl.arange(0, SIZE)
+    seen = tl.inline_asm_elementwise(
+        """{
+        .shared .align 4 .b32 planted[128];
+        .reg .b32 thread, address;
+        mov.u32 thread, %tid.x;
+        mov.u32 address, planted;
+        mad.lo.u32 address, thread, 4, address;
+        st.shared.b32 [address], $1;
+        add.u32 thread, thread, 32;
+        and.b32 thread, thread, 127;
+        mov.u32 address, planted;
+        mad.lo.u32 address, thread, 4, address;
+        ld.shared.b32 $0, [address];
+        }""",
+        "=r,r",
+        [o],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.store(p_out + o, seen)
+
+
+PLANTS: dict[str, Any] = {"memcheck": overrun_kernel, "racecheck": race_kernel}
+
+
+def plant(tool: str) -> None:
+    """Launch the kernel with the fault that `tool` must find."""
+    PLANTS[tool][(1,)](torch.zeros(256, dtype=torch.int32, device="cuda"), SIZE=256)
+    torch.cuda.synchronize()
+
+
+def calls(op: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """Name, launcher and arguments of every launch of `op` that is checked."""
+    for index, args in enumerate(op_samples(op, "cuda")):
+        refuses = refusal(op)
+        if refuses is None or not refuses(*args):
+            yield f"{op} {index}", launcher(op), args
+    if op in ("sparse_mla_decode", "sparse_mla_decode_quant"):
+        yield from decode_calls(op)
+
+
+def decode_calls(op: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """Decode attention as the models call it, in one part and in many, by both kernels where there are two."""
+    from dsv4_compile.bench import sparse_mla_decode as scenario
+
+    for fused in ("quant",) if op == scenario.QUANT_OP else ("none", "both"):
+        for tokens in (2, 140):
+            args = scenario.fused_arguments(fused, tokens, 64, torch.device("cuda"), 0, 1024)
+            args[3][0], args[10][1] = 0, 65
+            args[2][1, ::3] = -1
+            yield f"{op} {fused} {tokens}", launcher(op), args
+            yield f"{op} {fused} {tokens} portable", scenario.portable, args
+
+
+def launch_all(ops: list[str]) -> None:
+    """Launch the kernels of `ops`, naming each call before it is made."""
+    for op in ops:
+        for name, launch, args in calls(op):
+            print(name, flush=True)
+            launch(*args)
+            torch.cuda.synchronize()
+
+
+def sanitized(sanitizer: str, tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """This file with `arguments`, in a process that `tool` watches."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, __file__, *arguments]
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def check(sanitizer: str, tool: str, ops: list[str]) -> str:
+    """What is wrong with `tool` or what it has found, "" for nothing."""
+    planted = sanitized(sanitizer, tool, "--launch", PLANT, "--tool", tool)
+    if planted.returncode != FOUND:
+        return f"the planted fault was not found:\n{planted.stdout[-2000:]}{planted.stderr[-2000:]}"
+    done = sanitized(sanitizer, tool, "--launch", *ops)
+    return "" if done.returncode == 0 else f"exit status {done.returncode}\n{done.stdout[-6000:]}{done.stderr[-2000:]}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 if no tool has found anything but its plant."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tool", choices=TOOLS, help="default: both")
+    parser.add_argument("--op", action="append", choices=sorted(KERNELS), help="default: all")
+    parser.add_argument(
+        "--sanitizer", default=shutil.which("compute-sanitizer") or "", help="path of compute-sanitizer"
+    )
+    parser.add_argument("--launch", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.launch:
+        with torch.no_grad():
+            plant(options.tool) if options.launch == [PLANT] else launch_all(options.launch)
+        return 0
+    if not options.sanitizer:
+        print("compute-sanitizer is not in PATH: it comes with the CUDA toolkit; pass --sanitizer")
+        return 1
+    ops = options.op or sorted(KERNELS)
+    wrong = {tool: check(options.sanitizer, tool, ops) for tool in ([options.tool] if options.tool else TOOLS)}
+    for tool, text in wrong.items():
+        print(f"{tool}: plant found, {len(ops)} ops clean" if not text else f"{tool}: {text}")
+    return 1 if any(wrong.values()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

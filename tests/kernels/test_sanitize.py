@@ -1,0 +1,53 @@
+"""tests/gpu/sanitize.py without a GPU: its plants are faults, and a tool that overlooks one proves nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4_compile.testing.bounds import BoundsError, checked
+from dsv4_compile.testing.fake_triton import TARGETS, compiled_for
+from tests.gpu import sanitize
+
+
+def tool(folder: Path, finds_plant: bool, finds_more: bool) -> str:
+    """A stand-in for compute-sanitizer that finds what it is told to find."""
+    path = folder / "compute-sanitizer"
+    planted, other = (sanitize.FOUND if finds else 0 for finds in (finds_plant, finds_more))
+    path.write_text(f'#!/bin/sh\ncase "$*" in *"--launch {sanitize.PLANT}"*) exit {planted};; *) exit {other};; esac\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("finds_plant", "finds_more", "status"), [(True, False, 0), (False, False, 1), (True, True, 1)]
+)
+def test_only_a_tool_that_finds_its_plant_and_nothing_else_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], finds_plant: bool, finds_more: bool, status: int
+) -> None:
+    assert sanitize.main(["--sanitizer", tool(tmp_path, finds_plant, finds_more)]) == status
+    printed = capsys.readouterr().out
+    assert ("planted fault was not found" in printed) == (not finds_plant)
+    assert all(f"{name}:" in printed for name in sanitize.TOOLS)
+
+
+def test_without_the_tool_the_run_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sanitize.main(["--sanitizer", ""]) == 1
+    assert "not in PATH" in capsys.readouterr().out
+
+
+@pytest.mark.interpreted
+def test_the_overrun_is_one() -> None:
+    with pytest.raises(BoundsError), checked(("p_out",)):
+        sanitize.overrun_kernel[(1,)](torch.zeros(256, dtype=torch.int32), SIZE=256)
+
+
+def test_plants_compile_and_the_race_goes_through_shared_memory() -> None:
+    with compiled_for(TARGETS["sm_90"]) as compiled:
+        for kernel in sanitize.PLANTS.values():
+            kernel[(1,)](torch.zeros(256, dtype=torch.int32), SIZE=256)
+    assert len(compiled) == len(sanitize.TOOLS)
+    race = compiled[1].asm["ptx"]
+    assert "st.shared.b32 [address]" in race and "ld.shared.b32" in race and "bar.sync" not in race
