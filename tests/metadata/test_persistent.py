@@ -134,6 +134,32 @@ def test_any_sequence_of_steps_equals_fresh_builds(steps: list[list[tuple[str, i
         assert seen.setdefault(bucket, addresses(buffers.metadata(bucket))) == addresses(buffers.metadata(bucket))
 
 
+def test_a_long_walk_of_decodes_on_the_device_and_batches_from_the_host(seed: int) -> None:
+    """Decodes of one and of three tokens that advance by what is kept, interrupted by batches that the host loads."""
+    rng, rows, stopped = random.Random(seed), REQUESTS * 3, 0
+    buffers = made(max_num_batched_tokens=rows)
+    buffers.load([0], [], block_tables=random_tables(rng, buffers))
+    ones = torch.ones(REQUESTS, 2, dtype=torch.int64)
+    for step in range(1000):
+        if step % 25 == 0:
+            stopped += int((buffers.tensors["overflow"] > 0).sum())
+            lens = [rng.choice((0, 1, 2, 126, 250, rng.randint(1, MAX_LEN))) for _ in range(REQUESTS)]
+            starts = [sum(min(n, 1) for n in lens[:r]) for r in range(REQUESTS + 1)]
+            reserved = [rng.randint(n, min(n + 60, MAX_LEN)) for n in lens]
+            buffers.load(starts, lens, input_ids=[1] * starts[-1], reserved=reserved)
+        else:
+            drafts = rng.choice((None, ones))
+            kept = torch.tensor([rng.randint(0, 4) for _ in range(REQUESTS)])
+            buffers.advance(kept, ones, drafts, query_len=1 if drafts is None else 3)
+        poison(buffers)
+        buffers.refresh(rows)
+        assert_fresh(buffers, rows)
+        live = buffers.metadata(rows).is_valid_token
+        assert torch.equal(buffers.tensors["input_ids"], live.long())
+        assert bool((buffers.tensors["seq_lens"] <= buffers.tensors["reserved"]).all())
+    assert stopped > 100
+
+
 def test_everything_starts_as_its_pad_value_and_is_where_the_table_says() -> None:
     buffers = made(engine_slots=True)
     assert set(buffers.tensors) == {spec.name for spec in BUFFERS} == {spec.name for spec in buffers.plan.specs}
