@@ -55,14 +55,13 @@ def launch_hopper(
     width0, width1 = (s.indices.shape[1] if s.cache.shape[0] else 0 for s in (window, extra))
     head_blocks, blocks = heads // HEADS, layout.cdiv(width0, KEYS) + layout.cdiv(width1, KEYS)
     cut = cut_of(tokens, heads, head_dim, head_blocks, blocks, KEYS, gpu, fusion.batch_invariant, splits)
-    part, part_lse = part_buffers(cut.tokens, cut.splits, heads, head_dim, q) if cut.splits > 1 else into[:2]
+    parts = part_buffers(cut.tokens, cut.splits, heads, head_dim, q) if cut.splits > 1 else None
     pages0, pages1 = (layout.byte_pages(s.cache, "fp8_ds_mla", s.block_size) for s in (window, extra))
     positions, position_stride, table, table_strides, max_pos = fusion.rope()
     for first in range(0, tokens, cut.tokens):
         end = min(tokens, first + cut.tokens)
         sparse_mla_decode_hopper_kernel[((end - first) * head_blocks * cut.splits,)](
-            part,
-            part_lse,
+            *(parts or into[:2]),
             into.scale,
             q,
             pages0.view(torch.int32),
@@ -112,6 +111,6 @@ def launch_hopper(
             enable_fp_fusion=False,
             **(fusion if cut.splits == 1 else fusion.front()).constants(),
         )
-        if cut.splits > 1:
-            split_softmax(into, part, part_lse, sink, fusion, torch.bfloat16, first, end, dependent=True)
+        if parts is not None:
+            split_softmax(into, *parts, sink, fusion, torch.bfloat16, first, end, dependent=True)
     return into.pair()

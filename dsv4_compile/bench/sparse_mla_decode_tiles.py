@@ -70,6 +70,7 @@ def name_of(tiles: tuple[int, ...]) -> str:
 def _portable(tiles: tuple[int, ...], waves: int) -> Any:
     from ..kernels import sparse_mla_decode_portable as kernel
     from ..kernels.gpu import gpu_of
+    from ..kernels.sparse_mla_decode_plan import Source
 
     heads, keys, warps, keys_first, prefetch = tiles
     cut = kernel.Tiles(heads, keys, warps, bool(keys_first), bool(prefetch))
@@ -77,7 +78,7 @@ def _portable(tiles: tuple[int, ...], waves: int) -> Any:
     def call(*args: Any) -> Any:
         gpu = gpu_of(args[0].device)
         wider = gpu._replace(processors=waves * gpu.processors)
-        window, entries = kernel.Source(*args[1:5]), kernel.Source(*args[8:12])
+        window, entries = Source(*args[1:5]), Source(*args[8:12])
         return kernel.launch(args[0], window, entries, scenario.CACHE, args[6], args[7], None, wider, cut)
 
     return scenario.on_gpu(call)
@@ -91,7 +92,7 @@ def _hopper(constants: Mapping[str, Any]) -> Any:
     if gpu_of(torch.device("cuda")).capability != capability:
         raise RuntimeError("the Hopper kernel runs on Hopper")
     from ..kernels import sparse_mla_decode_hopper as kernel
-    from ..kernels.sparse_mla_decode_portable import Source
+    from ..kernels.sparse_mla_decode_plan import Source
 
     def call(*args: Any) -> Any:
         window, entries = Source(*args[1:5]), Source(*args[8:12])

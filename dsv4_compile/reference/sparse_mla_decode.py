@@ -70,8 +70,7 @@ def sparse_mla_decode(
         lse +inf. Keys are dequantised to bfloat16; everything else is float32 and rounded once, into `out`. Tokens do
         not influence each other. Keys are gathered for a bounded number of tokens at a time.
     """
-    rotated = positions is not None and cos_sin_cache is not None
-    if rotated and q_norm_eps is not None:
+    if q_norm_eps is not None and positions is not None and cos_sin_cache is not None:
         q = q_norm_rope(q, positions, cos_sin_cache, q_norm_eps)
     tokens, heads, head_dim = q.shape
     caches = [(k_cache, block_size, indices, lens)]
@@ -86,7 +85,9 @@ def sparse_mla_decode(
         ]
         keys, valid = parts[0] if len(parts) == 1 else (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
         out[rows], _, lse[rows] = attend(q[rows], keys, valid, scale, attn_sink)
-    return inv_rope(out, positions, cos_sin_cache) if rotated and inverse_rope else out, lse
+    if inverse_rope and positions is not None and cos_sin_cache is not None:
+        out = inv_rope(out, positions, cos_sin_cache)
+    return out, lse
 
 
 def sparse_mla_decode_out(
