@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from ..errors import check
 from ..layout import CSA_RATIO
 from .flashmla import pad_heads, pad_sink
 from .protocol import AttentionBackend, LayerShape, SparseAttention, padded_heads
+from .swa import DeepseekSparseSWAMetadataBuilder
 from .v4 import DeepseekV4Metadata, Inputs, decode_tokens, prefill_tokens, prefill_topk
 from .workspace import Workspace
 
@@ -240,6 +242,10 @@ class DeepseekV4FlashInferMLASparseBackend(AttentionBackend):
         from .flashmla import DeepseekV4FlashMLABackend
 
         return DeepseekV4FlashMLABackend.get_builder_cls()
+
+    @classmethod
+    def get_swa_builder_cls(cls) -> Callable[..., Any]:
+        return DeepseekSparseSWAMetadataBuilder
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:

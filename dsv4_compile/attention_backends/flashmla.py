@@ -6,6 +6,7 @@ The kernels of flash_mla take 64 or 128 query heads: queries are padded with zer
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..layout import CSA_RATIO, FP8_DS_MLA, PAD_INDEX, align_up
 from .protocol import AttentionBackend, SparseAttention, padded_heads
+from .swa import DeepseekSparseSWAMetadataBuilder
 from .v4 import Inputs, WorkspacePrefill, decode_tokens
 
 LIBRARY_HEADS = (64, 128)
@@ -201,6 +203,10 @@ class DeepseekV4FlashMLABackend(AttentionBackend):
         from .flashmla_metadata import DeepseekV4FlashMLAMetadataBuilder
 
         return DeepseekV4FlashMLAMetadataBuilder
+
+    @classmethod
+    def get_swa_builder_cls(cls) -> Callable[..., Any]:
+        return DeepseekSparseSWAMetadataBuilder
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:

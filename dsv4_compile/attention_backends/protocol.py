@@ -194,6 +194,11 @@ class AttentionBackend(ABC):
         """What makes the main cache's metadata: a class of builders, or a function."""
 
     @classmethod
+    def get_swa_builder_cls(cls) -> Callable[..., Any] | None:
+        """What makes the window's metadata; None where `get_builder_cls` makes all of it."""
+        return None
+
+    @classmethod
     def cache_format(cls, kv_cache_dtype: str) -> str:
         """Format of `layout` that the user's word stands for here; E202 for a word the backend does not know."""
         if kv_cache_dtype not in cls.cache_formats:

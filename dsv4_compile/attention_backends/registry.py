@@ -76,6 +76,20 @@ def select(name: str, demand: Demand) -> Selection:
     return selection
 
 
+def cache_word(name: str, kv_cache_dtype: str) -> str:
+    """What `CacheFormat.resolve` calls the cache that the backend `name` makes of the user's word.
+
+    Engines say `fp8` to FlashMLA and mean `fp8_ds_mla`; to FlashInfer they say it and mean per-tensor fp8. With `auto`,
+    and for `auto` rows of `DSV4_PAGED`, the word stays.
+    """
+    if name == "auto" or (name, kv_cache_dtype) == ("DSV4_PAGED", "auto"):
+        return kv_cache_dtype
+    fmt = get_backend(name).cache_format(kv_cache_dtype)
+    if fmt != "plain":
+        return fmt
+    return "bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype
+
+
 def selections(model: object) -> Iterator[decisions.Decision]:
     """The decision of every `Selection` that a module of `model` keeps as an attribute; none for anything else."""
     for module in model.modules() if isinstance(model, nn.Module) else ():

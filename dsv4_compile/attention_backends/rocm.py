@@ -6,6 +6,7 @@ The reference system computes this in Triton kernels of its own, not in a librar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -96,6 +97,12 @@ class DeepseekV4ROCMAiterMLASparseBackend(AttentionBackend):
         from .rocm_metadata import DeepseekV4ROCMAiterMLASparseMetadataBuilder
 
         return DeepseekV4ROCMAiterMLASparseMetadataBuilder
+
+    @classmethod
+    def get_swa_builder_cls(cls) -> Callable[..., Any]:
+        from .rocm_metadata import DeepseekV4ROCMAiterSparseSWAMetadataBuilder
+
+        return DeepseekV4ROCMAiterSparseSWAMetadataBuilder
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.attention_backends import NAMES, CommonAttentionMetadata, LayerShape, SparseAttention, get_backend
-from dsv4_compile.attention_backends.rocm_metadata import DeepseekV4ROCMAiterSparseSWAMetadataBuilder
-from dsv4_compile.attention_backends.swa import DeepseekSparseSWAMetadataBuilder
 from dsv4_compile.attention_backends.v4 import DeepseekV4Metadata
 from dsv4_compile.metadata import BlockTables, build_batch_metadata
 from dsv4_compile.testing.attention import AttentionCase, random_case
@@ -43,9 +41,9 @@ class Way:
 
 
 def caches(name: str) -> list[str]:
-    """One word for each format a backend reads."""
-    words = {fmt: word for word, fmt in get_backend(name).cache_formats.items() if word != "auto"}
-    return sorted(words.values())
+    """One word for each format a backend reads: the format's own name, and bfloat16 for rows."""
+    formats = set(get_backend(name).cache_formats.values())
+    return sorted("bfloat16" if fmt == "plain" else fmt for fmt in formats)
 
 
 def ways(phases: tuple[str, ...] = PHASES, ratios: tuple[int, ...] = (1, 4, 128)) -> Iterator[Way]:
@@ -117,9 +115,8 @@ class Layer:
         self.swa = self.main = None
         if way.name == "DSV4_PAGED":
             return
-        builder = DeepseekSparseSWAMetadataBuilder
-        if way.name == "ROCM_FLASHMLA_SPARSE_DSV4":
-            builder = DeepseekV4ROCMAiterSparseSWAMetadataBuilder
+        builder = backend.get_swa_builder_cls()
+        assert builder is not None
         self.swa = builder(MAX_TOKENS, window=case.window, decode_threshold=DECODE_THRESHOLD, device=device)
         if way.ratio > 1:
             self.main = backend.get_builder_cls()(

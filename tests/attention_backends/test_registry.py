@@ -11,6 +11,8 @@ import torch
 
 from dsv4_compile import decisions, explain, layout
 from dsv4_compile.attention_backends import NAMES, CudaGraphSupport, Demand, SparseAttention, get_backend, select
+from dsv4_compile.attention_backends.registry import cache_word
+from dsv4_compile.cache import CacheFormat
 from dsv4_compile.errors import CompileError, InputError
 
 V4 = Demand(kv_cache_dtype="bfloat16")
@@ -209,3 +211,20 @@ def test_explain_lists_the_choice_of_a_model_that_was_built_before() -> None:
     assert all(f"not {name}" in row.reason for name in SYSTEMS)
     assert "attention_backend" in str(report)
     assert explain(torch.sin, torch.ones(3), backend="eager").decisions == []
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "format_word"),
+    [
+        ("auto", "auto", "auto"),
+        ("DSV4_PAGED", "auto", "auto"),
+        ("DSV4_PAGED", "float32", "float32"),
+        ("FLASHMLA_SPARSE_DSV4", "auto", "fp8_ds_mla"),
+        ("FLASHMLA_SPARSE_DSV4", "fp8", "fp8_ds_mla"),
+        ("FLASHINFER_MLA_SPARSE_DSV4", "auto", "bfloat16"),
+        ("FLASHINFER_MLA_SPARSE_DSV4", "fp8_e4m3", "fp8"),
+    ],
+)
+def test_words_of_engines_become_words_of_cache_formats(name: str, word: str, format_word: str) -> None:
+    assert cache_word(name, word) == format_word
+    assert CacheFormat.resolve(format_word)
