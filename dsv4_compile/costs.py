@@ -150,6 +150,9 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     "c128a_topk_metadata": (T * (3 * _INT64 + _INT32 * (K + 1)), _ZERO),
     "flashinfer_mixed_indices": (T * (_INT32 * 2 * (K + W) + _INT32), _ZERO),
     "swa_metadata": (T * (_INT32 * (W + 2) + 1), _ZERO),
+    "batch_metadata": (T * (8 * _INT64 + 5 * _INT32 + 1 + _INT32 * (W + K)), _ZERO),
+    "advance": (R * (6 * _INT32 + 2 * _INT64), _ZERO),
+    "copy_ragged_to_graph_buffers": (T * (2 * _INT32 * K + 2 * _INT32), _ZERO),
     "prefill_gather_lens": (3 * R * _INT32, _ZERO),
     # Attention.
     "sparse_mla_decode": (T * K * (row + _INT32) + _HEADS, 4 * T * H * K * D),

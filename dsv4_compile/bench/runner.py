@@ -21,6 +21,7 @@ SCENARIOS = {
     "gemm": "block-scaled and grouped linear layers",
     "indexer": "compressors, indexer queries, score and top-k, and the map to slots",
     "indexer_tiles": "the kernels of indexer with every tile they could choose",
+    "metadata": "a step's metadata in one launch, and the move to the next step",
     "preprocess": "norms, RoPE, cache insert and inverse RoPE around the projections",
     "preprocess_insert": "the preprocessing of a whole layer, in one launch and op by op",
     "preprocess_tiles": "the kernels of preprocess with every tile they could choose",

@@ -1,0 +1,114 @@
+"""Scenario `metadata`: what a step does before its first layer, for all cache groups of a model with all three kinds.
+
+`batch_metadata` fills every buffer of a decode step of `requests` requests with `query` tokens each, or, as the last
+size, of a prompt of 8192 tokens; `advance` moves the step to the next. Requests have random lengths and pages in random
+order. `max_len` fixes the width of the rows of ratio 128, which are written to their ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .. import costs, layout
+from ..metadata import BlockTables, MetadataBuffers
+from ..ops._define import REFERENCES
+from ..ops._kernels import launcher
+from ..ops.batch_metadata import ARGUMENTS
+from .implementations import compiled
+from .problem import Args, Only, Prepare, Problem, keep
+
+COLUMNS = ("op", "requests", "query", "max_len", "impl")
+SIZES = {
+    "cuda": ((1, 1), (8, 1), (32, 1), (128, 1), (512, 1), (32, 4), (128, 4), (1, 8192)),
+    "cpu": ((1, 1), (8, 4)),
+}
+MAX_LENS = {"cuda": (16_384, 131_072, 1_048_576), "cpu": (16_384,)}
+OUTPUTS = tuple(range(ARGUMENTS.index("positions"), len(ARGUMENTS)))
+
+
+def buffers(requests: int, query: int, max_len: int, device: torch.device, seed: int) -> MetadataBuffers:
+    """The buffers of one step, loaded."""
+    generator = torch.Generator().manual_seed(seed)
+    own = MetadataBuffers(
+        max_num_batched_tokens=requests * query, max_num_seqs=requests, max_model_len=max_len, device=device
+    )
+
+    def pages(group: str) -> torch.Tensor:
+        columns = own.plan.sizes[f"{group}_blocks"]
+        return torch.randperm(requests * columns, generator=generator).view(requests, columns).int()
+
+    lens = torch.randint(min(query, max_len), max_len + 1, (requests,), generator=generator)
+    tables = BlockTables(**{group: pages(group) for group in own.groups})
+    own.load(torch.arange(requests + 1) * query, lens, block_tables=tables)
+    return own
+
+
+def metadata_args(own: MetadataBuffers) -> Args:
+    """Arguments of `batch_metadata`."""
+    given: dict[str, Any] = dict.fromkeys(ARGUMENTS) | {
+        name: tensor for name, tensor in own.tensors.items() if name in ARGUMENTS
+    }
+    given["window_block_size"] = layout.WINDOW_BLOCK
+    return tuple(given.values())
+
+
+def advance_args(own: MetadataBuffers, query: int, seed: int) -> Args:
+    """Arguments of `advance`: every request keeps some of its tokens."""
+    device, requests = own.tensors["seq_lens"].device, own.max_num_seqs
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.randint(1, query + 1, (requests,), generator=generator).int().to(device)
+    chosen = torch.randint(1, 9999, (requests, query), generator=generator).to(device)
+    state = (own.tensors[name] for name in ("query_start_loc", "seq_lens", "input_ids", "overflow"))
+    return (kept, chosen, chosen[:, 1:] if query > 1 else None, own.tensors["reserved"], query, *state)
+
+
+def _ways(op: str, typical: Args) -> dict[str, Prepare]:
+    def kernel() -> Any:
+        if not torch.cuda.is_available():
+            raise RuntimeError("hand-written kernels run on GPUs")
+        return launcher(op)
+
+    return {
+        "eager": lambda: REFERENCES[op],
+        "inductor": functools.cache(lambda: compiled(REFERENCES[op], "inductor", lambda: typical, ())),
+        "triton": kernel,
+    }
+
+
+def problems(
+    device: torch.device,
+    only: Only,
+    sizes: tuple[tuple[int, int], ...] | None = None,
+    max_lens: tuple[int, ...] | None = None,
+) -> Iterator[Problem]:
+    """Both ops at every size; `advance` has nothing to do with `max_len`, nor with prompts."""
+    lens = max_lens or MAX_LENS[device.type]
+    for max_len in lens:
+        for requests, query in sizes or SIZES[device.type]:
+            params: dict[str, int | str] = {"requests": requests, "query": query, "max_len": max_len}
+            decode = query <= layout.WINDOW_BLOCK
+            for op in ("batch_metadata", *(("advance",) if decode and max_len == lens[0] else ())):
+                if not keep(only, op=op, **params):
+                    continue
+
+                def make(seed: int, of: tuple[Any, ...] = (requests, query, max_len), op: str = op) -> Args:
+                    own = buffers(*of, device, seed)
+                    return metadata_args(own) if op == "batch_metadata" else advance_args(own, of[1], seed)
+
+                width = layout.c128a_width(max_len)
+                moved = {"T": requests * query, "W": layout.SLIDING_WINDOW, "K": width}
+                yield Problem(
+                    op=op,
+                    params=params,
+                    make=make,
+                    written=OUTPUTS if op == "batch_metadata" else (5, 6, 7, 8),
+                    cost=costs.of(op, **(moved if op == "batch_metadata" else {"R": requests})),
+                    reference=REFERENCES[op],
+                    implementations=_ways(op, make(0)),
+                    published={},
+                    cold=False,
+                )
