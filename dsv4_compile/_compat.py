@@ -12,7 +12,8 @@ import importlib
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -147,6 +148,27 @@ def has_device_kernel(op: OpOverload, device: torch.device) -> bool:
     """Whether a kernel of its own is registered for `op` on `device`, beside the reference that serves all devices."""
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+@contextmanager
+def without_cudagraph_trees(refuse: Callable[[], None]) -> Iterator[None]:
+    """Call `refuse` where Inductor's own CUDA graphs are replayed inside the block, from whatever was compiled so."""
+    module = sys.modules.get("torch._inductor.cudagraph_trees")
+    if module is None:  # nothing has been compiled so
+        yield
+        return
+    manager: Any = module.CUDAGraphTreeManager
+    replay = manager._run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse()
+        return replay(self, *args, **kwargs)
+
+    manager._run = run
+    try:
+        yield
+    finally:
+        manager._run = replay
 
 
 def run_graph_pass(graph_pass: Any, graph: torch.fx.Graph) -> None:

@@ -24,7 +24,7 @@ from ..errors import check, warn
 from ..options import Options
 from .counts import count
 from .graph_inputs import static_inputs
-from .graphs import Capture, Graphs, capturing, graphs_for
+from .graphs import Capture, Graphs, graphs_for, refuse_capture
 from .standin import recordable
 from .static_inputs import Record
 
@@ -85,8 +85,7 @@ class CapturedGraph:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on `args`, by replay where their shape has been captured."""
-        outer = capturing()
-        check(not outer, "E424", got=f'a graph compiled with dsv4.cudagraph="full" inside the capture of {outer}')
+        refuse_capture('a graph compiled with dsv4.cudagraph="full"')
         shape = self._shape_of(args)
         if shape is None:
             count("compiled")
@@ -109,13 +108,16 @@ class CapturedGraph:
         for shape in known:
             if all(map(operator.is_, static, shape.static)):
                 return shape
-        names = [self._names[i] for i in self._static]
-        records = tuple(Record.of(name, tensor) for name, tensor in zip(names, static, strict=True))
+        records = self._records_of(static)
         for shape in known:
             if shape.records == records:
                 shape.static = static  # other tensor objects at the same places
                 return shape
         return self._admit(key, static, records, moving)
+
+    def _records_of(self, static: tuple[Tensor, ...]) -> tuple[Record, ...]:
+        names = (self._names[i] for i in self._static)
+        return tuple(Record.of(name, tensor) for name, tensor in zip(names, static, strict=True))
 
     def _admit(self, key: Any, static: tuple[Tensor, ...], records: tuple[Record, ...], moving: list[Any]) -> Any:
         tokens = tokens_of(moving)
@@ -147,6 +149,7 @@ class CapturedGraph:
 
     def _capture(self, shape: _Shape, args: tuple[Any, ...]) -> None:
         frozen: list[Any] = list(args)
+        shape.records = self._records_of(shape.static)  # where things are now; a first call may have moved weights
         with torch.inference_mode(False):
             # Not an inference tensor, whatever the mode of this call: later calls write it in theirs.
             for i in self._moving:

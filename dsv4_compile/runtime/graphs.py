@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .._compat import pytree
+from .._compat import pytree, without_cudagraph_trees
 from ..errors import GraphError, check, error, fail
 
 Call = Callable[[], Any]
@@ -105,9 +105,16 @@ def capture_of(what: str) -> Iterator[None]:
     check(not outer, "E424", got=f"the capture of {what} inside the capture of {outer}")
     token = _capturing.set(what)
     try:
-        yield
+        with without_cudagraph_trees(lambda: refuse_capture("Inductor's CUDA graphs")):
+            yield
     finally:
         _capturing.reset(token)
+
+
+def refuse_capture(inner: str) -> None:
+    """Raise E424 for `inner` where a capture is under way in this context."""
+    outer = capturing()
+    check(not outer, "E424", got=f"{inner} inside the capture of {outer}")
 
 
 def tensor_bytes(tree: Any) -> int:

@@ -145,6 +145,8 @@ class DecodeRunner:
         """
         check(not self.sealed, "E425", got="warm_up of a runner that has captured", fix="make another runner")
         plan = self.plan()
+        # Modules may have put their weights together at the first call: what counts is where things are now.
+        self._statics = StaticInputs(self._find, self.graphs.device)
         captures: dict[int, Capture] = {}
         runs: dict[int, Capture] = {}
         with idle(self.buffers), progress.stage("capture", total=len(self.buckets)) as work:

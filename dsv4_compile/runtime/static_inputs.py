@@ -60,11 +60,7 @@ class StaticInputs:
         self._find = find
         self._tensors = dict(find())  # held, so that their memory is not given to others while a graph knows it
         for name, tensor in self._tensors.items():
-            check(
-                tensor.device == device or tensor.device.type == "cpu" == device.type,
-                "E428",
-                got=f"{name} on {tensor.device}, captures on {device}",
-            )
+            check(tensor.device == device, "E428", got=f"{name} on {tensor.device}, captures on {device}")
         self._records = [Record.of(name, tensor) for name, tensor in self._tensors.items()]
 
     def check(self, where: str) -> None:

@@ -29,22 +29,42 @@ CONFIG = DeepseekV4Config(
     index_head_dim=16,
     index_topk=8,
 ).with_layers(1, 4, 128)
-FORMAT = CacheFormat.resolve(model_dtype=torch.float32)
+
+ROWS = CacheFormat.resolve(model_dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a stack is made of, and where."""
+
+    config: DeepseekV4Config = CONFIG
+    cache_format: CacheFormat = ROWS
+    dtype: torch.dtype = torch.float32
+    fp8: bool = False
+    device: str = "cpu"
+
+
+SMALL = Setup()
 
 
 class Stack(nn.Module):
-    """The attention of three layers with residuals: `stack(hidden, metadata, caches)`."""
+    """The attention of some layers with residuals: `stack(hidden, metadata, caches)`."""
 
-    def __init__(self) -> None:
+    def __init__(self, setup: Setup) -> None:
         super().__init__()
+        options = {"cache_format": setup.cache_format, "dtype": setup.dtype, "fp8": setup.fp8}
         self.layers = nn.ModuleList(
-            DeepseekV4Attention(CONFIG, i, cache_format=FORMAT, dtype=torch.float32, max_seq_len=MAX_SEQ_LEN)
-            for i in range(CONFIG.num_layers)
+            DeepseekV4Attention(setup.config, i, max_seq_len=MAX_SEQ_LEN, device=setup.device, **options)
+            for i in range(setup.config.num_layers)
         )
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+                if parameter.dtype is torch.float8_e8m0fnu:
+                    parameter.fill_(2.0**-4)
+                    continue
+                gain = 1.0 if parameter.dtype is torch.float8_e4m3fn else parameter.shape[-1] ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * gain)
 
     def forward(self, hidden: Tensor, metadata: AttentionMetadata, caches: Any) -> Tensor:
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -52,13 +72,20 @@ class Stack(nn.Module):
         return hidden
 
 
-def new_caches() -> PagedCaches:
-    """Caches full of old rows, the same at every call."""
-    caches = PagedCaches(CONFIG, max_batch_size=REQUESTS, max_seq_len=MAX_SEQ_LEN, cache_format=FORMAT)
+def new_caches(setup: Setup = SMALL) -> PagedCaches:
+    """Caches full of old rows, the same at every call; those of bytes are empty."""
+    caches = PagedCaches(
+        setup.config,
+        max_batch_size=REQUESTS,
+        max_seq_len=MAX_SEQ_LEN,
+        cache_format=setup.cache_format,
+        device=setup.device,
+    )
     generator = torch.Generator().manual_seed(6)
     for layer in caches.layers:
         for tensor in layer.tensors().values():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return caches
 
 
@@ -88,6 +115,7 @@ class Engine:
 class World:
     """A stack, its persistent buffers and caches, and the eager answer for the same batch from caches of its own."""
 
+    setup: Setup
     stack: Stack
     buffers: MetadataBuffers
     hidden: Tensor
@@ -97,17 +125,18 @@ class World:
     def load(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
         """Describe a batch to the buffers; returns random hidden states for it."""
         self.buffers.load(starts_of(query_lens), seq_lens)
-        return torch.randn(sum(query_lens), CONFIG.hidden_size)
+        hidden = torch.randn(sum(query_lens), self.setup.config.hidden_size)
+        return hidden.to(self.setup.device, self.setup.dtype)
 
     @torch.no_grad()
     def eager(self, hidden: Tensor, query_lens: list[int], seq_lens: list[int], padded: int) -> Tensor:
         """Output at the padded shape, through metadata that is built anew and caches that only this method writes."""
         metadata = build_batch_metadata(
-            query_start_loc=torch.tensor(starts_of(query_lens), dtype=torch.int32),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            query_start_loc=torch.tensor(starts_of(query_lens), dtype=torch.int32, device=self.setup.device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=self.setup.device),
             num_tokens=padded,
             block_tables=self.eager_caches.block_tables,
-            window=CONFIG.sliding_window,
+            window=self.setup.config.sliding_window,
             max_model_len=MAX_SEQ_LEN,
         )
         rows = torch.cat((hidden, hidden.new_zeros(padded - hidden.shape[0], hidden.shape[1])))
@@ -123,22 +152,23 @@ def starts_of(query_lens: list[int]) -> list[int]:
     return [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
 
 
-def make_world(buffers_type: type[MetadataBuffers] = MetadataBuffers) -> World:
+def make_world(buffers_type: type[MetadataBuffers] = MetadataBuffers, setup: Setup = SMALL) -> World:
     """A world at its beginning; `buffers_type` replaces MetadataBuffers."""
-    caches = new_caches()
+    caches = new_caches(setup)
     buffers = buffers_type(
         max_num_batched_tokens=CAPACITY,
         max_num_seqs=REQUESTS,
         max_model_len=MAX_SEQ_LEN,
-        window=CONFIG.sliding_window,
+        window=setup.config.sliding_window,
         block_tables=caches.block_tables,
+        device=setup.device,
     )
-    return World(Stack(), buffers, torch.zeros(CAPACITY, CONFIG.hidden_size), caches, new_caches())
+    hidden = torch.zeros(CAPACITY, setup.config.hidden_size, dtype=setup.dtype, device=setup.device)
+    return World(setup, Stack(setup), buffers, hidden, caches, new_caches(setup))
 
 
 def make_runner(world: World, **options: Any) -> DecodeRunner:
-    """A runner of the world's stack on the stand-in, not warmed up."""
-    inputs = {"hidden": world.hidden}
-    return DecodeRunner(
-        world.stack, world.buffers, inputs=inputs, caches=world.caches.layers, graphs="standin", **options
-    )
+    """A runner of the world's stack, on the stand-in where there is no GPU; not warmed up."""
+    graphs = "standin" if world.setup.device == "cpu" else "cuda"
+    options = {"step": world.stack, "inputs": {"hidden": world.hidden}, "graphs": graphs, **options}
+    return DecodeRunner(buffers=world.buffers, caches=world.caches.layers, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import pytest
@@ -128,6 +129,16 @@ def test_captures_made_in_inference_mode_replay_outside_of_it(graphs: Graphs) ->
     x.zero_()
     captured.replay()
     assert captured.outputs.tolist() == [0, 0, 0, 0]
+
+
+def test_graphs_of_reduce_overhead_are_refused_within_a_capture(graphs: Graphs) -> None:
+    """By the method that every one of them is replayed through."""
+    manager = importlib.import_module("torch._inductor.cudagraph_trees").CUDAGraphTreeManager
+    replay = manager._run
+    with pytest.raises(GraphError, match="Inductor's CUDA graphs inside the capture of a step") as caught:
+        graphs.capture(lambda: manager._run(None), "a step")
+    assert caught.value.code == "E424"
+    assert manager._run is replay
 
 
 @pytest.mark.parametrize(
