@@ -100,25 +100,42 @@ def run(graph: Graph, merger: Merger) -> None:
     """Merge the group of every fused_q_kv_rmsnorm; where not all of it can be, without its indexer or compressors."""
     norms = list(walk(graph, NORM))
     nodes = list(graph.nodes)
+    edges = [nodes.index(norm.node) for norm in norms] + [len(nodes)]
+    taken: set[Node] = set()
+    refused: dict[Node, Fusion] = {}
     for index, norm in enumerate(norms):
         store = _store(norm)
         if store is None:
             continue
-        first = nodes.index(norms[index - 1].node) if index else 0
-        last = nodes.index(norms[index + 1].node) if index + 1 < len(norms) else len(nodes)
         group = _Group(norm, store)
         alone = merger.attempt(group.ops, INTO, norm.node, partial(_plan, graph, group))
         if not alone.merged:
             record(alone)
             continue
-        group, fusions = _with_compressors(graph, merger, group, _pairs(nodes[first:last]))
-        smaller = [modified(group, indexer=None), modified(group, indexer=None, main=None)]
-        tried: list[Fusion] = []
-        for choice in (group, *(choice for choice in smaller if len(choice.members) < len(group.members))):
-            if not (tried and tried[-1].merged):
-                tried.append(merger.attempt(choice.ops, INTO, norm.node, partial(_merge, graph, merger, choice)))
-        for fusion in (*fusions, tried[0], *(fusion for fusion in tried[1:] if fusion.merged)):
+        # A layer may well be written with its compressors in front of its norm.
+        around = nodes[edges[index - 1] if index else 0 : edges[index + 1]]
+        for pair in _pairs(node for node in around if node not in taken):
+            outcome = _joined(graph, merger, group, pair)
+            if isinstance(outcome, _Group):
+                group = outcome
+                taken.add(pair.save.node)
+            else:
+                refused.setdefault(pair.save.node, outcome)
+        _merge_most(graph, merger, group)
+    for node, fusion in refused.items():
+        if node not in taken:
             record(fusion)
+
+
+def _merge_most(graph: Graph, merger: Merger, group: _Group) -> None:
+    """Merge all of `group`, or less of it where the merged op takes no more."""
+    smaller = [modified(group, indexer=None), modified(group, indexer=None, main=None)]
+    tried: list[Fusion] = []
+    for choice in (group, *(choice for choice in smaller if len(choice.members) < len(group.members))):
+        if not (tried and tried[-1].merged):
+            tried.append(merger.attempt(choice.ops, INTO, group.norm.node, partial(_merge, graph, merger, choice)))
+    for fusion in (tried[0], *(fusion for fusion in tried[1:] if fusion.merged)):
+        record(fusion)
 
 
 def _store(norm: OpNode) -> OpNode | None:
@@ -138,20 +155,19 @@ def _pairs(nodes: Iterable[Node]) -> Iterator[_Compressor]:
                 yield _Compressor(save, found)
 
 
-def _with_compressors(
-    graph: Graph, merger: Merger, group: _Group, pairs: Iterable[_Compressor]
-) -> tuple[_Group, list[Fusion]]:
-    """`group` with those of `pairs` that may join it, and what there is to say of the others."""
-    refused: list[Fusion] = []
+def _joined(graph: Graph, merger: Merger, group: _Group, pair: _Compressor) -> _Group | Fusion:
+    """`group` with `pair`, or what is to be said where it may not join."""
     dim = group.store["kv"].meta["val"].shape[1]
-    for pair in pairs:
-        main = group.main is None and pair.compress["norm_weight"].meta["val"].shape[0] == dim
-        if main or group.indexer is None:
-            larger = modified(group, main=pair) if main else modified(group, indexer=pair)
-            outcome = merger.attempt((SAVE, COMPRESS), INTO, pair.save.node, partial(_plan, graph, larger))
-            group = larger if outcome.merged else group
-            refused += [] if outcome.merged else [outcome]
-    return group, refused
+    main = group.main is None and pair.compress["norm_weight"].meta["val"].shape[0] == dim
+    larger = modified(group, main=pair) if main else modified(group, indexer=pair)
+
+    def check() -> None:
+        if not main and group.indexer is not None:
+            raise Apart("another compressor is merged already")
+        _plan(graph, larger)
+
+    outcome = merger.attempt((SAVE, COMPRESS), INTO, pair.save.node, check)
+    return larger if outcome.merged else outcome
 
 
 def _merge(graph: Graph, merger: Merger, group: _Group) -> None:

@@ -159,3 +159,30 @@ def test_two_layers_in_one_graph_are_merged_each_by_itself() -> None:
     for a, b in zip(got.step(chunks), expected.step(chunks), strict=True):
         assert_bitwise(a, b)
     assert result.ops == {"preprocess_insert": 2, "sparse_mla_decode": 2}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("fuse", ["on", "auto"])
+def test_every_layer_of_a_model_is_accounted_for_once(fuse: str) -> None:
+    config, kwargs = CASES["float32"]
+    layers = [random_layer(config, "csa", **kwargs) for _ in range(3)]
+    engine = Engine(layers[0], 2, 256)
+    engine.lengths = [9, 4]
+    metadata = engine.metadata([9, 4], 13)
+
+    def run(hidden: Tensor, caches: list[Any]) -> Tensor:
+        for layer, cache in zip(layers, caches, strict=True):
+            hidden = hidden + layer(hidden, metadata, cache)
+        return hidden
+
+    hidden = torch.randn(13, config.hidden_size)
+    first, second = ([Engine(layers[0], 2, 256).paged.layers[0] for _ in layers] for _ in range(2))
+    result = merged(run, {"dsv4.fuse": fuse})
+    assert_bitwise(result.call(hidden, first), run(hidden, second))
+    for a, b in zip(first, second, strict=True):
+        for name, tensor in a.tensors().items():
+            assert_bitwise(tensor, b.tensors()[name], label=name)
+    assert Counter((fusion.by, fusion.merged, len(fusion.ops)) for fusion in result.fusions) == {
+        ("merge_preprocess", fuse == "on", 6): 3,
+        ("fuse_attention", fuse == "on", 3): 3,
+    }

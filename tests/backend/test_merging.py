@@ -201,6 +201,24 @@ def bfloat16_layer() -> Layer:
     return layer
 
 
+def test_a_layer_that_is_written_with_its_compressor_first_is_merged_too() -> None:
+    layer = Layer()
+
+    def run(caches: dict[str, Tensor], between: Any) -> list[Tensor]:
+        ops.save_partial_states(layer.score, layer.ape, caches["state"], layer.slots, layer.positions, 4)
+        ops.compress_norm_rope_insert(
+            caches["state"], layer.slots, layer.tables, layer.token_to_req, layer.positions, layer.slots // 4,
+            layer.norm_weight, layer.table, caches["main"], EPS, 4, 4, 64, "plain",
+        )  # fmt: skip
+        latent = layer.latent * 2  # only computed behind the compressor
+        qr, kv = ops.fused_q_kv_rmsnorm(latent, layer.kv, layer.q_weight, layer.kv_weight, EPS)
+        ops.kv_rope_insert(kv, caches["window"], layer.slots, layer.positions, layer.table, 64, "plain")
+        return [qr]
+
+    layer.run = run  # type: ignore[method-assign]
+    assert compare(layer=layer).ops == {"preprocess_insert": 1}
+
+
 def test_a_rounded_projection_is_taken_as_it_was_before() -> None:
     layer = bfloat16_layer()
     layer.rounded = lambda x: x.to(torch.bfloat16)
