@@ -13,7 +13,7 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -148,6 +148,12 @@ def has_device_kernel(op: OpOverload, device: torch.device) -> bool:
     """Whether a kernel of its own is registered for `op` on `device`, beside the reference that serves all devices."""
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+def end_allocation(device: torch.device, pool: Any) -> None:
+    """Let the allocator leave `pool`, which a capture that failed may have left it in."""
+    with suppress(RuntimeError):  # it has left
+        torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .._compat import pytree, without_cudagraph_trees
+from .._compat import end_allocation, pytree, without_cudagraph_trees
 from ..errors import GraphError, check, error, fail
 
 Call = Callable[[], Any]
@@ -189,10 +189,17 @@ class CudaGraphs:
             outputs = call()
         except BaseException:
             with suppress(RuntimeError):  # the first error says more than "the capture is invalid"
-                graph.capture_end()
+                self._end(graph)
             raise
-        graph.capture_end()
+        self._end(graph)
         return outputs
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            end_allocation(self.device, self._pool)
+            raise
 
     def memory(self) -> int:
         """Bytes of the pool's segments."""

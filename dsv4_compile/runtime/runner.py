@@ -193,6 +193,7 @@ class DecodeRunner:
         bucket = self.buckets.fit(tokens)
         if bucket is None:
             return self._uncaptured(tokens)
+        self._pad(tokens, bucket)
         self._replay(self._captures[bucket], bucket, tokens, f"the step of {bucket} tokens")
         return pytree.tree_map(lambda out: out[:tokens], self._captures[bucket].outputs)
 
@@ -219,12 +220,19 @@ class DecodeRunner:
         bucket = self.buckets.fit(tokens)
         captured = self._runs.get(bucket or 0)
         sampling.begin()
-        for _ in range(steps):
-            if captured is not None and bucket is not None:
-                self._replay(captured, bucket, tokens, f"the run of {bucket} requests")
-            else:
+        if captured is None or bucket is None:
+            for _ in range(steps):
                 sampling.finish_step(self.step(tokens), num_reqs)
+            return sampling.result(steps, num_reqs)
+        self._pad(tokens, bucket)
+        for _ in range(steps):
+            self._replay(captured, bucket, tokens, f"the run of {bucket} requests")
         return sampling.result(steps, num_reqs)
+
+    def _pad(self, tokens: int, bucket: int) -> None:
+        if tokens < bucket:
+            for tensor in self.inputs.values():
+                tensor[tokens:bucket].zero_()
 
     def _captures_run(self, size: int) -> bool:
         return self.sampling is not None and self.sampling.captured and size <= self.buffers.max_num_seqs
@@ -238,9 +246,6 @@ class DecodeRunner:
         return torch.no_grad()(lambda: sampling.finish_step(step(), size))
 
     def _replay(self, captured: Capture, bucket: int, tokens: int, what: str) -> None:
-        if tokens < bucket:
-            for tensor in self.inputs.values():
-                tensor[tokens:bucket].zero_()
         if self.debug or what not in self._checked:
             self._statics.check(what)
             self._checked.add(what)
