@@ -1,7 +1,7 @@
 """Scenario `metadata`: what a step does before its first layer, for all cache groups of a model with all three kinds.
 
-`batch_metadata` fills every buffer of a decode step of `requests` requests with `query` tokens each, or, as the last
-size, of a prompt of 8192 tokens; `advance` moves the step to the next. Requests have random lengths and pages in random
+`batch_metadata` fills every buffer of a decode step of `tokens` tokens, `query` of each request, or, as the last size,
+of a prompt of 8192 tokens; `advance` moves the step to the next. Requests have random lengths and pages in random
 order. `max_len` fixes the width of the rows of ratio 128, which are written to their ends.
 """
 
@@ -21,7 +21,7 @@ from ..ops.batch_metadata import ARGUMENTS
 from .implementations import compiled
 from .problem import Args, Only, Prepare, Problem, keep
 
-COLUMNS = ("op", "requests", "query", "max_len", "impl")
+COLUMNS = ("op", "query", "max_len", "tokens", "impl")
 SIZES = {
     "cuda": ((1, 1), (8, 1), (32, 1), (128, 1), (512, 1), (32, 4), (128, 4), (1, 8192)),
     "cpu": ((1, 1), (8, 4)),
@@ -89,7 +89,7 @@ def problems(
     lens = max_lens or MAX_LENS[device.type]
     for max_len in lens:
         for requests, query in sizes or SIZES[device.type]:
-            params: dict[str, int | str] = {"requests": requests, "query": query, "max_len": max_len}
+            params: dict[str, int | str] = {"query": query, "max_len": max_len, "tokens": requests * query}
             decode = query <= layout.WINDOW_BLOCK
             for op in ("batch_metadata", *(("advance",) if decode and max_len == lens[0] else ())):
                 if not keep(only, op=op, **params):

@@ -19,8 +19,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_eager_is_timed_and_a_kernel_needs_a_gpu() -> None:
-    only = {"impl": {"eager", "triton"}, "requests": {"8"}}
-    rows = bench.run("metadata", only=only, device=CPU)["rows"]
+    record = bench.run("metadata", only={"impl": {"eager", "triton"}, "tokens": {"32"}}, device=CPU)
+    rows = record["rows"]
+    assert "advance, query 4, max_len 16384" in bench.render(record)
     assert {(row["op"], row["impl"], row["status"]) for row in rows} == {
         (op, impl, status)
         for op in ("batch_metadata", "advance")
