@@ -1,0 +1,237 @@
+"""Prefill by way of a workspace: what an engine may run for its prefills in place of paged attention.
+
+    steps = plan_prefill(query_start_loc, seq_lens, split, window=128, ratio=4, max_rows=rows)       # host, once a step
+    topk = prefill_topk(q, q_scale, weights, ...)                                                   # a CSA layer
+    out, _, lse = prefill_attention(q, workspace, cache, steps, ...)                                # every layer
+
+The keys of a few requests at a time are dequantised into one dense buffer, compressed entries first and the window
+behind them, and every token attends rows of that buffer. A key that many tokens attend is dequantised once. The result
+is that of `sparse_mla_decode` over the same caches, up to the order of sums.
+
+What the host decides follows from lengths that it knows: nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import layout, ops  # noqa: F401  (ops registers torch.ops.dsv4)
+from ..cache import LayerCache
+from ..errors import check, fail
+from ..metadata import BatchSplit, BlockTables, get_prefill_chunk_plan
+
+
+class PrefillStep(NamedTuple):
+    """Requests that share the workspace, and their tokens.
+
+    requests: of the batch. tokens: of the batch's prefill tokens. n, m: rows of a request for compressed entries, and
+        all of them. entries: how many compressed entries the requests have together.
+    """
+
+    requests: slice
+    tokens: slice
+    n: int
+    m: int
+    entries: int
+
+
+def plan_prefill(
+    query_start_loc: Sequence[int],
+    seq_lens: Sequence[int],
+    split: BatchSplit,
+    *,
+    window: int,
+    ratio: int,
+    max_rows: int,
+) -> list[PrefillStep]:
+    """Steps that cover the prefills of a batch, in their order.
+
+    Args:
+        query_start_loc: R + 1 host integers; seq_lens: R host integers, this step's query included.
+        split: of the batch, see `metadata.split_decodes_and_prefills`.
+        window: tokens a token attends directly, itself included; ratio: compress ratio of the layer, 1 for none.
+        max_rows: rows of the workspace, see `metadata.prefill_workspace_rows`.
+    Returns:
+        Steps of at most `max_rows` rows each; padding tokens belong to the last one. E204 if a request does not fit.
+    """
+    first = split.num_decodes
+    lens = list(seq_lens[first:])
+    queries = [end - start for start, end in pairwise(query_start_loc[first:])]
+    gathered = [max(q + min(length - q, window - 1), 0) for q, length in zip(queries, lens, strict=True)]
+    steps = []
+    for chunk in get_prefill_chunk_plan(lens, gathered, ratio, max_rows):
+        begin, end = (query_start_loc[first + r] - split.num_decode_tokens for r in (chunk.start, chunk.end))
+        if chunk.end == split.num_prefills:
+            end = split.num_prefill_tokens
+        requests = slice(first + chunk.start, first + chunk.end)
+        entries = sum(length // ratio for length in seq_lens[requests]) if ratio > 1 else 0
+        steps.append(PrefillStep(requests, slice(begin, end), chunk.n, chunk.m, entries))
+    return steps
+
+
+def prefill_attention(
+    q: Tensor,
+    workspace: Tensor,
+    cache: LayerCache,
+    steps: Sequence[PrefillStep],
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: BlockTables,
+    window: int,
+    ratio: int,
+    cache_format: str,
+    scale: float,
+    attn_sink: Tensor | None = None,
+    topk_indices: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of the prefill tokens of a batch, after their keys were inserted into the caches.
+
+    Args:
+        q: `[T, H, D]`, normed and rotated queries of the prefill tokens.
+        workspace: `[rows, D]`, contiguous, at least as many rows as `plan_prefill` was told. It is overwritten.
+        cache: of the layer; steps: from `plan_prefill` with the same `window` and `ratio`.
+        query_start_loc: int32 `[R + 1]`, seq_lens: int32 `[R]`, block_tables: of the whole batch, on the device.
+        topk_indices: int `[T, K]`, the entries that the indexer chose, see `prefill_topk`. None attends every visible
+            entry, as layers of ratio 128 do.
+    Returns:
+        out, max_logits and lse of `torch.ops.dsv4.sparse_mla_prefill`; padding tokens attend nothing.
+    """
+    parts = []
+    for step in steps:
+        starts, lens = query_start_loc[step.requests.start : step.requests.stop + 1], seq_lens[step.requests]
+        gather_lens = torch.ops.dsv4.prefill_gather_lens(starts, lens, 0, window)
+        rows = _workspace_rows(workspace, lens.shape[0] * step.m).view(lens.shape[0], step.m, workspace.shape[1])
+        chosen = _chosen_entries(topk_indices, step, q.device)
+        if step.n > 0:
+            torch.ops.dsv4.dequantize_and_gather_k_cache(
+                rows,
+                cache.main,
+                lens // ratio,
+                None,
+                _entry_table(block_tables, ratio)[step.requests],
+                layout.storage_block_size(ratio),
+                0,
+                cache_format,
+                kv_scale,
+            )
+        torch.ops.dsv4.dequantize_and_gather_k_cache(
+            rows,
+            cache.window,
+            lens,
+            gather_lens,
+            block_tables.window[step.requests],
+            layout.WINDOW_BLOCK,
+            step.n,
+            cache_format,
+            kv_scale,
+        )
+        indices, counts = torch.ops.dsv4.combine_topk_swa(
+            chosen, starts, lens, gather_lens, window, max(ratio, 1), chosen.shape[1], step.m, step.n
+        )
+        parts.append(
+            torch.ops.dsv4.sparse_mla_prefill(q[step.tokens], rows.flatten(0, 1), indices, counts, scale, attn_sink)
+        )
+    if not parts:
+        nothing = seq_lens.new_empty(q.shape[0], 0)
+        parts.append(torch.ops.dsv4.sparse_mla_prefill(q, workspace, nothing, None, scale, attn_sink))
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def prefill_topk(
+    q: Tensor,
+    q_scale: Tensor,
+    weights: Tensor,
+    cache: LayerCache,
+    steps: Sequence[PrefillStep],
+    *,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: BlockTables,
+    token_to_req: Tensor,
+    context_lens: Tensor,
+    cache_format: str,
+    topk: int,
+    max_logits_bytes: int,
+) -> Tensor:
+    """Entries that the indexer chooses for the prefill tokens of a batch, int32 `[T, topk]`.
+
+    The result is that of `torch.ops.dsv4.indexer_logits_topk`, up to the order of sums. The keys of a step's requests
+    are gathered once, and tokens that follow one another share them.
+
+    Args:
+        q, q_scale, weights: `[T, .]`, as `indexer_q_rope_quant` gives them for the prefill tokens.
+        cache: of the layer, whose indexer cache has `cache_format`; steps: from `plan_prefill`.
+        query_start_loc, seq_lens, block_tables: of the whole batch, on the device.
+        token_to_req, context_lens: int `[T]`, of the prefill tokens: rows of the batch, and entries each token sees.
+        max_logits_bytes: see `torch.ops.dsv4.indexer_logits_topk_ragged`.
+    """
+    assert cache.indexer is not None
+    table = block_tables.indexer
+    if table is None:
+        fail("E201", got="block_tables.indexer=None", rule="an indexer cache comes with its block table")
+    selected = torch.full((q.shape[0], topk), layout.PAD_INDEX, dtype=torch.int32, device=q.device)
+    for step in steps:
+        if step.entries == 0:
+            continue
+        bounds = torch.nn.functional.pad((seq_lens[step.requests] // layout.CSA_RATIO).cumsum(0), (1, 0))
+        k, k_scale = _indexer_workspace(cache.indexer, cache_format, step.entries)
+        torch.ops.dsv4.cp_gather_indexer_k(
+            cache.indexer,
+            table[step.requests],
+            bounds,
+            k,
+            k_scale,
+            layout.storage_block_size(layout.CSA_RATIO),
+            cache_format,
+        )
+        owner = (token_to_req[step.tokens] - step.requests.start).clamp(0, bounds.shape[0] - 1)
+        first = bounds[owner.long()]
+        selected[step.tokens] = torch.ops.dsv4.indexer_logits_topk_ragged(
+            q[step.tokens],
+            q_scale[step.tokens],
+            weights[step.tokens],
+            k,
+            k_scale,
+            first,
+            first + context_lens[step.tokens],
+            cache_format,
+            topk,
+            max_logits_bytes,
+        )
+    return selected
+
+
+def _workspace_rows(workspace: Tensor, rows: int) -> Tensor:
+    """The first `rows` rows."""
+    got, fix = f"a workspace of {workspace.shape[0]} rows for {rows}", "plan with max_rows of this workspace"
+    check(rows <= workspace.shape[0], "E204", got=got, fix=fix)
+    return workspace[:rows]
+
+
+def _chosen_entries(topk_indices: Tensor | None, step: PrefillStep, device: torch.device) -> Tensor:
+    """int `[T, K]`: entries that the tokens of `step` may attend, visible to them already or not."""
+    if topk_indices is not None:
+        return topk_indices[step.tokens]
+    every = torch.arange(step.n, dtype=torch.int32, device=device)
+    return every.expand(step.tokens.stop - step.tokens.start, step.n)
+
+
+def _entry_table(block_tables: BlockTables, ratio: int) -> Tensor:
+    table = block_tables.c4 if ratio == layout.CSA_RATIO else block_tables.c128
+    if table is None:
+        fail("E201", got=f"no block table for ratio {ratio}", rule="a layer with entries comes with their block table")
+    return table
+
+
+def _indexer_workspace(cache: Tensor, cache_format: str, rows: int) -> tuple[Tensor, Tensor]:
+    """Memory for `rows` gathered keys of `cache` and for their scales."""
+    page = layout.PAGE_LAYOUTS.get(cache_format)
+    width, scale = (page.data, page.scale) if page else (cache.shape[-1], 0)
+    return cache.new_empty((rows, width)), cache.new_empty((rows, scale), dtype=torch.uint8)
