@@ -5,7 +5,8 @@ loop: nothing is exchanged between threads while states are read. reference/comp
 result.
 
 States may be pooled in the launch that saves them. Then no program waits for another: those that this step writes are
-taken from its projection, the others from the cache.
+taken from its projection, the others from the cache. Channels are pooled each by itself, so several programs may share
+an entry; its norm needs them all, and the last program to arrive takes it.
 """
 
 from __future__ import annotations
@@ -33,20 +34,23 @@ HADAMARD_TILE = tl.constexpr(HADAMARD_ROWS)
 def _pool(
     token, position, p_state, p_kv_score, p_ape, p_state_slots, p_table_row, p_positions, state_strides,
     kv_score_strides, ape_strides, state_slot_stride, table_stride, position_stride, state_pages, table_columns,
+    first, COLUMNS: tl.constexpr,
     RATIO: tl.constexpr, GROUPS: tl.constexpr, STATE_BLOCK: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """float32 `[D]`: per channel, the softmax-weighted sum of the window that ends at `position`, that of `token`.
+    """float32 `[COLUMNS]`: of the channels from `first` on, the softmax-weighted sum of the window that ends at
+    `position`, that of `token`.
 
     With a kv_score, the state of the token k rows before is that token's row of kv_score, if the slot that it is
     saved at is the slot where the table has the position.
     """
     WINDOW: tl.constexpr = GROUPS * RATIO
     SCORES: tl.constexpr = GROUPS * D
-    o_d = tl.arange(0, D)[None, :]
-    # [ROWS, D]: largest score so far, sum of weights and of weighted values. A finite start keeps -inf - -inf away.
-    top = tl.full((ROWS, D), LOWEST, tl.float32)
-    total = tl.zeros((ROWS, D), tl.float32)
-    pooled = tl.zeros((ROWS, D), tl.float32)
+    o_d = first + tl.arange(0, COLUMNS)[None, :]
+    # [ROWS, COLUMNS]: largest score so far, sums of weights and of weighted values. A finite start keeps -inf - -inf
+    # away.
+    top = tl.full((ROWS, COLUMNS), LOWEST, tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    pooled = tl.zeros((ROWS, COLUMNS), tl.float32)
     count = tl.zeros((ROWS,), tl.int32)
     for start in range(0, WINDOW, ROWS):
         back = start + tl.arange(0, ROWS)
@@ -128,18 +132,42 @@ def _store_entry(p_cache, slot, x, p_kv_scale, cache_strides, FORMAT: tl.constex
 
 
 @triton.jit
-def compress_tokens(
-    program, p_cache, p_state, p_kv_score, p_ape, p_weight, p_cos_sin, p_kv_scale, p_state_slots, p_table, p_requests,
-    p_positions, p_slots, eps, cache_strides, state_strides, kv_score_strides, ape_strides, weight_stride,
-    cos_sin_strides, table_strides, token_strides, tokens, state_pages, num_slots, table_rows, table_columns, max_pos,
-    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr,
-    GROUPS: tl.constexpr, HADAMARD: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+def _finish_entry(
+    x, slot, position, p_cache, p_weight, p_cos_sin, p_kv_scale, eps, cache_strides, weight_stride, cos_sin_strides,
+    max_pos, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, RATIO: tl.constexpr, HADAMARD: tl.constexpr,
     ROPE: tl.constexpr,
+):  # fmt: skip
+    """Norm, rotate and store the pooled float32 `x` `[1, D]` that the token at `position` closes."""
+    D: tl.constexpr = x.shape[1]
+    x = normed(x, p_weight, weight_stride, eps, D)
+    row = table_row(position // RATIO * RATIO, max_pos)
+    cos, sin = load_cos_sin(p_cos_sin + row * cos_sin_strides[0], cos_sin_strides[1], True, D, ROPE)
+    x = rotate(x, cos, sin, ROPE)
+    if HADAMARD:
+        DTYPE: tl.constexpr = p_cache.dtype.element_ty if FORMAT == "plain" else tl.bfloat16
+        tile = tl.broadcast_to(x, (HADAMARD_TILE, D))
+        first = tl.arange(0, HADAMARD_TILE)[:, None] == 0
+        x = tl.sum(tl.where(first, rounded_hadamard(tile, DTYPE), 0.0), axis=0)[None, :]
+    _store_entry(p_cache, slot, x, p_kv_scale, cache_strides, FORMAT, BLOCK_SIZE)
+
+
+@triton.jit
+def compress_tokens(
+    program, part, p_cache, p_state, p_kv_score, p_ape, p_weight, p_cos_sin, p_kv_scale, p_pooled, p_arrived,
+    p_state_slots, p_table, p_requests, p_positions, p_slots, eps, cache_strides, state_strides, kv_score_strides,
+    ape_strides, weight_stride, cos_sin_strides, table_strides, token_strides, tokens, state_pages, num_slots,
+    table_rows, table_columns, max_pos,
+    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr,
+    GROUPS: tl.constexpr, HADAMARD: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """Store the entries that tokens [program * TOKENS, (program + 1) * TOKENS) close, one after the other.
 
+    With PARTS > 1 each of as many programs pools some channels into `p_pooled` float32 `[T, D]`, and the last to arrive
+    at a token, by its counter in `p_arrived` int32 `[T]`, zero before and after, finishes the entry.
     `token_strides` are of state slots, requests, positions and slots. Without a kv_score, all states are in the cache.
     """
+    COLUMNS: tl.constexpr = D // PARTS
     o_t = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     exists = o_t < tokens
     state_slots = tl.load(p_state_slots + o_t * token_strides[0], mask=exists, other=-1)
@@ -151,23 +179,30 @@ def compress_tokens(
     while token < tokens:
         request = tl.load(p_requests + token * token_strides[1]).to(tl.int64)
         position = tl.load(p_positions + token * token_strides[2]).to(tl.int64)
+        slot = tl.load(p_slots + token * token_strides[3])
         known = (request >= 0) & (request < table_rows)
-        # [1, D]
+        # [1, COLUMNS]
         x = _pool(
             token, position, p_state, p_kv_score, p_ape, p_state_slots,
             p_table + tl.where(known, request, 0) * table_strides[0], p_positions, state_strides, kv_score_strides,
             ape_strides, token_strides[0], table_strides[1], token_strides[2], state_pages,
-            tl.where(known, table_columns, 0), RATIO, GROUPS, STATE_BLOCK, ROWS, D,
+            tl.where(known, table_columns, 0), part * COLUMNS, COLUMNS, RATIO, GROUPS, STATE_BLOCK, ROWS, D,
         )[None, :]  # fmt: skip
-        x = normed(x, p_weight, weight_stride, eps, D)
-        row = table_row(position // RATIO * RATIO, max_pos)
-        cos, sin = load_cos_sin(p_cos_sin + row * cos_sin_strides[0], cos_sin_strides[1], True, D, ROPE)
-        x = rotate(x, cos, sin, ROPE)
-        if HADAMARD:
-            DTYPE: tl.constexpr = p_cache.dtype.element_ty if FORMAT == "plain" else tl.bfloat16
-            tile = tl.broadcast_to(x, (HADAMARD_TILE, D))
-            first = tl.arange(0, HADAMARD_TILE)[:, None] == 0
-            x = tl.sum(tl.where(first, rounded_hadamard(tile, DTYPE), 0.0), axis=0)[None, :]
-        slot = tl.load(p_slots + token * token_strides[3])
-        _store_entry(p_cache, slot, x, p_kv_scale, cache_strides, FORMAT, BLOCK_SIZE)
+        if PARTS == 1:
+            _finish_entry(
+                x, slot, position, p_cache, p_weight, p_cos_sin, p_kv_scale, eps, cache_strides, weight_stride,
+                cos_sin_strides, max_pos, FORMAT, BLOCK_SIZE, RATIO, HADAMARD, ROPE,
+            )  # fmt: skip
+        else:
+            p_row = p_pooled + token * D
+            tl.store(p_row + part * COLUMNS + tl.arange(0, COLUMNS)[None, :], x)
+            # Every thread has stored before one announces it.
+            tl.debug_barrier()
+            if tl.atomic_add(p_arrived + token, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
+                whole = tl.load(p_row + tl.arange(0, D)[None, :], cache_modifier=".cg")
+                _finish_entry(
+                    whole, slot, position, p_cache, p_weight, p_cos_sin, p_kv_scale, eps, cache_strides,
+                    weight_stride, cos_sin_strides, max_pos, FORMAT, BLOCK_SIZE, RATIO, HADAMARD, ROPE,
+                )  # fmt: skip
+                tl.store(p_arrived + token, 0)
         token = tl.min(tl.where(closes & (o_t > token), o_t, tokens), axis=0)

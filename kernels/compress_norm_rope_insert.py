@@ -58,10 +58,10 @@ def compress_norm_rope_insert_kernel(
 ):
     """Program p takes token p."""
     compress_tokens(
-        tl.program_id(0), p_cache, p_state, None, None, p_weight, p_cos_sin, p_kv_scale, p_state_slots, p_table,
-        p_requests, p_positions, p_slots, eps, cache_strides, state_strides, None, None, weight_stride,
+        tl.program_id(0), 0, p_cache, p_state, None, None, p_weight, p_cos_sin, p_kv_scale, None, None, p_state_slots,
+        p_table, p_requests, p_positions, p_slots, eps, cache_strides, state_strides, None, None, weight_stride,
         cos_sin_strides, table_strides, token_strides, tokens, state_pages, num_slots, table_rows, table_columns,
-        max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD, 1, ROWS, D, ROPE,
+        max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD, 1, 1, ROWS, D, ROPE,
     )  # fmt: skip
 
 

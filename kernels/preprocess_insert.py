@@ -1,182 +1,61 @@
 """`preprocess_insert`: the unlike jobs of a layer's preprocessing, side by side in one launch.
 
-The grid is flat. For each chunk of tokens come the programs that pool and store the entries these tokens close, those
-that save their states, first of the main compressor and then of the indexer's, one that inserts their keys/values and
-one that norms their latents. None waits for another: a pool takes the states of this step from its projection. Chunk
-by chunk, so that what one job has read is still in the L2 cache for the next.
+The grid is flat. For each chunk of tokens come the programs that pool and store the entries these tokens close, then
+those that norm their latents, insert their keys/values and save their states. None waits for another: a pool takes the
+states of this step from its projection. Chunk by chunk, so that what one job has read is still in the L2 cache for the
+next.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..layout import PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor, state_block_size, storage_block_size
 from ..reference.preprocess_insert import Compressor, compressors, result_dtype
-from .compress_entry import compress_tokens
-from .compress_norm_rope_insert import tile_of
+from .arrivals import arrival_counters
 from .hadamard import HADAMARD_DIMS
-from .kv_insert import insert_rows
-from .norm import norm_rows
+from .preprocess_insert_kernel import preprocess_insert_kernel
 from .quant import refuses_fp8
-from .save_partial_states import save_rows
 
 MAX_LATENT = 4096
 """Longest row of qr: a chunk of them stays in the registers of one program."""
-PIECE_ELEMENTS = 8192
+SAVED = 8192
 """Elements of states that a program saves: 32 KiB."""
-MANY_TOKENS = 1024
-"""From here on a program looks for the closed groups of its whole chunk; below, each token has a program that does."""
-
-
-@triton.jit
-def _compressor_job(
-    job, chunk, c, strides, p_requests, p_positions, p_cos_sin, p_kv_scale, eps, request_stride, position_stride,
-    cos_sin_strides, tokens, state_pages, num_slots, table_rows, table_columns, max_pos,
-    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr,
-    GROUPS: tl.constexpr, HADAMARD: tl.constexpr, TOKENS: tl.constexpr, POOLS: tl.constexpr, PIECE: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
-):  # fmt: skip
-    """Job p < POOLS of a chunk pools what a part of its tokens close, job POOLS + i saves piece i of its states."""
-    if job < POOLS:
-        compress_tokens(
-            chunk * POOLS + job, c.cache, c.state_cache, c.kv_score, c.ape, c.norm_weight, p_cos_sin, p_kv_scale,
-            c.state_slot_mapping, c.state_block_table, p_requests, p_positions, c.slot_mapping, eps, strides.cache,
-            strides.state_cache, strides.kv_score, strides.ape, strides.norm_weight[0], cos_sin_strides,
-            strides.state_block_table,
-            (strides.state_slot_mapping[0], request_stride, position_stride, strides.slot_mapping[0]),
-            tokens, state_pages, num_slots, table_rows, table_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK,
-            RATIO, GROUPS, HADAMARD, TOKENS // POOLS, ROWS, D, ROPE,
-        )  # fmt: skip
-    else:
-        token = chunk.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-        save_rows(
-            token, token < tokens, job - POOLS, c.state_cache, c.kv_score, c.ape, c.state_slot_mapping, p_positions,
-            strides.state_cache, strides.kv_score, strides.ape, strides.state_slot_mapping[0], position_stride,
-            state_pages * STATE_BLOCK, STATE_BLOCK, RATIO, GROUPS * D, PIECE,
-        )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "inserted", "window_slots", "max_pos", "main_tokens", "main_pages", "main_slots", "main_rows",
-        "main_columns", "key_tokens", "key_pages", "key_slots", "key_rows", "key_columns",
-    ],
-    do_not_specialize_on_alignment=["p_window_slots", "p_positions", "p_requests", "p_kv_scale"],
-)  # fmt: skip
-def preprocess_insert_kernel(
-    p_q_out,  # [T, Q_SIZE] contiguous
-    p_qr,  # [T, Q_SIZE]
-    p_q_weight,  # [Q_SIZE]
-    p_window,  # pages in FORMAT
-    p_kv,  # [T, D]
-    p_kv_weight,  # [D]
-    p_window_slots,  # [inserted] int
-    p_positions,  # [>= T] int
-    p_requests,  # [>= T] int
-    p_cos_sin,  # [max_pos, ROPE] float32
-    p_kv_scale,  # [1] float32 or None
-    main,  # the tensors of a Compressor, or None
-    keys,  # likewise, of the indexer
-    eps,
-    qr_strides,
-    q_weight_stride,
-    window_strides,
-    kv_strides,
-    kv_weight_stride,
-    window_slot_stride,
-    position_stride,
-    request_stride,
-    cos_sin_strides,
-    main_strides,  # by the name of the tensor
-    key_strides,
-    tokens,
-    inserted,
-    window_slots,
-    max_pos,
-    main_tokens,
-    main_pages,
-    main_slots,
-    main_rows,
-    main_columns,
-    key_tokens,
-    key_pages,
-    key_slots,
-    key_rows,
-    key_columns,
-    Q_SIZE: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    KEY_FORMAT: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    WINDOW_BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STATE_BLOCK: tl.constexpr,
-    RATIO: tl.constexpr,
-    GROUPS: tl.constexpr,
-    D: tl.constexpr,
-    MAIN_D: tl.constexpr,
-    KEY_D: tl.constexpr,
-    ROPE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    POOLS: tl.constexpr,
-    MAIN_JOBS: tl.constexpr,
-    MAIN_PIECE: tl.constexpr,
-    MAIN_ROWS: tl.constexpr,
-    KEY_JOBS: tl.constexpr,
-    KEY_PIECE: tl.constexpr,
-    KEY_ROWS: tl.constexpr,
-):
-    """Programs [c * J, (c + 1) * J) do the J jobs of tokens [c * TOKENS, (c + 1) * TOKENS)."""
-    JOBS: tl.constexpr = MAIN_JOBS + KEY_JOBS + 2
-    chunk, job = tl.program_id(0) // JOBS, tl.program_id(0) % JOBS
-    if job < MAIN_JOBS:
-        if main is not None:
-            _compressor_job(
-                job, chunk, main, main_strides, p_requests, p_positions, p_cos_sin, p_kv_scale, eps, request_stride,
-                position_stride, cos_sin_strides, main_tokens, main_pages, main_slots, main_rows, main_columns, max_pos,
-                FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, False, TOKENS, POOLS, MAIN_PIECE, MAIN_ROWS, MAIN_D,
-                ROPE,
-            )  # fmt: skip
-    elif job < MAIN_JOBS + KEY_JOBS:
-        if keys is not None:
-            _compressor_job(
-                job - MAIN_JOBS, chunk, keys, key_strides, p_requests, p_positions, p_cos_sin, None, eps,
-                request_stride, position_stride, cos_sin_strides, key_tokens, key_pages, key_slots, key_rows,
-                key_columns, max_pos, KEY_FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD, TOKENS, POOLS,
-                KEY_PIECE, KEY_ROWS, KEY_D, ROPE,
-            )  # fmt: skip
-    elif job == MAIN_JOBS + KEY_JOBS:
-        insert_rows(
-            chunk, p_window, p_kv, p_kv_weight, p_window_slots, p_positions, p_cos_sin, p_kv_scale, eps,
-            window_strides, kv_strides, kv_weight_stride, window_slot_stride, position_stride, cos_sin_strides,
-            inserted, window_slots, max_pos, FORMAT, WINDOW_BLOCK, TOKENS, D, ROPE,
-        )  # fmt: skip
-    else:
-        row = chunk.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-        norm_rows(row, row < tokens, p_q_out, p_qr, p_q_weight, qr_strides, q_weight_stride, eps, Q_SIZE, Q_BLOCK)
+POOLED = 4096
+"""Elements of a window, positions times channels, that a program reads at a time: 32 KiB with values and scores."""
+MANY_TOKENS = 512
+"""Above, a program looks for closed groups among more tokens: most of them find one there, none in a few."""
 
 
 class Tile(NamedTuple):
-    """How the work is cut: tokens of a chunk, programs that pool in it, window positions that a pool reads at a time
-    (main, indexer), and warps of a program."""
+    """How the work is cut.
+
+    `tokens` that a program norms, inserts or saves, and `pooled`, among which it looks for closed groups, powers of
+    two; `parts` of the main entries' channels, a program each; positions of a window that are read at a time, `rows` of
+    the main and `key_rows` of the indexer's compressor; `warps` of a program.
+    """
 
     tokens: int
-    pools: int
-    main_rows: int
+    pooled: int
+    parts: int
+    rows: int
     key_rows: int
     warps: int
 
 
 def tile(tokens: int, ratio: int, dim: int, key_dim: int) -> Tile:
-    """The cut for a step of `tokens`. Only `pools` depends on the step, and no result does."""
+    """The cut for a step of `tokens`. Only `pooled` depends on the step, and no result does."""
     if ratio == 0:
-        return Tile(4, 1, 1, 1, 4)
-    rows, warps = tile_of(ratio, dim)
-    return Tile(warps, 1 if tokens > MANY_TOKENS else warps, rows, tile_of(ratio, key_dim)[0] if key_dim else 1, warps)
+        return Tile(4, 4, 1, 1, 1, 4)
+    window = triton.next_power_of_2(overlap_factor(ratio) * ratio)
+    columns = min(dim, max(16, POOLED // window))
+    rows, key_rows = min(window, POOLED // columns), min(window, POOLED // key_dim)
+    pooled = max(1, window // 16) if tokens <= MANY_TOKENS else max(8, window)
+    return Tile(8, pooled, dim // columns, rows, key_rows, min(8, max(4, rows * columns // 512)))
 
 
 def _pages(cache: Tensor, fmt: str, block_size: int) -> Tensor:
@@ -270,18 +149,26 @@ def preprocess_insert(
     out = qr.new_empty(qr.shape, dtype=result_dtype(qr, q_weight))
     tokens, latent = qr.shape
     inserted = window_slot_mapping.shape[0]
-    cut = cut or tile(tokens, ratio, main_dim, key_dim if keys is not None else 0)
+    cut = cut or tile(tokens, ratio, main_dim, key_dim)
+    chunk = max(cut.tokens, cut.pooled)
+    pools = chunk // cut.pooled
+    main_pools, key_pools = 0 if main is None else pools * cut.parts, 0 if keys is None else pools
     main_piece, key_piece = (
-        min(PIECE_ELEMENTS // cut.tokens, triton.next_power_of_2(2 * groups * dim)) for dim in (main_dim, key_dim)
+        min(SAVED // cut.tokens, triton.next_power_of_2(2 * groups * dim)) for dim in (main_dim, key_dim)
     )
-    main_jobs, key_jobs = (
-        0 if c is None else cut.pools + cdiv(2 * groups * dim, piece)
+    main_saves, key_saves = (
+        0 if c is None else cdiv(2 * groups * dim, piece)
         for c, dim, piece in ((main, main_dim, main_piece), (keys, key_dim, key_piece))
     )
-    chunks = cdiv(max(tokens, inserted, main_sizes[0], key_sizes[0]), cut.tokens)
+    chunks = cdiv(max(tokens, inserted, main_sizes[0], key_sizes[0]), chunk)
     if chunks == 0:
         return out
-    preprocess_insert_kernel[(chunks * (main_jobs + key_jobs + 2),)](
+    pooled = arrived = None
+    if main is not None and cut.parts > 1:
+        pooled = torch.empty((main_sizes[0], main_dim), dtype=torch.float32, device=qr.device)
+        arrived = arrival_counters(main_sizes[0], qr.device)
+    jobs = main_pools + key_pools + chunk // cut.tokens * (2 + main_saves + key_saves)
+    preprocess_insert_kernel[(chunks * jobs,)](
         out,
         qr,
         q_weight,
@@ -295,6 +182,8 @@ def preprocess_insert(
         kv_scale,
         main,
         keys,
+        pooled,
+        arrived,
         eps,
         qr.stride(),
         q_weight.stride(0),
@@ -327,14 +216,18 @@ def preprocess_insert(
         MAIN_D=main_dim,
         KEY_D=key_dim,
         ROPE=cos_sin_cache.shape[1],
+        CHUNK=chunk,
         TOKENS=cut.tokens,
-        POOLS=cut.pools,
-        MAIN_JOBS=main_jobs,
+        POOL_TOKENS=cut.pooled,
+        MAIN_POOLS=main_pools,
+        MAIN_PARTS=cut.parts,
+        MAIN_ROWS=cut.rows,
+        MAIN_SAVES=main_saves,
         MAIN_PIECE=main_piece,
-        MAIN_ROWS=cut.main_rows,
-        KEY_JOBS=key_jobs,
-        KEY_PIECE=key_piece,
+        KEY_POOLS=key_pools,
         KEY_ROWS=cut.key_rows,
+        KEY_SAVES=key_saves,
+        KEY_PIECE=key_piece,
         num_warps=cut.warps,
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,

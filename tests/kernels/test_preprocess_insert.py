@@ -35,7 +35,8 @@ from tests.ops.preprocess_layer import CACHES, PADDING, Layer, storage, with_cop
 
 interpreted = pytest.mark.interpreted
 
-MUTATED = ("p_q_out", "p_window", *(f"{who}.{name}" for who in ("main", "keys") for name in ("cache", "state_cache")))
+MUTATED = ("p_q_out", "p_window", "p_pooled", "p_arrived")
+MUTATED += tuple(f"{who}.{name}" for who in ("main", "keys") for name in ("cache", "state_cache"))
 FLOAT32 = Tolerance(abs=5e-6, rel=5e-6, cosine=1e-11)
 """As of the separate kernels: sums in another order, and exponentials of another library."""
 MLA: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16, "max_len": 160}
@@ -106,9 +107,19 @@ def separately(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     return out, {name: a[name] for name in CACHES if name in a}
 
 
-def assert_equal(arguments: dict[str, Any], **options: Any) -> dict[str, Tensor]:
+def cut_of(arguments: dict[str, Any], **changes: int) -> kernel.Tile:
+    """The usual cut with changes, and windows read as many positions at a time as by the separate kernel, which is what
+    the order of a pool's sums depends on."""
+    ratio = arguments.get("ratio", 0)
+    dims = [len(arguments[name]) if name in arguments else 1 for name in ("norm_weight", "indexer_norm_weight")]
+    rows = [compress.tile_of(ratio, dim)[0] if ratio else 1 for dim in dims]
+    cut = kernel.tile(len(arguments["qr"]), ratio, *dims)
+    return cut._replace(rows=rows[0], key_rows=rows[1])._replace(**changes)
+
+
+def assert_equal(arguments: dict[str, Any], **changes: int) -> dict[str, Tensor]:
     """One launch leaves every byte that the separate launches leave. Returns the caches."""
-    (ours, mine), (theirs, others) = launch(arguments, **options), separately(arguments)
+    (ours, mine), (theirs, others) = launch(arguments, cut=cut_of(arguments, **changes)), separately(arguments)
     assert_bitwise(ours, theirs, strides=True, label="qr")
     for name, cache in others.items():
         assert_bitwise(storage(mine[name]), storage(cache), label=name)
@@ -154,25 +165,29 @@ def test_one_launch_does_what_the_separate_launches_and_the_reference_do(kind: s
     assert_reference(arguments)
 
 
-CUTS = [
-    kernel.Tile(1, 1, 8, 8, 1),
-    kernel.Tile(4, 1, 16, 8, 4),
-    kernel.Tile(4, 2, 16, 8, 4),
-    kernel.Tile(16, 16, 16, 8, 8),
-]
+CUTS = [{"tokens": 4, "pooled": 16}, {"tokens": 16, "pooled": 2}, {"parts": 2, "pooled": 4, "warps": 1}]
 
 
 @interpreted
-@SMALL
-def test_no_result_depends_on_how_the_work_is_cut(kind: str) -> None:
-    arguments = step(kind)
-    want, caches = launch(arguments)
-    rows = kernel.tile(1, *((arguments["ratio"], 16, 16) if kind != "swa" else (0, 1, 0)))
-    for cut in CUTS:
-        got, mine = launch(arguments, cut=cut._replace(main_rows=rows.main_rows, key_rows=rows.key_rows))
-        assert_bitwise(got, want)
-        for name, cache in caches.items():
-            assert_bitwise(storage(mine[name]), storage(cache), label=name)
+@COMPRESSED
+@pytest.mark.parametrize("changes", CUTS, ids=str)
+def test_no_result_depends_on_how_the_work_is_cut(kind: str, changes: dict[str, int]) -> None:
+    assert_equal(step(kind), **changes)
+
+
+@interpreted
+@pytest.mark.parametrize("parts", [2, 8])
+def test_programs_that_share_an_entry_leave_their_counters_at_zero(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens close a group, both in one program's reach."""
+    model = layer("hca")
+    history(model)
+    tokens = [(2, 127), PADDING, *((0, p) for p in range(125, 128))]
+    counters = torch.zeros(len(tokens), dtype=torch.int32)
+    monkeypatch.setattr(kernel, "arrival_counters", lambda count, device: counters)
+    arguments = model.arguments(tokens, model.projection(len(tokens)))
+    for _ in range(2):
+        assert_equal(arguments, parts=parts)
+        assert not counters.any()
 
 
 @interpreted
@@ -293,7 +308,7 @@ def test_any_strides(kind: str, spread: Callable[[Tensor], Tensor]) -> None:
 
 
 @interpreted
-@SMALL
+@COMPRESSED
 @pytest.mark.parametrize(
     "where", ["positions", "token_to_req", "state_block_table", "state_slot_mapping", "slot_mapping"]
 )
