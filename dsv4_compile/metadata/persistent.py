@@ -10,7 +10,6 @@ read the views. `buffers.py` declares every buffer.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -65,6 +64,8 @@ class MetadataBuffers:
         own = self.plan.allocate([spec.name for spec in self.plan.specs if spec.name not in adopted], device)
         self.tensors: dict[str, Tensor] = own | adopted
         """Every buffer by its declared name."""
+        self.block_tables = BlockTables(**{group: self.tensors[f"{group}_block_table"] for group in self.groups})
+        """The persistent block tables, None for groups that the model has not."""
         self._rows = 0
 
     def _adopt(self, block_tables: BlockTables) -> dict[str, Tensor]:
@@ -80,12 +81,6 @@ class MetadataBuffers:
     def nbytes(self) -> int:
         """Bytes of all buffers, adopted block tables included."""
         return self.plan.nbytes
-
-    @property
-    def block_tables(self) -> BlockTables:
-        """The persistent block tables, None for groups that the model has not."""
-        tables = {f.name: self.tensors.get(f"{f.name}_block_table") for f in fields(BlockTables)}
-        return BlockTables(**tables)  # type: ignore[arg-type]
 
     def load(
         self,
