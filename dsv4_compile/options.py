@@ -167,7 +167,7 @@ def _check_inductor_setting(name: str, value: Any) -> None:
 
 
 def _typed(key: str, value: Any, expected: type) -> Any:
-    fine = type(value) is expected and (expected is not int or value > 0)
+    fine = type(value) is expected and not (isinstance(value, int) and expected is int and value < 1)
     check(fine, "E301", got=f"{key}={value!r}", rule=f"{key} is {expected.__name__}, above 0 where it counts", fix="")
     return value
 

@@ -31,6 +31,7 @@ class Problem:
         published: times in microseconds that others have reached here, by name; shown for comparison.
         differs: as `gate.disagreement`, for results whose rounding is not defined to the bit.
         cold: whether a time with the data out of the cache is wanted.
+        clock: "" for graph replays on a GPU, "stream" for calls in a row, host time included: for what captures itself.
     """
 
     op: str
@@ -43,6 +44,7 @@ class Problem:
     published: Mapping[str, float]
     differs: Callable[..., str] | None = None
     cold: bool = True
+    clock: str = ""
 
 
 def keep(only: Only, **columns: int | str) -> bool:

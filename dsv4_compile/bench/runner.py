@@ -18,6 +18,7 @@ from .record import Record, environment
 
 SCENARIOS = {
     "chain": "hidden states to queries and caches: plain PyTorch, stock torch.compile and the ops",
+    "decode_step": "attention of a whole decode step, as a user runs it, in graphs and without",
     "gemm": "block-scaled and grouped linear layers",
     "indexer": "compressors, indexer queries, score and top-k, and the map to slots",
     "indexer_tiles": "the kernels of indexer with every tile they could choose",
@@ -98,7 +99,7 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
         if wrong:
             yield row | {"us": None, "status": "wrong", "note": wrong}
             continue
-        result = timing.measure(call, sets, device, cold=cold > 0)
+        result = timing.measure(call, sets, device, cold=cold > 0, clock=problem.clock)
         yield row | {
             "us": round(result.us, 3),
             "cold_us": None if result.cold_us is None else round(result.cold_us, 3),

@@ -47,7 +47,11 @@ def _block(title: str, rows: list[Row]) -> str:
         lines.append(["launches", *counts.values(), *[""] * (len(published) + len(floor) + 1 + len(rates))])
     notes = dict.fromkeys(f"  {row['impl']}, {row['status']}: {row['note']}" for row in rows if row["note"])
     clock = next((row["clock"] for row in rows if row["us"]), "")
-    unit = {"cuda graph": ": us warm / cold, CUDA graph", "wall clock": ": us, wall clock"}.get(clock, "")
+    unit = {
+        "cuda graph": ": us warm / cold, CUDA graph",
+        "wall clock": ": us, wall clock",
+        "stream": ": us, in a row",
+    }.get(clock, "")
     return "\n".join(["", f"{title}{unit}", *_align(lines), *notes])
 
 

@@ -14,6 +14,7 @@ import torch
 MAX_SETS = 1024
 _GRAPH_US = 400.0
 """Time that the calls of one graph should take together: the start of a replay is then a small part of it."""
+_IN_A_ROW = 20
 _SECONDS = 0.05
 _MIN_REPEATS, _MAX_REPEATS = 7, 200
 Call = Callable[[], Any]
@@ -27,7 +28,7 @@ class Timing:
         us: the same arguments again and again; what fits the L2 cache stays in it.
         cold_us: different arguments at each call, together more than twice what L2 holds; None where that was not
             measured: on a CPU, and for calls that touch so little that too many sets would be needed.
-        clock: "cuda graph" or "wall clock".
+        clock: "cuda graph", "stream" (calls in a row, host time included) or "wall clock".
     """
 
     us: float
@@ -36,11 +37,21 @@ class Timing:
 
 
 def measure(
-    call: Callable[..., Any], sets: Sequence[tuple[Any, ...]], device: torch.device, *, cold: bool = False
+    call: Callable[..., Any],
+    sets: Sequence[tuple[Any, ...]],
+    device: torch.device,
+    *,
+    cold: bool = False,
+    clock: str = "",
 ) -> Timing:
-    """Time `call` on the first of `sets`, and `cold`, on a GPU, on all of them in turn: `cold_sets` says how many."""
+    """Time `call` on the first of `sets`, and `cold`, on a GPU, on all of them in turn: `cold_sets` says how many.
+
+    With clock "stream" a GPU runs calls in a row: the time is that of the host or of the GPU, whichever takes longer.
+    """
     if device.type != "cuda":
         return Timing(_wall_us(partial(call, *sets[0])), None, "wall clock")
+    if clock == "stream":
+        return Timing(_stream_us(partial(call, *sets[0])), None, clock)
     once = _graph_us([partial(call, *sets[0])])
     repeats = int(min(100.0, max(1.0, _GRAPH_US / once)))
     warm = _graph_us([partial(call, *sets[0])] * repeats) if repeats > 1 else once
@@ -103,6 +114,23 @@ def _graph_us(calls: Sequence[Call], keep: bool = False) -> float:
 
     replay()
     return _median(replay) / len(calls)
+
+
+def _stream_us(call: Call) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(3):
+        call()
+
+    def run() -> float:
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(_IN_A_ROW):
+            call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / _IN_A_ROW
+
+    return _median(run)
 
 
 def _wall_us(call: Call) -> float:
