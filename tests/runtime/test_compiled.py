@@ -5,6 +5,7 @@ Graphs run as they were traced: what captures do around them does not depend on 
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from dsv4_compile.errors import DSV4Warning, GraphError
 from dsv4_compile.runtime import Counts, counting, mark_static_inputs
 from dsv4_compile.runtime.compiled import tokens_of
 from dsv4_compile.runtime.graph_inputs import static_inputs
+from dsv4_compile.testing import assert_bitwise
+from tests.runtime.engine import Engine, Stack, make_runner, make_world
 
 STANDIN = {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}
 
@@ -29,8 +32,9 @@ def as_traced(gm: GraphModule, example_inputs: Any, **kwargs: Any) -> Callable[.
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(vars(_compat), "compile_fx", as_traced)
+def quick(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    if "inductor" not in request.node.name:
+        monkeypatch.setitem(vars(_compat), "compile_fx", as_traced)
     torch.compiler.reset()
     with torch.no_grad():
         yield
@@ -79,6 +83,41 @@ def test_the_third_call_of_a_shape_captures_and_all_further_replay() -> None:
     assert counts == Counts(captures=1, replays=6, compiled=2)
     # Results are the caller's: no later replay has written them.
     assert len({out.data_ptr() for out, _ in kept[2:]}) == 6
+
+
+def test_code_of_inductor_is_replayed() -> None:
+    layer, cache = Layer(), Cache(torch.zeros(8, 4))
+    ours = compiled(layer)
+    with counting() as counts:
+        for step in range(6):
+            x, slots = torch.randn(3, 4), torch.randperm(8)[:3]
+            out, count = ours(x, slots, cache)
+            torch.testing.assert_close(cache.rows[slots], layer.linear(x))
+            torch.testing.assert_close(out, layer.linear(x) + cache.rows.sum(0))
+            assert count is layer.count and count == step + 1
+    assert counts == Counts(captures=1, replays=4, compiled=2)
+
+
+def test_a_runner_over_a_compiled_stack_compiles_and_captures_nothing_after_warm_up(seed: int) -> None:
+    world = make_world()
+    stack = torch.compile(world.stack, backend="dsv4", fullgraph=True)
+    runner = make_runner(world, step=stack, buckets=(1, 2, 4, 6, 12))
+    runner.warm_up()
+    assert _compat.compiled_versions(Stack.forward.__code__) <= 3
+    engine = Engine(random.Random(seed))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(40):
+            query_lens, seq_lens = engine.advance()
+            hidden = world.load(query_lens, seq_lens)
+            out = runner.step(sum(query_lens), hidden=hidden)
+            expected = world.eager(hidden, query_lens, seq_lens, runner.buckets.fit(sum(query_lens)))
+            assert_bitwise(out, expected)
+    assert (runner.statistics.captures, runner.statistics.uncaptured) == (5, 0)
+    moved = world.stack.layers[0].attn_sink
+    world.stack.layers[0].attn_sink = nn.Parameter(moved.detach().clone(), requires_grad=False)
+    runner.debug = True
+    with pytest.raises(GraphError, match="attn_sink"):
+        runner.step(1)
 
 
 def test_every_shape_has_its_capture_and_results_of_one_are_not_anothers() -> None:
