@@ -160,12 +160,9 @@ def sparse_mla_decode_kernel(
     cache0 = p_cache0, cache0_strides[0], cache0_strides[1], cache0_strides[2]
     cache1 = p_cache1, cache1_strides[0], cache1_strides[1], cache1_strides[2]
 
-    p_q += token * q_strides[0] + o_head.to(tl.int64) * q_strides[1]
-    q = load_queries(p_q, q_strides[2], m_head, token, rope, eps, DTYPE, D, BLOCK_D, ROPE)
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     if KEYS_FIRST:
-        q = tl.trans(q)
         acc = tl.zeros((BLOCK_D, BLOCK_H), tl.float32)
     else:
         acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
@@ -176,6 +173,18 @@ def sparse_mla_decode_kernel(
         stored = _fetch_block(begin < blocks0, slot, cache0, cache1, PAGE0, PAGE1, FORMAT, D, BLOCK_D)
         k = decode_keys(stored, p_kv_scale, FORMAT, DTYPE)
         slot = _block_slots(begin + 1, end, blocks0, row0, row1, BLOCK_N)
+
+    p_q += token * q_strides[0] + o_head.to(tl.int64) * q_strides[1]
+    if eps is not None:
+        # A branch, so that the compiler does not choose the layout of the keys by how queries are rotated: it would
+        # store every key twice.
+        q = tl.zeros((BLOCK_H, BLOCK_D), DTYPE)
+        if begin < end:
+            q = load_queries(p_q, q_strides[2], m_head, token, rope, eps, DTYPE, D, BLOCK_D, ROPE)
+    else:
+        q = load_queries(p_q, q_strides[2], m_head, token, rope, eps, DTYPE, D, BLOCK_D, ROPE)
+    if KEYS_FIRST:
+        q = tl.trans(q)
     for block in tl.range(begin, end, num_stages=1):
         fetched = block + 1 if PREFETCH else block
         stored = _fetch_block(fetched < blocks0, slot, cache0, cache1, PAGE0, PAGE1, FORMAT, D, BLOCK_D)

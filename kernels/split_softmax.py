@@ -1,11 +1,11 @@
 """Joins softmaxes over parts of the keys into one.
 
 A part of a row of keys is its output, divided by its own denominator, and the base-2 logarithm of that denominator,
--inf where the part attends nothing. Weighted by 2^(part - joint), the parts add up to the whole. They are added 16 at a
-time, in an order that no number of parts changes, and one part alone stays as it is.
+-inf where the part attends nothing. Weighted by 2^(part - joint), the parts add up to the whole. They are added CHUNK at
+a time, and one part alone stays as it is.
 
-A program takes a head of a token. The last program of a part could do the same without a second launch, but alone: 10
-parts of 64 heads are 1.3 MB, which one multiprocessor reads in 11 us and all of them in two.
+A program takes a head of a token. The last program of a token could do the same without a second launch, but alone: 10
+parts of 64 heads are 1.3 MB, which take 20,000 clocks of a multiprocessor at 64 bytes each.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..layout import cdiv
 from .attention_rows import DTYPES, store_rows
 from .sparse_mla_decode_plan import Fusion, Results
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+CHUNK = 16
 
 
 @triton.jit
@@ -70,7 +72,8 @@ def split_softmax_kernel(
     D: tl.constexpr,
     ROUND: tl.constexpr,  # dtype of attention's output
     BLOCK_D: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,  # added at a time
+    CHUNKS: tl.constexpr,
     DEPENDENT: tl.constexpr,  # launched before its predecessor ends
     ROPE: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -85,24 +88,24 @@ def split_softmax_kernel(
     local, head = row // H, row % H
     token = first + local
     o_dim = tl.arange(0, BLOCK_D)
-    top = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    acc = tl.zeros((BLOCK_D,), tl.float32)
-    for begin in tl.range(0, parts, BLOCK_PARTS, num_stages=1):
-        o_part = begin + tl.arange(0, BLOCK_PARTS)
+    top, total, acc = float("-inf"), 0.0, 0.0
+    for chunk in tl.static_range(CHUNKS):
+        o_part = chunk * BLOCK_PARTS + tl.arange(0, BLOCK_PARTS)
         o_row = (local * parts + o_part) * H + head
         # [BLOCK_PARTS]
         part_lse = tl.load(p_part_lse + o_row, mask=o_part < parts, other=float("-inf"))
         # [BLOCK_PARTS, BLOCK_D]
         m_part = (part_lse > float("-inf"))[:, None] & (o_dim < D)[None, :]
         part = tl.load(p_part + o_row[:, None] * D + o_dim[None, :], mask=m_part, other=0.0)
-        new_top = tl.maximum(top, tl.max(part_lse, 0))
+        here = tl.max(part_lse, 0)
+        new_top = here if chunk == 0 else tl.maximum(top, here)
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(part_lse - shift)
-        rescale = tl.exp2(top - shift)
-        total = total * rescale + tl.sum(weight, 0)
-        acc = acc * rescale + tl.sum(part * weight[:, None], 0)
-        top = new_top
+        new_total, new_acc = tl.sum(weight, 0), tl.sum(part * weight[:, None], 0)
+        if chunk > 0:
+            rescale = tl.exp2(top - shift)
+            new_total, new_acc = total * rescale + new_total, acc * rescale + new_acc
+        top, total, acc = new_top, new_total, new_acc
     factor, lse = finish_softmax(top, total, p_sink, stride_sink, head, True)
     if p_lse is not None:
         tl.store(p_lse + token * lse_stride + head, lse)
@@ -136,6 +139,7 @@ def split_softmax(
             `gdc_launch_dependents`, still runs.
     """
     _, parts, heads, head_dim = part.shape
+    block_parts = CHUNK if fusion.batch_invariant else min(CHUNK, triton.next_power_of_2(parts))
     positions, position_stride, table, table_strides, max_pos = fusion.rope()
     split_softmax_kernel[((end - first) * heads,)](
         into.out,
@@ -160,7 +164,8 @@ def split_softmax(
         D=head_dim,
         ROUND=DTYPES[dtype],
         BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_PARTS=16,
+        BLOCK_PARTS=block_parts,
+        CHUNKS=cdiv(parts, block_parts),
         DEPENDENT=dependent,
         **fusion.constants(),
         enable_fp_fusion=False,
