@@ -75,7 +75,7 @@ def _why_not(q: Tensor, kv: Tensor, indices: Tensor) -> str:
 def _launch(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     gpu = gpu_of(q.device)
     hopper = _hopper(gpu)
-    if hopper is not None and not hopper.hopper_refuses(q, kv, rows, sink):
+    if hopper is not None and not hopper.hopper_refuses(q, kv, rows, scale, sink):
         return hopper.launch_hopper(q, kv, rows, scale, sink, gpu)
     return launch(q, kv, rows, scale, sink, gpu)
 

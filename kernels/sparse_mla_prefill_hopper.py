@@ -101,12 +101,13 @@ def _lane_sums(weights):
 def _softmax(scores, live, acc, top, sums, turn, scale, keys, shared):
     """Weights of a block: multiplied with the left half of the keys, and into shared memory for the right one."""
     weights_tile, factors, weights_ready, weights_free = shared
-    scores = gl.where(gl.expand_dims(live, 0) > 0, scores * scale, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, 1))
+    # The scale is positive: it applies to the largest score, and to the others on their way into the exponent.
+    scores = gl.where(gl.expand_dims(live, 0) > 0, scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1) * scale)
     # -inf - -inf is NaN: a head without keys so far is shifted by zero.
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
     rescale = gl.exp2(top - shift)
-    weights = gl.exp2(scores - gl.expand_dims(shift, 1))
+    weights = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
     rounded = weights.to(gl.bfloat16)
     operand = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUTPUT, 2))
     acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT)), 1)
@@ -321,7 +322,7 @@ def sparse_mla_prefill_hopper_kernel(
     ], [4, 4], [RIGHT_REGISTERS, GATHERER_REGISTERS])  # fmt: skip
 
 
-def hopper_refuses(q: Tensor, kv: Tensor, rows: Rows, sink: Tensor | None) -> str:
+def hopper_refuses(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None) -> str:
     """Why this kernel cannot take a call that the portable one can, "" if it can."""
     tokens, heads, head_dim = q.shape
     if q.dtype is not torch.bfloat16 or kv.dtype is not torch.bfloat16 or head_dim != layout.HEAD_DIM or heads == 0:
@@ -332,6 +333,8 @@ def hopper_refuses(q: Tensor, kv: Tensor, rows: Rows, sink: Tensor | None) -> st
         return f"it takes a workspace that has rows, a multiple of {ROW_ALIGN} elements apart"
     if q.stride(1) * q.element_size() % ROW_ALIGN or q.data_ptr() % ROW_ALIGN:
         return f"it takes queries that start at multiples of {ROW_ALIGN} bytes"
+    if not scale > 0:
+        return "it takes positive scales"
     neighbours = [rows.indices] if sink is None else [rows.indices, sink]
     return "" if all(x.stride(-1) == 1 for x in neighbours) else "it takes indices and sinks that are neighbours"
 

@@ -206,6 +206,6 @@ def launch(
 
 def outputs(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised `out`, `max_logits` and `lse` for the queries `[T, H, D]`."""
-    rows = q.shape[:2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return out, *(torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
+    max_logits, lse = (torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
+    return out, max_logits, lse

@@ -103,7 +103,7 @@ def prefill_attention(
     Returns:
         out, max_logits and lse of `torch.ops.dsv4.sparse_mla_prefill`; padding tokens attend nothing.
     """
-    parts = []
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for step in steps:
         starts, lens = query_start_loc[step.requests.start : step.requests.stop + 1], seq_lens[step.requests]
         gather_lens = torch.ops.dsv4.prefill_gather_lens(starts, lens, 0, window)
@@ -141,7 +141,10 @@ def prefill_attention(
     if not parts:
         nothing = seq_lens.new_empty(q.shape[0], 0)
         parts.append(torch.ops.dsv4.sparse_mla_prefill(q, workspace, nothing, None, scale, attn_sink))
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(part) for part in zip(*parts, strict=True))
+    if len(parts) == 1:
+        return parts[0]
+    out, max_logits, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+    return out, max_logits, lse
 
 
 def prefill_topk(

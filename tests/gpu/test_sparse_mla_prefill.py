@@ -52,7 +52,7 @@ def by_portable(args: tuple[Any, ...]) -> Result:
 def by_hopper(args: tuple[Any, ...]) -> Result:
     from dsv4_compile.kernels import sparse_mla_prefill_hopper as hopper
 
-    assert hopper.hopper_refuses(*args[:2], index_rows(args), args[5]) == ""
+    assert hopper.hopper_refuses(*args[:2], index_rows(args), *args[4:6]) == ""
     return hopper.launch_hopper(*args[:2], index_rows(args), args[4], args[5], gpu_of(CUDA))
 
 
@@ -209,6 +209,13 @@ def test_a_captured_graph_follows_its_buffers_and_never_waits(kernel: str) -> No
         for got, want in zip(captured, KERNELS[kernel](args), strict=True):
             assert torch.equal(got, want)
         assert_same(captured, reference(args), FEW_KEYS)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.05, 3.0])
+def test_any_scale(scale: float) -> None:
+    args = list(scenario.arguments(50, 64, CUDA, 1))
+    args[4] = scale
+    assert_same(launcher.sparse_mla_prefill(*args), reference(tuple(args)), FEW_KEYS)
 
 
 def test_empty_batches() -> None:

@@ -77,18 +77,23 @@ def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products
 def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> None:
     q, kv = operands(64)
     sink, some = torch.zeros(64), rows()
-    assert hopper.hopper_refuses(q, kv, some, sink) == hopper.hopper_refuses(q, kv, rows(ragged=True), None) == ""
+    assert (
+        hopper.hopper_refuses(q, kv, some, 0.1, sink)
+        == hopper.hopper_refuses(q, kv, rows(ragged=True), 2.0, None)
+        == ""
+    )
     fused = torch.zeros(2, 64 * 512 + 64, dtype=torch.bfloat16)[:, : 64 * 512].unflatten(1, (64, 512))
     wide = torch.zeros(70, 520, dtype=torch.bfloat16)
     calls = {
-        "bfloat16 vectors": (q.half(), kv, some, sink),
-        "of 512 dims": (q[..., :256], kv[:, :256], some, sink),
-        "equally far apart": (fused, kv, some, sink),
-        "that has rows": (q, kv[:0], some, sink),
-        "elements apart": (q, wide[:, :512], some, sink),
-        "start at": (torch.zeros(2, 64, 513, dtype=torch.bfloat16)[..., 1:], kv, some, sink),
-        "neighbours": (q, kv, some._replace(indices=strided(some.indices)), sink),
+        "bfloat16 vectors": (q.half(), kv, some, 0.1, sink),
+        "of 512 dims": (q[..., :256], kv[:, :256], some, 0.1, sink),
+        "equally far apart": (fused, kv, some, 0.1, sink),
+        "that has rows": (q, kv[:0], some, 0.1, sink),
+        "elements apart": (q, wide[:, :512], some, 0.1, sink),
+        "start at": (torch.zeros(2, 64, 513, dtype=torch.bfloat16)[..., 1:], kv, some, 0.1, sink),
+        "positive scales": (q, kv, some, -0.1, sink),
+        "neighbours": (q, kv, some._replace(indices=strided(some.indices)), 0.1, sink),
     }
     for reason, call in calls.items():
         assert reason in hopper.hopper_refuses(*call)
-    assert hopper.hopper_refuses(q[:, :64].expand(2, 64, 512), kv, some, sink) == ""
+    assert hopper.hopper_refuses(q[:, :64].expand(2, 64, 512), kv, some, 0.1, sink) == ""
