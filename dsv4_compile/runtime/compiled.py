@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import operator
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,18 +46,19 @@ class Policy:
     debug: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Shape:
-    """One shape of the copied inputs, at one set of addresses of the static ones."""
+    """One shape of the copied inputs, at one set of addresses of the static ones, which it does not keep alive."""
 
-    static: tuple[Tensor, ...]
     records: tuple[Record, ...]
+    where: str
+    static: tuple[int, ...] = ()
+    alive: tuple[weakref.ref[Tensor], ...] = ()
     calls: int = 0
     copies: tuple[Tensor, ...] = ()
     capture: Capture | None = None
     checked: bool = False
     aliases: tuple[bool, ...] = ()
-    where: str = ""
 
 
 class CapturedGraph:
@@ -105,15 +106,27 @@ class CapturedGraph:
         moving = [args[i] for i in self._moving]
         key = tuple((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else a for a in moving)
         known = self._shapes.get(key, ())
+        ids = tuple(map(id, static))
         for shape in known:
-            if all(map(operator.is_, static, shape.static)):
+            if shape.static == ids:
                 return shape
         records = self._records_of(static)
         for shape in known:
             if shape.records == records:
-                shape.static = static  # other tensor objects at the same places
+                self._remember(shape, static)  # other tensor objects at the same places
                 return shape
         return self._admit(key, static, records, moving)
+
+    def _remember(self, shape: _Shape, static: tuple[Tensor, ...]) -> None:
+        """Know `shape` by these tensors, and drop it with the first of them: a cache must not live for its graph."""
+
+        def forget(_: Any) -> None:
+            for shapes in self._shapes.values():
+                if shape in shapes:
+                    shapes.remove(shape)
+
+        shape.static = tuple(map(id, static))
+        shape.alive = tuple(weakref.ref(tensor, forget) for tensor in static)
 
     def _records_of(self, static: tuple[Tensor, ...]) -> tuple[Record, ...]:
         names = (self._names[i] for i in self._static)
@@ -133,7 +146,8 @@ class CapturedGraph:
         if sum(map(len, self._shapes.values())) >= self._policy.max_captures:
             return self._tell("full", f"another shape after dsv4.cudagraph.max_captures={self._policy.max_captures}")
         where = f"the graph of {', '.join(str(tuple(m.shape)) for m in moving if isinstance(m, Tensor)) or 'no input'}"
-        shape = _Shape(static, records, where=where)
+        shape = _Shape(records, where)
+        self._remember(shape, static)
         self._shapes.setdefault(key, []).append(shape)
         return shape
 
@@ -149,7 +163,8 @@ class CapturedGraph:
 
     def _capture(self, shape: _Shape, args: tuple[Any, ...]) -> None:
         frozen: list[Any] = list(args)
-        shape.records = self._records_of(shape.static)  # where things are now; a first call may have moved weights
+        static = tuple(args[i] for i in self._static)
+        shape.records = self._records_of(static)  # where things are now; a first call may have moved weights
         with torch.inference_mode(False):
             # Not an inference tensor, whatever the mode of this call: later calls write it in theirs.
             for i in self._moving:
@@ -162,7 +177,7 @@ class CapturedGraph:
             work.note(shape.where)
             shape.capture = self._graphs.capture(lambda: self._compiled(*frozen), shape.where)
             work.advance()
-        places = {t.untyped_storage().data_ptr() for t in shape.static}
+        places = {t.untyped_storage().data_ptr() for t in static}
         shape.aliases = tuple(
             not isinstance(out, Tensor) or out.untyped_storage().data_ptr() in places for out in shape.capture.outputs
         )
@@ -172,8 +187,8 @@ class CapturedGraph:
         assert shape.capture is not None
         self._copy_inputs(shape, args)
         if self._policy.debug or not shape.checked:
-            for record, tensor in zip(shape.records, shape.static, strict=True):
-                record.check(tensor, shape.where)
+            for record, i in zip(shape.records, self._static, strict=True):
+                record.check(args[i], shape.where)
             shape.checked = True
         shape.capture.replay()
         count("replays")

@@ -100,6 +100,7 @@ class DecodeRunner:
         self.sampling = None if sampler is None else Sampling(buffers, sampler, tokens_each, max_run_steps)
         self._captures: dict[int, Capture] = {}
         self._runs: dict[int, Capture] = {}
+        self._views: dict[int, Any] = {}  # of the outputs, by number of tokens: they never move
         self._checked: set[str] = set()
         self._told: set[str] = set()
         self._plan: Plan | None = None
@@ -195,7 +196,9 @@ class DecodeRunner:
             return self._uncaptured(tokens)
         self._pad(tokens, bucket)
         self._replay(self._captures[bucket], bucket, tokens, f"the step of {bucket} tokens")
-        return pytree.tree_map(lambda out: out[:tokens], self._captures[bucket].outputs)
+        if tokens not in self._views:
+            self._views[tokens] = pytree.tree_map(lambda out: out[:tokens], self._captures[bucket].outputs)
+        return self._views[tokens]
 
     def run(self, steps: int, num_reqs: int) -> tuple[Tensor, Tensor]:
         """Decode `steps` steps of the first `num_reqs` requests of the batch in `buffers`, `tokens_each` tokens each.

@@ -5,8 +5,10 @@ Graphs run as they were traced: what captures do around them does not depend on 
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -144,6 +146,20 @@ def test_another_cache_is_another_capture_and_never_the_first_ones_memory() -> N
             other, index = (second, 1) if cache is first else (first, 0)
             assert torch.equal(other.rows, before[index])
     assert counts == Counts(captures=2, replays=6, compiled=4)
+
+
+def test_a_cache_does_not_live_for_its_captures() -> None:
+    layer = compiled(Layer(), **{"dsv4.cudagraph.max_captures": 1})
+    with counting() as counts:
+        for _ in range(3):
+            cache = Cache(torch.zeros(8, 4))
+            for _ in range(4):
+                call(layer, 3, cache)
+            alive = weakref.ref(cache.rows)
+            del cache
+            gc.collect()
+            assert alive() is None
+    assert counts == Counts(captures=3, replays=6, compiled=6)
 
 
 def test_prefills_run_compiled() -> None:

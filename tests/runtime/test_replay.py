@@ -127,9 +127,9 @@ class PadsWithZero(MetadataBuffers):
 
 
 def run_until_wrong(world: World, runner: Any, seed: int, compare: bool = True) -> str:
-    """What the differential test finds, or "" after 60 steps."""
+    """What the differential test finds, or "" after 30 steps."""
     engine = Engine(random.Random(seed))
-    for _ in range(60):
+    for _ in range(30):
         query_lens, seq_lens = engine.advance()
         hidden = world.load(query_lens, seq_lens)
         out = runner.step(sum(query_lens), hidden=hidden)
