@@ -1,27 +1,22 @@
-"""Metadata of one group of caches as serving engines ask for it: main, indexer and compressor caches, one builder each.
+"""Metadata of the main caches for FLASHMLA_SPARSE_DSV4, and its builder.
 
-An engine calls the builder of each of its cache groups with that group's block table and slots. All of them split the
-batch by one threshold, so that their decodes line up, and fill buffers that are declared in `metadata.BUFFERS`: give
-them one `MetadataBuffers` and they share its memory. Each build is one launch, two where a batch with prefills has
-layers of ratio 128. Where the block tables of all groups are in persistent buffers, `step.DeepseekV4StepBuilder` makes
-all of it in one launch for all groups.
+A build is one launch, two where a batch with prefills has layers of ratio 128.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..errors import check
-from ..layout import HCA_RATIO, KV_BLOCK, PAD_INDEX, WINDOW_BLOCK, cdiv, state_block_size
-from ..metadata import BatchSplit, MetadataBuffers, plan_buffers
-from ..ops.batch_metadata import GROUPS, TOKENS
+from ..layout import HCA_RATIO, KV_BLOCK, PAD_INDEX
+from ..metadata import BatchSplit, MetadataBuffers
 from .common import CommonAttentionMetadata
-from .protocol import CudaGraphSupport
+from .group_builder import GroupBuilder
 
 
 @dataclass(frozen=True)
@@ -59,111 +54,8 @@ class DeepseekV4FlashMLAMetadata:
     num_prefill_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class DeepseekV4IndexerMetadata:
-    """A batch as the indexer's cache sees it.
-
-    Attributes:
-        block_table: int32 `[R, B]`; slot_mapping: int64 `[T]`, slot of the key that a token completes, else -1.
-        req_id_per_token: int32 `[T]`; is_valid_token: bool `[T]`.
-        context_lens: int32 `[T]`, keys that each token may score: `(position + 1) // 4`, 0 for padding.
-        max_context: bound of `context_lens` that follows from max_model_len, so that no shape depends on a batch.
-        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens: the split that all groups share.
-    """
-
-    block_table: Tensor
-    slot_mapping: Tensor
-    req_id_per_token: Tensor
-    is_valid_token: Tensor
-    context_lens: Tensor
-    max_context: int
-    num_decodes: int
-    num_prefills: int
-    num_decode_tokens: int
-    num_prefill_tokens: int
-
-
-@dataclass(frozen=True)
-class DeepseekV4CompressorMetadata:
-    """A batch as the cache of compressor states sees it.
-
-    Attributes:
-        block_table: int32 `[R, B]`, entries of `block_size` tokens. slot_mapping: int64 `[T]`, where the state of each
-            token goes, -1 for padding. req_id_per_token: int32 `[T]`.
-    """
-
-    block_table: Tensor
-    slot_mapping: Tensor
-    req_id_per_token: Tensor
-    block_size: int
-
-
-class _GroupBuilder:
-    """What the builders share: a group's buffers, their refill, and the split.
-
-    Args:
-        max_num_batched_tokens: most tokens of a step, padding included.
-        max_model_len: longest sequence. Block tables stay where the engine has them.
-        ratio: compress ratio of the layers that this group of caches belongs to.
-        decode_threshold: longest query that is a decode, 1 + the number of speculative tokens; the same for all groups.
-        buffers: memory to share, allocated for as many tokens and as long sequences; None allocates what is needed.
-    """
-
-    cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.UNIFORM_BATCH
-    outputs: ClassVar[tuple[str, ...]] = ()
-    """Buffers beside those that come with the block table."""
-
-    def __init__(
-        self,
-        max_num_batched_tokens: int,
-        *,
-        max_model_len: int,
-        ratio: int,
-        decode_threshold: int = 1,
-        buffers: MetadataBuffers | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.max_model_len, self.ratio, self.reorder_batch_threshold = max_model_len, ratio, decode_threshold
-        self.groups = self._groups()
-        if buffers is not None:
-            fits = (max_num_batched_tokens, max_model_len) == (buffers.max_num_batched_tokens, buffers.max_model_len)
-            check(
-                fits,
-                "E204",
-                got=f"a builder for {max_num_batched_tokens} tokens and sequences of {max_model_len}, buffers for "
-                f"{buffers.max_num_batched_tokens} and {buffers.max_model_len}",
-                fix="give both the same capacities",
-            )
-            self.tensors = buffers.tensors
-            return
-        plan = plan_buffers(
-            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=1, max_model_len=max_model_len, ratios=(ratio,)
-        )
-        self.tensors = plan.allocate(self._names(), device)
-
-    def _groups(self) -> tuple[str, ...]:
-        """Groups of `ops.batch_metadata` that one call fills for this cache."""
-        raise AssertionError("a builder names its groups")
-
-    def _names(self) -> tuple[str, ...]:
-        """The buffers of this group."""
-        return (*TOKENS, *(name for group in self.groups for name in GROUPS[group]), *self.outputs)
-
-    def _refill(self, cm: CommonAttentionMetadata) -> BatchSplit:
-        """Rewrite every row of this group's buffers and return the split."""
-        torch.ops.dsv4.batch_metadata(
-            cm.query_start_loc,
-            cm.seq_lens,
-            cm.slot_mapping,
-            *(cm.block_table_tensor if group in self.groups else None for group in GROUPS),
-            WINDOW_BLOCK,
-            **{name: self.tensors[name] for name in self._names()},
-        )
-        return cm.split(self.reorder_batch_threshold)
-
-
-class DeepseekV4FlashMLAMetadataBuilder(_GroupBuilder):
-    """Builds `DeepseekV4FlashMLAMetadata` for the main caches of ratio 1, 4 or 128. See `_GroupBuilder` for arguments.
+class DeepseekV4FlashMLAMetadataBuilder(GroupBuilder):
+    """Builds `DeepseekV4FlashMLAMetadata` for the main caches of ratio 1, 4 or 128. See `GroupBuilder` for arguments.
 
     Args:
         topk_tokens: entries that the indexer selects. block_size: tokens that a block table entry covers.
@@ -199,6 +91,29 @@ class DeepseekV4FlashMLAMetadataBuilder(_GroupBuilder):
         self.prefill_rows: Tensor | None = None
         if ratio == HCA_RATIO:
             self.prefill_rows = torch.full_like(self.tensors["c128_indices"], PAD_INDEX)
+
+    @classmethod
+    def from_engine(
+        cls, kv_cache_spec: Any, layer_names: Sequence[str], engine_config: Any, device: torch.device | str | None
+    ) -> DeepseekV4FlashMLAMetadataBuilder:
+        """The builder of a group of layers, from what vLLM-like engines construct builders with.
+
+        Args:
+            kv_cache_spec: of the group: `compress_ratio` and `block_size`.
+            layer_names: of the group; not needed.
+            engine_config: `scheduler_config.max_num_batched_tokens`, `model_config.max_model_len`,
+                `model_config.hf_config.index_topk`, and `speculative_config.num_speculative_tokens` if there is one.
+        """
+        drafts = getattr(engine_config, "speculative_config", None)
+        return cls(
+            engine_config.scheduler_config.max_num_batched_tokens,
+            max_model_len=engine_config.model_config.max_model_len,
+            ratio=kv_cache_spec.compress_ratio,
+            topk_tokens=engine_config.model_config.hf_config.index_topk,
+            block_size=kv_cache_spec.block_size,
+            decode_threshold=1 + (0 if drafts is None else drafts.num_speculative_tokens),
+            device=device,
+        )
 
     def _groups(self) -> tuple[str, ...]:
         return (f"c{self.ratio}",) if self.ratio > 1 else ()
@@ -255,64 +170,3 @@ class DeepseekV4FlashMLAMetadataBuilder(_GroupBuilder):
             rows,
         )
         return rows
-
-
-class DeepseekV4IndexerMetadataBuilder(_GroupBuilder):
-    """Builds `DeepseekV4IndexerMetadata`. See `_GroupBuilder` for arguments; `ratio` is 4."""
-
-    outputs = ("c4_context_lens",)
-
-    def _groups(self) -> tuple[str, ...]:
-        return ("indexer",)
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> DeepseekV4IndexerMetadata:
-        """Metadata of a batch; see `DeepseekV4FlashMLAMetadataBuilder.build`."""
-        return self.view(common_attn_metadata, self._refill(common_attn_metadata))
-
-    def view(self, cm: CommonAttentionMetadata, split: BatchSplit) -> DeepseekV4IndexerMetadata:
-        """The metadata as views of buffers that have been filled for this batch."""
-        tokens = slice(0, cm.num_actual_tokens)
-        return DeepseekV4IndexerMetadata(
-            block_table=cm.block_table_tensor,
-            slot_mapping=self.tensors["indexer_slots"][tokens],
-            req_id_per_token=self.tensors["token_to_req"][tokens],
-            is_valid_token=self.tensors["is_valid_token"][tokens],
-            context_lens=self.tensors["c4_context_lens"][tokens],
-            max_context=cdiv(self.max_model_len, self.ratio),
-            **split._asdict(),
-        )
-
-
-class DeepseekV4CompressorMetadataBuilder(_GroupBuilder):
-    """Builds `DeepseekV4CompressorMetadata` for the states of the compressor of ratio 4 or 128, or of the indexer's.
-
-    See `_GroupBuilder` for arguments.
-
-    Args:
-        indexer: whether the states are those of the indexer's compressor.
-    """
-
-    def __init__(self, max_num_batched_tokens: int, *, indexer: bool = False, **options: Any) -> None:
-        self.indexer = indexer
-        super().__init__(max_num_batched_tokens, **options)
-
-    def _groups(self) -> tuple[str, ...]:
-        return ("indexer_state" if self.indexer else f"c{self.ratio}_state",)
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> DeepseekV4CompressorMetadata:
-        """Metadata of a batch; see `DeepseekV4FlashMLAMetadataBuilder.build`."""
-        return self.view(common_attn_metadata, self._refill(common_attn_metadata))
-
-    def view(self, cm: CommonAttentionMetadata, split: BatchSplit) -> DeepseekV4CompressorMetadata:
-        """The metadata as views of buffers that have been filled for this batch."""
-        tokens = slice(0, cm.num_actual_tokens)
-        return DeepseekV4CompressorMetadata(
-            block_table=cm.block_table_tensor,
-            slot_mapping=self.tensors[f"{self.groups[0]}_slots"][tokens],
-            req_id_per_token=self.tensors["token_to_req"][tokens],
-            block_size=state_block_size(self.ratio),
-        )

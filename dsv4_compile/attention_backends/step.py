@@ -13,11 +13,10 @@ from torch import Tensor
 from ..layout import CSA_RATIO, HCA_RATIO
 from ..metadata import BatchSplit, MetadataBuffers
 from .common import CommonAttentionMetadata
-from .flashmla_metadata import (
+from .flashmla_metadata import DeepseekV4FlashMLAMetadata, DeepseekV4FlashMLAMetadataBuilder
+from .indexer_metadata import (
     DeepseekV4CompressorMetadata,
     DeepseekV4CompressorMetadataBuilder,
-    DeepseekV4FlashMLAMetadata,
-    DeepseekV4FlashMLAMetadataBuilder,
     DeepseekV4IndexerMetadata,
     DeepseekV4IndexerMetadataBuilder,
 )

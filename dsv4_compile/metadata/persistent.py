@@ -111,6 +111,9 @@ class MetadataBuffers:
         check(starts.shape[0] == requests + 1, "E201", got=f"{starts.shape[0]} query_start_loc, {requests} seq_lens")
         self._check_capacity("requests", requests, self.max_num_seqs, "max_num_seqs")
         longest = self._check_values(starts, lens) if requests and _on_host(starts) and _on_host(lens) else 0
+        held = None if reserved is None else _ints(reserved)
+        if held is not None and held.numel() and _on_host(held):
+            self._check_length("has pages for", held)
         check(
             (slot_mapping is None) == ("slot_mapping" not in self.tensors),
             "E201",
@@ -125,7 +128,7 @@ class MetadataBuffers:
             self._put("slot_mapping", slot_mapping)
         if input_ids is not None:
             self._put("input_ids", _ints(input_ids, torch.int64))
-        self._put("reserved", lens.new_zeros(0) if reserved is None else _ints(reserved))
+        self._put("reserved", lens.new_zeros(0) if held is None else held)
         self.tensors["overflow"].zero_()
         if block_tables is not None:
             self._load_tables(block_tables, requests, longest)
@@ -247,9 +250,13 @@ class MetadataBuffers:
         fine = bool((starts.diff() >= 0).all()) and int(lens.min()) >= 0
         check(fine, "E201", got="a negative length", rule="query_start_loc does not decrease, lengths are not negative")
         self._check_capacity("tokens", int(starts[-1]), self.max_num_batched_tokens, "max_num_batched_tokens")
+        return self._check_length("has", lens)
+
+    def _check_length(self, what: str, lens: Tensor) -> int:
         longest = int(lens.max())
         if longest > self.max_model_len:
-            fail("E402", got=f"request {int(lens.argmax())} has {longest} tokens, max_model_len={self.max_model_len}")
+            got = f"request {int(lens.argmax())} {what} {longest} tokens, max_model_len={self.max_model_len}"
+            fail("E402", got=got)
         return longest
 
     def _check_capacity(self, what: str, got: int, capacity: int, name: str) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.attention_backends.common import CommonAttentionMetadata
-from dsv4_compile.attention_backends.flashmla_metadata import (
+from dsv4_compile.attention_backends.flashmla_metadata import DeepseekV4FlashMLAMetadataBuilder
+from dsv4_compile.attention_backends.indexer_metadata import (
     DeepseekV4CompressorMetadataBuilder,
-    DeepseekV4FlashMLAMetadataBuilder,
     DeepseekV4IndexerMetadataBuilder,
 )
 from dsv4_compile.attention_backends.protocol import CudaGraphSupport
@@ -183,3 +185,23 @@ def test_shared_memory_needs_equal_capacities() -> None:
     with pytest.raises(InputError, match="E205"):
         DeepseekV4FlashMLAMetadataBuilder(8, max_model_len=MAX_LEN, ratio=4, block_size=64)
     assert builder.cudagraph_support is CudaGraphSupport.UNIFORM_BATCH
+
+
+def test_a_builder_is_made_of_an_engines_configuration(seed: int) -> None:
+    engine = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS),
+        model_config=SimpleNamespace(max_model_len=MAX_LEN, hf_config=SimpleNamespace(index_topk=512)),
+        speculative_config=SimpleNamespace(num_speculative_tokens=1),
+    )
+    group = SimpleNamespace(compress_ratio=128, block_size=256)
+    cm = common(MIXED, pages(seed, MIXED))
+    made = DeepseekV4FlashMLAMetadataBuilder.from_engine(group, ["layers.3.attn"], engine, "cpu").build(0, cm)
+    sizes: dict[str, Any] = {"max_model_len": MAX_LEN, "ratio": 128, "topk_tokens": 512, "decode_threshold": 2}
+    wanted = DeepseekV4FlashMLAMetadataBuilder(TOKENS, **sizes).build(0, cm)
+    for field in fields(wanted):
+        a, b = getattr(made, field.name), getattr(wanted, field.name)
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, field.name
+    assert made.num_decode_tokens == 5
+    engine.speculative_config = None
+    builder = DeepseekV4FlashMLAMetadataBuilder.from_engine(group, ["layers.3.attn"], engine, "cpu")
+    assert builder.reorder_batch_threshold == 1

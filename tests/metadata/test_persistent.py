@@ -247,6 +247,11 @@ def test_a_batch_that_does_not_fit_is_refused_and_nothing_is_written(code: str, 
     assert buffers.tensors["seq_lens"][0] == 2
 
 
+def test_nobody_has_pages_for_more_than_the_longest_sequence() -> None:
+    with pytest.raises(GraphError, match=r"(?s)E402.*request 1 has pages for 701 tokens"):
+        made().load([0, 1, 2], [1, 1], reserved=[5, MAX_LEN + 1])
+
+
 def test_a_table_that_ends_before_its_request_is_refused() -> None:
     buffers = made()
     tables = random_tables(random.Random(0), buffers)
