@@ -22,9 +22,8 @@ from .kv_format import store_indexer, store_kv
 from .quant import rounded_hadamard
 from .rope import apply_rope
 
-TOKENS_AT_A_TIME = 256
-"""Bounds the gathered windows: 128 MiB for C = 128 and d = 512. Tokens that close no group are gathered too, since
-which ones do is data."""
+ENTRIES_AT_A_TIME = 256
+"""Bounds the gathered windows: 128 MiB for C = 128 and d = 512."""
 
 
 def compress_norm_rope_insert(
@@ -48,9 +47,11 @@ def compress_norm_rope_insert(
     """Store the compressed entry of every token that closes a group of `ratio`.
 
     Token t does so if its state slot lies in the state cache, (positions[t] + 1) % ratio == 0 and slot_mapping[t] lies
-    in `k_cache`; every other token is padding and leaves all memory alone. The states of the whole window must have
-    been saved. Window positions before the request's start, or whose state block is not in the table or the cache,
-    count as absent; an entry with nothing present is zero. All arithmetic is float32 up to the rounding of the cache.
+    in `k_cache`; every other token is padding and leaves all memory alone. The positions of a request's tokens follow
+    each other, so at most T // ratio + R tokens do; of more, this function stores as many. The states of the whole
+    window must have been saved. Window positions before the request's start, or whose state block is not in the table
+    or the cache, count as absent; an entry with nothing present is zero. All arithmetic is float32 up to the rounding
+    of the cache.
 
     Args:
         state_cache: float32 `[P, S, 2 * overlap_factor(ratio) * d]`, as `save_partial_states` writes it.
@@ -62,21 +63,26 @@ def compress_norm_rope_insert(
         hadamard: transform the entry, rounded before and after; for indexer keys only.
         kv_scale: float32 `[1]`, of `fp8` rows.
     """
-    for start in range(0, state_slot_mapping.shape[0], TOKENS_AT_A_TIME):
-        rows = slice(start, min(start + TOKENS_AT_A_TIME, state_slot_mapping.shape[0]))
-        position = positions[rows].long()
-        entry = pool(state_cache, state_block_table, token_to_req[rows], position, ratio, state_block_size)
-        first_of_group = position // ratio * ratio
-        entry = apply_rope(rms_norm(entry, eps, norm_weight), first_of_group, cos_sin_cache)
+    tokens = state_slot_mapping.shape[0]
+    position, slots = positions[:tokens].long(), slot_mapping[:tokens]
+    closes = (position >= 0) & ((position + 1) % ratio == 0)
+    closes &= paging.valid_slots(state_slot_mapping, state_cache.shape[0], state_block_size)
+    closes &= paging.valid_slots(slots, k_cache.shape[0], block_size)
+    slots = torch.where(closes, slots, PAD_SLOT)
+    # Which tokens close a group is data, how many at most is not: these come first, in their order, padding behind.
+    most = min(tokens, tokens // ratio + state_block_table.shape[0])
+    closing = closes.int().argsort(descending=True, stable=True)[:most]
+    for start in range(0, most, ENTRIES_AT_A_TIME):
+        rows = closing[start : start + ENTRIES_AT_A_TIME]
+        at = position[rows]
+        entry = pool(state_cache, state_block_table, token_to_req[rows], at, ratio, state_block_size)
+        entry = apply_rope(rms_norm(entry, eps, norm_weight), at // ratio * ratio, cos_sin_cache)
         if hadamard:
             entry = rounded_hadamard(entry, torch.bfloat16 if cache_format in PAGE_LAYOUTS else k_cache.dtype)
-        closes = (position >= 0) & ((position + 1) % ratio == 0)
-        closes &= paging.valid_slots(state_slot_mapping[rows], state_cache.shape[0], state_block_size)
-        slots = torch.where(closes, slot_mapping[rows], PAD_SLOT)
         if cache_format in KV_FORMATS:
-            store_kv(k_cache, cache_format, block_size, slots, entry, kv_scale)
+            store_kv(k_cache, cache_format, block_size, slots[rows], entry, kv_scale)
         else:
-            store_indexer(k_cache, cache_format, block_size, slots, entry)
+            store_indexer(k_cache, cache_format, block_size, slots[rows], entry)
 
 
 def pool(

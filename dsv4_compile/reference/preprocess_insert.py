@@ -102,10 +102,10 @@ def preprocess_insert(
     qr, kv and the scores may be slices of one projection. Where that is float32, qr and kv are rounded once, to the
     dtype of their weights, as a projection in that dtype would have been.
 
-    A step obeys two rules, so that its jobs can run side by side; on what breaks them kernels and this function differ.
-    Of a compressor's states it writes row t - k where token t pools the state k positions back, or nobody writes it:
-    tokens of a request are neighbours in the order of their positions, and a ring of states is long enough for the
-    step's tokens beside the older ones of their windows. And caches do not overlap.
+    A step keeps two rules, so that its jobs can run side by side; where it breaks them, kernels and this function
+    differ. A state that token t pools from k positions back was saved before this step and is not overwritten by it,
+    or is saved by row t - k of it. So the tokens of a request are neighbouring rows in the order of their positions,
+    and a ring of states holds the tokens of a step beside the older ones of their windows. And caches do not overlap.
 
     Args:
         qr: `[T, Lq]`; kv: `[T, D]`. bfloat16, float16 or float32, any strides. q_weight: `[Lq]`; kv_weight: `[D]`.

@@ -43,6 +43,8 @@ def arguments(tokens: int, ratio: int, dim: int, fmt: str, hadamard: bool = Fals
     state = state[:, :state_block].normal_(generator=generator)
     table = torch.randperm(REQUESTS * columns, device="cuda", generator=generator).int().view(REQUESTS, columns)
     table[:, 3] = -1
+    # Each token is a request of its own, which shares its pages with others.
+    table = table[randint(0, REQUESTS, tokens)]
     capacity = max(tokens, 64)
     slots = torch.randperm(capacity, device="cuda", generator=generator)[:tokens]
     slots[5::10] = -1
@@ -51,7 +53,7 @@ def arguments(tokens: int, ratio: int, dim: int, fmt: str, hadamard: bool = Fals
     angle = torch.rand(MAX_POS, min(64, dim // 2) // 2, device="cuda", generator=generator) * 6.28
     rope = torch.cat((angle.cos(), angle.sin()), 1)
     scale = torch.tensor([0.0123], device="cuda") if fmt == "fp8" else None
-    owners = randint(0, REQUESTS, tokens).int()
+    owners = torch.randperm(tokens, device="cuda", generator=generator).int()
     where = randint(0, 99, tokens), table, owners, positions, slots
     return state, *where, weight.bfloat16(), rope, cache, 1e-6, ratio, state_block, block, fmt, hadamard, scale
 

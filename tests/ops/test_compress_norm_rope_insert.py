@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from dsv4_compile.ops.save_partial_states import save_partial_states
 from dsv4_compile.reference import compress_norm_rope_insert as reference
 from dsv4_compile.testing import assert_bitwise, check_op, padded, poison_, refuse_synchronization, scalar, strided
 from tests.ops.compressor_engine import EPS, Engine, one_request
-from tests.ops.largest_tensor import LargestTensor
 
 RATIOS = pytest.mark.parametrize("ratio", [4, 128])
 
@@ -185,25 +185,48 @@ def test_tokens_with_an_illegal_request_touch_no_live_entry() -> None:
     assert_bitwise(engine.cache.contiguous(), before)
 
 
-def test_a_call_may_hold_many_more_tokens_than_are_pooled_at_a_time() -> None:
+def test_a_call_may_close_many_more_groups_than_are_pooled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "ENTRIES_AT_A_TIME", 40)
     engine = Engine(4, requests=3, max_len=400)
     history = [torch.randn(length, engine.width) for length in (399, 260, 61)]
     step = [(r, p) for r in range(3) for p in range(len(history[r]))]
-    assert len(step) > 2 * reference.TOKENS_AT_A_TIME
+    assert len(step) // 4 > 4 * reference.ENTRIES_AT_A_TIME
     engine.run(step, torch.cat(history))
     for request in range(3):
         engine.check(history[request], request)
 
 
 @RATIOS
-def test_memory_does_not_grow_with_the_tokens(ratio: int) -> None:
-    engine, largest = Engine(ratio, max_len=1280, dim=64), []
-    for tokens in (reference.TOKENS_AT_A_TIME, 5 * reference.TOKENS_AT_A_TIME):
-        meta = engine.metadata(torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens))
-        with LargestTensor() as seen:
-            reference.compress_norm_rope_insert(*engine.arguments(meta))
-        largest.append(seen.elements)
-    assert largest[0] == largest[1]
+def test_no_more_windows_are_pooled_than_groups_can_close_and_few_at_a_time(
+    ratio: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pooled, pool = [], reference.pool
+
+    def count(*args: Any) -> Tensor:
+        entries = pool(*args)
+        pooled.append(len(entries))
+        return entries
+
+    monkeypatch.setattr(reference, "pool", count)
+    monkeypatch.setattr(reference, "ENTRIES_AT_A_TIME", 4)
+    engine, tokens = Engine(ratio, max_len=768), 768
+    meta = engine.metadata(torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens))
+    reference.compress_norm_rope_insert(*engine.arguments(meta))
+    assert sum(pooled) == tokens // ratio + 1
+    assert max(pooled) == 4
+
+
+@pytest.mark.parametrize("start", range(4))
+def test_requests_that_all_close_as_many_groups_as_they_can_fit(start: int) -> None:
+    """Five tokens each from any place in a group: T // C + R leaves room for every batch of consecutive positions."""
+    requests, count = 6, 5
+    engine = Engine(4, requests=requests, max_len=32)
+    history = [torch.randn(start + 8 + count, engine.width) for _ in range(requests)]
+    for first, last in ((0, start + 8), (start + 8, start + 8 + count)):
+        step = [(r, p) for r in range(requests) for p in range(first, last)]
+        engine.run(step, torch.cat([each[first:last] for each in history]))
+    for request in range(requests):
+        engine.check(history[request], request)
 
 
 def test_layout_of_the_arguments_does_not_matter() -> None:
@@ -213,9 +236,9 @@ def test_layout_of_the_arguments_does_not_matter() -> None:
         engine.run([(request, p) for p in range(8)], history)
     expected = engine.cache.clone()
     poison_(engine.cache)
-    meta = engine.metadata(torch.tensor([0, 0, 1, 1]), torch.tensor([3, 7, 3, 7]))
+    meta = engine.metadata(torch.arange(16) // 8, torch.arange(16) % 8)
     meta = {name: (padded if name == "state_block_table" else strided)(value) for name, value in meta.items()}
-    meta["positions"] = torch.cat((meta["positions"], torch.full((5,), 2**40)))[:4].int()
+    meta["positions"] = torch.cat((meta["positions"], torch.full((5,), 2**40)))[:16].int()
     engine.norm_weight, engine.table = strided(engine.norm_weight), strided(engine.table)
     compress_norm_rope_insert(*engine.arguments(meta))
     assert_bitwise(engine.cache.contiguous(), expected)
