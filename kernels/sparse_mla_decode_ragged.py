@@ -7,6 +7,8 @@ a list gets that kernel's splits and its Hopper form, and costs one launch more.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -152,7 +154,8 @@ def sparse_mla_decode_ragged(
     second = None
     if extra_indices is not None and extra_indptr is not None:
         second = (extra_indices, extra_indptr, extra_max_entries or extra_indices.shape[0])
-    rows = dense_rows(q.shape[0], (indices, indptr, max_entries or indices.shape[0]), second)
-    extra = (None, None) if second is None else rows[2:]
-    attend = (block_size, cache_format, scale, attn_sink, extra_k_cache, *extra, extra_block_size, kv_scale)
+    rows: tuple[Any, ...] = dense_rows(q.shape[0], (indices, indptr, max_entries or indices.shape[0]), second)
+    extra: tuple[Any, ...] = (None, None) if second is None else rows[2:]
+    attend: tuple[Any, ...] = (block_size, cache_format, scale, attn_sink)
+    attend += (extra_k_cache, *extra, extra_block_size, kv_scale)
     return sparse_mla_decode(q, k_cache, *rows[:2], *attend)

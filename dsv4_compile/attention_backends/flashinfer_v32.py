@@ -121,11 +121,15 @@ class FlashInferMLASparseAttention(SparseAttention):
                 self.layer.value_dim,
             )
         else:
-            out, _ = torch.ops.dsv4.sparse_mla_decode(
-                q[:tokens], kv_cache, indices, counts, metadata.block_size, self.cache_format, self.layer.scale
+            out, _ = torch.ops.dsv4.sparse_mla_decode_latent(
+                q[:tokens],
+                kv_cache,
+                indices,
+                counts,
+                metadata.block_size,
+                self.layer.scale,
+                self.layer.value_dim,
             )
-            # The op weighs whole cached rows; each dim by itself, so the latent's are as if it were alone.
-            out = out[..., : self.layer.value_dim]
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[0] - tokens))
 
 

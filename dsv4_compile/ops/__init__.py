@@ -26,6 +26,7 @@ from . import q_norm_rope_kv_insert as q_norm_rope_kv_insert
 from . import quantize_and_insert_k_cache as quantize_and_insert_k_cache
 from . import save_partial_states as save_partial_states
 from . import sparse_mla_decode as sparse_mla_decode
+from . import sparse_mla_decode_latent as sparse_mla_decode_latent
 from . import sparse_mla_decode_ragged as sparse_mla_decode_ragged
 from . import sparse_mla_prefill as sparse_mla_prefill
 from . import swa_metadata as swa_metadata

@@ -45,6 +45,7 @@ KERNELS: Mapping[str, str] = {
     "q_norm_rope_kv_insert": "q_norm_rope_kv_insert",
     "save_partial_states": "save_partial_states",
     "sparse_mla_decode": "sparse_mla_decode",
+    "sparse_mla_decode_latent": "sparse_mla_decode_latent",
     "sparse_mla_decode_out": "sparse_mla_decode",
     "sparse_mla_decode_quant": "sparse_mla_decode_quant",
     "sparse_mla_decode_ragged": "sparse_mla_decode_ragged",
