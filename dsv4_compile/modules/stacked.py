@@ -40,10 +40,11 @@ def stacks(outputs: Sequence[Output], single_gemm: bool | None = None) -> nn.Mod
 
 def project(x: Tensor, outputs: Sequence[Output], stacked: nn.ModuleList) -> list[Tensor]:
     """`outputs` of x, by `stacked`, which `stacks` made of them; each by itself where a linear was replaced since."""
-    held = [part for stack in stacked for part in stack.parts]
+    each: list[Any] = list(stacked)
+    held = [part for stack in each for part in stack.parts]
     wanted = [part for output in outputs for part in output.parts]
     if len(held) == len(wanted) and all(a is b for a, b in zip(held, wanted, strict=True)):
-        return [result for stack in stacked for result in stack(x)]
+        return [result for stack in each for result in stack(x)]
     return [_apart(output, x) for output in outputs]
 
 

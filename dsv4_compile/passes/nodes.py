@@ -63,7 +63,8 @@ class OpNode:
 
     def versions(self, argument: str) -> list[Node]:
         """Nodes that stand for the buffer of cache `argument` as the op leaves it."""
-        position = self.node.kwargs[_BASES].index(self.arguments[argument].base)
+        bases: Any = self.node.kwargs[_BASES]
+        position = bases.index(self.arguments[argument].base)
         return _items(self.node, max(1, len(self.op._schema.returns)) + position)
 
     def caches(self) -> dict[str, Cache]:
@@ -113,12 +114,10 @@ def read(node: Any) -> OpNode | None:
 
 
 def _cache(node: Node, name: str) -> Cache | None:
-    prefix, index = f"_{name}_", node.kwargs[f"_{name}_base_index"]
-    if index is None:
-        return None
-    view = {key.removeprefix(prefix): value for key, value in node.kwargs.items() if key.startswith(prefix)}
-    del view["base_index"]
-    return Cache(node.kwargs[_BASES][index], view)
+    prefix = f"_{name}_"
+    view: dict[str, Any] = {k.removeprefix(prefix): v for k, v in node.kwargs.items() if k.startswith(prefix)}
+    index, bases = view.pop("base_index"), dict[str, Any](node.kwargs)[_BASES]
+    return None if index is None else Cache(bases[index], view)
 
 
 def _items(node: Node, index: int) -> list[Node]:
@@ -134,7 +133,8 @@ def source_of(value: Any) -> tuple[OpNode | None, int]:
     if not isinstance(value, Node):
         return None, 0
     if _is_item(value):
-        return read(value.args[0]), value.args[1]
+        source, index = value.args
+        return read(source), index if isinstance(index, int) else 0
     return read(value), 0
 
 
