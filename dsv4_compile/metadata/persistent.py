@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from .. import layout
-from ..errors import check, fail
+from ..errors import check
 from ..ops.batch_metadata import GROUPS
 from .buffers import PAGE_TOKENS, BufferPlan, groups_of, plan_buffers
+from .checks import check_batch, check_capacity, check_lengths, check_table
 from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
 
 Ints = Tensor | Sequence[int]
@@ -69,11 +70,11 @@ class MetadataBuffers:
         self._rows = 0
 
     def _adopt(self, block_tables: BlockTables) -> dict[str, Tensor]:
+        """Views of the engine's tables, by the names of the buffers."""
         adopted = {}
         for group in self.groups:
-            table = getattr(block_tables, group)
-            check(table is not None, "E201", got=f"block_tables.{group}=None", rule="every group has its table")
-            self._check_table(group, table, self.max_num_seqs, self.plan.sizes[f"{group}_blocks"])
+            columns = self.plan.sizes[f"{group}_blocks"]
+            table = check_table(group, getattr(block_tables, group), self.max_num_seqs, columns)
             adopted[f"{group}_block_table"] = table[: self.max_num_seqs]
         return adopted
 
@@ -107,52 +108,55 @@ class MetadataBuffers:
         read them would wait.
         """
         starts, lens = _ints(query_start_loc), _ints(seq_lens)
-        requests = lens.shape[0]
-        check(starts.shape[0] == requests + 1, "E201", got=f"{starts.shape[0]} query_start_loc, {requests} seq_lens")
-        self._check_capacity("requests", requests, self.max_num_seqs, "max_num_seqs")
-        longest = self._check_values(starts, lens) if requests and _on_host(starts) and _on_host(lens) else 0
-        held = None if reserved is None else _ints(reserved)
-        if held is not None and held.numel() and _on_host(held):
-            self._check_length("has pages for", held)
+        inputs = {"query_start_loc": starts, "seq_lens": lens}
+        inputs["reserved"] = lens.new_zeros(0) if reserved is None else _ints(reserved)
+        if input_ids is not None:
+            inputs["input_ids"] = _ints(input_ids, torch.int64)
+        if slot_mapping is not None:
+            inputs["slot_mapping"] = slot_mapping
+        longest = check_batch(starts, lens, self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
+        check_lengths("has pages for", inputs["reserved"], self.max_model_len)
         check(
             (slot_mapping is None) == ("slot_mapping" not in self.tensors),
             "E201",
             got="no slot_mapping" if slot_mapping is None else "a slot_mapping",
             rule="slot_mapping comes with buffers made with engine_slots=True, and with those alone",
         )
-        self._put("query_start_loc", starts)
-        own = self.tensors["query_start_loc"]
-        own[requests + 1 :].copy_(own[requests : requests + 1].expand(self.max_num_seqs - requests))
-        self._put("seq_lens", lens)
-        if slot_mapping is not None:
-            self._put("slot_mapping", slot_mapping)
-        if input_ids is not None:
-            self._put("input_ids", _ints(input_ids, torch.int64))
-        self._put("reserved", lens.new_zeros(0) if held is None else held)
+        for name, values in inputs.items():
+            check_capacity(f"elements of {name}", values.shape[0], self.tensors[name].shape[0], "capacity")
+        tables = {} if block_tables is None else self._checked_tables(block_tables, lens.shape[0], longest)
+
+        for name, values in inputs.items():
+            self._put(name, values)
+        for name, table in tables.items():
+            self._put_table(name, table, lens.shape[0])
         self.tensors["overflow"].zero_()
-        if block_tables is not None:
-            self._load_tables(block_tables, requests, longest)
         self._rows = 0
 
-    def _load_tables(self, block_tables: BlockTables, requests: int, longest: int) -> None:
+    def _checked_tables(self, block_tables: BlockTables, requests: int, longest: int) -> dict[str, Tensor]:
+        """The tables to copy, by the names of the buffers; those that are the buffers already are left out."""
+        tables = {}
         for group in self.groups:
-            table, own = getattr(block_tables, group), self.tensors[f"{group}_block_table"]
-            check(table is not None, "E201", got=f"block_tables.{group}=None", rule="every group has its table")
-            if table.data_ptr() == own.data_ptr():
-                continue
-            page = PAGE_TOKENS[group]
-            tokens = self.plan.sizes[page] if isinstance(page, str) else page
-            self._check_table(group, table, requests, layout.cdiv(longest, tokens))
-            width = table.shape[1]
-            if width > own.shape[1]:
-                fail(
-                    "E403",
-                    got=f"a {group} block table of {width} columns for a persistent one {list(own.shape)}",
-                    fix=f"raise max_model_len={self.max_model_len}, or pass the columns that it needs",
-                )
-            own[:requests, :width].copy_(table[:requests])
-            own[:requests, width:].fill_(layout.PAD_INDEX)
-            own[requests:].fill_(layout.PAD_INDEX)
+            page, own = PAGE_TOKENS[group], self.tensors[f"{group}_block_table"]
+            columns = layout.cdiv(longest, self.plan.sizes[page] if isinstance(page, str) else page)
+            given = getattr(block_tables, group)
+            if given is None or given.data_ptr() != own.data_ptr():
+                tables[f"{group}_block_table"] = check_table(group, given, requests, columns, own.shape[1])
+        return tables
+
+    def _put(self, name: str, values: Tensor) -> None:
+        own, count = self.tensors[name], values.shape[0]
+        own[:count].copy_(values)
+        if name == "query_start_loc":
+            own[count:].copy_(own[count - 1 : count].expand(own.shape[0] - count))
+        else:
+            own[count:].fill_(next(self.plan.pad(spec) for spec in self.plan.specs if spec.name == name))
+
+    def _put_table(self, name: str, table: Tensor, requests: int) -> None:
+        own, width = self.tensors[name], table.shape[1]
+        own[:requests, :width].copy_(table[:requests])
+        own[:requests, width:].fill_(layout.PAD_INDEX)
+        own[requests:].fill_(layout.PAD_INDEX)
 
     def refresh(self, num_tokens: int | None = None) -> None:
         """Rewrite all outputs from the inputs, in place: the rows that are tokens, and padding behind them.
@@ -164,7 +168,7 @@ class MetadataBuffers:
         One op, `torch.ops.dsv4.batch_metadata`; capturable.
         """
         rows = self.max_num_batched_tokens if num_tokens is None else num_tokens
-        self._check_capacity("tokens", rows, self.max_num_batched_tokens, "max_num_batched_tokens")
+        check_capacity("tokens", rows, self.max_num_batched_tokens, "max_num_batched_tokens")
         names = [spec.name for spec in self.plan.specs if spec.filled_by == "refresh"]
         torch.ops.dsv4.batch_metadata(
             self.tensors["query_start_loc"],
@@ -198,7 +202,7 @@ class MetadataBuffers:
         Raises E401 above capacity, and E404 where rows have not been refreshed since the batch was loaded: they
         would describe a batch that is gone.
         """
-        self._check_capacity("tokens", num_tokens, self.max_num_batched_tokens, "max_num_batched_tokens")
+        check_capacity("tokens", num_tokens, self.max_num_batched_tokens, "max_num_batched_tokens")
         check(
             num_tokens <= self._rows,
             "E404",
@@ -239,43 +243,6 @@ class MetadataBuffers:
             c128=c128,
         )
 
-    def _put(self, name: str, values: Tensor) -> None:
-        own = self.tensors[name]
-        self._check_capacity(f"elements of {name}", values.shape[0], own.shape[0], "capacity")
-        own[: values.shape[0]].copy_(values)
-        own[values.shape[0] :].fill_(next(self.plan.pad(spec) for spec in self.plan.specs if spec.name == name))
-
-    def _check_values(self, starts: Tensor, lens: Tensor) -> int:
-        """Refuse a batch on the host that does not fit; returns the longest sequence."""
-        fine = bool((starts.diff() >= 0).all()) and int(lens.min()) >= 0
-        check(fine, "E201", got="a negative length", rule="query_start_loc does not decrease, lengths are not negative")
-        self._check_capacity("tokens", int(starts[-1]), self.max_num_batched_tokens, "max_num_batched_tokens")
-        return self._check_length("has", lens)
-
-    def _check_length(self, what: str, lens: Tensor) -> int:
-        longest = int(lens.max())
-        if longest > self.max_model_len:
-            got = f"request {int(lens.argmax())} {what} {longest} tokens, max_model_len={self.max_model_len}"
-            fail("E402", got=got)
-        return longest
-
-    def _check_capacity(self, what: str, got: int, capacity: int, name: str) -> None:
-        if got > capacity:
-            fail("E401", got=f"{got} {what}, {name}={capacity}", fix=f"allocate for {got} {what}, or send fewer")
-
-    def _check_table(self, group: str, table: Tensor, rows: int, columns: int) -> None:
-        fine = table.dim() == 2 and table.dtype is torch.int32
-        check(fine, "E201", got=f"{group}: {table.dtype} {list(table.shape)}", rule="block tables are int32 [R, B]")
-        if table.shape[0] < rows or table.shape[1] < columns:
-            fail(
-                "E403",
-                got=f"a {group} block table {list(table.shape)}; the batch reads [{rows}, {columns}]",
-            )
-
 
 def _ints(values: Ints, dtype: torch.dtype = torch.int32) -> Tensor:
     return values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-
-
-def _on_host(values: Tensor) -> bool:
-    return values.device.type == "cpu"

@@ -260,8 +260,12 @@ def test_a_table_that_ends_before_its_request_is_refused() -> None:
         short = BlockTables(**whole | {group: whole[group][:, :1]})
         with pytest.raises(GraphError, match=f"(?s)E403.*{group} block table"):
             buffers.load([0, 1], [600], block_tables=short)
+        assert not buffers.tensors["seq_lens"].any()
         with pytest.raises(GraphError, match="E403"):
             made(block_tables=short)
+        wide = BlockTables(**whole | {group: whole[group].repeat(1, 2)})
+        with pytest.raises(GraphError, match=r"(?s)E403.*columns up to max_model_len"):
+            buffers.load([0, 1], [600], block_tables=wide)
     with pytest.raises(InputError, match=r"(?s)E201.*block_tables\.c4=None"):
         buffers.load([0, 1], [600], block_tables=BlockTables(window=tables.window))
 

@@ -1,0 +1,59 @@
+"""What is refused before a persistent buffer is touched: batches, lengths and tables that do not fit.
+
+Values are looked at on the host alone; of a tensor on a device the shape is checked, because to read it would wait.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import check, fail
+
+
+def on_host(values: Tensor) -> bool:
+    """Whether to read a tensor waits for nobody."""
+    return values.device.type == "cpu"
+
+
+def check_capacity(what: str, got: int, capacity: int, name: str) -> None:
+    """E401 unless `got` is within `capacity`, which is called `name`."""
+    if got > capacity:
+        fail("E401", got=f"{got} {what}, {name}={capacity}", fix=f"allocate for {got} {what}, or send fewer")
+
+
+def check_batch(starts: Tensor, lens: Tensor, max_tokens: int, max_seqs: int, max_len: int) -> int:
+    """Refuse a batch that does not fit; the longest sequence where that is known, else 0."""
+    requests = lens.shape[0]
+    check(starts.shape[0] == requests + 1, "E201", got=f"{starts.shape[0]} query_start_loc, {requests} seq_lens")
+    check_capacity("requests", requests, max_seqs, "max_num_seqs")
+    if requests == 0 or not (on_host(starts) and on_host(lens)):
+        return 0
+    fine = bool((starts.diff() >= 0).all()) and int(lens.min()) >= 0
+    check(fine, "E201", got="a negative length", rule="query_start_loc does not decrease, lengths are not negative")
+    check_capacity("tokens", int(starts[-1]), max_tokens, "max_num_batched_tokens")
+    return check_lengths("has", lens, max_len)
+
+
+def check_lengths(what: str, lens: Tensor, max_len: int) -> int:
+    """E402 for a length above `max_len`; the longest, 0 for lengths on a device."""
+    if lens.numel() == 0 or not on_host(lens):
+        return 0
+    longest = int(lens.max())
+    if longest > max_len:
+        fail("E402", got=f"request {int(lens.argmax())} {what} {longest} tokens, max_model_len={max_len}")
+    return longest
+
+
+def check_table(group: str, table: Tensor | None, rows: int, columns: int, room: int | None = None) -> Tensor:
+    """The block table of a group. E201 without one, E403 unless it has `rows` and `columns` and fits into `room`."""
+    if table is None:
+        fail("E201", got=f"block_tables.{group}=None", rule="every group has its table")
+    fine = table.dim() == 2 and table.dtype is torch.int32
+    check(fine, "E201", got=f"{group}: {table.dtype} {list(table.shape)}", rule="block tables are int32 [R, B]")
+    got = f"a {group} block table {list(table.shape)}"
+    if table.shape[0] < rows or table.shape[1] < columns:
+        fail("E403", got=f"{got}; the batch reads [{rows}, {columns}]")
+    if room is not None and table.shape[1] > room:
+        fail("E403", got=f"{got} for {room} columns", fix="pass the columns up to max_model_len, or raise it")
+    return table
