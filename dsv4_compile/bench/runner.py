@@ -25,6 +25,7 @@ SCENARIOS = {
     "metadata": "a step's metadata in one launch, and the move to the next step",
     "preprocess": "norms, RoPE, cache insert and inverse RoPE around the projections",
     "preprocess_insert": "the preprocessing of a whole layer, in one launch and op by op",
+    "preprocess_insert_tiles": "the kernel of preprocess_insert with other cuts than it chooses",
     "preprocess_tiles": "the kernels of preprocess with every tile they could choose",
     "sparse_mla_decode": "attention over a window and selected entries",
     "sparse_mla_decode_tiles": "the kernels of sparse_mla_decode with every cut they could choose",

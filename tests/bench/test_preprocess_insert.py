@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.bench import Problem, gate, indexer
 from dsv4_compile.bench import preprocess_insert as scenario
+from dsv4_compile.bench import preprocess_insert_tiles as tiles
 from dsv4_compile.ops._define import OPS, REFERENCES
 
 CPU = torch.device("cpu")
@@ -56,3 +57,14 @@ def test_too_many_wrong_bytes_are_seen() -> None:
     assert scenario.differs(few, want) == ""
     assert "7 of 20000 bytes" in scenario.differs(many, want)
     assert "result 0" in scenario.differs(other, want)
+
+
+@pytest.mark.parametrize("kind", scenario.KINDS)
+def test_every_cut_that_is_tried_divides_the_work(kind: str) -> None:
+    problem = next(tiles.problems(CPU, {"kind": {kind}}))
+    assert len(problem.implementations) == len(tiles.CHANGES[kind])
+    for tokens in (1, 4096):
+        for changes in tiles.CHANGES[kind]:
+            cut = tiles.cut(kind, tokens, changes)
+            assert all(n & (n - 1) == 0 for n in cut)
+            assert layout.HEAD_DIM // cut.parts >= 16
