@@ -17,12 +17,14 @@ from .problem import Only, Problem, keep
 from .record import Record, environment
 
 SCENARIOS = {
+    "attention_backends": "lists of slots, caches of rows, and DeepSeek-V3.2: what other systems attend",
     "chain": "hidden states to queries and caches: plain PyTorch, stock torch.compile and the ops",
     "decode_step": "attention of a whole decode step, as a user runs it, in graphs and without",
     "gemm": "block-scaled and grouped linear layers",
     "indexer": "compressors, indexer queries, score and top-k, and the map to slots",
     "indexer_tiles": "the kernels of indexer with every tile they could choose",
     "metadata": "a step's metadata in one launch, and the move to the next step",
+    "prefill": "gathers, the indexer's selection and index rows in front of prefill attention",
     "preprocess": "norms, RoPE, cache insert and inverse RoPE around the projections",
     "preprocess_insert": "the preprocessing of a whole layer, in one launch and op by op",
     "preprocess_insert_tiles": "the kernel of preprocess_insert with other cuts than it chooses",
