@@ -60,6 +60,10 @@ PRIVATE: dict[str, PrivateName] = {
     "fallback_handler": PrivateName("torch._inductor.lowering", "fallback_handler", "calls an op from a lowering"),
     "ops": PrivateName("torch._inductor.virtualized", "ops", "scalar operations inside an IR node"),
     "V": PrivateName("torch._inductor.virtualized", "V", "the graph that is being lowered"),
+    "make_fx": PrivateName("torch.fx.experimental.proxy_tensor", "make_fx", "traces a reference that is to be lowered"),
+    "select_decomp_table": PrivateName(
+        "torch._inductor.decomposition", "select_decomp_table", "what Inductor takes ops apart into"
+    ),
     "ReductionHint": PrivateName("torch._inductor.runtime.hints", "ReductionHint", "asks for one pass over a row"),
     "FloorDiv": PrivateName("torch.utils._sympy.functions", "FloorDiv", "integer division in index expressions"),
     "ModularIndexing": PrivateName("torch.utils._sympy.functions", "ModularIndexing", "remainder in index expressions"),

@@ -1,8 +1,8 @@
 """Inductor IR for `inv_rope` and `inv_rope_fp8_quant`.
 
 `inv_rope` is a pointwise body over [T, H, D]. The quantised form is a row maximum over [T * G * n | ACT_TILE] strips
-and stores of values and scales by strip: one kernel on Triton. Packed scales join four strips, and C++ cannot predicate
-the stores of their padding: in both cases the scales are a pointwise body of their own, over [G, n, Ta].
+and stores of values and scales by strip: one kernel on Triton. Packed scales join four strips: they are a pointwise
+body of their own, over [G, n, Ta]. On C++ the references are lowered instead, see from_reference.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from .._compat import FloorDiv, ModularIndexing, codegen_of, ir, ops
 from ..decisions import Call, Decision
 from ..layout import ACT_AMAX_FLOOR, ACT_TILE, SCALE_ROW_ALIGN, SCALES_PER_WORD, cdiv
+from ..ops._define import REFERENCES
 from .conditions import backend_lacks, cannot_rotate, decision
+from .from_reference import lower_from_reference
 from .ir_common import (
     E4M3,
     F32,
@@ -52,6 +54,8 @@ def can_lower_quant(call: Call) -> Decision:
 @lowers("inv_rope", can_lower)
 def lower(o: Any, positions: Any, cos_sin_cache: Any) -> Any:
     """Build the IR of `inv_rope`."""
+    if codegen_of(o.get_device()) == "cpp":
+        return lower_from_reference(REFERENCES["inv_rope"], o, positions, cos_sin_cache)
     dim, dtype = int(o.get_size()[2]), o.get_dtype()
     element = _rotated(o, positions, cos_sin_cache, dim)
     return ir.Pointwise.create(
@@ -72,6 +76,9 @@ def lower_quant(
     packed_scales: bool = False,
 ) -> tuple[Any, Any]:
     """Build the IR of `inv_rope_fp8_quant`."""
+    if codegen_of(o.get_device()) == "cpp":
+        shape = n_groups, heads_per_group, packed_scales
+        return lower_from_reference(REFERENCES["inv_rope_fp8_quant"], o, positions, cos_sin_cache, *shape)
     tokens, _, dim = o.get_size()
     dim, size, device = int(dim), heads_per_group * int(dim), o.get_device()
     element = _rotated(o, positions, cos_sin_cache, dim)
@@ -143,8 +150,8 @@ def _scales(strips: _Strips, byte: Loader, packed: bool, device: torch.device) -
     tokens, rows = strips.tokens, align_up(strips.tokens, SCALE_ROW_ALIGN)
     count, dtype = (cdiv(strips.per_group, SCALES_PER_WORD), I32) if packed else (strips.per_group, F32)
     size = [strips.groups, count, rows]
-    if packed or codegen_of(device) == "cpp":
-        element = _word(strips, byte) if packed else lambda g, t, n: ue8m0_scale(byte(strips.row(g, t, n)))
+    if packed:
+        element = _word(strips, byte)
 
         def padded(index: Sequence[Expr]) -> Value:
             group, n, t = index

@@ -1,7 +1,7 @@
 """Inductor IR for `q_norm_rope`, `kv_rope_insert` and `q_norm_rope_kv_insert`: one kernel for q, one for kv.
 
-q: a row sum over [T, H | D] and a pointwise body over [T, H, D]. kv: see ir_insert.py. Strided inputs are read where
-they are.
+q: a row sum over [T, H | D] and a pointwise body over [T, H, D]; on C++ its reference is lowered instead (see
+from_reference.py), but not to e4m3, which C++ cannot pad. kv: see ir_insert.py. Strided inputs are read where they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 from .._compat import codegen_of, ir, ops
 from ..decisions import Call, Decision
 from ..layout import ROPE_DIM
+from ..ops._define import REFERENCES
 from .conditions import NO_PREDICATED_STORES, backend_lacks, cannot_rotate, decision
+from .from_reference import lower_from_reference
 from .ir_common import (
     E4M3,
     I32,
@@ -64,6 +66,8 @@ def lower_q(
     q: Any, positions: Any, cos_sin_cache: Any, eps: float, padded_heads: int = 0, q_scale: Any | None = None
 ) -> Any:
     """Build the IR of `q_norm_rope`."""
+    if q_scale is None and codegen_of(q.get_device()) == "cpp":
+        return lower_from_reference(REFERENCES["q_norm_rope"], q, positions, cos_sin_cache, eps, padded_heads)
     tokens, heads, dim = q.get_size()
     dim, padded = int(dim), bool(padded_heads and padded_heads > heads)
     out_heads = padded_heads if padded else heads

@@ -39,6 +39,8 @@ def q_norm_rope(
     tokens, heads, dim = q.shape
     x = apply_rope(rms_norm(q, eps), positions[:tokens], cos_sin_cache)
     y = x.to(q.dtype) if q_scale is None else to_e4m3(x * (1.0 / q_scale.reshape(())))
+    if not padded_heads:
+        return y
     out = torch.zeros((tokens, max(heads, padded_heads), dim), dtype=y.dtype, device=y.device)
     out[:, :heads] = y
     return out
