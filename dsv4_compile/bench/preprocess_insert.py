@@ -56,10 +56,11 @@ def build(s: Step, ratio: int) -> Args:
 
 
 def cost(s: Step, ratio: int) -> costs.Cost:
-    """What must be moved: in a chunk of a prompt, states that are pooled are those that are saved, read once."""
+    """What must be moved. The projection is float32; states that a chunk of a prompt pools are those that it saves."""
     c = s.config
     of = {"T": s.tokens, "D": c.head_dim, "Q": c.q_lora_rank, "rope": c.rope_dim, "row": costs.row_bytes(CACHE)}
     moved = costs.of("preprocess_insert", **of).bytes
+    moved += s.tokens * (c.q_lora_rank + c.head_dim) * (torch.float32.itemsize - torch.bfloat16.itemsize)
     for each in _compressors(c, ratio):
         pooled = each.compress_cost(s).bytes if s.requests > 1 else s.tokens // ratio * costs.row_bytes(each.fmt)
         moved += each.save_cost(s).bytes + pooled
