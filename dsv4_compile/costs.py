@@ -157,6 +157,10 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     # Attention.
     "sparse_mla_decode": (T * K * (row + _INT32) + _HEADS, 4 * T * H * K * D),
     "sparse_mla_decode_ragged": (T * K * (row + _INT32) + _HEADS, 4 * T * H * K * D),
+    "sparse_mla_decode_latent": (
+        T * (K * (row + _INT32) + H * (e * (D + N) + _FLOAT32)),
+        2 * T * H * K * (D + N),
+    ),
     "sparse_mla_decode_out": (T * K * (row + _INT32) + _HEADS, 4 * T * H * K * D),
     "sparse_mla_decode_quant": (
         T * (K * (row + _INT32) + H * D * (e + _E4M3) + _FLOAT32 * H * D / layout.ACT_TILE),
@@ -167,7 +171,8 @@ _TABLE: dict[str, tuple[Any, Any]] = {
 }
 """Bytes and flops by name of the op. Index rows are counted at their full width, K or W; keys of `sparse_mla_decode`
 are those of both caches together, each read once for every token that attends it. `preprocess_insert` is counted
-without compressors: each adds a `save_partial_states` and a `compress_norm_rope_insert`."""
+without compressors: each adds a `save_partial_states` and a `compress_norm_rope_insert`. N of
+`sparse_mla_decode_latent` is the dims of a value."""
 
 _E4M3_PRODUCTS = {
     "fp8_linear",

@@ -226,7 +226,7 @@ def test_a_wrong_implementation_fails_the_command(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nothing"], "no scenario 'nothing'; there is chain"),
+        (["nothing"], "no scenario 'nothing'; there is attention_backends"),
         (["preprocess", "--only", "token=1"], "no column 'token' in preprocess; there is op, heads, tokens, impl"),
         (["preprocess", "--only", "tokens=3", "--device", "cpu"], "nothing is left to measure after --only tokens=3"),
     ],

@@ -1,0 +1,98 @@
+"""Scenario `attention_backends`: what the attention backends run that `sparse_mla_decode` does not measure.
+
+Lists of slots (ROCm) at V4-Flash's sizes, to be held against the same keys as rows in scenario `sparse_mla_decode`;
+rows in bfloat16 and in per-tensor fp8 (FlashInfer) beside `fp8_ds_mla`; and DeepSeek-V3.2: 128 heads, 2048 keys of 576
+dims. Every row of slots is full and random, from a pool that does not fit an L2 cache from 128 tokens on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .. import costs, layout
+from ..ops._define import REFERENCES
+from ..ops._kernels import launcher
+from . import sparse_mla_decode as rows
+from .problem import Args, Only, Prepare, Problem, keep
+
+LISTS, ROWS, LATENT = "sparse_mla_decode_ragged", "sparse_mla_decode", "sparse_mla_decode_latent"
+TOKENS = {"cuda": (1, 32, 128), "cpu": (1, 4)}
+COLUMNS = ("op", "cache", "heads", "keys", "tokens", "impl")
+HEADS, V32_HEADS, V32_TOPK = 64, 128, 2048
+KEYS = rows.WINDOW + rows.TOPK
+
+
+def lists(tokens: int, device: torch.device, seed: int) -> Args:
+    """`sparse_mla_decode`'s arguments with its rows as lists."""
+    q, cache, slots, lens, *attend, entries, entry_slots, entry_lens, block = rows.arguments(
+        tokens, HEADS, device, seed
+    )
+    first, second = (REFERENCES["ragged_from_dense"](*pair) for pair in ((slots, lens), (entry_slots, entry_lens)))
+    bounds = slots.shape[1], entry_slots.shape[1]
+    return q, cache, *first, *attend, entries, *second, block, None, *bounds
+
+
+def plain_or_fp8(fmt: str, tokens: int, device: torch.device, seed: int) -> Args:
+    """`sparse_mla_decode`'s arguments with caches of rows."""
+    q, _, slots, lens, block, _, scale, sink, _, entry_slots, entry_lens, _ = rows.arguments(
+        tokens, HEADS, device, seed
+    )
+    generator = torch.Generator(device).manual_seed(seed)
+    window = row_cache(fmt, int(slots.max()) + 1, layout.HEAD_DIM, generator)
+    entries = row_cache(fmt, int(entry_slots.max()) + 1, layout.HEAD_DIM, generator)
+    return q, window, slots, lens, block, fmt, scale, sink, entries, entry_slots, entry_lens, block
+
+
+def row_cache(fmt: str, slots: int, head_dim: int, generator: torch.Generator) -> Tensor:
+    """At least `slots` rows of standard normal vectors, in pages as large as the window's."""
+    shape = layout.cdiv(slots, rows.BLOCK), rows.BLOCK, head_dim
+    values = torch.randn(shape, device=generator.device, generator=generator).bfloat16()
+    return values.to(torch.float8_e4m3fn).view(torch.uint8) if fmt == "fp8" else values
+
+
+def latent(tokens: int, device: torch.device, seed: int) -> Args:
+    """V3.2's arguments."""
+    generator = torch.Generator(device).manual_seed(seed)
+    pool = max(rows.SMALLEST_POOL, min(tokens * rows.POOL_PER_TOKEN, rows.POOL))
+    cache = row_cache("plain", pool, layout.V32_HEAD_DIM, generator)
+    shape = tokens, V32_TOPK
+    slots = torch.randint(0, pool, shape, device=device, generator=generator, dtype=torch.int32)
+    lens = torch.full((tokens,), V32_TOPK, device=device, dtype=torch.int32)
+    q = torch.randn(tokens, V32_HEADS, layout.V32_HEAD_DIM, device=device, generator=generator).bfloat16()
+    return q, cache, slots, lens, rows.BLOCK, layout.V32_HEAD_DIM**-0.5, layout.V32_LATENT_DIM
+
+
+def implementations(op: str) -> Mapping[str, Prepare]:
+    """The reference, and the kernel that the op chooses."""
+    return {"eager": lambda: REFERENCES[op], "triton": lambda: rows.on_gpu(launcher(op))}
+
+
+def problems(device: torch.device, only: Only, tokens: tuple[int, ...] | None = None) -> Iterator[Problem]:
+    """Every op and cache at every number of tokens."""
+    wide, narrow = layout.V32_HEAD_DIM, layout.V32_LATENT_DIM
+    made: list[tuple[str, str, int, int, Callable[[int], Callable[[int], Args]], dict[str, int]]] = [
+        (LISTS, rows.CACHE, HEADS, KEYS, lambda size: partial(lists, size, device), {"D": layout.HEAD_DIM}),
+        (ROWS, "plain", HEADS, KEYS, lambda size: partial(plain_or_fp8, "plain", size, device), {"D": layout.HEAD_DIM}),
+        (ROWS, "fp8", HEADS, KEYS, lambda size: partial(plain_or_fp8, "fp8", size, device), {"D": layout.HEAD_DIM}),
+        (LATENT, "plain", V32_HEADS, V32_TOPK, lambda size: partial(latent, size, device), {"D": wide, "N": narrow}),
+    ]
+    for op, cache, heads, keys, make, dims in made:
+        for size in tokens or TOKENS[device.type]:
+            if not keep(only, op=op, cache=cache, heads=heads, keys=keys, tokens=size):
+                continue
+            row = costs.row_bytes(cache, dims["D"])
+            yield Problem(
+                op=op,
+                params={"cache": cache, "heads": heads, "keys": keys, "tokens": size},
+                make=make(size),
+                written=(),
+                cost=costs.of(op, T=size, H=heads, K=keys, row=row, **dims),
+                reference=REFERENCES[op],
+                implementations=implementations(op),
+                published={},
+                differs=rows.differs,
+            )
