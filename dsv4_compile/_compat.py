@@ -154,10 +154,16 @@ def has_device_kernel(op: OpOverload, device: torch.device) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
-def end_allocation(device: torch.device, pool: Any) -> None:
-    """Let the allocator leave `pool`, which a capture that failed may have left it in."""
-    with suppress(RuntimeError):  # it has left
+def recover_from_failed_capture(device: torch.device, pool: Any) -> None:
+    """Undo what a capture that could not be ended leaves behind: allocations into `pool`, and a generator that waits.
+
+    torch ends both only after CUDA has ended the capture without an error.
+    """
+    with suppress(RuntimeError):  # the allocator has left the pool
         torch._C._cuda_endAllocateToPool(device.index, pool)
+    with suppress(RuntimeError):
+        generator = torch.cuda.default_generators[device.index]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .._compat import end_allocation, pytree, without_cudagraph_trees
+from .._compat import pytree, recover_from_failed_capture, without_cudagraph_trees
 from ..errors import GraphError, check, error, fail
 
 Call = Callable[[], Any]
@@ -198,7 +198,7 @@ class CudaGraphs:
         try:
             graph.capture_end()
         except RuntimeError:
-            end_allocation(self.device, self._pool)
+            recover_from_failed_capture(self.device, self._pool)
             raise
 
     def memory(self) -> int:

@@ -176,7 +176,8 @@ def test_misuse_is_refused_and_leaves_the_device_usable(step: Callable[[Tensor],
         capture(lambda: step(x))
     assert caught.value.code == code
     torch.cuda.synchronize()
-    capture(lambda: x * 2)
+    assert torch.randn(4, device=CUDA).isfinite().all()
+    capture(lambda: x * torch.rand(4, device=CUDA))
 
 
 def test_a_nested_capture_is_refused() -> None:
