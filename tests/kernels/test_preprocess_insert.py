@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
+from dsv4_compile._compat import triton_interpreter
 from dsv4_compile.kernels import compress_norm_rope_insert as compress
 from dsv4_compile.kernels import fused_q_kv_rmsnorm as norms
 from dsv4_compile.kernels import preprocess_insert as kernel
@@ -206,6 +207,32 @@ def test_any_batch_of_any_chunks_is_what_separate_launches_make_of_it(kind: str)
             done[request] += count
         arguments = model.arguments(tokens, model.projection(len(tokens)))
         keep(arguments, assert_equal(arguments))
+
+
+@interpreted
+@COMPRESSED
+@pytest.mark.parametrize("order", ["backwards", "shuffled"])
+def test_programs_may_run_in_any_order(kind: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = step(kind)
+    cut = cut_of(arguments, parts=4)
+    want, caches = launch(arguments, cut=cut)
+    builder = triton_interpreter.interpreter_builder
+    place, rng = builder.set_grid_idx, random.Random(1)
+    numbers: list[int] = []
+
+    def elsewhere(x: int, y: int, z: int) -> None:
+        if x == 0:
+            numbers[:] = reversed(range(builder.grid_dim[0]))
+            if order == "shuffled":
+                rng.shuffle(numbers)
+        place(numbers[x], y, z)
+
+    monkeypatch.setattr(builder, "set_grid_idx", elsewhere)
+    got, mine = launch(arguments, cut=cut)
+    assert numbers
+    assert_bitwise(got, want)
+    for name, cache in caches.items():
+        assert_bitwise(storage(mine[name]), storage(cache), label=name)
 
 
 @interpreted
