@@ -93,9 +93,14 @@ class Stack(nn.Module):
             scales = [part.scale for part in self.parts if isinstance(part, Fp8Linear)]
             self.scale = None if self.reason or not scales else _as_rows(scales, self.scale)
 
+    def _intact(self) -> bool:
+        """Whether floating weights are the rows of `weight`: the cheap part of `arrange`, for every call."""
+        weights = [part.weight for part in self.parts]
+        return self.weight is not None and self.scale is None and _are_rows(weights, self.weight)
+
     def forward(self, x: Tensor) -> list[Tensor]:
         """Results for x `[T, K]`, each `[T, width]` with the last dim dense."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not self._intact():
             self.arrange()
         if self.weight is None or (self.scale is None and x.dtype is not self.weight.dtype):
             return [_apart(output, x) for output in self.outputs]

@@ -195,7 +195,7 @@ def _merge(graph: Graph, merger: Merger, group: _Group) -> None:
                 replace(old, item(graph, merged.node, index))
     for call in reversed(group.members):
         erase(graph, call)
-    for rounding in (norm["qr"], norm["kv"]):
+    for rounding in {norm["qr"], norm["kv"]}:
         if not rounding.users and rounding.op != "placeholder":
             graph.erase_node(rounding)
 

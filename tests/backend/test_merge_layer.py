@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 import dsv4_compile
+from dsv4_compile import proven
+from dsv4_compile.lowering import registry
 from dsv4_compile.modules import DeepseekV4Attention
+from dsv4_compile.passes import merging
 from dsv4_compile.testing import assert_bitwise
 from tests.backend.functional import Merged, merged
 from tests.modules.engine import KINDS, Engine
@@ -186,3 +190,52 @@ def test_every_layer_of_a_model_is_accounted_for_once(fuse: str) -> None:
         ("merge_preprocess", fuse == "on", 6): 3,
         ("fuse_attention", fuse == "on", 3): 3,
     }
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices are made as for an H200; what runs are the references all the same."""
+    gpu = {"device": torch.device("cuda"), "codegen": "triton", "architecture": "cuda sm_90"}
+    describe = merging.describe
+    monkeypatch.setattr(merging, "describe", lambda *args: dataclasses.replace(describe(*args), **gpu))
+
+
+def one_step(kind: str) -> Merged:
+    config, kwargs = CASES["fp8_ds_mla"]
+    layer = random_layer(config, kind, single_gemm=True, **kwargs)
+    result = merged(layer, {})
+    Engine(layer, 1, 256, call=result.call).step([torch.randn(9, config.hidden_size).bfloat16()])
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_merges_every_layer_where_the_kernels_are_proven(on_gpu: None, kind: str) -> None:
+    with proven.trust():
+        result = one_step(kind)
+    assert [str(fusion).rpartition(": ")[0].endswith("(triton") for fusion in result.fusions] == [True, True]
+    assert set(result.ops) - set(INDEXER) == {"preprocess_insert", "sparse_mla_decode"}
+
+
+@pytest.mark.parametrize(
+    ("tested", "reasons"),
+    [
+        ({"ir q_norm_rope_kv_insert"}, ["preprocess_insert would run its reference", "sparse_mla_decode would run"]),
+        (
+            {"ir q_norm_rope_kv_insert", "triton preprocess_insert", "triton sparse_mla_decode"},
+            [
+                "q_norm_rope, left of q_norm_rope_kv_insert, would",
+                "kv_rope_insert, left of q_norm_rope_kv_insert, would",
+            ],
+        ),
+    ],
+    ids=["merged-op", "remainder"],
+)
+def test_auto_gives_no_proven_implementation_away(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch, tested: set[str], reasons: list[str]
+) -> None:
+    monkeypatch.setattr(registry, "is_proven", lambda impl, op, architecture: f"{impl} {op}" in tested)
+    result = one_step("swa")
+    assert result.ops["q_norm_rope_kv_insert"] == result.ops["sparse_mla_decode"] == 1
+    for reason, start in zip(result.reasons, reasons, strict=True):
+        assert reason.startswith(start)
+        assert "has not been tested on cuda sm_90 yet" in reason

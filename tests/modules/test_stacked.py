@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dsv4_compile.config import DeepseekV4Config
@@ -100,6 +102,16 @@ def test_weights_that_change_or_move_are_one_matrix_again_and_no_copy_stays(
     change: Callable[[DeepseekV4Attention], DeepseekV4Attention],
 ) -> None:
     check_layer(change(random_layer(SMALL, "csa", dtype=torch.float32)))
+
+
+def test_a_checkpoint_of_a_stacked_layer_holds_every_weight_once(tmp_path: Path) -> None:
+    state = random_layer(SMALL, "csa", dtype=torch.bfloat16).state_dict()
+    save_file(state, tmp_path / "layer.safetensors")
+    saved = load_file(tmp_path / "layer.safetensors")
+    assert set(saved) == set(state)
+    for name, tensor in state.items():
+        assert_bitwise(saved[name], tensor, label=name)
+    assert (tmp_path / "layer.safetensors").stat().st_size < 1.1 * sum(tensor.nbytes for tensor in state.values())
 
 
 def test_stacking_twice_moves_nothing() -> None:
