@@ -2,8 +2,8 @@
 
 Inductor's C++ vectorises slices and concatenations, but no element that picks its partner by its own index, as the
 rotation of our IR does. `dsv4 bench preprocess --only tokens=32 --only heads=64` on one thread of an x86-64 CPU, torch
-2.13, in us: q_norm_rope 779 by our IR and 308 by this, inv_rope 1168 and 238, inv_rope_fp8_quant 6924 and 840. On Triton
-ours is one kernel where this would be several.
+2.13, in us: q_norm_rope 779 by our IR and 308 by this, inv_rope 1168 and 238, inv_rope_fp8_quant 6924 and 840. On
+Triton ours is one kernel where this would be several.
 """
 
 from __future__ import annotations

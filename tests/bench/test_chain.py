@@ -64,9 +64,19 @@ def test_arguments_of_a_seed_repeat() -> None:
             assert torch.equal(a, b) if isinstance(a, Tensor) else a is b is None
 
 
-def test_stock_torch_and_the_backend_compile_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", chain.LAYERS)
+def test_plain_pytorch_is_one_graph(kind: str) -> None:
+    (whole,) = found(3, layer=kind, op="chain")
+    compiled = torch.compile(whole.reference, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        got = gate.outputs(compiled, whole.make(0), whole.written)
+    assert chain.differs(got, gate.outputs(whole.reference, whole.make(0), whole.written)) == ""
+
+
+def test_the_backend_compiles_the_ops_and_the_result_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_MAX_REPEATS", 2)
     (whole,) = found(3, layer="SWA", op="chain")
     with torch.no_grad():
-        rows = {row["impl"]: row for row in rows_of(whole, {"impl": {"inductor", "dsv4"}}, CPU)}
-    assert {impl: (row["status"], row["note"]) for impl, row in rows.items()} == dict.fromkeys(rows, ("ok", ""))
+        (row,) = rows_of(whole, {"impl": {"dsv4"}}, CPU)
+    assert (row["status"], row["note"]) == ("ok", "")
+    assert row["us"] > 0

@@ -44,7 +44,7 @@ def test_every_op_takes_its_arguments_and_costs_what_they_hold() -> None:
         out = OPS[problem.op](*args)
         tensors = [x for x in (*args, out) if isinstance(x, Tensor)]
         assert problem.cost.bytes == sum(x.numel() * x.element_size() for x in tensors)
-        assert out.isfinite().all() and out.float().std() > 0.01
+        assert out.isfinite().all() and out.any()
         rows = {
             row["impl"]: row["status"]
             for row in rows_of(problem, {"impl": {"eager", "bmm", "triton", "scaled_mm"}}, CPU)
