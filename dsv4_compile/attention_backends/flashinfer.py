@@ -17,14 +17,43 @@ from torch import Tensor
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..errors import check
 from ..layout import CSA_RATIO
-from .flashmla import pad_heads, pad_sink
-from .protocol import AttentionBackend, LayerShape, SparseAttention, padded_heads
+from .flashmla_metadata import DeepseekV4FlashMLAMetadataBuilder
+from .padding import pad_heads, pad_sink, padded_heads
+from .protocol import AttentionBackend, LayerShape, SparseAttention
 from .swa import DeepseekSparseSWAMetadataBuilder
 from .v4 import DeepseekV4Metadata, Inputs, decode_tokens, prefill_tokens, prefill_topk
 from .workspace import Workspace
 
 LIBRARY_HEADS = (64, 128)
 WORKSPACE_BYTES = 128 * 2**20
+
+
+class DeepseekV4FlashInferMLASparseBackend(AttentionBackend):
+    """flashinfer's TRTLLM-gen sparse attention on Blackwell."""
+
+    name = "FLASHINFER_MLA_SPARSE_DSV4"
+    cache_formats: ClassVar = {"auto": "plain", "bfloat16": "plain", "fp8": "fp8", "fp8_e4m3": "fp8"}
+    library = "flashinfer"
+    library_majors = (10,)
+    library_formats = ("plain", "fp8")
+
+    @classmethod
+    def get_impl_cls(cls) -> type[SparseAttention]:
+        return FlashInferAttention
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
+        """The main cache's builder is the one of FlashMLA."""
+        return DeepseekV4FlashMLAMetadataBuilder
+
+    @classmethod
+    def get_swa_builder_cls(cls) -> Callable[..., Any]:
+        return DeepseekSparseSWAMetadataBuilder
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        """Query heads of the kernel that takes `num_heads`: 64 or 128."""
+        return padded_heads(num_heads, LIBRARY_HEADS)
 
 
 class FlashInferAttention(SparseAttention):
@@ -34,6 +63,8 @@ class FlashInferAttention(SparseAttention):
     quantise, `bmm1_scale` and `bmm2_scale` Python floats for flashinfer, which takes another path for tensors. All
     are 1 until `set_scales`.
     """
+
+    backend = DeepseekV4FlashInferMLASparseBackend
 
     q_scale: Tensor
     q_scale_inv: Tensor
@@ -221,36 +252,3 @@ def _attend(
 @_attend.register_fake
 def _(q: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape, dtype=torch.bfloat16)
-
-
-class DeepseekV4FlashInferMLASparseBackend(AttentionBackend):
-    """flashinfer's TRTLLM-gen sparse attention on Blackwell."""
-
-    name = "FLASHINFER_MLA_SPARSE_DSV4"
-    cache_formats: ClassVar = {"auto": "plain", "bfloat16": "plain", "fp8": "fp8", "fp8_e4m3": "fp8"}
-    library = "flashinfer"
-    library_majors = (10,)
-    library_formats = ("plain", "fp8")
-
-    @classmethod
-    def get_impl_cls(cls) -> type[SparseAttention]:
-        return FlashInferAttention
-
-    @classmethod
-    def get_builder_cls(cls) -> type[Any]:
-        """The main cache's builder is the one of FlashMLA."""
-        from .flashmla import DeepseekV4FlashMLABackend
-
-        return DeepseekV4FlashMLABackend.get_builder_cls()
-
-    @classmethod
-    def get_swa_builder_cls(cls) -> Callable[..., Any]:
-        return DeepseekSparseSWAMetadataBuilder
-
-    @classmethod
-    def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """Query heads of the kernel that takes `num_heads`: 64 or 128."""
-        return padded_heads(num_heads, LIBRARY_HEADS)
-
-
-FlashInferAttention.backend = DeepseekV4FlashInferMLASparseBackend

@@ -81,8 +81,47 @@ class FlashInferMLASparseMetadataBuilder:
         )
 
 
+class FlashInferMLASparseBackend(AttentionBackend):
+    """flashinfer's TRTLLM-gen MLA with a sparse top-k, on Blackwell."""
+
+    name = "FLASHINFER_MLA_SPARSE"
+    model_type = "deepseek_v32"
+    supported_dtypes = (torch.float16, torch.bfloat16)
+    cache_formats: ClassVar = {"auto": "plain", "bfloat16": "plain"}
+    kernel_block_sizes = (32, 64)
+    head_sizes = (V32_HEAD_DIM,)
+    max_heads = 0
+    library = "flashinfer"
+    library_majors = (10,)
+    library_formats = ("plain",)
+
+    @classmethod
+    def get_impl_cls(cls) -> type[SparseAttention]:
+        return FlashInferMLASparseAttention
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
+        return FlashInferMLASparseMetadataBuilder
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        """Heads outside of tokens, which one KV head makes the same as tokens outside of heads."""
+        return "HND"
+
+    @classmethod
+    def _refuse_model(cls, demand: Demand) -> str:
+        refusal = super()._refuse_model(demand)
+        if refusal:
+            return refusal
+        if demand.qk_nope_head_dim not in (None, V32_NOPE_HEAD_DIM):
+            return f"qk_nope_head_dim {demand.qk_nope_head_dim}: its kernel is made for {V32_NOPE_HEAD_DIM}"
+        return "an attention sink: its kernel takes none" if demand.has_sink else ""
+
+
 class FlashInferMLASparseAttention(SparseAttention):
     """Attention of one layer in `FLASHINFER_MLA_SPARSE`."""
+
+    backend = FlashInferMLASparseBackend
 
     def __init__(self, layer: LayerShape, engine: str = "dsv4", qk_nope_head_dim: int = V32_NOPE_HEAD_DIM) -> None:
         super().__init__(layer, engine)
@@ -171,47 +210,7 @@ def _(
     return q.new_empty((q.shape[0], q.shape[1], value_dim))
 
 
-class FlashInferMLASparseBackend(AttentionBackend):
-    """flashinfer's TRTLLM-gen MLA with a sparse top-k, on Blackwell."""
-
-    name = "FLASHINFER_MLA_SPARSE"
-    model_type = "deepseek_v32"
-    supported_dtypes = (torch.float16, torch.bfloat16)
-    cache_formats: ClassVar = {"auto": "plain", "bfloat16": "plain"}
-    kernel_block_sizes = (32, 64)
-    head_sizes = (V32_HEAD_DIM,)
-    max_heads = 0
-    library = "flashinfer"
-    library_majors = (10,)
-    library_formats = ("plain",)
-
-    @classmethod
-    def get_impl_cls(cls) -> type[SparseAttention]:
-        return FlashInferMLASparseAttention
-
-    @classmethod
-    def get_builder_cls(cls) -> type[Any]:
-        return FlashInferMLASparseMetadataBuilder
-
-    @classmethod
-    def get_required_kv_cache_layout(cls) -> str:
-        """Heads outside of tokens, which one KV head makes the same as tokens outside of heads."""
-        return "HND"
-
-    @classmethod
-    def _refuse_model(cls, demand: Demand) -> str:
-        refusal = super()._refuse_model(demand)
-        if refusal:
-            return refusal
-        if demand.qk_nope_head_dim not in (None, V32_NOPE_HEAD_DIM):
-            return f"qk_nope_head_dim {demand.qk_nope_head_dim}: its kernel is made for {V32_NOPE_HEAD_DIM}"
-        return "an attention sink: its kernel takes none" if demand.has_sink else ""
-
-
 def v32_shape(num_heads: int, scale: float, **options: Any) -> LayerShape:
     """The shape of a DeepSeek-V3.2 layer."""
     shape = {"head_size": V32_LATENT_DIM + ROPE_DIM, "value_dim": V32_LATENT_DIM, "window": 0, **options}
     return LayerShape(num_heads, scale=scale, **shape)
-
-
-FlashInferMLASparseAttention.backend = FlashInferMLASparseBackend

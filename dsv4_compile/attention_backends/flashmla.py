@@ -11,21 +11,55 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
-from ..layout import CSA_RATIO, FP8_DS_MLA, PAD_INDEX, align_up
-from .protocol import AttentionBackend, SparseAttention, padded_heads
+from ..layout import CSA_RATIO, FP8_DS_MLA
+from .flashmla_metadata import DeepseekV4FlashMLAMetadataBuilder
+from .padding import pad_heads, pad_rows, pad_sink, padded_heads
+from .protocol import AttentionBackend, SparseAttention
 from .swa import DeepseekSparseSWAMetadataBuilder
 from .v4 import Inputs, WorkspacePrefill, decode_tokens
 
 LIBRARY_HEADS = (64, 128)
-INDEX_WIDTHS = {64: 64, 128: 128}
-"""Query heads of a flash_mla kernel -> what the width of its index rows is a multiple of."""
+"""Query heads of flash_mla's kernels. The width of index rows is a multiple of the same number."""
+
+
+class DeepseekV4FlashMLABackend(AttentionBackend):
+    """flash_mla's sparse attention on Hopper and Blackwell."""
+
+    name = "FLASHMLA_SPARSE_DSV4"
+    cache_formats: ClassVar = {
+        "auto": "fp8_ds_mla",
+        "fp8": "fp8_ds_mla",
+        "fp8_ds_mla": "fp8_ds_mla",
+        "bfloat16": "plain",
+    }
+    library = "flash_mla"
+    library_majors = (9, 10)
+    library_formats = ("fp8_ds_mla",)
+
+    @classmethod
+    def get_impl_cls(cls) -> type[SparseAttention]:
+        return FlashMLAAttention
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
+        return DeepseekV4FlashMLAMetadataBuilder
+
+    @classmethod
+    def get_swa_builder_cls(cls) -> Callable[..., Any]:
+        return DeepseekSparseSWAMetadataBuilder
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        """Query heads of the kernel that takes `num_heads`: 64 or 128."""
+        return padded_heads(num_heads, LIBRARY_HEADS)
 
 
 class FlashMLAAttention(WorkspacePrefill):
     """Attention of one layer in `FLASHMLA_SPARSE_DSV4`."""
+
+    backend = DeepseekV4FlashMLABackend
 
     def forward_decode(self, q: Tensor, inputs: Inputs) -> Tensor:
         """One row per token, over both caches."""
@@ -76,40 +110,20 @@ class FlashMLAAttention(WorkspacePrefill):
         self, q: Tensor, window: tuple[Any, ...], extra: tuple[Any, ...], attn_sink: Tensor | None
     ) -> Tensor:
         heads = padded_heads(self.layer.num_heads, LIBRARY_HEADS)
-        width = INDEX_WIDTHS[heads]
         cache, indices, lens, block_size = window
         extra_cache, extra_indices, extra_lens, extra_block_size = extra
         out = torch.ops.dsv4_library.flash_mla_decode(
             pad_heads(q, heads),
             token_pages(cache, block_size),
-            pad_rows(indices, width),
+            pad_rows(indices, heads),
             lens,
             self.layer.scale,
             pad_sink(attn_sink, heads),
             None if extra_indices is None else token_pages(extra_cache, extra_block_size),
-            None if extra_indices is None else pad_rows(extra_indices, width),
+            None if extra_indices is None else pad_rows(extra_indices, heads),
             extra_lens,
         )
         return out[:, : self.layer.num_heads]
-
-
-def pad_heads(q: Tensor, heads: int) -> Tensor:
-    """`[T, heads, D]`, contiguous; heads behind the real ones are zero."""
-    if q.dtype is torch.float8_e4m3fn:
-        # Zero is the byte 0, and not every device can fill 8-bit floats.
-        return pad_heads(q.view(torch.uint8), heads).view(q.dtype)
-    return pad(q, (0, 0, 0, heads - q.shape[1])).contiguous()
-
-
-def pad_sink(sink: Tensor | None, heads: int) -> Tensor | None:
-    """float32 `[heads]`; -inf, which has no effect, behind the real heads."""
-    return None if sink is None else pad(sink, (0, heads - sink.shape[0]), value=-torch.inf)
-
-
-def pad_rows(indices: Tensor, multiple: int) -> Tensor:
-    """Index rows widened with -1 to a multiple, contiguous."""
-    width = indices.shape[1]
-    return pad(indices, (0, align_up(width, multiple) - width), value=PAD_INDEX).contiguous()
 
 
 def token_pages(cache: Tensor, block_size: int) -> Tensor:
@@ -178,40 +192,3 @@ def _prefill(q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, scale: float,
 @_prefill.register_fake
 def _(q: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape)
-
-
-class DeepseekV4FlashMLABackend(AttentionBackend):
-    """flash_mla's sparse attention on Hopper and Blackwell."""
-
-    name = "FLASHMLA_SPARSE_DSV4"
-    cache_formats: ClassVar = {
-        "auto": "fp8_ds_mla",
-        "fp8": "fp8_ds_mla",
-        "fp8_ds_mla": "fp8_ds_mla",
-        "bfloat16": "plain",
-    }
-    library = "flash_mla"
-    library_majors = (9, 10)
-    library_formats = ("fp8_ds_mla",)
-
-    @classmethod
-    def get_impl_cls(cls) -> type[SparseAttention]:
-        return FlashMLAAttention
-
-    @classmethod
-    def get_builder_cls(cls) -> type[Any]:
-        from .flashmla_metadata import DeepseekV4FlashMLAMetadataBuilder
-
-        return DeepseekV4FlashMLAMetadataBuilder
-
-    @classmethod
-    def get_swa_builder_cls(cls) -> Callable[..., Any]:
-        return DeepseekSparseSWAMetadataBuilder
-
-    @classmethod
-    def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """Query heads of the kernel that takes `num_heads`: 64 or 128."""
-        return padded_heads(num_heads, LIBRARY_HEADS)
-
-
-FlashMLAAttention.backend = DeepseekV4FlashMLABackend

@@ -17,8 +17,38 @@ from ..metadata import AttentionMetadata, build_batch_metadata
 from .protocol import AttentionBackend, CudaGraphSupport, SparseAttention
 
 
+class DeepseekV4PagedBackend(AttentionBackend):
+    """This package's own backend. Any device, any head size, every cache."""
+
+    name = "DSV4_PAGED"
+    cudagraph_support = CudaGraphSupport.ALWAYS
+    supported_dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    cache_formats: ClassVar = {
+        "auto": "plain",
+        "bfloat16": "plain",
+        "float16": "plain",
+        "float32": "plain",
+        "fp8_ds_mla": "fp8_ds_mla",
+        "fp8": "fp8",
+    }
+    kernel_block_sizes = ()
+    head_sizes = ()
+    max_heads = 0
+    needs_index_topk = False
+
+    @classmethod
+    def get_impl_cls(cls) -> type[SparseAttention]:
+        return PagedAttention
+
+    @classmethod
+    def get_builder_cls(cls) -> Callable[..., Any]:
+        return build_batch_metadata
+
+
 class PagedAttention(SparseAttention):
     """Attention of one layer in `DSV4_PAGED`."""
+
+    backend = DeepseekV4PagedBackend
 
     def forward(
         self,
@@ -65,34 +95,3 @@ class PagedAttention(SparseAttention):
             self.layer.entry_block_size,
         )
         return indices, lens
-
-
-class DeepseekV4PagedBackend(AttentionBackend):
-    """This package's own backend. Any device, any head size, every cache."""
-
-    name = "DSV4_PAGED"
-    cudagraph_support = CudaGraphSupport.ALWAYS
-    supported_dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    cache_formats: ClassVar = {
-        "auto": "plain",
-        "bfloat16": "plain",
-        "float16": "plain",
-        "float32": "plain",
-        "fp8_ds_mla": "fp8_ds_mla",
-        "fp8": "fp8",
-    }
-    kernel_block_sizes = ()
-    head_sizes = ()
-    max_heads = 0
-    needs_index_topk = False
-
-    @classmethod
-    def get_impl_cls(cls) -> type[SparseAttention]:
-        return PagedAttention
-
-    @classmethod
-    def get_builder_cls(cls) -> Callable[..., Any]:
-        return build_batch_metadata
-
-
-PagedAttention.backend = DeepseekV4PagedBackend

@@ -280,11 +280,3 @@ class AttentionBackend(ABC):
 def is_importable(module: str) -> bool:
     """Whether `import module` would find something; nothing is imported."""
     return module in sys.modules or importlib.util.find_spec(module) is not None
-
-
-def padded_heads(num_heads: int, sizes: tuple[int, ...]) -> int:
-    """The smallest of a library's head counts that holds `num_heads`; E205 if none does."""
-    for size in sizes:
-        if num_heads <= size:
-            return size
-    fail("E205", got=f"{num_heads} query heads", rule=f"at most {sizes[-1]} query heads on a device")

@@ -1,6 +1,6 @@
 """ROCM_FLASHMLA_SPARSE_DSV4: index rows as lists (CSR), for decodes over the caches and for prefills over a workspace.
 
-The reference system computes this in Triton kernels of its own, not in a library; here
+The system that engines know by this name computes it in Triton kernels of its own, not in a library. Here
 `sparse_mla_decode_ragged` and `sparse_mla_prefill_ragged` do.
 """
 
@@ -15,14 +15,52 @@ from torch import Tensor
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..layout import CSA_RATIO
 from .protocol import AttentionBackend, Demand, SparseAttention
+from .rocm_metadata import DeepseekV4ROCMAiterMLASparseMetadataBuilder, DeepseekV4ROCMAiterSparseSWAMetadataBuilder
 from .v4 import Inputs, WorkspacePrefill, decode_tokens
 
 FNUZ_ARCHITECTURES = ("cuda gfx940", "cuda gfx941", "cuda gfx942")
 """GPUs whose 8-bit floats are e4m3fnuz: the same byte is half of what it is in the caches of all other devices."""
 
 
+class DeepseekV4ROCMAiterMLASparseBackend(AttentionBackend):
+    """Ragged sparse attention, as AMD's GPUs run it."""
+
+    name = "ROCM_FLASHMLA_SPARSE_DSV4"
+    cache_formats: ClassVar = {
+        "auto": "fp8_ds_mla",
+        "fp8": "fp8_ds_mla",
+        "fp8_ds_mla": "fp8_ds_mla",
+        "bfloat16": "plain",
+    }
+
+    @classmethod
+    def get_impl_cls(cls) -> type[SparseAttention]:
+        return RaggedAttention
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
+        return DeepseekV4ROCMAiterMLASparseMetadataBuilder
+
+    @classmethod
+    def get_swa_builder_cls(cls) -> Callable[..., Any]:
+        return DeepseekV4ROCMAiterSparseSWAMetadataBuilder
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        """No head count is preferred."""
+        return num_heads
+
+    @classmethod
+    def _refuse_device(cls, demand: Demand) -> str:
+        if demand.architecture in FNUZ_ARCHITECTURES and cls.cache_format(demand.kv_cache_dtype) != "plain":
+            return f"{demand.kv_cache_dtype} cache on {demand.architecture}: its fp8 is e4m3fnuz, the cache's is e4m3fn"
+        return super()._refuse_device(demand)
+
+
 class RaggedAttention(WorkspacePrefill):
     """Attention of one layer in `ROCM_FLASHMLA_SPARSE_DSV4`. rocm_metadata.py builds its metadata."""
+
+    backend = DeepseekV4ROCMAiterMLASparseBackend
 
     def forward_decode(self, q: Tensor, inputs: Inputs) -> Tensor:
         """Each token's window and entries as lists."""
@@ -75,45 +113,3 @@ class RaggedAttention(WorkspacePrefill):
             q, kv, flat, indptr, self.layer.scale, attn_sink, topk.shape[1] + self.layer.window
         )
         return out
-
-
-class DeepseekV4ROCMAiterMLASparseBackend(AttentionBackend):
-    """Ragged sparse attention, as AMD's GPUs run it."""
-
-    name = "ROCM_FLASHMLA_SPARSE_DSV4"
-    cache_formats: ClassVar = {
-        "auto": "fp8_ds_mla",
-        "fp8": "fp8_ds_mla",
-        "fp8_ds_mla": "fp8_ds_mla",
-        "bfloat16": "plain",
-    }
-
-    @classmethod
-    def get_impl_cls(cls) -> type[SparseAttention]:
-        return RaggedAttention
-
-    @classmethod
-    def get_builder_cls(cls) -> type[Any]:
-        from .rocm_metadata import DeepseekV4ROCMAiterMLASparseMetadataBuilder
-
-        return DeepseekV4ROCMAiterMLASparseMetadataBuilder
-
-    @classmethod
-    def get_swa_builder_cls(cls) -> Callable[..., Any]:
-        from .rocm_metadata import DeepseekV4ROCMAiterSparseSWAMetadataBuilder
-
-        return DeepseekV4ROCMAiterSparseSWAMetadataBuilder
-
-    @classmethod
-    def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """No head count is preferred."""
-        return num_heads
-
-    @classmethod
-    def _refuse_device(cls, demand: Demand) -> str:
-        if demand.architecture in FNUZ_ARCHITECTURES and cls.cache_format(demand.kv_cache_dtype) != "plain":
-            return f"{demand.kv_cache_dtype} cache on {demand.architecture}: its fp8 is e4m3fnuz, the cache's is e4m3fn"
-        return super()._refuse_device(demand)
-
-
-RaggedAttention.backend = DeepseekV4ROCMAiterMLASparseBackend

@@ -70,7 +70,8 @@ class DeepseekV4SparseAttention(SparseAttention):
     """Attention of one DeepSeek-V4 layer: decodes and prefills go separate ways, as their kernels do.
 
     The split is made of host numbers, so a compiled graph exists for decodes alone, for prefills alone and for both;
-    within each, another batch is no recompile.
+    within each, another batch is no recompile. torch takes sizes that are equal in the first batch for one size: warm
+    up with a batch whose numbers of tokens, decodes and requests differ.
 
     Args:
         workspace: where prefills gather their keys and values; None allocates them at each call, which is what

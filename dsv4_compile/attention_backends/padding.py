@@ -1,0 +1,37 @@
+"""Arguments made as large as the kernels of a library want them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..errors import fail
+from ..layout import PAD_INDEX, align_up
+
+
+def padded_heads(num_heads: int, sizes: tuple[int, ...]) -> int:
+    """The smallest of a library's head counts that holds `num_heads`; E205 if none does."""
+    for size in sizes:
+        if num_heads <= size:
+            return size
+    fail("E205", got=f"{num_heads} query heads", rule=f"at most {sizes[-1]} query heads on a device")
+
+
+def pad_heads(q: Tensor, heads: int) -> Tensor:
+    """`[T, heads, D]`, contiguous; heads behind the real ones are zero."""
+    if q.dtype is torch.float8_e4m3fn:
+        # Zero is the byte 0, and not every device can fill 8-bit floats.
+        return pad_heads(q.view(torch.uint8), heads).view(q.dtype)
+    return pad(q, (0, 0, 0, heads - q.shape[1])).contiguous()
+
+
+def pad_sink(sink: Tensor | None, heads: int) -> Tensor | None:
+    """float32 `[heads]`; -inf, which has no effect, behind the real heads."""
+    return None if sink is None else pad(sink, (0, heads - sink.shape[0]), value=-torch.inf)
+
+
+def pad_rows(indices: Tensor, multiple: int) -> Tensor:
+    """Index rows widened with -1 to a multiple, contiguous."""
+    width = indices.shape[1]
+    return pad(indices, (0, align_up(width, multiple) - width), value=PAD_INDEX).contiguous()
