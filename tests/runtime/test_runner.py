@@ -261,6 +261,18 @@ def test_a_captured_tensor_elsewhere_is_named() -> None:
     assert caught.value.code == "E428"
 
 
+def test_captures_that_grow_are_found_in_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world()
+    runner = make_runner(world, debug=True)
+    runner.warm_up()
+    runner.step(1, hidden=world.load([1], [5]))
+    held = runner.graphs.memory()
+    monkeypatch.setattr(runner.graphs, "memory", lambda: held + 1)
+    with pytest.raises(GraphError, match=f"captures of {held + 1:,} bytes, {held:,} when they were sealed") as caught:
+        runner.step(1)
+    assert caught.value.code == "E425"
+
+
 def test_a_step_on_random_batches_never_captures_again(seed: int) -> None:
     world = make_world()
     runner = make_runner(world)

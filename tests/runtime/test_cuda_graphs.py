@@ -1,0 +1,156 @@
+"""The order in which CUDA is told what, seen by a CUDA that only takes notes. What CUDA does is for tests/gpu."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_compile.errors import GraphError
+from dsv4_compile.runtime import Footprint, graphs
+from dsv4_compile.runtime.graphs import CudaGraphs
+
+POOL = (0, 7)
+
+
+class Notes:
+    """Everything that was said, in order, and what CUDA shall answer at the end of a capture."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.warning = ""
+        self.fault = ""
+
+
+class Stream:
+    def __init__(self, notes: Notes, name: str) -> None:
+        self.notes, self.name = notes, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.notes.said.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Notes:
+    notes = Notes()
+    current = [Stream(notes, "current")]
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    @contextmanager
+    def device(_: Any) -> Iterator[None]:
+        yield
+
+    class Graph:
+        def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+            notes.said.append(f"begin on {current[-1].name}, pool {pool}, {capture_error_mode}")
+
+        def capture_end(self) -> None:
+            notes.said.append("end")
+            if notes.warning:
+                warnings.warn(notes.warning, stacklevel=1)
+            if notes.fault:
+                raise RuntimeError(notes.fault)
+
+        def replay(self) -> None:
+            notes.said.append("replay")
+
+    def note(text: str) -> Callable[..., None]:
+        return lambda *args: notes.said.append(text)
+
+    fakes = {
+        "device": device,
+        "Stream": lambda: Stream(notes, "side"),
+        "stream": on,
+        "current_stream": lambda: current[-1],
+        "CUDAGraph": Graph,
+        "graph_pool_handle": lambda: POOL,
+        "synchronize": note("synchronize"),
+        "empty_cache": note("empty_cache"),
+        "reset_peak_memory_stats": note("reset peak"),
+        "memory_allocated": lambda _: 1000,
+        "max_memory_allocated": lambda _: 5000,
+        "memory_snapshot": lambda: [
+            {"segment_pool_id": POOL, "total_size": 64},
+            {"segment_pool_id": (0, 0), "total_size": 1},
+            {"segment_pool_id": POOL, "total_size": 32},
+        ],
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(graphs, "recover_from_failed_capture", note("recover"))
+    return notes
+
+
+@pytest.fixture
+def pool(cuda: Notes) -> CudaGraphs:
+    return CudaGraphs(torch.device("cuda", 0))
+
+
+def test_warm_up_and_capture_run_on_one_side_stream_ordered_with_the_callers(cuda: Notes, pool: CudaGraphs) -> None:
+    assert pool.warm_up(lambda: cuda.said.append("work") or 3) == 3
+    captured = pool.capture(lambda: cuda.said.append("work") or "out", "a step")
+    captured.replay()
+    assert captured.outputs == "out"
+    order = ["side waits for current", "work", "current waits for side"]
+    begun = f"begin on side, pool {POOL}, thread_local"
+    assert cuda.said == [
+        *order,
+        *["synchronize", "empty_cache", "side waits for current", begun, "work", "end", "current waits for side"],
+        "replay",
+    ]
+
+
+def test_an_empty_capture_is_an_error_and_other_warnings_are_passed_on(cuda: Notes, pool: CudaGraphs) -> None:
+    cuda.warning = "The CUDA Graph is empty. This usually means that ..."
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(GraphError) as caught:
+            pool.capture(lambda: None, "a step")
+    assert caught.value.code == "E423"
+    cuda.warning = "something else"
+    with pytest.warns(UserWarning, match="something else"):
+        pool.capture(lambda: None, "a step")
+
+
+@pytest.mark.parametrize("when", ["in the step", "at the end"])
+def test_a_failed_capture_is_ended_cleaned_up_and_explained(cuda: Notes, pool: CudaGraphs, when: str) -> None:
+    cuda.fault = "CUDA error: capture was not joined: unjoined work"
+
+    def step() -> None:
+        if when == "in the step":
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    with pytest.raises(GraphError) as caught:
+        pool.capture(step, "a step")
+    assert caught.value.code == "E422"
+    assert ("not permitted" if when == "in the step" else "unjoined") in caught.value.got
+    assert cuda.said[-2:] == ["end", "recover"]
+    cuda.fault = ""
+    pool.capture(lambda: None, "the next step")
+
+
+def test_an_error_of_the_step_itself_stays_what_it_is(cuda: Notes, pool: CudaGraphs) -> None:
+    def step() -> None:
+        raise KeyError("layers.3")
+
+    with pytest.raises(KeyError, match=r"layers\.3"):
+        pool.capture(step, "a step")
+    assert cuda.said[-1] == "end"
+
+
+def test_memory_is_that_of_the_pool_and_is_predicted_from_peaks_and_outputs(cuda: Notes, pool: CudaGraphs) -> None:
+    assert pool.memory() == 96
+    x = torch.zeros(8)
+    assert pool.measure(lambda: (x[:4], x)) == Footprint(peak=4000, outputs=32)
+    largest, smaller = Footprint(peak=3 << 20, outputs=1 << 20), Footprint(peak=1 << 20, outputs=1 << 19)
+    assert pool.predict([largest, smaller, smaller]) == 4 << 20
+    assert pool.predict([largest, smaller, smaller, smaller]) == 6 << 20
