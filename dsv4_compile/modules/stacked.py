@@ -150,14 +150,14 @@ def _objection(parts: Sequence[AnyLinear]) -> str:
     for part in parts:
         if type(part) not in (Linear, Fp8Linear) or type(part) is not type(first):
             return f"a {type(part).__name__} beside a {type(first).__name__}"
-        for parameter in part.parameters(recurse=False):
+        for name, parameter in part.named_parameters(recurse=False):
             if type(parameter) is not nn.Parameter:
                 return f"a parameter of type {type(parameter).__name__}"
-        weight = part.weight
-        if (weight.dtype, weight.device) != (first.weight.dtype, first.weight.device):
-            return f"{weight.dtype} on {weight.device} beside {first.weight.dtype} on {first.weight.device}"
-        if weight.shape[1:] != first.weight.shape[1:]:
-            return "inputs of different widths"
+            model = first.get_parameter(name)
+            if (parameter.dtype, parameter.device) != (model.dtype, model.device):
+                return f"{parameter.dtype} on {parameter.device} beside {model.dtype} on {model.device}"
+            if parameter.shape[1:] != model.shape[1:]:
+                return "inputs of different widths"
     if len({id(part.weight) for part in parts}) < len(parts):
         return "a weight that is used twice"
     if isinstance(first, Fp8Linear):

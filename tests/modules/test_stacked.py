@@ -203,12 +203,19 @@ def twice() -> list[Linear]:
     return [first, second]
 
 
+def other_scales() -> list[Fp8Linear]:
+    parts = [fp8_linear(128, 256), fp8_linear(128, 256)]
+    parts[1].scale = nn.Parameter(parts[1].scale.float(), requires_grad=False)
+    return parts
+
+
 REFUSED: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "partial block": (
         lambda: [fp8_linear(100, 256), fp8_linear(128, 256)],
         "a weight whose rows end within a block of 128",
     ),
     "subclass": (lambda: [floating(8), subclassed()], "a parameter of type Quantised"),
+    "scales": (other_scales, "torch.float32 on cpu beside torch.float8_e8m0fnu on cpu"),
     "tied": (twice, "a weight that is used twice"),
 }
 
@@ -217,13 +224,18 @@ REFUSED: dict[str, tuple[Callable[[], list[Any]], str]] = {
 def test_what_cannot_be_stacked_is_left_alone_says_why_and_works(case: str) -> None:
     make, reason = REFUSED[case]
     parts = make()
-    x, before = torch.randn(3, 256), [part.weight.data_ptr() for part in parts]
-    apart = [part(x) for part in parts]
+    before = [part.weight.data_ptr() for part in parts]
     stack = Stack(tuple(Output((part,)) for part in parts))
     assert (stack.reason, repr(stack)) == (reason, f"Stack({reason})")
+    x = torch.randn(3, 256)
+    apart = [part(x) for part in parts]
     for got, want in zip(stack(x), apart, strict=True):
         assert_bitwise(got, want)
     assert [part.weight.data_ptr() for part in parts] == before
+
+
+def test_linears_of_other_inputs_are_not_stacked() -> None:
+    assert Stack((Output((floating(8),)), Output((floating(8, 128),)))).reason == "inputs of different widths"
 
 
 def test_weights_of_other_kinds_get_stacks_of_their_own() -> None:
