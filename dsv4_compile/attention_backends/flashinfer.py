@@ -92,6 +92,9 @@ class FlashInferAttention(SparseAttention):
         self.bmm1_scale = self.layer.scale * q_scale * kv_scale
         self.bmm2_scale = kv_scale
 
+    def query_scale(self) -> Tensor | None:
+        return self.q_scale if self.engine == "library" and self.cache_format == "fp8" else None
+
     def forward(
         self,
         q: Tensor,
@@ -104,8 +107,9 @@ class FlashInferAttention(SparseAttention):
     ) -> Tensor:
         """Attend T tokens. See `v4.DeepseekV4SparseAttention.forward`.
 
-        e4m3 queries hold q / q_scale. `kv_scale` is this module's own; the argument is there for the signature.
+        e4m3 queries hold q / q_scale. The scale of the caches is this module's own, so `kv_scale` is None.
         """
+        check(kv_scale is None, "E201", got=f"a kv_scale for {self.backend.name}", fix="give it to set_scales")
         inputs = Inputs(window_cache, main_cache, metadata, topk_indices, attn_sink, kv_scale)
         indices, lens = self.mixed_indices(inputs)
         tokens = indices.shape[0]
@@ -169,6 +173,14 @@ class FlashInferAttention(SparseAttention):
     def _library(self, q: Tensor, indices: Tensor, lens: Tensor, inputs: Inputs) -> Tensor:
         """Decodes, then prefills. Padding gets what the kernel leaves there, so it is zeroed."""
         swa = inputs.metadata.swa
+        quantised = q.dtype is torch.float8_e4m3fn
+        check(
+            quantised == (self.cache_format == "fp8"),
+            "E201",
+            got=f"{str(q.dtype).removeprefix('torch.')} queries with {self.cache_format} caches",
+            rule="flashinfer takes queries of the dtype of the caches",
+            fix="quantise queries with query_scale()",
+        )
         heads = padded_heads(self.layer.num_heads, LIBRARY_HEADS)
         q, sink = pad_heads(q, heads), pad_sink(inputs.attn_sink, heads)
         caches = (inputs.window_cache, inputs.window_cache if inputs.main_cache is None else inputs.main_cache)
@@ -197,6 +209,8 @@ class FlashInferAttention(SparseAttention):
                         sink,
                     )
                 )
+        if not parts:
+            return q.new_zeros(q.shape, dtype=torch.bfloat16)[:, : self.layer.num_heads]
         out = torch.cat(parts)[:, : self.layer.num_heads]
         return torch.where(swa.is_valid_token[: out.shape[0], None, None], out, 0.0)
 

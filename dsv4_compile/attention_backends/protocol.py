@@ -18,7 +18,7 @@ from enum import IntEnum
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import layout
 from ..errors import check, fail
@@ -132,6 +132,10 @@ class SparseAttention(nn.Module):
         self.layer = layer
         self.engine = engine
         self.cache_format = self.backend.cache_format(layer.kv_cache_dtype)
+
+    def query_scale(self) -> Tensor | None:
+        """The scale that queries are quantised by, float32 `[1]`; None where they stay as they are."""
+        return None
 
 
 class AttentionBackend(ABC):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsv4_compile.testing import assert_bitwise, assert_close
+from dsv4_compile.testing.batch import Batch
 from tests.attention_backends.systems import V4, Layer, Way, any_case, any_layer, case_of, ways
 
 
@@ -19,6 +20,28 @@ def test_backend_gives_the_exact_answer(way: Way, seed: int) -> None:
         out = layer.module(*layer.arguments(case))
     assert out.dtype is torch.bfloat16
     assert_close(out, case.expected())
+
+
+WAYS = list(ways(("mixed",), ratios=(4,)))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.name != "DSV4_PAGED"], ids=str)
+def test_rows_behind_the_batch_are_zero_and_change_nothing(way: Way, seed: int) -> None:
+    """A captured graph has as many queries as it was captured for, and metadata for the tokens that there are."""
+    case = any_case(random.Random(seed), way)
+    layer = any_layer(way, case)
+    q, *others = layer.arguments(case)
+    longer = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, 5), value=1.0)
+    out = layer.module(longer, *others)
+    assert_bitwise(out[:-5], layer.module(q, *others))
+    assert not out[-5:].any()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_batch_without_tokens_gives_nothing(way: Way, seed: int) -> None:
+    case = any_case(random.Random(seed), way, Batch((0,), (0,)))
+    layer = any_layer(way, case)
+    assert layer.module(*layer.arguments(case)).shape[:2] == (0, case.q.shape[1])
 
 
 COMPILED = [

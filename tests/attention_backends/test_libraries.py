@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from dsv4_compile.errors import InputError
 from dsv4_compile.testing import assert_bitwise, assert_close
 from tests.attention_backends.fakes import FlashInfer, FlashMLA
 from tests.attention_backends.systems import PHASES, Layer, Way, case_of
@@ -88,3 +89,25 @@ def test_library_calls_are_nodes_of_one_graph(name: str, kv_cache_dtype: str, se
             with torch._dynamo.config.patch(error_on_recompile=number > 0):
                 out = compiled(*layer.arguments(case))
             assert_bitwise(out, layer.module(*layer.arguments(case)))
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_flashinfer_refuses_queries_of_another_dtype_than_its_caches(seed: int) -> None:
+    way = Way("FLASHINFER_MLA_SPARSE_DSV4", "fp8", 4, "decode")
+    case = case_of(random.Random(seed), way, head_dim=512)
+    layer = Layer(way, case, "library")
+    scale = layer.module.query_scale()
+    assert scale is layer.module.q_scale
+    with pytest.raises(InputError, match="bfloat16 queries with fp8 caches"):
+        layer.module(*layer.arguments(case))
+    *arguments, _ = layer.arguments(case)
+    with pytest.raises(InputError, match="set_scales"):
+        layer.module(*arguments, scale)
+
+
+def test_scales_belong_to_fp8_caches(seed: int) -> None:
+    way = Way("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16", 1, "decode")
+    layer = Layer(way, case_of(random.Random(seed), way))
+    assert layer.module.query_scale() is None
+    with pytest.raises(InputError, match="E201"):
+        layer.module.set_scales(0.5, 1.0)

@@ -44,7 +44,7 @@ class V32Case:
         self.q = torch.randn(batch.num_tokens, heads, layout.V32_HEAD_DIM, generator=generator).to(dtype)
 
     def topk_indices(self) -> Tensor:
-        return torch.tensor([row(chosen, TOPK) for chosen in self.chosen], dtype=torch.int32)
+        return torch.tensor([row(chosen, TOPK) for chosen in self.chosen], dtype=torch.int32).view(-1, TOPK)
 
     def slot_mapping(self) -> Tensor:
         slots = [slot(self.table, *token, self.block_size) for token in self.batch.tokens()]
