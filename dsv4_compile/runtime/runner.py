@@ -49,7 +49,8 @@ class DecodeRunner:
     Args:
         step: `step(*inputs, metadata, caches)` -> tensors whose first dim is the tokens; compile it with
             `torch.compile(..., backend="dsv4")` and without graphs of its own (E424). It must not wait for the device
-            (E422), and give the same tensors for the same batch.
+            (E422), and give the same tensors for the same batch. Of a Module, compiled or not, the addresses of all
+            parameters and buffers are compared too.
         buffers: the persistent metadata; the captured graph refreshes it from `buffers`' inputs.
         inputs: further persistent inputs `[max_num_batched_tokens, ...]` by name, in the order of `step`'s arguments.
         caches: what `step` writes in place: `PagedCaches.layers`, or any nest of lists, dicts and dataclasses.
