@@ -194,7 +194,7 @@ def _left(
                 _load_q(queries, item + programs, q_left, q_right, q_ready, H, HEAD_BLOCKS)
         head = item % HEAD_BLOCKS * BLOCK_H
         m_head = head + o_row < H
-        result = (item // HEAD_BLOCKS).to(gl.int64) * H + head
+        result = gl.to_tensor(item // HEAD_BLOCKS).to(gl.int64) * H + head
         shift = gl.where(top == float("-inf"), 0.0, top)
         sum_all = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
         denominator = sum_all
@@ -251,7 +251,7 @@ def _right(
         mbarrier.arrive(weights_free.index(slot), count=1)
         turn += 1
         head = item % HEAD_BLOCKS * BLOCK_H
-        result = (item // HEAD_BLOCKS).to(gl.int64) * H + head
+        result = gl.to_tensor(item // HEAD_BLOCKS).to(gl.int64) * H + head
         _store_half(acc * gl.expand_dims(factor, 1), p_out + result * D, head, HALF, H)
 
 
