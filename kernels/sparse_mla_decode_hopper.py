@@ -9,7 +9,7 @@ from .. import layout
 from .attention_rows_hopper import BLOCK_H
 from .gpu import Gpu
 from .sparse_mla_decode_kernel_hopper import KEYS, sparse_mla_decode_hopper_kernel
-from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, cut_of, outputs
+from .sparse_mla_decode_plan import FIRST_DEPENDENT, PLAIN, Fusion, Results, Source, cut_of, outputs
 from .split_softmax import LOG2_E, part_buffers, split_softmax
 
 HEADS = BLOCK_H.value
@@ -112,5 +112,5 @@ def launch_hopper(
             **(fusion if cut.splits == 1 else fusion.front()).constants(),
         )
         if parts is not None:
-            split_softmax(into, *parts, sink, fusion, torch.bfloat16, first, end, dependent=True)
+            split_softmax(into, *parts, sink, fusion, torch.bfloat16, first, end, gpu.capability >= FIRST_DEPENDENT)
     return into.pair()

@@ -17,10 +17,8 @@ from ..reference.sparse_mla_decode import output_dtype
 from .attention_rows import DTYPES
 from .gpu import Gpu
 from .sparse_mla_decode_kernel import sparse_mla_decode_kernel
-from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, cut_of, operand_dtype, outputs
+from .sparse_mla_decode_plan import FIRST_DEPENDENT, PLAIN, Fusion, Results, Source, cut_of, operand_dtype, outputs
 from .split_softmax import LOG2_E, part_buffers, split_softmax
-
-FIRST_DEPENDENT = 90  # compute capability from which a kernel can start before the one it depends on has ended
 
 
 class Tiles(NamedTuple):

@@ -1,0 +1,347 @@
+"""Gluon kernels on the CPU: partitions of a program are threads, barriers and shared memory are what they should be.
+
+A module of `kernels/` is imported a second time with a stand-in for Gluon, whose tensors are torch tensors. What is
+simulated: values and their rounding, addresses with bounds, the phases of barriers, and that nobody overwrites what an
+asynchronous matrix product still reads. What is not: layouts, and the order of accesses that a barrier does not give.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+GLUON = "triton.experimental.gluon"
+SECONDS = 60.0
+"""After which a wait counts as a deadlock."""
+
+
+def raw(x: Any) -> Any:
+    return x.data if isinstance(x, Value) else x
+
+
+class Value:
+    """A tensor in registers."""
+
+    type = types.SimpleNamespace(layout=None)
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        if bitcast:
+            return Value(self.data.contiguous().view(dtype))
+        if dtype is torch.float8_e4m3fn:  # the conversion of GPUs saturates
+            return Value(self.data.clamp(-448.0, 448.0).to(dtype))
+        return Value(self.data.to(dtype))
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __neg__(self) -> Value:
+        return Value(-self.data)
+
+
+def _operator(name: str) -> Callable[[Value, Any], Any]:
+    def run(self: Value, other: Any) -> Any:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        result = getattr(self.data, name)(raw(other))
+        return result if result is NotImplemented else Value(result)
+
+    return run
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"):
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("radd", "rsub", "rmul", "rtruediv", "rand", "ror"):
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
+Value.__rlshift__ = lambda self, other: Value(torch.full_like(self.data, other) << self.data)  # type: ignore[attr-defined]
+
+
+class Pointer:
+    """Addresses of elements of a tensor's storage."""
+
+    def __init__(self, memory: Tensor, offset: Any) -> None:
+        self.memory, self.offset = memory, offset
+
+    @staticmethod
+    def of(tensor: Tensor) -> Pointer:
+        flat = torch.empty(0, dtype=tensor.dtype)
+        storage = tensor.untyped_storage()
+        return Pointer(flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),)), tensor.storage_offset())
+
+    def __add__(self, other: Any) -> Pointer:
+        step = raw(other)
+        return Pointer(self.memory, self.offset + (step.long() if isinstance(step, Tensor) else int(step)))
+
+    def to(self, kind: Any, bitcast: bool = False) -> Pointer:
+        viewed = self.memory.view(kind)
+        return Pointer(viewed, self.offset * (self.memory.element_size() // viewed.element_size()))
+
+    def resolve(self, mask: Any) -> tuple[Tensor, Tensor]:
+        """Elements and which of them are accessed. Raises for one outside the storage."""
+        offset = torch.as_tensor(self.offset)
+        offset, live = torch.broadcast_tensors(offset, torch.as_tensor(True if mask is None else raw(mask)))
+        if not ((offset >= 0) & (offset < len(self.memory)) | ~live).all():
+            raise AssertionError("an access is outside its tensor")
+        return torch.where(live, offset, 0), live
+
+
+class Shared:
+    """A tensor in shared memory."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.data[int(i)])
+
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.data.narrow(dim, int(start), int(length)))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.data.permute(order))
+
+    def load(self, layout: Any) -> Value:
+        return Value(self.data.clone())
+
+    def store(self, value: Value) -> None:
+        assert self.data.shape == value.data.shape and self.data.dtype is value.data.dtype
+        self.data.copy_(value.data)
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        return Shared(self.data.view(dtype).view(shape))
+
+
+class Barrier:
+    """An mbarrier: phase n ends with its last arrival, and a wait for a parity passes while another phase runs."""
+
+    changed = threading.Condition()
+    failed = threading.Event()
+
+    def __init__(self, count: int = 1) -> None:
+        self.parts = [self] + [Barrier() for _ in range(count - 1)]
+        self.count = self.pending = self.phase = 0
+
+    def index(self, i: Any) -> Barrier:
+        return self.parts[int(i)]
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = count
+
+    def arrive(self, count: int = 1) -> None:
+        with self.changed:
+            self.pending -= count
+            assert self.pending >= 0
+            if self.pending == 0:
+                self.pending, self.phase = self.count, self.phase + 1
+            self.changed.notify_all()
+
+    def wait(self, parity: Any) -> None:
+        with self.changed:
+            passed = self.changed.wait_for(lambda: self.phase & 1 != int(parity) or self.failed.is_set(), SECONDS)
+        assert passed and not self.failed.is_set(), "a partition waits for what never comes"
+
+
+def argument(x: Any) -> Any:
+    """What a launch makes of an argument."""
+    if type(x) is int:
+        return Value(torch.tensor(x, dtype=torch.int32 if abs(x) < 2**31 else torch.int64))
+    return Pointer.of(x) if isinstance(x, Tensor) else x
+
+
+class Kernel:
+    """A jitted function: called by another, or launched."""
+
+    program = 0
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, enable_fp_fusion: bool = True, **constants: Any) -> None:
+            for program in range(grid[0]):
+                Kernel.program = program
+                self.function(*map(argument, args), **constants)
+
+        return launch
+
+
+def specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    """Run the partitions of a program side by side, and raise what the first of them to fail raises."""
+    errors: list[BaseException] = []
+    Barrier.failed.clear()
+
+    def run(function: Any, args: tuple[Any, ...]) -> None:
+        try:
+            with torch.no_grad():
+                function(*args)
+        except BaseException as error:
+            errors.append(error)
+            Barrier.failed.set()
+            with Barrier.changed:
+                Barrier.changed.notify_all()
+
+    threads = [threading.Thread(target=run, args=partition) for partition in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def multiply(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+    """A matrix product, which remembers its operands until it is waited for."""
+    product = Value(a.data.float() @ b.data.float() + (acc.data if use_acc else 0.0))
+    product.operands = [(x.data, x.data.clone()) for x in (a, b)]  # type: ignore[attr-defined]
+    return product
+
+
+def finish(pending: int, deps: list[Value]) -> Value:
+    """Wait for a product. Its operands must be what they were when it began."""
+    for now, then in deps[0].operands:  # type: ignore[attr-defined]
+        assert torch.equal(now.float().nan_to_num(), then.float().nan_to_num()), "an operand was overwritten"
+    return deps[0]
+
+
+def assembly(text: str, constraints: str, args: list[Value], **_: Any) -> Any:
+    """The two pieces of PTX in kv_load_hopper.py."""
+
+    def times(pairs: Tensor, factor: Tensor) -> Value:
+        halves = [x.contiguous().view(torch.bfloat16) for x in torch.broadcast_tensors(pairs, factor)]
+        return Value((halves[0] * halves[1]).view(torch.int32))
+
+    codes, factor = (raw(x) for x in args)
+    if "prmt" not in text:
+        return times(codes, factor)
+    byte = codes.contiguous().view(torch.uint8).unflatten(-1, (-1, 4)).int()
+    bits = (((byte & 0x7F) << 4) | ((byte & 0x80) << 8)).to(torch.int16)
+    return tuple(times(bits[..., i : i + 2].contiguous().view(torch.int32)[..., 0], factor) for i in (0, 2))
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Value:
+    offset, live = pointer.resolve(mask)
+    if len(pointer.memory) == 0:
+        return Value(torch.zeros(offset.shape, dtype=pointer.memory.dtype))
+    return Value(torch.where(live, pointer.memory[offset], torch.tensor(other, dtype=pointer.memory.dtype)))
+
+
+def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    offset, live = pointer.resolve(mask)
+    values = torch.as_tensor(raw(value)).to(pointer.memory.dtype).broadcast_to(offset.shape)
+    as_bytes = values.dtype is torch.float8_e4m3fn  # has no index_put
+    memory, values = (x.view(torch.uint8) if as_bytes else x for x in (pointer.memory, values.contiguous()))
+    memory[offset[live]] = values[live]
+
+
+def where(condition: Any, a: Any, b: Any) -> Value:
+    kinds = {int: torch.int32, Number: torch.int32, float: torch.float32}
+    a, b = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=kinds[type(x)]) for x in (raw(a), raw(b)))
+    return Value(torch.where(raw(condition), a, b))
+
+
+class Number(int):
+    value = property(int)
+
+
+def constant(x: Any) -> Any:
+    return Number(x) if type(x) is int else x
+
+
+def anything(*_: Any, **__: Any) -> None:
+    return None
+
+
+def modules() -> dict[str, types.ModuleType]:
+    """The stand-ins by the names of what they stand in for."""
+    language, hopper, gluon = (types.ModuleType(name) for name in (f"{GLUON}.language", "hopper", GLUON))
+    wrap = lambda f: lambda *args: Value(f(*(raw(x) for x in args)))  # noqa: E731
+    either = lambda f: lambda a, b: Value(f(*(torch.as_tensor(raw(x)) for x in (a, b))))  # noqa: E731
+    plain = {name: wrap(getattr(torch, name)) for name in ("exp2", "log2", "rsqrt", "sum", "reshape", "zeros_like")}
+    layouts = "BlockedLayout SliceLayout NVMMADistributedLayout NVMMASharedLayout SwizzledSharedLayout barrier"
+    types_ = ("int16", "int32", "int64", "float32", "bfloat16")
+    vars(language).update(
+        dict.fromkeys(layouts.split(), anything)
+        | {name: getattr(torch, name) for name in types_}
+        | plain
+        | {
+            "float8e4nv": torch.float8_e4m3fn,
+            "constexpr": constant,
+            "pointer_type": lambda dtype: dtype,
+            "arange": lambda start, end, layout: Value(torch.arange(start, end, dtype=torch.int32)),
+            "zeros": lambda shape, dtype, layout: Value(torch.zeros([int(n) for n in shape], dtype=dtype)),
+            "full": lambda shape, x, dtype, layout: Value(torch.full([int(n) for n in shape], x, dtype=dtype)),
+            "max": lambda x, axis: Value(x.data.amax(axis)),
+            "maximum": either(torch.maximum),
+            "minimum": either(torch.minimum),
+            "expand_dims": lambda x, axis: Value(x.data.unsqueeze(axis)),
+            "convert_layout": lambda x, layout: x,
+            "split": lambda x: tuple(Value(half) for half in x.data.unbind(-1)),
+            "join": lambda a, b: Value(torch.stack(torch.broadcast_tensors(a.data, b.data), -1)),
+            "broadcast": lambda a, b: tuple(Value(x) for x in torch.broadcast_tensors(a.data, b.data)),
+            "static_range": range,
+            "program_id": lambda axis: Value(torch.tensor(Kernel.program, dtype=torch.int32)),
+            "allocate_shared_memory": lambda dtype, shape, layout: (
+                Barrier(shape[0]) if layout == "mbarrier" else Shared(torch.full([int(n) for n in shape], -1).to(dtype))
+            ),
+            "inline_asm_elementwise": assembly,
+            "warp_specialize": specialize,
+            "where": where,
+            "load": load,
+            "store": store,
+        }
+    )
+    calls = {"init": Barrier.init, "wait": Barrier.wait, "arrive": Barrier.arrive}
+    barrier = types.SimpleNamespace(**calls, MBarrierLayout=lambda: "mbarrier")
+    vars(hopper).update(
+        fence_async_shared=anything, mbarrier=barrier, warpgroup_mma=multiply, warpgroup_mma_wait=finish
+    )
+    vars(gluon).update(language=language, jit=lambda f=None, **_: Kernel(f) if f else Kernel)
+    cuda = types.ModuleType("cuda")
+    vars(cuda).update(gdc_launch_dependents=anything)
+    return {
+        GLUON: gluon,
+        f"{GLUON}.language": language,
+        f"{GLUON}.language.nvidia.hopper": hopper,
+        "triton.language.extra.cuda": cuda,
+    }
+
+
+def simulated(launcher: str, *kernels: str) -> Any:
+    """The module `launcher` of kernels/, made anew with `kernels`, the modules of its that use Gluon."""
+    names = [f"dsv4_compile.kernels.{name}" for name in (*kernels, launcher)]
+    importlib.import_module("dsv4_compile.kernels.split_softmax")  # and Triton, before anything stands in
+    stand_ins = modules()
+    package = importlib.import_module("triton.experimental")
+    with (
+        mock.patch.dict(sys.modules, stand_ins),
+        mock.patch.object(package, "gluon", stand_ins[GLUON], create=True),
+    ):
+        for name in names:
+            sys.modules.pop(name, None)
+        return importlib.import_module(names[-1])

@@ -1,0 +1,111 @@
+"""The Hopper decode kernel, simulated: see simulated_gluon.py for what that means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels import sparse_mla_decode_plan as plan
+from dsv4_compile.kernels.gpu import Gpu
+from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, outputs, quantized_outputs
+from dsv4_compile.ops.inv_rope_fp8_quant import inv_rope, inv_rope_fp8_quant
+from dsv4_compile.ops.sparse_mla_decode import sparse_mla_decode
+from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, poisoned_empty
+from tests.kernels import simulated_gluon
+from tests.kernels.simulated_gluon import simulated
+from tests.ops.sparse_mla_calls import EPS, call, positional
+
+pytestmark = pytest.mark.interpreted
+GPU = Gpu("cuda", 0, 132)
+BF16: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16}
+FEW_KEYS = Tolerance(abs=5 * 2.0**-9, rel=2.01 / 128, cosine=1e-5)
+MODULES = ("attention_rows_hopper", "kv_load_hopper", "sparse_mla_decode_kernel_hopper")
+
+
+@pytest.fixture(scope="module")
+def hopper() -> Any:
+    return simulated("sparse_mla_decode_hopper", *MODULES)
+
+
+def run(hopper: Any, arguments: dict[str, Any], splits: int, groups: tuple[Any, ...] = (), **options: Any) -> Any:
+    q, *_, scale, sink = args = positional(arguments)[:8]
+    extra = Source(*positional(arguments)[8:12])
+    names = ("positions", "cos_sin_cache")
+    where = {name: arguments[name] for name in names} if options or groups else {}
+    fusion = Fusion(**where, **options)
+    fusion = fusion._replace(**dict(zip(("n_groups", "heads_per_group", "packed_scales"), groups, strict=False)))
+    with poisoned_empty(), torch.no_grad():
+        into = quantized_outputs(q, *groups) if groups else outputs(q)
+        return hopper.launch_hopper(q, Source(*args[1:5]), extra, scale, sink, GPU, splits, fusion, into)
+
+
+def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+    assert_close(got[0], want[0], FEW_KEYS, label="out")
+    assert_close(got[1], want[1], "lse", label="lse")
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_hostile_rows_give_the_references_result(hopper: Any, splits: int, heads: int) -> None:
+    arguments = call(3, heads, window=130, extra=150, **BF16)
+    want = sparse_mla_decode(*positional(arguments)[:13])
+    assert_same(run(hopper, arguments, splits), want)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_queries_are_normed_and_rotated_inside(hopper: Any, splits: int) -> None:
+    arguments = call(2, 64, window=70, extra=10, **BF16)
+    want = sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS}))
+    assert_same(run(hopper, arguments, splits, q_norm_eps=EPS), want)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_outputs_are_rotated_back_as_by_the_op_of_its_own(hopper: Any, splits: int) -> None:
+    arguments = call(2, 128, window=70, extra=10, **BF16)
+    out, lse = run(hopper, arguments, splits)
+    got = run(hopper, arguments, splits, inverse_rope=True)
+    assert_bitwise(got[0], inv_rope(out, arguments["positions"], arguments["cos_sin_cache"]))
+    assert_bitwise(got[1], lse)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "groups", "splits"),
+    [(1, 64, (8, 8, True), 1), (5, 64, (3, 21, False), 1), (3, 128, (2, 60, True), 1), (2, 64, (1, 64, True), 2)],
+)
+def test_quantised_rows_are_those_of_the_op_of_its_own(
+    hopper: Any, tokens: int, heads: int, groups: tuple[int, int, bool], splits: int
+) -> None:
+    arguments = call(tokens, heads, window=70, extra=10, **BF16)
+    out, _ = run(hopper, arguments, splits)
+    want = inv_rope_fp8_quant(out, arguments["positions"], arguments["cos_sin_cache"], *groups)
+    got = run(hopper, arguments, splits, groups, inverse_rope=True)
+    for a, b in zip(got, want, strict=True):
+        assert_bitwise(a, b, strides=True)
+    rows = got[1].as_strided((groups[0], got[1].shape[2], -(-tokens // 4) * 4), (*got[1].stride()[1:], 1))
+    assert (rows[..., tokens:] == 0).all()
+
+
+def test_a_row_of_one_part_gives_the_same_bits_joined_or_not(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "PART_KEYS", 128)
+    arguments = call(3, 64, window=70, extra=10, **BF16)
+    arguments |= {"lens": torch.tensor([70, 0, 33]), "extra_lens": torch.tensor([10, 0, 0])}
+    alone = run(hopper, arguments, 0, batch_invariant=True)
+    wide = {name: torch.cat([arguments[name]] * 4, dim=1) for name in ("indices", "extra_indices")}
+    joined = run(hopper, arguments | wide, 0, batch_invariant=True)
+    for a, b in zip(alone, joined, strict=True):
+        assert_bitwise(a, b)
+
+
+@pytest.mark.parametrize("name", ["wait", "arrive"])
+def test_a_kernel_without_its_barriers_is_found_out(hopper: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The simulation is no proof unless it fails for a kernel that is wrong."""
+    barriers = hopper.sparse_mla_decode_hopper_kernel.function.__globals__["mbarrier"]
+    monkeypatch.setattr(barriers, name, lambda *_, **__: None)
+    monkeypatch.setattr(simulated_gluon, "SECONDS", 0.5)
+    arguments = call(1, 64, window=250, extra=150, **BF16)
+    arguments |= {"lens": torch.tensor([250]), "extra_lens": torch.tensor([150])}
+    with pytest.raises(AssertionError):
+        assert_same(run(hopper, arguments, 1), sparse_mla_decode(*positional(arguments)[:13]))
