@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -156,6 +156,18 @@ def test_tensors_of_a_tuple_are_arguments() -> None:
     assert out.item() == 1.0
     with pytest.raises(BoundsError, match=r"'inputs\[1\]'"), checked(("out",)):
         tuple_kernel[(1,)](out, inputs, 3)
+
+
+class Inputs(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@interpreted
+def test_tensors_of_a_named_tuple_are_called_by_their_names() -> None:
+    inputs = Inputs(torch.zeros(2), torch.ones(3))
+    with pytest.raises(BoundsError, match=r"'inputs\.second'"), checked(("out",)):
+        tuple_kernel[(1,)](torch.zeros(1), inputs, 3)
 
 
 @interpreted
