@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 
 from . import layout
 from .errors import check
@@ -28,7 +28,7 @@ _SYMBOLS = sympy.symbols("T R H D G N K S L C W Q rope width row e s", integer=T
 T, R, H, D, G, N, K, S, L, C, W, Q, rope, width, row, e, s = _SYMBOLS
 _ZERO = sympy.Integer(0)
 _INT32, _INT64, _FLOAT32, _E4M3 = 4, 8, 4, 1
-_DEFAULTS: Mapping[str, int] = {"e": 2, "s": 1}
+_DEFAULTS: dict[str, Any] = {"e": 2, "s": 1}
 """Sizes that are taken unless others are given: bfloat16 activations, UE8M0 scales."""
 
 
@@ -82,7 +82,8 @@ def of(op: str, **given: int | sympy.Expr) -> Cost:
     known = sizes(op)
     unknown = sorted(set(given) - set(known))
     check(not unknown, "E201", got=f"sizes {unknown} of {op}", rule=f"the cost of {op} depends on {', '.join(known)}")
-    values = {symbol: (_DEFAULTS | given)[symbol.name] for symbol in _SYMBOLS if symbol.name in (_DEFAULTS | given)}
+    sizes_given = _DEFAULTS | given
+    values = {symbol: sizes_given[symbol.name] for symbol in _SYMBOLS if symbol.name in sizes_given}
     bytes_, flops = (part.subs(values) for part in _expressions(op))
     bytes_, flops = (int(part) if part.is_Integer else part for part in (bytes_, flops))
     return Cost(bytes_, flops, "e4m3" if op in _E4M3_PRODUCTS else "bfloat16")
