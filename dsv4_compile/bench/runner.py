@@ -22,6 +22,7 @@ SCENARIOS = {
     "chain": "hidden states to queries and caches: plain PyTorch, stock torch.compile and the ops",
     "decode_step": "attention of a whole decode step, as a user runs it, in graphs and without",
     "gemm": "block-scaled and grouped linear layers",
+    "gemm_tiles": "the kernels of gemm with every cut they could choose",
     "indexer": "compressors, indexer queries, score and top-k, and the map to slots",
     "indexer_tiles": "the kernels of indexer with every tile they could choose",
     "metadata": "a step's metadata in one launch, and the move to the next step",

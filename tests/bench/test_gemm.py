@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.bench import Problem, gemm
+from dsv4_compile.bench import Problem, gemm, gemm_tiles
 from dsv4_compile.bench.runner import rows_of
 from dsv4_compile.config import DeepseekV4Config
+from dsv4_compile.kernels import grouped_matmul
+from dsv4_compile.kernels.gpu import Gpu
 from dsv4_compile.ops._define import OPS
 
 CPU = torch.device("cpu")
@@ -78,3 +80,19 @@ def test_a_strip_that_is_left_out_is_found() -> None:
     short = x.clone()
     short[:, 128:] = 0
     assert partial(gemm.differs, tolerance=2.0**-7)([problem.reference(short, weight, scale)], [want])
+
+
+def test_cuts_are_tried_through_the_function_that_chooses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of 24 rows in 2 groups is 2 programs of 8 strips; on 8 processors, 2 for each are 8 splits of one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        gemm_tiles, "launcher", lambda op: lambda *sizes: grouped_matmul.choose_cut(Gpu("cuda", 90, 8), *sizes)
+    )
+    cuts = {name: prepare()(5, 2, 24, 8) for name, prepare in next(tiled()).implementations.items()}
+    assert cuts["n64 w4 s4 p1"] == grouped_matmul.Cut(8, 64, 4, 4, 4)
+    assert cuts["n256 w8 s3 p2"] == grouped_matmul.Cut(8, 256, 8, 3, 8)
+    assert len(cuts) == len(gemm_tiles.TILES) * len(gemm_tiles.PROGRAMS)
+
+
+def tiled() -> Iterator[Problem]:
+    return gemm_tiles.problems(CPU, {"layer": {"wo_a"}, "op": {"grouped_linear"}, "model": {"Flash"}, "tokens": {"1"}})

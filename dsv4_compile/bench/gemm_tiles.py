@@ -1,0 +1,57 @@
+"""Scenario `gemm_tiles`: the products of `gemm` with every cut they could choose, for few tokens.
+
+`n128 w4 s3 p2` is 128 rows of the weight in a tile, 4 warps, 3 stages, and at least 2 programs for each processor,
+if there are strips enough. What the launcher chooses by size is read off the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ..layout import cdiv
+from ..ops._kernels import launcher
+from . import gemm
+from .problem import Only, Problem
+
+COLUMNS = gemm.COLUMNS
+TOKENS = (1, 8, 16, 32, 64, 128)
+TILES = ((64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 4), (256, 8, 3), (256, 8, 4))
+"""Rows of the weight, warps and stages."""
+PROGRAMS = (1, 2, 4)
+
+
+def problems(device: torch.device, only: Only) -> Iterator[Problem]:
+    """The problems of `gemm`, with a cut for each implementation."""
+    for problem in gemm.problems(device, only, tokens=TOKENS):
+        ways = {
+            f"n{tile[0]} w{tile[1]} s{tile[2]} p{programs}": partial(_prepare, problem.op, tile, programs)
+            for tile in TILES
+            for programs in PROGRAMS
+        }
+        yield replace(problem, implementations=ways)
+
+
+def _prepare(op: str, tile: tuple[int, int, int], programs: int) -> Any:
+    if not torch.cuda.is_available():
+        raise RuntimeError("hand-written kernels run on GPUs")
+    module = importlib.import_module("dsv4_compile.kernels.grouped_matmul")
+    usual, (block_n, warps, stages) = module.choose_cut, tile
+
+    def cut(gpu: Any, tokens: int, groups: int, rows: int, strips: int) -> Any:
+        block_m = usual(gpu, tokens, groups, rows, strips).block_m
+        tiles = cdiv(tokens, block_m) * groups * cdiv(rows, block_n)
+        splits = max(1, min(strips, cdiv(gpu.processors * programs, tiles)))
+        return module.Cut(block_m, block_n, warps, stages, cdiv(strips, cdiv(strips, splits)))
+
+    def call(*args: Any) -> Any:
+        with mock.patch.object(module, "choose_cut", cut):
+            return launcher(op)(*args)
+
+    return call
