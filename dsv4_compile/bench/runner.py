@@ -18,7 +18,6 @@ from .record import Record, environment
 
 SCENARIOS = {
     "attention_backends": "lists of slots, caches of rows, and DeepSeek-V3.2: what other systems attend",
-    "attention_backends": "lists of slots, caches of rows, and DeepSeek-V3.2: what other systems attend",
     "chain": "hidden states to queries and caches: plain PyTorch, stock torch.compile and the ops",
     "decode_step": "attention of a whole decode step, as a user runs it, in graphs and without",
     "gemm": "block-scaled and grouped linear layers",
