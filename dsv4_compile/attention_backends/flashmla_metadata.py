@@ -5,7 +5,6 @@ A build is one launch, two where a batch with prefills has layers of ratio 128.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,27 +92,9 @@ class DeepseekV4FlashMLAMetadataBuilder(GroupBuilder):
             self.prefill_rows = torch.full_like(self.tensors["c128_indices"], PAD_INDEX)
 
     @classmethod
-    def from_engine(
-        cls, kv_cache_spec: Any, layer_names: Sequence[str], engine_config: Any, device: torch.device | str | None
-    ) -> DeepseekV4FlashMLAMetadataBuilder:
-        """The builder of a group of layers, from what vLLM-like engines construct builders with.
-
-        Args:
-            kv_cache_spec: of the group: `compress_ratio` and `block_size`.
-            layer_names: of the group; not needed.
-            engine_config: `scheduler_config.max_num_batched_tokens`, `model_config.max_model_len`,
-                `model_config.hf_config.index_topk`, and `speculative_config.num_speculative_tokens` if there is one.
-        """
-        drafts = getattr(engine_config, "speculative_config", None)
-        return cls(
-            engine_config.scheduler_config.max_num_batched_tokens,
-            max_model_len=engine_config.model_config.max_model_len,
-            ratio=kv_cache_spec.compress_ratio,
-            topk_tokens=engine_config.model_config.hf_config.index_topk,
-            block_size=kv_cache_spec.block_size,
-            decode_threshold=1 + (0 if drafts is None else drafts.num_speculative_tokens),
-            device=device,
-        )
+    def _engine_options(cls, kv_cache_spec: Any, engine_config: Any) -> dict[str, Any]:
+        topk_tokens = engine_config.model_config.hf_config.index_topk
+        return {"topk_tokens": topk_tokens, "block_size": kv_cache_spec.block_size}
 
     def _groups(self) -> tuple[str, ...]:
         return (f"c{self.ratio}",) if self.ratio > 1 else ()

@@ -8,7 +8,8 @@ them one `MetadataBuffers` and they share its memory. Where the block tables of 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from ..metadata import BatchSplit, MetadataBuffers, plan_buffers
 from ..ops.batch_metadata import GROUPS, TOKENS
 from .common import CommonAttentionMetadata
 from .protocol import CudaGraphSupport
+
+Builder = TypeVar("Builder", bound="GroupBuilder")
 
 
 class GroupBuilder:
@@ -63,6 +66,37 @@ class GroupBuilder:
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=1, max_model_len=max_model_len, ratios=(ratio,)
         )
         self.tensors = plan.allocate(self._names(), device)
+
+    @classmethod
+    def from_engine(
+        cls: type[Builder],
+        kv_cache_spec: Any,
+        layer_names: Sequence[str],
+        engine_config: Any,
+        device: torch.device | str | None,
+    ) -> Builder:
+        """The builder of a group of layers, from what vLLM-like engines construct builders with.
+
+        Args:
+            kv_cache_spec: of the group: `compress_ratio`, and `block_size` for main caches.
+            layer_names: of the group; not needed.
+            engine_config: `scheduler_config.max_num_batched_tokens`, `model_config.max_model_len`,
+                `model_config.hf_config.index_topk`, and `speculative_config.num_speculative_tokens` if there is one.
+        """
+        drafts = getattr(engine_config, "speculative_config", None)
+        return cls(
+            engine_config.scheduler_config.max_num_batched_tokens,
+            max_model_len=engine_config.model_config.max_model_len,
+            ratio=kv_cache_spec.compress_ratio,
+            decode_threshold=1 + (0 if drafts is None else drafts.num_speculative_tokens),
+            device=device,
+            **cls._engine_options(kv_cache_spec, engine_config),
+        )
+
+    @classmethod
+    def _engine_options(cls, kv_cache_spec: Any, engine_config: Any) -> dict[str, Any]:
+        """Arguments that one kind of builder has beside those of all."""
+        return {}
 
     def _groups(self) -> tuple[str, ...]:
         """Groups of `ops.batch_metadata` that one call fills for this cache."""

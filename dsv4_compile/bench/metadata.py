@@ -96,7 +96,7 @@ def problems(
                     continue
 
                 def make(seed: int, of: tuple[Any, ...] = (requests, query, max_len), op: str = op) -> Args:
-                    own = buffers(*of, device, seed)
+                    own = buffers(of[0], of[1], of[2], device, seed)
                     return metadata_args(own) if op == "batch_metadata" else advance_args(own, of[1], seed)
 
                 width = layout.c128a_width(max_len)

@@ -202,6 +202,26 @@ def test_a_builder_is_made_of_an_engines_configuration(seed: int) -> None:
         a, b = getattr(made, field.name), getattr(wanted, field.name)
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, field.name
     assert made.num_decode_tokens == 5
+    for kind in (DeepseekV4IndexerMetadataBuilder, DeepseekV4CompressorMetadataBuilder):
+        state = kind.from_engine(SimpleNamespace(compress_ratio=4), ["layers.2.attn"], engine, "cpu").build(0, cm)
+        assert state.req_id_per_token.tolist() == wanted.req_id_per_token.tolist()
     engine.speculative_config = None
     builder = DeepseekV4FlashMLAMetadataBuilder.from_engine(group, ["layers.3.attn"], engine, "cpu")
     assert builder.reorder_batch_threshold == 1
+
+
+def test_a_batch_as_engines_capture_it_is_padding_throughout() -> None:
+    """The longest lengths, slots of -1 and tables of page 0: legal to read, and nothing is written."""
+    requests = 6
+    cm = CommonAttentionMetadata.of(
+        query_start_loc=range(requests + 1),
+        seq_lens=[MAX_LEN] * requests,
+        block_table=torch.zeros(requests, 3, dtype=torch.int32),
+        slot_mapping=torch.full((requests,), -1),
+    )
+    main = DeepseekV4FlashMLAMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=128).build(0, cm)
+    keys = DeepseekV4IndexerMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=4).build(0, cm)
+    assert (main.slot_mapping == -1).all() and (keys.slot_mapping == -1).all()
+    assert not main.c128a_decode_topk_lens.any() and not keys.context_lens.any()
+    assert (main.c128a_global_decode_topk_indices == -1).all()
+    assert main.c128a_global_decode_topk_indices.stride(0) == WIDTH
