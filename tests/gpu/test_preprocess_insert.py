@@ -18,7 +18,7 @@ from dsv4_compile.testing.generate import to_device
 from tests.ops.preprocess_layer import CACHES, PADDING, WINDOW_BLOCK, Layer
 
 REFERENCE = REFERENCES["preprocess_insert"]
-REQUESTS, MAX_LEN = 5, 3072
+REQUESTS, MAX_LEN = 5, 2048
 FLASH: dict[str, Any] = {"dim": 512, "rope_dim": 64, "key_dim": 128, "dtype": torch.bfloat16, "latent": 1024}
 KINDS: dict[str, dict[str, Any]] = {
     "swa": {**FLASH, "ratio": 0, "fmt": "fp8_ds_mla"},
