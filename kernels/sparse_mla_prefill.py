@@ -58,7 +58,7 @@ def sparse_mla_prefill_ragged(
     attn_sink: Tensor | None = None,
     max_row: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `sparse_mla_prefill`, which gives the same bits for the same rows."""
+    """As `sparse_mla_prefill`."""
     total = indices.shape[0]
     width = min(max_row, total) if max_row > 0 else total
     return _launch(q, kv, Rows(indices, indptr, width, ragged=True), scale, attn_sink)

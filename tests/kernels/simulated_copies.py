@@ -1,0 +1,116 @@
+"""What the prefill kernel needs beyond simulated_gluon.py: asynchronous copies, several items for each program.
+
+A copy is done when it is issued, as early as it may be. A product then still finds what it reads changed, where the
+kernel did not wait for it: both of a block's products are looked at, and operands that stay in registers too.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.kernels import simulated_gluon as base
+from tests.kernels.simulated_gluon import GLUON, Barrier, Kernel, Pointer, Shared, Value
+
+THREADS = 128
+
+
+class Descriptor:
+    """Rows of a tensor in blocks."""
+
+    def __init__(self, tensor: Tensor, block: list[int], layout: Any) -> None:
+        assert tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % 16 == 0
+        self.tensor, self.block = tensor, [int(n) for n in block]
+
+    from_tensor = classmethod(lambda cls, *args: cls(*args))
+
+
+class Persistent(Kernel):
+    """A kernel that asks how many programs there are."""
+
+    programs = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        Persistent.programs = grid[0]
+        return super().__getitem__(grid)
+
+
+def expect(barrier: Barrier, size: int) -> None:
+    assert getattr(barrier, "expected", 0) == 0
+    barrier.expected = int(size)  # type: ignore[attr-defined]
+
+
+def copy_block(source: Descriptor, corner: list[Any], barrier: Barrier, target: Shared) -> None:
+    """A block of rows, zeros where there are none; the last of the expected bytes ends the phase."""
+    row, column = (int(base.raw(x)) for x in corner)
+    rows, columns = source.block
+    found = source.tensor[row : row + rows, column : column + columns]
+    target.data.zero_()[: len(found)] = found
+    barrier.expected -= rows * columns * source.tensor.element_size()  # type: ignore[attr-defined]
+    if barrier.expected == 0:  # type: ignore[attr-defined]
+        barrier.arrive()
+
+
+def copy_elements(target: Shared, source: Pointer, mask: Any = None) -> None:
+    target.store(base.load(source, mask))
+
+
+def landed(barrier: Barrier, increment_count: bool) -> None:
+    assert not increment_count
+    barrier.arrive(THREADS)
+
+
+def multiply(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+    """As that of simulated_gluon.py, but what its accumulator waits for it waits for too."""
+    product = base.multiply(a, b, acc, use_acc, is_async)
+    product.operands += getattr(acc, "operands", [])  # type: ignore[attr-defined]
+    return product
+
+
+def finish(pending: int, deps: list[Value]) -> Any:
+    for dep in deps:
+        if hasattr(dep, "operands"):
+            base.finish(pending, [dep])
+            dep.operands = []
+    return tuple(deps) if len(deps) > 1 else deps[0]
+
+
+def broadcast(a: Any, b: Any) -> tuple[Value, Any]:
+    shape = b.offset if isinstance(b, Pointer) else b.data
+    return Value(torch.broadcast_tensors(a.data, torch.as_tensor(shape))[0]), b
+
+
+def modules() -> dict[str, types.ModuleType]:
+    """All stand-ins."""
+    found = _base_modules()
+    language, hopper = found[f"{GLUON}.language"], found[f"{GLUON}.language.nvidia.hopper"]
+    vars(found[GLUON]).update(jit=lambda f=None, **_: Persistent(f) if f else Persistent)
+    vars(language).update(
+        DistributedLinearLayout=base.anything,
+        DotOperandLayout=base.anything,
+        to_tensor=lambda x: x if isinstance(x, Value) else Value(torch.tensor(x)),
+        num_programs=lambda axis: Persistent.programs,
+        broadcast=broadcast,
+    )
+    vars(hopper.mbarrier).update(expect=expect)
+    vars(hopper).update(
+        tma=types.SimpleNamespace(async_load=copy_block), warpgroup_mma=multiply, warpgroup_mma_wait=finish
+    )
+    ampere, host = types.ModuleType("ampere"), types.ModuleType("host")
+    vars(ampere).update(async_copy=types.SimpleNamespace(async_load=copy_elements, mbarrier_arrive=landed))
+    vars(host).update(TensorDescriptor=Descriptor)
+    return found | {f"{GLUON}.language.nvidia.ampere": ampere, f"{GLUON}.nvidia.hopper": host}
+
+
+_base_modules = base.modules
+
+
+def simulated(launcher: str, *kernels: str) -> Any:
+    """As that of simulated_gluon.py."""
+    with mock.patch.object(base, "modules", modules):
+        return base.simulated(launcher, *kernels)
