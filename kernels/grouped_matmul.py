@@ -200,7 +200,9 @@ def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int) -> Cu
     tiles = cdiv(tokens, block_m) * groups * cdiv(rows, block_n)
     programs = gpu.processors * (2 if block_n == 64 else 1)
     splits = max(1, min(strips, programs // tiles))
-    return Cut(block_m, block_n, warps, 4 if deep else 2, cdiv(strips, cdiv(strips, splits)))
+    # Tiles of 64 rows are small enough for anyone's shared memory, but pipelines on AMD take two.
+    stages = 4 if deep or (block_n == 64 and gpu.backend == "cuda") else 2
+    return Cut(block_m, block_n, warps, stages, cdiv(strips, cdiv(strips, splits)))
 
 
 def grouped_matmul(

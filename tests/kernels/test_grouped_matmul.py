@@ -102,7 +102,7 @@ def test_the_quantisation_in_front_of_many_tokens_is_exact(tokens: int, size: in
 def test_parts_are_added_in_their_order_and_counters_left_zero(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = torch.zeros(64, dtype=torch.int32)
     monkeypatch.setattr(kernels, "arrival_counters", lambda count, device: counters)
-    monkeypatch.setattr(kernels, "choose_cut", lambda *sizes: kernels.Cut(16, 64, 4, 2, splits))
+    monkeypatch.setattr(kernels, "choose_cut", lambda *sizes: kernels.Cut(4 << splits, 64, 4, 2, splits))
     x, weight, scale = torch.randn(20, 384).bfloat16(), e4m3(70, 384), block_scale(70, 384)
     first = linear(x, weight, scale)
     assert_bitwise(linear(x, weight, scale), first)
