@@ -44,8 +44,10 @@ def test_a_batch_without_tokens_gives_nothing(way: Way, seed: int) -> None:
     assert layer.module(*layer.arguments(case)).shape[:2] == (0, case.q.shape[1])
 
 
+ROWS_ELSEWHERE = ("FLASHMLA_SPARSE_DSV4", "ROCM_FLASHMLA_SPARSE_DSV4")
+"""Backends whose rows of bfloat16 are compiled by phase, at the other ratio."""
 COMPILED = [
-    *(way for way in ways(("mixed",), ratios=(4,))),
+    *(way for way in WAYS if way.kv_cache_dtype != "bfloat16" or way.name not in ROWS_ELSEWHERE),
     *(way for way in ways(("decode", "prefill"), ratios=(128,)) if way.kv_cache_dtype == "bfloat16" and way.name in V4),
 ]
 
