@@ -1,21 +1,46 @@
-"""`compress_norm_rope_insert`: one program pools, normalises, rotates and stores the entry that one token closes.
+"""`compress_norm_rope_insert`: each program looks for closed groups among a few tokens and stores their entries.
 
-A program for any other token leaves at once. The work is in compress_entry.py.
+The work is in compress_entry.py.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import PAGE_LAYOUTS, byte_pages, overlap_factor
+from ..layout import PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor
+from .arrivals import arrival_counters
 from .compress_entry import compress_tokens
 from .hadamard import HADAMARD_DIMS
 from .quant import refuses_fp8
 
-MAX_ROWS = 16
-"""Positions of a window that are read at a time: 64 KiB of states for d = 512."""
+POOLED = 4096
+"""Elements of a window, positions times channels, that a program reads at a time: 32 KiB with values and scores."""
+MANY_TOKENS = 512
+"""Above, a program looks for closed groups among more tokens: most of them find one there, none in a few."""
+
+
+class Cut(NamedTuple):
+    """How pools are cut up, powers of two: `tokens` among which a program looks for closed groups, `parts` of an
+    entry's channels, a program each, `rows` of a window that are read at a time, and `warps` of a program."""
+
+    tokens: int
+    parts: int
+    rows: int
+    warps: int
+
+
+def cut_of(tokens: int, ratio: int, dim: int) -> Cut:
+    """The cut for a step of `tokens` and entries of `dim`. Only its `tokens` depend on the step, and no result does."""
+    window = triton.next_power_of_2(overlap_factor(ratio) * ratio)
+    columns = min(dim, max(16, POOLED // window))
+    rows = min(window, POOLED // columns)
+    looks = max(1, window // 16) if tokens <= MANY_TOKENS else max(8, window)
+    return Cut(looks, dim // columns, rows, min(8, max(4, rows * columns // 512)))
 
 
 @triton.jit(
@@ -33,6 +58,8 @@ def compress_norm_rope_insert_kernel(
     p_weight,  # [D]
     p_cos_sin,  # [max_pos, ROPE] float32
     p_kv_scale,  # [1] float32 or None
+    p_pooled,  # [T, D] float32, or None where PARTS is 1
+    p_arrived,  # [T] int32, zero before and after, or None
     eps,
     cache_strides,
     state_strides,
@@ -52,23 +79,20 @@ def compress_norm_rope_insert_kernel(
     RATIO: tl.constexpr,
     GROUPS: tl.constexpr,
     HADAMARD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     ROPE: tl.constexpr,
 ):
-    """Program p takes token p."""
+    """Program p takes part p % PARTS of the entries that the (p // PARTS)-th TOKENS tokens close."""
     compress_tokens(
-        tl.program_id(0), 0, p_cache, p_state, None, None, p_weight, p_cos_sin, p_kv_scale, None, None, p_state_slots,
-        p_table, p_requests, p_positions, p_slots, eps, cache_strides, state_strides, None, None, weight_stride,
-        cos_sin_strides, table_strides, token_strides, tokens, state_pages, num_slots, table_rows, table_columns,
-        max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD, 1, 1, ROWS, D, ROPE,
+        tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, p_cache, p_state, None, None, p_weight, p_cos_sin,
+        p_kv_scale, p_pooled, p_arrived, p_state_slots, p_table, p_requests, p_positions, p_slots, eps, cache_strides,
+        state_strides, None, None, weight_stride, cos_sin_strides, table_strides, token_strides, tokens, state_pages,
+        num_slots, table_rows, table_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD,
+        TOKENS, PARTS, ROWS, D, ROPE,
     )  # fmt: skip
-
-
-def tile_of(ratio: int, dim: int) -> tuple[int, int]:
-    """Positions that a program reads at a time and its warps."""
-    rows = min(triton.next_power_of_2(overlap_factor(ratio) * ratio), MAX_ROWS)
-    return rows, min(16, max(4, rows * dim // 512))
 
 
 def compress_norm_rope_insert_refuses(
@@ -122,15 +146,22 @@ def compress_norm_rope_insert(
 
     Pooled values differ from it by the order of their sums, so a stored value next to a rounding boundary may be the
     neighbour. All that follows the RMS norm rounds as it does, and results do not depend on the batch.
-    `tile` overrides the choice of `tile_of`.
+    `tile`, rows and warps, overrides the choice of `cut_of`.
     """
     tokens = state_slot_mapping.shape[0]
     if tokens == 0:
         return
-    rows, warps = tile or tile_of(ratio, norm_weight.shape[0])
+    dim = norm_weight.shape[0]
+    cut = cut_of(tokens, ratio, dim)
+    if tile is not None:
+        cut = cut._replace(rows=tile[0], warps=tile[1])
+    pooled = arrived = None
+    if cut.parts > 1:
+        pooled = torch.empty((tokens, dim), dtype=torch.float32, device=state_cache.device)
+        arrived = arrival_counters(tokens, state_cache.device)
     pages = byte_pages(k_cache, cache_format, block_size) if cache_format in PAGE_LAYOUTS else k_cache
     per_token = (state_slot_mapping, token_to_req, positions, slot_mapping)
-    compress_norm_rope_insert_kernel[(tokens,)](
+    compress_norm_rope_insert_kernel[(cdiv(tokens, cut.tokens) * cut.parts,)](
         pages,
         state_cache,
         state_slot_mapping,
@@ -141,6 +172,8 @@ def compress_norm_rope_insert(
         norm_weight,
         cos_sin_cache,
         kv_scale,
+        pooled,
+        arrived,
         eps,
         pages.stride(),
         state_cache.stride(),
@@ -160,10 +193,12 @@ def compress_norm_rope_insert(
         RATIO=ratio,
         GROUPS=overlap_factor(ratio),
         HADAMARD=hadamard,
-        ROWS=rows,
-        D=norm_weight.shape[0],
+        TOKENS=cut.tokens,
+        PARTS=cut.parts,
+        ROWS=cut.rows,
+        D=dim,
         ROPE=cos_sin_cache.shape[1],
-        num_warps=warps,
+        num_warps=cut.warps,
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..layout import PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor, state_block_size, storage_block_size
 from ..reference.preprocess_insert import Compressor, compressors, result_dtype
 from .arrivals import arrival_counters
+from .compress_norm_rope_insert import cut_of
 from .hadamard import HADAMARD_DIMS
 from .preprocess_insert_kernel import preprocess_insert_kernel
 from .quant import refuses_fp8
@@ -25,10 +26,6 @@ MAX_LATENT = 4096
 """Longest row of qr: a chunk of them stays in the registers of one program."""
 SAVED = 8192
 """Elements of states that a program saves: 32 KiB."""
-POOLED = 4096
-"""Elements of a window, positions times channels, that a program reads at a time: 32 KiB with values and scores."""
-MANY_TOKENS = 512
-"""Above, a program looks for closed groups among more tokens: most of them find one there, none in a few."""
 
 
 class Tile(NamedTuple):
@@ -51,11 +48,8 @@ def tile(tokens: int, ratio: int, dim: int, key_dim: int) -> Tile:
     """The cut for a step of `tokens`. Only `pooled` depends on the step, and no result does."""
     if ratio == 0:
         return Tile(4, 4, 1, 1, 1, 4)
-    window = triton.next_power_of_2(overlap_factor(ratio) * ratio)
-    columns = min(dim, max(16, POOLED // window))
-    rows, key_rows = min(window, POOLED // columns), min(window, POOLED // key_dim)
-    pooled = max(1, window // 16) if tokens <= MANY_TOKENS else max(8, window)
-    return Tile(8, pooled, dim // columns, rows, key_rows, min(8, max(4, rows * columns // 512)))
+    main = cut_of(tokens, ratio, dim)
+    return Tile(8, main.tokens, main.parts, main.rows, cut_of(tokens, ratio, key_dim).rows, main.warps)
 
 
 def _pages(cache: Tensor, fmt: str, block_size: int) -> Tensor:

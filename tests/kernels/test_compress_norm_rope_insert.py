@@ -13,7 +13,16 @@ from dsv4_compile import layout
 from dsv4_compile.kernels import compress_norm_rope_insert as kernel
 from dsv4_compile.reference import kv_format
 from dsv4_compile.reference.compress_norm_rope_insert import compress_norm_rope_insert as reference
-from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, fake_triton, hostile_values, padded, strided
+from dsv4_compile.testing import (
+    Tolerance,
+    assert_bitwise,
+    assert_close,
+    fake_triton,
+    hostile_values,
+    padded,
+    poisoned_empty,
+    strided,
+)
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.ops.compressor_engine import Engine, one_request
@@ -37,7 +46,7 @@ def copied(cache: Tensor) -> Tensor:
 
 
 def launch(args: tuple[Any, ...]) -> None:
-    with checked(mutated=("p_cache",)) as launched:
+    with poisoned_empty(), checked(mutated=("p_cache", "p_pooled", "p_arrived")) as launched:
         kernel.compress_norm_rope_insert(*args)
     assert launched == (["compress_norm_rope_insert_kernel"] if len(args[1]) else [])
 

@@ -108,13 +108,9 @@ def separately(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def cut_of(arguments: dict[str, Any], **changes: int) -> kernel.Tile:
-    """The usual cut with changes, and windows read as many positions at a time as by the separate kernel, which is what
-    the order of a pool's sums depends on."""
-    ratio = arguments.get("ratio", 0)
+    """The usual cut with changes."""
     dims = [len(arguments[name]) if name in arguments else 1 for name in ("norm_weight", "indexer_norm_weight")]
-    rows = [compress.tile_of(ratio, dim)[0] if ratio else 1 for dim in dims]
-    cut = kernel.tile(len(arguments["qr"]), ratio, *dims)
-    return cut._replace(rows=rows[0], key_rows=rows[1])._replace(**changes)
+    return kernel.tile(len(arguments["qr"]), arguments.get("ratio", 0), *dims)._replace(**changes)
 
 
 def assert_equal(arguments: dict[str, Any], **changes: int) -> dict[str, Tensor]:
