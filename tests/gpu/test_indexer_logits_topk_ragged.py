@@ -48,7 +48,7 @@ def own_selection(args: tuple[Any, ...], topk: int) -> tuple[Tensor, Tensor]:
     values = torch.full((args[0].shape[0], args[3].shape[0]), -torch.inf, device="cuda")
     lens = torch.empty(len(values), dtype=torch.int32, device="cuda")
     kernel.score_rows(values, lens, *args, topk)
-    assert torch.equal(lens, (values != -torch.inf).sum(1))
+    assert torch.equal(lens, (values != -torch.inf).sum(1, dtype=torch.int32))
     return torch.cat([select_topk(v, v != -torch.inf, topk) for v in values.split(256)]), values
 
 
