@@ -23,6 +23,8 @@ COLUMNS = tuple(name for name in scenario.COLUMNS if name != "fused")
 
 # Heads, keys, warps, keys first, prefetch; for at most so many heads.
 _FEW = (
+    (8, 64, 8, 1, 1),
+    (8, 32, 4, 1, 1),
     (16, 64, 8, 0, 1),
     (16, 64, 4, 0, 1),
     (16, 32, 4, 0, 1),

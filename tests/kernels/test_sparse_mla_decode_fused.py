@@ -25,6 +25,7 @@ interpreted = pytest.mark.interpreted
 OUTPUTS = ("p_out", "p_lse", "p_part", "p_part_lse", "p_scale")
 BF16: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16}
 TILES = [Tiles(16, 16, 4), Tiles(16, 32, 4, keys_first=True, prefetch=True)]
+EIGHT = Tiles(8, 16, 4, keys_first=True, prefetch=True)
 CUTS = [(tiles, splits) for tiles in TILES for splits in (1, 2)]
 ROWS = ("q", "indices", "lens", "extra_indices", "extra_lens", "positions")
 Result = tuple[Tensor, Tensor]
@@ -65,7 +66,8 @@ def assert_equal(got: Result, want: Result, *, strides: bool = True) -> None:
 @interpreted
 @pytest.mark.parametrize(
     ("tiles", "splits", "normed", "back"),
-    [(*cut, True, True) for cut in CUTS] + [(TILES[0], 1, True, False), (TILES[1], 2, False, True)],
+    [(*cut, True, True) for cut in CUTS]
+    + [(TILES[0], 1, True, False), (TILES[1], 2, False, True), (EIGHT, 1, True, True)],
 )
 def test_fused_steps_are_the_separate_ones(cut: Any, tiles: Tiles, splits: int, normed: bool, back: bool) -> None:
     cut(tiles, splits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -56,6 +57,17 @@ def test_hostile_rows_give_the_references_result(hopper: Any, splits: int, heads
 
 
 @pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("sink", [None, -math.inf, math.inf])
+def test_sinks_that_take_nothing_or_everything(hopper: Any, splits: int, sink: float | None) -> None:
+    arguments = call(2, 64, window=70, extra=10, **BF16)
+    arguments["attn_sink"] = None if sink is None else torch.full((64,), sink)
+    want = sparse_mla_decode(*positional(arguments)[:13])
+    got = run(hopper, arguments, splits)
+    assert_same(got, want)
+    assert sink != math.inf or (got[0] == 0).all()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
 def test_queries_are_normed_and_rotated_inside(hopper: Any, splits: int) -> None:
     arguments = call(2, 64, window=70, extra=10, **BF16)
     want = sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS}))
@@ -97,6 +109,22 @@ def test_a_row_of_one_part_gives_the_same_bits_joined_or_not(hopper: Any, monkey
     joined = run(hopper, arguments | wide, 0, batch_invariant=True)
     for a, b in zip(alone, joined, strict=True):
         assert_bitwise(a, b)
+
+
+def test_a_row_does_not_depend_on_its_batch(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "PART_KEYS", 128)
+    monkeypatch.setattr(plan, "PART_BYTES", 1)  # a launch for each token
+    arguments = call(3, 64, window=200, extra=130, **BF16)
+    arguments |= {"lens": torch.tensor([200, 70, 3]), "extra_lens": torch.tensor([130, 0, 1])}
+    options = {"q_norm_eps": EPS, "inverse_rope": True, "batch_invariant": True}
+    want = run(hopper, arguments, 0, **options)
+    monkeypatch.setattr(plan, "PART_BYTES", 2**28)
+    for t in range(3):
+        one = {name: arguments[name][t : t + 1] for name in ("q", "lens", "extra_lens", "positions")}
+        one |= {name: arguments[name][t : t + 1, : int(arguments[count][t])].contiguous()
+                for name, count in (("indices", "lens"), ("extra_indices", "extra_lens"))}  # fmt: skip
+        for got, expected in zip(run(hopper, arguments | one, 0, **options), want, strict=True):
+            assert_bitwise(got, expected[t : t + 1])
 
 
 @pytest.mark.parametrize("name", ["wait", "arrive"])
