@@ -65,7 +65,7 @@ def indexer_logits_topk_ragged(
     """See the reference. The selection is exact for logits whose sums are in another order than the reference's.
 
     Logits that come out equal go to the smaller index. A result does not depend on the rest of the batch, nor on
-    `max_logits_bytes` and the keyword arguments, which are as the constants above.
+    `max_logits_bytes`; the keyword arguments, which are as the constants above, change the order of sums at most.
     """
     tokens, rows = q.shape[0], k.shape[0]
     selected = q.new_empty((tokens, topk), dtype=torch.int32)
