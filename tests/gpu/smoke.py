@@ -36,7 +36,13 @@ FLOATS = {
     torch.bfloat16: Tolerance(abs=1e-3, rel=2.01 / 128, cosine=5e-6),
     torch.float8_e4m3fn: Tolerance(abs=2.0**-9, rel=1.01 / 8, cosine=1e-3),
 }
-ROUNDED = {"compress_norm_rope_insert", "indexer_q_rope_quant", "preprocess_insert", "q_norm_rope"}
+ROUNDED = {
+    "compress_norm_rope_insert",
+    "indexer_q_rope_quant",
+    "preprocess_insert",
+    "q_norm_rope",
+    "sparse_mla_decode_quant",
+}
 """Ops that quantise a result of a sum: a few quantised values may land on the neighbour. All other bytes are exact."""
 ROUNDED_SHARE = 0.02
 
