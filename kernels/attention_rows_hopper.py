@@ -66,14 +66,25 @@ def _normed(q, p_cos, eps, ROPE: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(p_q, head_stride, p_cos, eps, q_tile, FIRST: gl.constexpr, ROPE: gl.constexpr):
-    """Heads FIRST to FIRST + 31 into shared memory `[64, 512]`, normed and rotated if there is an `eps`."""
+def load_queries(
+    p_q, head_stride, p_cos, eps, q_tile, heads, FIRST: gl.constexpr, ROPE: gl.constexpr, PARTIAL: gl.constexpr
+):
+    """Heads FIRST to FIRST + 31 into shared memory `[64, 512]`, normed and rotated if there is an `eps`.
+
+    Where PARTIAL, heads from `heads` on do not exist; they are zero, or NaN if their norm is.
+    """
     o_head = gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(1, ROWS)), 1)
     o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, ROWS)), 0)
     p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
     # Both loads are on their way before the first is waited for.
-    q0 = gl.load(p_row + (FIRST * head_stride).to(gl.int64))
-    q1 = gl.load(p_row + ((FIRST + STEP) * head_stride).to(gl.int64))
+    p_row1 = p_row + ((FIRST + STEP) * head_stride).to(gl.int64)
+    p_row += (FIRST * head_stride).to(gl.int64)
+    if PARTIAL:
+        q0 = gl.load(p_row, mask=(o_head + FIRST < heads) & (o_dim >= 0), other=0.0)
+        q1 = gl.load(p_row1, mask=(o_head + (FIRST + STEP) < heads) & (o_dim >= 0), other=0.0)
+    else:
+        q0 = gl.load(p_row)
+        q1 = gl.load(p_row1)
     if eps is not None:
         q0 = _normed(q0, p_cos, eps, ROPE)
     q_tile.slice(FIRST, STEP, 0).store(q0)
@@ -85,20 +96,26 @@ def load_queries(p_q, head_stride, p_cos, eps, q_tile, FIRST: gl.constexpr, ROPE
 
 
 @gluon.jit
-def store_part(acc, p_out, FIRST: gl.constexpr):
-    """Columns FIRST to FIRST + 255 of a part, float32 `[64, 512]`, contiguous."""
+def store_part(acc, p_out, heads, FIRST: gl.constexpr, PARTIAL: gl.constexpr):
+    """Columns FIRST to FIRST + 255 of a part, float32 `[64, 512]`, contiguous; `heads` rows of it where PARTIAL."""
     o_head = gl.expand_dims(gl.arange(0, BLOCK_H, gl.SliceLayout(1, acc.type.layout)), 1)
     o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, acc.type.layout)), 0)
-    gl.store(p_out + o_head * D + FIRST + o_dim, acc)
+    p_part = p_out + (o_head * D + FIRST + o_dim)
+    if PARTIAL:
+        gl.store(p_part, acc, mask=(o_head < heads) & (o_dim >= 0))
+    else:
+        gl.store(p_part, acc)
 
 
 @gluon.jit
 def store_rows(
-    acc, q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, p_cos,
-    FIRST: gl.constexpr, ROPE: gl.constexpr, INVERSE: gl.constexpr,
+    acc, q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
+    FIRST: gl.constexpr, ROPE: gl.constexpr, PARTIAL: gl.constexpr, INVERSE: gl.constexpr,
     GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Columns FIRST to FIRST + 255 of the output of 64 heads from `head` on, by way of the queries' shared memory.
+
+    Where PARTIAL, the first `heads` of them exist.
 
     Args:
         p_out: the first head's row, bfloat16, with a distance of heads; e4m3 `[GROUPS, T, K]` where GROUPS > 0.
@@ -116,7 +133,11 @@ def store_rows(
         if GROUPS == 0:
             o_head = gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(1, ROWS)), 1) + step * STEP
             y = gl.convert_layout(y.to(gl.bfloat16), ROWS)
-            gl.store(p_out + (o_head.to(gl.int64) * out_head_stride + FIRST + o_dim), y)
+            p_row = p_out + (o_head.to(gl.int64) * out_head_stride + FIRST + o_dim)
+            if PARTIAL:
+                gl.store(p_row, y, mask=(o_head < heads) & (o_dim >= 0))
+            else:
+                gl.store(p_row, y)
         else:
             _store_quantized(
                 y.to(gl.float32), p_out, p_scale, tokens, padded_tokens, token, head + step * STEP,

@@ -13,6 +13,7 @@ from .sparse_mla_decode_plan import FIRST_DEPENDENT, PLAIN, Fusion, Results, Sou
 from .split_softmax import LOG2_E, part_buffers, split_softmax
 
 HEADS = BLOCK_H.value
+FEWEST_HEADS = 33  # with 32 or fewer the portable kernel has a tile that they fill
 PAGE_ALIGN = 16
 RIGHT_REGISTERS, PRODUCER_REGISTERS = 160, 136
 WIDE = True
@@ -23,8 +24,8 @@ def hopper_refuses(
 ) -> str:
     """Why this kernel cannot take a call that the portable one can, "" if it can."""
     sources, table = (window, extra), fusion.cos_sin_cache
-    if cache_format != "fp8_ds_mla" or q.dtype is not torch.bfloat16 or q.shape[1] == 0 or q.shape[1] % HEADS != 0:
-        return f"it takes fp8_ds_mla, bfloat16 queries and multiples of {HEADS} heads"
+    if cache_format != "fp8_ds_mla" or q.dtype is not torch.bfloat16 or q.shape[1] < FEWEST_HEADS:
+        return f"it takes fp8_ds_mla, bfloat16 queries and {FEWEST_HEADS} heads or more"
     if any((s.block_size & (s.block_size - 1)) or s.cache.stride(0) % PAGE_ALIGN for s in sources):
         return f"it takes pages of a power of two of tokens, a multiple of {PAGE_ALIGN} bytes apart"
     if any(s.cache.storage_offset() % PAGE_ALIGN for s in sources):
@@ -53,7 +54,7 @@ def launch_hopper(
         return into.pair()
     # The producer reads the first key in place of none: rows of a cache without pages are empty.
     width0, width1 = (s.indices.shape[1] if s.cache.shape[0] else 0 for s in (window, extra))
-    head_blocks, blocks = heads // HEADS, layout.cdiv(width0, KEYS) + layout.cdiv(width1, KEYS)
+    head_blocks, blocks = layout.cdiv(heads, HEADS), layout.cdiv(width0, KEYS) + layout.cdiv(width1, KEYS)
     cut = cut_of(tokens, heads, head_dim, head_blocks, blocks, KEYS, gpu, fusion.batch_invariant, splits)
     parts = part_buffers(cut.tokens, cut.splits, heads, head_dim, q) if cut.splits > 1 else None
     pages0, pages1 = (layout.byte_pages(s.cache, "fp8_ds_mla", s.block_size) for s in (window, extra))

@@ -171,9 +171,9 @@ def sparse_mla_decode_kernel(
     live = slot >= 0
     if PREFETCH:
         stored = _fetch_block(begin < blocks0, slot, cache0, cache1, PAGE0, PAGE1, FORMAT, D, BLOCK_D)
-        k = decode_keys(stored, p_kv_scale, FORMAT, DTYPE)
         slot = _block_slots(begin + 1, end, blocks0, row0, row1, BLOCK_N)
 
+    # Queries are waited for while the first keys are on their way.
     p_q += token * q_strides[0] + o_head.to(tl.int64) * q_strides[1]
     if eps is not None:
         # A branch, so that the compiler does not choose the layout of the keys by how queries are rotated: it would
@@ -185,6 +185,8 @@ def sparse_mla_decode_kernel(
         q = load_queries(p_q, q_strides[2], m_head, token, rope, eps, DTYPE, D, BLOCK_D, ROPE)
     if KEYS_FIRST:
         q = tl.trans(q)
+    if PREFETCH:
+        k = decode_keys(stored, p_kv_scale, FORMAT, DTYPE)
     for block in tl.range(begin, end, num_stages=1):
         fetched = block + 1 if PREFETCH else block
         stored = _fetch_block(fetched < blocks0, slot, cache0, cache1, PAGE0, PAGE1, FORMAT, D, BLOCK_D)

@@ -1,4 +1,4 @@
-"""Sparse MLA decode on Hopper, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, any multiple of 64 heads.
+"""Sparse MLA decode on Hopper, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, best with a multiple of 64 heads.
 
 A program attends 64 heads of one token to its share of the token's keys, window cache first, 64 keys at a time. It is
 three warpgroups, between which stand two buffers of dequantised keys:
@@ -6,6 +6,9 @@ three warpgroups, between which stand two buffers of dequantised keys:
     producer  gathers 32 keys at a time into registers, dequantises them exactly, stores them swizzled
     left      scores, online softmax, weights to shared memory, dims 0 to 255 of the output
     right     dims 256 to 511
+
+Left and right each load half of the heads' queries, and norm and rotate them if asked to, while the first keys are on
+their way; each finishes its half of the dims, and rotates back and quantises them if asked to.
 
 The producer sets the pace. Of the registers, left has 208, right 160, the producer 136: with fewer than 160, the
 compiler would serialise the matrix products of a warpgroup.
@@ -94,12 +97,12 @@ def _softmax(scores, live, acc, top, sums, number, scale, weights_tile, factors,
 @gluon.jit
 def _left(
     p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_lse, p_scale, tokens, padded_tokens, token,
-    head, scale, blocks, q_tile, keys, weights_tile, factors, shares, lives,
-    ready, free, weights_ready, weights_free, q_ready, SPLIT: gl.constexpr, ROPE: gl.constexpr, INVERSE: gl.constexpr,
-    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+    head, heads, scale, blocks, q_tile, keys, weights_tile, factors, shares, lives,
+    ready, free, weights_ready, weights_free, q_ready, SPLIT: gl.constexpr, ROPE: gl.constexpr,
+    PARTIAL: gl.constexpr, INVERSE: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The first warpgroup: scores, softmax, the left half of the output."""
-    load_queries(p_q, q_head_stride, p_table, eps, q_tile, 0, ROPE)
+    load_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, 0, ROPE, PARTIAL)
     mbarrier.wait(q_ready, 0)
     acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
     top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
@@ -137,38 +140,43 @@ def _left(
     mbarrier.wait(weights_free, (blocks & 1) ^ 1)
     factors.store(factor)
     if SPLIT:
-        gl.store(p_lse + o_head, lse)
+        gl.store(p_lse + o_head, lse, mask=o_head < heads)
     else:
         if p_lse is not None:
-            gl.store(p_lse + o_head, gl.where(total == 0, float("inf"), lse * LN_2))
+            gl.store(p_lse + o_head, gl.where(total == 0, float("inf"), lse * LN_2), mask=o_head < heads)
         if p_sink is not None:
             # As a row of one part is joined, so that it gives the same bits.
-            share = 1.0 / (1.0 + gl.exp2(gl.load(p_sink + o_head) * LOG2_E - gl.where(total == 0, 0.0, lse)))
+            share = 1.0 / (
+                1.0
+                + gl.exp2(
+                    gl.load(p_sink + o_head, mask=o_head < heads, other=0.0) * LOG2_E - gl.where(total == 0, 0.0, lse)
+                )
+            )
             shares.store(share)
     thread_barrier()
     mbarrier.arrive(weights_ready, count=1)
     acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), 1)
     if SPLIT:
         if blocks > 0:
-            store_part(acc, p_out, 0)
+            store_part(acc, p_out, heads, 0, PARTIAL)
     else:
         if p_sink is not None:
             acc = acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUTPUT)), 1)
         store_rows(
-            acc, q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, p_table,
-            0, ROPE, INVERSE, GROUPS, GROUP_HEADS, PACKED,
+            acc, q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_table,
+            0, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
         )  # fmt: skip
 
 
 @gluon.jit
 def _right(
     p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head,
-    blocks, q_tile, keys, weights_tile, factors, shares,
-    ready, free, weights_ready, weights_free, q_ready, SPLIT: gl.constexpr, ROPE: gl.constexpr, INVERSE: gl.constexpr,
-    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+    heads, blocks, q_tile, keys, weights_tile, factors, shares,
+    ready, free, weights_ready, weights_free, q_ready, SPLIT: gl.constexpr, ROPE: gl.constexpr,
+    PARTIAL: gl.constexpr, INVERSE: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The second warpgroup: the right half of the output."""
-    load_queries(p_q, q_head_stride, p_table, eps, q_tile, BLOCK_H // 2, ROPE)
+    load_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, BLOCK_H // 2, ROPE, PARTIAL)
     mbarrier.arrive(q_ready, count=1)
     acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
     for number in range(blocks):
@@ -185,13 +193,13 @@ def _right(
     acc = acc * gl.expand_dims(factors.load(gl.SliceLayout(1, OUTPUT)), 1)
     if SPLIT:
         if blocks > 0:
-            store_part(acc, p_out, HALF)
+            store_part(acc, p_out, heads, HALF, PARTIAL)
     else:
         if p_sink is not None:
             acc = acc * gl.expand_dims(shares.load(gl.SliceLayout(1, OUTPUT)), 1)
         store_rows(
-            acc, q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, p_table,
-            HALF, ROPE, INVERSE, GROUPS, GROUP_HEADS, PACKED,
+            acc, q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_table,
+            HALF, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
         )  # fmt: skip
 
 
@@ -261,7 +269,7 @@ def sparse_mla_decode_hopper_kernel(
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program p takes head block p % (H / 64) of part p // (H / 64); the parts of a token are neighbours."""
+    """Program p takes head block p % HEAD_BLOCKS of part p // HEAD_BLOCKS; the parts of a token are neighbours."""
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, D], SWIZZLED)
     keys = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, D], SWIZZLED)
     weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SWIZZLED)
@@ -281,9 +289,11 @@ def sparse_mla_decode_hopper_kernel(
     mbarrier.init(q_ready, count=1)
     if SPLIT:
         gdc_launch_dependents()
-    HEAD_BLOCKS: gl.constexpr = H // BLOCK_H
+    HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    PARTIAL: gl.constexpr = H % BLOCK_H != 0
     part = gl.program_id(0) // HEAD_BLOCKS
     head = gl.program_id(0) % HEAD_BLOCKS * BLOCK_H
+    heads = H - head
     token = (first + part // splits).to(gl.int64)
     length0 = _length(p_lens0, lens0_stride, token, width0)
     length1 = _length(p_lens1, lens1_stride, token, width1)
@@ -314,11 +324,12 @@ def sparse_mla_decode_hopper_kernel(
             p_lse += token * lse_stride + head
     gl.warp_specialize([
         (_left, (p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_lse, p_scale, tokens,
-                 padded_tokens, token, head, scale, end - begin, q_tile, keys, weights_tile, factors, shares, lives,
-                 ready, free, weights_ready, weights_free, q_ready, SPLIT, ROPE, INVERSE, GROUPS, GROUP_HEADS, PACKED)),
+                 padded_tokens, token, head, heads, scale, end - begin, q_tile, keys, weights_tile, factors, shares,
+                 lives, ready, free, weights_ready, weights_free, q_ready, SPLIT, ROPE, PARTIAL, INVERSE,
+                 GROUPS, GROUP_HEADS, PACKED)),
         (_right, (p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens,
-                  token, head, end - begin, q_tile, keys, weights_tile, factors, shares, ready, free,
-                  weights_ready, weights_free, q_ready, SPLIT, ROPE, INVERSE, GROUPS, GROUP_HEADS, PACKED)),
+                  token, head, heads, end - begin, q_tile, keys, weights_tile, factors, shares, ready, free,
+                  weights_ready, weights_free, q_ready, SPLIT, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED)),
         (_producer, (p_words0, p_scales0, page_chunks0, p_row0, length0, capacity0, begin0, end0,
                      p_words1, p_scales1, page_chunks1, p_row1, length1, capacity1, begin1, end1,
                      keys, lives, ready, free, LOG_PAGE0, LOG_PAGE1, WIDE)),

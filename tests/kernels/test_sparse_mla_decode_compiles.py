@@ -75,7 +75,7 @@ def test_it_compiles_ahead_of_time_within_shared_memory(
 
 @pytest.mark.parametrize(
     ("heads", "splits", "sink", "kind"),
-    [(64, 1, False, "plain"), (128, 4, True, "quantised"), (64, 1, True, "fused"), (64, 1, True, "quantised")],
+    [(64, 1, False, "plain"), (128, 4, True, "quantised"), (64, 1, True, "fused"), (100, 1, True, "quantised")],
 )
 def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products(
     heads: int, splits: int, sink: bool, kind: str

@@ -48,8 +48,7 @@ def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None
     assert_close(got[1], want[1], "lse", label="lse")
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize(("splits", "heads"), [(1, 64), (3, 128), (1, 100), (2, 33)])
 def test_hostile_rows_give_the_references_result(hopper: Any, splits: int, heads: int) -> None:
     arguments = call(3, heads, window=130, extra=150, **BF16)
     want = sparse_mla_decode(*positional(arguments)[:13])
@@ -76,7 +75,7 @@ def test_queries_are_normed_and_rotated_inside(hopper: Any, splits: int) -> None
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_outputs_are_rotated_back_as_by_the_op_of_its_own(hopper: Any, splits: int) -> None:
-    arguments = call(2, 128, window=70, extra=10, **BF16)
+    arguments = call(2, 72, window=70, extra=10, **BF16)
     out, lse = run(hopper, arguments, splits)
     got = run(hopper, arguments, splits, inverse_rope=True)
     assert_bitwise(got[0], inv_rope(out, arguments["positions"], arguments["cos_sin_cache"]))
@@ -85,7 +84,13 @@ def test_outputs_are_rotated_back_as_by_the_op_of_its_own(hopper: Any, splits: i
 
 @pytest.mark.parametrize(
     ("tokens", "heads", "groups", "splits"),
-    [(1, 64, (8, 8, True), 1), (5, 64, (3, 21, False), 1), (3, 128, (2, 60, True), 1), (2, 64, (1, 64, True), 2)],
+    [
+        (1, 64, (8, 8, True), 1),
+        (5, 64, (3, 21, False), 1),
+        (3, 128, (2, 60, True), 1),
+        (2, 70, (7, 10, False), 1),
+        (2, 64, (1, 64, True), 2),
+    ],
 )
 def test_quantised_rows_are_those_of_the_op_of_its_own(
     hopper: Any, tokens: int, heads: int, groups: tuple[int, int, bool], splits: int
