@@ -40,6 +40,11 @@ class CacheFormat:
     indexer_dtype: torch.dtype
     hadamard: bool = False
 
+    @property
+    def kv_word(self) -> str:
+        """The `kv_cache_dtype` that stands for this KV cache."""
+        return str(self.kv_dtype).removeprefix("torch.") if self.kv == "plain" else self.kv
+
     @classmethod
     def resolve(
         cls,

@@ -1,8 +1,9 @@
 """One DeepSeek-V4 attention layer: SWA, CSA or HCA, decode and prefill alike, in one traced forward.
 
 hidden -> wq_a, wkv and what else reads it -> norms -> wq_b -> [q norm + RoPE | kv RoPE + store] -> compressor, indexer
--> sparse attention over window and compressed entries -> inverse RoPE -> wo_a by groups -> wo_b. Every token, decode or
-prefill, attends through the paged caches, so batches of any mix run the same graph.
+-> sparse attention over window and compressed entries, in an attention backend -> inverse RoPE -> wo_a by groups ->
+wo_b. With `DSV4_PAGED`, the backend that `auto` asks first, every token attends through the paged caches, decode or
+prefill, so batches of any mix run the same graph.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import layout, ops  # noqa: F401  (ops registers torch.ops.dsv4)
+from .._compat import device_architecture
+from ..attention_backends import Demand, LayerShape, SparseAttention, select
+from ..attention_backends.registry import cache_word
+from ..attention_backends.v4 import DeepseekV4Metadata
 from ..cache import CacheFormat, LayerCache
 from ..config import CSA, DeepseekV4Config
 from ..metadata.types import AttentionMetadata
@@ -33,6 +38,11 @@ class DeepseekV4Attention(nn.Module):
         fp8: keep wq_a, wq_b, wkv, wo_a, wo_b and the indexer's wq_b as e4m3 with 128x128 block scales.
         dtype: of the other weights and of hidden states.
         max_seq_len: rows of the RoPE table (None = the model's max_position_embeddings). Positions must stay below.
+        attention_backend: `auto` or a name in `attention_backends.NAMES`. One that is asked for is used or refused with
+            E302; `selection` holds the choice and the reasons.
+        engine: `dsv4`, or `library` for the kernel library that the backend was made for.
+        max_num_batched_tokens: most tokens of a step, for backends whose prefills go through a workspace (None =
+            `max_seq_len`).
         single_gemm: one GEMM for all projections of hidden, those wanted in float32 included; see `stacked.Stack`.
 
     Parameters are uninitialised: load them with `dsv4_compile.loading`.
@@ -53,6 +63,9 @@ class DeepseekV4Attention(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         max_seq_len: int | None = None,
+        attention_backend: str = "auto",
+        engine: str = "dsv4",
+        max_num_batched_tokens: int | None = None,
         single_gemm: bool | None = None,
     ) -> None:
         super().__init__()
@@ -60,7 +73,7 @@ class DeepseekV4Attention(nn.Module):
         self.layer_idx = layer_idx
         self.ratio = config.ratio(layer_idx)
         self.cache_format = cache_format or CacheFormat.resolve(
-            kv_cache_dtype, indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard
+            cache_word(attention_backend, kv_cache_dtype), indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard
         )
         self.eps = config.rms_norm_eps
         self.scale = config.softmax_scale
@@ -94,7 +107,35 @@ class DeepseekV4Attention(nn.Module):
         self.single_gemm = single_gemm
         self.stack()
         self.max_seq_len = max_seq_len or config.max_position_embeddings
+        self.selection = select(attention_backend, self._demand(dtype, engine))
+        self.attention = self._backend(max_num_batched_tokens or self.max_seq_len)
         self.register_buffer("cos_sin", self._table(self.attn_sink.device), persistent=False)
+
+    def _demand(self, dtype: torch.dtype, engine: str) -> Demand:
+        """What the layer asks of an attention backend."""
+        return Demand(
+            head_size=self.config.head_dim,
+            num_heads=self.config.num_heads,
+            dtype=dtype,
+            kv_cache_dtype=self.cache_format.kv_word,
+            index_topk=self.config.index_topk,
+            architecture=device_architecture(self.attn_sink.device),
+            engine=engine,
+        )
+
+    def _backend(self, max_num_batched_tokens: int) -> SparseAttention:
+        """The selected backend's module for this layer."""
+        shape = LayerShape(
+            num_heads=self.config.num_heads,
+            head_size=self.config.head_dim,
+            scale=self.scale,
+            window=self.config.sliding_window,
+            ratio=self.ratio,
+            max_model_len=self.max_seq_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_dtype=self.cache_format.kv_word,
+        )
+        return self.selection.backend.get_impl_cls()(shape, self.selection.engine)
 
     def stack(self) -> None:
         """Let linears of one input share a matrix, as far as they can (see `stacked`); again after one is replaced."""
@@ -129,13 +170,21 @@ class DeepseekV4Attention(nn.Module):
         self.cos_sin = self._table(self.attn_sink.device)
         return self
 
-    def forward(self, hidden: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        metadata: AttentionMetadata,
+        cache: LayerCache,
+        step: DeepseekV4Metadata | None = None,
+    ) -> Tensor:
         """Attend T tokens and update the caches in place.
 
         Args:
             hidden: `[T, hidden_size]`, normed input of the layer.
             metadata: of this step, see `dsv4_compile.metadata`.
             cache: this layer's caches, in `self.cache_format`.
+            step: the same step as the attention backend wants it, for backends other than `DSV4_PAGED`; see
+                `attention_backends.step.DeepseekV4StepBuilder`.
         Returns:
             `[T, hidden_size]` in hidden's dtype. Padding tokens (slot -1) give zeros.
         """
@@ -152,33 +201,28 @@ class DeepseekV4Attention(nn.Module):
             self.eps,
             layout.WINDOW_BLOCK,
             self.cache_format.kv,
+            q_scale=self.attention.query_scale(),
         )
-        entries, lens = self._compressed_entries(of_hidden, of_latent, metadata, cache)
-        out, _lse = torch.ops.dsv4.sparse_mla_decode(
+        topk = self._compress(of_hidden, of_latent, metadata, cache)
+        out = self.attention(
             q,
             cache.window,
-            metadata.window.indices,
-            metadata.window.lens,
-            layout.WINDOW_BLOCK,
-            self.cache_format.kv,
-            self.scale,
-            self.attn_sink.float(),  # model.to(bfloat16) casts it; nothing to do otherwise
             cache.main,
-            entries,
-            lens,
-            layout.storage_block_size(self.ratio) if self.ratio > 1 else 0,
+            metadata if step is None else step,
+            topk,
+            self.attn_sink.float(),  # model.to(bfloat16) casts it; nothing to do otherwise
         )
         return self._project_output(out, metadata.positions)
 
-    def _compressed_entries(
+    def _compress(
         self, of_hidden: list[Tensor], of_latent: list[Tensor], metadata: AttentionMetadata, cache: LayerCache
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Write new compressed entries; return the slots (int32 `[T, K]`) and counts (int32 `[T]`) to attend.
+    ) -> Tensor | None:
+        """Write new compressed entries; return the indexer's choice, int32 `[T, K]` entries of the request, if any.
 
         The lists are what `_of_hidden` and `_of_latent` describe, without qr, kv and q.
         """
         if self.compressor is None:
-            return None, None
+            return None
         md = metadata.c4 if self.indexer is not None else metadata.c128
         assert md is not None and cache.main is not None and cache.state is not None
         weights = of_hidden.pop(0) if self.indexer is not None else None
@@ -194,15 +238,9 @@ class DeepseekV4Attention(nn.Module):
             md.slot_mapping,
         )
         if self.indexer is None or weights is None:
-            return md.indices, md.lens
-        topk = self.indexer(of_latent[0], weights, of_hidden[1], self.cos_sin, metadata, cache)
-        return torch.ops.dsv4.global_topk(
-            topk,
-            metadata.token_to_req,
-            md.block_table,
-            metadata.is_valid_token,
-            layout.storage_block_size(self.ratio),
-        )
+            return None
+        topk: Tensor = self.indexer(of_latent[0], weights, of_hidden[1], self.cos_sin, metadata, cache)
+        return topk
 
     def _project_output(self, out: Tensor, positions: Tensor) -> Tensor:
         """Inverse RoPE, then wo_a on each group of heads, then wo_b. `out` is `[T, H, D]`."""
@@ -214,6 +252,4 @@ class DeepseekV4Attention(nn.Module):
             latent = torch.ops.dsv4.fp8_grouped_einsum(values, scale, self.wo_a.weight, self.wo_a.scale)
             return self.wo_b(latent.flatten(1).to(out.dtype))
         out = torch.ops.dsv4.inv_rope(out, positions, self.cos_sin)
-        by_group = out.view(out.shape[0], groups, -1).transpose(0, 1)
-        weight = self.wo_a.weight.view(groups, -1, by_group.shape[-1]).transpose(1, 2)
-        return self.wo_b(torch.bmm(by_group, weight).transpose(0, 1).flatten(1))
+        return self.wo_b(torch.ops.dsv4.grouped_linear(out.flatten(1), self.wo_a.weight, groups))
