@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dsv4_compile.loading import hf_name
-from dsv4_compile.testing import hf_layer
+from dsv4_compile.testing import assert_bitwise, hf_layer
 from tests.modules.engine import KINDS, Engine, our_layer
+from tests.modules.test_compiled_layer import CASES, random_layer
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,6 +50,18 @@ def test_padding_rows_are_zero_and_leave_the_caches_alone(kind: str) -> None:
     assert torch.equal(out, torch.zeros_like(out))
     for name, tensor in engine.paged.layers[0].tensors().items():
         assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_step_of_no_tokens_gives_no_rows_and_writes_nothing(kind: str, fp8: bool) -> None:
+    config, kwargs = CASES["fp8-cache-and-weights" if fp8 else "float32"]
+    engine = Engine(random_layer(config, kind, **kwargs), 1, 256)
+    before = {name: t.clone() for name, t in engine.paged.layers[0].tensors().items()}
+    out = engine.step([torch.empty(0, config.hidden_size, dtype=kwargs.get("dtype", torch.bfloat16))])[0]
+    assert out.shape == (0, config.hidden_size)
+    for name, tensor in engine.paged.layers[0].tensors().items():
+        assert_bitwise(tensor, before[name], label=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
