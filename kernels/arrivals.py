@@ -8,11 +8,40 @@ that no other launch ever gets.
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import current_target
 
 POOL = 1 << 20
 STREAM_SHARE = 1024
 """Most counters of a launch outside a capture."""
+
+
+@triton.constexpr_function
+def _wait_for_stores() -> str:
+    """The instruction by which an AMD wave waits for its stores; "" elsewhere."""
+    target = current_target()
+    if target is None or target.backend != "hip":
+        return ""
+    if target.arch.startswith("gfx9"):
+        return "s_waitcnt vmcnt(0)"
+    return "s_wait_storecnt 0x0" if target.arch.startswith("gfx12") else "s_waitcnt_vscnt null, 0x0"
+
+
+@triton.jit
+def arrive(p_counter):
+    """How many programs have arrived at a counter before this one.
+
+    Who finds that it is the last sees what the others have stored before they arrived, if it reads with `.cg`.
+    """
+    WAIT: tl.constexpr = _wait_for_stores()
+    if WAIT != "":
+        # There a barrier waits for no store, and the release below for those of one wave alone.
+        tl.inline_asm_elementwise(WAIT + "\nv_mov_b32 $0, 0", "=v", [], dtype=tl.int32, is_pure=False, pack=1)
+    # Every thread has stored before one announces it.
+    tl.debug_barrier()
+    return tl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu")
 
 
 class _Pool:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..layout import INDEXER_FP8, INDEXER_MXFP4
+from .arrivals import arrive
 from .hadamard import HADAMARD_ROWS, rounded_hadamard
 from .indexer_format import quantize_fp8, quantize_mxfp4
 from .kv_format import store_mla_rows
@@ -196,9 +197,7 @@ def compress_tokens(
         else:
             p_row = p_pooled + token * D
             tl.store(p_row + part * COLUMNS + tl.arange(0, COLUMNS)[None, :], x)
-            # Every thread has stored before one announces it.
-            tl.debug_barrier()
-            if tl.atomic_add(p_arrived + token, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
+            if arrive(p_arrived + token) == PARTS - 1:
                 whole = tl.load(p_row + tl.arange(0, D)[None, :], cache_modifier=".cg")
                 _finish_entry(
                     whole, slot, position, p_cache, p_weight, p_cos_sin, p_kv_scale, eps, cache_strides,

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ..layout import ACT_TILE, SCALES_PER_WORD, cdiv
 from ..layout import WEIGHT_TILE as _WEIGHT_TILE
-from .arrivals import arrival_counters
+from .arrivals import arrival_counters, arrive
 from .gpu import Gpu, gpu_of
 from .quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
 
@@ -162,10 +162,8 @@ def grouped_matmul_kernel(
         p_part += tile.to(tl.int64) * (BLOCK_N * BLOCK_M) + (o_row[:, None] * acc.shape[1] + o_column[None, :])
         part_stride = tiles.to(tl.int64) * (BLOCK_N * BLOCK_M)
         tl.store(p_part + part * part_stride, acc)
-        # Every thread has stored before one announces it.
-        tl.debug_barrier()
         parts = tl.num_programs(0) // tiles
-        if tl.atomic_add(p_arrived + tile, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        if arrive(p_arrived + tile) == parts - 1:
             acc = tl.zeros_like(acc)
             for other in range(parts):
                 acc += tl.load(p_part + other * part_stride, cache_modifier=".cg")

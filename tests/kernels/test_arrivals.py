@@ -1,14 +1,66 @@
-"""Counters of arrivals: a share for each stream, new ones for each captured launch, none handed out twice."""
+"""Counters of arrivals: a share for each stream, new ones for each captured launch, none handed out twice; and what a
+program has stored is on its way before it arrives.
+"""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from dsv4_compile.kernels import arrivals
+from dsv4_compile.testing.fake_triton import TARGETS, compiled_for
+
+
+@triton.jit
+def join_kernel(p_part, p_counter, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    tl.store(p_part + tl.program_id(0) * SIZE + o, o)
+    if arrivals.arrive(p_counter) == 7:
+        tl.store(p_part + o, tl.load(p_part + SIZE + o, cache_modifier=".cg") + 1)
+
+
+STEPS = {
+    "cuda": {
+        "store": r"st\.global",
+        "barrier": r"bar\.sync",
+        "arrival": r"atom\.global\.gpu\.acq_rel",
+        "read": r"ld\.global\.cg",
+    },
+    "hip": {
+        "store": r"(buffer|global)_store",
+        "wait": r"s_waitcnt vmcnt\(0\)",
+        "barrier": r"s_barrier",
+        "arrival": r"(buffer|global)_atomic_add",
+        "read": r"(buffer|global)_load.* sc0",
+    },
+}
+"""In this order, by backend. A barrier alone lets stores of AMD waves that do not arrive themselves be late."""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_thread_has_stored_before_one_arrives(target: str) -> None:
+    with compiled_for(TARGETS[target]) as compiled:
+        join_kernel[(8,)](torch.zeros(8192, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), SIZE=1024)
+    steps, seen = STEPS[TARGETS[target].backend], []
+    for line in compiled[0].asm["ptx" if TARGETS[target].backend == "cuda" else "amdgcn"].splitlines():
+        found = [name for name, pattern in steps.items() if re.search(rf"^\s*(@\S+ )?{pattern}", line)]
+        seen += [name for name in found if not seen or seen[-1] != name]
+    arrival = seen.index("arrival")
+    stored = max(place for place in range(arrival) if seen[place] == "store")
+    assert seen[stored:][: len(steps) - 2] == list(steps)[:-2], seen
+    assert "read" in seen[arrival:], seen
+
+
+def test_programs_meet_nowhere_else() -> None:
+    folder = Path(arrivals.__file__).parent
+    assert [path.name for path in sorted(folder.glob("*.py")) if "tl.atomic" in path.read_text()] == ["arrivals.py"]
 
 
 class Stream:
