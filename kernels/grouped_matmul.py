@@ -66,7 +66,11 @@ def _product(weight, x, acc, IMPRECISE: tl.constexpr, WEIGHT_FIRST: tl.constexpr
     return tl.dot(first, tl.trans(second), acc, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
 
 
-@triton.jit(do_not_specialize=["tokens", "groups", "strips_each"])
+@triton.jit(
+    do_not_specialize=[
+        "x_scale_token_stride", "x_scale_group_stride", "x_scale_strip_stride", "tokens", "groups", "strips_each",
+    ]
+)  # fmt: skip
 def grouped_matmul_kernel(
     p_out,  # [T, G * N], contiguous
     p_part,  # [splits, tiles, BLOCK_N * BLOCK_M] float32, contiguous, or None
@@ -76,7 +80,10 @@ def grouped_matmul_kernel(
     p_weight,  # [G * N, K]
     p_weight_scale,  # [blocks, strips] float32 or uint8, or None
     x_strides,
-    x_scale_strides,
+    # One by one, for they follow from the number of tokens: a tuple would be compiled again where one turns divisible.
+    x_scale_token_stride,
+    x_scale_group_stride,
+    x_scale_strip_stride,
     weight_strides,
     weight_scale_strides,
     tokens,
@@ -113,7 +120,7 @@ def grouped_matmul_kernel(
     p_x += token * x_strides[0] + group.to(tl.int64) * x_strides[1]
     p_weight += row * weight_strides[0]
     if p_x_scale is not None:
-        p_x_scale += token * x_scale_strides[0] + group.to(tl.int64) * x_scale_strides[1]
+        p_x_scale += token * x_scale_token_stride + group.to(tl.int64) * x_scale_group_stride
 
     N_AXIS: tl.constexpr = 0 if WEIGHT_FIRST else 1
     M_AXIS: tl.constexpr = 1 - N_AXIS
@@ -132,7 +139,7 @@ def grouped_matmul_kernel(
         weight_scale = _weight_scale(p_weight_scale, begin, weight_scale_strides[1])
         x_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
         if p_x_scale is not None:
-            x_scale = _x_scale(p_x_scale, begin, x_scale_strides[2])
+            x_scale = _x_scale(p_x_scale, begin, x_scale_strip_stride)
         for strip in tl.range(begin, end, num_stages=STAGES):
             weight = _load_strip(p_weight, weight_strides[1], strip, size, BLOCK_K, EVEN)
             x = _load_strip(p_x, x_strides[2], strip, size, BLOCK_K, EVEN)
@@ -140,7 +147,7 @@ def grouped_matmul_kernel(
             next_weight_scale = _weight_scale(p_weight_scale, following, weight_scale_strides[1])
             next_x_scale = x_scale
             if p_x_scale is not None:
-                next_x_scale = _x_scale(p_x_scale, following, x_scale_strides[2])
+                next_x_scale = _x_scale(p_x_scale, following, x_scale_strip_stride)
             if QUANTIZE:
                 wide = x.to(tl.float32)
                 byte = tile_byte(wide, ACT_AMAX_FLOOR, FP8_MAX)
@@ -245,7 +252,7 @@ def grouped_matmul(
         weight,
         weight_scale,
         x.stride(),
-        (0, 0, 0) if x_scale is None else x_scale.stride(),
+        *((0, 0, 0) if x_scale is None else x_scale.stride()),
         weight.stride(),
         (0, 0) if weight_scale is None else weight_scale.stride(),
         tokens,

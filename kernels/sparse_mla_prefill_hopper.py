@@ -255,7 +255,7 @@ def _right(
         _store_half(acc * gl.expand_dims(factor, 1), p_out + result * D, head, HALF, H)
 
 
-@gluon.jit(do_not_specialize=["items", "width", "total", "workspace_rows"])
+@gluon.jit(do_not_specialize=["items", "width", "total", "workspace_rows"], do_not_specialize_on_alignment=["p_bounds"])
 def sparse_mla_prefill_hopper_kernel(
     queries,  # descriptor of [T * H, 512] bfloat16 in blocks of [64, 256]
     p_out,  # [T, H, 512] bfloat16, contiguous

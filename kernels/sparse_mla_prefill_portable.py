@@ -53,7 +53,9 @@ def index_row(p_indices, p_bounds, token, index_strides, bound_stride, width, to
     return p_row, index_strides[1], length.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["items", "width", "total", "workspace_rows"])
+@triton.jit(
+    do_not_specialize=["items", "width", "total", "workspace_rows"], do_not_specialize_on_alignment=["p_bounds"]
+)
 def sparse_mla_prefill_kernel(
     p_out,  # [T, H, D], contiguous
     p_max,  # [T, H] float32, contiguous

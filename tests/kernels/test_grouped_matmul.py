@@ -206,6 +206,11 @@ def test_they_compile_ahead_of_time_within_shared_memory(
         assert kernel.metadata.shared <= GPUS[target][1] * 1024
 
 
+def test_nothing_is_compiled_again_for_other_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = ([kernel.hash for kernel in compile_all("sm_90", monkeypatch, tokens)] for tokens in (300, 304))
+    assert first == second
+
+
 def test_weights_go_from_memory_to_the_matrix_units_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "gpu_of", lambda device: GPUS["sm_90"][0])
     x, scale = torch.empty(16, 1024, dtype=torch.bfloat16), torch.empty(4, 8, dtype=torch.uint8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -72,6 +74,15 @@ def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products
     # Products that wait for each other would each be fenced off by an arrival of their own.
     assert code.count("HGMMA") >= 72 and code.count("WARPGROUP.ARRIVE") <= 8
     assert code.count("LDGSTS.E.BYPASS.128") == 32  # a thread's copies of a block of keys
+
+
+@pytest.mark.parametrize("kernel", [hopper.launch_hopper, portable.launch])
+def test_nothing_is_compiled_again_for_a_piece_of_a_batch(kernel: Any) -> None:
+    lens = torch.zeros(5, dtype=torch.int32)
+    with compiled_for(TARGETS["sm_90"]) as compiled:
+        for first in (0, 3):
+            kernel(*operands(128), rows()._replace(bounds=lens[first:][:2]), 0.1, None, GPUS["sm_90"][0])
+    assert compiled[0].hash == compiled[1].hash
 
 
 def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> None:
