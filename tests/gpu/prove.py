@@ -1,16 +1,29 @@
-"""Run the GPU tests file by file and record what passed: `python tests/gpu/prove.py`.
+"""Run the GPU tests and record what passed: `python tests/gpu/prove.py [STEM ...] [--jobs N] [--limit S] [--budget S]`.
 
 `test_lowered_<stem>.py` proves the IR lowerings of a stem's ops, `test_<stem>.py` their kernels. The rows of this GPU
-in dsv4_compile/proven.json are written anew: what fails here, or has no test, is not chosen by `auto` here.
+in dsv4_compile/proven.json are written anew: what fails here, or has no test, is not chosen by `auto` here. With names
+of files, only their rows are.
+
+Each file has a process of its own, several at once, and a time limit: a kernel that hangs or faults takes nothing else
+with it. What decoding needs comes first. The record is complete after every file, so that a run may be cut short; logs,
+a table and a copy of the record are in $OUT/prove (default: build/prove).
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +36,48 @@ from dsv4_compile.lowering import registry  # noqa: E402
 from dsv4_compile.ops._kernels import KERNELS  # noqa: E402
 
 LOWERED = "test_lowered_"
+FIRST = (
+    "sparse_mla_decode",
+    "preprocess_insert",
+    "fp8_linear",
+    "sparse_mla_decode_quant",
+    "indexer_topk_slots",
+    "indexer_logits_topk",
+    "fp8_grouped_einsum",
+    "sparse_mla_prefill",
+    "q_norm_rope_kv_insert",
+    "batch_metadata",
+    "decode_runner",
+    "compress_norm_rope_insert",
+    "global_topk",
+    "indexer_q_rope_quant",
+    "inv_rope_fp8_quant",
+    "merged_layer",
+    "save_partial_states",
+)
+"""Stems in order of value, a decode step's largest shares in front; then the other kernels, then the lowerings."""
+POLL = 0.05
+MOST_FAILURES = 5
+"""After a fault on the device every further test of its process fails."""
+
+
+class Outcome(NamedTuple):
+    """What became of a test file: "passed", "FAILED", "HUNG" or "not run"; its tests and its seconds."""
+
+    path: Path
+    verdict: str
+    tests: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+class Running(NamedTuple):
+    """A test file in its process."""
+
+    path: Path
+    process: subprocess.Popen[bytes]
+    log: Path
+    started: float
 
 
 def claims(path: Path) -> list[tuple[str, str]]:
@@ -35,29 +90,159 @@ def claims(path: Path) -> list[tuple[str, str]]:
     return [("ir", op) for op, home in sorted(homes.items()) if home == stem]
 
 
-def main() -> int:
+def by_value(paths: Sequence[Path]) -> list[Path]:
+    """Test files, the most valuable first."""
+
+    def rank(path: Path) -> tuple[bool, int, str]:
+        stem = path.stem.removeprefix("test_")
+        return path.stem.startswith(LOWERED), FIRST.index(stem) if stem in FIRST else len(FIRST), stem
+
+    return sorted(paths, key=rank)
+
+
+def run_files(paths: Sequence[Path], logs: Path, jobs: int, limit: float, budget: float) -> Iterator[Outcome]:
+    """Test the files in their order, `jobs` at once, and say how each ended when it has.
+
+    A file is killed after `limit` seconds. After `budget` none is started, and those that still run are killed.
+    """
+    waiting, running, end = list(paths), list[Running](), time.monotonic() + budget
+    try:
+        while waiting or running:
+            now = time.monotonic()
+            if now >= end:
+                yield from (Outcome(path, "not run", reason="the budget was spent") for path in waiting)
+                waiting.clear()
+            while waiting and len(running) < jobs:
+                running.append(_start(waiting.pop(0), logs, limit))
+            for one in list(running):
+                late = now - one.started >= limit or now >= end
+                if one.process.poll() is None and not late:
+                    continue
+                running.remove(one)
+                yield _ended(one, limit)
+            time.sleep(POLL)
+    finally:
+        for one in running:
+            _kill(one.process)
+
+
+def _start(path: Path, logs: Path, limit: float) -> Running:
+    log = logs / f"{path.stem}.log"
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    # The Python stack of a test that takes half of the limit goes to the log.
+    command += [f"--maxfail={MOST_FAILURES}", "-o", f"faulthandler_timeout={limit / 2}", str(path)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    return Running(path, process, log, time.monotonic())
+
+
+def _ended(one: Running, limit: float) -> Outcome:
+    """The outcome of a file whose process has ended, or must."""
+    status, seconds = one.process.poll(), time.monotonic() - one.started
+    _kill(one.process)
+    text = one.log.read_text(errors="replace")
+    tests = len(re.findall(r"^\S+::.* PASSED", text, re.MULTILINE))
+    if status is None:
+        begun = re.findall(r"^(\S+::\S+)", text, re.MULTILINE)
+        verdict, why = "not run", "the budget was spent"
+        if seconds >= limit:
+            verdict, why = "HUNG", f"killed after {limit:.0f} s"
+        return Outcome(one.path, verdict, tests, seconds, f"{why} in {begun[-1] if begun else 'collection'}")
+    if status == 0 and tests:
+        return Outcome(one.path, "passed", tests, seconds)
+    errors = re.findall(r"^(?:E  +|ERROR )(.*)", text, re.MULTILINE)
+    return Outcome(one.path, "FAILED", tests, seconds, errors[0] if errors else f"exit status {status}, {tests} tests")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process with all that it has started. One that a driver holds is not waited for."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+
+
+def write_record(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Replace the record by `rows`, in one step."""
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    new = path.with_suffix(".new")
+    new.write_text(f'{{\n  "proven": [\n{lines}\n  ]\n}}\n')
+    new.replace(path)
+
+
+def prove(
+    paths: Sequence[Path], every: bool, stamp: dict[str, str], record: Path, folder: Path, run: Callable[..., Any]
+) -> list[Outcome]:
+    """Run the files, print how each ended, and keep `record`, and its copy in `folder`, up to date.
+
+    Rows of the stamp's architecture go, if they belong to one of the files or to `every` file; then what passes is
+    added.
+    """
+    tested = {claim for path in paths for claim in claims(path)}
+    rows = [
+        row
+        for row in json.loads(record.read_text())["proven"]
+        if row["architecture"] != stamp["architecture"] or not (every or (row["impl"], row["op"]) in tested)
+    ]
+    outcomes: list[Outcome] = []
+    write_record(rows, record)
+    for outcome in run(paths):
+        outcomes.append(outcome)
+        if outcome.verdict == "passed":
+            rows += [{"impl": impl, "op": op, **stamp} for impl, op in claims(outcome.path)]
+        for copy in (record, folder / record.name):
+            write_record(rows, copy)
+        (folder / "table.txt").write_text(table(outcomes))
+        print(f"{outcome.verdict:8}{outcome.seconds:6.0f} s  {outcome.path.name}  {outcome.reason[:120]}", flush=True)
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """A line for each file: those that did not pass last, where a cut output still has them."""
+    lines = [f"{'file':44} {'verdict':8} {'tests':>5} {'s':>5}  proves, or why not"]
+    for path, verdict, tests, seconds, reason in sorted(outcomes, key=lambda outcome: outcome.verdict != "passed"):
+        proves = ", ".join(" ".join(claim) for claim in claims(path)) or "-"
+        what = proves if verdict == "passed" else reason[:160]
+        lines.append(f"{path.stem:44} {verdict:8} {tests:5} {seconds:5.0f}  {what}")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
     """0 if every file passed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("stems", nargs="*", help="test files, as sparse_mla_decode; default: all")
+    parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="files at once")
+    parser.add_argument("--limit", type=float, default=240, help="seconds of a file (%(default)s)")
+    parser.add_argument("--budget", type=float, default=1500, help="seconds of the run (%(default)s)")
+    options = parser.parse_args(argv)
     registry.load()
-    architecture = device_architecture(torch.device("cuda"))
+    tests = Path(__file__).parent
+    paths = [tests / f"test_{stem}.py" for stem in options.stems] or list(tests.glob("test_*.py"))
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        parser.error(f"no such test file: {', '.join(missing)}")
     stamp = {
-        "architecture": architecture,
+        "architecture": device_architecture(torch.device("cuda")),
         "torch": torch.__version__.split("+")[0],
         "triton": triton_version(),
         "date": datetime.date.today().isoformat(),
     }
-    rows, failed = [], []
-    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
-        command = [sys.executable, "-m", "pytest", "-q", str(path)]
-        passed = subprocess.run(command, cwd=ROOT, check=False).returncode == 0
-        proves = claims(path)
-        print(f"{'passed' if passed else 'FAILED'}  {path.name}: {', '.join(' '.join(c) for c in proves) or '-'}")
-        failed += [] if passed else [path.name]
-        rows += [{"impl": impl, "op": op, **stamp} for impl, op in proves if passed]
-    kept = [row for row in json.loads(proven.RECORD.read_text())["proven"] if row["architecture"] != architecture]
-    lines = ",\n".join(f"    {json.dumps(row)}" for row in [*kept, *rows])
-    proven.RECORD.write_text(f'{{\n  "proven": [\n{lines}\n  ]\n}}\n')
-    print(f"{len(rows)} implementations proven on {architecture}; failed: {', '.join(failed) or 'none'}")
-    return 1 if failed else 0
+    folder = Path(os.environ.get("OUT") or ROOT / "build") / "prove"
+    folder.mkdir(parents=True, exist_ok=True)
+    # A run that is told to end still kills what it has started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+    def run(files: Sequence[Path]) -> Iterator[Outcome]:
+        return run_files(files, folder, options.jobs, options.limit, options.budget)
+
+    outcomes = prove(by_value(paths), not options.stems, stamp, proven.RECORD, folder, run)
+    print("\n" + table(outcomes), end="")
+    unproven = [outcome.path.stem.removeprefix("test_") for outcome in outcomes if outcome.verdict != "passed"]
+    passed = [outcome.path for outcome in outcomes if outcome.verdict == "passed"]
+    print(f"{sum(len(claims(path)) for path in passed)} implementations proven on {stamp['architecture']}")
+    if unproven:
+        print(f"again: python tests/gpu/prove.py {' '.join(unproven)}")
+    return 1 if unproven else 0
 
 
 if __name__ == "__main__":

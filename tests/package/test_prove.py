@@ -1,0 +1,111 @@
+"""tests/gpu/prove.py without a GPU: order, time limits, and a record that a hang, a fault or a cut does not lose."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import prove
+
+STAMP = {"architecture": "sm_90", "torch": "2", "triton": "3", "date": "today"}
+FILES = {
+    "global_topk": "def test_a(): pass\ndef test_b(): pass",
+    "advance": "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)",
+    "batch_metadata": "import os\ndef test_a(): os.abort()",
+    "fp8_linear": "def test_a(): assert 1 == 2, 'wrong sum'",
+    "grouped_linear": "import pytest\ndef test_a(): pytest.skip()",
+    "ragged_rows": "import no_such_module",
+}
+
+
+def files(folder: Path, **texts: str) -> list[Path]:
+    for stem, text in texts.items():
+        (folder / f"test_{stem}.py").write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    return [folder / f"test_{stem}.py" for stem in texts]
+
+
+def record_of(folder: Path, *ops: str) -> Path:
+    path = folder / "proven.json"
+    prove.write_record([{"impl": "triton", "op": op, **STAMP} for op in ops], path)
+    return path
+
+
+def ops_in(path: Path) -> list[str]:
+    return sorted(row["op"] for row in json.loads(path.read_text())["proven"])
+
+
+def test_a_hang_and_a_fault_take_no_other_file_with_them(tmp_path: Path) -> None:
+    ended = {
+        outcome.path.stem.removeprefix("test_"): outcome
+        for outcome in prove.run_files(files(tmp_path, **FILES), tmp_path, 3, 4, 60)
+    }
+    assert {stem: outcome.verdict for stem, outcome in ended.items()} == {
+        "global_topk": "passed",
+        "advance": "HUNG",
+        "batch_metadata": "FAILED",
+        "fp8_linear": "FAILED",
+        "grouped_linear": "FAILED",
+        "ragged_rows": "FAILED",
+    }
+    assert ended["global_topk"].tests == 2
+    assert "test_b" in ended["advance"].reason and ended["advance"].tests == 1
+    assert "wrong sum" in ended["fp8_linear"].reason
+    assert "no_such_module" in ended["ragged_rows"].reason
+    assert "test_b" in (tmp_path / "test_advance.log").read_text().partition("Timeout")[2]
+
+
+def test_a_spent_budget_ends_the_run(tmp_path: Path) -> None:
+    sleeper = (
+        f"import os, time\ndef test_a():\n    open(r'{tmp_path}/pid', 'w').write(str(os.getpid())); time.sleep(60)"
+    )
+    paths, started = files(tmp_path, advance=sleeper, global_topk="def test_a(): pass"), time.monotonic()
+    ended = list(prove.run_files(paths, tmp_path, 1, 60, 3))
+    assert sorted((outcome.path.stem, outcome.verdict) for outcome in ended) == [
+        ("test_advance", "not run"),
+        ("test_global_topk", "not run"),
+    ]
+    assert time.monotonic() - started < 20
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_the_record_is_complete_after_every_file(tmp_path: Path) -> None:
+    record, paths = record_of(tmp_path, "global_topk", "advance", "old"), [Path("test_global_topk.py")]
+    paths += [Path("test_advance.py"), Path("test_fp8_linear.py")]
+
+    def run(paths: Sequence[Path]) -> Iterator[prove.Outcome]:
+        assert ops_in(record) == []
+        yield prove.Outcome(paths[0], "passed", 3, 1.0)
+        assert ops_in(record) == ops_in(tmp_path / "out" / record.name) == ["global_topk"]
+        yield prove.Outcome(paths[1], "FAILED", 0, 1.0, "wrong")
+        assert ops_in(record) == ["global_topk"]
+        raise KeyboardInterrupt
+
+    (tmp_path / "out").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        prove.prove(paths, True, STAMP, record, tmp_path / "out", run)
+    assert ops_in(record) == ["global_topk"]
+    assert "test_advance" in (tmp_path / "out" / "table.txt").read_text().splitlines()[-1]
+
+
+def test_named_files_leave_the_rows_of_others(tmp_path: Path) -> None:
+    record, path = record_of(tmp_path, "global_topk", "advance"), Path("test_advance.py")
+    prove.prove([path], False, STAMP, record, tmp_path, lambda paths: [prove.Outcome(path, "HUNG")])
+    assert ops_in(record) == ["global_topk"]
+    other = STAMP | {"architecture": "gfx942"}
+    prove.prove([path], True, other, record, tmp_path, lambda paths: [prove.Outcome(path, "passed", 1)])
+    assert ops_in(record) == ["advance", "global_topk"]
+
+
+def test_what_decoding_needs_comes_first_and_lowerings_last() -> None:
+    every = sorted(Path(prove.__file__).parent.glob("test_*.py"))
+    stems = [path.stem.removeprefix("test_") for path in prove.by_value(every)]
+    assert stems[: len(prove.FIRST)] == list(prove.FIRST)
+    assert [stem.startswith("lowered_") for stem in stems] == sorted(stem.startswith("lowered_") for stem in stems)
+    assert len(stems) == len(every)
