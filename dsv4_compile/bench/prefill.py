@@ -137,6 +137,10 @@ def implementations(op: str) -> Mapping[str, Prepare]:
     return {"eager": lambda: REFERENCES[op], "triton": lambda: on_gpu(launcher(op))}
 
 
+def _arguments(build: Callable[[Prompt], Args], prompt: Callable[[int], Prompt], seed: int) -> Args:
+    return build(prompt(seed))
+
+
 def problems(
     device: torch.device, only: Only, tokens: tuple[int, ...] | None = None, context: int | None = None
 ) -> Iterator[Problem]:
@@ -146,14 +150,11 @@ def problems(
         for size in tokens or TOKENS[device.type]:
             if not keep(only, op=op, tokens=size):
                 continue
-
-            def prompt(seed: int, size: int = size) -> Prompt:
-                return Prompt(config, size, context or CONTEXT[device.type], device, seed)
-
+            prompt = partial(Prompt, config, size, context or CONTEXT[device.type], device)
             yield Problem(
                 op=op,
                 params={"tokens": size},
-                make=lambda seed, build=build, prompt=prompt: build(prompt(seed)),
+                make=partial(_arguments, build, prompt),
                 written=written,
                 cost=cost(prompt(0)),
                 reference=REFERENCES[op],
