@@ -43,7 +43,7 @@ def _write_row(
     tl.store(p_lens + token, length.to(tl.int32), mask=block == 0)
 
 
-@triton.jit(do_not_specialize=["capacity0", "capacity1", "width0", "width1", "blocks0"])
+@triton.jit(do_not_specialize=["capacity0", "capacity1", "width0", "width1", "blocks0", "blocks"])
 def dense_rows_kernel(
     p_rows0,  # [T, width0] int32, contiguous
     p_lens0,  # [T] int32, contiguous
@@ -62,11 +62,12 @@ def dense_rows_kernel(
     width0,
     width1,
     blocks0,  # programs of a token that write the first list's row; the others write the second's
+    blocks,  # programs of a token
     COLUMNS: tl.constexpr,
 ):
-    """Program (p, b) writes block b of token p's row, blocks of the first list in front."""
-    token = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    """Program p writes block p % blocks of token p // blocks, blocks of the first list in front."""
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
     if block < blocks0:
         _write_row(
             p_rows0, p_lens0, p_indices0, p_indptr0, index_stride0, indptr_stride0, capacity0, width0, token, block,
@@ -90,7 +91,9 @@ def dense_rows(
     if tokens > 0:
         lists = (first, first if second is None else second)
         blocks = [max(1, cdiv(width, COLUMNS)) for _, _, width in lists]
-        dense_rows_kernel[(tokens, blocks[0] + (0 if second is None else blocks[1]))](
+        programs = blocks[0] + (0 if second is None else blocks[1])
+        # One dimension: the others of a grid end at 65,535.
+        dense_rows_kernel[(tokens * programs,)](
             *made[0],
             *made[-1],
             *(tensor for indices, indptr, _ in lists for tensor in (indices, indptr)),
@@ -98,6 +101,7 @@ def dense_rows(
             *(indices.shape[0] for indices, _, _ in lists),
             *(width for _, _, width in lists),
             blocks[0],
+            programs,
             COLUMNS=COLUMNS,
             num_warps=2,
         )

@@ -49,6 +49,19 @@ def test_every_size(tokens: int, width: int) -> None:
     compare(tokens, made(tokens, width), made(tokens, 300))
 
 
+def test_a_long_list_does_not_leave_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: list[tuple[int, ...]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: grids.append(grid)
+
+    monkeypatch.setattr(kernel, "dense_rows_kernel", Recorder())
+    width = 256 * 65536
+    kernel.dense_rows(3, (torch.zeros(1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), width), None)
+    assert grids == [(3 * 65536,)]
+
+
 @interpreted
 @pytest.mark.parametrize("spread", [padded, strided])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
