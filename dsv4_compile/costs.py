@@ -138,6 +138,7 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     "indexer_q_rope_quant": (T * (H * ((e + _E4M3) * D + e + _FLOAT32) + _ANGLES), _ZERO),
     "indexer_logits": (C * row + T * (_QUERIES + _FLOAT32 * L), 2 * T * H * D * L),
     "indexer_logits_topk": (C * row + T * (_QUERIES + _INT32 * K), 2 * T * H * D * L),
+    "indexer_topk_slots": (C * row + T * (_QUERIES + _INT32 * (K + 1)), 2 * T * H * D * L),
     "indexer_logits_topk_ragged": (C * row + T * (_QUERIES + _INT32 * K), 2 * T * H * D * L),
     "cp_gather_indexer_k": (2 * S * row, _ZERO),
     # Indices.
@@ -181,4 +182,5 @@ _E4M3_PRODUCTS = {
     "indexer_logits",
     "indexer_logits_topk",
     "indexer_logits_topk_ragged",
+    "indexer_topk_slots",
 }

@@ -19,6 +19,22 @@ NO_LEN = tl.constexpr(PAD_LEN)
 LAST_INDEX = tl.constexpr(torch.iinfo(torch.int32).max)
 
 
+@triton.jit
+def map_entries(p_row, column_stride, columns, entry, live, BLOCK_SIZE: tl.constexpr):
+    """int32 slots of a request's entries, -1 where there is none, and where there is one.
+
+    The `live` entries are mapped, by a block table row at `p_row` of which `columns` may be read.
+    """
+    live &= entry >= 0
+    entry = tl.where(live, entry, 0)
+    column = (entry // BLOCK_SIZE).to(tl.int64)
+    live &= column < columns
+    block = tl.load(p_row + tl.where(live, column, 0) * column_stride, mask=live, other=-1).to(tl.int64)
+    slot = block * BLOCK_SIZE + entry % BLOCK_SIZE
+    live &= (block >= 0) & (slot <= LAST_INDEX)
+    return tl.where(live, slot, PAD).to(tl.int32), live
+
+
 @triton.jit(
     do_not_specialize=["table_rows", "table_columns"],
     do_not_specialize_on_alignment=["p_table", "p_requests", "p_is_valid"],
@@ -52,16 +68,10 @@ def global_topk_kernel(
         o_k = start + tl.arange(0, COLUMNS)
         index = tl.load(
             p_indices + token * index_strides[0] + o_k.to(tl.int64) * index_strides[1], mask=o_k < K, other=PAD
-        ).to(tl.int64)
-        live = index >= 0
-        index = tl.where(live, index, 0)
-        column = index // BLOCK_SIZE
-        live &= column < reach
-        block = tl.load(p_row + tl.where(live, column, 0) * table_strides[1], mask=live, other=-1).to(tl.int64)
-        slot = block * BLOCK_SIZE + index % BLOCK_SIZE
-        live &= (block >= 0) & (slot <= LAST_INDEX)
+        )
+        slot, live = map_entries(p_row, table_strides[1], reach, index, o_k < K, BLOCK_SIZE)
         count += live.to(tl.int32)
-        tl.store(p_out + token * K + o_k, tl.where(live, slot, PAD).to(tl.int32), mask=o_k < K)
+        tl.store(p_out + token * K + o_k, slot, mask=o_k < K)
     is_valid = tl.load(p_is_valid + token * valid_stride)
     tl.store(p_lens + token, tl.where(is_valid, tl.sum(count, axis=0), NO_LEN))
 

@@ -1,7 +1,7 @@
 """Launchers of `indexer_logits` and `indexer_logits_topk`: a scoring kernel, and for the latter a selecting one.
 
 Between them stands a workspace of order keys, int32 `[T, J]` with J = columns of the block table * block_size, for as
-many tokens at a time as fit in WORKSPACE_BYTES, at least one.
+many tokens at a time as fit in WORKSPACE_BYTES, at least one. `indexer_topk_slots` has a selection that writes slots.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..layout import INDEXER_HEAD_DIM, PAGE_LAYOUTS, align_up, byte_pages, cdiv
 from .indexer_score import indexer_score_kernel
 from .quant import refuses_fp8
-from .select_topk import ROW_ALIGN, select_topk_kernel
+from .select_topk import ROW_ALIGN, SlotMap, select
 
 WORKSPACE_BYTES = 256 << 20
 KEY_BYTES = 4
@@ -101,34 +101,44 @@ def indexer_logits_topk(
     Logits that come out equal go to the smaller index. A result does not depend on the rest of the batch, nor on the
     keyword arguments, which are as the constants above.
     """
+    selected = q.new_empty((q.shape[0], topk), dtype=torch.int32)
+    score_and_select(
+        selected, q, q_scale, weights, k_cache, block_table, token_to_req, context_lens, block_size, cache_format,
+        None, programs, score_tile, select_tile,
+    )  # fmt: skip
+    return selected
+
+
+def score_and_select(
+    selected: Tensor,
+    q: Tensor,
+    q_scale: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    cache_format: str,
+    slots: SlotMap | None,
+    programs: int,
+    score_tile: tuple[int, int, int],
+    select_tile: tuple[int, int],
+) -> None:
+    """Fill `selected` `[T, K]` with entries, or with `slots` of them: two launches for tokens whose keys fit."""
     tokens, reach = q.shape[0], _reach(k_cache, block_table, block_size)
-    selected = q.new_empty((tokens, topk), dtype=torch.int32)
     stride = align_up(max(reach, 1), ROW_ALIGN)
     at_a_time = max(1, min(tokens, WORKSPACE_BYTES // (KEY_BYTES * stride)))
     keys = q.new_empty((at_a_time, stride), dtype=torch.int32)
-    tile, warps = min(select_tile[0], triton.next_power_of_2(stride)), select_tile[1]
     for start in range(0, tokens, at_a_time):
         rows = slice(start, min(start + at_a_time, tokens))
         requests, lens, out = token_to_req[rows], context_lens[rows], selected[rows]
         _score(
             keys, q[rows], q_scale[rows], weights[rows], k_cache, block_table, requests, lens, block_size,
-            cache_format, reach, topk, programs, score_tile,
+            cache_format, reach, selected.shape[1], programs, score_tile,
         )  # fmt: skip
-        select_topk_kernel[(out.shape[0],)](
-            out,
-            keys,
-            requests,
-            lens,
-            keys.stride(0),
-            (requests.stride(0), lens.stride(0)),
-            block_table.shape[0],
-            reach,
-            K=topk,
-            PADDED_K=triton.next_power_of_2(topk),
-            TILE=tile,
-            num_warps=min(warps, max(1, tile // 256)),
-        )
-    return selected
+        part = slots and slots._replace(counts=slots.counts[rows], is_valid_token=slots.is_valid_token[rows])
+        select(out, keys, requests, lens, block_table.shape[0], reach, select_tile, part)
 
 
 def _why_not(q: Tensor, k_cache: Tensor, cache_format: str) -> str:

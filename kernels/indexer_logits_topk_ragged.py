@@ -8,7 +8,6 @@ each of its tokens is scored against the keys of all of them.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from ..layout import INDEXER_HEAD_DIM, align_up, cdiv
@@ -16,7 +15,7 @@ from ..reference.indexer_logits_topk import MAX_LOGITS_BYTES, tokens_that_fit
 from .indexer_logits_topk import SELECT_TILE
 from .indexer_score_ragged import indexer_score_ragged_kernel
 from .quant import refuses_fp8
-from .select_topk import ROW_ALIGN, select_topk_kernel
+from .select_topk import ROW_ALIGN, select
 
 PROGRAMS = 1024
 """Scoring programs that fill a GPU: the keys of a block of tokens are split among several while there are fewer."""
@@ -73,7 +72,6 @@ def indexer_logits_topk_ragged(
     at_a_time = max(1, min(tokens, tokens_that_fit(stride, max_logits_bytes)))
     keys = q.new_empty((at_a_time, stride), dtype=torch.int32)
     lens = q.new_empty((at_a_time,), dtype=torch.int32)
-    tile, warps = min(select_tile[0], triton.next_power_of_2(stride)), select_tile[1]
     for start in range(0, tokens, at_a_time):
         part = slice(start, min(start + at_a_time, tokens))
         out = selected[part]
@@ -82,20 +80,7 @@ def indexer_logits_topk_ragged(
             cache_format, topk, programs, score_tile,
         )  # fmt: skip
         # Each token is a request of its own, whatever its number: lengths are never negative.
-        select_topk_kernel[(out.shape[0],)](
-            out,
-            keys,
-            lens,
-            lens,
-            keys.stride(0),
-            (1, 1),
-            ANY_REQUEST,
-            rows,
-            K=topk,
-            PADDED_K=triton.next_power_of_2(topk),
-            TILE=tile,
-            num_warps=min(warps, max(1, tile // 256)),
-        )
+        select(out, keys, lens, lens, ANY_REQUEST, rows, select_tile)
     return selected
 
 

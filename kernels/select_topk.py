@@ -2,16 +2,20 @@
 
 The boundary is found by bisection. At least K keys are >= lo and fewer than K are >= hi; each pass counts the keys from
 the middle on, and one that counts K ends the search. Keys >= hi are taken, and of those in [lo, hi), which are equal by
-then, the first ones that fit.
+then, the first ones that fit. Columns are written as they are, or as the cache slots that a block table has for them.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..layout import PAD_INDEX
+from .global_topk import NO_LEN, map_entries
 from .indexer_score import INVISIBLE, order_key, visible_entries
 from .quant import MAGNITUDE
 
@@ -89,8 +93,11 @@ def _boundary(p_row, head, length, K: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _take(p_out, key, start, lo, hi, room, above, equal, TILE: tl.constexpr):
-    """Write the taken columns of a tile. `above` and `equal` count those before it; both are returned for the next."""
+def _take(p_out, key, start, lo, hi, room, above, equal, p_map, map_stride, map_columns, TILE, PAGE: tl.constexpr):
+    """Write the taken columns of a tile, and give how many columns before the next tile are above, and equal.
+
+    `above` and `equal` are those before this one. With PAGE slots are written, and how many there are comes third.
+    """
     is_above = key >= hi
     is_equal = (key >= lo) & (key < hi)
     # Both counts in one scan: a tile has fewer columns than fit in half a word.
@@ -98,32 +105,53 @@ def _take(p_out, key, start, lo, hi, room, above, equal, TILE: tl.constexpr):
     before = tl.cumsum(both, axis=0) - both
     rank = equal + (before & HALF_MASK)
     place = above + (before >> HALF_BITS) + tl.minimum(rank, room)
-    tl.store(p_out + place, start + tl.arange(0, TILE), mask=is_above | (is_equal & (rank < room)))
+    value, taken = start + tl.arange(0, TILE), is_above | (is_equal & (rank < room))
+    mapped = tl.zeros_like(above)
+    if PAGE > 0:
+        value, live = map_entries(p_map, map_stride, map_columns, value, taken, PAGE)
+        mapped = tl.sum(live.to(tl.int32), axis=0)
+    tl.store(p_out + place, value, mask=taken)
     total = tl.sum(both, axis=0)
-    return above + (total >> HALF_BITS), equal + (total & HALF_MASK)
+    return above + (total >> HALF_BITS), equal + (total & HALF_MASK), mapped
 
 
 @triton.jit(
-    do_not_specialize=["table_rows"],
-    do_not_specialize_on_alignment=["p_requests", "p_lens"],
+    do_not_specialize=["table_rows", "map_rows", "map_columns"],
+    do_not_specialize_on_alignment=["p_requests", "p_lens", "p_map", "p_is_valid"],
 )
 def select_topk_kernel(
     p_out,  # [T, K] int32, contiguous
+    p_counts,  # [T] int32, contiguous; with PAGE only, as are the others of the map
     p_keys,  # [T, >= reach, a multiple of ROW_ALIGN] int32 order keys of the context
     p_requests,  # [>= T] int
     p_lens,  # [>= T] int
+    p_map,  # [map_rows, map_columns] int
+    p_is_valid,  # [>= T] bool
     key_stride,
     token_strides,  # of requests and lens
+    map_strides,
+    valid_stride,
     table_rows,
+    map_rows,
+    map_columns,
     reach,
     K: tl.constexpr,
     PADDED_K: tl.constexpr,
     TILE: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
-    """Program p selects for token p. The first TILE keys of a row stay in registers, the others are read again."""
+    """Program p selects for token p. The first TILE keys of a row stay in registers, the others are read again.
+
+    With PAGE, entries of a block of the map, slots are written in the place of columns, and how many there are.
+    """
     token = tl.program_id(0).to(tl.int64)
     _, length = visible_entries(p_requests, p_lens, token, token_strides, table_rows, reach)
     p_row, p_selected = p_keys + token * key_stride, p_out + token * K
+    p_map_row, columns = p_map, map_columns
+    if PAGE > 0:
+        request = tl.load(p_requests + token * token_strides[0]).to(tl.int64)
+        known = (request >= 0) & (request < map_rows)
+        p_map_row, columns = p_map + tl.where(known, request, 0) * map_strides[0], tl.where(known, map_columns, 0)
     head = _load_tile(p_row, 0, length, TILE)
     # A context that fits is taken whole, but for what is not visible.
     lo, hi, above = tl.full((), INVISIBLE, tl.int32), tl.full((), INVISIBLE + 1, tl.int32), tl.full((), K, tl.int32)
@@ -131,9 +159,68 @@ def select_topk_kernel(
         lo, hi, above = _boundary(p_row, head, length, K, TILE)
     # Invisible columns never fill the row.
     room = tl.where(lo == INVISIBLE, 0, K - above)
-    taken, equal = _take(p_selected, head, 0, lo, hi, room, 0, 0, TILE)
+    none = tl.zeros_like(above)
+    taken, equal, count = _take(
+        p_selected, head, 0, lo, hi, room, none, none, p_map_row, map_strides[1], columns, TILE, PAGE
+    )
     for start in range(TILE, length, TILE):
         key = _load_tile(p_row, start, length, TILE)
-        taken, equal = _take(p_selected, key, start, lo, hi, room, taken, equal, TILE)
+        taken, equal, mapped = _take(
+            p_selected, key, start, lo, hi, room, taken, equal, p_map_row, map_strides[1], columns, TILE, PAGE
+        )
+        count += mapped
     o_k = tl.arange(0, PADDED_K)
     tl.store(p_selected + o_k, PAD, mask=(o_k >= taken + tl.minimum(equal, room)) & (o_k < K))
+    if PAGE > 0:
+        is_valid = tl.load(p_is_valid + token * valid_stride)
+        tl.store(p_counts + token, tl.where(is_valid, count, NO_LEN))
+
+
+class SlotMap(NamedTuple):
+    """Where entries go: what `global_topk` takes beside them, and its counts to write."""
+
+    counts: Tensor
+    block_table: Tensor
+    is_valid_token: Tensor
+    block_size: int
+
+
+def select(
+    out: Tensor,
+    keys: Tensor,
+    token_to_req: Tensor,
+    lens: Tensor,
+    table_rows: int,
+    reach: int,
+    tile: tuple[int, int],
+    slots: SlotMap | None = None,
+) -> None:
+    """Write the best columns of each row of `keys`, or with `slots` theirs, to `out` `[T, K]`, one program a token.
+
+    `tile` is the number of keys that stay in registers, and warps.
+    """
+    topk, columns = out.shape[1], min(tile[0], triton.next_power_of_2(keys.stride(0)))
+    # Without a map the kernel touches none of its arguments.
+    counts, table, is_valid, page = slots or SlotMap(out, out, out[:, 0], 0)
+    select_topk_kernel[(out.shape[0],)](
+        out,
+        counts,
+        keys,
+        token_to_req,
+        lens,
+        table,
+        is_valid,
+        keys.stride(0),
+        (token_to_req.stride(0), lens.stride(0)),
+        table.stride(),
+        is_valid.stride(0),
+        table_rows,
+        table.shape[0],
+        table.shape[1],
+        reach,
+        K=topk,
+        PADDED_K=triton.next_power_of_2(topk),
+        TILE=columns,
+        PAGE=page,
+        num_warps=min(tile[1], max(1, columns // 256)),
+    )

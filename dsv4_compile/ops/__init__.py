@@ -20,6 +20,7 @@ from . import global_topk as global_topk
 from . import grouped_linear as grouped_linear
 from . import indexer_logits_topk as indexer_logits_topk
 from . import indexer_q_rope_quant as indexer_q_rope_quant
+from . import indexer_topk_slots as indexer_topk_slots
 from . import inv_rope_fp8_quant as inv_rope_fp8_quant
 from . import preprocess_insert as preprocess_insert
 from . import q_norm_rope_kv_insert as q_norm_rope_kv_insert

@@ -38,6 +38,7 @@ KERNELS: Mapping[str, str] = {
     "indexer_logits_topk": "indexer_logits_topk",
     "indexer_logits_topk_ragged": "indexer_logits_topk_ragged",
     "indexer_q_rope_quant": "indexer_q_rope_quant",
+    "indexer_topk_slots": "indexer_topk_slots",
     "inv_rope": "inv_rope_fp8_quant",
     "inv_rope_fp8_quant": "inv_rope_fp8_quant",
     "kv_rope_insert": "q_norm_rope_kv_insert",

@@ -5,6 +5,8 @@ What they compute is in reference/indexer_logits_topk.py.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -85,7 +87,8 @@ def _check_logits(
         fail("E201", got=f"{op}: max_context {max_context}", rule="max_context is not negative")
 
 
-def _check_topk(
+def check_selection(
+    op: str,
     q: Tensor,
     q_scale: Tensor,
     weights: Tensor,
@@ -97,7 +100,7 @@ def _check_topk(
     cache_format: str,
     topk: int,
 ) -> None:
-    op = "indexer_logits_topk"
+    """Refuse the arguments of a selection from pages, on behalf of `op`."""
     _check_pages(op, q, q_scale, weights, k_cache, block_table, token_to_req, context_lens, block_size, cache_format)
     _check_k(op, topk)
 
@@ -183,7 +186,7 @@ indexer_logits_topk = define(
     "Tensor token_to_req, Tensor context_lens, int block_size, str cache_format, int topk) -> Tensor",
     reference=reference.indexer_logits_topk,
     fake=_fake_topk,
-    check=_check_topk,
+    check=partial(check_selection, "indexer_logits_topk"),
 )
 
 indexer_logits_topk_ragged = define(

@@ -98,6 +98,11 @@ def indexer_logits_topk(s: Step) -> list[Args]:
 
 
 @sample
+def indexer_topk_slots(s: Step) -> list[Args]:
+    return [(*scores, s.table(ENTRY_BLOCK, CSA), s.is_valid, ENTRY_BLOCK) for scores in _paged_scores(s, 12)]
+
+
+@sample
 def indexer_logits_topk_ragged(s: Step) -> list[Args]:
     made: list[Args] = []
     starts = s.randint(0, 40, TOKENS)

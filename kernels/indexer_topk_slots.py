@@ -1,0 +1,59 @@
+"""Launcher of `indexer_topk_slots`: the kernels of `indexer_logits_topk`, of which the selecting one writes slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .indexer_logits_topk import PROGRAMS, SCORE_TILE, SELECT_TILE, indexer_logits_topk_refuses, score_and_select
+from .select_topk import SlotMap
+
+
+def indexer_topk_slots_refuses(
+    q: Tensor,
+    q_scale: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    cache_format: str,
+    topk: int,
+    main_block_table: Tensor,
+    is_valid_token: Tensor,
+    main_block_size: int,
+) -> str:
+    """Why a call cannot use the kernel, or ""."""
+    return indexer_logits_topk_refuses(
+        q, q_scale, weights, k_cache, block_table, token_to_req, context_lens, block_size, cache_format, topk
+    )
+
+
+def indexer_topk_slots(
+    q: Tensor,
+    q_scale: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    cache_format: str,
+    topk: int,
+    main_block_table: Tensor,
+    is_valid_token: Tensor,
+    main_block_size: int,
+    *,
+    programs: int = PROGRAMS,
+    score_tile: tuple[int, int, int] = SCORE_TILE,
+    select_tile: tuple[int, int] = SELECT_TILE,
+) -> tuple[Tensor, Tensor]:
+    """See the reference. The entries are those of the launcher `indexer_logits_topk`, as are the keyword arguments."""
+    slots = q.new_empty((q.shape[0], topk), dtype=torch.int32)
+    counts = q.new_empty((q.shape[0],), dtype=torch.int32)
+    score_and_select(
+        slots, q, q_scale, weights, k_cache, block_table, token_to_req, context_lens, block_size, cache_format,
+        SlotMap(counts, main_block_table, is_valid_token, main_block_size), programs, score_tile, select_tile,
+    )  # fmt: skip
+    return slots, counts
