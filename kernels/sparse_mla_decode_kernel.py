@@ -73,7 +73,9 @@ def _fetch_block(
 @triton.jit(
     do_not_specialize=[
         "splits", "least", "first", "tokens", "padded_tokens", "max_pos", "capacity0", "capacity1", "width0", "width1",
-    ]
+    ],
+    # A piece of a batch begins anywhere.
+    do_not_specialize_on_alignment=["p_lens0", "p_lens1", "p_positions"],
 )  # fmt: skip
 def sparse_mla_decode_kernel(
     p_out,  # [T, H, D] or e4m3 [GROUPS, T, K], see attention_rows.store_rows; or parts [N, splits, H, D] float32

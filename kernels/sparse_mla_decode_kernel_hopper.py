@@ -212,7 +212,9 @@ def _length(p_lens, stride, token, width):
 @gluon.jit(
     do_not_specialize=[
         "splits", "least", "first", "tokens", "padded_tokens", "max_pos", "width0", "width1", "capacity0", "capacity1",
-    ]
+    ],
+    # A piece of a batch begins anywhere.
+    do_not_specialize_on_alignment=["p_lens0", "p_lens1", "p_positions"],
 )  # fmt: skip
 def sparse_mla_decode_hopper_kernel(
     p_out,  # [T, H, 512] bfloat16 or e4m3 [GROUPS, T, K]; or parts [N, splits, H, 512] float32, contiguous

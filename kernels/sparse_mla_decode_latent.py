@@ -25,7 +25,7 @@ MAX_VALUE_DIM = 512
 MAX_SLOTS = 2**31
 
 
-@triton.jit(do_not_specialize=["splits", "least", "first", "width", "slots"])
+@triton.jit(do_not_specialize=["splits", "least", "first", "width", "slots"], do_not_specialize_on_alignment=["p_lens"])
 def sparse_mla_decode_latent_kernel(
     p_out,  # [T, H, V], contiguous; with SPLIT [tokens of this launch, splits, H, V] float32
     p_lse,  # [T, H] float32, contiguous; with SPLIT [tokens of this launch, splits, H] in base 2

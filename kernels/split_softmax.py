@@ -48,7 +48,10 @@ def part_softmax(top, total):
     return tl.where(total == 0, 0.0, 1.0 / total), lse
 
 
-@triton.jit(do_not_specialize=["parts", "first", "tokens", "padded_tokens", "max_pos"])
+@triton.jit(
+    do_not_specialize=["parts", "first", "tokens", "padded_tokens", "max_pos"],
+    do_not_specialize_on_alignment=["p_positions"],
+)
 def split_softmax_kernel(
     p_out,  # [T, H, D], or e4m3 [GROUPS, T, K]; see attention_rows.store_rows
     p_lse,  # [T, H] float32, neighbouring heads, or None

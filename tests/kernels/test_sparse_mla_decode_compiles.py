@@ -111,3 +111,20 @@ def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> Non
         assert reason in hopper.hopper_refuses(*call)
     wide = Fusion(None, torch.zeros(64, 512))
     assert "half of a vector" in hopper.hopper_refuses(q, window, extra, "fp8_ds_mla", sink, wide)
+
+
+@pytest.mark.parametrize("made_for_hopper", [False, True])
+def test_nothing_is_compiled_again_for_a_piece_of_a_batch(made_for_hopper: bool) -> None:
+    gpu, lens, positions = GPUS["sm_90"][0], torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
+    q, fusion = torch.zeros(2, 64, 512, dtype=torch.bfloat16), fusion_of("fused", 64)
+    with compiled_for(TARGETS["sm_90"]) as compiled:
+        for first in (0, 3):
+            here = slice(first, first + 2)
+            window, extra = (s._replace(lens=lens[here]) for s in sources_of("fp8_ds_mla", torch.bfloat16))
+            piece = fusion._replace(positions=positions[here])
+            if made_for_hopper:
+                hopper.launch_hopper(q, window, extra, 0.1, None, gpu, 2, fusion=piece)
+            else:
+                portable.launch(q, window, extra, "fp8_ds_mla", 0.1, None, None, gpu, splits=2, fusion=piece)
+    assert len(compiled) == 4
+    assert [kernel.hash for kernel in compiled[:2]] == [kernel.hash for kernel in compiled[2:]]
