@@ -70,7 +70,10 @@ def _indices_before(
     return tl.sum(sums, axis=0)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "m", "n"])
+@triton.jit(
+    do_not_specialize=["tokens", "requests", "m", "n"],
+    do_not_specialize_on_alignment=["p_starts", "p_seq_lens", "p_gather_lens"],
+)
 def combine_topk_swa_kernel(
     p_rows,  # [T, WIDTH] int32, or [T * (TOPK + WINDOW)] int32; contiguous
     p_lens,  # [T] int32, contiguous

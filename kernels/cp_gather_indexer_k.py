@@ -29,7 +29,10 @@ def _requests_of(p_bounds, bounds_stride, row, bounds, steps):
     return request
 
 
-@triton.jit(do_not_specialize=["rows", "bounds", "steps", "pages", "table_rows", "table_columns"])
+@triton.jit(
+    do_not_specialize=["rows", "bounds", "steps", "pages", "table_rows", "table_columns"],
+    do_not_specialize_on_alignment=["p_bounds", "p_table"],
+)
 def cp_gather_indexer_k_kernel(
     p_k,  # [rows, WIDTH]
     p_scale,  # [rows, SCALE_BYTES] uint8

@@ -49,7 +49,10 @@ def _load_mla_rows(p_page, offset, live, BLOCK_SIZE: tl.constexpr):
     return tl.reshape(values, (ROWS, SCALE_BYTES * TILE))
 
 
-@triton.jit(do_not_specialize=["rows", "offset", "pages", "columns"])
+@triton.jit(
+    do_not_specialize=["rows", "offset", "pages", "columns"],
+    do_not_specialize_on_alignment=["p_seq_lens", "p_gather_lens", "p_table", "p_kv_scale"],
+)
 def gather_k_cache_kernel(
     p_out,  # [B, >= offset + rows, D]
     p_cache,  # pages in FORMAT

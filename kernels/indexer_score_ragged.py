@@ -58,7 +58,9 @@ def _load_float32(p_row, stride, mask):
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "topk"])
+@triton.jit(
+    do_not_specialize=["tokens", "rows", "topk"], do_not_specialize_on_alignment=["p_lens", "p_starts", "p_ends"]
+)
 def indexer_score_ragged_kernel(
     p_out,  # [T, >= rows] float32 logits, or int32 order keys with KEYS; contiguous columns
     p_lens,  # [T] int32, contiguous: how many rows a token sees

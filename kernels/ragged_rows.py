@@ -20,7 +20,7 @@ COUNTS = tl.constexpr(1024)  # of rows, added up together
 PAD = tl.constexpr(PAD_INDEX)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["p_lens"])
 def count_rows_kernel(
     p_counts,  # [T] int32, contiguous
     p_rows,  # [T, W] int
@@ -45,7 +45,7 @@ def count_rows_kernel(
     tl.store(p_counts + row, tl.sum(count, axis=0))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["p_lens"])
 def pack_rows_kernel(
     p_flat,  # [T * W] int32, contiguous
     p_indptr,  # [T + 1] int32, contiguous

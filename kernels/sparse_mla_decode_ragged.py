@@ -43,7 +43,10 @@ def _write_row(
     tl.store(p_lens + token, length.to(tl.int32), mask=block == 0)
 
 
-@triton.jit(do_not_specialize=["capacity0", "capacity1", "width0", "width1", "blocks0", "blocks"])
+@triton.jit(
+    do_not_specialize=["capacity0", "capacity1", "width0", "width1", "blocks0", "blocks"],
+    do_not_specialize_on_alignment=["p_indptr0", "p_indptr1"],
+)
 def dense_rows_kernel(
     p_rows0,  # [T, width0] int32, contiguous
     p_lens0,  # [T] int32, contiguous
