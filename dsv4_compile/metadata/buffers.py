@@ -182,6 +182,8 @@ def plan_buffers(
     }
     low = {name: value for name, value in given.items() if value < 1}
     check(not low, "E204", got=f"metadata buffers with {low}", fix="pass positive numbers")
+    strange = sorted(set(ratios) - {0, 1, layout.CSA_RATIO, layout.HCA_RATIO})
+    check(not strange, "E205", got=f"ratios {strange}", fix="pass the compress ratios of the layers: 0, 1, 4, 128")
     sizes = {**given, "max_num_seqs_plus_1": max_num_seqs + 1, "c128a_width": layout.c128a_width(max_model_len)}
     groups = groups_of(ratios)
     for group in groups:

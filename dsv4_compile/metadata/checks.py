@@ -18,20 +18,44 @@ def on_host(values: Tensor) -> bool:
 
 def check_capacity(what: str, got: int, capacity: int, name: str) -> None:
     """E401 unless `got` is within `capacity`, which is called `name`."""
+    check(got >= 0, "E401", got=f"{got} {what}", fix=f"pass 0 to {capacity}")
     if got > capacity:
         fail("E401", got=f"{got} {what}, {name}={capacity}", fix=f"allocate for {got} {what}, or send fewer")
+
+
+def check_ints(name: str, values: Tensor) -> None:
+    """E201 unless `values` is an int32 or int64 vector."""
+    fine = values.dim() == 1 and values.dtype in (torch.int32, torch.int64)
+    got = f"{name} {values.dtype} {list(values.shape)}"
+    check(fine, "E201", got=got, rule=f"{name} is int32 or int64, of one dim", fix="pass integers, or a tensor of them")
 
 
 def check_batch(starts: Tensor, lens: Tensor, max_tokens: int, max_seqs: int, max_len: int) -> int:
     """Refuse a batch that does not fit; the longest sequence where that is known, else 0."""
     requests = lens.shape[0]
-    check(starts.shape[0] == requests + 1, "E201", got=f"{starts.shape[0]} query_start_loc, {requests} seq_lens")
+    check(
+        starts.shape[0] == requests + 1,
+        "E201",
+        got=f"{starts.shape[0]} query_start_loc, {requests} seq_lens",
+        rule="query_start_loc has one element more than seq_lens",
+        fix="pass the first token of each request and the end of the last",
+    )
     check_capacity("requests", requests, max_seqs, "max_num_seqs")
     if requests == 0 or not (on_host(starts) and on_host(lens)):
         return 0
     fine = bool((starts.diff() >= 0).all()) and int(lens.min()) >= 0
     check(fine, "E201", got="a negative length", rule="query_start_loc does not decrease, lengths are not negative")
     check_capacity("tokens", int(starts[-1]), max_tokens, "max_num_batched_tokens")
+    queries = starts.diff()
+    over = (queries > lens) & (lens > 0)
+    if over.any():
+        request = int(over.int().argmax())
+        fail(
+            "E201",
+            got=f"request {request} has a query of {int(queries[request])} tokens in a sequence of {int(lens[request])}",
+            rule="seq_lens counts this step's query too; it is 0 for padding",
+            fix="pass seq_lens as they are after the step",
+        )
     return check_lengths("has", lens, max_len)
 
 

@@ -18,7 +18,7 @@ from .. import layout
 from ..errors import check
 from ..ops.batch_metadata import GROUPS
 from .buffers import PAGE_TOKENS, BufferPlan, groups_of, plan_buffers
-from .checks import check_batch, check_capacity, check_lengths, check_table
+from .checks import check_batch, check_capacity, check_ints, check_lengths, check_table
 from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
 
 Ints = Tensor | Sequence[int]
@@ -111,9 +111,11 @@ class MetadataBuffers:
         inputs = {"query_start_loc": starts, "seq_lens": lens}
         inputs["reserved"] = lens.new_zeros(0) if reserved is None else _ints(reserved)
         if input_ids is not None:
-            inputs["input_ids"] = _ints(input_ids, torch.int64)
+            inputs["input_ids"] = _ints(input_ids)
         if slot_mapping is not None:
             inputs["slot_mapping"] = slot_mapping
+        for name, values in inputs.items():
+            check_ints(name, values)
         longest = check_batch(starts, lens, self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
         check_lengths("has pages for", inputs["reserved"], self.max_model_len)
         check(
@@ -244,5 +246,6 @@ class MetadataBuffers:
         )
 
 
-def _ints(values: Ints, dtype: torch.dtype = torch.int32) -> Tensor:
-    return values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+def _ints(values: Ints) -> Tensor:
+    # No dtype: to ask for integers would cut floats to them in silence. load refuses floats.
+    return values if isinstance(values, Tensor) else torch.tensor(values, dtype=None if len(values) else torch.int64)

@@ -236,6 +236,10 @@ def test_what_was_loaded_before_never_shows() -> None:
         ("E201", [0, 1], [1, 1]),
         ("E201", [0, 2, 1], [2, 1]),
         ("E201", [0, 1], [-1]),
+        ("query of 3 tokens in a sequence of 2", [0, 1, 4], [1, 2]),
+        ("float32", torch.tensor([0.0, 1.0]), [1]),
+        ("query_start_loc is int", [0, 1.5], [2]),
+        ("query_start_loc is int", torch.zeros(2, 2, dtype=torch.int32), [1]),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_and_nothing_is_written(code: str, starts: list, lens: list) -> None:
@@ -284,6 +288,20 @@ def test_metadata_is_refused_before_it_is_built() -> None:
     for call in (buffers.refresh, buffers.metadata):
         with pytest.raises(GraphError, match="E401"):
             call(TOKENS + 1)
+        with pytest.raises(GraphError, match="E401"):
+            call(-1)
+
+
+def test_ratios_that_no_layer_has_are_refused() -> None:
+    with pytest.raises(InputError, match=r"(?s)E205.*ratios \[64\]"):
+        made(ratios=(1, 4, 64))
+
+
+def test_a_padded_request_may_have_tokens() -> None:
+    buffers = made()
+    buffers.load([0, 1, 2], [1, 0])
+    buffers.refresh(2)
+    assert buffers.metadata(2).is_valid_token.tolist() == [True, False]
 
 
 def test_slots_of_the_engine_come_where_they_were_promised() -> None:
