@@ -40,6 +40,7 @@ def indexer_q_rope_quant_kernel(
     head_scale,
     FORMAT: tl.constexpr,
     HADAMARD: tl.constexpr,
+    ROUND_WEIGHTS: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     ROPE: tl.constexpr,
@@ -65,7 +66,10 @@ def indexer_q_rope_quant_kernel(
 
     p_w = p_weights + token * weight_strides[0] + o_head * weight_strides[1]
     # [HEADS]
-    weight = tl.load(p_w, mask=m_h, other=0.0).to(tl.float32)
+    weight = tl.load(p_w, mask=m_h, other=0.0)
+    if ROUND_WEIGHTS:
+        weight = weight.to(p_q.dtype.element_ty)
+    weight = weight.to(tl.float32)
     if FORMAT == "indexer_fp8":
         values, scale = quantize_fp8(x)
         tl.store(p_out + o_row * D + o_d, values, mask=m_row)
@@ -81,7 +85,13 @@ def indexer_q_rope_quant_kernel(
 
 
 def indexer_q_rope_quant_refuses(
-    q: Tensor, positions: Tensor, cos_sin_cache: Tensor, weights: Tensor, cache_format: str, hadamard: bool = False
+    q: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    weights: Tensor,
+    cache_format: str,
+    hadamard: bool = False,
+    round_weights: bool = False,
 ) -> str:
     """Why a call cannot use the kernel, or ""."""
     dim = q.shape[2]
@@ -99,6 +109,7 @@ def indexer_q_rope_quant(
     weights: Tensor,
     cache_format: str,
     hadamard: bool = False,
+    round_weights: bool = False,
     *,
     tile: tuple[int, int] = (HADAMARD_ROWS, 4),
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,6 +142,7 @@ def indexer_q_rope_quant(
         heads**-0.5,
         FORMAT=cache_format,
         HADAMARD=hadamard,
+        ROUND_WEIGHTS=round_weights,
         HEADS=rows,
         D=dim,
         ROPE=cos_sin_cache.shape[1],

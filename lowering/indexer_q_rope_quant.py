@@ -53,20 +53,27 @@ def can_lower(call: Call) -> Decision:
 
 @lowers("indexer_q_rope_quant", can_lower)
 def lower(
-    q: Any, positions: Any, cos_sin_cache: Any, weights: Any, cache_format: str, hadamard: bool = False
+    q: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    weights: Any,
+    cache_format: str,
+    hadamard: bool = False,
+    round_weights: bool = False,
 ) -> tuple[Any, Any, Any]:
     """Build the IR."""
     tokens, heads, dim = q.get_size()
     device, rows = q.get_device(), [tokens, int(heads)]
     plain = cache_format == "plain"
+    weight = _weight(weights, q.get_dtype() if round_weights else None)
     vector = _rotated(q, positions, cos_sin_cache, q.get_dtype() if plain else torch.bfloat16)
     if plain:
         dtype = q.get_dtype()
         values = _pointwise(device, dtype, q.get_size(), lambda index: ops.to_dtype(vector(index[:2], index[2]), dtype))
-        return values, uninitialized([*rows, 0], F32, device), _folded(weights, rows, int(dim), None)
+        return values, uninitialized([*rows, 0], F32, device), _folded(weight, device, rows, int(dim))
     if cache_format == "indexer_fp8":
-        return _fp8(vector, weights, rows, int(dim), device)
-    return _mxfp4(vector, weights, rows, int(dim), device)
+        return _fp8(vector, weight, rows, int(dim), device)
+    return _mxfp4(vector, weight, rows, int(dim), device)
 
 
 def _rotated(q: Any, positions: Any, cos_sin_cache: Any, dtype: torch.dtype) -> RowLoad:
@@ -82,7 +89,7 @@ def _rotated(q: Any, positions: Any, cos_sin_cache: Any, dtype: torch.dtype) -> 
     return element
 
 
-def _fp8(vector: RowLoad, weights: Any, rows: Sequence[Expr], dim: int, device: torch.device) -> tuple[Any, Any, Any]:
+def _fp8(vector: RowLoad, weight: Loader, rows: Sequence[Expr], dim: int, device: torch.device) -> tuple[Any, Any, Any]:
     load_amax = row_amax(vector, device, rows, dim)
 
     def byte(row: Sequence[Expr]) -> Value:
@@ -93,11 +100,13 @@ def _fp8(vector: RowLoad, weights: Any, rows: Sequence[Expr], dim: int, device: 
         return to_e4m3(ops.mul(vector(row, d), ue8m0_inverse(byte(row))))
 
     values = _pointwise(device, E4M3, [*rows, dim], value)
-    folded = _folded(weights, rows, dim, lambda row: ue8m0_scale(byte(row)))
+    folded = _folded(lambda row: ops.mul(weight(row), ue8m0_scale(byte(row))), device, rows, dim)
     return values, uninitialized([*rows, 0], F32, device), folded
 
 
-def _mxfp4(vector: RowLoad, weights: Any, rows: Sequence[Expr], dim: int, device: torch.device) -> tuple[Any, Any, Any]:
+def _mxfp4(
+    vector: RowLoad, weight: Loader, rows: Sequence[Expr], dim: int, device: torch.device
+) -> tuple[Any, Any, Any]:
     def element(tile: Sequence[Expr], pair: Expr, which: int) -> Value:
         *row, n = tile
         return vector(row, n * MX_TILE + 2 * pair + which)
@@ -120,20 +129,23 @@ def _mxfp4(vector: RowLoad, weights: Any, rows: Sequence[Expr], dim: int, device
     tokens, heads = rows
     values = strided_view(values, [tokens, heads, dim // 2], [heads * (dim // 2), dim // 2, 1])
     scales = _pointwise(device, U8, [*rows, tiles], lambda tile: ops.to_dtype(byte(tile), U8))
-    return values, scales, _folded(weights, rows, dim, None)
+    return values, scales, _folded(weight, device, rows, dim)
 
 
-def _folded(weights: Any, rows: Sequence[Expr], dim: int, scale: Loader | None) -> Any:
-    """IR of the weights times the scale of the query, D^-0.5 and H^-0.5, in this order."""
-    load, heads = weights.make_loader(), int(rows[1])
+def _weight(weights: Any, dtype: torch.dtype | None) -> Loader:
+    """Weight of [token, head] in float32, rounded to `dtype` if one is given."""
+    load = weights.make_loader()
+    if dtype is None:
+        return lambda row: as_f32(load(row))
+    return lambda row: round_to(as_f32(load(row)), dtype, weights.get_device())
 
-    def element(row: Sequence[Expr]) -> Value:
-        weight = as_f32(load(row))
-        if scale is not None:
-            weight = ops.mul(weight, scale(row))
-        return ops.mul(ops.mul(weight, const(dim**-0.5)), const(heads**-0.5))
 
-    return _pointwise(weights.get_device(), F32, rows, element)
+def _folded(weight: Loader, device: torch.device, rows: Sequence[Expr], dim: int) -> Any:
+    """IR of the weights times D^-0.5 and H^-0.5, in this order."""
+    heads = int(rows[1])
+    return _pointwise(
+        device, F32, rows, lambda row: ops.mul(ops.mul(weight(row), const(dim**-0.5)), const(heads**-0.5))
+    )
 
 
 def _pointwise(device: torch.device, dtype: torch.dtype, ranges: Sequence[Expr], value: Loader) -> Any:

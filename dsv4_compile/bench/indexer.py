@@ -181,10 +181,16 @@ def _score(s: Step, topk: int) -> Args:
     return q, scale_of_q, weights, cache, table, s.owners(), lens, BLOCK, KEYS, topk
 
 
-def _score_cost(s: Step, topk: int) -> costs.Cost:
+def _slots(s: Step, topk: int) -> Args:
+    """The same selection, to slots of a main cache as large."""
+    _, _, table, valid, block = _map(s, topk)
+    return *_score(s, topk), table, valid, block
+
+
+def _score_cost(s: Step, topk: int, op: str = "indexer_logits_topk") -> costs.Cost:
     c, entries = s.config, s.context // RATIO
     scored = {"T": s.tokens, "H": c.index_n_heads, "D": c.index_head_dim, "L": entries, "K": topk}
-    return costs.of("indexer_logits_topk", **scored, C=s.requests * entries, row=costs.row_bytes(KEYS))
+    return costs.of(op, **scored, C=s.requests * entries, row=costs.row_bytes(KEYS))
 
 
 def _map(s: Step, topk: int) -> Args:
@@ -213,6 +219,10 @@ def cases(config: DeepseekV4Config) -> Iterator[Case]:
     for topk in (config.index_topk, 2 * config.index_topk):
         cost = partial(_score_cost, topk=topk)
         yield Case("indexer_logits_topk", {"topk": topk}, partial(_score, topk=topk), (0, 1, 2, 5, 6), (), cost)
+    for topk in (config.index_topk, 2 * config.index_topk):
+        op = "indexer_topk_slots"
+        cost = partial(_score_cost, topk=topk, op=op)
+        yield Case(op, {"topk": topk}, partial(_slots, topk=topk), (0, 1, 2, 5, 6, 11), (), cost)
     for topk in (config.index_topk, 2 * config.index_topk):
         yield Case(
             "global_topk", {"topk": topk}, partial(_map, topk=topk), (0, 1, 3), (), partial(_map_cost, topk=topk)

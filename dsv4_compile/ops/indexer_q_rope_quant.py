@@ -22,7 +22,13 @@ from ._validate import (
 
 
 def _check(
-    q: Tensor, positions: Tensor, cos_sin_cache: Tensor, weights: Tensor, cache_format: str, hadamard: bool = False
+    q: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    weights: Tensor,
+    cache_format: str,
+    hadamard: bool = False,
+    round_weights: bool = False,
 ) -> None:
     op = "indexer_q_rope_quant"
     expect(q, f"{op}: q [T, H, D]", FLOATS)
@@ -39,7 +45,13 @@ def _check(
 
 
 def _fake(
-    q: Tensor, positions: Tensor, cos_sin_cache: Tensor, weights: Tensor, cache_format: str, hadamard: bool = False
+    q: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    weights: Tensor,
+    cache_format: str,
+    hadamard: bool = False,
+    round_weights: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads, dim = q.shape
     folded = q.new_empty(tokens, heads, dtype=torch.float32)
@@ -52,7 +64,7 @@ def _fake(
 
 indexer_q_rope_quant = define(
     "indexer_q_rope_quant(Tensor q, Tensor positions, Tensor cos_sin_cache, Tensor weights, str cache_format, "
-    "bool hadamard=False) -> (Tensor, Tensor, Tensor)",
+    "bool hadamard=False, bool round_weights=False) -> (Tensor, Tensor, Tensor)",
     reference=reference.indexer_q_rope_quant,
     fake=_fake,
     check=_check,

@@ -100,9 +100,13 @@ def run(graph: Graph, options: Options) -> None:
 
 
 def _passes() -> dict[str, Callable[[Graph, Merger], None]]:
-    from . import fuse_attention, merge_preprocess
+    from . import fuse_attention, fuse_indexer, merge_preprocess
 
-    return {"merge_preprocess": merge_preprocess.run, "fuse_attention": fuse_attention.run}
+    return {
+        "merge_preprocess": merge_preprocess.run,
+        "fuse_indexer": fuse_indexer.run,
+        "fuse_attention": fuse_attention.run,
+    }
 
 
 def inputs_before(graph: Graph, anchor: Node, inputs: Iterable[Any], members: Sequence[OpNode]) -> list[Node]:

@@ -11,7 +11,13 @@ from .rope import apply_rope
 
 
 def indexer_q_rope_quant(
-    q: Tensor, positions: Tensor, cos_sin_cache: Tensor, weights: Tensor, cache_format: str, hadamard: bool = False
+    q: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    weights: Tensor,
+    cache_format: str,
+    hadamard: bool = False,
+    round_weights: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Prepare queries for `indexer_logits`.
 
@@ -23,6 +29,7 @@ def indexer_q_rope_quant(
         cos_sin_cache: float32 `[max_pos, rope_dim]`.
         cache_format: of the keys the queries will meet.
         hadamard: transform the queries. Keys must have been stored with the same setting.
+        round_weights: round w to q's dtype first, as the result of a GEMM in that dtype would have been.
     Returns:
         All contiguous and fresh. The weights are float32 `[T, H]` in every format.
         `indexer_fp8`: e4m3 `[T, H, D]`, float32 `[T, H, 0]`, ((w * s) * D^-0.5) * H^-0.5 with s the query's scale;
@@ -34,7 +41,7 @@ def indexer_q_rope_quant(
     x = apply_rope(q, positions[: q.shape[0]], cos_sin_cache).to(store).float()
     if hadamard:
         x = rounded_hadamard(x, store)
-    weights = weights.float()
+    weights = (weights.to(q.dtype) if round_weights else weights).float()
     scale = torch.empty(*q.shape[:2], 0, dtype=torch.float32, device=q.device)
     if cache_format == "plain":
         values = x.to(store)

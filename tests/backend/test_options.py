@@ -44,14 +44,15 @@ def test_what_changes_code_changes_the_cache_key() -> None:
             {"dsv4.impl.inv_rope": "eager"},
             {"dsv4.fuse": "on"},
             {"dsv4.fuse.fuse_attention": "on"},
+            {"dsv4.fuse.fuse_indexer": "on"},
         )
     }
-    assert len(keys) == 6
+    assert len(keys) == 7
 
 
 def test_fusing_is_asked_for_as_a_whole_or_by_pass() -> None:
     parsed = _parse({"dsv4.fuse": "off", "dsv4.fuse.fuse_attention": "on"})
-    assert [parsed.fuse_of(name) for name in FUSE_PASSES] == ["off", "on"]
+    assert [parsed.fuse_of(name) for name in FUSE_PASSES] == ["off", "off", "on"]
     assert {_parse().fuse_of(name) for name in FUSE_PASSES} == {"auto"}
 
 

@@ -33,7 +33,7 @@ def three_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_every_op_takes_its_arguments_and_agrees_with_itself(tokens: int) -> None:
     problems = found(tokens)
-    assert len(problems) == 11
+    assert len(problems) == 13
     for problem in problems:
         ours, again = problem.make(3), problem.make(3)
         assert (

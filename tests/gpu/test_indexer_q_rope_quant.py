@@ -45,6 +45,17 @@ def test_bits_are_equal(tokens: int, heads: int, dtype: torch.dtype, fmt: str) -
 
 
 @FORMATS
+def test_weights_are_rounded_as_a_cast_in_front_would(fmt: str) -> None:
+    q, positions, table, weights = arguments(300, 64)
+    wide = weights.float() * 1.01
+    want = REFERENCE(q, positions, table, wide.to(q.dtype), fmt)
+    for got, expected in zip(
+        kernel.indexer_q_rope_quant(q, positions, table, wide, fmt, False, True), want, strict=True
+    ):
+        assert torch.equal(bits(got), bits(expected))
+
+
+@FORMATS
 @pytest.mark.parametrize("tile", [(1, 1), (4, 1), (8, 2), (16, 4), (64, 8)])
 def test_every_tile_gives_the_same_bits(tile: tuple[int, int], fmt: str) -> None:
     args = (*arguments(50, 65), fmt)

@@ -66,6 +66,19 @@ def test_other_dtypes(fmt: str, dtype: torch.dtype) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@FORMATS
+def test_weights_are_rounded_as_a_cast_in_front_would(fmt: str, dtype: torch.dtype) -> None:
+    q, positions, table, _ = arguments(4, 8, dtype=dtype)
+    weights = torch.randn(4, 8) * 1.01
+    weights[0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
+    compare(q, positions, table, weights, fmt, False, True)
+    want = reference(q, positions, table, weights.to(dtype), fmt)
+    for ours, theirs in zip(run(q, positions, table, weights, fmt, False, True), want, strict=True):
+        assert_bitwise(ours, theirs)
+
+
+@interpreted
 @pytest.mark.parametrize(("dim", "rope"), [(64, 16), (32, 32), (16, 0), (2, 2)])
 def test_plain_queries_of_any_power_of_two(dim: int, rope: int) -> None:
     q, positions, _, weights = arguments(3, 5, dim, torch.float32)

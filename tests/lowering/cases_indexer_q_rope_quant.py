@@ -39,6 +39,13 @@ def to(fmt: str) -> Callable[[Inputs], Outputs]:
     return lambda x: torch.ops.dsv4.indexer_q_rope_quant(x.q, x.positions, x.table, x.weights, fmt)
 
 
+def rounding(fmt: str) -> Callable[[Inputs], Outputs]:
+    """The op alone, with float32 weights that it rounds."""
+    return lambda x: torch.ops.dsv4.indexer_q_rope_quant(
+        x.q, x.positions, x.table, x.weights.float() * 1.01, fmt, False, True
+    )
+
+
 def fused(fmt: str) -> Callable[[Inputs], Outputs]:
     """A producer in front of both inputs, a consumer behind the weights."""
 
@@ -71,11 +78,13 @@ CASES = {
     "fp8_hostile": Case(to("indexer_fp8"), lambda t: hostile(Inputs.make(t)), (5,)),
     "fp8_one_token": Case(to("indexer_fp8"), Inputs.make, (1,)),
     "fp8_no_token": Case(to("indexer_fp8"), Inputs.make, (0,)),
+    "fp8_rounded": Case(rounding("indexer_fp8"), Inputs.make, (4,)),
     "mxfp4": Case(fused("indexer_mxfp4"), Inputs.make, (5, 9, 2), TOKENS, for_targets=True),
     "mxfp4_strided": Case(to("indexer_mxfp4"), lambda t: apart(Inputs.make(t)), (4,)),
     "mxfp4_hostile": Case(to("indexer_mxfp4"), lambda t: hostile(Inputs.make(t)), (5,)),
     "mxfp4_one_token": Case(to("indexer_mxfp4"), Inputs.make, (1,)),
     "plain": Case(fused("plain"), lambda t: Inputs.make(t, 32, 16), (5, 9, 2), TOKENS),
+    "plain_rounded": Case(rounding("plain"), lambda t: Inputs.make(t, 32, 16), (4,)),
     "plain_float32": Case(to("plain"), lambda t: Inputs.make(t, 32, 16, torch.float32), (4,)),
     "plain_no_token": Case(to("plain"), lambda t: Inputs.make(t, 32, 16), (0,)),
 }

@@ -158,6 +158,18 @@ def test_op_keeps_its_promises(fmt: str, hadamard: bool) -> None:
 
 
 @FORMATS
+@FLOATS
+def test_rounded_weights_are_those_of_a_cast_in_front(fmt: str, dtype: torch.dtype) -> None:
+    q, positions, table, _ = arguments(5, dtype=dtype)
+    weights = torch.randn(5, 3) * 1.01
+    got = indexer_q_rope_quant(q, positions, table, weights, fmt, False, True)
+    for ours, theirs in zip(got, indexer_q_rope_quant(q, positions, table, weights.to(dtype), fmt), strict=True):
+        assert_bitwise(ours, theirs)
+    unrounded = indexer_q_rope_quant(q, positions, table, weights, fmt)[2]
+    assert torch.equal(got[2], unrounded) == (dtype is torch.float32)
+
+
+@FORMATS
 def test_reference_never_synchronises(fmt: str) -> None:
     args = arguments(3)
     with refuse_synchronization():
