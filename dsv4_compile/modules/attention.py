@@ -8,7 +8,7 @@ prefill, so batches of any mix run the same graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -215,19 +215,20 @@ class DeepseekV4Attention(nn.Module):
         return self._project_output(out, metadata.positions)
 
     def _compress(
-        self, of_hidden: list[Tensor], of_latent: list[Tensor], metadata: AttentionMetadata, cache: LayerCache
+        self, of_hidden: Sequence[Tensor], of_latent: Sequence[Tensor], metadata: AttentionMetadata, cache: LayerCache
     ) -> Tensor | None:
         """Write new compressed entries; return the indexer's choice, int32 `[T, K]` entries of the request, if any.
 
-        The lists are what `_of_hidden` and `_of_latent` describe, without qr, kv and q.
+        The tensors are what `_of_hidden` and `_of_latent` describe, without qr, kv and q.
         """
         if self.compressor is None:
             return None
         md = metadata.c4 if self.indexer is not None else metadata.c128
         assert md is not None and cache.main is not None and cache.state is not None
-        weights = of_hidden.pop(0) if self.indexer is not None else None
+        # Not `pop`: to Dynamo in torch 2.11 what a starred name takes is a tuple.
+        first = 0 if self.indexer is None else 1
         self.compressor(
-            of_hidden[0],
+            of_hidden[first],
             self.cos_sin,
             metadata.positions,
             metadata.token_to_req,
@@ -237,9 +238,9 @@ class DeepseekV4Attention(nn.Module):
             cache.main,
             md.slot_mapping,
         )
-        if self.indexer is None or weights is None:
+        if self.indexer is None:
             return None
-        topk: Tensor = self.indexer(of_latent[0], weights, of_hidden[1], self.cos_sin, metadata, cache)
+        topk: Tensor = self.indexer(of_latent[0], of_hidden[0], of_hidden[2], self.cos_sin, metadata, cache)
         return topk
 
     def _project_output(self, out: Tensor, positions: Tensor) -> Tensor:
