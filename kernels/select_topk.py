@@ -116,7 +116,7 @@ def _take(p_out, key, start, lo, hi, room, above, equal, p_map, map_stride, map_
 
 
 @triton.jit(
-    do_not_specialize=["table_rows", "map_rows", "map_columns"],
+    do_not_specialize=["table_rows", "map_rows", "map_columns", "reach"],
     do_not_specialize_on_alignment=["p_requests", "p_lens", "p_map", "p_is_valid"],
 )
 def select_topk_kernel(

@@ -59,3 +59,15 @@ def test_nothing_is_compiled_again_for_a_piece_of_a_batch(op: str, monkeypatch: 
         piece = tuple(shifted(value, name) for value, name in zip(args, names, strict=False))
         for (kernel, whole), (again, part) in zip(specializations(op, args), specializations(op, piece), strict=True):
             assert (kernel, whole) == (again, part)
+
+
+def test_nothing_is_compiled_again_for_other_numbers_of_gathered_keys() -> None:
+    op = "indexer_logits_topk_ragged"
+    before, k, k_scale, after = (lambda args: (args[:3], args[3], args[4], args[5:]))(op_samples(op)[0])
+    first, second = (
+        specializations(
+            op, (*before, k.new_zeros(rows, *k.shape[1:]), k_scale.new_zeros(rows, *k_scale.shape[1:]), *after)
+        )
+        for rows in (33, 48)
+    )
+    assert first == second
