@@ -7,6 +7,8 @@ that no other launch ever gets.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import triton
 import triton.language as tl
@@ -48,9 +50,9 @@ class _Pool:
     """Counters of one device, handed out once: a share to each stream, and what it asks for to each captured launch."""
 
     def __init__(self, device: torch.device) -> None:
-        self.counters = torch.zeros(POOL, dtype=torch.int32, device=device)
-        self.filled = torch.cuda.Event()
-        self.filled.record()
+        # What this thread allocates while Inductor's CUDA graphs warm up is memory that they take back.
+        with ThreadPoolExecutor(1) as thread:
+            self.counters, self.filled = thread.submit(_zeros, POOL, device).result()
         self.streams: dict[int, Tensor] = {}
         self.used = 0
 
@@ -72,6 +74,13 @@ class _Pool:
             stream.wait_event(self.filled)
             self.streams[known] = share
         return self.streams[known]
+
+
+def _zeros(count: int, device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
+    """Counters, and when they are zero."""
+    counters, filled = torch.zeros(count, dtype=torch.int32, device=device), torch.cuda.Event()
+    filled.record(torch.cuda.current_stream(device))
+    return counters, filled
 
 
 _pools: dict[torch.device, _Pool] = {}

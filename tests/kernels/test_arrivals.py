@@ -5,7 +5,9 @@ program has stored is on its way before it arrives.
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -74,6 +76,7 @@ class Stream:
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> arrivals._Pool:
     monkeypatch.setattr(torch.cuda, "Event", mock.Mock)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(0))
     monkeypatch.setattr(arrivals, "POOL", 3 * arrivals.STREAM_SHARE)
     return arrivals._Pool(torch.device("cpu"))
 
@@ -100,3 +103,18 @@ def test_captured_launches_get_counters_of_their_own_until_there_are_none(pool: 
 def test_without_a_pool_counters_are_new() -> None:
     counters = arrivals.arrival_counters(12, torch.device("cpu"))
     assert len(counters) == 12 and counters.dtype is torch.int32 and not counters.any()
+
+
+def test_what_outlives_a_call_is_not_allocated_by_the_thread_that_calls(
+    pool: arrivals._Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor's CUDA graphs route what their thread allocates into a pool, and reuse all of it but their results."""
+    threads, zeros = list[int](), torch.zeros
+
+    def recorded(*args: Any, **kwargs: Any) -> Tensor:
+        threads.append(threading.get_ident())
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", recorded)
+    arrivals._Pool(torch.device("cpu"))
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
