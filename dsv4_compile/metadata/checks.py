@@ -46,13 +46,13 @@ def check_batch(starts: Tensor, lens: Tensor, max_tokens: int, max_seqs: int, ma
     fine = bool((starts.diff() >= 0).all()) and int(lens.min()) >= 0
     check(fine, "E201", got="a negative length", rule="query_start_loc does not decrease, lengths are not negative")
     check_capacity("tokens", int(starts[-1]), max_tokens, "max_num_batched_tokens")
-    queries = starts.diff()
-    over = (queries > lens) & (lens > 0)
+    over = (starts.diff() > lens) & (lens > 0)
     if over.any():
         request = int(over.int().argmax())
+        query, length = int(starts.diff()[request]), int(lens[request])
         fail(
             "E201",
-            got=f"request {request} has a query of {int(queries[request])} tokens in a sequence of {int(lens[request])}",
+            got=f"request {request} has a query of {query} tokens in a sequence of {length}",
             rule="seq_lens counts this step's query too; it is 0 for padding",
             fix="pass seq_lens as they are after the step",
         )
