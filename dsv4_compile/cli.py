@@ -16,6 +16,9 @@ from importlib import resources
 
 from .errors import CODES, DSV4Error
 
+PAGES = {"layout": "every byte of the caches", "metadata": "persistent buffers of a step, and who fills them"}
+"""Pages that `dsv4 explain` prints beside those of the codes."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status. Errors of this package go to stderr without a traceback."""
@@ -59,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Print the page of an error code, or run a script and report its graphs, breaks and recompiles. "
         "A script is run as it is: explain only scripts that you would run yourself.",
     )
-    explain.add_argument("target", nargs="?", help="an error code, a page (layout), or SCRIPT.py; nothing lists codes")
+    explain.add_argument("target", nargs="?", help="an error code, a page, or SCRIPT.py; nothing lists codes and pages")
     explain.add_argument("--json", action="store_true", help="print the report of a script as JSON")
     explain.add_argument("--max-breaks", type=int, metavar="N", help="exit 1 if the script has more graph breaks")
 
@@ -101,15 +104,17 @@ def _doctor(*, as_json: bool) -> int:
 
 def _explain(target: str | None, *, as_json: bool, max_breaks: int | None) -> int:
     if target is None:
-        print("\n".join(f"{code}  {entry.title}" for code, entry in CODES.items()))
+        entries = {code: entry.title for code, entry in CODES.items()} | PAGES
+        print("\n".join(f"{name:8}  {title}" for name, title in entries.items()))
         return 0
     if target.endswith(".py"):
         from .debug import explain_script
 
         return int(explain_script(target, json=as_json, max_breaks=max_breaks))
-    text = _error_page(target) if target in CODES else _page(target)
+    code = target.upper()
+    text = _error_page(code) if code in CODES else _page(target)
     if text is None:
-        print(f"no error code or page {target!r}; `dsv4 explain` lists the codes", file=sys.stderr)
+        print(f"no error code or page {target!r}; `dsv4 explain` lists them", file=sys.stderr)
         return 2
     print(text)
     return 0
@@ -124,6 +129,9 @@ def _bench(args: argparse.Namespace) -> int:
         print("\n".join(f"{name}  {what}" for name, what in bench.SCENARIOS.items()))
         return 0
     only = {column: set(values.split(",")) for column, _, values in (limit.partition("=") for limit in args.only)}
+    if shapeless := [limit for limit in args.only if "=" not in limit]:
+        print(f"--only takes COLUMN=A,B, got {shapeless[0]!r}", file=sys.stderr)
+        return 2
     if wrong := bench.complaint(args.scenario, only):
         print(wrong, file=sys.stderr)
         return 2
@@ -158,5 +166,5 @@ def _error_page(code: str) -> str:
     """The table's entry of `code`, then what the errors page says about it."""
     entry = CODES[code]
     sections = re.split(r"^## ", _page("errors") or "", flags=re.MULTILINE)
-    body = next((section for section in sections if section.startswith(f"{code}\n")), "").removeprefix(code)
-    return f"{code}  {entry.title}\n\n  rule  {entry.rule}\n  fix   {entry.fix}\n{body}".rstrip()
+    body = next((section for section in sections if section.startswith(f"{code}\n")), "").removeprefix(code).strip()
+    return f"{code}  {entry.title}\n\n  rule  {entry.rule}\n  fix   {entry.fix}\n\n{body}"

@@ -28,9 +28,9 @@ CODES: dict[str, Code] = {
         "install the extra named in the message",
     ),
     "E201": Code(
-        "tensor has the wrong shape, dtype or device",
-        "each argument has the shape, dtype and device its docstring names",
-        "compare the argument with the docstring of the function in the message",
+        "argument is not what its docstring says",
+        "each argument has the type, and each tensor the shape, dtype and device, that its docstring names",
+        "pass what the rule says; the docstring of the function has the rest",
     ),
     "E202": Code(
         "unknown cache format",
@@ -101,7 +101,8 @@ CODES: dict[str, Code] = {
     "E420": Code(
         "graphs cannot be captured here",
         "graph capture needs a CUDA device, or a request for its stand-in, which replays on the CPU in tests",
-        'run on a GPU, use dsv4.cudagraph="off", or ask for the stand-in by name',
+        'run on a GPU, or leave graphs off; in tests ask for the stand-in: DecodeRunner(graphs="standin"), or options '
+        '{"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}',
     ),
     "E421": Code(
         "captured tensor moved or changed",

@@ -41,7 +41,8 @@ def explain_script(path: str | Path, json: bool = False, max_breaks: int | None 
         DSV4Error: E201 when there is no such file.
     """
     path = Path(path)
-    check(path.is_file(), "E201", got=f"no file {str(path)!r}", rule="explain takes an existing Python script")
+    rule, fix = "explain takes an existing Python script", "pass the path of a script, from the current folder"
+    check(path.is_file(), "E201", got=f"no file {str(path)!r}", rule=rule, fix=fix)
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
         report = report_on_script(path)
     sys.stdout.write((report.to_json() if json else report.text()) + "\n")

@@ -238,7 +238,8 @@ class Capturing:
         cuda = sorted((d for d in devices if d.type == "cuda"), key=str)
         device = cuda[0] if cuda else torch.device("cpu")
         if options.cudagraph == "trees":
-            check(bool(cuda), "E420", got='dsv4.cudagraph="trees" for a graph on the CPU')
+            got, fix = 'dsv4.cudagraph="trees" for a graph on the CPU', 'run on a GPU, or pass dsv4.cudagraph="off"'
+            check(bool(cuda), "E420", got=got, fix=fix)
             return cls({"triton.cudagraphs": True}, lambda compiled: compiled)
         if options.cudagraph == "off":
             return cls({}, (lambda compiled: compiled) if cuda else recordable)

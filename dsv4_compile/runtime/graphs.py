@@ -81,7 +81,8 @@ def graphs_for(device: torch.device, kind: str = "auto") -> Graphs:
             fix="leave graphs out on a GPU",
         )
         return StandInGraphs()
-    check(kind in ("auto", "cuda"), "E420", got=f"graphs={kind!r}", rule="graphs is auto, cuda or standin")
+    rule, fix = "graphs is auto, cuda or standin", "pass one of them"
+    check(kind in ("auto", "cuda"), "E420", got=f"graphs={kind!r}", rule=rule, fix=fix)
     check(
         device.type == "cuda",
         "E420",

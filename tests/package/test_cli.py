@@ -26,9 +26,25 @@ def test_explain_prints_the_rule_the_fix_and_the_page(code: str, capsys: pytest.
     assert "## " not in out
 
 
-def test_explain_alone_lists_every_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_alone_lists_every_code_and_page(capsys: pytest.CaptureFixture[str], root: Path) -> None:
     assert cli.main(["explain"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(CODES)
+    pages = {page.stem for page in (root / "dsv4_compile" / "_docs").glob("*.md")} - {"errors"}
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*CODES, *sorted(pages)]
+
+
+def test_explain_takes_a_code_in_small_letters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "e204"]) == 0
+    assert capsys.readouterr().out.startswith("E204  ")
+
+
+def test_explain_of_no_file_says_how_to_name_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "nothing.py"]) == 2
+    assert "fix   pass the path of a script" in capsys.readouterr().err
+
+
+def test_a_limit_without_values_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "gemm", "--only", "tokens"]) == 2
+    assert capsys.readouterr().err == "--only takes COLUMN=A,B, got 'tokens'\n"
 
 
 def test_explain_prints_the_layout_page(capsys: pytest.CaptureFixture[str]) -> None:
