@@ -1,4 +1,4 @@
-"""Run the GPU tests and record what passed: `python tests/gpu/prove.py [STEM ...] [--jobs N] [--limit S] [--budget S]`.
+"""Run the GPU tests and record what passed: `python tests/gpu/prove.py [STEM ...] [--jobs N] [--budget S]`.
 
 `test_lowered_<stem>.py` proves the IR lowerings of a stem's ops, `test_<stem>.py` their kernels. The rows of this GPU
 in dsv4_compile/proven.json are written anew: what fails here, or has no test, is not chosen by `auto` here. With names
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ FIRST = (
 )
 """Stems in order of value, a decode step's largest shares in front; then the other kernels, then the lowerings."""
 POLL = 0.05
+SPENT = "the budget was spent"
 MOST_FAILURES = 5
 """After a fault on the device every further test of its process fails."""
 
@@ -100,54 +102,72 @@ def by_value(paths: Sequence[Path]) -> list[Path]:
     return sorted(paths, key=rank)
 
 
-def run_files(paths: Sequence[Path], logs: Path, jobs: int, limit: float, budget: float) -> Iterator[Outcome]:
-    """Test the files in their order, `jobs` at once, and say how each ended when it has.
+class Limits(NamedTuple):
+    """Files at once; seconds of a file, of a file without a test that begins or ends, and of the run."""
 
-    A file is killed after `limit` seconds. After `budget` none is started, and those that still run are killed.
+    jobs: int
+    file: float
+    stall: float
+    budget: float
+
+
+def run_files(paths: Sequence[Path], logs: Path, limits: Limits) -> Iterator[Outcome]:
+    """Test the files in their order, and say how each ended when it has.
+
+    What exceeds its limit is killed. When the budget is spent no file is started, and those that still run are killed.
     """
-    waiting, running, end = list(paths), list[Running](), time.monotonic() + budget
+    waiting, running, end = list(paths), list[Running](), time.monotonic() + limits.budget
     try:
         while waiting or running:
             now = time.monotonic()
             if now >= end:
-                yield from (Outcome(path, "not run", reason="the budget was spent") for path in waiting)
+                yield from (Outcome(path, "not run", reason=SPENT) for path in waiting)
                 waiting.clear()
-            while waiting and len(running) < jobs:
-                running.append(_start(waiting.pop(0), logs, limit))
+            while waiting and len(running) < limits.jobs:
+                running.append(_start(waiting.pop(0), logs, limits))
             for one in list(running):
-                late = now - one.started >= limit or now >= end
-                if one.process.poll() is None and not late:
+                overdue = SPENT if now >= end else _overdue(one, now, limits)
+                if one.process.poll() is None and not overdue:
                     continue
                 running.remove(one)
-                yield _ended(one, limit)
+                yield _ended(one, overdue)
             time.sleep(POLL)
     finally:
         for one in running:
             _kill(one.process)
 
 
-def _start(path: Path, logs: Path, limit: float) -> Running:
+def _overdue(one: Running, now: float, limits: Limits) -> str:
+    """Which limit a file has exceeded, "" for none."""
+    if now - one.started >= limits.file:
+        return f"killed after {limits.file:.0f} s"
+    silent = time.time() - one.log.stat().st_mtime
+    return f"killed after {silent:.0f} s without a sign of life" if silent >= limits.stall else ""
+
+
+def _start(path: Path, logs: Path, limits: Limits) -> Running:
     log = logs / f"{path.stem}.log"
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
-    # The Python stack of a test that takes half of the limit goes to the log.
-    command += [f"--maxfail={MOST_FAILURES}", "-o", f"faulthandler_timeout={limit / 2}", str(path)]
+    # The Python stack of a test that takes half of what it may goes to the log, and counts as a sign of life.
+    command += [f"--maxfail={MOST_FAILURES}", "-o", f"faulthandler_timeout={limits.stall / 2}", str(path)]
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
     with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
     return Running(path, process, log, time.monotonic())
 
 
-def _ended(one: Running, limit: float) -> Outcome:
-    """The outcome of a file whose process has ended, or must."""
+def _ended(one: Running, overdue: str) -> Outcome:
+    """The outcome of a file whose process has ended, or must because it is overdue."""
     status, seconds = one.process.poll(), time.monotonic() - one.started
     _kill(one.process)
     text = one.log.read_text(errors="replace")
     tests = len(re.findall(r"^\S+::.* PASSED", text, re.MULTILINE))
     if status is None:
         begun = re.findall(r"^(\S+::\S+)", text, re.MULTILINE)
-        verdict, why = "not run", "the budget was spent"
-        if seconds >= limit:
-            verdict, why = "HUNG", f"killed after {limit:.0f} s"
-        return Outcome(one.path, verdict, tests, seconds, f"{why} in {begun[-1] if begun else 'collection'}")
+        verdict = "not run" if overdue == SPENT else "HUNG"
+        return Outcome(one.path, verdict, tests, seconds, f"{overdue} in {begun[-1] if begun else 'collection'}")
     if status == 0 and tests:
         return Outcome(one.path, "passed", tests, seconds)
     errors = re.findall(r"^(?:E  +|ERROR )(.*)", text, re.MULTILINE)
@@ -211,8 +231,11 @@ def main(argv: list[str] | None = None) -> int:
     """0 if every file passed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("stems", nargs="*", help="test files, as sparse_mla_decode; default: all")
-    parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="files at once")
-    parser.add_argument("--limit", type=float, default=240, help="seconds of a file (%(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, min(12, 3 * (os.cpu_count() or 2) // 4)), help="files at once"
+    )
+    parser.add_argument("--limit", type=float, default=400, help="seconds of a file (%(default)s)")
+    parser.add_argument("--stall", type=float, default=120, help="seconds of a test, about (%(default)s)")
     parser.add_argument("--budget", type=float, default=1500, help="seconds of the run (%(default)s)")
     options = parser.parse_args(argv)
     registry.load()
@@ -232,9 +255,8 @@ def main(argv: list[str] | None = None) -> int:
     # A run that is told to end still kills what it has started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
-    def run(files: Sequence[Path]) -> Iterator[Outcome]:
-        return run_files(files, folder, options.jobs, options.limit, options.budget)
-
+    limits = Limits(options.jobs, options.limit, options.stall, options.budget)
+    run = partial(run_files, logs=folder, limits=limits)
     outcomes = prove(by_value(paths), not options.stems, stamp, proven.RECORD, folder, run)
     print("\n" + table(outcomes), end="")
     unproven = [outcome.path.stem.removeprefix("test_") for outcome in outcomes if outcome.verdict != "passed"]

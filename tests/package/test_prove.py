@@ -43,7 +43,7 @@ def ops_in(path: Path) -> list[str]:
 def test_a_hang_and_a_fault_take_no_other_file_with_them(tmp_path: Path) -> None:
     ended = {
         outcome.path.stem.removeprefix("test_"): outcome
-        for outcome in prove.run_files(files(tmp_path, **FILES), tmp_path, 3, 4, 60)
+        for outcome in prove.run_files(files(tmp_path, **FILES), tmp_path, prove.Limits(3, 4, 60, 60))
     }
     assert {stem: outcome.verdict for stem, outcome in ended.items()} == {
         "global_topk": "passed",
@@ -57,7 +57,14 @@ def test_a_hang_and_a_fault_take_no_other_file_with_them(tmp_path: Path) -> None
     assert "test_b" in ended["advance"].reason and ended["advance"].tests == 1
     assert "wrong sum" in ended["fp8_linear"].reason
     assert "no_such_module" in ended["ragged_rows"].reason
-    assert "test_b" in (tmp_path / "test_advance.log").read_text().partition("Timeout")[2]
+
+
+def test_a_test_that_hangs_is_ended_before_its_file_is_overdue(tmp_path: Path) -> None:
+    paths = files(tmp_path, advance=FILES["advance"])
+    (outcome,) = prove.run_files(paths, tmp_path, prove.Limits(1, 60, 2, 60))
+    assert (outcome.verdict, outcome.tests) == ("HUNG", 1) and outcome.seconds < 20
+    assert "without a sign of life" in outcome.reason
+    assert "in test_b" in (tmp_path / "test_advance.log").read_text().partition("Timeout")[2]
 
 
 def test_a_spent_budget_ends_the_run(tmp_path: Path) -> None:
@@ -65,7 +72,7 @@ def test_a_spent_budget_ends_the_run(tmp_path: Path) -> None:
         f"import os, time\ndef test_a():\n    open(r'{tmp_path}/pid', 'w').write(str(os.getpid())); time.sleep(60)"
     )
     paths, started = files(tmp_path, advance=sleeper, global_topk="def test_a(): pass"), time.monotonic()
-    ended = list(prove.run_files(paths, tmp_path, 1, 60, 3))
+    ended = list(prove.run_files(paths, tmp_path, prove.Limits(1, 60, 60, 3)))
     assert sorted((outcome.path.stem, outcome.verdict) for outcome in ended) == [
         ("test_advance", "not run"),
         ("test_global_topk", "not run"),
