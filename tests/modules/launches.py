@@ -1,0 +1,98 @@
+"""Not a test: prints as JSON what one compiled decode step of each kind of layer launches.
+
+python -m tests.modules.launches
+
+A process of its own: Inductor generates Triton for CPU tensors here, our kernels stand where the references do, and
+what is launched is noted instead.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from triton.runtime.jit import JITFunction
+
+from dsv4_compile import backend
+from dsv4_compile.config import DeepseekV4Config
+from dsv4_compile.modules import DeepseekV4Attention
+from dsv4_compile.ops._kernels import KERNELS, launcher
+from dsv4_compile.testing.inductor_triton import GeneratedKernel, generated_triton
+from tests.modules.engine import Engine
+
+RATIOS = {"swa": 1, "hca": 128, "csa": 4}
+TOKENS, CONTEXT = 8, 512
+OPTIONS = {"dsv4.impl": "triton", "dsv4.fuse": "on"}
+PREFIX = "launch::"
+
+
+@contextmanager
+def launches() -> Iterator[list[str]]:
+    """What is launched in the block, in order: kernels by their names, GEMMs and fills as torch calls them."""
+    library = torch.library.Library("dsv4", "IMPL")
+    for op in KERNELS:
+        library.impl(op, launcher(op), "CPU")
+
+    def note(name: Callable[[Any], str]) -> Callable[..., None]:
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            with record_function(PREFIX + name(kernel)):
+                pass
+
+        return run
+
+    log: list[str] = []
+    with (
+        mock.patch.object(JITFunction, "run", note(lambda kernel: kernel.fn.__name__)),
+        mock.patch.object(GeneratedKernel, "run", note(lambda kernel: kernel.name)),
+        profile(activities=[ProfilerActivity.CPU]) as profiled,
+    ):
+        yield log
+    library._destroy()
+    for event in sorted(profiled.events(), key=lambda event: event.time_range.start):
+        parent = event.cpu_parent
+        if _launches(event.name) and not (parent is not None and _launches(parent.name)):
+            log.append(event.name.partition("::")[2])
+
+
+def _launches(event: str) -> bool:
+    """Whether it is a kernel, or an op of torch that is neither a view nor an allocation."""
+    space, _, name = event.partition("::")
+    if space != "aten" or "empty" in name:
+        return event.startswith(PREFIX)
+    packet = getattr(torch.ops.aten, name)
+    return not any(getattr(packet, overload).is_view for overload in packet.overloads())
+
+
+def report(kind: str, fp8: bool) -> list[str]:
+    """Launches of a decode step of TOKENS requests."""
+    torch.compiler.reset()
+    config = DeepseekV4Config.flash().with_layers(RATIOS[kind])
+    layer = DeepseekV4Attention(
+        config, 0, kv_cache_dtype="fp8_ds_mla", dtype=torch.bfloat16, max_seq_len=CONTEXT, single_gemm=True, fp8=fp8
+    )
+    with generated_triton():
+        compiled = torch.compile(layer, backend=backend.dsv4, fullgraph=True, options=OPTIONS)
+        engine = Engine(layer, TOKENS, CONTEXT)
+        engine.lengths = [9] * TOKENS
+        metadata, cache = engine.metadata([1] * TOKENS, TOKENS), engine.paged.layers[0]
+        hidden = torch.zeros(TOKENS, config.hidden_size, dtype=torch.bfloat16)
+        with torch.inference_mode():
+            compiled(hidden, metadata, cache)
+            with launches() as log:
+                compiled(hidden, metadata, cache)
+    return log
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(
+        json.dumps(
+            {f"{kind} {'fp8' if fp8 else 'bf16'}": report(kind, fp8) for kind in RATIOS for fp8 in (False, True)}
+        )
+    )
