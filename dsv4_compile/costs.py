@@ -61,7 +61,18 @@ a large bfloat16 product. The figure of e4m3 is not measured: its data sheet say
 
 
 def floor_us(cost: Cost, machine: Machine, launches: int = 0) -> float:
-    """Microseconds below which no implementation gets on `machine`, with `launches` graph nodes on top."""
+    """Microseconds below which no implementation gets on `machine`, with `launches` graph nodes on top.
+
+    E201 for a cost with open sizes.
+    """
+    open_sizes = sorted(map(str, sympy.sympify(cost.bytes + cost.flops).free_symbols))
+    check(
+        not open_sizes,
+        "E201",
+        got=f"a cost that depends on {', '.join(open_sizes)}",
+        rule="a floor is that of a call of known sizes",
+        fix="give every size of costs.sizes(op) to costs.of",
+    )
     seconds = max(cost.bytes / machine.copy, cost.flops / machine.flops[cost.operands])
     return 1e6 * seconds + launches * machine.node_us
 
@@ -81,7 +92,11 @@ def of(op: str, **given: int | sympy.Expr) -> Cost:
     """Cost of one call of `op`. Raises E201 for an op or a size that the table does not know."""
     known = sizes(op)
     unknown = sorted(set(given) - set(known))
-    check(not unknown, "E201", got=f"sizes {unknown} of {op}", rule=f"the cost of {op} depends on {', '.join(known)}")
+    fix = f"pass sizes among {', '.join(known)}"
+    rule = f"the cost of {op} depends on {', '.join(known)}"
+    check(not unknown, "E201", got=f"sizes {unknown} of {op}", rule=rule, fix=fix)
+    low = {name: size for name, size in given.items() if isinstance(size, int) and size < 0}
+    check(not low, "E201", got=f"sizes {low} of {op}", rule="a size is at least 0", fix="pass sizes of at least 0")
     sizes_given = _DEFAULTS | given
     values = {symbol: sizes_given[symbol.name] for symbol in _SYMBOLS if symbol.name in sizes_given}
     bytes_, flops = (part.subs(values) for part in _expressions(op))
@@ -101,7 +116,8 @@ def row_bytes(cache_format: str, dim: int = layout.HEAD_DIM, itemsize: int = 2) 
 
 
 def _expressions(op: str) -> tuple[sympy.Expr, sympy.Expr]:
-    check(op in _TABLE, "E201", got=repr(op), rule=f"costs are known of {', '.join(_TABLE)}")
+    fix = "pass one of costs.names()"
+    check(op in _TABLE, "E201", got=repr(op), rule=f"costs are known of {', '.join(_TABLE)}", fix=fix)
     bytes_, flops = _TABLE[op]
     return sympy.sympify(bytes_), sympy.sympify(flops)
 

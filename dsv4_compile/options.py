@@ -16,7 +16,7 @@ that to Inductor, which is then told of the caches. Of "full" further:
     dsv4.cudagraph.max_captures   shapes of one graph that are captured, 32; others run compiled (W601)
     dsv4.cudagraph.max_tokens     tokens of a call above which it runs compiled, 512
     dsv4.cudagraph.debug          compare all addresses at every replay, False
-    dsv4.cudagraph.graphs         "auto", or "standin" for tests on a CPU, which refuses capture otherwise (E420)
+    dsv4.cudagraph.graphs         "auto" or "cuda", which a CPU refuses (E420), or "standin" for tests on one
 
 Every other key is a name of torch._inductor.config, "max_autotune" or "triton.cudagraphs" for example.
 """
@@ -36,6 +36,8 @@ FUSE_VALUES = ("auto", "on", "off")
 FUSE_PASSES = ("merge_preprocess", "fuse_indexer", "fuse_attention")
 CUDAGRAPH_VALUES = ("off", "full", "trees")
 GRAPH_OPTIONS: Mapping[str, type] = {"graphs": str, "max_captures": int, "max_tokens": int, "debug": bool}
+GRAPHS_VALUES = ("auto", "cuda", "standin")
+_FORMS = {int: ("an int above 0", "32"), bool: ("a bool", "True")}
 _PREFIX = "dsv4."
 _PER_OP = "dsv4.impl."
 _PER_PASS = "dsv4.fuse."
@@ -92,7 +94,8 @@ class Options:
                 name = key.removeprefix(_OF_GRAPHS)
                 names = [_OF_GRAPHS + each for each in GRAPH_OPTIONS]
                 check(name in GRAPH_OPTIONS, "E301", got=key, fix=_nearest(key, names))
-                capture[name] = _typed(key, value, GRAPH_OPTIONS[name])
+                typed = GRAPH_OPTIONS[name]
+                capture[name] = _one_of(key, value, GRAPHS_VALUES) if typed is str else _typed(key, value, typed)
             elif key == "dsv4.fuse":
                 fuse = _one_of(key, value, FUSE_VALUES)
             elif key.startswith(_PER_PASS):
@@ -169,7 +172,8 @@ def _check_inductor_setting(name: str, value: Any) -> None:
 
 def _typed(key: str, value: Any, expected: type) -> Any:
     fine = type(value) is expected and not (isinstance(value, int) and expected is int and value < 1)
-    check(fine, "E301", got=f"{key}={value!r}", rule=f"{key} is {expected.__name__}, above 0 where it counts", fix="")
+    rule, example = _FORMS[expected]
+    check(fine, "E301", got=f"{key}={value!r}", rule=f"{key} is {rule}", fix=f"pass {example}, or leave it out")
     return value
 
 

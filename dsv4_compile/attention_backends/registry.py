@@ -117,12 +117,22 @@ def _way_out(name: str, demand: Demand) -> str:
     return f"these serve it: {', '.join(able)}" if able else "no backend serves it; see each one's supports()"
 
 
+def _models() -> str:
+    return ", ".join(sorted({get_backend(name).model_type for name in NAMES}))
+
+
 def _automatic(demand: Demand) -> Selection:
     supports = {name: get_backend(name).supports(demand) for name in NAMES}
     chosen = next((name for name, support in supports.items() if support), None)
     if chosen is None:
-        reasons = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
-        fail("E302", got=f"no attention backend for {demand}", why=reasons, fix="change what the first reason names")
+        own = [name for name in NAMES if get_backend(name).model_type == demand.model_type]
+        fail(
+            "E302",
+            got=f"no attention backend for {demand}",
+            why="; ".join(f"{name}: {support.reason}" for name, support in supports.items()),
+            rule="auto takes the first backend that serves the model, the cache, the device and the engine",
+            fix=f"change what the reason of {' or '.join(own)} names" if own else f"model_type is one of {_models()}",
+        )
     others = tuple(
         (other, f"serves it too, and {chosen} is asked first" if support else support.reason)
         for other, support in supports.items()

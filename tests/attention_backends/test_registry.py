@@ -122,6 +122,13 @@ def test_automatic_choice_refuses_with_all_reasons() -> None:
     assert all(name in str(refused.value) for name in NAMES)
 
 
+def test_the_way_out_is_to_satisfy_a_backend_of_the_model() -> None:
+    with pytest.raises(CompileError, match=r"fix   change what the reason of FLASHINFER_MLA_SPARSE names"):
+        select("auto", replace(V32, has_sink=True))
+    with pytest.raises(CompileError, match=r"fix   model_type is one of deepseek_v32, deepseek_v4"):
+        select("auto", replace(V4, model_type="llama"))
+
+
 def test_choice_is_a_decision_that_can_be_collected() -> None:
     with decisions.collect() as collected:
         select("auto", V4)

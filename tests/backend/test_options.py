@@ -93,6 +93,7 @@ def test_graph_capture_and_how() -> None:
         ({"dsv4.cudagraph": "full", "dsv4.cudagraph.max_capture": 4}, "dsv4.cudagraph.max_capture"),
         ({"dsv4.cudagraph": "full", "dsv4.cudagraph.max_tokens": "4"}, "dsv4.cudagraph.max_tokens='4'"),
         ({"dsv4.cudagraph": "full", "dsv4.cudagraph.max_tokens": 0}, "dsv4.cudagraph.max_tokens=0"),
+        ({"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "stand-in"}, "dsv4.cudagraph.graphs='stand-in'"),
         ({"dsv4.cudagraph": "trees", "dsv4.cudagraph.debug": True}, "dsv4.cudagraph.debug"),
     ],
 )

@@ -142,3 +142,10 @@ def test_unknown_names_are_refused() -> None:
         costs.of("fp16_linear")
     with pytest.raises(InputError, match=r"(?s)depends on T, N, K, e, s.*sizes \['M'\] of fp8_linear"):
         costs.of("fp8_linear", M=3)
+
+
+def test_a_floor_of_open_sizes_and_sizes_below_zero_are_refused() -> None:
+    with pytest.raises(InputError, match=r"(?s)E201.*depends on K, N, T"):
+        costs.floor_us(costs.of("fp8_linear"), costs.H200)
+    with pytest.raises(InputError, match=r"(?s)E201.*'T': -3"):
+        costs.of("fp8_linear", T=-3)
