@@ -44,7 +44,6 @@ FIRST = (
     "sparse_mla_decode_quant",
     "indexer_topk_slots",
     "indexer_logits_topk",
-    "indexer_topk_slots",
     "fp8_grouped_einsum",
     "sparse_mla_prefill",
     "q_norm_rope_kv_insert",
