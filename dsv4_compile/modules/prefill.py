@@ -59,6 +59,13 @@ def plan_prefill(
     Returns:
         Steps of at most `max_rows` rows each; padding tokens belong to the last one. E204 if a request does not fit.
     """
+    check(
+        len(query_start_loc) == len(seq_lens) + 1 == split.num_decodes + split.num_prefills + 1,
+        "E201",
+        got=f"{len(query_start_loc)} query_start_loc, {len(seq_lens)} seq_lens, {split}",
+        rule="query_start_loc has one element more than seq_lens, and both are of the batch that was split",
+        fix="pass the whole batch, decodes included",
+    )
     first = split.num_decodes
     lens = list(seq_lens[first:])
     queries = [end - start for start, end in pairwise(query_start_loc[first:])]
@@ -103,6 +110,7 @@ def prefill_attention(
     Returns:
         out, max_logits and lse of `torch.ops.dsv4.sparse_mla_prefill`; padding tokens attend nothing.
     """
+    _check_queries(q, steps)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for step in steps:
         starts, lens = query_start_loc[step.requests.start : step.requests.stop + 1], seq_lens[step.requests]
@@ -112,7 +120,7 @@ def prefill_attention(
         if step.n > 0:
             torch.ops.dsv4.dequantize_and_gather_k_cache(
                 rows,
-                cache.main,
+                _cache(cache.main, "main", ratio),
                 lens // ratio,
                 None,
                 _entry_table(block_tables, ratio)[step.requests],
@@ -175,7 +183,8 @@ def prefill_topk(
         token_to_req, context_lens: int `[T]`, of the prefill tokens: rows of the batch, and entries each token sees.
         max_logits_bytes: see `torch.ops.dsv4.indexer_logits_topk_ragged`.
     """
-    assert cache.indexer is not None
+    _check_queries(q, steps)
+    keys = _cache(cache.indexer, "indexer", layout.CSA_RATIO)
     table = block_tables.indexer
     if table is None:
         fail("E201", got="block_tables.indexer=None", rule="an indexer cache comes with its block table")
@@ -184,9 +193,9 @@ def prefill_topk(
         if step.entries == 0:
             continue
         bounds = torch.nn.functional.pad((seq_lens[step.requests] // layout.CSA_RATIO).cumsum(0), (1, 0))
-        k, k_scale = _indexer_workspace(cache.indexer, cache_format, step.entries)
+        k, k_scale = _indexer_workspace(keys, cache_format, step.entries)
         torch.ops.dsv4.cp_gather_indexer_k(
-            cache.indexer,
+            keys,
             table[step.requests],
             bounds,
             k,
@@ -209,6 +218,29 @@ def prefill_topk(
             max_logits_bytes,
         )
     return selected
+
+
+def _check_queries(q: Tensor, steps: Sequence[PrefillStep]) -> None:
+    """E201 unless the steps cover `q`: other rows would be left out, or belong to a token of another batch."""
+    tokens = steps[-1].tokens.stop if steps else q.shape[0]
+    check(
+        q.shape[0] == tokens,
+        "E201",
+        got=f"queries of {q.shape[0]} tokens, steps of {tokens}",
+        rule="q has the prefill tokens of the batch that was planned, padding included, and no decodes",
+        fix="pass q[split.num_decode_tokens:]",
+    )
+
+
+def _cache(cache: Tensor | None, name: str, ratio: int) -> Tensor:
+    if cache is None:
+        fail(
+            "E201",
+            got=f"cache.{name}=None with ratio {ratio}",
+            rule="the cache is that of a layer of this ratio",
+            fix="pass PagedCaches.layers[i] of the layer that is run",
+        )
+    return cache
 
 
 def _workspace_rows(workspace: Tensor, rows: int) -> Tensor:

@@ -176,3 +176,29 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
         step.plan(20)
     with pytest.raises(DSV4Error, match="a workspace of 50 rows for"):
         step.attend(step.plan(90), 50, None)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_queries_that_the_plan_does_not_cover_are_refused_and_not_left_out(first: int) -> None:
+    step = Step("csa", [5, 0], [1, 20], padding=0)
+    steps, step.prefill = step.plan(400), slice(first, None)
+    message = rf"(?s)E201.*queries of {21 - first} tokens, steps of 20.*fix   pass q\[split.num_decode_tokens:\]"
+    with pytest.raises(DSV4Error, match=message):
+        step.attend(steps, 400, None)
+    with pytest.raises(DSV4Error, match=message):
+        step.topk(steps)
+
+
+def test_the_cache_of_another_layer_is_refused() -> None:
+    step = Step("csa", [5], [20], padding=0)
+    steps, step.cache = step.plan(400), LayerCache(step.cache.window)
+    with pytest.raises(DSV4Error, match=r"(?s)E201.*cache\.main=None with ratio 4"):
+        step.attend(steps, 400, None)
+    with pytest.raises(DSV4Error, match=r"(?s)E201.*cache\.indexer=None with ratio 4"):
+        step.topk(steps)
+
+
+def test_a_plan_takes_the_whole_batch() -> None:
+    split = split_decodes_and_prefills([0, 1, 20])
+    with pytest.raises(DSV4Error, match=r"(?s)E201.*fix   pass the whole batch"):
+        plan_prefill([0, 1, 20], [30], split, window=8, ratio=1, max_rows=100)
