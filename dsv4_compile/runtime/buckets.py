@@ -15,7 +15,12 @@ def padded_buckets(max_tokens: int, tokens_each: int = 1) -> tuple[int, ...]:
         max_tokens: the largest batch to capture.
         tokens_each: tokens of each request, 1 + the number of speculative ones.
     """
-    check(0 < tokens_each <= max_tokens, "E204", got=f"{max_tokens=}, {tokens_each=}", fix="pass positive numbers")
+    check(
+        0 < tokens_each <= max_tokens,
+        "E204",
+        got=f"{max_tokens=}, {tokens_each=}",
+        fix="tokens_each is 1 to max_tokens",
+    )
     sizes = []
     requests = 1
     while requests * tokens_each < max_tokens:

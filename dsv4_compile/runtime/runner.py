@@ -92,6 +92,7 @@ class DecodeRunner:
                 tensor.dim() > 0 and tensor.shape[0] >= capacity,
                 "E204",
                 got=f"input {name} of shape {list(tensor.shape)} beside metadata of {capacity} tokens",
+                fix=f"allocate {name} with {capacity} rows, max_num_batched_tokens of the buffers",
             )
         largest = min(buffers.max_num_seqs * tokens_each, capacity)
         self.buckets = Buckets(padded_buckets(largest, tokens_each) if buckets is None else buckets, capacity)
@@ -286,6 +287,7 @@ class DecodeRunner:
             "E201",
             got=f"{num_tokens=}, {num_reqs=}",
             rule="one of num_tokens and num_reqs is given",
+            fix="step(num_tokens) or step(num_reqs=...)",
         )
         tokens = num_tokens if num_tokens is not None else (num_reqs or 0) * self.tokens_each
         capacity = self.buffers.max_num_batched_tokens
@@ -293,12 +295,13 @@ class DecodeRunner:
             0 < tokens <= capacity,
             "E204",
             got=f"a step of {tokens} tokens with buffers of {capacity}",
-            fix="allocate MetadataBuffers for the largest step, or cut the step",
+            fix=f"pass 1 to {capacity}: allocate MetadataBuffers for the largest step, or cut the step",
         )
         return tokens
 
     def _copy_input(self, name: str, value: Tensor, tokens: int) -> None:
-        check(name in self.inputs, "E201", got=f"input {name!r}", rule=f"inputs are {', '.join(self.inputs)}")
+        rule, fix = f"inputs are {', '.join(self.inputs)}", "pass one of them, as named in DecodeRunner(inputs=...)"
+        check(name in self.inputs, "E201", got=f"input {name!r}", rule=rule, fix=fix)
         own = self.inputs[name]
         check(
             value.shape == (tokens, *own.shape[1:]) and value.dtype == own.dtype,

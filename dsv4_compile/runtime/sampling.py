@@ -33,12 +33,14 @@ class Sampling:
             "E201",
             got=f"{sampler=}",
             rule='a sampler is "greedy" or a function of the outputs',
+            fix='pass sampler="greedy", or a function that returns a token for each request',
         )
         check(
             not self.captured or tokens_each == 1,
             "E201",
             got=f'sampler="greedy" with tokens_each={tokens_each}',
             rule="which speculated tokens are kept is decided by a function of your own",
+            fix="pass a function that returns (num_new, tokens, drafts), or tokens_each=1",
         )
         self._buffers, self._sampler, self._tokens_each = buffers, sampler, tokens_each
         rows, device = buffers.max_num_seqs, buffers.tensors["seq_lens"].device
