@@ -64,6 +64,9 @@ PRIVATE: dict[str, PrivateName] = {
     "select_decomp_table": PrivateName(
         "torch._inductor.decomposition", "select_decomp_table", "what Inductor takes ops apart into"
     ),
+    "clone_preserve_strides": PrivateName(
+        "torch._prims_common", "clone_preserve_strides", "the fake of a cache that an op has written"
+    ),
     "ReductionHint": PrivateName("torch._inductor.runtime.hints", "ReductionHint", "asks for one pass over a row"),
     "FloorDiv": PrivateName("torch.utils._sympy.functions", "FloorDiv", "integer division in index expressions"),
     "ModularIndexing": PrivateName("torch.utils._sympy.functions", "ModularIndexing", "remainder in index expressions"),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .._compat import OpOverload, codegen_of, device_architecture
+from .._compat import OpOverload, clone_preserve_strides, codegen_of, device_architecture
 from ..decisions import Call
 
 _V2 = torch.ops.higher_order.auto_functionalized_v2
@@ -226,8 +226,14 @@ def _insert_functional(
         kwargs |= {f"_{name}_{key}": value for key, value in (cache.view if cache is not None else {}).items()}
     node = graph.call_function(_V2, (op,), {**kwargs, _BASES: bases})
     results = values if isinstance(values, tuple) else (values,)
-    node.meta["val"] = (*results, *(base.meta["val"] for base in bases))
+    node.meta["val"] = (*results, *(_next_version(base.meta["val"]) for base in bases))
     return node
+
+
+def _next_version(value: Any) -> Any:
+    """A fake like `value` in storage of its own: torch 2.11 would take its readers for those of `value`, and copy."""
+    with value.fake_mode:
+        return clone_preserve_strides(value)
 
 
 def item(graph: Graph, node: Node, index: int) -> Node:
