@@ -59,9 +59,9 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 def test_edit_misses_and_revert_hits(checkout: Checkout) -> None:
-    lowering = checkout.tree / "lowering" / "ir_common.py"
+    lowering = checkout.tree / "lowering" / "q_norm_rope_kv_insert.py"
     original = lowering.read_text()
-    edited = original.replace("return ops.add(ops.mul(load(d), cos),", "return ops.sub(ops.mul(load(d), cos),")
+    edited = original.replace("cos_sin_cache, eps, padded_heads)", "cos_sin_cache, eps + 3, padded_heads)")
     assert edited != original
     # Ones, normalised, then the pair (1, 1) rotated by cos 1 and sin 0.5.
     first = checkout.run()
@@ -70,7 +70,7 @@ def test_edit_misses_and_revert_hits(checkout: Checkout) -> None:
 
     lowering.write_text(edited)
     changed = checkout.run()
-    assert changed["out"] == pytest.approx([1, 1, 1.5, 0.5], abs=1e-5)
+    assert changed["out"] == pytest.approx([0.5, 0.5, 0.25, 0.75], abs=1e-5)
     assert (changed["hits"], changed["misses"]) == (0, 1)
 
     lowering.write_text(original)
