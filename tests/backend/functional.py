@@ -13,22 +13,27 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 
 from dsv4_compile import decisions
+from dsv4_compile._compat import storage_identity
 from dsv4_compile.decisions import Fusion
 from dsv4_compile.lowering import registry
 from dsv4_compile.ops._define import OPS
 from dsv4_compile.options import Options
 from dsv4_compile.passes import merging
-from dsv4_compile.passes.nodes import read
+from dsv4_compile.passes.nodes import OpNode, read
 
 
 @dataclass
 class Merged:
-    """A function compiled up to our passes, and what they made of its last graph."""
+    """A function compiled up to our passes, and what they made of its last graph.
+
+    `shared` names the ops that leave a cache in the storage it had, so that torch could not tell its versions apart.
+    """
 
     call: Callable[..., Any]
     ops: Counter[str] = field(default_factory=Counter)
     targets: Counter[str] = field(default_factory=Counter)
     fusions: list[Fusion] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
 
     @property
     def reasons(self) -> list[str]:
@@ -51,6 +56,7 @@ def merged(fn: Callable[..., Any], options: dict[str, Any] | None = None) -> Mer
         calls = [call for node in gm.graph.nodes if (call := read(node)) is not None]
         result.ops = Counter(call.name for call in calls)
         result.targets = Counter(_target(node) for node in gm.graph.nodes if node.op == "call_function")
+        result.shared = [call.name for call in calls if _shares_storage(call)]
         gm.recompile()
         return gm
 
@@ -63,6 +69,15 @@ def merged(fn: Callable[..., Any], options: dict[str, Any] | None = None) -> Mer
     torch.compiler.reset()
     result.call = torch.compile(fn, backend=backend, fullgraph=True)
     return result
+
+
+def _shares_storage(call: OpNode) -> bool:
+    """Whether the fake of a cache's new version is a view of the old one's."""
+    return any(
+        storage_identity(new.meta["val"]) == storage_identity(cache.base.meta["val"])
+        for name, cache in call.caches().items()
+        for new in call.versions(name)
+    )
 
 
 def _target(node: Node) -> str:

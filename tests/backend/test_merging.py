@@ -89,6 +89,7 @@ def test_nothing_in_between_merges_everything() -> None:
     assert result.ops == {"preprocess_insert": 1, "sparse_mla_decode": 1}
     assert result.reasons == []
     assert not {"clone", "cat", "copy"} & set(result.targets)
+    assert result.shared == []
 
 
 def test_a_reader_of_the_window_in_between_keeps_all_apart() -> None:
