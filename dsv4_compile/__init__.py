@@ -14,9 +14,16 @@ from . import ops as ops
 from .errors import DSV4Error
 
 if TYPE_CHECKING:
+    from . import attention_backends as attention_backends
     from . import backend as backend
+    from . import bench as bench
+    from . import cache as cache
+    from . import costs as costs
     from . import decisions as decisions
     from . import hf as hf
+    from . import loading as loading
+    from . import metadata as metadata
+    from . import runtime as runtime
     from .config import DeepseekV4Config
     from .debug import explain
     from .modules import DeepseekV4Attention
@@ -31,7 +38,18 @@ __version__ = "0.1.0"
 
 __all__ = ["DSV4Error", "DecodeRunner", "DeepseekV4Attention", "DeepseekV4Config", "__version__", "explain"]
 
-_MODULES = ("backend", "decisions", "hf")
+_MODULES = (
+    "attention_backends",
+    "backend",
+    "bench",
+    "cache",
+    "costs",
+    "decisions",
+    "hf",
+    "loading",
+    "metadata",
+    "runtime",
+)
 _HOMES = {"DeepseekV4Config": "config", "DeepseekV4Attention": "modules", "DecodeRunner": "runtime", "explain": "debug"}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,17 @@ def test_public_names_are_these() -> None:
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name != "__version__"])
 def test_public_name_is_importable_and_documented(name: str) -> None:
     assert inspect.getdoc(getattr(dsv4_compile, name))
+
+
+def test_modules_that_texts_name_need_no_import_of_their_own(root: Path) -> None:
+    """`dsv4_compile.runtime.counting()` and the like, after `import dsv4_compile` alone, in a fresh process."""
+    program = "import dsv4_compile\nfor name in dsv4_compile._MODULES: getattr(dsv4_compile, name)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    texts = [root / "README.md", *root.glob("dsv4_compile/**/*.py"), *root.glob("examples/*.py")]
+    called = re.compile(r"(?<![\w.])dsv4_compile\.([a-z_]+)\.\w+\(")
+    named = {name for text in texts for name in called.findall(text.read_text())}
+    assert named - {"testing", "ops", "layout"} <= set(dsv4_compile._MODULES)
 
 
 def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
