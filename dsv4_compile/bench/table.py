@@ -45,14 +45,22 @@ def _block(title: str, rows: list[Row]) -> str:
     counts = {impl: _range(row["launches"] for row in rows if row["impl"] == impl and row["us"]) for impl in impls}
     if any(counts.values()):
         lines.append(["launches", *counts.values(), *[""] * (len(published) + len(floor) + 1 + len(rates))])
-    notes = dict.fromkeys(f"  {row['impl']}, {row['status']}: {row['note']}" for row in rows if row["note"])
     clock = next((row["clock"] for row in rows if row["us"]), "")
     unit = {
         "cuda graph": ": us warm / cold, CUDA graph",
         "wall clock": ": us, wall clock",
         "stream": ": us, in a row",
     }.get(clock, "")
-    return "\n".join(["", f"{title}{unit}", *_align(lines), *notes])
+    return "\n".join(["", f"{title}{unit}", *_align(lines), *_notes(rows)])
+
+
+def _notes(rows: list[Row]) -> list[str]:
+    """Why a cell has no time, once for all implementations that have the same reason."""
+    impls: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row["note"]:
+            impls.setdefault(f"{row['status']}: {row['note']}", {})[row["impl"]] = None
+    return [f"  {', '.join(names)}, {reason}" for reason, names in impls.items()]
 
 
 def _time(row: Row) -> str:

@@ -268,6 +268,14 @@ def test_a_table_shows_warm_and_cold_times_the_best_and_the_launches() -> None:
     assert lines[-1].split() == ["launches", "2", "1"]
 
 
+def test_implementations_that_lack_the_same_are_named_together() -> None:
+    rows = [timed(tokens=t, impl=i, us=None, status="unavailable", note="no GPU") for t in (1, 8) for i in ("a", "b")]
+    for row in rows:
+        row |= {"gb_s": None, "of_copy": None}
+    facts = dict.fromkeys(("machine", "driver", "torch", "triton", "python", "date", "command", "copy_gb_s"), "?")
+    assert table.render({**facts, "rows": rows}).splitlines()[-1] == "  a, b, unavailable: no GPU"
+
+
 def timed(**columns: Any) -> dict[str, Any]:
     row = {"op": "x", "heads": 64, "impl": "ir", "published_us": {"vLLM": 2.8}, "us": 5.0, "cold_us": None, "note": ""}
     return row | {"clock": "wall clock", "bytes": 64, "flops": 0, "floor_us": 0.75} | columns
