@@ -1,8 +1,11 @@
 """Every private name of torch and Triton that this package uses, and the versions they were tried with.
 
 No other file uses a private name of torch. Those of the compiler are imported when they are first read,
-`from ._compat import ir`, so importing the package loads neither Inductor nor Triton. All of them exist, with the
-signatures used here, in torch 2.11, 2.12, 2.13 and 2.15 and in the Triton that belongs to each.
+`from ._compat import ir`, so importing the package loads neither Inductor nor Triton.
+
+CI has torch 2.13.0 and Triton 3.7.1, Python 3.11. With torch 2.11.0 and Triton 3.6.0 these ran, on CPUs:
+lowerings (Python 3.11), backend, modules, runtime, kernels, attention backends, debug and metadata (3.12). In torch
+2.15.0 every name, and each of its attributes that we use, was looked up; its Triton is 3.9.0. Nothing ran with 2.12.
 """
 
 from __future__ import annotations
