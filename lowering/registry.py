@@ -119,7 +119,7 @@ def _can_launch(call: Call) -> Decision:
     """What the hand-written kernel says to `call`: ours, or one that somebody registered for the device."""
     ours = call.op in KERNELS and call.device.type == "cuda"
     if not ours and not has_device_kernel(OPS[call.op], call.device):
-        return call.choose("eager", f"no kernel for {call.device.type} yet")
+        return call.choose("eager", "its kernel runs on GPUs" if call.op in KERNELS else "it has no kernel")
     refuses = refusal(call.op)
     # A mutated cache is no argument of a functional graph.
     arguments = {declared.name: call.arguments.get(declared.name) for declared in OPS[call.op]._schema.arguments}

@@ -56,8 +56,8 @@ def test_every_op_yields_exactly_one_decision_with_reason_and_place() -> None:
     assert all(d.reason and d.node for d in decided)
     assert {d.where.rpartition(":")[0] for d in decided} == {__file__}
     reasons = {d.op: d.reason for d in decided}
-    assert reasons["ragged_from_dense"] == "no Inductor lowering; no kernel for cpu yet"
-    assert reasons["kv_rope_insert"] == "the C++ backend cannot predicate stores; no kernel for cpu yet"
+    assert reasons["ragged_from_dense"] == "no Inductor lowering; its kernel runs on GPUs"
+    assert reasons["kv_rope_insert"] == "the C++ backend cannot predicate stores; its kernel runs on GPUs"
 
 
 def test_a_preference_that_an_op_lacks_is_recorded_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -65,11 +65,11 @@ def test_a_preference_that_an_op_lacks_is_recorded_and_said_once(caplog: pytest.
     with caplog.at_level(logging.WARNING, logger="dsv4_compile"):
         decided = _decide({"dsv4.impl": "triton"})
     assert {(d.op, d.impl, d.reason) for d in decided} == {
-        (op, "eager", "no kernel for cpu yet")
+        (op, "eager", "its kernel runs on GPUs")
         for op in ("fused_q_kv_rmsnorm", "ragged_from_dense", "kv_rope_insert", "q_norm_rope", "inv_rope")
     }
     assert len(caplog.records) == 5
-    assert "dsv4.impl='triton' is not available for inv_rope: no kernel for cpu yet" in caplog.messages
+    assert "dsv4.impl='triton' is not available for inv_rope: its kernel runs on GPUs" in caplog.messages
 
 
 def test_eager_for_all_and_ir_for_one() -> None:
