@@ -17,6 +17,7 @@ from .. import costs, layout
 from ..ops._define import REFERENCES
 from ..ops._kernels import launcher
 from . import sparse_mla_decode as rows
+from .implementations import on_gpu
 from .problem import Args, Only, Prepare, Problem, keep
 
 LISTS, ROWS, LATENT = "sparse_mla_decode_ragged", "sparse_mla_decode", "sparse_mla_decode_latent"
@@ -68,7 +69,7 @@ def latent(tokens: int, device: torch.device, seed: int) -> Args:
 
 def implementations(op: str) -> Mapping[str, Prepare]:
     """The reference, and the kernel that the op chooses."""
-    return {"eager": lambda: REFERENCES[op], "triton": lambda: rows.on_gpu(launcher(op))}
+    return {"eager": lambda: REFERENCES[op], "triton": lambda: on_gpu(launcher(op))}
 
 
 def problems(device: torch.device, only: Only, tokens: tuple[int, ...] | None = None) -> Iterator[Problem]:

@@ -47,11 +47,12 @@ def implementations(op: str, typical: Callable[[], Args], tokens: Sequence[int])
         "eager": lambda: REFERENCES[op],
         "inductor": functools.cache(lambda: compiled(REFERENCES[op], "inductor", typical, tokens)),
         "ir": functools.cache(lambda: compiled(through_op, dsv4, typical, tokens, **{f"dsv4.impl.{op}": "ir"})),
-        "triton": lambda: _kernel(op),
+        "triton": lambda: on_gpu(launcher(op)),
     }
 
 
-def _kernel(op: str) -> Callable[..., Any]:
+def on_gpu(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, which launches a kernel of ours. RuntimeError where no GPU would run it; the table then says so."""
     if not torch.cuda.is_available():
         raise RuntimeError("hand-written kernels run on GPUs")
-    return launcher(op)
+    return call

@@ -18,7 +18,7 @@ from ..metadata import BlockTables, MetadataBuffers
 from ..ops._define import REFERENCES
 from ..ops._kernels import launcher
 from ..ops.batch_metadata import ARGUMENTS
-from .implementations import compiled
+from .implementations import compiled, on_gpu
 from .problem import Args, Only, Prepare, Problem, keep
 
 COLUMNS = ("op", "query", "max_len", "tokens", "impl")
@@ -67,15 +67,10 @@ def advance_args(own: MetadataBuffers, query: int, seed: int) -> Args:
 
 
 def _ways(op: str, typical: Args) -> dict[str, Prepare]:
-    def kernel() -> Any:
-        if not torch.cuda.is_available():
-            raise RuntimeError("hand-written kernels run on GPUs")
-        return launcher(op)
-
     return {
         "eager": lambda: REFERENCES[op],
         "inductor": functools.cache(lambda: compiled(REFERENCES[op], "inductor", lambda: typical, ())),
-        "triton": kernel,
+        "triton": lambda: on_gpu(launcher(op)),
     }
 
 

@@ -8,6 +8,7 @@ slices of one float32 projection. `separate` are the kernels of the ops that the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..ops._define import REFERENCES
 from ..ops._kernels import launcher
 from ..reference.preprocess_insert import compressors, result_dtype
 from . import gate
+from .implementations import on_gpu
 from .indexer import CONTEXT, KEYS, Compressor, Step
 from .problem import Args, Only, Prepare, Problem, keep
 
@@ -99,16 +101,11 @@ def differs(got: list[Tensor], want: list[Tensor]) -> str:
 
 
 def _ways() -> Mapping[str, Prepare]:
-    def kernels() -> Callable[..., Any]:
-        if not torch.cuda.is_available():
-            raise RuntimeError("hand-written kernels run on GPUs")
-        return lambda *args: separately(launcher, *args)
-
-    def fused() -> Callable[..., Any]:
-        kernels()
-        return launcher("preprocess_insert")
-
-    return {"eager": lambda: REFERENCES["preprocess_insert"], "separate": kernels, "triton": fused}
+    return {
+        "eager": lambda: REFERENCES["preprocess_insert"],
+        "separate": lambda: on_gpu(partial(separately, launcher)),
+        "triton": lambda: on_gpu(launcher("preprocess_insert")),
+    }
 
 
 def problems(

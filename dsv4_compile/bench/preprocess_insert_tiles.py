@@ -13,6 +13,7 @@ import torch
 from ..config import DeepseekV4Config
 from ..ops._kernels import KERNELS, launcher
 from . import preprocess_insert
+from .implementations import on_gpu
 from .problem import Only, Prepare, Problem
 
 COLUMNS = preprocess_insert.COLUMNS
@@ -47,6 +48,4 @@ def cut(kind: str, tokens: int, changes: Mapping[str, int]) -> Any:
 
 
 def _prepare(kind: str, tokens: int, changes: Mapping[str, int]) -> Callable[..., Any]:
-    if not torch.cuda.is_available():
-        raise RuntimeError("hand-written kernels run on GPUs")
-    return partial(launcher("preprocess_insert"), cut=cut(kind, tokens, changes))
+    return on_gpu(partial(launcher("preprocess_insert"), cut=cut(kind, tokens, changes)))

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 from . import sparse_mla_decode as scenario
+from .implementations import on_gpu
 from .problem import Only, Prepare, Problem
 
 COLUMNS = tuple(name for name in scenario.COLUMNS if name != "fused")
@@ -83,14 +84,14 @@ def _portable(tiles: tuple[int, ...], waves: int) -> Any:
         window, entries = Source(*args[1:5]), Source(*args[8:12])
         return kernel.launch(args[0], window, entries, scenario.CACHE, args[6], args[7], None, wider, cut)
 
-    return scenario.on_gpu(call)
+    return on_gpu(call)
 
 
 def _hopper(constants: Mapping[str, Any]) -> Any:
     from ..kernels.gpu import gpu_of
     from ..kernels.sparse_mla_decode import HOPPER as capability
 
-    scenario.on_gpu(gpu_of)
+    on_gpu(gpu_of)
     if gpu_of(torch.device("cuda")).capability != capability:
         raise RuntimeError("the Hopper kernel runs on Hopper")
     from ..kernels import sparse_mla_decode_hopper as kernel

@@ -20,6 +20,7 @@ from .. import costs, layout
 from ..ops._define import REFERENCES
 from ..ops._kernels import launcher
 from ..testing import assert_close
+from .implementations import on_gpu
 from .problem import Args, Only, Prepare, Problem, keep
 
 OP = "sparse_mla_prefill"
@@ -93,13 +94,6 @@ def with_tiles(*tiles: int) -> Prepare:
         return on_gpu(partial(portable, tiles=Tiles(*tiles)))
 
     return prepare
-
-
-def on_gpu(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, where it can run."""
-    if not torch.cuda.is_available():
-        raise RuntimeError("hand-written kernels run on GPUs")
-    return call
 
 
 # The reference, the kernel that the op chooses, the one for all GPUs, and that with other tiles.
