@@ -7,9 +7,13 @@ E5xx tuning and cache, W6xx warnings.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import NoReturn
+
+_LIBRARIES = ("dsv4_compile", "torch")
+"""Packages whose frames a warning passes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +226,18 @@ def fail(code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -
 
 
 def warn(code: str, *, got: str, why: str = "", fix: str = "") -> None:
-    """Warn with the text that the error of `code` would have."""
+    """Warn with the text that the error of `code` would have, at the line of the user's that led here."""
     entry = CODES[code]
-    warnings.warn(DSV4Warning(str(DSV4Error(code, got=got, why=why, fix=fix or entry.fix))), stacklevel=3)
+    text = str(DSV4Error(code, got=got, why=why, fix=fix or entry.fix))
+    warnings.warn(DSV4Warning(text), stacklevel=_levels_to_the_user())
+
+
+def _levels_to_the_user() -> int:
+    """Stack level, for a warning of the caller, of the first frame that is neither ours nor torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def check(condition: bool, code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -> None:

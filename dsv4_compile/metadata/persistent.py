@@ -78,6 +78,12 @@ class MetadataBuffers:
             adopted[f"{group}_block_table"] = table[: self.max_num_seqs]
         return adopted
 
+    def __repr__(self) -> str:
+        return (
+            f"MetadataBuffers({self.max_num_batched_tokens} tokens of {self.max_num_seqs} requests of up to "
+            f"{self.max_model_len} tokens, {', '.join(self.groups)}, {self.nbytes / 2**20:.1f} MiB)"
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, adopted block tables included."""

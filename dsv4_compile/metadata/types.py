@@ -5,14 +5,28 @@ Nothing here is a Python number that changes from step to step, so a new batch i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 from torch import Tensor
 from torch.export import register_dataclass
 
 
-@dataclass(frozen=True)
-class BlockTables:
+class _Described:
+    """Prints as the dtype and shape of each tensor it holds: the tensors themselves would fill pages."""
+
+    def __repr__(self) -> str:
+        held = ((field.name, getattr(self, field.name)) for field in fields(cast(Any, self)))
+        texts = [f"{name}={_text(value)}" for name, value in held if value is not None]
+        return f"{type(self).__name__}({', '.join(texts)})"
+
+
+def _text(value: object) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+@dataclass(frozen=True, repr=False)
+class BlockTables(_Described):
     """Block tables int32 `[R, B]`, one per kind of cache; None where no layer of the model has that cache.
 
     Row r lists the pages of request r in order of position. An entry covers `layout.WINDOW_BLOCK` tokens in `window`,
@@ -29,8 +43,8 @@ class BlockTables:
     c128_state: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class WindowMetadata:
+@dataclass(frozen=True, repr=False)
+class WindowMetadata(_Described):
     """The sliding window, for every layer.
 
     slot_mapping: int64 `[T]`, where a token's KV is written; -1 = nowhere.
@@ -43,8 +57,8 @@ class WindowMetadata:
     lens: Tensor
 
 
-@dataclass(frozen=True)
-class CompressedMetadata:
+@dataclass(frozen=True, repr=False)
+class CompressedMetadata(_Described):
     """Compressed entries, for the layers of one compress ratio.
 
     slot_mapping: int64 `[T]`, where the entry that a token completes is written; -1 for all other tokens.
@@ -70,8 +84,8 @@ class CompressedMetadata:
     indexer_state_block_table: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class AttentionMetadata:
+@dataclass(frozen=True, repr=False)
+class AttentionMetadata(_Described):
     """One step's batch of T tokens, decodes and prefills alike.
 
     positions: int64 `[T]` within the request; 0 for padding, a legal row of any RoPE table.

@@ -115,6 +115,10 @@ class DecodeRunner:
         module = getattr(self._step, "_orig_mod", self._step)
         return named | named_tensors(self.caches, "caches") | named_tensors(module, "step")
 
+    def __repr__(self) -> str:
+        state = "captured" if self.sealed else "not warmed up"
+        return f"DecodeRunner({', '.join(map(str, self.buckets.sizes))} tokens on {self.graphs.kind}, {state})"
+
     @property
     def sealed(self) -> bool:
         """Whether warm_up is over: from then on nothing is compiled, captured or allocated."""

@@ -26,6 +26,14 @@ def test_every_field_is_a_leaf(cls: type) -> None:
     assert pytree.tree_unflatten(leaves, spec) == value
 
 
+def test_metadata_prints_shapes_and_no_values() -> None:
+    text = repr(AttentionMetadata(torch.arange(48), *torch.zeros(2, 48), WindowMetadata(*torch.zeros(3, 48, 2).int())))
+    assert text == (
+        "AttentionMetadata(positions=int64[48], token_to_req=float32[48], is_valid_token=float32[48], "
+        "window=WindowMetadata(slot_mapping=int32[48, 2], indices=int32[48, 2], lens=int32[48, 2]))"
+    )
+
+
 def test_metadata_is_mapped_as_a_tree_and_absent_parts_stay_absent() -> None:
     moved = pytree.tree_map(lambda x: x + 1, nested())
     assert isinstance(moved, AttentionMetadata)

@@ -36,6 +36,15 @@ def test_the_smallest_bucket_that_holds_a_batch_is_chosen_and_the_largest_captur
     assert list(buckets) == [8, 4, 1]
 
 
+def test_runners_and_buffers_say_what_they_are() -> None:
+    world = make_world()
+    runner = make_runner(world, buckets=(1, 2))
+    assert repr(runner) == "DecodeRunner(1, 2 tokens on standin, not warmed up)"
+    runner.warm_up()
+    assert repr(runner) == "DecodeRunner(1, 2 tokens on standin, captured)"
+    assert repr(world.buffers).startswith("MetadataBuffers(24 tokens of 6 requests of up to 512 tokens, window, c4,")
+
+
 def test_captures_report_their_progress() -> None:
     events: list[progress.Event] = []
     with progress.listen(events.append):
@@ -71,7 +80,8 @@ def test_a_batch_above_the_largest_bucket_runs_and_is_reported_once() -> None:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             out = runner.step(4, hidden=hidden)
-        assert [str(w.message).split("\n")[0] for w in told] == (["[W601] ran without a graph"] if step == 0 else [])
+        titles = [(str(w.message).split("\n")[0], w.filename) for w in told]
+        assert titles == ([("[W601] ran without a graph", __file__)] if step == 0 else [])
         assert_bitwise(out, world.eager(hidden, query_lens, seq_lens, 4))
     assert (runner.statistics.uncaptured, runner.statistics.replays) == (3, 0)
 
