@@ -18,13 +18,12 @@ from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..errors import check
 from ..layout import CSA_RATIO
 from .flashmla_metadata import DeepseekV4FlashMLAMetadataBuilder
-from .padding import pad_heads, pad_sink, padded_heads
+from .padding import pad_heads, pad_sink
 from .protocol import AttentionBackend, LayerShape, SparseAttention
 from .swa import DeepseekSparseSWAMetadataBuilder
 from .v4 import DeepseekV4Metadata, Inputs, decode_tokens, prefill_tokens, prefill_topk
 from .workspace import Workspace
 
-LIBRARY_HEADS = (64, 128)
 WORKSPACE_BYTES = 128 * 2**20
 
 
@@ -36,6 +35,7 @@ class DeepseekV4FlashInferMLASparseBackend(AttentionBackend):
     library = "flashinfer"
     library_majors = (10,)
     library_formats = ("plain", "fp8")
+    library_heads = (64, 128)
 
     @classmethod
     def get_impl_cls(cls) -> type[SparseAttention]:
@@ -49,11 +49,6 @@ class DeepseekV4FlashInferMLASparseBackend(AttentionBackend):
     @classmethod
     def get_swa_builder_cls(cls) -> Callable[..., Any]:
         return DeepseekSparseSWAMetadataBuilder
-
-    @classmethod
-    def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """Query heads of the kernel that takes `num_heads`: 64 or 128."""
-        return padded_heads(num_heads, LIBRARY_HEADS)
 
 
 class FlashInferAttention(SparseAttention):
@@ -181,7 +176,7 @@ class FlashInferAttention(SparseAttention):
             rule="flashinfer takes queries of the dtype of the caches",
             fix="quantise queries with query_scale()",
         )
-        heads = padded_heads(self.layer.num_heads, LIBRARY_HEADS)
+        heads = self.backend.get_padded_num_q_heads(self.layer.num_heads)
         q, sink = pad_heads(q, heads), pad_sink(inputs.attn_sink, heads)
         caches = (inputs.window_cache, inputs.window_cache if inputs.main_cache is None else inputs.main_cache)
         parts = []

@@ -15,13 +15,10 @@ from torch import Tensor
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..layout import CSA_RATIO, FP8_DS_MLA
 from .flashmla_metadata import DeepseekV4FlashMLAMetadataBuilder
-from .padding import pad_heads, pad_rows, pad_sink, padded_heads
+from .padding import pad_heads, pad_rows, pad_sink
 from .protocol import AttentionBackend, SparseAttention
 from .swa import DeepseekSparseSWAMetadataBuilder
 from .v4 import Inputs, WorkspacePrefill, decode_tokens
-
-LIBRARY_HEADS = (64, 128)
-"""Query heads of flash_mla's kernels. The width of index rows is a multiple of the same number."""
 
 
 class DeepseekV4FlashMLABackend(AttentionBackend):
@@ -37,6 +34,8 @@ class DeepseekV4FlashMLABackend(AttentionBackend):
     library = "flash_mla"
     library_majors = (9, 10)
     library_formats = ("fp8_ds_mla",)
+    library_heads = (64, 128)
+    """The width of index rows is a multiple of the same number."""
 
     @classmethod
     def get_impl_cls(cls) -> type[SparseAttention]:
@@ -49,11 +48,6 @@ class DeepseekV4FlashMLABackend(AttentionBackend):
     @classmethod
     def get_swa_builder_cls(cls) -> Callable[..., Any]:
         return DeepseekSparseSWAMetadataBuilder
-
-    @classmethod
-    def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """Query heads of the kernel that takes `num_heads`: 64 or 128."""
-        return padded_heads(num_heads, LIBRARY_HEADS)
 
 
 class FlashMLAAttention(WorkspacePrefill):
@@ -100,7 +94,7 @@ class FlashMLAAttention(WorkspacePrefill):
         if self.engine != "library":
             out, _, _ = torch.ops.dsv4.sparse_mla_prefill(q, kv, indices, lens, self.layer.scale, attn_sink)
             return out
-        heads = padded_heads(self.layer.num_heads, LIBRARY_HEADS)
+        heads = self.backend.get_padded_num_q_heads(self.layer.num_heads)
         out = torch.ops.dsv4_library.flash_mla_sparse_fwd(
             pad_heads(q, heads), kv, indices, lens, self.layer.scale, pad_sink(attn_sink, heads)
         )
@@ -109,7 +103,7 @@ class FlashMLAAttention(WorkspacePrefill):
     def _library_decode(
         self, q: Tensor, window: tuple[Any, ...], extra: tuple[Any, ...], attn_sink: Tensor | None
     ) -> Tensor:
-        heads = padded_heads(self.layer.num_heads, LIBRARY_HEADS)
+        heads = self.backend.get_padded_num_q_heads(self.layer.num_heads)
         cache, indices, lens, block_size = window
         extra_cache, extra_indices, extra_lens, extra_block_size = extra
         out = torch.ops.dsv4_library.flash_mla_decode(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .. import layout
 from ..errors import check, fail
+from .padding import padded_heads
 
 ENGINES = ("dsv4", "library")
 """Who computes attention: torch.ops.dsv4, or the kernel library that a backend was made for."""
@@ -161,6 +162,8 @@ class AttentionBackend(ABC):
     """Major compute capabilities the library has kernels for."""
     library_formats: ClassVar[tuple[str, ...]] = ()
     """Cache formats the library reads."""
+    library_heads: ClassVar[tuple[int, ...]] = ()
+    """Ascending head counts the library has kernels for. Empty: any."""
 
     @classmethod
     def get_name(cls) -> str:
@@ -201,6 +204,11 @@ class AttentionBackend(ABC):
     def get_swa_builder_cls(cls) -> Callable[..., Any] | None:
         """What makes the window's metadata; None where `get_builder_cls` makes all of it."""
         return None
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        """Query heads of the library's kernel that takes `num_heads`; E205 if none does."""
+        return padded_heads(num_heads, cls.library_heads) if cls.library_heads else num_heads
 
     @classmethod
     def cache_format(cls, kv_cache_dtype: str) -> str:

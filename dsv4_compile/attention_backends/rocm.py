@@ -46,11 +46,6 @@ class DeepseekV4ROCMAiterMLASparseBackend(AttentionBackend):
         return DeepseekV4ROCMAiterSparseSWAMetadataBuilder
 
     @classmethod
-    def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """No head count is preferred."""
-        return num_heads
-
-    @classmethod
     def _refuse_device(cls, demand: Demand) -> str:
         if demand.architecture in FNUZ_ARCHITECTURES and cls.cache_format(demand.kv_cache_dtype) != "plain":
             return f"{demand.kv_cache_dtype} cache on {demand.architecture}: its fp8 is e4m3fnuz, the cache's is e4m3fn"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,15 @@ from dsv4_compile.kernels.gpu import gpu_of
 from dsv4_compile.kernels.sparse_mla_prefill_portable import Rows
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import Tolerance, assert_close
-from dsv4_compile.testing.generate import to_device
+from tests.gpu.sparse_mla import BF16, CUDA, IS_HOPPER, garbage, on_gpu
 from tests.ops.test_sparse_mla_prefill import as_list, sample
 
-CUDA = torch.device("cuda")
-BF16: dict[str, Any] = {"dim": 512, "dtype": torch.bfloat16}
+__all__ = ["garbage"]  # a fixture for every test
+
 # Weights are rounded to the dtype of the keys, by 2^-9 at most, and keys are below 5: of few keys that is what remains.
 FEW_KEYS = Tolerance(abs=5 * 2.0**-9, rel=3.01 / 128, cosine=1e-5)
-IS_HOPPER = gpu_of(CUDA).capability == launcher.HOPPER
 
 Result = tuple[Tensor, Tensor, Tensor]
-
-
-def on_gpu(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(to_device(a, CUDA) if isinstance(a, Tensor) else a for a in args)
 
 
 def assert_same(got: Result, want: Result, tolerance: str | Tolerance = "attention_prefill_bfloat16") -> None:
@@ -61,15 +55,6 @@ KERNELS = {"portable": by_portable, **({"hopper": by_hopper} if IS_HOPPER else {
 
 def reference(args: tuple[Any, ...]) -> Result:
     return REFERENCES["sparse_mla_prefill" if args[2].dim() == 2 else "sparse_mla_prefill_ragged"](*args)
-
-
-@pytest.fixture(autouse=True)
-def garbage() -> Iterator[None]:
-    """New outputs are made of NaN."""
-    with torch.no_grad():
-        made = torch.full((1 << 28,), 0xFF, dtype=torch.uint8, device=CUDA)
-        del made
-        yield
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -13,7 +13,6 @@ from dsv4_compile.kernels import fp8_grouped_einsum as einsum_kernels
 from dsv4_compile.kernels import fp8_linear as linear_kernels
 from dsv4_compile.kernels import grouped_linear as grouped_kernels
 from dsv4_compile.kernels import grouped_matmul as kernels
-from dsv4_compile.kernels.gpu import Gpu
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference.block_scale import quantize_activation
 from dsv4_compile.reference.quant import ue8m0_scale
@@ -27,6 +26,7 @@ from dsv4_compile.testing import (
     strided,
 )
 from dsv4_compile.testing.bounds import checked
+from tests.kernels.gpus import GPUS
 
 interpreted = pytest.mark.interpreted
 E8M0 = torch.float8_e8m0fnu
@@ -169,16 +169,6 @@ def test_a_sum_of_nothing_is_refused() -> None:
     quantised = x.to(torch.float8_e4m3fn), torch.empty(2, 4, 0), weight.to(torch.float8_e4m3fn), torch.empty(1, 0)
     assert "sum of nothing" in einsum_kernels.fp8_grouped_einsum_refuses(*quantised)
     assert "sum of nothing" in linear_kernels.fp8_linear_refuses(x, *quantised[2:])
-
-
-GPUS = {
-    "sm_90": (Gpu("cuda", 90, 132), 227),
-    "sm_100": (Gpu("cuda", 100, 148), 227),
-    "sm_120": (Gpu("cuda", 120, 170), 99),
-    "gfx942": (Gpu("hip", 0, 304), 64),
-    "gfx950": (Gpu("hip", 0, 256), 160),
-}
-"""By target: the GPU, and the KiB of shared memory that a program may have."""
 
 
 def compile_all(target: str, monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[Any]:

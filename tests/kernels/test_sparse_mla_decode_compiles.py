@@ -9,19 +9,10 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels import sparse_mla_decode_hopper as hopper
 from dsv4_compile.kernels import sparse_mla_decode_portable as portable
-from dsv4_compile.kernels.gpu import Gpu
 from dsv4_compile.kernels.sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, outputs, quantized_outputs
 from dsv4_compile.testing import strided
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
-
-GPUS = {
-    "sm_90": (Gpu("cuda", 90, 132), 227),
-    "sm_100": (Gpu("cuda", 100, 148), 227),
-    "sm_120": (Gpu("cuda", 120, 170), 99),
-    "gfx942": (Gpu("hip", 0, 304), 64),
-    "gfx950": (Gpu("hip", 0, 256), 160),
-}
-"""By target: the GPU, and the KiB of shared memory that a program may have."""
+from tests.kernels.gpus import GPUS
 
 
 def sources_of(fmt: str, dtype: torch.dtype) -> tuple[Source, Source]:

@@ -11,19 +11,11 @@ from torch import Tensor
 
 from dsv4_compile.kernels import sparse_mla_prefill_hopper as hopper
 from dsv4_compile.kernels import sparse_mla_prefill_portable as portable
-from dsv4_compile.kernels.gpu import Gpu
 from dsv4_compile.kernels.sparse_mla_prefill_portable import Rows
 from dsv4_compile.testing import strided
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
+from tests.kernels.gpus import GPUS
 
-GPUS = {
-    "sm_90": (Gpu("cuda", 90, 132), 227),
-    "sm_100": (Gpu("cuda", 100, 148), 227),
-    "sm_120": (Gpu("cuda", 120, 170), 99),
-    "gfx942": (Gpu("hip", 0, 304), 64),
-    "gfx950": (Gpu("hip", 0, 256), 160),
-}
-"""By target: the GPU, and the KiB of shared memory that a program may have."""
 # From Triton 3.8 on the accumulator of the left warpgroup does not quite fit its registers.
 MOST_SPILLS = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else 128
 
