@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
+
+HOPPER = 90
+"""Compute capability of the GPUs that have a kernel of their own in Gluon."""
 
 
 class Gpu(NamedTuple):
@@ -26,3 +32,11 @@ def gpu_of(device: torch.device) -> Gpu:
         return Gpu("hip", 0, processors)
     major, minor = torch.cuda.get_device_capability(device)
     return Gpu("cuda", 10 * major + minor, processors)
+
+
+@functools.cache
+def hopper_kernel(gpu: Gpu, stem: str) -> ModuleType | None:
+    """The module `stem` of a kernel for Hopper; None on other GPUs, and where Triton has no Gluon."""
+    if gpu.capability != HOPPER or importlib.util.find_spec("triton.experimental.gluon") is None:
+        return None
+    return importlib.import_module(f".{stem}", __package__)

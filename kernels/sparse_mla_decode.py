@@ -6,22 +6,16 @@ the results go (`Results`).
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-from types import ModuleType
-
 from torch import Tensor
 
 from ..layout import PAGE_LAYOUTS
-from .gpu import Gpu, gpu_of
+from .gpu import gpu_of, hopper_kernel
 from .sparse_mla_decode_plan import Fusion, Results, Source, outputs
 from .sparse_mla_decode_portable import launch
 
 MAX_HEAD_DIM = 512
 MAX_SLOTS = 2**31
 SMALLEST_TILE = 16
-HOPPER = 90
 
 
 def sparse_mla_decode_refuses(
@@ -198,15 +192,7 @@ def launch_best(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel made for this GPU, or the portable one where it does not fit."""
     gpu = gpu_of(q.device)
-    hopper = _hopper(gpu)
+    hopper = hopper_kernel(gpu, "sparse_mla_decode_hopper")
     if hopper is not None and not hopper.hopper_refuses(q, window, extra, cache_format, sink, fusion):
         return hopper.launch_hopper(q, window, extra, scale, sink, gpu, fusion=fusion, into=into)
     return launch(q, window, extra, cache_format, scale, sink, kv_scale, gpu, fusion=fusion, into=into)
-
-
-@functools.cache
-def _hopper(gpu: Gpu) -> ModuleType | None:
-    """The module of the Hopper kernel; None on other GPUs, and where Triton has no Gluon."""
-    if gpu.capability != HOPPER or importlib.util.find_spec("triton.experimental.gluon") is None:
-        return None
-    return importlib.import_module(".sparse_mla_decode_hopper", __package__)

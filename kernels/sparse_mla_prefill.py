@@ -4,19 +4,13 @@ portable one.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-from types import ModuleType
-
 from torch import Tensor
 
-from .gpu import Gpu, gpu_of
+from .gpu import gpu_of, hopper_kernel
 from .sparse_mla_prefill_portable import Rows, launch
 
 MAX_HEAD_DIM = 512
 LIMIT = 2**31
-HOPPER = 90
 
 
 def sparse_mla_prefill_refuses(
@@ -74,15 +68,7 @@ def _why_not(q: Tensor, kv: Tensor, indices: Tensor) -> str:
 
 def _launch(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     gpu = gpu_of(q.device)
-    hopper = _hopper(gpu)
+    hopper = hopper_kernel(gpu, "sparse_mla_prefill_hopper")
     if hopper is not None and not hopper.hopper_refuses(q, kv, rows, scale, sink):
         return hopper.launch_hopper(q, kv, rows, scale, sink, gpu)
     return launch(q, kv, rows, scale, sink, gpu)
-
-
-@functools.cache
-def _hopper(gpu: Gpu) -> ModuleType | None:
-    """The module of the Hopper kernel; None on other GPUs, and where Triton has no Gluon."""
-    if gpu.capability != HOPPER or importlib.util.find_spec("triton.experimental.gluon") is None:
-        return None
-    return importlib.import_module(".sparse_mla_prefill_hopper", __package__)

@@ -88,8 +88,8 @@ def _portable(tiles: tuple[int, ...], waves: int) -> Any:
 
 
 def _hopper(constants: Mapping[str, Any]) -> Any:
+    from ..kernels.gpu import HOPPER as capability
     from ..kernels.gpu import gpu_of
-    from ..kernels.sparse_mla_decode import HOPPER as capability
 
     on_gpu(gpu_of)
     if gpu_of(torch.device("cuda")).capability != capability:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.kernels import sparse_mla_decode as launcher
 from dsv4_compile.kernels import sparse_mla_decode_portable as portable
-from dsv4_compile.kernels.gpu import gpu_of
+from dsv4_compile.kernels.gpu import HOPPER, gpu_of
 from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Results, Source, outputs, quantized_outputs
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import Tolerance, assert_close
@@ -23,7 +22,7 @@ BF16: dict[str, Any] = {"dim": 512, "dtype": torch.bfloat16}
 EPS = 1e-6
 # Weights are rounded to the dtype of the keys, by 2^-9 at most, and keys are below 5: of few keys that is what remains.
 FEW_KEYS = Tolerance(abs=5 * 2.0**-9, rel=2.01 / 128, cosine=1e-5)
-IS_HOPPER = gpu_of(CUDA).capability == launcher.HOPPER
+IS_HOPPER = gpu_of(CUDA).capability == HOPPER
 
 Result = tuple[Tensor, Tensor]
 
