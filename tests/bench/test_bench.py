@@ -253,6 +253,21 @@ def test_the_example_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "no column 'size'" in capsys.readouterr().err
 
 
+def test_the_ceiling_is_the_fastest_copy_and_each_way_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+
+    def one_way(call: Callable[..., Any], sets: Any, device: torch.device) -> timing.Timing:
+        result, (source,) = call(*sets[0]), sets[0]
+        assert torch.equal(result.abs(), source.abs())
+        assert result.data_ptr() != source.data_ptr()
+        copied.append(source.numel() * source.element_size())
+        return timing.Timing(1e6 / len(copied), None, "")
+
+    monkeypatch.setattr(timing, "measure", one_way)
+    assert timing.copy_rate(CPU) == 2 * copied[0] * len(copied)
+    assert len(copied) > 1
+
+
 def test_a_table_shows_warm_and_cold_times_the_best_and_the_launches() -> None:
     row = {"op": "x", "heads": 64, "tokens": 8, "published_us": {"vLLM": 2.8}, "status": "ok", "note": ""}
     row |= {"clock": "cuda graph", "bytes": 1, "flops": 0, "floor_us": 0.75, "gb_s": 100.0, "of_copy": 0.25}
