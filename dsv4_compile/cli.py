@@ -12,8 +12,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import resources
 
+from . import progress
 from .errors import CODES, DSV4Error
 
 PAGES = {"layout": "every byte of the caches", "metadata": "persistent buffers of a step, and who fills them"}
@@ -27,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and args.command != "demo":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        status = _run(args, rest)
+        # A log cannot redraw a line; minutes without one look like a hang.
+        with nullcontext() if sys.stderr.isatty() else progress.listen(progress.lines(sys.stderr)):
+            status = _run(args, rest)
         sys.stdout.flush()
         return status
     except DSV4Error as fault:

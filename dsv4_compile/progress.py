@@ -8,7 +8,8 @@
         work.advance()
 
 Where stderr is a terminal a line is drawn and removed at the end; elsewhere nothing is printed. A server passes a
-function instead: `with progress.listen(callback):` calls it with an `Event` at each step.
+function instead: `with progress.listen(callback):` calls it with an `Event` at each step. `lines(stream)` is one for
+logs.
 """
 
 from __future__ import annotations
@@ -117,6 +118,22 @@ def listen(listener: Listener | None) -> Iterator[None]:
         yield
     finally:
         _listeners.reset(token)
+
+
+def lines(stream: TextIO) -> Listener:
+    """A listener that writes a line to `stream` when work begins, and whenever something else is being done."""
+    last: tuple[str, str] | None = None
+
+    def show(event: Event) -> None:
+        nonlocal last
+        if event.finished:
+            last = None
+        elif last != (event.stage, event.note):
+            last = event.stage, event.note
+            stream.write(f"{event}\n")
+            stream.flush()
+
+    return show
 
 
 class _Line:

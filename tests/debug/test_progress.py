@@ -52,6 +52,17 @@ def test_nothing_is_printed_where_stderr_is_no_terminal(capsys: pytest.CaptureFi
     assert (captured.out, captured.err) == ("", "")
 
 
+def test_a_log_gets_a_line_for_each_piece_of_work_and_none_for_its_steps() -> None:
+    log = io.StringIO()
+    with progress.listen(progress.lines(log)):
+        for _ in range(2):
+            with progress.stage("bench") as work:
+                work.note("tokens 1")
+                work.advance("tokens 1")
+                work.advance("tokens 8")
+    assert log.getvalue().splitlines() == ["bench  0 s", "bench tokens 1  0 s", "bench 2 tokens 8  0 s"] * 2
+
+
 def test_line_on_a_terminal_is_drawn_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
