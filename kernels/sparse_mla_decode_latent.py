@@ -9,6 +9,7 @@ the values too, the others are few. Parts are cut and joined as those of `sparse
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..layout import cdiv
 from ..reference.sparse_mla_decode import output_dtype
 from .attention_rows import DTYPES
-from .gpu import gpu_of
+from .gpu import Gpu, gpu_of
 from .sparse_mla_decode_plan import PLAIN, cut_of, operand_dtype, outputs
 from .sparse_mla_decode_portable import Tiles, choose_tiles
 from .split_softmax import LOG2_E, finish_softmax, part_buffers, part_softmax, split_softmax
@@ -74,8 +75,8 @@ def sparse_mla_decode_latent_kernel(
     p_heads = (p_q + token * q_strides[0] + o_head.to(tl.int64) * q_strides[1])[:, None]
     # [BLOCK_H, BLOCK_V] and [BLOCK_H, BLOCK_R]
     q = tl.load(p_heads + (o_value * q_strides[2])[None, :], mask=m_head[:, None] & m_value, other=0.0).to(DTYPE)
-    p_turned = p_heads + ((V + o_rest) * q_strides[2])[None, :]
-    q_rest = tl.load(p_turned, mask=m_head[:, None] & m_rest, other=0.0).to(DTYPE)
+    p_q_rest = p_heads + ((V + o_rest) * q_strides[2])[None, :]
+    q_rest = tl.load(p_q_rest, mask=m_head[:, None] & m_rest, other=0.0).to(DTYPE)
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
@@ -88,8 +89,8 @@ def sparse_mla_decode_latent_kernel(
         p_key = (p_cache + slot // PAGE * cache_strides[0] + slot % PAGE * cache_strides[1])[:, None]
         # [BLOCK_N, BLOCK_V] and [BLOCK_N, BLOCK_R]
         k = tl.load(p_key + (o_value * cache_strides[2])[None, :], mask=live[:, None] & m_value, other=0.0).to(DTYPE)
-        p_turned = p_key + ((V + o_rest) * cache_strides[2])[None, :]
-        k_rest = tl.load(p_turned, mask=live[:, None] & m_rest, other=0.0).to(DTYPE)
+        p_k_rest = p_key + ((V + o_rest) * cache_strides[2])[None, :]
+        k_rest = tl.load(p_k_rest, mask=live[:, None] & m_rest, other=0.0).to(DTYPE)
         # [BLOCK_H, BLOCK_N]
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
@@ -111,6 +112,15 @@ def sparse_mla_decode_latent_kernel(
     tl.store(p_lse + o_row, lse, mask=m_head)
     out = (acc * factor[:, None]).to(p_out.dtype.element_ty)
     tl.store(p_out + o_row[:, None] * V + o_value[None, :], out, mask=m_head[:, None] & m_value)
+
+
+def choose_latent_tiles(gpu: Gpu, heads: int, dtype: torch.dtype) -> Tiles:
+    """Tiles for `heads` heads and operands of `dtype`."""
+    tiles = choose_tiles(gpu, heads, dtype)
+    if gpu.capability // 10 == 10 and tiles.block_h == 64:
+        # Operands pass through shared memory there more often: 64 keys would need 345 KiB of its 227.
+        return tiles._replace(block_n=32)
+    return tiles
 
 
 def sparse_mla_decode_latent_refuses(
@@ -144,7 +154,7 @@ def sparse_mla_decode_latent(
     if tokens * heads == 0:
         return into.pair()
     gpu, dtype = gpu_of(q.device), operand_dtype(q, k_cache, "plain")
-    tiles = tiles or choose_tiles(gpu, heads, dtype)
+    tiles = tiles or choose_latent_tiles(gpu, heads, dtype)
     width, head_blocks = indices.shape[1], cdiv(heads, tiles.block_h)
     blocks = cdiv(width, tiles.block_n)
     cut = cut_of(tokens, heads, value_dim, head_blocks, blocks, tiles.block_n, gpu, False, splits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import assert_close, fake_triton, hostile_indices, padded, random_cache, strided
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
+from tests.kernels.gpus import GPUS
 
 interpreted = pytest.mark.interpreted
 REFERENCE = REFERENCES["sparse_mla_decode_latent"]
@@ -84,10 +86,13 @@ def test_dims_that_do_not_fit_are_refused() -> None:
     assert kernel.sparse_mla_decode_latent_refuses(*case()) == ""
 
 
+@pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
-def test_it_compiles_ahead_of_time(target: str) -> None:
-    args = case(2, 64, 128, 576, 512, torch.bfloat16)
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+def test_it_compiles_ahead_of_time_with_the_tiles_of_the_gpu(target: str, heads: int) -> None:
+    gpu, kibibytes = GPUS[target]
+    args = case(2, heads, 128, 576, 512, torch.bfloat16)
+    seen = mock.patch.object(kernel, "gpu_of", lambda device: gpu)
+    with seen, fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         kernel.sparse_mla_decode_latent(*args, splits=2)
     assert len(compiled) == 2
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.metadata.shared <= kibibytes * 1024 and fake_triton.machine_code(each) for each in compiled)
