@@ -29,6 +29,9 @@ from .standin import recordable
 from .static_inputs import Record
 
 _log = logging.getLogger("dsv4_compile.runtime")
+_OUTSIDE = {"custom_should_partition_ops": ["transformers::grouped_mm_fallback"]}
+"""Ops that read the device: Inductor captures what lies between them. This one, of experts in float32, loops over the
+tokens that each expert got."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +243,7 @@ class Capturing:
         if options.cudagraph == "trees":
             got, fix = 'dsv4.cudagraph="trees" for a graph on the CPU', 'run on a GPU, or pass dsv4.cudagraph="off"'
             check(bool(cuda), "E420", got=got, fix=fix)
-            return cls({"triton.cudagraphs": True}, lambda compiled: compiled)
+            return cls({"triton.cudagraphs": True, **_OUTSIDE}, lambda compiled: compiled)
         if options.cudagraph == "off":
             return cls({}, (lambda compiled: compiled) if cuda else recordable)
         chosen = dict(options.capture)

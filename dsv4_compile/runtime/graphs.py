@@ -20,8 +20,8 @@ from .._compat import pytree, recover_from_failed_capture, without_cudagraph_tre
 from ..errors import GraphError, check, error, fail
 
 Call = Callable[[], Any]
-_SEGMENT = 2 << 20
-"""What the caching allocator rounds a pool of small tensors up to."""
+_SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT = 1 << 20, 2 << 20, 20 << 20
+"""CUDA's caching allocator: tensors of up to the first lie in segments of the second, larger ones of the third."""
 _capturing: ContextVar[str] = ContextVar("dsv4_capturing", default="")
 
 
@@ -40,10 +40,18 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that one call allocates: at its peak, and what it returns."""
+    """Bytes that one call allocates.
+
+    Attributes:
+        peak: at its peak; outputs: what it returns.
+        small, large: the peaks of tensors of up to 1 MiB and above, which come from segments of different sizes; 0
+            where there are no segments.
+    """
 
     peak: int
     outputs: int
+    small: int = 0
+    large: int = 0
 
 
 class Graphs(Protocol):
@@ -153,10 +161,16 @@ class CudaGraphs:
         """Peak of the caching allocator over one run."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
+        before = torch.cuda.memory_stats(self.device)
         outputs = self.warm_up(call)
         torch.cuda.synchronize(self.device)
-        return Footprint(torch.cuda.max_memory_allocated(self.device) - before, tensor_bytes(outputs))
+        after = torch.cuda.memory_stats(self.device)
+
+        def peak(pool: str) -> int:
+            name = f"allocated_bytes.{pool}"
+            return int(after[f"{name}.peak"] - before[f"{name}.current"])
+
+        return Footprint(peak("all"), tensor_bytes(outputs), peak("small_pool"), peak("large_pool"))
 
     def capture(self, call: Call, what: str) -> Capture:
         """Record `call` as one CUDA graph."""
@@ -208,9 +222,14 @@ class CudaGraphs:
         return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
 
     def predict(self, footprints: Sequence[Footprint]) -> int:
-        """The largest peak once, and all other outputs: captures share what is free between replays."""
-        outputs = [_round(f.outputs, 512) for f in footprints]
-        return _round(max(f.peak for f in footprints) + sum(outputs) - max(outputs), _SEGMENT)
+        """Segments for the largest peak and all other outputs: captures share what is free between replays."""
+        small, large = max(f.small for f in footprints), max(f.large for f in footprints)
+        for other in sorted(footprints, key=lambda f: f.outputs)[:-1]:
+            if other.outputs > _SMALL:
+                large += _round(other.outputs, 512)
+            else:
+                small += _round(other.outputs, 512)
+        return _round(small, _SMALL_SEGMENT) + _round(large, _LARGE_SEGMENT)
 
 
 def _round(size: int, step: int) -> int:

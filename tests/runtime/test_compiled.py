@@ -6,6 +6,7 @@ Graphs run as they were traced: what captures do around them does not depend on 
 from __future__ import annotations
 
 import gc
+import importlib
 import random
 import warnings
 import weakref
@@ -20,8 +21,9 @@ from torch.fx import GraphModule
 
 from dsv4_compile import _compat
 from dsv4_compile.errors import DSV4Warning, GraphError
+from dsv4_compile.options import Options
 from dsv4_compile.runtime import Counts, counting, mark_static_inputs
-from dsv4_compile.runtime.compiled import tokens_of
+from dsv4_compile.runtime.compiled import Capturing, tokens_of
 from dsv4_compile.runtime.graph_inputs import static_inputs
 from dsv4_compile.testing import assert_bitwise
 from tests.runtime.engine import Engine, Stack, make_runner, make_world
@@ -307,3 +309,13 @@ def test_generate_replays_graphs_in_decode() -> None:
         generate(3, past_key_values=hf.new_cache(model))
     assert (counts.captures, counts.compiled) == (2, 6)
     assert _compat.counters["stats"]["unique_graphs"] == before
+
+
+def test_trees_leave_out_what_reads_the_device_and_those_ops_exist() -> None:
+    importlib.import_module("transformers.integrations.moe")
+    plan = Capturing.plan(Options(cudagraph="trees"), GraphModule({}, torch.fx.Graph()), {torch.device("cuda")})
+    outside = plan.inductor["custom_should_partition_ops"]
+    assert outside
+    for name in outside:
+        namespace, op = name.split("::")
+        assert hasattr(getattr(torch.ops, namespace), op)

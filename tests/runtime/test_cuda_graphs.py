@@ -76,8 +76,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Notes:
         "synchronize": note("synchronize"),
         "empty_cache": note("empty_cache"),
         "reset_peak_memory_stats": note("reset peak"),
-        "memory_allocated": lambda _: 1000,
-        "max_memory_allocated": lambda _: 5000,
+        "memory_stats": lambda _: {
+            f"allocated_bytes.{pool}.{when}": value
+            for pool, values in {"all": (1000, 5000), "small_pool": (400, 900), "large_pool": (600, 4200)}.items()
+            for when, value in zip(("current", "peak"), values, strict=True)
+        },
         "memory_snapshot": lambda: [
             {"segment_pool_id": POOL, "total_size": 64},
             {"segment_pool_id": (0, 0), "total_size": 1},
@@ -147,10 +150,24 @@ def test_an_error_of_the_step_itself_stays_what_it_is(cuda: Notes, pool: CudaGra
     assert cuda.said[-1] == "end"
 
 
-def test_memory_is_that_of_the_pool_and_is_predicted_from_peaks_and_outputs(cuda: Notes, pool: CudaGraphs) -> None:
+def test_memory_is_that_of_the_pool_and_a_footprint_that_of_one_call(cuda: Notes, pool: CudaGraphs) -> None:
     assert pool.memory() == 96
     x = torch.zeros(8)
-    assert pool.measure(lambda: (x[:4], x)) == Footprint(peak=4000, outputs=32)
-    largest, smaller = Footprint(peak=3 << 20, outputs=1 << 20), Footprint(peak=1 << 20, outputs=1 << 19)
-    assert pool.predict([largest, smaller, smaller]) == 4 << 20
-    assert pool.predict([largest, smaller, smaller, smaller]) == 6 << 20
+    assert pool.measure(lambda: (x[:4], x)) == Footprint(peak=4000, outputs=32, small=500, large=3600)
+
+
+@pytest.mark.parametrize(
+    ("footprints", "expected"),
+    [
+        # Five buckets of a step whose largest holds 3 MiB of small tensors and 6 of large ones: two segments, and one.
+        ([Footprint(9 << 20, 49_152, 3 << 20, 6 << 20), *[Footprint(1 << 20, 8192, 1 << 20)] * 4], 24 << 20),
+        ([Footprint(1 << 20, 1 << 20, 1 << 20)] * 2, 2 << 20),
+        ([Footprint(1 << 20, 1 << 20, 1 << 20)] * 3, 4 << 20),
+        ([Footprint(18 << 20, 2 << 20, 0, 18 << 20)] * 2, 20 << 20),
+        ([Footprint(18 << 20, 2 << 20, 0, 18 << 20)] * 3, 40 << 20),
+    ],
+)
+def test_predictions_are_in_segments_of_the_caching_allocator(
+    pool: CudaGraphs, footprints: list[Footprint], expected: int
+) -> None:
+    assert pool.predict(footprints) == expected
