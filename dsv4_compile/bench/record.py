@@ -37,13 +37,17 @@ def environment(device: torch.device) -> Record:
 
 def save(record: Record, folder: str | Path) -> list[Path]:
     """Write `<scenario>.json`, `.txt` and, where matplotlib is, pictures into `folder`; return their paths."""
+    return write(record, folder) + (draw(record, Path(folder)) if can_draw() else [])
+
+
+def write(record: Record, folder: str | Path) -> list[Path]:
+    """`save` without pictures."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / record["scenario"]
     stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     stem.with_suffix(".txt").write_text(render(record) + "\n")
-    paths = [stem.with_suffix(".json"), stem.with_suffix(".txt")]
-    return paths + (draw(record, folder) if can_draw() else [])
+    return [stem.with_suffix(".json"), stem.with_suffix(".txt")]
 
 
 def _machine(device: torch.device) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from .problem import Only, Problem, keep
 from .record import Record, environment
 
 SCENARIOS = {
-    "attention_backends": "lists of slots, caches of rows, and DeepSeek-V3.2: what other systems attend",
+    "attention_backends": "decodes as five systems describe them: rows and lists of slots, other caches, DeepSeek-V3.2",
     "chain": "hidden states to queries and caches: plain PyTorch, stock torch.compile and the ops",
     "decode_step": "attention of a whole decode step, as a user runs it, in graphs and without",
     "gemm": "block-scaled and grouped linear layers",
@@ -37,13 +37,20 @@ SCENARIOS = {
 """Name of a scenario, which is a module of this package, and what it measures."""
 
 
-def run(scenario: str, *, only: Only | None = None, device: torch.device | None = None) -> Record:
+def run(
+    scenario: str,
+    *,
+    only: Only | None = None,
+    device: torch.device | None = None,
+    so_far: Callable[[Record], Any] | None = None,
+) -> Record:
     """Measure `scenario` and return the record; see the package for the keys of a row.
 
     Args:
         scenario: one of `SCENARIOS`.
         only: limits columns to these values; see `problem.Only`.
         device: default: the GPU, or the CPU where there is none.
+        so_far: called with the record after each problem, so that a run that is cut short has left something.
     Raises:
         ValueError: `complaint` has something to say.
     """
@@ -64,7 +71,10 @@ def run(scenario: str, *, only: Only | None = None, device: torch.device | None 
             work.note(f"{problem.op}, {sizes}")
             for row in rows_of(problem, only, device):
                 record["rows"].append(row | _rates(row, problem, machine))
-                work.advance(f"{problem.op}, {sizes}")
+                found = row["status"] if row["us"] is None else f"{row['us']:.2f} us"
+                work.advance(f"{problem.op}, {sizes}, {row['impl']}: {found}")
+            if so_far is not None:
+                so_far(record)
     return record
 
 
