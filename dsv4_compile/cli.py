@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib import resources
 
 from . import progress
@@ -141,7 +142,12 @@ def _bench(args: argparse.Namespace) -> int:
         return 2
     if args.png:
         bench.require_drawing()
-    record = bench.run(args.scenario, only=only, device=torch.device(args.device) if args.device else None)
+    record = bench.run(
+        args.scenario,
+        only=only,
+        device=torch.device(args.device) if args.device else None,
+        so_far=partial(bench.write, folder=args.out) if args.out else None,
+    )
     if not record["rows"]:
         print(f"nothing is left to measure after --only {' --only '.join(args.only)}", file=sys.stderr)
         return 2
