@@ -1,8 +1,8 @@
-"""Scenario `attention_backends`: what the attention backends run that `sparse_mla_decode` does not measure.
+"""Scenario `attention_backends`: decode as each attention backend describes it, at the same sizes.
 
-Lists of slots (ROCm) at V4-Flash's sizes, to be held against the same keys as rows in scenario `sparse_mla_decode`;
-rows in bfloat16 and in per-tensor fp8 (FlashInfer) beside `fp8_ds_mla`; and DeepSeek-V3.2: 128 heads, 2048 keys of 576
-dims. Every row of slots is full and random, from a pool that does not fit an L2 cache from 128 tokens on.
+At V4-Flash's sizes, the same keys as rows of slots (FlashMLA) and as lists of slots (ROCm), and in caches of rows in
+bfloat16 and in per-tensor fp8 (FlashInfer); and DeepSeek-V3.2: 128 heads, 2048 keys of 576 dims. Every row of slots is
+full and random, from a pool that does not fit an L2 cache from 128 tokens on.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def lists(tokens: int, device: torch.device, seed: int) -> Args:
     return q, cache, *first, *attend, entries, *second, block, None, *bounds
 
 
-def plain_or_fp8(fmt: str, tokens: int, device: torch.device, seed: int) -> Args:
-    """`sparse_mla_decode`'s arguments with caches of rows."""
+def in_format(fmt: str, tokens: int, device: torch.device, seed: int) -> Args:
+    """`sparse_mla_decode`'s arguments with caches in this format."""
+    if fmt == rows.CACHE:
+        return rows.arguments(tokens, HEADS, device, seed)
     q, _, slots, lens, block, _, scale, sink, _, entry_slots, entry_lens, _ = rows.arguments(
         tokens, HEADS, device, seed
     )
@@ -75,13 +77,13 @@ def implementations(op: str) -> Mapping[str, Prepare]:
 def problems(device: torch.device, only: Only, tokens: tuple[int, ...] | None = None) -> Iterator[Problem]:
     """Every op and cache at every number of tokens."""
     wide, narrow = layout.V32_HEAD_DIM, layout.V32_LATENT_DIM
-    made: list[tuple[str, str, int, int, Callable[[int], Callable[[int], Args]], dict[str, int]]] = [
-        (LISTS, rows.CACHE, HEADS, KEYS, lambda size: partial(lists, size, device), {"D": layout.HEAD_DIM}),
-        (ROWS, "plain", HEADS, KEYS, lambda size: partial(plain_or_fp8, "plain", size, device), {"D": layout.HEAD_DIM}),
-        (ROWS, "fp8", HEADS, KEYS, lambda size: partial(plain_or_fp8, "fp8", size, device), {"D": layout.HEAD_DIM}),
-        (LATENT, "plain", V32_HEADS, V32_TOPK, lambda size: partial(latent, size, device), {"D": wide, "N": narrow}),
+    flash = HEADS, KEYS, {"D": layout.HEAD_DIM}
+    made: list[tuple[str, str, int, int, dict[str, int], Callable[..., Args]]] = [
+        (LISTS, rows.CACHE, *flash, lists),
+        *((ROWS, fmt, *flash, partial(in_format, fmt)) for fmt in (rows.CACHE, "plain", "fp8")),
+        (LATENT, "plain", V32_HEADS, V32_TOPK, {"D": wide, "N": narrow}, latent),
     ]
-    for op, cache, heads, keys, make, dims in made:
+    for op, cache, heads, keys, dims, make in made:
         for size in tokens or TOKENS[device.type]:
             if not keep(only, op=op, cache=cache, heads=heads, keys=keys, tokens=size):
                 continue
@@ -89,7 +91,7 @@ def problems(device: torch.device, only: Only, tokens: tuple[int, ...] | None = 
             yield Problem(
                 op=op,
                 params={"cache": cache, "heads": heads, "keys": keys, "tokens": size},
-                make=make(size),
+                make=partial(make, size, device),
                 written=(),
                 cost=costs.of(op, T=size, H=heads, K=keys, row=row, **dims),
                 reference=REFERENCES[op],

@@ -31,6 +31,7 @@ def test_problems_are_those_of_the_systems() -> None:
     sizes = [(p.op, p.params["cache"], p.params["heads"], p.params["keys"]) for p in found()]
     assert sizes == [
         ("sparse_mla_decode_ragged", "fp8_ds_mla", 64, 640),
+        ("sparse_mla_decode", "fp8_ds_mla", 64, 640),
         ("sparse_mla_decode", "plain", 64, 640),
         ("sparse_mla_decode", "fp8", 64, 640),
         ("sparse_mla_decode_latent", "plain", 128, 2048),
@@ -48,14 +49,15 @@ def test_lists_hold_the_slots_of_the_rows() -> None:
 
 
 def test_costs_count_rows_and_products() -> None:
-    lists, plain, _, latent = found()
+    lists, same, plain, _, latent = found()
+    assert lists.cost == same.cost
     assert lists.cost.bytes > 2 * 640 * 584
     assert plain.cost.bytes > 2 * 640 * 2 * layout.HEAD_DIM
     assert latent.cost.flops == 2 * 2 * 128 * 2048 * (576 + 512)
     assert latent.cost.bytes > 2 * 2048 * 2 * 576
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_a_wrong_result_gets_no_number(number: int) -> None:
     problem = found()[number]
 

@@ -36,6 +36,7 @@ PROJECTED = Tolerance(abs=4e-3, rel=4.01 / 128, cosine=2e-5)
 
 
 def layer_of(kind: str, **options: Any) -> DeepseekV4Attention:
+    """A layer with the same random weights at each call."""
     layer = DeepseekV4Attention(
         CONFIG.with_layers(RATIOS[kind]), 0, max_seq_len=MAX_SEQ_LEN, max_num_batched_tokens=MAX_TOKENS, **options
     )
@@ -51,11 +52,16 @@ class Serving:
 
     def __init__(self, layer: DeepseekV4Attention, call: Any = None) -> None:
         self.layer, self.call = layer, layer if call is None else call
+        self.device = layer.attn_sink.device
         self.paged = PagedCaches(
-            layer.config, max_batch_size=REQUESTS, max_seq_len=MAX_SEQ_LEN, cache_format=layer.cache_format
+            layer.config,
+            max_batch_size=REQUESTS,
+            max_seq_len=MAX_SEQ_LEN,
+            cache_format=layer.cache_format,
+            device=self.device,
         )
         backend = layer.selection.backend
-        options = {"decode_threshold": THRESHOLD}
+        options = {"decode_threshold": THRESHOLD, "device": self.device}
         make_swa = backend.get_swa_builder_cls()
         self.swa = None if make_swa is None else make_swa(MAX_TOKENS, **options)
         self.main = None
@@ -66,19 +72,24 @@ class Serving:
         self.lengths = [0] * REQUESTS
 
     def step(self, counts: list[int], hidden: Tensor) -> Tensor:
+        """Attend `counts` new tokens of the requests, and padding behind them."""
+        with torch.inference_mode():
+            return self.call(*self.arguments(counts, hidden))
+
+    def arguments(self, counts: list[int], hidden: Tensor) -> tuple[Any, ...]:
+        """What the layer is called with for a step, whose tokens count from now on."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         starts = [sum(counts[:request]) for request in range(REQUESTS + 1)]
         metadata = build_batch_metadata(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(self.lengths, dtype=torch.int32),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=self.device),
+            seq_lens=torch.tensor(self.lengths, dtype=torch.int32, device=self.device),
             num_tokens=hidden.shape[0],
             block_tables=self.paged.block_tables,
             window=CONFIG.sliding_window,
             max_model_len=self.paged.max_seq_len,
             ratios=self.layer.config.compressed_ratios,
         )
-        with torch.inference_mode():
-            return self.call(hidden, metadata, self.paged.layers[0], self._own(metadata, starts))
+        return hidden.to(self.device), metadata, self.paged.layers[0], self._own(metadata, starts)
 
     def _own(self, metadata: Any, starts: list[int]) -> DeepseekV4Metadata | None:
         """The step as the backend's own builders describe it."""
