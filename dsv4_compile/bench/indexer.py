@@ -1,5 +1,7 @@
 """Scenario `indexer`: the compressors and the indexer of a layer, op by op, at 16k tokens of context.
 
+Score and selection are offered at other contexts too: `--only context=4096,65536`.
+
 Up to `MOST_REQUESTS` tokens are a decode step, a request each: every token closes a group, which is the worst case, and
 sees 4096 entries of its own. More tokens are the last chunk of one prompt, whose tokens share entries.
 
@@ -9,6 +11,7 @@ selection has one right answer for implementations that add in different orders.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +29,9 @@ TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096), "cpu": (1, 4)}
 TYPICAL_TOKENS = 128
 MOST_REQUESTS = 512
 CONTEXT = {"cuda": 16384, "cpu": 2048}
-COLUMNS = ("op", "layer", "topk", "tokens", "impl")
+CONTEXTS = (4096, 16384, 65536, 131072)
+COLUMNS = ("op", "layer", "topk", "context", "tokens", "impl")
+SCORES = ("indexer_logits_topk", "indexer_topk_slots")
 RATIO, BLOCK = layout.CSA_RATIO, layout.storage_block_size(layout.CSA_RATIO)
 KEYS = "indexer_fp8"
 _E4M3_ONE = 0x38
@@ -233,26 +238,28 @@ def problems(
     device: torch.device, only: Only, tokens: tuple[int, ...] | None = None, context: int | None = None
 ) -> Iterator[Problem]:
     """Every op at every size. The larger top-k is that of V4-Pro, whose indexer is V4-Flash's otherwise."""
-    config, context = DeepseekV4Config.flash(), context or CONTEXT[device.type]
+    config, usual = DeepseekV4Config.flash(), context or CONTEXT[device.type]
     sizes = [t for t in tokens or TOKENS[device.type] if keep(only, tokens=t)]
     for case in cases(config):
-        if not sizes or not keep(only, op=case.op, **case.params):
+        offered = CONTEXTS if "context" in only and case.op in SCORES else (usual,)
+        contexts = [c for c in offered if keep(only, context=c)]
+        if not sizes or not contexts or not keep(only, op=case.op, **case.params):
             continue
 
-        def make(tokens: int, case: Case = case) -> Callable[[int], Args]:
+        def make(tokens: int, context: int, case: Case = case) -> Callable[[int], Args]:
             return lambda seed: case.build(Step(config, tokens, context, device, seed))
 
-        def typical(make: Callable[[int], Callable[[int], Args]] = make) -> Args:
-            return make(TYPICAL_TOKENS)(0)
+        def typical(make: Callable[[int, int], Callable[[int], Args]] = make) -> Args:
+            return make(TYPICAL_TOKENS, usual)(0)
 
         ways = implementations(case.op, typical, case.tokens)
-        for size in sizes:
+        for at, size in itertools.product(contexts, sizes):
             yield Problem(
                 op=case.op,
-                params={**case.params, "tokens": size},
-                make=make(size),
+                params={**case.params, "context": at, "tokens": size},
+                make=make(size, at),
                 written=case.written,
-                cost=case.cost(Step(config, size, context, device, 0)),
+                cost=case.cost(Step(config, size, at, device, 0)),
                 reference=REFERENCES[case.op],
                 implementations=ways,
                 published={},

@@ -75,6 +75,13 @@ def test_sums_of_the_score_are_exact() -> None:
     assert min(row.unique().numel() for row in logits) > 0.9 * logits.shape[1]
 
 
+def test_other_contexts_are_measured_where_they_are_asked_for() -> None:
+    asked = {"context": {"4096", "131072"}, "topk": {"512"}}
+    found = [(p.op, p.params["context"]) for p in indexer.problems(CPU, asked, (1,))]
+    assert found == [(op, context) for op in indexer.SCORES for context in (4096, 131072)]
+    assert {p.params["context"] for p in indexer.problems(CPU, {}, (1,))} == {indexer.CONTEXT["cpu"]}
+
+
 def test_tiles_are_arguments_of_the_launchers() -> None:
     for op, tiles in indexer_tiles.TILES.items():
         module = __import__(f"dsv4_compile.kernels.{KERNELS[op]}", fromlist=[op])
