@@ -2,7 +2,7 @@
 
 What to take away: a batch is described by tensors, so a new prompt, a chunk of a long one and any number of decoded
 tokens share a step, and every step runs the same graph. Caches are paged, 584 bytes a token here, and are updated in
-place. Runs on a CPU in less than a minute: python examples/01_compile_attention.py
+place. Runs in less than a minute, without a GPU too: python examples/01_compile_attention.py
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dsv4_compile.cache import CacheFormat, PagedCaches
 from dsv4_compile.metadata import AttentionMetadata, build_batch_metadata
 
 REQUESTS, MAX_SEQ_LEN = 4, 1024
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Tokens that each of the four requests gets in a step.
 STEPS = {
@@ -36,7 +37,7 @@ def small_config() -> DeepseekV4Config:
 
 def random_layer(config: DeepseekV4Config, layer_idx: int, cache_format: CacheFormat) -> DeepseekV4Attention:
     """A bfloat16 layer. Weights of a checkpoint come from dsv4_compile.loading.load_attention_from_safetensors."""
-    layer = DeepseekV4Attention(config, layer_idx, cache_format=cache_format, max_seq_len=MAX_SEQ_LEN)
+    layer = DeepseekV4Attention(config, layer_idx, cache_format=cache_format, max_seq_len=MAX_SEQ_LEN, device=DEVICE)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
@@ -46,8 +47,8 @@ def random_layer(config: DeepseekV4Config, layer_idx: int, cache_format: CacheFo
 def describe_step(caches: PagedCaches, new_tokens: list[int], lengths: list[int]) -> AttentionMetadata:
     """Metadata of a step. An engine builds it once and passes it to all layers."""
     return build_batch_metadata(
-        query_start_loc=torch.tensor([0, *new_tokens]).cumsum(0).int(),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, *new_tokens], device=DEVICE).cumsum(0).int(),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         num_tokens=sum(new_tokens),
         block_tables=caches.block_tables,
         window=caches.config.sliding_window,
@@ -61,7 +62,7 @@ def main() -> None:
     torch.manual_seed(0)
     config, cache_format = small_config(), CacheFormat.resolve("fp8_ds_mla")
     caches, eager_caches = (
-        PagedCaches(config, max_batch_size=REQUESTS, max_seq_len=MAX_SEQ_LEN, cache_format=cache_format)
+        PagedCaches(config, max_batch_size=REQUESTS, max_seq_len=MAX_SEQ_LEN, cache_format=cache_format, device=DEVICE)
         for _ in range(2)
     )
     print(f"caches of {REQUESTS} requests of {caches.max_seq_len} tokens: {caches.nbytes / 2**20:.1f} MiB")
@@ -79,7 +80,7 @@ def main() -> None:
         for step, (what, new_tokens) in enumerate(STEPS.items()):
             lengths = [length + new for length, new in zip(lengths, new_tokens, strict=True)]
             metadata = describe_step(caches, new_tokens, lengths)
-            hidden = torch.randn(sum(new_tokens), config.hidden_size, dtype=torch.bfloat16)
+            hidden = torch.randn(sum(new_tokens), config.hidden_size).to(DEVICE, torch.bfloat16)
             # The first step compiles. From then on torch is told to raise rather than to compile again.
             with torch.compiler.set_stance("default" if step == 0 else "fail_on_recompile"):
                 out = compiled(hidden, metadata, cache)

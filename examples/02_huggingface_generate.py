@@ -2,7 +2,7 @@
 
 What to take away: `convert` works in place and shares the weights, `model.compile` and `model.generate` are used as
 ever, and a batch of unequal prompts gives every prompt the tokens it would get alone, since padding is never stored.
-Runs on a CPU in about a minute: python examples/02_huggingface_generate.py
+Runs in about a minute, without a GPU too: python examples/02_huggingface_generate.py
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ PROMPTS = [
     "A longer prompt than the others: from 36 tokens on, the indexer of this CSA layer has to choose its entries.",
 ]
 NEW_TOKENS = 24
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def encode(prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,14 +29,14 @@ def encode(prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     rows = [torch.tensor(list(prompt.encode())) + 1 for prompt in prompts]
     width = max(map(len, rows))
     ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
-    return ids, (ids != 0).long()
+    return ids.to(DEVICE), (ids != 0).long().to(DEVICE)
 
 
 def main() -> None:
     quiet_transformers()
     # Random weights, and one CSA layer, so that the example compiles quickly. `dsv4 demo` has all kinds of layers; a
     # real model comes from DeepseekV4ForCausalLM.from_pretrained(path).
-    model = tiny_model(num_hidden_layers=1, layer_types=["compressed_sparse_attention"])
+    model = tiny_model(num_hidden_layers=1, layer_types=["compressed_sparse_attention"]).to(DEVICE)
     original = copy.deepcopy(model)
 
     dsv4_compile.hf.convert(model, max_batch_size=len(PROMPTS), max_seq_len=512)
