@@ -55,10 +55,10 @@ def _index_row(rows, token, RAGGED: gl.constexpr):
 
 
 @gluon.jit
-def row_length(rows, token, RAGGED: gl.constexpr):
-    """How many indices of a token count, int32."""
+def block_count(rows, token, RAGGED: gl.constexpr):
+    """Blocks of keys of a token, int32. One without keys has a block of zeros, so that every item is made alike."""
     _, length, _ = _index_row(rows, token, RAGGED)
-    return length
+    return gl.maximum((length + BLOCK_N - 1) // BLOCK_N, 1)
 
 
 @gluon.jit
@@ -85,7 +85,7 @@ def gather_rows(
         following = gl.minimum(item + programs, items - 1) // HEAD_BLOCKS
         p_next, next_length, readable = _index_row(rows, following, RAGGED)
         next_first = gl.load(p_next + o_key, mask=o_key < readable, other=-1)
-        for start in range(0, length, BLOCK_N):
+        for start in range(0, gl.maximum(length, 1), BLOCK_N):
             column = start + BLOCK_N + o_key
             next_row = gl.load(p_row + column, mask=column < length, other=-1)
             live = (row >= 0) & (row < workspace_rows) & (start + o_key < length)

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import layout
-from .gather_rows_hopper import BLOCK_N, BUFFERS, HALF, LEFT_ARRIVALS, RIGHT_ARRIVALS, gather_rows, row_length
+from .gather_rows_hopper import BLOCK_N, BUFFERS, HALF, LEFT_ARRIVALS, RIGHT_ARRIVALS, block_count, gather_rows
 from .gpu import Gpu
 from .kv_load_hopper import thread_barrier
 from .sparse_mla_prefill_portable import Rows, outputs
@@ -40,6 +40,7 @@ RIGHT_REGISTERS, GATHERER_REGISTERS = 168, 80
 ROW_ALIGN = 16
 """Bytes that what is copied starts at multiples of; and elements, for Triton looks at strides as they are."""
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_HEAD_ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 D = gl.constexpr(layout.HEAD_DIM)
 BLOCK_H = gl.constexpr(HEADS)
@@ -52,29 +53,28 @@ SCORES = gl.constexpr(
 )
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF.value, 16]))
 SWIZZLED = gl.constexpr(_SWIZZLED)
+HEAD_ROWS = gl.constexpr(_HEAD_ROWS)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-# A half of the output with 16 bytes of a row in each thread: an exchange among neighbours away from OUTPUT.
-HALF_ROWS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[HEADS, HALF.value],
-    )
-)
 
-# The copy of a tile, from Triton 3.8 on and before.
-copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# The copies of a tile, from Triton 3.8 on and before.
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
-def _load_q(queries, item, q_left, q_right, q_ready, H: gl.constexpr, HEAD_BLOCKS: gl.constexpr):
-    """Start the copy of an item's queries. Heads behind the last one are the next token's, and nobody's result."""
-    row = item // HEAD_BLOCKS * H + item % HEAD_BLOCKS * BLOCK_H
+def _head_rows(tile):
+    """A tile `[64, 256]` as the copy engine sees it: heads of one token."""
+    return tile._reinterpret(gl.bfloat16, [1, BLOCK_H, HALF], HEAD_ROWS)
+
+
+@gluon.jit
+def _load_q(queries, item, q_left, q_right, q_ready, HEAD_BLOCKS: gl.constexpr):
+    """Start the copy of an item's queries. Heads behind the last one are zero."""
+    token = item // HEAD_BLOCKS
+    head = item % HEAD_BLOCKS * BLOCK_H
     mbarrier.expect(q_ready, Q_BYTES)
-    copy_tile(queries, [row, 0], q_ready, q_left)
-    copy_tile(queries, [row, HALF], q_ready, q_right)
+    load_tile(queries, [token, head, 0], q_ready, _head_rows(q_left))
+    load_tile(queries, [token, head, HALF], q_ready, _head_rows(q_right))
 
 
 @gluon.jit
@@ -124,22 +124,21 @@ def _softmax(scores, live, acc, top, sums, turn, scale, keys, shared):
 
 
 @gluon.jit
-def _store_half(acc, p_out, head, FIRST: gl.constexpr, H: gl.constexpr):
-    """Dims FIRST to FIRST + 255 of the output of the heads from `head` on."""
-    o_head = gl.expand_dims(gl.arange(0, BLOCK_H, gl.SliceLayout(1, HALF_ROWS)), 1)
-    o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, HALF_ROWS)), 0)
-    out = gl.convert_layout(acc.to(gl.bfloat16), HALF_ROWS)
-    p_half = p_out + o_head * D + FIRST + o_dim
-    if H % BLOCK_H == 0:
-        gl.store(p_half, out)
-    else:
-        mask, _ = gl.broadcast(head + o_head < H, p_half)
-        gl.store(p_half, out, mask=mask)
+def _store_half(acc, tile, out, item, FIRST: gl.constexpr, HEAD_BLOCKS: gl.constexpr):
+    """Start the copy of dims FIRST to FIRST + 255 of an item's output, by way of `tile`, keys that nobody needs.
+
+    The copy engine leaves out heads behind the last one. No branch is taken for some threads of a warp: the products
+    and copies that follow are instructions of whole warps.
+    """
+    tile.store(acc.to(gl.bfloat16))
+    fence_async_shared()
+    thread_barrier()
+    store_tile(out, [item // HEAD_BLOCKS, item % HEAD_BLOCKS * BLOCK_H, FIRST], _head_rows(tile))
 
 
 @gluon.jit
 def _left(
-    queries, p_sink, p_out, p_max, p_lse, scale, rows, items, programs,
+    queries, p_sink, out, p_max, p_lse, scale, rows, items, programs,
     q_left, q_right, q_ready, k_left, k_right, lives, left_ready, right_ready, left_free, shared, scores_done,
     H: gl.constexpr, HEAD_BLOCKS: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
@@ -150,51 +149,43 @@ def _left(
     number = 0  # of blocks so far
     turn = 0  # of the weights' buffers: one for each block, and one for the factor at the end of an item
     q_phase = 0
-    _load_q(queries, first, q_left, q_right, q_ready, H, HEAD_BLOCKS)
-    length = row_length(rows, first // HEAD_BLOCKS, RAGGED)
+    _load_q(queries, first, q_left, q_right, q_ready, HEAD_BLOCKS)
+    blocks = block_count(rows, first // HEAD_BLOCKS, RAGGED)
     for item in range(first, items, programs):
-        blocks = (length + BLOCK_N - 1) // BLOCK_N
-        following = gl.minimum(item + programs, items - 1) // HEAD_BLOCKS
-        length = row_length(rows, following, RAGGED)
+        following = block_count(rows, gl.minimum(item + programs, items - 1) // HEAD_BLOCKS, RAGGED)
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
         top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         sums = _lane_sums(gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES))
         mbarrier.wait(q_ready, q_phase)
         q_phase ^= 1
-        if blocks > 0:
-            scores, live = _scores(q_left, q_right, k_left, k_right, lives, left_ready, right_ready, number)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            for _ in range(blocks - 1):
-                buffer = number % BUFFERS
-                acc, operand, top, sums = _softmax(
-                    scores, live, acc, top, sums, turn, scale, k_left.index(buffer), shared
-                )
-                scores, live = _scores(q_left, q_right, k_left, k_right, lives, left_ready, right_ready, number + 1)
-                acc, operand = warpgroup_mma_wait(2, deps=[acc, operand])
-                thread_barrier()
-                mbarrier.arrive(left_free.index(buffer), count=1)
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                mbarrier.arrive(scores_done.index(buffer), count=1)
-                number += 1
-                turn += 1
-            thread_barrier()
-            if item + programs < items:
-                _load_q(queries, item + programs, q_left, q_right, q_ready, H, HEAD_BLOCKS)
+        scores, live = _scores(q_left, q_right, k_left, k_right, lives, left_ready, right_ready, number)
+        # Under these scores the output of the item before leaves the keys that it used last.
+        tma.store_wait(0)
+        thread_barrier()
+        mbarrier.arrive(left_free.index((number + 1) % BUFFERS), count=1, pred=item != first)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        for _ in range(blocks - 1):
             buffer = number % BUFFERS
             acc, operand, top, sums = _softmax(scores, live, acc, top, sums, turn, scale, k_left.index(buffer), shared)
-            mbarrier.arrive(scores_done.index(buffer), count=1)
-            acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+            scores, live = _scores(q_left, q_right, k_left, k_right, lives, left_ready, right_ready, number + 1)
+            acc, operand = warpgroup_mma_wait(2, deps=[acc, operand])
             thread_barrier()
             mbarrier.arrive(left_free.index(buffer), count=1)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(scores_done.index(buffer), count=1)
             number += 1
             turn += 1
-        else:
-            thread_barrier()
-            if item + programs < items:
-                _load_q(queries, item + programs, q_left, q_right, q_ready, H, HEAD_BLOCKS)
+        thread_barrier()
+        if item + programs < items:
+            _load_q(queries, item + programs, q_left, q_right, q_ready, HEAD_BLOCKS)
+        buffer = number % BUFFERS
+        acc, operand, top, sums = _softmax(scores, live, acc, top, sums, turn, scale, k_left.index(buffer), shared)
+        mbarrier.arrive(scores_done.index(buffer), count=1)
+        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+        number += 1
+        turn += 1
         head = item % HEAD_BLOCKS * BLOCK_H
         m_head = head + o_row < H
-        result = gl.to_tensor(item // HEAD_BLOCKS).to(gl.int64) * H + head
         shift = gl.where(top == float("-inf"), 0.0, top)
         sum_all = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
         denominator = sum_all
@@ -207,30 +198,31 @@ def _left(
         thread_barrier()
         mbarrier.arrive(weights_ready.index(slot), count=1)
         turn += 1
+        acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), 1)
+        _store_half(acc, k_left.index(buffer), out, item, 0, HEAD_BLOCKS)
+        result = gl.to_tensor(item // HEAD_BLOCKS).to(gl.int64) * H + head
         lse = gl.where(sum_all == 0, float("inf"), (shift + gl.log2(sum_all)) * LN_2)
         gl.store(p_lse + result + o_row, lse, mask=m_head)
         gl.store(p_max + result + o_row, top * LN_2, mask=m_head)
-        acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), 1)
-        _store_half(acc, p_out + result * D, head, 0, H)
+        blocks = following
+    tma.store_wait(0)
 
 
 @gluon.jit
 def _right(
-    p_out, rows, items, programs, k_right, right_ready, right_free, shared, scores_done,
-    H: gl.constexpr, HEAD_BLOCKS: gl.constexpr, RAGGED: gl.constexpr,
+    out, rows, items, programs, k_right, right_ready, right_free, shared, scores_done,
+    HEAD_BLOCKS: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """The second warpgroup: the right half of the output."""
     weights_tile, factors, weights_ready, weights_free = shared
     first = gl.program_id(0)
     number = 0
     turn = 0
-    length = row_length(rows, first // HEAD_BLOCKS, RAGGED)
+    blocks = block_count(rows, first // HEAD_BLOCKS, RAGGED)
     for item in range(first, items, programs):
-        blocks = (length + BLOCK_N - 1) // BLOCK_N
-        following = gl.minimum(item + programs, items - 1) // HEAD_BLOCKS
-        length = row_length(rows, following, RAGGED)
+        following = block_count(rows, gl.minimum(item + programs, items - 1) // HEAD_BLOCKS, RAGGED)
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
-        for _ in range(blocks):
+        for block in range(blocks):
             buffer, slot = number % BUFFERS, turn % BUFFERS
             mbarrier.wait(right_ready.index(buffer), (number // BUFFERS) & 1)
             mbarrier.wait(weights_ready.index(slot), (turn // BUFFERS) & 1)
@@ -241,7 +233,7 @@ def _right(
             acc = warpgroup_mma_wait(0, deps=[acc])
             thread_barrier()
             mbarrier.arrive(weights_free.index(slot), count=1)
-            mbarrier.arrive(right_free.index(buffer), count=1)
+            mbarrier.arrive(right_free.index(buffer), count=1, pred=block + 1 < blocks)
             number += 1
             turn += 1
         slot = turn % BUFFERS
@@ -250,15 +242,19 @@ def _right(
         thread_barrier()
         mbarrier.arrive(weights_free.index(slot), count=1)
         turn += 1
-        head = item % HEAD_BLOCKS * BLOCK_H
-        result = gl.to_tensor(item // HEAD_BLOCKS).to(gl.int64) * H + head
-        _store_half(acc * gl.expand_dims(factor, 1), p_out + result * D, head, HALF, H)
+        # The keys that the item used last make room for its output.
+        buffer = (number + 1) % BUFFERS
+        _store_half(acc * gl.expand_dims(factor, 1), k_right.index(buffer), out, item, HALF, HEAD_BLOCKS)
+        tma.store_wait(0)
+        thread_barrier()
+        mbarrier.arrive(right_free.index(buffer), count=1)
+        blocks = following
 
 
 @gluon.jit(do_not_specialize=["items", "width", "total", "workspace_rows"], do_not_specialize_on_alignment=["p_bounds"])
 def sparse_mla_prefill_hopper_kernel(
-    queries,  # descriptor of [T * H, 512] bfloat16 in blocks of [64, 256]
-    p_out,  # [T, H, 512] bfloat16, contiguous
+    queries,  # descriptor of [T, H, 512] bfloat16 in blocks of [1, 64, 256]
+    out,  # the same
     p_max,  # [T, H] float32, contiguous
     p_lse,  # [T, H] float32, contiguous
     p_kv,  # [workspace_rows, 512] bfloat16
@@ -312,11 +308,11 @@ def sparse_mla_prefill_hopper_kernel(
     rows = p_indices, p_bounds, index_stride, bound_stride, width, total
     shared = weights_tile, factors, weights_ready, weights_free
     gl.warp_specialize([
-        (_left, (queries, p_sink, p_out, p_max, p_lse, scale, rows, items, programs, q_left, q_right, q_ready,
+        (_left, (queries, p_sink, out, p_max, p_lse, scale, rows, items, programs, q_left, q_right, q_ready,
                  k_left, k_right, lives, left_ready, right_ready, left_free, shared, scores_done,
                  H, HEAD_BLOCKS, RAGGED)),
-        (_right, (p_out, rows, items, programs, k_right, right_ready, right_free, shared, scores_done,
-                  H, HEAD_BLOCKS, RAGGED)),
+        (_right, (out, rows, items, programs, k_right, right_ready, right_free, shared, scores_done,
+                  HEAD_BLOCKS, RAGGED)),
         (gather_rows, (p_kv, kv_stride, workspace_rows, rows, items, programs, k_left, k_right, lives,
                        left_ready, right_ready, left_free, right_free, HEAD_BLOCKS, RAGGED)),
     ], [4, 4], [RIGHT_REGISTERS, GATHERER_REGISTERS])  # fmt: skip
@@ -324,19 +320,30 @@ def sparse_mla_prefill_hopper_kernel(
 
 def hopper_refuses(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None) -> str:
     """Why this kernel cannot take a call that the portable one can, "" if it can."""
-    tokens, heads, head_dim = q.shape
+    _, heads, head_dim = q.shape
     if q.dtype is not torch.bfloat16 or kv.dtype is not torch.bfloat16 or head_dim != layout.HEAD_DIM or heads == 0:
         return f"it takes bfloat16 vectors of {layout.HEAD_DIM} dims"
-    if q.stride(2) != 1 or kv.stride(1) != 1 or (tokens > 1 and q.stride(0) != heads * q.stride(1)):
-        return "it takes queries and keys that are rows, those of all heads of all tokens equally far apart"
+    if q.stride(2) != 1 or kv.stride(1) != 1:
+        return "it takes queries and keys that are rows"
     if kv.shape[0] == 0 or kv.stride(0) % ROW_ALIGN or kv.data_ptr() % ROW_ALIGN:
         return f"it takes a workspace that has rows, a multiple of {ROW_ALIGN} elements apart"
-    if q.stride(1) * q.element_size() % ROW_ALIGN or q.data_ptr() % ROW_ALIGN:
-        return f"it takes queries that start at multiples of {ROW_ALIGN} bytes"
+    apart = _strides(q)
+    if min(apart) < head_dim or any(n * q.element_size() % ROW_ALIGN for n in apart) or q.data_ptr() % ROW_ALIGN:
+        return f"it takes queries of their own that start at multiples of {ROW_ALIGN} bytes"
     if not scale > 0:
         return "it takes positive scales"
     neighbours = [rows.indices] if sink is None else [rows.indices, sink]
     return "" if all(x.stride(-1) == 1 for x in neighbours) else "it takes indices and sinks that are neighbours"
+
+
+def _strides(heads: Tensor) -> list[int]:
+    """How far apart tokens and heads are. That of one may be anything, and is not used."""
+    return [n if size > 1 else layout.HEAD_DIM for n, size in zip(heads.stride(), heads.shape[:2], strict=False)]
+
+
+def _descriptor(heads: Tensor) -> TensorDescriptor:
+    """`[T, H, 512]` in tiles of 64 heads and 256 dims."""
+    return TensorDescriptor(heads, list(heads.shape), [*_strides(heads), 1], [1, HEADS, HALF.value], _HEAD_ROWS)
 
 
 def launch_hopper(
@@ -346,12 +353,11 @@ def launch_hopper(
     out, max_logits, lse = outputs(q)
     if lse.numel() == 0:
         return out, max_logits, lse
-    tokens, heads, head_dim = q.shape
+    tokens, heads, _ = q.shape
     items = tokens * layout.cdiv(heads, HEADS)
-    every_head = q.as_strided((tokens * heads, head_dim), (q.stride(1), 1))
     sparse_mla_prefill_hopper_kernel[(min(items, gpu.processors),)](
-        TensorDescriptor.from_tensor(every_head, [HEADS, HALF.value], _SWIZZLED),
-        out,
+        _descriptor(q),
+        _descriptor(out),
         max_logits,
         lse,
         kv,

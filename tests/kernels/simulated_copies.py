@@ -6,6 +6,7 @@ kernel did not wait for it: both of a block's products are looked at, and operan
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +24,15 @@ THREADS = 128
 class Descriptor:
     """Rows of a tensor in blocks."""
 
-    def __init__(self, tensor: Tensor, block: list[int], layout: Any) -> None:
-        assert tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % 16 == 0
-        self.tensor, self.block = tensor, [int(n) for n in block]
+    def __init__(self, tensor: Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any) -> None:
+        assert strides[-1] == 1 and all(n * tensor.element_size() % 16 == 0 for n in strides[:-1])
+        self.tensor, self.block = tensor.as_strided(shape, strides), [int(n) for n in block]
 
-    from_tensor = classmethod(lambda cls, *args: cls(*args))
+    def at(self, corner: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
+        """The part of a block that the tensor has, and where in the block it is."""
+        first = [int(base.raw(x)) for x in corner]
+        found = self.tensor[tuple(slice(a, a + n) for a, n in zip(first, self.block, strict=True))]
+        return found, tuple(slice(0, n) for n in found.shape)
 
 
 class Persistent(Kernel):
@@ -45,15 +50,30 @@ def expect(barrier: Barrier, size: int) -> None:
     barrier.expected = int(size)  # type: ignore[attr-defined]
 
 
-def copy_block(source: Descriptor, corner: list[Any], barrier: Barrier, target: Shared) -> None:
+def load_block(source: Descriptor, corner: list[Any], barrier: Barrier, target: Shared) -> None:
     """A block of rows, zeros where there are none; the last of the expected bytes ends the phase."""
-    row, column = (int(base.raw(x)) for x in corner)
-    rows, columns = source.block
-    found = source.tensor[row : row + rows, column : column + columns]
-    target.data.zero_()[: len(found)] = found
-    barrier.expected -= rows * columns * source.tensor.element_size()  # type: ignore[attr-defined]
+    found, inside = source.at(corner)
+    target.data.zero_()[inside] = found
+    barrier.expected -= target.data.nbytes  # type: ignore[attr-defined]
     if barrier.expected == 0:  # type: ignore[attr-defined]
         barrier.arrive()
+
+
+def store_block(target: Descriptor, corner: list[Any], source: Shared) -> None:
+    """Start to store a block, but for what is outside the tensor. It is read when its thread waits for it."""
+    found, inside = target.at(corner)
+    _stores.pending = [*getattr(_stores, "pending", []), (found, source.data, source.data.clone(), inside)]
+
+
+def store_wait(pending: int) -> None:
+    assert pending == 0
+    for found, now, then, inside in getattr(_stores, "pending", []):
+        assert torch.equal(now.nan_to_num(), then.nan_to_num()), "a tile was overwritten while it was stored"
+        found.copy_(now[inside])
+    _stores.pending = []
+
+
+_stores = threading.local()
 
 
 def copy_elements(target: Shared, source: Pointer, mask: Any = None) -> None:
@@ -99,7 +119,9 @@ def modules() -> dict[str, types.ModuleType]:
     )
     vars(hopper.mbarrier).update(expect=expect)
     vars(hopper).update(
-        tma=types.SimpleNamespace(async_load=copy_block), warpgroup_mma=multiply, warpgroup_mma_wait=finish
+        tma=types.SimpleNamespace(async_load=load_block, async_store=store_block, store_wait=store_wait),
+        warpgroup_mma=multiply,
+        warpgroup_mma_wait=finish,
     )
     ampere, host = types.ModuleType("ampere"), types.ModuleType("host")
     vars(ampere).update(async_copy=types.SimpleNamespace(async_load=copy_elements, mbarrier_arrive=landed))

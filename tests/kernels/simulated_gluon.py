@@ -150,7 +150,9 @@ class Barrier:
     def init(self, count: int) -> None:
         self.count = self.pending = count
 
-    def arrive(self, count: int = 1) -> None:
+    def arrive(self, count: int = 1, pred: Any = True) -> None:
+        if not pred:
+            return
         with self.changed:
             self.pending -= count
             assert self.pending >= 0

@@ -63,6 +63,8 @@ def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products
     assert kernel.metadata.shared <= kibibytes * 1024
     assert code.count("USETMAXREG") >= 4
     assert code.count("LDL") + code.count("STL") <= MOST_SPILLS
+    # No thread of a warp goes another way than its neighbours: what follows are instructions of whole warps.
+    assert "BSSY" not in code
     # Products that wait for each other would each be fenced off by an arrival of their own.
     assert code.count("HGMMA") >= 72 and code.count("WARPGROUP.ARRIVE") <= 8
     assert code.count("LDGSTS.E.BYPASS.128") == 32  # a thread's copies of a block of keys
@@ -85,18 +87,21 @@ def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> Non
         == hopper.hopper_refuses(q, kv, rows(ragged=True), 2.0, None)
         == ""
     )
-    fused = torch.zeros(2, 64 * 512 + 64, dtype=torch.bfloat16)[:, : 64 * 512].unflatten(1, (64, 512))
+    fused = torch.zeros(2, 64 * 512 + 64, dtype=torch.bfloat16)
+    apart, uneven = (fused[:, first:][:, : 64 * 512].unflatten(1, (64, 512)) for first in (8, 1))
     wide = torch.zeros(70, 520, dtype=torch.bfloat16)
     calls = {
         "bfloat16 vectors": (q.half(), kv, some, 0.1, sink),
         "of 512 dims": (q[..., :256], kv[:, :256], some, 0.1, sink),
-        "equally far apart": (fused, kv, some, 0.1, sink),
+        "that are rows": (strided(q), kv, some, 0.1, sink),
+        "of their own": (q[:, :1].expand(2, 64, 512), kv, some, 0.1, sink),
         "that has rows": (q, kv[:0], some, 0.1, sink),
         "elements apart": (q, wide[:, :512], some, 0.1, sink),
-        "start at": (torch.zeros(2, 64, 513, dtype=torch.bfloat16)[..., 1:], kv, some, 0.1, sink),
+        "start at": (uneven, kv, some, 0.1, sink),
         "positive scales": (q, kv, some, -0.1, sink),
         "neighbours": (q, kv, some._replace(indices=strided(some.indices)), 0.1, sink),
     }
     for reason, call in calls.items():
         assert reason in hopper.hopper_refuses(*call)
-    assert hopper.hopper_refuses(q[:, :64].expand(2, 64, 512), kv, some, 0.1, sink) == ""
+    assert hopper.hopper_refuses(apart, kv, some, 0.1, sink) == ""
+    assert hopper.hopper_refuses(q[:1, :1].as_strided((1, 1, 512), (1, 3, 1)), kv, some, 0.1, sink) == ""
