@@ -31,6 +31,8 @@ class Problem:
         published: times in microseconds that others have reached here, by name; shown for comparison.
         differs: as `gate.disagreement`, for results whose rounding is not defined to the bit.
         cold: whether a time with the data out of the cache is wanted.
+        alike: how many of what `cost` counts one call does, one after the other; times and launches are those of one.
+        details: what else is worth keeping of an implementation that was timed on a GPU, found by further calls.
         clock: "" for graph replays on a GPU, "stream" for calls in a row, host time included: for what captures itself.
     """
 
@@ -45,6 +47,8 @@ class Problem:
     differs: Callable[..., str] | None = None
     cold: bool = True
     clock: str = ""
+    alike: int = 1
+    details: Callable[[Callable[[], Any]], Mapping[str, Any]] | None = None
 
 
 def keep(only: Only, **columns: int | str) -> bool:

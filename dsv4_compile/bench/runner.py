@@ -114,15 +114,23 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
             yield row | {"us": None, "status": "wrong", "note": wrong}
             continue
         result = timing.measure(call, sets, device, cold=cold > 0, clock=problem.clock)
+        launches = timing.launches(partial(call, *sets[0]), device)
         yield row | {
-            "us": round(result.us, 3),
-            "cold_us": None if result.cold_us is None else round(result.cold_us, 3),
+            "us": round(result.us / problem.alike, 3),
+            "cold_us": None if result.cold_us is None else round(result.cold_us / problem.alike, 3),
             "clock": result.clock,
             "sets": len(sets),
-            "launches": timing.launches(partial(call, *sets[0]), device),
+            "launches": None if launches is None else launches // problem.alike,
             "status": "ok",
             "note": "",
+            **_details(problem, partial(call, *sets[0]), device),
         }
+
+
+def _details(problem: Problem, call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    if problem.details is None or device.type != "cuda":
+        return {}
+    return {"details": problem.details(call)}
 
 
 def _rates(row: dict[str, Any], problem: Problem, machine: costs.Machine) -> dict[str, Any]:

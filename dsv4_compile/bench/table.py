@@ -9,7 +9,7 @@ Row = dict[str, Any]
 AXIS = "tokens"
 """The column that runs down a block and along a picture."""
 _NOT_PARAMS = {"op", "impl", "published_us", "us", "cold_us", "clock", "sets", "launches", "status", "note"}
-_NOT_PARAMS |= {"elements", "bytes", "flops", "floor_us", "gb_s", "of_copy", "tflop_s"}
+_NOT_PARAMS |= {"elements", "bytes", "flops", "floor_us", "gb_s", "of_copy", "tflop_s", "details"}
 
 
 def render(record: dict[str, Any]) -> str:
@@ -51,7 +51,7 @@ def _block(title: str, rows: list[Row]) -> str:
         "wall clock": ": us, wall clock",
         "stream": ": us, in a row",
     }.get(clock, "")
-    return "\n".join(["", f"{title}{unit}", *_align(lines), *_notes(rows)])
+    return "\n".join(["", f"{title}{unit}", *_align(lines), *_notes(rows), *_details(rows)])
 
 
 def _notes(rows: list[Row]) -> list[str]:
@@ -61,6 +61,19 @@ def _notes(rows: list[Row]) -> list[str]:
         if row["note"]:
             impls.setdefault(f"{row['status']}: {row['note']}", {})[row["impl"]] = None
     return [f"  {', '.join(names)}, {reason}" for reason, names in impls.items()]
+
+
+def _details(rows: list[Row]) -> list[str]:
+    """What was found beside times: numbers on a line for each row, then stages beside their floors."""
+    lines = []
+    for row in rows:
+        facts: dict[str, Any] = row.get("details", {})
+        if numbers := [f"{name} {value}" for name, value in facts.items() if isinstance(value, (int, float))]:
+            lines.append(f"  {row['impl']}, {row[AXIS]}: {', '.join(numbers)}")
+        if stages := facts.get("stages"):
+            each = (f"{name} {stage['us']:.1f} ({stage['floor_us']:.1f})" for name, stage in stages.items())
+            lines.append(f"    us (floor): {', '.join(each)}")
+    return lines
 
 
 def _time(row: Row) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from dsv4_compile import bench
-from dsv4_compile.bench import decode_step, timing
+from dsv4_compile import bench, costs
+from dsv4_compile.bench import decode_layers, decode_stages, decode_step, nodes, table, timing
 from dsv4_compile.bench.runner import rows_of
 from dsv4_compile.config import DeepseekV4Config
+from dsv4_compile.modules import DeepseekV4Attention
 
 CPU = torch.device("cpu")
 TINY = DeepseekV4Config(
@@ -29,22 +32,70 @@ def found(**only: str) -> list[bench.Problem]:
 
 @pytest.mark.parametrize("weights", decode_step.WEIGHTS)
 def test_replays_of_a_step_agree_with_the_ops_and_are_timed(weights: str) -> None:
-    for problem in found(weights=weights):
-        rows = list(rows_of(problem, {"impl": {"eager", "eager graph"}}, CPU))
-        assert [(row["impl"], row["status"]) for row in rows] == [("eager", "ok"), ("eager graph", "ok")], rows
-        assert rows[0]["context"] == 128
-        assert problem.cost.bytes > 0 and problem.cost.flops > 0
+    only = {"weights": {weights}, "impl": {"eager", "eager graph"}}
+    rows = [row for p in decode_step.problems(CPU, only, TINY, 128) for row in rows_of(p, only, CPU)]
+    assert [(row["layer"], row["impl"], row["status"]) for row in rows] == [
+        (layer, impl, "ok") for layer in decode_step.LAYERS for impl in ("eager", "eager graph")
+    ], rows
+    assert rows[0]["context"] == 128
 
 
-def test_a_stack_is_not_compiled_and_a_layer_in_every_way() -> None:
-    [stack], [layer] = found(layer="stack", weights="fp8"), found(layer="CSA", weights="fp8")
-    assert set(stack.implementations) == {"eager", "eager graph"}
-    assert set(layer.implementations) == {"eager", "eager graph", "stock", "reduce-overhead", "dsv4", "graph"}
+def test_layers_of_a_kind_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm
+
+    step = decode_layers.Step.build(TINY.with_layers(4, 128, 4, 128, 4), False, 2, 256, CPU)
+    runner = step.runner(step.compiled(backend=backend), (2,))
+    assert len(graphs) == 2
+    hidden = torch.randn(2, step.width).bfloat16()
+    got, want = step.replay(runner, 2)(hidden).clone(), step.call(step.layers, 2)(hidden)
+    assert decode_step.differs([got], [want]) == ""
 
 
 def test_a_wrong_step_is_found() -> None:
-    [problem] = found(layer="CSA", weights="bfloat16")
+    problem = found(layer="CSA", weights="bfloat16", impl="eager")[0]
     want = [problem.reference(*problem.make(0))]
     assert decode_step.differs(want, want) == ""
     assert decode_step.differs([want[0] * 1.2], want) != ""
+    assert decode_step.differs([want[0] * torch.tensor([[1.0], [3.0]])], want) != ""
     assert decode_step.differs([problem.reference(*problem.make(1))], want) != ""
+
+
+@pytest.mark.parametrize(("fp8", "floors"), [(False, (50, 52, 59)), (True, (25, 27, 32))])
+def test_the_cost_of_a_layer_is_its_weights_and_what_its_request_attends(fp8: bool, floors: tuple[int, ...]) -> None:
+    flash = DeepseekV4Config.flash().with_layers(1, 128, 4)
+    for layer, floor in enumerate(floors):
+        cost = decode_stages.total(decode_stages.stage_costs(flash, layer, fp8, 1, 16384))
+        module = DeepseekV4Attention(flash, layer, fp8=fp8, device="meta", max_seq_len=1)
+        assert cost.bytes == pytest.approx(sum(p.nbytes for p in module.parameters()), rel=0.08)
+        assert costs.floor_us(cost, costs.H200) == pytest.approx(floor, rel=0.05)
+
+
+def test_nodes_are_found_by_layer_and_by_stage() -> None:
+    csa = ["nvjet_a", "preprocess_insert_kernel", "nvjet_b", "indexer_q_rope_quant_kernel", "indexer_score_kernel"]
+    csa += ["select_topk_kernel", "sparse_mla_decode_hopper_kernel", "grouped_matmul_kernel", "nvjet_a", "reduce"]
+    assert nodes.repeated(["batch_metadata_kernel", *csa * 3], 3) == (1, 10)
+    assert nodes.repeated(["batch_metadata_kernel", *csa, *reversed(csa)], 2) == (0, 0)
+    times = decode_stages.stage_times([nodes.Node(name, 1.0) for name in csa])
+    assert {stage: len(own) for stage, own in times.items()} == {
+        "of hidden": 1,
+        "insert": 1,
+        "of latent": 1,
+        "indexer queries": 1,
+        "indexer": 2,
+        "attention": 1,
+        "wo_a": 1,
+        "wo_b": 2,
+    }
+    assert set(times) == set(decode_stages.stage_costs(DeepseekV4Config.flash().with_layers(4), 0, False, 1, 512))
+
+
+def test_a_row_with_details_is_printed_with_them() -> None:
+    stages = {"insert": {"us": 2.5, "floor_us": 0.1, "kernels": []}}
+    row = {"op": "decode_step", "tokens": 8, "impl": "graph", "us": 1.0, "published_us": {}, "launches": 6}
+    row |= {"note": "", "gb_s": 1.0, "of_copy": 0.1, "clock": "stream", "details": {"host_us": 9.5, "stages": stages}}
+    text = table._block("decode_step", [row])
+    assert "graph, 8: host_us 9.5" in text and "insert 2.5 (0.1)" in text

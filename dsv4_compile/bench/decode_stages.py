@@ -1,0 +1,97 @@
+"""The stages of a decode layer: what each must move and multiply, and which nodes of a graph belong to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .. import costs, layout
+from ..config import CSA, DeepseekV4Config
+from .nodes import Node
+
+HIDDEN, INSERT, LATENT, QUERIES, INDEXER = "of hidden", "insert", "of latent", "indexer queries", "indexer"
+ATTENTION, WO_A, WO_B = "attention", "wo_a", "wo_b"
+_OF_NAMES = {
+    "indexer_q": QUERIES,
+    "indexer": INDEXER,
+    "select": INDEXER,
+    "topk": INDEXER,
+    "insert": INSERT,
+    "compress": INSERT,
+    "partial_states": INSERT,
+    "rmsnorm": INSERT,
+    "sparse_mla": ATTENTION,
+    "combine": ATTENTION,
+    "inv_rope": ATTENTION,
+    "split_softmax": ATTENTION,
+}
+"""Parts of the names of kernels; what has none of them is a product."""
+
+
+def stage_costs(config: DeepseekV4Config, layer: int, fp8: bool, tokens: int, context: int) -> dict[str, costs.Cost]:
+    """Cost of each stage of `layer` in a step of `tokens` requests of `context` tokens, which closes every group."""
+    ratio, indexes = config.ratio(layer), config.kind(layer) == CSA
+    heads, dim, rank, width = config.num_heads, config.head_dim, config.q_lora_rank, config.hidden_size
+    row = costs.row_bytes("fp8_ds_mla", dim)
+    entries = context // ratio if ratio > 1 else 0
+    found = {HIDDEN: _product(tokens, width, rank + dim, fp8), LATENT: _product(tokens, rank, heads * dim, fp8)}
+    found[INSERT] = costs.of("preprocess_insert", T=tokens, Q=rank, D=dim, rope=config.rope_dim, row=row)
+    if ratio > 1:
+        pairs = [(dim, row)]
+        if indexes:
+            pairs.append((config.index_head_dim, costs.row_bytes("indexer_fp8", config.index_head_dim)))
+        for pooled, size in pairs:
+            wide = layout.state_width(ratio, pooled)
+            found[HIDDEN] = _sum(found[HIDDEN], _product(tokens, width, wide, fp8=False))
+            saved = costs.of("save_partial_states", T=tokens, width=wide)
+            window = ratio * wide // (2 * pooled)
+            closed = costs.of("compress_norm_rope_insert", T=tokens, C=tokens, W=window, D=pooled, row=size)
+            found[INSERT] = _sum(found[INSERT], saved, closed)
+    if indexes:
+        index = {"T": tokens, "H": config.index_n_heads, "D": config.index_head_dim}
+        size = costs.row_bytes("indexer_fp8", config.index_head_dim)
+        found[HIDDEN] = _sum(found[HIDDEN], _product(tokens, width, config.index_n_heads, fp8=False))
+        found[LATENT] = _sum(found[LATENT], _product(tokens, rank, index["H"] * index["D"], fp8))
+        found[QUERIES] = costs.of("indexer_q_rope_quant", **index, rope=config.rope_dim)
+        topk = min(entries, config.index_topk)
+        found[INDEXER] = costs.of("indexer_topk_slots", **index, C=tokens * entries, L=entries, K=topk, row=size)
+        entries = topk
+    keys = min(config.sliding_window, context) + entries
+    found[ATTENTION] = costs.of("sparse_mla_decode", T=tokens, H=heads, K=keys, D=dim, row=row)
+    groups, rank_o = config.o_groups, config.o_lora_rank
+    of_group = {"T": tokens, "G": groups, "N": rank_o, "K": heads * dim // groups}
+    found[WO_A] = costs.of("fp8_grouped_einsum" if fp8 else "grouped_linear", **of_group)
+    found[WO_B] = _product(tokens, groups * rank_o, width, fp8)
+    return found
+
+
+def total(stages: Mapping[str, costs.Cost]) -> costs.Cost:
+    """Of a layer."""
+    return _sum(*stages.values())
+
+
+def stage_times(layer: Sequence[Node]) -> dict[str, list[Node]]:
+    """The nodes of one layer by stage. Products are told by their place: before the insert, before attention, after."""
+    found: dict[str, list[Node]] = {}
+    products = 0
+    for node in layer:
+        named = next((stage for part, stage in _OF_NAMES.items() if part in node.name), None)
+        if named is None:
+            if ATTENTION in found:
+                named = WO_B if products else WO_A
+                products += 1
+            else:
+                named = LATENT if INSERT in found else HIDDEN
+        found.setdefault(named, []).append(node)
+    return found
+
+
+def _product(tokens: int, k: int, n: int, fp8: bool) -> costs.Cost:
+    if fp8:
+        return costs.of("fp8_linear", T=tokens, K=k, N=n)
+    return costs.of("grouped_linear", T=tokens, G=1, K=k, N=n)
+
+
+def _sum(*parts: costs.Cost) -> costs.Cost:
+    narrow = any(part.operands == "e4m3" for part in parts)
+    operands = "e4m3" if narrow else "bfloat16"
+    return costs.Cost(sum(part.bytes for part in parts), sum(part.flops for part in parts), operands)

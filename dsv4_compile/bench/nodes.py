@@ -1,0 +1,70 @@
+"""What a call puts on the GPU, kernel by kernel, and what it asks of the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+Call = Callable[[], Any]
+_REPEATS, _IN_A_ROW = 4, 5
+
+
+class Node(NamedTuple):
+    """A kernel, copy or fill, and its microseconds: the median over some calls, by the profiler."""
+
+    name: str
+    us: float
+
+
+def nodes(call: Call) -> list[Node]:
+    """Nodes of one call, in the order in which they run; none where calls differ."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(_REPEATS):
+            call()
+            torch.cuda.synchronize()
+    found = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    found.sort(key=lambda event: event.time_range.start)
+    count = len(found) // _REPEATS
+    calls = [found[i * count : (i + 1) * count] for i in range(_REPEATS)]
+    if len({tuple(event.name for event in each) for each in calls}) != 1 or count * _REPEATS != len(found):
+        return []
+    return [
+        Node(same[0].name, round(statistics.median(event.time_range.elapsed_us() for event in same), 3))
+        for same in zip(*calls, strict=True)
+    ]
+
+
+def repeated(names: Sequence[str], times: int) -> tuple[int, int]:
+    """`(first, length)` of what fills `names` to its end `times` times from `first` on; `(0, 0)` where nothing does."""
+    for first in range(len(names)):
+        length, rest = divmod(len(names) - first, times)
+        if not rest and length and list(names[first:]) == list(names[first : first + length]) * times:
+            return first, length
+    return 0, 0
+
+
+def host_us(call: Call) -> float:
+    """Host time of a call while the device has nothing to wait for: of a few in a row, the median over some rows."""
+
+    def run() -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(_IN_A_ROW):
+            call()
+        return (time.perf_counter() - begin) / _IN_A_ROW * 1e6
+
+    return round(statistics.median(run() for _ in range(21)), 2)
+
+
+def allocations(call: Call) -> int:
+    """Tensors that ten calls take from the caching allocator."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(10):
+        call()
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
