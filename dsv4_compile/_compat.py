@@ -88,6 +88,7 @@ PRIVATE: dict[str, PrivateName] = {
     "CompileContext": PrivateName("torch._guards", "CompileContext", "which compilation is under way"),
     "lookup_backend": PrivateName("torch._dynamo", "lookup_backend", "the function behind a backend's name"),
     "convert_frame": PrivateName("torch._dynamo.convert_frame", "", "which functions were traced"),
+    "RestartAnalysis": PrivateName("torch._dynamo.exc", "RestartAnalysis", "raised where a graph is traced anew"),
     "eval_frame": PrivateName("torch._C._dynamo.eval_frame", "", "forgets what was compiled for one function"),
     "CleanupManager": PrivateName("torch._dynamo.utils", "CleanupManager", "names torch adds to modules it compiles"),
     "pgo": PrivateName("torch._dynamo.pgo", "", "sizes seen so far, set aside during explain()"),

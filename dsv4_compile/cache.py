@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from . import layout
+from . import _compat, layout
 from .config import CSA, DeepseekV4Config
 from .errors import check, fail
 from .metadata.types import BlockTables
@@ -165,6 +165,9 @@ def allocate_layer_cache(
 class PagedCaches:
     """Caches of a whole model for a fixed number of requests, with block tables that never change.
 
+    Dims of the caches are no symbols of a graph, even of one compiled with `dynamic=True`: a graph is for caches of one
+    size.
+
     Request b owns its own pages. Window and state pages form a ring, large enough that one step of up to
     `max_step_tokens` new tokens a request never overwrites a token that the step still reads.
 
@@ -202,6 +205,9 @@ class PagedCaches:
             allocate_layer_cache(config, i, cache_format, lambda g: max_batch_size * self._pages[g], device)
             for i in range(config.num_layers)
         ]
+        for layer in self.layers:
+            for tensor in layer.tensors().values():
+                _compat.mark_static(tensor)
         self.block_tables = BlockTables(**{g: self._block_table(g, device) for g in self._pages})
 
     def _pages_per_request(self) -> dict[str, int]:

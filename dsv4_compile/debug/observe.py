@@ -41,8 +41,19 @@ class Watch:
         compiler = resolve(backend)
 
         def watched(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            from .._compat import RestartAnalysis
+
+            seen: tuple[list[Any], ...]
+            seen = self.graphs, self.hazards, self.undecided, self.decided, self.decided.fusions
+            counts = [len(found) for found in seen]
             self._look(gm, name)
-            return compiler(gm, example_inputs, **{**kwargs, **fixed})
+            try:
+                return compiler(gm, example_inputs, **{**kwargs, **fixed})
+            except RestartAnalysis:
+                # The graph is traced again, with a float of the module as a constant: it was never a graph.
+                for found, count in zip(seen, counts, strict=True):
+                    del found[count:]
+                raise
 
         return watched
 

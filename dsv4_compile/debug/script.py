@@ -69,7 +69,8 @@ def report_on_script(path: Path) -> Report:
         seconds=time.monotonic() - started,
         failure=failure,
     )
-    report.notes.append(f"{path.name} was run, with {len(backends)} uses of torch.compile observed.")
+    uses = "one use" if len(backends) == 1 else f"{len(backends)} uses"
+    report.notes.append(f"{path.name} was run, with {uses} of torch.compile observed.")
     return report
 
 

@@ -15,11 +15,12 @@ from ..modules import DeepseekV4Attention
 from ..modules.linear import Fp8Linear, Linear
 from ..rope_tables import cos_sin_cache
 from .cache import PagedCache
-from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, hf
+from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, hf
 
 _COMPILABLE: dict[type, Any] = {
     hf.DeepseekV4Attention: CompilableAttention,
     hf.DeepseekV4Model: CompilableModel,
+    hf.DeepseekV4RMSNorm: CompilableNorm,
     hf.DeepseekV4ForCausalLM: CompilableForCausalLM,
 }
 _ORIGINAL = {compilable: original for original, compilable in _COMPILABLE.items()}

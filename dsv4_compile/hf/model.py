@@ -54,6 +54,16 @@ class CompilableAttention(hf.DeepseekV4Attention):
         return self
 
 
+class CompilableNorm(hf.DeepseekV4RMSNorm):
+    """A norm that returns the dtype it is given. transformers 5.17 returns that of its weight, which is float32 beside
+    bfloat16 linears that take no float32."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[..., hidden]` -> the same shape and dtype."""
+        normed: Tensor = super().forward(hidden_states)
+        return normed.to(hidden_states.dtype)
+
+
 class CompilableModel(hf.DeepseekV4Model):
     """The decoder stack: metadata once per step from device-side lengths, no mask, no Python counters."""
 

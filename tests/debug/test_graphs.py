@@ -235,3 +235,15 @@ def test_place_of_a_function_is_its_def_line_below_the_decorators() -> None:
 
     (graph,) = dsv4_compile.explain(decorated, torch.ones(2), backend="eager").graphs
     assert graph.place.source.startswith("def decorated")
+
+
+def test_a_graph_that_torch_traces_anew_counts_once() -> None:
+    class Norm(torch.nn.Module):
+        eps = 1e-6  # a symbol of the first graph, under dynamic=True, until an op asks for its value
+
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.ops.dsv4.fused_q_kv_rmsnorm(x, x, weight, weight, self.eps)
+
+    report = dsv4_compile.explain(Norm(), torch.ones(3, 8), torch.ones(8), dynamic=True, options={"dsv4.impl": "eager"})
+    assert len(report.graphs) == len(report.decisions) == 1
+    assert report.ok

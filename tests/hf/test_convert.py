@@ -124,6 +124,15 @@ def test_bfloat16_models(original, everything: bool) -> None:
     assert similarity.median() > 0.999
 
 
+def test_norms_return_what_linears_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.17 returns the dtype of a norm's weight."""
+    model = hf.convert(tiny_model(dtype=torch.bfloat16), max_batch_size=1, max_seq_len=256)
+    norm = model.model.norm
+    monkeypatch.setattr(hf.model.hf.DeepseekV4RMSNorm, "forward", lambda self, x: self.weight * x)
+    assert norm.weight.dtype is torch.float32
+    assert norm(torch.ones(2, norm.weight.shape[0], dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
 def storage_bytes(model) -> int:
     """Bytes of all storages that parameters and stacked matrices live in, each counted once."""
     tensors = list(model.parameters())

@@ -231,3 +231,23 @@ def test_words_for_formats() -> None:
 def test_other_words_are_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=f"E202(.|\n)*{words[-1]}"):
         CacheFormat.resolve(*words)
+
+
+def test_caches_have_no_dim_that_a_dynamic_graph_may_vary() -> None:
+    """A dynamic dim of a cache is a hazard that `explain` reports; tokens vary all the same."""
+    caches = PagedCaches(SMALL, max_batch_size=3, max_seq_len=256, cache_format=CacheFormat.resolve())
+    sizes: list[list[type]] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[object]) -> torch.fx.GraphModule:
+        tensors = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
+        sizes.append([type(size) for tensor in tensors if isinstance(tensor, Tensor) for size in tensor.shape])
+        return gm
+
+    def step(cache: Tensor, rows: Tensor) -> Tensor:
+        return cache.sum() + rows
+
+    for layer in caches.layers:
+        for cache in layer.tensors().values():
+            torch.compile(step, backend=backend, dynamic=True, fullgraph=True)(cache, torch.ones(5))
+            assert sizes.pop() == [int] * cache.dim() + [torch.SymInt]
+            torch.compiler.reset()
