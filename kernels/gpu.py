@@ -34,6 +34,17 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu("cuda", 10 * major + minor, processors)
 
 
+def shared_memory(gpu: Gpu) -> int:
+    """Bytes of shared memory that a program may have, on the least of the GPUs that `gpu` may be."""
+    if gpu.backend == "hip":
+        kib = 64
+    elif gpu.backend == "cuda" and gpu.capability // 10 not in (9, 10, 11):
+        kib = 163 if gpu.capability in (80, 87) else 99
+    else:
+        kib = 227
+    return kib * 1024
+
+
 @functools.cache
 def hopper_kernel(gpu: Gpu, stem: str) -> ModuleType | None:
     """The module `stem` of a kernel for Hopper; None on other GPUs, and where Triton has no Gluon."""

@@ -22,7 +22,7 @@ from ..layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ..layout import ACT_TILE, SCALES_PER_WORD, cdiv
 from ..layout import WEIGHT_TILE as _WEIGHT_TILE
 from .arrivals import arrival_counters, arrive
-from .gpu import Gpu, gpu_of
+from .gpu import Gpu, gpu_of, shared_memory
 from .quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
 
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
@@ -210,6 +210,36 @@ def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int) -> Cu
     return Cut(block_m, block_n, warps, stages, cdiv(strips, cdiv(strips, splits)))
 
 
+def shared_bytes(gpu: Gpu, cut: Cut, block_k: int, x_size: int, weight_size: int, operand_size: int) -> int:
+    """Most bytes of shared memory that a program of `cut` takes, with elements of these sizes in bytes.
+
+    Hopper and its successors multiply out of the buffers of the pipeline, others have one less. What is converted on
+    the way is there in both forms; AMD converts in registers.
+    """
+    buffers = cut.stages - 1 if gpu.capability // 10 not in (9, 10) else cut.stages
+
+    def operand(rows: int, size: int) -> int:
+        if gpu.backend == "hip" or size == operand_size:
+            return buffers * rows * block_k * size
+        return rows * block_k * ((cut.stages - 1) * size + operand_size)
+
+    # Results pass through it on their way out; blocks of more rows than share a scale have one for each.
+    loop = operand(cut.block_n, weight_size) + operand(cut.block_m, x_size)
+    return max(loop, 4 * cut.block_n * cut.block_m) + 4 * (cut.block_n if cut.block_n > ACT_TILE else 0)
+
+
+def _fitting(gpu: Gpu, cut: Cut, *sizes: int) -> Cut:
+    """`cut` with fewer stages, or else a smaller tile, where it takes more than there is: that of float32 inputs."""
+    while shared_bytes(gpu, cut, *sizes) > shared_memory(gpu):
+        if cut.stages > 2:
+            cut = cut._replace(stages=cut.stages - 1)
+        elif cut.block_n > cut.block_m:
+            cut = cut._replace(block_n=cut.block_n // 2)
+        else:
+            cut = cut._replace(block_m=cut.block_m // 2)
+    return cut
+
+
 def grouped_matmul(
     x: Tensor,
     x_scale: Tensor | None,
@@ -225,7 +255,7 @@ def grouped_matmul(
     Args:
         x_scale, weight_scale: of operands that are e4m3, as `fp8_grouped_einsum` takes them.
         quantize: quantise a floating x in strips of 128, in the same launch.
-        cut: None for what `choose_cut` says.
+        cut: None for what `choose_cut` says. Where it does not fit the GPU, a smaller one is taken.
     """
     tokens, groups, size = x.shape
     out = torch.empty((tokens, weight.shape[0]), dtype=out_dtype, device=x.device)
@@ -234,7 +264,10 @@ def grouped_matmul(
     gpu = gpu_of(x.device)
     rows, block_k = weight.shape[0] // groups, ACT_TILE // (1 if weight.element_size() == 1 else 2)
     strips = cdiv(size, block_k)
+    operand = _operand(gpu) if quantize or x_scale is not None else _DTYPES[x.dtype]
     cut = cut or choose_cut(gpu, tokens, groups, rows, strips)
+    sizes = x.element_size(), weight.element_size(), operand.primitive_bitwidth // 8
+    cut = _fitting(gpu, cut, block_k, *sizes)
     tiles = cdiv(tokens, cut.block_m) * groups * cdiv(rows, cut.block_n)
     part = arrived = None
     if cut.splits > 1:
@@ -261,7 +294,7 @@ def grouped_matmul(
         size,
         cdiv(strips, cut.splits),
         QUANTIZE=quantize,
-        DTYPE=_operand(gpu) if quantize or x_scale is not None else _DTYPES[x.dtype],
+        DTYPE=operand,
         SPLIT=cut.splits > 1,
         EVEN=size % block_k == 0,
         ONE_SCALE=_WEIGHT_TILE % cut.block_n == 0 and (groups == 1 or rows % cut.block_n == 0),

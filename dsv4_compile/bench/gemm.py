@@ -20,7 +20,7 @@ from ..config import DeepseekV4Config
 from ..ops._define import REFERENCES
 from ..reference.block_scale import quantize_activation, scale_value
 from ..reference.inv_rope_fp8_quant import scale_strides, value_strides
-from .implementations import implementations
+from .implementations import compiled, implementations
 from .problem import Args, Only, Prepare, Problem, keep
 
 TOKENS = {"cuda": (1, 8, 32, 64, 128, 512, 4096, 16384), "cpu": (1, 8)}
@@ -127,33 +127,40 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float) -> 
 
 
 def _implementations(layer: Layer, device: torch.device) -> dict[str, Prepare]:
-    usual = implementations(layer.op, lambda: layer.arguments(TYPICAL_TOKENS, device, 0), (0,))
+    def typical() -> Args:
+        return layer.arguments(TYPICAL_TOKENS, device, 0)
+
+    usual = implementations(layer.op, typical, (0,))
     ways = {name: usual[name] for name in ("eager", "inductor", "triton")}
     if layer.op == "fp8_linear":
-        ways["scaled_mm"] = partial(_compiled, _scaled_mm, device)
+        ways["scaled_mm"] = functools.cache(lambda: _scaled_mm(device))
     if layer.op == "grouped_linear":
+        # The reference writes into a view, which torch.compile does not trace.
+        ways["inductor"] = functools.cache(lambda: compiled(_bmm, "inductor", typical, (0,)))
         ways["bmm"] = lambda: _bmm
     return ways
 
 
-@functools.cache
-def _compiled(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
+def _scaled_mm(device: torch.device) -> Callable[..., Tensor]:
+    """`fp8_linear` by torch's own product, behind a compiled quantisation. torch.compile does not trace the product."""
     if device.type != "cuda":
         raise RuntimeError("block-scaled products of torch run on GPUs")
-    return torch.compile(function, fullgraph=True, dynamic=True)
-
-
-def _scaled_mm(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """`fp8_linear` by torch's own product."""
     from torch.nn.functional import ScalingType, scaled_mm
 
-    values, byte = quantize_activation(x)
-    # Scales of a strip lie side by side.
-    x_scale = scale_value(byte).t().contiguous().t()
+    def operands(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        values, byte = quantize_activation(x)
+        # Scales of a strip lie side by side.
+        return values, scale_value(byte).t().contiguous().t(), scale_value(scale).t()
+
+    quantize = torch.compile(operands, fullgraph=True, dynamic=True)
     recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    return scaled_mm(
-        values, weight.t(), x_scale, recipes[0], scale_value(scale).t(), recipes[1], output_dtype=torch.bfloat16
-    )
+
+    def call(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        values, x_scale, weight_scale = quantize(x, scale)
+        weight = weight.t()
+        return scaled_mm(values, weight, x_scale, recipes[0], weight_scale, recipes[1], output_dtype=torch.bfloat16)
+
+    return call
 
 
 def _bmm(x: Tensor, weight: Tensor, groups: int) -> Any:

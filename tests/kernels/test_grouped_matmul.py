@@ -196,6 +196,57 @@ def test_they_compile_ahead_of_time_within_shared_memory(
         assert kernel.metadata.shared <= GPUS[target][1] * 1024
 
 
+F8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+KINDS = ((BF16, True, F8), (F32, True, F8), (BF16, False, F8), (F32, False, F8), (F8, False, F8), (BF16, False, BF16))
+"""x, whether it is quantised on the way, and the weight, of every kind of call."""
+
+
+@pytest.mark.parametrize(
+    ("target", "tokens", "kind"),
+    [
+        ("sm_90", 64, (F32, True, F8)),
+        ("sm_90", 66, (F32, False, F8)),
+        ("sm_120", 33, (F32, False, F8)),
+        ("gfx942", 300, (F32, False, F8)),
+        ("sm_90", 64, (F8, False, F8)),
+        ("sm_120", 64, (BF16, False, BF16)),
+    ],
+)
+def test_what_a_cut_needs_is_known_before_it_is_compiled(
+    target: str, tokens: int, kind: tuple[torch.dtype, bool, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, kib = GPUS[target]
+    known: list[int] = []
+
+    def needed(*args: Any) -> int:
+        known.append(shared_bytes(*args))
+        return known[-1]
+
+    shared_bytes = kernels.shared_bytes
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(kernels, "shared_bytes", needed)
+    dtype, quantize, weight_dtype = kind
+    scale = torch.empty(32, 8, dtype=torch.uint8) if weight_dtype is F8 else None
+    x, x_scale = torch.empty(tokens, 1, 1024, dtype=dtype), torch.empty(tokens, 1, 8) if dtype is F8 else None
+    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+        kernels.grouped_matmul(x, x_scale, torch.empty(4096, 1024, dtype=weight_dtype), scale, BF16, quantize=quantize)
+    assert compiled[0].metadata.shared <= known[-1] <= kib * 1024
+
+
+@pytest.mark.parametrize("target", GPUS)
+def test_every_cut_fits_the_shared_memory_of_its_gpu(target: str) -> None:
+    gpu, kib = GPUS[target]
+    for tokens in (1, 9, 17, 33, 65):
+        cut = kernels.choose_cut(gpu, tokens, 1, 4096, 8)
+        for dtype, quantize, weight_dtype in (*KINDS, (F32, False, F32)):
+            operand = dtype.itemsize if not quantize and dtype is not F8 else 2 if gpu.backend == "hip" else 1
+            sizes = 128 if weight_dtype is F8 else 64, dtype.itemsize, weight_dtype.itemsize, operand
+            fitting = kernels._fitting(gpu, cut, *sizes)
+            assert kernels.shared_bytes(gpu, fitting, *sizes) <= kib * 1024
+            assert fitting.stages > 1
+            assert fitting == cut or dtype is F32
+
+
 def test_nothing_is_compiled_again_for_other_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = ([kernel.hash for kernel in compile_all("sm_90", monkeypatch, tokens)] for tokens in (300, 304))
     assert first == second
