@@ -47,7 +47,7 @@ def test_lists_give_the_bits_of_rows_and_the_value_of_the_definition(fmt: str, t
     assert torch.equal(out, want[0])
     assert torch.equal(lse, want[1])
     exact = REFERENCES["sparse_mla_decode_ragged"](*ragged)
-    assert_close(out, exact[0])
+    assert_close(out, exact[0], "attention_few_keys")
     assert_close(lse, exact[1], "lse")
 
 

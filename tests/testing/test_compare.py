@@ -105,6 +105,42 @@ def test_bfloat16_is_compared_with_an_unrounded_oracle() -> None:
         assert_close(x.bfloat16(), x, "attention_float32")
 
 
+def test_rotated_columns_are_held_to_the_size_of_their_pairs() -> None:
+    """Pairs of size 0.1 whose elements were off by a tolerance each, rotated to where one of them is nearly zero."""
+    pair = torch.tensor([0.08, 0.06], dtype=torch.float64)
+    off = pair * (1 + 2 / 128)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        cos, sin = 0.6, -0.8
+        return torch.stack((x[0] * cos + x[1] * sin, x[0] * -sin + x[1] * cos))
+
+    plain = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    want, got = (torch.cat((plain, turn(x))) for x in (pair, torch.stack((off[0], pair[1]))))
+    loose = Tolerance(abs=1e-4, rel=2.01 / 128, cosine=1.0)
+    with pytest.raises(AssertionError, match="at 1 of 4 elements"):
+        assert_close(got, want, loose)
+    assert_close(got, want, loose, turned=2)
+    with pytest.raises(AssertionError, match=r"first at \(0,\)"):
+        assert_close(got + torch.tensor([0.01, 0, 0, 0]), want, loose, turned=2)
+    with pytest.raises(AssertionError, match=r"first at \(2,\)"):
+        assert_close(got + torch.tensor([0, 0, 0.002, 0]), want, loose, turned=2)
+
+
+@pytest.mark.parametrize("turned", [2, 64])
+def test_what_is_rounded_rotated_and_rounded_again_stays_within_the_bound(turned: int) -> None:
+    """Neighbouring bfloat16 values, as two kernels may give them, rotated by every angle."""
+    x = torch.randn(4000, turned) * torch.logspace(-3, 0, 4000)[:, None]
+    angle = 6.28 * torch.rand(4000, turned // 2, dtype=torch.float64)
+    near = (x * (1 + 2.0**-8)).bfloat16()
+
+    def rotated(rounded: torch.Tensor) -> torch.Tensor:
+        even, odd = rounded.double().unflatten(-1, (-1, 2)).unbind(-1)
+        pairs = (even * angle.cos() + odd * angle.sin(), odd * angle.cos() - even * angle.sin())
+        return torch.stack(pairs, dim=-1).flatten(-2).bfloat16()
+
+    assert_close(rotated(near), rotated(x.bfloat16()), Tolerance(abs=1e-4, rel=2.01 / 128, cosine=1.0), turned=turned)
+
+
 def test_empty_tensors_are_close() -> None:
     assert_close(torch.zeros(0, 3), torch.zeros(0, 3))
 
