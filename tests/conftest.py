@@ -29,6 +29,7 @@ hypothesis.settings.load_profile("short")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="other random inputs for every test (default: 0)")
+    parser.addoption("--steps", type=int, default=500, help="random decode steps of tests/gpu (default: 500)")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -33,6 +33,8 @@ class Layers(nn.Module):
     def forward(self, hidden: Tensor, metadata: AttentionMetadata, caches: Any) -> Tensor:
         """`[T, hidden]` to the same."""
         for layer, cache in zip(self.layers, caches, strict=True):
+            if hidden.shape[0] > 1 and not torch.compiler.is_compiling():
+                maybe_mark_dynamic(hidden, 0)  # or each kind is compiled for this size first
             hidden = hidden + layer(hidden, metadata, cache)
         return hidden
 
@@ -105,15 +107,7 @@ class Step:
         metadata = self.buffers.metadata(tokens)
         for tensor in token_tensors(metadata) if tokens > 1 else ():
             maybe_mark_dynamic(tensor, 0)
-        marked: list[Tensor] = []
-
-        def step(hidden: Tensor) -> Tensor:
-            if tokens > 1 and not (marked and marked[0] is hidden):
-                marked[:] = [hidden]
-                maybe_mark_dynamic(hidden, 0)
-            return layers(hidden, metadata, self.caches.layers)
-
-        return torch.no_grad()(step)
+        return torch.no_grad()(lambda hidden: layers(hidden, metadata, self.caches.layers))
 
     def runner(self, layers: Callable[..., Tensor], sizes: Iterable[int]) -> DecodeRunner:
         """A runner over `layers`, warmed up."""

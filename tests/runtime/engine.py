@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsv4_compile._compat import maybe_mark_dynamic
 from dsv4_compile.cache import CacheFormat, PagedCaches
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.metadata import AttentionMetadata, MetadataBuffers, build_batch_metadata
@@ -68,6 +69,8 @@ class Stack(nn.Module):
 
     def forward(self, hidden: Tensor, metadata: AttentionMetadata, caches: Any) -> Tensor:
         for layer, cache in zip(self.layers, caches, strict=True):
+            if hidden.shape[0] > 1 and not torch.compiler.is_compiling():
+                maybe_mark_dynamic(hidden, 0)  # for layers that are compiled one by one
             hidden = hidden + layer(hidden, metadata, cache)
         return hidden
 
