@@ -4,9 +4,10 @@
 in dsv4_compile/proven.json are written anew: what fails here, or has no test, is not chosen by `auto` here. With names
 of files, only their rows are.
 
-Each file has a process of its own, several at once, and a time limit: a kernel that hangs or faults takes nothing else
-with it. What decoding needs comes first. The record is complete after every file, so that a run may be cut short; logs,
-a table and a copy of the record are in $OUT/prove (default: build/prove).
+Each file has a process of its own, the longest have several, and a time limit: a kernel that hangs or faults takes
+nothing else with it. Many run at once, on all GPUs that CUDA_VISIBLE_DEVICES leaves. What decoding needs comes first.
+The record is complete after every file, so that a run may be cut short; logs, a table and a copy of the record are in
+$OUT/prove (default: build/prove).
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,8 +59,20 @@ FIRST = (
     "save_partial_states",
 )
 """Stems in order of value, a decode step's largest shares in front; then the other kernels, then the lowerings."""
+PARTS = {
+    "attention_backends": 5,
+    "decode_runner": 3,
+    "fp8_linear": 2,
+    "merged_layer": 2,
+    "preprocess_insert": 3,
+    "sparse_mla_decode": 6,
+    "sparse_mla_decode_quant": 5,
+    "sparse_mla_prefill": 6,
+}
+"""Processes of a stem's file, 1 where it is not named: most of the time is that of one core, which compiles."""
 POLL = 0.05
 SPENT = "the budget was spent"
+VERDICTS = ("passed", "not run", "HUNG", "FAILED")
 MOST_FAILURES = 5
 """After a fault on the device every further test of its process fails."""
 
@@ -73,13 +87,26 @@ class Outcome(NamedTuple):
     reason: str = ""
 
 
-class Running(NamedTuple):
-    """A test file in its process."""
+class Part(NamedTuple):
+    """Part `index` of the tests of a file, which has `of`."""
 
     path: Path
+    index: int = 0
+    of: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.path.stem + (f"_{self.index + 1}of{self.of}" if self.of > 1 else "")
+
+
+class Running(NamedTuple):
+    """A part in its process, on a GPU."""
+
+    part: Part
     process: subprocess.Popen[bytes]
     log: Path
     started: float
+    gpu: str
 
 
 def claims(path: Path) -> list[tuple[str, str]]:
@@ -103,7 +130,7 @@ def by_value(paths: Sequence[Path]) -> list[Path]:
 
 
 class Limits(NamedTuple):
-    """Files at once; seconds of a file, of a file without a test that begins or ends, and of the run."""
+    """Processes at once; seconds of one, of one without a test that begins or ends, and of the run."""
 
     jobs: int
     file: float
@@ -111,30 +138,55 @@ class Limits(NamedTuple):
     budget: float
 
 
-def run_files(paths: Sequence[Path], logs: Path, limits: Limits) -> Iterator[Outcome]:
-    """Test the files in their order, and say how each ended when it has.
+def parts_of(paths: Sequence[Path], parts: Mapping[str, int] = PARTS) -> list[Part]:
+    """What has a process of its own, in the order of the files."""
+    counts = [(path, parts.get(path.stem.removeprefix("test_"), 1)) for path in paths]
+    return [Part(path, index, of) for path, of in counts for index in range(of)]
 
-    What exceeds its limit is killed. When the budget is spent no file is started, and those that still run are killed.
+
+def run_files(
+    paths: Sequence[Path], logs: Path, limits: Limits, gpus: Sequence[str] = ("",), parts: Mapping[str, int] = PARTS
+) -> Iterator[Outcome]:
+    """Test the files in their order, each part on the GPU that has the fewest, and say how each file ended when it has.
+
+    What exceeds its limit is killed. When the budget is spent no part is started, and those that still run are killed.
     """
-    waiting, running, end = list(paths), list[Running](), time.monotonic() + limits.budget
+    waiting, running, end = parts_of(paths, parts), list[Running](), time.monotonic() + limits.budget
+    ended: dict[Path, list[Outcome]] = {path: [] for path in paths}
+
+    def whole(part: Part, outcome: Outcome) -> Iterator[Outcome]:
+        ended[part.path].append(outcome)
+        if len(ended[part.path]) == part.of:
+            yield together(ended[part.path])
+
     try:
         while waiting or running:
             now = time.monotonic()
             if now >= end:
-                yield from (Outcome(path, "not run", reason=SPENT) for path in waiting)
+                for part in waiting:
+                    yield from whole(part, Outcome(part.path, "not run", reason=SPENT))
                 waiting.clear()
             while waiting and len(running) < limits.jobs:
-                running.append(_start(waiting.pop(0), logs, limits))
+                gpu = min(gpus, key=[one.gpu for one in running].count)
+                running.append(_start(waiting.pop(0), logs, limits, gpu))
             for one in list(running):
                 overdue = SPENT if now >= end else _overdue(one, now, limits)
                 if one.process.poll() is None and not overdue:
                     continue
                 running.remove(one)
-                yield _ended(one, overdue)
+                yield from whole(one.part, _ended(one, overdue))
             time.sleep(POLL)
     finally:
         for one in running:
             _kill(one.process)
+
+
+def together(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcome of a file from those of its parts: the worst, the tests of all, the seconds of the longest."""
+    worst = max(outcomes, key=lambda outcome: VERDICTS.index(outcome.verdict))
+    return worst._replace(
+        tests=sum(outcome.tests for outcome in outcomes), seconds=max(outcome.seconds for outcome in outcomes)
+    )
 
 
 def _overdue(one: Running, now: float, limits: Limits) -> str:
@@ -145,21 +197,34 @@ def _overdue(one: Running, now: float, limits: Limits) -> str:
     return f"killed after {silent:.0f} s without a sign of life" if silent >= limits.stall else ""
 
 
-def _start(path: Path, logs: Path, limits: Limits) -> Running:
-    log = logs / f"{path.stem}.log"
+def _start(part: Part, logs: Path, limits: Limits, gpu: str) -> Running:
+    log = logs / f"{part.name}.log"
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
     # The Python stack of a test that takes half of what it may goes to the log, and counts as a sign of life.
-    command += [f"--maxfail={MOST_FAILURES}", "-o", f"faulthandler_timeout={limits.stall / 2}", str(path)]
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    command += [f"--maxfail={MOST_FAILURES}", "-o", f"faulthandler_timeout={limits.stall / 2}", str(part.path)]
+    if part.of > 1:
+        command += ["-p", "tests.gpu.prove", f"--part={part.index}/{part.of}"]
+    env = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
-    return Running(path, process, log, time.monotonic())
+    return Running(part, process, log, time.monotonic(), gpu)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """This file is a plugin of the processes that it starts."""
+    parser.addoption("--part", default="0/1", help="i/n: the i-th of n parts of the tests, counted from 0")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep this part's tests, neighbours together: they share kernels and fixtures."""
+    index, of = map(int, config.getoption("--part").split("/"))
+    items[:] = items[len(items) * index // of : len(items) * (index + 1) // of]
 
 
 def _ended(one: Running, overdue: str) -> Outcome:
-    """The outcome of a file whose process has ended, or must because it is overdue."""
+    """The outcome of a part whose process has ended, or must because it is overdue."""
     status, seconds = one.process.poll(), time.monotonic() - one.started
     _kill(one.process)
     text = one.log.read_text(errors="replace")
@@ -167,11 +232,13 @@ def _ended(one: Running, overdue: str) -> Outcome:
     if status is None:
         begun = re.findall(r"^(\S+::\S+)", text, re.MULTILINE)
         verdict = "not run" if overdue == SPENT else "HUNG"
-        return Outcome(one.path, verdict, tests, seconds, f"{overdue} in {begun[-1] if begun else 'collection'}")
+        return Outcome(one.part.path, verdict, tests, seconds, f"{overdue} in {begun[-1] if begun else 'collection'}")
     if status == 0 and tests:
-        return Outcome(one.path, "passed", tests, seconds)
+        return Outcome(one.part.path, "passed", tests, seconds)
     errors = re.findall(r"^(?:E  +|ERROR )(.*)", text, re.MULTILINE)
-    return Outcome(one.path, "FAILED", tests, seconds, errors[0] if errors else f"exit status {status}, {tests} tests")
+    return Outcome(
+        one.part.path, "FAILED", tests, seconds, errors[0] if errors else f"exit status {status}, {tests} tests"
+    )
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -227,14 +294,20 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def visible_gpus() -> list[str]:
+    """Names of the GPUs as CUDA_VISIBLE_DEVICES takes them."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(1, torch.cuda.device_count()))))
+    return names.split(",")
+
+
 def main(argv: list[str] | None = None) -> int:
     """0 if every file passed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("stems", nargs="*", help="test files, as sparse_mla_decode; default: all")
-    parser.add_argument(
-        "--jobs", type=int, default=max(1, min(12, 3 * (os.cpu_count() or 2) // 4)), help="files at once"
-    )
-    parser.add_argument("--limit", type=float, default=400, help="seconds of a file (%(default)s)")
+    gpus = visible_gpus()
+    jobs = max(1, min(14 * len(gpus), 7 * (os.cpu_count() or 2) // 8))
+    parser.add_argument("--jobs", type=int, default=jobs, help="processes at once (%(default)s)")
+    parser.add_argument("--limit", type=float, default=400, help="seconds of a process (%(default)s)")
     parser.add_argument("--stall", type=float, default=120, help="seconds of a test, about (%(default)s)")
     parser.add_argument("--budget", type=float, default=1500, help="seconds of the run (%(default)s)")
     options = parser.parse_args(argv)
@@ -256,7 +329,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
     limits = Limits(options.jobs, options.limit, options.stall, options.budget)
-    run = partial(run_files, logs=folder, limits=limits)
+    run = partial(run_files, logs=folder, limits=limits, gpus=gpus)
     outcomes = prove(by_value(paths), not options.stems, stamp, proven.RECORD, folder, run)
     print("\n" + table(outcomes), end="")
     unproven = [outcome.path.stem.removeprefix("test_") for outcome in outcomes if outcome.verdict != "passed"]

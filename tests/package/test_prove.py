@@ -43,7 +43,7 @@ def ops_in(path: Path) -> list[str]:
 def test_a_hang_and_a_fault_take_no_other_file_with_them(tmp_path: Path) -> None:
     ended = {
         outcome.path.stem.removeprefix("test_"): outcome
-        for outcome in prove.run_files(files(tmp_path, **FILES), tmp_path, prove.Limits(3, 4, 60, 60))
+        for outcome in prove.run_files(files(tmp_path, **FILES), tmp_path, prove.Limits(3, 6, 60, 60), parts={})
     }
     assert {stem: outcome.verdict for stem, outcome in ended.items()} == {
         "global_topk": "passed",
@@ -61,7 +61,7 @@ def test_a_hang_and_a_fault_take_no_other_file_with_them(tmp_path: Path) -> None
 
 def test_a_test_that_hangs_is_ended_before_its_file_is_overdue(tmp_path: Path) -> None:
     paths = files(tmp_path, advance=FILES["advance"])
-    (outcome,) = prove.run_files(paths, tmp_path, prove.Limits(1, 60, 2, 60))
+    (outcome,) = prove.run_files(paths, tmp_path, prove.Limits(1, 60, 2, 60), parts={})
     assert (outcome.verdict, outcome.tests) == ("HUNG", 1) and outcome.seconds < 20
     assert "without a sign of life" in outcome.reason
     assert "in test_b" in (tmp_path / "test_advance.log").read_text().partition("Timeout")[2]
@@ -72,7 +72,7 @@ def test_a_spent_budget_ends_the_run(tmp_path: Path) -> None:
         f"import os, time\ndef test_a():\n    open(r'{tmp_path}/pid', 'w').write(str(os.getpid())); time.sleep(60)"
     )
     paths, started = files(tmp_path, advance=sleeper, global_topk="def test_a(): pass"), time.monotonic()
-    ended = list(prove.run_files(paths, tmp_path, prove.Limits(1, 60, 60, 3)))
+    ended = list(prove.run_files(paths, tmp_path, prove.Limits(1, 60, 60, 3), parts={}))
     assert sorted((outcome.path.stem, outcome.verdict) for outcome in ended) == [
         ("test_advance", "not run"),
         ("test_global_topk", "not run"),
@@ -80,6 +80,33 @@ def test_a_spent_budget_ends_the_run(tmp_path: Path) -> None:
     assert time.monotonic() - started < 20
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_parts_of_a_file_run_every_test_once_and_on_all_gpus(tmp_path: Path) -> None:
+    tests = [
+        f"def test_{i}():\n    open(r'{tmp_path}/{i}', 'a').write(os.environ['CUDA_VISIBLE_DEVICES'])" for i in range(5)
+    ]
+    paths = files(tmp_path, advance="\n".join(["import os", *tests]), global_topk="def test_a(): pass")
+    limits, parts = prove.Limits(4, 60, 60, 60), {"advance": 2}
+    ended = {
+        outcome.path.stem: outcome for outcome in prove.run_files(paths, tmp_path, limits, gpus=("3", "5"), parts=parts)
+    }
+    assert {name: (outcome.verdict, outcome.tests) for name, outcome in ended.items()} == {
+        "test_advance": ("passed", 5),
+        "test_global_topk": ("passed", 1),
+    }
+    assert [(tmp_path / str(i)).read_text() for i in range(5)] == ["3", "3", "5", "5", "5"]
+
+
+def test_a_file_is_as_bad_as_its_worst_part() -> None:
+    path = Path("test_advance.py")
+    parts = [prove.Outcome(path, verdict, 2, 3.0, verdict) for verdict in ("passed", "FAILED", "not run", "HUNG")]
+    assert prove.together(parts) == prove.Outcome(path, "FAILED", 8, 3.0, "FAILED")
+    assert prove.together(parts[::2]).verdict == "not run"
+
+
+def test_stems_with_parts_are_files() -> None:
+    assert all((Path(prove.__file__).parent / f"test_{stem}.py").exists() for stem in prove.PARTS)
 
 
 def test_the_record_is_complete_after_every_file(tmp_path: Path) -> None:
