@@ -23,7 +23,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout that is not installed
 
 import dsv4_compile.ops  # noqa: F401  registers the ops
+from dsv4_compile._compat import device_architecture
 from dsv4_compile.ops._define import OPS
+from dsv4_compile.ops._kernels import KERNELS
+from dsv4_compile.proven import is_proven
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, check_op
 from dsv4_compile.testing.samples import BUILDERS, op_samples
 
@@ -117,7 +120,10 @@ def check_sample(name: str, index: int, device: str) -> None:
 
 
 def check_op_samples(name: str, device: str) -> dict[str, Any]:
-    """One row of the table."""
+    """One row of the table. "triton" is a kernel that has passed its tests on this GPU, see `dsv4_compile.proven`."""
+    kernel = (
+        device == "cuda" and name in KERNELS and is_proven("triton", name, device_architecture(torch.device(device)))
+    )
     started, count = time.perf_counter(), len(op_samples(name)) if name in BUILDERS else 0
     errors = [] if count else ["the op has no samples"]
     for index in range(count):
@@ -126,7 +132,8 @@ def check_op_samples(name: str, device: str) -> dict[str, Any]:
         except Exception as fault:
             errors.append(f"sample {index}: {type(fault).__name__}: {fault}")
     seconds = time.perf_counter() - started
-    return {"op": name, "samples": count, "failed": len(errors), "seconds": round(seconds, 3), "errors": errors}
+    row = {"op": name, "impl": "triton" if kernel else "reference", "samples": count, "failed": len(errors)}
+    return row | {"seconds": round(seconds, 3), "errors": errors}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -143,12 +150,12 @@ def main(argv: list[str] | None = None) -> int:
     if device == "cuda":
         record["gpu"] = torch.cuda.get_device_name()
     rows = []
-    print(f"{'op':32} {'samples':>7} {'result':>8} {'s':>7}")
+    print(f"{'op':32} {'runs':9} {'samples':>7} {'result':>8} {'s':>7}")
     with torch.inference_mode():
         for name in names:
             rows.append(row := check_op_samples(name, device))
             verdict = "ok" if not row["failed"] else f"{row['failed']} fail"
-            print(f"{name:32} {row['samples']:7} {verdict:>8} {row['seconds']:7.2f}", flush=True)
+            print(f"{name:32} {row['impl']:9} {row['samples']:7} {verdict:>8} {row['seconds']:7.2f}", flush=True)
             for error in row["errors"]:
                 print("    " + error.replace("\n", "\n    "))
     failed = sum(row["failed"] for row in rows)
