@@ -1,0 +1,98 @@
+"""How long the three kinds of layer take to compile: python examples/benchmarks/compile_time.py --out results
+
+Each time is that of a process of its own, from the first call of the first layer until graphs of 1 and of 8 tokens are
+captured: tracing, Inductor, the kernels' own compilers and the captures. To import torch and to make weights is not
+counted. Cold is with empty folders for Inductor's and Triton's caches, warm the same once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4_compile import layout, proven
+from dsv4_compile.bench.decode_layers import Step
+from dsv4_compile.bench.decode_step import WEIGHTS
+from dsv4_compile.bench.record import environment
+from dsv4_compile.config import DeepseekV4Config
+
+KINDS = {"SWA": 1, "HCA": layout.HCA_RATIO, "CSA": layout.CSA_RATIO}
+SIZES = (1, 8)
+CONTEXT = 1024
+SECONDS = 600
+
+
+def measure(
+    fp8: bool, device: torch.device, config: DeepseekV4Config | None = None, backend: Any = "dsv4"
+) -> dict[str, float]:
+    """Seconds until all three kinds of layer are compiled and captured, and until a first replay is over."""
+    own = (config or DeepseekV4Config.flash()).with_layers(*KINDS.values())
+    step = Step.build(own, fp8, SIZES[-1], CONTEXT, device)
+    hidden = torch.randn(SIZES[-1], step.width, device=device).bfloat16()
+    layers = step.compiled(backend=backend)
+    begin = time.perf_counter()
+    runner = step.runner(layers, SIZES)
+    compiled = time.perf_counter() - begin
+    step.replay(runner, SIZES[-1])(hidden).sum().item()
+    return {"compile_s": round(compiled, 2), "first_step_s": round(time.perf_counter() - begin, 2)}
+
+
+def record(weights: Sequence[str], device: torch.device, trust: bool) -> dict[str, Any]:
+    """Cold and warm times for each of `weights`, in processes of their own."""
+    rows = []
+    for each in weights:
+        with tempfile.TemporaryDirectory() as folder:
+            env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+            command = [sys.executable, __file__, "--child", each, "--device", device.type]
+            for cache in ("cold", "warm"):
+                done = subprocess.run(
+                    [*command, *(["--trust"] if trust else [])],
+                    env=env,
+                    capture_output=True,
+                    text=True,
+                    timeout=SECONDS,
+                    check=False,
+                )
+                if done.returncode:
+                    raise RuntimeError(done.stderr[-2000:])
+                rows.append({"weights": each, "cache": cache, **json.loads(done.stdout.splitlines()[-1])})
+                print(rows[-1], file=sys.stderr, flush=True)
+    said = f"python examples/benchmarks/compile_time.py --weights {','.join(weights)} --device {device.type}"
+    return {"scenario": "compile_time", **environment(device), "command": said, "rows": rows}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module."""
+    parser = argparse.ArgumentParser(description="Compile times of the kinds of layer.")
+    parser.add_argument("--weights", default=",".join(WEIGHTS), help="%(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="%(default)s")
+    parser.add_argument("--trust", action="store_true", help="count every implementation as proven on this GPU")
+    parser.add_argument("--out", metavar="FOLDER", help="write compile_time.json there")
+    parser.add_argument("--child", choices=WEIGHTS, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    if args.child:
+        with proven.trust() if args.trust else nullcontext():
+            print(json.dumps(measure(args.child == "fp8", device)))
+        return 0
+    found_all = record(args.weights.split(","), device, args.trust)
+    print(json.dumps(found_all, indent=1))
+    if args.out:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        (Path(args.out) / "compile_time.json").write_text(json.dumps(found_all, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
