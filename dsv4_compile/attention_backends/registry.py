@@ -27,6 +27,9 @@ HOMES: dict[str, tuple[str, str]] = {
 }
 """Name of a backend -> its file in this package and its class, in the order in which `auto` asks them."""
 NAMES = tuple(HOMES)
+BACKEND, AGAINST = "attention_backend", "; not "
+"""What decisions call the choice of a backend, and what their reason has in front of each backend that was not chosen.
+"""
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
@@ -54,10 +57,8 @@ class Selection:
 
     def decision(self) -> decisions.Decision:
         """As `decisions.collect()` and `explain` list it."""
-        against = "; ".join(f"not {name}: {reason}" for name, reason in self.others)
-        return decisions.Decision(
-            "attention_backend", self.backend.name, f"{self.reason}; {against}" if against else self.reason
-        )
+        reasons = [self.reason, *(f"{name}: {reason}" for name, reason in self.others)]
+        return decisions.Decision(BACKEND, self.backend.name, AGAINST.join(reasons))
 
     def __str__(self) -> str:
         lines = [f"{self.backend.name} on {self.engine}: {self.reason}"]

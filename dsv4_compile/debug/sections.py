@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .report import Break, Graph, GraphInput, OpFusion, Recompile, Report
+from ..attention_backends.registry import AGAINST, BACKEND
+from .report import Break, Graph, GraphInput, OpDecision, OpFusion, Recompile, Report
 
 _OPS_SHOWN = 6
 _PLACES_SHOWN = 3
@@ -75,11 +76,12 @@ def sections(report: Report) -> Iterator[Section]:
         yield Section("Recompiles", [_recompile(item) for item in report.recompiles])
     if report.cache_copies or report.missed_reinplace or report.cache_hazards:
         yield Section("Caches", list(_caches(report)))
-    if report.decisions:
-        rows = [[d.op, str(d.count), d.impl, d.reason, _places(d.where)] for d in report.decisions]
-        yield Section(
-            "dsv4 ops", [Table(["op", "calls", "impl", "where", "reason"], [[*r[:3], r[4], r[3]] for r in rows])]
-        )
+    backends = [decision for decision in report.decisions if decision.op == BACKEND]
+    if backends:
+        yield Section("Attention backend", [_backend(decision) for decision in backends])
+    ops = [[d.op, str(d.count), d.impl, _places(d.where), d.reason] for d in report.decisions if d.op != BACKEND]
+    if ops:
+        yield Section("dsv4 ops", [Table(["op", "calls", "impl", "where", "reason"], ops)])
     if report.fusions:
         yield Section("Merged ops", [_fusion(item) for item in report.fusions])
     if report.graphs:
@@ -88,6 +90,16 @@ def sections(report: Report) -> Iterator[Section]:
         yield _kernels(report)
     if report.notes:
         yield Section("Notes", [Table([], [[note] for note in report.notes])])
+
+
+def _backend(decision: OpDecision) -> Table:
+    """The backend that was chosen, and each of the others with what speaks against it."""
+    chosen, *others = decision.reason.split(AGAINST)
+    rows = [[decision.impl, str(decision.count), chosen]]
+    for other in others:
+        name, _, reason = other.partition(": ")
+        rows.append([name, "not", reason])
+    return Table(["backend", "layers", "reason"], rows)
 
 
 def _break(item: Break) -> Finding:

@@ -11,7 +11,7 @@ import torch.fx.experimental._config
 from torch import Tensor
 
 from dsv4_compile import explain
-from dsv4_compile.attention_backends import CommonAttentionMetadata, get_backend
+from dsv4_compile.attention_backends import NAMES, CommonAttentionMetadata, get_backend
 from dsv4_compile.attention_backends.v4 import DeepseekV4Metadata
 from dsv4_compile.cache import PagedCaches
 from dsv4_compile.config import DeepseekV4Config
@@ -152,3 +152,10 @@ def test_layer_says_which_backend_it_has_and_refuses_what_it_cannot_have() -> No
     with pytest.raises(CompileError, match="head size 64"):
         DeepseekV4Attention(DeepseekV4Config(head_dim=64, rope_dim=16), 0, attention_backend="FLASHMLA_SPARSE_DSV4")
     assert explain(torch.nn.Sequential(layer), backend="eager").decisions[0].impl == "DSV4_PAGED"
+
+
+def test_explain_has_a_line_for_each_backend_that_was_not_chosen() -> None:
+    lines = explain(torch.nn.Sequential(layer_of("swa")), backend="eager").text().splitlines()
+    first = lines.index("ATTENTION BACKEND")
+    assert lines[first + 2].split()[:2] == ["DSV4_PAGED", "1"]
+    assert [line.split()[0] for line in lines[first + 3 :] if line.split()[1:2] == ["not"]] == list(NAMES[1:])
