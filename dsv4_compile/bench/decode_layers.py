@@ -99,7 +99,8 @@ class Step:
     def compiled(self, **options: Any) -> Layers:
         """The layers compiled anew."""
         torch.compiler.reset()
-        return Layers(torch.compile(layer, fullgraph=True, **options) for layer in self.layers.layers)
+        compiled: list[Any] = [torch.compile(layer, fullgraph=True, **options) for layer in self.layers.layers]
+        return Layers(compiled)
 
     def call(self, layers: Callable[..., Tensor], tokens: int) -> Callable[[Tensor], Tensor]:
         """A step of `layers` over metadata that is built here, once."""
