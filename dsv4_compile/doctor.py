@@ -22,8 +22,10 @@ from pathlib import Path
 import torch
 
 from . import __version__
-from ._compat import TORCH_FIRST, TORCH_LAST
+from ._compat import TORCH_FIRST, TORCH_LAST, device_architecture
 from .doctor_ops import OP_TESTS
+from .ops._kernels import KERNELS
+from .proven import is_proven, tested_with
 
 PYTHON_WINDOW = ((3, 10), (3, 13))
 OPTIONAL = {
@@ -63,6 +65,7 @@ def examine() -> list[Check]:
         "torch": _torch,
         "triton": _triton,
         "device": _device,
+        "kernels": _kernels,
         "C++ compiler": _compiler,
         "compile cache": _cache,
         "backend": _backend,
@@ -137,6 +140,20 @@ def _device(name: str) -> Check:
         name,
         f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}",
         note="" if facts.major == 9 else "not sm_90: correct, but tuned for another GPU",
+    )
+
+
+def _kernels(name: str) -> Check:
+    if not torch.cuda.is_available():
+        return Check(name, "not needed without a GPU")
+    architecture = device_architecture(torch.device("cuda"))
+    proven = [op for op in KERNELS if is_proven("triton", op, architecture)]
+    versions = ", ".join(sorted(tested_with(architecture)))
+    value = f"{len(proven)} of {len(KERNELS)} proven on {architecture}" + (f" with Triton {versions}" if proven else "")
+    if len(proven) == len(KERNELS):
+        return Check(name, value)
+    return Check(
+        name, value, "warn", "the reference, in PyTorch, runs for the rest: python tests/gpu/prove.py tests them"
     )
 
 

@@ -21,9 +21,18 @@ _trusted: ContextVar[bool] = ContextVar("dsv4_trusted", default=False)
 
 
 @functools.cache
+def _rows() -> tuple[dict[str, str], ...]:
+    return tuple(json.loads(RECORD.read_text(encoding="utf-8"))["proven"])
+
+
+@functools.cache
 def _entries() -> frozenset[tuple[str, str, str]]:
-    rows = json.loads(RECORD.read_text(encoding="utf-8"))["proven"]
-    return frozenset((row["impl"], row["op"], row["architecture"]) for row in rows)
+    return frozenset((row["impl"], row["op"], row["architecture"]) for row in _rows())
+
+
+def tested_with(architecture: str) -> set[str]:
+    """Versions of Triton that implementations have passed with on `architecture`."""
+    return {row["triton"] for row in _rows() if row["architecture"] == architecture}
 
 
 def is_proven(impl: str, op: str, architecture: str) -> bool:

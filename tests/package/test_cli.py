@@ -153,6 +153,19 @@ def test_doctor_tells_versions_inside_the_tested_window_from_others(
     assert doctor._torch("torch").level == level
 
 
+@pytest.mark.parametrize(("architecture", "level"), [("cuda sm_90", "ok"), ("cuda sm_120", "warn")])
+def test_doctor_counts_the_kernels_that_auto_uses_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, level: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "device_architecture", lambda device: architecture)
+    monkeypatch.setattr(doctor, "is_proven", lambda impl, op, where: where == "cuda sm_90")
+    monkeypatch.setattr(doctor, "tested_with", lambda where: {"3.7.1", "3.6.0"})
+    check, total = doctor._kernels("kernels"), len(doctor.KERNELS)
+    proven = f"{total} of {total} proven on cuda sm_90 with Triton 3.6.0, 3.7.1"
+    assert (check.level, check.value) == (level, proven if level == "ok" else f"0 of {total} proven on cuda sm_120")
+
+
 def test_doctor_finds_an_op_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.dsv4, "fused_q_kv_rmsnorm", lambda qr, kv, *rest: (qr, kv), raising=False)
     norm = next(check for check in doctor.examine() if check.name == "op fused_q_kv_rmsnorm")
