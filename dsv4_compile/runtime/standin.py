@@ -168,7 +168,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
                 "E422",
                 got=f"{self.what}: an output of shape {tuple(tensor.shape)} that no recorded op made",
                 why="C++ code of another backend does not pass through torch's dispatcher",
-                fix='on a CPU compile the step with backend="dsv4" or "aot_eager", or leave it uncompiled',
+                fix='on a CPU compile the step with backend="dsv4" or "eager", or leave it uncompiled',
             )
 
     @torch.inference_mode()
