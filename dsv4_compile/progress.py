@@ -121,14 +121,14 @@ def listen(listener: Listener | None) -> Iterator[None]:
 
 
 def lines(stream: TextIO) -> Listener:
-    """A listener that writes a line to `stream` when work begins, and whenever something else is being done."""
+    """A listener that writes a line to `stream` whenever something else is being done."""
     last: tuple[str, str] | None = None
 
     def show(event: Event) -> None:
         nonlocal last
         if event.finished:
             last = None
-        elif last != (event.stage, event.note):
+        elif event.note and last != (event.stage, event.note):
             last = event.stage, event.note
             stream.write(f"{event}\n")
             stream.flush()

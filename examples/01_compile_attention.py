@@ -87,8 +87,8 @@ def main() -> None:
             expected = layer(hidden, metadata, eager_cache)
             difference = (out - expected).abs().max().item()
             print(f"  {what}: {list(hidden.shape)} -> {list(out.shape)}, differs from eager by {difference:.0e}")
-            # Two neighbouring bfloat16 values, or what is left where terms cancel.
-            torch.testing.assert_close(out, expected, atol=1e-3, rtol=2**-7)
+            # Two neighbouring bfloat16 values, or what is left where terms cancel: a merged kernel rounds less.
+            torch.testing.assert_close(out, expected, atol=4e-3, rtol=2**-7)
         differing = sum(int((t != eager_cache.tensors()[name]).sum()) for name, t in cache.tensors().items())
         print(f"  elements of the caches that differ from the uncompiled layer's: {differing}")
 

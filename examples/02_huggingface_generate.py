@@ -13,7 +13,7 @@ import time
 import torch
 
 import dsv4_compile
-from dsv4_compile.hf.tiny import quiet_transformers, tiny_model
+from dsv4_compile.hf.tiny import quiet_libraries, tiny_model
 
 PROMPTS = [
     "Attention",
@@ -33,7 +33,7 @@ def encode(prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    quiet_transformers()
+    quiet_libraries()
     # Random weights, and one CSA layer, so that the example compiles quickly. `dsv4 demo` has all kinds of layers; a
     # real model comes from DeepseekV4ForCausalLM.from_pretrained(path).
     model = tiny_model(num_hidden_layers=1, layer_types=["compressed_sparse_attention"]).to(DEVICE)

@@ -21,7 +21,7 @@ from .. import progress
 from .._compat import counters
 from ..errors import check
 from .convert import convert
-from .tiny import quiet_transformers, tiny_model
+from .tiny import quiet_libraries, tiny_model
 
 PROMPT_LENGTHS = (1, 5, 126, 130)
 TIMED_STEPS = 32
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the demo; 0 if every token agrees and nothing broke or recompiled, 1 otherwise."""
     args = _parse(argv)
     check(args.tokens >= 2, "E204", got=f"--tokens {args.tokens}", rule="the demo decodes at least 2 tokens")
-    quiet_transformers()
+    quiet_libraries()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # so small a model only waits for more threads, compiled or not
     model: Any = tiny_model(args.seed)
@@ -71,6 +71,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate for each prompt (default 64)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto (exact), bfloat16, fp8 (default auto)")
     parser.add_argument("--backend", default="dsv4", help="dsv4, or another of torch.compile's (default dsv4)")
+    parser.add_argument(
+        "--cudagraph", default="off", choices=("off", "full", "trees"), help="replay decode steps (default off)"
+    )
     parser.add_argument("--compare", action="store_true", help="also torch.compile the model as it is: slow")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--seed", type=int, default=0)
@@ -121,7 +124,8 @@ def _run_eager(model: Any, prompts: list[Tensor], tokens: int) -> tuple[list[tup
     with progress.stage("eager transformers", total=len(prompts)) as work:
         expected = []
         for prompt in prompts:
-            work.note(f"prompt of {prompt.shape[0]} tokens, alone")
+            length = prompt.shape[0]
+            work.note(f"prompt of {length} token{'s' if length != 1 else ''}, alone")
             expected.append(_generate(model, prompt[None], None, tokens))
             work.advance()
     row = Row("transformers, eager", None, None, None, None, None, "reference", _ms_per_step(model, prompts))
@@ -133,7 +137,8 @@ def _run_compiled(
 ) -> Row:
     longest = max(PROMPT_LENGTHS) + max(args.tokens, 2 + TIMED_STEPS)
     convert(model, max_batch_size=len(prompts), max_seq_len=longest, kv_cache_dtype=args.kv_cache_dtype)
-    model.compile(fullgraph=True, backend=args.backend)
+    graphs_of = {} if args.cudagraph == "off" else {"dsv4.cudagraph": args.cudagraph}
+    model.compile(fullgraph=True, backend=args.backend, options=graphs_of or None)
     ids, mask = _pad_left(prompts)
     _reset_counts()
     started = time.perf_counter()
@@ -150,7 +155,7 @@ def _run_compiled(
     difference = max(_difference(logits[b], new_tokens[b], e) for b, e in enumerate(expected))
     ms = _ms_per_step(model, prompts)
     return Row(
-        f'converted, backend="{args.backend}"',
+        f'converted, backend="{args.backend}"' + (f", {args.cudagraph} CUDA graphs" if graphs_of else ""),
         graphs,
         sum(counters["graph_break"].values()),
         _graph_count() - graphs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -80,8 +81,10 @@ def tiny_model(seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides
     return model.eval()
 
 
-def quiet_transformers() -> None:
-    """Drop transformers' advice about RoPE factors, which a deliberately small model would repeat at every step."""
+def quiet_libraries() -> None:
+    """Drop advice that a small float32 model would repeat: transformers' about RoPE factors, Inductor's about TF32."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+    warnings.filterwarnings("ignore", "\\s*Online softmax is disabled")

@@ -135,7 +135,10 @@ class DeepseekV4Attention(nn.Module):
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_dtype=self.cache_format.kv_word,
         )
-        return self.selection.backend.get_impl_cls()(shape, self.selection.engine)
+        module = self.selection.backend.get_impl_cls()(shape, self.selection.engine)
+        device = self.attn_sink.device
+        # Scales of per-tensor fp8 are values, which parameters without storage do not stand for.
+        return module if device.type == "meta" else module.to(device)
 
     def stack(self) -> None:
         """Let linears of one input share a matrix, as far as they can (see `stacked`); again after one is replaced."""

@@ -70,12 +70,17 @@ def refusal(op: str) -> Callable[..., str] | None:
     return getattr(_module(op), f"{op}_refuses", None) if op in KERNELS else None
 
 
+def runs_kernel(op: str, device: torch.device) -> bool:
+    """Whether calls of `op` on `device` run its kernel, but for those that it refuses."""
+    return device.type == "cuda" and op in KERNELS and is_proven("triton", op, device_architecture(device))
+
+
 def dispatcher(op: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     """What runs `op` on a GPU: its kernel where it is proven, or `reference`, also for calls that it refuses."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = next(value.device for value in args if isinstance(value, torch.Tensor))
-        if not is_proven("triton", op, device_architecture(device)):
+        if not runs_kernel(op, device):
             return reference(*args, **kwargs)
         refuses = refusal(op)
         if refuses is not None and refuses(*args, **kwargs):

@@ -60,7 +60,7 @@ def test_a_log_gets_a_line_for_each_piece_of_work_and_none_for_its_steps() -> No
                 work.note("tokens 1")
                 work.advance("tokens 1")
                 work.advance("tokens 8")
-    assert log.getvalue().splitlines() == ["bench  0 s", "bench tokens 1  0 s", "bench 2 tokens 8  0 s"] * 2
+    assert log.getvalue().splitlines() == ["bench tokens 1  0 s", "bench 2 tokens 8  0 s"] * 2
 
 
 def test_line_on_a_terminal_is_drawn_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,9 +241,9 @@ def test_reduce_overhead_within_a_capture_is_refused() -> None:
 def test_generate_with_graphs_gives_eagers_tokens(value: str) -> None:
     """One CSA layer, so that it compiles in a minute."""
     from dsv4_compile import hf
-    from dsv4_compile.hf.tiny import quiet_transformers, tiny_model
+    from dsv4_compile.hf.tiny import quiet_libraries, tiny_model
 
-    quiet_transformers()
+    quiet_libraries()
     model: Any = tiny_model(num_hidden_layers=1, layer_types=["compressed_sparse_attention"]).to(CUDA)
     ids = torch.randint(1, 512, (3, 30), device=CUDA)
     mask = torch.ones_like(ids)

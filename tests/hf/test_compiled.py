@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4_compile import hf
 from dsv4_compile._compat import counters
-from dsv4_compile.hf.tiny import quiet_transformers, tiny_model
+from dsv4_compile.hf.tiny import quiet_libraries, tiny_model
 
 PROMPT_LENGTHS = (1, 5, 126, 130)
 DECODE_STEPS = 300
@@ -32,7 +32,7 @@ def original() -> Any:
 
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[Any]:
-    quiet_transformers()
+    quiet_libraries()
     model = hf.convert(tiny_model(), max_batch_size=4, max_seq_len=MAX_SEQ_LEN)
     model.compile(fullgraph=True, backend="dsv4")
     counters["stats"].clear()

@@ -279,9 +279,9 @@ def test_tokens_of_a_call(inputs: tuple[Any, ...], tokens: int) -> None:
 def test_generate_replays_graphs_in_decode() -> None:
     """A Hugging Face model with an SWA, a CSA and an HCA layer; unequal prompts; two batch sizes; one more cache."""
     from dsv4_compile import hf
-    from dsv4_compile.hf.tiny import quiet_transformers, tiny_config, tiny_model
+    from dsv4_compile.hf.tiny import quiet_libraries, tiny_config, tiny_model
 
-    quiet_transformers()
+    quiet_libraries()
     model: Any = tiny_model(num_hidden_layers=3, layer_types=tiny_config().layer_types[:3])
     prompts = [torch.randint(1, 512, (n,)) for n in (126, 5, 30)]
     expected = [model.generate(p[None], max_new_tokens=12, do_sample=False)[0, len(p) :] for p in prompts]

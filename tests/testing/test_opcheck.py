@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.ops import _define
-from dsv4_compile.testing import check_op, padded, refuse_synchronization
+from dsv4_compile.testing import check_op, opcheck, padded, refuse_synchronization
+from dsv4_compile.testing.samples import op_samples
 
 LIB = torch.library.Library("dsv4_opcheck_test", "DEF")
 
@@ -160,3 +161,12 @@ def test_selection_and_gathers_are_allowed() -> None:
         y = torch.where(mask, x, 0.0)[mask.to(torch.int8).argmax(0, keepdim=True)]
         y += torch.tensor(2.0)
     assert y.item() == 2.0
+
+
+def test_a_kernel_runs_twice_and_need_not_have_the_bytes_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, args = opcheck.REFERENCES["inv_rope"], op_samples("inv_rope")[0]
+    monkeypatch.setitem(opcheck.REFERENCES, "inv_rope", lambda *args: honest(*args) * (1 + 2.0**-7))
+    with pytest.raises(AssertionError, match="second run over poisoned memory"):
+        check_op(_define.OPS["inv_rope"], [args], utilities=False)
+    monkeypatch.setattr(opcheck, "runs_kernel", lambda op, device: (op, device.type) == ("inv_rope", "cpu"))
+    check_op(_define.OPS["inv_rope"], [args], utilities=False)
