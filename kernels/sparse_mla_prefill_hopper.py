@@ -150,9 +150,8 @@ def _left(
     turn = 0  # of the weights' buffers: one for each block, and one for the factor at the end of an item
     q_phase = 0
     _load_q(queries, first, q_left, q_right, q_ready, HEAD_BLOCKS)
-    blocks = block_count(rows, first // HEAD_BLOCKS, RAGGED)
     for item in range(first, items, programs):
-        following = block_count(rows, gl.minimum(item + programs, items - 1) // HEAD_BLOCKS, RAGGED)
+        blocks = block_count(rows, item // HEAD_BLOCKS, RAGGED)
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
         top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         sums = _lane_sums(gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES))
@@ -204,7 +203,6 @@ def _left(
         lse = gl.where(sum_all == 0, float("inf"), (shift + gl.log2(sum_all)) * LN_2)
         gl.store(p_lse + result + o_row, lse, mask=m_head)
         gl.store(p_max + result + o_row, top * LN_2, mask=m_head)
-        blocks = following
     tma.store_wait(0)
 
 
@@ -218,9 +216,8 @@ def _right(
     first = gl.program_id(0)
     number = 0
     turn = 0
-    blocks = block_count(rows, first // HEAD_BLOCKS, RAGGED)
     for item in range(first, items, programs):
-        following = block_count(rows, gl.minimum(item + programs, items - 1) // HEAD_BLOCKS, RAGGED)
+        blocks = block_count(rows, item // HEAD_BLOCKS, RAGGED)
         acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
         for block in range(blocks):
             buffer, slot = number % BUFFERS, turn % BUFFERS
@@ -248,7 +245,6 @@ def _right(
         tma.store_wait(0)
         thread_barrier()
         mbarrier.arrive(right_free.index(buffer), count=1)
-        blocks = following
 
 
 @gluon.jit(do_not_specialize=["items", "width", "total", "workspace_rows"], do_not_specialize_on_alignment=["p_bounds"])
