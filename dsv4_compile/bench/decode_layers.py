@@ -24,19 +24,18 @@ _FILLED_AT_A_TIME = 1 << 16
 
 
 class Layers(nn.Module):
-    """Attention layers with residuals between them: `layers(hidden, metadata, caches)`."""
+    """Attention layers one after the other, all of the same hidden states: `layers(hidden, metadata, caches)`.
+
+    What lies between the attention of two layers is not of this package, so it is left out and not timed.
+    """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, hidden: Tensor, metadata: AttentionMetadata, caches: Any) -> Tensor:
-        """`[T, hidden]` to the same."""
-        for layer, cache in zip(self.layers, caches, strict=True):
-            if hidden.shape[0] > 1 and not torch.compiler.is_compiling():
-                maybe_mark_dynamic(hidden, 0)  # or each kind is compiled for this size first
-            hidden = hidden + layer(hidden, metadata, cache)
-        return hidden
+    def forward(self, hidden: Tensor, metadata: AttentionMetadata, caches: Any) -> list[Tensor]:
+        """`[T, hidden]` to one of the same shape for each layer."""
+        return [layer(hidden, metadata, cache) for layer, cache in zip(self.layers, caches, strict=True)]
 
 
 def random_layers(config: DeepseekV4Config, fp8: bool, context: int, device: torch.device) -> Layers:
@@ -102,15 +101,22 @@ class Step:
         compiled: list[Any] = [torch.compile(layer, fullgraph=True, **options) for layer in self.layers.layers]
         return Layers(compiled)
 
-    def call(self, layers: Callable[..., Tensor], tokens: int) -> Callable[[Tensor], Tensor]:
+    def call(self, layers: Callable[..., list[Tensor]], tokens: int) -> Callable[[Tensor], list[Tensor]]:
         """A step of `layers` over metadata that is built here, once."""
         self.load(tokens)
         metadata = self.buffers.metadata(tokens)
-        for tensor in token_tensors(metadata) if tokens > 1 else ():
-            maybe_mark_dynamic(tensor, 0)
-        return torch.no_grad()(lambda hidden: layers(hidden, metadata, self.caches.layers))
+        marked: list[Tensor] = []
 
-    def runner(self, layers: Callable[..., Tensor], sizes: Iterable[int]) -> DecodeRunner:
+        def step(hidden: Tensor) -> list[Tensor]:
+            if tokens > 1 and not (marked and marked[0] is hidden):
+                marked[:] = [hidden, *token_tensors(metadata)]
+                for tensor in marked:
+                    maybe_mark_dynamic(tensor, 0)
+            return layers(hidden, metadata, self.caches.layers)
+
+        return torch.no_grad()(step)
+
+    def runner(self, layers: Callable[..., list[Tensor]], sizes: Iterable[int]) -> DecodeRunner:
         """A runner over `layers`, warmed up."""
         hidden = torch.zeros(self.buffers.max_num_batched_tokens, self.width, dtype=torch.bfloat16, device=self.device)
         runner = DecodeRunner(
@@ -124,16 +130,16 @@ class Step:
         runner.warm_up()
         return runner
 
-    def replay(self, runner: DecodeRunner, tokens: int) -> Callable[[Tensor], Tensor]:
+    def replay(self, runner: DecodeRunner, tokens: int) -> Callable[[Tensor], list[Tensor]]:
         """Replays of a step, metadata included. They hold their input: it is copied once, in front of the timing."""
         self.load(tokens)
         held: list[Tensor] = []
 
-        def step(hidden: Tensor) -> Tensor:
+        def step(hidden: Tensor) -> list[Tensor]:
             if not held or held[0] is not hidden:
                 held[:] = [hidden]
                 runner.inputs["hidden"][:tokens].copy_(hidden)
-            out: Tensor = runner.step(tokens)
+            out: list[Tensor] = runner.step(tokens)
             return out
 
         return step

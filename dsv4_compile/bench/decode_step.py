@@ -9,9 +9,10 @@ times are those of the step. Many steps run in a row: a time is what the GPU tak
 is this package's backend; `graph` and `eager graph` are a DecodeRunner over `dsv4` and over the ops as they are, whose
 graphs refresh the metadata too. The others find it built. Layers are compiled one by one: three kinds, three graphs.
 
-`details` of a row on a GPU: host time of a step, copies from the host, allocations, graph nodes of a layer, the time of
-the nodes of each stage of a layer beside the stage's floor, and of all nodes. Peers are the best kernels of other
-engines chained in one graph, the faster of one stream and four.
+`details` of a row on a GPU: host time of a step, and tensors that ten steps allocate; of a graph also its nodes, how
+many of them copy from the host, and for a kind of layer the nodes of one layer and their time, by stage, beside the
+stage's floor. The profiler counts these when everything has been timed. Peers are the best kernels of other engines
+chained in one graph, the faster of one stream and four.
 """
 
 from __future__ import annotations
@@ -66,20 +67,23 @@ def problems(
 ) -> Iterator[Problem]:
     """Every kind of layer with both kinds of weights, in every way at every size, of V4-Flash or another model."""
     base, length = config or DeepseekV4Config.flash(), context or CONTEXT[device.type]
+    later: list[Callable[[], None]] = []
     for layer, ratios in LAYERS.items():
         alike = 1 if layer == STACK else ALIKE[device.type]
         for weights in WEIGHTS:
             sizes = [n for n in TOKENS[device.type] if keep(only, layer=layer, weights=weights, tokens=n)]
             if sizes:
-                own = base.with_layers(*ratios * alike)
-                step = Step.build(own, weights == "fp8", sizes[-1], length, device)
+                step = Step.build(base.with_layers(*ratios * alike), weights == "fp8", sizes[-1], length, device)
                 for impl in IMPLEMENTATIONS:
                     if keep(only, impl=impl):
-                        yield from _of_implementation(step, impl, layer, weights, alike, sizes)
+                        yield from _of_implementation(step, impl, layer, weights, alike, sizes, later)
+            if layer == STACK:
+                _do(later)  # two stacks and their caches are more than a GPU holds
+    _do(later)
 
 
 def _of_implementation(
-    step: Step, impl: str, layer: str, weights: str, alike: int, sizes: list[int]
+    step: Step, impl: str, layer: str, weights: str, alike: int, sizes: list[int], later: list[Callable[[], None]]
 ) -> Iterator[Problem]:
     prepare = _prepared(step, impl, sizes)
     config, context = step.caches.config, step.context
@@ -90,6 +94,14 @@ def _of_implementation(
         def make(seed: int, tokens: int = tokens) -> Args:
             generator = torch.Generator(step.device).manual_seed(seed)
             return (torch.randn(tokens, step.width, device=step.device, generator=generator).bfloat16(),)
+
+        def details(
+            call: Callable[[], Any], tokens: int = tokens, floors: Mapping[str, costs.Cost] = stages[0]
+        ) -> dict[str, Any]:
+            facts: dict[str, Any] = {"host_us": host_us(call), "allocations": allocations(call)}
+            if "graph" in impl:
+                later.append(partial(_look_into, facts, step, call, tokens, alike, {} if layer == STACK else floors))
+            return facts
 
         peers = PEERS[layer, weights].get(tokens)
         yield Problem(
@@ -105,8 +117,13 @@ def _of_implementation(
             cold=False,
             clock="stream",
             alike=alike,
-            details=partial(details, alike=alike, floors=stages[0] if layer != STACK else {}),
+            details=details,
         )
+
+
+def _do(later: list[Callable[[], None]]) -> None:
+    while later:
+        later.pop(0)()
 
 
 def _prepared(step: Step, impl: str, sizes: list[int]) -> Callable[[int], Prepare]:
@@ -130,19 +147,21 @@ def _prepared(step: Step, impl: str, sizes: list[int]) -> Callable[[int], Prepar
     return prepare
 
 
-def details(call: Callable[[], Any], alike: int, floors: Mapping[str, costs.Cost]) -> dict[str, Any]:
-    """What is known of a step beside its time; see the module."""
+def _look_into(
+    facts: dict[str, Any],
+    step: Step,
+    call: Callable[[], Any],
+    tokens: int,
+    alike: int,
+    floors: Mapping[str, costs.Cost],
+) -> None:
+    """Add to `facts` what the profiler sees of a replay; see the module."""
+    step.load(tokens)
     found = nodes(call)
-    facts: dict[str, Any] = {
-        "host_us": host_us(call),
-        "copies_from_host": sum("HtoD" in node.name for node in found),
-        "allocations": allocations(call),
-        "nodes": len(found),
-    }
+    facts |= {"nodes": len(found), "copies_from_host": sum("HtoD" in node.name for node in found)}
     first, length = repeated([node.name for node in found], alike)
     if floors and length:
-        facts |= {"nodes_of_layer": length, "before_layers_us": round(sum(node.us for node in found[:first]), 2)}
-        # The last layer: what comes before it is what comes before a layer in a model.
+        facts |= {"nodes_of_layer": length, "metadata_us": round(sum(node.us for node in found[:first]), 2)}
         facts["stages"] = {
             stage: {
                 "us": round(sum(node.us for node in own), 2),
@@ -151,12 +170,11 @@ def details(call: Callable[[], Any], alike: int, floors: Mapping[str, costs.Cost
             }
             for stage, own in stage_times(found[-length:]).items()
         }
-        return facts
+        return
     by_name: dict[str, list[float]] = defaultdict(list)
     for node in found:
         by_name[node.name[:80]].append(node.us)
     facts["kernels"] = {name: [len(times), round(sum(times), 2)] for name, times in by_name.items()}
-    return facts
 
 
 def differs(got: list[Tensor], want: list[Tensor]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,14 +15,20 @@ _REPEATS, _IN_A_ROW = 4, 5
 
 
 class Node(NamedTuple):
-    """A kernel, copy or fill, and its microseconds: the median over some calls, by the profiler."""
+    """A kernel, copy or fill, and its microseconds: the median over some calls, by the profiler.
+
+    A kernel that starts before the one in front of it is over counts from that one's end: times add up to the call's.
+    """
 
     name: str
     us: float
 
 
 def nodes(call: Call) -> list[Node]:
-    """Nodes of one call, in the order in which they run; none where calls differ."""
+    """Nodes of one call, in the order in which they run; none where calls differ.
+
+    Whatever the host does afterwards in this process takes longer: what the profiler attached stays.
+    """
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(_REPEATS):
@@ -33,10 +40,20 @@ def nodes(call: Call) -> list[Node]:
     calls = [found[i * count : (i + 1) * count] for i in range(_REPEATS)]
     if len({tuple(event.name for event in each) for each in calls}) != 1 or count * _REPEATS != len(found):
         return []
+    times = [_exclusive([(event.time_range.start, event.time_range.end) for event in each]) for each in calls]
     return [
-        Node(same[0].name, round(statistics.median(event.time_range.elapsed_us() for event in same), 3))
-        for same in zip(*calls, strict=True)
+        Node(event.name, round(statistics.median(same), 3))
+        for event, same in zip(calls[0], zip(*times, strict=True), strict=True)
     ]
+
+
+def _exclusive(spans: Sequence[tuple[float, float]]) -> list[float]:
+    """What each span, in order of their starts, adds to the time that those before it have covered."""
+    found, over = [], -math.inf
+    for start, end in spans:
+        found.append(max(0.0, end - max(start, over)))
+        over = max(over, end)
+    return found
 
 
 def repeated(names: Sequence[str], times: int) -> tuple[int, int]:

@@ -32,7 +32,8 @@ class Problem:
         differs: as `gate.disagreement`, for results whose rounding is not defined to the bit.
         cold: whether a time with the data out of the cache is wanted.
         alike: how many of what `cost` counts one call does, one after the other; times and launches are those of one.
-        details: what else is worth keeping of an implementation that was timed on a GPU, found by further calls.
+        details: what else is worth keeping of an implementation that was timed on a GPU, found by further calls;
+            launches are then left to it. Keys may be added until the scenario is over.
         clock: "" for graph replays on a GPU, "stream" for calls in a row, host time included: for what captures itself.
     """
 
@@ -48,7 +49,7 @@ class Problem:
     cold: bool = True
     clock: str = ""
     alike: int = 1
-    details: Callable[[Callable[[], Any]], Mapping[str, Any]] | None = None
+    details: Callable[[Callable[[], Any]], dict[str, Any]] | None = None
 
 
 def keep(only: Only, **columns: int | str) -> bool:

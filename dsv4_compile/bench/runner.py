@@ -114,7 +114,9 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
             yield row | {"us": None, "status": "wrong", "note": wrong}
             continue
         result = timing.measure(call, sets, device, cold=cold > 0, clock=problem.clock)
-        launches = timing.launches(partial(call, *sets[0]), device)
+        once = partial(call, *sets[0])
+        details = problem.details(once) if problem.details is not None and device.type == "cuda" else None
+        launches = None if details is not None else timing.launches(once, device)
         yield row | {
             "us": round(result.us / problem.alike, 3),
             "cold_us": None if result.cold_us is None else round(result.cold_us / problem.alike, 3),
@@ -123,14 +125,8 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
             "launches": None if launches is None else launches // problem.alike,
             "status": "ok",
             "note": "",
-            **_details(problem, partial(call, *sets[0]), device),
+            **({} if details is None else {"details": details}),
         }
-
-
-def _details(problem: Problem, call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    if problem.details is None or device.type != "cuda":
-        return {}
-    return {"details": problem.details(call)}
 
 
 def _rates(row: dict[str, Any], problem: Problem, machine: costs.Machine) -> dict[str, Any]:
