@@ -35,7 +35,7 @@ def _index_row(rows, token, RAGGED: gl.constexpr):
     matrix may be read is known without a load.
     """
     p_indices, p_bounds, index_stride, bound_stride, width, total = rows
-    token = token.to(gl.int64)
+    token = gl.to_tensor(token).to(gl.int64)
     if RAGGED:
         begin = gl.load(p_bounds + token * bound_stride).to(gl.int64)
         end = gl.load(p_bounds + (token + 1) * bound_stride).to(gl.int64)
