@@ -70,6 +70,8 @@ PARTS = {
     "sparse_mla_prefill": 6,
 }
 """Processes of a stem's file, 1 where it is not named: most of the time is that of one core, which compiles."""
+THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""For each process, unless the environment says otherwise: together they have work for all cores."""
 POLL = 0.05
 SPENT = "the budget was spent"
 VERDICTS = ("passed", "not run", "HUNG", "FAILED")
@@ -204,7 +206,7 @@ def _start(part: Part, logs: Path, limits: Limits, gpu: str) -> Running:
     command += [f"--maxfail={MOST_FAILURES}", "-o", f"faulthandler_timeout={limits.stall / 2}", str(part.path)]
     if part.of > 1:
         command += ["-p", "tests.gpu.prove", f"--part={part.index}/{part.of}"]
-    env = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+    env = THREADS | os.environ | {"PYTHONUNBUFFERED": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
