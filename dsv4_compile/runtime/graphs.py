@@ -20,8 +20,8 @@ from .._compat import pytree, recover_from_failed_capture, without_cudagraph_tre
 from ..errors import GraphError, check, error, fail
 
 Call = Callable[[], Any]
-_SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT = 1 << 20, 2 << 20, 20 << 20
-"""CUDA's caching allocator: tensors of up to the first lie in segments of the second, larger ones of the third."""
+_SEGMENT = 2 << 20
+"""What CUDA's caching allocator takes at least at a time."""
 _capturing: ContextVar[str] = ContextVar("dsv4_capturing", default="")
 
 
@@ -44,14 +44,13 @@ class Footprint:
 
     Attributes:
         peak: at its peak; outputs: what it returns.
-        small, large: the peaks of tensors of up to 1 MiB and above, which come from segments of different sizes; 0
-            where there are no segments.
+        reserved: what the allocator takes for it in a pool of its own, whose segments are larger than what lies in
+            them; 0 where there are none.
     """
 
     peak: int
     outputs: int
-    small: int = 0
-    large: int = 0
+    reserved: int = 0
 
 
 class Graphs(Protocol):
@@ -158,19 +157,18 @@ class CudaGraphs:
         return result
 
     def measure(self, call: Call) -> Footprint:
-        """Peak of the caching allocator over one run."""
+        """Peak of the caching allocator over one run, in a pool as empty as that of a first capture."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_stats(self.device)
-        outputs = self.warm_up(call)
+        before = torch.cuda.memory_allocated(self.device)
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool, self.device):
+            outputs = self.warm_up(call)
         torch.cuda.synchronize(self.device)
-        after = torch.cuda.memory_stats(self.device)
-
-        def peak(pool: str) -> int:
-            name = f"allocated_bytes.{pool}"
-            return int(after[f"{name}.peak"] - before[f"{name}.current"])
-
-        return Footprint(peak("all"), tensor_bytes(outputs), peak("small_pool"), peak("large_pool"))
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        found = Footprint(peak, tensor_bytes(outputs), _segments(pool.id))
+        del outputs  # before the pool that it lies in
+        return found
 
     def capture(self, call: Call, what: str) -> Capture:
         """Record `call` as one CUDA graph."""
@@ -218,18 +216,20 @@ class CudaGraphs:
 
     def memory(self) -> int:
         """Bytes of the pool's segments."""
-        segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
+        return _segments(self._pool)
 
     def predict(self, footprints: Sequence[Footprint]) -> int:
-        """Segments for the largest peak and all other outputs: captures share what is free between replays."""
-        small, large = max(f.small for f in footprints), max(f.large for f in footprints)
-        for other in sorted(footprints, key=lambda f: f.outputs)[:-1]:
-            if other.outputs > _SMALL:
-                large += _round(other.outputs, 512)
-            else:
-                small += _round(other.outputs, 512)
-        return _round(small, _SMALL_SEGMENT) + _round(large, _LARGE_SEGMENT)
+        """The largest call, and all other outputs as far as it leaves no room: captures share what is free."""
+        largest = max(footprints, key=lambda f: f.reserved)
+        outputs = sum(_round(f.outputs, 512) for f in footprints) - _round(largest.outputs, 512)
+        room = largest.reserved - largest.peak
+        return largest.reserved + _round(max(0, outputs - room), _SEGMENT)
+
+
+def _segments(pool: Sequence[int]) -> int:
+    """Bytes that the caching allocator holds for `pool`."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(pool))
 
 
 def _round(size: int, step: int) -> int:

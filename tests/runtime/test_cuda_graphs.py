@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from dsv4_compile.errors import GraphError
 from dsv4_compile.runtime import Footprint, graphs
 from dsv4_compile.runtime.graphs import CudaGraphs
 
-POOL = (0, 7)
+POOL, OWN_POOL = (0, 7), (3, 0)
 
 
 class Notes:
@@ -49,6 +50,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Notes:
     def device(_: Any) -> Iterator[None]:
         yield
 
+    @contextmanager
+    def on_pool(pool: Any, _: Any) -> Iterator[None]:
+        notes.said.append(f"pool {pool.id}")
+        yield
+        notes.said.append("end of pool")
+
     class Graph:
         def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
             notes.said.append(f"begin on {current[-1].name}, pool {pool}, {capture_error_mode}")
@@ -76,15 +83,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Notes:
         "synchronize": note("synchronize"),
         "empty_cache": note("empty_cache"),
         "reset_peak_memory_stats": note("reset peak"),
-        "memory_stats": lambda _: {
-            f"allocated_bytes.{pool}.{when}": value
-            for pool, values in {"all": (1000, 5000), "small_pool": (400, 900), "large_pool": (600, 4200)}.items()
-            for when, value in zip(("current", "peak"), values, strict=True)
-        },
+        "memory_allocated": lambda _: 1000,
+        "max_memory_allocated": lambda _: 5000,
+        "MemPool": lambda: SimpleNamespace(id=OWN_POOL),
+        "use_mem_pool": on_pool,
         "memory_snapshot": lambda: [
             {"segment_pool_id": POOL, "total_size": 64},
             {"segment_pool_id": (0, 0), "total_size": 1},
             {"segment_pool_id": POOL, "total_size": 32},
+            {"segment_pool_id": OWN_POOL, "total_size": 8192},
         ],
     }
     for name, fake in fakes.items():
@@ -153,21 +160,21 @@ def test_an_error_of_the_step_itself_stays_what_it_is(cuda: Notes, pool: CudaGra
 def test_memory_is_that_of_the_pool_and_a_footprint_that_of_one_call(cuda: Notes, pool: CudaGraphs) -> None:
     assert pool.memory() == 96
     x = torch.zeros(8)
-    assert pool.measure(lambda: (x[:4], x)) == Footprint(peak=4000, outputs=32, small=500, large=3600)
+    assert pool.measure(lambda: (cuda.said.append("work"), x[:4], x)[1:]) == Footprint(4000, 32, reserved=8192)
+    said = [note for note in cuda.said if note in ("work", f"pool {OWN_POOL}", "end of pool")]
+    assert said == [f"pool {OWN_POOL}", "work", "end of pool"]
 
 
 @pytest.mark.parametrize(
-    ("footprints", "expected"),
+    ("largest", "others", "expected"),
     [
-        # Five buckets of a step whose largest holds 3 MiB of small tensors and 6 of large ones: two segments, and one.
-        ([Footprint(9 << 20, 49_152, 3 << 20, 6 << 20), *[Footprint(1 << 20, 8192, 1 << 20)] * 4], 24 << 20),
-        ([Footprint(1 << 20, 1 << 20, 1 << 20)] * 2, 2 << 20),
-        ([Footprint(1 << 20, 1 << 20, 1 << 20)] * 3, 4 << 20),
-        ([Footprint(18 << 20, 2 << 20, 0, 18 << 20)] * 2, 20 << 20),
-        ([Footprint(18 << 20, 2 << 20, 0, 18 << 20)] * 3, 40 << 20),
+        ((9 << 20, 49_152, 24 << 20), [(1 << 20, 8192, 23 << 20)] * 4, 24 << 20),
+        ((2 << 20, 1 << 20, 2 << 20), [(1 << 20, 1 << 20, 2 << 20)], 4 << 20),
+        ((1 << 20, 1 << 20, 2 << 20), [(1 << 20, 1 << 20, 2 << 20)], 2 << 20),
+        ((18 << 20, 8 << 20, 20 << 20), [(9 << 20, 4 << 20, 20 << 20)] * 3, 30 << 20),
     ],
 )
-def test_predictions_are_in_segments_of_the_caching_allocator(
-    pool: CudaGraphs, footprints: list[Footprint], expected: int
+def test_a_pool_holds_its_largest_call_and_the_outputs_for_which_that_leaves_no_room(
+    pool: CudaGraphs, largest: tuple[int, int, int], others: list[tuple[int, int, int]], expected: int
 ) -> None:
-    assert pool.predict(footprints) == expected
+    assert pool.predict([Footprint(*largest), *(Footprint(*other) for other in others)]) == expected
