@@ -43,8 +43,7 @@ class Watch:
         def watched(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
             from .._compat import RestartAnalysis
 
-            seen: tuple[list[Any], ...]
-            seen = self.graphs, self.hazards, self.undecided, self.decided, self.decided.fusions
+            seen: list[list[Any]] = [self.graphs, self.hazards, self.undecided, self.decided, self.decided.fusions]
             counts = [len(found) for found in seen]
             self._look(gm, name)
             try:
