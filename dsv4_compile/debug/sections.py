@@ -182,7 +182,7 @@ def _input(entry: GraphInput) -> str:
 def _ops(graph: Graph) -> str:
     ops = sorted(graph.ops.items(), key=lambda item: (not item[0].startswith("dsv4."), -item[1]))
     shown = [f"{name} x{count}" if count > 1 else name for name, count in ops[:_OPS_SHOWN]]
-    more = [f"{len(ops) - _OPS_SHOWN} more kinds"] if len(ops) > _OPS_SHOWN else []
+    more = [_plural(len(ops) - _OPS_SHOWN, "more kind")] if len(ops) > _OPS_SHOWN else []
     return ", ".join([*shown, *more]) or "none"
 
 
@@ -194,7 +194,7 @@ def _kernels(report: Report) -> Section:
     frequent = sorted(report.kernels, key=lambda kernel: -kernel.calls)
     rows = [[str(k.graph), k.kind, str(k.calls), _clipped(k.name, _KERNEL_NAME)] for k in frequent[:_KERNELS_SHOWN]]
     if len(frequent) > _KERNELS_SHOWN:
-        rows.append(["", "", "", f"and {len(frequent) - _KERNELS_SHOWN} more kernels; to_json() has all"])
+        rows.append(["", "", "", f"and {_plural(len(frequent) - _KERNELS_SHOWN, 'more kernel')}; to_json() has all"])
     return Section(f"Kernel launches: {summary}", [Table(["graph", "kind", "launches", "kernel"], rows)])
 
 
