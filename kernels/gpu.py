@@ -12,6 +12,8 @@ import torch
 
 HOPPER = 90
 """Compute capability of the GPUs that have a kernel of their own in Gluon."""
+FIRST_DEPENDENT = 90
+"""Compute capability from which a kernel can start before the one that it depends on has ended."""
 
 
 class Gpu(NamedTuple):

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from .. import layout
 from .attention_rows_hopper import BLOCK_H
-from .gpu import Gpu
+from .gpu import FIRST_DEPENDENT, Gpu
 from .sparse_mla_decode_kernel_hopper import KEYS, sparse_mla_decode_hopper_kernel
-from .sparse_mla_decode_plan import FIRST_DEPENDENT, PLAIN, Fusion, Results, Source, cut_of, outputs
+from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, cut_of, outputs
 from .split_softmax import LOG2_E, part_buffers, split_softmax
 
 HEADS = BLOCK_H.value

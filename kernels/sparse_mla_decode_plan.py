@@ -17,7 +17,6 @@ from ..layout import ACT_TILE, PAGE_LAYOUTS, SCALE_ROW_ALIGN, SCALES_PER_WORD, a
 from ..reference.sparse_mla_decode import output_dtype
 from .gpu import Gpu
 
-FIRST_DEPENDENT = 90  # compute capability from which a kernel can start before the one it depends on has ended
 PART_KEYS = 256
 PART_BYTES = 256 * 2**20
 """Most memory that parts take. More tokens than fit take more launches."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..layout import cdiv
 from ..reference.sparse_mla_decode import output_dtype
 from .attention_rows import DTYPES
-from .gpu import Gpu
+from .gpu import FIRST_DEPENDENT, Gpu
 from .sparse_mla_decode_kernel import sparse_mla_decode_kernel
-from .sparse_mla_decode_plan import FIRST_DEPENDENT, PLAIN, Fusion, Results, Source, cut_of, operand_dtype, outputs
+from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, cut_of, operand_dtype, outputs
 from .split_softmax import LOG2_E, part_buffers, split_softmax
 
 
