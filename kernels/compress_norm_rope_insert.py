@@ -19,28 +19,33 @@ from .hadamard import HADAMARD_DIMS
 from .quant import refuses_fp8
 
 POOLED = 4096
-"""Elements of a window, positions times channels, that a program reads at a time: 32 KiB with values and scores."""
+"""Elements of a window, positions times channels, that a program pools: 32 KiB with values and scores."""
+FEW_COLUMNS = 16
+"""Least channels of a program: 64 bytes of a row."""
 MANY_TOKENS = 512
-"""Above, a program looks for closed groups among more tokens: most of them find one there, none in a few."""
+"""Above, a program looks for closed groups among as many tokens as one group has: a chunk of a prompt closes one
+there. In a decode step any token may."""
 
 
 class Cut(NamedTuple):
     """How pools are cut up, powers of two: `tokens` among which a program looks for closed groups, `parts` of an
-    entry's channels, a program each, `rows` of a window that are read at a time, and `warps` of a program."""
+    entry's channels, a program each, and `warps` of a program."""
 
     tokens: int
     parts: int
-    rows: int
     warps: int
+
+
+def window_rows(ratio: int) -> int:
+    """Positions of a window, rounded up to a power of two."""
+    return triton.next_power_of_2(overlap_factor(ratio) * ratio)
 
 
 def cut_of(tokens: int, ratio: int, dim: int) -> Cut:
     """The cut for a step of `tokens` and entries of `dim`. Only its `tokens` depend on the step, and no result does."""
-    window = triton.next_power_of_2(overlap_factor(ratio) * ratio)
-    columns = min(dim, max(16, POOLED // window))
-    rows = min(window, POOLED // columns)
-    looks = max(1, window // 16) if tokens <= MANY_TOKENS else max(8, window)
-    return Cut(looks, dim // columns, rows, min(8, max(4, rows * columns // 512)))
+    columns = min(dim, max(FEW_COLUMNS, POOLED // window_rows(ratio)))
+    looks = 1 if tokens <= MANY_TOKENS else triton.next_power_of_2(ratio)
+    return Cut(looks, dim // columns, 4)
 
 
 @triton.jit(
@@ -146,7 +151,7 @@ def compress_norm_rope_insert(
 
     Pooled values differ from it by the order of their sums, so a stored value next to a rounding boundary may be the
     neighbour. All that follows the RMS norm rounds as it does, and results do not depend on the batch.
-    `tile`, rows and warps, overrides the choice of `cut_of`.
+    `tile`, parts and warps, overrides the choice of `cut_of`.
     """
     tokens = state_slot_mapping.shape[0]
     if tokens == 0:
@@ -154,7 +159,7 @@ def compress_norm_rope_insert(
     dim = norm_weight.shape[0]
     cut = cut_of(tokens, ratio, dim)
     if tile is not None:
-        cut = cut._replace(rows=tile[0], warps=tile[1])
+        cut = cut._replace(parts=tile[0], warps=tile[1])
     pooled = arrived = None
     if cut.parts > 1:
         pooled = torch.empty((tokens, dim), dtype=torch.float32, device=state_cache.device)
@@ -195,7 +200,7 @@ def compress_norm_rope_insert(
         HADAMARD=hadamard,
         TOKENS=cut.tokens,
         PARTS=cut.parts,
-        ROWS=cut.rows,
+        ROWS=window_rows(ratio),
         D=dim,
         ROPE=cos_sin_cache.shape[1],
         num_warps=cut.warps,

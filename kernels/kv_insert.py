@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .kv_format import store_kv
-from .norm import normed
+from .norm import load_weight, normed
 from .rope import load_cos_sin, rotate, table_row
 
 
@@ -33,7 +33,8 @@ def insert_rows(
     if p_weight is not None:
         WHOLE: tl.constexpr = x.dtype == tl.float32
         DTYPE: tl.constexpr = p_weight.dtype.element_ty if WHOLE else x.dtype
-        x = normed(x.to(DTYPE).to(tl.float32), p_weight, weight_stride, eps, D).to(DTYPE)
+        weight = load_weight(p_weight, weight_stride, D, D)
+        x = normed(x.to(DTYPE).to(tl.float32), weight, eps, D).to(DTYPE)
     cos, sin = load_cos_sin(p_table + row[:, None] * table_strides[0], table_strides[1], m_row, D, ROPE)
     x = rotate(x.to(tl.float32), cos, sin, ROPE)
     live = (slot >= 0) & (slot < num_slots)

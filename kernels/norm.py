@@ -13,10 +13,15 @@ def inverse_rms(x, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def normed(x, p_weight, weight_stride, eps, SIZE: tl.constexpr):
-    """The rows of float32 `x` `[N, BLOCK]`, 0 from SIZE on, normed and weighted."""
-    o_d = tl.arange(0, x.shape[1])[None, :].to(tl.int64)
-    weight = tl.load(p_weight + o_d * weight_stride, mask=o_d < SIZE, other=0.0).to(tl.float32)
+def load_weight(p_weight, weight_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """float32 `[1, BLOCK]`, 0 from SIZE on."""
+    o_d = tl.arange(0, BLOCK)[None, :].to(tl.int64)
+    return tl.load(p_weight + o_d * weight_stride, mask=o_d < SIZE, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normed(x, weight, eps, SIZE: tl.constexpr):
+    """The rows of float32 `x` `[N, BLOCK]`, 0 from SIZE on, normed and weighted by float32 `weight` `[1, BLOCK]`."""
     return x * inverse_rms(x, eps, SIZE)[:, None] * weight
 
 
@@ -32,5 +37,6 @@ def norm_rows(
     mask = exists[:, None] & (o_d < SIZE)
     # [N, BLOCK]
     x = tl.load(p_x + row[:, None] * x_strides[0] + o_d * x_strides[1], mask=mask, other=0.0)
-    y = normed(x.to(p_out.dtype.element_ty).to(tl.float32), p_weight, weight_stride, eps, SIZE)
+    weight = load_weight(p_weight, weight_stride, SIZE, BLOCK)
+    y = normed(x.to(p_out.dtype.element_ty).to(tl.float32), weight, eps, SIZE)
     tl.store(p_out + row[:, None] * SIZE + o_d, y.to(p_out.dtype.element_ty), mask=mask)

@@ -1,9 +1,9 @@
 """`preprocess_insert`: the unlike jobs of a layer's preprocessing, side by side in one launch.
 
-The grid is flat. For each chunk of tokens come the programs that pool and store the entries these tokens close, then
-those that norm their latents, insert their keys/values and save their states. None waits for another: a pool takes the
-states of this step from its projection. Chunk by chunk, so that what one job has read is still in the L2 cache for the
-next.
+The grid is flat. For each chunk of tokens come the programs that pool and store the entries these tokens close, which
+take longest, then those that norm their latents, those that insert their keys/values, and those that save their states.
+None waits for another: a pool takes the states of this step from its projection. Chunk by chunk, so that what one job
+has read is still in the L2 cache for the next; kind by kind in a chunk, so that neighbours run the same code.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import triton
 from torch import Tensor
 
-from ..layout import PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor, state_block_size, storage_block_size
+from ..layout import PAGE_LAYOUTS, align_up, byte_pages, cdiv, overlap_factor, state_block_size, storage_block_size
 from ..reference.preprocess_insert import Compressor, compressors, result_dtype
 from .arrivals import arrival_counters
-from .compress_norm_rope_insert import cut_of
+from .compress_norm_rope_insert import cut_of, window_rows
 from .hadamard import HADAMARD_DIMS
 from .preprocess_insert_kernel import preprocess_insert_kernel
 from .quant import refuses_fp8
@@ -31,25 +31,23 @@ SAVED = 8192
 class Tile(NamedTuple):
     """How the work is cut.
 
-    `tokens` that a program norms, inserts or saves, and `pooled`, among which it looks for closed groups, powers of
-    two; `parts` of the main entries' channels, a program each; positions of a window that are read at a time, `rows` of
-    the main and `key_rows` of the indexer's compressor; `warps` of a program.
+    `tokens` that a program norms, inserts or saves; `pooled`, among which it looks for closed groups; `parts` of the
+    main entries' channels, a program each; `warps` of a program: powers of two. `chunk`: most tokens of a chunk.
     """
 
     tokens: int
     pooled: int
     parts: int
-    rows: int
-    key_rows: int
     warps: int
+    chunk: int
 
 
-def tile(tokens: int, ratio: int, dim: int, key_dim: int) -> Tile:
+def tile(tokens: int, ratio: int, dim: int) -> Tile:
     """The cut for a step of `tokens`. Only `pooled` depends on the step, and no result does."""
     if ratio == 0:
-        return Tile(4, 4, 1, 1, 1, 4)
+        return Tile(4, 4, 1, 4, 1024)
     main = cut_of(tokens, ratio, dim)
-    return Tile(8, main.tokens, main.parts, main.rows, cut_of(tokens, ratio, key_dim).rows, main.warps)
+    return Tile(4, main.tokens, main.parts, main.warps, 1024)
 
 
 def _pages(cache: Tensor, fmt: str, block_size: int) -> Tensor:
@@ -143,10 +141,7 @@ def preprocess_insert(
     out = qr.new_empty(qr.shape, dtype=result_dtype(qr, q_weight))
     tokens, latent = qr.shape
     inserted = window_slot_mapping.shape[0]
-    cut = cut or tile(tokens, ratio, main_dim, key_dim)
-    chunk = max(cut.tokens, cut.pooled)
-    pools = chunk // cut.pooled
-    main_pools, key_pools = 0 if main is None else pools * cut.parts, 0 if keys is None else pools
+    cut = cut or tile(tokens, ratio, main_dim)
     main_piece, key_piece = (
         min(SAVED // cut.tokens, triton.next_power_of_2(2 * groups * dim)) for dim in (main_dim, key_dim)
     )
@@ -154,15 +149,20 @@ def preprocess_insert(
         0 if c is None else cdiv(2 * groups * dim, piece)
         for c, dim, piece in ((main, main_dim, main_piece), (keys, key_dim, key_piece))
     )
-    chunks = cdiv(max(tokens, inserted, main_sizes[0], key_sizes[0]), chunk)
-    if chunks == 0:
+    most = max(tokens, inserted, main_sizes[0], key_sizes[0])
+    if most == 0:
         return out
+    # Chunks of about one size, of whole programs.
+    step = cut.tokens if main is None else max(cut.tokens, cut.pooled)
+    chunk = align_up(cdiv(most, cdiv(most, cut.chunk)), step)
+    pools = chunk // cut.pooled
+    main_pools, key_pools = 0 if main is None else pools * cut.parts, 0 if keys is None else pools
+    jobs = main_pools + key_pools + chunk // cut.tokens * (2 + main_saves + key_saves)
     pooled = arrived = None
     if main is not None and cut.parts > 1:
         pooled = torch.empty((main_sizes[0], main_dim), dtype=torch.float32, device=qr.device)
         arrived = arrival_counters(main_sizes[0], qr.device)
-    jobs = main_pools + key_pools + chunk // cut.tokens * (2 + main_saves + key_saves)
-    preprocess_insert_kernel[(chunks * jobs,)](
+    preprocess_insert_kernel[(cdiv(most, chunk) * jobs,)](
         out,
         qr,
         q_weight,
@@ -196,6 +196,10 @@ def preprocess_insert(
         cos_sin_cache.shape[0],
         *main_sizes,
         *key_sizes,
+        jobs,
+        chunk,
+        main_pools,
+        key_pools,
         Q_SIZE=latent,
         Q_BLOCK=triton.next_power_of_2(latent),
         FORMAT=cache_format,
@@ -210,16 +214,12 @@ def preprocess_insert(
         MAIN_D=main_dim,
         KEY_D=key_dim,
         ROPE=cos_sin_cache.shape[1],
-        CHUNK=chunk,
         TOKENS=cut.tokens,
         POOL_TOKENS=cut.pooled,
-        MAIN_POOLS=main_pools,
+        ROWS=window_rows(ratio) if ratio else 1,
         MAIN_PARTS=cut.parts,
-        MAIN_ROWS=cut.rows,
         MAIN_SAVES=main_saves,
         MAIN_PIECE=main_piece,
-        KEY_POOLS=key_pools,
-        KEY_ROWS=cut.key_rows,
         KEY_SAVES=key_saves,
         KEY_PIECE=key_piece,
         num_warps=cut.warps,

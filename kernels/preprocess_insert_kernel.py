@@ -13,15 +13,15 @@ from .save_partial_states import save_rows
 
 @triton.jit
 def _pool_job(
-    job, chunk, c, strides, p_pooled, p_arrived, p_requests, p_positions, p_cos_sin, p_kv_scale, eps, request_stride,
+    first, part, c, strides, p_pooled, p_arrived, p_requests, p_positions, p_cos_sin, p_kv_scale, eps, request_stride,
     position_stride, cos_sin_strides, tokens, state_pages, num_slots, table_rows, table_columns, max_pos,
     FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr,
-    GROUPS: tl.constexpr, HADAMARD: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
+    GROUPS: tl.constexpr, HADAMARD: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Pool one part of the channels for some of the chunk's tokens."""
+    """Pool one part of the channels for the TOKENS tokens from `first` on."""
     compress_tokens(
-        chunk * (CHUNK // TOKENS) + job // PARTS, job % PARTS, c.cache, c.state_cache, c.kv_score, c.ape,
+        first // TOKENS, part, c.cache, c.state_cache, c.kv_score, c.ape,
         c.norm_weight, p_cos_sin, p_kv_scale, p_pooled, p_arrived, c.state_slot_mapping, c.state_block_table,
         p_requests, p_positions, c.slot_mapping, eps, strides.cache, strides.state_cache, strides.kv_score,
         strides.ape, strides.norm_weight[0], cos_sin_strides, strides.state_block_table,
@@ -47,7 +47,8 @@ def _save_job(
 @triton.jit(
     do_not_specialize=[
         "tokens", "inserted", "window_slots", "max_pos", "main_tokens", "main_pages", "main_slots", "main_rows",
-        "main_columns", "key_tokens", "key_pages", "key_slots", "key_rows", "key_columns",
+        "main_columns", "key_tokens", "key_pages", "key_slots", "key_rows", "key_columns", "jobs", "chunk",
+        "main_pools", "key_pools",
     ],
     do_not_specialize_on_alignment=["p_window_slots", "p_positions", "p_requests", "p_kv_scale"],
 )  # fmt: skip
@@ -93,6 +94,10 @@ def preprocess_insert_kernel(
     key_slots,
     key_rows,
     key_columns,
+    jobs,  # programs of a chunk
+    chunk,  # its tokens, a multiple of TOKENS and of POOL_TOKENS
+    main_pools,  # programs of a chunk that pool
+    key_pools,
     Q_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -107,43 +112,36 @@ def preprocess_insert_kernel(
     MAIN_D: tl.constexpr,
     KEY_D: tl.constexpr,
     ROPE: tl.constexpr,
-    CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
     POOL_TOKENS: tl.constexpr,
-    MAIN_POOLS: tl.constexpr,
+    ROWS: tl.constexpr,
     MAIN_PARTS: tl.constexpr,
-    MAIN_ROWS: tl.constexpr,
     MAIN_SAVES: tl.constexpr,
     MAIN_PIECE: tl.constexpr,
-    KEY_POOLS: tl.constexpr,
-    KEY_ROWS: tl.constexpr,
     KEY_SAVES: tl.constexpr,
     KEY_PIECE: tl.constexpr,
 ):
-    """Programs [c * J, (c + 1) * J) do the J jobs of tokens [c * CHUNK, (c + 1) * CHUNK)."""
-    POOLS: tl.constexpr = MAIN_POOLS + KEY_POOLS
-    SHARE: tl.constexpr = 2 + MAIN_SAVES + KEY_SAVES
-    JOBS: tl.constexpr = POOLS + CHUNK // TOKENS * SHARE
-    chunk, job = tl.program_id(0) // JOBS, tl.program_id(0) % JOBS
-    if job < MAIN_POOLS:
+    """Programs [c * jobs, (c + 1) * jobs) do the jobs of tokens [c * chunk, (c + 1) * chunk)."""
+    first, job = tl.program_id(0) // jobs * chunk, tl.program_id(0) % jobs
+    if job < main_pools:
         if main is not None:
             _pool_job(
-                job, chunk, main, main_strides, p_pooled, p_arrived, p_requests, p_positions, p_cos_sin, p_kv_scale,
-                eps, request_stride, position_stride, cos_sin_strides, main_tokens, main_pages, main_slots, main_rows,
-                main_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, False, CHUNK, POOL_TOKENS,
-                MAIN_PARTS, MAIN_ROWS, MAIN_D, ROPE,
+                first + job // MAIN_PARTS * POOL_TOKENS, job % MAIN_PARTS, main, main_strides, p_pooled, p_arrived,
+                p_requests, p_positions, p_cos_sin, p_kv_scale, eps, request_stride, position_stride, cos_sin_strides,
+                main_tokens, main_pages, main_slots, main_rows, main_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK,
+                RATIO, GROUPS, False, POOL_TOKENS, MAIN_PARTS, ROWS, MAIN_D, ROPE,
             )  # fmt: skip
-    elif job < POOLS:
+    elif job < main_pools + key_pools:
         if keys is not None:
             _pool_job(
-                job - MAIN_POOLS, chunk, keys, key_strides, None, None, p_requests, p_positions, p_cos_sin, None, eps,
-                request_stride, position_stride, cos_sin_strides, key_tokens, key_pages, key_slots, key_rows,
-                key_columns, max_pos, KEY_FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD, CHUNK, POOL_TOKENS,
-                1, KEY_ROWS, KEY_D, ROPE,
+                first + (job - main_pools) * POOL_TOKENS, 0, keys, key_strides, None, None, p_requests, p_positions,
+                p_cos_sin, None, eps, request_stride, position_stride, cos_sin_strides, key_tokens, key_pages,
+                key_slots, key_rows, key_columns, max_pos, KEY_FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD,
+                POOL_TOKENS, 1, ROWS, KEY_D, ROPE,
             )  # fmt: skip
     else:
-        few = chunk * (CHUNK // TOKENS) + (job - POOLS) // SHARE
-        kind = (job - POOLS) % SHARE
+        job -= main_pools + key_pools
+        few, kind = first // TOKENS + job % (chunk // TOKENS), job // (chunk // TOKENS)
         token = few.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
         if kind == 0:
             norm_rows(

@@ -33,8 +33,8 @@ def save_rows(
     place = place_in_group(tl.load(p_positions + token * position_stride, mask=exists, other=0), RATIO)
     live = (slot >= 0) & (slot < num_slots)
     o_c = piece.to(tl.int64) * PIECE + tl.arange(0, PIECE)[None, :]
-    mask = live[:, None] & (o_c < 2 * WIDTH)
-    # [N, PIECE]
+    # [N, PIECE]. Rows without a slot are read too: a row that waits for its slot waits for memory twice.
+    mask = exists[:, None] & (o_c < 2 * WIDTH)
     x = tl.load(p_kv_score + token[:, None] * kv_score_strides[0] + o_c * kv_score_strides[1], mask=mask)
     m_score = mask & (o_c >= WIDTH)
     p_bias = p_ape + place[:, None] * ape_strides[0] + (o_c - WIDTH) * ape_strides[1]
@@ -43,7 +43,7 @@ def save_rows(
     x = tl.where(m_score, x + bias, x)
     slot = tl.where(live, slot, 0)
     p_row = p_state + slot // STATE_BLOCK * state_strides[0] + slot % STATE_BLOCK * state_strides[1]
-    tl.store(p_row[:, None] + o_c * state_strides[2], x, mask=mask)
+    tl.store(p_row[:, None] + o_c * state_strides[2], x, mask=mask & live[:, None])
 
 
 @triton.jit(

@@ -18,18 +18,18 @@ from .problem import Only, Prepare, Problem
 
 COLUMNS = preprocess_insert.COLUMNS
 _Changes = tuple[Mapping[str, int], ...]
-_USUAL: _Changes = ({}, *({"tokens": t, "warps": w} for w in (4, 8) for t in (1, 4, 8, 16)))
-_SHARED = ((1, 16), (4, 32), (8, 64), (8, 128), (16, 64), (32, 128))
+_USUAL: _Changes = ({}, *({"tokens": t, "warps": w} for t, w in ((1, 4), (2, 4), (8, 4), (4, 8), (8, 8))))
+_USUAL += tuple({"chunk": n} for n in (16, 256, 4096))
 CHANGES: Mapping[str, _Changes] = {
     "swa": _USUAL,
     "csa": (*_USUAL, *({"pooled": n} for n in (1, 2, 4, 8))),
-    "hca": (*_USUAL, *({"pooled": n} for n in (1, 4, 8, 32, 128)), *({"parts": p, "rows": r} for p, r in _SHARED)),
+    "hca": (*_USUAL, *({"pooled": n} for n in (1, 4, 32, 128)), *({"parts": n} for n in (4, 8, 32))),
 }
 """By kind of layer, what is changed of the usual cut; fields of `Tile` in kernels/preprocess_insert.py."""
 
 
 def problems(device: torch.device, only: Only) -> Iterator[Problem]:
-    """The problems of `preprocess_insert`, with a cut for each implementation: `parts 8 rows 64`, or `usual`."""
+    """The problems of `preprocess_insert`, with a cut for each implementation: `parts 8`, or `usual`."""
     for problem in preprocess_insert.problems(device, only):
         kind, tokens = str(problem.params["kind"]), int(problem.params["tokens"])
         ways: dict[str, Prepare] = {
@@ -43,7 +43,7 @@ def cut(kind: str, tokens: int, changes: Mapping[str, int]) -> Any:
     """The kernel's cut of a step, changed."""
     config = DeepseekV4Config.flash()
     module = importlib.import_module(f"dsv4_compile.kernels.{KERNELS['preprocess_insert']}")
-    usual = module.tile(tokens, preprocess_insert.KINDS[kind], config.head_dim, config.index_head_dim)
+    usual = module.tile(tokens, preprocess_insert.KINDS[kind], config.head_dim)
     return usual._replace(**changes)
 
 

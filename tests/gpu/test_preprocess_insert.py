@@ -109,12 +109,20 @@ def test_a_step_is_the_reference(kind: str, tokens: int) -> None:
 @pytest.mark.parametrize("kind", ["swa", "hca", "csa"])
 @pytest.mark.parametrize(
     "changes",
-    [{"tokens": 4, "warps": 4}, {"tokens": 16}, {"pooled": 1}, {"pooled": 64}, {"parts": 8, "rows": 64}, {"parts": 4}],
+    [
+        {"tokens": 8, "warps": 8},
+        {"tokens": 16},
+        {"pooled": 1},
+        {"pooled": 64},
+        {"parts": 8},
+        {"parts": 4},
+        {"chunk": 100},
+    ],
     ids=str,
 )
 def test_every_cut(kind: str, changes: dict[str, int]) -> None:
     step = Step(kind, 400)
-    cut = kernel.tile(400, step.model.ratio, 512, 128)
+    cut = kernel.tile(400, step.model.ratio, 512)
     assert_agree(step, cut=cut._replace(**changes))
 
 

@@ -109,8 +109,8 @@ def separately(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
 
 def cut_of(arguments: dict[str, Any], **changes: int) -> kernel.Tile:
     """The usual cut with changes."""
-    dims = [len(arguments[name]) if name in arguments else 1 for name in ("norm_weight", "indexer_norm_weight")]
-    return kernel.tile(len(arguments["qr"]), arguments.get("ratio", 0), *dims)._replace(**changes)
+    dim = len(arguments["norm_weight"]) if "norm_weight" in arguments else 1
+    return kernel.tile(len(arguments["qr"]), arguments.get("ratio", 0), dim)._replace(**changes)
 
 
 def assert_equal(arguments: dict[str, Any], **changes: int) -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ def test_one_launch_does_what_the_separate_launches_and_the_reference_do(kind: s
     assert_reference(arguments)
 
 
-CUTS = [{"tokens": 4, "pooled": 16}, {"tokens": 16, "pooled": 2, "parts": 2}]
+CUTS = [{"tokens": 8, "pooled": 16}, {"tokens": 16, "pooled": 2, "parts": 2, "chunk": 20}]
 
 
 @interpreted
