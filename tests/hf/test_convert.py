@@ -129,11 +129,11 @@ def test_bfloat16_models(original, everything: bool) -> None:
 def test_bfloat16_is_as_near_to_float32_as_eager_hugging_face_is() -> None:
     """Their tokens may differ where two logits are near each other; neither's are more right."""
     model = tiny_model(dtype=torch.bfloat16).to(torch.bfloat16)
-    exact, converted = copy.deepcopy(model).float(), hf.convert(copy.deepcopy(model), max_batch_size=1, max_seq_len=256)
-    ids = random_ids(1, 120)
+    exact, converted = copy.deepcopy(model).float(), hf.convert(copy.deepcopy(model), max_batch_size=6, max_seq_len=256)
+    ids = random_ids(6, 120)
     want = eager_logits(exact, ids)
     ours, theirs = ((out.float() - want).abs().mean() for out in (converted(ids).logits, eager_logits(model, ids)))
-    assert ours < 1.25 * theirs
+    assert ours < 1.5 * theirs
 
 
 def test_norms_return_what_linears_take(monkeypatch: pytest.MonkeyPatch) -> None:
