@@ -60,10 +60,10 @@ FIRST = (
 )
 """Stems in order of value, a decode step's largest shares in front; then the other kernels, then the lowerings."""
 PARTS = {
-    "attention_backends": 5,
-    "decode_runner": 3,
+    "attention_backends": 10,
+    "decode_runner": 6,
     "fp8_linear": 2,
-    "merged_layer": 2,
+    "merged_layer": 3,
     "preprocess_insert": 3,
     "sparse_mla_decode": 6,
     "sparse_mla_decode_quant": 5,
