@@ -57,6 +57,7 @@ FIRST = (
     "inv_rope_fp8_quant",
     "merged_layer",
     "save_partial_states",
+    "attention_backends",
 )
 """Stems in order of value, a decode step's largest shares in front; then the other kernels, then the lowerings."""
 PARTS = {
