@@ -85,10 +85,10 @@ def launches(call: Call, device: torch.device) -> int | None:
 def copy_rate(device: torch.device) -> float:
     """Bytes per second, read and written together, of the fastest copy of much more than any cache: the ceiling.
 
-    In a graph `copy_` is the driver's: on an H200 it takes less than two thirds of what a kernel takes.
+    In a graph `copy_` is the driver's: an H200 moves 2684 GB/s by it, 4241 by a kernel that changes a sign.
     """
     size = 1 << (30 if device.type == "cuda" else 26)
-    source = torch.ones(size // 4, dtype=torch.int32, device=device)
+    source = torch.ones(size // 2, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     ways = target.copy_, partial(torch.neg, out=target)
     return 2e6 * size / min(measure(way, [(source,)], device).us for way in ways)
