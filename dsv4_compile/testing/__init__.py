@@ -5,6 +5,7 @@ Shipped with the package so that your own models and kernels can be held to the 
 
 from __future__ import annotations
 
+from .cached import assert_cached
 from .compare import TOLERANCES, Tolerance, assert_bitwise, assert_close
 from .generate import (
     PagedCache,
@@ -23,6 +24,7 @@ __all__ = [
     "PagedCache",
     "Tolerance",
     "assert_bitwise",
+    "assert_cached",
     "assert_close",
     "check_op",
     "hostile_indices",

@@ -51,11 +51,11 @@ def test_a_decode_closes_a_group_for_every_token_and_a_chunk_for_every_group(kin
 
 
 def test_too_many_wrong_bytes_are_seen() -> None:
-    want = [torch.zeros(3), torch.zeros(20000, dtype=torch.uint8)]
+    want = [torch.zeros(3), torch.zeros(100_000, dtype=torch.uint8)]
     few, many, other = ([x.clone() for x in want] for _ in range(3))
-    few[1][:6], many[1][:7], other[0][1] = 1, 1, 0.1
+    few[1][:7], many[1][:8], other[0][1] = 1, 1, 0.1
     assert scenario.differs(few, want) == ""
-    assert "7 of 20000 bytes" in scenario.differs(many, want)
+    assert "8 of 100000 bytes" in scenario.differs(many, want)
     assert "result 0" in scenario.differs(other, want)
 
 

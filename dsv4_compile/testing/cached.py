@@ -1,0 +1,82 @@
+"""How far apart caches may be that two implementations of one op have written.
+
+What is rounded from exact values is exact to the byte. What is summed first, in a norm, a pool or a Hadamard transform,
+is float32 and depends on the order of the sum. Where such a value lies next to a rounding boundary, one implementation
+stores its lower neighbour and the other its upper one: a tie, and neither is wrong. On an H200 the kernels and the
+reference are equally far from float64, 1 ulp of float32 on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..layout import FP8_DS_MLA_TILES, NOPE_DIM, PAGE_LAYOUTS
+from ..reference import kv_format, paging
+
+TIES = 3e-5
+"""Share of the stored bytes that may be ties. An ulp of float32 is 2^-16 of one of bfloat16: of the rotated dims, which
+are stored as bfloat16, one in 10,000 is a tie, and of those that are rounded on to e4m3 one in 16 of that. For a row of
+`fp8_ds_mla` that makes 1.6e-5."""
+FEW_TIES = 4
+"""So many may always be: in a small cache one tie is more than the share."""
+
+
+def assert_cached(
+    got: Tensor, want: Tensor, cache_format: str, block_size: int, *, transformed: bool = False, label: str = "cache"
+) -> int:
+    """Fail unless scales are equal and so are values, but for a few that are one step of the format apart.
+
+    Args:
+        got, want: caches of a format that quantises, on one device; rows that are all zero count as not stored.
+        transformed: keys have gone through a Hadamard transform. A tie in front of it shifts all that comes out, by
+            little, which for values near zero may be several steps: 2^-8 of the root mean square of a row passes.
+    Returns:
+        How many values differ.
+    """
+    slots = torch.arange(len(want) * block_size, device=want.device)
+    ties, stored = 0, torch.zeros(len(slots), dtype=torch.bool, device=want.device)
+    for (name, a), (_, b) in zip(*(_parts(x, cache_format, block_size, slots) for x in (got, want)), strict=True):
+        apart = (a - b).abs()
+        if name == "scale":
+            if apart.any():
+                raise AssertionError(f"{label}: {int(apart.any(-1).sum())} rows have other scales")
+            continue
+        if transformed:
+            ours, theirs = (kv_format.load_indexer(x, cache_format, block_size, slots) for x in (got, want))
+            apart = apart.masked_fill((ours - theirs).abs() <= 2.0**-8 * theirs.square().mean(-1, True).sqrt(), 0)
+        if (apart > 1).any():
+            raise AssertionError(f"{label}: {int((apart > 1).sum())} values are up to {int(apart.max())} steps apart")
+        ties += int((a != b).sum())
+        stored |= b.any(-1)
+    rows, page = int(stored.sum()), PAGE_LAYOUTS.get(cache_format)
+    row_bytes = want.shape[-1] if page is None else page.data + page.scale
+    if ties > max(FEW_TIES, TIES * rows * row_bytes):
+        raise AssertionError(f"{label}: {ties} values of {rows} rows of {row_bytes} bytes differ")
+    return ties
+
+
+def _parts(cache: Tensor, cache_format: str, block_size: int, slots: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What rows hold: values as integers that count the steps of their format, and scales as bytes; int32 `[N, n]`."""
+    if cache_format == "fp8":
+        yield "e4m3", _steps(paging.read_rows(cache.view(torch.uint8), block_size, slots), 8)
+        return
+    data, scale = paging.read_bytes(cache, cache_format, block_size, slots)
+    if cache_format == "fp8_ds_mla":
+        yield "e4m3", _steps(data[:, :NOPE_DIM], 8)
+        yield "bfloat16", _steps(data[:, NOPE_DIM:].contiguous().view(torch.uint8).view(torch.int16), 16)
+        scale = scale[:, :FP8_DS_MLA_TILES]
+    elif cache_format == "indexer_fp8":
+        yield "e4m3", _steps(data, 8)
+    else:
+        yield "e2m1", _steps(torch.stack((data & 0xF, data >> 4), -1).flatten(1), 4)
+    yield "scale", scale.int()
+
+
+def _steps(codes: Tensor, bits: int) -> Tensor:
+    """int32: codes of `bits` bits, sign and magnitude, in the order of what they stand for. Both zeros are 0."""
+    sign = 1 << (bits - 1)
+    codes = codes.int() & (2 * sign - 1)
+    return torch.where(codes >= sign, sign - codes, codes)
