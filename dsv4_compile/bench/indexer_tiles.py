@@ -20,12 +20,12 @@ from .problem import Only, Prepare, Problem
 COLUMNS = indexer.COLUMNS
 
 _Tiles = Mapping[str, Mapping[str, Any]]
-_COMPRESS = ((8, 4), (8, 8), (16, 8), (16, 16), (32, 16))
+_COMPRESS = ((1, 4), (1, 8), (8, 4), (16, 4), (16, 8))
 _QUERIES = ((4, 1), (8, 2), (16, 4), (16, 2), (32, 4), (64, 8))
 _SCORE = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 5), (64, 4, 7), (64, 8, 3), (32, 4, 3))
 _SELECT = ((4096, 8), (4096, 16), (8192, 16), (8192, 32), (2048, 8))
 TILES: Mapping[str, _Tiles] = {
-    "compress_norm_rope_insert": {f"r{r} w{w}": {"tile": (r, w)} for r, w in _COMPRESS},
+    "compress_norm_rope_insert": {f"p{p} w{w}": {"tile": (p, w)} for p, w in _COMPRESS},
     "indexer_q_rope_quant": {f"h{h} w{w}": {"tile": (h, w)} for h, w in _QUERIES},
     "indexer_logits_topk": {
         **{f"e{e} w{w} s{s}": {"score_tile": (e, w, s)} for e, w, s in _SCORE},
