@@ -30,6 +30,7 @@ PATTERNS = ("random", "window")
 COLUMNS = ("op", "heads", "keys", "pattern", "tokens", "impl")
 WINDOW = layout.SLIDING_WINDOW
 TOPK = {64: 512, 128: 1024}
+COMPARED = 512
 
 # One H200, cool, medians of CUDA graph replays over random keys: FlashMLA, and the prototype of our Hopper kernel.
 PUBLISHED: Mapping[int, Mapping[str, Mapping[int, float]]] = {
@@ -66,7 +67,13 @@ def arguments(tokens: int, heads: int, device: torch.device, seed: int, pattern:
 
 
 def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
-    """Why outputs, largest logits and lse are not within the tolerances of prefill, "" when they are."""
+    """Why outputs, largest logits and lse are not within the tolerances of prefill, "" when they are.
+
+    Of many tokens COMPARED are looked at, the first and the last among them.
+    """
+    tokens = want[0].shape[0]
+    some = torch.linspace(0, tokens - 1, min(tokens, COMPARED), device=want[0].device).long()
+    got, want = ([x[some] for x in results] for results in (got, want))
     try:
         assert_close(got[0], want[0], "attention_prefill_bfloat16", label="out")
         assert_close(got[1], want[1], "lse_prefill", label="max_logits")
