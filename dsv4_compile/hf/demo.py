@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     check(args.tokens >= 2, "E204", got=f"--tokens {args.tokens}", rule="the demo decodes at least 2 tokens")
     quiet_libraries()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    graphs = device.startswith("cuda") and args.backend == "dsv4"
+    args.cudagraph = args.cudagraph or ("full" if graphs else "off")
     torch.set_num_threads(1)  # so small a model only waits for more threads, compiled or not
     model: Any = tiny_model(args.seed)
     model.to(device)
@@ -72,7 +74,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto (exact), bfloat16, fp8 (default auto)")
     parser.add_argument("--backend", default="dsv4", help="dsv4, or another of torch.compile's (default dsv4)")
     parser.add_argument(
-        "--cudagraph", default="off", choices=("off", "full", "trees"), help="replay decode steps (default off)"
+        "--cudagraph", choices=("off", "full", "trees"), help="replay decode steps (default: full on a GPU)"
     )
     parser.add_argument("--compare", action="store_true", help="also torch.compile the model as it is: slow")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
@@ -155,7 +157,7 @@ def _run_compiled(
     difference = max(_difference(logits[b], new_tokens[b], e) for b, e in enumerate(expected))
     ms = _ms_per_step(model, prompts)
     return Row(
-        f'converted, backend="{args.backend}"' + (f", {args.cudagraph} CUDA graphs" if graphs_of else ""),
+        f'converted, backend="{args.backend}"' + (", CUDA graphs" if graphs_of else ""),
         graphs,
         sum(counters["graph_break"].values()),
         _graph_count() - graphs,
