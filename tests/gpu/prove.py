@@ -2,7 +2,7 @@
 
 `test_lowered_<stem>.py` proves the IR lowerings of a stem's ops, `test_<stem>.py` their kernels. The rows of this GPU
 in dsv4_compile/proven.json are written anew: what fails here, or has no test, is not chosen by `auto` here. With names
-of files, only their rows are.
+of files, only their rows are, and a file that the budget leaves out keeps its rows.
 
 Each file has a process of its own, the longest have several, and a time limit: a kernel that hangs or faults takes
 nothing else with it. Many run at once, on all GPUs that CUDA_VISIBLE_DEVICES leaves. What decoding needs comes first.
@@ -266,20 +266,21 @@ def prove(
     """Run the files, print how each ended, and keep `record`, and its copy in `folder`, up to date.
 
     Rows of the stamp's architecture go, if they belong to one of the files or to `every` file; then what passes is
-    added.
+    added, and what was not run comes back.
     """
     tested = {claim for path in paths for claim in claims(path)}
-    rows = [
-        row
-        for row in json.loads(record.read_text())["proven"]
-        if row["architecture"] != stamp["architecture"] or not (every or (row["impl"], row["op"]) in tested)
-    ]
+    rows, old = list[dict[str, Any]](), list[dict[str, Any]]()
+    for row in json.loads(record.read_text())["proven"]:
+        goes = row["architecture"] == stamp["architecture"] and (every or (row["impl"], row["op"]) in tested)
+        (old if goes else rows).append(row)
     outcomes: list[Outcome] = []
     write_record(rows, record)
     for outcome in run(paths):
         outcomes.append(outcome)
         if outcome.verdict == "passed":
             rows += [{"impl": impl, "op": op, **stamp} for impl, op in claims(outcome.path)]
+        elif outcome.verdict == "not run":
+            rows += [row for row in old if (row["impl"], row["op"]) in claims(outcome.path)]
         for copy in (record, folder / record.name):
             write_record(rows, copy)
         (folder / "table.txt").write_text(table(outcomes))

@@ -132,9 +132,17 @@ def test_named_files_leave_the_rows_of_others(tmp_path: Path) -> None:
     record, path = record_of(tmp_path, "global_topk", "advance"), Path("test_advance.py")
     prove.prove([path], False, STAMP, record, tmp_path, lambda paths: [prove.Outcome(path, "HUNG")])
     assert ops_in(record) == ["global_topk"]
+    prove.prove([Path("test_global_topk.py")], False, STAMP, record, tmp_path, lambda paths: [])
+    assert ops_in(record) == []
     other = STAMP | {"architecture": "gfx942"}
     prove.prove([path], True, other, record, tmp_path, lambda paths: [prove.Outcome(path, "passed", 1)])
-    assert ops_in(record) == ["advance", "global_topk"]
+    assert ops_in(record) == ["advance"]
+
+
+def test_a_file_that_was_not_run_keeps_its_rows(tmp_path: Path) -> None:
+    record, paths = record_of(tmp_path, "advance", "global_topk", "old"), [Path("test_advance.py")]
+    prove.prove(paths, True, STAMP, record, tmp_path, lambda paths: [prove.Outcome(paths[0], "not run")])
+    assert ops_in(record) == ["advance"]
 
 
 def test_what_decoding_needs_comes_first_and_lowerings_last() -> None:
