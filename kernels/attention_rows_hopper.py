@@ -1,8 +1,8 @@
 """Device functions of Hopper warpgroups around attention; attention_rows.py has the same for any GPU.
 
 Queries pass through registers on their way to shared memory, and finished rows pass through the queries' shared memory
-on their way out: there they are normed and rotated, or rotated back and quantised. 16 heads are in work at a time, so
-that the registers of the matrix products suffice.
+on their way out: there they are normed and rotated, or rotated back and quantised. At most 16 heads are in work at a
+time, so that the registers of the matrix products suffice.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _turn(x, p_cos, ROPE: gl.constexpr, INVERSE: gl.constexpr):
 
 @gluon.jit
 def _normed(q, p_cos, eps, ROPE: gl.constexpr):
-    """Queries `[STEP, 512]` with norm and RoPE, rounded once."""
+    """Queries `[N, 512]` with norm and RoPE, rounded once."""
     x = q.to(gl.float32)
     x = x * gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) * (1.0 / D) + eps), 1)
     return _turn(x, p_cos, ROPE, False).to(gl.bfloat16)
@@ -96,6 +96,26 @@ def load_queries(
 
 
 @gluon.jit
+def load_few_queries(p_q, head_stride, p_cos, eps, q_tile, heads, ROPE: gl.constexpr, PARTIAL: gl.constexpr):
+    """All heads of `q_tile`, shared `[heads, 512]`, as `load_queries`, with one warpgroup."""
+    BLOCK: gl.constexpr = q_tile.shape[0]
+    COUNT: gl.constexpr = BLOCK if BLOCK < STEP else STEP
+    o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, ROWS)), 0)
+    for step in gl.static_range(BLOCK // COUNT):
+        o_head = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(1, ROWS)), 1) + step * COUNT
+        p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
+        if PARTIAL:
+            q = gl.load(p_row, mask=(o_head < heads) & (o_dim >= 0), other=0.0)
+        else:
+            q = gl.load(p_row)
+        if eps is not None:
+            q = _normed(q, p_cos, eps, ROPE)
+        q_tile.slice(step * COUNT, COUNT, 0).store(q)
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
 def store_part(acc, p_out, heads, FIRST: gl.constexpr, PARTIAL: gl.constexpr):
     """Columns FIRST to FIRST + 255 of a part, float32 `[64, 512]`, contiguous; `heads` rows of it where PARTIAL."""
     o_head = gl.expand_dims(gl.arange(0, BLOCK_H, gl.SliceLayout(1, acc.type.layout)), 1)
@@ -122,16 +142,31 @@ def store_rows(
         p_scale, tokens, padded_tokens: scales `[GROUPS, n, Ta]`, T and Ta, where GROUPS > 0.
         p_cos: cosines and sines of the token's position, where INVERSE.
     """
-    half = q_tile.slice(FIRST, HALF, 1)
-    half.store(acc.to(gl.bfloat16))
+    q_tile.slice(FIRST, HALF, 1).store(acc.to(gl.bfloat16))
     thread_barrier()
+    store_half(
+        q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
+        FIRST, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_half(
+    tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
+    FIRST: gl.constexpr, ROPE: gl.constexpr, PARTIAL: gl.constexpr, INVERSE: gl.constexpr,
+    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """As `store_rows`, of rows that are in `tile`, shared `[heads, 512]`, already."""
+    BLOCK: gl.constexpr = tile.shape[0]
+    COUNT: gl.constexpr = BLOCK if BLOCK < STEP else STEP
+    half = tile.slice(FIRST, HALF, 1)
     o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, ROWS)), 0)
-    for step in gl.static_range(BLOCK_H // STEP):
-        y = half.slice(step * STEP, STEP, 0).load(ROWS)
+    for step in gl.static_range(BLOCK // COUNT):
+        y = half.slice(step * COUNT, COUNT, 0).load(ROWS)
         if INVERSE and FIRST > 0:
             y = _turn(y.to(gl.float32), p_cos, ROPE, True)
         if GROUPS == 0:
-            o_head = gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(1, ROWS)), 1) + step * STEP
+            o_head = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(1, ROWS)), 1) + step * COUNT
             y = gl.convert_layout(y.to(gl.bfloat16), ROWS)
             p_row = p_out + (o_head.to(gl.int64) * out_head_stride + FIRST + o_dim)
             if PARTIAL:
@@ -140,7 +175,7 @@ def store_rows(
                 gl.store(p_row, y)
         else:
             _store_quantized(
-                y.to(gl.float32), p_out, p_scale, tokens, padded_tokens, token, head + step * STEP,
+                y.to(gl.float32), p_out, p_scale, tokens, padded_tokens, token, head + step * COUNT,
                 FIRST, GROUPS, GROUP_HEADS, PACKED,
             )  # fmt: skip
 
@@ -160,20 +195,21 @@ def _store_quantized(
     x, p_values, p_scale, tokens, padded_tokens, token, head,
     FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Columns FIRST to FIRST + 255 of STEP heads from `head` on as e4m3, and the scales of their strips."""
+    """Columns FIRST to FIRST + 255 of the heads `x` from `head` on as e4m3, and the scales of their strips."""
     HALF_STRIPS: gl.constexpr = HALF // ACT_TILE
-    strips = gl.reshape(x, [STEP, HALF_STRIPS, ACT_TILE])
+    COUNT: gl.constexpr = x.shape[0]
+    strips = gl.reshape(x, [COUNT, HALF_STRIPS, ACT_TILE])
     byte = _tile_byte(strips)
     inverse = gl.maximum((2 * UE8M0_BIAS - byte) << MANTISSA_BITS, SUBNORMAL_HALF).to(gl.float32, bitcast=True)
     # The conversion saturates, and keeps NaN.
-    codes = gl.reshape((strips * gl.expand_dims(inverse, 2)).to(gl.float8e4nv), [STEP, HALF])
-    o_head = head + gl.arange(0, STEP, gl.SliceLayout(1, ROWS))
+    codes = gl.reshape((strips * gl.expand_dims(inverse, 2)).to(gl.float8e4nv), [COUNT, HALF])
+    o_head = head + gl.arange(0, COUNT, gl.SliceLayout(1, ROWS))
     row = ((o_head // GROUP_HEADS).to(gl.int64) * tokens + token) * GROUP_HEADS + o_head % GROUP_HEADS
     o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, ROWS)), 0)
     live = gl.expand_dims(o_head < GROUPS * GROUP_HEADS, 1)
     gl.store(p_values + (gl.expand_dims(row, 1) * D + FIRST + o_dim), gl.convert_layout(codes, ROWS), mask=live)
 
-    o_head = head + gl.arange(0, STEP, gl.SliceLayout(1, byte.type.layout))
+    o_head = head + gl.arange(0, COUNT, gl.SliceLayout(1, byte.type.layout))
     o_strip = gl.expand_dims(gl.arange(0, HALF_STRIPS, gl.SliceLayout(0, byte.type.layout)), 0)
     if PACKED:
         # The halves of a word come from two warpgroups.

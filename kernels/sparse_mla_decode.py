@@ -1,4 +1,4 @@
-"""Launchers of `sparse_mla_decode` and its `_out` form: on Hopper the kernel made for it where it fits, else the other.
+"""Launchers of `sparse_mla_decode` and its `_out` form: on Hopper a kernel made for it where one fits, else the general.
 
 A call has three parts beside its queries: the caches (`Source`), what is fused around attention (`Fusion`), and where
 the results go (`Results`).
@@ -16,6 +16,7 @@ from .sparse_mla_decode_portable import launch
 MAX_HEAD_DIM = 512
 MAX_SLOTS = 2**31
 SMALLEST_TILE = 16
+HOPPER_KERNELS = ("sparse_mla_decode_hopper", "sparse_mla_decode_few_hopper")
 
 
 def sparse_mla_decode_refuses(
@@ -190,9 +191,10 @@ def launch_best(
     fusion: Fusion,
     into: Results,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel made for this GPU, or the portable one where it does not fit."""
+    """Launch a kernel made for this GPU, or the portable one where none fits."""
     gpu = gpu_of(q.device)
-    hopper = hopper_kernel(gpu, "sparse_mla_decode_hopper")
-    if hopper is not None and not hopper.hopper_refuses(q, window, extra, cache_format, sink, fusion):
-        return hopper.launch_hopper(q, window, extra, scale, sink, gpu, fusion=fusion, into=into)
+    for name in HOPPER_KERNELS:
+        hopper = hopper_kernel(gpu, name)
+        if hopper is not None and not hopper.hopper_refuses(q, window, extra, cache_format, sink, fusion):
+            return hopper.launch_hopper(q, window, extra, scale, sink, gpu, fusion=fusion, into=into)
     return launch(q, window, extra, cache_format, scale, sink, kv_scale, gpu, fusion=fusion, into=into)

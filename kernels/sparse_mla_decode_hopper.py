@@ -13,7 +13,7 @@ from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, cut_of, outp
 from .split_softmax import LOG2_E, part_buffers, split_softmax
 
 HEADS = BLOCK_H.value
-FEWEST_HEADS = 33  # with 32 or fewer the portable kernel has a tile that they fill
+FEWEST_HEADS = 33  # fewer have a kernel of their own
 PAGE_ALIGN = 16
 RIGHT_REGISTERS, PRODUCER_REGISTERS = 160, 136
 WIDE = True
@@ -23,9 +23,18 @@ def hopper_refuses(
     q: Tensor, window: Source, extra: Source, cache_format: str, sink: Tensor | None, fusion: Fusion = PLAIN
 ) -> str:
     """Why this kernel cannot take a call that the portable one can, "" if it can."""
+    if q.shape[1] < FEWEST_HEADS:
+        return f"it takes {FEWEST_HEADS} heads or more"
+    return gather_refuses(q, window, extra, cache_format, sink, fusion)
+
+
+def gather_refuses(
+    q: Tensor, window: Source, extra: Source, cache_format: str, sink: Tensor | None, fusion: Fusion
+) -> str:
+    """Why keys of these caches cannot be gathered as the kernels for Hopper do it, "" if they can."""
     sources, table = (window, extra), fusion.cos_sin_cache
-    if cache_format != "fp8_ds_mla" or q.dtype is not torch.bfloat16 or q.shape[1] < FEWEST_HEADS:
-        return f"it takes fp8_ds_mla, bfloat16 queries and {FEWEST_HEADS} heads or more"
+    if cache_format != "fp8_ds_mla" or q.dtype is not torch.bfloat16:
+        return "it takes fp8_ds_mla and bfloat16 queries"
     if any((s.block_size & (s.block_size - 1)) or s.cache.stride(0) % PAGE_ALIGN for s in sources):
         return f"it takes pages of a power of two of tokens, a multiple of {PAGE_ALIGN} bytes apart"
     if any(s.cache.storage_offset() % PAGE_ALIGN for s in sources):

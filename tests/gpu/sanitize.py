@@ -1,14 +1,15 @@
 """Run every kernel of the package under compute-sanitizer: `python tests/gpu/sanitize.py [--tool NAME] [--op NAME]`.
 
 For each tool, a kernel with a planted fault comes first: a tool that does not find it proves nothing, and the run
-fails. Then the launcher of every op with a kernel is called on the op's samples, and decode attention at 64 heads with
-everything that can be fused, one process for all. Every tensor is an allocation of its own, so that memcheck knows
-where each ends. Exits with 1 on a fault, and on a plant that stays hidden.
+fails. Then the launcher of every op with a kernel is called on the op's samples, and decode attention at 8 and at 64
+heads with everything that can be fused, one process for all. Every tensor is an allocation of its own, so that memcheck
+knows where each ends. Exits with 1 on a fault, and on a plant that stays hidden.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -86,16 +87,16 @@ def calls(op: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
 
 
 def decode_calls(op: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """Decode attention as the models call it, in one part and in many, by both kernels where there are two."""
+    """Decode attention of a model and of a shard of it, in one part and in many, by each kernel that takes the call."""
     from dsv4_compile.bench import sparse_mla_decode as scenario
 
     for fused in ("quant",) if op == scenario.QUANT_OP else ("none", "both"):
-        for tokens in (2, 140):
-            args = scenario.fused_arguments(fused, tokens, 64, torch.device("cuda"), 0, 1024)
+        for tokens, heads in itertools.product((2, 140), (8, 64)):
+            args = scenario.fused_arguments(fused, tokens, heads, torch.device("cuda"), 0, 1024)
             args[3][0], args[10][1] = 0, 65
             args[2][1, ::3] = -1
-            yield f"{op} {fused} {tokens}", launcher(op), args
-            yield f"{op} {fused} {tokens} portable", scenario.portable, args
+            yield f"{op} {fused} {tokens} {heads}", launcher(op), args
+            yield f"{op} {fused} {tokens} {heads} portable", scenario.portable, args
 
 
 def launch_all(ops: list[str]) -> None:

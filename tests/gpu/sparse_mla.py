@@ -62,7 +62,29 @@ def by_hopper(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
     )
 
 
-KERNELS: dict[str, Callable[..., Result]] = {"portable": by_portable, **({"hopper": by_hopper} if IS_HOPPER else {})}
+def by_few(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
+    from dsv4_compile.kernels import sparse_mla_decode_few_hopper as few
+
+    window, extra, fusion = Source(*args[1:5]), Source(*args[8:12]), Fusion(**options)
+    assert few.hopper_refuses(args[0], window, extra, args[5], args[7], fusion) == ""
+    return few.launch_hopper(
+        args[0], window, extra, args[6], args[7], gpu_of(CUDA), splits, fusion, results_for(args[0], fusion)
+    )
+
+
+MADE_FOR_HOPPER = {"hopper": by_hopper, "few": by_few}
+KERNELS: dict[str, Callable[..., Result]] = {"portable": by_portable, **(MADE_FOR_HOPPER if IS_HOPPER else {})}
+FEW_HEADS = 32
+
+
+def heads_of(kernel: str, heads: int) -> int:
+    """`heads`, 64 or 128, or as many as a shard has for the kernel that takes few."""
+    return heads // 4 if kernel == "few" else heads
+
+
+def kernels_for(heads: int) -> list[Callable[..., Result]]:
+    """All kernels of this GPU that take so many heads."""
+    return [call for name, call in KERNELS.items() if name == "portable" or (name == "few") == (heads <= FEW_HEADS)]
 
 
 def reference(args: tuple[Any, ...], **options: Any) -> Result:

@@ -27,6 +27,8 @@ from tests.gpu.sparse_mla import (
     by_hopper,
     by_portable,
     garbage,
+    heads_of,
+    kernels_for,
     on_gpu,
     reference,
     rope,
@@ -41,7 +43,7 @@ __all__ = ["garbage"]  # a fixture for every test
     ("tokens", "heads"), [(1, 64), (2, 128), (8, 64), (33, 64), (33, 128), (131, 64), (257, 128), (512, 64)]
 )
 def test_full_rows_of_real_models(kernel: str, tokens: int, heads: int) -> None:
-    args = (*scenario.arguments(tokens, heads, CUDA, tokens), None)
+    args = (*scenario.arguments(tokens, heads_of(kernel, heads), CUDA, tokens), None)
     assert_same(KERNELS[kernel](args), reference(args))
 
 
@@ -50,22 +52,21 @@ def test_full_rows_of_real_models(kernel: str, tokens: int, heads: int) -> None:
 def test_any_number_of_heads(tokens: int, heads: int) -> None:
     args = (*scenario.arguments(tokens, heads, CUDA, heads), None)
     want = reference(args)
-    assert_same(by_portable(args), want)
-    if IS_HOPPER and heads > 32:
-        assert_same(by_hopper(args), want)
+    for kernel in kernels_for(heads):
+        assert_same(kernel(args), want)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("splits", [1, 2, 3, 10])
 @pytest.mark.parametrize("heads", [64, 128])
 def test_hostile_rows_and_poisoned_pages_however_they_are_split(kernel: str, splits: int, heads: int) -> None:
-    args = on_gpu(sample(40, heads, window=130, extra=517, fmt="fp8_ds_mla", **BF16))
+    args = on_gpu(sample(40, heads_of(kernel, heads), window=130, extra=517, fmt="fp8_ds_mla", **BF16))
     assert_same(KERNELS[kernel](args, splits), reference(args), FEW_KEYS)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_without_keys_whatever_the_queries_hold(kernel: str) -> None:
-    args = list(on_gpu(sample(6, 64, window=70, extra=70, fmt="fp8_ds_mla", **BF16)))
+    args = list(on_gpu(sample(6, heads_of(kernel, 64), window=70, extra=70, fmt="fp8_ds_mla", **BF16)))
     args[0][:4] = torch.nan
     args[2][:2], args[9][:2] = -1, 2**31 - 1
     args[3][:2], args[10][:2] = 70, 70
@@ -105,7 +106,8 @@ def test_every_code_with_every_scale_is_dequantised_exactly(kernel: str) -> None
     data[:, :448] = codes.repeat(2)[:448]
     data[:, 448:] = torch.randn(block, 64, device=CUDA).bfloat16().view(torch.uint8)
     scale[:247, :7] = scales[:, None].to(torch.uint8)
-    lens, q = torch.ones(247, dtype=torch.int32, device=CUDA), torch.zeros(247, 64, 512, device=CUDA).bfloat16()
+    lens = torch.ones(247, dtype=torch.int32, device=CUDA)
+    q = torch.zeros(247, heads_of(kernel, 64), 512, device=CUDA).bfloat16()
     slots = scales[:, None].int()
     args = q, cache, slots, lens, block, "fp8_ds_mla", 1.0, None, cache, slots[:, :0], lens, block, None
     want = kv_format.load_kv(cache, "fp8_ds_mla", block, scales) + 0.0
@@ -144,7 +146,7 @@ def test_the_op_takes_the_best_kernel_and_its_arguments_in_any_form() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_seventy_thousand_tokens(kernel: str) -> None:
-    q, cache, slots, lens, *rest = scenario.arguments(64, 64, CUDA, 3)
+    q, cache, slots, lens, *rest = scenario.arguments(64, heads_of(kernel, 64), CUDA, 3)
     tokens = 70_000
     row = torch.arange(tokens, device=CUDA) % 64
     short = slots[row, :20].contiguous()
@@ -164,7 +166,8 @@ def test_caches_beyond_two_gibibytes(kernel: str) -> None:
     cache[-200:] = small
     slots = torch.randint(0, 64 * 200, (5, 300), device=CUDA, dtype=torch.int32)
     far = slots + 64 * (pages - 200)
-    lens, q = torch.full((5,), 300, device=CUDA), torch.randn(5, 64, 512, device=CUDA).bfloat16()
+    lens = torch.full((5,), 300, device=CUDA)
+    q = torch.randn(5, heads_of(kernel, 64), 512, device=CUDA).bfloat16()
     rest = lens, 64, "fp8_ds_mla", 512**-0.5, None
     want = reference((q, small, slots, *rest))
     assert_same(KERNELS[kernel]((q, cache, far, *rest, cache, far[:, :0], lens, 64, None)), want)
@@ -174,7 +177,7 @@ def test_caches_beyond_two_gibibytes(kernel: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 @pytest.mark.parametrize("fused", [False, True])
 def test_repeats_are_equal_bit_by_bit(kernel: str, tokens: int, fused: bool) -> None:
-    args = (*scenario.arguments(tokens, 64, CUDA, 5), None)
+    args = (*scenario.arguments(tokens, heads_of(kernel, 64), CUDA, 5), None)
     options: dict[str, Any] = {**rope(tokens), "q_norm_eps": EPS, "inverse_rope": True} if fused else {}
     first = KERNELS[kernel](args, **options)
     for _ in range(100):
@@ -185,7 +188,7 @@ def test_repeats_are_equal_bit_by_bit(kernel: str, tokens: int, fused: bool) -> 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("tokens", [2, 150])
 def test_a_captured_graph_follows_its_buffers_and_never_waits(kernel: str, tokens: int) -> None:
-    args = (*scenario.arguments(tokens, 64, CUDA, 6), None)
+    args = (*scenario.arguments(tokens, heads_of(kernel, 64), CUDA, 6), None)
     options: dict[str, Any] = {**rope(tokens), "q_norm_eps": EPS, "inverse_rope": True}
     KERNELS[kernel](args, **options)
     torch.cuda.synchronize()
@@ -212,7 +215,7 @@ def test_a_captured_graph_follows_its_buffers_and_never_waits(kernel: str, token
 @pytest.mark.parametrize("splits", [1, 2, 10])
 @pytest.mark.parametrize("heads", [64, 128])
 def test_queries_are_normed_and_rotated_inside(kernel: str, splits: int, heads: int) -> None:
-    args = (*scenario.arguments(33, heads, CUDA, 8), None)
+    args = (*scenario.arguments(33, heads_of(kernel, heads), CUDA, 8), None)
     args[0].mul_(torch.logspace(-3, 3, 33, device=CUDA)[:, None, None])
     options = {**rope(33), "q_norm_eps": EPS}
     assert_same(KERNELS[kernel](args, splits, **options), reference(args, **options))
@@ -226,7 +229,8 @@ def test_the_score_of_a_unit_key_is_the_rotated_query(kernel: str, splits: int) 
     cache[0, 64 * row :] = layout.UE8M0_BIAS
     units = torch.eye(64, device=CUDA).bfloat16().view(torch.uint8)
     cache[0, : 64 * row].view(64, row)[:, layout.NOPE_DIM :] = units
-    q, lens = torch.randn(64, 64, 512, device=CUDA).bfloat16(), torch.ones(64, device=CUDA, dtype=torch.int32)
+    q = torch.randn(64, heads_of(kernel, 64), 512, device=CUDA).bfloat16()
+    lens = torch.ones(64, device=CUDA, dtype=torch.int32)
     slots, options = torch.arange(64, device=CUDA, dtype=torch.int32)[:, None], {**rope(64), "q_norm_eps": EPS}
     args = q, cache, slots, lens, 64, "fp8_ds_mla", 1.0, None, cache, slots[:, :0], lens, 64, None
     _, lse = KERNELS[kernel](args, splits, **options)
@@ -242,7 +246,7 @@ def test_the_score_of_a_unit_key_is_the_rotated_query(kernel: str, splits: int) 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("heads", [64, 128])
 def test_outputs_are_rotated_back_as_by_the_op_of_its_own(kernel: str, splits: int, heads: int) -> None:
-    args = on_gpu(sample(37, heads, window=130, extra=517, fmt="fp8_ds_mla", **BF16))
+    args = on_gpu(sample(37, heads_of(kernel, heads), window=130, extra=517, fmt="fp8_ds_mla", **BF16))
     turn = rope(37)
     out, lse = KERNELS[kernel](args, splits)
     got = KERNELS[kernel](args, splits, **turn, inverse_rope=True)
@@ -256,14 +260,13 @@ def test_both_ends_are_fused_for_any_number_of_heads(heads: int) -> None:
     options = {**rope(21), "q_norm_eps": EPS, "inverse_rope": True}
     want = reference(args, **options)
     for splits in (1, 4):
-        assert_same(by_portable(args, splits, **options), want, turned=layout.ROPE_DIM)
-        if IS_HOPPER and heads > 32:
-            assert_same(by_hopper(args, splits, **options), want, turned=layout.ROPE_DIM)
+        for kernel in kernels_for(heads):
+            assert_same(kernel(args, splits, **options), want, turned=layout.ROPE_DIM)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_row_does_not_depend_on_its_batch(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = [*on_gpu(sample(300, 64, window=128, extra=512, fmt="fp8_ds_mla", **BF16))]
+    args = [*on_gpu(sample(300, heads_of(kernel, 64), window=128, extra=512, fmt="fp8_ds_mla", **BF16))]
     turn = rope(300)
     options: dict[str, Any] = {"q_norm_eps": EPS, "inverse_rope": True, "batch_invariant": True}
     want = KERNELS[kernel](tuple(args), **turn, **options)

@@ -10,7 +10,7 @@ import torch
 from dsv4_compile.bench import sparse_mla_decode as scenario
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import assert_bitwise
-from tests.gpu.sparse_mla import BF16, CUDA, EPS, KERNELS, by_portable, garbage, on_gpu, rope
+from tests.gpu.sparse_mla import BF16, CUDA, EPS, KERNELS, garbage, heads_of, kernels_for, on_gpu, rope
 from tests.ops.test_sparse_mla_decode import sample
 
 __all__ = ["garbage"]  # a fixture for every test
@@ -31,8 +31,8 @@ def separate(out: torch.Tensor, turn: dict[str, torch.Tensor], groups: dict[str,
 def test_values_and_scales_are_those_of_the_op_of_its_own(
     kernel: str, packed: bool, splits: int, tokens: int, heads: int, groups: int, size: int
 ) -> None:
-    args = on_gpu(sample(tokens, heads, window=130, extra=517, fmt="fp8_ds_mla", **BF16))
-    turn, how = rope(tokens), grouped(groups, size, packed)
+    args = on_gpu(sample(tokens, heads_of(kernel, heads), window=130, extra=517, fmt="fp8_ds_mla", **BF16))
+    turn, how = rope(tokens), grouped(groups, heads_of(kernel, size), packed)
     for norm in ({}, {"q_norm_eps": EPS}):
         out, _ = KERNELS[kernel](args, splits, **turn, **norm)
         got = KERNELS[kernel](args, splits, **turn, **norm, inverse_rope=True, **how)
@@ -48,16 +48,22 @@ def test_any_number_of_heads(heads: int, packed: bool) -> None:
     args = (*scenario.arguments(11, heads, CUDA, heads), None)
     turn, how = rope(11), grouped(heads, 1, packed)
     for splits in (1, 4):
-        want = separate(by_portable(args, splits)[0], turn, how)
-        for a, b in zip(by_portable(args, splits, **turn, inverse_rope=True, **how), want, strict=True):
-            assert_bitwise(a, b, strides=True)
+        for kernel in kernels_for(heads):
+            want = separate(kernel(args, splits)[0], turn, how)
+            for a, b in zip(kernel(args, splits, **turn, inverse_rope=True, **how), want, strict=True):
+                assert_bitwise(a, b, strides=True)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("tokens", [2, 150])
 def test_a_captured_graph_follows_its_buffers_and_repeats_itself(kernel: str, tokens: int) -> None:
-    args = (*scenario.arguments(tokens, 64, CUDA, 6), None)
-    options: dict[str, Any] = {**rope(tokens), "q_norm_eps": EPS, "inverse_rope": True, **grouped(8, 8, True)}
+    args = (*scenario.arguments(tokens, heads_of(kernel, 64), CUDA, 6), None)
+    options: dict[str, Any] = {
+        **rope(tokens),
+        "q_norm_eps": EPS,
+        "inverse_rope": True,
+        **grouped(8, heads_of(kernel, 8), True),
+    }
     KERNELS[kernel](args, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -46,6 +46,9 @@ class Value:
             return Value(self.data.clamp(-448.0, 448.0).to(dtype))
         return Value(self.data.to(dtype))
 
+    def permute(self, order: tuple[int, ...]) -> Value:
+        return Value(self.data.permute(order))
+
     def __index__(self) -> int:
         return int(self.data)
 
@@ -261,7 +264,9 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     memory[offset[live]] = values[live]
 
 
-def where(condition: Any, a: Any, b: Any) -> Value:
+def where(condition: Any, a: Any, b: Any) -> Any:
+    if isinstance(a, Pointer):
+        return a if raw(condition) else b
     kinds = {int: torch.int32, Number: torch.int32, float: torch.float32}
     a, b = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=kinds[type(x)]) for x in (raw(a), raw(b)))
     return Value(torch.where(raw(condition), a, b))

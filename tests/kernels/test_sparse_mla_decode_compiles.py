@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
+from dsv4_compile.kernels import sparse_mla_decode_few_hopper as few
 from dsv4_compile.kernels import sparse_mla_decode_hopper as hopper
 from dsv4_compile.kernels import sparse_mla_decode_portable as portable
 from dsv4_compile.kernels.sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, outputs, quantized_outputs
@@ -84,14 +85,30 @@ def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products
     assert kernel.asm["ptx"].count("wgmma.mma_async") > 0
 
 
+@pytest.mark.parametrize(
+    ("heads", "splits", "sink", "kind"), [(8, 1, False, "plain"), (16, 4, True, "fused"), (24, 1, True, "quantised")]
+)
+def test_the_kernel_for_few_heads_compiles_with_its_registers(heads: int, splits: int, sink: bool, kind: str) -> None:
+    q, sources = torch.zeros(2, heads, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
+    logits, fusion = torch.zeros(heads) if sink else None, fusion_of(kind, heads)
+    assert few.hopper_refuses(q, *sources, "fp8_ds_mla", logits, fusion) == ""
+    with compiled_for(TARGETS["sm_90"]) as compiled:
+        few.launch_hopper(q, *sources, 0.1, logits, GPUS["sm_90"][0], splits, fusion=fusion, into=results_of(q, fusion))
+    kernel = compiled[0]
+    assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and machine_code(kernel)
+    assert kernel.asm["ptx"].count("setmaxnreg") >= 4
+    # Rows of the products are keys: as many columns as heads, rounded up.
+    assert f"m64n{few.shape_of(heads).block_h}k16" in kernel.asm["ptx"]
+
+
 def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> None:
     window, extra = sources_of("fp8_ds_mla", torch.bfloat16)
     q, sink = torch.zeros(2, 64, 512, dtype=torch.bfloat16), torch.zeros(64)
     assert hopper.hopper_refuses(q, window, extra, "fp8_ds_mla", sink) == ""
     odd_pages = torch.zeros(9, 2 * 584 + 8, dtype=torch.uint8)
     calls = {
-        "heads": (q[:, :32], window, extra, "fp8_ds_mla", sink),
-        "bfloat16": (q.half(), window, extra, "fp8_ds_mla", sink),
+        "33 heads or more": (q[:, :32], window, extra, "fp8_ds_mla", sink),
+        "bfloat16 queries": (q.half(), window, extra, "fp8_ds_mla", sink),
         "takes fp8_ds_mla": (q, window, extra, "fp8", sink),
         "power of two": (q, window._replace(block_size=48), extra, "fp8_ds_mla", sink),
         "bytes apart": (q, window, extra._replace(cache=odd_pages[:, :1168]), "fp8_ds_mla", sink),
@@ -100,6 +117,8 @@ def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> Non
     }
     for reason, call in calls.items():
         assert reason in hopper.hopper_refuses(*call)
+    assert few.hopper_refuses(q[:, :32], window, extra, "fp8_ds_mla", sink) == ""
+    assert "32 heads or fewer" in few.hopper_refuses(q[:, :33], window, extra, "fp8_ds_mla", sink)
     wide = Fusion(None, torch.zeros(64, 512))
     assert "half of a vector" in hopper.hopper_refuses(q, window, extra, "fp8_ds_mla", sink, wide)
 

@@ -1,0 +1,380 @@
+"""Sparse MLA decode of few heads on Hopper, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, blocks of 8 to 32 heads.
+
+Matrix products of few heads are cheap, and keys cost what they cost for many. So one warpgroup of three attends:
+
+    consumer   scores of 64 keys, online softmax, weights to shared memory, all dims of the output
+    producers  gather 32 keys each into registers, dequantise them exactly, store them swizzled
+
+Keys are the rows of both products and heads their columns, so that nothing is multiplied for heads that do not exist.
+Between the warpgroups stand two or three buffers of 64 keys. A program takes a block of heads of one token and its
+share of the token's keys, window cache first.
+
+Of a multiprocessor's registers each producer has 144 to 168: with fewer they spill. Three producers, which then spill,
+took 33 us where two take 25 (8 heads, 128 tokens of 640 keys, H200).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from .. import layout
+from .attention_rows_hopper import HALF, D, load_few_queries, store_half
+from .kv_load_hopper import (
+    _WORDS,
+    BOTH,
+    EXPONENT,
+    FETCH,
+    LAST_BYTE,
+    ROW_WORDS,
+    SCALES_PER_ROW,
+    SLOTS,
+    SWIZZLED_WORDS,
+    TILE_WORDS,
+    TILES,
+    UE8M0_BIAS,
+    WORDS,
+    _scaled_codes,
+    _times,
+    thread_barrier,
+)
+from .split_softmax import LN_2 as _LN_2
+from .split_softmax import LOG2_E as _LOG2_E
+
+KEYS = 64
+
+BLOCK_N = gl.constexpr(KEYS)
+LOG2_E = gl.constexpr(_LOG2_E.value)
+LN_2 = gl.constexpr(_LN_2.value)
+KEY_WORDS = gl.constexpr(layout.HEAD_DIM // 2)
+ROPE_PAIRS = gl.constexpr(layout.NOPE_DIM // 8)  # first pair of words of the rotated dims in a row
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+PAIR_ROWS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(1, _WORDS)))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _cache_of(source0, source1, blocks0, block):
+    """Of the caches `source0` and `source1` the one that `block` belongs to, and the block's first column there."""
+    first = block < blocks0
+    p_words = gl.where(first, source0[0], source1[0])
+    p_pairs = gl.where(first, source0[1], source1[1])
+    chunks = gl.where(first, source0[2], source1[2])
+    p_row = gl.where(first, source0[3], source1[3])
+    length = gl.where(first, source0[4], source1[4])
+    capacity = gl.where(first, source0[5], source1[5])
+    log_page = gl.where(first, source0[6], source1[6])
+    return p_words, p_pairs, chunks, p_row, length, capacity, log_page, (block - gl.where(first, 0, blocks0)) * BLOCK_N
+
+
+@gluon.jit
+def _slots(source0, source1, blocks0, block, end, SIDE: gl.constexpr):
+    """int32 slots of half of a block; -1 for what is none, and from block `end` on."""
+    # The last block stands in for those behind it: the other cache may have no pages.
+    _, _, _, p_row, length, capacity, _, column = _cache_of(source0, source1, blocks0, gl.minimum(block, end - 1))
+    o_column = column + SIDE * FETCH + gl.arange(0, FETCH, SLOTS)
+    slot = gl.load(p_row + o_column, mask=o_column < gl.where(block < end, length, 0), other=-1)
+    return gl.where((slot >= 0) & (slot < capacity), slot, -1).to(gl.int32)
+
+
+@gluon.jit
+def _fetch(source0, source1, blocks0, block, end, slot):
+    """What is stored at `slot` of the cache of `block`: words of codes `[FETCH, 8, 16]`, the last tile empty; of rope,
+    in pairs, `[FETCH, 16]`; scales.
+
+    Where `slot` is -1 the rope is zero and the rest is the first key's. Codes are finite whatever their bits are, so
+    that a factor of zero clears them.
+    """
+    p_words, p_pairs, chunks, _, _, _, log_page, _ = _cache_of(source0, source1, blocks0, gl.minimum(block, end - 1))
+    tile = gl.expand_dims(gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0), 2)
+    o_word = gl.arange(0, TILE_WORDS, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
+    live = slot >= 0
+    safe = gl.where(live, slot, 0)
+    page = (safe >> log_page).to(gl.int64)
+    size = 1 << log_page
+    offset = safe & (size - 1)
+    row = page * (chunks * 4) + offset * ROW_WORDS
+    p_codes = p_words + (gl.expand_dims(gl.expand_dims(row, 1), 2) + gl.expand_dims(gl.expand_dims(o_word, 0), 1))
+    codes = gl.load(p_codes + tile * TILE_WORDS, mask=tile < TILES, other=0)
+    # The same threads hold the same keys: these conversions move nothing.
+    pair = gl.convert_layout(page * (chunks * 2) + offset * (ROW_WORDS // 2) + ROPE_PAIRS, PAIR_ROWS)
+    m_pair = gl.expand_dims(gl.convert_layout(live, PAIR_ROWS), 1)
+    rope = gl.load(p_pairs + (gl.expand_dims(pair, 1) + gl.expand_dims(o_word, 0)), mask=m_pair, other=0)
+    scales = gl.load(p_pairs + (page * (chunks * 2) + (size * SCALES_PER_ROW + offset)))
+    return codes, rope, scales
+
+
+@gluon.jit
+def _dequantized(codes, rope, scales, live, WIDE: gl.constexpr):
+    """Words of bfloat16 pairs `[FETCH, 256]` from what `_fetch` loaded; see kv_load.py for the arithmetic."""
+    tile = gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0)
+    byte = (gl.expand_dims(scales, 1) >> (tile * 8).to(gl.int64)).to(gl.int32) & 255
+    both = gl.expand_dims(gl.where(live, BOTH, 0), 1)
+    if WIDE:
+        factor = (gl.minimum(byte, LAST_BYTE) + EXPONENT) * both
+    else:
+        factor = gl.minimum(byte + EXPONENT, 255) * both
+    factor, _ = gl.broadcast(gl.expand_dims(factor, 2), codes)
+    low, high = _scaled_codes(codes, factor)
+    if WIDE:
+        rest = (gl.maximum(byte, LAST_BYTE) + (UE8M0_BIAS - LAST_BYTE)) * BOTH
+        rest, _ = gl.broadcast(gl.expand_dims(rest, 2), codes)
+        low, high = _times(low, rest), _times(high, rest)
+    is_rope = gl.expand_dims(tile, 2) == TILES
+    rope = gl.expand_dims(rope, 1)
+    low = gl.where(is_rope, rope.to(gl.int32), low)
+    high = gl.where(is_rope, (rope >> 32).to(gl.int32), high)
+    return gl.reshape(gl.join(low, high), [FETCH, KEY_WORDS])
+
+
+@gluon.jit
+def _producer(
+    p_words0, p_pairs0, chunks0, p_row0, length0, capacity0, p_words1, p_pairs1, chunks1, p_row1, length1, capacity1,
+    blocks0, begin, end, keys, lives, ready, free,
+    LOG_PAGE0: gl.constexpr, LOG_PAGE1: gl.constexpr, WIDE: gl.constexpr, SIDE: gl.constexpr,
+):  # fmt: skip
+    """The second or the third warpgroup: the first or the second half of every block."""
+    BUFFERS: gl.constexpr = keys.shape[0]
+    words = keys._reinterpret(gl.int32, [BUFFERS, BLOCK_N, KEY_WORDS], SWIZZLED_WORDS)
+    source0 = p_words0, p_pairs0, chunks0, p_row0, length0, capacity0, LOG_PAGE0
+    source1 = p_words1, p_pairs1, chunks1, p_row1, length1, capacity1, LOG_PAGE1
+    if end > begin:
+        slot = _slots(source0, source1, blocks0, begin, end, SIDE)
+        next_slot = _slots(source0, source1, blocks0, begin + 1, end, SIDE)
+        codes, rope, scales = _fetch(source0, source1, blocks0, begin, end, slot)
+        for block in range(begin, end):
+            number = block - begin
+            buffer = number % BUFFERS
+            now_codes, now_rope, now_scales, now_slot = codes, rope, scales, slot
+            slot = next_slot
+            # The next keys are on their way while these are dequantised.
+            codes, rope, scales = _fetch(source0, source1, blocks0, block + 1, end, slot)
+            next_slot = _slots(source0, source1, blocks0, block + 2, end, SIDE)
+            pairs = _dequantized(now_codes, now_rope, now_scales, now_slot >= 0, WIDE)
+            mbarrier.wait(free.index(buffer), ((number // BUFFERS) & 1) ^ 1)
+            words.index(buffer).slice(SIDE * FETCH, FETCH, 0).store(pairs)
+            lives.index(buffer).slice(SIDE * FETCH, FETCH, 0).store(gl.where(now_slot >= 0, 1.0, 0.0))
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(ready.index(buffer), count=1)
+
+
+@gluon.jit
+def _scores(keys, q_tile, MMA: gl.constexpr):
+    """Start the scores of a block of keys, `[keys, heads]`."""
+    N: gl.constexpr = q_tile.shape[0]
+    zero = gl.zeros([BLOCK_N, N], gl.float32, MMA)
+    return warpgroup_mma(keys, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _softmax(scores, live, acc, top, sums, scale, weights_tile):
+    """Weights of a block into shared memory, and the sums so far rescaled."""
+    scores = gl.where(gl.expand_dims(live, 1) > 0, scores * scale, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 0))
+    # -inf - -inf is NaN: a head without keys so far is shifted by zero.
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+    rescale = gl.expand_dims(gl.exp2(top - shift), 0)
+    weights = gl.exp2(scores - gl.expand_dims(shift, 0))
+    weights_tile.store(weights.to(gl.bfloat16).permute((1, 0)))
+    fence_async_shared()
+    thread_barrier()
+    return acc * rescale, new_top, sums * rescale + weights
+
+
+@gluon.jit
+def _consumer(
+    p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_lse, p_scale, tokens, padded_tokens, token,
+    head, heads, scale, blocks, q_tile, keys, weights_tile, lives, ready, free, SPLIT: gl.constexpr,
+    ROPE: gl.constexpr, PARTIAL: gl.constexpr, INVERSE: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """The first warpgroup: everything but the keys."""
+    N: gl.constexpr = q_tile.shape[0]  # heads
+    BUFFERS: gl.constexpr = keys.shape[0]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    HEADS: gl.constexpr = gl.SliceLayout(0, MMA)
+    LIVE: gl.constexpr = gl.SliceLayout(1, MMA)
+    load_few_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, ROPE, PARTIAL)
+    acc = gl.zeros([D, N], gl.float32, MMA)
+    sums = gl.zeros([BLOCK_N, N], gl.float32, MMA)
+    top = gl.full([N], float("-inf"), gl.float32, HEADS)
+    if blocks > 0:
+        mbarrier.wait(ready.index(0), 0)
+        scores = _scores(keys.index(0), q_tile, MMA)
+        live = lives.index(0).load(LIVE)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        for number in range(blocks - 1):
+            buffer = number % BUFFERS
+            following = (number + 1) % BUFFERS
+            acc, top, sums = _softmax(scores, live, acc, top, sums, scale, weights_tile)
+            acc = warpgroup_mma(keys.index(buffer).permute((1, 0)), weights_tile.permute((1, 0)), acc, is_async=True)
+            mbarrier.wait(ready.index(following), ((number + 1) // BUFFERS) & 1)
+            scores = _scores(keys.index(following), q_tile, MMA)
+            live = lives.index(following).load(LIVE)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            thread_barrier()
+            mbarrier.arrive(free.index(buffer), count=1)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+        acc, top, sums = _softmax(scores, live, acc, top, sums, scale, weights_tile)
+        last = keys.index((blocks - 1) % BUFFERS).permute((1, 0))
+        acc = warpgroup_mma(last, weights_tile.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    total = gl.sum(sums, 0)
+    o_head = gl.arange(0, N, HEADS)
+    shift = gl.where(top == float("-inf"), 0.0, top)
+    lse = gl.where(total == 0, float("-inf"), shift + gl.log2(total))
+    acc = acc * gl.expand_dims(gl.where(total == 0, 0.0, 1.0 / total), 0)
+    if SPLIT:
+        gl.store(p_lse + o_head, lse, mask=o_head < heads)
+        if blocks > 0:
+            o_column = gl.expand_dims(o_head, 0)
+            o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(1, MMA)), 1)
+            gl.store(p_out + (o_column * D + o_dim), acc, mask=(o_column < heads) & (o_dim >= 0))
+    else:
+        if p_lse is not None:
+            gl.store(p_lse + o_head, gl.where(total == 0, float("inf"), lse * LN_2), mask=o_head < heads)
+        if p_sink is not None:
+            # As a row of one part is joined, so that it gives the same bits.
+            sink = gl.load(p_sink + o_head, mask=o_head < heads, other=0.0)
+            share = 1.0 / (1.0 + gl.exp2(sink * LOG2_E - gl.where(total == 0, 0.0, lse)))
+            acc = acc * gl.expand_dims(share, 0)
+        q_tile.store(acc.to(gl.bfloat16).permute((1, 0)))
+        thread_barrier()
+        for side in gl.static_range(D // HALF):
+            store_half(
+                q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_table,
+                side * HALF, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _length(p_lens, stride, token, width):
+    """int32 number of columns that count in a token's row of indices."""
+    return gl.minimum(gl.maximum(gl.load(p_lens + token * stride), 0), width).to(gl.int32)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "splits", "least", "first", "tokens", "padded_tokens", "max_pos", "capacity0", "capacity1", "width0", "width1",
+    ],
+    # A piece of a batch begins anywhere.
+    do_not_specialize_on_alignment=["p_lens0", "p_lens1", "p_positions"],
+)  # fmt: skip
+def sparse_mla_decode_few_hopper_kernel(
+    p_out,  # [T, H, 512] bfloat16 or e4m3 [GROUPS, T, K]; or parts [N, splits, H, 512] float32, contiguous
+    p_lse,  # [T, H] float32, neighbouring heads, or None; or parts [N, splits, H] in base 2, contiguous
+    p_scale,  # of e4m3, see attention_rows_hopper.store_rows
+    p_q,  # [T, H, 512] bfloat16
+    p_words0,  # [P, page_bytes / 4] int32
+    p_pairs0,  # [P, page_bytes / 8] int64, the same memory
+    p_indices0,  # [T, W] int
+    p_lens0,  # [T] int
+    p_words1,
+    p_pairs1,
+    p_indices1,  # [T, K] int
+    p_lens1,
+    p_sink,  # [H] float32 or None
+    p_positions,  # [T] int or None
+    p_table,  # [max_pos, ROPE] float32 or None
+    scale,  # of the scores, times log2(e)
+    eps,  # of the queries' norm, None for queries that are ready
+    splits,
+    least,
+    first,  # token of this launch
+    tokens,
+    padded_tokens,
+    out_token_stride,
+    out_head_stride,
+    lse_stride,
+    q_token_stride,
+    q_head_stride,
+    page_chunks0,  # distance of two pages in units of 16 bytes
+    page_chunks1,
+    indices0_stride,
+    indices1_stride,
+    lens0_stride,
+    lens1_stride,
+    position_stride,
+    table_stride,
+    max_pos,
+    width0,
+    width1,
+    capacity0,  # slots in the cache
+    capacity1,
+    H: gl.constexpr,
+    BLOCK_H: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    LOG_PAGE0: gl.constexpr,  # of the tokens in a page
+    LOG_PAGE1: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    WIDE: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ROPE: gl.constexpr,
+    INVERSE: gl.constexpr,
+    GROUPS: gl.constexpr,
+    GROUP_HEADS: gl.constexpr,
+    PACKED: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Program p takes head block p % HEAD_BLOCKS of part p // HEAD_BLOCKS; the parts of a token are neighbours."""
+    q_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, D], SWIZZLED)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, D], SWIZZLED)
+    weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SWIZZLED)
+    lives = gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK_N], FLAT)
+    ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(ready.index(i), count=2)
+        mbarrier.init(free.index(i), count=1)
+    if SPLIT:
+        gdc_launch_dependents()
+    HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    PARTIAL: gl.constexpr = H % BLOCK_H != 0
+    part = gl.program_id(0) // HEAD_BLOCKS
+    head = gl.program_id(0) % HEAD_BLOCKS * BLOCK_H
+    heads = H - head
+    token = (first + part // splits).to(gl.int64)
+    length0 = _length(p_lens0, lens0_stride, token, width0)
+    length1 = _length(p_lens1, lens1_stride, token, width1)
+    if p_positions is not None:
+        position = gl.load(p_positions + token * position_stride).to(gl.int64)
+        p_table += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
+    blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
+    blocks = blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
+    # The programs of a token beyond its parts have nothing to do.
+    parts = gl.maximum(gl.minimum(splits, (blocks + least - 1) // least), 1)
+    begin = blocks * gl.minimum(part % splits, parts) // parts
+    end = blocks * gl.minimum(part % splits + 1, parts) // parts
+    p_q += token * q_token_stride + head.to(gl.int64) * q_head_stride
+    p_row0 = p_indices0 + token * indices0_stride
+    p_row1 = p_indices1 + token * indices1_stride
+    if p_sink is not None:
+        p_sink += head
+    if SPLIT:
+        row = part.to(gl.int64) * H + head
+        p_out += row * D
+        p_lse += row
+    else:
+        if GROUPS == 0:
+            p_out += token * out_token_stride + head.to(gl.int64) * out_head_stride
+        if p_lse is not None:
+            p_lse += token * lse_stride + head
+    gl.warp_specialize([
+        (_consumer, (p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_lse, p_scale, tokens,
+                     padded_tokens, token, head, heads, scale, end - begin, q_tile, keys, weights_tile, lives,
+                     ready, free, SPLIT, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED)),
+        (_producer, (p_words0, p_pairs0, page_chunks0, p_row0, length0, capacity0, p_words1, p_pairs1, page_chunks1,
+                     p_row1, length1, capacity1, blocks0, begin, end, keys, lives, ready, free,
+                     LOG_PAGE0, LOG_PAGE1, WIDE, 0)),
+        (_producer, (p_words0, p_pairs0, page_chunks0, p_row0, length0, capacity0, p_words1, p_pairs1, page_chunks1,
+                     p_row1, length1, capacity1, blocks0, begin, end, keys, lives, ready, free,
+                     LOG_PAGE0, LOG_PAGE1, WIDE, 1)),
+    ], [4, 4], [PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
