@@ -1,5 +1,5 @@
-"""Launchers of `sparse_mla_decode` and its `_out` form: on Hopper a kernel made for it where one fits, else the portable
-one.
+"""Launchers of `sparse_mla_decode` and its `_out` form: on Hopper a kernel made for it where one fits, else the one for
+any GPU.
 
 A call has three parts beside its queries: the caches (`Source`), what is fused around attention (`Fusion`), and where
 the results go (`Results`).
