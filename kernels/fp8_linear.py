@@ -1,4 +1,4 @@
-"""`fp8_linear`: up to 64 tokens in one launch that quantises on the way, above in two."""
+"""`fp8_linear`: few tokens in one launch that quantises on the way, more in two."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ..layout import ACT_TILE as _ACT_TILE
 from ..layout import cdiv
+from .gpu import HOPPER, gpu_of
 from .grouped_matmul import FEW_TOKENS, grouped_matmul
 from .quant import FP8_MAX, e4m3, refuses_fp8, tile_byte, ue8m0_inverse, ue8m0_scale
 
@@ -17,6 +18,9 @@ ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
 ACT_TILE = tl.constexpr(_ACT_TILE)
 BLOCK_T, BLOCK_S = 4, 8
 """Tokens and strips of a program that quantises: scales of neighbouring tokens lie side by side."""
+FEW_TOKENS_HOPPER = 16
+"""Programs that share a strip of x quantise it each for itself. On an H200 that takes longer, from 32 tokens on, than a
+launch of its own, whose time the copies of the weight use."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -29,8 +33,12 @@ def quantize_activation_kernel(
     size,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    HOPPER: tl.constexpr,  # launches may overlap; see grouped_matmul_hopper.py
 ):
     """Program p takes BLOCK_T tokens and BLOCK_S strips; strips vary first."""
+    if HOPPER:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     strips = tl.cdiv(size, ACT_TILE)
     blocks = tl.cdiv(strips, BLOCK_S)
     o_row = tl.arange(0, BLOCK_T * BLOCK_S)
@@ -52,9 +60,20 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.empty((tokens, size), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((strips, tokens), dtype=torch.float32, device=x.device)
     programs = cdiv(tokens, BLOCK_T) * cdiv(strips, BLOCK_S)
+    hopper = gpu_of(x.device).capability == HOPPER
     if programs > 0:
         quantize_activation_kernel[(programs,)](
-            values, scale, x, x.stride(), tokens, size, BLOCK_T=BLOCK_T, BLOCK_S=BLOCK_S, enable_fp_fusion=False
+            values,
+            scale,
+            x,
+            x.stride(),
+            tokens,
+            size,
+            BLOCK_T=BLOCK_T,
+            BLOCK_S=BLOCK_S,
+            HOPPER=hopper,
+            enable_fp_fusion=False,
+            **({"launch_pdl": True} if hopper else {}),
         )
     return values, scale.t()
 
@@ -62,7 +81,8 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True) -> Tensor:
     """See the reference. Quantised inputs are equal; sums are in another order, the same one for the same call."""
     rows = x.reshape(-1, weight.shape[1])
-    if quantize_input and rows.shape[0] > FEW_TOKENS:
+    few = FEW_TOKENS_HOPPER if gpu_of(x.device).capability == HOPPER else FEW_TOKENS
+    if quantize_input and rows.shape[0] > few:
         values, scale = quantize_activation(rows)
         out = grouped_matmul(values[:, None], scale[:, None], weight, weight_scale, x.dtype)
     else:

@@ -6,7 +6,8 @@ A program makes a tile of BLOCK_N outputs for BLOCK_M tokens, a strip of BLOCK_K
 is the first operand of the product: its rows fill a matrix unit however few tokens there are. Operands that are e4m3
 are multiplied as such where the GPU can, else as float16, which holds every e4m3 value; their scales meet the float32
 sum of each strip. Where tiles are too few to fill the GPU, programs share the strips of a tile, and the last of them to
-arrive adds the parts up, in their order: the same call gives the same bits.
+arrive adds the parts up, in their order: the same call gives the same bits. Few tokens on Hopper have a kernel of their
+own, grouped_matmul_hopper.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ..layout import ACT_TILE, SCALES_PER_WORD, cdiv
 from ..layout import WEIGHT_TILE as _WEIGHT_TILE
 from .arrivals import arrival_counters, arrive
-from .gpu import Gpu, gpu_of, shared_memory
+from .gpu import Gpu, gpu_of, hopper_kernel, shared_memory
 from .quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
 
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
@@ -248,34 +249,52 @@ def grouped_matmul(
     out_dtype: torch.dtype,
     *,
     quantize: bool = False,
-    cut: Cut | None = None,
 ) -> Tensor:
     """`[T, G * N]` of `x` `[T, G, K]` and `weight` `[G * N, K]`.
 
     Args:
         x_scale, weight_scale: of operands that are e4m3, as `fp8_grouped_einsum` takes them.
         quantize: quantise a floating x in strips of 128, in the same launch.
-        cut: None for what `choose_cut` says. Where it does not fit the GPU, a smaller one is taken.
     """
-    tokens, groups, size = x.shape
-    out = torch.empty((tokens, weight.shape[0]), dtype=out_dtype, device=x.device)
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
     if out.numel() == 0:
         return out
     gpu = gpu_of(x.device)
+    if weight_scale is not None and weight_scale.dtype is torch.float8_e8m0fnu:
+        weight_scale = weight_scale.view(torch.uint8)
+    hopper = hopper_kernel(gpu, "grouped_matmul_hopper")
+    if hopper is not None and not hopper.hopper_refuses(x, weight, quantize):
+        hopper.launch_hopper(x, x_scale, weight, weight_scale, out, quantize, gpu)
+    else:
+        _launch(x, x_scale, weight, weight_scale, out, quantize, gpu)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    out: Tensor,
+    quantize: bool,
+    gpu: Gpu,
+) -> None:
+    """Fill `out`."""
+    tokens, groups, size = x.shape
     rows, block_k = weight.shape[0] // groups, ACT_TILE // (1 if weight.element_size() == 1 else 2)
     strips = cdiv(size, block_k)
     operand = _operand(gpu) if quantize or x_scale is not None else _DTYPES[x.dtype]
-    cut = cut or choose_cut(gpu, tokens, groups, rows, strips)
-    sizes = x.element_size(), weight.element_size(), operand.primitive_bitwidth // 8
-    cut = _fitting(gpu, cut, block_k, *sizes)
+    cut = choose_cut(gpu, tokens, groups, rows, strips)
+    if operand is tl.float32:
+        # Its products are single multiplications, all of them unrolled: a small tile compiles in a second, not in ten.
+        cut = cut._replace(block_m=min(cut.block_m, 32), block_n=64, warps=4)
+    cut = _fitting(gpu, cut, block_k, x.element_size(), weight.element_size(), operand.primitive_bitwidth // 8)
     tiles = cdiv(tokens, cut.block_m) * groups * cdiv(rows, cut.block_n)
     part = arrived = None
     if cut.splits > 1:
         shape = (cut.splits, tiles, cut.block_n * cut.block_m)
         part = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = arrival_counters(tiles, x.device)
-    if weight_scale is not None and weight_scale.dtype is torch.float8_e8m0fnu:
-        weight_scale = weight_scale.view(torch.uint8)
     grouped_matmul_kernel[(tiles * cut.splits,)](
         out,
         part,
@@ -305,7 +324,6 @@ def grouped_matmul(
         STAGES=cut.stages,
         num_warps=cut.warps,
     )
-    return out
 
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

@@ -1,13 +1,15 @@
 """Scenario `gemm_tiles`: the products of `gemm` with every cut they could choose, for few tokens.
 
-`n128 w4 s3 p2` is 128 rows of the weight in a tile, 4 warps, 3 stages, and at least 2 programs for each processor,
-if there are strips enough. What the launcher chooses by size is read off the table.
+`n128 w4 s3 p2` is 128 rows of the weight in a tile, 4 warps, 3 stages, and at least 2 programs for each processor, if
+there are strips enough. Where the kernel for Hopper runs, it takes as many stages as fit, and 2 programs are as many as
+a processor has room for. What the launchers choose is read off the table.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,17 +42,32 @@ def problems(device: torch.device, only: Only) -> Iterator[Problem]:
 
 
 def _prepare(op: str, tile: tuple[int, int, int], programs: int) -> Any:
-    module = importlib.import_module("dsv4_compile.kernels.grouped_matmul")
-    usual, (block_n, warps, stages) = module.choose_cut, tile
+    portable, (block_n, warps, stages) = importlib.import_module("dsv4_compile.kernels.grouped_matmul"), tile
+    usual = portable.choose_cut
 
     def cut(gpu: Any, tokens: int, groups: int, rows: int, strips: int) -> Any:
         block_m = usual(gpu, tokens, groups, rows, strips).block_m
         tiles = cdiv(tokens, block_m) * groups * cdiv(rows, block_n)
         splits = max(1, min(strips, cdiv(gpu.processors * programs, tiles)))
-        return module.Cut(block_m, block_n, warps, stages, cdiv(strips, cdiv(strips, splits)))
+        return portable.Cut(block_m, block_n, warps, stages, cdiv(strips, cdiv(strips, splits)))
+
+    def hopper_cut(gpu: Any, tokens: int, groups: int, rows: int, strips: int, halves: bool) -> Any:
+        wanted = max(1, min(strips, gpu.processors * programs // (groups * cdiv(rows, block_n))))
+        return hopper.Cut(block_n, warps, programs, cdiv(strips, cdiv(strips, wanted)))
 
     def call(*args: Any) -> Any:
-        with mock.patch.object(module, "choose_cut", cut):
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(portable, "choose_cut", cut))
+            if hopper is not None:
+                stack.enter_context(mock.patch.object(hopper, "choose_cut", hopper_cut))
             return launcher(op)(*args)
 
-    return on_gpu(call)
+    call = on_gpu(call)
+    hopper = _hopper_module()
+    return call
+
+
+def _hopper_module() -> Any:
+    """The kernel for Hopper, None on other GPUs."""
+    gpu = importlib.import_module("dsv4_compile.kernels.gpu")
+    return gpu.hopper_kernel(gpu.gpu_of(torch.device("cuda")), "grouped_matmul_hopper")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from dsv4_compile.bench import Problem, gemm, gemm_tiles
 from dsv4_compile.bench.runner import rows_of
 from dsv4_compile.config import DeepseekV4Config
-from dsv4_compile.kernels import grouped_matmul
+from dsv4_compile.kernels import grouped_matmul, grouped_matmul_hopper
 from dsv4_compile.kernels.gpu import Gpu
 from dsv4_compile.ops._define import OPS
 
@@ -82,15 +83,22 @@ def test_a_strip_that_is_left_out_is_found() -> None:
     assert partial(gemm.differs, tolerance=2.0**-7)([problem.reference(short, weight, scale)], [want])
 
 
-def test_cuts_are_tried_through_the_function_that_chooses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuts_are_tried_through_the_functions_that_choose_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of 24 rows in 2 groups is 2 programs of 8 strips; on 8 processors, 2 for each are 8 splits of one."""
+    gpu = Gpu("cuda", 90, 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        gemm_tiles, "launcher", lambda op: lambda *sizes: grouped_matmul.choose_cut(Gpu("cuda", 90, 8), *sizes)
-    )
+    monkeypatch.setattr(gemm_tiles, "_hopper_module", lambda: grouped_matmul_hopper)
+
+    def launcher(op: str) -> Callable[..., Any]:
+        return lambda *sizes: [
+            grouped_matmul.choose_cut(gpu, *sizes),
+            grouped_matmul_hopper.choose_cut(gpu, *sizes, halves=True),
+        ]
+
+    monkeypatch.setattr(gemm_tiles, "launcher", launcher)
     cuts = {name: prepare()(5, 2, 24, 8) for name, prepare in next(tiled()).implementations.items()}
-    assert cuts["n64 w4 s4 p1"] == grouped_matmul.Cut(8, 64, 4, 4, 4)
-    assert cuts["n256 w8 s3 p2"] == grouped_matmul.Cut(8, 256, 8, 3, 8)
+    assert cuts["n64 w4 s4 p1"] == [grouped_matmul.Cut(8, 64, 4, 4, 4), grouped_matmul_hopper.Cut(64, 4, 1, 4)]
+    assert cuts["n256 w8 s3 p2"] == [grouped_matmul.Cut(8, 256, 8, 3, 8), grouped_matmul_hopper.Cut(256, 8, 2, 8)]
     assert len(cuts) == len(gemm_tiles.TILES) * len(gemm_tiles.PROGRAMS)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4_compile.kernels import fp8_linear as kernels
-from dsv4_compile.kernels import grouped_matmul
+from dsv4_compile.kernels import grouped_matmul, grouped_matmul_hopper
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference.block_scale import quantize_activation
 from dsv4_compile.reference.quant import ue8m0_scale
@@ -54,9 +54,48 @@ def test_the_quantisation_in_front_of_many_tokens_is_exact(tokens: int, size: in
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 32])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 100])
-def test_any_cut_gives_the_product(tokens: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_cut_of_the_portable_kernel_gives_the_product(
+    tokens: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_matmul, "hopper_kernel", lambda gpu, stem: None)
     monkeypatch.setattr(grouped_matmul, "choose_cut", lambda *sizes: grouped_matmul.Cut(16, 64, 4, 3, splits))
     products.check(OP, kernels.fp8_linear, products.arguments("Flash fp8_linear wq_a + wkv", tokens))
+
+
+@pytest.mark.parametrize("cut", [(64, 4, 3, 1), (64, 4, 1, 8), (128, 8, 2, 4), (128, 4, 2, 11), (256, 8, 1, 2)])
+@pytest.mark.parametrize("tokens", [1, 16, 30, 64])
+def test_any_cut_of_the_hopper_kernel_gives_the_product(
+    tokens: int, cut: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On other GPUs, the portable kernel's choice once more."""
+    monkeypatch.setattr(grouped_matmul_hopper, "choose_cut", lambda *sizes: grouped_matmul_hopper.Cut(*cut))
+    products.check(OP, kernels.fp8_linear, products.arguments("Flash fp8_linear wq_a + wkv", tokens))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_a_launch_reads_what_the_one_before_has_written(tokens: int) -> None:
+    """A launch may start before the one in front of it ends: eight in a row, each with the last one's result."""
+    layer = products.gemm.Layer(OP, "", 4096, 4096)
+    x, weight, scale = layer.arguments(tokens, products.CUDA, 3)
+    scale = scale + 2
+
+    def chain(wait: bool) -> torch.Tensor:
+        y = x
+        for _ in range(8):
+            y = kernels.fp8_linear(y, weight, scale)
+            if wait:
+                torch.cuda.synchronize()
+        return y
+
+    want = chain(wait=True)
+    assert want.isfinite().all() and want.std() > 1e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(wait=False)
+    for _ in range(20):
+        assert torch.equal(chain(wait=False), want)
+        graph.replay()
+        assert torch.equal(captured, want)
 
 
 def test_more_than_two_gibibytes_of_tokens() -> None:

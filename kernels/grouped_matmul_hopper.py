@@ -1,0 +1,180 @@
+"""How `grouped_matmul` launches its kernel for few tokens on Hopper."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .. import layout
+from ..layout import cdiv
+from .arrivals import arrival_counters
+from .gpu import Gpu
+from .grouped_matmul_kernel_hopper import STRIP_BYTES, grouped_matmul_hopper_kernel
+
+MOST_TOKENS = 64
+COPY_ALIGN = 16
+"""Bytes that what the copy engine reads starts at multiples of."""
+PROCESSOR_BYTES, RESERVED_BYTES = 228 * 1024, 1024
+"""Shared memory of a processor, and what a program of any kind takes of it."""
+TILE_ALIGN = 1024
+
+
+class Cut(NamedTuple):
+    """How a launch is cut up: rows of a tile, warps, programs that a processor has room for, programs of a tile."""
+
+    block_n: int
+    warps: int
+    programs: int
+    splits: int
+
+
+def block_of(tokens: int) -> int:
+    """Tokens that a tile has room for."""
+    return max(8, _power_of_two(tokens))
+
+
+def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int, halves: bool) -> Cut:
+    """Tiles for `[tokens, groups * rows]` outputs of `strips` strips, `halves` for weights of two bytes.
+
+    Measured on an H200 with the layers of V4-Flash, 1 to 64 tokens. Few e4m3 tokens want large tiles: there the work on
+    a strip of x takes as long for any. With more, and with elements that need no work, small tiles come in equal shares
+    to all processors, but their own share of x is larger: not too many. The parts of a tile are written and read
+    again: few of them, and of six strips at least, from 32 tokens on.
+    """
+    many = block_of(tokens) > 16
+    wide = groups * cdiv(rows, 128)
+    narrow = many or halves or wide <= gpu.processors // 8
+    block_n = 64 if narrow and groups * cdiv(rows, 64) <= 2 * gpu.processors else 128
+    programs = 1 if many and halves else 2
+    splits = min(programs * gpu.processors // (groups * cdiv(rows, block_n)), strips // 6 if many else strips)
+    return Cut(block_n, 4, programs, cdiv(strips, cdiv(strips, max(1, splits))))
+
+
+def deepest_ring(cut: Cut, block_m: int, block_k: int, each: int, x_size: int, quantize: bool) -> int:
+    """Buffers that there is room for beside everything else, for `each` strips of elements of `x_size` bytes.
+
+    At least two: a strip of x is quantised before the product of the one in front of it has ended.
+    """
+    room = PROCESSOR_BYTES // cut.programs - RESERVED_BYTES
+    scales = 4 * _power_of_two(each) * (block_m + (cut.block_n if cut.block_n > layout.WEIGHT_TILE else 1))
+    buffers = 2 * block_m * STRIP_BYTES if quantize else 0
+    slot = cut.block_n * STRIP_BYTES + block_m * block_k * x_size + 8
+    return min(each, max(2, (room - scales - buffers - TILE_ALIGN) // slot))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class Rows(NamedTuple):
+    """x as a matrix: the part of group g starts at row g * `row` and column g * `column`."""
+
+    matrix: Tensor
+    row: int
+    column: int
+
+
+def _rows(x: Tensor, block_k: int) -> Rows | None:
+    """x `[T, G, K]` as the copy engine takes it, None where it does not."""
+    tokens, groups, size = x.shape
+    token, group, element = x.stride()
+    if tokens == 1:
+        token = max(group * groups, size)
+    if element != 1 or token * x.element_size() % COPY_ALIGN or x.data_ptr() % COPY_ALIGN:
+        return None
+    if groups == 1:
+        return Rows(x.as_strided((tokens, size), (token, 1)), 0, 0)
+    if group == tokens * token:
+        return Rows(x.as_strided((groups * tokens, size), (token, 1)), tokens, 0)
+    # The last strip of a group would reach into the next one.
+    if group < size or size % block_k or token < groups * group:
+        return None
+    return Rows(x.as_strided((tokens, (groups - 1) * group + size), (token, 1)), 0, group)
+
+
+def hopper_refuses(x: Tensor, weight: Tensor, quantize: bool) -> str:
+    """Why this kernel cannot take a call that the portable one can, "" if it can."""
+    if x.shape[0] > MOST_TOKENS:
+        return f"it takes up to {MOST_TOKENS} tokens"
+    if (x.dtype is not weight.dtype and not quantize) or weight.element_size() > 2:
+        return "it multiplies operands of the weight's dtype, of one or two bytes"
+    if weight.stride(1) != 1 or weight.stride(0) * weight.element_size() % COPY_ALIGN or weight.data_ptr() % COPY_ALIGN:
+        return f"it takes rows of the weight that start at multiples of {COPY_ALIGN} bytes"
+    if _rows(x, STRIP_BYTES // weight.element_size()) is None:
+        return f"it takes rows of x that start at multiples of {COPY_ALIGN} bytes, or whole strips of them"
+    return ""
+
+
+def _x_layout(block_m: int, block_k: int, warps: int) -> gl.BlockedLayout:
+    """Of a strip of x: every thread has some of it where that is possible, and as much of a row as it may."""
+    each = max(block_k // 32, min(16, block_m * block_k // (32 * warps)))
+    lanes = block_k // each
+    return gl.BlockedLayout([1, each], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+def _swizzled(of: Tensor) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * of.element_size(), rank=2)
+
+
+def launch_hopper(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    out: Tensor,
+    quantize: bool,
+    gpu: Gpu,
+) -> None:
+    """Fill `out`, as the portable launcher does."""
+    tokens, groups, size = x.shape
+    block_k = STRIP_BYTES // weight.element_size()
+    rows, strips = weight.shape[0] // groups, cdiv(size, block_k)
+    inputs = _rows(x, block_k)
+    assert inputs is not None
+    block_m = block_of(tokens)
+    cut = choose_cut(gpu, tokens, groups, rows, strips, weight.element_size() == 2)
+    tiles, each = groups * cdiv(rows, cut.block_n), cdiv(strips, cut.splits)
+    part = arrived = None
+    if cut.splits > 1:
+        shape = (cut.splits, tiles, cut.block_n * block_m)
+        part = torch.empty(shape, dtype=torch.float32, device=x.device)
+        arrived = arrival_counters(tiles, x.device)
+    lanes = min(32, cut.block_n // 8)
+    grouped_matmul_hopper_kernel[(tiles * cut.splits,)](
+        TensorDescriptor.from_tensor(weight, [cut.block_n, block_k], _swizzled(weight)),
+        TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], _swizzled(x)),
+        out,
+        part,
+        arrived,
+        x_scale,
+        weight_scale,
+        inputs.row,
+        inputs.column,
+        *((0, 0, 0) if x_scale is None else x_scale.stride()),
+        *((0, 0) if weight_scale is None else weight_scale.stride()),
+        tokens,
+        groups,
+        rows,
+        size,
+        each,
+        QUANTIZE=quantize,
+        SPLITS=cut.splits,
+        ONE_SCALE=layout.WEIGHT_TILE % cut.block_n == 0 and (groups == 1 or rows % cut.block_n == 0),
+        BLOCK_M=block_m,
+        BLOCK_N=cut.block_n,
+        BLOCK_K=block_k,
+        EACH=_power_of_two(each),
+        X_BYTES=x.element_size(),
+        RING=deepest_ring(cut, block_m, block_k, each, x.element_size(), quantize),
+        TILE=_swizzled(weight),
+        X_TILE=_swizzled(x),
+        OUT_TILE=_swizzled(out),
+        X=_x_layout(block_m, block_k, cut.warps),
+        OUT=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [cut.warps, 1], [1, 0]),
+        num_warps=cut.warps,
+        launch_pdl=True,
+    )

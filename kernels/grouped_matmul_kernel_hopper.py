@@ -1,0 +1,257 @@
+"""The matrix product of few tokens on Hopper, in Gluon: weights as fast as memory gives them.
+
+A program makes a tile of BLOCK_N outputs for up to 64 tokens. The copy engine brings its strips of the weight and of x
+into a ring of buffers, as many at once as shared memory holds; the matrix unit reads them where they are. While it
+multiplies a strip, the warps quantise the next one of x, if that is wanted, into the other of two small buffers. The
+loop waits for memory nowhere but for a strip to arrive: under the load of the copies, a load of a few bytes takes as
+long as a strip.
+
+The weight is nobody's result, so that its copies start before the kernel in front has ended, where that allows it.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .. import layout
+from .kv_load_hopper import thread_barrier
+
+STRIP_BYTES = layout.ACT_TILE
+"""Of a row of the weight: what the matrix unit takes of it at a time, and of e4m3 what shares a scale."""
+
+STRIP = gl.constexpr(STRIP_BYTES)
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+WEIGHT_TILE = gl.constexpr(layout.WEIGHT_TILE)
+WORD = gl.constexpr(layout.SCALES_PER_WORD)
+ACT_AMAX_FLOOR_BITS = gl.constexpr(struct.unpack("<i", struct.pack("<f", layout.ACT_AMAX_FLOOR))[0])
+FP8_MAX = gl.constexpr(layout.FP8_MAX)
+UE8M0_BIAS = gl.constexpr(layout.UE8M0_BIAS)
+UE8M0_MAX_BYTE = gl.constexpr(layout.UE8M0_MAX_BYTE)
+MAGNITUDE = gl.constexpr(0x7FFFFFFF)
+MANTISSA_BITS = gl.constexpr(23)
+MANTISSA = gl.constexpr((1 << 23) - 1)
+SUBNORMAL_HALF = gl.constexpr(1 << 22)
+NAN_BITS = gl.constexpr(0x7FC00000)
+
+# The copy of a tile, from Triton 3.8 on and before.
+copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _scale_value(byte):
+    """float32 scale of int32 `byte` 0..255; see quant.ue8m0_scale."""
+    bits = gl.where(byte == 0, SUBNORMAL_HALF, byte << MANTISSA_BITS)
+    return gl.where(byte == UE8M0_MAX_BYTE + 1, NAN_BITS, bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _scales(p_scale):
+    """float32 of float32, or of UE8M0 bytes."""
+    scale = gl.load(p_scale)
+    if p_scale.dtype.element_ty == gl.uint8:
+        scale = _scale_value(scale.to(gl.int32))
+    return scale
+
+
+@gluon.jit
+def _put_x(x, values, scales):
+    """A strip of x, quantised, and its scales into shared memory; see quant.tile_byte for the arithmetic."""
+    wide = x.to(gl.float32)
+    magnitude = wide.to(gl.int32, bitcast=True) & MAGNITUDE
+    amax = gl.maximum(gl.max(magnitude, 1), ACT_AMAX_FLOOR_BITS).to(gl.float32, bitcast=True)
+    bits = (amax * (1.0 / FP8_MAX)).to(gl.int32, bitcast=True)
+    exponent = (bits >> MANTISSA_BITS) & 255
+    byte = gl.minimum(exponent + ((bits & MANTISSA) != 0).to(gl.int32), UE8M0_MAX_BYTE)
+    inverse = gl.maximum((2 * UE8M0_BIAS - byte) << MANTISSA_BITS, SUBNORMAL_HALF).to(gl.float32, bitcast=True)
+    # The conversion saturates, and keeps NaN.
+    values.store((wide * gl.expand_dims(inverse, 1)).to(gl.float8e4nv))
+    scales.store(_scale_value(byte))
+
+
+@gluon.jit
+def _put_rows(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """float32 `[ROWS, WIDTH]` in shared memory, where each row can be asked for."""
+    flat = gl.allocate_shared_memory(gl.float32, [ROWS * WIDTH], FLAT)
+    flat.store(gl.reshape(x, [ROWS * WIDTH]))
+    return flat._reinterpret(gl.float32, [ROWS, WIDTH], FLAT)
+
+
+@gluon.jit
+def _store(
+    acc, p_out, tokens, group, block, groups, rows,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, OUT: gl.constexpr, OUT_TILE: gl.constexpr,
+):  # fmt: skip
+    """A tile `[BLOCK_N, BLOCK_M]`, turned on its way through shared memory: outputs of a token are neighbours."""
+    tile = gl.allocate_shared_memory(p_out.dtype.element_ty, [BLOCK_M, BLOCK_N], OUT_TILE)
+    tile.permute((1, 0)).store(acc.to(p_out.dtype.element_ty))
+    thread_barrier()
+    o_m = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT)), 1)
+    o_n = gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT)), 0)
+    p_tile = p_out + (o_m.to(gl.int64) * groups * rows + (group.to(gl.int64) * rows + o_n))
+    gl.store(p_tile, tile.load(OUT), mask=(o_m < tokens) & (o_n < rows))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "x_group_row", "x_group_column", "x_scale_token_stride", "x_scale_group_stride", "x_scale_strip_stride",
+        "tokens",
+    ]
+)  # fmt: skip
+def grouped_matmul_hopper_kernel(
+    weights,  # descriptor of [G * N, K] in blocks of [BLOCK_N, BLOCK_K]
+    inputs,  # descriptor of rows of x in blocks of [BLOCK_M, BLOCK_K]
+    p_out,  # [T, G * N], contiguous
+    p_part,  # [SPLITS, tiles, BLOCK_N * BLOCK_M] float32, contiguous, or None
+    p_arrived,  # [>= tiles] int32, zero before and after, or None
+    p_x_scale,  # [T, G, strips] float32, [T, G, words] int32, or None
+    p_weight_scale,  # [blocks, strips] float32 or uint8, or None
+    x_group_row,  # where a group's part of `inputs` starts, in units of the group
+    x_group_column,
+    x_scale_token_stride,
+    x_scale_group_stride,
+    x_scale_strip_stride,
+    weight_scale_row_stride,
+    weight_scale_strip_stride,
+    tokens,
+    groups,
+    rows,  # N
+    size,  # K
+    strips_each,  # of a program
+    QUANTIZE: gl.constexpr,  # x is quantised here
+    SPLITS: gl.constexpr,
+    ONE_SCALE: gl.constexpr,  # the rows of a tile share their scales
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    EACH: gl.constexpr,  # at least strips_each, a power of two
+    X_BYTES: gl.constexpr,  # of an element of x
+    RING: gl.constexpr,
+    TILE: gl.constexpr,  # layouts in shared memory: of operands, of x, of results
+    X_TILE: gl.constexpr,
+    OUT_TILE: gl.constexpr,
+    X: gl.constexpr,  # layouts in registers: of a strip of x, of results
+    OUT: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Program p takes tile p % tiles and its strips from p // tiles * strips_each on."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_M, BLOCK_K // 4]
+    )
+    BYTES: gl.constexpr = BLOCK_N * STRIP + BLOCK_M * BLOCK_K * X_BYTES
+    blocks = (rows + BLOCK_N - 1) // BLOCK_N
+    tiles = groups * blocks
+    tile, part = gl.program_id(0) % tiles, gl.program_id(0) // tiles
+    group, block = tile // blocks, tile % blocks
+    first_row = group * rows + block * BLOCK_N
+    begin = part * strips_each
+    count = gl.minimum(strips_each, (size + BLOCK_K - 1) // BLOCK_K - begin)
+    x_row, x_column = group * x_group_row, group * x_group_column
+
+    w_ring = gl.allocate_shared_memory(weights.dtype, [RING, BLOCK_N, BLOCK_K], TILE)
+    x_ring = gl.allocate_shared_memory(inputs.dtype, [RING, BLOCK_M, BLOCK_K], X_TILE)
+    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    thread_barrier()
+    for i in gl.static_range(RING):
+        if i < count:
+            mbarrier.expect(ready.index(i), BYTES)
+            copy_tile(weights, [first_row, (begin + i) * BLOCK_K], ready.index(i), w_ring.index(i))
+    gdc_launch_dependents()
+    gdc_wait()
+    for i in gl.static_range(RING):
+        if i < count:
+            copy_tile(inputs, [x_row, x_column + (begin + i) * BLOCK_K], ready.index(i), x_ring.index(i))
+
+    if p_weight_scale is not None:
+        WIDE: gl.constexpr = 1 if ONE_SCALE else BLOCK_N
+        LANES: gl.constexpr = 1 if ONE_SCALE else 32
+        W_SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [num_warps, 1], [1, 0])
+        o_strip = begin + gl.minimum(gl.arange(0, EACH, gl.SliceLayout(1, W_SCALES)), count - 1)
+        o_n = gl.arange(0, WIDE, gl.SliceLayout(0, W_SCALES))
+        row = group * rows + gl.minimum(block * BLOCK_N + o_n, rows - 1)
+        p_weight_scale += gl.expand_dims(row // WEIGHT_TILE * weight_scale_row_stride, 0)
+        p_weight_scale += gl.expand_dims(o_strip * weight_scale_strip_stride, 1)
+        w_scales = _put_rows(_scales(p_weight_scale), EACH, WIDE)
+        if QUANTIZE:
+            x_scales = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], FLAT)
+        else:
+            TOKENS: gl.constexpr = BLOCK_M if BLOCK_M < 32 else 32
+            X_SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TOKENS, TOKENS], [num_warps, 1], [1, 0])
+            # What lies past the end repeats the last token and is not stored.
+            token = gl.minimum(gl.arange(0, BLOCK_M, gl.SliceLayout(0, X_SCALES)), tokens - 1).to(gl.int64)
+            o_strip = begin + gl.minimum(gl.arange(0, EACH, gl.SliceLayout(1, X_SCALES)), count - 1)
+            p_x_scale += group.to(gl.int64) * x_scale_group_stride
+            p_x_scale += gl.expand_dims(token * x_scale_token_stride, 0)
+            if p_x_scale.dtype.element_ty == gl.int32:
+                # Words hold the UE8M0 bytes of four strips.
+                words = gl.load(p_x_scale + gl.expand_dims(o_strip // WORD * x_scale_strip_stride, 1))
+                known = _scale_value((words >> gl.expand_dims(8 * (o_strip % WORD), 1)) & 255)
+            else:
+                known = gl.load(p_x_scale + gl.expand_dims(o_strip * x_scale_strip_stride, 1))
+            x_scales = _put_rows(known, EACH, BLOCK_M)
+    if QUANTIZE:
+        values = gl.allocate_shared_memory(weights.dtype, [2, BLOCK_M, BLOCK_K], TILE)
+        mbarrier.wait(ready.index(0), 0)
+        _put_x(x_ring.index(0).load(X), values.index(0), x_scales.index(0))
+
+    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+    for i in range(count):
+        slot = i % RING
+        if QUANTIZE:
+            fence_async_shared()
+        # All have waited for the last product: what it read is free.
+        thread_barrier()
+        following = i - 1 + RING
+        if (i > 0) & (following < count):
+            free = (i - 1) % RING
+            column = (begin + following) * BLOCK_K
+            mbarrier.expect(ready.index(free), BYTES)
+            copy_tile(weights, [first_row, column], ready.index(free), w_ring.index(free))
+            copy_tile(inputs, [x_row, x_column + column], ready.index(free), x_ring.index(free))
+        mbarrier.wait(ready.index(slot), (i // RING) & 1)
+        if p_weight_scale is None:
+            acc = warpgroup_mma(w_ring.index(slot), x_ring.index(slot).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        else:
+            operand = values.index(i % 2) if QUANTIZE else x_ring.index(slot)
+            product = warpgroup_mma(w_ring.index(slot), operand.permute((1, 0)), zero, use_acc=False, is_async=True)
+            x_scale = x_scales.index(i % 2 if QUANTIZE else i).load(gl.SliceLayout(0, ACC))
+            w_scale = w_scales.index(i).load(gl.SliceLayout(1, ACC))
+            if QUANTIZE and i + 1 < count:
+                after = (i + 1) % RING
+                mbarrier.wait(ready.index(after), ((i + 1) // RING) & 1)
+                _put_x(x_ring.index(after).load(X), values.index((i + 1) % 2), x_scales.index((i + 1) % 2))
+            product = warpgroup_mma_wait(0, deps=[product])
+            acc += product * (gl.expand_dims(x_scale, 0) * gl.expand_dims(w_scale, 1))
+
+    if SPLITS > 1:
+        o_m = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC)), 0)
+        o_n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC)), 1)
+        # Eight tokens at a time: what a warp stores together lies together.
+        p_part += tile.to(gl.int64) * (BLOCK_N * BLOCK_M) + ((o_m // 8 * BLOCK_N + o_n) * 8 + o_m % 8)
+        part_stride = tiles.to(gl.int64) * (BLOCK_N * BLOCK_M)
+        gl.store(p_part + part * part_stride, acc)
+        # Every thread has stored before one announces it.
+        thread_barrier()
+        if gl.atomic_add(p_arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+            for other in gl.static_range(SPLITS):
+                acc += gl.load(p_part + other * part_stride, cache_modifier=".cg")
+            _store(acc, p_out, tokens, group, block, groups, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)
+            gl.store(p_arrived + tile, 0)
+    else:
+        _store(acc, p_out, tokens, group, block, groups, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)

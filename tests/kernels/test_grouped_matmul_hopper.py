@@ -1,0 +1,231 @@
+"""The product of few tokens on Hopper, simulated (see simulated_gluon.py for what that means), and compiled for it."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile.bench import gemm
+from dsv4_compile.kernels import fp8_linear, grouped_matmul_hopper
+from dsv4_compile.kernels import grouped_matmul as kernels
+from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.testing import assert_close, fake_triton, poisoned_empty
+from tests.kernels import simulated_copies as copies
+from tests.kernels import simulated_gluon as base
+from tests.kernels.gpus import GPUS
+from tests.kernels.simulated_gluon import GLUON, Pointer, Value
+from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
+
+GPU = GPUS["sm_90"][0]
+LAYERS = {f"{model} {x.op} {x.name}": x for model, config in gemm.MODELS.items() for x in gemm.layers(config)}
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> Value:
+    offset, _ = pointer.resolve(None)
+    before = pointer.memory[offset].clone()
+    pointer.memory[offset] += value
+    return Value(before)
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Value:
+    return base.load(pointer, mask, other)
+
+
+class Descriptor(copies.Descriptor):
+    @staticmethod
+    def from_tensor(tensor: Tensor, block: list[int], layout: Any) -> Descriptor:
+        return Descriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+
+class Launched(copies.Persistent):
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, launch_pdl: bool, **constants: Any) -> None:
+            assert launch_pdl
+            start(*args, **constants)
+
+        start = super().__getitem__(grid)
+        return launch
+
+
+def modules() -> dict[str, types.ModuleType]:
+    found = copies.modules()
+    vars(found[f"{GLUON}.language"]).update(uint8=torch.uint8, atomic_add=atomic_add, load=load)
+    vars(found["triton.language.extra.cuda"]).update(gdc_wait=base.anything)
+    vars(found[GLUON]).update(jit=lambda f=None, **_: Launched(f) if f else Launched)
+    vars(found[f"{GLUON}.nvidia.hopper"]).update(TensorDescriptor=Descriptor)
+    return found
+
+
+@pytest.fixture(scope="module")
+def hopper() -> Any:
+    with (
+        mock.patch.object(base, "modules", modules),
+        mock.patch.object(
+            Pointer, "dtype", property(lambda p: types.SimpleNamespace(element_ty=p.memory.dtype)), create=True
+        ),
+    ):
+        yield base.simulated("grouped_matmul_hopper", "kv_load_hopper", "grouped_matmul_kernel_hopper")
+
+
+def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = False) -> Tensor:
+    """Of a launch cut as it says."""
+    counters = torch.zeros(64, dtype=torch.int32)
+    x, _, weight, _, dtype = args
+    assert hopper.hopper_refuses(x, weight, quantize) == ""
+    with (
+        mock.patch.object(kernels, "gpu_of", lambda device: GPU),
+        mock.patch.object(kernels, "hopper_kernel", lambda gpu, stem: hopper),
+        mock.patch.object(hopper, "choose_cut", lambda *sizes: hopper.Cut(*cut)),
+        mock.patch.object(hopper, "arrival_counters", lambda count, device: counters),
+        poisoned_empty(),
+        torch.no_grad(),
+    ):
+        out = kernels.grouped_matmul(*args, quantize=quantize)
+    assert not counters.any()
+    assert out.dtype is dtype
+    return out
+
+
+@pytest.mark.parametrize("cut", [(256, 8, 1, 2), (128, 4, 7, 1), (64, 4, 9, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "size", "dtype"), [(1, 300, 640, BF16), (13, 200, 656, F32), (64, 130, 640, BF16)]
+)
+def test_what_is_quantised_on_the_way_gives_the_reference(
+    hopper: Any, tokens: int, rows: int, size: int, dtype: torch.dtype, cut: tuple[int, ...]
+) -> None:
+    x, weight, scale = torch.randn(tokens, size).to(dtype), e4m3(rows, size), block_scale(rows, size)
+    x[0, :128] = 0
+    got = product(hopper, x[:, None], None, weight, scale, dtype, cut=cut, quantize=True)
+    assert_close(got, REFERENCES["fp8_linear"](x, weight, scale), NEIGHBOUR[dtype])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cut", [(256, 8, 1, 2), (64, 4, 9, 5)])
+@pytest.mark.parametrize(("tokens", "groups", "rows"), [(5, 3, 192), (40, 2, 200)])
+def test_groups_that_come_quantised_give_the_reference(
+    hopper: Any, tokens: int, groups: int, rows: int, cut: tuple[int, ...], packed: bool
+) -> None:
+    o, table = torch.randn(tokens, groups * 10, 64).bfloat16(), torch.randn(9, 16)
+    a, a_scale = REFERENCES["inv_rope_fp8_quant"](o, torch.arange(tokens) % 9, table, groups, 10, packed)
+    b, b_scale = e4m3(groups * rows, 640), block_scale(groups * rows, 640)
+    got = product(hopper, a, a_scale, b, b_scale, BF16, cut=cut)
+    assert_close(got, REFERENCES["fp8_grouped_einsum"](a, a_scale, b, b_scale).flatten(1), NEIGHBOUR[BF16])
+
+
+@pytest.mark.parametrize("cut", [(128, 8, 5, 2), (64, 4, 9, 1)])
+def test_halves_give_the_reference(hopper: Any, cut: tuple[int, ...]) -> None:
+    """By tokens or by groups; in the first case a strip must not reach into the next group."""
+    for dtype, size in ((BF16, 320), (torch.float16, 328)):
+        x, weight = torch.randn(7, 2, size).to(dtype), torch.randn(2 * 72, size).to(dtype)
+        by_group = x.transpose(0, 1).contiguous().transpose(0, 1)
+        for one in (x, by_group) if size == 320 else (by_group,):
+            got = product(hopper, one, None, weight, None, dtype, cut=cut)
+            assert_close(got, REFERENCES["grouped_linear"](x, weight, 2), NEIGHBOUR[dtype])
+    assert "whole strips" in hopper.hopper_refuses(x, weight, False)
+
+
+def test_a_row_of_nan_keeps_to_itself(hopper: Any) -> None:
+    x, weight, scale = torch.randn(5, 256).bfloat16(), e4m3(70, 256), block_scale(70, 256)
+    x[2] = torch.nan
+    got = product(hopper, x[:, None], None, weight, scale, BF16, cut=(64, 4, 9, 2), quantize=True)
+    assert got[2].isnan().all() and not got[[0, 1, 3, 4]].isnan().any()
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 17, 64])
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_choice_is_whole(name: str, halves: bool, tokens: int) -> None:
+    """No program is without a strip, and together they fill the GPU, but not twice."""
+    layer = LAYERS[name]
+    strips = -(-layer.size // (64 if halves else 128))
+    cut = grouped_matmul_hopper.choose_cut(GPU, tokens, layer.groups, layer.rows, strips, halves)
+    programs = layer.groups * -(-layer.rows // cut.block_n) * cut.splits
+    assert (cut.splits - 1) * -(-strips // cut.splits) < strips
+    assert cut.splits == 1 or programs <= cut.programs * GPU.processors
+    assert programs >= 0.7 * GPU.processors
+
+
+@pytest.mark.parametrize(
+    ("layer", "tokens", "cut"),
+    [
+        ("fp8_linear wq_a + wkv", 8, (64, 4, 2, 11)),
+        ("fp8_linear wq_a + wkv", 64, (64, 4, 2, 5)),
+        ("fp8_linear wq_b", 8, (128, 4, 2, 1)),
+        ("fp8_linear wq_b", 64, (128, 4, 2, 1)),
+        ("fp8_linear indexer wq_b", 8, (128, 4, 2, 4)),
+        ("fp8_linear indexer wq_b", 64, (64, 4, 2, 1)),
+        ("fp8_linear wo_b", 8, (128, 4, 2, 8)),
+        ("fp8_linear wo_b", 64, (64, 4, 2, 4)),
+        ("fp8_grouped_einsum wo_a", 8, (128, 4, 2, 4)),
+        ("fp8_grouped_einsum wo_a", 64, (64, 4, 2, 2)),
+        ("grouped_linear wo_a", 8, (64, 4, 2, 2)),
+        ("grouped_linear wo_a", 64, (64, 4, 1, 1)),
+    ],
+)
+def test_layers_of_flash_get_the_cuts_that_were_the_fastest(layer: str, tokens: int, cut: tuple[int, ...]) -> None:
+    """On an H200 with torch 2.11, Triton 3.6."""
+    of = LAYERS[f"Flash {layer}"]
+    halves = of.op == "grouped_linear"
+    strips = of.size // (64 if halves else 128)
+    assert grouped_matmul_hopper.choose_cut(GPU, tokens, of.groups, of.rows, strips, halves) == cut
+
+
+@pytest.mark.parametrize("cut", [(64, 4, 3, 1), (128, 4, 2, 2), (128, 8, 1, 1), (256, 8, 1, 2)])
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_it_compiles_for_hopper_and_as_many_programs_fit_as_it_says(
+    tokens: int, cut: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever x is made of; and the matrix unit reads both operands where the copies left them."""
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: GPU)
+    monkeypatch.setattr(kernels, "hopper_kernel", lambda gpu, stem: grouped_matmul_hopper)
+    monkeypatch.setattr(grouped_matmul_hopper, "choose_cut", lambda *sizes: grouped_matmul_hopper.Cut(*cut))
+    x, a = torch.empty(tokens, 1, 2048, dtype=BF16), torch.empty(tokens, 8, 2048, dtype=torch.float8_e4m3fn)
+    weight, scale = torch.empty(4096, 2048, dtype=a.dtype), torch.empty(32, 16, dtype=torch.uint8)
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        kernels.grouped_matmul(x.float() if tokens == 8 else x, None, weight, scale, BF16, quantize=True)
+        kernels.grouped_matmul(a, torch.empty(tokens, 8, 16), weight, scale, BF16)
+        kernels.grouped_matmul(x, None, torch.empty(4096, 2048, dtype=BF16), None, BF16)
+    assert len(compiled) == 3
+    for kernel, kind in zip(compiled, ("k32.f32.e4m3.e4m3", "k32.f32.e4m3.e4m3", "k16.f32.bf16.bf16"), strict=True):
+        assert (kernel.metadata.shared + 1024) * cut[2] <= 228 * 1024
+        assert f"wgmma.mma_async.sync.aligned.m64n{tokens}{kind}" in kernel.asm["ptx"]
+        assert "cp.async.bulk.tensor.2d" in kernel.asm["ptx"]
+        assert "griddepcontrol.wait" in kernel.asm["ptx"]
+        assert fake_triton.machine_code(kernel)
+
+
+def test_the_quantisation_in_front_lets_the_product_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_linear, "gpu_of", lambda device: GPU)
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        fp8_linear.quantize_activation(torch.empty(64, 4096, dtype=BF16))
+    ptx = compiled[0].asm["ptx"]
+    assert (
+        -1 < ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
+    )
+    assert compiled[0].metadata.launch_pdl
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"x": torch.empty(65, 1, 256, dtype=BF16)}, "up to 64 tokens"),
+        ({"x": torch.empty(256, 1, 4, dtype=BF16).permute(2, 1, 0)}, "rows"),
+        ({"weight": torch.empty(64, 250, dtype=torch.float8_e4m3fn)}, "multiples of 16 bytes"),
+        ({"quantize": False}, "the weight's dtype"),
+        ({"x": torch.empty(4, 1, 256), "weight": torch.empty(64, 256), "quantize": False}, "one or two bytes"),
+    ],
+)
+def test_what_it_does_not_take_is_the_portable_kernels(wrong: dict[str, Any], reason: str) -> None:
+    call = {"x": torch.empty(4, 1, 256, dtype=BF16), "weight": e4m3(64, 256), "quantize": True}
+    assert grouped_matmul_hopper.hopper_refuses(**call) == ""
+    assert reason in grouped_matmul_hopper.hopper_refuses(**call | wrong)
