@@ -11,20 +11,23 @@ import triton
 from torch import Tensor
 
 from ..layout import INDEXER_HEAD_DIM, PAGE_LAYOUTS, align_up, byte_pages, cdiv
+from .gpu import FIRST_DEPENDENT, gpu_of
 from .indexer_score import indexer_score_kernel
 from .quant import refuses_fp8
 from .select_topk import ROW_ALIGN, SlotMap, select
 
 WORKSPACE_BYTES = 256 << 20
 KEY_BYTES = 4
-PROGRAMS = 1024
+PROGRAMS = 512
 """Scoring programs that fill a GPU: a token's context is split among several of them while there are fewer tokens."""
 SCORE_TILE = (64, 4, 5)
 """Entries of a tile at most, warps, and stages of the loop over tiles."""
 SMALLEST_TILE = 16
 """Entries and heads of a tile at least: the smallest tile of a matrix unit."""
-SELECT_TILE = (8192, 16)
-"""Keys that stay in registers, and warps."""
+SELECT_TILE = (4096, 8)
+"""Keys of a program, and warps."""
+DEPENDENT_TOKENS = 8
+"""Most tokens whose selection starts early. More programs would crowd the processors that are free first."""
 
 
 def indexer_logits_refuses(
@@ -59,7 +62,7 @@ def indexer_logits(
     logits = q.new_empty((q.shape[0], max_context), dtype=torch.float32)
     _score(
         logits, q, q_scale, weights, k_cache, block_table, token_to_req, context_lens, block_size, cache_format,
-        max_context, 0, PROGRAMS, SCORE_TILE,
+        max_context, 0, PROGRAMS, SCORE_TILE, False,
     )  # fmt: skip
     return logits
 
@@ -127,18 +130,21 @@ def score_and_select(
 ) -> None:
     """Fill `selected` `[T, K]` with entries, or with `slots` of them: two launches for tokens whose keys fit."""
     tokens, reach = q.shape[0], _reach(k_cache, block_table, block_size)
+    # Without entries no kernel scores, and there is none to wait for.
+    early = reach > 0 and gpu_of(q.device).capability >= FIRST_DEPENDENT
     stride = align_up(max(reach, 1), ROW_ALIGN)
     at_a_time = max(1, min(tokens, WORKSPACE_BYTES // (KEY_BYTES * stride)))
     keys = q.new_empty((at_a_time, stride), dtype=torch.int32)
     for start in range(0, tokens, at_a_time):
         rows = slice(start, min(start + at_a_time, tokens))
+        dependent = early and rows.stop - start <= DEPENDENT_TOKENS
         requests, lens, out = token_to_req[rows], context_lens[rows], selected[rows]
         _score(
             keys, q[rows], q_scale[rows], weights[rows], k_cache, block_table, requests, lens, block_size,
-            cache_format, reach, selected.shape[1], programs, score_tile,
+            cache_format, reach, selected.shape[1], programs, score_tile, dependent,
         )  # fmt: skip
         part = slots and slots._replace(counts=slots.counts[rows], is_valid_token=slots.is_valid_token[rows])
-        select(out, keys, requests, lens, block_table.shape[0], reach, select_tile, part)
+        select(out, keys, requests, lens, block_table.shape[0], reach, select_tile, part, dependent=dependent)
 
 
 def _why_not(q: Tensor, k_cache: Tensor, cache_format: str) -> str:
@@ -174,8 +180,9 @@ def _score(
     topk: int,
     programs: int,
     tile: tuple[int, int, int],
+    dependent: bool,
 ) -> None:
-    """Fill `out` with logits, or with order keys if it is int32."""
+    """Fill `out` with logits, or with order keys if it is int32. `dependent`: as for `select`."""
     tokens, heads, columns = q.shape
     if tokens == 0 or width == 0:
         return
@@ -216,6 +223,7 @@ def _score(
         PADDED_HEADS=max(SMALLEST_TILE, triton.next_power_of_2(heads)),
         ENTRIES=entries,
         D=columns if cache_format == "plain" else INDEXER_HEAD_DIM,
+        DEPENDENT=dependent,
         num_warps=warps,
         num_stages=stages,
     )

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from ..layout import INDEXER_HEAD_DIM, align_up, cdiv
 from ..reference.indexer_logits_topk import MAX_LOGITS_BYTES, tokens_that_fit
-from .indexer_logits_topk import SELECT_TILE
 from .indexer_score_ragged import indexer_score_ragged_kernel
 from .quant import refuses_fp8
 from .select_topk import ROW_ALIGN, select
 
 PROGRAMS = 1024
 """Scoring programs that fill a GPU: the keys of a block of tokens are split among several while there are fewer."""
-SCORE_TILE = (64, 128, 8, 3)
+SCORE_TILE = (64, 128, 4, 3)
 """Tokens and keys of a tile, warps, and stages of the loop over heads."""
+SELECT_TILE = (4096, 4)
+"""Keys of a program of the selection, and warps. There are many tokens: few warps of each waste the least."""
 ANY_REQUEST = 2**31 - 1
 
 

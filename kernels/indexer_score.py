@@ -135,12 +135,15 @@ def indexer_score_kernel(
     PADDED_HEADS: tl.constexpr,
     ENTRIES: tl.constexpr,
     D: tl.constexpr,
+    DEPENDENT: tl.constexpr,  # lets the kernel that selects start early
 ):
     """Program (p, s) of (T, S) takes every S-th tile of ENTRIES entries of token p, from tile s on.
 
     Logits are written for the whole row, -inf where nothing is visible. Order keys are written for the entries of the
     context only, and a context of up to topk entries is not scored: which of them is visible is all that matters.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     request, length = visible_entries(p_requests, p_lens, token, token_strides, table_rows, reach)
     first, step = tl.program_id(1) * ENTRIES, tl.num_programs(1) * ENTRIES

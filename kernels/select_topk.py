@@ -1,8 +1,14 @@
 """Exact selection of the K largest order keys of a row, listed in ascending column order.
 
-The boundary is found by bisection. At least K keys are >= lo and fewer than K are >= hi; each pass counts the keys from
-the middle on, and one that counts K ends the search. Keys >= hi are taken, and of those in [lo, hi), which are equal by
-then, the first ones that fit. Columns are written as they are, or as the cache slots that a block table has for them.
+The boundary is found by two probes a pass. At least K keys are >= lo and fewer than K are >= hi; each pass counts the
+keys from either probe on, and a probe that counts K ends the search. Keys >= hi are taken, and of those in [lo, hi),
+which are equal by then, the first ones that fit. Columns are written as they are, or as the cache slots that a block
+table has for them.
+
+A tile of keys stays in registers, as rows of RUN columns that a thread holds: what comes before a column in its row
+needs no other thread, and a row of columns lies in one block. A row of more keys than a tile is selected from in parts,
+a program each; who finds that it is the last selects from what the parts have selected. That holds the K best of the
+row, ties included: the first of equal keys of the row are the first of their part.
 """
 
 from __future__ import annotations
@@ -14,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import PAD_INDEX
+from ..layout import PAD_INDEX, align_up, cdiv
+from .arrivals import arrival_counters, arrive
 from .global_topk import NO_LEN, map_entries
 from .indexer_score import INVISIBLE, order_key, visible_entries
 from .quant import MAGNITUDE
@@ -22,34 +29,56 @@ from .quant import MAGNITUDE
 ROW_ALIGN = 16
 """The keys of a row that exist, in memory if not in meaning, are a multiple of this."""
 PAD = tl.constexpr(PAD_INDEX)
-SMOOTH_PASSES = tl.constexpr(14)
+SMOOTH_PASSES = tl.constexpr(12)
 NARROW_EVERY = tl.constexpr(4)
 LAST = tl.constexpr(torch.iinfo(torch.int32).max)
 VECTOR = tl.constexpr(ROW_ALIGN)
-HALF_BITS = tl.constexpr(16)
-HALF_MASK = tl.constexpr((1 << 16) - 1)
+RUN = 4
+"""Columns of a row of a tile at most: as many keys as a thread reads at once."""
 
 
 @triton.jit
-def _load_tile(p_row, start, length, TILE: tl.constexpr):
-    """int32 `[TILE]` keys from column `start` on, invisible behind the row."""
-    column = start + tl.arange(0, TILE)
-    # Whole vectors are read: a row of the workspace is longer than the keys in it.
-    key = tl.load(p_row + column, mask=column < tl.cdiv(length, VECTOR) * VECTOR, other=INVISIBLE)
+def _columns(start, ROWS: tl.constexpr, RUN: tl.constexpr):
+    """int32 `[ROWS, RUN]` columns of the tile at `start`."""
+    return start + tl.arange(0, ROWS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+
+
+@triton.jit
+def _load_tile(p_row, start, length, ROWS: tl.constexpr, RUN: tl.constexpr):
+    """int32 `[ROWS, RUN]` keys from column `start` on, invisible behind the row."""
+    column = _columns(start, ROWS, RUN)
+    # Whole vectors are read: a row of the workspace is longer than the keys in it. Programs of this launch may have
+    # written them, which the first cache does not see.
+    m_vector = column < tl.cdiv(length, VECTOR) * VECTOR
+    key = tl.load(p_row + column, mask=m_vector, other=INVISIBLE, cache_modifier=".cg")
     return tl.where(column < length, key, INVISIBLE)
 
 
 @triton.jit
-def _middle(lo, hi, passes):
-    """A key between lo and hi.
+def _between(key, lo, hi, other):
+    """`key` if it lies between lo and hi, else `other`."""
+    return tl.where((key > lo) & (key < hi), key, other)
 
-    At first that of the mean of their logits, which comes near the boundary of smooth data soon; later their own mean,
-    which ends the search after 32 more passes whatever the data.
+
+@triton.jit
+def _probes(lo, hi, from_lo, from_hi, passes, K: tl.constexpr):
+    """Two keys between lo and hi, from which on there are `from_lo` and `from_hi` keys; the smaller one first.
+
+    At first those of the mean of their logits, and of the logit where a straight line through both counts has K: the
+    latter comes near the boundary of smooth data soon, the former narrows what is not straight. Later both are the mean
+    of the keys, which ends the search after 32 more passes whatever the data.
     """
     # The mean of two integers whose sum may not fit.
     of_keys = (lo & hi) + ((lo ^ hi) >> 1)
-    of_logits = order_key(0.5 * _logit(lo) + 0.5 * _logit(hi))
-    return tl.where((passes < SMOOTH_PASSES) & (of_logits > lo) & (of_logits < hi), of_logits, of_keys)
+    low, high = _logit(lo), _logit(hi)
+    mean = _between(order_key(0.5 * low + 0.5 * high), lo, hi, of_keys)
+    share = ((from_lo - K).to(tl.float32) + 0.5) / (from_lo - from_hi).to(tl.float32)
+    straight = _between(order_key(low + (high - low) * share), lo, hi, mean)
+    smooth = passes < SMOOTH_PASSES
+    return (
+        tl.where(smooth, tl.minimum(mean, straight), of_keys),
+        tl.where(smooth, tl.maximum(mean, straight), of_keys),
+    )
 
 
 @triton.jit
@@ -59,75 +88,148 @@ def _logit(key):
 
 
 @triton.jit
-def _narrow(p_row, head, length, lo, hi, TILE: tl.constexpr):
+def _narrow(p_row, head, length, lo, hi, ROWS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr):
     """Bounds as tight as the keys between them allow: the smallest key >= lo, and one more than the largest < hi."""
-    column = tl.arange(0, TILE)
+    TILE: tl.constexpr = ROWS * RUN
+    column = _columns(0, ROWS, RUN)
     smallest = tl.where((head >= lo) & (column < length), head, LAST)
     largest = tl.where(head < hi, head, INVISIBLE)
-    for start in range(TILE, length, TILE):
-        key = _load_tile(p_row, start, length, TILE)
-        smallest = tl.minimum(smallest, tl.where((key >= lo) & (start + column < length), key, LAST))
-        largest = tl.maximum(largest, tl.where(key < hi, key, INVISIBLE))
-    return tl.min(smallest, axis=0), tl.max(largest, axis=0) + 1
+    if TILES > 1:
+        for start in range(TILE, length, TILE):
+            key = _load_tile(p_row, start, length, ROWS, RUN)
+            smallest = tl.minimum(smallest, tl.where((key >= lo) & (start + column < length), key, LAST))
+            largest = tl.maximum(largest, tl.where(key < hi, key, INVISIBLE))
+    return tl.min(smallest), tl.max(largest) + 1
 
 
 @triton.jit
-def _boundary(p_row, head, length, K: tl.constexpr, TILE: tl.constexpr):
-    """lo, hi and the number of keys >= hi for a row of more than K columns, of which `head` is the first tile."""
-    lo, hi = _narrow(p_row, head, length, INVISIBLE, LAST, TILE)
-    above, passes = tl.zeros_like(lo), tl.zeros_like(lo)
-    while (hi - lo != 1) & (above != K):
-        middle = _middle(lo, hi, passes)
-        hits = (head >= middle).to(tl.int32)
+def _count(
+    p_row, head, length, first, second,
+    ROWS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """How many keys are >= first, and how many are >= second. A half of a WORD holds either."""
+    TILE: tl.constexpr = ROWS * RUN
+    HALF: tl.constexpr = WORD.primitive_bitwidth // 2
+    hits = ((head >= first).to(WORD) << HALF) + (head >= second).to(WORD)
+    if TILES > 1:
         for start in range(TILE, length, TILE):
-            hits += (_load_tile(p_row, start, length, TILE) >= middle).to(tl.int32)
-        count = tl.sum(hits, axis=0)
-        lo = tl.where(count >= K, middle, lo)
-        hi = tl.where(count <= K, middle, hi)
-        above = tl.where(count <= K, count, above)
+            key = _load_tile(p_row, start, length, ROWS, RUN)
+            hits += ((key >= first).to(WORD) << HALF) + (key >= second).to(WORD)
+    both = tl.sum(hits)
+    return (both >> HALF).to(tl.int32), (both & ((1 << HALF) - 1)).to(tl.int32)
+
+
+@triton.jit
+def _boundary(
+    p_row, head, length,
+    K: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """lo, hi and the number of keys >= hi for a row of more than K columns in at most TILES tiles, `head` the first."""
+    lo, hi = _narrow(p_row, head, length, INVISIBLE, LAST, ROWS, RUN, TILES)
+    from_lo, from_hi, passes = tl.zeros_like(lo) + length, tl.zeros_like(lo), tl.zeros_like(lo)
+    while (hi - lo != 1) & (from_hi != K):
+        first, second = _probes(lo, hi, from_lo, from_hi, passes, K)
+        from_first, from_second = _count(p_row, head, length, first, second, ROWS, RUN, TILES, WORD)
+        # Of two probes that both bound the boundary from one side, the nearer one does.
+        fits, both_fit = from_second <= K, from_first <= K
+        hi = tl.where(both_fit, first, tl.where(fits, second, hi))
+        from_hi = tl.where(both_fit, from_first, tl.where(fits, from_second, from_hi))
+        fills, both_fill = from_first >= K, from_second >= K
+        lo = tl.where(both_fill, second, tl.where(fills, first, lo))
+        from_lo = tl.where(both_fill, from_second, tl.where(fills, from_first, from_lo))
         passes += 1
         # A long search may be one between few keys, all equal perhaps.
-        if (passes >= SMOOTH_PASSES) & (passes % NARROW_EVERY == 0) & (above != K):
-            lo, hi = _narrow(p_row, head, length, lo, hi, TILE)
-    return lo, hi, above
+        if (passes >= SMOOTH_PASSES) & (passes % NARROW_EVERY == 0) & (from_hi != K):
+            lo, hi = _narrow(p_row, head, length, lo, hi, ROWS, RUN, TILES)
+    return lo, hi, from_hi
 
 
 @triton.jit
-def _take(p_out, key, start, lo, hi, room, above, equal, p_map, map_stride, map_columns, TILE, PAGE: tl.constexpr):
-    """Write the taken columns of a tile, and give how many columns before the next tile are above, and equal.
+def _rank(hits):
+    """For int32 `hits` `[ROWS, RUN]`, 0 or 1, how many come before each of them, and how many there are."""
+    upto, of_row = tl.cumsum(hits, axis=1), tl.sum(hits, axis=1)
+    before_row = tl.cumsum(of_row, axis=0) - of_row
+    return before_row[:, None] + upto - hits, tl.sum(of_row)
 
-    `above` and `equal` are those before this one. With PAGE slots are written, and how many there are comes third.
+
+@triton.jit
+def _choose(key, lo, hi, room, equal):
+    """Which keys of a tile are taken: those >= hi, and of those in [lo, hi) the first `room` of the row.
+
+    `equal` counts those in [lo, hi) before this tile, and is given as it is before the next one.
     """
-    is_above = key >= hi
-    is_equal = (key >= lo) & (key < hi)
-    # Both counts in one scan: a tile has fewer columns than fit in half a word.
-    both = (is_above.to(tl.int32) << HALF_BITS) | is_equal.to(tl.int32)
-    before = tl.cumsum(both, axis=0) - both
-    rank = equal + (before & HALF_MASK)
-    place = above + (before >> HALF_BITS) + tl.minimum(rank, room)
-    value, taken = start + tl.arange(0, TILE), is_above | (is_equal & (rank < room))
-    mapped = tl.zeros_like(above)
+    takes = key >= hi
+    # Rare: the search ends as soon as the keys >= hi are K.
+    if equal < room:
+        is_equal = (key >= lo) & (key < hi)
+        rank, count = _rank(is_equal.to(tl.int32))
+        takes |= is_equal & (equal + rank < room)
+        equal += count
+    return takes, equal
+
+
+@triton.jit
+def _bounds(p_row, head, length, K: tl.constexpr, ROWS, RUN: tl.constexpr, TILES: tl.constexpr, WORD: tl.constexpr):
+    """lo, hi and how many keys in [lo, hi) fit, for a row of any length."""
+    # A context that fits is taken whole, but for what is not visible.
+    lo, hi, above = tl.full((), INVISIBLE, tl.int32), tl.full((), INVISIBLE + 1, tl.int32), tl.full((), K, tl.int32)
+    if length > K:
+        lo, hi, above = _boundary(p_row, head, length, K, ROWS, RUN, TILES, WORD)
+    # Invisible columns never fill the row.
+    return lo, hi, tl.where(lo == INVISIBLE, 0, K - above)
+
+
+@triton.jit
+def _finish(
+    p_selected, p_count, p_is_valid, taken, mapped, K: tl.constexpr, PADDED_K: tl.constexpr, PAGE: tl.constexpr
+):
+    """Pad a row of which `taken` columns are written, and write how many of them have slots."""
+    o_k = tl.arange(0, PADDED_K)
+    tl.store(p_selected + o_k, PAD, mask=(o_k >= taken) & (o_k < K))
     if PAGE > 0:
-        value, live = map_entries(p_map, map_stride, map_columns, value, taken, PAGE)
-        mapped = tl.sum(live.to(tl.int32), axis=0)
-    tl.store(p_out + place, value, mask=taken)
-    total = tl.sum(both, axis=0)
-    return above + (total >> HALF_BITS), equal + (total & HALF_MASK), mapped
+        tl.store(p_count, tl.where(tl.load(p_is_valid), mapped, NO_LEN))
+
+
+@triton.jit
+def _join(
+    p_selected, p_best, p_best_columns, length, p_map, map_stride, map_columns,
+    K: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, WORD: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """Select from the `length` best of the parts. Gives how many are taken, and how many of them have slots."""
+    head = _load_tile(p_best, 0, length, ROWS, RUN)
+    lo, hi, room = _bounds(p_best, head, length, K, ROWS, RUN, TILES, WORD)
+    taken, equal, mapped = tl.zeros_like(lo), tl.zeros_like(lo), tl.zeros_like(lo)
+    for start in range(0, length, ROWS * RUN):
+        key = _load_tile(p_best, start, length, ROWS, RUN)
+        takes, equal = _choose(key, lo, hi, room, equal)
+        place, count = _rank(takes.to(tl.int32))
+        value = tl.load(p_best_columns + _columns(start, ROWS, RUN), mask=takes, other=0, cache_modifier=".cg")
+        if PAGE > 0:
+            value, live = map_entries(p_map, map_stride, map_columns, value, takes, PAGE)
+            mapped += tl.sum(live.to(tl.int32))
+        tl.store(p_selected + taken + place, value, mask=takes)
+        taken += count
+    return taken, mapped
 
 
 @triton.jit(
     do_not_specialize=["table_rows", "map_rows", "map_columns", "reach"],
-    do_not_specialize_on_alignment=["p_requests", "p_lens", "p_map", "p_is_valid"],
+    do_not_specialize_on_alignment=["p_arrived", "p_requests", "p_lens", "p_map", "p_is_valid"],
 )
 def select_topk_kernel(
     p_out,  # [T, K] int32, contiguous
     p_counts,  # [T] int32, contiguous; with PAGE only, as are the others of the map
     p_keys,  # [T, >= reach, a multiple of ROW_ALIGN] int32 order keys of the context
+    p_best,  # [T, >= PARTS * K, a multiple of ROW_ALIGN] int32: keys; with PARTS > 1 only, as are the next two
+    p_best_columns,  # the same: their columns
+    p_arrived,  # [>= T] int32, zero
     p_requests,  # [>= T] int
     p_lens,  # [>= T] int
     p_map,  # [map_rows, map_columns] int
     p_is_valid,  # [>= T] bool
     key_stride,
+    best_stride,
     token_strides,  # of requests and lens
     map_strides,
     valid_stride,
@@ -137,43 +239,64 @@ def select_topk_kernel(
     reach,
     K: tl.constexpr,
     PADDED_K: tl.constexpr,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,  # divides PAGE
+    PARTS: tl.constexpr,
+    WORD: tl.constexpr,
     PAGE: tl.constexpr,
+    DEPENDENT: tl.constexpr,  # launched before the kernel that writes the keys ends
 ):
-    """Program p selects for token p. The first TILE keys of a row stay in registers, the others are read again.
+    """Program (p, s) of (T, PARTS) selects from the s-th tile of token p.
 
     With PAGE, entries of a block of the map, slots are written in the place of columns, and how many there are.
     """
-    token = tl.program_id(0).to(tl.int64)
-    _, length = visible_entries(p_requests, p_lens, token, token_strides, table_rows, reach)
-    p_row, p_selected = p_keys + token * key_stride, p_out + token * K
-    p_map_row, columns = p_map, map_columns
-    if PAGE > 0:
-        request = tl.load(p_requests + token * token_strides[0]).to(tl.int64)
-        known = (request >= 0) & (request < map_rows)
-        p_map_row, columns = p_map + tl.where(known, request, 0) * map_strides[0], tl.where(known, map_columns, 0)
-    head = _load_tile(p_row, 0, length, TILE)
-    # A context that fits is taken whole, but for what is not visible.
-    lo, hi, above = tl.full((), INVISIBLE, tl.int32), tl.full((), INVISIBLE + 1, tl.int32), tl.full((), K, tl.int32)
-    if length > K:
-        lo, hi, above = _boundary(p_row, head, length, K, TILE)
-    # Invisible columns never fill the row.
-    room = tl.where(lo == INVISIBLE, 0, K - above)
-    none = tl.zeros_like(above)
-    taken, equal, count = _take(
-        p_selected, head, 0, lo, hi, room, none, none, p_map_row, map_strides[1], columns, TILE, PAGE
-    )
-    for start in range(TILE, length, TILE):
-        key = _load_tile(p_row, start, length, TILE)
-        taken, equal, mapped = _take(
-            p_selected, key, start, lo, hi, room, taken, equal, p_map_row, map_strides[1], columns, TILE, PAGE
+    TILE: tl.constexpr = ROWS * RUN
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # What is read in front of the wait is older than the kernel that it waits for, which was not launched early.
+    request, length = visible_entries(p_requests, p_lens, token, token_strides, table_rows, reach)
+    parts, start = tl.maximum(tl.cdiv(length, TILE), 1), part * TILE
+    if part < parts:
+        # A request that is not known sees nothing.
+        columns = tl.where(request < map_rows, map_columns, 0)
+        p_map_row, map_stride = p_map + tl.where(request < map_rows, request, 0) * map_strides[0], map_strides[1]
+        # [ROWS]: a slot for the first column of each row.
+        column = tl.arange(0, ROWS) * RUN
+        slot, live = column, column < length
+        if PAGE > 0:
+            slot, live = map_entries(p_map_row, map_stride, columns, column, live, PAGE)
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()
+        p_row, own, p_selected = (
+            p_keys + token * key_stride + start,
+            tl.minimum(length - start, TILE),
+            p_out + token * K,
         )
-        count += mapped
-    o_k = tl.arange(0, PADDED_K)
-    tl.store(p_selected + o_k, PAD, mask=(o_k >= taken + tl.minimum(equal, room)) & (o_k < K))
-    if PAGE > 0:
-        is_valid = tl.load(p_is_valid + token * valid_stride)
-        tl.store(p_counts + token, tl.where(is_valid, count, NO_LEN))
+        p_count, p_valid = p_counts + token, p_is_valid + token * valid_stride
+        key = _load_tile(p_row, 0, own, ROWS, RUN)
+        lo, hi, room = _bounds(p_row, key, own, K, ROWS, RUN, 1, WORD)
+        takes, _ = _choose(key, lo, hi, room, tl.zeros_like(room))
+        place, taken = _rank(takes.to(tl.int32))
+        if PARTS == 1 or parts == 1:
+            value, mapped = _columns(0, ROWS, RUN), tl.zeros_like(taken)
+            if PAGE > 0:
+                value = tl.where(live[:, None], slot[:, None] + tl.arange(0, RUN)[None, :], PAD)
+                mapped = tl.sum((takes & live[:, None]).to(tl.int32))
+            tl.store(p_selected + place, value, mask=takes)
+            _finish(p_selected, p_count, p_valid, taken, mapped, K, PADDED_K, PAGE)
+        else:
+            p_token_best, p_token_columns = p_best + token * best_stride, p_best_columns + token * best_stride
+            tl.store(p_token_best + part * K + place, key, mask=takes)
+            tl.store(p_token_columns + part * K + place, _columns(start, ROWS, RUN), mask=takes)
+            o_k = tl.arange(0, PADDED_K)
+            tl.store(p_token_best + part * K + o_k, INVISIBLE, mask=(o_k >= taken) & (o_k < K))
+            if arrive(p_arrived + token) == parts - 1:
+                tl.store(p_arrived + token, 0)
+                TILES: tl.constexpr = (PARTS * K + TILE - 1) // TILE
+                all_taken, mapped = _join(
+                    p_selected, p_token_best, p_token_columns, parts * K, p_map_row, map_stride, columns,
+                    K, ROWS, RUN, TILES, WORD, PAGE,
+                )  # fmt: skip
+                _finish(p_selected, p_count, p_valid, all_taken, mapped, K, PADDED_K, PAGE)
 
 
 class SlotMap(NamedTuple):
@@ -194,23 +317,38 @@ def select(
     reach: int,
     tile: tuple[int, int],
     slots: SlotMap | None = None,
+    *,
+    dependent: bool = False,
 ) -> None:
-    """Write the best columns of each row of `keys`, or with `slots` theirs, to `out` `[T, K]`, one program a token.
+    """Write the best columns of each row of `keys`, or with `slots` theirs, to `out` `[T, K]`.
 
-    `tile` is the number of keys that stay in registers, and warps.
+    `tile` is the number of keys of a program, and warps. `dependent`: it may start while the kernel that writes `keys`,
+    which calls `gdc_launch_dependents`, still runs.
     """
-    topk, columns = out.shape[1], min(tile[0], triton.next_power_of_2(keys.stride(0)))
+    tokens, topk = out.shape
+    columns = min(tile[0], triton.next_power_of_2(keys.stride(0)))
+    parts = cdiv(keys.stride(0), columns)
     # Without a map the kernel touches none of its arguments.
     counts, table, is_valid, page = slots or SlotMap(out, out, out[:, 0], 0)
-    select_topk_kernel[(out.shape[0],)](
+    run = min(RUN, page & -page) if page else RUN
+    # Nor what parts leave, if there is one.
+    best, arrived = keys[None], keys
+    if parts > 1:
+        best = keys.new_empty((2, tokens, align_up(parts * topk, ROW_ALIGN)))
+        arrived = arrival_counters(tokens, keys.device)
+    select_topk_kernel[(tokens, parts)](
         out,
         counts,
         keys,
+        best[0],
+        best[-1],
+        arrived,
         token_to_req,
         lens,
         table,
         is_valid,
         keys.stride(0),
+        best.stride(1),
         (token_to_req.stride(0), lens.stride(0)),
         table.stride(),
         is_valid.stride(0),
@@ -220,7 +358,13 @@ def select(
         reach,
         K=topk,
         PADDED_K=triton.next_power_of_2(topk),
-        TILE=columns,
+        ROWS=columns // run,
+        RUN=run,
+        PARTS=parts,
+        # Two counts of a row.
+        WORD=tl.uint32 if max(columns, parts * topk) < 1 << 16 else tl.uint64,
         PAGE=page,
+        DEPENDENT=dependent,
         num_warps=min(tile[1], max(1, columns // 256)),
+        **({"launch_pdl": True} if dependent else {}),
     )

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.kernels import indexer_logits_topk as kernel
+from dsv4_compile.kernels import select_topk
+from dsv4_compile.kernels.gpu import FIRST_DEPENDENT
 from dsv4_compile.reference import indexer_logits_topk as reference
 from dsv4_compile.reference.indexer_q_rope_quant import indexer_q_rope_quant
 from dsv4_compile.testing import (
@@ -28,6 +30,7 @@ from dsv4_compile.testing import (
 )
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
+from tests.kernels.gpus import GPUS
 from tests.ops.compressor_engine import rope_table
 
 interpreted = pytest.mark.interpreted
@@ -38,12 +41,12 @@ INF, NAN = math.inf, math.nan
 
 
 def logits(*args: Any) -> Tensor:
-    with checked(mutated=("p_out",)):
+    with checked(mutated=("p_out", "p_best", "p_best_columns", "p_arrived")):
         return kernel.indexer_logits(*args)
 
 
 def select(*args: Any, **tiles: Any) -> Tensor:
-    with checked(mutated=("p_out",)):
+    with checked(mutated=("p_out", "p_best", "p_best_columns", "p_arrived")):
         return kernel.indexer_logits_topk(*args, **tiles)
 
 
@@ -114,6 +117,17 @@ def test_tiles_do_not_change_the_selection(
     monkeypatch.setattr(kernel, "WORKSPACE_BYTES", 4 * 96 * 2)
     tiles: dict[str, Any] = {"programs": 1, "score_tile": score_tile, "select_tile": select_tile}
     assert_bitwise(select(*args, 9, **tiles), expected)
+
+
+@interpreted
+def test_counters_are_left_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = torch.zeros(9, dtype=torch.int32)
+    monkeypatch.setattr(select_topk, "arrival_counters", lambda count, device: counters[:count])
+    args = batch("indexer_fp8", 9, block=16)
+    args[6][:5] = torch.tensor([0, 1, 7, 33, 96])
+    for _ in range(2):
+        assert_bitwise(select(*args, 5, select_tile=(16, 1)), by_own_logits(args, 5))
+        assert not counters.any()
 
 
 class Scored:
@@ -265,10 +279,14 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
-def test_it_compiles_ahead_of_time(target: str) -> None:
+def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "gpu_of", lambda device: GPUS[target][0])
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         for fmt in layout.INDEXER_FORMATS:
             kernel.indexer_logits_topk(*batch(fmt, 2, heads=64, block=64, columns=8), 512)
         kernel.indexer_logits(*batch("indexer_fp8", 2, heads=64, block=64, columns=8), 512)
     assert len(compiled) == 7
     assert all(fake_triton.machine_code(each) for each in compiled)
+    # The selection starts while entries are scored; it waits for them before it reads a key.
+    waits = [each.metadata.name for each in compiled if "griddepcontrol.wait" in each.asm.get("ptx", "")]
+    assert set(waits) == ({"select_topk_kernel"} if GPUS[target][0].capability >= FIRST_DEPENDENT else set())

@@ -26,7 +26,7 @@ SUM = Tolerance(abs=2e-5, rel=2e-5, cosine=1e-10)
 """float32 sums of 128 products of order one, then of up to 64 heads, in another order."""
 INF, NAN = math.inf, math.nan
 SMALL = (16, 16, 4, 1)
-OUTPUTS = ("p_out", "p_lens")
+OUTPUTS = ("p_out", "p_lens", "p_best", "p_best_columns", "p_arrived")
 
 
 def select(*args: Any, **tiles: Any) -> Tensor:

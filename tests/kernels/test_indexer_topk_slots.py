@@ -24,7 +24,7 @@ FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
 
 
 def slots(*args: Any, **tiles: Any) -> tuple[Tensor, Tensor]:
-    with checked(mutated=("p_out", "p_counts")):
+    with checked(mutated=("p_out", "p_counts", "p_best", "p_best_columns", "p_arrived")):
         return kernel.indexer_topk_slots(*args, **tiles)
 
 
