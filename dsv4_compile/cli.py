@@ -21,6 +21,7 @@ from .errors import CODES, DSV4Error
 
 PAGES = {"layout": "every byte of the caches", "metadata": "persistent buffers of a step, and who fills them"}
 """Pages that `dsv4 explain` prints beside those of the codes."""
+_locks: list[int] = []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--out", metavar="FOLDER", help="write SCENARIO.json, .txt and, with matplotlib, .png there")
     bench.add_argument("--png", action="store_true", help="insist on the pictures; without --out, in this folder")
     bench.add_argument(
+        "--turn", metavar="FILE", help="for runs side by side: compile, then wait for the lock of FILE to measure"
+    )
+    bench.add_argument(
         "--tune", action="store_true", help="let dsv4.impl=auto choose between IR and kernels by what is measured here"
     )
 
@@ -147,6 +151,7 @@ def _bench(args: argparse.Namespace) -> int:
         only=only,
         device=torch.device(args.device) if args.device else None,
         so_far=partial(bench.write, folder=args.out) if args.out else None,
+        turn=partial(_take_turn, args.turn) if args.turn else None,
     )
     if not record["rows"]:
         print(f"nothing is left to measure after --only {' --only '.join(args.only)}", file=sys.stderr)
@@ -159,6 +164,14 @@ def _bench(args: argparse.Namespace) -> int:
 
         print(f"{measured.update(record)} sizes of both ir and triton written to {measured.RECORD}", file=sys.stderr)
     return int(any(row["status"] == "wrong" for row in record["rows"]))
+
+
+def _take_turn(path: str) -> None:
+    """Wait for the lock of the file, and keep it while this process lives."""
+    import fcntl
+
+    _locks.append(os.open(path, os.O_CREAT | os.O_RDWR))
+    fcntl.flock(_locks[-1], fcntl.LOCK_EX)
 
 
 def _demo(argv: Sequence[str]) -> int:

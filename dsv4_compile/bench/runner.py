@@ -43,6 +43,7 @@ def run(
     only: Only | None = None,
     device: torch.device | None = None,
     so_far: Callable[[Record], Any] | None = None,
+    turn: Callable[[], Any] | None = None,
 ) -> Record:
     """Measure `scenario` and return the record; see the package for the keys of a row.
 
@@ -51,6 +52,7 @@ def run(
         only: limits columns to these values; see `problem.Only`.
         device: default: the GPU, or the CPU where there is none.
         so_far: called with the record after each problem, so that a run that is cut short has left something.
+        turn: called once, when the first implementation is compiled and about to be timed: may wait until it is alone.
     Raises:
         ValueError: `complaint` has something to say.
     """
@@ -60,21 +62,31 @@ def run(
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits = [f"--only {column}={','.join(sorted(values))}" for column, values in only.items()]
     command = " ".join(["dsv4 bench", scenario, *limits, f"--device {device.type}"])
-    record: Record = {"scenario": scenario, **environment(device), "command": command}
-    ceiling = timing.copy_rate(device)
-    record["copy_gb_s"] = round(ceiling / 1e9, 1)
-    module, machine = _module(scenario), _this_machine(record["machine"], ceiling)
+    record: Record = {"scenario": scenario, **environment(device), "command": command, "copy_gb_s": None}
+    module = _module(scenario)
+    machines: list[costs.Machine] = []
+
+    def machine() -> costs.Machine:
+        if not machines:
+            if turn is not None:
+                turn()
+            ceiling = timing.copy_rate(device)
+            record["copy_gb_s"] = round(ceiling / 1e9, 1)
+            machines.append(_this_machine(record["machine"], ceiling))
+        return machines[0]
+
     with torch.no_grad(), progress.stage(f"bench {scenario}") as work:
         record["rows"] = []
         for problem in module.problems(device, only):
             sizes = ", ".join(f"{name} {value}" for name, value in problem.params.items())
             work.note(f"{problem.op}, {sizes}")
-            for row in rows_of(problem, only, device):
-                record["rows"].append(row | _rates(row, problem, machine))
+            for row in rows_of(problem, only, device, machine):
+                record["rows"].append(row | _rates(row, problem, machine()))
                 found = row["status"] if row["us"] is None else f"{row['us']:.2f} us"
                 work.advance(f"{problem.op}, {sizes}, {row['impl']}: {found}")
             if so_far is not None:
                 so_far(record)
+        machine()
     return record
 
 
@@ -91,8 +103,13 @@ def _module(scenario: str) -> Any:
     return importlib.import_module(f"{__package__}.{scenario}")
 
 
-def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict[str, Any]]:
-    """One row for each wanted implementation of `problem`. One that is wrong or missing has a note and no time."""
+def rows_of(
+    problem: Problem, only: Only, device: torch.device, begin: Callable[[], Any] = lambda: None
+) -> Iterator[dict[str, Any]]:
+    """One row for each wanted implementation of `problem`. One that is wrong or missing has a note and no time.
+
+    `begin` is called before each is timed.
+    """
     wanted = {name: make for name, make in problem.implementations.items() if keep(only, impl=name)}
     if not wanted:
         return
@@ -113,6 +130,7 @@ def rows_of(problem: Problem, only: Only, device: torch.device) -> Iterator[dict
         if wrong:
             yield row | {"us": None, "status": "wrong", "note": wrong}
             continue
+        begin()
         result = timing.measure(call, sets, device, cold=cold > 0, clock=problem.clock)
         once = partial(call, *sets[0])
         details = problem.details(once) if problem.details is not None and device.type == "cuda" else None

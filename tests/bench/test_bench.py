@@ -156,6 +156,18 @@ def test_a_run_that_is_cut_short_has_told_its_cases_and_left_a_record(tmp_path: 
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_run_waits_for_its_turn_once_when_it_is_ready_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    measure = timing.measure
+    monkeypatch.setattr(timing, "measure", lambda *args, **kwargs: order.append("measure") or measure(*args, **kwargs))
+    monkeypatch.setattr(timing, "copy_rate", lambda device: order.append("copy") or 1e9)
+    only = {"op": {"inv_rope"}, "impl": {"eager"}}
+    record = bench.run("preprocess", only=only, device=CPU, turn=lambda: order.append("turn"))
+    assert record["copy_gb_s"] == 1.0
+    assert order == ["turn", "copy", *["measure"] * len(record["rows"])]
+
+
+@pytest.mark.usefixtures("tiny")
 def test_arguments_of_a_seed_repeat_in_fresh_memory() -> None:
     for found in preprocess.problems(CPU, {"tokens": {"5"}}):
         first, again, other = ([a for a in found.make(seed) if isinstance(a, Tensor)] for seed in (0, 0, 1))
