@@ -86,6 +86,8 @@ def split_softmax_kernel(
 ):
     """One program for each head of each token."""
     if DEPENDENT:
+        # A projection behind it reads its weight meanwhile.
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     local, head = row // H, row % H

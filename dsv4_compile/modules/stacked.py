@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import WEIGHT_TILE
-from .linear import Fp8Linear, Linear, linear_fp32
+from .linear import Fp8Linear, Linear, linear, linear_fp32
 
 AnyLinear = Linear | Fp8Linear
 
@@ -109,12 +109,12 @@ class Stack(nn.Module):
             quantize = self.outputs[0].parts[0].quantize_input
             return list(torch.ops.dsv4.fp8_linear(x, self.weight, self.scale, quantize).split(self.widths, dim=-1))
         if x.dtype is torch.float32 or len(narrow) == len(self.widths):
-            return list(nn.functional.linear(x, self.weight).split(self.widths, dim=-1))
+            return list(linear(x, self.weight).split(self.widths, dim=-1))
         if not narrow or (x.is_cuda if self.single_gemm is None else self.single_gemm):
             whole = linear_fp32(x, self.weight).split(self.widths, dim=-1)
             return [*(part.to(x.dtype) for part in whole[: len(narrow)]), *whole[len(narrow) :]]
         rows = sum(narrow)
-        rounded = nn.functional.linear(x, self.weight[:rows]).split(narrow, dim=-1)
+        rounded = linear(x, self.weight[:rows]).split(narrow, dim=-1)
         return [*rounded, *linear_fp32(x, self.weight[rows:]).split(self.widths[len(narrow) :], dim=-1)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..errors import fail
@@ -10,7 +11,7 @@ from ._define import define
 from ._validate import FLOATS, describe, expect, expect_dim
 
 
-def _check(x: Tensor, weight: Tensor, groups: int) -> None:
+def _check(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> None:
     op = "grouped_linear"
     expect(weight, f"{op}: weight [G * N, K]", FLOATS)
     if x.dtype is not weight.dtype or x.dim() not in (2, 3):
@@ -24,12 +25,12 @@ def _check(x: Tensor, weight: Tensor, groups: int) -> None:
         expect_dim(x.shape[1], groups * weight.shape[1], f"{op}: x [T, G * K] holds the K of weight for every group")
 
 
-def _fake(x: Tensor, weight: Tensor, groups: int) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
+def _fake(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if float32 else x.dtype)
 
 
 grouped_linear = define(
-    "grouped_linear(Tensor x, Tensor weight, int groups) -> Tensor",
+    "grouped_linear(Tensor x, Tensor weight, int groups, bool float32=False) -> Tensor",
     reference=reference.grouped_linear,
     fake=_fake,
     check=_check,

@@ -6,19 +6,26 @@ import torch
 from torch import Tensor
 
 
-def grouped_linear(x: Tensor, weight: Tensor, groups: int) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> Tensor:
     """`y[t, g * N + n] = sum_k x[t, g, k] * weight[g * N + n, k]`, float32 sums in any order, one rounding.
 
     Args:
         x: bfloat16, float16 or float32, `[T, G * K]` or `[T, G, K]`, any strides.
         weight: x's dtype, `[G * N, K]`, a group's rows together.
         groups: G.
+        float32: do not round.
     Returns:
-        Contiguous `[T, G * N]` in x's dtype.
+        Contiguous `[T, G * N]` in x's dtype, or in float32.
     """
     tokens, size = x.shape[0], weight.shape[1]
+    by_group = x.reshape(tokens, groups, size).transpose(0, 1)
+    matrices = weight.reshape(groups, -1, size).transpose(1, 2)
+    if float32 and x.dtype is not torch.float32:
+        # Products of two bfloat16 values are exact in float32, so widening first changes the order of sums alone.
+        wide = {"out_dtype": torch.float32} if x.is_cuda else {}
+        factors = (by_group, matrices) if x.is_cuda else (by_group.float(), matrices.float())
+        return torch.bmm(*factors, **wide).transpose(0, 1).flatten(1)
     out = x.new_empty((tokens, groups, weight.shape[0] // groups))
     # The product is written where it belongs: [G, T, N] with the strides of [T, G, N].
-    by_group = x.reshape(tokens, groups, size).transpose(0, 1)
-    torch.bmm(by_group, weight.reshape(groups, -1, size).transpose(1, 2), out=out.transpose(0, 1))
+    torch.bmm(by_group, matrices, out=out.transpose(0, 1))
     return out.flatten(1)

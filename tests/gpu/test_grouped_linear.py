@@ -27,6 +27,13 @@ def test_odd_sizes_and_strides(tokens: int, groups: int, rows: int, size: int, d
         products.check(OP, grouped_linear, (one, weight.to(dtype), groups))
 
 
+@pytest.mark.parametrize("float32", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8, 33, 64, 65, 300])
+def test_one_matrix_whose_result_is_rounded_or_not(tokens: int, float32: bool) -> None:
+    x, weight, _ = products.gemm.Layer(OP, "", 1536, 4096, 1).arguments(tokens, products.CUDA, 0)
+    products.check(OP, grouped_linear, (x, weight, 1, float32))
+
+
 @pytest.mark.parametrize("tokens", [1, 32, 64, 100])
 def test_repeats_capture_and_streams(tokens: int) -> None:
     args = products.arguments(products.names(OP)[0], tokens)

@@ -33,6 +33,15 @@ def test_each_group_has_its_own_matrix(tokens: int, groups: int, rows: int, size
     assert ((got.double() - want).abs() <= half_ulp + size * 2**-24 * magnitude).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_float32_result_is_not_rounded(dtype: torch.dtype) -> None:
+    x, weight = problem(5, 2, 24, 96, dtype)
+    got = grouped_linear(x, weight, 2, True)
+    assert (got.dtype, got.shape) == (torch.float32, (5, 48))
+    want, magnitude = exact(x, weight)
+    assert ((got.double() - want).abs() <= 96 * 2**-24 * magnitude).all()
+
+
 def test_heads_laid_end_to_end_are_the_same_input() -> None:
     x, weight = problem(4, 3, 20, 64, torch.bfloat16)
     want = grouped_linear(x, weight, 3)
@@ -57,6 +66,7 @@ def test_op_keeps_its_promises() -> None:
         [
             (x, weight, 3),
             (x.flatten(1)[:1], weight, 3),
+            (x, weight, 3, True),
             (strided(x.float()), padded(weight.float()), 3),
             (x.transpose(0, 1).contiguous().transpose(0, 1), weight, 3),
             (x[:0], weight, 3),
