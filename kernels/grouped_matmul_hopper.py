@@ -49,8 +49,9 @@ def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int, halve
     wide = groups * cdiv(rows, 128)
     narrow = many or halves or wide <= gpu.processors // 8
     block_n = 64 if narrow and groups * cdiv(rows, 64) <= 2 * gpu.processors else 128
-    programs = 1 if many and halves else 2
-    splits = min(programs * gpu.processors // (groups * cdiv(rows, block_n)), strips // 6 if many else strips)
+    tiles = groups * cdiv(rows, block_n)
+    programs = 1 if many and halves and tiles <= gpu.processors else 2
+    splits = min(programs * gpu.processors // tiles, strips // 6 if many else strips)
     return Cut(block_n, 4, programs, cdiv(strips, cdiv(strips, max(1, splits))))
 
 
