@@ -10,7 +10,8 @@ from .gpu import gpu_of, hopper_kernel
 from .sparse_mla_prefill_portable import Rows, launch
 
 MAX_HEAD_DIM = 512
-LIMIT = 2**31
+LIMIT = 2**31 - 2**10
+"""What is counted in 32 bits, up to some blocks behind the last element."""
 
 
 def sparse_mla_prefill_refuses(

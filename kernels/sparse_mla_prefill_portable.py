@@ -103,9 +103,11 @@ def sparse_mla_prefill_kernel(
         top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_H,), tl.float32)
         acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+        row = tl.load(p_row + o_key.to(tl.int64) * stride_index, mask=o_key < length, other=-1)
         for start in tl.range(0, length, BLOCK_N, num_stages=STAGES):
-            o_column = start + o_key
-            row = tl.load(p_row + o_column.to(tl.int64) * stride_index, mask=o_column < length, other=-1)
+            # Indices are there one block before their keys, whose loads are then issued at once.
+            o_column = start + BLOCK_N + o_key
+            next_row = tl.load(p_row + o_column.to(tl.int64) * stride_index, mask=o_column < length, other=-1)
             live = (row >= 0) & (row < workspace_rows)
             p_keys = p_kv + tl.where(live, row, 0).to(tl.int64) * kv_strides[0]
             m_key = live[:, None] & m_dim
@@ -121,7 +123,7 @@ def sparse_mla_prefill_kernel(
             weights = tl.exp2(scores - shift[:, None])
             sums = sums * rescale + tl.sum(weights, 1)
             acc = tl.dot(weights.to(DTYPE), k, acc * rescale[:, None], input_precision="ieee")
-            top = new_top
+            top, row = new_top, next_row
         factor, lse = finish_softmax(top, sums, p_sink, sink_stride, o_head, m_head)
         o_row = token * H + o_head
         tl.store(p_max + o_row, top * LN_2, mask=m_head)
