@@ -94,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
         "--turn", metavar="FILE", help="for runs side by side: compile, then wait for the lock of FILE to measure"
     )
     bench.add_argument(
+        "--trust", action="store_true", help="let auto use kernels that have not passed their tests on this GPU"
+    )
+    bench.add_argument(
         "--tune", action="store_true", help="let dsv4.impl=auto choose between IR and kernels by what is measured here"
     )
 
@@ -132,7 +135,7 @@ def _explain(target: str | None, *, as_json: bool, max_breaks: int | None) -> in
 def _bench(args: argparse.Namespace) -> int:
     import torch
 
-    from . import bench
+    from . import bench, proven
 
     if args.scenario is None:
         print("\n".join(f"{name}  {what}" for name, what in bench.SCENARIOS.items()))
@@ -146,13 +149,14 @@ def _bench(args: argparse.Namespace) -> int:
         return 2
     if args.png:
         bench.require_drawing()
-    record = bench.run(
-        args.scenario,
-        only=only,
-        device=torch.device(args.device) if args.device else None,
-        so_far=partial(bench.write, folder=args.out) if args.out else None,
-        turn=partial(_take_turn, args.turn) if args.turn else None,
-    )
+    with proven.trust() if args.trust else nullcontext():
+        record = bench.run(
+            args.scenario,
+            only=only,
+            device=torch.device(args.device) if args.device else None,
+            so_far=partial(bench.write, folder=args.out) if args.out else None,
+            turn=partial(_take_turn, args.turn) if args.turn else None,
+        )
     if not record["rows"]:
         print(f"nothing is left to measure after --only {' --only '.join(args.only)}", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .. import costs, progress
+from .. import costs, progress, proven
 from . import gate, timing
 from .problem import Only, Problem, keep
 from .record import Record, environment
@@ -61,7 +61,8 @@ def run(
         raise ValueError(wrong)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits = [f"--only {column}={','.join(sorted(values))}" for column, values in only.items()]
-    command = " ".join(["dsv4 bench", scenario, *limits, f"--device {device.type}"])
+    trusts = ["--trust"] if proven.trusting() else []
+    command = " ".join(["dsv4 bench", scenario, *limits, f"--device {device.type}", *trusts])
     record: Record = {"scenario": scenario, **environment(device), "command": command, "copy_gb_s": None}
     module = _module(scenario)
     machines: list[costs.Machine] = []

@@ -168,6 +168,13 @@ def test_a_run_waits_for_its_turn_once_when_it_is_ready_to_measure(monkeypatch: 
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_record_says_when_kernels_were_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--only", "op=inv_rope", "--only", "impl=eager", "--device", "cpu", "--turn", str(tmp_path / "turn")]
+    assert cli.main(["bench", "preprocess", *limits, "--trust", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["command"].endswith("--device cpu --trust")
+
+
+@pytest.mark.usefixtures("tiny")
 def test_arguments_of_a_seed_repeat_in_fresh_memory() -> None:
     for found in preprocess.problems(CPU, {"tokens": {"5"}}):
         first, again, other = ([a for a in found.make(seed) if isinstance(a, Tensor)] for seed in (0, 0, 1))
