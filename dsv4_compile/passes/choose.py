@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from .. import decisions
+from .. import decisions, proven
 from .._compat import CustomGraphPass, device_architecture, run_graph_pass, triton_version
 from ..lowering import registry
 from ..options import Options
@@ -61,6 +61,7 @@ class ChooseImplementations(CustomGraphPass):
             source_digest(),
             self.options.cache_key(),
             self.architectures,
+            proven.trusting(),
             torch.__version__,
             triton_version(),
         )

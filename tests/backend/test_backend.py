@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
-from dsv4_compile import _compat, backend, decisions
+from dsv4_compile import _compat, backend, decisions, proven
 from dsv4_compile.errors import EnvironmentFault
 from dsv4_compile.options import Options
 from dsv4_compile.passes import ChooseImplementations
@@ -84,6 +84,8 @@ def test_key_covers_options_architecture_and_the_users_passes() -> None:
     ]
     assert len({p.uuid() for p in passes}) == len(passes)
     assert _pass().uuid() == _pass().uuid()
+    with proven.trust():  # other implementations are chosen there
+        assert _pass().uuid() not in {p.uuid() for p in passes}
 
 
 def test_a_pass_without_uuid_and_a_collector_bypass_the_caches() -> None:
