@@ -22,9 +22,10 @@ POOLED = 4096
 """Elements of a window, positions times channels, that a program pools: 32 KiB with values and scores."""
 FEW_COLUMNS = 16
 """Least channels of a program: 64 bytes of a row."""
-MANY_TOKENS = 512
-"""Above, a program looks for closed groups among as many tokens as one group has: a chunk of a prompt closes one
-there. In a decode step any token may."""
+AT_ONCE = 512
+"""Programs that an H200 runs side by side. Up to as many, each looks at one token; more look at a few, since most find
+nothing: of ratio 128 a decode step closes one group for 128 tokens. Few choices, since each is a kernel to compile."""
+FEW_TOKENS = 4
 
 
 class Cut(NamedTuple):
@@ -44,8 +45,10 @@ def window_rows(ratio: int) -> int:
 def cut_of(tokens: int, ratio: int, dim: int) -> Cut:
     """The cut for a step of `tokens` and entries of `dim`. Only its `tokens` depend on the step, and no result does."""
     columns = min(dim, max(FEW_COLUMNS, POOLED // window_rows(ratio)))
-    looks = 1 if tokens <= MANY_TOKENS else triton.next_power_of_2(ratio)
-    return Cut(looks, dim // columns, 4)
+    parts = dim // columns
+    group, programs = triton.next_power_of_2(ratio), tokens * parts
+    looks = 1 if programs <= AT_ONCE else min(FEW_TOKENS, group) if programs <= 16 * AT_ONCE else group
+    return Cut(looks, parts, 4)
 
 
 @triton.jit(

@@ -47,6 +47,11 @@ def shared_memory(gpu: Gpu) -> int:
     return kib * 1024
 
 
+def registers(device: torch.device, most: int) -> dict[str, int]:
+    """The option of a launch by which a thread has at most so many registers; AMD's compiler has none."""
+    return {"maxnreg": most} if gpu_of(device).backend == "cuda" else {}
+
+
 @functools.cache
 def hopper_kernel(gpu: Gpu, stem: str) -> ModuleType | None:
     """The module `stem` of a kernel for Hopper; None on other GPUs, and where Triton has no Gluon."""

@@ -1,9 +1,9 @@
 """`preprocess_insert`: the unlike jobs of a layer's preprocessing, side by side in one launch.
 
 The grid is flat. For each chunk of tokens come the programs that pool and store the entries these tokens close, which
-take longest, then those that norm their latents, those that insert their keys/values, and those that save their states.
-None waits for another: a pool takes the states of this step from its projection. Chunk by chunk, so that what one job
-has read is still in the L2 cache for the next; kind by kind in a chunk, so that neighbours run the same code.
+take longest, then those that norm their latents, insert their keys/values and save their states. None waits for
+another: a pool takes the states of this step from its projection. Chunk by chunk, so that what one job has read is
+still in the L2 cache for the next, and that jobs of all kinds share a multiprocessor.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 import triton
 from torch import Tensor
 
-from ..layout import PAGE_LAYOUTS, align_up, byte_pages, cdiv, overlap_factor, state_block_size, storage_block_size
+from ..layout import PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor, state_block_size, storage_block_size
 from ..reference.preprocess_insert import Compressor, compressors, result_dtype
 from .arrivals import arrival_counters
 from .compress_norm_rope_insert import cut_of, window_rows
+from .gpu import registers
 from .hadamard import HADAMARD_DIMS
 from .preprocess_insert_kernel import preprocess_insert_kernel
 from .quant import refuses_fp8
@@ -26,28 +27,31 @@ MAX_LATENT = 4096
 """Longest row of qr: a chunk of them stays in the registers of one program."""
 SAVED = 8192
 """Elements of states that a program saves: 32 KiB."""
+REGISTERS = 128
+"""Four programs of four warps on a multiprocessor."""
 
 
 class Tile(NamedTuple):
     """How the work is cut.
 
     `tokens` that a program norms, inserts or saves; `pooled`, among which it looks for closed groups; `parts` of the
-    main entries' channels, a program each; `warps` of a program: powers of two. `chunk`: most tokens of a chunk.
+    main entries' channels, a program each; `warps` of a program. Powers of two. `registers`: most of a thread on NVIDIA
+    GPUs; what more does for the pools it undoes by leaving less room for programs.
     """
 
     tokens: int
     pooled: int
     parts: int
     warps: int
-    chunk: int
+    registers: int
 
 
 def tile(tokens: int, ratio: int, dim: int) -> Tile:
     """The cut for a step of `tokens`. Only `pooled` depends on the step, and no result does."""
     if ratio == 0:
-        return Tile(4, 4, 1, 4, 1024)
+        return Tile(4, 4, 1, 4, REGISTERS)
     main = cut_of(tokens, ratio, dim)
-    return Tile(4, main.tokens, main.parts, main.warps, 1024)
+    return Tile(4, main.tokens, main.parts, main.warps, REGISTERS)
 
 
 def _pages(cache: Tensor, fmt: str, block_size: int) -> Tensor:
@@ -152,9 +156,7 @@ def preprocess_insert(
     most = max(tokens, inserted, main_sizes[0], key_sizes[0])
     if most == 0:
         return out
-    # Chunks of about one size, of whole programs.
-    step = cut.tokens if main is None else max(cut.tokens, cut.pooled)
-    chunk = align_up(cdiv(most, cdiv(most, cut.chunk)), step)
+    chunk = cut.tokens if main is None else max(cut.tokens, cut.pooled)
     pools = chunk // cut.pooled
     main_pools, key_pools = 0 if main is None else pools * cut.parts, 0 if keys is None else pools
     jobs = main_pools + key_pools + chunk // cut.tokens * (2 + main_saves + key_saves)
@@ -196,10 +198,6 @@ def preprocess_insert(
         cos_sin_cache.shape[0],
         *main_sizes,
         *key_sizes,
-        jobs,
-        chunk,
-        main_pools,
-        key_pools,
         Q_SIZE=latent,
         Q_BLOCK=triton.next_power_of_2(latent),
         FORMAT=cache_format,
@@ -214,15 +212,19 @@ def preprocess_insert(
         MAIN_D=main_dim,
         KEY_D=key_dim,
         ROPE=cos_sin_cache.shape[1],
+        CHUNK=chunk,
         TOKENS=cut.tokens,
         POOL_TOKENS=cut.pooled,
         ROWS=window_rows(ratio) if ratio else 1,
+        MAIN_POOLS=main_pools,
         MAIN_PARTS=cut.parts,
         MAIN_SAVES=main_saves,
         MAIN_PIECE=main_piece,
+        KEY_POOLS=key_pools,
         KEY_SAVES=key_saves,
         KEY_PIECE=key_piece,
         num_warps=cut.warps,
+        **registers(qr.device, cut.registers),
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,
     )

@@ -47,8 +47,7 @@ def _save_job(
 @triton.jit(
     do_not_specialize=[
         "tokens", "inserted", "window_slots", "max_pos", "main_tokens", "main_pages", "main_slots", "main_rows",
-        "main_columns", "key_tokens", "key_pages", "key_slots", "key_rows", "key_columns", "jobs", "chunk",
-        "main_pools", "key_pools",
+        "main_columns", "key_tokens", "key_pages", "key_slots", "key_rows", "key_columns",
     ],
     do_not_specialize_on_alignment=["p_window_slots", "p_positions", "p_requests", "p_kv_scale"],
 )  # fmt: skip
@@ -94,10 +93,6 @@ def preprocess_insert_kernel(
     key_slots,
     key_rows,
     key_columns,
-    jobs,  # programs of a chunk
-    chunk,  # its tokens, a multiple of TOKENS and of POOL_TOKENS
-    main_pools,  # programs of a chunk that pool
-    key_pools,
     Q_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -112,18 +107,24 @@ def preprocess_insert_kernel(
     MAIN_D: tl.constexpr,
     KEY_D: tl.constexpr,
     ROPE: tl.constexpr,
+    CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
     POOL_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
+    MAIN_POOLS: tl.constexpr,
     MAIN_PARTS: tl.constexpr,
     MAIN_SAVES: tl.constexpr,
     MAIN_PIECE: tl.constexpr,
+    KEY_POOLS: tl.constexpr,
     KEY_SAVES: tl.constexpr,
     KEY_PIECE: tl.constexpr,
 ):
-    """Programs [c * jobs, (c + 1) * jobs) do the jobs of tokens [c * chunk, (c + 1) * chunk)."""
-    first, job = tl.program_id(0) // jobs * chunk, tl.program_id(0) % jobs
-    if job < main_pools:
+    """Programs [c * J, (c + 1) * J) do the J jobs of tokens [c * CHUNK, (c + 1) * CHUNK)."""
+    POOLS: tl.constexpr = MAIN_POOLS + KEY_POOLS
+    SHARE: tl.constexpr = 2 + MAIN_SAVES + KEY_SAVES
+    JOBS: tl.constexpr = POOLS + CHUNK // TOKENS * SHARE
+    first, job = tl.program_id(0) // JOBS * CHUNK, tl.program_id(0) % JOBS
+    if job < MAIN_POOLS:
         if main is not None:
             _pool_job(
                 first + job // MAIN_PARTS * POOL_TOKENS, job % MAIN_PARTS, main, main_strides, p_pooled, p_arrived,
@@ -131,17 +132,16 @@ def preprocess_insert_kernel(
                 main_tokens, main_pages, main_slots, main_rows, main_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK,
                 RATIO, GROUPS, False, POOL_TOKENS, MAIN_PARTS, ROWS, MAIN_D, ROPE,
             )  # fmt: skip
-    elif job < main_pools + key_pools:
+    elif job < POOLS:
         if keys is not None:
             _pool_job(
-                first + (job - main_pools) * POOL_TOKENS, 0, keys, key_strides, None, None, p_requests, p_positions,
+                first + (job - MAIN_POOLS) * POOL_TOKENS, 0, keys, key_strides, None, None, p_requests, p_positions,
                 p_cos_sin, None, eps, request_stride, position_stride, cos_sin_strides, key_tokens, key_pages,
                 key_slots, key_rows, key_columns, max_pos, KEY_FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD,
                 POOL_TOKENS, 1, ROWS, KEY_D, ROPE,
             )  # fmt: skip
     else:
-        job -= main_pools + key_pools
-        few, kind = first // TOKENS + job % (chunk // TOKENS), job // (chunk // TOKENS)
+        few, kind = first // TOKENS + (job - POOLS) // SHARE, (job - POOLS) % SHARE
         token = few.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
         if kind == 0:
             norm_rows(

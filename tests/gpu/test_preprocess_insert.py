@@ -105,7 +105,7 @@ def test_a_step_is_the_reference(kind: str, tokens: int) -> None:
         {"pooled": 64},
         {"parts": 8},
         {"parts": 4},
-        {"chunk": 100},
+        {"registers": 255},
     ],
     ids=str,
 )
