@@ -82,10 +82,11 @@ def test_key_covers_options_architecture_and_the_users_passes() -> None:
         ChooseImplementations(options, (), [torch.device("cpu")]),
         ChooseImplementations(Options(), (), [torch.device("meta")]),
     ]
-    assert len({p.uuid() for p in passes}) == len(passes)
+    keys = {p.uuid() for p in passes}
+    assert len(keys) == len(passes)
     assert _pass().uuid() == _pass().uuid()
     with proven.trust():  # other implementations are chosen there
-        assert _pass().uuid() not in {p.uuid() for p in passes}
+        assert _pass().uuid() not in keys
 
 
 def test_a_pass_without_uuid_and_a_collector_bypass_the_caches() -> None:
