@@ -76,7 +76,9 @@ def stage_times(layer: Sequence[Node]) -> dict[str, list[Node]]:
     for node in layer:
         named = next((stage for part, stage in _OF_NAMES.items() if part in node.name), None)
         if named is None:
-            if ATTENTION in found:
+            if node.name.startswith("triton_") and INSERT in found and ATTENTION not in found:
+                named = QUERIES  # the one loop of a layer that Inductor may generate
+            elif ATTENTION in found:
                 named = WO_B if products else WO_A
                 products += 1
             else:

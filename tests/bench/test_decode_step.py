@@ -97,6 +97,8 @@ def test_nodes_are_found_by_layer_and_by_stage() -> None:
         "wo_a": 1,
         "wo_b": 2,
     }
+    generated = ["triton_per_fused_split_0" if "queries" in name or "q_rope" in name else name for name in csa]
+    assert set(decode_stages.stage_times([nodes.Node(name, 1.0) for name in generated])) == set(times)
     assert set(times) == set(decode_stages.stage_costs(DeepseekV4Config.flash().with_layers(4), 0, False, 1, 512))
 
 
