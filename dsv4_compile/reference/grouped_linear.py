@@ -21,10 +21,10 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: int, float32: bool = False
     by_group = x.reshape(tokens, groups, size).transpose(0, 1)
     matrices = weight.reshape(groups, -1, size).transpose(1, 2)
     if float32 and x.dtype is not torch.float32:
+        if x.is_cuda:
+            return torch.bmm(by_group, matrices, out_dtype=torch.float32).transpose(0, 1).flatten(1)
         # Products of two bfloat16 values are exact in float32, so widening first changes the order of sums alone.
-        wide = {"out_dtype": torch.float32} if x.is_cuda else {}
-        factors = (by_group, matrices) if x.is_cuda else (by_group.float(), matrices.float())
-        return torch.bmm(*factors, **wide).transpose(0, 1).flatten(1)
+        return torch.bmm(by_group.float(), matrices.float()).transpose(0, 1).flatten(1)
     out = x.new_empty((tokens, groups, weight.shape[0] // groups))
     # The product is written where it belongs: [G, T, N] with the strides of [T, G, N].
     torch.bmm(by_group, matrices, out=out.transpose(0, 1))
