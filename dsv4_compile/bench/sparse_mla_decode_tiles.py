@@ -2,7 +2,8 @@
 
 What the launchers choose by size is read off its table. `h16 n64 w8 kp` is a portable program of 16 heads, 64 keys and
 8 warps, with k for keys first and p for prefetch; `x2` cuts for twice as many programs. `hopper 160 136` is the Hopper
-kernel with these registers, and `one` with one factor for all scales.
+kernel with these registers, and `one` with one factor for all scales. `few h8 r168 n3` is the Hopper kernel for few
+heads with 8 of them, 168 registers in a producer's threads and 3 buffers.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ HOPPER: Mapping[str, Mapping[str, Any]] = {
     "hopper one 160 144": {"PRODUCER_REGISTERS": 144, "WIDE": 0},
 }
 """Constants of the Hopper kernel's module, by name of the variant."""
+FEW_HEADS: Mapping[int, tuple[tuple[int, int, int], ...]] = {
+    8: ((8, 168, 3), (8, 160, 3), (8, 152, 3), (8, 168, 2), (16, 160, 3)),
+    16: ((16, 160, 3), (16, 168, 3), (16, 160, 2)),
+    32: ((32, 144, 2), (32, 136, 2), (32, 152, 2), (16, 160, 3)),
+}
+"""Heads, registers and buffers of the kernel for few heads, for at most so many heads."""
 
 
 def problems(device: torch.device, only: Only) -> Iterator[Problem]:
@@ -59,6 +66,8 @@ def problems(device: torch.device, only: Only) -> Iterator[Problem]:
         tiles = next(tiles for most, tiles in TILES.items() if heads <= most)
         ways: dict[str, Prepare] = {name_of(t): partial(_portable, t, 1) for t in tiles}
         ways |= {f"{name_of(t)} x2": partial(_portable, t, 2) for t in tiles[:3]}
+        shapes = next((shapes for most, shapes in FEW_HEADS.items() if heads <= most), ())
+        ways |= {f"few h{h} r{r} n{n}": partial(_few, (h, r, n)) for h, r, n in shapes}
         if heads % 64 == 0:
             ways |= {name: partial(_hopper, constants) for name, constants in HOPPER.items()}
         yield replace(problem, implementations=ways, cold=False)
@@ -87,14 +96,33 @@ def _portable(tiles: tuple[int, ...], waves: int) -> Any:
     return on_gpu(call)
 
 
-def _hopper(constants: Mapping[str, Any]) -> Any:
+def _need_hopper() -> None:
     from ..kernels.gpu import HOPPER as capability
     from ..kernels.gpu import gpu_of
 
     on_gpu(gpu_of)
     if gpu_of(torch.device("cuda")).capability != capability:
         raise RuntimeError("the Hopper kernel runs on Hopper")
+
+
+def _few(shape: tuple[int, int, int]) -> Any:
+    _need_hopper()
+    from ..kernels import sparse_mla_decode_few_hopper as kernel
+    from ..kernels.gpu import gpu_of
+    from ..kernels.sparse_mla_decode_plan import Source
+
+    def call(*args: Any) -> Any:
+        window, entries = Source(*args[1:5]), Source(*args[8:12])
+        gpu = gpu_of(args[0].device)
+        return kernel.launch_hopper(args[0], window, entries, args[6], args[7], gpu, shape=kernel.Shape(*shape))
+
+    return call
+
+
+def _hopper(constants: Mapping[str, Any]) -> Any:
+    _need_hopper()
     from ..kernels import sparse_mla_decode_hopper as kernel
+    from ..kernels.gpu import gpu_of
     from ..kernels.sparse_mla_decode_plan import Source
 
     def call(*args: Any) -> Any:
