@@ -18,8 +18,10 @@ BLOCK_N = gl.constexpr(64)  # keys of a block
 BUFFERS = gl.constexpr(2)
 HALF = gl.constexpr(layout.HEAD_DIM // 2)
 SLICE = gl.constexpr(64)  # dims that one swizzled row holds
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # an element that all threads hold
 COPIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# Arrivals that make a half ready: each thread's, when its copies have landed. The left half waits for `lives` too.
+# Arrivals that make a half ready: each thread's, when its copies have landed. The left half waits for what is
+# known of its keys too.
 RIGHT_ARRIVALS = gl.constexpr(128)
 LEFT_ARRIVALS = gl.constexpr(129)
 
@@ -64,15 +66,16 @@ def block_count(rows, token, RAGGED: gl.constexpr):
 @gluon.jit
 def gather_rows(
     p_kv, kv_stride, workspace_rows, rows, items, programs,
-    k_left, k_right, lives, left_ready, right_ready, left_free, right_free,
+    k_left, k_right, lives, full, left_ready, right_ready, left_free, right_free,
     HEAD_BLOCKS: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Keys of the items program_id, program_id + programs, ..., block by block into a ring of buffers.
 
     Args:
         p_kv, kv_stride, workspace_rows: bfloat16 `[workspace_rows, 512]`; rows: what `_index_row` takes.
-        k_left, k_right: bfloat16 `[BUFFERS, BLOCK_N, 256]`; lives: float32 `[BUFFERS, BLOCK_N]`, 1 for keys and 0 for
-            what is none, which is zero in the tiles. Each `ready` and `free` is a barrier for each buffer.
+        k_left, k_right: bfloat16 `[BUFFERS, BLOCK_N, 256]`; lives: int32 `[BUFFERS, BLOCK_N]`, 1 for keys and 0 for
+            what is none, which is zero in the tiles; full: int32 `[BUFFERS, 1]`, the least of them. Each `ready` and
+            `free` is a barrier for each buffer.
     """
     o_key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPIES))
     o_dim = gl.expand_dims(gl.arange(0, SLICE, gl.SliceLayout(0, COPIES)), 0)
@@ -91,10 +94,13 @@ def gather_rows(
             live = (row >= 0) & (row < workspace_rows) & (start + o_key < length)
             p_keys = p_kv + (gl.expand_dims(gl.where(live, row, 0).to(gl.int64) * kv_stride, 1) + o_dim)
             m_key, _ = gl.broadcast(gl.expand_dims(live, 1), p_keys)
+            live = live.to(gl.int32)
+            least = gl.min(live, 0)
             buffer = number % BUFFERS
             phase = ((number // BUFFERS) & 1) ^ 1
             mbarrier.wait(left_free.index(buffer), phase)
-            lives.index(buffer).store(gl.where(live, 1.0, 0.0))
+            lives.index(buffer).store(live)
+            full.index(buffer).store(gl.full([1], least, gl.int32, ONE))
             for part in gl.static_range(HALF // SLICE):
                 tile = k_left.index(buffer).slice(part * SLICE, SLICE, 1)
                 copy_elements(tile, p_keys + part * SLICE, mask=m_key)

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import layout
-from .gather_rows_hopper import BLOCK_N, BUFFERS, HALF, LEFT_ARRIVALS, RIGHT_ARRIVALS, block_count, gather_rows
+from .gather_rows_hopper import BLOCK_N, BUFFERS, HALF, LEFT_ARRIVALS, ONE, RIGHT_ARRIVALS, block_count, gather_rows
 from .gpu import Gpu
 from .kv_load_hopper import thread_barrier
 from .sparse_mla_prefill_portable import Rows, outputs
@@ -78,8 +78,8 @@ def _load_q(queries, item, q_left, q_right, q_ready, HEAD_BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q_left, q_right, k_left, k_right, lives, left_ready, right_ready, number):
-    """Start the scores of block `number`; and which of its columns are keys."""
+def _scores(q_left, q_right, k_left, k_right, left_ready, right_ready, number):
+    """Start the scores of block `number`."""
     buffer = number % BUFFERS
     mbarrier.wait(left_ready.index(buffer), (number // BUFFERS) & 1)
     mbarrier.wait(right_ready.index(buffer), (number // BUFFERS) & 1)
@@ -87,8 +87,15 @@ def _scores(q_left, q_right, k_left, k_right, lives, left_ready, right_ready, nu
     fence_async_shared()
     scores = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES)
     scores = warpgroup_mma(q_left, k_left.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
-    live = lives.index(buffer).load(gl.SliceLayout(0, SCORES))
-    return warpgroup_mma(q_right, k_right.index(buffer).permute((1, 0)), scores, is_async=True), live
+    return warpgroup_mma(q_right, k_right.index(buffer).permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def _masked(scores, live, full):
+    """`scores`, -inf in columns that are no keys: for most blocks there is nothing to do."""
+    if gl.min(full.load(ONE), 0) == 0:
+        scores = gl.where(gl.expand_dims(live.load(gl.SliceLayout(0, SCORES)), 0) > 0, scores, float("-inf"))
+    return scores
 
 
 @gluon.jit
@@ -98,11 +105,10 @@ def _lane_sums(weights):
 
 
 @gluon.jit
-def _softmax(scores, live, acc, top, sums, turn, scale, keys, shared):
+def _softmax(scores, acc, top, sums, turn, scale, keys, shared):
     """Weights of a block: multiplied with the left half of the keys, and into shared memory for the right one."""
     weights_tile, factors, weights_ready, weights_free = shared
     # The scale is positive: it applies to the largest score, and to the others on their way into the exponent.
-    scores = gl.where(gl.expand_dims(live, 0) > 0, scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 1) * scale)
     # -inf - -inf is NaN: a head without keys so far is shifted by zero.
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -139,7 +145,7 @@ def _store_half(acc, tile, out, item, FIRST: gl.constexpr, HEAD_BLOCKS: gl.const
 @gluon.jit
 def _left(
     queries, p_sink, out, p_max, p_lse, scale, rows, items, programs,
-    q_left, q_right, q_ready, k_left, k_right, lives, left_ready, right_ready, left_free, shared, scores_done,
+    q_left, q_right, q_ready, k_left, k_right, lives, full, left_ready, right_ready, left_free, shared, scores_done,
     H: gl.constexpr, HEAD_BLOCKS: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """The first warpgroup: scores, softmax, the left half of the output."""
@@ -157,7 +163,7 @@ def _left(
         sums = _lane_sums(gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES))
         mbarrier.wait(q_ready, q_phase)
         q_phase ^= 1
-        scores, live = _scores(q_left, q_right, k_left, k_right, lives, left_ready, right_ready, number)
+        scores = _scores(q_left, q_right, k_left, k_right, left_ready, right_ready, number)
         # Under these scores the output of the item before leaves the keys that it used last.
         tma.store_wait(0)
         thread_barrier()
@@ -165,8 +171,9 @@ def _left(
         scores = warpgroup_mma_wait(0, deps=[scores])
         for _ in range(blocks - 1):
             buffer = number % BUFFERS
-            acc, operand, top, sums = _softmax(scores, live, acc, top, sums, turn, scale, k_left.index(buffer), shared)
-            scores, live = _scores(q_left, q_right, k_left, k_right, lives, left_ready, right_ready, number + 1)
+            scores = _masked(scores, lives.index(buffer), full.index(buffer))
+            acc, operand, top, sums = _softmax(scores, acc, top, sums, turn, scale, k_left.index(buffer), shared)
+            scores = _scores(q_left, q_right, k_left, k_right, left_ready, right_ready, number + 1)
             acc, operand = warpgroup_mma_wait(2, deps=[acc, operand])
             thread_barrier()
             mbarrier.arrive(left_free.index(buffer), count=1)
@@ -178,7 +185,8 @@ def _left(
         if item + programs < items:
             _load_q(queries, item + programs, q_left, q_right, q_ready, HEAD_BLOCKS)
         buffer = number % BUFFERS
-        acc, operand, top, sums = _softmax(scores, live, acc, top, sums, turn, scale, k_left.index(buffer), shared)
+        scores = _masked(scores, lives.index(buffer), full.index(buffer))
+        acc, operand, top, sums = _softmax(scores, acc, top, sums, turn, scale, k_left.index(buffer), shared)
         mbarrier.arrive(scores_done.index(buffer), count=1)
         acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
         number += 1
@@ -279,7 +287,8 @@ def sparse_mla_prefill_hopper_kernel(
     k_right = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, HALF], SWIZZLED)
     weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_H, BLOCK_N], SWIZZLED)
     factors = gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK_H], FLAT)
-    lives = gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK_N], FLAT)
+    lives = gl.allocate_shared_memory(gl.int32, [BUFFERS, BLOCK_N], FLAT)
+    full = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], FLAT)
     left_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     right_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     left_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -305,11 +314,11 @@ def sparse_mla_prefill_hopper_kernel(
     shared = weights_tile, factors, weights_ready, weights_free
     gl.warp_specialize([
         (_left, (queries, p_sink, out, p_max, p_lse, scale, rows, items, programs, q_left, q_right, q_ready,
-                 k_left, k_right, lives, left_ready, right_ready, left_free, shared, scores_done,
+                 k_left, k_right, lives, full, left_ready, right_ready, left_free, shared, scores_done,
                  H, HEAD_BLOCKS, RAGGED)),
         (_right, (out, rows, items, programs, k_right, right_ready, right_free, shared, scores_done,
                   HEAD_BLOCKS, RAGGED)),
-        (gather_rows, (p_kv, kv_stride, workspace_rows, rows, items, programs, k_left, k_right, lives,
+        (gather_rows, (p_kv, kv_stride, workspace_rows, rows, items, programs, k_left, k_right, lives, full,
                        left_ready, right_ready, left_free, right_free, HEAD_BLOCKS, RAGGED)),
     ], [4, 4], [RIGHT_REGISTERS, GATHERER_REGISTERS])  # fmt: skip
 

@@ -81,11 +81,12 @@ def test_any_number_of_heads(kernel: str, tokens: int, heads: int) -> None:
     ("heads", "width"), [*((64, width) for width in (0, 1, 63, 64, 65, 129, 640)), (128, 65), (128, 640)]
 )
 def test_hostile_rows_lengths_and_poisoned_workspaces(kernel: str, width: int, heads: int) -> None:
-    args = sample(270, heads, width=width, **BF16)
+    args = sample(9000 // heads, heads, width=width, **BF16)
     dense, listed = on_gpu(args), on_gpu(as_list(args, width))
-    want = reference(dense)
-    assert_same(KERNELS[kernel](dense), want, FEW_KEYS)
-    assert_same(KERNELS[kernel](listed), want, FEW_KEYS)
+    got = KERNELS[kernel](dense)
+    assert_same(got, reference(dense), FEW_KEYS)
+    for a, b in zip(KERNELS[kernel](listed), got, strict=True):
+        torch.testing.assert_close(a, b, atol=2 * FEW_KEYS.abs, rtol=2 * FEW_KEYS.rel)
     no_lens = (*dense[:3], None, *dense[4:])
     assert_same(KERNELS[kernel](no_lens), reference(no_lens), FEW_KEYS)
     no_sink = (*dense[:5], None)

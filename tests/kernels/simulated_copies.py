@@ -116,6 +116,8 @@ def modules() -> dict[str, types.ModuleType]:
         to_tensor=lambda x: x if isinstance(x, Value) else Value(torch.tensor(x)),
         num_programs=lambda axis: Persistent.programs,
         broadcast=broadcast,
+        full=lambda shape, x, dtype, layout: Value(torch.full([int(n) for n in shape], base.raw(x), dtype=dtype)),
+        min=lambda x, axis: Value(x.data.amin(axis)),
     )
     vars(hopper.mbarrier).update(expect=expect)
     vars(hopper).update(
