@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import costs, layout
 from ..backend import dsv4
 from ..config import DeepseekV4Config
-from ..modules.linear import linear_fp32
+from ..modules.linear import linear, linear_fp32
 from ..reference import kv_format
 from . import plain
 from .gemm import MODELS
@@ -159,7 +159,7 @@ class Layer:
         i, eps, ops = Inputs(*args), self.config.rms_norm_eps, torch.ops.dsv4
         qr, kv, *scores = project(i.hidden, i.w_in, self.widths)
         qr, kv = ops.fused_q_kv_rmsnorm(qr, kv, i.q_weight, i.kv_weight, eps)
-        q = torch.nn.functional.linear(qr, i.wq_b).unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        q = linear(qr, i.wq_b).unflatten(-1, (self.config.num_heads, self.config.head_dim))
         window = i.window, i.window_slots, i.positions, i.cos_sin, eps, layout.WINDOW_BLOCK, CACHE
         q = ops.q_norm_rope_kv_insert(q, kv, *window)
         if scores:
@@ -189,7 +189,7 @@ class Layer:
 def project(hidden: Tensor, w_in: Tensor, widths: Sequence[int]) -> list[Tensor]:
     """qr and kv in hidden's dtype, then, if there is a compressor, its values and scores side by side in float32."""
     if len(widths) <= 2:
-        return list(torch.nn.functional.linear(hidden, w_in).split(list(widths), dim=-1))
+        return list(linear(hidden, w_in).split(list(widths), dim=-1))
     qr, kv, scores = linear_fp32(hidden, w_in).split([*widths[:2], sum(widths[2:])], dim=-1)
     return [qr.to(hidden.dtype), kv.to(hidden.dtype), scores]
 
@@ -249,15 +249,16 @@ def _ops(layer: Layer) -> Iterator[_Ways]:
     yield "chain", layer.in_plain_pytorch, written, ways
 
     def apart(*args: Any) -> list[Tensor]:
-        i, linear = Inputs(*args), torch.nn.functional.linear
+        i, multiply = Inputs(*args), torch.nn.functional.linear
         wq_a, wkv, *compressor = i.w_in.split(layer.widths)
-        qr = linear(i.hidden, wq_a)
-        return [linear(qr, i.wq_b), linear(i.hidden, wkv), *(linear_fp32(i.hidden, w) for w in compressor)]
+        qr = multiply(i.hidden, wq_a)
+        wide = (plain.linear_fp32(i.hidden, w) for w in compressor)
+        return [multiply(qr, i.wq_b), multiply(i.hidden, wkv), *wide]
 
     def stacked(*args: Any) -> list[Tensor]:
         i = Inputs(*args)
         qr, kv, *scores = project(i.hidden, i.w_in, layer.widths)
-        return [torch.nn.functional.linear(qr, i.wq_b), kv.contiguous(), *(x for s in scores for x in halves(s))]
+        return [linear(qr, i.wq_b), kv.contiguous(), *(x for s in scores for x in halves(s))]
 
     def halves(x: Tensor) -> list[Tensor]:
         return [half.contiguous() for half in x.chunk(2, dim=-1)]

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from .. import layout
-from ..modules.linear import linear_fp32
+
+
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight^T` with a float32 result."""
+    if x.is_cuda and x.dtype is not torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return torch.nn.functional.linear(x.float(), weight.float())
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
