@@ -20,7 +20,7 @@ from .problem import Only, Prepare, Problem
 COLUMNS = indexer.COLUMNS
 
 _Tiles = Mapping[str, Mapping[str, Any]]
-_COMPRESS = ((1, 4), (1, 8), (8, 4), (16, 4), (16, 8))
+_COMPRESS = ((8, 4), (8, 8), (16, 4), (16, 8), (32, 4))
 _QUERIES = ((4, 1), (8, 2), (16, 4), (16, 2), (32, 4), (64, 8))
 _SCORE = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 5), (64, 4, 7), (64, 8, 3), (32, 4, 3))
 _SELECT = ((4096, 8), (4096, 16), (8192, 16), (8192, 32), (2048, 8))

@@ -87,7 +87,7 @@ def test_entries_are_those_of_the_reference(tokens: int, ratio: int, dim: int, f
     assert_agree(arguments(tokens, ratio, dim, fmt, hadamard))
 
 
-@pytest.mark.parametrize("tile", [(1, 8), (2, 4), (8, 4), (8, 8), (16, 4)])
+@pytest.mark.parametrize("tile", [(8, 4), (8, 8), (16, 4), (32, 8)])
 @pytest.mark.parametrize(
     ("ratio", "dim", "fmt"), [(4, 512, "fp8_ds_mla"), (128, 512, "fp8_ds_mla"), (4, 128, "indexer_fp8")]
 )

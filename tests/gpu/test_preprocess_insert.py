@@ -104,7 +104,7 @@ def test_a_step_is_the_reference(kind: str, tokens: int) -> None:
         {"pooled": 1},
         {"pooled": 64},
         {"parts": 8},
-        {"parts": 4},
+        {"parts": 32},
         {"registers": 255},
     ],
     ids=str,
