@@ -14,7 +14,8 @@ from ..layout import INDEXER_HEAD_DIM, PAGE_LAYOUTS, align_up, byte_pages, cdiv
 from .gpu import FIRST_DEPENDENT, gpu_of
 from .indexer_score import indexer_score_kernel
 from .quant import refuses_fp8
-from .select_topk import ROW_ALIGN, SlotMap, select
+from .select_topk import SlotMap, select
+from .topk_boundary import ROW_ALIGN
 
 WORKSPACE_BYTES = 256 << 20
 KEY_BYTES = 4

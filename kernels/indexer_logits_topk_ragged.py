@@ -14,7 +14,8 @@ from ..layout import INDEXER_HEAD_DIM, align_up, cdiv
 from ..reference.indexer_logits_topk import MAX_LOGITS_BYTES, tokens_that_fit
 from .indexer_score_ragged import indexer_score_ragged_kernel
 from .quant import refuses_fp8
-from .select_topk import ROW_ALIGN, select
+from .select_topk import select
+from .topk_boundary import ROW_ALIGN
 
 PROGRAMS = 1024
 """Scoring programs that fill a GPU: the keys of a block of tokens are split among several while there are fewer."""

@@ -1,21 +1,18 @@
 """Exact selection of the K largest order keys of a row, listed in ascending column order.
 
-The boundary is found by two probes a pass. At least K keys are >= lo and fewer than K are >= hi; each pass counts the
-keys from either probe on, and a probe that counts K ends the search. Keys >= hi are taken, and of those in [lo, hi),
-which are equal by then, the first ones that fit. Columns are written as they are, or as the cache slots that a block
-table has for them.
+Of the boundary that topk_boundary.py finds, keys >= hi are taken, and of those in [lo, hi), which are equal by then,
+the first ones that fit. Columns are written as they are, or as the cache slots that a block table has for them.
 
-A tile of keys stays in registers, as rows of RUN columns that a thread holds: what comes before a column in its row
-needs no other thread, and a row of columns lies in one block. A row of more keys than a tile is selected from in parts,
-a program each; who finds that it is the last selects from what the parts have selected. That holds the K best of the
-row, ties included: the first of equal keys of the row are the first of their part.
+A thread holds rows of RUN columns: what comes before a column in its row needs no other thread, and a row of columns
+lies in one block. A row of more keys than a tile is selected from in parts, a program each; who finds that it is the
+last selects from what the parts have selected. That holds the K best of the row, ties included: the first of equal
+keys of the row are the first of their part.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,133 +20,20 @@ from torch import Tensor
 from ..layout import PAD_INDEX, align_up, cdiv
 from .arrivals import arrival_counters, arrive
 from .global_topk import NO_LEN, map_entries
-from .indexer_score import INVISIBLE, order_key, visible_entries
-from .quant import MAGNITUDE
+from .indexer_score import INVISIBLE, visible_entries
+from .topk_boundary import ROW_ALIGN, bounds, load_tile, tile_columns
 
-ROW_ALIGN = 16
-"""The keys of a row that exist, in memory if not in meaning, are a multiple of this."""
 PAD = tl.constexpr(PAD_INDEX)
-SMOOTH_PASSES = tl.constexpr(12)
-NARROW_EVERY = tl.constexpr(4)
-LAST = tl.constexpr(torch.iinfo(torch.int32).max)
-VECTOR = tl.constexpr(ROW_ALIGN)
 RUN = 4
 """Columns of a row of a tile at most: as many keys as a thread reads at once."""
 
 
 @triton.jit
-def _columns(start, ROWS: tl.constexpr, RUN: tl.constexpr):
-    """int32 `[ROWS, RUN]` columns of the tile at `start`."""
-    return start + tl.arange(0, ROWS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
-
-
-@triton.jit
-def _load_tile(p_row, start, length, ROWS: tl.constexpr, RUN: tl.constexpr):
-    """int32 `[ROWS, RUN]` keys from column `start` on, invisible behind the row."""
-    column = _columns(start, ROWS, RUN)
-    # Whole vectors are read: a row of the workspace is longer than the keys in it. Programs of this launch may have
-    # written them, which the first cache does not see.
-    m_vector = column < tl.cdiv(length, VECTOR) * VECTOR
-    key = tl.load(p_row + column, mask=m_vector, other=INVISIBLE, cache_modifier=".cg")
-    return tl.where(column < length, key, INVISIBLE)
-
-
-@triton.jit
-def _between(key, lo, hi, other):
-    """`key` if it lies between lo and hi, else `other`."""
-    return tl.where((key > lo) & (key < hi), key, other)
-
-
-@triton.jit
-def _probes(lo, hi, from_lo, from_hi, passes, K: tl.constexpr):
-    """Two keys between lo and hi, from which on there are `from_lo` and `from_hi` keys; the smaller one first.
-
-    At first those of the mean of their logits, and of the logit where a straight line through both counts has K: the
-    latter comes near the boundary of smooth data soon, the former narrows what is not straight. Later both are the mean
-    of the keys, which ends the search after 32 more passes whatever the data.
-    """
-    # The mean of two integers whose sum may not fit.
-    of_keys = (lo & hi) + ((lo ^ hi) >> 1)
-    low, high = _logit(lo), _logit(hi)
-    mean = _between(order_key(0.5 * low + 0.5 * high), lo, hi, of_keys)
-    share = ((from_lo - K).to(tl.float32) + 0.5) / (from_lo - from_hi).to(tl.float32)
-    straight = _between(order_key(low + (high - low) * share), lo, hi, mean)
-    smooth = passes < SMOOTH_PASSES
-    return (
-        tl.where(smooth, tl.minimum(mean, straight), of_keys),
-        tl.where(smooth, tl.maximum(mean, straight), of_keys),
-    )
-
-
-@triton.jit
-def _logit(key):
-    """float32 logit of an order key; NaN for keys that belong to none."""
-    return (key ^ ((key >> 31) & MAGNITUDE)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _narrow(p_row, head, length, lo, hi, ROWS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr):
-    """Bounds as tight as the keys between them allow: the smallest key >= lo, and one more than the largest < hi."""
-    TILE: tl.constexpr = ROWS * RUN
-    column = _columns(0, ROWS, RUN)
-    smallest = tl.where((head >= lo) & (column < length), head, LAST)
-    largest = tl.where(head < hi, head, INVISIBLE)
-    if TILES > 1:
-        for start in range(TILE, length, TILE):
-            key = _load_tile(p_row, start, length, ROWS, RUN)
-            smallest = tl.minimum(smallest, tl.where((key >= lo) & (start + column < length), key, LAST))
-            largest = tl.maximum(largest, tl.where(key < hi, key, INVISIBLE))
-    return tl.min(smallest), tl.max(largest) + 1
-
-
-@triton.jit
-def _count(
-    p_row, head, length, first, second,
-    ROWS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, WORD: tl.constexpr,
-):  # fmt: skip
-    """How many keys are >= first, and how many are >= second. A half of a WORD holds either."""
-    TILE: tl.constexpr = ROWS * RUN
-    HALF: tl.constexpr = WORD.primitive_bitwidth // 2
-    hits = ((head >= first).to(WORD) << HALF) + (head >= second).to(WORD)
-    if TILES > 1:
-        for start in range(TILE, length, TILE):
-            key = _load_tile(p_row, start, length, ROWS, RUN)
-            hits += ((key >= first).to(WORD) << HALF) + (key >= second).to(WORD)
-    both = tl.sum(hits)
-    return (both >> HALF).to(tl.int32), (both & ((1 << HALF) - 1)).to(tl.int32)
-
-
-@triton.jit
-def _boundary(
-    p_row, head, length,
-    K: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, WORD: tl.constexpr,
-):  # fmt: skip
-    """lo, hi and the number of keys >= hi for a row of more than K columns in at most TILES tiles, `head` the first."""
-    lo, hi = _narrow(p_row, head, length, INVISIBLE, LAST, ROWS, RUN, TILES)
-    from_lo, from_hi, passes = tl.zeros_like(lo) + length, tl.zeros_like(lo), tl.zeros_like(lo)
-    while (hi - lo != 1) & (from_hi != K):
-        first, second = _probes(lo, hi, from_lo, from_hi, passes, K)
-        from_first, from_second = _count(p_row, head, length, first, second, ROWS, RUN, TILES, WORD)
-        # Of two probes that both bound the boundary from one side, the nearer one does.
-        fits, both_fit = from_second <= K, from_first <= K
-        hi = tl.where(both_fit, first, tl.where(fits, second, hi))
-        from_hi = tl.where(both_fit, from_first, tl.where(fits, from_second, from_hi))
-        fills, both_fill = from_first >= K, from_second >= K
-        lo = tl.where(both_fill, second, tl.where(fills, first, lo))
-        from_lo = tl.where(both_fill, from_second, tl.where(fills, from_first, from_lo))
-        passes += 1
-        # A long search may be one between few keys, all equal perhaps.
-        if (passes >= SMOOTH_PASSES) & (passes % NARROW_EVERY == 0) & (from_hi != K):
-            lo, hi = _narrow(p_row, head, length, lo, hi, ROWS, RUN, TILES)
-    return lo, hi, from_hi
-
-
-@triton.jit
 def _rank(hits):
-    """For int32 `hits` `[ROWS, RUN]`, 0 or 1, how many come before each of them, and how many there are."""
+    """For int32 `hits` `[ROWS, RUN]`, 0 or 1, how many come before each of them, and how many there are in each row."""
     upto, of_row = tl.cumsum(hits, axis=1), tl.sum(hits, axis=1)
     before_row = tl.cumsum(of_row, axis=0) - of_row
-    return before_row[:, None] + upto - hits, tl.sum(of_row)
+    return before_row[:, None] + upto - hits, of_row
 
 
 @triton.jit
@@ -162,21 +46,10 @@ def _choose(key, lo, hi, room, equal):
     # Rare: the search ends as soon as the keys >= hi are K.
     if equal < room:
         is_equal = (key >= lo) & (key < hi)
-        rank, count = _rank(is_equal.to(tl.int32))
+        rank, of_row = _rank(is_equal.to(tl.int32))
         takes |= is_equal & (equal + rank < room)
-        equal += count
+        equal += tl.sum(of_row)
     return takes, equal
-
-
-@triton.jit
-def _bounds(p_row, head, length, K: tl.constexpr, ROWS, RUN: tl.constexpr, TILES: tl.constexpr, WORD: tl.constexpr):
-    """lo, hi and how many keys in [lo, hi) fit, for a row of any length."""
-    # A context that fits is taken whole, but for what is not visible.
-    lo, hi, above = tl.full((), INVISIBLE, tl.int32), tl.full((), INVISIBLE + 1, tl.int32), tl.full((), K, tl.int32)
-    if length > K:
-        lo, hi, above = _boundary(p_row, head, length, K, ROWS, RUN, TILES, WORD)
-    # Invisible columns never fill the row.
-    return lo, hi, tl.where(lo == INVISIBLE, 0, K - above)
 
 
 @triton.jit
@@ -197,19 +70,19 @@ def _join(
     PAGE: tl.constexpr,
 ):  # fmt: skip
     """Select from the `length` best of the parts. Gives how many are taken, and how many of them have slots."""
-    head = _load_tile(p_best, 0, length, ROWS, RUN)
-    lo, hi, room = _bounds(p_best, head, length, K, ROWS, RUN, TILES, WORD)
+    head = load_tile(p_best, 0, length, ROWS, RUN)
+    lo, hi, room = bounds(p_best, head, length, K, ROWS, RUN, TILES, WORD)
     taken, equal, mapped = tl.zeros_like(lo), tl.zeros_like(lo), tl.zeros_like(lo)
     for start in range(0, length, ROWS * RUN):
-        key = _load_tile(p_best, start, length, ROWS, RUN)
+        key = load_tile(p_best, start, length, ROWS, RUN)
         takes, equal = _choose(key, lo, hi, room, equal)
-        place, count = _rank(takes.to(tl.int32))
-        value = tl.load(p_best_columns + _columns(start, ROWS, RUN), mask=takes, other=0, cache_modifier=".cg")
+        place, of_row = _rank(takes.to(tl.int32))
+        value = tl.load(p_best_columns + tile_columns(start, ROWS, RUN), mask=takes, other=0, cache_modifier=".cg")
         if PAGE > 0:
             value, live = map_entries(p_map, map_stride, map_columns, value, takes, PAGE)
             mapped += tl.sum(live.to(tl.int32))
         tl.store(p_selected + taken + place, value, mask=takes)
-        taken += count
+        taken += tl.sum(of_row)
     return taken, mapped
 
 
@@ -272,21 +145,23 @@ def select_topk_kernel(
             p_out + token * K,
         )
         p_count, p_valid = p_counts + token, p_is_valid + token * valid_stride
-        key = _load_tile(p_row, 0, own, ROWS, RUN)
-        lo, hi, room = _bounds(p_row, key, own, K, ROWS, RUN, 1, WORD)
+        key = load_tile(p_row, 0, own, ROWS, RUN)
+        lo, hi, room = bounds(p_row, key, own, K, ROWS, RUN, 1, WORD)
         takes, _ = _choose(key, lo, hi, room, tl.zeros_like(room))
-        place, taken = _rank(takes.to(tl.int32))
+        place, of_row = _rank(takes.to(tl.int32))
+        # Those that have slots in the upper half of the word.
+        both = tl.sum(tl.where(live, of_row * ((1 << 16) + 1), of_row))
+        taken, mapped = both & ((1 << 16) - 1), both >> 16
         if PARTS == 1 or parts == 1:
-            value, mapped = _columns(0, ROWS, RUN), tl.zeros_like(taken)
+            value = tile_columns(0, ROWS, RUN)
             if PAGE > 0:
                 value = tl.where(live[:, None], slot[:, None] + tl.arange(0, RUN)[None, :], PAD)
-                mapped = tl.sum((takes & live[:, None]).to(tl.int32))
             tl.store(p_selected + place, value, mask=takes)
             _finish(p_selected, p_count, p_valid, taken, mapped, K, PADDED_K, PAGE)
         else:
             p_token_best, p_token_columns = p_best + token * best_stride, p_best_columns + token * best_stride
             tl.store(p_token_best + part * K + place, key, mask=takes)
-            tl.store(p_token_columns + part * K + place, _columns(start, ROWS, RUN), mask=takes)
+            tl.store(p_token_columns + part * K + place, tile_columns(start, ROWS, RUN), mask=takes)
             o_k = tl.arange(0, PADDED_K)
             tl.store(p_token_best + part * K + o_k, INVISIBLE, mask=(o_k >= taken) & (o_k < K))
             if arrive(p_arrived + token) == parts - 1:

@@ -45,6 +45,11 @@ def test_every_part_of_a_row_that_stays_in_registers() -> None:
         assert all(map(torch.equal, kernel.indexer_topk_slots(*args, select_tile=tile), expected(args)))
 
 
+def test_more_best_of_parts_than_two_counts_in_a_word_hold() -> None:
+    args = arguments("indexer_fp8", 20, 1024, columns=1100)
+    assert all(map(torch.equal, kernel.indexer_topk_slots(*args, select_tile=(1024, 4)), expected(args)))
+
+
 def test_seventy_thousand_tokens() -> None:
     args = arguments("indexer_fp8", 70_000, 8, columns=3)
     assert all(map(torch.equal, kernel.indexer_topk_slots(*args), expected(args)))
