@@ -70,19 +70,19 @@ def _slots(p_row, o_column, end, capacity):
 
 
 @gluon.jit
-def _fetch(p_words, p_scales, page_chunks, slot, LOG_PAGE: gl.constexpr):
+def fetch_keys(p_words, p_scales, page_chunks, slot, log_page):
     """What is stored at `slot`: words of codes `[FETCH, 8, 16]`, the last tile empty; of rope `[FETCH, 32]`; scales.
 
     Where `slot` is -1 the rope is zero and the rest is the first key's. Codes are finite whatever their bits are, so
     that a factor of zero clears them, and no register has to be zeroed in front of a load.
     """
-    PAGE: gl.constexpr = 1 << LOG_PAGE
     tile = gl.expand_dims(gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0), 2)
     o_word = gl.expand_dims(gl.expand_dims(gl.arange(0, TILE_WORDS, gl.SliceLayout(0, gl.SliceLayout(1, WORDS))), 0), 1)
     live = slot >= 0
     safe = gl.where(live, slot, 0)
-    page = (safe >> LOG_PAGE).to(gl.int64)
-    offset = safe & (PAGE - 1)
+    page = (safe >> log_page).to(gl.int64)
+    size = 1 << log_page
+    offset = safe & (size - 1)
     row = page * (page_chunks * 4) + offset * ROW_WORDS
     p_codes = p_words + (gl.expand_dims(gl.expand_dims(row, 1), 2) + o_word)
     codes = gl.load(p_codes + tile * TILE_WORDS, mask=tile < TILES, other=0)
@@ -91,13 +91,13 @@ def _fetch(p_words, p_scales, page_chunks, slot, LOG_PAGE: gl.constexpr):
     o_rope = gl.expand_dims(gl.arange(0, ROPE_WORDS, gl.SliceLayout(0, ROPES)), 0)
     rope = gl.load(p_words + (rope_row + o_rope + ROPE_WORD), mask=m_rope, other=0)
     # A key's scales are one number: taking a vector of bytes apart would wait for the load here.
-    scales = gl.load(p_scales + (page * (page_chunks * 2) + (PAGE * SCALES_PER_ROW + offset)))
+    scales = gl.load(p_scales + (page * (page_chunks * 2) + (size * SCALES_PER_ROW + offset)))
     return codes, rope, scales
 
 
 @gluon.jit
-def _dequantized(codes, rope, scales, live, WIDE: gl.constexpr):
-    """Words of bfloat16 pairs `[FETCH, 256]` from what `_fetch` loaded; see kv_load.py for the arithmetic."""
+def dequantize_keys(codes, rope, scales, live, WIDE: gl.constexpr):
+    """Words of bfloat16 pairs `[FETCH, 256]` from what `fetch_keys` loaded; see kv_load.py for the arithmetic."""
     tile = gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0)
     byte = (gl.expand_dims(scales, 1) >> (tile * 8).to(gl.int64)).to(gl.int32) & 255
     both = gl.expand_dims(gl.where(live, BOTH, 0), 1)
@@ -146,7 +146,7 @@ def produce_keys(
     if end > begin:
         slot = _slots(p_row, begin * BLOCK_N, length, capacity)
         next_slot = _slots(p_row, begin * BLOCK_N + FETCH, length, capacity)
-        codes, rope, scales = _fetch(p_words, p_scales, page_chunks, slot, LOG_PAGE)
+        codes, rope, scales = fetch_keys(p_words, p_scales, page_chunks, slot, LOG_PAGE)
         for block in range(begin, end):
             number = block + shift
             buffer = number % BUFFERS
@@ -155,9 +155,9 @@ def produce_keys(
                 now_slot = slot
                 slot = next_slot
                 # The next keys are on their way while these are dequantised.
-                codes, rope, scales = _fetch(p_words, p_scales, page_chunks, slot, LOG_PAGE)
+                codes, rope, scales = fetch_keys(p_words, p_scales, page_chunks, slot, LOG_PAGE)
                 next_slot = _slots(p_row, block * BLOCK_N + (part + 2) * FETCH, length, capacity)
-                pairs = _dequantized(now_codes, now_rope, now_scales, now_slot >= 0, WIDE)
+                pairs = dequantize_keys(now_codes, now_rope, now_scales, now_slot >= 0, WIDE)
                 if part == 0:
                     mbarrier.wait(free.index(buffer), ((number // BUFFERS) & 1) ^ 1)
                 words.index(buffer).slice(part * FETCH, FETCH, 0).store(pairs)

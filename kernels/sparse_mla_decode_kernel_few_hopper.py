@@ -27,24 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from .. import layout
 from .attention_rows_hopper import HALF, D, load_few_queries, store_half
-from .kv_load_hopper import (
-    _WORDS,
-    BOTH,
-    EXPONENT,
-    FETCH,
-    LAST_BYTE,
-    ROW_WORDS,
-    SCALES_PER_ROW,
-    SLOTS,
-    SWIZZLED_WORDS,
-    TILE_WORDS,
-    TILES,
-    UE8M0_BIAS,
-    WORDS,
-    _scaled_codes,
-    _times,
-    thread_barrier,
-)
+from .kv_load_hopper import FETCH, SLOTS, SWIZZLED_WORDS, dequantize_keys, fetch_keys, thread_barrier
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
 
@@ -54,9 +37,7 @@ BLOCK_N = gl.constexpr(KEYS)
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
 KEY_WORDS = gl.constexpr(layout.HEAD_DIM // 2)
-ROPE_PAIRS = gl.constexpr(layout.NOPE_DIM // 8)  # first pair of words of the rotated dims in a row
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-PAIR_ROWS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(1, _WORDS)))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -65,13 +46,13 @@ def _cache_of(source0, source1, blocks0, block):
     """Of the caches `source0` and `source1` the one that `block` belongs to, and the block's first column there."""
     first = block < blocks0
     p_words = gl.where(first, source0[0], source1[0])
-    p_pairs = gl.where(first, source0[1], source1[1])
+    p_scales = gl.where(first, source0[1], source1[1])
     chunks = gl.where(first, source0[2], source1[2])
     p_row = gl.where(first, source0[3], source1[3])
     length = gl.where(first, source0[4], source1[4])
     capacity = gl.where(first, source0[5], source1[5])
     log_page = gl.where(first, source0[6], source1[6])
-    return p_words, p_pairs, chunks, p_row, length, capacity, log_page, (block - gl.where(first, 0, blocks0)) * BLOCK_N
+    return p_words, p_scales, chunks, p_row, length, capacity, log_page, (block - gl.where(first, 0, blocks0)) * BLOCK_N
 
 
 @gluon.jit
@@ -86,65 +67,22 @@ def _slots(source0, source1, blocks0, block, end, SIDE: gl.constexpr):
 
 @gluon.jit
 def _fetch(source0, source1, blocks0, block, end, slot):
-    """What is stored at `slot` of the cache of `block`: words of codes `[FETCH, 8, 16]`, the last tile empty; of rope,
-    in pairs, `[FETCH, 16]`; scales.
-
-    Where `slot` is -1 the rope is zero and the rest is the first key's. Codes are finite whatever their bits are, so
-    that a factor of zero clears them.
-    """
-    p_words, p_pairs, chunks, _, _, _, log_page, _ = _cache_of(source0, source1, blocks0, gl.minimum(block, end - 1))
-    tile = gl.expand_dims(gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0), 2)
-    o_word = gl.arange(0, TILE_WORDS, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
-    live = slot >= 0
-    safe = gl.where(live, slot, 0)
-    page = (safe >> log_page).to(gl.int64)
-    size = 1 << log_page
-    offset = safe & (size - 1)
-    row = page * (chunks * 4) + offset * ROW_WORDS
-    p_codes = p_words + (gl.expand_dims(gl.expand_dims(row, 1), 2) + gl.expand_dims(gl.expand_dims(o_word, 0), 1))
-    codes = gl.load(p_codes + tile * TILE_WORDS, mask=tile < TILES, other=0)
-    # The same threads hold the same keys: these conversions move nothing.
-    pair = gl.convert_layout(page * (chunks * 2) + offset * (ROW_WORDS // 2) + ROPE_PAIRS, PAIR_ROWS)
-    m_pair = gl.expand_dims(gl.convert_layout(live, PAIR_ROWS), 1)
-    rope = gl.load(p_pairs + (gl.expand_dims(pair, 1) + gl.expand_dims(o_word, 0)), mask=m_pair, other=0)
-    scales = gl.load(p_pairs + (page * (chunks * 2) + (size * SCALES_PER_ROW + offset)))
-    return codes, rope, scales
-
-
-@gluon.jit
-def _dequantized(codes, rope, scales, live, WIDE: gl.constexpr):
-    """Words of bfloat16 pairs `[FETCH, 256]` from what `_fetch` loaded; see kv_load.py for the arithmetic."""
-    tile = gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0)
-    byte = (gl.expand_dims(scales, 1) >> (tile * 8).to(gl.int64)).to(gl.int32) & 255
-    both = gl.expand_dims(gl.where(live, BOTH, 0), 1)
-    if WIDE:
-        factor = (gl.minimum(byte, LAST_BYTE) + EXPONENT) * both
-    else:
-        factor = gl.minimum(byte + EXPONENT, 255) * both
-    factor, _ = gl.broadcast(gl.expand_dims(factor, 2), codes)
-    low, high = _scaled_codes(codes, factor)
-    if WIDE:
-        rest = (gl.maximum(byte, LAST_BYTE) + (UE8M0_BIAS - LAST_BYTE)) * BOTH
-        rest, _ = gl.broadcast(gl.expand_dims(rest, 2), codes)
-        low, high = _times(low, rest), _times(high, rest)
-    is_rope = gl.expand_dims(tile, 2) == TILES
-    rope = gl.expand_dims(rope, 1)
-    low = gl.where(is_rope, rope.to(gl.int32), low)
-    high = gl.where(is_rope, (rope >> 32).to(gl.int32), high)
-    return gl.reshape(gl.join(low, high), [FETCH, KEY_WORDS])
+    """`fetch_keys` from the cache of `block`, with its stand-in as `_slots`."""
+    p_words, p_scales, chunks, _, _, _, log_page, _ = _cache_of(source0, source1, blocks0, gl.minimum(block, end - 1))
+    return fetch_keys(p_words, p_scales, chunks, slot, log_page)
 
 
 @gluon.jit
 def _producer(
-    p_words0, p_pairs0, chunks0, p_row0, length0, capacity0, p_words1, p_pairs1, chunks1, p_row1, length1, capacity1,
+    p_words0, p_scales0, chunks0, p_row0, length0, capacity0, p_words1, p_scales1, chunks1, p_row1, length1, capacity1,
     blocks0, begin, end, keys, lives, ready, free,
     LOG_PAGE0: gl.constexpr, LOG_PAGE1: gl.constexpr, WIDE: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """The second or the third warpgroup: the first or the second half of every block."""
     BUFFERS: gl.constexpr = keys.shape[0]
     words = keys._reinterpret(gl.int32, [BUFFERS, BLOCK_N, KEY_WORDS], SWIZZLED_WORDS)
-    source0 = p_words0, p_pairs0, chunks0, p_row0, length0, capacity0, LOG_PAGE0
-    source1 = p_words1, p_pairs1, chunks1, p_row1, length1, capacity1, LOG_PAGE1
+    source0 = p_words0, p_scales0, chunks0, p_row0, length0, capacity0, LOG_PAGE0
+    source1 = p_words1, p_scales1, chunks1, p_row1, length1, capacity1, LOG_PAGE1
     if end > begin:
         slot = _slots(source0, source1, blocks0, begin, end, SIDE)
         next_slot = _slots(source0, source1, blocks0, begin + 1, end, SIDE)
@@ -157,7 +95,7 @@ def _producer(
             # The next keys are on their way while these are dequantised.
             codes, rope, scales = _fetch(source0, source1, blocks0, block + 1, end, slot)
             next_slot = _slots(source0, source1, blocks0, block + 2, end, SIDE)
-            pairs = _dequantized(now_codes, now_rope, now_scales, now_slot >= 0, WIDE)
+            pairs = dequantize_keys(now_codes, now_rope, now_scales, now_slot >= 0, WIDE)
             mbarrier.wait(free.index(buffer), ((number // BUFFERS) & 1) ^ 1)
             words.index(buffer).slice(SIDE * FETCH, FETCH, 0).store(pairs)
             lives.index(buffer).slice(SIDE * FETCH, FETCH, 0).store(gl.where(now_slot >= 0, 1.0, 0.0))
@@ -274,11 +212,11 @@ def sparse_mla_decode_few_hopper_kernel(
     p_scale,  # of e4m3, see attention_rows_hopper.store_rows
     p_q,  # [T, H, 512] bfloat16
     p_words0,  # [P, page_bytes / 4] int32
-    p_pairs0,  # [P, page_bytes / 8] int64, the same memory
+    p_scales0,  # [P, page_bytes / 8] int64, the same memory
     p_indices0,  # [T, W] int
     p_lens0,  # [T] int
     p_words1,
-    p_pairs1,
+    p_scales1,
     p_indices1,  # [T, K] int
     p_lens1,
     p_sink,  # [H] float32 or None
@@ -371,10 +309,10 @@ def sparse_mla_decode_few_hopper_kernel(
         (_consumer, (p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_lse, p_scale, tokens,
                      padded_tokens, token, head, heads, scale, end - begin, q_tile, keys, weights_tile, lives,
                      ready, free, SPLIT, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED)),
-        (_producer, (p_words0, p_pairs0, page_chunks0, p_row0, length0, capacity0, p_words1, p_pairs1, page_chunks1,
+        (_producer, (p_words0, p_scales0, page_chunks0, p_row0, length0, capacity0, p_words1, p_scales1, page_chunks1,
                      p_row1, length1, capacity1, blocks0, begin, end, keys, lives, ready, free,
                      LOG_PAGE0, LOG_PAGE1, WIDE, 0)),
-        (_producer, (p_words0, p_pairs0, page_chunks0, p_row0, length0, capacity0, p_words1, p_pairs1, page_chunks1,
+        (_producer, (p_words0, p_scales0, page_chunks0, p_row0, length0, capacity0, p_words1, p_scales1, page_chunks1,
                      p_row1, length1, capacity1, blocks0, begin, end, keys, lives, ready, free,
                      LOG_PAGE0, LOG_PAGE1, WIDE, 1)),
     ], [4, 4], [PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
