@@ -20,7 +20,8 @@ from .topk_boundary import ROW_ALIGN
 WORKSPACE_BYTES = 256 << 20
 KEY_BYTES = 4
 PROGRAMS = 512
-"""Scoring programs that fill a GPU: a token's context is split among several of them while there are fewer tokens."""
+"""Scoring programs, of which an H200 runs 528 at a time: a token's context is split among several of them while there
+are fewer tokens."""
 SCORE_TILE = (64, 4, 5)
 """Entries of a tile at most, warps, and stages of the loop over tiles."""
 SMALLEST_TILE = 16

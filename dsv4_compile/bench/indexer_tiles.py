@@ -23,13 +23,13 @@ _Tiles = Mapping[str, Mapping[str, Any]]
 _COMPRESS = ((8, 4), (8, 8), (16, 4), (16, 8), (32, 4))
 _QUERIES = ((4, 1), (8, 2), (16, 4), (16, 2), (32, 4), (64, 8))
 _SCORE = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 5), (64, 4, 7), (64, 8, 3), (32, 4, 3))
-_SELECT = ((4096, 8), (4096, 16), (8192, 16), (8192, 32), (2048, 8))
+_SELECT = ((4096, 8), (4096, 4), (4096, 16), (8192, 16), (2048, 8))
 TILES: Mapping[str, _Tiles] = {
     "compress_norm_rope_insert": {f"p{p} w{w}": {"tile": (p, w)} for p, w in _COMPRESS},
     "indexer_q_rope_quant": {f"h{h} w{w}": {"tile": (h, w)} for h, w in _QUERIES},
     "indexer_logits_topk": {
         **{f"e{e} w{w} s{s}": {"score_tile": (e, w, s)} for e, w, s in _SCORE},
-        **{f"p{p}": {"programs": p} for p in (256, 512, 2048, 4096)},
+        **{f"p{p}": {"programs": p} for p in (256, 512, 1024, 2048)},
         **{f"t{t} w{w}": {"select_tile": (t, w)} for t, w in _SELECT},
     },
 }
