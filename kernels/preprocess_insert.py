@@ -27,6 +27,8 @@ MAX_LATENT = 4096
 """Longest row of qr: a chunk of them stays in the registers of one program."""
 SAVED = 8192
 """Elements of states that a program saves: 32 KiB."""
+SHARES = 5
+"""Most jobs that a token has beside its pools: one program each."""
 REGISTERS = 128
 """Four programs of four warps on a multiprocessor."""
 
@@ -35,11 +37,13 @@ class Tile(NamedTuple):
     """How the work is cut.
 
     `tokens` that a program norms, inserts or saves; `pooled`, among which it looks for closed groups; `parts` of the
-    main entries' channels, a program each; `warps` of a program. Powers of two. `registers`: most of a thread on NVIDIA
-    GPUs; what more does for the pools it undoes by leaving less room for programs.
+    main entries' channels, a program each; `warps` of a program. Powers of two. `shares`: programs that divide norm,
+    insert and saves of `tokens` among them, at most one each. `registers`: most of a thread on NVIDIA GPUs; what more
+    does for the pools it undoes by leaving less room for programs.
     """
 
     tokens: int
+    shares: int
     pooled: int
     parts: int
     warps: int
@@ -49,9 +53,9 @@ class Tile(NamedTuple):
 def tile(tokens: int, ratio: int, dim: int) -> Tile:
     """The cut for a step of `tokens`. Only `pooled` depends on the step, and no result does."""
     if ratio == 0:
-        return Tile(4, 4, 1, 4, REGISTERS)
+        return Tile(4, SHARES, 4, 1, 4, REGISTERS)
     main = cut_of(tokens, ratio, dim)
-    return Tile(4, main.tokens, main.parts, main.warps, REGISTERS)
+    return Tile(4, SHARES, main.tokens, main.parts, main.warps, REGISTERS)
 
 
 def _pages(cache: Tensor, fmt: str, block_size: int) -> Tensor:
@@ -159,7 +163,8 @@ def preprocess_insert(
     chunk = cut.tokens if main is None else max(cut.tokens, cut.pooled)
     pools = chunk // cut.pooled
     main_pools, key_pools = 0 if main is None else pools * cut.parts, 0 if keys is None else pools
-    jobs = main_pools + key_pools + chunk // cut.tokens * (2 + main_saves + key_saves)
+    shares = min(cut.shares, 2 + main_saves + key_saves)
+    jobs = main_pools + key_pools + chunk // cut.tokens * shares
     pooled = arrived = None
     if main is not None and cut.parts > 1:
         pooled = torch.empty((main_sizes[0], main_dim), dtype=torch.float32, device=qr.device)
@@ -214,6 +219,7 @@ def preprocess_insert(
         ROPE=cos_sin_cache.shape[1],
         CHUNK=chunk,
         TOKENS=cut.tokens,
+        SHARES=shares,
         POOL_TOKENS=cut.pooled,
         ROWS=window_rows(ratio) if ratio else 1,
         MAIN_POOLS=main_pools,

@@ -109,6 +109,7 @@ def preprocess_insert_kernel(
     ROPE: tl.constexpr,
     CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
+    SHARES: tl.constexpr,
     POOL_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     MAIN_POOLS: tl.constexpr,
@@ -121,8 +122,8 @@ def preprocess_insert_kernel(
 ):
     """Programs [c * J, (c + 1) * J) do the J jobs of tokens [c * CHUNK, (c + 1) * CHUNK)."""
     POOLS: tl.constexpr = MAIN_POOLS + KEY_POOLS
-    SHARE: tl.constexpr = 2 + MAIN_SAVES + KEY_SAVES
-    JOBS: tl.constexpr = POOLS + CHUNK // TOKENS * SHARE
+    KINDS: tl.constexpr = 2 + MAIN_SAVES + KEY_SAVES
+    JOBS: tl.constexpr = POOLS + CHUNK // TOKENS * SHARES
     first, job = tl.program_id(0) // JOBS * CHUNK, tl.program_id(0) % JOBS
     if job < MAIN_POOLS:
         if main is not None:
@@ -141,27 +142,28 @@ def preprocess_insert_kernel(
                 POOL_TOKENS, 1, ROWS, KEY_D, ROPE,
             )  # fmt: skip
     else:
-        few, kind = first // TOKENS + (job - POOLS) // SHARE, (job - POOLS) % SHARE
+        few, share = first // TOKENS + (job - POOLS) // SHARES, (job - POOLS) % SHARES
         token = few.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-        if kind == 0:
-            norm_rows(
-                token, token < tokens, p_q_out, p_qr, p_q_weight, qr_strides, q_weight_stride, eps, Q_SIZE, Q_BLOCK
-            )
-        elif kind == 1:
-            insert_rows(
-                few, p_window, p_kv, p_kv_weight, p_window_slots, p_positions, p_cos_sin, p_kv_scale, eps,
-                window_strides, kv_strides, kv_weight_stride, window_slot_stride, position_stride, cos_sin_strides,
-                inserted, window_slots, max_pos, FORMAT, WINDOW_BLOCK, TOKENS, D, ROPE,
-            )  # fmt: skip
-        elif kind < 2 + MAIN_SAVES:
-            if main is not None:
-                _save_job(
-                    kind - 2, token, main, main_strides, p_positions, position_stride, main_tokens, main_pages,
-                    STATE_BLOCK, RATIO, GROUPS * MAIN_D, MAIN_PIECE,
-                )  # fmt: skip
-        else:
-            if keys is not None:
-                _save_job(
-                    kind - 2 - MAIN_SAVES, token, keys, key_strides, p_positions, position_stride, key_tokens,
-                    key_pages, STATE_BLOCK, RATIO, GROUPS * KEY_D, KEY_PIECE,
-                )  # fmt: skip
+        for kind in tl.static_range(KINDS):
+            if share == kind % SHARES:
+                if kind == 0:
+                    norm_rows(
+                        token, token < tokens, p_q_out, p_qr, p_q_weight, qr_strides, q_weight_stride, eps, Q_SIZE,
+                        Q_BLOCK,
+                    )  # fmt: skip
+                elif kind == 1:
+                    insert_rows(
+                        few, p_window, p_kv, p_kv_weight, p_window_slots, p_positions, p_cos_sin, p_kv_scale, eps,
+                        window_strides, kv_strides, kv_weight_stride, window_slot_stride, position_stride,
+                        cos_sin_strides, inserted, window_slots, max_pos, FORMAT, WINDOW_BLOCK, TOKENS, D, ROPE,
+                    )  # fmt: skip
+                elif kind < 2 + MAIN_SAVES:
+                    _save_job(
+                        kind - 2, token, main, main_strides, p_positions, position_stride, main_tokens, main_pages,
+                        STATE_BLOCK, RATIO, GROUPS * MAIN_D, MAIN_PIECE,
+                    )  # fmt: skip
+                else:
+                    _save_job(
+                        kind - 2 - MAIN_SAVES, token, keys, key_strides, p_positions, position_stride, key_tokens,
+                        key_pages, STATE_BLOCK, RATIO, GROUPS * KEY_D, KEY_PIECE,
+                    )  # fmt: skip

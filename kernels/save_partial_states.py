@@ -32,7 +32,7 @@ def save_rows(
     slot = tl.load(p_slots + token * slot_stride, mask=exists, other=-1)
     place = place_in_group(tl.load(p_positions + token * position_stride, mask=exists, other=0), RATIO)
     live = (slot >= 0) & (slot < num_slots)
-    o_c = piece.to(tl.int64) * PIECE + tl.arange(0, PIECE)[None, :]
+    o_c = piece * PIECE + tl.arange(0, PIECE)[None, :].to(tl.int64)
     # [N, PIECE]. Rows without a slot are read too: a row that waits for its slot waits for memory twice.
     mask = exists[:, None] & (o_c < 2 * WIDTH)
     x = tl.load(p_kv_score + token[:, None] * kv_score_strides[0] + o_c * kv_score_strides[1], mask=mask)

@@ -106,6 +106,8 @@ def test_a_step_is_the_reference(kind: str, tokens: int) -> None:
         {"parts": 8},
         {"parts": 32},
         {"registers": 255},
+        {"shares": 1},
+        {"shares": 2},
     ],
     ids=str,
 )

@@ -161,7 +161,7 @@ def test_one_launch_does_what_the_separate_launches_and_the_reference_do(kind: s
     assert_reference(arguments)
 
 
-CUTS = [{"tokens": 8, "pooled": 16}, {"tokens": 16, "pooled": 2, "parts": 2}]
+CUTS = [{"tokens": 8, "pooled": 16, "shares": 1}, {"tokens": 16, "shares": 2, "pooled": 2, "parts": 2}]
 
 
 @interpreted
