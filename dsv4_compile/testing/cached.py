@@ -22,10 +22,20 @@ are stored as bfloat16, one in 10,000 is a tie, and of those that are rounded on
 `fp8_ds_mla` that makes 1.6e-5."""
 FEW_TIES = 4
 """So many may always be: in a small cache one tie is more than the share."""
+CANCELLED = 2.0**-16
+"""A rotation may leave next to nothing of a pair of values; then the float32 error of the pair is many steps of what
+is left: so much of the pair's size passes, 2^8 ulp of float32."""
 
 
 def assert_cached(
-    got: Tensor, want: Tensor, cache_format: str, block_size: int, *, transformed: bool = False, label: str = "cache"
+    got: Tensor,
+    want: Tensor,
+    cache_format: str,
+    block_size: int,
+    *,
+    transformed: bool = False,
+    pooled: int = 1,
+    label: str = "cache",
 ) -> int:
     """Fail unless scales are equal and so are values, but for a few that are one step of the format apart.
 
@@ -33,6 +43,8 @@ def assert_cached(
         got, want: caches of a format that quantises, on one device; rows that are all zero count as not stored.
         transformed: keys have gone through a Hadamard transform. A tie in front of it shifts all that comes out, by
             little, which for values near zero may be several steps: 2^-8 of the root mean square of a row passes.
+        pooled: rows that an entry is the weighted sum of. Terms of both signs cancel to one in sqrt(pooled) of their
+            size, while the errors of the sum stay those of its terms: so much larger is the share of ties.
     Returns:
         How many values differ.
     """
@@ -47,13 +59,17 @@ def assert_cached(
         if transformed:
             ours, theirs = (kv_format.load_indexer(x, cache_format, block_size, slots) for x in (got, want))
             apart = apart.masked_fill((ours - theirs).abs() <= 2.0**-8 * theirs.square().mean(-1, True).sqrt(), 0)
+        if name == "bfloat16":
+            ours, theirs = (_rotated(x, cache_format, block_size, slots).float() for x in (got, want))
+            pair = theirs.unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, dim=-1)
+            apart = apart.masked_fill((ours - theirs).abs() <= CANCELLED * pair, 0)
         if (apart > 1).any():
             raise AssertionError(f"{label}: {int((apart > 1).sum())} values are up to {int(apart.max())} steps apart")
         ties += int((a != b).sum())
         stored |= b.any(-1)
     rows, page = int(stored.sum()), PAGE_LAYOUTS.get(cache_format)
     row_bytes = want.shape[-1] if page is None else page.data + page.scale
-    if ties > max(FEW_TIES, TIES * rows * row_bytes):
+    if ties > max(FEW_TIES, TIES * pooled**0.5 * rows * row_bytes):
         raise AssertionError(f"{label}: {ties} values of {rows} rows of {row_bytes} bytes differ")
     return ties
 
@@ -66,13 +82,19 @@ def _parts(cache: Tensor, cache_format: str, block_size: int, slots: Tensor) -> 
     data, scale = paging.read_bytes(cache, cache_format, block_size, slots)
     if cache_format == "fp8_ds_mla":
         yield "e4m3", _steps(data[:, :NOPE_DIM], 8)
-        yield "bfloat16", _steps(data[:, NOPE_DIM:].contiguous().view(torch.uint8).view(torch.int16), 16)
+        yield "bfloat16", _steps(_rotated(cache, cache_format, block_size, slots).view(torch.int16), 16)
         scale = scale[:, :FP8_DS_MLA_TILES]
     elif cache_format == "indexer_fp8":
         yield "e4m3", _steps(data, 8)
     else:
         yield "e2m1", _steps(torch.stack((data & 0xF, data >> 4), -1).flatten(1), 4)
     yield "scale", scale.int()
+
+
+def _rotated(cache: Tensor, cache_format: str, block_size: int, slots: Tensor) -> Tensor:
+    """bfloat16 `[N, rope_dim]`: the rotated dims of rows of `fp8_ds_mla`."""
+    data, _ = paging.read_bytes(cache, cache_format, block_size, slots)
+    return data[:, NOPE_DIM:].contiguous().view(torch.bfloat16)
 
 
 def _steps(codes: Tensor, bits: int) -> Tensor:

@@ -76,7 +76,7 @@ def assert_agree(args: tuple[Any, ...], **options: Any) -> None:
     if fmt == "plain":
         assert_close(ours, theirs, NEIGHBOURS)
         return
-    ties = assert_cached(ours, theirs, fmt, block, transformed=args[14])
+    ties = assert_cached(ours, theirs, fmt, block, transformed=args[14], pooled=args[10])
     # A value of two bytes may differ in both; nothing else was written.
     assert (storage(ours) != storage(theirs)).sum() <= 2 * ties
 

@@ -44,7 +44,7 @@ def test_lowered_op_equals_the_reference(fmt: str) -> None:
     def step(*args: Tensor) -> Tensor:
         return call(*args, fmt)
 
-    compiled = torch.compile(step, backend=dsv4, fullgraph=True)
+    compiled = torch.compile(step, backend=dsv4, fullgraph=True, options={"dsv4.impl.q_norm_rope_kv_insert": "ir"})
     with decisions.collect() as chosen, torch.inference_mode():
         for tokens in (7, 64, 513, 2048):
             expected_args, args = inputs(tokens, fmt), inputs(tokens, fmt)
@@ -67,7 +67,7 @@ def test_two_launches_and_no_copy_of_the_cache() -> None:
         return call(*args, "fp8_ds_mla")
 
     args = inputs(256, "fp8_ds_mla")
-    compiled = torch.compile(step, backend=dsv4, fullgraph=True)
+    compiled = torch.compile(step, backend=dsv4, fullgraph=True, options={"dsv4.impl.q_norm_rope_kv_insert": "ir"})
     with torch.inference_mode():
         compiled(*args)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

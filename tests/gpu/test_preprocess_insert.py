@@ -85,7 +85,8 @@ def assert_agree(step: Step, **options: Any) -> None:
         else:
             block = WINDOW_BLOCK if name == "window_cache" else layout.storage_block_size(step.model.ratio)
             transformed = name == "indexer_cache" and step.arguments["hadamard"]
-            ties = assert_cached(mine[name], cache, fmt, block, transformed=transformed, label=name)
+            pooled = 1 if name == "window_cache" else step.model.ratio
+            ties = assert_cached(mine[name], cache, fmt, block, transformed=transformed, pooled=pooled, label=name)
             assert (got != expected).sum() <= 2 * ties, name
 
 

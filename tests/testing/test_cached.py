@@ -65,6 +65,27 @@ def test_a_bfloat16_is_one_value_of_two_bytes() -> None:
     assert assert_cached(changed, cache, "fp8_ds_mla", BLOCK) == 1
 
 
+def test_what_a_rotation_left_of_a_pair_may_be_off_by_what_float32_leaves_of_the_pair() -> None:
+    cache = stored("fp8_ds_mla")
+    pair = cache[0, layout.NOPE_DIM : layout.NOPE_DIM + 4].view(torch.bfloat16)
+    pair.copy_(torch.tensor([1.0, 2.0**-16]))
+    changed = cache.clone()
+    left = changed[0, layout.NOPE_DIM + 2 : layout.NOPE_DIM + 4].view(torch.bfloat16)
+    left *= 1.5
+    assert assert_cached(changed, cache, "fp8_ds_mla", BLOCK) == 1
+    left *= 2
+    with pytest.raises(AssertionError, match="steps apart"):
+        assert_cached(changed, cache, "fp8_ds_mla", BLOCK)
+
+
+def test_entries_of_many_rows_have_more_ties() -> None:
+    cache = stored("fp8")
+    changed = with_first_bytes(cache, torch.ones(FEW_TIES + 1))
+    with pytest.raises(AssertionError, match="values of"):
+        assert_cached(changed, cache, "fp8", BLOCK, pooled=4)
+    assert assert_cached(changed, cache, "fp8", BLOCK, pooled=10**8) == FEW_TIES + 1
+
+
 def test_zeros_of_both_signs_are_one_value() -> None:
     cache = torch.zeros(1, 2, 8, dtype=torch.uint8)
     cache[0, 0, 0] = 1
