@@ -49,8 +49,8 @@ ROUNDED = {
 }
 """Ops that quantise a result of a sum: a few quantised values may land on the neighbour. All other bytes are exact."""
 ROUNDED_SHARE = 0.02
-CANCELLED = 2.0**-18
-"""Of the largest value: what a sum in another order leaves where its terms cancel."""
+CANCELLED = 2.0**-16
+"""Of the largest value: what a sum in another order leaves where its terms cancel, in matrix units of fp8 above all."""
 ATTENTION = {
     torch.bfloat16: TOLERANCES["attention_few_keys"],
     # The same, quantised, scales included.
