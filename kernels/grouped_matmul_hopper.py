@@ -15,7 +15,8 @@ from .arrivals import arrival_counters
 from .gpu import Gpu
 from .grouped_matmul_kernel_hopper import STRIP_BYTES, grouped_matmul_hopper_kernel
 
-MOST_TOKENS = 64
+MOST_TOKENS, MOST_TOKENS_UNQUANTISED = 512, 64
+MOST_TOKENS_OF_A_TILE = 128
 COPY_ALIGN = 16
 """Bytes that what the copy engine reads starts at multiples of."""
 PROCESSOR_BYTES, RESERVED_BYTES = 228 * 1024, 1024
@@ -34,25 +35,26 @@ class Cut(NamedTuple):
 
 def block_of(tokens: int) -> int:
     """Tokens that a tile has room for."""
-    return max(8, _power_of_two(tokens))
+    return min(max(8, _power_of_two(tokens)), MOST_TOKENS_OF_A_TILE)
 
 
 def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int, halves: bool) -> Cut:
     """Tiles for `[tokens, groups * rows]` outputs of `strips` strips, `halves` for weights of two bytes.
 
-    Measured on an H200 with the layers of V4-Flash, 1 to 64 tokens. Few e4m3 tokens want large tiles: there the work on
-    a strip of x takes as long for any. With more, and with elements that need no work, small tiles come in equal shares
-    to all processors, but their own share of x is larger: not too many. The parts of a tile are written and read
-    again: few of them, and of six strips at least, from 32 tokens on.
+    Measured on an H200 with the layers of V4-Flash. Few e4m3 tokens want large tiles: there the work on a strip of x
+    takes as long for any. With more, and with elements that need no work, small tiles come in equal shares to all
+    processors, unless there are many of them, each with its own share of x; above 64 tokens, two programs of large
+    ones would not find registers. The parts of a tile are written and read again: few of them, and of six strips at
+    least, from 32 tokens on.
     """
-    many = block_of(tokens) > 16
-    wide = groups * cdiv(rows, 128)
-    narrow = many or halves or wide <= gpu.processors // 8
-    block_n = 64 if narrow and groups * cdiv(rows, 64) <= 2 * gpu.processors else 128
-    tiles = groups * cdiv(rows, block_n)
+    block_m = block_of(tokens)
+    many = block_m > 16
+    wide, slim = (cdiv(tokens, block_m) * groups * cdiv(rows, block_n) for block_n in (128, 64))
+    narrow = (many or halves or wide <= gpu.processors // 8) and slim <= 2 * gpu.processors
+    block_n, tiles = (64, slim) if narrow or block_m > 64 else (128, wide)
     programs = 1 if many and halves and tiles <= gpu.processors else 2
-    splits = min(programs * gpu.processors // tiles, strips // 6 if many else strips)
-    return Cut(block_n, 4, programs, cdiv(strips, cdiv(strips, max(1, splits))))
+    splits = max(1, min(programs * gpu.processors // tiles, strips // 6 if many else strips))
+    return Cut(block_n, 4, programs, cdiv(strips, cdiv(strips, splits)))
 
 
 def deepest_ring(cut: Cut, block_m: int, block_k: int, each: int, x_size: int, quantize: bool) -> int:
@@ -62,7 +64,7 @@ def deepest_ring(cut: Cut, block_m: int, block_k: int, each: int, x_size: int, q
     """
     room = PROCESSOR_BYTES // cut.programs - RESERVED_BYTES
     scales = 4 * _power_of_two(each) * (block_m + (cut.block_n if cut.block_n > layout.WEIGHT_TILE else 1))
-    buffers = 2 * block_m * STRIP_BYTES if quantize else 0
+    buffers = 4 * block_m * STRIP_BYTES if quantize else 0
     slot = cut.block_n * STRIP_BYTES + block_m * block_k * x_size + 8
     return min(each, max(2, (room - scales - buffers - TILE_ALIGN) // slot))
 
@@ -99,8 +101,9 @@ def _rows(x: Tensor, block_k: int) -> Rows | None:
 
 def hopper_refuses(x: Tensor, weight: Tensor, quantize: bool) -> str:
     """Why this kernel cannot take a call that the portable one can, "" if it can."""
-    if x.shape[0] > MOST_TOKENS:
-        return f"it takes up to {MOST_TOKENS} tokens"
+    most = MOST_TOKENS if weight.element_size() == 1 and not quantize else MOST_TOKENS_UNQUANTISED
+    if x.shape[0] > most:
+        return f"it takes up to {most} tokens"
     if (x.dtype is not weight.dtype and not quantize) or weight.element_size() > 2:
         return "it multiplies operands of the weight's dtype, of one or two bytes"
     if weight.stride(1) != 1 or weight.stride(0) * weight.element_size() % COPY_ALIGN or weight.data_ptr() % COPY_ALIGN:
@@ -138,12 +141,15 @@ def launch_hopper(
     assert inputs is not None
     block_m = block_of(tokens)
     cut = choose_cut(gpu, tokens, groups, rows, strips, weight.element_size() == 2)
-    tiles, each = groups * cdiv(rows, cut.block_n), cdiv(strips, cut.splits)
+    tiles, each = cdiv(tokens, block_m) * groups * cdiv(rows, cut.block_n), cdiv(strips, cut.splits)
     part = arrived = None
     if cut.splits > 1:
         shape = (cut.splits, tiles, cut.block_n * block_m)
         part = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = arrival_counters(tiles, x.device)
+    ring = deepest_ring(cut, block_m, block_k, each, x.element_size(), quantize)
+    # Two strips at a time wait half as often, if the next two are on their way, and registers can hold both products.
+    step = 2 if each % 2 == 0 and strips % each == 0 and ring >= 4 and block_m <= 64 else 1
     lanes = min(32, cut.block_n // 8)
     grouped_matmul_hopper_kernel[(tiles * cut.splits,)](
         TensorDescriptor.from_tensor(weight, [cut.block_n, block_k], _swizzled(weight)),
@@ -170,7 +176,8 @@ def launch_hopper(
         BLOCK_K=block_k,
         EACH=_power_of_two(each),
         X_BYTES=x.element_size(),
-        RING=deepest_ring(cut, block_m, block_k, each, x.element_size(), quantize),
+        STEP=step,
+        RING=ring,
         TILE=_swizzled(weight),
         X_TILE=_swizzled(x),
         OUT_TILE=_swizzled(out),

@@ -1,6 +1,6 @@
 """The matrix product of few tokens on Hopper, in Gluon: weights as fast as memory gives them.
 
-A program makes a tile of BLOCK_N outputs for up to 64 tokens. The copy engine brings its strips of the weight and of x
+A program makes a tile of BLOCK_N outputs for BLOCK_M tokens. The copy engine brings its strips of the weight and of x
 into a ring of buffers, as many at once as shared memory holds; the matrix unit reads them where they are. While it
 multiplies a strip, the warps quantise the next one of x, if that is wanted, into the other of two small buffers. The
 loop waits for memory nowhere but for a strip to arrive: under the load of the copies, a load of a few bytes takes as
@@ -80,6 +80,12 @@ def _put_x(x, values, scales):
 
 
 @gluon.jit
+def _arrived(ready, strip, RING: gl.constexpr):
+    """Wait for a strip, counted from the program's first."""
+    mbarrier.wait(ready.index(strip % RING), (strip // RING) & 1)
+
+
+@gluon.jit
 def _put_rows(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """float32 `[ROWS, WIDTH]` in shared memory, where each row can be asked for."""
     flat = gl.allocate_shared_memory(gl.float32, [ROWS * WIDTH], FLAT)
@@ -89,14 +95,14 @@ def _put_rows(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _store(
-    acc, p_out, tokens, group, block, groups, rows,
+    acc, p_out, tokens, first_token, group, block, groups, rows,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, OUT: gl.constexpr, OUT_TILE: gl.constexpr,
 ):  # fmt: skip
     """A tile `[BLOCK_N, BLOCK_M]`, turned on its way through shared memory: outputs of a token are neighbours."""
     tile = gl.allocate_shared_memory(p_out.dtype.element_ty, [BLOCK_M, BLOCK_N], OUT_TILE)
     tile.permute((1, 0)).store(acc.to(p_out.dtype.element_ty))
     thread_barrier()
-    o_m = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT)), 1)
+    o_m = gl.expand_dims(first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT)), 1)
     o_n = gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT)), 0)
     p_tile = p_out + (o_m.to(gl.int64) * groups * rows + (group.to(gl.int64) * rows + o_n))
     gl.store(p_tile, tile.load(OUT), mask=(o_m < tokens) & (o_n < rows))
@@ -135,6 +141,7 @@ def grouped_matmul_hopper_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     EACH: gl.constexpr,  # at least strips_each, a power of two
+    STEP: gl.constexpr,  # strips of a turn of the loop, 1 or 2, which divides those of every program
     X_BYTES: gl.constexpr,  # of an element of x
     RING: gl.constexpr,
     TILE: gl.constexpr,  # layouts in shared memory: of operands, of x, of results
@@ -150,13 +157,16 @@ def grouped_matmul_hopper_kernel(
     )
     BYTES: gl.constexpr = BLOCK_N * STRIP + BLOCK_M * BLOCK_K * X_BYTES
     blocks = (rows + BLOCK_N - 1) // BLOCK_N
-    tiles = groups * blocks
+    token_blocks = (tokens + BLOCK_M - 1) // BLOCK_M
+    tiles = groups * blocks * token_blocks
     tile, part = gl.program_id(0) % tiles, gl.program_id(0) // tiles
-    group, block = tile // blocks, tile % blocks
+    # Neighbours share a tile of the weight.
+    first_token, column = tile % token_blocks * BLOCK_M, tile // token_blocks
+    group, block = column // blocks, column % blocks
     first_row = group * rows + block * BLOCK_N
     begin = part * strips_each
     count = gl.minimum(strips_each, (size + BLOCK_K - 1) // BLOCK_K - begin)
-    x_row, x_column = group * x_group_row, group * x_group_column
+    x_row, x_column = group * x_group_row + first_token, group * x_group_column
 
     w_ring = gl.allocate_shared_memory(weights.dtype, [RING, BLOCK_N, BLOCK_K], TILE)
     x_ring = gl.allocate_shared_memory(inputs.dtype, [RING, BLOCK_M, BLOCK_K], X_TILE)
@@ -186,12 +196,13 @@ def grouped_matmul_hopper_kernel(
         p_weight_scale += gl.expand_dims(o_strip * weight_scale_strip_stride, 1)
         w_scales = _put_rows(_scales(p_weight_scale), EACH, WIDE)
         if QUANTIZE:
-            x_scales = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], FLAT)
+            x_scales = gl.allocate_shared_memory(gl.float32, [2 * STEP, BLOCK_M], FLAT)
         else:
             TOKENS: gl.constexpr = BLOCK_M if BLOCK_M < 32 else 32
             X_SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TOKENS, TOKENS], [num_warps, 1], [1, 0])
             # What lies past the end repeats the last token and is not stored.
-            token = gl.minimum(gl.arange(0, BLOCK_M, gl.SliceLayout(0, X_SCALES)), tokens - 1).to(gl.int64)
+            token = first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(0, X_SCALES))
+            token = gl.minimum(token, tokens - 1).to(gl.int64)
             o_strip = begin + gl.minimum(gl.arange(0, EACH, gl.SliceLayout(1, X_SCALES)), count - 1)
             p_x_scale += group.to(gl.int64) * x_scale_group_stride
             p_x_scale += gl.expand_dims(token * x_scale_token_stride, 0)
@@ -203,40 +214,60 @@ def grouped_matmul_hopper_kernel(
                 known = gl.load(p_x_scale + gl.expand_dims(o_strip * x_scale_strip_stride, 1))
             x_scales = _put_rows(known, EACH, BLOCK_M)
     if QUANTIZE:
-        values = gl.allocate_shared_memory(weights.dtype, [2, BLOCK_M, BLOCK_K], TILE)
-        mbarrier.wait(ready.index(0), 0)
-        _put_x(x_ring.index(0).load(X), values.index(0), x_scales.index(0))
+        values = gl.allocate_shared_memory(weights.dtype, [2 * STEP, BLOCK_M, BLOCK_K], TILE)
+        for i in gl.static_range(STEP):
+            _arrived(ready, i, RING)
+            _put_x(x_ring.index(i).load(X), values.index(i), x_scales.index(i))
 
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
-    for i in range(count):
-        slot = i % RING
+    for first in range(0, count, STEP):
+        second = first + STEP - 1
         if QUANTIZE:
             fence_async_shared()
         # All have waited for the last product: what it read is free.
         thread_barrier()
-        following = i - 1 + RING
-        if (i > 0) & (following < count):
-            free = (i - 1) % RING
-            column = (begin + following) * BLOCK_K
-            mbarrier.expect(ready.index(free), BYTES)
-            copy_tile(weights, [first_row, column], ready.index(free), w_ring.index(free))
-            copy_tile(inputs, [x_row, x_column + column], ready.index(free), x_ring.index(free))
-        mbarrier.wait(ready.index(slot), (i // RING) & 1)
+        for step in gl.static_range(STEP):
+            following = first - STEP + step + RING
+            if (first > 0) & (following < count):
+                free = following % RING
+                o_k = (begin + following) * BLOCK_K
+                mbarrier.expect(ready.index(free), BYTES)
+                copy_tile(weights, [first_row, o_k], ready.index(free), w_ring.index(free))
+                copy_tile(inputs, [x_row, x_column + o_k], ready.index(free), x_ring.index(free))
+        _arrived(ready, first, RING)
         if p_weight_scale is None:
-            acc = warpgroup_mma(w_ring.index(slot), x_ring.index(slot).permute((1, 0)), acc, is_async=True)
+            x = x_ring.index(first % RING).permute((1, 0))
+            acc = warpgroup_mma(w_ring.index(first % RING), x, acc, is_async=True)
+            if STEP > 1:
+                _arrived(ready, second, RING)
+                x = x_ring.index(second % RING).permute((1, 0))
+                acc = warpgroup_mma(w_ring.index(second % RING), x, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
         else:
-            operand = values.index(i % 2) if QUANTIZE else x_ring.index(slot)
-            product = warpgroup_mma(w_ring.index(slot), operand.permute((1, 0)), zero, use_acc=False, is_async=True)
-            x_scale = x_scales.index(i % 2 if QUANTIZE else i).load(gl.SliceLayout(0, ACC))
-            w_scale = w_scales.index(i).load(gl.SliceLayout(1, ACC))
-            if QUANTIZE and i + 1 < count:
-                after = (i + 1) % RING
-                mbarrier.wait(ready.index(after), ((i + 1) // RING) & 1)
-                _put_x(x_ring.index(after).load(X), values.index((i + 1) % 2), x_scales.index((i + 1) % 2))
-            product = warpgroup_mma_wait(0, deps=[product])
+            x = values.index(first % (2 * STEP)) if QUANTIZE else x_ring.index(first % RING)
+            w = w_ring.index(first % RING)
+            product = warpgroup_mma(w, x.permute((1, 0)), zero, use_acc=False, is_async=True)
+            x_scale = x_scales.index(first % (2 * STEP) if QUANTIZE else first).load(gl.SliceLayout(0, ACC))
+            w_scale = w_scales.index(first).load(gl.SliceLayout(1, ACC))
+            if STEP > 1:
+                _arrived(ready, second, RING)
+                x = values.index(second % (2 * STEP)) if QUANTIZE else x_ring.index(second % RING)
+                w = w_ring.index(second % RING)
+                product_2 = warpgroup_mma(w, x.permute((1, 0)), zero, use_acc=False, is_async=True)
+                x_scale_2 = x_scales.index(second % (2 * STEP) if QUANTIZE else second).load(gl.SliceLayout(0, ACC))
+                w_scale_2 = w_scales.index(second).load(gl.SliceLayout(1, ACC))
+            if QUANTIZE and first + STEP < count:
+                for step in gl.static_range(STEP):
+                    after = first + STEP + step
+                    _arrived(ready, after, RING)
+                    buffer = after % (2 * STEP)
+                    _put_x(x_ring.index(after % RING).load(X), values.index(buffer), x_scales.index(buffer))
+            product = warpgroup_mma_wait(STEP - 1, deps=[product])
             acc += product * (gl.expand_dims(x_scale, 0) * gl.expand_dims(w_scale, 1))
+            if STEP > 1:
+                product_2 = warpgroup_mma_wait(0, deps=[product_2])
+                acc += product_2 * (gl.expand_dims(x_scale_2, 0) * gl.expand_dims(w_scale_2, 1))
 
     if SPLITS > 1:
         o_m = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC)), 0)
@@ -251,7 +282,7 @@ def grouped_matmul_hopper_kernel(
             acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
             for other in gl.static_range(SPLITS):
                 acc += gl.load(p_part + other * part_stride, cache_modifier=".cg")
-            _store(acc, p_out, tokens, group, block, groups, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)
+            _store(acc, p_out, tokens, first_token, group, block, groups, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)
             gl.store(p_arrived + tile, 0)
     else:
-        _store(acc, p_out, tokens, group, block, groups, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)
+        _store(acc, p_out, tokens, first_token, group, block, groups, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)

@@ -96,9 +96,10 @@ def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = Fals
     return out
 
 
-@pytest.mark.parametrize("cut", [(256, 8, 1, 2), (128, 4, 7, 1), (64, 4, 9, 3)])
+@pytest.mark.parametrize("cut", [(256, 8, 1, 2), (128, 4, 7, 1), (64, 4, 9, 3), (64, 4, 4, 1)])
 @pytest.mark.parametrize(
-    ("tokens", "rows", "size", "dtype"), [(1, 300, 640, BF16), (13, 200, 656, F32), (64, 130, 640, BF16)]
+    ("tokens", "rows", "size", "dtype"),
+    [(1, 300, 640, BF16), (13, 200, 656, F32), (64, 130, 640, BF16), (8, 200, 1280, BF16)],
 )
 def test_what_is_quantised_on_the_way_gives_the_reference(
     hopper: Any, tokens: int, rows: int, size: int, dtype: torch.dtype, cut: tuple[int, ...]
@@ -110,14 +111,15 @@ def test_what_is_quantised_on_the_way_gives_the_reference(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("cut", [(256, 8, 1, 2), (64, 4, 9, 5)])
-@pytest.mark.parametrize(("tokens", "groups", "rows"), [(5, 3, 192), (40, 2, 200)])
+@pytest.mark.parametrize("cut", [(256, 8, 1, 2), (64, 4, 9, 5), (64, 4, 4, 1)])
+@pytest.mark.parametrize(("tokens", "groups", "rows"), [(5, 3, 192), (40, 2, 200), (300, 2, 72)])
 def test_groups_that_come_quantised_give_the_reference(
     hopper: Any, tokens: int, groups: int, rows: int, cut: tuple[int, ...], packed: bool
 ) -> None:
-    o, table = torch.randn(tokens, groups * 10, 64).bfloat16(), torch.randn(9, 16)
-    a, a_scale = REFERENCES["inv_rope_fp8_quant"](o, torch.arange(tokens) % 9, table, groups, 10, packed)
-    b, b_scale = e4m3(groups * rows, 640), block_scale(groups * rows, 640)
+    heads = 10 if tokens != 40 else 20
+    o, table = torch.randn(tokens, groups * heads, 64).bfloat16(), torch.randn(9, 16)
+    a, a_scale = REFERENCES["inv_rope_fp8_quant"](o, torch.arange(tokens) % 9, table, groups, heads, packed)
+    b, b_scale = e4m3(groups * rows, heads * 64), block_scale(groups * rows, heads * 64)
     got = product(hopper, a, a_scale, b, b_scale, BF16, cut=cut)
     assert_close(got, REFERENCES["fp8_grouped_einsum"](a, a_scale, b, b_scale).flatten(1), NEIGHBOUR[BF16])
 
@@ -125,10 +127,10 @@ def test_groups_that_come_quantised_give_the_reference(
 @pytest.mark.parametrize("cut", [(128, 8, 5, 2), (64, 4, 9, 1)])
 def test_halves_give_the_reference(hopper: Any, cut: tuple[int, ...]) -> None:
     """By tokens or by groups; in the first case a strip must not reach into the next group."""
-    for dtype, size in ((BF16, 320), (torch.float16, 328)):
+    for dtype, size in ((BF16, 768), (BF16, 320), (torch.float16, 328)):
         x, weight = torch.randn(7, 2, size).to(dtype), torch.randn(2 * 72, size).to(dtype)
         by_group = x.transpose(0, 1).contiguous().transpose(0, 1)
-        for one in (x, by_group) if size == 320 else (by_group,):
+        for one in (x, by_group) if size != 328 else (by_group,):
             got = product(hopper, one, None, weight, None, dtype, cut=cut)
             assert_close(got, REFERENCES["grouped_linear"](x, weight, 2), NEIGHBOUR[dtype])
     assert "whole strips" in hopper.hopper_refuses(x, weight, False)
@@ -141,7 +143,7 @@ def test_a_row_of_nan_keeps_to_itself(hopper: Any) -> None:
     assert got[2].isnan().all() and not got[[0, 1, 3, 4]].isnan().any()
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 17, 64])
+@pytest.mark.parametrize("tokens", [1, 9, 17, 64, 65, 200, 512])
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_choice_is_whole(name: str, halves: bool, tokens: int) -> None:
@@ -149,7 +151,8 @@ def test_every_choice_is_whole(name: str, halves: bool, tokens: int) -> None:
     layer = LAYERS[name]
     strips = -(-layer.size // (64 if halves else 128))
     cut = grouped_matmul_hopper.choose_cut(GPU, tokens, layer.groups, layer.rows, strips, halves)
-    programs = layer.groups * -(-layer.rows // cut.block_n) * cut.splits
+    blocks = -(-tokens // grouped_matmul_hopper.block_of(tokens)) * layer.groups * -(-layer.rows // cut.block_n)
+    programs = blocks * cut.splits
     assert (cut.splits - 1) * -(-strips // cut.splits) < strips
     assert cut.splits == 1 or programs <= cut.programs * GPU.processors
     assert programs >= 0.7 * GPU.processors
@@ -162,6 +165,12 @@ def test_every_choice_is_whole(name: str, halves: bool, tokens: int) -> None:
         ("fp8_linear wq_a + wkv", 64, (64, 4, 2, 5)),
         ("fp8_linear wq_b", 8, (128, 4, 2, 1)),
         ("fp8_linear wq_b", 64, (128, 4, 2, 1)),
+        ("fp8_linear wq_a + wkv", 128, (64, 4, 2, 5)),
+        ("fp8_linear wq_a + wkv", 512, (64, 4, 2, 2)),
+        ("fp8_linear wq_b", 128, (64, 4, 2, 1)),
+        ("fp8_linear wo_b", 128, (64, 4, 2, 4)),
+        ("fp8_linear wo_b", 512, (64, 4, 2, 1)),
+        ("fp8_grouped_einsum wo_a", 128, (64, 4, 2, 2)),
         ("fp8_linear indexer wq_b", 8, (128, 4, 2, 4)),
         ("fp8_linear indexer wq_b", 64, (64, 4, 2, 1)),
         ("fp8_linear wo_b", 8, (128, 4, 2, 8)),
@@ -181,7 +190,7 @@ def test_layers_of_flash_get_the_cuts_that_were_the_fastest(layer: str, tokens: 
 
 
 @pytest.mark.parametrize("cut", [(64, 4, 3, 1), (128, 4, 2, 2), (128, 8, 1, 1), (256, 8, 1, 2)])
-@pytest.mark.parametrize("tokens", [8, 64])
+@pytest.mark.parametrize("tokens", [8, 64, 300])
 def test_it_compiles_for_hopper_and_as_many_programs_fit_as_it_says(
     tokens: int, cut: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,13 +201,15 @@ def test_it_compiles_for_hopper_and_as_many_programs_fit_as_it_says(
     x, a = torch.empty(tokens, 1, 2048, dtype=BF16), torch.empty(tokens, 8, 2048, dtype=torch.float8_e4m3fn)
     weight, scale = torch.empty(4096, 2048, dtype=a.dtype), torch.empty(32, 16, dtype=torch.uint8)
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
-        kernels.grouped_matmul(x.float() if tokens == 8 else x, None, weight, scale, BF16, quantize=True)
+        if tokens <= 64:
+            kernels.grouped_matmul(x.float() if tokens == 8 else x, None, weight, scale, BF16, quantize=True)
         kernels.grouped_matmul(a, torch.empty(tokens, 8, 16), weight, scale, BF16)
-        kernels.grouped_matmul(x, None, torch.empty(4096, 2048, dtype=BF16), None, BF16)
-    assert len(compiled) == 3
-    for kernel, kind in zip(compiled, ("k32.f32.e4m3.e4m3", "k32.f32.e4m3.e4m3", "k16.f32.bf16.bf16"), strict=True):
+        if tokens <= 64:
+            kernels.grouped_matmul(x, None, torch.empty(4096, 2048, dtype=BF16), None, BF16)
+    kinds = "k32.f32.e4m3.e4m3", "k32.f32.e4m3.e4m3", "k16.f32.bf16.bf16"
+    for kernel, kind in zip(compiled, kinds if tokens <= 64 else kinds[:1], strict=True):
         assert (kernel.metadata.shared + 1024) * cut[2] <= 228 * 1024
-        assert f"wgmma.mma_async.sync.aligned.m64n{tokens}{kind}" in kernel.asm["ptx"]
+        assert f"wgmma.mma_async.sync.aligned.m64n{min(tokens, 128)}{kind}" in kernel.asm["ptx"]
         assert "cp.async.bulk.tensor.2d" in kernel.asm["ptx"]
         assert "griddepcontrol.wait" in kernel.asm["ptx"]
         assert fake_triton.machine_code(kernel)
@@ -218,7 +229,9 @@ def test_the_quantisation_in_front_lets_the_product_start(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
+        ({"x": e4m3(513, 1, 256), "quantize": False}, "up to 512 tokens"),
         ({"x": torch.empty(65, 1, 256, dtype=BF16)}, "up to 64 tokens"),
+        ({"x": torch.empty(65, 1, 256, dtype=BF16), "weight": torch.empty(64, 256, dtype=BF16)}, "up to 64 tokens"),
         ({"x": torch.empty(256, 1, 4, dtype=BF16).permute(2, 1, 0)}, "rows"),
         ({"weight": torch.empty(64, 250, dtype=torch.float8_e4m3fn)}, "multiples of 16 bytes"),
         ({"quantize": False}, "the weight's dtype"),
