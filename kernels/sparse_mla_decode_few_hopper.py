@@ -28,8 +28,11 @@ class Shape(NamedTuple):
     buffers: int
 
 
-# One H200, 128 tokens of 640 keys, us: 8 heads 25.3 (30.1 with 152 registers), 16 heads 27.2 (28.1 with two buffers),
-# 32 heads 33.5 (41.6 with 152 registers). Three buffers do not fit beside 32 heads.
+# One H200, 128 tokens of 640 keys, in us, 1 us apart from run to run:
+#  8 heads 24.8; two buffers 23.9, 176 registers 26.0, 152 registers 30.1
+# 16 heads 27.4; two buffers 28.1, 168 registers 29.7
+# 32 heads 32.8; 136 registers 33.0, 152 registers 41.6; three buffers do not fit
+# Keys brought into the L2 cache two or three blocks ahead make 24.8 longer: 26 to 27 line by line, 35 to 38 in bulk.
 SHAPES = {8: Shape(8, 168, 3), 16: Shape(16, 160, 3), MOST_HEADS: Shape(MOST_HEADS, 144, 2)}
 
 
