@@ -157,7 +157,8 @@ def _scaled_mm(device: torch.device) -> Callable[..., Tensor]:
 
     def call(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         values, x_scale, weight_scale = quantize(x, scale)
-        weight = weight.t()
+        # Of a single token too, whose strides torch.compile leaves as they come.
+        x_scale, weight = x_scale.as_strided(x_scale.shape, (1, len(x))), weight.t()
         return scaled_mm(values, weight, x_scale, recipes[0], weight_scale, recipes[1], output_dtype=torch.bfloat16)
 
     return call
