@@ -10,8 +10,12 @@ three warpgroups, between which stand two buffers of dequantised keys:
 Left and right each load half of the heads' queries, and norm and rotate them if asked to, while the first keys are on
 their way; each finishes its half of the dims, and rotates back and quantises them if asked to.
 
-The producer sets the pace. Of the registers, left has 208, right 160, the producer 136: with fewer than 160, the
-compiler would serialise the matrix products of a warpgroup.
+Of the registers, left has 208, right 160, the producer 136: with fewer than 160, the compiler would serialise the
+matrix products of a warpgroup.
+
+Tried on an H200 without gain: keys in four pieces of dims with memory and barriers of their own, so that a whole block
+is on its way; a producer of eight warps; products of the right half held back until the next scores are there, as
+prefill does; programs that walk over tokens; parts joined by the programs that made them instead of a second launch.
 """
 
 from __future__ import annotations
