@@ -48,8 +48,8 @@ def shared_memory(gpu: Gpu) -> int:
 
 
 def registers(device: torch.device, most: int) -> dict[str, int]:
-    """The option of a launch by which a thread has at most so many registers; AMD's compiler has none."""
-    return {"maxnreg": most} if gpu_of(device).backend == "cuda" else {}
+    """The option of a launch by which a thread has at most so many registers, 0 for any; AMD's compiler has none."""
+    return {"maxnreg": most} if most and gpu_of(device).backend == "cuda" else {}
 
 
 @functools.cache

@@ -38,8 +38,8 @@ class Tile(NamedTuple):
 
     `tokens` that a program norms, inserts or saves; `pooled`, among which it looks for closed groups; `parts` of the
     main entries' channels, a program each; `warps` of a program. Powers of two. `shares`: programs that divide norm,
-    insert and saves of `tokens` among them, at most one each. `registers`: most of a thread on NVIDIA GPUs; what more
-    does for the pools it undoes by leaving less room for programs.
+    insert and saves of `tokens` among them, at most one each. `registers`: most of a thread on NVIDIA GPUs, 0 for any;
+    what more does for the pools it undoes by leaving less room for programs.
     """
 
     tokens: int
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
 def tile(tokens: int, ratio: int, dim: int) -> Tile:
     """The cut for a step of `tokens`. Only `pooled` depends on the step, and no result does."""
     if ratio == 0:
-        return Tile(4, SHARES, 4, 1, 4, REGISTERS)
+        return Tile(4, SHARES, 4, 1, 4, 0)
     main = cut_of(tokens, ratio, dim)
     return Tile(4, SHARES, main.tokens, main.parts, main.warps, REGISTERS)
 

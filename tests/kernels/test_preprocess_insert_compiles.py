@@ -47,4 +47,4 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     assert len(compiled) == len(layers)
     assert all(fake_triton.machine_code(each) for each in compiled)
     limits = [f".maxnreg {kernel.REGISTERS}" in each.asm.get("ptx", "") for each in compiled]
-    assert limits == [seen.backend == "cuda"] * len(layers)
+    assert limits == [seen.backend == "cuda" and bool(each["ratio"]) for each in layers]
