@@ -22,7 +22,7 @@ from dsv4_compile.testing.bounds import checked
 from tests.ops.sparse_mla_calls import EPS, call, positional
 
 interpreted = pytest.mark.interpreted
-OUTPUTS = ("p_out", "p_lse", "p_part", "p_part_lse", "p_scale")
+OUTPUTS = ("p_out", "p_lse", "p_part", "p_part_lse", "p_scale", "p_values")
 BF16: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16}
 TILES = [Tiles(16, 16, 4), Tiles(16, 32, 4, keys_first=True, prefetch=True)]
 EIGHT = Tiles(8, 16, 4, keys_first=True, prefetch=True)
@@ -111,6 +111,29 @@ def test_quantised_rows_are_those_of_the_separate_op(
     assert_equal(got, want)
     beyond = got[1].as_strided((groups, want[1].shape[2], -(-tokens // 4) * 4), (*got[1].stride()[1:], 1))
     assert (beyond[..., tokens:] == 0).all()
+
+
+@interpreted
+@pytest.mark.parametrize("eps", [None, EPS])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_launch_that_quantises_apart_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, eps: float | None, packed: bool
+) -> None:
+    arguments = call(5, 6, window=20, extra=20, **BF16) | {"q_norm_eps": eps, "inverse_rope": True}
+    arguments |= {"n_groups": 2, "packed_scales": packed}
+    want = run("sparse_mla_decode_quant", arguments)
+    monkeypatch.setattr(quant_launcher, "quantises_apart", lambda q, gpu: True)
+    assert_equal(run("sparse_mla_decode_quant", arguments), want)
+
+
+def test_full_launches_of_many_heads_quantise_apart_on_hopper() -> None:
+    h200, b200 = Gpu("cuda", 90, 132), Gpu("cuda", 100, 132)
+    apart = {
+        (tokens, heads): quant_launcher.quantises_apart(torch.empty(tokens, heads, 512, device="meta"), h200)
+        for tokens, heads in [(0, 64), (1, 64), (66, 64), (67, 64), (512, 64), (33, 128), (34, 128), (512, 32)]
+    }
+    assert [at for at, yes in apart.items() if yes] == [(67, 64), (512, 64), (34, 128)]
+    assert not quant_launcher.quantises_apart(torch.empty(512, 64, 512, device="meta"), b200)
 
 
 @interpreted
