@@ -92,14 +92,15 @@ def sparse_mla_decode_quant(
     """`sparse_mla_decode`, quantised: bit for bit `inv_rope_fp8_quant` behind a call of it."""
     size = group_heads(q.shape[1], n_groups, heads_per_group)
     caches = sources(k_cache, indices, lens, block_size, extra_k_cache, extra_indices, extra_lens, extra_block_size)
-    given = cache_format, scale, attn_sink, kv_scale
     if positions is not None and cos_sin_cache is not None and inverse_rope and quantises_apart(q, gpu_of(q.device)):
         front = Fusion(positions, cos_sin_cache, q_norm_eps) if q_norm_eps is not None else Fusion()
-        out, _ = launch_best(q, *caches, *given, front._replace(batch_invariant=batch_invariant), outputs(q))
+        front = front._replace(batch_invariant=batch_invariant)
+        out, _ = launch_best(q, *caches, cache_format, scale, attn_sink, kv_scale, front, outputs(q))
         return inv_rope_fp8_quant(out, positions, cos_sin_cache, n_groups, size, packed_scales)
     where = positions, cos_sin_cache, q_norm_eps, inverse_rope, batch_invariant
     fusion = Fusion(*where, n_groups, size, packed_scales)
-    return launch_best(q, *caches, *given, fusion, quantized_outputs(q, n_groups, size, packed_scales))
+    into = quantized_outputs(q, n_groups, size, packed_scales)
+    return launch_best(q, *caches, cache_format, scale, attn_sink, kv_scale, fusion, into)
 
 
 def quantises_apart(q: Tensor, gpu: Gpu) -> bool:
