@@ -6,15 +6,11 @@ from torch import Tensor
 
 from ..layout import ACT_TILE, SCALES_PER_WORD, cdiv
 from ..reference.sparse_mla_decode import group_heads
-from .gpu import HOPPER, Gpu, gpu_of
+from .gpu import Gpu, gpu_of, hopper_kernel
 from .inv_rope_fp8_quant import inv_rope_fp8_quant
 from .quant import refuses_fp8
 from .sparse_mla_decode import launch_best, sources, sparse_mla_decode_refuses
 from .sparse_mla_decode_plan import Fusion, outputs, part_count, quantized_outputs
-
-FEW_HEADS = 32
-"""Up to so many heads have a kernel of their own on Hopper, whose programs quantise at no cost."""
-PROGRAM_HEADS = 64
 
 
 def sparse_mla_decode_quant_refuses(
@@ -111,5 +107,7 @@ def quantises_apart(q: Tensor, gpu: Gpu) -> bool:
     tokens, whose parts are joined by small programs, 22 fused and 27 apart.
     """
     tokens, heads, _ = q.shape
-    programs = tokens * cdiv(heads, PROGRAM_HEADS)
-    return gpu.capability == HOPPER and heads > FEW_HEADS and programs > 0 and part_count(programs, 2, gpu) == 1
+    hopper = hopper_kernel(gpu, "sparse_mla_decode_hopper")
+    if hopper is None or heads < hopper.FEWEST_HEADS or tokens == 0:
+        return False
+    return part_count(tokens * cdiv(heads, hopper.HEADS), 2, gpu) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,24 +56,23 @@ def by_portable(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Resul
     )  # fmt: skip
 
 
-def by_hopper(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
-    from dsv4_compile.kernels import sparse_mla_decode_hopper as hopper
-
+def _by_module(stem: str, args: tuple[Any, ...], splits: int, options: dict[str, Any]) -> Result:
+    """The kernel of the module `stem`, which must take the call."""
+    kernel = importlib.import_module(f"dsv4_compile.kernels.{stem}")
     window, extra, fusion = Source(*args[1:5]), Source(*args[8:12]), Fusion(**options)
-    assert hopper.hopper_refuses(args[0], window, extra, args[5], args[7], fusion) == ""
-    return hopper.launch_hopper(
+    assert kernel.hopper_refuses(args[0], window, extra, args[5], args[7], fusion) == ""
+    result: Result = kernel.launch_hopper(
         args[0], window, extra, args[6], args[7], gpu_of(CUDA), splits, fusion, results_for(args[0], fusion)
     )
+    return result
+
+
+def by_hopper(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
+    return _by_module("sparse_mla_decode_hopper", args, splits, options)
 
 
 def by_few(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
-    from dsv4_compile.kernels import sparse_mla_decode_few_hopper as few
-
-    window, extra, fusion = Source(*args[1:5]), Source(*args[8:12]), Fusion(**options)
-    assert few.hopper_refuses(args[0], window, extra, args[5], args[7], fusion) == ""
-    return few.launch_hopper(
-        args[0], window, extra, args[6], args[7], gpu_of(CUDA), splits, fusion, results_for(args[0], fusion)
-    )
+    return _by_module("sparse_mla_decode_few_hopper", args, splits, options)
 
 
 MADE_FOR_HOPPER = {"hopper": by_hopper, "few": by_few}
