@@ -7,45 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4_compile.kernels import sparse_mla_decode_plan as plan
-from dsv4_compile.kernels.gpu import Gpu
-from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, outputs, quantized_outputs
 from dsv4_compile.ops.inv_rope_fp8_quant import inv_rope, inv_rope_fp8_quant
 from dsv4_compile.ops.sparse_mla_decode import sparse_mla_decode
-from dsv4_compile.testing import assert_bitwise, assert_close, poisoned_empty
+from dsv4_compile.testing import assert_bitwise
 from tests.kernels import simulated_gluon
+from tests.kernels.simulated_decode import BF16, assert_same, row_alone, run
 from tests.kernels.simulated_gluon import simulated
 from tests.ops.sparse_mla_calls import EPS, call, positional
 
 pytestmark = pytest.mark.interpreted
-GPU = Gpu("cuda", 0, 132)
-BF16: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16}
-FEW_KEYS = "attention_few_keys"
 MODULES = ("attention_rows_hopper", "kv_load_hopper", "sparse_mla_decode_kernel_hopper")
 
 
 @pytest.fixture(scope="module")
 def hopper() -> Any:
     return simulated("sparse_mla_decode_hopper", *MODULES)
-
-
-def run(hopper: Any, arguments: dict[str, Any], splits: int, groups: tuple[Any, ...] = (), **options: Any) -> Any:
-    q, *_, scale, sink = args = positional(arguments)[:8]
-    extra = Source(*positional(arguments)[8:12])
-    names = ("positions", "cos_sin_cache")
-    where = {name: arguments[name] for name in names} if options or groups else {}
-    fusion = Fusion(**where, **options)
-    fusion = fusion._replace(**dict(zip(("n_groups", "heads_per_group", "packed_scales"), groups, strict=False)))
-    with poisoned_empty(), torch.no_grad():
-        into = quantized_outputs(q, *groups) if groups else outputs(q)
-        return hopper.launch_hopper(q, Source(*args[1:5]), extra, scale, sink, GPU, splits, fusion, into)
-
-
-def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
-    assert_close(got[0], want[0], FEW_KEYS, label="out")
-    assert_close(got[1], want[1], "lse", label="lse")
 
 
 @pytest.mark.parametrize(("splits", "heads"), [(1, 64), (3, 128), (1, 100), (2, 33)])
@@ -125,10 +103,7 @@ def test_a_row_does_not_depend_on_its_batch(hopper: Any, monkeypatch: pytest.Mon
     want = run(hopper, arguments, 0, **options)
     monkeypatch.setattr(plan, "PART_BYTES", 2**28)
     for t in range(3):
-        one = {name: arguments[name][t : t + 1] for name in ("q", "lens", "extra_lens", "positions")}
-        one |= {name: arguments[name][t : t + 1, : int(arguments[count][t])].contiguous()
-                for name, count in (("indices", "lens"), ("extra_indices", "extra_lens"))}  # fmt: skip
-        for got, expected in zip(run(hopper, arguments | one, 0, **options), want, strict=True):
+        for got, expected in zip(run(hopper, row_alone(arguments, t), 0, **options), want, strict=True):
             assert_bitwise(got, expected[t : t + 1])
 
 
