@@ -10,7 +10,7 @@ from torch import Tensor
 from ..layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ..layout import ACT_TILE as _ACT_TILE
 from ..layout import cdiv
-from .gpu import HOPPER, gpu_of
+from .gpu import HOPPER, early_start, gpu_of, starts_early
 from .grouped_matmul import FEW_TOKENS, grouped_matmul
 from .quant import FP8_MAX, e4m3, refuses_fp8, tile_byte, ue8m0_inverse, ue8m0_scale
 
@@ -33,10 +33,10 @@ def quantize_activation_kernel(
     size,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    HOPPER: tl.constexpr,  # launches may overlap; see grouped_matmul_hopper.py
+    EARLY: tl.constexpr,  # see gpu.starts_early
 ):
     """Program p takes BLOCK_T tokens and BLOCK_S strips; strips vary first."""
-    if HOPPER:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     strips = tl.cdiv(size, ACT_TILE)
@@ -60,7 +60,7 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.empty((tokens, size), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((strips, tokens), dtype=torch.float32, device=x.device)
     programs = cdiv(tokens, BLOCK_T) * cdiv(strips, BLOCK_S)
-    hopper = gpu_of(x.device).capability == HOPPER
+    early = starts_early(gpu_of(x.device))
     if programs > 0:
         quantize_activation_kernel[(programs,)](
             values,
@@ -71,9 +71,9 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
             size,
             BLOCK_T=BLOCK_T,
             BLOCK_S=BLOCK_S,
-            HOPPER=hopper,
+            EARLY=early,
             enable_fp_fusion=False,
-            **({"launch_pdl": True} if hopper else {}),
+            **early_start(early),
         )
     return values, scale.t()
 

@@ -52,6 +52,22 @@ def registers(device: torch.device, most: int) -> dict[str, int]:
     return {"maxnreg": most} if most and gpu_of(device).backend == "cuda" else {}
 
 
+def starts_early(gpu: Gpu) -> bool:
+    """Whether a launch there may start before the kernel in front of it has ended.
+
+    What such a kernel does first, for instance copying weights, takes no time then. Each of its programs calls
+    `gdc_launch_dependents` as soon as it has its share of a processor, which lets the next launch start where that one
+    is of this kind; and `gdc_wait` before it reads or writes what another kernel does, at the latest before it ends,
+    or the launch after the next would not wait for the one in front of this.
+    """
+    return gpu.backend == "cuda" and gpu.capability >= FIRST_DEPENDENT
+
+
+def early_start(early: bool) -> dict[str, bool]:
+    """The option of such a launch."""
+    return {"launch_pdl": True} if early else {}
+
+
 @functools.cache
 def hopper_kernel(gpu: Gpu, stem: str) -> ModuleType | None:
     """The module `stem` of a kernel for Hopper; None on other GPUs, and where Triton has no Gluon."""
