@@ -75,7 +75,7 @@ class Step:
             like = filled.setdefault(config.ratio(i), layer)
             for name, tensor in layer.tensors().items():
                 if like is layer:
-                    _fill(name, tensor)
+                    fill(name, tensor)
                 else:
                     tensor.copy_(like.tensors()[name])
         buffers = MetadataBuffers(
@@ -155,7 +155,8 @@ class Step:
         return self.caches.config.hidden_size
 
 
-def _fill(name: str, cache: Tensor) -> None:
+def fill(name: str, cache: Tensor) -> None:
+    """Random rows, the same at every call, in a tensor of `LayerCache.tensors()`."""
     generator = torch.Generator(cache.device).manual_seed(len(name))
     if cache.is_floating_point():
         cache.normal_(generator=generator)

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import random
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsv4_compile import proven
-from dsv4_compile.cache import CacheFormat
-from dsv4_compile.config import DeepseekV4Config
-from dsv4_compile.errors import DSV4Warning, GraphError
+from dsv4_compile.errors import GraphError
 from dsv4_compile.runtime import Counts, DecodeRunner, counting, graphs_for
 from dsv4_compile.testing import assert_bitwise
-from tests.runtime.engine import CAPACITY, MAX_SEQ_LEN, REQUESTS, SMALL, Engine, World, make_runner, make_world
-from tests.runtime.test_replay import poison
+from tests.gpu.soak import SETUPS, SMALL_ON_GPU, random_steps, steady
+from tests.runtime.engine import REQUESTS, SMALL, World, make_runner, make_world
 
 CUDA = torch.device("cuda")
-SMALL_ON_GPU = replace(SMALL, device="cuda:0")
-FLASH = replace(
-    SMALL_ON_GPU,
-    config=DeepseekV4Config.flash().with_layers(1, 4, 128),
-    cache_format=CacheFormat.resolve("fp8_ds_mla"),
-    dtype=torch.bfloat16,
-)
-SETUPS = {"small float32": SMALL_ON_GPU, "flash bfloat16": FLASH, "flash fp8": replace(FLASH, fp8=True)}
 HOST_US = 60.0
 """Host time of a replay of three layers: a launch, and the look at its arguments."""
 
@@ -56,23 +43,7 @@ def profiled(call: Callable[[], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_random_steps_over_poisoned_tails(setup: str, seed: int, pytestconfig: pytest.Config) -> None:
-    world = make_world(setup=SETUPS[setup])
-    runner = make_runner(world)
-    before = {name: tensor.clone() for name, tensor in world.named_caches(world.caches).items()}
-    runner.warm_up()
-    for name, tensor in world.named_caches(world.caches).items():
-        assert_bitwise(tensor, before[name], label=f"{name} after warm-up")
-    engine = Engine(random.Random(seed))
-    for step in range(pytestconfig.option.steps):
-        query_lens, seq_lens = engine.advance()
-        poison(world)
-        hidden = world.load(query_lens, seq_lens)
-        out = runner.step(sum(query_lens), hidden=hidden)
-        expected = world.eager(hidden, query_lens, seq_lens, runner.buckets.fit(sum(query_lens)))
-        assert_bitwise(out, expected, label=f"step {step}")
-    for name, tensor in world.named_caches(world.caches).items():
-        assert_bitwise(tensor, world.named_caches(world.eager_caches)[name], label=name)
-    assert runner.statistics.captures == len(runner.buckets)
+    random_steps(SETUPS[setup], pytestconfig.option.steps, seed)
 
 
 def test_a_step_allocates_nothing_copies_nothing_and_waits_for_nothing(warm: tuple[World, DecodeRunner]) -> None:
@@ -125,40 +96,8 @@ def test_captures_hold_what_was_planned(warm: tuple[World, DecodeRunner]) -> Non
 
 @pytest.mark.parametrize("setup", ["flash bfloat16", "flash fp8"])
 def test_steps_and_batches_compile_capture_and_hold_nothing_more(setup: str, seed: int) -> None:
-    """2,000 decode steps and 200 random batches, the largest uncaptured, of three layers compiled one by one."""
-    world = make_world(setup=SETUPS[setup])
-    world.stack.layers = nn.ModuleList(
-        torch.compile(layer, backend="dsv4", fullgraph=True) for layer in world.stack.layers
-    )
-    runner = make_runner(world)
-    runner.warm_up()
-    rng = random.Random(seed)
-
-    def batch(requests: int, most: int) -> None:
-        query_lens = [rng.randint(1, most) for _ in range(requests)]
-        seq_lens = [rng.randint(length, MAX_SEQ_LEN) for length in query_lens]
-        hidden = world.load(query_lens, seq_lens)
-        out = runner.step(sum(query_lens), hidden=hidden)
-        if rng.random() < 0.02:
-            assert out.isfinite().all()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DSV4Warning)  # the batches above the largest bucket
-        for requests in range(1, REQUESTS + 1):
-            batch(requests, CAPACITY // REQUESTS)
-        torch.cuda.synchronize()
-        captures, held = runner.statistics.captures, runner.graphs.memory()
-        before = torch.cuda.memory_stats()["allocated_bytes.all.current"]
-        with torch.compiler.set_stance("fail_on_recompile"):
-            for _ in range(2000):
-                batch(rng.randint(1, REQUESTS), 1)
-            for _ in range(200):
-                batch(rng.randint(1, REQUESTS), CAPACITY // REQUESTS)
-    torch.cuda.synchronize()
-    assert runner.statistics.captures == captures == len(runner.buckets)
-    assert runner.statistics.replays >= 2000 and runner.statistics.uncaptured > 0
-    assert runner.graphs.memory() == held
-    assert torch.cuda.memory_stats()["allocated_bytes.all.current"] <= before + (1 << 20)
+    found = steady(SETUPS[setup], 500, 100, seed)
+    assert found["uncaptured"] > 0
 
 
 def test_a_run_waits_for_nothing_and_decodes_what_steps_decode() -> None:
