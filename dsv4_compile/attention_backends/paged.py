@@ -6,7 +6,7 @@ It needs no split, no workspace and no host numbers, so one graph serves every b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,13 @@ class DeepseekV4PagedBackend(AttentionBackend):
         return build_batch_metadata
 
 
+class Slots(NamedTuple):
+    """A choice of compressed entries that is made of slots already: int32 `[T, K]`, and how many of each row."""
+
+    indices: Tensor
+    lens: Tensor
+
+
 class PagedAttention(SparseAttention):
     """Attention of one layer in `DSV4_PAGED`."""
 
@@ -56,7 +63,7 @@ class PagedAttention(SparseAttention):
         window_cache: Tensor,
         main_cache: Tensor | None,
         metadata: AttentionMetadata,
-        topk_indices: Tensor | None = None,
+        topk_indices: Tensor | Slots | None = None,
         attn_sink: Tensor | None = None,
         kv_scale: Tensor | None = None,
     ) -> Tensor:
@@ -81,8 +88,12 @@ class PagedAttention(SparseAttention):
         )
         return out
 
-    def _entries(self, metadata: AttentionMetadata, topk_indices: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _entries(
+        self, metadata: AttentionMetadata, topk_indices: Tensor | Slots | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Slots of the compressed entries each token attends, and their number."""
+        if isinstance(topk_indices, Slots):
+            return topk_indices
         main = metadata.c4 if self.layer.ratio == CSA_RATIO else metadata.c128
         assert main is not None
         if self.layer.ratio != CSA_RATIO:

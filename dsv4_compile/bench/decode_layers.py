@@ -90,6 +90,14 @@ class Step:
         mark_static_inputs(named_tensors(caches.layers, "caches"))
         return cls(random_layers(config, fp8, context, device), caches, buffers, context)
 
+    def aside(self) -> Step:
+        """The same with `aux_stream` in every layer that it is for."""
+        for layer in self.layers.layers:
+            assert isinstance(layer, DeepseekV4Attention)
+            layer.aux_stream = layer.indexer is not None
+            layer.stack()
+        return self
+
     def load(self, tokens: int) -> None:
         """Describe the first `tokens` requests, one token each."""
         self.buffers.load(list(range(tokens + 1)), [self.context] * tokens)

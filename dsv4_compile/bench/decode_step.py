@@ -7,7 +7,8 @@ times are those of the step. Many steps run in a row: a time is what the GPU tak
 
 `eager` runs the ops one by one; `stock` is torch.compile as it comes, `reduce-overhead` its mode of that name; `dsv4`
 is this package's backend; `graph` and `eager graph` are a DecodeRunner over `dsv4` and over the ops as they are, whose
-graphs refresh the metadata too. The others find it built. Layers are compiled one by one: three kinds, three graphs.
+graphs refresh the metadata too; of `graph aside` the layers have `aux_stream`. The others find it built. Layers are
+compiled one by one: three kinds, three graphs.
 
 `details` of a row on a GPU: host time of a step, and tensors that ten steps allocate; of a graph also its nodes, how
 many of them copy from the host, and for a kind of layer the nodes of one layer and their time, by stage, beside the
@@ -39,7 +40,7 @@ TOKENS = {"cuda": (1, 8, 32, 128, 512), "cpu": (2,)}
 CONTEXT = {"cuda": 16384, "cpu": 256}
 ALIKE = {"cuda": 8, "cpu": 1}
 WEIGHTS = ("bfloat16", "fp8")
-IMPLEMENTATIONS = ("eager", "eager graph", "stock", "reduce-overhead", "dsv4", "graph")
+IMPLEMENTATIONS = ("eager", "eager graph", "stock", "reduce-overhead", "dsv4", "graph", "graph aside")
 STACK = "stack"
 LAYERS: Mapping[str, tuple[int, ...]] = {
     "SWA": (1,),
@@ -75,7 +76,8 @@ def problems(
             if sizes:
                 step = Step.build(base.with_layers(*ratios * alike), weights == "fp8", sizes[-1], length, device)
                 for impl in IMPLEMENTATIONS:
-                    if keep(only, impl=impl):
+                    indexes = layout.CSA_RATIO in ratios
+                    if keep(only, impl=impl) and (indexes or impl != "graph aside"):
                         yield from _of_implementation(step, impl, layer, weights, alike, sizes, later)
             if layer == STACK:
                 _do(later)  # two stacks and their caches are more than a GPU holds
@@ -99,7 +101,7 @@ def _of_implementation(
             call: Callable[[], Any], tokens: int = tokens, floors: Mapping[str, costs.Cost] = stages[0]
         ) -> dict[str, Any]:
             facts: dict[str, Any] = {"host_us": host_us(call), "allocations": allocations(call)}
-            if "graph" in impl:
+            if impl in ("graph", "eager graph"):
                 later.append(partial(_look_into, facts, step, call, tokens, alike, {} if layer == STACK else floors))
             return facts
 
@@ -136,6 +138,7 @@ def _prepared(step: Step, impl: str, sizes: list[int]) -> Callable[[int], Prepar
         "reduce-overhead": lambda: step.compiled(mode="reduce-overhead"),
         "dsv4": lambda: step.compiled(backend="dsv4"),
         "graph": lambda: step.runner(step.compiled(backend="dsv4"), sizes),
+        "graph aside": lambda: step.aside().runner(step.compiled(backend="dsv4"), sizes),
     }
 
     def prepare(tokens: int) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import layout, ops  # noqa: F401  (ops registers torch.ops.dsv4)
 from .._compat import device_architecture
 from ..attention_backends import Demand, LayerShape, SparseAttention, select
+from ..attention_backends.paged import DeepseekV4PagedBackend, Slots
 from ..attention_backends.registry import cache_word
 from ..attention_backends.v4 import DeepseekV4Metadata
 from ..cache import CacheFormat, LayerCache
@@ -43,6 +44,8 @@ class DeepseekV4Attention(nn.Module):
         engine: `dsv4`, or `library` for the kernel library that the backend was made for.
         max_num_batched_tokens: most tokens of a step, for backends whose prefills go through a workspace (None =
             `max_seq_len`).
+        aux_stream: let the indexer project its queries, score and select on a second stream, beside the projection of
+            q. Layers without an indexer have nothing to run beside, and a CPU has one stream.
         single_gemm: one GEMM for all projections of hidden, those wanted in float32 included; see `stacked.Stack`.
 
     Parameters are uninitialised: load them with `dsv4_compile.loading`.
@@ -66,6 +69,7 @@ class DeepseekV4Attention(nn.Module):
         attention_backend: str = "auto",
         engine: str = "dsv4",
         max_num_batched_tokens: int | None = None,
+        aux_stream: bool = False,
         single_gemm: bool | None = None,
     ) -> None:
         super().__init__()
@@ -105,6 +109,7 @@ class DeepseekV4Attention(nn.Module):
         if config.kind(layer_idx) == CSA:
             self.indexer = Indexer(config, self.cache_format, fp8=fp8, dtype=dtype, device=device)
         self.single_gemm = single_gemm
+        self.aux_stream = aux_stream and self.indexer is not None
         self.stack()
         self.max_seq_len = max_seq_len or config.max_position_embeddings
         self.selection = select(attention_backend, self._demand(dtype, engine))
@@ -154,13 +159,13 @@ class DeepseekV4Attention(nn.Module):
         """qr, kv, the indexer's weights, and scores of the compressors: as far as this layer has them."""
         outputs = [Output((self.wq_a,)), Output((self.wkv,))]
         if self.indexer is not None:
-            outputs.append(Output((self.indexer.weights_proj,)))
+            outputs.append(Output((self.indexer.weights_proj,), float32=self.aux_stream))
         compressors = (self.compressor, self.indexer.compressor if self.indexer is not None else None)
         return outputs + [compressor.scores() for compressor in compressors if compressor is not None]
 
     def _of_latent(self) -> list[Output]:
-        """q, and that of the indexer."""
-        indexer = [Output((self.indexer.wq_b,))] if self.indexer is not None else []
+        """q, and that of the indexer unless it goes its own way."""
+        indexer = [Output((self.indexer.wq_b,))] if self.indexer is not None and not self.aux_stream else []
         return [Output((self.wq_b,)), *indexer]
 
     def _table(self, device: torch.device) -> Tensor:
@@ -193,7 +198,8 @@ class DeepseekV4Attention(nn.Module):
         """
         qr, kv, *of_hidden = project(hidden, self._of_hidden(), self.of_hidden)
         qr, kv = torch.ops.dsv4.fused_q_kv_rmsnorm(qr, kv, self.q_norm.weight, self.kv_norm.weight, self.eps)
-        q, *of_latent = project(qr, self._of_latent(), self.of_latent)
+        self._compress(of_hidden, metadata, cache)
+        q, choice = self._query_and_choice(qr, of_hidden, metadata, cache)
         q = torch.ops.dsv4.q_norm_rope_kv_insert(
             q.unflatten(-1, (self.config.num_heads, self.config.head_dim)),
             kv,
@@ -206,26 +212,20 @@ class DeepseekV4Attention(nn.Module):
             self.cache_format.kv,
             q_scale=self.attention.query_scale(),
         )
-        topk = self._compress(of_hidden, of_latent, metadata, cache)
         out = self.attention(
             q,
             cache.window,
             cache.main,
             metadata if step is None else step,
-            topk,
+            choice,
             self.attn_sink.float(),  # model.to(bfloat16) casts it; nothing to do otherwise
         )
         return self._project_output(out, metadata.positions)
 
-    def _compress(
-        self, of_hidden: Sequence[Tensor], of_latent: Sequence[Tensor], metadata: AttentionMetadata, cache: LayerCache
-    ) -> Tensor | None:
-        """Write new compressed entries; return the indexer's choice, int32 `[T, K]` entries of the request, if any.
-
-        The tensors are what `_of_hidden` and `_of_latent` describe, without qr, kv and q.
-        """
+    def _compress(self, of_hidden: Sequence[Tensor], metadata: AttentionMetadata, cache: LayerCache) -> None:
+        """Write new compressed entries; the tensors are what `_of_hidden` describes, without qr and kv."""
         if self.compressor is None:
-            return None
+            return
         md = metadata.c4 if self.indexer is not None else metadata.c128
         assert md is not None and cache.main is not None and cache.state is not None
         # Not `pop`: to Dynamo in torch 2.11 what a starred name takes is a tuple.
@@ -241,10 +241,23 @@ class DeepseekV4Attention(nn.Module):
             cache.main,
             md.slot_mapping,
         )
-        if self.indexer is None:
-            return None
-        topk: Tensor = self.indexer(of_latent[0], of_hidden[0], of_hidden[2], self.cos_sin, metadata, cache)
-        return topk
+        if self.indexer is not None:
+            self.indexer.compress(of_hidden[2], self.cos_sin, metadata, cache)
+
+    def _query_and_choice(
+        self, qr: Tensor, of_hidden: Sequence[Tensor], metadata: AttentionMetadata, cache: LayerCache
+    ) -> tuple[Tensor, Tensor | Slots | None]:
+        """q `[T, H * D]`, and what the indexer chooses of the compressed entries, if there is one."""
+        if self.indexer is None or not self.aux_stream:
+            q, *of_latent = project(qr, self._of_latent(), self.of_latent)
+            if self.indexer is None:
+                return q, None
+            return q, self.indexer(of_latent[0], of_hidden[0], self.cos_sin, metadata, cache)
+        weights, paged = of_hidden[0], self.selection.backend is DeepseekV4PagedBackend
+        chosen, lens = self.indexer.aside(qr, weights, self.cos_sin, metadata, cache, paged)
+        (q,) = project(qr, self._of_latent(), self.of_latent)
+        torch.ops.dsv4_stream.join(q, [chosen, lens, qr, weights])
+        return q, Slots(chosen, lens) if paged else chosen
 
     def _project_output(self, out: Tensor, positions: Tensor) -> Tensor:
         """Inverse RoPE, then wo_a on each group of heads, then wo_b. `out` is `[T, H, D]`."""

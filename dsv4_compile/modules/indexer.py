@@ -9,6 +9,7 @@ from .. import layout
 from ..cache import CacheFormat, LayerCache
 from ..config import DeepseekV4Config
 from ..metadata.types import AttentionMetadata
+from . import aside  # noqa: F401  (registers torch.ops.dsv4_stream)
 from .compressor import Compressor
 from .linear import Fp8Linear, Linear
 
@@ -47,20 +48,8 @@ class Indexer(nn.Module):
             device=device,
         )
 
-    def forward(
-        self,
-        q: Tensor,
-        weights: Tensor,
-        kv_score: Tensor,
-        cos_sin: Tensor,
-        metadata: AttentionMetadata,
-        cache: LayerCache,
-    ) -> Tensor:
-        """Compress this step's keys into `cache.indexer` and return int32 `[T, index_topk]` entries of the request.
-
-        `q` `[T, n_heads * head_dim]` is wq_b of the normed query latent, `weights` `[T, n_heads]` weights_proj of the
-        layer's input, `kv_score` what the compressor takes. Valid entries come first, the rest is -1.
-        """
+    def compress(self, kv_score: Tensor, cos_sin: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> None:
+        """Compress this step's keys into `cache.indexer`. `kv_score` is what the compressor takes."""
         c4 = metadata.c4
         assert c4 is not None and cache.indexer is not None and cache.indexer_state is not None
         self.compressor(
@@ -74,6 +63,17 @@ class Indexer(nn.Module):
             cache.indexer,
             c4.indexer_slot_mapping,
         )
+
+    def forward(
+        self, q: Tensor, weights: Tensor, cos_sin: Tensor, metadata: AttentionMetadata, cache: LayerCache
+    ) -> Tensor:
+        """int32 `[T, index_topk]` entries of the request, valid ones first, then -1.
+
+        `q` `[T, n_heads * head_dim]` is wq_b of the normed query latent, `weights` `[T, n_heads]` weights_proj of the
+        layer's input. This step's keys are in `cache.indexer`.
+        """
+        c4 = metadata.c4
+        assert c4 is not None and cache.indexer is not None
         q8, q_scale, weights = torch.ops.dsv4.indexer_q_rope_quant(
             q.unflatten(-1, (self.n_heads, self.head_dim)),
             metadata.positions,
@@ -94,3 +94,41 @@ class Indexer(nn.Module):
             self.cache_format,
             self.topk,
         )
+
+    def aside(
+        self,
+        qr: Tensor,
+        weights: Tensor,
+        cos_sin: Tensor,
+        metadata: AttentionMetadata,
+        cache: LayerCache,
+        slots: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` from the normed query latent `qr` on, on the second stream: see `aside.choose_aside`.
+
+        `weights` are float32. With `slots` the choice is one of slots of the main cache, and comes with its lengths.
+        """
+        c4 = metadata.c4
+        assert c4 is not None and cache.indexer is not None
+        fp8 = self.wq_b if isinstance(self.wq_b, Fp8Linear) else None
+        chosen, lens = torch.ops.dsv4_stream.choose_aside(
+            qr,
+            self.wq_b.weight,
+            None if fp8 is None else fp8.scale,
+            fp8 is not None and fp8.quantize_input,
+            weights,
+            metadata.positions,
+            cos_sin,
+            cache.indexer,
+            c4.indexer_block_table,
+            metadata.token_to_req,
+            c4.context_lens,
+            layout.storage_block_size(layout.CSA_RATIO),
+            self.cache_format,
+            self.hadamard,
+            self.topk,
+            c4.block_table if slots else None,
+            metadata.is_valid_token,
+            layout.storage_block_size(layout.CSA_RATIO),
+        )
+        return chosen, lens

@@ -1,0 +1,63 @@
+"""The indexer's choice on a second stream: eager, compiled and captured, again and again."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_compile.testing import assert_bitwise
+from tests.gpu.test_attention_backends import assert_similar, compiled, of_the_step
+from tests.modules.test_attention_backend import CONFIG, REQUESTS, Serving, layer_of
+
+LAYERS = [("DSV4_PAGED", "fp8_ds_mla"), ("FLASHMLA_SPARSE_DSV4", "fp8_ds_mla")]
+
+
+def serving(name: str, kv_cache_dtype: str, aux: bool, compile_it: bool) -> Serving:
+    layer = layer_of("csa", attention_backend=name, kv_cache_dtype=kv_cache_dtype, device="cuda", aux_stream=aux)
+    return Serving(layer, compiled(layer) if compile_it else None)
+
+
+@pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), LAYERS)
+def test_choice_aside_is_the_choice(name: str, kv_cache_dtype: str, compile_it: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    alone, beside = (serving(name, kv_cache_dtype, aux, compile_it) for aux in (False, True))
+    for step in range(6):
+        counts = [rng.randint(4, 50) for _ in range(REQUESTS)] if step < 3 else [1] * REQUESTS
+        hidden = torch.randn(sum(counts), CONFIG.hidden_size).bfloat16()
+        assert_similar(beside.step(counts, hidden), alone.step(counts, hidden))
+
+
+@pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), LAYERS)
+def test_captured_steps_wait_for_the_choice(name: str, kv_cache_dtype: str, compile_it: bool, seed: int) -> None:
+    """Three calls in one graph, whose second streams share memory; replayed without a pause, they are the calls."""
+    rng = random.Random(seed)
+    plain, ours = (serving(name, kv_cache_dtype, True, compile_it) for _ in range(2))
+    for _ in range(4):
+        counts = [rng.randint(4, 50) for _ in range(REQUESTS)]
+        hidden = torch.randn(sum(counts), CONFIG.hidden_size).bfloat16()
+        for each in (plain, ours):
+            each.step(counts, hidden)
+    graph, held, outs = torch.cuda.CUDAGraph(), None, []
+    for _ in range(5):
+        hidden = torch.randn(REQUESTS, CONFIG.hidden_size).bfloat16()
+        new = ours.arguments([1] * REQUESTS, hidden)
+        with torch.inference_mode():
+            if held is None:
+                held = new
+                ours.call(*held)
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph):
+                    # Of the same step: what is inserted is inserted again.
+                    outs = [ours.call(*held) for _ in range(3)]
+            for mine, fresh in zip(of_the_step(held), of_the_step(new), strict=True):
+                mine.copy_(fresh)
+            for _ in range(20):
+                graph.replay()
+        expected: Any = plain.step([1] * REQUESTS, hidden)
+        for out in outs:
+            assert_bitwise(out, expected)

@@ -1,0 +1,106 @@
+"""The indexer's choice beside the projection of q: the same results, and waits where they have to be."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+import torch.fx.experimental._config
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from dsv4_compile.modules.aside import choose_aside, join
+from dsv4_compile.testing import assert_bitwise
+from tests.modules.test_attention_backend import CONFIG, SYSTEMS, Serving, layer_of, random_counts
+
+LAYERS = [("DSV4_PAGED", "fp8_ds_mla"), *SYSTEMS]
+
+
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), LAYERS)
+def test_choice_aside_is_the_choice(name: str, kv_cache_dtype: str, seed: int) -> None:
+    rng, options = random.Random(seed), {"attention_backend": name, "kv_cache_dtype": kv_cache_dtype}
+    alone, beside = (Serving(layer_of("csa", aux_stream=aux, **options)) for aux in (False, True))
+    for _ in range(3):
+        counts = random_counts(rng)
+        hidden = torch.randn(sum(counts) + rng.randint(0, 2), CONFIG.hidden_size).bfloat16()
+        assert_bitwise(beside.step(counts, hidden), alone.step(counts, hidden))
+
+
+def test_quantised_weights_choose_the_same_aside(seed: int) -> None:
+    alone, beside = (
+        Serving(layer_of("csa", kv_cache_dtype="fp8_ds_mla", fp8=True, aux_stream=a)) for a in (False, True)
+    )
+    for serving in (alone, beside):
+        for scale in serving.layer.parameters():
+            if scale.dtype is torch.float8_e8m0fnu:
+                scale.data.fill_(0.25)
+    counts = random_counts(random.Random(seed))
+    hidden = torch.randn(sum(counts), CONFIG.hidden_size).bfloat16()
+    out = beside.step(counts, hidden)
+    assert torch.isfinite(out).all() and out.any()
+    assert_bitwise(out, alone.step(counts, hidden))
+
+
+@pytest.mark.parametrize("fuse", ["auto", "on"])
+def test_compiled_code_starts_the_choice_before_q_and_waits_before_attention(fuse: str, seed: int) -> None:
+    rng = random.Random(seed)
+    layer = layer_of("csa", kv_cache_dtype="fp8_ds_mla", aux_stream=True)
+    compiled = torch.compile(layer, backend="dsv4", fullgraph=True, dynamic=True, options={"dsv4.fuse": fuse})
+    eager, graph = Serving(layer), Serving(layer, compiled)
+    counts = random_counts(rng)
+    hidden = torch.randn(sum(counts), CONFIG.hidden_size).bfloat16()
+    with torch.fx.experimental._config.patch(use_duck_shape=False):
+        out, code = run_and_get_code(graph.step, counts, hidden)
+        assert_bitwise(out, eager.step(counts, hidden))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            counts = random_counts(rng)
+            hidden = torch.randn(sum(counts), CONFIG.hidden_size).bfloat16()
+            assert_bitwise(graph.step(counts, hidden), eager.step(counts, hidden))
+    calls = re.findall(
+        r"(choose_aside|extern_kernels\.mm|dsv4_stream\.join|sparse_mla_decode)(?:\.default)?\(", code[-1]
+    )
+    start = calls.index("choose_aside")
+    assert calls[start : start + 4] == ["choose_aside", "extern_kernels.mm", "dsv4_stream.join", "sparse_mla_decode"]
+    # What the second stream reads and writes lives until the wait, in front of which nothing is copied.
+    waited = re.search(r"dsv4_stream\.join\.default\((\w+), \[(.*)\]", code[-1])
+    assert waited is not None
+    between = code[-1][code[-1].index("choose_aside.default(") : waited.start()]
+    for kept in re.findall(r"buf\d+", waited[2]):
+        assert not re.search(rf"(del|= ){kept}\b", between)
+    assert re.search(rf"mm\(.*out={waited[1]}\)", between)
+
+
+@pytest.mark.parametrize("kind", ["swa", "hca"])
+def test_layers_without_an_indexer_have_nothing_aside(kind: str) -> None:
+    assert not layer_of(kind, aux_stream=True).aux_stream
+
+
+@pytest.mark.parametrize("slots", [True, False])
+def test_choice_is_a_sound_op(slots: bool) -> None:
+    tokens, heads, dim, rank = 3, 2, 16, 8
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    rope = torch.rand(16, 8)
+    arguments: tuple[Tensor | int | str | bool | None, ...] = (
+        torch.randn(tokens, rank),
+        torch.randn(heads * dim, rank),
+        None,
+        False,
+        torch.randn(tokens, heads),
+        torch.arange(tokens),
+        rope,
+        torch.randn(4, 4, dim),
+        table,
+        torch.tensor([0, 1, 1], dtype=torch.int32),
+        torch.tensor([3, 8, 0], dtype=torch.int32),
+        4,
+        "plain",
+        False,
+        4,
+        table if slots else None,
+        torch.tensor([True, True, False]),
+        4,
+    )
+    torch.library.opcheck(choose_aside, arguments)
+    torch.library.opcheck(join, (torch.randn(3), [torch.randn(2), torch.randn(4)]))
