@@ -45,7 +45,7 @@ def dsv4(
     from ._compat import compile_fx, inductor_config
     from .lowering import registry
     from .passes import ChooseImplementations
-    from .runtime.compiled import Capturing
+    from .runtime.capturing import Capturing
 
     registry.load()
     parsed = Options.parse(mode, options, ops=OPS)
@@ -61,7 +61,7 @@ def dsv4(
 def reset() -> None:
     """Called by torch.compiler.reset(): what this process has been told about its compiled code is told again."""
     from .lowering import registry
-    from .runtime.compiled import shared_graphs
+    from .runtime.capturing import shared_graphs
 
     registry.forget_warnings()
     shared_graphs.cache_clear()

@@ -2,7 +2,7 @@
 
 The modules, in the order in which they work: `state` makes the compiler forget and restores it, `events` hears what
 torch says, `observe` looks at graphs (`graphs`) and generated code (`kernels`), `breaks` with `causes` and
-`recompiles` with `guards` put findings into words, `assemble` makes a `report`, `text` and `html` show it.
+`recompiles` with `guards` put findings into words, `assemble` makes a `report` of `rows`, `text` and `html` show it.
 """
 
 from __future__ import annotations

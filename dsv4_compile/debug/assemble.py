@@ -13,7 +13,8 @@ from ..decisions import Decision, Fusion
 from ..errors import DSV4Error
 from . import breaks, events, recompiles
 from .observe import Watch
-from .report import Failure, OpDecision, OpFusion, Place, Report
+from .report import Report
+from .rows import Failure, OpDecision, OpFusion, Place
 
 _PACKAGE = Path(__file__).parents[1]
 

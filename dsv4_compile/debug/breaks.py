@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .causes import explain_break
 from .events import RawBreak, is_torch
-from .report import Break, Place
+from .rows import Break, Place
 
 _DECORATOR_LINES = 20
 

@@ -17,7 +17,8 @@ from . import dump as dumping
 from .assemble import assemble, chosen_backends, failure_of
 from .events import Events, is_torch
 from .observe import resolve, watching
-from .report import Place, Report
+from .report import Report
+from .rows import Place
 from .state import fresh_compiler
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]

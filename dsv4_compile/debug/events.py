@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import guards
-from .report import Place
+from .rows import Place
 
 _TRACE = "torch.__trace"
 _GRAPH_BREAKS = "torch._dynamo.convert_frame.__graph_breaks"

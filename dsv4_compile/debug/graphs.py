@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .breaks import innermost, with_source
-from .report import CacheHazard, Graph, GraphInput, OpDecision, Place
+from .rows import CacheHazard, Graph, GraphInput, OpDecision, Place
 
 _MODULE_STATE = re.compile(r"_parameters_|_buffers_")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')

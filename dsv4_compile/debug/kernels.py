@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import Node
 
 from .graphs import place_of, short_dtype
-from .report import CacheCopy, Kernel, MissedReinplace, Place
+from .rows import CacheCopy, Kernel, MissedReinplace, Place
 
 SMALLEST_CACHE = 16 * 1024
 """Bytes from which on a mutated input counts as a cache."""

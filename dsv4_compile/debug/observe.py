@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from .. import decisions, progress
 from . import graphs, kernels
 from .events import Events, listen
-from .report import CacheCopy, CacheHazard, Graph, Kernel, MissedReinplace, OpDecision
+from .rows import CacheCopy, CacheHazard, Graph, Kernel, MissedReinplace, OpDecision
 
 Backend = Callable[..., Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from .breaks import definition
 from .events import Events
-from .report import Place, Recompile
+from .rows import Place, Recompile
 
 
 def collect(events: Events) -> list[Recompile]:

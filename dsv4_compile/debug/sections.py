@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..attention_backends.registry import AGAINST, BACKEND
-from .report import Break, Graph, GraphInput, OpDecision, OpFusion, Recompile, Report
+from .report import Report
+from .rows import Break, Graph, GraphInput, OpDecision, OpFusion, Recompile
 
 _OPS_SHOWN = 6
 _PLACES_SHOWN = 3

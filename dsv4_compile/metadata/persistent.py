@@ -19,7 +19,8 @@ from ..errors import check
 from ..ops.batch_metadata import GROUPS
 from .buffers import PAGE_TOKENS, BufferPlan, groups_of, plan_buffers
 from .checks import check_batch, check_capacity, check_ints, check_lengths, check_table
-from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
+from .types import AttentionMetadata, BlockTables
+from .views import metadata_of
 
 Ints = Tensor | Sequence[int]
 
@@ -217,39 +218,7 @@ class MetadataBuffers:
             got=f"metadata({num_tokens}) after refresh({self._rows})" if self._rows else "metadata before refresh",
             fix=f"call refresh({num_tokens}) after load and before metadata",
         )
-        rows = {name: tensor[:num_tokens] for name, tensor in self.tensors.items()}
-        tables = self.block_tables
-        c4, c128 = None, None
-        if tables.c4 is not None and tables.c4_state is not None:
-            c4 = CompressedMetadata(
-                slot_mapping=rows["c4_slots"],
-                block_table=tables.c4,
-                state_slot_mapping=rows["c4_state_slots"],
-                state_block_table=tables.c4_state,
-                context_lens=rows["c4_context_lens"],
-                indexer_slot_mapping=rows["indexer_slots"],
-                indexer_block_table=tables.indexer,
-                indexer_state_slot_mapping=rows["indexer_state_slots"],
-                indexer_state_block_table=tables.indexer_state,
-            )
-        if tables.c128 is not None and tables.c128_state is not None:
-            c128 = CompressedMetadata(
-                slot_mapping=rows["c128_slots"],
-                block_table=tables.c128,
-                state_slot_mapping=rows["c128_state_slots"],
-                state_block_table=tables.c128_state,
-                context_lens=rows["c128_context_lens"],
-                indices=rows["c128_indices"],
-                lens=rows["c128_lens"],
-            )
-        return AttentionMetadata(
-            positions=rows["positions"],
-            token_to_req=rows["token_to_req"],
-            is_valid_token=rows["is_valid_token"],
-            window=WindowMetadata(rows["window_slots"], rows["window_indices"], rows["window_lens"]),
-            c4=c4,
-            c128=c128,
-        )
+        return metadata_of({name: tensor[:num_tokens] for name, tensor in self.tensors.items()}, self.block_tables)
 
 
 def _ints(values: Ints) -> Tensor:

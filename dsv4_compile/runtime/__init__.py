@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .buckets import padded_buckets
-from .counts import Counts, counting
+from .counts import Counts, Statistics, counting
 from .graphs import Capture, Footprint, Graphs, graphs_for
 from .plan import Plan
-from .runner import DecodeRunner, Statistics
+from .runner import DecodeRunner
 from .static_inputs import mark_static_inputs
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""How often compiled graphs were captured and replayed: for tests, reports and curious users.
+"""How often graphs were captured and replayed, compiled ones and those of a runner: for tests, reports and the curious.
 
 with dsv4_compile.runtime.counting() as counts:
     model.generate(...)
@@ -20,6 +20,15 @@ class Counts:
     captures: int = 0
     replays: int = 0
     compiled: int = 0
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What a runner has done: captures, replays, and steps that ran without a graph."""
+
+    captures: int = 0
+    replays: int = 0
+    uncaptured: int = 0
 
 
 _open: ContextVar[tuple[Counts, ...]] = ContextVar("dsv4_counts", default=())

@@ -10,33 +10,23 @@ out = runner.step(n)                      # one launch
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import progress
-from .._compat import maybe_mark_dynamic, pytree
+from .._compat import pytree
 from ..errors import check, fail, warn
 from ..metadata import MetadataBuffers
-from .batches import check_padding, idle, token_tensors
+from .batches import check_outputs, check_padding, count_tokens, idle
 from .buckets import Buckets, padded_buckets
+from .counts import Statistics
 from .graphs import Capture, Footprint, graphs_for
 from .plan import Plan
 from .sampling import Sampler, Sampling
 from .static_inputs import StaticInputs, mark_static_inputs, named_tensors
-
-Step = Callable[..., Any]
-
-
-@dataclass(slots=True)
-class Statistics:
-    """What a runner has done: captures, replays, and steps that ran without a graph."""
-
-    captures: int = 0
-    replays: int = 0
-    uncaptured: int = 0
+from .step_inputs import Step, StepInputs, whole_step
 
 
 class DecodeRunner:
@@ -81,23 +71,15 @@ class DecodeRunner:
         debug: bool = False,
     ) -> None:
         self._step, self.buffers, self.caches, self.debug = step, buffers, caches, debug
-        self.inputs = dict(inputs)
+        self.inputs = StepInputs(inputs, buffers.max_num_batched_tokens)
         self.tokens_each = tokens_each
         self.statistics = Statistics()
-        device = buffers.tensors["seq_lens"].device
+        device, capacity = buffers.tensors["seq_lens"].device, buffers.max_num_batched_tokens
         self.graphs = graphs_for(device, graphs)
-        capacity = buffers.max_num_batched_tokens
-        for name, tensor in self.inputs.items():
-            check(
-                tensor.dim() > 0 and tensor.shape[0] >= capacity,
-                "E204",
-                got=f"input {name} of shape {list(tensor.shape)} beside metadata of {capacity} tokens",
-                fix=f"allocate {name} with {capacity} rows, max_num_batched_tokens of the buffers",
-            )
         largest = min(buffers.max_num_seqs * tokens_each, capacity)
         self.buckets = Buckets(padded_buckets(largest, tokens_each) if buckets is None else buckets, capacity)
         mark_static_inputs(named_tensors(caches, "caches"))
-        self._statics = StaticInputs(self._find, device)
+        self._statics = StaticInputs(self._addressed, device)
         self.max_run_steps = max_run_steps
         self.sampling = None if sampler is None else Sampling(buffers, sampler, tokens_each, max_run_steps)
         self._captures: dict[int, Capture] = {}
@@ -108,11 +90,10 @@ class DecodeRunner:
         self._plan: Plan | None = None
         self._held = 0
 
-    def _find(self) -> dict[str, Tensor]:
+    def _addressed(self) -> dict[str, Tensor]:
         """Everything that a capture has by address."""
-        named = {f"input {name}": tensor for name, tensor in self.inputs.items()}
-        named |= {f"metadata {name}": tensor for name, tensor in self.buffers.tensors.items()}
         module = getattr(self._step, "_orig_mod", self._step)
+        named = self.inputs.named() | {f"metadata {name}": tensor for name, tensor in self.buffers.tensors.items()}
         return named | named_tensors(self.caches, "caches") | named_tensors(module, "step")
 
     def __repr__(self) -> str:
@@ -153,7 +134,7 @@ class DecodeRunner:
         check(not self.sealed, "E425", got="warm_up of a runner that has captured", fix="make another runner")
         plan = self.plan()
         # Modules may have put their weights together at the first call: what counts is where things are now.
-        self._statics = StaticInputs(self._find, self.graphs.device)
+        self._statics = StaticInputs(self._addressed, self.graphs.device)
         captures: dict[int, Capture] = {}
         runs: dict[int, Capture] = {}
         with idle(self.buffers), progress.stage("capture", total=len(self.buckets)) as work:
@@ -172,15 +153,7 @@ class DecodeRunner:
     def _capture(self, size: int) -> Capture:
         captured = self.graphs.capture(self._call_of(size), f"the step of {size} tokens")
         self.statistics.captures += 1
-        leaves = pytree.tree_leaves(captured.outputs)
-        wrong = next((leaf for leaf in leaves if not isinstance(leaf, Tensor)), None)
-        check(
-            wrong is None and bool(leaves),
-            "E426",
-            got=f"a step that returns {type(wrong).__name__}" if leaves else "a step that returns nothing",
-        )
-        short = next((leaf.shape for leaf in leaves if leaf.dim() == 0 or leaf.shape[0] != size), None)
-        check(short is None, "E426", got=f"an output of shape {list(short or ())} from a step of {size} tokens")
+        check_outputs(captured.outputs, size)
         return captured
 
     def step(self, num_tokens: int | None = None, *, num_reqs: int | None = None, **inputs: Tensor) -> Any:
@@ -193,15 +166,16 @@ class DecodeRunner:
         One launch, and one more for each input whose rows do not fill the bucket. E204 over capacity, E421 for a
         buffer that moved, E427 before warm_up, E429 (debug) for padding that is not what it was declared to be.
         """
-        check(self.sealed, "E427", got="step of a runner that has captured nothing")
-        tokens = self._count(num_tokens, num_reqs)
+        if not self._captures:
+            fail("E427", got="step of a runner that has captured nothing")
+        tokens = count_tokens(num_tokens, num_reqs, self.tokens_each, self.buffers.max_num_batched_tokens)
         for name, value in inputs.items():
-            self._copy_input(name, value, tokens)
+            self.inputs.copy_in(name, value, tokens)
         bucket = self.buckets.fit(tokens)
         if bucket is None:
             return self._uncaptured(tokens)
-        self._pad(tokens, bucket)
-        self._replay(self._captures[bucket], bucket, tokens, f"the step of {bucket} tokens")
+        self.inputs.pad(tokens, bucket)
+        self._replay(self._captures[bucket], bucket, tokens)
         if tokens not in self._views:
             self._views[tokens] = pytree.tree_map(lambda out: out[:tokens], self._captures[bucket].outputs)
         return self._views[tokens]
@@ -225,7 +199,7 @@ class DecodeRunner:
         check(
             0 < steps <= self.max_run_steps, "E204", got=f"a run of {steps} steps, max_run_steps={self.max_run_steps}"
         )
-        tokens = self._count(None, num_reqs)
+        tokens = count_tokens(None, num_reqs, self.tokens_each, self.buffers.max_num_batched_tokens)
         bucket = self.buckets.fit(tokens)
         captured = self._runs.get(bucket or 0)
         sampling.begin()
@@ -233,15 +207,10 @@ class DecodeRunner:
             for _ in range(steps):
                 sampling.finish_step(self.step(tokens), num_reqs)
             return sampling.result(steps, num_reqs)
-        self._pad(tokens, bucket)
+        self.inputs.pad(tokens, bucket)
         for _ in range(steps):
-            self._replay(captured, bucket, tokens, f"the run of {bucket} requests")
+            self._replay(captured, bucket, tokens)
         return sampling.result(steps, num_reqs)
-
-    def _pad(self, tokens: int, bucket: int) -> None:
-        if tokens < bucket:
-            for tensor in self.inputs.values():
-                tensor[tokens:bucket].zero_()
 
     def _captures_run(self, size: int) -> bool:
         return self.sampling is not None and self.sampling.captured and size <= self.buffers.max_num_seqs
@@ -254,10 +223,10 @@ class DecodeRunner:
         sampling.begin()
         return torch.no_grad()(lambda: sampling.finish_step(step(), size))
 
-    def _replay(self, captured: Capture, bucket: int, tokens: int, what: str) -> None:
-        if self.debug or what not in self._checked:
-            self._statics.check(what)
-            self._checked.add(what)
+    def _replay(self, captured: Capture, bucket: int, tokens: int) -> None:
+        if self.debug or captured.what not in self._checked:
+            self._statics.check(captured.what)
+            self._checked.add(captured.what)
         captured.replay()
         self.statistics.replays += 1
         if self.debug:
@@ -273,47 +242,7 @@ class DecodeRunner:
 
     def _call_of(self, size: int) -> Callable[[], Any]:
         """The whole step for `size` tokens at the persistent addresses: what is captured, and what runs without."""
-
-        def call() -> Any:
-            self.buffers.refresh(size)
-            metadata = self.buffers.metadata(size)
-            inputs = [tensor[:size] for tensor in self.inputs.values()]
-            if size > 1:
-                for tensor in (*inputs, *token_tensors(metadata)):
-                    maybe_mark_dynamic(tensor, 0)
-            return self._step(*inputs, metadata, self.caches)
-
-        return torch.no_grad()(call)
-
-    def _count(self, num_tokens: int | None, num_reqs: int | None) -> int:
-        check(
-            (num_tokens is None) != (num_reqs is None),
-            "E201",
-            got=f"{num_tokens=}, {num_reqs=}",
-            rule="one of num_tokens and num_reqs is given",
-            fix="step(num_tokens) or step(num_reqs=...)",
-        )
-        tokens = num_tokens if num_tokens is not None else (num_reqs or 0) * self.tokens_each
-        capacity = self.buffers.max_num_batched_tokens
-        check(
-            0 < tokens <= capacity,
-            "E204",
-            got=f"a step of {tokens} tokens with buffers of {capacity}",
-            fix=f"pass 1 to {capacity}: allocate MetadataBuffers for the largest step, or cut the step",
-        )
-        return tokens
-
-    def _copy_input(self, name: str, value: Tensor, tokens: int) -> None:
-        rule, fix = f"inputs are {', '.join(self.inputs)}", "pass one of them, as named in DecodeRunner(inputs=...)"
-        check(name in self.inputs, "E201", got=f"input {name!r}", rule=rule, fix=fix)
-        own = self.inputs[name]
-        check(
-            value.shape == (tokens, *own.shape[1:]) and value.dtype == own.dtype,
-            "E201",
-            got=f"{name} {value.dtype} {list(value.shape)}",
-            rule=f"{name} is {own.dtype} {[tokens, *own.shape[1:]]} in a step of {tokens} tokens",
-        )
-        own[:tokens].copy_(value)
+        return whole_step(self._step, self.buffers, self.inputs, self.caches, size)
 
     def _check_after(self, bucket: int, tokens: int) -> None:
         check_padding(self.buffers, tokens, bucket)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from .._compat import OpOverload, TorchDispatchMode, pytree
 from ..errors import check, fail
-from .graphs import Call, Capture, Footprint, capture_of, refuse_host_read, tensor_bytes
+from .capture_errors import refuse_host_read
+from .graphs import Call, Capture, Footprint, capture_of, tensor_bytes
 
 _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _tape: ContextVar[Tape | None] = ContextVar("dsv4_tape", default=None)
@@ -68,7 +69,7 @@ class StandInGraphs:
         check(bool(tape.nodes), "E423", got=f"{what} ran no op on a tensor")
         tape.check_outputs(outputs)
         self._held += tape.allocated
-        return Capture(outputs, tape.replay)
+        return Capture(outputs, tape.replay, what)
 
     def memory(self) -> int:
         """Bytes that recorded results hold."""

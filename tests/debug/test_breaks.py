@@ -13,7 +13,8 @@ import torch
 
 import dsv4_compile
 from dsv4_compile.debug import breaks, causes, events
-from dsv4_compile.debug.report import Place, Report
+from dsv4_compile.debug.report import Report
+from dsv4_compile.debug.rows import Place
 from tests.debug import planted_breaks
 
 PLANTED = {

@@ -10,7 +10,7 @@ import torch
 
 import dsv4_compile
 from dsv4_compile.debug import guards
-from dsv4_compile.debug.report import Recompile
+from dsv4_compile.debug.rows import Recompile
 
 GLOBAL = 1
 

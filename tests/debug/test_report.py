@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import dsv4_compile
-from dsv4_compile.debug.report import (
-    SCHEMA,
+from dsv4_compile.debug.report import SCHEMA, Report
+from dsv4_compile.debug.rows import (
     Break,
     CacheCopy,
     CacheHazard,
@@ -24,7 +24,6 @@ from dsv4_compile.debug.report import (
     OpFusion,
     Place,
     Recompile,
-    Report,
 )
 
 PLACE = Place("/models/attention.py", 31, "forward", "if scores.max() > 30: " + "scores = scores - 1; " * 8)

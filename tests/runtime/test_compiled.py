@@ -23,7 +23,8 @@ from dsv4_compile import _compat
 from dsv4_compile.errors import DSV4Warning, GraphError
 from dsv4_compile.options import Options
 from dsv4_compile.runtime import Counts, counting, mark_static_inputs
-from dsv4_compile.runtime.compiled import Capturing, tokens_of
+from dsv4_compile.runtime.capturing import Capturing
+from dsv4_compile.runtime.compiled import tokens_of
 from dsv4_compile.runtime.graph_inputs import static_inputs
 from dsv4_compile.testing import assert_bitwise
 from tests.runtime.engine import Engine, Stack, make_runner, make_world

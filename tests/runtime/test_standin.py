@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dsv4_compile.errors import GraphError
 from dsv4_compile.runtime import graphs_for
-from dsv4_compile.runtime.graphs import Graphs, explain_failure
+from dsv4_compile.runtime.capture_errors import explain_failure
+from dsv4_compile.runtime.graphs import Graphs
 from dsv4_compile.runtime.standin import recordable
 
 CPU = torch.device("cpu")
