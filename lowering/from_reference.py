@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .._compat import V, ir, make_fx, select_decomp_table
+from .ir_common import rounded
 
 
 def lower_from_reference(reference: Callable[..., Any], *args: Any) -> Any:
@@ -28,7 +29,8 @@ def lower_from_reference(reference: Callable[..., Any], *args: Any) -> Any:
         fakes = [ir.ir_node_to_tensor(tensor) for tensor in tensors]
         graph = make_fx(torch.func.functionalize(traced, remove="mutations"), select_decomp_table())(*fakes)
     graph.graph.eliminate_dead_code()
-    return _lower_nodes(graph, tensors)
+    result = _lower_nodes(graph, [rounded(tensor) for tensor in tensors])
+    return rounded(result) if isinstance(result, ir.TensorBox) else result
 
 
 def _lower_nodes(graph: torch.fx.GraphModule, tensors: list[Any]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from .._compat import ir, ops
 from ..decisions import Call, Decision
 from .conditions import backend_lacks, decision
-from .ir_common import Expr, Value, as_f32, const, round_to, row_sum, static
+from .ir_common import Expr, Value, const, load_f32, row_sum, static, stored
 from .registry import lowers
 
 
@@ -34,10 +34,10 @@ def _rms_norm(x: Any, weight: Any, eps: float) -> Any:
     dim, dtype = int(dim), x.get_dtype()
     # Read for the norm and again for the result: a long producer is better computed before.
     x.mark_reuse(2)
-    load, load_weight = x.make_loader(), weight.make_loader()
+    load, load_weight = load_f32(x), load_f32(weight)
 
     def square(index: Sequence[Expr], d: Expr) -> Value:
-        value = as_f32(load([*index, d]))
+        value = load([*index, d])
         return ops.mul(value, value)
 
     load_sum = row_sum(square, x.get_device(), [tokens], dim)
@@ -45,8 +45,7 @@ def _rms_norm(x: Any, weight: Any, eps: float) -> Any:
     def element(index: Sequence[Expr]) -> Value:
         t, d = index
         inverse = ops.rsqrt(ops.add(ops.truediv(load_sum([t]), const(dim)), const(eps)))
-        value = ops.mul(ops.mul(as_f32(load([t, d])), inverse), as_f32(load_weight([d])))
-        # A consumer that is fused in must see what it would read from memory.
-        return ops.to_dtype(round_to(value, dtype, x.get_device()), dtype)
+        value = ops.mul(ops.mul(load([t, d]), inverse), load_weight([d]))
+        return stored(value, dtype, x.get_device())
 
     return ir.Pointwise.create(device=x.get_device(), dtype=dtype, inner_fn=element, ranges=[tokens, dim])

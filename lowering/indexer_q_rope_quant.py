@@ -26,12 +26,13 @@ from .ir_common import (
     Rope,
     RowLoad,
     Value,
-    as_f32,
     const,
     e2m1_code,
+    load_f32,
     round_to,
     row_amax,
     static,
+    stored,
     to_e4m3,
     ue8m0_byte,
     ue8m0_inverse,
@@ -69,7 +70,9 @@ def lower(
     vector = _rotated(q, positions, cos_sin_cache, q.get_dtype() if plain else torch.bfloat16)
     if plain:
         dtype = q.get_dtype()
-        values = _pointwise(device, dtype, q.get_size(), lambda index: ops.to_dtype(vector(index[:2], index[2]), dtype))
+        values = _pointwise(
+            device, dtype, q.get_size(), lambda index: stored(vector(index[:2], index[2]), dtype, device)
+        )
         return values, uninitialized([*rows, 0], F32, device), _folded(weight, device, rows, int(dim))
     if cache_format == "indexer_fp8":
         return _fp8(vector, weight, rows, int(dim), device)
@@ -80,11 +83,11 @@ def _rotated(q: Any, positions: Any, cos_sin_cache: Any, dtype: torch.dtype) -> 
     """Element of the rotated query at [token, head], rounded to `dtype`."""
     # Read by two lanes in the rope dims, and for a maximum: a long producer is better computed before.
     q.mark_reuse(2)
-    load, rope, dim = q.make_loader(), Rope.of(positions, cos_sin_cache), int(q.get_size()[2])
+    load, rope, dim = load_f32(q), Rope.of(positions, cos_sin_cache), int(q.get_size()[2])
 
     def element(index: Sequence[Expr], d: Expr) -> Value:
         t, h = index
-        return round_to(rope.apply(lambda e: as_f32(load([t, h, e])), t, d, dim), dtype, q.get_device())
+        return round_to(rope.apply(lambda e: load([t, h, e]), t, d, dim), dtype, q.get_device())
 
     return element
 
@@ -134,10 +137,8 @@ def _mxfp4(
 
 def _weight(weights: Any, dtype: torch.dtype | None) -> Loader:
     """Weight of [token, head] in float32, rounded to `dtype` if one is given."""
-    load = weights.make_loader()
-    if dtype is None:
-        return lambda row: as_f32(load(row))
-    return lambda row: round_to(as_f32(load(row)), dtype, weights.get_device())
+    load = load_f32(weights)
+    return load if dtype is None else lambda row: round_to(load(row), dtype, weights.get_device())
 
 
 def _folded(weight: Loader, device: torch.device, rows: Sequence[Expr], dim: int) -> Any:

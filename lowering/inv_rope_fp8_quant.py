@@ -29,9 +29,10 @@ from .ir_common import (
     Loader,
     Rope,
     Value,
-    as_f32,
     const,
+    load_f32,
     row_amax,
+    stored,
     to_e4m3,
     ue8m0_byte,
     ue8m0_inverse,
@@ -61,7 +62,7 @@ def lower(o: Any, positions: Any, cos_sin_cache: Any) -> Any:
     return ir.Pointwise.create(
         device=o.get_device(),
         dtype=dtype,
-        inner_fn=lambda index: ops.to_dtype(element(index), dtype),
+        inner_fn=lambda index: stored(element(index), dtype, o.get_device()),
         ranges=o.get_size(),
     )
 
@@ -112,11 +113,11 @@ def _rotated(o: Any, positions: Any, cos_sin_cache: Any, dim: int) -> Loader:
     """Loader of the float32 elements of `o` rotated back."""
     # Read by two lanes in the rope dims, and for a maximum: a long producer is better computed before.
     o.mark_reuse(2)
-    load, rope = o.make_loader(), Rope.of(positions, cos_sin_cache, inverse=True)
+    load, rope = load_f32(o), Rope.of(positions, cos_sin_cache, inverse=True)
 
     def element(index: Sequence[Expr]) -> Value:
         t, h, d = index
-        return rope.apply(lambda e: as_f32(load([t, h, e])), t, d, dim)
+        return rope.apply(lambda e: load([t, h, e]), t, d, dim)
 
     return element
 

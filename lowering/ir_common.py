@@ -28,6 +28,7 @@ RowLoad = Callable[[Sequence[Expr], Expr], Value]
 
 F32, I32, I64, U8 = torch.float32, torch.int32, torch.int64, torch.uint8
 E4M3 = torch.float8_e4m3fn
+_HALVES = (torch.bfloat16, torch.float16)
 BF16_DROPS = 16  # mantissa bits that float32 has and bfloat16 has not
 E2M1_SIGN = 8
 MANTISSA_BITS = 23
@@ -43,6 +44,39 @@ def const(value: float, dtype: torch.dtype = F32) -> Value:
 def as_f32(value: Value) -> Value:
     """`value` widened to float32."""
     return ops.to_dtype(value, F32)
+
+
+def load_f32(x: Any) -> Loader:
+    """Loader of the elements of `x` in float32, as memory would hold them.
+
+    What is computed in the same kernel, inlined or stored there, Inductor hands over as it was before it was rounded.
+    """
+    load, dtype, device = x.make_loader(), x.get_dtype(), x.get_device()
+    if dtype not in _HALVES or _in_memory(x):
+        return lambda index: as_f32(load(index))
+    return lambda index: round_to(as_f32(load(index)), dtype, device)
+
+
+def stored(value: Value, dtype: torch.dtype, device: torch.device) -> Value:
+    """float32 `value` in `dtype`, a float of 16 or 32 bits, as a consumer reads it that is fused in."""
+    return ops.to_dtype(round_to(value, dtype, device) if dtype in _HALVES else value, dtype)
+
+
+def rounded(x: Any) -> Any:
+    """`x` for a consumer that Inductor fuses with what computes it: its elements are rounded wherever they are."""
+    if x.get_dtype() not in _HALVES or _in_memory(x):
+        return x
+    load, dtype, device = load_f32(x), x.get_dtype(), x.get_device()
+    return ir.Pointwise.create(
+        device=device, dtype=dtype, inner_fn=lambda index: ops.to_dtype(load(index), dtype), ranges=x.get_size()
+    )
+
+
+def _in_memory(x: Any) -> bool:
+    """Whether `x` is an argument of the graph or comes from a kernel that no other is fused with."""
+    while isinstance(x, (ir.MutableBox, ir.BaseView)):
+        x = x.data
+    return isinstance(x, (ir.InputBuffer, ir.ExternKernel))
 
 
 def clamp(value: Value, low: Value, high: Value) -> Value:
@@ -137,13 +171,17 @@ def _row_reduction(
 
 def round_to(value: Value, dtype: torch.dtype, device: torch.device) -> Value:
     """float32 `value` rounded to `dtype`, as float32. Inductor would otherwise compute on in float32, unrounded."""
-    if dtype is torch.bfloat16 and codegen_of(device) == "cpp":
+    if codegen_of(device) != "cpp" or dtype is F32:
+        return as_f32(ops.to_dtype(value, dtype, src_dtype=F32, use_compute_types=False))
+    # The C++ backend drops a conversion that it sees undone.
+    if dtype is torch.bfloat16:
         return _round_to_bf16(value)
-    return as_f32(ops.to_dtype(value, dtype, src_dtype=F32, use_compute_types=False))
+    bits = ops.to_dtype_bitcast(ops.to_dtype(value, dtype), torch.int16, dtype)
+    return as_f32(ops.to_dtype_bitcast(bits, dtype, torch.int16))
 
 
 def _round_to_bf16(value: Value) -> Value:
-    """The same by its bits, for the C++ backend, which drops a conversion that it sees undone, before torch 2.13."""
+    """The same by its bits, which C++ vectorises."""
     bits = ops.to_dtype_bitcast(value, I32, F32)
     is_odd = ops.bitwise_and(ops.bitwise_right_shift(bits, const(BF16_DROPS, I32)), const(1, I32))
     dropped = (1 << BF16_DROPS) - 1

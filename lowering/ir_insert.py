@@ -18,11 +18,11 @@ from .ir_common import (
     Loader,
     Rope,
     Value,
-    as_f32,
     bf16_bits,
     const,
     e4m3_byte,
     inverse_scale,
+    load_f32,
     round_to,
     row_amax,
     ue8m0_byte,
@@ -56,7 +56,7 @@ class Insert:
         kv.mark_reuse(2)
         return cls(
             cache=cache,
-            load_kv=kv.make_loader(),
+            load_kv=load_f32(kv),
             load_slot=slot_mapping.make_loader(),
             rope=rope,
             tokens=slot_mapping.get_size()[0],
@@ -67,7 +67,7 @@ class Insert:
 
     def vector(self, t: Expr) -> Load:
         """The token's vector before RoPE."""
-        return lambda d: as_f32(self.load_kv([t, d]))
+        return lambda d: self.load_kv([t, d])
 
     def slot(self, t: Expr) -> Slot:
         """Where the token goes."""

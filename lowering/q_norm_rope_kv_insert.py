@@ -23,11 +23,12 @@ from .ir_common import (
     Load,
     Rope,
     Value,
-    as_f32,
     const,
     inverse_scale,
+    load_f32,
     row_sum,
     static,
+    stored,
     to_e4m3,
 )
 from .ir_insert import Insert
@@ -74,7 +75,7 @@ def lower_q(
     dtype = q.get_dtype() if q_scale is None else E4M3
     # Read for the norm and, in the rope dims, by two lanes: a long producer is better computed before.
     q.mark_reuse(2)
-    load_q, rope, inverse = q.make_loader(), Rope.of(positions, cos_sin_cache), inverse_scale(q_scale)
+    load_q, rope, inverse = load_f32(q), Rope.of(positions, cos_sin_cache), inverse_scale(q_scale)
 
     def live(h: Expr, body: Callable[[], Value]) -> Value:
         """`body()`, or 0 for a head that only pads."""
@@ -83,7 +84,7 @@ def lower_q(
         return ops.masked(ops.lt(ops.index_expr(h, I32), ops.index_expr(heads, I32)), body, 0.0)
 
     def square(index: Sequence[Expr], d: Expr) -> Value:
-        value = live(index[1], lambda: as_f32(load_q([*index, d])))
+        value = live(index[1], lambda: load_q([*index, d]))
         return ops.mul(value, value)
 
     load_sum = row_sum(square, q.get_device(), [tokens, out_heads], dim)
@@ -91,7 +92,7 @@ def lower_q(
     def normed(t: Expr, h: Expr) -> Load:
         def load(d: Expr) -> Value:
             mean = ops.truediv(load_sum([t, h]), const(dim))
-            return ops.mul(as_f32(load_q([t, h, d])), ops.rsqrt(ops.add(mean, const(eps))))
+            return ops.mul(load_q([t, h, d]), ops.rsqrt(ops.add(mean, const(eps))))
 
         return load
 
@@ -103,7 +104,7 @@ def lower_q(
             return value if inverse is None else ops.mul(value, inverse())
 
         value = live(h, body)
-        return ops.to_dtype(value, dtype) if inverse is None else to_e4m3(value)
+        return stored(value, dtype, q.get_device()) if inverse is None else to_e4m3(value)
 
     return ir.Pointwise.create(device=q.get_device(), dtype=dtype, inner_fn=element, ranges=[tokens, out_heads, dim])
 

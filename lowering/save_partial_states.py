@@ -8,7 +8,7 @@ from typing import Any
 from .._compat import ops
 from ..decisions import Call, Decision
 from .conditions import backend_lacks, decision
-from .ir_common import I32, I64, Expr, Value, as_f32, const, static
+from .ir_common import I32, I64, Expr, Value, const, load_f32, static
 from .ir_paging import Slot, Store, scatter, slot_of
 from .registry import lowers
 
@@ -26,7 +26,7 @@ def lower(kv_score: Any, ape: Any, state_cache: Any, state_slot_mapping: Any, po
     """Build the IR."""
     ratio, width = (int(size) for size in ape.get_size())
     rows = state_slot_mapping.get_size()[0]
-    load, load_bias = kv_score.make_loader(), ape.make_loader()
+    load, load_bias = kv_score.make_loader(), load_f32(ape)
     load_slot, load_position = state_slot_mapping.make_loader(), positions.make_loader()
 
     def slot(t: Expr) -> Slot:
@@ -37,7 +37,7 @@ def lower(kv_score: Any, ape: Any, state_cache: Any, state_slot_mapping: Any, po
         negative = ops.lt(remainder, const(0, I64))
         place = ops.where(negative, ops.add(remainder, const(ratio, I64)), remainder)
         row = ops.indirect_indexing(place, ratio, check=False, wrap_neg=False)
-        return as_f32(load_bias([row, column - width]))
+        return load_bias([row, column - width])
 
     def value(index: Sequence[Expr]) -> Value:
         t, column = index

@@ -31,10 +31,17 @@ class Inputs(NamedTuple):
 
 
 def norms(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Halves of one projection, scaled before and after."""
-    qr, kv = (x.projection * 2).split((x.q_weight.shape[0], x.kv_weight.shape[0]), 1)
+    """Halves of one projection, rounded in the same kernel before and scaled after."""
+    qr, kv = (x.projection * 1.3).split((x.q_weight.shape[0], x.kv_weight.shape[0]), 1)
     qr, kv = torch.ops.dsv4.fused_q_kv_rmsnorm(qr, kv, x.q_weight, x.kv_weight, EPS)
-    return qr * 2, kv.float() * 0.5
+    return qr * 1.1, (kv.float() * 0.7).bfloat16()
+
+
+def cast(x: Inputs) -> tuple[Tensor, ...]:
+    """Halves of a float32 product, rounded on their way in; what is rounded is a result too."""
+    halves = (x.projection.float() * 1.3).split((x.q_weight.shape[0], x.kv_weight.shape[0]), 1)
+    qr, kv = (half.to(x.projection.dtype) for half in halves)
+    return (*torch.ops.dsv4.fused_q_kv_rmsnorm(qr, kv, x.q_weight, x.kv_weight, EPS), qr, kv)
 
 
 def sliced(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -54,6 +61,8 @@ def hostile(x: Inputs) -> Inputs:
 
 CASES = {
     "fused": Case(norms, Inputs.make, (5, 9, 2), ("projection",), for_targets=True),
+    "cast": Case(cast, Inputs.make, (5,)),
+    "cast_float16": Case(cast, lambda t: Inputs.make(t, 48, 24, torch.float16), (5,)),
     "sliced": Case(sliced, Inputs.make, (3, 4), ("projection",)),
     "one_token": Case(sliced, Inputs.make, (1,)),
     "no_token": Case(sliced, Inputs.make, (0,)),

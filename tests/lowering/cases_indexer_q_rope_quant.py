@@ -50,9 +50,9 @@ def fused(fmt: str) -> Callable[[Inputs], Outputs]:
     """A producer in front of both inputs, a consumer behind the weights."""
 
     def run(x: Inputs) -> Outputs:
-        args = (x.q * 2, x.positions.int(), x.table, x.weights * 0.5)
+        args = (x.q * 1.3, x.positions.int(), x.table, x.weights * 0.7)
         values, scale, weights = torch.ops.dsv4.indexer_q_rope_quant(*args, fmt)
-        return values, scale, weights * 4
+        return values.float() * 1.1 if fmt == "plain" else values, scale, weights * 4
 
     return run
 

@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
 
 
 def rotate(x: Inputs) -> Tensor:
-    return OPS.inv_rope(x.o[:, :4] * 2, x.positions.int(), x.table) * 0.5
+    return OPS.inv_rope(x.o[:, :4] * 1.3, x.positions.int(), x.table) * 0.7
 
 
 def rotate_alone(x: Inputs) -> Tensor:
@@ -48,7 +48,7 @@ def quantize(x: Inputs) -> tuple[Tensor, Tensor]:
 
 def produced(x: Inputs) -> tuple[Tensor, Tensor]:
     """A producer in front, a consumer behind."""
-    values, scale = OPS.inv_rope_fp8_quant(x.o * 0.5, x.positions, x.table, 2, 2)
+    values, scale = OPS.inv_rope_fp8_quant(x.o * 0.7, x.positions, x.table, 2, 2)
     return values.float() * 2, scale
 
 

@@ -51,13 +51,13 @@ class Inputs(NamedTuple):
 
 
 def both(x: Inputs) -> Tensor:
-    out = OPS.q_norm_rope_kv_insert(x.q * 2, x.kv, x.cache, x.slots, x.positions, x.table, EPS, BLOCK, "fp8_ds_mla")
-    return out * 0.5
+    out = OPS.q_norm_rope_kv_insert(x.q * 1.3, x.kv, x.cache, x.slots, x.positions, x.table, EPS, BLOCK, "fp8_ds_mla")
+    return out * 0.7
 
 
 def halves(x: Inputs) -> Tensor:
-    OPS.kv_rope_insert(x.kv * 2, x.cache, x.slots, x.positions, x.table, BLOCK, "fp8_ds_mla")
-    return OPS.q_norm_rope(x.q, x.positions.int(), x.table, EPS) * 0.5
+    OPS.kv_rope_insert(x.kv * 1.3, x.cache, x.slots, x.positions, x.table, BLOCK, "fp8_ds_mla")
+    return OPS.q_norm_rope(x.q, x.positions.int(), x.table, EPS) * 0.7
 
 
 def row_cache(x: Inputs) -> Tensor:

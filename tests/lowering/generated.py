@@ -74,6 +74,14 @@ def ulps(actual: Tensor, expected: Tensor) -> float:
     return (ordered_bits(actual) - ordered_bits(expected)).abs().max().item()
 
 
+def share_moved(actual: Tensor, expected: Tensor) -> float:
+    """Share of the elements of 16 bits or less that differ, NaN and NaN not counted; of float32 ones none counts."""
+    if actual.numel() == 0 or actual.dtype is torch.float32:
+        return 0
+    same = (actual == expected) | ((actual != actual) & (expected != expected))
+    return (~same).float().mean().item()
+
+
 def differences(actual: Any, expected: Any, **options: bool) -> list[str]:
     """What `assert_bitwise` says of each pair of tensors that differ."""
     found = []
@@ -91,7 +99,7 @@ def as_tuple(out: Any) -> tuple[Tensor, ...]:
 
 def call(case: Case, compiled: Callable[[Any], Any], *, compare: bool) -> dict[str, Any]:
     """Call `compiled` with every size, and say how far outputs and memory are from those of the function itself."""
-    result: dict[str, Any] = {"ulps": [], "outputs": [], "memory": []}
+    result: dict[str, Any] = {"ulps": [], "moved": [], "outputs": [], "memory": []}
     with decisions.collect() as decided, torch.no_grad():
         for tokens in case.sizes:
             eager = case.make(tokens)
@@ -103,6 +111,7 @@ def call(case: Case, compiled: Callable[[Any], Any], *, compare: bool) -> dict[s
             if compare:
                 expected = as_tuple(case.run(eager))
                 result["ulps"].append([ulps(*pair) for pair in zip(actual, expected, strict=True)])
+                result["moved"] += [share_moved(*pair) for pair in zip(actual, expected, strict=True)]
                 result["outputs"] += differences(actual, expected, strides=True)
                 result["memory"] += differences(map(storage, lowered), map(storage, eager))
     return result | {"impls": [decision.impl for decision in decided]}
@@ -110,6 +119,7 @@ def call(case: Case, compiled: Callable[[Any], Any], *, compare: bool) -> dict[s
 
 def on_cpp(case: Case) -> dict[str, Any]:
     """The case compiled for the CPU."""
+    torch.compiler.reset()
     return call(case, torch.compile(case.run, backend=backend.dsv4, fullgraph=True), compare=True)
 
 

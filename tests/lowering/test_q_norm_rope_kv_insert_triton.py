@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.lowering.claims import MOST_MOVED
+
 Reports = dict[str, dict[str, Any]]
 
 FUSED = ("both_dynamic", "both_one_token", "halves_dynamic", "float32_kv", "plain_bfloat16", "plain_float32")
@@ -51,11 +53,12 @@ def test_cache_bytes_are_those_of_the_reference(interpreted: Reports, case: str)
 
 
 @pytest.mark.parametrize("case", [*FUSED, "both_no_token", "normed", "ordered_views"])
-def test_queries_are_one_rounding_from_the_reference_at_most(interpreted: Reports, case: str) -> None:
+def test_queries_are_those_of_the_reference_but_for_the_order_of_a_sum(interpreted: Reports, case: str) -> None:
     # The sum of squares is in another order, which moves the norm by its last bits: one step after rounding to
-    # bfloat16 or e4m3, a few units of 2^-23 of the largest element in float32.
-    bound = 4 if "float32" in case else 1
-    assert max(worst for (worst,) in interpreted[case]["ulps"]) <= bound, interpreted[case]["ulps"]
+    # bfloat16 or e4m3 (two where the result is scaled and rounded again), and a unit of 2^-23 of the largest element
+    # or two in float32.
+    assert max(worst for (worst,) in interpreted[case]["ulps"]) <= 2, interpreted[case]["ulps"]
+    assert max(interpreted[case]["moved"]) <= MOST_MOVED, interpreted[case]["outputs"]
 
 
 def test_a_write_keeps_its_place_between_two_opaque_readers(interpreted: Reports) -> None:
