@@ -31,11 +31,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout that is not installed
 
 import dsv4_compile.backend  # noqa: F401
+from dsv4_compile._compat import device_architecture
 from dsv4_compile.bench.record import environment
 from dsv4_compile.testing import Tolerance
 from dsv4_compile.testing import assert_close as compare
 from dsv4_compile.testing.batch import Batch
-from tests.attention_backends.systems import PHASES, Way, any_case, any_layer, ways
+from tests.attention_backends.systems import PHASES, Way, any_case, any_layer, library_ways, ways
 
 Record = dict[str, Any]
 CHECKS = ("eager", "compiled", "captured")
@@ -128,13 +129,16 @@ def outcomes(way: Way, device: str) -> dict[str, str]:
 
 
 def run(device: str, jobs: int = 1) -> Record:
-    """All backends, caches and phases on one device, by `jobs` processes: the time is that of the compiler."""
-    every = list(ways())
+    """All backends, caches and phases on one device, by `jobs` processes: the time is that of the compiler.
+
+    A backend whose library can serve here has rows of its own with it.
+    """
+    every = [*library_ways(device_architecture(torch.device(device))), *ways()]
     rows: dict[tuple[str, str, str], Record] = {}
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         for number, (way, found) in enumerate(zip(every, pool.map(outcomes, every, repeat(device)), strict=True), 1):
             print(f"{number}/{len(every)} {way}: {', '.join(f'{k} {v}' for k, v in found.items())}", flush=True)
-            row = rows.setdefault((way.name, way.kv_cache_dtype, way.phase), {})
+            row = rows.setdefault((way.system, way.kv_cache_dtype, way.phase), {})
             # A row is what became of it at every ratio: the first failure, if there is one.
             row.update({name: result for name, result in found.items() if row.get(name, "passed") == "passed"})
     made = [{"system": a, "cache": b, "phase": c, **row} for (a, b, c), row in rows.items()]
@@ -161,7 +165,10 @@ def table(records: Iterable[Record]) -> str:
             cell.append(f"{where}: {'FAILED' if failed(row) else passed}")
     lines = [f"| system | cache | {' | '.join(PHASES)} |", "|---|---|" + "---|" * len(PHASES)]
     for (system, cache), phases in sorted(cells.items()):
-        lines.append(f"| `{system}` | {cache} | {' | '.join('<br>'.join(phases[phase]) or '-' for phase in PHASES)} |")
+        name, _, library = system.partition(", ")
+        columns = [f"`{name}`{', ' if library else ''}{library}", cache]
+        columns += ["<br>".join(phases[phase]) or "-" for phase in PHASES]
+        lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.attention_backends import NAMES, CommonAttentionMetadata, LayerShape, SparseAttention, get_backend
+from dsv4_compile.attention_backends import (
+    NAMES,
+    CommonAttentionMetadata,
+    Demand,
+    LayerShape,
+    SparseAttention,
+    get_backend,
+)
 from dsv4_compile.attention_backends.v4 import DeepseekV4Metadata
 from dsv4_compile.metadata import BlockTables, build_batch_metadata
 from dsv4_compile.testing.attention import AttentionCase, random_case
@@ -31,13 +38,20 @@ class Way:
     kv_cache_dtype: str
     ratio: int = 4
     phase: str = "mixed"
+    engine: str = "dsv4"
+
+    @property
+    def system(self) -> str:
+        """What a record calls it: the backend, and the library that computes."""
+        return self.name if self.engine == "dsv4" else f"{self.name}, {get_backend(self.name).library}"
 
     @property
     def fmt(self) -> str:
         return get_backend(self.name).cache_format(self.kv_cache_dtype)
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.kv_cache_dtype}-{self.ratio}-{self.phase}"
+        engine = "" if self.engine == "dsv4" else f"-{self.engine}"
+        return f"{self.name}-{self.kv_cache_dtype}-{self.ratio}-{self.phase}{engine}"
 
 
 def caches(name: str) -> list[str]:
@@ -53,6 +67,19 @@ def ways(phases: tuple[str, ...] = PHASES, ratios: tuple[int, ...] = (1, 4, 128)
             for ratio in ratios if name in V4 else (1,):
                 for phase in phases:
                     yield Way(name, word, ratio, phase)
+
+
+def library_ways(
+    architecture: str, phases: tuple[str, ...] = PHASES, ratios: tuple[int, ...] = (1, 4, 128)
+) -> Iterator[Way]:
+    """`ways` of the kernel libraries that are installed and have kernels for this device."""
+    for way in ways(phases, ratios):
+        model_type = get_backend(way.name).model_type
+        facts = {"model_type": model_type, "kv_cache_dtype": way.kv_cache_dtype, "architecture": architecture}
+        if way.name not in V4:
+            facts |= {"head_size": layout.V32_HEAD_DIM, "block_size": 64, "has_sink": False}
+        if get_backend(way.name).supports(Demand(**facts, engine="library")):
+            yield replace(way, engine="library")
 
 
 def batch_of(rng: random.Random, phase: str) -> Batch:
@@ -78,7 +105,8 @@ def batch_of(rng: random.Random, phase: str) -> Batch:
 def case_of(
     rng: random.Random, way: Way, batch: Batch | None = None, heads: int = 4, head_dim: int = 64
 ) -> AttentionCase:
-    """A batch with caches in the backend's format; small vectors where the format allows."""
+    """A batch with caches in the backend's format; small vectors where the format and the engine allow."""
+    small = way.fmt != "fp8_ds_mla" and way.engine == "dsv4"
     return random_case(
         rng,
         batch_of(rng, way.phase) if batch is None else batch,
@@ -87,16 +115,14 @@ def case_of(
         max_requests=MAX_REQUESTS,
         max_model_len=MAX_MODEL_LEN,
         heads=heads,
-        head_dim=layout.HEAD_DIM if way.fmt == "fp8_ds_mla" else head_dim,
+        head_dim=head_dim if small else layout.HEAD_DIM,
     )
 
 
 class Layer:
     """One backend's module and builders, for steps of one kind of layer."""
 
-    def __init__(
-        self, way: Way, case: AttentionCase, engine: str = "dsv4", device: str = "cpu", **options: Any
-    ) -> None:
+    def __init__(self, way: Way, case: AttentionCase, device: str = "cpu", **options: Any) -> None:
         self.way, self.device = way, device
         self.shape = LayerShape(
             num_heads=case.q.shape[1],
@@ -109,7 +135,7 @@ class Layer:
             kv_cache_dtype=way.kv_cache_dtype,
         )
         backend = get_backend(way.name)
-        self.module: SparseAttention = backend.get_impl_cls()(self.shape, engine, **options).to(device)
+        self.module: SparseAttention = backend.get_impl_cls()(self.shape, way.engine, **options).to(device)
         if way.name == "FLASHINFER_MLA_SPARSE_DSV4" and case.window_cache.kv_scale is not None:
             self.module.set_scales(1.0, float(case.window_cache.kv_scale))
         self.swa = self.main = None
@@ -178,4 +204,4 @@ def any_case(rng: random.Random, way: Way, batch: Batch | None = None) -> Any:
 
 def any_layer(way: Way, case: Any, device: str = "cpu") -> Any:
     """`Layer` for every backend."""
-    return Layer(way, case, device=device) if way.name in V4 else V32Layer(case, device=device)
+    return Layer(way, case, device) if way.name in V4 else V32Layer(case, way.engine, device)

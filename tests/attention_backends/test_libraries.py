@@ -21,9 +21,9 @@ PARTS = {"decode": 1, "prefill": 1, "mixed": 2}
 def test_flash_mla_gets_padded_heads_and_tiles_of_indices(
     ratio: int, phase: str, flash_mla: FlashMLA, seed: int
 ) -> None:
-    way = Way("FLASHMLA_SPARSE_DSV4", "fp8_ds_mla", ratio, phase)
+    way = Way("FLASHMLA_SPARSE_DSV4", "fp8_ds_mla", ratio, phase, "library")
     case = case_of(random.Random(seed), way)
-    layer = Layer(way, case, "library")
+    layer = Layer(way, case)
     with torch.inference_mode():
         out = layer.module(*layer.arguments(case))
     assert_close(out, case.expected())
@@ -32,9 +32,9 @@ def test_flash_mla_gets_padded_heads_and_tiles_of_indices(
 
 
 def test_flash_mla_gets_128_heads_where_64_are_too_few(flash_mla: FlashMLA, seed: int) -> None:
-    way = Way("FLASHMLA_SPARSE_DSV4", "fp8_ds_mla", 128, "decode")
+    way = Way("FLASHMLA_SPARSE_DSV4", "fp8_ds_mla", 128, "decode", "library")
     case = case_of(random.Random(seed), way, heads=65)
-    layer = Layer(way, case, "library")
+    layer = Layer(way, case)
     with torch.inference_mode():
         assert_close(layer.module(*layer.arguments(case)), case.expected())
     assert flash_mla.heads == [65]
@@ -45,9 +45,9 @@ def test_flash_mla_gets_128_heads_where_64_are_too_few(flash_mla: FlashMLA, seed
 def test_flashinfer_gets_two_calls_with_offsets_from_zero(
     ratio: int, phase: str, flashinfer: FlashInfer, seed: int
 ) -> None:
-    way = Way("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16", ratio, phase)
-    case = case_of(random.Random(seed), way, head_dim=512)
-    layer = Layer(way, case, "library")
+    way = Way("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16", ratio, phase, "library")
+    case = case_of(random.Random(seed), way)
+    layer = Layer(way, case)
     with torch.inference_mode():
         out = layer.module(*layer.arguments(case))
     assert_close(out, case.expected())
@@ -58,9 +58,9 @@ def test_flashinfer_gets_two_calls_with_offsets_from_zero(
 
 @pytest.mark.parametrize("engine", ["dsv4", "library"])
 def test_e4m3_queries_and_caches_bring_their_scales_as_floats(engine: str, flashinfer: FlashInfer, seed: int) -> None:
-    way = Way("FLASHINFER_MLA_SPARSE_DSV4", "fp8", 4, "mixed")
-    case = case_of(random.Random(seed), way, head_dim=512)
-    layer = Layer(way, case, engine)
+    way = Way("FLASHINFER_MLA_SPARSE_DSV4", "fp8", 4, "mixed", engine)
+    case = case_of(random.Random(seed), way)
+    layer = Layer(way, case)
     q_scale, kv_scale = 0.0078125, float(case.window_cache.kv_scale)
     layer.module.set_scales(q_scale, kv_scale)
     q, *others = layer.arguments(case)
@@ -80,9 +80,9 @@ def test_e4m3_queries_and_caches_bring_their_scales_as_floats(engine: str, flash
     ("name", "kv_cache_dtype"), [("FLASHMLA_SPARSE_DSV4", "fp8_ds_mla"), ("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16")]
 )
 def test_library_calls_are_nodes_of_one_graph(name: str, kv_cache_dtype: str, seed: int) -> None:
-    rng, way = random.Random(seed), Way(name, kv_cache_dtype)
-    cases = [case_of(rng, way, head_dim=512) for _ in range(3)]
-    layer = Layer(way, cases[0], "library")
+    rng, way = random.Random(seed), Way(name, kv_cache_dtype, engine="library")
+    cases = [case_of(rng, way) for _ in range(3)]
+    layer = Layer(way, cases[0])
     compiled = torch.compile(layer.module, backend="aot_eager", fullgraph=True, dynamic=True)
     with torch.inference_mode():
         for number, case in enumerate(cases):
@@ -93,9 +93,9 @@ def test_library_calls_are_nodes_of_one_graph(name: str, kv_cache_dtype: str, se
 
 @pytest.mark.usefixtures("flashinfer")
 def test_flashinfer_refuses_queries_of_another_dtype_than_its_caches(seed: int) -> None:
-    way = Way("FLASHINFER_MLA_SPARSE_DSV4", "fp8", 4, "decode")
-    case = case_of(random.Random(seed), way, head_dim=512)
-    layer = Layer(way, case, "library")
+    way = Way("FLASHINFER_MLA_SPARSE_DSV4", "fp8", 4, "decode", "library")
+    case = case_of(random.Random(seed), way)
+    layer = Layer(way, case)
     scale = layer.module.query_scale()
     assert scale is layer.module.q_scale
     with pytest.raises(InputError, match="bfloat16 queries with fp8 caches"):

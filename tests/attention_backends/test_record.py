@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.attention_backends import record
-from tests.attention_backends.systems import PHASES, Way
+from tests.attention_backends.systems import PHASES, Way, library_ways
 
 
 def made(architecture: str, day: str, **row: str) -> dict[str, Any]:
@@ -23,6 +23,16 @@ def test_table_has_a_line_for_each_cache_and_the_last_pass_of_each_device() -> N
         "|---|---|---|---|---|",
         "| `DSV4_PAGED` | fp8 |" + " cpu 2026-11-20: eager<br>sm_90 2026-11-21: eager, captured |" * 3,
     ]
+
+
+@pytest.mark.usefixtures("flash_mla")
+def test_a_library_has_rows_of_its_own_where_it_can_serve() -> None:
+    found = list(library_ways("cuda sm_90", ("decode",), (4,)))
+    assert [(way.system, way.kv_cache_dtype) for way in found] == [("FLASHMLA_SPARSE_DSV4, flash_mla", "fp8_ds_mla")]
+    assert not list(library_ways("cpu"))
+    row = {"system": found[0].system, "cache": "fp8_ds_mla", "phase": "decode", "eager": "passed"}
+    text = record.table([{"architecture": "cuda sm_90", "date": "2026-11-20T10:00:00+00:00", "rows": [row]}])
+    assert text.endswith("| `FLASHMLA_SPARSE_DSV4`, flash_mla | fp8_ds_mla | sm_90 2026-11-20: eager | - | - |")
 
 
 def test_one_failed_check_is_a_failure_of_its_row() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from typing import Any
 
@@ -13,14 +12,13 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile._compat import device_architecture
-from dsv4_compile.attention_backends import Demand, get_backend
 from dsv4_compile.attention_backends.v32_layer import DeepseekV32SparseAttention
 from dsv4_compile.backend import dsv4
 from dsv4_compile.config import Rope
 from dsv4_compile.rope_tables import cos_sin_cache
 from dsv4_compile.testing import assert_bitwise
 from tests.attention_backends import record
-from tests.attention_backends.systems import MAX_MODEL_LEN, PHASES, Layer, Way, batch_of, case_of, ways
+from tests.attention_backends.systems import MAX_MODEL_LEN, Way, batch_of, library_ways, ways
 from tests.attention_backends.v32 import V32Case, V32Layer
 from tests.modules.test_attention_backend import (
     CONFIG,
@@ -32,9 +30,10 @@ from tests.modules.test_attention_backend import (
     random_counts,
 )
 
-CASES = list(ways())
+HERE = device_architecture(torch.device("cuda")) if torch.cuda.is_available() else "cpu"
+CASES = [*ways(), *library_ways(HERE)]
 DECODES = [way for way in CASES if way.phase == "decode"]
-MIXED = list(ways(("mixed",), ratios=(4,)))
+MIXED = [*ways(("mixed",), ratios=(4,)), *library_ways(HERE, ("mixed",), ratios=(4,))]
 LAYERS = [("DSV4_PAGED", "fp8_ds_mla"), *SYSTEMS]
 BATCHES = 50
 
@@ -55,28 +54,6 @@ def test_compiled_attends_every_batch_with_one_graph(way: Way) -> None:
 def test_captured_decode_serves_other_batches(way: Way) -> None:
     with torch.inference_mode():
         record.captured(way, "cuda")
-
-
-def libraries() -> list[tuple[str, str]]:
-    """Backends whose kernel library is installed and has kernels for this GPU, with the cache that it reads."""
-    found = []
-    for name, word in (("FLASHMLA_SPARSE_DSV4", "fp8_ds_mla"), ("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16")):
-        architecture = device_architecture(torch.device("cuda")) if torch.cuda.is_available() else "cpu"
-        demand = Demand(kv_cache_dtype=word, architecture=architecture, engine="library")
-        if importlib.util.find_spec(get_backend(name).library) and get_backend(name).supports(demand):
-            found.append((name, word))
-    return found
-
-
-@pytest.mark.parametrize("ratio", [1, 4, 128])
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(("name", "word"), libraries())
-def test_library_gives_the_exact_answer(name: str, word: str, phase: str, ratio: int, seed: int) -> None:
-    way = Way(name, word, ratio, phase)
-    case = case_of(random.Random(seed), way, heads=64, head_dim=512)
-    layer = Layer(way, case, "library", device="cuda")
-    with torch.inference_mode():
-        record.assert_close(layer.module(*layer.arguments(case)), case.expected())
 
 
 def compiled(layer: Any) -> Any:
