@@ -12,8 +12,20 @@ from __future__ import annotations
 
 from .pictures import draw, require_drawing
 from .problem import Problem, keep
-from .record import save, write
+from .record import merge, save, write
 from .runner import SCENARIOS, complaint, run
 from .table import render
 
-__all__ = ["SCENARIOS", "Problem", "complaint", "draw", "keep", "render", "require_drawing", "run", "save", "write"]
+__all__ = [
+    "SCENARIOS",
+    "Problem",
+    "complaint",
+    "draw",
+    "keep",
+    "merge",
+    "render",
+    "require_drawing",
+    "run",
+    "save",
+    "write",
+]

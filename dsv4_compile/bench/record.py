@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+import statistics
 import subprocess
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ import torch
 
 from .. import __version__
 from .._compat import device_architecture, triton_version
+from ..errors import check
 from .pictures import can_draw, draw
 from .table import render
 
 Record = dict[str, Any]
 """`environment`, "scenario", "command", "copy_gb_s", and "rows": one dict per problem and implementation."""
+_OF_A_RUN = ("date", "command", "copy_gb_s", "rows")
 
 
 def environment(device: torch.device) -> Record:
@@ -32,6 +36,27 @@ def environment(device: torch.device) -> Record:
         "python": platform.python_version(),
         "dsv4_compile": __version__,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def merge(records: Sequence[Record]) -> Record:
+    """One record of runs side by side: all commands and rows, the first date, and the median of the copy rates.
+
+    E201 unless they are of one scenario, machine and set of versions.
+    """
+    check(bool(records), "E201", got="no record", rule="at least one record is merged")
+    of_one = [{key: record[key] for key in record if key not in _OF_A_RUN} for record in records]
+    strange = next((each for each in of_one if each != of_one[0]), of_one[0])
+    differing = sorted(key for key in of_one[0] if strange.get(key) != of_one[0][key])
+    rule = "records that are merged are of one scenario, machine and set of versions"
+    check(not differing, "E201", got=f"different {', '.join(differing)}", rule=rule, fix="merge runs of one machine")
+    rates = [rate for record in records if (rate := record.get("copy_gb_s")) is not None]
+    return {
+        **of_one[0],
+        "date": min(record["date"] for record in records),
+        "command": "; ".join(record["command"] for record in records),
+        **({"copy_gb_s": statistics.median(rates)} if rates else {}),
+        "rows": [row for record in records for row in record["rows"]],
     }
 
 

@@ -15,7 +15,7 @@ _NOT_PARAMS |= {"elements", "bytes", "flops", "floor_us", "gb_s", "of_copy", "tf
 def render(record: dict[str, Any]) -> str:
     """Machine, versions and command, then the blocks. A cell is "warm / cold" microseconds, or why there is none."""
     facts = ("machine", "driver", "torch", "triton", "python", "date", "command")
-    head = [f"{name:<8} {record[name]}" for name in facts]
+    head = [f"{name:<8} {record[name]}".replace("; ", f";\n{'':8} ") for name in facts]
     head.append(f"{'copy':<8} {record['copy_gb_s']} GB/s, read and written: the ceiling below")
     blocks = [_block(title, rows) for title, rows in groups(record["rows"])]
     return "\n".join([*head, *blocks])

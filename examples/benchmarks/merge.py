@@ -1,0 +1,36 @@
+"""One record of runs side by side: python examples/benchmarks/merge.py parts/*/decode_step.json --out results
+
+A scenario that takes long is measured in parts, each on a GPU of its own, with `--only` and an `--out` of its own. The
+rows come in the order of the files. Records of compile times and of long decodes are merged likewise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsv4_compile import bench
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write NAME.json, and NAME.txt of a scenario of `dsv4 bench`."""
+    parser = argparse.ArgumentParser(description="Merge records of one scenario, machine and set of versions.")
+    parser.add_argument("parts", nargs="+", type=Path, metavar="RECORD.json")
+    parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="default: this folder")
+    parser.add_argument("--name", help="of the files; default: that of the scenario")
+    args = parser.parse_args(argv)
+    merged = bench.merge([json.loads(part.read_text()) for part in args.parts])
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{args.name or merged['scenario']}.json"
+    path.write_text(json.dumps(merged, indent=1) + "\n")
+    if merged["scenario"] in bench.SCENARIOS:
+        path.with_suffix(".txt").write_text(bench.render(merged) + "\n")
+    print(f"{len(merged['rows'])} rows written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Records of runs side by side become one."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_compile import bench
+from dsv4_compile.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "examples" / "results" / "metadata_h200_2026-11-20.json"
+
+
+@pytest.fixture
+def parts() -> list[dict[str, Any]]:
+    """A record in two, of different times, commands and copy rates."""
+    record = json.loads(RECORD.read_text())
+    rows, half = record["rows"], len(record["rows"]) // 2
+    later = {"date": "2027-01-01T00:00:00+00:00", "command": "the same again", "copy_gb_s": record["copy_gb_s"] + 2}
+    return [{**record, "rows": rows[:half]}, {**record, "rows": rows[half:], **later}]
+
+
+def test_rows_and_commands_come_in_order_with_the_first_date(parts: list[dict[str, Any]], tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.json" for i in range(2)]
+    for path, part in zip(paths, parts, strict=True):
+        path.write_text(json.dumps(part))
+    merge = runpy.run_path(str(ROOT / "examples" / "benchmarks" / "merge.py"))["main"]
+    assert merge([*map(str, paths), "--out", str(tmp_path), "--name", "both"]) == 0
+    merged, whole = json.loads((tmp_path / "both.json").read_text()), json.loads(RECORD.read_text())
+    assert merged["rows"] == whole["rows"]
+    assert merged["date"] == whole["date"]
+    assert merged["copy_gb_s"] == whole["copy_gb_s"] + 1
+    assert list(merged) == list(whole)
+    assert f"{whole['command']};\n         the same again\n" in (tmp_path / "both.txt").read_text()
+
+
+def test_runs_of_different_machines_are_not_merged(parts: list[dict[str, Any]]) -> None:
+    parts[1]["machine"] = "another"
+    with pytest.raises(InputError, match="different machine"):
+        bench.merge(parts)
