@@ -1,0 +1,61 @@
+"""What a layer does before attention, compiled: no graph for another batch size, and no memory beside its results."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_compile._compat import maybe_mark_dynamic
+from dsv4_compile.bench import chain
+from dsv4_compile.config import DeepseekV4Config
+
+DEVICE, CONTEXT = "cuda", 16_384
+BATCHES, MOST = 200, 4096
+IMPLS = ("auto",)
+
+
+def layer_of(kind: str, most: int = MOST) -> chain.Layer:
+    """A layer of V4-Flash with caches for steps of up to `most` tokens, a request each."""
+    config, ratio = DeepseekV4Config.flash(), chain.LAYERS[kind]
+    return chain.Layer(config, ratio, CONTEXT, most, most, torch.device(DEVICE))
+
+
+def compiled(layer: chain.Layer, impl: str) -> Callable[[int], Any]:
+    """Function that runs a step of so many tokens by one graph, on new inputs; the caches are those of its own."""
+    torch.compiler.reset()
+    call = torch.compile(layer.in_ops, backend="dsv4", fullgraph=True, options={"dsv4.impl": impl})
+    dynamic = [i for i in chain.TOKENS_FIRST if layer.ratio > 1 or i < chain.STATE]
+    largest = layer.inputs(layer.most, 0)
+
+    @torch.inference_mode()
+    def step(tokens: int) -> Any:
+        args = [x[:tokens] if i in dynamic else x for i, x in enumerate(largest)]
+        for i in dynamic:
+            maybe_mark_dynamic(args[i], 0)
+        return call(*args)
+
+    return step
+
+
+@pytest.mark.parametrize("kind", list(chain.LAYERS))
+@pytest.mark.parametrize("impl", IMPLS)
+def test_two_hundred_batch_sizes_are_one_graph_without_memory_beside_their_results(kind: str, impl: str) -> None:
+    step = compiled(layer_of(kind), impl)
+    step(77)
+    draw = random.Random(kind)
+    sizes = [max(2, int(MOST ** draw.random())) for _ in range(BATCHES)]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for tokens in sizes:
+            step(tokens)
+        for tokens in (32, 512, MOST):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            queries = step(tokens)
+            beside = torch.cuda.max_memory_allocated() - before - queries.nbytes
+            # What the projection of the queries gives is as large as they are: no cache has room, nor a copy of it.
+            assert beside <= queries.nbytes, f"{beside} bytes beside {queries.nbytes} of {tokens} tokens"
