@@ -98,9 +98,11 @@ class Step:
             layer.stack()
         return self
 
-    def load(self, tokens: int) -> None:
-        """Describe the first `tokens` requests, one token each."""
-        self.buffers.load(list(range(tokens + 1)), [self.context] * tokens)
+    def load(self, tokens: int, apart: bool = False) -> None:
+        """Describe the first `tokens` requests, one token each: all at the end of their contexts, where every group
+        closes, or `apart`, each one token before the last, so that one in R closes a group of ratio R."""
+        behind = [request % layout.HCA_RATIO * apart for request in range(tokens)]
+        self.buffers.load(list(range(tokens + 1)), [self.context - tail for tail in behind])
         self.buffers.refresh(tokens)
 
     def compiled(self, **options: Any) -> Layers:
@@ -109,9 +111,11 @@ class Step:
         compiled: list[Any] = [torch.compile(layer, fullgraph=True, **options) for layer in self.layers.layers]
         return Layers(compiled)
 
-    def call(self, layers: Callable[..., list[Tensor]], tokens: int) -> Callable[[Tensor], list[Tensor]]:
+    def call(
+        self, layers: Callable[..., list[Tensor]], tokens: int, apart: bool = False
+    ) -> Callable[[Tensor], list[Tensor]]:
         """A step of `layers` over metadata that is built here, once."""
-        self.load(tokens)
+        self.load(tokens, apart)
         metadata = self.buffers.metadata(tokens)
         marked: list[Tensor] = []
 
@@ -138,9 +142,9 @@ class Step:
         runner.warm_up()
         return runner
 
-    def replay(self, runner: DecodeRunner, tokens: int) -> Callable[[Tensor], list[Tensor]]:
+    def replay(self, runner: DecodeRunner, tokens: int, apart: bool = False) -> Callable[[Tensor], list[Tensor]]:
         """Replays of a step, metadata included. They hold their input: it is copied once, in front of the timing."""
-        self.load(tokens)
+        self.load(tokens, apart)
         held: list[Tensor] = []
 
         def step(hidden: Tensor) -> list[Tensor]:

@@ -27,8 +27,13 @@ _OF_NAMES = {
 """Parts of the names of kernels; what has none of them is a product."""
 
 
-def stage_costs(config: DeepseekV4Config, layer: int, fp8: bool, tokens: int, context: int) -> dict[str, costs.Cost]:
-    """Cost of each stage of `layer` in a step of `tokens` requests of `context` tokens, which closes every group."""
+def stage_costs(
+    config: DeepseekV4Config, layer: int, fp8: bool, tokens: int, context: int, apart: bool = False
+) -> dict[str, costs.Cost]:
+    """Cost of each stage of `layer` in a step of `tokens` requests of `context` tokens.
+
+    All of them close a group, or, `apart`, one in as many as a group has tokens.
+    """
     ratio, indexes = config.ratio(layer), config.kind(layer) == CSA
     heads, dim, rank, width = config.num_heads, config.head_dim, config.q_lora_rank, config.hidden_size
     row = costs.row_bytes("fp8_ds_mla", dim)
@@ -44,7 +49,8 @@ def stage_costs(config: DeepseekV4Config, layer: int, fp8: bool, tokens: int, co
             found[HIDDEN] = _sum(found[HIDDEN], _product(tokens, width, wide, fp8=False))
             saved = costs.of("save_partial_states", T=tokens, width=wide)
             window = ratio * wide // (2 * pooled)
-            closed = costs.of("compress_norm_rope_insert", T=tokens, C=tokens, W=window, D=pooled, row=size)
+            closing = layout.cdiv(tokens, ratio) if apart else tokens
+            closed = costs.of("compress_norm_rope_insert", T=tokens, C=closing, W=window, D=pooled, row=size)
             found[INSERT] = _sum(found[INSERT], saved, closed)
     if indexes:
         index = {"T": tokens, "H": config.index_n_heads, "D": config.index_head_dim}

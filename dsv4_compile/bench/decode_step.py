@@ -1,23 +1,26 @@
 """Scenario `decode_step`: the attention of a decode step of V4-Flash, as a user runs it, host time included.
 
-A batch of requests with 16k tokens each, at the position that closes a group of every compressor. SWA, HCA and CSA are
-eight different layers of one kind, one after the other, so that no layer finds its weights in a cache: times are those
-of one layer, a share of the step's metadata included where a graph refreshes it. `stack` is all 43 of V4-Flash, and its
-times are those of the step. Many steps run in a row: a time is what the GPU takes, or the host where that is slower.
+A batch of requests with 16k tokens each. Their groups `end` "together", all of them in this step, the most that a step
+can have to compress; or "apart", a request later than the one before it, so that one in 4 closes a group of ratio 4,
+and one in 128 a group of ratio 128, as a server sees it. SWA, HCA and CSA are eight different layers of one kind, one
+after the other, so that no layer finds its weights in a cache: times are those of one layer, a share of the step's
+metadata included where a graph refreshes it. `stack` is all 43 of V4-Flash, and its times are those of the step. Many
+steps run in a row: a time is what the GPU takes, or the host where that is slower.
 
 `eager` runs the ops one by one; `stock` is torch.compile as it comes, `reduce-overhead` its mode of that name; `dsv4`
 is this package's backend; `graph` and `eager graph` are a DecodeRunner over `dsv4` and over the ops as they are, whose
 graphs refresh the metadata too; of `graph aside` the layers have `aux_stream`. The others find it built. Layers are
 compiled one by one: three kinds, three graphs.
 
-`details` of a row on a GPU: host time of a step, and tensors that ten steps allocate; of a graph also its nodes, how
-many of them copy from the host, and for a kind of layer the nodes of one layer and their time, by stage, beside the
-stage's floor. The profiler counts these when everything has been timed. Peers are the best kernels of other engines
-chained in one graph, the faster of one stream and four.
+`details` of a row on a GPU: host time of a step, the median and of 99 in 100, and tensors that ten steps allocate; of a
+graph also its nodes, how many of them copy from the host, and for a kind of layer the nodes of one layer and their
+time, by stage, beside the stage's floor. The profiler counts these when everything has been timed. Peers are the best
+kernels of other engines chained in one graph, the faster of one stream and four.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -35,11 +38,12 @@ from .nodes import allocations, host_us, nodes, repeated
 from .problem import Args, Only, Prepare, Problem, keep
 
 OP = "decode_step"
-COLUMNS = ("layer", "weights", "tokens", "impl")
+COLUMNS = ("layer", "weights", "end", "tokens", "impl")
 TOKENS = {"cuda": (1, 8, 32, 128, 512), "cpu": (2,)}
 CONTEXT = {"cuda": 16384, "cpu": 256}
 ALIKE = {"cuda": 8, "cpu": 1}
 WEIGHTS = ("bfloat16", "fp8")
+TOGETHER, APART = "together", "apart"
 IMPLEMENTATIONS = ("eager", "eager graph", "stock", "reduce-overhead", "dsv4", "graph", "graph aside")
 STACK = "stack"
 LAYERS: Mapping[str, tuple[int, ...]] = {
@@ -71,6 +75,8 @@ def problems(
     later: list[Callable[[], None]] = []
     for layer, ratios in LAYERS.items():
         alike = 1 if layer == STACK else ALIKE[device.type]
+        pooled = device.type == "cuda" and any(ratio > 1 for ratio in ratios)
+        ends = [end for end in ((TOGETHER, APART) if pooled else (TOGETHER,)) if keep(only, end=end)]
         for weights in WEIGHTS:
             sizes = [n for n in TOKENS[device.type] if keep(only, layer=layer, weights=weights, tokens=n)]
             if sizes:
@@ -78,19 +84,23 @@ def problems(
                 for impl in IMPLEMENTATIONS:
                     indexes = layout.CSA_RATIO in ratios
                     if keep(only, impl=impl) and (indexes or impl != "graph aside"):
-                        yield from _of_implementation(step, impl, layer, weights, alike, sizes, later)
+                        yield from _of_implementation(step, impl, layer, weights, ends, sizes, later)
             if layer == STACK:
                 _do(later)  # two stacks and their caches are more than a GPU holds
     _do(later)
 
 
 def _of_implementation(
-    step: Step, impl: str, layer: str, weights: str, alike: int, sizes: list[int], later: list[Callable[[], None]]
+    step: Step, impl: str, layer: str, weights: str, ends: list[str], sizes: list[int], later: list[Callable[[], None]]
 ) -> Iterator[Problem]:
     prepare = _prepared(step, impl, sizes)
     config, context = step.caches.config, step.context
-    for tokens in sizes:
-        stages = [stage_costs(config, i, weights == "fp8", tokens, context) for i in range(config.num_layers)]
+    alike = config.num_layers // len(LAYERS[layer])
+    for end, tokens in itertools.product(ends, sizes):
+        apart, fp8 = end == APART, weights == "fp8"
+        if apart and tokens == 1:
+            continue  # one request is not apart from itself
+        stages = [stage_costs(config, i, fp8, tokens, context, apart) for i in range(config.num_layers)]
         whole = [total(stages[i]) for i in range(config.num_layers // alike)]
 
         def make(seed: int, tokens: int = tokens) -> Args:
@@ -98,22 +108,24 @@ def _of_implementation(
             return (torch.randn(tokens, step.width, device=step.device, generator=generator).bfloat16(),)
 
         def details(
-            call: Callable[[], Any], tokens: int = tokens, floors: Mapping[str, costs.Cost] = stages[0]
+            call: Callable[[], Any],
+            size: tuple[int, bool] = (tokens, apart),
+            floors: Mapping[str, costs.Cost] = {} if layer == STACK else stages[0],
         ) -> dict[str, Any]:
-            facts: dict[str, Any] = {"host_us": host_us(call), "allocations": allocations(call)}
+            facts: dict[str, Any] = {**host_us(call), "allocations": allocations(call)}
             if impl in ("graph", "eager graph"):
-                later.append(partial(_look_into, facts, step, call, tokens, alike, {} if layer == STACK else floors))
+                later.append(partial(_look_into, facts, partial(step.load, *size), call, alike, floors))
             return facts
 
         peers = PEERS[layer, weights].get(tokens)
         yield Problem(
             op=OP,
-            params={"layer": layer, "weights": weights, "context": context, "tokens": tokens},
+            params={"layer": layer, "weights": weights, "context": context, "end": end, "tokens": tokens},
             make=make,
             written=(),
             cost=costs.Cost(sum(c.bytes for c in whole), sum(c.flops for c in whole), whole[0].operands),
-            reference=step.call(step.layers, tokens),
-            implementations={impl: partial(prepare, tokens)},
+            reference=step.call(step.layers, tokens, apart),
+            implementations={impl: partial(prepare, tokens, apart)},
             published={} if peers is None else {"peers": peers},
             differs=differs,
             cold=False,
@@ -128,7 +140,7 @@ def _do(later: list[Callable[[], None]]) -> None:
         later.pop(0)()
 
 
-def _prepared(step: Step, impl: str, sizes: list[int]) -> Callable[[int], Prepare]:
+def _prepared(step: Step, impl: str, sizes: list[int]) -> Callable[[int, bool], Prepare]:
     """How to get `impl` at a size; what serves all sizes is made once."""
     made: list[Any] = []
     ways: Mapping[str, Callable[[], Layers | DecodeRunner]] = {
@@ -141,25 +153,24 @@ def _prepared(step: Step, impl: str, sizes: list[int]) -> Callable[[int], Prepar
         "graph aside": lambda: step.aside().runner(step.compiled(backend="dsv4"), sizes),
     }
 
-    def prepare(tokens: int) -> Any:
+    def prepare(tokens: int, apart: bool) -> Any:
         if not made:
             made.append(ways[impl]())
         own = made[0]
-        return step.replay(own, tokens) if isinstance(own, DecodeRunner) else step.call(own, tokens)
+        return (step.replay if isinstance(own, DecodeRunner) else step.call)(own, tokens, apart)
 
     return prepare
 
 
 def _look_into(
     facts: dict[str, Any],
-    step: Step,
+    load: Callable[[], None],
     call: Callable[[], Any],
-    tokens: int,
     alike: int,
     floors: Mapping[str, costs.Cost],
 ) -> None:
     """Add to `facts` what the profiler sees of a replay; see the module."""
-    step.load(tokens)
+    load()
     found = nodes(call)
     facts |= {"nodes": len(found), "copies_from_host": sum("HtoD" in node.name for node in found)}
     first, length = repeated([node.name for node in found], alike)

@@ -12,6 +12,8 @@ import torch
 
 Call = Callable[[], Any]
 _REPEATS, _IN_A_ROW = 4, 5
+_LEAST, _MOST, _SECONDS = 100, 2000, 1.0
+"""Samples of host time, and how long to go on for more of them."""
 
 
 class Node(NamedTuple):
@@ -65,17 +67,18 @@ def repeated(names: Sequence[str], times: int) -> tuple[int, int]:
     return 0, 0
 
 
-def host_us(call: Call) -> float:
-    """Host time of a call while the device has nothing to wait for: of a few in a row, the median over some rows."""
-
-    def run() -> float:
+def host_us(call: Call) -> dict[str, float]:
+    """Host time of a call while the device has nothing to wait for, each of some in a row: median, and 99 of 100."""
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < _LEAST or (len(times) < _MOST and time.perf_counter() - begin < _SECONDS):
         torch.cuda.synchronize()
-        begin = time.perf_counter()
         for _ in range(_IN_A_ROW):
+            start = time.perf_counter_ns()
             call()
-        return (time.perf_counter() - begin) / _IN_A_ROW * 1e6
-
-    return round(statistics.median(run() for _ in range(21)), 2)
+            times.append((time.perf_counter_ns() - start) / 1e3)
+    times.sort()
+    return {"host_us": round(times[len(times) // 2], 2), "host_p99_us": round(times[len(times) * 99 // 100], 2)}
 
 
 def allocations(call: Call) -> int:

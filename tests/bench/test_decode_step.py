@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import runpy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,25 @@ def test_the_cost_of_a_layer_is_its_weights_and_what_its_request_attends(fp8: bo
         module = DeepseekV4Attention(flash, layer, fp8=fp8, device="meta", max_seq_len=1)
         assert cost.bytes == pytest.approx(sum(p.nbytes for p in module.parameters()), rel=0.08)
         assert costs.floor_us(cost, costs.H200) == pytest.approx(floor, rel=0.05)
+
+
+def test_requests_whose_groups_end_apart_close_few() -> None:
+    flash = DeepseekV4Config.flash().with_layers(128)
+    together, apart = (decode_stages.stage_costs(flash, 0, False, 256, 16384, each) for each in (False, True))
+    assert together["insert"].bytes > 20 * apart["insert"].bytes
+    assert all(together[stage] == apart[stage] for stage in together if stage != "insert")
+    step = decode_layers.Step.build(TINY.with_layers(128, 4), False, 130, 512, CPU)
+    for each, closing in ((False, (130, 130)), (True, (2, 33))):
+        step.load(130, each)
+        written = [int((step.buffers.tensors[f"{group}_slots"] >= 0).sum()) for group in ("c128", "c4")]
+        assert tuple(written) == closing
+
+
+def test_host_time_is_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(1e-3))
+    calls = itertools.count()
+    found = nodes.host_us(lambda: time.sleep(2e-3) if next(calls) % 25 == 0 else None)
+    assert 0 <= found["host_us"] < 1000 <= found["host_p99_us"]
 
 
 def test_what_overlaps_counts_once() -> None:
