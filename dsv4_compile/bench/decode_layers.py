@@ -20,6 +20,8 @@ from ..runtime.batches import token_tensors
 from ..runtime.static_inputs import named_tensors
 
 CACHE = CacheFormat.resolve("fp8_ds_mla")
+Forward = Callable[..., list[Tensor]]
+"""Of `Layers`, however they are compiled."""
 _FILLED_AT_A_TIME = 1 << 16
 
 
@@ -36,6 +38,16 @@ class Layers(nn.Module):
     def forward(self, hidden: Tensor, metadata: AttentionMetadata, caches: Any) -> list[Tensor]:
         """`[T, hidden]` to one of the same shape for each layer."""
         return [layer(hidden, metadata, cache) for layer, cache in zip(self.layers, caches, strict=True)]
+
+
+def in_steps(layers: Forward) -> Forward:
+    """`layers` that Inductor captures one by one: their results stay until the next step, not until the next graph."""
+
+    def step(*args: Any) -> list[Tensor]:
+        torch.compiler.cudagraph_mark_step_begin()
+        return layers(*args)
+
+    return step
 
 
 def random_layers(config: DeepseekV4Config, fp8: bool, context: int, device: torch.device) -> Layers:
@@ -111,9 +123,7 @@ class Step:
         compiled: list[Any] = [torch.compile(layer, fullgraph=True, **options) for layer in self.layers.layers]
         return Layers(compiled)
 
-    def call(
-        self, layers: Callable[..., list[Tensor]], tokens: int, apart: bool = False
-    ) -> Callable[[Tensor], list[Tensor]]:
+    def call(self, layers: Forward, tokens: int, apart: bool = False) -> Callable[[Tensor], list[Tensor]]:
         """A step of `layers` over metadata that is built here, once."""
         self.load(tokens, apart)
         metadata = self.buffers.metadata(tokens)
@@ -128,7 +138,7 @@ class Step:
 
         return torch.no_grad()(step)
 
-    def runner(self, layers: Callable[..., list[Tensor]], sizes: Iterable[int]) -> DecodeRunner:
+    def runner(self, layers: Forward, sizes: Iterable[int]) -> DecodeRunner:
         """A runner over `layers`, warmed up."""
         hidden = torch.zeros(self.buffers.max_num_batched_tokens, self.width, dtype=torch.bfloat16, device=self.device)
         runner = DecodeRunner(

@@ -32,7 +32,7 @@ from torch import Tensor
 from .. import costs, layout
 from ..config import DeepseekV4Config
 from ..runtime import DecodeRunner
-from .decode_layers import Layers, Step
+from .decode_layers import Forward, Step, in_steps
 from .decode_stages import stage_costs, stage_times, total
 from .nodes import allocations, host_us, nodes, repeated
 from .problem import Args, Only, Prepare, Problem, keep
@@ -143,11 +143,11 @@ def _do(later: list[Callable[[], None]]) -> None:
 def _prepared(step: Step, impl: str, sizes: list[int]) -> Callable[[int, bool], Prepare]:
     """How to get `impl` at a size; what serves all sizes is made once."""
     made: list[Any] = []
-    ways: Mapping[str, Callable[[], Layers | DecodeRunner]] = {
+    ways: Mapping[str, Callable[[], Forward | DecodeRunner]] = {
         "eager": lambda: step.layers,
         "eager graph": lambda: step.runner(step.layers, sizes),
         "stock": step.compiled,
-        "reduce-overhead": lambda: step.compiled(mode="reduce-overhead"),
+        "reduce-overhead": lambda: in_steps(step.compiled(mode="reduce-overhead")),
         "dsv4": lambda: step.compiled(backend="dsv4"),
         "graph": lambda: step.runner(step.compiled(backend="dsv4"), sizes),
         "graph aside": lambda: step.aside().runner(step.compiled(backend="dsv4"), sizes),
