@@ -135,6 +135,8 @@ def rows_of(
         result = timing.measure(call, sets, device, cold=cold > 0, clock=problem.clock)
         once = partial(call, *sets[0])
         details = problem.details(once) if problem.details is not None and device.type == "cuda" else None
+        # What captures itself holds memory of its own, and says so in its details.
+        memory = timing.memory(once, device) if details is None else None
         launches = None if details is not None else timing.launches(once, device)
         yield row | {
             "us": round(result.us / problem.alike, 3),
@@ -144,6 +146,7 @@ def rows_of(
             "launches": None if launches is None else launches // problem.alike,
             "status": "ok",
             "note": "",
+            **({} if memory is None else {"result_bytes": memory[0], "temporary_bytes": memory[1]}),
             **({} if details is None else {"details": details}),
         }
 

@@ -10,6 +10,7 @@ AXIS = "tokens"
 """The column that runs down a block and along a picture."""
 _NOT_PARAMS = {"op", "impl", "published_us", "us", "cold_us", "clock", "sets", "launches", "status", "note"}
 _NOT_PARAMS |= {"elements", "bytes", "flops", "floor_us", "gb_s", "of_copy", "tflop_s", "details"}
+_NOT_PARAMS |= {"result_bytes", "temporary_bytes"}
 
 
 def render(record: dict[str, Any]) -> str:
@@ -45,6 +46,9 @@ def _block(title: str, rows: list[Row]) -> str:
     counts = {impl: _range(row["launches"] for row in rows if row["impl"] == impl and row["us"]) for impl in impls}
     if any(counts.values()):
         lines.append(["launches", *counts.values(), *[""] * (len(published) + len(floor) + 1 + len(rates))])
+    memory = {impl: _memory(row for row in rows if row["impl"] == impl and "result_bytes" in row) for impl in impls}
+    if any(memory.values()):
+        lines.append(["temporaries", *memory.values(), *[""] * (len(published) + len(floor) + 1 + len(rates))])
     clock = next((row["clock"] for row in rows if row["us"]), "")
     unit = {
         "cuda graph": ": us warm / cold, CUDA graph",
@@ -99,6 +103,15 @@ def _best(here: dict[str, Row], rates: list[str]) -> list[str]:
 def _range(counts: Iterable[int | None]) -> str:
     known = sorted({count for count in counts if count is not None})
     return "" if not known else str(known[0]) if len(known) == 1 else f"{known[0]} to {known[-1]}"
+
+
+def _memory(rows: Iterable[Row]) -> str:
+    """The most memory that a call takes beside its results: its largest share of them, or of a call that returns
+    nothing how much it is."""
+    found = [(row["temporary_bytes"], row["result_bytes"]) for row in rows]
+    shares = [extra / result for extra, result in found if result]
+    alone = max((extra for extra, result in found if not result), default=0)
+    return f"{max(shares):.2f}x" if shares else f"{alone / 2**20:.1f} MiB" if alone else "none" if found else ""
 
 
 def _align(lines: list[list[str]]) -> list[str]:

@@ -82,6 +82,22 @@ def launches(call: Call, device: torch.device) -> int | None:
     return sum(event.device_type.name == "CUDA" for event in profile.events())
 
 
+def memory(call: Call, device: torch.device) -> tuple[int, int] | None:
+    """Bytes of what a call returns, and the most that it holds beside that at any time; None on a CPU.
+
+    As the allocator gives them out. A copy of a cache is among the second.
+    """
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = call()
+    kept, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    del result
+    return kept - before, most - kept
+
+
 def copy_rate(device: torch.device) -> float:
     """Bytes per second, read and written together, of the fastest copy of much more than any cache: the ceiling.
 

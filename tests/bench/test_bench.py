@@ -317,6 +317,19 @@ def test_a_table_shows_warm_and_cold_times_the_best_and_the_launches() -> None:
     assert lines[-1].split() == ["launches", "2", "1"]
 
 
+def test_a_table_shows_what_calls_hold_beside_their_results() -> None:
+    """The largest share of any size; of calls that return nothing how much."""
+    rows = []
+    for size, result, extra in ((1, 64, 16), (8, 512, 384)):
+        rows.append(timed(tokens=size, impl="ir", result_bytes=result, temporary_bytes=extra))
+        rows.append(timed(tokens=size, impl="triton", result_bytes=0, temporary_bytes=0))
+        rows.append(timed(tokens=size, impl="copies", result_bytes=0, temporary_bytes=size << 20))
+    rows = [row | {"launches": None, "gb_s": 1.0, "of_copy": 0.1} for row in rows]
+    facts = dict.fromkeys(("machine", "driver", "torch", "triton", "python", "date", "command", "copy_gb_s"), "?")
+    last = table.render({**facts, "rows": rows}).splitlines()[-1]
+    assert last.split() == ["temporaries", "0.75x", "none", "8.0", "MiB"]
+
+
 def test_implementations_that_lack_the_same_are_named_together() -> None:
     rows = [timed(tokens=t, impl=i, us=None, status="unavailable", note="no GPU") for t in (1, 8) for i in ("a", "b")]
     for row in rows:

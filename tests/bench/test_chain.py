@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import bench
-from dsv4_compile.bench import chain, gate, timing
+from dsv4_compile.bench import chain, chain_layers, gate, timing
 from dsv4_compile.bench.runner import rows_of
 from dsv4_compile.config import DeepseekV4Config
 
@@ -21,7 +21,7 @@ def found(tokens: int, **only: str) -> list[bench.Problem]:
     return list(chain.problems(CPU, {name: {value} for name, value in only.items()}, TINY, (tokens,)))
 
 
-def layer_of(problem: bench.Problem) -> chain.Layer:
+def layer_of(problem: bench.Problem) -> chain_layers.Layer:
     return problem.make.func.__self__  # type: ignore[attr-defined]
 
 
@@ -52,8 +52,8 @@ def test_a_wrong_result_is_found_wherever_it_is(kind: str) -> None:
 
 def test_caches_are_as_large_at_every_size() -> None:
     def shapes(tokens: int) -> list[Any]:
-        layer = chain.Layer(TINY["tiny"], chain.LAYERS["HCA"], 1024, 8, 40, CPU)
-        return [x.shape for i, x in enumerate(layer.inputs(tokens, 0)) if i not in chain.TOKENS_FIRST]
+        layer = chain_layers.Layer(TINY["tiny"], chain.LAYERS["HCA"], 1024, 8, 40, CPU)
+        return [x.shape for i, x in enumerate(layer.inputs(tokens, 0)) if i not in chain_layers.TOKENS_FIRST]
 
     assert shapes(1) == shapes(7) == shapes(40)
 
