@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .. import layout
-from .kv_load_hopper import thread_barrier
+from .kv_load_hopper import CACHED, thread_barrier
 from .quant import FP8_MAX as _FP8_MAX
 from .quant import MAGNITUDE as _MAGNITUDE
 from .quant import MANTISSA as _MANTISSA
@@ -41,13 +41,14 @@ SUBNORMAL_HALF = gl.constexpr(_SUBNORMAL_HALF.value)
 
 
 @gluon.jit
-def _turn(x, p_cos, ROPE: gl.constexpr, INVERSE: gl.constexpr):
+def _turn(x, p_cos, ROPE: gl.constexpr, INVERSE: gl.constexpr, CACHE: gl.constexpr = CACHED):
     """float32 `x` `[N, C]` with its last ROPE columns turned; `p_cos` points to the cosines, then the sines."""
     PAIRS: gl.constexpr = x.shape[1] // 2
     even, odd = gl.split(gl.reshape(x, [x.shape[0], PAIRS, 2]))
     o_pair = gl.arange(0, PAIRS, gl.SliceLayout(0, even.type.layout)) - (PAIRS - ROPE // 2)
-    cos = gl.expand_dims(gl.load(p_cos + o_pair, mask=o_pair >= 0, other=0.0), 0)
-    sin = gl.expand_dims(gl.load(p_cos + ROPE // 2 + o_pair, mask=o_pair >= 0, other=0.0), 0)
+    cos = gl.expand_dims(gl.load(p_cos + o_pair, mask=o_pair >= 0, other=0.0, cache_modifier=CACHE), 0)
+    p_sin = p_cos + ROPE // 2
+    sin = gl.expand_dims(gl.load(p_sin + o_pair, mask=o_pair >= 0, other=0.0, cache_modifier=CACHE), 0)
     if INVERSE:
         sin = -sin
     # Selected, not multiplied by (1, 0): what does not turn may be infinite, and keeps the sign of its zeros.
@@ -58,11 +59,11 @@ def _turn(x, p_cos, ROPE: gl.constexpr, INVERSE: gl.constexpr):
 
 
 @gluon.jit
-def _normed(q, p_cos, eps, ROPE: gl.constexpr):
+def _normed(q, p_cos, eps, ROPE: gl.constexpr, CACHE: gl.constexpr = CACHED):
     """Queries `[N, 512]` with norm and RoPE, rounded once."""
     x = q.to(gl.float32)
     x = x * gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) * (1.0 / D) + eps), 1)
-    return _turn(x, p_cos, ROPE, False).to(gl.bfloat16)
+    return _turn(x, p_cos, ROPE, False, CACHE).to(gl.bfloat16)
 
 
 @gluon.jit
@@ -96,8 +97,11 @@ def load_queries(
 
 
 @gluon.jit
-def load_few_queries(p_q, head_stride, p_cos, eps, q_tile, heads, ROPE: gl.constexpr, PARTIAL: gl.constexpr):
-    """All heads of `q_tile`, shared `[heads, 512]`, as `load_queries`, with one warpgroup."""
+def load_few_queries(
+    p_q, head_stride, p_cos, eps, q_tile, heads, ROPE: gl.constexpr, PARTIAL: gl.constexpr,
+    ROWS: gl.constexpr = ROWS, CACHE: gl.constexpr = CACHED,
+):  # fmt: skip
+    """All heads of `q_tile`, shared `[heads, 512]`, as `load_queries`, with the warps that ROWS is for."""
     BLOCK: gl.constexpr = q_tile.shape[0]
     COUNT: gl.constexpr = BLOCK if BLOCK < STEP else STEP
     o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, ROWS)), 0)
@@ -105,11 +109,11 @@ def load_few_queries(p_q, head_stride, p_cos, eps, q_tile, heads, ROPE: gl.const
         o_head = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(1, ROWS)), 1) + step * COUNT
         p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
         if PARTIAL:
-            q = gl.load(p_row, mask=(o_head < heads) & (o_dim >= 0), other=0.0)
+            q = gl.load(p_row, mask=(o_head < heads) & (o_dim >= 0), other=0.0, cache_modifier=CACHE)
         else:
-            q = gl.load(p_row)
+            q = gl.load(p_row, cache_modifier=CACHE)
         if eps is not None:
-            q = _normed(q, p_cos, eps, ROPE)
+            q = _normed(q, p_cos, eps, ROPE, CACHE)
         q_tile.slice(step * COUNT, COUNT, 0).store(q)
     fence_async_shared()
     thread_barrier()
@@ -154,9 +158,9 @@ def store_rows(
 def store_half(
     tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
     FIRST: gl.constexpr, ROPE: gl.constexpr, PARTIAL: gl.constexpr, INVERSE: gl.constexpr,
-    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr, ROWS: gl.constexpr = ROWS,
 ):  # fmt: skip
-    """As `store_rows`, of rows that are in `tile`, shared `[heads, 512]`, already."""
+    """As `store_rows`, of rows that are in `tile`, shared `[heads, 512]`, already; by the warps that ROWS is for."""
     BLOCK: gl.constexpr = tile.shape[0]
     COUNT: gl.constexpr = BLOCK if BLOCK < STEP else STEP
     half = tile.slice(FIRST, HALF, 1)
@@ -176,7 +180,7 @@ def store_half(
         else:
             _store_quantized(
                 y.to(gl.float32), p_out, p_scale, tokens, padded_tokens, token, head + step * COUNT,
-                FIRST, GROUPS, GROUP_HEADS, PACKED,
+                FIRST, GROUPS, GROUP_HEADS, PACKED, ROWS,
             )  # fmt: skip
 
 
@@ -193,7 +197,7 @@ def _tile_byte(x):
 @gluon.jit
 def _store_quantized(
     x, p_values, p_scale, tokens, padded_tokens, token, head,
-    FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+    FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Columns FIRST to FIRST + 255 of the heads `x` from `head` on as e4m3, and the scales of their strips."""
     HALF_STRIPS: gl.constexpr = HALF // ACT_TILE

@@ -21,6 +21,7 @@ ROPES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 
 FETCH = gl.constexpr(32)  # keys in registers
+CACHED = gl.constexpr("")  # how memory is read that nobody writes meanwhile
 HALF = gl.constexpr(layout.HEAD_DIM // 2)  # words of a key
 TILES = gl.constexpr(layout.FP8_DS_MLA_TILES)
 TILE_WORDS = gl.constexpr(layout.KV_TILE // 4)
@@ -70,8 +71,11 @@ def _slots(p_row, o_column, end, capacity):
 
 
 @gluon.jit
-def fetch_keys(p_words, p_scales, page_chunks, slot, log_page):
-    """What is stored at `slot`: words of codes `[FETCH, 8, 16]`, the last tile empty; of rope `[FETCH, 32]`; scales.
+def fetch_keys(
+    p_words, p_scales, page_chunks, slot, log_page,
+    WORDS: gl.constexpr = WORDS, ROPES: gl.constexpr = ROPES, CACHE: gl.constexpr = CACHED,
+):  # fmt: skip
+    """What is stored at `slot` `[N]`: words of codes `[N, 8, 16]`, the last tile empty; of rope `[N, 32]`; scales.
 
     Where `slot` is -1 the rope is zero and the rest is the first key's. Codes are finite whatever their bits are, so
     that a factor of zero clears them, and no register has to be zeroed in front of a load.
@@ -85,19 +89,20 @@ def fetch_keys(p_words, p_scales, page_chunks, slot, log_page):
     offset = safe & (size - 1)
     row = page * (page_chunks * 4) + offset * ROW_WORDS
     p_codes = p_words + (gl.expand_dims(gl.expand_dims(row, 1), 2) + o_word)
-    codes = gl.load(p_codes + tile * TILE_WORDS, mask=tile < TILES, other=0)
+    codes = gl.load(p_codes + tile * TILE_WORDS, mask=tile < TILES, other=0, cache_modifier=CACHE)
     rope_row = gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(1, ROPES)), 1)
     m_rope = gl.expand_dims(gl.convert_layout(live, gl.SliceLayout(1, ROPES)), 1)
     o_rope = gl.expand_dims(gl.arange(0, ROPE_WORDS, gl.SliceLayout(0, ROPES)), 0)
-    rope = gl.load(p_words + (rope_row + o_rope + ROPE_WORD), mask=m_rope, other=0)
+    rope = gl.load(p_words + (rope_row + o_rope + ROPE_WORD), mask=m_rope, other=0, cache_modifier=CACHE)
     # A key's scales are one number: taking a vector of bytes apart would wait for the load here.
-    scales = gl.load(p_scales + (page * (page_chunks * 2) + (size * SCALES_PER_ROW + offset)))
+    p_row_scales = p_scales + (page * (page_chunks * 2) + (size * SCALES_PER_ROW + offset))
+    scales = gl.load(p_row_scales, cache_modifier=CACHE)
     return codes, rope, scales
 
 
 @gluon.jit
-def dequantize_keys(codes, rope, scales, live, WIDE: gl.constexpr):
-    """Words of bfloat16 pairs `[FETCH, 256]` from what `fetch_keys` loaded; see kv_load.py for the arithmetic."""
+def dequantize_keys(codes, rope, scales, live, WIDE: gl.constexpr, WORDS: gl.constexpr = WORDS):
+    """Words of bfloat16 pairs `[N, 256]` from what `fetch_keys` loaded; see kv_load.py for the arithmetic."""
     tile = gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0)
     byte = (gl.expand_dims(scales, 1) >> (tile * 8).to(gl.int64)).to(gl.int32) & 255
     both = gl.expand_dims(gl.where(live, BOTH, 0), 1)
@@ -111,12 +116,12 @@ def dequantize_keys(codes, rope, scales, live, WIDE: gl.constexpr):
         rest = (gl.maximum(byte, LAST_BYTE) + (UE8M0_BIAS - LAST_BYTE)) * BOTH
         rest, _ = gl.broadcast(gl.expand_dims(rest, 2), codes)
         low, high = _times(low, rest), _times(high, rest)
-    rope_low, rope_high = gl.split(gl.reshape(rope, [FETCH, TILE_WORDS, 2]))
+    rope_low, rope_high = gl.split(gl.reshape(rope, [rope.shape[0], TILE_WORDS, 2]))
     rope_low = gl.expand_dims(gl.convert_layout(rope_low, gl.SliceLayout(1, WORDS)), 1)
     rope_high = gl.expand_dims(gl.convert_layout(rope_high, gl.SliceLayout(1, WORDS)), 1)
     is_rope = gl.expand_dims(tile, 2) == TILES
     pairs = gl.join(gl.where(is_rope, rope_low, low), gl.where(is_rope, rope_high, high))
-    return gl.reshape(pairs, [FETCH, HALF])
+    return gl.reshape(pairs, [rope.shape[0], HALF])
 
 
 @gluon.jit

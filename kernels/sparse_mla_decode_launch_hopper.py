@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -46,10 +47,14 @@ def launch_gathering(
     splits: int,
     fusion: Fusion,
     into: Results | None,
+    own: tuple[int, ...] = (),
+    warps: int = 4,
+    flat: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """As `launch` of the portable kernel, by a `kernel` for `block_h` heads and blocks of `block_n` keys.
 
-    `constants` are the compile-time arguments that only this kernel has.
+    `own` are the last arguments and `constants` the compile-time arguments that only this kernel has. Its programs are
+    numbered by head block, part and token, in one row where `flat`.
     """
     into = into or outputs(q)
     tokens, heads, head_dim = q.shape
@@ -64,7 +69,8 @@ def launch_gathering(
     positions, position_stride, table, table_strides, max_pos = fusion.rope()
     for first in range(0, tokens, cut.tokens):
         end = min(tokens, first + cut.tokens)
-        kernel[((end - first) * head_blocks * cut.splits,)](
+        grid = head_blocks, cut.splits, end - first
+        kernel[(math.prod(grid),) if flat else grid](
             *(parts or into[:2]),
             into.scale,
             q,
@@ -103,12 +109,13 @@ def launch_gathering(
             width1,
             pages0.shape[0] * window.block_size,
             pages1.shape[0] * extra.block_size,
+            *own,
             H=heads,
             LOG_PAGE0=window.block_size.bit_length() - 1,
             LOG_PAGE1=extra.block_size.bit_length() - 1,
             **constants,
             SPLIT=cut.splits > 1,
-            num_warps=4,
+            num_warps=warps,
             # A contracted multiply and add rounds once where the separate ops round twice.
             enable_fp_fusion=False,
             **(fusion if cut.splits == 1 else fusion.front()).constants(),

@@ -8,6 +8,7 @@ asynchronous matrix product still reads. What is not: layouts, and the order of 
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import threading
 import types
@@ -71,7 +72,7 @@ def _operator(name: str) -> Callable[[Value, Any], Any]:
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"):
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in ("radd", "rsub", "rmul", "rtruediv", "rand", "ror"):
+for _name in ("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rand", "ror"):
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
@@ -179,7 +180,7 @@ def argument(x: Any) -> Any:
 class Kernel:
     """A jitted function: called by another, or launched."""
 
-    program = 0
+    program: tuple[int, ...] = (0,)
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -188,9 +189,8 @@ class Kernel:
         return self.function(*args)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, enable_fp_fusion: bool = True, **constants: Any) -> None:
-            for program in range(grid[0]):
-                Kernel.program = program
+        def launch(*args: Any, enable_fp_fusion: bool = True, launch_pdl: bool = False, **constants: Any) -> None:
+            for Kernel.program in itertools.product(*map(range, grid)):
                 self.function(*map(argument, args), **constants)
 
         return launch
@@ -249,7 +249,7 @@ def assembly(text: str, constraints: str, args: list[Value], **_: Any) -> Any:
     return tuple(times(bits[..., i : i + 2].contiguous().view(torch.int32)[..., 0], factor) for i in (0, 2))
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Value:
+def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Value:
     offset, live = pointer.resolve(mask)
     if len(pointer.memory) == 0:
         return Value(torch.zeros(offset.shape, dtype=pointer.memory.dtype))
@@ -312,7 +312,7 @@ def modules() -> dict[str, types.ModuleType]:
             "join": lambda a, b: Value(torch.stack(torch.broadcast_tensors(a.data, b.data), -1)),
             "broadcast": lambda a, b: tuple(Value(x) for x in torch.broadcast_tensors(a.data, b.data)),
             "static_range": range,
-            "program_id": lambda axis: Value(torch.tensor(Kernel.program, dtype=torch.int32)),
+            "program_id": lambda axis: Value(torch.tensor(Kernel.program[axis], dtype=torch.int32)),
             "allocate_shared_memory": lambda dtype, shape, layout: (
                 Barrier(shape[0]) if layout == "mbarrier" else Shared(torch.full([int(n) for n in shape], -1).to(dtype))
             ),
@@ -330,7 +330,7 @@ def modules() -> dict[str, types.ModuleType]:
     )
     vars(gluon).update(language=language, jit=lambda f=None, **_: Kernel(f) if f else Kernel)
     cuda = types.ModuleType("cuda")
-    vars(cuda).update(gdc_launch_dependents=anything)
+    vars(cuda).update(gdc_launch_dependents=anything, gdc_wait=anything)
     return {
         GLUON: gluon,
         f"{GLUON}.language": language,

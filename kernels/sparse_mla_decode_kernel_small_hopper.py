@@ -1,0 +1,221 @@
+"""Sparse MLA decode of few tokens on Hopper, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, blocks of 16 heads.
+
+Between two layers their weights pass through the caches of the GPU, and take what this kernel needs with them: its code
+too comes from memory again, line after line. So it has a quarter of the code of the kernels that overlap their work
+with specialised warps: all warps do everything, one block of 64 keys after the other. Few tokens leave processors
+without work anyway, and a part of the keys that is one block has nothing to overlap.
+
+Keys are the rows of both products and heads their columns. A program takes a block of heads of one token and its share
+of the token's keys, window cache first.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .attention_rows_hopper import HALF, D, load_few_queries, store_half
+from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, thread_barrier
+from .split_softmax import LN_2 as _LN_2
+from .split_softmax import LOG2_E as _LOG2_E
+
+KEYS, HEADS, WARPS = 64, 16, 8
+SIDES = 16 * WARPS // KEYS
+
+BLOCK_N = gl.constexpr(KEYS)
+BLOCK_H = gl.constexpr(HEADS)
+LOG2_E = gl.constexpr(_LOG2_E.value)
+LN_2 = gl.constexpr(_LN_2.value)
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+# As kv_load_hopper.WORDS, of twice the threads.
+_WORDS = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [WARPS, 1, 1], [2, 1, 0])
+WORDS = gl.constexpr(_WORDS)
+SLOTS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _WORDS)))
+ROPES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0]))
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0]))
+_SCORES = gl.NVMMADistributedLayout(
+    version=[3, 0], warps_per_cta=[WARPS // SIDES, SIDES], instr_shape=[16, HEADS // SIDES, 16]
+)
+_OUTPUT = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, HEADS, 16])
+SCORES = gl.constexpr(_SCORES)
+OUTPUT = gl.constexpr(_OUTPUT)
+SCORE_HEADS = gl.constexpr(gl.SliceLayout(0, _SCORES))
+OUTPUT_HEADS = gl.constexpr(gl.SliceLayout(0, _OUTPUT))
+
+
+@gluon.jit
+def _length(p_lens, stride, token, width):
+    """int32 number of columns that count in a token's row of indices."""
+    length = gl.load(p_lens + token * stride, cache_modifier=".cg")
+    return gl.minimum(gl.maximum(length, 0), width).to(gl.int32)
+
+
+@gluon.jit
+def _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block):
+    """int32 slots of a block; -1 for what is none, and in blocks behind the last."""
+    first = block < blocks0
+    column = (block - gl.where(first, 0, blocks0)) * BLOCK_N + gl.arange(0, BLOCK_N, SLOTS)
+    live = column < gl.where(first, length0, length1)
+    slot = gl.load(gl.where(first, p_row0, p_row1) + column, mask=live, other=-1, cache_modifier=".cg")
+    return gl.where((slot >= 0) & (slot < gl.where(first, capacity0, capacity1)), slot, -1).to(gl.int32)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "splits", "least", "first", "tokens", "padded_tokens", "max_pos", "capacity0", "capacity1", "width0", "width1",
+        "trips",
+    ],
+    # A piece of a batch begins anywhere.
+    do_not_specialize_on_alignment=["p_lens0", "p_lens1", "p_positions"],
+)  # fmt: skip
+def sparse_mla_decode_small_hopper_kernel(
+    p_out,  # [T, H, 512] bfloat16 or e4m3 [GROUPS, T, K]; or parts [N, splits, H, 512] float32, contiguous
+    p_lse,  # [T, H] float32, neighbouring heads, or None; or parts [N, splits, H] in base 2, contiguous
+    p_scale,  # of e4m3, see attention_rows_hopper.store_rows
+    p_q,  # [T, H, 512] bfloat16
+    p_words0,  # [P, page_bytes / 4] int32
+    p_scales0,  # [P, page_bytes / 8] int64, the same memory
+    p_indices0,  # [T, W] int
+    p_lens0,  # [T] int
+    p_words1,
+    p_scales1,
+    p_indices1,  # [T, K] int
+    p_lens1,
+    p_sink,  # [H] float32 or None
+    p_positions,  # [T] int or None
+    p_table,  # [max_pos, ROPE] float32 or None
+    scale,  # of the scores, times log2(e)
+    eps,  # of the queries' norm, None for queries that are ready
+    splits,
+    least,  # 1
+    first,  # token of this launch
+    tokens,
+    padded_tokens,
+    out_token_stride,
+    out_head_stride,
+    lse_stride,
+    q_token_stride,
+    q_head_stride,
+    page_chunks0,  # distance of two pages in units of 16 bytes
+    page_chunks1,
+    indices0_stride,
+    indices1_stride,
+    lens0_stride,
+    lens1_stride,
+    position_stride,
+    table_stride,
+    max_pos,
+    width0,
+    width1,
+    capacity0,  # slots in the cache
+    capacity1,
+    trips,  # see the docstring
+    H: gl.constexpr,
+    LOG_PAGE0: gl.constexpr,  # of the tokens in a page
+    LOG_PAGE1: gl.constexpr,
+    WIDE: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ROPE: gl.constexpr,
+    INVERSE: gl.constexpr,
+    GROUPS: gl.constexpr,
+    GROUP_HEADS: gl.constexpr,
+    PACKED: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Program (h, p, t) attends head block h of token t to the blocks of keys p, p + splits, and so on."""
+    q_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, D], SWIZZLED)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, D], SWIZZLED)
+    words = keys._reinterpret(gl.int32, [BLOCK_N, HALF], SWIZZLED_WORDS)
+    weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SWIZZLED)
+    gdc_launch_dependents()
+    PARTIAL: gl.constexpr = H % BLOCK_H != 0
+    head, part, local = gl.program_id(0) * BLOCK_H, gl.program_id(1), gl.program_id(2)
+    heads = H - head
+    token = (first + local).to(gl.int64)
+    p_q += token * q_token_stride + head.to(gl.int64) * q_head_stride
+    p_row0 = p_indices0 + token * indices0_stride
+    p_row1 = p_indices1 + token * indices1_stride
+    o_head = gl.arange(0, BLOCK_H, SCORE_HEADS)
+    m_head = o_head < heads
+    for trip in range(trips):
+        if trip == trips - 1:
+            gdc_wait()
+        length0 = _length(p_lens0, lens0_stride, token, width0)
+        length1 = _length(p_lens1, lens1_stride, token, width1)
+        p_cos = p_table
+        if p_positions is not None:
+            position = gl.load(p_positions + token * position_stride, cache_modifier=".cg").to(gl.int64)
+            p_cos += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
+        blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
+        blocks = blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
+        slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part)
+        acc = gl.zeros([D, BLOCK_H], gl.float32, OUTPUT)
+        sums = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
+        top = gl.full([BLOCK_H], float("-inf"), gl.float32, SCORE_HEADS)
+        for block in range(part, blocks, splits):
+            inner = block < blocks0
+            codes, rope, scales = fetch_keys(
+                gl.where(inner, p_words0, p_words1), gl.where(inner, p_scales0, p_scales1),
+                gl.where(inner, page_chunks0, page_chunks1), slot, gl.where(inner, LOG_PAGE0, LOG_PAGE1),
+                WORDS, ROPES, ".cg",
+            )  # fmt: skip
+            if block == part:
+                # Queries are waited for while the first keys are on their way.
+                load_few_queries(p_q, q_head_stride, p_cos, eps, q_tile, heads, ROPE, PARTIAL, ROWS, ".cg")
+            words.store(dequantize_keys(codes, rope, scales, slot >= 0, WIDE, WORDS))
+            live = gl.convert_layout(slot, gl.SliceLayout(1, SCORES)) >= 0
+            slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block + splits)
+            fence_async_shared()
+            thread_barrier()
+            zero = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
+            scores = warpgroup_mma(keys, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            scores = gl.where(gl.expand_dims(live, 1), scores * scale, float("-inf"))
+            new_top = gl.maximum(top, gl.max(scores, 0))
+            # -inf - -inf is NaN: a head without keys so far is shifted by zero.
+            shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+            rescale = gl.exp2(top - shift)
+            weights = gl.exp2(scores - gl.expand_dims(shift, 0))
+            weights_tile.store(weights.to(gl.bfloat16).permute((1, 0)))
+            sums = sums * gl.expand_dims(rescale, 0) + weights
+            acc = acc * gl.expand_dims(gl.convert_layout(rescale, OUTPUT_HEADS), 0)
+            top = new_top
+            fence_async_shared()
+            thread_barrier()
+            acc = warpgroup_mma(keys.permute((1, 0)), weights_tile.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            thread_barrier()
+
+        total = gl.sum(sums, 0)
+        shift = gl.where(top == float("-inf"), 0.0, top)
+        lse = gl.where(total == 0, float("-inf"), shift + gl.log2(total))
+        acc = acc * gl.expand_dims(gl.convert_layout(gl.where(total == 0, 0.0, 1.0 / total), OUTPUT_HEADS), 0)
+        if trip == trips - 1:
+            if SPLIT:
+                row = (local * splits + part).to(gl.int64) * H + head
+                gl.store(p_lse + row + o_head, lse, mask=m_head)
+                if part < blocks:
+                    o_column = gl.expand_dims(gl.arange(0, BLOCK_H, OUTPUT_HEADS), 0)
+                    o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(1, OUTPUT)), 1)
+                    gl.store(p_out + row * D + (o_column * D + o_dim), acc, mask=(o_column < heads) & (o_dim >= 0))
+            else:
+                if p_lse is not None:
+                    natural = gl.where(total == 0, float("inf"), lse * LN_2)
+                    gl.store(p_lse + token * lse_stride + head + o_head, natural, mask=m_head)
+                if p_sink is not None:
+                    # As a row of one part is joined, so that it gives the same bits.
+                    sink = gl.load(p_sink + head + o_head, mask=m_head, other=0.0)
+                    share = 1.0 / (1.0 + gl.exp2(sink * LOG2_E - gl.where(total == 0, 0.0, lse)))
+                    acc = acc * gl.expand_dims(gl.convert_layout(share, OUTPUT_HEADS), 0)
+                q_tile.store(acc.to(gl.bfloat16).permute((1, 0)))
+                thread_barrier()
+                p_to = p_out
+                if GROUPS == 0:
+                    p_to += token * out_token_stride + head.to(gl.int64) * out_head_stride
+                for side in gl.static_range(D // HALF):
+                    store_half(
+                        q_tile, p_to, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
+                        side * HALF, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED, ROWS,
+                    )  # fmt: skip

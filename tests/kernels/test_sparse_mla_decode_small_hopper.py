@@ -1,0 +1,67 @@
+"""The Hopper decode kernel for few tokens, simulated: see simulated_gluon.py for what that means."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_compile.ops.inv_rope_fp8_quant import inv_rope, inv_rope_fp8_quant
+from dsv4_compile.ops.sparse_mla_decode import sparse_mla_decode
+from dsv4_compile.testing import assert_bitwise
+from tests.kernels.simulated_decode import BF16, assert_same, run
+from tests.kernels.simulated_gluon import simulated
+from tests.ops.sparse_mla_calls import EPS, call, positional
+
+pytestmark = pytest.mark.interpreted
+MODULES = ("attention_rows_hopper", "kv_load_hopper", "sparse_mla_decode_kernel_small_hopper")
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return simulated("sparse_mla_decode_small_hopper", *MODULES)
+
+
+@pytest.mark.parametrize(("splits", "heads"), [(1, 16), (3, 64), (1, 5), (2, 33), (9, 128)])
+def test_hostile_rows_give_the_references_result(small: Any, splits: int, heads: int) -> None:
+    arguments = call(3, heads, window=130, extra=350, **BF16)
+    want = sparse_mla_decode(*positional(arguments)[:13])
+    assert_same(run(small, arguments, splits), want)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("sink", [None, -math.inf, math.inf])
+def test_sinks_that_take_nothing_or_everything(small: Any, splits: int, sink: float | None) -> None:
+    arguments = call(2, 64, window=70, extra=10, **BF16)
+    arguments["attn_sink"] = None if sink is None else torch.full((64,), sink)
+    want = sparse_mla_decode(*positional(arguments)[:13])
+    got = run(small, arguments, splits)
+    assert_same(got, want)
+    assert sink != math.inf or (got[0] == 0).all()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_both_ends_are_fused_as_by_the_ops_of_their_own(small: Any, splits: int) -> None:
+    arguments = call(2, 72, window=70, extra=10, **BF16)
+    want = sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS}))
+    out, lse = run(small, arguments, splits, q_norm_eps=EPS)
+    assert_same((out, lse), want)
+    got = run(small, arguments, splits, q_norm_eps=EPS, inverse_rope=True)
+    assert_bitwise(got[0], inv_rope(out, arguments["positions"], arguments["cos_sin_cache"]))
+    assert_bitwise(got[1], lse)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "groups", "splits"),
+    [(1, 64, (8, 8, True), 1), (5, 64, (3, 21, False), 1), (2, 70, (7, 10, False), 1), (2, 64, (1, 64, True), 2)],
+)
+def test_quantised_rows_are_those_of_the_op_of_its_own(
+    small: Any, tokens: int, heads: int, groups: tuple[int, int, bool], splits: int
+) -> None:
+    arguments = call(tokens, heads, window=70, extra=10, **BF16)
+    out, _ = run(small, arguments, splits)
+    want = inv_rope_fp8_quant(out, arguments["positions"], arguments["cos_sin_cache"], *groups)
+    for a, b in zip(run(small, arguments, splits, groups, inverse_rope=True), want, strict=True):
+        assert_bitwise(a, b, strides=True)
