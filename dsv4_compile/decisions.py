@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from .costs import Cost
+
 log = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("ir", "triton", "eager")
@@ -41,6 +43,8 @@ class Decision:
         reason: why this one, in one clause.
         node: name of the node in the compiled graph.
         where: "file:line" of the user's call, or "" when it is not known.
+        cost: what the call must do, see `call_costs`; None where it is not known, and where nobody collects.
+        measured_us: time of this implementation at a size like the call's, where the table of `measured` has one.
     """
 
     op: str
@@ -48,6 +52,8 @@ class Decision:
     reason: str
     node: str = ""
     where: str = ""
+    cost: Cost | None = None
+    measured_us: float | None = None
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""

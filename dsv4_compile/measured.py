@@ -30,11 +30,17 @@ def _entries() -> tuple[Mapping[str, Any], ...]:
 
 
 def nearest(
-    op: str, architecture: str, elements: int, tokens: int | None = None, impls: Collection[str] = CANDIDATES
+    op: str,
+    architecture: str,
+    elements: int,
+    tokens: int | None = None,
+    impls: Collection[str] = CANDIDATES,
+    within: float = math.inf,
 ) -> Mapping[str, float] | None:
     """Microseconds of each of `impls` at the measured size nearest to `elements`; None where not all were measured.
 
     Where `tokens`, the rows of that tensor, are known, sizes with rows as long as the call's (heads, dims) go first.
+    None too where the nearest size is more than `within` times as large or as small.
     """
     sizes = [row for row in _entries() if (row["op"], row["architecture"]) == (op, architecture)]
     sizes = [row for row in sizes if all(f"{name}_us" in row for name in impls)]
@@ -44,6 +50,8 @@ def nearest(
     if not sizes:
         return None
     found = min(sizes, key=lambda row: abs(math.log(row["elements"] / max(1, elements))))
+    if not 1 / within <= found["elements"] / max(1, elements) <= within:
+        return None
     return {name: found[f"{name}_us"] for name in impls}
 
 

@@ -29,6 +29,7 @@ from ..proven import is_proven
 log = logging.getLogger(__name__)
 
 MODULES = (
+    "compress_norm_rope_insert",
     "compressed_slot_mapping",
     "fused_q_kv_rmsnorm",
     "global_topk",
@@ -183,13 +184,14 @@ def _fastest(call: Call, usable: Sequence[Decision]) -> Decision:
     return replace(best, reason=f"{best.reason}; measured at such a size: {times}")
 
 
-def microseconds(call: Call, decision: Decision) -> float | None:
-    """What `call` took with the implementation decided for it, at a size like its own; None where nobody measured."""
-    us = _measured(call, [decision.impl])
+def microseconds(call: Call, decision: Decision, within: float = math.inf) -> float | None:
+    """What `call` took with the implementation decided for it, at the size nearest to its own, which is at most
+    `within` times as large or as small; None where nobody measured."""
+    us = _measured(call, [decision.impl], within)
     return None if us is None else us[decision.impl]
 
 
-def _measured(call: Call, impls: Sequence[str]) -> Mapping[str, float] | None:
+def _measured(call: Call, impls: Sequence[str], within: float = math.inf) -> Mapping[str, float] | None:
     """Microseconds of each of `impls`, None where not all were measured.
 
     Of a dynamic dim counts the size it was traced with, if torch knows.
@@ -198,7 +200,7 @@ def _measured(call: Call, impls: Sequence[str]) -> Mapping[str, float] | None:
     sizes = [size if isinstance(size, int) else size.node.hint for size in shape]
     if None in sizes:
         return None
-    return measured.nearest(call.op, call.architecture, math.prod(sizes), sizes[0] if sizes else None, impls)
+    return measured.nearest(call.op, call.architecture, math.prod(sizes), sizes[0] if sizes else None, impls, within)
 
 
 def target_of(decision: Decision, call: Call) -> OpOverload:

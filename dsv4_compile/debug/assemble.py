@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
+from .. import costs
 from ..attention_backends.registry import selections
 from ..decisions import Decision, Fusion
 from ..errors import DSV4Error
 from . import breaks, events, recompiles
 from .observe import Watch
 from .report import Report
-from .rows import Failure, OpDecision, OpFusion, Place
+from .rows import Failure, OpCost, OpDecision, OpFusion, Place
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -60,6 +61,7 @@ def merge(rows: Iterable[OpDecision]) -> list[OpDecision]:
         kept = found.setdefault((row.op, row.impl, row.reason), OpDecision(row.op, row.impl, row.reason, count=0))
         kept.count += row.count
         kept.where += [place for place in row.where if place not in kept.where]
+        kept.costs += row.costs
     return sorted(found.values(), key=lambda row: (row.op, row.impl))
 
 
@@ -105,7 +107,11 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _row(decision: Decision) -> OpDecision:
-    return OpDecision(decision.op, decision.impl, decision.reason, where=_shown(decision.where))
+    found, cost = OpDecision(decision.op, decision.impl, decision.reason, where=_shown(decision.where)), decision.cost
+    if cost is not None:
+        floor = round(costs.floor_us(cost, costs.H200), 3)
+        found.costs.append(OpCost(cost.bytes, cost.flops, floor, decision.measured_us))
+    return found
 
 
 def _shown(where: str) -> list[str]:

@@ -98,15 +98,32 @@ class Recompile:
     limit_hit: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What a call must do at the most, as far as its shapes tell, and the time below which no H200 does it.
+
+    `measured_us` is what such a call took, on the GPU that the graph is compiled for, where `measured.json` says so.
+    """
+
+    bytes: int
+    flops: int
+    floor_us: float
+    measured_us: float | None = None
+
+
 @dataclass(slots=True)
 class OpDecision:
-    """Calls of one dsv4 op that share an implementation: "ir", "triton", "eager", or "undecided" elsewhere."""
+    """Calls of one dsv4 op that share an implementation: "ir", "triton", "eager", or "undecided" elsewhere.
+
+    `costs` are theirs one by one, of calls whose cost is known.
+    """
 
     op: str
     impl: str
     reason: str
     count: int = 1
     where: list[str] = field(default_factory=list)
+    costs: list[OpCost] = field(default_factory=list)
 
 
 @dataclass(slots=True)

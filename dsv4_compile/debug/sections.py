@@ -83,6 +83,12 @@ def sections(report: Report) -> Iterator[Section]:
     ops = [[d.op, str(d.count), d.impl, _places(d.where), d.reason] for d in report.decisions if d.op != BACKEND]
     if ops:
         yield Section("dsv4 ops", [Table(["op", "calls", "impl", "where", "reason"], ops)])
+    timed = [_costs(decision) for decision in report.decisions if decision.costs]
+    if timed:
+        yield Section(
+            "What dsv4 ops must do, all calls together",
+            [Table(["op", "calls", "MB", "GFLOP", "floor on an H200, us", "measured here, us"], timed)],
+        )
     if report.fusions:
         yield Section("Merged ops", [_fusion(item) for item in report.fusions])
     if report.graphs:
@@ -101,6 +107,24 @@ def _backend(decision: OpDecision) -> Table:
         name, _, reason = other.partition(": ")
         rows.append([name, "not", reason])
     return Table(["backend", "layers", "reason"], rows)
+
+
+def _costs(decision: OpDecision) -> list[str]:
+    """Bytes, flops, floors and times of the calls whose cost is known, added up."""
+    own = decision.costs
+    times = [cost.measured_us for cost in own if cost.measured_us is not None]
+    measured = f"{sum(times):.1f}" if times else "-"
+    if times and len(times) < len(own):
+        measured += f" for {len(times)}"
+    flops = sum(cost.flops for cost in own)
+    return [
+        decision.op,
+        str(len(own)),
+        f"{sum(cost.bytes for cost in own) / 1e6:.3f}",
+        f"{flops / 1e9:.3f}" if flops else "-",
+        f"{sum(cost.floor_us for cost in own):.2f}",
+        measured,
+    ]
 
 
 def _break(item: Break) -> Finding:

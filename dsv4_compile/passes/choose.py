@@ -11,18 +11,22 @@ import functools
 import hashlib
 import importlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import Graph
 
-from .. import decisions, proven
+from .. import call_costs, decisions, proven
 from .._compat import CustomGraphPass, device_architecture, run_graph_pass, triton_version
 from ..lowering import registry
 from ..options import Options
 from . import merging
 from .nodes import describe, public_op, retarget
+
+MEASURED_WITHIN = 2.0
+"""How much larger or smaller than a call the size may be whose time is reported with it."""
 
 
 class ChooseImplementations(CustomGraphPass):
@@ -46,7 +50,7 @@ class ChooseImplementations(CustomGraphPass):
             if op is not None:
                 call = describe(node, op)
                 decision = registry.decide(call, self.options)
-                decisions.record(decision)
+                decisions.record(_with_times(decision, call) if decisions.collecting() else decision)
                 retarget(node, registry.target_of(decision, call))
 
     def uuid(self) -> Any | None:
@@ -66,6 +70,12 @@ class ChooseImplementations(CustomGraphPass):
             triton_version(),
         )
         return (hashlib.sha256(repr(ours).encode()).hexdigest(), *users)
+
+
+def _with_times(decision: decisions.Decision, call: decisions.Call) -> decisions.Decision:
+    """`decision` with what the call must do, and what it took where that was measured."""
+    us = registry.microseconds(call, decision, within=MEASURED_WITHIN)
+    return replace(decision, cost=call_costs.of(call.op, call.arguments), measured_us=us)
 
 
 @functools.cache

@@ -58,6 +58,8 @@ def test_dsv4_backend_shows_a_decision_with_its_reason_for_every_op(step: tuple[
     report = explain(attention_inputs, *step)
 
     by_op = {row.op: row for row in report.decisions}
+    assert all(cost.bytes > 0 and cost.floor_us > 0 for row in report.decisions for cost in row.costs)
+    assert [len(row.costs) for row in report.decisions] == [row.count for row in report.decisions]
     assert set(by_op) == {"q_norm_rope", "kv_rope_insert"}
     for row in by_op.values():
         assert row.impl in ("ir", "triton", "eager")

@@ -20,6 +20,7 @@ from dsv4_compile.debug.rows import (
     GraphInput,
     Kernel,
     MissedReinplace,
+    OpCost,
     OpDecision,
     OpFusion,
     Place,
@@ -27,6 +28,8 @@ from dsv4_compile.debug.rows import (
 )
 
 PLACE = Place("/models/attention.py", 31, "forward", "if scores.max() > 30: " + "scores = scores - 1; " * 8)
+
+COSTS = [OpCost(3_000_000, 0, 0.7, 1.5), OpCost(1_000_000, 2_000_000_000, 0.25)]
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ def full() -> Report:
             Break(Place(), "Odd", "cause", "fix", scope="function", seen=3, stack=["a.py:1 in f"], link="https://x"),
         ],
         recompiles=[Recompile(PLACE, "n == 3", "the value of `n` changed", "a tensor", ["3", "4"], 2, limit_hit=True)],
-        decisions=[OpDecision("q_norm_rope", "ir", "fuses", 2, ["a.py:1", "b.py:2", "c.py:3", "d.py:4"])],
+        decisions=[OpDecision("q_norm_rope", "ir", "fuses", 2, ["a.py:1", "b.py:2", "c.py:3", "d.py:4"], COSTS)],
         fusions=[OpFusion("fuse_attention", ["sparse_mla_decode", "inv_rope"], "sparse_mla_decode", False, "a reason")],
         kernels=[Kernel(1, "triton", "triton_poi_fused_0", 2)],
         cache_copies=[CacheCopy(1, "cache", ["8", "64"], "u8", 1 << 20, PLACE, "aten.index_put")],
@@ -110,6 +113,11 @@ def test_text_says_everything(full: Report) -> None:
         "failed, 2 graph breaks, 2 recompiles, 1 cache copy, 1 cache hazard; 1 graph",
     ):
         assert words in text, words
+
+
+def test_costs_of_an_op_are_added_up(full: Report) -> None:
+    line = next(line for line in full.text(200).splitlines() if "4.000" in line)
+    assert line.split() == ["q_norm_rope", "2", "4.000", "2.000", "0.95", "1.5", "for", "1"]
 
 
 def test_empty_report_says_what_happened() -> None:

@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"reference"}),
     frozenset({"ops"}),
     frozenset({"metadata", "cache"}),
-    frozenset({"decisions", "options", "costs"}),
+    frozenset({"decisions", "options", "costs", "call_costs"}),
     frozenset({"kernels", "lowering"}),
     frozenset({"loading", "attention_backends"}),
     frozenset({"modules"}),

@@ -1,0 +1,151 @@
+"""The cost of one call from its arguments, as the code that chooses an implementation sees them: by their shapes alone.
+
+    cost = call_costs.of("sparse_mla_decode", arguments)  # the most that the call can have to do
+
+What a call touches depends on values that nobody knows while it is compiled. So index rows count at their full width,
+an indexer scores as many entries as its block table has room for, and of a compressor one token in R closes a group of
+ratio R. Dynamic dims count with the size they were traced with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import costs, layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments of a call by schema name: fake tensors and plain values. Mutated caches may be absent."""
+
+    arguments: Mapping[str, Any]
+
+    def dims(self, name: str) -> list[int]:
+        """Shape of a tensor. ValueError for a size that has no number yet."""
+        return [_number(size) for size in self.arguments[name].shape]
+
+    def size(self, name: str) -> int:
+        """Bytes of an element."""
+        return int(self.arguments[name].element_size())
+
+    def of_heads(self, name: str) -> dict[str, int]:
+        """Sizes of `[T, H, D]`."""
+        return dict(zip(("T", "H", "D"), self.dims(name), strict=True)) | {"e": self.size(name)}
+
+    def of_rows(self, name: str) -> dict[str, int]:
+        """Sizes of `[T, D]`."""
+        return dict(zip(("T", "D"), self.dims(name), strict=True)) | {"e": self.size(name)}
+
+    def row(self, dim: int, like: str, cache_format: str = "cache_format") -> dict[str, int]:
+        """Of a cache whose plain rows are as wide as elements of `like`."""
+        return {"row": costs.row_bytes(self.arguments[cache_format], dim, self.size(like))}
+
+    @property
+    def rope(self) -> dict[str, int]:
+        """Rotated dims."""
+        return {"rope": self.dims("cos_sin_cache")[-1]}
+
+
+def of(op: str, arguments: Mapping[str, Any]) -> costs.Cost | None:
+    """Cost of a call of `op`, or None where its arguments do not tell."""
+    if op not in _SIZES:
+        return None
+    call = _Call(arguments)
+    try:
+        found = costs.of(op, **{name: size for name, size in _SIZES[op](call).items() if name in costs.sizes(op)})
+        parts = _compressors(call) if op == "preprocess_insert" else []
+    except ValueError:
+        return None
+    return costs.Cost(found.bytes + sum(part.bytes for part in parts), found.flops, found.operands)
+
+
+def _number(size: Any) -> int:
+    found = size if isinstance(size, int) else getattr(size.node, "hint", None)
+    if found is None:
+        raise ValueError(f"no number is known of {size}")
+    return int(found)
+
+
+def _insert(call: _Call) -> dict[str, int]:
+    kv = call.of_rows("kv")
+    return kv | call.rope | call.row(kv["D"], "kv") | {"Q": call.dims("qr")[-1] if "qr" in call.arguments else 0}
+
+
+def _compressors(call: _Call) -> list[costs.Cost]:
+    """What the compressors of a `preprocess_insert` add to it."""
+    found = []
+    for prefix, cache_format in (("", "cache_format"), ("indexer_", "indexer_cache_format")):
+        if call.arguments.get(f"{prefix}kv_score") is not None:
+            tokens, width = call.dims(f"{prefix}kv_score")
+            found.append(costs.of("save_partial_states", T=tokens, width=width))
+            sizes = _pooled(call, tokens, width, f"{prefix}norm_weight", cache_format)
+            found.append(costs.of("compress_norm_rope_insert", **sizes))
+    return found
+
+
+def _pooled(call: _Call, tokens: int, width: int, weight: str, cache_format: str) -> dict[str, int]:
+    """Sizes of compressed entries, of which every state row holds values and scores of one or two groups."""
+    (dim,), ratio = call.dims(weight), call.arguments["ratio"] or layout.CSA_RATIO
+    closing = {"T": tokens, "C": layout.cdiv(tokens, ratio), "W": ratio * width // (2 * dim), "D": dim}
+    return closing | call.row(dim, weight, cache_format)
+
+
+def _scored(call: _Call) -> dict[str, int]:
+    q = call.of_heads("q")
+    if call.arguments["cache_format"] == "indexer_mxfp4":
+        q["D"] *= 2  # two codes a byte
+    requests, pages = call.dims("block_table")
+    entries = pages * call.arguments["block_size"]
+    found = q | {"L": entries, "C": min(q["T"], requests) * entries, "K": call.arguments.get("topk", 0)}
+    return found | call.row(q["D"], "q")
+
+
+def _attended(call: _Call) -> dict[str, int]:
+    q, extra = call.of_heads("q"), call.arguments.get("extra_indices")
+    keys = call.dims("indices")[-1] + (0 if extra is None else call.dims("extra_indices")[-1])
+    return q | {"K": keys} | call.row(q["D"], "q")
+
+
+def _product(x: str, weight: str, scale: str = "") -> Callable[[_Call], dict[str, int]]:
+    """Sizes of a product, whether groups are a dim of x or not."""
+
+    def sizes(call: _Call) -> dict[str, int]:
+        (rows, k), dims = call.dims(weight), call.dims(x)
+        groups = call.arguments.get("groups", dims[1] if scale == "b_scale" else 1)
+        found = {"T": math.prod(dims) // (groups * k), "G": groups, "N": rows // groups, "K": k, "e": call.size(x)}
+        return found | ({"s": call.size(scale)} if scale else {})
+
+    return sizes
+
+
+_SIZES: Mapping[str, Callable[[_Call], dict[str, int]]] = {
+    "fused_q_kv_rmsnorm": lambda call: call.of_rows("kv") | {"Q": call.dims("qr")[-1]},
+    "q_norm_rope": lambda call: call.of_heads("q") | call.rope,
+    "q_norm_rope_kv_insert": lambda call: call.of_heads("q") | _insert(call),
+    "kv_rope_insert": _insert,
+    "quantize_and_insert_k_cache": lambda call: (
+        call.of_rows("k") | {"row": costs.row_bytes("fp8_ds_mla", call.dims("k")[-1])}
+    ),
+    "preprocess_insert": _insert,
+    "inv_rope": lambda call: call.of_heads("o") | call.rope,
+    "inv_rope_fp8_quant": lambda call: call.of_heads("o") | call.rope,
+    "fp8_linear": _product("x", "weight", "weight_scale"),
+    "fp8_grouped_einsum": _product("a", "b", "b_scale"),
+    "grouped_linear": _product("x", "weight"),
+    "save_partial_states": lambda call: dict(zip(("T", "width"), call.dims("kv_score"), strict=True)),
+    "compress_norm_rope_insert": lambda call: _pooled(
+        call, *call.dims("positions"), call.dims("state_cache")[-1], "norm_weight", "cache_format"
+    ),
+    "indexer_q_rope_quant": lambda call: call.of_heads("q") | call.rope,
+    "indexer_logits": _scored,
+    "indexer_logits_topk": _scored,
+    "indexer_topk_slots": _scored,
+    "global_topk": lambda call: dict(zip(("T", "K"), call.dims("topk_indices"), strict=True)),
+    "sparse_mla_decode": _attended,
+    "sparse_mla_decode_out": _attended,
+    "sparse_mla_decode_quant": _attended,
+    "sparse_mla_prefill": lambda call: call.of_heads("q") | {"K": call.dims("indices")[-1], "S": call.dims("kv")[0]},
+}
