@@ -22,6 +22,7 @@ from ..ops._define import REFERENCES
 from ..ops._kernels import launcher
 from ..reference.block_scale import dequantize_activation
 from ..testing import Tolerance, assert_close
+from . import flash_mla
 from .implementations import on_gpu
 from .problem import Args, Only, Prepare, Problem, keep
 
@@ -140,14 +141,17 @@ def separate(implementation: Callable[[str], Callable[..., Any]]) -> Callable[..
     return call
 
 
-def implementations(op: str, fused: str) -> Mapping[str, Prepare]:
-    """The reference, the kernel that the op chooses, the one for all GPUs, and of fused steps an op for each."""
+def implementations(op: str, fused: str, heads: int) -> Mapping[str, Prepare]:
+    """The reference, the kernel that the op chooses, the one for all GPUs; then of fused steps an op for each, else
+    FlashMLA where it is installed."""
     ways: dict[str, Prepare] = {
         "eager": lambda: REFERENCES[op],
         "triton": lambda: on_gpu(launcher(op)),
         "portable": lambda: on_gpu(portable),
     }
-    return ways if fused == "none" else ways | {"separate": lambda: on_gpu(separate(launcher))}
+    if fused == "none":
+        return ways | flash_mla.beside(lambda: on_gpu(flash_mla.decode()), heads)
+    return ways | {"separate": lambda: on_gpu(separate(launcher))}
 
 
 def problems(
@@ -168,7 +172,7 @@ def problems(
                 written=(),
                 cost=costs.of(op, T=size, H=heads, D=layout.HEAD_DIM, K=keys, row=costs.row_bytes(CACHE)),
                 reference=REFERENCES[op],
-                implementations=implementations(op, fused),
+                implementations=implementations(op, fused, heads),
                 published=published(heads, size) if device.type == "cuda" and fused == "none" else {},
                 differs=partial(differs, turned=layout.ROPE_DIM if fused in TURNED else 0),
             )

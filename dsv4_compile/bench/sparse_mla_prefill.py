@@ -20,6 +20,7 @@ from .. import costs, layout
 from ..ops._define import REFERENCES
 from ..ops._kernels import launcher
 from ..testing import assert_close
+from . import flash_mla
 from .implementations import on_gpu
 from .problem import Args, Only, Prepare, Problem, keep
 
@@ -104,7 +105,7 @@ def with_tiles(*tiles: int) -> Prepare:
 
 
 # The reference, the kernel that the op chooses, the one for all GPUs, and that with other tiles.
-IMPLEMENTATIONS: Mapping[str, Prepare] = {
+IMPLEMENTATIONS: dict[str, Prepare] = {
     "eager": lambda: REFERENCES[OP],
     "triton": lambda: on_gpu(launcher(OP)),
     "portable": lambda: on_gpu(portable),
@@ -131,7 +132,7 @@ def problems(device: torch.device, only: Only, tokens: tuple[int, ...] | None = 
                     written=(),
                     cost=costs.of(OP, **sizes),
                     reference=REFERENCES[OP],
-                    implementations=IMPLEMENTATIONS,
+                    implementations=IMPLEMENTATIONS | flash_mla.beside(lambda: on_gpu(flash_mla.prefill()), heads),
                     published=published(heads, size, pattern) if device.type == "cuda" else {},
                     differs=differs,
                     cold=False,

@@ -1,0 +1,70 @@
+"""FlashMLA's sparse kernels called with the arguments of our ops, where its package `flash_mla` can be imported.
+
+It plans a decode at the first call of a shape, outside of what is timed, and has 64 or 128 heads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .. import layout
+from .problem import Prepare
+
+NAME = "flash_mla"
+HEADS = (64, 128)
+
+
+def beside(prepare: Prepare, heads: int) -> dict[str, Prepare]:
+    """`prepare` as an implementation for this many heads, nothing where there is none."""
+    return {NAME: prepare} if heads in HEADS and importlib.util.find_spec(NAME) is not None else {}
+
+
+def decode() -> Callable[..., Any]:
+    """As `sparse_mla_decode` with two `fp8_ds_mla` caches and nothing fused, for one shape."""
+    library = importlib.import_module(NAME)
+    plan, _ = library.get_mla_metadata()
+
+    def call(*args: Any) -> tuple[Tensor, Tensor]:
+        q, cache, slots, lens, block, _, scale, sink, entries, entry_slots, entry_lens, entry_block = args[:12]
+        out, lse = library.flash_mla_with_kvcache(
+            q[:, None],
+            _pages(cache, block),
+            None,
+            None,
+            q.shape[2],
+            plan,
+            softmax_scale=scale,
+            is_fp8_kvcache=True,
+            indices=slots[:, None],
+            attn_sink=sink,
+            topk_length=lens,
+            extra_k_cache=_pages(entries, entry_block),
+            extra_indices_in_kvcache=entry_slots[:, None],
+            extra_topk_length=entry_lens,
+        )
+        return out[:, 0], lse[..., 0]
+
+    return call
+
+
+def prefill() -> Callable[..., Any]:
+    """As `sparse_mla_prefill`."""
+    library = importlib.import_module(NAME)
+
+    def call(q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, scale: float, sink: Tensor) -> Any:
+        return library.flash_mla_sparse_fwd(
+            q, kv[:, None], indices[:, None], scale, d_v=q.shape[2], attn_sink=sink, topk_length=lens
+        )
+
+    return call
+
+
+def _pages(cache: Tensor, block: int) -> Tensor:
+    """A cache as FlashMLA takes it: bytes `[P, S, 1, 584]`, pages as far apart as they are."""
+    row = layout.FP8_DS_MLA.data + layout.FP8_DS_MLA.scale
+    return cache.as_strided((cache.shape[0], block, 1, row), (cache.stride(0), row, row, 1))
