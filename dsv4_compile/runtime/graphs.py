@@ -19,6 +19,7 @@ import torch
 from .._compat import pytree, recover_from_failed_capture, without_cudagraph_trees
 from ..errors import GraphError, check
 from .capture_errors import explain_failure
+from .capture_stream import OnCaptureStream
 
 Call = Callable[[], Any]
 _SEGMENT = 2 << 20
@@ -185,7 +186,8 @@ class CudaGraphs:
             with torch.cuda.stream(self._stream), warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 try:
-                    outputs = self._record(graph, call)
+                    with OnCaptureStream(what, self.device.type):
+                        outputs = self._record(graph, call)
                 except GraphError:
                     raise
                 except RuntimeError as fault:

@@ -146,7 +146,15 @@ def loses_a_stream(x: Tensor) -> Tensor:
         return x + 1
 
 
-@pytest.mark.parametrize(("step", "code"), [(reads, "E422"), (does_nothing, "E423"), (loses_a_stream, "E422")])
+def leaves_its_stream(x: Tensor) -> Tensor:
+    y = x * 2
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return y + 1
+
+
+@pytest.mark.parametrize(
+    ("step", "code"), [(reads, "E422"), (does_nothing, "E423"), (loses_a_stream, "E422"), (leaves_its_stream, "E422")]
+)
 def test_misuse_is_refused_and_leaves_the_device_usable(step: Callable[[Tensor], Tensor], code: str) -> None:
     x = torch.arange(4.0, device=CUDA)
     with pytest.raises(GraphError) as caught:

@@ -13,6 +13,7 @@ import torch
 
 from dsv4_compile.errors import GraphError
 from dsv4_compile.runtime import Footprint, graphs
+from dsv4_compile.runtime.capture_stream import OnCaptureStream
 from dsv4_compile.runtime.graphs import CudaGraphs
 
 POOL, OWN_POOL = (0, 7), (3, 0)
@@ -146,6 +147,32 @@ def test_a_failed_capture_is_ended_cleaned_up_and_explained(cuda: Notes, pool: C
     assert cuda.said[-2:] == ["end", "recover"]
     cuda.fault = ""
     pool.capture(lambda: None, "the next step")
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("aten.add.Tensor", lambda x: x + 1),
+        ("aten.fill_.Scalar", lambda x: x[0].fill_(2.0)),
+        ("aten.zeros.default", lambda x: torch.zeros(2, device="cpu")),
+    ],
+)
+def test_an_op_on_a_stream_that_is_not_captured_is_refused(
+    name: str, step: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(4, 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with OnCaptureStream("a step", "cpu"), pytest.raises(GraphError, match=f"a step: {name} on a stream") as caught:
+        step(x)
+    assert x.sum() == 16
+    assert caught.value.code == "E422"
+    with OnCaptureStream("a step", "cpu"):
+        assert x.view(16)[:3].shape == (3,)  # launches nothing
+    with OnCaptureStream("a step", "cuda"):
+        step(x)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with OnCaptureStream("a step", "cpu"):
+        step(x)
 
 
 def test_an_error_of_the_step_itself_stays_what_it_is(cuda: Notes, pool: CudaGraphs) -> None:
