@@ -10,7 +10,7 @@ from torch import Tensor
 from ..layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ..layout import ACT_TILE as _ACT_TILE
 from ..layout import cdiv
-from .gpu import HOPPER, early_start, gpu_of, starts_early
+from .gpu import HOPPER, early_start, gpu_of, hopper_kernel, starts_early
 from .grouped_matmul import FEW_TOKENS, grouped_matmul
 from .quant import FP8_MAX, e4m3, refuses_fp8, tile_byte, ue8m0_inverse, ue8m0_scale
 
@@ -78,19 +78,49 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scale.t()
 
 
-def fp8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True) -> Tensor:
+def fp8_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True, beside: Tensor | None = None
+) -> Tensor:
     """See the reference. Quantised inputs are equal; sums are in another order, the same one for the same call."""
     rows = x.reshape(-1, weight.shape[1])
-    few = FEW_TOKENS_HOPPER if gpu_of(x.device).capability == HOPPER else FEW_TOKENS
-    if quantize_input and rows.shape[0] > few:
-        values, scale = quantize_activation(rows)
-        out = grouped_matmul(values[:, None], scale[:, None], weight, weight_scale, x.dtype)
+    if beside is None:
+        out = _product(rows, weight, weight_scale, quantize_input, x.dtype)
     else:
-        out = grouped_matmul(rows[:, None], None, weight, weight_scale, x.dtype, quantize=quantize_input)
-    return out.view(*x.shape[:-1], weight.shape[0])
+        out = _both(rows, weight, weight_scale, quantize_input, beside)
+    return out.view(*x.shape[:-1], out.shape[1])
 
 
-def fp8_linear_refuses(x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True) -> str:
+def _product(
+    rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """`[T, N]`, into `out` where that is given."""
+    few = FEW_TOKENS_HOPPER if gpu_of(rows.device).capability == HOPPER else FEW_TOKENS
+    if quantize and rows.shape[0] > few:
+        values, scale = quantize_activation(rows)
+        return grouped_matmul(values[:, None], scale[:, None], weight, weight_scale, dtype, out=out)
+    return grouped_matmul(rows[:, None], None, weight, weight_scale, dtype, quantize=quantize, out=out)
+
+
+def _both(rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, beside: Tensor) -> Tensor:
+    """float32 `[T, N + M]`: in one launch for few tokens on Hopper, else one product after the other."""
+    first = weight.shape[0]
+    out = torch.empty((rows.shape[0], first + beside.shape[0]), dtype=torch.float32, device=rows.device)
+    gpu = gpu_of(rows.device)
+    pair = hopper_kernel(gpu, "grouped_matmul_pair_hopper")
+    if pair is not None and quantize and out.numel() > 0 and not pair.pair_refuses(rows, weight, beside):
+        pair.launch_pair(rows, weight, weight_scale, beside, out, gpu)
+        return out
+    _product(rows, weight, weight_scale, quantize, torch.float32, out[:, :first])
+    if rows.is_cuda and rows.dtype is not torch.float32:
+        torch.ops.aten.mm.dtype_out(rows, beside.t(), torch.float32, out=out[:, first:])
+    else:
+        torch.mm(rows.float(), beside.float().t(), out=out[:, first:])
+    return out
+
+
+def fp8_linear_refuses(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True, beside: Tensor | None = None
+) -> str:
     """Why a call cannot use the kernel, or ""."""
     if weight.shape[1] == 0:
         return "a sum of nothing"

@@ -73,13 +73,14 @@ def _product(weight, x, acc, IMPRECISE: tl.constexpr, WEIGHT_FIRST: tl.constexpr
     ]
 )  # fmt: skip
 def grouped_matmul_kernel(
-    p_out,  # [T, G * N], contiguous
+    p_out,  # [T, G * N], rows contiguous
     p_part,  # [splits, tiles, BLOCK_N * BLOCK_M] float32, contiguous, or None
     p_arrived,  # [>= tiles] int32, zero before and after, or None
     p_x,  # [T, G, K]
     p_x_scale,  # [T, G, strips] float32, [T, G, words] int32, or None
     p_weight,  # [G * N, K]
     p_weight_scale,  # [blocks, strips] float32 or uint8, or None
+    out_stride,  # of a token
     x_strides,
     # One by one, for they follow from the number of tokens: a tuple would be compiled again where one turns divisible.
     x_scale_token_stride,
@@ -163,7 +164,7 @@ def grouped_matmul_kernel(
                 acc += product * (tl.expand_dims(x_scale, N_AXIS) * tl.expand_dims(weight_scale, M_AXIS))
             weight_scale, x_scale = next_weight_scale, next_x_scale
 
-    p_out += tl.expand_dims(o_m * groups * rows, N_AXIS) + tl.expand_dims(group.to(tl.int64) * rows + o_n, M_AXIS)
+    p_out += tl.expand_dims(o_m * out_stride, N_AXIS) + tl.expand_dims(group.to(tl.int64) * rows + o_n, M_AXIS)
     mask = tl.expand_dims(o_m < tokens, N_AXIS) & tl.expand_dims(o_n < rows, M_AXIS)
     if SPLIT:
         o_row, o_column = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
@@ -249,14 +250,17 @@ def grouped_matmul(
     out_dtype: torch.dtype,
     *,
     quantize: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`[T, G * N]` of `x` `[T, G, K]` and `weight` `[G * N, K]`.
 
     Args:
         x_scale, weight_scale: of operands that are e4m3, as `fp8_grouped_einsum` takes them.
         quantize: quantise a floating x in strips of 128, in the same launch.
+        out: what to fill and return, with rows of any stride.
     """
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
     if out.numel() == 0:
         return out
     gpu = gpu_of(x.device)
@@ -303,6 +307,7 @@ def _launch(
         x_scale,
         weight,
         weight_scale,
+        out.stride(0),
         x.stride(),
         *((0, 0, 0) if x_scale is None else x_scale.stride()),
         weight.stride(),

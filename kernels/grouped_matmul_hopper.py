@@ -159,6 +159,7 @@ def launch_hopper(
         arrived,
         x_scale,
         weight_scale,
+        out.stride(0),
         inputs.row,
         inputs.column,
         *((0, 0, 0) if x_scale is None else x_scale.stride()),

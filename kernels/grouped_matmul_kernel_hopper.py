@@ -95,7 +95,7 @@ def _put_rows(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _store(
-    acc, p_out, tokens, first_token, group, block, groups, rows,
+    acc, p_out, out_stride, tokens, first_token, group, block, rows,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, OUT: gl.constexpr, OUT_TILE: gl.constexpr,
 ):  # fmt: skip
     """A tile `[BLOCK_N, BLOCK_M]`, turned on its way through shared memory: outputs of a token are neighbours."""
@@ -104,62 +104,29 @@ def _store(
     thread_barrier()
     o_m = gl.expand_dims(first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT)), 1)
     o_n = gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT)), 0)
-    p_tile = p_out + (o_m.to(gl.int64) * groups * rows + (group.to(gl.int64) * rows + o_n))
+    p_tile = p_out + (o_m.to(gl.int64) * out_stride + (group.to(gl.int64) * rows + o_n))
     gl.store(p_tile, tile.load(OUT), mask=(o_m < tokens) & (o_n < rows))
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "x_group_row", "x_group_column", "x_scale_token_stride", "x_scale_group_stride", "x_scale_strip_stride",
-        "tokens",
-    ]
-)  # fmt: skip
-def grouped_matmul_hopper_kernel(
-    weights,  # descriptor of [G * N, K] in blocks of [BLOCK_N, BLOCK_K]
-    inputs,  # descriptor of rows of x in blocks of [BLOCK_M, BLOCK_K]
-    p_out,  # [T, G * N], contiguous
-    p_part,  # [SPLITS, tiles, BLOCK_N * BLOCK_M] float32, contiguous, or None
-    p_arrived,  # [>= tiles] int32, zero before and after, or None
-    p_x_scale,  # [T, G, strips] float32, [T, G, words] int32, or None
-    p_weight_scale,  # [blocks, strips] float32 or uint8, or None
-    x_group_row,  # where a group's part of `inputs` starts, in units of the group
-    x_group_column,
-    x_scale_token_stride,
-    x_scale_group_stride,
-    x_scale_strip_stride,
-    weight_scale_row_stride,
-    weight_scale_strip_stride,
-    tokens,
-    groups,
-    rows,  # N
-    size,  # K
-    strips_each,  # of a program
-    QUANTIZE: gl.constexpr,  # x is quantised here
-    SPLITS: gl.constexpr,
-    ONE_SCALE: gl.constexpr,  # the rows of a tile share their scales
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    EACH: gl.constexpr,  # at least strips_each, a power of two
-    STEP: gl.constexpr,  # strips of a turn of the loop, 1 or 2, which divides those of every program
-    X_BYTES: gl.constexpr,  # of an element of x
-    RING: gl.constexpr,
-    TILE: gl.constexpr,  # layouts in shared memory: of operands, of x, of results
-    X_TILE: gl.constexpr,
-    OUT_TILE: gl.constexpr,
-    X: gl.constexpr,  # layouts in registers: of a strip of x, of results
-    OUT: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """Program p takes tile p % tiles and its strips from p // tiles * strips_each on."""
+@gluon.jit
+def _multiply(
+    program, weights, inputs, p_out, p_part, p_arrived, p_x_scale, p_weight_scale, out_stride,
+    x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
+    weight_scale_row_stride, weight_scale_strip_stride, tokens, groups, rows, size, strips_each,
+    QUANTIZE: gl.constexpr, SPLITS: gl.constexpr, ONE_SCALE: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, STEP: gl.constexpr, X_BYTES: gl.constexpr,
+    RING: gl.constexpr, TILE: gl.constexpr, X_TILE: gl.constexpr, OUT_TILE: gl.constexpr, X: gl.constexpr,
+    OUT: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The part of a product that is program `program`'s; see `grouped_matmul_hopper_kernel` for the arguments."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_M, BLOCK_K // 4]
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_M, BLOCK_K // 4]
     )
     BYTES: gl.constexpr = BLOCK_N * STRIP + BLOCK_M * BLOCK_K * X_BYTES
     blocks = (rows + BLOCK_N - 1) // BLOCK_N
     token_blocks = (tokens + BLOCK_M - 1) // BLOCK_M
     tiles = groups * blocks * token_blocks
-    tile, part = gl.program_id(0) % tiles, gl.program_id(0) // tiles
+    tile, part = program % tiles, program // tiles
     # Neighbours share a tile of the weight.
     first_token, column = tile % token_blocks * BLOCK_M, tile // token_blocks
     group, block = column // blocks, column % blocks
@@ -188,7 +155,7 @@ def grouped_matmul_hopper_kernel(
     if p_weight_scale is not None:
         WIDE: gl.constexpr = 1 if ONE_SCALE else BLOCK_N
         LANES: gl.constexpr = 1 if ONE_SCALE else 32
-        W_SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [num_warps, 1], [1, 0])
+        W_SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [WARPS, 1], [1, 0])
         o_strip = begin + gl.minimum(gl.arange(0, EACH, gl.SliceLayout(1, W_SCALES)), count - 1)
         o_n = gl.arange(0, WIDE, gl.SliceLayout(0, W_SCALES))
         row = group * rows + gl.minimum(block * BLOCK_N + o_n, rows - 1)
@@ -199,7 +166,7 @@ def grouped_matmul_hopper_kernel(
             x_scales = gl.allocate_shared_memory(gl.float32, [2 * STEP, BLOCK_M], FLAT)
         else:
             TOKENS: gl.constexpr = BLOCK_M if BLOCK_M < 32 else 32
-            X_SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TOKENS, TOKENS], [num_warps, 1], [1, 0])
+            X_SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TOKENS, TOKENS], [WARPS, 1], [1, 0])
             # What lies past the end repeats the last token and is not stored.
             token = first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(0, X_SCALES))
             token = gl.minimum(token, tokens - 1).to(gl.int64)
@@ -282,7 +249,120 @@ def grouped_matmul_hopper_kernel(
             acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
             for other in gl.static_range(SPLITS):
                 acc += gl.load(p_part + other * part_stride, cache_modifier=".cg")
-            _store(acc, p_out, tokens, first_token, group, block, groups, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)
+            _store(acc, p_out, out_stride, tokens, first_token, group, block, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)
             gl.store(p_arrived + tile, 0)
     else:
-        _store(acc, p_out, tokens, first_token, group, block, groups, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)
+        _store(acc, p_out, out_stride, tokens, first_token, group, block, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "x_group_row", "x_group_column", "x_scale_token_stride", "x_scale_group_stride", "x_scale_strip_stride",
+        "tokens",
+    ]
+)  # fmt: skip
+def grouped_matmul_hopper_kernel(
+    weights,  # descriptor of [G * N, K] in blocks of [BLOCK_N, BLOCK_K]
+    inputs,  # descriptor of rows of x in blocks of [BLOCK_M, BLOCK_K]
+    p_out,  # [T, G * N], rows contiguous
+    p_part,  # [SPLITS, tiles, BLOCK_N * BLOCK_M] float32, contiguous, or None
+    p_arrived,  # [>= tiles] int32, zero before and after, or None
+    p_x_scale,  # [T, G, strips] float32, [T, G, words] int32, or None
+    p_weight_scale,  # [blocks, strips] float32 or uint8, or None
+    out_stride,  # of a token
+    x_group_row,  # where a group's part of `inputs` starts, in units of the group
+    x_group_column,
+    x_scale_token_stride,
+    x_scale_group_stride,
+    x_scale_strip_stride,
+    weight_scale_row_stride,
+    weight_scale_strip_stride,
+    tokens,
+    groups,
+    rows,  # N
+    size,  # K
+    strips_each,  # of a program
+    QUANTIZE: gl.constexpr,  # x is quantised here
+    SPLITS: gl.constexpr,
+    ONE_SCALE: gl.constexpr,  # the rows of a tile share their scales
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    EACH: gl.constexpr,  # at least strips_each, a power of two
+    STEP: gl.constexpr,  # strips of a turn of the loop, 1 or 2, which divides those of every program
+    X_BYTES: gl.constexpr,  # of an element of x
+    RING: gl.constexpr,
+    TILE: gl.constexpr,  # layouts in shared memory: of operands, of x, of results
+    X_TILE: gl.constexpr,
+    OUT_TILE: gl.constexpr,
+    X: gl.constexpr,  # layouts in registers: of a strip of x, of results
+    OUT: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Program p takes tile p % tiles and its strips from p // tiles * strips_each on."""
+    _multiply(
+        gl.program_id(0), weights, inputs, p_out, p_part, p_arrived, p_x_scale, p_weight_scale, out_stride,
+        x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
+        weight_scale_row_stride, weight_scale_strip_stride, tokens, groups, rows, size, strips_each,
+        QUANTIZE, SPLITS, ONE_SCALE, BLOCK_M, BLOCK_N, BLOCK_K, EACH, STEP, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X,
+        OUT, num_warps,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["p_arrived_of_others"])
+def pair_hopper_kernel(
+    weights,  # descriptor of [N, K] e4m3
+    others,  # descriptor of [M, K] in the dtype of x
+    inputs,  # descriptor of x [T, K] in blocks for the one and for the other
+    inputs_of_others,
+    p_out,  # [T, N + M] float32
+    p_part,  # of the one and of the other, see `grouped_matmul_hopper_kernel`
+    p_part_of_others,
+    p_arrived,
+    p_arrived_of_others,
+    p_weight_scale,  # [blocks, strips] float32 or uint8
+    out_stride,
+    weight_scale_row_stride,
+    weight_scale_strip_stride,
+    tokens,
+    rows,  # N
+    rows_of_others,  # M
+    size,  # K
+    strips_each,
+    strips_each_of_others,
+    first,  # program of the others
+    SPLITS: gl.constexpr,
+    SPLITS_OF_OTHERS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_K_OF_OTHERS: gl.constexpr,
+    EACH: gl.constexpr,
+    EACH_OF_OTHERS: gl.constexpr,
+    STEP: gl.constexpr,
+    STEP_OF_OTHERS: gl.constexpr,
+    X_BYTES: gl.constexpr,
+    RING: gl.constexpr,
+    RING_OF_OTHERS: gl.constexpr,
+    TILE: gl.constexpr,
+    X_TILE: gl.constexpr,
+    OUT_TILE: gl.constexpr,
+    X: gl.constexpr,
+    OUT: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Two products of one x side by side: of x quantised here with e4m3, and of x as it is."""
+    if gl.program_id(0) < first:
+        _multiply(
+            gl.program_id(0), weights, inputs, p_out, p_part, p_arrived, None, p_weight_scale, out_stride, 0, 0, 0, 0,
+            0, weight_scale_row_stride, weight_scale_strip_stride, tokens, 1, rows, size, strips_each,
+            True, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, STEP, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X, OUT,
+            num_warps,
+        )  # fmt: skip
+    else:
+        _multiply(
+            gl.program_id(0) - first, others, inputs_of_others, p_out + rows, p_part_of_others, p_arrived_of_others,
+            None, None, out_stride, 0, 0, 0, 0, 0, 0, 0, tokens, 1, rows_of_others, size, strips_each_of_others,
+            False, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS, EACH_OF_OTHERS, STEP_OF_OTHERS,
+            X_BYTES, RING_OF_OTHERS, X_TILE, X_TILE, OUT_TILE, X, OUT, num_warps,
+        )  # fmt: skip

@@ -44,6 +44,10 @@ def project(x: Tensor, outputs: Sequence[Output], stacked: nn.ModuleList) -> lis
     held = [part for stack in each for part in stack.parts]
     wanted = [part for output in outputs for part in output.parts]
     if len(held) == len(wanted) and all(a is b for a, b in zip(held, wanted, strict=True)):
+        if len(each) == 2:
+            joined = each[0].beside(each[1], x)
+            if joined is not None:
+                return joined
         return [result for stack in each for result in stack(x)]
     return [_apart(output, x) for output in outputs]
 
@@ -116,6 +120,25 @@ class Stack(nn.Module):
         rows = sum(narrow)
         rounded = linear(x, self.weight[:rows]).split(narrow, dim=-1)
         return [*rounded, *linear_fp32(x, self.weight[rows:]).split(self.widths[len(narrow) :], dim=-1)]
+
+    def beside(self, other: Stack, x: Tensor) -> list[Tensor] | None:
+        """Results of this stack of e4m3 weights and of `other`, of floating ones, in one op; None where they take two.
+
+        It is for CUDA, as `single_gemm` is: one launch for few tokens, with a float32 result that is rounded after it.
+        """
+        for stack in (self, other):
+            if not torch.compiler.is_compiling() and not stack._intact():
+                stack.arrange()
+        together = x.is_cuda if self.single_gemm is None else self.single_gemm
+        if self.scale is None or self.weight is None or other.weight is None or other.scale is not None:
+            return None
+        if not together or x.dtype is not other.weight.dtype or x.dtype is torch.float32:
+            return None
+        quantize = self.outputs[0].parts[0].quantize_input
+        whole = torch.ops.dsv4.fp8_linear(x, self.weight, self.scale, quantize, other.weight)
+        parts = whole.split([*self.widths, *other.widths], dim=-1)
+        outputs = [*self.outputs, *other.outputs]
+        return [part if of.float32 else part.to(x.dtype) for of, part in zip(outputs, parts, strict=True)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stack:
         """The linears stand before the stack in their owner, and have been converted, each into storage of its own."""

@@ -109,7 +109,8 @@ def fp8_grouped_einsum(s: Step) -> list[Args]:
 def fp8_linear(s: Step) -> list[Args]:
     x, weight = s.randn(TOKENS, 256), s.randn(300, 256, dtype=torch.float8_e4m3fn)
     scale = s.randint(115, 125, 3, 2, dtype=torch.uint8)
-    return [(x, weight, scale), (x.float(), weight, scale.view(torch.float8_e8m0fnu), False)]
+    plain = [(x, weight, scale), (x.float(), weight, scale.view(torch.float8_e8m0fnu), False)]
+    return [*plain, (x, weight, scale, True, s.randn(20, 256))]
 
 
 @sample

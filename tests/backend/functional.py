@@ -34,6 +34,8 @@ class Merged:
     targets: Counter[str] = field(default_factory=Counter)
     fusions: list[Fusion] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
+    joined: int = 0
+    """Products of e4m3 weights that have another layer's beside them."""
 
     @property
     def reasons(self) -> list[str]:
@@ -56,6 +58,7 @@ def merged(fn: Callable[..., Any], options: dict[str, Any] | None = None) -> Mer
         calls = [call for node in gm.graph.nodes if (call := read(node)) is not None]
         result.ops = Counter(call.name for call in calls)
         result.targets = Counter(_target(node) for node in gm.graph.nodes if node.op == "call_function")
+        result.joined = sum(call.name == "fp8_linear" and call["beside"] is not None for call in calls)
         result.shared = [call.name for call in calls if _shares_storage(call)]
         gm.recompile()
         return gm

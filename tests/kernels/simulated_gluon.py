@@ -264,6 +264,13 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     memory[offset[live]] = values[live]
 
 
+def atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> Value:
+    """Of a scalar. Programs run one after the other."""
+    old = load(pointer)
+    store(pointer, old + value)
+    return old
+
+
 def where(condition: Any, a: Any, b: Any) -> Any:
     if isinstance(a, Pointer):
         return a if raw(condition) else b
@@ -321,6 +328,7 @@ def modules() -> dict[str, types.ModuleType]:
             "where": where,
             "load": load,
             "store": store,
+            "atomic_add": atomic_add,
         }
     )
     calls = {"init": Barrier.init, "wait": Barrier.wait, "arrive": Barrier.arrive}

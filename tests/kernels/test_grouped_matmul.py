@@ -82,6 +82,17 @@ def test_fp8_linear_is_the_reference(tokens: int, rows: int, size: int, quantize
 
 
 @interpreted
+@pytest.mark.parametrize("tokens", [3, 66])
+def test_another_layer_of_the_same_input_is_written_beside(tokens: int) -> None:
+    x, weight, scale, other = torch.randn(tokens, 200), e4m3(70, 200), block_scale(70, 200), torch.randn(9, 200)
+    for dtype in (torch.float32, torch.bfloat16):
+        args = x.to(dtype), weight, scale, True, other.to(dtype)
+        with poisoned_empty():
+            got = linear_kernels.fp8_linear(*args)
+        assert_close(got, REFERENCES["fp8_linear"](*args), NEIGHBOUR[torch.float32])
+
+
+@interpreted
 def test_what_is_quantised_on_the_way_is_what_the_reference_quantises() -> None:
     """One weight of 1 in each strip: an output is a quantised input times its scale, and no sum can hide a bit."""
     weight = torch.zeros(256, 256)

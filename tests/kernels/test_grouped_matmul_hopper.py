@@ -74,7 +74,11 @@ def hopper() -> Any:
             Pointer, "dtype", property(lambda p: types.SimpleNamespace(element_ty=p.memory.dtype)), create=True
         ),
     ):
-        yield base.simulated("grouped_matmul_hopper", "kv_load_hopper", "grouped_matmul_kernel_hopper")
+        kernels = "kv_load_hopper", "grouped_matmul_kernel_hopper", "grouped_matmul_hopper"
+        pair = base.simulated("grouped_matmul_pair_hopper", *kernels)
+        found = base.simulated("grouped_matmul_hopper", *kernels[:2])
+        found.pair = pair
+        yield found
 
 
 def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = False) -> Tensor:
@@ -108,6 +112,23 @@ def test_what_is_quantised_on_the_way_gives_the_reference(
     x[0, :128] = 0
     got = product(hopper, x[:, None], None, weight, scale, dtype, cut=cut, quantize=True)
     assert_close(got, REFERENCES["fp8_linear"](x, weight, scale), NEIGHBOUR[dtype])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "others", "size", "processors"),
+    [(3, 256, 192, 1024, 10), (16, 128, 130, 640, 4), (40, 256, 100, 1024, 30)],
+)
+def test_two_products_of_one_input_are_one_launch(
+    hopper: Any, tokens: int, rows: int, others: int, size: int, processors: int
+) -> None:
+    pair, counters = hopper.pair, torch.zeros(64, dtype=torch.int32)
+    x, weight, scale = torch.randn(tokens, size).bfloat16(), e4m3(rows, size), block_scale(rows, size)
+    other, out = torch.randn(others, size).bfloat16(), torch.full((tokens, rows + others), torch.nan)
+    assert pair.pair_refuses(x, weight, other) == ""
+    with mock.patch.object(pair, "arrival_counters", lambda count, device: counters):
+        pair.launch_pair(x, weight, scale, other, out, GPU._replace(processors=processors))
+    assert not counters.any()
+    assert_close(out, REFERENCES["fp8_linear"](x, weight, scale, True, other), NEIGHBOUR[F32])
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,24 @@ def test_e4m3_weights_are_stacked_with_their_scales() -> None:
     for got, want in zip(stack(x), apart, strict=True):
         assert_bitwise(got, want)
     assert bytes_of(nn.ModuleList([*parts, stack]))[0] == bytes_of(nn.ModuleList([*parts, stack]))[1]
+
+
+@pytest.mark.parametrize("kind", ["hca", "csa"])
+@pytest.mark.parametrize(("single", "products"), [(None, 0), (False, 0), (True, 1)])
+def test_e4m3_weights_and_the_compressors_take_one_op_or_two(kind: str, single: bool | None, products: int) -> None:
+    """On a CPU; the default takes one on CUDA. What is in float32 is rounded by the op that takes it."""
+    config = replace(SMALL, q_lora_rank=128)
+    layer = random_layer(config, kind, dtype=torch.bfloat16, fp8=True, single_gemm=single)
+    twin = copy.deepcopy(layer)
+    twin.single_gemm = False
+    twin.stack()
+    expected, got = Engine(twin, 1, 256, call=None), Engine(layer, 1, 256, call=None)
+    result = merged(layer)
+    got.call = result.call
+    x = torch.randn(9, HIDDEN).bfloat16()
+    assert_bitwise(got.step([x])[0], expected.step([x])[0])
+    assert result.joined == products
+    assert [fusion.merged for fusion in result.fusions if fusion.by == "merge_preprocess"] == [True]
 
 
 def subclassed() -> Linear:

@@ -111,8 +111,21 @@ def test_leading_dims_are_kept(leading: tuple[int, ...]) -> None:
         torch.testing.assert_close(row, fp8_linear(want, weight, scale))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("quantize", [True, False])
+def test_another_layer_of_the_same_input_follows_unrounded_and_unquantised(quantize: bool, dtype: torch.dtype) -> None:
+    x, (weight, scale), other = torch.randn(2, 3, 200).to(dtype), weights(130, 200), torch.randn(7, 200).to(dtype)
+    both = fp8_linear(x, weight, scale, quantize, other)
+    assert both.dtype is torch.float32 and both.is_contiguous()
+    first, second = both.split((130, 7), dim=-1)
+    assert_bitwise(first.to(dtype), fp8_linear(x, weight, scale, quantize))
+    want = x.double() @ other.double().t()
+    assert ((second - want).abs() <= 200 * 2**-24 * (x.double().abs() @ other.double().abs().t())).all()
+
+
 def test_op_keeps_its_promises() -> None:
     x, (weight, scale) = torch.randn(2, 3, 200).bfloat16(), weights(130, 200)
+    other = torch.randn(9, 200)
     check_op(
         fp8_linear,
         [
@@ -123,6 +136,9 @@ def test_op_keeps_its_promises() -> None:
             (x[0, 0], weight, scale),
             (x[:1, 0], weight, scale),
             (x[0].new_empty((0, 200)), weight, scale),
+            (x, weight, scale, True, other.bfloat16()),
+            (strided(x.float()), weight, scale, False, padded(other)),
+            (x[0].new_empty((0, 200)), weight, scale, True, other.bfloat16()),
         ],
     )
 
