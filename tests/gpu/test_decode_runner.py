@@ -46,6 +46,11 @@ def test_random_steps_over_poisoned_tails(setup: str, seed: int, pytestconfig: p
     random_steps(SETUPS[setup], pytestconfig.option.steps, seed)
 
 
+@pytest.mark.parametrize("kind", ["speculated", "mixed"])
+def test_random_steps_of_more_tokens(kind: str, seed: int) -> None:
+    random_steps(SETUPS["flash bfloat16"], 60, seed, kind=kind)
+
+
 def test_a_step_allocates_nothing_copies_nothing_and_waits_for_nothing(warm: tuple[World, DecodeRunner]) -> None:
     world, runner = warm
     hidden = world.load([1] * REQUESTS, [100 + i for i in range(REQUESTS)])
