@@ -174,9 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--setup", action="append", choices=sorted(SETUPS), help="default: all")
     parser.add_argument("--test", action="append", choices=(*FEWER, "steady"), help="default: all")
-    parser.add_argument(
-        "--compiled", action="store_true", help="replay layers compiled by the backend")
-    )
+    parser.add_argument("--compiled", action="store_true", help="replay layers compiled by the backend")
     parser.add_argument("--steps", type=int, default=STEPS, help='steps of "decodes" (%(default)s)')
     parser.add_argument("--decodes", type=int, default=DECODES, help='decode steps of "steady" (%(default)s)')
     parser.add_argument("--seed", type=int, default=0)
