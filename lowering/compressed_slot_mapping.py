@@ -13,8 +13,8 @@ from .._compat import ops
 from ..decisions import Call, Decision
 from ..layout import PAD_INDEX
 from .conditions import backend_lacks, decision
-from .ir_common import I64, Expr, Loader, Value, const, row_count
-from .ir_paging import legal_index, lookup_slot, overwrite, within
+from .ir_common import I64, Expr, Value, const, row_count
+from .ir_paging import legal_index, load_i64, lookup_slot, overwrite, within
 from .registry import lowers
 
 
@@ -35,7 +35,7 @@ def lower(
 ) -> None:
     """Build the IR."""
     tokens, (starts,), (requests,) = slot_mapping.get_size()[0], query_start_loc.get_size(), seq_lens.get_size()
-    load_slot, load_start, load_len = (as_i64(x) for x in (slot_mapping, query_start_loc, seq_lens))
+    load_slot, load_start, load_len = (load_i64(x) for x in (slot_mapping, query_start_loc, seq_lens))
     look_up = lookup_slot(block_table, block_size)
 
     def started(index: Sequence[Expr], r: Expr) -> Value:
@@ -68,9 +68,3 @@ def lower(
         return ops.masked(in_batch(t), completed, PAD_INDEX)
 
     overwrite(out, lambda index: look_up(lambda: request(index[0]), lambda: entry(index[0])))
-
-
-def as_i64(x: Any) -> Loader:
-    """Loader that widens to int64."""
-    load = x.make_loader()
-    return lambda index: ops.to_dtype(load(index), I64)

@@ -1,8 +1,9 @@
-"""Inductor IR for `indexer_q_rope_quant`, without the Hadamard transform.
+"""Inductor IR for `indexer_q_rope_quant`.
 
 A row maximum over the lanes of a scale and pointwise bodies of the same iteration space: one kernel for the queries,
 [T, H | D] in `indexer_fp8` and [T, H, D / 32 | 16] in `indexer_mxfp4`, whose lane is a pair of elements. The folded
-weights are part of it in `indexer_fp8`, where they need the scale, and a pointwise body of their own otherwise.
+weights are part of it in `indexer_fp8`, where they need the scale, and a pointwise body of their own otherwise. With
+the Hadamard transform two kernels come before, see ir_hadamard.py.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import torch
 
 from .._compat import ir, ops
 from ..decisions import Call, Decision
-from ..layout import E2M1_MAX, KV_AMAX_FLOOR, MX_TILE, MXFP4_AMAX_FLOOR
+from ..layout import MX_TILE
 from .conditions import backend_lacks, cannot_rotate, decision
 from .ir_common import (
     E4M3,
     F32,
-    I32,
     U8,
     Expr,
     Loader,
@@ -27,26 +27,22 @@ from .ir_common import (
     RowLoad,
     Value,
     const,
-    e2m1_code,
     load_f32,
     round_to,
-    row_amax,
     static,
     stored,
     to_e4m3,
-    ue8m0_byte,
-    ue8m0_inverse,
     ue8m0_scale,
 )
+from .ir_hadamard import rounded_hadamard
+from .ir_indexer import PAIRS, fp8_rows, mxfp4_rows
 from .ir_paging import strided_view, uninitialized
 from .registry import lowers
 
 
 def can_lower(call: Call) -> Decision:
-    """IR for static heads and dims, without the Hadamard transform."""
+    """IR for static heads and dims."""
     why_not = backend_lacks(call, fp8=call.arguments["cache_format"] == "indexer_fp8") or cannot_rotate(call, "q")
-    if not why_not and call.arguments["hadamard"]:
-        why_not = "the Hadamard transform mixes a whole vector, which Inductor would compute as a matrix product"
     if not why_not and not static(call.arguments["q"].shape[1]):
         why_not = "the number of heads is dynamic"
     return decision(call, why_not)
@@ -67,9 +63,11 @@ def lower(
     device, rows = q.get_device(), [tokens, int(heads)]
     plain = cache_format == "plain"
     weight = _weight(weights, q.get_dtype() if round_weights else None)
-    vector = _rotated(q, positions, cos_sin_cache, q.get_dtype() if plain else torch.bfloat16)
+    dtype = q.get_dtype() if plain else torch.bfloat16
+    vector = _rotated(q, positions, cos_sin_cache, dtype)
+    if hadamard:
+        vector = rounded_hadamard(vector, device, rows, int(dim), dtype)
     if plain:
-        dtype = q.get_dtype()
         values = _pointwise(
             device, dtype, q.get_size(), lambda index: stored(vector(index[:2], index[2]), dtype, device)
         )
@@ -93,45 +91,20 @@ def _rotated(q: Any, positions: Any, cos_sin_cache: Any, dtype: torch.dtype) -> 
 
 
 def _fp8(vector: RowLoad, weight: Loader, rows: Sequence[Expr], dim: int, device: torch.device) -> tuple[Any, Any, Any]:
-    load_amax = row_amax(vector, device, rows, dim)
-
-    def byte(row: Sequence[Expr]) -> Value:
-        return ue8m0_byte(ops.maximum(load_amax(row), const(KV_AMAX_FLOOR)))
-
-    def value(index: Sequence[Expr]) -> Value:
-        *row, d = index
-        return to_e4m3(ops.mul(vector(row, d), ue8m0_inverse(byte(row))))
-
-    values = _pointwise(device, E4M3, [*rows, dim], value)
-    folded = _folded(lambda row: ops.mul(weight(row), ue8m0_scale(byte(row))), device, rows, dim)
+    quantized = fp8_rows(vector, device, rows, dim)
+    values = _pointwise(device, E4M3, [*rows, dim], lambda index: to_e4m3(quantized.scaled(index[:-1], index[-1])))
+    folded = _folded(lambda row: ops.mul(weight(row), ue8m0_scale(quantized.byte(row))), device, rows, dim)
     return values, uninitialized([*rows, 0], F32, device), folded
 
 
 def _mxfp4(
     vector: RowLoad, weight: Loader, rows: Sequence[Expr], dim: int, device: torch.device
 ) -> tuple[Any, Any, Any]:
-    def element(tile: Sequence[Expr], pair: Expr, which: int) -> Value:
-        *row, n = tile
-        return vector(row, n * MX_TILE + 2 * pair + which)
-
-    def larger(tile: Sequence[Expr], pair: Expr) -> Value:
-        return ops.maximum(ops.abs(element(tile, pair, 0)), ops.abs(element(tile, pair, 1)))
-
-    tiles, pairs = dim // MX_TILE, MX_TILE // 2
-    load_amax = row_amax(larger, device, [*rows, tiles], pairs)
-
-    def byte(tile: Sequence[Expr]) -> Value:
-        return ue8m0_byte(ops.maximum(load_amax(tile), const(MXFP4_AMAX_FLOOR)), E2M1_MAX)
-
-    def packed(index: Sequence[Expr]) -> Value:
-        *tile, pair = index
-        low, high = (e2m1_code(ops.mul(element(tile, pair, i), ue8m0_inverse(byte(tile)))) for i in range(2))
-        return ops.to_dtype(ops.bitwise_or(low, ops.bitwise_left_shift(high, const(4, I32))), U8)
-
-    values = _pointwise(device, U8, [*rows, tiles, pairs], packed)
+    quantized, tiles = mxfp4_rows(vector, device, rows, dim), dim // MX_TILE
+    values = _pointwise(device, U8, [*rows, tiles, PAIRS], lambda index: quantized.packed(index[:-1], index[-1]))
     tokens, heads = rows
     values = strided_view(values, [tokens, heads, dim // 2], [heads * (dim // 2), dim // 2, 1])
-    scales = _pointwise(device, U8, [*rows, tiles], lambda tile: ops.to_dtype(byte(tile), U8))
+    scales = _pointwise(device, U8, [*rows, tiles], lambda tile: ops.to_dtype(quantized.byte(tile), U8))
     return values, scales, _folded(weight, device, rows, dim)
 
 

@@ -145,6 +145,11 @@ def row_amax(load: RowLoad, device: torch.device, ranges: Sequence[Expr], n: Exp
     return _row_reduction("max", F32, lambda index, r: ops.abs(load(index, r)), device, ranges, n)
 
 
+def row_max(load: RowLoad, device: torch.device, ranges: Sequence[Expr], n: Expr) -> Loader:
+    """Loader of the largest among `load(index, 0..n-1)`, float32, for every index in `ranges`."""
+    return _row_reduction("max", F32, load, device, ranges, n)
+
+
 def row_count(test: RowLoad, device: torch.device, ranges: Sequence[Expr], n: Expr) -> Loader:
     """Loader of the int32 number of true `test(index, 0..n-1)` for every index in `ranges`."""
     return _row_reduction("sum", I32, lambda index, r: ops.to_dtype(test(index, r), I32), device, ranges, n)

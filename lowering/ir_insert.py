@@ -28,7 +28,7 @@ from .ir_common import (
     ue8m0_byte,
     ue8m0_inverse,
 )
-from .ir_paging import Slot, Store, scatter, slot_of
+from .ir_paging import Slot, Store, page_address, scatter, slot_of
 
 _TILES = FP8_DS_MLA_TILES + 1  # the tiles that carry a scale, and the rope dims
 
@@ -142,12 +142,9 @@ class Insert:
         scatter(self.cache, [self.tokens, _TILES, KV_TILE], stores)
 
     def address(self, t: Expr, column: Callable[[Expr], Expr]) -> list[Expr]:
-        """Index of a byte of the token's page; `column` turns the token's offset in the page into it.
-
-        A page is bytes, whatever shape the cache gives it: the first and the last index are its address.
-        """
+        """Index of a byte of the token's page; `column` turns the token's offset in the page into it."""
         slot = self.slot(t)
-        return [slot.block, *[0] * (len(self.cache.get_size()) - 2), column(slot.offset)]
+        return page_address(self.cache, slot.block, column(slot.offset))
 
 
 def _in_rope(index: Sequence[Expr]) -> Value:

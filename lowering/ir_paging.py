@@ -26,9 +26,13 @@ class Slot:
 
 
 def slot_of(load_slot: Loader, token: Expr, num_blocks: Expr, block_size: int) -> Slot:
-    """The slot of `token`. A slot outside the cache is not valid and is addressed as slot 0."""
+    """Where `token` goes."""
+    return place_of(ops.to_dtype(load_slot([token]), I64), num_blocks, block_size)
+
+
+def place_of(slot: Value, num_blocks: Expr, block_size: int) -> Slot:
+    """Where an int64 slot is. One outside the cache is not valid and is addressed as slot 0."""
     capacity = num_blocks * block_size
-    slot = ops.to_dtype(load_slot([token]), I64)
     valid = within(slot, ops.index_expr(capacity, I64))
     index = legal_index(slot, valid, capacity)
     return Slot(valid, FloorDiv(index, block_size), ModularIndexing(index, 1, block_size))
@@ -59,6 +63,17 @@ def lookup_slot(block_table: Any, block_size: int) -> Callable[[Callable[[], Val
         return ops.masked(exists(), look_up, PAD_INDEX)
 
     return slot
+
+
+def page_address(cache: Any, block: Expr, column: Expr) -> list[Expr]:
+    """Index of a byte of a page, which is bytes whatever shape the cache gives it: first and last index address it."""
+    return [block, *[0] * (len(cache.get_size()) - 2), column]
+
+
+def load_i64(x: Any) -> Loader:
+    """Loader that widens to int64."""
+    load = x.make_loader()
+    return lambda index: ops.to_dtype(load(index), I64)
 
 
 def within(index: Value, bound: Value) -> Value:

@@ -29,6 +29,7 @@ from ..proven import is_proven
 log = logging.getLogger(__name__)
 
 MODULES = (
+    "compress_norm_rope_insert",
     "compressed_slot_mapping",
     "fused_q_kv_rmsnorm",
     "global_topk",

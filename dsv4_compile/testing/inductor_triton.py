@@ -29,6 +29,8 @@ from . import fake_triton
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _POINTWISE_BLOCKS = {"XBLOCK": 256, "YBLOCK": 8, "ZBLOCK": 1}
 _REDUCTION_BLOCKS = {"XBLOCK": 8, "YBLOCK": 8, "ZBLOCK": 1, "R0_BLOCK": 64}
+_LANES = 2048
+"""Elements that a program of a reduction handles at once in the interpreter, where each program is slow."""
 _AXES = ("x", "y", "z")
 
 
@@ -53,6 +55,8 @@ class GeneratedKernel:
         if not INTERPRETED:
             return
         blocks, sizes = self._blocks(), dict(zip(self.meta["signature"], args, strict=False))
+        if "r0_numel" in sizes:
+            blocks["XBLOCK"] = max(blocks["XBLOCK"], _LANES // triton.next_power_of_2(int(sizes["r0_numel"])))
         grid = tuple(
             -(-int(sizes[f"{axis}numel"]) // blocks[f"{axis.upper()}BLOCK"]) if f"{axis}numel" in sizes else 1
             for axis in _AXES
@@ -99,6 +103,10 @@ class _Libdevice:
     @staticmethod
     def rsqrt(x: Any) -> Any:
         return tl.rsqrt(x)
+
+    @staticmethod
+    def exp(x: Any) -> Any:
+        return tl.exp(x)
 
 
 class _Helpers:

@@ -10,25 +10,27 @@ import pytest
 import torch
 
 from dsv4_compile._compat import maybe_mark_dynamic
-from dsv4_compile.bench import chain
+from dsv4_compile.backend import dsv4
+from dsv4_compile.bench.chain import LAYERS
+from dsv4_compile.bench.chain_layers import STATE, TOKENS_FIRST, Layer
 from dsv4_compile.config import DeepseekV4Config
 
 DEVICE, CONTEXT = "cuda", 16_384
 BATCHES, MOST = 200, 4096
-IMPLS = ("auto",)
+IMPLS = ("auto", "ir")
 
 
-def layer_of(kind: str, most: int = MOST) -> chain.Layer:
+def layer_of(kind: str, most: int = MOST) -> Layer:
     """A layer of V4-Flash with caches for steps of up to `most` tokens, a request each."""
-    config, ratio = DeepseekV4Config.flash(), chain.LAYERS[kind]
-    return chain.Layer(config, ratio, CONTEXT, most, most, torch.device(DEVICE))
+    config, ratio = DeepseekV4Config.flash(), LAYERS[kind]
+    return Layer(config, ratio, CONTEXT, most, most, torch.device(DEVICE))
 
 
-def compiled(layer: chain.Layer, impl: str) -> Callable[[int], Any]:
+def compiled(layer: Layer, impl: str) -> Callable[[int], Any]:
     """Function that runs a step of so many tokens by one graph, on new inputs; the caches are those of its own."""
     torch.compiler.reset()
-    call = torch.compile(layer.in_ops, backend="dsv4", fullgraph=True, options={"dsv4.impl": impl})
-    dynamic = [i for i in chain.TOKENS_FIRST if layer.ratio > 1 or i < chain.STATE]
+    call = torch.compile(layer.in_ops, backend=dsv4, fullgraph=True, options={"dsv4.impl": impl})
+    dynamic = [i for i in TOKENS_FIRST if layer.ratio > 1 or i < STATE]
     largest = layer.inputs(layer.most, 0)
 
     @torch.inference_mode()
@@ -41,7 +43,7 @@ def compiled(layer: chain.Layer, impl: str) -> Callable[[int], Any]:
     return step
 
 
-@pytest.mark.parametrize("kind", list(chain.LAYERS))
+@pytest.mark.parametrize("kind", list(LAYERS))
 @pytest.mark.parametrize("impl", IMPLS)
 def test_two_hundred_batch_sizes_are_one_graph_without_memory_beside_their_results(kind: str, impl: str) -> None:
     step = compiled(layer_of(kind), impl)

@@ -57,6 +57,11 @@ def fused(fmt: str) -> Callable[[Inputs], Outputs]:
     return run
 
 
+def transformed(fmt: str) -> Callable[[Inputs], Outputs]:
+    """With the Hadamard transform."""
+    return lambda x: torch.ops.dsv4.indexer_q_rope_quant(x.q * 1.3, x.positions, x.table, x.weights, fmt, True)
+
+
 def apart(x: Inputs) -> Inputs:
     return x._replace(q=strided(x.q), weights=strided(x.weights))
 
@@ -79,6 +84,8 @@ CASES = {
     "fp8_one_token": Case(to("indexer_fp8"), Inputs.make, (1,)),
     "fp8_no_token": Case(to("indexer_fp8"), Inputs.make, (0,)),
     "fp8_rounded": Case(rounding("indexer_fp8"), Inputs.make, (4,)),
+    "fp8_hadamard": Case(transformed("indexer_fp8"), Inputs.make, (4,)),
+    "mxfp4_hadamard": Case(transformed("indexer_mxfp4"), Inputs.make, (3, 2), TOKENS),
     "mxfp4": Case(fused("indexer_mxfp4"), Inputs.make, (5, 9, 2), TOKENS, for_targets=True),
     "mxfp4_strided": Case(to("indexer_mxfp4"), lambda t: apart(Inputs.make(t)), (4,)),
     "mxfp4_hostile": Case(to("indexer_mxfp4"), lambda t: hostile(Inputs.make(t)), (5,)),
