@@ -141,15 +141,18 @@ def _stream_us(call: Call) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(3):
         call()
+    torch.cuda.synchronize()
+    once = _wall_us(lambda: (call(), torch.cuda.synchronize()))
+    in_a_row = max(1, min(_IN_A_ROW, int(_SECONDS * 1e6 / once)))
 
     def run() -> float:
         torch.cuda.synchronize()
         begin.record()
-        for _ in range(_IN_A_ROW):
+        for _ in range(in_a_row):
             call()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / _IN_A_ROW
+        return begin.elapsed_time(end) * 1e3 / in_a_row
 
     return _median(run)
 
