@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .common import CommonAttentionMetadata
-from .protocol import AttentionBackend, CudaGraphSupport, Demand, LayerShape, SparseAttention, Support
+from .facts import CudaGraphSupport, Demand, LayerShape, Support
+from .protocol import AttentionBackend, SparseAttention
 from .registry import NAMES, Selection, get_backend, select
 
 __all__ = [

@@ -19,7 +19,8 @@ from ..errors import check
 from ..layout import CSA_RATIO
 from .flashmla_metadata import DeepseekV4FlashMLAMetadataBuilder
 from .padding import pad_heads, pad_sink
-from .protocol import AttentionBackend, LayerShape, SparseAttention
+from .protocol import AttentionBackend, SparseAttention
+from .scales import PerTensorScales
 from .swa import DeepseekSparseSWAMetadataBuilder
 from .v4 import DeepseekV4Metadata, Inputs, decode_tokens, prefill_tokens, prefill_topk
 from .workspace import Workspace
@@ -51,44 +52,14 @@ class DeepseekV4FlashInferMLASparseBackend(AttentionBackend):
         return DeepseekSparseSWAMetadataBuilder
 
 
-class FlashInferAttention(SparseAttention):
-    """Attention of one layer in `FLASHINFER_MLA_SPARSE_DSV4`.
-
-    A per-tensor fp8 cache comes with scales: `q_scale`, `q_scale_inv` and `kv_scale` are buffers for the ops that
-    quantise, `bmm1_scale` and `bmm2_scale` Python floats for flashinfer, which takes another path for tensors. All
-    are 1 until `set_scales`.
-    """
+class FlashInferAttention(PerTensorScales):
+    """Attention of one layer in `FLASHINFER_MLA_SPARSE_DSV4`."""
 
     backend = DeepseekV4FlashInferMLASparseBackend
-
-    q_scale: Tensor
-    q_scale_inv: Tensor
-    kv_scale: Tensor
-
-    def __init__(self, layer: LayerShape, engine: str = "dsv4", device: torch.device | str | None = None) -> None:
-        super().__init__(layer, engine)
-        for name in ("q_scale", "q_scale_inv", "kv_scale"):
-            self.register_buffer(name, torch.ones(1, dtype=torch.float32, device=device), persistent=False)
-        self.set_scales(1.0, 1.0)
-
-    def set_scales(self, q_scale: float, kv_scale: float) -> None:
-        """Per-tensor scales of e4m3 queries and of fp8 caches. Caches written under other scales become garbage."""
-        quantised = self.cache_format == "fp8"
-        check(
-            quantised or q_scale == kv_scale == 1.0,
-            "E201",
-            got=f"{q_scale=}, {kv_scale=} with {self.cache_format} rows",
-            rule="scales belong to a per-tensor fp8 cache",
-        )
-        self.q_scale.fill_(q_scale)
-        self.q_scale_inv.fill_(1.0 / q_scale)
-        self.kv_scale.fill_(kv_scale)
-        self.q_factor = q_scale
-        self.bmm1_scale = self.layer.scale * q_scale * kv_scale
-        self.bmm2_scale = kv_scale
+    quantises_queries = True
 
     def query_scale(self) -> Tensor | None:
-        return self.q_scale if self.engine == "library" and self.cache_format == "fp8" else None
+        return self.q_scale if self.engine == "library" else None
 
     def forward(
         self,
@@ -161,7 +132,7 @@ class FlashInferAttention(SparseAttention):
             self.layer.scale * (self.q_factor if quantised else 1.0),
             inputs.attn_sink,
             *extra,
-            self.kv_scale if self.cache_format == "fp8" else None,
+            self.cache_scale(),
         )
         return out
 

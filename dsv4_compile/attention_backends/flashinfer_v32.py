@@ -16,8 +16,9 @@ from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..layout import ROPE_DIM, V32_HEAD_DIM, V32_LATENT_DIM, V32_NOPE_HEAD_DIM
 from ..reference.batch import token_requests
 from .common import CommonAttentionMetadata
+from .facts import Demand, LayerShape
 from .flashinfer import flashinfer_workspace
-from .protocol import AttentionBackend, Demand, LayerShape, SparseAttention
+from .protocol import AttentionBackend, SparseAttention
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..layout import WINDOW_BLOCK
 from ..metadata import BatchSplit, MetadataBuffers, plan_buffers
 from ..ops.batch_metadata import GROUPS, TOKENS
 from .common import CommonAttentionMetadata
-from .protocol import CudaGraphSupport
+from .facts import CudaGraphSupport
 
 Builder = TypeVar("Builder", bound="GroupBuilder")
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..layout import CSA_RATIO
 from ..metadata import AttentionMetadata, build_batch_metadata
-from .protocol import AttentionBackend, CudaGraphSupport, SparseAttention
+from .facts import CudaGraphSupport
+from .protocol import AttentionBackend, SparseAttention
+from .scales import PerTensorScales
 
 
 class DeepseekV4PagedBackend(AttentionBackend):
@@ -52,7 +54,7 @@ class Slots(NamedTuple):
     lens: Tensor
 
 
-class PagedAttention(SparseAttention):
+class PagedAttention(PerTensorScales):
     """Attention of one layer in `DSV4_PAGED`."""
 
     backend = DeepseekV4PagedBackend
@@ -67,7 +69,10 @@ class PagedAttention(SparseAttention):
         attn_sink: Tensor | None = None,
         kv_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend T tokens: `[T, H, D]`, 0 for padding. Arguments as `v4.Inputs`, with this package's own metadata."""
+        """Attend T tokens: `[T, H, D]`, 0 for padding. Arguments as `v4.Inputs`, with this package's own metadata.
+
+        Without a `kv_scale`, per-tensor fp8 caches have that of `set_scales`.
+        """
         indices = lens = None
         if main_cache is not None:
             indices, lens = self._entries(metadata, topk_indices)
@@ -84,7 +89,7 @@ class PagedAttention(SparseAttention):
             indices,
             lens,
             self.layer.entry_block_size if main_cache is not None else 0,
-            kv_scale,
+            self.cache_scale() if kv_scale is None else kv_scale,
         )
         return out
 

@@ -9,12 +9,9 @@ for instead, where it is installed and the device is one it has kernels for.
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, ClassVar
 
 import torch
@@ -22,99 +19,9 @@ from torch import Tensor, nn
 
 from .. import layout
 from ..errors import check, fail
+from .facts import ENGINES, CudaGraphSupport, Demand, LayerShape, Support
 from .padding import padded_heads
-
-ENGINES = ("dsv4", "library")
-"""Who computes attention: torch.ops.dsv4, or the kernel library that a backend was made for."""
-
-
-class CudaGraphSupport(IntEnum):
-    """Which batches a backend can be captured for; each level includes those before it."""
-
-    NEVER = 0
-    UNIFORM_SINGLE_TOKEN_DECODE = 1
-    UNIFORM_BATCH = 2
-    ALWAYS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Support:
-    """Whether a backend serves a demand. `reason` says why or why not; true as a bool if it does."""
-
-    ok: bool
-    reason: str
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a model and a machine ask of a backend.
-
-    Attributes:
-        model_type: `deepseek_v4` or `deepseek_v32`.
-        head_size: D, of queries and of cached vectors.
-        num_heads: H, query heads on this device.
-        dtype: of hidden states.
-        kv_cache_dtype: the user's word, such as `auto`, `fp8_ds_mla`, `fp8` or `bfloat16`.
-        block_size: tokens that one entry of the main cache's block table covers.
-        index_topk: entries that the model's indexer selects; None for a model without one.
-        has_sink: whether heads have a sink logit.
-        qk_nope_head_dim: dims of a query head that carry no position, before they are absorbed; None if none are.
-        architecture: as `_compat.device_architecture` names it: "cpu", "cuda sm_90", "cuda gfx942".
-        engine: one of `ENGINES`.
-    """
-
-    model_type: str = "deepseek_v4"
-    head_size: int = layout.HEAD_DIM
-    num_heads: int = 64
-    dtype: torch.dtype = torch.bfloat16
-    kv_cache_dtype: str = "auto"
-    block_size: int = layout.KV_BLOCK
-    index_topk: int | None = 512
-    has_sink: bool = True
-    qk_nope_head_dim: int | None = None
-    architecture: str = "cpu"
-    engine: str = "dsv4"
-
-    @property
-    def capability(self) -> tuple[int, int] | None:
-        """CUDA compute capability; None on other devices."""
-        found = re.fullmatch(r"cuda sm_(\d+)(\d)", self.architecture)
-        return (int(found[1]), int(found[2])) if found else None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """The fixed facts of one attention layer.
-
-    Attributes:
-        num_heads, head_size: H and D of queries. scale: factor of the scores.
-        window: tokens attended directly, W. ratio: compress ratio, 1 = window only.
-        max_model_len, max_num_batched_tokens: capacities; they size prefill workspaces.
-        kv_cache_dtype: the user's word; see the backend's `cache_format`.
-        window_block_size, block_size: tokens that one entry of a block table covers, of the window and of the main
-            cache.
-        value_dim: leading dims of a cached vector that are its value; 0 = all.
-    """
-
-    num_heads: int
-    head_size: int
-    scale: float
-    window: int = layout.SLIDING_WINDOW
-    ratio: int = 1
-    max_model_len: int = 0
-    max_num_batched_tokens: int = 0
-    kv_cache_dtype: str = "auto"
-    window_block_size: int = layout.WINDOW_BLOCK
-    block_size: int = layout.KV_BLOCK
-    value_dim: int = 0
-
-    @property
-    def entry_block_size(self) -> int:
-        """Compressed entries in a page of the main cache."""
-        return max(self.block_size // self.ratio, 1)
+from .workspace import Workspace
 
 
 class SparseAttention(nn.Module):
@@ -132,11 +39,28 @@ class SparseAttention(nn.Module):
         check(engine in ENGINES, "E302", got=f"engine={engine!r}", fix=f"pass one of {', '.join(ENGINES)}")
         self.layer = layer
         self.engine = engine
+        self.workspace: Workspace | None = None
         self.cache_format = self.backend.cache_format(layer.kv_cache_dtype)
 
     def query_scale(self) -> Tensor | None:
         """The scale that queries are quantised by, float32 `[1]`; None where they stay as they are."""
         return None
+
+    def cache_scale(self) -> Tensor | None:
+        """The scale of a per-tensor fp8 cache, float32 `[1]`, for whoever writes into it; None for other caches."""
+        return None
+
+    def set_scales(self, q_scale: float, kv_scale: float) -> None:
+        """Per-tensor scales; E201 where the backend has none, unless both are 1."""
+        check(
+            q_scale == kv_scale == 1.0,
+            "E201",
+            got=f"{q_scale=}, {kv_scale=} for {self.backend.name}",
+            rule="its caches have scales of their own",
+        )
+
+    def reserve_workspace(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Have the memory that the largest call borrows, before caches take the rest and before a capture."""
 
 
 class AttentionBackend(ABC):

@@ -16,7 +16,8 @@ from torch import nn
 
 from .. import decisions
 from ..errors import check, fail
-from .protocol import ENGINES, AttentionBackend, Demand
+from .facts import ENGINES, Demand
+from .protocol import AttentionBackend
 
 HOMES: dict[str, tuple[str, str]] = {
     "DSV4_PAGED": ("paged", "DeepseekV4PagedBackend"),

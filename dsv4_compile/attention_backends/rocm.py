@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..layout import CSA_RATIO
-from .protocol import AttentionBackend, Demand, SparseAttention
+from .facts import Demand
+from .protocol import AttentionBackend, SparseAttention
 from .rocm_metadata import DeepseekV4ROCMAiterMLASparseMetadataBuilder, DeepseekV4ROCMAiterSparseSWAMetadataBuilder
 from .v4 import Inputs, WorkspacePrefill, decode_tokens
 

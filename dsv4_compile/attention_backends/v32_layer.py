@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..layout import ROPE_DIM, V32_LATENT_DIM, V32_NOPE_HEAD_DIM
 from ..reference.rope import apply_rope
+from .facts import LayerShape
 from .flashinfer_v32 import FlashInferMLASparseAttention, FlashInferMLASparseMetadata
-from .protocol import LayerShape
 
 
 class DeepseekV32SparseAttention(nn.Module):

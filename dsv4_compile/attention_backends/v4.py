@@ -12,7 +12,8 @@ from torch import Tensor
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..layout import CSA_RATIO, cdiv
 from ..reference.sparse_mla_decode import output_dtype
-from .protocol import LayerShape, SparseAttention
+from .facts import LayerShape
+from .protocol import SparseAttention
 from .swa import DeepseekSparseSWAMetadata
 from .workspace import Workspace
 
@@ -73,9 +74,8 @@ class DeepseekV4SparseAttention(SparseAttention):
     within each, another batch is no recompile. torch takes sizes that are equal in the first batch for one size: warm
     up with a batch whose numbers of tokens, decodes and requests differ.
 
-    Args:
-        workspace: where prefills gather their keys and values; None allocates them at each call, which is what
-            compiled code wants.
+    `workspace` is where prefills gather their keys and values; None allocates them at each call, which is what compiled
+    code wants.
     """
 
     def __init__(self, layer: LayerShape, engine: str = "dsv4", workspace: Workspace | None = None) -> None:

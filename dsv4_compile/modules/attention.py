@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import layout, ops  # noqa: F401  (ops registers torch.ops.dsv4)
 from .._compat import device_architecture
@@ -19,17 +19,16 @@ from ..attention_backends import Demand, LayerShape, SparseAttention, select
 from ..attention_backends.paged import DeepseekV4PagedBackend, Slots
 from ..attention_backends.registry import cache_word
 from ..attention_backends.v4 import DeepseekV4Metadata
+from ..attention_backends.workspace import Workspace
 from ..cache import CacheFormat, LayerCache
-from ..config import CSA, DeepseekV4Config
+from ..config import DeepseekV4Config
 from ..metadata.types import AttentionMetadata
-from ..rope_tables import cos_sin_cache
-from .compressor import Compressor
-from .indexer import Indexer
-from .linear import Fp8Linear, Linear, Norm
-from .stacked import Output, project, stacks
+from .layer_weights import LayerWeights
+from .output import choose_path, project_output, quantised_path
+from .stacked import project
 
 
-class DeepseekV4Attention(nn.Module):
+class DeepseekV4Attention(LayerWeights):
     """The attention of layer `layer_idx`, with parameters under the official checkpoint names.
 
     Args:
@@ -44,14 +43,15 @@ class DeepseekV4Attention(nn.Module):
         engine: `dsv4`, or `library` for the kernel library that the backend was made for.
         max_num_batched_tokens: most tokens of a step, for backends whose prefills go through a workspace (None =
             `max_seq_len`).
+        workspace: where such prefills gather their keys; None allocates at each call, as compiled code wants it.
+            See `dummy_run`.
+        output_projection: one of `output.PATHS`; `output_path` holds the choice and the reason.
         aux_stream: let the indexer project its queries, score and select on a second stream, beside the projection of
             q. Layers without an indexer have nothing to run beside, and a CPU has one stream.
         single_gemm: one GEMM for all projections of hidden, those wanted in float32 included; see `stacked.Stack`.
 
     Parameters are uninitialised: load them with `dsv4_compile.loading`.
     """
-
-    cos_sin: Tensor
 
     def __init__(
         self,
@@ -69,52 +69,41 @@ class DeepseekV4Attention(nn.Module):
         attention_backend: str = "auto",
         engine: str = "dsv4",
         max_num_batched_tokens: int | None = None,
+        workspace: Workspace | None = None,
+        output_projection: str = "auto",
         aux_stream: bool = False,
         single_gemm: bool | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.ratio = config.ratio(layer_idx)
-        self.cache_format = cache_format or CacheFormat.resolve(
-            cache_word(attention_backend, kv_cache_dtype), indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard
+        super().__init__(
+            config,
+            layer_idx,
+            cache_format
+            or CacheFormat.resolve(
+                cache_word(attention_backend, kv_cache_dtype), indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard
+            ),
+            fp8=fp8,
+            dtype=dtype,
+            device=device,
+            max_seq_len=max_seq_len,
+            aux_stream=aux_stream,
+            single_gemm=single_gemm,
         )
-        self.eps = config.rms_norm_eps
-        self.scale = config.softmax_scale
-
-        def linear(n: int, k: int) -> Linear | Fp8Linear:
-            return Fp8Linear(n, k, device=device) if fp8 else Linear(n, k, dtype=dtype, device=device)
-
-        heads, dim = config.num_heads, config.head_dim
-        self.wq_a = linear(config.q_lora_rank, config.hidden_size)
-        self.q_norm = Norm(config.q_lora_rank, dtype=dtype, device=device)
-        self.wq_b = linear(heads * dim, config.q_lora_rank)
-        self.wkv = linear(dim, config.hidden_size)
-        self.kv_norm = Norm(dim, dtype=dtype, device=device)
-        self.attn_sink = nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device), requires_grad=False)
-        self.wo_a = linear(config.o_groups * config.o_lora_rank, heads * dim // config.o_groups)
-        self.wo_b = linear(config.hidden_size, config.o_groups * config.o_lora_rank)
-        self.compressor = None
-        self.indexer = None
-        if self.ratio > 1:
-            self.compressor = Compressor(
-                config.hidden_size,
-                dim,
-                self.ratio,
-                eps=self.eps,
-                cache_format=self.cache_format.kv,
-                dtype=dtype,
-                device=device,
-            )
-        if config.kind(layer_idx) == CSA:
-            self.indexer = Indexer(config, self.cache_format, fp8=fp8, dtype=dtype, device=device)
-        self.single_gemm = single_gemm
-        self.aux_stream = aux_stream and self.indexer is not None
-        self.stack()
-        self.max_seq_len = max_seq_len or config.max_position_embeddings
         self.selection = select(attention_backend, self._demand(dtype, engine))
         self.attention = self._backend(max_num_batched_tokens or self.max_seq_len)
-        self.register_buffer("cos_sin", self._table(self.attn_sink.device), persistent=False)
+        self.attention.workspace = workspace
+        self.output_projection = output_projection
+        self._choose_output()
+
+    def _choose_output(self) -> None:
+        architecture = device_architecture(self.attn_sink.device)
+        self.output_path = choose_path(self.output_projection, self.wo_a, architecture)
+        self._quantised_path = quantised_path(self.output_projection, architecture)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepseekV4Attention:
+        """Another device may want another output projection."""
+        super()._apply(fn, recurse)
+        self._choose_output()
+        return self
 
     def _demand(self, dtype: torch.dtype, engine: str) -> Demand:
         """What the layer asks of an attention backend."""
@@ -144,39 +133,6 @@ class DeepseekV4Attention(nn.Module):
         device = self.attn_sink.device
         # Scales of per-tensor fp8 are values, which parameters without storage do not stand for.
         return module if device.type == "meta" else module.to(device)
-
-    def stack(self) -> None:
-        """Let linears of one input share a matrix, as far as they can (see `stacked`); again after one is replaced."""
-        self.of_hidden = stacks(self._of_hidden(), self.single_gemm)
-        self.of_latent = stacks(self._of_latent())
-
-    def arrange(self) -> None:
-        """Stack again, in place, what somebody has given other memory: `Stack.arrange` of all."""
-        for stack in (*self.of_hidden, *self.of_latent):
-            stack.arrange()
-
-    def _of_hidden(self) -> list[Output]:
-        """qr, kv, the indexer's weights, and scores of the compressors: as far as this layer has them."""
-        outputs = [Output((self.wq_a,)), Output((self.wkv,))]
-        if self.indexer is not None:
-            outputs.append(Output((self.indexer.weights_proj,), float32=self.aux_stream))
-        compressors = (self.compressor, self.indexer.compressor if self.indexer is not None else None)
-        return outputs + [compressor.scores() for compressor in compressors if compressor is not None]
-
-    def _of_latent(self) -> list[Output]:
-        """q, and that of the indexer unless it goes its own way."""
-        indexer = [Output((self.indexer.wq_b,))] if self.indexer is not None and not self.aux_stream else []
-        return [Output((self.wq_b,)), *indexer]
-
-    def _table(self, device: torch.device) -> Tensor:
-        return cos_sin_cache(self.config.rope(self.ratio), self.max_seq_len, device)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepseekV4Attention:
-        """Leave the RoPE table out: it is never cast, and on every device all layers share one."""
-        self.cos_sin = torch.empty(0)
-        super()._apply(fn, recurse)
-        self.cos_sin = self._table(self.attn_sink.device)
-        return self
 
     def forward(
         self,
@@ -211,6 +167,7 @@ class DeepseekV4Attention(nn.Module):
             layout.WINDOW_BLOCK,
             self.cache_format.kv,
             q_scale=self.attention.query_scale(),
+            kv_scale=self.attention.cache_scale(),
         )
         out = self.attention(
             q,
@@ -240,6 +197,7 @@ class DeepseekV4Attention(nn.Module):
             md.state_block_table,
             cache.main,
             md.slot_mapping,
+            self.attention.cache_scale(),
         )
         if self.indexer is not None:
             self.indexer.compress(of_hidden[2], self.cos_sin, metadata, cache)
@@ -259,14 +217,20 @@ class DeepseekV4Attention(nn.Module):
         torch.ops.dsv4_stream.join(q, [chosen, lens, qr, weights])
         return q, Slots(chosen, lens) if paged else chosen
 
+    def dummy_run(self, hidden: Tensor) -> Tensor:
+        """What an engine runs before there are caches or captures: every product, and no attention.
+
+        Reserves the workspace of the largest prefill, so that it lies still from then on. Returns zeros, of the shape
+        and dtype that `forward` returns.
+        """
+        qr, kv, *_ = project(hidden, self._of_hidden(), self.of_hidden)
+        qr, _ = torch.ops.dsv4.fused_q_kv_rmsnorm(qr, kv, self.q_norm.weight, self.kv_norm.weight, self.eps)
+        q, *_ = project(qr, self._of_latent(), self.of_latent)
+        self.attention.reserve_workspace(hidden.dtype)
+        nothing = torch.zeros_like(q).unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        return self._project_output(nothing, torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device))
+
     def _project_output(self, out: Tensor, positions: Tensor) -> Tensor:
-        """Inverse RoPE, then wo_a on each group of heads, then wo_b. `out` is `[T, H, D]`."""
+        """See `output.project_output`. `out` is `[T, H, D]`."""
         groups = self.config.o_groups
-        if isinstance(self.wo_a, Fp8Linear):
-            values, scale = torch.ops.dsv4.inv_rope_fp8_quant(
-                out, positions, self.cos_sin, groups, self.config.num_heads // groups
-            )
-            latent = torch.ops.dsv4.fp8_grouped_einsum(values, scale, self.wo_a.weight, self.wo_a.scale)
-            return self.wo_b(latent.flatten(1).to(out.dtype))
-        out = torch.ops.dsv4.inv_rope(out, positions, self.cos_sin)
-        return self.wo_b(torch.ops.dsv4.grouped_linear(out.flatten(1), self.wo_a.weight, groups))
+        return project_output(self._quantised_path, out, positions, self.cos_sin, self.wo_a, self.wo_b, groups)

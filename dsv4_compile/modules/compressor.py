@@ -60,6 +60,7 @@ class Compressor(nn.Module):
         state_block_table: Tensor,
         cache: Tensor,
         slots: Tensor,
+        cache_scale: Tensor | None = None,
     ) -> None:
         """Update `state_cache` and `cache` in place for T tokens.
 
@@ -69,6 +70,7 @@ class Compressor(nn.Module):
             positions: int64 `[T]`; token_to_req: int32 `[T]`.
             state_cache: float32 `[P, S, width]`, state_slots int64 `[T]`, state_block_table int32 `[R, B]`.
             cache: destination in `cache_format`; slots: int64 `[T]`, -1 except at a group's last token.
+            cache_scale: of a per-tensor fp8 destination, float32, one element.
         """
         state_block_size = layout.state_block_size(self.ratio)
         torch.ops.dsv4.save_partial_states(kv_score, self.ape, state_cache, state_slots, positions, state_block_size)
@@ -88,4 +90,5 @@ class Compressor(nn.Module):
             layout.storage_block_size(self.ratio),
             self.cache_format,
             self.hadamard,
+            cache_scale,
         )

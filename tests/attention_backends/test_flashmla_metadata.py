@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
+from dsv4_compile.attention_backends import CudaGraphSupport
 from dsv4_compile.attention_backends.common import CommonAttentionMetadata
 from dsv4_compile.attention_backends.flashmla_metadata import DeepseekV4FlashMLAMetadataBuilder
 from dsv4_compile.attention_backends.indexer_metadata import (
     DeepseekV4CompressorMetadataBuilder,
     DeepseekV4IndexerMetadataBuilder,
 )
-from dsv4_compile.attention_backends.protocol import CudaGraphSupport
 from dsv4_compile.attention_backends.step import DeepseekV4StepBuilder
 from dsv4_compile.attention_backends.swa import DeepseekSparseSWAMetadataBuilder
 from dsv4_compile.errors import InputError

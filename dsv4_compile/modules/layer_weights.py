@@ -1,0 +1,111 @@
+"""What one attention layer holds: its linears and norms under the checkpoint's names, stacked, and its RoPE table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import CacheFormat
+from ..config import CSA, DeepseekV4Config
+from ..rope_tables import cos_sin_cache
+from .compressor import Compressor
+from .indexer import Indexer
+from .linear import Fp8Linear, Linear, Norm
+from .stacked import Output, stacks
+
+
+class LayerWeights(nn.Module):
+    """Parameters of a layer, uninitialised, and the matrices that those of one input share. See `attention` for Args.
+
+    `stack` and `arrange` keep the matrices what they should be; `_of_hidden` and `_of_latent` say who reads what.
+    """
+
+    cos_sin: Tensor
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        layer_idx: int,
+        cache_format: CacheFormat,
+        *,
+        fp8: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        max_seq_len: int | None,
+        aux_stream: bool,
+        single_gemm: bool | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.ratio = config.ratio(layer_idx)
+        self.cache_format = cache_format
+        self.eps = config.rms_norm_eps
+        self.scale = config.softmax_scale
+
+        def linear(n: int, k: int) -> Linear | Fp8Linear:
+            return Fp8Linear(n, k, device=device) if fp8 else Linear(n, k, dtype=dtype, device=device)
+
+        heads, dim = config.num_heads, config.head_dim
+        self.wq_a = linear(config.q_lora_rank, config.hidden_size)
+        self.q_norm = Norm(config.q_lora_rank, dtype=dtype, device=device)
+        self.wq_b = linear(heads * dim, config.q_lora_rank)
+        self.wkv = linear(dim, config.hidden_size)
+        self.kv_norm = Norm(dim, dtype=dtype, device=device)
+        self.attn_sink = nn.Parameter(torch.empty(heads, dtype=torch.float32, device=device), requires_grad=False)
+        self.wo_a = linear(config.o_groups * config.o_lora_rank, heads * dim // config.o_groups)
+        self.wo_b = linear(config.hidden_size, config.o_groups * config.o_lora_rank)
+        self.compressor = None
+        self.indexer = None
+        if self.ratio > 1:
+            self.compressor = Compressor(
+                config.hidden_size,
+                dim,
+                self.ratio,
+                eps=self.eps,
+                cache_format=self.cache_format.kv,
+                dtype=dtype,
+                device=device,
+            )
+        if config.kind(layer_idx) == CSA:
+            self.indexer = Indexer(config, self.cache_format, fp8=fp8, dtype=dtype, device=device)
+        self.single_gemm = single_gemm
+        self.aux_stream = aux_stream and self.indexer is not None
+        self.stack()
+        self.max_seq_len = max_seq_len or config.max_position_embeddings
+        self.register_buffer("cos_sin", self._table(self.attn_sink.device), persistent=False)
+
+    def stack(self) -> None:
+        """Let linears of one input share a matrix, as far as they can (see `stacked`); again after one is replaced."""
+        self.of_hidden = stacks(self._of_hidden(), self.single_gemm)
+        self.of_latent = stacks(self._of_latent())
+
+    def arrange(self) -> None:
+        """Stack again, in place, what somebody has given other memory: `Stack.arrange` of all."""
+        for stack in (*self.of_hidden, *self.of_latent):
+            stack.arrange()
+
+    def _of_hidden(self) -> list[Output]:
+        """qr, kv, the indexer's weights, and scores of the compressors: as far as this layer has them."""
+        outputs = [Output((self.wq_a,)), Output((self.wkv,))]
+        if self.indexer is not None:
+            outputs.append(Output((self.indexer.weights_proj,), float32=self.aux_stream))
+        compressors = (self.compressor, self.indexer.compressor if self.indexer is not None else None)
+        return outputs + [compressor.scores() for compressor in compressors if compressor is not None]
+
+    def _of_latent(self) -> list[Output]:
+        """q, and that of the indexer unless it goes its own way."""
+        indexer = [Output((self.indexer.wq_b,))] if self.indexer is not None and not self.aux_stream else []
+        return [Output((self.wq_b,)), *indexer]
+
+    def _table(self, device: torch.device) -> Tensor:
+        return cos_sin_cache(self.config.rope(self.ratio), self.max_seq_len, device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerWeights:
+        """Leave the RoPE table out: it is never cast, and on every device all layers share one."""
+        self.cos_sin = torch.empty(0)
+        super()._apply(fn, recurse)
+        self.cos_sin = self._table(self.attn_sink.device)
+        return self
