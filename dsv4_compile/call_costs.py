@@ -137,7 +137,7 @@ _SIZES: Mapping[str, Callable[[_Call], dict[str, int]]] = {
     "grouped_linear": _product("x", "weight"),
     "save_partial_states": lambda call: dict(zip(("T", "width"), call.dims("kv_score"), strict=True)),
     "compress_norm_rope_insert": lambda call: _pooled(
-        call, *call.dims("positions"), call.dims("state_cache")[-1], "norm_weight", "cache_format"
+        call, call.dims("positions")[0], call.dims("state_cache")[-1], "norm_weight", "cache_format"
     ),
     "indexer_q_rope_quant": lambda call: call.of_heads("q") | call.rope,
     "indexer_logits": _scored,

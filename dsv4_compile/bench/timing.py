@@ -141,8 +141,12 @@ def _stream_us(call: Call) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(3):
         call()
-    torch.cuda.synchronize()
-    once = _wall_us(lambda: (call(), torch.cuda.synchronize()))
+
+    def alone() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    once = _wall_us(alone)
     in_a_row = max(1, min(_IN_A_ROW, int(_SECONDS * 1e6 / once)))
 
     def run() -> float:
