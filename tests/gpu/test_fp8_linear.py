@@ -32,6 +32,15 @@ def test_odd_sizes(tokens: int, rows: int, size: int, quantize: bool, dtype: tor
     products.check(OP, kernels.fp8_linear, (x.to(dtype), weight, scale, quantize))
 
 
+@pytest.mark.parametrize("others", [1024, 2624, 100])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 33, 64, 65, 300])
+def test_another_layer_of_the_same_input_is_written_beside(tokens: int, others: int) -> None:
+    """With the sizes of the compressors, and with one whose rows are no whole tile."""
+    x, weight, scale = products.arguments("Flash fp8_linear wq_a + wkv", tokens)
+    other = torch.randn(others, x.shape[1], device="cuda", dtype=x.dtype)
+    products.check(OP, kernels.fp8_linear, (x, weight, scale, True, other))
+
+
 @pytest.mark.parametrize("tokens", [1, 9, 17, 40, 64])
 def test_what_is_quantised_on_the_way_is_what_the_reference_quantises(tokens: int) -> None:
     """One weight of 1 for each input: an output is a quantised input times its scale, and no sum can hide a bit."""
@@ -109,6 +118,8 @@ def test_more_than_two_gibibytes_of_tokens() -> None:
 @pytest.mark.parametrize("tokens", [1, 32, 64, 100])
 def test_repeats_capture_and_streams(tokens: int) -> None:
     args = products.arguments(WIDE, tokens)
+    other = torch.randn(1024, args[0].shape[1], device="cuda", dtype=args[0].dtype)
+    products.repeats_are_equal(kernels.fp8_linear, (*args, True, other))
     products.repeats_are_equal(kernels.fp8_linear, args)
     products.streams_do_not_share_counters(kernels.fp8_linear, args)
     products.capture_follows_its_inputs(OP, kernels.fp8_linear, args)

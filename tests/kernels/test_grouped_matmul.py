@@ -179,6 +179,16 @@ def test_grouped_linear_is_the_reference(tokens: int, groups: int, rows: int, si
         check("grouped_linear", grouped_kernels.grouped_linear, (one, weight, groups), [PRODUCT])
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_torchs_products_of_groups_go_where_they_belong(groups: int) -> None:
+    x, weight = torch.randn(70, groups, 40), torch.randn(groups * 20, 40)
+    for one in (x, x.transpose(0, 1).contiguous().transpose(0, 1), strided(x)):
+        got = grouped_kernels.by_torch(one, weight, torch.float32)
+        want = REFERENCES["grouped_linear"](x, weight, groups)
+        assert (got.shape, got.stride()) == (want.shape, want.stride())
+        torch.testing.assert_close(got, want)
+
+
 def test_a_sum_of_nothing_is_refused() -> None:
     x, weight = torch.empty(2, 4, 0), torch.empty(8, 0)
     assert "sum of nothing" in grouped_kernels.grouped_linear_refuses(x, weight, 4)
