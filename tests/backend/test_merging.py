@@ -291,7 +291,7 @@ def test_auto_leaves_apart_what_was_measured_to_be_faster_so(
 ) -> None:
     """Norm, insert, save and compress take 1 us each."""
 
-    def nearest(op: str, architecture: str, elements: int, tokens: int, impls: list[str]) -> dict[str, float]:
+    def nearest(op: str, _: str, elements: int, tokens: int, impls: list[str], within: float) -> dict[str, float]:
         return dict.fromkeys(impls, us if op == "preprocess_insert" else 1.0)
 
     monkeypatch.setattr(registry.measured, "nearest", nearest)
