@@ -27,6 +27,13 @@ def backend_lacks(call: Call, *, fp8: bool = False, predicated: bool = False) ->
     return ""
 
 
+def cannot_transform(call: Call) -> str:
+    """Why a Hadamard transform cannot be lowered, where the call asks for one."""
+    if call.arguments.get("hadamard") and call.codegen == "cpp":
+        return "in C++ a Hadamard transform is faster as a product of matrices"
+    return ""
+
+
 def cannot_rotate(call: Call, vector: str) -> str:
     """Why RoPE on the vectors of argument `vector` cannot be lowered."""
     dim, rope = call.arguments[vector].shape[-1], call.arguments["cos_sin_cache"].shape[-1]

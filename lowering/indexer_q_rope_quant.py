@@ -16,7 +16,7 @@ import torch
 from .._compat import ir, ops
 from ..decisions import Call, Decision
 from ..layout import MX_TILE
-from .conditions import backend_lacks, cannot_rotate, decision
+from .conditions import backend_lacks, cannot_rotate, cannot_transform, decision
 from .ir_common import (
     E4M3,
     F32,
@@ -43,6 +43,7 @@ from .registry import lowers
 def can_lower(call: Call) -> Decision:
     """IR for static heads and dims."""
     why_not = backend_lacks(call, fp8=call.arguments["cache_format"] == "indexer_fp8") or cannot_rotate(call, "q")
+    why_not = why_not or cannot_transform(call)
     if not why_not and not static(call.arguments["q"].shape[1]):
         why_not = "the number of heads is dynamic"
     return decision(call, why_not)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.layout import INDEXER_FORMATS, INDEXER_HEAD_DIM, ROPE_DIM
-from tests.gpu.lowered import assert_equals_reference, launches
+from dsv4_compile.ops._define import REFERENCES
+from tests.gpu.lowered import as_ir, assert_equals_reference, launches
 
 OP, HEADS = "indexer_q_rope_quant", 64
 SIZES = (7, 64, 513, 4096)
@@ -36,6 +37,19 @@ def to(fmt: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("sizes", [SIZES, (1,), (0,)])
 def test_queries_and_weights_are_those_of_the_reference(fmt: str, sizes: tuple[int, ...]) -> None:
     assert_equals_reference(OP, to(fmt), inputs, sizes, dynamic=(0, 1, 3))
+
+
+@pytest.mark.parametrize("fmt", INDEXER_FORMATS)
+@torch.inference_mode()
+def test_a_hadamard_transform_rounds_to_a_neighbour_at_most(fmt: str) -> None:
+    args = inputs(300)
+
+    def call(op: Any, q: Tensor, positions: Tensor, table: Tensor, weights: Tensor) -> Any:
+        return op(q, positions, table, weights, fmt, True)
+
+    got, want = as_ir(OP, call)(*args), call(REFERENCES[OP], *args)
+    for index in (0, 2):
+        assert (got[index].view(torch.uint8) != want[index].view(torch.uint8)).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("tokens", [1, 250])

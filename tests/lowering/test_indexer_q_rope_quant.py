@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4_compile import proven
+from dsv4_compile.decisions import Call
+from dsv4_compile.lowering import registry
+from dsv4_compile.options import Options
 from tests.lowering.cases_indexer_q_rope_quant import CASES
 from tests.lowering.claims import CPP, SM80, TARGETS, Reports, assert_equals_reference, assert_kernels, ir_decision
 from tests.lowering.generated import on_cpp
@@ -43,9 +47,7 @@ def test_kernels_compile_ahead_of_time(compiled: Reports, target: str) -> None:
         assert all(size > 0 for size in compiled[case]["binaries"][target])
 
 
-@pytest.mark.parametrize(
-    "case", ["fp8", "mxfp4", "plain", "fp8_hostile", "fp8_rounded", "fp8_hadamard", "plain_no_token"]
-)
+@pytest.mark.parametrize("case", ["fp8", "mxfp4", "plain", "fp8_hostile", "fp8_rounded", "plain_no_token"])
 def test_cpp_equals_the_reference(case: str) -> None:
     assert_equals_reference(on_cpp(CASES[case]))
 
@@ -57,3 +59,20 @@ def test_a_declined_call_says_why() -> None:
     assert ir_decision(op, CPP, **arguments).impl == "ir"
     assert "Triton converts to e4m3 from sm_89 on" in ir_decision(op, SM80, **arguments).reason
     assert ir_decision(op, SM80, **{**arguments, "cache_format": "indexer_mxfp4"}).impl == "ir"
+    transform = {**arguments, "hadamard": True}
+    assert ir_decision(op, **transform).impl == "ir"
+    assert "faster as a product of matrices" in ir_decision(op, CPP, **transform).reason
+
+
+@pytest.mark.parametrize(("hadamard", "expected"), [(False, "ir"), (True, "triton")])
+def test_auto_leaves_the_transform_to_a_kernel_that_transforms_within(
+    monkeypatch: pytest.MonkeyPatch, hadamard: bool, expected: str
+) -> None:
+    monkeypatch.setattr(registry.measured, "nearest", lambda *_: {"ir": 1.0, "triton": 2.0})
+    arguments = {"q": torch.empty(3, 4, 128), "cos_sin_cache": torch.empty(8, 64), "hadamard": hadamard}
+    call = Call(
+        "indexer_q_rope_quant", arguments | {"cache_format": "plain"}, torch.device("cuda"), "triton", "cuda sm_90"
+    )
+    registry.load()
+    with proven.trust():
+        assert registry.decide(call, Options()).impl == expected
