@@ -36,13 +36,17 @@ ROUNDING = 1.01 / 128
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A linear layer of a model: `groups` matrices `[rows, size]`, or one, in an op's form."""
+    """A linear layer of a model: `groups` matrices `[rows, size]`, or one, in an op's form.
+
+    `beside` is how many rows of a layer in bfloat16 the same op multiplies the same input by.
+    """
 
     op: str
     name: str
     rows: int
     size: int
     groups: int = 1
+    beside: int = 0
 
     def arguments(self, tokens: int, device: torch.device, seed: int) -> Args:
         """The op's arguments for `tokens` tokens."""
@@ -58,7 +62,8 @@ class Layer:
         blocks = (layout.cdiv(rows, layout.WEIGHT_TILE), layout.cdiv(self.size, layout.WEIGHT_TILE))
         scale = torch.randint(117, 121, blocks, device=device, generator=generator, dtype=torch.uint8)
         if self.op == "fp8_linear":
-            return randn(tokens, self.size), weight, scale
+            x = randn(tokens, self.size)
+            return (x, weight, scale, True, randn(self.beside, self.size)) if self.beside else (x, weight, scale)
         # As inv_rope_fp8_quant leaves them.
         shape = tokens, self.groups, self.size
         a = torch.empty_strided(shape, value_strides(tokens, self.size), dtype=weight.dtype, device=device)
@@ -71,18 +76,33 @@ class Layer:
     def cost(self, tokens: int) -> costs.Cost:
         """What any implementation must do."""
         of = {"T": tokens, "N": self.rows, "K": self.size}
-        return costs.of(self.op, **of, **({} if self.op == "fp8_linear" else {"G": self.groups}))
+        if self.op != "fp8_linear":
+            return costs.of(self.op, **of, G=self.groups)
+        cost = costs.of(self.op, **of)
+        if not self.beside:
+            return cost
+        # Results are float32, those of both; the flops are those of two products, at the rate of the slower one's.
+        results = tokens * (2 * self.rows + 4 * self.beside)
+        bytes_ = cost.bytes + results + 2 * self.beside * self.size
+        return costs.Cost(bytes_, cost.flops + 2 * tokens * self.beside * self.size)
 
 
 def layers(c: DeepseekV4Config) -> Iterator[Layer]:
     """Linear layers of a model that are ops here."""
     heads, latent = c.num_heads * c.head_dim, c.o_groups * c.o_lora_rank
-    yield Layer("fp8_linear", "wq_a + wkv", c.q_lora_rank + c.head_dim, c.hidden_size)
+    hidden, indexer = c.q_lora_rank + c.head_dim, c.index_n_heads * c.index_head_dim
+    scores = layout.state_width(layout.HCA_RATIO, c.head_dim)
+    yield Layer("fp8_linear", "wq_a + wkv", hidden, c.hidden_size)
+    yield Layer("fp8_linear", "wq_a + wkv beside HCA", hidden, c.hidden_size, beside=scores)
     yield Layer("fp8_linear", "wq_b", heads, c.q_lora_rank)
-    yield Layer("fp8_linear", "indexer wq_b", c.index_n_heads * c.index_head_dim, c.q_lora_rank)
+    yield Layer("fp8_linear", "indexer wq_b", indexer, c.q_lora_rank)
+    yield Layer("fp8_linear", "wq_b + indexer wq_b", heads + indexer, c.q_lora_rank)
     yield Layer("fp8_linear", "wo_b", c.hidden_size, latent)
     for op in ("fp8_grouped_einsum", "grouped_linear"):
         yield Layer(op, "wo_a", c.o_lora_rank, heads // c.o_groups, c.o_groups)
+    yield Layer("grouped_linear", "wq_a + wkv", hidden, c.hidden_size)
+    yield Layer("grouped_linear", "wq_b", heads, c.q_lora_rank)
+    yield Layer("grouped_linear", "wo_b", c.hidden_size, latent)
 
 
 def problems(
@@ -132,7 +152,7 @@ def _implementations(layer: Layer, device: torch.device) -> dict[str, Prepare]:
 
     usual = implementations(layer.op, typical, (0,))
     ways = {name: usual[name] for name in ("eager", "inductor", "triton")}
-    if layer.op == "fp8_linear":
+    if layer.op == "fp8_linear" and not layer.beside:
         ways["scaled_mm"] = functools.cache(lambda: _scaled_mm(device))
     if layer.op == "grouped_linear":
         # The reference writes into a view, which torch.compile does not trace.
