@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,13 @@ def measure(
     return {"compile_s": round(compiled, 2), "first_step_s": round(time.perf_counter() - begin, 2)}
 
 
-def record(weights: Sequence[str], device: torch.device, trust: bool) -> dict[str, Any]:
-    """Cold and warm times for each of `weights`, in processes of their own."""
-    rows = []
+def record(
+    weights: Sequence[str], device: torch.device, trust: bool, so_far: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Cold and warm times for each of `weights`, in processes of their own. `so_far` gets the record after each."""
+    said = f"python examples/benchmarks/compile_time.py --weights {','.join(weights)} --device {device.type}"
+    found: dict[str, Any] = {"scenario": "compile_time", **environment(device)}
+    found |= {"command": f"{said} --trust" if trust else said, "rows": []}
     for each in weights:
         with tempfile.TemporaryDirectory() as folder:
             env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
@@ -66,10 +70,10 @@ def record(weights: Sequence[str], device: torch.device, trust: bool) -> dict[st
                 )
                 if done.returncode:
                     raise RuntimeError(done.stderr[-2000:])
-                rows.append({"weights": each, "cache": cache, **json.loads(done.stdout.splitlines()[-1])})
-                print(rows[-1], file=sys.stderr, flush=True)
-    said = f"python examples/benchmarks/compile_time.py --weights {','.join(weights)} --device {device.type}"
-    return {"scenario": "compile_time", **environment(device), "command": said, "rows": rows}
+                found["rows"].append({"weights": each, "cache": cache, **json.loads(done.stdout.splitlines()[-1])})
+                print(found["rows"][-1], file=sys.stderr, flush=True)
+                so_far(found)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,11 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with proven.trust() if args.trust else nullcontext():
             print(json.dumps(measure(args.child == "fp8", device)))
         return 0
-    found_all = record(args.weights.split(","), device, args.trust)
-    print(json.dumps(found_all, indent=1))
-    if args.out:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        (Path(args.out) / "compile_time.json").write_text(json.dumps(found_all, indent=1) + "\n")
+
+    def write(found: dict[str, Any]) -> None:
+        if args.out:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+            (Path(args.out) / "compile_time.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    print(json.dumps(record(args.weights.split(","), device, args.trust, write), indent=1))
     return 0
 
 
