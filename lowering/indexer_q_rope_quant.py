@@ -49,7 +49,12 @@ def can_lower(call: Call) -> Decision:
     return decision(call, why_not)
 
 
-@lowers("indexer_q_rope_quant", can_lower)
+def yields(call: Call) -> str:
+    """A kernel transforms within; measurements are of calls without a transform."""
+    return "in IR a Hadamard transform is two kernels more" if call.arguments["hadamard"] else ""
+
+
+@lowers("indexer_q_rope_quant", can_lower, yields)
 def lower(
     q: Any,
     positions: Any,

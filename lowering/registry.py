@@ -44,10 +44,14 @@ MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """An op's lowering: whether it takes a call (a Decision for "ir" or "eager"), and what builds the IR."""
+    """An op's lowering: whether it takes a call (a Decision for "ir" or "eager"), and what builds the IR.
+
+    `yields` says why `auto` leaves a call to a kernel that takes it, whatever was measured, or "".
+    """
 
     can_lower: Callable[[Call], Decision]
     lower: Callable[..., Any]
+    yields: Callable[[Call], str]
 
 
 LOWERINGS: dict[str, Lowering] = {}
@@ -55,11 +59,13 @@ _libraries: list[torch.library.Library] = []  # a library that nobody holds take
 _warned: set[tuple[str, str]] = set()
 
 
-def lowers(op: str, can_lower: Callable[[Call], Decision]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def lowers(
+    op: str, can_lower: Callable[[Call], Decision], yields: Callable[[Call], str] = lambda call: ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the lowering of `op` for the calls that `can_lower` accepts."""
 
     def register(lower: Callable[..., Any]) -> Callable[..., Any]:
-        LOWERINGS[op] = Lowering(can_lower, lower)
+        LOWERINGS[op] = Lowering(can_lower, lower, yields)
         register_lowering(twin(op, "ir"), type_promotion_kind=None)(lower)
         return lower
 
@@ -133,10 +139,8 @@ def _by_request_only(call: Call, impl: str) -> str:
     foreign = impl == "triton" and call.op not in KERNELS
     if not foreign and not is_proven(impl, call.op, call.architecture):
         return f"{impl} has not been tested on {call.architecture} yet; dsv4.impl={impl} uses it all the same"
-    if impl == "ir" and call.arguments.get("hadamard") and _can_launch(call).impl == "triton":
-        # Measurements are of calls without one.
-        return "in IR a Hadamard transform is two kernels more; dsv4.impl=ir uses it all the same"
-    return ""
+    yields = LOWERINGS[call.op].yields(call) if impl == "ir" and _can_launch(call).impl == "triton" else ""
+    return f"{yields}; dsv4.impl=ir uses it all the same" if yields else ""
 
 
 def decide(call: Call, options: Options) -> Decision:
