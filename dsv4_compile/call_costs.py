@@ -56,10 +56,11 @@ def of(op: str, arguments: Mapping[str, Any]) -> costs.Cost | None:
     call = _Call(arguments)
     try:
         found = costs.of(op, **{name: size for name, size in _SIZES[op](call).items() if name in costs.sizes(op)})
-        parts = _compressors(call) if op == "preprocess_insert" else []
+        parts = _PARTS[op](call) if op in _PARTS else []
     except ValueError:
         return None
-    return costs.Cost(found.bytes + sum(part.bytes for part in parts), found.flops, found.operands)
+    each = [found, *parts]
+    return costs.Cost(sum(part.bytes for part in each), sum(part.flops for part in each), found.operands)
 
 
 def _number(size: Any) -> int:
@@ -84,6 +85,14 @@ def _compressors(call: _Call) -> list[costs.Cost]:
             sizes = _pooled(call, tokens, width, f"{prefix}norm_weight", cache_format)
             found.append(costs.of("compress_norm_rope_insert", **sizes))
     return found
+
+
+def _beside(call: _Call) -> list[costs.Cost]:
+    """The second product of a `fp8_linear`, of a weight that is not quantised."""
+    if call.arguments.get("beside") is None:
+        return []
+    (rows, k), x = call.dims("beside"), call.dims("x")
+    return [costs.of("grouped_linear", T=math.prod(x) // k, G=1, N=rows, K=k, e=call.size("x"))]
 
 
 def _pooled(call: _Call, tokens: int, width: int, weight: str, cache_format: str) -> dict[str, int]:
@@ -149,3 +158,6 @@ _SIZES: Mapping[str, Callable[[_Call], dict[str, int]]] = {
     "sparse_mla_decode_quant": _attended,
     "sparse_mla_prefill": lambda call: call.of_heads("q") | {"K": call.dims("indices")[-1], "S": call.dims("kv")[0]},
 }
+
+_PARTS: Mapping[str, Callable[[_Call], list[costs.Cost]]] = {"preprocess_insert": _compressors, "fp8_linear": _beside}
+"""What an op does besides, where it has been asked to."""

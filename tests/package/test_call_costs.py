@@ -40,6 +40,11 @@ def test_sizes_are_taken_from_where_they_stand() -> None:
     scale = torch.empty(12, 32)
     got = call_costs.of("fp8_linear", {"x": x, "weight": weight, "weight_scale": scale, "quantize_input": True})
     assert got == costs.of("fp8_linear", T=8, K=4096, N=1536, s=4)
+    beside = {"x": x, "weight": weight, "weight_scale": scale, "beside": torch.empty(256, 4096, dtype=torch.bfloat16)}
+    both = call_costs.of("fp8_linear", beside)
+    second = costs.of("grouped_linear", T=8, G=1, N=256, K=4096)
+    assert got is not None and both is not None
+    assert (both.bytes, both.flops) == (got.bytes + second.bytes, got.flops + second.flops)
     q, k_cache = torch.empty(3, 64, 512, dtype=torch.bfloat16), torch.empty(2, 64 * 584, dtype=torch.uint8)
     arguments = {"q": q, "k_cache": k_cache, "indices": torch.empty(3, 128, dtype=torch.int32)}
     arguments |= {"cache_format": "fp8_ds_mla", "extra_indices": torch.empty(3, 512, dtype=torch.int32)}
