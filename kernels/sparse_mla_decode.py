@@ -17,7 +17,7 @@ from .sparse_mla_decode_portable import launch
 MAX_HEAD_DIM = 512
 MAX_SLOTS = 2**31
 SMALLEST_TILE = 16
-HOPPER_KERNELS = ("sparse_mla_decode_hopper", "sparse_mla_decode_few_hopper")
+HOPPER_KERNELS = ("sparse_mla_decode_small_hopper", "sparse_mla_decode_hopper", "sparse_mla_decode_few_hopper")
 
 
 def sparse_mla_decode_refuses(

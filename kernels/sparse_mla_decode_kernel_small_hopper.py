@@ -65,7 +65,6 @@ def _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, bloc
 @gluon.jit(
     do_not_specialize=[
         "splits", "least", "first", "tokens", "padded_tokens", "max_pos", "capacity0", "capacity1", "width0", "width1",
-        "trips",
     ],
     # A piece of a batch begins anywhere.
     do_not_specialize_on_alignment=["p_lens0", "p_lens1", "p_positions"],
@@ -111,7 +110,6 @@ def sparse_mla_decode_small_hopper_kernel(
     width1,
     capacity0,  # slots in the cache
     capacity1,
-    trips,  # see the docstring
     H: gl.constexpr,
     LOG_PAGE0: gl.constexpr,  # of the tokens in a page
     LOG_PAGE1: gl.constexpr,
@@ -139,83 +137,80 @@ def sparse_mla_decode_small_hopper_kernel(
     p_row1 = p_indices1 + token * indices1_stride
     o_head = gl.arange(0, BLOCK_H, SCORE_HEADS)
     m_head = o_head < heads
-    for trip in range(trips):
-        if trip == trips - 1:
-            gdc_wait()
-        length0 = _length(p_lens0, lens0_stride, token, width0)
-        length1 = _length(p_lens1, lens1_stride, token, width1)
-        p_cos = p_table
-        if p_positions is not None:
-            position = gl.load(p_positions + token * position_stride, cache_modifier=".cg").to(gl.int64)
-            p_cos += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
-        blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
-        blocks = blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
-        slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part)
-        acc = gl.zeros([D, BLOCK_H], gl.float32, OUTPUT)
-        sums = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
-        top = gl.full([BLOCK_H], float("-inf"), gl.float32, SCORE_HEADS)
-        for block in range(part, blocks, splits):
-            inner = block < blocks0
-            codes, rope, scales = fetch_keys(
-                gl.where(inner, p_words0, p_words1), gl.where(inner, p_scales0, p_scales1),
-                gl.where(inner, page_chunks0, page_chunks1), slot, gl.where(inner, LOG_PAGE0, LOG_PAGE1),
-                WORDS, ROPES, ".cg",
-            )  # fmt: skip
-            if block == part:
-                # Queries are waited for while the first keys are on their way.
-                load_few_queries(p_q, q_head_stride, p_cos, eps, q_tile, heads, ROPE, PARTIAL, ROWS, ".cg")
-            words.store(dequantize_keys(codes, rope, scales, slot >= 0, WIDE, WORDS))
-            live = gl.convert_layout(slot, gl.SliceLayout(1, SCORES)) >= 0
-            slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block + splits)
-            fence_async_shared()
-            thread_barrier()
-            zero = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
-            scores = warpgroup_mma(keys, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            scores = gl.where(gl.expand_dims(live, 1), scores * scale, float("-inf"))
-            new_top = gl.maximum(top, gl.max(scores, 0))
-            # -inf - -inf is NaN: a head without keys so far is shifted by zero.
-            shift = gl.where(new_top == float("-inf"), 0.0, new_top)
-            rescale = gl.exp2(top - shift)
-            weights = gl.exp2(scores - gl.expand_dims(shift, 0))
-            weights_tile.store(weights.to(gl.bfloat16).permute((1, 0)))
-            sums = sums * gl.expand_dims(rescale, 0) + weights
-            acc = acc * gl.expand_dims(gl.convert_layout(rescale, OUTPUT_HEADS), 0)
-            top = new_top
-            fence_async_shared()
-            thread_barrier()
-            acc = warpgroup_mma(keys.permute((1, 0)), weights_tile.permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            thread_barrier()
+    gdc_wait()
+    length0 = _length(p_lens0, lens0_stride, token, width0)
+    length1 = _length(p_lens1, lens1_stride, token, width1)
+    p_cos = p_table
+    if p_positions is not None:
+        position = gl.load(p_positions + token * position_stride, cache_modifier=".cg").to(gl.int64)
+        p_cos += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
+    blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
+    blocks = blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
+    slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part)
+    acc = gl.zeros([D, BLOCK_H], gl.float32, OUTPUT)
+    sums = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
+    top = gl.full([BLOCK_H], float("-inf"), gl.float32, SCORE_HEADS)
+    for block in range(part, blocks, splits):
+        inner = block < blocks0
+        codes, rope, scales = fetch_keys(
+            gl.where(inner, p_words0, p_words1), gl.where(inner, p_scales0, p_scales1),
+            gl.where(inner, page_chunks0, page_chunks1), slot, gl.where(inner, LOG_PAGE0, LOG_PAGE1),
+            WORDS, ROPES, ".cg",
+        )  # fmt: skip
+        if block == part:
+            # Queries are waited for while the first keys are on their way.
+            load_few_queries(p_q, q_head_stride, p_cos, eps, q_tile, heads, ROPE, PARTIAL, ROWS, ".cg")
+        words.store(dequantize_keys(codes, rope, scales, slot >= 0, WIDE, WORDS))
+        live = gl.convert_layout(slot, gl.SliceLayout(1, SCORES)) >= 0
+        slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block + splits)
+        fence_async_shared()
+        thread_barrier()
+        zero = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
+        scores = warpgroup_mma(keys, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        scores = gl.where(gl.expand_dims(live, 1), scores * scale, float("-inf"))
+        new_top = gl.maximum(top, gl.max(scores, 0))
+        # -inf - -inf is NaN: a head without keys so far is shifted by zero.
+        shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+        rescale = gl.exp2(top - shift)
+        weights = gl.exp2(scores - gl.expand_dims(shift, 0))
+        weights_tile.store(weights.to(gl.bfloat16).permute((1, 0)))
+        sums = sums * gl.expand_dims(rescale, 0) + weights
+        acc = acc * gl.expand_dims(gl.convert_layout(rescale, OUTPUT_HEADS), 0)
+        top = new_top
+        fence_async_shared()
+        thread_barrier()
+        acc = warpgroup_mma(keys.permute((1, 0)), weights_tile.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        thread_barrier()
 
-        total = gl.sum(sums, 0)
-        shift = gl.where(top == float("-inf"), 0.0, top)
-        lse = gl.where(total == 0, float("-inf"), shift + gl.log2(total))
-        acc = acc * gl.expand_dims(gl.convert_layout(gl.where(total == 0, 0.0, 1.0 / total), OUTPUT_HEADS), 0)
-        if trip == trips - 1:
-            if SPLIT:
-                row = (local * splits + part).to(gl.int64) * H + head
-                gl.store(p_lse + row + o_head, lse, mask=m_head)
-                if part < blocks:
-                    o_column = gl.expand_dims(gl.arange(0, BLOCK_H, OUTPUT_HEADS), 0)
-                    o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(1, OUTPUT)), 1)
-                    gl.store(p_out + row * D + (o_column * D + o_dim), acc, mask=(o_column < heads) & (o_dim >= 0))
-            else:
-                if p_lse is not None:
-                    natural = gl.where(total == 0, float("inf"), lse * LN_2)
-                    gl.store(p_lse + token * lse_stride + head + o_head, natural, mask=m_head)
-                if p_sink is not None:
-                    # As a row of one part is joined, so that it gives the same bits.
-                    sink = gl.load(p_sink + head + o_head, mask=m_head, other=0.0)
-                    share = 1.0 / (1.0 + gl.exp2(sink * LOG2_E - gl.where(total == 0, 0.0, lse)))
-                    acc = acc * gl.expand_dims(gl.convert_layout(share, OUTPUT_HEADS), 0)
-                q_tile.store(acc.to(gl.bfloat16).permute((1, 0)))
-                thread_barrier()
-                p_to = p_out
-                if GROUPS == 0:
-                    p_to += token * out_token_stride + head.to(gl.int64) * out_head_stride
-                for side in gl.static_range(D // HALF):
-                    store_half(
-                        q_tile, p_to, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
-                        side * HALF, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED, ROWS,
-                    )  # fmt: skip
+    total = gl.sum(sums, 0)
+    shift = gl.where(top == float("-inf"), 0.0, top)
+    lse = gl.where(total == 0, float("-inf"), shift + gl.log2(total))
+    acc = acc * gl.expand_dims(gl.convert_layout(gl.where(total == 0, 0.0, 1.0 / total), OUTPUT_HEADS), 0)
+    if SPLIT:
+        row = (local * splits + part).to(gl.int64) * H + head
+        gl.store(p_lse + row + o_head, lse, mask=m_head)
+        if part < blocks:
+            o_column = gl.expand_dims(gl.arange(0, BLOCK_H, OUTPUT_HEADS), 0)
+            o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(1, OUTPUT)), 1)
+            gl.store(p_out + row * D + (o_column * D + o_dim), acc, mask=(o_column < heads) & (o_dim >= 0))
+    else:
+        if p_lse is not None:
+            natural = gl.where(total == 0, float("inf"), lse * LN_2)
+            gl.store(p_lse + token * lse_stride + head + o_head, natural, mask=m_head)
+        if p_sink is not None:
+            # As a row of one part is joined, so that it gives the same bits.
+            sink = gl.load(p_sink + head + o_head, mask=m_head, other=0.0)
+            share = 1.0 / (1.0 + gl.exp2(sink * LOG2_E - gl.where(total == 0, 0.0, lse)))
+            acc = acc * gl.expand_dims(gl.convert_layout(share, OUTPUT_HEADS), 0)
+        q_tile.store(acc.to(gl.bfloat16).permute((1, 0)))
+        thread_barrier()
+        p_to = p_out
+        if GROUPS == 0:
+            p_to += token * out_token_stride + head.to(gl.int64) * out_head_stride
+        for side in gl.static_range(D // HALF):
+            store_half(
+                q_tile, p_to, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
+                side * HALF, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED, ROWS,
+            )  # fmt: skip

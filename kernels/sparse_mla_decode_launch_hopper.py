@@ -47,14 +47,13 @@ def launch_gathering(
     splits: int,
     fusion: Fusion,
     into: Results | None,
-    own: tuple[int, ...] = (),
     warps: int = 4,
     flat: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """As `launch` of the portable kernel, by a `kernel` for `block_h` heads and blocks of `block_n` keys.
 
-    `own` are the last arguments and `constants` the compile-time arguments that only this kernel has. Its programs are
-    numbered by head block, part and token, in one row where `flat`.
+    `constants` are the compile-time arguments that only this kernel has. Its programs are numbered by head block, part
+    and token, in one row where `flat`.
     """
     into = into or outputs(q)
     tokens, heads, head_dim = q.shape
@@ -109,7 +108,6 @@ def launch_gathering(
             width1,
             pages0.shape[0] * window.block_size,
             pages1.shape[0] * extra.block_size,
-            *own,
             H=heads,
             LOG_PAGE0=window.block_size.bit_length() - 1,
             LOG_PAGE1=extra.block_size.bit_length() - 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -75,8 +76,15 @@ def by_few(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
     return _by_module("sparse_mla_decode_few_hopper", args, splits, options)
 
 
-MADE_FOR_HOPPER = {"hopper": by_hopper, "few": by_few}
+def by_small(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
+    with mock.patch("dsv4_compile.kernels.sparse_mla_decode_small_hopper.MOST_BLOCKS", 1 << 30):
+        return _by_module("sparse_mla_decode_small_hopper", args, splits, options)
+
+
+MADE_FOR_HOPPER = {"hopper": by_hopper, "few": by_few, "small": by_small}
 KERNELS: dict[str, Callable[..., Result]] = {"portable": by_portable, **(MADE_FOR_HOPPER if IS_HOPPER else {})}
+FOR_MANY = [name for name in KERNELS if name != "small"]
+"""Those whose results do not depend on the batch, however large."""
 FEW_HEADS = 32
 
 
@@ -87,7 +95,8 @@ def heads_of(kernel: str, heads: int) -> int:
 
 def kernels_for(heads: int) -> list[Callable[..., Result]]:
     """All kernels of this GPU that take so many heads."""
-    return [call for name, call in KERNELS.items() if name == "portable" or (name == "few") == (heads <= FEW_HEADS)]
+    refused = "hopper" if heads <= FEW_HEADS else "few"
+    return [call for name, call in KERNELS.items() if name != refused]
 
 
 def reference(args: tuple[Any, ...], **options: Any) -> Result:

@@ -21,6 +21,7 @@ from tests.gpu.sparse_mla import (
     CUDA,
     EPS,
     FEW_KEYS,
+    FOR_MANY,
     IS_HOPPER,
     KERNELS,
     NORMED_LSE,
@@ -145,7 +146,7 @@ def test_the_op_takes_the_best_kernel_and_its_arguments_in_any_form() -> None:
     assert_same(launcher.sparse_mla_decode(*one), reference(tuple(one)))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", FOR_MANY)
 def test_seventy_thousand_tokens(kernel: str) -> None:
     q, cache, slots, lens, *rest = scenario.arguments(64, heads_of(kernel, 64), CUDA, 3)
     tokens = 70_000
@@ -265,7 +266,7 @@ def test_both_ends_are_fused_for_any_number_of_heads(heads: int) -> None:
             assert_same(kernel(args, splits, **options), want, lse=NORMED_LSE, turned=layout.ROPE_DIM)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", FOR_MANY)
 def test_a_row_does_not_depend_on_its_batch(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = [*on_gpu(sample(300, heads_of(kernel, 64), window=128, extra=512, fmt="fp8_ds_mla", **BF16))]
     turn = rope(300)

@@ -10,6 +10,7 @@ from dsv4_compile import layout
 from dsv4_compile.kernels import sparse_mla_decode_few_hopper as few
 from dsv4_compile.kernels import sparse_mla_decode_hopper as hopper
 from dsv4_compile.kernels import sparse_mla_decode_portable as portable
+from dsv4_compile.kernels import sparse_mla_decode_small_hopper as small
 from dsv4_compile.kernels.sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, outputs, quantized_outputs
 from dsv4_compile.testing import strided
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
@@ -99,6 +100,31 @@ def test_the_kernel_for_few_heads_compiles_with_its_registers(heads: int, splits
     assert kernel.asm["ptx"].count("setmaxnreg") >= 4
     # Rows of the products are keys: as many columns as heads, rounded up.
     assert f"m64n{few.shape_of(heads).block_h}k16" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize(("heads", "splits", "kind"), [(64, 1, "quantised"), (100, 3, "fused")])
+def test_the_kernel_for_few_tokens_is_small_and_waits_for_the_one_in_front(heads: int, splits: int, kind: str) -> None:
+    q, sources = torch.zeros(2, heads, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
+    fusion = fusion_of(kind, heads)
+    assert small.hopper_refuses(q, *sources, "fp8_ds_mla", None, fusion) == ""
+    with compiled_for(TARGETS["sm_90"]) as compiled:
+        small.launch_hopper(q, *sources, 0.1, None, GPUS["sm_90"][0], splits, fusion=fusion, into=results_of(q, fusion))
+    kernel = compiled[0]
+    assert kernel.metadata.launch_pdl and kernel.asm["ptx"].count("griddepcontrol.wait") == 1
+    # Two programs, or one beside one of a projection, share a processor.
+    assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 // 2
+    with compiled_for(TARGETS["sm_90"]) as compiled:
+        hopper.launch_hopper(
+            q, *sources, 0.1, None, GPUS["sm_90"][0], splits, fusion=fusion, into=results_of(q, fusion)
+        )
+    assert len(machine_code(kernel)) < len(machine_code(compiled[0])) / 2
+
+
+def test_the_kernel_for_few_tokens_leaves_many_to_the_others() -> None:
+    sources = sources_of("fp8_ds_mla", torch.bfloat16)
+    q = torch.zeros(64, 64, 512, dtype=torch.bfloat16)
+    assert "blocks of" in small.hopper_refuses(q, *sources, "fp8_ds_mla", None)
+    assert "more tokens" in small.hopper_refuses(q[:1], *sources, "fp8_ds_mla", None, Fusion(batch_invariant=True))
 
 
 def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> None:
