@@ -23,7 +23,8 @@ from .._compat import CustomGraphPass, device_architecture, run_graph_pass, trit
 from ..lowering import registry
 from ..options import Options
 from . import merging
-from .nodes import describe, public_op, retarget
+from .nodes import describe, public_op
+from .rewrite import retarget
 
 MEASURED_WITHIN = 2.0
 """How much larger or smaller than a call the size may be whose time is reported with it."""

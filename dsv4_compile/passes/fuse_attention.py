@@ -16,7 +16,8 @@ from torch.fx import Graph
 from ..decisions import Fusion, record
 from ..ops._define import OPS
 from .merging import Apart, Merger, inputs_before
-from .nodes import OpNode, called, erase, insert, item, read, replace, source_of, walk
+from .nodes import OpNode, called, read, source_of, walk
+from .rewrite import erase, insert, item, replace
 from .split_insert import BOTH, KV_HALF, Q_HALF, as_half, half, split
 
 ATTENTION, QUANTISED = "sparse_mla_decode", "sparse_mla_decode_quant"

@@ -14,7 +14,8 @@ from torch.fx import Graph, Node
 from ..decisions import record
 from ..ops._define import OPS
 from .merging import Apart, Merger, inputs_before
-from .nodes import OpNode, called, erase, insert, item, read, replace, walk
+from .nodes import OpNode, called, read, walk
+from .rewrite import erase, insert, item, replace
 
 SELECT, MAP, INTO = "indexer_logits_topk", "global_topk", "indexer_topk_slots"
 QUERIES, CAST = "indexer_q_rope_quant", "convert_element_type"

@@ -1,4 +1,4 @@
-"""dsv4 op nodes of a functional graph: how to read one, and how to put another in its place.
+"""dsv4 op nodes of a functional graph: how to read one. rewrite.py puts others in their place.
 
 An op that mutates nothing is called as it is. One that writes caches is an auto_functionalized_v2 node: it takes each
 cache in its old version, as a base and a view of it, and returns what the op returns, then the new version of every
@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from .._compat import OpOverload, clone_preserve_strides, codegen_of, device_architecture
+from .._compat import OpOverload, codegen_of, device_architecture
 from ..decisions import Call
 
-_V2 = torch.ops.higher_order.auto_functionalized_v2
-FUNCTIONALIZED = (torch.ops.higher_order.auto_functionalized, _V2)
-_BASES = "_all_bases"
+FUNCTIONALIZED_V2 = torch.ops.higher_order.auto_functionalized_v2
+FUNCTIONALIZED = (torch.ops.higher_order.auto_functionalized, FUNCTIONALIZED_V2)
+BASES = "_all_bases"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -63,7 +63,7 @@ class OpNode:
 
     def versions(self, argument: str) -> list[Node]:
         """Nodes that stand for the buffer of cache `argument` as the op leaves it."""
-        bases: Any = self.node.kwargs[_BASES]
+        bases: Any = self.node.kwargs[BASES]
         position = bases.index(self.arguments[argument].base)
         return _items(self.node, max(1, len(self.op._schema.returns)) + position)
 
@@ -116,7 +116,7 @@ def read(node: Any) -> OpNode | None:
 def _cache(node: Node, name: str) -> Cache | None:
     prefix = f"_{name}_"
     view: dict[str, Any] = {k.removeprefix(prefix): v for k, v in node.kwargs.items() if k.startswith(prefix)}
-    index, bases = view.pop("base_index"), dict[str, Any](node.kwargs)[_BASES]
+    index, bases = view.pop("base_index"), dict[str, Any](node.kwargs)[BASES]
     return None if index is None else Cache(bases[index], view)
 
 
@@ -175,90 +175,9 @@ def where(node: Node) -> str:
     return ":".join(frames[-1]) if frames else ""
 
 
-def retarget(node: Node, op: OpOverload) -> None:
-    """Make `node` call `op`, which has the schema of the op it calls now."""
-    if node.target in FUNCTIONALIZED:
-        node.args = (op, *node.args[1:])
-    else:
-        node.target = op
-
-
-def insert(graph: Graph, op: OpOverload, arguments: Mapping[str, Any], values: Any, like: Node) -> OpNode:
-    """A node in front of the graph's insertion point that calls `op`; where a `Cache` is given, functionalised.
-
-    Args:
-        arguments: by schema name; those left out take their defaults.
-        values: fake values of the op's results: one, or a tuple.
-        like: the node whose place in the user's code the new one takes over.
-    """
-    written = written_by(op)
-    if written:
-        node = _insert_functional(graph, op, arguments, values, written)
-    else:
-        node = graph.call_function(op, _positional(op, arguments))
-        node.meta["val"] = values
-    node.meta["eager_input_vals"] = value_of((node.args, node.kwargs))
-    for name in ("stack_trace", "source_fn_stack", "from_node", "seq_nr"):
-        if name in like.meta:
-            node.meta[name] = like.meta[name]
-    found = read(node)
-    assert found is not None
-    return found
-
-
-def _positional(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """`arguments` in the order of the schema, up to the last one that is given."""
-    declared = op._schema.arguments
-    last = max(index for index, a in enumerate(declared) if a.name in arguments)
-    return tuple(arguments.get(a.name, a.default_value) for a in declared[: last + 1])
-
-
-def _insert_functional(
-    graph: Graph, op: OpOverload, arguments: Mapping[str, Any], values: Any, written: Sequence[str]
-) -> Node:
-    caches = {name: arguments.get(name) for name in written}
-    bases = list(dict.fromkeys(cache.base for cache in caches.values() if cache is not None))
-    # torch hands every argument over by name, defaults included.
-    given = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
-    kwargs = {name: value for name, value in {**given, **arguments}.items() if name not in caches}
-    for name, cache in caches.items():
-        kwargs[f"_{name}_base_index"] = None if cache is None else bases.index(cache.base)
-        kwargs |= {f"_{name}_{key}": value for key, value in (cache.view if cache is not None else {}).items()}
-    node = graph.call_function(_V2, (op,), {**kwargs, _BASES: bases})
-    results = values if isinstance(values, tuple) else (values,)
-    node.meta["val"] = (*results, *(_next_version(base.meta["val"]) for base in bases))
-    return node
-
-
-def _next_version(value: Any) -> Any:
-    """A fake like `value` in storage of its own: torch 2.11 would take its readers for those of `value`, and copy."""
-    with value.fake_mode:
-        return clone_preserve_strides(value)
-
-
-def item(graph: Graph, node: Node, index: int) -> Node:
-    """Result `index` of `node`, behind the insertion point."""
-    found = graph.call_function(operator.getitem, (node, index))
-    found.meta["val"] = node.meta["val"][index]
-    return found
-
-
 def walk(graph: Graph, op: str) -> Iterator[OpNode]:
     """Calls of the dsv4 op named `op` in graph order, taken before the graph is changed."""
     for node in list(graph.nodes):
         found = read(node)
         if found is not None and found.name == op:
             yield found
-
-
-def replace(old: Sequence[Node], new: Node) -> None:
-    """Let `new` stand wherever one of `old` did."""
-    for node in old:
-        node.replace_all_uses_with(new)
-
-
-def erase(graph: Graph, call: OpNode) -> None:
-    """Remove `call`, whose results nobody uses any more, and the nodes that stood for them."""
-    for user in list(call.node.users):
-        graph.erase_node(user)
-    graph.erase_node(call.node)

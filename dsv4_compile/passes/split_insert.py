@@ -8,7 +8,8 @@ from typing import Any
 from torch.fx import Graph
 
 from ..ops._define import OPS
-from .nodes import OpNode, erase, insert, item, replace
+from .nodes import OpNode
+from .rewrite import erase, insert, item, replace
 
 BOTH = "q_norm_rope_kv_insert"
 Q_HALF, KV_HALF = "q_norm_rope", "kv_rope_insert"
