@@ -174,10 +174,10 @@ def byte_pages(cache: torch.Tensor, fmt: str, block_size: int) -> torch.Tensor:
     """
     layout = PAGE_LAYOUTS[fmt]
     width = layout.data + layout.scale
-    got = f"shape {tuple(cache.shape)}, strides {cache.stride()}, dtype {cache.dtype}, block_size {block_size}"
     if cache.dtype is torch.uint8 and cache.stride(-1) == 1:
         if cache.dim() == 2 and cache.shape[1] == layout.page_bytes(block_size):
             return cache
         if cache.dim() == 3 and cache.shape[1:] == (block_size, width) and cache.stride(1) == width:
             return cache.flatten(1)
+    got = f"shape {tuple(cache.shape)}, strides {cache.stride()}, dtype {cache.dtype}, block_size {block_size}"
     fail("E203", got=got, fix=f"pass uint8 [P, {layout.page_bytes(block_size)}] with pages stride(0) bytes apart")

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
+from .._compat import device_architecture
 from ..layout import ROPE_DIM, V32_LATENT_DIM, V32_NOPE_HEAD_DIM
 from ..reference.rope import apply_rope
-from .facts import LayerShape
+from .facts import Demand, LayerShape
 from .flashinfer_v32 import FlashInferMLASparseAttention, FlashInferMLASparseMetadata
+from .registry import select
+from .v32_indexer import DeepseekV32Indexer, DeepseekV32IndexerMetadata
 
 
 class DeepseekV32SparseAttention(nn.Module):
@@ -17,11 +20,12 @@ class DeepseekV32SparseAttention(nn.Module):
 
     The up-projection `kv_b_proj` never meets a cached token: its key half is multiplied into the query, its value half
     into the result. Parameters have the names and shapes of DeepSeek-V3.2's checkpoints. Which tokens are attended is
-    the indexer's answer, and the indexer is the caller's.
+    the indexer's answer: that of `indexer`, or with None the caller's own.
 
     Args:
+        indexer: `v32_indexer.DeepseekV32Indexer` of the same hidden size and query latent.
         scale: of the scores; None = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5, without YaRN's correction.
-        engine: see `protocol.ENGINES`.
+        engine: see `facts.ENGINES`. `library` is refused with E302 where `FLASHINFER_MLA_SPARSE` cannot serve.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class DeepseekV32SparseAttention(nn.Module):
         qk_rope_head_dim: int = ROPE_DIM,
         v_head_dim: int = 128,
         scale: float | None = None,
+        indexer: DeepseekV32Indexer | None = None,
         eps: float = 1e-6,
         engine: str = "dsv4",
         dtype: torch.dtype = torch.bfloat16,
@@ -64,6 +69,9 @@ class DeepseekV32SparseAttention(nn.Module):
             window=0,
             value_dim=kv_lora_rank,
         )
+        self.indexer = indexer
+        if engine == "library":
+            _check_library(shape, qk_nope_head_dim, dtype, self.o_proj.weight.device, indexer)
         self.attention = FlashInferMLASparseAttention(shape, engine, qk_nope_head_dim)
 
     def forward(
@@ -73,14 +81,18 @@ class DeepseekV32SparseAttention(nn.Module):
         cos_sin_cache: Tensor,
         kv_cache: Tensor,
         metadata: FlashInferMLASparseMetadata,
-        topk_indices: Tensor,
+        topk_indices: Tensor | None = None,
+        index_cache: Tensor | None = None,
+        index_metadata: DeepseekV32IndexerMetadata | None = None,
     ) -> Tensor:
-        """Attend T tokens and write their rows into the cache.
+        """Attend T tokens and write their rows into the cache, and into the indexer's where there is one.
 
         Args:
             hidden: `[T, hidden]`. positions: int `[T]`.
             cos_sin_cache: float32 `[max_pos, rope]`, see reference/rope.py.
-            kv_cache: `[P, S, latent + rope]`, updated in place. topk_indices: see the attention's `forward`.
+            kv_cache: `[P, S, latent + rope]`, updated in place.
+            topk_indices: see the attention's `forward`; of a layer without an indexer.
+            index_cache, index_metadata: see the indexer's `forward`; of a layer with one.
         Returns:
             `[T, hidden]`.
         """
@@ -100,8 +112,30 @@ class DeepseekV32SparseAttention(nn.Module):
         q = self.q_b_proj(qr).unflatten(-1, (self.num_heads, self.nope + self.rope))
         nope, rotated = q.split((self.nope, self.rope), dim=-1)
         rotated = apply_rope(rotated, positions, cos_sin_cache).to(q.dtype)
+        if self.indexer is not None:
+            assert index_cache is not None and index_metadata is not None
+            topk_indices = self.indexer(hidden, qr, positions, cos_sin_cache, index_cache, index_metadata)
         up = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
         absorbed = torch.einsum("thn,hnc->thc", nope, up[:, : self.nope])
         out = self.attention((absorbed, rotated), kv_cache, metadata, topk_indices)
         values = torch.einsum("thc,hvc->thv", out, up[:, self.nope :])
         return self.o_proj(values.flatten(1))
+
+
+def _check_library(
+    shape: LayerShape, nope: int, dtype: torch.dtype, device: torch.device, indexer: DeepseekV32Indexer | None
+) -> None:
+    """E302 with the reason where flashinfer cannot attend such a layer."""
+    demand = Demand(
+        model_type="deepseek_v32",
+        head_size=shape.head_size,
+        num_heads=shape.num_heads,
+        dtype=dtype,
+        block_size=64,
+        index_topk=2048 if indexer is None else indexer.topk,
+        has_sink=False,
+        qk_nope_head_dim=nope,
+        architecture=device_architecture(device),
+        engine="library",
+    )
+    select("FLASHINFER_MLA_SPARSE", demand)

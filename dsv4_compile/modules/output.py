@@ -83,7 +83,7 @@ def project_output(
     rotated = torch.ops.dsv4.inv_rope(out, positions, cos_sin)
     if path == "fp8_rounded":
         return _quantised(*quantize_groups(rotated, groups), out, wo_a, wo_b)
-    weight = wo_a.weight
+    weight: Tensor = wo_a.weight
     if isinstance(wo_a, Fp8Linear):
         weight = dequantize_weight(weight, wo_a.scale).to(out.dtype)
     latent: Tensor = wo_b(torch.ops.dsv4.grouped_linear(rotated.flatten(1), weight, groups))

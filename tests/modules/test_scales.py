@@ -20,8 +20,8 @@ def rows_of(cache: Tensor, scale: float) -> Tensor:
     return cache.view(torch.float8_e4m3fn).float() * scale if cache.dtype is torch.uint8 else cache.float()
 
 
-@pytest.mark.parametrize("scale", [0.0625, 1.0, 3.0])
-@pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
+@pytest.mark.parametrize("scale", [0.0625, 3.0])
+@pytest.mark.parametrize("kind", ["csa", "hca"])
 @pytest.mark.parametrize("name", ["DSV4_PAGED", "FLASHINFER_MLA_SPARSE_DSV4"])
 def test_cache_scale_reaches_every_row_and_every_reader(name: str, kind: str, scale: float, seed: int) -> None:
     rng = random.Random(seed)
