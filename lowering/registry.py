@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 MODULES = (
     "compress_norm_rope_insert",
     "compressed_slot_mapping",
+    "fp8_linear",
     "fused_q_kv_rmsnorm",
     "global_topk",
     "indexer_q_rope_quant",
