@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -26,6 +27,8 @@ from .v4 import DeepseekV4Metadata, Inputs, decode_tokens, prefill_tokens, prefi
 from .workspace import Workspace
 
 WORKSPACE_BYTES = 128 * 2**20
+STORAGE_OFFSETS = "sparse_indices_are_storage_offsets"
+"""Argument of newer versions of flashinfer."""
 
 
 class DeepseekV4FlashInferMLASparseBackend(AttentionBackend):
@@ -204,14 +207,14 @@ def _attend(
     bmm2_scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`trtllm_batch_decode_sparse_mla_dsv4`: caches `[P, 1, S, D]` in q's dtype, everything else contiguous."""
+    """`trtllm_batch_decode_sparse_mla_dsv4`: caches `[P, 1, S, D]` in q's dtype, everything but pages contiguous."""
 
     def pages(cache: Tensor) -> Tensor:
         return (cache.view(torch.float8_e4m3fn) if cache.dtype is torch.uint8 else cache)[:, None]
 
-    flashinfer_mla = importlib.import_module("flashinfer.mla")
+    attend = importlib.import_module("flashinfer.mla").trtllm_batch_decode_sparse_mla_dsv4
     out = q.new_empty(q.shape, dtype=torch.bfloat16)
-    flashinfer_mla.trtllm_batch_decode_sparse_mla_dsv4(
+    attend(
         query=q.contiguous(),
         swa_kv_cache=pages(window_cache),
         workspace_buffer=flashinfer_workspace(q.device),
@@ -225,8 +228,23 @@ def _attend(
         sinks=sinks,
         cum_seq_lens_q=cum_seq_lens_q,
         max_q_len=max_q_len,
+        **_page_options(attend, window_cache, compressed_cache),
     )
     return out
+
+
+def _page_options(attend: Callable[..., Any], *caches: Tensor) -> dict[str, bool]:
+    """What `attend` must be told of caches whose pages have gaps between them: that slots count rows, not storage."""
+    if all(cache.is_contiguous() for cache in caches):
+        return {}
+    check(
+        STORAGE_OFFSETS in inspect.signature(attend).parameters,
+        "E203",
+        got=f"pages {', '.join(str(cache.stride(0)) for cache in caches)} elements apart, with gaps, for flashinfer",
+        why=f"without {STORAGE_OFFSETS} the library does not say which rows it reads of them",
+        fix="allocate contiguous caches, or install flashinfer 0.7",
+    )
+    return {STORAGE_OFFSETS: False}
 
 
 @_attend.register_fake

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
+from ..errors import check
 from ..layout import ROPE_DIM, V32_HEAD_DIM, V32_LATENT_DIM, V32_NOPE_HEAD_DIM
 from ..reference.batch import token_requests
 from .common import CommonAttentionMetadata
@@ -184,6 +185,13 @@ def _attend(
     value_dim: int,
 ) -> Tensor:
     """`trtllm_batch_decode_with_kv_cache_mla` with a sparse top-k: one query row per batch row."""
+    check(
+        kv_cache.is_contiguous(),
+        "E203",
+        got=f"pages {kv_cache.stride(0)} elements apart, with gaps, for flashinfer",
+        why="a sparse top-k counts rows, and the library does not say which it reads of such pages",
+        fix="allocate a contiguous cache",
+    )
     flashinfer_decode = importlib.import_module("flashinfer.decode")
     width = indices.shape[1]
     out = flashinfer_decode.trtllm_batch_decode_with_kv_cache_mla(

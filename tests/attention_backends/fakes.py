@@ -147,7 +147,10 @@ class FlashInfer:
         sinks: Tensor | None = None,
         cum_seq_lens_q: Tensor | None = None,
         max_q_len: int | None = None,
+        sparse_indices_are_storage_offsets: bool | None = None,
     ) -> Tensor:
+        dense = swa_kv_cache.is_contiguous() and compressed_kv_cache.is_contiguous()
+        assert sparse_indices_are_storage_offsets is (None if dense else False)
         tokens, heads, requests = query.shape[0], query.shape[1], seq_lens.shape[0]
         assert heads in HEADS and cum_seq_lens_q is not None and max_q_len is not None and sinks is not None
         assert query.dtype in (torch.bfloat16, torch.float8_e4m3fn)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsv4_compile.errors import InputError
 from dsv4_compile.testing import assert_bitwise, assert_close
@@ -103,6 +105,27 @@ def test_flashinfer_refuses_queries_of_another_dtype_than_its_caches(seed: int) 
     *arguments, _ = layer.arguments(case)
     with pytest.raises(InputError, match="set_scales"):
         layer.module(*arguments, scale)
+
+
+def test_flashinfer_gets_no_gaps_between_pages_that_it_does_not_know(
+    flashinfer: FlashInfer, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    new = flashinfer.trtllm_batch_decode_sparse_mla_dsv4
+
+    def old(
+        *, query: Tensor, sinks: Tensor, cum_seq_lens_q: Tensor, max_q_len: int, out: Tensor, **rest: Tensor
+    ) -> Tensor:
+        return new(query=query, sinks=sinks, cum_seq_lens_q=cum_seq_lens_q, max_q_len=max_q_len, out=out, **rest)
+
+    way = Way("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16", 4, "mixed", "library")
+    case = case_of(random.Random(seed), way)
+    layer = Layer(way, case)
+    q, window, main, *others = layer.arguments(case)
+    monkeypatch.setattr(sys.modules["flashinfer.mla"], new.__name__, old)
+    with torch.inference_mode():
+        with pytest.raises(InputError, match="sparse_indices_are_storage_offsets"):
+            layer.module(q, window, main, *others)
+        assert_close(layer.module(q, window.contiguous(), main.contiguous(), *others), case.expected())
 
 
 def test_scales_belong_to_fp8_caches(seed: int) -> None:

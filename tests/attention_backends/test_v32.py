@@ -14,6 +14,7 @@ from dsv4_compile.attention_backends import CommonAttentionMetadata
 from dsv4_compile.attention_backends.flashinfer_v32 import FlashInferMLASparseMetadataBuilder
 from dsv4_compile.attention_backends.v32_layer import DeepseekV32SparseAttention
 from dsv4_compile.config import Rope
+from dsv4_compile.errors import InputError
 from dsv4_compile.rope_tables import cos_sin_cache
 from dsv4_compile.testing import assert_bitwise, assert_close
 from dsv4_compile.testing.batch import random_table, row, slot, table_tensor
@@ -64,6 +65,9 @@ def test_library_and_ops_agree_to_the_bit(flashinfer: FlashInfer, seed: int) -> 
     ours, theirs = (V32Layer(case, engine) for engine in ("dsv4", "library"))
     assert_bitwise(ours.module(*ours.arguments(case)), theirs.module(*theirs.arguments(case)))
     assert flashinfer.calls == [(case.batch.num_tokens, TOPK)]
+    q, _, *others = theirs.arguments(case)
+    with pytest.raises(InputError, match="with gaps"):
+        theirs.module(q, case.cache, *others)
 
 
 def test_metadata_is_exact_and_stays_where_it_is(seed: int) -> None:

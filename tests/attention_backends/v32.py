@@ -84,4 +84,6 @@ class V32Layer:
     def arguments(self, case: V32Case) -> tuple[Any, ...]:
         """What `module` is called with."""
         q, cache, topk = (tensor.to(self.device) for tensor in (case.q, case.cache, case.topk_indices()))
+        if self.module.engine == "library":
+            cache = cache.contiguous()
         return q, cache, self.metadata(case), topk
