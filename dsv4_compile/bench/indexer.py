@@ -263,4 +263,5 @@ def problems(
                 reference=REFERENCES[case.op],
                 implementations=ways,
                 published={},
+                split=case.op in SCORES,
             )

@@ -32,6 +32,7 @@ class Problem:
         differs: as `gate.disagreement`, for results whose rounding is not defined to the bit.
         cold: whether a time with the data out of the cache is wanted.
         alike: how many of what `cost` counts one call does, one after the other; times and launches are those of one.
+        split: whether the time of each of its kernels is worth keeping too.
         details: what else is worth keeping of an implementation that was timed on a GPU, found by further calls;
             launches are then left to it. Keys may be added until the scenario is over.
         clock: "" for graph replays on a GPU, "stream" for calls in a row, host time included: for what captures itself.
@@ -49,6 +50,7 @@ class Problem:
     cold: bool = True
     clock: str = ""
     alike: int = 1
+    split: bool = False
     details: Callable[[Callable[[], Any]], dict[str, Any]] | None = None
 
 

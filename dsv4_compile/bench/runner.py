@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import costs, progress, proven
-from . import gate, timing
+from . import gate, nodes, timing
 from .problem import Only, Problem, keep
 from .record import Record, environment
 
@@ -138,6 +138,7 @@ def rows_of(
         # What captures itself holds memory of its own, and says so in its details.
         memory = timing.memory(once, device) if details is None else None
         launches = None if details is not None else timing.launches(once, device)
+        kernels = _kernels(once) if problem.split and device.type == "cuda" else {}
         yield row | {
             "us": round(result.us / problem.alike, 3),
             "cold_us": None if result.cold_us is None else round(result.cold_us / problem.alike, 3),
@@ -148,7 +149,16 @@ def rows_of(
             "note": "",
             **({} if memory is None else {"result_bytes": memory[0], "temporary_bytes": memory[1]}),
             **({} if details is None else {"details": details}),
+            **({"kernels_us": kernels} if kernels else {}),
         }
+
+
+def _kernels(call: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of each kernel of a call whose arguments are in the cache; without what a launch takes."""
+    found: dict[str, float] = {}
+    for node in nodes.nodes(call):
+        found[node.name] = round(found.get(node.name, 0.0) + node.us, 3)
+    return found
 
 
 def _rates(row: dict[str, Any], problem: Problem, machine: costs.Machine) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Any
 Row = dict[str, Any]
 AXIS = "tokens"
 """The column that runs down a block and along a picture."""
+_FEW_KERNELS = 4
 _NOT_PARAMS = {"op", "impl", "published_us", "us", "cold_us", "clock", "sets", "launches", "status", "note"}
 _NOT_PARAMS |= {"elements", "bytes", "flops", "floor_us", "gb_s", "of_copy", "tflop_s", "details"}
-_NOT_PARAMS |= {"result_bytes", "temporary_bytes"}
+_NOT_PARAMS |= {"result_bytes", "temporary_bytes", "kernels_us"}
 
 
 def render(record: dict[str, Any]) -> str:
@@ -68,7 +69,7 @@ def _notes(rows: list[Row]) -> list[str]:
 
 
 def _details(rows: list[Row]) -> list[str]:
-    """What was found beside times: numbers on a line for each row, then stages beside their floors."""
+    """What was found beside times: numbers on a line for each row, stages beside their floors, and kernels."""
     lines = []
     for row in rows:
         facts: dict[str, Any] = row.get("details", {})
@@ -77,6 +78,10 @@ def _details(rows: list[Row]) -> list[str]:
         if stages := facts.get("stages"):
             each = (f"{name} {stage['us']:.1f} ({stage['floor_us']:.1f})" for name, stage in stages.items())
             lines.append(f"    us (floor): {', '.join(each)}")
+        # Of something that is compared to a kernel of ours, a few; what is made of many is not.
+        if 1 < len(kernels := row.get("kernels_us", {})) <= _FEW_KERNELS:
+            each = (f"{name} {us:.2f}" for name, us in kernels.items())
+            lines.append(f"  {row['impl']}, {row[AXIS]}: us in the cache of {', '.join(each)}")
     return lines
 
 

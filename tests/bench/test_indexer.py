@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.bench import Problem, gate, indexer, indexer_tiles
+from dsv4_compile.bench import Problem, gate, indexer, indexer_tiles, nodes, runner, table
 from dsv4_compile.ops._define import OPS
 from dsv4_compile.ops._kernels import KERNELS
 from dsv4_compile.reference import indexer_logits_topk as score
@@ -90,3 +90,13 @@ def test_tiles_are_arguments_of_the_launchers() -> None:
             for name, value in tile.items():
                 assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
                 assert isinstance(value, int) or all(n & (n - 1) == 0 for n in value[:2])
+
+
+def test_kernels_of_a_call_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [nodes.Node("score", 1.5), nodes.Node("select", 2.25), nodes.Node("score", 1.0)]
+    monkeypatch.setattr(nodes, "nodes", lambda call: found)
+    kernels = runner._kernels(lambda: None)
+    assert kernels == {"score": 2.5, "select": 2.25}
+    row = {"op": "indexer_topk_slots", "tokens": 8, "impl": "triton", "us": 5.0, "published_us": {}, "launches": 2}
+    row |= {"note": "", "gb_s": 1.0, "of_copy": 0.1, "clock": "cuda graph", "kernels_us": kernels}
+    assert "triton, 8: us in the cache of score 2.50, select 2.25" in table._block("indexer_topk_slots", [row])
