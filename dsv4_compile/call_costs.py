@@ -118,6 +118,38 @@ def _attended(call: _Call) -> dict[str, int]:
     return q | {"K": keys} | call.row(q["D"], "q")
 
 
+def _ragged(call: _Call) -> dict[str, int]:
+    """Of slots as lists: as many keys a token as there are in the mean."""
+    q, keys = call.of_heads("q"), call.dims("indices")[0]
+    if call.arguments.get("extra_indices") is not None:
+        keys += call.dims("extra_indices")[0]
+    found = q | {"K": layout.cdiv(keys, max(1, q["T"]))}
+    return found | ({"S": call.dims("kv")[0]} if "kv" in call.arguments else call.row(q["D"], "q"))
+
+
+def _latent(call: _Call) -> dict[str, int]:
+    q = call.of_heads("q")
+    return q | {"K": call.dims("indices")[-1], "N": call.arguments["value_dim"], "row": q["D"] * q["e"]}
+
+
+def _gathered(call: _Call) -> dict[str, int]:
+    """Of gathered keys, which every token may score."""
+    q, keys = call.of_heads("q"), call.dims("k")[0]
+    if call.arguments["cache_format"] == "indexer_mxfp4":
+        q["D"] *= 2  # two codes a byte
+    return q | {"L": keys, "C": keys, "K": call.arguments["topk"]} | call.row(q["D"], "q")
+
+
+def _indices(name: str) -> Callable[[_Call], dict[str, int]]:
+    """Sizes of `[T, ..., K]` indices, and of the window where there is one."""
+
+    def sizes(call: _Call) -> dict[str, int]:
+        dims = call.dims(name)
+        return {"T": dims[0], "K": dims[-1], "W": call.arguments.get("window", 0)}
+
+    return sizes
+
+
 def _product(x: str, weight: str, scale: str = "") -> Callable[[_Call], dict[str, int]]:
     """Sizes of a product, whether groups are a dim of x or not."""
 
@@ -152,10 +184,23 @@ _SIZES: Mapping[str, Callable[[_Call], dict[str, int]]] = {
     "indexer_logits": _scored,
     "indexer_logits_topk": _scored,
     "indexer_topk_slots": _scored,
-    "global_topk": lambda call: dict(zip(("T", "K"), call.dims("topk_indices"), strict=True)),
+    "indexer_logits_topk_ragged": _gathered,
+    "global_topk": _indices("topk_indices"),
+    "global_topk_ragged": _indices("topk_indices"),
+    "ragged_from_dense": _indices("indices"),
+    "combine_topk_swa": _indices("topk_indices"),
+    "combine_topk_swa_ragged": _indices("topk_indices"),
+    "convert_req_index": _indices("token_indices"),
+    "compressed_slot_mapping": lambda call: {"T": call.dims("slot_mapping")[0]},
+    "swa_metadata": lambda call: {"T": call.dims("slot_mapping")[0], "W": call.arguments["window"]},
+    "prefill_gather_lens": lambda call: {"R": call.dims("seq_lens")[0]},
+    "advance": lambda call: {"R": call.dims("num_new")[0]},
     "sparse_mla_decode": _attended,
     "sparse_mla_decode_out": _attended,
     "sparse_mla_decode_quant": _attended,
+    "sparse_mla_decode_latent": _latent,
+    "sparse_mla_decode_ragged": _ragged,
+    "sparse_mla_prefill_ragged": _ragged,
     "sparse_mla_prefill": lambda call: call.of_heads("q") | {"K": call.dims("indices")[-1], "S": call.dims("kv")[0]},
 }
 

@@ -65,4 +65,17 @@ def test_a_layer_of_ratio_4_pays_for_both_its_compressors() -> None:
 
 
 def test_an_op_without_known_costs_has_none() -> None:
-    assert call_costs.of("advance", {}) is None
+    assert call_costs.of("batch_metadata", {}) is None
+
+
+def test_lists_of_slots_count_with_their_mean_length_and_gathered_keys_with_all_of_them() -> None:
+    q, indices = torch.empty(3, 64, 512, dtype=torch.bfloat16), torch.empty(300, dtype=torch.int32)
+    arguments = {"q": q, "indices": indices, "cache_format": "fp8_ds_mla", "extra_indices": None}
+    row = layout.FP8_DS_MLA.page_bytes(1)
+    assert call_costs.of("sparse_mla_decode_ragged", arguments) == costs.of(
+        "sparse_mla_decode_ragged", T=3, H=64, D=512, K=100, row=row
+    )
+    keys = {"q": torch.empty(3, 64, 64, dtype=torch.uint8), "k": torch.empty(900, 64), "cache_format": "indexer_mxfp4"}
+    assert call_costs.of("indexer_logits_topk_ragged", keys | {"topk": 512}) == costs.of(
+        "indexer_logits_topk_ragged", T=3, H=64, D=128, C=900, L=900, K=512, row=costs.row_bytes("indexer_mxfp4", 128)
+    )

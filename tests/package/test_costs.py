@@ -32,6 +32,10 @@ def moved(op: str, args: tuple[Any, ...], *read: int) -> int:
     return size(*(args[i] for i in read), *results(op, args))
 
 
+def test_every_op_has_a_cost() -> None:
+    assert set(costs.names()) == set(OPS)
+
+
 @pytest.mark.parametrize("op", costs.names())
 def test_costs_are_of_ops_and_grow_with_their_sizes(op: str) -> None:
     assert op in OPS
