@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsv4_compile.cache import LayerCache
 from dsv4_compile.errors import DSV4Error
 from dsv4_compile.metadata import BatchSplit, BlockTables, split_decodes_and_prefills
-from dsv4_compile.modules.prefill import PrefillStep, plan_prefill, prefill_attention, prefill_topk
+from dsv4_compile.modules.prefill import prefill_attention, prefill_topk
+from dsv4_compile.modules.prefill_plan import PrefillStep, plan_prefill
 from dsv4_compile.testing import assert_bitwise, assert_close, hf_layer, poison_, refuse_synchronization
 from tests.modules.engine import KINDS, Engine, our_layer
 
