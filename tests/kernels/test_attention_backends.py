@@ -1,0 +1,62 @@
+"""Conformance of the attention backends on the kernels, which the interpreter runs in the place of a GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_compile.attention_backends import get_backend
+from dsv4_compile.ops._define import OPS, checked
+from dsv4_compile.ops._kernels import KERNELS, launcher, refusal
+from dsv4_compile.testing import assert_close
+from dsv4_compile.testing.batch import Batch
+from tests.attention_backends.record import FEW_KEYS
+from tests.attention_backends.systems import Way, any_case, any_layer, caches
+
+BATCH = Batch((1, 2, 4, 0), (140, 7, 9, 0), padding=1)
+ATTEND = {"DSV4_PAGED": {"sparse_mla_decode"}, "FLASHMLA_SPARSE_DSV4": {"sparse_mla_decode", "sparse_mla_prefill"}}
+ATTEND |= {"FLASHINFER_MLA_SPARSE_DSV4": {"sparse_mla_decode"}, "FLASHINFER_MLA_SPARSE": {"sparse_mla_decode_latent"}}
+ATTEND |= {"ROCM_FLASHMLA_SPARSE_DSV4": {"sparse_mla_decode_ragged", "sparse_mla_prefill_ragged"}}
+WAYS = [Way(name, word, 1 if name == "FLASHINFER_MLA_SPARSE" else 4) for name in ATTEND for word in caches(name)]
+
+
+@pytest.fixture
+def launched() -> Iterator[set[str]]:
+    """Every op on a CPU runs its kernel, unless that refuses; the names of those that were launched."""
+    names: set[str] = set()
+
+    def kernel(op: str) -> Any:
+        def run(*args: Any) -> Any:
+            refuses = refusal(op)
+            given = [*args, *(a.default_value for a in OPS[op]._schema.arguments[len(args) :])]
+            assert refuses is None or not refuses(*given), refuses(*given)
+            names.add(op)
+            return launcher(op)(*args)
+
+        return run
+
+    with torch.library._scoped_library("dsv4", "IMPL") as library:
+        for op in KERNELS:
+            if op in OPS:
+                library.impl(op, checked(None, kernel(op)), "CPU")
+        yield names
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_kernels_give_the_exact_answer(way: Way, launched: set[str], seed: int) -> None:
+    case = any_case(random.Random(seed), way, BATCH)
+    layer = any_layer(way, case)
+    with torch.inference_mode():
+        out = layer.module(*layer.arguments(case))
+    assert_close(out, case.expected(), FEW_KEYS)
+    assert ATTEND[way.name] <= launched
+
+
+def test_every_backend_is_here() -> None:
+    assert {way.name for way in WAYS} == set(ATTEND)
+    assert all(get_backend(name) for name in ATTEND)
