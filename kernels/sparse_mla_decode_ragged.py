@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import PAD_INDEX, cdiv
+from .early import early_launch, start
 from .sparse_mla_decode import sparse_mla_decode, sparse_mla_decode_refuses
 
 COLUMNS = 256
@@ -67,8 +68,10 @@ def dense_rows_kernel(
     blocks0,  # programs of a token that write the first list's row; the others write the second's
     blocks,  # programs of a token
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program p writes block p % blocks of token p // blocks, blocks of the first list in front."""
+    start(EARLY)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     if block < blocks0:
@@ -107,6 +110,7 @@ def dense_rows(
             programs,
             COLUMNS=COLUMNS,
             num_warps=2,
+            **early_launch(made[0][0].device),
         )
     return tuple(tensor for pair in made for tensor in pair)
 
