@@ -82,6 +82,21 @@ def test_fifty_batches_of_a_layer_run_one_graph(name: str, kv_cache_dtype: str, 
             assert_similar(out, eager.step(counts, hidden))
 
 
+@pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("way", library_ways(HERE, ("mixed",), ratios=(4,)), ids=str)
+def test_a_layer_on_its_library_is_the_layer(way: Way, compile_it: bool, seed: int) -> None:
+    rng, options = random.Random(seed), {"attention_backend": way.name, "kv_cache_dtype": way.kv_cache_dtype}
+    ours, theirs = (layer_of("csa", device="cuda", engine=engine, **options) for engine in ("dsv4", "library"))
+    plain, library = Serving(ours), Serving(theirs, compiled(theirs) if compile_it else None)
+    with torch.fx.experimental._config.patch(use_duck_shape=False):
+        for number in range(8):
+            counts = random_counts(rng)
+            hidden = torch.randn(sum(counts), CONFIG.hidden_size).bfloat16()
+            with torch._dynamo.config.patch(error_on_recompile=number > 0):
+                out = library.step(counts, hidden)
+            assert_similar(out, plain.step(counts, hidden))
+
+
 def test_fifty_batches_of_a_v32_layer_run_one_graph(seed: int) -> None:
     rng = random.Random(seed)
     layer = DeepseekV32SparseAttention(256, 8, q_lora_rank=128, device="cuda")
