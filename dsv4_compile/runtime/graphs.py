@@ -186,8 +186,7 @@ class CudaGraphs:
             with torch.cuda.stream(self._stream), warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 try:
-                    with OnCaptureStream(what, self.device.type):
-                        outputs = self._record(graph, call)
+                    outputs = self._record(graph, call, what)
                 except GraphError:
                     raise
                 except RuntimeError as fault:
@@ -201,10 +200,11 @@ class CudaGraphs:
         check(not empty, "E423", got=f"{what} launched nothing on {self.device}")
         return Capture(outputs, graph.replay, what)
 
-    def _record(self, graph: torch.cuda.CUDAGraph, call: Call) -> Any:
+    def _record(self, graph: torch.cuda.CUDAGraph, call: Call, what: str) -> Any:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            outputs = call()
+            with OnCaptureStream(what, self.device.type):  # not around the beginning, where torch seeds generators
+                outputs = call()
         except BaseException:
             with suppress(RuntimeError):  # the first error says more than "the capture is invalid"
                 self._end(graph)

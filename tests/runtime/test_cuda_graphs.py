@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dsv4_compile.errors import GraphError
 from dsv4_compile.runtime import Footprint, graphs
@@ -59,9 +60,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Notes:
 
     class Graph:
         def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+            assert _get_current_dispatch_mode() is None  # CUDA's own work, before a capture and after it
             notes.said.append(f"begin on {current[-1].name}, pool {pool}, {capture_error_mode}")
 
         def capture_end(self) -> None:
+            assert _get_current_dispatch_mode() is None
             notes.said.append("end")
             if notes.warning:
                 warnings.warn(notes.warning, stacklevel=1)
