@@ -12,7 +12,7 @@ import torch
 
 Call = Callable[[], Any]
 _REPEATS, _IN_A_ROW = 4, 5
-_LEAST, _MOST, _SECONDS = 100, 2000, 1.0
+_LEAST, _MOST, _SECONDS = 20, 2000, 1.0
 """Samples of host time, and how long to go on for more of them."""
 
 
