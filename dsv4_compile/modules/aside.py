@@ -22,10 +22,17 @@ from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from .linear import linear
 
 
-@functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The second stream of a device. Layers share it: each waits for its own part before the next one starts."""
-    return torch.cuda.Stream(device)
+    """The second stream of the current one. Layers share it: each waits for its own part before the next one starts."""
+    return _beside(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def _beside(device: torch.device, stream: int) -> torch.cuda.Stream:
+    while True:  # streams come from a small pool, in turn
+        found = torch.cuda.Stream(device)
+        if found.cuda_stream != stream:
+            return found
 
 
 @contextmanager
@@ -33,7 +40,7 @@ def aside(device: torch.device) -> Iterator[None]:
     """Launch on the second stream, behind all that the current one has been given so far.
 
     That first wait is also why memory allocated here needs no record of who reads it: whoever gets it next on this
-    stream starts behind everything that the other one did with it.
+    stream starts behind everything that the other one did with it. Hence a second stream for each.
     """
     if device.type != "cuda":
         yield
