@@ -1,12 +1,23 @@
-"""GPU tests run what they test, whether or not it has passed here before."""
+"""GPU tests run what they test, whether or not it has passed here before, and from a checkout that is not installed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 
 import pytest
 
 from dsv4_compile import proven
+
+
+def pytest_configure() -> None:
+    """Torch finds the backend by the entry point of an installed package."""
+    if not any(found.name == "dsv4" for found in entry_points(group="torch_dynamo_backends")):
+        from torch._dynamo import register_backend
+
+        from dsv4_compile.backend import dsv4
+
+        register_backend(dsv4, name="dsv4")
 
 
 @pytest.fixture(autouse=True)
