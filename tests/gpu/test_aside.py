@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4_compile.bench.decode_layers import Step
 from dsv4_compile.testing import assert_bitwise
 from tests.gpu.test_attention_backends import assert_similar, compiled, of_the_step
 from tests.modules.test_attention_backend import CONFIG, REQUESTS, Serving, layer_of
@@ -61,3 +62,15 @@ def test_captured_steps_wait_for_the_choice(name: str, kv_cache_dtype: str, comp
         expected: Any = plain.step([1] * REQUESTS, hidden)
         for out in outs:
             assert_bitwise(out, expected)
+
+
+def test_a_runner_captures_both_streams() -> None:
+    step = Step.build(CONFIG.with_layers(4, 4), False, 4, 512, torch.device("cuda")).aside()
+    runner = step.runner(step.compiled(backend="dsv4"), [1, 4])
+    for tokens in (1, 4):
+        hidden = torch.randn(tokens, CONFIG.hidden_size, device="cuda").bfloat16()
+        replayed = [out.clone() for out in step.replay(runner, tokens)(hidden)]
+        again = step.replay(runner, tokens)(hidden)
+        for ours, twice, called in zip(replayed, again, step.call(step.layers, tokens)(hidden), strict=True):
+            assert_bitwise(twice, ours)
+            assert_similar(ours, called)
