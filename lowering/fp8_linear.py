@@ -16,21 +16,9 @@ from ..decisions import Call, Decision
 from ..layout import ACT_AMAX_FLOOR, ACT_TILE
 from ..ops._define import OPS
 from .conditions import backend_lacks, decision
-from .ir_common import (
-    E4M3,
-    F32,
-    Expr,
-    Value,
-    const,
-    load_f32,
-    row_amax,
-    static,
-    to_e4m3,
-    ue8m0_byte,
-    ue8m0_inverse,
-    ue8m0_scale,
-)
+from .ir_common import E4M3, F32, Expr, Value, const, load_f32, row_amax, static
 from .ir_paging import Store, scatter, strided_view, uninitialized
+from .ir_quant import to_e4m3, ue8m0_byte, ue8m0_inverse, ue8m0_scale
 from .registry import lowers
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from .._compat import V, ir, make_fx, select_decomp_table
-from .ir_common import rounded
+from .ir_common import HALVES, result, rounded
+
+_CAST = torch.ops.prims.convert_element_type.default
 
 
 def lower_from_reference(reference: Callable[..., Any], *args: Any) -> Any:
@@ -29,8 +31,7 @@ def lower_from_reference(reference: Callable[..., Any], *args: Any) -> Any:
         fakes = [ir.ir_node_to_tensor(tensor) for tensor in tensors]
         graph = make_fx(torch.func.functionalize(traced, remove="mutations"), select_decomp_table())(*fakes)
     graph.graph.eliminate_dead_code()
-    result = _lower_nodes(graph, [rounded(tensor) for tensor in tensors])
-    return rounded(result) if isinstance(result, ir.TensorBox) else result
+    return _lower_nodes(graph, [rounded(tensor) for tensor in tensors])
 
 
 def _lower_nodes(graph: torch.fx.GraphModule, tensors: list[Any]) -> Any:
@@ -44,6 +45,9 @@ def _lower_nodes(graph: torch.fx.GraphModule, tensors: list[Any]) -> Any:
             env[node] = ir.Constant(value=value.item(), dtype=value.dtype, device=value.device)
         elif node.op == "output":
             return torch.fx.map_arg(node.args[0], env.__getitem__)
+        elif node.target is _CAST and node.args[1] in HALVES and env[node.args[0]].get_dtype() is torch.float32:
+            wide = env[node.args[0]]
+            env[node] = result(wide.make_loader(), node.args[1], wide.get_device(), wide.get_size())
         else:
             outer, V.graph.current_node = V.graph.current_node, node
             try:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .._compat import ir, ops
+from .._compat import ops
 from ..decisions import Call, Decision
 from .conditions import backend_lacks, decision
-from .ir_common import Expr, Value, const, load_f32, row_sum, static, stored
+from .ir_common import Expr, Value, const, load_f32, result, row_sum, static
 from .registry import lowers
 
 
@@ -31,7 +31,7 @@ def lower(qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float) -> tuple[
 
 def _rms_norm(x: Any, weight: Any, eps: float) -> Any:
     tokens, dim = x.get_size()
-    dim, dtype = int(dim), x.get_dtype()
+    dim = int(dim)
     # Read for the norm and again for the result: a long producer is better computed before.
     x.mark_reuse(2)
     load, load_weight = load_f32(x), load_f32(weight)
@@ -45,7 +45,6 @@ def _rms_norm(x: Any, weight: Any, eps: float) -> Any:
     def element(index: Sequence[Expr]) -> Value:
         t, d = index
         inverse = ops.rsqrt(ops.add(ops.truediv(load_sum([t]), const(dim)), const(eps)))
-        value = ops.mul(ops.mul(load([t, d]), inverse), load_weight([d]))
-        return stored(value, dtype, x.get_device())
+        return ops.mul(ops.mul(load([t, d]), inverse), load_weight([d]))
 
-    return ir.Pointwise.create(device=x.get_device(), dtype=dtype, inner_fn=element, ranges=[tokens, dim])
+    return result(element, x.get_dtype(), x.get_device(), [tokens, dim])

@@ -17,26 +17,11 @@ from .._compat import ir, ops
 from ..decisions import Call, Decision
 from ..layout import MX_TILE
 from .conditions import backend_lacks, cannot_rotate, cannot_transform, decision
-from .ir_common import (
-    E4M3,
-    F32,
-    U8,
-    Expr,
-    Loader,
-    Rope,
-    RowLoad,
-    Value,
-    const,
-    load_f32,
-    round_to,
-    static,
-    stored,
-    to_e4m3,
-    ue8m0_scale,
-)
+from .ir_common import E4M3, F32, U8, Expr, Loader, Rope, RowLoad, Value, const, load_f32, result, round_to, static
 from .ir_hadamard import rounded_hadamard
 from .ir_indexer import PAIRS, fp8_rows, mxfp4_rows
 from .ir_paging import strided_view, uninitialized
+from .ir_quant import to_e4m3, ue8m0_scale
 from .registry import lowers
 
 
@@ -74,9 +59,7 @@ def lower(
     if hadamard:
         vector = rounded_hadamard(vector, device, rows, int(dim), dtype)
     if plain:
-        values = _pointwise(
-            device, dtype, q.get_size(), lambda index: stored(vector(index[:2], index[2]), dtype, device)
-        )
+        values = result(lambda index: vector(index[:2], index[2]), dtype, device, q.get_size())
         return values, uninitialized([*rows, 0], F32, device), _folded(weight, device, rows, int(dim))
     if cache_format == "indexer_fp8":
         return _fp8(vector, weight, rows, int(dim), device)

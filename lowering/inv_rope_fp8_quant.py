@@ -20,25 +20,9 @@ from ..layout import ACT_AMAX_FLOOR, ACT_TILE, SCALE_ROW_ALIGN, SCALES_PER_WORD,
 from ..ops._define import REFERENCES
 from .conditions import backend_lacks, cannot_rotate, decision
 from .from_reference import lower_from_reference
-from .ir_common import (
-    E4M3,
-    F32,
-    I32,
-    I64,
-    Expr,
-    Loader,
-    Rope,
-    Value,
-    const,
-    load_f32,
-    row_amax,
-    stored,
-    to_e4m3,
-    ue8m0_byte,
-    ue8m0_inverse,
-    ue8m0_scale,
-)
+from .ir_common import E4M3, F32, I32, I64, Expr, Loader, Rope, Value, const, load_f32, result, row_amax
 from .ir_paging import Store, align_up, scatter, strided_view, uninitialized
+from .ir_quant import to_e4m3, ue8m0_byte, ue8m0_inverse, ue8m0_scale
 from .registry import lowers
 
 
@@ -57,14 +41,8 @@ def lower(o: Any, positions: Any, cos_sin_cache: Any) -> Any:
     """Build the IR of `inv_rope`."""
     if codegen_of(o.get_device()) == "cpp":
         return lower_from_reference(REFERENCES["inv_rope"], o, positions, cos_sin_cache)
-    dim, dtype = int(o.get_size()[2]), o.get_dtype()
-    element = _rotated(o, positions, cos_sin_cache, dim)
-    return ir.Pointwise.create(
-        device=o.get_device(),
-        dtype=dtype,
-        inner_fn=lambda index: stored(element(index), dtype, o.get_device()),
-        ranges=o.get_size(),
-    )
+    element = _rotated(o, positions, cos_sin_cache, int(o.get_size()[2]))
+    return result(element, o.get_dtype(), o.get_device(), o.get_size())
 
 
 @lowers("inv_rope_fp8_quant", can_lower_quant)

@@ -1,4 +1,4 @@
-"""Pieces of Inductor IR that several lowerings share: RoPE, reductions over a row, rounding, UE8M0 scales.
+"""Pieces of Inductor IR that several lowerings share: loads and results, RoPE, reductions over a row, rounding.
 
 Everything here runs while Inductor traces the body of an IR node. A value is an `ops` value; an index is a sympy
 expression. The body of `ops.masked` is a block of its own that cannot use values made outside of it, so whatever is
@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from .._compat import FloorDiv, ModularIndexing, ReductionHint, codegen_of, ir, ops
-from ..layout import FP8_MAX, UE8M0_BIAS, UE8M0_MAX_BYTE
-from ..reference.quant import E2M1_MIDPOINTS
+from .._compat import FloorDiv, ModularIndexing, ReductionHint, V, codegen_of, ir, ops, torch_release
 
 Value = Any
 Expr = Any
@@ -28,12 +26,10 @@ RowLoad = Callable[[Sequence[Expr], Expr], Value]
 
 F32, I32, I64, U8 = torch.float32, torch.int32, torch.int64, torch.uint8
 E4M3 = torch.float8_e4m3fn
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+_CPP_ROUNDS = (2, 13)
+"""From this torch on C++ rounds between two loops that it fuses, where it is told to."""
 BF16_DROPS = 16  # mantissa bits that float32 has and bfloat16 has not
-E2M1_SIGN = 8
-MANTISSA_BITS = 23
-MANTISSA_MASK = (1 << MANTISSA_BITS) - 1
-SUBNORMAL_HALF = 1 << (MANTISSA_BITS - 1)  # bits of 2^-127, the inverse of the largest scale
 
 
 def const(value: float, dtype: torch.dtype = F32) -> Value:
@@ -51,32 +47,46 @@ def load_f32(x: Any) -> Loader:
 
     What is computed in the same kernel, inlined or stored there, Inductor hands over as it was before it was rounded.
     """
+    if codegen_of(x.get_device()) == "cpp":
+        x = rounded(x)
     load, dtype, device = x.make_loader(), x.get_dtype(), x.get_device()
-    if dtype not in _HALVES or _in_memory(x):
+    if dtype not in HALVES or _in_memory(x):
         return lambda index: as_f32(load(index))
     return lambda index: round_to(as_f32(load(index)), dtype, device)
 
 
-def stored(value: Value, dtype: torch.dtype, device: torch.device) -> Value:
-    """float32 `value` in `dtype`, a float of 16 or 32 bits, as a consumer reads it that is fused in."""
-    return ops.to_dtype(round_to(value, dtype, device) if dtype in _HALVES else value, dtype)
-
-
 def rounded(x: Any) -> Any:
-    """`x` for a consumer that Inductor fuses with what computes it: its elements are rounded wherever they are."""
-    if x.get_dtype() not in _HALVES or _in_memory(x):
-        return x
-    load, dtype, device = load_f32(x), x.get_dtype(), x.get_device()
-    return ir.Pointwise.create(
-        device=device, dtype=dtype, inner_fn=lambda index: ops.to_dtype(load(index), dtype), ranges=x.get_size()
-    )
+    """`x` for C++ to read, where rounding by bits would take longer than a loop of its own that stores it."""
+    if x.get_dtype() in HALVES and not _in_memory(x):
+        x.realize()
+        V.graph.no_fuse_buffer_names.add(x.get_name())
+    return x
+
+
+def result(value: Loader, dtype: torch.dtype, device: torch.device, ranges: Sequence[Expr]) -> Any:
+    """IR of float32 `value` in `dtype`, a float of 16 or 32 bits, as a consumer must read it that is fused in."""
+    on_cpp = codegen_of(device) == "cpp"
+
+    def element(index: Sequence[Expr]) -> Value:
+        if dtype in HALVES and not on_cpp:
+            return ops.to_dtype(round_to(value(index), dtype, device), dtype)
+        return ops.to_dtype(value(index), dtype, src_dtype=F32, use_compute_types=False)
+
+    made = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=element, ranges=list(ranges))
+    if on_cpp and dtype in HALVES:
+        made.realize()
+        if torch_release() < _CPP_ROUNDS:
+            V.graph.no_fuse_buffer_names.add(made.get_name())
+    return made
 
 
 def _in_memory(x: Any) -> bool:
     """Whether `x` is an argument of the graph or comes from a kernel that no other is fused with."""
     while isinstance(x, (ir.MutableBox, ir.BaseView)):
         x = x.data
-    return isinstance(x, (ir.InputBuffer, ir.ExternKernel))
+    if isinstance(x, (ir.InputBuffer, ir.ExternKernel)):
+        return True
+    return isinstance(x, ir.Buffer) and x.get_name() in V.graph.no_fuse_buffer_names
 
 
 def clamp(value: Value, low: Value, high: Value) -> Value:
@@ -192,59 +202,3 @@ def _round_to_bf16(value: Value) -> Value:
     dropped = (1 << BF16_DROPS) - 1
     nearest = ops.bitwise_and(ops.add(ops.add(bits, const(dropped >> 1, I32)), is_odd), const(~dropped, I32))
     return ops.where(ops.ne(value, value), value, ops.to_dtype_bitcast(nearest, F32, I32))
-
-
-def ue8m0_byte(amax: Value, format_max: float = FP8_MAX) -> Value:
-    """UE8M0 byte, int32, of the smallest power of two that brings `amax` > 0 into a format; see reference/quant.py."""
-    bits = ops.to_dtype_bitcast(ops.mul(amax, const(1.0 / format_max)), I32, F32)
-    exponent = ops.bitwise_and(ops.bitwise_right_shift(bits, const(MANTISSA_BITS, I32)), const(0xFF, I32))
-    inexact = ops.ne(ops.bitwise_and(bits, const(MANTISSA_MASK, I32)), const(0, I32))
-    return clamp(ops.add(exponent, ops.to_dtype(inexact, I32)), const(0, I32), const(UE8M0_MAX_BYTE, I32))
-
-
-def ue8m0_scale(byte: Value) -> Value:
-    """float32 scale 2^(byte - 127) of an int32 `byte` 1..254."""
-    return ops.to_dtype_bitcast(ops.bitwise_left_shift(byte, const(MANTISSA_BITS, I32)), F32, I32)
-
-
-def ue8m0_inverse(byte: Value) -> Value:
-    """float32 inverse of the scale of `byte` 0..254, exact: 2^(127 - byte)."""
-    exponent = ops.sub(const(2 * UE8M0_BIAS, I32), byte)
-    bits = ops.bitwise_left_shift(exponent, const(MANTISSA_BITS, I32))
-    return ops.to_dtype_bitcast(ops.maximum(bits, const(SUBNORMAL_HALF, I32)), F32, I32)
-
-
-def to_e4m3(value: Value) -> Value:
-    """float32 `value`, clamped to e4m3 and rounded to nearest even."""
-    # Triton converts pairs: with `src_dtype` Inductor leaves each thread two elements at least.
-    return ops.to_dtype(clamp(value, const(-FP8_MAX), const(FP8_MAX)), E4M3, src_dtype=F32)
-
-
-def e4m3_byte(value: Value) -> Value:
-    """uint8 bits of `to_e4m3`."""
-    return ops.to_dtype_bitcast(to_e4m3(value), U8, E4M3)
-
-
-def inverse_scale(scale: Any | None) -> Callable[[], Value] | None:
-    """Function that gives 1 / scale of a one-element tensor."""
-    if scale is None:
-        return None
-    load, zeros = scale.make_loader(), [0] * len(scale.get_size())
-    return lambda: ops.truediv(const(1.0), load(zeros))
-
-
-def e2m1_code(value: Value) -> Value:
-    """4-bit e2m1 code, int32, of float32 `value`, rounded to nearest even and saturated; see reference/quant.py."""
-    magnitude, code = ops.abs(value), const(len(E2M1_MIDPOINTS), I32)
-    for below, midpoint in enumerate(E2M1_MIDPOINTS):
-        stays = ops.le(magnitude, const(midpoint)) if below % 2 == 0 else ops.lt(magnitude, const(midpoint))
-        code = ops.sub(code, ops.to_dtype(stays, I32))
-    negative = ops.lt(ops.to_dtype_bitcast(value, I32, F32), const(0, I32))
-    return ops.bitwise_or(code, ops.where(negative, const(E2M1_SIGN, I32), const(0, I32)))
-
-
-def bf16_bits(value: Value) -> Value:
-    """The 16 bits of float32 `value` rounded to bfloat16, in an int32."""
-    rounded = ops.to_dtype(value, torch.bfloat16)
-    bits = ops.to_dtype(ops.to_dtype_bitcast(rounded, torch.int16, torch.bfloat16), I32)
-    return ops.bitwise_and(bits, const(0xFFFF, I32))

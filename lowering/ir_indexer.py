@@ -13,22 +13,9 @@ import torch
 
 from .._compat import ops
 from ..layout import E2M1_MAX, KV_AMAX_FLOOR, MX_TILE, MXFP4_AMAX_FLOOR, PAGE_LAYOUTS
-from .ir_common import (
-    I32,
-    U8,
-    Expr,
-    Loader,
-    RowLoad,
-    Value,
-    const,
-    e2m1_code,
-    e4m3_byte,
-    row_amax,
-    ue8m0_byte,
-    ue8m0_inverse,
-    ue8m0_scale,
-)
+from .ir_common import I32, U8, Expr, Loader, RowLoad, Value, const, row_amax
 from .ir_paging import Store, page_address, place_of, scatter
+from .ir_quant import e2m1_code, e4m3_byte, ue8m0_byte, ue8m0_inverse, ue8m0_scale
 
 PAIRS = MX_TILE // 2
 """Bytes of an MXFP4 tile."""

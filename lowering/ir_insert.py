@@ -10,25 +10,9 @@ import torch
 
 from .._compat import ops
 from ..layout import FP8_DS_MLA, FP8_DS_MLA_TILES, KV_AMAX_FLOOR, KV_TILE, NOPE_DIM
-from .ir_common import (
-    I32,
-    U8,
-    Expr,
-    Load,
-    Loader,
-    Rope,
-    Value,
-    bf16_bits,
-    const,
-    e4m3_byte,
-    inverse_scale,
-    load_f32,
-    round_to,
-    row_amax,
-    ue8m0_byte,
-    ue8m0_inverse,
-)
+from .ir_common import I32, U8, Expr, Load, Loader, Rope, Value, const, load_f32, round_to, row_amax
 from .ir_paging import Slot, Store, page_address, scatter, slot_of
+from .ir_quant import bf16_bits, e4m3_byte, inverse_scale, ue8m0_byte, ue8m0_inverse
 
 _TILES = FP8_DS_MLA_TILES + 1  # the tiles that carry a scale, and the rope dims
 

@@ -16,22 +16,9 @@ from ..layout import ROPE_DIM
 from ..ops._define import REFERENCES
 from .conditions import NO_PREDICATED_STORES, backend_lacks, cannot_rotate, decision
 from .from_reference import lower_from_reference
-from .ir_common import (
-    E4M3,
-    I32,
-    Expr,
-    Load,
-    Rope,
-    Value,
-    const,
-    inverse_scale,
-    load_f32,
-    row_sum,
-    static,
-    stored,
-    to_e4m3,
-)
+from .ir_common import E4M3, I32, Expr, Load, Rope, Value, const, load_f32, result, row_sum, static
 from .ir_insert import Insert
+from .ir_quant import inverse_scale, to_e4m3
 from .registry import call_reference, lowers
 
 
@@ -72,7 +59,6 @@ def lower_q(
     tokens, heads, dim = q.get_size()
     dim, padded = int(dim), bool(padded_heads and padded_heads > heads)
     out_heads = padded_heads if padded else heads
-    dtype = q.get_dtype() if q_scale is None else E4M3
     # Read for the norm and, in the rope dims, by two lanes: a long producer is better computed before.
     q.mark_reuse(2)
     load_q, rope, inverse = load_f32(q), Rope.of(positions, cos_sin_cache), inverse_scale(q_scale)
@@ -103,10 +89,12 @@ def lower_q(
             value = rope.apply(normed(t, h), t, d, dim)
             return value if inverse is None else ops.mul(value, inverse())
 
-        value = live(h, body)
-        return stored(value, dtype, q.get_device()) if inverse is None else to_e4m3(value)
+        return live(h, body)
 
-    return ir.Pointwise.create(device=q.get_device(), dtype=dtype, inner_fn=element, ranges=[tokens, out_heads, dim])
+    device, size = q.get_device(), [tokens, out_heads, dim]
+    if inverse is None:
+        return result(element, q.get_dtype(), device, size)
+    return ir.Pointwise.create(device=device, dtype=E4M3, inner_fn=lambda index: to_e4m3(element(index)), ranges=size)
 
 
 @lowers("kv_rope_insert", can_lower_kv)
