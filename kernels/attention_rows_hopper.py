@@ -97,11 +97,31 @@ def load_queries(
 
 
 @gluon.jit
-def load_few_queries(
-    p_q, head_stride, p_cos, eps, q_tile, heads, ROPE: gl.constexpr, PARTIAL: gl.constexpr,
-    ROWS: gl.constexpr = ROWS, CACHE: gl.constexpr = CACHED,
-):  # fmt: skip
-    """All heads of `q_tile`, shared `[heads, 512]`, as `load_queries`, with the warps that ROWS is for."""
+def fetch_few_queries(p_q, head_stride, heads, BLOCK: gl.constexpr, PARTIAL: gl.constexpr, ROWS: gl.constexpr):
+    """Queries `[BLOCK, 512]` as they are, zeros from head `heads` on where PARTIAL."""
+    o_head = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(1, ROWS)), 1)
+    o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, ROWS)), 0)
+    p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
+    if PARTIAL:
+        q = gl.load(p_row, mask=(o_head < heads) & (o_dim >= 0), other=0.0, cache_modifier=".cg")
+    else:
+        q = gl.load(p_row, cache_modifier=".cg")
+    return q
+
+
+@gluon.jit
+def put_few_queries(q, p_cos, eps, q_tile, ROPE: gl.constexpr, CACHE: gl.constexpr):
+    """What `fetch_few_queries` loaded into shared memory, normed and rotated if there is an `eps`. Fences nothing."""
+    # The compiler cannot see through this, and so cannot wait for the queries any earlier.
+    q = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [q], dtype=gl.bfloat16, is_pure=False, pack=2)
+    if eps is not None:
+        q = _normed(q, p_cos, eps, ROPE, CACHE)
+    q_tile.store(q)
+
+
+@gluon.jit
+def load_few_queries(p_q, head_stride, p_cos, eps, q_tile, heads, ROPE: gl.constexpr, PARTIAL: gl.constexpr):
+    """All heads of `q_tile`, shared `[heads, 512]`, as `load_queries`, with one warpgroup."""
     BLOCK: gl.constexpr = q_tile.shape[0]
     COUNT: gl.constexpr = BLOCK if BLOCK < STEP else STEP
     o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, ROWS)), 0)
@@ -109,11 +129,11 @@ def load_few_queries(
         o_head = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(1, ROWS)), 1) + step * COUNT
         p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
         if PARTIAL:
-            q = gl.load(p_row, mask=(o_head < heads) & (o_dim >= 0), other=0.0, cache_modifier=CACHE)
+            q = gl.load(p_row, mask=(o_head < heads) & (o_dim >= 0), other=0.0)
         else:
-            q = gl.load(p_row, cache_modifier=CACHE)
+            q = gl.load(p_row)
         if eps is not None:
-            q = _normed(q, p_cos, eps, ROPE, CACHE)
+            q = _normed(q, p_cos, eps, ROPE)
         q_tile.slice(step * COUNT, COUNT, 0).store(q)
     fence_async_shared()
     thread_barrier()

@@ -1,12 +1,17 @@
-"""Sparse MLA decode of few tokens on Hopper, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, blocks of 16 heads.
+"""Sparse MLA decode of few tokens on Hopper, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, small blocks of heads.
 
-Between two layers their weights pass through the caches of the GPU, and take what this kernel needs with them: its code
-too comes from memory again, line after line. So it has a quarter of the code of the kernels that overlap their work
-with specialised warps: all warps do everything, one block of 64 keys after the other. Few tokens leave processors
-without work anyway, and a part of the keys that is one block has nothing to overlap.
+With few tokens time is what one program waits for, one thing after the other: the kernel in front, lengths, slots, keys,
+and its own instructions. So all warps do everything, and there are many programs, each with little to do. Its code is a
+quarter of that of the kernels with specialised warps: in a row of layers other kernels take the instruction cache, and
+a warp of those then waits 5.5 of its 9.5 cycles for each instruction for the instruction itself, one of this kernel 0.2
+of 6. The kernel starts before the one in front has ended, and asks the L2 cache for its keys meanwhile.
 
 Keys are the rows of both products and heads their columns. A program takes a block of heads of one token and its share
-of the token's keys, window cache first.
+of the blocks of the token's keys, window cache first.
+
+Tried on an H200 without gain: attending once for nothing before the kernel in front has ended, so that code and keys
+are near (2 to 10 us more); parts joined by the last program of a tile (2 to 7 us more than a second launch); two
+programs of 128 registers on a processor (3 to 5 us more).
 """
 
 from __future__ import annotations
@@ -16,33 +21,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .attention_rows_hopper import HALF, D, load_few_queries, store_half
-from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, thread_barrier
+from .. import layout
+from .attention_rows_hopper import HALF, D, fetch_few_queries, put_few_queries, store_half
+from .kv_load_hopper import ROW_WORDS, SWIZZLED_WORDS, dequantize_keys, fetch_keys, thread_barrier
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
 
-KEYS, HEADS, WARPS = 64, 16, 8
-SIDES = 16 * WARPS // KEYS
-
-BLOCK_N = gl.constexpr(KEYS)
-BLOCK_H = gl.constexpr(HEADS)
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-# As kv_load_hopper.WORDS, of twice the threads.
-_WORDS = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [WARPS, 1, 1], [2, 1, 0])
-WORDS = gl.constexpr(_WORDS)
-SLOTS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _WORDS)))
-ROPES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0]))
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0]))
-_SCORES = gl.NVMMADistributedLayout(
-    version=[3, 0], warps_per_cta=[WARPS // SIDES, SIDES], instr_shape=[16, HEADS // SIDES, 16]
-)
-_OUTPUT = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, HEADS, 16])
-SCORES = gl.constexpr(_SCORES)
-OUTPUT = gl.constexpr(_OUTPUT)
-SCORE_HEADS = gl.constexpr(gl.SliceLayout(0, _SCORES))
-OUTPUT_HEADS = gl.constexpr(gl.SliceLayout(0, _OUTPUT))
+LINE_WORDS = gl.constexpr(32)  # of the L2 cache
+SCALE_WORDS = gl.constexpr(layout.FP8_DS_MLA.scale // 4)
 
 
 @gluon.jit
@@ -53,13 +42,55 @@ def _length(p_lens, stride, token, width):
 
 
 @gluon.jit
-def _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block):
-    """int32 slots of a block; -1 for what is none, and in blocks behind the last."""
-    first = block < blocks0
-    column = (block - gl.where(first, 0, blocks0)) * BLOCK_N + gl.arange(0, BLOCK_N, SLOTS)
-    live = column < gl.where(first, length0, length1)
-    slot = gl.load(gl.where(first, p_row0, p_row1) + column, mask=live, other=-1, cache_modifier=".cg")
-    return gl.where((slot >= 0) & (slot < gl.where(first, capacity0, capacity1)), slot, -1).to(gl.int32)
+def _extent(p_lens0, lens0_stride, p_lens1, lens1_stride, width0, width1, token, BLOCK_N: gl.constexpr):
+    """Of a token: how long its rows of indices are, and blocks of the first and of both."""
+    length0 = _length(p_lens0, lens0_stride, token, width0)
+    length1 = _length(p_lens1, lens1_stride, token, width1)
+    blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
+    return length0, length1, blocks0, blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def _angles(p_positions, position_stride, p_table, table_stride, max_pos, token):
+    """Cosines and sines of a token's position."""
+    position = gl.load(p_positions + token * position_stride, cache_modifier=".cg").to(gl.int64)
+    return p_table + gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
+
+
+@gluon.jit
+def _slots(
+    p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block, N: gl.constexpr, SLOTS: gl.constexpr
+):
+    """int32 slots of a block of N keys, in layout SLOTS; -1 for what is none, and in blocks behind the last."""
+    inner = block < blocks0
+    column = (block - gl.where(inner, 0, blocks0)) * N + gl.arange(0, N, SLOTS)
+    live = column < gl.where(inner, length0, length1)
+    slot = gl.load(gl.where(inner, p_row0, p_row1) + column, mask=live, other=-1, cache_modifier=".cg")
+    return gl.where((slot >= 0) & (slot < gl.where(inner, capacity0, capacity1)), slot, -1).to(gl.int32)
+
+
+@gluon.jit
+def _ask(pointers):
+    """Ask the L2 cache for what lies there. Nothing is read, so that it need not be there yet."""
+    gl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _ask_for_keys(p_words, page_chunks, slot, log_page, LINES: gl.constexpr):
+    """Ask the L2 cache for what is stored at `slot`, the first key in place of none: its lines, and that of its scales.
+
+    In a row of LINES, a line for each of eight threads, the last of them the scales'.
+    """
+    safe = gl.maximum(slot, 0)
+    size = 1 << log_page
+    offset = safe & (size - 1)
+    o_line = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LINES)), 0)
+    data = gl.expand_dims(offset * ROW_WORDS, 1) + gl.minimum(o_line * LINE_WORDS, ROW_WORDS - 1)
+    scales = gl.expand_dims(size * ROW_WORDS + offset * SCALE_WORDS, 1)
+    page = gl.expand_dims((safe >> log_page).to(gl.int64) * (page_chunks * 4), 1)
+    _ask(p_words + (page + gl.where(o_line == 7, scales, data)))
 
 
 @gluon.jit(
@@ -111,9 +142,12 @@ def sparse_mla_decode_small_hopper_kernel(
     capacity0,  # slots in the cache
     capacity1,
     H: gl.constexpr,
+    BLOCK_H: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     LOG_PAGE0: gl.constexpr,  # of the tokens in a page
     LOG_PAGE1: gl.constexpr,
     WIDE: gl.constexpr,
+    LATE: gl.constexpr,  # the next kernel starts when the last keys are here, else at once
     SPLIT: gl.constexpr,
     ROPE: gl.constexpr,
     INVERSE: gl.constexpr,
@@ -123,12 +157,30 @@ def sparse_mla_decode_small_hopper_kernel(
     num_warps: gl.constexpr,
 ):
     """Program (h, p, t) attends head block h of token t to the blocks of keys p, p + splits, and so on."""
+    SIDES: gl.constexpr = 16 * num_warps // BLOCK_N  # groups of warps that share the heads of the scores
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps // SIDES, SIDES], instr_shape=[16, BLOCK_H // SIDES, 16]
+    )
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_H, 16]
+    )
+    SCORE_HEADS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    OUTPUT_HEADS: gl.constexpr = gl.SliceLayout(0, OUTPUT)
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [num_warps, 1, 1], [2, 1, 0])
+    SLOTS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, WORDS))
+    ROPES: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [num_warps, 1], [1, 0])
+    ASKED: gl.constexpr = gl.SliceLayout(1, LINES)
+    LIVE: gl.constexpr = gl.SliceLayout(1, SCORES)
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    PARTIAL: gl.constexpr = H % BLOCK_H != 0
+    if LATE == 0:
+        gdc_launch_dependents()
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, D], SWIZZLED)
     keys = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, D], SWIZZLED)
     words = keys._reinterpret(gl.int32, [BLOCK_N, HALF], SWIZZLED_WORDS)
     weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SWIZZLED)
-    gdc_launch_dependents()
-    PARTIAL: gl.constexpr = H % BLOCK_H != 0
     head, part, local = gl.program_id(0) * BLOCK_H, gl.program_id(1), gl.program_id(2)
     heads = H - head
     token = (first + local).to(gl.int64)
@@ -137,16 +189,31 @@ def sparse_mla_decode_small_hopper_kernel(
     p_row1 = p_indices1 + token * indices1_stride
     o_head = gl.arange(0, BLOCK_H, SCORE_HEADS)
     m_head = o_head < heads
+    # Before the kernel in front has ended: the keys of this step but its own are on their way to the L2 cache, as far
+    # as the metadata, which is read again, is the step's already.
+    length0, length1, blocks0, blocks = _extent(
+        p_lens0, lens0_stride, p_lens1, lens1_stride, width0, width1, token, BLOCK_N
+    )
+    if p_positions is not None:
+        p_angles = _angles(p_positions, position_stride, p_table, table_stride, max_pos, token)
+        _ask(p_angles + gl.arange(0, ROPE, LINE))
+    for block in range(part, blocks, splits):
+        inner = block < blocks0
+        slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block, BLOCK_N, ASKED)
+        _ask_for_keys(
+            gl.where(inner, p_words0, p_words1), gl.where(inner, page_chunks0, page_chunks1), slot,
+            gl.where(inner, LOG_PAGE0, LOG_PAGE1), LINES,
+        )  # fmt: skip
     gdc_wait()
-    length0 = _length(p_lens0, lens0_stride, token, width0)
-    length1 = _length(p_lens1, lens1_stride, token, width1)
+    q = fetch_few_queries(p_q, q_head_stride, heads, BLOCK_H, PARTIAL, ROWS)
+    length0, length1, blocks0, blocks = _extent(
+        p_lens0, lens0_stride, p_lens1, lens1_stride, width0, width1, token, BLOCK_N
+    )
     p_cos = p_table
     if p_positions is not None:
-        position = gl.load(p_positions + token * position_stride, cache_modifier=".cg").to(gl.int64)
-        p_cos += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
-    blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
-    blocks = blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
-    slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part)
+        p_cos = _angles(p_positions, position_stride, p_table, table_stride, max_pos, token)
+    slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part, BLOCK_N, SLOTS)
+    live = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part, BLOCK_N, LIVE)
     acc = gl.zeros([D, BLOCK_H], gl.float32, OUTPUT)
     sums = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
     top = gl.full([BLOCK_H], float("-inf"), gl.float32, SCORE_HEADS)
@@ -158,17 +225,22 @@ def sparse_mla_decode_small_hopper_kernel(
             WORDS, ROPES, ".cg",
         )  # fmt: skip
         if block == part:
-            # Queries are waited for while the first keys are on their way.
-            load_few_queries(p_q, q_head_stride, p_cos, eps, q_tile, heads, ROPE, PARTIAL, ROWS, ".cg")
+            # Queries are normed while the first keys are on their way.
+            put_few_queries(q, p_cos, eps, q_tile, ROPE, ".cg")
         words.store(dequantize_keys(codes, rope, scales, slot >= 0, WIDE, WORDS))
-        live = gl.convert_layout(slot, gl.SliceLayout(1, SCORES)) >= 0
-        slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block + splits)
+        if LATE and block + splits >= blocks:
+            # The weight of the projection behind no longer holds up the keys.
+            gdc_launch_dependents()
+        m_live = gl.expand_dims(live, 1) >= 0
+        following = block + splits
+        slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, following, BLOCK_N, SLOTS)
+        live = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, following, BLOCK_N, LIVE)
         fence_async_shared()
         thread_barrier()
         zero = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
         scores = warpgroup_mma(keys, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        scores = gl.where(gl.expand_dims(live, 1), scores * scale, float("-inf"))
+        scores = gl.where(m_live, scores * scale, float("-inf"))
         new_top = gl.maximum(top, gl.max(scores, 0))
         # -inf - -inf is NaN: a head without keys so far is shifted by zero.
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -194,7 +266,11 @@ def sparse_mla_decode_small_hopper_kernel(
         if part < blocks:
             o_column = gl.expand_dims(gl.arange(0, BLOCK_H, OUTPUT_HEADS), 0)
             o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(1, OUTPUT)), 1)
-            gl.store(p_out + row * D + (o_column * D + o_dim), acc, mask=(o_column < heads) & (o_dim >= 0))
+            p_part = p_out + row * D + (o_column * D + o_dim)
+            if PARTIAL:
+                gl.store(p_part, acc, mask=(o_column < heads) & (o_dim >= 0))
+            else:
+                gl.store(p_part, acc)
     else:
         if p_lse is not None:
             natural = gl.where(total == 0, float("inf"), lse * LN_2)
@@ -206,11 +282,10 @@ def sparse_mla_decode_small_hopper_kernel(
             acc = acc * gl.expand_dims(gl.convert_layout(share, OUTPUT_HEADS), 0)
         q_tile.store(acc.to(gl.bfloat16).permute((1, 0)))
         thread_barrier()
-        p_to = p_out
         if GROUPS == 0:
-            p_to += token * out_token_stride + head.to(gl.int64) * out_head_stride
+            p_out += token * out_token_stride + head.to(gl.int64) * out_head_stride
         for side in gl.static_range(D // HALF):
             store_half(
-                q_tile, p_to, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
+                q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
                 side * HALF, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED, ROWS,
             )  # fmt: skip

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ..layout import cdiv
 from .gpu import Gpu, early_start
-from .sparse_mla_decode_kernel_small_hopper import HEADS, KEYS, WARPS, sparse_mla_decode_small_hopper_kernel
+from .sparse_mla_decode_kernel_small_hopper import sparse_mla_decode_small_hopper_kernel
 from .sparse_mla_decode_launch_hopper import gather_refuses, launch_gathering
 from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source
 
@@ -17,13 +19,25 @@ and 22, 28 and 36 us."""
 WIDE = True
 
 
+class Shape(NamedTuple):
+    """Of a program: heads and keys that it takes at a time, and its warps."""
+
+    block_h: int
+    block_n: int
+    warps: int
+
+
+SHAPE = Shape(16, 64, 8)
+
+
 def hopper_refuses(
     q: Tensor, window: Source, extra: Source, cache_format: str, sink: Tensor | None, fusion: Fusion = PLAIN
 ) -> str:
     """Why this kernel cannot take a call that the portable one can, "" if it can."""
-    keys = cdiv(window.indices.shape[1], KEYS) + cdiv(extra.indices.shape[1], KEYS)
-    if q.shape[0] * cdiv(q.shape[1], HEADS) * keys > MOST_BLOCKS:
-        return f"it takes {MOST_BLOCKS} blocks of {HEADS} heads and {KEYS} keys or fewer"
+    block_h, block_n, _ = SHAPE
+    blocks = cdiv(window.indices.shape[1], block_n) + cdiv(extra.indices.shape[1], block_n)
+    if q.shape[0] * cdiv(q.shape[1], block_h) * blocks > MOST_BLOCKS:
+        return f"it takes {MOST_BLOCKS} blocks of {block_h} heads and {block_n} keys or fewer"
     if fusion.batch_invariant:
         return "its sums are not those of the kernels for more tokens"
     return gather_refuses(q, window, extra, cache_format, sink, fusion)
@@ -39,13 +53,17 @@ def launch_hopper(
     splits: int = 0,
     fusion: Fusion = PLAIN,
     into: Results | None = None,
+    shape: Shape = SHAPE,
+    late: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `launch` of the portable kernel."""
+    block_h, block_n, warps = shape
+    late = q.shape[0] == 1 if late is None else late
     return launch_gathering(
         sparse_mla_decode_small_hopper_kernel,
-        HEADS,
-        KEYS,
-        {"WIDE": WIDE, **early_start(True)},
+        block_h,
+        block_n,
+        {"BLOCK_H": block_h, "BLOCK_N": block_n, "WIDE": WIDE, "LATE": late, **early_start(True)},
         q,
         window,
         extra,
@@ -55,6 +73,6 @@ def launch_hopper(
         splits,
         fusion,
         into,
-        WARPS,
+        warps,
         flat=False,
     )
