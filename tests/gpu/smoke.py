@@ -1,4 +1,4 @@
-"""Run every op on a GPU and compare it with the CPU: `python tests/gpu/smoke.py [--device cpu] [--trust] [--op NAME]`.
+"""Run every op on a GPU and compare it with the CPU: `python tests/gpu/smoke.py [--trust] [--jobs N] [--op NAME ...]`.
 
 For each sample of each op: the result agrees with the CPU's; the call does not wait for the device; what it promises
 about strides, aliasing, mutation and fresh memory holds there too; it can be captured into a CUDA graph, and the replay
@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 
 import dsv4_compile.ops  # noqa: F401  registers the ops
 from dsv4_compile import proven
+from dsv4_compile.bench.record import environment
 from dsv4_compile.ops._define import OPS
 from dsv4_compile.ops._kernels import KERNELS, runs_kernel
 from dsv4_compile.reference.block_scale import ACT_TILE, dequantize_activation, unpack_scales
@@ -161,37 +164,73 @@ def check_op_samples(name: str, device: str) -> dict[str, Any]:
     return row | {"seconds": round(seconds, 3), "errors": errors}
 
 
+def check_ops(names: Sequence[str], device: str) -> list[dict[str, Any]]:
+    """Rows of these ops, each printed when it is known."""
+    rows = []
+    for name in names:
+        rows.append(row := check_op_samples(name, device))
+        show(row)
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    """A row of the table, and what failed."""
+    verdict = "ok" if not row["failed"] else f"{row['failed']} fail"
+    print(f"{row['op']:32} {row['impl']:9} {row['samples']:7} {verdict:>8} {row['seconds']:7.2f}", flush=True)
+    for error in row["errors"]:
+        print("    " + error.replace("\n", "\n    "))
+
+
+def check_apart(names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same, by `options.jobs` processes: most of the time goes into compiling."""
+    command = [sys.executable, __file__, "--device", options.device, *(["--trust"] if options.trust else [])]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        running = {}
+        for job in range(options.jobs):
+            (out := Path(folder, str(job))).mkdir()
+            own = [word for name in names[job :: options.jobs] for word in ("--op", name)]
+            if own:
+                quiet = {"env": os.environ | {"OUT": str(out)}, "stdout": subprocess.DEVNULL}
+                running[out] = subprocess.Popen([*command, *own], **quiet)
+        for out, process in running.items():
+            if process.wait() in (0, 1):
+                rows += json.loads((out / "smoke.json").read_text())["ops"]
+    lost = set(names) - {row["op"] for row in rows}
+    none = {"impl": "", "samples": 0, "failed": 1, "seconds": 0.0, "errors": ["its process ended early"]}
+    rows = sorted(rows + [{"op": name, **none} for name in lost], key=lambda row: row["op"])
+    for row in rows:
+        show(row)
+    return rows
+
+
 def main(argv: list[str] | None = None) -> int:
     """Check all ops; 0 when all pass, 1 when one fails, 2 without the device."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--trust", action="store_true", help="run kernels that have not been proven on this GPU too")
-    parser.add_argument("--op", choices=sorted(OPS), help="check this op only")
+    parser.add_argument("--op", action="append", choices=sorted(OPS), help="check these ops only")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once (%(default)s)")
     options = parser.parse_args(argv)
-    device, names = options.device, [options.op] if options.op else sorted(OPS)
+    device, names = options.device, options.op or sorted(OPS)
     if device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device", file=sys.stderr)
         return 2
-    record: dict[str, Any] = {"torch": torch.__version__, "device": device}
-    if device == "cuda":
-        record["gpu"] = torch.cuda.get_device_name()
-    rows = []
+    said = " ".join(["python tests/gpu/smoke.py", *(sys.argv[1:] if argv is None else argv)])
+    record: dict[str, Any] = {"scenario": "smoke", **environment(torch.device(device)), "command": said}
     warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # samples without tokens launch nothing
     print(f"{'op':32} {'runs':9} {'samples':>7} {'result':>8} {'s':>7}")
-    with torch.inference_mode(), proven.trust() if options.trust else nullcontext():
-        for name in names:
-            rows.append(row := check_op_samples(name, device))
-            verdict = "ok" if not row["failed"] else f"{row['failed']} fail"
-            print(f"{name:32} {row['impl']:9} {row['samples']:7} {verdict:>8} {row['seconds']:7.2f}", flush=True)
-            for error in row["errors"]:
-                print("    " + error.replace("\n", "\n    "))
+    if options.jobs > 1:
+        rows = check_apart(names, options)
+    else:
+        with torch.inference_mode(), proven.trust() if options.trust else nullcontext():
+            rows = check_ops(names, device)
     failed = sum(row["failed"] for row in rows)
     record.update(failed=failed, ops=rows)
     path = Path(os.environ.get("OUT", ".")) / "smoke.json"
     path.write_text(json.dumps(record, indent=1))
-    machine = f"torch {torch.__version__}, {record.get('gpu', 'CPU')}"
-    print(f"{len(rows)} ops, {failed} failures, {machine}; written to {path}")
+    print(f"{len(rows)} ops, {failed} failures, torch {torch.__version__}, {record['machine']}; written to {path}")
     return 1 if failed else 0
 
 
