@@ -6,8 +6,8 @@ A program makes a tile of BLOCK_N outputs for BLOCK_M tokens, a strip of BLOCK_K
 is the first operand of the product: its rows fill a matrix unit however few tokens there are. Operands that are e4m3
 are multiplied as such where the GPU can, else as float16, which holds every e4m3 value; their scales meet the float32
 sum of each strip. Where tiles are too few to fill the GPU, programs share the strips of a tile, and the last of them to
-arrive adds the parts up, in their order: the same call gives the same bits. Few tokens on Hopper have a kernel of their
-own, grouped_matmul_hopper.py.
+arrive adds the parts up, in their order: the same call gives the same bits. Hopper has kernels of its own, for few
+tokens (grouped_matmul_hopper.py) and for many (grouped_matmul_many_hopper.py).
 """
 
 from __future__ import annotations
@@ -266,9 +266,11 @@ def grouped_matmul(
     gpu = gpu_of(x.device)
     if weight_scale is not None and weight_scale.dtype is torch.float8_e8m0fnu:
         weight_scale = weight_scale.view(torch.uint8)
-    hopper = hopper_kernel(gpu, "grouped_matmul_hopper")
-    if hopper is not None and not hopper.hopper_refuses(x, weight, quantize):
-        hopper.launch_hopper(x, x_scale, weight, weight_scale, out, quantize, gpu)
+    few, many = (hopper_kernel(gpu, f"grouped_matmul_{name}hopper") for name in ("", "many_"))
+    if few is not None and not few.hopper_refuses(x, weight, quantize):
+        few.launch_hopper(x, x_scale, weight, weight_scale, out, quantize, gpu)
+    elif many is not None and not many.many_refuses(x, weight, weight_scale, quantize):
+        many.launch_many(x, x_scale, weight, weight_scale, out, quantize, gpu)
     else:
         _launch(x, x_scale, weight, weight_scale, out, quantize, gpu)
     return out

@@ -15,8 +15,9 @@ from .arrivals import arrival_counters
 from .gpu import Gpu
 from .grouped_matmul_kernel_hopper import STRIP_BYTES, grouped_matmul_hopper_kernel
 
-MOST_TOKENS, MOST_TOKENS_UNQUANTISED = 512, 64
-MOST_TOKENS_OF_A_TILE = 128
+MOST_TOKENS, MOST_TOKENS_UNQUANTISED = 128, 64
+MOST_TOKENS_OF_A_TILE, MOST_ROWS = 64, 16384
+"""Tokens that share a tile; and rows of the weight from which on those of 128 tokens have tiles enough without it."""
 COPY_ALIGN = 16
 """Bytes that what the copy engine reads starts at multiples of."""
 PROCESSOR_BYTES, RESERVED_BYTES = 228 * 1024, 1024
@@ -35,7 +36,7 @@ class Cut(NamedTuple):
 
 def block_of(tokens: int) -> int:
     """Tokens that a tile has room for."""
-    return min(max(8, _power_of_two(tokens)), MOST_TOKENS_OF_A_TILE)
+    return min(max(8, power_of_two(tokens)), MOST_TOKENS_OF_A_TILE)
 
 
 def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int, halves: bool) -> Cut:
@@ -43,15 +44,14 @@ def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int, halve
 
     Measured on an H200 with the layers of V4-Flash. Few e4m3 tokens want large tiles: there the work on a strip of x
     takes as long for any. With more, and with elements that need no work, small tiles come in equal shares to all
-    processors, unless there are many of them, each with its own share of x; above 64 tokens, two programs of large
-    ones would not find registers. The parts of a tile are written and read again: few of them, and of six strips at
-    least, from 32 tokens on.
+    processors, unless there are many of them, each with its own share of x. The parts of a tile are written and read
+    again: few of them, and of six strips at least, from 32 tokens on.
     """
     block_m = block_of(tokens)
     many = block_m > 16
     wide, slim = (cdiv(tokens, block_m) * groups * cdiv(rows, block_n) for block_n in (128, 64))
     narrow = (many or halves or wide <= gpu.processors // 8) and slim <= 2 * gpu.processors
-    block_n, tiles = (64, slim) if narrow or block_m > 64 else (128, wide)
+    block_n, tiles = (64, slim) if narrow else (128, wide)
     programs = 1 if many and halves and tiles <= gpu.processors else 2
     splits = max(1, min(programs * gpu.processors // tiles, strips // 6 if many else strips))
     return Cut(block_n, 4, programs, cdiv(strips, cdiv(strips, splits)))
@@ -63,13 +63,14 @@ def deepest_ring(cut: Cut, block_m: int, block_k: int, each: int, x_size: int, q
     At least two: a strip of x is quantised before the product of the one in front of it has ended.
     """
     room = PROCESSOR_BYTES // cut.programs - RESERVED_BYTES
-    scales = 4 * _power_of_two(each) * (block_m + (cut.block_n if cut.block_n > layout.WEIGHT_TILE else 1))
+    scales = 4 * power_of_two(each) * (block_m + (cut.block_n if cut.block_n > layout.WEIGHT_TILE else 1))
     buffers = 4 * block_m * STRIP_BYTES if quantize else 0
     slot = cut.block_n * STRIP_BYTES + block_m * block_k * x_size + 8
     return min(each, max(2, (room - scales - buffers - TILE_ALIGN) // slot))
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The first that is not below n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -81,7 +82,7 @@ class Rows(NamedTuple):
     column: int
 
 
-def _rows(x: Tensor, block_k: int) -> Rows | None:
+def rows_of(x: Tensor, block_k: int) -> Rows | None:
     """x `[T, G, K]` as the copy engine takes it, None where it does not."""
     tokens, groups, size = x.shape
     token, group, element = x.stride()
@@ -104,23 +105,31 @@ def hopper_refuses(x: Tensor, weight: Tensor, quantize: bool) -> str:
     most = MOST_TOKENS if weight.element_size() == 1 and not quantize else MOST_TOKENS_UNQUANTISED
     if x.shape[0] > most:
         return f"it takes up to {most} tokens"
+    if x.shape[0] > MOST_TOKENS_OF_A_TILE and weight.shape[0] > MOST_ROWS:
+        return f"it takes up to {MOST_TOKENS_OF_A_TILE} tokens of more than {MOST_ROWS} rows"
+    return operands_refused(x, weight, quantize)
+
+
+def operands_refused(x: Tensor, weight: Tensor, quantize: bool) -> str:
+    """Why the copy engine or the matrix unit does not take them, or ""."""
     if (x.dtype is not weight.dtype and not quantize) or weight.element_size() > 2:
         return "it multiplies operands of the weight's dtype, of one or two bytes"
     if weight.stride(1) != 1 or weight.stride(0) * weight.element_size() % COPY_ALIGN or weight.data_ptr() % COPY_ALIGN:
         return f"it takes rows of the weight that start at multiples of {COPY_ALIGN} bytes"
-    if _rows(x, STRIP_BYTES // weight.element_size()) is None:
+    if rows_of(x, STRIP_BYTES // weight.element_size()) is None:
         return f"it takes rows of x that start at multiples of {COPY_ALIGN} bytes, or whole strips of them"
     return ""
 
 
-def _x_layout(block_m: int, block_k: int, warps: int) -> gl.BlockedLayout:
+def x_layout(block_m: int, block_k: int, warps: int) -> gl.BlockedLayout:
     """Of a strip of x: every thread has some of it where that is possible, and as much of a row as it may."""
     each = max(block_k // 32, min(16, block_m * block_k // (32 * warps)))
     lanes = block_k // each
     return gl.BlockedLayout([1, each], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
-def _swizzled(of: Tensor) -> gl.NVMMASharedLayout:
+def swizzled(of: Tensor) -> gl.NVMMASharedLayout:
+    """How the copy engine and the matrix unit have tiles of `of` in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * of.element_size(), rank=2)
 
 
@@ -137,7 +146,7 @@ def launch_hopper(
     tokens, groups, size = x.shape
     block_k = STRIP_BYTES // weight.element_size()
     rows, strips = weight.shape[0] // groups, cdiv(size, block_k)
-    inputs = _rows(x, block_k)
+    inputs = rows_of(x, block_k)
     assert inputs is not None
     block_m = block_of(tokens)
     cut = choose_cut(gpu, tokens, groups, rows, strips, weight.element_size() == 2)
@@ -152,8 +161,8 @@ def launch_hopper(
     step = 2 if each % 2 == 0 and strips % each == 0 and ring >= 4 and block_m <= 64 else 1
     lanes = min(32, cut.block_n // 8)
     grouped_matmul_hopper_kernel[(tiles * cut.splits,)](
-        TensorDescriptor.from_tensor(weight, [cut.block_n, block_k], _swizzled(weight)),
-        TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], _swizzled(x)),
+        TensorDescriptor.from_tensor(weight, [cut.block_n, block_k], swizzled(weight)),
+        TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], swizzled(x)),
         out,
         part,
         arrived,
@@ -175,14 +184,14 @@ def launch_hopper(
         BLOCK_M=block_m,
         BLOCK_N=cut.block_n,
         BLOCK_K=block_k,
-        EACH=_power_of_two(each),
+        EACH=power_of_two(each),
         X_BYTES=x.element_size(),
         STEP=step,
         RING=ring,
-        TILE=_swizzled(weight),
-        X_TILE=_swizzled(x),
-        OUT_TILE=_swizzled(out),
-        X=_x_layout(block_m, block_k, cut.warps),
+        TILE=swizzled(weight),
+        X_TILE=swizzled(x),
+        OUT_TILE=swizzled(out),
+        X=x_layout(block_m, block_k, cut.warps),
         OUT=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [cut.warps, 1], [1, 0]),
         num_warps=cut.warps,
         launch_pdl=True,

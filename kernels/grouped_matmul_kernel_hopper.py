@@ -49,7 +49,7 @@ copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 
 
 @gluon.jit
-def _scale_value(byte):
+def scale_value(byte):
     """float32 scale of int32 `byte` 0..255; see quant.ue8m0_scale."""
     bits = gl.where(byte == 0, SUBNORMAL_HALF, byte << MANTISSA_BITS)
     return gl.where(byte == UE8M0_MAX_BYTE + 1, NAN_BITS, bits).to(gl.float32, bitcast=True)
@@ -60,12 +60,12 @@ def _scales(p_scale):
     """float32 of float32, or of UE8M0 bytes."""
     scale = gl.load(p_scale)
     if p_scale.dtype.element_ty == gl.uint8:
-        scale = _scale_value(scale.to(gl.int32))
+        scale = scale_value(scale.to(gl.int32))
     return scale
 
 
 @gluon.jit
-def _put_x(x, values, scales):
+def put_x(x, values, scales):
     """A strip of x, quantised, and its scales into shared memory; see quant.tile_byte for the arithmetic."""
     wide = x.to(gl.float32)
     magnitude = wide.to(gl.int32, bitcast=True) & MAGNITUDE
@@ -76,7 +76,7 @@ def _put_x(x, values, scales):
     inverse = gl.maximum((2 * UE8M0_BIAS - byte) << MANTISSA_BITS, SUBNORMAL_HALF).to(gl.float32, bitcast=True)
     # The conversion saturates, and keeps NaN.
     values.store((wide * gl.expand_dims(inverse, 1)).to(gl.float8e4nv))
-    scales.store(_scale_value(byte))
+    scales.store(scale_value(byte))
 
 
 @gluon.jit
@@ -176,7 +176,7 @@ def _multiply(
             if p_x_scale.dtype.element_ty == gl.int32:
                 # Words hold the UE8M0 bytes of four strips.
                 words = gl.load(p_x_scale + gl.expand_dims(o_strip // WORD * x_scale_strip_stride, 1))
-                known = _scale_value((words >> gl.expand_dims(8 * (o_strip % WORD), 1)) & 255)
+                known = scale_value((words >> gl.expand_dims(8 * (o_strip % WORD), 1)) & 255)
             else:
                 known = gl.load(p_x_scale + gl.expand_dims(o_strip * x_scale_strip_stride, 1))
             x_scales = _put_rows(known, EACH, BLOCK_M)
@@ -184,7 +184,7 @@ def _multiply(
         values = gl.allocate_shared_memory(weights.dtype, [2 * STEP, BLOCK_M, BLOCK_K], TILE)
         for i in gl.static_range(STEP):
             _arrived(ready, i, RING)
-            _put_x(x_ring.index(i).load(X), values.index(i), x_scales.index(i))
+            put_x(x_ring.index(i).load(X), values.index(i), x_scales.index(i))
 
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
@@ -229,7 +229,7 @@ def _multiply(
                     after = first + STEP + step
                     _arrived(ready, after, RING)
                     buffer = after % (2 * STEP)
-                    _put_x(x_ring.index(after % RING).load(X), values.index(buffer), x_scales.index(buffer))
+                    put_x(x_ring.index(after % RING).load(X), values.index(buffer), x_scales.index(buffer))
             product = warpgroup_mma_wait(STEP - 1, deps=[product])
             acc += product * (gl.expand_dims(x_scale, 0) * gl.expand_dims(w_scale, 1))
             if STEP > 1:

@@ -14,13 +14,13 @@ from .gpu import Gpu
 from .grouped_matmul_hopper import (
     STRIP_BYTES,
     Cut,
-    _power_of_two,
-    _rows,
-    _swizzled,
-    _x_layout,
     block_of,
     deepest_ring,
     hopper_refuses,
+    power_of_two,
+    rows_of,
+    swizzled,
+    x_layout,
 )
 from .grouped_matmul_kernel_hopper import pair_hopper_kernel
 
@@ -54,7 +54,7 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
     """Fill `out` `[T, N + M]` with the products of x, quantised, and `weight` `[N, K]`, and of x and `others`."""
     tokens, size = x.shape
     block_m, block_k, block_k_2 = block_of(tokens), STRIP_BYTES, STRIP_BYTES // others.element_size()
-    inputs = _rows(x[:, None], block_k_2)
+    inputs = rows_of(x[:, None], block_k_2)
     assert inputs is not None
     if weight_scale.dtype is torch.float8_e8m0fnu:
         weight_scale = weight_scale.view(torch.uint8)
@@ -81,10 +81,10 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
     lanes = min(32, BLOCK_N // 8)
     first = blocks[0] * splits[0]
     pair_hopper_kernel[(first + blocks[1] * splits[1],)](
-        TensorDescriptor.from_tensor(weight, [BLOCK_N, block_k], _swizzled(weight)),
-        TensorDescriptor.from_tensor(others, [BLOCK_N, block_k_2], _swizzled(others)),
-        TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], _swizzled(x)),
-        TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k_2], _swizzled(x)),
+        TensorDescriptor.from_tensor(weight, [BLOCK_N, block_k], swizzled(weight)),
+        TensorDescriptor.from_tensor(others, [BLOCK_N, block_k_2], swizzled(others)),
+        TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], swizzled(x)),
+        TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k_2], swizzled(x)),
         out,
         parts[0],
         parts[1],
@@ -106,17 +106,17 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         BLOCK_N=BLOCK_N,
         BLOCK_K=block_k,
         BLOCK_K_OF_OTHERS=block_k_2,
-        EACH=_power_of_two(each[0]),
-        EACH_OF_OTHERS=_power_of_two(each[1]),
+        EACH=power_of_two(each[0]),
+        EACH_OF_OTHERS=power_of_two(each[1]),
         STEP=steps[0],
         STEP_OF_OTHERS=steps[1],
         X_BYTES=x.element_size(),
         RING=rings[0],
         RING_OF_OTHERS=rings[1],
-        TILE=_swizzled(weight),
-        X_TILE=_swizzled(x),
-        OUT_TILE=_swizzled(out),
-        X=_x_layout(block_m, block_k, WARPS),
+        TILE=swizzled(weight),
+        X_TILE=swizzled(x),
+        OUT_TILE=swizzled(out),
+        X=x_layout(block_m, block_k, WARPS),
         OUT=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [WARPS, 1], [1, 0]),
         num_warps=WARPS,
         launch_pdl=True,

@@ -133,7 +133,7 @@ def test_two_products_of_one_input_are_one_launch(
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("cut", [(256, 8, 1, 2), (64, 4, 9, 5), (64, 4, 4, 1)])
-@pytest.mark.parametrize(("tokens", "groups", "rows"), [(5, 3, 192), (40, 2, 200), (300, 2, 72)])
+@pytest.mark.parametrize(("tokens", "groups", "rows"), [(5, 3, 192), (40, 2, 200), (120, 2, 72)])
 def test_groups_that_come_quantised_give_the_reference(
     hopper: Any, tokens: int, groups: int, rows: int, cut: tuple[int, ...], packed: bool
 ) -> None:
@@ -164,7 +164,7 @@ def test_a_row_of_nan_keeps_to_itself(hopper: Any) -> None:
     assert got[2].isnan().all() and not got[[0, 1, 3, 4]].isnan().any()
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 17, 64, 65, 200, 512])
+@pytest.mark.parametrize("tokens", [1, 9, 17, 64, 65, 128])
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_choice_is_whole(name: str, halves: bool, tokens: int) -> None:
@@ -187,11 +187,9 @@ def test_every_choice_is_whole(name: str, halves: bool, tokens: int) -> None:
         ("fp8_linear wq_b", 8, (128, 4, 2, 1)),
         ("fp8_linear wq_b", 64, (128, 4, 2, 1)),
         ("fp8_linear wq_a + wkv", 128, (64, 4, 2, 5)),
-        ("fp8_linear wq_a + wkv", 512, (64, 4, 2, 2)),
-        ("fp8_linear wq_b", 128, (64, 4, 2, 1)),
-        ("fp8_linear wo_b", 128, (64, 4, 2, 4)),
-        ("fp8_linear wo_b", 512, (64, 4, 2, 1)),
-        ("fp8_grouped_einsum wo_a", 128, (64, 4, 2, 2)),
+        ("fp8_linear indexer wq_b", 128, (64, 4, 2, 1)),
+        ("fp8_linear wo_b", 128, (64, 4, 2, 2)),
+        ("fp8_grouped_einsum wo_a", 128, (64, 4, 2, 1)),
         ("fp8_linear indexer wq_b", 8, (128, 4, 2, 4)),
         ("fp8_linear indexer wq_b", 64, (64, 4, 2, 1)),
         ("fp8_linear wo_b", 8, (128, 4, 2, 8)),
@@ -211,7 +209,7 @@ def test_layers_of_flash_get_the_cuts_that_were_the_fastest(layer: str, tokens: 
 
 
 @pytest.mark.parametrize("cut", [(64, 4, 3, 1), (128, 4, 2, 2), (128, 8, 1, 1), (256, 8, 1, 2)])
-@pytest.mark.parametrize("tokens", [8, 64, 300])
+@pytest.mark.parametrize("tokens", [8, 64, 100])
 def test_it_compiles_for_hopper_and_as_many_programs_fit_as_it_says(
     tokens: int, cut: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +228,7 @@ def test_it_compiles_for_hopper_and_as_many_programs_fit_as_it_says(
     kinds = "k32.f32.e4m3.e4m3", "k32.f32.e4m3.e4m3", "k16.f32.bf16.bf16"
     for kernel, kind in zip(compiled, kinds if tokens <= 64 else kinds[:1], strict=True):
         assert (kernel.metadata.shared + 1024) * cut[2] <= 228 * 1024
-        assert f"wgmma.mma_async.sync.aligned.m64n{min(tokens, 128)}{kind}" in kernel.asm["ptx"]
+        assert f"wgmma.mma_async.sync.aligned.m64n{min(tokens, 64)}{kind}" in kernel.asm["ptx"]
         assert "cp.async.bulk.tensor.2d" in kernel.asm["ptx"]
         assert "griddepcontrol.wait" in kernel.asm["ptx"]
         assert fake_triton.machine_code(kernel)
@@ -250,7 +248,8 @@ def test_the_quantisation_in_front_lets_the_product_start(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"x": e4m3(513, 1, 256), "quantize": False}, "up to 512 tokens"),
+        ({"x": e4m3(129, 1, 256), "quantize": False}, "up to 128 tokens"),
+        ({"x": e4m3(65, 1, 256), "weight": e4m3(17000, 256), "quantize": False}, "more than 16384 rows"),
         ({"x": torch.empty(65, 1, 256, dtype=BF16)}, "up to 64 tokens"),
         ({"x": torch.empty(65, 1, 256, dtype=BF16), "weight": torch.empty(64, 256, dtype=BF16)}, "up to 64 tokens"),
         ({"x": torch.empty(256, 1, 4, dtype=BF16).permute(2, 1, 0)}, "rows"),

@@ -1,0 +1,282 @@
+"""The matrix product of many tokens on Hopper, in Gluon: two warpgroups multiply what a warp brings.
+
+A program takes items, tiles of 128 tokens and 128 rows of the weight or parts of their strips, one after another. A
+warp brings strips of both, and the scales of e4m3, into a ring of buffers, and does not stop where an item ends. Two
+warpgroups multiply 64 tokens each, and free a buffer when both have. While one adds a product up in float32, the matrix
+unit works for the other. Tokens are the first operand, so that a thread needs two of their scales, not 32.
+
+The weight is nobody's result, so that its copies start before the kernel in front has ended, where that allows it.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .gather_rows_hopper import copy_elements
+from .grouped_matmul_kernel_hopper import FLAT, STRIP, WORD, copy_tile, scale_value
+from .kv_load_hopper import thread_barrier
+
+TILE_ROWS = 128
+"""Rows of the weight in a tile: they share their scales."""
+HALF_TOKENS = 64
+"""Tokens that a warpgroup multiplies."""
+
+ROWS = gl.constexpr(TILE_ROWS)
+HALF = gl.constexpr(HALF_TOKENS)
+TOKENS = gl.constexpr(2 * HALF_TOKENS)
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the warp that brings
+ARRIVALS_OF_SCALES = gl.constexpr(32)
+
+# The store of a tile, from Triton 3.8 on and before.
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def _place(item, shape):
+    """Which tile an item is of, which part, and where that tile starts. Neighbours share a tile of the weight."""
+    tokens, rows, tiles = shape
+    tile, part = item % tiles, item // tiles
+    token_blocks = (tokens + TOKENS - 1) // TOKENS
+    column = tile // token_blocks
+    blocks = rows // ROWS
+    group = column // blocks
+    return tile, part, tile % token_blocks * TOKENS, group, group * rows + column % blocks * ROWS
+
+
+@gluon.jit
+def _bring(
+    weights, inputs, p_x_scale, p_weight_scale, strides, shape, items, rings, ready, free,
+    BLOCK_K: gl.constexpr, EACH: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    """The strips of all items, one after another. What follows from an item is not computed again for each strip."""
+    w_ring, x_ring, x_scales, w_scales = rings
+    x_group_row, x_group_column, x_token, x_group, x_strip, w_row, w_strip = strides
+    tokens = shape[0]
+    BYTES: gl.constexpr = (ROWS + TOKENS) * STRIP
+    first = gl.program_id(0)
+    programs = gl.num_programs(0)
+    for early in gl.static_range(RING):
+        if early % EACH == 0:
+            _, part, _, _, row = _place(first + early // EACH * programs, shape)
+        if first + early // EACH * programs < items:
+            o_k = (part * EACH + early % EACH) * BLOCK_K
+            mbarrier.expect(ready.index(early), BYTES)
+            copy_tile(weights, [row, o_k], ready.index(early), w_ring.index(early))
+    gdc_launch_dependents()
+    gdc_wait()
+    o_m = gl.arange(0, TOKENS, LANES)
+    one = gl.arange(0, 1, LANES)
+    base = 0
+    for item in range(first, items, programs):
+        _, part, first_token, group, row = _place(item, shape)
+        x_row, x_column = group * x_group_row + first_token, group * x_group_column
+        if p_x_scale is not None:
+            # What lies past the end repeats the last token and is not stored.
+            token = gl.minimum(first_token + o_m, tokens - 1).to(gl.int64)
+            p_scales = p_x_scale + group.to(gl.int64) * x_group + token * x_token
+            p_scale = p_weight_scale + (row // ROWS * w_row + one)
+        for i in range(EACH):
+            number = base + i
+            slot = number % RING
+            strip = part * EACH + i
+            o_k = strip * BLOCK_K
+            if number >= RING:
+                mbarrier.wait(free.index(slot), ((number // RING) & 1) ^ 1)
+                mbarrier.expect(ready.index(slot), BYTES)
+                copy_tile(weights, [row, o_k], ready.index(slot), w_ring.index(slot))
+            for half in gl.static_range(2):
+                at = [x_row + half * HALF, x_column + o_k]
+                copy_tile(inputs, at, ready.index(slot), x_ring.index(2 * slot + half))
+            if p_x_scale is not None:
+                x_word = strip // WORD if p_x_scale.dtype.element_ty == gl.int32 else strip
+                w_word = strip // WORD if p_weight_scale.dtype.element_ty == gl.int32 else strip
+                copy_elements(x_scales.index(slot), p_scales + x_word * x_strip)
+                copy_elements(w_scales.index(slot), p_scale + w_word * w_strip)
+                async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+        base += EACH
+
+
+@gluon.jit
+def _scale(scales, strip, LAYOUT: gl.constexpr):
+    """float32 of float32, or of words that hold the UE8M0 bytes of four strips."""
+    scale = scales.load(LAYOUT)
+    if scales.dtype == gl.int32:
+        scale = scale_value((scale >> (8 * (strip % WORD))) & 255)
+    return scale
+
+
+@gluon.jit
+def _start(number, rings, ready, half: gl.constexpr, acc, ADD: gl.constexpr, RING: gl.constexpr):
+    """Start the product of a strip, once it is there."""
+    slot = number % RING
+    mbarrier.wait(ready.index(slot), (number // RING) & 1)
+    rows = rings[0].index(slot).permute((1, 0))
+    return warpgroup_mma(rings[1].index(2 * slot + half), rows, acc, use_acc=ADD, is_async=True)
+
+
+@gluon.jit
+def _scales(number, strip, rings, half: gl.constexpr, ACC: gl.constexpr, RING: gl.constexpr):
+    """Of a strip, by token, `[HALF, 1]`."""
+    slot = number % RING
+    x_scale = _scale(rings[2].index(slot).slice(half * HALF, HALF, 0), strip, gl.SliceLayout(1, ACC))
+    return gl.expand_dims(x_scale * _scale(rings[3].index(slot), strip, gl.SliceLayout(1, ACC)), 1)
+
+
+@gluon.jit
+def _release(number, free, RING: gl.constexpr):
+    # All have read what was there.
+    thread_barrier()
+    mbarrier.arrive(free.index(number % RING), count=1)
+
+
+@gluon.jit
+def _multiply(
+    out, p_part, p_arrived, shape, items, rings, out_tiles, ready, free, half: gl.constexpr,
+    SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, STEP: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    """One half of the tokens of all items."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, BLOCK_K // 4]
+    )
+    tiles = shape[2]
+    out_tile = out_tiles.index(half)
+    x_scales = rings[2]
+    o_m = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(1, ACC)), 1)
+    o_n = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, ACC)), 0)
+    zero = gl.zeros([HALF, ROWS], gl.float32, ACC)
+    base = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        tile, part, first_token, _, row = _place(item, shape)
+        acc = gl.zeros([HALF, ROWS], gl.float32, ACC)
+        for turn in range(0, EACH, STEP):
+            number = base + turn
+            strip = part * EACH + turn
+            if x_scales is None:
+                acc = _start(number, rings, ready, half, acc, True, RING)
+                if STEP > 1:
+                    acc = _start(number + 1, rings, ready, half, acc, True, RING)
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                    _release(number, free, RING)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                _release(number + STEP - 1, free, RING)
+            else:
+                product = _start(number, rings, ready, half, zero, False, RING)
+                scales = _scales(number, strip, rings, half, ACC, RING)
+                if STEP > 1:
+                    product_2 = _start(number + 1, rings, ready, half, zero, False, RING)
+                    scales_2 = _scales(number + 1, strip + 1, rings, half, ACC, RING)
+                    product = warpgroup_mma_wait(1, deps=[product])
+                    _release(number, free, RING)
+                    acc += product * scales
+                    product_2 = warpgroup_mma_wait(0, deps=[product_2])
+                    _release(number + 1, free, RING)
+                    acc += product_2 * scales_2
+                else:
+                    product = warpgroup_mma_wait(0, deps=[product])
+                    _release(number, free, RING)
+                    acc += product * scales
+        base += EACH
+        last = True
+        if SPLITS > 1:
+            # Eight rows at a time: what a warp stores together lies together.
+            tile_half = tile * 2 + half
+            p_tile = p_part + tile_half.to(gl.int64) * (HALF * ROWS) + ((o_n // 8 * HALF + o_m) * 8 + o_n % 8)
+            part_stride = tiles.to(gl.int64) * (TOKENS * ROWS)
+            gl.store(p_tile + part * part_stride, acc)
+            # Every thread has stored before one announces it.
+            thread_barrier()
+            last = gl.atomic_add(p_arrived + tile_half, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+            if last:
+                acc = gl.zeros([HALF, ROWS], gl.float32, ACC)
+                for other in gl.static_range(SPLITS):
+                    acc += gl.load(p_tile + other * part_stride, cache_modifier=".cg")
+                gl.store(p_arrived + tile_half, 0)
+        if last:
+            # The tile before this one has been read.
+            tma.store_wait(0)
+            thread_barrier()
+            out_tile.store(acc.to(out.dtype))
+            fence_async_shared()
+            thread_barrier()
+            store_tile(out, [first_token + half * HALF, row], out_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "x_group_row", "x_group_column", "x_scale_token_stride", "x_scale_group_stride", "x_scale_strip_stride",
+        "tokens", "items", "tiles",
+    ]
+)  # fmt: skip
+def grouped_matmul_many_hopper_kernel(
+    weights,  # descriptor of [G * N, K] in blocks of [128, BLOCK_K]
+    inputs,  # descriptor of rows of x in blocks of [64, BLOCK_K]
+    out,  # descriptor of [T, G * N] in blocks of [64, 128]
+    p_part,  # [SPLITS, tiles, 128 * 128] float32, contiguous, or None
+    p_arrived,  # [>= 2 * tiles] int32, zero before and after, or None
+    p_x_scale,  # [T, G, strips] float32, [T, G, words] int32, or None
+    p_weight_scale,  # [blocks, strips] float32, [blocks, words] int32, or None
+    x_group_row,  # where a group's part of `inputs` starts, in units of the group
+    x_group_column,
+    x_scale_token_stride,
+    x_scale_group_stride,
+    x_scale_strip_stride,
+    weight_scale_row_stride,
+    weight_scale_strip_stride,
+    tokens,
+    rows,  # N, a multiple of 128
+    tiles,
+    items,  # SPLITS for each tile; item i is part i // tiles of tile i % tiles
+    SPLITS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    EACH: gl.constexpr,  # strips of an item
+    STEP: gl.constexpr,  # strips of a turn of the loop, 1 or 2, which divides EACH
+    RING: gl.constexpr,
+    TILE: gl.constexpr,  # layouts in shared memory: of operands, of results
+    OUT_TILE: gl.constexpr,
+    MULTIPLIER_REGISTERS: gl.constexpr,
+    BRINGER_REGISTERS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Program p takes every num_programs-th item from item p on."""
+    w_ring = gl.allocate_shared_memory(weights.dtype, [RING, ROWS, BLOCK_K], TILE)
+    x_ring = gl.allocate_shared_memory(inputs.dtype, [2 * RING, HALF, BLOCK_K], TILE)
+    out_tiles = gl.allocate_shared_memory(out.dtype, [2, HALF, ROWS], OUT_TILE)
+    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    if p_x_scale is not None:
+        x_scales = gl.allocate_shared_memory(p_x_scale.dtype.element_ty, [RING, TOKENS], FLAT)
+        w_scales = gl.allocate_shared_memory(p_weight_scale.dtype.element_ty, [RING, 1], FLAT)
+        rings = w_ring, x_ring, x_scales, w_scales
+        ARRIVALS: gl.constexpr = 1 + ARRIVALS_OF_SCALES
+    else:
+        rings = w_ring, x_ring, None, None
+        ARRIVALS: gl.constexpr = 1
+    for i in gl.static_range(RING):
+        mbarrier.init(ready.index(i), count=ARRIVALS)
+        mbarrier.init(free.index(i), count=2)
+    fence_async_shared()
+    thread_barrier()
+    shape = tokens, rows, tiles
+    strides = (
+        x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
+        weight_scale_row_stride, weight_scale_strip_stride,
+    )  # fmt: skip
+    gl.warp_specialize([
+        (_multiply, (out, p_part, p_arrived, shape, items, rings, out_tiles, ready, free, 0,
+                     SPLITS, BLOCK_K, EACH, STEP, RING)),
+        (_multiply, (out, p_part, p_arrived, shape, items, rings, out_tiles, ready, free, 1,
+                     SPLITS, BLOCK_K, EACH, STEP, RING)),
+        (_bring, (weights, inputs, p_x_scale, p_weight_scale, strides, shape, items, rings, ready, free,
+                  BLOCK_K, EACH, RING)),
+    ], [4, 1], [MULTIPLIER_REGISTERS, BRINGER_REGISTERS])  # fmt: skip

@@ -1,0 +1,123 @@
+"""How `grouped_matmul` launches its kernel for many tokens on Hopper."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .. import layout
+from ..layout import cdiv
+from .arrivals import arrival_counters
+from .gpu import Gpu
+from .grouped_matmul_hopper import (
+    PROCESSOR_BYTES,
+    RESERVED_BYTES,
+    STRIP_BYTES,
+    TILE_ALIGN,
+    operands_refused,
+    rows_of,
+    swizzled,
+)
+from .grouped_matmul_kernel_many_hopper import HALF_TOKENS, TILE_ROWS, grouped_matmul_many_hopper_kernel
+
+TILE_TOKENS = 2 * HALF_TOKENS
+MULTIPLIER_REGISTERS, BRINGER_REGISTERS = 232, 32
+
+
+class Cut(NamedTuple):
+    """How a launch is cut up: parts of the strips of a tile, and strips of a turn of the loop."""
+
+    splits: int
+    step: int
+
+
+def choose_cut(gpu: Gpu, tiles: int, strips: int) -> Cut:
+    """Parts so that there is an item for each processor, as far as that goes, and four strips in each."""
+    splits = 1
+    while strips % (2 * splits) == 0 and 2 * splits * tiles <= gpu.processors and strips // (2 * splits) >= 4:
+        splits *= 2
+    return Cut(splits, 1)
+
+
+def many_refuses(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quantize: bool) -> str:
+    """Why this kernel cannot take a call that the portable one can, "" if it can."""
+    if quantize:
+        return "it takes what is quantised"
+    if weight.shape[0] // x.shape[1] % TILE_ROWS:
+        return f"it takes weights of a multiple of {TILE_ROWS} rows"
+    if weight_scale is not None and _words(weight_scale) is None:
+        return "it takes scales of the weight that are float32, or bytes in words of four"
+    return operands_refused(x, weight, quantize)
+
+
+def _words(scale: Tensor) -> Tensor | None:
+    """Scales as 32-bit words, UE8M0 bytes four at a time; None where they do not lie like that."""
+    if scale.dtype is torch.float32:
+        return scale
+    word = layout.SCALES_PER_WORD
+    if scale.stride(1) != 1 or scale.shape[1] % word or scale.stride(0) % word or scale.data_ptr() % word:
+        return None
+    return scale.view(torch.int32)
+
+
+def deepest_ring(out_size: int) -> int:
+    """Buffers that there is room for beside tiles of outputs of so many bytes."""
+    room = PROCESSOR_BYTES - RESERVED_BYTES - TILE_ALIGN - TILE_TOKENS * TILE_ROWS * out_size
+    return room // ((TILE_ROWS + TILE_TOKENS) * STRIP_BYTES + 4 * TILE_TOKENS + 4 + 2 * 8)
+
+
+def launch_many(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    out: Tensor,
+    quantize: bool,
+    gpu: Gpu,
+) -> None:
+    """Fill `out`, as the portable launcher does."""
+    tokens, groups, size = x.shape
+    block_k = STRIP_BYTES // weight.element_size()
+    rows, strips = weight.shape[0] // groups, cdiv(size, block_k)
+    inputs = rows_of(x, block_k)
+    assert inputs is not None and not quantize
+    tiles = cdiv(tokens, TILE_TOKENS) * groups * (rows // TILE_ROWS)
+    cut = choose_cut(gpu, tiles, strips)
+    part = arrived = None
+    if cut.splits > 1:
+        shape = (cut.splits, tiles, TILE_TOKENS * TILE_ROWS)
+        part = torch.empty(shape, dtype=torch.float32, device=x.device)
+        arrived = arrival_counters(2 * tiles, x.device)
+    if weight_scale is not None:
+        weight_scale = _words(weight_scale)
+    grouped_matmul_many_hopper_kernel[(min(tiles * cut.splits, gpu.processors),)](
+        TensorDescriptor.from_tensor(weight, [TILE_ROWS, block_k], swizzled(weight)),
+        TensorDescriptor.from_tensor(inputs.matrix, [HALF_TOKENS, block_k], swizzled(x)),
+        TensorDescriptor.from_tensor(out, [HALF_TOKENS, TILE_ROWS], swizzled(out)),
+        part,
+        arrived,
+        x_scale,
+        weight_scale,
+        inputs.row,
+        inputs.column,
+        *((0, 0, 0) if x_scale is None else x_scale.stride()),
+        *((0, 0) if weight_scale is None else weight_scale.stride()),
+        tokens,
+        rows,
+        tiles,
+        tiles * cut.splits,
+        SPLITS=cut.splits,
+        BLOCK_K=block_k,
+        EACH=strips // cut.splits,
+        STEP=cut.step,
+        RING=deepest_ring(out.element_size()),
+        TILE=swizzled(weight),
+        OUT_TILE=swizzled(out),
+        MULTIPLIER_REGISTERS=MULTIPLIER_REGISTERS,
+        BRINGER_REGISTERS=BRINGER_REGISTERS,
+        num_warps=4,
+        launch_pdl=True,
+    )

@@ -1,0 +1,117 @@
+"""The product of many tokens on Hopper, simulated (see simulated_gluon.py for what that means), and compiled for it."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels import grouped_matmul_many_hopper as many
+from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.reference.block_scale import quantize_activation
+from dsv4_compile.reference.quant import ue8m0_scale
+from dsv4_compile.testing import assert_close, fake_triton
+from tests.kernels import simulated_copies as copies
+from tests.kernels import simulated_gluon as base
+from tests.kernels.gpus import GPUS
+from tests.kernels.simulated_gluon import Pointer
+from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
+from tests.kernels.test_grouped_matmul_hopper import modules
+
+GPU = GPUS["sm_90"][0]
+BF16 = torch.bfloat16
+PROCESSORS = 5  # few, so that a program has several items
+
+
+@pytest.fixture(scope="module")
+def hopper() -> Any:
+    names = "kv_load_hopper", "gather_rows_hopper", "grouped_matmul_kernel_hopper", "grouped_matmul_kernel_many_hopper"
+    with (
+        mock.patch.object(base, "modules", modules),
+        mock.patch.object(copies, "THREADS", 32),
+        mock.patch.object(base.Shared, "dtype", property(lambda s: s.data.dtype), create=True),
+        mock.patch.object(
+            Pointer, "dtype", property(lambda p: types.SimpleNamespace(element_ty=p.memory.dtype)), create=True
+        ),
+    ):
+        yield base.simulated("grouped_matmul_many_hopper", *names)
+
+
+def product(hopper: Any, x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor | None, *cut: int) -> Tensor:
+    """Of a launch cut as it says."""
+    counters, out = torch.zeros(64, dtype=torch.int32), torch.full((len(x), len(weight)), torch.nan, dtype=BF16)
+    assert hopper.many_refuses(x, weight, scale, False) == ""
+    with (
+        mock.patch.object(hopper, "choose_cut", lambda *sizes: hopper.Cut(*cut)),
+        mock.patch.object(hopper, "arrival_counters", lambda count, device: counters),
+        torch.no_grad(),
+    ):
+        hopper.launch_many(x, x_scale, weight, scale, out, False, GPU._replace(processors=PROCESSORS))
+    assert not counters.any()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("tokens", "groups", "rows", "size", "packed", "cut"),
+    [
+        (100, 2, 256, 1024, False, (1, 1)),
+        (300, 2, 128, 512, True, (1, 2)),
+        (70, 1, 384, 1024, True, (2, 2)),
+        (130, 1, 256, 1024, False, (4, 1)),
+    ],
+)
+def test_what_comes_quantised_gives_the_reference(
+    hopper: Any, tokens: int, groups: int, rows: int, size: int, packed: bool, cut: tuple[int, ...]
+) -> None:
+    """Items that are tiles, and parts of them."""
+    heads = size // 64
+    o, table = torch.randn(tokens, groups * heads, 64).bfloat16(), torch.randn(9, 16)
+    a, a_scale = REFERENCES["inv_rope_fp8_quant"](o, torch.arange(tokens) % 9, table, groups, heads, packed)
+    b, b_scale = e4m3(groups * rows, size), block_scale(groups * rows, size)
+    got = product(hopper, a, a_scale, b, b_scale, *cut)
+    assert_close(got, REFERENCES["fp8_grouped_einsum"](a, a_scale, b, b_scale).flatten(1), NEIGHBOUR[BF16])
+
+
+@pytest.mark.parametrize("form", [torch.float32, torch.uint8])
+def test_scales_of_the_weight_come_in_either_form(hopper: Any, form: torch.dtype) -> None:
+    x, weight, byte = torch.randn(70, 512).bfloat16(), e4m3(256, 512), block_scale(256, 512)
+    values, x_byte = quantize_activation(x)
+    scale = ue8m0_scale(byte) * 1.25 if form is torch.float32 else byte
+    got = product(hopper, values[:, None], ue8m0_scale(x_byte)[:, None], weight, scale, 1, 1)
+    assert_close(got, REFERENCES["fp8_linear"](x, weight, scale), NEIGHBOUR[BF16])
+    assert "words of four" in hopper.many_refuses(values[:, None], weight, byte.t().contiguous().t(), False)
+
+
+@pytest.mark.parametrize(("tokens", "cut"), [(300, (2, 2)), (200, (1, 1)), (50, (2, 1))])
+def test_halves_give_the_reference(hopper: Any, tokens: int, cut: tuple[int, ...]) -> None:
+    x, weight = torch.randn(tokens, 2, 512).bfloat16(), torch.randn(2 * 128, 512).bfloat16()
+    got = product(hopper, x, None, weight, None, *cut)
+    assert_close(got, REFERENCES["grouped_linear"](x, weight, 2), NEIGHBOUR[BF16])
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("halves", [False, True])
+def test_it_compiles_for_hopper(step: int, halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "choose_cut", lambda *sizes: many.Cut(2, step))
+    dtype = BF16 if halves else torch.float8_e4m3fn
+    x, weight, out = (torch.empty(n, 4096, dtype=dtype) for n in (300, 2048, 300))
+    scales = (None, None) if halves else (torch.empty(300, 1, 32), torch.empty(16, 32, dtype=torch.uint8))
+    out = torch.empty(300, 2048, dtype=BF16)
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        many.launch_many(x[:, None], scales[0], weight, scales[1], out, False, GPU)
+    ptx = compiled[0].asm["ptx"]
+    assert f"wgmma.mma_async.sync.aligned.m64n128{'k16.f32.bf16.bf16' if halves else 'k32.f32.e4m3.e4m3'}" in ptx
+    assert ptx.index("cp.async.bulk.tensor.2d") < ptx.index("griddepcontrol.wait")
+    assert compiled[0].metadata.launch_pdl
+
+
+def test_what_it_does_not_take() -> None:
+    x, weight, scale = torch.empty(200, 1, 512, dtype=torch.float8_e4m3fn), e4m3(256, 512), block_scale(256, 512)
+    assert many.many_refuses(x, weight, scale, False) == ""
+    assert "what is quantised" in many.many_refuses(x.bfloat16(), weight, scale, True)
+    assert "multiple of 128 rows" in many.many_refuses(x, weight[:200], scale, False)
+    assert "the weight's dtype" in many.many_refuses(x.bfloat16(), weight, scale, False)
