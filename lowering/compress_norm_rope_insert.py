@@ -1,7 +1,10 @@
 """Inductor IR for `compress_norm_rope_insert`: three kernels over all tokens, and two more for a Hadamard transform.
 
 A softmax over the window for [T, D | W], a row sum over [T | D], and the stores of ir_insert.py or ir_indexer.py. A
-token that closes no group reads no state and stores nothing. The hand-written kernel looks for those that do.
+token that closes no group reads no state and stores nothing, but has its lanes: the hand-written kernel looks for those
+that do. On an H200, us by IR and by the kernel where every one of 1 / 128 tokens closes a group: ratio 4, 6.3 and 4.1 /
+10.3 and 4.2; ratio 128, 8.2 and 5.1 / 65 and 26; of 4,096 tokens of a prompt 241 and 14; 2789 and 9
+(`dsv4 bench indexer --only op=compress_norm_rope_insert --only impl=ir,triton`).
 """
 
 from __future__ import annotations

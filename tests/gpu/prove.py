@@ -62,8 +62,10 @@ FIRST = (
 """Stems in order of value, a decode step's largest shares in front; then the other kernels, then the lowerings."""
 PARTS = {
     "attention_backends": 10,
+    "chain_steady": 3,
     "decode_runner": 6,
     "fp8_linear": 2,
+    "lowered_compress_norm_rope_insert": 4,
     "merged_layer": 3,
     "preprocess_insert": 3,
     "sparse_mla_decode": 6,
