@@ -24,7 +24,7 @@ def poison(world: World) -> None:
     for spec in world.buffers.plan.specs:
         if spec.filled_by == "refresh":
             tensor = world.buffers.tensors[spec.name]
-            tensor.copy_(torch.randint(0, 2 if tensor.dtype is torch.bool else 5, tensor.shape))
+            tensor.random_(0, 2 if tensor.dtype is torch.bool else 5)
 
 
 def slots_of(world: World, tokens: int) -> dict[str, list[int]]:
