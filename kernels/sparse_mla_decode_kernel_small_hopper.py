@@ -1,10 +1,10 @@
 """Sparse MLA decode of few tokens on Hopper, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, small blocks of heads.
 
-With few tokens time is what one program waits for, one thing after the other: the kernel in front, lengths, slots, keys,
-and its own instructions. So all warps do everything, and there are many programs, each with little to do. Its code is a
-quarter of that of the kernels with specialised warps: in a row of layers other kernels take the instruction cache, and
-a warp of those then waits 5.5 of its 9.5 cycles for each instruction for the instruction itself, one of this kernel 0.2
-of 6. The kernel starts before the one in front has ended, and asks the L2 cache for its keys meanwhile.
+With few tokens time is what one program waits for, one thing after the other: the kernel in front, lengths, slots,
+keys, and its own instructions. So all warps do everything, and there are many programs, each with little to do. Its
+code is a quarter of that of the kernels with specialised warps: in a row of layers other kernels take the instruction
+cache, and a warp of those then waits 5.5 of its 9.5 cycles for each instruction for the instruction itself, one of this
+kernel 0.2 of 6. The kernel starts before the one in front has ended, and asks the L2 cache for its keys meanwhile.
 
 Keys are the rows of both products and heads their columns. A program takes a block of heads of one token and its share
 of the blocks of the token's keys, window cache first.
