@@ -102,7 +102,8 @@ def random_steps(setup: Setup, steps: int, seed: int, compiled: bool = False, ki
         hidden = world.load(query_lens, seq_lens)
         out = runner.step(sum(query_lens), hidden=hidden)
         expected = world.eager(hidden, query_lens, seq_lens, runner.buckets.fit(sum(query_lens)))
-        assert_bitwise(out, expected, label=f"step {step}")
+        if not torch.equal(out.view(torch.uint8), expected.view(torch.uint8)):  # on the device: one wait
+            assert_bitwise(out, expected, label=f"step {step}")
     for name, tensor in world.named_caches(world.caches).items():
         assert_bitwise(tensor, world.named_caches(world.eager_caches)[name], label=name)
     assert runner.statistics.captures == len(runner.buckets), "a step was captured after warm-up"
