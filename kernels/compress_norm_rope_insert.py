@@ -15,6 +15,7 @@ from torch import Tensor
 from ..layout import PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor
 from .arrivals import arrival_counters
 from .compress_entry import compress_tokens
+from .early import early_launch, start
 from .hadamard import HADAMARD_DIMS
 from .quant import refuses_fp8
 
@@ -23,14 +24,17 @@ POOLED = 4096
 FEW_COLUMNS = 16
 """Least channels of a program: 64 bytes of a row."""
 AT_ONCE = 512
-"""Programs that an H200 runs side by side. Up to as many, each looks at one token; more look at a few, since most find
-nothing: of ratio 128 a decode step closes one group for 128 tokens. Few choices, since each is a kernel to compile."""
+"""Programs that an H200 runs side by side. Up to four times as many, each looks at one token; more look at a few, since
+most find nothing: of ratio 128 a decode step closes one group for 128 tokens. Few choices, each a kernel to compile."""
 FEW_TOKENS = 4
+TOGETHER = 4
+"""Most tokens whose small windows a program pools at once: a warp each."""
 
 
 class Cut(NamedTuple):
     """How pools are cut up, powers of two: `tokens` among which a program looks for closed groups, `parts` of an
-    entry's channels, a program each, and `warps` of a program."""
+    entry's channels, a program each, which pools them as so many `tiles` one after the other, and `warps` of a
+    program."""
 
     tokens: int
     parts: int
@@ -42,13 +46,19 @@ def window_rows(ratio: int) -> int:
     return triton.next_power_of_2(overlap_factor(ratio) * ratio)
 
 
+def together(ratio: int, dim: int) -> int:
+    """Neighbouring tokens whose windows a program pools at once. It does not depend on the step, as the order of sums
+    may depend on it."""
+    return max(1, min(TOGETHER, POOLED // (window_rows(ratio) * dim)))
+
+
 def cut_of(tokens: int, ratio: int, dim: int) -> Cut:
     """The cut for a step of `tokens` and entries of `dim`. Only its `tokens` depend on the step, and no result does."""
     columns = min(dim, max(FEW_COLUMNS, POOLED // window_rows(ratio)))
     parts = dim // columns
     group, programs = triton.next_power_of_2(ratio), tokens * parts
-    looks = 1 if programs <= AT_ONCE else min(FEW_TOKENS, group) if programs <= 16 * AT_ONCE else group
-    return Cut(looks, parts, 4)
+    looks = 1 if programs <= 4 * AT_ONCE else min(FEW_TOKENS, group) if programs <= 16 * AT_ONCE else group
+    return Cut(max(looks, together(ratio, dim)), parts, 4)
 
 
 @triton.jit(
@@ -67,7 +77,7 @@ def compress_norm_rope_insert_kernel(
     p_cos_sin,  # [max_pos, ROPE] float32
     p_kv_scale,  # [1] float32 or None
     p_pooled,  # [T, D] float32, or None where PARTS is 1
-    p_arrived,  # [T] int32, zero before and after, or None
+    p_arrived,  # [>= T / TOKENS] int32, zero before and after, or None
     eps,
     cache_strides,
     state_strides,
@@ -88,18 +98,21 @@ def compress_norm_rope_insert_kernel(
     GROUPS: tl.constexpr,
     HADAMARD: tl.constexpr,
     TOKENS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     ROPE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program p takes part p % PARTS of the entries that the (p // PARTS)-th TOKENS tokens close."""
+    start(EARLY)
     compress_tokens(
         tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, p_cache, p_state, None, None, p_weight, p_cos_sin,
         p_kv_scale, p_pooled, p_arrived, p_state_slots, p_table, p_requests, p_positions, p_slots, eps, cache_strides,
         state_strides, None, None, weight_stride, cos_sin_strides, table_strides, token_strides, tokens, state_pages,
         num_slots, table_rows, table_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD,
-        TOKENS, PARTS, ROWS, D, ROPE,
+        TOKENS, TOGETHER, PARTS, ROWS, D, ROPE,
     )  # fmt: skip
 
 
@@ -148,28 +161,27 @@ def compress_norm_rope_insert(
     hadamard: bool = False,
     kv_scale: Tensor | None = None,
     *,
-    tile: tuple[int, int] | None = None,
+    cut: Cut | None = None,
 ) -> None:
     """See the reference.
 
     Pooled values differ from it by the order of their sums, so a stored value next to a rounding boundary may be the
     neighbour. All that follows the RMS norm rounds as it does, and results do not depend on the batch.
-    `tile`, parts and warps, overrides the choice of `cut_of`.
+    `cut` overrides the choice of `cut_of`.
     """
     tokens = state_slot_mapping.shape[0]
     if tokens == 0:
         return
     dim = norm_weight.shape[0]
-    cut = cut_of(tokens, ratio, dim)
-    if tile is not None:
-        cut = cut._replace(parts=tile[0], warps=tile[1])
+    cut = cut or cut_of(tokens, ratio, dim)
     pooled = arrived = None
     if cut.parts > 1:
         pooled = torch.empty((tokens, dim), dtype=torch.float32, device=state_cache.device)
-        arrived = arrival_counters(tokens, state_cache.device)
+        arrived = arrival_counters(cdiv(tokens, cut.tokens), state_cache.device)
     pages = byte_pages(k_cache, cache_format, block_size) if cache_format in PAGE_LAYOUTS else k_cache
     per_token = (state_slot_mapping, token_to_req, positions, slot_mapping)
-    compress_norm_rope_insert_kernel[(cdiv(tokens, cut.tokens) * cut.parts,)](
+    programs = cdiv(tokens, cut.tokens) * cut.parts
+    compress_norm_rope_insert_kernel[(programs,)](
         pages,
         state_cache,
         state_slot_mapping,
@@ -202,6 +214,7 @@ def compress_norm_rope_insert(
         GROUPS=overlap_factor(ratio),
         HADAMARD=hadamard,
         TOKENS=cut.tokens,
+        TOGETHER=together(ratio, dim),
         PARTS=cut.parts,
         ROWS=window_rows(ratio),
         D=dim,
@@ -209,4 +222,5 @@ def compress_norm_rope_insert(
         num_warps=cut.warps,
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,
+        **early_launch(state_cache.device, programs),
     )

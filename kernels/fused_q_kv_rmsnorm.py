@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .early import early_launch, start
 from .norm import norm_rows
 
 MAX_SIZE = 16384
@@ -32,8 +33,10 @@ def fused_q_kv_rmsnorm_kernel(
     KV_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program p < T takes row p of qr, program T + p row p of kv."""
+    start(EARLY)
     program = tl.program_id(0).to(tl.int64)
     row = (program % tokens) + tl.arange(0, 1)
     if program < tokens:
@@ -69,6 +72,7 @@ def fused_q_kv_rmsnorm(
         Q_BLOCK=triton.next_power_of_2(q_size),
         KV_BLOCK=triton.next_power_of_2(kv_size),
         num_warps=_warps(max(q_size, kv_size)),
+        **early_launch(qr.device, 2 * tokens),
     )
     return q_out, kv_out
 

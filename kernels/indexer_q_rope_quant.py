@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import INDEXER_MXFP4, MX_TILE, cdiv
+from .early import early_launch, start
 from .hadamard import HADAMARD_DIMS, HADAMARD_ROWS, rounded_hadamard
 from .indexer_format import quantize_fp8, quantize_mxfp4
 from .quant import refuses_fp8
@@ -44,8 +45,10 @@ def indexer_q_rope_quant_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     ROPE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (p, h) takes heads [h * HEADS, (h + 1) * HEADS) of token p."""
+    start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     o_d = tl.arange(0, D)[None, :].to(tl.int64)
@@ -149,5 +152,6 @@ def indexer_q_rope_quant(
         num_warps=warps,
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,
+        **early_launch(q.device, tokens * cdiv(heads, rows)),
     )
     return out, scale, weights_out

@@ -16,6 +16,7 @@ from ..layout import ACT_TILE as _ACT_TILE
 from ..layout import SCALES_PER_WORD as _SCALES_PER_WORD
 from ..layout import cdiv
 from ..reference.inv_rope_fp8_quant import scale_strides, value_strides
+from .early import early_launch, start
 from .quant import FP8_MAX, MANTISSA_BITS, e4m3, refuses_fp8, tile_byte, ue8m0_inverse
 from .rope import load_cos_sin, rotate, table_row
 
@@ -54,8 +55,10 @@ def inv_rope_kernel(
     D: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program p takes BLOCK_H heads of token p // blocks."""
+    start(EARLY)
     BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     token = (tl.program_id(0) // BLOCKS).to(tl.int64) + tl.zeros((BLOCK_H,), tl.int64)
     head = (tl.program_id(0) % BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -87,8 +90,10 @@ def inv_rope_fp8_quant_kernel(
     PACKED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program p takes BLOCK_T tokens and BLOCK_H heads of one group; blocks of heads vary first, then groups."""
+    start(EARLY)
     BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     # Strips in a program, of each of its tokens, and in a group.
     TILES: tl.constexpr = BLOCK_H * D // ACT_TILE
@@ -152,6 +157,7 @@ def inv_rope(o: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
         BLOCK_H=rows,
         num_warps=1,
         enable_fp_fusion=False,
+        **early_launch(o.device, programs),
     )
     return out
 
@@ -197,6 +203,7 @@ def inv_rope_fp8_quant(
             BLOCK_H=block_h,
             num_warps=1,
             enable_fp_fusion=False,
+            **early_launch(o.device, programs),
         )
     return (
         values.as_strided((tokens, n_groups, size), value_strides(tokens, size)),

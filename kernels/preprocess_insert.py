@@ -17,7 +17,8 @@ from torch import Tensor
 from ..layout import PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor, state_block_size, storage_block_size
 from ..reference.preprocess_insert import Compressor, compressors, result_dtype
 from .arrivals import arrival_counters
-from .compress_norm_rope_insert import cut_of, window_rows
+from .compress_norm_rope_insert import cut_of, together, window_rows
+from .early import early_launch
 from .gpu import registers
 from .hadamard import HADAMARD_DIMS
 from .preprocess_insert_kernel import preprocess_insert_kernel
@@ -160,16 +161,18 @@ def preprocess_insert(
     most = max(tokens, inserted, main_sizes[0], key_sizes[0])
     if most == 0:
         return out
-    chunk = cut.tokens if main is None else max(cut.tokens, cut.pooled)
-    pools = chunk // cut.pooled
-    main_pools, key_pools = 0 if main is None else pools * cut.parts, 0 if keys is None else pools
+    key_tokens = max(cut.pooled, together(ratio, key_dim)) if keys is not None else 1
+    chunk = cut.tokens if main is None else max(cut.tokens, cut.pooled, key_tokens)
+    main_pools = 0 if main is None else chunk // cut.pooled * cut.parts
+    key_pools = 0 if keys is None else chunk // key_tokens
     shares = min(cut.shares, 2 + main_saves + key_saves)
     jobs = main_pools + key_pools + chunk // cut.tokens * shares
     pooled = arrived = None
     if main is not None and cut.parts > 1:
         pooled = torch.empty((main_sizes[0], main_dim), dtype=torch.float32, device=qr.device)
-        arrived = arrival_counters(main_sizes[0], qr.device)
-    preprocess_insert_kernel[(cdiv(most, chunk) * jobs,)](
+        arrived = arrival_counters(cdiv(main_sizes[0], cut.pooled), qr.device)
+    programs = cdiv(most, chunk) * jobs
+    preprocess_insert_kernel[(programs,)](
         out,
         qr,
         q_weight,
@@ -221,6 +224,9 @@ def preprocess_insert(
         TOKENS=cut.tokens,
         SHARES=shares,
         POOL_TOKENS=cut.pooled,
+        TOGETHER=together(ratio, main_dim) if ratio else 1,
+        KEY_TOKENS=key_tokens,
+        KEYS_TOGETHER=together(ratio, key_dim) if ratio else 1,
         ROWS=window_rows(ratio) if ratio else 1,
         MAIN_POOLS=main_pools,
         MAIN_PARTS=cut.parts,
@@ -231,6 +237,7 @@ def preprocess_insert(
         KEY_PIECE=key_piece,
         num_warps=cut.warps,
         **registers(qr.device, cut.registers),
+        **early_launch(qr.device, programs),
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,
     )

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .compress_entry import compress_tokens
+from .early import start
 from .kv_insert import insert_rows
 from .norm import norm_rows
 from .save_partial_states import save_rows
@@ -16,7 +17,7 @@ def _pool_job(
     first, part, c, strides, p_pooled, p_arrived, p_requests, p_positions, p_cos_sin, p_kv_scale, eps, request_stride,
     position_stride, cos_sin_strides, tokens, state_pages, num_slots, table_rows, table_columns, max_pos,
     FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr,
-    GROUPS: tl.constexpr, HADAMARD: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
+    GROUPS: tl.constexpr, HADAMARD: tl.constexpr, TOKENS: tl.constexpr, TOGETHER: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """Pool one part of the channels for the TOKENS tokens from `first` on."""
@@ -27,7 +28,7 @@ def _pool_job(
         strides.ape, strides.norm_weight[0], cos_sin_strides, strides.state_block_table,
         (strides.state_slot_mapping[0], request_stride, position_stride, strides.slot_mapping[0]),
         tokens, state_pages, num_slots, table_rows, table_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK,
-        RATIO, GROUPS, HADAMARD, TOKENS, PARTS, ROWS, D, ROPE,
+        RATIO, GROUPS, HADAMARD, TOKENS, TOGETHER, PARTS, ROWS, D, ROPE,
     )  # fmt: skip
 
 
@@ -65,8 +66,8 @@ def preprocess_insert_kernel(
     p_kv_scale,  # [1] float32 or None
     main,  # the tensors of a Compressor, or None
     keys,  # likewise, of the indexer
-    p_pooled,  # [T, MAIN_D] float32, or None where MAIN_PARTS is 1
-    p_arrived,  # [T] int32, zero before and after, or None
+    p_pooled,  # [T, MAIN_D] float32, or None where a program pools all channels
+    p_arrived,  # [>= T / POOL_TOKENS] int32, zero before and after, or None
     eps,
     qr_strides,
     q_weight_stride,
@@ -111,6 +112,9 @@ def preprocess_insert_kernel(
     TOKENS: tl.constexpr,
     SHARES: tl.constexpr,
     POOL_TOKENS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    KEY_TOKENS: tl.constexpr,
+    KEYS_TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     MAIN_POOLS: tl.constexpr,
     MAIN_PARTS: tl.constexpr,
@@ -119,8 +123,10 @@ def preprocess_insert_kernel(
     KEY_POOLS: tl.constexpr,
     KEY_SAVES: tl.constexpr,
     KEY_PIECE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Programs [c * J, (c + 1) * J) do the J jobs of tokens [c * CHUNK, (c + 1) * CHUNK)."""
+    start(EARLY)
     POOLS: tl.constexpr = MAIN_POOLS + KEY_POOLS
     KINDS: tl.constexpr = 2 + MAIN_SAVES + KEY_SAVES
     JOBS: tl.constexpr = POOLS + CHUNK // TOKENS * SHARES
@@ -131,15 +137,15 @@ def preprocess_insert_kernel(
                 first + job // MAIN_PARTS * POOL_TOKENS, job % MAIN_PARTS, main, main_strides, p_pooled, p_arrived,
                 p_requests, p_positions, p_cos_sin, p_kv_scale, eps, request_stride, position_stride, cos_sin_strides,
                 main_tokens, main_pages, main_slots, main_rows, main_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK,
-                RATIO, GROUPS, False, POOL_TOKENS, MAIN_PARTS, ROWS, MAIN_D, ROPE,
+                RATIO, GROUPS, False, POOL_TOKENS, TOGETHER, MAIN_PARTS, ROWS, MAIN_D, ROPE,
             )  # fmt: skip
     elif job < POOLS:
         if keys is not None:
             _pool_job(
-                first + (job - MAIN_POOLS) * POOL_TOKENS, 0, keys, key_strides, None, None, p_requests, p_positions,
+                first + (job - MAIN_POOLS) * KEY_TOKENS, 0, keys, key_strides, None, None, p_requests, p_positions,
                 p_cos_sin, None, eps, request_stride, position_stride, cos_sin_strides, key_tokens, key_pages,
                 key_slots, key_rows, key_columns, max_pos, KEY_FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD,
-                POOL_TOKENS, 1, ROWS, KEY_D, ROPE,
+                KEY_TOKENS, KEYS_TOGETHER, 1, ROWS, KEY_D, ROPE,
             )  # fmt: skip
     else:
         few, share = first // TOKENS + (job - POOLS) // SHARES, (job - POOLS) % SHARES

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import byte_pages, cdiv
+from .early import early_launch, start
 from .kv_insert import insert_rows
 from .norm import inverse_rms
 from .quant import e4m3, inverse_of, refuses_fp8
@@ -79,8 +80,10 @@ def q_norm_rope_kv_insert_kernel(
     D: tl.constexpr,
     ROPE: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program p < ceil(inserted / ROWS) inserts, the others take the heads of a token, ROWS each."""
+    start(EARLY)
     program = tl.program_id(0)
     inserts = tl.cdiv(inserted, ROWS)
     if program < inserts:
@@ -271,4 +274,5 @@ def _launch(
         num_warps=warps,
         # A contracted multiply and add rounds once where the reference rounds twice: another byte now and then.
         enable_fp_fusion=False,
+        **early_launch(positions.device, programs),
     )

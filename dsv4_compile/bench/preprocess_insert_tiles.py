@@ -24,7 +24,11 @@ _USUAL += tuple({"registers": n} for n in (64, 80, 96, 168, 255))
 CHANGES: Mapping[str, _Changes] = {
     "swa": _USUAL,
     "csa": (*_USUAL, *({"pooled": n} for n in (1, 2, 4, 8))),
-    "hca": (*_USUAL, *({"pooled": n} for n in (1, 4, 32, 128)), *({"parts": n} for n in (8, 32))),
+    "hca": (
+        *_USUAL,
+        *({"pooled": n} for n in (1, 4, 32, 128)),
+        *({"parts": n} for n in (8, 32)),
+    ),
 }
 """By kind of layer, what is changed of the usual cut; fields of `Tile` in kernels/preprocess_insert.py."""
 

@@ -87,12 +87,20 @@ def test_entries_are_those_of_the_reference(tokens: int, ratio: int, dim: int, f
     assert_agree(arguments(tokens, ratio, dim, fmt, hadamard))
 
 
-@pytest.mark.parametrize("tile", [(8, 4), (8, 8), (16, 4), (32, 8)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parts": 8},
+        {"parts": 8, "warps": 8},
+        {"parts": 16, "tokens": 8},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("ratio", "dim", "fmt"), [(4, 512, "fp8_ds_mla"), (128, 512, "fp8_ds_mla"), (4, 128, "indexer_fp8")]
 )
-def test_every_tile(tile: tuple[int, int], ratio: int, dim: int, fmt: str) -> None:
-    assert_agree(arguments(200, ratio, dim, fmt), tile=tile)
+def test_every_cut(changes: dict[str, int], ratio: int, dim: int, fmt: str) -> None:
+    assert_agree(arguments(200, ratio, dim, fmt), cut=kernel.cut_of(200, ratio, dim)._replace(**changes))
 
 
 @pytest.mark.parametrize(("ratio", "dim", "fmt", "hadamard"), LAYERS[:4])

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
+from dsv4_compile.bench import gate, indexer
+from dsv4_compile.bench import preprocess_insert as scenario
+from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.kernels import preprocess_insert as kernel
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_cached, assert_close
@@ -165,3 +168,45 @@ def test_a_hundred_runs_are_equal_bit_for_bit(kind: str) -> None:
         got, mine = step.run(kernel.preprocess_insert)
         assert torch.equal(got, want)
         assert all(torch.equal(storage_of(mine[name]), storage_of(cache)) for name, cache in caches.items())
+
+
+def behind_2_31_bytes(x: Tensor) -> tuple[Tensor, int]:
+    """Pages that end with those of `x` and begin 2^31 bytes in front of them, and how many were added."""
+    added = 2**31 // x[0].nbytes + 1
+    return torch.cat((x.new_zeros(added, *x.shape[1:]), x)), added
+
+
+def far_away(kind: str, tokens: int, context: int) -> list[Any]:
+    """The arguments of a step of the benchmark, every cache of which is larger than an int32 counts bytes."""
+    step = indexer.Step(DeepseekV4Config.flash(), tokens, context, torch.device("cuda"), 0)
+    ratio = scenario.KINDS[kind]
+    args = list(scenario.build(step, ratio))
+    caches = [(9, 10, args[11])]
+    for first in (12, 21)[: len(scenario.WRITTEN[kind]) // 2]:
+        state, slots, table, cache, entry_slots = range(first + 3, first + 8)
+        args[state], added = behind_2_31_bytes(args[state])
+        args[slots] = args[slots] + added * layout.state_block_size(ratio)
+        args[table] = torch.where(args[table] >= 0, args[table] + added, -1).int()
+        caches.append((cache, entry_slots, layout.storage_block_size(ratio)))
+    for cache, slots, block in caches:
+        args[cache], added = behind_2_31_bytes(args[cache])
+        args[slots] = torch.where(args[slots] >= 0, args[slots] + added * block, -1)
+    return args
+
+
+@pytest.mark.parametrize("kind", scenario.KINDS)
+def test_70_000_tokens_over_caches_of_more_than_2_31_bytes(kind: str) -> None:
+    written = scenario.WRITTEN[kind]
+    want = gate.outputs(REFERENCE, far_away(kind, 70_000, 80_000), written)
+    got = gate.outputs(kernel.preprocess_insert, far_away(kind, 70_000, 80_000), written)
+    assert all(x.nbytes > 2**31 for x in got[1:])
+    assert scenario.differs(got, want) == ""
+
+
+def test_a_step_of_nothing_changes_nothing() -> None:
+    args = list(scenario.build(indexer.Step(DeepseekV4Config.flash(), 4, 1024, torch.device("cuda"), 0), 0))
+    before = args[9].clone()
+    for i in (0, 1, 10):
+        args[i] = args[i][:0]
+    assert kernel.preprocess_insert(*args).shape == args[0].shape
+    assert torch.equal(args[9], before)

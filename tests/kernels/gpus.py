@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from dsv4_compile.kernels import early, gpu
 from dsv4_compile.kernels.gpu import Gpu
 
 GPUS = {
@@ -12,3 +17,17 @@ GPUS = {
     "gfx950": (Gpu("hip", 0, 256), 160),
 }
 """By target: the GPU, and the KiB of shared memory that a program may have."""
+
+
+def sees(monkeypatch: pytest.MonkeyPatch, target: str) -> bool:
+    """Let launchers see the GPU `target`; whether kernels start early there."""
+    seen = GPUS[target][0]
+    for module in (early, gpu):
+        monkeypatch.setattr(module, "gpu_of", lambda device: seen)
+    return gpu.starts_early(seen)
+
+
+def begins_early(kernel: Any) -> bool:
+    """Whether a compiled kernel lets the next one start, and then waits."""
+    steps = [line for line in kernel.asm.get("ptx", "").splitlines() if "griddepcontrol" in line]
+    return bool(steps) and "launch_dependents" in steps[0] and "wait" in steps[-1]

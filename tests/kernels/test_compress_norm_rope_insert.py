@@ -25,6 +25,7 @@ from dsv4_compile.testing import (
 )
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
+from tests.kernels.gpus import begins_early, sees
 from tests.ops.compressor_engine import Engine, one_request
 
 interpreted = pytest.mark.interpreted
@@ -230,7 +231,8 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
-def test_it_compiles_ahead_of_time(target: str) -> None:
+def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = sees(monkeypatch, target)
     layers = [(4, 512, "fp8_ds_mla"), (128, 512, "fp8_ds_mla"), (4, 128, "indexer_fp8"), (4, 128, "indexer_mxfp4")]
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         for ratio, dim, fmt in layers:
@@ -244,3 +246,4 @@ def test_it_compiles_ahead_of_time(target: str) -> None:
             )
     assert len(compiled) == len(layers)
     assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(begins_early(each) == early for each in compiled)

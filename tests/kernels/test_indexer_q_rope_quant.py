@@ -16,6 +16,7 @@ from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton, host
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.compare import Tolerance
 from dsv4_compile.testing.samples import op_samples
+from tests.kernels.gpus import begins_early, sees
 from tests.ops.compressor_engine import rope_table
 
 interpreted = pytest.mark.interpreted
@@ -161,10 +162,12 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
-def test_it_compiles_ahead_of_time(target: str) -> None:
+def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = sees(monkeypatch, target)
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         for fmt in layout.INDEXER_FORMATS:
             for transform in (False, True):
                 kernel.indexer_q_rope_quant(*arguments(2, 64), fmt, transform)
     assert len(compiled) == 6
     assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(begins_early(each) == early for each in compiled)

@@ -12,6 +12,7 @@ from dsv4_compile.kernels import inv_rope_fp8_quant as kernels
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
+from tests.kernels.gpus import begins_early, sees
 
 interpreted = pytest.mark.interpreted
 MAX_POS = 40
@@ -125,13 +126,15 @@ def test_odd_head_dims_are_refused() -> None:
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
-def test_they_compile_ahead_of_time(target: str) -> None:
-    args = torch.empty(200, 64, 512, dtype=torch.bfloat16), torch.arange(200), rope_table(64)
+def test_they_compile_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = sees(monkeypatch, target)
+    args = torch.empty(20, 64, 512, dtype=torch.bfloat16), torch.arange(20), rope_table(64)
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         kernels.inv_rope(*args)
         for packed in (False, True):
             kernels.inv_rope_fp8_quant(*args, 8, 8, packed)
     assert [bool(fake_triton.machine_code(kernel)) for kernel in compiled] == [True] * 3
+    assert all(begins_early(each) == early for each in compiled)
 
 
 def test_a_row_stays_in_its_threads_until_it_is_stored() -> None:

@@ -172,8 +172,10 @@ def test_no_result_depends_on_how_the_work_is_cut(kind: str, changes: dict[str, 
 
 
 @interpreted
-@pytest.mark.parametrize("parts", [2, 8])
-def test_programs_that_share_an_entry_leave_their_counters_at_zero(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cut", [{"parts": 2}, {"parts": 8, "pooled": 8}, {"parts": 4, "pooled": 1}], ids=str)
+def test_programs_that_share_an_entry_leave_their_counters_at_zero(
+    cut: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two tokens close a group, both in one program's reach."""
     model = layer("hca")
     history(model)
@@ -182,7 +184,7 @@ def test_programs_that_share_an_entry_leave_their_counters_at_zero(parts: int, m
     monkeypatch.setattr(kernel, "arrival_counters", lambda count, device: counters)
     arguments = model.arguments(tokens, model.projection(len(tokens)))
     for _ in range(2):
-        assert_equal(arguments, parts=parts)
+        assert_equal(arguments, **cut)
         assert not counters.any()
 
 

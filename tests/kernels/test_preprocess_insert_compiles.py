@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_compile.kernels import gpu
 from dsv4_compile.kernels import preprocess_insert as kernel
 from dsv4_compile.testing import fake_triton
-from tests.kernels.gpus import GPUS
+from tests.kernels.gpus import GPUS, begins_early, sees
 from tests.ops.preprocess_layer import Layer
 
 
@@ -37,8 +36,7 @@ def model_arguments(ratio: int, tokens: int, **indexer: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = GPUS[target][0]
-    monkeypatch.setattr(gpu, "gpu_of", lambda device: seen)
+    early = sees(monkeypatch, target)
     layers: list[dict[str, Any]] = [{"ratio": 0, "tokens": 3}, {"ratio": 128, "tokens": 3}]
     layers += [{"ratio": 4, "tokens": 3, "key_fmt": "indexer_mxfp4", "hadamard": True}]
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
@@ -47,4 +45,5 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     assert len(compiled) == len(layers)
     assert all(fake_triton.machine_code(each) for each in compiled)
     limits = [f".maxnreg {kernel.REGISTERS}" in each.asm.get("ptx", "") for each in compiled]
-    assert limits == [seen.backend == "cuda" and bool(each["ratio"]) for each in layers]
+    assert limits == [GPUS[target][0].backend == "cuda" and bool(each["ratio"]) for each in layers]
+    assert all(begins_early(each) == early for each in compiled)

@@ -25,6 +25,7 @@ from dsv4_compile.testing import (
 )
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.compare import Tolerance
+from tests.kernels.gpus import begins_early, sees
 
 interpreted = pytest.mark.interpreted
 EPS, PAGES, BLOCK, MAX_POS = 1e-6, 4, 2, 40
@@ -217,7 +218,8 @@ def test_calls_it_cannot_take_are_refused_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
-def test_it_compiles_ahead_of_time(target: str) -> None:
+def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = sees(monkeypatch, target)
     q, kv = torch.empty(3, 64, 512, dtype=torch.bfloat16), torch.empty(3, 512, dtype=torch.bfloat16)
     rest, one = (torch.arange(3), torch.arange(3), rope_table(64), EPS), torch.ones(1)
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
@@ -228,6 +230,7 @@ def test_it_compiles_ahead_of_time(target: str) -> None:
     assert len(compiled) == len(layout.KV_FORMATS)
     for kernel in compiled:
         assert fake_triton.machine_code(kernel)
+    assert all(begins_early(each) == early for each in compiled)
 
 
 def test_rows_move_sixteen_bytes_at_a_time_and_stay_in_their_thread() -> None:

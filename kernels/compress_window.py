@@ -1,0 +1,156 @@
+"""Device functions that pool the window of states that an entry is made of, for some of its channels.
+
+States may be pooled in the launch that saves them. Then no program waits for another: those that this step writes are
+taken from its projection, the others from the cache. Channels are pooled each by itself.
+
+A tile of a window stays in registers, and its loads are all in flight together: reading states is all that pooling
+takes. A thread has all places of a block, so that it looks up few blocks, whose rows lie at fixed distances.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def window_blocks(
+    position, p_table_row, table_stride, table_columns, state_pages,
+    RATIO: tl.constexpr, GROUPS: tl.constexpr, STATE_BLOCK: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Where the windows that end at `position` `[N]` are, `[N, BLOCKS]` for each PLACES rows of them: whether the cache
+    has them, their int64 page, and the first of their places there.
+
+    `p_table_row` and `table_columns` `[N]`: the row of each in the block table, and how much of it may be read.
+    """
+    WINDOW: tl.constexpr = GROUPS * RATIO
+    o_row = tl.arange(0, BLOCKS)[None, :] * PLACES
+    logical = position.to(tl.int32)[:, None] - (WINDOW - 1) + o_row
+    present = (logical >= 0) & (o_row < WINDOW)
+    logical = tl.where(present, logical, 0).to(tl.uint32)
+    column, place = (logical // STATE_BLOCK).to(tl.int32), (logical % STATE_BLOCK).to(tl.int32)
+    present &= column < table_columns[:, None]
+    p_page = p_table_row[:, None] + tl.where(present, column, 0) * table_stride
+    page = tl.load(p_page, mask=present, other=-1).to(tl.int32)
+    present &= (page >= 0) & (page < state_pages)
+    return present, tl.where(present, page, 0).to(tl.int64), place
+
+
+@triton.jit
+def last_state(
+    token, live, position, state_slot, p_state, p_kv_score, p_ape, p_table_row, state_strides, kv_score_strides,
+    ape_strides, table_stride, table_columns, state_pages, o_channel,
+    RATIO: tl.constexpr, GROUPS: tl.constexpr, STATE_BLOCK: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Values and scores `[N, COLUMNS]` of `token` `[N]` itself, the last of its window, where `live` `[N]`; 0 and -inf
+    where the table has none."""
+    SCORES: tl.constexpr = GROUPS * D
+    column, place = position.to(tl.int32) // STATE_BLOCK, position % STATE_BLOCK
+    present = live & (column < table_columns)
+    page = tl.load(p_table_row + tl.where(present, column, 0) * table_stride, mask=present, other=-1).to(tl.int64)
+    present &= (page >= 0) & (page < state_pages)
+    cached = present
+    if p_kv_score is not None:
+        cached &= state_slot != page * STATE_BLOCK + place
+    channel = ((GROUPS - 1) * D + o_channel)[None, :]
+    p_row = p_state + tl.where(present, page, 0) * state_strides[0] + place * state_strides[1]
+    p_value, mask = p_row[:, None] + channel * state_strides[2], cached[:, None]
+    value = tl.load(p_value, mask=mask, other=0.0)
+    score = tl.load(p_value + SCORES * state_strides[2], mask=mask, other=float("-inf"))
+    if p_kv_score is not None:
+        mask = (present & ~cached)[:, None]
+        p_value = (p_kv_score + token * kv_score_strides[0])[:, None] + channel * kv_score_strides[1]
+        value = tl.load(p_value, mask=mask, other=value)
+        score = tl.load(p_value + SCORES * kv_score_strides[1], mask=mask, other=score)
+        p_bias = p_ape + (RATIO - 1) * ape_strides[0] + channel * ape_strides[1]
+        score += tl.load(p_bias, mask=mask, other=0.0).to(tl.float32)
+    return value, score
+
+
+@triton.jit
+def _cached_states(p_state, page, place, group, o_channel, mask, strides, PLACES: tl.constexpr, SCORES: tl.constexpr):
+    """Values and scores `[N, BLOCKS, PLACES, COLUMNS]` of the cache where `mask` `[N, BLOCKS, PLACES]`; 0 and -inf."""
+    p_block = p_state + page * strides[0] + place * strides[1] + group[None, :] * strides[2]
+    p_value = (p_block[:, :, None] + tl.arange(0, PLACES)[None, None, :] * strides[1])[:, :, :, None]
+    p_value += (o_channel * strides[2])[None, None, None, :]
+    mask = mask[:, :, :, None]
+    # Of overlapping windows each reads its half of a row, so that no state is read again before it is overwritten.
+    value = tl.load(p_value, mask=mask, other=0.0, eviction_policy="evict_first")
+    score = tl.load(p_value + SCORES * strides[2], mask=mask, other=float("-inf"), eviction_policy="evict_first")
+    return value, score
+
+
+@triton.jit
+def _mixed_states(
+    token, p_state, p_kv_score, p_ape, p_state_slots, page, place, group, o_channel, back, others, state_strides,
+    kv_score_strides, ape_strides, slot_stride,
+    RATIO: tl.constexpr, WINDOW: tl.constexpr, STATE_BLOCK: tl.constexpr, PLACES: tl.constexpr, SCORES: tl.constexpr,
+):  # fmt: skip
+    """`_cached_states` with those from the projection that this step saves: of the token k rows before, if the slot
+    that it is saved at is the slot where the table has its position. `back` `[BLOCKS, PLACES]` is -k."""
+    row = token[:, None, None] + back[None, :, :]
+    fresh = others & (row >= 0)
+    saved_at = tl.load(p_state_slots + row * slot_stride, mask=fresh, other=-1)
+    fresh &= saved_at == (page * STATE_BLOCK + place)[:, :, None] + tl.arange(0, PLACES)[None, None, :]
+    cached, mask = others & ~fresh, fresh[:, :, :, None]
+    value, score = _cached_states(p_state, page, place, group, o_channel, cached, state_strides, PLACES, SCORES)
+    channel = group[None, :, None, None] + o_channel[None, None, None, :]
+    p_value = (p_kv_score + row * kv_score_strides[0])[:, :, :, None] + channel * kv_score_strides[1]
+    value = tl.load(p_value, mask=mask, other=value)
+    score = tl.load(p_value + SCORES * kv_score_strides[1], mask=mask, other=score)
+    # Groups begin with the window.
+    p_bias = p_ape + ((back + (WINDOW - 1)) % RATIO * ape_strides[0])[None, :, :, None] + channel * ape_strides[1]
+    return value, score + tl.load(p_bias, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _add(a, b, c, d):
+    """The sums of two pairs, for one reduction of both."""
+    return a + c, b + d
+
+
+@triton.jit
+def pool(
+    token, follow, blocks, last, p_state, p_kv_score, p_ape, p_state_slots, state_strides, kv_score_strides,
+    ape_strides, slot_stride, o_channel,
+    RATIO: tl.constexpr, GROUPS: tl.constexpr, STATE_BLOCK: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """float32 `[N, COLUMNS]`: the softmax-weighted sums of the channels `o_channel` of the windows that end with
+    `token` `[N]`; 0 of windows of which the cache has nothing.
+
+    `blocks` are their `window_blocks`, `last` their `last_state`. Only if one of them follows one of its request,
+    `follow`, may the projection have others of their states: then a decode step, where none does, reads the cache and
+    nothing else.
+    """
+    WINDOW: tl.constexpr = GROUPS * RATIO
+    SCORES: tl.constexpr = GROUPS * D
+    present, page, place = blocks
+    own_value, own_score = last
+    o_row = tl.arange(0, BLOCKS) * PLACES
+    back = o_row[:, None] + tl.arange(0, PLACES)[None, :] - (WINDOW - 1)
+    others = present[:, :, None] & (back < 0)[None, :, :]
+    # The last group of positions has the last columns to itself, the one before it the first.
+    group = tl.where(o_row >= WINDOW - RATIO, (GROUPS - 1) * D, 0)
+    if p_kv_score is None:
+        value, score = _cached_states(p_state, page, place, group, o_channel, others, state_strides, PLACES, SCORES)
+    elif follow:
+        value, score = _mixed_states(
+            token, p_state, p_kv_score, p_ape, p_state_slots, page, place, group, o_channel, back, others,
+            state_strides, kv_score_strides, ape_strides, slot_stride, RATIO, WINDOW, STATE_BLOCK, PLACES, SCORES,
+        )  # fmt: skip
+    else:
+        value, score = _cached_states(p_state, page, place, group, o_channel, others, state_strides, PLACES, SCORES)
+    # A finite top keeps -inf - -inf away.
+    top = tl.maximum(tl.maximum(tl.max(tl.max(score, axis=2), axis=1), own_score), LOWEST)
+    weight = tl.exp2((score - top[:, None, None, :]) * LOG2_E)
+    own_weight = tl.exp2((own_score - top) * LOG2_E)
+    pooled, total = tl.reduce((tl.sum(weight * value, axis=2), tl.sum(weight, axis=2)), 1, _add)
+    pooled, total = pooled + own_weight * own_value, total + own_weight
+    return tl.where(total == 0, 0.0, pooled / total)
