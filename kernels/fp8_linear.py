@@ -1,4 +1,4 @@
-"""`fp8_linear`: few tokens in one launch that quantises on the way, more in two."""
+"""`fp8_linear`: few tokens in one launch that quantises on the way, more in two, the second torch's for very many."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ..layout import ACT_TILE as _ACT_TILE
 from ..layout import cdiv
+from .fp8_linear_torch import multiply_by_torch, torch_refuses
 from .gpu import HOPPER, early_start, gpu_of, hopper_kernel, starts_early
 from .grouped_matmul import FEW_TOKENS, grouped_matmul
 from .quant import FP8_MAX, e4m3, refuses_fp8, tile_byte, ue8m0_inverse, ue8m0_scale
@@ -27,23 +28,31 @@ launch of its own, whose time the copies of the weight use."""
 def quantize_activation_kernel(
     p_values,  # [T, K] e4m3, contiguous
     p_scale,  # [strips, T] float32, contiguous
+    p_wide,  # [blocks] float32, contiguous, or None
     p_x,  # [T, K]
+    p_weight_scale,  # [blocks] UE8M0, contiguous, or None
     x_strides,
     tokens,
     size,
+    blocks,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
     EARLY: tl.constexpr,  # see gpu.starts_early
 ):
-    """Program p takes BLOCK_T tokens and BLOCK_S strips; strips vary first."""
+    """Program p takes BLOCK_T tokens and BLOCK_S strips; strips vary first. All together widen the weight's scales."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if p_wide is not None:
+        for first in range(tl.program_id(0) * ACT_TILE, blocks, tl.num_programs(0) * ACT_TILE):
+            o_block = first + tl.arange(0, ACT_TILE)
+            byte = tl.load(p_weight_scale + o_block, mask=o_block < blocks, other=0)
+            tl.store(p_wide + o_block, ue8m0_scale(byte.to(tl.int32)), mask=o_block < blocks)
     strips = tl.cdiv(size, ACT_TILE)
-    blocks = tl.cdiv(strips, BLOCK_S)
+    shares = tl.cdiv(strips, BLOCK_S)
     o_row = tl.arange(0, BLOCK_T * BLOCK_S)
-    token = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_T + o_row // BLOCK_S
-    strip = tl.program_id(0) % blocks * BLOCK_S + o_row % BLOCK_S
+    token = (tl.program_id(0) // shares).to(tl.int64) * BLOCK_T + o_row // BLOCK_S
+    strip = tl.program_id(0) % shares * BLOCK_S + o_row % BLOCK_S
     # [BLOCK_T * BLOCK_S, ACT_TILE]
     o_k = strip[:, None] * ACT_TILE + tl.arange(0, ACT_TILE)[None, :]
     mask = (token < tokens)[:, None] & (o_k < size)
@@ -55,27 +64,36 @@ def quantize_activation_kernel(
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     """As `block_scale.quantize_activation`, of `x` `[T, K]`; scales are float32 `[T, strips]`, a column contiguous."""
+    return _quantize(x, None)[:2]
+
+
+def _quantize(x: Tensor, weight_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`quantize_activation`, and `weight_scale`, contiguous bytes, in float32."""
     tokens, size = x.shape
     strips = cdiv(size, _ACT_TILE)
     values = torch.empty((tokens, size), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((strips, tokens), dtype=torch.float32, device=x.device)
+    wide = None if weight_scale is None else torch.empty_like(weight_scale, dtype=torch.float32)
     programs = cdiv(tokens, BLOCK_T) * cdiv(strips, BLOCK_S)
     early = starts_early(gpu_of(x.device))
     if programs > 0:
         quantize_activation_kernel[(programs,)](
             values,
             scale,
+            wide,
             x,
+            weight_scale,
             x.stride(),
             tokens,
             size,
+            0 if weight_scale is None else weight_scale.numel(),
             BLOCK_T=BLOCK_T,
             BLOCK_S=BLOCK_S,
             EARLY=early,
             enable_fp_fusion=False,
             **early_start(early),
         )
-    return values, scale.t()
+    return values, scale.t(), wide
 
 
 def fp8_linear(
@@ -94,7 +112,12 @@ def _product(
     rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
     """`[T, N]`, into `out` where that is given."""
-    few = FEW_TOKENS_HOPPER if gpu_of(rows.device).capability == HOPPER else FEW_TOKENS
+    gpu = gpu_of(rows.device)
+    few = FEW_TOKENS_HOPPER if gpu.capability == HOPPER else FEW_TOKENS
+    if quantize and out is None and not torch_refuses(gpu, rows.shape[0], weight, weight_scale, dtype):
+        widened = weight_scale.dtype is not torch.float32
+        values, scale, wide = _quantize(rows, weight_scale.view(torch.uint8) if widened else None)
+        return multiply_by_torch(values, scale, weight, weight_scale if wide is None else wide)
     if quantize and rows.shape[0] > few:
         values, scale = quantize_activation(rows)
         return grouped_matmul(values[:, None], scale[:, None], weight, weight_scale, dtype, out=out)

@@ -14,7 +14,7 @@ from dsv4_compile.ops._define import REFERENCES
 
 CUDA = torch.device("cuda")
 Kernel = Callable[..., Tensor]
-TOKENS = (1, 2, 8, 9, 17, 33, 64, 65, 200, 513, 4096)
+TOKENS = (1, 2, 8, 9, 17, 33, 64, 65, 128, 200, 513, 1027, 4096)
 LAYERS = {f"{model} {x.op} {x.name}": x for model, config in gemm.MODELS.items() for x in gemm.layers(config)}
 
 

@@ -13,8 +13,9 @@ from dsv4_compile.kernels import fp8_grouped_einsum as einsum_kernels
 from dsv4_compile.kernels import fp8_linear as linear_kernels
 from dsv4_compile.kernels import grouped_linear as grouped_kernels
 from dsv4_compile.kernels import grouped_matmul as kernels
+from dsv4_compile.kernels.fp8_linear_torch import torch_refuses
 from dsv4_compile.ops._define import REFERENCES
-from dsv4_compile.reference.block_scale import quantize_activation
+from dsv4_compile.reference.block_scale import dequantize_weight, quantize_activation
 from dsv4_compile.reference.quant import ue8m0_scale
 from dsv4_compile.testing import (
     Tolerance,
@@ -30,7 +31,7 @@ from tests.kernels.gpus import GPUS
 
 interpreted = pytest.mark.interpreted
 E8M0 = torch.float8_e8m0fnu
-WRITTEN = ("p_out", "p_part", "p_arrived", "p_values", "p_scale")
+WRITTEN = ("p_out", "p_part", "p_arrived", "p_values", "p_scale", "p_wide")
 PRODUCT = "grouped_matmul_kernel"
 
 NEIGHBOUR = {
@@ -112,6 +113,39 @@ def test_the_quantisation_in_front_of_many_tokens_is_exact(tokens: int, size: in
             got, scale = linear_kernels.quantize_activation(x)
         assert_bitwise(got, values)
         assert_bitwise(scale, ue8m0_scale(byte))
+
+
+@interpreted
+@pytest.mark.parametrize("form", [torch.float32, torch.uint8, E8M0])
+def test_torchs_product_gets_what_is_quantised_and_float32_scales(
+    form: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place is taken by a product of the same operands, for it runs on a GPU."""
+    monkeypatch.setattr(linear_kernels, "torch_refuses", lambda *call: "")
+    monkeypatch.setattr(linear_kernels, "multiply_by_torch", dequantized_product)
+    x, byte = torch.randn(70, 256).bfloat16(), block_scale(640, 256)
+    scale = ue8m0_scale(byte) if form is torch.float32 else byte.view(form)
+    check("fp8_linear", linear_kernels.fp8_linear, (x, e4m3(640, 256), scale), ["quantize_activation_kernel"])
+
+
+def dequantized_product(values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    assert scale.stride() == (1, len(values)) and weight_scale.dtype is scale.dtype is torch.float32
+    x = values.float() * scale.repeat_interleave(128, 1)
+    return (x @ dequantize_weight(weight, weight_scale).t()).bfloat16()
+
+
+def test_torchs_product_is_taken_for_many_tokens_of_whole_blocks_on_hopper() -> None:
+    weight, scale = torch.empty(256, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 2)
+    sm_90, sm_100 = GPUS["sm_90"][0], GPUS["sm_100"][0]
+    assert torch_refuses(sm_90, 4096, weight, scale, torch.bfloat16) == ""
+    for wrong in (
+        (sm_100, 4096, weight, scale, torch.bfloat16),
+        (sm_90, 64, weight, scale, torch.bfloat16),
+        (sm_90, 4096, weight[:200], scale, torch.bfloat16),
+        (sm_90, 4096, weight, scale, torch.float32),
+        (sm_90, 4096, weight, scale.t(), torch.bfloat16),
+    ):
+        assert torch_refuses(*wrong)
 
 
 @interpreted

@@ -1,0 +1,36 @@
+"""The product of `fp8_linear` by torch's own, cuBLAS's, where that is the faster one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..layout import WEIGHT_TILE
+from .gpu import HOPPER, Gpu
+
+FIRST = 1024
+"""Tokens from which on it is, on an H200."""
+
+
+def torch_refuses(gpu: Gpu, tokens: int, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> str:
+    """Why the product is ours to make, or ""."""
+    if gpu.capability != HOPPER:
+        return "other GPUs take scales of another form"
+    if tokens < FIRST:
+        return f"it is the faster one from {FIRST} tokens on"
+    if dtype is not torch.bfloat16 or any(size % WEIGHT_TILE for size in weight.shape):
+        return "it gives bfloat16, of whole blocks"
+    return "" if weight.is_contiguous() and weight_scale.is_contiguous() else "it takes weights without gaps"
+
+
+def multiply_by_torch(values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """bfloat16 `[T, N]` of e4m3 `values` `[T, K]` and `weight` `[N, K]`.
+
+    Args:
+        scale, weight_scale: float32, of strips of 128 and of blocks of 128x128; a column of `scale` is contiguous.
+    """
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    scale = scale.as_strided(scale.shape, (1, len(values)))  # of a single strip too
+    return scaled_mm(values, weight.t(), scale, recipes[0], weight_scale.t(), recipes[1], output_dtype=torch.bfloat16)
