@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import PAD_INDEX, cdiv
-from .early import early_launch, start
+from .gpu import early_start, gpu_of, starts_early
 from .sparse_mla_decode import sparse_mla_decode, sparse_mla_decode_refuses
 
 COLUMNS = 256
@@ -71,7 +71,9 @@ def dense_rows_kernel(
     EARLY: tl.constexpr,
 ):
     """Program p writes block p % blocks of token p // blocks, blocks of the first list in front."""
-    start(EARLY)
+    if EARLY:  # attention may be launched while rows are written: it waits before it reads them
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     if block < blocks0:
@@ -98,6 +100,7 @@ def dense_rows(
         lists = (first, first if second is None else second)
         blocks = [max(1, cdiv(width, COLUMNS)) for _, _, width in lists]
         programs = blocks[0] + (0 if second is None else blocks[1])
+        early = starts_early(gpu_of(made[0][0].device))
         # One dimension: the others of a grid end at 65,535.
         dense_rows_kernel[(tokens * programs,)](
             *made[0],
@@ -110,7 +113,8 @@ def dense_rows(
             programs,
             COLUMNS=COLUMNS,
             num_warps=2,
-            **early_launch(made[0][0].device),
+            EARLY=early,
+            **early_start(early),
         )
     return tuple(tensor for pair in made for tensor in pair)
 
