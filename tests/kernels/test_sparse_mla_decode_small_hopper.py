@@ -31,6 +31,14 @@ def test_hostile_rows_give_the_references_result(small: Any, splits: int, heads:
     assert_same(run(small, arguments, splits), want)
 
 
+@pytest.mark.parametrize(("splits", "shape"), [(1, (16, 128, 16)), (2, (32, 64, 8)), (3, (32, 128, 16))])
+def test_programs_of_every_shape(small: Any, monkeypatch: pytest.MonkeyPatch, splits: int, shape: Any) -> None:
+    arguments = call(2, 40, window=130, extra=350, **BF16)
+    want = sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS}))
+    monkeypatch.setattr(small, "shape_of", lambda *_: small.Shape(*shape))
+    assert_same(run(small, arguments, splits, q_norm_eps=EPS), want)
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("sink", [None, -math.inf, math.inf])
 def test_sinks_that_take_nothing_or_everything(small: Any, splits: int, sink: float | None) -> None:
