@@ -55,6 +55,8 @@ SPECULATED = 3
 STEPS, DECODES, BATCHES = 5000, 2000, 200
 FEWER = {"decodes": 1, "speculated": 10, "mixed": 10}
 """How many times fewer steps a kind of batch has."""
+SHOWN = 250
+"""Steps between two lines of progress."""
 MARGIN = 1 << 20
 """Bytes by which memory may grow meanwhile: blocks that the allocator cuts otherwise."""
 
@@ -98,6 +100,8 @@ def random_steps(setup: Setup, steps: int, seed: int, compiled: bool = False, ki
     sizes = set[int]()
     for step, (query_lens, seq_lens) in enumerate(itertools.islice(random_batches(kind, seed), steps)):
         sizes.add(sum(query_lens))
+        if step % SHOWN == 0:
+            print(f"{kind}: step {step} of {steps}", file=sys.stderr, flush=True)
         poison(world)
         hidden = world.load(query_lens, seq_lens)
         out = runner.step(sum(query_lens), hidden=hidden)
