@@ -17,7 +17,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, is_dataclass
 from itertools import repeat
@@ -128,25 +128,27 @@ def outcomes(way: Way, device: str) -> dict[str, str]:
     return found
 
 
-def run(device: str, jobs: int = 1) -> Record:
+def run(device: str, jobs: int = 1) -> Iterator[Record]:
     """All backends, caches and phases on one device, by `jobs` processes: the time is that of the compiler.
 
-    A backend whose library can serve here has rows of its own with it.
+    A backend whose library can serve here has rows of its own with it. Yields the record after every case, so that a
+    run that is cut short has left something; `cases` says how much of it.
     """
     every = [*library_ways(device_architecture(torch.device(device))), *ways()]
     rows: dict[tuple[str, str, str], Record] = {}
+    command = f"python tests/attention_backends/record.py --device {device}"
+    about = {**environment(torch.device(device)), "command": command}
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         for number, (way, found) in enumerate(zip(every, pool.map(outcomes, every, repeat(device)), strict=True), 1):
             print(f"{number}/{len(every)} {way}: {', '.join(f'{k} {v}' for k, v in found.items())}", flush=True)
             row = rows.setdefault((way.system, way.kv_cache_dtype, way.phase), {})
             # A row is what became of it at every ratio: the first failure, if there is one.
             row.update({name: result for name, result in found.items() if row.get(name, "passed") == "passed"})
-    made = [{"system": a, "cache": b, "phase": c, **row} for (a, b, c), row in rows.items()]
-    return {
-        **environment(torch.device(device)),
-        "command": f"python tests/attention_backends/record.py --device {device}",
-        "rows": made,
-    }
+            yield {
+                **about,
+                "cases": f"{number} of {len(every)}",
+                "rows": [{"system": a, "cache": b, "phase": c, **row} for (a, b, c), row in rows.items()],
+            }
 
 
 def failed(row: Record) -> bool:
@@ -175,7 +177,7 @@ def table(records: Iterable[Record]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Records of the attention backends' conformance suite.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    jobs = max(1, min(8, (os.cpu_count() or 2) // 2))
+    jobs = max(1, min(14, (os.cpu_count() or 2) - 2))
     parser.add_argument("--jobs", type=int, default=jobs, help="processes (%(default)s)")
     parser.add_argument("--out", default="examples/results", help="folder of the record")
     parser.add_argument("--table", nargs="*", metavar="RECORD", help="print the table of these records and run nothing")
@@ -183,12 +185,12 @@ def main() -> int:
     if options.table is not None:
         print(table(json.loads(Path(path).read_text()) for path in options.table))
         return 0
-    record = run(options.device, options.jobs)
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
-    place = record["architecture"].removeprefix("cuda ")
-    path = folder / f"attention_backends_{place}_{record['date'][:10]}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    for record in run(options.device, options.jobs):
+        place = record["architecture"].removeprefix("cuda ")
+        path = folder / f"attention_backends_{place}_{record['date'][:10]}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n")
     print(table([record]))
     print(path)
     return int(any(failed(row) for row in record["rows"]))
