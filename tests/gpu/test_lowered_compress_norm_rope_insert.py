@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4_compile import layout
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import assert_cached, assert_close
 from tests.gpu.lowered import as_ir, launches
 from tests.gpu.test_compress_norm_rope_insert import CACHE, LAYERS, NEIGHBOURS, arguments, storage
 
-OP, TENSORS = "compress_norm_rope_insert", 9
+OP, TENSORS, SLOTS = "compress_norm_rope_insert", 9, 5
 PER_TOKEN = (1, 2, 3, 4, 5)
 """State slots, tables, owners, positions and slots: in these inputs a token is a request."""
 
@@ -62,3 +63,20 @@ def test_entries_are_those_of_the_reference(ratio: int, dim: int, fmt: str, hada
 def test_launches_without_a_copy(ratio: int, dim: int, fmt: str, expected: int) -> None:
     tensors, call = split(arguments(250, ratio, dim, fmt))
     assert len(launches(OP, call, tensors)) == expected
+
+
+@torch.inference_mode()
+def test_a_cache_of_more_than_2_31_bytes() -> None:
+    args = list(arguments(300, 4, 512, "fp8_ds_mla"))
+    near, block = args[CACHE], args[12]
+    results = []
+    pages = 2**31 // near.stride(0) + 2 * len(near)
+    args[SLOTS] = torch.where(args[SLOTS] >= 0, args[SLOTS] + (pages - len(near)) * block, -1)
+    for impl in ("ir", "reference"):
+        args[CACHE] = layout.allocate_cache("fp8_ds_mla", pages, block, device="cuda")
+        tensors, call = split(tuple(args))
+        (as_ir(OP, call) if impl == "ir" else partial(call, REFERENCES[OP]))(*tensors)
+        assert not args[CACHE][: -len(near)].any()
+        results.append(args[CACHE][-len(near) :].clone())
+    assert results[1].any()
+    assert_cached(*results, "fp8_ds_mla", block, transformed=False, pooled=4)

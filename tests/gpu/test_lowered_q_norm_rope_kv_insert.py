@@ -75,3 +75,23 @@ def test_two_launches_and_no_copy_of_the_cache() -> None:
             torch.cuda.synchronize()
     kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     assert len(kernels) == 2, kernels
+
+
+@torch.inference_mode()
+def test_70_000_tokens_over_a_cache_of_more_than_2_31_bytes() -> None:
+    fmt, pages = "fp8_ds_mla", 2**31 // layout.FP8_DS_MLA.page_stride(BLOCK) + 2 * NUM_BLOCKS
+    q, kv, _, slots, positions, table = inputs(70_000, fmt, heads=1)
+    # All pages that are written begin more than 2^31 bytes into the cache.
+    slots = torch.where(slot_is_valid(slots), slots + (pages - NUM_BLOCKS) * BLOCK, -1)
+    caches = [layout.allocate_cache(fmt, pages, BLOCK, device="cuda") for _ in range(2)]
+
+    def step(cache: Tensor) -> Tensor:
+        return call(q, kv, cache, slots, positions, table, fmt)
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend=dsv4, fullgraph=True, options={"dsv4.impl.q_norm_rope_kv_insert": "ir"})
+    got, want = compiled(caches[0]), step(caches[1])
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=2.0**-7)
+    ours, theirs = (cache[-NUM_BLOCKS:] for cache in caches)
+    assert theirs.any() and (ours != theirs).sum() <= CONTRACTED_SHARE * theirs.numel()
+    assert not caches[0][:-NUM_BLOCKS].any()
