@@ -65,7 +65,7 @@ PARTS = {
     "chain_steady": 3,
     "decode_runner": 6,
     "fp8_linear": 2,
-    "lowered_compress_norm_rope_insert": 4,
+    "lowered_compress_norm_rope_insert": 5,
     "merged_layer": 3,
     "preprocess_insert": 3,
     "sparse_mla_decode": 6,
