@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -60,7 +61,7 @@ def run(
     if wrong := complaint(scenario, only):
         raise ValueError(wrong)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    limits = [f"--only {column}={','.join(sorted(values))}" for column, values in only.items()]
+    limits = ["--only " + shlex.quote(f"{column}={','.join(sorted(values))}") for column, values in only.items()]
     trusts = ["--trust"] if proven.trusting() else []
     command = " ".join(["dsv4 bench", scenario, *limits, f"--device {device.type}", *trusts])
     record: Record = {"scenario": scenario, **environment(device), "command": command, "copy_gb_s": None}
