@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from dsv4_compile import layout
 from dsv4_compile.bench import sparse_mla_decode as scenario
@@ -13,6 +15,7 @@ from dsv4_compile.bench.sparse_mla_decode_tiles import HOPPER
 from dsv4_compile.kernels import sparse_mla_decode as launcher
 from dsv4_compile.kernels import sparse_mla_decode_plan as plan
 from dsv4_compile.kernels import sparse_mla_decode_portable as portable
+from dsv4_compile.kernels.gpu import early_start, gpu_of, starts_early
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference import kv_format
 from dsv4_compile.testing import assert_bitwise
@@ -282,6 +285,36 @@ def test_a_row_does_not_depend_on_its_batch(kernel: str, monkeypatch: pytest.Mon
     for got, expected in zip(KERNELS[kernel](tuple(args), **turn, **options), want, strict=True):
         assert_bitwise(got, expected)
     assert_same(want, reference(tuple(args), **turn, **options), FEW_KEYS, NORMED_LSE, turned=layout.ROPE_DIM)
+
+
+@triton.jit
+def _late_copy_kernel(p_to, p_from, size, EARLY: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy bytes, 30 us after the next kernel has been let go."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    begin = tl.extra.cuda.globaltimer()
+    now = begin
+    while now - begin < 30_000:
+        now = tl.extra.cuda.globaltimer()
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(p_to + o, tl.load(p_from + o, mask=o < size), mask=o < size)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_the_kernel_in_front_writes_late_is_attended(kernel: str) -> None:
+    args = (*scenario.arguments(3, heads_of(kernel, 64), CUDA, 4), None)
+    options: dict[str, Any] = {**rope(3), "q_norm_eps": EPS, "inverse_rope": True}
+    want, early = KERNELS[kernel](args, **options), starts_early(gpu_of(CUDA))
+    for late in (args[0], args[2], args[3], args[9], args[10], args[1], options["positions"]):
+        held = torch.empty(0, dtype=torch.uint8, device=CUDA).set_(late.untyped_storage())[: 1 << 20]
+        fresh = held.clone()
+        held.zero_()
+        torch.cuda.synchronize()
+        grid = (-(-len(held) // 4096),)
+        _late_copy_kernel[grid](held, fresh, len(held), EARLY=early, BLOCK=4096, **early_start(early))
+        for got, expected in zip(KERNELS[kernel](args, **options), want, strict=True):
+            assert_bitwise(got, expected)
 
 
 def test_results_go_into_given_buffers() -> None:
