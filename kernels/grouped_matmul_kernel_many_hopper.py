@@ -258,10 +258,9 @@ def grouped_matmul_many_hopper_kernel(
         x_scales = gl.allocate_shared_memory(p_x_scale.dtype.element_ty, [RING, TOKENS], FLAT)
         w_scales = gl.allocate_shared_memory(p_weight_scale.dtype.element_ty, [RING, 1], FLAT)
         rings = w_ring, x_ring, x_scales, w_scales
-        ARRIVALS: gl.constexpr = 1 + ARRIVALS_OF_SCALES
     else:
         rings = w_ring, x_ring, None, None
-        ARRIVALS: gl.constexpr = 1
+    ARRIVALS: gl.constexpr = 1 if p_x_scale is None else 1 + ARRIVALS_OF_SCALES
     for i in gl.static_range(RING):
         mbarrier.init(ready.index(i), count=ARRIVALS)
         mbarrier.init(free.index(i), count=2)

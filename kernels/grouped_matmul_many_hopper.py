@@ -15,12 +15,12 @@ from .gpu import Gpu
 from .grouped_matmul_hopper import (
     PROCESSOR_BYTES,
     RESERVED_BYTES,
-    STRIP_BYTES,
     TILE_ALIGN,
     operands_refused,
     rows_of,
     swizzled,
 )
+from .grouped_matmul_kernel_hopper import STRIP_BYTES
 from .grouped_matmul_kernel_many_hopper import HALF_TOKENS, TILE_ROWS, grouped_matmul_many_hopper_kernel
 
 TILE_TOKENS = 2 * HALF_TOKENS

@@ -12,7 +12,6 @@ from ..layout import cdiv
 from .arrivals import arrival_counters
 from .gpu import Gpu
 from .grouped_matmul_hopper import (
-    STRIP_BYTES,
     Cut,
     block_of,
     deepest_ring,
@@ -22,7 +21,7 @@ from .grouped_matmul_hopper import (
     swizzled,
     x_layout,
 )
-from .grouped_matmul_kernel_hopper import pair_hopper_kernel
+from .grouped_matmul_kernel_hopper import STRIP_BYTES, pair_hopper_kernel
 
 BLOCK_N, WARPS, PROGRAMS = 64, 4, 2
 """Rows of a tile, and warps; programs that a processor has room for."""
