@@ -107,17 +107,16 @@ def case(fmt: str, sizes: tuple[int, ...], ratio: int = 4, hadamard: bool = Fals
 
 TOKENS = ("state_slots", "table", "token_to_req", "positions", "slots", "projection")
 CASES = {
-    "ratio_4": case("fp8_ds_mla", (9, 5)),
-    "ratio_128": case("fp8_ds_mla", (5,), 128, for_targets=True),
+    "ratio_4": case("fp8_ds_mla", (9, 2)),
+    "ratio_128": case("fp8_ds_mla", (3,), 128, for_targets=True),
     "indexer_fp8": case("indexer_fp8", (9, 6), for_targets=True),
     "indexer_fp8_hadamard": case("indexer_fp8", (7,), hadamard=True),
     "indexer_mxfp4": case("indexer_mxfp4", (9,)),
     "indexer_mxfp4_hadamard": case("indexer_mxfp4", (7,), hadamard=True),
-    "rows": case("plain", (9,)),
     "rows_of_another_ratio_hadamard": case("plain", (7,), 8, hadamard=True, dim=16),
     "float32_rows": Case(read, lambda t: cleared(Inputs.make(t, "plain", dim=32, dtype=torch.float32)), (9,)),
     "fp8_rows": case("fp8", (9,)),
-    "saved": Case(saved, lambda t: Inputs.make(t, "fp8_ds_mla"), (5,)),
+    "saved": Case(saved, lambda t: Inputs.make(t, "fp8_ds_mla"), (3,)),
     "all_padding": Case(compress("indexer_fp8"), lambda t: all_padding(Inputs.make(t, "indexer_fp8", dim=128)), (5,)),
     "one_token": case("fp8_ds_mla", (1,)),
     "no_token": case("fp8_ds_mla", (0,)),

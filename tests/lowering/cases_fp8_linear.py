@@ -65,7 +65,7 @@ def hostile(x: Inputs) -> Inputs:
 
 
 CASES = {
-    "linear": Case(linear, Inputs.make, (5, 9, 2), ("projection",), for_targets=True),
+    "linear": Case(linear, Inputs.make, (5, 9, 2), ("projection",)),
     "produced": Case(produced, Inputs.make, (5, 3), ("projection",)),
     "normed": Case(normed, Inputs.make, (5, 3), ("projection",)),
     "strided": Case(linear, lambda t: apart(Inputs.make(t)), (4,)),

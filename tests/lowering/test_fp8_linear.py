@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.lowering.cases_fp8_linear import CASES, ROWS, WIDTH
-from tests.lowering.claims import CPP, SM80, TARGETS, Reports, assert_equals_reference, ir_decision
+from tests.lowering.claims import CPP, SM80, Reports, assert_equals_reference, ir_decision
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -35,12 +35,6 @@ def test_what_normalises_or_scales_the_input_is_part_of_the_kernel_that_quantise
 
 def test_a_strip_is_read_into_registers_once(interpreted: Reports) -> None:
     assert interpreted["linear"]["kernels"][0].startswith("triton_per_")
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_kernels_compile_ahead_of_time(compiled: Reports, target: str) -> None:
-    (size,) = compiled["linear"]["binaries"][target]
-    assert size > 0
 
 
 def test_a_declined_call_says_why() -> None:
