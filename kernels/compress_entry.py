@@ -76,23 +76,26 @@ def _finish_entries(
 
 @triton.jit
 def _closing(
-    token, p_state_slots, p_positions, p_slots, token_strides, tokens, state_pages, num_slots,
+    token, p_state_slots, p_requests, p_positions, p_slots, token_strides, tokens, state_pages, num_slots,
     STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
-    """Whether `token` `[N]` closes a group, and its state slot, position and slot, int64."""
+    """Whether `token` closes a group, and its state slot, position, slot, request, and the request of the token before
+    it, int64. All are loaded at once, whether it closes one or not."""
     exists = token < tokens
     state_slot = tl.load(p_state_slots + token * token_strides[0], mask=exists, other=-1).to(tl.int64)
     position = tl.load(p_positions + token * token_strides[2], mask=exists, other=-1).to(tl.int64)
     slot = tl.load(p_slots + token * token_strides[3], mask=exists, other=-1).to(tl.int64)
+    request = tl.load(p_requests + token * token_strides[1], mask=exists, other=-1).to(tl.int64)
+    before = tl.load(p_requests + (token - 1) * token_strides[1], mask=exists & (token > 0), other=-1).to(tl.int64)
     closes = (position >= 0) & ((position + 1) % RATIO == 0) & (slot >= 0) & (slot < num_slots)
     closes &= (state_slot >= 0) & (state_slot // STATE_BLOCK < state_pages)
-    return closes, state_slot, position, slot
+    return closes, state_slot, position, slot, request, before
 
 
 @triton.jit
 def _pool_some(
     some, closing, part, p_cache, p_state, p_kv_score, p_ape, p_weight, p_cos_sin, p_kv_scale, p_pooled, p_state_slots,
-    p_table, p_requests, eps, cache_strides, state_strides, kv_score_strides, ape_strides, weight_stride,
+    p_table, eps, cache_strides, state_strides, kv_score_strides, ape_strides, weight_stride,
     cos_sin_strides, table_strides, token_strides, state_pages, table_rows, table_columns, max_pos,
     FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr,
     GROUPS: tl.constexpr, HADAMARD: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
@@ -103,14 +106,16 @@ def _pool_some(
     COLUMNS: tl.constexpr = D // PARTS
     # Groups end where blocks end, so that a window is whole blocks; of other ratios each row has a block to itself.
     PLACES: tl.constexpr = STATE_BLOCK if RATIO % STATE_BLOCK == 0 else 1
-    live, state_slot, position, slot = closing
-    request = tl.load(p_requests + some * token_strides[1], mask=live, other=-1).to(tl.int64)
+    live, state_slot, position, slot, request, before = closing
+    if len(live.shape) == 0:
+        one = tl.zeros((1,), tl.int64)
+        some, live, state_slot, position = some + one, live & (one == 0), state_slot + one, position + one
+        slot, request, before = slot + one, request + one, before + one
     known = live & (request >= 0) & (request < table_rows)
     p_table_row = p_table + tl.where(known, request, 0) * table_strides[0]
     columns = tl.where(known, table_columns, 0)
     follow = False
     if p_kv_score is not None:
-        before = tl.load(p_requests + (some - 1) * token_strides[1], mask=live & (some > 0), other=-1).to(tl.int64)
         follow = tl.max((known & (before == request)).to(tl.int32), axis=0) > 0
     blocks = window_blocks(
         position, p_table_row, table_strides[1], columns, state_pages, RATIO, GROUPS, STATE_BLOCK, PLACES,
@@ -135,6 +140,17 @@ def _pool_some(
 
 
 @triton.jit
+def _next(token, closes, o_t, tokens, TOKENS: tl.constexpr, STEP: tl.constexpr):
+    """The first of the tokens `o_t` `[TOKENS]` that `closes`, behind the STEP tokens of which `token` is one; `tokens`
+    if there is none."""
+    if TOKENS == STEP:
+        token = tokens.to(tl.int64)
+    else:
+        token = tl.min(tl.where(closes & (o_t >= token // STEP * STEP + STEP), o_t, tokens), axis=0)
+    return token
+
+
+@triton.jit
 def compress_tokens(
     program, part, p_cache, p_state, p_kv_score, p_ape, p_weight, p_cos_sin, p_kv_scale, p_pooled, p_arrived,
     p_state_slots, p_table, p_requests, p_positions, p_slots, eps, cache_strides, state_strides, kv_score_strides,
@@ -151,30 +167,40 @@ def compress_tokens(
     are of state slots, requests, positions and slots. ROWS is a power of two that holds a window. Without a kv_score,
     all states are in the cache.
     """
-    o_t = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    closing = _closing(
-        o_t, p_state_slots, p_positions, p_slots, token_strides, tokens, state_pages, num_slots, STATE_BLOCK, RATIO
-    )
-    closes = closing[0]
-    first = tl.min(tl.where(closes, o_t, tokens), axis=0)
+    ALONE: tl.constexpr = TOGETHER == 1
+    start = program.to(tl.int64) * TOKENS
+    o_t = start + tl.arange(0, TOKENS)
+    if TOKENS == 1:
+        # Numbers, not tensors: those would be found once for each layout that they are wanted in.
+        closing = _closing(
+            start, p_state_slots, p_requests, p_positions, p_slots, token_strides, tokens, state_pages, num_slots,
+            STATE_BLOCK, RATIO,
+        )  # fmt: skip
+        first = tl.where(closing[0], start, tokens)
+    else:
+        closing = _closing(
+            o_t, p_state_slots, p_requests, p_positions, p_slots, token_strides, tokens, state_pages, num_slots,
+            STATE_BLOCK, RATIO,
+        )  # fmt: skip
+        first = tl.min(tl.where(closing[0], o_t, tokens), axis=0)
     token = first
     while token < tokens:
         if TOKENS == TOGETHER:
-            some, near = o_t, closing
+            some, near = start if ALONE else o_t, closing
         else:
             # What is loaded again is near.
-            some = token // TOGETHER * TOGETHER + tl.arange(0, TOGETHER)
+            some = token if ALONE else token // TOGETHER * TOGETHER + tl.arange(0, TOGETHER)
             near = _closing(
-                some, p_state_slots, p_positions, p_slots, token_strides, tokens, state_pages, num_slots, STATE_BLOCK,
-                RATIO,
+                some, p_state_slots, p_requests, p_positions, p_slots, token_strides, tokens, state_pages, num_slots,
+                STATE_BLOCK, RATIO,
             )  # fmt: skip
         _pool_some(
             some, near, part, p_cache, p_state, p_kv_score, p_ape, p_weight, p_cos_sin, p_kv_scale, p_pooled,
-            p_state_slots, p_table, p_requests, eps, cache_strides, state_strides, kv_score_strides, ape_strides,
+            p_state_slots, p_table, eps, cache_strides, state_strides, kv_score_strides, ape_strides,
             weight_stride, cos_sin_strides, table_strides, token_strides, state_pages, table_rows, table_columns,
             max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD, PARTS, ROWS, D, ROPE,
         )  # fmt: skip
-        token = tl.min(tl.where(closes & (o_t >= token // TOGETHER * TOGETHER + TOGETHER), o_t, tokens), axis=0)
+        token = _next(token, closing[0], o_t, tokens, TOKENS, TOGETHER)
     # Once for all entries: an arrival waits for memory twice.
     if PARTS > 1 and first < tokens:  # noqa: SIM102 - "and" of values in a launch evaluates both
         if arrive(p_arrived + program) == PARTS - 1:
@@ -183,9 +209,9 @@ def compress_tokens(
             token = first
             while token < tokens:
                 some = token // AT_ONCE * AT_ONCE + tl.arange(0, AT_ONCE)
-                live, _, position, slot = _closing(
-                    some, p_state_slots, p_positions, p_slots, token_strides, tokens, state_pages, num_slots,
-                    STATE_BLOCK, RATIO,
+                live, _, position, slot, _, _ = _closing(
+                    some, p_state_slots, p_requests, p_positions, p_slots, token_strides, tokens, state_pages,
+                    num_slots, STATE_BLOCK, RATIO,
                 )  # fmt: skip
                 p_x = p_pooled + some[:, None] * D + tl.arange(0, D)[None, :]
                 x = tl.load(p_x, mask=live[:, None], other=0.0, cache_modifier=".cg")
@@ -193,4 +219,4 @@ def compress_tokens(
                     x, slot, live, position, p_cache, p_weight, p_cos_sin, p_kv_scale, eps, cache_strides,
                     weight_stride, cos_sin_strides, max_pos, FORMAT, BLOCK_SIZE, RATIO, HADAMARD, ROPE,
                 )  # fmt: skip
-                token = tl.min(tl.where(closes & (o_t >= token // AT_ONCE * AT_ONCE + AT_ONCE), o_t, tokens), axis=0)
+                token = _next(token, closing[0], o_t, tokens, TOKENS, AT_ONCE)
