@@ -17,7 +17,9 @@ from dsv4_compile.config import DeepseekV4Config
 
 DEVICE, CONTEXT = "cuda", 16_384
 BATCHES, MOST = 200, 4096
-IMPLS = ("auto", "ir")
+ROOM = {"auto": 1.0, "ir": 1.25}
+"""Memory beside the queries in sizes of them: what their projection gives is one, and no copy of a cache would fit. By
+IR alone states are saved behind that projection, so that the float32 one of hidden is alive too."""
 
 
 def layer_of(kind: str, most: int = MOST) -> Layer:
@@ -44,10 +46,9 @@ def compiled(layer: Layer, impl: str) -> Callable[[int], Any]:
 
 
 @pytest.mark.parametrize("kind", list(LAYERS))
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", list(ROOM))
 def test_two_hundred_batch_sizes_are_one_graph_without_memory_beside_their_results(kind: str, impl: str) -> None:
-    layer = layer_of(kind)
-    step = compiled(layer, impl)
+    step = compiled(layer_of(kind), impl)
     step(77)
     draw = random.Random(kind)
     sizes = [max(2, int(MOST ** draw.random())) for _ in range(BATCHES)]
@@ -58,9 +59,6 @@ def test_two_hundred_batch_sizes_are_one_graph_without_memory_beside_their_resul
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            queries = step(tokens)
-            beside = torch.cuda.max_memory_allocated() - before - queries.nbytes
-            # What the projection of the queries gives is as large as they are: a copy of a cache would not fit. IR
-            # saves states behind that projection, so that the float32 one of hidden is alive too.
-            late = 4 * tokens * sum(layer.widths) if impl == "ir" else 0
-            assert beside <= queries.nbytes + late, f"{beside} bytes beside {queries.nbytes} of {tokens} tokens"
+            result = step(tokens).nbytes
+            beside = torch.cuda.max_memory_allocated() - before - result
+            assert beside <= ROOM[impl] * result, f"{beside} bytes beside {result} of {tokens} tokens"
