@@ -18,8 +18,8 @@ from tests.gpu.soak import SETUPS, SMALL_ON_GPU, random_steps, steady
 from tests.runtime.engine import REQUESTS, SMALL, World, make_runner, make_world
 
 CUDA = torch.device("cuda")
-HOST_US = 60.0
-"""Host time of a replay of three layers: a launch, and the look at its arguments."""
+HOST_US = 20.0
+"""Host time of a replay: a launch, and the look at its arguments."""
 
 
 @pytest.fixture(scope="module", params=SETUPS)
@@ -72,7 +72,7 @@ def test_a_step_allocates_nothing_copies_nothing_and_waits_for_nothing(warm: tup
 
 
 def test_host_time_and_nodes_of_a_step(warm: tuple[World, DecodeRunner], record_property: Callable[..., None]) -> None:
-    """Host time while the GPU is busy is that of one launch. Nodes are what one replay puts on the GPU."""
+    """Host time while nobody else takes it is that of one launch. Nodes are what one replay puts on the GPU."""
     world, runner = warm
     world.load([1] * REQUESTS, [300] * REQUESTS)
     runner.step(REQUESTS)
@@ -85,7 +85,7 @@ def test_host_time_and_nodes_of_a_step(warm: tuple[World, DecodeRunner], record_
         times.append((time.perf_counter() - started) / 10 * 1e6)
         torch.cuda.synchronize()
     nodes = len(profiled(lambda: runner.step(REQUESTS)))
-    host = sorted(times)[len(times) // 2]
+    host = min(times)
     record_property("host_us", round(host, 1))
     record_property("nodes", nodes)
     print(f"\n{world.setup.dtype}, fp8={world.setup.fp8}: {host:.1f} us of host time, {nodes} nodes a step")
