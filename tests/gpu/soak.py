@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import random
+import shlex
 import sys
 import time
 import warnings
@@ -188,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no CUDA device", file=sys.stderr)
         return 2
-    said = " ".join(["python tests/gpu/soak.py", *(sys.argv[1:] if argv is None else argv)])
+    said = shlex.join(["python", "tests/gpu/soak.py", *(sys.argv[1:] if argv is None else argv)])
     record: dict[str, Any] = {"scenario": "soak", **environment(torch.device("cuda")), "command": said, "rows": []}
     path = Path(os.environ.get("OUT", ".")) / "soak.json"
     checks: dict[str, Callable[[Setup], dict[str, Any]]] = {
