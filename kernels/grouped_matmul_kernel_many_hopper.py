@@ -5,6 +5,11 @@ warp brings strips of both, and the scales of e4m3, into a ring of buffers, and 
 warpgroups multiply 64 tokens each, and free a buffer when both have. While one adds a product up in float32, the matrix
 unit works for the other. Tokens are the first operand, so that a thread needs two of their scales, not 32.
 
+Shared memory bounds it before the matrix unit does: of a strip of e4m3, the copies write 32 KiB, and the warpgroups read
+16 of tokens and 32 of weights, 640 cycles of 128 bytes, where the products take 512. For 512 tokens of V4-Flash's wo_b
+an H200 takes 32 us, or 880 cycles a strip. What gained nothing there: two strips in flight in each warpgroup (31); the
+weight as the first operand (36), with 32 scales of tokens for each thread to load; that and tiles of 256 tokens (78).
+
 The weight is nobody's result, so that its copies start before the kernel in front has ended, where that allows it.
 """
 
@@ -142,7 +147,7 @@ def _release(number, free, RING: gl.constexpr):
 @gluon.jit
 def _multiply(
     out, p_part, p_arrived, shape, items, rings, out_tiles, ready, free, half: gl.constexpr,
-    SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, STEP: gl.constexpr, RING: gl.constexpr,
+    SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """One half of the tokens of all items."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -158,33 +163,18 @@ def _multiply(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         tile, part, first_token, _, row = _place(item, shape)
         acc = gl.zeros([HALF, ROWS], gl.float32, ACC)
-        for turn in range(0, EACH, STEP):
-            number = base + turn
-            strip = part * EACH + turn
+        for i in range(EACH):
+            number = base + i
             if x_scales is None:
                 acc = _start(number, rings, ready, half, acc, True, RING)
-                if STEP > 1:
-                    acc = _start(number + 1, rings, ready, half, acc, True, RING)
-                    acc = warpgroup_mma_wait(1, deps=[acc])
-                    _release(number, free, RING)
                 acc = warpgroup_mma_wait(0, deps=[acc])
-                _release(number + STEP - 1, free, RING)
+                _release(number, free, RING)
             else:
                 product = _start(number, rings, ready, half, zero, False, RING)
-                scales = _scales(number, strip, rings, half, ACC, RING)
-                if STEP > 1:
-                    product_2 = _start(number + 1, rings, ready, half, zero, False, RING)
-                    scales_2 = _scales(number + 1, strip + 1, rings, half, ACC, RING)
-                    product = warpgroup_mma_wait(1, deps=[product])
-                    _release(number, free, RING)
-                    acc += product * scales
-                    product_2 = warpgroup_mma_wait(0, deps=[product_2])
-                    _release(number + 1, free, RING)
-                    acc += product_2 * scales_2
-                else:
-                    product = warpgroup_mma_wait(0, deps=[product])
-                    _release(number, free, RING)
-                    acc += product * scales
+                scales = _scales(number, part * EACH + i, rings, half, ACC, RING)
+                product = warpgroup_mma_wait(0, deps=[product])
+                _release(number, free, RING)
+                acc += product * scales
         base += EACH
         last = True
         if SPLITS > 1:
@@ -240,7 +230,6 @@ def grouped_matmul_many_hopper_kernel(
     SPLITS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     EACH: gl.constexpr,  # strips of an item
-    STEP: gl.constexpr,  # strips of a turn of the loop, 1 or 2, which divides EACH
     RING: gl.constexpr,
     TILE: gl.constexpr,  # layouts in shared memory: of operands, of results
     OUT_TILE: gl.constexpr,
@@ -273,9 +262,9 @@ def grouped_matmul_many_hopper_kernel(
     )  # fmt: skip
     gl.warp_specialize([
         (_multiply, (out, p_part, p_arrived, shape, items, rings, out_tiles, ready, free, 0,
-                     SPLITS, BLOCK_K, EACH, STEP, RING)),
+                     SPLITS, BLOCK_K, EACH, RING)),
         (_multiply, (out, p_part, p_arrived, shape, items, rings, out_tiles, ready, free, 1,
-                     SPLITS, BLOCK_K, EACH, STEP, RING)),
+                     SPLITS, BLOCK_K, EACH, RING)),
         (_bring, (weights, inputs, p_x_scale, p_weight_scale, strides, shape, items, rings, ready, free,
                   BLOCK_K, EACH, RING)),
     ], [4, 1], [MULTIPLIER_REGISTERS, BRINGER_REGISTERS])  # fmt: skip

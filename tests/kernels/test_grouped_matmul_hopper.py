@@ -192,6 +192,8 @@ def test_every_choice_is_whole(name: str, halves: bool, tokens: int) -> None:
         ("fp8_grouped_einsum wo_a", 128, (64, 4, 2, 1)),
         ("fp8_linear indexer wq_b", 8, (128, 4, 2, 4)),
         ("fp8_linear indexer wq_b", 64, (64, 4, 2, 1)),
+        ("fp8_linear wq_b + indexer wq_b", 8, (128, 4, 3, 1)),
+        ("fp8_linear wq_b + indexer wq_b", 64, (128, 4, 3, 1)),
         ("fp8_linear wo_b", 8, (128, 4, 2, 8)),
         ("fp8_linear wo_b", 64, (64, 4, 2, 4)),
         ("fp8_grouped_einsum wo_a", 8, (128, 4, 2, 4)),

@@ -20,7 +20,7 @@ from tests.kernels import simulated_gluon as base
 from tests.kernels.gpus import GPUS
 from tests.kernels.simulated_gluon import Pointer
 from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
-from tests.kernels.test_grouped_matmul_hopper import modules
+from tests.kernels.test_grouped_matmul_hopper import LAYERS, modules
 
 GPU = GPUS["sm_90"][0]
 BF16 = torch.bfloat16
@@ -41,12 +41,14 @@ def hopper() -> Any:
         yield base.simulated("grouped_matmul_many_hopper", *names)
 
 
-def product(hopper: Any, x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor | None, *cut: int) -> Tensor:
+def product(
+    hopper: Any, x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor | None, splits: int
+) -> Tensor:
     """Of a launch cut as it says."""
     counters, out = torch.zeros(64, dtype=torch.int32), torch.full((len(x), len(weight)), torch.nan, dtype=BF16)
     assert hopper.many_refuses(x, weight, scale, False) == ""
     with (
-        mock.patch.object(hopper, "choose_cut", lambda *sizes: hopper.Cut(*cut)),
+        mock.patch.object(hopper, "choose_splits", lambda *sizes: splits),
         mock.patch.object(hopper, "arrival_counters", lambda count, device: counters),
         torch.no_grad(),
     ):
@@ -56,23 +58,23 @@ def product(hopper: Any, x: Tensor, x_scale: Tensor | None, weight: Tensor, scal
 
 
 @pytest.mark.parametrize(
-    ("tokens", "groups", "rows", "size", "packed", "cut"),
+    ("tokens", "groups", "rows", "size", "packed", "splits"),
     [
-        (100, 2, 256, 1024, False, (1, 1)),
-        (300, 2, 128, 512, True, (1, 2)),
-        (70, 1, 384, 1024, True, (2, 2)),
-        (130, 1, 256, 1024, False, (4, 1)),
+        (100, 2, 256, 1024, False, 1),
+        (300, 2, 128, 512, True, 1),
+        (70, 1, 384, 1024, True, 2),
+        (130, 1, 256, 1024, False, 4),
     ],
 )
 def test_what_comes_quantised_gives_the_reference(
-    hopper: Any, tokens: int, groups: int, rows: int, size: int, packed: bool, cut: tuple[int, ...]
+    hopper: Any, tokens: int, groups: int, rows: int, size: int, packed: bool, splits: int
 ) -> None:
     """Items that are tiles, and parts of them."""
     heads = size // 64
     o, table = torch.randn(tokens, groups * heads, 64).bfloat16(), torch.randn(9, 16)
     a, a_scale = REFERENCES["inv_rope_fp8_quant"](o, torch.arange(tokens) % 9, table, groups, heads, packed)
     b, b_scale = e4m3(groups * rows, size), block_scale(groups * rows, size)
-    got = product(hopper, a, a_scale, b, b_scale, *cut)
+    got = product(hopper, a, a_scale, b, b_scale, splits)
     assert_close(got, REFERENCES["fp8_grouped_einsum"](a, a_scale, b, b_scale).flatten(1), NEIGHBOUR[BF16])
 
 
@@ -81,22 +83,38 @@ def test_scales_of_the_weight_come_in_either_form(hopper: Any, form: torch.dtype
     x, weight, byte = torch.randn(70, 512).bfloat16(), e4m3(256, 512), block_scale(256, 512)
     values, x_byte = quantize_activation(x)
     scale = ue8m0_scale(byte) * 1.25 if form is torch.float32 else byte
-    got = product(hopper, values[:, None], ue8m0_scale(x_byte)[:, None], weight, scale, 1, 1)
+    got = product(hopper, values[:, None], ue8m0_scale(x_byte)[:, None], weight, scale, 1)
     assert_close(got, REFERENCES["fp8_linear"](x, weight, scale), NEIGHBOUR[BF16])
     assert "words of four" in hopper.many_refuses(values[:, None], weight, byte.t().contiguous().t(), False)
 
 
-@pytest.mark.parametrize(("tokens", "cut"), [(300, (2, 2)), (200, (1, 1)), (50, (2, 1))])
-def test_halves_give_the_reference(hopper: Any, tokens: int, cut: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("tokens", "splits"), [(300, 2), (200, 1)])
+def test_halves_give_the_reference(hopper: Any, tokens: int, splits: int) -> None:
     x, weight = torch.randn(tokens, 2, 512).bfloat16(), torch.randn(2 * 128, 512).bfloat16()
-    got = product(hopper, x, None, weight, None, *cut)
+    got = product(hopper, x, None, weight, None, splits)
     assert_close(got, REFERENCES["grouped_linear"](x, weight, 2), NEIGHBOUR[BF16])
 
 
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize(
+    ("layer", "tokens", "splits"),
+    [
+        ("fp8_linear wq_a + wkv", 256, 4),
+        ("fp8_linear wq_a + wkv", 512, 2),
+        ("fp8_linear wq_b", 128, 1),
+        ("fp8_linear wo_b", 256, 2),
+        ("fp8_linear wo_b", 512, 1),
+        ("fp8_grouped_einsum wo_a", 256, 1),
+    ],
+)
+def test_layers_of_flash_get_the_parts_that_were_the_fastest(layer: str, tokens: int, splits: int) -> None:
+    """On an H200 with torch 2.11, Triton 3.6."""
+    of = LAYERS[f"Flash {layer}"]
+    tiles = -(-tokens // many.TILE_TOKENS) * of.groups * of.rows // many.TILE_ROWS
+    assert many.choose_splits(GPU, tiles, of.size // 128) == splits
+
+
 @pytest.mark.parametrize("halves", [False, True])
-def test_it_compiles_for_hopper(step: int, halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many, "choose_cut", lambda *sizes: many.Cut(2, step))
+def test_it_compiles_for_hopper(halves: bool) -> None:
     dtype = BF16 if halves else torch.float8_e4m3fn
     x, weight, out = (torch.empty(n, 4096, dtype=dtype) for n in (300, 2048, 300))
     scales = (None, None) if halves else (torch.empty(300, 1, 32), torch.empty(16, 32, dtype=torch.uint8))
