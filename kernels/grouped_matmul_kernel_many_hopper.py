@@ -5,10 +5,10 @@ warp brings strips of both, and the scales of e4m3, into a ring of buffers, and 
 warpgroups multiply 64 tokens each, and free a buffer when both have. While one adds a product up in float32, the matrix
 unit works for the other. Tokens are the first operand, so that a thread needs two of their scales, not 32.
 
-Shared memory bounds it before the matrix unit does: of a strip of e4m3, the copies write 32 KiB, and the warpgroups read
-16 of tokens and 32 of weights, 640 cycles of 128 bytes, where the products take 512. For 512 tokens of V4-Flash's wo_b
-an H200 takes 32 us, or 880 cycles a strip. What gained nothing there: two strips in flight in each warpgroup (31); the
-weight as the first operand (36), with 32 scales of tokens for each thread to load; that and tiles of 256 tokens (78).
+Shared memory bounds it before the matrix unit does: of a strip of e4m3, the copies write 32 KiB, and the warpgroups
+read 16 of tokens and 32 of weights, 640 cycles of 128 bytes, where the products take 512. For 512 tokens of V4-Flash's
+wo_b an H200 takes 32 us, or 880 cycles a strip. What gained nothing there: two strips in flight in each warpgroup (31);
+the weight as the first operand (36), with 32 scales of tokens for each thread to load; that and 256 tokens (78).
 
 The weight is nobody's result, so that its copies start before the kernel in front has ended, where that allows it.
 """
