@@ -30,8 +30,8 @@ SAVED = 8192
 """Elements of states that a program saves: 32 KiB."""
 SHARES = 5
 """Most jobs that a token has beside its pools: one program each."""
-REGISTERS = 128
-"""Four programs of four warps on a multiprocessor."""
+REGISTERS, FEWER_REGISTERS = 128, 102
+"""Most of a thread on NVIDIA GPUs, for four programs of four warps on a multiprocessor, or five."""
 
 
 class Tile(NamedTuple):
@@ -56,7 +56,9 @@ def tile(tokens: int, ratio: int, dim: int) -> Tile:
     if ratio == 0:
         return Tile(4, SHARES, 4, 1, 4, 0)
     main = cut_of(tokens, ratio, dim)
-    return Tile(4, SHARES, main.tokens, main.parts, main.warps, REGISTERS)
+    if main.parts > 1:
+        return Tile(4, SHARES, main.tokens, main.parts, main.warps, FEWER_REGISTERS)
+    return Tile(2, 3, main.tokens, main.parts, main.warps, REGISTERS)
 
 
 def _pages(cache: Tensor, fmt: str, block_size: int) -> Tensor:

@@ -99,20 +99,14 @@ def test_a_step_is_the_reference(kind: str, tokens: int) -> None:
     assert_agree(Step(kind, tokens))
 
 
-@pytest.mark.parametrize("kind", ["swa", "hca", "csa"])
+SAVES = [{"tokens": 8, "warps": 8}, {"tokens": 16}, {"shares": 1}, {"tokens": 2, "shares": 2}]
+POOLS = [{"pooled": 4}, {"pooled": 64}, {"registers": 255}]
+SHARED = [{"pooled": 1}, {"parts": 8}, {"parts": 32}]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"tokens": 8, "warps": 8},
-        {"tokens": 16},
-        {"pooled": 1},
-        {"pooled": 64},
-        {"parts": 8},
-        {"parts": 32},
-        {"registers": 255},
-        {"shares": 1},
-        {"shares": 2},
-    ],
+    ("kind", "changes"),
+    [*(("swa", x) for x in SAVES), *(("csa", x) for x in SAVES + POOLS), *(("hca", x) for x in SAVES + POOLS + SHARED)],
     ids=str,
 )
 def test_every_cut(kind: str, changes: dict[str, int]) -> None:
