@@ -28,18 +28,38 @@ class Shape(NamedTuple):
     late: bool = False
 
 
-FEW = Shape(16, 64, 8)
-MOST_BLOCKS = 512
-"""Of 16 heads and 64 keys. In a row of layers of V4-Flash on an H200, attention of 1, 8 and 32 tokens adds 10, 10 and
-13 us to a layer of 128 keys, and 11, 19 and 47 us to one of 640 keys; with the kernel for more tokens 23, 21 and 26 us,
-and 22, 28 and 36 us."""
+NARROW, LONG, WIDER = Shape(16, 64, 8), Shape(16, 128, 16, late=True), Shape(32, 64, 8)
+FEWEST_HEADS = 33
+"""Fewer have a kernel of their own."""
+TILE = 16
+SHORT = 256
+"""Most keys of a row that is short."""
+MOST_TILES, MOST_TILES_SHORT = 64, 256
+MOST_KEYS = 64 * 640
+"""Of all tiles together, where rows are long."""
 
 
 def shape_of(tokens: int, heads: int, keys: int) -> Shape | None:
-    """How to attend rows of at most `keys` keys; None for more than this kernel does well."""
-    if tokens * cdiv(heads, FEW.block_h) * cdiv(keys, FEW.block_n) > MOST_BLOCKS:
+    """How to attend rows of at most `keys` keys; None for more than this kernel does well.
+
+    What attention adds to a row of projections of V4-Flash, in us on an H200, by NARROW, LONG and WIDER programs and by
+    the kernel for more tokens; 1 token of 640 keys between e4m3 projections, all others between bfloat16 ones:
+
+        tokens  128 keys             256 keys             640 keys
+             1   8.9  7.9 10.2 22.5                        8.2  7.0  9.1 23.4
+             8   9.7  8.1 10.7 21.6  12.4 11.9 12.1 23.4  17.2 20.0 17.3 27.9
+            16                                            25.1 26.7 22.8 31.1
+            32  10.5 10.8 14.2 25.9  17.5 16.4 19.1 31.3  40.0 35.1 31.6 35.6
+            64  20.1 19.1 13.7 32.3  35.7 33.3 22.2 37.0
+
+    32 tokens of 640 keys are left to the other, which gains most where nothing comes between two of its launches.
+    """
+    tiles = tokens * cdiv(heads, TILE)
+    if keys <= SHORT:
+        return LONG if tiles <= MOST_TILES_SHORT // 2 else WIDER if tiles <= MOST_TILES_SHORT else None
+    if tiles > MOST_TILES or tiles * keys > MOST_KEYS:
         return None
-    return FEW._replace(late=tokens == 1)
+    return LONG if tiles <= MOST_TILES // 4 else NARROW if tiles <= MOST_TILES // 2 else WIDER
 
 
 def hopper_refuses(
@@ -48,6 +68,8 @@ def hopper_refuses(
     """Why this kernel cannot take a call that the portable one can, "" if it can."""
     tokens, heads, _ = q.shape
     keys = window.indices.shape[1] + extra.indices.shape[1]
+    if heads < FEWEST_HEADS:
+        return f"it takes {FEWEST_HEADS} heads or more"
     if shape_of(tokens, heads, keys) is None:
         return f"it takes less than {tokens} tokens with {heads} heads and {keys} keys each"
     if fusion.batch_invariant:
@@ -69,7 +91,7 @@ def launch_hopper(
 ) -> tuple[Tensor, Tensor]:
     """As `launch` of the portable kernel."""
     keys = window.indices.shape[1] + extra.indices.shape[1]
-    block_h, block_n, warps, late = shape or shape_of(q.shape[0], q.shape[1], keys) or FEW
+    block_h, block_n, warps, late = shape or shape_of(q.shape[0], q.shape[1], keys) or WIDER
     return launch_gathering(
         sparse_mla_decode_small_hopper_kernel,
         block_h,

@@ -102,29 +102,37 @@ def test_the_kernel_for_few_heads_compiles_with_its_registers(heads: int, splits
     assert f"m64n{few.shape_of(heads).block_h}k16" in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize(("heads", "splits", "kind"), [(64, 1, "quantised"), (100, 3, "fused")])
-def test_the_kernel_for_few_tokens_is_small_and_waits_for_the_one_in_front(heads: int, splits: int, kind: str) -> None:
-    q, sources = torch.zeros(2, heads, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
+@pytest.mark.parametrize(
+    ("shape", "heads", "splits", "kind"),
+    [(small.NARROW, 100, 3, "fused"), (small.LONG, 64, 1, "quantised"), (small.WIDER, 64, 2, "plain")],
+)
+def test_the_kernel_for_few_tokens_is_small_and_waits_for_the_one_in_front(
+    shape: small.Shape, heads: int, splits: int, kind: str
+) -> None:
+    q, sources, gpu = torch.zeros(2, heads, 512).bfloat16(), sources_of("fp8_ds_mla", torch.bfloat16), GPUS["sm_90"][0]
     fusion = fusion_of(kind, heads)
-    assert small.hopper_refuses(q, *sources, "fp8_ds_mla", None, fusion) == ""
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        small.launch_hopper(q, *sources, 0.1, None, GPUS["sm_90"][0], splits, fusion=fusion, into=results_of(q, fusion))
+        small.launch_hopper(q, *sources, 0.1, None, gpu, splits, fusion, results_of(q, fusion), shape)
     kernel = compiled[0]
     assert kernel.metadata.launch_pdl and kernel.asm["ptx"].count("griddepcontrol.wait") == 1
-    # Two programs, or one beside one of a projection, share a processor.
-    assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 // 2
+    assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        hopper.launch_hopper(
-            q, *sources, 0.1, None, GPUS["sm_90"][0], splits, fusion=fusion, into=results_of(q, fusion)
-        )
-    assert len(machine_code(kernel)) < len(machine_code(compiled[0])) / 2
+        hopper.launch_hopper(q, *sources, 0.1, None, gpu, splits, fusion, results_of(q, fusion))
+    assert len(machine_code(kernel)) < len(machine_code(compiled[0])) * 2 / 3
 
 
 def test_the_kernel_for_few_tokens_leaves_many_to_the_others() -> None:
-    sources = sources_of("fp8_ds_mla", torch.bfloat16)
+    window, extra = sources_of("fp8_ds_mla", torch.bfloat16)
+    calls = {(1, 64): small.LONG, (8, 64): small.NARROW, (16, 64): small.WIDER, (32, 64): None, (1, 128): small.LONG}
+    assert {call: small.shape_of(*call, 640) for call in calls} == calls
+    short = {(32, 64): small.LONG, (64, 64): small.WIDER, (65, 64): None}
+    assert {call: small.shape_of(*call, 256) for call in short} == short
+    assert small.shape_of(8, 128, 1152) is None
     q = torch.zeros(64, 64, 512, dtype=torch.bfloat16)
-    assert "less than 64 tokens" in small.hopper_refuses(q, *sources, "fp8_ds_mla", None)
-    assert "more tokens" in small.hopper_refuses(q[:1], *sources, "fp8_ds_mla", None, Fusion(batch_invariant=True))
+    assert small.hopper_refuses(q[:8], window, extra, "fp8_ds_mla", None) == ""
+    assert "less than 64 tokens" in small.hopper_refuses(q, window, extra, "fp8_ds_mla", None)
+    assert "33 heads" in small.hopper_refuses(q[:1, :32], window, extra, "fp8_ds_mla", None)
+    assert "more tokens" in small.hopper_refuses(q[:1], window, extra, "fp8_ds_mla", None, Fusion(batch_invariant=True))
 
 
 def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> None:
