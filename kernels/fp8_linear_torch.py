@@ -10,6 +10,9 @@ from .gpu import HOPPER, Gpu
 
 FIRST = 1024
 """Tokens from which on it is, on an H200."""
+TOKENS_ALIGN, STRIPS_ALIGN = 16, 4
+"""What it takes multiples of. torch 2.11 has cuBLAS refuse 1027 tokens ("CUBLAS_STATUS_NOT_SUPPORTED"), and wants
+columns of the weight's scales filled up to four."""
 
 
 def torch_refuses(gpu: Gpu, tokens: int, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> str:
@@ -18,6 +21,8 @@ def torch_refuses(gpu: Gpu, tokens: int, weight: Tensor, weight_scale: Tensor, d
         return "other GPUs take scales of another form"
     if tokens < FIRST:
         return f"it is the faster one from {FIRST} tokens on"
+    if tokens % TOKENS_ALIGN or weight.shape[1] % (STRIPS_ALIGN * WEIGHT_TILE):
+        return f"it takes multiples of {TOKENS_ALIGN} tokens and of {STRIPS_ALIGN} strips"
     if dtype is not torch.bfloat16 or any(size % WEIGHT_TILE for size in weight.shape):
         return "it gives bfloat16, of whole blocks"
     return "" if weight.is_contiguous() and weight_scale.is_contiguous() else "it takes weights without gaps"

@@ -135,12 +135,14 @@ def dequantized_product(values: Tensor, scale: Tensor, weight: Tensor, weight_sc
 
 
 def test_torchs_product_is_taken_for_many_tokens_of_whole_blocks_on_hopper() -> None:
-    weight, scale = torch.empty(256, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 2)
+    weight, scale = torch.empty(256, 512, dtype=torch.float8_e4m3fn), torch.empty(2, 4)
     sm_90, sm_100 = GPUS["sm_90"][0], GPUS["sm_100"][0]
     assert torch_refuses(sm_90, 4096, weight, scale, torch.bfloat16) == ""
     for wrong in (
         (sm_100, 4096, weight, scale, torch.bfloat16),
         (sm_90, 64, weight, scale, torch.bfloat16),
+        (sm_90, 4099, weight, scale, torch.bfloat16),
+        (sm_90, 4096, weight[:, :384], scale[:, :3], torch.bfloat16),
         (sm_90, 4096, weight[:200], scale, torch.bfloat16),
         (sm_90, 4096, weight, scale, torch.float32),
         (sm_90, 4096, weight, scale.t(), torch.bfloat16),
