@@ -47,8 +47,8 @@ TILES: Mapping[int, tuple[tuple[int, ...], ...]] = {16: _FEW, 32: _SOME, 128: _M
 HOPPER: Mapping[str, Mapping[str, Any]] = {
     "hopper": {},
     "hopper one": {"WIDE": 0},
-    "hopper 160 144": {"PRODUCER_REGISTERS": 144},
-    "hopper one 160 144": {"PRODUCER_REGISTERS": 144, "WIDE": 0},
+    "hopper 160 136": {"PRODUCER_REGISTERS": 136},
+    "hopper one 160 136": {"PRODUCER_REGISTERS": 136, "WIDE": 0},
 }
 """Constants of the Hopper kernel's module, by name of the variant."""
 FEW_HEADS: Mapping[int, tuple[tuple[int, int, int], ...]] = {
