@@ -61,6 +61,7 @@ FIRST = (
 )
 """Stems in order of value, a decode step's largest shares in front; then the other kernels, then the lowerings."""
 PARTS = {
+    "aside": 4,
     "attention_backends": 10,
     "chain_steady": 3,
     "decode_runner": 6,
@@ -71,6 +72,7 @@ PARTS = {
     "sparse_mla_decode": 6,
     "sparse_mla_decode_quant": 5,
     "sparse_mla_prefill": 6,
+    "v32_layer": 3,
 }
 """Processes of a stem's file, 1 where it is not named: most of the time is that of one core, which compiles."""
 THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
