@@ -98,7 +98,7 @@ def load_queries(
 
 @gluon.jit
 def fetch_few_queries(p_q, head_stride, heads, BLOCK: gl.constexpr, PARTIAL: gl.constexpr, ROWS: gl.constexpr):
-    """Queries `[BLOCK, 512]` as they are, zeros from head `heads` on where PARTIAL."""
+    """Queries `[BLOCK, 512]` as they are, zeros from head `heads` on where PARTIAL; not by way of the first cache."""
     o_head = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(1, ROWS)), 1)
     o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, ROWS)), 0)
     p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
@@ -110,12 +110,12 @@ def fetch_few_queries(p_q, head_stride, heads, BLOCK: gl.constexpr, PARTIAL: gl.
 
 
 @gluon.jit
-def put_few_queries(q, p_cos, eps, q_tile, ROPE: gl.constexpr, CACHE: gl.constexpr):
+def put_few_queries(q, p_cos, eps, q_tile, ROPE: gl.constexpr):
     """What `fetch_few_queries` loaded into shared memory, normed and rotated if there is an `eps`. Fences nothing."""
     # The compiler cannot see through this, and so cannot wait for the queries any earlier.
     q = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [q], dtype=gl.bfloat16, is_pure=False, pack=2)
     if eps is not None:
-        q = _normed(q, p_cos, eps, ROPE, CACHE)
+        q = _normed(q, p_cos, eps, ROPE, ".cg")
     q_tile.store(q)
 
 

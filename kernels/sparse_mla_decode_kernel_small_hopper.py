@@ -21,76 +21,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .. import layout
 from .attention_rows_hopper import HALF, D, fetch_few_queries, put_few_queries, store_half
-from .kv_load_hopper import ROW_WORDS, SWIZZLED_WORDS, dequantize_keys, fetch_keys, thread_barrier
+from .kv_ahead_hopper import angles, ask, ask_for_keys, extent, slots
+from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, thread_barrier
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
 
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-LINE_WORDS = gl.constexpr(32)  # of the L2 cache
-SCALE_WORDS = gl.constexpr(layout.FP8_DS_MLA.scale // 4)
-
-
-@gluon.jit
-def _length(p_lens, stride, token, width):
-    """int32 number of columns that count in a token's row of indices."""
-    length = gl.load(p_lens + token * stride, cache_modifier=".cg")
-    return gl.minimum(gl.maximum(length, 0), width).to(gl.int32)
-
-
-@gluon.jit
-def _extent(p_lens0, lens0_stride, p_lens1, lens1_stride, width0, width1, token, BLOCK_N: gl.constexpr):
-    """Of a token: how long its rows of indices are, and blocks of the first and of both."""
-    length0 = _length(p_lens0, lens0_stride, token, width0)
-    length1 = _length(p_lens1, lens1_stride, token, width1)
-    blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
-    return length0, length1, blocks0, blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
-
-
-@gluon.jit
-def _angles(p_positions, position_stride, p_table, table_stride, max_pos, token):
-    """Cosines and sines of a token's position."""
-    position = gl.load(p_positions + token * position_stride, cache_modifier=".cg").to(gl.int64)
-    return p_table + gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
-
-
-@gluon.jit
-def _slots(
-    p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block, N: gl.constexpr, SLOTS: gl.constexpr
-):
-    """int32 slots of a block of N keys, in layout SLOTS; -1 for what is none, and in blocks behind the last."""
-    inner = block < blocks0
-    column = (block - gl.where(inner, 0, blocks0)) * N + gl.arange(0, N, SLOTS)
-    live = column < gl.where(inner, length0, length1)
-    slot = gl.load(gl.where(inner, p_row0, p_row1) + column, mask=live, other=-1, cache_modifier=".cg")
-    return gl.where((slot >= 0) & (slot < gl.where(inner, capacity0, capacity1)), slot, -1).to(gl.int32)
-
-
-@gluon.jit
-def _ask(pointers):
-    """Ask the L2 cache for what lies there. Nothing is read, so that it need not be there yet."""
-    gl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _ask_for_keys(p_words, page_chunks, slot, log_page, LINES: gl.constexpr):
-    """Ask the L2 cache for what is stored at `slot`, the first key in place of none: its lines, and that of its scales.
-
-    In a row of LINES, a line for each of eight threads, the last of them the scales'.
-    """
-    safe = gl.maximum(slot, 0)
-    size = 1 << log_page
-    offset = safe & (size - 1)
-    o_line = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LINES)), 0)
-    data = gl.expand_dims(offset * ROW_WORDS, 1) + gl.minimum(o_line * LINE_WORDS, ROW_WORDS - 1)
-    scales = gl.expand_dims(size * ROW_WORDS + offset * SCALE_WORDS, 1)
-    page = gl.expand_dims((safe >> log_page).to(gl.int64) * (page_chunks * 4), 1)
-    _ask(p_words + (page + gl.where(o_line == 7, scales, data)))
 
 
 @gluon.jit(
@@ -191,29 +130,29 @@ def sparse_mla_decode_small_hopper_kernel(
     m_head = o_head < heads
     # Before the kernel in front has ended: the keys of this step but its own are on their way to the L2 cache, as far
     # as the metadata, which is read again, is the step's already.
-    length0, length1, blocks0, blocks = _extent(
+    length0, length1, blocks0, blocks = extent(
         p_lens0, lens0_stride, p_lens1, lens1_stride, width0, width1, token, BLOCK_N
     )
     if p_positions is not None:
-        p_angles = _angles(p_positions, position_stride, p_table, table_stride, max_pos, token)
-        _ask(p_angles + gl.arange(0, ROPE, LINE))
+        p_angles = angles(p_positions, position_stride, p_table, table_stride, max_pos, token)
+        ask(p_angles + gl.arange(0, ROPE, LINE))
     for block in range(part, blocks, splits):
         inner = block < blocks0
-        slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block, BLOCK_N, ASKED)
-        _ask_for_keys(
+        slot = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block, BLOCK_N, ASKED)
+        ask_for_keys(
             gl.where(inner, p_words0, p_words1), gl.where(inner, page_chunks0, page_chunks1), slot,
             gl.where(inner, LOG_PAGE0, LOG_PAGE1), LINES,
         )  # fmt: skip
     gdc_wait()
     q = fetch_few_queries(p_q, q_head_stride, heads, BLOCK_H, PARTIAL, ROWS)
-    length0, length1, blocks0, blocks = _extent(
+    length0, length1, blocks0, blocks = extent(
         p_lens0, lens0_stride, p_lens1, lens1_stride, width0, width1, token, BLOCK_N
     )
     p_cos = p_table
     if p_positions is not None:
-        p_cos = _angles(p_positions, position_stride, p_table, table_stride, max_pos, token)
-    slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part, BLOCK_N, SLOTS)
-    live = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part, BLOCK_N, LIVE)
+        p_cos = angles(p_positions, position_stride, p_table, table_stride, max_pos, token)
+    slot = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part, BLOCK_N, SLOTS)
+    live = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part, BLOCK_N, LIVE)
     acc = gl.zeros([D, BLOCK_H], gl.float32, OUTPUT)
     sums = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
     top = gl.full([BLOCK_H], float("-inf"), gl.float32, SCORE_HEADS)
@@ -226,15 +165,15 @@ def sparse_mla_decode_small_hopper_kernel(
         )  # fmt: skip
         if block == part:
             # Queries are normed while the first keys are on their way.
-            put_few_queries(q, p_cos, eps, q_tile, ROPE, ".cg")
+            put_few_queries(q, p_cos, eps, q_tile, ROPE)
         words.store(dequantize_keys(codes, rope, scales, slot >= 0, WIDE, WORDS))
         if LATE and block + splits >= blocks:
             # The weight of the projection behind no longer holds up the keys.
             gdc_launch_dependents()
         m_live = gl.expand_dims(live, 1) >= 0
         following = block + splits
-        slot = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, following, BLOCK_N, SLOTS)
-        live = _slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, following, BLOCK_N, LIVE)
+        slot = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, following, BLOCK_N, SLOTS)
+        live = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, following, BLOCK_N, LIVE)
         fence_async_shared()
         thread_barrier()
         zero = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
