@@ -2,8 +2,8 @@
 
 These read nothing ahead: what they gain is the launch, up to a microsecond of the two that a small one takes. It costs
 each program a little too, so that launches of many programs do not. On an H200 an inverse RoPE with quantisation of 64
-heads takes 1.40 instead of 2.02 us for one token, 2.16 instead of 2.75 for 32, but 5.70 instead of 4.67 for 128, in
-4096 programs, and 163 instead of 114 for 4096 tokens (`dsv4 bench preprocess`).
+heads takes 1.40 instead of 2.02 us for one token and 2.16 instead of 2.75 for 32; if it started early always, it would
+take 5.70 instead of 4.67 for 128, in 4096 programs, and 163 instead of 114 for 4096 (`dsv4 bench preprocess`).
 """
 
 from __future__ import annotations
