@@ -104,8 +104,9 @@ def preprocess_insert(
 
     A step keeps two rules, so that its jobs can run side by side; where it breaks them, kernels and this function
     differ. A state that token t pools from k positions back was saved before this step and is not overwritten by it,
-    or is saved by row t - k of it. So the tokens of a request are neighbouring rows in the order of their positions,
-    and a ring of states holds the tokens of a step beside the older ones of their windows. And caches do not overlap.
+    or is saved by row t - k of it. So the tokens of a request, by `token_to_req`, are neighbouring rows in the order of
+    their positions, and a ring of states holds the tokens of a step beside the older ones of their windows. And caches
+    do not overlap.
 
     Args:
         qr: `[T, Lq]`; kv: `[T, D]`. bfloat16, float16 or float32, any strides. q_weight: `[Lq]`; kv_weight: `[D]`.
