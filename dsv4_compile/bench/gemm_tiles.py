@@ -24,7 +24,7 @@ from .implementations import on_gpu
 from .problem import Only, Problem
 
 COLUMNS = gemm.COLUMNS
-TOKENS = (1, 8, 16, 32, 64, 128)
+TOKENS = (1, 8, 16, 32, 64)
 TILES = ((64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 4), (256, 8, 3), (256, 8, 4))
 """Rows of the weight, warps and stages."""
 PROGRAMS = (1, 2, 4)
