@@ -43,7 +43,8 @@ def shape_of(tokens: int, heads: int, keys: int) -> Shape | None:
     """How to attend rows of at most `keys` keys; None for more than this kernel does well.
 
     What attention adds to a row of projections of V4-Flash, in us on an H200, by NARROW, LONG and WIDER programs and by
-    the kernel for more tokens; 1 token of 640 keys between e4m3 projections, all others between bfloat16 ones:
+    the kernel for more tokens; 1 token of 640 keys between e4m3 projections, all others between bfloat16 ones
+    (`examples/benchmarks/attention_between_projections.py`):
 
         tokens  128 keys             256 keys             640 keys
              1   8.9  7.9 10.2 22.5                        8.2  7.0  9.1 23.4

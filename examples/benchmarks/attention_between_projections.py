@@ -1,0 +1,151 @@
+"""What attention adds to the projections around it: python examples/benchmarks/attention_between_projections.py
+
+Four layers in a row, in one CUDA graph: the projection of the latents, attention with both ends fused, wo_a and wo_b,
+with weights and caches of their own, so that nothing of a layer is in a cache when its turn comes. `us` is the time of
+a layer, and `adds_us` what it has more than one without attention, by Hopper's decode kernel for many tokens (`many`)
+and by the one for few in its shapes.
+
+Kernels are compiled one after the other; `--compile` does nothing else, for some sizes in some processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.bench import sparse_mla_decode as scenario
+from dsv4_compile.bench.record import environment
+from dsv4_compile.kernels import sparse_mla_decode_hopper as many
+from dsv4_compile.kernels import sparse_mla_decode_small_hopper as few
+from dsv4_compile.kernels.fp8_grouped_einsum import fp8_grouped_einsum
+from dsv4_compile.kernels.fp8_linear import fp8_linear
+from dsv4_compile.kernels.gpu import gpu_of
+from dsv4_compile.kernels.grouped_linear import grouped_linear
+from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, quantized_outputs
+
+LAYERS, HEADS, GROUPS, LATENT, HIDDEN = 4, 64, 8, 1024, 4096
+TOKENS, KEYS, WEIGHTS = (1, 8, 16, 32, 64), (128, 256, 640), ("bfloat16", "fp8")
+KERNELS = {"none": None, "many": None, "narrow": few.NARROW, "long": few.LONG, "wider": few.WIDER}
+CUDA = torch.device("cuda")
+
+
+def weight(rows: int, columns: int, fp8: bool) -> Any:
+    x = torch.randn(rows, columns, device=CUDA)
+    if not fp8:
+        return (x * columns**-0.5).bfloat16()
+    scales = torch.full((-(-rows // 128), -(-columns // 128)), columns**-0.5, device=CUDA)
+    return x.to(torch.float8_e4m3fn), scales
+
+
+class Layer:
+    """Weights, caches and rows of slots of one layer."""
+
+    def __init__(self, tokens: int, keys: int, fp8: bool, seed: int) -> None:
+        made = scenario.fused_arguments("both", tokens, HEADS, CUDA, seed)
+        more, self.fp8 = keys - scenario.WINDOW, fp8
+        self.window = Source(*made[1:5])
+        self.extra = Source(made[8], made[9][:, :more].contiguous(), made[10].clamp(max=more), made[11])
+        self.scale, self.sink, self.fusion = made[6], made[7], Fusion(*made[13:17])
+        width = HEADS * made[0].shape[2]
+        self.weights = weight(width, LATENT, fp8), weight(GROUPS * LATENT, width // GROUPS, fp8)
+        self.last = weight(HIDDEN, GROUPS * LATENT, fp8)
+
+    def attend(self, kernel: str, q: Tensor) -> tuple[Tensor, Tensor]:
+        rows = q, self.window, self.extra, self.scale, self.sink, gpu_of(CUDA), 0
+        fusion, into = self.fusion, None
+        if self.fp8:
+            fusion = fusion._replace(n_groups=GROUPS, heads_per_group=HEADS // GROUPS)
+            into = quantized_outputs(q, GROUPS, HEADS // GROUPS, False)
+            if kernel == "none":
+                return into.pair()
+        if kernel == "none":
+            return q, q
+        if kernel == "many":
+            return many.launch_hopper(*rows, fusion, into)
+        return few.launch_hopper(*rows, fusion, into, KERNELS[kernel])
+
+    def __call__(self, kernel: str, latent: Tensor) -> Tensor:
+        tokens, (first, second) = latent.shape[0], self.weights
+        q = fp8_linear(latent, *first) if self.fp8 else grouped_linear(latent, first, 1)
+        out, scale = self.attend(kernel, q.view(tokens, HEADS, -1))
+        if self.fp8:
+            out = fp8_linear(fp8_grouped_einsum(out, scale, *second).flatten(1), *self.last)
+        else:
+            out = grouped_linear(grouped_linear(out.reshape(tokens, GROUPS, -1), second, GROUPS), self.last, 1)
+        return out[:, :LATENT]
+
+
+def run(layers: list[Layer], kernel: str, latent: Tensor) -> Tensor:
+    for layer in layers:
+        latent = layer(kernel, latent)
+    return latent
+
+
+def us_of_layer(layers: list[Layer], kernel: str, latent: Tensor) -> float:
+    """Median of rows of replays."""
+    run(layers, kernel, latent)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(layers, kernel, latent)
+    times = []
+    for _ in range(12):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(8):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / 8 / len(layers))
+    return statistics.median(times[2:])
+
+
+def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for weights in options.weights:
+        for tokens in options.tokens:
+            for keys in options.keys:
+                layers = [Layer(tokens, keys, weights == "fp8", seed) for seed in range(LAYERS)]
+                latent = torch.randn(tokens, LATENT, device=CUDA).bfloat16()
+                if options.compile:
+                    for kernel in KERNELS:
+                        run(layers[:2], kernel, latent)
+                    continue
+                q = torch.randn(tokens, HEADS, layout.HEAD_DIM, device=CUDA).bfloat16()
+                want, without = layers[0].attend("many", q), 0.0
+                for kernel in KERNELS:
+                    wrong = (
+                        "" if kernel == "none" else scenario.differs(layers[0].attend(kernel, q), want, layout.ROPE_DIM)
+                    )
+                    us = us_of_layer(layers, kernel, latent)
+                    without = us if kernel == "none" else without
+                    found = {"weights": weights, "tokens": tokens, "keys": keys, "kernel": kernel}
+                    yield found | {"us": round(us, 2), "adds_us": round(us - without, 2), "differs": wrong}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, values in (("tokens", TOKENS), ("keys", KEYS), ("weights", WEIGHTS)):
+        parser.add_argument(f"--{name}", nargs="+", type=type(values[0]), default=values, choices=values)
+    parser.add_argument("--compile", action="store_true", help="measure nothing")
+    parser.add_argument("--out", type=Path, help="folder of the record")
+    options = parser.parse_args()
+    record: dict[str, Any] = {"scenario": "attention_between_projections", **environment(CUDA), "rows": []}
+    record["command"] = "python examples/benchmarks/attention_between_projections.py"
+    with torch.no_grad():
+        for row in rows(options):
+            print(*row.values(), flush=True)
+            record["rows"].append(row)
+            if options.out is not None:
+                options.out.mkdir(parents=True, exist_ok=True)
+                (options.out / "attention_between_projections.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
