@@ -10,6 +10,8 @@ from .gpu import HOPPER, Gpu
 
 FIRST = 1024
 """Tokens from which on it is, on an H200."""
+FIRST_CUDA = (12, 9)
+"""CUDA that torch must be built for: for an older one it raises at the call."""
 TOKENS_ALIGN, STRIPS_ALIGN = 16, 4
 """What it takes multiples of. torch 2.11 has cuBLAS refuse 1027 tokens ("CUBLAS_STATUS_NOT_SUPPORTED"), and wants
 columns of the weight's scales filled up to four."""
@@ -19,6 +21,8 @@ def torch_refuses(gpu: Gpu, tokens: int, weight: Tensor, weight_scale: Tensor, d
     """Why the product is ours to make, or ""."""
     if gpu.capability != HOPPER:
         return "other GPUs take scales of another form"
+    if _cuda() < FIRST_CUDA:
+        return f"torch is built for CUDA {torch.version.cuda}, which has no such scales"
     if tokens < FIRST:
         return f"it is the faster one from {FIRST} tokens on"
     if tokens % TOKENS_ALIGN or weight.shape[1] % (STRIPS_ALIGN * WEIGHT_TILE):
@@ -26,6 +30,11 @@ def torch_refuses(gpu: Gpu, tokens: int, weight: Tensor, weight_scale: Tensor, d
     if dtype is not torch.bfloat16 or any(size % WEIGHT_TILE for size in weight.shape):
         return "it gives bfloat16, of whole blocks"
     return "" if weight.is_contiguous() and weight_scale.is_contiguous() else "it takes weights without gaps"
+
+
+def _cuda() -> tuple[int, ...]:
+    """The CUDA that torch is built for, (0,) for none."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
 
 
 def multiply_by_torch(values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:

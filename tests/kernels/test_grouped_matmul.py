@@ -134,7 +134,8 @@ def dequantized_product(values: Tensor, scale: Tensor, weight: Tensor, weight_sc
     return (x @ dequantize_weight(weight, weight_scale).t()).bfloat16()
 
 
-def test_torchs_product_is_taken_for_many_tokens_of_whole_blocks_on_hopper() -> None:
+def test_torchs_product_is_taken_for_many_tokens_of_whole_blocks_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     weight, scale = torch.empty(256, 512, dtype=torch.float8_e4m3fn), torch.empty(2, 4)
     sm_90, sm_100 = GPUS["sm_90"][0], GPUS["sm_100"][0]
     assert torch_refuses(sm_90, 4096, weight, scale, torch.bfloat16) == ""
@@ -148,6 +149,9 @@ def test_torchs_product_is_taken_for_many_tokens_of_whole_blocks_on_hopper() -> 
         (sm_90, 4096, weight, scale.t(), torch.bfloat16),
     ):
         assert torch_refuses(*wrong)
+    # A torch built for an older CUDA raises at the call.
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "12.8" in torch_refuses(sm_90, 4096, weight, scale, torch.bfloat16)
 
 
 @interpreted
