@@ -4,6 +4,12 @@ For each tool, a kernel with a planted fault comes first: a tool that does not f
 fails. Then the launcher of every op with a kernel is called on the op's samples, and decode attention at 8 and at 64
 heads with everything that can be fused, one process for all. Every tensor is an allocation of its own, so that memcheck
 knows where each ends. Exits with 1 on a fault, and on a plant that stays hidden.
+
+What racecheck reports between two warpgroups of a warp-specialised Gluon kernel is counted, and not judged: it does not
+see what orders them. On an H200 it reports every word that one stores and another loads behind a barrier, the arguments
+that Triton itself hands to the partitions among them (13967 pairs of decode attention with 64 heads); of warpgroups.py,
+which is the pattern by itself, it reports nothing, not even where that arrives before it stores and gives wrong sums.
+The simulated kernels of tests/kernels, whose partitions are threads, do fail without their barriers.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +38,12 @@ TOOLS = ("memcheck", "racecheck")
 FOUND = 42
 """What compute-sanitizer exits with when it has found something."""
 PLANT = "plant"
+LAUNCHED = "all launched"
+WARPGROUP = 128
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "racecheck": ("--racecheck-report", "hazard", "--print-limit", "1000000", "--show-backtrace", "no"),
+}
+_HAZARD = re.compile(r"hazard detected.*\n.* Thread \((\d+),\d+,\d+\) at (\w+)\+.*\n.* Thread \((\d+),")
 
 
 @triton.jit
@@ -106,22 +119,34 @@ def launch_all(ops: list[str]) -> None:
             print(name, flush=True)
             launch(*args)
             torch.cuda.synchronize()
+    print(LAUNCHED, flush=True)
 
 
 def sanitized(sanitizer: str, tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """This file with `arguments`, in a process that `tool` watches."""
-    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, __file__, *arguments]
+    options = "--tool", tool, *OPTIONS.get(tool, ()), "--error-exitcode", str(FOUND)
+    command = [sanitizer, *options, sys.executable, __file__, *arguments]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
-def check(sanitizer: str, tool: str, ops: list[str]) -> str:
-    """What is wrong with `tool` or what it has found, "" for nothing."""
+def across_warpgroups(report: str) -> int:
+    """How many hazards a report lists, if all are between warpgroups of warp-specialised kernels; else 0."""
+    pairs = _HAZARD.findall(report)
+    across = [k.endswith("_hopper_kernel") and int(a) // WARPGROUP != int(b) // WARPGROUP for a, k, b in pairs]
+    return len(pairs) if all(across) and len(pairs) == report.count("hazard detected") else 0
+
+
+def check(sanitizer: str, tool: str, ops: list[str]) -> tuple[str, int]:
+    """What is wrong with `tool` or what it has found, "" for nothing, and how many findings are not judged."""
     planted = sanitized(sanitizer, tool, "--launch", PLANT, "--tool", tool)
     if planted.returncode != FOUND:
-        return f"the planted fault was not found:\n{planted.stdout[-2000:]}{planted.stderr[-2000:]}"
+        return f"the planted fault was not found:\n{planted.stdout[-2000:]}{planted.stderr[-2000:]}", 0
     done = sanitized(sanitizer, tool, "--launch", *ops)
-    return "" if done.returncode == 0 else f"exit status {done.returncode}\n{done.stdout[-6000:]}{done.stderr[-2000:]}"
+    unjudged = across_warpgroups(done.stdout) if LAUNCHED in done.stdout else 0
+    if done.returncode == 0 or (done.returncode == FOUND and unjudged):
+        return "", unjudged
+    return f"exit status {done.returncode}\n{done.stdout[-6000:]}{done.stderr[-2000:]}", 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -142,10 +167,11 @@ def main(arguments: list[str] | None = None) -> int:
         print("compute-sanitizer is not in PATH: it comes with the CUDA toolkit; pass --sanitizer")
         return 1
     ops = options.op or sorted(KERNELS)
-    wrong = {tool: check(options.sanitizer, tool, ops) for tool in ([options.tool] if options.tool else TOOLS)}
-    for tool, text in wrong.items():
-        print(f"{tool}: plant found, {len(ops)} ops clean" if not text else f"{tool}: {text}")
-    return 1 if any(wrong.values()) else 0
+    found = {tool: check(options.sanitizer, tool, ops) for tool in ([options.tool] if options.tool else TOOLS)}
+    for tool, (wrong, unjudged) in found.items():
+        note = f", {unjudged} pairs across warpgroups not judged" if unjudged else ""
+        print(f"{tool}: {wrong}" if wrong else f"{tool}: plant found, {len(ops)} ops clean{note}")
+    return 1 if any(wrong for wrong, _ in found.values()) else 0
 
 
 if __name__ == "__main__":

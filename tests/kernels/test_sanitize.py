@@ -9,7 +9,7 @@ import torch
 
 from dsv4_compile.testing.bounds import BoundsError, checked
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for
-from tests.gpu import sanitize
+from tests.gpu import sanitize, warpgroups
 
 
 def tool(folder: Path, finds_plant: bool, finds_more: bool) -> str:
@@ -33,6 +33,26 @@ def test_only_a_tool_that_finds_its_plant_and_nothing_else_passes(
     assert all(f"{name}:" in printed for name in sanitize.TOOLS)
 
 
+HAZARD = """========= Error: Potential RAW hazard detected at __shared__ 0x3296e in block (1,0,0) :
+=========     Write Thread ({},0,0) at {}+0xc710 in kernel.py:223
+=========     Read Thread ({},0,0) at {}+0x100 in kernel.py:223
+=========
+"""
+
+
+@pytest.mark.parametrize(
+    ("write", "read", "kernel", "count"),
+    [(31, 320, "a_hopper_kernel", 2), (31, 96, "a_hopper_kernel", 0), (31, 320, "a_kernel", 0)],
+)
+def test_hazards_between_warpgroups_are_told_from_those_within_one(
+    write: int, read: int, kernel: str, count: int
+) -> None:
+    fine = HAZARD.format(0, "b_hopper_kernel", 128, "b_hopper_kernel")
+    assert sanitize.across_warpgroups(fine + HAZARD.format(write, kernel, read, kernel)) == count
+    assert sanitize.across_warpgroups(fine + "hazard detected in other words\n") == 0
+    assert sanitize.across_warpgroups("") == 0
+
+
 def test_without_the_tool_the_run_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert sanitize.main(["--sanitizer", ""]) == 1
     assert "not in PATH" in capsys.readouterr().out
@@ -51,3 +71,12 @@ def test_plants_compile_and_the_race_goes_through_shared_memory() -> None:
     assert len(compiled) == len(sanitize.TOOLS)
     race = compiled[1].asm["ptx"]
     assert "st.shared.b32 [address]" in race and "ld.shared.b32" in race and "bar.sync" not in race
+
+
+def test_the_pattern_of_the_warpgroups_compiles_in_every_way() -> None:
+    rows = torch.zeros(2, warpgroups.THREADS, dtype=torch.int32)
+    with compiled_for(TARGETS["sm_90"]) as compiled:
+        for way in ("one", "all", "early"):
+            warpgroups.warpgroups_kernel[(1,)](rows, rows, 2, SIZE=warpgroups.THREADS, WAY=way, num_warps=4)
+    arrivals = [kernel.asm["ptx"].count("cp.async.mbarrier.arrive") for kernel in compiled]
+    assert arrivals[0] == arrivals[2] == 0 < arrivals[1]
