@@ -14,16 +14,16 @@ Of the registers, left has 200, right 160, the producer 144: with fewer than 160
 matrix products of a warpgroup. A register that is spilled in a loop costs more than any instruction: gathers leave
 nothing of it in the L1 cache.
 
-Where 156 us of 512 tokens with 64 heads and 640 keys go on an H200, by leaving out what the producer does: 101 without
-loads, arithmetic and stores, 106 without loads and arithmetic, 126 without loads, 132 without arithmetic; 148 with one
-factor for all scales, which is wrong for those above 2^7. One warp for each scheduler waits for its 32 keys, and
-shared memory has room for no more of them.
+Where the time of 512 tokens with 64 heads and 640 keys goes on an H200, 156 us with 136 registers for the producer: 147
+with one factor for all scales, which is wrong for those above 2^7; of these, 132 without the producer's arithmetic, 126
+without its loads, 106 without both and 101 without its stores too. One warp of it for each scheduler waits for its 32
+keys, and shared memory has no room for more of them.
 
 Tried on an H200 without gain, with times of 128 tokens, 64 heads, 40.7 us otherwise, or 128 heads and 1152 keys, 120 us
 otherwise: keys in four pieces of dims with memory and barriers of their own, so that a whole block is on its way; a
 producer of eight warps; products of the right half held back until the next scores are there, as prefill does; programs
 that walk over tokens, 48 us, or with both caches and all tokens as one stream of keys, 52; fences where keys are read,
-40.0; slots known two blocks ahead, 46; parts joined by the programs that made them instead of a second launch; clusters
+40.0; slots known a block and a half ahead, 46; parts joined by the programs that made them instead of a second launch; clusters
 of two programs with the two halves of 128 heads, each of which dequantises half of a block for both and copies it to
 the other, 121 us, or stores it there by `st.async`, 163: without sending it would be 99.
 """
