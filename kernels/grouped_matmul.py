@@ -269,7 +269,7 @@ def grouped_matmul(
     few, many = (hopper_kernel(gpu, f"grouped_matmul_{name}hopper") for name in ("", "many_"))
     if few is not None and not few.hopper_refuses(x, weight, quantize):
         few.launch_hopper(x, x_scale, weight, weight_scale, out, quantize, gpu)
-    elif many is not None and not many.many_refuses(x, weight, weight_scale, quantize):
+    elif many is not None and not many.many_refuses(x, weight, weight_scale, quantize, out):
         many.launch_many(x, x_scale, weight, weight_scale, out, quantize, gpu)
     else:
         _launch(x, x_scale, weight, weight_scale, out, quantize, gpu)

@@ -11,6 +11,7 @@ from ..layout import cdiv
 from .arrivals import arrival_counters
 from .gpu import Gpu
 from .grouped_matmul_hopper import (
+    COPY_ALIGN,
     PROCESSOR_BYTES,
     RESERVED_BYTES,
     TILE_ALIGN,
@@ -36,7 +37,7 @@ def choose_splits(gpu: Gpu, tiles: int, strips: int) -> int:
     return splits
 
 
-def many_refuses(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quantize: bool) -> str:
+def many_refuses(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quantize: bool, out: Tensor) -> str:
     """Why this kernel cannot take a call that the portable one can, "" if it can."""
     if quantize:
         return "it takes what is quantised"
@@ -44,6 +45,8 @@ def many_refuses(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quantiz
         return f"it takes weights of a multiple of {TILE_ROWS} rows"
     if weight_scale is not None and _words(weight_scale) is None:
         return "it takes scales of the weight that are float32, or bytes in words of four"
+    if out.stride(0) * out.element_size() % COPY_ALIGN or out.data_ptr() % COPY_ALIGN:
+        return f"it gives rows that start at multiples of {COPY_ALIGN} bytes"
     return operands_refused(x, weight, quantize)
 
 

@@ -46,7 +46,7 @@ def product(
 ) -> Tensor:
     """Of a launch cut as it says."""
     counters, out = torch.zeros(64, dtype=torch.int32), torch.full((len(x), len(weight)), torch.nan, dtype=BF16)
-    assert hopper.many_refuses(x, weight, scale, False) == ""
+    assert hopper.many_refuses(x, weight, scale, False, out) == ""
     with (
         mock.patch.object(hopper, "choose_splits", lambda *sizes: splits),
         mock.patch.object(hopper, "arrival_counters", lambda count, device: counters),
@@ -85,7 +85,7 @@ def test_scales_of_the_weight_come_in_either_form(hopper: Any, form: torch.dtype
     scale = ue8m0_scale(byte) * 1.25 if form is torch.float32 else byte
     got = product(hopper, values[:, None], ue8m0_scale(x_byte)[:, None], weight, scale, 1)
     assert_close(got, REFERENCES["fp8_linear"](x, weight, scale), NEIGHBOUR[BF16])
-    assert "words of four" in hopper.many_refuses(values[:, None], weight, byte.t().contiguous().t(), False)
+    assert "words of four" in hopper.many_refuses(values[:, None], weight, byte.t().contiguous().t(), False, got)
 
 
 @pytest.mark.parametrize(("tokens", "splits"), [(300, 2), (200, 1)])
@@ -129,7 +129,11 @@ def test_it_compiles_for_hopper(halves: bool) -> None:
 
 def test_what_it_does_not_take() -> None:
     x, weight, scale = torch.empty(200, 1, 512, dtype=torch.float8_e4m3fn), e4m3(256, 512), block_scale(256, 512)
-    assert many.many_refuses(x, weight, scale, False) == ""
-    assert "what is quantised" in many.many_refuses(x.bfloat16(), weight, scale, True)
-    assert "multiple of 128 rows" in many.many_refuses(x, weight[:200], scale, False)
-    assert "the weight's dtype" in many.many_refuses(x.bfloat16(), weight, scale, False)
+    out = torch.empty(200, 256, dtype=BF16)
+    assert many.many_refuses(x, weight, scale, False, out) == ""
+    assert "what is quantised" in many.many_refuses(x.bfloat16(), weight, scale, True, out)
+    assert "multiple of 128 rows" in many.many_refuses(x, weight[:200], scale, False, out)
+    assert "the weight's dtype" in many.many_refuses(x.bfloat16(), weight, scale, False, out)
+    # Results beside those of 3 rows more: the copy engine takes no rows 1036 bytes apart.
+    beside = torch.empty(200, 259)[:, :256]
+    assert "16 bytes" in many.many_refuses(x, weight, scale, False, beside)
