@@ -23,9 +23,9 @@ Tried on an H200 without gain, with times of 128 tokens, 64 heads, 40.7 us other
 otherwise: keys in four pieces of dims with memory and barriers of their own, so that a whole block is on its way; a
 producer of eight warps; products of the right half held back until the next scores are there, as prefill does; programs
 that walk over tokens, 48 us, or with both caches and all tokens as one stream of keys, 52; fences where keys are read,
-40.0; slots known a block and a half ahead, 46; parts joined by the programs that made them instead of a second launch; clusters
-of two programs with the two halves of 128 heads, each of which dequantises half of a block for both and copies it to
-the other, 121 us, or stores it there by `st.async`, 163: without sending it would be 99.
+40.0; slots known a block and a half ahead, 46; parts joined by the programs that made them instead of a second launch;
+clusters of two programs with the two halves of 128 heads, each of which dequantises half of a block for both and copies
+it to the other, 121 us, or stores it there by `st.async`, 163: without sending it would be 99.
 """
 
 from __future__ import annotations
