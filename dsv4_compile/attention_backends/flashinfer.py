@@ -27,8 +27,7 @@ from .v4 import DeepseekV4Metadata, Inputs, decode_tokens, prefill_tokens, prefi
 from .workspace import Workspace
 
 WORKSPACE_BYTES = 128 * 2**20
-STORAGE_OFFSETS = "sparse_indices_are_storage_offsets"
-"""Argument of newer versions of flashinfer."""
+STORAGE_OFFSETS = "sparse_indices_are_storage_offsets"  # argument of newer versions of flashinfer
 
 
 class DeepseekV4FlashInferMLASparseBackend(AttentionBackend):
@@ -153,14 +152,10 @@ class FlashInferAttention(PerTensorScales):
         heads = self.backend.get_padded_num_q_heads(self.layer.num_heads)
         q, sink = pad_heads(q, heads), pad_sink(inputs.attn_sink, heads)
         caches = (inputs.window_cache, inputs.window_cache if inputs.main_cache is None else inputs.main_cache)
-        parts = []
+        parts, offset = [], swa.num_decodes
         for rows, requests, longest in (
-            (decode_tokens(swa), slice(0, swa.num_decodes), swa.max_decode_query_len),
-            (
-                prefill_tokens(swa),
-                slice(swa.num_decodes, swa.num_decodes + swa.num_prefills),
-                swa.max_prefill_query_len,
-            ),
+            (decode_tokens(swa), slice(0, offset), swa.max_decode_query_len),
+            (prefill_tokens(swa), slice(offset, offset + swa.num_prefills), swa.max_prefill_query_len),
         ):
             if rows.stop - rows.start > 0:
                 starts = swa.query_start_loc[requests.start : requests.stop + 1]
