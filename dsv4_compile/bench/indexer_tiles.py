@@ -5,6 +5,7 @@ What the launchers choose by size is read off its table.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,12 +21,12 @@ from .problem import Only, Prepare, Problem
 COLUMNS = indexer.COLUMNS
 
 _Tiles = Mapping[str, Mapping[str, Any]]
-_COMPRESS = ((8, 4), (8, 8), (16, 4), (16, 8), (32, 4))
+_COMPRESS = ((1, 4), (1, 8), (2, 4), (4, 4), (4, 2))
 _QUERIES = ((4, 1), (8, 2), (16, 4), (16, 2), (32, 4), (64, 8))
 _SCORE = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 5), (64, 4, 7), (64, 8, 3), (32, 4, 3))
 _SELECT = ((4096, 8), (4096, 4), (4096, 16), (8192, 16), (2048, 8))
 TILES: Mapping[str, _Tiles] = {
-    "compress_norm_rope_insert": {f"p{p} w{w}": {"tile": (p, w)} for p, w in _COMPRESS},
+    "compress_norm_rope_insert": {f"parts {p} w{w}": {"cut": (p, w)} for p, w in _COMPRESS},
     "indexer_q_rope_quant": {f"h{h} w{w}": {"tile": (h, w)} for h, w in _QUERIES},
     "indexer_logits_topk": {
         **{f"e{e} w{w} s{s}": {"score_tile": (e, w, s)} for e, w, s in _SCORE},
@@ -33,8 +34,8 @@ TILES: Mapping[str, _Tiles] = {
         **{f"t{t} w{w}": {"select_tile": (t, w)} for t, w in _SELECT},
     },
 }
-"""Launcher arguments by op and name: rows, heads, entries or keys of a tile, then warps, then stages;
-or programs."""
+"""Launcher arguments by op and name: heads, entries or keys of a tile, then warps, then stages; or programs; or of the
+usual cut the parts of an entry and warps."""
 
 
 def problems(device: torch.device, only: Only) -> Iterator[Problem]:
@@ -46,4 +47,12 @@ def problems(device: torch.device, only: Only) -> Iterator[Problem]:
 
 
 def _prepare(op: str, tiles: Mapping[str, Any]) -> Any:
-    return on_gpu(partial(launcher(op), **tiles))
+    if "cut" not in tiles:
+        return on_gpu(partial(launcher(op), **tiles))
+    kernel, (parts, warps) = importlib.import_module(f"dsv4_compile.kernels.{op}"), tiles["cut"]
+
+    def call(*args: Any) -> Any:
+        usual = kernel.cut_of(len(args[1]), args[10], len(args[6]))
+        return launcher(op)(*args, cut=usual._replace(parts=parts, warps=warps))
+
+    return on_gpu(call)
