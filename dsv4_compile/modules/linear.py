@@ -70,8 +70,11 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight^T` with float32 accumulation and a float32 result, whatever the input dtype."""
     if x.dtype is torch.float32:
         return nn.functional.linear(x, weight.float())
-    if x.is_cuda:
-        out: Tensor = torch.ops.dsv4.grouped_linear(x, weight.to(x.dtype), 1, True)
+    if x.is_cuda and weight.dtype is x.dtype:
+        out: Tensor = torch.ops.dsv4.grouped_linear(x, weight, 1, True)
         return out
+    if x.is_cuda:
+        # The op may read its weight before the kernel in front has ended, here the one that rounds it.
+        return torch.mm(x, weight.to(x.dtype).t(), out_dtype=torch.float32)
     # Products of two bf16 values are exact in float32, so widening first changes nothing but the accumulation order.
     return nn.functional.linear(x.float(), weight.float())

@@ -83,11 +83,14 @@ def project_output(
     rotated = torch.ops.dsv4.inv_rope(out, positions, cos_sin)
     if path == "fp8_rounded":
         return _quantised(*quantize_groups(rotated, groups), out, wo_a, wo_b)
-    weight: Tensor = wo_a.weight
     if isinstance(wo_a, Fp8Linear):
-        weight = dequantize_weight(weight, wo_a.scale).to(out.dtype)
-    latent: Tensor = wo_b(torch.ops.dsv4.grouped_linear(rotated.flatten(1), weight, groups))
-    return latent
+        # grouped_linear may read its weight before the kernel in front has ended, which makes it.
+        weight = dequantize_weight(wo_a.weight, wo_a.scale).to(out.dtype).unflatten(0, (groups, -1))
+        latent = torch.einsum("tgk,gnk->tgn", rotated.flatten(1).unflatten(1, (groups, -1)), weight).flatten(1)
+    else:
+        latent = torch.ops.dsv4.grouped_linear(rotated.flatten(1), wo_a.weight, groups)
+    hidden: Tensor = wo_b(latent)
+    return hidden
 
 
 def _quantised(values: Tensor, scale: Tensor, out: Tensor, wo_a: Linear | Fp8Linear, wo_b: torch.nn.Module) -> Tensor:

@@ -15,7 +15,8 @@ def fp8_linear(
 
     Args:
         x: `[..., K]` bfloat16, float16 or float32, any strides.
-        weight: e4m3 `[N, K]`.
+        weight: e4m3 `[N, K]`. Never a result of the same step, no more than `beside`: Hopper's kernels may read them
+            before those in front of them have ended.
         weight_scale: float32, float8_e8m0fnu or uint8 UE8M0 `[ceil(N/128), ceil(K/128)]`.
         quantize_input: first quantise x in strips of 128, as `block_scale.quantize_activation`, which is what fp8
             kernels and the published evaluation of the model do. False keeps x exact.

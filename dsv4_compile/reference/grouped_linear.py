@@ -11,7 +11,8 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: int, float32: bool = False
 
     Args:
         x: bfloat16, float16 or float32, `[T, G * K]` or `[T, G, K]`, any strides.
-        weight: x's dtype, `[G * N, K]`, a group's rows together.
+        weight: x's dtype, `[G * N, K]`, a group's rows together. Never a result of the same step: Hopper's kernels may
+            read it before those in front of them have ended.
         groups: G.
         float32: do not round.
     Returns:
