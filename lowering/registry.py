@@ -140,7 +140,8 @@ def _by_request_only(call: Call, impl: str) -> str:
     foreign = impl == "triton" and call.op not in KERNELS
     if not foreign and not is_proven(impl, call.op, call.architecture):
         return f"{impl} has not been tested on {call.architecture} yet; dsv4.impl={impl} uses it all the same"
-    yields = LOWERINGS[call.op].yields(call) if impl == "ir" and _can_launch(call).impl == "triton" else ""
+    alone = impl != "ir" or _can_launch(call).impl != "triton" or _by_request_only(call, "triton")
+    yields = "" if alone else LOWERINGS[call.op].yields(call)
     return f"{yields}; dsv4.impl=ir uses it all the same" if yields else ""
 
 

@@ -55,6 +55,17 @@ def test_auto_takes_what_is_proven_there_and_only_there(monkeypatch: pytest.Monk
     assert decide(inv_rope("cuda sm_100")).impl == "eager"
 
 
+def test_ir_yields_to_a_kernel_that_is_used_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel had not been tested, nothing but the reference was left."""
+    x, weight = torch.empty(4, 256, dtype=torch.bfloat16), torch.empty(128, 256, dtype=torch.float8_e4m3fn)
+    one = call("fp8_linear", x=x, weight=weight, weight_scale=torch.ones(1, 2), quantize_input=True, beside=None)
+    tested = {("ir", "fp8_linear", SM90)}
+    monkeypatch.setattr(proven, "_entries", lambda: frozenset(tested))
+    assert decide(one).impl == "ir"
+    tested.add(("triton", "fp8_linear", SM90))
+    assert decide(one).impl == "triton"
+
+
 def test_trust_is_for_the_block(nothing_proven: None) -> None:
     with proven.trust():
         assert decide(inv_rope()).impl in ("ir", "triton")
