@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .. import layout
 from ..cache import CacheFormat, LayerCache
 from ..config import DeepseekV4Config
+from ..errors import fail
 from ..metadata.types import AttentionMetadata
 from . import aside  # noqa: F401  (registers torch.ops.dsv4_stream)
 from .compressor import Compressor
@@ -110,6 +111,13 @@ class Indexer(nn.Module):
         """
         c4 = metadata.c4
         assert c4 is not None and cache.indexer is not None
+        if type(self.wq_b) not in (Linear, Fp8Linear):
+            fail(
+                "E302",
+                got=f"aux_stream=True with an indexer.wq_b of type {type(self.wq_b).__name__}",
+                why="the second stream multiplies by a weight, whatever else the module would do",
+                fix="set aux_stream=False and call stack() on the layer",
+            )
         fp8 = self.wq_b if isinstance(self.wq_b, Fp8Linear) else None
         chosen, lens = torch.ops.dsv4_stream.choose_aside(
             qr,

@@ -11,7 +11,9 @@ import torch.fx.experimental._config
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+from dsv4_compile.errors import CompileError
 from dsv4_compile.modules.aside import choose_aside, join
+from dsv4_compile.modules.linear import Linear
 from dsv4_compile.testing import assert_bitwise
 from tests.modules.test_attention_backend import CONFIG, SYSTEMS, Serving, layer_of, random_counts
 
@@ -74,6 +76,20 @@ def test_compiled_code_starts_the_choice_before_q_and_waits_before_attention(see
 @pytest.mark.parametrize("kind", ["swa", "hca"])
 def test_layers_without_an_indexer_have_nothing_aside(kind: str) -> None:
     assert not layer_of(kind, aux_stream=True).aux_stream
+
+
+def test_a_projection_of_another_kind_is_refused_aside_not_ignored() -> None:
+    class Adapted(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    hidden = torch.randn(6, CONFIG.hidden_size).bfloat16()
+    serving = Serving(layer_of("csa", kv_cache_dtype="fp8_ds_mla", aux_stream=True))
+    assert serving.layer.indexer is not None
+    weight = serving.layer.indexer.wq_b.weight
+    serving.layer.indexer.wq_b = Adapted(*weight.shape, dtype=weight.dtype)
+    with pytest.raises(CompileError, match="Adapted"):
+        serving.step([1] * 6, hidden)
 
 
 @pytest.mark.parametrize("slots", [True, False])
