@@ -28,6 +28,8 @@ TARGETS: dict[str, GPUTarget] = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 """The GPUs whose code is compiled ahead of time in tests."""
+WAIT = "griddepcontrol.wait"
+"""The instruction by which a kernel waits for the one in front."""
 
 
 class _Utils:
@@ -102,7 +104,8 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
     """Let every launch in the block compile its kernel for `target` instead of running it; nothing stays installed.
 
     Launchers are called as on a GPU, with tensors on the CPU, so what is compiled is what they would launch: types,
-    alignments, constants and options. Yields the compiled kernels in order.
+    alignments, constants and options. Yields the compiled kernels in order. AssertionError for one that may start
+    before the kernel in front has ended and never waits for it: what comes behind would not wait for either.
     """
     compiled: list[Any] = []
     launch = JITFunction.run
@@ -114,6 +117,8 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
             compiled.append(launch(self, *args, grid=grid, warmup=True, **kwargs))
         finally:
             self.device_caches = kept
+        early, code = getattr(compiled[-1].metadata, "launch_pdl", False), compiled[-1].asm
+        assert not early or WAIT in code["ptx"], f"{compiled[-1].metadata.name} starts early and does not wait"
         return compiled[-1]
 
     with (
