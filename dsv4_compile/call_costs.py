@@ -57,7 +57,7 @@ def of(op: str, arguments: Mapping[str, Any]) -> costs.Cost | None:
     try:
         found = costs.of(op, **{name: size for name, size in _SIZES[op](call).items() if name in costs.sizes(op)})
         parts = _PARTS[op](call) if op in _PARTS else []
-    except ValueError:
+    except (ValueError, ZeroDivisionError):  # a size without a number, or sums of nothing
         return None
     each = [found, *parts]
     return costs.Cost(sum(part.bytes for part in each), sum(part.flops for part in each), found.operands)

@@ -58,7 +58,8 @@ def starts_early(gpu: Gpu) -> bool:
     What such a kernel does first, for instance copying weights, takes no time then. Each of its programs calls
     `gdc_launch_dependents` as soon as it has its share of a processor, which lets the next launch start where that one
     is of this kind; and `gdc_wait` before it reads or writes what another kernel does, at the latest before it ends,
-    or the launch after the next would not wait for the one in front of this.
+    or the launch after the next would not wait for the one in front of this. What it reads before must be nobody's
+    result in the same step: those in front of the one in front may not have ended either.
     """
     return gpu.backend == "cuda" and gpu.capability >= FIRST_DEPENDENT
 

@@ -54,6 +54,13 @@ def test_sizes_are_taken_from_where_they_stand() -> None:
     )
 
 
+def test_sums_of_nothing_have_no_cost() -> None:
+    x, weight = torch.empty(8, 0, dtype=torch.bfloat16), torch.empty(128, 0, dtype=torch.float8_e4m3fn)
+    call = {"x": x, "weight": weight, "weight_scale": torch.empty(1, 0)}
+    assert call_costs.of("fp8_linear", call) is None
+    assert call_costs.of("grouped_linear", call | {"groups": 1, "weight": x}) is None
+
+
 def test_a_layer_of_ratio_4_pays_for_both_its_compressors() -> None:
     samples = [named("preprocess_insert", args) for args in op_samples("preprocess_insert")]
     arguments = next(sample for sample in samples if sample["indexer_ape"] is not None)
