@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,9 +17,6 @@ from tests.gpu.soak import SETUPS, SMALL_ON_GPU, random_steps, steady
 from tests.runtime.engine import REQUESTS, SMALL, World, make_runner, make_world
 
 CUDA = torch.device("cuda")
-HOST_US = 20.0
-"""Host time of a replay: a launch, and the look at its arguments."""
-
 
 @pytest.fixture(scope="module", params=SETUPS)
 def warm(request: pytest.FixtureRequest) -> Iterator[tuple[World, DecodeRunner]]:
@@ -71,26 +67,16 @@ def test_a_step_allocates_nothing_copies_nothing_and_waits_for_nothing(warm: tup
     assert copies == []
 
 
-def test_host_time_and_nodes_of_a_step(warm: tuple[World, DecodeRunner], record_property: Callable[..., None]) -> None:
-    """Host time while nobody else takes it is that of one launch. Nodes are what one replay puts on the GPU."""
+def test_nodes_of_a_step(warm: tuple[World, DecodeRunner], record_property: Callable[..., None]) -> None:
+    """Nodes are what one replay puts on the GPU: as many in each."""
     world, runner = warm
     world.load([1] * REQUESTS, [300] * REQUESTS)
     runner.step(REQUESTS)
     torch.cuda.synchronize()
-    times = []
-    for _ in range(20):
-        started = time.perf_counter()
-        for _ in range(10):
-            runner.step(REQUESTS)
-        times.append((time.perf_counter() - started) / 10 * 1e6)
-        torch.cuda.synchronize()
-    nodes = len(profiled(lambda: runner.step(REQUESTS)))
-    host = min(times)
-    record_property("host_us", round(host, 1))
-    record_property("nodes", nodes)
-    print(f"\n{world.setup.dtype}, fp8={world.setup.fp8}: {host:.1f} us of host time, {nodes} nodes a step")
-    assert host < HOST_US
-    assert nodes > 1
+    first, again = (len(profiled(lambda: runner.step(REQUESTS))) for _ in range(2))
+    record_property("nodes", first)
+    print(f"\n{world.setup.dtype}, fp8={world.setup.fp8}: {first} nodes a step")
+    assert first == again > 1
 
 
 def test_captures_hold_what_was_planned(warm: tuple[World, DecodeRunner]) -> None:
