@@ -18,6 +18,7 @@ from tests.runtime.engine import REQUESTS, SMALL, World, make_runner, make_world
 
 CUDA = torch.device("cuda")
 
+
 @pytest.fixture(scope="module", params=SETUPS)
 def warm(request: pytest.FixtureRequest) -> Iterator[tuple[World, DecodeRunner]]:
     """A world and its runner after warm-up, for each setup."""
