@@ -1,8 +1,8 @@
 """Launcher of `indexer_topk_slots`: the kernels of `indexer_logits_topk`, of which the selecting one writes slots.
 
-On an H200 at 16k tokens of context, top-k 512 and keys out of the cache, 1, 32 and 128 tokens take 10.2, 21.0 and 40.5
-us (`dsv4 bench indexer --only op=indexer_topk_slots`; examples/results/indexer_topk_h200_2026-11-20.json). Few tokens
-wait for the passes of a search, each of which needs the counts of the one before; many for the keys to score.
+On an H200 at 16k tokens of context and top-k 512, 1, 32 and 128 tokens take 6.7, 15.6 and 35.1 us, and with keys out of
+the cache 8.2, 18.0 and 37.0 (`dsv4 bench indexer --only op=indexer_topk_slots`;
+examples/results/indexer_topk_h200_2026-11-20.json). Of that the selection is 4.5, 5.1 and 5.9; the rest scores keys.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Of the boundary that topk_boundary.py finds, keys >= hi are taken, and of those in [lo, hi), which are equal by then,
 the first ones that fit. Columns are written as they are, or as the cache slots that a block table has for them.
 
-A thread holds rows of RUN columns: what comes before a column in its row needs no other thread, and a row of columns
+A thread holds runs of RUN columns: what comes before a column in its run needs no other thread, and a run of columns
 lies in one block. A row of more keys than a tile is selected from in parts, a program each; who finds that it is the
 last selects from what the parts have selected. That holds the K best of the row, ties included: the first of equal
 keys of the row are the first of their part.
@@ -20,35 +20,40 @@ from torch import Tensor
 from ..layout import PAD_INDEX, align_up, cdiv
 from .arrivals import arrival_counters, arrive
 from .global_topk import NO_LEN, map_entries
+from .gpu import gpu_of
 from .indexer_score import INVISIBLE, visible_entries
-from .topk_boundary import ROW_ALIGN, bounds, load_tile, tile_columns
+from .shared_counts import counters, store
+from .topk_boundary import ROW_ALIGN, bounds, load_tile, tile_columns, tile_runs
 
 PAD = tl.constexpr(PAD_INDEX)
 RUN = 4
-"""Columns of a row of a tile at most: as many keys as a thread reads at once."""
+"""Columns of a run at most: as many keys as a thread reads at once."""
 
 
 @triton.jit
-def _rank(hits):
-    """For int32 `hits` `[ROWS, RUN]`, 0 or 1, how many come before each of them, and how many there are in each row."""
-    upto, of_row = tl.cumsum(hits, axis=1), tl.sum(hits, axis=1)
-    before_row = tl.cumsum(of_row, axis=0) - of_row
-    return before_row[:, None] + upto - hits, of_row
+def _rank(hits, THREADS: tl.constexpr):
+    """For int32 `hits` `[ROWS, RUN]`, 0 or 1, how many come before each of them, and how many are in each run."""
+    ROWS: tl.constexpr = hits.shape[0]
+    of_run = tl.sum(hits, axis=1)
+    runs = tl.reshape(of_run, (ROWS // THREADS, THREADS))
+    of_thread = tl.sum(runs, axis=0)
+    before = (tl.cumsum(of_thread, axis=0) - of_thread)[None, :] + tl.cumsum(runs, axis=0) - runs
+    return tl.reshape(before, (ROWS,))[:, None] + tl.cumsum(hits, axis=1) - hits, of_run
 
 
 @triton.jit
-def _choose(key, lo, hi, room, equal):
+def _choose(key, lo, hi, room, equal, THREADS: tl.constexpr):
     """Which keys of a tile are taken: those >= hi, and of those in [lo, hi) the first `room` of the row.
 
     `equal` counts those in [lo, hi) before this tile, and is given as it is before the next one.
     """
     takes = key >= hi
-    # Rare: the search ends as soon as the keys >= hi are K.
+    # Rare: without equal keys at the boundary all keys >= hi are K.
     if equal < room:
         is_equal = (key >= lo) & (key < hi)
-        rank, of_row = _rank(is_equal.to(tl.int32))
+        rank, of_run = _rank(is_equal.to(tl.int32), THREADS)
         takes |= is_equal & (equal + rank < room)
-        equal += tl.sum(of_row)
+        equal += tl.sum(of_run)
     return takes, equal
 
 
@@ -66,23 +71,24 @@ def _finish(
 @triton.jit
 def _join(
     p_selected, p_best, p_best_columns, length, p_map, map_stride, map_columns,
-    K: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, WORD: tl.constexpr,
-    PAGE: tl.constexpr,
+    at, K: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr,
+    BINS: tl.constexpr, NATIVE: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Select from the `length` best of the parts. Gives how many are taken, and how many of them have slots."""
-    head = load_tile(p_best, 0, length, ROWS, RUN)
-    lo, hi, room = bounds(p_best, head, length, K, ROWS, RUN, TILES, WORD)
+    head = load_tile(p_best, 0, length, ROWS, THREADS, RUN)
+    lo, hi, room = bounds(p_best, head, length, at, K, ROWS, THREADS, RUN, TILES, BINS, NATIVE)
     taken, equal, mapped = tl.zeros_like(lo), tl.zeros_like(lo), tl.zeros_like(lo)
     for start in range(0, length, ROWS * RUN):
-        key = load_tile(p_best, start, length, ROWS, RUN)
-        takes, equal = _choose(key, lo, hi, room, equal)
-        place, of_row = _rank(takes.to(tl.int32))
-        value = tl.load(p_best_columns + tile_columns(start, ROWS, RUN), mask=takes, other=0, cache_modifier=".cg")
+        key = load_tile(p_best, start, length, ROWS, THREADS, RUN)
+        takes, equal = _choose(key, lo, hi, room, equal, THREADS)
+        place, of_run = _rank(takes.to(tl.int32), THREADS)
+        p_from = p_best_columns + tile_columns(start, ROWS, THREADS, RUN)
+        value = tl.load(p_from, mask=takes, other=0, cache_modifier=".cg")
         if PAGE > 0:
             value, live = map_entries(p_map, map_stride, map_columns, value, takes, PAGE)
             mapped += tl.sum(live.to(tl.int32))
-        tl.store(p_selected + taken + place, value, mask=takes)
-        taken += tl.sum(of_row)
+        store(p_selected + taken + place, value, takes, NATIVE)
+        taken += tl.sum(of_run)
     return taken, mapped
 
 
@@ -113,9 +119,11 @@ def select_topk_kernel(
     K: tl.constexpr,
     PADDED_K: tl.constexpr,
     ROWS: tl.constexpr,
+    THREADS: tl.constexpr,
     RUN: tl.constexpr,  # divides PAGE
     PARTS: tl.constexpr,
-    WORD: tl.constexpr,
+    BINS: tl.constexpr,
+    NATIVE: tl.constexpr,
     PAGE: tl.constexpr,
     DEPENDENT: tl.constexpr,  # launched before the kernel that writes the keys ends
 ):
@@ -132,8 +140,9 @@ def select_topk_kernel(
         # A request that is not known sees nothing.
         columns = tl.where(request < map_rows, map_columns, 0)
         p_map_row, map_stride = p_map + tl.where(request < map_rows, request, 0) * map_strides[0], map_strides[1]
-        # [ROWS]: a slot for the first column of each row.
-        column = tl.arange(0, ROWS) * RUN
+        at = counters(BINS, NATIVE)
+        # [ROWS]: a slot for the first column of each run.
+        column = tile_runs(ROWS, THREADS, RUN)
         slot, live = column, column < length
         if PAGE > 0:
             slot, live = map_entries(p_map_row, map_stride, columns, column, live, PAGE)
@@ -145,23 +154,24 @@ def select_topk_kernel(
             p_out + token * K,
         )
         p_count, p_valid = p_counts + token, p_is_valid + token * valid_stride
-        key = load_tile(p_row, 0, own, ROWS, RUN)
-        lo, hi, room = bounds(p_row, key, own, K, ROWS, RUN, 1, WORD)
-        takes, _ = _choose(key, lo, hi, room, tl.zeros_like(room))
-        place, of_row = _rank(takes.to(tl.int32))
+        key = load_tile(p_row, 0, own, ROWS, THREADS, RUN)
+        lo, hi, room = bounds(p_row, key, own, at, K, ROWS, THREADS, RUN, 1, BINS, NATIVE)
+        takes, _ = _choose(key, lo, hi, room, tl.zeros_like(room), THREADS)
+        place, of_run = _rank(takes.to(tl.int32), THREADS)
         # Those that have slots in the upper half of the word.
-        both = tl.sum(tl.where(live, of_row * ((1 << 16) + 1), of_row))
+        both = tl.sum(tl.where(live, of_run * ((1 << 16) + 1), of_run))
         taken, mapped = both & ((1 << 16) - 1), both >> 16
         if PARTS == 1 or parts == 1:
-            value = tile_columns(0, ROWS, RUN)
+            value = tile_columns(0, ROWS, THREADS, RUN)
             if PAGE > 0:
                 value = tl.where(live[:, None], slot[:, None] + tl.arange(0, RUN)[None, :], PAD)
-            tl.store(p_selected + place, value, mask=takes)
+            store(p_selected + place, value, takes, NATIVE)
             _finish(p_selected, p_count, p_valid, taken, mapped, K, PADDED_K, PAGE)
         else:
             p_token_best, p_token_columns = p_best + token * best_stride, p_best_columns + token * best_stride
-            tl.store(p_token_best + part * K + place, key, mask=takes)
-            tl.store(p_token_columns + part * K + place, tile_columns(start, ROWS, RUN), mask=takes)
+            store(p_token_best + part * K + place, key, takes, NATIVE)
+            own_columns = tile_columns(start, ROWS, THREADS, RUN)
+            store(p_token_columns + part * K + place, own_columns, takes, NATIVE)
             o_k = tl.arange(0, PADDED_K)
             tl.store(p_token_best + part * K + o_k, INVISIBLE, mask=(o_k >= taken) & (o_k < K))
             if arrive(p_arrived + token) == parts - 1:
@@ -169,7 +179,7 @@ def select_topk_kernel(
                 TILES: tl.constexpr = (PARTS * K + TILE - 1) // TILE
                 all_taken, mapped = _join(
                     p_selected, p_token_best, p_token_columns, parts * K, p_map_row, map_stride, columns,
-                    K, ROWS, RUN, TILES, WORD, PAGE,
+                    at, K, ROWS, THREADS, RUN, TILES, BINS, NATIVE, PAGE,
                 )  # fmt: skip
                 _finish(p_selected, p_count, p_valid, all_taken, mapped, K, PADDED_K, PAGE)
 
@@ -201,7 +211,9 @@ def select(
     which calls `gdc_launch_dependents`, still runs.
     """
     tokens, topk = out.shape
-    columns = min(tile[0], triton.next_power_of_2(keys.stride(0)))
+    native = gpu_of(out.device).backend == "cuda"
+    # Every thread of a native kernel counts, and none counts what another one does.
+    columns = max(min(tile[0], triton.next_power_of_2(keys.stride(0))), 32 * RUN if native else ROW_ALIGN)
     parts = cdiv(keys.stride(0), columns)
     # Without a map the kernel touches none of its arguments.
     counts, table, is_valid, page = slots or SlotMap(out, out, out[:, 0], 0)
@@ -211,6 +223,8 @@ def select(
     if parts > 1:
         best = keys.new_empty((2, tokens, align_up(parts * topk, ROW_ALIGN)))
         arrived = arrival_counters(tokens, keys.device)
+    warps = min(tile[1], max(1, columns // 256))
+    threads = min(32 * warps, columns // run)
     select_topk_kernel[(tokens, parts)](
         out,
         counts,
@@ -234,12 +248,13 @@ def select(
         K=topk,
         PADDED_K=triton.next_power_of_2(topk),
         ROWS=columns // run,
+        THREADS=threads,
         RUN=run,
         PARTS=parts,
-        # Two counts of a row.
-        WORD=tl.uint32 if max(columns, parts * topk) < 1 << 16 else tl.uint64,
+        BINS=256 * warps if native else 256,
+        NATIVE=native,
         PAGE=page,
         DEPENDENT=dependent,
-        num_warps=min(tile[1], max(1, columns // 256)),
+        num_warps=warps,
         **({"launch_pdl": True} if dependent else {}),
     )

@@ -1,7 +1,11 @@
-"""Search for the boundary of the K largest order keys of a row, by two probes a pass.
+"""Search for the boundary of the K largest order keys of a row, by counting keys in bins.
 
-At least K keys are >= lo and fewer than K are >= hi; each pass counts the keys from either probe on, and a probe that
-counts K ends the search. A tile of keys stays in registers, as rows of RUN columns that a thread holds.
+The first pass cuts the range of the logits into equal bins, of which the one where the boundary lies holds few keys if
+the data are smooth. These are ranked. Where they are many, other passes cut the range of the keys that are left, until
+all of them are taken or all are equal: whatever the data, each divides the range by half of the number of bins or more.
+
+A tile of keys stays in registers, as ROWS runs of RUN columns. A thread of THREADS holds runs that lie one behind the
+other in the row, so that what comes before a column takes one sum over the threads.
 """
 
 from __future__ import annotations
@@ -10,61 +14,41 @@ import torch
 import triton
 import triton.language as tl
 
-from .indexer_score import INVISIBLE, NAN_KEY, order_key
-from .quant import MAGNITUDE
+from .indexer_score import INVISIBLE
+from .quant import MAGNITUDE, MANTISSA_BITS
+from .shared_counts import LISTED, add, count, nth_of_few, only, take
 
 ROW_ALIGN = 16
 """The keys of a row that exist, in memory if not in meaning, are a multiple of this."""
-SMOOTH_PASSES = tl.constexpr(12)
-NARROW_EVERY = tl.constexpr(4)
-MARGIN = tl.constexpr(0.1)
-"""Distance of the first two probes from where they are expected to count K, in standard deviations."""
-LAST = tl.constexpr(torch.iinfo(torch.int32).max)
 VECTOR = tl.constexpr(ROW_ALIGN)
+LAST = tl.constexpr(torch.iinfo(torch.int32).max)
+LARGEST = tl.constexpr(0x7F7FFFFF)
+"""Order key of the largest finite logit. That of the smallest is -1 - LARGEST."""
+EXPONENT_BIAS = tl.constexpr(127)
 
 
 @triton.jit
-def tile_columns(start, ROWS: tl.constexpr, RUN: tl.constexpr):
+def tile_runs(ROWS: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr):
+    """int32 `[ROWS]` first column of each run of a tile."""
+    row = tl.arange(0, ROWS)
+    return (row % THREADS * (ROWS // THREADS) + row // THREADS) * RUN
+
+
+@triton.jit
+def tile_columns(start, ROWS: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr):
     """int32 `[ROWS, RUN]` columns of the tile at `start`."""
-    return start + tl.arange(0, ROWS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    return start + tile_runs(ROWS, THREADS, RUN)[:, None] + tl.arange(0, RUN)[None, :]
 
 
 @triton.jit
-def load_tile(p_row, start, length, ROWS: tl.constexpr, RUN: tl.constexpr):
+def load_tile(p_row, start, length, ROWS: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr):
     """int32 `[ROWS, RUN]` keys from column `start` on, invisible behind the row."""
-    column = tile_columns(start, ROWS, RUN)
+    column = tile_columns(start, ROWS, THREADS, RUN)
     # Whole vectors are read: a row of the workspace is longer than the keys in it. Programs of this launch may have
     # written them, which the first cache does not see.
     m_vector = column < tl.cdiv(length, VECTOR) * VECTOR
     key = tl.load(p_row + column, mask=m_vector, other=INVISIBLE, cache_modifier=".cg")
     return tl.where(column < length, key, INVISIBLE)
-
-
-@triton.jit
-def _between(key, lo, hi, other):
-    """`key` if it lies between lo and hi, else `other`."""
-    return tl.where((key > lo) & (key < hi), key, other)
-
-
-@triton.jit
-def _probes(lo, hi, from_lo, from_hi, passes, K: tl.constexpr):
-    """Two keys between lo and hi, from which on there are `from_lo` and `from_hi` keys; the smaller one first.
-
-    At first those of the mean of their logits, and of the logit where a straight line through both counts has K: the
-    latter comes near the boundary of smooth data soon, the former narrows what is not straight. Later both are the mean
-    of the keys, which ends the search after 32 more passes whatever the data.
-    """
-    # The mean of two integers whose sum may not fit.
-    of_keys = (lo & hi) + ((lo ^ hi) >> 1)
-    low, high = _logit(lo), _logit(hi)
-    mean = _between(order_key(0.5 * low + 0.5 * high), lo, hi, of_keys)
-    share = ((from_lo - K).to(tl.float32) + 0.5) / (from_lo - from_hi).to(tl.float32)
-    straight = _between(order_key(low + (high - low) * share), lo, hi, mean)
-    smooth = passes < SMOOTH_PASSES
-    return (
-        tl.where(smooth, tl.minimum(mean, straight), of_keys),
-        tl.where(smooth, tl.maximum(mean, straight), of_keys),
-    )
 
 
 @triton.jit
@@ -74,95 +58,134 @@ def _logit(key):
 
 
 @triton.jit
-def _narrow(p_row, head, length, lo, hi, ROWS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr):
-    """Bounds as tight as the keys between them allow: the smallest key >= lo, and one more than the largest < hi."""
-    TILE: tl.constexpr = ROWS * RUN
-    column = tile_columns(0, ROWS, RUN)
-    smallest = tl.where((head >= lo) & (column < length), head, LAST)
-    largest = tl.where(head < hi, head, INVISIBLE)
-    if TILES > 1:
-        for start in range(TILE, length, TILE):
-            key = load_tile(p_row, start, length, ROWS, RUN)
-            smallest = tl.minimum(smallest, tl.where((key >= lo) & (start + column < length), key, LAST))
-            largest = tl.maximum(largest, tl.where(key < hi, key, INVISIBLE))
-    return tl.min(smallest), tl.max(largest) + 1
+def _extent(key, mask):
+    """The smallest and the largest of the keys where `mask` says so."""
+    return tl.min(tl.where(mask, key, LAST)), tl.max(tl.where(mask, key, INVISIBLE))
 
 
 @triton.jit
-def _hits(key, first, second, HALF: tl.constexpr):
-    """Whether a key is >= first, in bit HALF, and whether it is >= second, which is not less, in bit 0."""
-    return tl.where(key >= second, (1 << HALF) + 1, tl.where(key >= first, 1 << HALF, 0))
+def _shift(lo, hi, BINS: tl.constexpr):
+    """By how many bits the distance of lo and hi is shifted right to be less than BINS."""
+    # Rounding up may give one more bit than needed.
+    exponent = (hi - lo).to(tl.uint32).to(tl.float32).to(tl.int32, bitcast=True) >> MANTISSA_BITS
+    LOG: tl.constexpr = BINS.bit_length() - 1
+    return tl.maximum(exponent - (EXPONENT_BIAS - 1 + LOG), 0)
 
 
 @triton.jit
-def _count(
-    p_row, head, length, first, second,
-    ROWS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, WORD: tl.constexpr,
-):  # fmt: skip
-    """How many keys are >= first, and how many are >= second. A half of a WORD holds either."""
-    TILE: tl.constexpr = ROWS * RUN
-    HALF: tl.constexpr = WORD.primitive_bitwidth // 2
-    hits = _hits(head, first, second, HALF)
-    if TILES > 1:
-        for start in range(TILE, length, TILE):
-            key = load_tile(p_row, start, length, ROWS, RUN)
-            hits += _hits(key, first, second, HALF)
-    both = tl.sum(hits.to(WORD))
-    return (both >> HALF).to(tl.int32), (both & ((1 << HALF) - 1)).to(tl.int32)
+def _bins(key, live, lo, hi, FIRST: tl.constexpr, BINS: tl.constexpr):
+    """The bin of each key, which rises with the key; -1 for those that are not `live`.
 
-
-@triton.jit
-def _guess(head, length, lo, hi, K: tl.constexpr, TILE: tl.constexpr):
-    """The first two probes: around where the K-th largest of `length` normal logits with this mean and spread is.
-
-    Both are halfway between lo and hi if there are logits that are not finite.
+    Bins of the FIRST pass are equal parts of the logits from that of lo to that of hi, and what lies outside is in the
+    nearest, or in bin 0 if it has no number. Bins of another pass are equal parts of the keys from lo to hi, and what
+    lies outside is not live.
     """
-    # What is not visible counts as 0.
-    logit = tl.where(head > NAN_KEY, _logit(head), 0.0)
-    number = tl.minimum(length, TILE).to(tl.float32)
-    mean = tl.sum(logit) / number
-    spread = tl.sqrt(tl.maximum(tl.sum(logit * logit) / number - mean * mean, 0.0))
-    # The quantile as a function of the logarithm of the odds, to 0.03.
-    odds = tl.log((length.to(tl.float32) - K) / K)
-    quantile = odds * (0.633 - 0.0273 * tl.abs(odds))
-    halfway = (lo & hi) + ((lo ^ hi) >> 1)
-    first = _between(order_key(mean + (quantile - MARGIN) * spread), lo, hi, halfway)
-    second = _between(order_key(mean + (quantile + MARGIN) * spread), lo, hi, halfway)
-    return tl.minimum(first, second), tl.maximum(first, second)
+    if FIRST:
+        lowest = _logit(lo)
+        place = (_logit(key) - lowest) * ((BINS - 1.0) / (_logit(hi) - lowest))
+        bin = tl.minimum(tl.where(place > 0.0, place, 0.0), BINS - 1.0).to(tl.int32)
+    else:
+        bin = ((key - lo).to(tl.uint32) >> _shift(lo, hi, BINS).to(tl.uint32)).to(tl.int32)
+        live &= (key >= lo) & (key <= hi)
+    return tl.where(live, bin, -1)
 
 
 @triton.jit
-def _boundary(
-    p_row, head, length,
-    K: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, WORD: tl.constexpr,
+def _locate(counts, total, need, at, BINS: tl.constexpr, NATIVE: tl.constexpr):
+    """The bin that holds the `need`-th largest of `total` keys, how many are above it, and how many in it.
+
+    `counts` are those of each group of neighbouring bins, a tensor for each member.
+    """
+    GROUP: tl.constexpr = len(counts)
+    of_group = counts[0]
+    for i in tl.static_range(1, GROUP):
+        of_group += counts[i]
+    # Keys in this bin and above.
+    upwards = total - (tl.cumsum(of_group) - of_group)
+    bin = tl.arange(0, BINS // GROUP) * GROUP
+    here = (upwards >= need) & (upwards - of_group < need)
+    above, number, place = upwards, of_group, bin
+    for i in tl.static_range(GROUP):
+        fits = (upwards >= need) & (upwards - counts[i] < need)
+        above = tl.where(fits, upwards - counts[i], above)
+        number = tl.where(fits, counts[i], number)
+        place = tl.where(fits, bin + i, place)
+        upwards -= counts[i]
+    return only(at, place, above, number, here, BINS, NATIVE)
+
+
+@triton.jit
+def _pass(
+    p_row, head, length, lo, hi, total, need, at, FIRST: tl.constexpr,
+    ROWS: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr,
+    BINS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """lo, hi and the number of keys >= hi for a row of more than K columns in at most TILES tiles, `head` the first."""
-    lo, hi = _narrow(p_row, head, length, INVISIBLE, LAST, ROWS, RUN, TILES)
-    from_lo, from_hi, passes = tl.zeros_like(lo) + length, tl.zeros_like(lo), tl.zeros_like(lo)
-    first, second = _guess(head, length, lo, hi, K, ROWS * RUN)
-    while (hi - lo != 1) & (from_hi != K):
-        from_first, from_second = _count(p_row, head, length, first, second, ROWS, RUN, TILES, WORD)
-        # Of two probes that both bound the boundary from one side, the nearer one does.
-        fits, both_fit = from_second <= K, from_first <= K
-        hi = tl.where(both_fit, first, tl.where(fits, second, hi))
-        from_hi = tl.where(both_fit, from_first, tl.where(fits, from_second, from_hi))
-        fills, both_fill = from_first >= K, from_second >= K
-        lo = tl.where(both_fill, second, tl.where(fills, first, lo))
-        from_lo = tl.where(both_fill, from_second, tl.where(fills, from_first, from_lo))
-        passes += 1
-        # A long search may be one between few keys, all equal perhaps.
-        if (passes >= SMOOTH_PASSES) & (passes % NARROW_EVERY == 0) & (from_hi != K):
-            lo, hi = _narrow(p_row, head, length, lo, hi, ROWS, RUN, TILES)
-        first, second = _probes(lo, hi, from_lo, from_hi, passes, K)
-    return lo, hi, from_hi
+    """Of `total` keys from lo to hi those in the bin of the `need`-th: the smallest, the largest, how many they are,
+    and which of them that is. Of few, those that are equal to it."""
+    TILE: tl.constexpr = ROWS * RUN
+    column = tile_columns(0, ROWS, THREADS, RUN)
+    bins = _bins(head, column < length, lo, hi, FIRST, BINS)
+    if NATIVE:
+        tl.debug_barrier()
+        add(at, bins)
+        if TILES > 1:
+            for start in range(TILE, length, TILE):
+                key = load_tile(p_row, start, length, ROWS, THREADS, RUN)
+                add(at, _bins(key, start + column < length, lo, hi, FIRST, BINS))
+        tl.debug_barrier()
+        counts = take(at, BINS)
+    else:
+        histogram = count(bins, BINS)
+        if TILES > 1:
+            for start in range(TILE, length, TILE):
+                key = load_tile(p_row, start, length, ROWS, THREADS, RUN)
+                histogram += count(_bins(key, start + column < length, lo, hi, FIRST, BINS), BINS)
+        counts = (histogram,)
+    bin, above, number = _locate(counts, total, need, at, BINS, NATIVE)
+    if NATIVE and TILES == 1 and number <= LISTED:
+        nth, larger, equal = nth_of_few(at, head, bins == bin, number, need - above, BINS)
+        low, high = nth, nth
+        number, need = equal, need - above - larger
+    else:
+        need -= above
+        low, high = _extent(head, bins == bin)
+        if TILES > 1:
+            for start in range(TILE, length, TILE):
+                key = load_tile(p_row, start, length, ROWS, THREADS, RUN)
+                other = _extent(key, _bins(key, start + column < length, lo, hi, FIRST, BINS) == bin)
+                low, high = tl.minimum(low, other[0]), tl.maximum(high, other[1])
+    return low, high, number, need
 
 
 @triton.jit
-def bounds(p_row, head, length, K: tl.constexpr, ROWS, RUN: tl.constexpr, TILES: tl.constexpr, WORD: tl.constexpr):
-    """lo, hi and how many keys in [lo, hi) fit, for a row of any length."""
+def bounds(
+    p_row, head, length, at,
+    K: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr,
+    BINS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """lo, hi and how many of the keys in [lo, hi), which are equal, fit beside those >= hi; for a row of any length.
+
+    The row has at most TILES tiles, of which `head` is the first.
+    """
     # A context that fits is taken whole, but for what is not visible.
-    lo, hi, above = tl.full((), INVISIBLE, tl.int32), tl.full((), INVISIBLE + 1, tl.int32), tl.full((), K, tl.int32)
+    lo, room = tl.full((), INVISIBLE, tl.int32), tl.zeros((), tl.int32)
+    hi = lo
     if length > K:
-        lo, hi, above = _boundary(p_row, head, length, K, ROWS, RUN, TILES, WORD)
+        need = tl.full((), K, tl.int32)
+        lo, high = _extent(head, (head >= -1 - LARGEST) & (head <= LARGEST))
+        if TILES > 1:
+            for start in range(ROWS * RUN, length, ROWS * RUN):
+                key = load_tile(p_row, start, length, ROWS, THREADS, RUN)
+                other = _extent(key, (key >= -1 - LARGEST) & (key <= LARGEST))
+                lo, high = tl.minimum(lo, other[0]), tl.maximum(high, other[1])
+        lo, high, number, need = _pass(
+            p_row, head, length, lo, high, length, need, at, True, ROWS, THREADS, RUN, TILES, BINS, NATIVE
+        )
+        while (number != need) & (lo != high):
+            lo, high, number, need = _pass(
+                p_row, head, length, lo, high, number, need, at, False, ROWS, THREADS, RUN, TILES, BINS, NATIVE
+            )
+        # All of them are taken, or they are equal.
+        hi, room = tl.where(number == need, lo, lo + 1), tl.where(number == need, 0, need)
     # Invisible columns never fill the row.
-    return lo, hi, tl.where(lo == INVISIBLE, 0, K - above)
+    return lo, tl.maximum(hi, INVISIBLE + 1), tl.where(lo == INVISIBLE, 0, room)

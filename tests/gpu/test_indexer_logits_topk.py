@@ -94,25 +94,56 @@ def test_selection_is_nearly_that_of_the_reference(fmt: str) -> None:
     assert torch.equal((ours >= 0).sum(1), (theirs >= 0).sum(1))
 
 
-@pytest.mark.parametrize("kinds", [2, 40, 10**6])
-@pytest.mark.parametrize(
-    ("select", "columns"), [((8192, 16), 64), ((4096, 8), 64), ((2048, 8), 200), ((8192, 16), 700)]
-)
-def test_ties_go_to_the_smaller_index(kinds: int, select: tuple[int, int], columns: int) -> None:
-    """Two heads see k and -k, with weights 1 and -1, so that the logit of a key is its only element."""
-    generator = torch.Generator("cuda").manual_seed(kinds)
-    tokens, block = 20, 64
-    values = (torch.randint(kinds, (columns, block), device="cuda", generator=generator) - kinds // 2).float()
-    cache = torch.zeros(columns, block, 16, device="cuda")
-    cache[..., 0] = values
+def with_logits(values: Tensor, tokens: int, block: int) -> tuple[Any, ...]:
+    """Contexts of every length of one request whose logits are `values`, a whole number of blocks.
+
+    Two heads see k and -k, with weights 1 and -1, so that the logit of a key is its only element.
+    """
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    cache = torch.zeros(len(values) // block, block, 16, device="cuda")
+    cache[..., 0] = values.view(-1, block)
     q = torch.zeros(tokens, 2, 16, device="cuda")
     q[:, 0, 0], q[:, 1, 0] = 1.0, -1.0
     weights = torch.tensor([1.0, -1.0], device="cuda").repeat(tokens, 1)
-    table = torch.arange(columns, device="cuda").int()[None]
-    lens = torch.randint(1, columns * block + 1, (tokens,), device="cuda", generator=generator).int()
-    args = q, q[..., :0], weights, cache, table, torch.zeros_like(lens), lens, block, "plain"
+    table = torch.arange(len(cache), device="cuda").int()[None]
+    lens = torch.randint(1, len(values) + 1, (tokens,), device="cuda", generator=generator).int()
+    lens[:2] = torch.tensor([len(values), len(values) - 1])
+    return q, q[..., :0], weights, cache, table, torch.zeros_like(lens), lens, block, "plain"
+
+
+@pytest.mark.parametrize("kinds", [2, 40, 10**6])
+@pytest.mark.parametrize(
+    ("select", "columns"), [((8192, 16), 64), ((4096, 8), 64), ((2048, 8), 200), ((8192, 16), 700), ((4096, 8), 1)]
+)
+def test_ties_go_to_the_smaller_index(kinds: int, select: tuple[int, int], columns: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(kinds)
+    values = torch.randint(kinds, (64 * columns,), device="cuda", generator=generator) - kinds // 2
+    args = with_logits(values.float(), 20, 64)
     for topk in (512, 7):
         assert torch.equal(kernel.indexer_logits_topk(*args, topk, select_tile=select), SELECT(*args, topk))
+
+
+@pytest.mark.parametrize("topk", [7, 512])
+@pytest.mark.parametrize("columns", [4, 150, 1100])
+@pytest.mark.parametrize("spread", ["outlier", "infinities", "exponents", "clusters", "rising", "subnormal"])
+def test_logits_of_any_distribution(spread: str, columns: int, topk: int) -> None:
+    """Few bins of the first pass hold them, or one."""
+    generator = torch.Generator("cuda").manual_seed(columns)
+    values = torch.randn(16 * columns, device="cuda", generator=generator)
+    if spread == "outlier":
+        values[3], values[5] = 3e38, -3e38
+    elif spread == "infinities":
+        values[1::5], values[2::7], values[3::11] = torch.inf, -torch.inf, torch.nan
+    elif spread == "exponents":
+        values = torch.exp2(40 * values)
+    elif spread == "clusters":
+        values = torch.where(values > 0, 1 + 1e-6 * values, 1e6 + values.round())
+    elif spread == "rising":
+        values = values.sort().values
+    else:
+        values *= 1e-40
+    args = with_logits(values, 9, 16)
+    assert torch.equal(kernel.indexer_logits_topk(*args, topk), SELECT(*args, topk))
 
 
 @pytest.mark.parametrize("score", [(64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (32, 4, 3), (16, 1, 2)])

@@ -1,0 +1,164 @@
+"""What the threads of a program find out together by NVIDIA's shared memory: how often each of many numbers occurs, and
+the n-th largest of a few.
+
+Triton has a histogram that takes a ballot for each bit of each number; elsewhere it counts, in fewer bins. Here an
+atomic instruction does, and a barrier. A program reserves the memory once, and what a function leaves there is set
+back.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(8)
+"""Neighbouring bins that a thread reads at once."""
+LISTED = tl.constexpr(32)
+"""Most numbers of which the n-th largest is found: one for each thread of a warp."""
+_SPARE = 160
+"""Bytes behind the counters: three words for `only`, then how many are listed, and 32 on the list."""
+
+
+@triton.constexpr_function
+def _reserve(bins: int) -> str:
+    """Shared memory for `bins` counters and what lies behind; its address is $0."""
+    return f"{{ .shared .align 16 .b8 counters[{4 * bins + _SPARE}]; mov.u32 $0, counters; }}"
+
+
+_CLEAR = tl.constexpr("""{
+    .reg .b32 zero;
+    mov.b32 zero, 0;
+    st.shared.v4.b32 [$1], {zero, zero, zero, zero};
+    st.shared.v4.b32 [$1 + 16], {zero, zero, zero, zero};
+    mov.b32 $0, 0;
+}""")
+_ADD = tl.constexpr("""{
+    .reg .pred counted;
+    setp.ge.s32 counted, $2, 0;
+    @counted red.shared.add.u32 [$1], 1;
+    mov.b32 $0, 0;
+}""")
+_TAKE = tl.constexpr("""{
+    .reg .b32 zero;
+    mov.b32 zero, 0;
+    ld.shared.v4.b32 {$0, $1, $2, $3}, [$8];
+    ld.shared.v4.b32 {$4, $5, $6, $7}, [$8 + 16];
+    st.shared.v4.b32 [$8], {zero, zero, zero, zero};
+    st.shared.v4.b32 [$8 + 16], {zero, zero, zero, zero};
+}""")
+_PUT = tl.constexpr("""{
+    .reg .pred put;
+    setp.ne.b32 put, $5, 0;
+    @put st.shared.v4.b32 [$1], {$2, $3, $4, $4};
+    mov.b32 $0, 0;
+}""")
+_GET = tl.constexpr("""{
+    .reg .b32 spare;
+    ld.shared.v4.b32 {$0, $1, $2, spare}, [$3];
+}""")
+_ZERO = tl.constexpr("""{
+    .reg .b32 zero;
+    mov.b32 zero, 0;
+    st.shared.b32 [$1], zero;
+    mov.b32 $0, 0;
+}""")
+_LIST = tl.constexpr("""{
+    .reg .pred listed;
+    .reg .b32 i;
+    setp.ne.b32 listed, $3, 0;
+    @listed atom.shared.add.u32 i, [$1], 1;
+    @listed mad.lo.u32 i, i, 4, $1;
+    @listed st.shared.b32 [i + 16], $2;
+    mov.b32 $0, 0;
+}""")
+_READ = tl.constexpr("ld.shared.b32 $0, [$1];")
+_STORE = tl.constexpr("""{
+    .reg .pred taken;
+    setp.ne.b32 taken, $3, 0;
+    @taken st.global.b32 [$1], $2;
+    mov.b32 $0, 0;
+}""")
+
+
+@triton.jit
+def counters(BINS: tl.constexpr, NATIVE: tl.constexpr):
+    """Where BINS counters lie, zero behind the next barrier. A program calls this once."""
+    at = tl.zeros((), tl.int32)
+    if NATIVE:
+        at = tl.inline_asm_elementwise(_reserve(BINS), "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        group = at + tl.arange(0, BINS // GROUP) * (4 * GROUP)
+        tl.inline_asm_elementwise(_CLEAR, "=r,r", [group], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(_ZERO, "=r,r", [at + 4 * BINS + 16], dtype=tl.int32, is_pure=False, pack=1)
+    return at
+
+
+@triton.jit
+def add(at, bins):
+    """Count the int32 `bins`, but for negative ones. A barrier stands before the first call and behind the last."""
+    tl.inline_asm_elementwise(_ADD, "=r,r,r", [at + 4 * bins, bins], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def count(bins, BINS: tl.constexpr):
+    """The counts `[BINS]` in Triton's own way."""
+    bins = tl.ravel(bins)
+    return tl.histogram(bins, BINS, mask=bins >= 0)
+
+
+@triton.jit
+def take(at, BINS: tl.constexpr):
+    """The counters, a tensor for each member of a group. They are zero behind the next barrier."""
+    group = at + tl.arange(0, BINS // GROUP) * (4 * GROUP)
+    return tl.inline_asm_elementwise(
+        _TAKE, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [group],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def only(at, first, second, third, mask, BINS: tl.constexpr, NATIVE: tl.constexpr):
+    """The three int32, each as a scalar, of the one element where `mask` is set."""
+    if NATIVE:
+        put = [tl.zeros_like(first) + (at + 4 * BINS), first, second, third, mask.to(tl.int32)]
+        tl.inline_asm_elementwise(_PUT, "=r,r,r,r,r,r", put, dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
+        a, b, c = tl.inline_asm_elementwise(
+            _GET, "=r,=r,=r,r", [at + 4 * BINS], dtype=(tl.int32, tl.int32, tl.int32), is_pure=False, pack=1
+        )
+    else:
+        a = tl.sum(tl.where(mask, first, 0))
+        b = tl.sum(tl.where(mask, second, 0))
+        c = tl.sum(tl.where(mask, third, 0))
+    return a, b, c
+
+
+@triton.jit
+def nth_of_few(at, key, mask, number, n, BINS: tl.constexpr):
+    """The n-th largest of the `number` keys where `mask` is set, LISTED at most, and how many are larger and equal."""
+    p = at + 4 * BINS + 16
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(_LIST, "=r,r,r,r", [p, key, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(_ZERO, "=r,r", [p], dtype=tl.int32, is_pure=False, pack=1)
+    o = tl.arange(0, LISTED)
+    listed = tl.inline_asm_elementwise(_READ, "=r,r", [p + 16 + o * 4], dtype=tl.int32, is_pure=False, pack=1)
+    before = tl.zeros((LISTED,), tl.int32)
+    for i in range(number):
+        other = tl.inline_asm_elementwise(_READ, "=r,r", [p + 16 + i * 4], dtype=tl.int32, is_pure=False, pack=1)
+        before += ((other > listed) | ((other == listed) & (i < o))).to(tl.int32)
+    live = o < number
+    nth = tl.max(tl.where(live & (before == n - 1), listed, -(2**31)))
+    larger = tl.sum((live & (listed > nth)).to(tl.int32))
+    equal = tl.sum((live & (listed == nth)).to(tl.int32))
+    return nth, larger, equal
+
+
+@triton.jit
+def store(pointers, values, mask, NATIVE: tl.constexpr):
+    """Store int32 `values` from the threads that hold them, where `tl.store` would exchange the pointers first."""
+    if NATIVE:
+        args = [pointers.to(tl.int64, bitcast=True), values, mask.to(tl.int32)]
+        tl.inline_asm_elementwise(_STORE, "=r,l,r,r", args, dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        tl.store(pointers, values, mask=mask)
