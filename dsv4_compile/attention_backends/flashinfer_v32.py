@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..errors import check
 from ..layout import ROPE_DIM, V32_HEAD_DIM, V32_LATENT_DIM, V32_NOPE_HEAD_DIM
+from ..metadata.checks import check_capacity
 from ..reference.batch import token_requests
 from .common import CommonAttentionMetadata
 from .facts import Demand, LayerShape
@@ -62,9 +63,12 @@ class FlashInferMLASparseMetadataBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashInferMLASparseMetadata:
-        """Metadata of a batch. The first and the last argument change nothing; engines pass them to every builder."""
-        cm = common_attn_metadata
-        buffer = self.req_id_per_token_buffer
+        """Metadata of a batch. The first and the last argument change nothing; engines pass them to every builder.
+
+        E401 for more tokens than the buffer holds.
+        """
+        cm, buffer = common_attn_metadata, self.req_id_per_token_buffer
+        check_capacity("tokens", cm.num_actual_tokens, buffer.shape[0], "max_num_batched_tokens")
         # Padding, and all that is left of the buffer, gets request 0: a legal row for what a graph reads there.
         tokens = torch.arange(buffer.shape[0], device=buffer.device)
         buffer.copy_(token_requests(cm.query_start_loc, tokens).clamp_min(0))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..errors import check
 from ..layout import INDEXER_FP8, INDEXER_HEAD_DIM, ROPE_DIM
+from ..metadata.checks import check_capacity
 from ..reference.batch import token_positions, token_requests
 from ..reference.kv_format import store_indexer
 from ..reference.quant import rounded_hadamard
@@ -56,9 +57,13 @@ class DeepseekV32IndexerMetadataBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> DeepseekV32IndexerMetadata:
-        """Metadata of a batch. The first and the last argument change nothing; engines pass them to every builder."""
-        cm = common_attn_metadata
-        tokens = torch.arange(self.context_lens.shape[0], device=self.context_lens.device)
+        """Metadata of a batch. The first and the last argument change nothing; engines pass them to every builder.
+
+        E401 for more tokens than the buffers hold.
+        """
+        cm, capacity = common_attn_metadata, self.context_lens.shape[0]
+        check_capacity("tokens", cm.num_actual_tokens, capacity, "max_num_batched_tokens")
+        tokens = torch.arange(capacity, device=self.context_lens.device)
         requests = token_requests(cm.query_start_loc, tokens)
         self.req_id_per_token.copy_(requests.clamp_min(0))
         self.context_lens.copy_(token_positions(cm.query_start_loc, cm.seq_lens, requests, tokens) + 1)

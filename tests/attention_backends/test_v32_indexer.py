@@ -14,7 +14,7 @@ from dsv4_compile.attention_backends.flashinfer_v32 import FlashInferMLASparseMe
 from dsv4_compile.attention_backends.v32_indexer import DeepseekV32Indexer, DeepseekV32IndexerMetadataBuilder
 from dsv4_compile.attention_backends.v32_layer import DeepseekV32SparseAttention
 from dsv4_compile.config import Rope
-from dsv4_compile.errors import CompileError, InputError
+from dsv4_compile.errors import CompileError, GraphError, InputError
 from dsv4_compile.rope_tables import cos_sin_cache
 from dsv4_compile.testing import assert_bitwise
 from dsv4_compile.testing.batch import random_table, slot, table_tensor
@@ -179,3 +179,15 @@ def test_what_cannot_be_is_refused() -> None:
         DeepseekV32Indexer(HIDDEN, RANK, cache_dtype="int8")
     with pytest.raises(CompileError, match="FLASHINFER_MLA_SPARSE"):
         DeepseekV32SparseAttention(HIDDEN, HEADS, engine="library")
+
+
+@pytest.mark.parametrize("builder", [DeepseekV32IndexerMetadataBuilder, FlashInferMLASparseMetadataBuilder])
+def test_a_batch_over_the_capacity_of_a_builder_is_refused(builder: type[Any], seed: int) -> None:
+    counts, padding = (5, 12, 3), 2
+    common, _ = Batches(random.Random(seed)).step(counts, padding)
+    tokens = sum(counts) + padding
+    assert builder(tokens, block_size=BLOCK).build(0, common).req_id_per_token.shape == (tokens,)
+    with pytest.raises(GraphError, match="E401") as refused:
+        builder(tokens - 1, block_size=BLOCK).build(0, common)
+    for told in (f"{tokens} tokens", f"max_num_batched_tokens={tokens - 1}", f"allocate for {tokens} tokens"):
+        assert told in str(refused.value)
