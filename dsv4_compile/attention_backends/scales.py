@@ -11,6 +11,9 @@ from ..errors import check
 from .facts import LayerShape
 from .protocol import SparseAttention
 
+SMALLEST = torch.finfo(torch.float32).tiny
+"""Of a scale: smaller ones are flushed to zero, and those above its inverse have none."""
+
 
 class PerTensorScales(SparseAttention):
     """Attention whose `fp8` cache, and whose queries where a kernel wants them quantised, have a scale each.
@@ -34,7 +37,20 @@ class PerTensorScales(SparseAttention):
         self.set_scales(1.0, 1.0)
 
     def set_scales(self, q_scale: float, kv_scale: float) -> None:
-        """Per-tensor scales of e4m3 queries and of fp8 caches. Caches written under other scales become garbage."""
+        """Per-tensor scales of e4m3 queries and of fp8 caches. Caches written under other scales become garbage.
+
+        Set them before a step is compiled or captured: a captured graph reads the buffers at each replay, but has taken
+        over the floats of its capture, and half of a new scale is a wrong one. Nothing here knows of such graphs.
+        E201 unless scales are positive, finite, and have such an inverse in float32.
+        """
+        for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
+            check(
+                SMALLEST <= scale <= 1 / SMALLEST,
+                "E201",
+                got=f"{name}={scale!r}",
+                rule=f"a scale is positive and finite, from {SMALLEST:.2g} to {1 / SMALLEST:.2g}",
+                fix="pass the largest magnitude over that of e4m3; 1.0 leaves values as they are",
+            )
         check(
             self.cache_format == "fp8" or q_scale == kv_scale == 1.0,
             "E201",

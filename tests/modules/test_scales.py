@@ -50,6 +50,16 @@ def test_scales_are_refused_where_caches_have_their_own() -> None:
         layer_of("swa", attention_backend="DSV4_PAGED", kv_cache_dtype="fp8").attention.set_scales(2.0, 1.0)
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-42, 1e38])
+def test_scales_that_are_none_are_refused_before_anything_changes(scale: float) -> None:
+    ours = layer_of("swa", attention_backend="FLASHINFER_MLA_SPARSE_DSV4", kv_cache_dtype="fp8").attention
+    ours.set_scales(1.0, 2.0)
+    for name, scales in (("q_scale", (scale, 1.0)), ("kv_scale", (1.0, scale))):
+        with pytest.raises(InputError, match=rf"(?s)E201.*positive and finite.*{name}="):
+            ours.set_scales(*scales)
+    assert ours.kv_scale.item() == ours.bmm2_scale == 2.0
+
+
 @pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
 def test_dummy_run_reserves_what_the_largest_prefill_takes(kind: str, seed: int) -> None:
     rng, workspace = random.Random(seed), Workspace()
