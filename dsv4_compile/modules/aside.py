@@ -27,18 +27,30 @@ from torch import Tensor
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from .linear import linear
 
+POOL = 32
+"""Streams that torch has of a device. It hands them out in turn, and the first one again after the last."""
+_TAKEN: set[tuple[torch.device, int]] = set()
+"""Streams that somebody computes on: those that have a second one, and the second ones."""
+
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The second stream of the current one. Layers share it: each waits for its own part before the next one starts."""
-    return _beside(device, torch.cuda.current_stream(device).cuda_stream)
+    """The second stream of the current one. Layers share it: each waits for its own part before the next one starts.
+
+    It is nobody else's second stream. Where the pool has no other left it is the current one: nothing overlaps then.
+    """
+    current = torch.cuda.current_stream(device)
+    return _beside(device, current.cuda_stream) or current
 
 
 @functools.cache
-def _beside(device: torch.device, stream: int) -> torch.cuda.Stream:
-    while True:  # streams come from a small pool, in turn
+def _beside(device: torch.device, stream: int) -> torch.cuda.Stream | None:
+    _TAKEN.add((device, stream))
+    for _ in range(POOL):
         found = torch.cuda.Stream(device)
-        if found.cuda_stream != stream:
+        if (device, found.cuda_stream) not in _TAKEN:
+            _TAKEN.add((device, found.cuda_stream))
             return found
+    return None
 
 
 @contextmanager
@@ -46,7 +58,8 @@ def aside(device: torch.device) -> Iterator[None]:
     """Launch on the second stream, behind all that the current one has been given so far.
 
     That first wait is also why memory allocated here needs no record of who reads it: whoever gets it next on this
-    stream starts behind everything that the other one did with it. Hence a second stream for each.
+    stream starts behind everything that the other one did with it. Hence a second stream for each, on which nobody else
+    computes.
     """
     if device.type != "cuda":
         yield

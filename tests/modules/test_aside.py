@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from dsv4_compile.errors import CompileError
+from dsv4_compile.modules import aside
 from dsv4_compile.modules.aside import choose_aside, join
 from dsv4_compile.modules.linear import Linear
 from dsv4_compile.testing import assert_bitwise
@@ -71,6 +75,26 @@ def test_compiled_code_starts_the_choice_before_q_and_waits_before_attention(see
     for kept in re.findall(r"buf\d+", waited[2]):
         assert not re.search(rf"(del|= ){kept}\b", between)
     assert re.search(rf"mm\(.*out={waited[1]}\)", between)
+
+
+def test_no_two_streams_share_a_second_one_and_the_pool_may_run_out() -> None:
+    pool, current = itertools.cycle(SimpleNamespace(cuda_stream=n) for n in range(1, aside.POOL + 1)), []
+    aside._beside.cache_clear()
+    with (
+        mock.patch.object(aside, "_TAKEN", set()),
+        mock.patch.object(torch.cuda, "Stream", lambda device: next(pool)),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: current[-1]),
+    ):
+        found: dict[int, int] = {}
+        for main in range(100, 140):
+            current.append(SimpleNamespace(cuda_stream=main))
+            found[main] = aside.side_stream(torch.device("cuda", 0)).cuda_stream
+            assert aside.side_stream(torch.device("cuda", 0)).cuda_stream == found[main]
+        current.append(SimpleNamespace(cuda_stream=5))
+        assert aside.side_stream(torch.device("cuda", 1)).cuda_stream != 5
+    aside._beside.cache_clear()
+    assert len(set(found.values())) == 40
+    assert [main for main, second in found.items() if second == main] == list(range(100 + aside.POOL, 140))
 
 
 @pytest.mark.parametrize("kind", ["swa", "hca"])
