@@ -42,6 +42,8 @@ def strips_of_a_program(gpu: Gpu, strips: int, blocks: int, strips_2: int, block
 
 def pair_refuses(x: Tensor, weight: Tensor, others: Tensor) -> str:
     """Why two launches are needed, "" if one will do."""
+    if 0 in (weight.shape[0], others.shape[0]):
+        return "it takes two weights that have rows: the copy engine has no matrix without any"
     if others.dtype is not x.dtype or others.element_size() != 2:
         return "it multiplies the other weights with x as it is, in two bytes"
     if weight.shape[0] % layout.WEIGHT_TILE:

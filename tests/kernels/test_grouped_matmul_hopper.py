@@ -131,6 +131,12 @@ def test_two_products_of_one_input_are_one_launch(
     assert_close(out, REFERENCES["fp8_linear"](x, weight, scale, True, other), NEIGHBOUR[F32])
 
 
+@pytest.mark.parametrize(("rows", "others"), [(0, 128), (128, 0)])
+def test_a_weight_without_rows_is_not_paired(hopper: Any, rows: int, others: int) -> None:
+    x, other = torch.randn(3, 256).bfloat16(), torch.randn(others, 256).bfloat16()
+    assert "have rows" in hopper.pair.pair_refuses(x, e4m3(rows, 256), other)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("cut", [(256, 8, 1, 2), (64, 4, 9, 5), (64, 4, 4, 1)])
 @pytest.mark.parametrize(("tokens", "groups", "rows"), [(5, 3, 192), (40, 2, 200), (120, 2, 72)])
