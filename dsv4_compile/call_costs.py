@@ -91,8 +91,8 @@ def _beside(call: _Call) -> list[costs.Cost]:
     """The second product of a `fp8_linear`, of a weight that is not quantised."""
     if call.arguments.get("beside") is None:
         return []
-    (rows, k), x = call.dims("beside"), call.dims("x")
-    return [costs.of("grouped_linear", T=math.prod(x) // k, G=1, N=rows, K=k, e=call.size("x"))]
+    (rows, k), x, outputs = call.dims("beside"), call.dims("x"), call.dims("weight")[0]
+    return [costs.beside(math.prod(x) // k, k, outputs, rows, call.size("x"))]
 
 
 def _pooled(call: _Call, tokens: int, width: int, weight: str, cache_format: str) -> dict[str, int]:

@@ -104,6 +104,12 @@ def of(op: str, **given: int | sympy.Expr) -> Cost:
     return Cost(bytes_, flops, "e4m3" if op in _E4M3_PRODUCTS else "bfloat16")
 
 
+def beside(T: int, K: int, N: int, M: int, e: int = 2) -> Cost:
+    """What a `fp8_linear` of `[N, K]` must do more for a floating weight `[M, K]` beside: results are float32, those of
+    both, and x, of `e` bytes as that weight, is read once."""
+    return Cost(T * (N * (_FLOAT32 - e) + M * _FLOAT32) + e * M * K, 2 * T * M * K)
+
+
 def row_bytes(cache_format: str, dim: int = layout.HEAD_DIM, itemsize: int = 2) -> int:
     """Bytes of one cached vector of `dim` elements with its scales, in any format of keys and values or of the indexer.
 

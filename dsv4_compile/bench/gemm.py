@@ -81,10 +81,9 @@ class Layer:
         cost = costs.of(self.op, **of)
         if not self.beside:
             return cost
-        # Results are float32, those of both; the flops are those of two products, at the rate of the slower one's.
-        results = tokens * (2 * self.rows + 4 * self.beside)
-        bytes_ = cost.bytes + results + 2 * self.beside * self.size
-        return costs.Cost(bytes_, cost.flops + 2 * tokens * self.beside * self.size)
+        more = costs.beside(tokens, self.size, self.rows, self.beside)
+        # The flops are those of two products, at the rate of the slower one's.
+        return costs.Cost(cost.bytes + more.bytes, cost.flops + more.flops)
 
 
 def layers(c: DeepseekV4Config) -> Iterator[Layer]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from dsv4_compile import call_costs, costs, layout
+from dsv4_compile.bench import gemm
 from dsv4_compile.ops._define import OPS
 from dsv4_compile.testing.samples import op_samples
 
@@ -42,9 +44,14 @@ def test_sizes_are_taken_from_where_they_stand() -> None:
     assert got == costs.of("fp8_linear", T=8, K=4096, N=1536, s=4)
     beside = {"x": x, "weight": weight, "weight_scale": scale, "beside": torch.empty(256, 4096, dtype=torch.bfloat16)}
     both = call_costs.of("fp8_linear", beside)
-    second = costs.of("grouped_linear", T=8, G=1, N=256, K=4096)
     assert got is not None and both is not None
-    assert (both.bytes, both.flops) == (got.bytes + second.bytes, got.flops + second.flops)
+    moved = [*beside.values(), torch.empty(8, 1536 + 256)]
+    assert both.bytes == sum(tensor.numel() * tensor.element_size() for tensor in moved)
+    assert both.flops == got.flops * (1536 + 256) // 1536
+    layer = gemm.Layer("fp8_linear", "", 1536, 4096, beside=256)
+    assert call_costs.of("fp8_linear", named("fp8_linear", layer.arguments(8, torch.device("cpu"), 0))) == replace(
+        layer.cost(8), operands=both.operands
+    )
     q, k_cache = torch.empty(3, 64, 512, dtype=torch.bfloat16), torch.empty(2, 64 * 584, dtype=torch.uint8)
     arguments = {"q": q, "k_cache": k_cache, "indices": torch.empty(3, 128, dtype=torch.int32)}
     arguments |= {"cache_format": "fp8_ds_mla", "extra_indices": torch.empty(3, 512, dtype=torch.int32)}
