@@ -209,7 +209,18 @@ def _as_rows(parameters: Sequence[nn.Parameter], matrix: Tensor | None) -> Tenso
         rows.copy_(parameter.data)
         parameter.data = rows
         row += parameter.shape[0]
+    _arrived(matrix)
     return matrix
+
+
+def _arrived(matrix: Tensor) -> None:
+    """Wait until the rows of a new matrix are in it.
+
+    A product may follow at once, by a kernel that reads its weights while the one in front of it still runs: it counts
+    on weights being nobody's result in the same step. That is once after a load; rows that stay cost no wait.
+    """
+    if matrix.is_cuda and torch.cuda.is_initialized():  # a fake matrix may be on a device that is not there
+        torch.cuda.current_stream(matrix.device).synchronize()
 
 
 def _are_rows(parameters: Sequence[nn.Parameter], matrix: Tensor) -> bool:

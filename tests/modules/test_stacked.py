@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dsv4_compile.config import DeepseekV4Config
-from dsv4_compile.modules import DeepseekV4Attention
+from dsv4_compile.modules import DeepseekV4Attention, stacked
 from dsv4_compile.modules.linear import Fp8Linear, Linear
 from dsv4_compile.modules.stacked import Output, Stack, stacks
 from dsv4_compile.testing import assert_bitwise
@@ -121,6 +122,32 @@ def test_stacking_twice_moves_nothing() -> None:
     layer.stack()
     layer.arrange()
     assert [p.data_ptr() for p in layer.parameters()] == before
+
+
+def test_rows_that_move_have_arrived_before_a_product_and_those_that_stay_are_not_waited_for() -> None:
+    layer = random_layer(SMALL, "swa", dtype=torch.float32)
+    stack, x, events = layer.of_hidden[0], torch.randn(3, HIDDEN), []
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        events.append("product")
+        return x @ weight.T
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stacked, "_arrived", lambda matrix: events.append("arrived"))
+        patch.setattr(stacked, "linear", product)
+        stack(x)
+        layer.wq_a.weight.data = layer.wq_a.weight.data.clone()
+        stack(x)
+    assert events == ["product", "arrived", "product"]
+
+
+def test_a_new_matrix_on_a_gpu_is_waited_for() -> None:
+    matrix, waits = mock.Mock(is_cuda=True), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(synchronize=lambda: waits.append(device)))
+        stacked._arrived(matrix)
+    assert waits == [matrix.device]
 
 
 def test_a_copy_and_its_original_are_apart() -> None:
