@@ -31,7 +31,7 @@ TOKENS = {"cuda": (1, 8, 32, 128, 512), "cpu": (1, 4)}
 HEADS = (8, 16, 32, 64, 128)
 FUSED = ("none", "prologue", "epilogue", "both", "quant")
 FUSED_HEADS = (8, 64, 128)
-TURNED = ("epilogue", "both")
+TURNED = ("epilogue", "both", "quant")
 COLUMNS = ("op", "heads", "keys", "fused", "tokens", "impl")
 CACHE, WINDOW, BLOCK = "fp8_ds_mla", layout.SLIDING_WINDOW, layout.storage_block_size(layout.CSA_RATIO)
 POOL_PER_TOKEN, SMALLEST_POOL, POOL = 4096, 16384, 262144
@@ -101,11 +101,14 @@ def fused_arguments(fused: str, tokens: int, heads: int, device: torch.device, s
 
 
 def differs(got: Sequence[Tensor], want: Sequence[Tensor], turned: int = 0) -> str:
-    """Why results are not within the tolerances of attention, "" when they are; `turned` as `assert_close`."""
+    """Why results are not within the tolerances of attention, "" when they are. `turned`: of each head's dims, as
+    `assert_close` has it."""
     try:
         if got[0].dtype is torch.float8_e4m3fn:
-            values, expected = (dequantize_activation(*pair) for pair in (got, want))
-            assert_close(values, expected, QUANTIZED, label="values")
+            values, expected = (
+                dequantize_activation(*pair).unflatten(-1, (-1, layout.HEAD_DIM)) for pair in (got, want)
+            )
+            assert_close(values, expected, QUANTIZED, label="values", turned=turned)
         else:
             assert_close(got[0], want[0], "attention_bfloat16", label="out", turned=turned)
             assert_close(got[1], want[1], "lse", label="lse")

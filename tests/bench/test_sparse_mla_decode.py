@@ -80,6 +80,27 @@ def test_fused_steps_are_gated_against_the_definition_of_all_of_them(fused: str)
     assert set(scenario.implementations(problem.op, fused, 8)) > {"separate"}
 
 
+def test_quantised_values_whose_rotation_cancels_are_held_to_their_pair_and_others_to_themselves() -> None:
+    """Outputs that were rounded to one or the other neighbour, before they were rotated back and quantised."""
+    exact = torch.randn(64, 16, layout.HEAD_DIM)
+    angles = torch.rand(64, layout.ROPE_DIM // 2) * 6.28
+    place = torch.arange(64), torch.cat((angles.cos(), angles.sin()), dim=-1), 2, 8
+
+    def quantised(shift: float) -> list[torch.Tensor]:
+        return list(REFERENCES["inv_rope_fp8_quant"]((exact * (1 + shift)).bfloat16(), *place))
+
+    want, got = quantised(0.0), quantised(2.0**-10)
+    assert scenario.differs(want, want, layout.ROPE_DIM) == ""
+    assert "not close" in scenario.differs(got, want)
+    assert scenario.differs(got, want, layout.ROPE_DIM) == ""
+    for dim in (layout.NOPE_DIM - 1, layout.NOPE_DIM):
+        wrong = [got[0].clone(), got[1]]
+        largest = want[0][..., dim].float().abs().argmax()
+        token, group = divmod(int(largest), 2)
+        wrong[0][token, group, dim] = -wrong[0][token, group, dim].float()
+        assert "1 of" in scenario.differs(wrong, want, layout.ROPE_DIM)
+
+
 def test_tiles_have_names_of_their_own_for_every_number_of_heads() -> None:
     for problem in sparse_mla_decode_tiles.problems(CPU, {"tokens": {"1"}}):
         assert len(problem.implementations) >= 8
