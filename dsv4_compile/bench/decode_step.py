@@ -15,7 +15,8 @@ compiled one by one: three kinds, three graphs.
 `details` of a row on a GPU: host time of a step, the median and of 99 in 100, and tensors that ten steps allocate; of a
 graph also its nodes, how many of them copy from the host, and for a kind of layer the nodes of one layer and their
 time, by stage, beside the stage's floor. The profiler counts these when everything has been timed. Peers are the best
-kernels of other engines chained in one graph, the faster of one stream and four.
+kernels of other engines chained in one graph, the faster of one stream and four. It is not on record how many of their
+requests closed a group, so they stand beside "together" alone, where ours have the most to do.
 """
 
 from __future__ import annotations
@@ -117,7 +118,6 @@ def _of_implementation(
                 later.append(partial(_look_into, facts, partial(step.load, *size), call, alike, floors))
             return facts
 
-        peers = PEERS[layer, weights].get(tokens)
         yield Problem(
             op=OP,
             params={"layer": layer, "weights": weights, "context": context, "end": end, "tokens": tokens},
@@ -126,13 +126,19 @@ def _of_implementation(
             cost=costs.Cost(sum(c.bytes for c in whole), sum(c.flops for c in whole), whole[0].operands),
             reference=step.call(step.layers, tokens, apart),
             implementations={impl: partial(prepare, tokens, apart)},
-            published={} if peers is None else {"peers": peers},
+            published=published(layer, weights, end, tokens),
             differs=differs,
             cold=False,
             clock="stream",
             alike=alike,
             details=details,
         )
+
+
+def published(layer: str, weights: str, end: str, tokens: int) -> dict[str, float]:
+    """What peers take for a row, where that compares."""
+    peers = PEERS[layer, weights].get(tokens) if end == TOGETHER else None
+    return {} if peers is None else {"peers": peers}
 
 
 def _do(later: list[Callable[[], None]]) -> None:

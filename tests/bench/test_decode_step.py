@@ -91,6 +91,12 @@ def test_requests_whose_groups_end_apart_close_few() -> None:
         assert tuple(written) == closing
 
 
+def test_peers_stand_beside_steps_with_as_much_to_do_at_least() -> None:
+    assert decode_step.published("CSA", "fp8", "together", 8) == {"peers": 103}
+    assert decode_step.published("CSA", "fp8", "apart", 8) == decode_step.published("CSA", "fp8", "together", 7) == {}
+    assert found(layer="HCA", weights="fp8", impl="eager")[0].published == {}
+
+
 def test_host_time_is_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(1e-3))
     calls = itertools.count()
