@@ -10,6 +10,7 @@ from torch import Tensor
 from ..layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ..layout import ACT_TILE as _ACT_TILE
 from ..layout import cdiv
+from .early import start
 from .fp8_linear_torch import multiply_by_torch, torch_refuses
 from .gpu import HOPPER, early_start, gpu_of, hopper_kernel, starts_early
 from .grouped_matmul import FEW_TOKENS, grouped_matmul
@@ -40,9 +41,7 @@ def quantize_activation_kernel(
     EARLY: tl.constexpr,  # see gpu.starts_early
 ):
     """Program p takes BLOCK_T tokens and BLOCK_S strips; strips vary first. All together widen the weight's scales."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start(EARLY)
     if p_wide is not None:
         for first in range(tl.program_id(0) * ACT_TILE, blocks, tl.num_programs(0) * ACT_TILE):
             o_block = first + tl.arange(0, ACT_TILE)

@@ -10,24 +10,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .. import layout
-from .kv_load_hopper import ROW_WORDS
+from .kv_load_hopper import ROW_WORDS, row_length
 
 LINE_WORDS = gl.constexpr(32)  # of the L2 cache
 SCALE_WORDS = gl.constexpr(layout.FP8_DS_MLA.scale // 4)
 
 
 @gluon.jit
-def length(p_lens, stride, token, width):
-    """int32 number of columns that count in a token's row of indices."""
-    length = gl.load(p_lens + token * stride, cache_modifier=".cg")
-    return gl.minimum(gl.maximum(length, 0), width).to(gl.int32)
-
-
-@gluon.jit
 def extent(p_lens0, lens0_stride, p_lens1, lens1_stride, width0, width1, token, BLOCK_N: gl.constexpr):
     """Of a token: how long its rows of indices are, and blocks of the first and of both."""
-    length0 = length(p_lens0, lens0_stride, token, width0)
-    length1 = length(p_lens1, lens1_stride, token, width1)
+    length0 = row_length(p_lens0, lens0_stride, token, width0, ".cg")
+    length1 = row_length(p_lens1, lens1_stride, token, width1, ".cg")
     blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
     return length0, length1, blocks0, blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
 

@@ -63,6 +63,13 @@ def _scaled_codes(codes, factor):
 
 
 @gluon.jit
+def row_length(p_lens, stride, token, width, CACHE: gl.constexpr = ""):
+    """int32 number of columns that count in a token's row of indices."""
+    length = gl.load(p_lens + token * stride, cache_modifier=CACHE)
+    return gl.minimum(gl.maximum(length, 0), width).to(gl.int32)
+
+
+@gluon.jit
 def _slots(p_row, o_column, end, capacity):
     """int32 slots at FETCH columns from `o_column` on; -1 from column `end` on and for an index outside the cache."""
     column = o_column + gl.arange(0, FETCH, SLOTS)

@@ -6,12 +6,13 @@ from torch import Tensor
 
 from .attention_rows_hopper import BLOCK_H
 from .gpu import Gpu
+from .sparse_mla_decode_few_hopper import MOST_HEADS
 from .sparse_mla_decode_kernel_hopper import KEYS, sparse_mla_decode_hopper_kernel
 from .sparse_mla_decode_launch_hopper import gather_refuses, launch_gathering
 from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source
 
 HEADS = BLOCK_H.value
-FEWEST_HEADS = 33  # fewer have a kernel of their own
+FEWEST_HEADS = MOST_HEADS + 1  # fewer have a kernel of their own
 # H200, 64 heads, 128 / 256 / 512 tokens of 640 keys: 39.5 / 76.9 / 150.2 us; 136 for the producer 40.7 / 79.6 / 156.1
 RIGHT_REGISTERS, PRODUCER_REGISTERS = 160, 144
 WIDE = True

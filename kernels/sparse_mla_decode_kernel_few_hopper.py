@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from .. import layout
 from .attention_rows_hopper import HALF, D, load_few_queries, store_half
-from .kv_load_hopper import FETCH, SLOTS, SWIZZLED_WORDS, dequantize_keys, fetch_keys, thread_barrier
+from .kv_load_hopper import FETCH, SLOTS, SWIZZLED_WORDS, dequantize_keys, fetch_keys, row_length, thread_barrier
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
 
@@ -193,12 +193,6 @@ def _consumer(
             )  # fmt: skip
 
 
-@gluon.jit
-def _length(p_lens, stride, token, width):
-    """int32 number of columns that count in a token's row of indices."""
-    return gl.minimum(gl.maximum(gl.load(p_lens + token * stride), 0), width).to(gl.int32)
-
-
 @gluon.jit(
     do_not_specialize=[
         "splits", "least", "first", "tokens", "padded_tokens", "max_pos", "capacity0", "capacity1", "width0", "width1",
@@ -280,8 +274,8 @@ def sparse_mla_decode_few_hopper_kernel(
     head = gl.program_id(0) % HEAD_BLOCKS * BLOCK_H
     heads = H - head
     token = (first + part // splits).to(gl.int64)
-    length0 = _length(p_lens0, lens0_stride, token, width0)
-    length1 = _length(p_lens1, lens1_stride, token, width1)
+    length0 = row_length(p_lens0, lens0_stride, token, width0)
+    length1 = row_length(p_lens1, lens1_stride, token, width1)
     if p_positions is not None:
         position = gl.load(p_positions + token * position_stride).to(gl.int64)
         p_table += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride

@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .attention_rows_hopper import BLOCK_H, HALF, D, load_queries, store_part, store_rows
-from .kv_load_hopper import produce_keys, thread_barrier
+from .kv_load_hopper import produce_keys, row_length, thread_barrier
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
 
@@ -217,12 +217,6 @@ def _right(
         )  # fmt: skip
 
 
-@gluon.jit
-def _length(p_lens, stride, token, width):
-    """int32 number of columns that count in a token's row of indices."""
-    return gl.minimum(gl.maximum(gl.load(p_lens + token * stride), 0), width).to(gl.int32)
-
-
 @gluon.jit(
     do_not_specialize=[
         "splits", "least", "first", "tokens", "padded_tokens", "max_pos", "width0", "width1", "capacity0", "capacity1",
@@ -311,8 +305,8 @@ def sparse_mla_decode_hopper_kernel(
     head = gl.program_id(0) % HEAD_BLOCKS * BLOCK_H
     heads = H - head
     token = (first + part // splits).to(gl.int64)
-    length0 = _length(p_lens0, lens0_stride, token, width0)
-    length1 = _length(p_lens1, lens1_stride, token, width1)
+    length0 = row_length(p_lens0, lens0_stride, token, width0)
+    length1 = row_length(p_lens1, lens1_stride, token, width1)
     if p_positions is not None:
         position = gl.load(p_positions + token * position_stride).to(gl.int64)
         p_table += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import PAD_INDEX, cdiv
+from .early import start
 from .gpu import early_start, gpu_of, starts_early
 from .sparse_mla_decode import sparse_mla_decode, sparse_mla_decode_refuses
 
@@ -74,9 +75,7 @@ def dense_rows_kernel(
     EARLY: tl.constexpr,
 ):
     """Program p writes block p % blocks of token p // blocks, blocks of the first list in front."""
-    if EARLY:  # attention may be launched while rows are written: it waits before it reads them
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start(EARLY)  # attention may be launched while rows are written: it waits before it reads them
     token = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     if block < blocks0:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..layout import cdiv
 from .gpu import Gpu, early_start
+from .sparse_mla_decode_hopper import FEWEST_HEADS
 from .sparse_mla_decode_kernel_small_hopper import sparse_mla_decode_small_hopper_kernel
 from .sparse_mla_decode_launch_hopper import gather_refuses, launch_gathering
 from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source
@@ -29,8 +30,6 @@ class Shape(NamedTuple):
 
 
 NARROW, LONG, WIDER = Shape(16, 64, 8), Shape(16, 128, 16, late=True), Shape(32, 64, 8)
-FEWEST_HEADS = 33
-"""Fewer have a kernel of their own."""
 TILE = 16
 SHORT = 256
 """Most keys of a row that is short."""

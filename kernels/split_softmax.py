@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..layout import cdiv
 from .attention_rows import DTYPES, store_rows
+from .early import start
 from .sparse_mla_decode_plan import Fusion, Results
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -85,10 +86,7 @@ def split_softmax_kernel(
     PACKED: tl.constexpr,
 ):
     """One program for each head of each token."""
-    if DEPENDENT:
-        # A projection behind it reads its weight meanwhile.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start(DEPENDENT)  # a projection behind it reads its weight meanwhile
     row = tl.program_id(0).to(tl.int64)
     local, head = row // H, row % H
     token = first + local
