@@ -14,6 +14,7 @@ from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference import kv_format
 from dsv4_compile.testing import Tolerance, assert_cached, assert_close, poison_
 from dsv4_compile.testing import samples as samples  # registers the ops
+from tests.gpu.far import behind_2_31_bytes, moved
 
 REFERENCE = REFERENCES["compress_norm_rope_insert"]
 CACHE, REQUESTS, MAX_POS = 8, 5, 4096
@@ -85,6 +86,16 @@ def assert_agree(args: tuple[Any, ...], **options: Any) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 33, 512, 4099])
 def test_entries_are_those_of_the_reference(tokens: int, ratio: int, dim: int, fmt: str, hadamard: bool) -> None:
     assert_agree(arguments(tokens, ratio, dim, fmt, hadamard))
+
+
+@pytest.mark.parametrize(("dim", "fmt"), [(512, "fp8_ds_mla"), (512, "plain"), (128, "indexer_fp8")])
+def test_70_000_tokens_over_caches_of_more_than_2_31_bytes(dim: int, fmt: str) -> None:
+    args = list(arguments(70_000, layout.CSA_RATIO, dim, fmt))
+    args[0], added = behind_2_31_bytes(args[0])
+    args[1], args[2] = args[1] + added * args[11], moved(args[2], added)
+    args[CACHE], added = behind_2_31_bytes(args[CACHE])
+    args[5] = moved(args[5], added * args[12])
+    assert_agree(tuple(args))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dsv4_compile import layout
 from dsv4_compile.kernels import cp_gather_indexer_k as kernel
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import hostile_indices, random_cache
+from tests.gpu.far import behind_2_31_bytes, moved
 
 REFERENCE = REFERENCES["cp_gather_indexer_k"]
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
@@ -49,6 +50,13 @@ def test_rows_apart_and_bounds_that_do_not_start_at_zero(fmt: str) -> None:
     wide, scale = torch.zeros(900, 400, device="cuda", dtype=k.dtype), torch.zeros(900, 9, device="cuda").byte()
     check((cache, table, bounds + 3, wide[:, 5 : 5 + k.shape[1]], scale[:, 2 : 2 + k_scale.shape[1]], *rest))
     check((cache, table[:2], bounds.long(), k, k_scale, *rest))
+
+
+@FORMATS
+def test_a_cache_of_more_than_2_31_bytes(fmt: str) -> None:
+    cache, table, *rest = arguments(fmt, 7, 70_000)
+    cache, added = behind_2_31_bytes(cache)
+    check((cache, moved(table, added), *rest))
 
 
 def test_a_captured_launch_follows_its_inputs() -> None:

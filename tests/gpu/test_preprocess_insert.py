@@ -18,6 +18,7 @@ from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_cached, assert_close
 from dsv4_compile.testing import samples as samples  # registers the ops
 from dsv4_compile.testing.generate import to_device
+from tests.gpu.far import behind_2_31_bytes, moved
 from tests.ops.preprocess_layer import CACHES, PADDING, WINDOW_BLOCK, Layer
 
 REFERENCE = REFERENCES["preprocess_insert"]
@@ -164,12 +165,6 @@ def test_a_hundred_runs_are_equal_bit_for_bit(kind: str) -> None:
         assert all(torch.equal(storage_of(mine[name]), storage_of(cache)) for name, cache in caches.items())
 
 
-def behind_2_31_bytes(x: Tensor) -> tuple[Tensor, int]:
-    """Pages that end with those of `x` and begin 2^31 bytes in front of them, and how many were added."""
-    added = 2**31 // x[0].nbytes + 1
-    return torch.cat((x.new_zeros(added, *x.shape[1:]), x)), added
-
-
 def far_away(kind: str, tokens: int, context: int) -> list[Any]:
     """The arguments of a step of the benchmark, every cache of which is larger than an int32 counts bytes."""
     step = indexer.Step(DeepseekV4Config.flash(), tokens, context, torch.device("cuda"), 0)
@@ -180,11 +175,11 @@ def far_away(kind: str, tokens: int, context: int) -> list[Any]:
         state, slots, table, cache, entry_slots = range(first + 3, first + 8)
         args[state], added = behind_2_31_bytes(args[state])
         args[slots] = args[slots] + added * layout.state_block_size(ratio)
-        args[table] = torch.where(args[table] >= 0, args[table] + added, -1).int()
+        args[table] = moved(args[table], added)
         caches.append((cache, entry_slots, layout.storage_block_size(ratio)))
     for cache, slots, block in caches:
         args[cache], added = behind_2_31_bytes(args[cache])
-        args[slots] = torch.where(args[slots] >= 0, args[slots] + added * block, -1)
+        args[slots] = moved(args[slots], added * block)
     return args
 
 

@@ -10,6 +10,7 @@ import torch
 from dsv4_compile.kernels import sparse_mla_decode_latent as kernel
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import assert_close, random_cache
+from tests.gpu.far import behind_2_31_bytes, moved
 
 REFERENCE = REFERENCES["sparse_mla_decode_latent"]
 
@@ -33,6 +34,18 @@ def test_value_is_that_of_the_definition(tokens: int, heads: int) -> None:
     want_out, want_lse = REFERENCE(*args)
     assert_close(out, want_out)
     assert_close(lse, want_lse, "lse")
+
+
+def test_70_000_tokens_over_a_cache_of_more_than_2_31_bytes() -> None:
+    """Of a few keys each."""
+    q, cache, slots, lens, *rest = case(64, heads=16, topk=24)
+    want = REFERENCE(q, cache, slots, lens, *rest)
+    row = torch.arange(70_000, device="cuda") % 64
+    cache, added = behind_2_31_bytes(cache)
+    out, lse = kernel.sparse_mla_decode_latent(q[row], cache, moved(slots, 64 * added)[row], lens[row], *rest)
+    assert_close(out[:64], want[0], "attention_few_keys")
+    assert_close(lse[:64], want[1], "lse")
+    assert torch.equal(out, out[:64][row]) and torch.equal(lse, lse[:64][row])
 
 
 def test_a_captured_launch_follows_its_inputs() -> None:

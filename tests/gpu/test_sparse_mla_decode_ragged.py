@@ -12,6 +12,7 @@ from dsv4_compile.kernels import sparse_mla_decode as dense
 from dsv4_compile.kernels import sparse_mla_decode_ragged as kernel
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import assert_close, random_cache
+from tests.gpu.far import behind_2_31_bytes
 
 WINDOW, ENTRIES = 128, 512
 
@@ -49,6 +50,23 @@ def test_lists_give_the_bits_of_rows_and_the_value_of_the_definition(fmt: str, t
     exact = REFERENCES["sparse_mla_decode_ragged"](*ragged)
     assert_close(out, exact[0], "attention_few_keys")
     assert_close(lse, exact[1], "lse")
+
+
+@pytest.mark.parametrize("fmt", ["fp8_ds_mla", "fp8", "plain"])
+def test_70_000_tokens_over_a_cache_of_more_than_2_31_bytes(fmt: str) -> None:
+    """Of a few keys each."""
+    _, padded = case(fmt, 64, heads=8)
+    row = torch.arange(70_000, device="cuda") % 64
+    padded[0] = padded[0][row]
+    for slots, width in ((2, 20), (9, 5)):
+        padded[slots], padded[slots + 1] = padded[slots][row, :width], padded[slots + 1][row].clamp(max=width)
+    padded[1], added = behind_2_31_bytes(padded[1])
+    padded[2] = padded[2] + 64 * added
+    lists = [REFERENCES["ragged_from_dense"](*padded[i : i + 2]) for i in (2, 9)]
+    ragged = [*padded[:2], *lists[0], *padded[4:9], *lists[1], *padded[11:], 20, 5]
+    got, want = kernel.sparse_mla_decode_ragged(*ragged), dense.sparse_mla_decode(*padded)
+    assert all(map(torch.equal, got, want))
+    assert all(torch.equal(x, x[:64][row]) for x in got)
 
 
 def test_a_captured_launch_follows_its_lists() -> None:
