@@ -9,6 +9,9 @@ from typing import Any
 from ..errors import fail
 from .table import AXIS, Row, groups
 
+ROUNDED_US = 1.0
+"""Records keep three digits behind the point of a floor."""
+
 
 def can_draw() -> bool:
     """Whether matplotlib is installed."""
@@ -75,7 +78,7 @@ def _panel(panel: Any, title: str, rows: list[Row]) -> None:
 
 
 def _roofline(record: dict[str, Any], timed: list[tuple[str, list[Row]]], path: Path) -> Path:
-    """TFLOP/s over flops per byte: the slope is the copy rate, a point as high as the slope is bound by memory."""
+    """TFLOP/s over flops per byte under the roof: a slope, the copy rate, and flat where products are the limit."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
@@ -91,6 +94,8 @@ def _roofline(record: dict[str, Any], timed: list[tuple[str, list[Row]]], path: 
     intensities = sorted(x for points in found.values() for x, _ in points)
     ends = [intensities[0] / 2, intensities[-1] * 2]
     panel.plot(ends, [x * record["copy_gb_s"] / 1e3 for x in ends], "k:", label="copy rate")
+    for roof in flat_roofs(record):
+        panel.axhline(roof, color="k", linestyle="--", linewidth=0.8, label=f"products, {roof:.0f} TFLOP/s")
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("flops per byte")
@@ -99,6 +104,16 @@ def _roofline(record: dict[str, Any], timed: list[tuple[str, list[Row]]], path: 
     panel.legend(fontsize=7)
     figure.savefig(path, dpi=120)
     return path
+
+
+def flat_roofs(record: dict[str, Any]) -> list[float]:
+    """TFLOP/s at which products bound the rows of a record, by their floors; of each dtype of operands one.
+
+    Floors of a few microseconds are rounded too much to tell.
+    """
+    bound = [row for row in record["rows"] if row.get("flops") and (row.get("floor_us") or 0) > ROUNDED_US]
+    rates = ((row["flops"] / row["floor_us"] / 1e6, row["flops"] / row["bytes"]) for row in bound)
+    return sorted({float(f"{rate:.3g}") for rate, x in rates if rate < 0.99 * x * record["copy_gb_s"] / 1e3})
 
 
 def _title(record: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from .problem import Only, Problem, keep
 from .record import Record, environment
 
 SCENARIOS = {
+    "attention": "decode and prefill: sparse_mla_decode and sparse_mla_prefill in one record",
     "attention_backends": "decodes as five systems describe them: rows and lists of slots, other caches, DeepSeek-V3.2",
     "chain": "hidden states to queries and caches: plain PyTorch, stock torch.compile and the ops",
     "decode_step": "attention of a whole decode step, as a user runs it, in graphs and without",

@@ -135,7 +135,6 @@ def problems(device: torch.device, only: Only, tokens: tuple[int, ...] | None = 
                     implementations=IMPLEMENTATIONS | flash_mla.beside(lambda: on_gpu(flash_mla.prefill()), heads),
                     published=published(heads, size, pattern) if device.type == "cuda" else {},
                     differs=differs,
-                    cold=False,
                 )
 
 

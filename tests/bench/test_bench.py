@@ -260,7 +260,7 @@ def test_a_wrong_implementation_fails_the_command(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nothing"], "no scenario 'nothing'; there is attention_backends"),
+        (["nothing"], "no scenario 'nothing'; there is attention, attention_backends"),
         (["preprocess", "--only", "token=1"], "no column 'token' in preprocess; there is op, heads, tokens, impl"),
         (["preprocess", "--only", "tokens=3", "--device", "cpu"], "nothing is left to measure after --only tokens=3"),
     ],
@@ -350,6 +350,15 @@ def test_pictures_lie_beside_the_record(tmp_path: Path, flops: int, names: list[
     assert [path.name for path in bench.draw(record, tmp_path)] == names
     assert all((tmp_path / name).stat().st_size > 1000 for name in names)
     assert bench.draw(record | {"rows": rows[1:]}, tmp_path) == []
+
+
+def test_a_roof_is_flat_where_products_bound_and_nowhere_else() -> None:
+    """790 and 1580 TFLOP/s, each of several sizes; what is bound by memory, or of no products, has no flat roof."""
+    rows = [timed(flops=790_000_000 * us, bytes=1000 * us, floor_us=us) for us in (2.0, 99.003)]
+    rows += [timed(flops=1_580_000_000, bytes=1000, floor_us=1.001), timed(flops=10**6, bytes=43_000, floor_us=0.01)]
+    rows += [timed(flops=10**9, bytes=43_000_000, floor_us=10.0), timed(flops=0, bytes=10**9, floor_us=250.0)]
+    rows += [timed(flops=10**9, floor_us=None)]
+    assert pictures.flat_roofs({"copy_gb_s": 4300.0, "rows": rows}) == [790.0, 1580.0]
 
 
 def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(
