@@ -137,7 +137,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the record")
     options = parser.parse_args()
     record: dict[str, Any] = {"scenario": "attention_between_projections", **environment(CUDA), "rows": []}
-    record["command"] = "python examples/benchmarks/attention_between_projections.py"
+    limits = [f"--{name} {' '.join(map(str, getattr(options, name)))}" for name in ("tokens", "keys", "weights")]
+    record["command"] = " ".join(["python examples/benchmarks/attention_between_projections.py", *limits])
     with torch.no_grad():
         for row in rows(options):
             print(*row.values(), flush=True)
