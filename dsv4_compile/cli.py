@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import resources
@@ -97,7 +97,10 @@ def _parser() -> argparse.ArgumentParser:
         "--trust", action="store_true", help="let auto use kernels that have not passed their tests on this GPU"
     )
     bench.add_argument(
-        "--tune", action="store_true", help="let dsv4.impl=auto choose between IR and kernels by what is measured here"
+        "--tune",
+        action="store_true",
+        help="let dsv4.impl=auto choose between IR and kernels by what is measured here; without a scenario, measure "
+        "all that it chooses between",
     )
 
     commands.add_parser(
@@ -133,25 +136,35 @@ def _explain(target: str | None, *, as_json: bool, max_breaks: int | None) -> in
 
 
 def _bench(args: argparse.Namespace) -> int:
-    import torch
+    from . import bench
 
-    from . import bench, proven
-
-    if args.scenario is None:
+    if args.scenario is None and not args.tune:
         print("\n".join(f"{name}  {what}" for name, what in bench.SCENARIOS.items()))
         return 0
-    only = {column: set(values.split(",")) for column, _, values in (limit.partition("=") for limit in args.only)}
     if shapeless := [limit for limit in args.only if "=" not in limit]:
         print(f"--only takes COLUMN=A,B, got {shapeless[0]!r}", file=sys.stderr)
         return 2
-    if wrong := bench.complaint(args.scenario, only):
-        print(wrong, file=sys.stderr)
+    only = {column: set(values.split(",")) for column, _, values in (limit.partition("=") for limit in args.only)}
+    if args.scenario is None and only:
+        print("--only limits a scenario, and --tune alone measures every choice: name one of both", file=sys.stderr)
         return 2
     if args.png:
         bench.require_drawing()
+    return max(_measure(args, *each) for each in ({args.scenario: only} if args.scenario else bench.choices()).items())
+
+
+def _measure(args: argparse.Namespace, scenario: str, only: Mapping[str, Collection[str]]) -> int:
+    """Run one scenario and hand out its record as the arguments say."""
+    import torch
+
+    from . import bench, measured, proven
+
+    if wrong := bench.complaint(scenario, only):
+        print(wrong, file=sys.stderr)
+        return 2
     with proven.trust() if args.trust else nullcontext():
         record = bench.run(
-            args.scenario,
+            scenario,
             only=only,
             device=torch.device(args.device) if args.device else None,
             so_far=partial(bench.write, folder=args.out) if args.out else None,
@@ -164,8 +177,6 @@ def _bench(args: argparse.Namespace) -> int:
     if args.out or args.png:
         bench.save(record, args.out or ".")
     if args.tune:
-        from . import measured
-
         print(f"{measured.update(record)} sizes of both ir and triton written to {measured.RECORD}", file=sys.stderr)
     return int(any(row["status"] == "wrong" for row in record["rows"]))
 

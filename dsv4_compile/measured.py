@@ -1,10 +1,10 @@
 """How long the implementations of an op took, by GPU and size: what `auto` goes by where it has a choice.
 
-`measured.json` is the record, written by `dsv4 bench SCENARIO --tune`. The size of a call is the number of elements of
-its first tensor; the measurement nearest to it, in the logarithm, decides, among rows of as many heads where there are
-such. Without one, IR goes before a kernel. A dynamic dim counts with the size it was traced with; a graph from torch's
-compile cache keeps the choice made then. Ops that could be one op are merged unless the table knows all of them, and
-the merged one as slower than they are together.
+`measured.json` is the record: `dsv4 bench --tune` writes it anew for the GPU it runs on, and with a scenario the ops of
+that alone. The size of a call is the number of elements of its first tensor; the measurement nearest to it, in the
+logarithm, decides, among rows of as many heads where there are such. Without one, IR goes before a kernel. A dynamic
+dim counts with the size it was traced with; a graph from torch's compile cache keeps the choice made then. Ops that
+could be one op are merged unless the table knows all of them, and the merged one as slower than they are together.
 
 An op is measured alone. Inductor IR may gain more from fusing with what comes before and after than it loses here:
 `dsv4.impl.<op>` says so for one op.

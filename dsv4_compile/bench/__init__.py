@@ -13,12 +13,13 @@ from __future__ import annotations
 from .pictures import draw, require_drawing
 from .problem import Problem, keep
 from .record import merge, save, write
-from .runner import SCENARIOS, complaint, run
+from .runner import SCENARIOS, choices, complaint, run
 from .table import render
 
 __all__ = [
     "SCENARIOS",
     "Problem",
+    "choices",
     "complaint",
     "draw",
     "keep",

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from .. import costs, progress, proven
+from .. import costs, measured, progress, proven
+from ..lowering import registry
+from ..ops._kernels import KERNELS
 from . import gate, nodes, timing
 from .problem import Only, Problem, keep
 from .record import Record, environment
@@ -37,6 +39,9 @@ SCENARIOS = {
     "sparse_mla_prefill": "attention of prompts over a flat workspace",
 }
 """Name of a scenario, which is a module of this package, and what it measures."""
+
+TUNED = ("preprocess", "indexer")
+"""Scenarios that have every op between whose IR and kernel `dsv4.impl=auto` may choose."""
 
 
 def run(
@@ -91,6 +96,13 @@ def run(
                 so_far(record)
         machine()
     return record
+
+
+def choices() -> dict[str, Only]:
+    """What `--tune` alone measures: by scenario the limits that leave its ops with both IR and a kernel, and these."""
+    registry.load()
+    only = {"op": set(registry.LOWERINGS) & set(KERNELS), "impl": set(measured.CANDIDATES)}
+    return dict.fromkeys(TUNED, only)
 
 
 def complaint(scenario: str, only: Only) -> str:

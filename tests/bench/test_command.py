@@ -1,0 +1,124 @@
+"""`dsv4 bench` as a command: what it prints and leaves, which scenarios it has, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_compile import bench, cli, measured
+from dsv4_compile.bench import gate, indexer, pictures, preprocess, timing
+from dsv4_compile.config import DeepseekV4Config
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_record_says_when_kernels_were_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--only", "op=inv_rope", "--only", "impl=eager", "--device", "cpu", "--turn", str(tmp_path / "turn")]
+    assert cli.main(["bench", "preprocess", *limits, "--trust", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["command"].endswith("--device cpu --trust")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_command_prints_a_table_and_leaves_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--only", "op=inv_rope", "--only", "impl=eager,triton", "--device", "cpu"]
+    assert cli.main(["bench", "preprocess", *limits, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    record = json.loads((tmp_path / "preprocess.json").read_text())
+    assert (tmp_path / "preprocess.txt").read_text() == printed
+    assert record["command"] == "dsv4 bench preprocess --only op=inv_rope --only impl=eager,triton --device cpu"
+    assert {"machine", "driver", "torch", "triton", "date", "copy_gb_s"} <= set(record)
+    for line in ("inv_rope, heads 2: us, wall clock", "triton, unavailable: hand-written kernels run on GPUs"):
+        assert line in printed
+    assert (tmp_path / "preprocess.png").exists() is bool(importlib.util.find_spec("matplotlib"))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_tune_hands_the_record_to_the_table_of_measurements(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(measured, "update", lambda record: seen.append(record) or 0)
+    limits = ["--only", "op=inv_rope", "--only", "impl=eager", "--only", "tokens=5", "--device", "cpu"]
+    assert cli.main(["bench", "preprocess", *limits, "--tune"]) == 0
+    assert seen[0]["rows"][0]["elements"] == 5 * 2 * 512
+    assert capsys.readouterr().err.splitlines()[-1].startswith("0 sizes of both ir and triton written to ")
+
+
+def test_tune_alone_measures_every_choice_and_tells_the_worst(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[tuple[str, bench.Only]] = []
+
+    def run(scenario: str, only: bench.Only, **options: Any) -> dict[str, Any]:
+        ran.append((scenario, only))
+        return {"rows": [{"status": "wrong" if scenario == "preprocess" else "ok"}]}
+
+    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(bench, "render", lambda record: "")
+    monkeypatch.setattr(measured, "update", lambda record: 0)
+    assert cli.main(["bench", "--tune"]) == 1
+    assert [name for name, _ in ran] == ["preprocess", "indexer"]
+    assert cli.main(["bench", "--tune", "--only", "tokens=1"]) == 2
+    assert "name one of both" in capsys.readouterr().err
+    assert len(ran) == 2
+
+
+def test_every_op_that_has_a_choice_is_among_those_that_are_tuned() -> None:
+    limits = bench.choices()
+    offered = {case.op for case in indexer.cases(DeepseekV4Config.flash())} | set(preprocess.OPS)
+    # The product is the op's own either way: how its quantisation fares in front of it says nothing of a call alone.
+    assert limits["preprocess"]["op"] - offered == {"fp8_linear"}
+    assert limits["preprocess"]["impl"] == {"ir", "triton"}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_wrong_implementation_fails_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gate, "disagreement", lambda got, want: "result 0 is upside down")
+    limits = ["--only", "op=inv_rope", "--only", "impl=eager", "--only", "tokens=1", "--device", "cpu"]
+    assert cli.main(["bench", "preprocess", *limits, "--json"]) == 1
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["status"], row["note"], row["us"]) == ("wrong", "result 0 is upside down", None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nothing"], "no scenario 'nothing'; there is attention, attention_backends"),
+        (["preprocess", "--only", "token=1"], "no column 'token' in preprocess; there is op, heads, tokens, impl"),
+        (["preprocess", "--only", "tokens=3", "--device", "cpu"], "nothing is left to measure after --only tokens=3"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "copy_rate", lambda device: 1e9)
+    assert cli.main(["bench", *argv]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(message)
+
+
+def test_the_command_lists_the_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(bench.SCENARIOS)
+
+
+def test_the_example_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "benchmarks" / "preprocess.py"
+    monkeypatch.setattr("sys.argv", [str(example), "--only", "size=1"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(example), run_name="__main__")
+    assert left.value.code == 2
+    assert "no column 'size'" in capsys.readouterr().err
+
+
+def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pictures, "can_draw", lambda: False)
+    assert cli.main(["bench", "preprocess", "--device", "cpu", "--png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
