@@ -63,7 +63,7 @@ def _scaled_codes(codes, factor):
 
 
 @gluon.jit
-def row_length(p_lens, stride, token, width, CACHE: gl.constexpr = ""):
+def row_length(p_lens, stride, token, width, CACHE: gl.constexpr = CACHED):
     """int32 number of columns that count in a token's row of indices."""
     length = gl.load(p_lens + token * stride, cache_modifier=CACHE)
     return gl.minimum(gl.maximum(length, 0), width).to(gl.int32)
