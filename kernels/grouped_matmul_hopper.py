@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -125,6 +126,8 @@ def operands_refused(x: Tensor, weight: Tensor, quantize: bool) -> str:
     return ""
 
 
+# A layout takes the host as long to make as a launch: each is made once.
+@functools.cache
 def x_layout(block_m: int, block_k: int, warps: int) -> gl.BlockedLayout:
     """Of a strip of x: every thread has some of it where that is possible, and as much of a row as it may."""
     each = max(block_k // 32, min(16, block_m * block_k // (32 * warps)))
@@ -132,9 +135,21 @@ def x_layout(block_m: int, block_k: int, warps: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([1, each], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
+@functools.cache
+def out_layout(block_n: int, warps: int) -> gl.BlockedLayout:
+    """Of results: eight neighbours to a thread."""
+    lanes = min(32, block_n // 8)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
 def swizzled(of: Tensor) -> gl.NVMMASharedLayout:
     """How the copy engine and the matrix unit have tiles of `of` in shared memory."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * of.element_size(), rank=2)
+    return _swizzled(8 * of.element_size())
+
+
+@functools.cache
+def _swizzled(bits: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
 
 
 def launch_hopper(
@@ -163,7 +178,6 @@ def launch_hopper(
     ring = deepest_ring(cut, block_m, block_k, each, x.element_size(), quantize)
     # Two strips at a time wait half as often, if the next two are on their way, and registers can hold both products.
     step = 2 if each % 2 == 0 and strips % each == 0 and ring >= 4 and block_m <= 64 else 1
-    lanes = min(32, cut.block_n // 8)
     grouped_matmul_hopper_kernel[(tiles * cut.splits,)](
         TensorDescriptor.from_tensor(weight, [cut.block_n, block_k], swizzled(weight)),
         TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], swizzled(x)),
@@ -196,7 +210,7 @@ def launch_hopper(
         X_TILE=swizzled(x),
         OUT_TILE=swizzled(out),
         X=x_layout(block_m, block_k, cut.warps),
-        OUT=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [cut.warps, 1], [1, 0]),
+        OUT=out_layout(cut.block_n, cut.warps),
         num_warps=cut.warps,
         launch_pdl=True,
     )

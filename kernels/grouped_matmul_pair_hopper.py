@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import layout
@@ -16,6 +15,7 @@ from .grouped_matmul_hopper import (
     block_of,
     deepest_ring,
     hopper_refuses,
+    out_layout,
     power_of_two,
     rows_of,
     swizzled,
@@ -79,7 +79,6 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         for n, m in zip(splits, blocks, strict=True)
     ]
     counters = arrival_counters(sum(blocks), x.device)
-    lanes = min(32, BLOCK_N // 8)
     first = blocks[0] * splits[0]
     pair_hopper_kernel[(first + blocks[1] * splits[1],)](
         TensorDescriptor.from_tensor(weight, [BLOCK_N, block_k], swizzled(weight)),
@@ -118,7 +117,7 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         X_TILE=swizzled(x),
         OUT_TILE=swizzled(out),
         X=x_layout(block_m, block_k, WARPS),
-        OUT=gl.BlockedLayout([1, 8], [32 // lanes, lanes], [WARPS, 1], [1, 0]),
+        OUT=out_layout(BLOCK_N, WARPS),
         num_warps=WARPS,
         launch_pdl=True,
     )
