@@ -15,7 +15,7 @@ MAX_SETS = 1024
 _GRAPH_US = 400.0
 """Time that the calls of one graph should take together: the start of a replay is then a small part of it."""
 _IN_A_ROW = 20
-_SECONDS = 0.05
+_SECONDS = 0.02
 _MIN_REPEATS, _MAX_REPEATS = 7, 200
 Call = Callable[[], Any]
 
