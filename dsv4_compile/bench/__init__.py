@@ -10,7 +10,7 @@ scenario is a line in `SCENARIOS`.
 
 from __future__ import annotations
 
-from .pictures import draw, require_drawing
+from .pictures import can_draw, draw, require_drawing
 from .problem import Problem, keep
 from .record import merge, save, write
 from .runner import SCENARIOS, choices, complaint, run

@@ -24,18 +24,20 @@ def require_drawing() -> None:
         fail("E101", got="no matplotlib, which draws the pictures of a record", fix="pip install matplotlib")
 
 
-def draw(record: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw `<scenario>.png` and, where products were timed, `<scenario>_roofline.png`; return their paths.
+def draw(record: dict[str, Any], folder: Path, name: str = "") -> list[Path]:
+    """Draw `<name>.png` and, where products were timed, `<name>_roofline.png`; return their paths.
 
-    Nothing is drawn of a record without times. Raises E101 where matplotlib is not installed.
+    The name is by default that of the scenario. Nothing is drawn of a record without times. Raises E101 where matplotlib
+    is not installed.
     """
     require_drawing()
     timed = [(title, rows) for title, every in groups(record["rows"]) if (rows := [r for r in every if r["us"]])]
     if not timed:
         return []
-    made = [_times(record, timed, folder / f"{record['scenario']}.png")]
+    name = name or record["scenario"]
+    made = [_times(record, timed, folder / f"{name}.png")]
     if any(row.get("flops") for _, rows in timed for row in rows):
-        made.append(_roofline(record, timed, folder / f"{record['scenario']}_roofline.png"))
+        made.append(_roofline(record, timed, folder / f"{name}_roofline.png"))
     return made
 
 

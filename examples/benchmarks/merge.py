@@ -16,11 +16,12 @@ from dsv4_compile import bench
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write NAME.json, and NAME.txt of a scenario of `dsv4 bench`."""
+    """Write NAME.json, and of a scenario of `dsv4 bench` NAME.txt and, asked for, NAME.png."""
     parser = argparse.ArgumentParser(description="Merge records of one scenario, machine and set of versions.")
     parser.add_argument("parts", nargs="+", type=Path, metavar="RECORD.json")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="default: this folder")
     parser.add_argument("--name", help="of the files; default: that of the scenario")
+    parser.add_argument("--png", action="store_true", help="draw the times, with matplotlib")
     args = parser.parse_args(argv)
     merged = bench.merge([json.loads(part.read_text()) for part in args.parts])
     args.out.mkdir(parents=True, exist_ok=True)
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     path.write_text(json.dumps(merged, indent=1) + "\n")
     if merged["scenario"] in bench.SCENARIOS:
         path.with_suffix(".txt").write_text(bench.render(merged) + "\n")
+        if args.png:
+            bench.draw(merged, args.out, path.stem)
     print(f"{len(merged['rows'])} rows written to {path}")
     return 0
 

@@ -30,7 +30,8 @@ def test_rows_and_commands_come_in_order_with_the_first_date(parts: list[dict[st
     for path, part in zip(paths, parts, strict=True):
         path.write_text(json.dumps(part))
     merge = runpy.run_path(str(ROOT / "examples" / "benchmarks" / "merge.py"))["main"]
-    assert merge([*map(str, paths), "--out", str(tmp_path), "--name", "both"]) == 0
+    assert merge([*map(str, paths), "--out", str(tmp_path), "--name", "both", *["--png"] * bench.can_draw()]) == 0
+    assert (tmp_path / "both.png").exists() is bench.can_draw()
     merged, whole = json.loads((tmp_path / "both.json").read_text()), json.loads(RECORD.read_text())
     assert merged["rows"] == whole["rows"]
     assert merged["date"] == whole["date"]
