@@ -19,6 +19,7 @@ from .table import render
 __all__ = [
     "SCENARIOS",
     "Problem",
+    "can_draw",
     "choices",
     "complaint",
     "draw",

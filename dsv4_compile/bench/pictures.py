@@ -27,8 +27,8 @@ def require_drawing() -> None:
 def draw(record: dict[str, Any], folder: Path, name: str = "") -> list[Path]:
     """Draw `<name>.png` and, where products were timed, `<name>_roofline.png`; return their paths.
 
-    The name is by default that of the scenario. Nothing is drawn of a record without times. Raises E101 where matplotlib
-    is not installed.
+    The name is by default that of the scenario. Nothing is drawn of a record without times. Raises E101 where
+    matplotlib is not installed.
     """
     require_drawing()
     timed = [(title, rows) for title, every in groups(record["rows"]) if (rows := [r for r in every if r["us"]])]
