@@ -49,6 +49,7 @@ def _check(*args: Any, **kwargs: Any) -> None:
     if given["slot_mapping"] is not None:
         expect(given["slot_mapping"], f"{OP}: slot_mapping [M]", INTS)
     expect_positive(OP, window_block_size=given["window_block_size"])
+    expect(given["positions"], f"{OP}: positions [N]", TOKENS["positions"])
     rows = given["positions"].shape[0]
     for name, dtype in TOKENS.items():
         _expect_buffer(name, given[name], dtype, rows)

@@ -178,6 +178,7 @@ def test_one_graph_for_every_number_of_tokens(seed: int) -> None:
         ({"c128_indices": torch.zeros(4, dtype=torch.int32)}, r"c128_indices \[N, C\] is int32"),
         ({"window_slots": torch.zeros(4, dtype=torch.int32)}, r"window_slots \[N\] is int64"),
         ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, "query_start_loc has one element more"),
+        ({"positions": torch.tensor(4)}, r"positions \[N\] is int64"),
         ({"window_block_size": 0}, "window_block_size is at least 1"),
     ],
 )

@@ -181,6 +181,12 @@ def test_wrong_arguments_are_refused(position: int, value: object, message: str)
             op(*args)
 
 
+def test_lengths_behind_the_rows_are_not_read() -> None:
+    rows, lens = i32([[7, 8], [4, -1]]), i32([2, 2])
+    longer = torch.cat((lens, i32([9, -1])))
+    assert all(map(torch.equal, ragged_from_dense(rows, longer), ragged_from_dense(rows, lens)))
+
+
 def test_ragged_from_dense_refuses_missing_lengths() -> None:
     with pytest.raises(InputError, match="lens has a row for every token"):
         ragged_from_dense(torch.zeros(3, 4, dtype=I32), i32([1, 1]))
