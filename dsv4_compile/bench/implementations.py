@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,14 +16,21 @@ from ..ops._define import OPS, REFERENCES
 from ..ops._kernels import launcher
 from .problem import Args, Prepare
 
+_count = itertools.count()
+
 
 def compiled(
     function: Callable[..., Any], backend: Any, typical: Callable[[], Args], tokens: Sequence[int], **options: Any
 ) -> Callable[..., Any]:
     """`function` compiled for arguments of a middle size, with a dynamic token dim; see `implementations`."""
-    # Stock torch.compile, and each op of a scenario, starts without what was compiled before.
-    torch.compiler.reset()
-    call = torch.compile(function, backend=backend, fullgraph=True, options=options or None)
+
+    def run(*args: Any) -> Any:
+        return function(*args)
+
+    # Dynamo keeps what it has compiled, and which sizes it has seen, by code and name: with its own of both, a function
+    # starts anew and leaves the others as they are.
+    run.__code__ = run.__code__.replace(co_name=f"compiled_{next(_count)}")
+    call = torch.compile(run, backend=backend, fullgraph=True, options=options or None)
     args = typical()
     for index in tokens:
         assert isinstance(args[index], Tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from .. import costs, measured, progress, proven
 from ..lowering import registry
 from ..ops._kernels import KERNELS
 from . import gate, nodes, timing
-from .problem import Only, Problem, keep
+from .problem import Args, Only, Problem, keep
 from .record import Record, environment
 
 SCENARIOS = {
@@ -123,48 +123,61 @@ def rows_of(
 ) -> Iterator[dict[str, Any]]:
     """One row for each wanted implementation of `problem`. One that is wrong or missing has a note and no time.
 
-    `begin` is called before each is timed.
+    All are prepared and compared before the first is timed; `begin` is called before each is.
     """
-    wanted = {name: make for name, make in problem.implementations.items() if keep(only, impl=name)}
-    if not wanted:
+    if not any(keep(only, impl=name) for name in problem.implementations):
         return
     cold = timing.cold_sets(problem.cost.bytes, device) if problem.cold else 0
     sets = [problem.make(i) for i in range(max(1, cold))]
-    elements = next(value.numel() for value in sets[0] if isinstance(value, torch.Tensor))
-    want = gate.outputs(problem.reference, problem.make(0), problem.written)
-    for name, prepare in wanted.items():
+    for row, call in list(_compared(problem, only)):
+        if call is None:
+            yield row
+        else:
+            begin()
+            yield row | _timed(problem, call, sets, device, cold > 0)
+
+
+def _compared(problem: Problem, only: Only) -> Iterator[tuple[dict[str, Any], Callable[..., Any] | None]]:
+    """The row of each wanted implementation, and its call where that gives what the reference gives."""
+    made = problem.make(0)
+    elements = next(value.numel() for value in made if isinstance(value, torch.Tensor))
+    want = gate.outputs(problem.reference, made, problem.written)
+    for name, prepare in problem.implementations.items():
+        if not keep(only, impl=name):
+            continue
         row: dict[str, Any] = {"op": problem.op, **problem.params, "impl": name, "elements": elements}
-        row["published_us"] = dict(problem.published)
+        row |= {"published_us": dict(problem.published), "us": None}
         try:
             call = prepare()
             wrong = (problem.differs or gate.disagreement)(gate.outputs(call, problem.make(0), problem.written), want)
         except Exception as fault:
             # Whatever keeps one implementation from running, the others are still worth measuring.
-            yield row | {"us": None, "status": "unavailable", "note": _summary(fault)}
+            yield row | {"status": "unavailable", "note": _summary(fault)}, None
             continue
-        if wrong:
-            yield row | {"us": None, "status": "wrong", "note": wrong}
-            continue
-        begin()
-        result = timing.measure(call, sets, device, cold=cold > 0, clock=problem.clock)
-        once = partial(call, *sets[0])
-        details = problem.details(once) if problem.details is not None and device.type == "cuda" else None
-        # What captures itself holds memory of its own, and says so in its details.
-        memory = timing.memory(once, device) if details is None else None
-        launches = None if details is not None else timing.launches(once, device)
-        kernels = _kernels(once) if problem.split and device.type == "cuda" else {}
-        yield row | {
-            "us": round(result.us / problem.alike, 3),
-            "cold_us": None if result.cold_us is None else round(result.cold_us / problem.alike, 3),
-            "clock": result.clock,
-            "sets": len(sets),
-            "launches": None if launches is None else launches // problem.alike,
-            "status": "ok",
-            "note": "",
-            **({} if memory is None else {"result_bytes": memory[0], "temporary_bytes": memory[1]}),
-            **({} if details is None else {"details": details}),
-            **({"kernels_us": kernels} if kernels else {}),
-        }
+        yield row | {"status": "wrong" if wrong else "ok", "note": wrong}, None if wrong else call
+
+
+def _timed(
+    problem: Problem, call: Callable[..., Any], sets: Sequence[Args], device: torch.device, cold: bool
+) -> dict[str, Any]:
+    """What was measured of one implementation, as columns of its row."""
+    result = timing.measure(call, sets, device, cold=cold, clock=problem.clock)
+    once = partial(call, *sets[0])
+    details = problem.details(once) if problem.details is not None and device.type == "cuda" else None
+    # What captures itself holds memory of its own, and says so in its details.
+    memory = timing.memory(once, device) if details is None else None
+    launches = None if details is not None else timing.launches(once, device)
+    kernels = _kernels(once) if problem.split and device.type == "cuda" else {}
+    return {
+        "us": round(result.us / problem.alike, 3),
+        "cold_us": None if result.cold_us is None else round(result.cold_us / problem.alike, 3),
+        "clock": result.clock,
+        "sets": len(sets),
+        "launches": None if launches is None else launches // problem.alike,
+        **({} if memory is None else {"result_bytes": memory[0], "temporary_bytes": memory[1]}),
+        **({} if details is None else {"details": details}),
+        **({"kernels_us": kernels} if kernels else {}),
+    }
 
 
 def _kernels(call: Callable[[], Any]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import bench, costs, progress
-from dsv4_compile.bench import gate, preprocess, preprocess_tiles, runner, timing
+from dsv4_compile.bench import gate, implementations, preprocess, preprocess_tiles, runner, timing
 from dsv4_compile.errors import fail
 
 CPU = torch.device("cpu")
@@ -62,6 +62,31 @@ def test_what_is_wrong_gets_no_number(wrong: Callable[..., Any]) -> None:
     assert (found["wrong"]["status"], found["wrong"]["us"]) == ("wrong", None)
     assert found["wrong"]["note"].startswith("result ")
     assert found["right"]["us"] > 0
+
+
+def test_all_are_prepared_and_compared_before_the_first_is_timed() -> None:
+    order: list[str] = []
+
+    def prepared(name: str) -> Callable[[], Callable[..., Any]]:
+        return lambda: order.append(f"prepare {name}") or double
+
+    many = problem(first=prepared("first"), second=prepared("second"))
+    for row in runner.rows_of(many, {}, CPU, lambda: order.append("begin")):
+        order.append(f"row of {row['impl']}")
+    assert order == ["prepare first", "prepare second", "begin", "row of first", "begin", "row of second"]
+
+
+def test_what_is_compiled_serves_all_sizes_whatever_is_compiled_after_it() -> None:
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        compiled.append(len(inputs))
+        return graph.forward
+
+    calls = [implementations.compiled(f, backend, lambda: (torch.ones(4),), (0,)) for f in (torch.sin, torch.cos)]
+    for size in (3, 5, 6):
+        assert [call(torch.ones(size)).shape for call in calls] == [(size,)] * 2
+    assert len(compiled) == 2
 
 
 def test_what_is_missing_says_why_and_stops_nobody() -> None:
