@@ -60,18 +60,15 @@ def update(record: Mapping[str, Any]) -> int:
 
     Returns how many sizes it has of both implementations. Sizes of one alone say whether merging ops pays.
     """
-    times: dict[tuple[str, int], dict[str, float]] = {}
-    tokens: dict[tuple[str, int], int] = {}
+    times: dict[tuple[str, int, int | None], dict[str, float]] = {}
     for row in record["rows"]:
         if row["us"] is not None and row["impl"] in CANDIDATES:
-            size = row["op"], row["elements"]
+            size = row["op"], row["elements"], row.get("tokens")
             times.setdefault(size, {})[f"{row['impl']}_us"] = row["us"]
-            if row.get("tokens"):
-                tokens[size] = row["tokens"]
     stamp = {name: record[name] for name in ("architecture", "torch", "triton", "date")}
     rows: list[dict[str, Any]] = []
-    for (op, elements), us in times.items():
-        width = {"tokens": tokens[op, elements]} if (op, elements) in tokens else {}
+    for (op, elements, tokens), us in times.items():
+        width = {"tokens": tokens} if tokens else {}
         rows.append({"op": op, "elements": elements, **width, **us, **stamp})
     replaced = {(row["op"], row["architecture"]) for row in rows}
     kept = [row for row in _entries() if (row["op"], row["architecture"]) not in replaced]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsv4_compile import bench
+from dsv4_compile import bench, measured
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="default: this folder")
     parser.add_argument("--name", help="of the files; default: that of the scenario")
     parser.add_argument("--png", action="store_true", help="draw the times, with matplotlib")
+    parser.add_argument("--tune", action="store_true", help="as of dsv4 bench, which sees one part alone")
     args = parser.parse_args(argv)
     merged = bench.merge([json.loads(part.read_text()) for part in args.parts])
     args.out.mkdir(parents=True, exist_ok=True)
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.png:
             bench.draw(merged, args.out, path.stem)
     print(f"{len(merged['rows'])} rows written to {path}")
+    if args.tune:
+        print(f"{measured.update(merged)} sizes of both ir and triton written to {measured.RECORD}")
     return 0
 
 

@@ -109,6 +109,7 @@ def test_a_bench_record_becomes_the_table(tmp_path: Path, monkeypatch: pytest.Mo
     row = {"op": "q_norm_rope", "elements": 640, "impl": "ir", "us": 4.0}
     rows = [row, {**row, "impl": "triton", "us": 3.0}, {**row, "impl": "eager", "us": 99.0}]
     rows += [{**row, "elements": 1280, "tokens": 20}, {**row, "elements": 1280, "impl": "triton", "us": None}]
+    rows += [{**row, "elements": 1280, "tokens": 10, "us": 7.0}]  # as large, of longer rows
     stamp = {"architecture": SM90, "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-02T03:04:05+00:00"}
     assert measured.update({"rows": rows, **stamp}) == 1
     assert measured.nearest("q_norm_rope", SM90, 1) == {"ir": 4.0, "triton": 3.0}
@@ -118,8 +119,10 @@ def test_a_bench_record_becomes_the_table(tmp_path: Path, monkeypatch: pytest.Mo
         ("q_norm_rope", "x", 128),
         ("q_norm_rope", SM90, 640),
         ("q_norm_rope", SM90, 1280),
+        ("q_norm_rope", SM90, 1280),
     ]
-    assert written[-1] == {"op": "q_norm_rope", "elements": 1280, "tokens": 20, "ir_us": 4.0, **stamp}
+    assert written[-2] == {"op": "q_norm_rope", "elements": 1280, "tokens": 20, "ir_us": 4.0, **stamp}
+    assert measured.nearest("q_norm_rope", SM90, 128, 1, impls=["ir"]) == {"ir": 7.0}
     assert measured.nearest("q_norm_rope", SM90, 1280) == {"ir": 4.0, "triton": 3.0}
     assert measured.nearest("q_norm_rope", SM90, 1280, impls=["ir"]) == {"ir": 4.0}
     assert measured.nearest("q_norm_rope", SM90, 1280, impls=["eager"]) is None

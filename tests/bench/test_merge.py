@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_compile import bench
+from dsv4_compile import bench, measured
 from dsv4_compile.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +38,17 @@ def test_rows_and_commands_come_in_order_with_the_first_date(parts: list[dict[st
     assert merged["copy_gb_s"] == whole["copy_gb_s"] + 1
     assert list(merged) == list(whole)
     assert f"{whole['command']};\n         the same again\n" in (tmp_path / "both.txt").read_text()
+
+
+def test_what_is_merged_can_be_what_auto_goes_by(
+    parts: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned: list[dict[str, Any]] = []
+    monkeypatch.setattr(measured, "update", lambda record: tuned.append(record) or 0)
+    (tmp_path / "part.json").write_text(json.dumps(parts[0]))
+    merge = runpy.run_path(str(ROOT / "examples" / "benchmarks" / "merge.py"))["main"]
+    assert merge([str(tmp_path / "part.json"), "--out", str(tmp_path), "--tune"]) == 0
+    assert [record["rows"] for record in tuned] == [parts[0]["rows"]]
 
 
 def test_runs_of_different_machines_are_not_merged(parts: list[dict[str, Any]]) -> None:
