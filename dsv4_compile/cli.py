@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib import resources
 
-from . import progress
+from . import __version__, progress
 from .errors import CODES, DSV4Error
 
 PAGES = {"layout": "every byte of the caches", "metadata": "persistent buffers of a step, and who fills them"}
@@ -57,6 +57,7 @@ def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dsv4", description="DeepSeek-V4 attention through torch.compile.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     doctor = commands.add_parser("doctor", help="check this environment, one verdict a line, ready to paste")
@@ -68,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Print the page of an error code, or run a script and report its graphs, breaks and recompiles. "
         "A script is run as it is: explain only scripts that you would run yourself.",
     )
-    explain.add_argument("target", nargs="?", help="an error code, a page, or SCRIPT.py; nothing lists codes and pages")
+    explain.add_argument(
+        "target", nargs="?", help="an error code, a page, or SCRIPT.py; left out, codes and pages are listed"
+    )
     explain.add_argument("--json", action="store_true", help="print the report of a script as JSON")
     explain.add_argument("--max-breaks", type=int, metavar="N", help="exit 1 if the script has more graph breaks")
 
@@ -78,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Each implementation must agree with the reference before it is timed: CUDA graph replays on a "
         "GPU, the wall clock on a CPU.",
     )
-    bench.add_argument("scenario", nargs="?", help="what to measure; nothing lists the scenarios")
+    bench.add_argument("scenario", nargs="?", help="what to measure; left out, the scenarios are listed")
     bench.add_argument(
         "--only",
         action="append",
@@ -139,12 +142,16 @@ def _bench(args: argparse.Namespace) -> int:
     from . import bench
 
     if args.scenario is None and not args.tune:
-        print("\n".join(f"{name}  {what}" for name, what in bench.SCENARIOS.items()))
+        width = max(map(len, bench.SCENARIOS))
+        print("\n".join(f"{name:{width}}  {what}" for name, what in bench.SCENARIOS.items()))
         return 0
     if shapeless := [limit for limit in args.only if "=" not in limit]:
         print(f"--only takes COLUMN=A,B, got {shapeless[0]!r}", file=sys.stderr)
         return 2
-    only = {column: set(values.split(",")) for column, _, values in (limit.partition("=") for limit in args.only)}
+    only: dict[str, set[str]] = {}
+    for limit in args.only:
+        column, _, values = limit.partition("=")
+        only.setdefault(column, set()).update(values.split(","))
     if args.scenario is None and only:
         print("--only limits a scenario, and --tune alone measures every choice: name one of both", file=sys.stderr)
         return 2

@@ -102,6 +102,13 @@ def test_what_cannot_be_measured_is_refused(
     assert capsys.readouterr().err.splitlines()[-1].startswith(message)
 
 
+@pytest.mark.usefixtures("tiny")
+def test_limits_of_a_column_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--only", "op=inv_rope", "--only", "op=q_norm_rope", "--only", "impl=eager", "--only", "tokens=1"]
+    assert cli.main(["bench", "preprocess", *limits, "--device", "cpu", "--json"]) == 0
+    assert [row["op"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["q_norm_rope", "inv_rope"]
+
+
 def test_the_command_lists_the_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(bench.SCENARIOS)

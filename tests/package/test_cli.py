@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4_compile import cli, doctor
+from dsv4_compile import __version__, cli, doctor
 from dsv4_compile.errors import CODES, fail
 
 
@@ -30,6 +30,12 @@ def test_explain_alone_lists_every_code_and_page(capsys: pytest.CaptureFixture[s
     assert cli.main(["explain"]) == 0
     pages = {page.stem for page in (root / "dsv4_compile" / "_docs").glob("*.md")} - {"errors"}
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*CODES, *sorted(pages)]
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert (stop.value.code, capsys.readouterr().out) == (0, f"dsv4 {__version__}\n")
 
 
 def test_explain_takes_a_code_in_small_letters(capsys: pytest.CaptureFixture[str]) -> None:
