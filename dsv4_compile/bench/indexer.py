@@ -2,8 +2,7 @@
 
 Score and selection are offered at other contexts too: `--only context=4096,65536`.
 
-Up to `MOST_REQUESTS` tokens are a decode step, a request each: every token closes a group, which is the worst case, and
-sees 4096 entries of its own. More tokens are the last chunk of one prompt, whose tokens share entries.
+A step is one of `steps.Step`: each token of a decode step sees 4096 entries of its own, those of a prompt share theirs.
 
 Queries and keys of the score are -1, 0 or 1, and weights multiples of 2^-10: every sum is exact in float32, so that a
 selection has one right answer for implementations that add in different orders.
@@ -24,10 +23,10 @@ from ..config import DeepseekV4Config
 from ..ops._define import REFERENCES
 from .implementations import implementations
 from .problem import Args, Only, Problem, keep
+from .steps import Compressor, Step
 
 TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096), "cpu": (1, 4)}
 TYPICAL_TOKENS = 128
-MOST_REQUESTS = 512
 CONTEXT = {"cuda": 16384, "cpu": 2048}
 CONTEXTS = (4096, 16384, 65536, 131072)
 COLUMNS = ("op", "layer", "topk", "context", "tokens", "impl")
@@ -35,57 +34,6 @@ SCORES = ("indexer_logits_topk", "indexer_topk_slots")
 RATIO, BLOCK = layout.CSA_RATIO, layout.storage_block_size(layout.CSA_RATIO)
 KEYS = "indexer_fp8"
 _E4M3_ONE = 0x38
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step of `tokens` tokens at `context` tokens of context, with random data from `seed`."""
-
-    config: DeepseekV4Config
-    tokens: int
-    context: int
-    device: torch.device
-    seed: int
-
-    @property
-    def requests(self) -> int:
-        """One for each token of a decode step; one for a chunk of a prompt."""
-        return self.tokens if self.tokens <= MOST_REQUESTS else 1
-
-    def generator(self, part: int) -> torch.Generator:
-        """Different parts of a step are independent."""
-        return torch.Generator(self.device).manual_seed(16 * self.seed + part)
-
-    def randn(self, *shape: int, part: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Normal values."""
-        return torch.randn(*shape, device=self.device, generator=self.generator(part), dtype=dtype)
-
-    def randint(self, low: int, high: int, *shape: int, part: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Uniform in [low, high)."""
-        return torch.randint(low, high, shape, device=self.device, generator=self.generator(part), dtype=dtype)
-
-    def positions(self) -> Tensor:
-        """int64 `[T]`: the last of the context, all of them or of each request."""
-        each = self.tokens // self.requests
-        return self.context - each + torch.arange(self.tokens, device=self.device) % each
-
-    def owners(self) -> Tensor:
-        """int32 `[T]`."""
-        return (torch.arange(self.tokens, device=self.device) // (self.tokens // self.requests)).int()
-
-    def rope(self) -> Tensor:
-        """float32 `[context, rope_dim]`, unit pairs."""
-        angle = self.randn(self.context, self.config.rope_dim // 2, part=1, dtype=torch.float32)
-        return torch.cat((angle.cos(), angle.sin()), dim=1)
-
-    def table(self, columns: int) -> Tensor:
-        """int32 `[R, columns]`: distinct pages in random order."""
-        order = self.randn(self.requests * columns, part=2, dtype=torch.float32).argsort()
-        return order.int().view(self.requests, columns)
-
-    def slots(self, table: Tensor, index: Tensor, block: int) -> Tensor:
-        """int64 `[T]` slots of an index within the request."""
-        return table[self.owners().long(), index // block].long() * block + index % block
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,61 +46,6 @@ class Case:
     tokens: tuple[int, ...]
     written: tuple[int, ...]
     cost: Callable[[Step], costs.Cost]
-
-
-@dataclass(frozen=True, slots=True)
-class Compressor:
-    """One of the compressors: its ratio, dims of an entry, and the cache that receives entries."""
-
-    ratio: int
-    dim: int
-    fmt: str
-
-    @property
-    def width(self) -> int:
-        """float32 values of a state row."""
-        return layout.state_width(self.ratio, self.dim)
-
-    def states(self, s: Step) -> tuple[Tensor, Tensor, Tensor, int]:
-        """State cache, slots, block table and block size, for the positions that this step reads and writes."""
-        block = layout.state_block_size(self.ratio)
-        # The blocks behind the window are gone: their columns name a page that is not read.
-        live = layout.cdiv(layout.overlap_factor(self.ratio) * self.ratio + s.tokens // s.requests, block) + 1
-        columns = layout.cdiv(s.context, block)
-        recent = s.table(live)
-        table = torch.nn.functional.pad(recent, (columns - live, 0), value=layout.PAD_INDEX)
-        state = s.randn(recent.numel(), block, self.width, part=3, dtype=torch.float32)
-        return state, s.slots(table, s.positions(), block), table, block
-
-    def save(self, s: Step) -> Args:
-        """Arguments of `save_partial_states`."""
-        state, slots, _, block = self.states(s)
-        kv_score = s.randn(s.tokens, self.width, part=4, dtype=torch.float32)
-        ape = s.randn(self.ratio, self.width // 2, part=5, dtype=torch.float32)
-        return kv_score, ape, state, slots, s.positions(), block
-
-    def compress(self, s: Step) -> Args:
-        """Arguments of `compress_norm_rope_insert`."""
-        state, slots, table, state_block = self.states(s)
-        positions, block = s.positions(), layout.storage_block_size(self.ratio)
-        entries = s.table(layout.cdiv(s.context // self.ratio, block))
-        entry_slots = s.slots(entries, positions // self.ratio, block)
-        closes = (positions + 1) % self.ratio == 0
-        cache = layout.allocate_cache(self.fmt, entries.numel(), block, device=s.device)
-        weight = 1 + 0.1 * s.randn(self.dim, part=6)
-        where = slots, table, s.owners(), positions, torch.where(closes, entry_slots, layout.PAD_SLOT)
-        return state, *where, weight, s.rope(), cache, s.config.rms_norm_eps, self.ratio, state_block, block, self.fmt
-
-    def save_cost(self, s: Step) -> costs.Cost:
-        """A row in and out."""
-        return costs.of("save_partial_states", T=s.tokens, width=self.width)
-
-    def compress_cost(self, s: Step) -> costs.Cost:
-        """Half of each state row of the windows is read for each entry, and the entry is written."""
-        entries = s.tokens if s.requests > 1 or s.tokens == 1 else s.tokens // self.ratio
-        window = layout.overlap_factor(self.ratio) * self.ratio
-        row = costs.row_bytes(self.fmt)
-        return costs.of("compress_norm_rope_insert", T=s.tokens, C=entries, W=window, D=self.dim, row=row)
 
 
 def _queries(s: Step) -> Args:

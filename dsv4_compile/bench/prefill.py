@@ -23,8 +23,9 @@ from ..ops._define import REFERENCES
 from ..ops._kernels import launcher
 from ..testing.generate import random_cache
 from .implementations import on_gpu
-from .indexer import Step, cases
+from .indexer import cases
 from .problem import Args, Only, Prepare, Problem, keep
+from .steps import Step
 
 TOKENS = {"cuda": (256, 1024, 4096, 16384), "cpu": (16,)}
 CONTEXT = {"cuda": 16384, "cpu": 2048}

@@ -22,8 +22,9 @@ from ..reference.preprocess_insert import compressors, result_dtype
 from ..testing.cached import FEW_TIES, TIES
 from . import gate
 from .implementations import on_gpu
-from .indexer import CONTEXT, KEYS, Compressor, Step
+from .indexer import CONTEXT, KEYS
 from .problem import Args, Only, Prepare, Problem, keep
+from .steps import Compressor, Step
 
 TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096, 16384), "cpu": (1, 4)}
 COLUMNS = ("op", "kind", "latent", "tokens", "impl")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.bench import gate, indexer
+from dsv4_compile.bench import gate, steps
 from dsv4_compile.bench import preprocess_insert as scenario
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.kernels import preprocess_insert as kernel
@@ -167,7 +167,7 @@ def test_a_hundred_runs_are_equal_bit_for_bit(kind: str) -> None:
 
 def far_away(kind: str, tokens: int, context: int) -> list[Any]:
     """The arguments of a step of the benchmark, every cache of which is larger than an int32 counts bytes."""
-    step = indexer.Step(DeepseekV4Config.flash(), tokens, context, torch.device("cuda"), 0)
+    step = steps.Step(DeepseekV4Config.flash(), tokens, context, torch.device("cuda"), 0)
     ratio = scenario.KINDS[kind]
     args = list(scenario.build(step, ratio))
     caches = [(9, 10, args[11])]
@@ -193,7 +193,7 @@ def test_70_000_tokens_over_caches_of_more_than_2_31_bytes(kind: str) -> None:
 
 
 def test_a_step_of_nothing_changes_nothing() -> None:
-    args = list(scenario.build(indexer.Step(DeepseekV4Config.flash(), 4, 1024, torch.device("cuda"), 0), 0))
+    args = list(scenario.build(steps.Step(DeepseekV4Config.flash(), 4, 1024, torch.device("cuda"), 0), 0))
     before = args[9].clone()
     for i in (0, 1, 10):
         args[i] = args[i][:0]
