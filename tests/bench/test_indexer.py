@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.bench import Problem, gate, indexer, indexer_tiles, nodes, runner, table
+from dsv4_compile.bench import Problem, gate, indexer, indexer_tiles, nodes, runner, steps, table
 from dsv4_compile.ops._define import OPS
 from dsv4_compile.ops._kernels import KERNELS
 from dsv4_compile.reference import indexer_logits_topk as score
@@ -26,7 +26,7 @@ def found(tokens: int, **only: str) -> list[Problem]:
 @pytest.fixture
 def three_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tokens and more are a chunk of a prompt."""
-    monkeypatch.setattr(indexer, "MOST_REQUESTS", 3)
+    monkeypatch.setattr(steps, "MOST_REQUESTS", 3)
 
 
 @pytest.mark.usefixtures("three_requests")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.bench import Problem, gate, indexer
+from dsv4_compile.bench import Problem, gate, steps
 from dsv4_compile.bench import preprocess_insert as scenario
 from dsv4_compile.bench import preprocess_insert_tiles as tiles
 from dsv4_compile.ops._define import OPS, REFERENCES
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def three_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tokens and more are a chunk of a prompt."""
-    monkeypatch.setattr(indexer, "MOST_REQUESTS", 3)
+    monkeypatch.setattr(steps, "MOST_REQUESTS", 3)
 
 
 def found(tokens: int, kind: str) -> Problem:
