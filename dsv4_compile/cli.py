@@ -157,7 +157,24 @@ def _bench(args: argparse.Namespace) -> int:
         return 2
     if args.png:
         bench.require_drawing()
+    if wrong := _unwritable(args):
+        print(wrong, file=sys.stderr)
+        return 2
     return max(_measure(args, *each) for each in ({args.scenario: only} if args.scenario else bench.choices()).items())
+
+
+def _unwritable(args: argparse.Namespace) -> str:
+    """What a run could not write when it is over, or ""."""
+    from . import measured
+
+    try:
+        if args.out:
+            os.makedirs(args.out, exist_ok=True)
+    except OSError as fault:
+        return f"--out {args.out}: {fault.strerror}"
+    if args.tune and not os.access(measured.RECORD, os.W_OK):
+        return f"--tune writes to {measured.RECORD}, which is read-only: install the package with pip install -e"
+    return ""
 
 
 def _measure(args: argparse.Namespace, scenario: str, only: Mapping[str, Collection[str]]) -> int:

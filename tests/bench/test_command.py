@@ -102,6 +102,18 @@ def test_what_cannot_be_measured_is_refused(
     assert capsys.readouterr().err.splitlines()[-1].startswith(message)
 
 
+def test_what_could_not_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "run", lambda *args, **options: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    assert cli.main(["bench", "preprocess", "--out", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"--out {tmp_path / 'file'}: File exists\n"
+    monkeypatch.setattr(measured, "RECORD", tmp_path / "nowhere" / "measured.json")
+    assert cli.main(["bench", "preprocess", "--tune"]) == 2
+    assert "which is read-only" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("tiny")
 def test_limits_of_a_column_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     limits = ["--only", "op=inv_rope", "--only", "op=q_norm_rope", "--only", "impl=eager", "--only", "tokens=1"]
