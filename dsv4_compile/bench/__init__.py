@@ -3,9 +3,9 @@
     record = dsv4_compile.bench.run("preprocess", only={"tokens": {"8"}, "impl": {"ir", "triton"}})
     print(dsv4_compile.bench.render(record))
 
-A scenario is a module of this package with `COLUMNS`, what `only` may name, and `problems(device, only)`, an iterator
-of `Problem`. Each implementation of a problem must first agree with the reference; only then is it timed. A new
-scenario is a line in `SCENARIOS`.
+A scenario is a module of this package, or several, with `COLUMNS`, what `only` may name, and `problems(device, only)`,
+an iterator of `Problem`. Each implementation of a problem must first agree with the reference; only then is it timed. A
+new scenario is a line in `SCENARIOS`.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from .problem import Args, Only, Prepare, Problem, keep
 
 TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096, 16384), "cpu": (1, 8)}
 COLUMNS = ("op", "layer", "model", "tokens", "impl")
+OPS = ("chain", "projections")
 LAYERS: Mapping[str, int] = {"SWA": 1, "HCA": layout.HCA_RATIO, "CSA": layout.CSA_RATIO}
 MOST_REQUESTS = {"cuda": 512, "cpu": 8}
 CONTEXT = {"cuda": 16384, "cpu": 1024}
@@ -46,7 +47,7 @@ def problems(
     tokens: Sequence[int] | None = None,
 ) -> Iterator[Problem]:
     """The chain and its projections, for every kind of layer of both models at every size, or of other ones."""
-    sizes = [t for t in tokens or TOKENS[device.type] if keep(only, tokens=t)]
+    sizes = [t for t in tokens or TOKENS[device.type] if keep(only, tokens=t) and any(keep(only, op=op) for op in OPS)]
     for model, config in (models or MODELS).items():
         for kind, ratio in LAYERS.items():
             params = {"layer": kind, "model": model}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ SCENARIOS = {
     "indexer_tiles": "the kernels of indexer with every tile they could choose",
     "metadata": "a step's metadata in one launch, and the move to the next step",
     "prefill": "gathers, the indexer's selection and index rows in front of prefill attention",
-    "preprocess": "norms, RoPE, cache insert and inverse RoPE around the projections",
+    "preprocess": "norms, RoPE, cache insert and inverse RoPE around the projections, and the chain of all",
     "preprocess_insert": "the preprocessing of a whole layer, in one launch and op by op",
     "preprocess_insert_tiles": "the kernel of preprocess_insert with other cuts than it chooses",
     "preprocess_tiles": "the kernels of preprocess with every tile they could choose",
@@ -38,7 +39,10 @@ SCENARIOS = {
     "sparse_mla_decode_tiles": "the kernels of sparse_mla_decode with every cut they could choose",
     "sparse_mla_prefill": "attention of prompts over a flat workspace",
 }
-"""Name of a scenario, which is a module of this package, and what it measures."""
+"""Name of a scenario and what it measures: modules of this package, one of that name or its `PARTS`."""
+
+PARTS = {"attention": ("sparse_mla_decode", "sparse_mla_prefill"), "preprocess": ("preprocess", "chain")}
+"""The modules of a scenario that has several. A limit of a column leaves out those that lack it."""
 
 TUNED = ("preprocess", "indexer")
 """Scenarios that have every op between whose IR and kernel `dsv4.impl=auto` may choose."""
@@ -71,7 +75,7 @@ def run(
     trusts = ["--trust"] if proven.trusting() else []
     command = " ".join(["dsv4 bench", scenario, *limits, f"--device {device.type}", *trusts])
     record: Record = {"scenario": scenario, **environment(device), "command": command, "copy_gb_s": None}
-    module = _module(scenario)
+    modules = [module for module in _modules(scenario) if set(only) <= set(module.COLUMNS)]
     machines: list[costs.Machine] = []
 
     def machine() -> costs.Machine:
@@ -85,7 +89,7 @@ def run(
 
     with torch.no_grad(), progress.stage(f"bench {scenario}") as work:
         record["rows"] = []
-        for problem in module.problems(device, only):
+        for problem in itertools.chain.from_iterable(module.problems(device, only) for module in modules):
             sizes = ", ".join(f"{name} {value}" for name, value in problem.params.items())
             work.note(f"{problem.op}, {sizes}")
             for row in rows_of(problem, only, device, machine):
@@ -109,13 +113,13 @@ def complaint(scenario: str, only: Only) -> str:
     """What is wrong with these arguments of `run`, or ""."""
     if scenario not in SCENARIOS:
         return f"no scenario {scenario!r}; there is {', '.join(SCENARIOS)}"
-    columns = _module(scenario).COLUMNS
+    columns = dict.fromkeys(column for module in _modules(scenario) for column in module.COLUMNS)
     unknown = [name for name in only if name not in columns]
     return f"no column {unknown[0]!r} in {scenario}; there is {', '.join(columns)}" if unknown else ""
 
 
-def _module(scenario: str) -> Any:
-    return importlib.import_module(f"{__package__}.{scenario}")
+def _modules(scenario: str) -> list[Any]:
+    return [importlib.import_module(f"{__package__}.{name}") for name in PARTS.get(scenario, (scenario,))]
 
 
 def rows_of(

@@ -11,22 +11,24 @@ import pytest
 import torch
 
 from dsv4_compile import bench, cli
-from dsv4_compile.bench import attention, sparse_mla_decode, sparse_mla_prefill, timing
+from dsv4_compile.bench import sparse_mla_decode, sparse_mla_prefill, timing
 
 CPU = torch.device("cpu")
 
 
-def ops_of(only: bench.Only) -> set[tuple[str, int | str]]:
-    return {(found.op, found.params["heads"]) for found in attention.problems(CPU, only)}
-
-
-def test_a_limit_leaves_out_the_part_that_lacks_its_column() -> None:
-    decode, prefill = (sparse_mla_decode.OP, 64), (sparse_mla_prefill.OP, 64)
-    only = {"heads": {"64"}, "op": {decode[0], prefill[0]}}
-    assert ops_of(only) == {decode, prefill}
-    assert ops_of(only | {"fused": {"none"}}) == {decode}
-    assert ops_of(only | {"pattern": {"window"}}) == {prefill}
-    assert ops_of(only | {"fused": {"none"}, "pattern": {"window"}}) == set()
+@pytest.mark.parametrize(
+    ("limits", "parts"),
+    [
+        ({}, {"sparse_mla_decode", "sparse_mla_prefill"}),
+        ({"fused": {"none"}}, {"sparse_mla_decode"}),
+        ({"pattern": {"window"}}, {"sparse_mla_prefill"}),
+        ({"fused": {"none"}, "pattern": {"window"}}, set()),
+    ],
+)
+@pytest.mark.usefixtures("few")
+def test_a_limit_leaves_out_the_part_that_lacks_its_column(limits: dict[str, set[str]], parts: set[str]) -> None:
+    record = bench.run("attention", only={"heads": {"64"}, "impl": {"portable"}, **limits}, device=CPU)
+    assert {row["op"] for row in record["rows"]} - {"sparse_mla_decode_quant"} == parts
 
 
 @pytest.fixture
