@@ -167,10 +167,10 @@ def allocate_cache(
     return backing.as_strided(shape, (stride, 1))
 
 
-def byte_pages(cache: torch.Tensor, fmt: str, block_size: int) -> torch.Tensor:
+def byte_pages(cache: torch.Tensor, fmt: str, block_size: int, op: str = "") -> torch.Tensor:
     """View a byte cache as `uint8 [P, page_bytes]`, from that shape or from the accounting view `[P, S, width]`.
 
-    Raises E203 when the tensor cannot be such a view.
+    Raises E203, which names `op`, when the tensor cannot be such a view.
     """
     layout = PAGE_LAYOUTS[fmt]
     width = layout.data + layout.scale
@@ -180,4 +180,11 @@ def byte_pages(cache: torch.Tensor, fmt: str, block_size: int) -> torch.Tensor:
         if cache.dim() == 3 and cache.shape[1:] == (block_size, width) and cache.stride(1) == width:
             return cache.flatten(1)
     got = f"shape {tuple(cache.shape)}, strides {cache.stride()}, dtype {cache.dtype}, block_size {block_size}"
-    fail("E203", got=got, fix=f"pass uint8 [P, {layout.page_bytes(block_size)}] with pages stride(0) bytes apart")
+    size = layout.page_bytes(block_size)
+    fail(
+        "E203",
+        got=f"{op}: {got}" if op else got,
+        rule=f"a {fmt} page of {block_size} tokens has {size} bytes: rows of {layout.data}, then {layout.scale} of "
+        "scales for each; pages are stride(0) apart",
+        fix=f"pass uint8 [P, {size}] or [P, {block_size}, {width}], as layout.allocate_cache makes them",
+    )

@@ -81,7 +81,7 @@ def expect_kv_cache(
     check(kv_scale is None or cache_format == "fp8", "E201", got=f"{op}: kv_scale with {cache_format}", fix="drop it")
     if cache_format == "fp8_ds_mla":
         expect_dim(head_dim, HEAD_DIM, f"{op}: fp8_ds_mla rows hold vectors of {HEAD_DIM} dims")
-        byte_pages(cache, cache_format, block_size)
+        byte_pages(cache, cache_format, block_size, op)
         return
     expect(cache, f"{op}: {cache_format} cache [P, S, D]", FLOATS if cache_format == "plain" else torch.uint8)
     if cache.shape[1] != block_size or cache.shape[2] != head_dim:
@@ -111,7 +111,7 @@ def expect_indexer_cache(cache: Tensor, op: str, cache_format: str, block_size: 
     """Raise E202 for an unknown indexer format, E203 or E201 unless `cache` holds keys of `head_dim` in that format."""
     expect_indexer_dim(head_dim, op, cache_format)
     if cache_format in PAGE_LAYOUTS:
-        byte_pages(cache, cache_format, block_size)
+        byte_pages(cache, cache_format, block_size, op)
         return
     expect(cache, f"{op}: plain cache [P, S, D]", FLOATS)
     if cache.shape[1] != block_size or cache.shape[2] != head_dim:
