@@ -1,7 +1,7 @@
 """Lowered ops on a GPU against the reference on the same GPU: values, cache bytes, launches and copies.
 
-Inductor contracts multiplies and adds, so a rotated value next to a rounding boundary may land on its neighbour: a few
-stored bytes in a million. Everything that is not rotated is exact.
+Inductor contracts multiplies and adds, so a rotated value next to a rounding boundary may land on its neighbour: one
+stored byte in 100,000 at most. Everything that is not rotated is exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dsv4_compile.backend import dsv4
 from dsv4_compile.testing import samples  # noqa: F401  (importing the package registers the ops)
 
 NUM_BLOCKS, BLOCK = 64, layout.WINDOW_BLOCK
-CONTRACTED_SHARE = 1e-3
+CONTRACTED_SHARE = 1e-5
 
 
 def inputs(tokens: int, fmt: str, heads: int = 64) -> tuple[Tensor, ...]:
@@ -53,8 +53,8 @@ def test_lowered_op_equals_the_reference(fmt: str) -> None:
             q, expected = compiled(*args), step(*expected_args)
             torch.testing.assert_close(q, expected, atol=1e-6, rtol=2.0**-7)
             ours, theirs = args[2].view(torch.uint8), expected_args[2].view(torch.uint8)
-            written = max(1, int((slot_is_valid(args[3])).sum()) * layout.HEAD_DIM)
-            assert (ours != theirs).sum() <= max(2, CONTRACTED_SHARE * written)
+            written = int(slot_is_valid(args[3]).sum()) * layout.HEAD_DIM * args[2].element_size()
+            assert (ours != theirs).sum() <= 2 + CONTRACTED_SHARE * written
     assert {d.impl for d in chosen} == {"ir"}
 
 
@@ -93,5 +93,5 @@ def test_70_000_tokens_over_a_cache_of_more_than_2_31_bytes() -> None:
     got, want = compiled(caches[0]), step(caches[1])
     torch.testing.assert_close(got, want, atol=1e-6, rtol=2.0**-7)
     ours, theirs = (cache[-NUM_BLOCKS:] for cache in caches)
-    assert theirs.any() and (ours != theirs).sum() <= CONTRACTED_SHARE * theirs.numel()
+    assert theirs.any() and (ours != theirs).sum() <= 2 + CONTRACTED_SHARE * theirs.numel()
     assert not caches[0][:-NUM_BLOCKS].any()
