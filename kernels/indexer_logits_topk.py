@@ -11,7 +11,8 @@ import triton
 from torch import Tensor
 
 from ..layout import INDEXER_HEAD_DIM, PAGE_LAYOUTS, align_up, byte_pages, cdiv
-from .gpu import FIRST_DEPENDENT, gpu_of
+from .early import early_launch
+from .gpu import gpu_of, hopper_kernel
 from .indexer_score import indexer_score_kernel
 from .quant import refuses_fp8
 from .select_topk import SlotMap, select
@@ -23,13 +24,11 @@ PROGRAMS = 512
 """Scoring programs, of which an H200 runs 528 at a time: a token's context is split among several of them while there
 are fewer tokens."""
 SCORE_TILE = (64, 4, 5)
-"""Entries of a tile at most, warps, and stages of the loop over tiles."""
+"""Entries of a tile at most, warps, and stages of the loop over tiles, of the kernel for any GPU."""
 SMALLEST_TILE = 16
 """Entries and heads of a tile at least: the smallest tile of a matrix unit."""
 SELECT_TILE = (4096, 8)
 """Keys of a program, and warps."""
-DEPENDENT_TOKENS = 8
-"""Most tokens whose selection starts early. More programs would crowd the processors that are free first."""
 
 
 def indexer_logits_refuses(
@@ -59,12 +58,17 @@ def indexer_logits(
     block_size: int,
     cache_format: str,
     max_context: int,
+    *,
+    score_tile: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """See the reference. The sums are in another order; a result does not depend on the rest of the batch."""
+    """See the reference. The sums are in another order; a result does not depend on the rest of the batch.
+
+    `score_tile`: as for `indexer_logits_topk`.
+    """
     logits = q.new_empty((q.shape[0], max_context), dtype=torch.float32)
     _score(
         logits, q, q_scale, weights, k_cache, block_table, token_to_req, context_lens, block_size, cache_format,
-        max_context, 0, PROGRAMS, SCORE_TILE, False,
+        max_context, 0, PROGRAMS, score_tile, False,
     )  # fmt: skip
     return logits
 
@@ -98,13 +102,14 @@ def indexer_logits_topk(
     topk: int,
     *,
     programs: int = PROGRAMS,
-    score_tile: tuple[int, int, int] = SCORE_TILE,
+    score_tile: tuple[int, int, int] | None = None,
     select_tile: tuple[int, int] = SELECT_TILE,
 ) -> Tensor:
     """See the reference. The selection is exact for logits whose sums are in another order than the reference's.
 
     Logits that come out equal go to the smaller index. A result does not depend on the rest of the batch, nor on the
-    keyword arguments, which are as the constants above.
+    keyword arguments, which are as the constants above; with a `score_tile` the kernel for any GPU scores, otherwise
+    that for Hopper where it can, which adds in another order.
     """
     selected = q.new_empty((q.shape[0], topk), dtype=torch.int32)
     score_and_select(
@@ -127,19 +132,18 @@ def score_and_select(
     cache_format: str,
     slots: SlotMap | None,
     programs: int,
-    score_tile: tuple[int, int, int],
+    score_tile: tuple[int, int, int] | None,
     select_tile: tuple[int, int],
 ) -> None:
     """Fill `selected` `[T, K]` with entries, or with `slots` of them: two launches for tokens whose keys fit."""
     tokens, reach = q.shape[0], _reach(k_cache, block_table, block_size)
-    # Without entries no kernel scores, and there is none to wait for.
-    early = reach > 0 and gpu_of(q.device).capability >= FIRST_DEPENDENT
     stride = align_up(max(reach, 1), ROW_ALIGN)
     at_a_time = max(1, min(tokens, WORKSPACE_BYTES // (KEY_BYTES * stride)))
     keys = q.new_empty((at_a_time, stride), dtype=torch.int32)
     for start in range(0, tokens, at_a_time):
         rows = slice(start, min(start + at_a_time, tokens))
-        dependent = early and rows.stop - start <= DEPENDENT_TOKENS
+        # Without entries no kernel scores, and there is none to wait for.
+        dependent = reach > 0 and early_launch(q.device, rows.stop - start)["EARLY"]
         requests, lens, out = token_to_req[rows], context_lens[rows], selected[rows]
         _score(
             keys, q[rows], q_scale[rows], weights[rows], k_cache, block_table, requests, lens, block_size,
@@ -181,22 +185,29 @@ def _score(
     width: int,
     topk: int,
     programs: int,
-    tile: tuple[int, int, int],
+    tile: tuple[int, int, int] | None,
     dependent: bool,
 ) -> None:
     """Fill `out` with logits, or with order keys if it is int32. `dependent`: as for `select`."""
     tokens, heads, columns = q.shape
     if tokens == 0 or width == 0:
         return
-    entries, warps, stages = tile
+    reach = _reach(k_cache, block_table, block_size)
+    pages = byte_pages(k_cache, cache_format, block_size) if cache_format in PAGE_LAYOUTS else k_cache
+    hopper = None if tile else hopper_kernel(gpu_of(q.device), "indexer_score_hopper")
+    if hopper is not None and not hopper.refuses(q, pages, cache_format, block_size):
+        hopper.score(
+            out, q.view(torch.uint8), weights, pages, block_table, token_to_req, context_lens, block_size,
+            min(width, reach), width, topk, min(cdiv(width, hopper.ENTRIES), cdiv(programs, tokens)), dependent,
+        )  # fmt: skip
+        return
+    entries, warps, stages = tile or SCORE_TILE
     if q.element_size() == 4:
         # float32 rows are for small models; several tiles of them would not fit every GPU's shared memory.
         stages = 1
     # The largest power of two that divides a page, so that a tile has one block.
     entries = min(entries, max(SMALLEST_TILE, block_size & -block_size))
-    reach = _reach(k_cache, block_table, block_size)
     splits = min(cdiv(width, entries), cdiv(programs, tokens))
-    pages = byte_pages(k_cache, cache_format, block_size) if cache_format in PAGE_LAYOUTS else k_cache
     indexer_score_kernel[(tokens, splits)](
         out,
         q.view(torch.uint8) if cache_format == "indexer_fp8" else q,

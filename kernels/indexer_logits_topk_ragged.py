@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..layout import INDEXER_HEAD_DIM, align_up, cdiv
 from ..reference.indexer_logits_topk import MAX_LOGITS_BYTES, tokens_that_fit
+from .gpu import gpu_of, hopper_kernel
 from .indexer_score_ragged import indexer_score_ragged_kernel
 from .quant import refuses_fp8
 from .select_topk import select
@@ -20,7 +21,7 @@ from .topk_boundary import ROW_ALIGN
 PROGRAMS = 1024
 """Scoring programs that fill a GPU: the keys of a block of tokens are split among several while there are fewer."""
 SCORE_TILE = (64, 128, 4, 3)
-"""Tokens and keys of a tile, warps, and stages of the loop over heads."""
+"""Tokens and keys of a tile, warps, and stages of the loop over heads, of the kernel for any GPU."""
 SELECT_TILE = (4096, 4)
 """Keys of a program of the selection, and warps. There are many tokens: few warps of each waste the least."""
 ANY_REQUEST = 2**31 - 1
@@ -60,13 +61,14 @@ def indexer_logits_topk_ragged(
     max_logits_bytes: int = MAX_LOGITS_BYTES,
     *,
     programs: int = PROGRAMS,
-    score_tile: tuple[int, int, int, int] = SCORE_TILE,
+    score_tile: tuple[int, int, int, int] | None = None,
     select_tile: tuple[int, int] = SELECT_TILE,
 ) -> Tensor:
     """See the reference. The selection is exact for logits whose sums are in another order than the reference's.
 
     Logits that come out equal go to the smaller index. A result does not depend on the rest of the batch, nor on
-    `max_logits_bytes`; the keyword arguments, which are as the constants above, change the order of sums at most.
+    `max_logits_bytes`; the keyword arguments, which are as the constants above, change the order of sums at most. With
+    a `score_tile` the kernel for any GPU scores, otherwise that for Hopper where it can.
     """
     tokens, rows = q.shape[0], k.shape[0]
     selected = q.new_empty((tokens, topk), dtype=torch.int32)
@@ -86,6 +88,11 @@ def indexer_logits_topk_ragged(
     return selected
 
 
+def splits_of(tokens: int, rows: int, queries: int, entries: int, programs: int) -> int:
+    """Among how many programs the keys of a block of `queries` are split."""
+    return max(1, min(cdiv(rows, entries), cdiv(programs, cdiv(tokens, queries))))
+
+
 def score_rows(
     out: Tensor,
     lens: Tensor,
@@ -99,17 +106,23 @@ def score_rows(
     cache_format: str,
     topk: int,
     programs: int = PROGRAMS,
-    tile: tuple[int, int, int, int] = SCORE_TILE,
+    tile: tuple[int, int, int, int] | None = None,
 ) -> None:
     """Fill the first columns of `out` with logits, or with order keys if it is int32, and `lens` with their number."""
     tokens, heads, columns = q.shape
-    queries, entries, warps, stages = tile
+    hopper = None if tile else hopper_kernel(gpu_of(q.device), "indexer_score_ragged_hopper")
+    if hopper is not None and not hopper.refuses(q, k, k_scale, cache_format):
+        hopper.score(
+            out, lens, q.view(torch.uint8), weights, k, k_scale, row_starts, row_ends, topk,
+            splits_of(tokens, k.shape[0], hopper.QUERIES, hopper.ENTRIES, programs),
+        )  # fmt: skip
+        return
+    queries, entries, warps, stages = tile or SCORE_TILE
     if q.element_size() == 4:
         # float32 rows are for small models; several tiles of them would not fit every GPU's shared memory.
         queries, entries, stages = min(queries, 32), min(entries, 32), 1
-    blocks = cdiv(tokens, queries)
-    splits = max(1, min(cdiv(k.shape[0], entries), cdiv(programs, blocks)))
-    indexer_score_ragged_kernel[(blocks, splits)](
+    splits = splits_of(tokens, k.shape[0], queries, entries, programs)
+    indexer_score_ragged_kernel[(cdiv(tokens, queries), splits)](
         out,
         lens,
         q.view(torch.uint8) if cache_format == "indexer_fp8" else q,

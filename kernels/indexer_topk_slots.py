@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .indexer_logits_topk import PROGRAMS, SCORE_TILE, SELECT_TILE, indexer_logits_topk_refuses, score_and_select
+from .indexer_logits_topk import PROGRAMS, SELECT_TILE, indexer_logits_topk_refuses, score_and_select
 from .select_topk import SlotMap
 
 
@@ -51,7 +51,7 @@ def indexer_topk_slots(
     main_block_size: int,
     *,
     programs: int = PROGRAMS,
-    score_tile: tuple[int, int, int] = SCORE_TILE,
+    score_tile: tuple[int, int, int] | None = None,
     select_tile: tuple[int, int] = SELECT_TILE,
 ) -> tuple[Tensor, Tensor]:
     """See the reference. The entries are those of the launcher `indexer_logits_topk`, as are the keyword arguments."""

@@ -15,8 +15,10 @@ GROUP = tl.constexpr(8)
 """Neighbouring bins that a thread reads at once."""
 LISTED = tl.constexpr(32)
 """Most numbers of which the n-th largest is found: one for each thread of a warp."""
-_SPARE = 160
-"""Bytes behind the counters: three words for `only`, then how many are listed, and 32 on the list."""
+_SPARE = 176
+"""Bytes behind the counters: three words for `only`, then how many are listed, 32 on the list, and two extents."""
+_EXTENTS = tl.constexpr(160)
+"""How far behind the counters the extents lie."""
 
 
 @triton.constexpr_function
@@ -71,6 +73,25 @@ _LIST = tl.constexpr("""{
     @listed st.shared.b32 [i + 16], $2;
     mov.b32 $0, 0;
 }""")
+_WIDEST = tl.constexpr("""{
+    .reg .b32 most, least;
+    mov.b32 most, 0x7fffffff;
+    mov.b32 least, 0x80000000;
+    st.shared.v4.b32 [$1], {most, least, most, least};
+    mov.b32 $0, 0;
+}""")
+_WIDEN = tl.constexpr("""{
+    .reg .b32 low, high, lane;
+    .reg .pred first;
+    redux.sync.min.s32 low, $2, 0xffffffff;
+    redux.sync.max.s32 high, $3, 0xffffffff;
+    mov.u32 lane, %laneid;
+    setp.eq.u32 first, lane, 0;
+    @first red.shared.min.s32 [$1], low;
+    @first red.shared.max.s32 [$1 + 4], high;
+    mov.b32 $0, 0;
+}""")
+_PAIR = tl.constexpr("ld.shared.v2.b32 {$0, $1}, [$2];")
 _READ = tl.constexpr("ld.shared.b32 $0, [$1];")
 _STORE = tl.constexpr("""{
     .reg .pred taken;
@@ -89,6 +110,8 @@ def counters(BINS: tl.constexpr, NATIVE: tl.constexpr):
         group = at + tl.arange(0, BINS // GROUP) * (4 * GROUP)
         tl.inline_asm_elementwise(_CLEAR, "=r,r", [group], dtype=tl.int32, is_pure=False, pack=1)
         tl.inline_asm_elementwise(_ZERO, "=r,r", [at + 4 * BINS + 16], dtype=tl.int32, is_pure=False, pack=1)
+        extents = at + (4 * BINS + _EXTENTS)
+        tl.inline_asm_elementwise(_WIDEST, "=r,r", [extents], dtype=tl.int32, is_pure=False, pack=1)
     return at
 
 
@@ -96,6 +119,19 @@ def counters(BINS: tl.constexpr, NATIVE: tl.constexpr):
 def add(at, bins):
     """Count the int32 `bins`, but for negative ones. A barrier stands before the first call and behind the last."""
     tl.inline_asm_elementwise(_ADD, "=r,r,r", [at + 4 * bins, bins], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def extent(at, low, high, AGAIN: tl.constexpr, BINS: tl.constexpr):
+    """The smallest of int32 `low` and the largest of `high`, of both of which each thread has one; behind a barrier.
+
+    A program calls this behind a barrier behind `counters`, and at most twice, the second time AGAIN.
+    """
+    p = at + (4 * BINS + _EXTENTS + 8 * AGAIN)
+    args = [tl.zeros_like(low) + p, low, high]
+    tl.inline_asm_elementwise(_WIDEN, "=r,r,r,r", args, dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+    return tl.inline_asm_elementwise(_PAIR, "=r,=r,r", [p], dtype=(tl.int32, tl.int32), is_pure=False, pack=1)
 
 
 @triton.jit
@@ -137,7 +173,6 @@ def only(at, first, second, third, mask, BINS: tl.constexpr, NATIVE: tl.constexp
 def nth_of_few(at, key, mask, number, n, BINS: tl.constexpr):
     """The n-th largest of the `number` keys where `mask` is set, LISTED at most, and how many are larger and equal."""
     p = at + 4 * BINS + 16
-    tl.debug_barrier()
     tl.inline_asm_elementwise(_LIST, "=r,r,r,r", [p, key, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
     tl.inline_asm_elementwise(_ZERO, "=r,r", [p], dtype=tl.int32, is_pure=False, pack=1)

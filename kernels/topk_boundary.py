@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .indexer_score import INVISIBLE
 from .quant import MAGNITUDE, MANTISSA_BITS
-from .shared_counts import LISTED, add, count, nth_of_few, only, take
+from .shared_counts import LISTED, add, count, extent, nth_of_few, only, take
 
 ROW_ALIGN = 16
 """The keys of a row that exist, in memory if not in meaning, are a multiple of this."""
@@ -61,6 +61,15 @@ def _logit(key):
 def _extent(key, mask):
     """The smallest and the largest of the keys where `mask` says so."""
     return tl.min(tl.where(mask, key, LAST)), tl.max(tl.where(mask, key, INVISIBLE))
+
+
+@triton.jit
+def _thread_extents(key, THREADS: tl.constexpr):
+    """The smallest and the largest finite key of each thread."""
+    finite = (key >= -1 - LARGEST) & (key <= LARGEST)
+    RUNS: tl.constexpr = key.shape[0] // THREADS
+    low, high = tl.min(tl.where(finite, key, LAST), axis=1), tl.max(tl.where(finite, key, INVISIBLE), axis=1)
+    return tl.min(tl.reshape(low, (RUNS, THREADS)), axis=0), tl.max(tl.reshape(high, (RUNS, THREADS)), axis=0)
 
 
 @triton.jit
@@ -126,7 +135,8 @@ def _pass(
     column = tile_columns(0, ROWS, THREADS, RUN)
     bins = _bins(head, column < length, lo, hi, FIRST, BINS)
     if NATIVE:
-        tl.debug_barrier()
+        if not FIRST:
+            tl.debug_barrier()
         add(at, bins)
         if TILES > 1:
             for start in range(TILE, length, TILE):
@@ -161,7 +171,7 @@ def _pass(
 def bounds(
     p_row, head, length, at,
     K: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr,
-    BINS: tl.constexpr, NATIVE: tl.constexpr,
+    BINS: tl.constexpr, NATIVE: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """lo, hi and how many of the keys in [lo, hi), which are equal, fit beside those >= hi; for a row of any length.
 
@@ -172,12 +182,15 @@ def bounds(
     hi = lo
     if length > K:
         need = tl.full((), K, tl.int32)
-        lo, high = _extent(head, (head >= -1 - LARGEST) & (head <= LARGEST))
+        lo, high = _thread_extents(head, THREADS)
         if TILES > 1:
             for start in range(ROWS * RUN, length, ROWS * RUN):
-                key = load_tile(p_row, start, length, ROWS, THREADS, RUN)
-                other = _extent(key, (key >= -1 - LARGEST) & (key <= LARGEST))
+                other = _thread_extents(load_tile(p_row, start, length, ROWS, THREADS, RUN), THREADS)
                 lo, high = tl.minimum(lo, other[0]), tl.maximum(high, other[1])
+        if NATIVE:
+            lo, high = extent(at, lo, high, AGAIN, BINS)
+        else:
+            lo, high = tl.min(lo), tl.max(high)
         lo, high, number, need = _pass(
             p_row, head, length, lo, high, length, need, at, True, ROWS, THREADS, RUN, TILES, BINS, NATIVE
         )

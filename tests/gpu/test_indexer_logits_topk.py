@@ -47,9 +47,9 @@ def arguments(
     return (*prepared, cache, blocks, owners, lens, block, fmt)
 
 
-def own_selection(args: tuple[Any, ...], topk: int) -> tuple[Tensor, Tensor]:
+def own_selection(args: tuple[Any, ...], topk: int, **tiles: Any) -> tuple[Tensor, Tensor]:
     """What the reference's rule selects from the kernel's logits, and these."""
-    values = kernel.indexer_logits(*args, args[4].shape[1] * args[7])
+    values = kernel.indexer_logits(*args, args[4].shape[1] * args[7], **tiles)
     return torch.cat([select_topk(v, v != -torch.inf, topk) for v in values.split(64)]), values
 
 
@@ -147,10 +147,9 @@ def test_logits_of_any_distribution(spread: str, columns: int, topk: int) -> Non
 
 
 @pytest.mark.parametrize("score", [(64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (32, 4, 3), (16, 1, 2)])
-def test_every_tile_selects_by_its_logits(score: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_selects_by_its_logits(score: tuple[int, int, int]) -> None:
     args = arguments("indexer_fp8", 40)
-    monkeypatch.setattr(kernel, "SCORE_TILE", score)
-    expected, values = own_selection(args, 512)
+    expected, values = own_selection(args, 512, score_tile=score)
     assert_close(values, SCORE(*args, values.shape[1]))
     assert torch.equal(kernel.indexer_logits_topk(*args, 512, score_tile=score), expected)
 

@@ -87,8 +87,9 @@ def test_logits_and_selection_are_nearly_those_of_the_reference(fmt: str, heads:
 @pytest.mark.parametrize("tile", [(64, 128, 8, 1), (64, 128, 4, 3), (64, 256, 8, 3), (128, 128, 8, 2)])
 def test_neither_tiles_nor_the_bound_on_logits_change_the_selection(tile: tuple[int, int, int, int]) -> None:
     args = arguments("indexer_fp8", [300, 90], [1500, 800])
-    want = kernel.indexer_logits_topk_ragged(*args, 512)
+    want = kernel.indexer_logits_topk_ragged(*args, 512, score_tile=kernel.SCORE_TILE)
     assert torch.equal(kernel.indexer_logits_topk_ragged(*args, 512, score_tile=tile), want)
+    want = kernel.indexer_logits_topk_ragged(*args, 512)
     for limit in (0, 10_000, 4 * 2304 * 100):
         assert torch.equal(kernel.indexer_logits_topk_ragged(*args, 512, limit), want)
 

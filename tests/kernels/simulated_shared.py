@@ -32,6 +32,10 @@ class SimulatedShared:
         values = values[values >= 0]
         self.counts = values if self.counts is None else np.concatenate((self.counts, values))
 
+    def extent(self, at: Any, low: Any, high: Any, again: Any, counters: Any) -> tuple[Any, Any]:
+        """Of all threads."""
+        return tl.min(low), tl.max(high)
+
     def take(self, at: Any, counters: Any) -> tuple[Any, ...]:
         """A tensor for each member of a group."""
         count, group = tl.core._unwrap_if_constexpr(counters), shared_counts.GROUP.value

@@ -13,7 +13,6 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels import indexer_logits_topk as kernel
 from dsv4_compile.kernels import select_topk
-from dsv4_compile.kernels.gpu import FIRST_DEPENDENT
 from dsv4_compile.reference import indexer_logits_topk as reference
 from dsv4_compile.reference.indexer_q_rope_quant import indexer_q_rope_quant
 from dsv4_compile.testing import (
@@ -30,7 +29,7 @@ from dsv4_compile.testing import (
 )
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
-from tests.kernels.gpus import GPUS
+from tests.kernels.gpus import GPUS, sees
 from tests.ops.compressor_engine import rope_table
 
 interpreted = pytest.mark.interpreted
@@ -280,6 +279,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = sees(monkeypatch, target)
     monkeypatch.setattr(kernel, "gpu_of", lambda device: GPUS[target][0])
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         for fmt in layout.INDEXER_FORMATS:
@@ -288,5 +288,6 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     assert len(compiled) == 7
     assert all(fake_triton.machine_code(each) for each in compiled)
     # The selection starts while entries are scored; it waits for them before it reads a key.
-    waits = [each.metadata.name for each in compiled if "griddepcontrol.wait" in each.asm.get("ptx", "")]
-    assert set(waits) == ({"select_topk_kernel"} if GPUS[target][0].capability >= FIRST_DEPENDENT else set())
+    waits = {each.metadata.name for each in compiled if fake_triton.WAIT in each.asm.get("ptx", "")}
+    hopper = {"indexer_score_hopper_kernel"} if target == "sm_90" else set()
+    assert waits == (hopper | {"select_topk_kernel"} if early else set())

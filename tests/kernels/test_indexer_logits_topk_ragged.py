@@ -18,6 +18,7 @@ from dsv4_compile.reference.kv_format import quantize_indexer
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, fake_triton, padded, poison_, strided
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
+from tests.kernels.gpus import GPUS
 from tests.ops.compressor_engine import rope_table
 
 interpreted = pytest.mark.interpreted
@@ -168,8 +169,10 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
-def test_it_compiles_ahead_of_time(target: str) -> None:
+def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "gpu_of", lambda device: GPUS[target][0])
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         kernel.indexer_logits_topk_ragged(*batch("indexer_fp8", 2, heads=64), 512)
+    assert (compiled[0].metadata.name == "indexer_score_ragged_hopper_kernel") is (target == "sm_90")
     assert all(fake_triton.machine_code(each) for each in compiled)
     assert max(each.metadata.shared for each in compiled) <= 64 * 1024 or not target.startswith("gfx942")

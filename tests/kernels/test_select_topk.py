@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from dsv4_compile.kernels import select_topk as kernel
+from dsv4_compile.kernels.shared_counts import add, counters
 from dsv4_compile.testing import assert_bitwise, fake_triton
 from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import GPUS
+from tests.kernels.held_once import COUNTING, held_by_several
 from tests.kernels.simulated_shared import SimulatedShared, simulated_shared  # noqa: F401  (a fixture)
 
 interpreted = pytest.mark.interpreted
@@ -83,6 +87,36 @@ def test_histograms_find_the_best_of_any_logits(number: int, topk: int, tile: tu
 def test_one_pass_is_enough_for_smooth_logits(simulated_shared: SimulatedShared) -> None:  # noqa: F811
     check(4096, 512, (4096, 8), ["normal"] * 2)
     assert simulated_shared.passes == simulated_shared.lists == 2
+
+
+@pytest.mark.parametrize(
+    ("stride", "topk", "tile", "page", "counting"),
+    [(16, 5, (4096, 8), 0, 3), (512, 50, (4096, 8), 1, 3), (4096, 512, (4096, 16), 64, 3), (3008, 99, (512, 8), 2, 7)],
+)
+def test_no_two_threads_count_the_same_key(
+    stride: int, topk: int, tile: tuple[int, int], page: int, counting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "gpu_of", lambda device: GPUS["sm_90"][0])
+    keys, lens = torch.zeros(2, stride, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    slots = kernel.SlotMap(lens, torch.zeros(2, 8, dtype=torch.int32), lens > 0, page) if page else None
+    with fake_triton.compiled_for(fake_triton.TARGETS["sm_90"]) as compiled:
+        kernel.select(torch.zeros(2, topk, dtype=torch.int32), keys, lens, lens, 2, stride, tile, slots)
+    (text,) = (selecting.asm["ttgir"] for selecting in compiled)
+    assert sum(text.count(name) for name in COUNTING) >= counting
+    assert held_by_several(text) == []
+
+
+@triton.jit
+def _count_few_kernel(p_keys, NUMBER: tl.constexpr):
+    at = counters(256, True)
+    add(at, tl.load(p_keys + tl.arange(0, NUMBER)))
+
+
+@pytest.mark.parametrize(("number", "twice"), [(16, 1), (32, 0), (256, 0)])
+def test_a_key_that_several_threads_count_is_found(number: int, twice: int) -> None:
+    with fake_triton.compiled_for(fake_triton.TARGETS["sm_90"]) as compiled:
+        _count_few_kernel[(1,)](torch.zeros(number, dtype=torch.int32), NUMBER=number, num_warps=1)
+    assert len(held_by_several(compiled[0].asm["ttgir"])) == twice
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)

@@ -16,7 +16,10 @@ from dsv4_compile.ops._kernels import KERNELS, launcher, refusal
 from dsv4_compile.testing import fake_triton
 from dsv4_compile.testing.samples import op_samples
 
-MODULES = ("grouped_matmul", "sparse_mla_decode", "sparse_mla_decode_latent", "sparse_mla_prefill")
+MODULES = (
+    *("grouped_matmul", "sparse_mla_decode", "sparse_mla_decode_latent", "sparse_mla_prefill"),
+    *("indexer_logits_topk", "indexer_logits_topk_ragged", "select_topk"),
+)
 
 WHOLE = {"advance", "batch_metadata", "copy_ragged_to_graph_buffers", "preprocess_insert"}
 """Ops that are given a step whole, in buffers that begin where memory does."""

@@ -1,0 +1,141 @@
+"""The Hopper kernel that scores entries, simulated: see simulated_gluon.py for what that means."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.reference.kv_format import quantize_indexer, store_indexer
+from dsv4_compile.testing import poison_, samples  # noqa: F401  (importing the package registers the ops)
+from tests.kernels import simulated_copies
+from tests.kernels.simulated_gluon import GLUON, Value, raw
+
+pytestmark = pytest.mark.interpreted
+LOGITS = REFERENCES["indexer_logits"]
+
+
+class Groups:
+    """Copies that are done when they are waited for, as late as they may be."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[Any, ...]] = []
+        self.committed: list[list[tuple[Any, ...]]] = []
+
+    def copy(self, target: Any, source: Any, mask: Any = None) -> None:
+        self.open.append((target, source, mask))
+
+    def commit(self) -> None:
+        self.committed.append(self.open)
+        self.open = []
+
+    def wait(self, outstanding: int) -> None:
+        while len(self.committed) > outstanding:
+            for group in self.committed.pop(0):
+                simulated_copies.copy_elements(*group)
+
+
+def modules(late: bool) -> dict[str, types.ModuleType]:
+    found = _modules()
+    groups = Groups()
+    copies: dict[str, Callable[..., None]] = {"commit_group": groups.commit, "wait_group": groups.wait}
+    if late:
+        copies |= {"async_load": groups.copy}
+    vars(found[f"{GLUON}.language.nvidia.ampere"].async_copy).update(copies)
+    vars(found[f"{GLUON}.language"]).update(
+        uint8=torch.uint8,
+        float16=torch.float16,
+        num_programs=lambda axis: 2,
+        maximum=lambda a, b, **_: Value(torch.maximum(*(torch.as_tensor(raw(x)) for x in (a, b)))),
+    )
+    return found
+
+
+_modules = simulated_copies.modules
+
+
+@pytest.fixture(scope="module", params=["early", "late"])
+def kernel(request: pytest.FixtureRequest) -> Any:
+    """The kernel whose copies are done as early as they may be, or as late."""
+    with mock.patch.object(simulated_copies, "modules", lambda: modules(request.param == "late")):
+        return simulated_copies.simulated("indexer_score_hopper", "kv_load_hopper", "gather_rows_hopper")
+
+
+def arguments(tokens: int, heads: int, columns: int, block: int) -> tuple[Any, ...]:
+    """Contexts of every length, a block missing, one that is none, pages that nobody owns full of NaN."""
+    generator = torch.Generator().manual_seed(tokens)
+    q = torch.randn(tokens, heads, 128, generator=generator).bfloat16()
+    weights = torch.randn(tokens, heads, generator=generator).bfloat16()
+    table = torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), dim=1)
+    origin = torch.zeros(tokens, dtype=torch.int64)
+    prepared = REFERENCES["indexer_q_rope_quant"](q, origin, table, weights, "indexer_fp8")
+    pages = 2 * columns + 2
+    cache = poison_(layout.allocate_cache("indexer_fp8", pages, block))
+    blocks = torch.randperm(pages, generator=generator)[: 2 * columns].int().view(2, columns)
+    slots = (blocks.long()[..., None] * block + torch.arange(block)).flatten()
+    store_indexer(cache, "indexer_fp8", block, slots, torch.randn(len(slots), 128, generator=generator))
+    blocks[:, columns // 2], blocks[1, 0] = -1, pages
+    owners = torch.tensor([0, 1, -1, 2] * tokens).int()[:tokens]
+    lens = torch.tensor([columns * block, 70, 5, 0, columns * block - 1, 10**6, -3] * tokens).int()[:tokens]
+    return (*prepared, cache, blocks, owners, lens, block, "indexer_fp8")
+
+
+def scored(kernel: Any, args: tuple[Any, ...], dtype: torch.dtype, width: int, topk: int, stages: int) -> Tensor:
+    q, _, weights, cache, table, owners, lens, block, _ = args
+    reach = table.shape[1] * block
+    out = torch.full((len(q), width), -7, dtype=dtype)
+    pages = layout.byte_pages(cache, "indexer_fp8", block)
+    kernel.score(
+        out, q.view(torch.uint8), weights, pages, table, owners, lens, block, min(reach, width), width, topk, 2,
+        dependent=False, stages=stages,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize(
+    ("heads", "columns", "block", "stages"), [(64, 9, 64, 4), (5, 3, 128, 3), (17, 1, 192, 2), (16, 12, 64, 3)]
+)
+def test_hostile_tables_give_the_references_logits(
+    kernel: Any, heads: int, columns: int, block: int, stages: int
+) -> None:
+    args = arguments(9, heads, columns, block)
+    for width in (columns * block, columns * block // 2 + 1):
+        want = LOGITS(*args, width)
+        got = scored(kernel, args, torch.float32, width, 0, stages)
+        assert torch.equal(got.isneginf(), want.isneginf())
+        torch.testing.assert_close(got, want, rtol=3e-5, atol=1e-4)
+
+
+@pytest.fixture(scope="module", params=["early", "late"])
+def ragged(request: pytest.FixtureRequest) -> Any:
+    """The kernel for gathered keys, likewise."""
+    with mock.patch.object(simulated_copies, "modules", lambda: modules(request.param == "late")):
+        names = "kv_load_hopper", "gather_rows_hopper", "indexer_score_hopper"
+        return simulated_copies.simulated("indexer_score_ragged_hopper", *names)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "rows", "entries", "stages"), [(70, 5, 300, 64, 4), (3, 64, 150, 128, 3)])
+def test_hostile_runs_of_gathered_keys_give_the_references_logits(
+    ragged: Any, tokens: int, heads: int, rows: int, entries: int, stages: int
+) -> None:
+    q, _, weights, *_ = arguments(tokens, heads, 1, 64)
+    k, k_scale = quantize_indexer(torch.randn(rows, 128), "indexer_fp8")
+    starts = torch.randint(-2, rows, (tokens,)).sort().values.int()
+    ends = starts + torch.randint(-5, rows, (tokens,)).int()
+    out, lens = torch.full((tokens, rows), -torch.inf), torch.empty(tokens, dtype=torch.int32)
+    k, k_scale = (x.view(torch.uint8) for x in (k, k_scale))
+    ragged.score(out, lens, q.view(torch.uint8), weights, k, k_scale, starts, ends, 0, 2, entries, stages)
+    scores = torch.einsum("thd,nd->thn", q.float(), k.view(torch.float8_e4m3fn).float()).relu()
+    logits = torch.einsum("thn,th->tn", scores, weights) * k_scale.view(torch.float32).T
+    for t, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        seen = logits[t, start:end] if start >= 0 else logits[t, :0]
+        assert lens[t] == len(seen)
+        torch.testing.assert_close(out[t, : len(seen)], seen, rtol=3e-5, atol=1e-4)
+        assert out[t, len(seen) :].isneginf().all()
