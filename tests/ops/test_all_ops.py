@@ -22,6 +22,8 @@ NAMES = sorted(OPS)
 CASES = [
     pytest.param(name, index, id=f"{name}-{index}") for name, args in samples().items() for index in range(len(args))
 ]
+ANY_RANK = {("fp8_linear", "x")}
+"""Arguments that may have any number of dims in front."""
 DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -76,6 +78,20 @@ def test_op_refuses_to_be_differentiated(name: str) -> None:
             OPS[name](*with_grad)
     with torch.no_grad():
         OPS[name](*with_grad)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_op_refuses_every_tensor_of_another_rank_or_dtype_and_none_in_its_place(name: str) -> None:
+    args = op_samples(name)[0]
+    for place, (argument, value) in enumerate(zip(OPS[name]._schema.arguments, args, strict=False)):
+        if not isinstance(value, Tensor):
+            continue
+        wrong: list[Any] = [torch.zeros(value.shape, dtype=torch.complex64)]
+        wrong += [value[None, None]] * ((name, argument.name) not in ANY_RANK)
+        wrong += [None] * (str(argument.type) == "Tensor")
+        for bad in wrong:
+            with pytest.raises(InputError):
+                OPS[name](*args[:place], bad, *args[place + 1 :])
 
 
 def test_samples_are_the_same_at_each_call_and_share_nothing() -> None:
