@@ -27,7 +27,7 @@ from dsv4_compile.kernels import sparse_mla_decode_hopper as many
 from dsv4_compile.kernels import sparse_mla_decode_small_hopper as few
 from dsv4_compile.kernels.fp8_grouped_einsum import fp8_grouped_einsum
 from dsv4_compile.kernels.fp8_linear import fp8_linear
-from dsv4_compile.kernels.gpu import gpu_of
+from dsv4_compile.kernels.gpu import HOPPER, gpu_of
 from dsv4_compile.kernels.grouped_linear import grouped_linear
 from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, quantized_outputs
 
@@ -136,6 +136,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="measure nothing")
     parser.add_argument("--out", type=Path, help="folder of the record")
     options = parser.parse_args()
+    if not torch.cuda.is_available() or gpu_of(CUDA).capability != HOPPER:
+        parser.error("these kernels are for Hopper GPUs")
     record: dict[str, Any] = {"scenario": "attention_between_projections", **environment(CUDA), "rows": []}
     limits = [f"--{name} {' '.join(map(str, getattr(options, name)))}" for name in ("tokens", "keys", "weights")]
     record["command"] = " ".join(["python examples/benchmarks/attention_between_projections.py", *limits])

@@ -320,6 +320,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stall", type=float, default=120, help="seconds of a test, about (%(default)s)")
     parser.add_argument("--budget", type=float, default=1500, help="seconds of the run (%(default)s)")
     options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device")
     registry.load()
     tests = Path(__file__).parent
     paths = [tests / f"test_{stem}.py" for stem in options.stems] or list(tests.glob("test_*.py"))
