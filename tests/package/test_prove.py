@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu import prove
 
@@ -151,3 +152,11 @@ def test_what_decoding_needs_comes_first_and_lowerings_last() -> None:
     assert stems[: len(prove.FIRST)] == list(prove.FIRST)
     assert [stem.startswith("lowered_") for stem in stems] == sorted(stem.startswith("lowered_") for stem in stems)
     assert len(stems) == len(every)
+
+
+def test_without_a_gpu_nothing_is_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(prove, "prove", lambda *args: pytest.fail("run"))
+    with pytest.raises(SystemExit) as stop:
+        prove.main(["advance"])
+    assert stop.value.code == 2 and capsys.readouterr().err.endswith("no CUDA device\n")
