@@ -52,18 +52,23 @@ def _store_entries(
 
 
 @triton.jit
+def _angles(
+    position, live, p_cos_sin, cos_sin_strides, max_pos, RATIO: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr
+):  # fmt: skip
+    """`load_cos_sin` of the entries whose groups tokens at `position` `[N]` close, where `live` `[N]`."""
+    row = table_row(position // RATIO * RATIO, max_pos)
+    return load_cos_sin(p_cos_sin + row[:, None] * cos_sin_strides[0], cos_sin_strides[1], live[:, None], D, ROPE)
+
+
+@triton.jit
 def _finish_entries(
-    x, slot, live, position, p_cache, p_weight, p_cos_sin, p_kv_scale, eps, cache_strides, weight_stride,
-    cos_sin_strides, max_pos,
-    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, RATIO: tl.constexpr, HADAMARD: tl.constexpr, ROPE: tl.constexpr,
+    x, slot, live, weight, angles, p_cache, p_kv_scale, eps, cache_strides,
+    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, HADAMARD: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store the pooled float32 `x` `[N, D]` where `live` `[N]`."""
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
-    row = table_row(position // RATIO * RATIO, max_pos)
-    p_angle = p_cos_sin + row[:, None] * cos_sin_strides[0]
-    cos, sin = load_cos_sin(p_angle, cos_sin_strides[1], live[:, None], D, ROPE)
-    x = rotate(normed(x, load_weight(p_weight, weight_stride, D, D), eps, D), cos, sin, ROPE)
+    x = rotate(normed(x, weight, eps, D), angles[0], angles[1], ROPE)
     if HADAMARD:
         DTYPE: tl.constexpr = p_cache.dtype.element_ty if FORMAT == "plain" else tl.bfloat16
         COPIES: tl.constexpr = HADAMARD_TILE // N
@@ -93,24 +98,33 @@ def _closing(
 
 
 @triton.jit
+def _listed(closing):
+    """What `_closing` gives of tokens `[N]`, of one token as tensors `[1]`."""
+    if len(closing[0].shape) == 0:
+        zero = tl.zeros((1,), tl.int64)
+        closing = (
+            closing[0] & (zero == 0), closing[1] + zero, closing[2] + zero, closing[3] + zero, closing[4] + zero,
+            closing[5] + zero,
+        )  # fmt: skip
+    return closing
+
+
+@triton.jit
 def _pool_some(
     some, closing, part, p_cache, p_state, p_kv_score, p_ape, p_weight, p_cos_sin, p_kv_scale, p_pooled, p_state_slots,
     p_table, eps, cache_strides, state_strides, kv_score_strides, ape_strides, weight_stride,
     cos_sin_strides, table_strides, token_strides, state_pages, table_rows, table_columns, max_pos,
     FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr,
     GROUPS: tl.constexpr, HADAMARD: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    ROPE: tl.constexpr,
+    ROPE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Pool part `part` of the channels of the entries that tokens `some` `[N]` close, as `_closing` tells; with all
     channels store the entries, with a part of them the part."""
     COLUMNS: tl.constexpr = D // PARTS
     # Groups end where blocks end, so that a window is whole blocks; of other ratios each row has a block to itself.
     PLACES: tl.constexpr = STATE_BLOCK if RATIO % STATE_BLOCK == 0 else 1
-    live, state_slot, position, slot, request, before = closing
-    if len(live.shape) == 0:
-        one = tl.zeros((1,), tl.int64)
-        some, live, state_slot, position = some + one, live & (one == 0), state_slot + one, position + one
-        slot, request, before = slot + one, request + one, before + one
+    live, state_slot, position, slot, request, before = _listed(closing)
+    some += tl.zeros(live.shape, tl.int64)
     known = live & (request >= 0) & (request < table_rows)
     p_table_row = p_table + tl.where(known, request, 0) * table_strides[0]
     columns = tl.where(known, table_columns, 0)
@@ -122,19 +136,25 @@ def _pool_some(
         ROWS // PLACES,
     )  # fmt: skip
     o_channel = part * COLUMNS + tl.arange(0, COLUMNS)
-    last = last_state(
-        some, live, position, state_slot, p_state, p_kv_score, p_ape, p_table_row, state_strides, kv_score_strides,
-        ape_strides, table_strides[1], columns, state_pages, o_channel, RATIO, GROUPS, STATE_BLOCK, D,
-    )  # fmt: skip
+    last = None
+    if p_kv_score is not None:
+        last = last_state(
+            some, live, position, state_slot, p_state, p_kv_score, p_ape, p_table_row, state_strides,
+            kv_score_strides, ape_strides, table_strides[1], columns, state_pages, o_channel, RATIO, GROUPS,
+            STATE_BLOCK, D,
+        )  # fmt: skip
+    if PARTS == 1:
+        # In flight beside the states.
+        weight = load_weight(p_weight, weight_stride, D, D)
+        angles = _angles(position, live, p_cos_sin, cos_sin_strides, max_pos, RATIO, D, ROPE)
     x = pool(
         some, follow, blocks, last, p_state, p_kv_score, p_ape, p_state_slots, state_strides, kv_score_strides,
-        ape_strides, token_strides[0], o_channel, RATIO, GROUPS, STATE_BLOCK, PLACES, ROWS // PLACES, D,
+        ape_strides, token_strides[0], o_channel, RATIO, GROUPS, STATE_BLOCK, PLACES, ROWS // PLACES, D, DENSE,
     )  # fmt: skip
     if PARTS == 1:
         _finish_entries(
-            x, slot, live, position, p_cache, p_weight, p_cos_sin, p_kv_scale, eps, cache_strides, weight_stride,
-            cos_sin_strides, max_pos, FORMAT, BLOCK_SIZE, RATIO, HADAMARD, ROPE,
-        )  # fmt: skip
+            x, slot, live, weight, angles, p_cache, p_kv_scale, eps, cache_strides, FORMAT, BLOCK_SIZE, HADAMARD, ROPE
+        )
     else:
         tl.store(p_pooled + some[:, None] * D + o_channel[None, :], x, mask=live[:, None])
 
@@ -158,7 +178,7 @@ def compress_tokens(
     table_rows, table_columns, max_pos,
     FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr,
     GROUPS: tl.constexpr, HADAMARD: tl.constexpr, TOKENS: tl.constexpr, TOGETHER: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Store the entries that tokens [program * TOKENS, (program + 1) * TOKENS) close, those of TOGETHER at once.
 
@@ -198,25 +218,34 @@ def compress_tokens(
             some, near, part, p_cache, p_state, p_kv_score, p_ape, p_weight, p_cos_sin, p_kv_scale, p_pooled,
             p_state_slots, p_table, eps, cache_strides, state_strides, kv_score_strides, ape_strides,
             weight_stride, cos_sin_strides, table_strides, token_strides, state_pages, table_rows, table_columns,
-            max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD, PARTS, ROWS, D, ROPE,
+            max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD, PARTS, ROWS, D, ROPE, DENSE,
         )  # fmt: skip
         token = _next(token, closing[0], o_t, tokens, TOKENS, TOGETHER)
     # Once for all entries: an arrival waits for memory twice.
-    if PARTS > 1 and first < tokens:  # noqa: SIM102 - "and" of values in a launch evaluates both
+    if PARTS > 1 and first < tokens:
+        AT_ONCE: tl.constexpr = TOKENS if TOKENS < FINISHED else FINISHED
+        if TOKENS == 1:
+            # What a single entry needs is in flight while this waits for the others.
+            live, _, position, slot, _, _ = _listed(closing)
+            weight = load_weight(p_weight, weight_stride, D, D)
+            angles = _angles(position, live, p_cos_sin, cos_sin_strides, max_pos, RATIO, D, ROPE)
         if arrive(p_arrived + program) == PARTS - 1:
             tl.store(p_arrived + program, 0)
-            AT_ONCE: tl.constexpr = TOKENS if TOKENS < FINISHED else FINISHED
+            if TOKENS > 1:
+                weight = load_weight(p_weight, weight_stride, D, D)
             token = first
             while token < tokens:
                 some = token // AT_ONCE * AT_ONCE + tl.arange(0, AT_ONCE)
-                live, _, position, slot, _, _ = _closing(
-                    some, p_state_slots, p_requests, p_positions, p_slots, token_strides, tokens, state_pages,
-                    num_slots, STATE_BLOCK, RATIO,
-                )  # fmt: skip
+                if TOKENS > 1:
+                    live, _, position, slot, _, _ = _closing(
+                        some, p_state_slots, p_requests, p_positions, p_slots, token_strides, tokens, state_pages,
+                        num_slots, STATE_BLOCK, RATIO,
+                    )  # fmt: skip
+                    angles = _angles(position, live, p_cos_sin, cos_sin_strides, max_pos, RATIO, D, ROPE)
                 p_x = p_pooled + some[:, None] * D + tl.arange(0, D)[None, :]
                 x = tl.load(p_x, mask=live[:, None], other=0.0, cache_modifier=".cg")
                 _finish_entries(
-                    x, slot, live, position, p_cache, p_weight, p_cos_sin, p_kv_scale, eps, cache_strides,
-                    weight_stride, cos_sin_strides, max_pos, FORMAT, BLOCK_SIZE, RATIO, HADAMARD, ROPE,
+                    x, slot, live, weight, angles, p_cache, p_kv_scale, eps, cache_strides, FORMAT, BLOCK_SIZE,
+                    HADAMARD, ROPE,
                 )  # fmt: skip
                 token = _next(token, closing[0], o_t, tokens, TOKENS, AT_ONCE)

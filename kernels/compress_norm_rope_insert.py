@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor
+from ..layout import PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor, state_width
 from .arrivals import arrival_counters
 from .compress_entry import compress_tokens
 from .early import early_launch, start
@@ -106,6 +106,7 @@ def compress_norm_rope_insert_kernel(
     ROWS: tl.constexpr,
     D: tl.constexpr,
     ROPE: tl.constexpr,
+    DENSE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program p takes part p % PARTS of the entries that the (p // PARTS)-th TOKENS tokens close."""
@@ -115,8 +116,13 @@ def compress_norm_rope_insert_kernel(
         p_kv_scale, p_pooled, p_arrived, p_state_slots, p_table, p_requests, p_positions, p_slots, eps, cache_strides,
         state_strides, None, None, weight_stride, cos_sin_strides, table_strides, token_strides, tokens, state_pages,
         num_slots, table_rows, table_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD,
-        TOKENS, TOGETHER, PARTS, ROWS, D, ROPE,
+        TOKENS, TOGETHER, PARTS, ROWS, D, ROPE, DENSE,
     )  # fmt: skip
+
+
+def dense(state_cache: Tensor, ratio: int, dim: int) -> bool:
+    """Whether the state rows of a page follow each other."""
+    return state_cache.stride(1) == state_width(ratio, dim)
 
 
 def compress_norm_rope_insert_refuses(
@@ -222,6 +228,7 @@ def compress_norm_rope_insert(
         ROWS=window_rows(ratio),
         D=dim,
         ROPE=cos_sin_cache.shape[1],
+        DENSE=dense(state_cache, ratio, dim),
         num_warps=cut.warps,
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,

@@ -74,15 +74,25 @@ def last_state(
 
 
 @triton.jit
-def _cached_states(p_state, page, place, group, o_channel, mask, strides, PLACES: tl.constexpr, SCORES: tl.constexpr):
-    """Values and scores `[N, BLOCKS, PLACES, COLUMNS]` of the cache where `mask` `[N, BLOCKS, PLACES]`; 0 and -inf."""
+def _cached_states(
+    p_state, page, place, group, o_channel, mask, strides,
+    PLACES: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Values and scores `[N, BLOCKS, PLACES, COLUMNS]` of the cache where `mask` `[N, BLOCKS, PLACES]`; 0 and -inf.
+
+    With DENSE, rows follow each other, so that their distances are part of the instructions.
+    """
     p_block = p_state + page * strides[0] + place * strides[1] + group[None, :] * strides[2]
-    p_value = (p_block[:, :, None] + tl.arange(0, PLACES)[None, None, :] * strides[1])[:, :, :, None]
-    p_value += (o_channel * strides[2])[None, None, None, :]
+    p_block = p_block[:, :, None, None] + (o_channel * strides[2])[None, None, None, :]
+    o_place = tl.arange(0, PLACES)[None, None, :, None]
+    p_value = p_block + (o_place * (2 * GROUPS * D) if DENSE else o_place * strides[1])
     mask = mask[:, :, :, None]
-    # Of overlapping windows each reads its half of a row, so that no state is read again before it is overwritten.
-    value = tl.load(p_value, mask=mask, other=0.0, eviction_policy="evict_first")
-    score = tl.load(p_value + SCORES * strides[2], mask=mask, other=float("-inf"), eviction_policy="evict_first")
+    # No state is read again before it is overwritten, and a step of long windows reads more than a cache holds.
+    EVICT: tl.constexpr = "evict_first" if GROUPS == 1 else ""
+    value = tl.load(p_value, mask=mask, other=0.0, eviction_policy=EVICT)
+    # All loads are in flight together: without a barrier the compiler loads half of the values behind the scores' top.
+    tl.debug_barrier()
+    score = tl.load(p_value + GROUPS * D * strides[2], mask=mask, other=float("-inf"), eviction_policy=EVICT)
     return value, score
 
 
@@ -90,7 +100,8 @@ def _cached_states(p_state, page, place, group, o_channel, mask, strides, PLACES
 def _mixed_states(
     token, p_state, p_kv_score, p_ape, p_state_slots, page, place, group, o_channel, back, others, state_strides,
     kv_score_strides, ape_strides, slot_stride,
-    RATIO: tl.constexpr, WINDOW: tl.constexpr, STATE_BLOCK: tl.constexpr, PLACES: tl.constexpr, SCORES: tl.constexpr,
+    RATIO: tl.constexpr, GROUPS: tl.constexpr, STATE_BLOCK: tl.constexpr, PLACES: tl.constexpr, D: tl.constexpr,
+    DENSE: tl.constexpr,
 ):  # fmt: skip
     """`_cached_states` with those from the projection that this step saves: of the token k rows before, if the slot
     that it is saved at is the slot where the table has its position. `back` `[BLOCKS, PLACES]` is -k."""
@@ -99,13 +110,17 @@ def _mixed_states(
     saved_at = tl.load(p_state_slots + row * slot_stride, mask=fresh, other=-1)
     fresh &= saved_at == (page * STATE_BLOCK + place)[:, :, None] + tl.arange(0, PLACES)[None, None, :]
     cached, mask = others & ~fresh, fresh[:, :, :, None]
-    value, score = _cached_states(p_state, page, place, group, o_channel, cached, state_strides, PLACES, SCORES)
+    value, score = _cached_states(
+        p_state, page, place, group, o_channel, cached, state_strides, PLACES, GROUPS, D, DENSE
+    )
     channel = group[None, :, None, None] + o_channel[None, None, None, :]
     p_value = (p_kv_score + row * kv_score_strides[0])[:, :, :, None] + channel * kv_score_strides[1]
     value = tl.load(p_value, mask=mask, other=value)
-    score = tl.load(p_value + SCORES * kv_score_strides[1], mask=mask, other=score)
+    score = tl.load(p_value + GROUPS * D * kv_score_strides[1], mask=mask, other=score)
     # Groups begin with the window.
-    p_bias = p_ape + ((back + (WINDOW - 1)) % RATIO * ape_strides[0])[None, :, :, None] + channel * ape_strides[1]
+    p_bias = (
+        p_ape + ((back + (GROUPS * RATIO - 1)) % RATIO * ape_strides[0])[None, :, :, None] + channel * ape_strides[1]
+    )
     return value, score + tl.load(p_bias, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -120,37 +135,43 @@ def pool(
     token, follow, blocks, last, p_state, p_kv_score, p_ape, p_state_slots, state_strides, kv_score_strides,
     ape_strides, slot_stride, o_channel,
     RATIO: tl.constexpr, GROUPS: tl.constexpr, STATE_BLOCK: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr,
-    D: tl.constexpr,
+    D: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """float32 `[N, COLUMNS]`: the softmax-weighted sums of the channels `o_channel` of the windows that end with
     `token` `[N]`; 0 of windows of which the cache has nothing.
 
-    `blocks` are their `window_blocks`, `last` their `last_state`. Only if one of them follows one of its request,
-    `follow`, may the projection have others of their states: then a decode step, where none does, reads the cache and
-    nothing else.
+    `blocks` are their `window_blocks`; with a projection, `last` is their `last_state`. Only if one of them follows one
+    of its request, `follow`, may the projection have others of their states: then a decode step, where none does, reads
+    the cache and nothing else.
     """
     WINDOW: tl.constexpr = GROUPS * RATIO
-    SCORES: tl.constexpr = GROUPS * D
     present, page, place = blocks
-    own_value, own_score = last
     o_row = tl.arange(0, BLOCKS) * PLACES
     back = o_row[:, None] + tl.arange(0, PLACES)[None, :] - (WINDOW - 1)
-    others = present[:, :, None] & (back < 0)[None, :, :]
     # The last group of positions has the last columns to itself, the one before it the first.
     group = tl.where(o_row >= WINDOW - RATIO, (GROUPS - 1) * D, 0)
     if p_kv_score is None:
-        value, score = _cached_states(p_state, page, place, group, o_channel, others, state_strides, PLACES, SCORES)
-    elif follow:
-        value, score = _mixed_states(
-            token, p_state, p_kv_score, p_ape, p_state_slots, page, place, group, o_channel, back, others,
-            state_strides, kv_score_strides, ape_strides, slot_stride, RATIO, WINDOW, STATE_BLOCK, PLACES, SCORES,
-        )  # fmt: skip
+        mask = tl.broadcast_to(present[:, :, None], (present.shape[0], BLOCKS, PLACES))
+        value, score = _cached_states(
+            p_state, page, place, group, o_channel, mask, state_strides, PLACES, GROUPS, D, DENSE
+        )
     else:
-        value, score = _cached_states(p_state, page, place, group, o_channel, others, state_strides, PLACES, SCORES)
+        others = present[:, :, None] & (back < 0)[None, :, :]
+        if follow:
+            value, score = _mixed_states(
+                token, p_state, p_kv_score, p_ape, p_state_slots, page, place, group, o_channel, back, others,
+                state_strides, kv_score_strides, ape_strides, slot_stride, RATIO, GROUPS, STATE_BLOCK, PLACES, D,
+                DENSE,
+            )  # fmt: skip
+        else:
+            value, score = _cached_states(
+                p_state, page, place, group, o_channel, others, state_strides, PLACES, GROUPS, D, DENSE
+            )
+        is_last = (back == 0)[None, :, :, None]
+        value = tl.where(is_last, last[0][:, None, None, :], value)
+        score = tl.where(is_last, last[1][:, None, None, :], score)
     # A finite top keeps -inf - -inf away.
-    top = tl.maximum(tl.maximum(tl.max(tl.max(score, axis=2), axis=1), own_score), LOWEST)
+    top = tl.maximum(tl.max(tl.max(score, axis=2), axis=1), LOWEST)
     weight = tl.exp2((score - top[:, None, None, :]) * LOG2_E)
-    own_weight = tl.exp2((own_score - top) * LOG2_E)
     pooled, total = tl.reduce((tl.sum(weight * value, axis=2), tl.sum(weight, axis=2)), 1, _add)
-    pooled, total = pooled + own_weight * own_value, total + own_weight
     return tl.where(total == 0, 0.0, pooled / total)

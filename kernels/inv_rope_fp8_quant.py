@@ -17,27 +17,33 @@ from ..layout import SCALES_PER_WORD as _SCALES_PER_WORD
 from ..layout import cdiv
 from ..reference.inv_rope_fp8_quant import scale_strides, value_strides
 from .early import early_launch, start
-from .quant import FP8_MAX, MANTISSA_BITS, e4m3, refuses_fp8, tile_byte, ue8m0_inverse
+from .quant import FP8_MAX, MANTISSA_BITS, amax_byte, refuses_fp8, scaled_e4m3, ue8m0_inverse
 from .rope import load_cos_sin, rotate, table_row
 
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
 ACT_TILE = tl.constexpr(_ACT_TILE)
 SCALES_PER_WORD = tl.constexpr(_SCALES_PER_WORD)
-SPREAD_ROWS = 768
-"""Up to this many heads in all, a program takes one, above two. Measured on an H200."""
+SPREAD_ROWS, FEW_ROWS = 768, 4096
+"""Up to so many heads in all, a program takes one, or two; above four with quantisation. Measured on an H200."""
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger of two magnitudes, NaN if one is. As floats: the sign costs an integer comparison an instruction."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _unrotated(
-    p_o, p_positions, p_table, token, head, live, o_strides, position_stride, table_strides, max_pos,
+    p_o, p_positions, p_table, token, head, o_strides, position_stride, table_strides, max_pos,
     D: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """float32 `[N, D]`: `head` `[N]` of `token` `[N]`, its last ROPE dims rotated back; 0 where not `live` `[N]`."""
-    row = table_row(tl.load(p_positions + token * position_stride, mask=live, other=0), max_pos)
+    """float32 `[N, D]`: `head` `[N]` of `token` `[N]`, its last ROPE dims rotated back."""
+    row = table_row(tl.load(p_positions + token * position_stride), max_pos)
     o_d = tl.arange(0, D)[None, :].to(tl.int64)
-    p_x = p_o + (token * o_strides[0] + head.to(tl.int64) * o_strides[1])[:, None] + o_d * o_strides[2]
-    x = tl.load(p_x, mask=live[:, None], other=0.0).to(tl.float32)
-    cos, sin = load_cos_sin(p_table + row[:, None] * table_strides[0], table_strides[1], live[:, None], D, ROPE)
+    x = tl.load(p_o + (token * o_strides[0] + head.to(tl.int64) * o_strides[1])[:, None] + o_d * o_strides[2])
+    x = x.to(tl.float32)
+    cos, sin = load_cos_sin(p_table + row[:, None] * table_strides[0], table_strides[1], True, D, ROPE)
     return rotate(x, cos, -sin, ROPE)
 
 
@@ -63,9 +69,11 @@ def inv_rope_kernel(
     token = (tl.program_id(0) // BLOCKS).to(tl.int64) + tl.zeros((BLOCK_H,), tl.int64)
     head = (tl.program_id(0) % BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = head < HEADS
+    # What lies beyond the heads is loaded of the last one, and not stored.
     x = _unrotated(
-        p_o, p_positions, p_table, token, head, live, o_strides, position_stride, table_strides, max_pos, D, ROPE
-    )
+        p_o, p_positions, p_table, token, tl.minimum(head, HEADS - 1), o_strides, position_stride, table_strides,
+        max_pos, D, ROPE,
+    )  # fmt: skip
     p_row = p_out + (token * HEADS + head)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(p_row, x.to(p_out.dtype.element_ty), mask=live[:, None])
 
@@ -90,10 +98,11 @@ def inv_rope_fp8_quant_kernel(
     PACKED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    MANY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program p takes BLOCK_T tokens and BLOCK_H heads of one group; blocks of heads vary first, then groups."""
-    start(EARLY)
+    start(EARLY, not MANY)
     BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     # Strips in a program, of each of its tokens, and in a group.
     TILES: tl.constexpr = BLOCK_H * D // ACT_TILE
@@ -103,17 +112,19 @@ def inv_rope_fp8_quant_kernel(
     first_token = (program // (BLOCKS * GROUPS)).to(tl.int64) * BLOCK_T
 
     o_row = tl.arange(0, BLOCK_T * BLOCK_H)
-    token, head = first_token + o_row // BLOCK_H, block * BLOCK_H + o_row % BLOCK_H
-    live = (token < tokens) & (head < HEADS)
+    # What lies beyond the tokens and heads is loaded of the last one, and not stored: masks take registers.
+    token = tl.minimum(first_token + o_row // BLOCK_H, tokens - 1)
+    head = tl.minimum(block * BLOCK_H + o_row % BLOCK_H, HEADS - 1)
     x = _unrotated(
-        p_o, p_positions, p_table, token, group * HEADS + head, live, o_strides, position_stride, table_strides,
-        max_pos, D, ROPE,
+        p_o, p_positions, p_table, token, group * HEADS + head, o_strides, position_stride, table_strides, max_pos, D,
+        ROPE,
     )  # fmt: skip
 
     # [BLOCK_T * TILES, ACT_TILE]
     x = tl.reshape(x, (BLOCK_T * TILES, ACT_TILE))
-    byte = tile_byte(x, ACT_AMAX_FLOOR, FP8_MAX)
-    values = e4m3(x * ue8m0_inverse(byte)[:, None])
+    amax = tl.reduce(tl.abs(x), 1, _larger)
+    byte = amax_byte(_larger(amax, ACT_AMAX_FLOOR), FP8_MAX)
+    values = scaled_e4m3(x * ue8m0_inverse(byte)[:, None])
     o_tile = tl.arange(0, BLOCK_T * TILES)
     token, strip = first_token + o_tile // TILES, block * TILES + o_tile % TILES
     live = (token < tokens) & (strip < STRIPS)
@@ -177,7 +188,9 @@ def inv_rope_fp8_quant(
     strides = scale_strides(tokens, count)
     values = o.new_empty((n_groups, tokens, size), dtype=torch.float8_e4m3fn)
     scale = o.new_empty((n_groups, count, strides[2]), dtype=torch.int32 if packed_scales else torch.float32)
-    block_t, block_h = _block(tokens, n_groups * heads_per_group)
+    rows = tokens * n_groups * heads_per_group
+    many = rows > FEW_ROWS
+    block_t, block_h = _block(rows)
     # A program fills whole strips, and whole words of scales.
     block_h = max(block_h, cdiv(_ACT_TILE * (_SCALES_PER_WORD if packed_scales else 1), dim))
     programs = cdiv(strides[2], block_t) * n_groups * cdiv(heads_per_group, block_h)
@@ -201,9 +214,10 @@ def inv_rope_fp8_quant(
             PACKED=packed_scales,
             BLOCK_T=block_t,
             BLOCK_H=block_h,
+            MANY=many,
             num_warps=1,
             enable_fp_fusion=False,
-            **early_launch(o.device, programs),
+            **early_launch(o.device, 0 if many else programs),
         )
     return (
         values.as_strided((tokens, n_groups, size), value_strides(tokens, size)),
@@ -236,6 +250,7 @@ def _rows(rows: int) -> int:
     return 1 if rows <= SPREAD_ROWS else 2
 
 
-def _block(tokens: int, heads: int) -> tuple[int, int]:
-    """Tokens and heads of a program of `inv_rope_fp8_quant`."""
-    return (1, 1) if tokens * heads <= SPREAD_ROWS else (2, 1)
+def _block(rows: int) -> tuple[int, int]:
+    """Tokens and heads of a program of `inv_rope_fp8_quant` by the number of heads in all. A warp has what four rows
+    load in flight at once; eight leave it no registers."""
+    return (1, 1) if rows <= SPREAD_ROWS else (2, 1) if rows <= FEW_ROWS else (4, 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..layout import PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor, state_block_size, storage_block_size
 from ..reference.preprocess_insert import Compressor, compressors, result_dtype
 from .arrivals import arrival_counters
-from .compress_norm_rope_insert import cut_of, together, window_rows
+from .compress_norm_rope_insert import cut_of, dense, together, window_rows
 from .early import early_launch
 from .gpu import registers
 from .hadamard import HADAMARD_DIMS
@@ -237,6 +237,7 @@ def preprocess_insert(
         KEY_POOLS=key_pools,
         KEY_SAVES=key_saves,
         KEY_PIECE=key_piece,
+        DENSE=all(dense(c.state_cache, ratio, d) for c, d in ((main, main_dim), (keys, key_dim)) if c is not None),
         num_warps=cut.warps,
         **registers(qr.device, cut.registers),
         **early_launch(qr.device, programs),

@@ -18,7 +18,7 @@ def _pool_job(
     position_stride, cos_sin_strides, tokens, state_pages, num_slots, table_rows, table_columns, max_pos,
     FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr,
     GROUPS: tl.constexpr, HADAMARD: tl.constexpr, TOKENS: tl.constexpr, TOGETHER: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Pool one part of the channels for the TOKENS tokens from `first` on."""
     compress_tokens(
@@ -28,7 +28,7 @@ def _pool_job(
         strides.ape, strides.norm_weight[0], cos_sin_strides, strides.state_block_table,
         (strides.state_slot_mapping[0], request_stride, position_stride, strides.slot_mapping[0]),
         tokens, state_pages, num_slots, table_rows, table_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK,
-        RATIO, GROUPS, HADAMARD, TOKENS, TOGETHER, PARTS, ROWS, D, ROPE,
+        RATIO, GROUPS, HADAMARD, TOKENS, TOGETHER, PARTS, ROWS, D, ROPE, DENSE,
     )  # fmt: skip
 
 
@@ -123,6 +123,7 @@ def preprocess_insert_kernel(
     KEY_POOLS: tl.constexpr,
     KEY_SAVES: tl.constexpr,
     KEY_PIECE: tl.constexpr,
+    DENSE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Programs [c * J, (c + 1) * J) do the J jobs of tokens [c * CHUNK, (c + 1) * CHUNK)."""
@@ -138,6 +139,7 @@ def preprocess_insert_kernel(
                 p_requests, p_positions, p_cos_sin, p_kv_scale, eps, request_stride, position_stride, cos_sin_strides,
                 main_tokens, main_pages, main_slots, main_rows, main_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK,
                 RATIO, GROUPS, False, POOL_TOKENS, TOGETHER, MAIN_PARTS, ROWS, MAIN_D, ROPE,
+                DENSE,
             )  # fmt: skip
     elif job < POOLS:
         if keys is not None:
@@ -145,7 +147,7 @@ def preprocess_insert_kernel(
                 first + (job - MAIN_POOLS) * KEY_TOKENS, 0, keys, key_strides, None, None, p_requests, p_positions,
                 p_cos_sin, None, eps, request_stride, position_stride, cos_sin_strides, key_tokens, key_pages,
                 key_slots, key_rows, key_columns, max_pos, KEY_FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD,
-                KEY_TOKENS, KEYS_TOGETHER, 1, ROWS, KEY_D, ROPE,
+                KEY_TOKENS, KEYS_TOGETHER, 1, ROWS, KEY_D, ROPE, DENSE,
             )  # fmt: skip
     else:
         few, share = first // TOKENS + (job - POOLS) // SHARES, (job - POOLS) % SHARES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
 
 from ..layout import FP8_MAX as _FP8_MAX
 from ..layout import UE8M0_BIAS as _UE8M0_BIAS
@@ -31,6 +32,12 @@ def tile_byte(x, FLOOR: tl.constexpr, FORMAT_MAX: tl.constexpr):
     magnitude = x.to(tl.int32, bitcast=True) & MAGNITUDE
     floor = tl.full((), FLOOR, tl.float32).to(tl.int32, bitcast=True)
     amax = tl.maximum(tl.max(magnitude, axis=len(x.shape) - 1), floor).to(tl.float32, bitcast=True)
+    return amax_byte(amax, FORMAT_MAX)
+
+
+@triton.jit
+def amax_byte(amax, FORMAT_MAX: tl.constexpr):
+    """`tile_byte` of the largest magnitude itself; NaN gets byte 254."""
     bits = (amax * (1.0 / FORMAT_MAX)).to(tl.int32, bitcast=True)
     exponent = (bits >> MANTISSA_BITS) & 0xFF
     return tl.minimum(exponent + ((bits & MANTISSA) != 0).to(tl.int32), UE8M0_MAX_BYTE)
@@ -54,6 +61,19 @@ def ue8m0_scale(byte):
 def e4m3(x):
     """float32 `x` clamped to the e4m3 range and rounded to nearest even. NaN stays NaN."""
     return tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.constexpr_function
+def _conversion_saturates() -> bool:
+    """Whether the target's conversion to e4m3 clamps by itself, as NVIDIA's does."""
+    target = current_target()
+    return target is not None and target.backend == "cuda"
+
+
+@triton.jit
+def scaled_e4m3(x):
+    """`e4m3`, without a clamp where the conversion has one."""
+    return x.to(tl.float8e4nv) if _conversion_saturates() else e4m3(x)
 
 
 @triton.jit

@@ -63,9 +63,21 @@ def test_values_scales_and_padding_rows_are_exact(
         assert torch.equal(storage(actual), storage(expected))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_infinities_and_nan_keep_to_their_strips(packed: bool) -> None:
+    """The conversion to e4m3 saturates by itself; in the interpreter a clamp does."""
+    o, positions, table = inputs(37, 64)
+    generator = torch.Generator("cuda").manual_seed(1)
+    for value in (torch.inf, -torch.inf, torch.nan, -torch.nan, torch.finfo(o.dtype).max):
+        o[torch.rand(o.shape, device="cuda", generator=generator) < 1e-3] = value
+    args = o, positions, table, 8, 8, packed
+    for got, want in zip(kernels.inv_rope_fp8_quant(*args), REFERENCES["inv_rope_fp8_quant"](*args), strict=True):
+        assert torch.equal(storage(got), storage(want))
+
+
 @pytest.mark.parametrize("block", [(1, 1), (4, 1), (1, 4), (4, 2), (8, 1), (8, 2)])
 def test_every_block_gives_the_same_bytes(block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_block", lambda tokens, heads: block)
+    monkeypatch.setattr(kernels, "_block", lambda rows: block)
     for packed in (False, True):
         test_values_scales_and_padding_rows_are_exact(301, 2, 7, 512, 64, packed)
 

@@ -80,7 +80,7 @@ def test_values_and_scales_are_exact_and_padding_rows_zero(
 @pytest.mark.parametrize("block", [(1, 1), (4, 1), (1, 4), (4, 2), (8, 1)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_any_block_gives_the_same_result(block: tuple[int, int], packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_block", lambda tokens, heads: block)
+    monkeypatch.setattr(kernels, "_block", lambda rows: block)
     monkeypatch.setattr(kernels, "_rows", lambda rows: block[0] * block[1])
     o, positions, table = torch.randn(7, 6, 256), torch.randint(MAX_POS, (7,)), rope_table(64)
     quantize(o, positions, table, 2, 3, packed)
@@ -135,6 +135,16 @@ def test_they_compile_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch
             kernels.inv_rope_fp8_quant(*args, 8, 8, packed)
     assert [bool(fake_triton.machine_code(kernel)) for kernel in compiled] == [True] * 3
     assert all(begins_early(each) == early for each in compiled)
+
+
+def test_many_programs_start_early_but_let_nothing_start_before_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sees(monkeypatch, "sm_90")
+    o = torch.empty(kernels.FEW_ROWS // 64 + 1, 64, 512, dtype=torch.bfloat16)
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        kernels.inv_rope_fp8_quant(o, torch.arange(len(o)), rope_table(64), 8, 8)
+    ptx = compiled[0].asm["ptx"]
+    assert -1 < ptx.index(fake_triton.WAIT) < ptx.index("ld.global")
+    assert "launch_dependents" not in ptx
 
 
 def test_a_row_stays_in_its_threads_until_it_is_stored() -> None:
