@@ -41,14 +41,28 @@ SUBNORMAL_HALF = gl.constexpr(_SUBNORMAL_HALF.value)
 
 
 @gluon.jit
-def _turn(x, p_cos, ROPE: gl.constexpr, INVERSE: gl.constexpr, CACHE: gl.constexpr = CACHED):
-    """float32 `x` `[N, C]` with its last ROPE columns turned; `p_cos` points to the cosines, then the sines."""
+def fetch_angles(p_cos, x, ROPE: gl.constexpr, CACHE: gl.constexpr = CACHED):
+    """Of the pairs of columns of `x` `[N, C]`, cosines and sines; 0 for those that do not turn.
+
+    `p_cos` points to the cosines, behind which are the sines.
+    """
+    PAIRS: gl.constexpr = x.shape[1] // 2
+    even, _ = gl.split(gl.reshape(x, [x.shape[0], PAIRS, 2]))
+    o_pair = gl.arange(0, PAIRS, gl.SliceLayout(0, even.type.layout)) - (PAIRS - ROPE // 2)
+    p_sin = p_cos + ROPE // 2
+    cos = gl.load(p_cos + o_pair, mask=o_pair >= 0, other=0.0, cache_modifier=CACHE)
+    sin = gl.load(p_sin + o_pair, mask=o_pair >= 0, other=0.0, cache_modifier=CACHE)
+    return cos, sin
+
+
+@gluon.jit
+def _turn(x, cos, sin, ROPE: gl.constexpr, INVERSE: gl.constexpr):
+    """float32 `x` `[N, C]` with its last ROPE columns turned by what `fetch_angles` has given."""
     PAIRS: gl.constexpr = x.shape[1] // 2
     even, odd = gl.split(gl.reshape(x, [x.shape[0], PAIRS, 2]))
     o_pair = gl.arange(0, PAIRS, gl.SliceLayout(0, even.type.layout)) - (PAIRS - ROPE // 2)
-    cos = gl.expand_dims(gl.load(p_cos + o_pair, mask=o_pair >= 0, other=0.0, cache_modifier=CACHE), 0)
-    p_sin = p_cos + ROPE // 2
-    sin = gl.expand_dims(gl.load(p_sin + o_pair, mask=o_pair >= 0, other=0.0, cache_modifier=CACHE), 0)
+    cos = gl.expand_dims(cos, 0)
+    sin = gl.expand_dims(sin, 0)
     if INVERSE:
         sin = -sin
     # Selected, not multiplied by (1, 0): what does not turn may be infinite, and keeps the sign of its zeros.
@@ -59,11 +73,11 @@ def _turn(x, p_cos, ROPE: gl.constexpr, INVERSE: gl.constexpr, CACHE: gl.constex
 
 
 @gluon.jit
-def _normed(q, p_cos, eps, ROPE: gl.constexpr, CACHE: gl.constexpr = CACHED):
+def _normed(q, cos, sin, eps, ROPE: gl.constexpr):
     """Queries `[N, 512]` with norm and RoPE, rounded once."""
     x = q.to(gl.float32)
     x = x * gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) * (1.0 / D) + eps), 1)
-    return _turn(x, p_cos, ROPE, False, CACHE).to(gl.bfloat16)
+    return _turn(x, cos, sin, ROPE, False).to(gl.bfloat16)
 
 
 @gluon.jit
@@ -87,10 +101,11 @@ def load_queries(
         q0 = gl.load(p_row)
         q1 = gl.load(p_row1)
     if eps is not None:
-        q0 = _normed(q0, p_cos, eps, ROPE)
+        cos, sin = fetch_angles(p_cos, q0, ROPE)
+        q0 = _normed(q0, cos, sin, eps, ROPE)
     q_tile.slice(FIRST, STEP, 0).store(q0)
     if eps is not None:
-        q1 = _normed(q1, p_cos, eps, ROPE)
+        q1 = _normed(q1, cos, sin, eps, ROPE)
     q_tile.slice(FIRST + STEP, STEP, 0).store(q1)
     fence_async_shared()
     thread_barrier()
@@ -110,12 +125,12 @@ def fetch_few_queries(p_q, head_stride, heads, BLOCK: gl.constexpr, PARTIAL: gl.
 
 
 @gluon.jit
-def put_few_queries(q, p_cos, eps, q_tile, ROPE: gl.constexpr):
+def put_few_queries(q, cos, sin, eps, q_tile, ROPE: gl.constexpr):
     """What `fetch_few_queries` loaded into shared memory, normed and rotated if there is an `eps`. Fences nothing."""
     # The compiler cannot see through this, and so cannot wait for the queries any earlier.
     q = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [q], dtype=gl.bfloat16, is_pure=False, pack=2)
     if eps is not None:
-        q = _normed(q, p_cos, eps, ROPE, ".cg")
+        q = _normed(q, cos, sin, eps, ROPE)
     q_tile.store(q)
 
 
@@ -133,7 +148,8 @@ def load_few_queries(p_q, head_stride, p_cos, eps, q_tile, heads, ROPE: gl.const
         else:
             q = gl.load(p_row)
         if eps is not None:
-            q = _normed(q, p_cos, eps, ROPE)
+            cos, sin = fetch_angles(p_cos, q, ROPE)
+            q = _normed(q, cos, sin, eps, ROPE)
         q_tile.slice(step * COUNT, COUNT, 0).store(q)
     fence_async_shared()
     thread_barrier()
@@ -188,7 +204,8 @@ def store_half(
     for step in gl.static_range(BLOCK // COUNT):
         y = half.slice(step * COUNT, COUNT, 0).load(ROWS)
         if INVERSE and FIRST > 0:
-            y = _turn(y.to(gl.float32), p_cos, ROPE, True)
+            cos, sin = fetch_angles(p_cos, y, ROPE)
+            y = _turn(y.to(gl.float32), cos, sin, ROPE, True)
         if GROUPS == 0:
             o_head = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(1, ROWS)), 1) + step * COUNT
             y = gl.convert_layout(y.to(gl.bfloat16), ROWS)

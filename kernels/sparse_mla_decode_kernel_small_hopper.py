@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .attention_rows_hopper import HALF, D, fetch_few_queries, put_few_queries, store_half
+from .attention_rows_hopper import HALF, D, fetch_angles, fetch_few_queries, put_few_queries, store_half
 from .kv_ahead_hopper import angles, ask, ask_for_keys, extent, slots
 from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, thread_barrier
 from .split_softmax import LN_2 as _LN_2
@@ -30,6 +30,29 @@ from .split_softmax import LOG2_E as _LOG2_E
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+
+
+@gluon.jit
+def _finite(top):
+    """Largest scores to subtract from scores: -inf - -inf is NaN, so a head without keys so far is shifted by zero."""
+    return gl.where(top == float("-inf"), 0.0, top)
+
+
+@gluon.jit
+def _share(total):
+    """Factor that makes a sum of weighted values the output of a part; 0 without keys."""
+    return gl.where(total == 0, 0.0, 1.0 / total)
+
+
+@gluon.jit
+def _scores(keys, q_tile, live, scale, SCORES: gl.constexpr):
+    """Scores of a block of keys, -inf for what is none."""
+    BLOCK_N: gl.constexpr = keys.shape[0]
+    BLOCK_H: gl.constexpr = q_tile.shape[0]
+    zero = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
+    scores = warpgroup_mma(keys, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    return gl.where(gl.expand_dims(live, 1) >= 0, scores * scale, float("-inf"))
 
 
 @gluon.jit(
@@ -86,6 +109,7 @@ def sparse_mla_decode_small_hopper_kernel(
     LOG_PAGE0: gl.constexpr,  # of the tokens in a page
     LOG_PAGE1: gl.constexpr,
     WIDE: gl.constexpr,
+    ONE: gl.constexpr,  # no program has more than one block
     LATE: gl.constexpr,  # the next kernel starts when the last keys are here, else at once
     SPLIT: gl.constexpr,
     ROPE: gl.constexpr,
@@ -151,54 +175,84 @@ def sparse_mla_decode_small_hopper_kernel(
     p_cos = p_table
     if p_positions is not None:
         p_cos = angles(p_positions, position_stride, p_table, table_stride, max_pos, token)
+    cos, sin = None, None
+    if eps is not None:
+        # On their way together with the keys, not one after the other when queries are there.
+        cos, sin = fetch_angles(p_cos, q, ROPE, ".cg")
     slot = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part, BLOCK_N, SLOTS)
     live = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part, BLOCK_N, LIVE)
     acc = gl.zeros([D, BLOCK_H], gl.float32, OUTPUT)
-    sums = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
     top = gl.full([BLOCK_H], float("-inf"), gl.float32, SCORE_HEADS)
-    for block in range(part, blocks, splits):
-        inner = block < blocks0
-        codes, rope, scales = fetch_keys(
-            gl.where(inner, p_words0, p_words1), gl.where(inner, p_scales0, p_scales1),
-            gl.where(inner, page_chunks0, page_chunks1), slot, gl.where(inner, LOG_PAGE0, LOG_PAGE1),
-            WORDS, ROPES, ".cg",
-        )  # fmt: skip
-        if block == part:
-            # Queries are normed while the first keys are on their way.
-            put_few_queries(q, p_cos, eps, q_tile, ROPE)
-        words.store(dequantize_keys(codes, rope, scales, slot >= 0, WIDE, WORDS))
-        if LATE and block + splits >= blocks:
-            # The weight of the projection behind no longer holds up the keys.
-            gdc_launch_dependents()
-        m_live = gl.expand_dims(live, 1) >= 0
-        following = block + splits
-        slot = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, following, BLOCK_N, SLOTS)
-        live = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, following, BLOCK_N, LIVE)
-        fence_async_shared()
-        thread_barrier()
-        zero = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
-        scores = warpgroup_mma(keys, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        scores = gl.where(m_live, scores * scale, float("-inf"))
-        new_top = gl.maximum(top, gl.max(scores, 0))
-        # -inf - -inf is NaN: a head without keys so far is shifted by zero.
-        shift = gl.where(new_top == float("-inf"), 0.0, new_top)
-        rescale = gl.exp2(top - shift)
-        weights = gl.exp2(scores - gl.expand_dims(shift, 0))
-        weights_tile.store(weights.to(gl.bfloat16).permute((1, 0)))
-        sums = sums * gl.expand_dims(rescale, 0) + weights
-        acc = acc * gl.expand_dims(gl.convert_layout(rescale, OUTPUT_HEADS), 0)
-        top = new_top
-        fence_async_shared()
-        thread_barrier()
-        acc = warpgroup_mma(keys.permute((1, 0)), weights_tile.permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        thread_barrier()
+    if ONE:
+        # The loop below without what passes from block to block: half of the registers, and code that is shorter.
+        total = gl.zeros([BLOCK_H], gl.float32, SCORE_HEADS)
+        share = gl.zeros([BLOCK_H], gl.float32, OUTPUT_HEADS)
+        if part < blocks:
+            inner = part < blocks0
+            codes, rope, scales = fetch_keys(
+                gl.where(inner, p_words0, p_words1), gl.where(inner, p_scales0, p_scales1),
+                gl.where(inner, page_chunks0, page_chunks1), slot, gl.where(inner, LOG_PAGE0, LOG_PAGE1),
+                WORDS, ROPES, ".cg",
+            )  # fmt: skip
+            put_few_queries(q, cos, sin, eps, q_tile, ROPE)
+            words.store(dequantize_keys(codes, rope, scales, slot >= 0, WIDE, WORDS))
+            if LATE:
+                gdc_launch_dependents()
+            fence_async_shared()
+            thread_barrier()
+            scores = _scores(keys, q_tile, live, scale, SCORES)
+            top = gl.max(scores, 0)
+            weights = gl.exp2(scores - gl.expand_dims(_finite(top), 0))
+            weights_tile.store(weights.to(gl.bfloat16).permute((1, 0)))
+            fence_async_shared()
+            thread_barrier()
+            acc = warpgroup_mma(keys.permute((1, 0)), weights_tile.permute((1, 0)), acc, use_acc=False, is_async=True)
+            # While the values are added, so are the weights.
+            total = gl.sum(weights, 0)
+            share = gl.convert_layout(_share(total), OUTPUT_HEADS)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            thread_barrier()
+    else:
+        sums = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
+        for block in range(part, blocks, splits):
+            inner = block < blocks0
+            codes, rope, scales = fetch_keys(
+                gl.where(inner, p_words0, p_words1), gl.where(inner, p_scales0, p_scales1),
+                gl.where(inner, page_chunks0, page_chunks1), slot, gl.where(inner, LOG_PAGE0, LOG_PAGE1),
+                WORDS, ROPES, ".cg",
+            )  # fmt: skip
+            if block == part:
+                # Queries are normed while the first keys are on their way.
+                put_few_queries(q, cos, sin, eps, q_tile, ROPE)
+            words.store(dequantize_keys(codes, rope, scales, slot >= 0, WIDE, WORDS))
+            following = block + splits
+            if LATE and following >= blocks:
+                # The weight of the projection behind no longer holds up the keys.
+                gdc_launch_dependents()
+            here = live
+            slot = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, following, BLOCK_N, SLOTS)
+            live = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, following, BLOCK_N, LIVE)
+            fence_async_shared()
+            thread_barrier()
+            scores = _scores(keys, q_tile, here, scale, SCORES)
+            new_top = gl.maximum(top, gl.max(scores, 0))
+            shift = _finite(new_top)
+            rescale = gl.exp2(top - shift)
+            weights = gl.exp2(scores - gl.expand_dims(shift, 0))
+            weights_tile.store(weights.to(gl.bfloat16).permute((1, 0)))
+            sums = sums * gl.expand_dims(rescale, 0) + weights
+            acc = acc * gl.expand_dims(gl.convert_layout(rescale, OUTPUT_HEADS), 0)
+            top = new_top
+            fence_async_shared()
+            thread_barrier()
+            acc = warpgroup_mma(keys.permute((1, 0)), weights_tile.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            thread_barrier()
+        total = gl.sum(sums, 0)
+        share = gl.convert_layout(_share(total), OUTPUT_HEADS)
 
-    total = gl.sum(sums, 0)
-    shift = gl.where(top == float("-inf"), 0.0, top)
-    lse = gl.where(total == 0, float("-inf"), shift + gl.log2(total))
-    acc = acc * gl.expand_dims(gl.convert_layout(gl.where(total == 0, 0.0, 1.0 / total), OUTPUT_HEADS), 0)
+    lse = gl.where(total == 0, float("-inf"), _finite(top) + gl.log2(total))
+    acc = acc * gl.expand_dims(share, 0)
     if SPLIT:
         row = (local * splits + part).to(gl.int64) * H + head
         gl.store(p_lse + row + o_head, lse, mask=m_head)
@@ -217,8 +271,8 @@ def sparse_mla_decode_small_hopper_kernel(
         if p_sink is not None:
             # As a row of one part is joined, so that it gives the same bits.
             sink = gl.load(p_sink + head + o_head, mask=m_head, other=0.0)
-            share = 1.0 / (1.0 + gl.exp2(sink * LOG2_E - gl.where(total == 0, 0.0, lse)))
-            acc = acc * gl.expand_dims(gl.convert_layout(share, OUTPUT_HEADS), 0)
+            kept = 1.0 / (1.0 + gl.exp2(sink * LOG2_E - gl.where(total == 0, 0.0, lse)))
+            acc = acc * gl.expand_dims(gl.convert_layout(kept, OUTPUT_HEADS), 0)
         q_tile.store(acc.to(gl.bfloat16).permute((1, 0)))
         thread_barrier()
         if GROUPS == 0:

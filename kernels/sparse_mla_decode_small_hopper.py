@@ -11,7 +11,7 @@ from .gpu import Gpu, early_start
 from .sparse_mla_decode_hopper import FEWEST_HEADS
 from .sparse_mla_decode_kernel_small_hopper import sparse_mla_decode_small_hopper_kernel
 from .sparse_mla_decode_launch_hopper import gather_refuses, launch_gathering
-from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source
+from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, part_count
 
 WIDE = True
 
@@ -19,17 +19,28 @@ WIDE = True
 class Shape(NamedTuple):
     """Of a program: heads and keys that it takes at a time, its warps, and when it lets the next kernel start.
 
-    That is when its last keys are here where `late`, so that the weight of a projection does not hold them up; else at
-    once.
+    That is when its last keys are here where `late`, so that the weight of a projection does not hold them up, and
+    programs of the next call do not wait where this one's could run; else at once. `once`: it has code for rows that
+    are cut into single blocks.
     """
 
     block_h: int
     block_n: int
     warps: int
     late: bool = False
+    once: bool = False
 
 
 NARROW, LONG, WIDER = Shape(16, 64, 8), Shape(16, 128, 16, late=True), Shape(32, 64, 8)
+ONCE = (
+    Shape(8, 64, 4, late=True, once=True),
+    Shape(16, 64, 4, late=True, once=True),
+    Shape(16, 128, 8, late=True, once=True),
+    Shape(32, 128, 8, late=True, once=True),
+)
+"""For rows cut into single blocks, fastest first: smaller programs do the same work more often."""
+MOST_ONCE = 132
+"""Programs of those, one for each multiprocessor of an H200."""
 TILE = 16
 SHORT = 256
 """Most keys of a row that is short."""
@@ -55,6 +66,10 @@ def shape_of(tokens: int, heads: int, keys: int) -> Shape | None:
     32 tokens of 640 keys are left to the other, which gains most where nothing comes between two of its launches.
     """
     tiles = tokens * cdiv(heads, TILE)
+    if keys > SHORT:
+        for shape in ONCE:
+            if tokens * cdiv(heads, shape.block_h) * cdiv(keys, shape.block_n) <= MOST_ONCE:
+                return shape
     if keys <= SHORT:
         return LONG if tiles <= MOST_TILES_SHORT // 2 else WIDER if tiles <= MOST_TILES_SHORT else None
     if tiles > MOST_TILES or tiles * keys > MOST_KEYS:
@@ -90,13 +105,17 @@ def launch_hopper(
     shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `launch` of the portable kernel."""
-    keys = window.indices.shape[1] + extra.indices.shape[1]
-    block_h, block_n, warps, late = shape or shape_of(q.shape[0], q.shape[1], keys) or WIDER
+    tokens, heads, _ = q.shape
+    widths = window.indices.shape[1], extra.indices.shape[1]
+    block_h, block_n, warps, late, once = shape or shape_of(tokens, heads, sum(widths)) or WIDER
+    blocks = sum(cdiv(width, block_n) for width in widths)
+    splits = splits or part_count(max(1, tokens * cdiv(heads, block_h)), blocks, gpu)
+    constants = {"BLOCK_H": block_h, "BLOCK_N": block_n, "WIDE": WIDE, "ONE": once and splits >= blocks, "LATE": late}
     return launch_gathering(
         sparse_mla_decode_small_hopper_kernel,
         block_h,
         block_n,
-        {"BLOCK_H": block_h, "BLOCK_N": block_n, "WIDE": WIDE, "LATE": late, **early_start(True)},
+        constants | early_start(True),
         q,
         window,
         extra,

@@ -4,7 +4,7 @@ A part of a row of keys is its output, divided by its own denominator, and the b
 -inf where the part attends nothing. Weighted by 2^(part - joint), the parts add up to the whole. They are added CHUNK
 at a time, and one part alone stays as it is.
 
-A program takes a head of a token. The last program of a token could do the same without a second launch, but alone: 10
+A program takes a head of a token, and asks for all its parts at once. The last program of a token could do the same without a second launch, but alone: 10
 parts of 64 heads are 1.3 MB, which take 20,000 clocks of a multiprocessor at 64 bytes each.
 """
 
@@ -18,11 +18,16 @@ from torch import Tensor
 from ..layout import cdiv
 from .attention_rows import DTYPES, store_rows
 from .early import start
+from .gpu import registers
+from .rope import load_cos_sin, rotate, table_row
 from .sparse_mla_decode_plan import Fusion, Results
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 CHUNK = 16
+REGISTERS = 128
+"""Most that a thread may have: told so, ptxas asks for all parts at once, and else, to keep registers, for two or three
+at a time."""
 
 
 @triton.jit
@@ -76,7 +81,7 @@ def split_softmax_kernel(
     D: tl.constexpr,
     ROUND: tl.constexpr,  # dtype of attention's output
     BLOCK_D: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,  # added at a time
+    PARTS: tl.constexpr,  # added at a time
     CHUNKS: tl.constexpr,
     DEPENDENT: tl.constexpr,  # launched before its predecessor ends
     ROPE: tl.constexpr,
@@ -91,33 +96,44 @@ def split_softmax_kernel(
     local, head = row // H, row % H
     token = first + local
     o_dim = tl.arange(0, BLOCK_D)
-    top, total, acc = float("-inf"), 0.0, 0.0
+    if INVERSE:
+        # On their way together with the parts, not one after the other behind them.
+        p_turn = p_table + table_row(tl.load(p_positions + token * position_stride), max_pos) * table_strides[0]
+        cos, sin = load_cos_sin(p_turn, table_strides[1], True, BLOCK_D, ROPE)
+    p_row = p_part + (local * parts * H + head) * D + o_dim
+    p_row_lse = p_part_lse + local * parts * H + head
+    top, total, acc = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
     for chunk in tl.static_range(CHUNKS):
-        o_part = chunk * BLOCK_PARTS + tl.arange(0, BLOCK_PARTS)
-        o_row = (local * parts + o_part) * H + head
-        # [BLOCK_PARTS]
-        part_lse = tl.load(p_part_lse + o_row, mask=o_part < parts, other=float("-inf"))
-        # [BLOCK_PARTS, BLOCK_D]
-        m_part = (part_lse > float("-inf"))[:, None] & (o_dim < D)[None, :]
-        part = tl.load(p_part + o_row[:, None] * D + o_dim[None, :], mask=m_part, other=0.0)
-        here = tl.max(part_lse, 0)
-        new_top = here if chunk == 0 else tl.maximum(top, here)
+        lses, rows = (), ()
+        for i in tl.static_range(chunk * PARTS, (chunk + 1) * PARTS):
+            # One chunk has no part that is none.
+            here = (i < parts) | (CHUNKS == 1)
+            lses += (tl.load(p_row_lse + i * H, mask=here, other=float("-inf")),)
+            rows += (tl.load(p_row + i * (H * D), mask=here & (o_dim < D), other=0.0),)
+        new_top = top
+        for i in tl.static_range(PARTS):
+            new_top = tl.maximum(new_top, lses[i])
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(part_lse - shift)
-        new_total, new_acc = tl.sum(weight, 0), tl.sum(part * weight[:, None], 0)
         if chunk > 0:
             rescale = tl.exp2(top - shift)
-            new_total, new_acc = total * rescale + new_total, acc * rescale + new_acc
-        top, total, acc = new_top, new_total, new_acc
+            total, acc = total * rescale, acc * rescale
+        for i in tl.static_range(PARTS):
+            weight = tl.exp2(lses[i] - shift)
+            total += weight
+            # Selected, for a part that attends nothing was not written, and may be NaN.
+            acc += tl.where(lses[i] > float("-inf"), rows[i], 0.0) * weight
+        top = new_top
     factor, lse = finish_softmax(top, total, p_sink, stride_sink, head, True)
     if p_lse is not None:
         tl.store(p_lse + token * lse_stride + head, lse)
     # Rounded as attention rounds its output, whatever becomes of it.
-    y = (acc * factor).to(ROUND)
+    y = tl.expand_dims((acc * factor).to(ROUND), 0)
+    if INVERSE:
+        y = rotate(y.to(tl.float32), cos, -sin, ROPE)
     rope = p_positions, position_stride, p_table, table_strides, max_pos
     store_rows(
-        tl.expand_dims(y, 0), p_out, out_strides, p_scale, (tokens, padded_tokens), token, head, rope,
-        H, D, ROPE, INVERSE, GROUPS, GROUP_HEADS, PACKED,
+        y, p_out, out_strides, p_scale, (tokens, padded_tokens), token, head, rope,
+        H, D, ROPE, False, GROUPS, GROUP_HEADS, PACKED,
     )  # fmt: skip
 
 
@@ -142,7 +158,6 @@ def split_softmax(
             `gdc_launch_dependents`, still runs.
     """
     _, parts, heads, head_dim = part.shape
-    block_parts = CHUNK if fusion.batch_invariant else min(CHUNK, triton.next_power_of_2(parts))
     positions, position_stride, table, table_strides, max_pos = fusion.rope()
     split_softmax_kernel[((end - first) * heads,)](
         into.out,
@@ -167,11 +182,12 @@ def split_softmax(
         D=head_dim,
         ROUND=DTYPES[dtype],
         BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_PARTS=block_parts,
-        CHUNKS=cdiv(parts, block_parts),
+        PARTS=min(parts, CHUNK),
+        CHUNKS=cdiv(parts, CHUNK),
         DEPENDENT=dependent,
         **fusion.constants(),
         enable_fp_fusion=False,
+        **registers(part.device, REGISTERS),
         **({"launch_pdl": True} if dependent else {}),
     )
 

@@ -31,12 +31,28 @@ def test_hostile_rows_give_the_references_result(small: Any, splits: int, heads:
     assert_same(run(small, arguments, splits), want)
 
 
-@pytest.mark.parametrize(("splits", "shape"), [(1, (16, 128, 16)), (2, (32, 64, 8)), (3, (32, 128, 16))])
+ONCE = [(12, (8, 64, 4, True, True)), (9, (16, 64, 4, True, True)), (5, (32, 128, 8, True, True))]
+
+
+@pytest.mark.parametrize(
+    ("splits", "shape"), [(1, (16, 128, 16)), (2, (32, 64, 8)), (3, (32, 128, 16)), (4, ONCE[2][1]), *ONCE]
+)
 def test_programs_of_every_shape(small: Any, monkeypatch: pytest.MonkeyPatch, splits: int, shape: Any) -> None:
     arguments = call(2, 40, window=130, extra=350, **BF16)
     want = sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS}))
     monkeypatch.setattr(small, "shape_of", lambda *_: small.Shape(*shape))
     assert_same(run(small, arguments, splits, q_norm_eps=EPS), want)
+
+
+def test_a_block_alone_is_attended_as_in_a_row_of_blocks(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a program has one block, code for one and code for several give the same bits."""
+    arguments = call(2, 40, window=130, extra=350, **BF16)
+    results = []
+    for once in (False, True):
+        monkeypatch.setattr(small, "shape_of", lambda *_, once=once: small.Shape(16, 64, 4, True, once))
+        results.append(run(small, arguments, 9, q_norm_eps=EPS, inverse_rope=True))
+    for a, b in zip(*results, strict=True):
+        assert_bitwise(a, b)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
