@@ -3,7 +3,7 @@
 Four layers in a row, in one CUDA graph: the projection of the latents, attention with both ends fused, wo_a and wo_b,
 with weights and caches of their own, so that nothing of a layer is in a cache when its turn comes. `us` is the time of
 a layer, and `adds_us` what it has more than one without attention, by Hopper's decode kernel for many tokens (`many`)
-and by the one for few in its shapes.
+and by the one for few in its shapes, of which `once` are for rows in single blocks of so many heads and keys.
 
 Kernels are compiled one after the other; `--compile` does nothing else, for some sizes in some processes.
 """
@@ -34,6 +34,7 @@ from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, quantize
 LAYERS, HEADS, GROUPS, LATENT, HIDDEN = 4, 64, 8, 1024, 4096
 TOKENS, KEYS, WEIGHTS = (1, 8, 16, 32, 64), (128, 256, 640), ("bfloat16", "fp8")
 KERNELS = {"none": None, "many": None, "narrow": few.NARROW, "long": few.LONG, "wider": few.WIDER}
+KERNELS |= {f"once {shape.block_h} {shape.block_n}": shape for shape in few.ONCE}
 CUDA = torch.device("cuda")
 
 
