@@ -40,17 +40,19 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @gluon.jit
 def _scaled_codes(codes, factor):
-    """Four e4m3 codes in each int32, scaled: two words of bfloat16 pairs. A factor is a bfloat16, twice in a word."""
+    """Four e4m3 codes in each int32, scaled: two words of bfloat16 pairs. A factor is a bfloat16, twice in a word.
+
+    What moves a code spreads its sign over the byte above it: a shift and a mask leave the bfloat16.
+    """
     return gl.inline_asm_elementwise(
         """{
-        .reg .b32 high, low, a, b;
-        shr.b32 high, $2, 4;
-        and.b32 low, $2, 0x80808080;
-        lop3.b32 high, high, 0x07070707, low, 0xea;
-        shl.b32 low, $2, 4;
-        and.b32 low, low, 0xf0f0f0f0;
-        prmt.b32 a, low, high, 0x5140;
-        prmt.b32 b, low, high, 0x7362;
+        .reg .b32 a, b;
+        prmt.b32 a, $2, 0, 0x9180;
+        prmt.b32 b, $2, 0, 0xB3A2;
+        shl.b32 a, a, 4;
+        shl.b32 b, b, 4;
+        and.b32 a, a, 0x87f087f0;
+        and.b32 b, b, 0x87f087f0;
         mul.rn.bf16x2 $0, a, $3;
         mul.rn.bf16x2 $1, b, $3;
         }""",

@@ -13,7 +13,7 @@ from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source
 
 HEADS = BLOCK_H.value
 FEWEST_HEADS = MOST_HEADS + 1  # fewer have a kernel of their own
-# H200, 64 heads, 128 / 256 / 512 tokens of 640 keys: 39.5 / 76.9 / 150.2 us; 136 for the producer 40.7 / 79.6 / 156.1
+# H200, 64 heads, 128 / 512 tokens of 640 keys: 36.6 / 139.6 us; 136 for the producer 38.1 / 144.9
 RIGHT_REGISTERS, PRODUCER_REGISTERS = 160, 144
 WIDE = True
 
