@@ -14,8 +14,8 @@ Of the registers, left has 200, right 160, the producer 144: with fewer than 160
 matrix products of a warpgroup. A register that is spilled in a loop costs more than any instruction: gathers leave
 nothing of it in the L1 cache.
 
-Where the time of 512 tokens with 64 heads and 640 keys went on an H200 when dequantising took nine instructions for four
-codes, 156 us with 136 registers for the producer: 147 with one factor for all scales, which is wrong for those above
+Where the time of 512 tokens with 64 heads and 640 keys went on an H200 when dequantising took nine instructions for
+four codes, 156 us with 136 registers for the producer: 147 with one factor for all scales, which is wrong for those above
 2^7; of these, 132 without the producer's arithmetic, 126 without its loads, 106 without both and 101 without its stores
 too. One warp of it for each scheduler waits for its 32 keys, and shared memory has no room for more of them. With eight
 instructions, half of them no longer on the unit that is short, and 144 registers it takes 140.
@@ -31,8 +31,8 @@ way of shared memory, as they are stored, so that each half has a whole block's 
 scales that have a bfloat16 factor, which scores and weights make up for, in place of a second factor, 38.4 where two
 factors take 36.6.
 
-No producer at all, 46.4 us: keys lie in shared memory as they are stored, 128 of them while 128 more are copied, and are
-the side of both products that comes from registers, so that eight warps dequantise each code twice and write none. With
+No producer at all, 46.4 us: keys lie in shared memory as they are stored, 128 of them while 128 more are copied, and
+are the side of both products that comes from registers, so that eight warps dequantise each code twice and write none. With
 255 registers and none spilled, two warps for each scheduler leave two of three of its slots empty.
 """
 
