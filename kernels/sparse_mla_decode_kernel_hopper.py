@@ -15,10 +15,10 @@ matrix products of a warpgroup. A register that is spilled in a loop costs more 
 nothing of it in the L1 cache.
 
 Where the time of 512 tokens with 64 heads and 640 keys went on an H200 when dequantising took nine instructions for
-four codes, 156 us with 136 registers for the producer: 147 with one factor for all scales, which is wrong for those above
-2^7; of these, 132 without the producer's arithmetic, 126 without its loads, 106 without both and 101 without its stores
-too. One warp of it for each scheduler waits for its 32 keys, and shared memory has no room for more of them. With eight
-instructions, half of them no longer on the unit that is short, and 144 registers it takes 140.
+four codes, 156 us with 136 registers for the producer: 147 with one factor for all scales, which is wrong for those
+above 2^7; of these, 132 without the producer's arithmetic, 126 without its loads, 106 without both and 101 without its
+stores too. One warp of it for each scheduler waits for its 32 keys, and shared memory has no room for more of them.
+With eight instructions, half of them no longer on the unit that is short, and 144 registers it takes 140.
 
 Tried on an H200 without gain, with times of 128 tokens, 64 heads, 40.7 us otherwise, or 128 heads and 1152 keys, 120 us
 otherwise: keys in four pieces of dims with memory and barriers of their own, so that a whole block is on its way; a
@@ -32,8 +32,8 @@ scales that have a bfloat16 factor, which scores and weights make up for, in pla
 factors take 36.6.
 
 No producer at all, 46.4 us: keys lie in shared memory as they are stored, 128 of them while 128 more are copied, and
-are the side of both products that comes from registers, so that eight warps dequantise each code twice and write none. With
-255 registers and none spilled, two warps for each scheduler leave two of three of its slots empty.
+are the side of both products that comes from registers, so that eight warps dequantise each code twice and write none.
+With 255 registers and none spilled, two warps for each scheduler leave two of three of its slots empty.
 """
 
 from __future__ import annotations
