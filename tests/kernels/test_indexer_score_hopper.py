@@ -1,4 +1,4 @@
-"""The Hopper kernel that scores entries, simulated: see simulated_gluon.py for what that means."""
+"""The Hopper kernels that score entries, simulated: see simulated_gluon.py for what that means."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dsv4_compile.reference.kv_format import quantize_indexer, store_indexer
 from dsv4_compile.testing import poison_, samples  # noqa: F401  (importing the package registers the ops)
 from tests.kernels import simulated_copies
 from tests.kernels.simulated_gluon import GLUON, Value, raw
+from tests.kernels.test_select_topk import INVISIBLE, order_keys
 
 pytestmark = pytest.mark.interpreted
 LOGITS = REFERENCES["indexer_logits"]
@@ -113,6 +114,18 @@ def test_hostile_tables_give_the_references_logits(
         torch.testing.assert_close(got, want, rtol=3e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("topk", [0, 69, 10**6])
+def test_order_keys_are_those_of_the_logits(kernel: Any, topk: int) -> None:
+    """Contexts of up to `topk` entries are not scored: they have 0 where something is visible."""
+    args = arguments(9, 5, 3, 64)
+    width = args[4].shape[1] * args[7]
+    values, keys = (scored(kernel, args, dtype, width, topk, 3) for dtype in (torch.float32, torch.int32))
+    seen = values > -torch.inf
+    lens = torch.where(args[5].clamp(0, 1) == args[5], args[6].clamp(0, width), 0)[:, None]
+    want = torch.where(lens > topk, order_keys(values), 0).masked_fill(~seen, INVISIBLE)
+    assert torch.equal(keys, torch.where(torch.arange(width) < lens, want, -7))
+
+
 @pytest.fixture(scope="module", params=["early", "late"])
 def ragged(request: pytest.FixtureRequest) -> Any:
     """The kernel for gathered keys, likewise."""
@@ -121,21 +134,46 @@ def ragged(request: pytest.FixtureRequest) -> Any:
         return simulated_copies.simulated("indexer_score_ragged_hopper", *names)
 
 
-@pytest.mark.parametrize(("tokens", "heads", "rows", "entries", "stages"), [(70, 5, 300, 64, 4), (3, 64, 150, 128, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "rows", "entries", "stages"), [(70, 5, 300, 64, 4), (3, 64, 150, 128, 3), (9, 1, 20, 64, 2)]
+)
 def test_hostile_runs_of_gathered_keys_give_the_references_logits(
     ragged: Any, tokens: int, heads: int, rows: int, entries: int, stages: int
 ) -> None:
     q, _, weights, *_ = arguments(tokens, heads, 1, 64)
-    k, k_scale = quantize_indexer(torch.randn(rows, 128), "indexer_fp8")
+    k, k_scale = (x.view(torch.uint8) for x in quantize_indexer(torch.randn(rows, 128), "indexer_fp8"))
     starts = torch.randint(-2, rows, (tokens,)).sort().values.int()
     ends = starts + torch.randint(-5, rows, (tokens,)).int()
-    out, lens = torch.full((tokens, rows), -torch.inf), torch.empty(tokens, dtype=torch.int32)
-    k, k_scale = (x.view(torch.uint8) for x in (k, k_scale))
-    ragged.score(out, lens, q.view(torch.uint8), weights, k, k_scale, starts, ends, 0, 2, entries, stages)
     scores = torch.einsum("thd,nd->thn", q.float(), k.view(torch.float8_e4m3fn).float()).relu()
     logits = torch.einsum("thn,th->tn", scores, weights) * k_scale.view(torch.float32).T
+    lens = torch.empty(tokens, dtype=torch.int32)
+    out, keys, few = (
+        torch.full((tokens, rows), x, dtype=type_)
+        for x, type_ in ((-torch.inf, None), (-7, lens.dtype), (-7, lens.dtype))
+    )
+    for into, topk in ((out, 0), (keys, 0), (few, rows)):
+        ragged.score(into, lens, q.view(torch.uint8), weights, k, k_scale, starts, ends, topk, 2, entries, stages)
     for t, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-        seen = logits[t, start:end] if start >= 0 else logits[t, :0]
-        assert lens[t] == len(seen)
-        torch.testing.assert_close(out[t, : len(seen)], seen, rtol=3e-5, atol=1e-4)
-        assert out[t, len(seen) :].isneginf().all()
+        want = logits[t, start:end] if start >= 0 else logits[t, :0]
+        number = len(want)
+        assert lens[t] == number
+        torch.testing.assert_close(out[t, :number], want, rtol=3e-5, atol=1e-4)
+        assert out[t, number:].isneginf().all()
+        assert torch.equal(keys[t, :number], order_keys(out[t, :number]))
+        assert (keys[t, number:] == -7).all()
+        assert (few[t] == torch.where(torch.arange(rows) < number, 0, -7)).all()
+
+
+def test_what_the_kernels_leave_to_that_for_any_gpu(kernel: Any, ragged: Any) -> None:
+    q, pages = torch.zeros(3, 4, 128, dtype=torch.uint8), torch.zeros(2, 8640, dtype=torch.uint8)
+    k, k_scale = torch.zeros(9, 128, dtype=torch.uint8), torch.zeros(9, 4, dtype=torch.uint8)
+    odd_queries = q.new_zeros(3, 4, 136)[..., :128], q.flatten()[8:1032].view(2, 4, 128), q[..., ::2]
+    assert kernel.refuses(q, pages, "indexer_fp8", 64) == ragged.refuses(q, k, k_scale, "indexer_fp8") == ""
+    for few in odd_queries:
+        assert "queries" in kernel.refuses(few, pages, "indexer_fp8", 64)
+        assert "queries" in ragged.refuses(few, k, k_scale, "indexer_fp8")
+    assert "pages of a multiple of 64" in kernel.refuses(q, pages, "indexer_fp8", 96)
+    assert "pages 16 bytes" in kernel.refuses(q, pages[:, :8456].contiguous(), "indexer_fp8", 64)
+    assert "indexer_fp8" in kernel.refuses(q, pages, "plain", 64)
+    assert "indexer_fp8" in ragged.refuses(q, k, k_scale, "plain")
+    assert "gaps" in ragged.refuses(q, k[::2], k_scale[::2], "indexer_fp8")
