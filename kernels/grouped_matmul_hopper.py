@@ -55,9 +55,8 @@ def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int, halve
     takes as long for any. With more, and with elements that need no work, small tiles come in equal shares to all
     processors, unless there are many of them, each with its own share of x, or few, of more than 16 strips to a
     program. Three programs share a processor where the tiles of two would leave some for later: the 40960 rows of an
-    indexer's layer take 9 us instead of 12. Programs share a tile as a cluster: parts in memory take a small product a
-    microsecond more, and four times as long from 32 tokens on. Those have eight strips at least, of which a program
-    that has a processor for itself holds all.
+    indexer's layer take 9 us instead of 12. Programs that share a tile are a cluster where this Triton allows it, as
+    large a one as runs at once; from 32 tokens on each has eight strips at least, and what room one has who is alone.
     """
     block_m = block_of(tokens)
     many = block_m > 16
@@ -74,6 +73,7 @@ def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int, halve
         if halves or splits == 1 or cdiv(strips, splits) <= 2 * fewest:
             block_n, tiles = 64, slim
     if halves and block_m == MOST_TOKENS_OF_A_TILE and 10 * tiles > 9 * gpu.processors:
+        # Sums of so many tokens cost more than the processors that are left idle.
         return Cut(block_n, 4, 1 if tiles <= gpu.processors else _room(gpu, block_n, tiles), 1)
     programs = _room(gpu, block_n, tiles)
     splits = _most_splits(gpu, tiles, strips // fewest, programs)

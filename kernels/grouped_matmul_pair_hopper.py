@@ -30,8 +30,8 @@ from .grouped_matmul_store_hopper import PART_PAD
 
 BLOCK_N, WARPS, PROGRAMS = 64, 4, 3
 """Rows of a tile, and warps; programs that a processor has room for."""
-FEW_TOKENS = 16
-"""Up to this many, it has room for one more: of the next launch, whose weights are then on their way."""
+FEW_TOKENS, MANY_PROGRAMS = 16, 8
+"""Up to so many tokens in clusters of so many it has room for one more: of the next launch, whose copies start then."""
 
 
 class PairCut(NamedTuple):
@@ -45,13 +45,16 @@ class PairCut(NamedTuple):
 def choose_cut(gpu: Gpu, tokens: int, strips: tuple[int, int], blocks: tuple[int, int]) -> PairCut:
     """The largest clusters that run at once, with as many programs for a tile of either weight.
 
-    Measured on an H200 with V4-Flash. Half as many for the first weight, whose strips are half as many, would give all
-    programs as much to read, but takes longer: what is quantised on the way takes its time too.
+    On an H200, V4-Flash's wq_a and wkv beside HCA's rows take 4.5 us for one token and 9.5 for 64, where parts in
+    memory take 5.9 and 14.1; beside CSA's 6.7 and 14.3, where those take 9.3 and 18.7. Half as many programs for the
+    first weight, whose strips are half as many, give all as much to read, but take longer, 9.1 and 24.6 there: what is
+    quantised on the way takes its time too.
     """
     for cluster in SIZES if clusters_known() else ():
         whole = all((cluster - 1) * cdiv(n, cluster) < n for n in strips)
         if whole and sum(blocks) <= clusters_at_once(gpu, cluster, PROGRAMS):
-            return PairCut((cluster, cluster), cluster, PROGRAMS + 1 if tokens <= FEW_TOKENS else PROGRAMS)
+            more = tokens <= FEW_TOKENS and cluster == MANY_PROGRAMS
+            return PairCut((cluster, cluster), cluster, PROGRAMS + more)
     each = strips_of_a_program(gpu, *strips, *blocks)
     return PairCut((_whole_splits(strips[0], each), _whole_splits(strips[1], each)), 0, 2)
 
