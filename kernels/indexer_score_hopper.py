@@ -185,7 +185,7 @@ def indexer_score_hopper_kernel(
         source = p_pages, p_scales, pages, page_chunks
         ahead = ()
         for early in gl.static_range(STAGES + 1):
-            ahead += (_block_at(p_row, first + early * step, tiles, table_stride, BLOCK_SIZE),)
+            ahead += (_block_at(p_row, first + early * step, tiles, table_stride, BLOCK_SIZE),)  # type: ignore[assignment]
         # All of these are on their way before the first is used.
         thread_barrier()
         for early in gl.static_range(STAGES - 1):
@@ -200,9 +200,10 @@ def indexer_score_hopper_kernel(
             async_copy.wait_group(STAGES - 2)
             block = ahead[0]
             following = tile + (STAGES - 1) * step
-            _fetch((number + STAGES - 1) % STAGES, rings, source, ahead[STAGES - 1], following, tiles, BLOCK_SIZE)
+            next_block = ahead[STAGES - 1]  # type: ignore[misc]
+            _fetch((number + STAGES - 1) % STAGES, rings, source, next_block, following, tiles, BLOCK_SIZE)
             ahead = ahead[1:]
-            ahead += (_block_at(p_row, following + 2 * step, tiles, table_stride, BLOCK_SIZE),)
+            ahead += (_block_at(p_row, following + 2 * step, tiles, table_stride, BLOCK_SIZE),)  # type: ignore[assignment]
             key = gl.convert_layout(operand(keys.index(slot).load(KEYS)), gl.DotOperandLayout(0, ACC, 2))
             scale = scales.index(slot).load(gl.SliceLayout(1, ACC))
             dots = warpgroup_mma(key, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
