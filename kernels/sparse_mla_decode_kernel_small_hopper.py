@@ -10,8 +10,11 @@ Keys are the rows of both products and heads their columns. A program takes a bl
 of the blocks of the token's keys, window cache first.
 
 Tried on an H200 without gain: attending once for nothing before the kernel in front has ended, so that code and keys
-are near (2 to 10 us more); parts joined by the last program of a tile (2 to 7 us more than a second launch); two
-programs of 128 registers on a processor (3 to 5 us more).
+are near (2 to 10 us more); parts joined by the last program of a tile (2 to 7 us more than a second launch), or by the
+programs of a cluster in their shared memory (0.4 to 2 us more); two programs of 128 registers on a processor (3 to 5 us
+more); programs of 4 warps with one block of 64 keys, which take 1 us less for one token, but 1 us more where two come
+to lie on one processor; keys asked for before the loop, and the next ones while products run, which takes more code and
+registers (1 to 2 us more); keys read from the slots of before the wait, and again where these have changed.
 """
 
 from __future__ import annotations

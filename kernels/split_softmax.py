@@ -4,8 +4,9 @@ A part of a row of keys is its output, divided by its own denominator, and the b
 -inf where the part attends nothing. Weighted by 2^(part - joint), the parts add up to the whole. They are added CHUNK
 at a time, and one part alone stays as it is.
 
-A program takes a head of a token, and asks for all its parts at once. The last program of a token could do the same without a second launch, but alone: 10
-parts of 64 heads are 1.3 MB, which take 20,000 clocks of a multiprocessor at 64 bytes each.
+A program takes a head of a token, and asks for all its parts at once. The last program of a token could do the same
+without a second launch, but alone: 10 parts of 64 heads are 1.3 MB, which take 20,000 clocks of a multiprocessor at 64
+bytes each.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def test_hostile_rows_give_the_references_result(small: Any, splits: int, heads:
     assert_same(run(small, arguments, splits), want)
 
 
-ONCE = [(12, (8, 64, 4, True, True)), (9, (16, 64, 4, True, True)), (5, (32, 128, 8, True, True))]
+ONCE = [(9, (16, 64, 4, True, True)), (6, (16, 128, 8, True, True)), (5, (32, 128, 8, True, True))]
 
 
 @pytest.mark.parametrize(
