@@ -198,10 +198,9 @@ def indexer_score_hopper_kernel(
             tile = first + number * step
             slot = number % STAGES
             async_copy.wait_group(STAGES - 2)
-            block = ahead[0]
+            block = ahead[0]  # type: ignore[misc]
             following = tile + (STAGES - 1) * step
-            next_block = ahead[STAGES - 1]  # type: ignore[misc]
-            _fetch((number + STAGES - 1) % STAGES, rings, source, next_block, following, tiles, BLOCK_SIZE)
+            _fetch((number + STAGES - 1) % STAGES, rings, source, ahead[STAGES - 1], following, tiles, BLOCK_SIZE)
             ahead = ahead[1:]
             ahead += (_block_at(p_row, following + 2 * step, tiles, table_stride, BLOCK_SIZE),)  # type: ignore[assignment]
             key = gl.convert_layout(operand(keys.index(slot).load(KEYS)), gl.DotOperandLayout(0, ACC, 2))
