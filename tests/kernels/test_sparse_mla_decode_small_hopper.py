@@ -44,6 +44,29 @@ def test_programs_of_every_shape(small: Any, monkeypatch: pytest.MonkeyPatch, sp
     assert_same(run(small, arguments, splits, q_norm_eps=EPS), want)
 
 
+def test_what_arrives_while_it_waits_is_attended(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read before the kernel in front has ended is of another step: slots, lengths, positions, queries."""
+    arguments = call(3, 40, window=130, extra=350, **BF16)
+    want = sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS}))
+    late = {name: arguments[name] for name in ("q", "indices", "lens", "extra_indices", "extra_lens", "positions")}
+    true = {name: x.clone() for name, x in late.items()}
+
+    def spoil() -> None:
+        for x in late.values():
+            x.copy_(x.flatten().flip(0).view(x.shape) // 2)
+
+    def arrive() -> None:
+        for name, x in late.items():
+            x.copy_(true[name])
+
+    names = small.sparse_mla_decode_small_hopper_kernel.function.__globals__
+    monkeypatch.setitem(names, "gdc_launch_dependents", spoil)
+    monkeypatch.setitem(names, "gdc_wait", arrive)
+    for shape in (small.NARROW, small.ONCE[1]._replace(late=False)):
+        monkeypatch.setattr(small, "shape_of", lambda *_, shape=shape: shape)
+        assert_same(run(small, arguments, 6, q_norm_eps=EPS), want)
+
+
 def test_a_block_alone_is_attended_as_in_a_row_of_blocks(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a program has one block, code for one and code for several give the same bits."""
     arguments = call(2, 40, window=130, extra=350, **BF16)
