@@ -35,16 +35,23 @@ def _larger(a, b):
 
 @triton.jit
 def _unrotated(
-    p_o, p_positions, p_table, token, head, o_strides, position_stride, table_strides, max_pos,
+    p_o, p_positions, p_table, token, head, live, o_strides, position_stride, table_strides, max_pos,
     D: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """float32 `[N, D]`: `head` `[N]` of `token` `[N]`, its last ROPE dims rotated back."""
-    row = table_row(tl.load(p_positions + token * position_stride), max_pos)
+    """float32 `[N, D]`: `head` `[N]` of `token` `[N]`, its last ROPE dims rotated back; 0 where not `live` `[N]`, which
+    may be None."""
     o_d = tl.arange(0, D)[None, :].to(tl.int64)
-    x = tl.load(p_o + (token * o_strides[0] + head.to(tl.int64) * o_strides[1])[:, None] + o_d * o_strides[2])
-    x = x.to(tl.float32)
-    cos, sin = load_cos_sin(p_table + row[:, None] * table_strides[0], table_strides[1], True, D, ROPE)
-    return rotate(x, cos, -sin, ROPE)
+    p_x = p_o + (token * o_strides[0] + head.to(tl.int64) * o_strides[1])[:, None] + o_d * o_strides[2]
+    if live is None:
+        position, x = tl.load(p_positions + token * position_stride), tl.load(p_x)
+        m_row = True
+    else:
+        position = tl.load(p_positions + token * position_stride, mask=live, other=0)
+        x = tl.load(p_x, mask=live[:, None], other=0.0)
+        m_row = live[:, None]
+    p_row = p_table + table_row(position, max_pos)[:, None] * table_strides[0]
+    cos, sin = load_cos_sin(p_row, table_strides[1], m_row, D, ROPE)
+    return rotate(x.to(tl.float32), cos, -sin, ROPE)
 
 
 @triton.jit(do_not_specialize=["max_pos"], do_not_specialize_on_alignment=["p_positions"])
@@ -69,11 +76,9 @@ def inv_rope_kernel(
     token = (tl.program_id(0) // BLOCKS).to(tl.int64) + tl.zeros((BLOCK_H,), tl.int64)
     head = (tl.program_id(0) % BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = head < HEADS
-    # What lies beyond the heads is loaded of the last one, and not stored.
     x = _unrotated(
-        p_o, p_positions, p_table, token, tl.minimum(head, HEADS - 1), o_strides, position_stride, table_strides,
-        max_pos, D, ROPE,
-    )  # fmt: skip
+        p_o, p_positions, p_table, token, head, live, o_strides, position_stride, table_strides, max_pos, D, ROPE
+    )
     p_row = p_out + (token * HEADS + head)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(p_row, x.to(p_out.dtype.element_ty), mask=live[:, None])
 
@@ -112,12 +117,14 @@ def inv_rope_fp8_quant_kernel(
     first_token = (program // (BLOCKS * GROUPS)).to(tl.int64) * BLOCK_T
 
     o_row = tl.arange(0, BLOCK_T * BLOCK_H)
-    # What lies beyond the tokens and heads is loaded of the last one, and not stored: masks take registers.
-    token = tl.minimum(first_token + o_row // BLOCK_H, tokens - 1)
-    head = tl.minimum(block * BLOCK_H + o_row % BLOCK_H, HEADS - 1)
+    token, head = first_token + o_row // BLOCK_H, block * BLOCK_H + o_row % BLOCK_H
+    live = (token < tokens) & (head < HEADS)
+    if MANY:
+        # Masks take registers. What lies beyond the tokens and heads is the last one's, and not stored.
+        token, head, live = tl.minimum(token, tokens - 1), tl.minimum(head, HEADS - 1), None
     x = _unrotated(
-        p_o, p_positions, p_table, token, group * HEADS + head, o_strides, position_stride, table_strides, max_pos, D,
-        ROPE,
+        p_o, p_positions, p_table, token, group * HEADS + head, live, o_strides, position_stride, table_strides,
+        max_pos, D, ROPE,
     )  # fmt: skip
 
     # [BLOCK_T * TILES, ACT_TILE]

@@ -20,7 +20,7 @@ COLUMNS = preprocess_insert.COLUMNS
 _Changes = tuple[Mapping[str, int], ...]
 _USUAL: _Changes = ({}, *({"tokens": t, "warps": w} for t, w in ((1, 4), (2, 4), (8, 4), (4, 8), (8, 8))))
 _USUAL += tuple({"shares": n} for n in (1, 2, 3))
-_USUAL += tuple({"registers": n} for n in (64, 80, 96, 168, 255))
+_USUAL += tuple({"registers": n} for n in (64, 80, 96, 102, 112, 168, 255))
 CHANGES: Mapping[str, _Changes] = {
     "swa": _USUAL,
     "csa": (*_USUAL, *({"pooled": n} for n in (1, 2, 4, 8))),

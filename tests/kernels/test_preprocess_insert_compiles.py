@@ -44,7 +44,7 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
             kernel.preprocess_insert(**model_arguments(**each))
     assert len(compiled) == len(layers)
     assert all(fake_triton.machine_code(each) for each in compiled)
-    most = {0: "none", 4: kernel.REGISTERS, 128: kernel.FEWER_REGISTERS}
+    most = {0: "none", 4: kernel.REGISTERS, 128: kernel.POOL_REGISTERS}
     wanted = [f".maxnreg {most[of['ratio']]}" for of in layers]
     limits = [limit in each.asm.get("ptx", "") for limit, each in zip(wanted, compiled, strict=True)]
     assert limits == [GPUS[target][0].backend == "cuda" and bool(each["ratio"]) for each in layers]
