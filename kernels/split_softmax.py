@@ -109,8 +109,8 @@ def split_softmax_kernel(
         for i in tl.static_range(chunk * PARTS, (chunk + 1) * PARTS):
             # One chunk has no part that is none.
             here = (i < parts) | (CHUNKS == 1)
-            lses += (tl.load(p_row_lse + i * H, mask=here, other=float("-inf")),)
-            rows += (tl.load(p_row + i * (H * D), mask=here & (o_dim < D), other=0.0),)
+            lses += (tl.load(p_row_lse + i * H, mask=here, other=float("-inf")),)  # type: ignore[assignment]
+            rows += (tl.load(p_row + i * (H * D), mask=here & (o_dim < D), other=0.0),)  # type: ignore[assignment]
         new_top = top
         for i in tl.static_range(PARTS):
             new_top = tl.maximum(new_top, lses[i])
