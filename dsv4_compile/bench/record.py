@@ -18,7 +18,7 @@ from .. import __version__
 from .._compat import device_architecture, triton_version
 from ..errors import check
 from .pictures import can_draw, draw
-from .table import render
+from .table import render, subject
 
 Record = dict[str, Any]
 """`environment`, "scenario", "command", "copy_gb_s", and "rows": one dict per problem and implementation."""
@@ -42,6 +42,7 @@ def environment(device: torch.device) -> Record:
 def merge(records: Sequence[Record]) -> Record:
     """One record of runs side by side: all commands and rows, the first date, and the median of the copy rates.
 
+    A row of what the same implementation was measured for again takes the place of the former.
     E201 unless they are of one scenario, machine and set of versions.
     """
     check(bool(records), "E201", got="no record", rule="at least one record is merged")
@@ -51,12 +52,15 @@ def merge(records: Sequence[Record]) -> Record:
     rule = "records that are merged are of one scenario, machine and set of versions"
     check(not differing, "E201", got=f"different {', '.join(differing)}", rule=rule, fix="merge runs of one machine")
     rates = [rate for record in records if (rate := record.get("copy_gb_s")) is not None]
+    rows: dict[object, Any] = {}
+    for row in (row for record in records for row in record["rows"]):
+        rows[subject(row) if "impl" in row else len(rows)] = row
     return {
         **of_one[0],
         "date": min(record["date"] for record in records),
         "command": "; ".join(record["command"] for record in records),
         **({"copy_gb_s": statistics.median(rates)} if rates else {}),
-        "rows": [row for record in records for row in record["rows"]],
+        "rows": list(rows.values()),
     }
 
 

@@ -23,6 +23,11 @@ def render(record: dict[str, Any]) -> str:
     return "\n".join([*head, *blocks])
 
 
+def subject(row: Row) -> tuple[tuple[str, str], ...]:
+    """What a row is a measurement of: names and values of its op, sizes and implementation."""
+    return tuple((name, str(x)) for name, x in row.items() if name in ("op", "impl") or name not in _NOT_PARAMS)
+
+
 def groups(rows: list[Row]) -> Iterable[tuple[str, list[Row]]]:
     """Rows by op and by everything that sizes them but `tokens`, in order of appearance."""
     found: dict[str, list[Row]] = {}

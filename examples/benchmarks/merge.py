@@ -1,7 +1,8 @@
 """One record of runs side by side: python examples/benchmarks/merge.py parts/*/decode_step.json --out results
 
 A scenario that takes long is measured in parts, each on a GPU of its own, with `--only` and an `--out` of its own. The
-rows come in the order of the files. Records of compile times and of long decodes are merged likewise.
+rows come in the order of the files, and a row that a later one has again takes the place of the former. Records of
+compile times and of long decodes are merged likewise.
 """
 
 from __future__ import annotations

@@ -51,6 +51,12 @@ def test_what_is_merged_can_be_what_auto_goes_by(
     assert [record["rows"] for record in tuned] == [parts[0]["rows"]]
 
 
+def test_what_is_measured_again_replaces_the_former(parts: list[dict[str, Any]]) -> None:
+    first, again = parts[0]["rows"], [{**row, "us": row["us"] + 1} for row in parts[0]["rows"][:2]]
+    merged = bench.merge([parts[0], {**parts[1], "rows": again}])
+    assert merged["rows"] == [*again, *first[2:]]
+
+
 def test_runs_of_different_machines_are_not_merged(parts: list[dict[str, Any]]) -> None:
     parts[1]["machine"] = "another"
     with pytest.raises(InputError, match="different machine"):
