@@ -2,8 +2,8 @@
 
 On an H200 at 16k tokens of context and top-k 512, 1, 32 and 128 tokens take 5.8, 13.5 and 30.8 us, and with keys out of
 the cache 7.0, 15.9 and 33.8 (`dsv4 bench indexer --only op=indexer_topk_slots`;
-examples/results/indexer_topk_h200_2026-11-20.json; of the complete scenario, indexer_h200_2026-11-20.json, one token took
-6.5). Alone the selection is 4.3, 4.9 and 5.6 of that and the score 2.3, 8.0 and 23.7; their ends overlap.
+examples/results/indexer_topk_h200_2026-11-20.json). Alone the selection is 4.3, 4.9 and 5.6 of that and the score 2.3,
+8.0 and 23.7; their ends overlap. Runs differ: in that of all ops, indexer_h200_2026-11-20.json, one token took 6.5.
 """
 
 from __future__ import annotations
