@@ -6,10 +6,10 @@ indexer_score_hopper.py. Two programs share a multiprocessor: while one sums up 
 
 On an H200 the last 256, 1,024 and 4,096 tokens of a prompt with 4,096 entries take 45, 140 and 484 us, where the kernel
 for any GPU takes 64, 219 and 754; with the selection they take 54, 166 and 559 (`dsv4 bench prefill`;
-examples/results/prefill_selection_h200_2026-11-20.json). Tried without gain, with times of 1,024 and 4,096 tokens: tiles
-of 64 keys, 169 and 567, or with 168 registers, so that three programs share a multiprocessor, 164 and 533; copies
-started behind the products, 139 and 483; five stages, 136 and 482; a warpgroup that makes queries float16 for two
-others, each of which has 128 keys and the products of two heads in flight, 129 and 479, but 65 for 256 tokens.
+examples/results/prefill_selection_h200_2026-11-20.json). Tried without gain, with times of 1,024 and 4,096 tokens:
+tiles of 64 keys, 169 and 567, or with 168 registers, so that three programs share a multiprocessor, 164 and 533;
+copies started behind the products, 139 and 483; five stages, 136 and 482; a warpgroup that makes queries float16 for
+two others, each of which has 128 keys and the products of two heads in flight, 129 and 479, but 65 for 256 tokens.
 """
 
 from __future__ import annotations
