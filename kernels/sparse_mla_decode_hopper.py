@@ -13,7 +13,7 @@ from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source
 
 HEADS = BLOCK_H.value
 FEWEST_HEADS = MOST_HEADS + 1  # fewer have a kernel of their own
-# H200, 64 heads, 128 / 512 tokens of 640 keys: 36.6 / 139.6 us; 136 for the producer 38.1 / 144.9
+# H200, 64 heads, 128 / 512 tokens of 640 keys: 38.2 / 142 us (`dsv4 bench sparse_mla_decode`); 4% more with 136
 RIGHT_REGISTERS, PRODUCER_REGISTERS = 160, 144
 WIDE = True
 

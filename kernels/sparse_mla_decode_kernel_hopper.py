@@ -18,7 +18,7 @@ Where the time of 512 tokens with 64 heads and 640 keys went on an H200 when deq
 four codes, 156 us with 136 registers for the producer: 147 with one factor for all scales, which is wrong for those
 above 2^7; of these, 132 without the producer's arithmetic, 126 without its loads, 106 without both and 101 without its
 stores too. One warp of it for each scheduler waits for its 32 keys, and shared memory has no room for more of them.
-With eight instructions, half of them no longer on the unit that is short, and 144 registers it takes 140.
+With eight instructions, half of them no longer on the unit that is short, and 144 registers it takes 142.
 
 Tried on an H200 without gain, with times of 128 tokens, 64 heads, 40.7 us otherwise, or 128 heads and 1152 keys, 120 us
 otherwise: keys in four pieces of dims with memory and barriers of their own, so that a whole block is on its way; a

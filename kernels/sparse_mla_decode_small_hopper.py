@@ -59,7 +59,7 @@ def shape_of(tokens: int, heads: int, keys: int) -> Shape | None:
     32 tokens of 640 keys are left to the other, which gains most where nothing comes between two of its launches.
 
     Where every block of a row has a program, and every program a multiprocessor, none waits for keys twice: 8 tokens of
-    640 keys, by NARROW programs 14 us with the join behind them, take 10.5 (`dsv4 bench sparse_mla_decode`).
+    640 keys, by NARROW programs 14 us with the join behind them, take 10.9 (`dsv4 bench sparse_mla_decode`).
     """
     tiles = tokens * cdiv(heads, TILE)
     if keys > SHORT:
