@@ -220,15 +220,19 @@ def indexer_score_hopper_kernel(
                 gl.store(p_row_out + column, gl.where(seen, logit, float("-inf")), mask=column < end)
 
 
+def queries_refused(q: Tensor) -> str:
+    """Why queries cannot be read 16 bytes at a time, "" if they can."""
+    apart = q.stride(2) == 1 and not any(x % ALIGN for x in (*q.stride()[:2], q.storage_offset()))
+    return "" if apart else f"it takes queries {ALIGN} bytes apart"
+
+
 def refuses(q: Tensor, pages: Tensor, cache_format: str, block_size: int) -> str:
     """Why these queries and pages cannot be scored by this kernel, "" if they can."""
     if cache_format != "indexer_fp8" or block_size % ENTRIES:
         return f"it takes indexer_fp8 in pages of a multiple of {ENTRIES} entries"
-    if q.stride(2) != 1 or any(x % ALIGN for x in (*q.stride()[:2], q.storage_offset())):
-        return f"it takes queries {ALIGN} bytes apart"
     if pages.stride(0) % ALIGN or pages.storage_offset() % ALIGN:
         return f"it takes pages {ALIGN} bytes apart"
-    return ""
+    return queries_refused(q)
 
 
 def score(

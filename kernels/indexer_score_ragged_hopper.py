@@ -24,7 +24,19 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .. import layout
 from .gather_rows_hopper import copy_elements
-from .indexer_score_hopper import ALIGN, COPIES, FLAT, KEYS, PROPAGATE_NAN, RING, SWIZZLED, D, operand, order_key
+from .indexer_score_hopper import (
+    ALIGN,
+    COPIES,
+    FLAT,
+    KEYS,
+    PROPAGATE_NAN,
+    RING,
+    SWIZZLED,
+    D,
+    operand,
+    order_key,
+    queries_refused,
+)
 from .kv_load_hopper import thread_barrier
 
 QUERIES, ENTRIES = 64, 128
@@ -149,12 +161,10 @@ def refuses(q: Tensor, k: Tensor, k_scale: Tensor, cache_format: str) -> str:
     """Why these queries and keys cannot be scored by this kernel, "" if they can."""
     if cache_format != "indexer_fp8":
         return "it takes indexer_fp8"
-    if q.stride(2) != 1 or any(x % ALIGN for x in (*q.stride()[:2], q.storage_offset())):
-        return f"it takes queries {ALIGN} bytes apart"
     gaps = not (k.is_contiguous() and k_scale.is_contiguous())
     if gaps or k.storage_offset() % ALIGN or k_scale.storage_offset() % layout.INDEXER_FP8.scale:
         return "it takes keys and scales without gaps"
-    return ""
+    return queries_refused(q)
 
 
 def score(
