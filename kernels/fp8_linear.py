@@ -22,7 +22,8 @@ BLOCK_T, BLOCK_S = 4, 8
 """Tokens and strips of a program that quantises: scales of neighbouring tokens lie side by side."""
 FEW_TOKENS_HOPPER = 16
 """Programs that share a strip of x quantise it each for itself. On an H200 that takes longer, from 32 tokens on, than a
-launch of its own, whose time the copies of the weight use."""
+launch of its own, whose time the copies of the weight use: V4-Flash's wo_b 13.6 us instead of 10.1. Where x comes
+quantised, as wo_a's of as many bytes does, it is 8.2, and for 64 tokens 9.9 instead of 13.0."""
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,26 +14,33 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .. import layout
 from ..layout import cdiv
 from .arrivals import arrival_counters
+from .cluster_hopper import INBOX_BYTES, SIZES, clusters_at_once, clusters_known, launch_clusters
 from .gpu import Gpu
 from .grouped_matmul_kernel_hopper import STRIP_BYTES, grouped_matmul_hopper_kernel
+from .grouped_matmul_shares_hopper import bytes_used
 
 MOST_TOKENS, MOST_TOKENS_UNQUANTISED = 128, 64
 MOST_TOKENS_OF_A_TILE, MOST_ROWS = 64, 16384
 """Tokens that share a tile; and rows of the weight from which on those of 128 tokens have tiles enough without it."""
 COPY_ALIGN = 16
 """Bytes that what the copy engine reads starts at multiples of."""
+PROCESSOR_REGISTERS = 1 << 16
 PROCESSOR_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 """Shared memory of a processor, and what a program of any kind takes of it."""
 TILE_ALIGN = 1024
 
 
 class Cut(NamedTuple):
-    """How a launch is cut up: rows of a tile, warps, programs that a processor has room for, programs of a tile."""
+    """How a launch is cut up: rows of a tile, warps, programs that a processor has room for, programs of a tile.
+
+    Those of a tile may be a cluster, of 2 to 8. They need no memory to add up their parts.
+    """
 
     block_n: int
     warps: int
     programs: int
     splits: int
+    cluster: bool = False
 
 
 def block_of(tokens: int) -> int:
@@ -45,21 +53,43 @@ def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int, halve
 
     Measured on an H200 with the layers of V4-Flash. Few e4m3 tokens want large tiles: there the work on a strip of x
     takes as long for any. With more, and with elements that need no work, small tiles come in equal shares to all
-    processors, unless there are many of them, each with its own share of x. Three programs share a processor where the
-    tiles of two would leave some for later: the 40960 rows of an indexer's layer take 9 us instead of 12. The parts of
-    a tile are written and read again: few of them, and of six strips at least, from 32 tokens on.
+    processors, unless there are many of them, each with its own share of x, or few, of more than 16 strips to a
+    program. Three programs share a processor where the tiles of two would leave some for later: the 40960 rows of an
+    indexer's layer take 9 us instead of 12. Programs that share a tile are a cluster where this Triton allows it, as
+    large a one as runs at once; from 32 tokens on each has eight strips at least, and what room one has who is alone.
     """
     block_m = block_of(tokens)
     many = block_m > 16
     wide, slim = (cdiv(tokens, block_m) * groups * cdiv(rows, block_n) for block_n in (128, 64))
-    narrow = (many or halves or wide <= gpu.processors // 8) and slim <= 2 * gpu.processors
-    block_n, tiles = (64, slim) if narrow else (128, wide)
-    if many and halves and tiles <= gpu.processors:
+    if not clusters_known():
+        narrow = (many or halves or wide <= gpu.processors // 8) and slim <= 2 * gpu.processors
+        block_n, tiles = (64, slim) if narrow else (128, wide)
+        splits = max(1, min(2 * gpu.processors // tiles, strips // 6 if many else strips))
+        return Cut(block_n, 4, _room(gpu, block_n, tiles), cdiv(strips, cdiv(strips, splits)))
+    fewest = 8 if many else 2
+    block_n, tiles = 128, wide
+    if (many or halves) and slim <= 2 * gpu.processors:
+        splits = _most_splits(gpu, slim, strips // fewest, 2)
+        if halves or splits == 1 or cdiv(strips, splits) <= 2 * fewest:
+            block_n, tiles = 64, slim
+    if halves and block_m == MOST_TOKENS_OF_A_TILE and 10 * tiles > 9 * gpu.processors:
+        # Sums of so many tokens cost more than the processors that are left idle.
+        return Cut(block_n, 4, 1 if tiles <= gpu.processors else _room(gpu, block_n, tiles), 1)
+    programs = _room(gpu, block_n, tiles)
+    splits = _most_splits(gpu, tiles, strips // fewest, programs)
+    if many and splits > 1 and tiles <= clusters_at_once(gpu, splits, 1):
         programs = 1
-    else:
-        programs = 3 if block_n == 128 and 2 * gpu.processors < tiles <= 3 * gpu.processors else 2
-    splits = max(1, min(programs * gpu.processors // tiles, strips // 6 if many else strips))
-    return Cut(block_n, 4, programs, cdiv(strips, cdiv(strips, splits)))
+    return Cut(block_n, 4, programs, splits, splits > 1)
+
+
+def _room(gpu: Gpu, block_n: int, tiles: int) -> int:
+    """Programs that a processor is to have room for."""
+    return 3 if block_n == 128 and 2 * gpu.processors < tiles <= 3 * gpu.processors else 2
+
+
+def _most_splits(gpu: Gpu, tiles: int, most: int, programs: int) -> int:
+    """The largest clusters of which `tiles` run at once, of `most` programs at most."""
+    return next((size for size in SIZES if size <= most and tiles <= clusters_at_once(gpu, size, programs)), 1)
 
 
 def deepest_ring(cut: Cut, block_m: int, block_k: int, each: int, x_size: int, quantize: bool) -> int:
@@ -67,11 +97,17 @@ def deepest_ring(cut: Cut, block_m: int, block_k: int, each: int, x_size: int, q
 
     At least two: a strip of x is quantised before the product of the one in front of it has ended.
     """
-    room = PROCESSOR_BYTES // cut.programs - RESERVED_BYTES
+    room = PROCESSOR_BYTES // cut.programs - RESERVED_BYTES - INBOX_BYTES * cut.cluster
     scales = 4 * power_of_two(each) * (block_m + (cut.block_n if cut.block_n > layout.WEIGHT_TILE else 1))
     buffers = 4 * block_m * STRIP_BYTES if quantize else 0
     slot = cut.block_n * STRIP_BYTES + block_m * block_k * x_size + 8
     return min(each, max(2, (room - scales - buffers - TILE_ALIGN) // slot))
+
+
+def two_products_fit(cut: Cut, block_m: int) -> bool:
+    """Whether registers can hold two products of a tile beside its sums, and what else a thread of 64 needs."""
+    threads = 32 * cut.warps
+    return 3 * cut.block_n * block_m // threads + 64 <= PROCESSOR_REGISTERS // (threads * cut.programs)
 
 
 def power_of_two(n: int) -> int:
@@ -170,15 +206,21 @@ def launch_hopper(
     block_m = block_of(tokens)
     cut = choose_cut(gpu, tokens, groups, rows, strips, weight.element_size() == 2)
     tiles, each = cdiv(tokens, block_m) * groups * cdiv(rows, cut.block_n), cdiv(strips, cut.splits)
+    # No program is without a strip.
+    cut = cut._replace(splits=cdiv(strips, each))
     part = arrived = None
-    if cut.splits > 1:
+    if cut.splits > 1 and not cut.cluster:
         shape = (cut.splits, tiles, cut.block_n * block_m)
         part = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = arrival_counters(tiles, x.device)
     ring = deepest_ring(cut, block_m, block_k, each, x.element_size(), quantize)
+    launch = grouped_matmul_hopper_kernel[(tiles * cut.splits,)]
+    if cut.cluster:
+        room = bytes_used(cut.splits, block_m, cut.block_n)
+        launch = partial(launch_clusters, grouped_matmul_hopper_kernel, tiles * cut.splits, cut.splits, room)
     # Two strips at a time wait half as often, if the next two are on their way, and registers can hold both products.
-    step = 2 if each % 2 == 0 and strips % each == 0 and ring >= 4 and block_m <= 64 else 1
-    grouped_matmul_hopper_kernel[(tiles * cut.splits,)](
+    step = 2 if each % 2 == 0 and strips % each == 0 and ring >= 4 and two_products_fit(cut, block_m) else 1
+    launch(
         TensorDescriptor.from_tensor(weight, [cut.block_n, block_k], swizzled(weight)),
         TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], swizzled(x)),
         out,
@@ -211,6 +253,7 @@ def launch_hopper(
         OUT_TILE=swizzled(out),
         X=x_layout(block_m, block_k, cut.warps),
         OUT=out_layout(cut.block_n, cut.warps),
+        CLUSTER=cut.cluster,
         num_warps=cut.warps,
         launch_pdl=True,
     )

@@ -6,9 +6,12 @@ multiplies a strip, the warps quantise the next one of x, if that is wanted, int
 loop waits for memory nowhere but for a strip to arrive: under the load of the copies, a load of a few bytes takes as
 long as a strip.
 
-Programs of a tile as a cluster, which add up in shared memory instead of memory, took 4.5 us instead of 5.9 for the
-rows of HCA's projections and one token, but gave other bits in one of a hundred repeats of 100 tokens: they announced
-what they had stored without a release for the cluster.
+With few tokens an H200 is busy reading: the copies alone, of the 32 MiB of V4-Flash's wo_b, take 8.6 us out of memory
+and 4.0 out of its cache, where a product takes 12 and 9 for one token. What gained nothing: the rest of a program's
+strips on their way into the cache meanwhile, brought by the copy engine or by the quantisation in front (13.3 instead
+of 12.1 out of memory for one token, 18.6 instead of 16.9 for 64); shallower rings, so that the next launch has room to
+start its copies; copies of 8 or 32 rows at a time; from 32 tokens on quantising here what a launch in front quantises
+(13.6 instead of 10.1 for 32); tiles of 256 rows, or of 128 tokens where there are as many.
 
 The weight is nobody's result, so that its copies start before the kernel in front has ended, where that allows it.
 """
@@ -29,6 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import layout
+from .grouped_matmul_shares_hopper import await_shares, store_shares
+from .grouped_matmul_store_hopper import store_parts, store_tile
 from .kv_load_hopper import thread_barrier
 
 STRIP_BYTES = layout.ACT_TILE
@@ -98,21 +103,6 @@ def _put_rows(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _store(
-    acc, p_out, out_stride, tokens, first_token, group, block, rows,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, OUT: gl.constexpr, OUT_TILE: gl.constexpr,
-):  # fmt: skip
-    """A tile `[BLOCK_N, BLOCK_M]`, turned on its way through shared memory: outputs of a token are neighbours."""
-    tile = gl.allocate_shared_memory(p_out.dtype.element_ty, [BLOCK_M, BLOCK_N], OUT_TILE)
-    tile.permute((1, 0)).store(acc.to(p_out.dtype.element_ty))
-    thread_barrier()
-    o_m = gl.expand_dims(first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT)), 1)
-    o_n = gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT)), 0)
-    p_tile = p_out + (o_m.to(gl.int64) * out_stride + (group.to(gl.int64) * rows + o_n))
-    gl.store(p_tile, tile.load(OUT), mask=(o_m < tokens) & (o_n < rows))
-
-
-@gluon.jit
 def _multiply(
     program, weights, inputs, p_out, p_part, p_arrived, p_x_scale, p_weight_scale, out_stride,
     x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
@@ -120,7 +110,7 @@ def _multiply(
     QUANTIZE: gl.constexpr, SPLITS: gl.constexpr, ONE_SCALE: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, STEP: gl.constexpr, X_BYTES: gl.constexpr,
     RING: gl.constexpr, TILE: gl.constexpr, X_TILE: gl.constexpr, OUT_TILE: gl.constexpr, X: gl.constexpr,
-    OUT: gl.constexpr, WARPS: gl.constexpr,
+    OUT: gl.constexpr, WARPS: gl.constexpr, CLUSTER: gl.constexpr,
 ):  # fmt: skip
     """The part of a product that is program `program`'s; see `grouped_matmul_hopper_kernel` for the arguments."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -130,7 +120,10 @@ def _multiply(
     blocks = (rows + BLOCK_N - 1) // BLOCK_N
     token_blocks = (tokens + BLOCK_M - 1) // BLOCK_M
     tiles = groups * blocks * token_blocks
-    tile, part = program % tiles, program // tiles
+    if CLUSTER:
+        tile, part = program // SPLITS, program % SPLITS
+    else:
+        tile, part = program % tiles, program // tiles
     # Neighbours share a tile of the weight.
     first_token, column = tile % token_blocks * BLOCK_M, tile // token_blocks
     group, block = column // blocks, column % blocks
@@ -151,6 +144,8 @@ def _multiply(
             mbarrier.expect(ready.index(i), BYTES)
             copy_tile(weights, [first_row, (begin + i) * BLOCK_K], ready.index(i), w_ring.index(i))
     gdc_launch_dependents()
+    if CLUSTER:
+        inbox = await_shares(part, tokens, first_token, SPLITS, BLOCK_M, BLOCK_N)
     gdc_wait()
     for i in gl.static_range(RING):
         if i < count:
@@ -240,23 +235,18 @@ def _multiply(
                 product_2 = warpgroup_mma_wait(0, deps=[product_2])
                 acc += product_2 * (gl.expand_dims(x_scale_2, 0) * gl.expand_dims(w_scale_2, 1))
 
-    if SPLITS > 1:
-        o_m = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC)), 0)
-        o_n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC)), 1)
-        # Eight tokens at a time: what a warp stores together lies together.
-        p_part += tile.to(gl.int64) * (BLOCK_N * BLOCK_M) + ((o_m // 8 * BLOCK_N + o_n) * 8 + o_m % 8)
-        part_stride = tiles.to(gl.int64) * (BLOCK_N * BLOCK_M)
-        gl.store(p_part + part * part_stride, acc)
-        # Every thread has stored before one announces it.
-        thread_barrier()
-        if gl.atomic_add(p_arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-            acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
-            for other in gl.static_range(SPLITS):
-                acc += gl.load(p_part + other * part_stride, cache_modifier=".cg")
-            _store(acc, p_out, out_stride, tokens, first_token, group, block, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)
-            gl.store(p_arrived + tile, 0)
+    if CLUSTER:
+        store_shares(
+            acc, part, inbox, p_out, out_stride, tokens, first_token, group, block, rows, SPLITS, BLOCK_M, BLOCK_N,
+            WARPS,
+        )  # fmt: skip
+    elif SPLITS > 1:
+        store_parts(
+            acc, part, tile, tiles, p_out, p_part, p_arrived, out_stride, tokens, first_token, group, block, rows,
+            SPLITS, BLOCK_M, BLOCK_N, OUT, OUT_TILE,
+        )  # fmt: skip
     else:
-        _store(acc, p_out, out_stride, tokens, first_token, group, block, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)
+        store_tile(acc, p_out, out_stride, tokens, first_token, group, block, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)
 
 
 @gluon.jit(
@@ -269,7 +259,7 @@ def grouped_matmul_hopper_kernel(
     weights,  # descriptor of [G * N, K] in blocks of [BLOCK_N, BLOCK_K]
     inputs,  # descriptor of rows of x in blocks of [BLOCK_M, BLOCK_K]
     p_out,  # [T, G * N], rows contiguous
-    p_part,  # [SPLITS, tiles, BLOCK_N * BLOCK_M] float32, contiguous, or None
+    p_part,  # [SPLITS, tiles, BLOCK_N * BLOCK_M] float32, contiguous; None for a cluster or a single part
     p_arrived,  # [>= tiles] int32, zero before and after, or None
     p_x_scale,  # [T, G, strips] float32, [T, G, words] int32, or None
     p_weight_scale,  # [blocks, strips] float32 or uint8, or None
@@ -301,15 +291,19 @@ def grouped_matmul_hopper_kernel(
     OUT_TILE: gl.constexpr,
     X: gl.constexpr,  # layouts in registers: of a strip of x, of results
     OUT: gl.constexpr,
+    CLUSTER: gl.constexpr,  # the programs of a tile are one
     num_warps: gl.constexpr,
 ):
-    """Program p takes tile p % tiles and its strips from p // tiles * strips_each on."""
+    """Program p takes tile p % tiles and its strips from p // tiles * strips_each on.
+
+    In clusters, the programs of a tile are neighbours: it takes tile p // SPLITS.
+    """
     _multiply(
         gl.program_id(0), weights, inputs, p_out, p_part, p_arrived, p_x_scale, p_weight_scale, out_stride,
         x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
         weight_scale_row_stride, weight_scale_strip_stride, tokens, groups, rows, size, strips_each,
         QUANTIZE, SPLITS, ONE_SCALE, BLOCK_M, BLOCK_N, BLOCK_K, EACH, STEP, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X,
-        OUT, num_warps,
+        OUT, num_warps, CLUSTER,
     )  # fmt: skip
 
 
@@ -353,6 +347,7 @@ def pair_hopper_kernel(
     OUT_TILE: gl.constexpr,
     X: gl.constexpr,
     OUT: gl.constexpr,
+    CLUSTER: gl.constexpr,  # the programs of a tile are one, of as many for either
     num_warps: gl.constexpr,
 ):
     """Two products of one x side by side: of x quantised here with e4m3, and of x as it is."""
@@ -361,7 +356,7 @@ def pair_hopper_kernel(
             gl.program_id(0), weights, inputs, p_out, p_part, p_arrived, None, p_weight_scale, out_stride, 0, 0, 0, 0,
             0, weight_scale_row_stride, weight_scale_strip_stride, tokens, 1, rows, size, strips_each,
             True, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, STEP, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X, OUT,
-            num_warps,
+            num_warps, CLUSTER,
         )  # fmt: skip
     else:
         _multiply(
@@ -369,4 +364,5 @@ def pair_hopper_kernel(
             None, None, out_stride, 0, 0, 0, 0, 0, 0, 0, tokens, 1, rows_of_others, size, strips_each_of_others,
             False, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS, EACH_OF_OTHERS, STEP_OF_OTHERS,
             X_BYTES, RING_OF_OTHERS, X_TILE, X_TILE, OUT_TILE, X, OUT, num_warps,
+            CLUSTER,
         )  # fmt: skip

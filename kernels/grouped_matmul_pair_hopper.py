@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -9,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .. import layout
 from ..layout import cdiv
 from .arrivals import arrival_counters
+from .cluster_hopper import SIZES, clusters_at_once, clusters_known, launch_clusters
 from .gpu import Gpu
 from .grouped_matmul_hopper import (
     Cut,
@@ -22,21 +26,49 @@ from .grouped_matmul_hopper import (
     x_layout,
 )
 from .grouped_matmul_kernel_hopper import STRIP_BYTES, pair_hopper_kernel
+from .grouped_matmul_shares_hopper import bytes_used
 
-BLOCK_N, WARPS, PROGRAMS = 64, 4, 2
+BLOCK_N, WARPS, PROGRAMS = 64, 4, 3
 """Rows of a tile, and warps; programs that a processor has room for."""
+FEW_TOKENS, MANY_PROGRAMS = 16, 8
+"""Up to so many tokens in clusters of so many it has room for one more: of the next launch, whose copies start then."""
 
 
-def strips_of_a_program(gpu: Gpu, strips: int, blocks: int, strips_2: int, blocks_2: int) -> int:
-    """The fewest strips of either weight that a program can have if all programs are to run at once.
+class PairCut(NamedTuple):
+    """Programs of a tile of either weight, of a cluster, 0 for none, and those that a processor has room for."""
 
-    Strips of both are as many bytes, so that programs of either kind take as long.
+    splits: tuple[int, int]
+    cluster: int
+    programs: int
+
+
+def choose_cut(gpu: Gpu, tokens: int, strips: tuple[int, int], blocks: tuple[int, int]) -> PairCut:
+    """The largest clusters that run at once, with as many programs for a tile of either weight.
+
+    On an H200, V4-Flash's wq_a and wkv beside HCA's rows take 4.4 us for one token and 10.4 for 64, where parts in
+    memory take 6.2 and 14.5. Half as many programs for the first weight, whose strips are half as many, give all as
+    much to read, but take longer: what is quantised on the way takes its time too.
     """
+    for cluster in SIZES if clusters_known() else ():
+        whole = all((cluster - 1) * cdiv(n, cluster) < n for n in strips)
+        if whole and sum(blocks) <= clusters_at_once(gpu, cluster, PROGRAMS):
+            more = tokens <= FEW_TOKENS and cluster == MANY_PROGRAMS
+            return PairCut((cluster, cluster), cluster, PROGRAMS + more)
+    each = strips_of_a_program(gpu, *strips, *blocks)
+    return PairCut((_whole_splits(strips[0], each), _whole_splits(strips[1], each)), 0, 2)
+
+
+def _whole_splits(strips: int, each: int) -> int:
+    """Programs of a tile, none without a strip, of which one has `each` strips at most."""
+    return cdiv(strips, cdiv(strips, cdiv(strips, each)))
+
+
+def strips_of_a_program(gpu: Gpu, strips: int, strips_2: int, blocks: int, blocks_2: int) -> int:
+    """The fewest strips of either weight that a program can have if all programs, two to a processor, run at once."""
     return next(
         n
         for n in range(1, max(strips, strips_2) + 1)
-        if n >= max(strips, strips_2)
-        or blocks * cdiv(strips, n) + blocks_2 * cdiv(strips_2, n) <= PROGRAMS * gpu.processors
+        if n >= max(strips, strips_2) or blocks * cdiv(strips, n) + blocks_2 * cdiv(strips_2, n) <= 2 * gpu.processors
     )
 
 
@@ -61,11 +93,10 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         weight_scale = weight_scale.view(torch.uint8)
     sides = [(weight.shape[0], cdiv(size, block_k)), (others.shape[0], cdiv(size, block_k_2))]
     blocks = [cdiv(tokens, block_m) * cdiv(rows, BLOCK_N) for rows, _ in sides]
-    wanted = strips_of_a_program(gpu, sides[0][1], blocks[0], sides[1][1], blocks[1])
-    splits = [cdiv(strips, wanted) for _, strips in sides]
+    pair = choose_cut(gpu, tokens, (sides[0][1], sides[1][1]), (blocks[0], blocks[1]))
+    splits, cluster = pair.splits, pair.cluster
     each = [cdiv(strips, n) for (_, strips), n in zip(sides, splits, strict=True)]
-    splits = [cdiv(strips, n) for (_, strips), n in zip(sides, each, strict=True)]
-    cut = Cut(BLOCK_N, WARPS, PROGRAMS, 1)
+    cut = Cut(BLOCK_N, WARPS, pair.programs, 1, cluster > 0)
     rings = [
         deepest_ring(cut, block_m, k, n, x.element_size(), q)
         for k, n, q in ((block_k, each[0], True), (block_k_2, each[1], False))
@@ -74,13 +105,20 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         2 if n % 2 == 0 and strips % n == 0 and ring >= 4 else 1
         for n, (_, strips), ring in zip(each, sides, rings, strict=True)
     ]
-    parts = [
-        torch.empty((n, m, BLOCK_N * block_m), dtype=torch.float32, device=x.device) if n > 1 else None
-        for n, m in zip(splits, blocks, strict=True)
-    ]
-    counters = arrival_counters(sum(blocks), x.device)
     first = blocks[0] * splits[0]
-    pair_hopper_kernel[(first + blocks[1] * splits[1],)](
+    programs = first + blocks[1] * splits[1]
+    parts: list[Tensor | None] = [None, None]
+    counters: list[Tensor | None] = [None, None]
+    if cluster > 0:
+        room = bytes_used(cluster, block_m, BLOCK_N)
+        launch = partial(launch_clusters, pair_hopper_kernel, programs, cluster, room)
+    else:
+        launch = pair_hopper_kernel[(programs,)]
+        shapes = [(n, m, BLOCK_N * block_m) for n, m in zip(splits, blocks, strict=True)]
+        parts = [torch.empty(shape, dtype=torch.float32, device=x.device) if shape[0] > 1 else None for shape in shapes]
+        both = arrival_counters(sum(blocks), x.device)
+        counters = [both, both[blocks[0] :]]
+    launch(
         TensorDescriptor.from_tensor(weight, [BLOCK_N, block_k], swizzled(weight)),
         TensorDescriptor.from_tensor(others, [BLOCK_N, block_k_2], swizzled(others)),
         TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], swizzled(x)),
@@ -88,8 +126,8 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         out,
         parts[0],
         parts[1],
-        counters,
-        counters[blocks[0] :],
+        counters[0],
+        counters[1],
         weight_scale,
         out.stride(0),
         *weight_scale.stride(),
@@ -118,6 +156,7 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         OUT_TILE=swizzled(out),
         X=x_layout(block_m, block_k, WARPS),
         OUT=out_layout(BLOCK_N, WARPS),
+        CLUSTER=cluster > 0,
         num_warps=WARPS,
         launch_pdl=True,
     )

@@ -2,7 +2,8 @@
 
 `n128 w4 s3 p2` is 128 rows of the weight in a tile, 4 warps, 3 stages, and at least 2 programs for each processor, if
 there are strips enough. Where the kernel for Hopper runs, it takes as many stages as fit, and 2 programs are as many as
-a processor has room for. What the launchers choose is read off the table.
+a processor has room for; there, `n128 w4 c8 p3` is tried too, clusters of 8 that share a tile, with room for 3 programs
+in a processor. What the launchers choose is read off the table.
 """
 
 from __future__ import annotations
@@ -28,17 +29,37 @@ TOKENS = (1, 8, 16, 32, 64)
 TILES = ((64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 4), (256, 8, 3), (256, 8, 4))
 """Rows of the weight, warps and stages."""
 PROGRAMS = (1, 2, 4)
+CLUSTERS = ((64, 4, 2), (64, 4, 4), (64, 4, 8), (128, 4, 4), (128, 4, 8), (256, 8, 4))
+"""Rows of the weight, warps and programs of a cluster, for Hopper."""
+PROGRAMS_OF_CLUSTERS = (1, 2, 3)
 
 
 def problems(device: torch.device, only: Only) -> Iterator[Problem]:
     """The problems of `gemm`, with a cut for each implementation."""
+    hopper = _hopper_module()
     for problem in gemm.problems(device, only, tokens=TOKENS):
         ways = {
             f"n{tile[0]} w{tile[1]} s{tile[2]} p{programs}": partial(_prepare, problem.op, tile, programs)
             for tile in TILES
             for programs in PROGRAMS
         }
+        if hopper is not None:
+            ways |= {
+                f"n{rows} w{warps} c{splits} p{programs}": partial(
+                    _prepare_clusters, problem.op, hopper, hopper.Cut(rows, warps, programs, splits, True)
+                )
+                for rows, warps, splits in CLUSTERS
+                for programs in PROGRAMS_OF_CLUSTERS
+            }
         yield replace(problem, implementations=ways)
+
+
+def _prepare_clusters(op: str, hopper: Any, cut: Any) -> Any:
+    def call(*args: Any) -> Any:
+        with mock.patch.object(hopper, "choose_cut", lambda *sizes: cut):
+            return launcher(op)(*args)
+
+    return on_gpu(call)
 
 
 def _prepare(op: str, tile: tuple[int, int, int], programs: int) -> Any:
@@ -68,6 +89,8 @@ def _prepare(op: str, tile: tuple[int, int, int], programs: int) -> Any:
 
 
 def _hopper_module() -> Any:
-    """The kernel for Hopper, None on other GPUs."""
+    """The kernel for Hopper, None elsewhere."""
+    if not torch.cuda.is_available():
+        return None
     gpu = importlib.import_module("dsv4_compile.kernels.gpu")
     return gpu.hopper_kernel(gpu.gpu_of(torch.device("cuda")), "grouped_matmul_hopper")

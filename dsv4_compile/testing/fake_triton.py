@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
 from .._compat import triton_driver, triton_interpreter
@@ -124,6 +125,7 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
     with (
         mock.patch.object(triton_driver, "_active", FakeDriver(target)),
         mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(CompiledKernel, "__getitem__", lambda self, grid: lambda *args: None),
     ):
         yield compiled
 

@@ -95,14 +95,16 @@ def test_cuts_are_tried_through_the_functions_that_choose_them(monkeypatch: pyte
     def launcher(op: str) -> Callable[..., Any]:
         return lambda *sizes: [
             grouped_matmul.choose_cut(gpu, *sizes),
-            grouped_matmul_hopper.choose_cut(gpu, *sizes, halves=True),
+            grouped_matmul_hopper.choose_cut(gpu, *sizes, True),
         ]
 
     monkeypatch.setattr(gemm_tiles, "launcher", launcher)
     cuts = {name: prepare()(5, 2, 24, 8) for name, prepare in next(tiled()).implementations.items()}
     assert cuts["n64 w4 s4 p1"] == [grouped_matmul.Cut(8, 64, 4, 4, 4), grouped_matmul_hopper.Cut(64, 4, 1, 4)]
     assert cuts["n256 w8 s3 p2"] == [grouped_matmul.Cut(8, 256, 8, 3, 8), grouped_matmul_hopper.Cut(256, 8, 2, 8)]
-    assert len(cuts) == len(gemm_tiles.TILES) * len(gemm_tiles.PROGRAMS)
+    assert cuts["n128 w4 c8 p3"][1] == grouped_matmul_hopper.Cut(128, 4, 3, 8, True)
+    clusters = len(gemm_tiles.CLUSTERS) * len(gemm_tiles.PROGRAMS_OF_CLUSTERS)
+    assert len(cuts) == len(gemm_tiles.TILES) * len(gemm_tiles.PROGRAMS) + clusters
 
 
 def tiled() -> Iterator[Problem]:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.bench import gemm
-from dsv4_compile.kernels import fp8_linear, grouped_matmul_hopper
+from dsv4_compile.kernels import fp8_linear, grouped_matmul_hopper, grouped_matmul_shares_hopper
 from dsv4_compile.kernels import grouped_matmul as kernels
+from dsv4_compile.kernels.cluster_hopper import clusters_at_once
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import assert_close, fake_triton, poisoned_empty
+from tests.kernels import simulated_cluster
 from tests.kernels import simulated_copies as copies
 from tests.kernels import simulated_gluon as base
 from tests.kernels.gpus import GPUS
@@ -59,7 +61,9 @@ class Launched(copies.Persistent):
 
 def modules() -> dict[str, types.ModuleType]:
     found = copies.modules()
-    vars(found[f"{GLUON}.language"]).update(uint8=torch.uint8, atomic_add=atomic_add, load=load)
+    vars(found[f"{GLUON}.language"]).update(
+        uint8=torch.uint8, atomic_add=atomic_add, load=load, program_id=simulated_cluster.program_id
+    )
     vars(found["triton.language.extra.cuda"]).update(gdc_wait=base.anything)
     vars(found[GLUON]).update(jit=lambda f=None, **_: Launched(f) if f else Launched)
     vars(found[f"{GLUON}.nvidia.hopper"]).update(TensorDescriptor=Descriptor)
@@ -74,11 +78,13 @@ def hopper() -> Any:
             Pointer, "dtype", property(lambda p: types.SimpleNamespace(element_ty=p.memory.dtype)), create=True
         ),
     ):
-        kernels = "kv_load_hopper", "grouped_matmul_kernel_hopper", "grouped_matmul_hopper"
-        pair = base.simulated("grouped_matmul_pair_hopper", *kernels)
-        found = base.simulated("grouped_matmul_hopper", *kernels[:2])
+        stores = "grouped_matmul_store_hopper", "grouped_matmul_shares_hopper"
+        kernels = "kv_load_hopper", "cluster_hopper", *stores, "grouped_matmul_kernel_hopper"
+        pair = base.simulated("grouped_matmul_pair_hopper", *kernels, "grouped_matmul_hopper")
+        found = base.simulated("grouped_matmul_hopper", *kernels)
         found.pair = pair
-        yield found
+        with simulated_cluster.clustered(found), simulated_cluster.clustered(pair):
+            yield found
 
 
 def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = False) -> Tensor:
@@ -90,7 +96,7 @@ def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = Fals
         mock.patch.object(kernels, "gpu_of", lambda device: GPU),
         mock.patch.object(kernels, "hopper_kernel", lambda gpu, stem: hopper),
         mock.patch.object(hopper, "choose_cut", lambda *sizes: hopper.Cut(*cut)),
-        mock.patch.object(hopper, "arrival_counters", lambda count, device: counters),
+        mock.patch.object(hopper, "arrival_counters", hopper.arrival_counters and (lambda count, device: counters)),
         poisoned_empty(),
         torch.no_grad(),
     ):
@@ -100,7 +106,7 @@ def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = Fals
     return out
 
 
-@pytest.mark.parametrize("cut", [(256, 8, 1, 2), (128, 4, 7, 1), (64, 4, 9, 3), (64, 4, 4, 1)])
+@pytest.mark.parametrize("cut", [(256, 8, 1, 2), (128, 4, 7, 1), (64, 4, 9, 3), (64, 4, 4, 1), (64, 4, 4, 2, True)])
 @pytest.mark.parametrize(
     ("tokens", "rows", "size", "dtype"),
     [(1, 300, 640, BF16), (13, 200, 656, F32), (64, 130, 640, BF16), (8, 200, 1280, BF16)],
@@ -118,14 +124,18 @@ def test_what_is_quantised_on_the_way_gives_the_reference(
     ("tokens", "rows", "others", "size", "processors"),
     [(3, 256, 192, 1024, 10), (16, 128, 130, 640, 4), (40, 256, 100, 1024, 30)],
 )
+@pytest.mark.parametrize("clusters", [False, True])
 def test_two_products_of_one_input_are_one_launch(
-    hopper: Any, tokens: int, rows: int, others: int, size: int, processors: int
+    hopper: Any, tokens: int, rows: int, others: int, size: int, processors: int, clusters: bool
 ) -> None:
     pair, counters = hopper.pair, torch.zeros(64, dtype=torch.int32)
     x, weight, scale = torch.randn(tokens, size).bfloat16(), e4m3(rows, size), block_scale(rows, size)
     other, out = torch.randn(others, size).bfloat16(), torch.full((tokens, rows + others), torch.nan)
     assert pair.pair_refuses(x, weight, other) == ""
-    with mock.patch.object(pair, "arrival_counters", lambda count, device: counters):
+    with (
+        mock.patch.object(pair, "arrival_counters", lambda count, device: counters),
+        mock.patch.object(pair, "clusters_known", lambda: clusters),
+    ):
         pair.launch_pair(x, weight, scale, other, out, GPU._replace(processors=processors))
     assert not counters.any()
     assert_close(out, REFERENCES["fp8_linear"](x, weight, scale, True, other), NEIGHBOUR[F32])
@@ -138,7 +148,7 @@ def test_a_weight_without_rows_is_not_paired(hopper: Any, rows: int, others: int
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("cut", [(256, 8, 1, 2), (64, 4, 9, 5), (64, 4, 4, 1)])
+@pytest.mark.parametrize("cut", [(256, 8, 1, 2), (64, 4, 9, 5), (64, 4, 4, 1), (128, 4, 2, 2, True)])
 @pytest.mark.parametrize(("tokens", "groups", "rows"), [(5, 3, 192), (40, 2, 200), (120, 2, 72)])
 def test_groups_that_come_quantised_give_the_reference(
     hopper: Any, tokens: int, groups: int, rows: int, cut: tuple[int, ...], packed: bool
@@ -151,7 +161,7 @@ def test_groups_that_come_quantised_give_the_reference(
     assert_close(got, REFERENCES["fp8_grouped_einsum"](a, a_scale, b, b_scale).flatten(1), NEIGHBOUR[BF16])
 
 
-@pytest.mark.parametrize("cut", [(128, 8, 5, 2), (64, 4, 9, 1)])
+@pytest.mark.parametrize("cut", [(128, 8, 5, 2), (64, 4, 9, 1), (64, 4, 2, 2, True)])
 def test_halves_give_the_reference(hopper: Any, cut: tuple[int, ...]) -> None:
     """By tokens or by groups; in the first case a strip must not reach into the next group."""
     for dtype, size in ((BF16, 768), (BF16, 320), (torch.float16, 328)):
@@ -163,6 +173,14 @@ def test_halves_give_the_reference(hopper: Any, cut: tuple[int, ...]) -> None:
     assert "whole strips" in hopper.hopper_refuses(x, weight, False)
 
 
+@pytest.mark.parametrize(("tokens", "splits"), [(3, 8), (20, 3), (64, 6), (40, 8)])
+def test_the_programs_of_a_cluster_add_up_their_parts_without_memory(hopper: Any, tokens: int, splits: int) -> None:
+    x, weight, scale = torch.randn(tokens, 2048).bfloat16(), e4m3(130, 2048), block_scale(130, 2048)
+    with mock.patch.object(hopper, "arrival_counters", None):
+        got = product(hopper, x[:, None], None, weight, scale, BF16, cut=(64, 4, 2, splits, True), quantize=True)
+    assert_close(got, REFERENCES["fp8_linear"](x, weight, scale), NEIGHBOUR[BF16])
+
+
 def test_a_row_of_nan_keeps_to_itself(hopper: Any) -> None:
     x, weight, scale = torch.randn(5, 256).bfloat16(), e4m3(70, 256), block_scale(70, 256)
     x[2] = torch.nan
@@ -170,42 +188,52 @@ def test_a_row_of_nan_keeps_to_itself(hopper: Any) -> None:
     assert got[2].isnan().all() and not got[[0, 1, 3, 4]].isnan().any()
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 17, 64, 65, 128])
+@pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_choice_is_whole(name: str, halves: bool, tokens: int) -> None:
-    """No program is without a strip, and together they fill the GPU, but not twice."""
+def test_every_choice_fills_the_gpu_but_not_twice(
+    name: str, halves: bool, clusters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_matmul_hopper, "clusters_known", lambda: clusters)
+    for tokens in (1, 9, 17, 64, 65, 128):
+        every_choice(name, halves, clusters, tokens)
+
+
+def every_choice(name: str, halves: bool, clusters: bool, tokens: int) -> None:
     layer = LAYERS[name]
     strips = -(-layer.size // (64 if halves else 128))
     cut = grouped_matmul_hopper.choose_cut(GPU, tokens, layer.groups, layer.rows, strips, halves)
     blocks = -(-tokens // grouped_matmul_hopper.block_of(tokens)) * layer.groups * -(-layer.rows // cut.block_n)
     programs = blocks * cut.splits
-    assert (cut.splits - 1) * -(-strips // cut.splits) < strips
     assert cut.splits == 1 or programs <= cut.programs * GPU.processors
+    assert cut.cluster == (clusters and cut.splits > 1)
+    assert not cut.cluster or blocks <= clusters_at_once(GPU, cut.splits, cut.programs)
     assert programs >= 0.7 * GPU.processors
 
 
 @pytest.mark.parametrize(
     ("layer", "tokens", "cut"),
     [
-        ("fp8_linear wq_a + wkv", 8, (64, 4, 2, 11)),
-        ("fp8_linear wq_a + wkv", 64, (64, 4, 2, 5)),
-        ("fp8_linear wq_b", 8, (128, 4, 2, 1)),
-        ("fp8_linear wq_b", 64, (128, 4, 2, 1)),
-        ("fp8_linear wq_a + wkv", 128, (64, 4, 2, 5)),
-        ("fp8_linear indexer wq_b", 128, (64, 4, 2, 1)),
-        ("fp8_linear wo_b", 128, (64, 4, 2, 2)),
-        ("fp8_grouped_einsum wo_a", 128, (64, 4, 2, 1)),
-        ("fp8_linear indexer wq_b", 8, (128, 4, 2, 4)),
-        ("fp8_linear indexer wq_b", 64, (64, 4, 2, 1)),
-        ("fp8_linear wq_b + indexer wq_b", 8, (128, 4, 3, 1)),
-        ("fp8_linear wq_b + indexer wq_b", 64, (128, 4, 3, 1)),
-        ("fp8_linear wo_b", 8, (128, 4, 2, 8)),
-        ("fp8_linear wo_b", 64, (64, 4, 2, 4)),
-        ("fp8_grouped_einsum wo_a", 8, (128, 4, 2, 4)),
-        ("fp8_grouped_einsum wo_a", 64, (64, 4, 2, 2)),
-        ("grouped_linear wo_a", 8, (64, 4, 2, 2)),
-        ("grouped_linear wo_a", 64, (64, 4, 1, 1)),
+        ("fp8_linear wq_a + wkv", 8, (128, 4, 2, 8, True)),
+        ("fp8_linear wq_a + wkv", 64, (64, 4, 1, 4, True)),
+        ("fp8_linear wq_a + wkv", 128, (64, 4, 2, 4, True)),
+        ("fp8_linear wq_b", 8, (128, 4, 2, 1, False)),
+        ("fp8_linear wq_b", 64, (128, 4, 2, 1, False)),
+        ("fp8_linear indexer wq_b", 8, (128, 4, 2, 3, True)),
+        ("fp8_linear indexer wq_b", 64, (64, 4, 2, 1, False)),
+        ("fp8_linear indexer wq_b", 128, (64, 4, 2, 1, False)),
+        ("fp8_linear wq_b + indexer wq_b", 8, (128, 4, 3, 1, False)),
+        ("fp8_linear wq_b + indexer wq_b", 64, (128, 4, 3, 1, False)),
+        ("fp8_linear wo_b", 8, (128, 4, 2, 6, True)),
+        ("fp8_linear wo_b", 64, (128, 4, 2, 6, True)),
+        ("fp8_linear wo_b", 128, (128, 4, 2, 3, True)),
+        ("fp8_grouped_einsum wo_a", 8, (128, 4, 2, 3, True)),
+        ("fp8_grouped_einsum wo_a", 64, (64, 4, 2, 2, True)),
+        ("fp8_grouped_einsum wo_a", 128, (64, 4, 2, 1, False)),
+        ("grouped_linear wo_a", 8, (64, 4, 2, 2, True)),
+        ("grouped_linear wo_a", 64, (64, 4, 1, 1, False)),
+        ("grouped_linear wq_a + wkv", 64, (64, 4, 2, 8, True)),
+        ("grouped_linear wo_b", 64, (64, 4, 2, 3, True)),
     ],
 )
 def test_layers_of_flash_get_the_cuts_that_were_the_fastest(layer: str, tokens: int, cut: tuple[int, ...]) -> None:
@@ -240,6 +268,44 @@ def test_it_compiles_for_hopper_and_as_many_programs_fit_as_it_says(
         assert "cp.async.bulk.tensor.2d" in kernel.asm["ptx"]
         assert "griddepcontrol.wait" in kernel.asm["ptx"]
         assert fake_triton.machine_code(kernel)
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_a_launch_of_clusters_is_told_so(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of how many programs, and that each has room for its share; arguments come in the order of the kernel's."""
+    monkeypatch.setattr(grouped_matmul_hopper, "choose_cut", lambda *_: grouped_matmul_hopper.Cut(64, 4, 2, 8, True))
+    x, weight = torch.empty(tokens, 1, 512, dtype=BF16), torch.empty(256, 512, dtype=BF16)
+    launches: list[tuple[Any, ...]] = []
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        launch = lambda kernel, grid: lambda *args: launches.append((kernel, grid, args))  # noqa: E731
+        monkeypatch.setattr(fake_triton.CompiledKernel, "__getitem__", launch)
+        grouped_matmul_hopper.launch_hopper(x, None, weight, None, torch.empty(tokens, 256), False, GPU)
+    ((kernel, grid, args),) = launches
+    assert kernel is compiled[0] and grid == (4, 1, 1)
+    warps, programs, shared = kernel.packed_metadata
+    assert (warps, programs) == (4, 8)
+    assert shared >= max(grouped_matmul_shares_hopper.bytes_used(8, tokens, 64), kernel.metadata.shared)
+    names = grouped_matmul_hopper.grouped_matmul_hopper_kernel.arg_names
+    given = dict(zip(names, args, strict=True))
+    assert (given["tokens"], given["SPLITS"], given["CLUSTER"], given["num_warps"]) == (tokens, 8, True, 4)
+    ptx = kernel.asm["ptx"]
+    sent = "mbarrier_init.release", "arrive.relaxed", "wait.acquire", "st.async", "parity.acquire.cluster", "st.global"
+    fetched = "st.shared.f32", "arrive.release", "wait.acquire", "ld.shared::cluster", "st.global", "arrive.relaxed"
+    at = [ptx.index(instruction) for instruction in (sent if tokens == 8 else fetched)]
+    assert at == sorted(at) and ptx.count("barrier.cluster.arrive") == (1 if tokens == 8 else 2)
+    # Both pieces of memory that PTX names are there.
+    assert fake_triton.machine_code(kernel)
+
+
+@pytest.mark.parametrize("splits", range(2, 9))
+@pytest.mark.parametrize("block_m", [8, 16, 32, 64])
+def test_shares_cover_a_tile_and_fit_into_what_every_program_has(splits: int, block_m: int) -> None:
+    share = grouped_matmul_shares_hopper.tokens_of_share(splits, block_m)
+    assert share % 2 == 0 and share * splits >= block_m
+    assert grouped_matmul_shares_hopper.pitch_of(share) % 4 == 2
+    for block_n in (64, 128):
+        sent = grouped_matmul_shares_hopper.bytes_used(splits, block_m, block_n)
+        assert sent <= 48 * 1024  # more would have to be announced when the kernel is loaded
 
 
 def test_the_quantisation_in_front_lets_the_product_start(monkeypatch: pytest.MonkeyPatch) -> None:

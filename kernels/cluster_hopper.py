@@ -1,0 +1,213 @@
+"""Programs of a Hopper kernel as a cluster: they run side by side, and reach each other's shared memory.
+
+Gluon of Triton 3.6 has no words for that. A kernel that is compiled for one program is launched in clusters, and what
+crosses over is PTX. It has one place, the start of the compiler's shared memory, `global_smem`, once nobody needs what
+was there. Little is sent: it counts itself off at a barrier of the program that it is sent to, and nobody waits for
+a sender to be done. Much is fetched, 16 bytes at a time: that takes a release, of 0.3 us on an H200, and a wait until
+all have what they want, but what is sent goes 8 bytes at a time, and 16 KiB of that take 1.5 us longer. Without the
+release, 11 of 200,000 products had other bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .gpu import Gpu
+
+SIZES = (8, 6, 5, 4, 3, 2)
+"""Programs of a cluster. Any Hopper GPU takes up to 8."""
+INBOX_BYTES = 1024
+"""What a cluster costs a program of its shared memory."""
+KNOWN = (3, 6), (3, 7)
+"""Versions of Triton whose compiled kernels say how they are launched in the way that is changed here."""
+
+
+@functools.cache
+def clusters_known() -> bool:
+    """Whether this Triton is one whose kernels can be launched in clusters."""
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) in KNOWN
+
+
+def clusters_at_once(gpu: Gpu, size: int, programs: int) -> int:
+    """Clusters of `size` programs that run at once, where a processor has room for `programs` of them.
+
+    Those of more than two keep to one part of the GPU, and not all parts are whole. An H200 of 132 processors says that
+    it takes 66 pairs, but 30 clusters of 4 and 15 of 8; with room for two programs 132, 62 and 30, for three 198, 92
+    and 45. One cluster more makes a launch take twice as long.
+    """
+    usable = gpu.processors if size == 2 else gpu.processors * 10 // 11
+    return usable * programs // size
+
+
+def launch_clusters(kernel: Any, programs: int, cluster: int, room: int, *args: Any, **constants: Any) -> None:
+    """As `kernel[programs,](*args, **constants)`, in clusters of neighbours.
+
+    Args:
+        room: bytes that a program is sent at most.
+    """
+    compiled = kernel.warmup(*args, grid=(1,), **constants)
+    if compiled is None:  # where tests stand in for the compiler
+        return
+    warps, _, shared = compiled.packed_metadata
+    compiled.packed_metadata = warps, cluster, max(shared, room)
+    rest = (constants[name] for name in kernel.arg_names[len(args) :])
+    compiled[programs // cluster, 1, 1](*args, *rest)
+
+
+@gluon.jit
+def open_inbox(letters):
+    """int32 address of a barrier that waits for `letters` bytes. Every program has its own at the same place.
+
+    The compiler's shared memory begins behind it, and what copies and matrix products use there is aligned to as much.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .shared .align 1024 .b64 inbox[128];
+        .reg .pred first;
+        .reg .b32 thread;
+        .reg .b64 state;
+        mov.u32 $0, inbox;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first mbarrier.init.shared::cta.b64 [inbox], 1;
+        @first mbarrier.arrive.expect_tx.shared::cta.b64 state, [inbox], $1;
+        @first fence.mbarrier_init.release.cluster;
+        }""",
+        "=&r,r",
+        [letters],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.constexpr_function
+def _meet(release: bool) -> str:
+    how = "release" if release else "relaxed"
+    return f"barrier.cluster.arrive.{how}.aligned; barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def meet(RELEASE: gl.constexpr):
+    """Wait until the whole cluster is here, and see what it has stored before, if that is to be released.
+
+    Without a release all inboxes are open, and what has been read may be overwritten.
+    """
+    ASM: gl.constexpr = _meet(RELEASE)
+    gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def send_pairs(inbox, program, offset, wanted, values):
+    """Float32 `values`, neighbours of two, to bytes `offset` of the shared memory of a program of the cluster.
+
+    All others are int32. Of two neighbours, those of the first say whether and where to.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        .reg .b32 at, done;
+        setp.ne.b32 wanted, $8, 0;
+        mov.u32 at, global_smem;
+        add.u32 at, at, $6;
+        mapa.shared::cluster.u32 at, at, $4;
+        mapa.shared::cluster.u32 done, $2, $4;
+        @wanted st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [at], {$10, $11}, [done];
+        mov.u32 $0, 0;
+        mov.u32 $1, 0;
+        }""",
+        "=r,=r,r,r,r,r,r,r,r,r,f,f",
+        [inbox, program, offset, wanted, values],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
+def await_letters(inbox):
+    """Wait for all that this program is sent."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred here;
+        AWAIT_LETTERS:
+        mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 here, [$1], 0;
+        @!here bra AWAIT_LETTERS;
+        mov.u32 $0, 0;
+        }""",
+        "=r,r",
+        [inbox],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def received_pairs(offset):
+    """Float32 at bytes `offset` of this program's shared memory, neighbours of two, by the offset of the first."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 at;
+        mov.u32 at, global_smem;
+        add.u32 at, at, $2;
+        ld.shared.v2.f32 {$0, $1}, [at];
+        }""",
+        "=&f,=&f,r,r",
+        [offset],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
+def put_words(values, offset):
+    """Store float32 at bytes `offset` of this program's shared memory."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .b32 at;
+        mov.u32 at, global_smem;
+        add.u32 at, at, $2;
+        st.shared.f32 [at], $1;
+        mov.u32 $0, 0;
+        }""",
+        "=r,f,r",
+        [values, offset],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def words_of(program, offset, wanted):
+    """float32 at bytes `offset` of the shared memory of a program of the cluster, 0 where int32 `wanted` is.
+
+    A thread has four neighbours, and loads them if the first is wanted.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        .reg .b32 at;
+        setp.ne.b32 wanted, $12, 0;
+        mov.u32 at, global_smem;
+        add.u32 at, at, $4;
+        mapa.shared::cluster.u32 at, at, $8;
+        mov.f32 $0, 0f00000000;
+        mov.f32 $1, 0f00000000;
+        mov.f32 $2, 0f00000000;
+        mov.f32 $3, 0f00000000;
+        @wanted ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [at];
+        }""",
+        "=&f,=&f,=&f,=&f,r,r,r,r,r,r,r,r,r,r,r,r",
+        [offset, program, wanted],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=4,
+    )

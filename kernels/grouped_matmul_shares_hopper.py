@@ -1,0 +1,147 @@
+"""How the programs of a cluster add up their parts of a tile of a product: each those of a share of its tokens.
+
+Parts are added in their order, whenever they came, so that a product has the same bits every time.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .cluster_hopper import await_letters, meet, open_inbox, put_words, received_pairs, send_pairs, words_of
+from .kv_load_hopper import thread_barrier
+
+MOST_TOKENS_SENT = 16
+"""Parts of tiles of more tokens are fetched."""
+PAD = 4
+"""Words behind each token of a part that is fetched: the threads of a warp then store to different banks."""
+
+_MOST_TOKENS_SENT = gl.constexpr(MOST_TOKENS_SENT)
+_PAD = gl.constexpr(PAD)
+
+
+def tokens_of_share(splits: int, block_m: int) -> int:
+    """How many of a tile's tokens a program of a cluster of `splits` adds up, an even number."""
+    return -(-block_m // (2 * splits)) * 2
+
+
+def pitch_of(share: int) -> int:
+    """Words between two rows of a share that is sent: an odd number of pairs, so that neighbours use all banks."""
+    return share + 2 * (share % 4 == 0)
+
+
+def bytes_used(splits: int, block_m: int, block_n: int) -> int:
+    """Shared memory of a program that parts are sent to, or fetched from."""
+    if block_m > MOST_TOKENS_SENT:
+        return 4 * block_m * (block_n + PAD)
+    return 4 * splits * block_n * pitch_of(tokens_of_share(splits, block_m))
+
+
+_tokens_of_share = triton.constexpr_function(tokens_of_share)
+_pitch_of = triton.constexpr_function(pitch_of)
+
+
+@gluon.jit
+def await_shares(part, tokens, first_token, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """What a program does early: an inbox for the parts of its share of the tokens from `first_token` on."""
+    inbox = 0
+    if BLOCK_M <= _MOST_TOKENS_SENT:
+        SHARE: gl.constexpr = _tokens_of_share(SPLITS, BLOCK_M)
+        wanted = (part * SHARE < BLOCK_M) & (first_token + part * SHARE < tokens)
+        # Of the last share, the pairs that the tile has.
+        pairs = gl.minimum(BLOCK_M - part * SHARE, SHARE) // 2
+        inbox = open_inbox(gl.where(wanted, 8 * SPLITS * BLOCK_N * pairs, 0))
+    return inbox
+
+
+@gluon.jit
+def store_shares(
+    acc, part, inbox, p_out, out_stride, tokens, first_token, group, block, rows,
+    SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Store a tile `[BLOCK_N, BLOCK_M]` of which this program has part `part`, its place in the cluster."""
+    SHARE: gl.constexpr = _tokens_of_share(SPLITS, BLOCK_M)
+    count = gl.minimum(SHARE, BLOCK_M - part * SHARE)
+    if BLOCK_M > _MOST_TOKENS_SENT:
+        _store_fetched(
+            acc, p_out, out_stride, tokens, first_token, part * SHARE, count, group, block, rows, SPLITS, SHARE,
+            BLOCK_M, BLOCK_N, WARPS,
+        )  # fmt: skip
+    else:
+        _send(acc, part, inbox, tokens - first_token, SPLITS, SHARE, BLOCK_M, BLOCK_N)
+        if (count > 0) & (first_token + part * SHARE < tokens):
+            await_letters(inbox)
+            _store_received(
+                p_out, out_stride, tokens, first_token + part * SHARE, count, group, block, rows, SPLITS, SHARE,
+                BLOCK_N, WARPS,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _send(
+    acc, part, inbox, tokens,
+    SPLITS: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Send a part to the programs whose shares have some of the `tokens` tokens."""
+    ACC: gl.constexpr = acc.type.layout
+    PITCH: gl.constexpr = _pitch_of(SHARE)
+    o_m = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC)), 0)
+    o_n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC)), 1)
+    owner, offset = o_m // SHARE, 4 * ((part * BLOCK_N + o_n) * PITCH + o_m % SHARE)
+    meet(False)
+    send_pairs(inbox, owner, offset, (owner * SHARE < tokens).to(gl.int32), acc)
+
+
+@gluon.jit
+def _store_received(
+    p_out, out_stride, tokens, first_token, count, group, block, rows,
+    SPLITS: gl.constexpr, SHARE: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Add up what was sent for `count` tokens."""
+    PITCH: gl.constexpr = _pitch_of(SHARE)
+    WIDTH: gl.constexpr = triton.next_power_of_2(SHARE)
+    WARPS_N: gl.constexpr = WARPS if BLOCK_N >= 32 * WARPS else BLOCK_N // 32
+    OUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS_N, WARPS // WARPS_N], [1, 0])
+    o_m = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, OUT)), 0)
+    o_n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT)), 1)
+    # What lies behind a share nobody sent: the first two tokens stand in for it.
+    offset = 4 * (o_n * PITCH + gl.where(o_m < count, o_m, o_m % 2))
+    total = gl.zeros([BLOCK_N, WIDTH], gl.float32, OUT)
+    for part in gl.static_range(SPLITS):
+        total += received_pairs(4 * BLOCK_N * PITCH * part + offset)
+    o_column = block * BLOCK_N + o_n
+    p_tile = p_out + ((first_token + o_m).to(gl.int64) * out_stride + (group.to(gl.int64) * rows + o_column))
+    wanted = (o_m < count) & (first_token + o_m < tokens) & (o_column < rows)
+    gl.store(p_tile, total.to(p_out.dtype.element_ty), mask=wanted)
+
+
+@gluon.jit
+def _store_fetched(
+    acc, p_out, out_stride, tokens, first_token, begin, count, group, block, rows,
+    SPLITS: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Put a part where all can fetch it, and add up those of `count` tokens of the tile, from `begin` on."""
+    ACC: gl.constexpr = acc.type.layout
+    WIDTH: gl.constexpr = triton.next_power_of_2(SHARE)
+    LANES: gl.constexpr = 32 if BLOCK_N >= 128 else BLOCK_N // 4
+    OUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    o_m = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC)), 0)
+    o_n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC)), 1)
+    # All have multiplied what lies there now.
+    thread_barrier()
+    put_words(acc, 4 * (o_m * (BLOCK_N + _PAD) + o_n))
+    meet(True)
+    o_share = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(1, OUT)), 1)
+    o_token = first_token + begin + o_share
+    o_column = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT)), 0)
+    wanted = (o_share < count) & (o_token < tokens) & (block * BLOCK_N + o_column < rows)
+    offset = 4 * ((begin + o_share) * (BLOCK_N + _PAD) + o_column)
+    total = gl.zeros([WIDTH, BLOCK_N], gl.float32, OUT)
+    for part in gl.static_range(SPLITS):
+        total += words_of(part, offset, wanted.to(gl.int32))
+    p_tile = p_out + (o_token.to(gl.int64) * out_stride + (group.to(gl.int64) * rows + block * BLOCK_N + o_column))
+    gl.store(p_tile, total.to(p_out.dtype.element_ty), mask=wanted)
+    # Nobody ends before all have read: what is stored has been.
+    thread_barrier()
+    meet(False)

@@ -1,0 +1,132 @@
+"""Clusters on the CPU, for simulated_gluon.py: their programs are threads that send each other words."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import types
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.kernels import simulated_gluon as base
+from tests.kernels.simulated_gluon import Kernel, Value
+
+_this = threading.local()
+
+
+def program_id(axis: int) -> Value:
+    """Of the program of this thread, or of the one that runs alone."""
+    number = getattr(_this, "program", None)
+    return Value(torch.tensor(Kernel.program[axis] if number is None else number, dtype=torch.int32))
+
+
+class Cluster:
+    """Programs that meet, the shared memory of each, which holds NaN at first, and the bytes that each waits for."""
+
+    def __init__(self, size: int, room: int) -> None:
+        self.memory = torch.full((size, room // 4), torch.nan)
+        self.sent = [torch.zeros(room // 4, dtype=torch.bool) for _ in range(size)]
+        self.expected = [0] * size
+        self.changed = threading.Condition()
+        self.meeting = threading.Barrier(size, timeout=base.SECONDS / 4)
+
+
+def open_inbox(letters: Value | int) -> int:
+    _this.cluster.expected[_this.rank] += int(letters)
+    return 1
+
+
+def meet(release: bool) -> None:
+    """What has been put is seen behind a release alone."""
+    _this.released |= release
+    _this.cluster.meeting.wait()
+
+
+def send_pairs(inbox: int, program: Value, offset: Value, wanted: Value, values: Value) -> None:
+    """Two neighbours go where the first goes. No word is sent twice."""
+    cluster = _this.cluster
+    everything = torch.broadcast_tensors(program.data, offset.data, wanted.data, values.data)
+    to, at, live, words = (x.reshape(-1, 2) for x in everything)
+    assert inbox == 1 and (at[:, 0] % 8 == 0).all()
+    with cluster.changed:
+        for rank in to[:, 0][live[:, 0] != 0].unique().tolist():
+            mine = (to[:, 0] == rank) & (live[:, 0] != 0)
+            where = (at[mine, :1] // 4 + torch.arange(2)).flatten().long()
+            assert not cluster.sent[rank][where].any() and len(where.unique()) == len(where)
+            cluster.memory[rank][where] = words[mine].flatten()
+            cluster.sent[rank][where] = True
+            cluster.expected[rank] -= 4 * len(where)
+        cluster.changed.notify_all()
+
+
+def await_letters(inbox: int) -> None:
+    cluster = _this.cluster
+    assert inbox == 1 and cluster.sent[_this.rank].numel()
+    with cluster.changed:
+        assert cluster.changed.wait_for(lambda: cluster.expected[_this.rank] == 0, timeout=base.SECONDS / 4)
+
+
+def received_pairs(offset: Value) -> Value:
+    """Two neighbours are read where the first is."""
+    first = offset.data[:, ::2] // 4
+    assert (first % 2 == 0).all()
+    return Value(_this.cluster.memory[_this.rank][torch.stack((first, first + 1), -1).flatten(1).long()])
+
+
+def put_words(values: Value, offset: Value) -> None:
+    where, words = torch.broadcast_tensors(offset.data // 4, values.data)
+    _this.cluster.memory[_this.rank][where.long()] = words
+    _this.released = False
+
+
+def words_of(program: int, offset: Value, wanted: Value) -> Value:
+    assert _this.released
+    words = _this.cluster.memory[int(program)][torch.where(wanted.data != 0, offset.data // 4, 0).long()]
+    return Value(torch.where(wanted.data != 0, words, 0.0))
+
+
+def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: Any, **constants: Any) -> None:
+    """Each cluster after the one in front of it. Raises what the first program to fail raises."""
+    assert programs % size == 0 and 1 < size <= 8 and constants.pop("launch_pdl")
+    assert set(list(inspect.signature(kernel.function).parameters)[len(args) :]) == constants.keys()
+    errors: list[BaseException] = []
+
+    def run(cluster: Cluster, rank: int, program: int) -> None:
+        _this.cluster, _this.rank, _this.program, _this.released = cluster, rank, program, True
+        try:
+            with torch.no_grad():
+                kernel.function(*map(base.argument, args), **constants)
+        except BaseException as error:
+            errors.append(error)
+            cluster.meeting.abort()
+
+    for first in range(0, programs, size):
+        cluster = Cluster(size, room)
+        threads = [threading.Thread(target=run, args=(cluster, i, first + i)) for i in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        assert cluster.expected == [0] * size
+
+
+def clustered(launcher: types.ModuleType) -> Any:
+    """A context in which `launcher` launches clusters."""
+    words = {f.__name__: f for f in (open_inbox, meet, send_pairs, await_letters, received_pairs, put_words, words_of)}
+    kernels = vars(launcher)
+    kernel = kernels.get("grouped_matmul_hopper_kernel") or kernels["pair_hopper_kernel"]
+    functions = [kernel.function]
+    stack = contextlib.ExitStack()
+    for name in ("_multiply", "store_shares", "_send"):
+        functions.append(functions[-1].__globals__[name].function)
+    for function in functions:
+        stack.enter_context(
+            mock.patch.dict(function.__globals__, {k: v for k, v in words.items() if k in function.__globals__})
+        )
+    stack.enter_context(mock.patch.object(launcher, "launch_clusters", launch_clusters))
+    return stack
