@@ -48,8 +48,10 @@ def block_of(tokens: int) -> int:
     return min(max(8, power_of_two(tokens)), MOST_TOKENS_OF_A_TILE)
 
 
-def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int, halves: bool) -> Cut:
+def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int, halves: bool, whole: bool = False) -> Cut:
     """Tiles for `[tokens, groups * rows]` outputs of `strips` strips, `halves` for weights of two bytes.
+
+    `whole` asks for tiles of 128 rows, which are a strip of what the product is quantised to.
 
     Measured on an H200 with the layers of V4-Flash. Few e4m3 tokens want large tiles: there the work on a strip of x
     takes as long for any. With more, and with elements that need no work, small tiles come in equal shares to all
@@ -62,13 +64,13 @@ def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int, halve
     many = block_m > 16
     wide, slim = (cdiv(tokens, block_m) * groups * cdiv(rows, block_n) for block_n in (128, 64))
     if not clusters_known():
-        narrow = (many or halves or wide <= gpu.processors // 8) and slim <= 2 * gpu.processors
+        narrow = (many or halves or wide <= gpu.processors // 8) and slim <= 2 * gpu.processors and not whole
         block_n, tiles = (64, slim) if narrow else (128, wide)
         splits = max(1, min(2 * gpu.processors // tiles, strips // 6 if many else strips))
         return Cut(block_n, 4, _room(gpu, block_n, tiles), cdiv(strips, cdiv(strips, splits)))
     fewest = 8 if many else 2
     block_n, tiles = 128, wide
-    if (many or halves) and slim <= 2 * gpu.processors:
+    if (many or halves) and slim <= 2 * gpu.processors and not whole:
         splits = _most_splits(gpu, slim, strips // fewest, 2)
         if halves or splits == 1 or cdiv(strips, splits) <= 2 * fewest:
             block_n, tiles = 64, slim
@@ -196,15 +198,19 @@ def launch_hopper(
     out: Tensor,
     quantize: bool,
     gpu: Gpu,
+    out_scale: Tensor | None = None,
 ) -> None:
-    """Fill `out`, as the portable launcher does."""
+    """Fill `out`, as the portable launcher does; or fill it with e4m3, and contiguous `out_scale` `[G * N / 128, T]`.
+
+    Then N is a multiple of 128.
+    """
     tokens, groups, size = x.shape
     block_k = STRIP_BYTES // weight.element_size()
     rows, strips = weight.shape[0] // groups, cdiv(size, block_k)
     inputs = rows_of(x, block_k)
     assert inputs is not None
     block_m = block_of(tokens)
-    cut = choose_cut(gpu, tokens, groups, rows, strips, weight.element_size() == 2)
+    cut = choose_cut(gpu, tokens, groups, rows, strips, weight.element_size() == 2, out_scale is not None)
     tiles, each = cdiv(tokens, block_m) * groups * cdiv(rows, cut.block_n), cdiv(strips, cut.splits)
     # No program is without a strip.
     cut = cut._replace(splits=cdiv(strips, each))
@@ -224,6 +230,7 @@ def launch_hopper(
         TensorDescriptor.from_tensor(weight, [cut.block_n, block_k], swizzled(weight)),
         TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], swizzled(x)),
         out,
+        out_scale,
         part,
         arrived,
         x_scale,
@@ -250,7 +257,7 @@ def launch_hopper(
         RING=ring,
         TILE=swizzled(weight),
         X_TILE=swizzled(x),
-        OUT_TILE=swizzled(out),
+        OUT_TILE=swizzled(out) if out_scale is None else _swizzled(16),
         X=x_layout(block_m, block_k, cut.warps),
         OUT=out_layout(cut.block_n, cut.warps),
         CLUSTER=cut.cluster,

@@ -18,8 +18,6 @@ The weight is nobody's result, so that its copies start before the kernel in fro
 
 from __future__ import annotations
 
-import struct
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,6 +33,7 @@ from .. import layout
 from .grouped_matmul_shares_hopper import await_shares, store_shares
 from .grouped_matmul_store_hopper import store_parts, store_tile
 from .kv_load_hopper import thread_barrier
+from .quant_hopper import quantised, scale_value
 
 STRIP_BYTES = layout.ACT_TILE
 """Of a row of the weight: what the matrix unit takes of it at a time, and of e4m3 what shares a scale."""
@@ -43,25 +42,9 @@ STRIP = gl.constexpr(STRIP_BYTES)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 WEIGHT_TILE = gl.constexpr(layout.WEIGHT_TILE)
 WORD = gl.constexpr(layout.SCALES_PER_WORD)
-ACT_AMAX_FLOOR_BITS = gl.constexpr(struct.unpack("<i", struct.pack("<f", layout.ACT_AMAX_FLOOR))[0])
-FP8_MAX = gl.constexpr(layout.FP8_MAX)
-UE8M0_BIAS = gl.constexpr(layout.UE8M0_BIAS)
-UE8M0_MAX_BYTE = gl.constexpr(layout.UE8M0_MAX_BYTE)
-MAGNITUDE = gl.constexpr(0x7FFFFFFF)
-MANTISSA_BITS = gl.constexpr(23)
-MANTISSA = gl.constexpr((1 << 23) - 1)
-SUBNORMAL_HALF = gl.constexpr(1 << 22)
-NAN_BITS = gl.constexpr(0x7FC00000)
 
 # The copy of a tile, from Triton 3.8 on and before.
 copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def scale_value(byte):
-    """float32 scale of int32 `byte` 0..255; see quant.ue8m0_scale."""
-    bits = gl.where(byte == 0, SUBNORMAL_HALF, byte << MANTISSA_BITS)
-    return gl.where(byte == UE8M0_MAX_BYTE + 1, NAN_BITS, bits).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -75,17 +58,10 @@ def _scales(p_scale):
 
 @gluon.jit
 def put_x(x, values, scales):
-    """A strip of x, quantised, and its scales into shared memory; see quant.tile_byte for the arithmetic."""
-    wide = x.to(gl.float32)
-    magnitude = wide.to(gl.int32, bitcast=True) & MAGNITUDE
-    amax = gl.maximum(gl.max(magnitude, 1), ACT_AMAX_FLOOR_BITS).to(gl.float32, bitcast=True)
-    bits = (amax * (1.0 / FP8_MAX)).to(gl.int32, bitcast=True)
-    exponent = (bits >> MANTISSA_BITS) & 255
-    byte = gl.minimum(exponent + ((bits & MANTISSA) != 0).to(gl.int32), UE8M0_MAX_BYTE)
-    inverse = gl.maximum((2 * UE8M0_BIAS - byte) << MANTISSA_BITS, SUBNORMAL_HALF).to(gl.float32, bitcast=True)
-    # The conversion saturates, and keeps NaN.
-    values.store((wide * gl.expand_dims(inverse, 1)).to(gl.float8e4nv))
-    scales.store(scale_value(byte))
+    """A strip of x, quantised, and its scales into shared memory."""
+    codes, scale = quantised(x.to(gl.float32), 1)
+    values.store(codes)
+    scales.store(scale)
 
 
 @gluon.jit
@@ -104,7 +80,7 @@ def _put_rows(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    program, weights, inputs, p_out, p_part, p_arrived, p_x_scale, p_weight_scale, out_stride,
+    program, weights, inputs, p_out, p_out_scale, p_part, p_arrived, p_x_scale, p_weight_scale, out_stride,
     x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
     weight_scale_row_stride, weight_scale_strip_stride, tokens, groups, rows, size, strips_each,
     QUANTIZE: gl.constexpr, SPLITS: gl.constexpr, ONE_SCALE: gl.constexpr, BLOCK_M: gl.constexpr,
@@ -237,16 +213,19 @@ def _multiply(
 
     if CLUSTER:
         store_shares(
-            acc, part, inbox, p_out, out_stride, tokens, first_token, group, block, rows, SPLITS, BLOCK_M, BLOCK_N,
-            WARPS,
+            acc, part, inbox, p_out, p_out_scale, out_stride, tokens, first_token, group, block, rows, SPLITS,
+            BLOCK_M, BLOCK_N, WARPS,
         )  # fmt: skip
     elif SPLITS > 1:
         store_parts(
-            acc, part, tile, tiles, p_out, p_part, p_arrived, out_stride, tokens, first_token, group, block, rows,
-            SPLITS, BLOCK_M, BLOCK_N, OUT, OUT_TILE,
+            acc, part, tile, tiles, p_out, p_out_scale, p_part, p_arrived, out_stride, tokens, first_token, group,
+            block, rows, SPLITS, BLOCK_M, BLOCK_N, OUT, OUT_TILE,
         )  # fmt: skip
     else:
-        store_tile(acc, p_out, out_stride, tokens, first_token, group, block, rows, BLOCK_M, BLOCK_N, OUT, OUT_TILE)
+        store_tile(
+            acc, p_out, p_out_scale, out_stride, tokens, first_token, group, block, rows, BLOCK_M, BLOCK_N, OUT,
+            OUT_TILE,
+        )  # fmt: skip
 
 
 @gluon.jit(
@@ -259,6 +238,7 @@ def grouped_matmul_hopper_kernel(
     weights,  # descriptor of [G * N, K] in blocks of [BLOCK_N, BLOCK_K]
     inputs,  # descriptor of rows of x in blocks of [BLOCK_M, BLOCK_K]
     p_out,  # [T, G * N], rows contiguous
+    p_out_scale,  # of e4m3 results, float32 [G * N / 128, T], contiguous; or None
     p_part,  # [SPLITS, tiles, BLOCK_N * BLOCK_M] float32, contiguous; None for a cluster or a single part
     p_arrived,  # [>= tiles] int32, zero before and after, or None
     p_x_scale,  # [T, G, strips] float32, [T, G, words] int32, or None
@@ -299,8 +279,8 @@ def grouped_matmul_hopper_kernel(
     In clusters, the programs of a tile are neighbours: it takes tile p // SPLITS.
     """
     _multiply(
-        gl.program_id(0), weights, inputs, p_out, p_part, p_arrived, p_x_scale, p_weight_scale, out_stride,
-        x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
+        gl.program_id(0), weights, inputs, p_out, p_out_scale, p_part, p_arrived, p_x_scale, p_weight_scale,
+        out_stride, x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
         weight_scale_row_stride, weight_scale_strip_stride, tokens, groups, rows, size, strips_each,
         QUANTIZE, SPLITS, ONE_SCALE, BLOCK_M, BLOCK_N, BLOCK_K, EACH, STEP, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X,
         OUT, num_warps, CLUSTER,
@@ -353,14 +333,14 @@ def pair_hopper_kernel(
     """Two products of one x side by side: of x quantised here with e4m3, and of x as it is."""
     if gl.program_id(0) < first:
         _multiply(
-            gl.program_id(0), weights, inputs, p_out, p_part, p_arrived, None, p_weight_scale, out_stride, 0, 0, 0, 0,
+            gl.program_id(0), weights, inputs, p_out, None, p_part, p_arrived, None, p_weight_scale, out_stride, 0, 0, 0, 0,
             0, weight_scale_row_stride, weight_scale_strip_stride, tokens, 1, rows, size, strips_each,
             True, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, STEP, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X, OUT,
             num_warps, CLUSTER,
         )  # fmt: skip
     else:
         _multiply(
-            gl.program_id(0) - first, others, inputs_of_others, p_out + rows, p_part_of_others, p_arrived_of_others,
+            gl.program_id(0) - first, others, inputs_of_others, p_out + rows, None, p_part_of_others, p_arrived_of_others,
             None, None, out_stride, 0, 0, 0, 0, 0, 0, 0, tokens, 1, rows_of_others, size, strips_each_of_others,
             False, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS, EACH_OF_OTHERS, STEP_OF_OTHERS,
             X_BYTES, RING_OF_OTHERS, X_TILE, X_TILE, OUT_TILE, X, OUT, num_warps,

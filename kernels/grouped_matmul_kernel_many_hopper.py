@@ -28,8 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .gather_rows_hopper import copy_elements
-from .grouped_matmul_kernel_hopper import FLAT, STRIP, WORD, copy_tile, scale_value
+from .grouped_matmul_kernel_hopper import FLAT, STRIP, WORD, copy_tile
 from .kv_load_hopper import thread_barrier
+from .quant_hopper import scale_value
 
 TILE_ROWS = 128
 """Rows of the weight in a tile: they share their scales."""

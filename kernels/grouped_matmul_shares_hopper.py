@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .cluster_hopper import await_letters, meet, open_inbox, put_words, received_pairs, send_pairs, words_of
+from .grouped_matmul_store_hopper import store_sums
 from .kv_load_hopper import thread_barrier
 
 MOST_TOKENS_SENT = 16
@@ -57,91 +58,96 @@ def await_shares(part, tokens, first_token, SPLITS: gl.constexpr, BLOCK_M: gl.co
 
 @gluon.jit
 def store_shares(
-    acc, part, inbox, p_out, out_stride, tokens, first_token, group, block, rows,
+    acc, part, inbox, p_out, p_out_scale, out_stride, tokens, first_token, group, block, rows,
     SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Store a tile `[BLOCK_N, BLOCK_M]` of which this program has part `part`, its place in the cluster."""
     SHARE: gl.constexpr = _tokens_of_share(SPLITS, BLOCK_M)
-    count = gl.minimum(SHARE, BLOCK_M - part * SHARE)
+    begin = part * SHARE
+    count = gl.minimum(gl.minimum(SHARE, BLOCK_M - begin), tokens - first_token - begin)
+    first_column = group.to(gl.int64) * rows + block * BLOCK_N
     if BLOCK_M > _MOST_TOKENS_SENT:
+        # All have multiplied what lies there now.
+        thread_barrier()
+        _put(acc, BLOCK_M, BLOCK_N)
+        meet(True)
         _store_fetched(
-            acc, p_out, out_stride, tokens, first_token, part * SHARE, count, group, block, rows, SPLITS, SHARE,
-            BLOCK_M, BLOCK_N, WARPS,
+            p_out, p_out_scale, out_stride, tokens, first_token, begin, count, first_column, rows - block * BLOCK_N,
+            SPLITS, SHARE, BLOCK_N, WARPS,
         )  # fmt: skip
+        # Nobody ends before all have read: what is stored has been.
+        thread_barrier()
+        meet(False)
     else:
-        _send(acc, part, inbox, tokens - first_token, SPLITS, SHARE, BLOCK_M, BLOCK_N)
-        if (count > 0) & (first_token + part * SHARE < tokens):
+        meet(False)
+        _send(acc, part, inbox, tokens - first_token, SHARE, BLOCK_M, BLOCK_N)
+        if count > 0:
             await_letters(inbox)
             _store_received(
-                p_out, out_stride, tokens, first_token + part * SHARE, count, group, block, rows, SPLITS, SHARE,
-                BLOCK_N, WARPS,
+                p_out, p_out_scale, out_stride, tokens, first_token + begin, count, first_column,
+                rows - block * BLOCK_N, SPLITS, SHARE, BLOCK_N, WARPS,
             )  # fmt: skip
 
 
 @gluon.jit
-def _send(
-    acc, part, inbox, tokens,
-    SPLITS: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+def _send(acc, part, inbox, tokens, SHARE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Send a part to the programs whose shares have some of the `tokens` tokens."""
     ACC: gl.constexpr = acc.type.layout
     PITCH: gl.constexpr = _pitch_of(SHARE)
     o_m = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC)), 0)
     o_n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC)), 1)
     owner, offset = o_m // SHARE, 4 * ((part * BLOCK_N + o_n) * PITCH + o_m % SHARE)
-    meet(False)
     send_pairs(inbox, owner, offset, (owner * SHARE < tokens).to(gl.int32), acc)
 
 
 @gluon.jit
 def _store_received(
-    p_out, out_stride, tokens, first_token, count, group, block, rows,
+    p_out, p_out_scale, out_stride, tokens, first_token, count, first_column, rows,
     SPLITS: gl.constexpr, SHARE: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Add up what was sent for `count` tokens."""
     PITCH: gl.constexpr = _pitch_of(SHARE)
     WIDTH: gl.constexpr = triton.next_power_of_2(SHARE)
-    WARPS_N: gl.constexpr = WARPS if BLOCK_N >= 32 * WARPS else BLOCK_N // 32
+    # What is quantised is a warp's: others would meet in shared memory, where letters may still be unread.
+    WARPS_N: gl.constexpr = 1 if p_out_scale is not None else WARPS if BLOCK_N >= 32 * WARPS else BLOCK_N // 32
     OUT: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS_N, WARPS // WARPS_N], [1, 0])
-    o_m = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, OUT)), 0)
+    token = gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))
+    o_m = gl.expand_dims(token, 0)
     o_n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT)), 1)
     # What lies behind a share nobody sent: the first two tokens stand in for it.
     offset = 4 * (o_n * PITCH + gl.where(o_m < count, o_m, o_m % 2))
     total = gl.zeros([BLOCK_N, WIDTH], gl.float32, OUT)
     for part in gl.static_range(SPLITS):
         total += received_pairs(4 * BLOCK_N * PITCH * part + offset)
-    o_column = block * BLOCK_N + o_n
-    p_tile = p_out + ((first_token + o_m).to(gl.int64) * out_stride + (group.to(gl.int64) * rows + o_column))
-    wanted = (o_m < count) & (first_token + o_m < tokens) & (o_column < rows)
-    gl.store(p_tile, total.to(p_out.dtype.element_ty), mask=wanted)
+    store_sums(total, first_token + token, first_column, token < count, p_out, p_out_scale, out_stride, tokens, rows, 0)
+
+
+@gluon.jit
+def _put(acc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Put a part where all can fetch it."""
+    ACC: gl.constexpr = acc.type.layout
+    o_m = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC)), 0)
+    o_n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC)), 1)
+    put_words(acc, 4 * (o_m * (BLOCK_N + _PAD) + o_n))
 
 
 @gluon.jit
 def _store_fetched(
-    acc, p_out, out_stride, tokens, first_token, begin, count, group, block, rows,
-    SPLITS: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    p_out, p_out_scale, out_stride, tokens, first_token, begin, count, first_column, rows,
+    SPLITS: gl.constexpr, SHARE: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Put a part where all can fetch it, and add up those of `count` tokens of the tile, from `begin` on."""
-    ACC: gl.constexpr = acc.type.layout
+    """Add up the parts of `count` tokens of the tile, from `begin` on. A warp has whole tokens."""
     WIDTH: gl.constexpr = triton.next_power_of_2(SHARE)
     LANES: gl.constexpr = 32 if BLOCK_N >= 128 else BLOCK_N // 4
     OUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    o_m = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC)), 0)
-    o_n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC)), 1)
-    # All have multiplied what lies there now.
-    thread_barrier()
-    put_words(acc, 4 * (o_m * (BLOCK_N + _PAD) + o_n))
-    meet(True)
-    o_share = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(1, OUT)), 1)
-    o_token = first_token + begin + o_share
+    share = gl.arange(0, WIDTH, gl.SliceLayout(1, OUT))
+    o_share = gl.expand_dims(share, 1)
     o_column = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT)), 0)
-    wanted = (o_share < count) & (o_token < tokens) & (block * BLOCK_N + o_column < rows)
+    wanted = ((o_share < count) & (o_column < rows)).to(gl.int32)
     offset = 4 * ((begin + o_share) * (BLOCK_N + _PAD) + o_column)
     total = gl.zeros([WIDTH, BLOCK_N], gl.float32, OUT)
     for part in gl.static_range(SPLITS):
-        total += words_of(part, offset, wanted.to(gl.int32))
-    p_tile = p_out + (o_token.to(gl.int64) * out_stride + (group.to(gl.int64) * rows + block * BLOCK_N + o_column))
-    gl.store(p_tile, total.to(p_out.dtype.element_ty), mask=wanted)
-    # Nobody ends before all have read: what is stored has been.
-    thread_barrier()
-    meet(False)
+        total += words_of(part, offset, wanted)
+    store_sums(
+        total, first_token + begin + share, first_column, share < count, p_out, p_out_scale, out_stride, tokens, rows, 1
+    )

@@ -122,7 +122,7 @@ def clustered(launcher: types.ModuleType) -> Any:
     kernel = kernels.get("grouped_matmul_hopper_kernel") or kernels["pair_hopper_kernel"]
     functions = [kernel.function]
     stack = contextlib.ExitStack()
-    for name in ("_multiply", "store_shares", "_send"):
+    for name in ("_multiply", "store_shares"):
         functions.append(functions[-1].__globals__[name].function)
     for function in functions:
         stack.enter_context(

@@ -196,6 +196,10 @@ class Kernel:
         return launch
 
 
+def static_assert(holds: bool) -> None:
+    assert holds
+
+
 def specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
     """Run the partitions of a program side by side, and raise what the first of them to fail raises."""
     errors: list[BaseException] = []
@@ -324,6 +328,7 @@ def modules() -> dict[str, types.ModuleType]:
             "join": lambda a, b: Value(torch.stack(torch.broadcast_tensors(a.data, b.data), -1)),
             "broadcast": lambda a, b: tuple(Value(x) for x in torch.broadcast_tensors(a.data, b.data)),
             "static_range": range,
+            "static_assert": static_assert,
             "program_id": lambda axis: Value(torch.tensor(Kernel.program[axis], dtype=torch.int32)),
             "allocate_shared_memory": lambda dtype, shape, layout: (
                 Barrier(shape[0]) if layout == "mbarrier" else Shared(torch.full([int(n) for n in shape], -1).to(dtype))

@@ -15,7 +15,8 @@ from dsv4_compile.kernels import fp8_linear, grouped_matmul_hopper, grouped_matm
 from dsv4_compile.kernels import grouped_matmul as kernels
 from dsv4_compile.kernels.cluster_hopper import clusters_at_once
 from dsv4_compile.ops._define import REFERENCES
-from dsv4_compile.testing import assert_close, fake_triton, poisoned_empty
+from dsv4_compile.reference.block_scale import quantize_activation, scale_value
+from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton, poisoned_empty
 from tests.kernels import simulated_cluster
 from tests.kernels import simulated_copies as copies
 from tests.kernels import simulated_gluon as base
@@ -79,7 +80,7 @@ def hopper() -> Any:
         ),
     ):
         stores = "grouped_matmul_store_hopper", "grouped_matmul_shares_hopper"
-        kernels = "kv_load_hopper", "cluster_hopper", *stores, "grouped_matmul_kernel_hopper"
+        kernels = "kv_load_hopper", "quant_hopper", "cluster_hopper", *stores, "grouped_matmul_kernel_hopper"
         pair = base.simulated("grouped_matmul_pair_hopper", *kernels, "grouped_matmul_hopper")
         found = base.simulated("grouped_matmul_hopper", *kernels)
         found.pair = pair
@@ -171,6 +172,38 @@ def test_halves_give_the_reference(hopper: Any, cut: tuple[int, ...]) -> None:
             got = product(hopper, one, None, weight, None, dtype, cut=cut)
             assert_close(got, REFERENCES["grouped_linear"](x, weight, 2), NEIGHBOUR[dtype])
     assert "whole strips" in hopper.hopper_refuses(x, weight, False)
+
+
+@pytest.mark.parametrize("cut", [(128, 8, 2, 1), (128, 4, 9, 3), (128, 4, 2, 2, True), (128, 4, 2, 3, True)])
+@pytest.mark.parametrize("tokens", [1, 5, 40, 100])
+def test_sums_are_quantised_where_they_are_added_up(hopper: Any, tokens: int, cut: tuple[int, ...]) -> None:
+    """Bit for bit as what the same cut gives would be, also a row of nothing and one with a NaN."""
+    x, scale = torch.randn(tokens, 2, 512).to(torch.float8_e4m3fn), torch.rand(tokens, 2, 4) + 0.5
+    weight, weight_scale = e4m3(2 * 256, 512), block_scale(2 * 256, 512)
+    x[0, 0] = 0
+    scale[-1, 1, 1] = torch.nan
+    sums = product(hopper, x, scale, weight, weight_scale, BF16, cut=cut)
+    values, byte = quantize_activation(sums)
+    out, out_scale = torch.zeros(tokens, 512, dtype=x.dtype), torch.full((4, tokens), -1.0)
+    counters = torch.zeros(64, dtype=torch.int32)
+    with (
+        mock.patch.object(hopper, "choose_cut", lambda *sizes: hopper.Cut(*cut)),
+        mock.patch.object(hopper, "arrival_counters", lambda count, device: counters),
+        torch.no_grad(),
+    ):
+        hopper.launch_hopper(x, scale, weight, weight_scale, out, False, GPU, out_scale)
+    assert_bitwise(out, values)
+    assert_bitwise(out_scale, scale_value(byte).t())
+
+
+def test_a_cut_that_quantises_has_whole_strips() -> None:
+    for name, layer in LAYERS.items():
+        if layer.op == "fp8_grouped_einsum":
+            for tokens in (1, 8, 17, 64, 100, 128):
+                cut = grouped_matmul_hopper.choose_cut(
+                    GPU, tokens, layer.groups, layer.rows, layer.size // 128, False, True
+                )
+                assert cut.block_n == 128, name
 
 
 @pytest.mark.parametrize(("tokens", "splits"), [(3, 8), (20, 3), (64, 6), (40, 8)])

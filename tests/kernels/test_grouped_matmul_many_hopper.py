@@ -29,7 +29,8 @@ PROCESSORS = 5  # few, so that a program has several items
 
 @pytest.fixture(scope="module")
 def hopper() -> Any:
-    names = "kv_load_hopper", "gather_rows_hopper", "grouped_matmul_kernel_hopper", "grouped_matmul_kernel_many_hopper"
+    products = "grouped_matmul_kernel_hopper", "grouped_matmul_kernel_many_hopper"
+    names = "kv_load_hopper", "gather_rows_hopper", "quant_hopper", *products
     with (
         mock.patch.object(base, "modules", modules),
         mock.patch.object(copies, "THREADS", 32),
