@@ -333,16 +333,16 @@ def pair_hopper_kernel(
     """Two products of one x side by side: of x quantised here with e4m3, and of x as it is."""
     if gl.program_id(0) < first:
         _multiply(
-            gl.program_id(0), weights, inputs, p_out, None, p_part, p_arrived, None, p_weight_scale, out_stride, 0, 0, 0, 0,
-            0, weight_scale_row_stride, weight_scale_strip_stride, tokens, 1, rows, size, strips_each,
+            gl.program_id(0), weights, inputs, p_out, None, p_part, p_arrived, None, p_weight_scale, out_stride,
+            0, 0, 0, 0, 0, weight_scale_row_stride, weight_scale_strip_stride, tokens, 1, rows, size, strips_each,
             True, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, STEP, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X, OUT,
             num_warps, CLUSTER,
         )  # fmt: skip
     else:
         _multiply(
-            gl.program_id(0) - first, others, inputs_of_others, p_out + rows, None, p_part_of_others, p_arrived_of_others,
-            None, None, out_stride, 0, 0, 0, 0, 0, 0, 0, tokens, 1, rows_of_others, size, strips_each_of_others,
-            False, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS, EACH_OF_OTHERS, STEP_OF_OTHERS,
-            X_BYTES, RING_OF_OTHERS, X_TILE, X_TILE, OUT_TILE, X, OUT, num_warps,
+            gl.program_id(0) - first, others, inputs_of_others, p_out + rows, None, p_part_of_others,
+            p_arrived_of_others, None, None, out_stride, 0, 0, 0, 0, 0, 0, 0, tokens, 1, rows_of_others, size,
+            strips_each_of_others, False, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS,
+            EACH_OF_OTHERS, STEP_OF_OTHERS, X_BYTES, RING_OF_OTHERS, X_TILE, X_TILE, OUT_TILE, X, OUT, num_warps,
             CLUSTER,
         )  # fmt: skip
