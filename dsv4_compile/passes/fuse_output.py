@@ -23,7 +23,6 @@ ARCHITECTURE = "cuda sm_90"
 _VIEWS = (
     torch.ops.aten.view.default,
     torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default,
     torch.ops.aten.squeeze.dim,
     torch.ops.aten.unsqueeze.default,
 )
