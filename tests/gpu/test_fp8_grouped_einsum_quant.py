@@ -18,7 +18,7 @@ from dsv4_compile.testing import assert_bitwise
 from tests.gpu import products
 
 TOKENS = (1, 8, 16, 17, 32, 64, 65, 100, 128, 129, 300)
-WO_A = products.names("fp8_grouped_einsum")
+WO_A = [name for name in products.names("fp8_grouped_einsum") if name.endswith(" wo_a")]
 WO_B = [name for name in products.names("fp8_linear") if name.endswith(" wo_b")]
 Pair = tuple[Tensor, Tensor]
 
