@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4_compile import decisions
 from dsv4_compile.kernels.fp8_grouped_einsum import fp8_grouped_einsum
 from dsv4_compile.kernels.fp8_grouped_einsum_quant import fp8_grouped_einsum_quant
 from dsv4_compile.kernels.fp8_linear import fp8_linear
+from dsv4_compile.kernels.gpu import HOPPER, gpu_of
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference.block_scale import quantize_activation
 from dsv4_compile.reference.quant import ue8m0_scale
@@ -72,7 +74,7 @@ def test_rows_of_zeros_and_nan_keep_to_themselves(tokens: int) -> None:
     got = fp8_grouped_einsum_quant(a, a_scale, b, b_scale)
     check(got, apart((a, a_scale, b, b_scale)))
     rows = b.shape[0] // a.shape[1]
-    nan = got[0][:, 0].isnan()
+    nan = got[0][:, 0].float().isnan()
     assert nan[-1, 3 * rows : 4 * rows].all() and nan.sum() == rows
 
 
@@ -80,12 +82,13 @@ def test_rows_of_zeros_and_nan_keep_to_themselves(tokens: int) -> None:
 def test_operands_of_any_strides_and_no_token(tokens: int) -> None:
     a, a_scale, b, b_scale = products.arguments(WO_A[0], tokens)
     spread = a.new_empty(tokens, a.shape[1], a.shape[2] + 16)[..., : a.shape[2]].copy_(a)
-    args = spread, a_scale.contiguous(), torch.cat((b, b), 1)[:, : b.shape[1]], b_scale.clone()
+    wide = torch.cat([b.view(torch.uint8)] * 2, 1).view(b.dtype)
+    args = spread, a_scale.contiguous(), wide[:, : b.shape[1]], b_scale.clone()
     check(fp8_grouped_einsum_quant(*args), apart(args))
 
 
 @pytest.mark.parametrize("tokens", [*TOKENS, 1024, 1027, 4096])
-@pytest.mark.parametrize(("first", "second"), zip(WO_A, WO_B, strict=True))
+@pytest.mark.parametrize(("first", "second"), list(zip(WO_A, WO_B, strict=True)))
 def test_the_next_product_takes_it_as_it_is(first: str, second: str, tokens: int) -> None:
     args = products.arguments(first, tokens)
     _, weight, scale = products.arguments(second, 1)
@@ -157,6 +160,29 @@ def test_a_launch_reads_what_the_one_before_has_written(tokens: int) -> None:
         check(chain(wait=False), want)
         graph.replay()
         check(captured, want)
+
+
+def test_compiled_on_hopper_an_output_projection_quantises_its_middle_once() -> None:
+    """One graph for every number of tokens; on other GPUs as it is written."""
+    ops, (_, _, *wo_a), (_, *wo_b) = torch.ops.dsv4, products.arguments(WO_A[0], 1), products.arguments(WO_B[0], 1)
+    table = torch.randn(4096, 64, device="cuda")
+
+    def projected(o: Tensor, positions: Tensor) -> Any:
+        a = ops.inv_rope_fp8_quant(o, positions, table, 8, 8)
+        return ops.fp8_linear(ops.fp8_grouped_einsum(*a, *wo_a).flatten(1), *wo_b)
+
+    options = {"dsv4.impl.inv_rope_fp8_quant": "triton"}
+    call = torch.compile(projected, backend="dsv4", fullgraph=True, options=options)
+    with torch.no_grad(), decisions.collect() as decided:
+        for tokens in (9, 16, 17, 64, 128, 300, 1024, 1027):
+            args = torch.randn(tokens, 64, 512, device="cuda").bfloat16(), torch.arange(tokens, device="cuda")
+            for operand in args:
+                torch._dynamo.mark_dynamic(operand, 0)
+            with torch._dynamo.config.patch(error_on_recompile=tokens != 9):
+                got = call(*args)
+            assert products.gemm.differs([got], [projected(*args)], products.gemm.TOLERANCE["fp8_linear"]) == ""
+    hopper = gpu_of(products.CUDA).capability == HOPPER
+    assert [(fusion.into, fusion.merged) for fusion in decided.fusions] == [("fp8_grouped_einsum_quant", hopper)]
 
 
 def test_the_op_takes_the_kernel() -> None:
