@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..layout import ACT_TILE
 from ..reference.fp8_grouped_einsum_quant import scale_strides
-from .fp8_grouped_einsum import fp8_grouped_einsum_refuses
+from .fp8_grouped_einsum import fp8_grouped_einsum, fp8_grouped_einsum_refuses
 from .fp8_linear import quantize_activation
-from .grouped_matmul import grouped_matmul
 
 
 def fp8_grouped_einsum_quant(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor]:
     """See the reference: bit for bit the quantisation of what `fp8_grouped_einsum` gives."""
-    values, scale = quantize_activation(grouped_matmul(a, a_scale, b, b_scale, torch.bfloat16))
     tokens, count = a.shape[0], b.shape[0] // ACT_TILE
+    values, scale = quantize_activation(fp8_grouped_einsum(a, a_scale, b, b_scale).view(tokens, b.shape[0]))
     return values[:, None], scale.as_strided((tokens, 1, count), scale_strides(tokens, count))
 
 
