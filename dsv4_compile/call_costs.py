@@ -175,6 +175,7 @@ _SIZES: Mapping[str, Callable[[_Call], dict[str, int]]] = {
     "inv_rope_fp8_quant": lambda call: call.of_heads("o") | call.rope,
     "fp8_linear": _product("x", "weight", "weight_scale"),
     "fp8_grouped_einsum": _product("a", "b", "b_scale"),
+    "fp8_grouped_einsum_quant": _product("a", "b", "b_scale"),
     "grouped_linear": _product("x", "weight"),
     "save_partial_states": lambda call: dict(zip(("T", "width"), call.dims("kv_score"), strict=True)),
     "compress_norm_rope_insert": lambda call: _pooled(

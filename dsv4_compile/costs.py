@@ -153,6 +153,10 @@ _TABLE: dict[str, tuple[Any, Any]] = {
         T * G * (K + _FLOAT32 * _STRIPS + 2 * N) + G * N * K + s * _BLOCKS,
         2 * T * G * N * K,
     ),
+    "fp8_grouped_einsum_quant": (
+        T * G * (K + _FLOAT32 * _STRIPS + N * _E4M3 + _FLOAT32 * N / layout.ACT_TILE) + G * N * K + s * _BLOCKS,
+        2 * T * G * N * K,
+    ),
     "grouped_linear": (e * G * (T * (K + N) + N * K), 2 * T * G * N * K),
     # Compressors and indexer.
     "save_partial_states": (T * (2 * _FLOAT32 * width + 2 * _INT64), _ZERO),
@@ -201,6 +205,7 @@ without compressors: each adds a `save_partial_states` and a `compress_norm_rope
 _E4M3_PRODUCTS = {
     "fp8_linear",
     "fp8_grouped_einsum",
+    "fp8_grouped_einsum_quant",
     "indexer_logits",
     "indexer_logits_topk",
     "indexer_logits_topk_ragged",

@@ -1,4 +1,4 @@
-"""The product of `fp8_linear` by torch's own, cuBLAS's, where that is the faster one."""
+"""Products of one matrix in e4m3 by torch's own, cuBLAS's, where that is the faster one."""
 
 from __future__ import annotations
 
@@ -30,6 +30,21 @@ def torch_refuses(gpu: Gpu, tokens: int, weight: Tensor, weight_scale: Tensor, d
     if dtype is not torch.bfloat16 or any(size % WEIGHT_TILE for size in weight.shape):
         return "it gives bfloat16, of whole blocks"
     return "" if weight.is_contiguous() and weight_scale.is_contiguous() else "it takes weights without gaps"
+
+
+def quantised_refused(values: Tensor, scale: Tensor) -> str:
+    """Why it does not take `values` `[T, G, K]` with these scales as they are, or ""."""
+    tokens, groups, _ = values.shape
+    if groups != 1:
+        return "it multiplies one matrix"
+    if scale.dtype is not torch.float32 or scale.stride(0) != 1 or scale.stride(2) != tokens:
+        return "it takes float32 scales, those of neighbouring tokens side by side"
+    return "" if values.is_contiguous() else "it takes values without gaps"
+
+
+def widened(scale: Tensor) -> Tensor:
+    """Scales of a weight in float32; of bytes, a launch."""
+    return scale if scale.dtype is torch.float32 else scale.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
 def _cuda() -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from . import cp_gather_indexer_k as cp_gather_indexer_k
 from . import dequantize_and_gather_k_cache as dequantize_and_gather_k_cache
 from . import flashinfer_mixed_indices as flashinfer_mixed_indices
 from . import fp8_grouped_einsum as fp8_grouped_einsum
+from . import fp8_grouped_einsum_quant as fp8_grouped_einsum_quant
 from . import fp8_linear as fp8_linear
 from . import fused_q_kv_rmsnorm as fused_q_kv_rmsnorm
 from . import global_topk as global_topk

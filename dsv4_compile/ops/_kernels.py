@@ -29,6 +29,7 @@ KERNELS: Mapping[str, str] = {
     "cp_gather_indexer_k": "cp_gather_indexer_k",
     "dequantize_and_gather_k_cache": "dequantize_and_gather_k_cache",
     "fp8_grouped_einsum": "fp8_grouped_einsum",
+    "fp8_grouped_einsum_quant": "fp8_grouped_einsum_quant",
     "fp8_linear": "fp8_linear",
     "fused_q_kv_rmsnorm": "fused_q_kv_rmsnorm",
     "global_topk": "global_topk",

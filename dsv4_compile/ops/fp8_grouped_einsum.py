@@ -12,8 +12,8 @@ from ._define import define
 from ._validate import E4M3, describe, expect, expect_dim, expect_weight_scale
 
 
-def _check(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
-    op = "fp8_grouped_einsum"
+def check_operands(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, op: str = "fp8_grouped_einsum") -> None:
+    """Raise E201 unless these are the operands of a grouped product."""
     expect(a, f"{op}: a [T, G, K]", E4M3)
     expect(a_scale, f"{op}: a_scale [T, G, K / 128]", (torch.float32, torch.int32))
     expect(b, f"{op}: b [G * N, K]", E4M3)
@@ -39,5 +39,5 @@ fp8_grouped_einsum = define(
     "fp8_grouped_einsum(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale) -> Tensor",
     reference=reference.fp8_grouped_einsum,
     fake=_fake,
-    check=_check,
+    check=check_operands,
 )

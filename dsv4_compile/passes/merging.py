@@ -15,10 +15,10 @@ import torch
 from torch.fx import Graph, Node
 
 from .._compat import OpOverload
-from ..decisions import Fusion
+from ..decisions import Call, Fusion
 from ..lowering import registry
 from ..options import FUSE_PASSES, Options
-from .nodes import FUNCTIONALIZED, Cache, OpNode, called, describe, op_name, source_of, where
+from .nodes import FUNCTIONALIZED, Cache, OpNode, called, describe, op_name, read, source_of, where
 
 
 class Apart(Exception):
@@ -44,12 +44,17 @@ class Merger:
         return Fusion(self.name, tuple(ops), into, merged, self._reason, where(place))
 
     def check_wanted(
-        self, op: OpOverload, arguments: Mapping[str, Any], members: Sequence[OpNode], place: Node
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        members: Sequence[OpNode],
+        place: Node,
+        then: Sequence[tuple[OpOverload, Mapping[str, Any]]] = (),
     ) -> None:
-        """Raise `Apart` unless a call of `op` with `arguments` shall do the work of `members`.
+        """Raise `Apart` unless a call of `op` with `arguments`, and those of `then`, shall do the work of `members`.
 
-        With "auto" it shall where it has an implementation of its own that would be used, unless an implementation is
-        demanded of an op that would vanish, or the ops were measured to be faster apart.
+        With "auto" it shall where each has an implementation of its own that would be used, unless an implementation
+        is demanded of an op that would vanish, or the ops were measured to be faster apart.
         """
         if self._always:
             self._reason = f'dsv4.fuse.{self.name}="on"'
@@ -58,13 +63,14 @@ class Merger:
             for name in {member.name, called(member.node)} & set(self.options.demands):
                 if name != op_name(op):
                     raise Apart(f"dsv4.impl.{name} asks for that op itself")
-        call = describe(place, op, arguments)
-        foreseen = registry.foresee(call, self.options)
-        if foreseen.impl == "eager":
-            raise Apart(f"{op_name(op)} would run its reference: {foreseen.reason}")
-        self._reason = f"{foreseen.impl}: {foreseen.reason}"
-        together = registry.microseconds(call, foreseen)
-        apart = self._apart(members)
+        calls = [describe(place, *each) for each in ((op, arguments), *then)]
+        foreseen = [registry.foresee(call, self.options) for call in calls]
+        for decision in foreseen:
+            if decision.impl == "eager":
+                raise Apart(f"{decision.op} would run its reference: {decision.reason}")
+        self._reason = f"{foreseen[0].impl}: {foreseen[0].reason}"
+        together = self._microseconds(calls)
+        apart = self._microseconds([describe(member.node, member.op, member.arguments) for member in members])
         # An op that merely takes more over is measured as it is without.
         if together is not None and apart is not None and op not in [member.op for member in members]:
             times = f"measured at such a size: {together:.1f} us, apart {apart:.1f} us"
@@ -72,9 +78,16 @@ class Merger:
                 raise Apart(times)
             self._reason += f"; {times}"
 
-    def _apart(self, members: Sequence[OpNode]) -> float | None:
-        """Microseconds of `members` one after the other, None where not all were measured."""
-        calls = [describe(member.node, member.op, member.arguments) for member in members]
+    def check_architecture(self, place: Node, wanted: str, why_not: str) -> None:
+        """Raise `Apart` where the op at `place` runs on another device than `wanted`, unless merging is asked for."""
+        call = read(place)
+        assert call is not None
+        architecture = describe(place, call.op).architecture
+        if architecture != wanted and not self._always:
+            raise Apart(f"{architecture}: {why_not}")
+
+    def _microseconds(self, calls: Sequence[Call]) -> float | None:
+        """Of `calls` one after the other, None where not all were measured."""
         each = [registry.microseconds(call, registry.foresee(call, self.options)) for call in calls]
         known = [us for us in each if us is not None]
         return sum(known) if len(known) == len(each) else None
@@ -100,12 +113,13 @@ def run(graph: Graph, options: Options) -> None:
 
 
 def _passes() -> dict[str, Callable[[Graph, Merger], None]]:
-    from . import fuse_attention, fuse_indexer, merge_preprocess
+    from . import fuse_attention, fuse_indexer, fuse_output, merge_preprocess
 
     return {
         "merge_preprocess": merge_preprocess.run,
         "fuse_indexer": fuse_indexer.run,
         "fuse_attention": fuse_attention.run,
+        "fuse_output": fuse_output.run,
     }
 
 

@@ -16,7 +16,8 @@ def fp8_grouped_einsum(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -
 
     Args:
         a: e4m3 `[T, G, K]`, any strides.
-        a_scale: float32 `[T, G, ceil(K/128)]`, or int32 `[T, G, ceil(K/512)]` packed; from `inv_rope_fp8_quant`.
+        a_scale: float32 `[T, G, ceil(K/128)]`, or int32 `[T, G, ceil(K/512)]` packed; from `inv_rope_fp8_quant`, or
+            of one group from `fp8_grouped_einsum_quant`.
         b: e4m3 `[G * N, K]`, a group's rows together. Never a result of the same step: Hopper's kernels may read it
             before those in front of them have ended.
         b_scale: float32, float8_e8m0fnu or uint8 UE8M0 `[ceil(G*N / 128), ceil(K / 128)]`; blocks do not restart at a

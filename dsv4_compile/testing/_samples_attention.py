@@ -106,6 +106,11 @@ def fp8_grouped_einsum(s: Step) -> list[Args]:
 
 
 @sample
+def fp8_grouped_einsum_quant(s: Step) -> list[Args]:
+    return fp8_grouped_einsum(s)
+
+
+@sample
 def fp8_linear(s: Step) -> list[Args]:
     x, weight = s.randn(TOKENS, 256), s.randn(300, 256, dtype=torch.float8_e4m3fn)
     scale = s.randint(115, 125, 3, 2, dtype=torch.uint8)

@@ -23,7 +23,7 @@ from tests.modules.test_compiled_layer import CASES, MAX_SEQ_LEN, random_layer
 
 INDEXER = {"indexer_q_rope_quant": 1, "indexer_topk_slots": 1}
 MERGED = ("preprocess_insert", "sparse_mla_decode", "grouped_linear")
-MERGED_FP8 = ("preprocess_insert", "sparse_mla_decode_quant", "fp8_grouped_einsum")
+MERGED_FP8 = ("preprocess_insert", "sparse_mla_decode_quant", "fp8_grouped_einsum_quant", "fp8_grouped_einsum")
 STEPS = [[10, 0, 3], [1, 1, 140]]
 
 
@@ -42,14 +42,16 @@ def step_through(layer: DeepseekV4Attention, call: Any) -> None:
 @pytest.mark.parametrize("case", ["float32", "fp8_ds_mla-mxfp4-hadamard", "fp8-cache-and-weights"])
 def test_a_layer_is_one_op_in_front_of_its_projections_and_one_around_attention(kind: str, case: str) -> None:
     config, kwargs = CASES[case]
+    fp8 = "fp8" in kwargs
+    # As in the models, groups of the output projection are whole strips.
+    config = dataclasses.replace(config, o_lora_rank=128) if fp8 else config
     layer = random_layer(config, kind, **kwargs)
     result = merged(layer)
     step_through(layer, result.call)
-    fp8 = "fp8" in kwargs
     expected = Counter([*(MERGED_FP8 if fp8 else MERGED), *(INDEXER if kind == "csa" else {})])
     del result.ops["fp8_linear"]
     assert result.ops == expected
-    assert [fusion.merged for fusion in result.fusions] == [True] * (3 if kind == "csa" else 2)
+    assert [fusion.merged for fusion in result.fusions] == [True] * (2 + (kind == "csa") + fp8)
 
 
 @pytest.mark.parametrize("kind", KINDS)

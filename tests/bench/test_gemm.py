@@ -16,13 +16,19 @@ from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.kernels import grouped_matmul, grouped_matmul_hopper
 from dsv4_compile.kernels.gpu import Gpu
 from dsv4_compile.ops._define import OPS
+from dsv4_compile.reference.block_scale import dequantize_activation
 
 CPU = torch.device("cpu")
-TINY = {"tiny": DeepseekV4Config(num_heads=4, o_groups=2, o_lora_rank=24, q_lora_rank=160, hidden_size=96)}
+QUANTISED = "fp8_grouped_einsum_quant"
+TINY = {"tiny": DeepseekV4Config(num_heads=4, o_groups=2, o_lora_rank=128, q_lora_rank=160, hidden_size=96)}
 
 
 def found(tokens: int = 3, **only: str) -> list[Problem]:
     return list(gemm.problems(CPU, {name: {value} for name, value in only.items()}, TINY, (tokens,)))
+
+
+def results(given: Any) -> list[Tensor]:
+    return [given] if isinstance(given, Tensor) else list(given)
 
 
 def test_layers_are_those_of_the_models() -> None:
@@ -35,7 +41,9 @@ def test_layers_are_those_of_the_models() -> None:
         ("fp8_linear", "wq_b + indexer wq_b"): (1, 40960, 1024, 0),
         ("fp8_linear", "wo_b"): (1, 4096, 8192, 0),
         ("fp8_grouped_einsum", "wo_a"): (8, 1024, 4096, 0),
+        ("fp8_grouped_einsum_quant", "wo_a"): (8, 1024, 4096, 0),
         ("grouped_linear", "wo_a"): (8, 1024, 4096, 0),
+        ("fp8_grouped_einsum", "wo_b"): (1, 4096, 8192, 0),
         ("grouped_linear", "wq_a + wkv"): (1, 1536, 4096, 0),
         ("grouped_linear", "wq_b"): (1, 32768, 1024, 0),
         ("grouped_linear", "wo_b"): (1, 4096, 8192, 0),
@@ -47,8 +55,9 @@ def test_every_op_takes_its_arguments_and_costs_what_they_hold() -> None:
     assert len(problems) == len(list(gemm.layers(TINY["tiny"])))
     for problem in problems:
         args = problem.make(0)
-        out = OPS[problem.op](*args)
-        tensors = [x for x in (*args, out) if isinstance(x, Tensor)]
+        result = OPS[problem.op](*args)
+        out = result if isinstance(result, Tensor) else dequantize_activation(*result)
+        tensors = [x for x in (*args, *results(result)) if isinstance(x, Tensor)]
         assert problem.cost.bytes == sum(x.numel() * x.element_size() for x in tensors)
         assert out.isfinite().all() and out.any()
         rows = {
@@ -71,10 +80,33 @@ def test_every_op_takes_its_arguments_and_costs_what_they_hold() -> None:
 )
 def test_a_wrong_product_gets_no_number(wrong: Callable[[Tensor], Tensor]) -> None:
     for problem in found():
-        want = problem.reference(*problem.make(0))
-        assert problem.differs is not None
-        assert problem.differs([want], [want]) == ""
-        assert problem.differs([wrong(want)], [want]) != ""
+        if problem.op != QUANTISED:
+            want = problem.reference(*problem.make(0))
+            assert problem.differs is not None
+            assert problem.differs([want], [want]) == ""
+            assert problem.differs([wrong(want)], [want]) != ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda values, scale: (values.flip(0), scale),
+        lambda values, scale: (values, scale * 2),
+        lambda values, scale: (values.float().mul(1.3).to(values.dtype), scale),
+        lambda values, scale: (values, scale.contiguous()),
+        lambda values, scale: (values, torch.where(torch.arange(scale.shape[-1]) == 0, torch.nan, scale)),
+        lambda values, scale: (values,),
+    ],
+    ids=["rows", "scales", "values", "strides", "NaN", "no scale"],
+)
+def test_a_wrong_quantised_product_gets_no_number(wrong: Callable[..., tuple[Tensor, ...]]) -> None:
+    (problem,) = found(op=QUANTISED)
+    want = problem.reference(*problem.make(0))
+    assert problem.differs is not None
+    assert problem.differs(want, want) == ""
+    # Rounded otherwise, a strip may have the next scale.
+    assert problem.differs([(want[0].float() / 2).to(want[0].dtype), want[1] * 2], want) == ""
+    assert problem.differs(wrong(*want), want) != ""
 
 
 def test_a_strip_that_is_left_out_is_found() -> None:

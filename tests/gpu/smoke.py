@@ -56,13 +56,12 @@ CANCELLED = 2.0**-16
 """Of the largest value: what a sum in another order leaves where its terms cancel, in matrix units of fp8 above all."""
 CANCELLED_E4M3 = 2.0**-14
 """The same of products of e4m3 whose results are float32: matrix units add them with 14 bits."""
-ATTENTION = {
-    torch.bfloat16: TOLERANCES["attention_few_keys"],
-    # The same, quantised, scales included.
-    torch.float32: Tolerance(abs=TOLERANCES["attention_few_keys"].abs, rel=1.13 / 8, cosine=1e-3),
-}
+ATTENTION = TOLERANCES["attention_few_keys"]
 """For kernels of attention: rows of few keys, with weights that are rounded to bfloat16."""
-QUANT = "sparse_mla_decode_quant"
+QUANTISED = Tolerance(abs=ATTENTION.abs, rel=1.13 / 8, cosine=1e-3)
+"""For kernels of attention and of products whose results are quantised, scales included."""
+QUANT = {"fp8_grouped_einsum_quant", "sparse_mla_decode_quant"}
+"""Ops that quantise what they have rounded."""
 
 
 @contextmanager
@@ -94,11 +93,11 @@ def written_arguments(name: str, args: Args) -> list[Tensor]:
 
 def compare(name: str, got: Tensor, want: Tensor, before: Tensor | None) -> None:
     """Integers and bytes exactly, floats within their tolerance; `before` is what a written argument held."""
-    attends = name.startswith("sparse_mla_") and (want.dtype is torch.bfloat16 or name == QUANT)
-    attends &= runs_kernel(name, got.device)
+    kernel = runs_kernel(name, got.device)
+    attends = kernel and name.startswith("sparse_mla_") and want.dtype is torch.bfloat16
     got = got.cpu()
     if want.dtype in FLOATS and (want.dtype.itemsize > 1 or name in ROUNDED):
-        tolerance = ATTENTION[want.dtype] if attends else FLOATS[want.dtype]
+        tolerance = QUANTISED if kernel and name in QUANT else ATTENTION if attends else FLOATS[want.dtype]
         largest = want.float().abs().nan_to_num(0.0, 0.0).max().item() if want.numel() else 0.0
         cancelled = CANCELLED_E4M3 if name == "fp8_linear" and want.dtype is torch.float32 else CANCELLED
         assert_close(got, want, replace(tolerance, abs=max(tolerance.abs, cancelled * largest)))
@@ -138,7 +137,7 @@ def check_sample(name: str, index: int, device: str) -> None:
     args = op_samples(name, device)[index]
     with no_synchronization(device):
         got = run(name, args)
-    if name == QUANT:
+    if name in QUANT:
         # A sum that is rounded otherwise may take another scale.
         shown, expected = ([dequantized(*results)] for results in (got, want))
     else:

@@ -13,7 +13,7 @@ from dsv4_compile.kernels import fp8_grouped_einsum as einsum_kernels
 from dsv4_compile.kernels import fp8_linear as linear_kernels
 from dsv4_compile.kernels import grouped_linear as grouped_kernels
 from dsv4_compile.kernels import grouped_matmul as kernels
-from dsv4_compile.kernels.fp8_linear_torch import torch_refuses
+from dsv4_compile.kernels.fp8_linear_torch import torch_refuses, widened
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference.block_scale import dequantize_weight, quantize_activation
 from dsv4_compile.reference.quant import ue8m0_scale
@@ -128,6 +128,30 @@ def test_torchs_product_gets_what_is_quantised_and_float32_scales(
     check("fp8_linear", linear_kernels.fp8_linear, (x, e4m3(640, 256), scale), ["quantize_activation_kernel"])
 
 
+@interpreted
+@pytest.mark.parametrize("form", [torch.float32, torch.uint8, E8M0])
+def test_torchs_product_gets_one_group_that_comes_quantised(form: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(einsum_kernels, "torch_refuses", lambda *call: "")
+    monkeypatch.setattr(einsum_kernels, "multiply_by_torch", dequantized_product)
+    byte = block_scale(640, 256)
+    scale = ue8m0_scale(byte) if form is torch.float32 else byte.view(form)
+    values, by_token = e4m3(70, 1, 256), 2.0 ** torch.randint(-3, 3, (70, 1, 2)).float()
+    by_strip = by_token.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    weight, launch = e4m3(640, 256), einsum_kernels.fp8_grouped_einsum
+    check("fp8_grouped_einsum", launch, (values, by_strip, weight, scale), [])
+    # What it does not take as it is, and groups, are multiplied here.
+    for call in ((values, by_token), (strided(values), by_strip), (values.view(70, 2, 128), by_token.view(70, 2, 1))):
+        size = call[0].shape[2]
+        check("fp8_grouped_einsum", launch, (*call, weight[:, :size], scale[:, : size // 128]), [PRODUCT])
+
+
+def test_scales_are_widened_as_the_reference_does() -> None:
+    byte = torch.arange(256).to(torch.uint8).view(16, 16)
+    for scale in (byte, byte.view(E8M0), ue8m0_scale(byte)):
+        assert_bitwise(widened(scale).flatten()[:255], ue8m0_scale(byte).flatten()[:255])
+        assert widened(scale)[-1, -1].isnan()
+
+
 def dequantized_product(values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     assert scale.stride() == (1, len(values)) and weight_scale.dtype is scale.dtype is torch.float32
     x = values.float() * scale.repeat_interleave(128, 1)
@@ -194,6 +218,8 @@ def test_a_row_of_zeros_or_nan_keeps_to_itself() -> None:
 def test_no_token_gives_an_empty_result() -> None:
     linear(torch.randn(0, 128), e4m3(40, 128), block_scale(40, 128))
     check("grouped_linear", grouped_kernels.grouped_linear, (torch.randn(0, 128), torch.randn(6, 64), 2), [])
+    quantised = e4m3(0, 2, 128), torch.ones(0, 2, 1), e4m3(40, 128), block_scale(40, 128)
+    check("fp8_grouped_einsum", einsum_kernels.fp8_grouped_einsum, quantised, [])
 
 
 @interpreted

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dsv4_compile.modules.linear import Fp8Linear, linear_fp32
 from dsv4_compile.modules.output import project_output
 
-READ_EARLY = {"grouped_linear": 1, "fp8_linear": 1, "fp8_grouped_einsum": 2}
+READ_EARLY = {"grouped_linear": 1, "fp8_linear": 1, "fp8_grouped_einsum": 2, "fp8_grouped_einsum_quant": 2}
 """Position of the weight, which on Hopper is read before the kernel in front has ended."""
 
 

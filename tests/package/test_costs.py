@@ -68,6 +68,9 @@ def test_grouped_products_move_their_operands_and_results() -> None:
     (tokens, groups, width), rows = args[0].shape, args[2].shape[0] // args[0].shape[1]
     cost = costs.of("fp8_grouped_einsum", T=tokens, G=groups, N=rows, K=width, s=4)
     assert cost.bytes == moved("fp8_grouped_einsum", args, 0, 1, 2, 3)
+    quantised = costs.of("fp8_grouped_einsum_quant", T=tokens, G=groups, N=rows, K=width, s=4)
+    assert quantised.bytes == moved("fp8_grouped_einsum_quant", args, 0, 1, 2, 3)
+    assert (quantised.flops, quantised.operands) == (cost.flops, "e4m3")
     x, weight, groups = op_samples("grouped_linear")[1]
     tokens, rows, width = x.shape[0], weight.shape[0] // groups, weight.shape[1]
     cost = costs.of("grouped_linear", T=tokens, G=groups, N=rows, K=width)
