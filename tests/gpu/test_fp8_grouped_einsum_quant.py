@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4_compile import decisions
+from dsv4_compile.kernels import grouped_matmul_hopper
 from dsv4_compile.kernels.fp8_grouped_einsum import fp8_grouped_einsum
 from dsv4_compile.kernels.fp8_grouped_einsum_quant import fp8_grouped_einsum_quant
 from dsv4_compile.kernels.fp8_linear import fp8_linear
@@ -26,8 +28,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 def apart(args: tuple[Any, ...]) -> Pair:
-    """The product of the op of its own, quantised by the reference."""
-    values, byte = quantize_activation(fp8_grouped_einsum(*args).flatten(1))
+    """The product of the op of its own, cut as one that quantises is, quantised by the reference."""
+    choose = grouped_matmul_hopper.choose_cut
+    with mock.patch.object(grouped_matmul_hopper, "choose_cut", lambda *sizes: choose(*sizes[:6], True)):
+        values, byte = quantize_activation(fp8_grouped_einsum(*args).flatten(1))
     return values[:, None], ue8m0_scale(byte)[:, None]
 
 
