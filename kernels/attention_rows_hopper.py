@@ -27,6 +27,7 @@ BLOCK_H = gl.constexpr(64)
 STEP = gl.constexpr(16)
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 
+PART_EXPONENT = gl.constexpr(14)  # of the largest number of a float16 part
 ACT_TILE = gl.constexpr(layout.ACT_TILE)
 STRIPS = gl.constexpr(layout.HEAD_DIM // layout.ACT_TILE)
 SCALE_ROW_ALIGN = gl.constexpr(layout.SCALE_ROW_ALIGN)
@@ -156,15 +157,49 @@ def load_few_queries(p_q, head_stride, p_cos, eps, q_tile, heads, ROPE: gl.const
 
 
 @gluon.jit
-def store_part(acc, p_out, heads, FIRST: gl.constexpr, PARTIAL: gl.constexpr):
-    """Columns FIRST to FIRST + 255 of a part, float32 `[64, 512]`, contiguous; `heads` rows of it where PARTIAL."""
-    o_head = gl.expand_dims(gl.arange(0, BLOCK_H, gl.SliceLayout(1, acc.type.layout)), 1)
-    o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, acc.type.layout)), 0)
-    p_part = p_out + (o_head * D + FIRST + o_dim)
-    if PARTIAL:
-        gl.store(p_part, acc, mask=(o_head < heads) & (o_dim >= 0))
+def store_part(acc, factor, q_tile, p_out, p_unit, heads, FIRST: gl.constexpr, PARTIAL: gl.constexpr):
+    """Columns FIRST to FIRST + 255 of a part `[64, 512]`, contiguous, which is `acc` times `factor` of each head.
+
+    Where PARTIAL, the first `heads` of them exist. A part is float32, or float16 with units `[64, 2]` as
+    split_softmax.py has them, and goes by way of the queries' shared memory then.
+    """
+    if p_unit is None:
+        _store_part_rows(acc * gl.expand_dims(factor, 1), p_out, 0, heads, FIRST, PARTIAL)
     else:
-        gl.store(p_part, acc)
+        unit, inverse = _unit(acc, factor)
+        o_head = gl.arange(0, BLOCK_H, gl.SliceLayout(1, acc.type.layout))
+        gl.store(p_unit + o_head * (D // HALF) + FIRST // HALF, unit, mask=o_head < heads)
+        half = q_tile._reinterpret(gl.float16, [BLOCK_H, D], q_tile.layout).slice(FIRST, HALF, 1)
+        half.store((acc * gl.expand_dims(factor * inverse, 1)).to(gl.float16))
+        thread_barrier()
+        for step in gl.static_range(BLOCK_H // STEP):
+            y = half.slice(step * STEP, STEP, 0).load(ROWS)
+            _store_part_rows(y, p_out, step * STEP, heads, FIRST, PARTIAL)
+
+
+@gluon.jit
+def _unit(acc, factor):
+    """Power of two in which the finite numbers of each row of `acc` times its `factor` are below 2^15; its inverse."""
+    # Infinity times zero is NaN, and a maximum passes over NaN.
+    top = gl.max(gl.abs(gl.fma(acc, gl.zeros_like(acc), acc)), 1) * factor
+    exponent = (top.to(gl.int32, bitcast=True) >> MANTISSA_BITS) & 255
+    # Both powers are normal numbers.
+    exponent = gl.minimum(gl.maximum(exponent, PART_EXPONENT + 1), 2 * UE8M0_BIAS)
+    unit = ((exponent - PART_EXPONENT) << MANTISSA_BITS).to(gl.float32, bitcast=True)
+    inverse = ((2 * UE8M0_BIAS + PART_EXPONENT - exponent) << MANTISSA_BITS).to(gl.float32, bitcast=True)
+    return unit, inverse
+
+
+@gluon.jit
+def _store_part_rows(y, p_out, first, heads, FIRST: gl.constexpr, PARTIAL: gl.constexpr):
+    """`y` `[N, 256]` as columns FIRST to FIRST + 255 of a part's rows `first` to `first` + N - 1."""
+    o_head = gl.expand_dims(gl.arange(0, y.shape[0], gl.SliceLayout(1, y.type.layout)), 1) + first
+    o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, y.type.layout)), 0)
+    p_row = p_out + (o_head * D + FIRST + o_dim)
+    if PARTIAL:
+        gl.store(p_row, y, mask=(o_head < heads) & (o_dim >= 0))
+    else:
+        gl.store(p_row, y)
 
 
 @gluon.jit

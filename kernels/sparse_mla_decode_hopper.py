@@ -54,4 +54,5 @@ def launch_hopper(
         splits,
         fusion,
         into,
+        packs=True,
     )

@@ -177,11 +177,12 @@ def _left(
             shares.store(share)
     thread_barrier()
     mbarrier.arrive(weights_ready, count=1)
-    acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), 1)
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
     if SPLIT:
         if blocks > 0:
-            store_part(acc, p_out, heads, 0, PARTIAL)
+            store_part(acc, factor, q_tile, p_out, p_scale, heads, 0, PARTIAL)
     else:
+        acc = acc * gl.expand_dims(factor, 1)
         if p_sink is not None:
             acc = acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUTPUT)), 1)
         store_rows(
@@ -212,11 +213,12 @@ def _right(
         mbarrier.arrive(weights_free, count=1)
         mbarrier.arrive(free.index(buffer), count=1)
     mbarrier.wait(weights_ready, blocks & 1)
-    acc = acc * gl.expand_dims(factors.load(gl.SliceLayout(1, OUTPUT)), 1)
+    factor = factors.load(gl.SliceLayout(1, OUTPUT))
     if SPLIT:
         if blocks > 0:
-            store_part(acc, p_out, heads, HALF, PARTIAL)
+            store_part(acc, factor, q_tile, p_out, p_scale, heads, HALF, PARTIAL)
     else:
+        acc = acc * gl.expand_dims(factor, 1)
         if p_sink is not None:
             acc = acc * gl.expand_dims(shares.load(gl.SliceLayout(1, OUTPUT)), 1)
         store_rows(
@@ -233,9 +235,9 @@ def _right(
     do_not_specialize_on_alignment=["p_lens0", "p_lens1", "p_positions"],
 )  # fmt: skip
 def sparse_mla_decode_hopper_kernel(
-    p_out,  # [T, H, 512] bfloat16 or e4m3 [GROUPS, T, K]; or parts [N, splits, H, 512] float32, contiguous
+    p_out,  # [T, H, 512] bfloat16 or e4m3 [GROUPS, T, K]; or parts [N, splits, H, 512], contiguous
     p_lse,  # [T, H] float32, neighbouring heads, or None; or parts [N, splits, H] in base 2, contiguous
-    p_scale,  # of e4m3, see attention_rows_hopper.store_rows
+    p_scale,  # of e4m3, see attention_rows_hopper.store_rows; or of float16 parts [N, splits, H, 2] float32
     p_q,  # [T, H, 512] bfloat16
     p_words0,  # [P, page_bytes / 4] int32
     p_scales0,  # [P, page_bytes / 8] int64, the same memory
@@ -335,6 +337,8 @@ def sparse_mla_decode_hopper_kernel(
         row = part.to(gl.int64) * H + head
         p_out += row * D
         p_lse += row
+        if p_scale is not None:
+            p_scale += row * (D // HALF)
     else:
         if GROUPS == 0:
             p_out += token * out_token_stride + head.to(gl.int64) * out_head_stride

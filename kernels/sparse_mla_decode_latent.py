@@ -161,13 +161,11 @@ def sparse_mla_decode_latent(
     width, head_blocks = indices.shape[1], cdiv(heads, tiles.block_h)
     blocks = cdiv(width, tiles.block_n)
     cut = cut_of(tokens, heads, value_dim, head_blocks, blocks, tiles.block_n, gpu, False, splits)
-    split = cut.splits > 1
-    part, part_lse = part_buffers(cut.tokens, cut.splits, heads, value_dim, q) if split else into.pair()
+    parts = part_buffers(cut, heads, value_dim, q) if cut.splits > 1 else None
     for first in range(0, tokens, cut.tokens):
         end = min(tokens, first + cut.tokens)
         sparse_mla_decode_latent_kernel[((end - first) * head_blocks * cut.splits,)](
-            part,
-            part_lse,
+            *(parts or into)[:2],
             q,
             k_cache,
             indices,
@@ -191,9 +189,9 @@ def sparse_mla_decode_latent(
             BLOCK_N=tiles.block_n,
             BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
             BLOCK_R=max(16, triton.next_power_of_2(head_dim - value_dim)),
-            SPLIT=split,
+            SPLIT=cut.splits > 1,
             num_warps=tiles.warps,
         )
-        if split:
-            split_softmax(into, part, part_lse, None, PLAIN, output_dtype(q), first, end, False)
+        if parts is not None:
+            split_softmax(into, parts, None, PLAIN, output_dtype(q), first, end, False)
     return into.pair()

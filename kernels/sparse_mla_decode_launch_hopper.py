@@ -49,11 +49,12 @@ def launch_gathering(
     into: Results | None,
     warps: int = 4,
     flat: bool = True,
+    packs: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `launch` of the portable kernel, by a `kernel` for `block_h` heads and blocks of `block_n` keys.
 
     `constants` are the compile-time arguments that only this kernel has. Its programs are numbered by head block, part
-    and token, in one row where `flat`.
+    and token, in one row where `flat`. It can store parts as float16 if it `packs`.
     """
     into = into or outputs(q)
     tokens, heads, head_dim = q.shape
@@ -62,16 +63,15 @@ def launch_gathering(
     # The producer reads the first key in place of none: rows of a cache without pages are empty.
     width0, width1 = (s.indices.shape[1] if s.cache.shape[0] else 0 for s in (window, extra))
     head_blocks, blocks = layout.cdiv(heads, block_h), layout.cdiv(width0, block_n) + layout.cdiv(width1, block_n)
-    cut = cut_of(tokens, heads, head_dim, head_blocks, blocks, block_n, gpu, fusion.batch_invariant, splits)
-    parts = part_buffers(cut.tokens, cut.splits, heads, head_dim, q) if cut.splits > 1 else None
+    cut = cut_of(tokens, heads, head_dim, head_blocks, blocks, block_n, gpu, fusion.batch_invariant, splits, packs)
+    parts = part_buffers(cut, heads, head_dim, q) if cut.splits > 1 else None
     pages0, pages1 = (layout.byte_pages(s.cache, "fp8_ds_mla", s.block_size) for s in (window, extra))
     positions, position_stride, table, table_strides, max_pos = fusion.rope()
     for first in range(0, tokens, cut.tokens):
         end = min(tokens, first + cut.tokens)
         grid = head_blocks, cut.splits, end - first
         kernel[(math.prod(grid),) if flat else grid](
-            *(parts or into[:2]),
-            into.scale,
+            *(parts or into),
             q,
             pages0.view(torch.int32),
             pages0.view(torch.int64),
@@ -119,5 +119,5 @@ def launch_gathering(
             **(fusion if cut.splits == 1 else fusion.front()).constants(),
         )
         if parts is not None:
-            split_softmax(into, *parts, sink, fusion, torch.bfloat16, first, end, gpu.capability >= FIRST_DEPENDENT)
+            split_softmax(into, parts, sink, fusion, torch.bfloat16, first, end, gpu.capability >= FIRST_DEPENDENT)
     return into.pair()

@@ -2,8 +2,9 @@
 
 The keys of a token are cut into parts, each of which is attended by programs of its own and joined afterwards. A row
 of `n` blocks of keys has min(splits, ceil(n / least)) parts of equal size, so that a short row has fewer. As many as
-fill the GPU are taken, of one block or more. A batch-invariant call takes parts of PART_KEYS keys instead, however
-many tokens there are: a row's parts then follow from its own length.
+fill the GPU are taken, of one block or more, and no more than the largest part takes to be as small. A call that is
+batch-invariant takes parts of PART_KEYS keys instead, however many tokens there are: a row's parts then follow from its
+own length.
 """
 
 from __future__ import annotations
@@ -123,18 +124,22 @@ def quantized_outputs(q: Tensor, n_groups: int, heads_per_group: int, packed_sca
 
 
 class Cut(NamedTuple):
-    """Into how many parts rows are cut at most, the fewest blocks of a part, and the tokens of a launch."""
+    """Into how many parts rows are cut at most, the fewest blocks of one, a launch's tokens, and the parts' dtype."""
 
     splits: int
     least: int
     tokens: int
+    dtype: torch.dtype = torch.float32
 
 
 def cut_of(
     tokens: int, heads: int, head_dim: int, head_blocks: int, blocks: int, block_n: int, gpu: Gpu, invariant: bool,
-    splits: int = 0,
+    splits: int = 0, packs: bool = False,
 ) -> Cut:  # fmt: skip
-    """How to launch for rows of at most `blocks` blocks of `block_n` keys; `splits` overrules what fills the GPU."""
+    """How to launch for rows of at most `blocks` blocks of `block_n` keys; `splits` overrules what fills the GPU.
+
+    Kernels that can store parts as float16 (`packs`) do, except where a row's bits must not depend on being cut.
+    """
     least = 1
     if splits == 0 and invariant:
         least = max(1, PART_KEYS // block_n)
@@ -142,12 +147,17 @@ def cut_of(
     splits = splits or part_count(tokens * head_blocks, blocks, gpu)
     if splits == 1:
         return Cut(1, least, tokens)
-    return Cut(splits, least, min(tokens, max(1, PART_BYTES // (4 * splits * heads * head_dim))))
+    dtype = torch.float16 if packs and not invariant else torch.float32
+    return Cut(splits, least, min(tokens, max(1, PART_BYTES // (dtype.itemsize * splits * heads * head_dim))), dtype)
 
 
 def part_count(programs: int, blocks: int, gpu: Gpu) -> int:
-    """Into how many parts the `blocks` of a token's keys are cut, so that `programs` fill the GPU at most once."""
-    return max(1, min(blocks, gpu.processors // programs))
+    """Into how many parts the `blocks` of a token's keys are cut, so that `programs` fill the GPU at most once.
+
+    The fewest whose largest is as small as it can be: 18 blocks on 8 processors make 6 parts of 3 blocks.
+    """
+    most = max(1, gpu.processors // programs)
+    return max(1, cdiv(blocks, max(1, cdiv(blocks, most))))
 
 
 def operand_dtype(q: Tensor, cache: Tensor, cache_format: str) -> torch.dtype:

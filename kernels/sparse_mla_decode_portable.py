@@ -80,13 +80,12 @@ def launch(
     head_blocks, blocks = cdiv(heads, tiles.block_h), cdiv(width0, tiles.block_n) + cdiv(width1, tiles.block_n)
     cut = cut_of(tokens, heads, head_dim, head_blocks, blocks, tiles.block_n, gpu, fusion.batch_invariant, splits)
     dependent = cut.splits > 1 and gpu.capability >= FIRST_DEPENDENT
-    parts = part_buffers(cut.tokens, cut.splits, heads, head_dim, q) if cut.splits > 1 else None
+    parts = part_buffers(cut, heads, head_dim, q) if cut.splits > 1 else None
     positions, position_stride, table, table_strides, max_pos = fusion.rope()
     for first in range(0, tokens, cut.tokens):
         end = min(tokens, first + cut.tokens)
         sparse_mla_decode_kernel[((end - first) * head_blocks * cut.splits,)](
-            *(parts or into[:2]),
-            into.scale,
+            *(parts or into),
             q.view(torch.uint8) if q.element_size() == 1 else q,
             cache0,
             indices0,
@@ -142,5 +141,5 @@ def launch(
             **(fusion if cut.splits == 1 else fusion.front()).constants(),
         )
         if parts is not None:
-            split_softmax(into, *parts, sink, fusion, output_dtype(q), first, end, dependent)
+            split_softmax(into, parts, sink, fusion, output_dtype(q), first, end, dependent)
     return into.pair()

@@ -4,12 +4,18 @@ A part of a row of keys is its output, divided by its own denominator, and the b
 -inf where the part attends nothing. Weighted by 2^(part - joint), the parts add up to the whole. They are added CHUNK
 at a time, and one part alone stays as it is.
 
+Parts are float32, or, so that half as much moves, float16: the numbers of each half of the dims of a row in units of
+the power of two that makes the largest finite one 2^14 or more, below 2^15. That rounds an eighth of what a bfloat16
+output does, of whatever magnitude a row is; what is 2^-28 of the largest or less is rounded to 2^-39 of that.
+
 A program takes a head of a token, and asks for all its parts at once. The last program of a token could do the same
 without a second launch, but alone: 10 parts of 64 heads are 1.3 MB, which take 20,000 clocks of a multiprocessor at 64
 bytes each.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +27,7 @@ from .attention_rows import DTYPES, store_rows
 from .early import start
 from .gpu import registers
 from .rope import load_cos_sin, rotate, table_row
-from .sparse_mla_decode_plan import Fusion, Results
+from .sparse_mla_decode_plan import Cut, Fusion, Results
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -29,6 +35,23 @@ CHUNK = 16
 REGISTERS = 128
 """Most that a thread may have: told so, ptxas asks for all parts at once, and else, to keep registers, for two or three
 at a time."""
+WARPS = {torch.float32: 4, torch.float16: 2}
+"""By dtype of the parts: a thread loads 16 bytes of 512 dims."""
+
+
+class Parts(NamedTuple):
+    """Parts of rows: values `[N, splits, H, D]`, lse `[N, splits, H]`, and, of float16, units `[N, splits, H, 2]`."""
+
+    values: Tensor
+    lse: Tensor
+    unit: Tensor | None
+
+
+def part_buffers(cut: Cut, heads: int, head_dim: int, like: Tensor) -> Parts:
+    """Memory for the parts of a launch on the device of `like`, not initialised."""
+    shape = cut.tokens, cut.splits, heads
+    unit = like.new_empty((*shape, 2), dtype=torch.float32) if cut.dtype is torch.float16 else None
+    return Parts(like.new_empty((*shape, head_dim), dtype=cut.dtype), like.new_empty(shape, dtype=torch.float32), unit)
 
 
 @triton.jit
@@ -63,8 +86,9 @@ def split_softmax_kernel(
     p_out,  # [T, H, D], or e4m3 [GROUPS, T, K]; see attention_rows.store_rows
     p_lse,  # [T, H] float32, neighbouring heads, or None
     p_scale,
-    p_part,  # [tokens of this launch, parts, H, D] float32, contiguous
+    p_part,  # [tokens of this launch, parts, H, D] float32 or float16, contiguous
     p_part_lse,  # [tokens of this launch, parts, H] float32, contiguous
+    p_part_unit,  # [tokens of this launch, parts, H, 2] float32, contiguous, or None for float32 parts
     p_sink,  # [H] float32 or None
     p_positions,
     p_table,
@@ -96,21 +120,28 @@ def split_softmax_kernel(
     row = tl.program_id(0).to(tl.int64)
     local, head = row // H, row % H
     token = first + local
-    o_dim = tl.arange(0, BLOCK_D)
+    # Dims of rows whose numbers have one unit.
+    ROWS: tl.constexpr = 1 if p_part_unit is None else 2
+    COLUMNS: tl.constexpr = BLOCK_D // ROWS
+    o_row = tl.arange(0, ROWS)
+    o_dim = (o_row * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
     if INVERSE:
         # On their way together with the parts, not one after the other behind them.
         p_turn = p_table + table_row(tl.load(p_positions + token * position_stride), max_pos) * table_strides[0]
         cos, sin = load_cos_sin(p_turn, table_strides[1], True, BLOCK_D, ROPE)
     p_row = p_part + (local * parts * H + head) * D + o_dim
     p_row_lse = p_part_lse + local * parts * H + head
-    top, total, acc = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
+    top, total, acc = float("-inf"), 0.0, tl.zeros([ROWS, COLUMNS], tl.float32)
     for chunk in tl.static_range(CHUNKS):
-        lses, rows = (), ()
+        lses, rows, units = (), (), ()
         for i in tl.static_range(chunk * PARTS, (chunk + 1) * PARTS):
             # One chunk has no part that is none.
             here = (i < parts) | (CHUNKS == 1)
             lses += (tl.load(p_row_lse + i * H, mask=here, other=float("-inf")),)  # type: ignore[assignment]
             rows += (tl.load(p_row + i * (H * D), mask=here & (o_dim < D), other=0.0),)  # type: ignore[assignment]
+            if p_part_unit is not None:
+                p_unit = p_part_unit + ((local * parts + i) * H + head) * ROWS + o_row
+                units += (tl.load(p_unit, mask=here & (o_row >= 0), other=0.0),)  # type: ignore[assignment]
         new_top = top
         for i in tl.static_range(PARTS):
             new_top = tl.maximum(new_top, lses[i])
@@ -122,13 +153,16 @@ def split_softmax_kernel(
             weight = tl.exp2(lses[i] - shift)
             total += weight
             # Selected, for a part that attends nothing was not written, and may be NaN.
-            acc += tl.where(lses[i] > float("-inf"), rows[i], 0.0) * weight
+            part = tl.where(lses[i] > float("-inf"), rows[i], 0.0)
+            if p_part_unit is not None:
+                part = part.to(tl.float32) * tl.where(lses[i] > float("-inf"), units[i], 0.0)[:, None]
+            acc += part * weight
         top = new_top
     factor, lse = finish_softmax(top, total, p_sink, stride_sink, head, True)
     if p_lse is not None:
         tl.store(p_lse + token * lse_stride + head, lse)
     # Rounded as attention rounds its output, whatever becomes of it.
-    y = tl.expand_dims((acc * factor).to(ROUND), 0)
+    y = tl.reshape((acc * factor).to(ROUND), (1, BLOCK_D))
     if INVERSE:
         y = rotate(y.to(tl.float32), cos, -sin, ROPE)
     rope = p_positions, position_stride, p_table, table_strides, max_pos
@@ -140,8 +174,7 @@ def split_softmax_kernel(
 
 def split_softmax(
     into: Results,
-    part: Tensor,
-    part_lse: Tensor,
+    parts: Parts,
     sink: Tensor | None,
     fusion: Fusion,
     dtype: torch.dtype,
@@ -151,21 +184,19 @@ def split_softmax(
 ) -> None:
     """Write the results of tokens `first` to `end` - 1.
 
-
     Args:
-        part, part_lse: these tokens' parts, float32 `[>= N, splits, H, D]` and `[>= N, splits, H]`.
+        parts: of these tokens.
         dtype: of attention's output. fusion: what becomes of it.
         dependent: whether it may start while its predecessor on the stream, a kernel that calls
             `gdc_launch_dependents`, still runs.
     """
-    _, parts, heads, head_dim = part.shape
+    _, splits, heads, head_dim = parts.values.shape
     positions, position_stride, table, table_strides, max_pos = fusion.rope()
     split_softmax_kernel[((end - first) * heads,)](
         into.out,
         into.lse,
         into.scale,
-        part,
-        part_lse,
+        *parts,
         sink,
         positions,
         table,
@@ -175,7 +206,7 @@ def split_softmax(
         position_stride,
         table_strides,
         max_pos,
-        parts,
+        splits,
         first,
         into.out.shape[0 if into.scale is None else 1],
         into.padded_tokens(),
@@ -183,17 +214,12 @@ def split_softmax(
         D=head_dim,
         ROUND=DTYPES[dtype],
         BLOCK_D=triton.next_power_of_2(head_dim),
-        PARTS=min(parts, CHUNK),
-        CHUNKS=cdiv(parts, CHUNK),
+        PARTS=min(splits, CHUNK),
+        CHUNKS=cdiv(splits, CHUNK),
         DEPENDENT=dependent,
         **fusion.constants(),
+        num_warps=WARPS[parts.values.dtype],
         enable_fp_fusion=False,
-        **registers(part.device, REGISTERS),
+        **registers(parts.lse.device, REGISTERS),
         **({"launch_pdl": True} if dependent else {}),
     )
-
-
-def part_buffers(tokens: int, parts: int, heads: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Workspace of `split_softmax` on the device of `like`, not initialised."""
-    part = torch.empty((tokens, parts, heads, head_dim), dtype=torch.float32, device=like.device)
-    return part, torch.empty((tokens, parts, heads), dtype=torch.float32, device=like.device)

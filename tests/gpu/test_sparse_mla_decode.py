@@ -95,6 +95,21 @@ def test_rows_without_keys_whatever_the_queries_hold(kernel: str) -> None:
         assert_same((out[4:], lse[4:]), tuple(x[4:] for x in reference(tuple(args))), FEW_KEYS)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_not_finite_in_a_part_leaves_the_rest_of_its_row(kernel: str) -> None:
+    args = [*on_gpu(sample(2, heads_of(kernel, 64), window=30, extra=70, fmt="fp8_ds_mla", **BF16))]
+    args[3], args[10] = torch.tensor([30, 0], device=CUDA), torch.tensor([0, 32], device=CUDA)  # a part each
+    rows = args[1][:, : 64 * layout.FP8_DS_MLA.data].unflatten(1, (64, -1))[..., layout.NOPE_DIM :]
+    values = rows.contiguous().view(torch.bfloat16)
+    values[:, ::2, 3], values[..., 7], values[..., 11] = torch.inf, 3e38, -3e38
+    rows.copy_(values.view(torch.uint8))
+    # The infinite keys have no weight, and make NaN of their dim alone; sums of the large ones overflow.
+    args[0].zero_()[..., layout.NOPE_DIM + 3] = -1
+    want, got = KERNELS[kernel](tuple(args), 1), KERNELS[kernel](tuple(args), 2)
+    assert want[0].isnan().any() and want[0].isinf().any() and want[0].isfinite().any()
+    assert_same(got, want, FEW_KEYS)
+
+
 @pytest.mark.parametrize("fmt", ["plain", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("heads", [8, 64])

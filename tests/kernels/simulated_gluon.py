@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import sys
 import threading
 import types
@@ -117,6 +118,8 @@ class Shared:
     @property
     def shape(self) -> list[int]:
         return list(self.data.shape)
+
+    layout = None
 
     def index(self, i: Any) -> Shared:
         return Shared(self.data[int(i)])
@@ -288,6 +291,18 @@ def where(condition: Any, a: Any, b: Any) -> Any:
     return Value(torch.where(raw(condition), a, b))
 
 
+def largest(x: Value, axis: int) -> Value:
+    """The maximum along an axis, which passes over NaN as that of two numbers does."""
+    nan = torch.isnan(x.data)
+    top = torch.where(nan, -math.inf, x.data).amax(axis) if nan.any() else x.data.amax(axis)
+    return Value(torch.where(nan.all(axis), math.nan, top) if nan.any() else top)
+
+
+def garbage(shape: list[int], dtype: torch.dtype) -> Tensor:
+    """What memory holds before anything is stored there."""
+    return torch.full(shape, torch.nan if dtype.is_floating_point else -1).to(dtype)
+
+
 class Number(int):
     value = property(int)
 
@@ -305,9 +320,11 @@ def modules() -> dict[str, types.ModuleType]:
     language, hopper, gluon = (types.ModuleType(name) for name in (f"{GLUON}.language", "hopper", GLUON))
     wrap = lambda f: lambda *args: Value(f(*(raw(x) for x in args)))  # noqa: E731
     either = lambda f: lambda a, b: Value(f(*(torch.as_tensor(raw(x)) for x in (a, b))))  # noqa: E731
-    plain = {name: wrap(getattr(torch, name)) for name in ("exp2", "log2", "rsqrt", "sum", "reshape", "zeros_like")}
+    plain = {
+        name: wrap(getattr(torch, name)) for name in ("abs", "exp2", "log2", "rsqrt", "sum", "reshape", "zeros_like")
+    }
     layouts = "BlockedLayout SliceLayout NVMMADistributedLayout NVMMASharedLayout SwizzledSharedLayout barrier"
-    types_ = ("int16", "int32", "int64", "float32", "bfloat16")
+    types_ = ("int16", "int32", "int64", "float16", "float32", "bfloat16")
     vars(language).update(
         dict.fromkeys(layouts.split(), anything)
         | {name: getattr(torch, name) for name in types_}
@@ -319,9 +336,10 @@ def modules() -> dict[str, types.ModuleType]:
             "arange": lambda start, end, layout: Value(torch.arange(start, end, dtype=torch.int32)),
             "zeros": lambda shape, dtype, layout: Value(torch.zeros([int(n) for n in shape], dtype=dtype)),
             "full": lambda shape, x, dtype, layout: Value(torch.full([int(n) for n in shape], x, dtype=dtype)),
-            "max": lambda x, axis: Value(x.data.amax(axis)),
-            "maximum": either(torch.maximum),
-            "minimum": either(torch.minimum),
+            "fma": lambda a, b, c: Value(torch.addcmul(c.data, a.data, b.data)),
+            "max": largest,
+            "maximum": either(torch.fmax),
+            "minimum": either(torch.fmin),
             "expand_dims": lambda x, axis: Value(x.data.unsqueeze(axis)),
             "convert_layout": lambda x, layout: x,
             "split": lambda x: tuple(Value(half) for half in x.data.unbind(-1)),

@@ -86,6 +86,17 @@ def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products
     assert kernel.asm["ptx"].count("wgmma.mma_async") > 0
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_parts_are_stored_and_joined_sixteen_bytes_at_a_time(invariant: bool) -> None:
+    q, sources = torch.zeros(2, 64, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
+    with compiled_for(TARGETS["sm_90"]) as compiled:
+        hopper.launch_hopper(q, *sources, 0.1, None, GPUS["sm_90"][0], 4, Fusion(batch_invariant=invariant))
+    parts, joined = (kernel.asm["ptx"] for kernel in compiled)
+    assert joined.count("ld.global.v4.b32") == 4
+    assert compiled[1].metadata.num_warps == (4 if invariant else 2)
+    assert invariant or parts.count("st.global.v4.b32") == 32
+
+
 @pytest.mark.parametrize(
     ("heads", "splits", "sink", "kind"), [(8, 1, False, "plain"), (16, 4, True, "fused"), (24, 1, True, "quantised")]
 )

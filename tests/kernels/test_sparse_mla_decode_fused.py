@@ -193,8 +193,10 @@ def test_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch, par
 
 def test_parts_follow_from_a_rows_own_blocks() -> None:
     gpu = Gpu("cuda", 90, 132)
-    assert plan.cut_of(1, 64, 512, 1, 10, 64, gpu, False) == (10, 1, 1)
-    assert plan.cut_of(512, 64, 512, 1, 10, 64, gpu, False) == (1, 1, 512)
+    assert plan.cut_of(1, 64, 512, 1, 10, 64, gpu, False) == (10, 1, 1, torch.float32)
+    assert plan.cut_of(512, 64, 512, 1, 10, 64, gpu, False)[:3] == (1, 1, 512)
+    assert plan.cut_of(32, 64, 512, 1, 20, 32, gpu, False, packs=True) == (4, 1, 32, torch.float16)
+    assert plan.cut_of(32, 64, 512, 1, 10, 64, gpu, True, packs=True).dtype is torch.float32
     for tokens in (1, 132, 70_000):
         cut = plan.cut_of(tokens, 64, 512, 1, 10, 64, gpu, True)
         assert (cut.splits, cut.least) == (3, 4)

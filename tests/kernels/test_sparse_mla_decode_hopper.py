@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from dsv4_compile import layout
 from dsv4_compile.kernels import sparse_mla_decode_plan as plan
 from dsv4_compile.ops.inv_rope_fp8_quant import inv_rope, inv_rope_fp8_quant
 from dsv4_compile.ops.sparse_mla_decode import sparse_mla_decode
@@ -31,6 +33,39 @@ def test_hostile_rows_give_the_references_result(hopper: Any, splits: int, heads
     arguments = call(3, heads, window=130, extra=150, **BF16)
     want = sparse_mla_decode(*positional(arguments)[:13])
     assert_same(run(hopper, arguments, splits), want)
+
+
+def magnify(cache: Tensor, block: int, exponent: int) -> None:
+    """Multiply all values of `fp8_ds_mla` pages by a power of two."""
+    row = layout.FP8_DS_MLA.data
+    scales = cache[:, block * row : block * (row + layout.FP8_DS_MLA.scale)]
+    scales += exponent  # bytes, which wrap around where nothing is stored
+    rope = cache[:, : block * row].unflatten(1, (block, row))[..., layout.NOPE_DIM :]
+    rope.copy_((rope.contiguous().view(torch.bfloat16) * 2.0**exponent).view(torch.uint8))
+
+
+@pytest.mark.parametrize("exponents", [(-100, -100), (90, 90), (-60, 60)])
+def test_parts_keep_values_of_any_magnitude(hopper: Any, exponents: tuple[int, int]) -> None:
+    arguments = call(2, 64, window=70, extra=40, **BF16)
+    arguments |= {"q": torch.zeros(2, 64, 512).bfloat16(), "attn_sink": None}
+    for cache, block, exponent in zip(("k_cache", "extra_k_cache"), (64, 2), exponents, strict=True):
+        magnify(arguments[cache], block, exponent)
+    want, got = sparse_mla_decode(*positional(arguments)[:13]), run(hopper, arguments, 3)
+    assert_same(*((out.float() * 2.0 ** -max(exponents), lse) for out, lse in (got, want)))
+
+
+def test_what_is_not_finite_in_a_part_leaves_the_rest_of_its_row(hopper: Any) -> None:
+    arguments = call(2, 64, window=30, extra=70, **BF16)
+    arguments |= {"lens": torch.tensor([30, 0]), "extra_lens": torch.tensor([0, 32])}  # a part each
+    rows = arguments["k_cache"][:, : 64 * layout.FP8_DS_MLA.data].unflatten(1, (64, -1))[..., layout.NOPE_DIM :]
+    values = rows.contiguous().view(torch.bfloat16)
+    values[:, ::2, 3], values[..., 7], values[..., 11] = math.inf, 3e38, -3e38
+    rows.copy_(values.view(torch.uint8))
+    # The infinite keys have no weight, and make NaN of their dim alone; sums of the large ones overflow.
+    arguments["q"].zero_()[..., layout.NOPE_DIM + 3] = -1
+    want, got = run(hopper, arguments, 1), run(hopper, arguments, 2)
+    assert want[0].isnan().any() and want[0].isinf().any() and want[0].isfinite().any()
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
