@@ -23,7 +23,7 @@ BLOCK_T, BLOCK_S = 4, 8
 FEW_TOKENS_HOPPER = 16
 """Programs that share a strip of x quantise it each for itself. On an H200 that takes longer, from 32 tokens on, than a
 launch of its own, whose time the copies of the weight use: V4-Flash's wo_b 13.6 us instead of 10.1. Where x comes
-quantised, as wo_a's of as many bytes does, it is 8.2, and for 64 tokens 9.9 instead of 13.0."""
+quantised, as `fp8_grouped_einsum_quant` gives it, it takes 1.4 us less."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
