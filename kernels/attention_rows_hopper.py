@@ -26,6 +26,8 @@ HALF = gl.constexpr(layout.HEAD_DIM // 2)
 BLOCK_H = gl.constexpr(64)
 STEP = gl.constexpr(16)
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+# Of queries, eight threads have a row: each the same columns of all blocks of 64, the last of which turns alone.
+QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 PART_EXPONENT = gl.constexpr(14)  # of the largest number of a float16 part
 ACT_TILE = gl.constexpr(layout.ACT_TILE)
@@ -77,7 +79,9 @@ def _turn(x, cos, sin, ROPE: gl.constexpr, INVERSE: gl.constexpr):
 def _normed(q, cos, sin, eps, ROPE: gl.constexpr):
     """Queries `[N, 512]` with norm and RoPE, rounded once."""
     x = q.to(gl.float32)
-    x = x * gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) * (1.0 / D) + eps), 1)
+    even, odd = gl.split(gl.reshape(x, [x.shape[0], D // 2, 2]))
+    squares = gl.convert_layout(gl.sum(gl.fma(even, even, odd * odd), 1), gl.SliceLayout(1, x.type.layout))
+    x = x * gl.expand_dims(gl.rsqrt(squares * (1.0 / D) + eps), 1)
     return _turn(x, cos, sin, ROPE, False).to(gl.bfloat16)
 
 
@@ -89,8 +93,8 @@ def load_queries(
 
     Where PARTIAL, heads from `heads` on do not exist; they are zero, or NaN if their norm is.
     """
-    o_head = gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(1, ROWS)), 1)
-    o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, ROWS)), 0)
+    o_head = gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(1, QUERIES)), 1)
+    o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, QUERIES)), 0)
     p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
     # Both loads are on their way before the first is waited for.
     p_row1 = p_row + ((FIRST + STEP) * head_stride).to(gl.int64)
