@@ -23,7 +23,7 @@ from dsv4_compile.bench import flash_mla, sparse_mla_decode, sparse_mla_prefill
 from dsv4_compile.bench.record import environment
 
 CASES = tuple(f"{op}:{heads}:{tokens}" for op, heads, tokens in (
-    ("decode", 64, 128), ("decode", 64, 512), ("decode", 128, 128), ("decode", 128, 512),
+    ("decode", 64, 32), ("decode", 64, 128), ("decode", 64, 512), ("decode", 128, 128), ("decode", 128, 512),
     ("prefill", 64, 4096), ("prefill", 128, 4096),
 ))  # fmt: skip
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
