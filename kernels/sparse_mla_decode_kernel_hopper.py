@@ -18,7 +18,9 @@ Where the time of 512 tokens with 64 heads and 640 keys went on an H200 when deq
 four codes, 156 us with 136 registers for the producer: 147 with one factor for all scales, which is wrong for those
 above 2^7; of these, 132 without the producer's arithmetic, 126 without its loads, 106 without both and 101 without its
 stores too. One warp of it for each scheduler waits for its 32 keys, and shared memory has no room for more of them.
-With eight instructions, half of them no longer on the unit that is short, and 144 registers it takes 142.
+With eight instructions, half of them no longer on the unit that is short, and 144 registers it takes 142. Then a third
+of the issue slots is used, and two fifths of the tensor pipe's time; for each instruction issued four warps wait for
+memory (`examples/benchmarks/sparse_mla_counters.py`).
 
 Tried on an H200 without gain, with times of 128 tokens, 64 heads, 40.7 us otherwise, or 128 heads and 1152 keys, 120 us
 otherwise: keys in four pieces of dims with memory and barriers of their own, so that a whole block is on its way; a
@@ -29,7 +31,8 @@ clusters of two programs with the two halves of 128 heads, each of which dequant
 it to the other, 121 us, or stores it there by `st.async`, 163: without sending it would be 99; 32 keys of each block by
 way of shared memory, as they are stored, so that each half has a whole block's time to arrive, 47; keys reduced to
 scales that have a bfloat16 factor, which scores and weights make up for, in place of a second factor, 38.4 where two
-factors take 36.6.
+factors take 36.6; rows cut at halves of blocks, so that 32 tokens are 128 programs of five halves each, 18.6 where two
+or three whole blocks take 18.8, while a producer written so takes all others 8% longer.
 
 No producer at all, 46.4 us: keys lie in shared memory as they are stored, 128 of them while 128 more are copied, and
 are the side of both products that comes from registers, so that eight warps dequantise each code twice and write none.
