@@ -48,7 +48,7 @@ def launch_clusters(kernel: Any, programs: int, cluster: int, room: int, *args: 
     """As `kernel[programs,](*args, **constants)`, in clusters of neighbours.
 
     Args:
-        room: bytes that a program is sent at most.
+        room: shared memory of a program that others reach, in bytes.
     """
     compiled = kernel.warmup(*args, grid=(1,), **constants)
     if compiled is None:  # where tests stand in for the compiler
