@@ -298,11 +298,6 @@ def largest(x: Value, axis: int) -> Value:
     return Value(torch.where(nan.all(axis), math.nan, top) if nan.any() else top)
 
 
-def garbage(shape: list[int], dtype: torch.dtype) -> Tensor:
-    """What memory holds before anything is stored there."""
-    return torch.full(shape, torch.nan if dtype.is_floating_point else -1).to(dtype)
-
-
 class Number(int):
     value = property(int)
 
