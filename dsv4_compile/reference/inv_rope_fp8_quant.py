@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..layout import SCALE_ROW_ALIGN, align_up
@@ -56,14 +57,12 @@ def quantize_groups(x: Tensor, n_groups: int, packed_scales: bool = False) -> tu
     values, byte = quantize_activation(x.reshape(tokens, n_groups, heads // n_groups * dim))
     scale = pack_scales(byte) if packed_scales else ue8m0_scale(byte)
 
-    size, count = values.shape[2], scale.shape[2]
-    out = values.new_empty((n_groups, tokens, size)).as_strided(values.shape, value_strides(tokens, size))
-    out.copy_(values)
-    # The zero rows after T are part of the layout: tensor-map loads fetch whole groups of four rows.
-    strides = scale_strides(tokens, count)
-    out_scale = scale.new_zeros((n_groups, count, strides[2])).as_strided(scale.shape, strides)
-    out_scale.copy_(scale)
-    return out, out_scale
+    out = values.transpose(0, 1).contiguous().as_strided(values.shape, value_strides(tokens, values.shape[2]))
+    # The zero rows after T are part of the layout: tensor-map loads fetch whole groups of four rows. They are a pad,
+    # for a copy into the rows before them asks whether those are dense, and a compiled step would be one for some T.
+    strides = scale_strides(tokens, scale.shape[2])
+    padded = torch.nn.functional.pad(scale.permute(1, 2, 0).contiguous(), (0, strides[2] - tokens))
+    return out, padded.as_strided(scale.shape, strides)
 
 
 def value_strides(tokens: int, size: int) -> tuple[int, int, int]:

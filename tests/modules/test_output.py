@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile import decisions
+from dsv4_compile import backend, decisions
 from dsv4_compile.errors import CompileError
 from dsv4_compile.modules.linear import Fp8Linear, Linear
-from dsv4_compile.modules.output import choose_path, project_output
+from dsv4_compile.modules.output import PATHS, choose_path, project_output
 from dsv4_compile.testing import assert_bitwise, assert_close
 from tests.modules.test_attention_backend import CONFIG, Serving, layer_of
 
@@ -74,6 +77,52 @@ def test_every_path_is_the_projection(
     got = project_output(path, *case, GROUPS).double()
     # One part in 2^4 of every e4m3 operand, averaged over 512 products.
     assert (got - want).norm() < (0.04 if path != "bfloat16" else 0.005) * want.norm()
+
+
+MOST = 33
+CACHE, SLOTS = torch.randn(3, 64, DIM).bfloat16(), torch.randint(3 * 64, (MOST, 8), dtype=torch.int32)
+
+
+def behind_attention(
+    packed: bool, out: Tensor, positions: Tensor, cos_sin: Tensor, wo_a: Fp8Linear, wo_b: Fp8Linear, groups: int
+) -> Tensor:
+    """The projection as the graph passes leave it on Hopper: attention and wo_a quantise what they give."""
+    lens = torch.full((MOST,), 8, dtype=torch.int32)
+    values, scale = torch.ops.dsv4.sparse_mla_decode_quant(
+        out, CACHE, SLOTS, lens, 64, "plain", 0.1,
+        positions=positions, cos_sin_cache=cos_sin, n_groups=groups, packed_scales=packed,
+    )  # fmt: skip
+    middle = torch.ops.dsv4.fp8_grouped_einsum_quant(values, scale, wo_a.weight, wo_a.scale)
+    hidden: Tensor = torch.ops.dsv4.fp8_grouped_einsum(*middle, wo_b.weight, wo_b.scale).squeeze(1)
+    return hidden
+
+
+STEPS: dict[str, Callable[..., Tensor]] = {
+    **{path: partial(project_output, path) for path in PATHS if path.startswith("fp8")},
+    "quantised by attention": partial(behind_attention, False),
+    "packed by attention": partial(behind_attention, True),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_one_graph_serves_every_number_of_tokens(
+    name: str, case: tuple[Tensor, Tensor, Tensor, Fp8Linear, torch.nn.Identity]
+) -> None:
+    """Rows of scales are padded to four tokens: a compiled step must not ask whether there is any padding."""
+    _, _, cos_sin, wo_a, _ = case
+    wo_b = Fp8Linear(96, GROUPS * 128)
+    wo_b.weight.data.copy_((torch.randn(wo_b.weight.shape) * 8).to(torch.float8_e4m3fn))
+    wo_b.scale.data.fill_(0.25)
+
+    def step(out: Tensor) -> Tensor:
+        return STEPS[name](out, torch.arange(MOST), cos_sin, wo_a, wo_b, GROUPS)
+
+    compiled = torch.compile(step, backend=backend.dsv4, fullgraph=True)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (9, 16, 7, 12, MOST, 8, 2, 4, 5, 32):
+            out = torch.randn(tokens, HEADS, DIM).bfloat16()
+            torch._dynamo.mark_dynamic(out, 0)
+            assert_close(compiled(out), step(out))
 
 
 @pytest.mark.parametrize("path", ["fp8_packed", "fp8_rounded", "bfloat16"])
