@@ -173,6 +173,11 @@ class Barrier:
         assert passed and not self.failed.is_set(), "a partition waits for what never comes"
 
 
+def unwritten(dtype: torch.dtype, shape: list[Any]) -> Tensor:
+    """Memory that nobody has written yet: NaN, and a negative number where there is none."""
+    return torch.full([int(n) for n in shape], math.nan if dtype.is_floating_point else -1).to(dtype)
+
+
 def argument(x: Any) -> Any:
     """What a launch makes of an argument."""
     if type(x) is int:
@@ -344,7 +349,7 @@ def modules() -> dict[str, types.ModuleType]:
             "static_assert": static_assert,
             "program_id": lambda axis: Value(torch.tensor(Kernel.program[axis], dtype=torch.int32)),
             "allocate_shared_memory": lambda dtype, shape, layout: (
-                Barrier(shape[0]) if layout == "mbarrier" else Shared(torch.full([int(n) for n in shape], -1).to(dtype))
+                Barrier(shape[0]) if layout == "mbarrier" else Shared(unwritten(dtype, shape))
             ),
             "inline_asm_elementwise": assembly,
             "warp_specialize": specialize,

@@ -142,6 +142,23 @@ def test_a_row_does_not_depend_on_its_batch(hopper: Any, monkeypatch: pytest.Mon
             assert_bitwise(got, expected[t : t + 1])
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str
+)
+def test_shared_memory_that_nobody_wrote_is_not_made_zero_by_a_factor_of_zero(dtype: torch.dtype) -> None:
+    """The simulation must show what finite garbage hides. Bytes are those of e4m3 too."""
+    language = simulated_gluon.modules()[f"{simulated_gluon.GLUON}.language"]
+    ring = language.allocate_shared_memory(dtype, [2, 16, 32], None)
+    keys = ring._reinterpret(torch.float8_e4m3fn, [2, 16, 32], None) if dtype is torch.uint8 else ring
+    zeros = simulated_gluon.Value(torch.zeros(64, 16))
+    assert simulated_gluon.multiply(zeros, keys.index(1), None, use_acc=False).data.isnan().all()
+
+
+def test_integers_in_shared_memory_that_nobody_wrote_are_no_index() -> None:
+    language = simulated_gluon.modules()[f"{simulated_gluon.GLUON}.language"]
+    assert (language.allocate_shared_memory(torch.int32, [4], None).load(None).data < 0).all()
+
+
 @pytest.mark.parametrize("name", ["wait", "arrive"])
 def test_a_kernel_without_its_barriers_is_found_out(hopper: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The simulation is no proof unless it fails for a kernel that is wrong."""
