@@ -7,19 +7,13 @@ time, so that the registers of the matrix products suffice.
 
 from __future__ import annotations
 
-import struct
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .. import layout
 from .kv_load_hopper import CACHED, thread_barrier
-from .quant import FP8_MAX as _FP8_MAX
-from .quant import MAGNITUDE as _MAGNITUDE
-from .quant import MANTISSA as _MANTISSA
-from .quant import MANTISSA_BITS as _MANTISSA_BITS
-from .quant import SUBNORMAL_HALF as _SUBNORMAL_HALF
+from .quant_hopper import MANTISSA_BITS, UE8M0_BIAS, quantised_bytes
 
 D = gl.constexpr(layout.HEAD_DIM)
 HALF = gl.constexpr(layout.HEAD_DIM // 2)
@@ -33,14 +27,6 @@ PART_EXPONENT = gl.constexpr(14)  # of the largest number of a float16 part
 ACT_TILE = gl.constexpr(layout.ACT_TILE)
 STRIPS = gl.constexpr(layout.HEAD_DIM // layout.ACT_TILE)
 SCALE_ROW_ALIGN = gl.constexpr(layout.SCALE_ROW_ALIGN)
-UE8M0_BIAS = gl.constexpr(layout.UE8M0_BIAS)
-UE8M0_MAX_BYTE = gl.constexpr(layout.UE8M0_MAX_BYTE)
-ACT_AMAX_FLOOR_BITS = gl.constexpr(struct.unpack("<i", struct.pack("<f", layout.ACT_AMAX_FLOOR))[0])
-FP8_MAX = gl.constexpr(_FP8_MAX.value)
-MAGNITUDE = gl.constexpr(_MAGNITUDE.value)
-MANTISSA = gl.constexpr(_MANTISSA.value)
-MANTISSA_BITS = gl.constexpr(_MANTISSA_BITS.value)
-SUBNORMAL_HALF = gl.constexpr(_SUBNORMAL_HALF.value)
 
 
 @gluon.jit
@@ -261,16 +247,6 @@ def store_half(
 
 
 @gluon.jit
-def _tile_byte(x):
-    """UE8M0 byte, int32 `[N, S]`, of the strips of float32 `x` `[N, S, 128]`; see quant.tile_byte."""
-    magnitude = x.to(gl.int32, bitcast=True) & MAGNITUDE
-    amax = gl.maximum(gl.max(magnitude, 2), ACT_AMAX_FLOOR_BITS).to(gl.float32, bitcast=True)
-    bits = (amax * (1.0 / FP8_MAX)).to(gl.int32, bitcast=True)
-    exponent = (bits >> MANTISSA_BITS) & 255
-    return gl.minimum(exponent + ((bits & MANTISSA) != 0).to(gl.int32), UE8M0_MAX_BYTE)
-
-
-@gluon.jit
 def _store_quantized(
     x, p_values, p_scale, tokens, padded_tokens, token, head,
     FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr, ROWS: gl.constexpr,
@@ -278,11 +254,8 @@ def _store_quantized(
     """Columns FIRST to FIRST + 255 of the heads `x` from `head` on as e4m3, and the scales of their strips."""
     HALF_STRIPS: gl.constexpr = HALF // ACT_TILE
     COUNT: gl.constexpr = x.shape[0]
-    strips = gl.reshape(x, [COUNT, HALF_STRIPS, ACT_TILE])
-    byte = _tile_byte(strips)
-    inverse = gl.maximum((2 * UE8M0_BIAS - byte) << MANTISSA_BITS, SUBNORMAL_HALF).to(gl.float32, bitcast=True)
-    # The conversion saturates, and keeps NaN.
-    codes = gl.reshape((strips * gl.expand_dims(inverse, 2)).to(gl.float8e4nv), [COUNT, HALF])
+    values, byte = quantised_bytes(gl.reshape(x, [COUNT, HALF_STRIPS, ACT_TILE]), 2)
+    codes = gl.reshape(values, [COUNT, HALF])
     o_head = head + gl.arange(0, COUNT, gl.SliceLayout(1, ROWS))
     row = ((o_head // GROUP_HEADS).to(gl.int64) * tokens + token) * GROUP_HEADS + o_head % GROUP_HEADS
     o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, ROWS)), 0)

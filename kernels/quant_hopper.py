@@ -28,8 +28,8 @@ def scale_value(byte):
 
 
 @gluon.jit
-def quantised(x, AXIS: gl.constexpr):
-    """e4m3 of strips of float32 `[.., ..]` that lie along AXIS, and their float32 scales; see quant.tile_byte."""
+def quantised_bytes(x, AXIS: gl.constexpr):
+    """e4m3 of strips of float32 `x` that lie along AXIS, and their UE8M0 bytes, int32; see quant.tile_byte."""
     magnitude = x.to(gl.int32, bitcast=True) & MAGNITUDE
     amax = gl.maximum(gl.max(magnitude, AXIS), ACT_AMAX_FLOOR_BITS).to(gl.float32, bitcast=True)
     bits = (amax * (1.0 / FP8_MAX)).to(gl.int32, bitcast=True)
@@ -37,4 +37,11 @@ def quantised(x, AXIS: gl.constexpr):
     byte = gl.minimum(exponent + ((bits & MANTISSA) != 0).to(gl.int32), UE8M0_MAX_BYTE)
     inverse = gl.maximum((2 * UE8M0_BIAS - byte) << MANTISSA_BITS, SUBNORMAL_HALF).to(gl.float32, bitcast=True)
     # The conversion saturates, and keeps NaN.
-    return (x * gl.expand_dims(inverse, AXIS)).to(gl.float8e4nv), scale_value(byte)
+    return (x * gl.expand_dims(inverse, AXIS)).to(gl.float8e4nv), byte
+
+
+@gluon.jit
+def quantised(x, AXIS: gl.constexpr):
+    """As `quantised_bytes`, with float32 scales."""
+    values, byte = quantised_bytes(x, AXIS)
+    return values, scale_value(byte)
