@@ -24,7 +24,6 @@ MOST_TOKENS_OF_A_TILE, MOST_ROWS = 64, 16384
 """Tokens that share a tile; and rows of the weight from which on those of 128 tokens have tiles enough without it."""
 COPY_ALIGN = 16
 """Bytes that what the copy engine reads starts at multiples of."""
-PROCESSOR_REGISTERS = 1 << 16
 PROCESSOR_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 """Shared memory of a processor, and what a program of any kind takes of it."""
 TILE_ALIGN = 1024
@@ -101,15 +100,9 @@ def deepest_ring(cut: Cut, block_m: int, block_k: int, each: int, x_size: int, q
     """
     room = PROCESSOR_BYTES // cut.programs - RESERVED_BYTES - INBOX_BYTES * cut.cluster
     scales = 4 * power_of_two(each) * (block_m + (cut.block_n if cut.block_n > layout.WEIGHT_TILE else 1))
-    buffers = 4 * block_m * STRIP_BYTES if quantize else 0
+    buffers = 2 * block_m * STRIP_BYTES if quantize else 0
     slot = cut.block_n * STRIP_BYTES + block_m * block_k * x_size + 8
     return min(each, max(2, (room - scales - buffers - TILE_ALIGN) // slot))
-
-
-def two_products_fit(cut: Cut, block_m: int) -> bool:
-    """Whether registers can hold two products of a tile beside its sums, and what else a thread of 64 needs."""
-    threads = 32 * cut.warps
-    return 3 * cut.block_n * block_m // threads + 64 <= PROCESSOR_REGISTERS // (threads * cut.programs)
 
 
 def power_of_two(n: int) -> int:
@@ -224,8 +217,6 @@ def launch_hopper(
     if cut.cluster:
         room = bytes_used(cut.splits, block_m, cut.block_n)
         launch = partial(launch_clusters, grouped_matmul_hopper_kernel, tiles * cut.splits, cut.splits, room)
-    # Two strips at a time wait half as often, if the next two are on their way, and registers can hold both products.
-    step = 2 if each % 2 == 0 and strips % each == 0 and ring >= 4 and two_products_fit(cut, block_m) else 1
     launch(
         TensorDescriptor.from_tensor(weight, [cut.block_n, block_k], swizzled(weight)),
         TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], swizzled(x)),
@@ -253,7 +244,6 @@ def launch_hopper(
         BLOCK_K=block_k,
         EACH=power_of_two(each),
         X_BYTES=x.element_size(),
-        STEP=step,
         RING=ring,
         TILE=swizzled(weight),
         X_TILE=swizzled(x),

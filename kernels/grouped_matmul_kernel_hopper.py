@@ -84,7 +84,7 @@ def _multiply(
     x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
     weight_scale_row_stride, weight_scale_strip_stride, tokens, groups, rows, size, strips_each,
     QUANTIZE: gl.constexpr, SPLITS: gl.constexpr, ONE_SCALE: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, STEP: gl.constexpr, X_BYTES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, X_BYTES: gl.constexpr,
     RING: gl.constexpr, TILE: gl.constexpr, X_TILE: gl.constexpr, OUT_TILE: gl.constexpr, X: gl.constexpr,
     OUT: gl.constexpr, WARPS: gl.constexpr, CLUSTER: gl.constexpr,
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def _multiply(
         p_weight_scale += gl.expand_dims(o_strip * weight_scale_strip_stride, 1)
         w_scales = _put_rows(_scales(p_weight_scale), EACH, WIDE)
         if QUANTIZE:
-            x_scales = gl.allocate_shared_memory(gl.float32, [2 * STEP, BLOCK_M], FLAT)
+            x_scales = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], FLAT)
         else:
             TOKENS: gl.constexpr = BLOCK_M if BLOCK_M < 32 else 32
             X_SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TOKENS, TOKENS], [WARPS, 1], [1, 0])
@@ -156,60 +156,40 @@ def _multiply(
                 known = gl.load(p_x_scale + gl.expand_dims(o_strip * x_scale_strip_stride, 1))
             x_scales = _put_rows(known, EACH, BLOCK_M)
     if QUANTIZE:
-        values = gl.allocate_shared_memory(weights.dtype, [2 * STEP, BLOCK_M, BLOCK_K], TILE)
-        for i in gl.static_range(STEP):
-            _arrived(ready, i, RING)
-            put_x(x_ring.index(i).load(X), values.index(i), x_scales.index(i))
+        values = gl.allocate_shared_memory(weights.dtype, [2, BLOCK_M, BLOCK_K], TILE)
+        _arrived(ready, 0, RING)
+        put_x(x_ring.index(0).load(X), values.index(0), x_scales.index(0))
 
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
-    for first in range(0, count, STEP):
-        second = first + STEP - 1
+    for strip in range(0, count):
         if QUANTIZE:
             fence_async_shared()
         # All have waited for the last product: what it read is free.
         thread_barrier()
-        for step in gl.static_range(STEP):
-            following = first - STEP + step + RING
-            if (first > 0) & (following < count):
-                free = following % RING
-                o_k = (begin + following) * BLOCK_K
-                mbarrier.expect(ready.index(free), BYTES)
-                copy_tile(weights, [first_row, o_k], ready.index(free), w_ring.index(free))
-                copy_tile(inputs, [x_row, x_column + o_k], ready.index(free), x_ring.index(free))
-        _arrived(ready, first, RING)
+        following = strip - 1 + RING
+        if (strip > 0) & (following < count):
+            free = following % RING
+            o_k = (begin + following) * BLOCK_K
+            mbarrier.expect(ready.index(free), BYTES)
+            copy_tile(weights, [first_row, o_k], ready.index(free), w_ring.index(free))
+            copy_tile(inputs, [x_row, x_column + o_k], ready.index(free), x_ring.index(free))
+        _arrived(ready, strip, RING)
+        w = w_ring.index(strip % RING)
+        x = values.index(strip % 2) if QUANTIZE else x_ring.index(strip % RING)
         if p_weight_scale is None:
-            x = x_ring.index(first % RING).permute((1, 0))
-            acc = warpgroup_mma(w_ring.index(first % RING), x, acc, is_async=True)
-            if STEP > 1:
-                _arrived(ready, second, RING)
-                x = x_ring.index(second % RING).permute((1, 0))
-                acc = warpgroup_mma(w_ring.index(second % RING), x, acc, is_async=True)
+            acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
         else:
-            x = values.index(first % (2 * STEP)) if QUANTIZE else x_ring.index(first % RING)
-            w = w_ring.index(first % RING)
             product = warpgroup_mma(w, x.permute((1, 0)), zero, use_acc=False, is_async=True)
-            x_scale = x_scales.index(first % (2 * STEP) if QUANTIZE else first).load(gl.SliceLayout(0, ACC))
-            w_scale = w_scales.index(first).load(gl.SliceLayout(1, ACC))
-            if STEP > 1:
-                _arrived(ready, second, RING)
-                x = values.index(second % (2 * STEP)) if QUANTIZE else x_ring.index(second % RING)
-                w = w_ring.index(second % RING)
-                product_2 = warpgroup_mma(w, x.permute((1, 0)), zero, use_acc=False, is_async=True)
-                x_scale_2 = x_scales.index(second % (2 * STEP) if QUANTIZE else second).load(gl.SliceLayout(0, ACC))
-                w_scale_2 = w_scales.index(second).load(gl.SliceLayout(1, ACC))
-            if QUANTIZE and first + STEP < count:
-                for step in gl.static_range(STEP):
-                    after = first + STEP + step
-                    _arrived(ready, after, RING)
-                    buffer = after % (2 * STEP)
-                    put_x(x_ring.index(after % RING).load(X), values.index(buffer), x_scales.index(buffer))
-            product = warpgroup_mma_wait(STEP - 1, deps=[product])
+            x_scale = x_scales.index(strip % 2 if QUANTIZE else strip).load(gl.SliceLayout(0, ACC))
+            w_scale = w_scales.index(strip).load(gl.SliceLayout(1, ACC))
+            if QUANTIZE and strip + 1 < count:
+                after = strip + 1
+                _arrived(ready, after, RING)
+                put_x(x_ring.index(after % RING).load(X), values.index(after % 2), x_scales.index(after % 2))
+            product = warpgroup_mma_wait(0, deps=[product])
             acc += product * (gl.expand_dims(x_scale, 0) * gl.expand_dims(w_scale, 1))
-            if STEP > 1:
-                product_2 = warpgroup_mma_wait(0, deps=[product_2])
-                acc += product_2 * (gl.expand_dims(x_scale_2, 0) * gl.expand_dims(w_scale_2, 1))
 
     if CLUSTER:
         store_shares(
@@ -263,7 +243,6 @@ def grouped_matmul_hopper_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     EACH: gl.constexpr,  # at least strips_each, a power of two
-    STEP: gl.constexpr,  # strips of a turn of the loop, 1 or 2, which divides those of every program
     X_BYTES: gl.constexpr,  # of an element of x
     RING: gl.constexpr,
     TILE: gl.constexpr,  # layouts in shared memory: of operands, of x, of results
@@ -282,7 +261,7 @@ def grouped_matmul_hopper_kernel(
         gl.program_id(0), weights, inputs, p_out, p_out_scale, p_part, p_arrived, p_x_scale, p_weight_scale,
         out_stride, x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
         weight_scale_row_stride, weight_scale_strip_stride, tokens, groups, rows, size, strips_each,
-        QUANTIZE, SPLITS, ONE_SCALE, BLOCK_M, BLOCK_N, BLOCK_K, EACH, STEP, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X,
+        QUANTIZE, SPLITS, ONE_SCALE, BLOCK_M, BLOCK_N, BLOCK_K, EACH, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X,
         OUT, num_warps, CLUSTER,
     )  # fmt: skip
 
@@ -317,8 +296,6 @@ def pair_hopper_kernel(
     BLOCK_K_OF_OTHERS: gl.constexpr,
     EACH: gl.constexpr,
     EACH_OF_OTHERS: gl.constexpr,
-    STEP: gl.constexpr,
-    STEP_OF_OTHERS: gl.constexpr,
     X_BYTES: gl.constexpr,
     RING: gl.constexpr,
     RING_OF_OTHERS: gl.constexpr,
@@ -335,7 +312,7 @@ def pair_hopper_kernel(
         _multiply(
             gl.program_id(0), weights, inputs, p_out, None, p_part, p_arrived, None, p_weight_scale, out_stride,
             0, 0, 0, 0, 0, weight_scale_row_stride, weight_scale_strip_stride, tokens, 1, rows, size, strips_each,
-            True, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, STEP, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X, OUT,
+            True, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X, OUT,
             num_warps, CLUSTER,
         )  # fmt: skip
     else:
@@ -343,6 +320,6 @@ def pair_hopper_kernel(
             gl.program_id(0) - first, others, inputs_of_others, p_out + rows, None, p_part_of_others,
             p_arrived_of_others, None, None, out_stride, 0, 0, 0, 0, 0, 0, 0, tokens, 1, rows_of_others, size,
             strips_each_of_others, False, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS,
-            EACH_OF_OTHERS, STEP_OF_OTHERS, X_BYTES, RING_OF_OTHERS, X_TILE, X_TILE, OUT_TILE, X, OUT, num_warps,
+            EACH_OF_OTHERS, X_BYTES, RING_OF_OTHERS, X_TILE, X_TILE, OUT_TILE, X, OUT, num_warps,
             CLUSTER,
         )  # fmt: skip

@@ -101,10 +101,6 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         deepest_ring(cut, block_m, k, n, x.element_size(), q)
         for k, n, q in ((block_k, each[0], True), (block_k_2, each[1], False))
     ]
-    steps = [
-        2 if n % 2 == 0 and strips % n == 0 and ring >= 4 else 1
-        for n, (_, strips), ring in zip(each, sides, rings, strict=True)
-    ]
     first = blocks[0] * splits[0]
     programs = first + blocks[1] * splits[1]
     parts: list[Tensor | None] = [None, None]
@@ -146,8 +142,6 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         BLOCK_K_OF_OTHERS=block_k_2,
         EACH=power_of_two(each[0]),
         EACH_OF_OTHERS=power_of_two(each[1]),
-        STEP=steps[0],
-        STEP_OF_OTHERS=steps[1],
         X_BYTES=x.element_size(),
         RING=rings[0],
         RING_OF_OTHERS=rings[1],
