@@ -204,7 +204,8 @@ def launch_hopper(
     assert inputs is not None
     block_m = block_of(tokens)
     cut = choose_cut(gpu, tokens, groups, rows, strips, weight.element_size() == 2, out_scale is not None)
-    tiles, each = cdiv(tokens, block_m) * groups * cdiv(rows, cut.block_n), cdiv(strips, cut.splits)
+    token_blocks, each = cdiv(tokens, block_m), cdiv(strips, cut.splits)
+    tiles = token_blocks * groups * cdiv(rows, cut.block_n)
     # No program is without a strip.
     cut = cut._replace(splits=cdiv(strips, each))
     part = arrived = None
@@ -232,6 +233,7 @@ def launch_hopper(
         *((0, 0, 0) if x_scale is None else x_scale.stride()),
         *((0, 0) if weight_scale is None else weight_scale.stride()),
         tokens,
+        token_blocks,
         groups,
         rows,
         size,

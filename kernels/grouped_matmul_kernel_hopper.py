@@ -82,7 +82,7 @@ def _put_rows(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 def _multiply(
     program, weights, inputs, p_out, p_out_scale, p_part, p_arrived, p_x_scale, p_weight_scale, out_stride,
     x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
-    weight_scale_row_stride, weight_scale_strip_stride, tokens, groups, rows, size, strips_each,
+    weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, groups, rows, size, strips_each,
     QUANTIZE: gl.constexpr, SPLITS: gl.constexpr, ONE_SCALE: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, X_BYTES: gl.constexpr,
     RING: gl.constexpr, TILE: gl.constexpr, X_TILE: gl.constexpr, OUT_TILE: gl.constexpr, X: gl.constexpr,
@@ -94,15 +94,18 @@ def _multiply(
     )
     BYTES: gl.constexpr = BLOCK_N * STRIP + BLOCK_M * BLOCK_K * X_BYTES
     blocks = (rows + BLOCK_N - 1) // BLOCK_N
-    token_blocks = (tokens + BLOCK_M - 1) // BLOCK_M
-    tiles = groups * blocks * token_blocks
-    if CLUSTER:
+    # The first copy waits for what is divided by numbers that the compiler does not know.
+    if CLUSTER or SPLITS == 1:
         tile, part = program // SPLITS, program % SPLITS
     else:
+        tiles = groups * blocks * token_blocks
         tile, part = program % tiles, program // tiles
     # Neighbours share a tile of the weight.
     first_token, column = tile % token_blocks * BLOCK_M, tile // token_blocks
-    group, block = column // blocks, column % blocks
+    if groups == 1:
+        group, block = gl.to_tensor(0), column
+    else:
+        group, block = column // blocks, column % blocks
     first_row = group * rows + block * BLOCK_N
     begin = part * strips_each
     count = gl.minimum(strips_each, (size + BLOCK_K - 1) // BLOCK_K - begin)
@@ -111,21 +114,21 @@ def _multiply(
     w_ring = gl.allocate_shared_memory(weights.dtype, [RING, BLOCK_N, BLOCK_K], TILE)
     x_ring = gl.allocate_shared_memory(inputs.dtype, [RING, BLOCK_M, BLOCK_K], X_TILE)
     ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RING):
+    # Short code, which a cold cache of instructions has sooner: with an end that is not known, loops stay loops.
+    filled = gl.minimum(count, RING)
+    for i in range(filled):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     thread_barrier()
-    for i in gl.static_range(RING):
-        if i < count:
-            mbarrier.expect(ready.index(i), BYTES)
-            copy_tile(weights, [first_row, (begin + i) * BLOCK_K], ready.index(i), w_ring.index(i))
+    for i in range(filled):
+        mbarrier.expect(ready.index(i), BYTES)
+        copy_tile(weights, [first_row, (begin + i) * BLOCK_K], ready.index(i), w_ring.index(i))
     gdc_launch_dependents()
     if CLUSTER:
         inbox = await_shares(part, tokens, first_token, SPLITS, BLOCK_M, BLOCK_N)
     gdc_wait()
-    for i in gl.static_range(RING):
-        if i < count:
-            copy_tile(inputs, [x_row, x_column + (begin + i) * BLOCK_K], ready.index(i), x_ring.index(i))
+    for i in range(filled):
+        copy_tile(inputs, [x_row, x_column + (begin + i) * BLOCK_K], ready.index(i), x_ring.index(i))
 
     if p_weight_scale is not None:
         WIDE: gl.constexpr = 1 if ONE_SCALE else BLOCK_N
@@ -162,7 +165,7 @@ def _multiply(
 
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
-    for strip in range(0, count):
+    for strip in range(count):
         if QUANTIZE:
             fence_async_shared()
         # All have waited for the last product: what it read is free.
@@ -232,6 +235,7 @@ def grouped_matmul_hopper_kernel(
     weight_scale_row_stride,
     weight_scale_strip_stride,
     tokens,
+    token_blocks,  # tiles that the tokens take
     groups,
     rows,  # N
     size,  # K
@@ -260,7 +264,7 @@ def grouped_matmul_hopper_kernel(
     _multiply(
         gl.program_id(0), weights, inputs, p_out, p_out_scale, p_part, p_arrived, p_x_scale, p_weight_scale,
         out_stride, x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
-        weight_scale_row_stride, weight_scale_strip_stride, tokens, groups, rows, size, strips_each,
+        weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, groups, rows, size, strips_each,
         QUANTIZE, SPLITS, ONE_SCALE, BLOCK_M, BLOCK_N, BLOCK_K, EACH, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X,
         OUT, num_warps, CLUSTER,
     )  # fmt: skip
@@ -282,6 +286,7 @@ def pair_hopper_kernel(
     weight_scale_row_stride,
     weight_scale_strip_stride,
     tokens,
+    token_blocks,
     rows,  # N
     rows_of_others,  # M
     size,  # K
@@ -311,15 +316,15 @@ def pair_hopper_kernel(
     if gl.program_id(0) < first:
         _multiply(
             gl.program_id(0), weights, inputs, p_out, None, p_part, p_arrived, None, p_weight_scale, out_stride,
-            0, 0, 0, 0, 0, weight_scale_row_stride, weight_scale_strip_stride, tokens, 1, rows, size, strips_each,
-            True, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X, OUT,
-            num_warps, CLUSTER,
+            0, 0, 0, 0, 0, weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, 1, rows, size,
+            strips_each, True, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, X_BYTES, RING, TILE, X_TILE, OUT_TILE,
+            X, OUT, num_warps, CLUSTER,
         )  # fmt: skip
     else:
         _multiply(
             gl.program_id(0) - first, others, inputs_of_others, p_out + rows, None, p_part_of_others,
-            p_arrived_of_others, None, None, out_stride, 0, 0, 0, 0, 0, 0, 0, tokens, 1, rows_of_others, size,
-            strips_each_of_others, False, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS,
+            p_arrived_of_others, None, None, out_stride, 0, 0, 0, 0, 0, 0, 0, tokens, token_blocks, 1, rows_of_others,
+            size, strips_each_of_others, False, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS,
             EACH_OF_OTHERS, X_BYTES, RING_OF_OTHERS, X_TILE, X_TILE, OUT_TILE, X, OUT, num_warps,
             CLUSTER,
         )  # fmt: skip

@@ -92,7 +92,8 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
     if weight_scale.dtype is torch.float8_e8m0fnu:
         weight_scale = weight_scale.view(torch.uint8)
     sides = [(weight.shape[0], cdiv(size, block_k)), (others.shape[0], cdiv(size, block_k_2))]
-    blocks = [cdiv(tokens, block_m) * cdiv(rows, BLOCK_N) for rows, _ in sides]
+    token_blocks = cdiv(tokens, block_m)
+    blocks = [token_blocks * cdiv(rows, BLOCK_N) for rows, _ in sides]
     pair = choose_cut(gpu, tokens, (sides[0][1], sides[1][1]), (blocks[0], blocks[1]))
     splits, cluster = pair.splits, pair.cluster
     each = [cdiv(strips, n) for (_, strips), n in zip(sides, splits, strict=True)]
@@ -128,6 +129,7 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         out.stride(0),
         *weight_scale.stride(),
         tokens,
+        token_blocks,
         sides[0][0],
         sides[1][0],
         size,
