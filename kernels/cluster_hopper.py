@@ -169,16 +169,15 @@ def received_pairs(offset):
 @gluon.jit
 def put_words(values, offset):
     """Store float32 at bytes `offset` of this program's shared memory."""
+    start = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
+    # A sum that the compiler sees is part of the instruction where it knows by how much addresses differ.
     gl.inline_asm_elementwise(
         """{
-        .reg .b32 at;
-        mov.u32 at, global_smem;
-        add.u32 at, at, $2;
-        st.shared.f32 [at], $1;
+        st.shared.f32 [$2], $1;
         mov.u32 $0, 0;
         }""",
         "=r,f,r",
-        [values, offset],
+        [values, start + offset],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
