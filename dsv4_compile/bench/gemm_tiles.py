@@ -72,7 +72,7 @@ def _prepare(op: str, tile: tuple[int, int, int], programs: int) -> Any:
         splits = max(1, min(strips, cdiv(gpu.processors * programs, tiles)))
         return portable.Cut(block_m, block_n, warps, stages, cdiv(strips, cdiv(strips, splits)))
 
-    def hopper_cut(gpu: Any, tokens: int, groups: int, rows: int, strips: int, halves: bool) -> Any:
+    def hopper_cut(gpu: Any, tokens: int, groups: int, rows: int, strips: int, *kind: bool) -> Any:
         wanted = max(1, min(strips, gpu.processors * programs // (groups * cdiv(rows, block_n))))
         return hopper.Cut(block_n, warps, programs, cdiv(strips, cdiv(strips, wanted)))
 

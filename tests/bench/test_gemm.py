@@ -127,7 +127,7 @@ def test_cuts_are_tried_through_the_functions_that_choose_them(monkeypatch: pyte
     def launcher(op: str) -> Callable[..., Any]:
         return lambda *sizes: [
             grouped_matmul.choose_cut(gpu, *sizes),
-            grouped_matmul_hopper.choose_cut(gpu, *sizes, True),
+            grouped_matmul_hopper.choose_cut(gpu, *sizes, True, False, False),
         ]
 
     monkeypatch.setattr(gemm_tiles, "launcher", launcher)
