@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -13,6 +16,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
@@ -128,6 +132,16 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
         mock.patch.object(CompiledKernel, "__getitem__", lambda self, grid: lambda *args: None),
     ):
         yield compiled
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """What a thread of a kernel compiled for NVIDIA takes, by the names of `cuobjdump`: STACK is what is spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code(compiled))
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(count) for name, count in re.findall(r"([A-Z]+):(\d+)", said)}
 
 
 def machine_code(compiled: Any) -> bytes:

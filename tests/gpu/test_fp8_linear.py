@@ -73,6 +73,7 @@ def test_any_cut_of_the_portable_kernel_gives_the_product(
 
 CUTS = [(64, 4, 3, 1), (64, 4, 1, 8), (128, 8, 2, 4), (128, 4, 2, 11), (256, 8, 1, 2)]
 CLUSTERS = [(64, 4, 2, 8, True), (64, 4, 4, 5, True), (128, 4, 3, 2, True), (128, 8, 1, 6, True), (256, 8, 1, 3, True)]
+CLUSTERS += [(64, 4, 3, 5, True), (128, 4, 2, 7, True)]
 
 
 @pytest.mark.parametrize("cut", CUTS + CLUSTERS)

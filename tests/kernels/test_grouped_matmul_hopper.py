@@ -1,14 +1,13 @@
-"""The product of few tokens on Hopper, simulated (see simulated_gluon.py for what that means), and compiled for it."""
+"""The product of few tokens on Hopper, simulated (see simulated_products.py), and compiled for it."""
 
 from __future__ import annotations
 
-import types
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4_compile.bench import gemm
 from dsv4_compile.kernels import fp8_linear, grouped_matmul_hopper, grouped_matmul_shares_hopper
@@ -16,95 +15,18 @@ from dsv4_compile.kernels import grouped_matmul as kernels
 from dsv4_compile.kernels.cluster_hopper import clusters_at_once
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference.block_scale import quantize_activation, scale_value
-from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton, poisoned_empty
-from tests.kernels import simulated_cluster
-from tests.kernels import simulated_copies as copies
-from tests.kernels import simulated_gluon as base
-from tests.kernels.gpus import GPUS
-from tests.kernels.simulated_gluon import GLUON, Pointer, Value
+from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
+from tests.kernels.simulated_products import GPU, product, simulated_products
 from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 
-GPU = GPUS["sm_90"][0]
 LAYERS = {f"{model} {x.op} {x.name}": x for model, config in gemm.MODELS.items() for x in gemm.layers(config)}
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-def atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> Value:
-    offset, _ = pointer.resolve(None)
-    before = pointer.memory[offset].clone()
-    pointer.memory[offset] += value
-    return Value(before)
-
-
-def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Value:
-    return base.load(pointer, mask, other)
-
-
-class Descriptor(copies.Descriptor):
-    @staticmethod
-    def from_tensor(tensor: Tensor, block: list[int], layout: Any) -> Descriptor:
-        return Descriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-
-class Launched(copies.Persistent):
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, launch_pdl: bool, **constants: Any) -> None:
-            assert launch_pdl
-            start(*args, **constants)
-
-        start = super().__getitem__(grid)
-        return launch
-
-
-def modules() -> dict[str, types.ModuleType]:
-    found = copies.modules()
-    vars(found[f"{GLUON}.language"]).update(
-        uint8=torch.uint8, atomic_add=atomic_add, load=load, program_id=simulated_cluster.program_id
-    )
-    vars(found["triton.language.extra.cuda"]).update(gdc_wait=base.anything)
-    vars(found[GLUON]).update(jit=lambda f=None, **_: Launched(f) if f else Launched)
-    vars(found[f"{GLUON}.nvidia.hopper"]).update(TensorDescriptor=Descriptor)
-    return found
-
-
 @pytest.fixture(scope="module")
-def hopper() -> Any:
-    with (
-        mock.patch.object(base, "modules", modules),
-        mock.patch.object(
-            Pointer, "dtype", property(lambda p: types.SimpleNamespace(element_ty=p.memory.dtype)), create=True
-        ),
-    ):
-        stores = "grouped_matmul_store_hopper", "grouped_matmul_shares_hopper"
-        kernels = "kv_load_hopper", "quant_hopper", "cluster_hopper", *stores, "grouped_matmul_kernel_hopper"
-        pair = base.simulated("grouped_matmul_pair_hopper", *kernels, "grouped_matmul_hopper")
-        found = base.simulated("grouped_matmul_hopper", *kernels)
-        found.pair = pair
-        with simulated_cluster.clustered(found), simulated_cluster.clustered(pair):
-            yield found
-
-
-def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = False) -> Tensor:
-    """Of a launch cut as it says."""
-    counters = torch.zeros(64, dtype=torch.int32)
-    x, _, weight, _, dtype = args
-    assert hopper.hopper_refuses(x, weight, quantize) == ""
-    with (
-        mock.patch.object(kernels, "gpu_of", lambda device: GPU),
-        mock.patch.object(kernels, "hopper_kernel", lambda gpu, stem: hopper),
-        mock.patch.object(hopper, "choose_cut", lambda *sizes: hopper.Cut(*cut)),
-        mock.patch.object(hopper, "arrival_counters", hopper.arrival_counters and (lambda count, device: counters)),
-        poisoned_empty(),
-        torch.no_grad(),
-    ):
-        out = kernels.grouped_matmul(*args, quantize=quantize)
-    assert not counters.any()
-    assert out.dtype is dtype
-    return out
+def hopper() -> Iterator[Any]:
+    with simulated_products() as found:
+        yield found
 
 
 @pytest.mark.parametrize("cut", [(256, 8, 1, 2), (128, 4, 7, 1), (64, 4, 9, 3), (64, 4, 4, 1), (64, 4, 4, 2, True)])

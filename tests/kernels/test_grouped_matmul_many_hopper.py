@@ -19,8 +19,9 @@ from tests.kernels import simulated_copies as copies
 from tests.kernels import simulated_gluon as base
 from tests.kernels.gpus import GPUS
 from tests.kernels.simulated_gluon import Pointer
+from tests.kernels.simulated_products import modules
 from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
-from tests.kernels.test_grouped_matmul_hopper import LAYERS, modules
+from tests.kernels.test_grouped_matmul_hopper import LAYERS
 
 GPU = GPUS["sm_90"][0]
 BF16 = torch.bfloat16
