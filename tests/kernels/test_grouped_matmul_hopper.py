@@ -180,11 +180,16 @@ def every_choice(name: str, halves: bool, clusters: bool, tokens: int) -> None:
         ("fp8_linear wq_b + indexer wq_b", 8, (128, 4, 3, 1, False)),
         ("fp8_linear wq_b + indexer wq_b", 64, (128, 4, 3, 1, False)),
         ("fp8_linear wo_b", 8, (128, 4, 2, 6, True)),
-        ("fp8_linear wo_b", 64, (128, 4, 2, 6, True)),
+        ("fp8_linear wo_b", 32, (64, 4, 3, 5, True)),
+        ("fp8_linear wo_b", 64, (64, 4, 3, 5, True)),
         ("fp8_linear wo_b", 128, (128, 4, 2, 3, True)),
         ("fp8_grouped_einsum wo_a", 8, (128, 4, 2, 3, True)),
         ("fp8_grouped_einsum wo_a", 64, (64, 4, 2, 2, True)),
         ("fp8_grouped_einsum wo_a", 128, (64, 4, 2, 1, False)),
+        ("fp8_grouped_einsum wo_b", 16, (128, 4, 2, 6, True)),
+        ("fp8_grouped_einsum wo_b", 32, (64, 4, 3, 5, True)),
+        ("fp8_grouped_einsum wo_b", 64, (64, 4, 3, 5, True)),
+        ("fp8_grouped_einsum wo_b", 128, (128, 4, 2, 3, True)),
         ("grouped_linear wo_a", 8, (64, 4, 2, 2, True)),
         ("grouped_linear wo_a", 64, (64, 4, 1, 1, False)),
         ("grouped_linear wq_a + wkv", 64, (64, 4, 2, 8, True)),
@@ -197,6 +202,26 @@ def test_layers_of_flash_get_the_cuts_that_were_the_fastest(layer: str, tokens: 
     halves = of.op == "grouped_linear"
     strips = of.size // (64 if halves else 128)
     assert grouped_matmul_hopper.choose_cut(GPU, tokens, of.groups, of.rows, strips, halves) == cut
+
+
+@pytest.mark.parametrize("tokens", [32, 64])
+@pytest.mark.parametrize(
+    ("changed", "cut"),
+    [
+        ({"quantize": True}, (128, 4, 2, 6, True)),
+        ({"whole": True}, (128, 4, 2, 6, True)),
+        ({"halves": True}, (64, 4, 2, 3, True)),
+        ({"strips": 32}, (64, 4, 2, 3, True)),
+        ({"rows": 8192}, (64, 4, 3, 2, True)),
+        ({"rows": 16384}, (64, 4, 2, 1, False)),
+    ],
+)
+def test_small_tiles_of_three_programs_are_for_few_of_many_strips_that_come_quantised(
+    tokens: int, changed: dict[str, Any], cut: tuple[int, ...]
+) -> None:
+    of = {"gpu": GPU, "tokens": tokens, "groups": 1, "rows": 4096, "strips": 64, "halves": False}
+    assert grouped_matmul_hopper.choose_cut(**of) == (64, 4, 3, 5, True)
+    assert grouped_matmul_hopper.choose_cut(**of | changed) == cut
 
 
 @pytest.mark.parametrize("cut", [(64, 4, 3, 1), (128, 4, 2, 2), (128, 8, 1, 1), (256, 8, 1, 2)])
