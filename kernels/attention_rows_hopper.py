@@ -1,8 +1,9 @@
 """Device functions of Hopper warpgroups around attention; attention_rows.py has the same for any GPU.
 
 Queries pass through registers on their way to shared memory, and finished rows pass through the queries' shared memory
-on their way out: there they are normed and rotated, or rotated back and quantised. At most 16 heads are in work at a
-time, so that the registers of the matrix products suffice.
+on their way out: there they are normed and rotated, or rotated back and quantised. That is done in loops, over blocks
+of columns and over 16 heads at a time: the registers of the matrix products suffice, and code that is gone through once
+costs as much as it is long, where it comes out of memory.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ STEP = gl.constexpr(16)
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 # Of queries, eight threads have a row: each the same columns of all blocks of 64, the last of which turns alone.
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+PAIRS_OF_QUERIES = gl.constexpr(gl.SliceLayout(2, gl.BlockedLayout([1, 4, 2], [4, 8, 1], [4, 1, 1], [2, 1, 0])))
+COLUMNS = gl.constexpr(64)  # of a block of columns, 128 bytes: a swizzled tile lies in those
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+# Of finished rows: as wide as half of the dims, and the threads of a warp meet no bank twice.
+FINISHED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 PART_EXPONENT = gl.constexpr(14)  # of the largest number of a float16 part
 ACT_TILE = gl.constexpr(layout.ACT_TILE)
@@ -62,6 +68,18 @@ def _turn(x, cos, sin, ROPE: gl.constexpr, INVERSE: gl.constexpr):
 
 
 @gluon.jit
+def not_unrolled(count: gl.constexpr):
+    """`count`, as the end of a loop that stays one: the compiler does not know that programs are in one row."""
+    return count * gl.num_programs(1)
+
+
+@gluon.jit
+def column_blocks(tile):
+    """A swizzled bfloat16 tile `[N, C]` as its blocks of columns `[C / 64, N, 64]`."""
+    return tile._reinterpret(gl.bfloat16, [tile.shape[1] // COLUMNS, tile.shape[0], COLUMNS], SWIZZLED)
+
+
+@gluon.jit
 def _normed(q, cos, sin, eps, ROPE: gl.constexpr):
     """Queries `[N, 512]` with norm and RoPE, rounded once."""
     x = q.to(gl.float32)
@@ -79,27 +97,47 @@ def load_queries(
 
     Where PARTIAL, heads from `heads` on do not exist; they are zero, or NaN if their norm is.
     """
-    o_head = gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(1, QUERIES)), 1)
+    ROWS: gl.constexpr = BLOCK_H // 2
+    o_head = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES)), 1) + FIRST
     o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, QUERIES)), 0)
     p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
-    # Both loads are on their way before the first is waited for.
-    p_row1 = p_row + ((FIRST + STEP) * head_stride).to(gl.int64)
-    p_row += (FIRST * head_stride).to(gl.int64)
     if PARTIAL:
-        q0 = gl.load(p_row, mask=(o_head + FIRST < heads) & (o_dim >= 0), other=0.0)
-        q1 = gl.load(p_row1, mask=(o_head + (FIRST + STEP) < heads) & (o_dim >= 0), other=0.0)
+        q = gl.load(p_row, mask=(o_head < heads) & (o_dim >= 0), other=0.0)
     else:
-        q0 = gl.load(p_row)
-        q1 = gl.load(p_row1)
+        q = gl.load(p_row)
     if eps is not None:
-        cos, sin = fetch_angles(p_cos, q0, ROPE)
-        q0 = _normed(q0, cos, sin, eps, ROPE)
-    q_tile.slice(FIRST, STEP, 0).store(q0)
-    if eps is not None:
-        q1 = _normed(q1, cos, sin, eps, ROPE)
-    q_tile.slice(FIRST + STEP, STEP, 0).store(q1)
+        # On their way together with the queries.
+        TURNING: gl.constexpr = COLUMNS if ROPE <= COLUMNS else ROPE if ROPE <= 2 * COLUMNS else HALF
+        cos, sin = fetch_angles(p_cos, gl.zeros([ROWS, TURNING], gl.bfloat16, QUERIES), ROPE)
+        q_tile.slice(FIRST, ROWS, 0).store(q)
+        _norm_tile(q_tile, cos, sin, eps, FIRST, ROPE, TURNING)
+    else:
+        q_tile.slice(FIRST, ROWS, 0).store(q)
     fence_async_shared()
     thread_barrier()
+
+
+@gluon.jit
+def _norm_tile(q_tile, cos, sin, eps, FIRST: gl.constexpr, ROPE: gl.constexpr, TURNING: gl.constexpr):
+    """Norm heads FIRST to FIRST + 31 where they are, and turn the last TURNING columns, block by block of columns.
+
+    A thread has the same columns of each block of its rows, and finds there what it has put there itself.
+    """
+    ROWS: gl.constexpr = BLOCK_H // 2
+    blocks = column_blocks(q_tile)
+    squares = gl.zeros([ROWS, COLUMNS // 2], gl.float32, PAIRS_OF_QUERIES)
+    for block in range(not_unrolled(D // COLUMNS)):
+        x = blocks.index(block).slice(FIRST, ROWS, 0).load(QUERIES).to(gl.float32)
+        even, odd = gl.split(gl.reshape(x, [ROWS, COLUMNS // 2, 2]))
+        squares += gl.convert_layout(gl.fma(even, even, odd * odd), PAIRS_OF_QUERIES)
+    total = gl.convert_layout(gl.sum(squares, 1), gl.SliceLayout(1, QUERIES))
+    factor = gl.expand_dims(gl.rsqrt(total * (1.0 / D) + eps), 1)
+    for block in range(not_unrolled((D - TURNING) // COLUMNS)):
+        columns = blocks.index(block).slice(FIRST, ROWS, 0)
+        columns.store((columns.load(QUERIES).to(gl.float32) * factor).to(gl.bfloat16))
+    turning = q_tile.slice(FIRST, ROWS, 0).slice(D - TURNING, TURNING, 1)
+    x = turning.load(QUERIES).to(gl.float32) * factor
+    turning.store(_turn(x, cos, sin, ROPE, False).to(gl.bfloat16))
 
 
 @gluon.jit
@@ -159,12 +197,22 @@ def store_part(acc, factor, q_tile, p_out, p_unit, heads, FIRST: gl.constexpr, P
         unit, inverse = _unit(acc, factor)
         o_head = gl.arange(0, BLOCK_H, gl.SliceLayout(1, acc.type.layout))
         gl.store(p_unit + o_head * (D // HALF) + FIRST // HALF, unit, mask=o_head < heads)
-        half = q_tile._reinterpret(gl.float16, [BLOCK_H, D], q_tile.layout).slice(FIRST, HALF, 1)
-        half.store((acc * gl.expand_dims(factor * inverse, 1)).to(gl.float16))
+        finished, steps = _finished(q_tile, gl.float16, FIRST)
+        finished.store((acc * gl.expand_dims(factor * inverse, 1)).to(gl.float16))
         thread_barrier()
-        for step in gl.static_range(BLOCK_H // STEP):
-            y = half.slice(step * STEP, STEP, 0).load(ROWS)
+        for step in range(not_unrolled(BLOCK_H // STEP)):
+            y = steps.index(FIRST // HALF * (BLOCK_H // STEP) + step).load(ROWS)
             _store_part_rows(y, p_out, step * STEP, heads, FIRST, PARTIAL)
+
+
+@gluon.jit
+def _finished(q_tile, dtype: gl.constexpr, FIRST: gl.constexpr):
+    """The queries' shared memory: room for 64 rows of columns FIRST to FIRST + 255; and all of it in steps of 16 rows,
+    `[8, 16, 256]`, those of the first half of the columns and those of the last.
+    """
+    both = q_tile._reinterpret(dtype, [2 * BLOCK_H, HALF], FINISHED)
+    steps = q_tile._reinterpret(dtype, [2 * BLOCK_H // STEP, STEP, HALF], FINISHED)
+    return both.slice(FIRST // HALF * BLOCK_H, BLOCK_H, 0), steps
 
 
 @gluon.jit
@@ -207,12 +255,18 @@ def store_rows(
         p_scale, tokens, padded_tokens: scales `[GROUPS, n, Ta]`, T and Ta, where GROUPS > 0.
         p_cos: cosines and sines of the token's position, where INVERSE.
     """
-    q_tile.slice(FIRST, HALF, 1).store(acc.to(gl.bfloat16))
+    finished, steps = _finished(q_tile, gl.bfloat16, FIRST)
+    finished.store(acc.to(gl.bfloat16))
+    cos, sin = None, None
+    if INVERSE and FIRST > 0:
+        cos, sin = fetch_angles(p_cos, gl.zeros([STEP, HALF], gl.bfloat16, ROWS), ROPE)
     thread_barrier()
-    store_half(
-        q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
-        FIRST, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
-    )  # fmt: skip
+    for step in range(not_unrolled(BLOCK_H // STEP)):
+        _store_step(
+            steps.index(FIRST // HALF * (BLOCK_H // STEP) + step).load(ROWS), step * STEP, p_out, out_head_stride,
+            p_scale, tokens, padded_tokens, token, head, heads, cos, sin, FIRST, ROPE, PARTIAL, INVERSE, GROUPS,
+            GROUP_HEADS, PACKED, ROWS,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -225,25 +279,40 @@ def store_half(
     BLOCK: gl.constexpr = tile.shape[0]
     COUNT: gl.constexpr = BLOCK if BLOCK < STEP else STEP
     half = tile.slice(FIRST, HALF, 1)
-    o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, ROWS)), 0)
+    cos, sin = None, None
+    if INVERSE and FIRST > 0:
+        cos, sin = fetch_angles(p_cos, gl.zeros([COUNT, HALF], gl.bfloat16, ROWS), ROPE)
     for step in gl.static_range(BLOCK // COUNT):
-        y = half.slice(step * COUNT, COUNT, 0).load(ROWS)
-        if INVERSE and FIRST > 0:
-            cos, sin = fetch_angles(p_cos, y, ROPE)
-            y = _turn(y.to(gl.float32), cos, sin, ROPE, True)
-        if GROUPS == 0:
-            o_head = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(1, ROWS)), 1) + step * COUNT
-            y = gl.convert_layout(y.to(gl.bfloat16), ROWS)
-            p_row = p_out + (o_head.to(gl.int64) * out_head_stride + FIRST + o_dim)
-            if PARTIAL:
-                gl.store(p_row, y, mask=(o_head < heads) & (o_dim >= 0))
-            else:
-                gl.store(p_row, y)
+        _store_step(
+            half.slice(step * COUNT, COUNT, 0).load(ROWS), step * COUNT, p_out, out_head_stride, p_scale, tokens,
+            padded_tokens, token, head, heads, cos, sin, FIRST, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
+            ROWS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _store_step(
+    y, first, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, cos, sin,
+    FIRST: gl.constexpr, ROPE: gl.constexpr, PARTIAL: gl.constexpr, INVERSE: gl.constexpr,
+    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """As `store_rows`, of the rows `y` from row `first` on, and angles instead of where they are."""
+    if INVERSE and FIRST > 0:
+        y = _turn(y.to(gl.float32), cos, sin, ROPE, True)
+    if GROUPS == 0:
+        o_head = gl.expand_dims(gl.arange(0, y.shape[0], gl.SliceLayout(1, ROWS)), 1) + first
+        o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, ROWS)), 0)
+        y = gl.convert_layout(y.to(gl.bfloat16), ROWS)
+        p_row = p_out + (o_head.to(gl.int64) * out_head_stride + FIRST + o_dim)
+        if PARTIAL:
+            gl.store(p_row, y, mask=(o_head < heads) & (o_dim >= 0))
         else:
-            _store_quantized(
-                y.to(gl.float32), p_out, p_scale, tokens, padded_tokens, token, head + step * COUNT,
-                FIRST, GROUPS, GROUP_HEADS, PACKED, ROWS,
-            )  # fmt: skip
+            gl.store(p_row, y)
+    else:
+        _store_quantized(
+            y.to(gl.float32), p_out, p_scale, tokens, padded_tokens, token, head + first,
+            FIRST, GROUPS, GROUP_HEADS, PACKED, ROWS,
+        )  # fmt: skip
 
 
 @gluon.jit

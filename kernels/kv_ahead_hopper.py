@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .. import layout
-from .kv_load_hopper import ROW_WORDS, row_length
+from .kv_load_hopper import ROW_WORDS, place_of, row_length
 
 LINE_WORDS = gl.constexpr(32)  # of the L2 cache
 SCALE_WORDS = gl.constexpr(layout.FP8_DS_MLA.scale // 4)
@@ -56,11 +56,13 @@ def ask_for_keys(p_words, page_chunks, slot, log_page, LINES: gl.constexpr):
 
     In a row of LINES, a line for each of eight threads, the last of them the scales'.
     """
-    safe = gl.maximum(slot, 0)
-    size = 1 << log_page
-    offset = safe & (size - 1)
+    row, scale = place_of(slot, page_chunks, log_page)
+    ask_for_rows(p_words, row, scale, LINES)
+
+
+@gluon.jit
+def ask_for_rows(p_words, row, scale, LINES: gl.constexpr):
+    """As `ask_for_keys`, of keys at a `place_of`."""
     o_line = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LINES)), 0)
-    data = gl.expand_dims(offset * ROW_WORDS, 1) + gl.minimum(o_line * LINE_WORDS, ROW_WORDS - 1)
-    scales = gl.expand_dims(size * ROW_WORDS + offset * SCALE_WORDS, 1)
-    page = gl.expand_dims((safe >> log_page).to(gl.int64) * (page_chunks * 4), 1)
-    ask(p_words + (page + gl.where(o_line == 7, scales, data)))
+    data = gl.expand_dims(row, 1) + gl.minimum(o_line * LINE_WORDS, ROW_WORDS - 1)
+    ask(p_words + gl.where(o_line == 7, gl.expand_dims(scale * SCALE_WORDS, 1), data))

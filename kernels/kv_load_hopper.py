@@ -26,6 +26,7 @@ HALF = gl.constexpr(layout.HEAD_DIM // 2)  # words of a key
 TILES = gl.constexpr(layout.FP8_DS_MLA_TILES)
 TILE_WORDS = gl.constexpr(layout.KV_TILE // 4)
 ROW_WORDS = gl.constexpr(layout.FP8_DS_MLA.data // 4)
+ROW_ALIGN = gl.constexpr(4)  # words
 ROPE_WORD = gl.constexpr(layout.NOPE_DIM // 4)
 ROPE_WORDS = gl.constexpr(layout.ROPE_DIM // 2)
 SCALES_PER_ROW = gl.constexpr(layout.FP8_DS_MLA.data // layout.FP8_DS_MLA.scale)  # scale rows in a data row
@@ -72,31 +73,40 @@ def row_length(p_lens, stride, token, width, CACHE: gl.constexpr = CACHED):
 
 
 @gluon.jit
-def _slots(p_row, o_column, end, capacity):
-    """int32 slots at FETCH columns from `o_column` on; -1 from column `end` on and for an index outside the cache."""
-    column = o_column + gl.arange(0, FETCH, SLOTS)
-    slot = gl.load(p_row + column, mask=column < end, other=-1)
-    return gl.where((slot >= 0) & (slot < capacity), slot, -1).to(gl.int32)
+def place_of(slot, page_chunks, log_page):
+    """Where the keys `slot` are, the first in place of none: int64 words of their row, int64 numbers of their scales.
+
+    page_chunks: distance of two pages in units of 16 bytes; log_page: of the tokens in a page.
+    """
+    safe = gl.where(slot >= 0, slot, 0)
+    page = (safe >> log_page).to(gl.int64)
+    size = 1 << log_page
+    offset = safe & (size - 1)
+    return page * (page_chunks * 4) + offset * ROW_WORDS, page * (page_chunks * 2) + (size * SCALES_PER_ROW + offset)
 
 
 @gluon.jit
 def fetch_keys(
-    p_words, p_scales, page_chunks, slot, log_page,
+    p_words, page_chunks, slot, log_page,
     WORDS: gl.constexpr = WORDS, ROPES: gl.constexpr = ROPES, CACHE: gl.constexpr = CACHED,
 ):  # fmt: skip
-    """What is stored at `slot` `[N]`: words of codes `[N, 8, 16]`, the last tile empty; of rope `[N, 32]`; scales.
+    """As `fetch_rows`, of what is stored at `slot` `[N]`, -1 for what is none."""
+    row, scale = place_of(slot, page_chunks, log_page)
+    return fetch_rows(p_words, row, scale, slot >= 0, WORDS, ROPES, CACHE)
 
-    Where `slot` is -1 the rope is zero and the rest is the first key's. Codes are finite whatever their bits are, so
-    that a factor of zero clears them, and no register has to be zeroed in front of a load.
+
+@gluon.jit
+def fetch_rows(
+    p_words, row, scale, live,
+    WORDS: gl.constexpr = WORDS, ROPES: gl.constexpr = ROPES, CACHE: gl.constexpr = CACHED,
+):  # fmt: skip
+    """What is stored at a `place_of` `[N]`: words of codes `[N, 8, 16]`, of rope `[N, 32]`, and scales, a number each.
+
+    The last tile of codes is empty. Where not `live` the rope is zero and the rest is the first key's. Codes are finite
+    whatever their bits are, so that a factor of zero clears them, and no register has to be zeroed in front of a load.
     """
     tile = gl.expand_dims(gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0), 2)
     o_word = gl.expand_dims(gl.expand_dims(gl.arange(0, TILE_WORDS, gl.SliceLayout(0, gl.SliceLayout(1, WORDS))), 0), 1)
-    live = slot >= 0
-    safe = gl.where(live, slot, 0)
-    page = (safe >> log_page).to(gl.int64)
-    size = 1 << log_page
-    offset = safe & (size - 1)
-    row = page * (page_chunks * 4) + offset * ROW_WORDS
     p_codes = p_words + (gl.expand_dims(gl.expand_dims(row, 1), 2) + o_word)
     codes = gl.load(p_codes + tile * TILE_WORDS, mask=tile < TILES, other=0, cache_modifier=CACHE)
     rope_row = gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(1, ROPES)), 1)
@@ -104,9 +114,8 @@ def fetch_keys(
     o_rope = gl.expand_dims(gl.arange(0, ROPE_WORDS, gl.SliceLayout(0, ROPES)), 0)
     rope = gl.load(p_words + (rope_row + o_rope + ROPE_WORD), mask=m_rope, other=0, cache_modifier=CACHE)
     # A key's scales are one number: taking a vector of bytes apart would wait for the load here.
-    p_row_scales = p_scales + (page * (page_chunks * 2) + (size * SCALES_PER_ROW + offset))
-    scales = gl.load(p_row_scales, cache_modifier=CACHE)
-    return codes, rope, scales
+    p_scales = p_words.to(gl.pointer_type(gl.int64), bitcast=True)
+    return codes, rope, gl.load(p_scales + scale, cache_modifier=CACHE)
 
 
 @gluon.jit
@@ -142,40 +151,53 @@ def _times(pairs, factor):
 
 
 @gluon.jit
+def _fetch(p_words0, p_words1, boundary, block, place, rows, scales, lives, PART: gl.constexpr):
+    """`fetch_rows` of keys PART * FETCH on of a block, and which of them are keys."""
+    row = rows.index(place).slice(PART * FETCH, FETCH, 0).load(SLOTS)
+    scale = scales.index(place).slice(PART * FETCH, FETCH, 0).load(SLOTS)
+    live = lives.index(place).slice(PART * FETCH, FETCH, 0).load(SLOTS) > 0
+    # What lies in shared memory is a multiple of nothing, for all that the compiler knows.
+    row = gl.multiple_of(row, ROW_ALIGN)
+    codes, rope, words = fetch_rows(gl.where(block < boundary, p_words0, p_words1), row, scale, live)
+    return codes, rope, words, live
+
+
+@gluon.jit
 def produce_keys(
-    p_words, p_scales, page_chunks, p_row, length, capacity, begin, end, shift, keys, lives, ready, free,
-    LOG_PAGE: gl.constexpr, WIDE: gl.constexpr,
-):  # fmt: skip
-    """Blocks `begin` to `end` of a row of slots into the ring of buffers; block j is number j + shift of the program.
+    p_words0, p_words1, boundary, begin, end, rows, scales, lives, placed, keys, ready, free, WIDE: gl.constexpr
+):
+    """Blocks `begin` to `end` of a token's keys into the ring of buffers: of the second cache from `boundary` on.
 
     Args:
-        p_words, p_scales: the cache as int32 and as int64; page_chunks: distance of its pages in units of 16 bytes.
-        keys: bfloat16 `[buffers, keys of a block, 512]`, shared; lives: float32 `[buffers, keys of a block]`, shared,
-            1 for keys and 0 for what is none. `ready` and `free` are a barrier for each buffer.
+        p_words0, p_words1: the caches as int32.
+        rows, scales: int64 `[places, keys of a block]`, shared, see `place_of`; lives: float32, 1 for keys and 0 for
+            what is none. Block j of the program has place j % places, the first since `placed`, and each of the others
+            since the block `places - 1` in front of it was freed.
+        keys: bfloat16 `[buffers, keys of a block, 512]`, shared. `ready` and `free` are a barrier for each buffer.
     """
     BUFFERS: gl.constexpr = keys.shape[0]
     BLOCK_N: gl.constexpr = keys.shape[1]
+    PARTS: gl.constexpr = BLOCK_N // FETCH
+    PLACES: gl.constexpr = rows.shape[0]
     words = keys._reinterpret(gl.int32, [BUFFERS, BLOCK_N, HALF], SWIZZLED_WORDS)
-    length = gl.minimum(length, end * BLOCK_N)
     if end > begin:
-        slot = _slots(p_row, begin * BLOCK_N, length, capacity)
-        next_slot = _slots(p_row, begin * BLOCK_N + FETCH, length, capacity)
-        codes, rope, scales = fetch_keys(p_words, p_scales, page_chunks, slot, LOG_PAGE)
+        mbarrier.wait(placed, 0)
+        codes, rope, numbers, live = _fetch(p_words0, p_words1, boundary, begin, 0, rows, scales, lives, 0)
         for block in range(begin, end):
-            number = block + shift
+            number = block - begin
             buffer = number % BUFFERS
-            for part in gl.static_range(BLOCK_N // FETCH):
-                now_codes, now_rope, now_scales = codes, rope, scales
-                now_slot = slot
-                slot = next_slot
+            for part in gl.static_range(PARTS):
+                now_codes, now_rope, now_numbers, now_live = codes, rope, numbers, live
                 # The next keys are on their way while these are dequantised.
-                codes, rope, scales = fetch_keys(p_words, p_scales, page_chunks, slot, LOG_PAGE)
-                next_slot = _slots(p_row, block * BLOCK_N + (part + 2) * FETCH, length, capacity)
-                pairs = dequantize_keys(now_codes, now_rope, now_scales, now_slot >= 0, WIDE)
+                following = (part + 1) // PARTS
+                codes, rope, numbers, live = _fetch(
+                    p_words0, p_words1, boundary, block + following, (number + following) % PLACES, rows, scales, lives,
+                    (part + 1) % PARTS,
+                )  # fmt: skip
+                pairs = dequantize_keys(now_codes, now_rope, now_numbers, now_live, WIDE)
                 if part == 0:
                     mbarrier.wait(free.index(buffer), ((number // BUFFERS) & 1) ^ 1)
                 words.index(buffer).slice(part * FETCH, FETCH, 0).store(pairs)
-                lives.index(buffer).slice(part * FETCH, FETCH, 0).store(gl.where(now_slot >= 0, 1.0, 0.0))
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(ready.index(buffer), count=1)

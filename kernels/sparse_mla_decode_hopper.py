@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .attention_rows_hopper import BLOCK_H
-from .gpu import Gpu
+from .gpu import Gpu, early_start
 from .sparse_mla_decode_few_hopper import MOST_HEADS
 from .sparse_mla_decode_kernel_hopper import KEYS, sparse_mla_decode_hopper_kernel
 from .sparse_mla_decode_launch_hopper import gather_refuses, launch_gathering
@@ -44,7 +44,7 @@ def launch_hopper(
         sparse_mla_decode_hopper_kernel,
         HEADS,
         KEYS,
-        constants,
+        constants | early_start(True),
         q,
         window,
         extra,

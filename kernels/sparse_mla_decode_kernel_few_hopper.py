@@ -46,20 +46,19 @@ def _cache_of(source0, source1, blocks0, block):
     """Of the caches `source0` and `source1` the one that `block` belongs to, and the block's first column there."""
     first = block < blocks0
     p_words = gl.where(first, source0[0], source1[0])
-    p_scales = gl.where(first, source0[1], source1[1])
-    chunks = gl.where(first, source0[2], source1[2])
-    p_row = gl.where(first, source0[3], source1[3])
-    length = gl.where(first, source0[4], source1[4])
-    capacity = gl.where(first, source0[5], source1[5])
-    log_page = gl.where(first, source0[6], source1[6])
-    return p_words, p_scales, chunks, p_row, length, capacity, log_page, (block - gl.where(first, 0, blocks0)) * BLOCK_N
+    chunks = gl.where(first, source0[1], source1[1])
+    p_row = gl.where(first, source0[2], source1[2])
+    length = gl.where(first, source0[3], source1[3])
+    capacity = gl.where(first, source0[4], source1[4])
+    log_page = gl.where(first, source0[5], source1[5])
+    return p_words, chunks, p_row, length, capacity, log_page, (block - gl.where(first, 0, blocks0)) * BLOCK_N
 
 
 @gluon.jit
 def _slots(source0, source1, blocks0, block, end, SIDE: gl.constexpr):
     """int32 slots of half of a block; -1 for what is none, and from block `end` on."""
     # The last block stands in for those behind it: the other cache may have no pages.
-    _, _, _, p_row, length, capacity, _, column = _cache_of(source0, source1, blocks0, gl.minimum(block, end - 1))
+    _, _, p_row, length, capacity, _, column = _cache_of(source0, source1, blocks0, gl.minimum(block, end - 1))
     o_column = column + SIDE * FETCH + gl.arange(0, FETCH, SLOTS)
     slot = gl.load(p_row + o_column, mask=o_column < gl.where(block < end, length, 0), other=-1)
     return gl.where((slot >= 0) & (slot < capacity), slot, -1).to(gl.int32)
@@ -68,21 +67,21 @@ def _slots(source0, source1, blocks0, block, end, SIDE: gl.constexpr):
 @gluon.jit
 def _fetch(source0, source1, blocks0, block, end, slot):
     """`fetch_keys` from the cache of `block`, with its stand-in as `_slots`."""
-    p_words, p_scales, chunks, _, _, _, log_page, _ = _cache_of(source0, source1, blocks0, gl.minimum(block, end - 1))
-    return fetch_keys(p_words, p_scales, chunks, slot, log_page)
+    p_words, chunks, _, _, _, log_page, _ = _cache_of(source0, source1, blocks0, gl.minimum(block, end - 1))
+    return fetch_keys(p_words, chunks, slot, log_page)
 
 
 @gluon.jit
 def _producer(
-    p_words0, p_scales0, chunks0, p_row0, length0, capacity0, p_words1, p_scales1, chunks1, p_row1, length1, capacity1,
+    p_words0, chunks0, p_row0, length0, capacity0, p_words1, chunks1, p_row1, length1, capacity1,
     blocks0, begin, end, keys, lives, ready, free,
     LOG_PAGE0: gl.constexpr, LOG_PAGE1: gl.constexpr, WIDE: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """The second or the third warpgroup: the first or the second half of every block."""
     BUFFERS: gl.constexpr = keys.shape[0]
     words = keys._reinterpret(gl.int32, [BUFFERS, BLOCK_N, KEY_WORDS], SWIZZLED_WORDS)
-    source0 = p_words0, p_scales0, chunks0, p_row0, length0, capacity0, LOG_PAGE0
-    source1 = p_words1, p_scales1, chunks1, p_row1, length1, capacity1, LOG_PAGE1
+    source0 = p_words0, chunks0, p_row0, length0, capacity0, LOG_PAGE0
+    source1 = p_words1, chunks1, p_row1, length1, capacity1, LOG_PAGE1
     if end > begin:
         slot = _slots(source0, source1, blocks0, begin, end, SIDE)
         next_slot = _slots(source0, source1, blocks0, begin + 1, end, SIDE)
@@ -206,11 +205,9 @@ def sparse_mla_decode_few_hopper_kernel(
     p_scale,  # of e4m3, see attention_rows_hopper.store_rows
     p_q,  # [T, H, 512] bfloat16
     p_words0,  # [P, page_bytes / 4] int32
-    p_scales0,  # [P, page_bytes / 8] int64, the same memory
     p_indices0,  # [T, W] int
     p_lens0,  # [T] int
     p_words1,
-    p_scales1,
     p_indices1,  # [T, K] int
     p_lens1,
     p_sink,  # [H] float32 or None
@@ -303,10 +300,10 @@ def sparse_mla_decode_few_hopper_kernel(
         (_consumer, (p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_lse, p_scale, tokens,
                      padded_tokens, token, head, heads, scale, end - begin, q_tile, keys, weights_tile, lives,
                      ready, free, SPLIT, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED)),
-        (_producer, (p_words0, p_scales0, page_chunks0, p_row0, length0, capacity0, p_words1, p_scales1, page_chunks1,
+        (_producer, (p_words0, page_chunks0, p_row0, length0, capacity0, p_words1, page_chunks1,
                      p_row1, length1, capacity1, blocks0, begin, end, keys, lives, ready, free,
                      LOG_PAGE0, LOG_PAGE1, WIDE, 0)),
-        (_producer, (p_words0, p_scales0, page_chunks0, p_row0, length0, capacity0, p_words1, p_scales1, page_chunks1,
+        (_producer, (p_words0, page_chunks0, p_row0, length0, capacity0, p_words1, page_chunks1,
                      p_row1, length1, capacity1, blocks0, begin, end, keys, lives, ready, free,
                      LOG_PAGE0, LOG_PAGE1, WIDE, 1)),
     ], [4, 4], [PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -5,10 +5,19 @@ three warpgroups, between which stand two buffers of dequantised keys:
 
     producer  gathers 32 keys at a time into registers, dequantises them exactly, stores them swizzled
     left      scores, online softmax, weights to shared memory, dims 0 to 255 of the output
-    right     dims 256 to 511
+    right     where the keys are that will be gathered, and dims 256 to 511
 
 Left and right each load half of the heads' queries, and norm and rotate them if asked to, while the first keys are on
-their way; each finishes its half of the dims, and rotates back and quantises them if asked to.
+their way; each finishes its half of the dims, and rotates back and quantises them if asked to. Right is four blocks
+ahead of its products: it reads the slots of both caches, writes down where each key lies, so that the producer sees one
+row of keys, and asks the L2 cache for them.
+
+In a row of layers other kernels take the instruction cache, and the weights of a layer are more than the L2 cache, so
+that code comes out of memory: what is gone through once costs as much as it is long. This one was 148 KB with both ends
+fused and is 91, by loops in the place of copies and one row of keys in the place of two. Between projections that took
+128 tokens of 128, 256 and 640 keys from 31.6, 40.2 and 54.4 us to 19.7, 25.4 and 39.7, and 512 from 86 and 218 to 70
+and 159 (128 and 640 keys; `examples/benchmarks/attention_between_projections.py`); back to back 128 tokens of 640 keys
+went from 38.2 to 36.8. A row of keys that the producer puts together itself takes 8% longer than two.
 
 Of the registers, left has 200, right 160, the producer 144: with fewer than 160, the compiler would serialise the
 matrix products of a warpgroup. A register that is spilled in a loop costs more than any instruction: gathers leave
@@ -49,10 +58,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_rows_hopper import BLOCK_H, HALF, D, load_queries, store_part, store_rows
 from .kv_load_hopper import produce_keys, row_length, thread_barrier
+from .kv_places_hopper import ask_for_block, find_keys, place_keys
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
 
@@ -60,6 +70,8 @@ KEYS = 64
 
 BLOCK_N = gl.constexpr(KEYS)
 BUFFERS = gl.constexpr(2)
+AHEAD = gl.constexpr(4)  # blocks from the one that is multiplied to the one whose keys are found
+PLACES = gl.constexpr(8)  # of blocks whose keys are found, fetched or scored: a power of two, more than AHEAD + 1
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
 
@@ -67,23 +79,6 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF.value, 16]))
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def _producer(
-    p_words0, p_scales0, page_chunks0, p_row0, length0, capacity0, begin0, end0,
-    p_words1, p_scales1, page_chunks1, p_row1, length1, capacity1, begin1, end1,
-    keys, lives, ready, free, LOG_PAGE0: gl.constexpr, LOG_PAGE1: gl.constexpr, WIDE: gl.constexpr,
-):  # fmt: skip
-    """The third warpgroup."""
-    produce_keys(
-        p_words0, p_scales0, page_chunks0, p_row0, length0, capacity0, begin0, end0, -begin0,
-        keys, lives, ready, free, LOG_PAGE0, WIDE,
-    )  # fmt: skip
-    produce_keys(
-        p_words1, p_scales1, page_chunks1, p_row1, length1, capacity1, begin1, end1, end0 - begin0 - begin1,
-        keys, lives, ready, free, LOG_PAGE1, WIDE,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -146,7 +141,7 @@ def _left(
             acc = warpgroup_mma(weights_tile, keys.index(buffer).slice(0, HALF, 1), acc, is_async=True)
             mbarrier.wait(ready.index(following), ((number + 1) // BUFFERS) & 1)
             scores = _scores(q_tile, keys.index(following))
-            live = lives.index(following).load(gl.SliceLayout(0, SCORES))
+            live = lives.index((number + 1) % PLACES).load(gl.SliceLayout(0, SCORES))
             acc = warpgroup_mma_wait(1, deps=[acc])
             thread_barrier()
             mbarrier.arrive(free.index(buffer), count=1)
@@ -196,25 +191,51 @@ def _left(
 
 @gluon.jit
 def _right(
+    p_words0, chunks0, p_indices0, stride0, length0, capacity0, p_words1, chunks1, p_indices1, stride1, length1,
+    capacity1, boundary, begin, rows, scales, lives, placed,
     p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head,
     heads, blocks, q_tile, keys, weights_tile, factors, shares,
-    ready, free, weights_ready, weights_free, q_ready, SPLIT: gl.constexpr, ROPE: gl.constexpr,
-    PARTIAL: gl.constexpr, INVERSE: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+    ready, free, weights_ready, weights_free, q_ready, LOG_PAGE0: gl.constexpr, LOG_PAGE1: gl.constexpr,
+    SPLIT: gl.constexpr, ROPE: gl.constexpr, PARTIAL: gl.constexpr, INVERSE: gl.constexpr, GROUPS: gl.constexpr,
+    GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """The second warpgroup: the right half of the output."""
+    """The second warpgroup: where keys are, and the right half of the output."""
+    source0 = p_words0, chunks0, LOG_PAGE0, p_indices0, stride0, length0, capacity0
+    source1 = p_words1, chunks1, LOG_PAGE1, p_indices1, stride1, length1, capacity1
+    FIRST: gl.constexpr = AHEAD * BLOCK_N
+    ALL: gl.constexpr = PLACES * BLOCK_N
+    slot = find_keys(source0, source1, token, boundary, begin, FIRST, BLOCK_N)
+    place_keys(
+        source0, source1, boundary, begin, slot, rows._reinterpret(gl.int64, [ALL], FLAT).slice(0, FIRST),
+        scales._reinterpret(gl.int64, [ALL], FLAT).slice(0, FIRST),
+        lives._reinterpret(gl.float32, [ALL], FLAT).slice(0, FIRST), BLOCK_N,
+    )  # fmt: skip
+    thread_barrier()
+    mbarrier.arrive(placed, count=1)
     load_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, BLOCK_H // 2, ROPE, PARTIAL)
     mbarrier.arrive(q_ready, count=1)
     acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
+    slot = find_keys(source0, source1, token, boundary, begin + AHEAD, BLOCK_N, BLOCK_N)
     for number in range(blocks):
         buffer = number % BUFFERS
         mbarrier.wait(ready.index(buffer), (number // BUFFERS) & 1)
         mbarrier.wait(weights_ready, number & 1)
         acc = acc * gl.expand_dims(factors.load(gl.SliceLayout(1, OUTPUT)), 1)
         acc = warpgroup_mma(weights_tile, keys.index(buffer).slice(HALF, HALF, 1), acc, is_async=True)
+        asked, place = number + AHEAD - 1, (number + AHEAD - 1) % PLACES
+        if asked < blocks:
+            ask_for_block(source0, source1, boundary, begin + asked, rows.index(place), scales.index(place))
         acc = warpgroup_mma_wait(0, deps=[acc])
         thread_barrier()
         mbarrier.arrive(weights_free, count=1)
         mbarrier.arrive(free.index(buffer), count=1)
+        ahead = number + AHEAD
+        place = ahead % PLACES
+        place_keys(
+            source0, source1, boundary, begin + ahead, slot, rows.index(place), scales.index(place), lives.index(place),
+            BLOCK_N,
+        )  # fmt: skip
+        slot = find_keys(source0, source1, token, boundary, begin + ahead + 1, BLOCK_N, BLOCK_N)
     mbarrier.wait(weights_ready, blocks & 1)
     factor = factors.load(gl.SliceLayout(1, OUTPUT))
     if SPLIT:
@@ -243,11 +264,9 @@ def sparse_mla_decode_hopper_kernel(
     p_scale,  # of e4m3, see attention_rows_hopper.store_rows; or of float16 parts [N, splits, H, 2] float32
     p_q,  # [T, H, 512] bfloat16
     p_words0,  # [P, page_bytes / 4] int32
-    p_scales0,  # [P, page_bytes / 8] int64, the same memory
     p_indices0,  # [T, W] int
     p_lens0,  # [T] int
     p_words1,
-    p_scales1,
     p_indices1,  # [T, K] int
     p_lens1,
     p_sink,  # [H] float32 or None
@@ -298,20 +317,24 @@ def sparse_mla_decode_hopper_kernel(
     weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SWIZZLED)
     factors = gl.allocate_shared_memory(gl.float32, [BLOCK_H], FLAT)
     shares = gl.allocate_shared_memory(gl.float32, [BLOCK_H], FLAT)
-    lives = gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK_N], FLAT)
+    rows = gl.allocate_shared_memory(gl.int64, [PLACES, BLOCK_N], FLAT)
+    scales = gl.allocate_shared_memory(gl.int64, [PLACES, BLOCK_N], FLAT)
+    lives = gl.allocate_shared_memory(gl.float32, [PLACES, BLOCK_N], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     weights_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     weights_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    placed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
     mbarrier.init(weights_ready, count=1)
     mbarrier.init(weights_free, count=1)
     mbarrier.init(q_ready, count=1)
-    if SPLIT:
-        gdc_launch_dependents()
+    mbarrier.init(placed, count=1)
+    gdc_launch_dependents()
+    gdc_wait()
     HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     PARTIAL: gl.constexpr = H % BLOCK_H != 0
     part = gl.program_id(0) // HEAD_BLOCKS
@@ -329,11 +352,9 @@ def sparse_mla_decode_hopper_kernel(
     parts = gl.maximum(gl.minimum(splits, (blocks + least - 1) // least), 1)
     begin = blocks * gl.minimum(part % splits, parts) // parts
     end = blocks * gl.minimum(part % splits + 1, parts) // parts
-    begin0, end0 = gl.minimum(begin, blocks0), gl.minimum(end, blocks0)
-    begin1, end1 = gl.maximum(begin - blocks0, 0), gl.maximum(end - blocks0, 0)
+    # Where the second cache begins: nowhere if it is not wanted, for then it may have no pages.
+    boundary = gl.where(end <= blocks0, 2**30, blocks0)
     p_q += token * q_token_stride + head.to(gl.int64) * q_head_stride
-    p_row0 = p_indices0 + token * indices0_stride
-    p_row1 = p_indices1 + token * indices1_stride
     if p_sink is not None:
         p_sink += head
     if SPLIT:
@@ -352,10 +373,12 @@ def sparse_mla_decode_hopper_kernel(
                  padded_tokens, token, head, heads, scale, end - begin, q_tile, keys, weights_tile, factors, shares,
                  lives, ready, free, weights_ready, weights_free, q_ready, SPLIT, ROPE, PARTIAL, INVERSE,
                  GROUPS, GROUP_HEADS, PACKED)),
-        (_right, (p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens,
+        (_right, (p_words0, page_chunks0, p_indices0, indices0_stride, length0, capacity0, p_words1, page_chunks1,
+                  p_indices1, indices1_stride, length1, capacity1, boundary, begin, rows, scales, lives, placed,
+                  p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens,
                   token, head, heads, end - begin, q_tile, keys, weights_tile, factors, shares, ready, free,
-                  weights_ready, weights_free, q_ready, SPLIT, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED)),
-        (_producer, (p_words0, p_scales0, page_chunks0, p_row0, length0, capacity0, begin0, end0,
-                     p_words1, p_scales1, page_chunks1, p_row1, length1, capacity1, begin1, end1,
-                     keys, lives, ready, free, LOG_PAGE0, LOG_PAGE1, WIDE)),
+                  weights_ready, weights_free, q_ready, LOG_PAGE0, LOG_PAGE1, SPLIT, ROPE, PARTIAL, INVERSE, GROUPS,
+                  GROUP_HEADS, PACKED)),
+        (produce_keys, (p_words0, p_words1, boundary, begin, end, rows, scales, lives, placed, keys, ready, free,
+                        WIDE)),
     ], [4, 4], [RIGHT_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

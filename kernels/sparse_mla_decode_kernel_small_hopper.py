@@ -71,11 +71,9 @@ def sparse_mla_decode_small_hopper_kernel(
     p_scale,  # of e4m3, see attention_rows_hopper.store_rows
     p_q,  # [T, H, 512] bfloat16
     p_words0,  # [P, page_bytes / 4] int32
-    p_scales0,  # [P, page_bytes / 8] int64, the same memory
     p_indices0,  # [T, W] int
     p_lens0,  # [T] int
     p_words1,
-    p_scales1,
     p_indices1,  # [T, K] int
     p_lens1,
     p_sink,  # [H] float32 or None
@@ -193,9 +191,8 @@ def sparse_mla_decode_small_hopper_kernel(
         if part < blocks:
             inner = part < blocks0
             codes, rope, scales = fetch_keys(
-                gl.where(inner, p_words0, p_words1), gl.where(inner, p_scales0, p_scales1),
-                gl.where(inner, page_chunks0, page_chunks1), slot, gl.where(inner, LOG_PAGE0, LOG_PAGE1),
-                WORDS, ROPES, ".cg",
+                gl.where(inner, p_words0, p_words1), gl.where(inner, page_chunks0, page_chunks1), slot,
+                gl.where(inner, LOG_PAGE0, LOG_PAGE1), WORDS, ROPES, ".cg",
             )  # fmt: skip
             put_few_queries(q, cos, sin, eps, q_tile, ROPE)
             words.store(dequantize_keys(codes, rope, scales, slot >= 0, WIDE, WORDS))
@@ -220,9 +217,8 @@ def sparse_mla_decode_small_hopper_kernel(
         for block in range(part, blocks, splits):
             inner = block < blocks0
             codes, rope, scales = fetch_keys(
-                gl.where(inner, p_words0, p_words1), gl.where(inner, p_scales0, p_scales1),
-                gl.where(inner, page_chunks0, page_chunks1), slot, gl.where(inner, LOG_PAGE0, LOG_PAGE1),
-                WORDS, ROPES, ".cg",
+                gl.where(inner, p_words0, p_words1), gl.where(inner, page_chunks0, page_chunks1), slot,
+                gl.where(inner, LOG_PAGE0, LOG_PAGE1), WORDS, ROPES, ".cg",
             )  # fmt: skip
             if block == part:
                 # Queries are normed while the first keys are on their way.

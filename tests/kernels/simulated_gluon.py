@@ -124,7 +124,7 @@ class Shared:
     def index(self, i: Any) -> Shared:
         return Shared(self.data[int(i)])
 
-    def slice(self, start: int, length: int, dim: int) -> Shared:
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.data.narrow(dim, int(start), int(length)))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
@@ -138,7 +138,11 @@ class Shared:
         self.data.copy_(value.data)
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        return Shared(self.data.view(dtype).view(shape))
+        data = self.data.view(dtype)
+        if len(shape) == 3 and shape[1] == len(data) and shape[0] * shape[2] == data[0].numel():
+            # Blocks of columns of a swizzled tile.
+            return Shared(data.unflatten(1, (shape[0], shape[2])).permute(1, 0, 2))
+        return Shared(data.view(shape))
 
 
 class Barrier:
@@ -189,6 +193,7 @@ class Kernel:
     """A jitted function: called by another, or launched."""
 
     program: tuple[int, ...] = (0,)
+    grid: tuple[int, ...] = (1,)
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -198,6 +203,7 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, enable_fp_fusion: bool = True, launch_pdl: bool = False, **constants: Any) -> None:
+            Kernel.grid = grid
             for Kernel.program in itertools.product(*map(range, grid)):
                 self.function(*map(argument, args), **constants)
 
@@ -288,6 +294,12 @@ def atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> Value:
     return old
 
 
+def multiple_of(x: Value, n: int) -> Value:
+    """What a kernel promises its compiler."""
+    assert (x.data % n == 0).all()
+    return x
+
+
 def where(condition: Any, a: Any, b: Any) -> Any:
     if isinstance(a, Pointer):
         return a if raw(condition) else b
@@ -347,6 +359,7 @@ def modules() -> dict[str, types.ModuleType]:
             "broadcast": lambda a, b: tuple(Value(x) for x in torch.broadcast_tensors(a.data, b.data)),
             "static_range": range,
             "static_assert": static_assert,
+            "num_programs": lambda axis: Value(torch.tensor((*Kernel.grid, 1, 1)[axis], dtype=torch.int32)),
             "program_id": lambda axis: Value(torch.tensor(Kernel.program[axis], dtype=torch.int32)),
             "allocate_shared_memory": lambda dtype, shape, layout: (
                 Barrier(shape[0]) if layout == "mbarrier" else Shared(unwritten(dtype, shape))
@@ -354,6 +367,7 @@ def modules() -> dict[str, types.ModuleType]:
             "inline_asm_elementwise": assembly,
             "warp_specialize": specialize,
             "where": where,
+            "multiple_of": multiple_of,
             "load": load,
             "store": store,
             "atomic_add": atomic_add,
