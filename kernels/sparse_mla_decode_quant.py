@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..layout import ACT_TILE, SCALES_PER_WORD, cdiv
+from ..layout import ACT_TILE, SCALES_PER_WORD
 from ..reference.sparse_mla_decode import group_heads
-from .gpu import Gpu, gpu_of, hopper_kernel
-from .inv_rope_fp8_quant import inv_rope_fp8_quant
 from .quant import refuses_fp8
 from .sparse_mla_decode import launch_best, sources, sparse_mla_decode_refuses
-from .sparse_mla_decode_plan import Fusion, outputs, part_count, quantized_outputs
+from .sparse_mla_decode_plan import Fusion, quantized_outputs
 
 
 def sparse_mla_decode_quant_refuses(
@@ -88,26 +86,7 @@ def sparse_mla_decode_quant(
     """`sparse_mla_decode`, quantised: bit for bit `inv_rope_fp8_quant` behind a call of it."""
     size = group_heads(q.shape[1], n_groups, heads_per_group)
     caches = sources(k_cache, indices, lens, block_size, extra_k_cache, extra_indices, extra_lens, extra_block_size)
-    if positions is not None and cos_sin_cache is not None and inverse_rope and quantises_apart(q, gpu_of(q.device)):
-        front = Fusion(positions, cos_sin_cache, q_norm_eps) if q_norm_eps is not None else Fusion()
-        front = front._replace(batch_invariant=batch_invariant)
-        out, _ = launch_best(q, *caches, cache_format, scale, attn_sink, kv_scale, front, outputs(q))
-        return inv_rope_fp8_quant(out, positions, cos_sin_cache, n_groups, size, packed_scales)
     where = positions, cos_sin_cache, q_norm_eps, inverse_rope, batch_invariant
     fusion = Fusion(*where, n_groups, size, packed_scales)
     into = quantized_outputs(q, n_groups, size, packed_scales)
     return launch_best(q, *caches, cache_format, scale, attn_sink, kv_scale, fusion, into)
-
-
-def quantises_apart(q: Tensor, gpu: Gpu) -> bool:
-    """Whether outputs are rotated back and quantised by a launch of its own.
-
-    On Hopper, where rows are not split and one program finishes 64 heads: the end of that program then costs more than
-    a launch. On an H200 128 and 512 tokens of 64 heads and 640 keys took 59 and 245 us fused, 52 and 191 apart; 32
-    tokens, whose parts are joined by small programs, 22 fused and 27 apart.
-    """
-    tokens, heads, _ = q.shape
-    hopper = hopper_kernel(gpu, "sparse_mla_decode_hopper")
-    if hopper is None or heads < hopper.FEWEST_HEADS or tokens == 0:
-        return False
-    return part_count(tokens * cdiv(heads, hopper.HEADS), 2, gpu) == 1

@@ -114,29 +114,6 @@ def test_quantised_rows_are_those_of_the_separate_op(
 
 
 @interpreted
-@pytest.mark.parametrize("eps", [None, EPS])
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_launch_that_quantises_apart_gives_the_same(
-    monkeypatch: pytest.MonkeyPatch, eps: float | None, packed: bool
-) -> None:
-    arguments = call(5, 6, window=20, extra=20, **BF16) | {"q_norm_eps": eps, "inverse_rope": True}
-    arguments |= {"n_groups": 2, "packed_scales": packed}
-    want = run("sparse_mla_decode_quant", arguments)
-    monkeypatch.setattr(quant_launcher, "quantises_apart", lambda q, gpu: True)
-    assert_equal(run("sparse_mla_decode_quant", arguments), want)
-
-
-def test_full_launches_of_many_heads_quantise_apart_on_hopper() -> None:
-    h200, b200 = Gpu("cuda", 90, 132), Gpu("cuda", 100, 132)
-    apart = {
-        (tokens, heads): quant_launcher.quantises_apart(torch.empty(tokens, heads, 512, device="meta"), h200)
-        for tokens, heads in [(0, 64), (1, 64), (66, 64), (67, 64), (512, 64), (33, 128), (34, 128), (512, 32)]
-    }
-    assert [at for at, yes in apart.items() if yes] == [(67, 64), (512, 64), (34, 128)]
-    assert not quant_launcher.quantises_apart(torch.empty(512, 64, 512, device="meta"), b200)
-
-
-@interpreted
 @pytest.mark.parametrize("dim", [128, 256])
 def test_smaller_heads_are_quantised_strip_by_strip(dim: int) -> None:
     arguments = call(3, 4, dim=dim) | {"n_groups": 2, "inverse_rope": False}
