@@ -117,12 +117,12 @@ def _multiply(
     w_ring = gl.allocate_shared_memory(weights.dtype, [RING, BLOCK_N, BLOCK_K], TILE)
     x_ring = gl.allocate_shared_memory(inputs.dtype, [RING, BLOCK_M, BLOCK_K], X_TILE)
     ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    # Short code, which a cold cache of instructions has sooner: with an end that is not known, loops stay loops.
-    filled = gl.minimum(count, RING)
-    for i in range(filled):
+    for i in gl.static_range(RING):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     thread_barrier()
+    # Short code, which a cold cache of instructions has sooner: with an end that is not known, loops stay loops.
+    filled = gl.minimum(count, RING)
     for i in range(filled):
         mbarrier.expect(ready.index(i), BYTES)
         copy_tile(weights, [first_row, (begin + i) * BLOCK_K], ready.index(i), w_ring.index(i))
