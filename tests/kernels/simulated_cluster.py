@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 
 from tests.kernels import simulated_gluon as base
-from tests.kernels.simulated_gluon import Kernel, Value
+from tests.kernels.simulated_gluon import Kernel
+from tests.kernels.simulated_values import Value
 
 _this = threading.local()
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels import simulated_gluon as base
-from tests.kernels.simulated_gluon import GLUON, Barrier, Kernel, Pointer, Shared, Value
+from tests.kernels.simulated_gluon import GLUON, Barrier, Kernel, Shared
+from tests.kernels.simulated_values import Pointer, Value, raw
 
 THREADS = 128
 
@@ -30,7 +31,7 @@ class Descriptor:
 
     def at(self, corner: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
         """The part of a block that the tensor has, and where in the block it is."""
-        first = [int(base.raw(x)) for x in corner]
+        first = [int(raw(x)) for x in corner]
         found = self.tensor[tuple(slice(a, a + n) for a, n in zip(first, self.block, strict=True))]
         return found, tuple(slice(0, n) for n in found.shape)
 
@@ -116,7 +117,7 @@ def modules() -> dict[str, types.ModuleType]:
         to_tensor=lambda x: x if isinstance(x, Value) else Value(torch.tensor(x)),
         num_programs=lambda axis: Persistent.programs,
         broadcast=broadcast,
-        full=lambda shape, x, dtype, layout: Value(torch.full([int(n) for n in shape], base.raw(x), dtype=dtype)),
+        full=lambda shape, x, dtype, layout: Value(torch.full([int(n) for n in shape], raw(x), dtype=dtype)),
         min=lambda x, axis: Value(x.data.amin(axis)),
     )
     vars(hopper.mbarrier).update(expect=expect)

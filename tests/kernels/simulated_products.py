@@ -17,7 +17,8 @@ from tests.kernels import simulated_cluster
 from tests.kernels import simulated_copies as copies
 from tests.kernels import simulated_gluon as base
 from tests.kernels.gpus import GPUS
-from tests.kernels.simulated_gluon import GLUON, Pointer, Value
+from tests.kernels.simulated_gluon import GLUON
+from tests.kernels.simulated_values import Pointer, Value
 
 GPU = GPUS["sm_90"][0]
 

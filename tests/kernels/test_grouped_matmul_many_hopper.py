@@ -18,8 +18,8 @@ from dsv4_compile.testing import assert_close, fake_triton
 from tests.kernels import simulated_copies as copies
 from tests.kernels import simulated_gluon as base
 from tests.kernels.gpus import GPUS
-from tests.kernels.simulated_gluon import Pointer
 from tests.kernels.simulated_products import modules
+from tests.kernels.simulated_values import Pointer
 from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 from tests.kernels.test_grouped_matmul_hopper import LAYERS
 

@@ -16,7 +16,8 @@ from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference.kv_format import quantize_indexer, store_indexer
 from dsv4_compile.testing import poison_, samples  # noqa: F401  (importing the package registers the ops)
 from tests.kernels import simulated_copies
-from tests.kernels.simulated_gluon import GLUON, Value, raw
+from tests.kernels.simulated_gluon import GLUON
+from tests.kernels.simulated_values import Value, raw
 from tests.kernels.test_select_topk import INVISIBLE, order_keys
 
 pytestmark = pytest.mark.interpreted

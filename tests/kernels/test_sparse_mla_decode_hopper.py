@@ -17,6 +17,7 @@ from dsv4_compile.testing import assert_bitwise
 from tests.kernels import simulated_gluon
 from tests.kernels.simulated_decode import BF16, assert_same, row_alone, run
 from tests.kernels.simulated_gluon import simulated
+from tests.kernels.simulated_values import Value
 from tests.ops.sparse_mla_calls import EPS, call, positional
 
 pytestmark = pytest.mark.interpreted
@@ -157,7 +158,7 @@ def test_shared_memory_that_nobody_wrote_is_not_made_zero_by_a_factor_of_zero(dt
     language = simulated_gluon.modules()[f"{simulated_gluon.GLUON}.language"]
     ring = language.allocate_shared_memory(dtype, [2, 16, 32], None)
     keys = ring._reinterpret(torch.float8_e4m3fn, [2, 16, 32], None) if dtype is torch.uint8 else ring
-    zeros = simulated_gluon.Value(torch.zeros(64, 16))
+    zeros = Value(torch.zeros(64, 16))
     assert simulated_gluon.multiply(zeros, keys.index(1), None, use_acc=False).data.isnan().all()
 
 

@@ -1,0 +1,94 @@
+"""What a simulated Gluon kernel has in registers: torch tensors with the operators that kernels use, and addresses."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def raw(x: Any) -> Any:
+    return x.data if isinstance(x, Value) else x
+
+
+class Value:
+    """A tensor in registers."""
+
+    type = types.SimpleNamespace(layout=None)
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        if bitcast:
+            return Value(self.data.contiguous().view(dtype))
+        if dtype is torch.float8_e4m3fn:  # the conversion of GPUs saturates
+            return Value(self.data.clamp(-448.0, 448.0).to(dtype))
+        return Value(self.data.to(dtype))
+
+    def permute(self, order: tuple[int, ...]) -> Value:
+        return Value(self.data.permute(order))
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __neg__(self) -> Value:
+        return Value(-self.data)
+
+
+def _operator(name: str) -> Callable[[Value, Any], Any]:
+    def run(self: Value, other: Any) -> Any:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        result = getattr(self.data, name)(raw(other))
+        return result if result is NotImplemented else Value(result)
+
+    return run
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"):
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rand", "ror"):
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
+Value.__rlshift__ = lambda self, other: Value(torch.full_like(self.data, other) << self.data)  # type: ignore[attr-defined]
+
+
+class Pointer:
+    """Addresses of elements of a tensor's storage."""
+
+    def __init__(self, memory: Tensor, offset: Any) -> None:
+        self.memory, self.offset = memory, offset
+
+    @staticmethod
+    def of(tensor: Tensor) -> Pointer:
+        flat = torch.empty(0, dtype=tensor.dtype)
+        storage = tensor.untyped_storage()
+        return Pointer(flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),)), tensor.storage_offset())
+
+    def __add__(self, other: Any) -> Pointer:
+        step = raw(other)
+        return Pointer(self.memory, self.offset + (step.long() if isinstance(step, Tensor) else int(step)))
+
+    def to(self, kind: Any, bitcast: bool = False) -> Pointer:
+        viewed = self.memory.view(kind)
+        return Pointer(viewed, self.offset * (self.memory.element_size() // viewed.element_size()))
+
+    def resolve(self, mask: Any) -> tuple[Tensor, Tensor]:
+        """Elements and which of them are accessed. Raises for one outside the storage."""
+        offset = torch.as_tensor(self.offset)
+        offset, live = torch.broadcast_tensors(offset, torch.as_tensor(True if mask is None else raw(mask)))
+        if not ((offset >= 0) & (offset < len(self.memory)) | ~live).all():
+            raise AssertionError("an access is outside its tensor")
+        return torch.where(live, offset, 0), live
