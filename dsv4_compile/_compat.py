@@ -81,6 +81,7 @@ PRIVATE: dict[str, PrivateName] = {
     "TorchDispatchMode": PrivateName("torch.utils._python_dispatch", "TorchDispatchMode", "sees every op that runs"),
     "GraphLowering": PrivateName("torch._inductor.graph", "GraphLowering", "hook that sees the generated code"),
     "AsyncCompile": PrivateName("torch._inductor.async_compile", "AsyncCompile", "where kernel sources are built"),
+    "DTYPE_TO_CPP": PrivateName("torch._inductor.codegen.cpp_utils", "DTYPE_TO_CPP", "what dtypes are called in C++"),
     "dynamo_config": PrivateName("torch._dynamo.config", "", "settings of tracing; explain() sets its own meanwhile"),
     "functorch_config": PrivateName("torch._functorch.config", "", "switches a cache of compiled graphs off"),
     "counters": PrivateName("torch._dynamo.utils", "counters", "torch's counts, restored after explain()"),
@@ -192,6 +193,20 @@ def without_cudagraph_trees(refuse: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         manager._run = replay
+
+
+@contextmanager
+def ue8m0_in_cpp() -> Iterator[None]:
+    """Inside the block Inductor's C++ knows UE8M0 scales: up to torch 2.13 it has the type, but no name for it."""
+    names: dict[torch.dtype, str] = __getattr__("DTYPE_TO_CPP")
+    missing = torch.float8_e8m0fnu not in names
+    if missing:
+        names[torch.float8_e8m0fnu] = "at::Float8_e8m0fnu"
+    try:
+        yield
+    finally:
+        if missing:
+            del names[torch.float8_e8m0fnu]
 
 
 def run_graph_pass(graph_pass: Any, graph: torch.fx.Graph) -> None:

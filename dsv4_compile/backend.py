@@ -42,7 +42,7 @@ def dsv4(
             Dynamo wraps it; its text is part of the message.
     """
     check_torch()
-    from ._compat import compile_fx, inductor_config
+    from ._compat import compile_fx, inductor_config, ue8m0_in_cpp
     from .lowering import registry
     from .passes import ChooseImplementations
     from .runtime.capturing import Capturing
@@ -55,7 +55,8 @@ def dsv4(
     patches[_PASS_SLOT] = ChooseImplementations(parsed, _as_sequence(user), devices)
     capturing = Capturing.plan(parsed, gm, devices)
     patches |= capturing.inductor
-    return capturing.wrap(compile_fx(gm, example_inputs, config_patches=patches, **kwargs))
+    with ue8m0_in_cpp():
+        return capturing.wrap(compile_fx(gm, example_inputs, config_patches=patches, **kwargs))
 
 
 def reset() -> None:

@@ -98,7 +98,7 @@ def behind_attention(
 
 
 STEPS: dict[str, Callable[..., Tensor]] = {
-    **{path: partial(project_output, path) for path in PATHS if path.startswith("fp8")},
+    **{path: partial(project_output, path) for path in PATHS if path != "auto"},
     "quantised by attention": partial(behind_attention, False),
     "packed by attention": partial(behind_attention, True),
 }
