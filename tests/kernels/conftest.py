@@ -2,23 +2,32 @@
 
 Triton decides when it is imported whether kernels are compiled or interpreted, so the parent hands the marked tests
 that it has collected from a file to a child started with TRITON_INTERPRET=1, and reports each with the child's outcome.
+The children are forks of an interpreter that has imported Triton so.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.warm import WarmPython
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 REPORT = "DSV4_INTERPRETED_REPORT"
 OUTCOMES = pytest.StashKey[dict[str, str]]()
 ASKED = pytest.StashKey[set[Path]]()
+WARM = pytest.StashKey[WarmPython]()
+IMPORTED = (
+    "pytest",
+    "hypothesis.extra.numpy",
+    "dsv4_compile.testing.fake_triton",
+    "torch._dynamo",
+    "triton.runtime.interpreter",
+)
 
 if INTERPRETED:
     from dsv4_compile.testing.fake_triton import round_like_hardware
@@ -30,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: needs Triton's interpreter; runs in a child process")
     config.stash[OUTCOMES] = {}
     config.stash[ASKED] = set()
+    config.stash[WARM] = WarmPython(IMPORTED, os.environ | {"TRITON_INTERPRET": "1"})
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[WARM].close()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -54,10 +68,9 @@ def _run_child(first: pytest.Function) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "outcomes"
         report.touch()
-        env = os.environ | {"TRITON_INTERPRET": "1", REPORT: str(report)}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-        command += [f"--rootdir={config.rootpath}", f"--seed={config.option.seed}", *(item.nodeid for item in items)]
-        done = subprocess.run(command, cwd=config.rootpath, env=env, capture_output=True, text=True, check=False)
+        arguments = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--rootdir={config.rootpath}"]
+        arguments += [f"--seed={config.option.seed}", *(item.nodeid for item in items)]
+        done = config.stash[WARM].run("pytest", *arguments, **{REPORT: str(report)})
         outcomes = dict(json.loads(line) for line in report.read_text().splitlines())
     return outcomes or {item.nodeid: f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}" for item in items}
 

@@ -8,35 +8,49 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.warm import ROOT, WarmPython
+
 Reports = dict[str, dict[str, Any]]
+IMPORTED = ("torch._inductor.compile_fx", "dsv4_compile.testing.inductor_triton")
 
 
-def _reports(request: pytest.FixtureRequest, **environment: str) -> Reports:
-    op = request.path.stem.removeprefix("test_").removesuffix("_triton")
+def _warm(**environment: str) -> Iterator[WarmPython]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-m", "tests.lowering.generated", op]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    warm = WarmPython(IMPORTED, env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment})
+    yield warm
+    warm.close()
+
+
+@pytest.fixture(scope="session")
+def interpreting() -> Iterator[WarmPython]:
+    yield from _warm(TRITON_INTERPRET="1")
+
+
+@pytest.fixture(scope="session")
+def compiling() -> Iterator[WarmPython]:
+    yield from _warm()
+
+
+def _reports(request: pytest.FixtureRequest, warm: WarmPython) -> Reports:
+    op = request.path.stem.removeprefix("test_").removesuffix("_triton")
+    done = warm.run("tests.lowering.generated", op)
     assert done.returncode == 0, done.stderr[-4000:]
     reports: Reports = json.loads(done.stdout.splitlines()[-1])
     return reports
 
 
 @pytest.fixture(scope="module")
-def interpreted(request: pytest.FixtureRequest) -> Reports:
+def interpreted(request: pytest.FixtureRequest, interpreting: WarmPython) -> Reports:
     """Every case, run in the interpreter and compared with the reference."""
-    return _reports(request, TRITON_INTERPRET="1")
+    return _reports(request, interpreting)
 
 
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Reports:
+def compiled(request: pytest.FixtureRequest, compiling: WarmPython) -> Reports:
     """The cases that are compiled for every target GPU."""
-    return _reports(request)
+    return _reports(request, compiling)

@@ -1,0 +1,52 @@
+"""The interpreter that jobs are forked from: each job is a process of its own, whatever the one before has done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.warm import WarmPython
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """Where a test writes the module `job`, which is what it runs."""
+    return tmp_path / "job.py"
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Iterator[WarmPython]:
+    warm = WarmPython(("colorsys",), os.environ | {"PYTHONPATH": str(tmp_path)})
+    yield warm
+    warm.close()
+
+
+def test_a_job_is_a_module_run_with_arguments_and_variables(job: Path, warm: WarmPython) -> None:
+    job.write_text(
+        "import os, sys; print(__name__, sys.argv[1:], os.environ['GREETING']); print('no', file=sys.stderr)"
+    )
+    done = warm.run("job", "a", "b c", GREETING="hello")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "__main__ ['a', 'b c'] hello\n", "no\n")
+
+
+def test_jobs_find_what_was_imported_and_nothing_of_each_other(job: Path, warm: WarmPython) -> None:
+    job.write_text("import sys; print('colorsys' in sys.modules, hasattr(sys, 'left')); sys.left = 1; sys.exit(3)")
+    for _ in range(2):
+        done = warm.run("job")
+        assert (done.returncode, done.stdout) == (3, "True False\n")
+
+
+def test_a_job_that_crashes_ends_alone_and_keeps_what_it_printed(job: Path, warm: WarmPython) -> None:
+    job.write_text("import os, sys; print('before', flush=True); os.kill(os.getpid(), int(sys.argv[1]))")
+    assert (done := warm.run("job", "11")).returncode == -11 and done.stdout == "before\n"
+    job.write_text("raise ValueError('after')")
+    done = warm.run("job")
+    assert done.returncode == 1 and "ValueError: after" in done.stderr
+
+
+def test_an_interpreter_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises((AssertionError, BrokenPipeError)):
+        WarmPython(("no_such_module",), dict(os.environ)).run("job")
