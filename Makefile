@@ -37,7 +37,7 @@ demo: install  ## a small DeepSeek-V4 from transformers, compiled and compared w
 	$(BIN)/dsv4 demo $(ARGS)
 
 test: lint  ## style, types and all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: install  ## style and types alone
 	$(BIN)/ruff check .

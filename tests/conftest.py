@@ -7,6 +7,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -26,6 +27,20 @@ hypothesis.settings.register_profile("short", max_examples=50, deadline=None, de
 hypothesis.settings.register_profile("long", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile("short")
 
+LONGEST = (
+    "hf/test_compiled.py",
+    "package/test_examples.py",
+    "runtime/test_compiled.py",
+    "backend/test_merge_layer.py",
+    "kernels/test_sparse_mla_decode_compiles.py",
+    "kernels/test_select_topk.py",
+    "kernels/test_sparse_mla_decode_small_hopper.py",
+    "kernels/test_sparse_mla_decode_hopper.py",
+    "lowering/test_compressed_slot_mapping.py",
+    "bench/test_bench.py",
+)
+"""The files that take longest, longest first."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="other random inputs for every test (default: 0)")
@@ -36,6 +51,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say which tests this machine cannot run, so that a green run is not read as more than it is."""
     missing = [] if torch.cuda.is_available() else ["no CUDA device: tests/gpu is not collected"]
     return [f"torch {torch.__version__}, {torch.get_num_threads()} threads, --seed {config.option.seed}", *missing]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: a process that takes one up last is waited for alone."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    assert all(path.is_file() for path in places), "LONGEST names a file that is gone"
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.hookimpl(wrapper=True)
