@@ -135,6 +135,7 @@ def generated_triton(*, codes: list[str] | None = None) -> Iterator[list[Generat
     fake_triton.install()
     if INTERPRETED:
         fake_triton.round_like_hardware()
+        fake_triton.patch_once_a_launch()
     kernels: list[GeneratedKernel] = []
 
     def build(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> GeneratedKernel:

@@ -30,9 +30,10 @@ IMPORTED = (
 )
 
 if INTERPRETED:
-    from dsv4_compile.testing.fake_triton import round_like_hardware
+    from dsv4_compile.testing.fake_triton import patch_once_a_launch, round_like_hardware
 
     round_like_hardware()
+    patch_once_a_launch()
 
 
 def pytest_configure(config: pytest.Config) -> None:
