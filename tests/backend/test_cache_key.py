@@ -43,6 +43,7 @@ class Checkout:
 
     def run(self) -> dict[str, object]:
         env = {**os.environ, "PYTHONPATH": str(self.tree), "TORCHINDUCTOR_CACHE_DIR": str(self.cache)}
+        env["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # a fresh cache folder would try four kinds of vector instructions first
         command = [sys.executable, "-c", PROGRAM]
         done = subprocess.run(command, env=env, cwd=self.tree, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
