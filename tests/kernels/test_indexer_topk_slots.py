@@ -58,7 +58,7 @@ def test_samples(number: int) -> None:
 @FORMATS
 @pytest.mark.parametrize(("topk", "main_block"), [(1, 4), (5, 2), (24, 3), (40, 8)])
 def test_slots_are_the_map_of_the_selection(fmt: str, topk: int, main_block: int) -> None:
-    compare(arguments(fmt, 12, topk, main_block=main_block))
+    compare(arguments(fmt, 6, topk, main_block=main_block))
 
 
 @interpreted

@@ -66,7 +66,7 @@ def check(number: int, topk: int, tile: tuple[int, int], spreads: list[str] = SP
 
 
 SIZES = pytest.mark.parametrize(
-    ("number", "topk", "tile"), [(7, 3, (16, 1)), (300, 1, (512, 2)), (300, 40, (512, 2)), (700, 150, (128, 1))]
+    ("number", "topk", "tile"), [(7, 3, (16, 1)), (300, 1, (512, 2)), (300, 40, (512, 2)), (300, 70, (64, 1))]
 )
 
 
