@@ -45,3 +45,8 @@ def test_a_failure_prints_its_seed_and_another_seed_draws_other_inputs(pytester:
         result.stdout.fnmatch_lines([f"*torch.manual_seed({seed}); pytest --seed {option[-1]} *test_fails*"])
         seeds.add(seed)
     assert len(seeds) == 2
+
+
+def test_the_files_that_come_first_exist(request: pytest.FixtureRequest) -> None:
+    conftest = next(plugin for plugin in request.config.pluginmanager.get_plugins() if hasattr(plugin, "LONGEST"))
+    assert [name for name in conftest.LONGEST if not (CONFTEST.parent / name).is_file()] == []
