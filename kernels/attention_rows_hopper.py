@@ -107,7 +107,7 @@ def load_queries(
         q = gl.load(p_row)
     if eps is not None:
         # On their way together with the queries.
-        TURNING: gl.constexpr = COLUMNS if ROPE <= COLUMNS else ROPE if ROPE <= 2 * COLUMNS else HALF
+        TURNING: gl.constexpr = COLUMNS if ROPE <= COLUMNS else 2 * COLUMNS if ROPE <= 2 * COLUMNS else HALF
         cos, sin = fetch_angles(p_cos, gl.zeros([ROWS, TURNING], gl.bfloat16, QUERIES), ROPE)
         q_tile.slice(FIRST, ROWS, 0).store(q)
         _norm_tile(q_tile, cos, sin, eps, FIRST, ROPE, TURNING)

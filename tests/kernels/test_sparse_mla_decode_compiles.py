@@ -86,6 +86,16 @@ def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products
     assert kernel.asm["ptx"].count("wgmma.mma_async") > 0
 
 
+@pytest.mark.parametrize("rope", [32, 96, 200])
+def test_any_even_number_of_columns_up_to_half_of_a_row_turns(rope: int) -> None:
+    q, sources = torch.zeros(2, 64, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
+    fusion = Fusion(torch.zeros(2, dtype=torch.int64), torch.zeros(64, rope), 1e-6, inverse_rope=True)
+    assert hopper.hopper_refuses(q, *sources, "fp8_ds_mla", None, fusion) == ""
+    with compiled_for(TARGETS["sm_90"]) as compiled:
+        hopper.launch_hopper(q, *sources, 0.1, None, GPUS["sm_90"][0], 1, fusion, outputs(q))
+    assert machine_code(compiled[0])
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 def test_parts_are_stored_and_joined_sixteen_bytes_at_a_time(invariant: bool) -> None:
     q, sources = torch.zeros(2, 64, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
