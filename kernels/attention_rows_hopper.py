@@ -97,8 +97,8 @@ def load_queries(
 
     Where PARTIAL, heads from `heads` on do not exist; they are zero, or NaN if their norm is.
     """
-    ROWS: gl.constexpr = BLOCK_H // 2
-    o_head = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES)), 1) + FIRST
+    HEADS: gl.constexpr = BLOCK_H // 2
+    o_head = gl.expand_dims(gl.arange(0, HEADS, gl.SliceLayout(1, QUERIES)), 1) + FIRST
     o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, QUERIES)), 0)
     p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
     if PARTIAL:
@@ -108,11 +108,10 @@ def load_queries(
     if eps is not None:
         # On their way together with the queries.
         TURNING: gl.constexpr = COLUMNS if ROPE <= COLUMNS else 2 * COLUMNS if ROPE <= 2 * COLUMNS else HALF
-        cos, sin = fetch_angles(p_cos, gl.zeros([ROWS, TURNING], gl.bfloat16, QUERIES), ROPE)
-        q_tile.slice(FIRST, ROWS, 0).store(q)
+        cos, sin = fetch_angles(p_cos, gl.zeros([HEADS, TURNING], gl.bfloat16, QUERIES), ROPE)
+    q_tile.slice(FIRST, HEADS, 0).store(q)
+    if eps is not None:
         _norm_tile(q_tile, cos, sin, eps, FIRST, ROPE, TURNING)
-    else:
-        q_tile.slice(FIRST, ROWS, 0).store(q)
     fence_async_shared()
     thread_barrier()
 
@@ -123,19 +122,19 @@ def _norm_tile(q_tile, cos, sin, eps, FIRST: gl.constexpr, ROPE: gl.constexpr, T
 
     A thread has the same columns of each block of its rows, and finds there what it has put there itself.
     """
-    ROWS: gl.constexpr = BLOCK_H // 2
+    HEADS: gl.constexpr = BLOCK_H // 2
     blocks = column_blocks(q_tile)
-    squares = gl.zeros([ROWS, COLUMNS // 2], gl.float32, PAIRS_OF_QUERIES)
+    squares = gl.zeros([HEADS, COLUMNS // 2], gl.float32, PAIRS_OF_QUERIES)
     for block in range(not_unrolled(D // COLUMNS)):
-        x = blocks.index(block).slice(FIRST, ROWS, 0).load(QUERIES).to(gl.float32)
-        even, odd = gl.split(gl.reshape(x, [ROWS, COLUMNS // 2, 2]))
+        x = blocks.index(block).slice(FIRST, HEADS, 0).load(QUERIES).to(gl.float32)
+        even, odd = gl.split(gl.reshape(x, [HEADS, COLUMNS // 2, 2]))
         squares += gl.convert_layout(gl.fma(even, even, odd * odd), PAIRS_OF_QUERIES)
     total = gl.convert_layout(gl.sum(squares, 1), gl.SliceLayout(1, QUERIES))
     factor = gl.expand_dims(gl.rsqrt(total * (1.0 / D) + eps), 1)
     for block in range(not_unrolled((D - TURNING) // COLUMNS)):
-        columns = blocks.index(block).slice(FIRST, ROWS, 0)
+        columns = blocks.index(block).slice(FIRST, HEADS, 0)
         columns.store((columns.load(QUERIES).to(gl.float32) * factor).to(gl.bfloat16))
-    turning = q_tile.slice(FIRST, ROWS, 0).slice(D - TURNING, TURNING, 1)
+    turning = q_tile.slice(FIRST, HEADS, 0).slice(D - TURNING, TURNING, 1)
     x = turning.load(QUERIES).to(gl.float32) * factor
     turning.store(_turn(x, cos, sin, ROPE, False).to(gl.bfloat16))
 

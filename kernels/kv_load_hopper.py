@@ -171,8 +171,8 @@ def produce_keys(
     Args:
         p_words0, p_words1: the caches as int32.
         rows, scales: int64 `[places, keys of a block]`, shared, see `place_of`; lives: float32, 1 for keys and 0 for
-            what is none. Block j of the program has place j % places, the first since `placed`, and each of the others
-            since the block `places - 1` in front of it was freed.
+            what is none. Block j of the program has place j % places: the first three are there when `placed` is
+            done, and each of the others when the block three in front of it is freed.
         keys: bfloat16 `[buffers, keys of a block, 512]`, shared. `ready` and `free` are a barrier for each buffer.
     """
     BUFFERS: gl.constexpr = keys.shape[0]

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .. import layout
-from .attention_rows_hopper import HALF, D, load_few_queries, store_half
+from .attention_rows_hopper import HALF, SWIZZLED, D, load_few_queries, store_half
 from .kv_load_hopper import FETCH, SLOTS, SWIZZLED_WORDS, dequantize_keys, fetch_keys, row_length, thread_barrier
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
@@ -37,7 +37,6 @@ BLOCK_N = gl.constexpr(KEYS)
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
 KEY_WORDS = gl.constexpr(layout.HEAD_DIM // 2)
-SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 

@@ -60,7 +60,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .attention_rows_hopper import BLOCK_H, HALF, D, load_queries, store_part, store_rows
+from .attention_rows_hopper import BLOCK_H, HALF, SWIZZLED, D, load_queries, store_part, store_rows
 from .kv_load_hopper import produce_keys, row_length, thread_barrier
 from .kv_places_hopper import ask_for_block, find_keys, place_keys
 from .split_softmax import LN_2 as _LN_2
@@ -77,7 +77,6 @@ LN_2 = gl.constexpr(_LN_2.value)
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF.value, 16]))
-SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 

@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .attention_rows_hopper import HALF, D, fetch_angles, fetch_few_queries, put_few_queries, store_half
+from .attention_rows_hopper import HALF, SWIZZLED, D, fetch_angles, fetch_few_queries, put_few_queries, store_half
 from .kv_ahead_hopper import angles, ask, ask_for_keys, extent, slots
 from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, thread_barrier
 from .split_softmax import LN_2 as _LN_2
@@ -32,7 +32,6 @@ from .split_softmax import LOG2_E as _LOG2_E
 
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
-SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
 @gluon.jit
