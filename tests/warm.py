@@ -12,6 +12,8 @@ import importlib
 import json
 import os
 import runpy
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,10 +38,11 @@ class WarmPython:
     Args:
         modules: what the interpreter imports. None of them may start a thread, which a fork would lose.
         env: the environment of the interpreter and its jobs.
+        limit: seconds of a job, after which it and the interpreter are killed; None for any number.
     """
 
-    def __init__(self, modules: tuple[str, ...], env: dict[str, str]):
-        self.modules, self.env = modules, env
+    def __init__(self, modules: tuple[str, ...], env: dict[str, str], limit: float | None = None):
+        self.modules, self.env, self.limit = modules, env, limit
         self.process: subprocess.Popen[str] | None = None
 
     def run(self, module: str, *arguments: str, **variables: str) -> Done:
@@ -47,13 +50,19 @@ class WarmPython:
         if self.process is None:
             command = [sys.executable, "-m", "tests.warm", *self.modules]
             pipe = subprocess.PIPE
-            self.process = subprocess.Popen(command, cwd=ROOT, env=self.env, stdin=pipe, stdout=pipe, text=True)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=self.env, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+            )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
             self.process.stdin.write(json.dumps([module, arguments, variables, str(out), str(err)]) + "\n")
             self.process.stdin.flush()
+            if not select.select([self.process.stdout], [], [], self.limit)[0]:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.close()
+                raise TimeoutError(f"{module} took more than {self.limit} s")
             answer = self.process.stdout.readline()
             assert answer, f"the warm interpreter ended with {self.process.wait()}"
             return Done(int(answer), out.read_text(errors="replace"), err.read_text(errors="replace"))

@@ -21,7 +21,7 @@ IMPORTED = ("torch._inductor.compile_fx", "dsv4_compile.testing.inductor_triton"
 
 def _warm(**environment: str) -> Iterator[WarmPython]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    warm = WarmPython(IMPORTED, env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment})
+    warm = WarmPython(IMPORTED, env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}, 300)
     yield warm
     warm.close()
 

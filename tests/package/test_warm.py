@@ -47,6 +47,16 @@ def test_a_job_that_crashes_ends_alone_and_keeps_what_it_printed(job: Path, warm
     assert done.returncode == 1 and "ValueError: after" in done.stderr
 
 
+def test_a_job_that_hangs_is_killed_and_the_next_one_runs(job: Path, warm: WarmPython) -> None:
+    warm.limit = 1.0
+    job.write_text("import time; time.sleep(60)")
+    with pytest.raises(TimeoutError, match="job took more than"):
+        warm.run("job")
+    warm.limit = None
+    job.write_text("print('again')")
+    assert warm.run("job").stdout == "again\n"
+
+
 def test_an_interpreter_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises((AssertionError, BrokenPipeError)):
         WarmPython(("no_such_module",), dict(os.environ)).run("job")
