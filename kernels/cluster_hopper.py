@@ -33,15 +33,26 @@ def clusters_known() -> bool:
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) in KNOWN
 
 
-def clusters_at_once(gpu: Gpu, size: int, programs: int) -> int:
-    """Clusters of `size` programs that run at once, where a processor has room for `programs` of them.
+AT_ONCE = {
+    2: (66, 132, 198, 264),
+    3: (39, 79, 124, 163),
+    4: (30, 62, 92, 124),
+    5: (22, 47, 69, 94),
+    6: (17, 39, 62, 79),
+    8: (15, 30, 45, 62),
+}
+"""Clusters, by their size, that an H200 says it runs at once (cuOccupancyMaxActiveClusters), where a processor has room
+for 1 to 4 of their programs. Those of more than two keep to one part of the GPU, and not all parts are whole."""
+PROCESSORS = 132
 
-    Those of more than two keep to one part of the GPU, and not all parts are whole. An H200 of 132 processors says that
-    it takes 66 pairs, but 30 clusters of 4 and 15 of 8; with room for two programs 132, 62 and 30, for three 198, 92
-    and 45. One cluster more makes a launch take twice as long.
+
+def clusters_at_once(gpu: Gpu, size: int, programs: int) -> int:
+    """Clusters of `size` programs that run at once, where a processor has room for `programs` of them, 1 to 4.
+
+    One cluster more makes a launch take twice as long. GPUs with other numbers of processors are taken to be like the
+    H200 in their parts.
     """
-    usable = gpu.processors if size == 2 else gpu.processors * 10 // 11
-    return usable * programs // size
+    return AT_ONCE[size][programs - 1] * gpu.processors // PROCESSORS
 
 
 def launch_clusters(kernel: Any, programs: int, cluster: int, room: int, *args: Any, **constants: Any) -> None:
@@ -181,6 +192,24 @@ def put_words(values, offset):
         dtype=gl.int32,
         is_pure=False,
         pack=1,
+    )
+
+
+@gluon.jit
+def put_pairs(values, offset):
+    """As `put_words`, of neighbours of two, by the offset of the first."""
+    start = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
+    gl.inline_asm_elementwise(
+        """{
+        st.shared.v2.f32 [$4], {$2, $3};
+        mov.u32 $0, 0;
+        mov.u32 $1, 0;
+        }""",
+        "=r,=r,f,f,r,r",
+        [values, start + offset],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
     )
 
 

@@ -1,6 +1,8 @@
-"""`fp8_grouped_einsum_quant`: on Hopper few tokens are quantised where they are added up, others in a second launch."""
+"""`fp8_grouped_einsum_quant`: on Hopper few tiles are quantised where they are added up, others in a second launch."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,18 +17,28 @@ from .gpu import gpu_of, hopper_kernel
 def fp8_grouped_einsum_quant(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor]:
     """See the reference: bit for bit the quantisation of sums in the order that the launch gives them."""
     tokens, size = a.shape[0], b.shape[0]
-    gpu = gpu_of(a.device)
-    few = hopper_kernel(gpu, "grouped_matmul_hopper")
-    if few is not None and tokens * size > 0 and not few.hopper_refuses(a, b, False):
+    launch = _quantising(a, b, b_scale)
+    if launch is not None and tokens * size > 0:
         values = torch.empty((tokens, size), dtype=a.dtype, device=a.device)
         by_strip = torch.empty((size // ACT_TILE, tokens), dtype=torch.float32, device=a.device)
-        known = b_scale.view(torch.uint8) if b_scale.dtype is torch.float8_e8m0fnu else b_scale
-        few.launch_hopper(a, a_scale, b, known, values, False, gpu, by_strip)
+        launch(a, a_scale, values, by_strip)
         scale = by_strip.t()
     else:
         values, scale = quantize_activation(fp8_grouped_einsum(a, a_scale, b, b_scale).view(tokens, size))
     shape = tokens, 1, size // ACT_TILE
     return values[:, None], scale.as_strided(shape, scale_strides(tokens, shape[2]))
+
+
+def _quantising(a: Tensor, b: Tensor, b_scale: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
+    """A launch of a, its scales, values and scales that quantises sums where it adds them up, if there is one."""
+    gpu = gpu_of(a.device)
+    known = b_scale.view(torch.uint8) if b_scale.dtype is torch.float8_e8m0fnu else b_scale
+    few, clusters = (hopper_kernel(gpu, f"grouped_matmul_{name}hopper") for name in ("", "clusters_"))
+    if few is not None and not few.hopper_refuses(a, b, False):
+        return lambda x, scale, out, out_scale: few.launch_hopper(x, scale, b, known, out, False, gpu, out_scale)
+    if clusters is not None and not clusters.clusters_refuse(a, b, known, False, gpu):
+        return lambda x, scale, *out: clusters.launch_clusters_of_tiles(x, scale, b, known, out[0], gpu, out[1])
+    return None
 
 
 def fp8_grouped_einsum_quant_refuses(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> str:

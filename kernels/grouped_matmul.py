@@ -7,7 +7,8 @@ is the first operand of the product: its rows fill a matrix unit however few tok
 are multiplied as such where the GPU can, else as float16, which holds every e4m3 value; their scales meet the float32
 sum of each strip. Where tiles are too few to fill the GPU, programs share the strips of a tile, and the last of them to
 arrive adds the parts up, in their order: the same call gives the same bits. Hopper has kernels of its own, for few
-tokens (grouped_matmul_hopper.py) and for many (grouped_matmul_many_hopper.py).
+tokens (grouped_matmul_hopper.py), for more of them and few tiles (grouped_matmul_clusters_hopper.py) and for many
+(grouped_matmul_many_hopper.py).
 """
 
 from __future__ import annotations
@@ -266,9 +267,11 @@ def grouped_matmul(
     gpu = gpu_of(x.device)
     if weight_scale is not None and weight_scale.dtype is torch.float8_e8m0fnu:
         weight_scale = weight_scale.view(torch.uint8)
-    few, many = (hopper_kernel(gpu, f"grouped_matmul_{name}hopper") for name in ("", "many_"))
+    few, clusters, many = (hopper_kernel(gpu, f"grouped_matmul_{name}hopper") for name in ("", "clusters_", "many_"))
     if few is not None and not few.hopper_refuses(x, weight, quantize):
         few.launch_hopper(x, x_scale, weight, weight_scale, out, quantize, gpu)
+    elif clusters is not None and not clusters.clusters_refuse(x, weight, weight_scale, quantize, gpu):
+        clusters.launch_clusters_of_tiles(x, x_scale, weight, weight_scale, out, gpu)
     elif many is not None and not many.many_refuses(x, weight, weight_scale, quantize, out):
         many.launch_many(x, x_scale, weight, weight_scale, out, quantize, gpu)
     else:

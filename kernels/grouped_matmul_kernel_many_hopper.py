@@ -48,6 +48,23 @@ store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_
 
 
 @gluon.jit
+def half_of(half: gl.constexpr, first_token, tokens):
+    """The first token of half `half` of the tile that starts at `first_token`.
+
+    A copy fills in rows past the end at a fifth of the rate at which it brings others. What is last is rather
+    multiplied twice, to the same sums.
+    """
+    return gl.minimum(first_token + half * HALF, gl.maximum(tokens - HALF, 0))
+
+
+@gluon.jit
+def tokens_of(o_m, first_token, tokens):
+    """The tokens of a tile's rows `o_m`. Of fewer than HALF, the last stands in for what lies past the end."""
+    token = o_m % HALF + gl.where(o_m < HALF, half_of(0, first_token, tokens), half_of(1, first_token, tokens))
+    return gl.minimum(token, tokens - 1)
+
+
+@gluon.jit
 def _place(item, shape):
     """Which tile an item is of, which part, and where that tile starts. Neighbours share a tile of the weight."""
     tokens, rows, tiles = shape
@@ -85,10 +102,9 @@ def _bring(
     base = 0
     for item in range(first, items, programs):
         _, part, first_token, group, row = _place(item, shape)
-        x_row, x_column = group * x_group_row + first_token, group * x_group_column
+        x_row, x_column = group * x_group_row, group * x_group_column
         if p_x_scale is not None:
-            # What lies past the end repeats the last token and is not stored.
-            token = gl.minimum(first_token + o_m, tokens - 1).to(gl.int64)
+            token = tokens_of(o_m, first_token, tokens).to(gl.int64)
             p_scales = p_x_scale + group.to(gl.int64) * x_group + token * x_token
             p_scale = p_weight_scale + (row // ROWS * w_row + one)
         for i in range(EACH):
@@ -101,7 +117,7 @@ def _bring(
                 mbarrier.expect(ready.index(slot), BYTES)
                 copy_tile(weights, [row, o_k], ready.index(slot), w_ring.index(slot))
             for half in gl.static_range(2):
-                at = [x_row + half * HALF, x_column + o_k]
+                at = [x_row + half_of(half, first_token, tokens), x_column + o_k]
                 copy_tile(inputs, at, ready.index(slot), x_ring.index(2 * slot + half))
             if p_x_scale is not None:
                 x_word = strip // WORD if p_x_scale.dtype.element_ty == gl.int32 else strip
@@ -122,7 +138,7 @@ def _scale(scales, strip, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _start(number, rings, ready, half: gl.constexpr, acc, ADD: gl.constexpr, RING: gl.constexpr):
+def start_product(number, rings, ready, half: gl.constexpr, acc, ADD: gl.constexpr, RING: gl.constexpr):
     """Start the product of a strip, once it is there."""
     slot = number % RING
     mbarrier.wait(ready.index(slot), (number // RING) & 1)
@@ -131,7 +147,7 @@ def _start(number, rings, ready, half: gl.constexpr, acc, ADD: gl.constexpr, RIN
 
 
 @gluon.jit
-def _scales(number, strip, rings, half: gl.constexpr, ACC: gl.constexpr, RING: gl.constexpr):
+def scales_of(number, strip, rings, half: gl.constexpr, ACC: gl.constexpr, RING: gl.constexpr):
     """Of a strip, by token, `[HALF, 1]`."""
     slot = number % RING
     x_scale = _scale(rings[2].index(slot).slice(half * HALF, HALF, 0), strip, gl.SliceLayout(1, ACC))
@@ -139,8 +155,8 @@ def _scales(number, strip, rings, half: gl.constexpr, ACC: gl.constexpr, RING: g
 
 
 @gluon.jit
-def _release(number, free, RING: gl.constexpr):
-    # All have read what was there.
+def release(number, free, RING: gl.constexpr):
+    """Free the buffer of a strip: all have read what was there."""
     thread_barrier()
     mbarrier.arrive(free.index(number % RING), count=1)
 
@@ -167,14 +183,14 @@ def _multiply(
         for i in range(EACH):
             number = base + i
             if x_scales is None:
-                acc = _start(number, rings, ready, half, acc, True, RING)
+                acc = start_product(number, rings, ready, half, acc, True, RING)
                 acc = warpgroup_mma_wait(0, deps=[acc])
-                _release(number, free, RING)
+                release(number, free, RING)
             else:
-                product = _start(number, rings, ready, half, zero, False, RING)
-                scales = _scales(number, part * EACH + i, rings, half, ACC, RING)
+                product = start_product(number, rings, ready, half, zero, False, RING)
+                scales = scales_of(number, part * EACH + i, rings, half, ACC, RING)
                 product = warpgroup_mma_wait(0, deps=[product])
-                _release(number, free, RING)
+                release(number, free, RING)
                 acc += product * scales
         base += EACH
         last = True
@@ -199,7 +215,7 @@ def _multiply(
             out_tile.store(acc.to(out.dtype))
             fence_async_shared()
             thread_barrier()
-            store_tile(out, [first_token + half * HALF, row], out_tile)
+            store_tile(out, [half_of(half, first_token, shape[0]), row], out_tile)
     tma.store_wait(0)
 
 

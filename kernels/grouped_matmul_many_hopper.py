@@ -39,18 +39,23 @@ def choose_splits(gpu: Gpu, tiles: int, strips: int) -> int:
 
 def many_refuses(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quantize: bool, out: Tensor) -> str:
     """Why this kernel cannot take a call that the portable one can, "" if it can."""
+    if out.stride(0) * out.element_size() % COPY_ALIGN or out.data_ptr() % COPY_ALIGN:
+        return f"it gives rows that start at multiples of {COPY_ALIGN} bytes"
+    return tiles_refused(x, weight, weight_scale, quantize)
+
+
+def tiles_refused(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quantize: bool) -> str:
+    """Why operands cannot be multiplied in tiles of 128 tokens and rows, or ""."""
     if quantize:
         return "it takes what is quantised"
     if weight.shape[0] // x.shape[1] % TILE_ROWS:
         return f"it takes weights of a multiple of {TILE_ROWS} rows"
-    if weight_scale is not None and _words(weight_scale) is None:
+    if weight_scale is not None and words_of_scales(weight_scale) is None:
         return "it takes scales of the weight that are float32, or bytes in words of four"
-    if out.stride(0) * out.element_size() % COPY_ALIGN or out.data_ptr() % COPY_ALIGN:
-        return f"it gives rows that start at multiples of {COPY_ALIGN} bytes"
     return operands_refused(x, weight, quantize)
 
 
-def _words(scale: Tensor) -> Tensor | None:
+def words_of_scales(scale: Tensor) -> Tensor | None:
     """Scales as 32-bit words, UE8M0 bytes four at a time; None where they do not lie like that."""
     if scale.dtype is torch.float32:
         return scale
@@ -89,7 +94,7 @@ def launch_many(
         part = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = arrival_counters(2 * tiles, x.device)
     if weight_scale is not None:
-        weight_scale = _words(weight_scale)
+        weight_scale = words_of_scales(weight_scale)
     grouped_matmul_many_hopper_kernel[(min(tiles * splits, gpu.processors),)](
         TensorDescriptor.from_tensor(weight, [TILE_ROWS, block_k], swizzled(weight)),
         TensorDescriptor.from_tensor(inputs.matrix, [HALF_TOKENS, block_k], swizzled(x)),

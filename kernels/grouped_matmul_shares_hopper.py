@@ -39,7 +39,7 @@ def bytes_used(splits: int, block_m: int, block_n: int) -> int:
     return 4 * splits * block_n * pitch_of(tokens_of_share(splits, block_m))
 
 
-_tokens_of_share = triton.constexpr_function(tokens_of_share)
+share_of = triton.constexpr_function(tokens_of_share)
 _pitch_of = triton.constexpr_function(pitch_of)
 
 
@@ -48,7 +48,7 @@ def await_shares(part, tokens, first_token, SPLITS: gl.constexpr, BLOCK_M: gl.co
     """What a program does early: an inbox for the parts of its share of the tokens from `first_token` on."""
     inbox = 0
     if BLOCK_M <= _MOST_TOKENS_SENT:
-        SHARE: gl.constexpr = _tokens_of_share(SPLITS, BLOCK_M)
+        SHARE: gl.constexpr = share_of(SPLITS, BLOCK_M)
         wanted = (part * SHARE < BLOCK_M) & (first_token + part * SHARE < tokens)
         # Of the last share, the pairs that the tile has.
         pairs = gl.minimum(BLOCK_M - part * SHARE, SHARE) // 2
@@ -62,7 +62,7 @@ def store_shares(
     SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Store a tile `[BLOCK_N, BLOCK_M]` of which this program has part `part`, its place in the cluster."""
-    SHARE: gl.constexpr = _tokens_of_share(SPLITS, BLOCK_M)
+    SHARE: gl.constexpr = share_of(SPLITS, BLOCK_M)
     begin = part * SHARE
     count = gl.minimum(gl.minimum(SHARE, BLOCK_M - begin), tokens - first_token - begin)
     first_column = group.to(gl.int64) * rows + block * BLOCK_N
@@ -71,9 +71,9 @@ def store_shares(
         thread_barrier()
         _put(acc, BLOCK_M, BLOCK_N)
         meet(True)
-        _store_fetched(
+        store_fetched(
             p_out, p_out_scale, out_stride, tokens, first_token, begin, count, first_column, rows - block * BLOCK_N,
-            SPLITS, SHARE, BLOCK_N, WARPS,
+            SPLITS, SHARE, BLOCK_N, BLOCK_N + _PAD, WARPS,
         )  # fmt: skip
         # Nobody ends before all have read: what is stored has been.
         thread_barrier()
@@ -132,11 +132,11 @@ def _put(acc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _store_fetched(
+def store_fetched(
     p_out, p_out_scale, out_stride, tokens, first_token, begin, count, first_column, rows,
-    SPLITS: gl.constexpr, SHARE: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    SPLITS: gl.constexpr, SHARE: gl.constexpr, BLOCK_N: gl.constexpr, PITCH: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of `count` tokens of the tile, from `begin` on. A warp has whole tokens."""
+    """Add up the parts of `count` tokens of the tile, PITCH words apart, from `begin` on. A warp has whole tokens."""
     WIDTH: gl.constexpr = triton.next_power_of_2(SHARE)
     LANES: gl.constexpr = 32 if BLOCK_N >= 128 else BLOCK_N // 4
     OUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -144,7 +144,7 @@ def _store_fetched(
     o_share = gl.expand_dims(share, 1)
     o_column = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT)), 0)
     wanted = ((o_share < count) & (o_column < rows)).to(gl.int32)
-    offset = 4 * ((begin + o_share) * (BLOCK_N + _PAD) + o_column)
+    offset = 4 * ((begin + o_share) * PITCH + o_column)
     total = gl.zeros([WIDTH, BLOCK_N], gl.float32, OUT)
     for part in gl.static_range(SPLITS):
         total += words_of(part, offset, wanted)

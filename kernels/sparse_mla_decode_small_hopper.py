@@ -37,38 +37,35 @@ MOST_PROGRAMS = 132
 TILE = 16
 SHORT = 256
 """Most keys of a row that is short."""
-MOST_TILES, MOST_TILES_SHORT = 64, 256
-MOST_KEYS = 64 * 640
+MOST_TILES, MOST_TILES_SHORT, FEWEST_TILES = 64, 256, 4
+MOST_KEYS = 64 * 512
 """Of all tiles together, where rows are long."""
 
 
 def shape_of(tokens: int, heads: int, keys: int) -> Shape | None:
     """How to attend rows of at most `keys` keys; None for more than this kernel does well.
 
-    What attention adds to a row of projections of V4-Flash, in us on an H200, by NARROW, LONG and WIDER programs and by
-    the kernel for more tokens; 1 token of 640 keys between e4m3 projections, all others between bfloat16 ones
-    (`examples/benchmarks/attention_between_projections.py`):
+    What attention adds to a row of e4m3 projections of V4-Flash, in us on an H200, by NARROW, LONG and WIDER programs,
+    by ONCE and by the kernel for more tokens (`examples/benchmarks/attention_between_projections.py`); between bfloat16
+    projections the order is the same:
 
-        tokens  128 keys             256 keys             640 keys
-             1   8.9  7.9 10.2 22.5                        8.2  7.0  9.1 23.4
-             8   9.7  8.1 10.7 21.6  12.4 11.9 12.1 23.4  17.2 20.0 17.3 27.9
-            16                                            25.1 26.7 22.8 31.1
-            32  10.5 10.8 14.2 25.9  17.5 16.4 19.1 31.3  40.0 35.1 31.6 35.6
-            64  20.1 19.1 13.7 32.3  35.7 33.3 22.2 37.0
-
-    32 tokens of 640 keys are left to the other, which gains most where nothing comes between two of its launches. Its
-    times are of before its code was shortened: 1 token of 128 keys takes 17 now, 32 of 640 keys 22.
-
-    Where every block of a row has a program, and every program a multiprocessor, none waits for keys twice: 8 tokens of
-    640 keys, by NARROW programs 14 us with the join behind them, take 10.9 (`dsv4 bench sparse_mla_decode`).
+        tokens  128 keys                       256 keys                       640 keys
+             1   7.4  8.0  9.5  7.7  9.1 14.9   7.9  9.2  9.2  8.5  9.9 14.5   8.1  9.4  9.2  8.7 10.5 15.0
+             8   8.0  7.7  9.3  7.2  8.8 13.3  10.6 10.1 10.5  9.3 10.8 13.9  16.0 16.5 15.1 15.0 12.8 17.2
+            16  10.0  7.9 10.2  7.2  8.8 14.1  13.2 12.9 11.9 10.4 11.9 15.8  23.7 24.0 19.8 21.3 20.3 18.9
+            32   9.8 10.0 12.8  8.6  8.6 14.4  16.6 16.4 17.2 14.5 14.8 17.9  37.8 35.1 29.8 31.4 28.8 21.5
+            64  19.5 19.4 13.1 16.7 11.2 21.1  33.5 31.7 21.3 28.4 19.5 24.0  76.4 68.8 47.8 62.1 41.5 30.7
+           128  38.4 36.8 24.5 32.0 20.5 18.3  67.3 62.0 41.6 55.3 37.3 23.6
     """
     tiles = tokens * cdiv(heads, TILE)
-    if keys > SHORT:
-        for shape in (NARROW, *ONCE):
-            if tokens * cdiv(heads, shape.block_h) * cdiv(keys, shape.block_n) <= MOST_PROGRAMS:
-                return shape
     if keys <= SHORT:
-        return LONG if tiles <= MOST_TILES_SHORT // 2 else WIDER if tiles <= MOST_TILES_SHORT else None
+        if tiles <= FEWEST_TILES and keys > ONCE[0].block_n:
+            return NARROW
+        return ONCE[0] if tiles <= MOST_TILES_SHORT // 2 else ONCE[1] if tiles <= MOST_TILES_SHORT else None
+    for shape in (NARROW, *ONCE):
+        # Where every block of a row has a program, and every program a multiprocessor, none waits for keys twice.
+        if tokens * cdiv(heads, shape.block_h) * cdiv(keys, shape.block_n) <= MOST_PROGRAMS:
+            return shape
     if tiles > MOST_TILES or tiles * keys > MOST_KEYS:
         return None
     return LONG if tiles <= MOST_TILES // 4 else NARROW if tiles <= MOST_TILES // 2 else WIDER

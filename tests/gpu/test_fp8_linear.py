@@ -33,7 +33,7 @@ def test_odd_sizes(tokens: int, rows: int, size: int, quantize: bool, dtype: tor
 
 
 @pytest.mark.parametrize("others", [1024, 2624, 100])
-@pytest.mark.parametrize("tokens", [1, 8, 16, 33, 64, 65, 300])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 33, 64, 65, 128, 200, 300])
 def test_another_layer_of_the_same_input_is_written_beside(tokens: int, others: int) -> None:
     """With the sizes of the compressors, and with one whose rows are no whole tile."""
     x, weight, scale = products.arguments("Flash fp8_linear wq_a + wkv", tokens)
@@ -86,10 +86,10 @@ def test_any_cut_of_the_hopper_kernel_gives_the_product(
     products.check(OP, kernels.fp8_linear, products.arguments("Flash fp8_linear wq_a + wkv", tokens))
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 128])
 def test_a_launch_reads_what_the_one_before_has_written(tokens: int) -> None:
     """A launch may start before the one in front of it ends: eight in a row, each with the last one's result."""
-    layer = products.gemm.Layer(OP, "", 4096, 4096)
+    layer = products.gemm.Layer(OP, "", 4224, 4224)
     x, weight, scale = layer.arguments(tokens, products.CUDA, 3)
     scale = scale + 2
 
@@ -120,7 +120,7 @@ def test_more_than_two_gibibytes_of_tokens() -> None:
     products.check(OP, kernels.fp8_linear, (x, weight, scale))
 
 
-@pytest.mark.parametrize("tokens", [1, 32, 64, 100])
+@pytest.mark.parametrize("tokens", [1, 32, 64, 100, 200])
 def test_repeats_capture_and_streams(tokens: int) -> None:
     args = products.arguments(WIDE, tokens)
     other = torch.randn(1024, args[0].shape[1], device="cuda", dtype=args[0].dtype)

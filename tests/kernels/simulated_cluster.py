@@ -27,12 +27,12 @@ def program_id(axis: int) -> Value:
 class Cluster:
     """Programs that meet, the shared memory of each, which holds NaN at first, and the bytes that each waits for."""
 
-    def __init__(self, size: int, room: int) -> None:
+    def __init__(self, size: int, room: int, partitions: int) -> None:
         self.memory = torch.full((size, room // 4), torch.nan)
         self.sent = [torch.zeros(room // 4, dtype=torch.bool) for _ in range(size)]
         self.expected = [0] * size
         self.changed = threading.Condition()
-        self.meeting = threading.Barrier(size, timeout=base.SECONDS / 4)
+        self.meeting = threading.Barrier(size * partitions, timeout=base.SECONDS / 4)
 
 
 def open_inbox(letters: Value | int) -> int:
@@ -83,6 +83,28 @@ def put_words(values: Value, offset: Value) -> None:
     _this.released = False
 
 
+def put_pairs(values: Value, offset: Value) -> None:
+    """Two neighbours go where the first goes."""
+    where, words = torch.broadcast_tensors(offset.data // 4, values.data)
+    first = where[:, ::2]
+    assert (first % 2 == 0).all()
+    put_words(Value(words), Value(4 * torch.stack((first, first + 1), -1).flatten(1)))
+
+
+def specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    """As that of simulated_gluon.py: the partitions of a program are in its cluster."""
+    mine = dict(vars(_this))
+
+    def of_the_program(function: Any) -> Any:
+        def run(*args: Any) -> None:
+            vars(_this).update(mine)
+            function(*args)
+
+        return run
+
+    base.specialize([(of_the_program(function), args) for function, args in partitions], warps, registers)
+
+
 def words_of(program: int, offset: Value, wanted: Value) -> Value:
     assert _this.released
     words = _this.cluster.memory[int(program)][torch.where(wanted.data != 0, offset.data // 4, 0).long()]
@@ -93,6 +115,7 @@ def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: 
     """Each cluster after the one in front of it. Raises what the first program to fail raises."""
     assert programs % size == 0 and 1 < size <= 8 and constants.pop("launch_pdl")
     assert set(list(inspect.signature(kernel.function).parameters)[len(args) :]) == constants.keys()
+    partitions = 3 if "MULTIPLIER_REGISTERS" in constants else 1
     errors: list[BaseException] = []
 
     def run(cluster: Cluster, rank: int, program: int) -> None:
@@ -105,7 +128,7 @@ def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: 
             cluster.meeting.abort()
 
     for first in range(0, programs, size):
-        cluster = Cluster(size, room)
+        cluster = Cluster(size, room, partitions)
         threads = [threading.Thread(target=run, args=(cluster, i, first + i)) for i in range(size)]
         for thread in threads:
             thread.start()
@@ -116,18 +139,21 @@ def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: 
         assert cluster.expected == [0] * size
 
 
+WORDS = {
+    f.__name__: f for f in (open_inbox, meet, send_pairs, await_letters, received_pairs, put_words, put_pairs, words_of)
+}
+
+
 def clustered(launcher: types.ModuleType) -> Any:
     """A context in which `launcher` launches clusters."""
-    words = {f.__name__: f for f in (open_inbox, meet, send_pairs, await_letters, received_pairs, put_words, words_of)}
-    kernels = vars(launcher)
-    kernel = kernels.get("grouped_matmul_hopper_kernel") or kernels["pair_hopper_kernel"]
-    functions = [kernel.function]
+    kernels = [x for name, x in vars(launcher).items() if name.endswith("_hopper_kernel")]
+    functions = [kernels[0].function]
     stack = contextlib.ExitStack()
-    for name in ("_multiply", "store_shares"):
-        functions.append(functions[-1].__globals__[name].function)
+    for name in ("_multiply", "store_shares", "store_fetched"):
+        found = functions[-1].__globals__.get(name)
+        functions += [found.function] if found else []
     for function in functions:
-        stack.enter_context(
-            mock.patch.dict(function.__globals__, {k: v for k, v in words.items() if k in function.__globals__})
-        )
+        known = function.__globals__
+        stack.enter_context(mock.patch.dict(known, {k: v for k, v in WORDS.items() if k in known}))
     stack.enter_context(mock.patch.object(launcher, "launch_clusters", launch_clusters))
     return stack

@@ -61,6 +61,7 @@ def modules() -> dict[str, types.ModuleType]:
         atomic_add=atomic_add,
         load=load,
         program_id=simulated_cluster.program_id,
+        warp_specialize=simulated_cluster.specialize,
         assume=base.static_assert,
     )
     vars(found["triton.language.extra.cuda"]).update(gdc_wait=base.anything)

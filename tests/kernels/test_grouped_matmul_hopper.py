@@ -303,7 +303,7 @@ def test_the_quantisation_in_front_lets_the_product_start(monkeypatch: pytest.Mo
     ("wrong", "reason"),
     [
         ({"x": e4m3(129, 1, 256), "quantize": False}, "up to 128 tokens"),
-        ({"x": e4m3(65, 1, 256), "weight": e4m3(17000, 256), "quantize": False}, "more than 16384 rows"),
+        ({"x": e4m3(65, 1, 256), "weight": e4m3(65537, 256), "quantize": False}, "more than 16777216 bytes"),
         ({"x": torch.empty(65, 1, 256, dtype=BF16)}, "up to 64 tokens"),
         ({"x": torch.empty(65, 1, 256, dtype=BF16), "weight": torch.empty(64, 256, dtype=BF16)}, "up to 64 tokens"),
         ({"x": torch.empty(256, 1, 4, dtype=BF16).permute(2, 1, 0)}, "rows"),

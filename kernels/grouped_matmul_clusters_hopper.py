@@ -1,0 +1,157 @@
+"""How the products of many tokens and few tiles are launched on Hopper: in clusters, whose programs share a tile."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..layout import cdiv
+from .cluster_hopper import SIZES, clusters_at_once, clusters_known, launch_clusters
+from .gpu import Gpu
+from .grouped_matmul_hopper import PROCESSOR_BYTES, RESERVED_BYTES, TILE_ALIGN, operands_refused, rows_of, swizzled
+from .grouped_matmul_kernel_clusters_hopper import PAD, RESULTS_TOGETHER, grouped_matmul_clusters_hopper_kernel
+from .grouped_matmul_kernel_hopper import STRIP_BYTES
+from .grouped_matmul_kernel_many_hopper import HALF_TOKENS, TILE_ROWS
+from .grouped_matmul_many_hopper import TILE_TOKENS, tiles_refused, words_of_scales
+
+MULTIPLIER_REGISTERS, BRINGER_REGISTERS = 232, 40
+SLOT_BYTES = (TILE_ROWS + TILE_TOKENS) * STRIP_BYTES + 4 * TILE_TOKENS + 4 + 2 * 8
+RING = (PROCESSOR_BYTES - RESERVED_BYTES - TILE_ALIGN) // SLOT_BYTES
+"""Buffers that there is room for, where a program has a processor to itself."""
+FEWEST_STRIPS = 4
+"""Of a program."""
+
+
+class Side(NamedTuple):
+    """Of one weight: its rows in a group, their tiles in all groups and for all tokens, and its strips."""
+
+    rows: int
+    tiles: int
+    strips: int
+
+
+def side_of(tokens: int, groups: int, weight: Tensor) -> Side:
+    """Of `weight` `[groups * N, K]`."""
+    rows, strips = weight.shape[0] // groups, cdiv(weight.shape[1], STRIP_BYTES // weight.element_size())
+    return Side(rows, cdiv(tokens, TILE_TOKENS) * groups * cdiv(rows, TILE_ROWS), strips)
+
+
+def choose_cluster(gpu: Gpu, sides: list[Side]) -> int:
+    """Programs of a tile: of the largest clusters that all run at once; 0 where there are none.
+
+    What they save is work, not copies. On an H200, 128 tokens of V4-Flash's wo_a take 14.4 us where those of a kernel
+    for few tokens take 15.9 and parts in memory 17.7; of wo_b 15.2, 16.9 and 17.7; of wq_a and wkv beside HCA's rows,
+    quantised in front, 11.8 where two products apart take 16.6.
+    """
+    if not clusters_known():
+        return 0
+    tiles = sum(side.tiles for side in sides)
+    return next((n for n in SIZES if tiles <= clusters_at_once(gpu, n, 1) and all(_shares(s, n) for s in sides)), 0)
+
+
+def _shares(side: Side, cluster: int) -> bool:
+    """Whether every program of a cluster has strips, and the first of them enough."""
+    each = cdiv(side.strips, cluster)
+    return each >= FEWEST_STRIPS and (cluster - 1) * each < side.strips
+
+
+def clusters_refuse(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quantize: bool, gpu: Gpu) -> str:
+    """Why this kernel cannot take a product that the portable one can, or should not, "" if it does."""
+    tokens, groups, _ = x.shape
+    if choose_cluster(gpu, [side_of(tokens, groups, weight)]) == 0:
+        return "it takes tiles that as many clusters run at once"
+    return tiles_refused(x, weight, weight_scale, quantize)
+
+
+def both_refuse(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor, gpu: Gpu) -> str:
+    """As `clusters_refuse`, of two products of x `[T, K]`: quantised, with `weight`, and as it is, with `others`."""
+    if 0 in (weight.shape[0], others.shape[0]):
+        return "it takes two weights that have rows: the copy engine has no matrix without any"
+    if others.dtype is not x.dtype or others.element_size() != 2:
+        return "it multiplies the other weights with x as it is, in two bytes"
+    if weight.shape[0] % TILE_ROWS or others.shape[0] % RESULTS_TOGETHER:
+        return f"it takes weights of a multiple of {TILE_ROWS} rows beside others of a multiple of {RESULTS_TOGETHER}"
+    if words_of_scales(weight_scale) is None:
+        return "it takes scales of the weight that are float32, or bytes in words of four"
+    if choose_cluster(gpu, [side_of(x.shape[0], 1, weight), side_of(x.shape[0], 1, others)]) == 0:
+        return "it takes tiles that as many clusters run at once"
+    # What quantises x gives it rows that are close together.
+    return operands_refused(x[:, None], weight, True) or operands_refused(x[:, None], others, False)
+
+
+def launch_clusters_of_tiles(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    out: Tensor,
+    gpu: Gpu,
+    out_scale: Tensor | None = None,
+    beside: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Fill `out` as the portable launcher does, or with e4m3, and contiguous `out_scale` `[G * N / 128, T]`.
+
+    `beside` are x as it is and the other weight `[M, K]`, whose results follow those of `weight` in each row.
+    """
+    tokens, groups, _ = x.shape
+    first, block_k = side_of(tokens, groups, weight), STRIP_BYTES // weight.element_size()
+    second, block_k_2, of_others = Side(0, 0, 0), 0, (None, None)
+    if beside is not None:
+        second, block_k_2 = side_of(tokens, 1, beside[1]), STRIP_BYTES // beside[1].element_size()
+        of_others = _described(beside[1], TILE_ROWS, block_k_2), _described(beside[0], HALF_TOKENS, block_k_2)
+    cluster = choose_cluster(gpu, [first] if beside is None else [first, second])
+    inputs = rows_of(x, block_k)
+    assert inputs is not None and cluster > 0
+    launch_clusters(
+        grouped_matmul_clusters_hopper_kernel,
+        (first.tiles + second.tiles) * cluster,
+        cluster,
+        4 * TILE_TOKENS * (TILE_ROWS + PAD),
+        _described(weight, TILE_ROWS, block_k),
+        _described(inputs.matrix, HALF_TOKENS, block_k),
+        *of_others,
+        out,
+        out_scale,
+        x_scale,
+        None if weight_scale is None else words_of_scales(weight_scale),
+        out.stride(0),
+        inputs.row,
+        inputs.column,
+        *((0, 0, 0) if x_scale is None else x_scale.stride()),
+        *_scale_strides(weight_scale),
+        tokens,
+        cdiv(tokens, TILE_TOKENS),
+        first.rows,
+        second.rows,
+        first.strips,
+        second.strips,
+        cdiv(first.strips, cluster),
+        cdiv(second.strips, cluster),
+        first.tiles * cluster,
+        SPLITS=cluster,
+        BLOCK_K=block_k,
+        BLOCK_K_OF_OTHERS=block_k_2,
+        RING=RING,
+        TILE=swizzled(weight),
+        TILE_OF_OTHERS=None if beside is None else swizzled(beside[1]),
+        MULTIPLIER_REGISTERS=MULTIPLIER_REGISTERS,
+        BRINGER_REGISTERS=BRINGER_REGISTERS,
+        num_warps=4,
+        launch_pdl=True,
+    )
+
+
+def _described(of: Tensor, rows: int, block_k: int) -> TensorDescriptor:
+    """A matrix for the copy engine, in blocks of `rows` rows."""
+    return TensorDescriptor.from_tensor(of, [rows, block_k], swizzled(of))
+
+
+def _scale_strides(scale: Tensor | None) -> tuple[int, int]:
+    """Of a weight's scales, in the words that they are read in."""
+    if scale is None:
+        return 0, 0
+    words = words_of_scales(scale)
+    assert words is not None
+    return words.stride(0), words.stride(1)
