@@ -59,8 +59,13 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("tokens", "groups", "rows", "size", "packed", "cluster"),
-    [(100, 2, 256, 1024, False, 2), (70, 1, 128, 1280, True, 3), (130, 1, 256, 1024, False, 4), (40, 1, 128, 3328, True, 5)],
-)  # fmt: skip
+    [
+        (100, 2, 256, 1024, False, 2),
+        (70, 1, 128, 1280, True, 3),
+        (130, 1, 256, 1024, False, 4),
+        (40, 1, 128, 3328, True, 5),
+    ],
+)
 def test_what_comes_quantised_gives_the_reference(
     hopper: Any, tokens: int, groups: int, rows: int, size: int, packed: bool, cluster: int
 ) -> None:

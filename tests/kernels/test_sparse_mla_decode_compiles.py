@@ -150,7 +150,7 @@ def test_the_kernel_for_few_tokens_is_small_and_waits_for_the_one_in_front(
 
 def test_the_kernel_for_few_tokens_leaves_many_to_the_others() -> None:
     window, extra = sources_of("fp8_ds_mla", torch.bfloat16)
-    calls: dict[tuple[int, int], Any] = {(16, 64): None, (32, 64): None}
+    calls: dict[tuple[int, int], small.Shape | None] = {(16, 64): None, (32, 64): None}
     # Rows in single blocks, as long as every block has a multiprocessor.
     calls |= {(3, 64): small.NARROW, (6, 64): small.ONCE[0], (13, 64): small.ONCE[1], (14, 64): None}
     assert {call: small.shape_of(*call, 640) for call in calls} == calls
@@ -164,7 +164,7 @@ def test_the_kernel_for_few_tokens_leaves_many_to_the_others() -> None:
     }
     assert {call: small.shape_of(*call, 256) for call in short} == short
     assert small.shape_of(1, 64, 128) == small.ONCE[0]
-    assert small.shape_of(14, 64, 512) == small.WIDER
+    assert small.shape_of(16, 64, 512) == small.WIDER
     assert small.shape_of(8, 128, 1152) is None
     q = torch.zeros(64, 64, 512, dtype=torch.bfloat16)
     assert small.hopper_refuses(q[:8], window, extra, "fp8_ds_mla", None) == ""
