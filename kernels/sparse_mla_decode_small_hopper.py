@@ -30,45 +30,44 @@ class Shape(NamedTuple):
     once: bool = False
 
 
-NARROW, LONG, WIDER = Shape(16, 64, 8), Shape(16, 128, 16, late=True), Shape(32, 64, 8)
+NARROW = Shape(16, 64, 8)
 ONCE = Shape(16, 128, 8, late=True, once=True), Shape(32, 128, 8, late=True, once=True)
 MOST_PROGRAMS = 132
 """Of a call whose rows are cut into single blocks: one for each multiprocessor of an H200."""
 TILE = 16
 SHORT = 256
 """Most keys of a row that is short."""
-MOST_TILES, MOST_TILES_SHORT, FEWEST_TILES = 64, 256, 4
-MOST_KEYS = 64 * 512
-"""Of all tiles together, where rows are long."""
+MOST_TILES, FEWEST_TILES = 256, 4
+"""Of rows that are short."""
 
 
 def shape_of(tokens: int, heads: int, keys: int) -> Shape | None:
     """How to attend rows of at most `keys` keys; None for more than this kernel does well.
 
-    What attention adds to a row of e4m3 projections of V4-Flash, in us on an H200, by NARROW, LONG and WIDER programs,
-    by ONCE and by the kernel for more tokens (`examples/benchmarks/attention_between_projections.py`); between bfloat16
+    What attention adds to a row of e4m3 projections of V4-Flash, in us on an H200, by NARROW programs, by ONCE, and
+    by the kernel for more tokens (`examples/benchmarks/attention_between_projections.py`); between bfloat16
     projections the order is the same:
 
-        tokens  128 keys                       256 keys                       640 keys
-             1   7.4  8.0  9.5  7.7  9.1 14.9   7.9  9.2  9.2  8.5  9.9 14.5   8.1  9.4  9.2  8.7 10.5 15.0
-             8   8.0  7.7  9.3  7.2  8.8 13.3  10.6 10.1 10.5  9.3 10.8 13.9  16.0 16.5 15.1 15.0 12.8 17.2
-            16  10.0  7.9 10.2  7.2  8.8 14.1  13.2 12.9 11.9 10.4 11.9 15.8  23.7 24.0 19.8 21.3 20.3 18.9
-            32   9.8 10.0 12.8  8.6  8.6 14.4  16.6 16.4 17.2 14.5 14.8 17.9  37.8 35.1 29.8 31.4 28.8 21.5
-            64  19.5 19.4 13.1 16.7 11.2 21.1  33.5 31.7 21.3 28.4 19.5 24.0  76.4 68.8 47.8 62.1 41.5 30.7
-           128  38.4 36.8 24.5 32.0 20.5 18.3  67.3 62.0 41.6 55.3 37.3 23.6
+        tokens  128 keys             256 keys             640 keys
+             1   7.4  7.7  9.1 14.9   7.9  8.5  9.9 14.5   8.1  8.7 10.5 15.0
+             8   8.0  7.2  8.8 13.3  10.6  9.3 10.8 13.9  16.0 15.0 12.8 17.2
+            16  10.0  7.2  8.8 14.1  13.2 10.4 11.9 15.8  23.7 21.3 20.3 18.9
+            32   9.8  8.6  8.6 14.4  16.6 14.5 14.8 17.9  37.8 31.4 28.8 21.5
+            64  19.5 16.7 11.2 21.1  33.5 28.4 19.5 24.0  76.4 62.1 41.5 30.7
+           128  38.4 32.0 20.5 18.3  67.3 55.3 37.3 23.6
+
+    Without code of its own for single blocks, a program of 16 warps, or of 32 heads and 64 keys, is nowhere the fastest.
     """
     tiles = tokens * cdiv(heads, TILE)
     if keys <= SHORT:
         if tiles <= FEWEST_TILES and keys > ONCE[0].block_n:
             return NARROW
-        return ONCE[0] if tiles <= MOST_TILES_SHORT // 2 else ONCE[1] if tiles <= MOST_TILES_SHORT else None
+        return ONCE[0] if tiles <= MOST_TILES // 2 else ONCE[1] if tiles <= MOST_TILES else None
     for shape in (NARROW, *ONCE):
         # Where every block of a row has a program, and every program a multiprocessor, none waits for keys twice.
         if tokens * cdiv(heads, shape.block_h) * cdiv(keys, shape.block_n) <= MOST_PROGRAMS:
             return shape
-    if tiles > MOST_TILES or tiles * keys > MOST_KEYS:
-        return None
-    return LONG if tiles <= MOST_TILES // 4 else NARROW if tiles <= MOST_TILES // 2 else WIDER
+    return None
 
 
 def hopper_refuses(
@@ -101,7 +100,7 @@ def launch_hopper(
     """As `launch` of the portable kernel."""
     tokens, heads, _ = q.shape
     widths = window.indices.shape[1], extra.indices.shape[1]
-    block_h, block_n, warps, late, once = shape or shape_of(tokens, heads, sum(widths)) or WIDER
+    block_h, block_n, warps, late, once = shape or shape_of(tokens, heads, sum(widths)) or ONCE[1]
     blocks = sum(cdiv(width, block_n) for width in widths)
     splits = splits or part_count(max(1, tokens * cdiv(heads, block_h)), blocks, gpu)
     constants = {"BLOCK_H": block_h, "BLOCK_N": block_n, "WIDE": WIDE, "ONE": once and splits >= blocks, "LATE": late}

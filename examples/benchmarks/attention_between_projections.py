@@ -33,7 +33,7 @@ from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, quantize
 
 LAYERS, HEADS, GROUPS, LATENT, HIDDEN = 4, 64, 8, 1024, 4096
 TOKENS, KEYS, WEIGHTS = (1, 8, 16, 32, 64, 128, 512), (128, 256, 640), ("bfloat16", "fp8")
-KERNELS = {"none": None, "many": None, "narrow": few.NARROW, "long": few.LONG, "wider": few.WIDER}
+KERNELS = {"none": None, "many": None, "narrow": few.NARROW}
 KERNELS |= {f"once {shape.block_h} {shape.block_n}": shape for shape in few.ONCE}
 CUDA = torch.device("cuda")
 

@@ -79,7 +79,7 @@ def by_few(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
 def by_small(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
     """However many tokens there are."""
     small = importlib.import_module("dsv4_compile.kernels.sparse_mla_decode_small_hopper")
-    chosen = small.shape_of(*args[0].shape[:2], args[2].shape[1] + args[9].shape[1]) or small.WIDER
+    chosen = small.shape_of(*args[0].shape[:2], args[2].shape[1] + args[9].shape[1]) or small.ONCE[1]
     with mock.patch.object(small, "shape_of", lambda *_: chosen):
         return _by_module("sparse_mla_decode_small_hopper", args, splits, options)
 

@@ -70,14 +70,14 @@ def test_hostile_rows_and_poisoned_pages_however_they_are_split(kernel: str, spl
     assert_same(KERNELS[kernel](args, splits), reference(args), FEW_KEYS)
 
 
-@pytest.mark.parametrize("shape", range(5 if IS_HOPPER else 0))
+@pytest.mark.parametrize("shape", range(3 if IS_HOPPER else 0))
 @pytest.mark.parametrize("splits", [3, 12])
 def test_hostile_rows_in_programs_of_every_shape_for_few_tokens(shape: int, splits: int) -> None:
     from dsv4_compile.kernels import sparse_mla_decode_small_hopper as small
 
     args = on_gpu(sample(9, 70, window=130, extra=517, fmt="fp8_ds_mla", **BF16))
     options = {**rope(9), "q_norm_eps": EPS, "inverse_rope": True}
-    with mock.patch.object(small, "shape_of", lambda *_: (small.NARROW, small.LONG, small.WIDER, *small.ONCE)[shape]):
+    with mock.patch.object(small, "shape_of", lambda *_: (small.NARROW, *small.ONCE)[shape]):
         got = KERNELS["small"](args, splits, **options)
     assert_same(got, reference(args, **options), FEW_KEYS, NORMED_LSE, turned=layout.ROPE_DIM)
 

@@ -128,8 +128,8 @@ def test_the_kernel_for_few_heads_compiles_with_its_registers(heads: int, splits
     ("shape", "heads", "splits", "kind"),
     [
         (small.NARROW, 100, 3, "fused"),
-        (small.LONG, 64, 1, "quantised"),
-        (small.WIDER, 64, 2, "plain"),
+        (small.ONCE[0], 64, 1, "quantised"),
+        (small.ONCE[1], 64, 2, "plain"),
         (small.ONCE[1], 100, 5, "fused"),
     ],
 )
@@ -164,7 +164,7 @@ def test_the_kernel_for_few_tokens_leaves_many_to_the_others() -> None:
     }
     assert {call: small.shape_of(*call, 256) for call in short} == short
     assert small.shape_of(1, 64, 128) == small.ONCE[0]
-    assert small.shape_of(16, 64, 512) == small.WIDER
+    assert small.shape_of(16, 64, 512) == small.ONCE[1]
     assert small.shape_of(8, 128, 1152) is None
     q = torch.zeros(64, 64, 512, dtype=torch.bfloat16)
     assert small.hopper_refuses(q[:8], window, extra, "fp8_ds_mla", None) == ""
