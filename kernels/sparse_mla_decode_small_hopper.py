@@ -56,7 +56,7 @@ def shape_of(tokens: int, heads: int, keys: int) -> Shape | None:
             64  19.5 16.7 11.2 21.1  33.5 28.4 19.5 24.0  76.4 62.1 41.5 30.7
            128  38.4 32.0 20.5 18.3  67.3 55.3 37.3 23.6
 
-    Without code of its own for single blocks, a program of 16 warps, or of 32 heads and 64 keys, is nowhere the fastest.
+    Programs of 16 warps, or of 32 heads and 64 keys, without code of their own for single blocks, are nowhere faster.
     """
     tiles = tokens * cdiv(heads, TILE)
     if keys <= SHORT:
