@@ -3,7 +3,8 @@
 Queries pass through registers on their way to shared memory, and finished rows pass through the queries' shared memory
 on their way out: there they are normed and rotated, or rotated back and quantised. That is done in loops, over blocks
 of columns and over 16 heads at a time: the registers of the matrix products suffice, and code that is gone through once
-costs as much as it is long, where it comes out of memory.
+costs as much as it is long, where it comes out of memory. Of few heads all rows are finished at a time, in blocks of
+columns.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ HALF = gl.constexpr(layout.HEAD_DIM // 2)
 BLOCK_H = gl.constexpr(64)
 STEP = gl.constexpr(16)
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-# Of queries, eight threads have a row: each the same columns of all blocks of 64, the last of which turns alone.
-QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-PAIRS_OF_QUERIES = gl.constexpr(gl.SliceLayout(2, gl.BlockedLayout([1, 4, 2], [4, 8, 1], [4, 1, 1], [2, 1, 0])))
 COLUMNS = gl.constexpr(64)  # of a block of columns, 128 bytes: a swizzled tile lies in those
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 # Of finished rows: as wide as half of the dims, and the threads of a warp meet no bank twice.
@@ -74,9 +72,9 @@ def not_unrolled(count: gl.constexpr):
 
 
 @gluon.jit
-def column_blocks(tile):
-    """A swizzled bfloat16 tile `[N, C]` as its blocks of columns `[C / 64, N, 64]`."""
-    return tile._reinterpret(gl.bfloat16, [tile.shape[1] // COLUMNS, tile.shape[0], COLUMNS], SWIZZLED)
+def column_blocks(tile, WIDTH: gl.constexpr):
+    """A swizzled bfloat16 tile `[N, C]` as its blocks of columns `[C / WIDTH, N, WIDTH]`."""
+    return tile._reinterpret(gl.bfloat16, [tile.shape[1] // WIDTH, tile.shape[0], WIDTH], SWIZZLED)
 
 
 @gluon.jit
@@ -91,14 +89,17 @@ def _normed(q, cos, sin, eps, ROPE: gl.constexpr):
 
 @gluon.jit
 def load_queries(
-    p_q, head_stride, p_cos, eps, q_tile, heads, FIRST: gl.constexpr, ROPE: gl.constexpr, PARTIAL: gl.constexpr
-):
-    """Heads FIRST to FIRST + 31 into shared memory `[64, 512]`, normed and rotated if there is an `eps`.
+    p_q, head_stride, p_cos, eps, q_tile, heads, FIRST: gl.constexpr, COUNT: gl.constexpr, ROPE: gl.constexpr,
+    PARTIAL: gl.constexpr,
+):  # fmt: skip
+    """Heads FIRST to FIRST + COUNT - 1 into shared memory `[N, 512]`, normed and rotated if there is an `eps`.
 
-    Where PARTIAL, heads from `heads` on do not exist; they are zero, or NaN if their norm is.
+    COUNT is 8, 16 or 32. Where PARTIAL, heads from `heads` on do not exist; they are zero, or NaN if their norm is.
     """
-    HEADS: gl.constexpr = BLOCK_H // 2
-    o_head = gl.expand_dims(gl.arange(0, HEADS, gl.SliceLayout(1, QUERIES)), 1) + FIRST
+    # A row has as many threads as a block of columns has groups of eight.
+    BLOCK: gl.constexpr = COLUMNS if COUNT >= STEP else 2 * COLUMNS
+    QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [HALF // BLOCK, BLOCK // 8], [4, 1], [1, 0])
+    o_head = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(1, QUERIES)), 1) + FIRST
     o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, QUERIES)), 0)
     p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
     if PARTIAL:
@@ -107,34 +108,38 @@ def load_queries(
         q = gl.load(p_row)
     if eps is not None:
         # On their way together with the queries.
-        TURNING: gl.constexpr = COLUMNS if ROPE <= COLUMNS else 2 * COLUMNS if ROPE <= 2 * COLUMNS else HALF
-        cos, sin = fetch_angles(p_cos, gl.zeros([HEADS, TURNING], gl.bfloat16, QUERIES), ROPE)
-    q_tile.slice(FIRST, HEADS, 0).store(q)
+        TURNING: gl.constexpr = BLOCK if ROPE <= BLOCK else 2 * COLUMNS if ROPE <= 2 * COLUMNS else HALF
+        cos, sin = fetch_angles(p_cos, gl.zeros([COUNT, TURNING], gl.bfloat16, QUERIES), ROPE)
+    q_tile.slice(FIRST, COUNT, 0).store(q)
     if eps is not None:
-        _norm_tile(q_tile, cos, sin, eps, FIRST, ROPE, TURNING)
+        _norm_tile(q_tile, cos, sin, eps, FIRST, COUNT, ROPE, BLOCK, TURNING, QUERIES)
     fence_async_shared()
     thread_barrier()
 
 
 @gluon.jit
-def _norm_tile(q_tile, cos, sin, eps, FIRST: gl.constexpr, ROPE: gl.constexpr, TURNING: gl.constexpr):
-    """Norm heads FIRST to FIRST + 31 where they are, and turn the last TURNING columns, block by block of columns.
+def _norm_tile(
+    q_tile, cos, sin, eps, FIRST: gl.constexpr, COUNT: gl.constexpr, ROPE: gl.constexpr, BLOCK: gl.constexpr,
+    TURNING: gl.constexpr, QUERIES: gl.constexpr,
+):  # fmt: skip
+    """Norm COUNT heads from FIRST on where they are, and turn the last TURNING columns, BLOCK columns at a time.
 
     A thread has the same columns of each block of its rows, and finds there what it has put there itself.
     """
-    HEADS: gl.constexpr = BLOCK_H // 2
-    blocks = column_blocks(q_tile)
-    squares = gl.zeros([HEADS, COLUMNS // 2], gl.float32, PAIRS_OF_QUERIES)
-    for block in range(not_unrolled(D // COLUMNS)):
-        x = blocks.index(block).slice(FIRST, HEADS, 0).load(QUERIES).to(gl.float32)
-        even, odd = gl.split(gl.reshape(x, [HEADS, COLUMNS // 2, 2]))
-        squares += gl.convert_layout(gl.fma(even, even, odd * odd), PAIRS_OF_QUERIES)
+    PAIRED: gl.constexpr = gl.BlockedLayout([1, 4, 2], [HALF // BLOCK, BLOCK // 8, 1], [4, 1, 1], [2, 1, 0])
+    PAIRS: gl.constexpr = gl.SliceLayout(2, PAIRED)
+    blocks = column_blocks(q_tile, BLOCK)
+    squares = gl.zeros([COUNT, BLOCK // 2], gl.float32, PAIRS)
+    for block in range(not_unrolled(D // BLOCK)):
+        x = blocks.index(block).slice(FIRST, COUNT, 0).load(QUERIES).to(gl.float32)
+        even, odd = gl.split(gl.reshape(x, [COUNT, BLOCK // 2, 2]))
+        squares += gl.convert_layout(gl.fma(even, even, odd * odd), PAIRS)
     total = gl.convert_layout(gl.sum(squares, 1), gl.SliceLayout(1, QUERIES))
     factor = gl.expand_dims(gl.rsqrt(total * (1.0 / D) + eps), 1)
-    for block in range(not_unrolled((D - TURNING) // COLUMNS)):
-        columns = blocks.index(block).slice(FIRST, HEADS, 0)
+    for block in range(not_unrolled((D - TURNING) // BLOCK)):
+        columns = blocks.index(block).slice(FIRST, COUNT, 0)
         columns.store((columns.load(QUERIES).to(gl.float32) * factor).to(gl.bfloat16))
-    turning = q_tile.slice(FIRST, HEADS, 0).slice(D - TURNING, TURNING, 1)
+    turning = q_tile.slice(FIRST, COUNT, 0).slice(D - TURNING, TURNING, 1)
     x = turning.load(QUERIES).to(gl.float32) * factor
     turning.store(_turn(x, cos, sin, ROPE, False).to(gl.bfloat16))
 
@@ -160,27 +165,6 @@ def put_few_queries(q, cos, sin, eps, q_tile, ROPE: gl.constexpr):
     if eps is not None:
         q = _normed(q, cos, sin, eps, ROPE)
     q_tile.store(q)
-
-
-@gluon.jit
-def load_few_queries(p_q, head_stride, p_cos, eps, q_tile, heads, ROPE: gl.constexpr, PARTIAL: gl.constexpr):
-    """All heads of `q_tile`, shared `[heads, 512]`, as `load_queries`, with one warpgroup."""
-    BLOCK: gl.constexpr = q_tile.shape[0]
-    COUNT: gl.constexpr = BLOCK if BLOCK < STEP else STEP
-    o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, ROWS)), 0)
-    for step in gl.static_range(BLOCK // COUNT):
-        o_head = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(1, ROWS)), 1) + step * COUNT
-        p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
-        if PARTIAL:
-            q = gl.load(p_row, mask=(o_head < heads) & (o_dim >= 0), other=0.0)
-        else:
-            q = gl.load(p_row)
-        if eps is not None:
-            cos, sin = fetch_angles(p_cos, q, ROPE)
-            q = _normed(q, cos, sin, eps, ROPE)
-        q_tile.slice(step * COUNT, COUNT, 0).store(q)
-    fence_async_shared()
-    thread_barrier()
 
 
 @gluon.jit
@@ -263,8 +247,8 @@ def store_rows(
     for step in range(not_unrolled(BLOCK_H // STEP)):
         _store_step(
             steps.index(FIRST // HALF * (BLOCK_H // STEP) + step).load(ROWS), step * STEP, p_out, out_head_stride,
-            p_scale, tokens, padded_tokens, token, head, heads, cos, sin, FIRST, ROPE, PARTIAL, INVERSE, GROUPS,
-            GROUP_HEADS, PACKED, ROWS,
+            p_scale, tokens, padded_tokens, token, head, heads, cos, sin, FIRST, ROPE, PARTIAL, GROUPS, GROUP_HEADS,
+            PACKED, ROWS,
         )  # fmt: skip
 
 
@@ -272,7 +256,7 @@ def store_rows(
 def store_half(
     tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
     FIRST: gl.constexpr, ROPE: gl.constexpr, PARTIAL: gl.constexpr, INVERSE: gl.constexpr,
-    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr, ROWS: gl.constexpr = ROWS,
+    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """As `store_rows`, of rows that are in `tile`, shared `[heads, 512]`, already; by the warps that ROWS is for."""
     BLOCK: gl.constexpr = tile.shape[0]
@@ -284,67 +268,95 @@ def store_half(
     for step in gl.static_range(BLOCK // COUNT):
         _store_step(
             half.slice(step * COUNT, COUNT, 0).load(ROWS), step * COUNT, p_out, out_head_stride, p_scale, tokens,
-            padded_tokens, token, head, heads, cos, sin, FIRST, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
-            ROWS,
+            padded_tokens, token, head, heads, cos, sin, FIRST, ROPE, PARTIAL, GROUPS, GROUP_HEADS, PACKED, ROWS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def store_few_rows(
+    tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos, ROPE: gl.constexpr,
+    PARTIAL: gl.constexpr, INVERSE: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """As `store_rows`, of all columns of rows that are in `tile`, shared `[heads, 512]`, already."""
+    BLOCK: gl.constexpr = tile.shape[0]
+    # At most 32 numbers of a thread at a time. All that turns is in one block, the last.
+    WIDTH: gl.constexpr = HALF if BLOCK <= STEP or ROPE > ACT_TILE else ACT_TILE
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [HALF // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    blocks = column_blocks(tile, WIDTH)
+    cos, sin = None, None
+    if INVERSE:
+        cos, sin = fetch_angles(p_cos, gl.zeros([BLOCK, WIDTH], gl.bfloat16, ROWS), ROPE)
+    for block in range(not_unrolled(D // WIDTH)):
+        _store_step(
+            blocks.index(block).load(ROWS), 0, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head,
+            heads, cos, sin, block * WIDTH, ROPE, PARTIAL, GROUPS, GROUP_HEADS, PACKED, ROWS,
         )  # fmt: skip
 
 
 @gluon.jit
 def _store_step(
-    y, first, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, cos, sin,
-    FIRST: gl.constexpr, ROPE: gl.constexpr, PARTIAL: gl.constexpr, INVERSE: gl.constexpr,
-    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr, ROWS: gl.constexpr,
+    y, first, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, cos, sin, column,
+    ROPE: gl.constexpr, PARTIAL: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
-    """As `store_rows`, of the rows `y` from row `first` on, and angles instead of where they are."""
-    if INVERSE and FIRST > 0:
-        y = _turn(y.to(gl.float32), cos, sin, ROPE, True)
+    """As `store_rows`, of the rows `y` from row `first` and column `column` on.
+
+    The last columns are turned back where there are angles, which are those of as many columns as `y` has.
+    """
+    if cos is not None:
+        y = y.to(gl.float32)
+        if column == D - y.shape[1]:
+            y = gl.convert_layout(_turn(y, cos, sin, ROPE, True), ROWS)
     if GROUPS == 0:
         o_head = gl.expand_dims(gl.arange(0, y.shape[0], gl.SliceLayout(1, ROWS)), 1) + first
-        o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, ROWS)), 0)
-        y = gl.convert_layout(y.to(gl.bfloat16), ROWS)
-        p_row = p_out + (o_head.to(gl.int64) * out_head_stride + FIRST + o_dim)
+        o_dim = gl.expand_dims(gl.arange(0, y.shape[1], gl.SliceLayout(0, ROWS)), 0)
+        y = y.to(gl.bfloat16)
+        p_row = p_out + (o_head.to(gl.int64) * out_head_stride + column + o_dim)
         if PARTIAL:
             gl.store(p_row, y, mask=(o_head < heads) & (o_dim >= 0))
         else:
             gl.store(p_row, y)
     else:
         _store_quantized(
-            y.to(gl.float32), p_out, p_scale, tokens, padded_tokens, token, head + first,
-            FIRST, GROUPS, GROUP_HEADS, PACKED, ROWS,
+            y.to(gl.float32), p_out, p_scale, tokens, padded_tokens, token, head + first, column, GROUPS, GROUP_HEADS,
+            PACKED, ROWS,
         )  # fmt: skip
 
 
 @gluon.jit
 def _store_quantized(
-    x, p_values, p_scale, tokens, padded_tokens, token, head,
-    FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr, ROWS: gl.constexpr,
+    x, p_values, p_scale, tokens, padded_tokens, token, head, column, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr,
+    PACKED: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Columns FIRST to FIRST + 255 of the heads `x` from `head` on as e4m3, and the scales of their strips."""
-    HALF_STRIPS: gl.constexpr = HALF // ACT_TILE
+    """Columns from `column` on of the heads `x` from `head` on as e4m3, and the scales of their strips, one or two."""
     COUNT: gl.constexpr = x.shape[0]
-    values, byte = quantised_bytes(gl.reshape(x, [COUNT, HALF_STRIPS, ACT_TILE]), 2)
-    codes = gl.reshape(values, [COUNT, HALF])
+    WIDTH: gl.constexpr = x.shape[1]
+    HERE: gl.constexpr = WIDTH // ACT_TILE
+    values, byte = quantised_bytes(gl.reshape(x, [COUNT, HERE, ACT_TILE]), 2)
+    codes = gl.reshape(values, [COUNT, WIDTH])
     o_head = head + gl.arange(0, COUNT, gl.SliceLayout(1, ROWS))
     row = ((o_head // GROUP_HEADS).to(gl.int64) * tokens + token) * GROUP_HEADS + o_head % GROUP_HEADS
-    o_dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, ROWS)), 0)
+    o_dim = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS)), 0)
     live = gl.expand_dims(o_head < GROUPS * GROUP_HEADS, 1)
-    gl.store(p_values + (gl.expand_dims(row, 1) * D + FIRST + o_dim), gl.convert_layout(codes, ROWS), mask=live)
+    gl.store(p_values + (gl.expand_dims(row, 1) * D + column + o_dim), gl.convert_layout(codes, ROWS), mask=live)
 
     o_head = head + gl.arange(0, COUNT, gl.SliceLayout(1, byte.type.layout))
-    o_strip = gl.expand_dims(gl.arange(0, HALF_STRIPS, gl.SliceLayout(0, byte.type.layout)), 0)
+    o_strip = gl.expand_dims(gl.arange(0, HERE, gl.SliceLayout(0, byte.type.layout)), 0)
     if PACKED:
-        # The halves of a word come from two warpgroups.
-        p_half = p_scale.to(gl.pointer_type(gl.int16), bitcast=True) + FIRST // HALF
-        p_half += (o_head.to(gl.int64) * padded_tokens + token) * 2
-        scale = gl.sum(byte << (8 * o_strip), 1).to(gl.int16)
+        # The pieces of a word come from several warpgroups, or one after the other.
+        PIECE: gl.constexpr = gl.int16 if HERE == 2 else gl.int8
+        PIECES: gl.constexpr = STRIPS // HERE
+        p_piece = p_scale.to(gl.pointer_type(PIECE), bitcast=True) + column // WIDTH
+        p_piece += (o_head.to(gl.int64) * padded_tokens + token) * PIECES
+        scale = gl.sum(byte << (8 * o_strip), 1).to(PIECE)
         live = o_head < GROUPS * GROUP_HEADS
-        gl.store(p_half, scale, mask=live)
+        gl.store(p_piece, scale, mask=live)
         if token == tokens - 1:
             for pad in gl.static_range(1, SCALE_ROW_ALIGN):
-                gl.store(p_half + 2 * pad, gl.zeros_like(scale), mask=live & (token + pad < padded_tokens))
+                gl.store(p_piece + PIECES * pad, gl.zeros_like(scale), mask=live & (token + pad < padded_tokens))
     else:
         o_head = gl.expand_dims(o_head, 1)
-        p_one = p_scale + ((o_head * STRIPS + FIRST // ACT_TILE + o_strip).to(gl.int64) * padded_tokens + token)
+        p_one = p_scale + ((o_head * STRIPS + column // ACT_TILE + o_strip).to(gl.int64) * padded_tokens + token)
         scale = (byte << MANTISSA_BITS).to(gl.float32, bitcast=True)
         live = (o_head < GROUPS * GROUP_HEADS) & (o_strip >= 0)
         gl.store(p_one, scale, mask=live)

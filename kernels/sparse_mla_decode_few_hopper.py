@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from .gpu import Gpu
+from .gpu import Gpu, early_start
 from .sparse_mla_decode_kernel_few_hopper import KEYS, sparse_mla_decode_few_hopper_kernel
 from .sparse_mla_decode_launch_hopper import gather_refuses, launch_gathering
 from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source
@@ -66,7 +66,7 @@ def launch_hopper(
         sparse_mla_decode_few_hopper_kernel,
         block_h,
         KEYS,
-        constants,
+        constants | early_start(True),
         q,
         window,
         extra,

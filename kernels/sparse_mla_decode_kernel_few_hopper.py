@@ -2,15 +2,21 @@
 
 Matrix products of few heads are cheap, and keys cost what they cost for many. So one warpgroup of three attends:
 
-    consumer   scores of 64 keys, online softmax, weights to shared memory, all dims of the output
-    producers  gather 32 keys each into registers, dequantise them exactly, store them swizzled
+    consumer  scores of 64 keys, online softmax, weights to shared memory, all dims of the output
+    producer  two warpgroups: gathers 64 keys into registers, dequantises them exactly, stores them swizzled
 
 Keys are the rows of both products and heads their columns, so that nothing is multiplied for heads that do not exist.
-Between the warpgroups stand two or three buffers of 64 keys. A program takes a block of heads of one token and its
-share of the token's keys, window cache first.
+Between the two stand two or three buffers of 64 keys. A program takes a block of heads of one token and its share of
+the token's keys, window cache first.
 
-Of a multiprocessor's registers each producer has 144 to 168: with fewer they spill. Three producers, which then spill,
-took 33 us where two take 25 (8 heads, 128 tokens of 640 keys, H200).
+As in the kernel for many heads, code that comes out of memory costs as much as it is long: with both ends fused and
+quantised it was 53, 70 and 103 KB for 8, 16 and 32 heads and is 32, 39 and 48. A producer of two warpgroups is there
+once, where two producers of one would be there twice; queries are normed and rows finished in loops; and a turn of the
+consumer's loop waits for both of its products. If the last of a turn ran on into the next, the compiler would serialise
+all products, unless a turn was there twice; and what the next turn waits for is keys.
+
+Of a multiprocessor's registers a thread of the producer has 144 to 168, whatever takes the least time. A producer of
+three warpgroups, which then spills, took 33 us where two take 25 (8 heads, 128 tokens of 640 keys, H200).
 """
 
 from __future__ import annotations
@@ -23,11 +29,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import layout
-from .attention_rows_hopper import HALF, SWIZZLED, D, load_few_queries, store_half
-from .kv_load_hopper import FETCH, SLOTS, SWIZZLED_WORDS, dequantize_keys, fetch_keys, row_length, thread_barrier
+from .attention_rows_hopper import SWIZZLED, D, load_queries, store_few_rows
+from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, row_length, thread_barrier
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
 
@@ -38,6 +44,12 @@ LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
 KEY_WORDS = gl.constexpr(layout.HEAD_DIM // 2)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+HEAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# As in kv_load_hopper.py, for twice as many warps.
+_WORDS = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [8, 1, 1], [2, 1, 0])
+WORDS = gl.constexpr(_WORDS)
+SLOTS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _WORDS)))
+ROPES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
 
 
 @gluon.jit
@@ -54,11 +66,11 @@ def _cache_of(source0, source1, blocks0, block):
 
 
 @gluon.jit
-def _slots(source0, source1, blocks0, block, end, SIDE: gl.constexpr):
-    """int32 slots of half of a block; -1 for what is none, and from block `end` on."""
+def _slots(source0, source1, blocks0, block, end):
+    """int32 slots of a block; -1 for what is none, and from block `end` on."""
     # The last block stands in for those behind it: the other cache may have no pages.
     _, _, p_row, length, capacity, _, column = _cache_of(source0, source1, blocks0, gl.minimum(block, end - 1))
-    o_column = column + SIDE * FETCH + gl.arange(0, FETCH, SLOTS)
+    o_column = column + gl.arange(0, BLOCK_N, SLOTS)
     slot = gl.load(p_row + o_column, mask=o_column < gl.where(block < end, length, 0), other=-1)
     return gl.where((slot >= 0) & (slot < capacity), slot, -1).to(gl.int32)
 
@@ -67,23 +79,23 @@ def _slots(source0, source1, blocks0, block, end, SIDE: gl.constexpr):
 def _fetch(source0, source1, blocks0, block, end, slot):
     """`fetch_keys` from the cache of `block`, with its stand-in as `_slots`."""
     p_words, chunks, _, _, _, log_page, _ = _cache_of(source0, source1, blocks0, gl.minimum(block, end - 1))
-    return fetch_keys(p_words, chunks, slot, log_page)
+    return fetch_keys(p_words, chunks, slot, log_page, WORDS, ROPES)
 
 
 @gluon.jit
 def _producer(
     p_words0, chunks0, p_row0, length0, capacity0, p_words1, chunks1, p_row1, length1, capacity1,
     blocks0, begin, end, keys, lives, ready, free,
-    LOG_PAGE0: gl.constexpr, LOG_PAGE1: gl.constexpr, WIDE: gl.constexpr, SIDE: gl.constexpr,
+    LOG_PAGE0: gl.constexpr, LOG_PAGE1: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """The second or the third warpgroup: the first or the second half of every block."""
+    """The second and the third warpgroup: the keys."""
     BUFFERS: gl.constexpr = keys.shape[0]
     words = keys._reinterpret(gl.int32, [BUFFERS, BLOCK_N, KEY_WORDS], SWIZZLED_WORDS)
     source0 = p_words0, chunks0, p_row0, length0, capacity0, LOG_PAGE0
     source1 = p_words1, chunks1, p_row1, length1, capacity1, LOG_PAGE1
     if end > begin:
-        slot = _slots(source0, source1, blocks0, begin, end, SIDE)
-        next_slot = _slots(source0, source1, blocks0, begin + 1, end, SIDE)
+        slot = _slots(source0, source1, blocks0, begin, end)
+        next_slot = _slots(source0, source1, blocks0, begin + 1, end)
         codes, rope, scales = _fetch(source0, source1, blocks0, begin, end, slot)
         for block in range(begin, end):
             number = block - begin
@@ -92,11 +104,11 @@ def _producer(
             slot = next_slot
             # The next keys are on their way while these are dequantised.
             codes, rope, scales = _fetch(source0, source1, blocks0, block + 1, end, slot)
-            next_slot = _slots(source0, source1, blocks0, block + 2, end, SIDE)
-            pairs = dequantize_keys(now_codes, now_rope, now_scales, now_slot >= 0, WIDE)
+            next_slot = _slots(source0, source1, blocks0, block + 2, end)
+            pairs = dequantize_keys(now_codes, now_rope, now_scales, now_slot >= 0, WIDE, WORDS)
             mbarrier.wait(free.index(buffer), ((number // BUFFERS) & 1) ^ 1)
-            words.index(buffer).slice(SIDE * FETCH, FETCH, 0).store(pairs)
-            lives.index(buffer).slice(SIDE * FETCH, FETCH, 0).store(gl.where(now_slot >= 0, 1.0, 0.0))
+            words.index(buffer).store(pairs)
+            lives.index(buffer).store(gl.where(now_slot >= 0, 1.0, 0.0))
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(ready.index(buffer), count=1)
@@ -138,40 +150,33 @@ def _consumer(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     HEADS: gl.constexpr = gl.SliceLayout(0, MMA)
     LIVE: gl.constexpr = gl.SliceLayout(1, MMA)
-    load_few_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, ROPE, PARTIAL)
+    load_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, 0, N, ROPE, PARTIAL)
     acc = gl.zeros([D, N], gl.float32, MMA)
     sums = gl.zeros([BLOCK_N, N], gl.float32, MMA)
     top = gl.full([N], float("-inf"), gl.float32, HEADS)
-    if blocks > 0:
-        mbarrier.wait(ready.index(0), 0)
-        scores = _scores(keys.index(0), q_tile, MMA)
-        live = lives.index(0).load(LIVE)
+    for number in range(blocks):
+        buffer = number % BUFFERS
+        mbarrier.wait(ready.index(buffer), (number // BUFFERS) & 1)
+        scores = _scores(keys.index(buffer), q_tile, MMA)
+        live = lives.index(buffer).load(LIVE)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        for number in range(blocks - 1):
-            buffer = number % BUFFERS
-            following = (number + 1) % BUFFERS
-            acc, top, sums = _softmax(scores, live, acc, top, sums, scale, weights_tile)
-            acc = warpgroup_mma(keys.index(buffer).permute((1, 0)), weights_tile.permute((1, 0)), acc, is_async=True)
-            mbarrier.wait(ready.index(following), ((number + 1) // BUFFERS) & 1)
-            scores = _scores(keys.index(following), q_tile, MMA)
-            live = lives.index(following).load(LIVE)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            thread_barrier()
-            mbarrier.arrive(free.index(buffer), count=1)
-            scores = warpgroup_mma_wait(0, deps=[scores])
         acc, top, sums = _softmax(scores, live, acc, top, sums, scale, weights_tile)
-        last = keys.index((blocks - 1) % BUFFERS).permute((1, 0))
-        acc = warpgroup_mma(last, weights_tile.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(keys.index(buffer).permute((1, 0)), weights_tile.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-    total = gl.sum(sums, 0)
-    o_head = gl.arange(0, N, HEADS)
+        thread_barrier()
+        mbarrier.arrive(free.index(buffer), count=1)
+    # A head for each thread: of the products' columns it has several.
+    total = gl.convert_layout(gl.sum(sums, 0), HEAD)
+    top = gl.convert_layout(top, HEAD)
+    o_head = gl.arange(0, N, HEAD)
     shift = gl.where(top == float("-inf"), 0.0, top)
     lse = gl.where(total == 0, float("-inf"), shift + gl.log2(total))
-    acc = acc * gl.expand_dims(gl.where(total == 0, 0.0, 1.0 / total), 0)
+    factor = gl.where(total == 0, 0.0, 1.0 / total)
+    acc = acc * gl.expand_dims(gl.convert_layout(factor, HEADS), 0)
     if SPLIT:
         gl.store(p_lse + o_head, lse, mask=o_head < heads)
         if blocks > 0:
-            o_column = gl.expand_dims(o_head, 0)
+            o_column = gl.expand_dims(gl.arange(0, N, HEADS), 0)
             o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(1, MMA)), 1)
             gl.store(p_out + (o_column * D + o_dim), acc, mask=(o_column < heads) & (o_dim >= 0))
     else:
@@ -181,14 +186,13 @@ def _consumer(
             # As a row of one part is joined, so that it gives the same bits.
             sink = gl.load(p_sink + o_head, mask=o_head < heads, other=0.0)
             share = 1.0 / (1.0 + gl.exp2(sink * LOG2_E - gl.where(total == 0, 0.0, lse)))
-            acc = acc * gl.expand_dims(share, 0)
+            acc = acc * gl.expand_dims(gl.convert_layout(share, HEADS), 0)
         q_tile.store(acc.to(gl.bfloat16).permute((1, 0)))
         thread_barrier()
-        for side in gl.static_range(D // HALF):
-            store_half(
-                q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_table,
-                side * HALF, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
-            )  # fmt: skip
+        store_few_rows(
+            q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_table, ROPE, PARTIAL,
+            INVERSE, GROUPS, GROUP_HEADS, PACKED,
+        )  # fmt: skip
 
 
 @gluon.jit(
@@ -260,16 +264,16 @@ def sparse_mla_decode_few_hopper_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
-        mbarrier.init(ready.index(i), count=2)
+        mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    if SPLIT:
-        gdc_launch_dependents()
+    gdc_launch_dependents()
+    gdc_wait()
     HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     PARTIAL: gl.constexpr = H % BLOCK_H != 0
     part = gl.program_id(0) // HEAD_BLOCKS
     head = gl.program_id(0) % HEAD_BLOCKS * BLOCK_H
     heads = H - head
-    token = (first + part // splits).to(gl.int64)
+    token = (first + (part // splits if SPLIT else part)).to(gl.int64)
     length0 = row_length(p_lens0, lens0_stride, token, width0)
     length1 = row_length(p_lens1, lens1_stride, token, width1)
     if p_positions is not None:
@@ -277,10 +281,12 @@ def sparse_mla_decode_few_hopper_kernel(
         p_table += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
     blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
     blocks = blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
-    # The programs of a token beyond its parts have nothing to do.
-    parts = gl.maximum(gl.minimum(splits, (blocks + least - 1) // least), 1)
-    begin = blocks * gl.minimum(part % splits, parts) // parts
-    end = blocks * gl.minimum(part % splits + 1, parts) // parts
+    begin, end = 0, blocks
+    if SPLIT:
+        # The programs of a token beyond its parts have nothing to do.
+        parts = gl.maximum(gl.minimum(splits, (blocks + least - 1) // least), 1)
+        begin = blocks * gl.minimum(part % splits, parts) // parts
+        end = blocks * gl.minimum(part % splits + 1, parts) // parts
     p_q += token * q_token_stride + head.to(gl.int64) * q_head_stride
     p_row0 = p_indices0 + token * indices0_stride
     p_row1 = p_indices1 + token * indices1_stride
@@ -301,8 +307,5 @@ def sparse_mla_decode_few_hopper_kernel(
                      ready, free, SPLIT, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED)),
         (_producer, (p_words0, page_chunks0, p_row0, length0, capacity0, p_words1, page_chunks1,
                      p_row1, length1, capacity1, blocks0, begin, end, keys, lives, ready, free,
-                     LOG_PAGE0, LOG_PAGE1, WIDE, 0)),
-        (_producer, (p_words0, page_chunks0, p_row0, length0, capacity0, p_words1, page_chunks1,
-                     p_row1, length1, capacity1, blocks0, begin, end, keys, lives, ready, free,
-                     LOG_PAGE0, LOG_PAGE1, WIDE, 1)),
-    ], [4, 4], [PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+                     LOG_PAGE0, LOG_PAGE1, WIDE)),
+    ], [8], [PRODUCER_REGISTERS])  # fmt: skip

@@ -121,7 +121,7 @@ def _left(
     PARTIAL: gl.constexpr, INVERSE: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The first warpgroup: scores, softmax, the left half of the output."""
-    load_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, 0, ROPE, PARTIAL)
+    load_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, 0, BLOCK_H // 2, ROPE, PARTIAL)
     mbarrier.wait(q_ready, 0)
     acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
     top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
@@ -211,7 +211,7 @@ def _right(
     )  # fmt: skip
     thread_barrier()
     mbarrier.arrive(placed, count=1)
-    load_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, BLOCK_H // 2, ROPE, PARTIAL)
+    load_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, BLOCK_H // 2, BLOCK_H // 2, ROPE, PARTIAL)
     mbarrier.arrive(q_ready, count=1)
     acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
     slot = find_keys(source0, source1, token, boundary, begin + AHEAD, BLOCK_N, BLOCK_N)

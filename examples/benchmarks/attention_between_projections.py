@@ -5,6 +5,10 @@ with weights and caches of their own, so that nothing of a layer is in a cache w
 a layer, and `adds_us` what it has more than one without attention, by Hopper's decode kernel for many tokens (`many`)
 and by the one for few in its shapes, of which `once` are for rows in single blocks of so many heads and keys.
 
+`--heads 8`, 16 or 32: of each layer a tensor-parallel share, with a group of wo_a for every 8 heads, by the kernel for
+few heads (`few`). There are as many more layers as the share is smaller, so that their weights are as many bytes. What
+other results must agree with is that of `many`, or of the portable kernel.
+
 Kernels are compiled one after the other; `--compile` does nothing else, for some sizes in some processes.
 """
 
@@ -23,19 +27,25 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.bench import sparse_mla_decode as scenario
 from dsv4_compile.bench.record import environment
+from dsv4_compile.kernels import sparse_mla_decode_few_hopper as few
 from dsv4_compile.kernels import sparse_mla_decode_hopper as many
-from dsv4_compile.kernels import sparse_mla_decode_small_hopper as few
+from dsv4_compile.kernels import sparse_mla_decode_portable as portable
+from dsv4_compile.kernels import sparse_mla_decode_small_hopper as small
 from dsv4_compile.kernels.fp8_grouped_einsum import fp8_grouped_einsum
 from dsv4_compile.kernels.fp8_linear import fp8_linear
 from dsv4_compile.kernels.gpu import HOPPER, gpu_of
 from dsv4_compile.kernels.grouped_linear import grouped_linear
 from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, quantized_outputs
 
-LAYERS, HEADS, GROUPS, LATENT, HIDDEN = 4, 64, 8, 1024, 4096
-TOKENS, KEYS, WEIGHTS = (1, 8, 16, 32, 64, 128, 512), (128, 256, 640), ("bfloat16", "fp8")
-KERNELS = {"none": None, "many": None, "narrow": few.NARROW}
-KERNELS |= {f"once {shape.block_h} {shape.block_n}": shape for shape in few.ONCE}
+ALL_HEADS, GROUP_HEADS, LATENT, HIDDEN = 256, scenario.GROUP_HEADS, 1024, 4096
+HEADS, TOKENS, KEYS, WEIGHTS = (64, 8, 16, 32), (1, 8, 16, 32, 64, 128, 512), (128, 256, 640), ("bfloat16", "fp8")
+SHAPES = {"narrow": small.NARROW}
+SHAPES |= {f"once {shape.block_h} {shape.block_n}": shape for shape in small.ONCE}
 CUDA = torch.device("cuda")
+
+
+def kernels_for(heads: int) -> list[str]:
+    return ["none", "few"] if heads <= few.MOST_HEADS else ["none", "many", *SHAPES]
 
 
 def weight(rows: int, columns: int, fp8: bool) -> Any:
@@ -49,38 +59,44 @@ def weight(rows: int, columns: int, fp8: bool) -> Any:
 class Layer:
     """Weights, caches and rows of slots of one layer."""
 
-    def __init__(self, tokens: int, keys: int, fp8: bool, seed: int) -> None:
-        made = scenario.fused_arguments("both", tokens, HEADS, CUDA, seed)
+    def __init__(self, tokens: int, heads: int, keys: int, fp8: bool, seed: int) -> None:
+        made = scenario.fused_arguments("both", tokens, heads, CUDA, seed)
         more, self.fp8 = keys - scenario.WINDOW, fp8
+        self.heads, self.groups = heads, heads // GROUP_HEADS
         self.window = Source(*made[1:5])
         self.extra = Source(made[8], made[9][:, :more].contiguous(), made[10].clamp(max=more), made[11])
         self.scale, self.sink, self.fusion = made[6], made[7], Fusion(*made[13:17])
-        width = HEADS * made[0].shape[2]
-        self.weights = weight(width, LATENT, fp8), weight(GROUPS * LATENT, width // GROUPS, fp8)
-        self.last = weight(HIDDEN, GROUPS * LATENT, fp8)
+        width = heads * made[0].shape[2]
+        self.weights = weight(width, LATENT, fp8), weight(self.groups * LATENT, width // self.groups, fp8)
+        self.last = weight(HIDDEN, self.groups * LATENT, fp8)
 
     def attend(self, kernel: str, q: Tensor) -> tuple[Tensor, Tensor]:
         rows = q, self.window, self.extra, self.scale, self.sink, gpu_of(CUDA), 0
         fusion, into = self.fusion, None
         if self.fp8:
-            fusion = fusion._replace(n_groups=GROUPS, heads_per_group=HEADS // GROUPS)
-            into = quantized_outputs(q, GROUPS, HEADS // GROUPS, False)
+            fusion = fusion._replace(n_groups=self.groups, heads_per_group=GROUP_HEADS)
+            into = quantized_outputs(q, self.groups, GROUP_HEADS, False)
             if kernel == "none":
                 return into.pair()
         if kernel == "none":
             return q, q
         if kernel == "many":
             return many.launch_hopper(*rows, fusion, into)
-        return few.launch_hopper(*rows, fusion, into, KERNELS[kernel])
+        if kernel == "few":
+            return few.launch_hopper(*rows, fusion, into)
+        if kernel == "portable":
+            return portable.launch(*rows[:3], scenario.CACHE, *rows[3:5], None, rows[5], fusion=fusion, into=into)
+        return small.launch_hopper(*rows, fusion, into, SHAPES[kernel])
 
     def __call__(self, kernel: str, latent: Tensor) -> Tensor:
         tokens, (first, second) = latent.shape[0], self.weights
         q = fp8_linear(latent, *first) if self.fp8 else grouped_linear(latent, first, 1)
-        out, scale = self.attend(kernel, q.view(tokens, HEADS, -1))
+        out, scale = self.attend(kernel, q.view(tokens, self.heads, -1))
         if self.fp8:
             out = fp8_linear(fp8_grouped_einsum(out, scale, *second).flatten(1), *self.last)
         else:
-            out = grouped_linear(grouped_linear(out.reshape(tokens, GROUPS, -1), second, GROUPS), self.last, 1)
+            out = grouped_linear(out.reshape(tokens, self.groups, -1), second, self.groups)
+            out = grouped_linear(out, self.last, 1)
         return out[:, :LATENT]
 
 
@@ -109,24 +125,26 @@ def us_of_layer(layers: list[Layer], kernel: str, latent: Tensor) -> float:
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    kernels, count = kernels_for(options.heads), ALL_HEADS // options.heads
     for weights in options.weights:
         for tokens in options.tokens:
             for keys in options.keys:
-                layers = [Layer(tokens, keys, weights == "fp8", seed) for seed in range(LAYERS)]
+                layers = [Layer(tokens, options.heads, keys, weights == "fp8", seed) for seed in range(count)]
                 latent = torch.randn(tokens, LATENT, device=CUDA).bfloat16()
                 if options.compile:
-                    for kernel in KERNELS:
+                    for kernel in kernels:
                         run(layers[:2], kernel, latent)
                     continue
-                q = torch.randn(tokens, HEADS, layout.HEAD_DIM, device=CUDA).bfloat16()
-                want, without = layers[0].attend("many", q), 0.0
-                for kernel in KERNELS:
+                q = torch.randn(tokens, options.heads, layout.HEAD_DIM, device=CUDA).bfloat16()
+                want, without = layers[0].attend("many" if "many" in kernels else "portable", q), 0.0
+                for kernel in kernels:
                     wrong = (
                         "" if kernel == "none" else scenario.differs(layers[0].attend(kernel, q), want, layout.ROPE_DIM)
                     )
                     us = us_of_layer(layers, kernel, latent)
                     without = us if kernel == "none" else without
-                    found = {"weights": weights, "tokens": tokens, "keys": keys, "kernel": kernel}
+                    found = {"weights": weights, "heads": options.heads, "tokens": tokens, "keys": keys}
+                    found |= {"kernel": kernel}
                     yield found | {"us": round(us, 2), "adds_us": round(us - without, 2), "differs": wrong}
 
 
@@ -134,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, values in (("tokens", TOKENS), ("keys", KEYS), ("weights", WEIGHTS)):
         parser.add_argument(f"--{name}", nargs="+", type=type(values[0]), default=values, choices=values)
+    parser.add_argument("--heads", type=int, default=HEADS[0], choices=HEADS)
     parser.add_argument("--compile", action="store_true", help="measure nothing")
     parser.add_argument("--out", type=Path, help="folder of the record")
     options = parser.parse_args()
@@ -141,6 +160,7 @@ def main() -> None:
         parser.error("these kernels are for Hopper GPUs")
     record: dict[str, Any] = {"scenario": "attention_between_projections", **environment(CUDA), "rows": []}
     limits = [f"--{name} {' '.join(map(str, getattr(options, name)))}" for name in ("tokens", "keys", "weights")]
+    limits = [f"--heads {options.heads}", *limits]
     record["command"] = " ".join(["python examples/benchmarks/attention_between_projections.py", *limits])
     with torch.no_grad():
         for row in rows(options):

@@ -254,7 +254,7 @@ def modules() -> dict[str, types.ModuleType]:
         name: wrap(getattr(torch, name)) for name in ("abs", "exp2", "log2", "rsqrt", "sum", "reshape", "zeros_like")
     }
     layouts = "BlockedLayout SliceLayout NVMMADistributedLayout NVMMASharedLayout SwizzledSharedLayout barrier"
-    types_ = ("int16", "int32", "int64", "float16", "float32", "bfloat16")
+    types_ = ("int8", "int16", "int32", "int64", "float16", "float32", "bfloat16")
     vars(language).update(
         dict.fromkeys(layouts.split(), anything)
         | {name: getattr(torch, name) for name in types_}

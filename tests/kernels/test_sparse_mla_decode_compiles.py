@@ -13,7 +13,7 @@ from dsv4_compile.kernels import sparse_mla_decode_portable as portable
 from dsv4_compile.kernels import sparse_mla_decode_small_hopper as small
 from dsv4_compile.kernels.sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, outputs, quantized_outputs
 from dsv4_compile.testing import strided
-from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
+from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code, resources
 from tests.kernels.gpus import GPUS
 
 
@@ -86,13 +86,14 @@ def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products
     assert kernel.asm["ptx"].count("wgmma.mma_async") > 0
 
 
-@pytest.mark.parametrize("rope", [32, 96, 200])
-def test_any_even_number_of_columns_up_to_half_of_a_row_turns(rope: int) -> None:
-    q, sources = torch.zeros(2, 64, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
+@pytest.mark.parametrize(("rope", "heads"), [(32, 64), (96, 64), (200, 64), (96, 8), (200, 32)])
+def test_any_even_number_of_columns_up_to_half_of_a_row_turns(rope: int, heads: int) -> None:
+    kernel = few if heads <= few.MOST_HEADS else hopper
+    q, sources = torch.zeros(2, heads, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
     fusion = Fusion(torch.zeros(2, dtype=torch.int64), torch.zeros(64, rope), 1e-6, inverse_rope=True)
-    assert hopper.hopper_refuses(q, *sources, "fp8_ds_mla", None, fusion) == ""
+    assert kernel.hopper_refuses(q, *sources, "fp8_ds_mla", None, fusion) == ""
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        hopper.launch_hopper(q, *sources, 0.1, None, GPUS["sm_90"][0], 1, fusion, outputs(q))
+        kernel.launch_hopper(q, *sources, 0.1, None, GPUS["sm_90"][0], 1, fusion, outputs(q))
     assert machine_code(compiled[0])
 
 
@@ -109,9 +110,12 @@ def test_parts_are_stored_and_joined_sixteen_bytes_at_a_time(invariant: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("heads", "splits", "sink", "kind"), [(8, 1, False, "plain"), (16, 4, True, "fused"), (24, 1, True, "quantised")]
+    ("heads", "splits", "sink", "kind"),
+    [(8, 1, False, "plain"), (16, 4, True, "fused"), (24, 1, True, "quantised"), (32, 1, True, "quantised")],
 )
-def test_the_kernel_for_few_heads_compiles_with_its_registers(heads: int, splits: int, sink: bool, kind: str) -> None:
+def test_the_kernel_for_few_heads_has_what_it_does_once_and_spills_nothing(
+    heads: int, splits: int, sink: bool, kind: str
+) -> None:
     q, sources = torch.zeros(2, heads, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
     logits, fusion = torch.zeros(heads) if sink else None, fusion_of(kind, heads)
     assert few.hopper_refuses(q, *sources, "fp8_ds_mla", logits, fusion) == ""
@@ -120,8 +124,13 @@ def test_the_kernel_for_few_heads_compiles_with_its_registers(heads: int, splits
     kernel = compiled[0]
     assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and machine_code(kernel)
     assert kernel.asm["ptx"].count("setmaxnreg") >= 4
-    # Rows of the products are keys: as many columns as heads, rounded up.
-    assert f"m64n{few.shape_of(heads).block_h}k16" in kernel.asm["ptx"]
+    assert kernel.metadata.launch_pdl and kernel.asm["ptx"].count("griddepcontrol.wait") == 1
+    # Rows of the products are keys: as many columns as heads, rounded up. Both have 512 dims, scores and outputs.
+    assert kernel.asm["ptx"].count(f"m64n{few.shape_of(heads).block_h}k16") == 512 // 16 + 512 // 64 * (few.KEYS // 16)
+    # Of a key, a thread of eight warps dequantises what four words of codes hold, in each of seven tiles.
+    assert kernel.asm["ptx"].count("0x9180") == 4 * layout.FP8_DS_MLA_TILES
+    used = resources(kernel)
+    assert used["STACK"] == used["LOCAL"] == 0
 
 
 @pytest.mark.parametrize(
