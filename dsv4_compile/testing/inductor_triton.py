@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.compiler import ASTSource
 
 from .._compat import AsyncCompile, GraphLowering, inductor_config
-from . import fake_triton
+from . import fake_triton, quick_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _POINTWISE_BLOCKS = {"XBLOCK": 256, "YBLOCK": 8, "ZBLOCK": 1}
@@ -137,7 +137,7 @@ def generated_triton(*, codes: list[str] | None = None) -> Iterator[list[Generat
     fake_triton.install()
     if INTERPRETED:
         fake_triton.round_like_hardware()
-        fake_triton.patch_once_a_launch()
+        quick_interpreter.quicken()
     kernels: list[GeneratedKernel] = []
 
     def build(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> GeneratedKernel:
