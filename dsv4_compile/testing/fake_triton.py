@@ -192,35 +192,3 @@ def round_like_hardware() -> None:
 
     triton_interpreter._convert_float = convert
     builder.create_dot, builder.binary_op = create_dot, binary_op
-
-
-@functools.cache
-def patch_once_a_launch() -> None:
-    """Let a launch in the interpreter replace Triton's language once, and not again at each call within it.
-
-    Left alone, Triton 3.6 and 3.7 look through all of the language at every call of a device function, which takes a
-    third of the time of a kernel that has many.
-    """
-    original, nothing = triton_interpreter._patch_lang, triton_interpreter._LangPatchScope
-    replaced: set[str] = set()
-
-    @functools.cache
-    def seen_by(fn: Any) -> frozenset[str]:
-        return frozenset(each.__name__ for each in fn.__globals__.values() if each is tl or each is tl.core)
-
-    def patch(fn: Any) -> Any:
-        seen = seen_by(fn)
-        if seen and seen <= replaced:
-            return nothing()
-        scope = original(fn)
-        restore = scope.restore
-
-        def end() -> None:
-            restore()
-            replaced.clear()
-
-        scope.restore = end
-        replaced.update(seen)
-        return scope
-
-    triton_interpreter._patch_lang = patch

@@ -11,8 +11,9 @@ process of its own, with patches that stay.
 
 from __future__ import annotations
 
+import itertools
+import linecache
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import triton.language as tl
 from triton.compiler import ASTSource
 
 from .._compat import AsyncCompile, GraphLowering, inductor_config
-from . import fake_triton
+from . import fake_triton, quick_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _POINTWISE_BLOCKS = {"XBLOCK": 256, "YBLOCK": 8, "ZBLOCK": 1}
@@ -32,6 +33,7 @@ _REDUCTION_BLOCKS = {"XBLOCK": 8, "YBLOCK": 8, "ZBLOCK": 1, "R0_BLOCK": 64}
 _LANES = 2048
 """Elements that a program of a reduction handles at once in the interpreter, where each program is slow."""
 _AXES = ("x", "y", "z")
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +137,12 @@ def generated_triton(*, codes: list[str] | None = None) -> Iterator[list[Generat
     fake_triton.install()
     if INTERPRETED:
         fake_triton.round_like_hardware()
-        fake_triton.patch_once_a_launch()
+        quick_interpreter.quicken()
     kernels: list[GeneratedKernel] = []
 
     def build(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> GeneratedKernel:
         source = source_code.replace("@triton_heuristics.", "@_heuristics.")
-        path = _write_source(kernel_name, source)
+        path = _remember_source(kernel_name, source)
         heuristics = _Heuristics(kernel_name, source_code, kernels)
         namespace: dict[str, Any] = {"_heuristics": heuristics, "__name__": kernel_name, "__file__": path}
         exec(compile(source, path, "exec"), namespace)
@@ -160,9 +162,8 @@ def generated_triton(*, codes: list[str] | None = None) -> Iterator[list[Generat
         yield kernels
 
 
-def _write_source(name: str, source: str) -> str:
-    """Path of a file with `source`: Triton reads the text of a kernel back from its file."""
-    path = os.path.join(tempfile.mkdtemp(prefix="dsv4_generated_"), f"{name[:60]}.py")
-    with open(path, "w") as file:
-        file.write(source)
+def _remember_source(name: str, source: str) -> str:
+    """Name of a file that is not written: Triton reads the text of a kernel back, from the lines Python remembers."""
+    path = f"<dsv4 generated {next(_NUMBERS)}: {name}>"
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
     return path

@@ -25,15 +25,17 @@ IMPORTED = (
     "pytest",
     "hypothesis.extra.numpy",
     "dsv4_compile.testing.fake_triton",
+    "dsv4_compile.testing.quick_interpreter",
     "torch._dynamo",
     "triton.runtime.interpreter",
 )
 
 if INTERPRETED:
-    from dsv4_compile.testing.fake_triton import patch_once_a_launch, round_like_hardware
+    from dsv4_compile.testing.fake_triton import round_like_hardware
+    from dsv4_compile.testing.quick_interpreter import quicken
 
     round_like_hardware()
-    patch_once_a_launch()
+    quicken()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -41,8 +41,9 @@ def assert_equals_reference(report: dict[str, Any], *, steps: float = 0) -> None
 def assert_kernels(report: dict[str, Any], launches: int) -> None:
     """Fail unless one graph serves every size by `launches` kernels and nothing else: no copy, no clone, no reference.
 
-    In particular no copy of a cache.
+    In particular no copy of a cache. And no source of a kernel is a file, which nobody would remove.
     """
     assert report["graphs"] == 1
     assert report["launches"] == launches, report["kernels"]
     assert report["extern"] == []
+    assert report["files"] == []

@@ -7,7 +7,9 @@ TRITON_INTERPRET=1 python -m tests.lowering.generated <op>   runs all in the int
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -133,6 +135,7 @@ def report(case: Case) -> dict[str, Any]:
     result |= {
         "graphs": len(codes),
         "kernels": [kernel.name for kernel in kernels],
+        "files": [path for kernel in kernels if os.path.exists(path := inspect.getfile(kernel.function.fn))],
         "launches": wrapper.count(".run("),
         "extern": [line.strip() for line in wrapper.splitlines() if "torch.ops." in line and "#" not in line],
     }
