@@ -18,7 +18,7 @@ from dsv4_compile.hf.tiny import quiet_libraries, tiny_model
 PROMPTS = [
     "Attention",
     "One graph for prefill, one for decode.",
-    "A longer prompt than the others: from its 33rd token on, this layer's sliding window leaves the first behind.",
+    "A longer prompt than the others: from 36 tokens on, the indexer of this CSA layer has to choose its entries.",
 ]
 NEW_TOKENS = 24
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,9 +34,9 @@ def encode(prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def main() -> None:
     quiet_libraries()
-    # Random weights, and one layer with a sliding window, so that the example compiles quickly. `dsv4 demo` has all
-    # kinds of layers; a real model comes from DeepseekV4ForCausalLM.from_pretrained(path).
-    model = tiny_model(num_hidden_layers=1, layer_types=["sliding_attention"]).to(DEVICE)
+    # Random weights, and one CSA layer, so that the example compiles quickly. `dsv4 demo` has all kinds of layers; a
+    # real model comes from DeepseekV4ForCausalLM.from_pretrained(path).
+    model = tiny_model(num_hidden_layers=1, layer_types=["compressed_sparse_attention"]).to(DEVICE)
     original = copy.deepcopy(model)
 
     dsv4_compile.hf.convert(model, max_batch_size=len(PROMPTS), max_seq_len=512)

@@ -22,8 +22,8 @@ PROMPT_LENGTHS = (1, 5, 126, 130)
 DECODE_STEPS = 300
 MAX_SEQ_LEN = 512
 LAYERS = {"num_hidden_layers": 2, "layer_types": tiny_config().layer_types[1:3]}
-"""One that indexes and one that does not, hashed and routed experts; both attend to a window as well, and examples/02
-has a layer that attends to nothing else. Layers are what compiling costs."""
+"""One that indexes and one that does not, hashed and routed experts; both attend to a window as well. Layers are what
+compiling costs."""
 MAX_GRAPHS = 4
 """A prefill and a decode graph for one row, and the same for several."""
 
