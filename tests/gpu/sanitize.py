@@ -1,9 +1,10 @@
 """Run every kernel of the package under compute-sanitizer: `python tests/gpu/sanitize.py [--tool NAME] [--op NAME]`.
 
 For each tool, a kernel with a planted fault comes first: a tool that does not find it proves nothing, and the run
-fails. Then the launcher of every op with a kernel is called on the op's samples, and decode attention at 8 and at 64
-heads with everything that can be fused, one process for all. Every tensor is an allocation of its own, so that memcheck
-knows where each ends. Exits with 1 on a fault, and on a plant that stays hidden.
+fails. Then the launcher of every op with a kernel is called on the op's samples, decode attention at 8 and at 64 heads
+with everything that can be fused, and products by the kernels for few tokens and for many, one process for all. Every
+tensor is an allocation of its own, so that memcheck knows where each ends. Exits with 1 on a fault, and on a plant that
+stays hidden.
 
 What racecheck reports between two warpgroups of a warp-specialised Gluon kernel is counted, and not judged: it does not
 see what orders them. On an H200 it reports every word that one stores and another loads behind a barrier, the arguments
@@ -39,6 +40,7 @@ FOUND = 42
 """What compute-sanitizer exits with when it has found something."""
 PLANT = "plant"
 LAUNCHED = "all launched"
+PRODUCTS = ("fp8_linear", "fp8_grouped_einsum", "fp8_grouped_einsum_quant", "grouped_linear")
 WARPGROUP = 128
 OPTIONS: dict[str, tuple[str, ...]] = {
     "racecheck": ("--racecheck-report", "hazard", "--print-limit", "1000000", "--show-backtrace", "no"),
@@ -97,6 +99,8 @@ def calls(op: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
             yield f"{op} {index}", launcher(op), args
     if op in ("sparse_mla_decode", "sparse_mla_decode_quant"):
         yield from decode_calls(op)
+    if op in PRODUCTS:
+        yield from product_calls(op)
 
 
 def decode_calls(op: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
@@ -110,6 +114,18 @@ def decode_calls(op: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, 
             args[2][1, ::3] = -1
             yield f"{op} {fused} {tokens} {heads}", launcher(op), args
             yield f"{op} {fused} {tokens} {heads} portable", scenario.portable, args
+
+
+def product_calls(op: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """Products of tiles that are whole and that are not, alone and in clusters that send their parts or fetch them."""
+    from dsv4_compile.bench.gemm import Layer
+
+    for tokens in (3, 40, 70, 130, 300):
+        args = Layer(op, "", 256, 2048, 1 if op == "fp8_linear" else 2).arguments(tokens, torch.device("cuda"), 0)
+        yield f"{op} {tokens}", launcher(op), args
+        if op == "fp8_linear":
+            beside = torch.randn(200, 2048, device="cuda").bfloat16()
+            yield f"{op} {tokens} beside", launcher(op), (*args, True, beside)
 
 
 def launch_all(ops: list[str]) -> None:

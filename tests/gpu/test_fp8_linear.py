@@ -41,6 +41,18 @@ def test_another_layer_of_the_same_input_is_written_beside(tokens: int, others: 
     products.check(OP, kernels.fp8_linear, (x, weight, scale, True, other))
 
 
+@pytest.mark.parametrize("others", [0, 200])
+@pytest.mark.parametrize("rows", [256, 8192])
+def test_any_number_of_tokens(rows: int, others: int) -> None:
+    """Tiles are multiplied twice, in part, rather than copied past the end: of 1 to 400 tokens none is left out."""
+    x, weight, scale = products.gemm.Layer(OP, "", rows, 2048).arguments(400, products.CUDA, 4)
+    other = torch.randn(others, 2048, device="cuda").bfloat16() if others else None
+    want = REFERENCES[OP](x, weight, scale, True, other)
+    for tokens in (*range(1, 80, 3), *range(63, 71), *range(80, 400, 17), *range(126, 134), *range(254, 260)):
+        got = kernels.fp8_linear(x[:tokens].contiguous(), weight, scale, True, other)
+        assert products.gemm.differs([got], [want[:tokens]], products.gemm.TOLERANCE[OP]) == "", tokens
+
+
 @pytest.mark.parametrize("tokens", [1, 9, 17, 40, 64])
 def test_what_is_quantised_on_the_way_is_what_the_reference_quantises(tokens: int) -> None:
     """One weight of 1 for each input: an output is a quantised input times its scale, and no sum can hide a bit."""
