@@ -34,10 +34,10 @@ def _quantising(a: Tensor, b: Tensor, b_scale: Tensor) -> Callable[[Tensor, Tens
     gpu = gpu_of(a.device)
     known = b_scale.view(torch.uint8) if b_scale.dtype is torch.float8_e8m0fnu else b_scale
     few, clusters = (hopper_kernel(gpu, f"grouped_matmul_{name}hopper") for name in ("", "clusters_"))
-    if few is not None and not few.hopper_refuses(a, b, False):
-        return lambda x, scale, out, out_scale: few.launch_hopper(x, scale, b, known, out, False, gpu, out_scale)
     if clusters is not None and not clusters.clusters_refuse(a, b, known, False, gpu):
         return lambda x, scale, *out: clusters.launch_clusters_of_tiles(x, scale, b, known, out[0], gpu, out[1])
+    if few is not None and not few.hopper_refuses(a, b, False):
+        return lambda x, scale, out, out_scale: few.launch_hopper(x, scale, b, known, out, False, gpu, out_scale)
     return None
 
 

@@ -130,15 +130,14 @@ def _both(rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, be
     first = weight.shape[0]
     out = torch.empty((rows.shape[0], first + beside.shape[0]), dtype=torch.float32, device=rows.device)
     gpu = gpu_of(rows.device)
-    pair = hopper_kernel(gpu, "grouped_matmul_pair_hopper")
-    if pair is not None and quantize and out.numel() > 0 and not pair.pair_refuses(rows, weight, beside):
-        pair.launch_pair(rows, weight, weight_scale, beside, out, gpu)
-        return out
+    pair, both = (hopper_kernel(gpu, f"grouped_matmul_{name}_hopper") for name in ("pair", "clusters"))
     known = weight_scale.view(torch.uint8) if weight_scale.dtype is torch.float8_e8m0fnu else weight_scale
-    both = hopper_kernel(gpu, "grouped_matmul_clusters_hopper")
     if both is not None and quantize and out.numel() > 0 and not both.both_refuse(rows, weight, known, beside, gpu):
         values, scale = quantize_activation(rows)
         both.launch_clusters_of_tiles(values[:, None], scale[:, None], weight, known, out, gpu, beside=(rows, beside))
+        return out
+    if pair is not None and quantize and out.numel() > 0 and not pair.pair_refuses(rows, weight, beside):
+        pair.launch_pair(rows, weight, weight_scale, beside, out, gpu)
         return out
     _product(rows, weight, weight_scale, quantize, torch.float32, out[:, :first])
     if rows.is_cuda and rows.dtype is not torch.float32:

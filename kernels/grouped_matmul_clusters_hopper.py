@@ -10,18 +10,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..layout import cdiv
 from .cluster_hopper import SIZES, clusters_at_once, clusters_known, launch_clusters
 from .gpu import Gpu
-from .grouped_matmul_hopper import PROCESSOR_BYTES, RESERVED_BYTES, TILE_ALIGN, operands_refused, rows_of, swizzled
+from .grouped_matmul_hopper import (
+    MOST_BYTES,
+    MOST_TOKENS,
+    PROCESSOR_BYTES,
+    RESERVED_BYTES,
+    TILE_ALIGN,
+    operands_refused,
+    rows_of,
+    swizzled,
+)
 from .grouped_matmul_kernel_clusters_hopper import PAD, RESULTS_TOGETHER, grouped_matmul_clusters_hopper_kernel
 from .grouped_matmul_kernel_hopper import STRIP_BYTES
 from .grouped_matmul_kernel_many_hopper import HALF_TOKENS, TILE_ROWS
 from .grouped_matmul_many_hopper import TILE_TOKENS, tiles_refused, words_of_scales
 
 MULTIPLIER_REGISTERS, BRINGER_REGISTERS = 232, 40
-SLOT_BYTES = (TILE_ROWS + TILE_TOKENS) * STRIP_BYTES + 4 * TILE_TOKENS + 4 + 2 * 8
-RING = (PROCESSOR_BYTES - RESERVED_BYTES - TILE_ALIGN) // SLOT_BYTES
-"""Buffers that there is room for, where a program has a processor to itself."""
-FEWEST_STRIPS = 4
+FEWEST_STRIPS = 8
 """Of a program."""
+FEW_TOKENS, FEW_TOKENS_UNQUANTISED = 32, 64
+"""Up to so many, e4m3 and others are the kernel's for few tokens."""
 
 
 class Side(NamedTuple):
@@ -41,9 +49,10 @@ def side_of(tokens: int, groups: int, weight: Tensor) -> Side:
 def choose_cluster(gpu: Gpu, sides: list[Side]) -> int:
     """Programs of a tile: of the largest clusters that all run at once; 0 where there are none.
 
-    What they save is work, not copies. On an H200, 128 tokens of V4-Flash's wo_a take 14.4 us where those of a kernel
-    for few tokens take 15.9 and parts in memory 17.7; of wo_b 15.2, 16.9 and 17.7; of wq_a and wkv beside HCA's rows,
-    quantised in front, 11.8 where two products apart take 16.6.
+    Large tiles read x less often, and weights once. On an H200, 64 and 128 tokens of V4-Flash's wo_a take 12.2 and 14.4
+    us, of wo_b 12.9 and 15.2, where the kernel for few tokens takes 13.5 and 15.9, 14.1 and 16.9, and parts in memory
+    17.7 for 128; of wq_a and wkv beside CSA's rows, with the quantisation in front, 11.7 and 14.8, and 16.9 and 20.2 in
+    one launch for few tokens and in two products apart.
     """
     if not clusters_known():
         return 0
@@ -57,9 +66,19 @@ def _shares(side: Side, cluster: int) -> bool:
     return each >= FEWEST_STRIPS and (cluster - 1) * each < side.strips
 
 
+def deepest_ring(tokens: int) -> int:
+    """Buffers of strips of so many tokens that there is room for, where a program has a processor to itself."""
+    slot = (TILE_ROWS + tokens) * STRIP_BYTES + 4 * tokens + 4 + 2 * 8
+    return (PROCESSOR_BYTES - RESERVED_BYTES - TILE_ALIGN) // slot
+
+
 def clusters_refuse(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quantize: bool, gpu: Gpu) -> str:
     """Why this kernel cannot take a product that the portable one can, or should not, "" if it does."""
     tokens, groups, _ = x.shape
+    if tokens <= (FEW_TOKENS if weight.element_size() == 1 else FEW_TOKENS_UNQUANTISED):
+        return "it leaves few tokens to the kernel for them"
+    if tokens <= MOST_TOKENS and weight.numel() * weight.element_size() <= MOST_BYTES:
+        return "it leaves short weights to the kernel for few tokens"
     if choose_cluster(gpu, [side_of(tokens, groups, weight)]) == 0:
         return "it takes tiles that as many clusters run at once"
     return tiles_refused(x, weight, weight_scale, quantize)
@@ -67,6 +86,8 @@ def clusters_refuse(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quan
 
 def both_refuse(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor, gpu: Gpu) -> str:
     """As `clusters_refuse`, of two products of x `[T, K]`: quantised, with `weight`, and as it is, with `others`."""
+    if x.shape[0] <= FEW_TOKENS:
+        return "it leaves few tokens to the kernel for them"
     if 0 in (weight.shape[0], others.shape[0]):
         return "it takes two weights that have rows: the copy engine has no matrix without any"
     if others.dtype is not x.dtype or others.element_size() != 2:
@@ -102,13 +123,13 @@ def launch_clusters_of_tiles(
         second, block_k_2 = side_of(tokens, 1, beside[1]), STRIP_BYTES // beside[1].element_size()
         of_others = _described(beside[1], TILE_ROWS, block_k_2), _described(beside[0], HALF_TOKENS, block_k_2)
     cluster = choose_cluster(gpu, [first] if beside is None else [first, second])
-    inputs = rows_of(x, block_k)
+    inputs, halves = rows_of(x, block_k), 1 if tokens <= HALF_TOKENS else 2
     assert inputs is not None and cluster > 0
     launch_clusters(
         grouped_matmul_clusters_hopper_kernel,
         (first.tiles + second.tiles) * cluster,
         cluster,
-        4 * TILE_TOKENS * (TILE_ROWS + PAD),
+        4 * halves * HALF_TOKENS * (TILE_ROWS + PAD),
         _described(weight, TILE_ROWS, block_k),
         _described(inputs.matrix, HALF_TOKENS, block_k),
         *of_others,
@@ -133,7 +154,8 @@ def launch_clusters_of_tiles(
         SPLITS=cluster,
         BLOCK_K=block_k,
         BLOCK_K_OF_OTHERS=block_k_2,
-        RING=RING,
+        RING=deepest_ring(halves * HALF_TOKENS),
+        HALVES=halves,
         TILE=swizzled(weight),
         TILE_OF_OTHERS=None if beside is None else swizzled(beside[1]),
         MULTIPLIER_REGISTERS=MULTIPLIER_REGISTERS,

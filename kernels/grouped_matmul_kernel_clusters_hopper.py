@@ -23,7 +23,6 @@ from .grouped_matmul_kernel_many_hopper import (
     HALF,
     ROWS,
     TILE_ROWS,
-    TOKENS,
     half_of,
     release,
     scales_of,
@@ -49,13 +48,13 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 
 @gluon.jit
 def _bring(
     weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free,
-    BLOCK_K: gl.constexpr, RING: gl.constexpr,
+    BLOCK_K: gl.constexpr, RING: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """The strips of a part of a tile."""
     w_ring, x_ring, x_scales, w_scales = rings
     x_group_row, x_group_column, x_token, x_group, x_strip, w_row, w_strip = strides
     tokens, first_token, group, row, _, _, begin, count = place
-    BYTES: gl.constexpr = (ROWS + TOKENS) * STRIP
+    BYTES: gl.constexpr = (ROWS + HALVES * HALF) * STRIP
     filled = gl.minimum(count, RING)
     for i in range(filled):
         mbarrier.expect(ready.index(i), BYTES)
@@ -64,7 +63,7 @@ def _bring(
     gdc_wait()
     x_row, x_column = group * x_group_row, group * x_group_column
     if p_x_scale is not None:
-        token = tokens_of(gl.arange(0, TOKENS, LANES), first_token, tokens).to(gl.int64)
+        token = tokens_of(gl.arange(0, HALVES * HALF, LANES), first_token, tokens).to(gl.int64)
         p_scales = p_x_scale + group.to(gl.int64) * x_group + token * x_token
         p_scale = p_weight_scale + (row // ROWS * w_row + gl.arange(0, 1, LANES))
     for i in range(count):
@@ -74,9 +73,9 @@ def _bring(
             mbarrier.wait(free.index(slot), ((i // RING) & 1) ^ 1)
             mbarrier.expect(ready.index(slot), BYTES)
             copy_tile(weights, [row, strip * BLOCK_K], ready.index(slot), w_ring.index(slot))
-        for half in gl.static_range(2):
+        for half in gl.static_range(HALVES):
             at = [x_row + half_of(half, first_token, tokens), x_column + strip * BLOCK_K]
-            copy_tile(inputs, at, ready.index(slot), x_ring.index(2 * slot + half))
+            copy_tile(inputs, at, ready.index(slot), x_ring.index(HALVES * slot + half))
         if p_x_scale is not None:
             x_word = strip // WORD if p_x_scale.dtype.element_ty == gl.int32 else strip
             w_word = strip // WORD if p_weight_scale.dtype.element_ty == gl.int32 else strip
@@ -118,7 +117,7 @@ def _put(acc, half: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(
+def _multiply_half(
     p_out, p_out_scale, out_stride, others, place, part, rings, rings_of_others, ready, free,
     half: gl.constexpr, SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_K_OF_OTHERS: gl.constexpr,
     RING: gl.constexpr,
@@ -150,21 +149,41 @@ def _multiply(
 
 
 @gluon.jit
+def _multiply(
+    p_out, p_out_scale, out_stride, others, place, part, rings, rings_of_others, ready, free,
+    half: gl.constexpr, SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_K_OF_OTHERS: gl.constexpr,
+    RING: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup, which has nothing to do where there are no tokens for it."""
+    if half < HALVES:
+        _multiply_half(
+            p_out, p_out_scale, out_stride, others, place, part, rings, rings_of_others, ready, free, half, SPLITS,
+            BLOCK_K, BLOCK_K_OF_OTHERS, RING,
+        )  # fmt: skip
+    else:
+        meet(True)
+        meet(False)
+
+
+@gluon.jit
 def _bring_all(
     weights, inputs, others, inputs_of_others, p_x_scale, p_weight_scale, strides, is_others, place, rings,
     rings_of_others, ready, free, BLOCK_K: gl.constexpr, BLOCK_K_OF_OTHERS: gl.constexpr, RING: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
     """The strips of a part of a tile of either product."""
     if others is None:
-        _bring(weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free, BLOCK_K, RING)
+        _bring(weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free, BLOCK_K, RING, HALVES)
     else:
         if is_others:
             _bring(
                 others, inputs_of_others, None, None, strides, place, rings_of_others, ready, free, BLOCK_K_OF_OTHERS,
-                RING,
+                RING, HALVES,
             )  # fmt: skip
         else:
-            _bring(weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free, BLOCK_K, RING)
+            _bring(
+                weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free, BLOCK_K, RING, HALVES
+            )  # fmt: skip
     meet(True)
     meet(False)
 
@@ -205,6 +224,7 @@ def grouped_matmul_clusters_hopper_kernel(
     BLOCK_K: gl.constexpr,
     BLOCK_K_OF_OTHERS: gl.constexpr,
     RING: gl.constexpr,
+    HALVES: gl.constexpr,  # of a tile's tokens, 1 where a half holds all
     TILE: gl.constexpr,  # layouts in shared memory
     TILE_OF_OTHERS: gl.constexpr,
     MULTIPLIER_REGISTERS: gl.constexpr,
@@ -213,11 +233,11 @@ def grouped_matmul_clusters_hopper_kernel(
 ):
     """Programs p of a cluster take the parts of tile p // SPLITS: each `strips_each` strips, the last what is left."""
     w_ring = gl.allocate_shared_memory(weights.dtype, [RING, ROWS, BLOCK_K], TILE)
-    x_ring = gl.allocate_shared_memory(inputs.dtype, [2 * RING, HALF, BLOCK_K], TILE)
+    x_ring = gl.allocate_shared_memory(inputs.dtype, [HALVES * RING, HALF, BLOCK_K], TILE)
     ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     if p_x_scale is not None:
-        x_scales = gl.allocate_shared_memory(p_x_scale.dtype.element_ty, [RING, TOKENS], FLAT)
+        x_scales = gl.allocate_shared_memory(p_x_scale.dtype.element_ty, [RING, HALVES * HALF], FLAT)
         w_scales = gl.allocate_shared_memory(p_weight_scale.dtype.element_ty, [RING, 1], FLAT)
         rings = w_ring, x_ring, x_scales, w_scales
     else:
@@ -229,7 +249,7 @@ def grouped_matmul_clusters_hopper_kernel(
     if others is not None:
         rings_of_others = (
             w_ring._reinterpret(others.dtype, [RING, ROWS, BLOCK_K_OF_OTHERS], TILE_OF_OTHERS),
-            x_ring._reinterpret(others.dtype, [2 * RING, HALF, BLOCK_K_OF_OTHERS], TILE_OF_OTHERS),
+            x_ring._reinterpret(others.dtype, [HALVES * RING, HALF, BLOCK_K_OF_OTHERS], TILE_OF_OTHERS),
             None,
             None,
         )
@@ -239,11 +259,11 @@ def grouped_matmul_clusters_hopper_kernel(
         all_strips = gl.where(is_others, strips_of_others, strips)
     for i in gl.static_range(RING):
         mbarrier.init(ready.index(i), count=1 + THREADS)
-        mbarrier.init(free.index(i), count=2)
+        mbarrier.init(free.index(i), count=HALVES)
     fence_async_shared()
     thread_barrier()
     tile, part = program // SPLITS, program % SPLITS
-    first_token, column = tile % token_blocks * TOKENS, tile // token_blocks
+    first_token, column = tile % token_blocks * (HALVES * HALF), tile // token_blocks
     blocks = (columns + ROWS - 1) // ROWS
     group, first_row = column // blocks, column % blocks * ROWS
     # See half_of.
@@ -267,9 +287,9 @@ def grouped_matmul_clusters_hopper_kernel(
     )  # fmt: skip
     gl.warp_specialize([
         (_multiply, (p_out, p_out_scale, out_stride, is_others, place, part, rings, rings_of_others, ready, free,
-                     0, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING)),
+                     0, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
         (_multiply, (p_out, p_out_scale, out_stride, is_others, place, part, rings, rings_of_others, ready, free,
-                     1, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING)),
+                     1, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
         (_bring_all, (weights, inputs, others, inputs_of_others, p_x_scale, p_weight_scale, strides, is_others, place,
-                      rings, rings_of_others, ready, free, BLOCK_K, BLOCK_K_OF_OTHERS, RING)),
+                      rings, rings_of_others, ready, free, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
     ], [4, 4], [MULTIPLIER_REGISTERS, BRINGER_REGISTERS])  # fmt: skip

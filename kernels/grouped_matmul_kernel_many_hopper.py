@@ -140,10 +140,11 @@ def _scale(scales, strip, LAYOUT: gl.constexpr):
 @gluon.jit
 def start_product(number, rings, ready, half: gl.constexpr, acc, ADD: gl.constexpr, RING: gl.constexpr):
     """Start the product of a strip, once it is there."""
+    HALVES: gl.constexpr = rings[1].shape[0] // RING
     slot = number % RING
     mbarrier.wait(ready.index(slot), (number // RING) & 1)
     rows = rings[0].index(slot).permute((1, 0))
-    return warpgroup_mma(rings[1].index(2 * slot + half), rows, acc, use_acc=ADD, is_async=True)
+    return warpgroup_mma(rings[1].index(HALVES * slot + half), rows, acc, use_acc=ADD, is_async=True)
 
 
 @gluon.jit

@@ -87,11 +87,11 @@ def test_halves_give_the_reference(hopper: Any) -> None:
     assert_close(out, REFERENCES["grouped_linear"](x, weight, 2), NEIGHBOUR[BF16])
 
 
-@pytest.mark.parametrize(("tokens", "others", "cluster"), [(65, 200, 2), (128, 128, 3), (150, 72, 2)])
+@pytest.mark.parametrize(("tokens", "others", "cluster"), [(33, 200, 3), (65, 200, 2), (128, 128, 3), (150, 72, 2)])
 def test_two_products_of_one_input_are_one_launch(hopper: Any, tokens: int, others: int, cluster: int) -> None:
     """Others of fewer rows than a tile has, or of no multiple of them: their last tile begins among those in front."""
-    x, weight, scale = torch.randn(tokens, 1024).bfloat16(), e4m3(256, 1024), block_scale(256, 1024)
-    other, out = torch.randn(others, 1024).bfloat16(), torch.full((tokens, 256 + others), torch.nan)
+    x, weight, scale = torch.randn(tokens, 2048).bfloat16(), e4m3(256, 2048), block_scale(256, 2048)
+    other, out = torch.randn(others, 2048).bfloat16(), torch.full((tokens, 256 + others), torch.nan)
     assert hopper.both_refuse(x, weight, scale, other, GPU) == ""
     launched(hopper, cluster, *quantised(x), weight, scale, out, beside=(x, other))
     assert_close(out, REFERENCES["fp8_linear"](x, weight, scale, True, other), NEIGHBOUR[torch.float32])
@@ -130,6 +130,8 @@ def test_a_tokens_sums_do_not_depend_on_the_others(hopper: Any, tokens: int) -> 
         ("fp8_linear wq_a + wkv", 384, 3),
         ("fp8_linear wq_a + wkv", 512, 2),
         ("fp8_linear wq_b", 128, 0),
+        ("fp8_linear indexer wq_b", 128, 0),
+        ("fp8_linear wo_b", 64, 3),
         ("fp8_linear wo_b", 128, 3),
         ("fp8_linear wo_b", 256, 2),
         ("fp8_linear wo_b", 384, 0),
@@ -145,7 +147,7 @@ def test_layers_of_flash_get_the_clusters_that_were_the_fastest(layer: str, toke
 
 
 @pytest.mark.parametrize(
-    ("others", "tokens", "cluster"), [(1024, 128, 5), (1024, 256, 2), (1024, 512, 0), (2624, 128, 3)]
+    ("others", "tokens", "cluster"), [(1024, 64, 4), (1024, 128, 4), (1024, 256, 2), (1024, 512, 0), (2624, 128, 3)]
 )
 def test_rows_of_hidden_get_the_clusters_that_were_the_fastest(others: int, tokens: int, cluster: int) -> None:
     weights = torch.empty(1536, 4096, dtype=F8), torch.empty(others, 4096, dtype=BF16)
@@ -162,8 +164,9 @@ def test_a_smaller_gpu_has_fewer_clusters(size: int) -> None:
 WAYS = ["e4m3", "e4m3 quantised", "halves", "both"]
 
 
+@pytest.mark.parametrize("tokens", [64, 128])
 @pytest.mark.parametrize("way", WAYS)
-def test_it_compiles_for_hopper(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_compiles_for_hopper(way: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without spills, and with nothing but strips where sums are put in front of everything else."""
     rooms = []
 
@@ -172,17 +175,17 @@ def test_it_compiles_for_hopper(way: str, monkeypatch: pytest.MonkeyPatch) -> No
         kernel[(programs,)](*args, **constants)
 
     monkeypatch.setattr(clusters, "launch_clusters", launch)
-    x, plain = torch.empty(128, 1, 4096, dtype=F8), torch.empty(128, 4096, dtype=BF16)
+    x, plain = torch.empty(tokens, 1, 4096, dtype=F8), torch.empty(tokens, 4096, dtype=BF16)
     weight, other = torch.empty(1536, 4096, dtype=F8), torch.empty(1024, 4096, dtype=BF16)
-    scales, out = (torch.empty(128, 1, 32), torch.empty(12, 32)), torch.empty(128, 1536, dtype=BF16)
+    scales, out = (torch.empty(tokens, 1, 32), torch.empty(12, 32)), torch.empty(tokens, 1536, dtype=BF16)
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
         if way == "halves":
             clusters.launch_clusters_of_tiles(plain[:, None], None, other, None, out[:, :1024], GPU)
         elif way == "both":
-            out = torch.empty(128, 2560)
+            out = torch.empty(tokens, 2560)
             clusters.launch_clusters_of_tiles(x, scales[0], weight, scales[1], out, GPU, beside=(plain, other))
         else:
-            out_scale = torch.empty(12, 128) if way == "e4m3 quantised" else None
+            out_scale = torch.empty(12, tokens) if way == "e4m3 quantised" else None
             out = out.to(F8) if way == "e4m3 quantised" else out
             clusters.launch_clusters_of_tiles(x, scales[0], weight, scales[1], out, GPU, out_scale)
     (kernel,) = compiled
@@ -192,7 +195,7 @@ def test_it_compiles_for_hopper(way: str, monkeypatch: pytest.MonkeyPatch) -> No
     # Every warp of the three partitions meets the cluster, twice.
     assert kernel.metadata.num_warps == THREADS // 32
     assert ptx.count("barrier.cluster.arrive") == ptx.count("barrier.cluster.wait") == 2 * 3
-    ring = clusters.RING * (clusters.TILE_ROWS + clusters.TILE_TOKENS) * clusters.STRIP_BYTES
+    ring = clusters.deepest_ring(tokens) * (clusters.TILE_ROWS + tokens) * clusters.STRIP_BYTES
     first = re.compile(r"add\.s32 \t%r\d+, %r\d+, (\d+);\n\t// begin inline asm\n\t@%p\d+ mbarrier.init")
     barriers = [int(x) for x in first.findall(ptx)]
     assert rooms[0] <= ring <= min(barriers) and ring < kernel.metadata.shared
@@ -200,26 +203,29 @@ def test_it_compiles_for_hopper(way: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_it_does_not_take() -> None:
-    x, weight, scale = torch.empty(200, 1, 1024, dtype=F8), e4m3(256, 1024), block_scale(256, 1024)
-    plain, other = torch.empty(200, 1024, dtype=BF16), torch.empty(192, 1024, dtype=BF16)
+    x, weight, scale = torch.empty(200, 1, 2048, dtype=F8), e4m3(256, 2048), block_scale(256, 2048)
+    plain, other = torch.empty(200, 2048, dtype=BF16), torch.empty(192, 2048, dtype=BF16)
     refuse, both = clusters.clusters_refuse, clusters.both_refuse
     assert refuse(x, weight, scale, False, GPU) == "" == both(plain, weight, scale, other, GPU)
     assert "what is quantised" in refuse(plain[:, None], weight, scale, True, GPU)
     assert "multiple of 128 rows" in refuse(x, weight[:200], scale, False, GPU)
-    assert "run at once" in refuse(x, weight[:, :512], scale, False, GPU)
-    assert "run at once" in refuse(x[:1].expand(20000, 1, 1024), weight, scale, False, GPU)
+    assert "run at once" in refuse(x[..., :1024], weight[:, :1024], scale, False, GPU)
+    assert "few tokens" in refuse(x[:32], weight, scale, False, GPU) == both(plain[:32], weight, scale, other, GPU)
+    assert "few tokens" in refuse(plain[:64, None], other, None, False, GPU)
+    assert "short weights" in refuse(x[:128], weight, scale, False, GPU)
+    assert "run at once" in refuse(x[:1].expand(20000, 1, 2048), weight, scale, False, GPU)
     assert "multiple of 8" in both(plain, weight, scale, other[:190], GPU)
     assert "words of four" in both(plain, weight, scale.t().contiguous().t(), other, GPU)
     assert "as it is" in both(plain, weight, scale, other.half(), GPU)
     assert "have rows" in both(plain, weight, scale, other[:0], GPU)
-    assert "16 bytes" in both(torch.empty(200, 1028, dtype=BF16)[:, 1:1025], weight, scale, other, GPU)
+    assert "16 bytes" in both(torch.empty(200, 2056, dtype=BF16)[:, 1:2049], weight, scale, other, GPU)
 
 
 class Chosen(Exception):
     """By a launcher that is not to launch."""
 
 
-@pytest.mark.parametrize("tokens", [64, 65, 128])
+@pytest.mark.parametrize("tokens", [32, 33, 65, 128])
 def test_more_tokens_than_a_tile_of_few_has_are_for_clusters(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """But those of weights that are read twice in less time."""
     few = hopper_kernel(GPU, "grouped_matmul_hopper")
@@ -242,7 +248,7 @@ def test_more_tokens_than_a_tile_of_few_has_are_for_clusters(tokens: int, monkey
         return str(found.value)
 
     x, weight, scale = torch.empty(tokens, 8, 4096, dtype=F8), torch.empty(8192, 4096, dtype=F8), torch.empty(64, 32)
-    many = "clusters" if tokens > 64 else "few"
+    many = "clusters" if tokens > 32 else "few"
     assert way(fp8_grouped_einsum_quant.fp8_grouped_einsum_quant, x, torch.empty(tokens, 8, 32), weight, scale) == many
     one = x[:, :1], torch.empty(tokens, 1, 32)
     assert way(dispatch.grouped_matmul, *one, weight, scale, BF16) == many
