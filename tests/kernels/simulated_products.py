@@ -20,7 +20,7 @@ from tests.kernels.gpus import GPUS
 from tests.kernels.simulated_gluon import GLUON
 from tests.kernels.simulated_values import Pointer, Value
 
-GPU = GPUS["sm_90"][0]
+GPU, STEM = GPUS["sm_90"][0], "grouped_matmul_hopper"
 
 
 def atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> Value:
@@ -95,7 +95,7 @@ def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = Fals
     assert hopper.hopper_refuses(x, weight, quantize) == ""
     with (
         mock.patch.object(kernels, "gpu_of", lambda device: GPU),
-        mock.patch.object(kernels, "hopper_kernel", lambda gpu, stem: hopper),
+        mock.patch.object(kernels, "hopper_kernel", lambda gpu, stem: hopper if stem == STEM else None),
         mock.patch.object(hopper, "choose_cut", lambda *sizes: hopper.Cut(*cut)),
         mock.patch.object(hopper, "arrival_counters", hopper.arrival_counters and (lambda count, device: counters)),
         poisoned_empty(),

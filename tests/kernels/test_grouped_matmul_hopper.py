@@ -16,7 +16,7 @@ from dsv4_compile.kernels.cluster_hopper import clusters_at_once
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference.block_scale import quantize_activation, scale_value
 from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
-from tests.kernels.simulated_products import GPU, product, simulated_products
+from tests.kernels.simulated_products import GPU, STEM, product, simulated_products
 from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 
 LAYERS = {f"{model} {x.op} {x.name}": x for model, config in gemm.MODELS.items() for x in gemm.layers(config)}
@@ -231,7 +231,7 @@ def test_it_compiles_for_hopper_and_as_many_programs_fit_as_it_says(
 ) -> None:
     """Whatever x is made of; and the matrix unit reads both operands where the copies left them."""
     monkeypatch.setattr(kernels, "gpu_of", lambda device: GPU)
-    monkeypatch.setattr(kernels, "hopper_kernel", lambda gpu, stem: grouped_matmul_hopper)
+    monkeypatch.setattr(kernels, "hopper_kernel", lambda gpu, stem: grouped_matmul_hopper if stem == STEM else None)
     monkeypatch.setattr(grouped_matmul_hopper, "choose_cut", lambda *sizes: grouped_matmul_hopper.Cut(*cut))
     x, a = torch.empty(tokens, 1, 2048, dtype=BF16), torch.empty(tokens, 8, 2048, dtype=torch.float8_e4m3fn)
     weight, scale = torch.empty(4096, 2048, dtype=a.dtype), torch.empty(32, 16, dtype=torch.uint8)
