@@ -28,8 +28,9 @@ from .grouped_matmul_many_hopper import TILE_TOKENS, tiles_refused, words_of_sca
 MULTIPLIER_REGISTERS, BRINGER_REGISTERS = 232, 40
 FEWEST_STRIPS = 8
 """Of a program."""
-FEW_TOKENS, FEW_TOKENS_UNQUANTISED = 32, 64
-"""Up to so many, e4m3 and others are the kernel's for few tokens."""
+FEW_TOKENS, FEW_TOKENS_OF_BOTH = 64, 32
+"""Up to so many, a product is the kernel's for few tokens, and two of one x are. Of 64 tokens of wo_a and wo_b that one
+and this take as long in a row of projections; by itself, out of the L2 cache, this takes an eighth longer."""
 
 
 class Side(NamedTuple):
@@ -49,10 +50,10 @@ def side_of(tokens: int, groups: int, weight: Tensor) -> Side:
 def choose_cluster(gpu: Gpu, sides: list[Side]) -> int:
     """Programs of a tile: of the largest clusters that all run at once; 0 where there are none.
 
-    Large tiles read x less often, and weights once. On an H200, 64 and 128 tokens of V4-Flash's wo_a take 12.2 and 14.4
-    us, of wo_b 12.9 and 15.2, where the kernel for few tokens takes 13.5 and 15.9, 14.1 and 16.9, and parts in memory
-    17.7 for 128; of wq_a and wkv beside CSA's rows, with the quantisation in front, 11.7 and 14.8, and 16.9 and 20.2 in
-    one launch for few tokens and in two products apart.
+    Large tiles read x less often, and weights once. On an H200, with other weights in each launch, 128 tokens of
+    V4-Flash's wo_a take 14.4 us and of wo_b 15.2, where the kernel for few tokens takes 15.9 and 16.9, and parts in
+    memory 17.7; 64 and 128 of wq_a and wkv beside CSA's rows, with the quantisation in front, 11.7 and 14.8, where one
+    launch for few tokens takes 16.9, and products apart 20.2.
     """
     if not clusters_known():
         return 0
@@ -75,7 +76,7 @@ def deepest_ring(tokens: int) -> int:
 def clusters_refuse(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quantize: bool, gpu: Gpu) -> str:
     """Why this kernel cannot take a product that the portable one can, or should not, "" if it does."""
     tokens, groups, _ = x.shape
-    if tokens <= (FEW_TOKENS if weight.element_size() == 1 else FEW_TOKENS_UNQUANTISED):
+    if tokens <= FEW_TOKENS:
         return "it leaves few tokens to the kernel for them"
     if tokens <= MOST_TOKENS and weight.numel() * weight.element_size() <= MOST_BYTES:
         return "it leaves short weights to the kernel for few tokens"
@@ -86,7 +87,7 @@ def clusters_refuse(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quan
 
 def both_refuse(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor, gpu: Gpu) -> str:
     """As `clusters_refuse`, of two products of x `[T, K]`: quantised, with `weight`, and as it is, with `others`."""
-    if x.shape[0] <= FEW_TOKENS:
+    if x.shape[0] <= FEW_TOKENS_OF_BOTH:
         return "it leaves few tokens to the kernel for them"
     if 0 in (weight.shape[0], others.shape[0]):
         return "it takes two weights that have rows: the copy engine has no matrix without any"
