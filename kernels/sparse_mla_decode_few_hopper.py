@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     buffers: int
 
 
-# One H200, 128 tokens of 640 keys, in us, 1 us apart from run to run:
+# One H200, 128 tokens of 640 keys back to back, in us, 1 us apart from run to run, with a producer for each half:
 #  8 heads 24.8; two buffers 23.9, 176 registers 26.0, 152 registers 30.1
 # 16 heads 27.4; two buffers 28.1, 168 registers 29.7
 # 32 heads 32.8; 136 registers 33.0, 152 registers 41.6; three buffers do not fit
