@@ -131,12 +131,13 @@ def _both(rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, be
     out = torch.empty((rows.shape[0], first + beside.shape[0]), dtype=torch.float32, device=rows.device)
     gpu = gpu_of(rows.device)
     pair, both = (hopper_kernel(gpu, f"grouped_matmul_{name}_hopper") for name in ("pair", "clusters"))
-    known = weight_scale.view(torch.uint8) if weight_scale.dtype is torch.float8_e8m0fnu else weight_scale
-    if both is not None and quantize and out.numel() > 0 and not both.both_refuse(rows, weight, known, beside, gpu):
+    one_launch = quantize and out.numel() > 0
+    if both is not None and one_launch and not both.both_refuse(rows, weight, weight_scale, beside, gpu):
         values, scale = quantize_activation(rows)
-        both.launch_clusters_of_tiles(values[:, None], scale[:, None], weight, known, out, gpu, beside=(rows, beside))
+        inputs = values[:, None], scale[:, None]
+        both.launch_clusters_of_tiles(*inputs, weight, weight_scale, out, gpu, beside=(rows, beside))
         return out
-    if pair is not None and quantize and out.numel() > 0 and not pair.pair_refuses(rows, weight, beside):
+    if pair is not None and one_launch and not pair.pair_refuses(rows, weight, beside):
         pair.launch_pair(rows, weight, weight_scale, beside, out, gpu)
         return out
     _product(rows, weight, weight_scale, quantize, torch.float32, out[:, :first])

@@ -23,9 +23,9 @@ from .grouped_matmul_hopper import (
 from .grouped_matmul_kernel_clusters_hopper import PAD, RESULTS_TOGETHER, grouped_matmul_clusters_hopper_kernel
 from .grouped_matmul_kernel_hopper import STRIP_BYTES
 from .grouped_matmul_kernel_many_hopper import HALF_TOKENS, TILE_ROWS
-from .grouped_matmul_many_hopper import TILE_TOKENS, tiles_refused, words_of_scales
+from .grouped_matmul_many_hopper import MULTIPLIER_REGISTERS, TILE_TOKENS, tiles_refused, words_of_scales
 
-MULTIPLIER_REGISTERS, BRINGER_REGISTERS = 232, 40
+BRINGER_REGISTERS = 40
 FEWEST_STRIPS = 8
 """Of a program."""
 FEW_TOKENS, FEW_TOKENS_OF_BOTH = 64, 32
@@ -126,6 +126,8 @@ def launch_clusters_of_tiles(
     cluster = choose_cluster(gpu, [first] if beside is None else [first, second])
     inputs, halves = rows_of(x, block_k), 1 if tokens <= HALF_TOKENS else 2
     assert inputs is not None and cluster > 0
+    if weight_scale is not None:
+        weight_scale = words_of_scales(weight_scale)
     launch_clusters(
         grouped_matmul_clusters_hopper_kernel,
         (first.tiles + second.tiles) * cluster,
@@ -137,12 +139,12 @@ def launch_clusters_of_tiles(
         out,
         out_scale,
         x_scale,
-        None if weight_scale is None else words_of_scales(weight_scale),
+        weight_scale,
         out.stride(0),
         inputs.row,
         inputs.column,
         *((0, 0, 0) if x_scale is None else x_scale.stride()),
-        *_scale_strides(weight_scale),
+        *((0, 0) if weight_scale is None else weight_scale.stride()),
         tokens,
         cdiv(tokens, TILE_TOKENS),
         first.rows,
@@ -169,12 +171,3 @@ def launch_clusters_of_tiles(
 def _described(of: Tensor, rows: int, block_k: int) -> TensorDescriptor:
     """A matrix for the copy engine, in blocks of `rows` rows."""
     return TensorDescriptor.from_tensor(of, [rows, block_k], swizzled(of))
-
-
-def _scale_strides(scale: Tensor | None) -> tuple[int, int]:
-    """Of a weight's scales, in the words that they are read in."""
-    if scale is None:
-        return 0, 0
-    words = words_of_scales(scale)
-    assert words is not None
-    return words.stride(0), words.stride(1)

@@ -13,22 +13,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .cluster_hopper import meet, put_pairs
 from .gather_rows_hopper import copy_elements
-from .grouped_matmul_kernel_hopper import FLAT, STRIP, WORD, copy_tile
-from .grouped_matmul_kernel_many_hopper import (
-    HALF,
-    ROWS,
-    TILE_ROWS,
-    half_of,
-    release,
-    scales_of,
-    start_product,
-    tokens_of,
-)
+from .grouped_matmul_kernel_hopper import FLAT, STRIP, copy_tile
+from .grouped_matmul_kernel_many_hopper import HALF, ROWS, TILE_ROWS, half_of, sums_of, tokens_of, word_of
 from .grouped_matmul_shares_hopper import share_of, store_fetched
 from .kv_load_hopper import thread_barrier
 
@@ -77,8 +68,7 @@ def _bring(
             at = [x_row + half_of(half, first_token, tokens), x_column + strip * BLOCK_K]
             copy_tile(inputs, at, ready.index(slot), x_ring.index(HALVES * slot + half))
         if p_x_scale is not None:
-            x_word = strip // WORD if p_x_scale.dtype.element_ty == gl.int32 else strip
-            w_word = strip // WORD if p_weight_scale.dtype.element_ty == gl.int32 else strip
+            x_word, w_word = word_of(p_scales, strip), word_of(p_scale, strip)
             copy_elements(x_scales.index(slot), p_scales + x_word * x_strip)
             copy_elements(w_scales.index(slot), p_scale + w_word * w_strip)
         async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
@@ -86,25 +76,8 @@ def _bring(
 
 @gluon.jit
 def _sums(rings, ready, free, half: gl.constexpr, begin, count, BLOCK_K: gl.constexpr, RING: gl.constexpr):
-    """float32 `[HALF, ROWS]`: one half of the tokens of a part of a tile."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, ROWS, BLOCK_K // 4]
-    )
-    acc = gl.zeros([HALF, ROWS], gl.float32, ACC)
-    zero = gl.zeros([HALF, ROWS], gl.float32, ACC)
-    for i in range(count):
-        if rings[2] is None:
-            acc = start_product(i, rings, ready, half, acc, True, RING)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            release(i, free, RING)
-        else:
-            product = start_product(i, rings, ready, half, zero, False, RING)
-            scales = scales_of(i, begin + i, rings, half, ACC, RING)
-            product = warpgroup_mma_wait(0, deps=[product])
-            release(i, free, RING)
-            acc += product * scales
-    # Both products have their sums in the same registers.
-    return gl.convert_layout(acc, SUMS)
+    """`sums_of` a part of a tile. Both products have theirs in the same registers."""
+    return gl.convert_layout(sums_of(rings, ready, free, half, 0, begin, count, BLOCK_K, RING), SUMS)
 
 
 @gluon.jit

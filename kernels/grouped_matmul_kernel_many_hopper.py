@@ -65,6 +65,12 @@ def tokens_of(o_m, first_token, tokens):
 
 
 @gluon.jit
+def word_of(p_scales, strip):
+    """Which element of a row has the scale of a strip: words hold the UE8M0 bytes of four."""
+    return strip // WORD if p_scales.dtype.element_ty == gl.int32 else strip
+
+
+@gluon.jit
 def _place(item, shape):
     """Which tile an item is of, which part, and where that tile starts. Neighbours share a tile of the weight."""
     tokens, rows, tiles = shape
@@ -120,8 +126,7 @@ def _bring(
                 at = [x_row + half_of(half, first_token, tokens), x_column + o_k]
                 copy_tile(inputs, at, ready.index(slot), x_ring.index(2 * slot + half))
             if p_x_scale is not None:
-                x_word = strip // WORD if p_x_scale.dtype.element_ty == gl.int32 else strip
-                w_word = strip // WORD if p_weight_scale.dtype.element_ty == gl.int32 else strip
+                x_word, w_word = word_of(p_scales, strip), word_of(p_scale, strip)
                 copy_elements(x_scales.index(slot), p_scales + x_word * x_strip)
                 copy_elements(w_scales.index(slot), p_scale + w_word * w_strip)
                 async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
@@ -138,7 +143,7 @@ def _scale(scales, strip, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_product(number, rings, ready, half: gl.constexpr, acc, ADD: gl.constexpr, RING: gl.constexpr):
+def _start(number, rings, ready, half: gl.constexpr, acc, ADD: gl.constexpr, RING: gl.constexpr):
     """Start the product of a strip, once it is there."""
     HALVES: gl.constexpr = rings[1].shape[0] // RING
     slot = number % RING
@@ -148,7 +153,7 @@ def start_product(number, rings, ready, half: gl.constexpr, acc, ADD: gl.constex
 
 
 @gluon.jit
-def scales_of(number, strip, rings, half: gl.constexpr, ACC: gl.constexpr, RING: gl.constexpr):
+def _scales(number, strip, rings, half: gl.constexpr, ACC: gl.constexpr, RING: gl.constexpr):
     """Of a strip, by token, `[HALF, 1]`."""
     slot = number % RING
     x_scale = _scale(rings[2].index(slot).slice(half * HALF, HALF, 0), strip, gl.SliceLayout(1, ACC))
@@ -156,10 +161,36 @@ def scales_of(number, strip, rings, half: gl.constexpr, ACC: gl.constexpr, RING:
 
 
 @gluon.jit
-def release(number, free, RING: gl.constexpr):
+def _release(number, free, RING: gl.constexpr):
     """Free the buffer of a strip: all have read what was there."""
     thread_barrier()
     mbarrier.arrive(free.index(number % RING), count=1)
+
+
+@gluon.jit
+def sums_of(
+    rings, ready, free, half: gl.constexpr, base, strip, count, BLOCK_K: gl.constexpr, RING: gl.constexpr
+):  # fmt: skip
+    """float32 `[HALF, ROWS]`: one half of the tokens, of `count` strips from `strip` on; the first is number `base` of
+    all that the program has."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, BLOCK_K // 4]
+    )
+    acc = gl.zeros([HALF, ROWS], gl.float32, ACC)
+    zero = gl.zeros([HALF, ROWS], gl.float32, ACC)
+    for i in range(count):
+        number = base + i
+        if rings[2] is None:
+            acc = _start(number, rings, ready, half, acc, True, RING)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            _release(number, free, RING)
+        else:
+            product = _start(number, rings, ready, half, zero, False, RING)
+            scales = _scales(number, strip + i, rings, half, ACC, RING)
+            product = warpgroup_mma_wait(0, deps=[product])
+            _release(number, free, RING)
+            acc += product * scales
+    return acc
 
 
 @gluon.jit
@@ -173,26 +204,12 @@ def _multiply(
     )
     tiles = shape[2]
     out_tile = out_tiles.index(half)
-    x_scales = rings[2]
     o_m = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(1, ACC)), 1)
     o_n = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, ACC)), 0)
-    zero = gl.zeros([HALF, ROWS], gl.float32, ACC)
     base = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         tile, part, first_token, _, row = _place(item, shape)
-        acc = gl.zeros([HALF, ROWS], gl.float32, ACC)
-        for i in range(EACH):
-            number = base + i
-            if x_scales is None:
-                acc = start_product(number, rings, ready, half, acc, True, RING)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                release(number, free, RING)
-            else:
-                product = start_product(number, rings, ready, half, zero, False, RING)
-                scales = scales_of(number, part * EACH + i, rings, half, ACC, RING)
-                product = warpgroup_mma_wait(0, deps=[product])
-                release(number, free, RING)
-                acc += product * scales
+        acc = sums_of(rings, ready, free, half, base, part * EACH, EACH, BLOCK_K, RING)
         base += EACH
         last = True
         if SPLITS > 1:
