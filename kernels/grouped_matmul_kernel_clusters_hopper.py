@@ -77,7 +77,8 @@ def _bring(
 @gluon.jit
 def _sums(rings, ready, free, half: gl.constexpr, begin, count, BLOCK_K: gl.constexpr, RING: gl.constexpr):
     """`sums_of` a part of a tile. Both products have theirs in the same registers."""
-    return gl.convert_layout(sums_of(rings, ready, free, half, 0, begin, count, BLOCK_K, RING), SUMS)
+    acc, _ = sums_of(rings, (ready, free, None), half, 0, begin, count, BLOCK_K, RING)
+    return gl.convert_layout(acc, SUMS)
 
 
 @gluon.jit

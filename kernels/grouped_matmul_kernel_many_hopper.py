@@ -1,14 +1,19 @@
 """The matrix product of many tokens on Hopper, in Gluon: two warpgroups multiply what a warp brings.
 
-A program takes items, tiles of 128 tokens and 128 rows of the weight or parts of their strips, one after another. A
-warp brings strips of both, and the scales of e4m3, into a ring of buffers, and does not stop where an item ends. Two
-warpgroups multiply 64 tokens each, and free a buffer when both have. While one adds a product up in float32, the matrix
-unit works for the other. Tokens are the first operand, so that a thread needs two of their scales, not 32.
+A program takes items, tiles of 128 tokens and one or two blocks of 128 rows of the weight or parts of their strips, one
+after another. A warp brings strips of both, and the scales of e4m3, into a ring of buffers, and does not stop where an
+item ends. Two warpgroups multiply 64 tokens each, and free a buffer when both have. While one adds a product up in
+float32, the matrix unit works for the other. Tokens are the first operand, so that a thread needs two of their scales,
+not 32.
 
 Shared memory bounds it before the matrix unit does: of a strip of e4m3, the copies write 32 KiB, and the warpgroups
-read 16 of tokens and 32 of weights, 640 cycles of 128 bytes, where the products take 512. For 512 tokens of V4-Flash's
-wo_b an H200 takes 32 us, or 880 cycles a strip. What gained nothing there: two strips in flight in each warpgroup (31);
-the weight as the first operand (36), with 32 scales of tokens for each thread to load; that and 256 tokens (78).
+read 16 of tokens and 32 of weights, 640 cycles of 128 bytes, where the products take 512. Of two blocks of rows tokens
+are written once, which makes that 576 a block. A warpgroup has registers for the sums of both and for one product, so
+the two take turns at the matrix unit, with a block each: 4096 tokens of V4-Flash's wo_b on 32 of an H200's processors,
+which leaves it its clock, take 751 us, 792 without turns, and 850 in tiles of one block, where turns make it 895. On
+all processors the clock falls to 1.6 GHz. What gained nothing for 512 tokens in tiles of one block, 32 us: two strips
+in flight in each warpgroup (31); the weight as the first operand (36), with 32 scales of tokens for each thread to
+load; that and 256 tokens (78).
 
 The weight is nobody's result, so that its copies start before the kernel in front has ended, where that allows it.
 """
@@ -33,7 +38,7 @@ from .kv_load_hopper import thread_barrier
 from .quant_hopper import scale_value
 
 TILE_ROWS = 128
-"""Rows of the weight in a tile: they share their scales."""
+"""Rows of the weight in a block of a tile: they share their scales."""
 HALF_TOKENS = 64
 """Tokens that a warpgroup multiplies."""
 
@@ -71,43 +76,50 @@ def word_of(p_scales, strip):
 
 
 @gluon.jit
-def _place(item, shape):
+def _place(item, shape, BLOCKS: gl.constexpr):
     """Which tile an item is of, which part, and where that tile starts. Neighbours share a tile of the weight."""
     tokens, rows, tiles = shape
     tile, part = item % tiles, item // tiles
     token_blocks = (tokens + TOKENS - 1) // TOKENS
     column = tile // token_blocks
-    blocks = rows // ROWS
-    group = column // blocks
-    return tile, part, tile % token_blocks * TOKENS, group, group * rows + column % blocks * ROWS
+    columns = rows // (BLOCKS * ROWS)
+    group = column // columns
+    return tile, part, tile % token_blocks * TOKENS, group, group * rows + column % columns * (BLOCKS * ROWS)
+
+
+@gluon.jit
+def _bring_rows(weights, row, o_k, slot, ready, w_ring, BYTES: gl.constexpr, BLOCKS: gl.constexpr):
+    """A strip of a tile's rows, with which the BYTES of a buffer begin."""
+    mbarrier.expect(ready.index(slot), BYTES)
+    for block in gl.static_range(BLOCKS):
+        copy_tile(weights, [row + block * ROWS, o_k], ready.index(slot), w_ring.index(BLOCKS * slot + block))
 
 
 @gluon.jit
 def _bring(
     weights, inputs, p_x_scale, p_weight_scale, strides, shape, items, rings, ready, free,
-    BLOCK_K: gl.constexpr, EACH: gl.constexpr, RING: gl.constexpr,
+    BLOCK_K: gl.constexpr, EACH: gl.constexpr, RING: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """The strips of all items, one after another. What follows from an item is not computed again for each strip."""
     w_ring, x_ring, x_scales, w_scales = rings
     x_group_row, x_group_column, x_token, x_group, x_strip, w_row, w_strip = strides
     tokens = shape[0]
-    BYTES: gl.constexpr = (ROWS + TOKENS) * STRIP
+    BYTES: gl.constexpr = (BLOCKS * ROWS + TOKENS) * STRIP
     first = gl.program_id(0)
     programs = gl.num_programs(0)
     for early in gl.static_range(RING):
         if early % EACH == 0:
-            _, part, _, _, row = _place(first + early // EACH * programs, shape)
+            _, part, _, _, row = _place(first + early // EACH * programs, shape, BLOCKS)
         if first + early // EACH * programs < items:
             o_k = (part * EACH + early % EACH) * BLOCK_K
-            mbarrier.expect(ready.index(early), BYTES)
-            copy_tile(weights, [row, o_k], ready.index(early), w_ring.index(early))
+            _bring_rows(weights, row, o_k, early, ready, w_ring, BYTES, BLOCKS)
     gdc_launch_dependents()
     gdc_wait()
     o_m = gl.arange(0, TOKENS, LANES)
     one = gl.arange(0, 1, LANES)
     base = 0
     for item in range(first, items, programs):
-        _, part, first_token, group, row = _place(item, shape)
+        _, part, first_token, group, row = _place(item, shape, BLOCKS)
         x_row, x_column = group * x_group_row, group * x_group_column
         if p_x_scale is not None:
             token = tokens_of(o_m, first_token, tokens).to(gl.int64)
@@ -120,15 +132,15 @@ def _bring(
             o_k = strip * BLOCK_K
             if number >= RING:
                 mbarrier.wait(free.index(slot), ((number // RING) & 1) ^ 1)
-                mbarrier.expect(ready.index(slot), BYTES)
-                copy_tile(weights, [row, o_k], ready.index(slot), w_ring.index(slot))
+                _bring_rows(weights, row, o_k, slot, ready, w_ring, BYTES, BLOCKS)
             for half in gl.static_range(2):
                 at = [x_row + half_of(half, first_token, tokens), x_column + o_k]
                 copy_tile(inputs, at, ready.index(slot), x_ring.index(2 * slot + half))
             if p_x_scale is not None:
                 x_word, w_word = word_of(p_scales, strip), word_of(p_scale, strip)
                 copy_elements(x_scales.index(slot), p_scales + x_word * x_strip)
-                copy_elements(w_scales.index(slot), p_scale + w_word * w_strip)
+                for block in gl.static_range(BLOCKS):
+                    copy_elements(w_scales.index(BLOCKS * slot + block), p_scale + (block * w_row + w_word * w_strip))
                 async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
         base += EACH
 
@@ -143,21 +155,32 @@ def _scale(scales, strip, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _start(number, rings, ready, half: gl.constexpr, acc, ADD: gl.constexpr, RING: gl.constexpr):
-    """Start the product of a strip, once it is there."""
+def _start(
+    number, rings, turns, half: gl.constexpr, block: gl.constexpr, acc, ADD: gl.constexpr, RING: gl.constexpr
+):  # fmt: skip
+    """Start the product of a strip that is there with a block of rows, when it is this half's turn."""
     HALVES: gl.constexpr = rings[1].shape[0] // RING
+    BLOCKS: gl.constexpr = rings[0].shape[0] // RING
     slot = number % RING
-    mbarrier.wait(ready.index(slot), (number // RING) & 1)
-    rows = rings[0].index(slot).permute((1, 0))
-    return warpgroup_mma(rings[1].index(HALVES * slot + half), rows, acc, use_acc=ADD, is_async=True)
+    rows = rings[0].index(BLOCKS * slot + block).permute((1, 0))
+    if turns is not None:
+        mbarrier.wait(turns.index(half), (BLOCKS * number + block) & 1)
+    acc = warpgroup_mma(rings[1].index(HALVES * slot + half), rows, acc, use_acc=ADD, is_async=True)
+    if turns is not None:
+        mbarrier.arrive(turns.index(1 - half), count=1)
+    return acc
 
 
 @gluon.jit
-def _scales(number, strip, rings, half: gl.constexpr, ACC: gl.constexpr, RING: gl.constexpr):
+def _scales(
+    number, strip, rings, half: gl.constexpr, block: gl.constexpr, ACC: gl.constexpr, RING: gl.constexpr
+):  # fmt: skip
     """Of a strip, by token, `[HALF, 1]`."""
+    BLOCKS: gl.constexpr = rings[0].shape[0] // RING
     slot = number % RING
     x_scale = _scale(rings[2].index(slot).slice(half * HALF, HALF, 0), strip, gl.SliceLayout(1, ACC))
-    return gl.expand_dims(x_scale * _scale(rings[3].index(slot), strip, gl.SliceLayout(1, ACC)), 1)
+    w_scale = _scale(rings[3].index(BLOCKS * slot + block), strip, gl.SliceLayout(1, ACC))
+    return gl.expand_dims(x_scale * w_scale, 1)
 
 
 @gluon.jit
@@ -169,34 +192,64 @@ def _release(number, free, RING: gl.constexpr):
 
 @gluon.jit
 def sums_of(
-    rings, ready, free, half: gl.constexpr, base, strip, count, BLOCK_K: gl.constexpr, RING: gl.constexpr
+    rings, barriers, half: gl.constexpr, base, strip, count, BLOCK_K: gl.constexpr, RING: gl.constexpr
 ):  # fmt: skip
-    """float32 `[HALF, ROWS]`: one half of the tokens, of `count` strips from `strip` on; the first is number `base` of
-    all that the program has."""
+    """Two float32 `[HALF, ROWS]`: the sums of one half of the tokens with either block of rows, of `count` strips from
+    `strip` on; the first is number `base` of all that the program has. Of one block, the second are zeros.
+
+    `barriers`: `ready` and `free` of the ring, and turns, which the other half gives, or None.
+    """
+    ready, free, turns = barriers
+    BLOCKS: gl.constexpr = rings[0].shape[0] // RING
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, BLOCK_K // 4]
     )
-    acc = gl.zeros([HALF, ROWS], gl.float32, ACC)
     zero = gl.zeros([HALF, ROWS], gl.float32, ACC)
+    acc, beside = zero, zero
     for i in range(count):
         number = base + i
+        mbarrier.wait(ready.index(number % RING), (number // RING) & 1)
         if rings[2] is None:
-            acc = _start(number, rings, ready, half, acc, True, RING)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            acc = _start(number, rings, None, half, 0, acc, True, RING)
+            if BLOCKS == 2:
+                beside = _start(number, rings, None, half, 1, beside, True, RING)
+                acc, beside = warpgroup_mma_wait(0, deps=[acc, beside])
+            else:
+                acc = warpgroup_mma_wait(0, deps=[acc])
             _release(number, free, RING)
         else:
-            product = _start(number, rings, ready, half, zero, False, RING)
-            scales = _scales(number, strip + i, rings, half, ACC, RING)
+            product = _start(number, rings, turns, half, 0, zero, False, RING)
+            scales = _scales(number, strip + i, rings, half, 0, ACC, RING)
             product = warpgroup_mma_wait(0, deps=[product])
-            _release(number, free, RING)
-            acc += product * scales
-    return acc
+            if BLOCKS == 2:
+                # The second product gets the registers of the first: what needs that is done in front of this.
+                acc = warpgroup_mma_wait(0, deps=[acc + product * scales])
+                product = _start(number, rings, turns, half, 1, product, False, RING)
+                scales = _scales(number, strip + i, rings, half, 1, ACC, RING)
+                product = warpgroup_mma_wait(0, deps=[product])
+                _release(number, free, RING)
+                beside += product * scales
+            else:
+                _release(number, free, RING)
+                acc += product * scales
+    return acc, beside
+
+
+@gluon.jit
+def _store_sums(out, sums, token, row, out_tile):
+    """Have the copy engine store a block of a tile, once it has read the one before."""
+    tma.store_wait(0)
+    thread_barrier()
+    out_tile.store(sums.to(out.dtype))
+    fence_async_shared()
+    thread_barrier()
+    store_tile(out, [token, row], out_tile)
 
 
 @gluon.jit
 def _multiply(
-    out, p_part, p_arrived, shape, items, rings, out_tiles, ready, free, half: gl.constexpr,
-    SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, RING: gl.constexpr,
+    out, p_part, p_arrived, shape, items, rings, out_tiles, barriers, half: gl.constexpr,
+    SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, RING: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """One half of the tokens of all items."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -208,8 +261,8 @@ def _multiply(
     o_n = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, ACC)), 0)
     base = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        tile, part, first_token, _, row = _place(item, shape)
-        acc = sums_of(rings, ready, free, half, base, part * EACH, EACH, BLOCK_K, RING)
+        tile, part, first_token, _, row = _place(item, shape, BLOCKS)
+        acc, beside = sums_of(rings, barriers, half, base, part * EACH, EACH, BLOCK_K, RING)
         base += EACH
         last = True
         if SPLITS > 1:
@@ -227,13 +280,10 @@ def _multiply(
                     acc += gl.load(p_tile + other * part_stride, cache_modifier=".cg")
                 gl.store(p_arrived + tile_half, 0)
         if last:
-            # The tile before this one has been read.
-            tma.store_wait(0)
-            thread_barrier()
-            out_tile.store(acc.to(out.dtype))
-            fence_async_shared()
-            thread_barrier()
-            store_tile(out, [half_of(half, first_token, shape[0]), row], out_tile)
+            token = half_of(half, first_token, shape[0])
+            _store_sums(out, acc, token, row, out_tile)
+            if BLOCKS == 2:
+                _store_sums(out, beside, token, row + ROWS, out_tile)
     tma.store_wait(0)
 
 
@@ -259,13 +309,14 @@ def grouped_matmul_many_hopper_kernel(
     weight_scale_row_stride,
     weight_scale_strip_stride,
     tokens,
-    rows,  # N, a multiple of 128
+    rows,  # N, a multiple of the rows of a tile
     tiles,
     items,  # SPLITS for each tile; item i is part i // tiles of tile i % tiles
-    SPLITS: gl.constexpr,
+    SPLITS: gl.constexpr,  # 1 where a tile has two blocks
     BLOCK_K: gl.constexpr,
     EACH: gl.constexpr,  # strips of an item
     RING: gl.constexpr,
+    BLOCKS: gl.constexpr,  # of 128 rows in a tile, one or two
     TILE: gl.constexpr,  # layouts in shared memory: of operands, of results
     OUT_TILE: gl.constexpr,
     MULTIPLIER_REGISTERS: gl.constexpr,
@@ -273,14 +324,14 @@ def grouped_matmul_many_hopper_kernel(
     num_warps: gl.constexpr,
 ):
     """Program p takes every num_programs-th item from item p on."""
-    w_ring = gl.allocate_shared_memory(weights.dtype, [RING, ROWS, BLOCK_K], TILE)
+    w_ring = gl.allocate_shared_memory(weights.dtype, [BLOCKS * RING, ROWS, BLOCK_K], TILE)
     x_ring = gl.allocate_shared_memory(inputs.dtype, [2 * RING, HALF, BLOCK_K], TILE)
     out_tiles = gl.allocate_shared_memory(out.dtype, [2, HALF, ROWS], OUT_TILE)
     ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     if p_x_scale is not None:
         x_scales = gl.allocate_shared_memory(p_x_scale.dtype.element_ty, [RING, TOKENS], FLAT)
-        w_scales = gl.allocate_shared_memory(p_weight_scale.dtype.element_ty, [RING, 1], FLAT)
+        w_scales = gl.allocate_shared_memory(p_weight_scale.dtype.element_ty, [BLOCKS * RING, 1], FLAT)
         rings = w_ring, x_ring, x_scales, w_scales
     else:
         rings = w_ring, x_ring, None, None
@@ -288,6 +339,14 @@ def grouped_matmul_many_hopper_kernel(
     for i in gl.static_range(RING):
         mbarrier.init(ready.index(i), count=ARRIVALS)
         mbarrier.init(free.index(i), count=2)
+    if BLOCKS == 2 and p_x_scale is not None:
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for half in gl.static_range(2):
+            mbarrier.init(turns.index(half), count=1)
+        mbarrier.arrive(turns.index(0), count=1)
+        barriers = ready, free, turns
+    else:
+        barriers = ready, free, None
     fence_async_shared()
     thread_barrier()
     shape = tokens, rows, tiles
@@ -296,10 +355,10 @@ def grouped_matmul_many_hopper_kernel(
         weight_scale_row_stride, weight_scale_strip_stride,
     )  # fmt: skip
     gl.warp_specialize([
-        (_multiply, (out, p_part, p_arrived, shape, items, rings, out_tiles, ready, free, 0,
-                     SPLITS, BLOCK_K, EACH, RING)),
-        (_multiply, (out, p_part, p_arrived, shape, items, rings, out_tiles, ready, free, 1,
-                     SPLITS, BLOCK_K, EACH, RING)),
+        (_multiply, (out, p_part, p_arrived, shape, items, rings, out_tiles, barriers, 0,
+                     SPLITS, BLOCK_K, EACH, RING, BLOCKS)),
+        (_multiply, (out, p_part, p_arrived, shape, items, rings, out_tiles, barriers, 1,
+                     SPLITS, BLOCK_K, EACH, RING, BLOCKS)),
         (_bring, (weights, inputs, p_x_scale, p_weight_scale, strides, shape, items, rings, ready, free,
-                  BLOCK_K, EACH, RING)),
+                  BLOCK_K, EACH, RING, BLOCKS)),
     ], [4, 1], [MULTIPLIER_REGISTERS, BRINGER_REGISTERS])  # fmt: skip

@@ -14,7 +14,6 @@ from .grouped_matmul_hopper import (
     COPY_ALIGN,
     PROCESSOR_BYTES,
     RESERVED_BYTES,
-    TILE_ALIGN,
     operands_refused,
     rows_of,
     swizzled,
@@ -24,6 +23,8 @@ from .grouped_matmul_kernel_many_hopper import HALF_TOKENS, TILE_ROWS, grouped_m
 
 TILE_TOKENS = 2 * HALF_TOKENS
 MULTIPLIER_REGISTERS, BRINGER_REGISTERS = 232, 32
+COMPILER_BYTES = 512
+"""Shared memory for what the compiler puts there: arguments of the warpgroups, gaps that align barriers, turns."""
 
 
 def choose_splits(gpu: Gpu, tiles: int, strips: int) -> int:
@@ -35,6 +36,17 @@ def choose_splits(gpu: Gpu, tiles: int, strips: int) -> int:
     while strips % (2 * splits) == 0 and 2 * splits * tiles <= gpu.processors and strips // (2 * splits) >= 4:
         splits *= 2
     return splits
+
+
+def choose_blocks(gpu: Gpu, tiles: int, rows: int) -> int:
+    """Blocks of 128 rows of a tile: two where that leaves no processor more work, of `tiles` of one.
+
+    Measured on an H200 with the layers of V4-Flash: 512 tokens of wq_b take 34.4 us instead of 36.6, of wo_a 31.9
+    instead of 34.4, and 1024 of wo_b 58 instead of 63; in bfloat16 51, 48 and 87 instead of 52, 52 and 91.
+    """
+    if rows % (2 * TILE_ROWS):
+        return 1
+    return 2 if 2 * cdiv(tiles // 2, gpu.processors) <= cdiv(tiles, gpu.processors) else 1
 
 
 def many_refuses(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quantize: bool, out: Tensor) -> str:
@@ -65,10 +77,10 @@ def words_of_scales(scale: Tensor) -> Tensor | None:
     return scale.view(torch.int32)
 
 
-def deepest_ring(out_size: int) -> int:
-    """Buffers that there is room for beside tiles of outputs of so many bytes."""
-    room = PROCESSOR_BYTES - RESERVED_BYTES - TILE_ALIGN - TILE_TOKENS * TILE_ROWS * out_size
-    return room // ((TILE_ROWS + TILE_TOKENS) * STRIP_BYTES + 4 * TILE_TOKENS + 4 + 2 * 8)
+def deepest_ring(out_size: int, blocks: int) -> int:
+    """Buffers that there is room for, of tiles of so many blocks of rows, beside tiles of outputs of so many bytes."""
+    room = PROCESSOR_BYTES - RESERVED_BYTES - COMPILER_BYTES - TILE_TOKENS * TILE_ROWS * out_size
+    return room // ((blocks * TILE_ROWS + TILE_TOKENS) * STRIP_BYTES + 4 * TILE_TOKENS + 4 * blocks + 2 * 8)
 
 
 def launch_many(
@@ -87,6 +99,8 @@ def launch_many(
     inputs = rows_of(x, block_k)
     assert inputs is not None and not quantize
     tiles = cdiv(tokens, TILE_TOKENS) * groups * (rows // TILE_ROWS)
+    blocks = choose_blocks(gpu, tiles, rows)
+    tiles //= blocks
     splits = choose_splits(gpu, tiles, strips)
     part = arrived = None
     if splits > 1:
@@ -114,7 +128,8 @@ def launch_many(
         SPLITS=splits,
         BLOCK_K=block_k,
         EACH=strips // splits,
-        RING=deepest_ring(out.element_size()),
+        RING=deepest_ring(out.element_size(), blocks),
+        BLOCKS=blocks,
         TILE=swizzled(weight),
         OUT_TILE=swizzled(out),
         MULTIPLIER_REGISTERS=MULTIPLIER_REGISTERS,

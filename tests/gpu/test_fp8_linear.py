@@ -132,7 +132,7 @@ def test_more_than_two_gibibytes_of_tokens() -> None:
     products.check(OP, kernels.fp8_linear, (x, weight, scale))
 
 
-@pytest.mark.parametrize("tokens", [1, 32, 64, 100, 200])
+@pytest.mark.parametrize("tokens", [1, 32, 64, 100, 200, 600])
 def test_repeats_capture_and_streams(tokens: int) -> None:
     args = products.arguments(WIDE, tokens)
     other = torch.randn(1024, args[0].shape[1], device="cuda", dtype=args[0].dtype)
