@@ -1,10 +1,10 @@
 """Device functions of Hopper warpgroups around attention; attention_rows.py has the same for any GPU.
 
-Queries pass through registers on their way to shared memory, and finished rows pass through the queries' shared memory
-on their way out: there they are normed and rotated, or rotated back and quantised. That is done in loops, over blocks
-of columns and over 16 heads at a time: the registers of the matrix products suffice, and code that is gone through once
-costs as much as it is long, where it comes out of memory. Of few heads all rows are finished at a time, in blocks of
-columns.
+Queries pass through registers on their way to shared memory, and sums pass through the shared memory of keys or of
+queries on their way out: there they are normed and rotated, or multiplied by what their heads have, rotated back and
+quantised. That is done in loops, over blocks of columns and over 16 heads at a time: the registers of the matrix
+products suffice, and code that is gone through once costs as much as it is long, where it comes out of memory. Of few
+heads all rows are finished at a time, in blocks of columns.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ COLUMNS = gl.constexpr(64)  # of a block of columns, 128 bytes: a swizzled tile 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 # Of finished rows: as wide as half of the dims, and the threads of a warp meet no bank twice.
 FINISHED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+
+# The same of numbers of 32 bits.
+SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 PART_EXPONENT = gl.constexpr(14)  # of the largest number of a float16 part
 ACT_TILE = gl.constexpr(layout.ACT_TILE)
@@ -225,30 +229,38 @@ def _store_part_rows(y, p_out, first, heads, FIRST: gl.constexpr, PARTIAL: gl.co
 
 @gluon.jit
 def store_rows(
-    acc, q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
+    acc, by_head, tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
     FIRST: gl.constexpr, ROPE: gl.constexpr, PARTIAL: gl.constexpr, INVERSE: gl.constexpr,
     GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Columns FIRST to FIRST + 255 of the output of 64 heads from `head` on, by way of the queries' shared memory.
+    """Columns FIRST to FIRST + 255 of the output of 64 heads from `head` on, by way of `tile`, shared memory of 64 KiB.
 
-    Where PARTIAL, the first `heads` of them exist.
+    Where PARTIAL, the first `heads` of them exist. Sums are multiplied on the way: before it, a factor would be an
+    instruction for each of a thread's 128.
 
     Args:
+        acc: float32 sums `[64, 256]`.
+        by_head: two factors of each head, float32 `[64]`, shared; the second may be None.
         p_out: the first head's row, bfloat16, with a distance of heads; e4m3 `[GROUPS, T, K]` where GROUPS > 0.
         p_scale, tokens, padded_tokens: scales `[GROUPS, n, Ta]`, T and Ta, where GROUPS > 0.
         p_cos: cosines and sines of the token's position, where INVERSE.
     """
-    finished, steps = _finished(q_tile, gl.bfloat16, FIRST)
-    finished.store(acc.to(gl.bfloat16))
+    STEPS: gl.constexpr = BLOCK_H // STEP
+    tile._reinterpret(gl.float32, [BLOCK_H, HALF], SUMS).store(acc)
+    steps = tile._reinterpret(gl.float32, [STEPS, STEP, HALF], SUMS)
     cos, sin = None, None
     if INVERSE and FIRST > 0:
         cos, sin = fetch_angles(p_cos, gl.zeros([STEP, HALF], gl.bfloat16, ROWS), ROPE)
     thread_barrier()
-    for step in range(not_unrolled(BLOCK_H // STEP)):
+    for step in range(not_unrolled(STEPS)):
+        y = steps.index(step).load(ROWS)
+        for factors in gl.static_range(2):
+            if by_head[factors] is not None:
+                factor = by_head[factors]._reinterpret(gl.float32, [STEPS, STEP], FLAT).index(step)
+                y = y * gl.expand_dims(factor.load(gl.SliceLayout(1, ROWS)), 1)
         _store_step(
-            steps.index(FIRST // HALF * (BLOCK_H // STEP) + step).load(ROWS), step * STEP, p_out, out_head_stride,
-            p_scale, tokens, padded_tokens, token, head, heads, cos, sin, FIRST, ROPE, PARTIAL, GROUPS, GROUP_HEADS,
-            PACKED, ROWS,
+            y.to(gl.bfloat16), step * STEP, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads,
+            cos, sin, FIRST, ROPE, PARTIAL, GROUPS, GROUP_HEADS, PACKED, ROWS,
         )  # fmt: skip
 
 

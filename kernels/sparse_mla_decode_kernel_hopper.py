@@ -14,10 +14,11 @@ row of keys, and asks the L2 cache for them.
 
 In a row of layers other kernels take the instruction cache, and the weights of a layer are more than the L2 cache, so
 that code comes out of memory: what is gone through once costs as much as it is long. This one was 148 KB with both ends
-fused and is 91, by loops in the place of copies and one row of keys in the place of two. Between projections that took
-128 tokens of 128, 256 and 640 keys from 31.6, 40.2 and 54.4 us to 19.7, 25.4 and 39.7, and 512 from 86 and 218 to 70
-and 159 (128 and 640 keys; `examples/benchmarks/attention_between_projections.py`); back to back 128 tokens of 640 keys
-went from 38.2 to 36.8. A row of keys that the producer puts together itself takes 8% longer than two.
+fused and is 84, by loops in the place of copies, one row of keys in the place of two, and sums multiplied where they
+are stored. Between projections the first two took 128 tokens of 128, 256 and 640 keys from 31.6, 40.2 and 54.4 us to
+19.7, 25.4 and 39.7, and 512 from 86 and 218 to 70 and 159 (128 and 640 keys), the third 128 tokens of 640 keys from
+41.1 to 37.8 (`examples/benchmarks/attention_between_projections.py`). A row of keys that the producer puts together
+itself takes 8% longer than two.
 
 Of the registers, left has 200, right 160, the producer 144: with fewer than 160, the compiler would serialise the
 matrix products of a warpgroup. A register that is spilled in a loop costs more than any instruction: gathers leave
@@ -34,14 +35,23 @@ memory (`examples/benchmarks/sparse_mla_counters.py`).
 Tried on an H200 without gain, with times of 128 tokens, 64 heads, 40.7 us otherwise, or 128 heads and 1152 keys, 120 us
 otherwise: keys in four pieces of dims with memory and barriers of their own, so that a whole block is on its way; a
 producer of eight warps; products of the right half held back until the next scores are there, as prefill does; programs
-that walk over tokens, 48 us, or with both caches and all tokens as one stream of keys, 52; fences where keys are read,
-40.0; slots known a block and a half ahead, 46; parts joined by the programs that made them instead of a second launch;
-clusters of two programs with the two halves of 128 heads, each of which dequantises half of a block for both and copies
-it to the other, 121 us, or stores it there by `st.async`, 163: without sending it would be 99; 32 keys of each block by
-way of shared memory, as they are stored, so that each half has a whole block's time to arrive, 47; keys reduced to
-scales that have a bfloat16 factor, which scores and weights make up for, in place of a second factor, 38.4 where two
-factors take 36.6; rows cut at halves of blocks, so that 32 tokens are 128 programs of five halves each, 18.6 where two
-or three whole blocks take 18.8, while a producer written so takes all others 8% longer.
+that walk over tokens, 48 us, with both caches and all tokens as one stream of keys, 52, or with the next token's keys
+found and gathered while rows are stored (512 tokens of 128 keys 88 us, 63 otherwise: what an item needs outlives the
+loops, and is spilled); fences where keys are read, 40.0; slots known a block and a half ahead, 46; parts joined by the
+programs that made them instead of a second launch; clusters of two programs with the two halves of 128 heads, each of
+which dequantises half of a block for both and copies it to the other, 121 us, or stores it there by `st.async`, 163:
+without sending it would be 99; 32 keys of each block by way of shared memory, as they are stored, so that each half has
+a whole block's time to arrive, 47; keys reduced to scales that have a bfloat16 factor, which scores and weights make up
+for, in place of a second factor, 38.4 where two factors take 36.6; rows cut at halves of blocks, so that 32 tokens are
+128 programs of five halves each, 18.6 where two or three whole blocks take 18.8, while a producer written so takes all
+others 8% longer.
+
+Between projections, when it was 91 KB, in thousands of cycles from the start of a program of 128 keys: queries are
+there at 5 and normed at 11, keys at 10 and 14, both blocks done at 23, sums handed over at 28, rows stored at 36; back
+to back the last three are 21, 23 and 29. Not shorter for: queries asked for before a token's lengths are known, the
+sink and the angles of rows loaded early. The last block in the loop, not behind it, is 7 KB less code and 1.4 us there,
+but 0.8 more for 640 keys and 3 to 6 for 512 tokens; the norm by 128 columns, for shorter loops, is 9 KB more and 2 to 4
+us.
 
 No producer at all, 46.4 us: keys lie in shared memory as they are stored, 128 of them while 128 more are copied, and
 are the side of both products that comes from registers, so that eight warps dequantise each code twice and write none.
@@ -60,7 +70,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .attention_rows_hopper import BLOCK_H, HALF, SWIZZLED, D, load_queries, store_part, store_rows
+from .attention_rows_hopper import BLOCK_H, FLAT, HALF, SWIZZLED, D, load_queries, store_part, store_rows
 from .kv_load_hopper import produce_keys, row_length, thread_barrier
 from .kv_places_hopper import ask_for_block, find_keys, place_keys
 from .split_softmax import LN_2 as _LN_2
@@ -77,7 +87,6 @@ LN_2 = gl.constexpr(_LN_2.value)
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF.value, 16]))
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -174,17 +183,14 @@ def _left(
             shares.store(share)
     thread_barrier()
     mbarrier.arrive(weights_ready, count=1)
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
     if SPLIT:
         if blocks > 0:
-            store_part(acc, factor, q_tile, p_out, p_scale, heads, 0, PARTIAL)
+            by_row = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
+            store_part(acc, by_row, q_tile, p_out, p_scale, heads, 0, PARTIAL)
     else:
-        acc = acc * gl.expand_dims(factor, 1)
-        if p_sink is not None:
-            acc = acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUTPUT)), 1)
         store_rows(
-            acc, q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_table,
-            0, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
+            acc, (factors, None if p_sink is None else shares), keys.index(0), p_out, out_head_stride, p_scale, tokens,
+            padded_tokens, token, head, heads, p_table, 0, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
         )  # fmt: skip
 
 
@@ -236,17 +242,14 @@ def _right(
         )  # fmt: skip
         slot = find_keys(source0, source1, token, boundary, begin + ahead + 1, BLOCK_N, BLOCK_N)
     mbarrier.wait(weights_ready, blocks & 1)
-    factor = factors.load(gl.SliceLayout(1, OUTPUT))
     if SPLIT:
         if blocks > 0:
-            store_part(acc, factor, q_tile, p_out, p_scale, heads, HALF, PARTIAL)
+            by_row = factors.load(gl.SliceLayout(1, OUTPUT))
+            store_part(acc, by_row, q_tile, p_out, p_scale, heads, HALF, PARTIAL)
     else:
-        acc = acc * gl.expand_dims(factor, 1)
-        if p_sink is not None:
-            acc = acc * gl.expand_dims(shares.load(gl.SliceLayout(1, OUTPUT)), 1)
         store_rows(
-            acc, q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_table,
-            HALF, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
+            acc, (factors, None if p_sink is None else shares), keys.index(1), p_out, out_head_stride, p_scale, tokens,
+            padded_tokens, token, head, heads, p_table, HALF, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
         )  # fmt: skip
 
 
