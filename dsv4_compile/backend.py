@@ -17,6 +17,12 @@ from .ops._define import OPS
 from .options import Options
 
 _PASS_SLOT = "post_grad_custom_post_pass"
+_INLINED = "realize_opcount_threshold"
+_INLINED_IN_CPP = 8
+"""Operations of a value that C++ calculates anew for each of several readers. With Inductor's own 50 (30 before torch
+2.13), slots and rows of keys, whose conditions read each other at every level, grew to 3500 operations an element
+before duplicates were dropped: half of what Inductor spends on a model, the C++ compiler aside. An option of that name
+decides. Triton's kernels are left as they are."""
 
 
 def dsv4(
@@ -42,7 +48,7 @@ def dsv4(
             Dynamo wraps it; its text is part of the message.
     """
     check_torch()
-    from ._compat import compile_fx, inductor_config, ue8m0_in_cpp
+    from ._compat import codegen_of, compile_fx, inductor_config, ue8m0_in_cpp
     from .lowering import registry
     from .passes import ChooseImplementations
     from .runtime.capturing import Capturing
@@ -53,6 +59,8 @@ def dsv4(
     user = patches.get(_PASS_SLOT, getattr(inductor_config, _PASS_SLOT))
     devices = _devices(gm, example_inputs)
     patches[_PASS_SLOT] = ChooseImplementations(parsed, _as_sequence(user), devices)
+    if {codegen_of(device) for device in devices} == {"cpp"}:
+        patches.setdefault(_INLINED, min(_INLINED_IN_CPP, getattr(inductor_config, _INLINED) or _INLINED_IN_CPP))
     capturing = Capturing.plan(parsed, gm, devices)
     patches |= capturing.inductor
     with ue8m0_in_cpp():

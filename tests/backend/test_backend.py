@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.loop_body import LoopBody
 from torch._inductor.utils import run_and_get_code
 
 from dsv4_compile import _compat, backend, decisions, proven
@@ -112,6 +113,29 @@ def test_users_pass_runs_before_ours_and_decides_whether_caches_are_used(
     torch.compile(run, backend=backend.dsv4, options={"post_grad_custom_post_pass": user})(q)
     assert recording.seen == ["dsv4.q_norm_rope.default"]
     assert (counters["inductor"]["fxgraph_cache_bypass"] == 0) is cached
+
+
+def test_conditions_that_read_each_other_grow_by_levels_in_cpp_unless_an_option_says_otherwise() -> None:
+    def run(x: Tensor, end: int) -> Tensor:
+        for _ in range(5):
+            x = torch.where((x >= 0) & (x < end), x * 3 - 1, 0)
+        return x
+
+    def operations(**options: int) -> int:
+        bodies: list[LoopBody] = []
+        built = LoopBody.__init__
+
+        def init(body: LoopBody, *args: Any) -> None:
+            built(body, *args)
+            bodies.append(body)
+
+        torch.compiler.reset()
+        with mock.patch.object(LoopBody, "__init__", init):
+            torch.compile(run, backend=backend.dsv4, options={**options, "fx_graph_cache": False})(torch.arange(9), 7)
+        return sum(len(body.root_block.graph.nodes) for body in bodies)
+
+    assert operations() < 50 * 5
+    assert operations(realize_opcount_threshold=50) > 3**5
 
 
 @torch.no_grad()
