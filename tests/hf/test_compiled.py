@@ -37,7 +37,7 @@ def original() -> Any:
 def compiled() -> Iterator[Any]:
     quiet_libraries()
     model = hf.convert(tiny_model(**LAYERS), max_batch_size=4, max_seq_len=MAX_SEQ_LEN)
-    # C++ without vectors compiles in two thirds of the time; examples/02 and tests/modules compile it with them.
+    # C++ without vectors compiles in two thirds of the time; tests/modules and `dsv4 demo` compile it with them.
     model.compile(fullgraph=True, backend="dsv4", options={"cpp.simdlen": 1})
     counters["stats"].clear()
     counters["graph_break"].clear()
