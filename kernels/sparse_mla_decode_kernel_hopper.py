@@ -17,8 +17,8 @@ that code comes out of memory: what is gone through once costs as much as it is 
 fused and is 84, by loops in the place of copies, one row of keys in the place of two, and sums multiplied where they
 are stored. Between projections the first two took 128 tokens of 128, 256 and 640 keys from 31.6, 40.2 and 54.4 us to
 19.7, 25.4 and 39.7, and 512 from 86 and 218 to 70 and 159 (128 and 640 keys), the third 128 tokens of 640 keys from
-41.1 to 37.8 (`examples/benchmarks/attention_between_projections.py`). A row of keys that the producer puts together
-itself takes 8% longer than two.
+41.1 to 37.8 (`examples/benchmarks/attention_between_projections.py`), where back to back, with code at hand, it is 39.7
+with both ends and was 36.8. A row of keys that the producer puts together itself takes 8% longer than two.
 
 Of the registers, left has 200, right 160, the producer 144: with fewer than 160, the compiler would serialise the
 matrix products of a warpgroup. A register that is spilled in a loop costs more than any instruction: gathers leave
