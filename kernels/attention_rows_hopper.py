@@ -22,14 +22,12 @@ HALF = gl.constexpr(layout.HEAD_DIM // 2)
 BLOCK_H = gl.constexpr(64)
 STEP = gl.constexpr(16)
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 COLUMNS = gl.constexpr(64)  # of a block of columns, 128 bytes: a swizzled tile lies in those
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 # Of finished rows: as wide as half of the dims, and the threads of a warp meet no bank twice.
 FINISHED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-
-# The same of numbers of 32 bits.
-SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))  # the same, of 32 bits
 
 PART_EXPONENT = gl.constexpr(14)  # of the largest number of a float16 part
 ACT_TILE = gl.constexpr(layout.ACT_TILE)
@@ -184,7 +182,7 @@ def store_part(acc, factor, q_tile, p_out, p_unit, heads, FIRST: gl.constexpr, P
         unit, inverse = _unit(acc, factor)
         o_head = gl.arange(0, BLOCK_H, gl.SliceLayout(1, acc.type.layout))
         gl.store(p_unit + o_head * (D // HALF) + FIRST // HALF, unit, mask=o_head < heads)
-        finished, steps = _finished(q_tile, gl.float16, FIRST)
+        finished, steps = _finished(q_tile, FIRST)
         finished.store((acc * gl.expand_dims(factor * inverse, 1)).to(gl.float16))
         thread_barrier()
         for step in range(not_unrolled(BLOCK_H // STEP)):
@@ -193,12 +191,12 @@ def store_part(acc, factor, q_tile, p_out, p_unit, heads, FIRST: gl.constexpr, P
 
 
 @gluon.jit
-def _finished(q_tile, dtype: gl.constexpr, FIRST: gl.constexpr):
-    """The queries' shared memory: room for 64 rows of columns FIRST to FIRST + 255; and all of it in steps of 16 rows,
-    `[8, 16, 256]`, those of the first half of the columns and those of the last.
+def _finished(q_tile, FIRST: gl.constexpr):
+    """The queries' shared memory, of float16: room for 64 rows of columns FIRST to FIRST + 255; and all of it in steps
+    of 16 rows, `[8, 16, 256]`, those of the first half of the columns and those of the last.
     """
-    both = q_tile._reinterpret(dtype, [2 * BLOCK_H, HALF], FINISHED)
-    steps = q_tile._reinterpret(dtype, [2 * BLOCK_H // STEP, STEP, HALF], FINISHED)
+    both = q_tile._reinterpret(gl.float16, [2 * BLOCK_H, HALF], FINISHED)
+    steps = q_tile._reinterpret(gl.float16, [2 * BLOCK_H // STEP, STEP, HALF], FINISHED)
     return both.slice(FIRST // HALF * BLOCK_H, BLOCK_H, 0), steps
 
 
