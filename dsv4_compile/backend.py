@@ -22,7 +22,7 @@ _INLINED_IN_CPP = 8
 """Operations of a value that C++ calculates anew for each of several readers. With Inductor's own 50 (30 before torch
 2.13), slots and rows of keys, whose conditions read each other at every level, grew to 3500 operations an element
 before duplicates were dropped: half of what Inductor spends on a model, the C++ compiler aside. An option of that name
-decides. Triton's kernels are left as they are."""
+decides, and a setting that is lower stays. Triton's kernels are left as they are."""
 
 
 def dsv4(
@@ -60,7 +60,8 @@ def dsv4(
     devices = _devices(gm, example_inputs)
     patches[_PASS_SLOT] = ChooseImplementations(parsed, _as_sequence(user), devices)
     if {codegen_of(device) for device in devices} == {"cpp"}:
-        patches.setdefault(_INLINED, min(_INLINED_IN_CPP, getattr(inductor_config, _INLINED) or _INLINED_IN_CPP))
+        usual = getattr(inductor_config, _INLINED)
+        patches.setdefault(_INLINED, _INLINED_IN_CPP if usual is None else min(usual, _INLINED_IN_CPP))
     capturing = Capturing.plan(parsed, gm, devices)
     patches |= capturing.inductor
     with ue8m0_in_cpp():

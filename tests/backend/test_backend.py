@@ -136,6 +136,8 @@ def test_conditions_that_read_each_other_grow_by_levels_in_cpp_unless_an_option_
 
     assert operations() < 50 * 5
     assert operations(realize_opcount_threshold=50) > 3**5
+    with _compat.inductor_config.patch(realize_opcount_threshold=0):
+        assert operations() == operations(realize_opcount_threshold=0) > 0
 
 
 @torch.no_grad()
