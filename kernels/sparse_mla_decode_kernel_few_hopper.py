@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import layout
-from .attention_rows_hopper import SWIZZLED, D, load_queries, store_few_rows
+from .attention_rows_hopper import FLAT, SWIZZLED, D, load_queries, store_few_rows
 from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, row_length, thread_barrier
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
@@ -43,7 +43,6 @@ BLOCK_N = gl.constexpr(KEYS)
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
 KEY_WORDS = gl.constexpr(layout.HEAD_DIM // 2)
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 HEAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # As in kv_load_hopper.py, for twice as many warps.
 _WORDS = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [8, 1, 1], [2, 1, 0])

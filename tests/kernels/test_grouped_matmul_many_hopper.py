@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4_compile.bench import gemm
 from dsv4_compile.kernels import grouped_matmul_many_hopper as many
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference.block_scale import quantize_activation
@@ -101,6 +102,12 @@ def test_halves_give_the_reference(hopper: Any, tokens: int, splits: int, blocks
     assert_close(got, REFERENCES["grouped_linear"](x, weight, 2), NEIGHBOUR[BF16])
 
 
+def tiles_of(layer: str, tokens: int) -> tuple[gemm.Layer, int]:
+    """A layer of V4-Flash, and its tiles of one block of rows."""
+    of = LAYERS[f"Flash {layer}"]
+    return of, -(-tokens // many.TILE_TOKENS) * of.groups * of.rows // many.TILE_ROWS
+
+
 @pytest.mark.parametrize(
     ("layer", "tokens", "splits"),
     [
@@ -114,8 +121,7 @@ def test_halves_give_the_reference(hopper: Any, tokens: int, splits: int, blocks
 )
 def test_layers_of_flash_get_the_parts_that_were_the_fastest(layer: str, tokens: int, splits: int) -> None:
     """On an H200 with torch 2.11, Triton 3.6."""
-    of = LAYERS[f"Flash {layer}"]
-    tiles = -(-tokens // many.TILE_TOKENS) * of.groups * of.rows // many.TILE_ROWS
+    of, tiles = tiles_of(layer, tokens)
     assert many.choose_splits(GPU, tiles, of.size // 128) == splits
 
 
@@ -133,8 +139,7 @@ def test_layers_of_flash_get_the_parts_that_were_the_fastest(layer: str, tokens:
     ],
 )
 def test_layers_of_flash_get_the_tiles_that_were_the_fastest(layer: str, tokens: int, blocks: int) -> None:
-    of = LAYERS[f"Flash {layer}"]
-    tiles = -(-tokens // many.TILE_TOKENS) * of.groups * of.rows // many.TILE_ROWS
+    of, tiles = tiles_of(layer, tokens)
     assert many.choose_blocks(GPU, tiles, of.rows) == blocks
 
 
