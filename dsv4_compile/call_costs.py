@@ -171,6 +171,7 @@ _SIZES: Mapping[str, Callable[[_Call], dict[str, int]]] = {
         call.of_rows("k") | {"row": costs.row_bytes("fp8_ds_mla", call.dims("k")[-1])}
     ),
     "preprocess_insert": _insert,
+    "preprocess_insert_quant": _insert,
     "inv_rope": lambda call: call.of_heads("o") | call.rope,
     "inv_rope_fp8_quant": lambda call: call.of_heads("o") | call.rope,
     "fp8_linear": _product("x", "weight", "weight_scale"),
@@ -205,5 +206,9 @@ _SIZES: Mapping[str, Callable[[_Call], dict[str, int]]] = {
     "sparse_mla_prefill": lambda call: call.of_heads("q") | {"K": call.dims("indices")[-1], "S": call.dims("kv")[0]},
 }
 
-_PARTS: Mapping[str, Callable[[_Call], list[costs.Cost]]] = {"preprocess_insert": _compressors, "fp8_linear": _beside}
+_PARTS: Mapping[str, Callable[[_Call], list[costs.Cost]]] = {
+    "preprocess_insert": _compressors,
+    "preprocess_insert_quant": _compressors,
+    "fp8_linear": _beside,
+}
 """What an op does besides, where it has been asked to."""

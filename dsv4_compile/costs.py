@@ -141,6 +141,11 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     "fused_q_kv_rmsnorm": (2 * T * e * (Q + D) + e * (Q + D), _ZERO),
     "q_norm_rope": (T * (_ANGLES + 2 * e * H * D), _ZERO),
     "preprocess_insert": (T * (e * (2 * Q + D) + _ANGLES + _INSERTED) + e * (Q + D), _ZERO),
+    "preprocess_insert_quant": (
+        T * (e * (Q + D) + Q * _E4M3 + _FLOAT32 * sympy.ceiling(Q / layout.ACT_TILE) + _ANGLES + _INSERTED)
+        + e * (Q + D),
+        _ZERO,
+    ),
     "kv_rope_insert": (T * (_ANGLES + e * D + _INSERTED), _ZERO),
     "q_norm_rope_kv_insert": (T * (_ANGLES + 2 * e * H * D + e * D + _INSERTED), _ZERO),
     "quantize_and_insert_k_cache": (T * (e * D + _INSERTED), _ZERO),
@@ -198,8 +203,8 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     "sparse_mla_prefill_ragged": (e * S * D + T * (_INT32 * K + _FLOAT32 * H) + _HEADS, 4 * T * H * K * D),
 }
 """Bytes and flops by name of the op. Index rows are counted at their full width, K or W; keys of `sparse_mla_decode`
-are those of both caches together, each read once for every token that attends it. `preprocess_insert` is counted
-without compressors: each adds a `save_partial_states` and a `compress_norm_rope_insert`. N of
+are those of both caches together, each read once for every token that attends it. `preprocess_insert`, quantised or
+not, is counted without compressors: each adds a `save_partial_states` and a `compress_norm_rope_insert`. N of
 `sparse_mla_decode_latent` is the dims of a value."""
 
 _E4M3_PRODUCTS = {

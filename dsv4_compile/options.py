@@ -4,7 +4,7 @@
     dsv4.impl.<op>   the same values                      a demand for one op; unavailable is error E302
     dsv4.fuse        "auto" | "on" | "off"                whether neighbouring ops are merged into one
     dsv4.fuse.<pass> the same values                      for one pass: "merge_preprocess", "fuse_indexer",
-                                                          "fuse_attention" or "fuse_output"
+                                                          "fuse_attention", "fuse_latent", "fuse_output"
     dsv4.cudagraph   "off" | "full" | "trees"             see below
 
 With "auto" ops are merged where the merged op has a kernel, or a lowering, that would be used; "on" merges them all
@@ -33,7 +33,7 @@ from .errors import check, fail
 
 IMPL_VALUES = ("auto", *IMPLEMENTATIONS)
 FUSE_VALUES = ("auto", "on", "off")
-FUSE_PASSES = ("merge_preprocess", "fuse_indexer", "fuse_attention", "fuse_output")
+FUSE_PASSES = ("merge_preprocess", "fuse_indexer", "fuse_attention", "fuse_latent", "fuse_output")
 CUDAGRAPH_VALUES = ("off", "full", "trees")
 GRAPH_OPTIONS: Mapping[str, type] = {"graphs": str, "max_captures": int, "max_tokens": int, "debug": bool}
 GRAPHS_VALUES = ("auto", "cuda", "standin")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layout import ACT_TILE
-from ..reference.fp8_grouped_einsum_quant import scale_strides
+from ..reference.block_scale import scale_strides
 from .fp8_grouped_einsum import fp8_grouped_einsum, fp8_grouped_einsum_refuses
 from .fp8_linear import quantize_activation
 from .gpu import gpu_of, hopper_kernel

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .early import early_launch, start
-from .norm import norm_rows
+from .norm import norm_rows, store_normed
 
 MAX_SIZE = 16384
 """Longest row: it stays in the registers of one program."""
@@ -40,9 +40,16 @@ def fused_q_kv_rmsnorm_kernel(
     program = tl.program_id(0).to(tl.int64)
     row = (program % tokens) + tl.arange(0, 1)
     if program < tokens:
-        norm_rows(row, row >= 0, p_q_out, p_qr, p_q_weight, qr_strides, q_weight_stride, eps, Q_SIZE, Q_BLOCK)
+        q = norm_rows(
+            row, row >= 0, p_qr, p_q_weight, qr_strides, q_weight_stride, eps, p_q_out.dtype.element_ty, Q_SIZE, Q_BLOCK
+        )
+        store_normed(q, row, row >= 0, p_q_out, Q_SIZE)
     else:
-        norm_rows(row, row >= 0, p_kv_out, p_kv, p_kv_weight, kv_strides, kv_weight_stride, eps, KV_SIZE, KV_BLOCK)
+        kv = norm_rows(
+            row, row >= 0, p_kv, p_kv_weight, kv_strides, kv_weight_stride, eps, p_kv_out.dtype.element_ty, KV_SIZE,
+            KV_BLOCK,
+        )  # fmt: skip
+        store_normed(kv, row, row >= 0, p_kv_out, KV_SIZE)
 
 
 def fused_q_kv_rmsnorm(

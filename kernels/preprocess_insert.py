@@ -115,10 +115,12 @@ def preprocess_insert(
     kv_scale: Tensor | None = None,
     *,
     cut: Tile | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See the reference. States are equal bit for bit; norms and pools differ by the order of their sums.
 
-    Results do not depend on the other tokens of the step. `cut` overrides the choice of `tile`.
+    Results do not depend on the other tokens of the step. `cut` overrides the choice of `tile`. `into` takes the result
+    instead, quantised: e4m3 `[T, Lq]` and float32 scales `[n, T]`, contiguous.
     """
     main, keys = compressors(
         (
@@ -152,7 +154,7 @@ def preprocess_insert(
     main_dim, key_dim = (1 if c is None else c.norm_weight.shape[0] for c in (main, keys))
     groups = overlap_factor(ratio)
 
-    out = qr.new_empty(qr.shape, dtype=result_dtype(qr, q_weight))
+    out, out_scale = into or (qr.new_empty(qr.shape, dtype=result_dtype(qr, q_weight)), None)
     tokens, latent = qr.shape
     inserted = window_slot_mapping.shape[0]
     cut = cut or tile(tokens, ratio, main_dim)
@@ -179,6 +181,7 @@ def preprocess_insert(
     programs = cdiv(most, chunk) * jobs
     preprocess_insert_kernel[(programs,)](
         out,
+        out_scale,
         qr,
         q_weight,
         window,

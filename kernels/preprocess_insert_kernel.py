@@ -8,7 +8,7 @@ import triton.language as tl
 from .compress_entry import compress_tokens
 from .early import start
 from .kv_insert import insert_rows
-from .norm import norm_rows
+from .norm import norm_rows, store_normed, store_quantised
 from .save_partial_states import save_rows
 
 
@@ -54,6 +54,7 @@ def _save_job(
 )  # fmt: skip
 def preprocess_insert_kernel(
     p_q_out,  # [T, Q_SIZE] contiguous
+    p_q_scale,  # of e4m3, float32 [strips, T], contiguous; or None
     p_qr,  # [T, Q_SIZE]
     p_q_weight,  # [Q_SIZE]
     p_window,  # pages in FORMAT
@@ -130,6 +131,9 @@ def preprocess_insert_kernel(
     start(EARLY)
     POOLS: tl.constexpr = MAIN_POOLS + KEY_POOLS
     KINDS: tl.constexpr = 2 + MAIN_SAVES + KEY_SAVES
+    # As `result_dtype`.
+    WIDE: tl.constexpr = p_qr.dtype.element_ty == tl.float32
+    Q_ROUNDED: tl.constexpr = p_q_weight.dtype.element_ty if WIDE else p_qr.dtype.element_ty
     JOBS: tl.constexpr = POOLS + CHUNK // TOKENS * SHARES
     first, job = tl.program_id(0) // JOBS * CHUNK, tl.program_id(0) % JOBS
     if job < MAIN_POOLS:
@@ -155,10 +159,14 @@ def preprocess_insert_kernel(
         for kind in tl.static_range(KINDS):
             if share == kind % SHARES:
                 if kind == 0:
-                    norm_rows(
-                        token, token < tokens, p_q_out, p_qr, p_q_weight, qr_strides, q_weight_stride, eps, Q_SIZE,
+                    q = norm_rows(
+                        token, token < tokens, p_qr, p_q_weight, qr_strides, q_weight_stride, eps, Q_ROUNDED, Q_SIZE,
                         Q_BLOCK,
                     )  # fmt: skip
+                    if p_q_scale is None:
+                        store_normed(q, token, token < tokens, p_q_out, Q_SIZE)
+                    else:
+                        store_quantised(q, token, token < tokens, p_q_out, p_q_scale, tokens, Q_SIZE)
                 elif kind == 1:
                     insert_rows(
                         few, p_window, p_kv, p_kv_weight, p_window_slots, p_positions, p_cos_sin, p_kv_scale, eps,

@@ -24,6 +24,7 @@ from . import indexer_q_rope_quant as indexer_q_rope_quant
 from . import indexer_topk_slots as indexer_topk_slots
 from . import inv_rope_fp8_quant as inv_rope_fp8_quant
 from . import preprocess_insert as preprocess_insert
+from . import preprocess_insert_quant as preprocess_insert_quant
 from . import q_norm_rope_kv_insert as q_norm_rope_kv_insert
 from . import quantize_and_insert_k_cache as quantize_and_insert_k_cache
 from . import save_partial_states as save_partial_states

@@ -44,6 +44,7 @@ KERNELS: Mapping[str, str] = {
     "inv_rope_fp8_quant": "inv_rope_fp8_quant",
     "kv_rope_insert": "q_norm_rope_kv_insert",
     "preprocess_insert": "preprocess_insert",
+    "preprocess_insert_quant": "preprocess_insert_quant",
     "q_norm_rope": "q_norm_rope_kv_insert",
     "q_norm_rope_kv_insert": "q_norm_rope_kv_insert",
     "ragged_from_dense": "ragged_rows",

@@ -17,7 +17,7 @@ from .save_partial_states import check_save
 OP = "preprocess_insert"
 
 
-def _check(
+def check_insert(
     qr: Tensor,
     kv: Tensor,
     q_weight: Tensor,
@@ -50,7 +50,10 @@ def _check(
     indexer_cache_format: str = "",
     hadamard: bool = False,
     kv_scale: Tensor | None = None,
+    *,
+    op: str = OP,
 ) -> None:
+    """Of this op, and of `preprocess_insert_quant`, which takes the same arguments."""
     main, indexer = reference.compressors(
         (
             kv_score,
@@ -73,8 +76,8 @@ def _check(
             indexer_slot_mapping,
         ),
     )
-    check_norms(qr, kv, q_weight, kv_weight, eps, OP)
-    expect(token_to_req, f"{OP}: token_to_req [T]", INTS)
+    check_norms(qr, kv, q_weight, kv_weight, eps, op)
+    expect(token_to_req, f"{op}: token_to_req [T]", INTS)
     check_kv_insert(
         kv,
         window_cache,
@@ -84,18 +87,18 @@ def _check(
         window_block_size,
         cache_format,
         kv_scale,
-        OP,
+        op,
     )
     if (main is None) != (ratio == 0):
-        fail("E201", got=f"{OP}: ratio {ratio}", rule="ratio is 0 without a compressor, and only then")
+        fail("E201", got=f"{op}: ratio {ratio}", rule="ratio is 0 without a compressor, and only then")
     if indexer is None and (indexer_cache_format or hadamard):
         what = f"indexer_cache_format={indexer_cache_format!r}, hadamard={hadamard}"
-        fail("E201", got=f"{OP}: {what} without an indexer's compressor", fix="drop them")
+        fail("E201", got=f"{op}: {what} without an indexer's compressor", fix="drop them")
     if indexer is not None:
-        expect_indexer_format(OP, indexer_cache_format)
-    for c, fmt, transform, scale, op in (
-        (main, cache_format, False, kv_scale, OP),
-        (indexer, indexer_cache_format, hadamard, None, f"{OP} (indexer)"),
+        expect_indexer_format(op, indexer_cache_format)
+    for c, fmt, transform, scale, who in (
+        (main, cache_format, False, kv_scale, op),
+        (indexer, indexer_cache_format, hadamard, None, f"{op} (indexer)"),
     ):
         if c is not None:
             check_save(
@@ -105,9 +108,9 @@ def _check(
                 c.state_slot_mapping,
                 positions,
                 layout.state_block_size(ratio),
-                op,
+                who,
             )
-            expect_dim(c.ape.shape[0], ratio, f"{op}: ape has a row for every place in a group")
+            expect_dim(c.ape.shape[0], ratio, f"{who}: ape has a row for every place in a group")
             check_compress(
                 c.state_cache,
                 c.state_slot_mapping,
@@ -125,7 +128,7 @@ def _check(
                 fmt,
                 transform,
                 scale,
-                op,
+                who,
             )
 
 
@@ -133,8 +136,8 @@ def _fake(qr: Tensor, kv: Tensor, q_weight: Tensor, *_: object, **__: object) ->
     return qr.new_empty(qr.shape, dtype=reference.result_dtype(qr, q_weight))
 
 
-preprocess_insert = define(
-    "preprocess_insert(Tensor qr, Tensor kv, Tensor q_weight, Tensor kv_weight, Tensor positions, "
+ARGUMENTS = (
+    "(Tensor qr, Tensor kv, Tensor q_weight, Tensor kv_weight, Tensor positions, "
     "Tensor cos_sin_cache, Tensor token_to_req, float eps, str cache_format, Tensor(a!) window_cache, "
     "Tensor window_slot_mapping, int window_block_size, Tensor? kv_score=None, Tensor? ape=None, "
     "Tensor? norm_weight=None, Tensor(b!)? state_cache=None, Tensor? state_slot_mapping=None, "
@@ -142,8 +145,13 @@ preprocess_insert = define(
     "int ratio=0, Tensor? indexer_kv_score=None, Tensor? indexer_ape=None, Tensor? indexer_norm_weight=None, "
     "Tensor(d!)? indexer_state_cache=None, Tensor? indexer_state_slot_mapping=None, "
     "Tensor? indexer_state_block_table=None, Tensor(e!)? indexer_cache=None, Tensor? indexer_slot_mapping=None, "
-    'str indexer_cache_format="", bool hadamard=False, Tensor? kv_scale=None) -> Tensor',
+    'str indexer_cache_format="", bool hadamard=False, Tensor? kv_scale=None)'
+)
+"""Of this op and of `preprocess_insert_quant`."""
+
+preprocess_insert = define(
+    f"preprocess_insert{ARGUMENTS} -> Tensor",
     reference=reference.preprocess_insert,
     fake=_fake,
-    check=_check,
+    check=check_insert,
 )

@@ -113,12 +113,13 @@ def run(graph: Graph, options: Options) -> None:
 
 
 def _passes() -> dict[str, Callable[[Graph, Merger], None]]:
-    from . import fuse_attention, fuse_indexer, fuse_output, merge_preprocess
+    from . import fuse_attention, fuse_indexer, fuse_latent, fuse_output, merge_preprocess
 
     return {
         "merge_preprocess": merge_preprocess.run,
         "fuse_indexer": fuse_indexer.run,
         "fuse_attention": fuse_attention.run,
+        "fuse_latent": fuse_latent.run,
         "fuse_output": fuse_output.run,
     }
 

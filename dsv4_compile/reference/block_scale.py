@@ -44,6 +44,23 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     return values[..., :size], byte.to(torch.uint8)
 
 
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_activation` of `x` `[T, K]`, as the first operand of a `fp8_grouped_einsum` of one group.
+
+    Returns e4m3 `[T, 1, K]`, contiguous, and float32 scales `[T, 1, n]`, n = ceil(K/128), of `scale_strides`.
+    """
+    values, byte = quantize_activation(x)
+    scale = ue8m0_scale(byte)[:, None]
+    out = scale.new_empty_strided(scale.shape, scale_strides(*byte.shape))
+    # Not .contiguous(), which keeps odd strides of single rows.
+    return values.clone(memory_format=torch.contiguous_format)[:, None], out.copy_(scale)
+
+
+def scale_strides(tokens: int, count: int) -> tuple[int, int, int]:
+    """Strides of `[T, 1, n]` scales stored as contiguous `[n, T]`."""
+    return 1, count * tokens, tokens
+
+
 def dequantize_activation(values: Tensor, scale: Tensor) -> Tensor:
     """float32 `[..., K]` from e4m3 `[..., K]` and `[..., ceil(K/128)]` scales in any form `scale_value` takes."""
     return values.float() * _per_element(scale_value(scale), ACT_TILE, values.shape[-1])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .block_scale import quantize_activation
+from .block_scale import quantize_rows
 from .fp8_grouped_einsum import fp8_grouped_einsum
-from .quant import ue8m0_scale
 
 
 def fp8_grouped_einsum_quant(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,14 +18,4 @@ def fp8_grouped_einsum_quant(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Ten
         `[G * N / 128, T]`: strides (1, T * G * N / 128, T). Of one group, as `fp8_grouped_einsum` takes them for the
         next product.
     """
-    z = fp8_grouped_einsum(a, a_scale, b, b_scale)
-    tokens, groups, rows = z.shape
-    values, byte = quantize_activation(z.view(tokens, 1, groups * rows))
-    scale = ue8m0_scale(byte)
-    out = scale.new_empty_strided(scale.shape, scale_strides(tokens, scale.shape[2]))
-    return values, out.copy_(scale)
-
-
-def scale_strides(tokens: int, count: int) -> tuple[int, int, int]:
-    """Strides of `[T, 1, n]` scales stored as contiguous `[n, T]`."""
-    return 1, count * tokens, tokens
+    return quantize_rows(fp8_grouped_einsum(a, a_scale, b, b_scale).flatten(1))

@@ -70,3 +70,8 @@ def preprocess_insert(s: Step) -> list[Args]:
             args += key_fmt, hadamard, window.kv_scale
         made.append(args)
     return made
+
+
+@sample
+def preprocess_insert_quant(s: Step) -> list[Args]:
+    return preprocess_insert(s)

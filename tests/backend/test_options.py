@@ -52,7 +52,7 @@ def test_what_changes_code_changes_the_cache_key() -> None:
 
 def test_fusing_is_asked_for_as_a_whole_or_by_pass() -> None:
     parsed = _parse({"dsv4.fuse": "off", "dsv4.fuse.fuse_attention": "on"})
-    assert [parsed.fuse_of(name) for name in FUSE_PASSES] == ["off", "off", "on", "off"]
+    assert [parsed.fuse_of(name) for name in FUSE_PASSES] == ["off", "off", "on", "off", "off"]
     assert {_parse().fuse_of(name) for name in FUSE_PASSES} == {"auto"}
 
 

@@ -42,6 +42,7 @@ LOWERED = "test_lowered_"
 FIRST = (
     "sparse_mla_decode",
     "preprocess_insert",
+    "preprocess_insert_quant",
     "fp8_linear",
     "sparse_mla_decode_quant",
     "indexer_topk_slots",
@@ -72,6 +73,7 @@ PARTS = {
     "lowered_compress_norm_rope_insert": 5,
     "merged_layer": 3,
     "preprocess_insert": 6,
+    "preprocess_insert_quant": 4,
     "sparse_mla_decode": 6,
     "sparse_mla_decode_quant": 5,
     "sparse_mla_prefill": 6,

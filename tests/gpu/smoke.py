@@ -48,6 +48,7 @@ ROUNDED = {
     "compress_norm_rope_insert",
     "indexer_q_rope_quant",
     "preprocess_insert",
+    "preprocess_insert_quant",
     "q_norm_rope",
 }
 """Ops that quantise a result of a sum: a few quantised values may land on the neighbour. All other bytes are exact."""
