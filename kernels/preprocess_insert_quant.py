@@ -14,7 +14,7 @@ from .quant import refuses_fp8
 
 
 def preprocess_insert_quant(qr: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """See the reference. What is quantised are bit for bit the latents that `preprocess_insert` gives."""
+    """See the reference. As those of `preprocess_insert`, latents differ by the order of the sums in their norm."""
     tokens, latent = qr.shape
     count = cdiv(latent, ACT_TILE)
     values = torch.empty((tokens, latent), dtype=torch.float8_e4m3fn, device=qr.device)

@@ -1,8 +1,6 @@
-"""`preprocess_insert_quant` on a GPU: bit for bit the latents that `preprocess_insert` gives there, quantised."""
+"""`preprocess_insert_quant` on a GPU: the latents that `preprocess_insert` gives there, quantised, but for ties."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -25,9 +23,16 @@ WQ_B = "Flash fp8_linear wq_b"
 SMALL = pytest.mark.parametrize("kind", ["swa", "hca", "csa"])
 
 
-def check(got: Any, want: tuple[Tensor, Tensor]) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert_bitwise(a, b)
+FEW_TIES, TIES = 2, 1e-5
+"""Values that may be neighbours: squares are added in another order, and a latent rounds to its neighbour."""
+
+
+def check(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+    assert_bitwise(got[1], want[1])
+    ours, theirs = (values.view(torch.uint8).int() for values, _ in (got, want))
+    wrong = (ours - theirs).abs()
+    assert wrong.max() <= 1 if wrong.numel() else True
+    assert wrong.sum() <= FEW_TIES + TIES * wrong.numel()
 
 
 def assert_agree(step: Step) -> tuple[Tensor, Tensor]:
@@ -35,7 +40,7 @@ def assert_agree(step: Step) -> tuple[Tensor, Tensor]:
     check(got, quantize_rows(latents))
     for name, cache in theirs.items():
         assert_bitwise(storage_of(mine[name]), storage_of(cache), label=name)
-    return got  # type: ignore[return-value]
+    return got
 
 
 @KIND
@@ -75,7 +80,8 @@ def test_a_captured_launch_follows_its_inputs(kind: str) -> None:
             if name in fresh.arguments:
                 step.arguments[name].copy_(fresh.arguments[name])
         graph.replay()
-        check(out, want)
+        for a, b in zip(out, want, strict=True):
+            assert_bitwise(a, b)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 17, 40, 64, 65, 130, 300, 512, 700])
@@ -84,10 +90,9 @@ def test_the_product_takes_it_as_it_is(tokens: int) -> None:
     args = scenario.build(steps.Step(DeepseekV4Config.flash(), tokens, 1024, products.CUDA, 0), 0)
     weight, weight_scale = products.arguments(WQ_B, 1)[1:3]
     values, scale = preprocess_insert_quant(*args)
-    got = fp8_grouped_einsum(values, scale, weight, weight_scale)
-    assert_bitwise(got, fp8_grouped_einsum(values.clone(), scale.clone(), weight, weight_scale))
-    want = REFERENCES["fp8_grouped_einsum"](values, scale, weight, weight_scale)
-    torch.testing.assert_close(got, want, rtol=2.0**-6, atol=2.0**-12 * want.abs().max().item())
+    operands = values, scale, weight, weight_scale
+    products.check("fp8_grouped_einsum", fp8_grouped_einsum, operands)
+    assert_bitwise(fp8_grouped_einsum(*operands), fp8_grouped_einsum(values.clone(), scale.clone(), *operands[2:]))
 
 
 def test_a_step_of_nothing_changes_nothing() -> None:
