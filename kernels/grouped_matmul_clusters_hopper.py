@@ -62,12 +62,12 @@ def choose_cluster(gpu: Gpu, sides: list[Side]) -> int:
 
 
 def whole_fit(gpu: Gpu, first: Side, second: Side) -> bool:
-    """Whether two programs take a whole tile of `first` each, and share one of `second`, in clusters that all run at
-    once: for more tiles than can be shared, of two products that could be.
+    """Whether clusters of two, each with a whole tile of `first` or half of one of `second`, all run at once.
 
-    As many strips of 128 bytes of e4m3 are twice as many columns as of bfloat16, so that both programs multiply for as
-    long. Predicted, of 385 to 512 tokens of V4-Flash's wq_a and wkv beside HCA's rows on an H200: 56 clusters of at most
-    66, and 19 to 20 us with the quantisation in front instead of 25 to 26.6 of products apart. MEASURED: (to be filled in)
+    For more tiles than can be shared, of products that otherwise could be. A strip of e4m3 has twice the columns of one
+    of bfloat16, so that all programs have as many strips. Predicted, for 385 to 512 tokens of V4-Flash's wq_a and wkv
+    beside HCA's rows on an H200: 56 clusters of at most 66, and 19 to 20 us with the quantisation in front, where
+    products apart take 25 to 26.6. Measured: [figures go here].
     """
     fit = clusters_known() and cdiv(first.tiles, 2) + second.tiles <= clusters_at_once(gpu, 2, 1)
     return fit and _shares(first, 2) and _shares(second, 2)
@@ -139,8 +139,8 @@ def launch_clusters_of_tiles(
     cluster, whole = choose_cluster(gpu, [first] if beside is None else [first, second]), None
     programs = first.tiles * cluster
     if cluster == 0 and whole_fit(gpu, first, second):
-        # Of an odd number of tiles, the last is shared.
-        cluster, whole, programs = 2, first.tiles // 2 * 2, cdiv(first.tiles, 2) * 2
+        # Of an odd number of tiles, one is shared.
+        cluster, whole, programs = 2, first.tiles % 2 * 2, cdiv(first.tiles, 2) * 2
     inputs, halves = rows_of(x, block_k), 1 if tokens <= HALF_TOKENS else 2
     assert inputs is not None and cluster > 0
     if weight_scale is not None:

@@ -128,7 +128,7 @@ def _multiply_half(
     if alone is None:
         _store_share(p_out, p_out_scale, out_stride, place, part, None, None, half, SPLITS)
     else:
-        # The same code once or more, for it is read from memory.
+        # In a loop, for code comes from memory: a whole tile's shares are all this program's.
         for share in range(gl.where(alone, 0, part), gl.where(alone, SPLITS, part + 1)):
             _store_share(p_out, p_out_scale, out_stride, place, share, alone, part, half, SPLITS)
     # Nobody ends before all have read: what is stored has been.
@@ -208,7 +208,7 @@ def grouped_matmul_clusters_hopper_kernel(
     strips_each,  # of a program
     strips_each_of_others,
     first,  # program of the others
-    whole,  # tiles that are whole, the first ones, a multiple of SPLITS; None where all are shared
+    whole,  # program of the first tile that is whole, 0 or SPLITS; None where all are shared
     SPLITS: gl.constexpr,  # programs of a cluster
     BLOCK_K: gl.constexpr,
     BLOCK_K_OF_OTHERS: gl.constexpr,
@@ -222,8 +222,8 @@ def grouped_matmul_clusters_hopper_kernel(
 ):
     """Programs p of a cluster take the parts of tile p // SPLITS: each `strips_each` strips, the last what is left.
 
-    Where `whole` is given, program p of that many takes all of tile p, and the cluster behind them the one that is left
-    of the first weight.
+    From `whole` on, where that is given, a program takes all of a tile of the first weight. What a cluster in front of
+    them shares is tile 0, whose tokens are in no other tile if tiles are odd: see half_of.
     """
     w_ring = gl.allocate_shared_memory(weights.dtype, [RING, ROWS, BLOCK_K], TILE)
     x_ring = gl.allocate_shared_memory(inputs.dtype, [HALVES * RING, HALF, BLOCK_K], TILE)
@@ -255,9 +255,10 @@ def grouped_matmul_clusters_hopper_kernel(
         mbarrier.init(free.index(i), count=HALVES)
     fence_async_shared()
     thread_barrier()
-    tile, part = program // SPLITS, program % SPLITS
+    tile, part, alone = program // SPLITS, program % SPLITS, None
     if whole is not None:
-        tile = gl.where(is_others, tile, gl.minimum(program, whole))
+        alone = (program >= whole) & (gl.program_id(0) < first)
+        tile = gl.where(alone, program - whole + whole // SPLITS, tile)
     first_token, column = tile % token_blocks * (HALVES * HALF), tile // token_blocks
     blocks = (columns + ROWS - 1) // ROWS
     group, first_row = column // blocks, column % blocks * ROWS
@@ -268,9 +269,8 @@ def grouped_matmul_clusters_hopper_kernel(
     elif others is not None:
         # Rows of the first weight share their scales by tiles.
         first_row = gl.where(is_others, whole_row, first_row)
-    begin, alone = part * each, None
+    begin = part * each
     if whole is not None:
-        alone = gl.program_id(0) < whole
         begin, each = gl.where(alone, 0, begin), gl.where(alone, strips, each)
     count = gl.minimum(each, all_strips - begin)
     # Sums are zeroed once, and no loop is jumped over.
