@@ -91,14 +91,28 @@ def _put(acc, half: gl.constexpr):
 
 
 @gluon.jit
+def _store_share(
+    p_out, p_out_scale, out_stride, place, share, alone, rank, half: gl.constexpr, SPLITS: gl.constexpr
+):  # fmt: skip
+    """Share number `share` of one half of the tokens. For `alone` and `rank` see `store_fetched`."""
+    SHARE: gl.constexpr = share_of(SPLITS, HALF)
+    tokens, first_token, _, _, out_column, columns, _, _ = place
+    first, half_token = share * SHARE, half_of(half, first_token, tokens)
+    mine = gl.minimum(gl.minimum(SHARE, HALF - first), tokens - half_token - first)
+    store_fetched(
+        p_out, p_out_scale, out_stride, tokens, half_token - half * HALF, half * HALF + first, mine, out_column,
+        columns, SPLITS, SHARE, ROWS, PITCH, WARPS, alone, rank,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _multiply_half(
-    p_out, p_out_scale, out_stride, others, place, part, rings, rings_of_others, ready, free,
+    p_out, p_out_scale, out_stride, others, alone, place, part, rings, rings_of_others, ready, free,
     half: gl.constexpr, SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_K_OF_OTHERS: gl.constexpr,
     RING: gl.constexpr,
 ):  # fmt: skip
     """The sums of one half of the tokens, and all of its share of them."""
-    SHARE: gl.constexpr = share_of(SPLITS, HALF)
-    tokens, first_token, _, _, out_column, columns, begin, count = place
+    begin, count = place[6], place[7]
     if BLOCK_K_OF_OTHERS == 0:
         acc = _sums(rings, ready, free, half, begin, count, BLOCK_K, RING)
     else:
@@ -111,12 +125,12 @@ def _multiply_half(
     mbarrier.wait(free.index(last % RING), (last // RING) & 1)
     _put(acc, half)
     meet(True)
-    first, half_token = part * SHARE, half_of(half, first_token, tokens)
-    mine = gl.minimum(gl.minimum(SHARE, HALF - first), tokens - half_token - first)
-    store_fetched(
-        p_out, p_out_scale, out_stride, tokens, half_token - half * HALF, half * HALF + first, mine, out_column,
-        columns, SPLITS, SHARE, ROWS, PITCH, WARPS,
-    )  # fmt: skip
+    if alone is None:
+        _store_share(p_out, p_out_scale, out_stride, place, part, None, None, half, SPLITS)
+    else:
+        # In a loop, for code comes from memory: a whole tile's shares are all this program's.
+        for share in range(gl.where(alone, 0, part), gl.where(alone, SPLITS, part + 1)):
+            _store_share(p_out, p_out_scale, out_stride, place, share, alone, part, half, SPLITS)
     # Nobody ends before all have read: what is stored has been.
     thread_barrier()
     meet(False)
@@ -124,15 +138,15 @@ def _multiply_half(
 
 @gluon.jit
 def _multiply(
-    p_out, p_out_scale, out_stride, others, place, part, rings, rings_of_others, ready, free,
+    p_out, p_out_scale, out_stride, others, alone, place, part, rings, rings_of_others, ready, free,
     half: gl.constexpr, SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_K_OF_OTHERS: gl.constexpr,
     RING: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup, which has nothing to do where there are no tokens for it."""
     if half < HALVES:
         _multiply_half(
-            p_out, p_out_scale, out_stride, others, place, part, rings, rings_of_others, ready, free, half, SPLITS,
-            BLOCK_K, BLOCK_K_OF_OTHERS, RING,
+            p_out, p_out_scale, out_stride, others, alone, place, part, rings, rings_of_others, ready, free, half,
+            SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING,
         )  # fmt: skip
     else:
         meet(True)
@@ -165,7 +179,7 @@ def _bring_all(
 @gluon.jit(
     do_not_specialize=[
         "x_group_row", "x_group_column", "x_scale_token_stride", "x_scale_group_stride", "x_scale_strip_stride",
-        "tokens", "token_blocks", "first",
+        "tokens", "token_blocks", "first", "whole",
     ]
 )  # fmt: skip
 def grouped_matmul_clusters_hopper_kernel(
@@ -194,6 +208,7 @@ def grouped_matmul_clusters_hopper_kernel(
     strips_each,  # of a program
     strips_each_of_others,
     first,  # program of the others
+    whole,  # program of the first tile that is whole, 0 or SPLITS; None where all are shared
     SPLITS: gl.constexpr,  # programs of a cluster
     BLOCK_K: gl.constexpr,
     BLOCK_K_OF_OTHERS: gl.constexpr,
@@ -205,7 +220,11 @@ def grouped_matmul_clusters_hopper_kernel(
     BRINGER_REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Programs p of a cluster take the parts of tile p // SPLITS: each `strips_each` strips, the last what is left."""
+    """Programs p of a cluster take the parts of tile p // SPLITS: each `strips_each` strips, the last what is left.
+
+    From `whole` on, where that is given, a program takes all of a tile of the first weight. What a cluster in front of
+    them shares is tile 0, whose tokens are in no other tile if tiles are odd: see half_of.
+    """
     w_ring = gl.allocate_shared_memory(weights.dtype, [RING, ROWS, BLOCK_K], TILE)
     x_ring = gl.allocate_shared_memory(inputs.dtype, [HALVES * RING, HALF, BLOCK_K], TILE)
     ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
@@ -236,7 +255,10 @@ def grouped_matmul_clusters_hopper_kernel(
         mbarrier.init(free.index(i), count=HALVES)
     fence_async_shared()
     thread_barrier()
-    tile, part = program // SPLITS, program % SPLITS
+    tile, part, alone = program // SPLITS, program % SPLITS, None
+    if whole is not None:
+        alone = (program >= whole) & (gl.program_id(0) < first)
+        tile = gl.where(alone, program - whole + whole // SPLITS, tile)
     first_token, column = tile % token_blocks * (HALVES * HALF), tile // token_blocks
     blocks = (columns + ROWS - 1) // ROWS
     group, first_row = column // blocks, column % blocks * ROWS
@@ -248,6 +270,8 @@ def grouped_matmul_clusters_hopper_kernel(
         # Rows of the first weight share their scales by tiles.
         first_row = gl.where(is_others, whole_row, first_row)
     begin = part * each
+    if whole is not None:
+        begin, each = gl.where(alone, 0, begin), gl.where(alone, strips, each)
     count = gl.minimum(each, all_strips - begin)
     # Sums are zeroed once, and no loop is jumped over.
     gl.assume(count > 0)
@@ -260,10 +284,10 @@ def grouped_matmul_clusters_hopper_kernel(
         weight_scale_row_stride, weight_scale_strip_stride,
     )  # fmt: skip
     gl.warp_specialize([
-        (_multiply, (p_out, p_out_scale, out_stride, is_others, place, part, rings, rings_of_others, ready, free,
-                     0, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
-        (_multiply, (p_out, p_out_scale, out_stride, is_others, place, part, rings, rings_of_others, ready, free,
-                     1, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
+        (_multiply, (p_out, p_out_scale, out_stride, is_others, alone, place, part, rings, rings_of_others, ready,
+                     free, 0, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
+        (_multiply, (p_out, p_out_scale, out_stride, is_others, alone, place, part, rings, rings_of_others, ready,
+                     free, 1, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
         (_bring_all, (weights, inputs, others, inputs_of_others, p_x_scale, p_weight_scale, strides, is_others, place,
                       rings, rings_of_others, ready, free, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
     ], [4, 4], [MULTIPLIER_REGISTERS, BRINGER_REGISTERS])  # fmt: skip

@@ -135,8 +135,12 @@ def _put(acc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 def store_fetched(
     p_out, p_out_scale, out_stride, tokens, first_token, begin, count, first_column, rows,
     SPLITS: gl.constexpr, SHARE: gl.constexpr, BLOCK_N: gl.constexpr, PITCH: gl.constexpr, WARPS: gl.constexpr,
+    alone=None, rank=None,
 ):  # fmt: skip
-    """Add up the parts of `count` tokens of the tile, PITCH words apart, from `begin` on. A warp has whole tokens."""
+    """Add up the parts of `count` tokens of the tile, PITCH words apart, from `begin` on. A warp has whole tokens.
+
+    Where `alone`, program `rank` of the cluster has all of the tile, and there is nothing to add.
+    """
     WIDTH: gl.constexpr = triton.next_power_of_2(SHARE)
     LANES: gl.constexpr = 32 if BLOCK_N >= 128 else BLOCK_N // 4
     OUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -147,7 +151,10 @@ def store_fetched(
     offset = 4 * ((begin + o_share) * PITCH + o_column)
     total = gl.zeros([WIDTH, BLOCK_N], gl.float32, OUT)
     for part in gl.static_range(SPLITS):
-        total += words_of(part, offset, wanted)
+        if alone is None:
+            total += words_of(part, offset, wanted)
+        else:
+            total += words_of(gl.where(alone, rank, part), offset, gl.where(alone & (part > 0), 0, wanted))
     store_sums(
         total, first_token + begin + share, first_column, share < count, p_out, p_out_scale, out_stride, tokens, rows, 1
     )

@@ -33,7 +33,7 @@ def test_odd_sizes(tokens: int, rows: int, size: int, quantize: bool, dtype: tor
 
 
 @pytest.mark.parametrize("others", [1024, 2624, 100])
-@pytest.mark.parametrize("tokens", [1, 8, 16, 33, 64, 65, 128, 200, 300])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 33, 64, 65, 128, 200, 300, 385, 500, 512])
 def test_another_layer_of_the_same_input_is_written_beside(tokens: int, others: int) -> None:
     """With the sizes of the compressors, and with one whose rows are no whole tile."""
     x, weight, scale = products.arguments("Flash fp8_linear wq_a + wkv", tokens)
@@ -41,8 +41,16 @@ def test_another_layer_of_the_same_input_is_written_beside(tokens: int, others: 
     products.check(OP, kernels.fp8_linear, (x, weight, scale, True, other))
 
 
+@pytest.mark.parametrize(("tokens", "others"), [(257, 1024), (384, 1024), (512, 1024), (200, 2624)])
+def test_whole_tiles_of_pro(tokens: int, others: int) -> None:
+    """More tiles than can be shared, at fewer tokens than in V4-Flash."""
+    x, weight, scale = products.arguments("Pro fp8_linear wq_a + wkv", tokens)
+    other = torch.randn(others, x.shape[1], device="cuda", dtype=x.dtype)
+    products.check(OP, kernels.fp8_linear, (x, weight, scale, True, other))
+
+
 @pytest.mark.parametrize("others", [0, 200])
-@pytest.mark.parametrize("rows", [256, 8192])
+@pytest.mark.parametrize("rows", [256, 4224, 8192])
 def test_any_number_of_tokens(rows: int, others: int) -> None:
     """Tiles are multiplied twice, in part, rather than copied past the end: of 1 to 400 tokens none is left out."""
     x, weight, scale = products.gemm.Layer(OP, "", rows, 2048).arguments(400, products.CUDA, 4)
@@ -122,6 +130,19 @@ def test_a_launch_reads_what_the_one_before_has_written(tokens: int) -> None:
         assert torch.equal(chain(wait=False), want)
         graph.replay()
         assert torch.equal(captured, want)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "others"), [(385, 1536, 1024), (500, 1536, 1024), (512, 1536, 1024), (300, 1664, 1272)]
+)
+def test_repeats_capture_and_streams_of_whole_tiles(tokens: int, rows: int, others: int) -> None:
+    """Of V4-Flash's rows beside HCA's; and of 39 tiles, the first of which is shared."""
+    x, weight, scale = products.gemm.Layer(OP, "", rows, 4096).arguments(tokens, products.CUDA, 5)
+    args = x, weight, scale, True, torch.randn(others, 4096, device="cuda", dtype=x.dtype)
+    products.check(OP, kernels.fp8_linear, args)
+    products.repeats_are_equal(kernels.fp8_linear, args)
+    products.streams_do_not_share_counters(kernels.fp8_linear, args)
+    products.capture_follows_its_inputs(OP, kernels.fp8_linear, args)
 
 
 def test_more_than_two_gibibytes_of_tokens() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import threading
 import types
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,12 @@ def program_id(axis: int) -> Value:
 
 
 class Cluster:
-    """Programs that meet, the shared memory of each, which holds NaN at first, and the bytes that each waits for."""
+    """Programs that meet, the shared memory of each, which holds NaN at first, and the bytes that each waits for.
+
+    A GPU may run clusters in any `order`.
+    """
+
+    order: Callable[[range], Iterable[int]] = staticmethod(iter)
 
     def __init__(self, size: int, room: int, partitions: int) -> None:
         self.memory = torch.full((size, room // 4), torch.nan)
@@ -112,7 +118,7 @@ def words_of(program: int, offset: Value, wanted: Value) -> Value:
 
 
 def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: Any, **constants: Any) -> None:
-    """Each cluster after the one in front of it. Raises what the first program to fail raises."""
+    """One cluster after another. Raises what the first program to fail raises."""
     assert programs % size == 0 and 1 < size <= 8 and constants.pop("launch_pdl")
     assert set(list(inspect.signature(kernel.function).parameters)[len(args) :]) == constants.keys()
     partitions = 3 if "MULTIPLIER_REGISTERS" in constants else 1
@@ -127,7 +133,7 @@ def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: 
             errors.append(error)
             cluster.meeting.abort()
 
-    for first in range(0, programs, size):
+    for first in Cluster.order(range(0, programs, size)):
         cluster = Cluster(size, room, partitions)
         threads = [threading.Thread(target=run, args=(cluster, i, first + i)) for i in range(size)]
         for thread in threads:

@@ -46,8 +46,9 @@ def hopper() -> Iterator[Any]:
 
 
 def launched(hopper: Any, cluster: int, *args: Any, **more: Any) -> None:
-    """In clusters of so many."""
-    with mock.patch.object(hopper, "choose_cluster", lambda *_: cluster), torch.no_grad():
+    """In clusters of so many, or 0 for whole tiles of the first of two weights."""
+    choices = {"choose_cluster": lambda *_: cluster, "whole_fit": lambda *_: True}
+    with mock.patch.multiple(hopper, **choices), torch.no_grad():
         hopper.launch_clusters_of_tiles(*args, GPU, **more)
 
 
@@ -95,6 +96,41 @@ def test_two_products_of_one_input_are_one_launch(hopper: Any, tokens: int, othe
     assert hopper.both_refuse(x, weight, scale, other, GPU) == ""
     launched(hopper, cluster, *quantised(x), weight, scale, out, beside=(x, other))
     assert_close(out, REFERENCES["fp8_linear"](x, weight, scale, True, other), NEIGHBOUR[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "others"),
+    [(150, 256, 72), (40, 256, 200), (100, 384, 200), (300, 128, 136), (260, 384, 128), (129, 128, 1000), (33, 128, 8)],
+)
+def test_whole_tiles_of_the_first_weight_give_the_reference(hopper: Any, tokens: int, rows: int, others: int) -> None:
+    """Of even numbers of them, and of odd ones, of which the first is shared: of a single one, all."""
+    x, weight, scale = torch.randn(tokens, 2048).bfloat16(), e4m3(rows, 2048), block_scale(rows, 2048)
+    other, out = torch.randn(others, 2048).bfloat16(), torch.full((tokens, rows + others), torch.nan)
+    launched(hopper, 0, *quantised(x), weight, scale, out, beside=(x, other))
+    assert_close(out, REFERENCES["fp8_linear"](x, weight, scale, True, other), NEIGHBOUR[torch.float32])
+
+
+@pytest.mark.parametrize("tokens", [300, 150, 100])
+def test_the_order_of_clusters_changes_no_sum_of_whole_tiles(hopper: Any, tokens: int) -> None:
+    """Tokens that two tiles multiply are added up in the same order in both: a tile that is shared has none of them."""
+    x, weight, scale = torch.randn(tokens, 2048).bfloat16(), e4m3(384, 2048), block_scale(384, 2048)
+    other = torch.randn(72, 2048).bfloat16()
+    got = torch.empty(2, tokens, 456)
+    for out, order in zip(got, (iter, reversed), strict=True):
+        with mock.patch.object(simulated_cluster.Cluster, "order", order):
+            launched(hopper, 0, *quantised(x), weight, scale, out, beside=(x, other))
+    assert_bitwise(*got)
+
+
+def test_sums_of_whole_tiles_are_those_of_any_program(hopper: Any) -> None:
+    """The same 64 tokens in either half of both tiles; what is shared is what it is in clusters of two, bit for bit."""
+    x, weight, scale = torch.randn(64, 2048).bfloat16().repeat(4, 1), e4m3(128, 2048), block_scale(128, 2048)
+    other = torch.randn(200, 2048).bfloat16()
+    whole, shared = torch.empty(256, 328), torch.empty(256, 328)
+    for out, cluster in ((whole, 0), (shared, 2)):
+        launched(hopper, cluster, *quantised(x), weight, scale, out, beside=(x, other))
+    assert_bitwise(whole, whole[:64].repeat(4, 1))
+    assert_bitwise(whole[:, 128:].contiguous(), shared[:, 128:].contiguous())
 
 
 @pytest.mark.parametrize("tokens", [70, 128])
@@ -153,6 +189,49 @@ def test_rows_of_hidden_get_the_clusters_that_were_the_fastest(others: int, toke
     assert clusters.choose_cluster(GPU, [clusters.side_of(tokens, 1, weight) for weight in weights]) == cluster
 
 
+@pytest.mark.parametrize(
+    ("rows", "size", "others", "tokens", "programs"),
+    [
+        (1536, 4096, 1024, 257, 2 * (36 + 24)),
+        (1536, 4096, 1024, 384, 2 * (36 + 24)),
+        (1536, 4096, 1024, 385, 48 + 2 * 32),
+        (1536, 4096, 1024, 512, 48 + 2 * 32),
+        (1536, 4096, 1024, 513, 0),
+        (1536, 4096, 2624, 256, 2 * (24 + 42)),
+        (1536, 4096, 2624, 257, 0),
+        (1536, 4096, 2624, 385, 0),
+        (1536, 4096, 2624, 512, 0),
+        (2048, 7168, 1024, 256, 2 * (32 + 16)),
+        (2048, 7168, 1024, 257, 48 + 2 * 24),
+        (2048, 7168, 1024, 512, 64 + 2 * 32),
+        (2048, 7168, 2624, 128, 3 * (16 + 21)),
+        (2048, 7168, 2624, 256, 32 + 2 * 42),
+        (1664, 4096, 1272, 300, 40 + 2 * 30),
+        (4096, 1024, 4096, 128, 0),
+    ],
+)
+def test_programs_take_whole_tiles_where_not_all_can_be_shared(
+    rows: int, size: int, others: int, tokens: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the rows of HCA and CSA in Flash and Pro; 39 tiles, one of them shared; too few strips for a share."""
+    launches = []
+
+    def launch(kernel: Any, count: int, cluster: int, *args: Any, **constants: Any) -> None:
+        launches.append((count, cluster))
+
+    monkeypatch.setattr(clusters, "launch_clusters", launch)
+    x, plain = torch.empty(tokens, 1, size, dtype=F8), torch.empty(tokens, size, dtype=BF16)
+    weight, other = torch.empty(rows, size, dtype=F8), torch.empty(others, size, dtype=BF16)
+    x_scale, scale = torch.empty(tokens, 1, size // 128), torch.empty(rows // 128, size // 128)
+    refused = clusters.both_refuse(plain, weight, scale, other, GPU)
+    if programs == 0:
+        assert "run at once" in refused
+    else:
+        out = torch.empty(tokens, rows + others)
+        clusters.launch_clusters_of_tiles(x, x_scale, weight, scale, out, GPU, beside=(plain, other))
+        assert refused == "" and launches == [(programs, 3 if programs % 3 == 0 and tokens == 128 else 2)]
+
+
 @pytest.mark.parametrize("size", cluster_hopper.SIZES)
 def test_a_smaller_gpu_has_fewer_clusters(size: int) -> None:
     for programs in (1, 2, 3, 4):
@@ -160,7 +239,7 @@ def test_a_smaller_gpu_has_fewer_clusters(size: int) -> None:
         assert on_h200 * size <= 132 * programs and on_less * size <= 114 * programs
 
 
-WAYS = ["e4m3", "e4m3 quantised", "halves", "both"]
+WAYS = ["e4m3", "e4m3 quantised", "halves", "both", "whole"]
 
 
 @pytest.mark.parametrize("tokens", [64, 128])
@@ -180,7 +259,9 @@ def test_it_compiles_for_hopper(way: str, tokens: int, monkeypatch: pytest.Monke
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
         if way == "halves":
             clusters.launch_clusters_of_tiles(plain[:, None], None, other, None, out[:, :1024], GPU)
-        elif way == "both":
+        elif way in ("both", "whole"):
+            if way == "whole":
+                monkeypatch.setattr(clusters, "choose_cluster", lambda *_: 0)
             out = torch.empty(tokens, 2560)
             clusters.launch_clusters_of_tiles(x, scales[0], weight, scales[1], out, GPU, beside=(plain, other))
         else:
