@@ -65,9 +65,10 @@ def whole_fit(gpu: Gpu, first: Side, second: Side) -> bool:
     """Whether clusters of two, each with a whole tile of `first` or half of one of `second`, all run at once.
 
     For more tiles than can be shared, of products that otherwise could be. A strip of e4m3 has twice the columns of one
-    of bfloat16, so that all programs have as many strips. Predicted, for 385 to 512 tokens of V4-Flash's wq_a and wkv
-    beside HCA's rows on an H200: 56 clusters of at most 66, and 19 to 20 us with the quantisation in front, where
-    products apart take 25 to 26.6. Measured: [figures go here].
+    of bfloat16, so that all programs have as many strips. On an H200, with other weights in each launch and the
+    quantisation in front, 385 to 512 tokens of V4-Flash's wq_a and wkv beside HCA's rows take 20.4 us, in 56 clusters,
+    where products apart take 25; of V4-Pro's 30 to 32 instead of 32 to 36, and 129 to 256 beside CSA's rows 31 instead
+    of 38 to 43.
     """
     fit = clusters_known() and cdiv(first.tiles, 2) + second.tiles <= clusters_at_once(gpu, 2, 1)
     return fit and _shares(first, 2) and _shares(second, 2)
