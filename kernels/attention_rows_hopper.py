@@ -1,17 +1,15 @@
 """Device functions of Hopper warpgroups around attention; attention_rows.py has the same for any GPU.
 
-Queries pass through registers on their way to shared memory, and sums pass through the shared memory of keys or of
-queries on their way out: there they are normed and rotated, or multiplied by what their heads have, rotated back and
-quantised. That is done in loops, over blocks of columns and over 16 heads at a time: the registers of the matrix
+Sums pass through the shared memory of keys or of queries on their way out: there they are multiplied by what their
+heads have, rotated back and quantised. That is done in loops, over 16 heads at a time: the registers of the matrix
 products suffice, and code that is gone through once costs as much as it is long, where it comes out of memory. Of few
-heads all rows are finished at a time, in blocks of columns.
+heads all rows are finished at a time, in blocks of columns. Queries are in queries_hopper.py.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .. import layout
 from .kv_load_hopper import CACHED, thread_barrier
@@ -51,7 +49,7 @@ def fetch_angles(p_cos, x, ROPE: gl.constexpr, CACHE: gl.constexpr = CACHED):
 
 
 @gluon.jit
-def _turn(x, cos, sin, ROPE: gl.constexpr, INVERSE: gl.constexpr):
+def turn_columns(x, cos, sin, ROPE: gl.constexpr, INVERSE: gl.constexpr):
     """float32 `x` `[N, C]` with its last ROPE columns turned by what `fetch_angles` has given."""
     PAIRS: gl.constexpr = x.shape[1] // 2
     even, odd = gl.split(gl.reshape(x, [x.shape[0], PAIRS, 2]))
@@ -77,96 +75,6 @@ def not_unrolled(count: gl.constexpr):
 def column_blocks(tile, WIDTH: gl.constexpr):
     """A swizzled bfloat16 tile `[N, C]` as its blocks of columns `[C / WIDTH, N, WIDTH]`."""
     return tile._reinterpret(gl.bfloat16, [tile.shape[1] // WIDTH, tile.shape[0], WIDTH], SWIZZLED)
-
-
-@gluon.jit
-def _normed(q, cos, sin, eps, ROPE: gl.constexpr):
-    """Queries `[N, 512]` with norm and RoPE, rounded once."""
-    x = q.to(gl.float32)
-    even, odd = gl.split(gl.reshape(x, [x.shape[0], D // 2, 2]))
-    squares = gl.convert_layout(gl.sum(gl.fma(even, even, odd * odd), 1), gl.SliceLayout(1, x.type.layout))
-    x = x * gl.expand_dims(gl.rsqrt(squares * (1.0 / D) + eps), 1)
-    return _turn(x, cos, sin, ROPE, False).to(gl.bfloat16)
-
-
-@gluon.jit
-def load_queries(
-    p_q, head_stride, p_cos, eps, q_tile, heads, FIRST: gl.constexpr, COUNT: gl.constexpr, ROPE: gl.constexpr,
-    PARTIAL: gl.constexpr,
-):  # fmt: skip
-    """Heads FIRST to FIRST + COUNT - 1 into shared memory `[N, 512]`, normed and rotated if there is an `eps`.
-
-    COUNT is 8, 16 or 32. Where PARTIAL, heads from `heads` on do not exist; they are zero, or NaN if their norm is.
-    """
-    # A row has as many threads as a block of columns has groups of eight.
-    BLOCK: gl.constexpr = COLUMNS if COUNT >= STEP else 2 * COLUMNS
-    QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [HALF // BLOCK, BLOCK // 8], [4, 1], [1, 0])
-    o_head = gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(1, QUERIES)), 1) + FIRST
-    o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, QUERIES)), 0)
-    p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
-    if PARTIAL:
-        q = gl.load(p_row, mask=(o_head < heads) & (o_dim >= 0), other=0.0)
-    else:
-        q = gl.load(p_row)
-    if eps is not None:
-        # On their way together with the queries.
-        TURNING: gl.constexpr = BLOCK if ROPE <= BLOCK else 2 * COLUMNS if ROPE <= 2 * COLUMNS else HALF
-        cos, sin = fetch_angles(p_cos, gl.zeros([COUNT, TURNING], gl.bfloat16, QUERIES), ROPE)
-    q_tile.slice(FIRST, COUNT, 0).store(q)
-    if eps is not None:
-        _norm_tile(q_tile, cos, sin, eps, FIRST, COUNT, ROPE, BLOCK, TURNING, QUERIES)
-    fence_async_shared()
-    thread_barrier()
-
-
-@gluon.jit
-def _norm_tile(
-    q_tile, cos, sin, eps, FIRST: gl.constexpr, COUNT: gl.constexpr, ROPE: gl.constexpr, BLOCK: gl.constexpr,
-    TURNING: gl.constexpr, QUERIES: gl.constexpr,
-):  # fmt: skip
-    """Norm COUNT heads from FIRST on where they are, and turn the last TURNING columns, BLOCK columns at a time.
-
-    A thread has the same columns of each block of its rows, and finds there what it has put there itself.
-    """
-    PAIRED: gl.constexpr = gl.BlockedLayout([1, 4, 2], [HALF // BLOCK, BLOCK // 8, 1], [4, 1, 1], [2, 1, 0])
-    PAIRS: gl.constexpr = gl.SliceLayout(2, PAIRED)
-    blocks = column_blocks(q_tile, BLOCK)
-    squares = gl.zeros([COUNT, BLOCK // 2], gl.float32, PAIRS)
-    for block in range(not_unrolled(D // BLOCK)):
-        x = blocks.index(block).slice(FIRST, COUNT, 0).load(QUERIES).to(gl.float32)
-        even, odd = gl.split(gl.reshape(x, [COUNT, BLOCK // 2, 2]))
-        squares += gl.convert_layout(gl.fma(even, even, odd * odd), PAIRS)
-    total = gl.convert_layout(gl.sum(squares, 1), gl.SliceLayout(1, QUERIES))
-    factor = gl.expand_dims(gl.rsqrt(total * (1.0 / D) + eps), 1)
-    for block in range(not_unrolled((D - TURNING) // BLOCK)):
-        columns = blocks.index(block).slice(FIRST, COUNT, 0)
-        columns.store((columns.load(QUERIES).to(gl.float32) * factor).to(gl.bfloat16))
-    turning = q_tile.slice(FIRST, COUNT, 0).slice(D - TURNING, TURNING, 1)
-    x = turning.load(QUERIES).to(gl.float32) * factor
-    turning.store(_turn(x, cos, sin, ROPE, False).to(gl.bfloat16))
-
-
-@gluon.jit
-def fetch_few_queries(p_q, head_stride, heads, BLOCK: gl.constexpr, PARTIAL: gl.constexpr, ROWS: gl.constexpr):
-    """Queries `[BLOCK, 512]` as they are, zeros from head `heads` on where PARTIAL; not by way of the first cache."""
-    o_head = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(1, ROWS)), 1)
-    o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, ROWS)), 0)
-    p_row = p_q + (o_head.to(gl.int64) * head_stride + o_dim)
-    if PARTIAL:
-        q = gl.load(p_row, mask=(o_head < heads) & (o_dim >= 0), other=0.0, cache_modifier=".cg")
-    else:
-        q = gl.load(p_row, cache_modifier=".cg")
-    return q
-
-
-@gluon.jit
-def put_few_queries(q, cos, sin, eps, q_tile, ROPE: gl.constexpr):
-    """What `fetch_few_queries` loaded into shared memory, normed and rotated if there is an `eps`. Fences nothing."""
-    # The compiler cannot see through this, and so cannot wait for the queries any earlier.
-    q = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [q], dtype=gl.bfloat16, is_pure=False, pack=2)
-    if eps is not None:
-        q = _normed(q, cos, sin, eps, ROPE)
-    q_tile.store(q)
 
 
 @gluon.jit
@@ -316,7 +224,7 @@ def _store_step(
     if cos is not None:
         y = y.to(gl.float32)
         if column == D - y.shape[1]:
-            y = gl.convert_layout(_turn(y, cos, sin, ROPE, True), ROWS)
+            y = gl.convert_layout(turn_columns(y, cos, sin, ROPE, True), ROWS)
     if GROUPS == 0:
         o_head = gl.expand_dims(gl.arange(0, y.shape[0], gl.SliceLayout(1, ROWS)), 1) + first
         o_dim = gl.expand_dims(gl.arange(0, y.shape[1], gl.SliceLayout(0, ROWS)), 0)

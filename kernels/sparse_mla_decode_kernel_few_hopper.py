@@ -32,8 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import layout
-from .attention_rows_hopper import FLAT, SWIZZLED, D, load_queries, store_few_rows
+from .attention_rows_hopper import FLAT, SWIZZLED, D, fetch_angles, store_few_rows
 from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, row_length, thread_barrier
+from .queries_hopper import fetch_queries, norm_queries, queries_of, turning_of
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
 
@@ -149,7 +150,16 @@ def _consumer(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     HEADS: gl.constexpr = gl.SliceLayout(0, MMA)
     LIVE: gl.constexpr = gl.SliceLayout(1, MMA)
-    load_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, 0, N, ROPE, PARTIAL)
+    QUERIES: gl.constexpr = queries_of(N)
+    q = fetch_queries(p_q, q_head_stride, heads, N, PARTIAL, QUERIES)
+    if eps is not None:
+        # On their way together with the queries.
+        cos, sin = fetch_angles(p_table, gl.zeros([N, turning_of(N, ROPE)], gl.bfloat16, QUERIES), ROPE)
+    q_tile.store(q)
+    if eps is not None:
+        norm_queries(q_tile, cos, sin, eps, ROPE)
+    fence_async_shared()
+    thread_barrier()
     acc = gl.zeros([D, N], gl.float32, MMA)
     sums = gl.zeros([BLOCK_N, N], gl.float32, MMA)
     top = gl.full([N], float("-inf"), gl.float32, HEADS)

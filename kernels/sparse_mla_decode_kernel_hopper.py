@@ -7,18 +7,18 @@ three warpgroups, between which stand two buffers of dequantised keys:
     left      scores, online softmax, weights to shared memory, dims 0 to 255 of the output
     right     where the keys are that will be gathered, and dims 256 to 511
 
-Left and right each load half of the heads' queries, and norm and rotate them if asked to, while the first keys are on
-their way; each finishes its half of the dims, and rotates back and quantises them if asked to. Right is four blocks
-ahead of its products: it reads the slots of both caches, writes down where each key lies, so that the producer sees one
-row of keys, and asks the L2 cache for them.
+Left and right each load half of the heads' queries while the first keys are on their way. To norm and rotate them, left
+turns their last columns, and the norm is a factor of scores (queries_hopper.py). Each finishes its half of the dims,
+and rotates back and quantises them if asked to. Right is four blocks ahead of its products: it reads the slots of both
+caches, writes down where each key lies, which is one row for the producer, and asks the L2 cache for them.
 
 In a row of layers other kernels take the instruction cache, and the weights of a layer are more than the L2 cache, so
 that code comes out of memory: what is gone through once costs as much as it is long. This one was 148 KB with both ends
-fused and is 84, by loops in the place of copies, one row of keys in the place of two, and sums multiplied where they
-are stored. Between projections the first two took 128 tokens of 128, 256 and 640 keys from 31.6, 40.2 and 54.4 us to
-19.7, 25.4 and 39.7, and 512 from 86 and 218 to 70 and 159 (128 and 640 keys), the third 128 tokens of 640 keys from
-41.1 to 37.8 (`examples/benchmarks/attention_between_projections.py`), where back to back, with code at hand, it is 39.7
-with both ends and was 36.8. A row of keys that the producer puts together itself takes 8% longer than two.
+fused and is 81, by loops in the place of copies, one row of keys in the place of two, sums multiplied where they are
+stored, and a norm of scores. Between projections the first two took 128 tokens of 128, 256 and 640 keys from 31.6, 40.2
+and 54.4 us to 19.7, 25.4 and 39.7, and 512 from 86 and 218 to 70 and 159 (128 and 640 keys), the third 128 tokens of
+640 keys from 41.1 to 37.8 (`examples/benchmarks/attention_between_projections.py`), where back to back, with code at
+hand, it is 39.7 with both ends and was 36.8. A row of keys that the producer puts together itself takes 8% longer.
 
 Of the registers, left has 200, right 160, the producer 144: with fewer than 160, the compiler would serialise the
 matrix products of a warpgroup. A register that is spilled in a loop costs more than any instruction: gathers leave
@@ -46,12 +46,11 @@ for, in place of a second factor, 38.4 where two factors take 36.6; rows cut at 
 128 programs of five halves each, 18.6 where two or three whole blocks take 18.8, while a producer written so takes all
 others 8% longer.
 
-Between projections, when it was 91 KB, in thousands of cycles from the start of a program of 128 keys: queries are
-there at 5 and normed at 11, keys at 10 and 14, both blocks done at 23, sums handed over at 28, rows stored at 36; back
-to back the last three are 21, 23 and 29. Not shorter for: queries asked for before a token's lengths are known, the
-sink and the angles of rows loaded early. The last block in the loop, not behind it, is 7 KB less code and 1.4 us there,
-but 0.8 more for 640 keys and 3 to 6 for 512 tokens; the norm by 128 columns, for shorter loops, is 9 KB more and 2 to 4
-us.
+Between projections, when it was 91 KB and normed queries, in thousands of cycles from the start of a program of 128
+keys: queries are there at 5 and normed at 11, keys at 10 and 14, both blocks done at 23, sums handed over at 28, rows
+stored at 36; back to back the last three are 21, 23 and 29. Not shorter for: queries asked for before a token's lengths
+are known, the sink and the angles of rows loaded early. The last block in the loop, not behind it, is 7 KB less code
+and 1.4 us there, but 0.8 more for 640 keys and 3 to 6 for 512 tokens.
 
 No producer at all, 46.4 us: keys lie in shared memory as they are stored, 128 of them while 128 more are copied, and
 are the side of both products that comes from registers, so that eight warps dequantise each code twice and write none.
@@ -70,9 +69,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .attention_rows_hopper import BLOCK_H, FLAT, HALF, SWIZZLED, D, load_queries, store_part, store_rows
+from .attention_rows_hopper import BLOCK_H, FLAT, HALF, SWIZZLED, D, fetch_angles, store_part, store_rows
 from .kv_load_hopper import produce_keys, row_length, thread_barrier
 from .kv_places_hopper import ask_for_block, find_keys, place_keys
+from .queries_hopper import fetch_queries, norm_factors, put_queries, queries_of, turn_queries, turning_of
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
 
@@ -87,6 +87,8 @@ LN_2 = gl.constexpr(_LN_2.value)
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF.value, 16]))
+
+QUERIES = gl.constexpr(queries_of(BLOCK_H.value))
 
 
 @gluon.jit
@@ -103,8 +105,10 @@ def _scores(q_tile, keys):
 
 
 @gluon.jit
-def _softmax(scores, live, acc, top, sums, number, scale, weights_tile, factors, weights_ready, weights_free):
+def _softmax(scores, live, acc, top, sums, number, scale, scales, weights_tile, factors, weights_ready, weights_free):
     """Weights of block `number` into shared memory for both consumers, and the sums so far rescaled."""
+    if scales is not None:  # of each head, in shared memory: in registers they would be spilled
+        scale = gl.expand_dims(scales.load(gl.SliceLayout(1, SCORES)), 1)
     scores = gl.where(gl.expand_dims(live, 0) > 0, scores * scale, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 1))
     # -inf - -inf is NaN: a head without keys so far is shifted by zero.
@@ -130,8 +134,18 @@ def _left(
     PARTIAL: gl.constexpr, INVERSE: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The first warpgroup: scores, softmax, the left half of the output."""
-    load_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, 0, BLOCK_H // 2, ROPE, PARTIAL)
+    if eps is not None:
+        turning = fetch_queries(p_q, q_head_stride, heads, BLOCK_H, PARTIAL, QUERIES, 0, turning_of(BLOCK_H, ROPE))
+        cos, sin = fetch_angles(p_table, turning, ROPE)
+    put_queries(p_q, q_head_stride, q_tile, heads, 0, BLOCK_H // 2, PARTIAL)
+    if eps is not None:
+        turning = turn_queries(turning, cos, sin, ROPE)
     mbarrier.wait(q_ready, 0)
+    scales = None if eps is None else shares
+    if eps is not None:
+        shares.store(norm_factors(q_tile, turning, eps, SCORES) * scale)
+        fence_async_shared()
+        thread_barrier()
     acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
     top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     sums = _lane_sums(gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES))
@@ -144,7 +158,7 @@ def _left(
             buffer = number % BUFFERS
             following = (number + 1) % BUFFERS
             acc, top, sums = _softmax(
-                scores, live, acc, top, sums, number, scale, weights_tile, factors, weights_ready, weights_free
+                scores, live, acc, top, sums, number, scale, scales, weights_tile, factors, weights_ready, weights_free
             )
             acc = warpgroup_mma(weights_tile, keys.index(buffer).slice(0, HALF, 1), acc, is_async=True)
             mbarrier.wait(ready.index(following), ((number + 1) // BUFFERS) & 1)
@@ -155,7 +169,7 @@ def _left(
             mbarrier.arrive(free.index(buffer), count=1)
             scores = warpgroup_mma_wait(0, deps=[scores])
         acc, top, sums = _softmax(
-            scores, live, acc, top, sums, blocks - 1, scale, weights_tile, factors, weights_ready, weights_free
+            scores, live, acc, top, sums, blocks - 1, scale, scales, weights_tile, factors, weights_ready, weights_free
         )
         last = keys.index((blocks - 1) % BUFFERS).slice(0, HALF, 1)
         acc = warpgroup_mma(weights_tile, last, acc, is_async=True)
@@ -217,7 +231,7 @@ def _right(
     )  # fmt: skip
     thread_barrier()
     mbarrier.arrive(placed, count=1)
-    load_queries(p_q, q_head_stride, p_table, eps, q_tile, heads, BLOCK_H // 2, BLOCK_H // 2, ROPE, PARTIAL)
+    put_queries(p_q, q_head_stride, q_tile, heads, BLOCK_H // 2, BLOCK_H // 2, PARTIAL)
     mbarrier.arrive(q_ready, count=1)
     acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
     slot = find_keys(source0, source1, token, boundary, begin + AHEAD, BLOCK_N, BLOCK_N)

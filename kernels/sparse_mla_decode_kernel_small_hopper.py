@@ -24,9 +24,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .attention_rows_hopper import HALF, SWIZZLED, D, fetch_angles, fetch_few_queries, put_few_queries, store_half
+from .attention_rows_hopper import HALF, SWIZZLED, D, fetch_angles, store_half
 from .kv_ahead_hopper import angles, ask, ask_for_keys, extent, slots
 from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, thread_barrier
+from .queries_hopper import fetch_queries, put_few_queries
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
 
@@ -168,7 +169,7 @@ def sparse_mla_decode_small_hopper_kernel(
             gl.where(inner, LOG_PAGE0, LOG_PAGE1), LINES,
         )  # fmt: skip
     gdc_wait()
-    q = fetch_few_queries(p_q, q_head_stride, heads, BLOCK_H, PARTIAL, ROWS)
+    q = fetch_queries(p_q, q_head_stride, heads, BLOCK_H, PARTIAL, ROWS, CACHE=".cg")
     length0, length1, blocks0, blocks = extent(
         p_lens0, lens0_stride, p_lens1, lens1_stride, width0, width1, token, BLOCK_N
     )

@@ -100,9 +100,9 @@ def fused_arguments(fused: str, tokens: int, heads: int, device: torch.device, s
     return *args, None, positions, torch.cat((angle.cos(), angle.sin()), dim=1), *options, *groups
 
 
-def differs(got: Sequence[Tensor], want: Sequence[Tensor], turned: int = 0) -> str:
+def differs(got: Sequence[Tensor], want: Sequence[Tensor], turned: int = 0, lse: str = "lse") -> str:
     """Why results are not within the tolerances of attention, "" when they are. `turned`: of each head's dims, as
-    `assert_close` has it."""
+    `assert_close` has it; `lse`: the tolerance of those."""
     try:
         if got[0].dtype is torch.float8_e4m3fn:
             values, expected = (
@@ -111,7 +111,7 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor], turned: int = 0) -> s
             assert_close(values, expected, QUANTIZED, label="values", turned=turned)
         else:
             assert_close(got[0], want[0], "attention_bfloat16", label="out", turned=turned)
-            assert_close(got[1], want[1], "lse", label="lse")
+            assert_close(got[1], want[1], lse, label="lse")
     except AssertionError as wrong:
         return str(wrong)
     return ""

@@ -46,6 +46,10 @@ TOLERANCES: dict[str, Tolerance] = {
     # Log-sum-exp is float32. Hardware exp2 and log2 are good to 2 ULP and the scores to a few: 8 units of 2^-16 is the
     # worst that both together were seen to do, 1e-6 covers values that cancel to zero.
     "lse": Tolerance(abs=1e-6, rel=8.01 / 65536, cosine=1e-8),
+    # With a norm inside, after which queries are rounded or not: numbers of a query are off by 2^-9 at most and by 8e-4
+    # as a rule, a score of 512 products by 8e-4 times the size of its key's numbers, and a row of few keys by as much.
+    # Five times that, of keys of size 2.
+    "lse_normed": Tolerance(abs=8e-3, rel=8.01 / 65536, cosine=1e-6),
     "lse_prefill": Tolerance(abs=1e-6, rel=2.01 / 65536, cosine=1e-8),
 }
 """Tolerances of sparse attention by name. A kernel and this package's reference agree within them."""

@@ -138,9 +138,8 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 q = torch.randn(tokens, options.heads, layout.HEAD_DIM, device=CUDA).bfloat16()
                 want, without = layers[0].attend("many" if "many" in kernels else "portable", q), 0.0
                 for kernel in kernels:
-                    wrong = (
-                        "" if kernel == "none" else scenario.differs(layers[0].attend(kernel, q), want, layout.ROPE_DIM)
-                    )
+                    got = layers[0].attend(kernel, q)
+                    wrong = "" if kernel == "none" else scenario.differs(got, want, layout.ROPE_DIM, "lse_normed")
                     us = us_of_layer(layers, kernel, latent)
                     without = us if kernel == "none" else without
                     found = {"weights": weights, "heads": options.heads, "tokens": tokens, "keys": keys}

@@ -39,6 +39,7 @@ from tests.gpu.sparse_mla import (
     reference,
     rope,
 )
+from tests.ops.sparse_mla_calls import normed_by_a_factor
 from tests.ops.test_sparse_mla_decode import sample
 
 __all__ = ["garbage"]  # a fixture for every test
@@ -267,7 +268,8 @@ def test_the_score_of_a_unit_key_is_the_rotated_query(kernel: str, splits: int) 
     slots, options = torch.arange(64, device=CUDA, dtype=torch.int32)[:, None], {**rope(64), "q_norm_eps": EPS}
     args = q, cache, slots, lens, 64, "fp8_ds_mla", 1.0, None, cache, slots[:, :0], lens, 64, None
     _, lse = KERNELS[kernel](args, splits, **options)
-    want = REFERENCES["q_norm_rope"](q, options["positions"], options["cos_sin_cache"], EPS)
+    angles = options["positions"], options["cos_sin_cache"]
+    want = normed_by_a_factor(q, *angles) if kernel == "hopper" else REFERENCES["q_norm_rope"](q, *angles, EPS)
     want = torch.stack([want[t, :, layout.NOPE_DIM + t] for t in range(64)]).float()
     error = (lse - want).abs()
     # The sum of squares is in another order, which makes a few the neighbouring bfloat16.

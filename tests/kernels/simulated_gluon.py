@@ -116,8 +116,8 @@ class Kernel:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
+    def __call__(self, *args: Any, **constants: Any) -> Any:
+        return self.function(*args, **constants)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, enable_fp_fusion: bool = True, launch_pdl: bool = False, **constants: Any) -> None:
@@ -157,9 +157,10 @@ def specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], 
 
 
 def multiply(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
-    """A matrix product, which remembers its operands until it is waited for."""
+    """A matrix product, which remembers its operands, and those of what it adds to, until it is waited for."""
     product = Value(a.data.float() @ b.data.float() + (acc.data if use_acc else 0.0))
-    product.operands = [(x.data, x.data.clone()) for x in (a, b)]  # type: ignore[attr-defined]
+    earlier = getattr(acc, "operands", [])
+    product.operands = [*earlier, *((x.data, x.data.clone()) for x in (a, b))]  # type: ignore[attr-defined]
     return product
 
 
@@ -167,13 +168,16 @@ def finish(pending: int, deps: list[Value]) -> Value:
     """Wait for a product. Its operands must be what they were when it began."""
     for now, then in deps[0].operands:  # type: ignore[attr-defined]
         assert torch.equal(now.float().nan_to_num(), then.float().nan_to_num()), "an operand was overwritten"
-    return deps[0]
+    return Value(deps[0].data)
 
 
 def assembly(text: str, constraints: str, args: list[Value], **_: Any) -> Any:
-    """The two pieces of PTX in kv_load_hopper.py, a prefetch, which must lie in its tensor, and a copy."""
+    """The two pieces of PTX in kv_load_hopper.py, a prefetch, which must lie in its tensor, a copy, and a word to the
+    compiler."""
     if text.startswith("mov"):
         return args[0]
+    if text.startswith(".pragma"):
+        return None
     if "prefetch" in text:
         args[0].resolve(None)  # type: ignore[attr-defined]
         return None
@@ -294,7 +298,11 @@ def modules() -> dict[str, types.ModuleType]:
     calls = {"init": Barrier.init, "wait": Barrier.wait, "arrive": Barrier.arrive}
     barrier = types.SimpleNamespace(**calls, MBarrierLayout=lambda: "mbarrier")
     vars(hopper).update(
-        fence_async_shared=anything, mbarrier=barrier, warpgroup_mma=multiply, warpgroup_mma_wait=finish
+        fence_async_shared=anything,
+        mbarrier=barrier,
+        warpgroup_mma=multiply,
+        warpgroup_mma_wait=finish,
+        warpgroup_mma_init=lambda acc: acc,
     )
     vars(gluon).update(language=language, jit=lambda f=None, **_: Kernel(f) if f else Kernel)
     cuda = types.ModuleType("cuda")

@@ -18,7 +18,13 @@ from tests.kernels.simulated_gluon import simulated
 from tests.ops.sparse_mla_calls import EPS, call, positional
 
 pytestmark = pytest.mark.interpreted
-MODULES = ("attention_rows_hopper", "quant_hopper", "kv_load_hopper", "sparse_mla_decode_kernel_few_hopper")
+MODULES = (
+    "attention_rows_hopper",
+    "queries_hopper",
+    "quant_hopper",
+    "kv_load_hopper",
+    "sparse_mla_decode_kernel_few_hopper",
+)
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,12 @@ from tests.kernels import simulated_gluon
 from tests.kernels.simulated_decode import BF16, assert_same, row_alone, run
 from tests.kernels.simulated_gluon import simulated
 from tests.kernels.simulated_values import Value
-from tests.ops.sparse_mla_calls import EPS, call, positional
+from tests.ops.sparse_mla_calls import EPS, call, normed_by_a_factor, positional
 
 pytestmark = pytest.mark.interpreted
 MODULES = (
     "attention_rows_hopper",
+    "queries_hopper",
     "quant_hopper",
     "kv_load_hopper",
     "kv_ahead_hopper",
@@ -87,11 +88,43 @@ def test_sinks_that_take_nothing_or_everything(hopper: Any, splits: int, sink: f
     assert sink != math.inf or (got[0] == 0).all()
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_queries_are_normed_and_rotated_inside(hopper: Any, splits: int) -> None:
+def assert_normed(hopper: Any, arguments: dict[str, Any], splits: int) -> tuple[Tensor, Tensor]:
+    """A call with norm and RoPE inside, which is near the definition, and nearer what the kernel says that it does."""
+    got: tuple[Tensor, Tensor] = run(hopper, arguments, splits, q_norm_eps=EPS)
+    assert_same(got, sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS})), "lse_normed")
+    q = normed_by_a_factor(arguments["q"], arguments["positions"], arguments["cos_sin_cache"])
+    out, lse = sparse_mla_decode(*positional(arguments | {"q": q})[:13])
+    assert_same(got, (out.bfloat16(), lse))
+    return got
+
+
+@pytest.mark.parametrize(("splits", "heads"), [(1, 64), (2, 64), (1, 128), (3, 100), (1, 33)])
+def test_queries_are_normed_and_rotated_inside(hopper: Any, splits: int, heads: int) -> None:
+    assert_normed(hopper, call(2, heads, window=70, extra=10, **BF16), splits)
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e-3, 1e15, 1e25])
+def test_queries_of_any_magnitude_are_normed(hopper: Any, magnitude: float) -> None:
+    """The squares of the largest overflow, so that they count as zero, as in the op that norms alone."""
     arguments = call(2, 64, window=70, extra=10, **BF16)
-    want = sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS}))
-    assert_same(run(hopper, arguments, splits, q_norm_eps=EPS), want)
+    arguments |= {"lens": torch.tensor([70, 5]), "extra_lens": torch.tensor([10, 0])}
+    arguments["q"][:, ::3] *= magnitude
+    assert all(x.isfinite().all() for x in assert_normed(hopper, arguments, 1))
+
+
+@pytest.mark.parametrize("dim", [5, layout.HEAD_DIM - 3])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_in_a_query_stays_with_its_head(hopper: Any, value: float, dim: int) -> None:
+    arguments = call(2, 64, window=70, extra=10, **BF16)
+    arguments |= {"lens": torch.tensor([70, 5]), "extra_lens": torch.tensor([10, 0])}
+    usual = run(hopper, arguments, 1, q_norm_eps=EPS)
+    arguments["q"][0, 17, dim] = value
+    got = run(hopper, arguments, 1, q_norm_eps=EPS)
+    assert got[0][0, 17].isnan().all() and got[1][0, 17].isnan()
+    assert usual[0].isfinite().all() and usual[1].isfinite().all()
+    for a, b in zip(got, usual, strict=True):
+        a[0, 17] = b[0, 17]
+        assert_bitwise(a, b)
 
 
 @pytest.mark.parametrize("splits", [1, 2])

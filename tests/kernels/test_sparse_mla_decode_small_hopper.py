@@ -18,6 +18,7 @@ from tests.ops.sparse_mla_calls import EPS, call, positional
 pytestmark = pytest.mark.interpreted
 MODULES = (
     "attention_rows_hopper",
+    "queries_hopper",
     "quant_hopper",
     "kv_load_hopper",
     "kv_ahead_hopper",

@@ -6,7 +6,9 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from dsv4_compile.reference.rope import apply_rope
 from dsv4_compile.reference.sparse_mla_decode import sparse_mla_decode_quant
 from tests.ops.test_sparse_mla_decode import sample
 
@@ -42,3 +44,9 @@ def positional(arguments: dict[str, Any], *, quant: bool = False) -> tuple[Any, 
     if not quant:
         merged["inverse_rope"] = arguments.get("inverse_rope", False)
     return tuple(merged.values())
+
+
+def normed_by_a_factor(q: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    """float32 `q_norm_rope` as the Hopper kernel for many heads has it: rounded between RoPE and norm, not behind."""
+    turned = apply_rope(q, positions[: len(q)], cos_sin_cache).to(q.dtype)
+    return turned.float() * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + EPS)
