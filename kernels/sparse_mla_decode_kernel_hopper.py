@@ -16,9 +16,9 @@ In a row of layers other kernels take the instruction cache, and the weights of 
 that code comes out of memory: what is gone through once costs as much as it is long. This one was 148 KB with both ends
 fused and is 81, by loops in the place of copies, one row of keys in the place of two, sums multiplied where they are
 stored, and a norm of scores. Between projections the first two took 128 tokens of 128, 256 and 640 keys from 31.6, 40.2
-and 54.4 us to 19.7, 25.4 and 39.7, and 512 from 86 and 218 to 70 and 159 (128 and 640 keys), the third 128 tokens of
-640 keys from 41.1 to 37.8 (`examples/benchmarks/attention_between_projections.py`), where back to back, with code at
-hand, it is 39.7 with both ends and was 36.8. A row of keys that the producer puts together itself takes 8% longer.
+and 54.4 us to 19.7, 25.4 and 39.7, and 512 from 86 and 218 to 70 and 159 (128 and 640 keys); the third 128 tokens of
+640 keys from 41.1 to 37.8, and back to back, with code at hand, from 36.8 to 39.7; the last 128 and 512 tokens of 128
+keys from 20.7 and 72 to 19.5 and 70 (`examples/benchmarks/attention_between_projections.py`).
 
 Of the registers, left has 200, right 160, the producer 144: with fewer than 160, the compiler would serialise the
 matrix products of a warpgroup. A register that is spilled in a loop costs more than any instruction: gathers leave
