@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from .block_scale import quantize_rows
 from .preprocess_insert import preprocess_insert
 
 
+@functools.wraps(preprocess_insert, assigned=())  # its signature
 def preprocess_insert_quant(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """`preprocess_insert`, whose result is then quantised as `fp8_linear` does its input: the same bytes.
 

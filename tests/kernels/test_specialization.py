@@ -21,7 +21,7 @@ MODULES = (
     *("indexer_logits_topk", "indexer_logits_topk_ragged", "select_topk"),
 )
 
-WHOLE = {"advance", "batch_metadata", "copy_ragged_to_graph_buffers", "preprocess_insert"}
+WHOLE = {"advance", "batch_metadata", "copy_ragged_to_graph_buffers", "preprocess_insert", "preprocess_insert_quant"}
 """Ops that are given a step whole, in buffers that begin where memory does."""
 
 
