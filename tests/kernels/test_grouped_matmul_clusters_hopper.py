@@ -100,21 +100,21 @@ def test_two_products_of_one_input_are_one_launch(hopper: Any, tokens: int, othe
 
 @pytest.mark.parametrize(
     ("tokens", "rows", "others"),
-    [(150, 256, 72), (40, 256, 200), (100, 384, 200), (300, 128, 136), (260, 384, 128), (129, 128, 1000), (33, 128, 8)],
+    [(150, 256, 72), (40, 256, 200), (100, 384, 200), (300, 128, 136), (129, 128, 1000), (33, 128, 8)],
 )
 def test_whole_tiles_of_the_first_weight_give_the_reference(hopper: Any, tokens: int, rows: int, others: int) -> None:
     """Of even numbers of them, and of odd ones, of which the first is shared: of a single one, all."""
-    x, weight, scale = torch.randn(tokens, 2048).bfloat16(), e4m3(rows, 2048), block_scale(rows, 2048)
-    other, out = torch.randn(others, 2048).bfloat16(), torch.full((tokens, rows + others), torch.nan)
+    x, weight, scale = torch.randn(tokens, 1024).bfloat16(), e4m3(rows, 1024), block_scale(rows, 1024)
+    other, out = torch.randn(others, 1024).bfloat16(), torch.full((tokens, rows + others), torch.nan)
     launched(hopper, 0, *quantised(x), weight, scale, out, beside=(x, other))
     assert_close(out, REFERENCES["fp8_linear"](x, weight, scale, True, other), NEIGHBOUR[torch.float32])
 
 
-@pytest.mark.parametrize("tokens", [300, 150, 100])
+@pytest.mark.parametrize("tokens", [300, 150])
 def test_the_order_of_clusters_changes_no_sum_of_whole_tiles(hopper: Any, tokens: int) -> None:
     """Tokens that two tiles multiply are added up in the same order in both: a tile that is shared has none of them."""
-    x, weight, scale = torch.randn(tokens, 2048).bfloat16(), e4m3(384, 2048), block_scale(384, 2048)
-    other = torch.randn(72, 2048).bfloat16()
+    x, weight, scale = torch.randn(tokens, 1024).bfloat16(), e4m3(384, 1024), block_scale(384, 1024)
+    other = torch.randn(72, 1024).bfloat16()
     got = torch.empty(2, tokens, 456)
     for out, order in zip(got, (iter, reversed), strict=True):
         with mock.patch.object(simulated_cluster.Cluster, "order", order):
@@ -124,8 +124,8 @@ def test_the_order_of_clusters_changes_no_sum_of_whole_tiles(hopper: Any, tokens
 
 def test_sums_of_whole_tiles_are_those_of_any_program(hopper: Any) -> None:
     """The same 64 tokens in either half of both tiles; what is shared is what it is in clusters of two, bit for bit."""
-    x, weight, scale = torch.randn(64, 2048).bfloat16().repeat(4, 1), e4m3(128, 2048), block_scale(128, 2048)
-    other = torch.randn(200, 2048).bfloat16()
+    x, weight, scale = torch.randn(64, 1024).bfloat16().repeat(4, 1), e4m3(128, 1024), block_scale(128, 1024)
+    other = torch.randn(200, 1024).bfloat16()
     whole, shared = torch.empty(256, 328), torch.empty(256, 328)
     for out, cluster in ((whole, 0), (shared, 2)):
         launched(hopper, cluster, *quantised(x), weight, scale, out, beside=(x, other))
