@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..errors import fail
 from ..layout import ACT_TILE
-from ..reference.block_scale import scale_strides
+from ..reference.block_scale import new_rows
 from ..reference.fp8_grouped_einsum_quant import fp8_grouped_einsum_quant as reference
 from ._define import define
-from ._validate import E4M3
 from .fp8_grouped_einsum import check_operands
 
 
@@ -23,10 +21,7 @@ def _check(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
 
 
 def _fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor]:
-    tokens, size = a.shape[0], b.shape[0]
-    count = size // ACT_TILE
-    scale = a.new_empty_strided((tokens, 1, count), scale_strides(tokens, count), dtype=torch.float32)
-    return a.new_empty((tokens, 1, size), dtype=E4M3), scale
+    return new_rows(a, a.shape[0], b.shape[0])
 
 
 fp8_grouped_einsum_quant = define(

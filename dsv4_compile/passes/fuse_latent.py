@@ -13,11 +13,13 @@ from torch.fx import Graph, Node
 from ..decisions import record
 from ..ops import preprocess_insert_quant
 from ..ops._define import OPS
+from . import quantised_product
 from .merging import Apart, Merger
 from .nodes import OpNode, called, read, value_of, walk
 from .rewrite import erase, insert, item, replace
 
-FIRST, SECOND, INTO, PRODUCT = "preprocess_insert", "fp8_linear", "preprocess_insert_quant", "fp8_grouped_einsum"
+FIRST, INTO = "preprocess_insert", "preprocess_insert_quant"
+SECOND, PRODUCT = quantised_product.LINEAR, quantised_product.PRODUCT
 
 
 def run(graph: Graph, merger: Merger) -> None:
@@ -35,24 +37,17 @@ def _merge(graph: Graph, merger: Merger, first: OpNode, seconds: list[OpNode], u
     _check(first, seconds, users)
     given = dict(first.arguments)
     quantised = preprocess_insert_quant.fake(value_of(first["qr"]))
-    weights = [{"b": second["weight"], "b_scale": second["weight_scale"]} for second in seconds]
-    then = [(OPS[PRODUCT], {"a": quantised[0], "a_scale": quantised[1], **weight}) for weight in weights]
+    then = [(OPS[PRODUCT], quantised_product.arguments(second, *quantised)) for second in seconds]
     merger.check_wanted(OPS[INTO], given, [first, *seconds], first.node, then)
     owners = {cache.base: first.versions(name) for name, cache in first.caches().items()}
     with graph.inserting_before(first.node):
         merged = insert(graph, OPS[INTO], given, quantised, first.node)
-        operands = {"a": item(graph, merged.node, 0), "a_scale": item(graph, merged.node, 1)}
+        operands = item(graph, merged.node, 0), item(graph, merged.node, 1)
         for index, base in enumerate(dict.fromkeys(cache.base for cache in merged.caches().values())):
             if owners[base]:
                 replace(owners[base], item(graph, merged.node, len(quantised) + index))
-    for second, weight in zip(seconds, weights, strict=True):
-        result = second.node.meta["val"]
-        with graph.inserting_before(second.node):
-            product = insert(graph, OPS[PRODUCT], {**operands, **weight}, result.unsqueeze(1), second.node)
-            flat = graph.call_function(torch.ops.aten.squeeze.dim, (product.node, 1))
-        flat.meta["val"] = result
-        second.node.replace_all_uses_with(flat)
-        graph.erase_node(second.node)
+    for second in seconds:
+        quantised_product.put(graph, second, *operands)
     erase(graph, first)
 
 
@@ -65,7 +60,6 @@ def _check(first: OpNode, seconds: list[OpNode], users: list[Node]) -> None:
     for second in seconds:
         if not second["quantize_input"]:
             raise Apart(f"one {SECOND} takes it as it is")
-        if second["beside"] is not None:
-            raise Apart(f"{SECOND} has another layer beside it, whose input is not quantised")
+        quantised_product.check_alone(second)
         if value_of(second.node).dtype is not torch.bfloat16:
             raise Apart(f"{PRODUCT} gives bfloat16, {SECOND} {value_of(second.node).dtype}")

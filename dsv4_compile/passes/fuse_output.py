@@ -14,11 +14,12 @@ from torch.fx import Graph, Node
 from ..decisions import record
 from ..layout import ACT_TILE
 from ..ops._define import OPS
+from . import quantised_product
 from .merging import Apart, Merger
 from .nodes import OpNode, called, read, value_of, walk
 from .rewrite import insert, item
 
-FIRST, SECOND, INTO = "fp8_grouped_einsum", "fp8_linear", "fp8_grouped_einsum_quant"
+FIRST, SECOND, INTO = quantised_product.PRODUCT, quantised_product.LINEAR, "fp8_grouped_einsum_quant"
 ARCHITECTURE = "cuda sm_90"
 _VIEWS = (
     torch.ops.aten.view.default,
@@ -51,20 +52,14 @@ def _merge(graph: Graph, merger: Merger, first: OpNode, second: OpNode, path: li
     _check(first, second, path)
     given = dict(first.arguments)
     quantised = OPS[INTO](**value_of(given))
-    hidden = second.node.meta["val"]
-    product = {"b": second["weight"], "b_scale": second["weight_scale"]}
-    then = [(OPS[FIRST], {"a": quantised[0], "a_scale": quantised[1], **product})]
+    then = [(OPS[FIRST], quantised_product.arguments(second, *quantised))]
     merger.check_wanted(OPS[INTO], given, [first, second], second.node, then)
     merger.check_architecture(second.node, ARCHITECTURE, "there few tokens are quantised within the second product")
     with graph.inserting_before(first.node):
         merged = insert(graph, OPS[INTO], given, quantised, first.node)
-        operands = {"a": item(graph, merged.node, 0), "a_scale": item(graph, merged.node, 1)}
-    with graph.inserting_before(second.node):
-        last = insert(graph, OPS[FIRST], {**operands, **product}, hidden.unsqueeze(1), second.node)
-        result = graph.call_function(torch.ops.aten.squeeze.dim, (last.node, 1))
-        result.meta["val"] = hidden
-    second.node.replace_all_uses_with(result)
-    for node in (second.node, *reversed(path)):
+        operands = item(graph, merged.node, 0), item(graph, merged.node, 1)
+    quantised_product.put(graph, second, *operands)
+    for node in reversed(path):
         graph.erase_node(node)
 
 
@@ -74,8 +69,7 @@ def _check(first: OpNode, second: OpNode, path: list[Node]) -> None:
         others = [other for other in node.users if other is not user]
         if others:
             raise Apart(f"the result of {FIRST} is used elsewhere too, by {called(others[0])}")
-    if second["beside"] is not None:
-        raise Apart(f"{SECOND} has another layer beside it, whose input is not quantised")
+    quantised_product.check_alone(second)
     x, groups, rows = (value_of(node) for node in (second["x"], first["a"], first["b"]))
     if tuple(x.shape[1:]) != tuple(rows.shape[:1]):
         raise Apart(f"{SECOND} takes the groups of {FIRST} in another shape than [T, G * N]")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layout import ACT_AMAX_FLOOR, ACT_TILE, SCALES_PER_WORD, WEIGHT_TILE, align_up
+from ..layout import ACT_AMAX_FLOOR, ACT_TILE, SCALES_PER_WORD, WEIGHT_TILE, align_up, cdiv
 from .quant import quantize_tiles, ue8m0_scale
 
 
@@ -50,10 +50,15 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns e4m3 `[T, 1, K]`, contiguous, and float32 scales `[T, 1, n]`, n = ceil(K/128), of `scale_strides`.
     """
     values, byte = quantize_activation(x)
-    scale = ue8m0_scale(byte)[:, None]
-    out = scale.new_empty_strided(scale.shape, scale_strides(*byte.shape))
-    # Not .contiguous(), which keeps odd strides of single rows.
-    return values.clone(memory_format=torch.contiguous_format)[:, None], out.copy_(scale)
+    out, scale = new_rows(x, *x.shape)
+    return out.copy_(values[:, None]), scale.copy_(ue8m0_scale(byte)[:, None])
+
+
+def new_rows(like: Tensor, tokens: int, size: int) -> tuple[Tensor, Tensor]:
+    """What `quantize_rows` gives for `[T, K]` on the device of `like`, not yet written."""
+    count = cdiv(size, ACT_TILE)
+    scale = like.new_empty_strided((tokens, 1, count), scale_strides(tokens, count), dtype=torch.float32)
+    return like.new_empty((tokens, 1, size), dtype=torch.float8_e4m3fn), scale
 
 
 def scale_strides(tokens: int, count: int) -> tuple[int, int, int]:

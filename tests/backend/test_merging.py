@@ -337,7 +337,7 @@ def test_every_pass_has_an_option_and_its_source_keys_the_compile_cache(
 ) -> None:
     assert set(merging._passes()) == set(FUSE_PASSES)
     found = dict(sources())
-    shared = "choose", "merging", "nodes", "preprocess_group", "rewrite", "split_insert"
+    shared = "choose", "merging", "nodes", "preprocess_group", "quantised_product", "rewrite", "split_insert"
     assert {f"/passes/{name}.py" for name in (*FUSE_PASSES, *shared)} <= set(found)
     before = choose.source_digest.__wrapped__()
     for name in FUSE_PASSES:
