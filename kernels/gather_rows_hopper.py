@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .. import layout
+from .copies_hopper import copy_elements
 from .kv_load_hopper import thread_barrier
 
 BLOCK_N = gl.constexpr(64)  # keys of a block
@@ -24,9 +25,6 @@ COPIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # known of its keys too.
 RIGHT_ARRIVALS = gl.constexpr(128)
 LEFT_ARRIVALS = gl.constexpr(129)
-
-# The copy of elements, from Triton 3.8 on and before.
-copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 @gluon.jit

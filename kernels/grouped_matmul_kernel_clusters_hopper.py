@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .cluster_hopper import meet, put_pairs
-from .gather_rows_hopper import copy_elements
-from .grouped_matmul_kernel_hopper import FLAT, STRIP, copy_tile
+from .copies_hopper import copy_elements, copy_tile
+from .grouped_matmul_kernel_hopper import FLAT, STRIP
 from .grouped_matmul_kernel_many_hopper import HALF, ROWS, TILE_ROWS, half_of, sums_of, tokens_of, word_of
 from .grouped_matmul_shares_hopper import share_of, store_fetched
 from .kv_load_hopper import thread_barrier

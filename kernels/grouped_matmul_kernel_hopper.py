@@ -24,13 +24,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import layout
+from .copies_hopper import copy_tile
 from .grouped_matmul_shares_hopper import await_shares, store_shares
 from .grouped_matmul_store_hopper import store_parts, store_tile
 from .kv_load_hopper import thread_barrier
@@ -43,9 +43,6 @@ STRIP = gl.constexpr(STRIP_BYTES)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 WEIGHT_TILE = gl.constexpr(layout.WEIGHT_TILE)
 WORD = gl.constexpr(layout.SCALES_PER_WORD)
-
-# The copy of a tile, from Triton 3.8 on and before.
-copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit

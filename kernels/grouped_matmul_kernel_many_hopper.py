@@ -32,8 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .gather_rows_hopper import copy_elements
-from .grouped_matmul_kernel_hopper import FLAT, STRIP, WORD, copy_tile
+from .copies_hopper import copy_elements, copy_tile, store_tile
+from .grouped_matmul_kernel_hopper import FLAT, STRIP, WORD
 from .kv_load_hopper import thread_barrier
 from .quant_hopper import scale_value
 
@@ -47,9 +47,6 @@ HALF = gl.constexpr(HALF_TOKENS)
 TOKENS = gl.constexpr(2 * HALF_TOKENS)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the warp that brings
 ARRIVALS_OF_SCALES = gl.constexpr(32)
-
-# The store of a tile, from Triton 3.8 on and before.
-store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit

@@ -23,14 +23,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from .. import layout
-from .gather_rows_hopper import copy_elements
+from .copies_hopper import copy_elements
 from .indexer_score_hopper import (
     ALIGN,
     COPIES,
     FLAT,
     KEYS,
     PROPAGATE_NAN,
-    RING,
     SWIZZLED,
     D,
     operand,
@@ -43,6 +42,7 @@ QUERIES, ENTRIES = 64, 128
 STAGES = 4
 
 BLOCK = gl.constexpr(QUERIES)
+RING = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 WEIGHTS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
 

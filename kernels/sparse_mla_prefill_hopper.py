@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import layout
+from .copies_hopper import copy_tile, store_tile
 from .gather_rows_hopper import BLOCK_N, BUFFERS, HALF, LEFT_ARRIVALS, ONE, RIGHT_ARRIVALS, block_count, gather_rows
 from .gpu import Gpu
 from .kv_load_hopper import thread_barrier
@@ -61,10 +62,6 @@ SWIZZLED = gl.constexpr(_SWIZZLED)
 HEAD_ROWS = gl.constexpr(_HEAD_ROWS)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
-# The copies of a tile, from Triton 3.8 on and before.
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-
 
 @gluon.jit
 def _head_rows(tile):
@@ -78,8 +75,8 @@ def _load_q(queries, item, q_left, q_right, q_ready, HEAD_BLOCKS: gl.constexpr):
     token = item // HEAD_BLOCKS
     head = item % HEAD_BLOCKS * BLOCK_H
     mbarrier.expect(q_ready, Q_BYTES)
-    load_tile(queries, [token, head, 0], q_ready, _head_rows(q_left))
-    load_tile(queries, [token, head, HALF], q_ready, _head_rows(q_right))
+    copy_tile(queries, [token, head, 0], q_ready, _head_rows(q_left))
+    copy_tile(queries, [token, head, HALF], q_ready, _head_rows(q_right))
 
 
 @gluon.jit

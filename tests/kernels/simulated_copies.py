@@ -27,7 +27,11 @@ class Descriptor:
 
     def __init__(self, tensor: Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any) -> None:
         assert strides[-1] == 1 and all(n * tensor.element_size() % 16 == 0 for n in strides[:-1])
-        self.tensor, self.block = tensor.as_strided(shape, strides), [int(n) for n in block]
+        self.tensor, self.block = tensor.as_strided(shape, strides, tensor.storage_offset()), [int(n) for n in block]
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, block: list[int], layout: Any) -> Descriptor:
+        return cls(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
 
     def at(self, corner: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
         """The part of a block that the tensor has, and where in the block it is."""

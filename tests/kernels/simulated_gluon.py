@@ -317,9 +317,10 @@ def modules() -> dict[str, types.ModuleType]:
 
 def simulated(launcher: str, *kernels: str) -> Any:
     """The module `launcher` of kernels/, made anew with `kernels`, the modules of its that use Gluon."""
-    names = [f"dsv4_compile.kernels.{name}" for name in (*kernels, launcher)]
     importlib.import_module("dsv4_compile.kernels.split_softmax")  # and Triton, before anything stands in
     stand_ins = modules()
+    copies = ("copies_hopper",) if f"{GLUON}.language.nvidia.ampere" in stand_ins else ()
+    names = [f"dsv4_compile.kernels.{name}" for name in (*copies, *kernels, launcher)]
     package = importlib.import_module("triton.experimental")
     with (
         mock.patch.dict(sys.modules, stand_ins),

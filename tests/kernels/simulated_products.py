@@ -35,10 +35,6 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str
 
 
 class Descriptor(copies.Descriptor):
-    @staticmethod
-    def from_tensor(tensor: Tensor, block: list[int], layout: Any) -> Descriptor:
-        return Descriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
-
     @property
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +17,12 @@ from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference.kv_format import quantize_indexer, store_indexer
 from dsv4_compile.testing import poison_, samples  # noqa: F401  (importing the package registers the ops)
 from tests.kernels import simulated_copies
-from tests.kernels.simulated_gluon import GLUON
+from tests.kernels.simulated_gluon import GLUON, SECONDS, Barrier, Shared
 from tests.kernels.simulated_values import Value, raw
 from tests.kernels.test_select_topk import INVISIBLE, order_keys
 
 pytestmark = pytest.mark.interpreted
+NEEDED = "kv_load_hopper", "gather_rows_hopper", "grouped_matmul_kernel_hopper"
 LOGITS = REFERENCES["indexer_logits"]
 
 
@@ -44,13 +46,71 @@ class Groups:
                 simulated_copies.copy_elements(*group)
 
 
+class Engine:
+    """Copies of blocks that are done when their barrier is waited for."""
+
+    def __init__(self) -> None:
+        self.of: dict[Barrier, list[tuple[Any, ...]]] = {}
+
+    def copy(self, source: Any, corner: Any, barrier: Barrier, target: Any) -> None:
+        with Barrier.changed:
+            self.of.setdefault(barrier, []).append((source, corner, barrier, target))
+            Barrier.changed.notify_all()
+
+    def wait(self, barrier: Barrier, parity: Any) -> None:
+        with Barrier.changed:
+            Barrier.changed.wait_for(
+                lambda: barrier.phase & 1 != int(parity) or self.of.get(barrier) or Barrier.failed.is_set(), SECONDS
+            )
+            copies = self.of.pop(barrier, [])
+        for copy in copies:
+            simulated_copies.load_block(*copy)
+        barrier.wait(parity) if not copies else self.wait(barrier, parity)
+
+
+class Reads(threading.local):
+    """Reads of shared memory that may still be under way: until a product of what they bring is done."""
+
+    pending = 0
+
+    def load(self, shared: Shared) -> Value:
+        self.pending += 1
+        return Value(shared.data.clone())
+
+    def finish(self, pending: int, deps: list[Value]) -> Any:
+        self.pending = 0
+        return simulated_copies.finish(pending, deps)
+
+    def arrive(self, barrier: Barrier, count: int) -> None:
+        assert self.pending == 0, "a buffer is given back that is being read"
+        barrier.arrive(count)
+
+
+READS = Reads()
+
+
+class Launched(simulated_copies.Persistent):
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, maxnreg: int = 0, **constants: Any) -> None:
+            start(*args, **constants)
+
+        start = super().__getitem__(grid)
+        return launch
+
+
 def modules(late: bool) -> dict[str, types.ModuleType]:
     found = _modules()
-    groups = Groups()
+    groups, engine = Groups(), Engine()
     copies: dict[str, Callable[..., None]] = {"commit_group": groups.commit, "wait_group": groups.wait}
+    hopper = found[f"{GLUON}.language.nvidia.hopper"]
     if late:
         copies |= {"async_load": groups.copy}
+        vars(hopper.tma).update(async_load=engine.copy)
+        vars(hopper.mbarrier).update(wait=engine.wait)
+    vars(hopper.mbarrier).update(arrive=READS.arrive)
+    vars(hopper).update(warpgroup_mma_wait=READS.finish)
     vars(found[f"{GLUON}.language.nvidia.ampere"].async_copy).update(copies)
+    vars(found[GLUON]).update(jit=lambda f=None, **_: Launched(f) if f else Launched)
     vars(found[f"{GLUON}.language"]).update(
         uint8=torch.uint8,
         float16=torch.float16,
@@ -67,7 +127,13 @@ _modules = simulated_copies.modules
 def kernel(request: pytest.FixtureRequest) -> Any:
     """The kernel whose copies are done as early as they may be, or as late."""
     with mock.patch.object(simulated_copies, "modules", lambda: modules(request.param == "late")):
-        return simulated_copies.simulated("indexer_score_hopper", "kv_load_hopper", "gather_rows_hopper")
+        return simulated_copies.simulated("indexer_score_hopper", *NEEDED)
+
+
+@pytest.fixture(autouse=True)
+def reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shared, "load", lambda shared, layout: READS.load(shared))
+    READS.pending = 0
 
 
 def arguments(tokens: int, heads: int, columns: int, block: int) -> tuple[Any, ...]:
@@ -131,7 +197,7 @@ def test_order_keys_are_those_of_the_logits(kernel: Any, topk: int) -> None:
 def ragged(request: pytest.FixtureRequest) -> Any:
     """The kernel for gathered keys, likewise."""
     with mock.patch.object(simulated_copies, "modules", lambda: modules(request.param == "late")):
-        names = "kv_load_hopper", "gather_rows_hopper", "indexer_score_hopper"
+        names = *NEEDED, "indexer_score_hopper"
         return simulated_copies.simulated("indexer_score_ragged_hopper", *names)
 
 
@@ -175,6 +241,7 @@ def test_what_the_kernels_leave_to_that_for_any_gpu(kernel: Any, ragged: Any) ->
         assert "queries" in ragged.refuses(few, k, k_scale, "indexer_fp8")
     assert "pages of a multiple of 64" in kernel.refuses(q, pages, "indexer_fp8", 96)
     assert "pages 16 bytes" in kernel.refuses(q, pages[:, :8456].contiguous(), "indexer_fp8", 64)
+    assert "one at least" in kernel.refuses(q, pages[:0], "indexer_fp8", 64)
     assert "indexer_fp8" in kernel.refuses(q, pages, "plain", 64)
     assert "indexer_fp8" in ragged.refuses(q, k, k_scale, "plain")
     assert "gaps" in ragged.refuses(q, k[::2], k_scale[::2], "indexer_fp8")
