@@ -196,3 +196,13 @@ def test_a_hundred_runs_are_equal_bit_for_bit() -> None:
     args = arguments("indexer_fp8", 128)
     first = kernel.indexer_logits_topk(*args, 512)
     assert all(torch.equal(kernel.indexer_logits_topk(*args, 512), first) for _ in range(100))
+
+
+@pytest.mark.parametrize("tokens", [8, 32, 128])
+def test_scores_do_not_change_while_pages_come_out_of_the_cache(tokens: int) -> None:
+    """Copies are fastest then: a buffer that is filled again before all have read it shows."""
+    args = list(arguments("indexer_fp8", tokens, requests=tokens))
+    args[5], args[6] = torch.arange(tokens, device="cuda").int(), torch.full_like(args[6], 4096)
+    first = kernel.indexer_logits(*args, 4096)
+    assert_close(first, SCORE(*args, 4096))
+    assert all(torch.equal(kernel.indexer_logits(*args, 4096), first) for _ in range(300))
