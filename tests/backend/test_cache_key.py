@@ -6,16 +6,14 @@ Each step is a new process over one shared cache folder, with a copy of the pack
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.warm import ROOT, WarmPython
+
 PROGRAM = """
 import json, torch
 from torch._dynamo.utils import counters
@@ -40,23 +38,22 @@ class Checkout:
 
     tree: Path
     cache: Path
+    python: WarmPython
 
     def run(self) -> dict[str, object]:
-        env = {**os.environ, "PYTHONPATH": str(self.tree), "TORCHINDUCTOR_CACHE_DIR": str(self.cache)}
-        env["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # a fresh cache folder would try four kinds of vector instructions first
-        command = [sys.executable, "-c", PROGRAM]
-        done = subprocess.run(command, env=env, cwd=self.tree, capture_output=True, text=True, check=False)
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self.cache)}
+        done = self.python.run("tests.backend.program", str(self.tree), PROGRAM, **cache)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
+def checkout(tmp_path: Path, torch_alone: WarmPython) -> Checkout:
     tree = tmp_path / "tree"
     for folder in ("dsv4_compile", "lowering", "kernels"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tree)
-    return Checkout(tree, tmp_path / "cache")
+    return Checkout(tree, tmp_path / "cache", torch_alone)
 
 
 def test_edit_misses_and_revert_hits(checkout: Checkout) -> None:

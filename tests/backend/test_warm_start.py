@@ -5,10 +5,9 @@ It failed once: generated code called an op of ours that only the lowering had d
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm import ROOT, WarmPython
 
 SCRIPT = """
 import torch
@@ -26,13 +25,9 @@ print("hits", counters["aot_autograd"]["autograd_cache_hit"] + counters["inducto
 """
 
 
-def test_a_second_process_runs_the_cached_graph(tmp_path: Path) -> None:
-    # A fresh cache folder would try four kinds of vector instructions first.
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-    runs = [
-        subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False)
-        for _ in range(2)
-    ]
+def test_a_second_process_runs_the_cached_graph(tmp_path: Path, torch_alone: WarmPython) -> None:
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    runs = [torch_alone.run("tests.backend.program", str(ROOT), SCRIPT, **cache) for _ in range(2)]
     assert [run.returncode for run in runs] == [0, 0], runs[-1].stderr
     assert runs[0].stdout.strip() == "hits 0"
     assert runs[1].stdout.strip() != "hits 0"

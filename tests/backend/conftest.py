@@ -1,0 +1,19 @@
+"""An interpreter that has imported torch's compiler and not the package, for tests whose steps are processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.warm import ROOT, WarmPython
+
+
+@pytest.fixture(scope="session")
+def torch_alone() -> Iterator[WarmPython]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # a fresh cache folder would try four kinds of vector instructions first
+    warm = WarmPython(("torch._inductor.compile_fx",), env, 300)
+    yield warm
+    warm.close()
