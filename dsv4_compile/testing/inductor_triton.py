@@ -52,6 +52,11 @@ class GeneratedKernel:
     function: Any
     meta: dict[str, Any]
 
+    @staticmethod
+    def of(name: str, source: str) -> GeneratedKernel:
+        """The kernel of a source that Inductor generated, in this process or in another."""
+        return _execute(name, source, [])
+
     def run(self, *args: Any, stream: int | None = None) -> None:
         """What generated code calls: run in the interpreter, or do nothing."""
         if not INTERPRETED:
@@ -141,16 +146,7 @@ def generated_triton(*, codes: list[str] | None = None) -> Iterator[list[Generat
     kernels: list[GeneratedKernel] = []
 
     def build(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> GeneratedKernel:
-        source = source_code.replace("@triton_heuristics.", "@_heuristics.")
-        path = _remember_source(kernel_name, source)
-        heuristics = _Heuristics(kernel_name, source_code, kernels)
-        namespace: dict[str, Any] = {"_heuristics": heuristics, "__name__": kernel_name, "__file__": path}
-        exec(compile(source, path, "exec"), namespace)
-        if INTERPRETED:
-            namespace["libdevice"] = _Libdevice
-            namespace["triton_helpers"] = _Helpers(namespace["triton_helpers"])
-        kernel: GeneratedKernel = namespace[kernel_name]
-        return kernel
+        return _execute(kernel_name, source_code, kernels)
 
     settings = {"cpu_backend": "triton", "compile_threads": 1, "force_disable_caches": True}
     save = staticmethod((codes if codes is not None else []).append)
@@ -160,6 +156,20 @@ def generated_triton(*, codes: list[str] | None = None) -> Iterator[list[Generat
         mock.patch.object(GraphLowering, "save_output_code", save),
     ):
         yield kernels
+
+
+def _execute(name: str, source_code: str, kernels: list[GeneratedKernel]) -> GeneratedKernel:
+    """Run a generated source, which adds its kernel to `kernels`."""
+    source = source_code.replace("@triton_heuristics.", "@_heuristics.")
+    path = _remember_source(name, source)
+    heuristics = _Heuristics(name, source_code, kernels)
+    namespace: dict[str, Any] = {"_heuristics": heuristics, "__name__": name, "__file__": path}
+    exec(compile(source, path, "exec"), namespace)
+    if INTERPRETED:
+        namespace["libdevice"] = _Libdevice
+        namespace["triton_helpers"] = _Helpers(namespace["triton_helpers"])
+    kernel: GeneratedKernel = namespace[name]
+    return kernel
 
 
 def _remember_source(name: str, source: str) -> str:

@@ -36,21 +36,23 @@ def compiling() -> Iterator[WarmPython]:
     yield from _warm()
 
 
-def _reports(request: pytest.FixtureRequest, warm: WarmPython) -> Reports:
-    op = request.path.stem.removeprefix("test_").removesuffix("_triton")
-    done = warm.run("tests.lowering.generated", op)
+def _generated(warm: WarmPython, what: str) -> Any:
+    done = warm.run("tests.lowering.generated", what)
     assert done.returncode == 0, done.stderr[-4000:]
-    reports: Reports = json.loads(done.stdout.splitlines()[-1])
-    return reports
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest, interpreting: WarmPython) -> Reports:
     """Every case, run in the interpreter and compared with the reference."""
-    return _reports(request, interpreting)
+    reports: Reports = _generated(interpreting, request.path.stem.removeprefix("test_").removesuffix("_triton"))
+    return reports
 
 
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest, compiling: WarmPython) -> Reports:
-    """The cases that are compiled for every target GPU."""
-    return _reports(request, compiling)
+def compiled(interpreted: Reports, compiling: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """Of the cases that are compiled for every target GPU, the binaries of the very kernels that were interpreted."""
+    path = tmp_path_factory.mktemp("generated") / "reports.json"
+    path.write_text(json.dumps(interpreted))
+    reports: Reports = {case: {"binaries": sizes} for case, sizes in _generated(compiling, str(path)).items()}
+    return reports

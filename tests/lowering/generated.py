@@ -1,7 +1,7 @@
 """Not a test: compiles the cases of one op into Triton in a process of its own and prints what came out as JSON.
 
-python -m tests.lowering.generated <op>                      compiles some of them for every target GPU
 TRITON_INTERPRET=1 python -m tests.lowering.generated <op>   runs all in the interpreter, compares with the reference
+python -m tests.lowering.generated <file>                    compiles kernels of its reports for every target GPU
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from dsv4_compile import backend, decisions
 from dsv4_compile.testing import assert_bitwise, fake_triton
-from dsv4_compile.testing.inductor_triton import INTERPRETED, generated_triton
+from dsv4_compile.testing.inductor_triton import INTERPRETED, GeneratedKernel, generated_triton
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def as_tuple(out: Any) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
 
 
-def call(case: Case, compiled: Callable[[Any], Any], *, compare: bool) -> dict[str, Any]:
+def call(case: Case, compiled: Callable[[Any], Any]) -> dict[str, Any]:
     """Call `compiled` with every size, and say how far outputs and memory are from those of the function itself."""
     result: dict[str, Any] = {"ulps": [], "moved": [], "outputs": [], "memory": []}
     with decisions.collect() as decided, torch.no_grad():
@@ -110,27 +111,26 @@ def call(case: Case, compiled: Callable[[Any], Any], *, compare: bool) -> dict[s
                 for name in case.dynamic:
                     torch._dynamo.mark_dynamic(getattr(lowered, name), 0)
             actual = as_tuple(compiled(lowered))
-            if compare:
-                expected = as_tuple(case.run(eager))
-                result["ulps"].append([ulps(*pair) for pair in zip(actual, expected, strict=True)])
-                result["moved"] += [share_moved(*pair) for pair in zip(actual, expected, strict=True)]
-                result["outputs"] += differences(actual, expected, strides=True)
-                result["memory"] += differences(map(storage, lowered), map(storage, eager))
+            expected = as_tuple(case.run(eager))
+            result["ulps"].append([ulps(*pair) for pair in zip(actual, expected, strict=True)])
+            result["moved"] += [share_moved(*pair) for pair in zip(actual, expected, strict=True)]
+            result["outputs"] += differences(actual, expected, strides=True)
+            result["memory"] += differences(map(storage, lowered), map(storage, eager))
     return result | {"impls": [decision.impl for decision in decided]}
 
 
 def on_cpp(case: Case) -> dict[str, Any]:
     """The case compiled for the CPU."""
     torch.compiler.reset()
-    return call(case, torch.compile(case.run, backend=backend.dsv4, fullgraph=True), compare=True)
+    return call(case, torch.compile(case.run, backend=backend.dsv4, fullgraph=True))
 
 
 def report(case: Case) -> dict[str, Any]:
-    """The case compiled into Triton."""
+    """The case compiled into Triton and interpreted."""
     torch.compiler.reset()
     codes: list[str] = []
     with generated_triton(codes=codes) as kernels:
-        result = call(case, torch.compile(case.run, backend=backend.dsv4, fullgraph=True), compare=INTERPRETED)
+        result = call(case, torch.compile(case.run, backend=backend.dsv4, fullgraph=True))
     wrapper = codes[-1].split("def call(")[1]
     result |= {
         "graphs": len(codes),
@@ -139,14 +139,24 @@ def report(case: Case) -> dict[str, Any]:
         "launches": wrapper.count(".run("),
         "extern": [line.strip() for line in wrapper.splitlines() if "torch.ops." in line and "#" not in line],
     }
-    if not INTERPRETED:
-        result["binaries"] = {
-            target: [len(kernel.compile(gpu)) for kernel in kernels] for target, gpu in fake_triton.TARGETS.items()
-        }
-    return result
+    return result | {"sources": [(kernel.name, kernel.source) for kernel in kernels] if case.for_targets else None}
+
+
+def binaries(sources: list[tuple[str, str]]) -> dict[str, list[int]]:
+    """By target, the sizes of the binaries of kernels with these names and sources."""
+    kernels = [GeneratedKernel.of(*source) for source in sources]
+    return {target: [len(kernel.compile(gpu)) for kernel in kernels] for target, gpu in fake_triton.TARGETS.items()}
+
+
+def main(what: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    if INTERPRETED:
+        cases: dict[str, Case] = importlib.import_module(f"tests.lowering.cases_{what}").CASES
+        return {name: report(case) for name, case in cases.items()}
+    fake_triton.install()
+    reports = json.loads(Path(what).read_text())
+    return {name: binaries(each["sources"]) for name, each in reports.items() if each["sources"] is not None}
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    cases: dict[str, Case] = importlib.import_module(f"tests.lowering.cases_{sys.argv[1]}").CASES
-    print(json.dumps({name: report(case) for name, case in cases.items() if INTERPRETED or case.for_targets}))
+    print(json.dumps(main(sys.argv[1])))
