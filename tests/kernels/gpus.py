@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,6 +18,17 @@ GPUS = {
     "gfx950": (Gpu("hip", 0, 256), 160),
 }
 """By target: the GPU, and the KiB of shared memory that a program may have."""
+Variant = TypeVar("Variant")
+
+
+def shared_out(variants: Sequence[Variant]) -> dict[str, list[Variant]]:
+    """Which variants of a kernel are compiled for which target: all for one of either maker, one in turn for others.
+
+    The second is what sm_120 gets, which has little shared memory.
+    """
+    others = [target for target in GPUS if target not in ("sm_90", "gfx942")]
+    turns = {target: [variants[turn % len(variants)]] for turn, target in enumerate(others)}
+    return {target: turns.get(target, list(variants)) for target in GPUS}
 
 
 def sees(monkeypatch: pytest.MonkeyPatch, target: str) -> bool:

@@ -25,7 +25,7 @@ from dsv4_compile.testing import (
 )
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
-from tests.kernels.gpus import begins_early, sees
+from tests.kernels.gpus import begins_early, sees, shared_out
 from tests.ops.compressor_engine import Engine, one_request
 
 interpreted = pytest.mark.interpreted
@@ -233,7 +233,9 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
-    layers = [(4, 512, "fp8_ds_mla"), (128, 512, "fp8_ds_mla"), (4, 128, "indexer_fp8"), (4, 128, "indexer_mxfp4")]
+    layers = shared_out(
+        [(4, 512, "fp8_ds_mla"), (128, 512, "fp8_ds_mla"), (4, 128, "indexer_fp8"), (4, 128, "indexer_mxfp4")]
+    )[target]
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         for ratio, dim, fmt in layers:
             state_block, block = layout.state_block_size(ratio), layout.storage_block_size(ratio)

@@ -27,7 +27,7 @@ from dsv4_compile.testing import (
     strided,
 )
 from dsv4_compile.testing.bounds import checked
-from tests.kernels.gpus import GPUS
+from tests.kernels.gpus import GPUS, shared_out
 
 interpreted = pytest.mark.interpreted
 E8M0 = torch.float8_e8m0fnu
@@ -279,7 +279,8 @@ def compile_all(target: str, monkeypatch: pytest.MonkeyPatch, tokens: int) -> li
 
 
 @pytest.mark.parametrize(
-    ("target", "tokens"), [("sm_90", 64), *((target, tokens) for target in fake_triton.TARGETS for tokens in (5, 300))]
+    ("target", "tokens"),
+    [("sm_90", 64), *((target, each) for target, own in shared_out((5, 300)).items() for each in own)],
 )
 def test_they_compile_ahead_of_time_within_shared_memory(
     target: str, tokens: int, monkeypatch: pytest.MonkeyPatch

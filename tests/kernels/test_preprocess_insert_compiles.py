@@ -9,7 +9,7 @@ import torch
 
 from dsv4_compile.kernels import preprocess_insert as kernel
 from dsv4_compile.testing import fake_triton
-from tests.kernels.gpus import GPUS, begins_early, sees
+from tests.kernels.gpus import GPUS, begins_early, sees, shared_out
 from tests.ops.preprocess_layer import Layer
 
 
@@ -37,8 +37,9 @@ def model_arguments(ratio: int, tokens: int, **indexer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
-    layers: list[dict[str, Any]] = [{"ratio": 0, "tokens": 3}, {"ratio": 128, "tokens": 3}]
-    layers += [{"ratio": 4, "tokens": 3, "key_fmt": "indexer_mxfp4", "hadamard": True}]
+    variants: list[dict[str, Any]] = [{"ratio": 0, "tokens": 3}, {"ratio": 128, "tokens": 3}]
+    variants += [{"ratio": 4, "tokens": 3, "key_fmt": "indexer_mxfp4", "hadamard": True}]
+    layers = shared_out(variants)[target]
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         for each in layers:
             kernel.preprocess_insert(**model_arguments(**each))

@@ -14,7 +14,7 @@ from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference.block_scale import quantize_rows
 from dsv4_compile.testing import assert_bitwise, fake_triton, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
-from tests.kernels.gpus import begins_early, sees
+from tests.kernels.gpus import begins_early, sees, shared_out
 from tests.kernels.test_preprocess_insert import MUTATED, history
 from tests.kernels.test_preprocess_insert_compiles import model_arguments
 from tests.ops.preprocess_layer import CACHES, PADDING, Layer, storage, with_copied_caches
@@ -100,7 +100,7 @@ def test_it_refuses_what_the_launch_refuses() -> None:
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        kernel.preprocess_insert_quant(**model_arguments(ratio=0, tokens=3))
-        kernel.preprocess_insert_quant(**model_arguments(ratio=128, tokens=3))
-    assert len(compiled) == 2
+        for ratio in shared_out((0, 128))[target]:
+            kernel.preprocess_insert_quant(**model_arguments(ratio=ratio, tokens=3))
+    assert len(compiled) == len(shared_out((0, 128))[target])
     assert all(fake_triton.machine_code(each) and begins_early(each) == early for each in compiled)

@@ -14,7 +14,7 @@ from dsv4_compile.kernels import sparse_mla_decode_small_hopper as small
 from dsv4_compile.kernels.sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, outputs, quantized_outputs
 from dsv4_compile.testing import strided
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code, resources
-from tests.kernels.gpus import GPUS
+from tests.kernels.gpus import GPUS, shared_out
 
 
 def sources_of(fmt: str, dtype: torch.dtype) -> tuple[Source, Source]:
@@ -41,20 +41,19 @@ def results_of(q: Tensor, fusion: Fusion) -> Results:
     return quantized_outputs(q, fusion.n_groups, fusion.heads_per_group, fusion.packed_scales)
 
 
+CALLS: dict[str, tuple[int, str, torch.dtype, str, int]] = {
+    "8 heads": (8, "fp8_ds_mla", torch.bfloat16, "plain", 2),
+    "64 heads quantised": (64, "fp8_ds_mla", torch.bfloat16, "quantised", 1),
+    "float32 fused": (64, "plain", torch.float32, "fused", 2),
+}
+
+
 @pytest.mark.parametrize(
-    ("heads", "fmt", "dtype", "kind", "splits"),
-    [
-        (8, "fp8_ds_mla", torch.bfloat16, "plain", 2),
-        (64, "fp8_ds_mla", torch.bfloat16, "quantised", 1),
-        (64, "plain", torch.float32, "fused", 2),
-    ],
-    ids=["8 heads", "64 heads quantised", "float32 fused"],
+    ("target", "name"), [(target, name) for target, own in shared_out([*CALLS]).items() for name in own]
 )
-@pytest.mark.parametrize("target", TARGETS)
-def test_it_compiles_ahead_of_time_within_shared_memory(
-    target: str, heads: int, fmt: str, dtype: torch.dtype, kind: str, splits: int
-) -> None:
+def test_it_compiles_ahead_of_time_within_shared_memory(target: str, name: str) -> None:
     gpu, kibibytes = GPUS[target]
+    heads, fmt, dtype, kind, splits = CALLS[name]
     q, sink, fusion = torch.zeros(2, heads, 512, dtype=dtype), torch.zeros(heads), fusion_of(kind, heads)
     with compiled_for(TARGETS[target]) as compiled:
         portable.launch(
@@ -68,7 +67,7 @@ def test_it_compiles_ahead_of_time_within_shared_memory(
 
 @pytest.mark.parametrize(
     ("heads", "splits", "sink", "kind"),
-    [(64, 1, False, "plain"), (128, 4, True, "quantised"), (64, 1, True, "fused"), (100, 1, True, "quantised")],
+    [(64, 1, False, "plain"), (128, 1, True, "fused"), (100, 4, True, "quantised")],
 )
 def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products(
     heads: int, splits: int, sink: bool, kind: str
@@ -87,7 +86,7 @@ def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products
     assert kernel.asm["ptx"].count("m64n64k16") == 2 * 512 // 16 + (4 if fusion.q_norm_eps else 0)
 
 
-@pytest.mark.parametrize(("rope", "heads"), [(32, 64), (96, 64), (200, 64), (96, 8), (200, 32)])
+@pytest.mark.parametrize(("rope", "heads"), [(96, 64), (200, 64), (32, 32), (200, 8)])
 def test_any_even_number_of_columns_up_to_half_of_a_row_turns(rope: int, heads: int) -> None:
     kernel = few if heads <= few.MOST_HEADS else hopper
     q, sources = torch.zeros(2, heads, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
@@ -140,7 +139,6 @@ def test_the_kernel_for_few_heads_has_what_it_does_once_and_spills_nothing(
         (small.NARROW, 100, 3, "fused"),
         (small.ONCE[0], 64, 1, "quantised"),
         (small.ONCE[1], 64, 2, "plain"),
-        (small.ONCE[1], 100, 5, "fused"),
     ],
 )
 def test_the_kernel_for_few_tokens_is_small_and_waits_for_the_one_in_front(
