@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
+from tests.kernels.gpus import shared_out
 
 
 @triton.jit
@@ -36,3 +37,12 @@ def test_nothing_stays_installed() -> None:
         launch(torch.zeros(16), 1)
     assert triton.runtime.driver._active is before
     assert not double_kernel.device_caches
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_every_variant_is_compiled_for_both_makers_and_every_target_compiles_one(count: int) -> None:
+    variants = list(range(count))
+    shares = shared_out(variants)
+    assert shares.keys() == TARGETS.keys() and all(shares.values())
+    assert shares["sm_90"] == shares["gfx942"] == variants
+    assert shares["sm_120"] == variants[1:2] or count == 1

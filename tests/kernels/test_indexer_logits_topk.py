@@ -29,7 +29,7 @@ from dsv4_compile.testing import (
 )
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
-from tests.kernels.gpus import GPUS, sees
+from tests.kernels.gpus import GPUS, sees, shared_out
 from tests.ops.compressor_engine import rope_table
 
 interpreted = pytest.mark.interpreted
@@ -281,11 +281,12 @@ def test_refusals() -> None:
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
     monkeypatch.setattr(kernel, "gpu_of", lambda device: GPUS[target][0])
+    formats = shared_out(layout.INDEXER_FORMATS)[target]
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        for fmt in layout.INDEXER_FORMATS:
+        for fmt in formats:
             kernel.indexer_logits_topk(*batch(fmt, 2, heads=64, block=64, columns=8), 512)
         kernel.indexer_logits(*batch("indexer_fp8", 2, heads=64, block=64, columns=8), 512)
-    assert len(compiled) == 7
+    assert len(compiled) == 2 * len(formats) + 1
     assert all(fake_triton.machine_code(each) for each in compiled)
     # The selection starts while entries are scored; it waits for them before it reads a key.
     waits = {each.metadata.name for each in compiled if fake_triton.WAIT in each.asm.get("ptx", "")}

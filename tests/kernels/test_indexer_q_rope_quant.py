@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton, host
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.compare import Tolerance
 from dsv4_compile.testing.samples import op_samples
-from tests.kernels.gpus import begins_early, sees
+from tests.kernels.gpus import begins_early, sees, shared_out
 from tests.ops.compressor_engine import rope_table
 
 interpreted = pytest.mark.interpreted
@@ -164,10 +165,10 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
+    variants = shared_out(list(itertools.product(layout.INDEXER_FORMATS, (False, True))))[target]
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        for fmt in layout.INDEXER_FORMATS:
-            for transform in (False, True):
-                kernel.indexer_q_rope_quant(*arguments(2, 64), fmt, transform)
-    assert len(compiled) == 6
+        for fmt, transform in variants:
+            kernel.indexer_q_rope_quant(*arguments(2, 64), fmt, transform)
+    assert len(compiled) == len(variants)
     assert all(fake_triton.machine_code(each) for each in compiled)
     assert all(begins_early(each) == early for each in compiled)
