@@ -132,7 +132,7 @@ def test_layer_gives_the_outputs_and_caches_of_the_paged_one(
         assert_bitwise(cache, getattr(paged.paged.layers[0], cache_name), label=cache_name)
 
 
-@pytest.mark.parametrize(("name", "kv_cache_dtype"), SYSTEMS)
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), [SYSTEMS[0], SYSTEMS[2], SYSTEMS[3]])
 def test_compiled_layer_is_one_graph_for_every_batch(name: str, kv_cache_dtype: str, seed: int) -> None:
     rng = random.Random(seed)
     layer = layer_of("csa", attention_backend=name, kv_cache_dtype=kv_cache_dtype)

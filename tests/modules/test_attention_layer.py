@@ -64,8 +64,11 @@ def test_a_step_of_no_tokens_gives_no_rows_and_writes_nothing(kind: str, fp8: bo
         assert_bitwise(tensor, before[name], label=name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dims", [hf_layer.FLASH, hf_layer.PRO], ids=["flash", "pro"])
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [*((kind, hf_layer.FLASH) for kind in KINDS), ("csa", hf_layer.PRO)],
+    ids=[*(f"{kind}-flash" for kind in KINDS), "csa-pro"],
+)
 def test_real_dimensions(kind: str, dims: dict[str, int]) -> None:
     """float32 caches reproduce the unquantised layer to rounding; fp8_ds_mla caches keep its direction."""
     source = hf_layer.hf_attention(hf_layer.hf_config(kind, dims))

@@ -15,7 +15,7 @@ from dsv4_compile.metadata import MetadataBuffers
 from dsv4_compile.testing import assert_bitwise
 from tests.runtime.engine import CAPACITY, CONFIG, Engine, World, make_runner, make_world
 
-STEPS = 300
+STEPS = 150
 
 
 def poison(world: World) -> None:
