@@ -30,17 +30,17 @@ hypothesis.settings.load_profile("short")
 
 LONGEST = (
     "hf/test_compiled.py",
-    "package/test_examples.py",
-    "runtime/test_compiled.py",
-    "backend/test_merge_layer.py",
     "kernels/test_sparse_mla_decode_compiles.py",
-    "kernels/test_select_topk.py",
-    "kernels/test_sparse_mla_decode_small_hopper.py",
-    "kernels/test_sparse_mla_decode_hopper.py",
-    "lowering/test_compressed_slot_mapping.py",
-    "bench/test_bench.py",
+    "package/test_examples.py",
+    "lowering/test_inv_rope_fp8_quant.py",
+    "kernels/test_indexer_logits_topk.py",
+    "runtime/test_compiled.py",
+    "kernels/test_grouped_matmul.py",
+    "lowering/test_compress_norm_rope_insert.py",
+    "backend/test_merge_layer.py",
+    "kernels/test_preprocess_insert_compiles.py",
 )
-"""The files that take longest, longest first."""
+"""The files that take longest where nothing has been compiled yet, longest first."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
