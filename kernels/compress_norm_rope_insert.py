@@ -3,7 +3,7 @@
 The work is in compress_entry.py. Beside what is moved, a launch takes what its reads wait for each other: a token's
 places, the block of its window, its states, and, of parts of an entry, what the others pooled. Of ratio 128 that is 3
 to 4 us on an H200, as one token shows, which moves half a megabyte; a chunk of a prompt, which closes few groups, has
-it too (`dsv4 bench indexer --only op=compress_norm_rope_insert`). The 67 MB of 128 tokens take 20.4 to 21.3 us, and
+it too (`dsv4 bench indexer --only op=compress_norm_rope_insert`). The 67 MB of 128 tokens take 20.4 to 21.9 us, and
 16.5 where a kernel only reads them. A program that pools 2 or 4 pieces of an entry, one after the other, takes 20.6 or
 22.
 """

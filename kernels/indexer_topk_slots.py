@@ -1,9 +1,9 @@
 """Launcher of `indexer_topk_slots`: the kernels of `indexer_logits_topk`, of which the selecting one writes slots.
 
-On an H200 at 16k tokens of context and top-k 512, 1, 32 and 128 tokens take 5.8, 13.5 and 30.8 us, and with keys out of
-the cache 7.0, 15.9 and 33.8 (`dsv4 bench indexer --only op=indexer_topk_slots`;
-examples/results/indexer_topk_h200_2026-11-20.json). Alone the selection is 4.3, 4.9 and 5.6 of that and the score 2.3,
-8.0 and 23.7; their ends overlap. Runs differ: in that of all ops, indexer_h200_2026-11-20.json, one token took 6.5.
+On an H200 at 16k tokens of context and top-k 512, 1, 32, 128 and 512 tokens take 5.6, 12.8, 28.5 and 91 us, and with
+keys out of the cache 6.6, 14.9 and 31.8 (`dsv4 bench indexer --only op=indexer_topk_slots`;
+examples/results/indexer_topk_h200_2026-11-22.json). Alone the selection is 4.3, 4.9, 5.7 and 14 of that and the score
+2.5, 7.6, 21.8 and 77; their ends overlap.
 """
 
 from __future__ import annotations
