@@ -37,8 +37,8 @@ def original() -> Any:
 def compiled() -> Iterator[Any]:
     quiet_libraries()
     model = hf.convert(tiny_model(**LAYERS), max_batch_size=4, max_seq_len=MAX_SEQ_LEN)
-    # C++ without vectors compiles in two thirds of the time; tests/modules and `dsv4 demo` compile it with them.
-    model.compile(fullgraph=True, backend="dsv4", options={"cpp.simdlen": 1})
+    # Inductor calls PyTorch: compiling C++ would take as long again. examples/02_huggingface_generate.py, a test, does.
+    model.compile(fullgraph=True, backend="dsv4", options={"fallback_by_default": True})
     counters["stats"].clear()
     counters["graph_break"].clear()
     yield model
