@@ -25,10 +25,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._compat import triton_interpreter
+from . import quick_interpreter
 
 _TAG_SHIFT = 48
 _ADDRESS = np.uint64((1 << _TAG_SHIFT) - 1)
-_TRITON = triton.__path__[0]
+_OURS = __file__, quick_interpreter.__file__, triton.__path__[0]
 
 
 class BoundsError(AssertionError):
@@ -126,7 +127,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _kernel_line() -> str:
     """Where the kernel's code is now: the innermost frame that is neither ours nor Triton's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TRITON)):
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -22,11 +22,11 @@ Variant = TypeVar("Variant")
 
 
 def shared_out(variants: Sequence[Variant]) -> dict[str, list[Variant]]:
-    """Which variants of a kernel are compiled for which target: all for one of either maker, one in turn for others.
+    """Which variants of a kernel are compiled for which target: all for the one that runs them, others one in turn.
 
     The second is what sm_120 gets, which has little shared memory.
     """
-    others = [target for target in GPUS if target not in ("sm_90", "gfx942")]
+    others = [target for target in GPUS if target != "sm_90"]
     turns = {target: [variants[turn % len(variants)]] for turn, target in enumerate(others)}
     return {target: turns.get(target, list(variants)) for target in GPUS}
 

@@ -40,9 +40,9 @@ def test_nothing_stays_installed() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 8))
-def test_every_variant_is_compiled_for_both_makers_and_every_target_compiles_one(count: int) -> None:
+def test_every_variant_is_compiled_for_one_target_and_every_target_compiles_one(count: int) -> None:
     variants = list(range(count))
     shares = shared_out(variants)
     assert shares.keys() == TARGETS.keys() and all(shares.values())
-    assert shares["sm_90"] == shares["gfx942"] == variants
+    assert shares["sm_90"] == variants
     assert shares["sm_120"] == variants[1:2] or count == 1
