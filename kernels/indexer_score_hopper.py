@@ -193,6 +193,7 @@ def _score(
             dots = warpgroup_mma(key, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
             dots = warpgroup_mma_wait(0, deps=[dots])
             # Not before: reads of a buffer may go on behind a barrier, and the copy engine does not wait for them.
+            thread_barrier()
             mbarrier.arrive(free.index(slot), count=1)
             terms = gl.maximum(dots, 0.0, propagate_nan=PROPAGATE_NAN) * gl.expand_dims(weight, 0)
             if PADDED_HEADS > HEADS:
