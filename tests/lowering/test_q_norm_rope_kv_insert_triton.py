@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.lowering.claims import MOST_MOVED
-
-Reports = dict[str, dict[str, Any]]
+from tests.lowering.claims import MOST_MOVED, TARGETS, Reports
 
 FUSED = ("both_dynamic", "both_one_token", "halves_dynamic", "float32_kv", "plain_bfloat16", "plain_float32")
 FUSED += ("fp8_rows_and_queries", "sliced", "accounting_view", "hostile", "all_padding")
@@ -68,7 +64,7 @@ def test_a_write_keeps_its_place_between_two_opaque_readers(interpreted: Reports
     assert sum("kv_rope_insert" in name for name in report["kernels"]) == 1
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_ahead_of_time(compiled: Reports, target: str) -> None:
     for case, report in compiled.items():
         assert len(report["binaries"][target]) == 2, case
