@@ -8,10 +8,10 @@ the queries are stored likewise: a sum over dims does not mind.
 Nothing is read before the kernels in front have ended, and the selection, which is launched early, may start when all
 programs of this one have.
 
-On an H200 the queries, scores and selection of 4,096 entries each take 13.6 us for 32 tokens, 29.8 for 128 and 93.3 for
-512; with copies of 16 bytes by the warpgroup itself they took 14.3, 31.9 and 98.1. More on its way at a time is slower:
-of three stages 13.7, 31.2 and 95.2, of four 14.1, 32.7 and 97.5. Fewer programs are slower for fewer than 256 tokens.
-Copies that one of the scoring threads starts, between barriers of all: 14.2, 32.2 and 97.2.
+On an H200 scores and selection of 4,096 entries take 12.8 us for 32 tokens, 28.5 for 128 and 91 for 512, and took 13.5,
+30.8 and 99 with copies of 16 bytes by the warpgroup itself (`dsv4 bench indexer --only op=indexer_topk_slots`). Tried
+without gain: three stages or four, 1 and 3 us more for 128 tokens and 2 and 4 for 512; fewer programs; copies that one
+of the scoring threads starts between barriers of all, which are as slow as those of 16 bytes.
 """
 
 from __future__ import annotations
