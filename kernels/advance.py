@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.advance import PAD_TOKEN
+from .launch import launch_kernel
 
 MAX_REQUESTS = 1024
 """Requests that are moved at a time."""
@@ -89,7 +90,9 @@ def advance(
     requests = seq_lens.shape[0]
     moved = (query_start_loc, seq_lens, input_ids, overflow)
     drafted = tokens if drafts is None else drafts
-    advance_kernel[(1,)](
+    launch_kernel(
+        advance_kernel,
+        (1,),
         *moved,
         num_new,
         tokens,

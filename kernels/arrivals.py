@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.target_info import current_target
 
+from .launch import each_time
+
 POOL = 1 << 20
 STREAM_SHARE = 1024
 """Most counters of a launch outside a capture."""
@@ -92,6 +94,11 @@ def arrival_counters(count: int, device: torch.device) -> Tensor:
     Where the pool cannot serve, the counters are new and a fill precedes the launch: at the first call if that is
     captured, for more than `STREAM_SHARE`, and when a million have been captured.
     """
+    return each_time(_counters, count, device)
+
+
+def _counters(count: int, device: torch.device) -> Tensor:
+    """See `arrival_counters`."""
     counters: Tensor | None = None
     if device.type == "cuda":
         capturing = torch.cuda.is_current_stream_capturing()

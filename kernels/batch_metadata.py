@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..layout import CSA_RATIO, HCA_RATIO, PAD_INDEX, PAD_LEN, cdiv, state_block_size, storage_block_size
 from ..ops.batch_metadata import ARGUMENTS, CONTEXT_LENS, GROUPS, TOKENS
+from .launch import launch_kernel
 
 MAX_STARTS = 1024
 """Query starts that a program compares at a time."""
@@ -181,7 +182,9 @@ def batch_metadata(*args: Any, **kwargs: Any) -> None:
         return spare if value is None else value
 
     some = [positions[:, None] if table is None else table for table in tables]
-    batch_metadata_kernel[(rows, 1 + cdiv(widths[1], piece))](
+    launch_kernel(
+        batch_metadata_kernel,
+        (rows, 1 + cdiv(widths[1], piece)),
         positions,
         given["token_to_req"],
         given["is_valid_token"],

@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .gpu import Gpu
+from .launch import bound, note
 
 SIZES = (8, 6, 5, 4, 3, 2)
 """Programs of a cluster. Any Hopper GPU takes up to 8."""
@@ -66,8 +67,9 @@ def launch_clusters(kernel: Any, programs: int, cluster: int, room: int, *args: 
         return
     warps, _, shared = compiled.packed_metadata
     compiled.packed_metadata = warps, cluster, max(shared, room)
-    rest = (constants[name] for name in kernel.arg_names[len(args) :])
-    compiled[programs // cluster, 1, 1](*args, *rest)
+    values, grid = bound(kernel, args, constants), (programs // cluster, 1, 1)
+    compiled[grid](*values)
+    note(compiled, grid, values)
 
 
 @gluon.jit

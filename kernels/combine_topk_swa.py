@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import INDEX_ALIGN, PAD_INDEX, align_up
+from .launch import launch_kernel
 
 MAX_COLUMNS = 1024
 """Columns that a program writes at a time."""
@@ -204,7 +205,9 @@ def _launch(
     tokens, columns = lens.shape[0], min(MAX_COLUMNS, triton.next_power_of_2(width))
     if tokens == 0:
         return
-    combine_topk_swa_kernel[(tokens,)](
+    launch_kernel(
+        combine_topk_swa_kernel,
+        (tokens,),
         rows,
         lens,
         indptr,

@@ -22,6 +22,7 @@ from .arrivals import arrival_counters
 from .compress_entry import compress_tokens
 from .early import early_launch, start
 from .hadamard import HADAMARD_DIMS
+from .launch import launch_kernel
 from .quant import refuses_fp8
 
 POOLED = 4096
@@ -195,7 +196,9 @@ def compress_norm_rope_insert(
     pages = byte_pages(k_cache, cache_format, block_size) if cache_format in PAGE_LAYOUTS else k_cache
     per_token = (state_slot_mapping, token_to_req, positions, slot_mapping)
     programs = cdiv(tokens, cut.tokens) * cut.parts
-    compress_norm_rope_insert_kernel[(programs,)](
+    launch_kernel(
+        compress_norm_rope_insert_kernel,
+        (programs,),
         pages,
         state_cache,
         state_slot_mapping,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import PAD_INDEX, cdiv
+from .launch import launch_kernel
 
 BLOCK = 1024
 """Elements that a program writes."""
@@ -47,7 +48,9 @@ def copy_ragged_to_graph_buffers(
     """See the reference; every byte of the buffers is equal."""
     arrays = (indices_buffer, indptr_buffer, ragged_indices, ragged_indptr)
     most = max(indices_buffer.shape[0], indptr_buffer.shape[0])
-    copy_ragged_kernel[(cdiv(most, BLOCK),)](
+    launch_kernel(
+        copy_ragged_kernel,
+        (cdiv(most, BLOCK),),
         *arrays,
         tuple(array.stride(0) for array in arrays),
         ragged_indptr.shape[0],

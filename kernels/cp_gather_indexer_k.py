@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import PAGE_LAYOUTS, byte_pages, cdiv
+from .launch import launch_kernel
 
 ROWS_AT_A_TIME = 32
 
@@ -102,7 +103,9 @@ def cp_gather_indexer_k(
         return
     page = PAGE_LAYOUTS.get(cache_format)
     cache = byte_pages(k_cache, cache_format, block_size) if page else k_cache
-    cp_gather_indexer_k_kernel[(cdiv(rows, ROWS_AT_A_TIME),)](
+    launch_kernel(
+        cp_gather_indexer_k_kernel,
+        (cdiv(rows, ROWS_AT_A_TIME),),
         k,
         k_scale,
         cache,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..layout import FP8_DS_MLA, KV_TILE, NOPE_DIM, PAGE_LAYOUTS, byte_pages, cdiv
 from .kv_load import e4m3_value
+from .launch import launch_kernel
 from .quant import MANTISSA_BITS, SUBNORMAL_HALF
 
 ROWS_AT_A_TIME = 8
@@ -142,7 +143,9 @@ def dequantize_and_gather_k_cache(
         return
     cache = byte_pages(k_cache, cache_format, block_size) if cache_format in PAGE_LAYOUTS else k_cache
     programs = min(cdiv(rows, ROWS_AT_A_TIME), cdiv(PROGRAMS, requests))
-    gather_k_cache_kernel[(requests, programs)](
+    launch_kernel(
+        gather_k_cache_kernel,
+        (requests, programs),
         out,
         cache,
         seq_lens,

@@ -14,6 +14,7 @@ from .early import start
 from .fp8_linear_torch import multiply_by_torch, torch_refuses
 from .gpu import HOPPER, early_start, gpu_of, hopper_kernel, starts_early
 from .grouped_matmul import FEW_TOKENS, grouped_matmul
+from .launch import launch_kernel
 from .quant import FP8_MAX, e4m3, refuses_fp8, tile_byte, ue8m0_inverse, ue8m0_scale
 
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
@@ -77,7 +78,9 @@ def _quantize(x: Tensor, weight_scale: Tensor | None) -> tuple[Tensor, Tensor, T
     programs = cdiv(tokens, BLOCK_T) * cdiv(strips, BLOCK_S)
     early = starts_early(gpu_of(x.device))
     if programs > 0:
-        quantize_activation_kernel[(programs,)](
+        launch_kernel(
+            quantize_activation_kernel,
+            (programs,),
             values,
             scale,
             wide,

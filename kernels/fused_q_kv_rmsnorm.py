@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .early import early_launch, start
+from .launch import launch_kernel
 from .norm import norm_rows, store_normed
 
 MAX_SIZE = 16384
@@ -61,7 +62,9 @@ def fused_q_kv_rmsnorm(
     kv_size = kv.shape[1]
     if tokens == 0:
         return q_out, kv_out
-    fused_q_kv_rmsnorm_kernel[(2 * tokens,)](
+    launch_kernel(
+        fused_q_kv_rmsnorm_kernel,
+        (2 * tokens,),
         q_out,
         kv_out,
         qr,

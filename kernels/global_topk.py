@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import PAD_INDEX, PAD_LEN
+from .launch import launch_kernel
 
 MAX_COLUMNS = 1024
 """Columns that a program maps at a time."""
@@ -86,7 +87,9 @@ def global_topk(
     if tokens == 0:
         return slots, lens
     columns = min(MAX_COLUMNS, triton.next_power_of_2(max(width, 1)))
-    global_topk_kernel[(tokens,)](
+    launch_kernel(
+        global_topk_kernel,
+        (tokens,),
         slots,
         lens,
         topk_indices,

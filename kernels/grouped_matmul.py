@@ -25,6 +25,7 @@ from ..layout import ACT_TILE, SCALES_PER_WORD, cdiv
 from ..layout import WEIGHT_TILE as _WEIGHT_TILE
 from .arrivals import arrival_counters, arrive
 from .gpu import Gpu, gpu_of, hopper_kernel, shared_memory
+from .launch import launch_kernel
 from .quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
 
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
@@ -304,7 +305,9 @@ def _launch(
         shape = (cut.splits, tiles, cut.block_n * cut.block_m)
         part = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = arrival_counters(tiles, x.device)
-    grouped_matmul_kernel[(tiles * cut.splits,)](
+    launch_kernel(
+        grouped_matmul_kernel,
+        (tiles * cut.splits,),
         out,
         part,
         arrived,

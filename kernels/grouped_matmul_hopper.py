@@ -18,6 +18,7 @@ from .cluster_hopper import INBOX_BYTES, SIZES, clusters_at_once, clusters_known
 from .gpu import Gpu
 from .grouped_matmul_kernel_hopper import STRIP_BYTES, grouped_matmul_hopper_kernel
 from .grouped_matmul_shares_hopper import bytes_used
+from .launch import launch_kernel
 
 MOST_TOKENS, MOST_TOKENS_UNQUANTISED = 128, 64
 MOST_TOKENS_OF_A_TILE, MOST_BYTES = 64, 16 << 20
@@ -230,11 +231,11 @@ def launch_hopper(
         part = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = arrival_counters(tiles, x.device)
     ring = deepest_ring(cut, block_m, block_k, each, x.element_size(), quantize)
-    launch = grouped_matmul_hopper_kernel[(tiles * cut.splits,)]
+    start = partial(launch_kernel, grouped_matmul_hopper_kernel, (tiles * cut.splits,))
     if cut.cluster:
         room = bytes_used(cut.splits, block_m, cut.block_n)
-        launch = partial(launch_clusters, grouped_matmul_hopper_kernel, tiles * cut.splits, cut.splits, room)
-    launch(
+        start = partial(launch_clusters, grouped_matmul_hopper_kernel, tiles * cut.splits, cut.splits, room)
+    start(
         TensorDescriptor.from_tensor(weight, [cut.block_n, block_k], swizzled(weight)),
         TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], swizzled(x)),
         out,

@@ -20,6 +20,7 @@ from .grouped_matmul_hopper import (
 )
 from .grouped_matmul_kernel_hopper import STRIP_BYTES
 from .grouped_matmul_kernel_many_hopper import HALF_TOKENS, TILE_ROWS, grouped_matmul_many_hopper_kernel
+from .launch import launch_kernel
 
 TILE_TOKENS = 2 * HALF_TOKENS
 MULTIPLIER_REGISTERS, BRINGER_REGISTERS = 232, 32
@@ -109,7 +110,9 @@ def launch_many(
         arrived = arrival_counters(2 * tiles, x.device)
     if weight_scale is not None:
         weight_scale = words_of_scales(weight_scale)
-    grouped_matmul_many_hopper_kernel[(min(tiles * splits, gpu.processors),)](
+    launch_kernel(
+        grouped_matmul_many_hopper_kernel,
+        (min(tiles * splits, gpu.processors),),
         TensorDescriptor.from_tensor(weight, [TILE_ROWS, block_k], swizzled(weight)),
         TensorDescriptor.from_tensor(inputs.matrix, [HALF_TOKENS, block_k], swizzled(x)),
         TensorDescriptor.from_tensor(out, [HALF_TOKENS, TILE_ROWS], swizzled(out)),

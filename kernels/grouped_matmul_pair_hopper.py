@@ -27,6 +27,7 @@ from .grouped_matmul_hopper import (
 )
 from .grouped_matmul_kernel_hopper import STRIP_BYTES, pair_hopper_kernel
 from .grouped_matmul_shares_hopper import bytes_used
+from .launch import launch_kernel
 
 BLOCK_N, WARPS, PROGRAMS = 64, 4, 3
 """Rows of a tile, and warps; programs that a processor has room for."""
@@ -109,14 +110,14 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
     counters: list[Tensor | None] = [None, None]
     if cluster > 0:
         room = bytes_used(cluster, block_m, BLOCK_N)
-        launch = partial(launch_clusters, pair_hopper_kernel, programs, cluster, room)
+        start = partial(launch_clusters, pair_hopper_kernel, programs, cluster, room)
     else:
-        launch = pair_hopper_kernel[(programs,)]
+        start = partial(launch_kernel, pair_hopper_kernel, (programs,))
         shapes = [(n, m, BLOCK_N * block_m) for n, m in zip(splits, blocks, strict=True)]
         parts = [torch.empty(shape, dtype=torch.float32, device=x.device) if shape[0] > 1 else None for shape in shapes]
         both = arrival_counters(sum(blocks), x.device)
         counters = [both, both[blocks[0] :]]
-    launch(
+    start(
         TensorDescriptor.from_tensor(weight, [BLOCK_N, block_k], swizzled(weight)),
         TensorDescriptor.from_tensor(others, [BLOCK_N, block_k_2], swizzled(others)),
         TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], swizzled(x)),

@@ -14,6 +14,7 @@ from ..layout import INDEXER_HEAD_DIM, PAGE_LAYOUTS, align_up, byte_pages, cdiv
 from .early import early_launch
 from .gpu import gpu_of, hopper_kernel
 from .indexer_score import indexer_score_kernel
+from .launch import launch_kernel
 from .quant import refuses_fp8
 from .select_topk import SlotMap, select
 from .topk_boundary import ROW_ALIGN
@@ -208,7 +209,9 @@ def _score(
     # The largest power of two that divides a page, so that a tile has one block.
     entries = min(entries, max(SMALLEST_TILE, block_size & -block_size))
     splits = min(cdiv(width, entries), cdiv(programs, tokens))
-    indexer_score_kernel[(tokens, splits)](
+    launch_kernel(
+        indexer_score_kernel,
+        (tokens, splits),
         out,
         q.view(torch.uint8) if cache_format == "indexer_fp8" else q,
         q_scale,

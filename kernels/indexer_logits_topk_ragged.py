@@ -14,6 +14,7 @@ from ..layout import INDEXER_HEAD_DIM, align_up, cdiv
 from ..reference.indexer_logits_topk import MAX_LOGITS_BYTES, tokens_that_fit
 from .gpu import gpu_of, hopper_kernel
 from .indexer_score_ragged import indexer_score_ragged_kernel
+from .launch import launch_kernel
 from .quant import refuses_fp8
 from .select_topk import select
 from .topk_boundary import ROW_ALIGN
@@ -122,7 +123,9 @@ def score_rows(
         # float32 rows are for small models; several tiles of them would not fit every GPU's shared memory.
         queries, entries, stages = min(queries, 32), min(entries, 32), 1
     splits = splits_of(tokens, k.shape[0], queries, entries, programs)
-    indexer_score_ragged_kernel[(cdiv(tokens, queries), splits)](
+    launch_kernel(
+        indexer_score_ragged_kernel,
+        (cdiv(tokens, queries), splits),
         out,
         lens,
         q.view(torch.uint8) if cache_format == "indexer_fp8" else q,

@@ -14,6 +14,7 @@ from ..layout import INDEXER_MXFP4, MX_TILE, cdiv
 from .early import early_launch, start
 from .hadamard import HADAMARD_DIMS, HADAMARD_ROWS, rounded_hadamard
 from .indexer_format import quantize_fp8, quantize_mxfp4
+from .launch import launch_kernel
 from .quant import refuses_fp8
 from .rope import load_cos_sin, rotate, table_row
 
@@ -128,7 +129,9 @@ def indexer_q_rope_quant(
     weights_out = q.new_empty((tokens, heads), dtype=torch.float32)
     if tokens == 0 or heads == 0:
         return out, scale, weights_out
-    indexer_q_rope_quant_kernel[(tokens, cdiv(heads, rows))](
+    launch_kernel(
+        indexer_q_rope_quant_kernel,
+        (tokens, cdiv(heads, rows)),
         out.view(torch.uint8) if cache_format == "indexer_fp8" else out,
         scale,
         weights_out,

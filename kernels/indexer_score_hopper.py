@@ -37,6 +37,7 @@ from .early import early_launch
 from .indexer_score import INVISIBLE as _INVISIBLE
 from .indexer_score import NAN_KEY as _NAN_KEY
 from .kv_load_hopper import thread_barrier
+from .launch import launch_kernel
 
 ENTRIES = 64
 STAGES = 2
@@ -297,7 +298,9 @@ def score(
     padded = max(16, triton.next_power_of_2(heads))
     keys = pages.as_strided((pages.shape[0], block_size, columns), (pages.stride(0), columns, 1))
     scales = pages[:, block_size * columns :].view(torch.float32)[:, :block_size]
-    indexer_score_hopper_kernel[(tokens, splits)](
+    launch_kernel(
+        indexer_score_hopper_kernel,
+        (tokens, splits),
         out, q, weights,
         TensorDescriptor.from_tensor(keys, [1, ENTRIES, columns], _PAGE_OF_KEYS),
         TensorDescriptor.from_tensor(scales, [1, ENTRIES], _PAGE_OF_SCALES),

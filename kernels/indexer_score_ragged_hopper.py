@@ -37,6 +37,7 @@ from .indexer_score_hopper import (
     queries_refused,
 )
 from .kv_load_hopper import thread_barrier
+from .launch import launch_kernel
 
 QUERIES, ENTRIES = 64, 128
 STAGES = 4
@@ -173,7 +174,9 @@ def score(
 ) -> None:  # fmt: skip
     """As `score_rows` of indexer_logits_topk_ragged.py; `q` is bytes."""
     heads = q.shape[1]
-    indexer_score_ragged_hopper_kernel[(layout.cdiv(q.shape[0], QUERIES), splits)](
+    launch_kernel(
+        indexer_score_ragged_hopper_kernel,
+        (layout.cdiv(q.shape[0], QUERIES), splits),
         out, lens, q, weights, k, k_scale.view(torch.float32), row_starts, row_ends,
         out.stride(0), *q.stride()[:2], *weights.stride(), row_starts.stride(0), row_ends.stride(0),
         q.shape[0], k.shape[0], topk,

@@ -17,6 +17,7 @@ from ..layout import SCALES_PER_WORD as _SCALES_PER_WORD
 from ..layout import cdiv
 from ..reference.inv_rope_fp8_quant import scale_strides, value_strides
 from .early import early_launch, start
+from .launch import launch_kernel
 from .quant import FP8_MAX, MANTISSA_BITS, amax_byte, refuses_fp8, scaled_e4m3, ue8m0_inverse
 from .rope import load_cos_sin, rotate, table_row
 
@@ -160,7 +161,9 @@ def inv_rope(o: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     programs = tokens * cdiv(heads, rows)
     if programs == 0:
         return out
-    inv_rope_kernel[(programs,)](
+    launch_kernel(
+        inv_rope_kernel,
+        (programs,),
         out,
         o,
         positions,
@@ -202,7 +205,9 @@ def inv_rope_fp8_quant(
     block_h = max(block_h, cdiv(_ACT_TILE * (_SCALES_PER_WORD if packed_scales else 1), dim))
     programs = cdiv(strides[2], block_t) * n_groups * cdiv(heads_per_group, block_h)
     if programs > 0:
-        inv_rope_fp8_quant_kernel[(programs,)](
+        launch_kernel(
+            inv_rope_fp8_quant_kernel,
+            (programs,),
             values,
             scale,
             o,

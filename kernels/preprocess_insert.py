@@ -21,6 +21,7 @@ from .compress_norm_rope_insert import cut_of, dense, together, window_rows
 from .early import early_launch
 from .gpu import registers
 from .hadamard import HADAMARD_DIMS
+from .launch import launch_kernel
 from .preprocess_insert_kernel import preprocess_insert_kernel
 from .quant import refuses_fp8
 
@@ -179,7 +180,9 @@ def preprocess_insert(
         pooled = torch.empty((main_sizes[0], main_dim), dtype=torch.float32, device=qr.device)
         arrived = arrival_counters(cdiv(main_sizes[0], cut.pooled), qr.device)
     programs = cdiv(most, chunk) * jobs
-    preprocess_insert_kernel[(programs,)](
+    launch_kernel(
+        preprocess_insert_kernel,
+        (programs,),
         out,
         out_scale,
         qr,

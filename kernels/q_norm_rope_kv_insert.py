@@ -14,6 +14,7 @@ from torch import Tensor
 from ..layout import byte_pages, cdiv
 from .early import early_launch, start
 from .kv_insert import insert_rows
+from .launch import launch_kernel
 from .norm import inverse_rms
 from .quant import e4m3, inverse_of, refuses_fp8
 from .rope import load_cos_sin, rotate, table_row
@@ -244,7 +245,9 @@ def _launch(
     programs = cdiv(inserted, rows) + tokens * cdiv(out_heads, rows)
     if programs == 0:
         return
-    q_norm_rope_kv_insert_kernel[(programs,)](
+    launch_kernel(
+        q_norm_rope_kv_insert_kernel,
+        (programs,),
         out,
         k_cache,
         q,

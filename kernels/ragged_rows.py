@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..layout import PAD_INDEX
 from .global_topk import global_topk
+from .launch import launch_kernel
 
 MAX_COLUMNS = 1024
 """Columns that a program looks at together."""
@@ -99,7 +100,9 @@ def ragged_from_dense(indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
     counts = indices.new_empty((tokens,), dtype=torch.int32)
     if tokens > 0:
         columns = _columns(width)
-        count_rows_kernel[(tokens,)](
+        launch_kernel(
+            count_rows_kernel,
+            (tokens,),
             counts,
             indices,
             lens,
@@ -127,7 +130,9 @@ def _pack(rows: Tensor, counts: Tensor, lens: Tensor | None) -> tuple[Tensor, Te
         return flat, counts.new_zeros((1,))
     indptr = counts.new_empty((tokens + 1,))
     columns = _columns(width)
-    pack_rows_kernel[(tokens,)](
+    launch_kernel(
+        pack_rows_kernel,
+        (tokens,),
         flat,
         indptr,
         rows,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..layout import cdiv
 from .early import early_launch, start
+from .launch import launch_kernel
 
 PIECE = 1024
 """Columns of a program. A row of a main compressor is one or two, so that one token uses two multiprocessors."""
@@ -86,7 +87,9 @@ def save_partial_states(
     if tokens == 0 or width == 0:
         return
     piece = min(PIECE, triton.next_power_of_2(2 * width))
-    save_partial_states_kernel[(tokens, cdiv(2 * width, piece))](
+    launch_kernel(
+        save_partial_states_kernel,
+        (tokens, cdiv(2 * width, piece)),
         state_cache,
         kv_score,
         ape,

@@ -22,6 +22,7 @@ from .arrivals import arrival_counters, arrive
 from .global_topk import NO_LEN, map_entries
 from .gpu import gpu_of
 from .indexer_score import INVISIBLE, visible_entries
+from .launch import launch_kernel
 from .shared_counts import counters, store
 from .topk_boundary import ROW_ALIGN, bounds, load_tile, tile_columns, tile_runs
 
@@ -235,7 +236,9 @@ def select(
         arrived = arrival_counters(tokens, keys.device)
     warps = min(tile[1], max(1, columns // 256))
     threads = min(32 * warps, columns // run)
-    select_topk_kernel[(tokens, parts)](
+    launch_kernel(
+        select_topk_kernel,
+        (tokens, parts),
         out,
         counts,
         keys,

@@ -21,6 +21,7 @@ from ..layout import cdiv
 from ..reference.sparse_mla_decode import output_dtype
 from .attention_rows import DTYPES
 from .gpu import Gpu, gpu_of
+from .launch import launch_kernel
 from .sparse_mla_decode_plan import PLAIN, cut_of, operand_dtype, outputs
 from .sparse_mla_decode_portable import Tiles, choose_tiles
 from .split_softmax import LOG2_E, finish_softmax, part_buffers, part_softmax, split_softmax
@@ -164,7 +165,9 @@ def sparse_mla_decode_latent(
     parts = part_buffers(cut, heads, value_dim, q) if cut.splits > 1 else None
     for first in range(0, tokens, cut.tokens):
         end = min(tokens, first + cut.tokens)
-        sparse_mla_decode_latent_kernel[((end - first) * head_blocks * cut.splits,)](
+        launch_kernel(
+            sparse_mla_decode_latent_kernel,
+            ((end - first) * head_blocks * cut.splits,),
             *(parts or into)[:2],
             q,
             k_cache,

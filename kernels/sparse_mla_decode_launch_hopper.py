@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import layout
 from .gpu import FIRST_DEPENDENT, Gpu
+from .launch import launch_kernel
 from .sparse_mla_decode_plan import Fusion, Results, Source, cut_of, outputs
 from .split_softmax import LOG2_E, part_buffers, split_softmax
 
@@ -70,7 +71,9 @@ def launch_gathering(
     for first in range(0, tokens, cut.tokens):
         end = min(tokens, first + cut.tokens)
         grid = head_blocks, cut.splits, end - first
-        kernel[(math.prod(grid),) if flat else grid](
+        launch_kernel(
+            kernel,
+            (math.prod(grid),) if flat else grid,
             *(parts or into),
             q,
             pages0.view(torch.int32),

@@ -16,6 +16,7 @@ from ..layout import cdiv
 from ..reference.sparse_mla_decode import output_dtype
 from .attention_rows import DTYPES
 from .gpu import FIRST_DEPENDENT, Gpu
+from .launch import launch_kernel
 from .sparse_mla_decode_kernel import sparse_mla_decode_kernel
 from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, cut_of, operand_dtype, outputs
 from .split_softmax import LOG2_E, part_buffers, split_softmax
@@ -84,7 +85,9 @@ def launch(
     positions, position_stride, table, table_strides, max_pos = fusion.rope()
     for first in range(0, tokens, cut.tokens):
         end = min(tokens, first + cut.tokens)
-        sparse_mla_decode_kernel[((end - first) * head_blocks * cut.splits,)](
+        launch_kernel(
+            sparse_mla_decode_kernel,
+            ((end - first) * head_blocks * cut.splits,),
             *(parts or into),
             q.view(torch.uint8) if q.element_size() == 1 else q,
             cache0,

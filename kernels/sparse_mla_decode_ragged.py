@@ -17,6 +17,7 @@ from torch import Tensor
 from ..layout import PAD_INDEX, cdiv
 from .early import start
 from .gpu import early_start, gpu_of, starts_early
+from .launch import launch_kernel
 from .sparse_mla_decode import sparse_mla_decode, sparse_mla_decode_refuses
 
 COLUMNS = 256
@@ -104,7 +105,9 @@ def dense_rows(
         programs = blocks[0] + (0 if second is None else blocks[1])
         early = tokens * programs <= MOST_EARLY and starts_early(gpu_of(made[0][0].device))
         # One dimension: the others of a grid end at 65,535.
-        dense_rows_kernel[(tokens * programs,)](
+        launch_kernel(
+            dense_rows_kernel,
+            (tokens * programs,),
             *made[0],
             *made[-1],
             *(tensor for indices, indptr, _ in lists for tensor in (indices, indptr)),

@@ -37,6 +37,7 @@ from .copies_hopper import copy_tile, store_tile
 from .gather_rows_hopper import BLOCK_N, BUFFERS, HALF, LEFT_ARRIVALS, ONE, RIGHT_ARRIVALS, block_count, gather_rows
 from .gpu import Gpu
 from .kv_load_hopper import thread_barrier
+from .launch import launch_kernel
 from .sparse_mla_prefill_portable import Rows, outputs
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
@@ -365,7 +366,9 @@ def launch_hopper(
         return out, max_logits, lse
     tokens, heads, _ = q.shape
     items = tokens * layout.cdiv(heads, HEADS)
-    sparse_mla_prefill_hopper_kernel[(min(items, gpu.processors),)](
+    launch_kernel(
+        sparse_mla_prefill_hopper_kernel,
+        (min(items, gpu.processors),),
         _descriptor(q),
         _descriptor(out),
         max_logits,

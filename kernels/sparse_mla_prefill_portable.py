@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..layout import cdiv
 from .gpu import Gpu
+from .launch import launch_kernel
 from .split_softmax import LN_2, LOG2_E, finish_softmax
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -176,7 +177,9 @@ def launch(
     dtype = operand_dtype(q, kv)
     tiles = tiles or choose_tiles(gpu, heads, dtype)
     items = tokens * cdiv(heads, tiles.block_h)
-    sparse_mla_prefill_kernel[(min(items, gpu.processors * tiles.resident),)](
+    launch_kernel(
+        sparse_mla_prefill_kernel,
+        (min(items, gpu.processors * tiles.resident),),
         out,
         max_logits,
         lse,

@@ -26,6 +26,7 @@ from ..layout import cdiv
 from .attention_rows import DTYPES, store_rows
 from .early import start
 from .gpu import registers
+from .launch import launch_kernel
 from .rope import load_cos_sin, rotate, table_row
 from .sparse_mla_decode_plan import Cut, Fusion, Results
 
@@ -192,7 +193,9 @@ def split_softmax(
     """
     _, splits, heads, head_dim = parts.values.shape
     positions, position_stride, table, table_strides, max_pos = fusion.rope()
-    split_softmax_kernel[((end - first) * heads,)](
+    launch_kernel(
+        split_softmax_kernel,
+        ((end - first) * heads,),
         into.out,
         into.lse,
         into.scale,

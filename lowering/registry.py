@@ -22,7 +22,7 @@ from .._compat import OpOverload, V, fallback_handler, has_device_kernel, loweri
 from ..decisions import Call, Decision
 from ..errors import CompileError, fail
 from ..ops._define import OPS, REFERENCES
-from ..ops._kernels import KERNELS, launcher, refusal
+from ..ops._kernels import KERNELS, planned, refusal
 from ..options import Options
 from ..proven import is_proven
 
@@ -103,7 +103,7 @@ def _launch(op: str) -> Callable[..., Any]:
     """The kernel of `op`, imported with Triton at the first call."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return launcher(op)(*args, **kwargs)
+        return planned(op)(*args, **kwargs)
 
     return run
 

@@ -87,7 +87,7 @@ def define(
     REFERENCES[name] = checked(check, reference)
     LIBRARY.impl(name, REFERENCES[name], "CompositeExplicitAutograd")
     if name in KERNELS:
-        LIBRARY.impl(name, checked(check, dispatcher(name, reference)), "CUDA")
+        LIBRARY.impl(name, dispatcher(name, reference, check), "CUDA")
     torch.library.register_fake(f"dsv4::{name}", checked(check, fake), lib=LIBRARY)
     op = getattr(torch.ops.dsv4, name).default
 

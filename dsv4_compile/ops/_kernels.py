@@ -77,19 +77,30 @@ def runs_kernel(op: str, device: torch.device) -> bool:
     return device.type == "cuda" and op in KERNELS and is_proven("triton", op, device_architecture(device))
 
 
-def dispatcher(op: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs `op` on a GPU: its kernel where it is proven, or `reference`, also for calls that it refuses."""
+@functools.cache
+def planned(op: str) -> Any:
+    """The launcher of `op` as one that does again what it did for a call like this one: a `kernels.planned.Planned`."""
+    return importlib.import_module("dsv4_compile.kernels.planned").Planned(launcher(op))
+
+
+def dispatcher(op: str, reference: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """What runs `op` on a GPU: its kernel where it is proven, or `reference`, also for calls that it refuses.
+
+    `check` refuses wrong arguments, by what a plan is found by: a call that there is a plan for has passed it.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        device = next(value.device for value in args if isinstance(value, torch.Tensor))
-        if not runs_kernel(op, device):
-            return reference(*args, **kwargs)
-        refuses = refusal(op)
-        if refuses is not None and refuses(*args, **kwargs):
-            return reference(*args, **kwargs)
+        device = next((value.device for value in args if isinstance(value, torch.Tensor)), None)
+        runs = device is not None and runs_kernel(op, device)
+        plan = planned(op).find(args) if runs and not kwargs else None
+        if plan is None:
+            check(*args, **kwargs)
+            refuses = refusal(op) if runs else None
+            if not runs or (refuses is not None and refuses(*args, **kwargs)):
+                return reference(*args, **kwargs)
         # Triton launches on the current device, whatever device its arguments are on.
         with torch.cuda.device(device):
-            return launcher(op)(*args, **kwargs)
+            return planned(op)(*args, **kwargs) if plan is None else plan(args)
 
     return run
 

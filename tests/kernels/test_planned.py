@@ -1,0 +1,147 @@
+"""What is done again for a call like one before is what the launcher would do: launches, arguments, results."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import JITFunction
+
+from dsv4_compile._compat import TorchDispatchMode
+from dsv4_compile.kernels.gpu import Gpu
+from dsv4_compile.kernels.launch import bound
+from dsv4_compile.kernels.planned import Planned
+from dsv4_compile.ops._kernels import KERNELS, launcher, refusal
+from dsv4_compile.testing import fake_triton
+from dsv4_compile.testing.samples import op_samples
+
+GPUS = {"sm_90": Gpu("cuda", 90, 132), "sm_100": Gpu("cuda", 100, 148), "gfx942": Gpu("hip", 0, 304)}
+Launch = tuple[Any, ...]
+
+
+class Launches(TorchDispatchMode):
+    """What is launched in the block, as a kernel's name, the grid and its arguments; tensors by whose memory they are
+    in: that of an argument, or what was allocated, by when a kernel first had it."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.log: list[Launch] = []
+        self.memory: list[tuple[Any, Tensor]] = [(i, x) for i, x in enumerate(args) if isinstance(x, Tensor)]
+        self.used = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.memory.append((None, out))
+        return out
+
+    def described(self, value: Any) -> Any:
+        """An argument or a result, without addresses."""
+        if isinstance(value, Tensor):
+            return self.place(value.data_ptr()) if value.numel() else "empty"
+        if isinstance(value, tuple):
+            return tuple(map(self.described, value))
+        if hasattr(value, "base"):
+            return self.place(value.base.data_ptr()), list(value.shape), list(value.strides), value.block_shape
+        # An address that a plan has filled in.
+        return self.place(value) if isinstance(value, int) and value > 1 << 32 else "empty" if value == 0 else value
+
+    def place(self, address: int) -> tuple[Any, int]:
+        """Whose memory it is, and how far it is from its start."""
+        for i, (name, tensor) in enumerate(self.memory):
+            storage = tensor.untyped_storage()
+            offset = address - storage.data_ptr()
+            if 0 <= offset < max(1, storage.nbytes()):
+                if name is None:
+                    name, self.used = f"made {self.used}", self.used + 1
+                    self.memory[i] = name, tensor
+                return name, offset
+        raise AssertionError("an address that nobody has")
+
+    def note(self, name: str, grid: tuple[int, ...], values: Any) -> None:
+        """A launch."""
+        self.log.append((name, (*grid, 1, 1)[:3], [self.described(value) for value in values]))
+
+
+class Compiled:
+    """A compiled kernel that notes instead of running."""
+
+    packed_metadata = 4, 1, 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *values: watching[-1].note(self.name, grid, values)
+
+
+watching: list[Launches] = []
+
+
+def run(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Compiled:
+    """In the place of `JITFunction.run`."""
+    if not warmup:
+        watching[-1].note(self.fn.__name__, grid, bound(self, args, constants))
+    return Compiled(self.fn.__name__)
+
+
+@contextmanager
+def watched(args: tuple[Any, ...]) -> Iterator[Launches]:
+    with Launches(args) as seen:
+        watching.append(seen)
+        try:
+            yield seen
+        finally:
+            watching.pop()
+
+
+def seen_of(call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[list[Launch], Any]:
+    """What a call launches, and where its results are."""
+    with watched(args) as seen:
+        result = call(*args)
+    results = result if isinstance(result, tuple) else (result,)
+    shapes = [x if x is None else (x.dtype, x.shape, x.stride()) for x in results]
+    return seen.log, (type(result), shapes, [seen.described(x) for x in results])
+
+
+def other(value: Any) -> Any:
+    """A tensor in memory of its own that a launcher cannot tell from `value`."""
+    if not isinstance(value, Tensor):
+        return value
+    span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+    storage = torch.zeros(value.storage_offset() + max(span, 0) * bool(value.numel()), dtype=torch.uint8)
+    room = torch.zeros(storage.numel() * value.element_size(), dtype=torch.uint8).view(value.dtype)
+    return room.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+@pytest.fixture
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = GPUS[request.param]
+    for stem in {*KERNELS.values(), "grouped_matmul", "select_topk", "sparse_mla_decode"}:
+        importlib.import_module(f"dsv4_compile.kernels.{stem}")
+    for name, kernels in list(sys.modules.items()):
+        if name.startswith("dsv4_compile.kernels.") and hasattr(kernels, "gpu_of"):
+            monkeypatch.setattr(kernels, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(fake_triton.triton_driver, "_active", fake_triton.FakeDriver(fake_triton.HOPPER))
+
+
+@pytest.mark.parametrize("on", GPUS, indirect=True)
+@pytest.mark.parametrize("op", sorted(KERNELS))
+def test_a_call_like_one_before_launches_what_the_launcher_would(op: str, on: None) -> None:
+    refuses, planned = refusal(op), Planned(launcher(op))
+    for args in op_samples(op):
+        if refuses is not None and refuses(*args):
+            continue
+        for _ in range(2):
+            with watched(args):
+                planned(*args)
+        again = tuple(map(other, args))
+        assert planned.find(again) is not None, planned.refused
+        assert seen_of(planned, again) == seen_of(launcher(op), again)
