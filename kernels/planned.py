@@ -15,7 +15,8 @@ from torch import Tensor
 from .tape import Plan, Tape, Unknown
 
 ALIGN = 64
-"""Bytes, and elements of an offset, up to which a launcher may ask how its arguments are aligned."""
+"""Bytes up to which a launcher may ask how its arguments are aligned. Where it asks for their offset in a storage, that
+is because a graph that is being compiled knows no address."""
 MOST_PLANS = 256
 """Of a launcher, before it forgets them all."""
 
@@ -26,9 +27,7 @@ def key_of(args: tuple[Any, ...]) -> Key:
     """All that a launcher may look at of its arguments, whose types an op's schema fixes."""
     return tuple(
         [
-            (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGN, x.storage_offset() % ALIGN, x.get_device())
-            if isinstance(x, Tensor)
-            else x
+            (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGN, x.get_device()) if isinstance(x, Tensor) else x
             for x in args
         ]
     )

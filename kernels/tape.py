@@ -7,7 +7,7 @@ that lie in one storage today may lie in two tomorrow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,14 +17,10 @@ from torch import Tensor
 
 from .._compat import TorchDispatchMode
 from .launch import noting
+from .tape_tensors import Do, Fill, descriptor, fills, is_descriptor, like, maker, same, shared
 
 aten = torch.ops.aten
 EMPTY = {aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default}
-
-Do = Callable[[list[Any]], None]
-"""Does something with the tensors of a call: its arguments, and behind them what has been made since, by number."""
-Fill = Callable[[list[Any]], Any]
-"""Gives a value from them."""
 
 
 class Unknown(Exception):
@@ -55,7 +51,7 @@ class _Place(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step that makes tensor `number`, -1 for none, and needs others.
+    """A step that makes tensor `number`, -1 for none, and needs others, or but their addresses.
 
     What makes a tensor is left out where nobody needs it, as views are of which a kernel has but the address.
     """
@@ -63,19 +59,7 @@ class _Step(NamedTuple):
     do: Do
     number: int
     needs: frozenset[int]
-
-
-class _Base:
-    """What Triton asks of the tensor of a descriptor when it launches: its address."""
-
-    __slots__ = ("address",)
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def data_ptr(self) -> int:
-        """Where it begins."""
-        return self.address
+    addresses: frozenset[int] = frozenset()
 
 
 class Tape(TorchDispatchMode):
@@ -88,6 +72,7 @@ class Tape(TorchDispatchMode):
         self._places: dict[int, _Place] = {}
         # Nobody else gets the id of an object that is kept.
         self._kept: list[Tensor] = []
+        self._empty: dict[int, Tensor] = {}
         self._refused = ""
         for number, arg in enumerate(args):
             if isinstance(arg, Tensor):
@@ -124,18 +109,25 @@ class Tape(TorchDispatchMode):
             if hasattr(compiled, "result"):
                 compiled = compiled.result()
             run, needs = compiled[(*grid, 1, 1)[:3]], frozenset(self._roots(values))
-            fills = [(i, self._pointers(value)) for i, value in enumerate(values)]
-            filled = [(i, fill) for i, fill in fills if fill is not None]
-            # A plan keeps no tensor alive.
-            rest = [value if fill is None else None for value, (_, fill) in zip(values, fills, strict=True)]
+            rest, pointers, others = list(values), [], []
+            for i, value in enumerate(values):
+                fill = self._pointers(value)
+                if isinstance(value, Tensor) and value.numel():
+                    pointers.append((i, *self._place(value)[1:]))
+                elif fill is not None:
+                    others.append((i, fill))
+                # A plan keeps no tensor alive.
+                rest[i] = value if fill is None else None
 
             def step(tensors: list[Any]) -> None:
                 values = rest.copy()
-                for i, fill in filled:
+                for i, root, offset in pointers:
+                    values[i] = tensors[root].data_ptr() + offset
+                for i, fill in others:
                     values[i] = fill(tensors)
                 run(*values)
 
-            self._steps.append(_Step(step, -1, needs))
+            self._steps.append(_Step(step, -1, frozenset(), needs))
 
     def made_each_time(self, make: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
         """`make(*args)`, which is called again each time."""
@@ -148,13 +140,35 @@ class Tape(TorchDispatchMode):
         """What was noted, of a launcher that gave `result`. Unknown where it cannot be done again."""
         if self._refused:
             raise Unknown(self._refused)
-        give, needed = self._tensors(result), set(self._numbers(result))
-        steps: list[Do] = []
+        self._shape_results(result)
+        steps = self._needed(self._numbers(result))
+        return Plan(self._count - self._inputs, tuple(step.do for step in steps), self._tensors(result))
+
+    def _needed(self, numbers: Iterable[int]) -> list[_Step]:
+        """The steps without which these tensors would be missing, or something that is written."""
+        needed, steps = set(numbers), []
         for step in reversed(self._steps):
             if step.number < 0 or step.number in needed:
-                needed |= step.needs
-                steps.append(step.do)
-        return Plan(self._count - self._inputs, tuple(reversed(steps)), give)
+                needed |= step.needs | step.addresses
+                steps.append(step)
+        return steps[::-1]
+
+    def _shape_results(self, result: Any) -> None:
+        """Have memory that is given as a view of it made as what is given, where nobody else has it as a tensor."""
+        for out in result if isinstance(result, tuple) else (result,):
+            if not isinstance(out, Tensor):
+                continue
+            number, root, _ = place = self._place(out)
+            before = self._empty.get(root)
+            if before is None or number == root or not fills(out, before):
+                continue
+            self._places[id(out)] = place._replace(number=root)
+            if any(root in step.needs for step in self._needed(self._numbers(result))):
+                self._places[id(out)] = place
+                continue
+            del self._empty[root]
+            index = next(i for i, step in enumerate(self._steps) if step.number == root)
+            self._steps[index] = _Step(maker(root, like(out)), root, frozenset())
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -186,24 +200,21 @@ class Tape(TorchDispatchMode):
         """Note that `out` was made, from nothing."""
         number = self._next()
         self._keep(out, _Place(number, number, 0))
-
-        def step(tensors: list[Any]) -> None:
-            tensors[number] = make()
-
-        self._steps.append(_Step(step, number, frozenset()))
+        self._steps.append(_Step(maker(number, make), number, frozenset()))
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note that an op of torch gave `out`."""
         if not isinstance(out, Tensor):
             raise Unknown(f"{func} gives no tensor")
         if func in EMPTY:
-            self._made(out, partial(torch.empty_strided, out.shape, out.stride(), dtype=out.dtype, device=out.device))
+            self._empty[self._count] = out
+            self._made(out, like(out))
             return
         inputs, names = (args, tuple(kwargs.values())), tuple(kwargs)
         fill, needs, number = self._tensors(inputs), frozenset(self._numbers(inputs)), -1
         if not func._schema.is_mutable:
             source = next((x for x in args if isinstance(x, Tensor)), None)
-            if source is not None and _same(source, out):
+            if source is not None and same(source, out):
                 self._keep(out, self._place(source))
                 return
             number = self._next()
@@ -225,7 +236,7 @@ class Tape(TorchDispatchMode):
 
     def _place_of(self, out: Tensor, number: int, source: Tensor | None) -> _Place:
         """Of a result: in the memory of the first tensor that it was made from, or in its own."""
-        if source is None or not _shared(source, out):
+        if source is None or not shared(source, out):
             return _Place(number, number, 0)
         place = self._place(source)
         return _Place(number, place.root, place.offset + out.data_ptr() - source.data_ptr())
@@ -253,7 +264,7 @@ class Tape(TorchDispatchMode):
         if isinstance(value, (tuple, list)):
             for one in value:
                 yield from self._roots(one)
-        elif isinstance(value, Tensor) or _is_descriptor(value):
+        elif isinstance(value, Tensor) or is_descriptor(value):
             yield self._place(value if isinstance(value, Tensor) else value.base).root
 
     def _pointers(self, value: Any) -> Fill | None:
@@ -262,38 +273,11 @@ class Tape(TorchDispatchMode):
             _, root, offset = self._place(value)
             # Of what has no elements, torch gives no address.
             return (lambda tensors: tensors[root].data_ptr() + offset) if value.numel() else lambda tensors: 0
-        if _is_descriptor(value):
-            return self._descriptor(value)
+        if is_descriptor(value):
+            _, root, offset = self._place(value.base)
+            return descriptor(value, root, offset)
         if not isinstance(value, tuple) or next(self._roots(value), None) is None:
             return None
         parts = [(self._pointers(one), one) for one in value]
         known = [(fill, None if fill else one) for fill, one in parts]
         return lambda tensors: tuple([fill(tensors) if fill else one for fill, one in known])
-
-    def _descriptor(self, value: Any) -> Fill:
-        """A descriptor without its tensor."""
-        _, root, offset = self._place(value.base)
-        kind, fields = type(value), {name: field for name, field in vars(value).items() if name != "base"}
-
-        def fill(tensors: list[Any]) -> Any:
-            other = object.__new__(kind)
-            other.__dict__.update(fields, base=_Base(tensors[root].data_ptr() + offset))
-            return other
-
-        return fill
-
-
-def _shared(one: Tensor, other: Tensor) -> bool:
-    """Whether they lie in one storage."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether they are the same elements in the same places."""
-    alike = one.dtype is other.dtype and one.shape == other.shape and one.stride() == other.stride()
-    return alike and one.numel() > 0 and one.data_ptr() == other.data_ptr() and _shared(one, other)
-
-
-def _is_descriptor(value: Any) -> bool:
-    """Whether the copy engine takes it. Not every Triton has the class."""
-    return type(value).__name__ == "TensorDescriptor"

@@ -22,7 +22,7 @@ from .._compat import OpOverload, V, fallback_handler, has_device_kernel, loweri
 from ..decisions import Call, Decision
 from ..errors import CompileError, fail
 from ..ops._define import OPS, REFERENCES
-from ..ops._kernels import KERNELS, planned, refusal
+from ..ops._kernels import KERNELS, launch, refusal
 from ..options import Options
 from ..proven import is_proven
 
@@ -100,10 +100,12 @@ def twin(op: str, impl: str) -> OpOverload:
 
 
 def _launch(op: str) -> Callable[..., Any]:
-    """The kernel of `op`, imported with Triton at the first call."""
+    """The kernel of `op`, imported with Triton at the first call; proven or not, somebody has asked for it."""
+    reference = REFERENCES[op]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return planned(op)(*args, **kwargs)
+        device = next(value.device for value in args if isinstance(value, torch.Tensor))
+        return launch(op, reference, None, device, args, kwargs)
 
     return run
 
@@ -123,10 +125,14 @@ def can_lower(call: Call) -> dict[str, Decision]:
     }
 
 
+def _ours(call: Call) -> bool:
+    """Whether this package has a kernel for `call`."""
+    return call.op in KERNELS and call.device.type == "cuda"
+
+
 def _can_launch(call: Call) -> Decision:
     """What the hand-written kernel says to `call`: ours, or one that somebody registered for the device."""
-    ours = call.op in KERNELS and call.device.type == "cuda"
-    if not ours and not has_device_kernel(OPS[call.op], call.device):
+    if not _ours(call) and not has_device_kernel(OPS[call.op], call.device):
         return call.choose("eager", "its kernel runs on GPUs" if call.op in KERNELS else "it has no kernel")
     refuses = refusal(call.op)
     # A mutated cache is no argument of a functional graph.
@@ -213,12 +219,14 @@ def _measured(call: Call, impls: Sequence[str], within: float = math.inf) -> Map
 
 
 def target_of(decision: Decision, call: Call) -> OpOverload:
-    """The op that a node must call to get the implementation decided for it."""
+    """The op that a node must call to get the implementation decided for it.
+
+    A twin, where the kernel is ours: the public op asks first for gradients, which a graph has none of, and for proof.
+    """
     public = OPS[call.op]
-    has_kernel = has_device_kernel(public, call.device)
-    if decision.impl == "eager" and not has_kernel:
+    if decision.impl == "eager" and not has_device_kernel(public, call.device):
         return public
-    if decision.impl == "triton" and has_kernel and not _by_request_only(call, "triton"):
+    if decision.impl == "triton" and not _ours(call):
         return public
     return twin(call.op, decision.impl)
 

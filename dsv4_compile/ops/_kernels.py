@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -91,18 +92,35 @@ def dispatcher(op: str, reference: Callable[..., Any], check: Callable[..., None
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = next((value.device for value in args if isinstance(value, torch.Tensor)), None)
-        runs = device is not None and runs_kernel(op, device)
-        plan = planned(op).find(args) if runs and not kwargs else None
-        if plan is None:
-            check(*args, **kwargs)
-            refuses = refusal(op) if runs else None
-            if not runs or (refuses is not None and refuses(*args, **kwargs)):
-                return reference(*args, **kwargs)
-        # Triton launches on the current device, whatever device its arguments are on.
-        with torch.cuda.device(device):
-            return planned(op)(*args, **kwargs) if plan is None else plan(args)
+        if device is not None and runs_kernel(op, device):
+            return launch(op, reference, check, device, args, kwargs)
+        check(*args, **kwargs)
+        return reference(*args, **kwargs)
 
     return run
+
+
+def launch(
+    op: str,
+    reference: Callable[..., Any],
+    check: Callable[..., None] | None,
+    device: torch.device,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the kernel of `op`, or `reference` for calls that it refuses, as `dispatcher` does where it is proven."""
+    work = planned(op)
+    plan = None if kwargs else work.find(args)
+    if plan is None:
+        if check is not None:
+            check(*args, **kwargs)
+        refuses = refusal(op)
+        if refuses is not None and refuses(*args, **kwargs):
+            return reference(*args, **kwargs)
+    # Triton launches on the current device, whatever device its arguments are on.
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else nullcontext():
+        return work(*args, **kwargs) if plan is None else plan(args)
 
 
 def _module(op: str) -> Any:

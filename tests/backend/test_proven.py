@@ -51,7 +51,7 @@ def test_a_request_gets_it_all_the_same(nothing_proven: None) -> None:
 def test_auto_takes_what_is_proven_there_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proven, "_entries", lambda: frozenset({("triton", "inv_rope", SM90)}))
     assert decide(inv_rope()).impl == "triton"
-    assert registry.target_of(decide(inv_rope()), inv_rope()).namespace == "dsv4"
+    assert registry.target_of(decide(inv_rope()), inv_rope()).namespace == "dsv4_triton"
     assert decide(inv_rope("cuda sm_100")).impl == "eager"
 
 
