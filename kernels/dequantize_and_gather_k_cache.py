@@ -32,7 +32,7 @@ def ue8m0_value(byte):
 
 
 @triton.jit
-def _load_mla_rows(p_page, offset, live, BLOCK_SIZE: tl.constexpr):
+def load_mla_rows(p_page, offset, live, BLOCK_SIZE: tl.constexpr):
     """bfloat16 `[ROWS, 512]` of `fp8_ds_mla`, zero where not `live`."""
     ROWS: tl.constexpr = offset.shape[0]
     o_tile, o_dim = tl.arange(0, SCALE_BYTES)[None, :], tl.arange(0, TILE)
@@ -96,7 +96,7 @@ def gather_k_cache_kernel(
         p_page = p_cache + tl.where(live, block, 0) * cache_strides[0]
         place = tl.where(live, entry, 0) % BLOCK_SIZE
         if FORMAT == "fp8_ds_mla":
-            values = _load_mla_rows(p_page, place, live, BLOCK_SIZE)
+            values = load_mla_rows(p_page, place, live, BLOCK_SIZE)
         else:
             p_value = (p_page + place * cache_strides[1])[:, None] + o_dim.to(tl.int64) * cache_strides[2]
             values = tl.load(p_value, mask=live[:, None] & (o_dim < D), other=0)

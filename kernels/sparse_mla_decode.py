@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..layout import PAGE_LAYOUTS
 from .gpu import gpu_of, hopper_kernel
+from .sparse_mla_decode_by_rows import by_rows_refuses, decode_by_rows
 from .sparse_mla_decode_plan import Fusion, Results, Source, outputs
 from .sparse_mla_decode_portable import launch
 
@@ -133,6 +134,8 @@ def sparse_mla_decode(
     """
     fusion = Fusion(positions, cos_sin_cache, q_norm_eps, inverse_rope, batch_invariant)
     caches = sources(k_cache, indices, lens, block_size, extra_k_cache, extra_indices, extra_lens, extra_block_size)
+    if not by_rows_refuses(q, *caches, cache_format, scale, attn_sink, fusion, gpu_of(q.device)):
+        return decode_by_rows(q, *caches, scale, attn_sink, fusion)
     return launch_best(q, *caches, cache_format, scale, attn_sink, kv_scale, fusion, outputs(q))
 
 

@@ -28,7 +28,7 @@ def sparse_mla_prefill(
 
     A token's result depends on nothing but its own arguments, to the bit.
     """
-    return _launch(q, kv, Rows(indices, topk_length, indices.shape[1]), scale, attn_sink)
+    return attend_rows(q, kv, Rows(indices, topk_length, indices.shape[1]), scale, attn_sink)
 
 
 def sparse_mla_prefill_ragged_refuses(
@@ -56,7 +56,7 @@ def sparse_mla_prefill_ragged(
     """As `sparse_mla_prefill`."""
     total = indices.shape[0]
     width = min(max_row, total) if max_row > 0 else total
-    return _launch(q, kv, Rows(indices, indptr, width, ragged=True), scale, attn_sink)
+    return attend_rows(q, kv, Rows(indices, indptr, width, ragged=True), scale, attn_sink)
 
 
 def _why_not(q: Tensor, kv: Tensor, indices: Tensor) -> str:
@@ -67,7 +67,8 @@ def _why_not(q: Tensor, kv: Tensor, indices: Tensor) -> str:
     return ""
 
 
-def _launch(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def attend_rows(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`out`, `max_logits` and `lse` of either form."""
     gpu = gpu_of(q.device)
     hopper = hopper_kernel(gpu, "sparse_mla_prefill_hopper")
     if hopper is not None and not hopper.hopper_refuses(q, kv, rows, scale, sink):

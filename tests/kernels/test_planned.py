@@ -120,6 +120,18 @@ def other(value: Any) -> Any:
     return room.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
+def check(planned: Planned, launcher: Callable[..., Any], args: tuple[Any, ...]) -> list[Launch]:
+    """What is launched for arguments like `args`, by a plan as by the launcher."""
+    for _ in range(2):
+        with watched(args):
+            planned(*args)
+    again = tuple(map(other, args))
+    assert planned.find(again) is not None, planned.refused
+    got, want = seen_of(planned, again), seen_of(launcher, again)
+    assert got == want
+    return got[0]
+
+
 @pytest.fixture
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = GPUS[request.param]
@@ -137,11 +149,16 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_call_like_one_before_launches_what_the_launcher_would(op: str, on: None) -> None:
     refuses, planned = refusal(op), Planned(launcher(op))
     for args in op_samples(op):
-        if refuses is not None and refuses(*args):
-            continue
-        for _ in range(2):
-            with watched(args):
-                planned(*args)
-        again = tuple(map(other, args))
-        assert planned.find(again) is not None, planned.refused
-        assert seen_of(planned, again) == seen_of(launcher(op), again)
+        if refuses is None or not refuses(*args):
+            check(planned, launcher(op), args)
+
+
+@pytest.mark.parametrize("on", ["sm_90"], indirect=True)
+@pytest.mark.parametrize("op", ["sparse_mla_decode", "sparse_mla_decode_quant"])
+def test_so_does_attention_by_rows(op: str, on: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module(f"dsv4_compile.kernels.{op}"), "by_rows_refuses", lambda *args: "")
+    taken = [args for args in op_samples(op) if args[5] == "fp8_ds_mla" and args[0].dtype is torch.bfloat16]
+    assert taken
+    for args in taken:
+        launches = check(Planned(launcher(op)), launcher(op), args)
+        assert {"dequantize_pages_kernel", "join_slots_kernel"} <= {name for name, *_ in launches}

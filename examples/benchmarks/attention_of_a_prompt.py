@@ -1,0 +1,125 @@
+"""Attention of a prompt's tokens out of pages and by rows: python examples/benchmarks/attention_of_a_prompt.py
+
+One prompt as long as it has tokens, with both ends of attention fused, as a compiled layer calls it: queries' norm and
+RoPE, inverse RoPE, and quantisation beside e4m3 weights. Each token attends the 128 before it and `keys` - 128 entries,
+any of as many as `rows` for each token leave beside the window. `pages` are the decode kernels, which dequantise a key
+for every token that attends it; `by rows` dequantises all of both caches first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.bench import sparse_mla_decode as scenario
+from dsv4_compile.bench.record import environment
+from dsv4_compile.kernels.gpu import HOPPER, gpu_of
+from dsv4_compile.kernels.sparse_mla_decode import launch_best, sources
+from dsv4_compile.kernels.sparse_mla_decode_by_rows import decode_by_rows
+from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, outputs, quantized_outputs
+from dsv4_compile.reference.block_scale import dequantize_activation
+
+TOKENS, KEYS, ROWS, FUSED = (512, 1024, 2048, 4096, 16384), (128, 640), (2, 4, 8, 16), ("none", "both", "quant")
+CUDA = torch.device("cuda")
+
+
+def arguments(fused: str, tokens: int, heads: int, keys: int, rows: int) -> tuple[Any, ...]:
+    """Of the op; the window's slots are those of the tokens in front."""
+    made = list(scenario.fused_arguments(fused, tokens, heads, CUDA, 0, pool=max(scenario.BLOCK, (rows - 1) * tokens)))
+    generator = torch.Generator(CUDA).manual_seed(0)
+    made[1] = scenario.random_cache(tokens, generator)
+    made[2] = torch.arange(tokens, device=CUDA)[:, None] - torch.arange(scenario.WINDOW, device=CUDA)
+    made[2] = made[2].clamp(min=-1).int()
+    more = keys - scenario.WINDOW
+    made[9], made[10] = made[9][:, :more].contiguous(), made[10].clamp(max=more)
+    return tuple(made)
+
+
+def calls(args: tuple[Any, ...]) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
+    """Both ways."""
+    q, caches = args[0], sources(*args[1:5], *args[8:12])
+    fusion = Fusion(*args[13:])
+
+    def pages() -> tuple[Tensor, Tensor]:
+        into = quantized_outputs(q, *args[18:]) if fusion.n_groups else outputs(q)
+        return launch_best(q, *caches, scenario.CACHE, args[6], args[7], None, fusion, into)
+
+    return {"pages": pages, "by rows": lambda: decode_by_rows(q, *caches, args[6], args[7], fusion)}
+
+
+def us(call: Callable[[], Any]) -> float:
+    """Median of replays of a graph."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(12):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(4):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / 4)
+    return statistics.median(times[2:])
+
+
+def apart(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> float:
+    """Relative distance of two results. A decode kernel does not round queries behind their norm."""
+    quantised = got[0].dtype is torch.float8_e4m3fn
+    x, y = (dequantize_activation(*pair) if quantised else pair[0].float() for pair in (got, want))
+    return float((x - y).norm() / y.norm())
+
+
+def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for tokens in options.tokens:
+        for keys in options.keys:
+            for count in options.rows:
+                for fused in options.fused:
+                    both = calls(arguments(fused, tokens, options.heads, keys, count))
+                    got, want = both["by rows"](), both["pages"]()
+                    distance = apart(got, want)
+                    del got, want
+                    times = {f"{name.replace(' ', '_')}_us": round(us(call), 1) for name, call in both.items()}
+                    yield {
+                        "tokens": tokens,
+                        "keys": keys,
+                        "rows": count,
+                        "fused": fused,
+                        **times,
+                        "distance": round(distance, 5),
+                    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, values in (("tokens", TOKENS), ("keys", KEYS), ("rows", ROWS), ("fused", FUSED)):
+        parser.add_argument(f"--{name}", nargs="+", type=type(values[0]), default=values, choices=values)
+    parser.add_argument("--heads", type=int, default=64, choices=(64, 128))
+    parser.add_argument("--out", type=Path, help="folder of the record")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() or gpu_of(CUDA).capability != HOPPER:
+        parser.error("rows are attended by a kernel for Hopper GPUs")
+    record: dict[str, Any] = {"scenario": "attention_of_a_prompt", **environment(CUDA), "rows": []}
+    names = ("tokens", "keys", "rows", "fused")
+    limits = [f"--heads {options.heads}", *(f"--{n} {' '.join(map(str, getattr(options, n)))}" for n in names)]
+    record["command"] = " ".join(["python examples/benchmarks/attention_of_a_prompt.py", *limits])
+    with torch.no_grad():
+        for row in rows(options):
+            print(*row.values(), flush=True)
+            record["rows"].append(row)
+            if options.out is not None:
+                options.out.mkdir(parents=True, exist_ok=True)
+                (options.out / "attention_of_a_prompt.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
