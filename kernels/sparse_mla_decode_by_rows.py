@@ -25,9 +25,9 @@ from .sparse_mla_prefill_portable import Rows
 FEWEST_TOKENS, FEWEST_HEADS = 1024, 64
 MOST_ROWS, ROWS_OF_A_TOKEN = 32768, 8
 """Of both caches, the larger of the two: 32 MiB stay in an H200's L2 cache while tokens attend them. There 4,096 tokens
-of 64 heads and 640 keys over 8,192 rows take 816 us with norm, RoPE, inverse RoPE and quantisation, and 1,083 by the
-decode kernel; without them 592 and 951; of 128 keys 412 and 444, 182 and 400. Over 65,536 rows the first is 1,035 and
-1,057 (`python examples/benchmarks/attention_of_a_prompt.py`). What is fused has no say in it, so that it changes no bit
+of 64 heads and 640 keys over 8,192 rows take 855 us with norm, RoPE, inverse RoPE and quantisation, and 1,034 by the
+decode kernel; without them 591 and 956; of 128 keys 412 and 445, 183 and 401. Over 65,536 rows the first is 1,045 and
+1,074 (`python examples/benchmarks/attention_of_a_prompt.py`). What is fused has no say in it, so that it changes no bit
 of what it is fused with."""
 ROWS_AT_A_TIME, COLUMNS_AT_A_TIME = 8, 256
 ALIGN = 16
