@@ -12,7 +12,7 @@ from torch import Tensor
 from ..layout import PAGE_LAYOUTS
 from .gpu import gpu_of, hopper_kernel
 from .sparse_mla_decode_by_rows import by_rows_refuses, decode_by_rows
-from .sparse_mla_decode_plan import Fusion, Results, Source, outputs
+from .sparse_mla_decode_plan import Fusion, Results, Source
 from .sparse_mla_decode_portable import launch
 
 MAX_HEAD_DIM = 512
@@ -134,9 +134,7 @@ def sparse_mla_decode(
     """
     fusion = Fusion(positions, cos_sin_cache, q_norm_eps, inverse_rope, batch_invariant)
     caches = sources(k_cache, indices, lens, block_size, extra_k_cache, extra_indices, extra_lens, extra_block_size)
-    if not by_rows_refuses(q, *caches, cache_format, scale, attn_sink, fusion, gpu_of(q.device)):
-        return decode_by_rows(q, *caches, scale, attn_sink, fusion)
-    return launch_best(q, *caches, cache_format, scale, attn_sink, kv_scale, fusion, outputs(q))
+    return launch_best(q, *caches, cache_format, scale, attn_sink, kv_scale, fusion)
 
 
 def sparse_mla_decode_out(
@@ -193,10 +191,13 @@ def launch_best(
     sink: Tensor | None,
     kv_scale: Tensor | None,
     fusion: Fusion,
-    into: Results,
+    into: Results | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch a kernel made for this GPU, or the portable one where none fits."""
+    """Launch a kernel made for this GPU, or the portable one where none fits; over rows, where nobody has said where
+    results go."""
     gpu = gpu_of(q.device)
+    if into is None and not by_rows_refuses(q, window, extra, cache_format, scale, sink, fusion, gpu):
+        return decode_by_rows(q, window, extra, scale, sink, fusion)
     for name in HOPPER_KERNELS:
         hopper = hopper_kernel(gpu, name)
         if hopper is not None and not hopper.hopper_refuses(q, window, extra, cache_format, sink, fusion):

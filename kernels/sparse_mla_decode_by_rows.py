@@ -16,6 +16,7 @@ from ..layout import HEAD_DIM, byte_pages, cdiv
 from .dequantize_and_gather_k_cache import load_mla_rows
 from .gpu import HOPPER, Gpu
 from .inv_rope_fp8_quant import inv_rope, inv_rope_fp8_quant
+from .kv_load import valid_slots
 from .launch import launch_kernel
 from .q_norm_rope_kv_insert import q_norm_rope
 from .sparse_mla_decode_plan import Fusion, Source
@@ -81,12 +82,10 @@ def join_slots_kernel(
     p_extra += token * extra_strides[0]
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        behind = (column - first).to(tl.int64)
-        slot = tl.load(p_window + column.to(tl.int64) * window_strides[1], mask=column < first, other=-1).to(tl.int64)
-        entry = tl.load(p_extra + behind * extra_strides[1], mask=(behind >= 0) & (behind < second), other=-1)
-        entry = entry.to(tl.int64)
-        row = tl.where((slot >= 0) & (slot < window_slots), slot, -1)
-        row = tl.where((entry >= 0) & (entry < extra_slots), window_slots + entry, row)
+        slot = valid_slots(p_window, window_strides[1], column, first, window_slots)
+        behind = tl.where(column < first, second, column - first)
+        entry = valid_slots(p_extra, extra_strides[1], behind, second, extra_slots)
+        row = tl.where(entry >= 0, window_slots + entry, slot)
         tl.store(p_rows + token * width + column, row.to(tl.int32), mask=column < width)
     tl.store(p_counts + token, first + second)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import layout
 from .gpu import FIRST_DEPENDENT, Gpu
 from .launch import launch_kernel
-from .sparse_mla_decode_plan import Fusion, Results, Source, cut_of, outputs
+from .sparse_mla_decode_plan import Fusion, Results, Source, cut_of, results_for
 from .split_softmax import LOG2_E, part_buffers, split_softmax
 
 PAGE_ALIGN = 16
@@ -57,7 +57,7 @@ def launch_gathering(
     `constants` are the compile-time arguments that only this kernel has. Its programs are numbered by head block, part
     and token, in one row where `flat`. It can store parts as float16 if it `packs`.
     """
-    into = into or outputs(q)
+    into = into or results_for(q, fusion)
     tokens, heads, head_dim = q.shape
     if tokens * heads == 0:
         return into.pair()

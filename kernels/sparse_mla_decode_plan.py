@@ -123,6 +123,13 @@ def quantized_outputs(q: Tensor, n_groups: int, heads_per_group: int, packed_sca
     return Results(values, None, q.new_empty((n_groups, count, rows), dtype=SCALE_DTYPES[packed_scales]))
 
 
+def results_for(q: Tensor, fusion: Fusion) -> Results:
+    """Uninitialised memory for what `fusion` makes of the queries `[T, H, D]`."""
+    if fusion.n_groups == 0:
+        return outputs(q)
+    return quantized_outputs(q, fusion.n_groups, fusion.heads_per_group, fusion.packed_scales)
+
+
 class Cut(NamedTuple):
     """Into how many parts rows are cut at most, the fewest blocks of one, a launch's tokens, and the parts' dtype."""
 

@@ -18,7 +18,7 @@ from .attention_rows import DTYPES
 from .gpu import FIRST_DEPENDENT, Gpu
 from .launch import launch_kernel
 from .sparse_mla_decode_kernel import sparse_mla_decode_kernel
-from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, cut_of, operand_dtype, outputs
+from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, cut_of, operand_dtype, results_for
 from .split_softmax import LOG2_E, part_buffers, split_softmax
 
 
@@ -70,7 +70,7 @@ def launch(
         splits: into how many parts the keys of a token are cut; 0 as sparse_mla_decode_plan.py says.
     """
     tokens, heads, head_dim = q.shape
-    into = into or outputs(q)
+    into = into or results_for(q, fusion)
     if tokens * heads == 0:
         return into.pair()
     cache0, indices0, lens0 = window.tensors(cache_format)

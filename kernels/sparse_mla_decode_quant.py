@@ -6,11 +6,9 @@ from torch import Tensor
 
 from ..layout import ACT_TILE, SCALES_PER_WORD
 from ..reference.sparse_mla_decode import group_heads
-from .gpu import gpu_of
 from .quant import refuses_fp8
 from .sparse_mla_decode import launch_best, sources, sparse_mla_decode_refuses
-from .sparse_mla_decode_by_rows import by_rows_refuses, decode_by_rows
-from .sparse_mla_decode_plan import Fusion, quantized_outputs
+from .sparse_mla_decode_plan import Fusion
 
 
 def sparse_mla_decode_quant_refuses(
@@ -90,7 +88,4 @@ def sparse_mla_decode_quant(
     caches = sources(k_cache, indices, lens, block_size, extra_k_cache, extra_indices, extra_lens, extra_block_size)
     where = positions, cos_sin_cache, q_norm_eps, inverse_rope, batch_invariant
     fusion = Fusion(*where, n_groups, size, packed_scales)
-    if not by_rows_refuses(q, *caches, cache_format, scale, attn_sink, fusion, gpu_of(q.device)):
-        return decode_by_rows(q, *caches, scale, attn_sink, fusion)
-    into = quantized_outputs(q, n_groups, size, packed_scales)
-    return launch_best(q, *caches, cache_format, scale, attn_sink, kv_scale, fusion, into)
+    return launch_best(q, *caches, cache_format, scale, attn_sink, kv_scale, fusion)

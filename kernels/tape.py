@@ -106,8 +106,6 @@ class Tape(TorchDispatchMode):
         with self._refusing():
             if compiled is None:
                 raise Unknown("a kernel is not compiled")
-            if hasattr(compiled, "result"):
-                compiled = compiled.result()
             run, needs = compiled[(*grid, 1, 1)[:3]], frozenset(self._roots(values))
             rest, pointers, others = list(values), [], []
             for i, value in enumerate(values):

@@ -125,9 +125,8 @@ def portable(*args: Any, **cut: Any) -> tuple[Tensor, Tensor]:
 
     window, entries = plan.Source(*args[1:5]), plan.Source(*args[8:12])
     fusion = plan.Fusion(*args[13:])
-    into = plan.quantized_outputs(args[0], *args[18:]) if fusion.n_groups else None
     gpu = gpu_of(args[0].device)
-    return kernel.launch(args[0], window, entries, CACHE, args[6], args[7], None, gpu, fusion=fusion, into=into, **cut)
+    return kernel.launch(args[0], window, entries, CACHE, args[6], args[7], None, gpu, fusion=fusion, **cut)
 
 
 def separate(implementation: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels import sparse_mla_decode_portable as portable
 from dsv4_compile.kernels.gpu import HOPPER, gpu_of
-from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Results, Source, outputs, quantized_outputs
+from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, results_for
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import Tolerance, assert_close
 from dsv4_compile.testing.generate import to_device
@@ -39,12 +39,6 @@ def rope(tokens: int, seed: int = 0) -> dict[str, Tensor]:
     angle = 6.28 * torch.rand(4096, layout.ROPE_DIM // 2, device=CUDA, generator=generator)
     positions = torch.randint(-9, 4105, (tokens,), device=CUDA, generator=generator)
     return {"positions": positions, "cos_sin_cache": torch.cat((angle.cos(), angle.sin()), dim=1)}
-
-
-def results_for(q: Tensor, fusion: Fusion) -> Results:
-    if fusion.n_groups == 0:
-        return outputs(q)
-    return quantized_outputs(q, fusion.n_groups, fusion.heads_per_group, fusion.packed_scales)
 
 
 def by_portable(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:

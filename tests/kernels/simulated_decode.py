@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.gpu import Gpu
-from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, outputs, quantized_outputs
+from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, results_for
 from dsv4_compile.testing import assert_close, poisoned_empty
 from tests.ops.sparse_mla_calls import positional
 
@@ -26,8 +26,8 @@ def run(launcher: Any, arguments: dict[str, Any], splits: int, groups: tuple[Any
     fusion = Fusion(**where, **options)
     fusion = fusion._replace(**dict(zip(("n_groups", "heads_per_group", "packed_scales"), groups, strict=False)))
     with poisoned_empty(), torch.no_grad():
-        into = quantized_outputs(q, *groups) if groups else outputs(q)
-        return launcher.launch_hopper(q, Source(*args[1:5]), extra, scale, sink, GPU, splits, fusion, into)
+        rows = q, Source(*args[1:5]), extra
+        return launcher.launch_hopper(*rows, scale, sink, GPU, splits, fusion, results_for(q, fusion))
 
 
 def row_alone(arguments: dict[str, Any], t: int) -> dict[str, Any]:

@@ -115,8 +115,8 @@ def other(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
-    storage = torch.zeros(value.storage_offset() + max(span, 0) * bool(value.numel()), dtype=torch.uint8)
-    room = torch.zeros(storage.numel() * value.element_size(), dtype=torch.uint8).view(value.dtype)
+    elements = value.storage_offset() + span * bool(value.numel())
+    room = torch.zeros(elements * value.element_size(), dtype=torch.uint8).view(value.dtype)
     return room.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
@@ -156,7 +156,7 @@ def test_a_call_like_one_before_launches_what_the_launcher_would(op: str, on: No
 @pytest.mark.parametrize("on", ["sm_90"], indirect=True)
 @pytest.mark.parametrize("op", ["sparse_mla_decode", "sparse_mla_decode_quant"])
 def test_so_does_attention_by_rows(op: str, on: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module(f"dsv4_compile.kernels.{op}"), "by_rows_refuses", lambda *args: "")
+    monkeypatch.setattr("dsv4_compile.kernels.sparse_mla_decode.by_rows_refuses", lambda *args: "")
     taken = [args for args in op_samples(op) if args[5] == "fp8_ds_mla" and args[0].dtype is torch.bfloat16]
     assert taken
     for args in taken:

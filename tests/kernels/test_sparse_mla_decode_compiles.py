@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.kernels import sparse_mla_decode_few_hopper as few
 from dsv4_compile.kernels import sparse_mla_decode_hopper as hopper
 from dsv4_compile.kernels import sparse_mla_decode_portable as portable
 from dsv4_compile.kernels import sparse_mla_decode_small_hopper as small
-from dsv4_compile.kernels.sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, outputs, quantized_outputs
+from dsv4_compile.kernels.sparse_mla_decode_plan import PLAIN, Fusion, Source, results_for
 from dsv4_compile.testing import strided
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code, resources
 from tests.kernels.gpus import GPUS, shared_out
@@ -35,12 +34,6 @@ def fusion_of(kind: str, heads: int) -> Fusion:
     return ends if kind == "fused" else ends._replace(n_groups=2, heads_per_group=heads // 2, packed_scales=True)
 
 
-def results_of(q: Tensor, fusion: Fusion) -> Results:
-    if fusion.n_groups == 0:
-        return outputs(q)
-    return quantized_outputs(q, fusion.n_groups, fusion.heads_per_group, fusion.packed_scales)
-
-
 CALLS: dict[str, tuple[int, str, torch.dtype, str, int]] = {
     "8 heads": (8, "fp8_ds_mla", torch.bfloat16, "plain", 2),
     "64 heads quantised": (64, "fp8_ds_mla", torch.bfloat16, "quantised", 1),
@@ -58,7 +51,7 @@ def test_it_compiles_ahead_of_time_within_shared_memory(target: str, name: str) 
     with compiled_for(TARGETS[target]) as compiled:
         portable.launch(
             q, *sources_of(fmt, dtype), fmt, 0.1, sink, None, gpu, splits=splits, fusion=fusion,
-            into=results_of(q, fusion),
+            into=results_for(q, fusion),
         )  # fmt: skip
     names = ["sparse_mla_decode_kernel", "split_softmax_kernel"]
     assert [kernel.metadata.name for kernel in compiled] == names[:splits]
@@ -77,7 +70,7 @@ def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products
     assert hopper.hopper_refuses(q, *sources, "fp8_ds_mla", logits, fusion) == ""
     with compiled_for(TARGETS["sm_90"]) as compiled:
         hopper.launch_hopper(
-            q, *sources, 0.1, logits, GPUS["sm_90"][0], splits, fusion=fusion, into=results_of(q, fusion)
+            q, *sources, 0.1, logits, GPUS["sm_90"][0], splits, fusion=fusion, into=results_for(q, fusion)
         )
     kernel = compiled[0]
     assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and machine_code(kernel)
@@ -93,7 +86,7 @@ def test_any_even_number_of_columns_up_to_half_of_a_row_turns(rope: int, heads: 
     fusion = Fusion(torch.zeros(2, dtype=torch.int64), torch.zeros(64, rope), 1e-6, inverse_rope=True)
     assert kernel.hopper_refuses(q, *sources, "fp8_ds_mla", None, fusion) == ""
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        kernel.launch_hopper(q, *sources, 0.1, None, GPUS["sm_90"][0], 1, fusion, outputs(q))
+        kernel.launch_hopper(q, *sources, 0.1, None, GPUS["sm_90"][0], 1, fusion, results_for(q, fusion))
     assert machine_code(compiled[0])
 
 
@@ -120,7 +113,9 @@ def test_the_kernel_for_few_heads_has_what_it_does_once_and_spills_nothing(
     logits, fusion = torch.zeros(heads) if sink else None, fusion_of(kind, heads)
     assert few.hopper_refuses(q, *sources, "fp8_ds_mla", logits, fusion) == ""
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        few.launch_hopper(q, *sources, 0.1, logits, GPUS["sm_90"][0], splits, fusion=fusion, into=results_of(q, fusion))
+        few.launch_hopper(
+            q, *sources, 0.1, logits, GPUS["sm_90"][0], splits, fusion=fusion, into=results_for(q, fusion)
+        )
     kernel = compiled[0]
     assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and machine_code(kernel)
     assert kernel.asm["ptx"].count("setmaxnreg") >= 4
@@ -147,12 +142,12 @@ def test_the_kernel_for_few_tokens_is_small_and_waits_for_the_one_in_front(
     q, sources, gpu = torch.zeros(2, heads, 512).bfloat16(), sources_of("fp8_ds_mla", torch.bfloat16), GPUS["sm_90"][0]
     fusion = fusion_of(kind, heads)
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        small.launch_hopper(q, *sources, 0.1, None, gpu, splits, fusion, results_of(q, fusion), shape)
+        small.launch_hopper(q, *sources, 0.1, None, gpu, splits, fusion, results_for(q, fusion), shape)
     kernel = compiled[0]
     assert kernel.metadata.launch_pdl and kernel.asm["ptx"].count("griddepcontrol.wait") == 1
     assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        hopper.launch_hopper(q, *sources, 0.1, None, gpu, splits, fusion, results_of(q, fusion))
+        hopper.launch_hopper(q, *sources, 0.1, None, gpu, splits, fusion, results_for(q, fusion))
     assert len(machine_code(kernel)) < len(machine_code(compiled[0])) * 2 / 3
 
 
