@@ -7,7 +7,7 @@ import platform
 import shutil
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,16 @@ def write(record: Record, folder: str | Path) -> list[Path]:
     stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     stem.with_suffix(".txt").write_text(render(record) + "\n")
     return [stem.with_suffix(".json"), stem.with_suffix(".txt")]
+
+
+def collect(record: Record, rows: Iterable[Record], folder: Path | None) -> Iterator[Record]:
+    """`rows`, each when it is in `record` and, with a `folder`, in its `<scenario>.json`."""
+    for row in rows:
+        record["rows"].append(row)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{record['scenario']}.json").write_text(json.dumps(record, indent=1) + "\n")
+        yield row
 
 
 def _machine(device: torch.device) -> str:

@@ -65,6 +65,24 @@ def measure(
     return Timing(warm, turns, "cuda graph")
 
 
+def us_in_a_row(call: Call, replays: int) -> float:
+    """Median of rows of so many replays, for a call that is long, or many calls, and compared within one run."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(12):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / replays)
+    return statistics.median(times[2:])
+
+
 def cold_sets(traffic: int, device: torch.device) -> int:
     """How many argument sets of `traffic` bytes are more than twice the L2 cache; 0 for too many, and on a CPU."""
     if device.type != "cuda":

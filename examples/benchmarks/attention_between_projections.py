@@ -15,9 +15,8 @@ Kernels are compiled one after the other; `--compile` does nothing else, for som
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.bench import sparse_mla_decode as scenario
-from dsv4_compile.bench.record import environment
+from dsv4_compile.bench.record import collect, environment
+from dsv4_compile.bench.timing import us_in_a_row
 from dsv4_compile.kernels import sparse_mla_decode_few_hopper as few
 from dsv4_compile.kernels import sparse_mla_decode_hopper as many
 from dsv4_compile.kernels import sparse_mla_decode_portable as portable
@@ -106,24 +106,6 @@ def run(layers: list[Layer], kernel: str, latent: Tensor) -> Tensor:
     return latent
 
 
-def us_of_layer(layers: list[Layer], kernel: str, latent: Tensor) -> float:
-    """Median of rows of replays."""
-    run(layers, kernel, latent)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(layers, kernel, latent)
-    times = []
-    for _ in range(12):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(8):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / 8 / len(layers))
-    return statistics.median(times[2:])
-
-
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     kernels, count = kernels_for(options.heads), ALL_HEADS // options.heads
     for weights in options.weights:
@@ -140,7 +122,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for kernel in kernels:
                     got = layers[0].attend(kernel, q)
                     wrong = "" if kernel == "none" else scenario.differs(got, want, layout.ROPE_DIM, "lse_normed")
-                    us = us_of_layer(layers, kernel, latent)
+                    us = us_in_a_row(partial(run, layers, kernel, latent), 8) / len(layers)
                     without = us if kernel == "none" else without
                     found = {"weights": weights, "heads": options.heads, "tokens": tokens, "keys": keys}
                     found |= {"kernel": kernel}
@@ -162,12 +144,8 @@ def main() -> None:
     limits = [f"--heads {options.heads}", *limits]
     record["command"] = " ".join(["python examples/benchmarks/attention_between_projections.py", *limits])
     with torch.no_grad():
-        for row in rows(options):
+        for row in collect(record, rows(options), options.out):
             print(*row.values(), flush=True)
-            record["rows"].append(row)
-            if options.out is not None:
-                options.out.mkdir(parents=True, exist_ok=True)
-                (options.out / "attention_between_projections.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ for every token that attends it; `by rows` dequantises all of both caches first.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,12 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.bench import sparse_mla_decode as scenario
-from dsv4_compile.bench.record import environment
+from dsv4_compile.bench.record import collect, environment
+from dsv4_compile.bench.timing import us_in_a_row
 from dsv4_compile.kernels.gpu import HOPPER, gpu_of
 from dsv4_compile.kernels.sparse_mla_decode import launch_best, sources
 from dsv4_compile.kernels.sparse_mla_decode_by_rows import decode_by_rows
-from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, outputs, quantized_outputs
+from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, results_for
 from dsv4_compile.reference.block_scale import dequantize_activation
 
 TOKENS, KEYS, ROWS, FUSED = (512, 1024, 2048, 4096, 16384), (128, 640), (2, 4, 8, 16), ("none", "both", "quant")
@@ -48,28 +47,9 @@ def calls(args: tuple[Any, ...]) -> dict[str, Callable[[], tuple[Tensor, Tensor]
     fusion = Fusion(*args[13:])
 
     def pages() -> tuple[Tensor, Tensor]:
-        into = quantized_outputs(q, *args[18:]) if fusion.n_groups else outputs(q)
-        return launch_best(q, *caches, scenario.CACHE, args[6], args[7], None, fusion, into)
+        return launch_best(q, *caches, scenario.CACHE, args[6], args[7], None, fusion, results_for(q, fusion))
 
     return {"pages": pages, "by rows": lambda: decode_by_rows(q, *caches, args[6], args[7], fusion)}
-
-
-def us(call: Callable[[], Any]) -> float:
-    """Median of replays of a graph."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(12):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(4):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / 4)
-    return statistics.median(times[2:])
 
 
 def apart(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> float:
@@ -88,15 +68,10 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     got, want = both["by rows"](), both["pages"]()
                     distance = apart(got, want)
                     del got, want
-                    times = {f"{name.replace(' ', '_')}_us": round(us(call), 1) for name, call in both.items()}
-                    yield {
-                        "tokens": tokens,
-                        "keys": keys,
-                        "rows": count,
-                        "fused": fused,
-                        **times,
-                        "distance": round(distance, 5),
-                    }
+                    found = {"tokens": tokens, "keys": keys, "rows": count, "fused": fused}
+                    for name, call in both.items():
+                        found[f"{name.replace(' ', '_')}_us"] = round(us_in_a_row(call, 4), 1)
+                    yield found | {"distance": round(distance, 5)}
 
 
 def main() -> None:
@@ -113,12 +88,8 @@ def main() -> None:
     limits = [f"--heads {options.heads}", *(f"--{n} {' '.join(map(str, getattr(options, n)))}" for n in names)]
     record["command"] = " ".join(["python examples/benchmarks/attention_of_a_prompt.py", *limits])
     with torch.no_grad():
-        for row in rows(options):
+        for row in collect(record, rows(options), options.out):
             print(*row.values(), flush=True)
-            record["rows"].append(row)
-            if options.out is not None:
-                options.out.mkdir(parents=True, exist_ok=True)
-                (options.out / "attention_of_a_prompt.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -230,3 +230,11 @@ def test_the_ceiling_is_the_fastest_copy_and_each_way_copies(monkeypatch: pytest
     monkeypatch.setattr(timing, "measure", one_way)
     assert timing.copy_rate(CPU) == 2 * copied[0] * len(copied)
     assert len(copied) > 1
+
+
+def test_rows_are_on_disk_when_they_are_given(tmp_path: Path) -> None:
+    record: dict[str, Any] = {"scenario": "one", "rows": []}
+    found = bench.record.collect(record, iter([{"us": 1.0}, {"us": 2.0}]), tmp_path / "made")
+    for count, row in enumerate(found, 1):
+        kept = json.loads((tmp_path / "made" / "one.json").read_text())
+        assert kept == record and len(kept["rows"]) == count and kept["rows"][-1] == row
