@@ -36,7 +36,7 @@ def _quantising(a: Tensor, b: Tensor, b_scale: Tensor) -> Callable[[Tensor, Tens
     few, clusters = (hopper_kernel(gpu, f"grouped_matmul_{name}hopper") for name in ("", "clusters_"))
     if clusters is not None and not clusters.clusters_refuse(a, b, known, False, gpu):
         return lambda x, scale, *out: clusters.launch_clusters_of_tiles(x, scale, b, known, out[0], gpu, out[1])
-    if few is not None and not few.hopper_refuses(a, b, False):
+    if few is not None and not few.hopper_refuses(a, b, False, gpu):
         return lambda x, scale, out, out_scale: few.launch_hopper(x, scale, b, known, out, False, gpu, out_scale)
     return None
 

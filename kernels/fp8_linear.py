@@ -12,7 +12,7 @@ from ..layout import ACT_TILE as _ACT_TILE
 from ..layout import cdiv
 from .early import start
 from .fp8_linear_torch import multiply_by_torch, torch_refuses
-from .gpu import HOPPER, early_start, gpu_of, hopper_kernel, starts_early
+from .gpu import Gpu, early_start, gpu_of, hopper_kernel, starts_early
 from .grouped_matmul import FEW_TOKENS, grouped_matmul
 from .launch import launch_kernel
 from .quant import FP8_MAX, e4m3, refuses_fp8, tile_byte, ue8m0_inverse, ue8m0_scale
@@ -23,8 +23,7 @@ BLOCK_T, BLOCK_S = 4, 8
 """Tokens and strips of a program that quantises: scales of neighbouring tokens lie side by side."""
 FEW_TOKENS_HOPPER = 16
 """Programs that share a strip of x quantise it each for itself. On an H200 that takes longer, from 32 tokens on, than a
-launch of its own, whose time the copies of the weight use: V4-Flash's wo_b 13.6 us instead of 10.1. Where x comes
-quantised, as `fp8_grouped_einsum_quant` gives it, it takes 1.4 us less."""
+launch of its own, whose time the copies of the weight use."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -116,15 +115,23 @@ def _product(
 ) -> Tensor:
     """`[T, N]`, into `out` where that is given."""
     gpu = gpu_of(rows.device)
-    few = FEW_TOKENS_HOPPER if gpu.capability == HOPPER else FEW_TOKENS
     if quantize and out is None and not torch_refuses(gpu, rows.shape[0], weight, weight_scale, dtype):
         widened = weight_scale.dtype is not torch.float32
         values, scale, wide = _quantize(rows, weight_scale.view(torch.uint8) if widened else None)
         return multiply_by_torch(values, scale, weight, weight_scale if wide is None else wide)
-    if quantize and rows.shape[0] > few:
+    if quantize and not _within(rows, weight, gpu):
         values, scale = quantize_activation(rows)
         return grouped_matmul(values[:, None], scale[:, None], weight, weight_scale, dtype, out=out)
     return grouped_matmul(rows[:, None], None, weight, weight_scale, dtype, quantize=quantize, out=out)
+
+
+def _within(rows: Tensor, weight: Tensor, gpu: Gpu) -> bool:
+    """Whether the product quantises rows itself."""
+    hopper = hopper_kernel(gpu, "grouped_matmul_hopper")
+    if hopper is None:
+        return rows.shape[0] <= FEW_TOKENS
+    few = 0 < rows.shape[0] <= FEW_TOKENS_HOPPER
+    return few and len(weight) > 0 and bool(hopper.quantised_at_once(rows[:, None], weight, gpu))
 
 
 def _both(rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, beside: Tensor) -> Tensor:
@@ -140,7 +147,7 @@ def _both(rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, be
         inputs = values[:, None], scale[:, None]
         both.launch_clusters_of_tiles(*inputs, weight, weight_scale, out, gpu, beside=(rows, beside))
         return out
-    if pair is not None and one_launch and not pair.pair_refuses(rows, weight, beside):
+    if pair is not None and one_launch and not pair.pair_refuses(rows, weight, beside, gpu):
         pair.launch_pair(rows, weight, weight_scale, beside, out, gpu)
         return out
     _product(rows, weight, weight_scale, quantize, torch.float32, out[:, :first])

@@ -40,8 +40,9 @@ def by_torch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def _few(x: Tensor, weight: Tensor) -> bool:
-    hopper = hopper_kernel(gpu_of(x.device), "grouped_matmul_hopper")
-    return hopper is not None and not hopper.hopper_refuses(x, weight, False)
+    gpu = gpu_of(x.device)
+    hopper = hopper_kernel(gpu, "grouped_matmul_hopper")
+    return hopper is not None and not hopper.hopper_refuses(x, weight, False, gpu)
 
 
 def grouped_linear_refuses(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> str:

@@ -271,7 +271,7 @@ def grouped_matmul(
     few, clusters, many = (hopper_kernel(gpu, f"grouped_matmul_{name}hopper") for name in ("", "clusters_", "many_"))
     if clusters is not None and not clusters.clusters_refuse(x, weight, weight_scale, quantize, gpu):
         clusters.launch_clusters_of_tiles(x, x_scale, weight, weight_scale, out, gpu)
-    elif few is not None and not few.hopper_refuses(x, weight, quantize):
+    elif few is not None and not few.hopper_refuses(x, weight, quantize, gpu):
         few.launch_hopper(x, x_scale, weight, weight_scale, out, quantize, gpu)
     elif many is not None and not many.many_refuses(x, weight, weight_scale, quantize, out):
         many.launch_many(x, x_scale, weight, weight_scale, out, quantize, gpu)

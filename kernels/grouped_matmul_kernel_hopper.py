@@ -1,8 +1,8 @@
 """The matrix product of few tokens on Hopper, in Gluon: weights as fast as memory gives them.
 
 A program makes a tile of BLOCK_N outputs for BLOCK_M tokens. The copy engine brings its strips of the weight and of x
-into a ring of buffers, as many at once as shared memory holds; the matrix unit reads them where they are. While it
-multiplies a strip, the warps quantise the next one of x, if that is wanted, into the other of two small buffers. The
+into a ring of buffers, as many at once as shared memory holds; the matrix unit reads them where they are. If x is to be
+quantised, the warps load all that the program multiplies of it, and quantise it, while the weight is on its way. The
 loop waits for memory nowhere but for a strip to arrive: under the load of the copies, a load of a few bytes takes as
 long as a strip.
 
@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -36,6 +37,8 @@ from .grouped_matmul_store_hopper import store_parts, store_tile
 from .kv_load_hopper import thread_barrier
 from .quant_hopper import quantised, scale_value
 
+COPY_ALIGN = 16
+"""Bytes that what the copy engine reads starts at multiples of."""
 STRIP_BYTES = layout.ACT_TILE
 """Of a row of the weight: what the matrix unit takes of it at a time, and of e4m3 what shares a scale."""
 
@@ -43,6 +46,7 @@ STRIP = gl.constexpr(STRIP_BYTES)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 WEIGHT_TILE = gl.constexpr(layout.WEIGHT_TILE)
 WORD = gl.constexpr(layout.SCALES_PER_WORD)
+APART_BY = gl.constexpr(COPY_ALIGN // 2)  # elements of two bytes
 
 
 @gluon.jit
@@ -55,11 +59,48 @@ def _scales(p_scale):
 
 
 @gluon.jit
-def put_x(x, values, scales):
-    """A strip of x, quantised, and its scales into shared memory."""
-    codes, scale = quantised(x.to(gl.float32), 1)
-    values.store(codes)
-    scales.store(scale)
+def _scales_of_x(
+    p_scale, token_stride, strip_stride, tokens, first_token, begin, count, BLOCK_M: gl.constexpr, EACH: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """float32 `[EACH, BLOCK_M]` of a program's strips. What lies past the end repeats the last strip and token."""
+    TOKENS: gl.constexpr = BLOCK_M if BLOCK_M < 32 else 32
+    SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TOKENS, TOKENS], [WARPS, 1], [1, 0])
+    token = gl.minimum(first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCALES)), tokens - 1).to(gl.int64)
+    strip = begin + gl.minimum(gl.arange(0, EACH, gl.SliceLayout(1, SCALES)), count - 1)
+    p_scale += gl.expand_dims(token * token_stride, 0)
+    if p_scale.dtype.element_ty == gl.int32:
+        # Words hold the UE8M0 bytes of four strips.
+        words = gl.load(p_scale + gl.expand_dims(strip // WORD * strip_stride, 1))
+        known = scale_value((words >> gl.expand_dims(8 * (strip % WORD), 1)) & 255)
+    else:
+        known = gl.load(p_scale + gl.expand_dims(strip * strip_stride, 1))
+    return known
+
+
+@gluon.jit
+def _quantise_x(
+    p_x, x_stride, tokens, first_token, begin, count, size, values, scales,
+    BLOCK_M: gl.constexpr, AT_ONCE: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """A program's strips of x into `values` `[n, AT_ONCE * BLOCK_M, 128]` and `scales`, AT_ONCE at a time.
+
+    What lies past the end repeats the last token and the last strip.
+    """
+    o_row = gl.arange(0, AT_ONCE * BLOCK_M, gl.SliceLayout(1, X))
+    o_k = gl.expand_dims(gl.arange(0, STRIP, gl.SliceLayout(0, X)), 0)
+    token = gl.minimum(first_token + o_row % BLOCK_M, tokens - 1).to(gl.int64)
+    APART: gl.constexpr = APART_BY // 2 if p_x.dtype.element_ty == gl.float32 else APART_BY
+    p_token = p_x + gl.expand_dims(token * gl.multiple_of(x_stride, APART), 1)
+    for chunk in range((count + AT_ONCE - 1) // AT_ONCE):
+        strip = begin + gl.minimum(chunk * AT_ONCE + o_row // BLOCK_M, count - 1)
+        column = gl.expand_dims(strip * STRIP, 1) + o_k
+        x = gl.load(p_token + column, mask=column < size, other=0.0)
+        codes, scale = quantised(x.to(gl.float32), 1)
+        values.index(chunk).store(codes)
+        scales.index(chunk).store(scale)
+    # The matrix unit reads through the asynchronous proxy, behind a barrier, what this stored through the other.
+    fence_async_shared()
 
 
 @gluon.jit
@@ -78,19 +119,20 @@ def _put_rows(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    program, weights, inputs, p_out, p_out_scale, p_part, p_arrived, p_x_scale, p_weight_scale, out_stride,
-    x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
+    program, weights, inputs, p_x, x_stride, p_out, p_out_scale, p_part, p_arrived, p_x_scale, p_weight_scale,
+    out_stride, x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
     weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, groups, rows, size, strips_each,
-    QUANTIZE: gl.constexpr, SPLITS: gl.constexpr, ONE_SCALE: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, EACH: gl.constexpr, X_BYTES: gl.constexpr,
-    RING: gl.constexpr, TILE: gl.constexpr, X_TILE: gl.constexpr, OUT_TILE: gl.constexpr, X: gl.constexpr,
-    OUT: gl.constexpr, WARPS: gl.constexpr, CLUSTER: gl.constexpr,
+    SPLITS: gl.constexpr, ONE_SCALE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, EACH: gl.constexpr, AT_ONCE: gl.constexpr, CHUNKS: gl.constexpr, RING: gl.constexpr,
+    WHOLE: gl.constexpr, TILE: gl.constexpr, OUT_TILE: gl.constexpr, X: gl.constexpr, OUT: gl.constexpr,
+    WARPS: gl.constexpr, CLUSTER: gl.constexpr,
 ):  # fmt: skip
     """The part of a product that is program `program`'s; see `grouped_matmul_hopper_kernel` for the arguments."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_M, BLOCK_K // 4]
     )
-    BYTES: gl.constexpr = BLOCK_N * STRIP + BLOCK_M * BLOCK_K * X_BYTES
+    QUANTIZE: gl.constexpr = inputs is None
+    BYTES: gl.constexpr = BLOCK_N * STRIP if QUANTIZE else (BLOCK_N + BLOCK_M) * STRIP
     blocks = (rows + BLOCK_N - 1) // BLOCK_N
     # The first copy waits for what is divided by numbers that the compiler does not know.
     if CLUSTER or SPLITS == 1:
@@ -114,7 +156,10 @@ def _multiply(
     x_row, x_column = group * x_group_row + first_token, group * x_group_column
 
     w_ring = gl.allocate_shared_memory(weights.dtype, [RING, BLOCK_N, BLOCK_K], TILE)
-    x_ring = gl.allocate_shared_memory(inputs.dtype, [RING, BLOCK_M, BLOCK_K], X_TILE)
+    if QUANTIZE:
+        values = gl.allocate_shared_memory(weights.dtype, [CHUNKS, AT_ONCE * BLOCK_M, BLOCK_K], TILE)
+    else:
+        x_ring = gl.allocate_shared_memory(inputs.dtype, [RING, BLOCK_M, BLOCK_K], TILE)
     ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
         mbarrier.init(ready.index(i), count=1)
@@ -129,8 +174,9 @@ def _multiply(
     if CLUSTER:
         inbox = await_shares(part, tokens, first_token, SPLITS, BLOCK_M, BLOCK_N)
     gdc_wait()
-    for i in range(filled):
-        copy_tile(inputs, [x_row, x_column + (begin + i) * BLOCK_K], ready.index(i), x_ring.index(i))
+    if not QUANTIZE:
+        for i in range(filled):
+            copy_tile(inputs, [x_row, x_column + (begin + i) * BLOCK_K], ready.index(i), x_ring.index(i))
 
     if p_weight_scale is not None:
         WIDE: gl.constexpr = 1 if ONE_SCALE else BLOCK_N
@@ -141,60 +187,54 @@ def _multiply(
         row = group * rows + gl.minimum(block * BLOCK_N + o_n, rows - 1)
         p_weight_scale += gl.expand_dims(row // WEIGHT_TILE * weight_scale_row_stride, 0)
         p_weight_scale += gl.expand_dims(o_strip * weight_scale_strip_stride, 1)
-        w_scales = _put_rows(_scales(p_weight_scale), EACH, WIDE)
+        # On its way before anything waits, and put where it is needed when something else has been waited for.
+        w_scale = _scales(p_weight_scale)
         if QUANTIZE:
-            x_scales = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], FLAT)
+            new_scales = gl.allocate_shared_memory(gl.float32, [CHUNKS, AT_ONCE * BLOCK_M], FLAT)
+            p_x += group.to(gl.int64) * x_group_row * x_stride + group * x_group_column
+            _quantise_x(p_x, x_stride, tokens, first_token, begin, count, size, values, new_scales, BLOCK_M, AT_ONCE, X)
+            x_scales = new_scales._reinterpret(gl.float32, [CHUNKS * AT_ONCE, BLOCK_M], FLAT)
+            x_ring = values._reinterpret(weights.dtype, [CHUNKS * AT_ONCE, BLOCK_M, BLOCK_K], TILE)
         else:
-            TOKENS: gl.constexpr = BLOCK_M if BLOCK_M < 32 else 32
-            X_SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TOKENS, TOKENS], [WARPS, 1], [1, 0])
-            # What lies past the end repeats the last token and is not stored.
-            token = first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(0, X_SCALES))
-            token = gl.minimum(token, tokens - 1).to(gl.int64)
-            o_strip = begin + gl.minimum(gl.arange(0, EACH, gl.SliceLayout(1, X_SCALES)), count - 1)
             p_x_scale += group.to(gl.int64) * x_scale_group_stride
-            p_x_scale += gl.expand_dims(token * x_scale_token_stride, 0)
-            if p_x_scale.dtype.element_ty == gl.int32:
-                # Words hold the UE8M0 bytes of four strips.
-                words = gl.load(p_x_scale + gl.expand_dims(o_strip // WORD * x_scale_strip_stride, 1))
-                known = scale_value((words >> gl.expand_dims(8 * (o_strip % WORD), 1)) & 255)
-            else:
-                known = gl.load(p_x_scale + gl.expand_dims(o_strip * x_scale_strip_stride, 1))
+            known = _scales_of_x(
+                p_x_scale, x_scale_token_stride, x_scale_strip_stride, tokens, first_token, begin, count, BLOCK_M,
+                EACH, WARPS,
+            )  # fmt: skip
             x_scales = _put_rows(known, EACH, BLOCK_M)
-    if QUANTIZE:
-        values = gl.allocate_shared_memory(weights.dtype, [2, BLOCK_M, BLOCK_K], TILE)
-        _arrived(ready, 0, RING)
-        put_x(x_ring.index(0).load(X), values.index(0), x_scales.index(0))
-
+        w_scales = _put_rows(w_scale, EACH, WIDE)
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
-    for strip in range(count):
-        if QUANTIZE:
-            fence_async_shared()
-        # All have waited for the last product: what it read is free.
+    sums = warpgroup_mma_init(acc) if WHOLE else acc
+    if QUANTIZE:
         thread_barrier()
-        following = strip - 1 + RING
-        if (strip > 0) & (following < count):
-            free = following % RING
-            o_k = (begin + following) * BLOCK_K
-            mbarrier.expect(ready.index(free), BYTES)
-            copy_tile(weights, [first_row, o_k], ready.index(free), w_ring.index(free))
-            copy_tile(inputs, [x_row, x_column + o_k], ready.index(free), x_ring.index(free))
+    for strip in range(count):
+        if not WHOLE:
+            # All have waited for the last product: what it read is free.
+            thread_barrier()
+            following = strip - 1 + RING
+            if (strip > 0) & (following < count):
+                free = following % RING
+                o_k = (begin + following) * BLOCK_K
+                mbarrier.expect(ready.index(free), BYTES)
+                copy_tile(weights, [first_row, o_k], ready.index(free), w_ring.index(free))
+                if not QUANTIZE:
+                    copy_tile(inputs, [x_row, x_column + o_k], ready.index(free), x_ring.index(free))
         _arrived(ready, strip, RING)
         w = w_ring.index(strip % RING)
-        x = values.index(strip % 2) if QUANTIZE else x_ring.index(strip % RING)
+        x = x_ring.index(strip if QUANTIZE else strip % RING)
         if p_weight_scale is None:
-            acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            sums = warpgroup_mma(w, x.permute((1, 0)), sums, is_async=True)
+            if not WHOLE:
+                sums = warpgroup_mma_wait(0, deps=[sums])
         else:
             product = warpgroup_mma(w, x.permute((1, 0)), zero, use_acc=False, is_async=True)
-            x_scale = x_scales.index(strip % 2 if QUANTIZE else strip).load(gl.SliceLayout(0, ACC))
-            w_scale = w_scales.index(strip).load(gl.SliceLayout(1, ACC))
-            if QUANTIZE and strip + 1 < count:
-                after = strip + 1
-                _arrived(ready, after, RING)
-                put_x(x_ring.index(after % RING).load(X), values.index(after % 2), x_scales.index(after % 2))
+            x_scale = x_scales.index(strip).load(gl.SliceLayout(0, ACC))
+            row_scale = w_scales.index(strip).load(gl.SliceLayout(1, ACC))
             product = warpgroup_mma_wait(0, deps=[product])
-            acc += product * (gl.expand_dims(x_scale, 0) * gl.expand_dims(w_scale, 1))
+            acc += product * (gl.expand_dims(x_scale, 0) * gl.expand_dims(row_scale, 1))
+    if p_weight_scale is None:
+        acc = warpgroup_mma_wait(0, deps=[sums])
 
     if CLUSTER:
         store_shares(
@@ -221,7 +261,9 @@ def _multiply(
 )  # fmt: skip
 def grouped_matmul_hopper_kernel(
     weights,  # descriptor of [G * N, K] in blocks of [BLOCK_N, BLOCK_K]
-    inputs,  # descriptor of rows of x in blocks of [BLOCK_M, BLOCK_K]
+    inputs,  # descriptor of rows of x in blocks of [BLOCK_M, BLOCK_K], or None where x is quantised here
+    p_x,  # rows of x then, else None
+    x_stride,  # of a row
     p_out,  # [T, G * N], rows contiguous
     p_out_scale,  # of e4m3 results, float32 [G * N / 128, T], contiguous; or None
     p_part,  # [SPLITS, tiles, BLOCK_N * BLOCK_M] float32, contiguous; None for a cluster or a single part
@@ -242,19 +284,19 @@ def grouped_matmul_hopper_kernel(
     rows,  # N
     size,  # K
     strips_each,  # of a program
-    QUANTIZE: gl.constexpr,  # x is quantised here
     SPLITS: gl.constexpr,
     ONE_SCALE: gl.constexpr,  # the rows of a tile share their scales
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     EACH: gl.constexpr,  # at least strips_each, a power of two
-    X_BYTES: gl.constexpr,  # of an element of x
+    AT_ONCE: gl.constexpr,  # strips of x that are quantised together
+    CHUNKS: gl.constexpr,  # of so many, that hold all of a program's
     RING: gl.constexpr,
-    TILE: gl.constexpr,  # layouts in shared memory: of operands, of x, of results
-    X_TILE: gl.constexpr,
+    WHOLE: gl.constexpr,  # the ring holds all strips of a program
+    TILE: gl.constexpr,  # layouts in shared memory: of operands, of results
     OUT_TILE: gl.constexpr,
-    X: gl.constexpr,  # layouts in registers: of a strip of x, of results
+    X: gl.constexpr,  # layouts in registers: of strips of x, of results
     OUT: gl.constexpr,
     CLUSTER: gl.constexpr,  # the programs of a tile are one
     num_warps: gl.constexpr,
@@ -264,11 +306,11 @@ def grouped_matmul_hopper_kernel(
     In clusters, the programs of a tile are neighbours: it takes tile p // SPLITS.
     """
     _multiply(
-        gl.program_id(0), weights, inputs, p_out, p_out_scale, p_part, p_arrived, p_x_scale, p_weight_scale,
-        out_stride, x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
-        weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, groups, rows, size, strips_each,
-        QUANTIZE, SPLITS, ONE_SCALE, BLOCK_M, BLOCK_N, BLOCK_K, EACH, X_BYTES, RING, TILE, X_TILE, OUT_TILE, X,
-        OUT, num_warps, CLUSTER,
+        gl.program_id(0), weights, inputs, p_x, x_stride, p_out, p_out_scale, p_part, p_arrived, p_x_scale,
+        p_weight_scale, out_stride, x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride,
+        x_scale_strip_stride, weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, groups, rows,
+        size, strips_each, SPLITS, ONE_SCALE, BLOCK_M, BLOCK_N, BLOCK_K, EACH, AT_ONCE, CHUNKS, RING, WHOLE, TILE,
+        OUT_TILE, X, OUT, num_warps, CLUSTER,
     )  # fmt: skip
 
 
@@ -276,8 +318,9 @@ def grouped_matmul_hopper_kernel(
 def pair_hopper_kernel(
     weights,  # descriptor of [N, K] e4m3
     others,  # descriptor of [M, K] in the dtype of x
-    inputs,  # descriptor of x [T, K] in blocks for the one and for the other
-    inputs_of_others,
+    inputs_of_others,  # descriptor of x [T, K] in blocks for the other
+    p_x,  # the same
+    x_stride,
     p_out,  # [T, N + M] float32
     p_part,  # of the one and of the other, see `grouped_matmul_hopper_kernel`
     p_part_of_others,
@@ -303,11 +346,14 @@ def pair_hopper_kernel(
     BLOCK_K_OF_OTHERS: gl.constexpr,
     EACH: gl.constexpr,
     EACH_OF_OTHERS: gl.constexpr,
-    X_BYTES: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    CHUNKS: gl.constexpr,
     RING: gl.constexpr,
     RING_OF_OTHERS: gl.constexpr,
+    WHOLE: gl.constexpr,
+    WHOLE_OF_OTHERS: gl.constexpr,
     TILE: gl.constexpr,
-    X_TILE: gl.constexpr,
+    TILE_OF_OTHERS: gl.constexpr,
     OUT_TILE: gl.constexpr,
     X: gl.constexpr,
     OUT: gl.constexpr,
@@ -317,16 +363,16 @@ def pair_hopper_kernel(
     """Two products of one x side by side: of x quantised here with e4m3, and of x as it is."""
     if gl.program_id(0) < first:
         _multiply(
-            gl.program_id(0), weights, inputs, p_out, None, p_part, p_arrived, None, p_weight_scale, out_stride,
-            0, 0, 0, 0, 0, weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, 1, rows, size,
-            strips_each, True, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, X_BYTES, RING, TILE, X_TILE, OUT_TILE,
-            X, OUT, num_warps, CLUSTER,
+            gl.program_id(0), weights, None, p_x, x_stride, p_out, None, p_part, p_arrived, None, p_weight_scale,
+            out_stride, 0, 0, 0, 0, 0, weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, 1,
+            rows, size, strips_each, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, AT_ONCE, CHUNKS, RING, WHOLE,
+            TILE, OUT_TILE, X, OUT, num_warps, CLUSTER,
         )  # fmt: skip
     else:
         _multiply(
-            gl.program_id(0) - first, others, inputs_of_others, p_out + rows, None, p_part_of_others,
+            gl.program_id(0) - first, others, inputs_of_others, None, 0, p_out + rows, None, p_part_of_others,
             p_arrived_of_others, None, None, out_stride, 0, 0, 0, 0, 0, 0, 0, tokens, token_blocks, 1, rows_of_others,
-            size, strips_each_of_others, False, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS,
-            EACH_OF_OTHERS, X_BYTES, RING_OF_OTHERS, X_TILE, X_TILE, OUT_TILE, X, OUT, num_warps,
-            CLUSTER,
+            size, strips_each_of_others, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS,
+            EACH_OF_OTHERS, AT_ONCE, CHUNKS, RING_OF_OTHERS, WHOLE_OF_OTHERS, TILE_OF_OTHERS, OUT_TILE, X, OUT,
+            num_warps, CLUSTER,
         )  # fmt: skip

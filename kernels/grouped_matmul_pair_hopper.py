@@ -16,9 +16,12 @@ from .cluster_hopper import SIZES, clusters_at_once, clusters_known, launch_clus
 from .gpu import Gpu
 from .grouped_matmul_hopper import (
     Cut,
+    at_once,
     block_of,
+    chunks,
     deepest_ring,
     hopper_refuses,
+    operands_refused,
     out_layout,
     power_of_two,
     rows_of,
@@ -55,9 +58,30 @@ def choose_cut(gpu: Gpu, tokens: int, strips: tuple[int, int], blocks: tuple[int
         whole = all((cluster - 1) * cdiv(n, cluster) < n for n in strips)
         if whole and sum(blocks) <= clusters_at_once(gpu, cluster, PROGRAMS):
             more = tokens <= FEW_TOKENS and cluster == MANY_PROGRAMS
-            return PairCut((cluster, cluster), cluster, PROGRAMS + more)
+            cut = PairCut((cluster, cluster), cluster, PROGRAMS + more)
+            if rings(cut, tokens, strips)[0] > 0:
+                return cut
     each = strips_of_a_program(gpu, *strips, *blocks)
     return PairCut((_whole_splits(strips[0], each), _whole_splits(strips[1], each)), 0, 2)
+
+
+def strips_each(pair: PairCut, strips: tuple[int, int]) -> list[int]:
+    """Of a program of either weight."""
+    return [cdiv(n, splits) for n, splits in zip(strips, pair.splits, strict=True)]
+
+
+def rings(pair: PairCut, tokens: int, strips: tuple[int, int]) -> list[int]:
+    """Buffers of a program of either weight, the first of which quantises."""
+    cut, each = Cut(BLOCK_N, WARPS, pair.programs, 1, pair.cluster > 0), strips_each(pair, strips)
+    return [deepest_ring(cut, block_of(tokens), n, n_th == 0) for n_th, n in enumerate(each)]
+
+
+def sizes_of(x: Tensor, weight: Tensor, others: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Strips of either weight, and its tiles."""
+    tokens, size = x.shape
+    token_blocks = cdiv(tokens, block_of(tokens))
+    strips = cdiv(size, STRIP_BYTES), cdiv(size, STRIP_BYTES // others.element_size())
+    return strips, (token_blocks * cdiv(weight.shape[0], BLOCK_N), token_blocks * cdiv(others.shape[0], BLOCK_N))
 
 
 def _whole_splits(strips: int, each: int) -> int:
@@ -74,7 +98,7 @@ def strips_of_a_program(gpu: Gpu, strips: int, strips_2: int, blocks: int, block
     )
 
 
-def pair_refuses(x: Tensor, weight: Tensor, others: Tensor) -> str:
+def pair_refuses(x: Tensor, weight: Tensor, others: Tensor, gpu: Gpu) -> str:
     """Why two launches are needed, "" if one will do."""
     if 0 in (weight.shape[0], others.shape[0]):
         return "it takes two weights that have rows: the copy engine has no matrix without any"
@@ -82,7 +106,12 @@ def pair_refuses(x: Tensor, weight: Tensor, others: Tensor) -> str:
         return "it multiplies the other weights with x as it is, in two bytes"
     if weight.shape[0] % layout.WEIGHT_TILE:
         return "it takes whole blocks of the weight"
-    return hopper_refuses(x[:, None], weight, True) or hopper_refuses(x[:, None], others, False)
+    refused = operands_refused(x[:, None], weight, True) or hopper_refuses(x[:, None], others, False, gpu)
+    if refused or x.shape[0] == 0:
+        return refused
+    strips, blocks = sizes_of(x, weight, others)
+    held = rings(choose_cut(gpu, x.shape[0], strips, blocks), x.shape[0], strips)[0] > 0
+    return "" if held else "its programs hold all that they quantise"
 
 
 def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor, out: Tensor, gpu: Gpu) -> None:
@@ -93,17 +122,10 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
     assert inputs is not None
     if weight_scale.dtype is torch.float8_e8m0fnu:
         weight_scale = weight_scale.view(torch.uint8)
-    sides = [(weight.shape[0], cdiv(size, block_k)), (others.shape[0], cdiv(size, block_k_2))]
-    token_blocks = cdiv(tokens, block_m)
-    blocks = [token_blocks * cdiv(rows, BLOCK_N) for rows, _ in sides]
-    pair = choose_cut(gpu, tokens, (sides[0][1], sides[1][1]), (blocks[0], blocks[1]))
+    strips, blocks = sizes_of(x, weight, others)
+    pair = choose_cut(gpu, tokens, strips, blocks)
     splits, cluster = pair.splits, pair.cluster
-    each = [cdiv(strips, n) for (_, strips), n in zip(sides, splits, strict=True)]
-    cut = Cut(BLOCK_N, WARPS, pair.programs, 1, cluster > 0)
-    rings = [
-        deepest_ring(cut, block_m, k, n, x.element_size(), q)
-        for k, n, q in ((block_k, each[0], True), (block_k_2, each[1], False))
-    ]
+    each, buffers = strips_each(pair, strips), rings(pair, tokens, strips)
     first = blocks[0] * splits[0]
     programs = first + blocks[1] * splits[1]
     parts: list[Tensor | None] = [None, None]
@@ -120,8 +142,9 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
     start(
         TensorDescriptor.from_tensor(weight, [BLOCK_N, block_k], swizzled(weight)),
         TensorDescriptor.from_tensor(others, [BLOCK_N, block_k_2], swizzled(others)),
-        TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k], swizzled(x)),
         TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k_2], swizzled(x)),
+        inputs.matrix,
+        inputs.matrix.stride(0),
         out,
         parts[0],
         parts[1],
@@ -131,9 +154,9 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         out.stride(0),
         *weight_scale.stride(),
         tokens,
-        token_blocks,
-        sides[0][0],
-        sides[1][0],
+        cdiv(tokens, block_m),
+        weight.shape[0],
+        others.shape[0],
         size,
         each[0],
         each[1],
@@ -146,13 +169,16 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         BLOCK_K_OF_OTHERS=block_k_2,
         EACH=power_of_two(each[0]),
         EACH_OF_OTHERS=power_of_two(each[1]),
-        X_BYTES=x.element_size(),
-        RING=rings[0],
-        RING_OF_OTHERS=rings[1],
+        AT_ONCE=at_once(block_m, each[0]),
+        CHUNKS=chunks(block_m, each[0]),
+        RING=buffers[0],
+        RING_OF_OTHERS=buffers[1],
+        WHOLE=buffers[0] == each[0],
+        WHOLE_OF_OTHERS=buffers[1] == each[1],
         TILE=swizzled(weight),
-        X_TILE=swizzled(x),
+        TILE_OF_OTHERS=swizzled(others),
         OUT_TILE=swizzled(out),
-        X=x_layout(block_m, block_k, WARPS),
+        X=x_layout(at_once(block_m, each[0]) * block_m, WARPS),
         OUT=out_layout(BLOCK_N, WARPS),
         CLUSTER=cluster > 0,
         num_warps=WARPS,

@@ -88,7 +88,7 @@ def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = Fals
     """Of a launch cut as it says."""
     counters = torch.zeros(64, dtype=torch.int32)
     x, _, weight, _, dtype = args
-    assert hopper.hopper_refuses(x, weight, quantize) == ""
+    assert hopper.hopper_refuses(x, weight, quantize, GPU) == ""
     with (
         mock.patch.object(kernels, "gpu_of", lambda device: GPU),
         mock.patch.object(kernels, "hopper_kernel", lambda gpu, stem: hopper if stem == STEM else None),

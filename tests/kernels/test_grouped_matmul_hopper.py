@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from dsv4_compile.bench import gemm
-from dsv4_compile.kernels import fp8_linear, grouped_matmul_hopper, grouped_matmul_shares_hopper
+from dsv4_compile.kernels import (
+    fp8_linear,
+    grouped_matmul_hopper,
+    grouped_matmul_pair_hopper,
+    grouped_matmul_shares_hopper,
+)
 from dsv4_compile.kernels import grouped_matmul as kernels
 from dsv4_compile.kernels.cluster_hopper import clusters_at_once
 from dsv4_compile.ops._define import REFERENCES
@@ -29,7 +34,7 @@ def hopper() -> Iterator[Any]:
         yield found
 
 
-@pytest.mark.parametrize("cut", [(256, 8, 1, 2), (128, 4, 7, 1), (64, 4, 9, 3), (64, 4, 4, 1), (64, 4, 4, 2, True)])
+@pytest.mark.parametrize("cut", [(256, 8, 1, 2), (128, 4, 2, 1), (64, 4, 3, 3), (64, 4, 2, 1), (64, 4, 3, 2, True)])
 @pytest.mark.parametrize(
     ("tokens", "rows", "size", "dtype"),
     [(1, 300, 640, BF16), (13, 200, 656, F32), (64, 130, 640, BF16), (8, 200, 1280, BF16)],
@@ -54,7 +59,7 @@ def test_two_products_of_one_input_are_one_launch(
     pair, counters = hopper.pair, torch.zeros(64, dtype=torch.int32)
     x, weight, scale = torch.randn(tokens, size).bfloat16(), e4m3(rows, size), block_scale(rows, size)
     other, out = torch.randn(others, size).bfloat16(), torch.full((tokens, rows + others), torch.nan)
-    assert pair.pair_refuses(x, weight, other) == ""
+    assert pair.pair_refuses(x, weight, other, GPU) == ""
     with (
         mock.patch.object(pair, "arrival_counters", lambda count, device: counters),
         mock.patch.object(pair, "clusters_known", lambda: clusters),
@@ -64,10 +69,28 @@ def test_two_products_of_one_input_are_one_launch(
     assert_close(out, REFERENCES["fp8_linear"](x, weight, scale, True, other), NEIGHBOUR[F32])
 
 
+def test_what_programs_quantise_has_room_or_is_quantised_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By less than three programs of a processor where three have none; and by none."""
+    pair, x = grouped_matmul_pair_hopper, torch.empty(64, 4096, dtype=BF16)
+    weight, others = torch.empty(1536, 4096, dtype=torch.float8_e4m3fn), torch.empty(1024, 4096, dtype=BF16)
+    assert pair.choose_cut(GPU, 64, *pair.sizes_of(x, weight, others)).programs == 3
+    assert pair.pair_refuses(x, weight, others, GPU) == ""
+    refused = pair.pair_refuses(x, weight, torch.empty(2560, 4096, dtype=BF16), GPU)
+    assert "hold all" in refused and pair.pair_refuses(x[:32], weight, torch.empty(2560, 4096, dtype=BF16), GPU) == ""
+    long = torch.empty(32768, 16384, dtype=torch.float8_e4m3fn)
+    assert "hold all" in grouped_matmul_hopper.hopper_refuses(torch.empty(16, 1, 16384, dtype=BF16), long, True, GPU)
+    hopper = {"grouped_matmul_hopper": grouped_matmul_hopper}
+    monkeypatch.setattr(fp8_linear, "hopper_kernel", lambda gpu, stem: hopper.get(stem))
+    wo_b = torch.empty(4096, 8192, dtype=torch.float8_e4m3fn)
+    within = [fp8_linear._within(x.flatten()[: n * 8192].view(n, 8192), wo_b, GPU) for n in (0, 1, 8, 9, 16, 32)]
+    assert within == [False, True, True, False, False, False]
+    assert [fp8_linear._within(x[:n], weight, GPU) for n in (16, 17)] == [True, False]
+
+
 @pytest.mark.parametrize(("rows", "others"), [(0, 128), (128, 0)])
 def test_a_weight_without_rows_is_not_paired(hopper: Any, rows: int, others: int) -> None:
     x, other = torch.randn(3, 256).bfloat16(), torch.randn(others, 256).bfloat16()
-    assert "have rows" in hopper.pair.pair_refuses(x, e4m3(rows, 256), other)
+    assert "have rows" in hopper.pair.pair_refuses(x, e4m3(rows, 256), other, GPU)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -93,10 +116,10 @@ def test_halves_give_the_reference(hopper: Any, cut: tuple[int, ...]) -> None:
         for one in (x, by_group) if size != 328 else (by_group,):
             got = product(hopper, one, None, weight, None, dtype, cut=cut)
             assert_close(got, REFERENCES["grouped_linear"](x, weight, 2), NEIGHBOUR[dtype])
-    assert "whole strips" in hopper.hopper_refuses(x, weight, False)
+    assert "whole strips" in hopper.hopper_refuses(x, weight, False, GPU)
 
 
-@pytest.mark.parametrize("cut", [(128, 8, 2, 1), (128, 4, 9, 3), (128, 4, 2, 2, True), (128, 4, 2, 3, True)])
+@pytest.mark.parametrize("cut", [(128, 8, 2, 1), (128, 4, 3, 3), (128, 4, 2, 2, True), (128, 4, 2, 3, True)])
 @pytest.mark.parametrize("tokens", [1, 5, 40, 100])
 def test_sums_are_quantised_where_they_are_added_up(hopper: Any, tokens: int, cut: tuple[int, ...]) -> None:
     """Bit for bit as what the same cut gives would be, also a row of nothing and one with a NaN."""
@@ -236,13 +259,13 @@ def test_it_compiles_for_hopper_and_as_many_programs_fit_as_it_says(
     x, a = torch.empty(tokens, 1, 2048, dtype=BF16), torch.empty(tokens, 8, 2048, dtype=torch.float8_e4m3fn)
     weight, scale = torch.empty(4096, 2048, dtype=a.dtype), torch.empty(32, 16, dtype=torch.uint8)
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
-        if tokens <= 64:
-            kernels.grouped_matmul(x.float() if tokens == 8 else x, None, weight, scale, BF16, quantize=True)
+        if tokens == 8:
+            kernels.grouped_matmul(x.float(), None, weight, scale, BF16, quantize=True)
         kernels.grouped_matmul(a, torch.empty(tokens, 8, 16), weight, scale, BF16)
         if tokens <= 64:
             kernels.grouped_matmul(x, None, torch.empty(4096, 2048, dtype=BF16), None, BF16)
     kinds = "k32.f32.e4m3.e4m3", "k32.f32.e4m3.e4m3", "k16.f32.bf16.bf16"
-    for kernel, kind in zip(compiled, kinds if tokens <= 64 else kinds[:1], strict=True):
+    for kernel, kind in zip(compiled, {8: kinds, 64: kinds[1:], 100: kinds[:1]}[tokens], strict=True):
         assert (kernel.metadata.shared + 1024) * cut[2] <= 228 * 1024
         assert f"wgmma.mma_async.sync.aligned.m64n{min(tokens, 64)}{kind}" in kernel.asm["ptx"]
         assert "cp.async.bulk.tensor.2d" in kernel.asm["ptx"]
@@ -313,6 +336,6 @@ def test_the_quantisation_in_front_lets_the_product_start(monkeypatch: pytest.Mo
     ],
 )
 def test_what_it_does_not_take_is_the_portable_kernels(wrong: dict[str, Any], reason: str) -> None:
-    call = {"x": torch.empty(4, 1, 256, dtype=BF16), "weight": e4m3(64, 256), "quantize": True}
+    call = {"x": torch.empty(4, 1, 256, dtype=BF16), "weight": e4m3(64, 256), "quantize": True, "gpu": GPU}
     assert grouped_matmul_hopper.hopper_refuses(**call) == ""
     assert reason in grouped_matmul_hopper.hopper_refuses(**call | wrong)
