@@ -1,7 +1,11 @@
-"""How the products of many tokens and few tiles are launched on Hopper: in clusters, whose programs share a tile."""
+"""How the products of many tokens and few tiles are launched on Hopper: in clusters, whose programs share a tile.
+
+Two of one input are also launched where there are as many tiles as programs, each for one.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,6 +28,7 @@ from .grouped_matmul_kernel_clusters_hopper import PAD, RESULTS_TOGETHER, groupe
 from .grouped_matmul_kernel_hopper import STRIP_BYTES
 from .grouped_matmul_kernel_many_hopper import HALF_TOKENS, TILE_ROWS
 from .grouped_matmul_many_hopper import MULTIPLIER_REGISTERS, TILE_TOKENS, tiles_refused, words_of_scales
+from .launch import launch_kernel
 
 BRINGER_REGISTERS = 40
 FEWEST_STRIPS = 8
@@ -74,6 +79,16 @@ def whole_fit(gpu: Gpu, first: Side, second: Side) -> bool:
     return fit and _shares(first, 2) and _shares(second, 2)
 
 
+def each_alone(gpu: Gpu, tokens: int, first: Side, second: Side) -> bool:
+    """Whether programs that share nothing, each with a tile of either, all run at once, and nothing else is faster.
+
+    On an H200, with other weights in each launch and the quantisation in front, 257 to 384 tokens of V4-Flash's wq_a
+    and wkv beside CSA's rows take 26 us, products apart 30 to 32; 385 to 512 take 30, and 33 to 35; 641 to 768 beside
+    HCA's rows 27.5, and 32 to 37; V4-Pro's 513 to 640 43, and 47 to 51.
+    """
+    return clusters_known() and tokens > FEW_TOKENS and first.tiles + second.tiles <= gpu.processors
+
+
 def _shares(side: Side, cluster: int) -> bool:
     """Whether every program of a cluster has strips, and the first of them enough."""
     each = cdiv(side.strips, cluster)
@@ -111,7 +126,8 @@ def both_refuse(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
     if words_of_scales(weight_scale) is None:
         return "it takes scales of the weight that are float32, or bytes in words of four"
     sides = [side_of(x.shape[0], 1, weight), side_of(x.shape[0], 1, others)]
-    if choose_cluster(gpu, sides) == 0 and not whole_fit(gpu, *sides):
+    fit = choose_cluster(gpu, sides) > 0 or whole_fit(gpu, *sides) or each_alone(gpu, x.shape[0], *sides)
+    if not fit:
         return "it takes tiles that as many clusters run at once"
     # What quantises x gives it rows that are close together.
     return operands_refused(x[:, None], weight, True) or operands_refused(x[:, None], others, False)
@@ -142,15 +158,18 @@ def launch_clusters_of_tiles(
     if cluster == 0 and whole_fit(gpu, first, second):
         # Of an odd number of tiles, one is shared.
         cluster, whole, programs = 2, first.tiles % 2 * 2, cdiv(first.tiles, 2) * 2
+    elif cluster == 0:
+        cluster, programs = 1, first.tiles
     inputs, halves = rows_of(x, block_k), 1 if tokens <= HALF_TOKENS else 2
     assert inputs is not None and cluster > 0
     if weight_scale is not None:
         weight_scale = words_of_scales(weight_scale)
-    launch_clusters(
-        grouped_matmul_clusters_hopper_kernel,
-        programs + second.tiles * cluster,
-        cluster,
-        4 * halves * HALF_TOKENS * (TILE_ROWS + PAD),
+    kernel, programs_of_both = grouped_matmul_clusters_hopper_kernel, programs + second.tiles * cluster
+    room = 4 * halves * HALF_TOKENS * (TILE_ROWS + PAD)
+    start = partial(launch_kernel, kernel, (programs_of_both,))
+    if cluster > 1:
+        start = partial(launch_clusters, kernel, programs_of_both, cluster, room)
+    start(
         _described(weight, TILE_ROWS, block_k),
         _described(inputs.matrix, HALF_TOKENS, block_k),
         *of_others,

@@ -21,6 +21,7 @@ from .copies_hopper import copy_elements, copy_tile
 from .grouped_matmul_kernel_hopper import FLAT, STRIP
 from .grouped_matmul_kernel_many_hopper import HALF, ROWS, TILE_ROWS, half_of, sums_of, tokens_of, word_of
 from .grouped_matmul_shares_hopper import share_of, store_fetched
+from .grouped_matmul_store_hopper import store_sums
 from .kv_load_hopper import thread_barrier
 
 RESULTS_TOGETHER = 8
@@ -91,6 +92,14 @@ def _put(acc, half: gl.constexpr):
 
 
 @gluon.jit
+def _store_half(acc, p_out, p_out_scale, out_stride, place, half: gl.constexpr):
+    """All of one half of the tokens, whose sums are complete."""
+    tokens, first_token, _, _, out_column, columns, _, _ = place
+    token = half_of(half, first_token, tokens) + gl.arange(0, HALF, gl.SliceLayout(1, acc.type.layout))
+    store_sums(acc, token, out_column, token < tokens, p_out, p_out_scale, out_stride, tokens, columns, 1)
+
+
+@gluon.jit
 def _store_share(
     p_out, p_out_scale, out_stride, place, share, alone, rank, half: gl.constexpr, SPLITS: gl.constexpr
 ):  # fmt: skip
@@ -120,20 +129,23 @@ def _multiply_half(
             acc = _sums(rings_of_others, ready, free, half, begin, count, BLOCK_K_OF_OTHERS, RING)
         else:
             acc = _sums(rings, ready, free, half, begin, count, BLOCK_K, RING)
-    # The other half has multiplied what lies there, too.
-    last = count - 1
-    mbarrier.wait(free.index(last % RING), (last // RING) & 1)
-    _put(acc, half)
-    meet(True)
-    if alone is None:
-        _store_share(p_out, p_out_scale, out_stride, place, part, None, None, half, SPLITS)
+    if SPLITS == 1:
+        _store_half(acc, p_out, p_out_scale, out_stride, place, half)
     else:
-        # In a loop, for code comes from memory: a whole tile's shares are all this program's.
-        for share in range(gl.where(alone, 0, part), gl.where(alone, SPLITS, part + 1)):
-            _store_share(p_out, p_out_scale, out_stride, place, share, alone, part, half, SPLITS)
-    # Nobody ends before all have read: what is stored has been.
-    thread_barrier()
-    meet(False)
+        # The other half has multiplied what lies there, too.
+        last = count - 1
+        mbarrier.wait(free.index(last % RING), (last // RING) & 1)
+        _put(acc, half)
+        meet(True)
+        if alone is None:
+            _store_share(p_out, p_out_scale, out_stride, place, part, None, None, half, SPLITS)
+        else:
+            # In a loop, for code comes from memory: a whole tile's shares are all this program's.
+            for share in range(gl.where(alone, 0, part), gl.where(alone, SPLITS, part + 1)):
+                _store_share(p_out, p_out_scale, out_stride, place, share, alone, part, half, SPLITS)
+        # Nobody ends before all have read: what is stored has been.
+        thread_barrier()
+        meet(False)
 
 
 @gluon.jit
@@ -149,6 +161,13 @@ def _multiply(
             SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING,
         )  # fmt: skip
     else:
+        _idle(SPLITS)
+
+
+@gluon.jit
+def _idle(SPLITS: gl.constexpr):
+    """A warpgroup that has no sums, while others add theirs up: a cluster meets with all of its threads."""
+    if SPLITS > 1:
         meet(True)
         meet(False)
 
@@ -156,8 +175,8 @@ def _multiply(
 @gluon.jit
 def _bring_all(
     weights, inputs, others, inputs_of_others, p_x_scale, p_weight_scale, strides, is_others, place, rings,
-    rings_of_others, ready, free, BLOCK_K: gl.constexpr, BLOCK_K_OF_OTHERS: gl.constexpr, RING: gl.constexpr,
-    HALVES: gl.constexpr,
+    rings_of_others, ready, free, SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_K_OF_OTHERS: gl.constexpr,
+    RING: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """The strips of a part of a tile of either product."""
     if others is None:
@@ -172,8 +191,7 @@ def _bring_all(
             _bring(
                 weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free, BLOCK_K, RING, HALVES
             )  # fmt: skip
-    meet(True)
-    meet(False)
+    _idle(SPLITS)
 
 
 @gluon.jit(
@@ -209,7 +227,7 @@ def grouped_matmul_clusters_hopper_kernel(
     strips_each_of_others,
     first,  # program of the others
     whole,  # program of the first tile that is whole, 0 or SPLITS; None where all are shared
-    SPLITS: gl.constexpr,  # programs of a cluster
+    SPLITS: gl.constexpr,  # programs of a cluster; 1 where each has a tile by itself
     BLOCK_K: gl.constexpr,
     BLOCK_K_OF_OTHERS: gl.constexpr,
     RING: gl.constexpr,
@@ -289,5 +307,5 @@ def grouped_matmul_clusters_hopper_kernel(
         (_multiply, (p_out, p_out_scale, out_stride, is_others, alone, place, part, rings, rings_of_others, ready,
                      free, 1, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
         (_bring_all, (weights, inputs, others, inputs_of_others, p_x_scale, p_weight_scale, strides, is_others, place,
-                      rings, rings_of_others, ready, free, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
+                      rings, rings_of_others, ready, free, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
     ], [4, 4], [MULTIPLIER_REGISTERS, BRINGER_REGISTERS])  # fmt: skip

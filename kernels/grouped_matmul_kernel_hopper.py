@@ -80,7 +80,7 @@ def _scales_of_x(
 
 @gluon.jit
 def _quantise_x(
-    p_x, x_stride, tokens, first_token, begin, count, size, values, scales,
+    p_x, x_stride, tokens, first_token, begin, count, size, values, scales, gate,
     BLOCK_M: gl.constexpr, AT_ONCE: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
     """A program's strips of x into `values` `[n, AT_ONCE * BLOCK_M, 128]` and `scales`, AT_ONCE at a time.
@@ -96,6 +96,9 @@ def _quantise_x(
         strip = begin + gl.minimum(chunk * AT_ONCE + o_row // BLOCK_M, count - 1)
         column = gl.expand_dims(strip * STRIP, 1) + o_k
         x = gl.load(p_token + column, mask=column < size, other=0.0)
+        # The assembler would wait for the first loads before it starts the last, but moves nothing across a loop, as
+        # which this waits: at a barrier that nobody arrives at, for a phase that has always been over.
+        mbarrier.wait(gate, 1)
         codes, scale = quantised(x.to(gl.float32), 1)
         values.index(chunk).store(codes)
         scales.index(chunk).store(scale)
@@ -160,8 +163,11 @@ def _multiply(
         values = gl.allocate_shared_memory(weights.dtype, [CHUNKS, AT_ONCE * BLOCK_M, BLOCK_K], TILE)
     else:
         x_ring = gl.allocate_shared_memory(inputs.dtype, [RING, BLOCK_M, BLOCK_K], TILE)
-    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RING):
+    # One more than there are buffers, see _quantise_x. By itself, the compiler would give its memory away behind it, and
+    # what a barrier was initialised with may turn up in that later: products had NaN scales, in 1 of 100 to of 10,000.
+    BARRIERS: gl.constexpr = RING + 1 if QUANTIZE else RING
+    ready = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BARRIERS):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     thread_barrier()
@@ -192,7 +198,10 @@ def _multiply(
         if QUANTIZE:
             new_scales = gl.allocate_shared_memory(gl.float32, [CHUNKS, AT_ONCE * BLOCK_M], FLAT)
             p_x += group.to(gl.int64) * x_group_row * x_stride + group * x_group_column
-            _quantise_x(p_x, x_stride, tokens, first_token, begin, count, size, values, new_scales, BLOCK_M, AT_ONCE, X)
+            _quantise_x(
+                p_x, x_stride, tokens, first_token, begin, count, size, values, new_scales, ready.index(RING), BLOCK_M,
+                AT_ONCE, X,
+            )  # fmt: skip
             x_scales = new_scales._reinterpret(gl.float32, [CHUNKS * AT_ONCE, BLOCK_M], FLAT)
             x_ring = values._reinterpret(weights.dtype, [CHUNKS * AT_ONCE, BLOCK_M, BLOCK_K], TILE)
         else:

@@ -11,14 +11,13 @@ from ..layout import cdiv
 from .arrivals import arrival_counters
 from .gpu import Gpu
 from .grouped_matmul_hopper import (
-    COPY_ALIGN,
     PROCESSOR_BYTES,
     RESERVED_BYTES,
     operands_refused,
     rows_of,
     swizzled,
 )
-from .grouped_matmul_kernel_hopper import STRIP_BYTES
+from .grouped_matmul_kernel_hopper import COPY_ALIGN, STRIP_BYTES
 from .grouped_matmul_kernel_many_hopper import HALF_TOKENS, TILE_ROWS, grouped_matmul_many_hopper_kernel
 from .launch import launch_kernel
 

@@ -69,6 +69,21 @@ def send_pairs(inbox: int, program: Value, offset: Value, wanted: Value, values:
         cluster.changed.notify_all()
 
 
+def send_parcels(inbox: int, programs: Value, offset: Value, size: int, whole: int) -> None:
+    """Of what has been put. No word is sent twice."""
+    cluster, mine = _this.cluster, _this.cluster.memory[_this.rank]
+    assert inbox == 1 and size % 16 == 0 and whole % 16 == 0 and int(offset) % 16 == 0
+    with cluster.changed:
+        for rank in range(int(programs)):
+            words = mine[rank * size // 4 : min((rank + 1) * size, whole) // 4]
+            where = slice(int(offset) // 4, int(offset) // 4 + len(words))
+            assert len(words) and not cluster.sent[rank][where].any()
+            cluster.memory[rank][where] = words
+            cluster.sent[rank][where] = True
+            cluster.expected[rank] -= 4 * len(words)
+        cluster.changed.notify_all()
+
+
 def await_letters(inbox: int) -> None:
     cluster = _this.cluster
     assert inbox == 1 and cluster.sent[_this.rank].numel()
@@ -81,6 +96,13 @@ def received_pairs(offset: Value) -> Value:
     first = offset.data[:, ::2] // 4
     assert (first % 2 == 0).all()
     return Value(_this.cluster.memory[_this.rank][torch.stack((first, first + 1), -1).flatten(1).long()])
+
+
+def received_words(offset: Value) -> Value:
+    """Four neighbours are read where the first is."""
+    first = offset.data[:, ::4] // 4
+    assert (first % 4 == 0).all()
+    return Value(_this.cluster.memory[_this.rank][(first[:, :, None] + torch.arange(4)).flatten(1).long()])
 
 
 def put_words(values: Value, offset: Value) -> None:
@@ -145,9 +167,8 @@ def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: 
         assert cluster.expected == [0] * size
 
 
-WORDS = {
-    f.__name__: f for f in (open_inbox, meet, send_pairs, await_letters, received_pairs, put_words, put_pairs, words_of)
-}
+SENDS = open_inbox, meet, send_pairs, send_parcels, await_letters
+WORDS = {f.__name__: f for f in (*SENDS, received_pairs, received_words, put_words, put_pairs, words_of)}
 
 
 def clustered(launcher: types.ModuleType) -> Any:
@@ -155,7 +176,7 @@ def clustered(launcher: types.ModuleType) -> Any:
     kernels = [x for name, x in vars(launcher).items() if name.endswith("_hopper_kernel")]
     functions = [kernels[0].function]
     stack = contextlib.ExitStack()
-    for name in ("_multiply", "store_shares", "store_fetched"):
+    for name in ("_multiply", "store_shares", "_store_parcels", "store_fetched"):
         found = functions[-1].__globals__.get(name)
         functions += [found.function] if found else []
     for function in functions:

@@ -46,7 +46,7 @@ def hopper() -> Iterator[Any]:
 
 
 def launched(hopper: Any, cluster: int, *args: Any, **more: Any) -> None:
-    """In clusters of so many, or 0 for whole tiles of the first of two weights."""
+    """In clusters of so many, 1 for none, or 0 for whole tiles of the first of two weights."""
     choices = {"choose_cluster": lambda *_: cluster, "whole_fit": lambda *_: True}
     with mock.patch.multiple(hopper, **choices), torch.no_grad():
         hopper.launch_clusters_of_tiles(*args, GPU, **more)
@@ -88,7 +88,9 @@ def test_halves_give_the_reference(hopper: Any) -> None:
     assert_close(out, REFERENCES["grouped_linear"](x, weight, 2), NEIGHBOUR[BF16])
 
 
-@pytest.mark.parametrize(("tokens", "others", "cluster"), [(33, 200, 3), (65, 200, 2), (128, 128, 3), (150, 72, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "others", "cluster"), [(33, 200, 3), (65, 200, 2), (128, 128, 3), (150, 72, 2), (300, 200, 1)]
+)
 def test_two_products_of_one_input_are_one_launch(hopper: Any, tokens: int, others: int, cluster: int) -> None:
     """Others of fewer rows than a tile has, or of no multiple of them: their last tile begins among those in front."""
     x, weight, scale = torch.randn(tokens, 2048).bfloat16(), e4m3(256, 2048), block_scale(256, 2048)
@@ -196,30 +198,35 @@ def test_rows_of_hidden_get_the_clusters_that_were_the_fastest(others: int, toke
         (1536, 4096, 1024, 384, 2 * (36 + 24)),
         (1536, 4096, 1024, 385, 48 + 2 * 32),
         (1536, 4096, 1024, 512, 48 + 2 * 32),
-        (1536, 4096, 1024, 513, 0),
+        (1536, 4096, 1024, 513, 60 + 40),
+        (1536, 4096, 1024, 768, 72 + 48),
+        (1536, 4096, 1024, 897, 0),
         (1536, 4096, 2624, 256, 2 * (24 + 42)),
-        (1536, 4096, 2624, 257, 0),
-        (1536, 4096, 2624, 385, 0),
-        (1536, 4096, 2624, 512, 0),
+        (1536, 4096, 2624, 257, 36 + 63),
+        (1536, 4096, 2624, 512, 48 + 84),
+        (1536, 4096, 2624, 513, 0),
         (2048, 7168, 1024, 256, 2 * (32 + 16)),
         (2048, 7168, 1024, 257, 48 + 2 * 24),
         (2048, 7168, 1024, 512, 64 + 2 * 32),
         (2048, 7168, 2624, 128, 3 * (16 + 21)),
         (2048, 7168, 2624, 256, 32 + 2 * 42),
         (1664, 4096, 1272, 300, 40 + 2 * 30),
-        (4096, 1024, 4096, 128, 0),
+        (4096, 1024, 4096, 128, 32 + 32),
+        (4096, 1024, 4096, 64, 0),
     ],
 )
 def test_programs_take_whole_tiles_where_not_all_can_be_shared(
     rows: int, size: int, others: int, tokens: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the rows of HCA and CSA in Flash and Pro; 39 tiles, one of them shared; too few strips for a share."""
+    """Beside the rows of HCA and CSA in Flash and Pro; 39 tiles, one of them shared; too few strips for a share. In
+    clusters, or each by itself."""
     launches = []
 
     def launch(kernel: Any, count: int, cluster: int, *args: Any, **constants: Any) -> None:
         launches.append((count, cluster))
 
     monkeypatch.setattr(clusters, "launch_clusters", launch)
+    monkeypatch.setattr(clusters, "launch_kernel", lambda kernel, grid, *args, **constants: launch(kernel, *grid, 1))
     x, plain = torch.empty(tokens, 1, size, dtype=F8), torch.empty(tokens, size, dtype=BF16)
     weight, other = torch.empty(rows, size, dtype=F8), torch.empty(others, size, dtype=BF16)
     x_scale, scale = torch.empty(tokens, 1, size // 128), torch.empty(rows // 128, size // 128)
@@ -229,7 +236,9 @@ def test_programs_take_whole_tiles_where_not_all_can_be_shared(
     else:
         out = torch.empty(tokens, rows + others)
         clusters.launch_clusters_of_tiles(x, x_scale, weight, scale, out, GPU, beside=(plain, other))
-        assert refused == "" and launches == [(programs, 3 if programs % 3 == 0 and tokens == 128 else 2)]
+        tiles = -(-tokens // 128) * (-(-rows // 128) + -(-others // 128))
+        cluster = 3 if programs % 3 == 0 and tokens == 128 else 2
+        assert refused == "" and launches == [(programs, 1 if programs == tiles else cluster)]
 
 
 @pytest.mark.parametrize("size", cluster_hopper.SIZES)

@@ -273,7 +273,7 @@ def test_it_compiles_for_hopper_and_as_many_programs_fit_as_it_says(
         assert fake_triton.machine_code(kernel)
 
 
-@pytest.mark.parametrize("tokens", [8, 64])
+@pytest.mark.parametrize("tokens", [8, 32, 64])
 def test_a_launch_of_clusters_is_told_so(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of how many programs, and that each has room for its share; arguments come in the order of the kernel's."""
     monkeypatch.setattr(grouped_matmul_hopper, "choose_cut", lambda *_: grouped_matmul_hopper.Cut(64, 4, 2, 8, True))
@@ -294,8 +294,12 @@ def test_a_launch_of_clusters_is_told_so(tokens: int, monkeypatch: pytest.Monkey
     ptx = kernel.asm["ptx"]
     sent = "mbarrier_init.release", "arrive.relaxed", "wait.acquire", "st.async", "parity.acquire.cluster", "st.global"
     fetched = "st.shared.f32", "arrive.release", "wait.acquire", "ld.shared::cluster", "st.global", "arrive.relaxed"
-    at = [ptx.index(instruction) for instruction in (sent if tokens == 8 else fetched)]
-    assert at == sorted(at) and ptx.count("barrier.cluster.arrive") == (1 if tokens == 8 else 2)
+    brought = "mbarrier_init.release", *fetched[:1], "fence.proxy.async.shared::cta", "arrive.relaxed", "wait.acquire"
+    brought += "bulk.shared::cluster.shared::cta", "parity.acquire.cluster", "st.global"
+    place = 0
+    for instruction in {8: sent, 32: brought, 64: fetched}[tokens]:
+        place = ptx.index(instruction, place)
+    assert ptx.count("barrier.cluster.arrive") == (1 if tokens == 8 else 2)
     # Both pieces of memory that PTX names are there.
     assert fake_triton.machine_code(kernel)
 
