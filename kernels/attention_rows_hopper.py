@@ -15,6 +15,7 @@ from .. import layout
 from .kv_load_hopper import CACHED, thread_barrier
 from .quant_hopper import MANTISSA_BITS, UE8M0_BIAS, quantised_bytes
 
+NO_COPIES = gl.constexpr('.pragma "nounroll"; mov.u32 $0, 0;')
 D = gl.constexpr(layout.HEAD_DIM)
 HALF = gl.constexpr(layout.HEAD_DIM // 2)
 BLOCK_H = gl.constexpr(64)
@@ -31,6 +32,41 @@ PART_EXPONENT = gl.constexpr(14)  # of the largest number of a float16 part
 ACT_TILE = gl.constexpr(layout.ACT_TILE)
 STRIPS = gl.constexpr(layout.HEAD_DIM // layout.ACT_TILE)
 SCALE_ROW_ALIGN = gl.constexpr(layout.SCALE_ROW_ALIGN)
+
+
+@gluon.jit
+def here(n):
+    """The int32 `n`, which the compiler cannot see through.
+
+    What follows from it is calculated where it stands, not in front of all loops and kept in registers meanwhile; and a
+    loop of so many turns stays one.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(n)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def address_here(p):
+    """As `here`, of the address of a tensor."""
+    p = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [p], dtype=p.dtype, is_pure=False, pack=1)
+    return gl.multiple_of(p, 16)
+
+
+@gluon.jit
+def table_row(place, token):
+    """int32 row of the table with the angles of a token: that of its position, or the nearest that there is.
+
+    `place`: positions and their stride, the table, its stride and how many rows it has.
+    """
+    position = gl.load(place[0] + gl.to_tensor(token).to(gl.int64) * place[1]).to(gl.int64)
+    return here(gl.minimum(gl.maximum(position, 0), here(place[4]) - 1).to(gl.int32))
+
+
+@gluon.jit
+def angles_of(place, row):
+    """Where the cosines of a `table_row` are, behind which are its sines."""
+    return place[2] + row.to(gl.int64) * here(place[3])
 
 
 @gluon.jit
@@ -168,6 +204,39 @@ def store_rows(
             y.to(gl.bfloat16), step * STEP, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads,
             cos, sin, FIRST, ROPE, PARTIAL, GROUPS, GROUP_HEADS, PACKED, ROWS,
         )  # fmt: skip
+
+
+@gluon.jit
+def store_finished(
+    acc, tile, p_out, p_scale, tokens, padded_tokens, token, head, p_cos,
+    FIRST: gl.constexpr, H: gl.constexpr, ROPE: gl.constexpr,
+    GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """As `store_rows`, of finished sums, of H heads, to contiguous rows, by way of `tile`, shared memory of 32 KiB.
+
+    They are rounded before they get there, and turned back where there is a `p_cos`. Nobody uses `tile` any more when
+    this returns.
+    """
+    STEPS: gl.constexpr = BLOCK_H // STEP
+    p_out = address_here(p_out)
+    if GROUPS == 0:
+        p_out += (token * H + head) * D
+    else:
+        p_scale, tokens, padded_tokens = address_here(p_scale), here(tokens), here(padded_tokens)
+    tile._reinterpret(gl.bfloat16, [BLOCK_H, HALF], FINISHED).store(acc.to(gl.bfloat16))
+    steps = tile._reinterpret(gl.bfloat16, [STEPS, STEP, HALF], FINISHED)
+    cos, sin = None, None
+    if p_cos is not None:
+        # No earlier: beside all of the sums there are no registers for them.
+        cos, sin = fetch_angles(p_cos, gl.zeros([STEP, HALF], gl.bfloat16, ROWS), ROPE)
+    thread_barrier()
+    for step in range(here(STEPS)):
+        gl.inline_asm_elementwise(NO_COPIES, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        _store_step(
+            steps.index(step).load(ROWS), step * STEP, p_out, D, p_scale, tokens, padded_tokens, token, head, H - head,
+            cos, sin, FIRST, ROPE, H % BLOCK_H != 0, GROUPS, GROUP_HEADS, PACKED, ROWS,
+        )  # fmt: skip
+    thread_barrier()
 
 
 @gluon.jit

@@ -1,7 +1,8 @@
 """Device functions of a Hopper warpgroup that gathers rows of a workspace into tiles of keys in shared memory.
 
 Rows go there 16 bytes at a time without passing through registers, in the 128-byte swizzle that the matrix unit reads.
-A block of keys has two halves with barriers of their own, so that work can begin on the first.
+A block of keys has two halves with barriers of their own, so that work can begin on the first. Behind the first block
+of an item it norms and turns the item's queries, if it is asked to.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .. import layout
+from .attention_rows_hopper import here
 from .copies_hopper import copy_elements
 from .kv_load_hopper import thread_barrier
+from .queries_hopper import norm_in_place
 
 BLOCK_N = gl.constexpr(64)  # keys of a block
 BUFFERS = gl.constexpr(2)
@@ -62,10 +65,18 @@ def block_count(rows, token, RAGGED: gl.constexpr):
 
 
 @gluon.jit
+def _first_block(rows, token, o_key, RAGGED: gl.constexpr):
+    """As `_index_row`, but in the place of how many may be read the first of them."""
+    p_row, length, readable = _index_row(rows, token, RAGGED)
+    return p_row, length, gl.load(p_row + o_key, mask=o_key < readable, other=-1)
+
+
+@gluon.jit
 def gather_rows(
     p_kv, kv_stride, workspace_rows, rows, items, programs,
     k_left, k_right, lives, full, left_ready, right_ready, left_free, right_free,
-    HEAD_BLOCKS: gl.constexpr, RAGGED: gl.constexpr,
+    q_tile, q_ready, q_normed, scales, place, scale, eps,
+    HEAD_BLOCKS: gl.constexpr, RAGGED: gl.constexpr, ROPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Keys of the items program_id, program_id + programs, ..., block by block into a ring of buffers.
 
@@ -74,18 +85,21 @@ def gather_rows(
         k_left, k_right: bfloat16 `[BUFFERS, BLOCK_N, 256]`; lives: int32 `[BUFFERS, BLOCK_N]`, 1 for keys and 0 for
             what is none, which is zero in the tiles; full: int32 `[BUFFERS, 1]`, the least of them. Each `ready` and
             `free` is a barrier for each buffer.
+        eps: of the queries' norm, None for queries that are ready. Then the other arguments named after them are not
+            used. Else `norm_in_place` says what they are, and `q_normed` is done when an item's queries are.
     """
     o_key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPIES))
     o_dim = gl.expand_dims(gl.arange(0, SLICE, gl.SliceLayout(0, COPIES)), 0)
     first = gl.program_id(0)
     number = 0
-    p_row, length, readable = _index_row(rows, first // HEAD_BLOCKS, RAGGED)
-    row = gl.load(p_row + o_key, mask=o_key < readable, other=-1)
+    q_phase = 0
+    p_row, length, row = _first_block(rows, first // HEAD_BLOCKS, o_key, RAGGED)
     for item in range(first, items, programs):
         # What the next item starts with is on its way while this one is gathered.
         following = gl.minimum(item + programs, items - 1) // HEAD_BLOCKS
-        p_next, next_length, readable = _index_row(rows, following, RAGGED)
-        next_first = gl.load(p_next + o_key, mask=o_key < readable, other=-1)
+        p_next, next_length, next_first = p_row, length, row
+        if eps is None:
+            p_next, next_length, next_first = _first_block(rows, following, o_key, RAGGED)
         for start in range(0, gl.maximum(length, 1), BLOCK_N):
             column = start + BLOCK_N + o_key
             next_row = gl.load(p_row + column, mask=column < length, other=-1)
@@ -110,6 +124,14 @@ def gather_rows(
                 tile = k_right.index(buffer).slice(part * SLICE, SLICE, 1)
                 copy_elements(tile, p_keys + (HALF + part * SLICE), mask=m_key)
             async_copy.mbarrier_arrive(right_ready.index(buffer), increment_count=False)
+            if eps is not None and start == 0:
+                now = here(item)
+                norm_in_place(q_tile, q_ready, q_phase, scales, place, now // HEAD_BLOCKS, scale, eps, ROPE, SCORES)
+                mbarrier.arrive(q_normed, count=1)
+                q_phase ^= 1
+                # No earlier: the norm has no registers for it.
+                following = gl.minimum(now + programs, items - 1) // HEAD_BLOCKS
+                p_next, next_length, next_first = _first_block(rows, following, o_key, RAGGED)
             row = next_row
             number += 1
         p_row, length, row = p_next, next_length, next_first

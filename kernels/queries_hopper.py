@@ -8,7 +8,8 @@ they are, but for the columns that turn, and `norm_factors` are what the norm mu
 So the turned columns are rounded in front of the norm and not behind it, and the others not at all, which is nearer to
 the norm than what the op that norms alone rounds. As there, queries whose squares overflow count as zero. But a turned
 column, or a product with a key, that is beyond float32 before the norm makes it small stays infinite or becomes NaN: a
-head of such queries and keys has no result. That takes numbers above 2^60.
+head of such queries and keys has no result. That takes numbers above 2^60. `norm_in_place` is the same for a warpgroup
+that has few registers.
 """
 
 from __future__ import annotations
@@ -20,16 +21,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 from .. import layout
-from .attention_rows_hopper import BLOCK_H, COLUMNS, HALF, D, column_blocks, not_unrolled, turn_columns
+from .attention_rows_hopper import (
+    BLOCK_H,
+    COLUMNS,
+    HALF,
+    NO_COPIES,
+    STEP,
+    SWIZZLED,
+    D,
+    angles_of,
+    column_blocks,
+    fetch_angles,
+    here,
+    not_unrolled,
+    table_row,
+    turn_columns,
+)
 from .kv_load_hopper import CACHED, thread_barrier
-
-NO_COPIES = gl.constexpr('.pragma "nounroll"; mov.u32 $0, 0;')
 
 
 @triton.constexpr_function
@@ -118,28 +133,64 @@ def turn_queries(x, cos, sin, ROPE: gl.constexpr):
 
 @gluon.jit
 def norm_factors(q_tile, turned, eps, SCORES: gl.constexpr):
-    """What the norm multiplies each of 64 heads by, `[64]`. Puts `turned` in the place of their last columns, unfenced.
+    """What the norm multiplies each of 64 heads by, `[64]`. Puts `turned` in the place of their last columns, unfenced,
+    unless it is None.
 
     The heads' squares are the diagonal of their products with each other, of layout SCORES: the matrix unit does in a
     loop of four instructions what takes hundreds in registers, and has each head's square where its scores will be.
     Unrolled that would be 4 KB of code.
     """
-    TURNING: gl.constexpr = turned.shape[1]
     blocks = column_blocks(q_tile, COLUMNS)
     products = warpgroup_mma_init(gl.zeros([BLOCK_H, BLOCK_H], gl.float32, SCORES))
-    for block in range(not_unrolled(D // COLUMNS)):
+    for block in range(here(D // COLUMNS)):
         gl.inline_asm_elementwise(NO_COPIES, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         columns = blocks.index(block)
         products = warpgroup_mma(columns, columns.permute((1, 0)), products, is_async=True)
     products = warpgroup_mma_wait(0, deps=[products])
     # Until here other warps' products have read the raw columns.
     thread_barrier()
-    q_tile.slice(D - TURNING, TURNING, 1).store(turned)
-    o_head = gl.expand_dims(gl.arange(0, BLOCK_H, gl.SliceLayout(1, SCORES)), 1)
-    o_other = gl.expand_dims(gl.arange(0, BLOCK_H, gl.SliceLayout(0, SCORES)), 0)
-    # Selected, not multiplied by (1, 0): what is not finite stays with its head.
-    squares = gl.sum(gl.where(o_head == o_other, products, 0.0), 1)
-    return gl.rsqrt(squares * (1.0 / D) + eps)
+    if turned is not None:
+        q_tile.slice(D - turned.shape[1], turned.shape[1], 1).store(turned)
+    return gl.rsqrt(_diagonal(products, SCORES) * (1.0 / D) + eps)
+
+
+@gluon.jit
+def _diagonal(x, SCORES: gl.constexpr):
+    """Of `x` `[64, 64]`. Selected, not multiplied by (1, 0): what is not finite stays with its row.
+
+    First among blocks of 8 columns, then in the block: all threads have columns of the same blocks, whose numbers take
+    no registers.
+    """
+    EIGHTH: gl.constexpr = BLOCK_H // 8
+    x = gl.reshape(x, [BLOCK_H, EIGHTH, 8])
+    ROWS: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    o_row = gl.expand_dims(gl.arange(0, BLOCK_H, gl.SliceLayout(1, ROWS)), 1)
+    o_block = gl.arange(0, EIGHTH, gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout)))
+    o_block = gl.expand_dims(gl.expand_dims(o_block, 0), 2)
+    o_in = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, ROWS)), 0)
+    block = gl.sum(gl.where(gl.expand_dims(o_row // 8, 1) == o_block, x, 0.0), 1)
+    return gl.convert_layout(gl.sum(gl.where(o_row % 8 == o_in, block, 0.0), 1), gl.SliceLayout(1, SCORES))
+
+
+@gluon.jit
+def norm_in_place(q_tile, q_ready, phase, factors, place, token, scale, eps, ROPE: gl.constexpr, SCORES: gl.constexpr):
+    """Turn the last ROPE columns, 64 or less, of 64 heads of a token when they are in `q_tile`, for the matrix unit.
+
+    `scale` times what the norm multiplies them by goes into `factors`, float32 `[64]`, shared. `place`: of `table_row`.
+    Few registers are taken: angles are loaded when the squares are done, and 16 heads turn at a time.
+    """
+    ROWS: gl.constexpr = queries_of(STEP)
+    row = table_row(place, token)
+    mbarrier.wait(q_ready, phase)
+    factors.store(norm_factors(q_tile, None, eps, SCORES) * scale)
+    cos, sin = fetch_angles(angles_of(place, row), gl.zeros([STEP, COLUMNS], gl.bfloat16, ROWS), ROPE)
+    last = column_blocks(q_tile, COLUMNS).index(D // COLUMNS - 1)
+    steps = last._reinterpret(gl.bfloat16, [BLOCK_H // STEP, STEP, COLUMNS], SWIZZLED)
+    for step in range(here(BLOCK_H // STEP)):
+        x = steps.index(step).load(ROWS).to(gl.float32)
+        steps.index(step).store(turn_columns(x, cos, sin, ROPE, False).to(gl.bfloat16))
+    fence_async_shared()
+    thread_barrier()
 
 
 @gluon.jit

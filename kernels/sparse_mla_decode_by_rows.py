@@ -1,8 +1,7 @@
 """Attention of very many tokens out of paged caches, as of a prompt: each key is dequantised once, not for every token.
 
-All rows of both caches become bfloat16, next to each other, and what prefills a workspace attends them
-(sparse_mla_prefill_hopper.py). What the decode kernels fuse is then launches of their own: there is enough to do in
-each.
+All rows of both caches become bfloat16, next to each other, and what prefills a workspace attends them, with all that
+the decode kernels fuse (sparse_mla_prefill_kernel_hopper.py). What that does not take has a launch for each thing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ..layout import HEAD_DIM, byte_pages, cdiv
 from .dequantize_and_gather_k_cache import load_mla_rows
-from .gpu import HOPPER, Gpu
+from .gpu import HOPPER, Gpu, gpu_of, hopper_kernel
 from .inv_rope_fp8_quant import inv_rope, inv_rope_fp8_quant
 from .kv_load import valid_slots
 from .launch import launch_kernel
@@ -123,12 +122,23 @@ def decode_by_rows(
     q: Tensor, window: Source, extra: Source, scale: float, sink: Tensor | None, fusion: Fusion
 ) -> tuple[Tensor, Tensor]:
     """As `sparse_mla_decode`, or as `sparse_mla_decode_quant` where `fusion` has groups."""
+    gpu = gpu_of(q.device)
+    indices, counts = join_slots(q.shape[0], window, extra)
+    kv, rows = dequantised_pages(window, extra), Rows(indices, counts, indices.shape[1])
+    hopper = hopper_kernel(gpu, "sparse_mla_prefill_hopper")
+    if hopper is not None and not hopper.hopper_refuses(q, kv, rows, scale, sink, fusion):
+        return hopper.launch_fused(q, kv, rows, scale, sink, gpu, fusion)
+    return _one_by_one(q, kv, rows, scale, sink, fusion)
+
+
+def _one_by_one(
+    q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None, fusion: Fusion
+) -> tuple[Tensor, Tensor]:
+    """With a launch for each of the things that are fused elsewhere."""
     if fusion.q_norm_eps is not None:
         assert fusion.positions is not None and fusion.cos_sin_cache is not None
         q = q_norm_rope(q, fusion.positions, fusion.cos_sin_cache, fusion.q_norm_eps)
-    indices, counts = join_slots(q.shape[0], window, extra)
-    rows = Rows(indices, counts, indices.shape[1])
-    out, _, lse = attend_rows(q, dequantised_pages(window, extra), rows, scale, sink)
+    out, _, lse = attend_rows(q, kv, rows, scale, sink)
     if not fusion.inverse_rope:
         return out, lse
     assert fusion.positions is not None and fusion.cos_sin_cache is not None

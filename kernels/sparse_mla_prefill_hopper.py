@@ -1,336 +1,32 @@
-"""Sparse attention over a flat workspace on Hopper, in Gluon: bfloat16, 512 dims, blocks of 64 heads.
-
-One program for each processor walks over (token, block of heads), 64 keys at a time. It is three warpgroups, between
-which stand two buffers of keys, each of two halves with barriers of their own:
-
-    left      scores, online softmax, dims 0 to 255 of the output with the weights straight from its registers;
-              queries of the next item, by the copy engine
-    right     dims 256 to 511, held back until half of the next scores are there: earlier they would delay these, later
-              the left one's own product
-    gatherer  rows of the workspace into swizzled tiles, 16 bytes at a time, without passing through registers
-
-The left one sets the pace. Of the registers it has 256, right 168, the gatherer 80: with 208 for right, left would
-spill. The output leaves by the copy engine too, by way of the keys that its item used last.
-
-On an H200 it takes less time than FlashMLA is known to, at every size (`dsv4 bench sparse_mla_prefill`;
-examples/results/sparse_mla_prefill_h200_2026-11-20.json). A softmax that subtracts no maximum is faster still, and
-outside the tolerances: subtracting it is what makes the largest weight of a row exactly 1.
-"""
+"""Launch of the Hopper kernel for sparse attention over a flat workspace, and which calls it takes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import layout
-from .copies_hopper import copy_tile, store_tile
-from .gather_rows_hopper import BLOCK_N, BUFFERS, HALF, LEFT_ARRIVALS, ONE, RIGHT_ARRIVALS, block_count, gather_rows
 from .gpu import Gpu
-from .kv_load_hopper import thread_barrier
 from .launch import launch_kernel
+from .sparse_mla_decode_plan import PLAIN, Fusion, Results, results_for
+from .sparse_mla_prefill_kernel_hopper import sparse_mla_prefill_hopper_kernel
 from .sparse_mla_prefill_portable import Rows, outputs
-from .split_softmax import LN_2 as _LN_2
-from .split_softmax import LOG2_E as _LOG2_E
+from .split_softmax import LOG2_E
 
 HEADS = 64
 RIGHT_REGISTERS, GATHERER_REGISTERS = 168, 80
+FUSED_RIGHT_REGISTERS = 176
+"""Of a thread of the right warpgroup, where something is fused; the left one has 8 less for it."""
 ROW_ALIGN = 16
 """Bytes that what is copied starts at multiples of; and elements, for Triton looks at strides as they are."""
-_SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+MOST_ROPE, LIMIT = 64, 2**31
 _HEAD_ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
-D = gl.constexpr(layout.HEAD_DIM)
-BLOCK_H = gl.constexpr(HEADS)
-Q_BYTES = gl.constexpr(HEADS * layout.HEAD_DIM * 2)
-LOG2_E = gl.constexpr(_LOG2_E.value)
-LN_2 = gl.constexpr(_LN_2.value)
 
-SCORES = gl.constexpr(
-    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N.value, 16])
-)
-OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF.value, 16]))
-SWIZZLED = gl.constexpr(_SWIZZLED)
-HEAD_ROWS = gl.constexpr(_HEAD_ROWS)
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def _head_rows(tile):
-    """A tile `[64, 256]` as the copy engine sees it: heads of one token."""
-    return tile._reinterpret(gl.bfloat16, [1, BLOCK_H, HALF], HEAD_ROWS)
-
-
-@gluon.jit
-def _load_q(queries, item, q_left, q_right, q_ready, HEAD_BLOCKS: gl.constexpr):
-    """Start the copy of an item's queries. Heads behind the last one are zero."""
-    token = item // HEAD_BLOCKS
-    head = item % HEAD_BLOCKS * BLOCK_H
-    mbarrier.expect(q_ready, Q_BYTES)
-    copy_tile(queries, [token, head, 0], q_ready, _head_rows(q_left))
-    copy_tile(queries, [token, head, HALF], q_ready, _head_rows(q_right))
-
-
-@gluon.jit
-def _scores(q_left, q_right, k_left, k_right, full, left_ready, right_ready, number):
-    """Start the scores of block `number`; and 0 if it has something that is no key."""
-    buffer = number % BUFFERS
-    mbarrier.wait(left_ready.index(buffer), (number // BUFFERS) & 1)
-    mbarrier.wait(right_ready.index(buffer), (number // BUFFERS) & 1)
-    # The copies wrote through the generic proxy, the matrix unit reads through the asynchronous one.
-    fence_async_shared()
-    scores = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES)
-    scores = warpgroup_mma(q_left, k_left.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma(q_right, k_right.index(buffer).permute((1, 0)), scores, is_async=True)
-    return scores, gl.min(full.index(buffer).load(ONE), 0)
-
-
-@gluon.jit
-def _masked(scores, live, whole):
-    """`scores`, -inf in columns that are no keys: most blocks are whole, and there is nothing to do."""
-    if whole == 0:
-        scores = gl.where(gl.expand_dims(live.load(gl.SliceLayout(0, SCORES)), 0) > 0, scores, float("-inf"))
-    return scores
-
-
-@gluon.jit
-def _lane_sums(weights):
-    """`[64, 8]`: sums over the part of a row that a thread holds."""
-    return gl.sum(gl.reshape(weights, [BLOCK_H, BLOCK_N // 8, 8]), 1)
-
-
-@gluon.jit
-def _softmax(scores, acc, top, sums, turn, scale, keys, shared):
-    """Weights of a block: multiplied with the left half of the keys, and into shared memory for the right one."""
-    weights_tile, factors, weights_ready, weights_free = shared
-    # The scale is positive: it applies to the largest score, and to the others on their way into the exponent.
-    new_top = gl.maximum(top, gl.max(scores, 1) * scale)
-    # -inf - -inf is NaN: a head without keys so far is shifted by zero.
-    shift = gl.where(new_top == float("-inf"), 0.0, new_top)
-    rescale = gl.exp2(top - shift)
-    weights = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
-    rounded = weights.to(gl.bfloat16)
-    operand = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUTPUT, 2))
-    acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT)), 1)
-    acc = warpgroup_mma(operand, keys, acc, is_async=True)
-    slot = turn % BUFFERS
-    mbarrier.wait(weights_free.index(slot), ((turn // BUFFERS) & 1) ^ 1)
-    weights_tile.index(slot).store(rounded)
-    factors.index(slot).store(rescale)
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(weights_ready.index(slot), count=1)
-    sums = sums * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout)), 1)
-    return acc, operand, new_top, sums + _lane_sums(weights)
-
-
-@gluon.jit
-def _store_half(acc, tile, out, item, FIRST: gl.constexpr, HEAD_BLOCKS: gl.constexpr):
-    """Start the copy of dims FIRST to FIRST + 255 of an item's output, by way of `tile`, keys that nobody needs.
-
-    The copy engine leaves out heads behind the last one. No branch is taken for some threads of a warp: the products
-    and copies that follow are instructions of whole warps.
-    """
-    tile.store(acc.to(gl.bfloat16))
-    fence_async_shared()
-    thread_barrier()
-    store_tile(out, [item // HEAD_BLOCKS, item % HEAD_BLOCKS * BLOCK_H, FIRST], _head_rows(tile))
-
-
-@gluon.jit
-def _left(
-    queries, p_sink, out, p_max, p_lse, scale, rows, items, programs,
-    q_left, q_right, q_ready, k_left, k_right, lives, full, left_ready, right_ready, left_free, shared, scores_done,
-    H: gl.constexpr, HEAD_BLOCKS: gl.constexpr, RAGGED: gl.constexpr,
-):  # fmt: skip
-    """The first warpgroup: scores, softmax, the left half of the output."""
-    factors, weights_ready, weights_free = shared[1], shared[2], shared[3]
-    o_row = gl.arange(0, BLOCK_H, gl.SliceLayout(1, SCORES))
-    first = gl.program_id(0)
-    number = 0  # of blocks so far
-    turn = 0  # of the weights' buffers: one for each block, and one for the factor at the end of an item
-    q_phase = 0
-    _load_q(queries, first, q_left, q_right, q_ready, HEAD_BLOCKS)
-    for item in range(first, items, programs):
-        blocks = block_count(rows, item // HEAD_BLOCKS, RAGGED)
-        acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
-        top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        sums = _lane_sums(gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES))
-        mbarrier.wait(q_ready, q_phase)
-        q_phase ^= 1
-        scores, whole = _scores(q_left, q_right, k_left, k_right, full, left_ready, right_ready, number)
-        # Under these scores the output of the item before leaves the keys that it used last.
-        tma.store_wait(0)
-        thread_barrier()
-        mbarrier.arrive(left_free.index((number + 1) % BUFFERS), count=1, pred=item != first)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        for _ in range(blocks - 1):
-            buffer = number % BUFFERS
-            scores = _masked(scores, lives.index(buffer), whole)
-            acc, operand, top, sums = _softmax(scores, acc, top, sums, turn, scale, k_left.index(buffer), shared)
-            scores, whole = _scores(q_left, q_right, k_left, k_right, full, left_ready, right_ready, number + 1)
-            acc, operand = warpgroup_mma_wait(2, deps=[acc, operand])
-            thread_barrier()
-            mbarrier.arrive(left_free.index(buffer), count=1)
-            # The first half of the scores: a hint for the right warpgroup.
-            operand = warpgroup_mma_wait(1, deps=[operand])
-            mbarrier.arrive(scores_done.index(buffer), count=1)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            number += 1
-            turn += 1
-        thread_barrier()
-        if item + programs < items:
-            _load_q(queries, item + programs, q_left, q_right, q_ready, HEAD_BLOCKS)
-        buffer = number % BUFFERS
-        scores = _masked(scores, lives.index(buffer), whole)
-        acc, operand, top, sums = _softmax(scores, acc, top, sums, turn, scale, k_left.index(buffer), shared)
-        mbarrier.arrive(scores_done.index(buffer), count=1)
-        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
-        number += 1
-        turn += 1
-        head = item % HEAD_BLOCKS * BLOCK_H
-        m_head = head + o_row < H
-        shift = gl.where(top == float("-inf"), 0.0, top)
-        sum_all = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
-        denominator = sum_all
-        if p_sink is not None:
-            denominator += gl.exp2(gl.load(p_sink + head + o_row, mask=m_head, other=0.0) * LOG2_E - shift)
-        factor = gl.where(sum_all == 0, 0.0, 1.0 / denominator)
-        slot = turn % BUFFERS
-        mbarrier.wait(weights_free.index(slot), ((turn // BUFFERS) & 1) ^ 1)
-        factors.index(slot).store(factor)
-        thread_barrier()
-        mbarrier.arrive(weights_ready.index(slot), count=1)
-        turn += 1
-        acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), 1)
-        _store_half(acc, k_left.index(buffer), out, item, 0, HEAD_BLOCKS)
-        result = gl.to_tensor(item // HEAD_BLOCKS).to(gl.int64) * H + head
-        lse = gl.where(sum_all == 0, float("inf"), (shift + gl.log2(sum_all)) * LN_2)
-        gl.store(p_lse + result + o_row, lse, mask=m_head)
-        gl.store(p_max + result + o_row, top * LN_2, mask=m_head)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _right(
-    out, rows, items, programs, k_right, right_ready, right_free, shared, scores_done,
-    HEAD_BLOCKS: gl.constexpr, RAGGED: gl.constexpr,
-):  # fmt: skip
-    """The second warpgroup: the right half of the output."""
-    weights_tile, factors, weights_ready, weights_free = shared
-    first = gl.program_id(0)
-    number = 0
-    turn = 0
-    for item in range(first, items, programs):
-        blocks = block_count(rows, item // HEAD_BLOCKS, RAGGED)
-        acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
-        for block in range(blocks):
-            buffer, slot = number % BUFFERS, turn % BUFFERS
-            mbarrier.wait(right_ready.index(buffer), (number // BUFFERS) & 1)
-            mbarrier.wait(weights_ready.index(slot), (turn // BUFFERS) & 1)
-            fence_async_shared()
-            acc = acc * gl.expand_dims(factors.index(slot).load(gl.SliceLayout(1, OUTPUT)), 1)
-            mbarrier.wait(scores_done.index(buffer), (number // BUFFERS) & 1)
-            acc = warpgroup_mma(weights_tile.index(slot), k_right.index(buffer), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            thread_barrier()
-            mbarrier.arrive(weights_free.index(slot), count=1)
-            mbarrier.arrive(right_free.index(buffer), count=1, pred=block + 1 < blocks)
-            number += 1
-            turn += 1
-        slot = turn % BUFFERS
-        mbarrier.wait(weights_ready.index(slot), (turn // BUFFERS) & 1)
-        factor = factors.index(slot).load(gl.SliceLayout(1, OUTPUT))
-        thread_barrier()
-        mbarrier.arrive(weights_free.index(slot), count=1)
-        turn += 1
-        # The keys that the item used last make room for its output.
-        buffer = (number + 1) % BUFFERS
-        _store_half(acc * gl.expand_dims(factor, 1), k_right.index(buffer), out, item, HALF, HEAD_BLOCKS)
-        tma.store_wait(0)
-        thread_barrier()
-        mbarrier.arrive(right_free.index(buffer), count=1)
-
-
-@gluon.jit(do_not_specialize=["items", "width", "total", "workspace_rows"], do_not_specialize_on_alignment=["p_bounds"])
-def sparse_mla_prefill_hopper_kernel(
-    queries,  # descriptor of [T, H, 512] bfloat16 in blocks of [1, 64, 256]
-    out,  # the same
-    p_max,  # [T, H] float32, contiguous
-    p_lse,  # [T, H] float32, contiguous
-    p_kv,  # [workspace_rows, 512] bfloat16
-    p_indices,  # [T, width] int, or [total] int
-    p_bounds,  # [T] int or None, or [T + 1] int
-    p_sink,  # [H] float32 or None, contiguous
-    scale,  # of the scores, times log2(e)
-    items,  # tokens times blocks of heads
-    kv_stride,
-    index_stride,
-    bound_stride,
-    width,
-    total,
-    workspace_rows,
-    RAGGED: gl.constexpr,
-    H: gl.constexpr,
-    RIGHT_REGISTERS: gl.constexpr,
-    GATHERER_REGISTERS: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """Program p takes every num_programs-th item from item p on; item i is head block i % HEAD_BLOCKS of a token."""
-    HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    q_left = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, HALF], SWIZZLED)
-    q_right = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, HALF], SWIZZLED)
-    k_left = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, HALF], SWIZZLED)
-    k_right = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, HALF], SWIZZLED)
-    weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_H, BLOCK_N], SWIZZLED)
-    factors = gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK_H], FLAT)
-    lives = gl.allocate_shared_memory(gl.int32, [BUFFERS, BLOCK_N], FLAT)
-    full = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], FLAT)
-    left_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    right_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    left_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    right_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    weights_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    weights_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    # A ring of two: with one, the left warpgroup could arrive twice before the right one looks, and that would wait
-    # for ever.
-    scores_done = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready, count=1)
-    for i in gl.static_range(BUFFERS):
-        mbarrier.init(left_ready.index(i), count=LEFT_ARRIVALS)
-        mbarrier.init(right_ready.index(i), count=RIGHT_ARRIVALS)
-        mbarrier.init(left_free.index(i), count=1)
-        mbarrier.init(right_free.index(i), count=1)
-        mbarrier.init(weights_ready.index(i), count=1)
-        mbarrier.init(weights_free.index(i), count=1)
-        mbarrier.init(scores_done.index(i), count=1)
-    fence_async_shared()
-    programs = gl.num_programs(0)
-    rows = p_indices, p_bounds, index_stride, bound_stride, width, total
-    shared = weights_tile, factors, weights_ready, weights_free
-    gl.warp_specialize([
-        (_left, (queries, p_sink, out, p_max, p_lse, scale, rows, items, programs, q_left, q_right, q_ready,
-                 k_left, k_right, lives, full, left_ready, right_ready, left_free, shared, scores_done,
-                 H, HEAD_BLOCKS, RAGGED)),
-        (_right, (out, rows, items, programs, k_right, right_ready, right_free, shared, scores_done,
-                  HEAD_BLOCKS, RAGGED)),
-        (gather_rows, (p_kv, kv_stride, workspace_rows, rows, items, programs, k_left, k_right, lives, full,
-                       left_ready, right_ready, left_free, right_free, HEAD_BLOCKS, RAGGED)),
-    ], [4, 4], [RIGHT_REGISTERS, GATHERER_REGISTERS])  # fmt: skip
-
-
-def hopper_refuses(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None) -> str:
-    """Why this kernel cannot take a call that the portable one can, "" if it can."""
+def hopper_refuses(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None, fusion: Fusion = PLAIN) -> str:
+    """Why this kernel cannot take a call that the portable one can, or what `fusion` adds to it; "" if it can."""
     _, heads, head_dim = q.shape
     if q.dtype is not torch.bfloat16 or kv.dtype is not torch.bfloat16 or head_dim != layout.HEAD_DIM or heads == 0:
         return f"it takes bfloat16 vectors of {layout.HEAD_DIM} dims"
@@ -343,6 +39,9 @@ def hopper_refuses(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor
         return f"it takes queries of their own that start at multiples of {ROW_ALIGN} bytes"
     if not scale > 0:
         return "it takes positive scales"
+    table = fusion.cos_sin_cache
+    if table is not None and (table.shape[1] > MOST_ROPE or table.stride(1) != 1 or table.stride(0) >= LIMIT):
+        return f"it turns {MOST_ROPE} columns at most, by a table of rows"
     neighbours = [rows.indices] if sink is None else [rows.indices, sink]
     return "" if all(x.stride(-1) == 1 for x in neighbours) else "it takes indices and sinks that are neighbours"
 
@@ -354,7 +53,9 @@ def _strides(heads: Tensor) -> list[int]:
 
 def _descriptor(heads: Tensor) -> TensorDescriptor:
     """`[T, H, 512]` in tiles of 64 heads and 256 dims."""
-    return TensorDescriptor(heads, list(heads.shape), [*_strides(heads), 1], [1, HEADS, HALF.value], _HEAD_ROWS)
+    return TensorDescriptor(
+        heads, list(heads.shape), [*_strides(heads), 1], [1, HEADS, layout.HEAD_DIM // 2], _HEAD_ROWS
+    )
 
 
 def launch_hopper(
@@ -362,33 +63,74 @@ def launch_hopper(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out`, `max_logits` and `lse`, as `launch` of the portable kernel."""
     out, max_logits, lse = outputs(q)
-    if lse.numel() == 0:
-        return out, max_logits, lse
+    _launch(Results(out, lse), max_logits, q, kv, rows, scale, sink, gpu, PLAIN)
+    return out, max_logits, lse
+
+
+def launch_fused(
+    q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None, gpu: Gpu, fusion: Fusion
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse`, or values and scales, with all that `fusion` asks for: as `launch` of the decode kernels."""
+    into = results_for(q, fusion)
+    _launch(into, None, q, kv, rows, scale, sink, gpu, fusion)
+    return into.pair()
+
+
+def _launch(
+    into: Results,
+    max_logits: Tensor | None,
+    q: Tensor,
+    kv: Tensor,
+    rows: Rows,
+    scale: float,
+    sink: Tensor | None,
+    gpu: Gpu,
+    fusion: Fusion,
+) -> None:
+    """Into results that are contiguous, but for those that the copy engine stores."""
     tokens, heads, _ = q.shape
+    if tokens * heads == 0:
+        return
+    as_tiles = not fusion.inverse_rope and fusion.n_groups == 0
+    if as_tiles and fusion.q_norm_eps is None:
+        fusion = PLAIN  # a table that nobody reads is no reason to compile again
+    positions, position_stride, table, table_strides, max_pos = fusion.rope()
     items = tokens * layout.cdiv(heads, HEADS)
     launch_kernel(
         sparse_mla_prefill_hopper_kernel,
         (min(items, gpu.processors),),
         _descriptor(q),
-        _descriptor(out),
+        _descriptor(into.out) if as_tiles else None,
+        None if as_tiles else into.out,
+        into.scale,
         max_logits,
-        lse,
+        into.lse,
         kv,
         rows.indices,
         rows.bounds,
         sink,
-        scale * _LOG2_E.value,
+        positions,
+        table,
+        scale * LOG2_E.value,
+        fusion.q_norm_eps,
+        tokens,
+        into.padded_tokens(),
         items,
         kv.stride(0),
         0 if rows.ragged else rows.indices.stride(0),
         0 if rows.bounds is None else rows.bounds.stride(0),
+        position_stride,
+        table_strides[0],
+        max_pos,
         rows.width,
         rows.indices.numel(),
         kv.shape[0],
         RAGGED=rows.ragged,
         H=heads,
-        RIGHT_REGISTERS=RIGHT_REGISTERS,
+        RIGHT_REGISTERS=RIGHT_REGISTERS if fusion is PLAIN else FUSED_RIGHT_REGISTERS,
         GATHERER_REGISTERS=GATHERER_REGISTERS,
         num_warps=4,
+        # A contracted multiply and add rounds once where the separate ops round twice.
+        enable_fp_fusion=False,
+        **fusion.constants(),
     )
-    return out, max_logits, lse

@@ -216,9 +216,10 @@ def atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> Value:
     return old
 
 
-def multiple_of(x: Value, n: int) -> Value:
-    """What a kernel promises its compiler."""
-    assert (x.data % n == 0).all()
+def multiple_of(x: Any, n: int) -> Any:
+    """What a kernel promises its compiler of numbers, or of the bytes of an address."""
+    numbers = torch.as_tensor(x.offset) * x.memory.element_size() if isinstance(x, Pointer) else x.data
+    assert (numbers % n == 0).all()
     return x
 
 
@@ -270,12 +271,13 @@ def modules() -> dict[str, types.ModuleType]:
             "arange": lambda start, end, layout: Value(torch.arange(start, end, dtype=torch.int32)),
             "zeros": lambda shape, dtype, layout: Value(torch.zeros([int(n) for n in shape], dtype=dtype)),
             "full": lambda shape, x, dtype, layout: Value(torch.full([int(n) for n in shape], x, dtype=dtype)),
-            "fma": lambda a, b, c: Value(torch.addcmul(c.data, a.data, b.data)),
+            "fma": lambda a, b, c: Value(torch.addcmul(*(torch.as_tensor(raw(x)) for x in (c, a, b)))),
             "max": largest,
             "maximum": either(torch.fmax),
             "minimum": either(torch.fmin),
             "expand_dims": lambda x, axis: Value(x.data.unsqueeze(axis)),
             "convert_layout": lambda x, layout: x,
+            "to_tensor": lambda x: x if isinstance(x, Value) else Value(torch.tensor(x)),
             "split": lambda x: tuple(Value(half) for half in x.data.unbind(-1)),
             "join": lambda a, b: Value(torch.stack(torch.broadcast_tensors(a.data, b.data), -1)),
             "broadcast": lambda a, b: tuple(Value(x) for x in torch.broadcast_tensors(a.data, b.data)),

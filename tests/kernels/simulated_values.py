@@ -68,6 +68,8 @@ Value.__rlshift__ = lambda self, other: Value(torch.full_like(self.data, other) 
 class Pointer:
     """Addresses of elements of a tensor's storage."""
 
+    dtype: Any = None
+
     def __init__(self, memory: Tensor, offset: Any) -> None:
         self.memory, self.offset = memory, offset
 
