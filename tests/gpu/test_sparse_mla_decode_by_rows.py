@@ -57,11 +57,55 @@ def test_it_gives_what_the_op_is_defined_as(fused: str, heads: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [64, 128])
-def test_quantised_it_is_what_quantises_behind_it(heads: int) -> None:
-    args = arguments("quant", heads)
+@pytest.mark.parametrize("fused", ["epilogue", "both"])
+def test_rotated_back_it_is_what_rotates_behind_it(fused: str, heads: int) -> None:
+    args = arguments(fused, heads)
+    assert taken(args) is IS_HOPPER
+    with poisoned_empty():
+        got = sparse_mla_decode(*args)
+    out, lse = sparse_mla_decode(*args[:16])
+    assert_bitwise(got[0], REFERENCES["inv_rope"](out, *args[13:15]))
+    assert_bitwise(got[1], lse)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_quantised_it_is_what_quantises_behind_it(heads: int, packed: bool) -> None:
+    args = (*arguments("quant", heads)[:20], packed)
     assert taken(args) is IS_HOPPER
     with poisoned_empty():
         got = sparse_mla_decode_quant(*args)
     out, _ = sparse_mla_decode(*args[:16])
     for x, y in zip(got, REFERENCES["inv_rope_fp8_quant"](out, *args[13:15], *args[18:]), strict=True):
+        assert_bitwise(x, y)
+
+
+def test_queries_that_start_anywhere_are_normed_by_a_launch_of_their_own() -> None:
+    """The copy engine does not take them. What is rounded then is another thing."""
+    args = arguments("both", 64)
+    apart = torch.full((*args[0].shape[:2], layout.HEAD_DIM + 1), torch.nan, dtype=args[0].dtype, device=CUDA)
+    apart[..., 1:] = args[0]
+    uneven = (apart[..., 1:], *args[1:])
+    assert taken(uneven) is IS_HOPPER
+    with poisoned_empty():
+        got = sparse_mla_decode(*uneven)
+    want = sparse_mla_decode(*args)
+    assert_close(got[0], want[0], FEW_KEYS, turned=layout.ROPE_DIM)
+    assert_close(got[1], want[1], NORMED_LSE)
+
+
+def test_queries_of_any_magnitude_are_normed() -> None:
+    """Squares that overflow count as zero, beside slots that are none; what is not finite stays with its head."""
+    args = arguments("prologue", 64)
+    args[0][:, ::3] *= 1e25
+    args[0][:, 5] *= 1e-25
+    with poisoned_empty():
+        want = sparse_mla_decode(*args)
+    reference = REFERENCES["sparse_mla_decode"](*args)
+    assert_close(want[0], reference[0], FEW_KEYS)
+    assert_close(want[1], reference[1], NORMED_LSE)
+    args[0][7:9, 17, 5], args[0][:2, 17, 500] = torch.nan, torch.inf
+    got = sparse_mla_decode(*args)
+    for x, y in zip(got, want, strict=True):
+        x[7:9, 17], x[:2, 17] = y[7:9, 17], y[:2, 17]
         assert_bitwise(x, y)

@@ -149,6 +149,26 @@ def test_its_kernels_compile(target: str) -> None:
     assert len({kernel.metadata.name for kernel in compiled}) == 2
 
 
+@pytest.mark.parametrize("groups", [0, 2])
+def test_on_hopper_all_that_is_fused_is_one_launch_behind_the_rows(
+    groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries that the copy engine cannot read have a launch for each thing, and the first of them is their norm."""
+    monkeypatch.setattr(by_rows, "gpu_of", lambda device: HOPPER)
+    arguments = call(3, 64, window=37, extra=21, **BF16)
+    fusion = Fusion(arguments["positions"], arguments["cos_sin_cache"], EPS, True, False, groups, 64 // max(groups, 1))
+    aligned = arguments["q"]
+    uneven = torch.zeros(3, 64, 513, dtype=torch.bfloat16)[..., 1:]
+    names = []
+    for q in (aligned, uneven):
+        with fake_triton.compiled_for(TARGETS["sm_90"]) as compiled:
+            by_rows.decode_by_rows(q, *sources(arguments), 0.04, None, fusion)
+        names.append([kernel.metadata.name for kernel in compiled])
+    rows = ["join_slots_kernel", "dequantize_pages_kernel", "dequantize_pages_kernel"]
+    assert names[0] == [*rows, "sparse_mla_prefill_hopper_kernel"]
+    assert names[1][:4] == [*rows, "q_norm_rope_kv_insert_kernel"] and len(names[1]) == 6
+
+
 def test_the_rows_are_attended_by_the_kernel_for_a_workspace(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Rows] = []
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from dsv4_compile.kernels import sparse_mla_prefill_hopper as hopper
 from dsv4_compile.kernels import sparse_mla_prefill_portable as portable
+from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion
 from dsv4_compile.kernels.sparse_mla_prefill_portable import Rows
 from dsv4_compile.testing import strided
-from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
+from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code, resources
 from tests.kernels.gpus import GPUS
 
 # From Triton 3.8 on the accumulator of the left warpgroup does not quite fit its registers.
@@ -73,6 +74,54 @@ def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products
     assert code.count("LDGSTS.E.BYPASS.128") == 32  # a thread's copies of a block of keys
 
 
+def fusion(rope: int = 64, tokens: int = 2, **options: Any) -> Fusion:
+    return Fusion(torch.zeros(tokens, dtype=torch.int64), torch.zeros(70, rope), **options)
+
+
+NORM, BACK = {"q_norm_eps": 1e-6}, {"inverse_rope": True}
+
+
+@pytest.mark.parametrize(
+    ("heads", "ragged", "options"),
+    [
+        (128, False, NORM),
+        (64, True, BACK),
+        (100, False, NORM | BACK),
+        (64, False, NORM | BACK | {"n_groups": 8, "heads_per_group": 8}),
+        (128, False, NORM | BACK | {"n_groups": 8, "heads_per_group": 16, "packed_scales": True}),
+    ],
+)
+def test_with_all_that_is_fused_it_spills_nothing_and_products_stay_asynchronous(
+    heads: int, ragged: bool, options: dict[str, Any]
+) -> None:
+    with compiled_for(TARGETS["sm_90"]) as compiled:
+        hopper.launch_fused(
+            *operands(heads), rows(ragged), 0.1, torch.zeros(heads), GPUS["sm_90"][0], fusion(**options)
+        )
+    (kernel,) = compiled
+    code, used = kernel.asm["sass"], resources(kernel)
+    assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert "BSSY" not in code
+    # The squares of queries are four instructions, in a loop.
+    normed = 4 if "q_norm_eps" in options else 0
+    assert kernel.asm["ptx"].count("m64n64k16") == 2 * 512 // 16 + normed
+    assert 72 + normed <= code.count("HGMMA") <= 80 and code.count("WARPGROUP.ARRIVE") <= 8
+    # Outputs that are stored as they are leave by the copy engine.
+    assert code.count("UTMASTG") == (0 if "inverse_rope" in options else 2)
+
+
+def test_what_is_not_fused_costs_nothing() -> None:
+    """A table of which nobody reads makes no other kernel, and positions may begin anywhere."""
+    with compiled_for(TARGETS["sm_90"]) as compiled:
+        for where in (Fusion(), fusion()):
+            hopper.launch_fused(*operands(64), rows(), 0.1, None, GPUS["sm_90"][0], where)
+        for first in (0, 3):
+            piece = fusion(tokens=5, **NORM)._replace(positions=torch.zeros(5, dtype=torch.int64)[first:][:2])
+            hopper.launch_fused(*operands(64), rows(), 0.1, None, GPUS["sm_90"][0], piece)
+    assert compiled[0].hash == compiled[1].hash and compiled[2].hash == compiled[3].hash
+
+
 @pytest.mark.parametrize("kernel", [hopper.launch_hopper, portable.launch])
 def test_nothing_is_compiled_again_for_a_piece_of_a_batch(kernel: Any) -> None:
     lens = torch.zeros(5, dtype=torch.int32)
@@ -106,5 +155,12 @@ def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> Non
     }
     for reason, call in calls.items():
         assert reason in hopper.hopper_refuses(*call)
-    assert hopper.hopper_refuses(apart, kv, some, 0.1, sink) == ""
+    for table in (
+        torch.zeros(70, 66),
+        strided(torch.zeros(70, 64)),
+        torch.zeros(1, 64).as_strided((1, 64), (2**31, 1)),
+    ):
+        where = fusion(**NORM)._replace(cos_sin_cache=table)
+        assert "64 columns at most" in hopper.hopper_refuses(q, kv, some, 0.1, sink, where)
+    assert hopper.hopper_refuses(apart, kv, some, 0.1, sink, fusion(**NORM)) == ""
     assert hopper.hopper_refuses(q[:1, :1].as_strided((1, 1, 512), (1, 3, 1)), kv, some, 0.1, sink) == ""
