@@ -232,18 +232,17 @@ def _left(
         mbarrier.arrive(weights_ready.index(slot), count=1)
         turn += 1
         acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), 1)
+        if out is not None:
+            _store_half(acc, k_left.index(buffer), out, item, 0, HEAD_BLOCKS)
         result = gl.to_tensor(item // HEAD_BLOCKS).to(gl.int64) * H + head
         if p_lse is not None:
             lse = gl.where(sum_all == 0, float("inf"), (shift + gl.log2(sum_all)) * LN_2)
             gl.store(p_lse + result + o_row, lse, mask=m_head)
         if p_max is not None:
             gl.store(p_max + result + o_row, top * LN_2, mask=m_head)
-        if out is not None:
-            _store_half(acc, k_left.index(buffer), out, item, 0, HEAD_BLOCKS)
-        else:
+        if out is None:
             _store_rows(
-                acc, k_left.index(buffer), results, item, None, 0, H, HEAD_BLOCKS, ROPE, GROUPS, GROUP_HEADS,
-                PACKED,
+                acc, k_left.index(buffer), results, item, None, 0, H, HEAD_BLOCKS, ROPE, GROUPS, GROUP_HEADS, PACKED,
             )  # fmt: skip
             mbarrier.arrive(left_free.index(buffer), count=1)
     if out is not None:
@@ -289,9 +288,7 @@ def _right(
         # The keys that the item used last make room for its output.
         buffer = (number + 1) % BUFFERS
         acc = acc * gl.expand_dims(factor, 1)
-        p_cos = None
-        if INVERSE:
-            p_cos = angles_of(place, row)
+        p_cos = angles_of(place, row) if INVERSE else None
         if out is not None:
             _store_half(acc, k_right.index(buffer), out, item, HALF, HEAD_BLOCKS)
             tma.store_wait(0)
@@ -348,8 +345,14 @@ def sparse_mla_prefill_hopper_kernel(
 ):
     """Program p takes every num_programs-th item from item p on; item i is head block i % HEAD_BLOCKS of a token."""
     HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    q_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, D], SWIZZLED)
-    q_left, q_right = column_blocks(q_tile, HALF).index(0), column_blocks(q_tile, HALF).index(1)
+    if eps is None:
+        # Two tiles: as views of one, with addresses of their own, 640 keys took an H200 4% longer.
+        q_left = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, HALF], SWIZZLED)
+        q_right = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, HALF], SWIZZLED)
+        q_tile = q_left  # which nobody norms
+    else:
+        q_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, D], SWIZZLED)
+        q_left, q_right = column_blocks(q_tile, HALF).index(0), column_blocks(q_tile, HALF).index(1)
     k_left = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, HALF], SWIZZLED)
     k_right = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, HALF], SWIZZLED)
     weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_H, BLOCK_N], SWIZZLED)
