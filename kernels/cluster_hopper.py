@@ -2,11 +2,11 @@
 
 Gluon of Triton 3.6 has no words for that. A kernel that is compiled for one program is launched in clusters, and what
 crosses over is PTX. It has one place, the start of the compiler's shared memory, `global_smem`, once nobody needs what
-was there. Little is sent from registers: it counts itself off at a barrier of the program that it is sent to, and nobody
-waits for a sender to be done. That goes 8 bytes at a time, and 16 KiB of it take 1.5 us longer than if they are
-fetched, 16 bytes at a time. But that takes a release, of 0.3 us on an H200 and of a microsecond where 320 programs
-do so at once; without it, 11 of 200,000 products had other bits. What is 8 KiB the copy engine brings, parcel by
-parcel, and without a release. For either, all wait until all have what they want.
+was there. Little is sent from registers: it counts itself off at a barrier of the program that it is sent to, and
+nobody waits for a sender to be done. That goes 8 bytes at a time, and 16 KiB of it take 1.5 us longer than if they are
+fetched, 16 bytes at a time. But that takes a release, of 0.3 us on an H200, and of a microsecond where 320 programs do
+so at once; without it, 11 of 200,000 products had other bits. Up to 8 KiB the copy engine brings, in parcels and
+without a release. For either, all wait until all have what they want.
 """
 
 from __future__ import annotations

@@ -163,8 +163,8 @@ def _multiply(
         values = gl.allocate_shared_memory(weights.dtype, [CHUNKS, AT_ONCE * BLOCK_M, BLOCK_K], TILE)
     else:
         x_ring = gl.allocate_shared_memory(inputs.dtype, [RING, BLOCK_M, BLOCK_K], TILE)
-    # One more than there are buffers, see _quantise_x. By itself, the compiler would give its memory away behind it, and
-    # what a barrier was initialised with may turn up in that later: products had NaN scales, in 1 of 100 to of 10,000.
+    # One more than there are buffers, see _quantise_x. By itself, the compiler would give its memory to others behind
+    # it, where what it was initialised with turned up later: of 10,000 products, 1 to 100 had scales that were NaN.
     BARRIERS: gl.constexpr = RING + 1 if QUANTIZE else RING
     ready = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BARRIERS):
