@@ -132,31 +132,41 @@ def turn_queries(x, cos, sin, ROPE: gl.constexpr):
 
 
 @gluon.jit
-def norm_factors(q_tile, turned, eps, SCORES: gl.constexpr):
-    """What the norm multiplies each of 64 heads by, `[64]`. Puts `turned` in the place of their last columns, unfenced,
-    unless it is None.
+def _products_of_heads(q_tile, turns, SCORES: gl.constexpr):
+    """The products of 64 heads with each other, of layout SCORES, in `turns` turns of a loop: as many as blocks of 64
+    columns, a number that the compiler does not know.
 
-    The heads' squares are the diagonal of their products with each other, of layout SCORES: the matrix unit does in a
-    loop of four instructions what takes hundreds in registers, and has each head's square where its scores will be.
-    Unrolled that would be 4 KB of code.
+    The heads' squares are its diagonal: the matrix unit does in a loop of four instructions what takes hundreds in
+    registers, and has each head's square where its scores will be. Unrolled that would be 4 KB of code.
     """
     blocks = column_blocks(q_tile, COLUMNS)
     products = warpgroup_mma_init(gl.zeros([BLOCK_H, BLOCK_H], gl.float32, SCORES))
-    for block in range(here(D // COLUMNS)):
+    for block in range(turns):
         gl.inline_asm_elementwise(NO_COPIES, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         columns = blocks.index(block)
         products = warpgroup_mma(columns, columns.permute((1, 0)), products, is_async=True)
     products = warpgroup_mma_wait(0, deps=[products])
     # Until here other warps' products have read the raw columns.
     thread_barrier()
-    if turned is not None:
-        q_tile.slice(D - turned.shape[1], turned.shape[1], 1).store(turned)
-    return gl.rsqrt(_diagonal(products, SCORES) * (1.0 / D) + eps)
+    return products
+
+
+@gluon.jit
+def norm_factors(q_tile, turned, eps, SCORES: gl.constexpr):
+    """What the norm multiplies each of 64 heads by, `[64]`. `turned` takes the place of their last columns, unfenced."""
+    TURNING: gl.constexpr = turned.shape[1]
+    products = _products_of_heads(q_tile, not_unrolled(D // COLUMNS), SCORES)
+    q_tile.slice(D - TURNING, TURNING, 1).store(turned)
+    o_head = gl.expand_dims(gl.arange(0, BLOCK_H, gl.SliceLayout(1, SCORES)), 1)
+    o_other = gl.expand_dims(gl.arange(0, BLOCK_H, gl.SliceLayout(0, SCORES)), 0)
+    # Selected, not multiplied by (1, 0): what is not finite stays with its head.
+    squares = gl.sum(gl.where(o_head == o_other, products, 0.0), 1)
+    return gl.rsqrt(squares * (1.0 / D) + eps)
 
 
 @gluon.jit
 def _diagonal(x, SCORES: gl.constexpr):
-    """Of `x` `[64, 64]`. Selected, not multiplied by (1, 0): what is not finite stays with its row.
+    """Of `x` `[64, 64]`, selected as in `norm_factors`, by a warpgroup that has few registers.
 
     First among blocks of 8 columns, then in the block: all threads have columns of the same blocks, whose numbers take
     no registers.
@@ -182,7 +192,8 @@ def norm_in_place(q_tile, q_ready, phase, factors, place, token, scale, eps, ROP
     ROWS: gl.constexpr = queries_of(STEP)
     row = table_row(place, token)
     mbarrier.wait(q_ready, phase)
-    factors.store(norm_factors(q_tile, None, eps, SCORES) * scale)
+    squares = _diagonal(_products_of_heads(q_tile, here(D // COLUMNS), SCORES), SCORES)
+    factors.store(gl.rsqrt(squares * (1.0 / D) + eps) * scale)
     cos, sin = fetch_angles(angles_of(place, row), gl.zeros([STEP, COLUMNS], gl.bfloat16, ROWS), ROPE)
     last = column_blocks(q_tile, COLUMNS).index(D // COLUMNS - 1)
     steps = last._reinterpret(gl.bfloat16, [BLOCK_H // STEP, STEP, COLUMNS], SWIZZLED)
