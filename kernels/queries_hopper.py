@@ -153,7 +153,7 @@ def _products_of_heads(q_tile, turns, SCORES: gl.constexpr):
 
 @gluon.jit
 def norm_factors(q_tile, turned, eps, SCORES: gl.constexpr):
-    """What the norm multiplies each of 64 heads by, `[64]`. `turned` takes the place of their last columns, unfenced."""
+    """What the norm multiplies 64 heads by, `[64]`. `turned` takes the place of their last columns, unfenced."""
     TURNING: gl.constexpr = turned.shape[1]
     products = _products_of_heads(q_tile, not_unrolled(D // COLUMNS), SCORES)
     q_tile.slice(D - TURNING, TURNING, 1).store(turned)

@@ -22,13 +22,14 @@ from .sparse_mla_decode_plan import Fusion, Source
 from .sparse_mla_prefill import attend_rows
 from .sparse_mla_prefill_portable import Rows
 
-FEWEST_TOKENS, FEWEST_HEADS = 1024, 64
-MOST_ROWS, ROWS_OF_A_TOKEN = 32768, 8
-"""Of both caches, the larger of the two: 32 MiB stay in an H200's L2 cache while tokens attend them. There 4,096 tokens
-of 64 heads and 640 keys over 8,192 rows take 855 us with norm, RoPE, inverse RoPE and quantisation, and 1,034 by the
-decode kernel; without them 591 and 956; of 128 keys 412 and 445, 183 and 401. Over 65,536 rows the first is 1,045 and
-1,074 (`python examples/benchmarks/attention_of_a_prompt.py`). What is fused has no say in it, so that it changes no bit
-of what it is fused with."""
+FEWEST_TOKENS, FEWEST_HEADS = 512, 64
+MOST_ROWS, ROWS_OF_A_TOKEN = 32768, 16
+"""Of both caches, the larger of the two, and no more than twice the second: 32 MiB stay in an H200's L2 cache while
+tokens attend them. There 4,096 tokens of 64 heads and 640 keys over 8,192 rows take 723 us with norm, RoPE, inverse
+RoPE and quantisation, and 1,033 by the decode kernel; without them 586 and 954; of 128 keys 284 and 440, 181 and 398.
+Over 65,536 rows the first is 882 and 1,082, and 512 tokens of 128 keys take 48 and 62
+(`python examples/benchmarks/attention_of_a_prompt.py`). What is fused has no say in it, so that it changes no bit of
+what it is fused with."""
 ROWS_AT_A_TIME, COLUMNS_AT_A_TIME = 8, 256
 ALIGN = 16
 """Bytes that queries start at multiples of, where they are attended as they are."""
@@ -105,7 +106,7 @@ def by_rows_refuses(
         return "it takes fp8_ds_mla and bfloat16 queries, on Hopper"
     if tokens < FEWEST_TOKENS or heads < FEWEST_HEADS or fusion.batch_invariant:
         return f"it takes {FEWEST_TOKENS} tokens and {FEWEST_HEADS} heads at least, and depends on how many there are"
-    most = max(MOST_ROWS, ROWS_OF_A_TOKEN * tokens)
+    most = max(ROWS_OF_A_TOKEN * tokens, min(MOST_ROWS, 2 * ROWS_OF_A_TOKEN * tokens))
     if not 0 < _slots(window) + _slots(extra) <= most:
         return f"it takes caches of {most} rows at most"
     if any(source.cache.stride(0) % 2 or source.cache.storage_offset() % 2 for source in (window, extra)):
