@@ -133,10 +133,20 @@ def test_a_launch_reads_what_the_one_before_has_written(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "others"), [(385, 1536, 1024), (500, 1536, 1024), (512, 1536, 1024), (300, 1664, 1272)]
+    ("tokens", "rows", "others"),
+    [
+        (385, 1536, 1024),
+        (500, 1536, 1024),
+        (512, 1536, 1024),
+        (300, 1664, 1272),
+        (300, 1536, 2624),
+        (512, 1536, 2624),
+        (700, 1536, 1024),
+    ],
 )
 def test_repeats_capture_and_streams_of_whole_tiles(tokens: int, rows: int, others: int) -> None:
-    """Of V4-Flash's rows beside HCA's; and of 39 tiles, the first of which is shared."""
+    """Of V4-Flash's rows beside HCA's and CSA's, in clusters or each by itself; and of 39 tiles, the first of which is
+    shared."""
     x, weight, scale = products.gemm.Layer(OP, "", rows, 4096).arguments(tokens, products.CUDA, 5)
     args = x, weight, scale, True, torch.randn(others, 4096, device="cuda", dtype=x.dtype)
     products.check(OP, kernels.fp8_linear, args)
@@ -151,6 +161,14 @@ def test_more_than_two_gibibytes_of_tokens() -> None:
     out = kernels.fp8_linear(many, weight, scale)
     assert torch.equal(out.view(60_000, 300, 128)[-1], out[:300])
     products.check(OP, kernels.fp8_linear, (x, weight, scale))
+
+
+@pytest.mark.parametrize("tokens", [8, 17, 24, 32])
+def test_repeats_of_what_is_quantised_on_the_way_beside_rows_of_csa(tokens: int) -> None:
+    """In programs whose rings do not hold all strips, and which quantise them in two goes."""
+    x, weight, scale = products.gemm.Layer(OP, "", 1536, 4096).arguments(tokens, products.CUDA, 5)
+    other = torch.randn(2624, 4096, device="cuda", dtype=x.dtype)
+    products.repeats_are_equal(kernels.fp8_linear, (x, weight, scale, True, other), replays=600)
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 64, 100, 200, 600])
