@@ -15,6 +15,7 @@ from .. import layout
 from .kv_load_hopper import CACHED, thread_barrier
 from .quant_hopper import MANTISSA_BITS, UE8M0_BIAS, quantised_bytes
 
+# In a loop itself: in a function of its own it does nothing.
 NO_COPIES = gl.constexpr('.pragma "nounroll"; mov.u32 $0, 0;')
 D = gl.constexpr(layout.HEAD_DIM)
 HALF = gl.constexpr(layout.HEAD_DIM // 2)

@@ -74,8 +74,9 @@ def strips_each(pair: PairCut, strips: tuple[int, int]) -> list[int]:
 
 def rings(pair: PairCut, tokens: int, strips: tuple[int, int]) -> list[int]:
     """Buffers of a program of either weight, the first of which quantises."""
-    cut, each = Cut(BLOCK_N, WARPS, pair.programs, 1, pair.cluster > 0), strips_each(pair, strips)
-    return [deepest_ring(cut, block_of(tokens), n, n_th == 0) for n_th, n in enumerate(each)]
+    cut, block_m = Cut(BLOCK_N, WARPS, pair.programs, 1, pair.cluster > 0), block_of(tokens)
+    first, second = strips_each(pair, strips)
+    return [deepest_ring(cut, block_m, first, True), deepest_ring(cut, block_m, second, False)]
 
 
 def sizes_of(x: Tensor, weight: Tensor, others: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
