@@ -95,6 +95,9 @@ PRIVATE: dict[str, PrivateName] = {
     "pgo": PrivateName("torch._dynamo.pgo", "", "sizes seen so far, set aside during explain()"),
     "triton_driver": PrivateName("triton.runtime", "driver", "takes the driver that stands in for a GPU in tests"),
     "triton_interpreter": PrivateName("triton.runtime.interpreter", "", "runs generated kernels on the CPU in tests"),
+    "triton_ir": PrivateName("triton._C.libtriton", "ir", "reads a compiled kernel again, in tests"),
+    "triton_nvidia": PrivateName("triton._C.libtriton", "nvidia", "shares out its shared memory again"),
+    "triton_passes": PrivateName("triton._C.libtriton", "passes", "what comes before that"),
 }
 
 

@@ -23,6 +23,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
 from .._compat import triton_driver, triton_interpreter
+from .shared_memory import barriers_given_away
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TARGETS: dict[str, GPUTarget] = {
@@ -109,8 +110,10 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
     """Let every launch in the block compile its kernel for `target` instead of running it; nothing stays installed.
 
     Launchers are called as on a GPU, with tensors on the CPU, so what is compiled is what they would launch: types,
-    alignments, constants and options. Yields the compiled kernels in order. AssertionError for one that may start
-    before the kernel in front has ended and never waits for it: what comes behind would not wait for either.
+    alignments, constants and options. Yields the compiled kernels in order.
+
+    AssertionError for one that may start before the kernel in front has ended and never waits for it: what comes behind
+    would not wait for either; and for one that has something else in a barrier's place.
     """
     compiled: list[Any] = []
     launch = JITFunction.run
@@ -124,6 +127,8 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
             self.device_caches = kept
         early, code = getattr(compiled[-1].metadata, "launch_pdl", False), compiled[-1].asm
         assert not early or WAIT in code["ptx"], f"{compiled[-1].metadata.name} starts early and does not wait"
+        given = barriers_given_away(compiled[-1])
+        assert not given, f"{compiled[-1].metadata.name} has other things in a barrier's place: {given}"
         return compiled[-1]
 
     with (
