@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from .. import layout
 from .kv_load_hopper import CACHED, thread_barrier
 from .quant_hopper import MANTISSA_BITS, UE8M0_BIAS, quantised_bytes
+from .views_hopper import reinterpret
 
 # In a loop itself: in a function of its own it does nothing.
 NO_COPIES = gl.constexpr('.pragma "nounroll"; mov.u32 $0, 0;')
@@ -111,7 +112,7 @@ def not_unrolled(count: gl.constexpr):
 @gluon.jit
 def column_blocks(tile, WIDTH: gl.constexpr):
     """A swizzled bfloat16 tile `[N, C]` as its blocks of columns `[C / WIDTH, N, WIDTH]`."""
-    return tile._reinterpret(gl.bfloat16, [tile.shape[1] // WIDTH, tile.shape[0], WIDTH], SWIZZLED)
+    return reinterpret(tile, gl.bfloat16, [tile.shape[1] // WIDTH, tile.shape[0], WIDTH], SWIZZLED)
 
 
 @gluon.jit
@@ -140,8 +141,8 @@ def _finished(q_tile, FIRST: gl.constexpr):
     """The queries' shared memory, of float16: room for 64 rows of columns FIRST to FIRST + 255; and all of it in steps
     of 16 rows, `[8, 16, 256]`, those of the first half of the columns and those of the last.
     """
-    both = q_tile._reinterpret(gl.float16, [2 * BLOCK_H, HALF], FINISHED)
-    steps = q_tile._reinterpret(gl.float16, [2 * BLOCK_H // STEP, STEP, HALF], FINISHED)
+    both = reinterpret(q_tile, gl.float16, [2 * BLOCK_H, HALF], FINISHED)
+    steps = reinterpret(q_tile, gl.float16, [2 * BLOCK_H // STEP, STEP, HALF], FINISHED)
     return both.slice(FIRST // HALF * BLOCK_H, BLOCK_H, 0), steps
 
 
@@ -189,8 +190,8 @@ def store_rows(
         p_cos: cosines and sines of the token's position, where INVERSE.
     """
     STEPS: gl.constexpr = BLOCK_H // STEP
-    tile._reinterpret(gl.float32, [BLOCK_H, HALF], SUMS).store(acc)
-    steps = tile._reinterpret(gl.float32, [STEPS, STEP, HALF], SUMS)
+    reinterpret(tile, gl.float32, [BLOCK_H, HALF], SUMS).store(acc)
+    steps = reinterpret(tile, gl.float32, [STEPS, STEP, HALF], SUMS)
     cos, sin = None, None
     if INVERSE and FIRST > 0:
         cos, sin = fetch_angles(p_cos, gl.zeros([STEP, HALF], gl.bfloat16, ROWS), ROPE)
@@ -199,7 +200,7 @@ def store_rows(
         y = steps.index(step).load(ROWS)
         for factors in gl.static_range(2):
             if by_head[factors] is not None:
-                factor = by_head[factors]._reinterpret(gl.float32, [STEPS, STEP], FLAT).index(step)
+                factor = reinterpret(by_head[factors], gl.float32, [STEPS, STEP], FLAT).index(step)
                 y = y * gl.expand_dims(factor.load(gl.SliceLayout(1, ROWS)), 1)
         _store_step(
             y.to(gl.bfloat16), step * STEP, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads,
@@ -224,8 +225,8 @@ def store_finished(
         p_out += (token * H + head) * D
     else:
         p_scale, tokens, padded_tokens = address_here(p_scale), here(tokens), here(padded_tokens)
-    tile._reinterpret(gl.bfloat16, [BLOCK_H, HALF], FINISHED).store(acc.to(gl.bfloat16))
-    steps = tile._reinterpret(gl.bfloat16, [STEPS, STEP, HALF], FINISHED)
+    reinterpret(tile, gl.bfloat16, [BLOCK_H, HALF], FINISHED).store(acc.to(gl.bfloat16))
+    steps = reinterpret(tile, gl.bfloat16, [STEPS, STEP, HALF], FINISHED)
     cos, sin = None, None
     if p_cos is not None:
         # No earlier: beside all of the sums there are no registers for them.

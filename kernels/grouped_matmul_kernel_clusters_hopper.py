@@ -23,6 +23,7 @@ from .grouped_matmul_kernel_many_hopper import HALF, ROWS, TILE_ROWS, half_of, s
 from .grouped_matmul_shares_hopper import share_of, store_fetched
 from .grouped_matmul_store_hopper import store_sums
 from .kv_load_hopper import thread_barrier
+from .views_hopper import reinterpret
 
 RESULTS_TOGETHER = 8
 """Rows of either weight are a multiple of this."""
@@ -259,8 +260,8 @@ def grouped_matmul_clusters_hopper_kernel(
     columns, each, all_strips = rows, strips_each, strips
     if others is not None:
         rings_of_others = (
-            w_ring._reinterpret(others.dtype, [RING, ROWS, BLOCK_K_OF_OTHERS], TILE_OF_OTHERS),
-            x_ring._reinterpret(others.dtype, [HALVES * RING, HALF, BLOCK_K_OF_OTHERS], TILE_OF_OTHERS),
+            reinterpret(w_ring, others.dtype, [RING, ROWS, BLOCK_K_OF_OTHERS], TILE_OF_OTHERS),
+            reinterpret(x_ring, others.dtype, [HALVES * RING, HALF, BLOCK_K_OF_OTHERS], TILE_OF_OTHERS),
             None,
             None,
         )

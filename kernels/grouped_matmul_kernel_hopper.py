@@ -36,6 +36,7 @@ from .grouped_matmul_shares_hopper import await_shares, store_shares
 from .grouped_matmul_store_hopper import store_parts, store_tile
 from .kv_load_hopper import thread_barrier
 from .quant_hopper import quantised, scale_value
+from .views_hopper import reinterpret
 
 COPY_ALIGN = 16
 """Bytes that what the copy engine reads starts at multiples of."""
@@ -117,7 +118,7 @@ def _put_rows(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """float32 `[ROWS, WIDTH]` in shared memory, where each row can be asked for."""
     flat = gl.allocate_shared_memory(gl.float32, [ROWS * WIDTH], FLAT)
     flat.store(gl.reshape(x, [ROWS * WIDTH]))
-    return flat._reinterpret(gl.float32, [ROWS, WIDTH], FLAT)
+    return reinterpret(flat, gl.float32, [ROWS, WIDTH], FLAT)
 
 
 @gluon.jit
@@ -202,8 +203,8 @@ def _multiply(
                 p_x, x_stride, tokens, first_token, begin, count, size, values, new_scales, ready.index(RING), BLOCK_M,
                 AT_ONCE, X,
             )  # fmt: skip
-            x_scales = new_scales._reinterpret(gl.float32, [CHUNKS * AT_ONCE, BLOCK_M], FLAT)
-            x_ring = values._reinterpret(weights.dtype, [CHUNKS * AT_ONCE, BLOCK_M, BLOCK_K], TILE)
+            x_scales = reinterpret(new_scales, gl.float32, [CHUNKS * AT_ONCE, BLOCK_M], FLAT)
+            x_ring = reinterpret(values, weights.dtype, [CHUNKS * AT_ONCE, BLOCK_M, BLOCK_K], TILE)
         else:
             p_x_scale += group.to(gl.int64) * x_scale_group_stride
             known = _scales_of_x(

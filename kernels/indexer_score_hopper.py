@@ -38,6 +38,7 @@ from .indexer_score import INVISIBLE as _INVISIBLE
 from .indexer_score import NAN_KEY as _NAN_KEY
 from .kv_load_hopper import thread_barrier
 from .launch import launch_kernel
+from .views_hopper import reinterpret
 
 ENTRIES = 64
 STAGES = 2
@@ -188,8 +189,8 @@ def _score(
             block = following
             following = _block_at(p_row, tile + step, tiles, strides, BLOCK_SIZE)
             mbarrier.wait(ready.index(slot), (number // STAGES) & 1)
-            arrived = keys.index(slot)._reinterpret(gl.uint8, [TILE, D], TILE_OF_KEYS).load(KEYS)
-            scale = scales.index(slot)._reinterpret(gl.float32, [TILE], FLAT).load(gl.SliceLayout(1, ACC))
+            arrived = reinterpret(keys.index(slot), gl.uint8, [TILE, D], TILE_OF_KEYS).load(KEYS)
+            scale = reinterpret(scales.index(slot), gl.float32, [TILE], FLAT).load(gl.SliceLayout(1, ACC))
             key = gl.convert_layout(operand(arrived), gl.DotOperandLayout(0, ACC, 2))
             dots = warpgroup_mma(key, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
             dots = warpgroup_mma_wait(0, deps=[dots])

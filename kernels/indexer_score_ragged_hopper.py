@@ -38,6 +38,7 @@ from .indexer_score_hopper import (
 )
 from .kv_load_hopper import thread_barrier
 from .launch import launch_kernel
+from .views_hopper import reinterpret
 
 QUERIES, ENTRIES = 64, 128
 STAGES = 4
@@ -116,7 +117,7 @@ def indexer_score_ragged_hopper_kernel(
         p_weight = p_weights + w_token * weight_token_stride + o_head * weight_head_stride
         m_weight, p_weight = gl.broadcast((w_token < tokens) & (o_head < HEADS), p_weight)
         for_heads = gl.load(p_weight, mask=m_weight, other=0.0)
-        weights._reinterpret(gl.float32, [PADDED_HEADS, BLOCK], PLAIN).store(for_heads)
+        reinterpret(weights, gl.float32, [PADDED_HEADS, BLOCK], PLAIN).store(for_heads)
     o_row = first_token + gl.arange(0, BLOCK, gl.SliceLayout(1, COPIES))
     o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, COPIES)), 0)
     m_token = gl.expand_dims(o_row < tokens, 1)

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .. import layout
+from .views_hopper import reinterpret
 
 # A thread holds all tiles of a key, so that which one is not quantised is known when compiling.
 _WORDS = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
@@ -179,7 +180,7 @@ def produce_keys(
     BLOCK_N: gl.constexpr = keys.shape[1]
     PARTS: gl.constexpr = BLOCK_N // FETCH
     PLACES: gl.constexpr = rows.shape[0]
-    words = keys._reinterpret(gl.int32, [BUFFERS, BLOCK_N, HALF], SWIZZLED_WORDS)
+    words = reinterpret(keys, gl.int32, [BUFFERS, BLOCK_N, HALF], SWIZZLED_WORDS)
     if end > begin:
         mbarrier.wait(placed, 0)
         codes, rope, numbers, live = _fetch(p_words0, p_words1, boundary, begin, 0, rows, scales, lives, 0)

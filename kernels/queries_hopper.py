@@ -45,6 +45,7 @@ from .attention_rows_hopper import (
     turn_columns,
 )
 from .kv_load_hopper import CACHED, thread_barrier
+from .views_hopper import reinterpret
 
 
 @triton.constexpr_function
@@ -196,7 +197,7 @@ def norm_in_place(q_tile, q_ready, phase, factors, place, token, scale, eps, ROP
     factors.store(gl.rsqrt(squares * (1.0 / D) + eps) * scale)
     cos, sin = fetch_angles(angles_of(place, row), gl.zeros([STEP, COLUMNS], gl.bfloat16, ROWS), ROPE)
     last = column_blocks(q_tile, COLUMNS).index(D // COLUMNS - 1)
-    steps = last._reinterpret(gl.bfloat16, [BLOCK_H // STEP, STEP, COLUMNS], SWIZZLED)
+    steps = reinterpret(last, gl.bfloat16, [BLOCK_H // STEP, STEP, COLUMNS], SWIZZLED)
     for step in range(here(BLOCK_H // STEP)):
         x = steps.index(step).load(ROWS).to(gl.float32)
         steps.index(step).store(turn_columns(x, cos, sin, ROPE, False).to(gl.bfloat16))

@@ -37,6 +37,7 @@ from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, row_len
 from .queries_hopper import fetch_queries, norm_queries, queries_of, turning_of
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
+from .views_hopper import reinterpret
 
 KEYS = 64
 
@@ -90,7 +91,7 @@ def _producer(
 ):  # fmt: skip
     """The second and the third warpgroup: the keys."""
     BUFFERS: gl.constexpr = keys.shape[0]
-    words = keys._reinterpret(gl.int32, [BUFFERS, BLOCK_N, KEY_WORDS], SWIZZLED_WORDS)
+    words = reinterpret(keys, gl.int32, [BUFFERS, BLOCK_N, KEY_WORDS], SWIZZLED_WORDS)
     source0 = p_words0, chunks0, p_row0, length0, capacity0, LOG_PAGE0
     source1 = p_words1, chunks1, p_row1, length1, capacity1, LOG_PAGE1
     if end > begin:

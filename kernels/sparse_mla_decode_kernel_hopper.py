@@ -37,14 +37,13 @@ otherwise: keys in four pieces of dims with memory and barriers of their own, so
 producer of eight warps; products of the right half held back until the next scores are there, as prefill does; programs
 that walk over tokens, 48 us, with both caches and all tokens as one stream of keys, 52, or with the next token's keys
 found and gathered while rows are stored (512 tokens of 128 keys 88 us, 63 otherwise: what an item needs outlives the
-loops, and is spilled); fences where keys are read, 40.0; slots known a block and a half ahead, 46; parts joined by the
-programs that made them instead of a second launch; clusters of two programs with the two halves of 128 heads, each of
-which dequantises half of a block for both and copies it to the other, 121 us, or stores it there by `st.async`, 163:
-without sending it would be 99; 32 keys of each block by way of shared memory, as they are stored, so that each half has
-a whole block's time to arrive, 47; keys reduced to scales that have a bfloat16 factor, which scores and weights make up
-for, in place of a second factor, 38.4 where two factors take 36.6; rows cut at halves of blocks, so that 32 tokens are
-128 programs of five halves each, 18.6 where two or three whole blocks take 18.8, while a producer written so takes all
-others 8% longer.
+loops, and is spilled); slots known a block and a half ahead, 46; parts joined by the programs that made them instead of
+a second launch; clusters of two programs with the two halves of 128 heads, each of which dequantises half of a block
+for both and copies it to the other, 121 us, or stores it there by `st.async`, 163: without sending it would be 99; 32
+keys of each block by way of shared memory, as they are stored, so that each half has a whole block's time to arrive,
+47; keys reduced to scales that have a bfloat16 factor, which scores and weights make up for, in place of a second
+factor, 38.4 where two factors take 36.6; rows cut at halves of blocks, so that 32 tokens are 128 programs of five
+halves each, 18.6 where two or three whole blocks take 18.8, while a producer written so takes all others 8% longer.
 
 Between projections, when it was 91 KB and normed queries, in thousands of cycles from the start of a program of 128
 keys: queries are there at 5 and normed at 11, keys at 10 and 14, both blocks done at 23, sums handed over at 28, rows
@@ -75,6 +74,7 @@ from .kv_places_hopper import ask_for_block, find_keys, place_keys
 from .queries_hopper import fetch_queries, norm_factors, put_queries, queries_of, turn_queries, turning_of
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
+from .views_hopper import reinterpret
 
 KEYS = 64
 
@@ -225,9 +225,9 @@ def _right(
     ALL: gl.constexpr = PLACES * BLOCK_N
     slot = find_keys(source0, source1, token, boundary, begin, FIRST, BLOCK_N)
     place_keys(
-        source0, source1, boundary, begin, slot, rows._reinterpret(gl.int64, [ALL], FLAT).slice(0, FIRST),
-        scales._reinterpret(gl.int64, [ALL], FLAT).slice(0, FIRST),
-        lives._reinterpret(gl.float32, [ALL], FLAT).slice(0, FIRST), BLOCK_N,
+        source0, source1, boundary, begin, slot, reinterpret(rows, gl.int64, [ALL], FLAT).slice(0, FIRST),
+        reinterpret(scales, gl.int64, [ALL], FLAT).slice(0, FIRST),
+        reinterpret(lives, gl.float32, [ALL], FLAT).slice(0, FIRST), BLOCK_N,
     )  # fmt: skip
     thread_barrier()
     mbarrier.arrive(placed, count=1)

@@ -30,6 +30,7 @@ from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, thread_
 from .queries_hopper import fetch_queries, put_few_queries
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
+from .views_hopper import reinterpret
 
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
@@ -143,7 +144,7 @@ def sparse_mla_decode_small_hopper_kernel(
         gdc_launch_dependents()
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, D], SWIZZLED)
     keys = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, D], SWIZZLED)
-    words = keys._reinterpret(gl.int32, [BLOCK_N, HALF], SWIZZLED_WORDS)
+    words = reinterpret(keys, gl.int32, [BLOCK_N, HALF], SWIZZLED_WORDS)
     weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SWIZZLED)
     head, part, local = gl.program_id(0) * BLOCK_H, gl.program_id(1), gl.program_id(2)
     heads = H - head

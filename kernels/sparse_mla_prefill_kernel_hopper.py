@@ -12,11 +12,10 @@ which stand two buffers of keys, each of two halves with barriers of their own:
 The left one sets the pace. Of the registers it has 256, right 168, the gatherer 80: with 208 for right, left would
 spill. The output leaves by the copy engine too, by way of the keys that its item used last.
 
-What decode fuses is fused here too. Norm and RoPE of the next item's queries are the gatherer's, which has its first
-keys on their way and waits for a buffer, while the others finish an output: it turns the columns that turn where they
-are, and the norm is a factor of scores (queries_hopper.py). Rows that are rotated back or quantised leave in a loop
-over 16 heads at a time (attention_rows_hopper.py), by way of the same keys. What is fused behind attention changes no
-bit of it.
+What decode fuses, this does too. Norm and RoPE of the next item's queries are the gatherer's, which has its first keys
+on their way and waits for a buffer, while the others finish an output: it turns the columns that turn where they are,
+and the norm is a factor of scores (queries_hopper.py). Rows rotated back or quantised leave in a loop over 16 heads at
+a time (attention_rows_hopper.py), by way of the same keys. What is fused behind attention changes no bit of it.
 
 On an H200 it takes less time than FlashMLA is known to, at every size (`dsv4 bench sparse_mla_prefill`;
 examples/results/sparse_mla_prefill_h200_2026-11-20.json). A softmax that subtracts no maximum is faster still, and
@@ -41,6 +40,7 @@ from .gather_rows_hopper import BLOCK_N, BUFFERS, HALF, LEFT_ARRIVALS, ONE, RIGH
 from .kv_load_hopper import thread_barrier
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
+from .views_hopper import reinterpret
 
 Q_BYTES = gl.constexpr(BLOCK_H.value * D.value * 2)
 LOG2_E = gl.constexpr(_LOG2_E.value)
@@ -56,7 +56,7 @@ HEAD_ROWS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bi
 @gluon.jit
 def _head_rows(tile):
     """A tile `[64, 256]` as the copy engine sees it: heads of one token."""
-    return tile._reinterpret(gl.bfloat16, [1, BLOCK_H, HALF], HEAD_ROWS)
+    return reinterpret(tile, gl.bfloat16, [1, BLOCK_H, HALF], HEAD_ROWS)
 
 
 @gluon.jit

@@ -55,7 +55,7 @@ class Shared:
         assert self.data.shape == value.data.shape and self.data.dtype is value.data.dtype
         self.data.copy_(value.data)
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+    def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         data = self.data.view(dtype)
         if len(shape) == 3 and shape[1] == len(data) and shape[0] * shape[2] == data[0].numel():
             # Blocks of columns of a swizzled tile.
@@ -290,6 +290,7 @@ def modules() -> dict[str, types.ModuleType]:
             ),
             "inline_asm_elementwise": assembly,
             "warp_specialize": specialize,
+            "shared_memory_descriptor": Shared,
             "where": where,
             "multiple_of": multiple_of,
             "load": load,
@@ -322,7 +323,7 @@ def simulated(launcher: str, *kernels: str) -> Any:
     importlib.import_module("dsv4_compile.kernels.split_softmax")  # and Triton, before anything stands in
     stand_ins = modules()
     copies = ("copies_hopper",) if f"{GLUON}.language.nvidia.ampere" in stand_ins else ()
-    names = [f"dsv4_compile.kernels.{name}" for name in (*copies, *kernels, launcher)]
+    names = [f"dsv4_compile.kernels.{name}" for name in (*copies, "views_hopper", *kernels, launcher)]
     package = importlib.import_module("triton.experimental")
     with (
         mock.patch.dict(sys.modules, stand_ins),

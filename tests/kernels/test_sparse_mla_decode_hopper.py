@@ -190,7 +190,7 @@ def test_shared_memory_that_nobody_wrote_is_not_made_zero_by_a_factor_of_zero(dt
     """The simulation must show what finite garbage hides. Bytes are those of e4m3 too."""
     language = simulated_gluon.modules()[f"{simulated_gluon.GLUON}.language"]
     ring = language.allocate_shared_memory(dtype, [2, 16, 32], None)
-    keys = ring._reinterpret(torch.float8_e4m3fn, [2, 16, 32], None) if dtype is torch.uint8 else ring
+    keys = ring.reinterpret(torch.float8_e4m3fn, [2, 16, 32], None) if dtype is torch.uint8 else ring
     zeros = Value(torch.zeros(64, 16))
     assert simulated_gluon.multiply(zeros, keys.index(1), None, use_acc=False).data.isnan().all()
 
