@@ -19,13 +19,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .gpu import Gpu
-from .launch import bound, note
+from .launch import FUSING, bound, note
 
 SIZES = (8, 6, 5, 4, 3, 2)
 """Programs of a cluster. Any Hopper GPU takes up to 8."""
 INBOX_BYTES = 1024
 """What a cluster costs a program of its shared memory."""
-KNOWN = (3, 6), (3, 7)
+KNOWN = (3, 6), (3, 7), (3, 8), (3, 9)
 """Versions of Triton whose compiled kernels say how they are launched in the way that is changed here."""
 
 
@@ -58,12 +58,12 @@ def clusters_at_once(gpu: Gpu, size: int, programs: int) -> int:
 
 
 def launch_clusters(kernel: Any, programs: int, cluster: int, room: int, *args: Any, **constants: Any) -> None:
-    """As `kernel[programs,](*args, **constants)`, in clusters of neighbours.
+    """As `launch_kernel(kernel, (programs,), *args, **constants)`, in clusters of neighbours.
 
     Args:
         room: shared memory of a program that others reach, in bytes.
     """
-    compiled = kernel.warmup(*args, grid=(1,), **constants)
+    compiled = kernel.warmup(*args, grid=(1,), **(FUSING | constants))
     if compiled is None:  # where tests stand in for the compiler
         return
     warps, _, shared = compiled.packed_metadata

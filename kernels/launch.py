@@ -19,11 +19,14 @@ class _Noting(threading.local):
 
 
 noting = _Noting()
+FUSING = {"enable_fp_fusion": True}
+"""What a kernel is compiled with where it says nothing else: left to Triton, an environment variable would decide, and
+where that is not set Triton 3.10 is to do the opposite of 3.9."""
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """As `kernel[grid](*args, **constants)`."""
-    compiled = kernel[grid](*args, **constants)
+    """As `kernel[grid](*args, **constants)`, products and sums fused unless `enable_fp_fusion=False` says otherwise."""
+    compiled = kernel[grid](*args, **(FUSING | constants))
     if noting.tape is not None:
         note(compiled, grid, [] if compiled is None else bound(kernel, args, constants))
 

@@ -160,7 +160,8 @@ def round_like_hardware() -> None:
     """Make the interpreter convert between float formats and calculate in bfloat16 as GPUs do.
 
     Left alone, Triton 3.6 to 3.9 truncates float32 to bfloat16, loses the carry into the exponent of fp8, reads the NaN
-    of fp8 as a number, and adds, compares and multiplies the bits of bfloat16 as integers, in matrices too.
+    of fp8 as a number, and adds, compares and multiplies the bits of bfloat16 as integers, in matrices too. What a
+    comparison of 64-bit scalars says becomes 64 bits in a tensor, which 3.9 then does not take for a mask.
     """
     formats = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     formats |= {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
@@ -176,7 +177,7 @@ def round_like_hardware() -> None:
         return rounded.view(unsigned[rounded.element_size()]).numpy().reshape(bits.shape)
 
     builder = triton_interpreter.InterpreterBuilder
-    multiply, elementwise = builder.create_dot, builder.binary_op
+    multiply, elementwise, splat = builder.create_dot, builder.binary_op, builder.create_splat
 
     def widen(operand: Any) -> Any:
         if str(operand.dtype) != "bf16":
@@ -195,5 +196,10 @@ def round_like_hardware() -> None:
             return result
         return triton_interpreter.TensorHandle(convert(result.data, tl.float32, tl.bfloat16, None), tl.bfloat16)
 
+    def create_splat(self: Any, tensor: Any, scalar: Any) -> Any:
+        if scalar.data.dtype != np.bool_:
+            return splat(self, tensor, scalar)
+        return triton_interpreter.TensorHandle(np.full(tensor.shape, scalar.data), tl.int1)
+
     triton_interpreter._convert_float = convert
-    builder.create_dot, builder.binary_op = create_dot, binary_op
+    builder.create_dot, builder.binary_op, builder.create_splat = create_dot, binary_op, create_splat

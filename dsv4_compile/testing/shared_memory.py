@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
 
+import triton
+
 from .._compat import triton_ir, triton_nvidia, triton_passes
 
 BYTES = {"i1": 1, "i8": 1, "f8E4M3FN": 1, "f8E5M2": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8}
@@ -114,15 +116,18 @@ def _places(text: str) -> list[Place]:
 
 
 def _scratch(line: str, layouts: Mapping[str, str]) -> int:
-    """The most that an operation takes: all it changes the layout of, or what each warp has of a reduction's results.
+    """The bytes of an operation, which Triton 3.9 says, or the most that 3.6 and 3.7 give one.
 
-    A byte for others: what warpgroups are handed, and scalars that a program hands to all its threads.
+    That is all it changes the layout of, or what each warp has of a reduction's results. A byte where neither is known,
+    as of what warpgroups are handed, and scalars that a program hands to all its threads.
     """
+    if said := re.search(r"allocation\.size = (\d+)", line):
+        return int(said[1])
     source, _, result = line.partition("->")
     tensor = re.search(r"tensor<([^,>]+), .*?#(\w+)[,>}]", source)
     if tensor is not None and "ttg.convert_layout" in line:
         return _bytes(tensor[1])
-    if tensor is not None and line.strip().startswith("})"):
+    if tensor is not None and line.strip().startswith("})") and triton.__version__ < "3.8":
         results = re.findall(r"tensor<([^,>]+)|\b([if]\d+|bf16)\b", result)
         return _warps(layouts[tensor[2]]) * sum(_bytes(shape or scalar) for shape, scalar in results)
     return 1

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4_compile.kernels.launch import launch_kernel
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
 from tests.kernels.gpus import shared_out
 
@@ -46,3 +47,15 @@ def test_every_variant_is_compiled_for_one_target_and_every_target_compiles_one(
     assert shares.keys() == TARGETS.keys() and all(shares.values())
     assert shares["sm_90"] == variants
     assert shares["sm_120"] == variants[1:2] or count == 1
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_setting_of_tritons_decides_whether_products_and_sums_are_fused(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    x = torch.zeros(256)
+    with compiled_for(TARGETS[target]) as compiled:
+        for options in ({}, {"enable_fp_fusion": False}):
+            launch_kernel(double_kernel, (1,), torch.empty_like(x), x, 256, BLOCK=256, num_warps=4, **options)
+    assert [kernel.metadata.enable_fp_fusion for kernel in compiled] == [True, False]
