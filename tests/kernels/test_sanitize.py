@@ -70,7 +70,8 @@ def test_plants_compile_and_the_race_goes_through_shared_memory() -> None:
         for kernel in sanitize.PLANTS.values():
             kernel[(1,)](torch.zeros(256, dtype=torch.int32), SIZE=256)
     assert len(compiled) == len(sanitize.TOOLS)
-    written, between, *_ = re.split(r"st\.shared\.b32 \[address\]|ld\.shared\.b32 .*\[address\]", compiled[1].asm["ptx"])
+    race = compiled[1].asm["ptx"]
+    written, between, *_ = re.split(r"st\.shared\.b32 \[address\]|ld\.shared\.b32 .*\[address\]", race)
     assert "%tid.x" in written and "and.b32" in between and "bar.sync" not in between
 
 
