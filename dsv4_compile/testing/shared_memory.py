@@ -20,8 +20,10 @@ import triton
 from .._compat import triton_ir, triton_nvidia, triton_passes
 
 BYTES = {"i1": 1, "i8": 1, "f8E4M3FN": 1, "f8E5M2": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8}
-BARRIER = "xi64"
-"""Barriers are allocated as vectors of these, and nothing else is in a kernel that has some."""
+BARRIER = re.compile(r"(\d+x)?1xi64")
+"""What barriers are allocated as, one or many."""
+REDUCES_AT_ONCE = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+"""Whether all warps put their part of a reduction side by side, each all of it."""
 PTX = 86
 """The version of PTX that places are worked out for; they are the same for all."""
 
@@ -109,7 +111,7 @@ def _places(text: str) -> list[Place]:
     for block, line in _blocks(text):
         if start := re.search(r"allocation\.offset = (\d+)", line):
             allocated = re.search(r"!ttg\.memdesc<([^,>]+)", line)
-            barrier = allocated is not None and allocated[1].endswith(BARRIER)
+            barrier = allocated is not None and BARRIER.fullmatch(allocated[1]) is not None
             size = _bytes(allocated[1]) if allocated else _scratch(line, layouts)
             found.append(Place(int(start[1]), int(start[1]) + size, barrier, block, line.strip()))
     return found
@@ -127,7 +129,7 @@ def _scratch(line: str, layouts: Mapping[str, str]) -> int:
     tensor = re.search(r"tensor<([^,>]+), .*?#(\w+)[,>}]", source)
     if tensor is not None and "ttg.convert_layout" in line:
         return _bytes(tensor[1])
-    if tensor is not None and line.strip().startswith("})") and triton.__version__ < "3.8":
+    if tensor is not None and line.strip().startswith("})") and REDUCES_AT_ONCE:
         results = re.findall(r"tensor<([^,>]+)|\b([if]\d+|bf16)\b", result)
         return _warps(layouts[tensor[2]]) * sum(_bytes(shape or scalar) for shape, scalar in results)
     return 1
