@@ -35,6 +35,9 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 TORCH_FIRST = (2, 11)
 TORCH_LAST = (2, 15)
+TRITON_FIRST = (3, 6)
+TRITON_LAST = (3, 9)
+"""Kernels for Hopper are written in Gluon, which is experimental: 3.8 and 3.9 have other names for what they call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,12 @@ def torch_release() -> tuple[int, int]:
     """Major and minor version of the installed torch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def triton_known() -> bool:
+    """Whether kernels for Hopper have been compiled with the installed Triton."""
+    major, minor = importlib.import_module("triton").__version__.split(".")[:2]
+    return TRITON_FIRST <= (int(major), int(minor)) <= TRITON_LAST
 
 
 def check_torch() -> None:

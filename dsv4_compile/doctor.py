@@ -13,7 +13,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from getpass import getuser
 from importlib import metadata
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from . import __version__
-from ._compat import TORCH_FIRST, TORCH_LAST, device_architecture
+from ._compat import TORCH_FIRST, TORCH_LAST, TRITON_FIRST, TRITON_LAST, device_architecture
 from .doctor_ops import OP_TESTS
 from .ops._kernels import KERNELS
 from .proven import is_proven, tested_with
@@ -124,12 +124,14 @@ def _torch(name: str) -> Check:
 
 
 def _triton(name: str) -> Check:
+    window, advice = (TRITON_FIRST, TRITON_LAST), "install the triton that your torch build names"
     try:
-        return Check(name, metadata.version("triton"))
+        found = _window(name, metadata.version("triton"), window, advice=advice)
     except metadata.PackageNotFoundError:
         if torch.cuda.is_available():
-            return Check(name, "not installed", "fix", "install the triton that your torch build names")
+            return Check(name, "not installed", "fix", advice)
         return Check(name, "not installed", note="not needed without a GPU")
+    return replace(found, note=f"{found.note}; sm_90 has the kernels of other GPUs") if found.level == "warn" else found
 
 
 def _device(name: str) -> Check:

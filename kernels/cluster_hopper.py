@@ -11,7 +11,6 @@ without a release. For either, all wait until all have what they want.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import triton
@@ -25,16 +24,6 @@ SIZES = (8, 6, 5, 4, 3, 2)
 """Programs of a cluster. Any Hopper GPU takes up to 8."""
 INBOX_BYTES = 1024
 """What a cluster costs a program of its shared memory."""
-KNOWN = (3, 6), (3, 7), (3, 8), (3, 9)
-"""Versions of Triton whose compiled kernels say how they are launched in the way that is changed here."""
-
-
-@functools.cache
-def clusters_known() -> bool:
-    """Whether this Triton is one whose kernels can be launched in clusters."""
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) in KNOWN
-
-
 AT_ONCE = {
     2: (66, 132, 198, 264),
     3: (39, 79, 124, 163),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
+
+from .._compat import triton_known
 
 HOPPER = 90
 """Compute capability of the GPUs that have a kernel of their own in Gluon."""
@@ -71,7 +72,7 @@ def early_start(early: bool) -> dict[str, bool]:
 
 @functools.cache
 def hopper_kernel(gpu: Gpu, stem: str) -> ModuleType | None:
-    """The module `stem` of a kernel for Hopper; None on other GPUs, and where Triton has no Gluon."""
-    if gpu.capability != HOPPER or importlib.util.find_spec("triton.experimental.gluon") is None:
+    """The module `stem` of a kernel for Hopper; None on other GPUs, and with a Triton that it was not tried with."""
+    if gpu.capability != HOPPER or not triton_known():
         return None
     return importlib.import_module(f".{stem}", __package__)

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..layout import cdiv
-from .cluster_hopper import SIZES, clusters_at_once, clusters_known, launch_clusters
+from .cluster_hopper import SIZES, clusters_at_once, launch_clusters
 from .gpu import Gpu
 from .grouped_matmul_hopper import (
     MOST_BYTES,
@@ -60,8 +60,6 @@ def choose_cluster(gpu: Gpu, sides: list[Side]) -> int:
     memory 17.7; 64 and 128 of wq_a and wkv beside CSA's rows, with the quantisation in front, 11.7 and 14.8, where one
     launch for few tokens takes 16.9, and products apart 20.2.
     """
-    if not clusters_known():
-        return 0
     tiles = sum(side.tiles for side in sides)
     return next((n for n in SIZES if tiles <= clusters_at_once(gpu, n, 1) and all(_shares(s, n) for s in sides)), 0)
 
@@ -75,7 +73,7 @@ def whole_fit(gpu: Gpu, first: Side, second: Side) -> bool:
     where products apart take 25; of V4-Pro's 30 to 32 instead of 32 to 36, and 129 to 256 beside CSA's rows 31 instead
     of 38 to 43.
     """
-    fit = clusters_known() and cdiv(first.tiles, 2) + second.tiles <= clusters_at_once(gpu, 2, 1)
+    fit = cdiv(first.tiles, 2) + second.tiles <= clusters_at_once(gpu, 2, 1)
     return fit and _shares(first, 2) and _shares(second, 2)
 
 
@@ -86,7 +84,7 @@ def each_alone(gpu: Gpu, tokens: int, first: Side, second: Side) -> bool:
     and wkv beside CSA's rows take 26 us, products apart 30 to 32; 385 to 512 take 30, and 33 to 35; 641 to 768 beside
     HCA's rows 27.5, and 32 to 37; V4-Pro's 513 to 640 43, and 47 to 51.
     """
-    return clusters_known() and tokens > FEW_TOKENS and first.tiles + second.tiles <= gpu.processors
+    return tokens > FEW_TOKENS and first.tiles + second.tiles <= gpu.processors
 
 
 def _shares(side: Side, cluster: int) -> bool:

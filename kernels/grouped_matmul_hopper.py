@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .. import layout
 from ..layout import cdiv
 from .arrivals import arrival_counters
-from .cluster_hopper import INBOX_BYTES, SIZES, clusters_at_once, clusters_known, launch_clusters
+from .cluster_hopper import INBOX_BYTES, SIZES, clusters_at_once, launch_clusters
 from .gpu import Gpu
 from .grouped_matmul_kernel_hopper import COPY_ALIGN, STRIP_BYTES, grouped_matmul_hopper_kernel
 from .grouped_matmul_shares_hopper import bytes_used
@@ -70,19 +70,14 @@ def choose_cut(
     takes as long for any. With more, and with elements that need no work, small tiles come in equal shares to all
     processors, unless there are many of them, each with its own share of x, or few, of more than 16 strips to a
     program. Three programs share a processor where the tiles of two would leave some for later: the 40960 rows of an
-    indexer's layer take 9 us instead of 12. Programs that share a tile are a cluster where this Triton allows it, as
-    large a one as runs at once; from 32 tokens on each has eight strips at least, and what room one has who is alone.
-    Where that leaves small tiles more than 16 strips to a program, three share a processor if x comes quantised: wo_b
-    takes 8.4 us for 32 tokens, 11.0 for 64, and 11.0 and 12.8 out of memory, large tiles 9.2, 11.1, 11.2 and 13.2.
+    indexer's layer take 9 us instead of 12. Programs that share a tile are a cluster, as large a one as runs at once;
+    from 32 tokens on each has eight strips at least, and what room one has who is alone. Where that leaves small tiles
+    more than 16 strips to a program, three share a processor if x comes quantised: wo_b takes 8.4 us for 32 tokens,
+    11.0 for 64, and 11.0 and 12.8 out of memory, large tiles 9.2, 11.1, 11.2 and 13.2.
     """
     block_m = block_of(tokens)
     many = block_m > 16
     wide, slim = (cdiv(tokens, block_m) * groups * cdiv(rows, block_n) for block_n in (128, 64))
-    if not clusters_known():
-        narrow = (many or halves or wide <= gpu.processors // 8) and slim <= 2 * gpu.processors and not whole
-        block_n, tiles = (64, slim) if narrow else (128, wide)
-        splits = max(1, min(2 * gpu.processors // tiles, strips // 6 if many else strips))
-        return Cut(block_n, 4, _room(gpu, block_n, tiles), cdiv(strips, cdiv(strips, splits)))
     fewest = 8 if many else 2
     block_n, tiles = 128, wide
     if (many or halves) and slim <= 2 * gpu.processors and not whole:

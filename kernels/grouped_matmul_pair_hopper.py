@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .. import layout
 from ..layout import cdiv
 from .arrivals import arrival_counters
-from .cluster_hopper import SIZES, clusters_at_once, clusters_known, launch_clusters
+from .cluster_hopper import SIZES, clusters_at_once, launch_clusters
 from .gpu import Gpu
 from .grouped_matmul_hopper import (
     Cut,
@@ -56,7 +56,7 @@ def choose_cut(gpu: Gpu, tokens: int, strips: tuple[int, int], blocks: tuple[int
     128 tokens, more than `pair_refuses` takes, HCA's rows took 18 us in a layer, and 17 in launches of their own; CSA's
     32, and 19.
     """
-    for cluster in SIZES if clusters_known() else ():
+    for cluster in SIZES:
         whole = all((cluster - 1) * cdiv(n, cluster) < n for n in strips)
         if whole and sum(blocks) <= clusters_at_once(gpu, cluster, PROGRAMS):
             more = tokens <= FEW_TOKENS and cluster == MANY_PROGRAMS

@@ -7,9 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4_compile.kernels.gpu import hopper_kernel
 from dsv4_compile.kernels.launch import launch_kernel
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
-from tests.kernels.gpus import shared_out
+from tests.kernels.gpus import GPUS, shared_out
 
 
 @triton.jit
@@ -59,3 +60,15 @@ def test_no_setting_of_tritons_decides_whether_products_and_sums_are_fused(
         for options in ({}, {"enable_fp_fusion": False}):
             launch_kernel(double_kernel, (1,), torch.empty_like(x), x, 256, BLOCK=256, num_warps=4, **options)
     assert [kernel.metadata.enable_fp_fusion for kernel in compiled] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("3.5.1", False), ("3.6.0", True), ("3.9.2+git1", True), ("3.10.0", False), ("4.0.0", False)]
+)
+def test_a_triton_that_was_not_tried_compiles_no_kernel_for_hopper(
+    version: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    found = hopper_kernel.__wrapped__(GPUS["sm_90"][0], "sparse_mla_prefill_hopper")
+    assert (found is not None) == known
+    assert hopper_kernel.__wrapped__(GPUS["sm_100"][0], "sparse_mla_prefill_hopper") is None

@@ -62,7 +62,7 @@ def test_two_products_of_one_input_are_one_launch(
     assert pair.pair_refuses(x, weight, other, GPU) == ""
     with (
         mock.patch.object(pair, "arrival_counters", lambda count, device: counters),
-        mock.patch.object(pair, "clusters_known", lambda: clusters),
+        mock.patch.object(pair, "clusters_at_once", pair.clusters_at_once if clusters else lambda *_: 0),
     ):
         pair.launch_pair(x, weight, scale, other, out, GPU._replace(processors=processors))
     assert not counters.any()
@@ -166,25 +166,21 @@ def test_a_row_of_nan_keeps_to_itself(hopper: Any) -> None:
     assert got[2].isnan().all() and not got[[0, 1, 3, 4]].isnan().any()
 
 
-@pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_choice_fills_the_gpu_but_not_twice(
-    name: str, halves: bool, clusters: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grouped_matmul_hopper, "clusters_known", lambda: clusters)
+def test_every_choice_fills_the_gpu_but_not_twice(name: str, halves: bool) -> None:
     for tokens in (1, 9, 17, 64, 65, 128):
-        every_choice(name, halves, clusters, tokens)
+        every_choice(name, halves, tokens)
 
 
-def every_choice(name: str, halves: bool, clusters: bool, tokens: int) -> None:
+def every_choice(name: str, halves: bool, tokens: int) -> None:
     layer = LAYERS[name]
     strips = -(-layer.size // (64 if halves else 128))
     cut = grouped_matmul_hopper.choose_cut(GPU, tokens, layer.groups, layer.rows, strips, halves)
     blocks = -(-tokens // grouped_matmul_hopper.block_of(tokens)) * layer.groups * -(-layer.rows // cut.block_n)
     programs = blocks * cut.splits
     assert cut.splits == 1 or programs <= cut.programs * GPU.processors
-    assert cut.cluster == (clusters and cut.splits > 1)
+    assert cut.cluster == (cut.splits > 1)
     assert not cut.cluster or blocks <= clusters_at_once(GPU, cut.splits, cut.programs)
     assert programs >= 0.7 * GPU.processors
 

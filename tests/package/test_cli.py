@@ -159,6 +159,17 @@ def test_doctor_tells_versions_inside_the_tested_window_from_others(
     assert doctor._torch("torch").level == level
 
 
+@pytest.mark.parametrize(
+    ("version", "level"), [("3.5.1", "fix"), ("3.6.0", "ok"), ("3.9.0+git1", "ok"), ("3.10.0", "warn")]
+)
+def test_doctor_warns_of_a_triton_that_kernels_for_hopper_were_not_tried_with(
+    monkeypatch: pytest.MonkeyPatch, version: str, level: str
+) -> None:
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: version)
+    check = doctor._triton("triton")
+    assert check.level == level and ("sm_90" in check.note) == (level == "warn")
+
+
 @pytest.mark.parametrize(("architecture", "level"), [("cuda sm_90", "ok"), ("cuda sm_120", "warn")])
 def test_doctor_counts_the_kernels_that_auto_uses_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, architecture: str, level: str
