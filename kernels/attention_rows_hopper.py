@@ -16,7 +16,7 @@ from .kv_load_hopper import CACHED, thread_barrier
 from .quant_hopper import MANTISSA_BITS, UE8M0_BIAS, quantised_bytes
 from .views_hopper import reinterpret
 
-# In a loop itself: in a function of its own it does nothing.
+# Stands in the body of the loop that is to stay one: in a function that the loop calls it has no effect.
 NO_COPIES = gl.constexpr('.pragma "nounroll"; mov.u32 $0, 0;')
 D = gl.constexpr(layout.HEAD_DIM)
 HALF = gl.constexpr(layout.HEAD_DIM // 2)

@@ -25,7 +25,7 @@ BARRIER = re.compile(r"(\d+x)?1xi64")
 REDUCES_AT_ONCE = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 """Whether all warps put their part of a reduction side by side, each all of it."""
 PTX = 86
-"""The version of PTX that places are worked out for; they are the same for all."""
+"""The version of PTX that places are worked out for, which are the same for all."""
 
 
 class Place(NamedTuple):
@@ -47,12 +47,13 @@ def barriers_given_away(compiled: Any) -> list[tuple[str, str]]:
     text = compiled.asm.get("ttgir", "")
     if "ttng.init_barrier" not in text or "ttng.inval_barrier" in text:
         return []
-    return _given_away(text, compiled.metadata.target.arch)
+    return _given_away(text, compiled.metadata.target.arch, compiled.metadata.shared)
 
 
 @functools.cache
-def _given_away(text: str, arch: int) -> list[tuple[str, str]]:
+def _given_away(text: str, arch: int, shared: int) -> list[tuple[str, str]]:
     text = _allocated(text, arch)
+    assert f"ttg.shared = {shared} : i32" in text, "places are not those of the compiled kernel"
     reached, given = _reached(text), []
     for one, other in combinations(_places(text), 2):
         both = one.block == other.block or one.block in reached[other.block] or other.block in reached[one.block]
