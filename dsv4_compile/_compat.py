@@ -4,7 +4,7 @@ No other file uses a private name of torch. Those of the compiler are imported w
 `from ._compat import ir`, so importing the package loads neither Inductor nor Triton.
 
 CI has torch 2.13.0 and Triton 3.7.1. All tests that need no GPU ran with torch 2.11.0 and Triton 3.6.0, 2.14.1 and
-3.8.0, and 2.15.0 and 3.9.0 too, on Python 3.11. Nothing ran with torch 2.12.
+3.8.0, and 2.15.0 and 3.9.0 too, on Python 3.11; the last on 3.13. Nothing ran with torch 2.12.
 """
 
 from __future__ import annotations
