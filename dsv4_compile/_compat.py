@@ -120,10 +120,15 @@ def torch_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def triton_release() -> tuple[int, int]:
+    """Major and minor version of the installed Triton."""
+    major, minor = importlib.import_module("triton").__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def triton_known() -> bool:
     """Whether kernels for Hopper have been compiled with the installed Triton."""
-    major, minor = importlib.import_module("triton").__version__.split(".")[:2]
-    return TRITON_FIRST <= (int(major), int(minor)) <= TRITON_LAST
+    return TRITON_FIRST <= triton_release() <= TRITON_LAST
 
 
 def check_torch() -> None:

@@ -15,14 +15,12 @@ from collections.abc import Iterable, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
 
-import triton
-
-from .._compat import triton_ir, triton_nvidia, triton_passes
+from .._compat import triton_ir, triton_nvidia, triton_passes, triton_release
 
 BYTES = {"i1": 1, "i8": 1, "f8E4M3FN": 1, "f8E5M2": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8}
 BARRIER = re.compile(r"(\d+x)?1xi64")
 """What barriers are allocated as, one or many."""
-REDUCES_AT_ONCE = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+REDUCES_AT_ONCE = triton_release() < (3, 8)
 """Whether all warps put their part of a reduction side by side, each all of it."""
 PTX = 86
 """The version of PTX that places are worked out for, which are the same for all."""

@@ -44,9 +44,9 @@ def test_depyf_writes_what_it_can_and_never_breaks_the_run(
     if importlib.util.find_spec("depyf") is None:
         assert any("depyf is not installed" in note for note in report.notes)
     else:
-        # depyf 0.20 cannot read all bytecode of Python 3.13.
-        said = ("depyf wrote", "depyf stopped")[: 1 + (sys.version_info >= (3, 13))]
-        assert any(note.startswith(said) for note in report.notes)
+        # depyf 0.20 cannot read the bytecode of Python 3.13.
+        said = "depyf wrote" if sys.version_info < (3, 13) else "depyf stopped"
+        assert any(said in note for note in report.notes)
         assert any((tmp_path / "depyf").iterdir())
     assert "Traceback" not in capfd.readouterr().err
 

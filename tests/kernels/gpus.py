@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import pytest
-import triton
 
 from dsv4_compile.kernels import early, gpu
 from dsv4_compile.kernels.gpu import Gpu
@@ -19,8 +18,6 @@ GPUS = {
     "gfx950": (Gpu("hip", 0, 256), 160),
 }
 """By target: the GPU, and the KiB of shared memory that a program may have."""
-SPILLED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else 216
-"""Bytes of a thread's registers that the assembler of Triton 3.9 leaves no room for in kernels that fuse the most."""
 Variant = TypeVar("Variant")
 
 
