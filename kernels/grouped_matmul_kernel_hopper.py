@@ -35,7 +35,8 @@ from .copies_hopper import copy_tile
 from .grouped_matmul_shares_hopper import await_shares, store_shares
 from .grouped_matmul_store_hopper import store_parts, store_tile
 from .kv_load_hopper import thread_barrier
-from .quant_hopper import quantised, scale_value
+from .quant_hopper import scale_value
+from .quant_strips_hopper import quantise_strips
 from .views_hopper import reinterpret
 
 COPY_ALIGN = 16
@@ -47,7 +48,6 @@ STRIP = gl.constexpr(STRIP_BYTES)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 WEIGHT_TILE = gl.constexpr(layout.WEIGHT_TILE)
 WORD = gl.constexpr(layout.SCALES_PER_WORD)
-APART_BY = gl.constexpr(COPY_ALIGN // 2)  # elements of two bytes
 
 
 @gluon.jit
@@ -80,34 +80,6 @@ def _scales_of_x(
 
 
 @gluon.jit
-def _quantise_x(
-    p_x, x_stride, tokens, first_token, begin, count, size, values, scales, gate,
-    BLOCK_M: gl.constexpr, AT_ONCE: gl.constexpr, X: gl.constexpr,
-):  # fmt: skip
-    """A program's strips of x into `values` `[n, AT_ONCE * BLOCK_M, 128]` and `scales`, AT_ONCE at a time.
-
-    What lies past the end repeats the last token and the last strip.
-    """
-    o_row = gl.arange(0, AT_ONCE * BLOCK_M, gl.SliceLayout(1, X))
-    o_k = gl.expand_dims(gl.arange(0, STRIP, gl.SliceLayout(0, X)), 0)
-    token = gl.minimum(first_token + o_row % BLOCK_M, tokens - 1).to(gl.int64)
-    APART: gl.constexpr = APART_BY // 2 if p_x.dtype.element_ty == gl.float32 else APART_BY
-    p_token = p_x + gl.expand_dims(token * gl.multiple_of(x_stride, APART), 1)
-    for chunk in range((count + AT_ONCE - 1) // AT_ONCE):
-        strip = begin + gl.minimum(chunk * AT_ONCE + o_row // BLOCK_M, count - 1)
-        column = gl.expand_dims(strip * STRIP, 1) + o_k
-        x = gl.load(p_token + column, mask=column < size, other=0.0)
-        # The assembler would wait for the first loads before it starts the last, but moves nothing across a loop, as
-        # which this waits: at a barrier that nobody arrives at, for a phase that has always been over.
-        mbarrier.wait(gate, 1)
-        codes, scale = quantised(x.to(gl.float32), 1)
-        values.index(chunk).store(codes)
-        scales.index(chunk).store(scale)
-    # The matrix unit reads through the asynchronous proxy, behind a barrier, what this stored through the other.
-    fence_async_shared()
-
-
-@gluon.jit
 def _arrived(ready, strip, RING: gl.constexpr):
     """Wait for a strip, counted from the program's first."""
     mbarrier.wait(ready.index(strip % RING), (strip // RING) & 1)
@@ -127,9 +99,9 @@ def _multiply(
     out_stride, x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
     weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, groups, rows, size, strips_each,
     SPLITS: gl.constexpr, ONE_SCALE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, EACH: gl.constexpr, AT_ONCE: gl.constexpr, CHUNKS: gl.constexpr, RING: gl.constexpr,
-    WHOLE: gl.constexpr, TILE: gl.constexpr, OUT_TILE: gl.constexpr, X: gl.constexpr, OUT: gl.constexpr,
-    WARPS: gl.constexpr, CLUSTER: gl.constexpr,
+    BLOCK_K: gl.constexpr, EACH: gl.constexpr, AT_ONCE: gl.constexpr, CHUNKS: gl.constexpr, RAGGED: gl.constexpr,
+    RING: gl.constexpr, WHOLE: gl.constexpr, TILE: gl.constexpr, OUT_TILE: gl.constexpr, X: gl.constexpr,
+    OUT: gl.constexpr, WARPS: gl.constexpr, CLUSTER: gl.constexpr,
 ):  # fmt: skip
     """The part of a product that is program `program`'s; see `grouped_matmul_hopper_kernel` for the arguments."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -164,8 +136,8 @@ def _multiply(
         values = gl.allocate_shared_memory(weights.dtype, [CHUNKS, AT_ONCE * BLOCK_M, BLOCK_K], TILE)
     else:
         x_ring = gl.allocate_shared_memory(inputs.dtype, [RING, BLOCK_M, BLOCK_K], TILE)
-    # One more than there are buffers, see _quantise_x. By itself, the compiler would give its memory to others behind
-    # it, where what it was initialised with turned up later: of 10,000 products, 1 to 100 had scales that were NaN.
+    # One more than there are buffers, see quantise_strips. By itself, the compiler would give its memory to others
+    # behind it, where what it was initialised with turned up later: of 10,000 products, 1 to 100 had NaN for scales.
     BARRIERS: gl.constexpr = RING + 1 if QUANTIZE else RING
     ready = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BARRIERS):
@@ -199,9 +171,9 @@ def _multiply(
         if QUANTIZE:
             new_scales = gl.allocate_shared_memory(gl.float32, [CHUNKS, AT_ONCE * BLOCK_M], FLAT)
             p_x += group.to(gl.int64) * x_group_row * x_stride + group * x_group_column
-            _quantise_x(
+            quantise_strips(
                 p_x, x_stride, tokens, first_token, begin, count, size, values, new_scales, ready.index(RING), BLOCK_M,
-                AT_ONCE, X,
+                AT_ONCE, RAGGED, X,
             )  # fmt: skip
             x_scales = reinterpret(new_scales, gl.float32, [CHUNKS * AT_ONCE, BLOCK_M], FLAT)
             x_ring = reinterpret(values, weights.dtype, [CHUNKS * AT_ONCE, BLOCK_M, BLOCK_K], TILE)
@@ -302,6 +274,7 @@ def grouped_matmul_hopper_kernel(
     EACH: gl.constexpr,  # at least strips_each, a power of two
     AT_ONCE: gl.constexpr,  # strips of x that are quantised together
     CHUNKS: gl.constexpr,  # of so many, that hold all of a program's
+    RAGGED: gl.constexpr,  # the last of x has less than 128 elements
     RING: gl.constexpr,
     WHOLE: gl.constexpr,  # the ring holds all strips of a program
     TILE: gl.constexpr,  # layouts in shared memory: of operands, of results
@@ -319,8 +292,8 @@ def grouped_matmul_hopper_kernel(
         gl.program_id(0), weights, inputs, p_x, x_stride, p_out, p_out_scale, p_part, p_arrived, p_x_scale,
         p_weight_scale, out_stride, x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride,
         x_scale_strip_stride, weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, groups, rows,
-        size, strips_each, SPLITS, ONE_SCALE, BLOCK_M, BLOCK_N, BLOCK_K, EACH, AT_ONCE, CHUNKS, RING, WHOLE, TILE,
-        OUT_TILE, X, OUT, num_warps, CLUSTER,
+        size, strips_each, SPLITS, ONE_SCALE, BLOCK_M, BLOCK_N, BLOCK_K, EACH, AT_ONCE, CHUNKS, RAGGED, RING, WHOLE,
+        TILE, OUT_TILE, X, OUT, num_warps, CLUSTER,
     )  # fmt: skip
 
 
@@ -358,6 +331,7 @@ def pair_hopper_kernel(
     EACH_OF_OTHERS: gl.constexpr,
     AT_ONCE: gl.constexpr,
     CHUNKS: gl.constexpr,
+    RAGGED: gl.constexpr,
     RING: gl.constexpr,
     RING_OF_OTHERS: gl.constexpr,
     WHOLE: gl.constexpr,
@@ -375,14 +349,14 @@ def pair_hopper_kernel(
         _multiply(
             gl.program_id(0), weights, None, p_x, x_stride, p_out, None, p_part, p_arrived, None, p_weight_scale,
             out_stride, 0, 0, 0, 0, 0, weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, 1,
-            rows, size, strips_each, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, AT_ONCE, CHUNKS, RING, WHOLE,
-            TILE, OUT_TILE, X, OUT, num_warps, CLUSTER,
+            rows, size, strips_each, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, AT_ONCE, CHUNKS, RAGGED, RING,
+            WHOLE, TILE, OUT_TILE, X, OUT, num_warps, CLUSTER,
         )  # fmt: skip
     else:
         _multiply(
             gl.program_id(0) - first, others, inputs_of_others, None, 0, p_out + rows, None, p_part_of_others,
             p_arrived_of_others, None, None, out_stride, 0, 0, 0, 0, 0, 0, 0, tokens, token_blocks, 1, rows_of_others,
             size, strips_each_of_others, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS,
-            EACH_OF_OTHERS, AT_ONCE, CHUNKS, RING_OF_OTHERS, WHOLE_OF_OTHERS, TILE_OF_OTHERS, OUT_TILE, X, OUT,
-            num_warps, CLUSTER,
+            EACH_OF_OTHERS, AT_ONCE, CHUNKS, False, RING_OF_OTHERS, WHOLE_OF_OTHERS, TILE_OF_OTHERS, OUT_TILE, X,
+            OUT, num_warps, CLUSTER,
         )  # fmt: skip

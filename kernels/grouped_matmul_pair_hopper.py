@@ -16,11 +16,10 @@ from .cluster_hopper import SIZES, clusters_at_once, launch_clusters
 from .gpu import Gpu
 from .grouped_matmul_hopper import (
     Cut,
-    at_once,
     block_of,
-    chunks,
     deepest_ring,
     hopper_refuses,
+    loads_of,
     operands_refused,
     out_layout,
     power_of_two,
@@ -131,6 +130,7 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
     each, buffers = strips_each(pair, strips), rings(pair, tokens, strips)
     first = blocks[0] * splits[0]
     programs = first + blocks[1] * splits[1]
+    few, often = loads_of(x, block_m, each[0])
     parts: list[Tensor | None] = [None, None]
     counters: list[Tensor | None] = [None, None]
     if cluster > 0:
@@ -172,8 +172,9 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         BLOCK_K_OF_OTHERS=block_k_2,
         EACH=power_of_two(each[0]),
         EACH_OF_OTHERS=power_of_two(each[1]),
-        AT_ONCE=at_once(block_m, each[0]),
-        CHUNKS=chunks(block_m, each[0]),
+        AT_ONCE=few,
+        CHUNKS=often,
+        RAGGED=size % STRIP_BYTES > 0,
         RING=buffers[0],
         RING_OF_OTHERS=buffers[1],
         WHOLE=buffers[0] == each[0],
@@ -181,7 +182,7 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         TILE=swizzled(weight),
         TILE_OF_OTHERS=swizzled(others),
         OUT_TILE=swizzled(out),
-        X=x_layout(at_once(block_m, each[0]) * block_m, WARPS),
+        X=x_layout(few * block_m, WARPS, x.dtype is torch.bfloat16),
         OUT=out_layout(BLOCK_N, WARPS),
         CLUSTER=cluster > 0,
         num_warps=WARPS,

@@ -141,12 +141,22 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
 
 def resources(compiled: Any) -> dict[str, int]:
     """What a thread of a kernel compiled for NVIDIA takes, by the names of `cuobjdump`: STACK is what is spilled."""
+    said = _said_of(compiled, triton.knobs.nvidia.cuobjdump.path, "-res-usage")
+    return {name: int(count) for name, count in re.findall(r"([A-Z]+):(\d+)", said)}
+
+
+def instructions(compiled: Any) -> list[str]:
+    """What a kernel compiled for NVIDIA executes, in order, as `nvdisasm` writes it, without addresses."""
+    said = _said_of(compiled, triton.knobs.nvidia.nvdisasm.path, "-c")
+    return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", said, re.MULTILINE)
+
+
+def _said_of(compiled: Any, *command: str) -> str:
+    """What a tool of NVIDIA's that Triton brings says of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(machine_code(compiled))
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(count) for name, count in re.findall(r"([A-Z]+):(\d+)", said)}
+        return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def machine_code(compiled: Any) -> bytes:

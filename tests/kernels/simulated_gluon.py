@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests.kernels.simulated_ptx import elementwise
 from tests.kernels.simulated_values import Pointer, Value, raw
 
 GLUON = "triton.experimental.gluon"
@@ -171,27 +172,26 @@ def finish(pending: int, deps: list[Value]) -> Value:
     return Value(deps[0].data)
 
 
-def assembly(text: str, constraints: str, args: list[Value], **_: Any) -> Any:
-    """The two pieces of PTX in kv_load_hopper.py, a prefetch, which must lie in its tensor, a copy, and a word to the
-    compiler."""
+def assembly(text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
+    """A copy, a word to the compiler, a prefetch, which must lie in its tensor, or arithmetic."""
     if text.startswith("mov"):
         return args[0]
     if text.startswith(".pragma"):
         return None
     if "prefetch" in text:
-        args[0].resolve(None)  # type: ignore[attr-defined]
+        args[0].resolve(None)
         return None
+    several = isinstance(dtype, tuple)
+    found = elementwise(text, constraints, [raw(x) for x in args], list(dtype) if several else [dtype], pack)
+    return tuple(map(Value, found)) if several else Value(found[0])
 
-    def times(pairs: Tensor, factor: Tensor) -> Value:
-        halves = [x.contiguous().view(torch.bfloat16) for x in torch.broadcast_tensors(pairs, factor)]
-        return Value((halves[0] * halves[1]).view(torch.int32))
 
-    codes, factor = (raw(x) for x in args)
-    if "prmt" not in text:
-        return times(codes, factor)
-    byte = codes.contiguous().view(torch.uint8).unflatten(-1, (-1, 4)).int()
-    bits = (((byte & 0x7F) << 4) | ((byte & 0x80) << 8)).to(torch.int16)
-    return tuple(times(bits[..., i : i + 2].contiguous().view(torch.int32)[..., 0], factor) for i in (0, 2))
+def reduce(x: Value, axis: int, combine: Callable[[Value, Value], Value]) -> Value:
+    """Halves with halves, as long as there are two."""
+    data = x.data.movedim(axis, -1)
+    while data.shape[-1] > 1:
+        data = raw(combine(*(Value(half.contiguous()) for half in data.chunk(2, -1))))
+    return Value(data[..., 0])
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Value:
@@ -273,6 +273,7 @@ def modules() -> dict[str, types.ModuleType]:
             "full": lambda shape, x, dtype, layout: Value(torch.full([int(n) for n in shape], x, dtype=dtype)),
             "fma": lambda a, b, c: Value(torch.addcmul(*(torch.as_tensor(raw(x)) for x in (c, a, b)))),
             "max": largest,
+            "reduce": reduce,
             "maximum": either(torch.fmax),
             "minimum": either(torch.fmin),
             "expand_dims": lambda x, axis: Value(x.data.unsqueeze(axis)),

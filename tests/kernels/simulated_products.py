@@ -76,7 +76,14 @@ def simulated_products() -> Iterator[Any]:
         ),
     ):
         stores = "grouped_matmul_store_hopper", "grouped_matmul_shares_hopper"
-        kernels = "kv_load_hopper", "quant_hopper", "cluster_hopper", *stores, "grouped_matmul_kernel_hopper"
+        kernels = (
+            "kv_load_hopper",
+            "quant_hopper",
+            "quant_strips_hopper",
+            "cluster_hopper",
+            *stores,
+            "grouped_matmul_kernel_hopper",
+        )
         pair = base.simulated("grouped_matmul_pair_hopper", *kernels, "grouped_matmul_hopper")
         found = base.simulated("grouped_matmul_hopper", *kernels)
         found.pair = pair

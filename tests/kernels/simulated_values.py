@@ -84,8 +84,11 @@ class Pointer:
         return Pointer(self.memory, self.offset + (step.long() if isinstance(step, Tensor) else int(step)))
 
     def to(self, kind: Any, bitcast: bool = False) -> Pointer:
+        """Of the same bytes; those of an element larger than before begin at a multiple of its size."""
         viewed = self.memory.view(kind)
-        return Pointer(viewed, self.offset * (self.memory.element_size() // viewed.element_size()))
+        place = self.offset * self.memory.element_size()
+        assert torch.as_tensor(place % viewed.element_size() == 0).all()
+        return Pointer(viewed, place // viewed.element_size())
 
     def resolve(self, mask: Any) -> tuple[Tensor, Tensor]:
         """Elements and which of them are accessed. Raises for one outside the storage."""

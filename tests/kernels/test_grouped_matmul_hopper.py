@@ -37,7 +37,7 @@ def hopper() -> Iterator[Any]:
 @pytest.mark.parametrize("cut", [(256, 8, 1, 2), (128, 4, 2, 1), (64, 4, 3, 3), (64, 4, 2, 1), (64, 4, 3, 2, True)])
 @pytest.mark.parametrize(
     ("tokens", "rows", "size", "dtype"),
-    [(1, 300, 640, BF16), (13, 200, 656, F32), (64, 130, 640, BF16), (8, 200, 1280, BF16)],
+    [(1, 300, 640, BF16), (13, 200, 656, F32), (9, 200, 656, BF16), (64, 130, 640, BF16), (8, 200, 1280, BF16)],
 )
 def test_what_is_quantised_on_the_way_gives_the_reference(
     hopper: Any, tokens: int, rows: int, size: int, dtype: torch.dtype, cut: tuple[int, ...]
@@ -50,7 +50,7 @@ def test_what_is_quantised_on_the_way_gives_the_reference(
 
 @pytest.mark.parametrize(
     ("tokens", "rows", "others", "size", "processors"),
-    [(3, 256, 192, 1024, 10), (16, 128, 130, 640, 4), (40, 256, 100, 1024, 30)],
+    [(3, 256, 192, 1024, 10), (16, 128, 130, 640, 4), (40, 256, 100, 1024, 30), (9, 128, 64, 656, 4)],
 )
 @pytest.mark.parametrize("clusters", [False, True])
 def test_two_products_of_one_input_are_one_launch(

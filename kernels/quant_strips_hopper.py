@@ -1,0 +1,123 @@
+"""How a Hopper program quantises the strips of x that it multiplies, into shared memory, where the matrix unit reads.
+
+An element of bfloat16 takes 4.5 instructions, where one by one, as float32, it took 7: both halves of a word share an
+instruction until they are converted, and a register. So all loads of a program are on their way before one is waited
+for, where the registers of float32 had made the last two wait for the first.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from .. import layout
+from .quant_hopper import (
+    ACT_AMAX_FLOOR_BITS,
+    FP8_MAX,
+    MANTISSA,
+    MANTISSA_BITS,
+    SUBNORMAL_HALF,
+    UE8M0_BIAS,
+    UE8M0_MAX_BYTE,
+    quantised,
+)
+from .views_hopper import reinterpret
+
+STRIP = gl.constexpr(layout.ACT_TILE)
+WORD_ALIGN = gl.constexpr(4)  # words in what rows start at multiples of
+MAGNITUDES = gl.constexpr(0x7FFF7FFF)  # of a pair
+HALF_BITS = gl.constexpr(16)
+TILE_OF_PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+"""The bytes of a tile of e4m3, two to an element."""
+
+
+@gluon.jit
+def _larger(a, b):
+    """Of either half of words, without a sign."""
+    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _e4m3_of_pairs(pairs, factor):
+    """Pairs of e4m3, int16, of pairs of bfloat16 times factors, each of them twice in a word."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, low, high;
+        .reg .b16 c, d;
+        mul.rn.bf16x2 a, $1, $3;
+        mul.rn.bf16x2 b, $2, $4;
+        shl.b32 low, a, 16;
+        and.b32 high, a, 0xffff0000;
+        cvt.rn.satfinite.e4m3x2.f32 c, high, low;
+        shl.b32 low, b, 16;
+        and.b32 high, b, 0xffff0000;
+        cvt.rn.satfinite.e4m3x2.f32 d, high, low;
+        mov.b32 $0, {c, d};
+        }""",
+        "=r,r,r,r,r",
+        [pairs, factor],
+        dtype=gl.int16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def quantised_pairs(pairs):
+    """As `quantised` of strips of bfloat16 along axis 1, the same bits: int32 `[R, 64]`, and int16 of pairs of e4m3.
+
+    Both halves of a word share an instruction until they are converted, and a register until they have been: an
+    element takes 4.5 instructions instead of 7. The factor is a power of two, so that products have the bits of x,
+    but for those that are nearer to zero than to any other e4m3.
+    """
+    largest = gl.reduce(pairs & MAGNITUDES, 1, _larger)
+    # What is beside the larger half is cut off.
+    largest = gl.maximum(largest << HALF_BITS, largest) >> HALF_BITS << HALF_BITS
+    amax = gl.maximum(largest, ACT_AMAX_FLOOR_BITS).to(gl.float32, bitcast=True)
+    bits = (amax * (1.0 / FP8_MAX)).to(gl.int32, bitcast=True)
+    # Rounded up to a power of two: never zero or subnormal, as the floor is not.
+    scale = (gl.minimum(bits, UE8M0_MAX_BYTE << MANTISSA_BITS) + MANTISSA) & ~MANTISSA
+    inverse = gl.maximum((2 * UE8M0_BIAS << MANTISSA_BITS) - scale, SUBNORMAL_HALF)
+    twice = (inverse >> HALF_BITS) * ((1 << HALF_BITS) + 1)
+    pairs, twice = gl.broadcast(pairs, gl.expand_dims(twice, 1))
+    return _e4m3_of_pairs(pairs, twice), scale.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def quantise_strips(
+    p_x, x_stride, tokens, first_token, begin, count, size, values, scales, gate,
+    BLOCK_M: gl.constexpr, AT_ONCE: gl.constexpr, RAGGED: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """A program's strips of x into `values` `[n, AT_ONCE * BLOCK_M, 128]` and `scales`, AT_ONCE at a time.
+
+    What lies past the end repeats the last token and the last strip.
+    """
+    PAIRS: gl.constexpr = p_x.dtype.element_ty == gl.bfloat16
+    WORDS: gl.constexpr = STRIP // 2 if PAIRS else STRIP  # of a strip
+    o_row = gl.arange(0, AT_ONCE * BLOCK_M, gl.SliceLayout(1, X))
+    o_k = gl.expand_dims(gl.arange(0, WORDS, gl.SliceLayout(0, X)), 0)
+    token = gl.minimum(first_token + o_row % BLOCK_M, tokens - 1).to(gl.int64)
+    APART: gl.constexpr = WORD_ALIGN if p_x.dtype.element_ty == gl.float32 else 2 * WORD_ALIGN
+    p_token = p_x + gl.expand_dims(token * gl.multiple_of(x_stride, APART), 1)
+    if PAIRS:
+        p_token = p_token.to(gl.pointer_type(gl.int32), bitcast=True)
+    for chunk in range((count + AT_ONCE - 1) // AT_ONCE):
+        strip = begin + gl.minimum(chunk * AT_ONCE + o_row // BLOCK_M, count - 1)
+        column = gl.expand_dims(strip * WORDS, 1) + o_k
+        if RAGGED:
+            x = gl.load(p_token + column, mask=column < size // (STRIP // WORDS), other=0)
+        else:
+            x = gl.load(p_token + column)
+        # The assembler would wait for the first loads before it starts the last, but moves no load across a loop, as
+        # which this waits: at a barrier that nobody arrives at, for a phase that has always been over.
+        mbarrier.wait(gate, 1)
+        if PAIRS:
+            codes, scale = quantised_pairs(x)
+            reinterpret(values.index(chunk), gl.int16, [AT_ONCE * BLOCK_M, WORDS], TILE_OF_PAIRS).store(codes)
+        else:
+            codes, scale = quantised(x.to(gl.float32), 1)
+            values.index(chunk).store(codes)
+        scales.index(chunk).store(scale)
+    # The matrix unit reads through the asynchronous proxy, behind a barrier, what this stored through the other.
+    fence_async_shared()
