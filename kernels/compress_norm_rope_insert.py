@@ -20,6 +20,7 @@ from torch import Tensor
 from ..layout import PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor, state_width
 from .arrivals import arrival_counters
 from .compress_entry import compress_tokens
+from .compress_window import STATE_ALIGN
 from .early import early_launch, start
 from .hadamard import HADAMARD_DIMS
 from .launch import launch_kernel
@@ -127,8 +128,10 @@ def compress_norm_rope_insert_kernel(
 
 
 def dense(state_cache: Tensor, ratio: int, dim: int) -> bool:
-    """Whether the state rows of a page follow each other."""
-    return state_cache.stride(1) == state_width(ratio, dim)
+    """Whether the state rows of a page follow each other, and values and scores of each are aligned."""
+    page, row, column = state_cache.stride()
+    aligned = all(n * state_cache.element_size() % STATE_ALIGN == 0 for n in (page, row // 2, dim))
+    return row == state_width(ratio, dim) and column == 1 and aligned and state_cache.data_ptr() % STATE_ALIGN == 0
 
 
 def compress_norm_rope_insert_refuses(

@@ -12,7 +12,7 @@ from ..layout import ACT_TILE as _ACT_TILE
 from ..layout import cdiv
 from .early import start
 from .fp8_linear_torch import multiply_by_torch, torch_refuses
-from .gpu import Gpu, early_start, gpu_of, hopper_kernel, starts_early
+from .gpu import Gpu, early_start, gpu_of, hopper_kernel, registers, starts_early
 from .grouped_matmul import FEW_TOKENS, grouped_matmul
 from .launch import launch_kernel
 from .quant import FP8_MAX, e4m3, refuses_fp8, tile_byte, ue8m0_inverse, ue8m0_scale
@@ -21,6 +21,9 @@ ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
 ACT_TILE = tl.constexpr(_ACT_TILE)
 BLOCK_T, BLOCK_S = 4, 8
 """Tokens and strips of a program that quantises: scales of neighbouring tokens lie side by side."""
+REGISTERS = 64
+"""Of a thread, which 55 are enough for; left to itself the assembler takes 40, and loads one half of a program's strips
+behind the other."""
 FEW_TOKENS_HOPPER = 16
 """Programs that share a strip of x quantise it each for itself. On an H200 that takes longer, from 32 tokens on, than a
 launch of its own, whose time the copies of the weight use."""
@@ -93,6 +96,7 @@ def _quantize(x: Tensor, weight_scale: Tensor | None) -> tuple[Tensor, Tensor, T
             BLOCK_S=BLOCK_S,
             EARLY=early,
             enable_fp_fusion=False,
+            **registers(x.device, REGISTERS),
             **early_start(early),
         )
     return values, scale.t(), wide

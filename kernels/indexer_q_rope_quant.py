@@ -12,12 +12,15 @@ from torch import Tensor
 
 from ..layout import INDEXER_MXFP4, MX_TILE, cdiv
 from .early import early_launch, start
+from .gpu import registers
 from .hadamard import HADAMARD_DIMS, HADAMARD_ROWS, rounded_hadamard
 from .indexer_format import quantize_fp8, quantize_mxfp4
 from .launch import launch_kernel
 from .quant import refuses_fp8
 from .rope import load_cos_sin, rotate, table_row
 
+REGISTERS = 64
+"""Of a thread; left to itself the assembler takes 40, and asks for the angles behind what waits for the queries."""
 MXFP4_DATA, MXFP4_SCALE = tl.constexpr(INDEXER_MXFP4.data), tl.constexpr(INDEXER_MXFP4.scale)
 
 
@@ -155,6 +158,7 @@ def indexer_q_rope_quant(
         num_warps=warps,
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,
+        **registers(q.device, REGISTERS),
         **early_launch(q.device, tokens * cdiv(heads, rows)),
     )
     return out, scale, weights_out

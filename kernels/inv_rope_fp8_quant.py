@@ -17,6 +17,7 @@ from ..layout import SCALES_PER_WORD as _SCALES_PER_WORD
 from ..layout import cdiv
 from ..reference.inv_rope_fp8_quant import scale_strides, value_strides
 from .early import early_launch, start
+from .gpu import registers
 from .launch import launch_kernel
 from .quant import FP8_MAX, MANTISSA_BITS, amax_byte, refuses_fp8, scaled_e4m3, ue8m0_inverse
 from .rope import load_cos_sin, rotate, table_row
@@ -26,6 +27,8 @@ ACT_TILE = tl.constexpr(_ACT_TILE)
 SCALES_PER_WORD = tl.constexpr(_SCALES_PER_WORD)
 SPREAD_ROWS, FEW_ROWS = 768, 4096
 """Up to so many heads in all, a program takes one, or two; above four with quantisation. Measured on an H200."""
+STRIPS_REGISTERS = 64
+"""Of a thread where heads are taken in strips: as many as there are for 32 warps of a processor."""
 
 
 @triton.jit
@@ -84,6 +87,14 @@ def inv_rope_kernel(
     tl.store(p_row, x.to(p_out.dtype.element_ty), mask=live[:, None])
 
 
+@triton.jit
+def _quantised(x):
+    """e4m3 of float32 strips `x` `[N, ACT_TILE]`, and their UE8M0 bytes, int32 `[N]`."""
+    amax = tl.reduce(tl.abs(x), 1, _larger)
+    byte = amax_byte(_larger(amax, ACT_AMAX_FLOOR), FP8_MAX)
+    return scaled_e4m3(x * ue8m0_inverse(byte)[:, None]), byte
+
+
 @triton.jit(do_not_specialize=["tokens", "aligned", "max_pos"], do_not_specialize_on_alignment=["p_positions"])
 def inv_rope_fp8_quant_kernel(
     p_values,  # [GROUPS, T, HEADS * D] e4m3, contiguous
@@ -128,11 +139,7 @@ def inv_rope_fp8_quant_kernel(
         max_pos, D, ROPE,
     )  # fmt: skip
 
-    # [BLOCK_T * TILES, ACT_TILE]
-    x = tl.reshape(x, (BLOCK_T * TILES, ACT_TILE))
-    amax = tl.reduce(tl.abs(x), 1, _larger)
-    byte = amax_byte(_larger(amax, ACT_AMAX_FLOOR), FP8_MAX)
-    values = scaled_e4m3(x * ue8m0_inverse(byte)[:, None])
+    values, byte = _quantised(tl.reshape(x, (BLOCK_T * TILES, ACT_TILE)))
     o_tile = tl.arange(0, BLOCK_T * TILES)
     token, strip = first_token + o_tile // TILES, block * TILES + o_tile % TILES
     live = (token < tokens) & (strip < STRIPS)
@@ -151,6 +158,74 @@ def inv_rope_fp8_quant_kernel(
         scale = tl.where(live, byte << MANTISSA_BITS, 0).to(tl.float32, bitcast=True)
         p_one = p_scale + (group * STRIPS + strip) * aligned + token
         tl.store(p_one, scale, mask=(token < aligned) & (strip < STRIPS))
+
+
+@triton.jit(do_not_specialize=["tokens", "aligned", "max_pos"], do_not_specialize_on_alignment=["p_positions"])
+def inv_rope_fp8_quant_strips_kernel(
+    p_values,  # as `inv_rope_fp8_quant_kernel`
+    p_scale,
+    p_o,
+    p_positions,
+    p_table,
+    o_strides,
+    position_stride,
+    table_strides,
+    tokens,
+    aligned,
+    max_pos,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,  # SCALES_PER_WORD strips
+    ROPE: tl.constexpr,  # of the last at most
+    PACKED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    MANY: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """As `inv_rope_fp8_quant_kernel`, for several rows: strips of heads one by one, of which only the last turns.
+
+    As a whole, four rows take 912 instructions, and so many registers that a program waits for memory four times in a
+    row; in strips 688, and twice. What lies beyond the tokens and heads is the last one's, and not stored.
+    """
+    start(EARLY, not MANY)
+    BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    STRIPS: tl.constexpr = D // ACT_TILE
+    program = tl.program_id(0)
+    block, group = program % BLOCKS, (program // BLOCKS % GROUPS).to(tl.int64)
+    first_token = (program // (BLOCKS * GROUPS)).to(tl.int64) * BLOCK_T
+    o_row = tl.arange(0, BLOCK_T * BLOCK_H)
+    token, head = first_token + o_row // BLOCK_H, block * BLOCK_H + o_row % BLOCK_H
+    padded = (token < aligned) & (head < HEADS)
+    live = (token < tokens) & (head < HEADS)
+    known = tl.minimum(token, tokens - 1)
+
+    o_k = tl.arange(0, ACT_TILE)[None, :]
+    p_row = p_o + (known * o_strides[0] + (group * HEADS + tl.minimum(head, HEADS - 1)) * o_strides[1])[:, None]
+    p_row += o_k.to(tl.int64) * o_strides[2]
+    # All are on their way before the position is waited for, which the angles are found with.
+    position = tl.load(p_positions + known * position_stride)
+    strips = ()
+    for strip in tl.static_range(STRIPS):
+        strips = strips + (tl.load(p_row + strip * ACT_TILE * o_strides[2]),)  # noqa: RUF005
+    p_angles = p_table + table_row(position, max_pos)[:, None] * table_strides[0]
+    cos, sin = load_cos_sin(p_angles, table_strides[1], True, ACT_TILE, ROPE)
+
+    p_out = p_values + ((group * tokens + token) * HEADS + head)[:, None] * D + o_k
+    word = tl.zeros((BLOCK_T * BLOCK_H,), tl.int32)
+    for strip in tl.static_range(STRIPS):
+        x = strips[strip].to(tl.float32)
+        if strip == STRIPS - 1:
+            x = rotate(x, cos, -sin, ROPE)
+        values, byte = _quantised(x)
+        tl.store(p_out + strip * ACT_TILE, values, mask=live[:, None])
+        if PACKED:
+            word |= byte << (8 * strip)
+        else:
+            scale = tl.where(live, byte << MANTISSA_BITS, 0).to(tl.float32, bitcast=True)
+            tl.store(p_scale + ((group * HEADS + head) * STRIPS + strip) * aligned + token, scale, mask=padded)
+    if PACKED:
+        tl.store(p_scale + (group * HEADS + head) * aligned + token, tl.where(live, word, 0), mask=padded)
 
 
 def inv_rope(o: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
@@ -204,9 +279,10 @@ def inv_rope_fp8_quant(
     # A program fills whole strips, and whole words of scales.
     block_h = max(block_h, cdiv(_ACT_TILE * (_SCALES_PER_WORD if packed_scales else 1), dim))
     programs = cdiv(strides[2], block_t) * n_groups * cdiv(heads_per_group, block_h)
+    by_strips = rows > SPREAD_ROWS and dim == _SCALES_PER_WORD * _ACT_TILE and cos_sin_cache.shape[1] <= _ACT_TILE
     if programs > 0:
         launch_kernel(
-            inv_rope_fp8_quant_kernel,
+            inv_rope_fp8_quant_strips_kernel if by_strips else inv_rope_fp8_quant_kernel,
             (programs,),
             values,
             scale,
@@ -228,6 +304,7 @@ def inv_rope_fp8_quant(
             BLOCK_H=block_h,
             MANY=many,
             num_warps=1,
+            **registers(o.device, STRIPS_REGISTERS if by_strips else 0),
             enable_fp_fusion=False,
             **early_launch(o.device, 0 if many else programs),
         )
@@ -263,6 +340,6 @@ def _rows(rows: int) -> int:
 
 
 def _block(rows: int) -> tuple[int, int]:
-    """Tokens and heads of a program of `inv_rope_fp8_quant` by the number of heads in all. A warp has what four rows
-    load in flight at once; eight leave it no registers."""
+    """Tokens and heads of a program of `inv_rope_fp8_quant` by the number of heads in all: a warp has no registers for
+    what eight load."""
     return (1, 1) if rows <= SPREAD_ROWS else (2, 1) if rows <= FEW_ROWS else (4, 1)

@@ -147,8 +147,21 @@ def resources(compiled: Any) -> dict[str, int]:
 
 def instructions(compiled: Any) -> list[str]:
     """What a kernel compiled for NVIDIA executes, in order, as `nvdisasm` writes it, without addresses."""
-    said = _said_of(compiled, triton.knobs.nvidia.nvdisasm.path, "-c")
-    return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", said, re.MULTILINE)
+    return [text for text, _ in source_lines(compiled) if not text.endswith(":")]
+
+
+def source_lines(compiled: Any) -> list[tuple[str, str]]:
+    """`instructions`, with labels between them, ".L_x_1:", and where in the source each is from: "norm.py:26"."""
+    said = _said_of(compiled, triton.knobs.nvidia.nvdisasm.path, "-c", "-g")
+    found, place = [], ""
+    for line in said.splitlines():
+        if source := re.match(r'\s*//## File "[^"]*?([^"/]+)", line (\d+)', line):
+            place = f"{source[1]}:{source[2]}"
+        elif label := re.match(r"\s*(\.L_\w+:)", line):
+            found.append((label[1], place))
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            found.append((instruction[1].replace("`", ""), place))
+    return found
 
 
 def _said_of(compiled: Any, *command: str) -> str:

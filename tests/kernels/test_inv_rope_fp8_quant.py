@@ -35,7 +35,8 @@ def quantize(o: Tensor, positions: Tensor, table: Tensor, groups: int, heads: in
     want = REFERENCES["inv_rope_fp8_quant"](o, positions, table, groups, heads, packed)
     with poisoned_empty(), checked(mutated=("p_values", "p_scale")) as launched:
         got = kernels.inv_rope_fp8_quant(o, positions, table, groups, heads, packed)
-    assert launched == ["inv_rope_fp8_quant_kernel"] * bool(o.shape[0] and groups)
+    by_strips = kernels.SPREAD_ROWS == 0 and o.shape[2] == 512 and table.shape[1] <= 128
+    assert launched == [f"inv_rope_fp8_quant{'_strips' * by_strips}_kernel"] * bool(o.shape[0] and groups)
     for actual, expected in zip(got, want, strict=True):
         assert_bitwise(actual, expected, strides=True)
         assert actual.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
@@ -54,12 +55,24 @@ def test_rotating_back_is_exact(heads: int, dim: int, rope: int, dtype: torch.dt
     unrotate(torch.randn(4, heads, dim).to(dtype) * 3, torch.randint(MAX_POS, (4,)), rope_table(rope))
 
 
+@pytest.fixture(params=["few", "several", "many"])
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What any number of rows counts as."""
+    if request.param != "few":
+        monkeypatch.setattr(kernels, "SPREAD_ROWS", 0)
+    if request.param == "many":
+        monkeypatch.setattr(kernels, "FEW_ROWS", 0)
+
+
 @interpreted
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "groups", "heads", "dim", "rope"),
     [
         (1, 2, 2, 512, 64),
+        (6, 2, 1, 512, 128),
+        (3, 1, 2, 512, 0),
         (5, 1, 3, 512, 64),
         (4, 3, 1, 128, 16),
         (6, 2, 6, 64, 64),
@@ -77,28 +90,40 @@ def test_values_and_scales_are_exact_and_padding_rows_zero(
 
 
 @interpreted
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("block", [(1, 1), (4, 1), (1, 4), (4, 2), (8, 1)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_any_block_gives_the_same_result(block: tuple[int, int], packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dim", [256, 512])
+def test_any_block_gives_the_same_result(
+    block: tuple[int, int], packed: bool, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "_block", lambda rows: block)
     monkeypatch.setattr(kernels, "_rows", lambda rows: block[0] * block[1])
-    o, positions, table = torch.randn(7, 6, 256), torch.randint(MAX_POS, (7,)), rope_table(64)
+    o, positions, table = torch.randn(7, 6, dim), torch.randint(MAX_POS, (7,)), rope_table(64)
     quantize(o, positions, table, 2, 3, packed)
     unrotate(o, positions, table)
 
 
 @interpreted
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("spread", [padded, strided, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)])
 def test_heads_are_read_where_they_are(spread: Callable[[Tensor], Tensor]) -> None:
-    o, positions, table = spread(torch.randn(3, 4, 128).bfloat16()), strided(torch.arange(3)), padded(rope_table(16))
-    unrotate(o, positions, table)
-    quantize(o, positions, table, 2, 2, False)
+    for dim in (128, 512):
+        o, positions, table = (
+            spread(torch.randn(3, 4, dim).bfloat16()),
+            strided(torch.arange(3)),
+            padded(rope_table(16)),
+        )
+        unrotate(o, positions, table)
+        quantize(o, positions, table, 2, 2, False)
 
 
 @interpreted
-def test_positions_of_padding_rows_may_be_anything() -> None:
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("dim", [128, 512])
+def test_positions_of_padding_rows_may_be_anything(dim: int) -> None:
     for dtype in (torch.int32, torch.int64):
-        o, positions = torch.randn(9, 2, 128).bfloat16(), hostile_indices((11,), MAX_POS, dtype=dtype)
+        o, positions = torch.randn(9, 2, dim).bfloat16(), hostile_indices((11,), MAX_POS, dtype=dtype)
         unrotate(o, positions, rope_table(16))
         quantize(o, positions, rope_table(16), 1, 2, True)
 
@@ -112,9 +137,11 @@ def test_no_token_gives_empty_results(packed: bool) -> None:
 
 
 @interpreted
-def test_a_strip_of_zeros_or_nan_keeps_to_itself() -> None:
-    o = torch.randn(2, 2, 256)
-    o[0, 0, :128], o[0, 1, 130], o[1, 0, 255], o[1, 1, 3] = 0, torch.nan, torch.inf, -torch.inf
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("dim", [256, 512])
+def test_a_strip_of_zeros_or_nan_keeps_to_itself(dim: int) -> None:
+    o = torch.randn(2, 2, dim)
+    o[0, 0, :128], o[0, 1, 130], o[1, 0, -1], o[1, 1, 3] = 0, torch.nan, torch.inf, -torch.inf
     quantize(o, torch.tensor([0, 5]), torch.cat((torch.ones(MAX_POS, 32), torch.zeros(MAX_POS, 32)), 1), 1, 2, False)
 
 
@@ -128,13 +155,14 @@ def test_odd_head_dims_are_refused() -> None:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_they_compile_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
-    args = torch.empty(20, 64, 512, dtype=torch.bfloat16), torch.arange(20), rope_table(64)
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        kernels.inv_rope(*args)
-        for packed in (False, True):
-            kernels.inv_rope_fp8_quant(*args, 8, 8, packed)
-    assert [bool(fake_triton.machine_code(kernel)) for kernel in compiled] == [True] * 3
-    assert all(begins_early(each) == early for each in compiled)
+        for tokens in (20, kernels.FEW_ROWS // 64 + 1):
+            args = torch.empty(tokens, 64, 512, dtype=torch.bfloat16), torch.arange(tokens), rope_table(64)
+            kernels.inv_rope(*args)
+            for packed in (False, True):
+                kernels.inv_rope_fp8_quant(*args, 8, 8, packed)
+    assert [bool(fake_triton.machine_code(kernel)) for kernel in compiled] == [True] * 6
+    assert all(begins_early(each) == early for each in compiled[:3])
 
 
 def test_many_programs_start_early_but_let_nothing_start_before_they_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,156 @@
+"""How often a compiled kernel waits for memory, one time after the other: known ahead of time, without a GPU.
+
+Where few tokens leave a kernel little to do, its time is how many loads it waits for in a row, each half a microsecond
+or more. Instructions are issued in order: one that needs what a load brings keeps all behind it waiting, loads too that
+could have been on their way. The assembler decides on that order, by registers that it would like to save.
+
+The machine code is followed through its branches, forwards. A load takes a round, everything else no time; a loop is
+gone through once; what the copy engine brings and what programs or threads wait for in each other is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .fake_triton import source_lines
+
+REGISTER = re.compile(r"\b(U?[RP])(\d+)\b(\.64)?")
+PREDICATE = re.compile(r"U?P(T|\d+)$")
+LOADS = ("LDG", "LD", "ATOMG", "ATOM")
+WITHOUT_RESULT = ("ST", "RED", "BAR", "SYNCS", "UTMA", "MEMBAR", "FENCE", "WARPSYNC", "UCGA", "CCTL", "BSSY", "BSYNC")
+JUMPS = ("BRA", "EXIT", "RET", "BRX")
+WORDS = {".128": 4, ".64": 2}
+
+
+class MemoryRounds(NamedTuple):
+    """What `memory_rounds` finds.
+
+    Attributes:
+        taken: loads that are waited for one after the other on the longest way through the kernel.
+        needed: as many as their addresses make necessary.
+        late: where in the source a load waits for others whose results it does not need: "file.py:12".
+    """
+
+    taken: int
+    needed: int
+    late: tuple[str, ...]
+
+
+@dataclass
+class _State:
+    """By register, the round in which its value is there: as issued, and if nothing but what it is made of mattered."""
+
+    issued: dict[str, int] = field(default_factory=dict)
+    made: dict[str, int] = field(default_factory=dict)
+    now: int = 0
+
+    def with_later(self, other: _State) -> _State:
+        """Of two ways to the same place, the later value of each."""
+        pairs = (self.issued, other.issued), (self.made, other.made)
+        issued, made = ({key: max(a.get(key, 0), b.get(key, 0)) for key in a | b} for a, b in pairs)
+        return _State(issued, made, max(self.now, other.now))
+
+    def copy(self) -> _State:
+        return _State(dict(self.issued), dict(self.made), self.now)
+
+
+class _Instruction(NamedTuple):
+    kind: str
+    guarded: bool
+    results: list[str]
+    sources: list[str]
+    operands: list[str]
+
+
+def memory_rounds(compiled: Any) -> MemoryRounds:
+    """Of a kernel compiled for NVIDIA."""
+    return rounds_of(source_lines(compiled))
+
+
+def rounds_of(lines: Iterable[tuple[str, str]]) -> MemoryRounds:
+    """Of instructions and labels, and where in the source they are from; see `fake_triton.source_lines`."""
+    waiting: dict[str, _State] = {}
+    state: _State | None = _State()
+    taken = needed = 0
+    late = []
+    for text, place in lines:
+        if text.endswith(":"):
+            arriving = waiting.get(text[:-1])
+            if arriving is not None:
+                state = arriving.copy() if state is None else state.with_later(arriving)
+            continue
+        if state is None:
+            continue
+        instruction = _parsed(text)
+        made = max((state.made.get(source, 0) for source in instruction.sources), default=0)
+        # What is being loaded is waited for before it is used, and before something else takes its place.
+        awaited = instruction.sources + instruction.results
+        state.now = max(state.now, max((state.issued.get(register, 0) for register in awaited), default=0))
+        if instruction.kind in JUMPS:
+            state = _after_jump(instruction, text, state, waiting)
+            continue
+        loads = instruction.kind in LOADS
+        if loads and state.now > made:
+            late.append(place)
+        for result in instruction.results:
+            kept = state.made.get(result, 0) if instruction.guarded else 0
+            state.issued[result] = state.now + loads
+            state.made[result] = max(made + loads, kept)
+        taken, needed = max(taken, state.now + loads), max(needed, made + loads)
+    return MemoryRounds(taken, needed, tuple(dict.fromkeys(late)))
+
+
+def _after_jump(instruction: _Instruction, text: str, state: _State, waiting: dict[str, _State]) -> _State | None:
+    """Leave the state at the place that a branch goes to; what goes on behind it, None where nothing does."""
+    target = re.search(r"\.L_\w+", text)
+    if target is not None:
+        before = waiting.get(target.group())
+        waiting[target.group()] = state.copy() if before is None else before.with_later(state)
+    conditions = [operand for operand in instruction.operands if PREDICATE.match(operand.lstrip("!").split(".")[0])]
+    return state if instruction.guarded or conditions else None
+
+
+def _parsed(text: str) -> _Instruction:
+    match = re.match(r"(@!?U?P\w+\s+)?(\S+)\s*(.*)$", text)
+    assert match is not None
+    guard, name, rest = match.groups()
+    operands = [operand.strip() for operand in re.split(r",(?![^\[]*\])", rest)] if rest else []
+    kind = name.split(".")[0]
+    count = 0 if kind.startswith((*WITHOUT_RESULT, *JUMPS)) else _results(operands)
+    width = _width(name)
+    results = [register for operand in operands[:count] for register in _registers(operand, width)]
+    stored = width if kind.startswith("ST") else 1
+    sources = [register for operand in operands[count:] for register in _registers(operand, stored)]
+    if ".WIDE" in name and operands:
+        sources += _registers(operands[-1], 2)
+    sources += _registers(guard or "", 1)
+    return _Instruction(kind, bool(guard), results, sources, operands)
+
+
+def _results(operands: list[str]) -> int:
+    """How many of the first operands an instruction writes: a register and predicates behind it, or a predicate and
+    what follows it."""
+    if not operands:
+        return 0
+    if PREDICATE.match(operands[0]):
+        return min(2, len(operands))
+    return next((n for n in range(1, len(operands)) if not PREDICATE.match(operands[n])), len(operands))
+
+
+def _width(name: str) -> int:
+    """Registers of a result."""
+    if ".WIDE" in name or (name.startswith("CS2R") and ".32" not in name):
+        return 2
+    return next((words for suffix, words in WORDS.items() if suffix in name), 1)
+
+
+def _registers(operand: str, width: int) -> list[str]:
+    """Those that an operand names, `width` of them where they hold numbers; a pair where it says so."""
+    found = []
+    for kind, number, pair in REGISTER.findall(operand):
+        words = max(2 if pair else 1, width if kind.endswith("R") and "[" not in operand else 1)
+        found += [f"{kind}{int(number) + word}" for word in range(words)]
+    return found

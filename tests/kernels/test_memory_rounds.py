@@ -1,0 +1,79 @@
+"""Kernels of few tokens wait for memory as often in a row as their addresses make necessary, and no more.
+
+Ahead of time, of what is compiled for Hopper. Another version of the assembler may order instructions otherwise: then
+this says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_compile.bench import gemm, indexer, preprocess
+from dsv4_compile.config import DeepseekV4Config
+from dsv4_compile.kernels import early, fp8_linear, gpu
+from dsv4_compile.ops._kernels import launcher
+from dsv4_compile.testing import fake_triton
+from dsv4_compile.testing.memory_rounds import memory_rounds
+from tests.kernels.gpus import GPUS
+
+FLASH = (DeepseekV4Config.flash(),)
+ONE_LOAD, POSITION_THEN_ANGLES, TABLE_THEN_STATES = 1, 2, 3
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (early, gpu, fp8_linear):
+        monkeypatch.setattr(module, "gpu_of", lambda device: GPUS["sm_90"][0])
+
+
+def kernels_of(scenario: ModuleType, tokens: int, **only: str) -> Iterator[Any]:
+    """What the launcher of an op of the bench launches."""
+    more = {"configs": FLASH} if scenario is preprocess else {"context": 2048} if scenario is indexer else {}
+    wanted = {name: {value} for name, value in only.items()}
+    for problem in scenario.problems(torch.device("cpu"), wanted, tokens=(tokens,), **more):
+        with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+            launcher(problem.op)(*problem.make(0))
+        yield from compiled
+
+
+@pytest.mark.parametrize(
+    ("scenario", "only", "tokens", "rounds"),
+    [
+        (preprocess, {"op": "q_norm_rope"}, (1, 32, 128), POSITION_THEN_ANGLES),
+        (preprocess, {"op": "kv_rope_insert"}, (1, 32), POSITION_THEN_ANGLES),
+        (preprocess, {"op": "inv_rope"}, (1, 32, 128), POSITION_THEN_ANGLES),
+        (preprocess, {"op": "inv_rope_fp8_quant"}, (1, 32, 128), POSITION_THEN_ANGLES),
+        (indexer, {"op": "save_partial_states", "layer": "CSA"}, (8,), POSITION_THEN_ANGLES),
+        (indexer, {"op": "compress_norm_rope_insert", "layer": "CSA"}, (8,), TABLE_THEN_STATES),
+        (indexer, {"op": "compress_norm_rope_insert", "layer": "indexer"}, (8,), TABLE_THEN_STATES),
+        (indexer, {"op": "indexer_q_rope_quant"}, (8, 128), POSITION_THEN_ANGLES),
+    ],
+)
+def test_no_load_waits_for_one_that_it_does_not_need(
+    scenario: ModuleType, only: dict[str, str], tokens: tuple[int, ...], rounds: int
+) -> None:
+    for count in tokens:
+        (kernel,) = kernels_of(scenario, count, **only)
+        found = memory_rounds(kernel)
+        assert (found.taken, found.needed) == (rounds, rounds), found.late
+        assert fake_triton.resources(kernel)["STACK"] == 0
+
+
+def test_a_quantisation_in_front_of_a_product_waits_once() -> None:
+    (problem,) = gemm.problems(
+        torch.device("cpu"), {"model": {"Flash"}, "op": {"fp8_linear"}, "layer": {"wo_b"}}, tokens=(64,)
+    )
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        fp8_linear.quantize_activation(problem.make(0)[0])
+    assert memory_rounds(compiled[0]) == (ONE_LOAD, ONE_LOAD, ())
+
+
+def test_long_windows_wait_for_their_states_and_for_each_other() -> None:
+    """Positions, their place in the table, states, the arrival of the other parts, and what they pooled."""
+    (kernel,) = kernels_of(indexer, 8, op="compress_norm_rope_insert", layer="HCA")
+    assert memory_rounds(kernel).taken == 5
