@@ -60,6 +60,8 @@ def global_topk_kernel(
     """Program p maps the row of token p."""
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(p_requests + token * request_stride).to(tl.int64)
+    # In front of the slots: behind what they are stored by, it would be waited for alone.
+    is_valid = tl.load(p_is_valid + token * valid_stride)
     known = (request >= 0) & (request < table_rows)
     p_row = p_table + tl.where(known, request, 0) * table_strides[0]
     reach = tl.where(known, table_columns, 0)
@@ -73,7 +75,6 @@ def global_topk_kernel(
         slot, live = map_entries(p_row, table_strides[1], reach, index, o_k < K, BLOCK_SIZE)
         count += live.to(tl.int32)
         tl.store(p_out + token * K + o_k, slot, mask=o_k < K)
-    is_valid = tl.load(p_is_valid + token * valid_stride)
     tl.store(p_lens + token, tl.where(is_valid, tl.sum(count, axis=0), NO_LEN))
 
 

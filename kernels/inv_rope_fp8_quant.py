@@ -207,14 +207,14 @@ def inv_rope_fp8_quant_strips_kernel(
     position = tl.load(p_positions + known * position_stride)
     strips = ()
     for strip in tl.static_range(STRIPS):
-        strips = strips + (tl.load(p_row + strip * ACT_TILE * o_strides[2]),)  # noqa: RUF005
+        strips += (tl.load(p_row + strip * ACT_TILE * o_strides[2]),)  # type: ignore[assignment]
     p_angles = p_table + table_row(position, max_pos)[:, None] * table_strides[0]
     cos, sin = load_cos_sin(p_angles, table_strides[1], True, ACT_TILE, ROPE)
 
     p_out = p_values + ((group * tokens + token) * HEADS + head)[:, None] * D + o_k
     word = tl.zeros((BLOCK_T * BLOCK_H,), tl.int32)
     for strip in tl.static_range(STRIPS):
-        x = strips[strip].to(tl.float32)
+        x = strips[strip].to(tl.float32)  # type: ignore[var-annotated]
         if strip == STRIPS - 1:
             x = rotate(x, cos, -sin, ROPE)
         values, byte = _quantised(x)

@@ -1,8 +1,8 @@
 """How a Hopper program quantises the strips of x that it multiplies, into shared memory, where the matrix unit reads.
 
 An element of bfloat16 takes 4.5 instructions, where one by one, as float32, it took 7: both halves of a word share an
-instruction until they are converted, and a register. So all loads of a program are on their way before one is waited
-for, where the registers of float32 had made the last two wait for the first.
+instruction until they are converted, and a register. So 16 loads of a thread are on their way before one is waited for,
+where the registers of float32 had made the last two wait for the first, and of 32 nearly all.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ def _e4m3_of_pairs(pairs, factor):
 def quantised_pairs(pairs):
     """As `quantised` of strips of bfloat16 along axis 1, the same bits: int32 `[R, 64]`, and int16 of pairs of e4m3.
 
-    Both halves of a word share an instruction until they are converted, and a register until they have been: an
-    element takes 4.5 instructions instead of 7. The factor is a power of two, so that products have the bits of x,
-    but for those that are nearer to zero than to any other e4m3.
+    The factor is a power of two, so that products have the bits of x, but for those that are nearer to zero than to any
+    other e4m3.
     """
     largest = gl.reduce(pairs & MAGNITUDES, 1, _larger)
     # What is beside the larger half is cut off.

@@ -62,14 +62,12 @@ def _choose(key, lo, hi, room, equal, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _finish(
-    p_selected, p_count, p_is_valid, taken, mapped, K: tl.constexpr, PADDED_K: tl.constexpr, PAGE: tl.constexpr
-):
+def _finish(p_selected, p_count, is_valid, taken, mapped, K: tl.constexpr, PADDED_K: tl.constexpr, PAGE: tl.constexpr):
     """Pad a row of which `taken` columns are written, and write how many of them have slots."""
     o_k = tl.arange(0, PADDED_K)
     tl.store(p_selected + o_k, PAD, mask=(o_k >= taken) & (o_k < K))
     if PAGE > 0:
-        tl.store(p_count, tl.where(tl.load(p_is_valid), mapped, NO_LEN))
+        tl.store(p_count, tl.where(is_valid, mapped, NO_LEN))
 
 
 @triton.jit
@@ -164,7 +162,10 @@ def select_topk_kernel(
             tl.minimum(length - start, TILE),
             p_out + token * K,
         )
-        p_count, p_valid = p_counts + token, p_is_valid + token * valid_stride
+        p_count, is_valid = p_counts + token, False
+        if PAGE > 0:
+            # In front of what is selected: behind what that is stored by, it would be waited for alone.
+            is_valid = tl.load(p_is_valid + token * valid_stride)
         key = load_tile(p_row, 0, own, ROWS, THREADS, RUN)
         lo, hi, room = bounds(p_row, key, own, at, K, ROWS, THREADS, RUN, 1, BINS, NATIVE, False)
         takes, _ = _choose(key, lo, hi, room, tl.zeros_like(room), THREADS)
@@ -177,7 +178,7 @@ def select_topk_kernel(
             if PAGE > 0:
                 value = tl.where(live[:, None], slot[:, None] + tl.arange(0, RUN)[None, :], PAD)
             store(p_selected + place, value, takes, NATIVE)
-            _finish(p_selected, p_count, p_valid, taken, mapped, K, PADDED_K, PAGE)
+            _finish(p_selected, p_count, is_valid, taken, mapped, K, PADDED_K, PAGE)
         else:
             p_token_best, p_token_columns = p_best + token * best_stride, p_best_columns + token * best_stride
             store(p_token_best + part * K + place, key, takes, NATIVE)
@@ -192,7 +193,7 @@ def select_topk_kernel(
                     p_selected, p_token_best, p_token_columns, parts * K, p_map_row, map_stride, columns,
                     at, K, ROWS, THREADS, RUN, TILES, BINS, NATIVE, PAGE,
                 )  # fmt: skip
-                _finish(p_selected, p_count, p_valid, all_taken, mapped, K, PADDED_K, PAGE)
+                _finish(p_selected, p_count, is_valid, all_taken, mapped, K, PADDED_K, PAGE)
 
 
 class SlotMap(NamedTuple):

@@ -22,7 +22,7 @@ from dsv4_compile.testing.memory_rounds import memory_rounds
 from tests.kernels.gpus import GPUS
 
 FLASH = (DeepseekV4Config.flash(),)
-ONE_LOAD, POSITION_THEN_ANGLES, TABLE_THEN_STATES = 1, 2, 3
+ONE_LOAD, POSITION_THEN_ANGLES, ENTRY_THEN_BLOCK, TABLE_THEN_STATES = 1, 2, 2, 3
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,7 @@ def kernels_of(scenario: ModuleType, tokens: int, **only: str) -> Iterator[Any]:
         (indexer, {"op": "compress_norm_rope_insert", "layer": "CSA"}, (8,), TABLE_THEN_STATES),
         (indexer, {"op": "compress_norm_rope_insert", "layer": "indexer"}, (8,), TABLE_THEN_STATES),
         (indexer, {"op": "indexer_q_rope_quant"}, (8, 128), POSITION_THEN_ANGLES),
+        (indexer, {"op": "global_topk", "topk": "512"}, (8,), ENTRY_THEN_BLOCK),
     ],
 )
 def test_no_load_waits_for_one_that_it_does_not_need(
