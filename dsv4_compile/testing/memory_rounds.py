@@ -5,7 +5,8 @@ or more. Instructions are issued in order: one that needs what a load brings kee
 could have been on their way. The assembler decides on that order, by registers that it would like to save.
 
 The machine code is followed through its branches, forwards. A load takes a round, everything else no time; a loop is
-gone through once; what the copy engine brings and what programs or threads wait for in each other is left out.
+gone through once. Left out are what the copy engine brings, what programs or threads wait for in each other, and the
+partitions of a program, to which it jumps by a table.
 """
 
 from __future__ import annotations
