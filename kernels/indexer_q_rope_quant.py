@@ -20,7 +20,8 @@ from .quant import refuses_fp8
 from .rope import load_cos_sin, rotate, table_row
 
 REGISTERS = 64
-"""Of a thread; left to itself the assembler takes 40, and asks for the angles behind what waits for the queries."""
+"""Of a thread without a Hadamard transform, which takes more. Left to itself the assembler takes 40, and asks for the
+angles behind what waits for the queries."""
 MXFP4_DATA, MXFP4_SCALE = tl.constexpr(INDEXER_MXFP4.data), tl.constexpr(INDEXER_MXFP4.scale)
 
 
@@ -158,7 +159,7 @@ def indexer_q_rope_quant(
         num_warps=warps,
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,
-        **registers(q.device, REGISTERS),
+        **registers(q.device, 0 if hadamard else REGISTERS),
         **early_launch(q.device, tokens * cdiv(heads, rows)),
     )
     return out, scale, weights_out

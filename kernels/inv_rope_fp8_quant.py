@@ -27,8 +27,9 @@ ACT_TILE = tl.constexpr(_ACT_TILE)
 SCALES_PER_WORD = tl.constexpr(_SCALES_PER_WORD)
 SPREAD_ROWS, FEW_ROWS = 768, 4096
 """Up to so many heads in all, a program takes one, or two; above four with quantisation. Measured on an H200."""
-STRIPS_REGISTERS = 64
-"""Of a thread where heads are taken in strips: as many as there are for 32 warps of a processor."""
+STRIPS_REGISTERS = 72
+"""Of a thread where heads are taken in strips: as many as there are for 28 warps of a processor. With 64, some loads
+wait for others where scales are packed."""
 
 
 @triton.jit

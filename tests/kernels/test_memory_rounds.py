@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4_compile._compat import triton_release
 from dsv4_compile.bench import gemm, indexer, preprocess
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.kernels import early, fp8_linear, gpu
@@ -63,6 +64,26 @@ def test_no_load_waits_for_one_that_it_does_not_need(
         found = memory_rounds(kernel)
         assert (found.taken, found.needed) == (rounds, rounds), found.late
         assert fake_triton.resources(kernel)["STACK"] == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tokens", [32, 128])
+def test_heads_in_strips_wait_for_their_position_and_angles(tokens: int, packed: bool) -> None:
+    o, table = torch.empty(tokens, 64, 512, dtype=torch.bfloat16), torch.empty(4096, 64)
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        launcher("inv_rope_fp8_quant")(o, torch.arange(tokens), table, 8, 8, packed)
+    # Triton 3.9 has fewer registers left where scales are packed.
+    late = int(packed and tokens == 128 and triton_release() >= (3, 9))
+    assert memory_rounds(compiled[0])[:2] == (POSITION_THEN_ANGLES + late, POSITION_THEN_ANGLES)
+
+
+@pytest.mark.parametrize("cache_format", ["indexer_fp8", "indexer_mxfp4", "plain"])
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_queries_of_an_indexer_are_in_registers(hadamard: bool, cache_format: str) -> None:
+    q, weights = torch.empty(8, 64, 128, dtype=torch.bfloat16), torch.empty(8, 64, dtype=torch.bfloat16)
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        launcher("indexer_q_rope_quant")(q, torch.arange(8), torch.empty(4096, 64), weights, cache_format, hadamard)
+    assert fake_triton.resources(compiled[0])["STACK"] == 0
 
 
 def test_a_quantisation_in_front_of_a_product_waits_once() -> None:
