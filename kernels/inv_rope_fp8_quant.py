@@ -89,6 +89,15 @@ def inv_rope_kernel(
 
 
 @triton.jit
+def _place(GROUPS: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Which block of heads a program takes, of which group, and its first token; the last two are int64."""
+    BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    program = tl.program_id(0)
+    group = (program // BLOCKS % GROUPS).to(tl.int64)
+    return program % BLOCKS, group, (program // (BLOCKS * GROUPS)).to(tl.int64) * BLOCK_T
+
+
+@triton.jit
 def _quantised(x):
     """e4m3 of float32 strips `x` `[N, ACT_TILE]`, and their UE8M0 bytes, int32 `[N]`."""
     amax = tl.reduce(tl.abs(x), 1, _larger)
@@ -121,13 +130,10 @@ def inv_rope_fp8_quant_kernel(
 ):
     """Program p takes BLOCK_T tokens and BLOCK_H heads of one group; blocks of heads vary first, then groups."""
     start(EARLY, not MANY)
-    BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     # Strips in a program, of each of its tokens, and in a group.
     TILES: tl.constexpr = BLOCK_H * D // ACT_TILE
     STRIPS: tl.constexpr = HEADS * D // ACT_TILE
-    program = tl.program_id(0)
-    block, group = program % BLOCKS, (program // BLOCKS % GROUPS).to(tl.int64)
-    first_token = (program // (BLOCKS * GROUPS)).to(tl.int64) * BLOCK_T
+    block, group, first_token = _place(GROUPS, HEADS, BLOCK_T, BLOCK_H)
 
     o_row = tl.arange(0, BLOCK_T * BLOCK_H)
     token, head = first_token + o_row // BLOCK_H, block * BLOCK_H + o_row % BLOCK_H
@@ -190,11 +196,8 @@ def inv_rope_fp8_quant_strips_kernel(
     row; in strips 688, and twice. What lies beyond the tokens and heads is the last one's, and not stored.
     """
     start(EARLY, not MANY)
-    BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     STRIPS: tl.constexpr = D // ACT_TILE
-    program = tl.program_id(0)
-    block, group = program % BLOCKS, (program // BLOCKS % GROUPS).to(tl.int64)
-    first_token = (program // (BLOCKS * GROUPS)).to(tl.int64) * BLOCK_T
+    block, group, first_token = _place(GROUPS, HEADS, BLOCK_T, BLOCK_H)
     o_row = tl.arange(0, BLOCK_T * BLOCK_H)
     token, head = first_token + o_row // BLOCK_H, block * BLOCK_H + o_row % BLOCK_H
     padded = (token < aligned) & (head < HEADS)

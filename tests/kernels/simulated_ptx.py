@@ -87,14 +87,13 @@ def _value(name: str, registers: Registers) -> Tensor:
 
 def run(text: str, registers: Registers) -> None:
     """Execute `text` on `registers`, where those of its constraints are by their names, `$0` and so on."""
-    for line in text.strip().strip("{}").split(";") if text.strip().startswith("{") else text.split(";"):
+    for line in text.strip().strip("{}").split(";"):
         words = line.split(None, 1)
         if not words or words[0] == ".reg":
             continue
         if words[0] not in INSTRUCTIONS:
             raise NotImplementedError(f"{words[0]} is not simulated")
-        operands = re.findall(r"\{[^}]*\}|[^,\s]+", words[1])
-        target, *sources = operands
+        target, *sources = re.findall(r"\{[^}]*\}|[^,\s]+", words[1])
         registers[target] = INSTRUCTIONS[words[0]](*(_value(source, registers) for source in sources))
 
 
