@@ -121,8 +121,9 @@ def _pool_some(
     """Pool part `part` of the channels of the entries that tokens `some` `[N]` close, as `_closing` tells; with all
     channels store the entries, with a part of them the part."""
     COLUMNS: tl.constexpr = D // PARTS
-    # Groups end where blocks end, so that a window is whole blocks; of other ratios each row has a block to itself.
-    PLACES: tl.constexpr = STATE_BLOCK if RATIO % STATE_BLOCK == 0 else 1
+    # Groups end where blocks end, so that a window is whole blocks; of other sizes each row has a block to itself.
+    WHOLE: tl.constexpr = RATIO % STATE_BLOCK == 0 and STATE_BLOCK & (STATE_BLOCK - 1) == 0
+    PLACES: tl.constexpr = STATE_BLOCK if WHOLE else 1
     live, state_slot, position, slot, request, before = _listed(closing)
     some += tl.zeros(live.shape, tl.int64)
     known = live & (request >= 0) & (request < table_rows)

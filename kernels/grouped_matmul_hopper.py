@@ -199,6 +199,8 @@ def operands_refused(x: Tensor, weight: Tensor, quantize: bool) -> str:
     """Why the copy engine or the matrix unit does not take them, or ""."""
     if (x.dtype is not weight.dtype and not quantize) or weight.element_size() > 2:
         return "it multiplies operands of the weight's dtype, of one or two bytes"
+    if quantize and x.dtype is torch.bfloat16 and x.shape[-1] % 2:
+        return "it quantises bfloat16 in pairs"
     if weight.stride(1) != 1 or weight.stride(0) * weight.element_size() % COPY_ALIGN or weight.data_ptr() % COPY_ALIGN:
         return f"it takes rows of the weight that start at multiples of {COPY_ALIGN} bytes"
     if rows_of(x, STRIP_BYTES // weight.element_size()) is None:

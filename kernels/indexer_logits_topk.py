@@ -67,6 +67,9 @@ def indexer_logits(
     `score_tile`: as for `indexer_logits_topk`.
     """
     logits = q.new_empty((q.shape[0], max_context), dtype=torch.float32)
+    if _reach(k_cache, block_table, block_size) == 0:
+        # Kernels read a page for what is not visible too.
+        return logits.fill_(-torch.inf)
     _score(
         logits, q, q_scale, weights, k_cache, block_table, token_to_req, context_lens, block_size, cache_format,
         max_context, 0, PROGRAMS, score_tile, False,

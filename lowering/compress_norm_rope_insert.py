@@ -167,8 +167,8 @@ class _Window:
 
         def weight(index: Sequence[Expr], w: Expr) -> Value:
             # Where nothing is present the top is infinite too: select, never subtract.
-            present = self.place(index[0], w).valid
-            return ops.where(present, ops.exp(ops.sub(score(index, w), load_top(index))), const(0.0))
+            top = load_top(index)
+            return ops.where(ops.eq(top, const(-torch.inf)), const(0.0), ops.exp(ops.sub(score(index, w), top)))
 
         load_total = row_sum(weight, self.device, ranges, self.size)
         load_sum = row_sum(

@@ -58,7 +58,8 @@ def attend(q: Tensor, keys: Tensor, valid: Tensor, scale: float, sink: Tensor | 
         keys: float32 `[T, N, D]`, zero where not valid; valid: bool `[T, N]`.
         sink: float32 `[H]` or None.
     Returns:
-        out `[T, H, D]`, m `[T, H]`, lse `[T, H]`, all float32. Without a valid key: 0, -inf, +inf.
+        out `[T, H, D]`, m `[T, H]`, lse `[T, H]`, all float32. Without a valid key, or with scores of -inf alone: 0,
+        -inf, +inf.
     """
     if keys.shape[1] == 0:
         lse = q.new_full(q.shape[:2], torch.inf, dtype=torch.float32)
@@ -69,7 +70,7 @@ def attend(q: Tensor, keys: Tensor, valid: Tensor, scale: float, sink: Tensor | 
     # -inf - -inf is NaN: a row without keys is shifted by zero instead.
     weights = scores.sub_(torch.where(top == -torch.inf, 0.0, top)[..., None]).exp_()
     total = weights.sum(-1)
-    empty = ~valid.any(-1)[:, None]
+    empty = total == 0
     lse = torch.where(empty, torch.inf, top + total.log())
     norm = total.reciprocal() if sink is None else torch.sigmoid(lse - sink) / total
     return torch.bmm(weights, keys) * torch.where(empty, 0.0, norm)[..., None], top, lse

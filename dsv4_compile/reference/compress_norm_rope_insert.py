@@ -50,8 +50,8 @@ def compress_norm_rope_insert(
     in `k_cache`; every other token is padding and leaves all memory alone. The positions of a request's tokens follow
     each other, so at most T // ratio + R tokens do; of more, this function stores as many. The states of the whole
     window must have been saved. Window positions before the request's start, or whose state block is not in the table
-    or the cache, count as absent; an entry with nothing present is zero. All arithmetic is float32 up to the rounding
-    of the cache.
+    or the cache, count as absent; a channel with nothing present, or with scores of -inf alone, is zero. All arithmetic
+    is float32 up to the rounding of the cache.
 
     Args:
         state_cache: float32 `[P, S, 2 * overlap_factor(ratio) * d]`, as `save_partial_states` writes it.
@@ -103,6 +103,8 @@ def pool(
         ]
         return torch.cat(pieces, dim=1)
 
-    # Nothing is present in the window of a padding token, and its weights are NaN: select, never multiply.
-    weights = window(1).masked_fill_(absent, -torch.inf).softmax(dim=1)
-    return (window(0) * weights).masked_fill_(absent, 0.0).sum(dim=1)
+    scores = window(1).masked_fill_(absent, -torch.inf)
+    # Weights are NaN where nothing is present, as in the window of a padding token: select, never multiply.
+    nothing = (scores == -torch.inf).all(dim=1)
+    pooled = (window(0) * scores.softmax(dim=1)).masked_fill_(absent, 0.0).sum(dim=1)
+    return pooled.masked_fill_(nothing, 0.0)

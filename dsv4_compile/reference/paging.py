@@ -31,7 +31,7 @@ def lookup_slots(block_table: Tensor, requests: Tensor, logical: Tensor, block_s
     column = torch.where(ok, logical, 0) // block_size
     ok = ok & (column < columns)
     if rows == 0 or columns == 0:
-        return torch.full_like(logical, PAD_INDEX)
+        return logical.new_full(logical.shape, PAD_INDEX)
     block = block_table[torch.where(ok, requests, 0), torch.where(ok, column, 0)].long()
     slot = block * block_size + torch.where(ok, logical, 0) % block_size
     return torch.where(ok & (block >= 0), slot, PAD_INDEX)

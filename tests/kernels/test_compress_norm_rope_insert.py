@@ -209,18 +209,37 @@ def test_no_tokens_and_one_token() -> None:
 
 @interpreted
 def test_special_scores_and_values() -> None:
-    """Infinite and NaN scores, scores of -inf alone, infinite values: the same elements are not finite."""
+    """Infinite and NaN scores, infinite values: the same elements are not finite."""
     engine, args = engine_after(8, 4, dim=16)
     state = args[0].clone()
     row = state[engine.state_table[0, 1].long()]  # positions 4 to 7, which nothing else pools
     half = engine.width // 2
     row[0, half + 16], row[1, half + 17], row[2, half + 18] = torch.nan, torch.inf, -torch.inf
-    row[:, half + 19] = -torch.inf
-    state[engine.state_table[0, 0].long()][:, half + 3] = -torch.inf
     row[3, 20], row[3, 21] = torch.inf, torch.nan
     ours, theirs = both((state, *args[1:]))
     assert_same_entries(engine, ours, theirs)
     assert theirs[engine.cache_table[0, 0].long(), 1].isnan().all()  # the norm spreads it; the entry before is finite
+
+
+@interpreted
+@pytest.mark.parametrize("ratio", [4, 6])
+def test_a_channel_of_scores_of_minus_infinity_alone_is_zero(ratio: int) -> None:
+    engine, args = engine_after(2 * ratio, ratio, dim=16)
+    args[0][..., engine.width // 2 + 3 :: 16] = -torch.inf
+    ours, theirs = both(args)
+    assert_same_entries(engine, ours, theirs)
+    written = theirs[engine.cache_table[0, 0].long(), :2]
+    assert written.isfinite().all() and (written[:, 3] == 0).all() and written.any()
+
+
+@interpreted
+@pytest.mark.parametrize(("ratio", "state_block"), [(6, 3), (6, 6), (12, 6)])
+def test_states_in_blocks_of_any_number_of_tokens(
+    ratio: int, state_block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "state_block_size", lambda _: state_block)
+    engine, args = engine_after(2 * ratio, ratio, dim=16)
+    assert_same_entries(engine, *both(args))
 
 
 def test_refusals() -> None:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsv4_compile.bench import gemm
 from dsv4_compile.kernels import (
@@ -25,7 +26,12 @@ from tests.kernels.simulated_products import GPU, STEM, product, simulated_produ
 from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 
 LAYERS = {f"{model} {x.op} {x.name}": x for model, config in gemm.MODELS.items() for x in gemm.layers(config)}
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+def wide_rows(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Rows that start at multiples of 16 bytes, whatever their length."""
+    return torch.empty(*shape[:-1], shape[-1] + -shape[-1] % 16, dtype=dtype)[..., : shape[-1]]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +52,17 @@ def test_what_is_quantised_on_the_way_gives_the_reference(
     x[0, :128] = 0
     got = product(hopper, x[:, None], None, weight, scale, dtype, cut=cut, quantize=True)
     assert_close(got, REFERENCES["fp8_linear"](x, weight, scale), NEIGHBOUR[dtype])
+
+
+@pytest.mark.interpreted
+def test_an_odd_number_of_elements_is_quantised_to_the_last(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, scale = wide_rows(3, 131, dtype=BF16), wide_rows(128, 131, dtype=E4M3), block_scale(128, 131)
+    weight.copy_(e4m3(128, 131))
+    x.normal_()[:, -1] = 100
+    for module in (fp8_linear, kernels):
+        monkeypatch.setattr(module, "gpu_of", lambda device: GPU)
+        monkeypatch.setattr(module, "hopper_kernel", lambda gpu, stem: hopper if stem == STEM else None)
+    assert_close(fp8_linear.fp8_linear(x, weight, scale), REFERENCES["fp8_linear"](x, weight, scale), NEIGHBOUR[BF16])
 
 
 @pytest.mark.parametrize(
@@ -331,6 +348,7 @@ def test_the_quantisation_in_front_lets_the_product_start(monkeypatch: pytest.Mo
         ({"x": torch.empty(65, 1, 256, dtype=BF16), "weight": torch.empty(64, 256, dtype=BF16)}, "up to 64 tokens"),
         ({"x": torch.empty(256, 1, 4, dtype=BF16).permute(2, 1, 0)}, "rows"),
         ({"weight": torch.empty(64, 250, dtype=torch.float8_e4m3fn)}, "multiples of 16 bytes"),
+        ({"x": wide_rows(4, 1, 255, dtype=BF16), "weight": wide_rows(64, 255, dtype=E4M3)}, "in pairs"),
         ({"quantize": False}, "the weight's dtype"),
         ({"x": torch.empty(4, 1, 256), "weight": torch.empty(64, 256), "quantize": False}, "one or two bytes"),
     ],

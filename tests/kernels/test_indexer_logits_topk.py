@@ -255,6 +255,9 @@ def test_nothing_reachable_gives_padding() -> None:
         args = q, q_scale, weights, some_cache, some_table, owner, lens, block, fmt
         assert select(*args, 4).tolist() == [[-1] * 4] * 3
         assert logits(*args, 5).isneginf().all()
+    # Of a page that a tile divides, what is not visible is read too.
+    q, q_scale, weights, cache, table, owner, lens, block, fmt = batch("plain", 3, block=64)
+    assert logits(q, q_scale, weights, cache[:0], table, owner, lens, block, fmt, 5).isneginf().all()
     none = q[:0], q_scale[:0], weights[:0], cache, table, owner, lens, block, fmt
     assert select(*none, 4).shape == (0, 4)
     assert logits(*none, 4).shape == (0, 4)

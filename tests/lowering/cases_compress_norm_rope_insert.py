@@ -90,6 +90,12 @@ def cleared(x: Inputs) -> Inputs:
     return x
 
 
+def without_scores(x: Inputs) -> Inputs:
+    """Scores of -inf in every window of some channels."""
+    x.state[..., x.state.shape[-1] // 2 + 3 :: 32] = -torch.inf
+    return cleared(x)
+
+
 def all_padding(x: Inputs) -> Inputs:
     x.slots.fill_(-1)
     return x
@@ -115,6 +121,7 @@ CASES = {
     "indexer_mxfp4_hadamard": case("indexer_mxfp4", (7,), hadamard=True),
     "rows_of_another_ratio_hadamard": case("plain", (7,), 8, hadamard=True, dim=16),
     "float32_rows": Case(read, lambda t: cleared(Inputs.make(t, "plain", dim=32, dtype=torch.float32)), (9,)),
+    "without_scores": Case(read, lambda t: without_scores(Inputs.make(t, "plain", dim=32, dtype=torch.float32)), (9,)),
     "fp8_rows": case("fp8", (9,)),
     "saved": Case(saved, lambda t: Inputs.make(t, "fp8_ds_mla"), (3,)),
     "all_padding": Case(compress("indexer_fp8"), lambda t: all_padding(Inputs.make(t, "indexer_fp8", dim=128)), (5,)),

@@ -11,8 +11,9 @@ from dsv4_compile._compat import torch_release
 from tests.lowering.cases_compress_norm_rope_insert import CASES
 from tests.lowering.claims import CPP, SM80, TARGETS, Reports, assert_equals_reference, assert_kernels, ir_decision
 
-BYTES = [case for case in CASES if case != "float32_rows"]
-LAUNCHES = {"no_token": 0, "saved": 4, "float32_rows": 3 if torch_release() < (2, 14) else 2}
+ROWS = ["float32_rows", "without_scores"]
+BYTES = [case for case in CASES if case not in ROWS]
+LAUNCHES = {"no_token": 0, "saved": 4} | dict.fromkeys(ROWS, 3 if torch_release() < (2, 14) else 2)
 LAUNCHES |= dict.fromkeys(("indexer_fp8", "fp8_rows", "all_padding"), 2)
 LAUNCHES |= {"indexer_fp8_hadamard": 4, "indexer_mxfp4_hadamard": 4, "rows_of_another_ratio_hadamard": 3}
 
@@ -22,11 +23,12 @@ def test_every_byte_behind_the_cache_is_that_of_the_reference(interpreted: Repor
     assert_equals_reference(interpreted[case])
 
 
-def test_float32_rows_are_those_of_the_reference_but_for_their_last_bits(interpreted: Reports) -> None:
+@pytest.mark.parametrize("case", ROWS)
+def test_float32_rows_are_those_of_the_reference_but_for_their_last_bits(interpreted: Reports, case: str) -> None:
     # Sums in another order, and exponentials of another library.
-    ((worst,),) = interpreted["float32_rows"]["ulps"]
+    ((worst,),) = interpreted[case]["ulps"]
     assert worst <= 4
-    assert interpreted["float32_rows"]["impls"] == ["ir"]
+    assert interpreted[case]["impls"] == ["ir"]
 
 
 @pytest.mark.parametrize("case", list(CASES))

@@ -60,6 +60,13 @@ def test_every_index_of_random_batches(hostile: bool, seed: int) -> None:
         assert flat.shape == (tokens * width,)
 
 
+def test_slots_are_contiguous_whatever_the_strides_of_the_indices() -> None:
+    for columns in (0, 2):
+        topk, table = torch.zeros(7, 5, dtype=I32).t(), torch.zeros(3, columns, dtype=I32)
+        slots, _ = global_topk(topk, torch.zeros(5, dtype=I32), table, torch.ones(5, dtype=torch.bool), 4)
+        assert slots.stride() == (7, 1)
+
+
 def test_a_slot_that_int32_cannot_hold_is_no_slot() -> None:
     slots, lens = global_topk(i32([[0, 64]]), i32([0]), i32([[2**31 - 1, 3]]), torch.tensor([True]), 64)
     assert slots.tolist() == [[-1, 192]]

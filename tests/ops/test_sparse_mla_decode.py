@@ -174,6 +174,13 @@ def test_nothing_to_attend_gives_zero_and_infinite_lse(sink: float | None, empty
     assert_bitwise(lse, torch.full((1, 1), INF))
 
 
+def test_scores_that_overflow_are_nothing_to_attend() -> None:
+    q, cache, *rest = one_key(None, value=-1e30)
+    out, lse = sparse_mla_decode(torch.full_like(q, 1e30), cache, *rest)
+    assert_bitwise(out, torch.zeros(1, 1, 4))
+    assert_bitwise(lse, torch.full((1, 1), INF))
+
+
 def test_a_slot_listed_twice_counts_twice() -> None:
     cache = torch.eye(4)[None]
     indices = torch.tensor([[0, 0, 1]], dtype=torch.int32)
