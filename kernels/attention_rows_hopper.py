@@ -12,7 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .. import layout
-from .kv_load_hopper import CACHED, thread_barrier
+from .barriers_hopper import thread_barrier
+from .kv_load_hopper import CACHED
 from .quant_hopper import MANTISSA_BITS, UE8M0_BIAS, quantised_bytes
 from .views_hopper import reinterpret
 

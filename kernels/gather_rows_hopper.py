@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .. import layout
 from .attention_rows_hopper import here
+from .barriers_hopper import thread_barrier
 from .copies_hopper import copy_elements
-from .kv_load_hopper import thread_barrier
 from .queries_hopper import norm_in_place
 
 BLOCK_N = gl.constexpr(64)  # keys of a block

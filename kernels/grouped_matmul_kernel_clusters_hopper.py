@@ -16,13 +16,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .barriers_hopper import thread_barrier
 from .cluster_hopper import meet, put_pairs
 from .copies_hopper import copy_elements, copy_tile
 from .grouped_matmul_kernel_hopper import FLAT, STRIP
 from .grouped_matmul_kernel_many_hopper import HALF, ROWS, TILE_ROWS, half_of, sums_of, tokens_of, word_of
 from .grouped_matmul_shares_hopper import share_of, store_fetched
 from .grouped_matmul_store_hopper import store_sums
-from .kv_load_hopper import thread_barrier
 from .views_hopper import reinterpret
 
 RESULTS_TOGETHER = 8

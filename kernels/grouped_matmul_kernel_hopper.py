@@ -31,10 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import layout
+from .barriers_hopper import thread_barrier
 from .copies_hopper import copy_tile
 from .grouped_matmul_shares_hopper import await_shares, store_shares
 from .grouped_matmul_store_hopper import store_parts, store_tile
-from .kv_load_hopper import thread_barrier
 from .quant_hopper import scale_value
 from .quant_strips_hopper import quantise_strips
 from .views_hopper import reinterpret
@@ -136,11 +136,8 @@ def _multiply(
         values = gl.allocate_shared_memory(weights.dtype, [CHUNKS, AT_ONCE * BLOCK_M, BLOCK_K], TILE)
     else:
         x_ring = gl.allocate_shared_memory(inputs.dtype, [RING, BLOCK_M, BLOCK_K], TILE)
-    # One more than there are buffers, see quantise_strips. By itself, the compiler would give its memory to others
-    # behind it, where what it was initialised with turned up later: of 10,000 products, 1 to 100 had NaN for scales.
-    BARRIERS: gl.constexpr = RING + 1 if QUANTIZE else RING
-    ready = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BARRIERS):
+    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     thread_barrier()
@@ -172,8 +169,7 @@ def _multiply(
             new_scales = gl.allocate_shared_memory(gl.float32, [CHUNKS, AT_ONCE * BLOCK_M], FLAT)
             p_x += group.to(gl.int64) * x_group_row * x_stride + group * x_group_column
             quantise_strips(
-                p_x, x_stride, tokens, first_token, begin, count, size, values, new_scales, ready.index(RING), BLOCK_M,
-                AT_ONCE, RAGGED, X,
+                p_x, x_stride, tokens, first_token, begin, count, size, values, new_scales, BLOCK_M, AT_ONCE, RAGGED, X,
             )  # fmt: skip
             x_scales = reinterpret(new_scales, gl.float32, [CHUNKS * AT_ONCE, BLOCK_M], FLAT)
             x_ring = reinterpret(values, weights.dtype, [CHUNKS * AT_ONCE, BLOCK_M, BLOCK_K], TILE)

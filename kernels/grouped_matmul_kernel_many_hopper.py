@@ -32,9 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .barriers_hopper import thread_barrier
 from .copies_hopper import copy_elements, copy_tile, store_tile
 from .grouped_matmul_kernel_hopper import FLAT, STRIP, WORD
-from .kv_load_hopper import thread_barrier
 from .quant_hopper import scale_value
 
 TILE_ROWS = 128

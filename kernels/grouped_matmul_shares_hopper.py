@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from .barriers_hopper import thread_barrier
 from .cluster_hopper import (
     await_letters,
     meet,
@@ -24,7 +25,6 @@ from .cluster_hopper import (
     words_of,
 )
 from .grouped_matmul_store_hopper import store_sums
-from .kv_load_hopper import thread_barrier
 
 MOST_TOKENS_OF_LETTERS, MOST_RESULTS_OF_PARCELS = 16, 32 * 64
 """Of a tile whose parts go from registers to where they are added up; and whose parts go there by the copy engine.

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .. import layout
-from .kv_load_hopper import thread_barrier
+from .barriers_hopper import thread_barrier
 from .quant_hopper import quantised
 
 STRIP = gl.constexpr(layout.ACT_TILE)

@@ -32,11 +32,11 @@ from triton.language.core import PropagateNan
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import layout
+from .barriers_hopper import thread_barrier
 from .copies_hopper import copy_tile
 from .early import early_launch
 from .indexer_score import INVISIBLE as _INVISIBLE
 from .indexer_score import NAN_KEY as _NAN_KEY
-from .kv_load_hopper import thread_barrier
 from .launch import launch_kernel
 from .views_hopper import reinterpret
 

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from .. import layout
+from .barriers_hopper import thread_barrier
 from .copies_hopper import copy_elements
 from .indexer_score_hopper import (
     ALIGN,
@@ -36,7 +37,6 @@ from .indexer_score_hopper import (
     order_key,
     queries_refused,
 )
-from .kv_load_hopper import thread_barrier
 from .launch import launch_kernel
 from .views_hopper import reinterpret
 

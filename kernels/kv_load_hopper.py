@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .. import layout
+from .barriers_hopper import thread_barrier
 from .views_hopper import reinterpret
 
 # A thread holds all tiles of a key, so that which one is not quantised is known when compiling.
@@ -35,9 +36,6 @@ UE8M0_BIAS = gl.constexpr(layout.UE8M0_BIAS)
 EXPONENT = gl.constexpr(120)  # what the biases of bfloat16 and e4m3 differ by
 LAST_BYTE = gl.constexpr(134)  # UE8M0 of 2^7, the largest scale whose factor is a bfloat16
 BOTH = gl.constexpr(0x00800080)  # exponent 1 of a bfloat16, in both halves of a word
-
-# The barrier among the threads of a partition, from Triton 3.7 on and before.
-thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit

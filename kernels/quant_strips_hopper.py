@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .. import layout
+from .barriers_hopper import all_on_their_way
 from .quant_hopper import (
     ACT_AMAX_FLOOR_BITS,
     FP8_MAX,
@@ -85,7 +86,7 @@ def quantised_pairs(pairs):
 
 @gluon.jit
 def quantise_strips(
-    p_x, x_stride, tokens, first_token, begin, count, size, values, scales, gate,
+    p_x, x_stride, tokens, first_token, begin, count, size, values, scales,
     BLOCK_M: gl.constexpr, AT_ONCE: gl.constexpr, RAGGED: gl.constexpr, X: gl.constexpr,
 ):  # fmt: skip
     """A program's strips of x into `values` `[n, AT_ONCE * BLOCK_M, 128]` and `scales`, AT_ONCE at a time.
@@ -108,9 +109,7 @@ def quantise_strips(
             x = gl.load(p_token + column, mask=column < size // (STRIP // WORDS), other=0)
         else:
             x = gl.load(p_token + column)
-        # The assembler would wait for the first loads before it starts the last, but moves no load across a loop, as
-        # which this waits: at a barrier that nobody arrives at, for a phase that has always been over.
-        mbarrier.wait(gate, 1)
+        all_on_their_way(tokens)
         if PAIRS:
             codes, scale = quantised_pairs(x)
             reinterpret(values.index(chunk), gl.int16, [AT_ONCE * BLOCK_M, WORDS], TILE_OF_PAIRS).store(codes)

@@ -44,7 +44,8 @@ from .attention_rows_hopper import (
     table_row,
     turn_columns,
 )
-from .kv_load_hopper import CACHED, thread_barrier
+from .barriers_hopper import thread_barrier
+from .kv_load_hopper import CACHED
 from .views_hopper import reinterpret
 
 

@@ -25,8 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_rows_hopper import HALF, SWIZZLED, D, fetch_angles, store_half
+from .barriers_hopper import all_on_their_way, thread_barrier
 from .kv_ahead_hopper import angles, ask, ask_for_keys, extent, slots
-from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, thread_barrier
+from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys
 from .queries_hopper import fetch_queries, put_few_queries
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
@@ -34,6 +35,7 @@ from .views_hopper import reinterpret
 
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
+FETCHED_AT_ONCE = gl.constexpr(64)  # keys, beside what passes from block to block: of more, registers would be spilled
 
 
 @gluon.jit
@@ -195,6 +197,7 @@ def sparse_mla_decode_small_hopper_kernel(
                 gl.where(inner, p_words0, p_words1), gl.where(inner, page_chunks0, page_chunks1), slot,
                 gl.where(inner, LOG_PAGE0, LOG_PAGE1), WORDS, ROPES, ".cg",
             )  # fmt: skip
+            all_on_their_way(tokens)
             put_few_queries(q, cos, sin, eps, q_tile, ROPE)
             words.store(dequantize_keys(codes, rope, scales, slot >= 0, WIDE, WORDS))
             if LATE:
@@ -221,6 +224,8 @@ def sparse_mla_decode_small_hopper_kernel(
                 gl.where(inner, p_words0, p_words1), gl.where(inner, page_chunks0, page_chunks1), slot,
                 gl.where(inner, LOG_PAGE0, LOG_PAGE1), WORDS, ROPES, ".cg",
             )  # fmt: skip
+            if BLOCK_N <= FETCHED_AT_ONCE:
+                all_on_their_way(tokens)
             if block == part:
                 # Queries are normed while the first keys are on their way.
                 put_few_queries(q, cos, sin, eps, q_tile, ROPE)

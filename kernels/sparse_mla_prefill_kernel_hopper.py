@@ -35,9 +35,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .attention_rows_hopper import BLOCK_H, FLAT, SWIZZLED, D, angles_of, column_blocks, store_finished, table_row
+from .barriers_hopper import thread_barrier
 from .copies_hopper import copy_tile, store_tile
 from .gather_rows_hopper import BLOCK_N, BUFFERS, HALF, LEFT_ARRIVALS, ONE, RIGHT_ARRIVALS, block_count, gather_rows
-from .kv_load_hopper import thread_barrier
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
 from .views_hopper import reinterpret

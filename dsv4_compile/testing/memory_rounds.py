@@ -66,6 +66,15 @@ class _Instruction(NamedTuple):
     operands: list[str]
 
 
+class Load(NamedTuple):
+    """A load of a kernel: where in the source it is, "file.py:12", how often memory has been waited for when it starts,
+    and how often its address makes that necessary."""
+
+    place: str
+    behind: int
+    needed: int
+
+
 def memory_rounds(compiled: Any) -> MemoryRounds:
     """Of a kernel compiled for NVIDIA."""
     return rounds_of(source_lines(compiled))
@@ -73,10 +82,16 @@ def memory_rounds(compiled: Any) -> MemoryRounds:
 
 def rounds_of(lines: Iterable[tuple[str, str]]) -> MemoryRounds:
     """Of instructions and labels, and where in the source they are from; see `fake_triton.source_lines`."""
+    loads = loads_of(lines)
+    taken, needed = (max((getattr(load, name) + 1 for load in loads), default=0) for name in ("behind", "needed"))
+    return MemoryRounds(taken, needed, tuple(dict.fromkeys(load.place for load in loads if load.behind > load.needed)))
+
+
+def loads_of(lines: Iterable[tuple[str, str]]) -> list[Load]:
+    """As `rounds_of`, load by load, in the order of the machine code."""
     waiting: dict[str, _State] = {}
     state: _State | None = _State()
-    taken = needed = 0
-    late = []
+    found = []
     for text, place in lines:
         if text.endswith(":"):
             arriving = waiting.get(text[:-1])
@@ -94,14 +109,13 @@ def rounds_of(lines: Iterable[tuple[str, str]]) -> MemoryRounds:
             state = _after_jump(instruction, text, state, waiting)
             continue
         loads = instruction.kind in LOADS
-        if loads and state.now > made:
-            late.append(place)
+        if loads:
+            found.append(Load(place, state.now, made))
         for result in instruction.results:
             kept = state.made.get(result, 0) if instruction.guarded else 0
             state.issued[result] = state.now + loads
             state.made[result] = max(made + loads, kept)
-        taken, needed = max(taken, state.now + loads), max(needed, made + loads)
-    return MemoryRounds(taken, needed, tuple(dict.fromkeys(late)))
+    return found
 
 
 def _after_jump(instruction: _Instruction, text: str, state: _State, waiting: dict[str, _State]) -> _State | None:

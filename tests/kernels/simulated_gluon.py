@@ -324,7 +324,9 @@ def simulated(launcher: str, *kernels: str) -> Any:
     importlib.import_module("dsv4_compile.kernels.split_softmax")  # and Triton, before anything stands in
     stand_ins = modules()
     copies = ("copies_hopper",) if f"{GLUON}.language.nvidia.ampere" in stand_ins else ()
-    names = [f"dsv4_compile.kernels.{name}" for name in (*copies, "views_hopper", *kernels, launcher)]
+    names = [
+        f"dsv4_compile.kernels.{name}" for name in (*copies, "views_hopper", "barriers_hopper", *kernels, launcher)
+    ]
     package = importlib.import_module("triton.experimental")
     with (
         mock.patch.dict(sys.modules, stand_ins),

@@ -14,16 +14,19 @@ import pytest
 import torch
 
 from dsv4_compile._compat import triton_release
-from dsv4_compile.bench import gemm, indexer, preprocess
+from dsv4_compile.bench import gemm, indexer, preprocess, sparse_mla_decode
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.kernels import early, fp8_linear, gpu
+from dsv4_compile.kernels import sparse_mla_decode_small_hopper as small
+from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, results_for
 from dsv4_compile.ops._kernels import launcher
 from dsv4_compile.testing import fake_triton
-from dsv4_compile.testing.memory_rounds import memory_rounds
+from dsv4_compile.testing.memory_rounds import loads_of, memory_rounds
 from tests.kernels.gpus import GPUS
 
 FLASH = (DeepseekV4Config.flash(),)
 ONE_LOAD, POSITION_THEN_ANGLES, ENTRY_THEN_BLOCK, TABLE_THEN_STATES = 1, 2, 2, 3
+BEHIND_SLOTS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +102,20 @@ def test_long_windows_wait_for_their_states_and_for_each_other() -> None:
     """Positions, their place in the table, states, the arrival of the other parts, and what they pooled."""
     (kernel,) = kernels_of(indexer, 8, op="compress_norm_rope_insert", layer="HCA")
     assert memory_rounds(kernel).taken == 5
+
+
+@pytest.mark.parametrize("shape", [small.NARROW, *small.ONCE])
+@pytest.mark.parametrize("fused", ["none", "quant"])
+def test_keys_of_few_tokens_are_all_on_their_way_before_one_is_waited_for(fused: str, shape: small.Shape) -> None:
+    args = sparse_mla_decode.fused_arguments(fused, 8, 64, torch.device("cpu"), 0)
+    q, sources, fusion = args[0], (Source(*args[1:5]), Source(*args[8:12])), Fusion(*args[13:])
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        small.launch_hopper(q, *sources, args[6], args[7], GPUS["sm_90"][0], 10, fusion, results_for(q, fusion), shape)
+    behind = [
+        load.behind
+        for load in loads_of(fake_triton.source_lines(compiled[0]))
+        if load.place.startswith("kv_load_hopper.py") and load.needed == BEHIND_SLOTS
+    ]
+    # Codes of seven tiles, two parts of the rope, and scales, of one key or two.
+    assert len(behind) == 10 * (shape.block_n // 64) and len(set(behind)) == 1
+    assert fake_triton.resources(compiled[0])["STACK"] == 0
