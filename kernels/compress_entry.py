@@ -11,7 +11,8 @@ import triton.language as tl
 
 from ..layout import INDEXER_FP8, INDEXER_MXFP4
 from .arrivals import arrive
-from .compress_window import last_state, pool, window_blocks
+from .barriers import all_on_their_way
+from .compress_window import fetch_blocks, fetch_last_block, fetch_own_state, pool
 from .hadamard import HADAMARD_ROWS, rounded_hadamard
 from .indexer_format import quantize_fp8, quantize_mxfp4
 from .kv_format import store_kv
@@ -92,6 +93,7 @@ def _closing(
     slot = tl.load(p_slots + token * token_strides[3], mask=exists, other=-1).to(tl.int64)
     request = tl.load(p_requests + token * token_strides[1], mask=exists, other=-1).to(tl.int64)
     before = tl.load(p_requests + (token - 1) * token_strides[1], mask=exists & (token > 0), other=-1).to(tl.int64)
+    all_on_their_way(p_positions)
     closes = (position >= 0) & ((position + 1) % RATIO == 0) & (slot >= 0) & (slot < num_slots)
     closes &= (state_slot >= 0) & (state_slot // STATE_BLOCK < state_pages)
     return closes, state_slot, position, slot, request, before
@@ -132,25 +134,27 @@ def _pool_some(
     follow = False
     if p_kv_score is not None:
         follow = tl.max((known & (before == request)).to(tl.int32), axis=0) > 0
-    blocks = window_blocks(
-        position, p_table_row, table_strides[1], columns, state_pages, RATIO, GROUPS, STATE_BLOCK, PLACES,
-        ROWS // PLACES,
-    )  # fmt: skip
-    o_channel = part * COLUMNS + tl.arange(0, COLUMNS)
-    last = None
+    blocks = fetch_blocks(
+        position, p_table_row, table_strides[1], columns, RATIO, GROUPS, STATE_BLOCK, PLACES, ROWS // PLACES
+    )
     if p_kv_score is not None:
-        last = last_state(
-            some, live, position, state_slot, p_state, p_kv_score, p_ape, p_table_row, state_strides,
-            kv_score_strides, ape_strides, table_strides[1], columns, state_pages, o_channel, RATIO, GROUPS,
-            STATE_BLOCK, D,
-        )  # fmt: skip
+        last_block = fetch_last_block(position, live, p_table_row, table_strides[1], columns, STATE_BLOCK)
     if PARTS == 1:
-        # In flight beside the states.
+        # In flight beside the blocks: what is made of these must not be waited for in front of the states.
         weight = load_weight(p_weight, weight_stride, D, D)
         angles = _angles(position, live, p_cos_sin, cos_sin_strides, max_pos, RATIO, D, ROPE)
+    all_on_their_way(p_table)
+    o_channel = part * COLUMNS + tl.arange(0, COLUMNS)
+    own = None
+    if p_kv_score is not None:
+        own = fetch_own_state(
+            some, last_block, state_slot, p_kv_score, p_ape, kv_score_strides, ape_strides, state_pages, o_channel,
+            RATIO, GROUPS, STATE_BLOCK, D,
+        )  # fmt: skip
     x = pool(
-        some, follow, blocks, last, p_state, p_kv_score, p_ape, p_state_slots, state_strides, kv_score_strides,
-        ape_strides, token_strides[0], o_channel, RATIO, GROUPS, STATE_BLOCK, PLACES, ROWS // PLACES, D, DENSE,
+        some, follow, blocks, own, p_state, p_kv_score, p_ape, p_state_slots, state_strides, kv_score_strides,
+        ape_strides, token_strides[0], state_pages, o_channel, RATIO, GROUPS, STATE_BLOCK, PLACES, ROWS // PLACES, D,
+        DENSE,
     )  # fmt: skip
     if PARTS == 1:
         _finish_entries(

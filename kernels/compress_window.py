@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .barriers import all_on_their_way
+
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2_E = tl.constexpr(math.log2(math.e))
 STATE_ALIGN = 16
@@ -23,12 +25,12 @@ ALIGN = tl.constexpr(STATE_ALIGN)
 
 
 @triton.jit
-def window_blocks(
-    position, p_table_row, table_stride, table_columns, state_pages,
+def fetch_blocks(
+    position, p_table_row, table_stride, table_columns,
     RATIO: tl.constexpr, GROUPS: tl.constexpr, STATE_BLOCK: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Where the windows that end at `position` `[N]` are, `[N, BLOCKS]` for each PLACES rows of them: whether the cache
-    has them, their int64 page, and the first of their places there.
+    """Where the windows that end at `position` `[N]` are, `[N, BLOCKS]` for each PLACES rows of them: whether the table
+    may have them, the page that it has, and the first of their places there.
 
     `p_table_row` and `table_columns` `[N]`: the row of each in the block table, and how much of it may be read.
     """
@@ -40,42 +42,40 @@ def window_blocks(
     column, place = (logical // STATE_BLOCK).to(tl.int32), (logical % STATE_BLOCK).to(tl.int32)
     present &= column < table_columns[:, None]
     p_page = p_table_row[:, None] + tl.where(present, column, 0) * table_stride
-    page = tl.load(p_page, mask=present, other=-1).to(tl.int32)
+    return present, tl.load(p_page, mask=present, other=-1), place
+
+
+@triton.jit
+def fetch_last_block(position, live, p_table_row, table_stride, table_columns, STATE_BLOCK: tl.constexpr):
+    """As `fetch_blocks`, `[N]`, of the last row of the windows that end at `position` where `live`."""
+    column, place = position.to(tl.int32) // STATE_BLOCK, position % STATE_BLOCK
+    present = live & (column < table_columns)
+    return present, tl.load(p_table_row + tl.where(present, column, 0) * table_stride, mask=present, other=-1), place
+
+
+@triton.jit
+def _legal(block, state_pages):
+    """What the above give, where the cache has the page, which is int64 and 0 where it has not."""
+    present, page, place = block
     present &= (page >= 0) & (page < state_pages)
     return present, tl.where(present, page, 0).to(tl.int64), place
 
 
 @triton.jit
-def last_state(
-    token, live, position, state_slot, p_state, p_kv_score, p_ape, p_table_row, state_strides, kv_score_strides,
-    ape_strides, table_stride, table_columns, state_pages, o_channel,
+def fetch_own_state(
+    token, block, state_slot, p_kv_score, p_ape, kv_score_strides, ape_strides, state_pages, o_channel,
     RATIO: tl.constexpr, GROUPS: tl.constexpr, STATE_BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Values and scores `[N, COLUMNS]` of `token` `[N]` itself, the last of its window, where `live` `[N]`; 0 and -inf
-    where the table has none."""
-    SCORES: tl.constexpr = GROUPS * D
-    column, place = position.to(tl.int32) // STATE_BLOCK, position % STATE_BLOCK
-    present = live & (column < table_columns)
-    page = tl.load(p_table_row + tl.where(present, column, 0) * table_stride, mask=present, other=-1).to(tl.int64)
-    present &= (page >= 0) & (page < state_pages)
-    cached = present
-    if p_kv_score is not None:
-        cached &= state_slot != page * STATE_BLOCK + place
-    channel = ((GROUPS - 1) * D + o_channel)[None, :]
-    p_row = p_state + tl.where(present, page, 0) * state_strides[0] + place * state_strides[1]
-    p_value, mask = p_row[:, None] + channel * state_strides[2], cached[:, None]
+    """Of `token` `[N]` itself, the last of its window, whose `block` is that of `fetch_last_block`: bool `[N]` whether
+    it is saved there in this step, and the value, score and bias `[N, COLUMNS]` that are; else the cache has it."""
+    present, page, place = _legal(block, state_pages)
+    fresh = present & (state_slot == page * STATE_BLOCK + place)
+    channel, mask = ((GROUPS - 1) * D + o_channel)[None, :], fresh[:, None]
+    p_value = (p_kv_score + token * kv_score_strides[0])[:, None] + channel * kv_score_strides[1]
     value = tl.load(p_value, mask=mask, other=0.0)
-    score = tl.load(p_value + SCORES * state_strides[2], mask=mask, other=float("-inf"))
-    if p_kv_score is not None:
-        # Selected, not what the loads leave where there is nothing: they would wait for those of the cache.
-        fresh = (present & ~cached)[:, None]
-        p_new = (p_kv_score + token * kv_score_strides[0])[:, None] + channel * kv_score_strides[1]
-        new_value = tl.load(p_new, mask=fresh, other=0.0)
-        new_score = tl.load(p_new + SCORES * kv_score_strides[1], mask=fresh, other=0.0)
-        p_bias = p_ape + (RATIO - 1) * ape_strides[0] + channel * ape_strides[1]
-        new_score += tl.load(p_bias, mask=fresh, other=0.0).to(tl.float32)
-        value, score = tl.where(fresh, new_value, value), tl.where(fresh, new_score, score)
-    return value, score
+    score = tl.load(p_value + GROUPS * D * kv_score_strides[1], mask=mask, other=0.0)
+    bias = tl.load(p_ape + (RATIO - 1) * ape_strides[0] + channel * ape_strides[1], mask=mask, other=0.0)
+    return fresh, value, score, bias
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def _cached_states(
 
 @triton.jit
 def _mixed_states(
-    token, p_state, p_kv_score, p_ape, p_state_slots, page, place, group, o_channel, back, others, state_strides,
+    token, p_state, p_kv_score, p_ape, p_state_slots, page, place, group, o_channel, back, present, state_strides,
     kv_score_strides, ape_strides, slot_stride,
     RATIO: tl.constexpr, GROUPS: tl.constexpr, STATE_BLOCK: tl.constexpr, PLACES: tl.constexpr, D: tl.constexpr,
     DENSE: tl.constexpr,
@@ -126,10 +126,13 @@ def _mixed_states(
     """`_cached_states` with those from the projection that this step saves: of the token k rows before, if the slot
     that it is saved at is the slot where the table has its position. `back` `[BLOCKS, PLACES]` is -k."""
     row = token[:, None, None] + back[None, :, :]
-    fresh = others & (row >= 0)
+    fresh = present & (row >= 0)
     saved_at = tl.load(p_state_slots + row * slot_stride, mask=fresh, other=-1)
+    if GROUPS > 1:
+        # Not of long windows, which take all registers: what follows would wait for more.
+        all_on_their_way(p_state_slots)
     fresh &= saved_at == (page * STATE_BLOCK + place)[:, :, None] + tl.arange(0, PLACES)[None, None, :]
-    cached, mask = others & ~fresh, fresh[:, :, :, None]
+    cached, mask = present & ~fresh, fresh[:, :, :, None]
     value, score = _cached_states(
         p_state, page, place, group, o_channel, cached, state_strides, PLACES, GROUPS, D, DENSE
     )
@@ -152,44 +155,44 @@ def _add(a, b, c, d):
 
 @triton.jit
 def pool(
-    token, follow, blocks, last, p_state, p_kv_score, p_ape, p_state_slots, state_strides, kv_score_strides,
-    ape_strides, slot_stride, o_channel,
+    token, follow, blocks, own, p_state, p_kv_score, p_ape, p_state_slots, state_strides, kv_score_strides,
+    ape_strides, slot_stride, state_pages, o_channel,
     RATIO: tl.constexpr, GROUPS: tl.constexpr, STATE_BLOCK: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """float32 `[N, COLUMNS]`: the softmax-weighted sums of the channels `o_channel` of the windows that end with
     `token` `[N]`; 0 of windows of which the cache has nothing.
 
-    `blocks` are their `window_blocks`; with a projection, `last` is their `last_state`. Only if one of them follows one
-    of its request, `follow`, may the projection have others of their states: then a decode step, where none does, reads
-    the cache and nothing else.
+    `blocks` are of `fetch_blocks`; with a projection, `own` is of `fetch_own_state`. Only if one of the tokens follows
+    one of its request, `follow`, may the projection have other states of theirs: a decode step, where none does, reads
+    these from the cache and nowhere else.
     """
     WINDOW: tl.constexpr = GROUPS * RATIO
-    present, page, place = blocks
+    present, page, place = _legal(blocks, state_pages)
     o_row = tl.arange(0, BLOCKS) * PLACES
     back = o_row[:, None] + tl.arange(0, PLACES)[None, :] - (WINDOW - 1)
     # The last group of positions has the last columns to itself, the one before it the first.
     group = tl.where(o_row >= WINDOW - RATIO, (GROUPS - 1) * D, 0)
+    mask = tl.broadcast_to(present[:, :, None], (present.shape[0], BLOCKS, PLACES))
     if p_kv_score is None:
-        mask = tl.broadcast_to(present[:, :, None], (present.shape[0], BLOCKS, PLACES))
         value, score = _cached_states(
             p_state, page, place, group, o_channel, mask, state_strides, PLACES, GROUPS, D, DENSE
         )
+    elif follow:
+        value, score = _mixed_states(
+            token, p_state, p_kv_score, p_ape, p_state_slots, page, place, group, o_channel, back, mask, state_strides,
+            kv_score_strides, ape_strides, slot_stride, RATIO, GROUPS, STATE_BLOCK, PLACES, D, DENSE,
+        )  # fmt: skip
     else:
-        others = present[:, :, None] & (back < 0)[None, :, :]
-        if follow:
-            value, score = _mixed_states(
-                token, p_state, p_kv_score, p_ape, p_state_slots, page, place, group, o_channel, back, others,
-                state_strides, kv_score_strides, ape_strides, slot_stride, RATIO, GROUPS, STATE_BLOCK, PLACES, D,
-                DENSE,
-            )  # fmt: skip
-        else:
-            value, score = _cached_states(
-                p_state, page, place, group, o_channel, others, state_strides, PLACES, GROUPS, D, DENSE
-            )
-        is_last = (back == 0)[None, :, :, None]
-        value = tl.where(is_last, last[0][:, None, None, :], value)
-        score = tl.where(is_last, last[1][:, None, None, :], score)
+        fresh, own_value, own_score, bias = own
+        mask &= (back < 0)[None, :, :] | ~fresh[:, None, None]
+        value, score = _cached_states(
+            p_state, page, place, group, o_channel, mask, state_strides, PLACES, GROUPS, D, DENSE
+        )
+        # Behind the loads of the cache, which are on their way when this is waited for.
+        is_own = (back == 0)[None, :, :, None] & fresh[:, None, None, None]
+        value = tl.where(is_own, own_value[:, None, None, :], value)
+        score = tl.where(is_own, (own_score + bias.to(tl.float32))[:, None, None, :], score)
     # A finite top keeps -inf - -inf away.
     top = tl.maximum(tl.max(tl.max(score, axis=2), axis=1), LOWEST)
     weight = tl.exp2((score - top[:, None, None, :]) * LOG2_E)

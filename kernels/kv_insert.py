@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .barriers import all_on_their_way
 from .kv_format import store_kv
 from .norm import load_weight, normed
 from .rope import load_cos_sin, rotate, table_row
@@ -34,6 +35,7 @@ def insert_rows(
         WHOLE: tl.constexpr = x.dtype == tl.float32
         DTYPE: tl.constexpr = p_weight.dtype.element_ty if WHOLE else x.dtype
         weight = load_weight(p_weight, weight_stride, D, D)
+        all_on_their_way(p_kv)
         x = normed(x.to(DTYPE).to(tl.float32), weight, eps, D).to(DTYPE)
     cos, sin = load_cos_sin(p_table + row[:, None] * table_strides[0], table_strides[1], m_row, D, ROPE)
     x = rotate(x.to(tl.float32), cos, sin, ROPE)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ..layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ..layout import ACT_TILE as _ACT_TILE
+from .barriers import all_on_their_way
 from .quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
 
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
@@ -46,6 +47,7 @@ def norm_rows(
     # [N, BLOCK]
     x = tl.load(p_x + row[:, None] * x_strides[0] + o_d * x_strides[1], mask=mask, other=0.0)
     weight = load_weight(p_weight, weight_stride, SIZE, BLOCK)
+    all_on_their_way(p_x)
     return normed(x.to(ROUNDED).to(tl.float32), weight, eps, SIZE).to(ROUNDED)
 
 

@@ -21,8 +21,7 @@ and 54.4 us to 19.7, 25.4 and 39.7, and 512 from 86 and 218 to 70 and 159 (128 a
 keys from 20.7 and 72 to 19.5 and 70 (`examples/benchmarks/attention_between_projections.py`).
 
 Of the registers, left has 200, right 160, the producer 144: with fewer than 160, the compiler would serialise the
-matrix products of a warpgroup. A register that is spilled in a loop costs more than any instruction: gathers leave
-nothing of it in the L1 cache.
+matrix products of a warpgroup. What is spilled in a loop costs most: gathers leave nothing of it in the L1 cache.
 
 Where the time of 512 tokens with 64 heads and 640 keys went on an H200 when dequantising took nine instructions for
 four codes, 156 us with 136 registers for the producer: 147 with one factor for all scales, which is wrong for those

@@ -6,6 +6,7 @@ this says where.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -14,9 +15,9 @@ import pytest
 import torch
 
 from dsv4_compile._compat import triton_release
-from dsv4_compile.bench import gemm, indexer, preprocess, sparse_mla_decode
+from dsv4_compile.bench import gemm, indexer, preprocess, preprocess_insert, sparse_mla_decode
 from dsv4_compile.config import DeepseekV4Config
-from dsv4_compile.kernels import early, fp8_linear, gpu
+from dsv4_compile.kernels import compress_window, early, fp8_linear, gpu
 from dsv4_compile.kernels import sparse_mla_decode_small_hopper as small
 from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, results_for
 from dsv4_compile.ops._kernels import launcher
@@ -26,7 +27,7 @@ from tests.kernels.gpus import GPUS
 
 FLASH = (DeepseekV4Config.flash(),)
 ONE_LOAD, POSITION_THEN_ANGLES, ENTRY_THEN_BLOCK, TABLE_THEN_STATES = 1, 2, 2, 3
-BEHIND_SLOTS = 2
+BEHIND_SLOTS, BEHIND_BLOCKS = 2, 2
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,8 @@ def kernels_of(scenario: ModuleType, tokens: int, **only: str) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("scenario", "only", "tokens", "rounds"),
     [
+        (preprocess, {"op": "fused_q_kv_rmsnorm"}, (8,), ONE_LOAD),
+        (preprocess_insert, {"kind": "swa", "latent": "1024"}, (1, 8, 128), POSITION_THEN_ANGLES),
         (preprocess, {"op": "q_norm_rope"}, (1, 32, 128), POSITION_THEN_ANGLES),
         (preprocess, {"op": "kv_rope_insert"}, (1, 32), POSITION_THEN_ANGLES),
         (preprocess, {"op": "inv_rope"}, (1, 32, 128), POSITION_THEN_ANGLES),
@@ -119,3 +122,16 @@ def test_keys_of_few_tokens_are_all_on_their_way_before_one_is_waited_for(fused:
     # Codes of seven tiles, two parts of the rope, and scales, of one key or two.
     assert len(behind) == 10 * (shape.block_n // 64) and len(set(behind)) == 1
     assert fake_triton.resources(compiled[0])["STACK"] == 0
+
+
+@pytest.mark.parametrize("kind", ["csa", "hca"])
+def test_states_of_a_decode_step_are_loaded_as_soon_as_their_blocks_are_known(kind: str) -> None:
+    """Not when the token's own state is there. Beside them are those of a step in which tokens follow each other."""
+    (kernel,) = kernels_of(preprocess_insert, 8, kind=kind, latent="1024")
+    lines, first = inspect.getsourcelines(compress_window._cached_states.fn)
+    places = {f"compress_window.py:{first + line}" for line in range(len(lines))}
+    states = [load for load in loads_of(fake_triton.source_lines(kernel)) if load.place in places]
+    at_once = [load for load in states if (load.behind, load.needed) == (BEHIND_BLOCKS, BEHIND_BLOCKS)]
+    # Triton 3.8 has those of the indexer one round later.
+    late = kind == "csa" and triton_release() == (3, 8)
+    assert len(states) >= 16 and len(at_once) == len(states) // (4 if late else 2)
