@@ -8,7 +8,8 @@
     dsv4.cudagraph   "off" | "full" | "trees"             see below
 
 With "auto" ops are merged where the merged op has a kernel, or a lowering, that would be used; "on" merges them all
-the same, which gives equal results and, where the merged op then runs its reference, no speed.
+the same, which gives equal results and, where the merged op then runs its reference, no speed. An op of which an
+implementation is demanded is not merged away with either.
 
 "full" captures each decode-sized shape of a compiled graph as one CUDA graph (see `runtime.compiled`); "trees" leaves
 that to Inductor, which is then told of the caches. Of "full" further:

@@ -16,7 +16,7 @@ from torch.fx import Graph
 from ..decisions import Fusion, record
 from ..ops._define import OPS
 from .merging import Apart, Merger, inputs_before
-from .nodes import OpNode, called, read, source_of, walk
+from .nodes import OpNode, called, read, read_again, source_of, walk
 from .rewrite import erase, insert, item, replace
 from .split_insert import BOTH, KV_HALF, Q_HALF, as_half, half, split
 
@@ -103,6 +103,9 @@ def _merge(graph: Graph, merger: Merger, around: _Around) -> None:
         anchor.prepend(node)
     if front is not None and front.name == BOTH:
         front, _ = split(graph, front)
+        # Of that call attention has read the cache too, which the half of kv leaves behind now.
+        attention = read_again(attention)
+        given = _Around(attention, front, back).arguments()
 
     olds = [attention.results(0), attention.results(1)]
     values = list(attention.node.meta["val"])
@@ -123,7 +126,8 @@ def _merge(graph: Graph, merger: Merger, around: _Around) -> None:
 def _check(around: _Around) -> None:
     """Raise `Apart` where taking over would change a value, or leave somebody without one."""
     attention, front, back = around.attention, around.front, around.back
-    if any(attention[name] for name in ("q_norm_eps", "inverse_rope")):
+    # An eps may be 0.
+    if attention["q_norm_eps"] is not None or attention["inverse_rope"]:
         raise Apart(f"{ATTENTION} rotates already")
     if front is not None:
         norm = half(front, Q_HALF)

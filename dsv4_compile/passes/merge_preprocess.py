@@ -6,6 +6,7 @@ projection of q, which waits for it, still comes behind.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace as modified
 from functools import partial
 
@@ -14,7 +15,7 @@ from torch.fx import Graph, Node
 from ..decisions import Fusion, record
 from ..ops._define import OPS
 from .merging import Apart, Merger
-from .nodes import walk
+from .nodes import read_again, walk
 from .preprocess_group import COMPRESS, NORM, SAVE, Compressor, Group, compressors_of, plan, store_of
 from .rewrite import erase, insert, item, replace
 from .split_insert import BOTH, KV_HALF, Q_HALF, as_half, half, split
@@ -29,7 +30,9 @@ def run(graph: Graph, merger: Merger) -> None:
     edges = [nodes.index(norm.node) for norm in norms] + [len(nodes)]
     taken: set[Node] = set()
     refused: dict[Node, Fusion] = {}
-    for index, norm in enumerate(norms):
+    for index, call in enumerate(norms):
+        # What it takes may be the result of a norm that was merged since.
+        norm = read_again(call)
         store = store_of(norm)
         if store is None:
             continue
@@ -40,13 +43,10 @@ def run(graph: Graph, merger: Merger) -> None:
             continue
         # A layer may well be written with its compressors in front of its norm.
         around = nodes[edges[index - 1] if index else 0 : edges[index + 1]]
-        for pair in compressors_of(node for node in around if node not in taken):
-            outcome = _joined(graph, merger, group, pair)
-            if isinstance(outcome, Group):
-                group = outcome
-                taken.add(pair.save.node)
-            else:
-                refused.setdefault(pair.save.node, outcome)
+        pairs = list(compressors_of(node for node in around if node not in taken))
+        group, left = _with_compressors(graph, merger, group, pairs)
+        taken |= {pair.save.node for pair in (group.main, group.indexer) if pair is not None}
+        refused |= {save: fusion for save, fusion in left.items() if save not in refused}
         _merge_most(graph, merger, group)
     for node, fusion in refused.items():
         if node not in taken:
@@ -64,14 +64,32 @@ def _merge_most(graph: Graph, merger: Merger, group: Group) -> None:
         record(fusion)
 
 
-def _joined(graph: Graph, merger: Merger, group: Group, pair: Compressor) -> Group | Fusion:
-    """`group` with `pair`, or what is to be said where it may not join."""
-    dim = group.store["kv"].meta["val"].shape[1]
-    main = group.main is None and pair.compress["norm_weight"].meta["val"].shape[0] == dim
-    larger = modified(group, main=pair) if main else modified(group, indexer=pair)
+def _with_compressors(
+    graph: Graph, merger: Merger, group: Group, pairs: Sequence[Compressor]
+) -> tuple[Group, dict[Node, Fusion]]:
+    """`group` with those of `pairs` that may join, and what is to be said of the others, by their first call.
+
+    A main one is looked for first: an indexer's is merged beside it only, and may be written in front of it.
+    """
+    left: dict[Node, Fusion] = {}
+    for role in ("main", "indexer"):
+        for pair in pairs:
+            fits = role == "indexer" or (group.main is None and pair.stores_like(group.store))
+            if fits and pair is not group.main and pair.save.node not in left:
+                outcome = _joined(graph, merger, group, pair, role)
+                if isinstance(outcome, Group):
+                    group = outcome
+                else:
+                    left[pair.save.node] = outcome
+    return group, left
+
+
+def _joined(graph: Graph, merger: Merger, group: Group, pair: Compressor, role: str) -> Group | Fusion:
+    """`group` with `pair` as its `role`, or what is to be said where it may not join."""
+    larger = modified(group, main=pair) if role == "main" else modified(group, indexer=pair)
 
     def check() -> None:
-        if not main and group.indexer is not None:
+        if role == "indexer" and group.indexer is not None:
             raise Apart("another compressor is merged already")
         plan(graph, larger)
 

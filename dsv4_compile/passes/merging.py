@@ -14,11 +14,23 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .._compat import OpOverload
+from .._compat import OpOverload, storage_identity
 from ..decisions import Call, Fusion
 from ..lowering import registry
 from ..options import FUSE_PASSES, Options
-from .nodes import FUNCTIONALIZED, Cache, OpNode, called, describe, op_name, read, source_of, where
+from .nodes import (
+    FUNCTIONALIZED,
+    Cache,
+    OpNode,
+    called,
+    describe,
+    first_version,
+    op_name,
+    read,
+    source_of,
+    value_of,
+    where,
+)
 
 
 class Apart(Exception):
@@ -53,17 +65,14 @@ class Merger:
     ) -> None:
         """Raise `Apart` unless a call of `op` with `arguments`, and those of `then`, shall do the work of `members`.
 
-        With "auto" it shall where each has an implementation of its own that would be used, unless an implementation
-        is demanded of an op that would vanish, or the ops were measured to be faster apart.
+        It shall not where an implementation is demanded of an op that would vanish. With "auto" it shall where each
+        has an implementation of its own that would be used, unless the ops were measured to be faster apart.
         """
+        calls = [describe(place, *each) for each in ((op, arguments), *then)]
+        self._check_demands(members, calls[0])
         if self._always:
             self._reason = f'dsv4.fuse.{self.name}="on"'
             return
-        for member in members:
-            for name in {member.name, called(member.node)} & set(self.options.demands):
-                if name != op_name(op):
-                    raise Apart(f"dsv4.impl.{name} asks for that op itself")
-        calls = [describe(place, *each) for each in ((op, arguments), *then)]
         foreseen = [registry.foresee(call, self.options) for call in calls]
         for decision in foreseen:
             if decision.impl == "eager":
@@ -77,6 +86,21 @@ class Merger:
             if together > apart:
                 raise Apart(times)
             self._reason += f"; {times}"
+
+    def _check_demands(self, members: Sequence[OpNode], merged: Call) -> None:
+        """Raise `Apart` where a demand for one of `members` would be lost, or could not be met once it takes over more.
+
+        With "on" too: a demand is met or refused, and is refused only for a call that somebody has written.
+        """
+        for member in members:
+            for name in {member.name, called(member.node)} & set(self.options.demands):
+                if name != merged.op:
+                    raise Apart(f"dsv4.impl.{name} asks for that op itself")
+        demand = self.options.demands.get(merged.op)
+        if demand is not None and merged.op in [member.name for member in members]:
+            foreseen = registry.foresee(merged, self.options)
+            if foreseen.impl != demand:
+                raise Apart(f"dsv4.impl.{merged.op}={demand!r} would not be met: {foreseen.reason}")
 
     def check_architecture(self, place: Node, wanted: str, why_not: str) -> None:
         """Raise `Apart` where the op at `place` runs on another device than `wanted`, unless merging is asked for."""
@@ -127,13 +151,14 @@ def _passes() -> dict[str, Callable[[Graph, Merger], None]]:
 def inputs_before(graph: Graph, anchor: Node, inputs: Iterable[Any], members: Sequence[OpNode]) -> list[Node]:
     """Nodes that must move in front of `anchor`, so that a node there can use `inputs`; in graph order.
 
-    They are functional, so moving them changes no value. Raises `Apart` where one depends on a member, which the new
+    They are functional, so moving them changes no value. Of a `Cache` among `inputs` those count that say which part
+    of its buffer it is; the buffer is for `check_caches`. Raises `Apart` where one depends on a member, which the new
     node replaces, and where one writes a buffer: then what reads it would change sides.
     """
     behind = _behind(graph, anchor)
     own = {member.node for member in members}
     found: set[Node] = set()
-    pending = [node for node in inputs if isinstance(node, Node)]
+    pending = [node for value in inputs for node in _nodes_in(value)]
     while pending:
         node = pending.pop()
         if node in found or node not in behind:
@@ -147,11 +172,18 @@ def inputs_before(graph: Graph, anchor: Node, inputs: Iterable[Any], members: Se
     return [node for node in graph.nodes if node in found]
 
 
+def _nodes_in(value: Any) -> list[Node]:
+    """Nodes that an argument consists of, without the buffer of a `Cache`."""
+    found: list[Node] = []
+    torch.fx.map_arg(value.view if isinstance(value, Cache) else value, found.append)
+    return found
+
+
 def check_caches(graph: Graph, anchor: Node, caches: Mapping[str, Cache], members: Sequence[OpNode]) -> None:
     """Raise `Apart` unless a node at `anchor` can write all `caches` in place.
 
-    Their buffers are distinct and exist by then, and nobody but the members uses an old version behind it: a reader
-    that came before the write must not come after it.
+    Their buffers are distinct, in allocations of their own, and exist by then, and nobody but the members uses an old
+    version behind it: a reader that came before the write must not come after it.
     """
     behind = _behind(graph, anchor)
     own = {member.node for member in members}
@@ -168,6 +200,19 @@ def check_caches(graph: Graph, anchor: Node, caches: Mapping[str, Cache], member
         for reader in _readers(cache.base):
             if reader in behind and reader not in own and not _hands_back(reader, cache.base):
                 raise Apart(f"{called(reader)} uses {name} in between")
+    _check_allocations(caches)
+
+
+def _check_allocations(caches: Mapping[str, Cache]) -> None:
+    """Raise `Apart` where two of `caches` are views of one allocation, as engines make them, that do not overlap.
+
+    Of what an op writes in one allocation torch puts one tensor back in place; the others it copies at every call.
+    """
+    owners: dict[int, str] = {}
+    for name, cache in caches.items():
+        owner = owners.setdefault(storage_identity(value_of(first_version(cache.base))), name)
+        if owner != name:
+            raise Apart(f"{owner} and {name} are views of one allocation")
 
 
 def _behind(graph: Graph, anchor: Node) -> set[Node]:

@@ -113,6 +113,13 @@ def read(node: Any) -> OpNode | None:
     return OpNode(node, op, arguments, known=all(value is None or isinstance(value, Cache) for value in written))
 
 
+def read_again(call: OpNode) -> OpNode:
+    """`call` with the arguments that its node has now, behind a change of the graph."""
+    found = read(call.node)
+    assert found is not None
+    return found
+
+
 def _cache(node: Node, name: str) -> Cache | None:
     prefix = f"_{name}_"
     view: dict[str, Any] = {k.removeprefix(prefix): v for k, v in node.kwargs.items() if k.startswith(prefix)}
@@ -138,14 +145,40 @@ def source_of(value: Any) -> tuple[OpNode | None, int]:
     return read(value), 0
 
 
-def called(node: Node) -> str:
+def first_version(buffer: Node) -> Node:
+    """The buffer as it was before any functionalised op wrote it, as a rule an input of the graph."""
+    while (older := _older_version(buffer)) is not None:
+        buffer = older
+    return buffer
+
+
+def _older_version(buffer: Node) -> Node | None:
+    """What the op was given that left `buffer` as it is; None for what no op has written, or one has returned."""
+    if not _is_item(buffer):
+        return None
+    arguments: Any = buffer.args
+    writer, index = arguments
+    if writer.target is not FUNCTIONALIZED_V2:
+        return None
+    bases: list[Node] = writer.kwargs[BASES]
+    # What the op returns comes first.
+    position = index - (len(writer.meta["val"]) - len(bases))
+    return bases[position] if position >= 0 else None
+
+
+def called(node: Any) -> str:
     """What `node` calls, or takes a result of, for a reader who knows ops by name."""
-    call, _ = source_of(node)
-    if call is not None:
-        return call.name
     if node.op == "output":
         return "the caller"
-    return str(node.target).removesuffix(".default") if node.op == "call_function" else node.name
+    if node.op != "call_function":
+        return str(node.name)
+    if _is_item(node):
+        return called(node.args[0])
+    op = public_op(node)
+    if op is not None:
+        return op_name(op)
+    target = node.args[0] if node.target in FUNCTIONALIZED else node.target
+    return str(target).removesuffix(".default")
 
 
 def value_of(argument: Any) -> Any:

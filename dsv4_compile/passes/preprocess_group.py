@@ -28,6 +28,17 @@ class Compressor:
     save: OpNode
     compress: OpNode
 
+    def stores_like(self, store: OpNode) -> bool:
+        """Whether it may be the main compressor beside `store`: not where its entries can only be an indexer's keys.
+
+        Of keys and values are all formats that no indexer has; "plain" of vectors as long as those of `store`.
+        """
+        compress, kv = self.compress, store["kv"]
+        if compress["cache_format"] not in layout.INDEXER_FORMATS:
+            return True
+        same = compress["cache_format"] == store["cache_format"] and not compress["hadamard"]
+        return same and bool(compress["norm_weight"].meta["val"].shape[0] == kv.meta["val"].shape[1])
+
     def arguments(self, prefix: str, cache: str) -> dict[str, Any]:
         """What preprocess_insert is told of it, under names with `prefix`; the destination is called `cache`."""
         save, compress = self.save, self.compress
@@ -139,6 +150,8 @@ def _check_pair(group: Group, pair: Compressor, role: str) -> None:
     main = group.main if group.main is not None else pair
     if role != "compressor" and group.main is None:
         raise Apart("an indexer's compressor is merged beside a main one only")
+    if role != "compressor" and compress["cache_format"] not in layout.INDEXER_FORMATS:
+        raise Apart("another compressor of keys and values is merged already")
     shared = [
         (save["positions"], store["positions"], "positions"),
         (compress["positions"], store["positions"], "positions"),

@@ -43,7 +43,7 @@ class Merged:
         return [fusion.reason for fusion in self.fusions if not fusion.merged]
 
 
-def merged(fn: Callable[..., Any], options: dict[str, Any] | None = None) -> Merged:
+def merged(fn: Callable[..., Any], options: dict[str, Any] | None = None, *, dynamic: bool | None = None) -> Merged:
     """`fn`, to be called without gradients: its graph is made functional, goes through the passes, and runs."""
     registry.load()
     parsed = Options.parse(None, options if options is not None else {"dsv4.fuse": "on"}, ops=OPS)
@@ -70,7 +70,7 @@ def merged(fn: Callable[..., Any], options: dict[str, Any] | None = None) -> Mer
         keep_inference_input_mutations=True,
     )
     torch.compiler.reset()
-    result.call = torch.compile(fn, backend=backend, fullgraph=True)
+    result.call = torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)
     return result
 
 

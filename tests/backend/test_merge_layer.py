@@ -16,6 +16,7 @@ import dsv4_compile
 from dsv4_compile import proven
 from dsv4_compile.lowering import registry
 from dsv4_compile.modules import DeepseekV4Attention
+from dsv4_compile.options import FUSE_PASSES
 from dsv4_compile.passes import merging
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close
 from tests.backend.functional import Merged, merged
@@ -56,6 +57,17 @@ def test_a_layer_is_one_op_in_front_of_its_projections_and_one_around_attention(
     del result.ops["fp8_linear"]
     assert result.ops == expected
     assert [fusion.merged for fusion in result.fusions] == [True] * (2 + (kind == "csa") + 2 * fp8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("off", FUSE_PASSES)
+def test_every_pass_does_without_each_other(kind: str, off: str) -> None:
+    config, kwargs = CASES["fp8-cache-and-weights"]
+    layer = random_layer(dataclasses.replace(config, o_lora_rank=128), kind, **kwargs)
+    result = merged(layer, {"dsv4.fuse": "on", f"dsv4.fuse.{off}": "off"})
+    step_through(layer, result.call, partial(assert_close, tolerance=NEIGHBOUR))
+    assert off not in {fusion.by for fusion in result.fusions}
+    assert all(fusion.merged for fusion in result.fusions)
 
 
 @pytest.mark.parametrize("kind", KINDS)

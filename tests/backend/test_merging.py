@@ -332,6 +332,19 @@ def test_auto_leaves_apart_what_somebody_asked_for(
     assert result.reasons == ([] if reason is None else [reason])
 
 
+@pytest.mark.parametrize(
+    ("op", "ops_left"),
+    [
+        ("fused_q_kv_rmsnorm", {"fused_q_kv_rmsnorm", "kv_rope_insert", "save_partial_states"}),
+        ("compress_norm_rope_insert", {"preprocess_insert", "save_partial_states"}),
+    ],
+)
+def test_an_op_of_which_an_implementation_is_demanded_is_not_merged_away(op: str, ops_left: set[str]) -> None:
+    result = compare(options={"dsv4.fuse": "on", f"dsv4.impl.{op}": "eager"})
+    assert set(result.ops) == ops_left | {"compress_norm_rope_insert", "sparse_mla_decode"}
+    assert result.reasons == [f"dsv4.impl.{op} asks for that op itself"]
+
+
 def test_every_pass_has_an_option_and_its_source_keys_the_compile_cache(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
