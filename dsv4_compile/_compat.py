@@ -172,6 +172,12 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What `tensor` is a view of; None for what is none, and for a view that was made in inference mode."""
+    base: torch.Tensor | None = tensor._base
+    return base
+
+
 def has_device_kernel(op: OpOverload, device: torch.device) -> bool:
     """Whether a kernel of its own is registered for `op` on `device`, beside the reference that serves all devices."""
     key = torch._C._dispatch_key_for_device(device.type)

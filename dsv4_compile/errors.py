@@ -105,8 +105,7 @@ CODES: dict[str, Code] = {
     "E420": Code(
         "graphs cannot be captured here",
         "graph capture needs a CUDA device, or a request for its stand-in, which replays on the CPU in tests",
-        'run on a GPU, or leave graphs off; in tests ask for the stand-in: DecodeRunner(graphs="standin"), or options '
-        '{"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}',
+        "run on a GPU, or without graphs; tests on a CPU have the stand-in",
     ),
     "E421": Code(
         "captured tensor moved or changed",

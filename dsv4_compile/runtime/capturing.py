@@ -20,6 +20,7 @@ from .standin import recordable
 _OUTSIDE = {"custom_should_partition_ops": ["transformers::grouped_mm_fallback"]}
 """Ops that read the device: Inductor captures what lies between them. This one, of experts in float32, loops over the
 tokens that each expert got."""
+_STANDIN = 'options={"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,4 +55,4 @@ class Capturing:
 @functools.cache
 def shared_graphs(device: torch.device, kind: str) -> Graphs:
     """Captures of compiled graphs on `device`: one pool for all of them."""
-    return graphs_for(device, kind)
+    return graphs_for(device, kind, _STANDIN)

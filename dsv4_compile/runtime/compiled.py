@@ -1,17 +1,19 @@
 """Graph capture of what torch.compile made: `options={"dsv4.cudagraph": "full"}`.
 
 A shape runs compiled when it first comes, once more where captures run, and is captured at its third call; from then
-on it is replayed. Parameters, marked tensors and what the graph writes are taken where they are; the other inputs are
-copied to where the capture reads them. Results are copies: the caller may keep them.
+on it is replayed. Parameters, marked tensors and what the graph writes, and all views of their memory, are taken where
+they are; the other inputs are copied to where the capture reads them. Results are copies, which the caller may keep,
+except for those that lie in an input: they are views of it.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +21,15 @@ from torch import Tensor
 
 from .. import progress
 from ..errors import warn
+from .aliasing import distinct, owner
 from .counts import count
+from .graph_outputs import GraphOutputs
 from .graphs import Capture, Graphs, refuse_capture
 from .static_inputs import Record
 
 _log = logging.getLogger("dsv4_compile.runtime")
+_PATIENCE = 8
+"""Shapes in a row whose static inputs were gone before the third call, after which that is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,8 @@ class _Shape:
     calls: int = 0
     copies: tuple[Tensor, ...] = ()
     capture: Capture | None = None
+    outputs: GraphOutputs | None = None
     checked: bool = False
-    aliases: tuple[bool, ...] = ()
 
 
 class CapturedGraph:
@@ -78,6 +84,7 @@ class CapturedGraph:
         self._moving = tuple(i for i in range(len(self._names)) if i not in static)
         self._shapes: dict[Any, list[_Shape]] = {}
         self._told: set[str] = set()
+        self._gone: list[str] = []  # names of inputs that went before their shape was captured
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on `args`, by replay where their shape has been captured."""
@@ -113,15 +120,28 @@ class CapturedGraph:
         return self._admit(key, static, records, moving)
 
     def _remember(self, shape: _Shape, static: tuple[Tensor, ...]) -> None:
-        """Know `shape` by these tensors, and drop it with the first of them: a cache must not live for its graph."""
+        """Know `shape` by these tensors, and drop it with the first of them: a cache must not live for its graph.
 
-        def forget(_: Any) -> None:
-            for shapes in self._shapes.values():
-                if shape in shapes:
-                    shapes.remove(shape)
+        Views may come and go, as long as what they are views of stays; the next ones are known by where they lie.
+        """
 
+        def unknow(_: Any) -> None:
+            shape.static = ()  # another tensor may get the id
+
+        names, owners = (self._names[i] for i in self._static), [owner(tensor) for tensor in static]
         shape.static = tuple(map(id, static))
-        shape.alive = tuple(weakref.ref(tensor, forget) for tensor in static)
+        shape.alive = (
+            *(weakref.ref(o, functools.partial(self._forget, shape, n)) for o, n in zip(owners, names, strict=True)),
+            *(weakref.ref(t, unknow) for t, o in zip(static, owners, strict=True) if o is not t),
+        )
+
+    def _forget(self, shape: _Shape, name: str, _: Any) -> None:
+        for shapes in self._shapes.values():
+            if shape in shapes:
+                shapes.remove(shape)
+                if shape.capture is None and len(self._gone) < _PATIENCE:
+                    self._gone.append(name)
+        shape.alive = ()  # they hold the shape, which would wait for the garbage collector
 
     def _records_of(self, static: tuple[Tensor, ...]) -> tuple[Record, ...]:
         names = (self._names[i] for i in self._static)
@@ -138,6 +158,9 @@ class CapturedGraph:
             return self._tell("device", f"a graph on {self._graphs.device} with an input on {away}")
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return self._tell("grad", "a graph called with gradients enabled; wrap the call in torch.no_grad()")
+        if len(self._gone) >= _PATIENCE:
+            got = f"a graph that has {', '.join(sorted(set(self._gone)))} by address, another tensor at every call"
+            self._tell("gone", got, "keep one tensor and copy_ into it, or let the graph write to a tensor of its own")
         if sum(map(len, self._shapes.values())) >= self._policy.max_captures:
             return self._tell("full", f"another shape after dsv4.cudagraph.max_captures={self._policy.max_captures}")
         where = f"the graph of {', '.join(str(tuple(m.shape)) for m in moving if isinstance(m, Tensor)) or 'no input'}"
@@ -146,10 +169,10 @@ class CapturedGraph:
         self._shapes.setdefault(key, []).append(shape)
         return shape
 
-    def _tell(self, reason: str, got: str) -> None:
+    def _tell(self, reason: str, got: str, fix: str = "") -> None:
         if reason not in self._told:
             self._told.add(reason)
-            warn("W601", got=got)
+            warn("W601", got=got, fix=fix)
 
     def _tell_log(self, reason: str, got: str) -> None:
         if reason not in self._told:
@@ -158,28 +181,27 @@ class CapturedGraph:
 
     def _capture(self, shape: _Shape, args: tuple[Any, ...]) -> None:
         frozen: list[Any] = list(args)
-        static = tuple(args[i] for i in self._static)
-        shape.records = self._records_of(static)  # where things are now; a first call may have moved weights
+        # Where things are now; a first call may have moved weights.
+        shape.records = self._records_of(tuple(args[i] for i in self._static))
         with torch.inference_mode(False):
             # Not an inference tensor, whatever the mode of this call: later calls write it in theirs.
             for i in self._moving:
                 if isinstance(args[i], Tensor):
                     like = args[i]
                     frozen[i] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-        shape.copies = tuple(_distinct(frozen[i]) for i in self._moving if isinstance(args[i], Tensor))
+        shape.copies = tuple(distinct(frozen[i]) for i in self._moving if isinstance(args[i], Tensor))
         self._copy_inputs(shape, args)
         with progress.stage("capture", total=1) as work:
             work.note(shape.where)
-            shape.capture = self._graphs.capture(lambda: self._compiled(*frozen), shape.where)
+            captured = self._graphs.capture(lambda: self._compiled(*frozen), shape.where)
             work.advance()
-        places = {t.untyped_storage().data_ptr() for t in static}
-        shape.aliases = tuple(
-            not isinstance(out, Tensor) or out.untyped_storage().data_ptr() in places for out in shape.capture.outputs
-        )
+        shape.outputs = GraphOutputs(captured.outputs, frozen)
+        shape.capture = replace(captured, outputs=())  # a view of a cache would keep it alive
+        self._gone.clear()
         count("captures")
 
     def _replay(self, shape: _Shape, args: tuple[Any, ...]) -> list[Any]:
-        assert shape.capture is not None
+        assert shape.capture is not None and shape.outputs is not None
         self._copy_inputs(shape, args)
         if self._policy.debug or not shape.checked:
             for record, i in zip(shape.records, self._static, strict=True):
@@ -187,14 +209,12 @@ class CapturedGraph:
             shape.checked = True
         shape.capture.replay()
         count("replays")
-        # What lies in a static input is returned as it is; the rest belongs to the capture, so the caller gets copies.
-        outputs = zip(shape.capture.outputs, shape.aliases, strict=True)
-        return [out if kept else out.clone() for out, kept in outputs]
+        return shape.outputs.of(args)
 
     def _copy_inputs(self, shape: _Shape, args: tuple[Any, ...]) -> None:
         moving = (args[i] for i in self._moving if isinstance(args[i], Tensor))
         for copy, arg in zip(shape.copies, moving, strict=True):
-            copy.copy_(_distinct(arg))
+            copy.copy_(distinct(arg))
 
 
 def tokens_of(moving: Sequence[Any]) -> int:
@@ -210,11 +230,3 @@ def tokens_of(moving: Sequence[Any]) -> int:
 
 def _run(call: Callable[[], Any]) -> Any:
     return call()
-
-
-def _distinct(tensor: Tensor) -> Tensor:
-    """`tensor` without the dims that repeat one element: each element in memory once, as a copy needs it."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor

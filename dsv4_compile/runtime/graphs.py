@@ -79,8 +79,11 @@ class Graphs(Protocol):
         """Bytes that captures of these calls, the largest first, will hold together."""
 
 
-def graphs_for(device: torch.device, kind: str = "auto") -> Graphs:
-    """Captures on `device`: CUDA graphs, or the stand-in where `kind` asks for it by name. E420 where neither fits."""
+def graphs_for(device: torch.device, kind: str = "auto", standin: str = 'graphs_for(device, "standin")') -> Graphs:
+    """Captures on `device`: CUDA graphs, or the stand-in where `kind` asks for it by name. E420 where neither fits.
+
+    `standin` is how the caller's user asks for the stand-in, for that error.
+    """
     if kind == "standin":
         from .standin import StandInGraphs
 
@@ -89,7 +92,7 @@ def graphs_for(device: torch.device, kind: str = "auto") -> Graphs:
             "E420",
             got=f"the stand-in on {device}",
             why="it replays on the CPU, to test there what a GPU would do",
-            fix="leave graphs out on a GPU",
+            fix="ask for no stand-in on a GPU",
         )
         return StandInGraphs()
     rule, fix = "graphs is auto, cuda or standin", "pass one of them"
@@ -99,6 +102,7 @@ def graphs_for(device: torch.device, kind: str = "auto") -> Graphs:
         "E420",
         got=f"CUDA graphs on {device}",
         why="a CPU has no graphs to capture, and running without them in silence would not be what was asked for",
+        fix=f"run on a GPU, or without graphs; in tests on a CPU ask for the stand-in: {standin}",
     )
     return CudaGraphs(device)
 

@@ -43,9 +43,10 @@ class DecodeRunner:
             parameters and buffers are compared too.
         buffers: the persistent metadata; the captured graph refreshes it from `buffers`' inputs.
         inputs: further persistent inputs `[max_num_batched_tokens, ...]` by name, in the order of `step`'s arguments.
+            Their rows behind a batch are zeroed, and are no cache's nor earlier rows of another input (E201).
         caches: what `step` writes in place: `PagedCaches.layers`, or any nest of lists, dicts and dataclasses.
-        buckets: numbers of tokens to capture (None = `padded_buckets(max_num_seqs * tokens_each, tokens_each)`), and
-            prefill sizes where these are worth a graph.
+        buckets: numbers of tokens to capture, prefill sizes too where these are worth a graph (None =
+            `padded_buckets(max_num_seqs * tokens_each, tokens_each)`).
         tokens_each: tokens of a request in a decode: 1 + the number of speculated ones.
         sampler: what `run` does between steps, see `sampling.Sampling`: "greedy" over logits `[T, vocab]`, captured, or
             a function of the outputs. `max_run_steps` bounds one run.
@@ -75,11 +76,12 @@ class DecodeRunner:
         self.tokens_each = tokens_each
         self.statistics = Statistics()
         device, capacity = buffers.tensors["seq_lens"].device, buffers.max_num_batched_tokens
-        self.graphs = graphs_for(device, graphs)
+        self.graphs = graphs_for(device, graphs, 'DecodeRunner(graphs="standin")')
         largest = min(buffers.max_num_seqs * tokens_each, capacity)
         self.buckets = Buckets(padded_buckets(largest, tokens_each) if buckets is None else buckets, capacity)
         mark_static_inputs(named_tensors(caches, "caches"))
         self._statics = StaticInputs(self._addressed, device)
+        self.inputs.check_memory(named_tensors(caches, "caches"), buffers)
         self.max_run_steps = max_run_steps
         self.sampling = None if sampler is None else Sampling(buffers, sampler, tokens_each, max_run_steps)
         self._captures: dict[int, Capture] = {}
@@ -217,7 +219,6 @@ class DecodeRunner:
 
     def _run_of(self, size: int) -> Callable[[], None]:
         """A step of `size` requests and all that leads to the next one."""
-
         step, sampling = self._call_of(size), self.sampling
         assert sampling is not None
         sampling.begin()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._compat import OpOverload, TorchDispatchMode, pytree
 from ..errors import check, fail
+from .aliasing import distinct, extent, owner, view_at
 from .capture_errors import refuse_host_read
 from .graphs import Call, Capture, Footprint, capture_of, tensor_bytes
 
@@ -144,8 +145,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
                 made[index] = leaf
                 self._own.add(leaf.untyped_storage().data_ptr())
                 self.allocated += leaf.untyped_storage().nbytes()
-        args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-        self.nodes.append(_Node(call, args, kwargs, made))
+        self.nodes.append(_Node(call, *_aliased(args, kwargs), made))
 
     def _keep(self, written: Any) -> None:
         for tensor in _tensors(written):
@@ -156,7 +156,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
 
     def undo(self) -> None:
         """Put back what the recorded ops wrote outside: a capture executes nothing."""
-        for storage, before in self._before.values():
+        for storage, before in reversed(self._before.values()):  # two may be of one memory, by way of NumPy
             storage.copy_(before)
         self._before.clear()
 
@@ -186,7 +186,25 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
         for node in self.nodes:
             leaves = pytree.tree_leaves(node.call(*node.args, **node.kwargs))
             for index, made in node.made.items():
-                made.copy_(leaves[index])
+                distinct(made).copy_(distinct(leaves[index]))
+
+
+def _aliased(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """`args` and `kwargs` with other tensors for the same memory: the caller's must not live for the capture.
+
+    Views of one tensor stay views of one. Code of AOTAutograd asks at each call what its arguments are views of.
+    """
+    owners: dict[int, Tensor] = {}
+
+    def alias(tensor: Tensor) -> Tensor:
+        whole = owner(tensor)
+        own = owners.setdefault(id(whole), whole.detach())
+        if whole is tensor:
+            return own
+        return view_at(own, extent(tensor)[0], tensor.dtype, tensor.shape, tensor.stride())
+
+    aliased: tuple[Any, Any] = pytree.tree_map_only(Tensor, alias, (args, kwargs))
+    return aliased
 
 
 def _reads_device(func: OpOverload, args: Any) -> bool:

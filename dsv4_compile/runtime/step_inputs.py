@@ -11,6 +11,7 @@ from torch import Tensor
 from .._compat import maybe_mark_dynamic
 from ..errors import check
 from ..metadata import MetadataBuffers
+from .aliasing import overlap, rows_coincide
 from .batches import token_tensors
 
 Step = Callable[..., Any]
@@ -32,6 +33,25 @@ class StepInputs(dict[str, Tensor]):
     def named(self) -> dict[str, Tensor]:
         """All of them, as errors name them."""
         return {f"input {name}": tensor for name, tensor in self.items()}
+
+    def check_memory(self, caches: Mapping[str, Tensor], buffers: MetadataBuffers) -> None:
+        """Raise E201 for an input whose rows behind a batch, which are zeroed, hold what the batch needs.
+
+        An input may be metadata with a row for each token, `input_ids` for one, and inputs may be the same rows.
+        """
+        by_request = [s.name for s in buffers.plan.specs if s.shape[0] != "max_num_batched_tokens"]
+        others = {**caches, **{f"metadata {name}": buffers.tensors[name] for name in by_request}}
+        named = list(self.named().items())
+        for index, (name, tensor) in enumerate(named):
+            shared = [other for other, theirs in others.items() if overlap(tensor, theirs)]
+            shared += [other for other, theirs in named[:index] if not rows_coincide(tensor, theirs)]
+            check(
+                not shared,
+                "E201",
+                got=f"{name} in memory of {', '.join(shared)}",
+                rule="an input has rows of its own, which are zeroed behind the batch",
+                fix="allocate it apart",
+            )
 
     def rows(self, size: int) -> list[Tensor]:
         """The first `size` rows of each."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4_compile import progress
 from dsv4_compile.errors import DSV4Error, DSV4Warning, GraphError
-from dsv4_compile.metadata import build_batch_metadata
+from dsv4_compile.metadata import MetadataBuffers, build_batch_metadata
 from dsv4_compile.runtime import DecodeRunner, Plan, padded_buckets
 from dsv4_compile.runtime.buckets import Buckets
 from dsv4_compile.testing import assert_bitwise
@@ -229,6 +229,27 @@ def returning(result: Callable[[Tensor], Any]) -> None:
     DecodeRunner(step, world.buffers, inputs={"hidden": world.hidden}, graphs="standin").warm_up()
 
 
+def with_inputs(inputs: Callable[[World], dict[str, Tensor]], **options: Any) -> DecodeRunner:
+    world = make_world()
+    step = lambda *args: args[0] * 2  # noqa: E731
+    return DecodeRunner(step, world.buffers, inputs=inputs(world), graphs="standin", **options)
+
+
+def input_in_a_cache() -> None:
+    memory = torch.zeros(CAPACITY + 8, 4)
+    with_inputs(lambda world: {"x": memory[:CAPACITY]}, caches=[memory[CAPACITY - 1 :]])
+
+
+def inputs_a_row_apart(world: World) -> dict[str, Tensor]:
+    ids = torch.zeros(CAPACITY + 1, dtype=torch.int64)
+    return {"ids": ids[:-1], "next": ids[1:]}
+
+
+def starts_as_input() -> None:
+    buffers = MetadataBuffers(max_num_batched_tokens=4, max_num_seqs=4, max_model_len=128, ratios=())
+    DecodeRunner(print, buffers, inputs={"starts": buffers.tensors["query_start_loc"]}, graphs="standin")
+
+
 MISUSE: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "step before warm_up": ("E427", "captured nothing", lambda: fresh().step(1)),
     "run before warm_up": ("E427", "captured nothing", lambda: fresh().run(1, 1)),
@@ -244,6 +265,9 @@ MISUSE: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "no bucket": ("E204", "buckets", lambda: make_runner(make_world(), buckets=())),
     "unknown input": ("E201", "'hiddens'", lambda: warm().step(1, hiddens=torch.zeros(1, 1))),
     "input of another shape": ("E201", "hidden torch.float32", lambda: warm().step(1, hidden=torch.zeros(2, 3))),
+    "an input in a cache": ("E201", "input x in memory of caches[0]", input_in_a_cache),
+    "inputs a row apart": ("E201", "next in memory of input ids", lambda: with_inputs(inputs_a_row_apart)),
+    "metadata of requests as an input": ("E201", "input starts in memory of metadata query_start_loc", starts_as_input),
     "on a CPU": ("E420", "CUDA graphs on cpu", lambda: DecodeRunner(print, make_world().buffers, inputs={})),
     "a capture within": ("E424", "the step of 1 tokens", nested),
     "returns a number": ("E426", "returns int", lambda: returning(lambda hidden: (hidden * 2, 3))),
@@ -261,6 +285,23 @@ def test_misuse_is_answered_with_a_code_and_what_was_got(case: str) -> None:
     assert caught.value.code == code
     assert got in caught.value.got
     assert caught.value.fix
+
+
+def test_inputs_may_be_columns_of_one_tensor_the_same_rows_and_metadata_of_tokens() -> None:
+    packed = torch.arange(6.0 * CAPACITY).view(CAPACITY, 6)
+    runner = with_inputs(
+        lambda world: {
+            "a": packed[:, :2],
+            "b": packed[:, 2:],
+            "all": packed,
+            "bits": packed.view(torch.int32),
+            "ids": world.buffers.tensors["input_ids"],
+            "positions": world.buffers.tensors["positions"],
+        }
+    )
+    runner.warm_up()
+    assert_bitwise(runner.step(3, b=torch.ones(3, 4)), packed[:3, :2] * 2)
+    assert packed[3].tolist() == [0.0] * 6
 
 
 def test_a_captured_tensor_elsewhere_is_named() -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
+import weakref
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4_compile.errors import GraphError
-from dsv4_compile.runtime import graphs_for
+from dsv4_compile.runtime import DecodeRunner, graphs_for
+from dsv4_compile.runtime.aliasing import owner
 from dsv4_compile.runtime.capture_errors import explain_failure
 from dsv4_compile.runtime.graphs import Graphs
 from dsv4_compile.runtime.standin import recordable
+from tests.runtime.engine import make_world
 
 CPU = torch.device("cpu")
 
@@ -112,6 +119,46 @@ def test_a_compiled_graph_of_this_package_is_one_node_and_is_undone_too(graphs: 
     assert state.tolist() == [1, 2, 3, 4]
 
 
+def test_a_result_that_repeats_a_row_is_written_by_replays(graphs: Graphs) -> None:
+    x = torch.arange(4.0)
+    captured = graphs.capture(lambda: recordable(lambda x: (x * 2).expand(3, 4))(x), "a step")
+    x.add_(1)
+    captured.replay()
+    assert captured.outputs.tolist() == [[2, 4, 6, 8]] * 3
+
+
+def test_views_of_one_tensor_are_still_that_at_a_replay_and_do_not_keep_it(graphs: Graphs) -> None:
+    """Code of AOTAutograd puts its arguments together from what they are views of."""
+    seen: list[list[Tensor | None]] = []
+
+    def compiled(*args: Tensor) -> Tensor:
+        seen.append([owner(arg) for arg in args])
+        return args[1] + args[2].view(torch.float32)
+
+    whole = torch.arange(8.0)
+    views = whole[1::2], whole.view(torch.int32)[::2]
+    captured = graphs.capture(functools.partial(recordable(compiled), whole, *views), "a step")
+    assert captured.outputs.tolist() == [1, 5, 9, 13]
+    whole.add_(1)
+    captured.replay()
+    assert captured.outputs.tolist() == [3, 7, 11, 15]
+    first, second, _ = seen[1]
+    assert first is second
+    assert first is not whole
+    kept = weakref.ref(whole)
+    del whole, views, first, second
+    seen.clear()
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_capture_undoes_writes_to_memory_that_two_storages_share(graphs: Graphs) -> None:
+    rows = np.zeros(4, dtype=np.float32)
+    first, second = torch.from_numpy(rows), torch.from_numpy(rows[2:])
+    graphs.capture(lambda: (first.add_(1), second.add_(1)), "a step")
+    assert rows.tolist() == [0, 0, 0, 0]
+
+
 def test_code_that_the_stand_in_cannot_see_is_refused_and_not_left_out(graphs: Graphs) -> None:
     x = torch.arange(4.0)
 
@@ -150,6 +197,29 @@ def test_what_a_device_cannot_do_is_refused(device: str, kind: str, why: str) ->
     with pytest.raises(GraphError, match=why) as caught:
         graphs_for(torch.device(device), kind)
     assert caught.value.code == "E420"
+
+
+def by_runner() -> None:
+    DecodeRunner(print, make_world().buffers, inputs={})
+
+
+def by_option() -> None:
+    torch.compile(lambda x: x * 2, backend="dsv4", options={"dsv4.cudagraph": "full"})(torch.ones(2))
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    'graphs_for(device, "standin")': lambda: graphs_for(CPU),
+    'DecodeRunner(graphs="standin")': by_runner,
+    'options={"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}': by_option,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_fix_for_a_cpu_is_written_as_graphs_were_asked_for(way: str) -> None:
+    with pytest.raises(Exception, match=r"\[E420\]") as caught:
+        WAYS[way]()
+    fix = next(line for line in str(caught.value).splitlines() if line.startswith("  fix "))
+    assert [other for other in WAYS if other in fix] == [way]
 
 
 @pytest.mark.parametrize(
