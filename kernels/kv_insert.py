@@ -32,10 +32,11 @@ def insert_rows(
     # [ROWS, D]
     x = tl.load(p_kv + token[:, None] * kv_strides[0] + o_d * kv_strides[1], mask=m_row, other=0.0)
     if p_weight is not None:
+        weight = load_weight(p_weight, weight_stride, D, D)
+    all_on_their_way(p_kv)
+    if p_weight is not None:
         WHOLE: tl.constexpr = x.dtype == tl.float32
         DTYPE: tl.constexpr = p_weight.dtype.element_ty if WHOLE else x.dtype
-        weight = load_weight(p_weight, weight_stride, D, D)
-        all_on_their_way(p_kv)
         x = normed(x.to(DTYPE).to(tl.float32), weight, eps, D).to(DTYPE)
     cos, sin = load_cos_sin(p_table + row[:, None] * table_strides[0], table_strides[1], m_row, D, ROPE)
     x = rotate(x.to(tl.float32), cos, sin, ROPE)
