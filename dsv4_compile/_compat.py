@@ -73,6 +73,9 @@ PRIVATE: dict[str, PrivateName] = {
         "torch._prims_common", "clone_preserve_strides", "the fake of a cache that an op has written"
     ),
     "ReductionHint": PrivateName("torch._inductor.runtime.hints", "ReductionHint", "asks for one pass over a row"),
+    "auto_functionalize": PrivateName(
+        "torch._higher_order_ops.auto_functionalize", "", "counts slices from the storage's first element"
+    ),
     "FloorDiv": PrivateName("torch.utils._sympy.functions", "FloorDiv", "integer division in index expressions"),
     "ModularIndexing": PrivateName("torch.utils._sympy.functions", "ModularIndexing", "remainder in index expressions"),
     "mark_static": PrivateName("torch._dynamo", "mark_static", "keeps the dims of a cache out of a graph's symbols"),

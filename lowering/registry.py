@@ -2,7 +2,8 @@
 
 A public op, `dsv4::X`, never gets a lowering: under backend="inductor" it stays opaque. For every lowering here there
 is a twin, `dsv4_ir::X`, with the same schema, and the backend's graph pass rewrites a node to the twin when IR is
-chosen. So the choice is visible in the graph, and nothing this package registers changes what others compile.
+chosen. So the choice is visible in the graph, and nothing this package registers changes what others compile, but for
+what torch gets wrong (storage_offsets.py).
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from typing import Any
 import torch
 
 from .. import measured
-from .._compat import OpOverload, V, fallback_handler, has_device_kernel, lowerings, register_lowering
+from .._compat import OpOverload, fallback_handler, has_device_kernel, register_lowering
 from ..decisions import Call, Decision
 from ..errors import CompileError, fail
 from ..ops._define import OPS, REFERENCES
 from ..ops._kernels import KERNELS, launch, refusal
 from ..options import Options
 from ..proven import is_proven
+from .storage_offsets import count_slices_from_their_base, keep_storage_offsets
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,8 @@ def load() -> None:
 
     All twins, at once: a graph from torch's compile cache calls them without any lowering having run here.
     """
-    _keep_storage_offsets()
+    keep_storage_offsets()
+    count_slices_from_their_base()
     for op in OPS:
         twin(op, "eager")
     for op in KERNELS:
@@ -241,19 +244,3 @@ def _warn_once(decision: Decision, preference: str) -> None:
     if key not in _warned:
         _warned.add(key)
         log.warning("dsv4.impl=%r is not available for %s: %s", preference, decision.op, decision.reason)
-
-
-def _keep_storage_offsets() -> None:
-    """Give aten.sym_storage_offset the lowering it lacks (pytorch#198068).
-
-    Without it an op that mutates a view of a graph input with dynamic shapes writes at offset 0 of that input.
-    """
-    op = torch.ops.aten.sym_storage_offset.default
-    if op in lowerings:
-        return
-
-    def sym_storage_offset(view: Any) -> Any:
-        offset = V.graph.current_node.meta["val"]
-        return offset.node.expr if isinstance(offset, torch.SymInt) else offset
-
-    register_lowering(op, type_promotion_kind=None)(sym_storage_offset)

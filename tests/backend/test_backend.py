@@ -178,3 +178,22 @@ def test_a_view_of_a_cache_with_dynamic_dims_is_written_where_it_lies() -> None:
     torch._dynamo.mark_dynamic(actual, 1)
     torch.compile(run, backend=backend.dsv4, fullgraph=True)(kv, actual)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@torch.no_grad()
+def test_a_slice_of_a_cache_that_is_a_view_itself_is_written_where_it_lies(dynamic: bool) -> None:
+    # torch counts the pages of the slice from the first of the allocation: others would be written, or none.
+    slots, positions, table = torch.tensor([2, -1, 7]), torch.arange(3), torch.randn(8, 8)
+    kv, expected, actual = torch.randn(3, 24), torch.zeros(9, 4, 24), torch.zeros(9, 4, 24)
+
+    def run(kv: Tensor, cache: Tensor) -> None:
+        torch.ops.dsv4.kv_rope_insert(kv, cache[2:], slots, positions, table, 4, "plain")
+        torch.ops.dsv4.kv_rope_insert(kv * 2, cache[:2], slots, positions, table, 4, "plain")
+
+    run(kv, expected[3:])
+    given = actual[3:]
+    if dynamic:
+        torch._dynamo.mark_dynamic(given, 0)
+    torch.compile(run, backend=backend.dsv4, fullgraph=True)(kv, given)
+    assert torch.equal(actual, expected) and actual[:5].any() and actual[5:].any()
