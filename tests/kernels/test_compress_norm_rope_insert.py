@@ -209,12 +209,14 @@ def test_no_tokens_and_one_token() -> None:
 
 @interpreted
 def test_special_scores_and_values() -> None:
-    """Infinite and NaN scores, infinite values: the same elements are not finite."""
+    """Infinite and NaN scores, scores of -inf alone, infinite values: the same elements are not finite."""
     engine, args = engine_after(8, 4, dim=16)
     state = args[0].clone()
     row = state[engine.state_table[0, 1].long()]  # positions 4 to 7, which nothing else pools
     half = engine.width // 2
     row[0, half + 16], row[1, half + 17], row[2, half + 18] = torch.nan, torch.inf, -torch.inf
+    row[:, half + 19] = -torch.inf
+    state[engine.state_table[0, 0].long()][:, half + 3] = -torch.inf
     row[3, 20], row[3, 21] = torch.inf, torch.nan
     ours, theirs = both((state, *args[1:]))
     assert_same_entries(engine, ours, theirs)
