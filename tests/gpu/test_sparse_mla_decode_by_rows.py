@@ -23,8 +23,8 @@ TOKENS = FEWEST_TOKENS + 77
 
 def arguments(fused: str, heads: int) -> tuple[Any, ...]:
     """Rows of any length, with slots that are none, of caches with pages that nobody has written."""
-    args = list(scenario.fused_arguments(fused, TOKENS, heads, CUDA, heads, pool=16384))
-    args[1] = args[1][: 8 * TOKENS // scenario.BLOCK].clone()
+    args = list(scenario.fused_arguments(fused, TOKENS, heads, CUDA, heads, pool=8 * TOKENS))
+    args[1] = args[1][: 4 * TOKENS // scenario.BLOCK].clone()
     slots = args[1].shape[0] * scenario.BLOCK
     args[2] = torch.randint(-9, slots + 9, args[2].shape, device=CUDA, dtype=torch.int32)
     for lens, width in ((3, scenario.WINDOW), (10, args[9].shape[1])):
