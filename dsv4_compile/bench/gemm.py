@@ -96,9 +96,11 @@ def layers(c: DeepseekV4Config) -> Iterator[Layer]:
     """Linear layers of a model that are ops here."""
     heads, latent = c.num_heads * c.head_dim, c.o_groups * c.o_lora_rank
     hidden, indexer = c.q_lora_rank + c.head_dim, c.index_n_heads * c.index_head_dim
-    scores = layout.state_width(layout.HCA_RATIO, c.head_dim)
+    states = {"HCA": layout.state_width(layout.HCA_RATIO, c.head_dim)}
+    states["CSA"] = sum(layout.state_width(layout.CSA_RATIO, width) for width in (c.head_dim, c.index_head_dim))
     yield Layer("fp8_linear", "wq_a + wkv", hidden, c.hidden_size)
-    yield Layer("fp8_linear", "wq_a + wkv beside HCA", hidden, c.hidden_size, beside=scores)
+    for kind, width in states.items():
+        yield Layer("fp8_linear", f"wq_a + wkv beside {kind}", hidden, c.hidden_size, beside=width)
     yield Layer("fp8_linear", "wq_b", heads, c.q_lora_rank)
     yield Layer("fp8_linear", "indexer wq_b", indexer, c.q_lora_rank)
     yield Layer("fp8_linear", "wq_b + indexer wq_b", heads + indexer, c.q_lora_rank)

@@ -75,7 +75,7 @@ def run(
     trusts = ["--trust"] if proven.trusting() else []
     command = " ".join(["dsv4 bench", scenario, *limits, f"--device {device.type}", *trusts])
     record: Record = {"scenario": scenario, **environment(device), "command": command, "copy_gb_s": None}
-    modules = [module for module in _modules(scenario) if set(only) <= set(module.COLUMNS)]
+    modules = [module for module in modules_of(scenario) if set(only) <= set(module.COLUMNS)]
     machines: list[costs.Machine] = []
 
     def machine() -> costs.Machine:
@@ -113,12 +113,13 @@ def complaint(scenario: str, only: Only) -> str:
     """What is wrong with these arguments of `run`, or ""."""
     if scenario not in SCENARIOS:
         return f"no scenario {scenario!r}; there is {', '.join(SCENARIOS)}"
-    columns = dict.fromkeys(column for module in _modules(scenario) for column in module.COLUMNS)
+    columns = dict.fromkeys(column for module in modules_of(scenario) for column in module.COLUMNS)
     unknown = [name for name in only if name not in columns]
     return f"no column {unknown[0]!r} in {scenario}; there is {', '.join(columns)}" if unknown else ""
 
 
-def _modules(scenario: str) -> list[Any]:
+def modules_of(scenario: str) -> list[Any]:
+    """The modules of one of `SCENARIOS`."""
     return [importlib.import_module(f"{__package__}.{name}") for name in PARTS.get(scenario, (scenario,))]
 
 

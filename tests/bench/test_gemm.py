@@ -36,6 +36,7 @@ def test_layers_are_those_of_the_models() -> None:
     assert shapes == {
         ("fp8_linear", "wq_a + wkv"): (1, 1536, 4096, 0),
         ("fp8_linear", "wq_a + wkv beside HCA"): (1, 1536, 4096, 1024),
+        ("fp8_linear", "wq_a + wkv beside CSA"): (1, 1536, 4096, 2560),
         ("fp8_linear", "wq_b"): (1, 32768, 1024, 0),
         ("fp8_linear", "indexer wq_b"): (1, 8192, 1024, 0),
         ("fp8_linear", "wq_b + indexer wq_b"): (1, 40960, 1024, 0),

@@ -1,0 +1,152 @@
+"""Kernels of this checkout beside those of others: python examples/benchmarks/against.py OTHER/kernels gemm --only ...
+
+Calls of one kernel differ by a tenth from process to process, which is more than most changes make. Here the others'
+`kernels` folders are packages beside ours in one process, `NAME=FOLDER` to name one, and graphs of all are replayed in
+turn, round by round. What a scenario times as `triton` is timed: its median, and behind it the share of rounds in which
+it took less than ours. The others are called with our layouts and references, and must give our bytes, or a row says
+`other bytes`. `--compile` measures nothing, for some processes that compile at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import dsv4_compile
+from dsv4_compile.bench import keep, record, runner
+from dsv4_compile.ops._kernels import KERNELS
+
+OURS = "ours"
+GRAPH_US, MOST_CALLS = 400.0, 100
+ROUNDS = 41
+
+
+def package(name: str, folder: Path) -> str:
+    """The name that modules of a `kernels` folder are imported under, with our package around them."""
+    full = f"{dsv4_compile.__name__}.kernels_{name}"
+    spec = ModuleSpec(full, None, is_package=True)
+    spec.submodule_search_locations = [str(folder)]
+    sys.modules[full] = importlib.util.module_from_spec(spec)
+    return full
+
+
+def packages(others: Sequence[str]) -> dict[str, str]:
+    """Ours, then the others, by name."""
+    found = {OURS: f"{dsv4_compile.__name__}.kernels"}
+    for index, other in enumerate(others):
+        name, _, folder = other.rpartition("=")
+        found[name or f"other{index or ''}"] = package(name or f"other{index or ''}", Path(folder).resolve())
+    return found
+
+
+def module(of: str, stem: str) -> ModuleType:
+    return importlib.import_module(f"{of}.{stem}")
+
+
+def launchers(op: str, of: dict[str, str]) -> dict[str, Callable[..., Any]]:
+    return {name: getattr(module(each, KERNELS[op]), op) for name, each in of.items()}
+
+
+def graph_of(call: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def in_turn(calls: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Any]:
+    """Of each its median in microseconds, and of others how often they were faster than the first."""
+    once = {name: graph_of(call, 1) for name, call in calls.items()}
+    for graph in once.values():
+        graph.replay()
+    longest = max(min(replay_us(graph) for _ in range(5)) for graph in once.values())
+    repeats = int(min(MOST_CALLS, max(1, GRAPH_US // longest)))
+    graphs = {name: graph_of(call, repeats) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 3):
+        for name in list(graphs) if turn % 2 else reversed(graphs):
+            times[name].append(replay_us(graphs[name]) / repeats)
+    first, *rest = (each[3:] for each in times.values())
+    found: dict[str, Any] = {f"{next(iter(calls))}_us": round(statistics.median(first), 3)}
+    for name, each in zip(list(calls)[1:], rest, strict=True):
+        faster = sum(x < y for x, y in zip(each, first, strict=True)) / rounds
+        found |= {f"{name}_us": round(statistics.median(each), 3), f"{name}_faster": round(faster, 2)}
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two results have the same bytes."""
+    leaves = [[x for x in pytree.tree_leaves(each) if isinstance(x, Tensor)] for each in (a, b)]
+    bytes_of = [[x.contiguous().view(torch.uint8) for x in each] for each in leaves]
+    return all(torch.equal(x, y) for x, y in zip(*bytes_of, strict=True))
+
+
+def results_of(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Of calls one after the other, none of which takes the place of another's."""
+    return [call(*args) for args in sets]
+
+
+def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    device, of, only = torch.device("cuda"), packages(options.others), limits(options.only)
+    for scenario in runner.modules_of(options.scenario):
+        for problem in scenario.problems(device, only):
+            if problem.op not in KERNELS or not keep(only, op=problem.op, **problem.params):
+                continue
+            calls, sets = launchers(problem.op, of), [problem.make(seed) for seed in range(options.sets)]
+            results = {name: call(*problem.make(0)) for name, call in calls.items()}
+            if options.compile:
+                continue
+            other = [name for name, result in results.items() if not same(result, results[OURS])]
+            found = in_turn({name: partial(results_of, call, sets) for name, call in calls.items()}, options.rounds)
+            found = {name: round(x / len(sets), 3) if name.endswith("_us") else x for name, x in found.items()}
+            yield {"op": problem.op, **problem.params, **found, "other_bytes": other}
+
+
+def limits(only: Sequence[str]) -> dict[str, set[str]]:
+    return {column: set(values.split(",")) for column, _, values in (limit.partition("=") for limit in only)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("others", nargs="+", metavar="[NAME=]KERNELS", help="the kernels folder of another checkout")
+    parser.add_argument("scenario", choices=runner.SCENARIOS)
+    parser.add_argument("--only", action="append", default=[], metavar="COLUMN=A,B", help="as of dsv4 bench")
+    parser.add_argument("--sets", type=int, default=1, help="of arguments that take turns; of many, none is in a cache")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--compile", action="store_true", help="measure nothing")
+    parser.add_argument("--out", type=Path, help="folder of the record")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("kernels run on GPUs")
+    kept = {"scenario": "against", **record.environment(torch.device("cuda")), "rows": []}
+    kept["command"] = " ".join(["python examples/benchmarks/against.py", *sys.argv[1:]])
+    with torch.no_grad():
+        for row in record.collect(kept, rows(options), options.out):
+            print(*(f"{name}={value}" for name, value in row.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
