@@ -2,11 +2,10 @@
 
 Gluon of Triton 3.6 has no words for that. A kernel that is compiled for one program is launched in clusters, and what
 crosses over is PTX. It has one place, the start of the compiler's shared memory, `global_smem`, once nobody needs what
-was there. Little is sent from registers: it counts itself off at a barrier of the program that it is sent to, and
-nobody waits for a sender to be done. That goes 8 bytes at a time, and 16 KiB of it take 1.5 us longer than if they are
-fetched, 16 bytes at a time. But that takes a release, of 0.3 us on an H200, and of a microsecond where 320 programs do
-so at once; without it, 11 of 200,000 products had other bits. Up to 8 KiB the copy engine brings, in parcels and
-without a release. For either, all wait until all have what they want.
+was there. Few results are sent from registers, 16 bytes at a time: they count themselves off at a barrier of the
+program that they are sent to, and nobody waits for a sender to be done. Many are fetched. That takes a release, of 0.3
+us on an H200, and of a microsecond where 320 programs do so at once; without it, 11 of 200,000 products had other bits.
+And all wait until all have what they want.
 """
 
 from __future__ import annotations
@@ -106,29 +105,31 @@ def meet(RELEASE: gl.constexpr):
 
 
 @gluon.jit
-def send_pairs(inbox, program, offset, wanted, values):
-    """Float32 `values`, neighbours of two, to bytes `offset` of the shared memory of a program of the cluster.
+def send_words(inbox, program, offset, wanted, values):
+    """Float32 `values`, four that a thread has beside each other, to the shared memory of a program of the cluster.
 
-    All others are int32. Of two neighbours, those of the first say whether and where to.
+    All others are int32. Those of the first of four say whether, and to which bytes, a multiple of 16 of them.
     """
     gl.inline_asm_elementwise(
         """{
         .reg .pred wanted;
         .reg .b32 at, done;
-        setp.ne.b32 wanted, $8, 0;
+        setp.ne.b32 wanted, $16, 0;
         mov.u32 at, global_smem;
-        add.u32 at, at, $6;
-        mapa.shared::cluster.u32 at, at, $4;
-        mapa.shared::cluster.u32 done, $2, $4;
-        @wanted st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [at], {$10, $11}, [done];
+        add.u32 at, at, $12;
+        mapa.shared::cluster.u32 at, at, $8;
+        mapa.shared::cluster.u32 done, $4, $8;
+        @wanted st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [at], {$20, $21, $22, $23}, [done];
         mov.u32 $0, 0;
         mov.u32 $1, 0;
+        mov.u32 $2, 0;
+        mov.u32 $3, 0;
         }""",
-        "=r,=r,r,r,r,r,r,r,r,r,f,f",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f",
         [inbox, program, offset, wanted, values],
         dtype=gl.int32,
         is_pure=False,
-        pack=2,
+        pack=4,
     )
 
 
@@ -152,59 +153,8 @@ def await_letters(inbox):
 
 
 @gluon.jit
-def received_pairs(offset):
-    """Float32 at bytes `offset` of this program's shared memory, neighbours of two, by the offset of the first."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 at;
-        mov.u32 at, global_smem;
-        add.u32 at, at, $2;
-        ld.shared.v2.f32 {$0, $1}, [at];
-        }""",
-        "=&f,=&f,r,r",
-        [offset],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=2,
-    )
-
-
-@gluon.jit
-def send_parcels(inbox, programs, offset, SIZE: gl.constexpr, ALL: gl.constexpr):
-    """Parcels of SIZE bytes, of ALL at the start of this program's shared memory: the first to the first program of the
-    cluster, and so on to int32 `programs` of them, to bytes `offset` of their memory.
-
-    Everything is a multiple of 16 bytes, and has been put and fenced by all threads. The copy engine reads it until all
-    programs have received theirs.
-    """
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred mine;
-        .reg .b32 program, from, bytes, to, done;
-        mov.u32 program, %tid.x;
-        setp.lt.u32 mine, program, $2;
-        mul.lo.u32 from, program, $4;
-        sub.u32 bytes, $5, from;
-        min.u32 bytes, bytes, $4;
-        mov.u32 to, global_smem;
-        add.u32 from, from, to;
-        add.u32 to, to, $3;
-        @mine mapa.shared::cluster.u32 to, to, program;
-        @mine mapa.shared::cluster.u32 done, $1, program;
-        @mine cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [from], bytes, [done];
-        mov.u32 $0, 0;
-        }""",
-        "=r,r,r,r,r,r",
-        [inbox, programs, offset, gl.to_tensor(SIZE), gl.to_tensor(ALL)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def received_words(offset):
-    """Float32 at bytes `offset` of this program's shared memory, four neighbours of a thread by the first's offset."""
+    """Float32 at bytes `offset` of this program's shared memory, four of a thread beside each other, by the first's."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 at;

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from tests.kernels import simulated_gluon as base
 from tests.kernels.simulated_gluon import Kernel
@@ -52,35 +53,26 @@ def meet(release: bool) -> None:
     _this.cluster.meeting.wait()
 
 
-def send_pairs(inbox: int, program: Value, offset: Value, wanted: Value, values: Value) -> None:
-    """Two neighbours go where the first goes. No word is sent twice."""
+def _fours(x: Tensor) -> Tensor:
+    """`[n, 4]` of `[columns, tokens]`: what a thread of the matrix unit has of two columns, and two tokens, at once."""
+    return x.unflatten(0, (-1, 2, 8)).unflatten(-1, (-1, 2)).permute(0, 2, 3, 1, 4).reshape(-1, 4)
+
+
+def send_words(inbox: int, program: Value, offset: Value, wanted: Value, values: Value) -> None:
+    """Four go where the first goes. No word is sent twice."""
     cluster = _this.cluster
     everything = torch.broadcast_tensors(program.data, offset.data, wanted.data, values.data)
-    to, at, live, words = (x.reshape(-1, 2) for x in everything)
-    assert inbox == 1 and (at[:, 0] % 8 == 0).all()
+    to, at, live, words = map(_fours, everything)
+    assert inbox == 1 and (at[:, 0] % 16 == 0).all()
     with cluster.changed:
         for rank in to[:, 0][live[:, 0] != 0].unique().tolist():
             mine = (to[:, 0] == rank) & (live[:, 0] != 0)
-            where = (at[mine, :1] // 4 + torch.arange(2)).flatten().long()
+            assert (to[mine] == rank).all() and live[mine].all()
+            where = (at[mine, :1] // 4 + torch.arange(4)).flatten().long()
             assert not cluster.sent[rank][where].any() and len(where.unique()) == len(where)
             cluster.memory[rank][where] = words[mine].flatten()
             cluster.sent[rank][where] = True
             cluster.expected[rank] -= 4 * len(where)
-        cluster.changed.notify_all()
-
-
-def send_parcels(inbox: int, programs: Value, offset: Value, size: int, whole: int) -> None:
-    """Of what has been put. No word is sent twice."""
-    cluster, mine = _this.cluster, _this.cluster.memory[_this.rank]
-    assert inbox == 1 and size % 16 == 0 and whole % 16 == 0 and int(offset) % 16 == 0
-    with cluster.changed:
-        for rank in range(int(programs)):
-            words = mine[rank * size // 4 : min((rank + 1) * size, whole) // 4]
-            where = slice(int(offset) // 4, int(offset) // 4 + len(words))
-            assert len(words) and not cluster.sent[rank][where].any()
-            cluster.memory[rank][where] = words
-            cluster.sent[rank][where] = True
-            cluster.expected[rank] -= 4 * len(words)
         cluster.changed.notify_all()
 
 
@@ -91,18 +83,14 @@ def await_letters(inbox: int) -> None:
         assert cluster.changed.wait_for(lambda: cluster.expected[_this.rank] == 0, timeout=base.SECONDS / 4)
 
 
-def received_pairs(offset: Value) -> Value:
-    """Two neighbours are read where the first is."""
-    first = offset.data[:, ::2] // 4
-    assert (first % 2 == 0).all()
-    return Value(_this.cluster.memory[_this.rank][torch.stack((first, first + 1), -1).flatten(1).long()])
-
-
 def received_words(offset: Value) -> Value:
-    """Four neighbours are read where the first is."""
-    first = offset.data[:, ::4] // 4
-    assert (first % 4 == 0).all()
-    return Value(_this.cluster.memory[_this.rank][(first[:, :, None] + torch.arange(4)).flatten(1).long()])
+    """Four are read where the first is, of what was sent."""
+    places = _fours(torch.arange(offset.data.numel()).view(offset.data.shape))
+    where = (_fours(offset.data)[:, :1] // 4 + torch.arange(4)).long()
+    assert (where[:, 0] % 4 == 0).all() and _this.cluster.sent[_this.rank][where].all()
+    found = torch.empty(offset.data.numel())
+    found[places] = _this.cluster.memory[_this.rank][where]
+    return Value(found.view(offset.data.shape))
 
 
 def put_words(values: Value, offset: Value) -> None:
@@ -167,8 +155,8 @@ def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: 
         assert cluster.expected == [0] * size
 
 
-SENDS = open_inbox, meet, send_pairs, send_parcels, await_letters
-WORDS = {f.__name__: f for f in (*SENDS, received_pairs, received_words, put_words, put_pairs, words_of)}
+SENDS = open_inbox, meet, send_words, await_letters
+WORDS = {f.__name__: f for f in (*SENDS, received_words, put_words, put_pairs, words_of)}
 
 
 def clustered(launcher: types.ModuleType) -> Any:
@@ -176,7 +164,7 @@ def clustered(launcher: types.ModuleType) -> Any:
     kernels = [x for name, x in vars(launcher).items() if name.endswith("_hopper_kernel")]
     functions = [kernels[0].function]
     stack = contextlib.ExitStack()
-    for name in ("_multiply", "store_shares", "_store_parcels", "store_fetched"):
+    for name in ("_multiply", "store_shares", "store_fetched"):
         found = functions[-1].__globals__.get(name)
         functions += [found.function] if found else []
     for function in functions:

@@ -91,25 +91,14 @@ def compiled(tokens: int, beside: int) -> Any:
 
 @pytest.mark.parametrize(
     ("tokens", "beside", "loads"),
-    [
-        (8, 0, 4),
-        (32, 0, 32),
-        (64, 0, 32),
-        (16, COMPRESSED, 8),
-        (32, COMPRESSED, 16),
-        (64, COMPRESSED, 32),
-        (32, INDEXED, 32),
-    ],
+    [(8, 0, 4), (16, 0, 8), (8, COMPRESSED, 4), (16, COMPRESSED, 8), (8, INDEXED, 8), (16, INDEXED, 16)],
 )
-def test_loads_of_x_are_on_their_way_before_one_is_waited_for(tokens: int, beside: int, loads: int) -> None:
-    """So that a program waits for memory once. Of 32, which take all registers that it has, a few may be late.
-
-    A load brings 8 strips, 8 elements to a thread.
-    """
+def test_loads_of_few_tokens_are_on_their_way_before_one_is_waited_for(tokens: int, beside: int, loads: int) -> None:
+    """So that a program waits for memory once. A load brings 8 strips, 8 elements to a thread."""
     kernel = compiled(tokens, beside)
     names = fake_triton.instructions(kernel)
     started = [place for place, name in enumerate(names) if "LDG.E.128" in name]
     used = next(place for place, name in enumerate(names) if ".U16x2" in name)
     assert len(started) == loads
-    assert sum(place > used for place in started) <= (loads // 4 if loads == 32 else 0)
+    assert max(started) < used
     assert fake_triton.resources(kernel)["STACK"] == 0
