@@ -87,6 +87,10 @@ def q_norm_rope_kv_insert_kernel(
     start(EARLY)
     program = tl.program_id(0)
     inserts = tl.cdiv(inserted, ROWS)
+    if p_q is None:
+        # No branch is left, and parameters are read in front of all loads. Behind a branch the assembler lets one share
+        # a scoreboard with the load of a position, and so waits for that before it loads the row.
+        tl.assume(program < inserts)
     if program < inserts:
         if p_kv is not None:
             insert_rows(

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -36,6 +36,8 @@ TARGETS: dict[str, GPUTarget] = {
 """The GPUs whose code is compiled ahead of time in tests."""
 WAIT = "griddepcontrol.wait"
 """The instruction by which a kernel waits for the one in front."""
+SCOREBOARDS = 6
+"""By which an instruction of NVIDIA's waits for results of others that take a time nobody knows ahead."""
 
 
 class _Utils:
@@ -147,20 +149,42 @@ def resources(compiled: Any) -> dict[str, int]:
 
 def instructions(compiled: Any) -> list[str]:
     """What a kernel compiled for NVIDIA executes, in order, as `nvdisasm` writes it, without addresses."""
-    return [text for text, _ in source_lines(compiled) if not text.endswith(":")]
+    return [line.text for line in source_lines(compiled) if not line.text.endswith(":")]
 
 
-def source_lines(compiled: Any) -> list[tuple[str, str]]:
-    """`instructions`, with labels between them, ".L_x_1:", and where in the source each is from: "norm.py:26"."""
-    said = _said_of(compiled, triton.knobs.nvidia.nvdisasm.path, "-c", "-g")
-    found, place = [], ""
+class SourceLine(NamedTuple):
+    """An instruction of a kernel compiled for NVIDIA, or a label between them, ".L_x_1:".
+
+    Attributes:
+        text: as `nvdisasm` writes it, without the address.
+        place: where in the source it is from: "norm.py:26".
+        sets: the scoreboard that says when its results are there, 0 to 5, None for one whose results take a known time.
+        waits: scoreboards that it waits for before it is issued.
+    """
+
+    text: str
+    place: str
+    sets: int | None = None
+    waits: tuple[int, ...] = ()
+
+
+def source_lines(compiled: Any) -> list[SourceLine]:
+    """`instructions`, with labels between them, where in the source each is from, and what it waits for."""
+    said = _said_of(compiled, triton.knobs.nvidia.nvdisasm.path, "-c", "-g", "-hex")
+    found, place, text = [], "", ""
     for line in said.splitlines():
         if source := re.match(r'\s*//## File "[^"]*?([^"/]+)", line (\d+)', line):
             place = f"{source[1]}:{source[2]}"
         elif label := re.match(r"\s*(\.L_\w+:)", line):
-            found.append((label[1], place))
+            found.append(SourceLine(label[1], place))
         elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-            found.append((instruction[1].replace("`", ""), place))
+            text = instruction[1].replace("`", "")
+        elif control := re.match(r"\s*/\* 0x([0-9a-f]{16}) \*/", line):
+            # Of the second word of an instruction, which has a line of its own.
+            bits = int(control[1], 16)
+            written, awaited = bits >> 46 & 7, bits >> 52 & 63
+            waits = tuple(number for number in range(SCOREBOARDS) if awaited >> number & 1)
+            found.append(SourceLine(text, place, written if written < SCOREBOARDS else None, waits))
     return found
 
 

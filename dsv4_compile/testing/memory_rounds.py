@@ -1,8 +1,13 @@
 """How often a compiled kernel waits for memory, one time after the other: known ahead of time, without a GPU.
 
 Where few tokens leave a kernel little to do, its time is how many loads it waits for in a row, each half a microsecond
-or more. Instructions are issued in order: one that needs what a load brings keeps all behind it waiting, loads too that
-could have been on their way. The assembler decides on that order, by registers that it would like to save.
+or more. Instructions are issued in order: one that waits for what a load brings keeps all behind it waiting, loads too
+that could have been on their way. The assembler decides on that order, by registers that it would like to save.
+
+It also decides what an instruction waits for, and writes that into it. A load names one of six scoreboards, and each
+instruction a set of those that have to be clear, which takes all loads that have named one. So an instruction may wait
+for a load of whose registers it needs none: the first load of a loop, say, for one in front of the loop that has named
+the same scoreboard. What is waited for is therefore followed by scoreboards, and what has to be by registers.
 
 The machine code is followed through its branches, forwards. A load takes a round, everything else no time; a loop is
 gone through once. Left out are what the copy engine brings, what programs or threads wait for in each other, and the
@@ -14,9 +19,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from .fake_triton import source_lines
+from .fake_triton import SourceLine, source_lines
 
 REGISTER = re.compile(r"\b(U?[RP])(\d+)\b(\.64)?")
 PREDICATE = re.compile(r"U?P(T|\d+)$")
@@ -24,6 +29,7 @@ LOADS = ("LDG", "LD", "ATOMG", "ATOM")
 WITHOUT_RESULT = ("ST", "RED", "BAR", "SYNCS", "UTMA", "MEMBAR", "FENCE", "WARPSYNC", "UCGA", "CCTL", "BSSY", "BSYNC")
 JUMPS = ("BRA", "EXIT", "RET", "BRX")
 WORDS = {".128": 4, ".64": 2}
+Key = TypeVar("Key", int, str)
 
 
 class MemoryRounds(NamedTuple):
@@ -42,20 +48,23 @@ class MemoryRounds(NamedTuple):
 
 @dataclass
 class _State:
-    """By register, the round in which its value is there: as issued, and if nothing but what it is made of mattered."""
+    """Rounds: by scoreboard, when the last load that has set it is there; by register, when its value would be there if
+    nothing but what it is made of mattered; and when the next instruction is issued."""
 
-    issued: dict[str, int] = field(default_factory=dict)
+    pending: dict[int, int] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
     now: int = 0
 
     def with_later(self, other: _State) -> _State:
-        """Of two ways to the same place, the later value of each."""
-        pairs = (self.issued, other.issued), (self.made, other.made)
-        issued, made = ({key: max(a.get(key, 0), b.get(key, 0)) for key in a | b} for a, b in pairs)
-        return _State(issued, made, max(self.now, other.now))
+        """Of two ways to the same place, the later round of each."""
+        return _State(_later(self.pending, other.pending), _later(self.made, other.made), max(self.now, other.now))
 
     def copy(self) -> _State:
-        return _State(dict(self.issued), dict(self.made), self.now)
+        return _State(dict(self.pending), dict(self.made), self.now)
+
+
+def _later(one: dict[Key, int], other: dict[Key, int]) -> dict[Key, int]:
+    return {key: max(one.get(key, 0), other.get(key, 0)) for key in one | other}
 
 
 class _Instruction(NamedTuple):
@@ -80,40 +89,40 @@ def memory_rounds(compiled: Any) -> MemoryRounds:
     return rounds_of(source_lines(compiled))
 
 
-def rounds_of(lines: Iterable[tuple[str, str]]) -> MemoryRounds:
-    """Of instructions and labels, and where in the source they are from; see `fake_triton.source_lines`."""
+def rounds_of(lines: Iterable[SourceLine]) -> MemoryRounds:
+    """Of instructions and labels; see `fake_triton.source_lines`."""
     loads = loads_of(lines)
     taken, needed = (max((getattr(load, name) + 1 for load in loads), default=0) for name in ("behind", "needed"))
     return MemoryRounds(taken, needed, tuple(dict.fromkeys(load.place for load in loads if load.behind > load.needed)))
 
 
-def loads_of(lines: Iterable[tuple[str, str]]) -> list[Load]:
+def loads_of(lines: Iterable[SourceLine]) -> list[Load]:
     """As `rounds_of`, load by load, in the order of the machine code."""
     waiting: dict[str, _State] = {}
     state: _State | None = _State()
     found = []
-    for text, place in lines:
-        if text.endswith(":"):
-            arriving = waiting.get(text[:-1])
+    for line in lines:
+        if line.text.endswith(":"):
+            arriving = waiting.get(line.text[:-1])
             if arriving is not None:
                 state = arriving.copy() if state is None else state.with_later(arriving)
             continue
         if state is None:
             continue
-        instruction = _parsed(text)
+        instruction = _parsed(line.text)
         made = max((state.made.get(source, 0) for source in instruction.sources), default=0)
-        # What is being loaded is waited for before it is used, and before something else takes its place.
-        awaited = instruction.sources + instruction.results
-        state.now = max(state.now, max((state.issued.get(register, 0) for register in awaited), default=0))
+        state.now = max([state.now, *(state.pending.get(scoreboard, 0) for scoreboard in line.waits)])
         if instruction.kind in JUMPS:
-            state = _after_jump(instruction, text, state, waiting)
+            state = _after_jump(instruction, line.text, state, waiting)
             continue
         loads = instruction.kind in LOADS
         if loads:
-            found.append(Load(place, state.now, made))
+            found.append(Load(line.place, state.now, made))
+            if line.sets is not None:
+                # One that waits for this scoreboard later waits for this load, the latest that has set it.
+                state.pending[line.sets] = state.now + 1
         for result in instruction.results:
             kept = state.made.get(result, 0) if instruction.guarded else 0
-            state.issued[result] = state.now + loads
             state.made[result] = max(made + loads, kept)
     return found
 
@@ -137,8 +146,7 @@ def _parsed(text: str) -> _Instruction:
     count = 0 if kind.startswith((*WITHOUT_RESULT, *JUMPS)) else _results(operands)
     width = _width(name)
     results = [register for operand in operands[:count] for register in _registers(operand, width)]
-    stored = width if kind.startswith("ST") else 1
-    sources = [register for operand in operands[count:] for register in _registers(operand, stored)]
+    sources = [register for operand in operands[count:] for register in _registers(operand, 1)]
     if ".WIDE" in name and operands:
         sources += _registers(operands[-1], 2)
     sources += _registers(guard or "", 1)

@@ -15,11 +15,9 @@ import pytest
 import torch
 
 from dsv4_compile._compat import triton_release
-from dsv4_compile.bench import gemm, indexer, preprocess, preprocess_insert, sparse_mla_decode
+from dsv4_compile.bench import gemm, indexer, preprocess, preprocess_insert
 from dsv4_compile.config import DeepseekV4Config
-from dsv4_compile.kernels import compress_window, early, fp8_linear, gpu
-from dsv4_compile.kernels import sparse_mla_decode_small_hopper as small
-from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, results_for
+from dsv4_compile.kernels import compress_window, early, fp8_linear, gpu, grouped_matmul
 from dsv4_compile.ops._kernels import launcher
 from dsv4_compile.testing import fake_triton
 from dsv4_compile.testing.memory_rounds import loads_of, memory_rounds
@@ -27,20 +25,20 @@ from tests.kernels.gpus import GPUS
 
 FLASH = (DeepseekV4Config.flash(),)
 ONE_LOAD, POSITION_THEN_ANGLES, ENTRY_THEN_BLOCK, TABLE_THEN_STATES = 1, 2, 2, 3
-BEHIND_SLOTS, BEHIND_BLOCKS = 2, 2
+BEHIND_BLOCKS = 2
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (early, gpu, fp8_linear):
+    for module in (early, gpu, fp8_linear, grouped_matmul):
         monkeypatch.setattr(module, "gpu_of", lambda device: GPUS["sm_90"][0])
 
 
 def kernels_of(scenario: ModuleType, tokens: int, **only: str) -> Iterator[Any]:
     """What the launcher of an op of the bench launches."""
-    more = {"configs": FLASH} if scenario is preprocess else {"context": 2048} if scenario is indexer else {}
+    more: Any = {preprocess: {"configs": FLASH}, gemm: {"models": {"Flash": FLASH[0]}}, indexer: {"context": 2048}}
     wanted = {name: {value} for name, value in only.items()}
-    for problem in scenario.problems(torch.device("cpu"), wanted, tokens=(tokens,), **more):
+    for problem in scenario.problems(torch.device("cpu"), wanted, tokens=(tokens,), **more.get(scenario, {})):
         with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
             launcher(problem.op)(*problem.make(0))
         yield from compiled
@@ -60,6 +58,9 @@ def kernels_of(scenario: ModuleType, tokens: int, **only: str) -> Iterator[Any]:
         (indexer, {"op": "compress_norm_rope_insert", "layer": "indexer"}, (8,), TABLE_THEN_STATES),
         (indexer, {"op": "indexer_q_rope_quant"}, (8, 128), POSITION_THEN_ANGLES),
         (indexer, {"op": "global_topk", "topk": "512"}, (8,), ENTRY_THEN_BLOCK),
+        (gemm, {"op": "fp8_linear", "layer": "wq_a + wkv"}, (8,), ONE_LOAD),
+        (gemm, {"op": "fp8_linear", "layer": "wq_a + wkv beside HCA"}, (8, 16), ONE_LOAD),
+        (gemm, {"op": "fp8_linear", "layer": "wo_b"}, (8,), ONE_LOAD),
     ],
 )
 def test_no_load_waits_for_one_that_it_does_not_need(
@@ -105,23 +106,6 @@ def test_long_windows_wait_for_their_states_and_for_each_other() -> None:
     """Positions, their place in the table, states, the arrival of the other parts, and what they pooled."""
     (kernel,) = kernels_of(indexer, 8, op="compress_norm_rope_insert", layer="HCA")
     assert memory_rounds(kernel).taken == 5
-
-
-@pytest.mark.parametrize("shape", [small.NARROW, *small.ONCE])
-@pytest.mark.parametrize("fused", ["none", "quant"])
-def test_keys_of_few_tokens_are_all_on_their_way_before_one_is_waited_for(fused: str, shape: small.Shape) -> None:
-    args = sparse_mla_decode.fused_arguments(fused, 8, 64, torch.device("cpu"), 0)
-    q, sources, fusion = args[0], (Source(*args[1:5]), Source(*args[8:12])), Fusion(*args[13:])
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
-        small.launch_hopper(q, *sources, args[6], args[7], GPUS["sm_90"][0], 10, fusion, results_for(q, fusion), shape)
-    behind = [
-        load.behind
-        for load in loads_of(fake_triton.source_lines(compiled[0]))
-        if load.place.startswith("kv_load_hopper.py") and load.needed == BEHIND_SLOTS
-    ]
-    # Codes of seven tiles, two parts of the rope, and scales, of one key or two.
-    assert len(behind) == 10 * (shape.block_n // 64) and len(set(behind)) == 1
-    assert fake_triton.resources(compiled[0])["STACK"] == 0
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca"])

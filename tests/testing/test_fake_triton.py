@@ -1,7 +1,8 @@
-"""What compiling ahead of time notes: a kernel that starts early and never waits."""
+"""What compiling ahead of time notes: a kernel that starts early and never waits; what an instruction waits for."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -31,3 +32,24 @@ def test_a_kernel_that_starts_early_has_to_wait(waits: bool, launch_pdl: bool) -
         else:
             kernel(x, x, EARLY=waits, **options)
     assert (fake_triton.WAIT in compiled[0].asm["ptx"]) is waits
+
+
+@triton.jit
+def _double_kernel(p_out, p_x):
+    tl.store(p_out, tl.load(p_x) * 2)
+
+
+def test_what_uses_a_result_waits_for_the_scoreboard_that_its_load_sets() -> None:
+    x = torch.zeros(1)
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        _double_kernel[(1,)](x, x)
+    lines = fake_triton.source_lines(compiled[0])
+    load = next(place for place, line in enumerate(lines) if line.text.startswith("LDG"))
+    register = lines[load].text.split()[1].rstrip(",")
+    used = next(place for place in range(load + 1, len(lines)) if register in re.findall(r"R\d+", lines[place].text))
+    assert lines[load].place.startswith("test_fake_triton.py:")
+    assert lines[load].sets is not None and lines[load].sets in lines[used].waits
+    assert not any(lines[load].sets in line.waits for line in lines[load + 1 : used])
+    # What is added takes a known time, and sets none.
+    assert [line.sets for line in lines if line.text.startswith("FADD")] == [None]
+    assert [line.text for line in lines if not line.text.endswith(":")] == fake_triton.instructions(compiled[0])
