@@ -112,7 +112,7 @@ def results_of(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> lis
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device, of, only = torch.device("cuda"), packages(options.others), limits(options.only)
     for scenario in runner.modules_of(options.scenario):
-        for problem in scenario.problems(device, only):
+        for problem in scenario.problems(device, only, **({"tokens": options.tokens} if options.tokens else {})):
             if problem.op not in KERNELS or not keep(only, op=problem.op, **problem.params):
                 continue
             calls, sets = launchers(problem.op, of), [problem.make(seed) for seed in range(options.sets)]
@@ -131,9 +131,10 @@ def limits(only: Sequence[str]) -> dict[str, set[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("others", nargs="+", metavar="[NAME=]KERNELS", help="the kernels folder of another checkout")
+    parser.add_argument("others", nargs="*", metavar="[NAME=]KERNELS", help="the kernels folder of another checkout")
     parser.add_argument("scenario", choices=runner.SCENARIOS)
     parser.add_argument("--only", action="append", default=[], metavar="COLUMN=A,B", help="as of dsv4 bench")
+    parser.add_argument("--tokens", type=int, nargs="+", help="in the place of the scenario's")
     parser.add_argument("--sets", type=int, default=1, help="of arguments that take turns; of many, none is in a cache")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--compile", action="store_true", help="measure nothing")
