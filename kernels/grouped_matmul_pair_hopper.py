@@ -49,7 +49,7 @@ def choose_cut(gpu: Gpu, tokens: int, strips: tuple[int, int], blocks: tuple[int
     """The largest clusters that run at once, with as many programs for a tile of either weight.
 
     On an H200, when strips were quantised one by one, V4-Flash's wq_a and wkv beside HCA's rows took 4.4 us for one
-    token and 10.4 for 64, where parts in memory took 6.2 and 14.5; 32 take 6.7 now, and took 8.7. Clusters of 6, 5 or 4
+    token and 10.4 for 64, where parts in memory took 6.2 and 14.5; 32 take 5.6 now, and took 8.7. Clusters of 6, 5 or 4
     take 32 tokens 9.7 us where those of 8 take 8.1, with parts that are fetched. Half as many programs for the first
     weight, whose strips are half as many, give all as much to read, but take longer, and so do tiles of 128 rows. Of
     128 tokens, more than `pair_refuses` takes, HCA's rows took 18 us in a layer, and 17 in launches of their own; CSA's
