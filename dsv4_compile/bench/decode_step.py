@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from .. import costs, layout
+from ..backend import dsv4
 from ..config import DeepseekV4Config
 from ..runtime import DecodeRunner
 from .decode_layers import Forward, Step, in_steps
@@ -154,9 +155,9 @@ def _prepared(step: Step, impl: str, sizes: list[int]) -> Callable[[int, bool], 
         "eager graph": lambda: step.runner(step.layers, sizes),
         "stock": step.compiled,
         "reduce-overhead": lambda: in_steps(step.compiled(mode="reduce-overhead")),
-        "dsv4": lambda: step.compiled(backend="dsv4"),
-        "graph": lambda: step.runner(step.compiled(backend="dsv4"), sizes),
-        "graph aside": lambda: step.aside().runner(step.compiled(backend="dsv4"), sizes),
+        "dsv4": lambda: step.compiled(backend=dsv4),
+        "graph": lambda: step.runner(step.compiled(backend=dsv4), sizes),
+        "graph aside": lambda: step.aside().runner(step.compiled(backend=dsv4), sizes),
     }
 
     def prepare(tokens: int, apart: bool) -> Any:

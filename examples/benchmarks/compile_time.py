@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from dsv4_compile import layout, proven
+from dsv4_compile.backend import dsv4
 from dsv4_compile.bench.decode_layers import Step
 from dsv4_compile.bench.decode_step import WEIGHTS
 from dsv4_compile.bench.record import environment
@@ -34,7 +35,7 @@ SECONDS = 600
 
 
 def measure(
-    fp8: bool, device: torch.device, config: DeepseekV4Config | None = None, backend: Any = "dsv4"
+    fp8: bool, device: torch.device, config: DeepseekV4Config | None = None, backend: Any = dsv4
 ) -> dict[str, float]:
     """Seconds until all three kinds of layer are compiled and captured, and until a first replay is over."""
     own = (config or DeepseekV4Config.flash()).with_layers(*KINDS.values())

@@ -7,11 +7,13 @@ import runpy
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from dsv4_compile import bench, costs
+from dsv4_compile.backend import dsv4
 from dsv4_compile.bench import decode_layers, decode_stages, decode_step, nodes, table, timing
 from dsv4_compile.bench.runner import rows_of
 from dsv4_compile.config import DeepseekV4Config
@@ -32,6 +34,16 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found(**only: str) -> list[bench.Problem]:
     return list(decode_step.problems(CPU, {name: {value} for name, value in only.items()}, TINY, 128))
+
+
+@pytest.mark.parametrize("impl", ["dsv4", "graph", "graph aside"])
+def test_a_checkout_that_is_not_installed_is_measured_too(impl: str) -> None:
+    """Its backend is none that torch knows by name."""
+    given: list[dict[str, Any]] = []
+    step = mock.Mock(**{"compiled.side_effect": lambda **options: given.append(options)})
+    step.aside.return_value = step
+    decode_step._prepared(step, impl, [1])(1, False)
+    assert given == [{"backend": dsv4}]
 
 
 @pytest.mark.parametrize("weights", decode_step.WEIGHTS)

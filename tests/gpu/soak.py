@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 
 from dsv4_compile import proven
 from dsv4_compile._compat import counters
+from dsv4_compile.backend import dsv4
 from dsv4_compile.bench.decode_layers import fill
 from dsv4_compile.bench.record import environment
 from dsv4_compile.cache import CacheFormat
@@ -71,7 +72,7 @@ def full_world(setup: Setup, compiled: bool = False) -> World:
                 if not tensor.is_floating_point():
                     fill(name, tensor)
     if compiled:
-        layers: list[Any] = [torch.compile(layer, backend="dsv4", fullgraph=True) for layer in world.stack.layers]
+        layers: list[Any] = [torch.compile(layer, backend=dsv4, fullgraph=True) for layer in world.stack.layers]
         world.stack.layers = nn.ModuleList(layers)
     return world
 
