@@ -95,6 +95,32 @@ def _beside(call: _Call) -> list[costs.Cost]:
     return [costs.beside(math.prod(x) // k, k, outputs, rows, call.size("x"))]
 
 
+def _other_results(call: _Call) -> list[costs.Cost]:
+    """What padded or quantised queries move beside as many of their own dtype: less than nothing, where they do."""
+    (tokens, heads, dim), e = call.dims("q"), call.size("q")
+    padded = max(heads, call.arguments.get("padded_heads", 0))
+    written = padded * (e if call.arguments.get("q_scale") is None else 1)
+    return [costs.Cost(tokens * dim * (written - heads * e), 0)]
+
+
+def _other_queries(call: _Call) -> list[costs.Cost]:
+    """What queries of an indexer move beside those in e4m3: less than nothing in MXFP4, scales included."""
+    (tokens, heads, dim), fmt = call.dims("q"), call.arguments["cache_format"]
+    more = dim * (call.size("q") - 1) if fmt == "plain" else 0
+    if fmt == "indexer_mxfp4":
+        more = costs.row_bytes(fmt) - layout.INDEXER_HEAD_DIM
+    return [costs.Cost(tokens * heads * more, 0)]
+
+
+def _wide_results(call: _Call) -> list[costs.Cost]:
+    """What a product in float32 moves beside one in the dtype of x."""
+    if not call.arguments.get("float32", False):
+        return []
+    rows, k = call.dims("weight")
+    tokens = math.prod(call.dims("x")) // (k * call.arguments["groups"])
+    return [costs.Cost(tokens * rows * (4 - call.size("x")), 0)]
+
+
 def _pooled(call: _Call, tokens: int, width: int, weight: str, cache_format: str) -> dict[str, int]:
     """Sizes of compressed entries, of which every state row holds values and scores of one or two groups."""
     (dim,), ratio = call.dims(weight), call.arguments["ratio"] or layout.CSA_RATIO
@@ -127,6 +153,12 @@ def _ragged(call: _Call) -> dict[str, int]:
     return found | ({"S": call.dims("kv")[0]} if "kv" in call.arguments else call.row(q["D"], "q"))
 
 
+def _grouped(call: _Call) -> dict[str, int]:
+    """Heads that are in a group, all where nothing is said of them; others are padding."""
+    groups, heads = call.arguments["n_groups"], call.arguments["heads_per_group"]
+    return {"H": groups * heads} if heads else {}
+
+
 def _latent(call: _Call) -> dict[str, int]:
     q = call.of_heads("q")
     return q | {"K": call.dims("indices")[-1], "N": call.arguments["value_dim"], "row": q["D"] * q["e"]}
@@ -141,11 +173,11 @@ def _gathered(call: _Call) -> dict[str, int]:
 
 
 def _indices(name: str) -> Callable[[_Call], dict[str, int]]:
-    """Sizes of `[T, ..., K]` indices, and of the window where there is one."""
+    """Sizes of `[T, ..., K]` indices, of which an op may read `topk`, and of the window where there is one."""
 
     def sizes(call: _Call) -> dict[str, int]:
         dims = call.dims(name)
-        return {"T": dims[0], "K": dims[-1], "W": call.arguments.get("window", 0)}
+        return {"T": dims[0], "K": call.arguments.get("topk", dims[-1]), "W": call.arguments.get("window", 0)}
 
     return sizes
 
@@ -173,7 +205,7 @@ _SIZES: Mapping[str, Callable[[_Call], dict[str, int]]] = {
     "preprocess_insert": _insert,
     "preprocess_insert_quant": _insert,
     "inv_rope": lambda call: call.of_heads("o") | call.rope,
-    "inv_rope_fp8_quant": lambda call: call.of_heads("o") | call.rope,
+    "inv_rope_fp8_quant": lambda call: call.of_heads("o") | call.rope | _grouped(call),
     "fp8_linear": _product("x", "weight", "weight_scale"),
     "fp8_grouped_einsum": _product("a", "b", "b_scale"),
     "fp8_grouped_einsum_quant": _product("a", "b", "b_scale"),
@@ -199,7 +231,7 @@ _SIZES: Mapping[str, Callable[[_Call], dict[str, int]]] = {
     "advance": lambda call: {"R": call.dims("num_new")[0]},
     "sparse_mla_decode": _attended,
     "sparse_mla_decode_out": _attended,
-    "sparse_mla_decode_quant": _attended,
+    "sparse_mla_decode_quant": lambda call: _attended(call) | _grouped(call),
     "sparse_mla_decode_latent": _latent,
     "sparse_mla_decode_ragged": _ragged,
     "sparse_mla_prefill_ragged": _ragged,
@@ -210,5 +242,13 @@ _PARTS: Mapping[str, Callable[[_Call], list[costs.Cost]]] = {
     "preprocess_insert": _compressors,
     "preprocess_insert_quant": _compressors,
     "fp8_linear": _beside,
+    "grouped_linear": _wide_results,
+    "q_norm_rope": _other_results,
+    "q_norm_rope_kv_insert": _other_results,
+    "indexer_q_rope_quant": _other_queries,
+    "indexer_logits": _other_queries,
+    "indexer_logits_topk": _other_queries,
+    "indexer_topk_slots": _other_queries,
+    "indexer_logits_topk_ragged": _other_queries,
 }
-"""What an op does besides, where it has been asked to."""
+"""What an op does besides, or otherwise, where it has been asked to."""

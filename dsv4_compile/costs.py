@@ -133,6 +133,7 @@ _INSERTED = _INT64 + row
 _STRIPS = sympy.ceiling(K / layout.ACT_TILE)
 _BLOCKS = sympy.ceiling(G * N / layout.WEIGHT_TILE) * _STRIPS
 _FLAT_BLOCKS = _BLOCKS.subs(G, 1)
+_ALIGNED = layout.INDEX_ALIGN * sympy.ceiling((K + W) / layout.INDEX_ALIGN)
 _QUERIES = H * (D + _FLOAT32) + 2 * _INT32
 _HEADS = T * H * (2 * e * D + _FLOAT32)
 
@@ -176,7 +177,7 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     "global_topk": (T * (2 * _INT32 * K + _INT32), _ZERO),
     "global_topk_ragged": (T * (2 * _INT32 * K + 2 * _INT32), _ZERO),
     "ragged_from_dense": (T * (2 * _INT32 * K + 2 * _INT32), _ZERO),
-    "combine_topk_swa": (T * (_INT32 * (2 * K + W) + _INT32), _ZERO),
+    "combine_topk_swa": (T * _INT32 * (K + _ALIGNED + 1), _ZERO),
     "combine_topk_swa_ragged": (T * (_INT32 * (2 * K + W) + 2 * _INT32), _ZERO),
     "convert_req_index": (T * (2 * _INT32 * K + 2 * _INT32), _ZERO),
     "compressed_slot_mapping": (2 * T * _INT64, _ZERO),

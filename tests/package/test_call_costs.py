@@ -90,6 +90,71 @@ def test_lists_of_slots_count_with_their_mean_length_and_gathered_keys_with_all_
         "sparse_mla_decode_ragged", T=3, H=64, D=512, K=100, row=row
     )
     keys = {"q": torch.empty(3, 64, 64, dtype=torch.uint8), "k": torch.empty(900, 64), "cache_format": "indexer_mxfp4"}
-    assert call_costs.of("indexer_logits_topk_ragged", keys | {"topk": 512}) == costs.of(
-        "indexer_logits_topk_ragged", T=3, H=64, D=128, C=900, L=900, K=512, row=costs.row_bytes("indexer_mxfp4", 128)
-    )
+    row = costs.row_bytes("indexer_mxfp4", 128)
+    of = costs.of("indexer_logits_topk_ragged", T=3, H=64, D=128, C=900, L=900, K=512, row=row)
+    # A query has two codes a byte and a scale for 32 of them, as a key.
+    want = replace(of, bytes=of.bytes - 3 * 64 * (128 - row))
+    assert call_costs.of("indexer_logits_topk_ragged", keys | {"topk": 512}) == want
+
+
+def tensors_moved(op: str, args: tuple[Any, ...], *read: str) -> int:
+    """Bytes of the arguments of these names and of the results."""
+    arguments, result = named(op, args), OPS[op](*args)
+    results = [result] if isinstance(result, torch.Tensor) else list(result)
+    return sum(x.numel() * x.element_size() for x in (*(arguments[name] for name in read), *results))
+
+
+@pytest.mark.parametrize("op", ["q_norm_rope", "q_norm_rope_kv_insert"])
+def test_queries_that_are_padded_or_quantised_count_as_they_are_written(op: str) -> None:
+    for args in op_samples(op):
+        arguments = named(op, args)
+        tokens, angles = arguments["q"].shape[0], 8 + 4 * arguments["cos_sin_cache"].shape[1]
+        inserted = 0
+        if "kv" in arguments:
+            kv, e = arguments["kv"], arguments["q"].element_size()
+            inserted = 8 + kv.shape[1] * e + costs.row_bytes(arguments["cache_format"], kv.shape[1], e)
+        cost = call_costs.of(op, arguments)
+        assert cost is not None and cost.bytes == tensors_moved(op, args, "q") + tokens * (angles + inserted)
+
+
+@pytest.mark.parametrize("op", ["indexer_logits", "indexer_logits_topk", "indexer_topk_slots"])
+def test_queries_of_an_indexer_count_in_the_format_they_are_in(op: str) -> None:
+    for args in op_samples(op):
+        arguments = named(op, args)
+        queries = tensors_moved(op, args, "q", "q_scale", "weights", "token_to_req", "context_lens")
+        requests, pages = arguments["block_table"].shape
+        entries = min(arguments["q"].shape[0], requests) * pages * arguments["block_size"]
+        fmt, dim = arguments["cache_format"], arguments["q"].shape[2]
+        cost = call_costs.of(op, arguments)
+        assert cost is not None
+        assert cost.bytes == queries + entries * costs.row_bytes(fmt, dim, arguments["q"].element_size())
+
+
+def test_quantised_queries_of_an_indexer_count_as_they_are_written() -> None:
+    for args in op_samples("indexer_q_rope_quant"):
+        arguments = named("indexer_q_rope_quant", args)
+        angles = 8 + 4 * arguments["cos_sin_cache"].shape[1]
+        weights = arguments["weights"].numel() * (arguments["q"].element_size() - arguments["weights"].element_size())
+        moved = tensors_moved("indexer_q_rope_quant", args, "q", "weights") + arguments["q"].shape[0] * angles
+        cost = call_costs.of("indexer_q_rope_quant", arguments)
+        assert cost is not None and cost.bytes == moved + weights
+
+
+def test_heads_outside_of_a_group_and_results_in_float32_count_as_they_are() -> None:
+    for op in ("inv_rope_fp8_quant", "sparse_mla_decode_quant"):
+        name = "o" if op == "inv_rope_fp8_quant" else "q"
+        arguments = named(op, op_samples(op)[0])
+        heads = arguments["n_groups"] * arguments["heads_per_group"]
+        assert heads < arguments[name].shape[1]
+        assert call_costs.of(op, arguments) == call_costs.of(op, arguments | {name: arguments[name][:, :heads]})
+    args = (*op_samples("grouped_linear")[0][:3], True)
+    cost = call_costs.of("grouped_linear", named("grouped_linear", args))
+    assert cost is not None and cost.bytes == tensors_moved("grouped_linear", args, "x", "weight")
+
+
+def test_index_rows_of_prefill_count_the_columns_that_are_read_and_written() -> None:
+    for args in op_samples("combine_topk_swa"):
+        arguments = named("combine_topk_swa", args)
+        read = 4 * arguments["topk_indices"].shape[0] * arguments["topk"]
+        cost = call_costs.of("combine_topk_swa", arguments)
+        assert cost is not None and cost.bytes == read + tensors_moved("combine_topk_swa", args)
