@@ -183,6 +183,26 @@ def test_doctor_counts_the_kernels_that_auto_uses_on_a_gpu(
     assert (check.level, check.value) == (level, proven if level == "ok" else f"0 of {total} proven on cuda sm_120")
 
 
+@pytest.mark.parametrize(
+    ("there", "named", "level", "note"),
+    [
+        (("g++", "clang++"), "", "ok", ""),
+        (("clang++",), "clang++", "ok", ""),
+        (("clang++",), "", "fix", "torch.compile on a CPU needs it, or CXX=clang++"),
+        ((), "", "fix", "torch.compile on a CPU needs it, or CXX=another compiler"),
+    ],
+)
+def test_doctor_looks_for_the_compiler_that_inductor_calls(
+    monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], named: str, level: str, note: str
+) -> None:
+    monkeypatch.setenv("CXX", named)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}" if name in there else None)
+    check = doctor._compiler("C++ compiler")
+    assert (check.level, check.note) == (level, note)
+
+
 def test_doctor_finds_an_op_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.dsv4, "fused_q_kv_rmsnorm", lambda qr, kv, *rest: (qr, kv), raising=False)
     norm = next(check for check in doctor.examine() if check.name == "op fused_q_kv_rmsnorm")
