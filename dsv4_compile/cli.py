@@ -15,13 +15,14 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import resources
+from typing import Any
 
 from . import __version__, progress
 from .errors import CODES, DSV4Error
 
 PAGES = {"layout": "every byte of the caches", "metadata": "persistent buffers of a step, and who fills them"}
 """Pages that `dsv4 explain` prints beside those of the codes."""
-_locks: list[int] = []
+_locks: dict[str, int] = {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,6 +156,9 @@ def _bench(args: argparse.Namespace) -> int:
     if args.scenario is None and only:
         print("--only limits a scenario, and --tune alone measures every choice: name one of both", file=sys.stderr)
         return 2
+    if args.scenario is None and args.json:
+        print("--json prints one record, and --tune alone makes several: name a scenario or use --out", file=sys.stderr)
+        return 2
     if args.png:
         bench.require_drawing()
     if wrong := _unwritable(args):
@@ -164,14 +168,22 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _unwritable(args: argparse.Namespace) -> str:
-    """What a run could not write when it is over, or ""."""
+    """What a run could not write later, or ""."""
     from . import measured
 
+    folder = args.out or ("." if args.png else "")
     try:
-        if args.out:
-            os.makedirs(args.out, exist_ok=True)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
     except OSError as fault:
-        return f"--out {args.out}: {fault.strerror}"
+        return f"--out {folder}: {fault.strerror}"
+    if folder and not os.access(folder, os.W_OK):
+        return f"--out {folder}: nothing can be written there"
+    try:
+        if args.turn:
+            os.close(_open_turn(args.turn))
+    except OSError as fault:
+        return f"--turn {args.turn}: {fault.strerror}"
     if args.tune and not os.access(measured.RECORD, os.W_OK):
         return f"--tune writes to {measured.RECORD}, which is read-only: install the package with pip install -e"
     return ""
@@ -186,6 +198,9 @@ def _measure(args: argparse.Namespace, scenario: str, only: Mapping[str, Collect
     if wrong := bench.complaint(scenario, only):
         print(wrong, file=sys.stderr)
         return 2
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: torch finds no GPU", file=sys.stderr)
+        return 2
     with proven.trust() if args.trust else nullcontext():
         record = bench.run(
             scenario,
@@ -197,6 +212,8 @@ def _measure(args: argparse.Namespace, scenario: str, only: Mapping[str, Collect
     if not record["rows"]:
         print(f"nothing is left to measure after --only {' --only '.join(args.only)}", file=sys.stderr)
         return 2
+    if args.only and (missed := _missed(only, record["rows"])):
+        print(f"nothing was measured of {', '.join(missed)}", file=sys.stderr)
     print(json.dumps(record, indent=1) if args.json else bench.render(record))
     if args.out or args.png:
         bench.save(record, args.out or ".")
@@ -205,12 +222,25 @@ def _measure(args: argparse.Namespace, scenario: str, only: Mapping[str, Collect
     return int(any(row["status"] == "wrong" for row in record["rows"]))
 
 
+def _missed(only: Mapping[str, Collection[str]], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Values of `--only` that no row has: typing errors, mostly."""
+    asked = ((column, value) for column, values in only.items() for value in sorted(values))
+    return [f"{column}={value}" for column, value in asked if all(str(row.get(column)) != value for row in rows)]
+
+
 def _take_turn(path: str) -> None:
     """Wait for the lock of the file, and keep it while this process lives."""
     import fcntl
 
-    _locks.append(os.open(path, os.O_CREAT | os.O_RDWR))
-    fcntl.flock(_locks[-1], fcntl.LOCK_EX)
+    # A second scenario of the process has its turn already: another lock would wait for the first for ever.
+    if path not in _locks:
+        file = _open_turn(path)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        _locks[path] = file
+
+
+def _open_turn(path: str) -> int:
+    return os.open(path, os.O_CREAT | os.O_RDWR)
 
 
 def _demo(argv: Sequence[str]) -> int:

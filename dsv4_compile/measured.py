@@ -71,8 +71,13 @@ def update(record: Mapping[str, Any]) -> int:
         width = {"tokens": tokens} if tokens else {}
         rows.append({"op": op, "elements": elements, **width, **us, **stamp})
     replaced = {(row["op"], row["architecture"]) for row in rows}
+    # Read anew: runs side by side have written theirs since.
+    _entries.cache_clear()
     kept = [row for row in _entries() if (row["op"], row["architecture"]) not in replaced]
     lines = ",\n".join(f"    {json.dumps(row)}" for row in [*kept, *rows])
-    RECORD.write_text(f'{{\n  "measured": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
+    # In one step: half a table would stop whatever compiles.
+    new = RECORD.with_suffix(".new")
+    new.write_text(f'{{\n  "measured": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
+    new.replace(RECORD)
     _entries.cache_clear()
     return sum(len(us) == len(CANDIDATES) for us in times.values())

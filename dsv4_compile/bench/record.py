@@ -48,7 +48,7 @@ def merge(records: Sequence[Record]) -> Record:
     check(bool(records), "E201", got="no record", rule="at least one record is merged")
     of_one = [{key: record[key] for key in record if key not in _OF_A_RUN} for record in records]
     strange = next((each for each in of_one if each != of_one[0]), of_one[0])
-    differing = sorted(key for key in of_one[0] if strange.get(key) != of_one[0][key])
+    differing = sorted(key for key in of_one[0] | strange if strange.get(key) != of_one[0].get(key))
     rule = "records that are merged are of one scenario, machine and set of versions"
     check(not differing, "E201", got=f"different {', '.join(differing)}", rule=rule, fix="merge runs of one machine")
     rates = [rate for record in records if (rate := record.get("copy_gb_s")) is not None]
@@ -73,10 +73,10 @@ def write(record: Record, folder: str | Path) -> list[Path]:
     """`save` without pictures."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / record["scenario"]
-    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    stem.with_suffix(".txt").write_text(render(record) + "\n")
-    return [stem.with_suffix(".json"), stem.with_suffix(".txt")]
+    path = folder / f"{record['scenario']}.json"
+    _replace(path, json.dumps(record, indent=1))
+    _replace(path.with_suffix(".txt"), render(record))
+    return [path, path.with_suffix(".txt")]
 
 
 def collect(record: Record, rows: Iterable[Record], folder: Path | None) -> Iterator[Record]:
@@ -85,8 +85,15 @@ def collect(record: Record, rows: Iterable[Record], folder: Path | None) -> Iter
         record["rows"].append(row)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{record['scenario']}.json").write_text(json.dumps(record, indent=1) + "\n")
+            _replace(folder / f"{record['scenario']}.json", json.dumps(record, indent=1))
         yield row
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file in one step: a run that is killed leaves the former."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(f"{text}\n")
+    new.replace(path)
 
 
 def _machine(device: torch.device) -> str:

@@ -96,7 +96,7 @@ def run(
                 record["rows"].append(row | _rates(row, problem, machine()))
                 found = row["status"] if row["us"] is None else f"{row['us']:.2f} us"
                 work.advance(f"{problem.op}, {sizes}, {row['impl']}: {found}")
-            if so_far is not None:
+            if so_far is not None and record["rows"]:
                 so_far(record)
         machine()
     return record

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -111,7 +112,8 @@ def results_of(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> lis
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device, of, only = torch.device("cuda"), packages(options.others), limits(options.only)
-    for scenario in runner.modules_of(options.scenario):
+    modules = [each for each in runner.modules_of(options.scenario) if set(only) <= set(each.COLUMNS)]
+    for scenario in modules:
         for problem in scenario.problems(device, only, **({"tokens": options.tokens} if options.tokens else {})):
             if problem.op not in KERNELS or not keep(only, op=problem.op, **problem.params):
                 continue
@@ -129,6 +131,18 @@ def limits(only: Sequence[str]) -> dict[str, set[str]]:
     return {column: set(values.split(",")) for column, _, values in (limit.partition("=") for limit in only)}
 
 
+def complaint(options: argparse.Namespace) -> str:
+    """What is wrong with the arguments, or ""."""
+    if shapeless := [limit for limit in options.only if "=" not in limit]:
+        return f"--only takes COLUMN=A,B, got {shapeless[0]!r}"
+    fixed = [m for m in runner.modules_of(options.scenario) if "tokens" not in inspect.signature(m.problems).parameters]
+    if options.tokens and fixed:
+        return f"--tokens: {options.scenario} has sizes of its own; --only tokens= chooses among them"
+    if min(options.rounds, options.sets) < 1:
+        return "--rounds and --sets are at least 1"
+    return runner.complaint(options.scenario, limits(options.only))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("others", nargs="*", metavar="[NAME=]KERNELS", help="the kernels folder of another checkout")
@@ -140,6 +154,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="measure nothing")
     parser.add_argument("--out", type=Path, help="folder of the record")
     options = parser.parse_args()
+    if wrong := complaint(options):
+        parser.error(wrong)
     if not torch.cuda.is_available():
         parser.error("kernels run on GPUs")
     kept = {"scenario": "against", **record.environment(torch.device("cuda")), "rows": []}

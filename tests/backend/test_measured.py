@@ -129,6 +129,33 @@ def test_a_bench_record_becomes_the_table(tmp_path: Path, monkeypatch: pytest.Mo
     measured._entries.cache_clear()
 
 
+def test_tables_of_runs_side_by_side_are_both_kept_and_written_in_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "measured.json"
+    monkeypatch.setattr(measured, "RECORD", path)
+    path.write_text(json.dumps({"measured": []}))
+    measured._entries.cache_clear()
+    assert measured.nearest("q_norm_rope", SM90, 1) is None
+    path.write_text(json.dumps({"measured": [TABLE[0]]}))  # by another run, after this one has read
+    stamp = {"architecture": SM90, "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-02T03:04:05+00:00"}
+    rows = [{"op": "inv_rope", "elements": 640, "impl": impl, "us": 4.0} for impl in measured.CANDIDATES]
+    assert measured.update({"rows": rows, **stamp}) == 1
+    whole = path.read_text()
+    assert [row["op"] for row in json.loads(whole)["measured"]] == ["q_norm_rope", "inv_rope"]
+    write = Path.write_text
+
+    def cut(path: Path, text: str, **how: str) -> int:
+        write(path, text[: len(text) // 2], **how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(KeyboardInterrupt):
+        measured.update({"rows": rows, **stamp})
+    assert path.read_text() == whole
+    measured._entries.cache_clear()
+
+
 def test_the_record_in_the_package_can_be_read_and_keys_the_compile_cache() -> None:
     for row in json.loads(measured.RECORD.read_text())["measured"]:
         assert row["op"] in OPS

@@ -94,3 +94,25 @@ def test_without_a_gpu_it_says_so(
     with pytest.raises(SystemExit):
         against.main()
     assert "kernels run on GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["gemm", "--only", "token=8"], "no column 'token' in gemm; there is op, layer, model, tokens, impl"),
+        (["gemm", "--only", "tokens"], "--only takes COLUMN=A,B, got 'tokens'"),
+        (["metadata", "--tokens", "8"], "--tokens: metadata has sizes of its own"),
+        (["gemm", "--sets", "0"], "--rounds and --sets are at least 1"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(
+    against: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["against.py", "kernels", *argv])
+    with pytest.raises(SystemExit):
+        against.main()
+    assert f"error: {message}" in capsys.readouterr().err

@@ -54,13 +54,14 @@ def test_what_agrees_with_the_reference_is_timed() -> None:
         lambda x, out: (out.copy_(x + 1), torch.full_like(x, torch.nan))[1],
         lambda x, out: (out.copy_(x + 1), (x * 2).double())[1],
         lambda x, out: (out.copy_(x + 1), torch.stack((x * 2, x), 1)[:, 0])[1],
+        lambda x, out: (out.copy_(x + 1), (x * 2, x + 1))[1],
     ],
-    ids=["a value", "an argument not written", "NaN", "dtype", "strides"],
+    ids=["a value", "an argument not written", "NaN", "dtype", "strides", "a result too many"],
 )
 def test_what_is_wrong_gets_no_number(wrong: Callable[..., Any]) -> None:
     found = rows(wrong=lambda: wrong, right=lambda: double)
     assert (found["wrong"]["status"], found["wrong"]["us"]) == ("wrong", None)
-    assert found["wrong"]["note"].startswith("result ")
+    assert found["wrong"]["note"].startswith("result")
     assert found["right"]["us"] > 0
 
 
@@ -230,6 +231,21 @@ def test_the_ceiling_is_the_fastest_copy_and_each_way_copies(monkeypatch: pytest
     monkeypatch.setattr(timing, "measure", one_way)
     assert timing.copy_rate(CPU) == 2 * copied[0] * len(copied)
     assert len(copied) > 1
+
+
+def test_a_record_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record: dict[str, Any] = {"scenario": "one", "rows": []}
+    list(bench.record.collect(record, iter([{"us": 1.0}]), tmp_path))
+    write = Path.write_text
+
+    def cut(path: Path, text: str) -> int:
+        write(path, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(KeyboardInterrupt):
+        list(bench.record.collect(record, iter([{"us": 2.0}]), tmp_path))
+    assert json.loads((tmp_path / "one.json").read_text())["rows"] == [{"us": 1.0}]
 
 
 def test_rows_are_on_disk_when_they_are_given(tmp_path: Path) -> None:

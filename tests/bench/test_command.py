@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
+import os
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dsv4_compile import bench, cli, measured
 from dsv4_compile.bench import gate, indexer, pictures, preprocess, timing
@@ -67,6 +71,25 @@ def test_tune_alone_measures_every_choice_and_tells_the_worst(
     assert len(ran) == 2
 
 
+def test_scenarios_of_one_run_take_one_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, taken = fcntl.flock, []
+
+    def at_once(file: int, how: int) -> None:
+        taken.append(file)
+        lock(file, how | fcntl.LOCK_NB)
+
+    def run(scenario: str, turn: Callable[[], None], **options: Any) -> dict[str, Any]:
+        turn()
+        return {"rows": [{"status": "ok"}]}
+
+    monkeypatch.setattr(fcntl, "flock", at_once)
+    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(bench, "render", lambda record: "")
+    monkeypatch.setattr(measured, "update", lambda record: 0)
+    assert cli.main(["bench", "--tune", "--turn", str(tmp_path / "turn")]) == 0
+    assert len(taken) == 1
+
+
 def test_every_op_that_has_a_choice_is_among_those_that_are_tuned() -> None:
     limits = bench.choices()
     offered = {case.op for case in indexer.cases(DeepseekV4Config.flash())} | set(preprocess.OPS)
@@ -109,9 +132,38 @@ def test_what_could_not_be_written_is_refused_before_anything_is_measured(
     (tmp_path / "file").touch()
     assert cli.main(["bench", "preprocess", "--out", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err == f"--out {tmp_path / 'file'}: File exists\n"
+    with monkeypatch.context() as read_only:
+        read_only.setattr(os, "access", lambda path, how: False)
+        assert cli.main(["bench", "preprocess", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"--out {tmp_path}: nothing can be written there\n"
     monkeypatch.setattr(measured, "RECORD", tmp_path / "nowhere" / "measured.json")
     assert cli.main(["bench", "preprocess", "--tune"]) == 2
     assert "which is read-only" in capsys.readouterr().err
+
+
+def test_what_cannot_be_run_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "run", lambda *args, **options: pytest.fail("measured"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "preprocess", "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "--device cuda: torch finds no GPU\n"
+    assert cli.main(["bench", "preprocess", "--turn", str(tmp_path / "nowhere" / "turn")]) == 2
+    assert capsys.readouterr().err == f"--turn {tmp_path / 'nowhere' / 'turn'}: No such file or directory\n"
+    assert cli.main(["bench", "--tune", "--json"]) == 2
+    assert "--json prints one record" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_run_without_rows_leaves_the_record_of_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "copy_rate", lambda device: 1e9)
+    (tmp_path / "preprocess.json").write_text("before")
+    limits = ["--only", "op=inv_rope", "--only", "impl=eagre", "--device", "cpu"]
+    assert cli.main(["bench", "preprocess", *limits, "--out", str(tmp_path)]) == 2
+    assert "nothing is left to measure" in capsys.readouterr().err
+    assert (tmp_path / "preprocess.json").read_text() == "before"
 
 
 @pytest.mark.usefixtures("tiny")
@@ -119,6 +171,15 @@ def test_limits_of_a_column_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     limits = ["--only", "op=inv_rope", "--only", "op=q_norm_rope", "--only", "impl=eager", "--only", "tokens=1"]
     assert cli.main(["bench", "preprocess", *limits, "--device", "cpu", "--json"]) == 0
     assert [row["op"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["q_norm_rope", "inv_rope"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_values_of_a_limit_that_nothing_has_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--only", "op=inv_rope", "--only", "impl=eager,trition", "--only", "tokens=1,4"]
+    assert cli.main(["bench", "preprocess", *limits, "--device", "cpu", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1] == "nothing was measured of impl=trition, tokens=4"
+    assert [row["impl"] for row in json.loads(printed.out)["rows"]] == ["eager"]
 
 
 def test_the_command_lists_the_scenarios(capsys: pytest.CaptureFixture[str]) -> None:

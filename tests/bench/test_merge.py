@@ -61,3 +61,9 @@ def test_runs_of_different_machines_are_not_merged(parts: list[dict[str, Any]]) 
     parts[1]["machine"] = "another"
     with pytest.raises(InputError, match="different machine"):
         bench.merge(parts)
+
+
+def test_a_fact_that_only_one_run_tells_hides_no_other_difference(parts: list[dict[str, Any]]) -> None:
+    others = [{**parts[1], "clock": "boosted"}, {**parts[1], "machine": "another"}]
+    with pytest.raises(InputError, match="different clock"):
+        bench.merge([parts[0], *others])
