@@ -12,8 +12,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dsv4_compile import bench, measured
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """ValueError where a file holds something else."""
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict) or "rows" not in found:
+        raise ValueError("it has no rows")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--png", action="store_true", help="draw the times, with matplotlib")
     parser.add_argument("--tune", action="store_true", help="as of dsv4 bench, which sees one part alone")
     args = parser.parse_args(argv)
-    merged = bench.merge([json.loads(part.read_text()) for part in args.parts])
+    parts = []
+    for part in args.parts:
+        try:
+            parts.append(_record(part))
+        except (OSError, ValueError) as fault:
+            parser.error(f"{part} is no record: {fault}")
+    merged = bench.merge(parts)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.name or merged['scenario']}.json"
     path.write_text(json.dumps(merged, indent=1) + "\n")

@@ -67,3 +67,16 @@ def test_a_fact_that_only_one_run_tells_hides_no_other_difference(parts: list[di
     others = [{**parts[1], "clock": "boosted"}, {**parts[1], "machine": "another"}]
     with pytest.raises(InputError, match="different clock"):
         bench.merge([parts[0], *others])
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
+def test_what_is_no_record_is_refused_by_its_name(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "part.json"
+    if text is not None:
+        path.write_text(text)
+    merge = runpy.run_path(str(ROOT / "examples" / "benchmarks" / "merge.py"))["main"]
+    with pytest.raises(SystemExit):
+        merge([str(RECORD), str(path), "--out", str(tmp_path)])
+    assert f"{path} is no record" in capsys.readouterr().err
