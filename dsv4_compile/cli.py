@@ -11,18 +11,15 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from importlib import resources
-from typing import Any
 
 from . import __version__, progress
 from .errors import CODES, DSV4Error
 
 PAGES = {"layout": "every byte of the caches", "metadata": "persistent buffers of a step, and who fills them"}
 """Pages that `dsv4 explain` prints beside those of the codes."""
-_locks: dict[str, int] = {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +49,9 @@ def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.command == "explain":
         return _explain(args.target, as_json=args.json, max_breaks=args.max_breaks)
     if args.command == "bench":
-        return _bench(args)
+        from .bench.command import run
+
+        return run(args)
     return _demo(rest)
 
 
@@ -137,110 +136,6 @@ def _explain(target: str | None, *, as_json: bool, max_breaks: int | None) -> in
         return 2
     print(text)
     return 0
-
-
-def _bench(args: argparse.Namespace) -> int:
-    from . import bench
-
-    if args.scenario is None and not args.tune:
-        width = max(map(len, bench.SCENARIOS))
-        print("\n".join(f"{name:{width}}  {what}" for name, what in bench.SCENARIOS.items()))
-        return 0
-    if shapeless := [limit for limit in args.only if "=" not in limit]:
-        print(f"--only takes COLUMN=A,B, got {shapeless[0]!r}", file=sys.stderr)
-        return 2
-    only: dict[str, set[str]] = {}
-    for limit in args.only:
-        column, _, values = limit.partition("=")
-        only.setdefault(column, set()).update(values.split(","))
-    if args.scenario is None and only:
-        print("--only limits a scenario, and --tune alone measures every choice: name one of both", file=sys.stderr)
-        return 2
-    if args.scenario is None and args.json:
-        print("--json prints one record, and --tune alone makes several: name a scenario or use --out", file=sys.stderr)
-        return 2
-    if args.png:
-        bench.require_drawing()
-    if wrong := _unwritable(args):
-        print(wrong, file=sys.stderr)
-        return 2
-    return max(_measure(args, *each) for each in ({args.scenario: only} if args.scenario else bench.choices()).items())
-
-
-def _unwritable(args: argparse.Namespace) -> str:
-    """What a run could not write later, or ""."""
-    from . import measured
-
-    folder = args.out or ("." if args.png else "")
-    try:
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-    except OSError as fault:
-        return f"--out {folder}: {fault.strerror}"
-    if folder and not os.access(folder, os.W_OK):
-        return f"--out {folder}: nothing can be written there"
-    try:
-        if args.turn:
-            os.close(_open_turn(args.turn))
-    except OSError as fault:
-        return f"--turn {args.turn}: {fault.strerror}"
-    if args.tune and not os.access(measured.RECORD, os.W_OK):
-        return f"--tune writes to {measured.RECORD}, which is read-only: install the package with pip install -e"
-    return ""
-
-
-def _measure(args: argparse.Namespace, scenario: str, only: Mapping[str, Collection[str]]) -> int:
-    """Run one scenario and hand out its record as the arguments say."""
-    import torch
-
-    from . import bench, measured, proven
-
-    if wrong := bench.complaint(scenario, only):
-        print(wrong, file=sys.stderr)
-        return 2
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("--device cuda: torch finds no GPU", file=sys.stderr)
-        return 2
-    with proven.trust() if args.trust else nullcontext():
-        record = bench.run(
-            scenario,
-            only=only,
-            device=torch.device(args.device) if args.device else None,
-            so_far=partial(bench.write, folder=args.out) if args.out else None,
-            turn=partial(_take_turn, args.turn) if args.turn else None,
-        )
-    if not record["rows"]:
-        print(f"nothing is left to measure after --only {' --only '.join(args.only)}", file=sys.stderr)
-        return 2
-    if args.only and (missed := _missed(only, record["rows"])):
-        print(f"nothing was measured of {', '.join(missed)}", file=sys.stderr)
-    print(json.dumps(record, indent=1) if args.json else bench.render(record))
-    if args.out or args.png:
-        bench.save(record, args.out or ".")
-    if args.tune:
-        print(f"{measured.update(record)} sizes of both ir and triton written to {measured.RECORD}", file=sys.stderr)
-    return int(any(row["status"] == "wrong" for row in record["rows"]))
-
-
-def _missed(only: Mapping[str, Collection[str]], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Values of `--only` that no row has: typing errors, mostly."""
-    asked = ((column, value) for column, values in only.items() for value in sorted(values))
-    return [f"{column}={value}" for column, value in asked if all(str(row.get(column)) != value for row in rows)]
-
-
-def _take_turn(path: str) -> None:
-    """Wait for the lock of the file, and keep it while this process lives."""
-    import fcntl
-
-    # A second scenario of the process has its turn already: another lock would wait for the first for ever.
-    if path not in _locks:
-        file = _open_turn(path)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        _locks[path] = file
-
-
-def _open_turn(path: str) -> int:
-    return os.open(path, os.O_CREAT | os.O_RDWR)
 
 
 def _demo(argv: Sequence[str]) -> int:
