@@ -28,7 +28,7 @@ def outputs(call: Callable[..., Any], args: Sequence[Any], written: Sequence[int
 def disagreement(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
     """Why `got` is not what the reference gives, or "" when it is."""
     if len(got) != len(want):
-        return f"results are {len(got)}, the reference gives {len(want)}"
+        return f"result has {len(got)} tensors, the reference gives {len(want)}"
     for index, (actual, expected) in enumerate(zip(got, want, strict=True)):
         kinds = [(x.dtype, tuple(x.shape), x.stride()) for x in (actual, expected)]
         if kinds[0] != kinds[1]:

@@ -61,7 +61,7 @@ def test_what_agrees_with_the_reference_is_timed() -> None:
 def test_what_is_wrong_gets_no_number(wrong: Callable[..., Any]) -> None:
     found = rows(wrong=lambda: wrong, right=lambda: double)
     assert (found["wrong"]["status"], found["wrong"]["us"]) == ("wrong", None)
-    assert found["wrong"]["note"].startswith("result")
+    assert found["wrong"]["note"].startswith("result ")
     assert found["right"]["us"] > 0
 
 

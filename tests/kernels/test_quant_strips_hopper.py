@@ -91,14 +91,29 @@ def compiled(tokens: int, beside: int) -> Any:
 
 @pytest.mark.parametrize(
     ("tokens", "beside", "loads"),
-    [(8, 0, 4), (16, 0, 8), (8, COMPRESSED, 4), (16, COMPRESSED, 8), (8, INDEXED, 8), (16, INDEXED, 16)],
+    [
+        (8, 0, 4),
+        (16, 0, 8),
+        (32, 0, 32),
+        (64, 0, 32),
+        (8, COMPRESSED, 4),
+        (16, COMPRESSED, 8),
+        (32, COMPRESSED, 16),
+        (64, COMPRESSED, 32),
+        (8, INDEXED, 8),
+        (16, INDEXED, 16),
+        (32, INDEXED, 32),
+    ],
 )
 def test_loads_of_few_tokens_are_on_their_way_before_one_is_waited_for(tokens: int, beside: int, loads: int) -> None:
-    """So that a program waits for memory once. A load brings 8 strips, 8 elements to a thread."""
+    """So that a program waits for memory once. Of more than 16 the order is the assembler's, see MOST_TOKENS_AHEAD.
+
+    A load brings 8 strips, 8 elements to a thread.
+    """
     kernel = compiled(tokens, beside)
     names = fake_triton.instructions(kernel)
     started = [place for place, name in enumerate(names) if "LDG.E.128" in name]
     used = next(place for place, name in enumerate(names) if ".U16x2" in name)
     assert len(started) == loads
-    assert max(started) < used
+    assert tokens > 16 or max(started) < used
     assert fake_triton.resources(kernel)["STACK"] == 0
