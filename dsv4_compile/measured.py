@@ -19,6 +19,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from ._files import replace_rows
+
 RECORD = Path(__file__).with_name("measured.json")
 CANDIDATES = ("ir", "triton")
 """The implementations that are compared; the reference is no choice where there is another."""
@@ -74,10 +76,7 @@ def update(record: Mapping[str, Any]) -> int:
     # Read anew: runs side by side have written theirs since.
     _entries.cache_clear()
     kept = [row for row in _entries() if (row["op"], row["architecture"]) not in replaced]
-    lines = ",\n".join(f"    {json.dumps(row)}" for row in [*kept, *rows])
-    # In one step: half a table would stop whatever compiles.
-    new = RECORD.with_suffix(".new")
-    new.write_text(f'{{\n  "measured": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
-    new.replace(RECORD)
+    # Half a table would stop whatever compiles.
+    replace_rows(RECORD, "measured", [*kept, *rows])
     _entries.cache_clear()
     return sum(len(us) == len(CANDIDATES) for us in times.values())

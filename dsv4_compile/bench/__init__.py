@@ -13,7 +13,7 @@ from __future__ import annotations
 from .pictures import can_draw, draw, require_drawing
 from .problem import Problem, keep
 from .record import merge, save, write
-from .runner import SCENARIOS, choices, complaint, run
+from .runner import SCENARIOS, choices, complaint, limits, run
 from .table import render
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "complaint",
     "draw",
     "keep",
+    "limits",
     "merge",
     "render",
     "require_drawing",

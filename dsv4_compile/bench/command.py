@@ -25,13 +25,11 @@ def run(args: argparse.Namespace) -> int:
         width = max(map(len, bench.SCENARIOS))
         print("\n".join(f"{name:{width}}  {what}" for name, what in bench.SCENARIOS.items()))
         return 0
-    if shapeless := [limit for limit in args.only if "=" not in limit]:
-        print(f"--only takes COLUMN=A,B, got {shapeless[0]!r}", file=sys.stderr)
+    try:
+        only = bench.limits(args.only)
+    except ValueError as fault:
+        print(fault, file=sys.stderr)
         return 2
-    only: dict[str, set[str]] = {}
-    for limit in args.only:
-        column, _, values = limit.partition("=")
-        only.setdefault(column, set()).update(values.split(","))
     if args.scenario is None and only:
         print("--only limits a scenario, and --tune alone measures every choice: name one of both", file=sys.stderr)
         return 2

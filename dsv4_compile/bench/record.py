@@ -16,6 +16,7 @@ import torch
 
 from .. import __version__
 from .._compat import device_architecture, triton_version
+from .._files import replace
 from ..errors import check
 from .pictures import can_draw, draw
 from .table import render, subject
@@ -74,8 +75,8 @@ def write(record: Record, folder: str | Path) -> list[Path]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['scenario']}.json"
-    _replace(path, json.dumps(record, indent=1))
-    _replace(path.with_suffix(".txt"), render(record))
+    replace(path, json.dumps(record, indent=1))
+    replace(path.with_suffix(".txt"), render(record))
     return [path, path.with_suffix(".txt")]
 
 
@@ -85,15 +86,8 @@ def collect(record: Record, rows: Iterable[Record], folder: Path | None) -> Iter
         record["rows"].append(row)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            _replace(folder / f"{record['scenario']}.json", json.dumps(record, indent=1))
+            replace(folder / f"{record['scenario']}.json", json.dumps(record, indent=1))
         yield row
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file in one step: a run that is killed leaves the former."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(f"{text}\n")
-    new.replace(path)
 
 
 def _machine(device: torch.device) -> str:

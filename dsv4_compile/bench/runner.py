@@ -6,9 +6,10 @@ import importlib
 import itertools
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def run(
     trusts = ["--trust"] if proven.trusting() else []
     command = " ".join(["dsv4 bench", scenario, *limits, f"--device {device.type}", *trusts])
     record: Record = {"scenario": scenario, **environment(device), "command": command, "copy_gb_s": None}
-    modules = [module for module in modules_of(scenario) if set(only) <= set(module.COLUMNS)]
+    modules = modules_of(scenario, only)
     machines: list[costs.Machine] = []
 
     def machine() -> costs.Machine:
@@ -118,9 +119,25 @@ def complaint(scenario: str, only: Only) -> str:
     return f"no column {unknown[0]!r} in {scenario}; there is {', '.join(columns)}" if unknown else ""
 
 
-def modules_of(scenario: str) -> list[Any]:
-    """The modules of one of `SCENARIOS`."""
-    return [importlib.import_module(f"{__package__}.{name}") for name in PARTS.get(scenario, (scenario,))]
+def limits(texts: Iterable[str]) -> dict[str, set[str]]:
+    """An `Only` of "COLUMN=A,B"; limits of one column add up.
+
+    Raises:
+        ValueError: one is no such text, with what to say of it.
+    """
+    only: dict[str, set[str]] = {}
+    for text in texts:
+        column, equals, values = text.partition("=")
+        if not equals:
+            raise ValueError(f"--only takes COLUMN=A,B, got {text!r}")
+        only.setdefault(column, set()).update(values.split(","))
+    return only
+
+
+def modules_of(scenario: str, only: Only = MappingProxyType({})) -> list[Any]:
+    """The modules of one of `SCENARIOS`, but those that lack a limited column."""
+    found = [importlib.import_module(f"{__package__}.{name}") for name in PARTS.get(scenario, (scenario,))]
+    return [module for module in found if set(only) <= set(module.COLUMNS)]
 
 
 def rows_of(

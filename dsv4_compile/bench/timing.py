@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 MAX_SETS = 1024
-_GRAPH_US = 400.0
-"""Time that the calls of one graph should take together: the start of a replay is then a small part of it."""
+_GRAPH_US, _MOST_CALLS = 400.0, 100.0
+"""Time that the calls of one graph should take together, so that the start of a replay is a small part of it; and how
+many there are at most."""
 _IN_A_ROW = 20
 _SECONDS = 0.02
 _SETTLING_SECONDS = 0.05
@@ -56,13 +57,28 @@ def measure(
     if clock == "stream":
         return Timing(_stream_us(partial(call, *sets[0])), None, clock)
     once = _graph_us([partial(call, *sets[0])])
-    repeats = int(min(100.0, max(1.0, _GRAPH_US / once)))
+    repeats = calls_of_a_graph(once)
     warm = _graph_us([partial(call, *sets[0])] * repeats) if repeats > 1 else once
     if not cold:
         return Timing(warm, None, "cuda graph")
     # One set that is larger than the cache is cold at every call.
     turns = _graph_us([partial(call, *args) for args in sets], keep=True) if len(sets) > 1 else warm
     return Timing(warm, turns, "cuda graph")
+
+
+def calls_of_a_graph(us: float) -> int:
+    """How many calls of so many microseconds a graph should have, for the start of a replay to count little."""
+    return int(min(_MOST_CALLS, max(1.0, _GRAPH_US / us)))
+
+
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Time of one replay, start included."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
 
 
 def us_in_a_row(call: Call, replays: int) -> float:
@@ -145,16 +161,7 @@ def _graph_us(calls: Sequence[Call], keep: bool = False) -> float:
             result = call()
             if keep:
                 kept.append(result)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def replay() -> float:
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3
-
-    return _settled_median(replay) / len(calls)
+    return _settled_median(partial(replay_us, graph)) / len(calls)
 
 
 def _stream_us(call: Call) -> float:

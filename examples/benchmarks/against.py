@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import dsv4_compile
-from dsv4_compile.bench import keep, record, runner
+from dsv4_compile.bench import keep, limits, record, runner
+from dsv4_compile.bench.timing import calls_of_a_graph, replay_us
 from dsv4_compile.ops._kernels import KERNELS
 
 OURS = "ours"
-GRAPH_US, MOST_CALLS = 400.0, 100
 ROUNDS = 41
 
 
@@ -69,22 +69,13 @@ def graph_of(call: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3
-
-
 def in_turn(calls: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Any]:
     """Of each its median in microseconds, and of others how often they were faster than the first."""
     once = {name: graph_of(call, 1) for name, call in calls.items()}
     for graph in once.values():
         graph.replay()
     longest = max(min(replay_us(graph) for _ in range(5)) for graph in once.values())
-    repeats = int(min(MOST_CALLS, max(1, GRAPH_US // longest)))
+    repeats = calls_of_a_graph(longest)
     graphs = {name: graph_of(call, repeats) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 3):
@@ -112,8 +103,7 @@ def results_of(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> lis
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device, of, only = torch.device("cuda"), packages(options.others), limits(options.only)
-    modules = [each for each in runner.modules_of(options.scenario) if set(only) <= set(each.COLUMNS)]
-    for scenario in modules:
+    for scenario in runner.modules_of(options.scenario, only):
         for problem in scenario.problems(device, only, **({"tokens": options.tokens} if options.tokens else {})):
             if problem.op not in KERNELS or not keep(only, op=problem.op, **problem.params):
                 continue
@@ -127,20 +117,18 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"op": problem.op, **problem.params, **found, "other_bytes": other}
 
 
-def limits(only: Sequence[str]) -> dict[str, set[str]]:
-    return {column: set(values.split(",")) for column, _, values in (limit.partition("=") for limit in only)}
-
-
 def complaint(options: argparse.Namespace) -> str:
     """What is wrong with the arguments, or ""."""
-    if shapeless := [limit for limit in options.only if "=" not in limit]:
-        return f"--only takes COLUMN=A,B, got {shapeless[0]!r}"
+    try:
+        only = limits(options.only)
+    except ValueError as fault:
+        return str(fault)
     fixed = [m for m in runner.modules_of(options.scenario) if "tokens" not in inspect.signature(m.problems).parameters]
     if options.tokens and fixed:
         return f"--tokens: {options.scenario} has sizes of its own; --only tokens= chooses among them"
     if min(options.rounds, options.sets) < 1:
         return "--rounds and --sets are at least 1"
-    return runner.complaint(options.scenario, limits(options.only))
+    return runner.complaint(options.scenario, only)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_compile import bench, measured
+from dsv4_compile._files import replace
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -43,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     merged = bench.merge(parts)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.name or merged['scenario']}.json"
-    path.write_text(json.dumps(merged, indent=1) + "\n")
+    replace(path, json.dumps(merged, indent=1))
     if merged["scenario"] in bench.SCENARIOS:
-        path.with_suffix(".txt").write_text(bench.render(merged) + "\n")
+        replace(path.with_suffix(".txt"), bench.render(merged))
         if args.png:
             bench.draw(merged, args.out, path.stem)
     print(f"{len(merged['rows'])} rows written to {path}")

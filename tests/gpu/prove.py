@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed
 
 from dsv4_compile import proven  # noqa: E402
 from dsv4_compile._compat import device_architecture, triton_version  # noqa: E402
+from dsv4_compile._files import replace_rows  # noqa: E402
 from dsv4_compile.lowering import registry  # noqa: E402
 from dsv4_compile.ops._kernels import KERNELS  # noqa: E402
 
@@ -263,10 +264,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def write_record(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Replace the record by `rows`, in one step."""
-    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-    new = path.with_suffix(".new")
-    new.write_text(f'{{\n  "proven": [\n{lines}\n  ]\n}}\n')
-    new.replace(path)
+    replace_rows(path, "proven", rows)
 
 
 def prove(

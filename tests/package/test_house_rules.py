@@ -13,7 +13,7 @@ import pytest
 MAX_LINES = 400
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "progress", "proven", "measured"}),
+    frozenset({"_files", "errors", "progress", "proven", "measured"}),
     frozenset({"_compat"}),
     frozenset({"layout"}),
     frozenset({"config", "rope_tables"}),
