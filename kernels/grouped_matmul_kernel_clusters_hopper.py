@@ -21,7 +21,7 @@ from .cluster_hopper import meet, put_pairs
 from .copies_hopper import copy_elements, copy_tile
 from .grouped_matmul_kernel_hopper import FLAT, STRIP
 from .grouped_matmul_kernel_many_hopper import HALF, ROWS, TILE_ROWS, half_of, sums_of, tokens_of, word_of
-from .grouped_matmul_shares_hopper import share_of, store_fetched
+from .grouped_matmul_shares_hopper import store_fetched
 from .grouped_matmul_store_hopper import store_sums
 from .views_hopper import reinterpret
 
@@ -105,7 +105,7 @@ def _store_share(
     p_out, p_out_scale, out_stride, place, share, alone, rank, half: gl.constexpr, SPLITS: gl.constexpr
 ):  # fmt: skip
     """Share number `share` of one half of the tokens. For `alone` and `rank` see `store_fetched`."""
-    SHARE: gl.constexpr = share_of(SPLITS, HALF)
+    SHARE: gl.constexpr = (HALF + 2 * SPLITS - 1) // (2 * SPLITS) * 2
     tokens, first_token, _, _, out_column, columns, _, _ = place
     first, half_token = share * SHARE, half_of(half, first_token, tokens)
     mine = gl.minimum(gl.minimum(SHARE, HALF - first), tokens - half_token - first)

@@ -32,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import layout
 from .barriers_hopper import thread_barrier
+from .cluster_hopper import place_inbox
 from .copies_hopper import copy_tile
 from .grouped_matmul_shares_hopper import await_shares, store_shares
 from .grouped_matmul_store_hopper import store_parts, store_tile
@@ -80,12 +81,6 @@ def _scales_of_x(
 
 
 @gluon.jit
-def _arrived(ready, strip, RING: gl.constexpr):
-    """Wait for a strip, counted from the program's first."""
-    mbarrier.wait(ready.index(strip % RING), (strip // RING) & 1)
-
-
-@gluon.jit
 def _put_rows(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """float32 `[ROWS, WIDTH]` in shared memory, where each row can be asked for."""
     flat = gl.allocate_shared_memory(gl.float32, [ROWS * WIDTH], FLAT)
@@ -94,14 +89,31 @@ def _put_rows(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def _add_scaled(acc, products, x_scales, w_scales, first, count, TURN: gl.constexpr):
+    """The products of the TURN strips from `first` on, as each is done; those behind the last, times nothing."""
+    ACC: gl.constexpr = acc.type.layout
+    for ahead in gl.static_range(TURN):
+        strip = gl.minimum(first + ahead, count - 1)
+        x_scale = x_scales.index(strip).load(gl.SliceLayout(0, ACC))
+        row_scale = w_scales.index(strip).load(gl.SliceLayout(1, ACC))
+        if TURN > 1:
+            x_scale = gl.where(first + ahead < count, x_scale, 0.0)
+            row_scale = gl.where(first + ahead < count, row_scale, 0.0)
+        product = warpgroup_mma_wait(TURN - 1 - ahead, deps=[products[ahead]])
+        acc += product * (gl.expand_dims(x_scale, 0) * gl.expand_dims(row_scale, 1))
+    return acc
+
+
+@gluon.jit
 def _multiply(
-    program, weights, inputs, p_x, x_stride, p_out, p_out_scale, p_part, p_arrived, p_x_scale, p_weight_scale,
+    program, inbox, weights, inputs, p_x, x_stride, p_out, p_out_scale, p_part, p_arrived, p_x_scale, p_weight_scale,
     out_stride, x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
     weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, groups, rows, size, strips_each,
     SPLITS: gl.constexpr, ONE_SCALE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, EACH: gl.constexpr, AT_ONCE: gl.constexpr, CHUNKS: gl.constexpr, RAGGED: gl.constexpr,
     RING: gl.constexpr, WHOLE: gl.constexpr, TILE: gl.constexpr, OUT_TILE: gl.constexpr, X: gl.constexpr,
-    OUT: gl.constexpr, WARPS: gl.constexpr, CLUSTER: gl.constexpr,
+    OUT: gl.constexpr, WARPS: gl.constexpr, CLUSTER: gl.constexpr, SHARE: gl.constexpr,
+    INBOX: gl.constexpr, TURN: gl.constexpr,
 ):  # fmt: skip
     """The part of a product that is program `program`'s; see `grouped_matmul_hopper_kernel` for the arguments."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -136,23 +148,29 @@ def _multiply(
         values = gl.allocate_shared_memory(weights.dtype, [CHUNKS, AT_ONCE * BLOCK_M, BLOCK_K], TILE)
     else:
         x_ring = gl.allocate_shared_memory(inputs.dtype, [RING, BLOCK_M, BLOCK_K], TILE)
-    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RING):
-        mbarrier.init(ready.index(i), count=1)
+    # All strips of a ring that holds them arrive at one barrier: waiting for a strip that is there takes as long as
+    # multiplying it.
+    BARRIERS: gl.constexpr = 1 if WHOLE else RING
+    ready = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BARRIERS):
+        mbarrier.init(ready.index(i), count=RING // BARRIERS)
     fence_async_shared()
     thread_barrier()
     # Short code, which a cold cache of instructions has sooner: with an end that is not known, loops stay loops.
     filled = gl.minimum(count, RING)
     for i in range(filled):
-        mbarrier.expect(ready.index(i), BYTES)
-        copy_tile(weights, [first_row, (begin + i) * BLOCK_K], ready.index(i), w_ring.index(i))
+        mbarrier.expect(ready.index(i % BARRIERS), BYTES)
+        copy_tile(weights, [first_row, (begin + i) * BLOCK_K], ready.index(i % BARRIERS), w_ring.index(i))
+    if WHOLE:
+        for _ in range(filled, RING):
+            mbarrier.arrive(ready.index(0))
     gdc_launch_dependents()
-    if CLUSTER:
-        inbox = await_shares(part, tokens, first_token, SPLITS, BLOCK_M, BLOCK_N)
+    if INBOX > 0:
+        await_shares(inbox, part, tokens, first_token, SPLITS, SHARE, BLOCK_M, BLOCK_N)
     gdc_wait()
     if not QUANTIZE:
         for i in range(filled):
-            copy_tile(inputs, [x_row, x_column + (begin + i) * BLOCK_K], ready.index(i), x_ring.index(i))
+            copy_tile(inputs, [x_row, x_column + (begin + i) * BLOCK_K], ready.index(i % BARRIERS), x_ring.index(i))
 
     if p_weight_scale is not None:
         WIDE: gl.constexpr = 1 if ONE_SCALE else BLOCK_N
@@ -186,38 +204,43 @@ def _multiply(
     sums = warpgroup_mma_init(acc) if WHOLE else acc
     if QUANTIZE:
         thread_barrier()
-    for strip in range(count):
+    if WHOLE:
+        mbarrier.wait(ready.index(0), 0)
+    for first in range(0, count, TURN):
         if not WHOLE:
             # All have waited for the last product: what it read is free.
             thread_barrier()
-            following = strip - 1 + RING
-            if (strip > 0) & (following < count):
+            following = first - 1 + RING
+            if (first > 0) & (following < count):
                 free = following % RING
                 o_k = (begin + following) * BLOCK_K
                 mbarrier.expect(ready.index(free), BYTES)
                 copy_tile(weights, [first_row, o_k], ready.index(free), w_ring.index(free))
                 if not QUANTIZE:
                     copy_tile(inputs, [x_row, x_column + o_k], ready.index(free), x_ring.index(free))
-        _arrived(ready, strip, RING)
-        w = w_ring.index(strip % RING)
-        x = x_ring.index(strip if QUANTIZE else strip % RING)
-        if p_weight_scale is None:
-            sums = warpgroup_mma(w, x.permute((1, 0)), sums, is_async=True)
-            if not WHOLE:
-                sums = warpgroup_mma_wait(0, deps=[sums])
-        else:
-            product = warpgroup_mma(w, x.permute((1, 0)), zero, use_acc=False, is_async=True)
-            x_scale = x_scales.index(strip).load(gl.SliceLayout(0, ACC))
-            row_scale = w_scales.index(strip).load(gl.SliceLayout(1, ACC))
-            product = warpgroup_mma_wait(0, deps=[product])
-            acc += product * (gl.expand_dims(x_scale, 0) * gl.expand_dims(row_scale, 1))
+            mbarrier.wait(ready.index(first % RING), (first // RING) & 1)
+        products = ()
+        for ahead in gl.static_range(TURN):
+            # Behind the last comes the last again.
+            strip = gl.minimum(first + ahead, count - 1)
+            w = w_ring.index(strip % RING)
+            x = x_ring.index(strip if QUANTIZE else strip % RING)
+            if p_weight_scale is None:
+                sums = warpgroup_mma(w, x.permute((1, 0)), sums, is_async=True)
+                if not WHOLE:
+                    sums = warpgroup_mma_wait(0, deps=[sums])
+            else:
+                product = warpgroup_mma(w, x.permute((1, 0)), zero, use_acc=False, is_async=True)
+                products += (product,)  # type: ignore[assignment]
+        if p_weight_scale is not None:
+            acc = _add_scaled(acc, products, x_scales, w_scales, first, count, TURN)
     if p_weight_scale is None:
         acc = warpgroup_mma_wait(0, deps=[sums])
 
     if CLUSTER:
         store_shares(
             acc, part, inbox, p_out, p_out_scale, out_stride, tokens, first_token, group, block, rows, SPLITS,
-            BLOCK_M, BLOCK_N, WARPS,
+            SHARE, INBOX > 0, BLOCK_M, BLOCK_N, WARPS,
         )  # fmt: skip
     elif SPLITS > 1:
         store_parts(
@@ -278,18 +301,22 @@ def grouped_matmul_hopper_kernel(
     X: gl.constexpr,  # layouts in registers: of strips of x, of results
     OUT: gl.constexpr,
     CLUSTER: gl.constexpr,  # the programs of a tile are one
+    SHARE: gl.constexpr,  # tokens that a program of a cluster adds up
+    INBOX: gl.constexpr,  # bytes that they are sent to, 0 where they are fetched
+    TURN: gl.constexpr,  # strips that are multiplied at once
     num_warps: gl.constexpr,
 ):
     """Program p takes tile p % tiles and its strips from p // tiles * strips_each on.
 
     In clusters, the programs of a tile are neighbours: it takes tile p // SPLITS.
     """
+    inbox = place_inbox(INBOX)
     _multiply(
-        gl.program_id(0), weights, inputs, p_x, x_stride, p_out, p_out_scale, p_part, p_arrived, p_x_scale,
+        gl.program_id(0), inbox, weights, inputs, p_x, x_stride, p_out, p_out_scale, p_part, p_arrived, p_x_scale,
         p_weight_scale, out_stride, x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride,
         x_scale_strip_stride, weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, groups, rows,
         size, strips_each, SPLITS, ONE_SCALE, BLOCK_M, BLOCK_N, BLOCK_K, EACH, AT_ONCE, CHUNKS, RAGGED, RING, WHOLE,
-        TILE, OUT_TILE, X, OUT, num_warps, CLUSTER,
+        TILE, OUT_TILE, X, OUT, num_warps, CLUSTER, SHARE, INBOX, TURN,
     )  # fmt: skip
 
 
@@ -338,21 +365,25 @@ def pair_hopper_kernel(
     X: gl.constexpr,
     OUT: gl.constexpr,
     CLUSTER: gl.constexpr,  # the programs of a tile are one, of as many for either
+    SHARE: gl.constexpr,
+    INBOX: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Two products of one x side by side: of x quantised here with e4m3, and of x as it is."""
+    # One for both: in either branch it would be two.
+    inbox = place_inbox(INBOX)
     if gl.program_id(0) < first:
         _multiply(
-            gl.program_id(0), weights, None, p_x, x_stride, p_out, None, p_part, p_arrived, None, p_weight_scale,
-            out_stride, 0, 0, 0, 0, 0, weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, 1,
-            rows, size, strips_each, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, AT_ONCE, CHUNKS, RAGGED, RING,
-            WHOLE, TILE, OUT_TILE, X, OUT, num_warps, CLUSTER,
+            gl.program_id(0), inbox, weights, None, p_x, x_stride, p_out, None, p_part, p_arrived, None,
+            p_weight_scale, out_stride, 0, 0, 0, 0, 0, weight_scale_row_stride, weight_scale_strip_stride, tokens,
+            token_blocks, 1, rows, size, strips_each, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, AT_ONCE, CHUNKS,
+            RAGGED, RING, WHOLE, TILE, OUT_TILE, X, OUT, num_warps, CLUSTER, SHARE, INBOX, 1,
         )  # fmt: skip
     else:
         _multiply(
-            gl.program_id(0) - first, others, inputs_of_others, None, 0, p_out + rows, None, p_part_of_others,
+            gl.program_id(0) - first, inbox, others, inputs_of_others, None, 0, p_out + rows, None, p_part_of_others,
             p_arrived_of_others, None, None, out_stride, 0, 0, 0, 0, 0, 0, 0, tokens, token_blocks, 1, rows_of_others,
             size, strips_each_of_others, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS,
             EACH_OF_OTHERS, AT_ONCE, CHUNKS, False, RING_OF_OTHERS, WHOLE_OF_OTHERS, TILE_OF_OTHERS, OUT_TILE, X,
-            OUT, num_warps, CLUSTER,
+            OUT, num_warps, CLUSTER, SHARE, INBOX, 1,
         )  # fmt: skip

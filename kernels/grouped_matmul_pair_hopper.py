@@ -28,7 +28,7 @@ from .grouped_matmul_hopper import (
     x_layout,
 )
 from .grouped_matmul_kernel_hopper import STRIP_BYTES, pair_hopper_kernel
-from .grouped_matmul_shares_hopper import bytes_used
+from .grouped_matmul_shares_hopper import bytes_of_inbox, bytes_put, tokens_of_share
 from .launch import launch_kernel
 
 BLOCK_N, WARPS, PROGRAMS = 64, 4, 3
@@ -73,9 +73,10 @@ def strips_each(pair: PairCut, strips: tuple[int, int]) -> list[int]:
 
 def rings(pair: PairCut, tokens: int, strips: tuple[int, int]) -> list[int]:
     """Buffers of a program of either weight, the first of which quantises."""
-    cut, block_m = Cut(BLOCK_N, WARPS, pair.programs, 1, pair.cluster > 0), block_of(tokens)
-    first, second = strips_each(pair, strips)
-    return [deepest_ring(cut, block_m, first, True), deepest_ring(cut, block_m, second, False)]
+    cut = Cut(BLOCK_N, WARPS, pair.programs, max(1, pair.cluster), pair.cluster > 0)
+    block_m = block_of(tokens)
+    each = strips_each(pair, strips)
+    return [deepest_ring(cut, block_m, n, i == 0, max(each)) for i, n in enumerate(each)]
 
 
 def sizes_of(x: Tensor, weight: Tensor, others: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -134,7 +135,7 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
     parts: list[Tensor | None] = [None, None]
     counters: list[Tensor | None] = [None, None]
     if cluster > 0:
-        room = bytes_used(cluster, block_m, BLOCK_N)
+        room = bytes_put(block_m, BLOCK_N)
         start = partial(launch_clusters, pair_hopper_kernel, programs, cluster, room)
     else:
         start = partial(launch_kernel, pair_hopper_kernel, (programs,))
@@ -185,6 +186,8 @@ def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor,
         X=x_layout(few * block_m, WARPS, x.dtype is torch.bfloat16),
         OUT=out_layout(BLOCK_N, WARPS),
         CLUSTER=cluster > 0,
+        SHARE=tokens_of_share(max(1, cluster), block_m, max(each)),
+        INBOX=bytes_of_inbox(cluster, block_m, BLOCK_N, max(each)) if cluster > 0 else 0,
         num_warps=WARPS,
         launch_pdl=True,
     )

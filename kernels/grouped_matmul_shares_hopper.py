@@ -12,34 +12,50 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .barriers_hopper import thread_barrier
-from .cluster_hopper import await_letters, meet, open_inbox, put_words, received_words, send_words, words_of
+from .cluster_hopper import (
+    await_letters,
+    inbox_bytes,
+    inboxes_open,
+    meet,
+    open_inbox,
+    put_words,
+    received_words,
+    send_words,
+    words_of,
+)
 from .grouped_matmul_store_hopper import store_sums
 
 MOST_TOKENS_OF_LETTERS = 32
 """Of a tile whose parts go from registers to where they are added up; those of larger tiles are fetched. Up to 32
-tokens, sending takes an H200 0.2 to 1 us less than fetching does, or the copy engine. Of 64, V4-Flash's wo_b takes 10.1
-us instead of 10.3 by itself, and wo_a 10.2 instead of 10.0, but a layer of both and a quantisation 4 longer
-(`python examples/benchmarks/against.py` compares)."""
+tokens, sending takes an H200 0.2 to 1 us less than fetching does, or the copy engine. Of 64, with an inbox of its own,
+V4-Flash's wo_a takes 10.3 us instead of 10.0, wo_b as long as fetched, and wq_a and wkv 5.9 instead of 5.8."""
+TOKENS_OF_FEW = range(16, MOST_TOKENS_OF_LETTERS + 1)
+STRIPS_OF_FEW = 8
+"""Tokens of a tile, and most strips of a program, of which half as many programs as could add parts up: the others end
+when they have sent, and the next launch has their place. V4-Flash's wq_a and wkv of 32 tokens take 4.5 us instead of
+5.4, and 0.5 less in a layer; of 8 tokens 2.9 instead of 2.7. With longer parts a layer of 32 tokens takes 2 us more."""
 PAD = 4
 """Words behind each token of a part that is put: the threads of a warp then store to different banks."""
 
-_MOST_TOKENS_OF_LETTERS = gl.constexpr(MOST_TOKENS_OF_LETTERS)
 _PAD = gl.constexpr(PAD)
 
 
-def tokens_of_share(splits: int, block_m: int) -> int:
-    """How many of a tile's tokens a program of a cluster of `splits` adds up, an even number."""
-    return -(-block_m // (2 * splits)) * 2
+def tokens_of_share(splits: int, block_m: int, each: int) -> int:
+    """How many of a tile's tokens a program adds up, an even number, in a cluster of `splits` of `each` strips."""
+    few = block_m in TOKENS_OF_FEW and each <= STRIPS_OF_FEW
+    return min(block_m, 2 * -(-block_m // (2 * splits)) * (1 + few))
 
 
-def bytes_used(splits: int, block_m: int, block_n: int) -> int:
-    """Shared memory of a program, for what it is sent, or for what it has for others."""
-    if block_m <= MOST_TOKENS_OF_LETTERS:
-        return 4 * splits * block_n * tokens_of_share(splits, block_m)
-    return 4 * block_m * (block_n + PAD)
+def bytes_of_inbox(splits: int, block_m: int, block_n: int, each: int) -> int:
+    """What a program has for what it is sent, 0 if sums are fetched."""
+    if block_m > MOST_TOKENS_OF_LETTERS:
+        return 0
+    return inbox_bytes(4 * splits * block_n * tokens_of_share(splits, block_m, each))
 
 
-share_of = triton.constexpr_function(tokens_of_share)
+def bytes_put(block_m: int, block_n: int) -> int:
+    """What a program has for others to fetch, of what its tiles were in; 0 if it sends."""
+    return 4 * block_m * (block_n + PAD) if block_m > MOST_TOKENS_OF_LETTERS else 0
 
 
 @triton.constexpr_function
@@ -69,36 +85,34 @@ def _as_sent(block_n: int, width: int, warps: int, whole: bool) -> Any:
 
 
 @gluon.jit
-def await_shares(part, tokens, first_token, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """What a program does early: an inbox for the parts of its share of the tokens from `first_token` on."""
-    inbox = 0
-    if BLOCK_M <= _MOST_TOKENS_OF_LETTERS:
-        SHARE: gl.constexpr = share_of(SPLITS, BLOCK_M)
-        wanted = (part * SHARE < BLOCK_M) & (first_token + part * SHARE < tokens)
-        # Of the last share, the tokens that the tile has.
-        count = gl.minimum(BLOCK_M - part * SHARE, SHARE)
-        inbox = open_inbox(gl.where(wanted, 4 * SPLITS * BLOCK_N * count, 0))
-    return inbox
+def await_shares(
+    inbox, part, tokens, first_token,
+    SPLITS: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """What a program with an inbox does early: it waits for the parts of its share of the tokens from `first_token`."""
+    wanted = (part * SHARE < BLOCK_M) & (first_token + part * SHARE < tokens)
+    # Of the last share, the tokens that the tile has.
+    count = gl.minimum(BLOCK_M - part * SHARE, SHARE)
+    open_inbox(inbox, gl.where(wanted, 4 * SPLITS * BLOCK_N * count, 0))
 
 
 @gluon.jit
 def store_shares(
     acc, part, inbox, p_out, p_out_scale, out_stride, tokens, first_token, group, block, rows,
-    SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    SPLITS: gl.constexpr, SHARE: gl.constexpr, SENT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Store a tile `[BLOCK_N, BLOCK_M]` of which this program has part `part`, its place in the cluster."""
-    SHARE: gl.constexpr = share_of(SPLITS, BLOCK_M)
     begin = part * SHARE
     count = gl.minimum(gl.minimum(SHARE, BLOCK_M - begin), tokens - first_token - begin)
     first_column = group.to(gl.int64) * rows + block * BLOCK_N
-    if BLOCK_M <= _MOST_TOKENS_OF_LETTERS:
-        # All have multiplied what lies where letters go.
-        meet(False)
+    if SENT:
+        inboxes_open()
         _send(acc, part, inbox, tokens - first_token, SHARE, BLOCK_M, BLOCK_N)
         if count > 0:
             await_letters(inbox)
             _store_received(
-                p_out, p_out_scale, out_stride, tokens, first_token + begin, count, first_column,
+                inbox, p_out, p_out_scale, out_stride, tokens, first_token + begin, count, first_column,
                 rows - block * BLOCK_N, SPLITS, SHARE, BLOCK_N, WARPS,
             )  # fmt: skip
     else:
@@ -135,12 +149,12 @@ def _send(acc, part, inbox, tokens, SHARE: gl.constexpr, BLOCK_M: gl.constexpr, 
 
 @gluon.jit
 def _store_received(
-    p_out, p_out_scale, out_stride, tokens, first_token, count, first_column, rows,
+    inbox, p_out, p_out_scale, out_stride, tokens, first_token, count, first_column, rows,
     SPLITS: gl.constexpr, SHARE: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Add up what was sent for `count` tokens."""
     WIDTH: gl.constexpr = triton.next_power_of_2(SHARE)
-    # What is quantised is a warp's: others would meet in shared memory, where letters may still be unread.
+    # What is quantised is a warp's: others would meet in shared memory.
     OUT: gl.constexpr = _as_sent(BLOCK_N, WIDTH, WARPS, p_out_scale is not None)
     token = gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))
     o_m = gl.expand_dims(token, 0)
@@ -149,7 +163,7 @@ def _store_received(
     offset = _place(0, o_n, gl.where(o_m < count, o_m, o_m % 2), SHARE, BLOCK_N)
     total = gl.zeros([BLOCK_N, WIDTH], gl.float32, OUT)
     for part in gl.static_range(SPLITS):
-        total += received_words(4 * BLOCK_N * SHARE * part + offset)
+        total += received_words(inbox, 4 * BLOCK_N * SHARE * part + offset)
     store_sums(total, first_token + token, first_column, token < count, p_out, p_out_scale, out_stride, tokens, rows, 0)
 
 

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from dsv4_compile.kernels.cluster_hopper import BARRIER_BYTES, INBOX_ALIGN
 from tests.kernels import simulated_gluon as base
 from tests.kernels.simulated_gluon import Kernel
 from tests.kernels.simulated_values import Value
@@ -27,7 +28,7 @@ def program_id(axis: int) -> Value:
 
 
 class Cluster:
-    """Programs that meet, the shared memory of each, which holds NaN at first, and the bytes that each waits for.
+    """Programs that meet, and of each its shared memory, which holds NaN at first, its inbox, and what it waits for.
 
     A GPU may run clusters in any `order`.
     """
@@ -36,15 +37,36 @@ class Cluster:
 
     def __init__(self, size: int, room: int, partitions: int) -> None:
         self.memory = torch.full((size, room // 4), torch.nan)
-        self.sent = [torch.zeros(room // 4, dtype=torch.bool) for _ in range(size)]
+        self.letters: list[Tensor | None] = [None] * size
+        self.opened: set[int] = set()
         self.expected = [0] * size
         self.changed = threading.Condition()
         self.meeting = threading.Barrier(size * partitions, timeout=base.SECONDS / 4)
 
 
-def open_inbox(letters: Value | int) -> int:
-    _this.cluster.expected[_this.rank] += int(letters)
-    return 1
+def place_inbox(size: int) -> int:
+    """Of whole words behind the barrier; one to a program."""
+    if size > 0:
+        assert size % INBOX_ALIGN == 0 and _this.cluster.letters[_this.rank] is None
+        _this.cluster.letters[_this.rank] = torch.full(((size - BARRIER_BYTES) // 4,), torch.nan)
+    return int(size > 0)
+
+
+def open_inbox(inbox: int, letters: Value | int) -> None:
+    cluster = _this.cluster
+    assert inbox == 1 and int(letters) <= 4 * cluster.letters[_this.rank].numel()
+    with cluster.changed:
+        cluster.expected[_this.rank] += int(letters)
+        cluster.opened.add(_this.rank)
+        cluster.changed.notify_all()
+
+
+def inboxes_open() -> None:
+    cluster = _this.cluster
+    with cluster.changed:
+        everybody = len(cluster.expected)
+        assert cluster.changed.wait_for(lambda: len(cluster.opened) == everybody, timeout=base.SECONDS / 4)
+    _this.may_send = True
 
 
 def meet(release: bool) -> None:
@@ -63,33 +85,33 @@ def send_words(inbox: int, program: Value, offset: Value, wanted: Value, values:
     cluster = _this.cluster
     everything = torch.broadcast_tensors(program.data, offset.data, wanted.data, values.data)
     to, at, live, words = map(_fours, everything)
-    assert inbox == 1 and (at[:, 0] % 16 == 0).all()
+    assert inbox == 1 and _this.may_send and (at[:, 0] % 16 == 0).all()
     with cluster.changed:
         for rank in to[:, 0][live[:, 0] != 0].unique().tolist():
             mine = (to[:, 0] == rank) & (live[:, 0] != 0)
             assert (to[mine] == rank).all() and live[mine].all()
-            where = (at[mine, :1] // 4 + torch.arange(4)).flatten().long()
-            assert not cluster.sent[rank][where].any() and len(where.unique()) == len(where)
-            cluster.memory[rank][where] = words[mine].flatten()
-            cluster.sent[rank][where] = True
+            where, letters = (at[mine, :1] // 4 + torch.arange(4)).flatten().long(), cluster.letters[rank]
+            assert letters[where].isnan().all() and len(where.unique()) == len(where)
+            letters[where] = words[mine].flatten()
             cluster.expected[rank] -= 4 * len(where)
         cluster.changed.notify_all()
 
 
 def await_letters(inbox: int) -> None:
     cluster = _this.cluster
-    assert inbox == 1 and cluster.sent[_this.rank].numel()
+    assert inbox == 1
     with cluster.changed:
         assert cluster.changed.wait_for(lambda: cluster.expected[_this.rank] == 0, timeout=base.SECONDS / 4)
 
 
-def received_words(offset: Value) -> Value:
+def received_words(inbox: int, offset: Value) -> Value:
     """Four are read where the first is, of what was sent."""
+    assert inbox == 1 and _this.cluster.expected[_this.rank] == 0
     places = _fours(torch.arange(offset.data.numel()).view(offset.data.shape))
     where = (_fours(offset.data)[:, :1] // 4 + torch.arange(4)).long()
-    assert (where[:, 0] % 4 == 0).all() and _this.cluster.sent[_this.rank][where].all()
+    assert (where[:, 0] % 4 == 0).all()
     found = torch.empty(offset.data.numel())
-    found[places] = _this.cluster.memory[_this.rank][where]
+    found[places] = _this.cluster.letters[_this.rank][where]
     return Value(found.view(offset.data.shape))
 
 
@@ -135,7 +157,8 @@ def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: 
     errors: list[BaseException] = []
 
     def run(cluster: Cluster, rank: int, program: int) -> None:
-        _this.cluster, _this.rank, _this.program, _this.released = cluster, rank, program, True
+        _this.cluster, _this.rank, _this.program = cluster, rank, program
+        _this.released, _this.may_send = True, False
         try:
             with torch.no_grad():
                 kernel.function(*map(base.argument, args), **constants)
@@ -155,8 +178,8 @@ def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: 
         assert cluster.expected == [0] * size
 
 
-SENDS = open_inbox, meet, send_words, await_letters
-WORDS = {f.__name__: f for f in (*SENDS, received_words, put_words, put_pairs, words_of)}
+INBOX = place_inbox, open_inbox, inboxes_open, send_words, await_letters, received_words
+WORDS = {f.__name__: f for f in (*INBOX, meet, put_words, put_pairs, words_of)}
 
 
 def clustered(launcher: types.ModuleType) -> Any:

@@ -51,17 +51,14 @@ class Persistent(Kernel):
 
 
 def expect(barrier: Barrier, size: int) -> None:
-    assert getattr(barrier, "expected", 0) == 0
-    barrier.expected = int(size)  # type: ignore[attr-defined]
+    barrier.arrive(announced=int(size))
 
 
 def load_block(source: Descriptor, corner: list[Any], barrier: Barrier, target: Shared) -> None:
-    """A block of rows, zeros where there are none; the last of the expected bytes ends the phase."""
+    """A block of rows, zeros where there are none."""
     found, inside = source.at(corner)
     target.data.zero_()[inside] = found
-    barrier.expected -= target.data.nbytes  # type: ignore[attr-defined]
-    if barrier.expected == 0:  # type: ignore[attr-defined]
-        barrier.arrive()
+    barrier.arrive(0, announced=-target.data.nbytes)
 
 
 def store_block(target: Descriptor, corner: list[Any], source: Shared) -> None:

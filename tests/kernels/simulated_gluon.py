@@ -65,14 +65,17 @@ class Shared:
 
 
 class Barrier:
-    """An mbarrier: phase n ends with its last arrival, and a wait for a parity passes while another phase runs."""
+    """An mbarrier: phase n ends when all have arrived, and all bytes that were announced.
+
+    A wait for a parity passes while another phase runs.
+    """
 
     changed = threading.Condition()
     failed = threading.Event()
 
     def __init__(self, count: int = 1) -> None:
         self.parts = [self] + [Barrier() for _ in range(count - 1)]
-        self.count = self.pending = self.phase = 0
+        self.count = self.pending = self.phase = self.bytes = 0
 
     def index(self, i: Any) -> Barrier:
         return self.parts[int(i)]
@@ -80,13 +83,15 @@ class Barrier:
     def init(self, count: int) -> None:
         self.count = self.pending = count
 
-    def arrive(self, count: int = 1, pred: Any = True) -> None:
+    def arrive(self, count: int = 1, pred: Any = True, announced: int = 0) -> None:
+        """Announces so many bytes; those that are there already are fewer than none."""
         if not pred:
             return
         with self.changed:
             self.pending -= count
-            assert self.pending >= 0
-            if self.pending == 0:
+            self.bytes += announced
+            assert self.pending >= 0 and self.bytes >= 0
+            if self.pending == self.bytes == 0:
                 self.pending, self.phase = self.count, self.phase + 1
             self.changed.notify_all()
 

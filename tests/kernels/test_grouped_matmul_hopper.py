@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4_compile.bench import gemm
 from dsv4_compile.kernels import (
+    cluster_hopper,
     fp8_linear,
     grouped_matmul_hopper,
     grouped_matmul_pair_hopper,
@@ -300,7 +301,7 @@ def test_a_launch_of_clusters_is_told_so(tokens: int, monkeypatch: pytest.Monkey
     assert kernel is compiled[0] and grid == (4, 1, 1)
     warps, programs, shared = kernel.packed_metadata
     assert (warps, programs) == (4, 8)
-    assert shared >= max(grouped_matmul_shares_hopper.bytes_used(8, tokens, 64), kernel.metadata.shared)
+    assert shared >= grouped_matmul_shares_hopper.bytes_put(tokens, 64)
     names = grouped_matmul_hopper.grouped_matmul_hopper_kernel.arg_names
     given = dict(zip(names, args, strict=True))
     assert (given["tokens"], given["SPLITS"], given["CLUSTER"], given["num_warps"]) == (tokens, 8, True, 4)
@@ -319,11 +320,52 @@ def test_a_launch_of_clusters_is_told_so(tokens: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("splits", range(2, 9))
 @pytest.mark.parametrize("block_m", [8, 16, 32, 64])
 def test_shares_cover_a_tile_and_fit_into_what_every_program_has(splits: int, block_m: int) -> None:
-    share = grouped_matmul_shares_hopper.tokens_of_share(splits, block_m)
-    assert share % 2 == 0 and share * splits >= block_m
-    for block_n in (64, 128):
-        sent = grouped_matmul_shares_hopper.bytes_used(splits, block_m, block_n)
-        assert sent <= 48 * 1024  # more would have to be announced when the kernel is loaded
+    """An inbox, of which no program may have more than 48 KiB, or a tile that others fetch."""
+    for each in (1, 8, 9):
+        share = grouped_matmul_shares_hopper.tokens_of_share(splits, block_m, each)
+        assert share % 2 == 0 and share <= block_m <= share * splits
+        for block_n in (64, 128):
+            inbox = grouped_matmul_shares_hopper.bytes_of_inbox(splits, block_m, block_n, each)
+            put = grouped_matmul_shares_hopper.bytes_put(block_m, block_n)
+            assert (inbox > 0) != (put > 0)
+            assert 4 * splits * share * block_n < inbox <= cluster_hopper.UNASKED_BYTES or inbox == 0
+
+
+def test_memory_is_asked_for_that_the_compiler_does_not_know_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """47.5 KiB of a kernel and an inbox of more than 0.5 are more than a kernel may have without."""
+    monkeypatch.setattr(grouped_matmul_hopper, "choose_cut", lambda *_: grouped_matmul_hopper.Cut(64, 4, 3, 8, True))
+    x, scale = torch.empty(8, 1, 5120, dtype=torch.float8_e4m3fn), torch.empty(8, 1, 40)
+    weight, weight_scale = torch.empty(256, 5120, dtype=x.dtype), torch.empty(2, 40)
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        grouped_matmul_hopper.launch_hopper(x, scale, weight, weight_scale, torch.empty(8, 256), False, GPU)
+    (kernel,) = compiled
+    used = kernel.packed_metadata[2]
+    inbox = fake_triton.resources(kernel)["SHARED"] - grouped_matmul_hopper.RESERVED_BYTES
+    assert used <= cluster_hopper.UNASKED_BYTES < used + inbox
+    assert kernel.metadata.shared > cluster_hopper.UNASKED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("each", "ring", "turn"), [(1, 1, 1), (3, 3, 3), (4, 4, 4), (5, 5, 3), (7, 7, 4), (8, 8, 4), (8, 7, 1), (11, 5, 1)]
+)
+def test_turns_are_as_full_as_may_be_and_of_what_is_there(each: int, ring: int, turn: int) -> None:
+    assert grouped_matmul_hopper.strips_of_a_turn(64, 8, each, ring) == turn
+    assert grouped_matmul_hopper.strips_of_a_turn(128, 64, each, ring) == min(turn, 2)
+
+
+@pytest.mark.parametrize("strips", range(1, 9))
+def test_strips_of_a_turn_that_is_not_full_count_once(
+    hopper: Any, strips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is in them: an infinite scale times nothing would be no number."""
+    weight, scale = e4m3(64, 128 * strips), torch.full((1, strips), 2.0)
+    values, x_scale = e4m3(8, 128 * strips), torch.ones(8, 1, strips)
+    x_scale[3, 0, -1] = scale[0, 0] = torch.inf
+    cut = (64, 4, 2, 1)
+    got = [product(hopper, values[:, None], x_scale, weight, scale, torch.float32, cut=cut)]
+    monkeypatch.setattr(hopper, "strips_of_a_turn", lambda *_: 1)
+    got.append(product(hopper, values[:, None], x_scale, weight, scale, torch.float32, cut=cut))
+    assert_bitwise(*got)
 
 
 def test_the_quantisation_in_front_lets_the_product_start(monkeypatch: pytest.MonkeyPatch) -> None:

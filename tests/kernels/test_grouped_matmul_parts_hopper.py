@@ -89,7 +89,7 @@ def test_everything_is_in_registers_and_nothing_is_there_twice(
         launch(x, x_scale, weight, scale, out, way == "quantised here", GPU, out_scale)
     (kernel,) = compiled
     # Beside the compiler's there is an inbox, in a cluster, and what a program of any kind takes.
-    assert (kernel.metadata.shared + 1024 * (1 + (len(cut) > 4))) * cut[2] <= 228 * 1024
+    assert (kernel.packed_metadata[2] + fake_triton.resources(kernel)["SHARED"]) * cut[2] <= 228 * 1024
     assert f"wgmma.mma_async.sync.aligned.m64n{min(tokens, 64)}k32.f32.e4m3.e4m3" in kernel.asm["ptx"]
     quantize = way == "quantised here"
     of, each = grouped_matmul_hopper.cut_of(x, weight, GPU, quantize)
