@@ -28,6 +28,10 @@ FEW_TOKENS_HOPPER = 16
 """Programs that share a strip of x quantise it each for itself. On an H200 that takes longer, from 32 tokens on, than a
 launch of its own, whose time the copies of the weight use."""
 
+FEW_TOKENS_OF_A_PAIR = 32
+"""Up to so many, two products of one x are one launch that quantises it, if its programs have room in clusters: 32
+tokens of V4-Flash beside HCA's rows take an H200 5.3 us, 64 behind a quantisation 8.5."""
+
 
 @triton.jit(do_not_specialize=["tokens"])
 def quantize_activation_kernel(
@@ -143,16 +147,7 @@ def _both(rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, be
     one product after the other."""
     first = weight.shape[0]
     out = torch.empty((rows.shape[0], first + beside.shape[0]), dtype=torch.float32, device=rows.device)
-    gpu = gpu_of(rows.device)
-    pair, both = (hopper_kernel(gpu, f"grouped_matmul_{name}_hopper") for name in ("pair", "clusters"))
-    one_launch = quantize and out.numel() > 0
-    if both is not None and one_launch and not both.both_refuse(rows, weight, weight_scale, beside, gpu):
-        values, scale = quantize_activation(rows)
-        inputs = values[:, None], scale[:, None]
-        both.launch_clusters_of_tiles(*inputs, weight, weight_scale, out, gpu, beside=(rows, beside))
-        return out
-    if pair is not None and one_launch and not pair.pair_refuses(rows, weight, beside, gpu):
-        pair.launch_pair(rows, weight, weight_scale, beside, out, gpu)
+    if quantize and out.numel() > 0 and _side_by_side(rows, weight, weight_scale, beside, out):
         return out
     _product(rows, weight, weight_scale, quantize, torch.float32, out[:, :first])
     if rows.is_cuda and rows.dtype is not torch.float32:
@@ -160,6 +155,23 @@ def _both(rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, be
     else:
         torch.mm(rows.float(), beside.float().t(), out=out[:, first:])
     return out
+
+
+def _side_by_side(rows: Tensor, weight: Tensor, weight_scale: Tensor, beside: Tensor, out: Tensor) -> bool:
+    """Whether a kernel of Hopper's has filled `out` with both products."""
+    gpu = gpu_of(rows.device)
+    pair, both = (hopper_kernel(gpu, f"grouped_matmul_{name}_hopper") for name in ("pair", "clusters"))
+    if pair is not None and pair.pair_refuses(rows, weight, beside, gpu):
+        pair = None
+    few = pair is not None and rows.shape[0] <= FEW_TOKENS_OF_A_PAIR and pair.in_clusters(rows, weight, beside, gpu)
+    if both is not None and not few and not both.both_refuse(rows, weight, weight_scale, beside, gpu):
+        values, scale = quantize_activation(rows)
+        inputs = values[:, None], scale[:, None]
+        both.launch_clusters_of_tiles(*inputs, weight, weight_scale, out, gpu, beside=(rows, beside))
+        return True
+    if pair is not None:
+        pair.launch_pair(rows, weight, weight_scale, beside, out, gpu)
+    return pair is not None
 
 
 def fp8_linear_refuses(

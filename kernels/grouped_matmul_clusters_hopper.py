@@ -33,7 +33,7 @@ from .launch import launch_kernel
 BRINGER_REGISTERS = 40
 FEWEST_STRIPS = 8
 """Of a program."""
-FEW_TOKENS, FEW_TOKENS_OF_BOTH = 64, 32
+FEW_TOKENS, FEW_TOKENS_OF_BOTH = 64, 16
 """Up to so many, a product is the kernel's for few tokens, and two of one x are. Of 64 tokens of wo_a and wo_b that one
 and this take as long in a row of projections; by itself, out of the L2 cache, this takes an eighth longer."""
 

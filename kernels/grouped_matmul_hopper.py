@@ -30,9 +30,10 @@ ROWS_AT_ONCE = 128
 many. A weight whose programs have more is read faster behind a launch that quantises them, on an H200 wo_b of 16 tokens
 in 8.2 us instead of 9.2, and out of memory in 11.6 instead of 11.8."""
 MOST_STRIPS_OF_A_TURN, MOST_SUMS = 4, 1 << 14
-"""What is multiplied before the first of it is scaled, if all strips of a program arrive together: an H200 then takes
-0.1 to 0.4 us less for V4-Flash's wq_a and wkv. Where strips follow each other through a ring, those of a turn leave it
-at the same time, and wo_b of 64 tokens takes 11.4 us instead of 10.2."""
+"""What is multiplied before the first of it is scaled, by programs that have a processor to themselves and all strips
+in a ring: an H200 then takes 0.1 to 0.5 us less for V4-Flash's wq_a and wkv. Where others use the time, an indexer's
+wq_b takes 0.1 us longer; where strips follow each other, those of a turn leave the ring at the same time, and wo_b of
+64 tokens takes 11.4 us instead of 10.2."""
 PROCESSOR_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 """Shared memory of a processor, and what a program of any kind takes of it."""
 TILE_ALIGN = 1024
@@ -78,9 +79,9 @@ def choose_cut(
     program. Three programs share a processor where the tiles of two would leave some for later: the 40960 rows of an
     indexer's layer take 9 us instead of 12. Programs that share a tile are a cluster, as large a one as runs at once;
     from 32 tokens on each has eight strips at least, and what room one has who is alone: of four, 32 tokens of wq_a and
-    wkv take 6.2 us instead of 5.5. Where that leaves small tiles more than 16 strips to a program, three share a
-    processor if x comes quantised: wo_b takes 8.4 us for 32 tokens, 11.0 for 64, and 11.0 and 12.8 out of memory, large
-    tiles 9.2, 11.1, 11.2 and 13.2.
+    wkv take 6.2 us instead of 5.5; without that room 64 of an indexer's wq_b 5.9 instead of 4.8. Where that leaves
+    small tiles more than 16 strips to a program, three share a processor if x comes quantised: wo_b takes 8.4 us for 32
+    tokens, 11.0 for 64, and 11.0 and 12.8 out of memory, large tiles 9.2, 11.1, 11.2 and 13.2.
     """
     block_m = block_of(tokens)
     many = block_m > 16
@@ -98,7 +99,8 @@ def choose_cut(
         return Cut(block_n, 4, 1 if tiles <= gpu.processors else _room(gpu, block_n, tiles), 1)
     programs = _room(gpu, block_n, tiles)
     splits = _most_splits(gpu, tiles, strips // fewest, programs)
-    if many and splits > 1 and tiles <= clusters_at_once(gpu, splits, 1):
+    alone = clusters_at_once(gpu, splits, 1) if splits > 1 else gpu.processors * (not halves)
+    if many and tiles <= alone:
         programs = 1
     return Cut(block_n, 4, programs, splits, splits > 1)
 
@@ -154,10 +156,9 @@ def loads_of(x: Tensor, block_m: int, each: int) -> tuple[int, int]:
     return (2 * few, often // 2) if x.dtype is torch.bfloat16 and often % 2 == 0 else (few, often)
 
 
-def strips_of_a_turn(block_n: int, block_m: int, each: int, ring: int) -> int:
+def strips_of_a_turn(cut: Cut, block_m: int, each: int) -> int:
     """How many strips are multiplied before one is scaled, in turns that are as full as may be."""
-    most = min(MOST_STRIPS_OF_A_TURN, MOST_SUMS // (block_n * block_m)) if ring == each else 1
-    return cdiv(each, cdiv(each, most))
+    return cdiv(each, cdiv(each, min(MOST_STRIPS_OF_A_TURN, MOST_SUMS // (cut.block_n * block_m))))
 
 
 def power_of_two(n: int) -> int:
@@ -277,6 +278,7 @@ def launch_hopper(
         part = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = arrival_counters(tiles, x.device)
     ring = deepest_ring(cut, block_m, each, quantize)
+    alone = tiles * cut.splits <= gpu.processors
     few, often = loads_of(x, block_m, each)
     start = partial(launch_kernel, grouped_matmul_hopper_kernel, (tiles * cut.splits,))
     if cut.cluster:
@@ -322,7 +324,7 @@ def launch_hopper(
         CLUSTER=cut.cluster,
         SHARE=tokens_of_share(cut.splits, block_m, each),
         INBOX=bytes_of_inbox(cut.splits, block_m, cut.block_n, each) * cut.cluster,
-        TURN=1 if weight_scale is None else strips_of_a_turn(cut.block_n, block_m, each, ring),
+        TURN=strips_of_a_turn(cut, block_m, each) if alone and ring == each and weight_scale is not None else 1,
         num_warps=cut.warps,
         launch_pdl=True,
     )

@@ -148,9 +148,9 @@ def _multiply(
         values = gl.allocate_shared_memory(weights.dtype, [CHUNKS, AT_ONCE * BLOCK_M, BLOCK_K], TILE)
     else:
         x_ring = gl.allocate_shared_memory(inputs.dtype, [RING, BLOCK_M, BLOCK_K], TILE)
-    # All strips of a ring that holds them arrive at one barrier: waiting for a strip that is there takes as long as
-    # multiplying it.
-    BARRIERS: gl.constexpr = 1 if WHOLE else RING
+    # Strips that a ring holds all of arrive at one barrier where they are scaled: to wait for one that is there takes
+    # as long as to multiply it. Others are multiplied as they come.
+    BARRIERS: gl.constexpr = 1 if WHOLE and p_weight_scale is not None else RING
     ready = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BARRIERS):
         mbarrier.init(ready.index(i), count=RING // BARRIERS)
@@ -161,7 +161,7 @@ def _multiply(
     for i in range(filled):
         mbarrier.expect(ready.index(i % BARRIERS), BYTES)
         copy_tile(weights, [first_row, (begin + i) * BLOCK_K], ready.index(i % BARRIERS), w_ring.index(i))
-    if WHOLE:
+    if BARRIERS < RING:
         for _ in range(filled, RING):
             mbarrier.arrive(ready.index(0))
     gdc_launch_dependents()
@@ -204,7 +204,7 @@ def _multiply(
     sums = warpgroup_mma_init(acc) if WHOLE else acc
     if QUANTIZE:
         thread_barrier()
-    if WHOLE:
+    if BARRIERS < RING:
         mbarrier.wait(ready.index(0), 0)
     for first in range(0, count, TURN):
         if not WHOLE:
@@ -218,6 +218,7 @@ def _multiply(
                 copy_tile(weights, [first_row, o_k], ready.index(free), w_ring.index(free))
                 if not QUANTIZE:
                     copy_tile(inputs, [x_row, x_column + o_k], ready.index(free), x_ring.index(free))
+        if BARRIERS == RING:
             mbarrier.wait(ready.index(first % RING), (first // RING) & 1)
         products = ()
         for ahead in gl.static_range(TURN):

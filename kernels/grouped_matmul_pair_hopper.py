@@ -60,7 +60,7 @@ def choose_cut(gpu: Gpu, tokens: int, strips: tuple[int, int], blocks: tuple[int
         if whole and sum(blocks) <= clusters_at_once(gpu, cluster, PROGRAMS):
             more = tokens <= FEW_TOKENS and cluster == MANY_PROGRAMS
             cut = PairCut((cluster, cluster), cluster, PROGRAMS + more)
-            if rings(cut, tokens, strips)[0] > 0:
+            if _has_room(cut, tokens, strips):
                 return cut
     each = strips_of_a_program(gpu, *strips, *blocks)
     return PairCut((_whole_splits(strips[0], each), _whole_splits(strips[1], each)), 0, 2)
@@ -77,6 +77,11 @@ def rings(pair: PairCut, tokens: int, strips: tuple[int, int]) -> list[int]:
     block_m = block_of(tokens)
     each = strips_each(pair, strips)
     return [deepest_ring(cut, block_m, n, i == 0, max(each)) for i, n in enumerate(each)]
+
+
+def _has_room(pair: PairCut, tokens: int, strips: tuple[int, int]) -> bool:
+    """For what a program quantises, and a strip of the weight that is multiplied while the next one comes."""
+    return rings(pair, tokens, strips)[0] >= min(2, strips_each(pair, strips)[0])
 
 
 def sizes_of(x: Tensor, weight: Tensor, others: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -113,8 +118,14 @@ def pair_refuses(x: Tensor, weight: Tensor, others: Tensor, gpu: Gpu) -> str:
     if refused or x.shape[0] == 0:
         return refused
     strips, blocks = sizes_of(x, weight, others)
-    held = rings(choose_cut(gpu, x.shape[0], strips, blocks), x.shape[0], strips)[0] > 0
-    return "" if held else "its programs hold all that they quantise"
+    room = _has_room(choose_cut(gpu, x.shape[0], strips, blocks), x.shape[0], strips)
+    return "" if room else "its programs hold all that they quantise"
+
+
+def in_clusters(x: Tensor, weight: Tensor, others: Tensor, gpu: Gpu) -> bool:
+    """Whether a pair's programs add up their parts without memory."""
+    strips, blocks = sizes_of(x, weight, others)
+    return choose_cut(gpu, x.shape[0], strips, blocks).cluster > 0
 
 
 def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor, out: Tensor, gpu: Gpu) -> None:

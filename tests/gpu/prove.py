@@ -69,7 +69,7 @@ PARTS = {
     "chain_steady": 3,
     "decode_runner": 6,
     "fp8_grouped_einsum_quant": 2,
-    "fp8_linear": 3,
+    "fp8_linear": 6,
     "indexer_logits_topk_ragged": 2,
     "lowered_compress_norm_rope_insert": 5,
     "merged_layer": 3,

@@ -89,7 +89,8 @@ def test_halves_give_the_reference(hopper: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "others", "cluster"), [(33, 200, 3), (65, 200, 2), (128, 128, 3), (150, 72, 2), (300, 200, 1)]
+    ("tokens", "others", "cluster"),
+    [(17, 200, 3), (33, 200, 3), (65, 200, 2), (128, 128, 3), (150, 72, 2), (300, 200, 1)],
 )
 def test_two_products_of_one_input_are_one_launch(hopper: Any, tokens: int, others: int, cluster: int) -> None:
     """Others of fewer rows than a tile has, or of no multiple of them: their last tile begins among those in front."""
@@ -299,8 +300,8 @@ def test_what_it_does_not_take() -> None:
     assert "what is quantised" in refuse(plain[:, None], weight, scale, True, GPU)
     assert "multiple of 128 rows" in refuse(x, weight[:200], scale, False, GPU)
     assert "run at once" in refuse(x[..., :1024], weight[:, :1024], scale, False, GPU)
-    assert "few tokens" in refuse(x[:64], weight, scale, False, GPU) == both(plain[:32], weight, scale, other, GPU)
-    assert both(plain[:33], weight, scale, other, GPU) == ""
+    assert "few tokens" in refuse(x[:64], weight, scale, False, GPU) == both(plain[:16], weight, scale, other, GPU)
+    assert both(plain[:17], weight, scale, other, GPU) == ""
     assert "short weights" in refuse(x[:128], weight, scale, False, GPU)
     assert "run at once" in refuse(x[:1].expand(20000, 1, 2048), weight, scale, False, GPU)
     assert "multiple of 8" in both(plain, weight, scale, other[:190], GPU)
