@@ -118,11 +118,8 @@ def test_keys_of_few_tokens_are_loaded_once_and_stay_in_registers(fused: str, sh
     q, sources, fusion = args[0], (Source(*args[1:5]), Source(*args[8:12])), Fusion(*args[13:])
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
         small.launch_hopper(q, *sources, args[6], args[7], GPUS["sm_90"][0], 10, fusion, results_for(q, fusion), shape)
-    keys = [
-        load
-        for load in loads_of(fake_triton.source_lines(compiled[0]))
-        if load.place.startswith("kv_load_hopper.py") and load.needed == BEHIND_SLOTS
-    ]
+    # Nothing else is behind two loads. Triton 3.8 gives one of them to a line of another file.
+    keys = [load for load in loads_of(fake_triton.source_lines(compiled[0])) if load.needed == BEHIND_SLOTS]
     # Codes of seven tiles, two parts of the rope, and scales, of one key or two.
     assert len(keys) == 10 * (shape.block_n // 64)
     assert fake_triton.resources(compiled[0])["STACK"] == 0
