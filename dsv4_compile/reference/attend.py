@@ -72,5 +72,6 @@ def attend(q: Tensor, keys: Tensor, valid: Tensor, scale: float, sink: Tensor | 
     total = weights.sum(-1)
     empty = total == 0
     lse = torch.where(empty, torch.inf, top + total.log())
-    norm = total.reciprocal() if sink is None else torch.sigmoid(lse - sink) / total
+    # Not torch.sigmoid: on some processors its bits depend on where in a tensor an element is.
+    norm = total.reciprocal() if sink is None else (1.0 / (1.0 + (sink - lse).exp())) / total
     return torch.bmm(weights, keys) * torch.where(empty, 0.0, norm)[..., None], top, lse
