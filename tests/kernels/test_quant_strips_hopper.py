@@ -106,7 +106,7 @@ def compiled(tokens: int, beside: int) -> Any:
     ],
 )
 def test_loads_of_few_tokens_are_on_their_way_before_one_is_waited_for(tokens: int, beside: int, loads: int) -> None:
-    """So that a program waits for memory once. Of more than 16 the order is the assembler's, see MOST_TOKENS_AHEAD.
+    """So that a program waits for memory once. Of more than 16 a load may wait for others, but for no store.
 
     A load brings 8 strips, 8 elements to a thread.
     """
@@ -115,5 +115,6 @@ def test_loads_of_few_tokens_are_on_their_way_before_one_is_waited_for(tokens: i
     started = [place for place, name in enumerate(names) if "LDG.E.128" in name]
     used = next(place for place, name in enumerate(names) if ".U16x2" in name)
     assert len(started) == loads
-    assert tokens > 16 or max(started) < used
+    stored = next(place for place, name in enumerate(names) if "STS" in name and place > started[0])
+    assert max(started) < (used if tokens <= 16 else stored)
     assert fake_triton.resources(kernel)["STACK"] == 0
