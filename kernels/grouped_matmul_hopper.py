@@ -34,9 +34,16 @@ MOST_STRIPS_OF_A_TURN, MOST_SUMS = 4, 1 << 14
 in a ring: an H200 then takes 0.1 to 0.5 us less for V4-Flash's wq_a and wkv. Where others use the time, an indexer's
 wq_b takes 0.1 us longer; where strips follow each other, those of a turn leave the ring at the same time, and wo_b of
 64 tokens takes 11.4 us instead of 10.2."""
+PACED_BYTES = 64 << 10
+"""Of a weight, for each processor, that are on their way at a time: they keep memory busy. All at once, 20 MB of
+V4-Flash's wq_b, take memory 5 us, and what the kernels in front still load comes behind them: an H200 takes 0.3 to 1.9
+us less for a layer whose wq_b is paced. 96 KiB are no better, and two strips of any size, with bfloat16 weights 128
+KiB, take a layer of 64 tokens 3 us longer. Programs that quantise x, or share a tile in a cluster, start behind the
+kernel in front with all that they can have: of a paced wo_b they come 1.5 to 2 us late."""
 PROCESSOR_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 """Shared memory of a processor, and what a program of any kind takes of it."""
-TILE_ALIGN = 1024
+TILE_ALIGN, BARRIERS_BYTES = 1024, 2 * 8
+"""Of tiles; and of the barriers of a buffer, one for both operands and one for a weight that is paced."""
 
 
 class Cut(NamedTuple):
@@ -137,7 +144,7 @@ def deepest_ring(cut: Cut, block_m: int, each: int, quantize: bool, most: int = 
         room -= chunks(block_m, each) * at_once(block_m, each) * block_m * (STRIP_BYTES + 4)
     else:
         room -= 4 * power_of_two(each) * block_m
-    return min(each, room // ((cut.block_n + block_m * (not quantize)) * STRIP_BYTES + 8))
+    return min(each, room // ((cut.block_n + block_m * (not quantize)) * STRIP_BYTES + BARRIERS_BYTES))
 
 
 def at_once(block_m: int, each: int) -> int:
@@ -159,6 +166,15 @@ def loads_of(x: Tensor, block_m: int, each: int) -> tuple[int, int]:
 def strips_of_a_turn(cut: Cut, block_m: int, each: int) -> int:
     """How many strips are multiplied before one is scaled, in turns that are as full as may be."""
     return cdiv(each, cdiv(each, min(MOST_STRIPS_OF_A_TURN, MOST_SUMS // (cut.block_n * block_m))))
+
+
+def strips_at_a_time(gpu: Gpu, cut: Cut, programs: int, ring: int, quantize: bool) -> int:
+    """Of the weight of one of so many programs, in front of the kernel's end that is in front; 0 for all of a ring."""
+    if cut.splits > 1 or quantize:
+        return 0
+    programs = min(programs, cut.programs * gpu.processors)
+    strips = max(1, round(PACED_BYTES * gpu.processors / (programs * cut.block_n * STRIP_BYTES)))
+    return strips if strips < ring else 0
 
 
 def power_of_two(n: int) -> int:
@@ -325,6 +341,7 @@ def launch_hopper(
         SHARE=tokens_of_share(cut.splits, block_m, each),
         INBOX=bytes_of_inbox(cut.splits, block_m, cut.block_n, each) * cut.cluster,
         TURN=strips_of_a_turn(cut, block_m, each) if alone and ring == each and weight_scale is not None else 1,
+        PACE=strips_at_a_time(gpu, cut, tiles * cut.splits, ring, quantize),
         num_warps=cut.warps,
         launch_pdl=True,
     )

@@ -34,6 +34,7 @@ from .. import layout
 from .barriers_hopper import thread_barrier
 from .cluster_hopper import place_inbox
 from .copies_hopper import copy_tile
+from .grouped_matmul_pace_hopper import await_paced, bring_paced
 from .grouped_matmul_shares_hopper import await_shares, store_shares
 from .grouped_matmul_store_hopper import store_parts, store_tile
 from .quant_hopper import scale_value
@@ -113,14 +114,15 @@ def _multiply(
     BLOCK_K: gl.constexpr, EACH: gl.constexpr, AT_ONCE: gl.constexpr, CHUNKS: gl.constexpr, RAGGED: gl.constexpr,
     RING: gl.constexpr, WHOLE: gl.constexpr, TILE: gl.constexpr, OUT_TILE: gl.constexpr, X: gl.constexpr,
     OUT: gl.constexpr, WARPS: gl.constexpr, CLUSTER: gl.constexpr, SHARE: gl.constexpr,
-    INBOX: gl.constexpr, TURN: gl.constexpr,
+    INBOX: gl.constexpr, TURN: gl.constexpr, PACE: gl.constexpr,
 ):  # fmt: skip
     """The part of a product that is program `program`'s; see `grouped_matmul_hopper_kernel` for the arguments."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_M, BLOCK_K // 4]
     )
     QUANTIZE: gl.constexpr = inputs is None
-    BYTES: gl.constexpr = BLOCK_N * STRIP if QUANTIZE else (BLOCK_N + BLOCK_M) * STRIP
+    X_BYTES: gl.constexpr = 0 if QUANTIZE else BLOCK_M * STRIP
+    BYTES: gl.constexpr = BLOCK_N * STRIP + X_BYTES
     blocks = (rows + BLOCK_N - 1) // BLOCK_N
     # The first copy waits for what is divided by numbers that the compiler does not know.
     if CLUSTER or SPLITS == 1:
@@ -158,9 +160,12 @@ def _multiply(
     thread_barrier()
     # Short code, which a cold cache of instructions has sooner: with an end that is not known, loops stay loops.
     filled = gl.minimum(count, RING)
+    if PACE > 0:
+        pace = bring_paced(weights, w_ring, first_row, begin, filled, PACE)
     for i in range(filled):
-        mbarrier.expect(ready.index(i % BARRIERS), BYTES)
-        copy_tile(weights, [first_row, (begin + i) * BLOCK_K], ready.index(i % BARRIERS), w_ring.index(i))
+        mbarrier.expect(ready.index(i % BARRIERS), X_BYTES if PACE > 0 else BYTES)
+        if PACE == 0:
+            copy_tile(weights, [first_row, (begin + i) * BLOCK_K], ready.index(i % BARRIERS), w_ring.index(i))
     if BARRIERS < RING:
         for _ in range(filled, RING):
             mbarrier.arrive(ready.index(0))
@@ -204,6 +209,8 @@ def _multiply(
     sums = warpgroup_mma_init(acc) if WHOLE else acc
     if QUANTIZE:
         thread_barrier()
+    if PACE > 0:
+        await_paced(pace, filled, PACE)
     if BARRIERS < RING:
         mbarrier.wait(ready.index(0), 0)
     for first in range(0, count, TURN):
@@ -305,6 +312,7 @@ def grouped_matmul_hopper_kernel(
     SHARE: gl.constexpr,  # tokens that a program of a cluster adds up
     INBOX: gl.constexpr,  # bytes that they are sent to, 0 where they are fetched
     TURN: gl.constexpr,  # strips that are multiplied at once
+    PACE: gl.constexpr,  # strips of the weight that are on their way at a time at first, 0 for all
     num_warps: gl.constexpr,
 ):
     """Program p takes tile p % tiles and its strips from p // tiles * strips_each on.
@@ -317,7 +325,7 @@ def grouped_matmul_hopper_kernel(
         p_weight_scale, out_stride, x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride,
         x_scale_strip_stride, weight_scale_row_stride, weight_scale_strip_stride, tokens, token_blocks, groups, rows,
         size, strips_each, SPLITS, ONE_SCALE, BLOCK_M, BLOCK_N, BLOCK_K, EACH, AT_ONCE, CHUNKS, RAGGED, RING, WHOLE,
-        TILE, OUT_TILE, X, OUT, num_warps, CLUSTER, SHARE, INBOX, TURN,
+        TILE, OUT_TILE, X, OUT, num_warps, CLUSTER, SHARE, INBOX, TURN, PACE,
     )  # fmt: skip
 
 
@@ -378,7 +386,7 @@ def pair_hopper_kernel(
             gl.program_id(0), inbox, weights, None, p_x, x_stride, p_out, None, p_part, p_arrived, None,
             p_weight_scale, out_stride, 0, 0, 0, 0, 0, weight_scale_row_stride, weight_scale_strip_stride, tokens,
             token_blocks, 1, rows, size, strips_each, SPLITS, True, BLOCK_M, BLOCK_N, BLOCK_K, EACH, AT_ONCE, CHUNKS,
-            RAGGED, RING, WHOLE, TILE, OUT_TILE, X, OUT, num_warps, CLUSTER, SHARE, INBOX, 1,
+            RAGGED, RING, WHOLE, TILE, OUT_TILE, X, OUT, num_warps, CLUSTER, SHARE, INBOX, 1, 0,
         )  # fmt: skip
     else:
         _multiply(
@@ -386,5 +394,5 @@ def pair_hopper_kernel(
             p_arrived_of_others, None, None, out_stride, 0, 0, 0, 0, 0, 0, 0, tokens, token_blocks, 1, rows_of_others,
             size, strips_each_of_others, SPLITS_OF_OTHERS, True, BLOCK_M, BLOCK_N, BLOCK_K_OF_OTHERS,
             EACH_OF_OTHERS, AT_ONCE, CHUNKS, False, RING_OF_OTHERS, WHOLE_OF_OTHERS, TILE_OF_OTHERS, OUT_TILE, X,
-            OUT, num_warps, CLUSTER, SHARE, INBOX, 1,
+            OUT, num_warps, CLUSTER, SHARE, INBOX, 1, 0,
         )  # fmt: skip

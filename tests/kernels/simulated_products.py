@@ -75,13 +75,13 @@ def simulated_products() -> Iterator[Any]:
             Pointer, "dtype", property(lambda p: types.SimpleNamespace(element_ty=p.memory.dtype)), create=True
         ),
     ):
-        stores = "grouped_matmul_store_hopper", "grouped_matmul_shares_hopper"
+        parts = "grouped_matmul_pace_hopper", "grouped_matmul_store_hopper", "grouped_matmul_shares_hopper"
         kernels = (
             "kv_load_hopper",
             "quant_hopper",
             "quant_strips_hopper",
             "cluster_hopper",
-            *stores,
+            *parts,
             "grouped_matmul_kernel_hopper",
         )
         pair = base.simulated("grouped_matmul_pair_hopper", *kernels, "grouped_matmul_hopper")
