@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,21 +24,35 @@ CACHE = CacheFormat.resolve("fp8_ds_mla")
 Forward = Callable[..., list[Tensor]]
 """Of `Layers`, however they are compiled."""
 _FILLED_AT_A_TIME = 1 << 16
+_OTHERS = {"cuda": 256 << 20, "cpu": 1 << 20}
+"""Bytes that are read between layers: four times what the L2 of an H200 holds."""
 
 
 class Layers(nn.Module):
     """Attention layers one after the other, all of the same hidden states: `layers(hidden, metadata, caches)`.
 
-    What lies between the attention of two layers is not of this package, so it is left out and not timed.
+    What lies between the attention of two layers is not of this package, so it is left out and not timed; `between` is
+    called in its place, behind each layer.
     """
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[nn.Module], between: Callable[[], Any] | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.layers, self.between = nn.ModuleList(layers), between
 
     def forward(self, hidden: Tensor, metadata: AttentionMetadata, caches: Any) -> list[Tensor]:
         """`[T, hidden]` to one of the same shape for each layer."""
-        return [layer(hidden, metadata, cache) for layer, cache in zip(self.layers, caches, strict=True)]
+        results = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            results.append(layer(hidden, metadata, cache))
+            if self.between is not None:
+                self.between()
+        return results
+
+
+def reads_of_others(device: torch.device) -> Callable[[], Any]:
+    """Reads so much other memory that no cache keeps what was there before, as a model does between two layers."""
+    others = torch.zeros(_OTHERS[device.type] // 4, device=device)
+    return partial(torch.sum, others, dim=0, out=torch.zeros((), device=device))
 
 
 def in_steps(layers: Forward) -> Forward:

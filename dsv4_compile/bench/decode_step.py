@@ -10,7 +10,9 @@ steps run in a row: a time is what the GPU takes, or the host where that is slow
 `eager` runs the ops one by one; `stock` is torch.compile as it comes, `reduce-overhead` its mode of that name; `dsv4`
 is this package's backend; `graph` and `eager graph` are a DecodeRunner over `dsv4` and over the ops as they are, whose
 graphs refresh the metadata too; of `graph aside` the layers have `aux_stream`. The others find it built. Layers are
-compiled one by one: three kinds, three graphs.
+compiled one by one: three kinds, three graphs. Behind each layer of `graph cold` 256 MiB of other memory are read, as a
+model reads what lies between two, so that no cache holds anything of a layer; of eight in a row it keeps what is small,
+in one process more of it than in the next. The time of these reads, in a graph of nothing else, is taken off.
 
 `details` of a row on a GPU: host time of a step, the median and of 99 in 100, and tensors that ten steps allocate; of a
 graph also its nodes, how many of them copy from the host, and for a kind of layer the nodes of one layer and their
@@ -34,7 +36,8 @@ from .. import costs, layout
 from ..backend import dsv4
 from ..config import DeepseekV4Config
 from ..runtime import DecodeRunner
-from .decode_layers import Forward, Step, in_steps
+from . import timing
+from .decode_layers import Forward, Layers, Step, in_steps, reads_of_others
 from .decode_stages import stage_costs, stage_times, total
 from .nodes import allocations, host_us, nodes, repeated
 from .problem import Args, Only, Prepare, Problem, keep
@@ -46,7 +49,8 @@ CONTEXT = {"cuda": 16384, "cpu": 256}
 ALIKE = {"cuda": 8, "cpu": 1}
 WEIGHTS = ("bfloat16", "fp8")
 TOGETHER, APART = "together", "apart"
-IMPLEMENTATIONS = ("eager", "eager graph", "stock", "reduce-overhead", "dsv4", "graph", "graph aside")
+COLD = "graph cold"
+IMPLEMENTATIONS = ("eager", "eager graph", "stock", "reduce-overhead", "dsv4", "graph", COLD, "graph aside")
 STACK = "stack"
 LAYERS: Mapping[str, tuple[int, ...]] = {
     "SWA": (1,),
@@ -95,8 +99,13 @@ def problems(
 def _of_implementation(
     step: Step, impl: str, layer: str, weights: str, ends: list[str], sizes: list[int], later: list[Callable[[], None]]
 ) -> Iterator[Problem]:
-    prepare = _prepared(step, impl, sizes)
     config, context = step.caches.config, step.context
+    others = reads_of_others(step.device) if impl == COLD else None
+    prepare = _prepared(step, impl, sizes, others)
+    beside: Callable[[], Any] | None = None
+    if others is not None:
+        beside = partial(_times, others, config.num_layers)
+        beside = timing.replays_of(beside) if step.device.type == "cuda" else beside
     alike = config.num_layers // len(LAYERS[layer])
     for end, tokens in itertools.product(ends, sizes):
         apart, fp8 = end == APART, weights == "fp8"
@@ -115,8 +124,8 @@ def _of_implementation(
             floors: Mapping[str, costs.Cost] = {} if layer == STACK else stages[0],
         ) -> dict[str, Any]:
             facts: dict[str, Any] = {**host_us(call), "allocations": allocations(call)}
-            if impl in ("graph", "eager graph"):
-                later.append(partial(_look_into, facts, partial(step.load, *size), call, alike, floors))
+            if impl in ("graph", "eager graph", COLD):
+                later.append(partial(_look_into, facts, partial(step.load, *size), call, alike, floors, beside))
             return facts
 
         yield Problem(
@@ -132,6 +141,7 @@ def _of_implementation(
             cold=False,
             clock="stream",
             alike=alike,
+            beside=beside,
             details=details,
         )
 
@@ -147,8 +157,15 @@ def _do(later: list[Callable[[], None]]) -> None:
         later.pop(0)()
 
 
-def _prepared(step: Step, impl: str, sizes: list[int]) -> Callable[[int, bool], Prepare]:
-    """How to get `impl` at a size; what serves all sizes is made once."""
+def _times(call: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def _prepared(
+    step: Step, impl: str, sizes: list[int], others: Callable[[], Any] | None = None
+) -> Callable[[int, bool], Prepare]:
+    """How to get `impl` at a size, with `others` read between layers; what serves all sizes is made once."""
     made: list[Any] = []
     ways: Mapping[str, Callable[[], Forward | DecodeRunner]] = {
         "eager": lambda: step.layers,
@@ -157,6 +174,7 @@ def _prepared(step: Step, impl: str, sizes: list[int]) -> Callable[[int, bool], 
         "reduce-overhead": lambda: in_steps(step.compiled(mode="reduce-overhead")),
         "dsv4": lambda: step.compiled(backend=dsv4),
         "graph": lambda: step.runner(step.compiled(backend=dsv4), sizes),
+        COLD: lambda: step.runner(Layers(step.compiled(backend=dsv4).layers, others), sizes),
         "graph aside": lambda: step.aside().runner(step.compiled(backend=dsv4), sizes),
     }
 
@@ -175,10 +193,12 @@ def _look_into(
     call: Callable[[], Any],
     alike: int,
     floors: Mapping[str, costs.Cost],
+    beside: Callable[[], Any] | None,
 ) -> None:
-    """Add to `facts` what the profiler sees of a replay; see the module."""
+    """Add to `facts` what the profiler sees of a replay, but for what it does `beside`; see the module."""
     load()
-    found = nodes(call)
+    others = {node.name for node in nodes(beside)} if beside else ()
+    found = [node for node in nodes(call) if node.name not in others]
     facts |= {"nodes": len(found), "copies_from_host": sum("HtoD" in node.name for node in found)}
     first, length = repeated([node.name for node in found], alike)
     if floors and length:

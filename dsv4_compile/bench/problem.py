@@ -33,6 +33,7 @@ class Problem:
         cold: whether a time with the data out of the cache is wanted.
         alike: how many of what `cost` counts one call does, one after the other; times and launches are those of one.
         split: whether the time of each of its kernels is worth keeping too.
+        beside: what a call does that is not counted: its time, measured in the same way, is taken off.
         details: what else is worth keeping of an implementation that was timed on a GPU, found by further calls;
             launches are then left to it. Keys may be added until the scenario is over.
         clock: "" for graph replays on a GPU, "stream" for calls in a row, host time included: for what captures itself.
@@ -51,6 +52,7 @@ class Problem:
     clock: str = ""
     alike: int = 1
     split: bool = False
+    beside: Callable[[], Any] | None = None
     details: Callable[[Callable[[], Any]], dict[str, Any]] | None = None
 
 

@@ -184,6 +184,8 @@ def _timed(
 ) -> dict[str, Any]:
     """What was measured of one implementation, as columns of its row."""
     result = timing.measure(call, sets, device, cold=cold, clock=problem.clock)
+    if problem.beside is not None:
+        result = replace(result, us=result.us - timing.measure(problem.beside, [()], device, clock=problem.clock).us)
     once = partial(call, *sets[0])
     details = problem.details(once) if problem.details is not None and device.type == "cuda" else None
     # What captures itself holds memory of its own, and says so in its details.

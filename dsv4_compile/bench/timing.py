@@ -83,20 +83,25 @@ def replay_us(graph: torch.cuda.CUDAGraph) -> float:
 
 def us_in_a_row(call: Call, replays: int) -> float:
     """Median of rows of so many replays, for a call that is long, or many calls, and compared within one run."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
+    replay, times = replays_of(call), []
     for _ in range(12):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(replays):
-            graph.replay()
+            replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / replays)
     return statistics.median(times[2:])
+
+
+def replays_of(call: Call) -> Call:
+    """`call` captured into a CUDA graph."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def cold_sets(traffic: int, device: torch.device) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,16 @@ def test_what_agrees_with_the_reference_is_timed() -> None:
     row = rows(same=lambda: double)["same"]
     assert row["us"] > 0
     assert (row["status"], row["clock"], row["cold_us"], row["launches"]) == ("ok", "wall clock", None, None)
+
+
+def test_what_a_call_does_beside_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured in the same way, before what is alike shares the rest."""
+    beside = lambda: None  # noqa: E731
+    measure = lambda call, *_, clock, **__: timing.Timing(11.0 if call is beside else 35.0, None, clock)  # noqa: E731
+    monkeypatch.setattr(timing, "measure", measure)
+    of = replace(problem(same=lambda: double), beside=beside, alike=4, clock="stream")
+    (row,) = runner.rows_of(of, {}, CPU)
+    assert (row["us"], row["clock"]) == (6.0, "stream")
 
 
 @pytest.mark.parametrize(

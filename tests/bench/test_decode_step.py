@@ -56,6 +56,27 @@ def test_replays_of_a_step_agree_with_the_ops_and_are_timed(weights: str) -> Non
     assert rows[0]["context"] == 128
 
 
+def test_other_memory_is_read_behind_each_layer_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = torch.zeros((), dtype=torch.int64)
+    monkeypatch.setattr(decode_step, "reads_of_others", lambda device: lambda: reads.add_(1))
+    (problem,) = found(layer="stack", weights="bfloat16", impl="graph cold")
+    step = problem.implementations["graph cold"]()
+    assert decode_step.differs(step(*problem.make(0)), problem.reference(*problem.make(0))) == ""
+    reads.zero_()
+    step(*problem.make(0))
+    assert problem.beside is not None and reads == 3
+    problem.beside()
+    assert reads == 6
+    (plain,) = found(layer="stack", weights="bfloat16", impl="graph")
+    assert plain.beside is None
+
+
+def test_reads_of_other_memory_are_larger_than_a_cache() -> None:
+    read = decode_layers.reads_of_others(CPU)
+    assert read().shape == ()
+    assert read.args[0].nbytes == decode_layers._OTHERS["cpu"] < 60 << 20 < decode_layers._OTHERS["cuda"]
+
+
 def test_layers_of_a_kind_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = []
 
