@@ -30,6 +30,7 @@ from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 
 LAYERS = {f"{model} {x.op} {x.name}": x for model, config in gemm.MODELS.items() for x in gemm.layers(config)}
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+BF16_ROWS = torch.empty(64, 256, dtype=BF16)
 
 
 def wide_rows(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -127,11 +128,12 @@ def test_groups_that_come_quantised_give_the_reference(
     assert_close(got, REFERENCES["fp8_grouped_einsum"](a, a_scale, b, b_scale).flatten(1), NEIGHBOUR[BF16])
 
 
+@pytest.mark.parametrize("tokens", [7, 70])
 @pytest.mark.parametrize("cut", [(128, 8, 5, 2), (64, 4, 9, 1), (64, 4, 2, 2, True)])
-def test_halves_give_the_reference(hopper: Any, cut: tuple[int, ...]) -> None:
+def test_halves_give_the_reference(hopper: Any, cut: tuple[int, ...], tokens: int) -> None:
     """By tokens or by groups; in the first case a strip must not reach into the next group."""
     for dtype, size in ((BF16, 768), (BF16, 320), (torch.float16, 328)):
-        x, weight = torch.randn(7, 2, size).to(dtype), torch.randn(2 * 72, size).to(dtype)
+        x, weight = torch.randn(tokens, 2, size).to(dtype), torch.randn(2 * 72, size).to(dtype)
         by_group = x.transpose(0, 1).contiguous().transpose(0, 1)
         for one in (x, by_group) if size != 328 else (by_group,):
             got = product(hopper, one, None, weight, None, dtype, cut=cut)
@@ -352,7 +354,7 @@ def test_the_quantisation_in_front_lets_the_product_start(monkeypatch: pytest.Mo
         ({"x": e4m3(129, 1, 256), "quantize": False}, "up to 128 tokens"),
         ({"x": e4m3(65, 1, 256), "weight": e4m3(65537, 256), "quantize": False}, "more than 16777216 bytes"),
         ({"x": torch.empty(65, 1, 256, dtype=BF16)}, "up to 64 tokens"),
-        ({"x": torch.empty(65, 1, 256, dtype=BF16), "weight": torch.empty(64, 256, dtype=BF16)}, "up to 64 tokens"),
+        ({"x": torch.empty(129, 1, 256, dtype=BF16), "weight": BF16_ROWS, "quantize": False}, "up to 128 tokens"),
         ({"x": torch.empty(256, 1, 4, dtype=BF16).permute(2, 1, 0)}, "rows"),
         ({"weight": torch.empty(64, 250, dtype=torch.float8_e4m3fn)}, "multiples of 16 bytes"),
         ({"x": wide_rows(4, 1, 255, dtype=BF16), "weight": wide_rows(64, 255, dtype=E4M3)}, "in pairs"),
