@@ -37,9 +37,10 @@ wq_b takes 0.1 us longer; where strips follow each other, those of a turn leave 
 PACED_BYTES = 64 << 10
 """Of a weight, for each processor, that are on their way at a time: they keep memory busy. All at once, 20 MB of
 V4-Flash's wq_b, take memory 5 us, and what the kernels in front still load comes behind them: an H200 takes 0.3 to 1.9
-us less for a layer whose wq_b is paced. 96 KiB are no better, and two strips of any size, with bfloat16 weights 128
-KiB, take a layer of 64 tokens 3 us longer. Programs that quantise x, or share a tile in a cluster, start behind the
-kernel in front with all that they can have: of a paced wo_b they come 1.5 to 2 us late."""
+us less for a layer whose wq_b is paced, and up to 0.7 for one wq_b after another. 96 KiB are no better, and two strips
+of any size, with bfloat16 weights 128 KiB, take a layer of 64 tokens 3 us longer. Not paced is what comes late so:
+strips for programs that quantise x or share a tile in a cluster, of wo_b by 1.5 to 2 us, and for programs alone on a
+processor, with a deep ring, of 64 tokens of wo_a in bfloat16 by 0.4."""
 PROCESSOR_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 """Shared memory of a processor, and what a program of any kind takes of it."""
 TILE_ALIGN, BARRIERS_BYTES = 1024, 2 * 8
@@ -168,12 +169,12 @@ def strips_of_a_turn(cut: Cut, block_m: int, each: int) -> int:
     return cdiv(each, cdiv(each, min(MOST_STRIPS_OF_A_TURN, MOST_SUMS // (cut.block_n * block_m))))
 
 
-def strips_at_a_time(gpu: Gpu, cut: Cut, programs: int, ring: int, quantize: bool) -> int:
-    """Of the weight of one of so many programs, in front of the kernel's end that is in front; 0 for all of a ring."""
-    if cut.splits > 1 or quantize:
+def strips_at_a_time(gpu: Gpu, cut: Cut, tiles: int, ring: int, quantize: bool) -> int:
+    """Of the weight of one of so many tiles of rows, before the kernel in front ends; 0 for all of a ring."""
+    if cut.splits > 1 or cut.programs == 1 or quantize:
         return 0
-    programs = min(programs, cut.programs * gpu.processors)
-    strips = max(1, round(PACED_BYTES * gpu.processors / (programs * cut.block_n * STRIP_BYTES)))
+    at_once = min(tiles, cut.programs * gpu.processors)
+    strips = max(1, round(PACED_BYTES * gpu.processors / (at_once * cut.block_n * STRIP_BYTES)))
     return strips if strips < ring else 0
 
 
@@ -341,7 +342,7 @@ def launch_hopper(
         SHARE=tokens_of_share(cut.splits, block_m, each),
         INBOX=bytes_of_inbox(cut.splits, block_m, cut.block_n, each) * cut.cluster,
         TURN=strips_of_a_turn(cut, block_m, each) if alone and ring == each and weight_scale is not None else 1,
-        PACE=strips_at_a_time(gpu, cut, tiles * cut.splits, ring, quantize),
+        PACE=strips_at_a_time(gpu, cut, tiles // token_blocks, ring, quantize),
         num_warps=cut.warps,
         launch_pdl=True,
     )

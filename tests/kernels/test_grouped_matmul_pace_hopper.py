@@ -77,12 +77,13 @@ def test_pacing_changes_no_bit(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_64_kib_of_each_processor_are_on_their_way() -> None:
-    """Of programs that share no tile and quantise nothing, while there are more than these."""
+    """Of programs that share processors, but no tile, and quantise nothing, while there are more strips than these."""
     wide, small = Cut(128, 4, 2, 1), Cut(64, 4, 2, 1)
     at_once = 2 * GPU.processors
     assert strips_at_a_time(GPU, wide, at_once, 6, False) == 2
     assert strips_at_a_time(GPU, wide, GPU.processors, 6, False) == 4
     assert strips_at_a_time(GPU, small, at_once, 6, False) == 4
+    assert strips_at_a_time(GPU, wide._replace(programs=1), GPU.processors, 6, False) == 0
     # What starts behind others does not count, and all that there is room for is not paced.
     assert strips_at_a_time(GPU, wide, 2 * at_once, 6, False) == 2
     assert strips_at_a_time(GPU, Cut(256, 8, 3, 1), 10 * at_once, 6, False) == 1
@@ -90,6 +91,35 @@ def test_64_kib_of_each_processor_are_on_their_way() -> None:
     assert strips_at_a_time(GPU, wide, 1, 6, False) == 0
     assert strips_at_a_time(GPU, wide._replace(splits=2, cluster=True), at_once, 6, False) == 0
     assert strips_at_a_time(GPU, wide, at_once, 6, True) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "tokens", "dtype", "pace"),
+    [
+        (32768, 1024, 1, E4M3, 2),
+        (32768, 1024, 64, E4M3, 2),
+        (40960, 1024, 32, E4M3, 2),
+        (65536, 1536, 8, E4M3, 2),
+        (32768, 1024, 32, BF16, 2),
+        (8192, 1024, 128, E4M3, 0),
+        (1536, 4096, 8, E4M3, 0),
+        (4096, 8192, 8, BF16, 0),
+        (8192, 4096, 64, BF16, 0),
+    ],
+)
+def test_layers_whose_weights_were_faster_so_are_paced(
+    rows: int, size: int, tokens: int, dtype: torch.dtype, pace: int
+) -> None:
+    """wq_b, with an indexer's too, of V4-Pro and in bfloat16; not one that the tokens of two tiles read, and so on."""
+    x, weight = torch.empty(tokens, 1, size, dtype=dtype), torch.empty(rows, size, dtype=dtype)
+    scaled = dtype is E4M3
+    scales = (torch.empty(tokens, 1, size // 128), torch.empty(rows // 128, size // 128)) if scaled else (None, None)
+    launches: list[dict[str, Any]] = []
+    take = lambda *args, **constants: launches.append(constants)  # noqa: E731
+    with mock.patch.multiple(grouped_matmul_hopper, launch_kernel=take, launch_clusters=take):
+        out = torch.empty(tokens, rows, dtype=BF16)
+        grouped_matmul_hopper.launch_hopper(x, scales[0], weight, scales[1], out, False, GPU)
+    assert launches[0]["PACE"] == pace
 
 
 @pytest.mark.parametrize(("programs", "tokens"), [(1, 8), (2, 8), (2, 64), (3, 8), (3, 64)])
