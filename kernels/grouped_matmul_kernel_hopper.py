@@ -35,9 +35,9 @@ from .barriers_hopper import thread_barrier
 from .cluster_hopper import place_inbox
 from .copies_hopper import copy_tile
 from .grouped_matmul_pace_hopper import await_paced, bring_paced
+from .grouped_matmul_scales_hopper import FLAT, add_scaled, put_rows, scales_of_weight, scales_of_x
 from .grouped_matmul_shares_hopper import await_shares, store_shares
 from .grouped_matmul_store_hopper import store_parts, store_tile
-from .quant_hopper import scale_value
 from .quant_strips_hopper import quantise_strips
 from .views_hopper import reinterpret
 
@@ -47,61 +47,112 @@ STRIP_BYTES = layout.ACT_TILE
 """Of a row of the weight: what the matrix unit takes of it at a time, and of e4m3 what shares a scale."""
 
 STRIP = gl.constexpr(STRIP_BYTES)
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-WEIGHT_TILE = gl.constexpr(layout.WEIGHT_TILE)
-WORD = gl.constexpr(layout.SCALES_PER_WORD)
 
 
 @gluon.jit
-def _scales(p_scale):
-    """float32 of float32, or of UE8M0 bytes."""
-    scale = gl.load(p_scale)
-    if p_scale.dtype.element_ty == gl.uint8:
-        scale = scale_value(scale.to(gl.int32))
-    return scale
-
-
-@gluon.jit
-def _scales_of_x(
-    p_scale, token_stride, strip_stride, tokens, first_token, begin, count, BLOCK_M: gl.constexpr, EACH: gl.constexpr,
-    WARPS: gl.constexpr,
+def _place(
+    program, tokens, token_blocks, groups, rows, size, strips_each, SPLITS: gl.constexpr, CLUSTER: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """float32 `[EACH, BLOCK_M]` of a program's strips. What lies past the end repeats the last strip and token."""
-    TOKENS: gl.constexpr = BLOCK_M if BLOCK_M < 32 else 32
-    SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TOKENS, TOKENS], [WARPS, 1], [1, 0])
-    token = gl.minimum(first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCALES)), tokens - 1).to(gl.int64)
-    strip = begin + gl.minimum(gl.arange(0, EACH, gl.SliceLayout(1, SCALES)), count - 1)
-    p_scale += gl.expand_dims(token * token_stride, 0)
-    if p_scale.dtype.element_ty == gl.int32:
-        # Words hold the UE8M0 bytes of four strips.
-        words = gl.load(p_scale + gl.expand_dims(strip // WORD * strip_stride, 1))
-        known = scale_value((words >> gl.expand_dims(8 * (strip % WORD), 1)) & 255)
+    """What is program `program`'s: its tile, of how many, and its part, first token, group, block of rows, strips."""
+    blocks = (rows + BLOCK_N - 1) // BLOCK_N
+    tiles = groups * blocks * token_blocks
+    # The first copy waits for what is divided by numbers that the compiler does not know.
+    if CLUSTER or SPLITS == 1:
+        tile, part = program // SPLITS, program % SPLITS
     else:
-        known = gl.load(p_scale + gl.expand_dims(strip * strip_stride, 1))
-    return known
+        tile, part = program % tiles, program // tiles
+    # Neighbours share a tile of the weight.
+    first_token, column = tile % token_blocks * BLOCK_M, tile // token_blocks
+    # A copy fills in rows past the end at a fifth of its rate: the last tokens are rather multiplied twice.
+    first_token = gl.minimum(first_token, gl.maximum(tokens - BLOCK_M, 0))
+    if groups == 1:
+        group, block = gl.to_tensor(0), column
+    else:
+        group, block = column // blocks, column % blocks
+    begin = part * strips_each
+    count = gl.minimum(strips_each, (size + BLOCK_K - 1) // BLOCK_K - begin)
+    # Sums are zeroed once, and no loop is jumped over.
+    gl.assume(count > 0)
+    return tile, tiles, part, first_token, group, block, begin, count
 
 
 @gluon.jit
-def _put_rows(x, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """float32 `[ROWS, WIDTH]` in shared memory, where each row can be asked for."""
-    flat = gl.allocate_shared_memory(gl.float32, [ROWS * WIDTH], FLAT)
-    flat.store(gl.reshape(x, [ROWS * WIDTH]))
-    return reinterpret(flat, gl.float32, [ROWS, WIDTH], FLAT)
+def _start(
+    weights, w_ring, ready, first_row, begin, filled, X_BYTES: gl.constexpr, BARRIERS: gl.constexpr,
+    PACE: gl.constexpr,
+):  # fmt: skip
+    """Bring the first strips of the weight; `ready` awaits their part of x, too. Returns what `await_paced` takes."""
+    RING: gl.constexpr = w_ring.shape[0]
+    W_BYTES: gl.constexpr = w_ring.shape[1] * STRIP
+    BLOCK_K: gl.constexpr = w_ring.shape[2]
+    for i in gl.static_range(BARRIERS):
+        mbarrier.init(ready.index(i), count=RING // BARRIERS)
+    fence_async_shared()
+    thread_barrier()
+    pace = None
+    if PACE > 0:
+        pace = bring_paced(weights, w_ring, first_row, begin, filled, PACE)
+    for i in range(filled):
+        mbarrier.expect(ready.index(i % BARRIERS), X_BYTES if PACE > 0 else W_BYTES + X_BYTES)
+        if PACE == 0:
+            copy_tile(weights, [first_row, (begin + i) * BLOCK_K], ready.index(i % BARRIERS), w_ring.index(i))
+    if BARRIERS < RING:
+        for _ in range(filled, RING):
+            mbarrier.arrive(ready.index(0))
+    return pace
 
 
 @gluon.jit
-def _add_scaled(acc, products, x_scales, w_scales, first, count, TURN: gl.constexpr):
-    """The products of the TURN strips from `first` on, as each is done; those behind the last, times nothing."""
-    ACC: gl.constexpr = acc.type.layout
-    for ahead in gl.static_range(TURN):
-        strip = gl.minimum(first + ahead, count - 1)
-        x_scale = x_scales.index(strip).load(gl.SliceLayout(0, ACC))
-        row_scale = w_scales.index(strip).load(gl.SliceLayout(1, ACC))
-        if TURN > 1:
-            x_scale = gl.where(first + ahead < count, x_scale, 0.0)
-            row_scale = gl.where(first + ahead < count, row_scale, 0.0)
-        product = warpgroup_mma_wait(TURN - 1 - ahead, deps=[products[ahead]])
-        acc += product * (gl.expand_dims(x_scale, 0) * gl.expand_dims(row_scale, 1))
+def _sums(
+    weights, inputs, rings, scales, ready, corner, begin, count, ACC: gl.constexpr, BARRIERS: gl.constexpr,
+    WHOLE: gl.constexpr, TURN: gl.constexpr,
+):  # fmt: skip
+    """`[BLOCK_N, BLOCK_M]` float32 of a program's strips. A ring that does not hold all of them is filled on the way.
+
+    `inputs` is None where x is in shared memory, whole, and `scales` where there are none.
+    """
+    w_ring, x_ring = rings
+    first_row, x_row, x_column = corner
+    RING: gl.constexpr = w_ring.shape[0]
+    BLOCK_N: gl.constexpr = w_ring.shape[1]
+    BLOCK_K: gl.constexpr = w_ring.shape[2]
+    BLOCK_M: gl.constexpr = x_ring.shape[1]
+    BYTES: gl.constexpr = (BLOCK_N if inputs is None else BLOCK_N + BLOCK_M) * STRIP
+    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+    sums = warpgroup_mma_init(acc) if WHOLE else acc
+    for first in range(0, count, TURN):
+        if not WHOLE:
+            # All have waited for the last product: what it read is free.
+            thread_barrier()
+            following = first - 1 + RING
+            if (first > 0) & (following < count):
+                free = following % RING
+                o_k = (begin + following) * BLOCK_K
+                mbarrier.expect(ready.index(free), BYTES)
+                copy_tile(weights, [first_row, o_k], ready.index(free), w_ring.index(free))
+                if inputs is not None:
+                    copy_tile(inputs, [x_row, x_column + o_k], ready.index(free), x_ring.index(free))
+        if BARRIERS == RING:
+            mbarrier.wait(ready.index(first % RING), (first // RING) & 1)
+        products = ()
+        for ahead in gl.static_range(TURN):
+            # Behind the last comes the last again.
+            strip = gl.minimum(first + ahead, count - 1)
+            w = w_ring.index(strip % RING)
+            x = x_ring.index(strip if inputs is None else strip % RING)
+            if scales is None:
+                sums = warpgroup_mma(w, x.permute((1, 0)), sums, is_async=True)
+                if not WHOLE:
+                    sums = warpgroup_mma_wait(0, deps=[sums])
+            else:
+                product = warpgroup_mma(w, x.permute((1, 0)), zero, use_acc=False, is_async=True)
+                products += (product,)  # type: ignore[assignment]
+        if scales is not None:
+            acc = add_scaled(acc, products, scales[0], scales[1], first, count, TURN)
+    if scales is None:
+        acc = warpgroup_mma_wait(0, deps=[sums])
     return acc
 
 
@@ -121,28 +172,10 @@ def _multiply(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_M, BLOCK_K // 4]
     )
     QUANTIZE: gl.constexpr = inputs is None
-    X_BYTES: gl.constexpr = 0 if QUANTIZE else BLOCK_M * STRIP
-    BYTES: gl.constexpr = BLOCK_N * STRIP + X_BYTES
-    blocks = (rows + BLOCK_N - 1) // BLOCK_N
-    # The first copy waits for what is divided by numbers that the compiler does not know.
-    if CLUSTER or SPLITS == 1:
-        tile, part = program // SPLITS, program % SPLITS
-    else:
-        tiles = groups * blocks * token_blocks
-        tile, part = program % tiles, program // tiles
-    # Neighbours share a tile of the weight.
-    first_token, column = tile % token_blocks * BLOCK_M, tile // token_blocks
-    # A copy fills in rows past the end at a fifth of its rate: the last tokens are rather multiplied twice.
-    first_token = gl.minimum(first_token, gl.maximum(tokens - BLOCK_M, 0))
-    if groups == 1:
-        group, block = gl.to_tensor(0), column
-    else:
-        group, block = column // blocks, column % blocks
+    tile, tiles, part, first_token, group, block, begin, count = _place(
+        program, tokens, token_blocks, groups, rows, size, strips_each, SPLITS, CLUSTER, BLOCK_M, BLOCK_N, BLOCK_K
+    )
     first_row = group * rows + block * BLOCK_N
-    begin = part * strips_each
-    count = gl.minimum(strips_each, (size + BLOCK_K - 1) // BLOCK_K - begin)
-    # Sums are zeroed once, and no loop is jumped over.
-    gl.assume(count > 0)
     x_row, x_column = group * x_group_row + first_token, group * x_group_column
 
     w_ring = gl.allocate_shared_memory(weights.dtype, [RING, BLOCK_N, BLOCK_K], TILE)
@@ -154,21 +187,10 @@ def _multiply(
     # as long as to multiply it. Others are multiplied as they come.
     BARRIERS: gl.constexpr = 1 if WHOLE and p_weight_scale is not None else RING
     ready = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BARRIERS):
-        mbarrier.init(ready.index(i), count=RING // BARRIERS)
-    fence_async_shared()
-    thread_barrier()
     # Short code, which a cold cache of instructions has sooner: with an end that is not known, loops stay loops.
     filled = gl.minimum(count, RING)
-    if PACE > 0:
-        pace = bring_paced(weights, w_ring, first_row, begin, filled, PACE)
-    for i in range(filled):
-        mbarrier.expect(ready.index(i % BARRIERS), X_BYTES if PACE > 0 else BYTES)
-        if PACE == 0:
-            copy_tile(weights, [first_row, (begin + i) * BLOCK_K], ready.index(i % BARRIERS), w_ring.index(i))
-    if BARRIERS < RING:
-        for _ in range(filled, RING):
-            mbarrier.arrive(ready.index(0))
+    X_BYTES: gl.constexpr = 0 if QUANTIZE else BLOCK_M * STRIP
+    pace = _start(weights, w_ring, ready, first_row, begin, filled, X_BYTES, BARRIERS, PACE)
     gdc_launch_dependents()
     if INBOX > 0:
         await_shares(inbox, part, tokens, first_token, SPLITS, SHARE, BLOCK_M, BLOCK_N)
@@ -177,17 +199,13 @@ def _multiply(
         for i in range(filled):
             copy_tile(inputs, [x_row, x_column + (begin + i) * BLOCK_K], ready.index(i % BARRIERS), x_ring.index(i))
 
+    scales = None
     if p_weight_scale is not None:
-        WIDE: gl.constexpr = 1 if ONE_SCALE else BLOCK_N
-        LANES: gl.constexpr = 1 if ONE_SCALE else 32
-        W_SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-        o_strip = begin + gl.minimum(gl.arange(0, EACH, gl.SliceLayout(1, W_SCALES)), count - 1)
-        o_n = gl.arange(0, WIDE, gl.SliceLayout(0, W_SCALES))
-        row = group * rows + gl.minimum(block * BLOCK_N + o_n, rows - 1)
-        p_weight_scale += gl.expand_dims(row // WEIGHT_TILE * weight_scale_row_stride, 0)
-        p_weight_scale += gl.expand_dims(o_strip * weight_scale_strip_stride, 1)
         # On its way before anything waits, and put where it is needed when something else has been waited for.
-        w_scale = _scales(p_weight_scale)
+        w_scale = scales_of_weight(
+            p_weight_scale, weight_scale_row_stride, weight_scale_strip_stride, group * rows, block, rows, begin,
+            count, ONE_SCALE, BLOCK_N, EACH, WARPS,
+        )  # fmt: skip
         if QUANTIZE:
             new_scales = gl.allocate_shared_memory(gl.float32, [CHUNKS, AT_ONCE * BLOCK_M], FLAT)
             p_x += group.to(gl.int64) * x_group_row * x_stride + group * x_group_column
@@ -198,52 +216,22 @@ def _multiply(
             x_ring = reinterpret(values, weights.dtype, [CHUNKS * AT_ONCE, BLOCK_M, BLOCK_K], TILE)
         else:
             p_x_scale += group.to(gl.int64) * x_scale_group_stride
-            known = _scales_of_x(
+            x_scale = scales_of_x(
                 p_x_scale, x_scale_token_stride, x_scale_strip_stride, tokens, first_token, begin, count, BLOCK_M,
                 EACH, WARPS,
             )  # fmt: skip
-            x_scales = _put_rows(known, EACH, BLOCK_M)
-        w_scales = _put_rows(w_scale, EACH, WIDE)
-    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
-    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
-    sums = warpgroup_mma_init(acc) if WHOLE else acc
+            x_scales = put_rows(x_scale, EACH, BLOCK_M)
+        scales = x_scales, put_rows(w_scale, EACH, w_scale.shape[1])
     if QUANTIZE:
         thread_barrier()
     if PACE > 0:
         await_paced(pace, filled, PACE)
     if BARRIERS < RING:
         mbarrier.wait(ready.index(0), 0)
-    for first in range(0, count, TURN):
-        if not WHOLE:
-            # All have waited for the last product: what it read is free.
-            thread_barrier()
-            following = first - 1 + RING
-            if (first > 0) & (following < count):
-                free = following % RING
-                o_k = (begin + following) * BLOCK_K
-                mbarrier.expect(ready.index(free), BYTES)
-                copy_tile(weights, [first_row, o_k], ready.index(free), w_ring.index(free))
-                if not QUANTIZE:
-                    copy_tile(inputs, [x_row, x_column + o_k], ready.index(free), x_ring.index(free))
-        if BARRIERS == RING:
-            mbarrier.wait(ready.index(first % RING), (first // RING) & 1)
-        products = ()
-        for ahead in gl.static_range(TURN):
-            # Behind the last comes the last again.
-            strip = gl.minimum(first + ahead, count - 1)
-            w = w_ring.index(strip % RING)
-            x = x_ring.index(strip if QUANTIZE else strip % RING)
-            if p_weight_scale is None:
-                sums = warpgroup_mma(w, x.permute((1, 0)), sums, is_async=True)
-                if not WHOLE:
-                    sums = warpgroup_mma_wait(0, deps=[sums])
-            else:
-                product = warpgroup_mma(w, x.permute((1, 0)), zero, use_acc=False, is_async=True)
-                products += (product,)  # type: ignore[assignment]
-        if p_weight_scale is not None:
-            acc = _add_scaled(acc, products, x_scales, w_scales, first, count, TURN)
-    if p_weight_scale is None:
-        acc = warpgroup_mma_wait(0, deps=[sums])
+    corner = first_row, x_row, x_column
+    acc = _sums(
+        weights, inputs, (w_ring, x_ring), scales, ready, corner, begin, count, ACC, BARRIERS, WHOLE, TURN
+    )  # fmt: skip
 
     if CLUSTER:
         store_shares(

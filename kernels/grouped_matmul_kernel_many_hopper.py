@@ -34,7 +34,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .barriers_hopper import thread_barrier
 from .copies_hopper import copy_elements, copy_tile, store_tile
-from .grouped_matmul_kernel_hopper import FLAT, STRIP, WORD
+from .grouped_matmul_kernel_hopper import STRIP
+from .grouped_matmul_scales_hopper import FLAT, WORD
 from .quant_hopper import scale_value
 
 TILE_ROWS = 128

@@ -75,7 +75,7 @@ def simulated_products() -> Iterator[Any]:
             Pointer, "dtype", property(lambda p: types.SimpleNamespace(element_ty=p.memory.dtype)), create=True
         ),
     ):
-        parts = "grouped_matmul_pace_hopper", "grouped_matmul_store_hopper", "grouped_matmul_shares_hopper"
+        parts = (f"grouped_matmul_{part}_hopper" for part in ("pace", "scales", "store", "shares"))
         kernels = (
             "kv_load_hopper",
             "quant_hopper",

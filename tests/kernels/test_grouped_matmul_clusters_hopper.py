@@ -31,9 +31,9 @@ THREADS = 3 * 128
 
 @pytest.fixture(scope="module")
 def hopper() -> Iterator[Any]:
-    kernels = "hopper", "many_hopper", "clusters_hopper"
-    names = "kv_load_hopper", "gather_rows_hopper", "quant_hopper", "cluster_hopper", "grouped_matmul_store_hopper"
-    names += "grouped_matmul_shares_hopper", *(f"grouped_matmul_kernel_{name}" for name in kernels)
+    parts = "store", "scales", "shares", "kernel", "kernel_many", "kernel_clusters"
+    products = (f"grouped_matmul_{part}_hopper" for part in parts)
+    names = "kv_load_hopper", "gather_rows_hopper", "quant_hopper", "cluster_hopper", *products
     element = property(lambda p: types.SimpleNamespace(element_ty=p.memory.dtype))
     with (
         mock.patch.object(base, "modules", modules),

@@ -32,7 +32,7 @@ PROCESSORS = 5  # few, so that a program has several items
 
 @pytest.fixture(scope="module")
 def hopper() -> Any:
-    products = "grouped_matmul_kernel_hopper", "grouped_matmul_kernel_many_hopper"
+    products = (f"grouped_matmul_{part}_hopper" for part in ("scales", "kernel", "kernel_many"))
     names = "kv_load_hopper", "gather_rows_hopper", "quant_hopper", *products
     with (
         mock.patch.object(base, "modules", modules),
