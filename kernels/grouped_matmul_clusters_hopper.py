@@ -33,6 +33,11 @@ from .launch import launch_kernel
 BRINGER_REGISTERS = 40
 FEWEST_STRIPS = 8
 """Of a program."""
+STRIPS_AHEAD = 3
+"""Of the weight, that tiles of two halves of tokens ask for before the kernel in front has ended: the first of x come
+behind them. With all six that there is room for, a layer of 128 tokens and e4m3 weights takes an H200 1.2 to 3.0 us
+longer, with two or four up to 1.0. The kernel for many tokens asks for all: with three, 128 tokens of wq_b come 1.3 to
+2.5 us later."""
 FEW_TOKENS, FEW_TOKENS_OF_BOTH = 64, 16
 """Up to so many, a product is the kernel's for few tokens, and two of one x are. Of 64 tokens of wo_a and wo_b that one
 and this take as long in a row of projections; by itself, out of the L2 cache, this takes an eighth longer."""
@@ -163,7 +168,7 @@ def launch_clusters_of_tiles(
     if weight_scale is not None:
         weight_scale = words_of_scales(weight_scale)
     kernel, programs_of_both = grouped_matmul_clusters_hopper_kernel, programs + second.tiles * cluster
-    room = 4 * halves * HALF_TOKENS * (TILE_ROWS + PAD)
+    room, ring = 4 * halves * HALF_TOKENS * (TILE_ROWS + PAD), deepest_ring(halves * HALF_TOKENS)
     start = partial(launch_kernel, kernel, (programs_of_both,))
     if cluster > 1:
         start = partial(launch_clusters, kernel, programs_of_both, cluster, room)
@@ -193,8 +198,9 @@ def launch_clusters_of_tiles(
         SPLITS=cluster,
         BLOCK_K=block_k,
         BLOCK_K_OF_OTHERS=block_k_2,
-        RING=deepest_ring(halves * HALF_TOKENS),
+        RING=ring,
         HALVES=halves,
+        AHEAD=min(STRIPS_AHEAD, ring) if halves == 2 else ring,
         TILE=swizzled(weight),
         TILE_OF_OTHERS=None if beside is None else swizzled(beside[1]),
         MULTIPLIER_REGISTERS=MULTIPLIER_REGISTERS,

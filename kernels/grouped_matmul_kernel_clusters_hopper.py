@@ -42,15 +42,15 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 
 @gluon.jit
 def _bring(
     weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free,
-    BLOCK_K: gl.constexpr, RING: gl.constexpr, HALVES: gl.constexpr,
+    BLOCK_K: gl.constexpr, RING: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The strips of a part of a tile."""
     w_ring, x_ring, x_scales, w_scales = rings
     x_group_row, x_group_column, x_token, x_group, x_strip, w_row, w_strip = strides
     tokens, first_token, group, row, _, _, begin, count = place
     BYTES: gl.constexpr = (ROWS + HALVES * HALF) * STRIP
-    filled = gl.minimum(count, RING)
-    for i in range(filled):
+    ahead = gl.minimum(count, AHEAD)
+    for i in range(ahead):
         mbarrier.expect(ready.index(i), BYTES)
         copy_tile(weights, [row, (begin + i) * BLOCK_K], ready.index(i), w_ring.index(i))
     gdc_launch_dependents()
@@ -63,8 +63,9 @@ def _bring(
     for i in range(count):
         slot = i % RING
         strip = begin + i
-        if i >= RING:
-            mbarrier.wait(free.index(slot), ((i // RING) & 1) ^ 1)
+        if i >= ahead:
+            if i >= RING:
+                mbarrier.wait(free.index(slot), ((i // RING) & 1) ^ 1)
             mbarrier.expect(ready.index(slot), BYTES)
             copy_tile(weights, [row, strip * BLOCK_K], ready.index(slot), w_ring.index(slot))
         for half in gl.static_range(HALVES):
@@ -178,20 +179,23 @@ def _idle(SPLITS: gl.constexpr):
 def _bring_all(
     weights, inputs, others, inputs_of_others, p_x_scale, p_weight_scale, strides, is_others, place, rings,
     rings_of_others, ready, free, SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_K_OF_OTHERS: gl.constexpr,
-    RING: gl.constexpr, HALVES: gl.constexpr,
+    RING: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The strips of a part of a tile of either product."""
     if others is None:
-        _bring(weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free, BLOCK_K, RING, HALVES)
+        _bring(
+            weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free, BLOCK_K, RING, HALVES, AHEAD
+        )
     else:
         if is_others:
             _bring(
                 others, inputs_of_others, None, None, strides, place, rings_of_others, ready, free, BLOCK_K_OF_OTHERS,
-                RING, HALVES,
+                RING, HALVES, AHEAD,
             )  # fmt: skip
         else:
             _bring(
-                weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free, BLOCK_K, RING, HALVES
+                weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free, BLOCK_K, RING, HALVES,
+                AHEAD,
             )  # fmt: skip
     _idle(SPLITS)
 
@@ -234,6 +238,7 @@ def grouped_matmul_clusters_hopper_kernel(
     BLOCK_K_OF_OTHERS: gl.constexpr,
     RING: gl.constexpr,
     HALVES: gl.constexpr,  # of a tile's tokens, 1 where a half holds all
+    AHEAD: gl.constexpr,  # strips of the weight that are asked for before the kernel in front has ended
     TILE: gl.constexpr,  # layouts in shared memory
     TILE_OF_OTHERS: gl.constexpr,
     MULTIPLIER_REGISTERS: gl.constexpr,
@@ -309,5 +314,5 @@ def grouped_matmul_clusters_hopper_kernel(
         (_multiply, (p_out, p_out_scale, out_stride, is_others, alone, place, part, rings, rings_of_others, ready,
                      free, 1, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
         (_bring_all, (weights, inputs, others, inputs_of_others, p_x_scale, p_weight_scale, strides, is_others, place,
-                      rings, rings_of_others, ready, free, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
+                      rings, rings_of_others, ready, free, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES, AHEAD)),
     ], [4, 4], [MULTIPLIER_REGISTERS, BRINGER_REGISTERS])  # fmt: skip

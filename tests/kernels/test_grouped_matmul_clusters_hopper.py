@@ -81,6 +81,29 @@ def test_what_comes_quantised_gives_the_reference(
     assert_close(out, REFERENCES["fp8_grouped_einsum"](a, a_scale, b, b_scale).flatten(1), NEIGHBOUR[BF16])
 
 
+def test_how_many_strips_are_asked_for_ahead_changes_no_bit(hopper: Any) -> None:
+    """Fewer than there are buffers, and than a program has strips, or not."""
+    weight, scale, x = e4m3(128, 3328), block_scale(128, 3328), quantised(torch.randn(100, 3328).bfloat16())
+    scale, got = scale_value(scale), []
+    for ahead, cluster in ((99, 2), (1, 2), (3, 2), (5, 2)):
+        got.append(torch.full((100, 128), torch.nan, dtype=BF16))
+        with mock.patch.object(hopper, "STRIPS_AHEAD", ahead):
+            launched(hopper, cluster, *x, weight, scale, got[-1])
+        assert_bitwise(got[-1], got[0])
+    assert_close(got[0], REFERENCES["fp8_grouped_einsum"](*x, weight, scale).flatten(1), NEIGHBOUR[BF16])
+
+
+@pytest.mark.parametrize(("tokens", "ahead"), [(40, None), (64, None), (65, 3), (128, 3), (512, 3)])
+def test_tiles_of_two_halves_ask_for_few_strips_ahead(tokens: int, ahead: int | None) -> None:
+    weight, scale = torch.empty(1024, 4096, dtype=torch.float8_e4m3fn), torch.empty(8, 32)
+    x, x_scale = torch.empty(tokens, 1, 4096, dtype=weight.dtype), torch.empty(tokens, 1, 32)
+    launches: list[dict[str, Any]] = []
+    take = lambda *args, **constants: launches.append(constants)  # noqa: E731
+    with mock.patch.multiple(clusters, launch_kernel=take, launch_clusters=take):
+        clusters.launch_clusters_of_tiles(x, x_scale, weight, scale, torch.empty(tokens, 1024, dtype=BF16), GPU)
+    assert launches[0]["AHEAD"] == (ahead or launches[0]["RING"])
+
+
 def test_halves_give_the_reference(hopper: Any) -> None:
     x, weight = torch.randn(200, 2, 512).bfloat16(), torch.randn(2 * 128, 512).bfloat16()
     out = torch.full((200, 256), torch.nan, dtype=BF16)
