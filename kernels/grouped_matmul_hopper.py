@@ -21,10 +21,10 @@ from .grouped_matmul_shares_hopper import bytes_of_inbox, bytes_put, tokens_of_s
 from .launch import launch_kernel
 
 MOST_TOKENS, MOST_TOKENS_OF_A_TILE, MOST_BYTES = 128, 64, 16 << 20
-"""Tokens that share a tile; and bytes of a weight that the tokens of two tiles may read twice. On an H200 128 tokens of
-V4-Flash's wq_a and wkv, 6 MiB, take 6.9 us, and 7.4 in tiles of 128; of wo_a and wo_b, 32 MiB, 15.9 and 16.9, and 14.4
-and 15.2. In bfloat16 the former, 12 MiB, take 8.3, by torch 9.3 and in tiles of 128 13; a weight of 20 MiB 12.6, and
-10.4 by torch."""
+"""Tokens in all, those that share a tile, and bytes of a weight that the tokens of two tiles may read twice. On an H200
+128 tokens of V4-Flash's wq_a and wkv, 6 MiB, take 6.9 us, and 7.4 in tiles of 128; of wo_a and wo_b, 32 MiB, 15.9 and
+16.9, and 14.4 and 15.2. In bfloat16 the former, 12 MiB, take 7.7, by torch 8.3 and in tiles of 128 13; with HCA's rows,
+20 MiB, 12.6, and by torch 10.4."""
 ROWS_AT_ONCE = 128
 """Strips of tokens that a program quantises together: as many as its registers hold of float32, of bfloat16 twice as
 many. A weight whose programs have more is read faster behind a launch that quantises them, on an H200 wo_b of 16 tokens
@@ -38,10 +38,10 @@ PACED_BYTES = 64 << 10
 """Of a weight, for each processor, that are on their way at a time: they keep memory busy. All at once, 20 MB of
 V4-Flash's wq_b, take memory 5 us, and what the kernels in front still load comes behind them: an H200 takes 0.3 to 1.9
 us less for a layer whose wq_b is paced, and for 32 tokens of wq_b by itself 7.0 instead of 7.5, out of memory 10.3
-instead of 11.4. 96 KiB are no better, and two strips
-of any size, with bfloat16 weights 128 KiB, take a layer of 64 tokens 3 us longer. Not paced is what comes late so:
-strips for programs that quantise x or share a tile in a cluster, of wo_b by 1.5 to 2 us, and for programs alone on a
-processor, with a deep ring, of 64 tokens of wo_a in bfloat16 by 0.4."""
+instead of 11.4. 96 KiB are no better, and two strips of any size, with bfloat16 weights 128 KiB, take a layer of 64
+tokens 3 us longer. Not paced is what comes late so: strips for programs that quantise x or share a tile in a cluster,
+of wo_b by 1.5 to 2 us, and for programs alone on a processor, with a deep ring, of 64 tokens of wo_a in bfloat16 by
+0.4."""
 PROCESSOR_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 """Shared memory of a processor, and what a program of any kind takes of it."""
 TILE_ALIGN, BARRIERS_BYTES = 1024, 2 * 8
