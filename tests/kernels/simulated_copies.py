@@ -1,14 +1,17 @@
 """What the prefill kernel needs beyond simulated_gluon.py: asynchronous copies, several items for each program.
 
 A copy is done when it is issued, as early as it may be. A product then still finds what it reads changed, where the
-kernel did not wait for it: both of a block's products are looked at, and operands that stay in registers too.
+kernel did not wait for it: both of a block's products are looked at, and operands that stay in registers too. With
+`landing_late`, tiles land as late as they may: what a kernel does not wait for, it reads as nothing that was written.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels import simulated_gluon as base
-from tests.kernels.simulated_gluon import GLUON, Barrier, Kernel, Shared
+from tests.kernels.simulated_gluon import GLUON, SECONDS, Barrier, Kernel, Shared
 from tests.kernels.simulated_values import Pointer, Value, raw
 
 THREADS = 128
@@ -59,6 +62,34 @@ def load_block(source: Descriptor, corner: list[Any], barrier: Barrier, target: 
     found, inside = source.at(corner)
     target.data.zero_()[inside] = found
     barrier.arrive(0, announced=-target.data.nbytes)
+
+
+@contextlib.contextmanager
+def landing_late() -> Iterator[None]:
+    """Around `simulated`: a tile lands when its barrier is waited for, in the order in which they were issued."""
+    waiting: dict[Barrier, list[Callable[[], None]]] = {}
+    land, wait = load_block, Barrier.wait
+
+    def issued(source: Descriptor, corner: list[Any], barrier: Barrier, target: Shared) -> None:
+        with Barrier.changed:
+            waiting.setdefault(barrier, []).append(lambda: land(source, corner, barrier, target))
+            Barrier.changed.notify_all()
+
+    def awaited(barrier: Barrier, parity: Any) -> None:
+        with Barrier.changed:
+            while barrier.phase & 1 == int(parity) and not Barrier.failed.is_set():
+                if waiting.get(barrier):
+                    waiting[barrier].pop(0)()
+                elif not Barrier.changed.wait(SECONDS):
+                    break
+        wait(barrier, parity)
+
+    with (
+        mock.patch.object(sys.modules[__name__], "load_block", issued),
+        mock.patch.object(Barrier, "wait", awaited),
+    ):
+        yield
+    assert not any(waiting.values()), "a tile that nobody waits for lands in what is another's"
 
 
 def store_block(target: Descriptor, corner: list[Any], source: Shared) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from dsv4_compile.reference.block_scale import quantize_activation, scale_value
 from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
 from tests.kernels import simulated_cluster
 from tests.kernels import simulated_gluon as base
+from tests.kernels.simulated_copies import landing_late
 from tests.kernels.simulated_products import GPU, Pointer, modules, types
 from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 from tests.kernels.test_grouped_matmul_hopper import LAYERS
@@ -29,13 +31,15 @@ BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
 THREADS = 3 * 128
 
 
-@pytest.fixture(scope="module")
-def hopper() -> Iterator[Any]:
+@pytest.fixture(scope="module", params=[contextlib.nullcontext, landing_late], ids=["early", "late"])
+def hopper(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """With copies that land as early as they may, and as late."""
     parts = "store", "scales", "shares", "kernel", "kernel_many", "kernel_clusters"
     products = (f"grouped_matmul_{part}_hopper" for part in parts)
     names = "kv_load_hopper", "gather_rows_hopper", "quant_hopper", "cluster_hopper", *products
     element = property(lambda p: types.SimpleNamespace(element_ty=p.memory.dtype))
     with (
+        request.param(),
         mock.patch.object(base, "modules", modules),
         mock.patch.object(Pointer, "dtype", element, create=True),
         mock.patch.object(base.Shared, "dtype", property(lambda s: s.data.dtype), create=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import types
 from typing import Any
@@ -30,11 +31,13 @@ BF16 = torch.bfloat16
 PROCESSORS = 5  # few, so that a program has several items
 
 
-@pytest.fixture(scope="module")
-def hopper() -> Any:
+@pytest.fixture(scope="module", params=[contextlib.nullcontext, copies.landing_late], ids=["early", "late"])
+def hopper(request: pytest.FixtureRequest) -> Any:
+    """With copies that land as early as they may, and as late."""
     products = (f"grouped_matmul_{part}_hopper" for part in ("scales", "kernel", "kernel_many"))
     names = "kv_load_hopper", "gather_rows_hopper", "quant_hopper", *products
     with (
+        request.param(),
         mock.patch.object(base, "modules", modules),
         mock.patch.object(copies, "THREADS", 32),
         mock.patch.object(base.Shared, "dtype", property(lambda s: s.data.dtype), create=True),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,8 +13,7 @@ from dsv4_compile.kernels import grouped_matmul_hopper
 from dsv4_compile.kernels.grouped_matmul_hopper import Cut, deepest_ring, strips_at_a_time
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
-from tests.kernels import simulated_copies
-from tests.kernels.simulated_gluon import Barrier
+from tests.kernels.simulated_copies import landing_late
 from tests.kernels.simulated_products import GPU, product, simulated_products
 from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 
@@ -26,27 +24,8 @@ ALONE = (64, 4, 2, 1)
 
 @pytest.fixture(scope="module")
 def hopper() -> Iterator[Any]:
-    with simulated_copies_as_late_as_may_be(), simulated_products() as found:
+    with landing_late(), simulated_products() as found:
         yield found
-
-
-@contextlib.contextmanager
-def simulated_copies_as_late_as_may_be() -> Iterator[None]:
-    """A tile lands when its barrier is waited for, in the order in which the barrier's were issued."""
-    waiting: dict[Barrier, list[Callable[[], None]]] = {}
-    land, wait = simulated_copies.load_block, Barrier.wait
-
-    def load_block(source: Any, corner: list[Any], barrier: Barrier, target: Any) -> None:
-        waiting.setdefault(barrier, []).append(lambda: land(source, corner, barrier, target))
-
-    def awaited(barrier: Barrier, parity: Any) -> None:
-        while barrier.phase & 1 == int(parity) and waiting.get(barrier):
-            waiting[barrier].pop(0)()
-        wait(barrier, parity)
-
-    with mock.patch.object(simulated_copies, "load_block", load_block), mock.patch.object(Barrier, "wait", awaited):
-        yield
-    assert not any(waiting.values()), "a tile that nobody waits for lands in what is another's"
 
 
 @pytest.mark.parametrize("pace", [0, 1, 2, 3, 5])
