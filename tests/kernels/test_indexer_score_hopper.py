@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference.kv_format import quantize_indexer, store_indexer
 from dsv4_compile.testing import poison_, samples  # noqa: F401  (importing the package registers the ops)
 from tests.kernels import simulated_copies
-from tests.kernels.simulated_gluon import GLUON, SECONDS, Barrier, Shared
+from tests.kernels.simulated_gluon import GLUON, Barrier, Shared
 from tests.kernels.simulated_values import Value, raw
 from tests.kernels.test_select_topk import INVISIBLE, order_keys
 
@@ -44,28 +45,6 @@ class Groups:
         while len(self.committed) > outstanding:
             for group in self.committed.pop(0):
                 simulated_copies.copy_elements(*group)
-
-
-class Engine:
-    """Copies of blocks that are done when their barrier is waited for."""
-
-    def __init__(self) -> None:
-        self.of: dict[Barrier, list[tuple[Any, ...]]] = {}
-
-    def copy(self, source: Any, corner: Any, barrier: Barrier, target: Any) -> None:
-        with Barrier.changed:
-            self.of.setdefault(barrier, []).append((source, corner, barrier, target))
-            Barrier.changed.notify_all()
-
-    def wait(self, barrier: Barrier, parity: Any) -> None:
-        with Barrier.changed:
-            Barrier.changed.wait_for(
-                lambda: barrier.phase & 1 != int(parity) or self.of.get(barrier) or Barrier.failed.is_set(), SECONDS
-            )
-            copies = self.of.pop(barrier, [])
-        for copy in copies:
-            simulated_copies.load_block(*copy)
-        barrier.wait(parity) if not copies else self.wait(barrier, parity)
 
 
 class Reads(threading.local):
@@ -100,13 +79,11 @@ class Launched(simulated_copies.Persistent):
 
 def modules(late: bool) -> dict[str, types.ModuleType]:
     found = _modules()
-    groups, engine = Groups(), Engine()
+    groups = Groups()
     copies: dict[str, Callable[..., None]] = {"commit_group": groups.commit, "wait_group": groups.wait}
     hopper = found[f"{GLUON}.language.nvidia.hopper"]
     if late:
         copies |= {"async_load": groups.copy}
-        vars(hopper.tma).update(async_load=engine.copy)
-        vars(hopper.mbarrier).update(wait=engine.wait)
     vars(hopper.mbarrier).update(arrive=READS.arrive)
     vars(hopper).update(warpgroup_mma_wait=READS.finish)
     vars(found[f"{GLUON}.language.nvidia.ampere"].async_copy).update(copies)
@@ -124,10 +101,14 @@ _modules = simulated_copies.modules
 
 
 @pytest.fixture(scope="module", params=["early", "late"])
-def kernel(request: pytest.FixtureRequest) -> Any:
+def kernel(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The kernel whose copies are done as early as they may be, or as late."""
-    with mock.patch.object(simulated_copies, "modules", lambda: modules(request.param == "late")):
-        return simulated_copies.simulated("indexer_score_hopper", *NEEDED)
+    late = request.param == "late"
+    with (
+        simulated_copies.landing_late() if late else contextlib.nullcontext(),
+        mock.patch.object(simulated_copies, "modules", lambda: modules(late)),
+    ):
+        yield simulated_copies.simulated("indexer_score_hopper", *NEEDED)
 
 
 @pytest.fixture(autouse=True)
