@@ -184,8 +184,10 @@ def _timed(
 ) -> dict[str, Any]:
     """What was measured of one implementation, as columns of its row."""
     result = timing.measure(call, sets, device, cold=cold, clock=problem.clock)
+    beside = 0.0
     if problem.beside is not None:
-        result = replace(result, us=result.us - timing.measure(problem.beside, [()], device, clock=problem.clock).us)
+        beside = timing.measure(problem.beside, [()], device, clock=problem.clock).us
+        result = replace(result, us=result.us - beside)
     once = partial(call, *sets[0])
     details = problem.details(once) if problem.details is not None and device.type == "cuda" else None
     # What captures itself holds memory of its own, and says so in its details.
@@ -199,6 +201,7 @@ def _timed(
         "sets": len(sets),
         "launches": None if launches is None else launches // problem.alike,
         **({} if memory is None else {"result_bytes": memory[0], "temporary_bytes": memory[1]}),
+        **({"beside_us": round(beside / problem.alike, 3)} if problem.beside is not None else {}),
         **({} if details is None else {"details": details}),
         **({"kernels_us": kernels} if kernels else {}),
     }

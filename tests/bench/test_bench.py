@@ -54,7 +54,7 @@ def test_what_a_call_does_beside_is_taken_off(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(timing, "measure", measure)
     of = replace(problem(same=lambda: double), beside=beside, alike=4, clock="stream")
     (row,) = runner.rows_of(of, {}, CPU)
-    assert (row["us"], row["clock"]) == (6.0, "stream")
+    assert (row["us"], row["beside_us"], row["clock"]) == (6.0, 2.75, "stream")
 
 
 @pytest.mark.parametrize(

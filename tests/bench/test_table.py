@@ -26,6 +26,13 @@ def test_a_table_shows_warm_and_cold_times_the_best_and_the_launches() -> None:
     assert lines[-1].split() == ["launches", "2", "1"]
 
 
+def test_another_way_to_measure_is_not_the_best_implementation() -> None:
+    row = {"us": 5.0, "impl": "graph", "gb_s": 100.0}
+    cold = row | {"us": 4.0, "impl": "graph cold", "beside_us": 60.0}
+    assert table._best({"graph": row, "graph cold": cold}, ["gb_s"]) == ["graph", "100"]
+    assert table._best({"graph cold": cold}, ["gb_s"]) == ["", ""]
+
+
 def test_a_table_shows_what_calls_hold_beside_their_results() -> None:
     """The largest share of any size; of calls that return nothing how much."""
     rows = []
