@@ -15,7 +15,7 @@ from .. import layout
 from .barriers_hopper import thread_barrier
 from .kv_load_hopper import CACHED
 from .quant_hopper import MANTISSA_BITS, UE8M0_BIAS, quantised_bytes
-from .views_hopper import reinterpret
+from .views_hopper import FLAT, reinterpret
 
 # Stands in the body of the loop that is to stay one: in a function that the loop calls it has no effect.
 NO_COPIES = gl.constexpr('.pragma "nounroll"; mov.u32 $0, 0;')
@@ -24,7 +24,6 @@ HALF = gl.constexpr(layout.HEAD_DIM // 2)
 BLOCK_H = gl.constexpr(64)
 STEP = gl.constexpr(16)
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 COLUMNS = gl.constexpr(64)  # of a block of columns, 128 bytes: a swizzled tile lies in those
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 # Of finished rows: as wide as half of the dims, and the threads of a warp meet no bank twice.

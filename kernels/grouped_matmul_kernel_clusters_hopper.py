@@ -21,10 +21,9 @@ from .cluster_hopper import meet, put_pairs
 from .copies_hopper import copy_elements, copy_tile
 from .grouped_matmul_kernel_hopper import STRIP
 from .grouped_matmul_kernel_many_hopper import HALF, ROWS, TILE_ROWS, half_of, sums_of, tokens_of, word_of
-from .grouped_matmul_scales_hopper import FLAT
 from .grouped_matmul_shares_hopper import store_fetched
 from .grouped_matmul_store_hopper import store_sums
-from .views_hopper import reinterpret
+from .views_hopper import FLAT, reinterpret
 
 RESULTS_TOGETHER = 8
 """Rows of either weight are a multiple of this."""

@@ -35,11 +35,11 @@ from .barriers_hopper import thread_barrier
 from .cluster_hopper import place_inbox
 from .copies_hopper import copy_tile
 from .grouped_matmul_pace_hopper import await_paced, bring_paced
-from .grouped_matmul_scales_hopper import FLAT, add_scaled, put_rows, scales_of_weight, scales_of_x
+from .grouped_matmul_scales_hopper import add_scaled, put_rows, scales_of_weight, scales_of_x
 from .grouped_matmul_shares_hopper import await_shares, store_shares
 from .grouped_matmul_store_hopper import store_parts, store_tile
 from .quant_strips_hopper import quantise_strips
-from .views_hopper import reinterpret
+from .views_hopper import FLAT, reinterpret
 
 COPY_ALIGN = 16
 """Bytes that what the copy engine reads starts at multiples of."""

@@ -35,8 +35,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .barriers_hopper import thread_barrier
 from .copies_hopper import copy_elements, copy_tile, store_tile
 from .grouped_matmul_kernel_hopper import STRIP
-from .grouped_matmul_scales_hopper import FLAT, WORD
+from .grouped_matmul_scales_hopper import WORD
 from .quant_hopper import scale_value
+from .views_hopper import FLAT
 
 TILE_ROWS = 128
 """Rows of the weight in a block of a tile: they share their scales."""

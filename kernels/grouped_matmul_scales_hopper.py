@@ -8,9 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from .. import layout
 from .quant_hopper import scale_value
-from .views_hopper import reinterpret
+from .views_hopper import FLAT, reinterpret
 
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 WORD = gl.constexpr(layout.SCALES_PER_WORD)
 WEIGHT_TILE = gl.constexpr(layout.WEIGHT_TILE)
 

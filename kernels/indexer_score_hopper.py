@@ -38,7 +38,7 @@ from .early import early_launch
 from .indexer_score import INVISIBLE as _INVISIBLE
 from .indexer_score import NAN_KEY as _NAN_KEY
 from .launch import launch_kernel
-from .views_hopper import reinterpret
+from .views_hopper import FLAT, reinterpret
 
 ENTRIES = 64
 STAGES = 2
@@ -55,7 +55,6 @@ MAGNITUDE = gl.constexpr(0x7FFFFFFF)
 PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 
 COPIES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # A thread has half of two quarters of rows r and r + 8: 32 bytes in a row, of which the swizzle lets a warp read all.
 KEYS = gl.constexpr(
     gl.DistributedLinearLayout(

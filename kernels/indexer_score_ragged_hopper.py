@@ -28,7 +28,6 @@ from .copies_hopper import copy_elements
 from .indexer_score_hopper import (
     ALIGN,
     COPIES,
-    FLAT,
     KEYS,
     PROPAGATE_NAN,
     SWIZZLED,
@@ -38,7 +37,7 @@ from .indexer_score_hopper import (
     queries_refused,
 )
 from .launch import launch_kernel
-from .views_hopper import reinterpret
+from .views_hopper import FLAT, reinterpret
 
 QUERIES, ENTRIES = 64, 128
 STAGES = 4

@@ -32,13 +32,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import layout
-from .attention_rows_hopper import FLAT, SWIZZLED, D, fetch_angles, store_few_rows
+from .attention_rows_hopper import SWIZZLED, D, fetch_angles, store_few_rows
 from .barriers_hopper import thread_barrier
 from .kv_load_hopper import SWIZZLED_WORDS, dequantize_keys, fetch_keys, row_length
 from .queries_hopper import fetch_queries, norm_queries, queries_of, turning_of
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
-from .views_hopper import reinterpret
+from .views_hopper import FLAT, reinterpret
 
 KEYS = 64
 

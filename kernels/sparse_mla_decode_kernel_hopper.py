@@ -67,14 +67,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .attention_rows_hopper import BLOCK_H, FLAT, HALF, SWIZZLED, D, fetch_angles, store_part, store_rows
+from .attention_rows_hopper import BLOCK_H, HALF, SWIZZLED, D, fetch_angles, store_part, store_rows
 from .barriers_hopper import thread_barrier
 from .kv_load_hopper import produce_keys, row_length
 from .kv_places_hopper import ask_for_block, find_keys, place_keys
 from .queries_hopper import fetch_queries, norm_factors, put_queries, queries_of, turn_queries, turning_of
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
-from .views_hopper import reinterpret
+from .views_hopper import FLAT, reinterpret
 
 KEYS = 64
 

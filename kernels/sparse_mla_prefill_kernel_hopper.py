@@ -34,13 +34,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .attention_rows_hopper import BLOCK_H, FLAT, SWIZZLED, D, angles_of, column_blocks, store_finished, table_row
+from .attention_rows_hopper import BLOCK_H, SWIZZLED, D, angles_of, column_blocks, store_finished, table_row
 from .barriers_hopper import thread_barrier
 from .copies_hopper import copy_tile, store_tile
 from .gather_rows_hopper import BLOCK_N, BUFFERS, HALF, LEFT_ARRIVALS, ONE, RIGHT_ARRIVALS, block_count, gather_rows
 from .split_softmax import LN_2 as _LN_2
 from .split_softmax import LOG2_E as _LOG2_E
-from .views_hopper import reinterpret
+from .views_hopper import FLAT, reinterpret
 
 Q_BYTES = gl.constexpr(BLOCK_H.value * D.value * 2)
 LOG2_E = gl.constexpr(_LOG2_E.value)
