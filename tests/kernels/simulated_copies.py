@@ -92,6 +92,10 @@ def landing_late() -> Iterator[None]:
     assert not any(waiting.values()), "a tile that nobody waits for lands in what is another's"
 
 
+EARLY_AND_LATE: dict[str, Any] = {"params": [contextlib.nullcontext, landing_late], "ids": ["early", "late"]}
+"""Of a fixture that enters `request.param()` around `simulated`: all its tests run both ways."""
+
+
 def store_block(target: Descriptor, corner: list[Any], source: Shared) -> None:
     """Start to store a block, but for what is outside the tensor. It is read when its thread waits for it."""
     found, inside = target.at(corner)

@@ -108,3 +108,12 @@ def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = Fals
     assert not counters.any()
     assert out.dtype is dtype
     return out
+
+
+@contextlib.contextmanager
+def launches(module: types.ModuleType) -> Iterator[list[dict[str, Any]]]:
+    """The constants of all that `module` launches meanwhile; nothing runs."""
+    found: list[dict[str, Any]] = []
+    take = lambda *args, **constants: found.append(constants)  # noqa: E731
+    with mock.patch.multiple(module, launch_kernel=take, launch_clusters=take):
+        yield found

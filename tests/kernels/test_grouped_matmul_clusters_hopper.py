@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +20,8 @@ from dsv4_compile.reference.block_scale import quantize_activation, scale_value
 from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
 from tests.kernels import simulated_cluster
 from tests.kernels import simulated_gluon as base
-from tests.kernels.simulated_copies import landing_late
-from tests.kernels.simulated_products import GPU, Pointer, modules, types
+from tests.kernels.simulated_copies import EARLY_AND_LATE
+from tests.kernels.simulated_products import GPU, Pointer, launches, modules, types
 from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 from tests.kernels.test_grouped_matmul_hopper import LAYERS
 from tests.kernels.test_grouped_matmul_parts_hopper import held
@@ -31,7 +30,7 @@ BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
 THREADS = 3 * 128
 
 
-@pytest.fixture(scope="module", params=[contextlib.nullcontext, landing_late], ids=["early", "late"])
+@pytest.fixture(scope="module", **EARLY_AND_LATE)
 def hopper(request: pytest.FixtureRequest) -> Iterator[Any]:
     """With copies that land as early as they may, and as late."""
     parts = "store", "scales", "shares", "kernel", "kernel_many", "kernel_clusters"
@@ -101,11 +100,9 @@ def test_how_many_strips_are_asked_for_ahead_changes_no_bit(hopper: Any) -> None
 def test_tiles_of_two_halves_ask_for_few_strips_ahead(tokens: int, ahead: int | None) -> None:
     weight, scale = torch.empty(1024, 4096, dtype=torch.float8_e4m3fn), torch.empty(8, 32)
     x, x_scale = torch.empty(tokens, 1, 4096, dtype=weight.dtype), torch.empty(tokens, 1, 32)
-    launches: list[dict[str, Any]] = []
-    take = lambda *args, **constants: launches.append(constants)  # noqa: E731
-    with mock.patch.multiple(clusters, launch_kernel=take, launch_clusters=take):
+    with launches(clusters) as found:
         clusters.launch_clusters_of_tiles(x, x_scale, weight, scale, torch.empty(tokens, 1024, dtype=BF16), GPU)
-    assert launches[0]["AHEAD"] == (ahead or launches[0]["RING"])
+    assert found[0]["AHEAD"] == (ahead or found[0]["RING"])
 
 
 def test_halves_give_the_reference(hopper: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import types
 from typing import Any
@@ -31,7 +30,7 @@ BF16 = torch.bfloat16
 PROCESSORS = 5  # few, so that a program has several items
 
 
-@pytest.fixture(scope="module", params=[contextlib.nullcontext, copies.landing_late], ids=["early", "late"])
+@pytest.fixture(scope="module", **copies.EARLY_AND_LATE)
 def hopper(request: pytest.FixtureRequest) -> Any:
     """With copies that land as early as they may, and as late."""
     products = (f"grouped_matmul_{part}_hopper" for part in ("scales", "kernel", "kernel_many"))

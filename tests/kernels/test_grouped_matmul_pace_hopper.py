@@ -14,7 +14,7 @@ from dsv4_compile.kernels.grouped_matmul_hopper import Cut, deepest_ring, strips
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
 from tests.kernels.simulated_copies import landing_late
-from tests.kernels.simulated_products import GPU, product, simulated_products
+from tests.kernels.simulated_products import GPU, launches, product, simulated_products
 from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -93,12 +93,10 @@ def test_layers_whose_weights_were_faster_so_are_paced(
     x, weight = torch.empty(tokens, 1, size, dtype=dtype), torch.empty(rows, size, dtype=dtype)
     scaled = dtype is E4M3
     scales = (torch.empty(tokens, 1, size // 128), torch.empty(rows // 128, size // 128)) if scaled else (None, None)
-    launches: list[dict[str, Any]] = []
-    take = lambda *args, **constants: launches.append(constants)  # noqa: E731
-    with mock.patch.multiple(grouped_matmul_hopper, launch_kernel=take, launch_clusters=take):
+    with launches(grouped_matmul_hopper) as found:
         out = torch.empty(tokens, rows, dtype=BF16)
         grouped_matmul_hopper.launch_hopper(x, scales[0], weight, scales[1], out, False, GPU)
-    assert launches[0]["PACE"] == pace
+    assert found[0]["PACE"] == pace
 
 
 @pytest.mark.parametrize(("programs", "tokens"), [(1, 8), (2, 8), (2, 64), (3, 8), (3, 64)])

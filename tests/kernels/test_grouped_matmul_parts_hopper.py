@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from dsv4_compile.kernels import grouped_matmul_hopper, grouped_matmul_pair_hopp
 from dsv4_compile.ops._define import REFERENCES
 from dsv4_compile.reference.block_scale import quantize_activation, scale_value
 from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
-from tests.kernels.simulated_copies import landing_late
+from tests.kernels.simulated_copies import EARLY_AND_LATE
 from tests.kernels.simulated_products import GPU, product, simulated_products
 from tests.kernels.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 
@@ -21,7 +20,7 @@ BF16 = torch.bfloat16
 PROCESSOR_REGISTERS = 1 << 16
 
 
-@pytest.fixture(scope="module", params=[contextlib.nullcontext, landing_late], ids=["early", "late"])
+@pytest.fixture(scope="module", **EARLY_AND_LATE)
 def hopper(request: pytest.FixtureRequest) -> Iterator[Any]:
     """With copies that land as early as they may, and as late."""
     with request.param(), simulated_products() as found:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from dsv4_compile.kernels import cluster_hopper, grouped_matmul_hopper
 from dsv4_compile.testing import assert_bitwise, fake_triton
-from tests.kernels.simulated_products import GPU, product, simulated_products
+from tests.kernels.simulated_products import GPU, launches, product, simulated_products
 from tests.kernels.test_grouped_matmul import e4m3
 
 
@@ -47,11 +46,9 @@ def test_turns_are_as_full_as_may_be(each: int, turn: int, wide: int) -> None:
 def test_programs_alone_on_their_processor_with_all_strips_there_take_turns(rows: int, size: int, turn: int) -> None:
     x, scale = torch.empty(64, 1, size, dtype=torch.float8_e4m3fn), torch.empty(64, 1, size // 128)
     weight, weight_scale = torch.empty(rows, size, dtype=x.dtype), torch.empty(rows // 128, size // 128)
-    launches: list[dict[str, Any]] = []
-    take = lambda *args, **constants: launches.append(constants)  # noqa: E731
-    with mock.patch.multiple(grouped_matmul_hopper, launch_kernel=take, launch_clusters=take):
+    with launches(grouped_matmul_hopper) as found:
         grouped_matmul_hopper.launch_hopper(x, scale, weight, weight_scale, torch.empty(64, rows), False, GPU)
-    assert launches[0]["TURN"] == turn
+    assert found[0]["TURN"] == turn
 
 
 @pytest.mark.parametrize("strips", range(1, 9))
