@@ -114,7 +114,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             other = [name for name, result in results.items() if not same(result, results[OURS])]
             found = in_turn({name: partial(results_of, call, sets) for name, call in calls.items()}, options.rounds)
             found = {name: round(x / len(sets), 3) if name.endswith("_us") else x for name, x in found.items()}
-            yield {"op": problem.op, **problem.params, **found, "other_bytes": other}
+            yield {"op": problem.op, **problem.params, "sets": len(sets), **found, "other_bytes": other}
 
 
 def complaint(options: argparse.Namespace) -> str:
