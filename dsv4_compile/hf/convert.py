@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import __version__ as transformers_version
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ..cache import CacheFormat
 from ..config import DeepseekV4Config
@@ -57,6 +60,13 @@ def convert(
         got=f"a {type(model).__name__}",
         why="already converted" if isinstance(model, CompilableForCausalLM) else "",
         fix="pass a transformers DeepseekV4ForCausalLM",
+    )
+    check(
+        "past_key_values" in {field.name for field in fields(MoeModelOutputWithPast)},
+        "E208",
+        got=f"transformers {transformers_version}",
+        why="it has renamed past_key_values",
+        fix="pip install 'transformers<5.24'",
     )
     check(not model.training, "E208", got="a model in training mode", fix="call model.eval() first")
     config = DeepseekV4Config.from_hf(model.config)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import importlib
 
 import pytest
 import torch
@@ -32,6 +34,15 @@ def eager_logits(model, ids: Tensor) -> Tensor:
 
 def random_ids(*shape: int) -> Tensor:
     return torch.randint(0, 512, shape)
+
+
+def test_a_transformers_that_names_caches_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 5.24 does, where a converted model gave other tokens and said nothing."""
+    module = importlib.import_module("dsv4_compile.hf.convert")
+    renamed = dataclasses.make_dataclass("MoeModelOutputWithPast", ["last_hidden_state", "cache"])
+    monkeypatch.setattr(module, "MoeModelOutputWithPast", renamed)
+    with pytest.raises(ValueError, match=r"E208[\s\S]*past_key_values[\s\S]*transformers<5.24"):
+        hf.convert(tiny_model(), max_batch_size=1, max_seq_len=MAX_SEQ_LEN)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 126, 127, 128, 130, 300])
