@@ -36,6 +36,8 @@ OPTIONAL = {
     "matplotlib": ("bench", (3, 5), "needed to draw plots"),
 }
 """Package: the extra that brings it, its lowest version, what for."""
+REFUSED_FROM = {"transformers": (5, 24)}
+"""Of packages that have changed since, the first version that does not do."""
 VERDICTS = {
     "ok": "all is well",
     "warn": "works, with the warnings above",
@@ -191,6 +193,8 @@ def _optional(extra: str, lowest: tuple[int, int], purpose: str, name: str) -> C
         return Check(name, "not installed", note=f"{purpose}: {get}")
     if _release(version) < lowest:
         return Check(name, version, "warn", f"{purpose}, from {lowest[0]}.{lowest[1]} on: {get}")
+    if name in REFUSED_FROM and _release(version) >= REFUSED_FROM[name]:
+        return Check(name, version, "warn", f"{purpose}, before {'.'.join(map(str, REFUSED_FROM[name]))}: {get}")
     return Check(name, version)
 
 
