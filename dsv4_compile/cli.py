@@ -13,13 +13,13 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from importlib import resources
+from pathlib import Path
 
 from . import __version__, progress
 from .errors import CODES, DSV4Error
 
-PAGES = {"layout": "every byte of the caches", "metadata": "persistent buffers of a step, and who fills them"}
-"""Pages that `dsv4 explain` prints beside those of the codes."""
+DOCS = Path(__file__).with_name("docs")
+"""The pages that `dsv4 explain` prints."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,8 +122,9 @@ def _doctor(*, as_json: bool) -> int:
 
 def _explain(target: str | None, *, as_json: bool, max_breaks: int | None) -> int:
     if target is None:
-        entries = {code: entry.title for code, entry in CODES.items()} | PAGES
-        print("\n".join(f"{name:8}  {title}" for name, title in entries.items()))
+        entries = {code: entry.title for code, entry in CODES.items()} | _titles()
+        width = max(map(len, entries))
+        print("\n".join(f"{name:{width}}  {title}" for name, title in entries.items()))
         return 0
     if target.endswith(".py"):
         from .debug import explain_script
@@ -144,9 +145,14 @@ def _demo(argv: Sequence[str]) -> int:
     return int(demo(list(argv)))
 
 
+def _titles() -> dict[str, str]:
+    """Return the title of every page by the name that `dsv4 explain` takes."""
+    pages = {page.relative_to(DOCS).with_suffix("").as_posix(): page for page in DOCS.rglob("*.md")}
+    return {name: pages[name].read_text().partition("\n")[0].removeprefix("# ") for name in sorted(pages)}
+
+
 def _page(name: str) -> str | None:
-    page = resources.files(__package__) / "_docs" / f"{name}.md"
-    return page.read_text() if re.fullmatch("[a-z]+", name) and page.is_file() else None
+    return (DOCS / f"{name}.md").read_text() if name in _titles() else None
 
 
 def _error_page(code: str) -> str:

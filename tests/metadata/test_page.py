@@ -8,7 +8,7 @@ from pathlib import Path
 from dsv4_compile.cli import main
 from dsv4_compile.metadata import BUFFERS
 
-PAGE = Path(__file__).resolve().parents[2] / "dsv4_compile" / "_docs" / "metadata.md"
+PAGE = Path(__file__).resolve().parents[2] / "dsv4_compile" / "docs" / "metadata.md"
 LETTERS = {"max_num_seqs": "R", "max_num_seqs_plus_1": "R + 1", "max_num_batched_tokens": "T", "window": "W"}
 LETTERS |= {"c128a_width": "C"}
 

@@ -28,7 +28,8 @@ def test_explain_prints_the_rule_the_fix_and_the_page(code: str, capsys: pytest.
 
 def test_explain_alone_lists_every_code_and_page(capsys: pytest.CaptureFixture[str], root: Path) -> None:
     assert cli.main(["explain"]) == 0
-    pages = {page.stem for page in (root / "dsv4_compile" / "_docs").glob("*.md")} - {"errors"}
+    docs = root / "dsv4_compile" / "docs"
+    pages = [page.relative_to(docs).with_suffix("").as_posix() for page in docs.rglob("*.md")]
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*CODES, *sorted(pages)]
 
 
@@ -53,9 +54,10 @@ def test_a_limit_without_values_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == "--only takes COLUMN=A,B, got 'tokens'\n"
 
 
-def test_explain_prints_the_layout_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", "layout"]) == 0
-    assert "fp8_ds_mla" in capsys.readouterr().out
+@pytest.mark.parametrize("page", ["layout", "kernel-notes/attention"])
+def test_explain_prints_a_page(page: str, capsys: pytest.CaptureFixture[str], root: Path) -> None:
+    assert cli.main(["explain", page]) == 0
+    assert capsys.readouterr().out == (root / "dsv4_compile" / "docs" / f"{page}.md").read_text() + "\n"
 
 
 @pytest.mark.parametrize("target", ["E999", "nothing", "../pyproject", "errors/..", ""])

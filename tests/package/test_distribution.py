@@ -35,7 +35,7 @@ def test_every_folder_of_the_package_is_a_package(root: Path) -> None:
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path, sources: dict[str, str], root: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
-    pages = [f"dsv4_compile/_docs/{page.name}" for page in (root / "dsv4_compile" / "_docs").glob("*.md")]
+    pages = [str(page.relative_to(root)) for page in (root / "dsv4_compile" / "docs").rglob("*.md")]
     mapped = [path if path.startswith("dsv4_compile/") else f"dsv4_compile/{path}" for path in sources]
     data = [f"dsv4_compile/{name}" for name in ("py.typed", "proven.json", "measured.json", "kernels/README.md")]
     assert sorted(names) == sorted([*mapped, *pages, *data])

@@ -66,14 +66,14 @@ def test_errors_are_also_the_builtin_kind_a_caller_would_catch(code: str, base: 
 
 
 def test_every_code_has_a_section_in_the_errors_page(root: Path) -> None:
-    page = (root / "dsv4_compile" / "_docs" / "errors.md").read_text()
+    page = (root / "dsv4_compile" / "docs" / "errors.md").read_text()
     assert re.findall(r"^## (\S+)$", page, re.MULTILINE) == list(CODES)
 
 
 EXAMPLES = dict(
     re.findall(
         r"^## (\S+)$.*?^```python\n(.*?)^```$",
-        (Path(__file__).resolve().parents[2] / "dsv4_compile" / "_docs" / "errors.md").read_text(),
+        (Path(__file__).resolve().parents[2] / "dsv4_compile" / "docs" / "errors.md").read_text(),
         re.MULTILINE | re.DOTALL,
     )
 )
