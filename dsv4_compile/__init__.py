@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from . import backend as backend
     from . import bench as bench
     from . import cache as cache
-    from . import costs as costs
-    from . import decisions as decisions
     from . import hf as hf
     from . import loading as loading
     from . import metadata as metadata
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
     from .debug import explain
     from .modules import DeepseekV4Attention
     from .runtime import DecodeRunner
+    from .selection import costs as costs
+    from .selection import decisions as decisions
 
 _root = _pathlib.Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
@@ -38,18 +38,18 @@ __version__ = "0.1.0"
 
 __all__ = ["DSV4Error", "DecodeRunner", "DeepseekV4Attention", "DeepseekV4Config", "__version__", "explain"]
 
-_MODULES = (
-    "attention_backends",
-    "backend",
-    "bench",
-    "cache",
-    "costs",
-    "decisions",
-    "hf",
-    "loading",
-    "metadata",
-    "runtime",
-)
+_MODULES = {
+    "attention_backends": "attention_backends",
+    "backend": "backend",
+    "bench": "bench",
+    "cache": "cache",
+    "costs": "selection.costs",
+    "decisions": "selection.decisions",
+    "hf": "hf",
+    "loading": "loading",
+    "metadata": "metadata",
+    "runtime": "runtime",
+}
 _HOMES = {"DeepseekV4Config": "config", "DeepseekV4Attention": "modules", "DecodeRunner": "runtime", "explain": "debug"}
 
 
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(_importlib.import_module(f".{_HOMES[name]}", __name__), name)
     elif name in _MODULES:
-        value = _importlib.import_module(f".{name}", __name__)
+        value = _importlib.import_module(f".{_MODULES[name]}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from ._compat import check_torch
-from .ops._define import OPS
+from .ops.common.define import OPS
 from .options import Options
 
 _PASS_SLOT = "post_grad_custom_post_pass"

@@ -24,8 +24,8 @@ import torch
 from . import __version__
 from ._compat import TORCH_FIRST, TORCH_LAST, TRITON_FIRST, TRITON_LAST, device_architecture
 from .doctor_ops import OP_TESTS
-from .ops._kernels import KERNELS
-from .proven import is_proven, tested_with
+from .ops.common.kernels import KERNELS
+from .selection.proven import is_proven, tested_with
 
 PYTHON_WINDOW = ((3, 10), (3, 13))
 OPTIONAL = {

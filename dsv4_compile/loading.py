@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .errors import check, fail
 from .layout import WEIGHT_TILE, cdiv
-from .reference.block_scale import dequantize_weight
+from .reference.common.block_scale import dequantize_weight
 
 HF_NAMES: dict[str, str] = {
     "wq_a": "q_a_proj",

@@ -29,8 +29,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .decisions import IMPLEMENTATIONS
 from .errors import check, fail
+from .selection.decisions import IMPLEMENTATIONS
 
 IMPL_VALUES = ("auto", *IMPLEMENTATIONS)
 FUSE_VALUES = ("auto", "on", "off")

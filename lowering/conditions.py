@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..decisions import Call, Decision
-from .ir_common import static
+from ..selection.decisions import Call, Decision
+from .ir.common import static
 
 _FUSES = "Inductor IR, fuses with what comes before and after"
 _FIRST_FP8 = 89  # compute capability from which Triton converts to e4m3

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._compat import V, ir, make_fx, select_decomp_table
-from .ir_common import HALVES, result, rounded
+from .ir.common import HALVES, result, rounded
 
 _CAST = torch.ops.prims.convert_element_type.default
 

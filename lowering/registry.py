@@ -18,29 +18,29 @@ from typing import Any
 
 import torch
 
-from .. import measured
 from .._compat import OpOverload, fallback_handler, has_device_kernel, register_lowering
-from ..decisions import Call, Decision
 from ..errors import CompileError, fail
-from ..ops._define import OPS, REFERENCES
-from ..ops._kernels import KERNELS, launch, refusal
+from ..ops.common.define import OPS, REFERENCES
+from ..ops.common.kernels import KERNELS, launch, refusal
 from ..options import Options
-from ..proven import is_proven
+from ..selection import measured
+from ..selection.decisions import Call, Decision
+from ..selection.proven import is_proven
 from .storage_offsets import count_slices_from_their_base, keep_storage_offsets
 
 log = logging.getLogger(__name__)
 
 MODULES = (
-    "compress_norm_rope_insert",
-    "compressed_slot_mapping",
-    "fp8_linear",
-    "fused_q_kv_rmsnorm",
-    "global_topk",
-    "indexer_q_rope_quant",
-    "inv_rope_fp8_quant",
-    "q_norm_rope_kv_insert",
-    "quantize_and_insert_k_cache",
-    "save_partial_states",
+    "preprocess.compress_norm_rope_insert",
+    "metadata.compressed_slot_mapping",
+    "linear.fp8_linear",
+    "preprocess.fused_q_kv_rmsnorm",
+    "metadata.global_topk",
+    "indexer.indexer_q_rope_quant",
+    "attention.inv_rope",
+    "preprocess.q_norm_rope",
+    "preprocess.quantize_and_insert_k_cache",
+    "preprocess.save_partial_states",
 )
 """The files of this folder that register lowerings."""
 

@@ -1,11 +1,10 @@
-"""Sparse attention as serving engines know it: five backends behind one protocol, and the choice among them."""
+"""Sparse attention for serving engines: five backends with one protocol, and the choice among them."""
 
 from __future__ import annotations
 
-from .common import CommonAttentionMetadata
-from .facts import CudaGraphSupport, Demand, LayerShape, Support
 from .protocol import AttentionBackend, SparseAttention
 from .registry import NAMES, Selection, get_backend, select
+from .types import CommonAttentionMetadata, CudaGraphSupport, Demand, LayerShape
 
 __all__ = [
     "NAMES",
@@ -16,7 +15,6 @@ __all__ = [
     "LayerShape",
     "Selection",
     "SparseAttention",
-    "Support",
     "get_backend",
     "select",
 ]

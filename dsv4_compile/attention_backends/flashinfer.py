@@ -1,7 +1,7 @@
 """FLASHINFER_MLA_SPARSE_DSV4: one index matrix over two row caches, bfloat16 or per-tensor fp8.
 
-The first W columns of a row are slots of the window's cache, the others slots of the compressed cache. flashinfer gets
-two calls, decodes and prefills, each with query offsets from zero, and 64 or 128 heads.
+The first W columns of an index row are slots of the window cache, the others slots of the compressed cache. flashinfer
+is called twice, for decodes and for prefills, each with query offsets from zero, and with 64 or 128 heads.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from torch import Tensor
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..errors import check
 from ..layout import CSA_RATIO
-from .flashmla_metadata import DeepseekV4FlashMLAMetadataBuilder
-from .padding import pad_heads, pad_sink
+from .group_metadata import DeepseekV4FlashMLAMetadataBuilder
+from .library import pad_heads, pad_sink
 from .protocol import AttentionBackend, SparseAttention
 from .scales import PerTensorScales
-from .swa import DeepseekSparseSWAMetadataBuilder
 from .v4 import DeepseekV4Metadata, Inputs, decode_tokens, prefill_tokens, prefill_topk
+from .window_metadata import DeepseekSparseSWAMetadataBuilder
 from .workspace import Workspace
 
 WORKSPACE_BYTES = 128 * 2**20
-STORAGE_OFFSETS = "sparse_indices_are_storage_offsets"  # argument of newer versions of flashinfer
+STORAGE_OFFSETS = "sparse_indices_are_storage_offsets"
+"""Argument of flashinfer from version 0.7 on: whether indices count storage elements or rows."""
 
 
 class DeepseekV4FlashInferMLASparseBackend(AttentionBackend):
@@ -46,7 +47,7 @@ class DeepseekV4FlashInferMLASparseBackend(AttentionBackend):
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:
-        """The main cache's builder is the one of FlashMLA."""
+        """Return FlashMLA's builder, which builds the same main cache metadata."""
         return DeepseekV4FlashMLAMetadataBuilder
 
     @classmethod
@@ -73,11 +74,11 @@ class FlashInferAttention(PerTensorScales):
         attn_sink: Tensor | None = None,
         kv_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend T tokens. See `v4.DeepseekV4SparseAttention.forward`.
+        """Attend T tokens. Arguments as for `v4.DeepseekV4SparseAttention.forward`.
 
-        e4m3 queries hold q / q_scale. The scale of the caches is this module's own, so `kv_scale` is None.
+        e4m3 queries hold q / q_scale. The scale of the caches is set by `set_scales`, so `kv_scale` is None.
         """
-        check(kv_scale is None, "E201", got=f"a kv_scale for {self.backend.name}", fix="give it to set_scales")
+        check(kv_scale is None, "E201", got=f"a kv_scale for {self.backend.name}", fix="pass it to set_scales")
         inputs = Inputs(window_cache, main_cache, metadata, topk_indices, attn_sink, kv_scale)
         indices, lens = self.mixed_indices(inputs)
         tokens = indices.shape[0]
@@ -86,7 +87,7 @@ class FlashInferAttention(PerTensorScales):
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[0] - tokens))
 
     def mixed_indices(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """`sparse_indices` int32 `[Td + Tp, W + P]` and `sparse_topk_lens` int32; see `flashinfer_mixed_indices`."""
+        """Return `sparse_indices` int32 `[Td + Tp, W + P]` and `sparse_topk_lens` int32 `[Td + Tp]`."""
         swa, main, layer = inputs.metadata.swa, inputs.metadata.main, self.layer
         local = main is not None and layer.ratio == CSA_RATIO
         prefill = prefill_topk(layer, inputs) if swa.num_prefill_tokens > 0 else None
@@ -118,7 +119,7 @@ class FlashInferAttention(PerTensorScales):
         return indices, lens
 
     def _own(self, q: Tensor, indices: Tensor, lens: Tensor, inputs: Inputs) -> Tensor:
-        """Every token is a row of its own, so one call serves decodes and prefills."""
+        """Attend with `sparse_mla_decode`: every token is a row, so one call serves decodes and prefills."""
         window, main = self.layer.window, inputs.main_cache
         quantised = q.dtype is torch.float8_e4m3fn
         extra: tuple[Any, ...] = (None, None, None, 0)
@@ -139,14 +140,14 @@ class FlashInferAttention(PerTensorScales):
         return out
 
     def _library(self, q: Tensor, indices: Tensor, lens: Tensor, inputs: Inputs) -> Tensor:
-        """Decodes, then prefills. Padding gets what the kernel leaves there, so it is zeroed."""
+        """Attend decodes, then prefills. The kernel leaves the rows of padding unwritten, so they are zeroed."""
         swa = inputs.metadata.swa
         quantised = q.dtype is torch.float8_e4m3fn
         check(
             quantised == (self.cache_format == "fp8"),
             "E201",
             got=f"{str(q.dtype).removeprefix('torch.')} queries with {self.cache_format} caches",
-            rule="flashinfer takes queries of the dtype of the caches",
+            rule="queries have the dtype of the caches",
             fix="quantise queries with query_scale()",
         )
         heads = self.backend.get_padded_num_q_heads(self.layer.num_heads)
@@ -181,7 +182,7 @@ class FlashInferAttention(PerTensorScales):
 
 @functools.cache
 def flashinfer_workspace(device: torch.device) -> Tensor:
-    """The buffer all layers of a device share: zeroed, as flashinfer asks for, and never moved."""
+    """Return the workspace that all layers of a device share: zeroed, as flashinfer requires, at a fixed address."""
     owner = Workspace(device, zeroed=True)
     (buffer,) = owner.get_simultaneous(((WORKSPACE_BYTES,), torch.uint8))
     owner.lock()
@@ -202,7 +203,7 @@ def _attend(
     bmm2_scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`trtllm_batch_decode_sparse_mla_dsv4`: caches `[P, 1, S, D]` in q's dtype, everything but pages contiguous."""
+    """Call `trtllm_batch_decode_sparse_mla_dsv4`: caches `[P, 1, S, D]` in q's dtype, all but pages contiguous."""
 
     def pages(cache: Tensor) -> Tensor:
         return (cache.view(torch.float8_e4m3fn) if cache.dtype is torch.uint8 else cache)[:, None]
@@ -229,14 +230,14 @@ def _attend(
 
 
 def _page_options(attend: Callable[..., Any], *caches: Tensor) -> dict[str, bool]:
-    """What `attend` must be told of caches whose pages have gaps between them: that slots count rows, not storage."""
+    """Return the options of `attend` for caches with gaps between pages: indices count rows, not storage elements."""
     if all(cache.is_contiguous() for cache in caches):
         return {}
     check(
         STORAGE_OFFSETS in inspect.signature(attend).parameters,
         "E203",
         got=f"pages {', '.join(str(cache.stride(0)) for cache in caches)} elements apart, with gaps, for flashinfer",
-        why=f"without {STORAGE_OFFSETS} the library does not say which rows it reads of them",
+        why=f"without {STORAGE_OFFSETS} the library does not define which rows indices address in such caches",
         fix="allocate contiguous caches, or install flashinfer 0.7",
     )
     return {STORAGE_OFFSETS: False}

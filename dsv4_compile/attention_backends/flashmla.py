@@ -1,6 +1,6 @@
-"""FLASHMLA_SPARSE_DSV4: decodes over the paged caches by dense index rows, prefills over a gathered workspace.
+"""FLASHMLA_SPARSE_DSV4: decodes over the paged caches with dense index rows, prefills over a gathered workspace.
 
-The kernels of flash_mla take 64 or 128 query heads: queries are padded with zeros, sinks with -inf.
+flash_mla has kernels for 64 and 128 query heads: queries are padded with zeros, sinks with -inf.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..layout import CSA_RATIO, FP8_DS_MLA
-from .flashmla_metadata import DeepseekV4FlashMLAMetadataBuilder
-from .padding import pad_heads, pad_rows, pad_sink
+from .group_metadata import DeepseekV4FlashMLAMetadataBuilder
+from .library import pad_heads, pad_rows, pad_sink
 from .protocol import AttentionBackend, SparseAttention
-from .swa import DeepseekSparseSWAMetadataBuilder
 from .v4 import Inputs, WorkspacePrefill, decode_tokens
+from .window_metadata import DeepseekSparseSWAMetadataBuilder
 
 
 class DeepseekV4FlashMLABackend(AttentionBackend):
@@ -35,7 +35,7 @@ class DeepseekV4FlashMLABackend(AttentionBackend):
     library_majors = (9, 10)
     library_formats = ("fp8_ds_mla",)
     library_heads = (64, 128)
-    """The width of index rows is a multiple of the same number."""
+    """Head counts with kernels. The width of index rows must be a multiple of the same number."""
 
     @classmethod
     def get_impl_cls(cls) -> type[SparseAttention]:
@@ -56,7 +56,7 @@ class FlashMLAAttention(WorkspacePrefill):
     backend = DeepseekV4FlashMLABackend
 
     def forward_decode(self, q: Tensor, inputs: Inputs) -> Tensor:
-        """One row per token, over both caches."""
+        """Attend both caches with one index row per token."""
         swa = inputs.metadata.swa
         entries, lens = self._decode_entries(inputs)
         window = (inputs.window_cache, swa.decode_swa_indices.squeeze(1), swa.decode_swa_lens, swa.block_size)
@@ -69,7 +69,7 @@ class FlashMLAAttention(WorkspacePrefill):
         return out
 
     def _decode_entries(self, inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
-        """Slots `[Td, K]` of the compressed entries each decode token attends, and their number."""
+        """Return slots `[Td, K]` of the compressed entries that each decode token attends, and their number."""
         swa, main = inputs.metadata.swa, inputs.metadata.main
         if main is None:
             return None, None
@@ -89,7 +89,7 @@ class FlashMLAAttention(WorkspacePrefill):
     def attend_workspace(
         self, q: Tensor, kv: Tensor, topk: Tensor, batch: tuple[Any, ...], attn_sink: Tensor | None
     ) -> Tensor:
-        """Dense rows: the selected entries, then the window."""
+        """Attend with dense index rows: the selected entries, then the window."""
         indices, lens = torch.ops.dsv4.combine_topk_swa(topk, *batch)
         if self.engine != "library":
             out, _, _ = torch.ops.dsv4.sparse_mla_prefill(q, kv, indices, lens, self.layer.scale, attn_sink)
@@ -121,7 +121,7 @@ class FlashMLAAttention(WorkspacePrefill):
 
 
 def token_pages(cache: Tensor, block_size: int) -> Tensor:
-    """A `fp8_ds_mla` cache as `uint8 [P, S, 1, bytes of a token]`, with the strides it has."""
+    """View a `fp8_ds_mla` cache as `uint8 [P, S, 1, bytes of a token]`."""
     width = FP8_DS_MLA.data + FP8_DS_MLA.scale
     return cache.view(cache.shape[0], block_size, 1, width)
 
@@ -138,7 +138,7 @@ def _decode(
     extra_indices: Tensor | None,
     extra_lens: Tensor | None,
 ) -> Tensor:
-    """`flash_mla_with_kvcache`, each token a batch row of its own. The library plans its tiles at every call."""
+    """Call `flash_mla_with_kvcache` with one batch row per token. The library schedules its tiles at every call."""
     flash_mla = importlib.import_module("flash_mla")
     plan, _ = flash_mla.get_mla_metadata()
     out, _ = flash_mla.flash_mla_with_kvcache(
@@ -168,7 +168,7 @@ def _(q: Tensor, *_: object) -> Tensor:
 
 @torch.library.custom_op("dsv4_library::flash_mla_sparse_fwd", mutates_args=())
 def _prefill(q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, scale: float, attn_sink: Tensor | None) -> Tensor:
-    """`flash_mla_sparse_fwd` over a workspace `[S, D]`."""
+    """Call `flash_mla_sparse_fwd` over a workspace `[S, D]`."""
     flash_mla = importlib.import_module("flash_mla")
     out, _, _ = flash_mla.flash_mla_sparse_fwd(
         q=q,

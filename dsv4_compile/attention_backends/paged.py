@@ -1,6 +1,6 @@
-"""DSV4_PAGED: every token, decode or prefill, attends through the paged caches. What `DeepseekV4Attention` does itself.
+"""DSV4_PAGED, the default backend: every token, decode or prefill, attends through the paged caches.
 
-It needs no split, no workspace and no host numbers, so one graph serves every batch.
+It needs no split into decodes and prefills, no workspace and no host numbers, so one graph serves every batch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..layout import CSA_RATIO
 from ..metadata import AttentionMetadata, build_batch_metadata
-from .facts import CudaGraphSupport
 from .protocol import AttentionBackend, SparseAttention
 from .scales import PerTensorScales
+from .types import CudaGraphSupport
 
 
 class DeepseekV4PagedBackend(AttentionBackend):
-    """This package's own backend. Any device, any head size, every cache."""
+    """This package's own backend: any device, any head size, every cache format."""
 
     name = "DSV4_PAGED"
     cudagraph_support = CudaGraphSupport.ALWAYS
@@ -48,7 +48,7 @@ class DeepseekV4PagedBackend(AttentionBackend):
 
 
 class Slots(NamedTuple):
-    """A choice of compressed entries that is made of slots already: int32 `[T, K]`, and how many of each row."""
+    """Selected compressed entries as slots int32 `[T, K]`, and their number int32 `[T]`."""
 
     indices: Tensor
     lens: Tensor
@@ -69,9 +69,9 @@ class PagedAttention(PerTensorScales):
         attn_sink: Tensor | None = None,
         kv_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend T tokens: `[T, H, D]`, 0 for padding. Arguments as `v4.Inputs`, with this package's own metadata.
+        """Attend T tokens: `[T, H, D]`, 0 for padding. Arguments as for `v4.Inputs`, but `metadata`.
 
-        Without a `kv_scale`, per-tensor fp8 caches have that of `set_scales`.
+        `kv_scale` of per-tensor fp8 caches defaults to that of `set_scales`.
         """
         indices = lens = None
         if main_cache is not None:
@@ -96,7 +96,7 @@ class PagedAttention(PerTensorScales):
     def _entries(
         self, metadata: AttentionMetadata, topk_indices: Tensor | Slots | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Slots of the compressed entries each token attends, and their number."""
+        """Return slots of the compressed entries that each token attends, and their number."""
         if isinstance(topk_indices, Slots):
             return topk_indices
         main = metadata.c4 if self.layer.ratio == CSA_RATIO else metadata.c128

@@ -1,54 +1,58 @@
-"""Choose an attention backend by name, or automatically, and say why.
+"""Choose an attention backend by name, or automatically, and record why.
 
     selection = select("auto", Demand(kv_cache_dtype="fp8_ds_mla", architecture="cuda sm_90"))
     print(selection)
 
-An explicit request is used or refused; nothing is replaced in silence.
+A backend requested by name is used, or raises E302; there is no silent fallback.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from .. import decisions
 from ..errors import check, fail
-from .facts import ENGINES, Demand
+from ..selection import decisions
+from .flashinfer import DeepseekV4FlashInferMLASparseBackend
+from .flashmla import DeepseekV4FlashMLABackend
+from .paged import DeepseekV4PagedBackend
 from .protocol import AttentionBackend
+from .rocm import DeepseekV4ROCMAiterMLASparseBackend
+from .types import ENGINES, Demand
+from .v32.attention import FlashInferMLASparseBackend
 
-HOMES: dict[str, tuple[str, str]] = {
-    "DSV4_PAGED": ("paged", "DeepseekV4PagedBackend"),
-    "FLASHMLA_SPARSE_DSV4": ("flashmla", "DeepseekV4FlashMLABackend"),
-    "FLASHINFER_MLA_SPARSE_DSV4": ("flashinfer", "DeepseekV4FlashInferMLASparseBackend"),
-    "ROCM_FLASHMLA_SPARSE_DSV4": ("rocm", "DeepseekV4ROCMAiterMLASparseBackend"),
-    "FLASHINFER_MLA_SPARSE": ("flashinfer_v32", "FlashInferMLASparseBackend"),
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "DSV4_PAGED": DeepseekV4PagedBackend,
+    "FLASHMLA_SPARSE_DSV4": DeepseekV4FlashMLABackend,
+    "FLASHINFER_MLA_SPARSE_DSV4": DeepseekV4FlashInferMLASparseBackend,
+    "ROCM_FLASHMLA_SPARSE_DSV4": DeepseekV4ROCMAiterMLASparseBackend,
+    "FLASHINFER_MLA_SPARSE": FlashInferMLASparseBackend,
 }
-"""Name of a backend -> its file in this package and its class, in the order in which `auto` asks them."""
-NAMES = tuple(HOMES)
-BACKEND, AGAINST = "attention_backend", "; not "
-"""What decisions call the choice of a backend, and what their reason has in front of each backend that was not chosen.
-"""
+"""All backends by name, in the order in which `auto` tries them."""
+NAMES = tuple(BACKENDS)
+DECISION = "attention_backend"
+"""The `op` of decisions that choose a backend."""
+SEPARATOR = "; not "
+"""Text in the reason of such a decision before each backend that was not chosen."""
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
-    """The backend of that name; E302 if there is none."""
-    if name not in HOMES:
+    """Return the backend of that name; E302 if there is none."""
+    if name not in BACKENDS:
         fail("E302", got=f"attention backend {name!r}", fix=f"pass auto, or one of {', '.join(NAMES)}")
-    module, attribute = HOMES[name]
-    backend: type[AttentionBackend] = getattr(importlib.import_module(f".{module}", __package__), attribute)
-    return backend
+    return BACKENDS[name]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which backend serves a demand, and why.
+    """The backend chosen for a demand, and why.
 
     Attributes:
-        backend: the chosen one. engine: who computes, see `ENGINES`.
-        reason: why this one. others: name and reason against it, of every other backend; empty for explicit requests.
+        backend, engine: the chosen backend and one of `ENGINES`.
+        reason: why it was chosen.
+        others: name of every other backend and why it was not; empty for a backend requested by name.
     """
 
     backend: type[AttentionBackend]
@@ -57,9 +61,9 @@ class Selection:
     others: tuple[tuple[str, str], ...] = ()
 
     def decision(self) -> decisions.Decision:
-        """As `decisions.collect()` and `explain` list it."""
+        """Return the entry for `decisions.collect()` and `explain`."""
         reasons = [self.reason, *(f"{name}: {reason}" for name, reason in self.others)]
-        return decisions.Decision(BACKEND, self.backend.name, AGAINST.join(reasons))
+        return decisions.Decision(DECISION, self.backend.name, SEPARATOR.join(reasons))
 
     def __str__(self) -> str:
         lines = [f"{self.backend.name} on {self.engine}: {self.reason}"]
@@ -69,8 +73,8 @@ class Selection:
 def select(name: str, demand: Demand) -> Selection:
     """Choose the backend `name`, or with `auto` the first in `NAMES` that serves `demand`.
 
-    The choice is recorded with `decisions.record`. E302 if the backend asked for, or every backend, refuses; the
-    message has the reasons.
+    The choice is recorded with `decisions.record`. Raises E302 with the reasons if the requested backend, or with
+    `auto` every backend, is unsupported.
     """
     check(demand.engine in ENGINES, "E302", got=f"engine={demand.engine!r}", fix=f"pass one of {', '.join(ENGINES)}")
     selection = _automatic(demand) if name == "auto" else _explicit(name, demand)
@@ -79,10 +83,10 @@ def select(name: str, demand: Demand) -> Selection:
 
 
 def cache_word(name: str, kv_cache_dtype: str) -> str:
-    """What `CacheFormat.resolve` calls the cache that the backend `name` makes of the user's word.
+    """Return the word for `CacheFormat.resolve` for the cache that the backend `name` uses for the user's word.
 
-    Engines say `fp8` to FlashMLA and mean `fp8_ds_mla`; to FlashInfer they say it and mean per-tensor fp8. With `auto`,
-    and for `auto` rows of `DSV4_PAGED`, the word stays.
+    `fp8` means `fp8_ds_mla` to FlashMLA and per-tensor fp8 to FlashInfer. With the backend `auto`, and for an `auto`
+    cache of `DSV4_PAGED`, the word is returned as it is.
     """
     if name == "auto" or (name, kv_cache_dtype) == ("DSV4_PAGED", "auto"):
         return kv_cache_dtype
@@ -93,7 +97,7 @@ def cache_word(name: str, kv_cache_dtype: str) -> str:
 
 
 def selections(model: object) -> Iterator[decisions.Decision]:
-    """The decision of every `Selection` that a module of `model` keeps as an attribute; none for anything else."""
+    """Yield the decision of every `Selection` that is an attribute of a module of `model`."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         for value in vars(module).values():
             if isinstance(value, Selection):
@@ -101,43 +105,37 @@ def selections(model: object) -> Iterator[decisions.Decision]:
 
 
 def _explicit(name: str, demand: Demand) -> Selection:
-    support = get_backend(name).supports(demand)
-    if not support:
-        fail(
-            "E302",
-            got=f"attention_backend={name!r} with engine={demand.engine!r}",
-            why=support.reason,
-            fix=_way_out(name, demand),
-        )
-    return Selection(get_backend(name), demand.engine, f"asked for; {support.reason}")
+    backend = get_backend(name)
+    if why := backend.why_unsupported(demand):
+        fail("E302", got=f"attention_backend={name!r} with engine={demand.engine!r}", why=why, fix=_fix(name, demand))
+    return Selection(backend, demand.engine, f"asked for; {backend.describe_support(demand)}")
 
 
-def _way_out(name: str, demand: Demand) -> str:
-    if demand.engine == "library" and get_backend(name).supports(replace(demand, engine="dsv4")):
+def _fix(name: str, demand: Demand) -> str:
+    if demand.engine == "library" and not get_backend(name).why_unsupported(replace(demand, engine="dsv4")):
         return f'{name} runs on torch.ops.dsv4 here: pass engine="dsv4"'
-    able = [other for other in NAMES if get_backend(other).supports(demand)]
-    return f"these serve it: {', '.join(able)}" if able else "no backend serves it; see each one's supports()"
-
-
-def _models() -> str:
-    return ", ".join(sorted({get_backend(name).model_type for name in NAMES}))
+    able = [other for other in NAMES if not get_backend(other).why_unsupported(demand)]
+    return (
+        f"use one that serves it: {', '.join(able)}" if able else "no backend serves it; see why_unsupported() of each"
+    )
 
 
 def _automatic(demand: Demand) -> Selection:
-    supports = {name: get_backend(name).supports(demand) for name in NAMES}
-    chosen = next((name for name, support in supports.items() if support), None)
+    unsupported = {name: backend.why_unsupported(demand) for name, backend in BACKENDS.items()}
+    chosen = next((name for name, why in unsupported.items() if not why), None)
     if chosen is None:
-        own = [name for name in NAMES if get_backend(name).model_type == demand.model_type]
+        own = [name for name, backend in BACKENDS.items() if backend.model_type == demand.model_type]
+        models = sorted({backend.model_type for backend in BACKENDS.values()})
         fail(
             "E302",
             got=f"no attention backend for {demand}",
-            why="; ".join(f"{name}: {support.reason}" for name, support in supports.items()),
+            why="; ".join(f"{name}: {why}" for name, why in unsupported.items()),
             rule="auto takes the first backend that serves the model, the cache, the device and the engine",
-            fix=f"change what the reason of {' or '.join(own)} names" if own else f"model_type is one of {_models()}",
+            fix=f"change what the reason of {' or '.join(own)} names"
+            if own
+            else f"model_type is one of {', '.join(models)}",
         )
     others = tuple(
-        (other, f"serves it too, and {chosen} is asked first" if support else support.reason)
-        for other, support in supports.items()
-        if other != chosen
+        (name, why or f"serves it too, but {chosen} comes first") for name, why in unsupported.items() if name != chosen
     )
-    return Selection(get_backend(chosen), demand.engine, supports[chosen].reason, others)
+    return Selection(BACKENDS[chosen], demand.engine, BACKENDS[chosen].describe_support(demand), others)

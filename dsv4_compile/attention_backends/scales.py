@@ -1,4 +1,4 @@
-"""Scales of per-tensor fp8 caches and queries, in the two forms that kernels want: buffers, and Python floats."""
+"""Scales of per-tensor fp8 caches and queries, as buffers and as Python floats."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from ..errors import check
-from .facts import LayerShape
 from .protocol import SparseAttention
+from .types import LayerShape
 
-SMALLEST = torch.finfo(torch.float32).tiny
-"""Of a scale: smaller ones are flushed to zero, and those above its inverse have none."""
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""Smallest normal float32. A smaller scale is flushed to zero; a scale above its inverse has no float32 inverse."""
 
 
 class PerTensorScales(SparseAttention):
-    """Attention whose `fp8` cache, and whose queries where a kernel wants them quantised, have a scale each.
+    """Attention with one scale for an `fp8` cache, and one for queries if the backend quantises them.
 
-    `q_scale`, `q_scale_inv` and `kv_scale` are buffers for the ops that quantise and attend; `bmm1_scale` and
-    `bmm2_scale` the factors of the scores and of the result as floats, for kernels that take another path for tensors.
-    All are 1, and `bmm1_scale` the layer's own, until `set_scales`. Other caches have no buffers.
+    `q_scale`, `q_scale_inv` and `kv_scale` are buffers for ops that quantise and attend. `bmm1_scale` and `bmm2_scale`
+    are the factors of the scores and of the result as floats, for kernels that take no tensors there. Until
+    `set_scales`, the buffers are 1 and `bmm1_scale` is the layer's scale. Other caches have no buffers.
     """
 
     quantises_queries: ClassVar[bool] = False
@@ -37,19 +37,19 @@ class PerTensorScales(SparseAttention):
         self.set_scales(1.0, 1.0)
 
     def set_scales(self, q_scale: float, kv_scale: float) -> None:
-        """Per-tensor scales of e4m3 queries and of fp8 caches. Caches written under other scales become garbage.
+        """Set the scales of e4m3 queries and of fp8 caches. Data that is already in a cache keeps its old scale.
 
-        Set them before a step is compiled or captured: a captured graph reads the buffers at each replay, but has taken
-        over the floats of its capture, and half of a new scale is a wrong one. Nothing here knows of such graphs.
-        E201 unless scales are positive, finite, and have such an inverse in float32.
+        Call it before a step is compiled or captured: a captured graph reads the buffers at each replay, but the floats
+        are constants in it, so a later change applies to one and not to the other. This is not detected.
+        E201 unless each scale and its inverse are positive, finite and normal in float32.
         """
         for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
             check(
-                SMALLEST <= scale <= 1 / SMALLEST,
+                SMALLEST_SCALE <= scale <= 1 / SMALLEST_SCALE,
                 "E201",
                 got=f"{name}={scale!r}",
-                rule=f"a scale is positive and finite, from {SMALLEST:.2g} to {1 / SMALLEST:.2g}",
-                fix="pass the largest magnitude over that of e4m3; 1.0 leaves values as they are",
+                rule=f"a scale is positive and finite, from {SMALLEST_SCALE:.2g} to {1 / SMALLEST_SCALE:.2g}",
+                fix="pass the largest magnitude divided by that of e4m3; 1.0 leaves values unscaled",
             )
         check(
             self.cache_format == "fp8" or q_scale == kv_scale == 1.0,
@@ -61,7 +61,7 @@ class PerTensorScales(SparseAttention):
             self.quantises_queries or q_scale == 1.0,
             "E201",
             got=f"{q_scale=} for {self.backend.name}",
-            rule="its queries stay as they are",
+            rule="it does not quantise queries",
             fix="pass q_scale=1.0",
         )
         if self.q_scale is not None and self.q_scale_inv is not None and self.kv_scale is not None:

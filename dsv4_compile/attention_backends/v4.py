@@ -1,4 +1,4 @@
-"""What the DeepSeek-V4 backends have in common: the split of a batch, and prefill through a gathered workspace."""
+"""Common parts of the DeepSeek-V4 backends: the split of a batch, and prefill through a gathered workspace."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..layout import CSA_RATIO, cdiv
-from ..reference.sparse_mla_decode import output_dtype
-from .facts import LayerShape
+from ..reference.attention.sparse_mla_decode import output_dtype
 from .protocol import SparseAttention
-from .swa import DeepseekSparseSWAMetadata
+from .types import LayerShape
+from .window_metadata import DeepseekSparseSWAMetadata
 from .workspace import Workspace
 
 PREFILL_CHUNK_SIZE = 4
-"""Requests whose keys and values are gathered at once."""
+"""Requests whose keys and values are gathered at the same time; it bounds the workspace."""
 
 
 @dataclass(frozen=True)
 class DeepseekV4Metadata:
-    """A step as a layer gets it: the window's metadata, and its main cache's; None for a window-only layer."""
+    """Metadata of one step for one layer. `main` belongs to its main cache; None for a window-only layer."""
 
     swa: DeepseekSparseSWAMetadata
     main: Any = None
 
 
 class Inputs(NamedTuple):
-    """What a call gets beside the queries.
+    """Arguments of an attention call, without the queries.
 
     window_cache, main_cache: caches in the layer's format; None where the layer has no main cache.
-    topk_indices: int32 `[T, K]`, the indexer's choice within the request; ratio 4 only.
+    topk_indices: int32 `[T, K]`, entries within the request that the indexer selected; ratio 4 only.
     attn_sink: float32 `[H]`. kv_scale: float32, one element, of per-tensor fp8 caches.
     """
 
@@ -46,17 +46,17 @@ class Inputs(NamedTuple):
 
 
 def decode_tokens(swa: DeepseekSparseSWAMetadata) -> slice:
-    """The decodes of a batch."""
+    """Return the tokens of decodes."""
     return slice(0, swa.num_decode_tokens)
 
 
 def prefill_tokens(swa: DeepseekSparseSWAMetadata) -> slice:
-    """The prefills of a batch, padding behind them included."""
+    """Return the tokens of prefills, and the padding after them."""
     return slice(swa.num_decode_tokens, swa.num_decode_tokens + swa.num_prefill_tokens)
 
 
 def prefill_topk(layer: LayerShape, inputs: Inputs) -> Tensor:
-    """int32 `[Tp, K]`, entries within the request that each prefill token attends; K is 0 for a window-only layer."""
+    """Return int32 `[Tp, K]`: entries within the request that each prefill token attends; K is 0 without a main cache."""
     swa, main = inputs.metadata.swa, inputs.metadata.main
     if main is None:
         return swa.token_to_req_indices[prefill_tokens(swa), None][:, :0]
@@ -68,14 +68,13 @@ def prefill_topk(layer: LayerShape, inputs: Inputs) -> Tensor:
 
 
 class DeepseekV4SparseAttention(SparseAttention):
-    """Attention of one DeepSeek-V4 layer: decodes and prefills go separate ways, as their kernels do.
+    """Attention of one DeepSeek-V4 layer with separate kernels for decodes and prefills.
 
-    The split is made of host numbers, so a compiled graph exists for decodes alone, for prefills alone and for both;
-    within each, another batch is no recompile. torch takes sizes that are equal in the first batch for one size: warm
-    up with a batch whose numbers of tokens, decodes and requests differ.
+    The split consists of host numbers, so there is one compiled graph for decodes only, one for prefills only and one
+    for both; within each, a new batch does not recompile. torch.compile merges sizes that are equal in the first batch:
+    warm up with a batch whose numbers of tokens, decodes and requests differ.
 
-    `workspace` is where prefills gather their keys and values; None allocates them at each call, which is what compiled
-    code wants.
+    Prefills gather keys and values into `workspace`; None allocates at each call, which suits compiled code.
     """
 
     def __init__(self, layer: LayerShape, engine: str = "dsv4", workspace: Workspace | None = None) -> None:
@@ -95,9 +94,8 @@ class DeepseekV4SparseAttention(SparseAttention):
         """Attend T tokens whose keys and values are in the caches already.
 
         Args:
-            q: `[T, H, D]`, normed and rotated; rows behind the metadata's tokens are padding of a captured graph.
-        Others:
-            See `Inputs`.
+            q: `[T, H, D]`, normed and rotated; rows after the metadata's tokens are padding of a captured graph.
+            window_cache, main_cache, metadata, topk_indices, attn_sink, kv_scale: see `Inputs`.
         Returns:
             `[T, H, D]`, 0 for padding; q's dtype, bfloat16 for e4m3.
         """
@@ -123,23 +121,23 @@ class DeepseekV4SparseAttention(SparseAttention):
 
 
 class WorkspacePrefill(DeepseekV4SparseAttention):
-    """Prefill as FlashMLA and ROCm do it: a few requests at a time, over rows gathered from the caches."""
+    """Prefill of FlashMLA and ROCm: a few requests at a time, over rows gathered from the caches."""
 
     @property
     def workspace_rows(self) -> tuple[int, int]:
-        """Rows a request has in the workspace, M, of which the first N are compressed entries."""
+        """Rows of one request in the workspace, M, and how many of the first ones are compressed entries, N."""
         layer = self.layer
         entries = cdiv(layer.max_model_len, layer.ratio) if layer.ratio > 1 else 0
         return entries + layer.window + layer.max_num_batched_tokens, entries
 
     def reserve_workspace(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Reserve what the largest prefill takes: call it where a dummy run would stand, before locking."""
+        """Reserve the workspace of the largest prefill. Call it before `Workspace.lock`, for example in a dummy run."""
         if self.workspace is not None:
             rows, _ = self.workspace_rows
             self.workspace.reserve(((PREFILL_CHUNK_SIZE, rows, self.layer.head_size), dtype))
 
     def forward_prefill(self, q: Tensor, inputs: Inputs) -> Tensor:
-        """All requests in one chunk where they fit, else chunk by chunk; see `attend_workspace`."""
+        """Attend the Tp prefill tokens, `PREFILL_CHUNK_SIZE` requests at a time: `[Tp, H, D]`."""
         swa = inputs.metadata.swa
         topk = prefill_topk(self.layer, inputs)
         if swa.num_prefills <= PREFILL_CHUNK_SIZE:
@@ -148,14 +146,14 @@ class WorkspacePrefill(DeepseekV4SparseAttention):
         out = []
         for first in range(0, swa.num_prefills, PREFILL_CHUNK_SIZE):
             last = min(first + PREFILL_CHUNK_SIZE, swa.num_prefills)
-            # The last chunk takes the padding behind its requests along.
+            # The last chunk includes the padding after its requests.
             end = q.shape[0] if last == swa.num_prefills else starts[last] - starts[0]
             tokens = slice(starts[first] - starts[0], end)
             out.append(self._chunk(q[tokens], topk[tokens], inputs, slice(first, last)))
         return torch.cat(out)
 
     def _chunk(self, q: Tensor, topk: Tensor, inputs: Inputs, requests: slice) -> Tensor:
-        """Gather the requests' entries and windows into the workspace and attend them."""
+        """Gather the entries and windows of some requests into the workspace and attend them."""
         swa, main = inputs.metadata.swa, inputs.metadata.main
         rows, entries = self.workspace_rows
         seq_lens, gather_lens = swa.prefill_seq_lens[requests], swa.prefill_gather_lens[requests]
@@ -197,7 +195,7 @@ class WorkspacePrefill(DeepseekV4SparseAttention):
         return self.attend_workspace(q, kv.flatten(0, 1), topk, batch, inputs.attn_sink)
 
     def _gathered(self, requests: int, rows: int, cache: Tensor) -> Tensor:
-        """The workspace `[B, M, D]`: bfloat16, or the dtype of plain rows."""
+        """Return the workspace `[B, M, D]`: bfloat16, or the dtype of plain rows."""
         shape = (requests, rows, self.layer.head_size)
         dtype = cache.dtype if self.cache_format == "plain" else torch.bfloat16
         if self.workspace is None:
@@ -208,4 +206,4 @@ class WorkspacePrefill(DeepseekV4SparseAttention):
     def attend_workspace(
         self, q: Tensor, kv: Tensor, topk: Tensor, batch: tuple[Any, ...], attn_sink: Tensor | None
     ) -> Tensor:
-        """Attend rows of `kv` `[S, D]`; `batch` are the arguments of `combine_topk_swa` behind `topk`."""
+        """Attend rows of `kv` `[S, D]`; `batch` holds the arguments of `combine_topk_swa` after `topk`."""

@@ -1,4 +1,4 @@
-"""Memory that attention borrows for the length of a call: reserved once, before caches take the rest."""
+"""A scratch buffer for attention calls, reserved once before caches are allocated."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ALIGNMENT = 256
 
 
 class Workspace:
-    """One growing buffer, lent to one call at a time.
+    """One growing buffer, used by one call at a time.
 
-    Reserve the largest request during warm-up, then `lock`: a captured graph holds the buffer's address, so growing
-    behind a lock raises E204. Views start at multiples of 256 bytes. What a view holds is arbitrary.
+    Reserve the largest request during warm-up, then `lock`: a captured graph holds the buffer's address, so growing a
+    locked buffer raises E204. Views start at multiples of 256 bytes; their contents are arbitrary.
     """
 
     def __init__(self, device: torch.device | str | None = None, *, zeroed: bool = False) -> None:
@@ -29,15 +29,15 @@ class Workspace:
         return self._buffer.numel()
 
     def reserve(self, *wanted: tuple[tuple[int, ...], torch.dtype]) -> None:
-        """Have room for these tensors at once."""
+        """Grow the buffer to hold these tensors at the same time."""
         self.get_simultaneous(*wanted)
 
     def lock(self) -> None:
-        """Keep the buffer where it is from now on."""
+        """Fix the address and the size of the buffer."""
         self._locked = True
 
     def get_simultaneous(self, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
-        """Contiguous tensors of these shapes and dtypes that do not overlap."""
+        """Return contiguous tensors of these shapes and dtypes that do not overlap."""
         sizes = [-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in wanted]
         if sum(sizes) > self.nbytes:
             self._grow(sum(sizes))
@@ -51,7 +51,7 @@ class Workspace:
         if self._locked:
             fail(
                 "E204",
-                got=f"a workspace of {nbytes} bytes, {self.nbytes} are reserved and the workspace is locked",
+                got=f"a workspace of {nbytes} bytes, but {self.nbytes} are reserved and the workspace is locked",
                 fix="reserve the largest prefill before lock(); see DeepseekV4SparseAttention.reserve_workspace",
             )
         make = torch.zeros if self._zeroed else torch.empty

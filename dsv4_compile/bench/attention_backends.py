@@ -13,9 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import costs, layout
-from ..ops._define import REFERENCES
-from ..ops._kernels import launcher
+from .. import layout
+from ..ops.common.define import REFERENCES
+from ..ops.common.kernels import launcher
+from ..selection import costs
 from . import sparse_mla_decode as rows
 from .implementations import on_gpu
 from .problem import Args, Only, Prepare, Problem, keep

@@ -22,7 +22,7 @@ from .. import layout
 from ..backend import dsv4
 from ..config import DeepseekV4Config
 from ..modules.linear import linear
-from ..reference import kv_format
+from ..reference.common import kv_format
 from . import plain
 from .chain_layers import CACHE, ENTRIES, STATE, TOKENS_FIRST, WINDOW, Inputs, Layer, project
 from .gemm import MODELS

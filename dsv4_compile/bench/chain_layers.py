@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import costs, layout
+from .. import layout
 from ..config import DeepseekV4Config
 from ..modules.linear import linear, linear_fp32
+from ..selection import costs
 from . import plain
 from .problem import Args
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .. import bench, measured, proven
+from .. import bench
+from ..selection import measured, proven
 
 _locks: dict[str, int] = {}
 """Of files that say whose turn it is, by their names."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .. import costs, layout
+from .. import layout
 from ..config import CSA, DeepseekV4Config
+from ..selection import costs
 from .nodes import Node
 
 HIDDEN, INSERT, LATENT, QUERIES, INDEXER = "of hidden", "insert", "of latent", "indexer queries", "indexer"

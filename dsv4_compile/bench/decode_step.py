@@ -32,10 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import costs, layout
+from .. import layout
 from ..backend import dsv4
 from ..config import DeepseekV4Config
 from ..runtime import DecodeRunner
+from ..selection import costs
 from . import timing
 from .decode_layers import Forward, Layers, Step, in_steps, reads_of_others
 from .decode_stages import stage_costs, stage_times, total

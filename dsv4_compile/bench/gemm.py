@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import costs, layout
+from .. import layout
 from ..config import DeepseekV4Config
-from ..ops._define import REFERENCES
-from ..reference.block_scale import dequantize_activation, quantize_activation, scale_value
-from ..reference.inv_rope_fp8_quant import scale_strides, value_strides
+from ..ops.common.define import REFERENCES
+from ..reference.attention.inv_rope import scale_strides, value_strides
+from ..reference.common.block_scale import dequantize_activation, quantize_activation, scale_value
+from ..selection import costs
 from .implementations import compiled, implementations
 from .problem import Args, Only, Prepare, Problem, keep
 

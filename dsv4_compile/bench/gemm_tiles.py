@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from ..layout import cdiv
-from ..ops._kernels import launcher
+from ..ops.common.kernels import launcher
 from . import gemm
 from .implementations import on_gpu
 from .problem import Only, Problem
@@ -63,7 +63,7 @@ def _prepare_clusters(op: str, hopper: Any, cut: Any) -> Any:
 
 
 def _prepare(op: str, tile: tuple[int, int, int], programs: int) -> Any:
-    portable, (block_n, warps, stages) = importlib.import_module("dsv4_compile.kernels.grouped_matmul"), tile
+    portable, (block_n, warps, stages) = importlib.import_module("dsv4_compile.kernels.linear.gemm"), tile
     usual = portable.choose_cut
 
     def cut(gpu: Any, tokens: int, groups: int, rows: int, strips: int) -> Any:
@@ -92,5 +92,5 @@ def _hopper_module() -> Any:
     """The kernel for Hopper, None elsewhere."""
     if not torch.cuda.is_available():
         return None
-    gpu = importlib.import_module("dsv4_compile.kernels.gpu")
-    return gpu.hopper_kernel(gpu.gpu_of(torch.device("cuda")), "grouped_matmul_hopper")
+    gpu = importlib.import_module("dsv4_compile.kernels.host.gpu")
+    return gpu.hopper_kernel(gpu.gpu_of(torch.device("cuda")), "linear.gemm_sm90_small")

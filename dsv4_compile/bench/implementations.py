@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .._compat import maybe_mark_dynamic
 from ..backend import dsv4
-from ..ops._define import OPS, REFERENCES
-from ..ops._kernels import launcher
+from ..ops.common.define import OPS, REFERENCES
+from ..ops.common.kernels import launcher
 from .problem import Args, Prepare
 
 _count = itertools.count()

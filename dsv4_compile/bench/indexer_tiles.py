@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..ops._kernels import launcher
+from ..ops.common.kernels import launcher
 from . import indexer
 from .implementations import on_gpu
 from .problem import Only, Prepare, Problem

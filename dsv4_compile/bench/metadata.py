@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from .. import costs, layout
+from .. import layout
 from ..metadata import BlockTables, MetadataBuffers
-from ..ops._define import REFERENCES
-from ..ops._kernels import launcher
-from ..ops.batch_metadata import ARGUMENTS
+from ..ops.common.define import REFERENCES
+from ..ops.common.kernels import launcher
+from ..ops.metadata.batch_metadata import ARGUMENTS
+from ..selection import costs
 from .implementations import compiled, on_gpu
 from .problem import Args, Only, Prepare, Problem, keep
 

@@ -17,10 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import costs, layout
+from .. import layout
 from ..config import DeepseekV4Config
-from ..ops._define import REFERENCES
-from ..ops._kernels import launcher
+from ..ops.common.define import REFERENCES
+from ..ops.common.kernels import launcher
+from ..selection import costs
 from ..testing.generate import random_cache
 from .implementations import on_gpu
 from .indexer import cases

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import costs, layout
+from .. import layout
 from ..config import DeepseekV4Config
-from ..ops._define import REFERENCES
+from ..ops.common.define import REFERENCES
+from ..selection import costs
 from .implementations import implementations
 from .problem import Args, Only, Problem, keep
 

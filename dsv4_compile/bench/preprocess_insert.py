@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import costs, layout
+from .. import layout
 from ..config import DeepseekV4Config
-from ..ops._define import REFERENCES
-from ..ops._kernels import launcher
-from ..reference.preprocess_insert import compressors, result_dtype
+from ..ops.common.define import REFERENCES
+from ..ops.common.kernels import launcher
+from ..reference.preprocess.preprocess_insert import compressors, result_dtype
+from ..selection import costs
 from ..testing.cached import FEW_TIES, TIES
 from . import gate
 from .implementations import on_gpu

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..config import DeepseekV4Config
-from ..ops._kernels import KERNELS, launcher
+from ..ops.common.kernels import KERNELS, launcher
 from . import preprocess_insert
 from .implementations import on_gpu
 from .problem import Only, Prepare, Problem
@@ -30,7 +30,7 @@ CHANGES: Mapping[str, _Changes] = {
         *({"parts": n} for n in (8, 32)),
     ),
 }
-"""By kind of layer, what is changed of the usual cut; fields of `Tile` in kernels/preprocess_insert.py."""
+"""By kind of layer, what is changed of the usual cut; fields of `Tile` in kernels/preprocess/preprocess_insert.py."""
 
 
 def problems(device: torch.device, only: Only) -> Iterator[Problem]:

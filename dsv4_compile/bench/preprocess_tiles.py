@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from ..ops._kernels import KERNELS, launcher
+from ..ops.common.kernels import KERNELS, launcher
 from . import preprocess
 from .implementations import on_gpu
 from .problem import Only, Prepare, Problem

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..costs import Cost
+from ..selection.costs import Cost
 
 Args = tuple[Any, ...]
 Prepare = Callable[[], Callable[..., Any]]

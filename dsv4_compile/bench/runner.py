@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from .. import costs, measured, progress, proven
+from .. import progress
 from ..lowering import registry
-from ..ops._kernels import KERNELS
+from ..ops.common.kernels import KERNELS
+from ..selection import costs, measured, proven
 from . import gate, nodes, timing
 from .problem import Args, Only, Problem, keep
 from .record import Record, environment

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import costs, layout
-from ..ops._define import REFERENCES
-from ..ops._kernels import launcher
-from ..reference.block_scale import dequantize_activation
+from .. import layout
+from ..ops.common.define import REFERENCES
+from ..ops.common.kernels import launcher
+from ..reference.common.block_scale import dequantize_activation
+from ..selection import costs
 from ..testing import Tolerance, assert_close
 from . import flash_mla
 from .implementations import on_gpu
@@ -119,9 +120,9 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor], turned: int = 0, lse:
 
 def portable(*args: Any, **cut: Any) -> tuple[Tensor, Tensor]:
     """The kernel for all GPUs, also where the op has a better one; `cut` as its launcher takes it."""
-    from ..kernels import sparse_mla_decode_plan as plan
-    from ..kernels import sparse_mla_decode_portable as kernel
-    from ..kernels.gpu import gpu_of
+    from ..kernels.attention import sparse_mla_decode_plan as plan
+    from ..kernels.attention import sparse_mla_decode_triton as kernel
+    from ..kernels.host.gpu import gpu_of
 
     window, entries = plan.Source(*args[1:5]), plan.Source(*args[8:12])
     fusion = plan.Fusion(*args[13:])

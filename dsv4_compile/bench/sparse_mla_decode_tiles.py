@@ -80,9 +80,9 @@ def name_of(tiles: tuple[int, ...]) -> str:
 
 
 def _portable(tiles: tuple[int, ...], waves: int) -> Any:
-    from ..kernels import sparse_mla_decode_portable as kernel
-    from ..kernels.gpu import gpu_of
-    from ..kernels.sparse_mla_decode_plan import Source
+    from ..kernels.attention import sparse_mla_decode_triton as kernel
+    from ..kernels.attention.sparse_mla_decode_plan import Source
+    from ..kernels.host.gpu import gpu_of
 
     heads, keys, warps, keys_first, prefetch = tiles
     cut = kernel.Tiles(heads, keys, warps, bool(keys_first), bool(prefetch))
@@ -97,8 +97,8 @@ def _portable(tiles: tuple[int, ...], waves: int) -> Any:
 
 
 def _need_hopper() -> None:
-    from ..kernels.gpu import HOPPER as capability
-    from ..kernels.gpu import gpu_of
+    from ..kernels.host.gpu import HOPPER as capability
+    from ..kernels.host.gpu import gpu_of
 
     on_gpu(gpu_of)
     if gpu_of(torch.device("cuda")).capability != capability:
@@ -107,9 +107,9 @@ def _need_hopper() -> None:
 
 def _few(shape: tuple[int, int, int]) -> Any:
     _need_hopper()
-    from ..kernels import sparse_mla_decode_few_hopper as kernel
-    from ..kernels.gpu import gpu_of
-    from ..kernels.sparse_mla_decode_plan import Source
+    from ..kernels.attention import sparse_mla_decode_sm90_few_heads as kernel
+    from ..kernels.attention.sparse_mla_decode_plan import Source
+    from ..kernels.host.gpu import gpu_of
 
     def call(*args: Any) -> Any:
         window, entries = Source(*args[1:5]), Source(*args[8:12])
@@ -121,9 +121,9 @@ def _few(shape: tuple[int, int, int]) -> Any:
 
 def _hopper(constants: Mapping[str, Any]) -> Any:
     _need_hopper()
-    from ..kernels import sparse_mla_decode_hopper as kernel
-    from ..kernels.gpu import gpu_of
-    from ..kernels.sparse_mla_decode_plan import Source
+    from ..kernels.attention import sparse_mla_decode_sm90 as kernel
+    from ..kernels.attention.sparse_mla_decode_plan import Source
+    from ..kernels.host.gpu import gpu_of
 
     def call(*args: Any) -> Any:
         window, entries = Source(*args[1:5]), Source(*args[8:12])

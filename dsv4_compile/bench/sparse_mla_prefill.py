@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import costs, layout
-from ..ops._define import REFERENCES
-from ..ops._kernels import launcher
+from .. import layout
+from ..ops.common.define import REFERENCES
+from ..ops.common.kernels import launcher
+from ..selection import costs
 from ..testing import assert_close
 from . import flash_mla
 from .implementations import on_gpu
@@ -86,8 +87,8 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
 
 def portable(*args: Any, **cut: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel for all GPUs, also where the op has a better one; `cut` as its launcher takes it."""
-    from ..kernels import sparse_mla_prefill_portable as kernel
-    from ..kernels.gpu import gpu_of
+    from ..kernels.attention import sparse_mla_prefill as kernel
+    from ..kernels.host.gpu import gpu_of
 
     rows = kernel.Rows(args[2], args[3], args[2].shape[1])
     return kernel.launch(args[0], args[1], rows, args[4], args[5], gpu_of(args[0].device), **cut)
@@ -97,7 +98,7 @@ def with_tiles(*tiles: int) -> Prepare:
     """The kernel for all GPUs with these tiles, as its `Tiles` lists them."""
 
     def prepare() -> Callable[..., Any]:
-        from ..kernels.sparse_mla_prefill_portable import Tiles
+        from ..kernels.attention.sparse_mla_prefill import Tiles
 
         return on_gpu(partial(portable, tiles=Tiles(*tiles)))
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import costs, layout
+from .. import layout
 from ..config import DeepseekV4Config
+from ..selection import costs
 from .problem import Args
 
 MOST_REQUESTS = 512

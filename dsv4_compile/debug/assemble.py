@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from .. import costs
 from ..attention_backends.registry import selections
-from ..decisions import Decision, Fusion
 from ..errors import DSV4Error
+from ..selection import costs
+from ..selection.decisions import Decision, Fusion
 from . import breaks, events, recompiles
 from .observe import Watch
 from .report import Report

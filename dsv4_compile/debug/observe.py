@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from .. import decisions, progress
+from .. import progress
+from ..selection import decisions
 from . import graphs, kernels
 from .events import Events, listen
 from .rows import CacheCopy, CacheHazard, Graph, Kernel, MissedReinplace, OpDecision

@@ -1,107 +1,77 @@
-"""What `explain` found, as plain data: the report, made of `rows`.
+"""The report of `explain`: built from what was watched, and shown as text, JSON or HTML.
 
-The JSON form is the dataclasses as they stand here, under `"schema": "dsv4.explain/1"`. Fields may be added to a
-schema; when one is renamed, removed or changes its meaning, the number goes up.
+The JSON form is the dataclasses of `rows`, under `"schema": "dsv4.explain/1"`. A release may add fields to a schema; one
+that renames or removes a field, or changes its meaning, raises the number.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-from ..errors import check
-from .rows import (
-    Break,
-    CacheCopy,
-    CacheHazard,
-    Failure,
-    Graph,
-    Kernel,
-    MissedReinplace,
-    OpDecision,
-    OpFusion,
-    Recompile,
-)
+import torch
+
+from ..attention_backends.registry import selections
+from ..errors import DSV4Error, check
+from ..selection import costs
+from ..selection.decisions import Decision, Fusion
+from . import breaks, recompiles, render
+from .places import Place, definition, innermost, is_torch, read_stack, with_source
+from .rows import Failure, Findings, OpCost, OpDecision, OpFusion
+from .watch import Watch
 
 SCHEMA = "dsv4.explain/1"
 
-_T = TypeVar("_T")
+_PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(slots=True)
-class Report:
+class Report(Findings):
     """The result of `explain`.
 
     `print(report)` shows it, `report.to_json()` and `report.save("report.html")` keep it. `report.ok` is true when
-    the call compiled into graphs with nothing to complain of: no break, recompile, cache copy, hazard or failure.
+    the call compiled into graphs without a break, recompile, cache copy, hazard or failure.
     """
 
-    target: str
-    backend: str
-    torch: str
-    calls: int = 0
-    seconds: float = 0.0
-    graphs: list[Graph] = field(default_factory=list)
-    breaks: list[Break] = field(default_factory=list)
-    recompiles: list[Recompile] = field(default_factory=list)
-    decisions: list[OpDecision] = field(default_factory=list)
-    fusions: list[OpFusion] = field(default_factory=list)
-    kernels: list[Kernel] = field(default_factory=list)
-    cache_copies: list[CacheCopy] = field(default_factory=list)
-    missed_reinplace: list[MissedReinplace] = field(default_factory=list)
-    cache_hazards: list[CacheHazard] = field(default_factory=list)
-    failure: Failure | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was found that costs speed or correctness."""
-        found = (self.breaks, self.recompiles, self.cache_copies, self.cache_hazards)
-        return self.failure is None and not any(found)
-
-    def text(self, width: int = 96) -> str:
-        """The report as plain text of at most `width` columns, long file names aside."""
-        from .text import render
-
-        return render(self, width)
+    def text(self, width: int = render.DEFAULT_WIDTH) -> str:
+        """Return the report as plain text of at most `width` columns, except for long file names."""
+        return render.text(self, width)
 
     def __str__(self) -> str:
         return self.text()
 
     def __rich__(self) -> Any:
-        from .text import render_rich
-
-        return render_rich(self)
+        return render.rich_text(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts and lists, `schema` first."""
+        """Return plain dicts and lists, `schema` first."""
         return {"schema": SCHEMA, "ok": self.ok, **dataclasses.asdict(self)}
 
     def to_json(self, indent: int | None = 2) -> str:
-        """`to_dict()` as JSON."""
+        """Return `to_dict()` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report that `to_json` wrote. Raises E201 for another schema."""
+        """Return the report that `to_json` wrote. Raises E201 for another schema."""
         data = json.loads(text)
         got = data.get("schema") if isinstance(data, dict) else type(data).__name__
         check(got == SCHEMA, "E201", got=f"schema {got!r}", rule=f"a report has schema {SCHEMA!r}")
-        return _build(cls, data)
+        report: Report = _build(cls, data)
+        return report
 
     def save(self, path: str | Path) -> Path:
-        """Write the report to `path`: JSON, text or one self-contained HTML page, as .json, .txt or .html says."""
-        from .html import render as render_html
-
+        """Write the report to `path`: JSON, text or one self-contained HTML page, by its suffix .json, .txt or .html."""
         path = Path(path)
         renderers: dict[str, Callable[[], str]] = {
             ".json": self.to_json,
             ".txt": self.text,
-            ".html": lambda: render_html(self),
+            ".html": lambda: render.html(self),
         }
         check(
             path.suffix in renderers,
@@ -115,7 +85,7 @@ class Report:
 
 
 def _build(kind: Any, value: Any) -> Any:
-    """`value`, made of JSON's types, as an instance of the annotation `kind`."""
+    """Return `value`, made of JSON's types, as an instance of the annotation `kind`."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
         names = [f.name for f in dataclasses.fields(kind) if f.name in value]
@@ -126,3 +96,102 @@ def _build(kind: Any, value: Any) -> Any:
     if options and value is not None:
         return _build(options[0], value)
     return value
+
+
+def assemble(
+    watch: Watch, *, target: str, backend: str, seconds: float, calls: int = 0, failure: Failure | None = None
+) -> Report:
+    """Return the report of everything in `watch`."""
+    report = Report(
+        target=target,
+        backend=backend,
+        torch=torch.__version__,
+        calls=calls,
+        seconds=round(seconds, 3),
+        failure=failure,
+        graphs=watch.graphs,
+        breaks=breaks.collect(watch.events.breaks, watch.events.limits),
+        recompiles=recompiles.collect(watch.events.recompiles, watch.events.functions, watch.events.limits),
+        decisions=_group_decisions(watch.undecided if not watch.decided else map(_decision_row, watch.decided)),
+        fusions=_group_fusions(watch.decided.fusions),
+        kernels=watch.kernels,
+        cache_copies=watch.copies,
+        missed_reinplace=watch.missed,
+        cache_hazards=watch.hazards,
+    )
+    for graph in report.graphs:
+        if graph.compile_id in watch.events.functions:
+            graph.place = definition(watch.events.functions[graph.compile_id])
+    if not (report.graphs or report.breaks or failure):
+        report.notes.append("No graph was captured: the code that ran has no tensor operation that torch traces.")
+    return report
+
+
+def backend_decisions(target: object) -> list[OpDecision]:
+    """Return a row for each attention backend that a module of `target` has selected."""
+    return _group_decisions(map(_decision_row, selections(target)))
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return the row of an exception, at the line of the user's code that it came from."""
+    ours = next((cause for cause in _chain(error) if isinstance(cause, DSV4Error)), None)
+    text, _, traced = str(error).partition("\nfrom user code:")
+    frames = read_stack(traced)
+    if not frames:
+        frames = [Place(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+        frames = [frame for frame in frames if not Path(frame.file).is_relative_to(_PACKAGE)]
+    if ours is None and "Explanation:" in text:
+        kind, explanation, _, _ = breaks.parse_reason(text)
+        text = f"{kind}: {explanation}"
+    text = text.partition("\nSet TORCHDYNAMO_VERBOSE")[0].strip()
+    shown = ours or error
+    place = innermost(frames)
+    return Failure(type(shown).__name__, str(ours or text), Place() if is_torch(place.file) else with_source(place))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error` and the exceptions it was raised from, outermost first."""
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in seen:
+        seen.append(current)
+        yield current
+        current = getattr(current, "inner_exception", None) or current.__cause__ or current.__context__
+
+
+def _group_decisions(rows: Iterable[OpDecision]) -> list[OpDecision]:
+    """Return one row for each op, implementation and reason, with all their places and costs."""
+    found: dict[tuple[str, str, str], OpDecision] = {}
+    for row in rows:
+        kept = found.setdefault((row.op, row.impl, row.reason), OpDecision(row.op, row.impl, row.reason, count=0))
+        kept.count += row.count
+        kept.where += [place for place in row.where if place not in kept.where]
+        kept.costs += row.costs
+    return sorted(found.values(), key=lambda row: (row.op, row.impl))
+
+
+def _group_fusions(fusions: Iterable[Fusion]) -> list[OpFusion]:
+    """Return one row for each pass, group of ops, outcome and reason, in the order of their first group."""
+    found: dict[tuple[object, ...], OpFusion] = {}
+    for fusion in fusions:
+        key = (fusion.by, fusion.ops, fusion.into, fusion.fused, fusion.reason)
+        new = OpFusion(fusion.by, list(fusion.ops), fusion.into, fusion.fused, fusion.reason, count=0)
+        kept = found.setdefault(key, new)
+        kept.count += 1
+        kept.where += [place for place in _short_place(fusion.where) if place not in kept.where]
+    return list(found.values())
+
+
+def _decision_row(decision: Decision) -> OpDecision:
+    row = OpDecision(decision.op, decision.impl, decision.reason, where=_short_place(decision.where))
+    cost = decision.cost
+    if cost is not None:
+        floor = round(costs.floor_us(cost, costs.H200), 3)
+        row.costs.append(OpCost(cost.bytes, cost.flops, floor, decision.measured_us))
+    return row
+
+
+def _short_place(where: str) -> list[str]:
+    """Return "file:line" as the report prints places, or nothing where it is not known."""
+    file, _, line = where.rpartition(":")
+    return [str(Place(file, int(line)))] if file else []

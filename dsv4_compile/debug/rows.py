@@ -1,31 +1,10 @@
-"""One dataclass for each kind of row that a report of `explain` has."""
+"""Everything that `explain` found, as plain data: one dataclass for each kind of row, and `Findings` with all of them."""
 
 from __future__ import annotations
 
-import sysconfig
 from dataclasses import dataclass, field
-from pathlib import Path
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A line of code. `source` is its text, stripped; fields are empty or 0 where torch does not tell.
-
-    As text it is short: relative to the working directory, or to the folder of installed packages.
-    """
-
-    file: str = ""
-    line: int = 0
-    function: str = ""
-    source: str = ""
-
-    def __str__(self) -> str:
-        if not self.file:
-            return "unknown place"
-        path = Path(self.file)
-        roots = (Path.cwd(), Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib")))
-        shown = next((path.relative_to(root) for root in roots if path.is_relative_to(root)), path)
-        return f"{shown}:{self.line}"
+from .places import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +43,7 @@ class Break:
         called_from: the line of the user's own code that led there, when `place` is in an installed package.
         kind: torch's name for the cause, stable enough to search for.
         scope: "function" when the whole function runs eagerly, "break" when the rest is compiled as another graph.
-        seen: how often tracing stopped here; a line inside a called function is met once per caller.
+        seen: number of times tracing stopped here; a line in a called function counts once per caller.
     """
 
     place: Place
@@ -84,9 +63,9 @@ class Recompile:
     """A guard that failed, in one function, over all calls.
 
     Attributes:
-        guard: the check as torch words it the first time it failed.
-        values: what was compiled for and then seen, in order.
-        limit_hit: the function has used up torch's recompile limit and runs eagerly for new values.
+        guard: torch's text of the check when it first failed.
+        values: the value compiled for, then the values that failed the guard, in order.
+        limit_hit: the function has reached torch's recompile limit and runs eagerly for new values.
     """
 
     place: Place
@@ -100,9 +79,9 @@ class Recompile:
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What a call must do at the most, as far as its shapes tell, and the time below which no H200 does it.
+    """Upper bound of the bytes and flops of a call, from its shapes, and the least time an H200 needs for them.
 
-    `measured_us` is what such a call took, on the GPU that the graph is compiled for, where `measured.json` says so.
+    `measured_us` is the time of such a call on the GPU that the graph is compiled for, where `measured.json` has it.
     """
 
     bytes: int
@@ -113,9 +92,9 @@ class OpCost:
 
 @dataclass(slots=True)
 class OpDecision:
-    """Calls of one dsv4 op that share an implementation: "ir", "triton", "eager", or "undecided" elsewhere.
+    """Calls of one dsv4 op that use the same implementation: "ir", "triton", "eager", or "undecided" elsewhere.
 
-    `costs` are theirs one by one, of calls whose cost is known.
+    `costs` has one entry for each call whose cost is known.
     """
 
     op: str
@@ -128,12 +107,12 @@ class OpDecision:
 
 @dataclass(slots=True)
 class OpFusion:
-    """Groups of ops, alike, that a pass merged into one op, or left apart for the same reason."""
+    """Groups of the same ops that a pass fused into one op, or did not fuse for the same reason."""
 
     by: str
     ops: list[str]
     into: str
-    merged: bool
+    fused: bool
     reason: str
     count: int = 1
     where: list[str] = field(default_factory=list)
@@ -164,7 +143,7 @@ class CacheCopy:
 
 @dataclass(slots=True)
 class MissedReinplace:
-    """Tensors that a graph clones before an op mutates them. Where the code itself clones them that is as it should."""
+    """Tensors that a graph clones before an op mutates them. Expected where the user's code clones them itself."""
 
     graph: int
     tensors: int
@@ -184,8 +163,36 @@ class CacheHazard:
 
 @dataclass(slots=True)
 class Failure:
-    """The call raised. What was found before it did is still in the report."""
+    """The exception of a call. Findings from before it are still in the report."""
 
     type: str
     message: str
     place: Place
+
+
+@dataclass(slots=True)
+class Findings:
+    """All rows of a report, and what was explained."""
+
+    target: str
+    backend: str
+    torch: str
+    calls: int = 0
+    seconds: float = 0.0
+    graphs: list[Graph] = field(default_factory=list)
+    breaks: list[Break] = field(default_factory=list)
+    recompiles: list[Recompile] = field(default_factory=list)
+    decisions: list[OpDecision] = field(default_factory=list)
+    fusions: list[OpFusion] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    cache_copies: list[CacheCopy] = field(default_factory=list)
+    missed_reinplace: list[MissedReinplace] = field(default_factory=list)
+    cache_hazards: list[CacheHazard] = field(default_factory=list)
+    failure: Failure | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found that costs speed or correctness."""
+        found = (self.breaks, self.recompiles, self.cache_copies, self.cache_hazards)
+        return self.failure is None and not any(found)

@@ -1,4 +1,4 @@
-"""The report as sections of tables and findings: what the text and the HTML form have in common."""
+"""The content of a rendered report: sections of tables and findings, the same for text and HTML."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..attention_backends.registry import AGAINST, BACKEND
-from .report import Report
-from .rows import Break, Graph, GraphInput, OpDecision, OpFusion, Recompile
+from ..attention_backends.registry import DECISION, SEPARATOR
+from .rows import Break, Findings, Graph, GraphInput, OpDecision, OpFusion, Recompile
 
 _OPS_SHOWN = 6
 _PLACES_SHOWN = 3
@@ -21,7 +20,7 @@ _KERNEL_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under headers. The last column takes what width is left."""
+    """Rows under headers. The last column takes the remaining width."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -29,7 +28,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something to fix: where, the line of source, and labelled sentences."""
+    """Something to fix: its place, the line of source, and labelled sentences."""
 
     place: str
     aside: str
@@ -39,20 +38,20 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A titled part of the report, with tables or findings."""
+    """A titled part of the report."""
 
     title: str
     blocks: Sequence[Table | Finding]
 
 
-def heading(report: Report) -> str:
-    """What was looked at, and how."""
+def heading(report: Findings) -> str:
+    """Return the line that says what was explained, and how."""
     calls = f"{_plural(report.calls, 'call')}, " if report.calls else ""
     return f"{report.target}  backend {report.backend}, torch {report.torch}, {calls}{report.seconds:.1f} s"
 
 
-def verdict(report: Report) -> str:
-    """One line: "ok" with what was compiled, or what there is to fix."""
+def verdict(report: Findings) -> str:
+    """Return one line: "ok" and what was compiled, or what there is to fix."""
     graphs = _plural(len(report.graphs), "graph")
     found = [
         *(["failed"] if report.failure else []),
@@ -64,8 +63,8 @@ def verdict(report: Report) -> str:
     return f"{', '.join(found)}; {graphs}" if found else f"ok; {graphs}, no break, no recompile"
 
 
-def sections(report: Report) -> Iterator[Section]:
-    """All sections that have something to say, in the order in which a reader wants them."""
+def sections(report: Findings) -> Iterator[Section]:
+    """Yield all sections that are not empty, most urgent first."""
     if report.failure:
         failure = report.failure
         points = [(failure.type, failure.message)]
@@ -77,20 +76,20 @@ def sections(report: Report) -> Iterator[Section]:
         yield Section("Recompiles", [_recompile(item) for item in report.recompiles])
     if report.cache_copies or report.missed_reinplace or report.cache_hazards:
         yield Section("Caches", list(_caches(report)))
-    backends = [decision for decision in report.decisions if decision.op == BACKEND]
+    backends = [decision for decision in report.decisions if decision.op == DECISION]
     if backends:
         yield Section("Attention backend", [_backend(decision) for decision in backends])
-    ops = [[d.op, str(d.count), d.impl, _places(d.where), d.reason] for d in report.decisions if d.op != BACKEND]
+    ops = [[d.op, str(d.count), d.impl, _places(d.where), d.reason] for d in report.decisions if d.op != DECISION]
     if ops:
         yield Section("dsv4 ops", [Table(["op", "calls", "impl", "where", "reason"], ops)])
     timed = [_costs(decision) for decision in report.decisions if decision.costs]
     if timed:
         yield Section(
-            "What dsv4 ops must do, all calls together",
+            "Cost of dsv4 ops, all calls together",
             [Table(["op", "calls", "MB", "GFLOP", "floor on an H200, us", "measured here, us"], timed)],
         )
     if report.fusions:
-        yield Section("Merged ops", [_fusion(item) for item in report.fusions])
+        yield Section("Fused ops", [_fusion(item) for item in report.fusions])
     if report.graphs:
         yield Section("Graphs", [_graph(graph) for graph in report.graphs])
     if report.kernels:
@@ -100,8 +99,8 @@ def sections(report: Report) -> Iterator[Section]:
 
 
 def _backend(decision: OpDecision) -> Table:
-    """The backend that was chosen, and each of the others with what speaks against it."""
-    chosen, *others = decision.reason.split(AGAINST)
+    """Return the chosen backend, and every other one with the reason why it was not chosen."""
+    chosen, *others = decision.reason.split(SEPARATOR)
     rows = [[decision.impl, str(decision.count), chosen]]
     for other in others:
         name, _, reason = other.partition(": ")
@@ -110,7 +109,7 @@ def _backend(decision: OpDecision) -> Table:
 
 
 def _costs(decision: OpDecision) -> list[str]:
-    """Bytes, flops, floors and times of the calls whose cost is known, added up."""
+    """Return the sums of bytes, flops, floors and times over the calls whose cost is known."""
     own = decision.costs
     times = [cost.measured_us for cost in own if cost.measured_us is not None]
     measured = f"{sum(times):.1f}" if times else "-"
@@ -133,7 +132,7 @@ def _break(item: Break) -> Finding:
     points = [("cause", item.cause), ("fix", item.fix), ("torch", f"{item.kind}  {item.link}".strip())]
     if item.called_from:
         points.insert(0, ("called from", f"{item.called_from}  {item.called_from.source}"))
-    seen = f", met {item.seen} times" if item.seen > 1 else ""
+    seen = f", {item.seen} times" if item.seen > 1 else ""
     return Finding(str(item.place), f"{function}{effect}{seen}", item.place.source, points)
 
 
@@ -142,19 +141,19 @@ def _recompile(item: Recompile) -> Finding:
     if item.values:
         points.insert(1, ("values", ", ".join(item.values)))
     if item.limit_hit:
-        points.insert(0, ("limit", "torch's recompile limit is used up; new values run eagerly, without a word"))
+        points.insert(0, ("limit", "torch's recompile limit is reached; new values run eagerly, without a warning"))
     return Finding(
         str(item.place), f"{item.place.function}, {_plural(item.count, 'recompile')}", item.place.source, points
     )
 
 
 def _fusion(item: OpFusion) -> Finding:
-    what = "merged into" if item.merged else "not merged into"
+    what = "fused into" if item.fused else "not fused into"
     points = [("ops", ", ".join(item.ops)), ("why", item.reason), ("where", _places(item.where))]
     return Finding(item.by, f"{_plural(item.count, 'group')} {what} {item.into}", "", points)
 
 
-def _caches(report: Report) -> Iterator[Finding]:
+def _caches(report: Findings) -> Iterator[Finding]:
     for copy in report.cache_copies:
         what = f"`{copy.argument}` [{', '.join(copy.shape)}] {copy.dtype}, {copy.bytes / 2**20:.1f} MiB"
         points = [
@@ -200,7 +199,7 @@ def _graph(graph: Graph) -> Finding:
 def _input(entry: GraphInput) -> str:
     if entry.shape:
         return f"{entry.name} [{', '.join(entry.shape)}] {entry.dtype}"
-    # A size that torch made an input of its own has no other name than its symbol.
+    # A size that torch made a graph input has no other name than its symbol.
     return entry.dtype if re.fullmatch(r"s\d+", entry.name) else f"{entry.name} {entry.dtype}"
 
 
@@ -211,26 +210,27 @@ def _ops(graph: Graph) -> str:
     return ", ".join([*shown, *more]) or "none"
 
 
-def _kernels(report: Report) -> Section:
+def _kernels(report: Findings) -> Section:
     totals: Counter[str] = Counter()
     for kernel in report.kernels:
         totals[kernel.kind] += kernel.calls
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(totals.items()))
     frequent = sorted(report.kernels, key=lambda kernel: -kernel.calls)
-    rows = [[str(k.graph), k.kind, str(k.calls), _clipped(k.name, _KERNEL_NAME)] for k in frequent[:_KERNELS_SHOWN]]
+    rows = [[str(k.graph), k.kind, str(k.calls), clipped(k.name, _KERNEL_NAME)] for k in frequent[:_KERNELS_SHOWN]]
     if len(frequent) > _KERNELS_SHOWN:
         rows.append(["", "", "", f"and {_plural(len(frequent) - _KERNELS_SHOWN, 'more kernel')}; to_json() has all"])
     return Section(f"Kernel launches: {summary}", [Table(["graph", "kind", "launches", "kernel"], rows)])
 
 
 def _places(where: Sequence[str]) -> str:
-    """File names and lines; the paths are in the JSON."""
+    """Return file names and lines without folders, which are in the JSON."""
     more = f" +{len(where) - _PLACES_SHOWN}" if len(where) > _PLACES_SHOWN else ""
     return ", ".join(Path(place).name for place in where[:_PLACES_SHOWN]) + more
 
 
-def _clipped(name: str, length: int) -> str:
-    return name if len(name) <= length else f"{name[: length - 3]}..."
+def clipped(line: str, width: int) -> str:
+    """Return `line`, or its beginning and "..." if it is longer than `width`."""
+    return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def _counted(number: int, one: str, many: str = "") -> list[str]:

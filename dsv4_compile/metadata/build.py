@@ -13,20 +13,12 @@ import torch
 from torch import Tensor
 
 from ..errors import fail
-from ..layout import (
-    CSA_RATIO,
-    HCA_RATIO,
-    PAD_INDEX,
-    WINDOW_BLOCK,
-    c128a_width,
-    state_block_size,
-    storage_block_size,
-)
-from ..reference.batch import token_positions, token_requests, visible_entries
-from ..reference.c128a_topk_metadata import entry_lens, entry_slot_rows
-from ..reference.compressed_slot_mapping import compressed_slots
-from ..reference.paging import lookup_slots
-from ..reference.swa_metadata import window_rows
+from ..layout import CSA_RATIO, HCA_RATIO, PAD_INDEX, WINDOW_BLOCK, c128a_width, state_block_size, storage_block_size
+from ..reference.common.paging import lookup_slots
+from ..reference.metadata.batch import token_positions, token_requests, visible_entries
+from ..reference.metadata.c128a_topk_metadata import entry_lens, entry_slot_rows
+from ..reference.metadata.compressed_slot_mapping import compressed_slots
+from ..reference.metadata.swa_metadata import window_rows
 from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
 
 

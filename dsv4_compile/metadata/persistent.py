@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import layout
 from ..errors import check
-from ..ops.batch_metadata import GROUPS
+from ..ops.metadata.batch_metadata import GROUPS
 from .buffers import PAGE_TOKENS, BufferPlan, groups_of, plan_buffers
 from .checks import check_batch, check_capacity, check_ints, check_lengths, check_table
 from .types import AttentionMetadata, BlockTables

@@ -148,7 +148,7 @@ class DeepseekV4Attention(LayerWeights):
             metadata: of this step, see `dsv4_compile.metadata`.
             cache: this layer's caches, in `self.cache_format`.
             step: the same step as the attention backend wants it, for backends other than `DSV4_PAGED`; see
-                `attention_backends.step.DeepseekV4StepBuilder`.
+                `attention_backends.step_metadata.DeepseekV4StepBuilder`.
         Returns:
             `[T, hidden_size]` in hidden's dtype. Padding tokens (slot -1) give zeros.
         """

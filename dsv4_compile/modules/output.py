@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
-from ..attention_backends.facts import capability
-from ..decisions import Decision, record
+from ..attention_backends.types import capability
 from ..errors import check
-from ..reference.block_scale import dequantize_weight
-from ..reference.inv_rope_fp8_quant import quantize_groups
+from ..reference.attention.inv_rope import quantize_groups
+from ..reference.common.block_scale import dequantize_weight
+from ..selection.decisions import Decision, record
 from .linear import Fp8Linear, Linear
 
 PATHS = ("auto", "bfloat16", "fp8", "fp8_packed", "fp8_rounded")

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from .. import call_costs, decisions, proven
 from .._compat import CustomGraphPass, device_architecture, run_graph_pass, triton_version
 from ..lowering import registry
 from ..options import Options
+from ..selection import call_costs, decisions, proven
 from . import merging
 from .nodes import describe, public_op
 from .rewrite import retarget

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.fx import Graph
 
-from ..decisions import Fusion, record
-from ..ops._define import OPS
+from ..ops.common.define import OPS
+from ..selection.decisions import Fusion, record
 from .merging import Apart, Merger, inputs_before
 from .nodes import OpNode, called, read, read_again, source_of, walk
 from .rewrite import erase, insert, item, replace

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..decisions import record
-from ..ops._define import OPS
+from ..ops.common.define import OPS
+from ..selection.decisions import record
 from .merging import Apart, Merger, inputs_before
 from .nodes import OpNode, called, read, walk
 from .rewrite import erase, insert, item, replace

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch.fx import Graph, Node
 
-from ..decisions import record
-from ..ops import preprocess_insert_quant
-from ..ops._define import OPS
+from ..ops.common.define import OPS
+from ..ops.preprocess import preprocess_insert as preprocess_insert_quant
+from ..selection.decisions import record
 from . import quantised_product
 from .merging import Apart, Merger
 from .nodes import OpNode, called, read, value_of, walk

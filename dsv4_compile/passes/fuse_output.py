@@ -11,9 +11,9 @@ from itertools import pairwise
 import torch
 from torch.fx import Graph, Node
 
-from ..decisions import record
 from ..layout import ACT_TILE
-from ..ops._define import OPS
+from ..ops.common.define import OPS
+from ..selection.decisions import record
 from . import quantised_product
 from .merging import Apart, Merger
 from .nodes import OpNode, called, read, value_of, walk

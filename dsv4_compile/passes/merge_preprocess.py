@@ -12,8 +12,8 @@ from functools import partial
 
 from torch.fx import Graph, Node
 
-from ..decisions import Fusion, record
-from ..ops._define import OPS
+from ..ops.common.define import OPS
+from ..selection.decisions import Fusion, record
 from .merging import Apart, Merger
 from .nodes import read_again, walk
 from .preprocess_group import COMPRESS, NORM, SAVE, Compressor, Group, compressors_of, plan, store_of

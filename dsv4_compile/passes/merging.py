@@ -15,9 +15,9 @@ import torch
 from torch.fx import Graph, Node
 
 from .._compat import OpOverload, storage_identity
-from ..decisions import Call, Fusion
 from ..lowering import registry
 from ..options import FUSE_PASSES, Options
+from ..selection.decisions import Call, Fusion
 from .nodes import (
     FUNCTIONALIZED,
     Cache,

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .._compat import OpOverload, codegen_of, device_architecture
-from ..decisions import Call
+from ..selection.decisions import Call
 
 FUNCTIONALIZED_V2 = torch.ops.higher_order.auto_functionalized_v2
 FUNCTIONALIZED = (torch.ops.higher_order.auto_functionalized, FUNCTIONALIZED_V2)

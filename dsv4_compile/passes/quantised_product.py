@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from ..ops._define import OPS
+from ..ops.common.define import OPS
 from .merging import Apart
 from .nodes import OpNode
 from .rewrite import insert

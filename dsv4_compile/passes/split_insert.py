@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from ..ops._define import OPS
+from ..ops.common.define import OPS
 from .nodes import OpNode
 from .rewrite import erase, insert, item, replace
 

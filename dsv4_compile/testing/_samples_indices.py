@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import layout
-from ..reference import indexer_q_rope_quant as queries
-from ..reference.kv_format import quantize_indexer
+from ..reference.common.kv_format import quantize_indexer
+from ..reference.indexer import indexer_q_rope_quant as queries
 from ._samples_step import (
     BATCH,
     DECODE_TOKENS,

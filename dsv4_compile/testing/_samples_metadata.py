@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import layout
-from ..ops.batch_metadata import ARGUMENTS, CONTEXT_LENS, GROUPS, TOKENS
+from ..ops.metadata.batch_metadata import ARGUMENTS, CONTEXT_LENS, GROUPS, TOKENS
 from ._samples_step import TOKENS as NUM_TOKENS
 from ._samples_step import Args, Step, sample
 

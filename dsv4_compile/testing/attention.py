@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import layout
-from ..reference import kv_format
+from ..reference.common import kv_format
 from .batch import Batch, Table, entry_row, index, random_table, row, table_tensor, window_row
 from .generate import PagedCache, random_cache
 

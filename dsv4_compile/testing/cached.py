@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layout import FP8_DS_MLA_TILES, NOPE_DIM, PAGE_LAYOUTS
-from ..reference import kv_format, paging
+from ..reference.common import kv_format, paging
 
 TIES = 3e-5
 """Share of the stored bytes that may be ties. An ulp of float32 is 2^-16 of one of bfloat16: of the rotated dims, which

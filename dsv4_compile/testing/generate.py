@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import layout
 from ..errors import check
-from ..reference import kv_format
+from ..reference.common import kv_format
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _POISON_BYTE = 0xFF  # NaN as e4m3, as UE8M0, and, repeated, as bfloat16, float32 and float64

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._compat import FakeTensorMode, OpOverload, TorchDispatchMode
-from ..ops._define import LIBRARY, REFERENCES
-from ..ops._kernels import runs_kernel
+from ..ops.common.define import LIBRARY, REFERENCES
+from ..ops.common.kernels import runs_kernel
 from .compare import assert_bitwise
 from .poison import poisoned_empty
 

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 import dsv4_compile
 from dsv4_compile.bench import keep, limits, record, runner
 from dsv4_compile.bench.timing import calls_of_a_graph, replay_us
-from dsv4_compile.ops._kernels import KERNELS
+from dsv4_compile.ops.common.kernels import KERNELS
 
 OURS = "ours"
 ROUNDS = 41

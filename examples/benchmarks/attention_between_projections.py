@@ -27,15 +27,15 @@ from dsv4_compile import layout
 from dsv4_compile.bench import sparse_mla_decode as scenario
 from dsv4_compile.bench.record import collect, environment
 from dsv4_compile.bench.timing import us_in_a_row
-from dsv4_compile.kernels import sparse_mla_decode_few_hopper as few
-from dsv4_compile.kernels import sparse_mla_decode_hopper as many
-from dsv4_compile.kernels import sparse_mla_decode_portable as portable
-from dsv4_compile.kernels import sparse_mla_decode_small_hopper as small
-from dsv4_compile.kernels.fp8_grouped_einsum import fp8_grouped_einsum
-from dsv4_compile.kernels.fp8_linear import fp8_linear
-from dsv4_compile.kernels.gpu import HOPPER, gpu_of
-from dsv4_compile.kernels.grouped_linear import grouped_linear
-from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, quantized_outputs
+from dsv4_compile.kernels.attention import sparse_mla_decode_sm90 as many
+from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_heads as few
+from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as small
+from dsv4_compile.kernels.attention import sparse_mla_decode_triton as portable
+from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion, Source, quantized_outputs
+from dsv4_compile.kernels.host.gpu import HOPPER, gpu_of
+from dsv4_compile.kernels.linear.fp8_grouped_einsum import fp8_grouped_einsum
+from dsv4_compile.kernels.linear.fp8_linear import fp8_linear
+from dsv4_compile.kernels.linear.grouped_linear import grouped_linear
 
 ALL_HEADS, GROUP_HEADS, LATENT, HIDDEN = 256, scenario.GROUP_HEADS, 1024, 4096
 HEADS, TOKENS, KEYS, WEIGHTS = (64, 8, 16, 32), (1, 8, 16, 32, 64, 128, 512), (128, 256, 640), ("bfloat16", "fp8")

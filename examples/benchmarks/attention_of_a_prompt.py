@@ -19,11 +19,11 @@ from torch import Tensor
 from dsv4_compile.bench import sparse_mla_decode as scenario
 from dsv4_compile.bench.record import collect, environment
 from dsv4_compile.bench.timing import us_in_a_row
-from dsv4_compile.kernels.gpu import HOPPER, gpu_of
-from dsv4_compile.kernels.sparse_mla_decode import launch_best, sources
-from dsv4_compile.kernels.sparse_mla_decode_by_rows import decode_by_rows
-from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, results_for
-from dsv4_compile.reference.block_scale import dequantize_activation
+from dsv4_compile.kernels.attention.sparse_mla_decode import launch_best, sources
+from dsv4_compile.kernels.attention.sparse_mla_decode_by_rows import decode_by_rows
+from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion, results_for
+from dsv4_compile.kernels.host.gpu import HOPPER, gpu_of
+from dsv4_compile.reference.common.block_scale import dequantize_activation
 
 TOKENS, KEYS, ROWS, FUSED = (512, 1024, 2048, 4096, 16384), (128, 640), (2, 4, 8, 16), ("none", "both", "quant")
 CUDA = torch.device("cuda")

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from dsv4_compile import layout, proven
+from dsv4_compile import layout
 from dsv4_compile.backend import dsv4
 from dsv4_compile.bench.decode_layers import Step
 from dsv4_compile.bench.decode_step import WEIGHTS
 from dsv4_compile.bench.record import environment
 from dsv4_compile.config import DeepseekV4Config
+from dsv4_compile.selection import proven
 
 KINDS = {"SWA": 1, "HCA": layout.HCA_RATIO, "CSA": layout.CSA_RATIO}
 SIZES = (1, 8)

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dsv4_compile import bench, measured
+from dsv4_compile import bench
 from dsv4_compile._files import replace
+from dsv4_compile.selection import measured
 
 
 def _record(path: Path) -> dict[str, Any]:

@@ -13,26 +13,17 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.attention_backends import CudaGraphSupport
-from dsv4_compile.attention_backends.common import CommonAttentionMetadata
-from dsv4_compile.attention_backends.flashmla_metadata import DeepseekV4FlashMLAMetadataBuilder
-from dsv4_compile.attention_backends.indexer_metadata import (
+from dsv4_compile.attention_backends.group_metadata import (
     DeepseekV4CompressorMetadataBuilder,
+    DeepseekV4FlashMLAMetadataBuilder,
     DeepseekV4IndexerMetadataBuilder,
 )
-from dsv4_compile.attention_backends.step import DeepseekV4StepBuilder
-from dsv4_compile.attention_backends.swa import DeepseekSparseSWAMetadataBuilder
+from dsv4_compile.attention_backends.step_metadata import DeepseekV4StepBuilder
+from dsv4_compile.attention_backends.types import CommonAttentionMetadata
+from dsv4_compile.attention_backends.window_metadata import DeepseekSparseSWAMetadataBuilder
 from dsv4_compile.errors import InputError
 from dsv4_compile.metadata import BlockTables, MetadataBuffers
-from dsv4_compile.testing.batch import (
-    Batch,
-    Table,
-    compressed_slot,
-    entry_row,
-    random_table,
-    row,
-    slot,
-    table_tensor,
-)
+from dsv4_compile.testing.batch import Batch, Table, compressed_slot, entry_row, random_table, row, slot, table_tensor
 
 MAX_LEN, TOKENS = 700, 600
 WIDTH = layout.c128a_width(MAX_LEN)

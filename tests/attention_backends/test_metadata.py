@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.attention_backends.swa import DeepseekSparseSWAMetadata
 from dsv4_compile.attention_backends.v4 import Inputs
+from dsv4_compile.attention_backends.window_metadata import DeepseekSparseSWAMetadata
 from dsv4_compile.testing.attention import AttentionCase
 from dsv4_compile.testing.batch import entry_row, index, row, window_row
 from tests.attention_backends.systems import DECODE_THRESHOLD, MAX_MODEL_LEN, PHASES, Layer, Way, case_of

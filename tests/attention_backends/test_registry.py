@@ -9,11 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from dsv4_compile import decisions, explain, layout
+from dsv4_compile import explain, layout
 from dsv4_compile.attention_backends import NAMES, CudaGraphSupport, Demand, SparseAttention, get_backend, select
 from dsv4_compile.attention_backends.registry import cache_word
 from dsv4_compile.cache import CacheFormat
 from dsv4_compile.errors import CompileError, InputError
+from dsv4_compile.selection import decisions
 
 V4 = Demand(kv_cache_dtype="bfloat16")
 V32 = Demand(

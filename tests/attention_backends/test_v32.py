@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.attention_backends import CommonAttentionMetadata
-from dsv4_compile.attention_backends.flashinfer_v32 import FlashInferMLASparseMetadataBuilder
-from dsv4_compile.attention_backends.v32_layer import DeepseekV32SparseAttention
+from dsv4_compile.attention_backends.v32.attention import FlashInferMLASparseMetadataBuilder
+from dsv4_compile.attention_backends.v32.layer import DeepseekV32SparseAttention
 from dsv4_compile.config import Rope
 from dsv4_compile.errors import InputError
 from dsv4_compile.rope_tables import cos_sin_cache

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.attention_backends import CommonAttentionMetadata
-from dsv4_compile.attention_backends.flashinfer_v32 import (
+from dsv4_compile.attention_backends.v32.attention import (
     FlashInferMLASparseAttention,
     FlashInferMLASparseMetadata,
     FlashInferMLASparseMetadataBuilder,

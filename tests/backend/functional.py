@@ -12,14 +12,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 
-from dsv4_compile import decisions
 from dsv4_compile._compat import storage_identity
-from dsv4_compile.decisions import Fusion
 from dsv4_compile.lowering import registry
-from dsv4_compile.ops._define import OPS
+from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.options import Options
 from dsv4_compile.passes import merging
 from dsv4_compile.passes.nodes import OpNode, read
+from dsv4_compile.selection import decisions
+from dsv4_compile.selection.decisions import Fusion
 
 
 @dataclass

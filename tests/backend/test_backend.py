@@ -18,10 +18,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.loop_body import LoopBody
 from torch._inductor.utils import run_and_get_code
 
-from dsv4_compile import _compat, backend, decisions, proven
+from dsv4_compile import _compat, backend
 from dsv4_compile.errors import EnvironmentFault
 from dsv4_compile.options import Options
 from dsv4_compile.passes import ChooseImplementations
+from dsv4_compile.selection import decisions, proven
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +47,7 @@ def _pass(*user_passes: Any) -> ChooseImplementations:
 
 def test_backend_is_an_attribute_and_loads_neither_inductor_nor_triton() -> None:
     code = (
-        "import sys, dsv4_compile; dsv4_compile.backend.dsv4; dsv4_compile.decisions.collect\n"
+        "import sys, dsv4_compile; dsv4_compile.backend.dsv4; dsv4_compile.selection.decisions.collect\n"
         "print([m for m in sys.modules if m.startswith(('torch._inductor', 'triton'))])"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile import backend, decisions
+from dsv4_compile import backend
 from dsv4_compile.lowering import registry
+from dsv4_compile.selection import decisions
 
 EPS = 1e-6
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile import decisions
-from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.selection import decisions
 from dsv4_compile.testing import assert_bitwise
 from tests.backend.functional import Merged, merged
 

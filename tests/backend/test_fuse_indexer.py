@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.testing import assert_bitwise
 from dsv4_compile.testing.samples import op_samples
 from tests.backend.functional import Merged, merged

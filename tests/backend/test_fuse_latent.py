@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile import proven
-from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.passes import merging
+from dsv4_compile.selection import proven
 from dsv4_compile.testing import assert_bitwise
 from tests.backend.functional import Merged, merged
-from tests.ops.preprocess_layer import CACHES, Layer, with_copied_caches
-from tests.ops.test_preprocess_insert import STEP
+from tests.ops.preprocess.preprocess_layer import CACHES, Layer, with_copied_caches
+from tests.ops.preprocess.test_preprocess_insert import STEP
 
 FIRST, SECOND, INTO, PRODUCT = "preprocess_insert", "fp8_linear", "preprocess_insert_quant", "fp8_grouped_einsum"
 APART, TOGETHER = {FIRST: 1, SECOND: 1}, {INTO: 1, PRODUCT: 1}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile import proven
-from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.passes import merging
+from dsv4_compile.selection import proven
 from dsv4_compile.testing import assert_bitwise
 from tests.backend.functional import Merged, merged
 

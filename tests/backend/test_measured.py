@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_compile import backend, decisions, measured, passes, proven
+from dsv4_compile import backend, passes
 from dsv4_compile._compat import maybe_mark_dynamic
-from dsv4_compile.decisions import Call, Decision
 from dsv4_compile.lowering import registry
-from dsv4_compile.ops._define import OPS
+from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.options import Options
+from dsv4_compile.selection import decisions, measured, proven
+from dsv4_compile.selection.decisions import Call, Decision
 
 SM90 = "cuda sm_90"
 TABLE = [
@@ -162,4 +163,4 @@ def test_the_record_in_the_package_can_be_read_and_keys_the_compile_cache() -> N
         assert row["elements"] > 0
         assert min(us for name, us in row.items() if name.endswith("_us")) > 0
     names = {name for name, _ in passes.sources()}
-    assert {"/measured.json", "/proven.json"} <= names
+    assert {"/selection/measured.json", "/selection/proven.json"} <= names

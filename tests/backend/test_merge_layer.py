@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import dsv4_compile
-from dsv4_compile import proven
 from dsv4_compile.lowering import registry
 from dsv4_compile.modules import DeepseekV4Attention
 from dsv4_compile.options import FUSE_PASSES
 from dsv4_compile.passes import merging
+from dsv4_compile.selection import proven
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close
 from tests.backend.functional import Merged, merged
 from tests.modules.engine import KINDS, Engine

@@ -260,7 +260,7 @@ def test_an_output_that_is_used_before_it_is_turned_back_keeps_the_inverse_rope(
 @pytest.fixture
 def kernels() -> Iterator[list[str]]:
     """Kernels for both merged ops on the CPU, as device kernels are registered; they note their calls."""
-    from dsv4_compile.ops._define import REFERENCES
+    from dsv4_compile.ops.common.define import REFERENCES
 
     called: list[str] = []
     library = torch.library.Library("dsv4", "IMPL")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_compile import proven
-from dsv4_compile.decisions import Call, Decision
 from dsv4_compile.lowering import registry
-from dsv4_compile.ops._define import OPS
+from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.options import Options
+from dsv4_compile.selection import proven
+from dsv4_compile.selection.decisions import Call, Decision
 
 SM90 = "cuda sm_90"
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dsv4_compile import layout
-from dsv4_compile.kernels import fp8_linear
+from dsv4_compile.kernels.linear import fp8_linear
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "benchmarks" / "against.py"
 

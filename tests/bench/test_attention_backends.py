@@ -12,7 +12,7 @@ from dsv4_compile import layout
 from dsv4_compile.bench import Problem
 from dsv4_compile.bench import attention_backends as scenario
 from dsv4_compile.bench.runner import rows_of
-from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.ops.common.define import REFERENCES
 
 CPU = torch.device("cpu")
 

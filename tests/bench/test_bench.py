@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile import bench, costs, progress
+from dsv4_compile import bench, progress
 from dsv4_compile.bench import gate, implementations, preprocess, preprocess_tiles, runner, timing
 from dsv4_compile.errors import fail
+from dsv4_compile.selection import costs
 
 CPU = torch.device("cpu")
 

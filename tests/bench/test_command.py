@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_compile import bench, cli, measured
+from dsv4_compile import bench, cli
 from dsv4_compile.bench import gate, indexer, pictures, preprocess, timing
 from dsv4_compile.config import DeepseekV4Config
+from dsv4_compile.selection import measured
 
 
 @pytest.mark.usefixtures("tiny")

@@ -12,12 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
-from dsv4_compile import bench, costs
+from dsv4_compile import bench
 from dsv4_compile.backend import dsv4
 from dsv4_compile.bench import decode_layers, decode_stages, decode_step, nodes, table, timing
 from dsv4_compile.bench.runner import rows_of
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.modules import DeepseekV4Attention
+from dsv4_compile.selection import costs
 
 CPU = torch.device("cpu")
 TINY = DeepseekV4Config(

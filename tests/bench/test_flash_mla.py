@@ -13,7 +13,7 @@ from dsv4_compile.bench import flash_mla, sparse_mla_decode, sparse_mla_prefill
 
 CPU = torch.device("cpu")
 STAND_IN = """
-from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.ops.common.define import REFERENCES
 
 def get_mla_metadata():
     return object(), None

@@ -13,10 +13,11 @@ from torch import Tensor
 from dsv4_compile.bench import Problem, gemm, gemm_tiles
 from dsv4_compile.bench.runner import rows_of
 from dsv4_compile.config import DeepseekV4Config
-from dsv4_compile.kernels import grouped_matmul, grouped_matmul_hopper
-from dsv4_compile.kernels.gpu import Gpu
-from dsv4_compile.ops._define import OPS
-from dsv4_compile.reference.block_scale import dequantize_activation
+from dsv4_compile.kernels.host.gpu import Gpu
+from dsv4_compile.kernels.linear import gemm as grouped_matmul
+from dsv4_compile.kernels.linear import gemm_sm90_small as grouped_matmul_hopper
+from dsv4_compile.ops.common.define import OPS
+from dsv4_compile.reference.common.block_scale import dequantize_activation
 
 CPU = torch.device("cpu")
 QUANTISED = "fp8_grouped_einsum_quant"

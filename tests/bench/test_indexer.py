@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.bench import Problem, gate, indexer, indexer_tiles, nodes, runner, steps, table
-from dsv4_compile.ops._define import OPS
-from dsv4_compile.ops._kernels import KERNELS
-from dsv4_compile.reference import indexer_logits_topk as score
+from dsv4_compile.ops.common.define import OPS
+from dsv4_compile.ops.common.kernels import KERNELS
+from dsv4_compile.reference.indexer import indexer_logits as score
 
 CPU = torch.device("cpu")
 CONTEXT = 1024

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from dsv4_compile import bench, measured
+from dsv4_compile import bench
 from dsv4_compile.errors import InputError
+from dsv4_compile.selection import measured
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "examples" / "results" / "metadata_h200_2026-11-20.json"

@@ -7,7 +7,7 @@ import torch
 
 from dsv4_compile import bench
 from dsv4_compile.bench import metadata, timing
-from dsv4_compile.ops.batch_metadata import ARGUMENTS
+from dsv4_compile.ops.metadata.batch_metadata import ARGUMENTS
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from dsv4_compile.bench import Problem, gate, prefill
-from dsv4_compile.ops._define import OPS
-from dsv4_compile.ops._kernels import KERNELS
+from dsv4_compile.ops.common.define import OPS
+from dsv4_compile.ops.common.kernels import KERNELS
 
 CPU = torch.device("cpu")
 PROBLEMS = {problem.op: problem for problem in prefill.problems(CPU, {}, (24,), 256)}

@@ -10,7 +10,7 @@ from dsv4_compile import layout
 from dsv4_compile.bench import Problem, gate, steps
 from dsv4_compile.bench import preprocess_insert as scenario
 from dsv4_compile.bench import preprocess_insert_tiles as tiles
-from dsv4_compile.ops._define import OPS, REFERENCES
+from dsv4_compile.ops.common.define import OPS, REFERENCES
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from dsv4_compile import layout
 from dsv4_compile.bench import Problem, sparse_mla_decode_tiles
 from dsv4_compile.bench import sparse_mla_decode as scenario
 from dsv4_compile.bench.runner import rows_of
-from dsv4_compile.ops._define import REFERENCES
-from dsv4_compile.reference import kv_format
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.reference.common import kv_format
 
 CPU = torch.device("cpu")
 

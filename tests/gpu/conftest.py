@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from dsv4_compile import proven
+from dsv4_compile.selection import proven
 
 
 def pytest_configure() -> None:

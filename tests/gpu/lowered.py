@@ -9,7 +9,7 @@ import torch
 
 from dsv4_compile.backend import dsv4
 from dsv4_compile.bench.gate import disagreement, outputs
-from dsv4_compile.ops._define import REFERENCES
+from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.testing import samples  # noqa: F401  (importing the package registers the ops)
 
 Call = Callable[..., Any]

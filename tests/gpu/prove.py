@@ -33,11 +33,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed
 
-from dsv4_compile import proven  # noqa: E402
 from dsv4_compile._compat import device_architecture, triton_version  # noqa: E402
 from dsv4_compile._files import replace_rows  # noqa: E402
 from dsv4_compile.lowering import registry  # noqa: E402
-from dsv4_compile.ops._kernels import KERNELS  # noqa: E402
+from dsv4_compile.ops.common.kernels import KERNELS  # noqa: E402
+from dsv4_compile.selection import proven  # noqa: E402
 
 LOWERED = "test_lowered_"
 FIRST = (

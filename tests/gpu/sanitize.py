@@ -32,7 +32,7 @@ import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout that is not installed
 
-from dsv4_compile.ops._kernels import KERNELS, launcher, refusal
+from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
 from dsv4_compile.testing.samples import op_samples
 
 TOOLS = ("memcheck", "racecheck")

@@ -27,11 +27,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout that is not installed
 
 import dsv4_compile.ops  # noqa: F401  registers the ops
-from dsv4_compile import proven
 from dsv4_compile.bench.record import environment
-from dsv4_compile.ops._define import OPS
-from dsv4_compile.ops._kernels import KERNELS, runs_kernel
-from dsv4_compile.reference.block_scale import ACT_TILE, dequantize_activation, unpack_scales
+from dsv4_compile.ops.common.define import OPS
+from dsv4_compile.ops.common.kernels import KERNELS, runs_kernel
+from dsv4_compile.reference.common.block_scale import ACT_TILE, dequantize_activation, unpack_scales
+from dsv4_compile.selection import proven
 from dsv4_compile.testing import TOLERANCES, Tolerance, assert_bitwise, assert_close, check_op
 from dsv4_compile.testing.samples import BUILDERS, op_samples
 

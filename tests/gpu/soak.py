@@ -32,7 +32,6 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout that is not installed
 
-from dsv4_compile import proven
 from dsv4_compile._compat import counters
 from dsv4_compile.backend import dsv4
 from dsv4_compile.bench.decode_layers import fill
@@ -41,6 +40,7 @@ from dsv4_compile.cache import CacheFormat
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.errors import DSV4Warning
 from dsv4_compile.runtime import DecodeRunner
+from dsv4_compile.selection import proven
 from dsv4_compile.testing import assert_bitwise
 from tests.runtime.engine import CAPACITY, MAX_SEQ_LEN, REQUESTS, SMALL, Engine, Setup, World, make_runner, make_world
 from tests.runtime.test_replay import poison

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile._compat import device_architecture
-from dsv4_compile.attention_backends.v32_layer import DeepseekV32SparseAttention
+from dsv4_compile.attention_backends.v32.layer import DeepseekV32SparseAttention
 from dsv4_compile.backend import dsv4
 from dsv4_compile.config import Rope
 from dsv4_compile.rope_tables import cos_sin_cache

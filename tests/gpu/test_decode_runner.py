@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile import proven
 from dsv4_compile.errors import GraphError
 from dsv4_compile.runtime import Counts, DecodeRunner, counting, graphs_for
+from dsv4_compile.selection import proven
 from dsv4_compile.testing import assert_bitwise
 from tests.gpu.soak import SETUPS, SMALL_ON_GPU, random_steps, steady
 from tests.runtime.engine import REQUESTS, SMALL, World, make_runner, make_world

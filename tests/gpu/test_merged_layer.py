@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from dsv4_compile import decisions, layout
+from dsv4_compile import layout
 from dsv4_compile.cache import PagedCaches
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.metadata import AttentionMetadata, build_batch_metadata
 from dsv4_compile.modules import DeepseekV4Attention
+from dsv4_compile.selection import decisions
 
 DEVICE = "cuda"
 RATIOS = {"swa": 1, "hca": layout.HCA_RATIO, "csa": layout.CSA_RATIO}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.planned import Planned
-from dsv4_compile.ops._kernels import KERNELS, launcher, refusal
+from dsv4_compile.kernels.host.launch_cache import Planned
+from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
 from dsv4_compile.testing.samples import op_samples
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.attention_backends import CommonAttentionMetadata
-from dsv4_compile.attention_backends.flashinfer_v32 import FlashInferMLASparseMetadataBuilder
-from dsv4_compile.attention_backends.v32_indexer import DeepseekV32Indexer, DeepseekV32IndexerMetadataBuilder
-from dsv4_compile.attention_backends.v32_layer import DeepseekV32SparseAttention
+from dsv4_compile.attention_backends.v32.attention import FlashInferMLASparseMetadataBuilder
+from dsv4_compile.attention_backends.v32.indexer import DeepseekV32Indexer, DeepseekV32IndexerMetadataBuilder
+from dsv4_compile.attention_backends.v32.layer import DeepseekV32SparseAttention
 from dsv4_compile.config import Rope
 from dsv4_compile.rope_tables import cos_sin_cache
 from dsv4_compile.testing import assert_bitwise

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from dsv4_compile.kernels import early, gpu
-from dsv4_compile.kernels.gpu import Gpu
+from dsv4_compile.kernels.host import gpu
+from dsv4_compile.kernels.host import pdl as early
+from dsv4_compile.kernels.host.gpu import Gpu
 
 GPUS = {
     "sm_90": (Gpu("cuda", 90, 132), 227),

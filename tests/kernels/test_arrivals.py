@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_compile.kernels import arrivals
+from dsv4_compile.kernels.host import semaphores as arrivals
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dsv4_compile.attention_backends import get_backend
-from dsv4_compile.ops._define import OPS, checked
-from dsv4_compile.ops._kernels import KERNELS, launcher, refusal
+from dsv4_compile.ops.common.define import OPS, checked
+from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
 from dsv4_compile.testing import assert_close
 from dsv4_compile.testing.batch import Batch
 from tests.attention_backends.record import FEW_KEYS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_compile.kernels import early
+from dsv4_compile.kernels.host import pdl as early
 from tests.kernels.gpus import GPUS, sees
 
 CPU = torch.device("cpu")

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_compile.ops._kernels import KERNELS
+from dsv4_compile.ops.common.kernels import KERNELS
 
 HERE = Path(__file__).parent
-KERNELS_OF = {"sparse_mla_decode_quant": "sparse_mla_decode"}
-"""Stems of launchers that have no kernel of their own."""
-TEXTS = {path.name: path.read_text() for path in HERE.glob("test_*.py")}
+TEXTS = {path.name: path.read_text() for path in HERE.rglob("test_*.py")}
 
 
 def about(op: str, stem: str) -> str:
     """The tests that name the op, and those of the file that launches it."""
     named = re.compile(rf"\b{op}\b")
-    own = re.compile(rf"test_{KERNELS_OF.get(stem, stem)}(_compiles)?\.py")
+    own = re.compile(rf"test_{stem.split('.')[1]}(_compiles)?\.py")
     return "\n".join(text for name, text in TEXTS.items() if own.fullmatch(name) or named.search(text))
 
 
@@ -29,4 +27,5 @@ def test_a_kernel_is_interpreted_with_every_access_checked_compiled_for_every_gp
     text = about(op, stem)
     assert "@interpreted" in text and "checked(" in text
     assert "TARGETS" in text
-    assert (HERE.parent / "gpu" / f"test_{stem}.py").exists()
+    family, file = stem.split(".")
+    assert list((HERE.parent / "gpu" / family).glob(f"test_{file}*.py"))

@@ -17,10 +17,14 @@ import torch
 from dsv4_compile._compat import triton_release
 from dsv4_compile.bench import gemm, indexer, preprocess, preprocess_insert, sparse_mla_decode
 from dsv4_compile.config import DeepseekV4Config
-from dsv4_compile.kernels import compress_window, early, fp8_linear, gpu, grouped_matmul
-from dsv4_compile.kernels import sparse_mla_decode_small_hopper as small
-from dsv4_compile.kernels.sparse_mla_decode_plan import Fusion, Source, results_for
-from dsv4_compile.ops._kernels import launcher
+from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as small
+from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion, Source, results_for
+from dsv4_compile.kernels.host import gpu
+from dsv4_compile.kernels.host import pdl as early
+from dsv4_compile.kernels.linear import fp8_linear
+from dsv4_compile.kernels.linear import gemm as grouped_matmul
+from dsv4_compile.kernels.preprocess import compress_window
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.testing import fake_triton
 from dsv4_compile.testing.memory_rounds import loads_of, memory_rounds
 from tests.kernels.gpus import GPUS

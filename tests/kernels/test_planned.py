@@ -14,10 +14,10 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from dsv4_compile._compat import TorchDispatchMode
-from dsv4_compile.kernels.gpu import Gpu
-from dsv4_compile.kernels.launch import bound
-from dsv4_compile.kernels.planned import Planned
-from dsv4_compile.ops._kernels import KERNELS, launcher, refusal
+from dsv4_compile.kernels.host.gpu import Gpu
+from dsv4_compile.kernels.host.launch import bound
+from dsv4_compile.kernels.host.launch_cache import Planned
+from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
 from dsv4_compile.testing import fake_triton
 from dsv4_compile.testing.samples import op_samples
 
@@ -156,7 +156,7 @@ def test_a_call_like_one_before_launches_what_the_launcher_would(op: str, on: No
 @pytest.mark.parametrize("on", ["sm_90"], indirect=True)
 @pytest.mark.parametrize("op", ["sparse_mla_decode", "sparse_mla_decode_quant"])
 def test_so_does_attention_by_rows(op: str, on: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4_compile.kernels.sparse_mla_decode.by_rows_refuses", lambda *args: "")
+    monkeypatch.setattr("dsv4_compile.kernels.attention.sparse_mla_decode.by_rows_refuses", lambda *args: "")
     taken = [args for args in op_samples(op) if args[5] == "fp8_ds_mla" and args[0].dtype is torch.bfloat16]
     assert taken
     for args in taken:

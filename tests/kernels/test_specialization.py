@@ -10,9 +10,9 @@ import pytest
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from dsv4_compile.kernels.gpu import Gpu
-from dsv4_compile.ops._define import OPS
-from dsv4_compile.ops._kernels import KERNELS, launcher, refusal
+from dsv4_compile.kernels.host.gpu import Gpu
+from dsv4_compile.ops.common.define import OPS
+from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
 from dsv4_compile.testing import fake_triton
 from dsv4_compile.testing.samples import op_samples
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.errors import DSV4Error, fail
-from dsv4_compile.kernels import planned as plans
-from dsv4_compile.kernels.launch import each_time, noting
-from dsv4_compile.kernels.planned import Planned
-from dsv4_compile.kernels.tape import Tape
-from dsv4_compile.ops import _kernels
+from dsv4_compile.kernels.host import launch_cache as plans
+from dsv4_compile.kernels.host.launch import each_time, noting
+from dsv4_compile.kernels.host.launch_cache import Planned
+from dsv4_compile.kernels.host.tape import Tape
+from dsv4_compile.ops.common import kernels as _kernels
 
 HELD = torch.ones(4)
 

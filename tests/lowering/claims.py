@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dsv4_compile.decisions import Call, Decision
 from dsv4_compile.lowering import registry
+from dsv4_compile.selection.decisions import Call, Decision
 
 Reports = dict[str, dict[str, Any]]
 

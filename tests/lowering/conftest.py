@@ -45,7 +45,8 @@ def _generated(warm: WarmPython, what: str) -> Any:
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest, interpreting: WarmPython) -> Reports:
     """Every case, run in the interpreter and compared with the reference."""
-    reports: Reports = _generated(interpreting, request.path.stem.removeprefix("test_").removesuffix("_triton"))
+    what = request.path.stem.removeprefix("test_").removesuffix("_triton")
+    reports: Reports = _generated(interpreting, f"{request.path.parent.name}.cases_{what}")
     return reports
 
 

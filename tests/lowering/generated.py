@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_compile import backend, decisions
+from dsv4_compile import backend
+from dsv4_compile.selection import decisions
 from dsv4_compile.testing import assert_bitwise, fake_triton
 from dsv4_compile.testing.inductor_triton import INTERPRETED, GeneratedKernel, generated_triton
 from tests.lowering.claims import TARGETS
@@ -152,7 +153,7 @@ def binaries(sources: list[tuple[str, str]]) -> dict[str, list[int]]:
 def main(what: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     if INTERPRETED:
-        cases: dict[str, Case] = importlib.import_module(f"tests.lowering.cases_{what}").CASES
+        cases: dict[str, Case] = importlib.import_module(f"tests.lowering.{what}").CASES
         return {name: report(case) for name, case in cases.items()}
     fake_triton.install()
     reports = json.loads(Path(what).read_text())

@@ -8,7 +8,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from dsv4_compile import backend
-from dsv4_compile.ops.inv_rope_fp8_quant import inv_rope
+from dsv4_compile.ops.attention.inv_rope import inv_rope
 
 
 def test_cpp_rotates_whole_vectors_in_one_kernel() -> None:

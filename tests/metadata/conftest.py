@@ -12,15 +12,7 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.metadata import AttentionMetadata, BlockTables
-from dsv4_compile.testing.batch import (
-    Table,
-    compressed_slot,
-    entry_row,
-    random_table,
-    slot,
-    table_tensor,
-    window_row,
-)
+from dsv4_compile.testing.batch import Table, compressed_slot, entry_row, random_table, slot, table_tensor, window_row
 
 PAGE_TOKENS = {
     "window": layout.WINDOW_BLOCK,

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from dsv4_compile.reference.batch import token_positions, token_requests, visible_entries
+from dsv4_compile.reference.metadata.batch import token_positions, token_requests, visible_entries
 from dsv4_compile.testing import hostile_indices
 from dsv4_compile.testing.batch import Batch, random_batch
 

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from dsv4_compile import backend
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.modules import DeepseekV4Attention
-from dsv4_compile.ops._kernels import KERNELS, launcher
+from dsv4_compile.ops.common.kernels import KERNELS, launcher
 from dsv4_compile.testing.inductor_triton import GeneratedKernel, generated_triton
 from tests.modules.engine import Engine
 

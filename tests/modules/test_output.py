@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile import backend, decisions
+from dsv4_compile import backend
 from dsv4_compile.errors import CompileError
 from dsv4_compile.modules.linear import Fp8Linear, Linear
 from dsv4_compile.modules.output import PATHS, choose_path, project_output
+from dsv4_compile.selection import decisions
 from dsv4_compile.testing import assert_bitwise, assert_close
 from tests.modules.test_attention_backend import CONFIG, Serving, layer_of
 

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from dsv4_compile import ops
 from dsv4_compile.errors import InputError
-from dsv4_compile.ops._define import OPS
+from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.testing import assert_bitwise, check_op
 from dsv4_compile.testing.samples import op_samples, samples
 
 NAMES = sorted(OPS)
+PREFIX = "dsv4_compile.ops."
 CASES = [
     pytest.param(name, index, id=f"{name}-{index}") for name, args in samples().items() for index in range(len(args))
 ]
@@ -28,8 +29,9 @@ DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def stem(name: str) -> str:
-    """The module of `dsv4_compile.ops` that defines the op."""
-    modules = [module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_")]
+    """The module of `dsv4_compile.ops`, "family.file", that defines the op."""
+    found = [module.name.removeprefix(PREFIX) for module in pkgutil.walk_packages(ops.__path__, PREFIX)]
+    modules = [name for name in found if "." in name and not name.startswith("common.")]
     owners = [m for m in modules if getattr(importlib.import_module(f"dsv4_compile.ops.{m}"), name, None) is OPS[name]]
     assert len(owners) == 1, f"{name} is defined in {owners}"
     return owners[0]
@@ -56,8 +58,9 @@ def test_op_has_a_reference_with_a_docstring_and_tests(name: str) -> None:
     documentation = inspect.getdoc(function) or ""
     assert len(documentation.split()) > 5
     assert list(inspect.signature(function).parameters) == [a.name for a in OPS[name]._schema.arguments]
-    tests = Path(__file__).with_name(f"test_{module}.py")
-    assert name in tests.read_text()
+    family, file = module.split(".")
+    tests = (Path(__file__).parent / family).glob(f"test_{file}*.py")
+    assert any(name in path.read_text() for path in tests)
 
 
 @pytest.mark.parametrize("name", NAMES)

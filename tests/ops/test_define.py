@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4_compile.errors import InputError
-from dsv4_compile.ops._define import OPS, REFERENCES, checked, for_tensors
-from dsv4_compile.ops.fused_q_kv_rmsnorm import fused_q_kv_rmsnorm
+from dsv4_compile.ops.common.define import OPS, REFERENCES, checked, for_tensors
+from dsv4_compile.ops.preprocess.fused_q_kv_rmsnorm import fused_q_kv_rmsnorm
 
 
 def test_check_runs_before_the_implementation() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dsv4_compile
-from dsv4_compile.ops._define import OPS
+from dsv4_compile.ops.common.define import OPS
 
 PUBLIC = ["DSV4Error", "DecodeRunner", "DeepseekV4Attention", "DeepseekV4Config", "__version__", "explain"]
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_compile import call_costs, costs, layout
+from dsv4_compile import layout
 from dsv4_compile.bench import gemm
-from dsv4_compile.ops._define import OPS
+from dsv4_compile.ops.common.define import OPS
+from dsv4_compile.selection import call_costs, costs
 from dsv4_compile.testing.samples import op_samples
 
 KNOWN = sorted(call_costs._SIZES)

@@ -9,10 +9,11 @@ import sympy
 import torch
 from torch import Tensor
 
-from dsv4_compile import costs, layout
+from dsv4_compile import layout
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.errors import InputError
-from dsv4_compile.ops._define import OPS
+from dsv4_compile.ops.common.define import OPS
+from dsv4_compile.selection import costs
 from dsv4_compile.testing.samples import op_samples
 
 ROW = costs.row_bytes("fp8_ds_mla")

@@ -10,17 +10,19 @@ from pathlib import Path
 
 import pytest
 
-MAX_LINES = 400
+MAX_LINES, MAX_KERNEL_LINES = 400, 700
+"""Of a file, and of a kernel together with its launcher."""
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"_files", "errors", "progress", "proven", "measured"}),
+    frozenset({"_files", "errors", "progress"}),
     frozenset({"_compat"}),
     frozenset({"layout"}),
+    frozenset({"selection"}),
     frozenset({"config", "rope_tables"}),
     frozenset({"reference"}),
     frozenset({"ops"}),
     frozenset({"metadata", "cache"}),
-    frozenset({"decisions", "options", "costs", "call_costs"}),
+    frozenset({"options"}),
     frozenset({"kernels", "lowering"}),
     frozenset({"loading", "attention_backends"}),
     frozenset({"modules"}),
@@ -99,8 +101,9 @@ def test_lower_layers_import_torch_and_ourselves_alone(trees: dict[str, ast.Modu
 
 def test_no_file_is_longer_than_the_ceiling(sources: dict[str, str], root: Path) -> None:
     tests = {str(path.relative_to(root)): path.read_text() for path in (root / "tests").rglob("*.py")}
-    long = {path: text.count("\n") for path, text in {**sources, **tests}.items() if text.count("\n") > MAX_LINES}
-    assert long == {}
+    lines = {path: text.count("\n") for path, text in {**sources, **tests}.items()}
+    ceiling = {path: MAX_KERNEL_LINES if path.startswith("kernels/") else MAX_LINES for path in lines}
+    assert {path: count for path, count in lines.items() if count > ceiling[path]} == {}
 
 
 def test_cache_layout_numbers_appear_in_layout_alone(trees: dict[str, ast.Module]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.reference import kv_format
+from dsv4_compile.reference.common import kv_format
 from dsv4_compile.testing import assert_cached
 from dsv4_compile.testing.cached import FEW_TIES
 

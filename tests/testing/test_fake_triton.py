@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_compile.kernels.early import start
+from dsv4_compile.kernels.host.pdl import start
 from dsv4_compile.testing import fake_triton
 
 

@@ -5,7 +5,7 @@ import torch
 
 from dsv4_compile import layout
 from dsv4_compile.errors import InputError
-from dsv4_compile.reference import kv_format, paging
+from dsv4_compile.reference.common import kv_format, paging
 from dsv4_compile.testing import (
     assert_bitwise,
     hostile_indices,

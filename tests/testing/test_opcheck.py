@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.ops import _define
+from dsv4_compile.ops.common import define as _define
 from dsv4_compile.testing import check_op, opcheck, padded, refuse_synchronization
 from dsv4_compile.testing.samples import op_samples
 

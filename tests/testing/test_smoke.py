@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from dsv4_compile.ops._define import OPS
+from dsv4_compile.ops.common.define import OPS
 
 SCRIPT = Path(__file__).parent.parent / "gpu" / "smoke.py"
 

@@ -1,0 +1,87 @@
+"""`inv_rope` and `inv_rope_fp8_quant`; defined in reference/inv_rope_fp8_quant.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import fail
+from ...layout import ACT_TILE, SCALES_PER_WORD, cdiv
+from ...reference.attention import inv_rope as reference
+from ..common.define import define
+from ..common.validate import FLOATS, INTS, describe, expect, expect_rope_table, expect_rows
+
+
+def _check_inv_rope(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, op: str = "inv_rope") -> None:
+    expect(o, f"{op}: o [T, H, D]", FLOATS)
+    expect(positions, f"{op}: positions [T]", INTS)
+    expect_rows(positions.shape[0], o.shape[0], f"{op}: positions")
+    expect_rope_table(cos_sin_cache, op, o.shape[2])
+
+
+def _fake_inv_rope(o: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    return o.new_empty(o.shape)
+
+
+def _check_quant(
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    n_groups: int,
+    heads_per_group: int,
+    packed_scales: bool = False,
+) -> None:
+    op = "inv_rope_fp8_quant"
+    _check_inv_rope(o, positions, cos_sin_cache, op)
+    check_groups(o, n_groups, heads_per_group, op)
+
+
+def check_groups(o: Tensor, n_groups: int, heads_per_group: int, op: str) -> None:
+    """Raise E201 unless the heads of `o` `[T, H, D]` hold so many groups of whole strips."""
+    if min(n_groups, heads_per_group) < 1 or o.shape[1] < n_groups * heads_per_group:
+        fail("E201", got=describe(o), rule=f"{op}: o has at least {n_groups} x {heads_per_group} heads")
+    if heads_per_group * o.shape[2] % ACT_TILE != 0:
+        fail("E201", got=describe(o), rule=f"{op}: {heads_per_group} heads fill whole strips of {ACT_TILE}")
+
+
+def _fake_quant(
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    n_groups: int,
+    heads_per_group: int,
+    packed_scales: bool = False,
+) -> tuple[Tensor, Tensor]:
+    return new_groups(o, n_groups, heads_per_group, packed_scales)
+
+
+def new_groups(o: Tensor, n_groups: int, heads_per_group: int, packed_scales: bool) -> tuple[Tensor, Tensor]:
+    """Uninitialised values and scales for the heads `o` `[T, H, D]`, in the layouts of `inv_rope_fp8_quant`."""
+    tokens, size = o.shape[0], heads_per_group * o.shape[2]
+    count = size // ACT_TILE
+    if packed_scales:
+        count = cdiv(count, SCALES_PER_WORD)
+    values = o.new_empty_strided(
+        (tokens, n_groups, size), reference.value_strides(tokens, size), dtype=torch.float8_e4m3fn
+    )
+    scale = o.new_empty_strided(
+        (tokens, n_groups, count),
+        reference.scale_strides(tokens, count),
+        dtype=torch.int32 if packed_scales else torch.float32,
+    )
+    return values, scale
+
+
+inv_rope = define(
+    "inv_rope(Tensor o, Tensor positions, Tensor cos_sin_cache) -> Tensor",
+    reference=reference.inv_rope,
+    fake=_fake_inv_rope,
+    check=_check_inv_rope,
+)
+inv_rope_fp8_quant = define(
+    "inv_rope_fp8_quant(Tensor o, Tensor positions, Tensor cos_sin_cache, int n_groups, int heads_per_group, "
+    "bool packed_scales=False) -> (Tensor, Tensor)",
+    reference=reference.inv_rope_fp8_quant,
+    fake=_fake_quant,
+    check=_check_quant,
+)

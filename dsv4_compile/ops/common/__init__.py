@@ -1,0 +1,1 @@
+"""Schemas, fakes and argument checks: helpers that several families share."""

@@ -1,0 +1,104 @@
+"""One way to define an op: schema, reference implementation, fake, and the refusal to differentiate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..._compat import OpOverload, below_autograd
+from ...errors import fail
+from .kernels import KERNELS, dispatcher
+
+LIBRARY = torch.library.Library("dsv4", "DEF")
+OPS: dict[str, OpOverload] = {}
+"""Every op of this package by name."""
+REFERENCES: dict[str, Callable[..., Any]] = {}
+"""The checked reference implementation of every op by name, for those who must look inside an op."""
+
+
+def for_tensors(name: str, check: Callable[..., None] | None) -> Callable[..., None]:
+    """`check` of the op `name`, and what all ops refuse: None for a tensor, and tensors of several devices."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        first = None
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, torch.Tensor):
+                device = value.device
+                if first is None:
+                    first = device
+                elif device != first:
+                    _refuse_tensors(name, args, kwargs)
+        if check is not None:
+            try:
+                check(*args, **kwargs)
+            except AttributeError:
+                _refuse_tensors(name, args, kwargs)
+                raise
+
+    return run
+
+
+def _refuse_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise E201 for the first None where a tensor belongs, or tensor that is not where the first one is."""
+    declared, op = OPS[name]._schema.arguments, f"torch.ops.dsv4.{name}"
+    given = dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
+    for argument in declared:
+        if str(argument.type) == "Tensor" and given.get(argument.name) is None:
+            fail("E201", got=f"{op}: None for {argument.name}", rule=f"{argument.name} is a tensor")
+    tensors = [(place, x.device) for place, x in given.items() if isinstance(x, torch.Tensor)]
+    first, device = tensors[0]
+    for place, other in tensors:
+        if other != device:
+            rule, fix = "all tensors of a call are on one device", f"move {place} to {device}"
+            fail("E201", got=f"{op}: {first} on {device}, {place} on {other}", rule=rule, fix=fix)
+
+
+def checked(check: Callable[..., None] | None, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """`implementation` with `check` in front of it, for the reference, the fake and every kernel of an op."""
+    if check is None:
+        return implementation
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return implementation(*args, **kwargs)
+
+    return run
+
+
+def define(
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    check: Callable[..., None] | None = None,
+) -> OpOverload:
+    """Define `torch.ops.dsv4.<name>` from `schema` and return its overload.
+
+    The reference serves every device; a kernel of `_kernels.KERNELS` goes before it on the GPUs that `proven`
+    lists. `fake` returns exact shapes, dtypes and
+    strides. `check` has the op's signature, defaults included, and runs before either: it refuses wrong arguments by
+    host-side facts. Inputs that require grad, with gradients enabled, raise E206: there is no backward.
+    """
+    name = schema.split("(", 1)[0]
+    check = for_tensors(name, check)
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    REFERENCES[name] = checked(check, reference)
+    LIBRARY.impl(name, REFERENCES[name], "CompositeExplicitAutograd")
+    if name in KERNELS:
+        LIBRARY.impl(name, dispatcher(name, reference, check), "CUDA")
+    torch.library.register_fake(f"dsv4::{name}", checked(check, fake), lib=LIBRARY)
+    op = getattr(torch.ops.dsv4, name).default
+
+    def refuse_gradients(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    fail("E206", got=f"torch.ops.dsv4.{name} with an argument that requires grad")
+        with below_autograd():
+            return op(*args, **kwargs)
+
+    LIBRARY.impl(name, refuse_gradients, "Autograd")
+    OPS[name] = op
+    return op

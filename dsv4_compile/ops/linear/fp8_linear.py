@@ -1,0 +1,41 @@
+"""`torch.ops.dsv4.fp8_linear`; defined in reference/fp8_linear.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import fail
+from ...reference.linear import fp8_linear as reference
+from ..common.define import define
+from ..common.validate import E4M3, FLOATS, describe, expect, expect_dim, expect_weight_scale
+
+
+def _check(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True, beside: Tensor | None = None
+) -> None:
+    op = "fp8_linear"
+    if x.dtype not in FLOATS or x.dim() == 0:
+        fail("E201", got=describe(x), rule=f"{op}: x [..., K] is bfloat16, float16 or float32")
+    expect(weight, f"{op}: weight [N, K]", E4M3)
+    expect_dim(x.shape[-1], weight.shape[1], f"{op}: the last dim of x is the K of weight")
+    expect_weight_scale(weight_scale, weight, f"{op}: weight_scale")
+    if beside is not None:
+        expect(beside, f"{op}: beside [M, K] as x", (x.dtype,))
+        expect_dim(beside.shape[1], weight.shape[1], f"{op}: the last dim of beside is the K of weight")
+
+
+def _fake(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True, beside: Tensor | None = None
+) -> Tensor:
+    if beside is None:
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty((*x.shape[:-1], weight.shape[0] + beside.shape[0]), dtype=torch.float32)
+
+
+fp8_linear = define(
+    "fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, bool quantize_input=True, Tensor? beside=None) -> Tensor",
+    reference=reference.fp8_linear,
+    fake=_fake,
+    check=_check,
+)

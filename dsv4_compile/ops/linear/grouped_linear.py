@@ -1,0 +1,37 @@
+"""`torch.ops.dsv4.grouped_linear`; defined in reference/grouped_linear.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import fail
+from ...reference.linear import grouped_linear as reference
+from ..common.define import define
+from ..common.validate import FLOATS, describe, expect, expect_dim
+
+
+def _check(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> None:
+    op = "grouped_linear"
+    expect(weight, f"{op}: weight [G * N, K]", FLOATS)
+    if x.dtype is not weight.dtype or x.dim() not in (2, 3):
+        fail("E201", got=describe(x), rule=f"{op}: x [T, G * K] or [T, G, K] has the dtype of weight")
+    if groups < 1 or weight.shape[0] % groups != 0:
+        fail("E201", got=f"{groups} groups, weight {describe(weight)}", rule=f"{op}: weight's rows divide into groups")
+    if x.dim() == 3:
+        expect_dim(x.shape[1], groups, f"{op}: x [T, G, K] has a row for every group")
+        expect_dim(x.shape[2], weight.shape[1], f"{op}: the last dim of x is the K of weight")
+    else:
+        expect_dim(x.shape[1], groups * weight.shape[1], f"{op}: x [T, G * K] holds the K of weight for every group")
+
+
+def _fake(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if float32 else x.dtype)
+
+
+grouped_linear = define(
+    "grouped_linear(Tensor x, Tensor weight, int groups, bool float32=False) -> Tensor",
+    reference=reference.grouped_linear,
+    fake=_fake,
+    check=_check,
+)

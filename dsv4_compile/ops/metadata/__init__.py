@@ -1,0 +1,1 @@
+"""Schemas, fakes and argument checks: batch metadata and index maps."""

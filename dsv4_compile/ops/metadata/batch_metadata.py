@@ -1,0 +1,97 @@
+"""`torch.ops.dsv4.batch_metadata`; what it computes is in reference/batch_metadata.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import fail
+from ...reference.metadata import batch_metadata as reference
+from ..common.define import define
+from ..common.validate import INTS, expect, expect_dim
+from ..common.validate_batch import expect_batch, expect_positive
+
+OP = "batch_metadata"
+TOKENS: dict[str, torch.dtype] = {
+    "positions": torch.int64,
+    "token_to_req": torch.int32,
+    "is_valid_token": torch.bool,
+}
+"""The buffers that every call fills, and their dtypes."""
+GROUPS: dict[str, dict[str, torch.dtype]] = {
+    "window": {"window_slots": torch.int64, "window_indices": torch.int32, "window_lens": torch.int32},
+    "c4": {"c4_slots": torch.int64},
+    "c4_state": {"c4_state_slots": torch.int64},
+    "indexer": {"indexer_slots": torch.int64},
+    "indexer_state": {"indexer_state_slots": torch.int64},
+    "c128": {"c128_slots": torch.int64, "c128_indices": torch.int32, "c128_lens": torch.int32},
+    "c128_state": {"c128_state_slots": torch.int64},
+}
+"""The buffers of each group of caches, and their dtypes. They come with the group's block table, or not at all."""
+CONTEXT_LENS = ("c4_context_lens", "c128_context_lens")
+"""Buffers that follow from positions alone: each may be given or not, whatever tables there are."""
+WIDTHS = {"window_indices": "W", "c128_indices": "C"}
+ARGUMENTS = (
+    *("query_start_loc", "seq_lens", "slot_mapping"),
+    *(f"{group}_block_table" for group in GROUPS),
+    "window_block_size",
+    *TOKENS,
+    *(name for buffers in GROUPS.values() for name in buffers),
+    *CONTEXT_LENS,
+)
+
+
+def _check(*args: Any, **kwargs: Any) -> None:
+    given = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
+    expect_batch(OP, given["query_start_loc"], given["seq_lens"])
+    if given["slot_mapping"] is not None:
+        expect(given["slot_mapping"], f"{OP}: slot_mapping [M]", INTS)
+    expect_positive(OP, window_block_size=given["window_block_size"])
+    expect(given["positions"], f"{OP}: positions [N]", TOKENS["positions"])
+    rows = given["positions"].shape[0]
+    for name, dtype in TOKENS.items():
+        _expect_buffer(name, given[name], dtype, rows)
+    for name in CONTEXT_LENS:
+        if given.get(name) is not None:
+            _expect_buffer(name, given[name], torch.int32, rows)
+    for group, buffers in GROUPS.items():
+        table = given[f"{group}_block_table"]
+        present = [name for name in buffers if given.get(name) is not None]
+        if len(present) != (0 if table is None else len(buffers)):
+            fail(
+                "E201",
+                got=f"{OP}: {', '.join([*present, *([] if table is None else [f'{group}_block_table'])])} alone",
+                rule=f"{group}_block_table, {', '.join(buffers)} come together",
+            )
+        if table is not None:
+            expect(table, f"{OP}: {group}_block_table [R, B]", INTS)
+        for name in present:
+            _expect_buffer(name, given[name], buffers[name], rows)
+
+
+def _expect_buffer(name: str, buffer: Tensor, dtype: torch.dtype, rows: int) -> None:
+    expect(buffer, f"{OP}: {name} [N, {WIDTHS[name]}]" if name in WIDTHS else f"{OP}: {name} [N]", dtype)
+    expect_dim(buffer.shape[0], rows, f"{OP}: {name} has a row for each of positions")
+
+
+def _fake(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+batch_metadata = define(
+    "batch_metadata(Tensor query_start_loc, Tensor seq_lens, Tensor? slot_mapping, Tensor? window_block_table, "
+    "Tensor? c4_block_table, Tensor? c4_state_block_table, Tensor? indexer_block_table, "
+    "Tensor? indexer_state_block_table, Tensor? c128_block_table, Tensor? c128_state_block_table, "
+    "int window_block_size, "
+    "Tensor(a!) positions, Tensor(b!) token_to_req, Tensor(c!) is_valid_token, "
+    "Tensor(d!)? window_slots=None, Tensor(e!)? window_indices=None, Tensor(f!)? window_lens=None, "
+    "Tensor(g!)? c4_slots=None, Tensor(h!)? c4_state_slots=None, Tensor(i!)? indexer_slots=None, "
+    "Tensor(j!)? indexer_state_slots=None, Tensor(k!)? c128_slots=None, Tensor(l!)? c128_indices=None, "
+    "Tensor(m!)? c128_lens=None, Tensor(n!)? c128_state_slots=None, "
+    "Tensor(o!)? c4_context_lens=None, Tensor(p!)? c128_context_lens=None) -> ()",
+    reference=reference.batch_metadata,
+    fake=_fake,
+    check=_check,
+)

@@ -1,0 +1,120 @@
+"""`torch.ops.dsv4.flashinfer_mixed_indices`; what it computes is in reference/flashinfer_mixed_indices.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import check, fail
+from ...layout import FLASHINFER_INDEX_ALIGN, align_up
+from ...reference.metadata import flashinfer_mixed_indices as reference
+from ..common.define import define
+from ..common.validate import INTS, expect, expect_dim, expect_rows
+from ..common.validate_batch import expect_batch, expect_positive, expect_range
+
+_OP = "flashinfer_mixed_indices"
+
+
+def _check(
+    decode_swa_indices: Tensor,
+    decode_compressed_indices: Tensor | None,
+    decode_compressed_lens: Tensor | None,
+    prefill_topk_indices: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    token_to_req: Tensor,
+    swa_block_table: Tensor,
+    swa_block_size: int,
+    compressed_block_table: Tensor | None,
+    compressed_block_size: int,
+    window: int,
+    ratio: int,
+    topk: int,
+    decode_compressed_indices_are_local: bool = False,
+    decode_is_valid_token: Tensor | None = None,
+    num_rows: int = 0,
+    swa_block_span: int = 0,
+    compressed_block_span: int = 0,
+) -> None:
+    expect(decode_swa_indices, f"{_OP}: decode_swa_indices [Td, W]", torch.int32)
+    expect_dim(decode_swa_indices.shape[1], window, f"{_OP}: decode_swa_indices has a column for each window token")
+    expect(prefill_topk_indices, f"{_OP}: prefill_topk_indices [Tp, K]", torch.int32)
+    expect_range(_OP, "topk", topk, prefill_topk_indices.shape[1])
+    num_decode = decode_swa_indices.shape[0]
+    num_tokens = num_decode + prefill_topk_indices.shape[0]
+    if decode_compressed_indices is not None:
+        expect(decode_compressed_indices, f"{_OP}: decode_compressed_indices [Td, K]", torch.int32)
+        expect_dim(decode_compressed_indices.shape[0], num_decode, f"{_OP}: decode_compressed_indices has Td rows")
+    if decode_compressed_lens is not None:
+        expect(decode_compressed_lens, f"{_OP}: decode_compressed_lens [Td]", INTS)
+        expect_rows(decode_compressed_lens.shape[0], num_decode, f"{_OP}: decode_compressed_lens")
+    if decode_is_valid_token is not None:
+        expect(decode_is_valid_token, f"{_OP}: decode_is_valid_token [Td]", torch.bool)
+        expect_rows(decode_is_valid_token.shape[0], num_decode, f"{_OP}: decode_is_valid_token")
+    check(
+        not decode_compressed_indices_are_local or decode_is_valid_token is not None,
+        "E201",
+        got="decode_is_valid_token=None",
+        rule=f"{_OP}: decode_compressed_indices_are_local comes with decode_is_valid_token",
+    )
+    expect_batch(_OP, query_start_loc, seq_lens)
+    expect(token_to_req, f"{_OP}: token_to_req [T]", INTS)
+    expect_rows(token_to_req.shape[0], num_tokens, f"{_OP}: token_to_req")
+    expect(swa_block_table, f"{_OP}: swa_block_table [R, B]", INTS)
+    if compressed_block_table is not None:
+        expect(compressed_block_table, f"{_OP}: compressed_block_table [R, B]", INTS)
+    expect_positive(
+        _OP, swa_block_size=swa_block_size, compressed_block_size=compressed_block_size, window=window, ratio=ratio
+    )
+    _check_span("swa_block_span", swa_block_span, swa_block_size)
+    _check_span("compressed_block_span", compressed_block_span, compressed_block_size)
+    if num_rows != 0 and num_rows < num_tokens:
+        fail("E204", got=f"{_OP}: num_rows={num_rows} for {num_tokens} tokens", fix="pass 0, or a row for every token")
+
+
+def _check_span(name: str, span: int, block_size: int) -> None:
+    if span != 0 and span < block_size:
+        fail("E201", got=f"{name}={span}", rule=f"{_OP}: {name} is 0 or at least the block size, {block_size}")
+
+
+def _fake(
+    decode_swa_indices: Tensor,
+    decode_compressed_indices: Tensor | None,
+    decode_compressed_lens: Tensor | None,
+    prefill_topk_indices: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    token_to_req: Tensor,
+    swa_block_table: Tensor,
+    swa_block_size: int,
+    compressed_block_table: Tensor | None,
+    compressed_block_size: int,
+    window: int,
+    ratio: int,
+    topk: int,
+    decode_compressed_indices_are_local: bool = False,
+    decode_is_valid_token: Tensor | None = None,
+    num_rows: int = 0,
+    swa_block_span: int = 0,
+    compressed_block_span: int = 0,
+) -> tuple[Tensor, Tensor]:
+    rows = num_rows or decode_swa_indices.shape[0] + prefill_topk_indices.shape[0]
+    decode_width = 0 if decode_compressed_indices is None else decode_compressed_indices.shape[1]
+    width = window + align_up(max(topk, decode_width), FLASHINFER_INDEX_ALIGN)
+    return (
+        decode_swa_indices.new_empty(rows, width, dtype=torch.int32),
+        decode_swa_indices.new_empty(rows, dtype=torch.int32),
+    )
+
+
+flashinfer_mixed_indices = define(
+    "flashinfer_mixed_indices(Tensor decode_swa_indices, Tensor? decode_compressed_indices, "
+    "Tensor? decode_compressed_lens, Tensor prefill_topk_indices, Tensor query_start_loc, Tensor seq_lens, "
+    "Tensor token_to_req, Tensor swa_block_table, int swa_block_size, Tensor? compressed_block_table, "
+    "int compressed_block_size, int window, int ratio, int topk, bool decode_compressed_indices_are_local=False, "
+    "Tensor? decode_is_valid_token=None, int num_rows=0, int swa_block_span=0, int compressed_block_span=0) "
+    "-> (Tensor, Tensor)",
+    reference=reference.flashinfer_mixed_indices,
+    fake=_fake,
+    check=_check,
+)

@@ -1,0 +1,81 @@
+"""`torch.ops.dsv4.global_topk`, `.global_topk_ragged` and `.ragged_from_dense`; see reference/global_topk.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.metadata import global_topk as reference
+from ..common.define import define
+from ..common.validate import INTS, expect, expect_rows
+from ..common.validate_batch import expect_index_rows, expect_positive
+
+
+def _check(
+    topk_indices: Tensor, token_to_req: Tensor, block_table: Tensor, is_valid_token: Tensor, block_size: int
+) -> None:
+    op = "global_topk"
+    expect_index_rows(topk_indices, op, "topk_indices", INTS)
+    expect(token_to_req, f"{op}: token_to_req [N]", INTS)
+    expect(block_table, f"{op}: block_table [R, B]", INTS)
+    expect(is_valid_token, f"{op}: is_valid_token [N]", torch.bool)
+    expect_positive(op, block_size=block_size)
+    expect_rows(token_to_req.shape[0], topk_indices.shape[0], f"{op}: token_to_req")
+    expect_rows(is_valid_token.shape[0], topk_indices.shape[0], f"{op}: is_valid_token")
+
+
+def _fake(
+    topk_indices: Tensor, token_to_req: Tensor, block_table: Tensor, is_valid_token: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    tokens, width = topk_indices.shape[0], topk_indices.shape[-1]
+    return (
+        topk_indices.new_empty(tokens, width, dtype=torch.int32),
+        topk_indices.new_empty(tokens, dtype=torch.int32),
+    )
+
+
+def _fake_ragged(
+    topk_indices: Tensor, token_to_req: Tensor, block_table: Tensor, is_valid_token: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = topk_indices.shape[0]
+    flat, indptr = _fake_flat(topk_indices, token_to_req)
+    return flat, indptr, indptr.new_empty(tokens)
+
+
+def _check_dense(indices: Tensor, lens: Tensor) -> None:
+    op = "ragged_from_dense"
+    expect_index_rows(indices, op, "indices")
+    expect(lens, f"{op}: lens [T]", INTS)
+    expect_rows(lens.shape[0], indices.shape[0], f"{op}: lens")
+
+
+def _fake_flat(indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, width = indices.shape[0], indices.shape[-1]
+    return (
+        indices.new_empty(tokens * width, dtype=torch.int32),
+        indices.new_empty(tokens + 1, dtype=torch.int32),
+    )
+
+
+global_topk = define(
+    "global_topk(Tensor topk_indices, Tensor token_to_req, Tensor block_table, Tensor is_valid_token, "
+    "int block_size) -> (Tensor, Tensor)",
+    reference=reference.global_topk,
+    fake=_fake,
+    check=_check,
+)
+
+global_topk_ragged = define(
+    "global_topk_ragged(Tensor topk_indices, Tensor token_to_req, Tensor block_table, Tensor is_valid_token, "
+    "int block_size) -> (Tensor, Tensor, Tensor)",
+    reference=reference.global_topk_ragged,
+    fake=_fake_ragged,
+    check=_check,
+)
+
+ragged_from_dense = define(
+    "ragged_from_dense(Tensor indices, Tensor lens) -> (Tensor, Tensor)",
+    reference=reference.ragged_from_dense,
+    fake=_fake_flat,
+    check=_check_dense,
+)

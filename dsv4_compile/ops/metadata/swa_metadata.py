@@ -1,0 +1,87 @@
+"""`torch.ops.dsv4.swa_metadata` and `.prefill_gather_lens`; what they compute is in reference/swa_metadata.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.metadata import swa_metadata as reference
+from ..common.define import define
+from ..common.validate import INTS, expect, expect_dim
+from ..common.validate_batch import expect_batch, expect_capacity, expect_index_rows, expect_positive, expect_range
+
+
+def _check(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    block_size: int,
+    window: int,
+    num_decode_tokens: int,
+    token_to_req: Tensor,
+    is_valid_token: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+) -> None:
+    op = "swa_metadata"
+    expect_batch(op, query_start_loc, seq_lens)
+    expect(block_table, f"{op}: block_table [R, B]", INTS)
+    expect(slot_mapping, f"{op}: slot_mapping [T]", INTS)
+    expect_positive(op, block_size=block_size, window=window)
+    expect(token_to_req, f"{op}: token_to_req [N]", torch.int32)
+    expect(is_valid_token, f"{op}: is_valid_token [N]", torch.bool)
+    expect_index_rows(swa_indices, op, "swa_indices")
+    expect_dim(swa_indices.shape[-1], window, f"{op}: swa_indices has a column for each token of the window")
+    expect(swa_lens, f"{op}: swa_lens [N]", torch.int32)
+    tokens = slot_mapping.shape[0]
+    expect_range(op, "num_decode_tokens", num_decode_tokens, tokens)
+    expect_capacity(token_to_req, tokens, op, "token_to_req")
+    expect_capacity(is_valid_token, tokens, op, "is_valid_token")
+    expect_capacity(swa_indices, num_decode_tokens, op, "swa_indices")
+    expect_capacity(swa_lens, num_decode_tokens, op, "swa_lens")
+
+
+def _fake(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    block_size: int,
+    window: int,
+    num_decode_tokens: int,
+    token_to_req: Tensor,
+    is_valid_token: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+) -> None:
+    return None
+
+
+swa_metadata = define(
+    "swa_metadata(Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping, "
+    "int block_size, int window, int num_decode_tokens, "
+    "Tensor(a!) token_to_req, Tensor(b!) is_valid_token, Tensor(c!) swa_indices, Tensor(d!) swa_lens) -> ()",
+    reference=reference.swa_metadata,
+    fake=_fake,
+    check=_check,
+)
+
+
+def _check_gather(query_start_loc: Tensor, seq_lens: Tensor, num_decodes: int, window: int) -> None:
+    op = "prefill_gather_lens"
+    expect_batch(op, query_start_loc, seq_lens)
+    expect_positive(op, window=window)
+    expect_range(op, "num_decodes", num_decodes, seq_lens.shape[0])
+
+
+def _fake_gather(query_start_loc: Tensor, seq_lens: Tensor, num_decodes: int, window: int) -> Tensor:
+    return seq_lens.new_empty(seq_lens.shape[0] - num_decodes, dtype=torch.int32)
+
+
+prefill_gather_lens = define(
+    "prefill_gather_lens(Tensor query_start_loc, Tensor seq_lens, int num_decodes, int window) -> Tensor",
+    reference=reference.prefill_gather_lens,
+    fake=_fake_gather,
+    check=_check_gather,
+)

@@ -1,0 +1,1 @@
+"""Schemas, fakes and argument checks: norms, RoPE, cache inserts and compressors."""

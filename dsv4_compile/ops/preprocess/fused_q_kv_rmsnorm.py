@@ -1,0 +1,34 @@
+"""`torch.ops.dsv4.fused_q_kv_rmsnorm`; what it computes is in reference/fused_q_kv_rmsnorm.py."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...reference.preprocess import fused_q_kv_rmsnorm as reference
+from ..common.define import define
+from ..common.validate import FLOATS, expect, expect_dim
+
+
+def check_norms(
+    qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float, op: str = "fused_q_kv_rmsnorm"
+) -> None:
+    """Raise where the arguments of `fused_q_kv_rmsnorm`, on behalf of `op`, are wrong."""
+    expect(qr, f"{op}: qr [T, Lq]", FLOATS)
+    expect(kv, f"{op}: kv [T, D]", FLOATS)
+    expect(q_weight, f"{op}: q_weight [Lq]", FLOATS)
+    expect(kv_weight, f"{op}: kv_weight [D]", FLOATS)
+    expect_dim(kv.shape[0], qr.shape[0], f"{op}: qr and kv have the same tokens")
+    expect_dim(q_weight.shape[0], qr.shape[1], f"{op}: q_weight covers the last dim of qr")
+    expect_dim(kv_weight.shape[0], kv.shape[1], f"{op}: kv_weight covers the last dim of kv")
+
+
+def _fake(qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return qr.new_empty(qr.shape), kv.new_empty(kv.shape)
+
+
+fused_q_kv_rmsnorm = define(
+    "fused_q_kv_rmsnorm(Tensor qr, Tensor kv, Tensor q_weight, Tensor kv_weight, float eps) -> (Tensor, Tensor)",
+    reference=reference.fused_q_kv_rmsnorm,
+    fake=_fake,
+    check=check_norms,
+)

@@ -1,0 +1,133 @@
+"""`q_norm_rope`, `kv_rope_insert` and both in one; defined in reference/q_norm_rope_kv_insert.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.preprocess import q_norm_rope as reference
+from ..common.define import define
+from ..common.validate import FLOATS, INTS, expect, expect_kv_cache, expect_rope_table, expect_rows, expect_scale
+
+
+def _check_q(
+    q: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    eps: float,
+    padded_heads: int = 0,
+    q_scale: Tensor | None = None,
+    op: str = "q_norm_rope",
+) -> None:
+    expect(q, f"{op}: q [T, H, D]", FLOATS)
+    expect(positions, f"{op}: positions [T]", INTS)
+    expect_rows(positions.shape[0], q.shape[0], f"{op}: positions")
+    expect_rope_table(cos_sin_cache, op, q.shape[2])
+    expect_scale(q_scale, f"{op}: q_scale")
+
+
+def check_kv_insert(
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    block_size: int,
+    cache_format: str,
+    kv_scale: Tensor | None = None,
+    op: str = "kv_rope_insert",
+) -> None:
+    """Raise where the arguments of `kv_rope_insert`, on behalf of `op`, are wrong."""
+    expect(kv, f"{op}: kv [T, D]", FLOATS)
+    expect(slot_mapping, f"{op}: slot_mapping [<= T]", INTS)
+    expect(positions, f"{op}: positions [T]", INTS)
+    expect_rows(kv.shape[0], slot_mapping.shape[0], f"{op}: kv")
+    expect_rows(positions.shape[0], slot_mapping.shape[0], f"{op}: positions")
+    expect_rope_table(cos_sin_cache, op, kv.shape[1])
+    expect_kv_cache(k_cache, op, cache_format, block_size, kv.shape[1], kv_scale)
+
+
+def _check_both(
+    q: Tensor,
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    eps: float,
+    block_size: int,
+    cache_format: str,
+    padded_heads: int = 0,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+) -> None:
+    op = "q_norm_rope_kv_insert"
+    _check_q(q, positions, cos_sin_cache, eps, padded_heads, q_scale, op)
+    check_kv_insert(kv, k_cache, slot_mapping, positions, cos_sin_cache, block_size, cache_format, kv_scale, op)
+
+
+def _fake_q(
+    q: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    eps: float,
+    padded_heads: int = 0,
+    q_scale: Tensor | None = None,
+) -> Tensor:
+    tokens, heads, dim = q.shape
+    dtype = q.dtype if q_scale is None else torch.float8_e4m3fn
+    return q.new_empty((tokens, max(heads, padded_heads), dim), dtype=dtype)
+
+
+def _fake_kv(
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    block_size: int,
+    cache_format: str,
+    kv_scale: Tensor | None = None,
+) -> None:
+    return None
+
+
+def _fake_both(
+    q: Tensor,
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    eps: float,
+    block_size: int,
+    cache_format: str,
+    padded_heads: int = 0,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
+    return _fake_q(q, positions, cos_sin_cache, eps, padded_heads, q_scale)
+
+
+q_norm_rope = define(
+    "q_norm_rope(Tensor q, Tensor positions, Tensor cos_sin_cache, float eps, int padded_heads=0, "
+    "Tensor? q_scale=None) -> Tensor",
+    reference=reference.q_norm_rope,
+    fake=_fake_q,
+    check=_check_q,
+)
+kv_rope_insert = define(
+    "kv_rope_insert(Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, Tensor positions, Tensor cos_sin_cache, "
+    "int block_size, str cache_format, Tensor? kv_scale=None) -> ()",
+    reference=reference.kv_rope_insert,
+    fake=_fake_kv,
+    check=check_kv_insert,
+)
+q_norm_rope_kv_insert = define(
+    "q_norm_rope_kv_insert(Tensor q, Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, Tensor positions, "
+    "Tensor cos_sin_cache, float eps, int block_size, str cache_format, int padded_heads=0, Tensor? q_scale=None, "
+    "Tensor? kv_scale=None) -> Tensor",
+    reference=reference.q_norm_rope_kv_insert,
+    fake=_fake_both,
+    check=_check_both,
+)

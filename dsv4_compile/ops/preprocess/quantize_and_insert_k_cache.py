@@ -1,0 +1,29 @@
+"""`torch.ops.dsv4.quantize_and_insert_k_cache`; defined in reference/quantize_and_insert_k_cache.py."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...reference.preprocess import quantize_and_insert_k_cache as reference
+from ..common.define import define
+from ..common.validate import FLOATS, INTS, expect, expect_kv_cache, expect_rows
+
+
+def _check(k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> None:
+    op = "quantize_and_insert_k_cache"
+    expect(k, f"{op}: k [N, D]", FLOATS)
+    expect(slot_mapping, f"{op}: slot_mapping [<= N]", INTS)
+    expect_rows(k.shape[0], slot_mapping.shape[0], f"{op}: k")
+    expect_kv_cache(k_cache, op, "fp8_ds_mla", block_size, k.shape[1])
+
+
+def _fake(k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> None:
+    return None
+
+
+quantize_and_insert_k_cache = define(
+    "quantize_and_insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, int block_size) -> ()",
+    reference=reference.quantize_and_insert_k_cache,
+    fake=_fake,
+    check=_check,
+)

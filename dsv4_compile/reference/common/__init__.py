@@ -1,0 +1,1 @@
+"""PyTorch definitions: helpers that several families share."""

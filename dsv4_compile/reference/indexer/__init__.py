@@ -1,0 +1,1 @@
+"""PyTorch definitions: the indexer: queries, scores and top-k."""

@@ -1,0 +1,1 @@
+"""PyTorch definitions: GEMMs with e4m3 block-scaled weights and grouped projections."""

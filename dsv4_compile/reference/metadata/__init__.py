@@ -1,0 +1,1 @@
+"""PyTorch definitions: batch metadata and index maps."""

@@ -1,0 +1,1 @@
+"""PyTorch definitions: norms, RoPE, cache inserts and compressors."""

@@ -1,0 +1,149 @@
+"""What was chosen for every op of a compiled graph, and why.
+
+    with dsv4_compile.selection.decisions.collect() as decisions:
+        compiled(x)
+    for d in decisions:
+        print(d)
+    for f in decisions.fusions:
+        print(f)
+
+The backend records one `Decision` for each dsv4 op node that reaches Inductor, whether the op became Inductor IR, a
+hand-written kernel or stayed the reference; and one `Fusion` for each group of ops that a pass merged before, or looked
+at and left apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .costs import Cost
+
+log = logging.getLogger(__name__)
+
+IMPLEMENTATIONS = ("ir", "triton", "eager")
+"""`ir`: Inductor IR, fuses with its neighbours. `triton`: a hand-written kernel. `eager`: the PyTorch reference."""
+
+_collectors: ContextVar[tuple[Decisions, ...]] = ContextVar("dsv4_decisions", default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The implementation chosen for one op node.
+
+    Attributes:
+        op: name of the op in `torch.ops.dsv4`.
+        impl: one of `IMPLEMENTATIONS`.
+        reason: why this one, in one clause.
+        node: name of the node in the compiled graph.
+        where: "file:line" of the user's call, or "" when it is not known.
+        cost: what the call must do, see `call_costs`; None where it is not known, and where nobody collects.
+        measured_us: time of this implementation at a size like the call's, where the table of `measured` has one.
+    """
+
+    op: str
+    impl: str
+    reason: str
+    node: str = ""
+    where: str = ""
+    cost: Cost | None = None
+    measured_us: float | None = None
+
+    def __str__(self) -> str:
+        place = f" at {self.where}" if self.where else ""
+        return f"{self.op}{place}: {self.impl} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """Ops that a pass merged into one, or left apart.
+
+    Attributes:
+        by: name of the pass.
+        ops: names of the ops that the graph had, in its order.
+        into: name of the op that does their work, or would.
+        merged: whether it does.
+        reason: why, in one clause.
+        where: "file:line" of the user's call of the first of them, or "".
+    """
+
+    by: str
+    ops: tuple[str, ...]
+    into: str
+    merged: bool
+    reason: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        place = f" at {self.where}" if self.where else ""
+        verb = "merged into" if self.merged else "not merged into"
+        return f"{' + '.join(self.ops)}{place}: {verb} {self.into} ({self.reason})"
+
+
+class Decisions(list[Decision]):
+    """Decisions in graph order, and beside them the `fusions` that came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fusions: list[Fusion] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One dsv4 op node of a graph, as the code that chooses an implementation sees it.
+
+    Attributes:
+        op: name of the op.
+        arguments: fake tensors and plain values by schema name. A mutated cache is absent from functional graphs.
+        device: where the op runs.
+        codegen: the language Inductor generates for `device`, "cpp" or "triton".
+        architecture: see `_compat.device_architecture`.
+    """
+
+    op: str
+    arguments: Mapping[str, Any]
+    device: torch.device
+    codegen: str
+    architecture: str
+    node: str = ""
+    where: str = ""
+
+    def choose(self, impl: str, reason: str) -> Decision:
+        """The decision for `impl` on this call."""
+        return Decision(self.op, impl, reason, self.node, self.where)
+
+
+@contextmanager
+def collect() -> Iterator[Decisions]:
+    """Collect the decisions of everything that compiles inside the block, in graph order.
+
+    Caches of compiled graphs are bypassed meanwhile: a graph that comes from a cache decides nothing. Functions that
+    this process has compiled before do not compile again; call `torch.compiler.reset()` first to see theirs.
+    """
+    collected = Decisions()
+    token = _collectors.set((*_collectors.get(), collected))
+    try:
+        yield collected
+    finally:
+        _collectors.reset(token)
+
+
+def collecting() -> bool:
+    """Whether somebody collects decisions right now."""
+    return bool(_collectors.get())
+
+
+def record(found: Decision | Fusion) -> None:
+    """Add `found` to every open collector."""
+    log.debug("%s", found)
+    for collected in _collectors.get():
+        if isinstance(found, Fusion):
+            collected.fusions.append(found)
+        else:
+            collected.append(found)

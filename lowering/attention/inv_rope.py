@@ -1,0 +1,182 @@
+"""Inductor IR for `inv_rope` and `inv_rope_fp8_quant`.
+
+`inv_rope` is a pointwise body over [T, H, D]. The quantised form is a row maximum over [T * G * n | ACT_TILE] strips
+and stores of values and scales by strip: one kernel on Triton. Packed scales join four strips: they are a pointwise
+body of their own, over [G, n, Ta]. On C++ the references are lowered instead, see from_reference.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..._compat import FloorDiv, ModularIndexing, codegen_of, ir, ops
+from ...layout import ACT_AMAX_FLOOR, ACT_TILE, SCALE_ROW_ALIGN, SCALES_PER_WORD, cdiv
+from ...ops.common.define import REFERENCES
+from ...selection.decisions import Call, Decision
+from ..conditions import backend_lacks, cannot_rotate, decision
+from ..from_reference import lower_from_reference
+from ..ir.common import E4M3, F32, I32, I64, Expr, Loader, Rope, Value, const, load_f32, result, row_amax
+from ..ir.paging import Store, align_up, scatter, strided_view, uninitialized
+from ..ir.quant import to_e4m3, ue8m0_byte, ue8m0_inverse, ue8m0_scale
+from ..registry import lowers
+
+
+def can_lower(call: Call) -> Decision:
+    """IR for static head and rope dims."""
+    return decision(call, backend_lacks(call) or cannot_rotate(call, "o"))
+
+
+def can_lower_quant(call: Call) -> Decision:
+    """IR for static head and rope dims."""
+    return decision(call, backend_lacks(call, fp8=True) or cannot_rotate(call, "o"))
+
+
+@lowers("inv_rope", can_lower)
+def lower(o: Any, positions: Any, cos_sin_cache: Any) -> Any:
+    """Build the IR of `inv_rope`."""
+    if codegen_of(o.get_device()) == "cpp":
+        return lower_from_reference(REFERENCES["inv_rope"], o, positions, cos_sin_cache)
+    element = _rotated(o, positions, cos_sin_cache, int(o.get_size()[2]))
+    return result(element, o.get_dtype(), o.get_device(), o.get_size())
+
+
+@lowers("inv_rope_fp8_quant", can_lower_quant)
+def lower_quant(
+    o: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    n_groups: int,
+    heads_per_group: int,
+    packed_scales: bool = False,
+) -> tuple[Any, Any]:
+    """Build the IR of `inv_rope_fp8_quant`."""
+    if codegen_of(o.get_device()) == "cpp":
+        shape = n_groups, heads_per_group, packed_scales
+        return lower_from_reference(REFERENCES["inv_rope_fp8_quant"], o, positions, cos_sin_cache, *shape)
+    tokens, _, dim = o.get_size()
+    dim, size, device = int(dim), heads_per_group * int(dim), o.get_device()
+    element = _rotated(o, positions, cos_sin_cache, dim)
+    strips = _Strips(tokens, n_groups, size // ACT_TILE)
+
+    def value(row: Sequence[Expr], d: Expr) -> Value:
+        group, t, strip = strips.place(row)
+        k = strip * ACT_TILE + d
+        return element([t, group * heads_per_group + FloorDiv(k, dim), ModularIndexing(k, 1, dim)])
+
+    load_amax = row_amax(value, device, [strips.total], ACT_TILE)
+
+    def byte(row: Sequence[Expr]) -> Value:
+        return ue8m0_byte(ops.maximum(load_amax(row), const(ACT_AMAX_FLOOR)))
+
+    def quantized(index: Sequence[Expr]) -> Value:
+        *row, d = index
+        return to_e4m3(ops.mul(value(row, d), ue8m0_inverse(byte(row))))
+
+    def target(index: Sequence[Expr]) -> list[Expr]:
+        *row, d = index
+        return [*strips.place(row), d]
+
+    values = uninitialized([n_groups, tokens, strips.per_group, ACT_TILE], E4M3, device)
+    scatter(values, [strips.total, ACT_TILE], [Store(None, target, quantized)])
+    values = strided_view(values, [tokens, n_groups, size], [size, tokens * size, 1])
+    return values, _scales(strips, byte, packed_scales, device)
+
+
+def _rotated(o: Any, positions: Any, cos_sin_cache: Any, dim: int) -> Loader:
+    """Loader of the float32 elements of `o` rotated back."""
+    # Read by two lanes in the rope dims, and for a maximum: a long producer is better computed before.
+    o.mark_reuse(2)
+    load, rope = load_f32(o), Rope.of(positions, cos_sin_cache, inverse=True)
+
+    def element(index: Sequence[Expr]) -> Value:
+        t, h, d = index
+        return rope.apply(lambda e: load([t, h, e]), t, d, dim)
+
+    return element
+
+
+@dataclass(frozen=True)
+class _Strips:
+    """The strips of all tokens as one dim, so that every node over them has one order and they fuse."""
+
+    tokens: Expr
+    groups: int
+    per_group: int
+
+    @property
+    def total(self) -> Expr:
+        """How many strips there are."""
+        return self.tokens * (self.groups * self.per_group)
+
+    def place(self, row: Sequence[Expr]) -> list[Expr]:
+        """Group, token and strip in the group."""
+        (x,) = row
+        token = FloorDiv(x, self.groups * self.per_group)
+        return [ModularIndexing(x, self.per_group, self.groups), token, ModularIndexing(x, 1, self.per_group)]
+
+    def row(self, group: Expr, token: Expr, strip: Expr) -> list[Expr]:
+        """The inverse of `place`."""
+        return [(token * self.groups + group) * self.per_group + strip]
+
+
+def _scales(strips: _Strips, byte: Loader, packed: bool, device: torch.device) -> Any:
+    """IR of the scales as [T, G, n]: contiguous [G, n, Ta], zeros behind the tokens. `byte` gives those of a strip."""
+    tokens, rows = strips.tokens, align_up(strips.tokens, SCALE_ROW_ALIGN)
+    count, dtype = (cdiv(strips.per_group, SCALES_PER_WORD), I32) if packed else (strips.per_group, F32)
+    size = [strips.groups, count, rows]
+    if packed:
+        element = _word(strips, byte)
+
+        def padded(index: Sequence[Expr]) -> Value:
+            group, n, t = index
+            is_token = ops.lt(ops.index_expr(t, I64), ops.index_expr(tokens, I64))
+            return ops.masked(is_token, lambda: element(group, t, n), 0)
+
+        buffer = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=padded, ranges=size)
+    else:
+        buffer = uninitialized(size, dtype, device)
+        scatter(buffer, [strips.total], _scale_stores(strips, byte, rows))
+    return strided_view(buffer, [tokens, strips.groups, count], [1, count * rows, rows])
+
+
+def _scale_stores(strips: _Strips, byte: Loader, rows: Expr) -> list[Store]:
+    """Stores of the float32 scale of each strip. Those of the last token store the zeros behind it too."""
+
+    def target(behind: int) -> Callable[[Sequence[Expr]], list[Expr]]:
+        def index_of(row: Sequence[Expr]) -> list[Expr]:
+            group, t, strip = strips.place(row)
+            return [group, strip, t + behind]
+
+        return index_of
+
+    def is_padding(behind: int) -> Loader:
+        def keep(row: Sequence[Expr]) -> Value:
+            _, t, _ = strips.place(row)
+            is_last = ops.eq(ops.index_expr(t, I64), ops.index_expr(strips.tokens - 1, I64))
+            return ops.logical_and(is_last, ops.lt(ops.index_expr(t + behind, I64), ops.index_expr(rows, I64)))
+
+        return keep
+
+    zeros = [Store(is_padding(n), target(n), lambda row: const(0.0)) for n in range(1, SCALE_ROW_ALIGN)]
+    return [Store(None, target(0), lambda row: ue8m0_scale(byte(row))), *zeros]
+
+
+def _word(strips: _Strips, byte: Loader) -> Callable[[Expr, Expr, Expr], Value]:
+    """Function of group, token and word that gives four bytes in an int32, lowest first, 0 for a missing strip."""
+
+    def shifted(group: Expr, t: Expr, strip: Expr, shift: int) -> Value:
+        exists = ops.lt(ops.index_expr(strip, I32), const(strips.per_group, I32))
+        load = functools.partial(byte, strips.row(group, t, strip))
+        return ops.masked(exists, lambda: ops.bitwise_left_shift(load(), const(shift, I32)), 0)
+
+    def word(group: Expr, t: Expr, n: Expr) -> Value:
+        places = range(SCALES_PER_WORD)
+        parts = [shifted(group, t, SCALES_PER_WORD * n + place, 8 * place) for place in places]
+        return functools.reduce(ops.bitwise_or, parts)
+
+    return word

@@ -1,0 +1,110 @@
+"""Attention of many tokens over dequantised rows on Hopper: what ops that take it give, against their definitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_compile import layout
+from dsv4_compile.bench import sparse_mla_decode as scenario
+from dsv4_compile.kernels.attention.sparse_mla_decode import sources, sparse_mla_decode, sparse_mla_decode_quant
+from dsv4_compile.kernels.attention.sparse_mla_decode_by_rows import FEWEST_TOKENS, by_rows_refuses
+from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion
+from dsv4_compile.kernels.host.gpu import gpu_of
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.testing import assert_bitwise, assert_close, poisoned_empty
+from tests.gpu.attention.sparse_mla import CUDA, FEW_KEYS, IS_HOPPER, NORMED_LSE
+
+TOKENS = FEWEST_TOKENS + 77
+
+
+def arguments(fused: str, heads: int) -> tuple[Any, ...]:
+    """Rows of any length, with slots that are none, of caches with pages that nobody has written."""
+    args = list(scenario.fused_arguments(fused, TOKENS, heads, CUDA, heads, pool=8 * TOKENS))
+    args[1] = args[1][: 4 * TOKENS // scenario.BLOCK].clone()
+    slots = args[1].shape[0] * scenario.BLOCK
+    args[2] = torch.randint(-9, slots + 9, args[2].shape, device=CUDA, dtype=torch.int32)
+    for lens, width in ((3, scenario.WINDOW), (10, args[9].shape[1])):
+        args[lens] = torch.randint(-3, width + 3, (TOKENS,), device=CUDA, dtype=torch.int32)
+    for place, indices in ((1, 2), (8, 9)):
+        args[place][:2] = 0xFF  # codes and scales that are NaN
+        args[indices][(args[indices] >= 0) & (args[indices] < 2 * scenario.BLOCK)] = -1
+    args[3][:5] = args[10][:5] = 0
+    return tuple(args)
+
+
+def taken(args: tuple[Any, ...]) -> bool:
+    caches = sources(*args[1:5], *args[8:12])
+    refused = by_rows_refuses(args[0], *caches, scenario.CACHE, args[6], args[7], Fusion(*args[13:]), gpu_of(CUDA))
+    return refused == ""
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("fused", ["none", "prologue", "epilogue", "both"])
+def test_it_gives_what_the_op_is_defined_as(fused: str, heads: int) -> None:
+    args = arguments(fused, heads)
+    assert taken(args) is IS_HOPPER
+    with poisoned_empty():
+        got = sparse_mla_decode(*args)
+    for x, y in zip(got, sparse_mla_decode(*args), strict=True):
+        assert_bitwise(x, y)
+    want = REFERENCES["sparse_mla_decode"](*args)
+    assert_close(got[0], want[0], FEW_KEYS, turned=layout.ROPE_DIM if fused in scenario.TURNED else 0)
+    assert_close(got[1], want[1], NORMED_LSE if fused in ("prologue", "both") else "lse")
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("fused", ["epilogue", "both"])
+def test_rotated_back_it_is_what_rotates_behind_it(fused: str, heads: int) -> None:
+    args = arguments(fused, heads)
+    assert taken(args) is IS_HOPPER
+    with poisoned_empty():
+        got = sparse_mla_decode(*args)
+    out, lse = sparse_mla_decode(*args[:16])
+    assert_bitwise(got[0], REFERENCES["inv_rope"](out, *args[13:15]))
+    assert_bitwise(got[1], lse)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_quantised_it_is_what_quantises_behind_it(heads: int, packed: bool) -> None:
+    args = (*arguments("quant", heads)[:20], packed)
+    assert taken(args) is IS_HOPPER
+    with poisoned_empty():
+        got = sparse_mla_decode_quant(*args)
+    out, _ = sparse_mla_decode(*args[:16])
+    for x, y in zip(got, REFERENCES["inv_rope_fp8_quant"](out, *args[13:15], *args[18:]), strict=True):
+        assert_bitwise(x, y)
+
+
+def test_queries_that_start_anywhere_are_normed_by_a_launch_of_their_own() -> None:
+    """The copy engine does not take them. What is rounded then is another thing."""
+    args = arguments("both", 64)
+    apart = torch.full((*args[0].shape[:2], layout.HEAD_DIM + 1), torch.nan, dtype=args[0].dtype, device=CUDA)
+    apart[..., 1:] = args[0]
+    uneven = (apart[..., 1:], *args[1:])
+    assert taken(uneven) is IS_HOPPER
+    with poisoned_empty():
+        got = sparse_mla_decode(*uneven)
+    want = sparse_mla_decode(*args)
+    assert_close(got[0], want[0], FEW_KEYS, turned=layout.ROPE_DIM)
+    assert_close(got[1], want[1], NORMED_LSE)
+
+
+def test_queries_of_any_magnitude_are_normed() -> None:
+    """Squares that overflow count as zero, beside slots that are none; what is not finite stays with its head."""
+    args = arguments("prologue", 64)
+    args[0][:, ::3] *= 1e25
+    args[0][:, 5] *= 1e-25
+    with poisoned_empty():
+        want = sparse_mla_decode(*args)
+    reference = REFERENCES["sparse_mla_decode"](*args)
+    assert_close(want[0], reference[0], FEW_KEYS)
+    assert_close(want[1], reference[1], NORMED_LSE)
+    args[0][7:9, 17, 5], args[0][:2, 17, 500] = torch.nan, torch.inf
+    got = sparse_mla_decode(*args)
+    for x, y in zip(got, want, strict=True):
+        x[7:9, 17], x[:2, 17] = y[7:9, 17], y[:2, 17]
+        assert_bitwise(x, y)

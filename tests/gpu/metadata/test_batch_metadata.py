@@ -1,0 +1,124 @@
+"""The kernel that fills a step's metadata on a GPU against the reference on the same GPU, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.kernels.metadata import batch_metadata as kernel
+from dsv4_compile.metadata import BlockTables, MetadataBuffers
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.metadata.batch_metadata import GROUPS
+from dsv4_compile.testing import samples  # noqa: F401  (importing the package registers the ops)
+
+REFERENCE = REFERENCES["batch_metadata"]
+
+
+class Buffers(MetadataBuffers):
+    """Buffers on the GPU; `fill` runs a kernel or the reference."""
+
+    def poison(self) -> list[str]:
+        """Garbage in all that is to be written; its names."""
+        names = [spec.name for spec in self.plan.specs if spec.filled_by == "refresh"]
+        for name in names:
+            self.tensors[name].fill_(True if self.tensors[name].dtype is torch.bool else 12345)
+        return names
+
+    def call(self, run: Any, rows: int) -> None:
+        """One launch, as a capture sees it."""
+        outputs = [spec.name for spec in self.plan.specs if spec.filled_by == "refresh"]
+        run(
+            *(self.tensors.get(name) for name in ("query_start_loc", "seq_lens", "slot_mapping")),
+            *(self.tensors.get(f"{group}_block_table") for group in GROUPS),
+            self.window_block_size,
+            **{name: self.tensors[name][:rows] for name in outputs},
+        )
+
+    def fill(self, run: Any, rows: int) -> dict[str, Tensor]:
+        """What a call makes of garbage."""
+        names = self.poison()
+        self.call(run, rows)
+        return {name: self.tensors[name].clone() for name in names}
+
+
+def buffers(tokens: int, requests: int, max_len: int, **options: Any) -> Buffers:
+    return Buffers(
+        max_num_batched_tokens=tokens, max_num_seqs=requests, max_model_len=max_len, device="cuda", **options
+    )
+
+
+def random_batch(own: Buffers, queries: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.tensor([0, *queries]).cumsum(0)
+    context = torch.randint(0, own.max_model_len - max(queries), (len(queries),), generator=generator)
+    lens = torch.where(torch.tensor(queries) > 0, context + torch.tensor(queries), 0)
+
+    def table(group: str) -> Tensor:
+        columns = own.plan.sizes[f"{group}_blocks"]
+        pages = torch.randint(-1, 2**24, (len(queries), columns), generator=generator)
+        return pages.int().cuda()
+
+    own.load(starts, lens, block_tables=BlockTables(**{group: table(group) for group in own.groups}))
+
+
+def assert_equal(own: Buffers, rows: int) -> None:
+    ours, theirs = own.fill(kernel.batch_metadata, rows), own.fill(REFERENCE, rows)
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("query", [1, 4])
+@pytest.mark.parametrize("requests", [1, 2, 7, 128, 512])
+def test_decodes(requests: int, query: int) -> None:
+    own = buffers(requests * query + 3, requests + 2, 16_384)
+    for seed in range(3):
+        random_batch(own, [query] * requests, seed)
+        assert_equal(own, requests * query + 3)
+        assert_equal(own, requests * query)
+
+
+def test_a_mixed_batch_of_sequences_of_a_million_tokens() -> None:
+    own = buffers(1600, 100, 2**20)
+    assert own.tensors["c128_indices"].shape[1] == layout.c128a_width(2**20) == 8192
+    random_batch(own, [1] * 60 + [3] * 20 + [0] * 5 + [700, 600], 0)
+    assert_equal(own, 1600)
+
+
+def test_three_thousand_requests() -> None:
+    own = buffers(4000, 3100, 4096)
+    random_batch(own, [1] * 3000, 0)
+    assert_equal(own, 4000)
+
+
+def test_prefill_of_eight_thousand_tokens() -> None:
+    own = buffers(8192, 8, 131_072)
+    random_batch(own, [1, 1, 8000], 0)
+    assert_equal(own, 8192)
+
+
+@pytest.mark.parametrize("ratios", [(1,), (4,), (128,)])
+def test_models_of_one_ratio(ratios: tuple[int, ...]) -> None:
+    own = buffers(70, 64, 16_384, ratios=ratios)
+    random_batch(own, [1] * 64, 0)
+    assert_equal(own, 70)
+
+
+def test_a_captured_launch_follows_lengths_and_tables() -> None:
+    own = buffers(130, 128, 16_384)
+    random_batch(own, [1] * 128, 0)
+    own.fill(kernel.batch_metadata, 130)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        own.call(kernel.batch_metadata, 130)
+    for seed, requests in enumerate((128, 3, 77, 0, 128)):
+        random_batch(own, [1] * requests or [0], seed + 1)
+        theirs = own.fill(REFERENCE, 130)
+        own.poison()
+        graph.replay()
+        for name, tensor in theirs.items():
+            assert torch.equal(own.tensors[name], tensor), (name, requests)

@@ -1,0 +1,178 @@
+"""The kernels that score and select gathered indexer keys against the reference, every access checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.kernels.indexer import indexer_logits as kernel
+from dsv4_compile.reference.common.kv_format import quantize_indexer
+from dsv4_compile.reference.indexer import indexer_logits as reference
+from dsv4_compile.reference.indexer.indexer_q_rope_quant import indexer_q_rope_quant
+from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, fake_triton, padded, poison_, strided
+from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing.samples import op_samples
+from tests.kernels.gpus import GPUS
+from tests.ops.preprocess.compressor_engine import rope_table
+
+interpreted = pytest.mark.interpreted
+FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
+SUM = Tolerance(abs=2e-5, rel=2e-5, cosine=1e-10)
+"""float32 sums of 128 products of order one, then of up to 64 heads, in another order."""
+INF, NAN = math.inf, math.nan
+SMALL = (16, 16, 4, 1)
+OUTPUTS = ("p_out", "p_lens", "p_best", "p_best_columns", "p_arrived")
+
+
+def select(*args: Any, **tiles: Any) -> Tensor:
+    with checked(OUTPUTS):
+        return kernel.indexer_logits_topk_ragged(*args, **({"score_tile": SMALL} | tiles))
+
+
+def logits(*args: Any, tile: tuple[int, int, int, int] = SMALL) -> Tensor:
+    """float32 `[T, N]` of the kernel, -inf where nothing is visible."""
+    out = torch.full((args[0].shape[0], args[3].shape[0]), -INF)
+    with checked(OUTPUTS):
+        kernel.score_rows(out, torch.empty(len(out), dtype=torch.int32), *args, 0, tile=tile)
+    return out
+
+
+def want_logits(*args: Any) -> Tensor:
+    """The same by the reference: the row of a request as if it were the only one."""
+    q, q_scale, weights, k, k_scale, starts, ends, fmt = args
+    out = torch.full((len(q), len(k)), -INF)
+    queries = reference._dequantize_queries(q, q_scale, fmt)
+    values, seen = reference._score_rows(queries, weights, k, k_scale, starts[:, None], ends[:, None], fmt)
+    for t in range(len(q)):
+        mine = values[t][seen[t]]
+        out[t, : len(mine)] = mine
+    return out
+
+
+def batch(fmt: str, tokens: int, rows: int = 70, heads: int = 4, dim: int = 128) -> tuple[Any, ...]:
+    """Runs of rows of every kind, some of them in order as of one prompt; what is behind the last row is NaN."""
+    kind = torch.float32 if fmt == "plain" else torch.bfloat16
+    q, weights = torch.randn(tokens, heads, dim).to(kind), torch.randn(tokens, heads)
+    origin = torch.zeros(tokens, dtype=torch.int64)
+    prepared = indexer_q_rope_quant(q, origin, rope_table(40, min(64, dim // 2)), weights, fmt)
+    keys = torch.randn(rows, dim)
+    gathered: tuple[Tensor, ...] = (keys, torch.empty(rows, 0, dtype=torch.uint8))
+    if fmt != "plain":
+        gathered = tuple(part.view(torch.uint8) for part in quantize_indexer(keys.bfloat16().float(), fmt))
+    gathered = tuple(torch.cat((x, poison_(torch.empty_like(x))))[:rows] for x in gathered)
+    starts = torch.sort(torch.randint(3, (tokens,))).values * (rows // 4)
+    ends = starts + torch.randint(-2, rows // 2, (tokens,))
+    ends[:2] = rows + 9
+    return (*prepared, *gathered, starts.int(), ends.int(), fmt)
+
+
+def by_own_logits(args: tuple[Any, ...], topk: int, tile: tuple[int, int, int, int] = SMALL) -> Tensor:
+    """What the rule of the reference selects from the logits that the kernel calculates."""
+    values = logits(*args, tile=tile)
+    return reference.select_topk(values, values != -INF, topk)
+
+
+@interpreted
+@pytest.mark.usefixtures("poisoned_memory")
+def test_samples() -> None:
+    for args in op_samples("indexer_logits_topk_ragged"):
+        assert kernel.indexer_logits_topk_ragged_refuses(*args) == ""
+        assert_bitwise(select(*args), reference.indexer_logits_topk_ragged(*args), strides=True)
+
+
+@interpreted
+@pytest.mark.usefixtures("poisoned_memory")
+@FORMATS
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (18, 3)])
+def test_logits_and_selection(fmt: str, tokens: int, heads: int) -> None:
+    args = batch(fmt, tokens, heads=heads)
+    assert_close(logits(*args), want_logits(*args), SUM)
+    for topk in (5, 80):
+        assert_bitwise(select(*args, topk), by_own_logits(args, topk))
+
+
+@interpreted
+@pytest.mark.usefixtures("poisoned_memory")
+def test_neither_tiles_nor_the_bound_on_logits_change_the_selection() -> None:
+    args = batch("indexer_fp8", 9)
+    want = by_own_logits(args, 9)
+    assert_bitwise(select(*args, 9, programs=1, score_tile=(32, 64, 4, 2), select_tile=(16, 1)), want)
+    for limit in (0, 4 * 80 * 4):
+        assert_bitwise(select(*args, 9, limit), want)
+
+
+@interpreted
+def test_rows_of_narrow_dtypes_and_few_dims() -> None:
+    for dtype, dim in ((torch.bfloat16, 16), (torch.float16, 64)):
+        q, q_scale, weights, k, *rest = batch("plain", 5, dim=dim)
+        args = (q.to(dtype), q_scale, weights, k.to(dtype), *rest)
+        assert_close(logits(*args), want_logits(*args), SUM)
+
+
+@interpreted
+@pytest.mark.parametrize("spread", [padded, strided])
+@FORMATS
+def test_any_strides_and_spare_tokens(fmt: str, spread: Callable[[Tensor], Tensor]) -> None:
+    args = batch(fmt, 6)
+    q, q_scale, weights, k, k_scale, starts, ends, _ = args
+    want = select(q[:5], q_scale[:5], weights[:5], k, k_scale, starts, ends, fmt, 7)
+    few = spread(q[:5]), spread(q_scale[:5]), spread(weights[:5])
+    assert_bitwise(select(*few, spread(k), spread(k_scale), spread(starts.long()), spread(ends), fmt, 7), want)
+
+
+def values_of(values: list[float], starts: list[int], ends: list[int]) -> tuple[Any, ...]:
+    """Rows that have these logits. Two heads see k and -k, with weights 1 and -1: relu(k) - relu(-k) is k."""
+    q, k = torch.zeros(len(starts), 2, 16), torch.zeros(len(values), 16)
+    q[:, 0, 0], q[:, 1, 0], k[:, 0] = 1.0, -1.0, torch.tensor(values)
+    weights, bounds = torch.tensor([1.0, -1.0]).repeat(len(starts), 1), (torch.tensor(starts), torch.tensor(ends))
+    return q, q[..., :0], weights, k, k[:, :0].to(torch.uint8), *bounds, "plain"
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param([0.0] * 9, id="all equal"),
+        pytest.param([1.0, 3.0, 2.0, 3.0, 3.0, 3.0], id="tie at the last place"),
+        pytest.param([-INF, 1.0, INF, -2.0, INF], id="infinities"),
+        pytest.param([NAN, 1.0, NAN, -2.0, -INF], id="NaN loses to minus infinity"),
+        pytest.param([NAN] * 6, id="NaN alone"),
+        pytest.param((torch.arange(60) % 5).float().tolist(), id="many ties"),
+    ],
+)
+def test_special_values_ties_and_starts(values: list[float]) -> None:
+    n = len(values)
+    args = values_of(values, [0, 0, 1, n - 2, 0, n, -1, 5, 2**40], [n, n - 1, n, n, 0, n + 3, n, 2, 2**41])
+    for topk in (3, 8):
+        assert_bitwise(select(*args, topk), reference.indexer_logits_topk_ragged(*args, topk))
+
+
+@interpreted
+def test_nothing_to_see_gives_padding() -> None:
+    args = batch("indexer_fp8", 3)
+    none = [x[:0] if i in (3, 4) else x for i, x in enumerate(args)]
+    assert select(*none, 4).tolist() == [[-1] * 4] * 3
+    no_tokens = [x[:0] if i in (0, 1, 2) else x for i, x in enumerate(args)]
+    assert select(*no_tokens, 4).shape == (0, 4)
+
+
+def test_refusals() -> None:
+    args = batch("plain", 2)
+    assert "bfloat16 queries" in kernel.indexer_logits_topk_ragged_refuses(args[0].bfloat16(), *args[1:], 8)
+    assert "8 dims" in kernel.indexer_logits_topk_ragged_refuses(args[0][..., :8], *args[1:], 8)
+
+
+@pytest.mark.parametrize("target", fake_triton.TARGETS)
+def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "gpu_of", lambda device: GPUS[target][0])
+    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+        kernel.indexer_logits_topk_ragged(*batch("indexer_fp8", 2, heads=64), 512)
+    assert (compiled[0].metadata.name == "indexer_score_ragged_hopper_kernel") is (target == "sm_90")
+    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert max(each.metadata.shared for each in compiled) <= 64 * 1024 or not target.startswith("gfx942")

@@ -1,0 +1,52 @@
+"""What the fused preprocessing kernel refuses, and that it compiles for every GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_compile.kernels.preprocess import preprocess_insert as kernel
+from dsv4_compile.testing import fake_triton
+from tests.kernels.gpus import GPUS, begins_early, sees, shared_out
+from tests.ops.preprocess.preprocess_layer import Layer
+
+
+def refusal(**changes: Any) -> str:
+    model = Layer(4)
+    return kernel.preprocess_insert_refuses(**{**model.arguments([(0, 125)], model.projection(1)), **changes})
+
+
+def test_refusals() -> None:
+    assert refusal() == ""
+    assert "latents of 5000" in refusal(qr=torch.empty(1, 5000))
+    assert "keys of 24 dims" in refusal(kv=torch.empty(1, 24))
+    assert "entries of 24 dims" in refusal(norm_weight=torch.empty(24))
+    assert "indexer keys of 24 dims" in refusal(indexer_norm_weight=torch.empty(24))
+    assert "Hadamard transform of 8 dims" in refusal(indexer_norm_weight=torch.empty(8), hadamard=True)
+
+
+def model_arguments(ratio: int, tokens: int, **indexer: Any) -> dict[str, Any]:
+    """A step of V4-Flash: bfloat16 weights, one float32 projection."""
+    dims = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "key_dim": 128, "dtype": torch.bfloat16}
+    model = Layer(ratio, **dims, **indexer, max_len=256, latent=1024)
+    return model.arguments([(0, p) for p in range(tokens)], model.projection(tokens))
+
+
+@pytest.mark.parametrize("target", fake_triton.TARGETS)
+def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = sees(monkeypatch, target)
+    variants: list[dict[str, Any]] = [{"ratio": 0, "tokens": 3}, {"ratio": 128, "tokens": 3}]
+    variants += [{"ratio": 4, "tokens": 3, "key_fmt": "indexer_mxfp4", "hadamard": True}]
+    layers = shared_out(variants)[target]
+    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+        for each in layers:
+            kernel.preprocess_insert(**model_arguments(**each))
+    assert len(compiled) == len(layers)
+    assert all(fake_triton.machine_code(each) for each in compiled)
+    most = {0: "none", 4: kernel.REGISTERS, 128: kernel.POOL_REGISTERS}
+    wanted = [f".maxnreg {most[of['ratio']]}" for of in layers]
+    limits = [limit in each.asm.get("ptx", "") for limit, each in zip(wanted, compiled, strict=True)]
+    assert limits == [GPUS[target][0].backend == "cuda" and bool(each["ratio"]) for each in layers]
+    assert all(begins_early(each) == early for each in compiled)

@@ -1,0 +1,246 @@
+"""The fused query and insert kernel against the reference, in the checking interpreter, and compiled for every GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.kernels.preprocess import q_norm_rope as kernels
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.testing import (
+    assert_bitwise,
+    assert_close,
+    fake_triton,
+    hostile_indices,
+    padded,
+    poison_,
+    poisoned_empty,
+    strided,
+)
+from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing.compare import Tolerance
+from tests.kernels.gpus import begins_early, sees, shared_out
+
+interpreted = pytest.mark.interpreted
+EPS, PAGES, BLOCK, MAX_POS = 1e-6, 4, 2, 40
+SLOTS = PAGES * BLOCK
+
+NORMED = {
+    # The sum of squares is in another order, which moves the norm by its last bits.
+    torch.float32: Tolerance(abs=2e-6, rel=1e-6, cosine=1e-12),
+    torch.bfloat16: Tolerance(abs=1e-6, rel=1.01 / 128, cosine=1e-6),
+    torch.float16: Tolerance(abs=1e-6, rel=1.01 / 1024, cosine=1e-8),
+    torch.float8_e4m3fn: Tolerance(abs=2.0**-9, rel=1.01 / 8, cosine=1e-5),
+}
+"""Queries by output dtype: at most the neighbouring value."""
+
+
+def rope_table(rope_dim: int) -> Tensor:
+    angle = torch.rand(MAX_POS, rope_dim // 2) * 6.28
+    return torch.cat((angle.cos(), angle.sin()), dim=1)
+
+
+def poisoned_cache(fmt: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """Storage full of NaN, and a cache in it whose pages are further apart than they are long."""
+    shape = layout.cache_shape(fmt, PAGES, BLOCK, dim)
+    used = math.prod(shape[1:])
+    stride = layout.PAGE_LAYOUTS[fmt].page_stride(BLOCK) if fmt in layout.PAGE_LAYOUTS else used + 32
+    storage = poison_(torch.empty(PAGES * stride, dtype=dtype if fmt == "plain" else torch.uint8))
+    inner = (1,) if len(shape) == 2 else (shape[2], 1)
+    return storage, storage.as_strided(shape, (stride, *inner))
+
+
+def insert(kv: Tensor, slots: Tensor, positions: Tensor, table: Tensor, fmt: str, **more: Any) -> None:
+    """Compare the whole storage behind the cache after the kernel and after the reference."""
+    dtype = more.pop("dtype", torch.bfloat16)
+    stored = []
+    for implementation in (REFERENCES["kv_rope_insert"], kernels.kv_rope_insert):
+        storage, cache = poisoned_cache(fmt, kv.shape[1], dtype)
+        with checked(mutated=("p_cache",)):
+            implementation(kv, cache, slots, positions, table, BLOCK, fmt, **more)
+        stored.append(storage)
+    assert_bitwise(stored[1], stored[0], label=f"{fmt} cache")
+
+
+def queries(q: Tensor, positions: Tensor, table: Tensor, *more: Any) -> Tensor:
+    """Compare what the kernel returns with the reference, strides included."""
+    want = REFERENCES["q_norm_rope"](q, positions, table, EPS, *more)
+    with poisoned_empty(), checked(mutated=("p_out",)) as launched:
+        got = kernels.q_norm_rope(q, positions, table, EPS, *more)
+    assert launched == ["q_norm_rope_kv_insert_kernel"] * bool(got.numel())
+    assert got.stride() == want.stride()
+    assert_close(got.float(), want.float(), NORMED[want.dtype])
+    assert got.dtype is want.dtype
+    return got
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("heads", "dim", "rope"), [(3, 512, 64), (5, 64, 16), (1, 128, 128), (2, 256, 0)])
+def test_queries_are_the_reference(heads: int, dim: int, rope: int, dtype: torch.dtype) -> None:
+    queries(torch.randn(4, heads, dim).to(dtype) * 3, torch.randint(MAX_POS, (4,)), rope_table(rope))
+
+
+@interpreted
+def test_a_rope_dim_need_not_be_a_power_of_two() -> None:
+    queries(torch.randn(3, 2, 128), torch.randint(MAX_POS, (3,)), rope_table(22))
+
+
+@interpreted
+@pytest.mark.parametrize("tile", [(1, 1), (2, 1), (4, 1), (8, 2)])
+def test_any_tile_gives_the_same_result(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, positions, table = torch.randn(3, 5, 64).bfloat16(), torch.randint(MAX_POS, (3,)), rope_table(16)
+    with checked(mutated=("p_out",)):
+        want = kernels.q_norm_rope(q, positions, table, EPS, 7)
+    monkeypatch.setattr(kernels, "_tile", lambda rows: tile)
+    assert_bitwise(queries(q, positions, table, 7), want)
+    insert(
+        torch.randn(5, 512).bfloat16(), torch.tensor([3, -1, 0, 7, 2]), torch.arange(5), rope_table(64), "fp8_ds_mla"
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("padded_heads", [0, 3, 8])
+@pytest.mark.parametrize("scale", [None, 0.0123])
+def test_heads_are_padded_with_zeros(padded_heads: int, scale: float | None) -> None:
+    q, table = torch.randn(3, 3, 64).bfloat16(), rope_table(16)
+    got = queries(q, torch.arange(3), table, padded_heads, None if scale is None else torch.tensor([scale]))
+    assert not got[:, 3:].contiguous().view(torch.uint8).any()
+
+
+@interpreted
+@pytest.mark.parametrize("spread", [padded, strided, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)])
+def test_queries_are_read_where_they_are(spread: Callable[[Tensor], Tensor]) -> None:
+    queries(spread(torch.randn(3, 4, 64).bfloat16()), strided(torch.randint(MAX_POS, (3,))), padded(rope_table(16)))
+
+
+@interpreted
+def test_positions_of_padding_rows_may_be_anything() -> None:
+    q, table = torch.randn(6, 2, 64).bfloat16(), rope_table(16)
+    for dtype in (torch.int32, torch.int64):
+        queries(q, hostile_indices((9,), MAX_POS, dtype=dtype), table)
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(0, 3, 64), (2, 0, 64), (1, 1, 64)])
+def test_empty_and_single_rows(shape: tuple[int, int, int]) -> None:
+    queries(torch.randn(*shape), torch.arange(2), rope_table(16))
+    kv = torch.randn(shape[0], 64).bfloat16()
+    insert(kv, torch.arange(shape[0]), torch.arange(2), rope_table(16), "plain")
+
+
+FORMATS = [
+    ("fp8_ds_mla", 512, 64, torch.bfloat16),
+    ("fp8_ds_mla", 512, 64, torch.float32),
+    ("fp8_ds_mla", 512, 128, torch.bfloat16),
+    ("plain", 64, 16, torch.bfloat16),
+    ("plain", 64, 16, torch.float32),
+    ("fp8", 64, 16, torch.bfloat16),
+    ("fp8", 512, 64, torch.float32),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(("fmt", "dim", "rope", "dtype"), FORMATS)
+def test_inserted_bytes_are_exact_and_nothing_else_is_written(
+    fmt: str, dim: int, rope: int, dtype: torch.dtype
+) -> None:
+    kv = torch.randn(9, dim).to(dtype) * 10.0 ** torch.linspace(-6, 3, 9)[:, None].to(dtype)
+    kv[0], kv[8], kv[1] = torch.nan, torch.nan, 0
+    slots = torch.tensor([-1, 7, 0, 3, -5, 8, 2**40, 5])  # one fewer than tokens
+    scale = {"kv_scale": torch.tensor([0.0371])} if fmt == "fp8" and dim == 64 else {}
+    insert(kv, slots, torch.arange(9) * 4, rope_table(rope), fmt, dtype=dtype, **scale)
+
+
+@interpreted
+@pytest.mark.parametrize("fmt", layout.KV_FORMATS)
+def test_hostile_slots_and_positions_touch_nothing_else(fmt: str) -> None:
+    slots = hostile_indices((16,), SLOTS, dtype=torch.int64)
+    live = torch.randperm(SLOTS)[:4]
+    slots = torch.where((slots >= 0) & (slots < SLOTS), -1, slots)
+    slots[[1, 5, 6, 15]] = live
+    positions = hostile_indices((16,), MAX_POS, dtype=torch.int64)
+    insert(torch.randn(16, 512).bfloat16(), slots, positions, rope_table(64), fmt)
+    insert(torch.randn(16, 512).bfloat16(), torch.full((16,), -1, dtype=torch.int32), positions, rope_table(64), fmt)
+
+
+@interpreted
+def test_a_nan_element_spoils_its_own_tile_alone() -> None:
+    kv = torch.randn(2, 512).bfloat16()
+    kv[0, 70], kv[0, 200], kv[1, 500] = torch.nan, torch.inf, torch.nan
+    insert(kv, torch.tensor([1, 4]), torch.arange(2), rope_table(64), "fp8_ds_mla")
+
+
+@interpreted
+def test_a_cache_may_begin_at_any_byte_and_be_given_by_token() -> None:
+    shape = (PAGES, layout.FP8_DS_MLA.page_bytes(BLOCK))
+    kv, slots, table = torch.randn(3, 512).bfloat16(), torch.tensor([6, 1, 0]), rope_table(64)
+    caches = [poison_(torch.empty(PAGES * 1201 + 1, dtype=torch.uint8))[1:].as_strided(shape, (1201, 1)) for _ in "ab"]
+    by_token = caches[1].unflatten(1, (BLOCK, -1))
+    REFERENCES["kv_rope_insert"](kv, caches[0], slots, torch.arange(3), table, BLOCK, "fp8_ds_mla")
+    with checked(mutated=("p_cache",)):
+        kernels.kv_rope_insert(kv, by_token, slots, torch.arange(3), table, BLOCK, "fp8_ds_mla")
+    assert_bitwise(caches[1], caches[0])
+
+
+@interpreted
+@pytest.mark.parametrize("fmt", layout.KV_FORMATS)
+def test_one_launch_does_both_for_slices_of_one_projection(fmt: str) -> None:
+    projection = padded(torch.randn(7, 4 * 512).bfloat16())
+    q, kv = projection[:, : 3 * 512].unflatten(1, (3, 512)), projection[:, 3 * 512 :]
+    slots, positions, table = torch.tensor([2, -1, 7, 0, 3]), torch.randint(MAX_POS, (8,)), rope_table(64)
+    results = []
+    for name in ("reference", "kernel"):
+        fn = REFERENCES["q_norm_rope_kv_insert"] if name == "reference" else kernels.q_norm_rope_kv_insert
+        storage, cache = poisoned_cache(fmt, 512)
+        with checked(mutated=("p_out", "p_cache")) as launched:
+            results.append((fn(q, kv, cache, slots, positions, table, EPS, BLOCK, fmt, 4), storage))
+        assert launched == ["q_norm_rope_kv_insert_kernel"] * (name == "kernel")
+    (want, want_cache), (got, got_cache) = results
+    assert_bitwise(got_cache, want_cache)
+    assert_close(got, want, NORMED[torch.bfloat16])
+
+
+def test_calls_it_cannot_take_are_refused_with_a_reason() -> None:
+    rest = torch.arange(2), rope_table(16)
+    assert kernels.q_norm_rope_refuses(torch.randn(2, 3, 64), *rest, EPS) == ""
+    assert "96 is not a power of two" in kernels.q_norm_rope_refuses(torch.randn(2, 3, 96), *rest, EPS)
+    insert = torch.randn(2, 48), None, torch.arange(2), *rest, BLOCK, "plain"
+    assert "48 is not a power of two" in kernels.kv_rope_insert_refuses(*insert)
+    mixed = torch.randn(2, 3, 64), torch.randn(2, 128), None, torch.arange(2), *rest, EPS, BLOCK, "plain"
+    assert "different dims" in kernels.q_norm_rope_kv_insert_refuses(*mixed)
+
+
+@pytest.mark.parametrize("target", fake_triton.TARGETS)
+def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = sees(monkeypatch, target)
+    q, kv = torch.empty(3, 64, 512, dtype=torch.bfloat16), torch.empty(3, 512, dtype=torch.bfloat16)
+    rest, one = (torch.arange(3), torch.arange(3), rope_table(64), EPS), torch.ones(1)
+    formats = shared_out(list(layout.KV_FORMATS))[target]
+    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+        for fmt in formats:
+            cache = layout.allocate_cache(fmt, PAGES, 64)
+            scales = (one, one) if fmt == "fp8" else (None, None)
+            kernels.q_norm_rope_kv_insert(q, kv, cache, *rest, 64, fmt, 128, *scales)
+    assert len(compiled) == len(formats)
+    for kernel in compiled:
+        assert fake_triton.machine_code(kernel)
+    assert all(begins_early(each) == early for each in compiled)
+
+
+def test_rows_move_sixteen_bytes_at_a_time_and_stay_in_their_thread() -> None:
+    q = torch.empty(3, 64, 512, dtype=torch.bfloat16)
+    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        kernels.q_norm_rope(q, torch.arange(3), rope_table(64), EPS)
+    ttgir, ptx = compiled[0].asm["ttgir"], compiled[0].asm["ptx"]
+    assert "convert_layout" not in ttgir
+    assert ptx.count("ld.global.v4.b32") >= 4
+    assert ptx.count("st.global.v4.b32") >= 2
+    # A contracted multiply and add would round once where the reference rounds twice.
+    assert "fma" not in ptx

@@ -1,0 +1,40 @@
+"""The lowering of `global_topk`: the Triton and the C++ it becomes, and what they compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lowering.claims import CPP, HALIDE, TARGETS, Reports, assert_equals_reference, assert_kernels, ir_decision
+from tests.lowering.generated import on_cpp
+from tests.lowering.metadata.cases_global_topk import CASES
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_triton_maps_hostile_indices_as_the_reference_does(interpreted: Reports, case: str) -> None:
+    assert_equals_reference(interpreted[case])
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_slots_and_counts_are_one_kernel(interpreted: Reports, case: str) -> None:
+    assert_kernels(interpreted[case], launches=0 if case == "no_token" else 1)
+
+
+def test_producer_and_consumer_are_part_of_the_kernel(interpreted: Reports) -> None:
+    (kernel,) = interpreted["fused"]["kernels"]
+    assert all(name in kernel for name in ("sub", "global_topk", "mul", "add"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile_ahead_of_time(compiled: Reports, target: str) -> None:
+    (size,) = compiled["slots"]["binaries"][target]
+    assert size > 0
+
+
+@pytest.mark.parametrize("case", ["slots", "fused", "no_request", "no_token"])
+def test_cpp_equals_the_reference(case: str) -> None:
+    assert_equals_reference(on_cpp(CASES[case]))
+
+
+def test_a_declined_call_says_why() -> None:
+    assert ir_decision("global_topk", CPP).impl == "ir"
+    assert "not for halide" in ir_decision("global_topk", HALIDE).reason

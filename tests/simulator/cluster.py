@@ -1,0 +1,197 @@
+"""Clusters on the CPU, for simulated_gluon.py: their programs are threads that send each other words."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels.hopper.cluster_mailbox import BARRIER_BYTES, INBOX_ALIGN
+from tests.simulator import gluon as base
+from tests.simulator.gluon import Kernel
+from tests.simulator.values import Value
+
+_this = threading.local()
+
+
+def program_id(axis: int) -> Value:
+    """Of the program of this thread, or of the one that runs alone."""
+    number = getattr(_this, "program", None)
+    return Value(torch.tensor(Kernel.program[axis] if number is None else number, dtype=torch.int32))
+
+
+class Cluster:
+    """Programs that meet, and of each its shared memory, which holds NaN at first, its inbox, and what it waits for.
+
+    A GPU may run clusters in any `order`.
+    """
+
+    order: Callable[[range], Iterable[int]] = staticmethod(iter)
+
+    def __init__(self, size: int, room: int, partitions: int) -> None:
+        self.memory = torch.full((size, room // 4), torch.nan)
+        self.letters: list[Tensor | None] = [None] * size
+        self.opened: set[int] = set()
+        self.expected = [0] * size
+        self.changed = threading.Condition()
+        self.meeting = threading.Barrier(size * partitions, timeout=base.SECONDS / 4)
+
+
+def place_inbox(size: int) -> int:
+    """Of whole words behind the barrier; one to a program."""
+    if size > 0:
+        assert size % INBOX_ALIGN == 0 and _this.cluster.letters[_this.rank] is None
+        _this.cluster.letters[_this.rank] = torch.full(((size - BARRIER_BYTES) // 4,), torch.nan)
+    return int(size > 0)
+
+
+def open_inbox(inbox: int, letters: Value | int) -> None:
+    cluster = _this.cluster
+    assert inbox == 1 and int(letters) <= 4 * cluster.letters[_this.rank].numel()
+    with cluster.changed:
+        cluster.expected[_this.rank] += int(letters)
+        cluster.opened.add(_this.rank)
+        cluster.changed.notify_all()
+
+
+def inboxes_open() -> None:
+    cluster = _this.cluster
+    with cluster.changed:
+        everybody = len(cluster.expected)
+        assert cluster.changed.wait_for(lambda: len(cluster.opened) == everybody, timeout=base.SECONDS / 4)
+    _this.may_send = True
+
+
+def meet(release: bool) -> None:
+    """What has been put is seen behind a release alone."""
+    _this.released |= release
+    _this.cluster.meeting.wait()
+
+
+def _fours(x: Tensor) -> Tensor:
+    """`[n, 4]` of `[columns, tokens]`: what a thread of the matrix unit has of two columns, and two tokens, at once."""
+    return x.unflatten(0, (-1, 2, 8)).unflatten(-1, (-1, 2)).permute(0, 2, 3, 1, 4).reshape(-1, 4)
+
+
+def send_words(inbox: int, program: Value, offset: Value, wanted: Value, values: Value) -> None:
+    """Four go where the first goes. No word is sent twice."""
+    cluster = _this.cluster
+    everything = torch.broadcast_tensors(program.data, offset.data, wanted.data, values.data)
+    to, at, live, words = map(_fours, everything)
+    assert inbox == 1 and _this.may_send and (at[:, 0] % 16 == 0).all()
+    with cluster.changed:
+        for rank in to[:, 0][live[:, 0] != 0].unique().tolist():
+            mine = (to[:, 0] == rank) & (live[:, 0] != 0)
+            assert (to[mine] == rank).all() and live[mine].all()
+            where, letters = (at[mine, :1] // 4 + torch.arange(4)).flatten().long(), cluster.letters[rank]
+            assert letters[where].isnan().all() and len(where.unique()) == len(where)
+            letters[where] = words[mine].flatten()
+            cluster.expected[rank] -= 4 * len(where)
+        cluster.changed.notify_all()
+
+
+def await_letters(inbox: int) -> None:
+    cluster = _this.cluster
+    assert inbox == 1
+    with cluster.changed:
+        assert cluster.changed.wait_for(lambda: cluster.expected[_this.rank] == 0, timeout=base.SECONDS / 4)
+
+
+def received_words(inbox: int, offset: Value) -> Value:
+    """Four are read where the first is, of what was sent."""
+    assert inbox == 1 and _this.cluster.expected[_this.rank] == 0
+    places = _fours(torch.arange(offset.data.numel()).view(offset.data.shape))
+    where = (_fours(offset.data)[:, :1] // 4 + torch.arange(4)).long()
+    assert (where[:, 0] % 4 == 0).all()
+    found = torch.empty(offset.data.numel())
+    found[places] = _this.cluster.letters[_this.rank][where]
+    return Value(found.view(offset.data.shape))
+
+
+def put_words(values: Value, offset: Value) -> None:
+    where, words = torch.broadcast_tensors(offset.data // 4, values.data)
+    _this.cluster.memory[_this.rank][where.long()] = words
+    _this.released = False
+
+
+def put_pairs(values: Value, offset: Value) -> None:
+    """Two neighbours go where the first goes."""
+    where, words = torch.broadcast_tensors(offset.data // 4, values.data)
+    first = where[:, ::2]
+    assert (first % 2 == 0).all()
+    put_words(Value(words), Value(4 * torch.stack((first, first + 1), -1).flatten(1)))
+
+
+def specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    """As that of simulated_gluon.py: the partitions of a program are in its cluster."""
+    mine = dict(vars(_this))
+
+    def of_the_program(function: Any) -> Any:
+        def run(*args: Any) -> None:
+            vars(_this).update(mine)
+            function(*args)
+
+        return run
+
+    base.specialize([(of_the_program(function), args) for function, args in partitions], warps, registers)
+
+
+def words_of(program: int, offset: Value, wanted: Value) -> Value:
+    assert _this.released
+    words = _this.cluster.memory[int(program)][torch.where(wanted.data != 0, offset.data // 4, 0).long()]
+    return Value(torch.where(wanted.data != 0, words, 0.0))
+
+
+def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: Any, **constants: Any) -> None:
+    """One cluster after another. Raises what the first program to fail raises."""
+    assert programs % size == 0 and 1 < size <= 8 and constants.pop("launch_pdl")
+    assert set(list(inspect.signature(kernel.function).parameters)[len(args) :]) == constants.keys()
+    partitions = 3 if "MULTIPLIER_REGISTERS" in constants else 1
+    errors: list[BaseException] = []
+
+    def run(cluster: Cluster, rank: int, program: int) -> None:
+        _this.cluster, _this.rank, _this.program = cluster, rank, program
+        _this.released, _this.may_send = True, False
+        try:
+            with torch.no_grad():
+                kernel.function(*map(base.argument, args), **constants)
+        except BaseException as error:
+            errors.append(error)
+            cluster.meeting.abort()
+
+    for first in Cluster.order(range(0, programs, size)):
+        cluster = Cluster(size, room, partitions)
+        threads = [threading.Thread(target=run, args=(cluster, i, first + i)) for i in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        assert cluster.expected == [0] * size
+
+
+INBOX = place_inbox, open_inbox, inboxes_open, send_words, await_letters, received_words
+WORDS = {f.__name__: f for f in (*INBOX, meet, put_words, put_pairs, words_of)}
+
+
+def clustered(launcher: types.ModuleType) -> Any:
+    """A context in which `launcher` launches clusters."""
+    kernels = [x for name, x in vars(launcher).items() if name.endswith("_hopper_kernel")]
+    functions = [kernels[0].function]
+    stack = contextlib.ExitStack()
+    for name in ("_multiply", "store_shares", "store_fetched"):
+        found = functions[-1].__globals__.get(name)
+        functions += [found.function] if found else []
+    for function in functions:
+        known = function.__globals__
+        stack.enter_context(mock.patch.dict(known, {k: v for k, v in WORDS.items() if k in known}))
+    stack.enter_context(mock.patch.object(launcher, "launch_clusters", launch_clusters))
+    return stack
