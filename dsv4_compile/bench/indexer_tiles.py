@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..ops.common.kernels import launcher
+from ..ops.common.kernels import KERNELS, launcher
 from . import indexer
 from .implementations import on_gpu
 from .problem import Only, Prepare, Problem
@@ -49,7 +49,7 @@ def problems(device: torch.device, only: Only) -> Iterator[Problem]:
 def _prepare(op: str, tiles: Mapping[str, Any]) -> Any:
     if "cut" not in tiles:
         return on_gpu(partial(launcher(op), **tiles))
-    kernel, (parts, warps) = importlib.import_module(f"dsv4_compile.kernels.{op}"), tiles["cut"]
+    kernel, (parts, warps) = importlib.import_module(f"dsv4_compile.kernels.{KERNELS[op]}"), tiles["cut"]
 
     def call(*args: Any) -> Any:
         usual = kernel.cut_of(len(args[1]), args[10], len(args[6]))

@@ -135,7 +135,7 @@ def check(planned: Planned, launcher: Callable[..., Any], args: tuple[Any, ...])
 @pytest.fixture
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = GPUS[request.param]
-    for stem in {*KERNELS.values(), "grouped_matmul", "select_topk", "sparse_mla_decode"}:
+    for stem in {*KERNELS.values(), "linear.gemm", "indexer.select_topk"}:
         importlib.import_module(f"dsv4_compile.kernels.{stem}")
     for name, kernels in list(sys.modules.items()):
         if name.startswith("dsv4_compile.kernels.") and hasattr(kernels, "gpu_of"):

@@ -17,8 +17,8 @@ from dsv4_compile.testing import fake_triton
 from dsv4_compile.testing.samples import op_samples
 
 MODULES = (
-    *("grouped_matmul", "sparse_mla_decode", "sparse_mla_decode_latent", "sparse_mla_prefill"),
-    *("indexer_logits_topk", "indexer_logits_topk_ragged", "select_topk"),
+    *("linear.gemm", "attention.sparse_mla_decode", "attention.sparse_mla_prefill"),
+    *("indexer.indexer_logits", "indexer.select_topk"),
 )
 
 WHOLE = {"advance", "batch_metadata", "copy_ragged_to_graph_buffers", "preprocess_insert", "preprocess_insert_quant"}

@@ -70,7 +70,10 @@ def launcher(op: str) -> Callable[..., Any]:
 @functools.cache
 def refusal(op: str) -> Callable[..., str] | None:
     """The function that says why a call of `op` cannot use its kernel; None if the kernel is not ours or takes all."""
-    return getattr(_module(op), f"{op}_refuses", None) if op in KERNELS else None
+    if op not in KERNELS:
+        return None
+    module = _module(op)
+    return getattr(module, f"why_unsupported_{op}", None) or getattr(module, f"{op}_refuses", None)
 
 
 def runs_kernel(op: str, device: torch.device) -> bool:
