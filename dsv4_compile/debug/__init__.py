@@ -1,14 +1,15 @@
-"""Find out what torch.compile makes of a model: `explain` for a call, `explain_script` for a script.
+"""Explain what torch.compile makes of a model: `explain` for calls of it, `explain_script` for a script.
 
-The modules, in the order in which they work: `state` makes the compiler forget and restores it, `events` hears what
-torch says, `observe` looks at graphs (`graphs`) and generated code (`kernels`), `breaks` with `causes` and
-`recompiles` with `guards` put findings into words, `assemble` makes a `report` of `rows`, `text` and `html` show it.
+    entry -> state     compile without history, and restore the compiler afterwards
+          -> watch     record torch's log (`breaks`, `recompiles`), graphs and generated code (`graphs`)
+          -> report    assemble `rows`; `sections` and `render` show them as text and HTML
+
+Each module imports only from those to its right and below; `places` has the lines of user code that all refer to.
 """
 
 from __future__ import annotations
 
-from .entry import explain
+from .entry import explain, explain_script
 from .report import Report
-from .script import explain_script
 
 __all__ = ["Report", "explain", "explain_script"]

@@ -1,9 +1,16 @@
-"""`explain`: call a model or function through torch.compile and report what became of it."""
+"""The two entry points: `explain` for calls of a model or function, and `explain_script` for a script."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
+import io
+import re
+import runpy
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,22 +20,21 @@ from typing import Any
 import torch
 
 from ..errors import check
-from . import dump as dumping
-from .assemble import assemble, chosen_backends, failure_of
-from .events import Events, is_torch
-from .observe import resolve, watching
-from .report import Report
-from .rows import Place
+from .places import Place, is_torch
+from .report import Report, assemble, backend_decisions, failure_of
 from .state import fresh_compiler
+from .watch import Events, Watch, resolve, watching
 
-Call = tuple[Sequence[Any], Mapping[str, Any]]
+CallArguments = tuple[Sequence[Any], Mapping[str, Any]]
+OK, TOO_MANY_BREAKS, SCRIPT_FAILED = 0, 1, 2
+"""Exit status of `explain_script`."""
 
 
 def explain(
     model_or_fn: Callable[..., Any],
     *args: Any,
     options: Mapping[str, Any] | None = None,
-    calls: Sequence[Call] | None = None,
+    calls: Sequence[CallArguments] | None = None,
     dump: str | Path | None = None,
     backend: str | Callable[..., Any] = "dsv4",
     dynamic: bool | None = None,
@@ -40,25 +46,24 @@ def explain(
         print(report)
         assert report.ok
 
-    The calls really run, so caches are written and a model that keeps state moves on; run them under the grad mode
-    that you mean to serve with. Compiled code, compiler settings and random state are as before afterwards: the model
-    is not left compiled, and what else the process has compiled stays. A function that had been compiled before is
-    compiled again at its next call.
+    The calls really run: caches are written and a stateful model advances. Run them under the grad mode used for
+    serving. Afterwards compiled code, compiler settings and random state are as before: the model is not compiled, and
+    other functions stay compiled. A function that was compiled before is compiled again at its next call.
 
     Args:
-        model_or_fn: a module or function. One that torch.compile returned is looked at as if it had not been compiled.
+        model_or_fn: a module or function. One that torch.compile returned is explained as if it had not been compiled.
         args: the first call's arguments.
         options: options of the backend, `{"dsv4.impl": "eager"}` for example.
-        calls: further calls, `(args, kwargs)` each; with no `args` and `kwargs` these are all. Recompiles need two
-            calls that differ in what they should be allowed to differ in.
-        dump: a folder for the captured graphs, the generated code, the report and, where depyf is installed, the
-            decompiled bytecode of Dynamo. The calls run once more for the last.
-        backend: "dsv4", another backend's name, or a backend. "eager" is quick and reports breaks and recompiles alone.
+        calls: further calls, `(args, kwargs)` each; without `args` and `kwargs` these are all calls. To find
+            recompiles, pass two calls with, for example, different numbers of tokens.
+        dump: a folder for the captured graphs, the generated code, the report and, if depyf is installed, the
+            decompiled bytecode of Dynamo, for which the calls run once more.
+        backend: "dsv4", another backend's name, or a backend. "eager" is fast and reports only breaks and recompiles.
         dynamic: as in torch.compile.
         kwargs: the first call's keyword arguments. One named like a parameter here goes into `calls`.
 
     Returns:
-        The report. When a call raises, `report.failure` says what, and the rest what was found until then.
+        The report. If a call raises, `report.failure` has the exception, and the rest what was found before it.
 
     Raises:
         DSV4Error: E201 for something that cannot be called or calls that are not `(args, kwargs)` pairs.
@@ -66,13 +71,13 @@ def explain(
     check(
         callable(model_or_fn), "E201", got=type(model_or_fn).__name__, rule="explain(model_or_fn, ...) takes a callable"
     )
-    planned = _plan(args, kwargs, calls)
+    requested = _requested_calls(args, kwargs, calls)
     extra = {"options": dict(options)} if options else {}
     with _uncompiled(model_or_fn) as target:
 
         def run(backend: Callable[..., Any]) -> None:
             compiled = torch.compile(target, backend=backend, dynamic=dynamic)
-            for positional, named in planned:
+            for positional, named in requested:
                 compiled(*positional, **named)
 
         started = time.monotonic()
@@ -88,17 +93,19 @@ def explain(
             target=_name(target),
             backend=_name(backend),
             seconds=time.monotonic() - started,
-            calls=len(planned),
+            calls=len(requested),
             failure=failure,
         )
-        report.decisions[:0] = chosen_backends(target)
+        report.decisions[:0] = backend_decisions(target)
         if dump is not None:
-            dumping.write(Path(dump), report, watch, lambda: run(partial(resolve(backend), **extra)))
+            _dump(Path(dump), report, watch, lambda: run(partial(resolve(backend), **extra)))
     return report
 
 
-def _plan(args: Sequence[Any], kwargs: Mapping[str, Any], calls: Sequence[Call] | None) -> list[Call]:
-    planned: list[Call] = [] if calls and not args and not kwargs else [(args, kwargs)]
+def _requested_calls(
+    args: Sequence[Any], kwargs: Mapping[str, Any], calls: Sequence[CallArguments] | None
+) -> list[CallArguments]:
+    requested: list[CallArguments] = [] if calls and not args and not kwargs else [(args, kwargs)]
     for position, call in enumerate(calls or ()):
         pair = isinstance(call, (tuple, list)) and len(call) == 2
         check(
@@ -108,13 +115,13 @@ def _plan(args: Sequence[Any], kwargs: Mapping[str, Any], calls: Sequence[Call] 
             rule="each of calls is (args, kwargs), a tuple and a dict",
             fix="write calls=[((x,), {}), ((y,), {})]",
         )
-        planned.append((tuple(call[0]), dict(call[1])))
-    return planned
+        requested.append((tuple(call[0]), dict(call[1])))
+    return requested
 
 
 @contextmanager
 def _uncompiled(model_or_fn: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """What torch.compile was applied to; `module.compile()` is undone inside the block."""
+    """Yield the callable that torch.compile was applied to; `module.compile()` is undone inside the block."""
     target: Any = getattr(model_or_fn, "_torchdynamo_orig_callable", model_or_fn)
     target = getattr(target, "_orig_mod", target)
     compiled = getattr(target, "_compiled_call_impl", None)
@@ -129,7 +136,7 @@ def _uncompiled(model_or_fn: Callable[..., Any]) -> Iterator[Callable[..., Any]]
 
 
 def _see_through_decorators(events: Events, target: Callable[..., Any]) -> None:
-    """Name the function that was called where torch names a wrapper around it, a decorator's or one of its own."""
+    """Replace a wrapper by the function it wraps, where torch reports a decorator's wrapper or one of its own."""
     outer: Any = getattr(target, "forward", target)
     inner = inspect.unwrap(outer)
     wrapper, code = getattr(outer, "__code__", None), getattr(inner, "__code__", None)
@@ -146,3 +153,135 @@ def _name(thing: Any) -> str:
     if isinstance(thing, str):
         return thing
     return str(getattr(thing, "__qualname__", type(thing).__qualname__))
+
+
+def _dump(folder: Path, report: Report, watch: Watch, run: Callable[[], None]) -> None:
+    """Write graphs, generated code, decompiled bytecode and the report to `folder`. Failures of depyf become notes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, text in watch.captured.items():
+        (folder / f"graph_{index}.py").write_text(text, encoding="utf-8")
+    for index, text in watch.generated.items():
+        (folder / f"graph_{index}_generated.py").write_text(text, encoding="utf-8")
+    report.notes.append(f"Captured graphs and generated code are in {folder}.")
+    report.notes.append(_decompile(folder / "depyf", run))
+    report.save(folder / "report.txt")
+    report.save(folder / "report.json")
+
+
+def _decompile(folder: Path, run: Callable[[], None]) -> str:
+    """Run the calls once more under depyf. Return a note for the report; nothing is raised or printed."""
+    try:
+        import depyf
+    except ImportError:
+        return "depyf is not installed, so Dynamo's bytecode is not decompiled: pip install 'dsv4-compile[debug]'."
+    errors = io.StringIO()
+    with warnings.catch_warnings(record=True), contextlib.redirect_stderr(errors), fresh_compiler():
+        warnings.simplefilter("always")
+        try:
+            with depyf.prepare_debug(str(folder)):
+                run()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            return f"depyf stopped at {reason}; what it wrote until then is in {folder}."
+    files = sum(path.is_file() for path in folder.rglob("*"))
+    failed = len(re.findall(r"^\S*DecompilationError", errors.getvalue(), re.MULTILINE))
+    if failed:
+        return (
+            f"depyf wrote {files} files to {folder}; {failed} functions could not be decompiled, which is usual around "
+            "a data-dependent branch."
+        )
+    return f"depyf wrote {files} files to {folder}."
+
+
+def explain_script(path: str | Path, json: bool = False, max_breaks: int | None = None) -> int:
+    """Run the script at `path` as `python path` does, report on stdout what it compiles, and return an exit status.
+
+    The script really runs: explain only scripts that you would run yourself. Each torch.compile keeps its backend;
+    fullgraph=True is dropped, so that every break is found instead of only the first.
+
+    Args:
+        path: a Python file.
+        json: print the report as JSON; output of the script then goes to stderr.
+        max_breaks: largest number of graph breaks for status 0; None accepts any number.
+
+    Returns:
+        0, or 1 for more breaks than accepted, or 2 if the script raised.
+
+    Raises:
+        DSV4Error: E201 if there is no such file.
+    """
+    path = Path(path)
+    rule, fix = "explain takes an existing Python script", "pass the path of a script, from the current folder"
+    check(path.is_file(), "E201", got=f"no file {str(path)!r}", rule=rule, fix=fix)
+    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+        report = _run_script(path)
+    sys.stdout.write((report.to_json() if json else report.text()) + "\n")
+    if report.failure is not None:
+        return SCRIPT_FAILED
+    return TOO_MANY_BREAKS if max_breaks is not None and len(report.breaks) > max_breaks else OK
+
+
+def _run_script(path: Path) -> Report:
+    """Run the script at `path` and return the report."""
+    started = time.monotonic()
+    failure = None
+    with fresh_compiler(), watching() as watch, _observed_compile(watch) as backends, _as_main(path):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as error:
+            failure = failure_of(error) if error.code not in (None, 0) else None
+        except Exception as error:
+            failure = failure_of(error)
+    report = assemble(
+        watch,
+        target=path.name,
+        backend=", ".join(dict.fromkeys(backends)) or "none",
+        seconds=time.monotonic() - started,
+        failure=failure,
+    )
+    uses = "one use" if len(backends) == 1 else f"{len(backends)} uses"
+    report.notes.append(f"{path.name} was run, with {uses} of torch.compile observed.")
+    return report
+
+
+@contextmanager
+def _observed_compile(watch: Watch) -> Iterator[list[str]]:
+    """Watch the backend of every torch.compile inside the block. Yield the list of backends in use."""
+    original = torch.compile
+    backends: list[str] = []
+
+    @functools.wraps(original)
+    def observed(model: Any = None, **arguments: Any) -> Any:
+        if model is None:
+            return functools.partial(observed, **arguments)
+        return original(model, **_watched(arguments, watch, backends))
+
+    torch.compile = observed  # type: ignore[assignment]
+    try:
+        yield backends
+    finally:
+        torch.compile = original
+
+
+def _watched(arguments: dict[str, Any], watch: Watch, backends: list[str]) -> dict[str, Any]:
+    """Return the arguments of torch.compile with a watched backend, which also takes Inductor's mode and options."""
+    backend: str | Callable[..., Any] = arguments.get("backend", "inductor")
+    backends.append(backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__))
+    if arguments.get("disable"):
+        return arguments
+    fixed = {key: arguments[key] for key in ("mode", "options") if arguments.get(key) is not None}
+    kept = {key: value for key, value in arguments.items() if key not in ("mode", "options")}
+    return {**kept, "backend": watch.backend(backend, **fixed), "fullgraph": False}
+
+
+@contextmanager
+def _as_main(path: Path) -> Iterator[None]:
+    """Set sys.argv and sys.path inside the block as Python does for a script."""
+    argv, places = list(sys.argv), list(sys.path)
+    sys.argv[:] = [str(path)]
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv[:] = argv
+        sys.path[:] = places

@@ -1,7 +1,7 @@
 """The report of `explain`: built from what was watched, and shown as text, JSON or HTML.
 
-The JSON form is the dataclasses of `rows`, under `"schema": "dsv4.explain/1"`. A release may add fields to a schema; one
-that renames or removes a field, or changes its meaning, raises the number.
+The JSON form is the dataclasses of `rows`, under `"schema": "dsv4.explain/1"`. A release may add fields to a schema;
+one that renames or removes a field, or changes its meaning, raises the number.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Report(Findings):
         return report
 
     def save(self, path: str | Path) -> Path:
-        """Write the report to `path`: JSON, text or one self-contained HTML page, by its suffix .json, .txt or .html."""
+        """Write the report to `path`: JSON, text or one self-contained HTML page, for .json, .txt or .html."""
         path = Path(path)
         renderers: dict[str, Callable[[], str]] = {
             ".json": self.to_json,

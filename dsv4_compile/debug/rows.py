@@ -1,4 +1,4 @@
-"""Everything that `explain` found, as plain data: one dataclass for each kind of row, and `Findings` with all of them."""
+"""The data of a report: one dataclass for each kind of row, and `Findings` with all of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compile inside a block as a new process would, and leave the compiler as it was found.
+"""Compile inside a block as a new process does, and restore the compiler afterwards.
 
-torch.compiler.reset() would forget every compiled function of the process. Here only the functions that the block
-itself compiled are forgotten; one that was compiled before as well is compiled again at its next call.
+torch.compiler.reset() drops every compiled function of the process. Here only functions that the block itself compiled
+are dropped; one that had been compiled before too is compiled again at its next call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "automatic_dynamic_local_pgo": False,
         "automatic_dynamic_remote_pgo": False,
     },
-    # A graph that comes from a cache is not lowered, so there would be no decision and no code to report.
+    # A graph from a cache is not lowered, so there would be no decision and no code to report.
     "inductor_config": {"fx_graph_cache": False, "fx_graph_remote_cache": False},
     "functorch_config": {"enable_autograd_cache": False, "enable_remote_autograd_cache": False},
 }
@@ -38,7 +38,7 @@ _COMPILER_GLOBALS = ("__builtins_dict__", "__import_")
 
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """A compiler without history inside the block; settings, caches, counters and random state restored after it."""
+    """Compile without history inside the block; restore settings, caches, counters and random state after it."""
     from .. import _compat
 
     with ExitStack() as stack:
@@ -52,7 +52,7 @@ def fresh_compiler() -> Iterator[None]:
         stack.enter_context(_forgotten_shapes())
         stack.enter_context(_forgotten_globals())
         stack.enter_context(_forgotten_code())
-        # The report says what torch would warn of.
+        # The report contains what torch warns about.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\._(dynamo|inductor|functorch)\b")
         yield
@@ -73,7 +73,7 @@ def _restored_counters() -> Iterator[None]:
 
 @contextmanager
 def _forgotten_shapes() -> Iterator[None]:
-    """Hide the sizes that torch has seen so far, which decide what it makes dynamic."""
+    """Hide the sizes that torch has seen so far, from which it decides which dims are dynamic."""
     from .._compat import pgo
 
     names = ("_CODE_STATE", "_INIT_CODE_STATE")
@@ -88,7 +88,7 @@ def _forgotten_shapes() -> Iterator[None]:
 
 @contextmanager
 def _forgotten_code() -> Iterator[None]:
-    """Remove what the block compiled. Inside it, nothing counts as known to be untraceable."""
+    """Drop what the block compiled. Inside it, functions that torch has marked untraceable are traced again."""
     from .. import _compat as compiler
 
     before = {code: compiler.compiled_versions(code) for code in compiler.traced_functions()}
@@ -107,7 +107,7 @@ def _forgotten_code() -> Iterator[None]:
 
 @contextmanager
 def _forgotten_globals() -> Iterator[None]:
-    """Remove the names that torch adds to a module before it knows whether a function of it will compile."""
+    """Remove the names that torch adds to a module before it has compiled a function of it."""
     before = _compiler_globals()
     try:
         yield

@@ -68,12 +68,12 @@ def run(graph: Graph, merger: Merger) -> None:
             choices += [_Around(attention, front), _Around(attention, back=back)]
         tried: list[Fusion] = []
         for choice in choices:
-            if not (tried and tried[-1].merged):
+            if not (tried and tried[-1].fused):
                 merge = partial(_merge, graph, merger, choice)
                 tried.append(merger.attempt(choice.ops, choice.into, attention.node, merge))
         # What stands in the way of the most is worth a line; that less does not do either is not.
         for index, fusion in enumerate(tried):
-            if fusion.merged or index == 0:
+            if fusion.fused or index == 0:
                 record(fusion)
 
 

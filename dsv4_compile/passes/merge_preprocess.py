@@ -38,7 +38,7 @@ def run(graph: Graph, merger: Merger) -> None:
             continue
         group = Group(norm, store)
         alone = merger.attempt(group.ops, INTO, norm.node, partial(plan, graph, group))
-        if not alone.merged:
+        if not alone.fused:
             record(alone)
             continue
         # A layer may well be written with its compressors in front of its norm.
@@ -58,9 +58,9 @@ def _merge_most(graph: Graph, merger: Merger, group: Group) -> None:
     smaller = [modified(group, indexer=None), modified(group, indexer=None, main=None)]
     tried: list[Fusion] = []
     for choice in (group, *(choice for choice in smaller if len(choice.members) < len(group.members))):
-        if not (tried and tried[-1].merged):
+        if not (tried and tried[-1].fused):
             tried.append(merger.attempt(choice.ops, INTO, group.norm.node, partial(_merge, graph, merger, choice)))
-    for fusion in (tried[0], *(fusion for fusion in tried[1:] if fusion.merged)):
+    for fusion in (tried[0], *(fusion for fusion in tried[1:] if fusion.fused)):
         record(fusion)
 
 
@@ -94,7 +94,7 @@ def _joined(graph: Graph, merger: Merger, group: Group, pair: Compressor, role: 
         plan(graph, larger)
 
     outcome = merger.attempt((SAVE, COMPRESS), INTO, pair.save.node, check)
-    return larger if outcome.merged else outcome
+    return larger if outcome.fused else outcome
 
 
 def _merge(graph: Graph, merger: Merger, group: Group) -> None:

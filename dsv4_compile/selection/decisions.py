@@ -62,27 +62,27 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """Ops that a pass merged into one, or left apart.
+    """A group of ops that a pass fused into one op, or did not fuse.
 
     Attributes:
         by: name of the pass.
         ops: names of the ops that the graph had, in its order.
-        into: name of the op that does their work, or would.
-        merged: whether it does.
-        reason: why, in one clause.
-        where: "file:line" of the user's call of the first of them, or "".
+        into: name of the fused op.
+        fused: whether they were fused.
+        reason: the reason, in one clause.
+        where: "file:line" of the user's call of the first op, or "".
     """
 
     by: str
     ops: tuple[str, ...]
     into: str
-    merged: bool
+    fused: bool
     reason: str
     where: str = ""
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
-        verb = "merged into" if self.merged else "not merged into"
+        verb = "fused into" if self.fused else "not fused into"
         return f"{' + '.join(self.ops)}{place}: {verb} {self.into} ({self.reason})"
 
 

@@ -40,7 +40,7 @@ class Merged:
     @property
     def reasons(self) -> list[str]:
         """Why groups were left apart."""
-        return [fusion.reason for fusion in self.fusions if not fusion.merged]
+        return [fusion.reason for fusion in self.fusions if not fusion.fused]
 
 
 def merged(fn: Callable[..., Any], options: dict[str, Any] | None = None, *, dynamic: bool | None = None) -> Merged:

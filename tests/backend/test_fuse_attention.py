@@ -57,7 +57,7 @@ def test_the_half_of_q_goes_inside_and_the_cache_is_read_behind_the_half_of_kv()
     attention = Attention()
     result = compare(lambda cache: attention(attention.norm_and_insert(cache), cache), attention)
     assert result.ops == {"kv_rope_insert": 1, ATTENTION: 1}
-    assert [(fusion.ops, fusion.merged) for fusion in result.fusions] == [(("q_norm_rope", ATTENTION), True)]
+    assert [(fusion.ops, fusion.fused) for fusion in result.fusions] == [(("q_norm_rope", ATTENTION), True)]
 
 
 def test_a_norm_with_an_eps_of_zero_goes_inside() -> None:

@@ -67,7 +67,7 @@ def test_a_selection_and_its_map_are_one_op_and_the_weights_are_not_cast() -> No
         ("fuse_indexer", ("convert_element_type", "indexer_q_rope_quant"), "indexer_q_rope_quant"),
         ("fuse_indexer", ("indexer_logits_topk", "global_topk"), "indexer_topk_slots"),
     ]
-    assert all(fusion.merged for fusion in result.fusions)
+    assert all(fusion.fused for fusion in result.fusions)
 
 
 def test_what_the_map_takes_may_be_computed_behind_the_selection() -> None:

@@ -69,7 +69,7 @@ def test_preprocessing_quantises_for_the_product_behind_it(ratio: int) -> None:
     result = compare(latents, latents.whole)
     assert result.ops == TOGETHER
     (fusion,) = result.fusions
-    assert (fusion.by, fusion.ops, fusion.into, fusion.merged) == ("fuse_latent", (FIRST, SECOND), INTO, True)
+    assert (fusion.by, fusion.ops, fusion.into, fusion.fused) == ("fuse_latent", (FIRST, SECOND), INTO, True)
 
 
 def test_two_products_share_what_is_quantised() -> None:

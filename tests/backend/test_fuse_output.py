@@ -59,7 +59,7 @@ def test_the_first_product_quantises_for_the_second() -> None:
     result = compare(Layer().whole)
     assert result.ops == TOGETHER
     (fusion,) = result.fusions
-    assert (fusion.by, fusion.ops, fusion.into, fusion.merged) == ("fuse_output", (FIRST, SECOND), INTO, True)
+    assert (fusion.by, fusion.ops, fusion.into, fusion.fused) == ("fuse_output", (FIRST, SECOND), INTO, True)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_layer_is_one_op_in_front_of_its_projections_and_one_around_attention(
     expected = Counter([*(MERGED_FP8 if fp8 else MERGED), *(INDEXER if kind == "csa" else {})])
     del result.ops["fp8_linear"]
     assert result.ops == expected
-    assert [fusion.merged for fusion in result.fusions] == [True] * (2 + (kind == "csa") + 2 * fp8)
+    assert [fusion.fused for fusion in result.fusions] == [True] * (2 + (kind == "csa") + 2 * fp8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,7 +67,7 @@ def test_every_pass_does_without_each_other(kind: str, off: str) -> None:
     result = merged(layer, {"dsv4.fuse": "on", f"dsv4.fuse.{off}": "off"})
     step_through(layer, result.call, partial(assert_close, tolerance=NEIGHBOUR))
     assert off not in {fusion.by for fusion in result.fusions}
-    assert all(fusion.merged for fusion in result.fusions)
+    assert all(fusion.fused for fusion in result.fusions)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,7 +162,7 @@ def test_compiled_code_writes_every_cache_in_place_and_the_report_lists_the_merg
     assert not report.missed_reinplace
     for name, tensor in got.paged.layers[0].tensors().items():
         assert_bitwise(tensor, expected.paged.layers[0].tensors()[name], label=name)
-    assert [(row.by, row.into, row.merged, row.count) for row in report.fusions] == [
+    assert [(row.by, row.into, row.fused, row.count) for row in report.fusions] == [
         ("merge_preprocess", "preprocess_insert", True, 1),
         ("fuse_indexer", "indexer_topk_slots", True, 1),
         ("fuse_attention", "sparse_mla_decode", True, 1),
@@ -208,7 +208,7 @@ def test_every_layer_of_a_model_is_accounted_for_once(fuse: str) -> None:
     for a, b in zip(first, second, strict=True):
         for name, tensor in a.tensors().items():
             assert_bitwise(tensor, b.tensors()[name], label=name)
-    assert Counter((fusion.by, fusion.merged, len(fusion.ops)) for fusion in result.fusions) == {
+    assert Counter((fusion.by, fusion.fused, len(fusion.ops)) for fusion in result.fusions) == {
         ("merge_preprocess", fuse == "on", 6): 3,
         ("fuse_indexer", fuse == "on", 2): 3,
         ("fuse_attention", fuse == "on", 3): 3,

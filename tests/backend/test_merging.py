@@ -297,7 +297,7 @@ def test_auto_leaves_apart_what_was_measured_to_be_faster_so(
     monkeypatch.setattr(registry.measured, "nearest", nearest)
     result = compare(options={"dsv4.fuse.fuse_attention": "off"})
     times = f"measured at such a size: {us} us, apart 4.0 us"
-    assert result.fusions[0].merged is merges
+    assert result.fusions[0].fused is merges
     assert result.fusions[0].reason == (f"triton: kernel for cpu; {times}" if merges else times)
 
 

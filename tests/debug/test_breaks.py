@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import dsv4_compile
-from dsv4_compile.debug import breaks, causes, events
+from dsv4_compile.debug import breaks, places
+from dsv4_compile.debug.places import Place
 from dsv4_compile.debug.report import Report
-from dsv4_compile.debug.rows import Place
 from tests.debug import planted_breaks
 
 PLANTED = {
@@ -108,7 +108,7 @@ def test_break_in_an_installed_package_names_the_line_that_led_there(
     package = tmp_path / "installed_package.py"
     package.write_text("def layer(x):\n    y = x + 1\n    print('inside')\n    return y\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(breaks, "_site_packages", lambda: (tmp_path,))
+    monkeypatch.setattr(places, "_site_packages", lambda: (tmp_path,))
     import installed_package
 
     report = explain(lambda x: installed_package.layer(x * 2), torch.ones(2))
@@ -136,7 +136,7 @@ def test_call_that_raises_is_reported_with_what_was_found_before() -> None:
 
 
 def test_code_of_the_transformers_model_is_advised_to_be_converted() -> None:
-    cause, fix = causes.explain_break(
+    cause, fix = breaks.explain_break(
         "Data-dependent branching", "", "", [], "site-packages/transformers/models/deepseek_v4/modeling_deepseek_v4.py"
     )
     assert "value of a tensor" in cause
@@ -154,14 +154,14 @@ def test_code_of_the_transformers_model_is_advised_to_be_converted() -> None:
 def test_kernel_packages_are_answered_with_the_op_that_replaces_them(module: str, replacement: str) -> None:
     context = f"module: {module}, qualname: run, skip reason: cannot determine source file (likely a C extension)"
     explanation = "This function is either a Python builtin or a third-party C/C++ Python extension."
-    cause, fix = causes.explain_break("Attempted to call function marked as skipped", explanation, context, [], "")
+    cause, fix = breaks.explain_break("Attempted to call function marked as skipped", explanation, context, [], "")
     assert f"{module}.run" in cause
     assert replacement in fix
 
 
 def test_unknown_kind_of_break_shows_what_torch_says_and_its_useful_hint() -> None:
     hints = ["Please report an issue to PyTorch.", "Avoid the frobnicator."]
-    cause, fix = causes.explain_break("New kind", "The frobnicator is not supported. At all.", "", hints, "")
+    cause, fix = breaks.explain_break("New kind", "The frobnicator is not supported. At all.", "", hints, "")
     assert (cause, fix) == ("The frobnicator is not supported", "Avoid the frobnicator.")
 
 
@@ -175,7 +175,7 @@ def test_account_of_a_skipped_frame_without_a_reason_keeps_its_place() -> None:
         '  File "torch/_dynamo/x.py", line 1, in g\n    raise Unsupported\n'
         "torch._dynamo.exc.Unsupported: cannot step\n"
     )
-    raw = events.parse_break(text)
+    raw = breaks.parse_break(text)
     assert raw.whole_function
     assert raw.stack == [Place("model.py", 7, "f", "y.step()")]
     assert "cannot step" in raw.kind

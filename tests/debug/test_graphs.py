@@ -11,7 +11,7 @@ import torch
 
 import dsv4_compile
 from dsv4_compile import layout
-from dsv4_compile.debug import kernels
+from dsv4_compile.debug import graphs
 from dsv4_compile.debug.report import Report
 
 BLOCK = 4
@@ -195,7 +195,7 @@ def call(args):
 def benchmark_compiled_module(times=10):
     extern_kernels.mm(buf0, buf1, out=buf2)
 """
-    rows = [(kernel.kind, kernel.name, kernel.calls) for kernel in kernels.read_kernels(code, graph=1)]
+    rows = [(kernel.kind, kernel.name, kernel.calls) for kernel in graphs.read_kernels(code, graph=1)]
     assert rows == [
         ("triton", "triton_poi_fused_add_0", 2),
         ("cpp", "cpp_fused_mul_1", 1),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dsv4_compile
-from dsv4_compile.debug import guards
+from dsv4_compile.debug.recompiles import explain_guard, split_reason
 from dsv4_compile.debug.rows import Recompile
 
 GLOBAL = 1
@@ -133,7 +133,7 @@ def test_recompile_limit_is_said_aloud() -> None:
 
 
 def test_grad_mode_is_named_as_the_difference() -> None:
-    finding = guards.read("GLOBAL_STATE changed: grad_mode ")
+    finding = explain_guard("GLOBAL_STATE changed: grad_mode ")
     assert "grad_mode" in finding.cause
     assert "inference_mode" in finding.fix
 
@@ -160,7 +160,7 @@ def test_same_tensor_passed_twice_is_named() -> None:
 
 
 def test_guard_that_no_rule_knows_is_shown_as_it_is() -> None:
-    finding = guards.read("___quantum(L) is entangled")
+    finding = explain_guard("___quantum(L) is entangled")
     assert "___quantum(L) is entangled" in finding.cause
     assert finding.fix
 
@@ -171,10 +171,10 @@ def test_value_whose_attribute_raises_does_not_fail_the_report() -> None:
         def size(self) -> int:
             raise RuntimeError("no")
 
-    finding = guards.read("h.size == 3", {"h": Hostile()})
+    finding = explain_guard("h.size == 3", {"h": Hostile()})
     assert (finding.expected, finding.actual) == ("3", "")
 
 
 def test_reason_is_split_from_its_compile_id_comment_and_stack() -> None:
     reason = "0/1: n == 3        # return x * n  # model.py:4 in f\nUser stack trace:\n  File ..."
-    assert guards.split(reason) == ("0/1", "n == 3")
+    assert split_reason(reason) == ("0/1", "n == 3")

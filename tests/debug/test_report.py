@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import dsv4_compile
+from dsv4_compile.debug.places import Place
 from dsv4_compile.debug.report import SCHEMA, Report
 from dsv4_compile.debug.rows import (
     Break,
@@ -23,7 +24,6 @@ from dsv4_compile.debug.rows import (
     OpCost,
     OpDecision,
     OpFusion,
-    Place,
     Recompile,
 )
 
@@ -97,16 +97,16 @@ def test_text_says_everything(full: Report) -> None:
     text = " ".join(full.text(100).split())
     for words in (
         "/models/attention.py:31",
-        "the whole function runs eagerly, met 3 times",
+        "the whole function runs eagerly, 3 times",
         "unknown place",
-        "recompile limit is used up",
+        "recompile limit is reached",
         "3, 4",
         "`cache` [8, 64] u8, 1.0 MiB, is copied as a whole",
         "mark_static(cache)",
         "a.py:1, b.py:2, c.py:3 +1",
         "x [s0=4, 8] bf16, 7 parameters",
         "dsv4.q_norm_rope, mul x3",
-        "1 group not merged into sparse_mla_decode",
+        "1 group not fused into sparse_mla_decode",
         "Kernel launches: 2 triton".upper(),
         "[E201] wrong",
         "A note.",

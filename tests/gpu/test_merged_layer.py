@@ -84,7 +84,7 @@ def test_a_merged_layer_gives_what_its_parts_give(kind: str) -> None:
         got, new, _ = served.steps(MERGED, counts)
     merged = {"preprocess_insert", "sparse_mla_decode"}
     merged |= {"indexer_q_rope_quant", "indexer_topk_slots"} if kind == "csa" else set()
-    assert {fusion.into for fusion in decided.fusions if fusion.merged} == merged
+    assert {fusion.into for fusion in decided.fusions if fusion.fused} == merged
     for a, b in zip(got, expected, strict=True):
         # bfloat16 sums in another order; a score near a tie may select another entry in a CSA layer.
         assert torch.nn.functional.cosine_similarity(a.float(), b.float(), dim=-1).median() > 0.9995

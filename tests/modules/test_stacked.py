@@ -184,7 +184,7 @@ def test_bfloat16_weights_with_float32_scores_take_one_product_or_two(single: bo
     x = torch.randn(9, HIDDEN).bfloat16()
     assert_bitwise(got.step([x])[0], expected.step([x])[0])
     assert result.targets["mm"] == 2 + products
-    merged_op = [fusion.merged for fusion in result.fusions if fusion.by == "merge_preprocess"]
+    merged_op = [fusion.fused for fusion in result.fusions if fusion.by == "merge_preprocess"]
     assert merged_op == [True]
     assert result.targets["convert_element_type"] == 2  # input and weights, which only a CPU widens
 
@@ -230,7 +230,7 @@ def test_e4m3_weights_and_the_compressors_take_one_op_or_two(kind: str, single: 
     x = torch.randn(9, HIDDEN).bfloat16()
     assert_bitwise(got.step([x])[0], expected.step([x])[0])
     assert result.joined == products
-    assert [fusion.merged for fusion in result.fusions if fusion.by == "merge_preprocess"] == [True]
+    assert [fusion.fused for fusion in result.fusions if fusion.by == "merge_preprocess"] == [True]
 
 
 def subclassed() -> Linear:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.host.gpu import HOPPER, gpu_of
+from dsv4_compile.kernels.host.gpu import SM90, gpu_of
 from dsv4_compile.kernels.linear import gemm_sm90_small as grouped_matmul_hopper
 from dsv4_compile.kernels.linear.fp8_grouped_einsum import fp8_grouped_einsum, fp8_grouped_einsum_quant
 from dsv4_compile.kernels.linear.fp8_linear import fp8_linear
@@ -184,8 +184,8 @@ def test_compiled_on_hopper_an_output_projection_quantises_its_middle_once() -> 
             with torch._dynamo.config.patch(error_on_recompile=tokens != 9):
                 got = call(*args)
             assert products.gemm.differs([got], [projected(*args)], products.gemm.TOLERANCE["fp8_linear"]) == ""
-    hopper = gpu_of(products.CUDA).capability == HOPPER
-    assert [(fusion.into, fusion.merged) for fusion in decided.fusions] == [("fp8_grouped_einsum_quant", hopper)]
+    hopper = gpu_of(products.CUDA).capability == SM90
+    assert [(fusion.into, fusion.fused) for fusion in decided.fusions] == [("fp8_grouped_einsum_quant", hopper)]
 
 
 def test_the_op_takes_the_kernel() -> None:
