@@ -1,7 +1,7 @@
 """Find out why a function does not compile into one graph, and fix it.
 
-`slow_attention` looks harmless and breaks its graph four times. `explain` shows where, why and what to write instead;
-`fast_attention` is what the advice leads to. Runs on a CPU in seconds: python examples/03_finding_graph_breaks.py
+`slow_attention` breaks its graph four times. `explain` shows where, why and what to write instead; `fast_attention`
+applies these fixes. Runs on a CPU in seconds: python examples/03_finding_graph_breaks.py
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def slow_attention(q: torch.Tensor, kv: torch.Tensor, lengths: torch.Tensor) -> 
 
 
 def fast_attention(q: torch.Tensor, kv: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The same: lengths stay a tensor, all keys are scored, and what is past a length is masked."""
+    """Compute `slow_attention` in one graph: lengths stay a tensor, all keys are scored, those past a length masked."""
     scores = torch.einsum("thd,kd->thk", q, kv) * q.shape[-1] ** -0.5
     scores = scores.clamp(-30, 30)
     hidden = torch.arange(kv.shape[0], device=kv.device) >= lengths[:, None]
@@ -35,7 +35,7 @@ def fast_attention(q: torch.Tensor, kv: torch.Tensor, lengths: torch.Tensor) -> 
 
 
 def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random q [T, H, D], kv [K, D] and lengths i64 [T]."""
+    """Return random q [T, H, D], kv [K, D] and lengths i64 [T]."""
     return torch.randn(tokens, HEADS, DIM), torch.randn(KEYS, DIM), torch.randint(1, KEYS + 1, (tokens,))
 
 
@@ -44,20 +44,20 @@ def main() -> None:
     first, second = inputs(TOKENS), inputs(2 * TOKENS)
     assert torch.allclose(slow_attention(*first), fast_attention(*first), atol=1e-5)
 
-    # backend="eager" captures graphs without compiling them: breaks and recompiles in a second. Leave it out to see
-    # generated kernels, decisions on dsv4 ops and cache copies as well.
-    print("\n1. As it was written\n")
+    # backend="eager" captures graphs without compiling them, which shows breaks and recompiles in a second. The default
+    # backend also shows generated kernels, decisions on dsv4 ops and cache copies.
+    print("\n1. The original function\n")
     before = dsv4_compile.explain(slow_attention, *first, backend="eager")
     print(before)
     assert not before.ok
 
-    print("\n2. Without what breaks the graph, called with another number of tokens\n")
+    print("\n2. Without graph breaks, called with two different numbers of tokens\n")
     calls = [(first, {}), (second, {})]
     report = dsv4_compile.explain(fast_attention, calls=calls, backend="eager")
     print(report)
     assert not report.breaks
 
-    print("\n3. With the token dimension marked dynamic, as advised\n")
+    print("\n3. With the token dimension marked dynamic, as the report suggests\n")
     torch._dynamo.mark_dynamic(first[0], 0)
     torch._dynamo.mark_dynamic(first[2], 0)
     after = dsv4_compile.explain(fast_attention, calls=calls, backend="eager")

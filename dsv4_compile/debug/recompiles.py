@@ -110,7 +110,7 @@ def collect(
 
 
 def _function_of(compile_id: str, functions: Mapping[str, Place]) -> Place:
-    """Return the function of a compilation; one that torch refused is missing, but an earlier version of it is not."""
+    """Return the function of a compilation. A failed one is not in `functions`, but an earlier version of it is."""
     function = compile_id.split("/")[0]
     known = [place for name, place in functions.items() if name.split("/")[0] == function]
     return functions.get(compile_id) or (known[0] if known else Place())

@@ -1,11 +1,11 @@
-"""Functions that break a graph, each in its own way.
+"""Functions that break a graph, each for a different reason.
 
-"BREAK: words" in a comment marks the line, and words that the cause must have; "EAGER: words" marks a break that makes
-the whole function run eagerly. There are no words where releases of torch differ in what stops them.
+A comment "BREAK: words" marks the line of a break, and the words that its cause must contain; "EAGER: words" marks a
+break that makes the whole function run eagerly. The words are missing where the cause differs between torch releases.
 """
 
 # ruff: noqa: RET504, PLW2101
-# The shapes that the linter would simplify are the ones to plant.
+# The patterns that the linter would simplify are those to test.
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def explain(function: Callable[..., torch.Tensor], *args: object) -> Report:
 
 
 def marked_lines(name: str) -> list[int]:
-    """Marked lines of a planted function, or of the private helper in front of it that it calls."""
+    """Return the marked lines of a planted function, or of the private helper before it that it calls."""
     lines, first = inspect.getsourcelines(PLANTED[name])
     own = [number for number in MARKED if first <= number < first + len(lines)]
     return own or [max(number for number in MARKED if number < first)]
@@ -75,7 +75,7 @@ def test_function_without_a_break_is_ok() -> None:
     assert "ok; 1 graph" in report.text()
 
 
-def test_break_met_from_several_callers_is_one_row() -> None:
+def test_break_reached_from_several_callers_is_one_row() -> None:
     def helper(x: torch.Tensor) -> torch.Tensor:
         print("helper")
         return x + 1
@@ -120,7 +120,7 @@ def test_break_in_an_installed_package_names_the_line_that_led_there(
     assert "installed_package.layer" in found.called_from.source
 
 
-def test_call_that_raises_is_reported_with_what_was_found_before() -> None:
+def test_call_that_raises_is_reported_with_the_findings_before_it() -> None:
     def wrong(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
         print("first")
@@ -135,7 +135,7 @@ def test_call_that_raises_is_reported_with_what_was_found_before() -> None:
     assert not report.ok
 
 
-def test_code_of_the_transformers_model_is_advised_to_be_converted() -> None:
+def test_break_in_the_transformers_model_suggests_hf_convert() -> None:
     cause, fix = breaks.explain_break(
         "Data-dependent branching", "", "", [], "site-packages/transformers/models/deepseek_v4/modeling_deepseek_v4.py"
     )
@@ -151,7 +151,7 @@ def test_code_of_the_transformers_model_is_advised_to_be_converted() -> None:
         ("fast_hadamard_transform_cuda", "hadamard"),
     ],
 )
-def test_kernel_packages_are_answered_with_the_op_that_replaces_them(module: str, replacement: str) -> None:
+def test_break_in_a_kernel_package_suggests_the_op_that_replaces_it(module: str, replacement: str) -> None:
     context = f"module: {module}, qualname: run, skip reason: cannot determine source file (likely a C extension)"
     explanation = "This function is either a Python builtin or a third-party C/C++ Python extension."
     cause, fix = breaks.explain_break("Attempted to call function marked as skipped", explanation, context, [], "")
@@ -159,13 +159,13 @@ def test_kernel_packages_are_answered_with_the_op_that_replaces_them(module: str
     assert replacement in fix
 
 
-def test_unknown_kind_of_break_shows_what_torch_says_and_its_useful_hint() -> None:
+def test_unknown_kind_of_break_shows_the_explanation_and_first_useful_hint_of_torch() -> None:
     hints = ["Please report an issue to PyTorch.", "Avoid the frobnicator."]
     cause, fix = breaks.explain_break("New kind", "The frobnicator is not supported. At all.", "", hints, "")
     assert (cause, fix) == ("The frobnicator is not supported", "Avoid the frobnicator.")
 
 
-def test_account_of_a_skipped_frame_without_a_reason_keeps_its_place() -> None:
+def test_parsed_break_of_a_skipped_frame_without_a_reason_keeps_its_place() -> None:
     text = (
         "Graph break: torch.compile cannot properly resume from this graph break, which results in a skip.\n"
         "torch.compile will skip tracing the frame f (model.py line 1) and fall back to eager.\n"

@@ -1,4 +1,4 @@
-"""Sources behind a report, with depyf, without it, and where it fails."""
+"""`explain(dump=...)`: sources are written with depyf, without it, and where it fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def explain(function: object, folder: Path) -> Report:
 
 
 @pytest.mark.parametrize("function", [straight, branch])
-def test_depyf_writes_what_it_can_and_never_breaks_the_run(
+def test_depyf_writes_what_it_can_and_never_fails_the_run(
     function: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = explain(function, tmp_path)
@@ -69,7 +69,7 @@ def test_depyf_that_raises_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(report.breaks) == 1
 
 
-def test_generated_code_is_kept_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_code_is_written_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "depyf", None)
     dsv4_compile.explain(straight, torch.ones(64), backend="inductor", dump=tmp_path)
     assert "async_compile" in (tmp_path / "graph_1_generated.py").read_text()

@@ -1,4 +1,4 @@
-"""The example on graph breaks runs, and shows what it promises."""
+"""The example on graph breaks runs and prints the verdicts it describes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "03_finding_graph_breaks.py"
 
 
-def test_example_goes_from_breaks_over_a_recompile_to_ok(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_reports_breaks_then_a_recompile_then_ok(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     verdicts = re.findall(r"^.*; \d+ graph.*$", capsys.readouterr().out, re.MULTILINE)
     assert verdicts == [

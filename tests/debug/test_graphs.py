@@ -1,4 +1,4 @@
-"""Graphs, dsv4 ops with their decisions, kernels, and what happens to caches."""
+"""Reported graphs, decisions on dsv4 ops, kernels, and copies of caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADS = 2
 
 @pytest.fixture
 def step() -> Iterator[tuple[Any, ...]]:
-    """Arguments of `attention_inputs`: a query, a KV row, a byte cache, slots, positions and the RoPE table."""
+    """Yield arguments of `attention_inputs`: queries, KV rows, a byte cache, slots, positions and the RoPE table."""
     cache = layout.allocate_cache("fp8_ds_mla", num_blocks=16, block_size=BLOCK)
     q, kv = torch.randn(TOKENS, HEADS, layout.HEAD_DIM), torch.randn(TOKENS, layout.HEAD_DIM)
     yield q, kv, cache, torch.arange(TOKENS), torch.arange(TOKENS), torch.randn(8, layout.ROPE_DIM)
@@ -112,7 +112,7 @@ def test_temporary_of_the_size_of_a_mutated_activation_is_no_cache_copy() -> Non
     assert report.ok
 
 
-def test_old_value_of_a_cache_that_is_used_after_the_write_is_listed_as_a_clone(step: tuple[Any, ...]) -> None:
+def test_old_value_of_a_cache_used_after_the_write_is_listed_as_a_clone(step: tuple[Any, ...]) -> None:
     def remembers(kv: torch.Tensor, cache: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         before = cache.clone()
         torch.ops.dsv4.kv_rope_insert(kv, cache, *rest, BLOCK, "fp8_ds_mla")
@@ -204,7 +204,7 @@ def benchmark_compiled_module(times=10):
     ]
 
 
-def test_function_behind_a_decorator_is_named_itself() -> None:
+def test_decorated_function_is_reported_under_its_own_name() -> None:
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapper(*args: Any) -> Any:
@@ -221,7 +221,7 @@ def test_function_behind_a_decorator_is_named_itself() -> None:
     assert [row.place.function.split(".")[-1] for row in report.recompiles] == ["decorated"]
 
 
-def test_long_lists_are_cut_in_the_text_and_whole_in_the_data() -> None:
+def test_long_lists_are_truncated_in_the_text_and_complete_in_the_data() -> None:
     def many(*tensors: torch.Tensor) -> torch.Tensor:
         return sum(tensors)
 
@@ -239,7 +239,7 @@ def test_place_of_a_function_is_its_def_line_below_the_decorators() -> None:
     assert graph.place.source.startswith("def decorated")
 
 
-def test_a_graph_that_torch_traces_anew_counts_once() -> None:
+def test_a_graph_that_torch_traces_again_counts_once() -> None:
     class Norm(torch.nn.Module):
         eps = 1e-6  # a symbol of the first graph, under dynamic=True, until an op asks for its value
 

@@ -1,4 +1,4 @@
-"""Progress events reach whoever listens; nothing is printed where nobody watches."""
+"""Progress events reach all listeners; nothing is printed without a terminal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_nothing_is_printed_where_stderr_is_no_terminal(capsys: pytest.CaptureFi
     assert (captured.out, captured.err) == ("", "")
 
 
-def test_a_log_gets_a_line_for_each_piece_of_work_and_none_for_its_steps() -> None:
+def test_a_log_gets_one_line_for_each_stage_and_none_for_its_steps() -> None:
     log = io.StringIO()
     with progress.listen(progress.lines(log)):
         for _ in range(2):
@@ -82,7 +82,7 @@ def test_listener_replaces_the_terminal_and_none_silences_it(monkeypatch: pytest
     assert terminal.getvalue() == ""
 
 
-def test_inner_listener_is_added_to_the_outer_one_and_leaves_with_its_block() -> None:
+def test_inner_listener_gets_events_beside_the_outer_one_until_its_block_ends() -> None:
     outer: list[Event] = []
     inner: list[Event] = []
     with progress.listen(outer.append):

@@ -1,4 +1,4 @@
-"""Recompiles: the guard that failed, the values that went through it, and what to do."""
+"""Reported recompiles: the guard that failed, its values, and the fix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def applied(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def grown_global(x: torch.Tensor) -> torch.Tensor:
-    global GLOBAL  # noqa: PLW0603 -- what is tested
+    global GLOBAL  # noqa: PLW0603 -- the guard on it is tested
     y = x * GLOBAL
     GLOBAL += 1
     return y
@@ -85,7 +85,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_recompile_names_what_changed_its_values_and_the_advice(name: str) -> None:
+def test_recompile_shows_what_changed_the_values_and_a_fix(name: str) -> None:
     function, calls, cause, values, fix = CASES[name]
     (row,) = recompiles(function, *calls)
     assert cause in row.cause
@@ -112,14 +112,14 @@ def test_dynamic_dim_that_is_marked_does_not_recompile() -> None:
     assert x.shape[1] == "4"
 
 
-def test_values_of_one_guard_line_up_in_one_row_over_many_calls() -> None:
+def test_values_of_one_guard_over_many_calls_are_one_row() -> None:
     counter = Counter()
     (row,) = recompiles(counter, *[(ones(2),)] * 4)
     assert row.count == 3
     assert row.values == ["0", "1", "2", "3"]
 
 
-def test_recompile_limit_is_said_aloud() -> None:
+def test_recompile_limit_is_reported() -> None:
     def named(x: torch.Tensor, mode: str) -> torch.Tensor:
         return x + len(mode)
 
@@ -159,7 +159,7 @@ def test_same_tensor_passed_twice_is_named() -> None:
     assert "one tensor is passed as" in row.cause
 
 
-def test_guard_that_no_rule_knows_is_shown_as_it_is() -> None:
+def test_guard_that_no_rule_matches_is_shown_unchanged() -> None:
     finding = explain_guard("___quantum(L) is entangled")
     assert "___quantum(L) is entangled" in finding.cause
     assert finding.fix

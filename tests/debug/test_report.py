@@ -1,4 +1,4 @@
-"""The report's forms: text that fits, JSON that comes back, HTML that escapes."""
+"""Forms of the report: text fits its width, JSON round-trips, HTML is escaped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COSTS = [OpCost(3_000_000, 0, 0.7, 1.5), OpCost(1_000_000, 2_000_000_000, 0.25)]
 
 @pytest.fixture
 def full() -> Report:
-    """A report with something in every field."""
+    """Return a report with every field set."""
     return Report(
         target="Attention<script>alert(1)</script>",
         backend="dsv4",
@@ -60,18 +60,18 @@ def full() -> Report:
     )
 
 
-def test_json_comes_back_as_the_same_report(full: Report) -> None:
+def test_json_round_trips(full: Report) -> None:
     assert Report.from_json(full.to_json()) == full
     assert json.loads(full.to_json(indent=None)) == full.to_dict()
 
 
-def test_report_of_a_real_call_comes_back_as_the_same_report() -> None:
+def test_report_of_a_real_call_round_trips() -> None:
     report = dsv4_compile.explain(lambda x: x.sum().item(), torch.ones(3), backend="eager")
     assert report.breaks
     assert Report.from_json(report.to_json()) == report
 
 
-def test_json_keeps_its_names(full: Report) -> None:
+def test_json_keeps_its_field_names(full: Report) -> None:
     data = full.to_dict()
     assert data["schema"] == SCHEMA == "dsv4.explain/1"
     assert data["ok"] is False
@@ -81,7 +81,7 @@ def test_json_keeps_its_names(full: Report) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"schema": "dsv4.explain/0"}', "[]", "{}"])
-def test_another_schema_is_refused(text: str) -> None:
+def test_another_schema_is_rejected(text: str) -> None:
     with pytest.raises(dsv4_compile.DSV4Error, match="E201"):
         Report.from_json(text)
 
@@ -93,7 +93,7 @@ def test_text_fits_its_width(full: Report, width: int) -> None:
     assert not any(line != line.rstrip() for line in lines)
 
 
-def test_text_says_everything(full: Report) -> None:
+def test_text_contains_every_finding(full: Report) -> None:
     text = " ".join(full.text(100).split())
     for words in (
         "/models/attention.py:31",
@@ -115,12 +115,12 @@ def test_text_says_everything(full: Report) -> None:
         assert words in text, words
 
 
-def test_costs_of_an_op_are_added_up(full: Report) -> None:
+def test_costs_of_an_op_are_summed(full: Report) -> None:
     line = next(line for line in full.text(200).splitlines() if "4.000" in line)
     assert line.split() == ["q_norm_rope", "2", "4.000", "2.000", "0.95", "1.5", "for", "1"]
 
 
-def test_empty_report_says_what_happened() -> None:
+def test_empty_report_says_that_no_graph_was_captured() -> None:
     report = dsv4_compile.explain(lambda: 3, backend="eager")
     assert "No graph was captured" in report.text()
     assert report.ok
@@ -137,7 +137,7 @@ class _Tags(html.parser.HTMLParser):
         self.attributes += attrs
 
 
-def test_html_escapes_every_value_and_needs_nothing_from_outside(full: Report, tmp_path: Path) -> None:
+def test_html_escapes_every_value_and_uses_no_external_resource(full: Report, tmp_path: Path) -> None:
     text = full.save(tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
@@ -150,7 +150,7 @@ def test_html_escapes_every_value_and_needs_nothing_from_outside(full: Report, t
     assert len(text) < 20_000
 
 
-def test_report_is_saved_in_the_form_its_name_asks_for(full: Report, tmp_path: Path) -> None:
+def test_suffix_of_the_path_selects_the_saved_form(full: Report, tmp_path: Path) -> None:
     assert Report.from_json(full.save(tmp_path / "r.json").read_text(encoding="utf-8")) == full
     assert full.save(tmp_path / "r.txt").read_text(encoding="utf-8") == full.text()
     with pytest.raises(dsv4_compile.DSV4Error, match=r"\.json, \.txt or \.html"):
@@ -161,7 +161,7 @@ def test_rich_shows_the_same_text(full: Report) -> None:
     assert full.__rich__().plain == full.text()
 
 
-def test_every_kind_of_fault_makes_the_report_not_ok() -> None:
+def test_every_kind_of_problem_makes_the_report_not_ok() -> None:
     base = Report(target="f", backend="eager", torch="2")
     assert base.ok
     for name in ("breaks", "recompiles", "cache_copies", "cache_hazards"):

@@ -1,4 +1,4 @@
-"""`dsv4 explain script.py`: the script runs, what it compiles is reported, and the status says whether that is fine."""
+"""`dsv4 explain script.py`: the script runs, its compilations are reported, and the exit status tells the outcome."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_compile_of_a_script_is_observed(script: Path, capsys: pytest.Capt
     assert sys.argv == argv
 
 
-def test_json_output_is_json_alone(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_only_json(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain_script(script, json=True) == 0
     captured = capsys.readouterr()
     report = Report.from_json(captured.out)

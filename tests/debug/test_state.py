@@ -1,4 +1,4 @@
-"""explain() leaves the compiler, the model and the process as it found them."""
+"""explain() restores the compiler, the model and the process."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_function_that_was_skipped_is_traced_again_afterwards() -> None:
         torch.compile(loopy, backend="eager", fullgraph=True)(torch.ones(2))
 
 
-def test_function_that_torch_has_given_up_on_is_looked_at_all_the_same() -> None:
+def test_function_that_torch_skips_is_explained() -> None:
     compiled = torch.compile(loopy, backend="eager")
     compiled(torch.ones(2))
     report = dsv4_compile.explain(compiled, torch.ones(2), backend="eager")
@@ -155,7 +155,7 @@ def test_sizes_seen_by_explain_do_not_make_a_later_compile_dynamic() -> None:
     shapes: list[Any] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        # A dynamic size would be an input of its own.
+        # A dynamic size would be a separate input.
         shapes.extend(torch.Tensor if isinstance(value, torch.Tensor) else type(value) for value in example_inputs)
         return gm
 
@@ -180,7 +180,7 @@ def test_state_is_restored_when_the_call_raises() -> None:
     assert settings() == before
 
 
-def test_block_compiles_although_a_cache_of_graphs_is_on() -> None:
+def test_block_compiles_even_with_the_graph_cache_enabled() -> None:
     with torch._inductor.config.patch(fx_graph_cache=True):
         with fresh_compiler():
             assert torch._inductor.config.fx_graph_cache is False
@@ -188,11 +188,11 @@ def test_block_compiles_although_a_cache_of_graphs_is_on() -> None:
 
 
 @pytest.mark.parametrize("calls", [[torch.ones(2)], [((torch.ones(2),),)], [(torch.ones(2), {})]])
-def test_calls_that_are_no_pairs_are_refused(calls: Any) -> None:
+def test_calls_that_are_not_pairs_are_rejected(calls: Any) -> None:
     with pytest.raises(dsv4_compile.DSV4Error, match=r"E201.*\n.*\(args, kwargs\)"):
         dsv4_compile.explain(torch.sin, calls=calls)
 
 
-def test_something_that_cannot_be_called_is_refused() -> None:
+def test_an_object_that_is_not_callable_is_rejected() -> None:
     with pytest.raises(dsv4_compile.DSV4Error, match="E201"):
         dsv4_compile.explain(3)
