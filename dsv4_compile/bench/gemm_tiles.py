@@ -69,11 +69,11 @@ def _prepare(op: str, tile: tuple[int, int, int], programs: int) -> Any:
     def cut(gpu: Any, tokens: int, groups: int, rows: int, strips: int) -> Any:
         block_m = usual(gpu, tokens, groups, rows, strips).block_m
         tiles = cdiv(tokens, block_m) * groups * cdiv(rows, block_n)
-        splits = max(1, min(strips, cdiv(gpu.processors * programs, tiles)))
+        splits = max(1, min(strips, cdiv(gpu.sms * programs, tiles)))
         return portable.Cut(block_m, block_n, warps, stages, cdiv(strips, cdiv(strips, splits)))
 
     def hopper_cut(gpu: Any, tokens: int, groups: int, rows: int, strips: int, *kind: bool) -> Any:
-        wanted = max(1, min(strips, gpu.processors * programs // (groups * cdiv(rows, block_n))))
+        wanted = max(1, min(strips, gpu.sms * programs // (groups * cdiv(rows, block_n))))
         return hopper.Cut(block_n, warps, programs, cdiv(strips, cdiv(strips, wanted)))
 
     def call(*args: Any) -> Any:
@@ -93,4 +93,4 @@ def _hopper_module() -> Any:
     if not torch.cuda.is_available():
         return None
     gpu = importlib.import_module("dsv4_compile.kernels.host.gpu")
-    return gpu.hopper_kernel(gpu.gpu_of(torch.device("cuda")), "linear.gemm_sm90_small")
+    return gpu.sm90_module(gpu.gpu_of(torch.device("cuda")), "linear.gemm_sm90_small")

@@ -89,7 +89,7 @@ def _portable(tiles: tuple[int, ...], waves: int) -> Any:
 
     def call(*args: Any) -> Any:
         gpu = gpu_of(args[0].device)
-        wider = gpu._replace(processors=waves * gpu.processors)
+        wider = gpu._replace(sms=waves * gpu.sms)
         window, entries = Source(*args[1:5]), Source(*args[8:12])
         return kernel.launch(args[0], window, entries, scenario.CACHE, args[6], args[7], None, wider, cut)
 
@@ -97,7 +97,7 @@ def _portable(tiles: tuple[int, ...], waves: int) -> Any:
 
 
 def _need_hopper() -> None:
-    from ..kernels.host.gpu import HOPPER as capability
+    from ..kernels.host.gpu import SM90 as capability
     from ..kernels.host.gpu import gpu_of
 
     on_gpu(gpu_of)

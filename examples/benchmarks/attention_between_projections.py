@@ -32,7 +32,7 @@ from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_heads as f
 from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as small
 from dsv4_compile.kernels.attention import sparse_mla_decode_triton as portable
 from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion, Source, quantized_outputs
-from dsv4_compile.kernels.host.gpu import HOPPER, gpu_of
+from dsv4_compile.kernels.host.gpu import SM90, gpu_of
 from dsv4_compile.kernels.linear.fp8_grouped_einsum import fp8_grouped_einsum
 from dsv4_compile.kernels.linear.fp8_linear import fp8_linear
 from dsv4_compile.kernels.linear.grouped_linear import grouped_linear
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="measure nothing")
     parser.add_argument("--out", type=Path, help="folder of the record")
     options = parser.parse_args()
-    if not torch.cuda.is_available() or gpu_of(CUDA).capability != HOPPER:
+    if not torch.cuda.is_available() or gpu_of(CUDA).capability != SM90:
         parser.error("these kernels are for Hopper GPUs")
     record: dict[str, Any] = {"scenario": "attention_between_projections", **environment(CUDA), "rows": []}
     limits = [f"--{name} {' '.join(map(str, getattr(options, name)))}" for name in ("tokens", "keys", "weights")]

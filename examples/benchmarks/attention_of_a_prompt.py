@@ -22,7 +22,7 @@ from dsv4_compile.bench.timing import us_in_a_row
 from dsv4_compile.kernels.attention.sparse_mla_decode import launch_best, sources
 from dsv4_compile.kernels.attention.sparse_mla_decode_by_rows import decode_by_rows
 from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion, results_for
-from dsv4_compile.kernels.host.gpu import HOPPER, gpu_of
+from dsv4_compile.kernels.host.gpu import SM90, gpu_of
 from dsv4_compile.reference.common.block_scale import dequantize_activation
 
 TOKENS, KEYS, ROWS, FUSED = (512, 1024, 2048, 4096, 16384), (128, 640), (2, 4, 8, 16), ("none", "both", "quant")
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=64, choices=(64, 128))
     parser.add_argument("--out", type=Path, help="folder of the record")
     options = parser.parse_args()
-    if not torch.cuda.is_available() or gpu_of(CUDA).capability != HOPPER:
+    if not torch.cuda.is_available() or gpu_of(CUDA).capability != SM90:
         parser.error("rows are attended by a kernel for Hopper GPUs")
     record: dict[str, Any] = {"scenario": "attention_of_a_prompt", **environment(CUDA), "rows": []}
     names = ("tokens", "keys", "rows", "fused")

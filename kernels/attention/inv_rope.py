@@ -16,11 +16,11 @@ from ...layout import ACT_TILE as _ACT_TILE
 from ...layout import SCALES_PER_WORD as _SCALES_PER_WORD
 from ...layout import cdiv
 from ...reference.attention.inv_rope import scale_strides, value_strides
-from ..device.quant import FP8_MAX, MANTISSA_BITS, amax_byte, refuses_fp8, scaled_e4m3, ue8m0_inverse
+from ..device.quant import FP8_MAX, MANTISSA_BITS, amax_byte, scaled_e4m3, ue8m0_inverse, why_unsupported_fp8
 from ..device.rope import load_cos_sin, rotate, table_row
-from ..host.gpu import registers
+from ..host.gpu import register_limit
 from ..host.launch import launch_kernel
-from ..host.pdl import early_launch, start
+from ..host.pdl import pdl_arguments, pdl_prologue
 
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
 ACT_TILE = tl.constexpr(_ACT_TILE)
@@ -73,10 +73,10 @@ def inv_rope_kernel(
     D: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program p takes BLOCK_H heads of token p // blocks."""
-    start(EARLY)
+    pdl_prologue(PDL)
     BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     token = (tl.program_id(0) // BLOCKS).to(tl.int64) + tl.zeros((BLOCK_H,), tl.int64)
     head = (tl.program_id(0) % BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -126,10 +126,10 @@ def inv_rope_fp8_quant_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     MANY: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program p takes BLOCK_T tokens and BLOCK_H heads of one group; blocks of heads vary first, then groups."""
-    start(EARLY, not MANY)
+    pdl_prologue(PDL, not MANY)
     # Strips in a program, of each of its tokens, and in a group.
     TILES: tl.constexpr = BLOCK_H * D // ACT_TILE
     STRIPS: tl.constexpr = HEADS * D // ACT_TILE
@@ -188,14 +188,14 @@ def inv_rope_fp8_quant_strips_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     MANY: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """As `inv_rope_fp8_quant_kernel`, for several rows: strips of heads one by one, of which only the last turns.
 
     As a whole, four rows take 912 instructions, and so many registers that a program waits for memory four times in a
     row; in strips 688, and twice. What lies beyond the tokens and heads is the last one's, and not stored.
     """
-    start(EARLY, not MANY)
+    pdl_prologue(PDL, not MANY)
     STRIPS: tl.constexpr = D // ACT_TILE
     block, group, first_token = _place(GROUPS, HEADS, BLOCK_T, BLOCK_H)
     o_row = tl.arange(0, BLOCK_T * BLOCK_H)
@@ -257,7 +257,7 @@ def inv_rope(o: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
         BLOCK_H=rows,
         num_warps=1,
         enable_fp_fusion=False,
-        **early_launch(o.device, programs),
+        **pdl_arguments(o.device, programs),
     )
     return out
 
@@ -308,9 +308,9 @@ def inv_rope_fp8_quant(
             BLOCK_H=block_h,
             MANY=many,
             num_warps=1,
-            **registers(o.device, STRIPS_REGISTERS if by_strips else 0),
+            **register_limit(o.device, STRIPS_REGISTERS if by_strips else 0),
             enable_fp_fusion=False,
-            **early_launch(o.device, 0 if many else programs),
+            **pdl_arguments(o.device, 0 if many else programs),
         )
     return (
         values.as_strided((tokens, n_groups, size), value_strides(tokens, size)),
@@ -335,7 +335,7 @@ def inv_rope_fp8_quant_refuses(
     packed_scales: bool = False,
 ) -> str:
     """Why a call cannot use the kernel, or ""."""
-    return inv_rope_refuses(o, positions, cos_sin_cache) or refuses_fp8(o.device)
+    return inv_rope_refuses(o, positions, cos_sin_cache) or why_unsupported_fp8(o.device)
 
 
 def _rows(rows: int) -> int:

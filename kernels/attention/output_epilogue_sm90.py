@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from ... import layout
 from ..hopper.gluon import FLAT, reinterpret, thread_barrier
-from ..hopper.quant import MANTISSA_BITS, UE8M0_BIAS, quantised_bytes
+from ..hopper.quant import MANTISSA_BITS, UE8M0_BIAS, quantize_ue8m0
 from .kv_load_sm90 import CACHED
 
 # Stands in the body of the loop that is to stay one: in a function that the loop calls it has no effect.
@@ -320,7 +320,7 @@ def _store_quantized(
     COUNT: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
     HERE: gl.constexpr = WIDTH // ACT_TILE
-    values, byte = quantised_bytes(gl.reshape(x, [COUNT, HERE, ACT_TILE]), 2)
+    values, byte = quantize_ue8m0(gl.reshape(x, [COUNT, HERE, ACT_TILE]), 2)
     codes = gl.reshape(values, [COUNT, WIDTH])
     o_head = head + gl.arange(0, COUNT, gl.SliceLayout(1, ROWS))
     row = ((o_head // GROUP_HEADS).to(gl.int64) * tokens + token) * GROUP_HEADS + o_head % GROUP_HEADS

@@ -35,10 +35,10 @@ from torch import Tensor
 
 from ...layout import ACT_TILE, PAD_INDEX, PAGE_LAYOUTS, SCALES_PER_WORD, cdiv
 from ...reference.attention.sparse_mla_decode import group_heads, output_dtype
-from ..device.quant import refuses_fp8
-from ..host.gpu import Gpu, early_start, gpu_of, hopper_kernel, starts_early
+from ..device.quant import why_unsupported_fp8
+from ..host.gpu import Gpu, gpu_of, sm90_module
 from ..host.launch import launch_kernel
-from ..host.pdl import start
+from ..host.pdl import pdl_option, pdl_prologue, supports_pdl
 from .output_epilogue import DTYPES
 from .sparse_mla_decode_by_rows import by_rows_refuses, decode_by_rows
 from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, cut_of, operand_dtype, outputs
@@ -233,7 +233,7 @@ def launch_best(
     if into is None and not by_rows_refuses(q, window, extra, cache_format, scale, sink, fusion, gpu):
         return decode_by_rows(q, window, extra, scale, sink, fusion)
     for name in HOPPER_KERNELS:
-        hopper = hopper_kernel(gpu, name)
+        hopper = sm90_module(gpu, name)
         if hopper is not None and not hopper.hopper_refuses(q, window, extra, cache_format, sink, fusion):
             return hopper.launch_hopper(q, window, extra, scale, sink, gpu, fusion=fusion, into=into)
     return launch(q, window, extra, cache_format, scale, sink, kv_scale, gpu, fusion=fusion, into=into)
@@ -266,7 +266,7 @@ def sparse_mla_decode_quant_refuses(
     strip = ACT_TILE * (SCALES_PER_WORD if packed_scales else 1)
     if q.shape[2] % strip != 0:
         return f"the kernel quantises heads of a multiple of {strip} dims, these have {q.shape[2]}"
-    return refuses_fp8(q.device) or sparse_mla_decode_refuses(
+    return why_unsupported_fp8(q.device) or sparse_mla_decode_refuses(
         q,
         k_cache,
         indices,
@@ -372,10 +372,10 @@ def dense_rows_kernel(
     blocks0,  # programs of a token that write the first list's row; the others write the second's
     blocks,  # programs of a token
     COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program p writes block p % blocks of token p // blocks, blocks of the first list in front."""
-    start(EARLY)  # attention may be launched while rows are written: it waits before it reads them
+    pdl_prologue(PDL)  # attention may be launched while rows are written: it waits before it reads them
     token = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     if block < blocks0:
@@ -402,7 +402,7 @@ def dense_rows(
         lists = (first, first if second is None else second)
         blocks = [max(1, cdiv(width, COLUMNS)) for _, _, width in lists]
         programs = blocks[0] + (0 if second is None else blocks[1])
-        early = tokens * programs <= MOST_EARLY and starts_early(gpu_of(made[0][0].device))
+        early = tokens * programs <= MOST_EARLY and supports_pdl(gpu_of(made[0][0].device))
         # One dimension: the others of a grid end at 65,535.
         launch_kernel(
             dense_rows_kernel,
@@ -417,8 +417,8 @@ def dense_rows(
             programs,
             COLUMNS=COLUMNS,
             num_warps=2,
-            EARLY=early,
-            **early_start(early),
+            PDL=early,
+            **pdl_option(early),
         )
     return tuple(tensor for pair in made for tensor in pair)
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layout import HEAD_DIM, byte_pages, cdiv
-from ..host.gpu import HOPPER, Gpu, gpu_of, hopper_kernel
+from ..host.gpu import SM90, Gpu, gpu_of, sm90_module
 from ..host.launch import launch_kernel
 from ..preprocess.dequantize_and_gather_k_cache import load_mla_rows
 from ..preprocess.q_norm_rope import q_norm_rope
@@ -101,7 +101,7 @@ def by_rows_refuses(
 ) -> str:
     """Why a call is not to be attended like this, or ""."""
     tokens, heads, dim = q.shape
-    if gpu.capability != HOPPER or cache_format != "fp8_ds_mla" or q.dtype is not torch.bfloat16 or dim != HEAD_DIM:
+    if gpu.capability != SM90 or cache_format != "fp8_ds_mla" or q.dtype is not torch.bfloat16 or dim != HEAD_DIM:
         return "it takes fp8_ds_mla and bfloat16 queries, on Hopper"
     if tokens < FEWEST_TOKENS or heads < FEWEST_HEADS or fusion.batch_invariant:
         return f"it takes {FEWEST_TOKENS} tokens and {FEWEST_HEADS} heads at least, and depends on how many there are"
@@ -125,7 +125,7 @@ def decode_by_rows(
     gpu = gpu_of(q.device)
     indices, counts = join_slots(q.shape[0], window, extra)
     kv, rows = dequantised_pages(window, extra), Rows(indices, counts, indices.shape[1])
-    hopper = hopper_kernel(gpu, "attention.sparse_mla_prefill_sm90")
+    hopper = sm90_module(gpu, "attention.sparse_mla_prefill_sm90")
     if hopper is not None and not hopper.hopper_refuses(q, kv, rows, scale, sink, fusion):
         return hopper.launch_fused(q, kv, rows, scale, sink, gpu, fusion)
     return _one_by_one(q, kv, rows, scale, sink, fusion)

@@ -163,7 +163,7 @@ def part_count(programs: int, blocks: int, gpu: Gpu) -> int:
 
     The fewest whose largest is as small as it can be: 18 blocks on 8 processors make 6 parts of 3 blocks.
     """
-    most = max(1, gpu.processors // programs)
+    most = max(1, gpu.sms // programs)
     return max(1, cdiv(blocks, max(1, cdiv(blocks, most))))
 
 

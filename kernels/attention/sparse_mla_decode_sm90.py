@@ -71,7 +71,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..hopper.gluon import FLAT, reinterpret, thread_barrier
-from ..host.gpu import Gpu, early_start
+from ..host.gpu import Gpu
+from ..host.pdl import pdl_option
 from .kv_load_sm90 import ask_for_block, find_keys, place_keys, produce_keys, row_length
 from .output_epilogue_sm90 import BLOCK_H, HALF, SWIZZLED, D, fetch_angles, store_part, store_rows
 from .query_prologue_sm90 import fetch_queries, norm_factors, put_queries, queries_of, turn_queries, turning_of
@@ -438,7 +439,7 @@ def launch_hopper(
         sparse_mla_decode_hopper_kernel,
         HEADS,
         KEYS,
-        constants | early_start(True),
+        constants | pdl_option(True),
         q,
         window,
         extra,

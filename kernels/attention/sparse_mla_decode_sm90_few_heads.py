@@ -39,7 +39,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ... import layout
 from ..hopper.gluon import FLAT, reinterpret, thread_barrier
-from ..host.gpu import Gpu, early_start
+from ..host.gpu import Gpu
+from ..host.pdl import pdl_option
 from .kv_load_sm90 import SWIZZLED_WORDS, dequantize_keys, fetch_keys, row_length
 from .output_epilogue_sm90 import SWIZZLED, D, fetch_angles, store_few_rows
 from .query_prologue_sm90 import fetch_queries, norm_queries, queries_of, turning_of
@@ -384,7 +385,7 @@ def launch_hopper(
         sparse_mla_decode_few_hopper_kernel,
         block_h,
         KEYS,
-        constants | early_start(True),
+        constants | pdl_option(True),
         q,
         window,
         extra,

@@ -32,7 +32,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...layout import cdiv
 from ..hopper.gluon import reinterpret, thread_barrier
-from ..host.gpu import Gpu, early_start
+from ..host.gpu import Gpu
+from ..host.pdl import pdl_option
 from .kv_load_sm90 import SWIZZLED_WORDS, angles, ask, ask_for_keys, dequantize_keys, extent, fetch_keys, slots
 from .output_epilogue_sm90 import HALF, SWIZZLED, D, fetch_angles, store_half
 from .query_prologue_sm90 import fetch_queries, put_few_queries
@@ -389,7 +390,7 @@ def launch_hopper(
         sparse_mla_decode_small_hopper_kernel,
         block_h,
         block_n,
-        constants | early_start(True),
+        constants | pdl_option(True),
         q,
         window,
         extra,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ... import layout
-from ..host.gpu import FIRST_DEPENDENT, Gpu
+from ..host.gpu import Gpu
 from ..host.launch import launch_kernel
+from ..host.pdl import supports_pdl
 from .sparse_mla_decode_plan import Fusion, Results, Source, cut_of, results_for
 from .split_combine import LOG2_E, part_buffers, split_softmax
 
@@ -120,5 +121,5 @@ def launch_gathering(
             **(fusion if cut.splits == 1 else fusion.front()).constants(),
         )
         if parts is not None:
-            split_softmax(into, parts, sink, fusion, torch.bfloat16, first, end, gpu.capability >= FIRST_DEPENDENT)
+            split_softmax(into, parts, sink, fusion, torch.bfloat16, first, end, supports_pdl(gpu))
     return into.pair()

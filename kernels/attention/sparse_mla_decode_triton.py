@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ...layout import cdiv
 from ...reference.attention.sparse_mla_decode import output_dtype
-from ..host.gpu import FIRST_DEPENDENT, Gpu
+from ..host.gpu import Gpu
 from ..host.launch import launch_kernel
+from ..host.pdl import supports_pdl
 from .kv_load import DATA_BYTES, decode_keys, fetch_keys, valid_slots
 from .output_epilogue import DTYPES, load_queries, store_rows
 from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, cut_of, operand_dtype, results_for
@@ -314,7 +315,7 @@ def launch(
     width0, width1 = indices0.shape[1], indices1.shape[1]
     head_blocks, blocks = cdiv(heads, tiles.block_h), cdiv(width0, tiles.block_n) + cdiv(width1, tiles.block_n)
     cut = cut_of(tokens, heads, head_dim, head_blocks, blocks, tiles.block_n, gpu, fusion.batch_invariant, splits)
-    dependent = cut.splits > 1 and gpu.capability >= FIRST_DEPENDENT
+    dependent = cut.splits > 1 and supports_pdl(gpu)
     parts = part_buffers(cut, heads, head_dim, q) if cut.splits > 1 else None
     positions, position_stride, table, table_strides, max_pos = fusion.rope()
     for first in range(0, tokens, cut.tokens):

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layout import cdiv
-from ..host.gpu import Gpu, gpu_of, hopper_kernel
+from ..host.gpu import Gpu, gpu_of, sm90_module
 from ..host.launch import launch_kernel
 from .split_combine import LN_2, LOG2_E, finish_softmax
 
@@ -182,7 +182,7 @@ def launch(
     items = tokens * cdiv(heads, tiles.block_h)
     launch_kernel(
         sparse_mla_prefill_kernel,
-        (min(items, gpu.processors * tiles.resident),),
+        (min(items, gpu.sms * tiles.resident),),
         out,
         max_logits,
         lse,
@@ -282,7 +282,7 @@ def _why_not(q: Tensor, kv: Tensor, indices: Tensor) -> str:
 def attend_rows(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """`out`, `max_logits` and `lse` of either form."""
     gpu = gpu_of(q.device)
-    hopper = hopper_kernel(gpu, "attention.sparse_mla_prefill_sm90")
+    hopper = sm90_module(gpu, "attention.sparse_mla_prefill_sm90")
     if hopper is not None and not hopper.hopper_refuses(q, kv, rows, scale, sink):
         return hopper.launch_hopper(q, kv, rows, scale, sink, gpu)
     return launch(q, kv, rows, scale, sink, gpu)

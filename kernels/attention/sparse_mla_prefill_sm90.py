@@ -618,7 +618,7 @@ def _launch(
     items = tokens * layout.cdiv(heads, HEADS)
     launch_kernel(
         sparse_mla_prefill_hopper_kernel,
-        (min(items, gpu.processors),),
+        (min(items, gpu.sms),),
         _descriptor(q),
         _descriptor(into.out) if as_tiles else None,
         None if as_tiles else into.out,

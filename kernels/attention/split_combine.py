@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ...layout import cdiv
 from ..device.rope import load_cos_sin, rotate, table_row
-from ..host.gpu import registers
+from ..host.gpu import register_limit
 from ..host.launch import launch_kernel
-from ..host.pdl import start
+from ..host.pdl import pdl_prologue
 from .output_epilogue import DTYPES, store_rows
 from .sparse_mla_decode_plan import Cut, Fusion, Results
 
@@ -117,7 +117,7 @@ def split_softmax_kernel(
     PACKED: tl.constexpr,
 ):
     """One program for each head of each token."""
-    start(DEPENDENT)  # a projection behind it reads its weight meanwhile
+    pdl_prologue(DEPENDENT)  # a projection behind it reads its weight meanwhile
     row = tl.program_id(0).to(tl.int64)
     local, head = row // H, row % H
     token = first + local
@@ -223,6 +223,6 @@ def split_softmax(
         **fusion.constants(),
         num_warps=WARPS[parts.values.dtype],
         enable_fp_fusion=False,
-        **registers(parts.lse.device, REGISTERS),
+        **register_limit(parts.lse.device, REGISTERS),
         **({"launch_pdl": True} if dependent else {}),
     )

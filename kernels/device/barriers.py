@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def all_on_their_way(pointer):
+def scheduling_fence(pointer):
     """What was loaded above is on its way before anything below this waits for the first of it.
 
     The assembler would wait for some loads before it starts others, to need fewer registers. It moves nothing across

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ...layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ...layout import ACT_TILE as _ACT_TILE
-from .barriers import all_on_their_way
+from .barriers import scheduling_fence
 from .quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
 
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
@@ -28,7 +28,7 @@ def load_weight(p_weight, weight_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def normed(x, weight, eps, SIZE: tl.constexpr):
+def rms_norm(x, weight, eps, SIZE: tl.constexpr):
     """The rows of float32 `x` `[N, BLOCK]`, 0 from SIZE on, normed and weighted by float32 `weight` `[1, BLOCK]`."""
     return x * inverse_rms(x, eps, SIZE)[:, None] * weight
 
@@ -47,8 +47,8 @@ def norm_rows(
     # [N, BLOCK]
     x = tl.load(p_x + row[:, None] * x_strides[0] + o_d * x_strides[1], mask=mask, other=0.0)
     weight = load_weight(p_weight, weight_stride, SIZE, BLOCK)
-    all_on_their_way(p_x)
-    return normed(x.to(ROUNDED).to(tl.float32), weight, eps, SIZE).to(ROUNDED)
+    scheduling_fence(p_x)
+    return rms_norm(x.to(ROUNDED).to(tl.float32), weight, eps, SIZE).to(ROUNDED)
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def store_normed(y, row, exists, p_out, SIZE: tl.constexpr):
 
 
 @triton.jit
-def store_quantised(y, row, exists, p_out, p_scale, tokens, SIZE: tl.constexpr):
+def store_quantized(y, row, exists, p_out, p_scale, tokens, SIZE: tl.constexpr):
     """`store_normed` of e4m3, whose strips of 128 have scales float32 `[n, T]`, contiguous."""
     N: tl.constexpr = y.shape[0]
     STRIPS: tl.constexpr = (y.shape[1] + ACT_TILE - 1) // ACT_TILE

@@ -82,7 +82,7 @@ def inverse_of(p_scale):
     return tl.div_rn(1.0, tl.load(p_scale))
 
 
-def refuses_fp8(device: torch.device) -> str:
+def why_unsupported_fp8(device: torch.device) -> str:
     """Why Triton cannot convert to e4m3 on `device`, or ""."""
     if device.type != "cuda" or torch.version.hip is not None:
         return ""

@@ -55,7 +55,7 @@ def clusters_at_once(gpu: Gpu, size: int, programs: int) -> int:
     One cluster more makes a launch take twice as long. GPUs with other numbers of processors are taken to be like the
     H200 in their parts.
     """
-    return AT_ONCE[size][programs - 1] * gpu.processors // PROCESSORS
+    return AT_ONCE[size][programs - 1] * gpu.sms // PROCESSORS
 
 
 def launch_clusters(kernel: Any, programs: int, cluster: int, room: int, *args: Any, **constants: Any) -> None:

@@ -11,7 +11,7 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def all_on_their_way(count):
+def scheduling_fence(count):
     """See barriers.py. Across a loop that is told to stay one, the assembler does move arithmetic."""
     for _ in range(count, 1):
         thread_barrier()

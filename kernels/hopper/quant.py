@@ -28,7 +28,7 @@ def scale_value(byte):
 
 
 @gluon.jit
-def quantised_bytes(x, AXIS: gl.constexpr):
+def quantize_ue8m0(x, AXIS: gl.constexpr):
     """e4m3 of strips of float32 `x` that lie along AXIS, and their UE8M0 bytes, int32; see quant.tile_byte."""
     magnitude = x.to(gl.int32, bitcast=True) & MAGNITUDE
     amax = gl.maximum(gl.max(magnitude, AXIS), ACT_AMAX_FLOOR_BITS).to(gl.float32, bitcast=True)
@@ -42,6 +42,6 @@ def quantised_bytes(x, AXIS: gl.constexpr):
 
 @gluon.jit
 def quantised(x, AXIS: gl.constexpr):
-    """As `quantised_bytes`, with float32 scales."""
-    values, byte = quantised_bytes(x, AXIS)
+    """As `quantize_ue8m0`, with float32 scales."""
+    values, byte = quantize_ue8m0(x, AXIS)
     return values, scale_value(byte)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ...layout import INDEXER_HEAD_DIM, PAGE_LAYOUTS, align_up, byte_pages, cdiv
 from ...reference.indexer.indexer_logits import MAX_LOGITS_BYTES, tokens_that_fit
-from ..device.quant import refuses_fp8
-from ..host.gpu import gpu_of, hopper_kernel
+from ..device.quant import why_unsupported_fp8
+from ..host.gpu import gpu_of, sm90_module
 from ..host.launch import launch_kernel
-from ..host.pdl import early_launch
+from ..host.pdl import pdl_arguments
 from .radix_select import ROW_ALIGN
 from .score_triton import indexer_score_kernel, indexer_score_ragged_kernel
 from .select_topk import SlotMap, select
@@ -154,7 +154,7 @@ def score_and_select(
     for start in range(0, tokens, at_a_time):
         rows = slice(start, min(start + at_a_time, tokens))
         # Without entries no kernel scores, and there is none to wait for.
-        dependent = reach > 0 and early_launch(q.device, rows.stop - start)["EARLY"]
+        dependent = reach > 0 and pdl_arguments(q.device, rows.stop - start)["PDL"]
         requests, lens, out = token_to_req[rows], context_lens[rows], selected[rows]
         _score(
             keys, q[rows], q_scale[rows], weights[rows], k_cache, block_table, requests, lens, block_size,
@@ -173,7 +173,7 @@ def _why_not(q: Tensor, k_cache: Tensor, cache_format: str) -> str:
     if cache_format == "indexer_fp8":
         if k_cache.stride(0) % 4 or k_cache.storage_offset() % 4:
             return "pages whose float32 scales are not aligned"
-        return refuses_fp8(q.device)
+        return why_unsupported_fp8(q.device)
     return ""
 
 
@@ -205,7 +205,7 @@ def _score(
         return
     reach = _reach(k_cache, block_table, block_size)
     pages = byte_pages(k_cache, cache_format, block_size) if cache_format in PAGE_LAYOUTS else k_cache
-    hopper = None if tile else hopper_kernel(gpu_of(q.device), "indexer.score_sm90")
+    hopper = None if tile else sm90_module(gpu_of(q.device), "indexer.score_sm90")
     if hopper is not None and not hopper.refuses(q, pages, cache_format, block_size):
         hopper.score(
             out, q.view(torch.uint8), weights, pages, block_table, token_to_req, context_lens, block_size,
@@ -282,7 +282,7 @@ def indexer_logits_topk_ragged_refuses(
         if dim < 16 or dim > INDEXER_HEAD_DIM or dim & (dim - 1):
             return f"plain keys of {dim} dims, which is not a power of two from 16 to {INDEXER_HEAD_DIM}"
         return "" if q.dtype == k.dtype else f"{q.dtype} queries with {k.dtype} keys"
-    return refuses_fp8(q.device) if cache_format == "indexer_fp8" else ""
+    return why_unsupported_fp8(q.device) if cache_format == "indexer_fp8" else ""
 
 
 def indexer_logits_topk_ragged(
@@ -347,7 +347,7 @@ def score_rows(
 ) -> None:
     """Fill the first columns of `out` with logits, or with order keys if it is int32, and `lens` with their number."""
     tokens, heads, columns = q.shape
-    hopper = None if tile else hopper_kernel(gpu_of(q.device), "indexer.score_ragged_sm90")
+    hopper = None if tile else sm90_module(gpu_of(q.device), "indexer.score_ragged_sm90")
     if hopper is not None and not hopper.refuses(q, k, k_scale, cache_format):
         hopper.score(
             out, lens, q.view(torch.uint8), weights, k, k_scale, row_starts, row_ends, topk,

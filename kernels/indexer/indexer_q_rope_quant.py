@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ...layout import INDEXER_MXFP4, MX_TILE, cdiv
 from ..device.hadamard import HADAMARD_DIMS, HADAMARD_ROWS, rounded_hadamard
-from ..device.quant import refuses_fp8
+from ..device.quant import why_unsupported_fp8
 from ..device.rope import load_cos_sin, rotate, table_row
-from ..host.gpu import registers
+from ..host.gpu import register_limit
 from ..host.launch import launch_kernel
-from ..host.pdl import early_launch, start
+from ..host.pdl import pdl_arguments, pdl_prologue
 from .indexer_format import quantize_fp8, quantize_mxfp4
 
 REGISTERS = 64
@@ -50,10 +50,10 @@ def indexer_q_rope_quant_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     ROPE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (p, h) takes heads [h * HEADS, (h + 1) * HEADS) of token p."""
-    start(EARLY)
+    pdl_prologue(PDL)
     token = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     o_d = tl.arange(0, D)[None, :].to(tl.int64)
@@ -107,7 +107,7 @@ def indexer_q_rope_quant_refuses(
         return f"queries of {dim} dims, which is not a power of two"
     if hadamard and dim not in HADAMARD_DIMS:
         return f"a Hadamard transform of {dim} dims, built for {HADAMARD_DIMS}"
-    return refuses_fp8(q.device) if cache_format == "indexer_fp8" else ""
+    return why_unsupported_fp8(q.device) if cache_format == "indexer_fp8" else ""
 
 
 def indexer_q_rope_quant(
@@ -159,7 +159,7 @@ def indexer_q_rope_quant(
         num_warps=warps,
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,
-        **registers(q.device, 0 if hadamard else REGISTERS),
-        **early_launch(q.device, tokens * cdiv(heads, rows)),
+        **register_limit(q.device, 0 if hadamard else REGISTERS),
+        **pdl_arguments(q.device, tokens * cdiv(heads, rows)),
     )
     return out, scale, weights_out

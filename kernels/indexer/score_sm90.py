@@ -35,7 +35,7 @@ from ... import layout
 from ..hopper.gluon import FLAT, reinterpret, thread_barrier
 from ..hopper.tma import copy_tile
 from ..host.launch import launch_kernel
-from ..host.pdl import early_launch
+from ..host.pdl import pdl_arguments
 from .score_triton import INVISIBLE as _INVISIBLE
 from .score_triton import NAN_KEY as _NAN_KEY
 
@@ -104,10 +104,10 @@ def _block_at(p_row, tile, tiles, strides, BLOCK_SIZE: gl.constexpr):
 @gluon.jit
 def _bring(
     context, keys_of, scales_of, ring, strides, pages, table_rows, reach, topk,
-    BLOCK_SIZE: gl.constexpr, ORDER: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, ORDER: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Have the tiles of a program copied, one after the other, into the buffers of keys and scales in `ring`."""
-    if EARLY:
+    if PDL:
         gdc_wait()
     if DEPENDENT:
         # Not before the wait: the selection reads lengths and tables at once.
@@ -147,13 +147,13 @@ def _score(
     context, p_q, p_weights, p_out, ring, queries, q_strides, weight_strides, out_stride, strides, pages, table_rows,
     reach, width, topk,
     BLOCK_SIZE: gl.constexpr, ORDER: gl.constexpr, HEADS: gl.constexpr, PADDED_HEADS: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Score what `_bring` copies."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PADDED_HEADS, 16]
     )
-    if EARLY:
+    if PDL:
         gdc_wait()
     token, p_requests, p_lens, p_table = context
     keys, scales, ready, free = ring
@@ -246,7 +246,7 @@ def indexer_score_hopper_kernel(
     PADDED_HEADS: gl.constexpr,
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,  # lets the kernel that selects start early
-    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
     BRINGER_REGISTERS: gl.constexpr,
 ):
     """Program (p, s) of (T, S) takes every S-th tile of token p, from tile s on. See `indexer_score_kernel`."""
@@ -266,9 +266,9 @@ def indexer_score_hopper_kernel(
     gl.warp_specialize([
         (_score, (context, p_q, p_weights, p_out, ring, queries, (q_token_stride, q_head_stride),
                   (weight_token_stride, weight_head_stride), out_stride, strides, pages, table_rows, reach, width, topk,
-                  BLOCK_SIZE, ORDER, HEADS, PADDED_HEADS, STAGES, EARLY)),
+                  BLOCK_SIZE, ORDER, HEADS, PADDED_HEADS, STAGES, PDL)),
         (_bring, (context, keys_of, scales_of, ring, strides, pages, table_rows, reach, topk,
-                  BLOCK_SIZE, ORDER, STAGES, DEPENDENT, EARLY)),
+                  BLOCK_SIZE, ORDER, STAGES, DEPENDENT, PDL)),
     ], [1], [BRINGER_REGISTERS])  # fmt: skip
 
 
@@ -309,5 +309,5 @@ def score(
         BLOCK_SIZE=block_size, ORDER=not out.is_floating_point(), HEADS=heads,
         PADDED_HEADS=padded, STAGES=stages, DEPENDENT=dependent, BRINGER_REGISTERS=BRINGER_REGISTERS,
         # Of a thread, scoring or not: four programs of 64 heads share a multiprocessor.
-        maxnreg=max(64, min(128, padded // 2 + 32)), **early_launch(out.device, tokens * splits),
+        maxnreg=max(64, min(128, padded // 2 + 32)), **pdl_arguments(out.device, tokens * splits),
     )  # fmt: skip

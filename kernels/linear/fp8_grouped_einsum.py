@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...layout import ACT_TILE
 from ...reference.common.block_scale import scale_strides
-from ..device.quant import refuses_fp8
-from ..host.gpu import gpu_of, hopper_kernel
+from ..device.quant import why_unsupported_fp8
+from ..host.gpu import gpu_of, sm90_module
 from .fp8_linear import multiply_by_torch, quantised_refused, quantize_activation, torch_refuses, widened
 from .gemm import CLUSTER, SMALL, grouped_matmul
 
@@ -31,7 +31,7 @@ def fp8_grouped_einsum_refuses(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: T
     """Why a call cannot use the kernel, or ""."""
     if b.shape[1] == 0:
         return "a sum of nothing"
-    return refuses_fp8(a.device)
+    return why_unsupported_fp8(a.device)
 
 
 def fp8_grouped_einsum_quant(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def _quantising(a: Tensor, b: Tensor, b_scale: Tensor) -> Callable[[Tensor, Tens
     """A launch of a, its scales, values and scales that quantises sums where it adds them up, if there is one."""
     gpu = gpu_of(a.device)
     known = b_scale.view(torch.uint8) if b_scale.dtype is torch.float8_e8m0fnu else b_scale
-    few, clusters = (hopper_kernel(gpu, stem) for stem in (SMALL, CLUSTER))
+    few, clusters = (sm90_module(gpu, stem) for stem in (SMALL, CLUSTER))
     if clusters is not None and not clusters.clusters_refuse(a, b, known, False, gpu):
         return lambda x, scale, *out: clusters.launch_clusters_of_tiles(x, scale, b, known, out[0], gpu, out[1])
     if few is not None and not few.hopper_refuses(a, b, False, gpu):

@@ -13,10 +13,10 @@ from torch import Tensor
 from ...layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ...layout import ACT_TILE as _ACT_TILE
 from ...layout import WEIGHT_TILE, cdiv
-from ..device.quant import FP8_MAX, e4m3, refuses_fp8, tile_byte, ue8m0_inverse, ue8m0_scale
-from ..host.gpu import HOPPER, Gpu, early_start, gpu_of, hopper_kernel, registers, starts_early
+from ..device.quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale, why_unsupported_fp8
+from ..host.gpu import SM90, Gpu, gpu_of, register_limit, sm90_module
 from ..host.launch import launch_kernel
-from ..host.pdl import start
+from ..host.pdl import pdl_option, pdl_prologue, supports_pdl
 from .gemm import CLUSTER, FEW_TOKENS, PAIR, SMALL, grouped_matmul
 
 FIRST = 1024
@@ -30,7 +30,7 @@ columns of the weight's scales filled up to four."""
 
 def torch_refuses(gpu: Gpu, tokens: int, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> str:
     """Why the product is ours to make, or ""."""
-    if gpu.capability != HOPPER:
+    if gpu.capability != SM90:
         return "other GPUs take scales of another form"
     if _cuda() < FIRST_CUDA:
         return f"torch is built for CUDA {torch.version.cuda}, which has no such scales"
@@ -105,10 +105,10 @@ def quantize_activation_kernel(
     blocks,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    EARLY: tl.constexpr,  # see gpu.starts_early
+    PDL: tl.constexpr,  # see gpu.supports_pdl
 ):
     """Program p takes BLOCK_T tokens and BLOCK_S strips; strips vary first. All together widen the weight's scales."""
-    start(EARLY)
+    pdl_prologue(PDL)
     if p_wide is not None:
         for first in range(tl.program_id(0) * ACT_TILE, blocks, tl.num_programs(0) * ACT_TILE):
             o_block = first + tl.arange(0, ACT_TILE)
@@ -141,7 +141,7 @@ def _quantize(x: Tensor, weight_scale: Tensor | None) -> tuple[Tensor, Tensor, T
     scale = torch.empty((strips, tokens), dtype=torch.float32, device=x.device)
     wide = None if weight_scale is None else torch.empty_like(weight_scale, dtype=torch.float32)
     programs = cdiv(tokens, BLOCK_T) * cdiv(strips, BLOCK_S)
-    early = starts_early(gpu_of(x.device))
+    early = supports_pdl(gpu_of(x.device))
     if programs > 0:
         launch_kernel(
             quantize_activation_kernel,
@@ -157,10 +157,10 @@ def _quantize(x: Tensor, weight_scale: Tensor | None) -> tuple[Tensor, Tensor, T
             0 if weight_scale is None else weight_scale.numel(),
             BLOCK_T=BLOCK_T,
             BLOCK_S=BLOCK_S,
-            EARLY=early,
+            PDL=early,
             enable_fp_fusion=False,
-            **registers(x.device, REGISTERS),
-            **early_start(early),
+            **register_limit(x.device, REGISTERS),
+            **pdl_option(early),
         )
     return values, scale.t(), wide
 
@@ -194,7 +194,7 @@ def _product(
 
 def _within(rows: Tensor, weight: Tensor, gpu: Gpu) -> bool:
     """Whether the product quantises rows itself."""
-    hopper = hopper_kernel(gpu, SMALL)
+    hopper = sm90_module(gpu, SMALL)
     if hopper is None:
         return rows.shape[0] <= FEW_TOKENS
     few = 0 < rows.shape[0] <= FEW_TOKENS_HOPPER
@@ -219,7 +219,7 @@ def _both(rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, be
 def _side_by_side(rows: Tensor, weight: Tensor, weight_scale: Tensor, beside: Tensor, out: Tensor) -> bool:
     """Whether a kernel of Hopper's has filled `out` with both products."""
     gpu = gpu_of(rows.device)
-    pair, both = (hopper_kernel(gpu, stem) for stem in (PAIR, CLUSTER))
+    pair, both = (sm90_module(gpu, stem) for stem in (PAIR, CLUSTER))
     if pair is not None and pair.pair_refuses(rows, weight, beside, gpu):
         pair = None
     few = pair is not None and rows.shape[0] <= FEW_TOKENS_OF_A_PAIR and pair.in_clusters(rows, weight, beside, gpu)
@@ -239,4 +239,4 @@ def fp8_linear_refuses(
     """Why a call cannot use the kernel, or ""."""
     if weight.shape[1] == 0:
         return "a sum of nothing"
-    return refuses_fp8(x.device)
+    return why_unsupported_fp8(x.device)

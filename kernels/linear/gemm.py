@@ -24,7 +24,7 @@ from ...layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ...layout import ACT_TILE, SCALES_PER_WORD, cdiv
 from ...layout import WEIGHT_TILE as _WEIGHT_TILE
 from ..device.quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
-from ..host.gpu import Gpu, gpu_of, hopper_kernel, shared_memory
+from ..host.gpu import Gpu, gpu_of, shared_memory, sm90_module
 from ..host.launch import launch_kernel
 from ..host.semaphores import arrival_counters, arrive
 
@@ -210,7 +210,7 @@ def choose_cut(gpu: Gpu, tokens: int, groups: int, rows: int, strips: int) -> Cu
     if not deep:
         block_n = min(block_n, 128)
     tiles = cdiv(tokens, block_m) * groups * cdiv(rows, block_n)
-    programs = gpu.processors * (2 if block_n == 64 else 1)
+    programs = gpu.sms * (2 if block_n == 64 else 1)
     splits = max(1, min(strips, programs // tiles))
     # Tiles of 64 rows are small enough for anyone's shared memory, but pipelines on AMD take two.
     stages = 4 if deep or (block_n == 64 and gpu.backend == "cuda") else 2
@@ -271,7 +271,7 @@ def grouped_matmul(
     gpu = gpu_of(x.device)
     if weight_scale is not None and weight_scale.dtype is torch.float8_e8m0fnu:
         weight_scale = weight_scale.view(torch.uint8)
-    few, clusters, many = (hopper_kernel(gpu, stem) for stem in (SMALL, CLUSTER, LARGE))
+    few, clusters, many = (sm90_module(gpu, stem) for stem in (SMALL, CLUSTER, LARGE))
     if clusters is not None and not clusters.clusters_refuse(x, weight, weight_scale, quantize, gpu):
         clusters.launch_clusters_of_tiles(x, x_scale, weight, weight_scale, out, gpu)
     elif few is not None and not few.hopper_refuses(x, weight, quantize, gpu):

@@ -410,7 +410,7 @@ def each_alone(gpu: Gpu, tokens: int, first: Side, second: Side) -> bool:
     and wkv beside CSA's rows take 26 us, products apart 30 to 32; 385 to 512 take 30, and 33 to 35; 641 to 768 beside
     HCA's rows 27.5, and 32 to 37; V4-Pro's 513 to 640 43, and 47 to 51.
     """
-    return tokens > FEW_TOKENS and first.tiles + second.tiles <= gpu.processors
+    return tokens > FEW_TOKENS and first.tiles + second.tiles <= gpu.sms
 
 
 def _shares(side: Side, cluster: int) -> bool:

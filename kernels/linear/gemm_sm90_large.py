@@ -393,7 +393,7 @@ def choose_splits(gpu: Gpu, tiles: int, strips: int) -> int:
     Measured on an H200 with the layers of V4-Flash, for 128 to 512 tokens: twice as many are slower each time.
     """
     splits = 1
-    while strips % (2 * splits) == 0 and 2 * splits * tiles <= gpu.processors and strips // (2 * splits) >= 4:
+    while strips % (2 * splits) == 0 and 2 * splits * tiles <= gpu.sms and strips // (2 * splits) >= 4:
         splits *= 2
     return splits
 
@@ -406,7 +406,7 @@ def choose_blocks(gpu: Gpu, tiles: int, rows: int) -> int:
     """
     if rows % (2 * TILE_ROWS):
         return 1
-    return 2 if 2 * cdiv(tiles // 2, gpu.processors) <= cdiv(tiles, gpu.processors) else 1
+    return 2 if 2 * cdiv(tiles // 2, gpu.sms) <= cdiv(tiles, gpu.sms) else 1
 
 
 def many_refuses(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quantize: bool, out: Tensor) -> str:
@@ -471,7 +471,7 @@ def launch_many(
         weight_scale = words_of_scales(weight_scale)
     launch_kernel(
         grouped_matmul_many_hopper_kernel,
-        (min(tiles * splits, gpu.processors),),
+        (min(tiles * splits, gpu.sms),),
         TensorDescriptor.from_tensor(weight, [TILE_ROWS, block_k], swizzled(weight)),
         TensorDescriptor.from_tensor(inputs.matrix, [HALF_TOKENS, block_k], swizzled(x)),
         TensorDescriptor.from_tensor(out, [HALF_TOKENS, TILE_ROWS], swizzled(out)),

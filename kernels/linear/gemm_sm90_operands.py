@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from ... import layout
-from ..hopper.gluon import FLAT, all_on_their_way, reinterpret, thread_barrier
+from ..hopper.gluon import FLAT, reinterpret, scheduling_fence, thread_barrier
 from ..hopper.quant import (
     ACT_AMAX_FLOOR_BITS,
     FP8_MAX,
@@ -225,7 +225,7 @@ def quantise_strips(
         else:
             x = gl.load(p_token + column)
         if BLOCK_M <= MOST_TOKENS_AHEAD:
-            all_on_their_way(tokens)
+            scheduling_fence(tokens)
         if PAIRS:
             codes, scale = quantised_pairs(x)
             if BLOCK_M > MOST_TOKENS_AHEAD:

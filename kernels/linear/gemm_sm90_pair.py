@@ -103,7 +103,7 @@ def strips_of_a_program(gpu: Gpu, strips: int, strips_2: int, blocks: int, block
     return next(
         n
         for n in range(1, max(strips, strips_2) + 1)
-        if n >= max(strips, strips_2) or blocks * cdiv(strips, n) + blocks_2 * cdiv(strips_2, n) <= 2 * gpu.processors
+        if n >= max(strips, strips_2) or blocks * cdiv(strips, n) + blocks_2 * cdiv(strips_2, n) <= 2 * gpu.sms
     )
 
 

@@ -488,18 +488,18 @@ def choose_cut(
     wide, slim = (cdiv(tokens, block_m) * groups * cdiv(rows, block_n) for block_n in (128, 64))
     fewest = 8 if many else 2
     block_n, tiles = 128, wide
-    if (many or halves) and slim <= 2 * gpu.processors and not whole:
+    if (many or halves) and slim <= 2 * gpu.sms and not whole:
         splits = _most_splits(gpu, slim, strips // fewest, 2)
         if halves or splits == 1 or cdiv(strips, splits) <= 2 * fewest:
             block_n, tiles = 64, slim
         elif not quantize and tokens <= MOST_TOKENS_OF_A_TILE:
             return Cut(64, 4, 3, _most_splits(gpu, slim, strips // fewest, 3), True)
-    if halves and block_m == MOST_TOKENS_OF_A_TILE and 10 * tiles > 9 * gpu.processors:
+    if halves and block_m == MOST_TOKENS_OF_A_TILE and 10 * tiles > 9 * gpu.sms:
         # Sums of so many tokens cost more than the processors that are left idle.
-        return Cut(block_n, 4, 1 if tiles <= gpu.processors else _room(gpu, block_n, tiles), 1)
+        return Cut(block_n, 4, 1 if tiles <= gpu.sms else _room(gpu, block_n, tiles), 1)
     programs = _room(gpu, block_n, tiles)
     splits = _most_splits(gpu, tiles, strips // fewest, programs)
-    alone = clusters_at_once(gpu, splits, 1) if splits > 1 else gpu.processors * (not halves)
+    alone = clusters_at_once(gpu, splits, 1) if splits > 1 else gpu.sms * (not halves)
     if many and tiles <= alone:
         programs = 1
     return Cut(block_n, 4, programs, splits, splits > 1)
@@ -507,7 +507,7 @@ def choose_cut(
 
 def _room(gpu: Gpu, block_n: int, tiles: int) -> int:
     """Programs that a processor is to have room for."""
-    return 3 if block_n == 128 and 2 * gpu.processors < tiles <= 3 * gpu.processors else 2
+    return 3 if block_n == 128 and 2 * gpu.sms < tiles <= 3 * gpu.sms else 2
 
 
 def _most_splits(gpu: Gpu, tiles: int, most: int, programs: int) -> int:
@@ -565,8 +565,8 @@ def strips_at_a_time(gpu: Gpu, cut: Cut, tiles: int, ring: int, quantize: bool) 
     """Of the weight of one of so many tiles of rows, before the kernel in front ends; 0 for all of a ring."""
     if cut.splits > 1 or cut.programs == 1 or quantize:
         return 0
-    at_once = min(tiles, cut.programs * gpu.processors)
-    strips = max(1, round(PACED_BYTES * gpu.processors / (at_once * cut.block_n * STRIP_BYTES)))
+    at_once = min(tiles, cut.programs * gpu.sms)
+    strips = max(1, round(PACED_BYTES * gpu.sms / (at_once * cut.block_n * STRIP_BYTES)))
     return strips if strips < ring else 0
 
 
@@ -687,7 +687,7 @@ def launch_hopper(
         part = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = arrival_counters(tiles, x.device)
     ring = deepest_ring(cut, block_m, each, quantize)
-    alone = tiles * cut.splits <= gpu.processors
+    alone = tiles * cut.splits <= gpu.sms
     few, often = loads_of(x, block_m, each)
     start = partial(launch_kernel, grouped_matmul_hopper_kernel, (tiles * cut.splits,))
     if cut.cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..host.gpu import gpu_of, hopper_kernel
+from ..host.gpu import gpu_of, sm90_module
 from .gemm import FEW_TOKENS, SMALL, grouped_matmul
 
 
@@ -41,7 +41,7 @@ def by_torch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 def _few(x: Tensor, weight: Tensor) -> bool:
     gpu = gpu_of(x.device)
-    hopper = hopper_kernel(gpu, SMALL)
+    hopper = sm90_module(gpu, SMALL)
     return hopper is not None and not hopper.hopper_refuses(x, weight, False, gpu)
 
 

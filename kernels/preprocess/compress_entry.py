@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from ...layout import INDEXER_FP8, INDEXER_MXFP4
-from ..device.barriers import all_on_their_way
+from ..device.barriers import scheduling_fence
 from ..device.hadamard import HADAMARD_ROWS, rounded_hadamard
 from ..device.kv_format import store_kv
-from ..device.norm import load_weight, normed
+from ..device.norm import load_weight, rms_norm
 from ..device.rope import load_cos_sin, rotate, table_row
 from ..host.semaphores import arrive
 from ..indexer.indexer_format import quantize_fp8, quantize_mxfp4
@@ -69,7 +69,7 @@ def _finish_entries(
     """Norm, rotate and store the pooled float32 `x` `[N, D]` where `live` `[N]`."""
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
-    x = rotate(normed(x, weight, eps, D), angles[0], angles[1], ROPE)
+    x = rotate(rms_norm(x, weight, eps, D), angles[0], angles[1], ROPE)
     if HADAMARD:
         DTYPE: tl.constexpr = p_cache.dtype.element_ty if FORMAT == "plain" else tl.bfloat16
         COPIES: tl.constexpr = HADAMARD_TILE // N
@@ -93,7 +93,7 @@ def _closing(
     slot = tl.load(p_slots + token * token_strides[3], mask=exists, other=-1).to(tl.int64)
     request = tl.load(p_requests + token * token_strides[1], mask=exists, other=-1).to(tl.int64)
     before = tl.load(p_requests + (token - 1) * token_strides[1], mask=exists & (token > 0), other=-1).to(tl.int64)
-    all_on_their_way(p_positions)
+    scheduling_fence(p_positions)
     closes = (position >= 0) & ((position + 1) % RATIO == 0) & (slot >= 0) & (slot < num_slots)
     closes &= (state_slot >= 0) & (state_slot // STATE_BLOCK < state_pages)
     return closes, state_slot, position, slot, request, before
@@ -143,7 +143,7 @@ def _pool_some(
         # In flight beside the blocks: what is made of these must not be waited for in front of the states.
         weight = load_weight(p_weight, weight_stride, D, D)
         angles = _angles(position, live, p_cos_sin, cos_sin_strides, max_pos, RATIO, D, ROPE)
-    all_on_their_way(p_table)
+    scheduling_fence(p_table)
     o_channel = part * COLUMNS + tl.arange(0, COLUMNS)
     own = None
     if p_kv_score is not None:

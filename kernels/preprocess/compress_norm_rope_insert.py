@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ...layout import PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor, state_width
 from ..device.hadamard import HADAMARD_DIMS
-from ..device.quant import refuses_fp8
+from ..device.quant import why_unsupported_fp8
 from ..host.launch import launch_kernel
-from ..host.pdl import early_launch, start
+from ..host.pdl import pdl_arguments, pdl_prologue
 from ..host.semaphores import arrival_counters
 from .compress_entry import compress_tokens
 from .compress_window import STATE_ALIGN
@@ -114,10 +114,10 @@ def compress_norm_rope_insert_kernel(
     D: tl.constexpr,
     ROPE: tl.constexpr,
     DENSE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program p takes part p % PARTS of the entries that the (p // PARTS)-th TOKENS tokens close."""
-    start(EARLY)
+    pdl_prologue(PDL)
     compress_tokens(
         tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, p_cache, p_state, None, None, p_weight, p_cos_sin,
         p_kv_scale, p_pooled, p_arrived, p_state_slots, p_table, p_requests, p_positions, p_slots, eps, cache_strides,
@@ -158,7 +158,7 @@ def compress_norm_rope_insert_refuses(
         return f"entries of {dim} dims, which is not a power of two"
     if hadamard and dim not in HADAMARD_DIMS:
         return f"a Hadamard transform of {dim} dims, built for {HADAMARD_DIMS}"
-    return refuses_fp8(state_cache.device) if cache_format in ("fp8_ds_mla", "fp8", "indexer_fp8") else ""
+    return why_unsupported_fp8(state_cache.device) if cache_format in ("fp8_ds_mla", "fp8", "indexer_fp8") else ""
 
 
 def compress_norm_rope_insert(
@@ -243,5 +243,5 @@ def compress_norm_rope_insert(
         num_warps=cut.warps,
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,
-        **early_launch(state_cache.device, programs),
+        **pdl_arguments(state_cache.device, programs),
     )

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device.barriers import all_on_their_way
+from ..device.barriers import scheduling_fence
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -130,7 +130,7 @@ def _mixed_states(
     saved_at = tl.load(p_state_slots + row * slot_stride, mask=fresh, other=-1)
     if GROUPS > 1:
         # Not of long windows, which take all registers: what follows would wait for more.
-        all_on_their_way(p_state_slots)
+        scheduling_fence(p_state_slots)
     fresh &= saved_at == (page * STATE_BLOCK + place)[:, :, None] + tl.arange(0, PLACES)[None, None, :]
     cached, mask = present & ~fresh, fresh[:, :, :, None]
     value, score = _cached_states(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..device.norm import norm_rows, store_normed
 from ..host.launch import launch_kernel
-from ..host.pdl import early_launch, start
+from ..host.pdl import pdl_arguments, pdl_prologue
 
 MAX_SIZE = 16384
 """Longest row: it stays in the registers of one program."""
@@ -34,10 +34,10 @@ def fused_q_kv_rmsnorm_kernel(
     KV_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program p < T takes row p of qr, program T + p row p of kv."""
-    start(EARLY)
+    pdl_prologue(PDL)
     program = tl.program_id(0).to(tl.int64)
     row = (program % tokens) + tl.arange(0, 1)
     if program < tokens:
@@ -82,7 +82,7 @@ def fused_q_kv_rmsnorm(
         Q_BLOCK=triton.next_power_of_2(q_size),
         KV_BLOCK=triton.next_power_of_2(kv_size),
         num_warps=_warps(max(q_size, kv_size)),
-        **early_launch(qr.device, 2 * tokens),
+        **pdl_arguments(qr.device, 2 * tokens),
     )
     return q_out, kv_out
 

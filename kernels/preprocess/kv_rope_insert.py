@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device.barriers import all_on_their_way
+from ..device.barriers import scheduling_fence
 from ..device.kv_format import store_kv
-from ..device.norm import load_weight, normed
+from ..device.norm import load_weight, rms_norm
 from ..device.rope import load_cos_sin, rotate, table_row
 
 
@@ -33,11 +33,11 @@ def insert_rows(
     x = tl.load(p_kv + token[:, None] * kv_strides[0] + o_d * kv_strides[1], mask=m_row, other=0.0)
     if p_weight is not None:
         weight = load_weight(p_weight, weight_stride, D, D)
-    all_on_their_way(p_kv)
+    scheduling_fence(p_kv)
     if p_weight is not None:
         WHOLE: tl.constexpr = x.dtype == tl.float32
         DTYPE: tl.constexpr = p_weight.dtype.element_ty if WHOLE else x.dtype
-        x = normed(x.to(DTYPE).to(tl.float32), weight, eps, D).to(DTYPE)
+        x = rms_norm(x.to(DTYPE).to(tl.float32), weight, eps, D).to(DTYPE)
     cos, sin = load_cos_sin(p_table + row[:, None] * table_strides[0], table_strides[1], m_row, D, ROPE)
     x = rotate(x.to(tl.float32), cos, sin, ROPE)
     live = (slot >= 0) & (slot < num_slots)

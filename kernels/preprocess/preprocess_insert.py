@@ -23,11 +23,11 @@ from ...layout import ACT_TILE, PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor, 
 from ...reference.common.block_scale import scale_strides
 from ...reference.preprocess.preprocess_insert import Compressor, compressors, result_dtype
 from ..device.hadamard import HADAMARD_DIMS
-from ..device.norm import norm_rows, store_normed, store_quantised
-from ..device.quant import refuses_fp8
-from ..host.gpu import registers
+from ..device.norm import norm_rows, store_normed, store_quantized
+from ..device.quant import why_unsupported_fp8
+from ..host.gpu import register_limit
 from ..host.launch import launch_kernel
-from ..host.pdl import early_launch, start
+from ..host.pdl import pdl_arguments, pdl_prologue
 from ..host.semaphores import arrival_counters
 from .compress_entry import compress_tokens
 from .compress_norm_rope_insert import cut_of, dense, together, window_rows
@@ -148,10 +148,10 @@ def preprocess_insert_kernel(
     KEY_SAVES: tl.constexpr,
     KEY_PIECE: tl.constexpr,
     DENSE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Programs [c * J, (c + 1) * J) do the J jobs of tokens [c * CHUNK, (c + 1) * CHUNK)."""
-    start(EARLY)
+    pdl_prologue(PDL)
     POOLS: tl.constexpr = MAIN_POOLS + KEY_POOLS
     KINDS: tl.constexpr = 2 + MAIN_SAVES + KEY_SAVES
     # As `result_dtype`.
@@ -189,7 +189,7 @@ def preprocess_insert_kernel(
                     if p_q_scale is None:
                         store_normed(q, token, token < tokens, p_q_out, Q_SIZE)
                     else:
-                        store_quantised(q, token, token < tokens, p_q_out, p_q_scale, tokens, Q_SIZE)
+                        store_quantized(q, token, token < tokens, p_q_out, p_q_scale, tokens, Q_SIZE)
                 elif kind == 1:
                     insert_rows(
                         few, p_window, p_kv, p_kv_weight, p_window_slots, p_positions, p_cos_sin, p_kv_scale, eps,
@@ -431,8 +431,8 @@ def preprocess_insert(
         KEY_PIECE=key_piece,
         DENSE=all(dense(c.state_cache, ratio, d) for c, d in ((main, main_dim), (keys, key_dim)) if c is not None),
         num_warps=cut.warps,
-        **registers(qr.device, cut.registers),
-        **early_launch(qr.device, programs),
+        **register_limit(qr.device, cut.registers),
+        **pdl_arguments(qr.device, programs),
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,
     )
@@ -487,7 +487,7 @@ def preprocess_insert_refuses(
     if hadamard and dims["indexer keys"] not in HADAMARD_DIMS:
         return f"a Hadamard transform of {dims['indexer keys']} dims, built for {HADAMARD_DIMS}"
     fp8 = cache_format != "plain" or indexer_cache_format == "indexer_fp8"
-    return refuses_fp8(qr.device) if fp8 else ""
+    return why_unsupported_fp8(qr.device) if fp8 else ""
 
 
 def preprocess_insert_quant(qr: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -502,4 +502,4 @@ def preprocess_insert_quant(qr: Tensor, *args: Any, **options: Any) -> tuple[Ten
 
 def preprocess_insert_quant_refuses(qr: Tensor, *args: Any, **options: Any) -> str:
     """Why a call cannot use the kernel, or ""."""
-    return refuses_fp8(qr.device) or preprocess_insert_refuses(qr, *args, **options)
+    return why_unsupported_fp8(qr.device) or preprocess_insert_refuses(qr, *args, **options)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ...layout import byte_pages, cdiv
 from ..device.norm import inverse_rms
-from ..device.quant import e4m3, inverse_of, refuses_fp8
+from ..device.quant import e4m3, inverse_of, why_unsupported_fp8
 from ..device.rope import load_cos_sin, rotate, table_row
 from ..host.launch import launch_kernel
-from ..host.pdl import early_launch, start
+from ..host.pdl import pdl_arguments, pdl_prologue
 from .kv_rope_insert import insert_rows
 
 SPREAD_ROWS = 1536
@@ -81,10 +81,10 @@ def q_norm_rope_kv_insert_kernel(
     D: tl.constexpr,
     ROPE: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program p < ceil(inserted / ROWS) inserts, the others take the heads of a token, ROWS each."""
-    start(EARLY)
+    pdl_prologue(PDL)
     program = tl.program_id(0)
     inserts = tl.cdiv(inserted, ROWS)
     if p_q is None:
@@ -207,7 +207,7 @@ def _why_not(*vectors: Tensor, fp8: bool) -> str:
         return "queries and keys have different dims"
     if any(dim < 2 or dim & (dim - 1) for dim in dims if isinstance(dim, int)):
         return f"the head dim {dims.pop()} is not a power of two"
-    return refuses_fp8(vectors[0].device) if fp8 else ""
+    return why_unsupported_fp8(vectors[0].device) if fp8 else ""
 
 
 def _new_heads(q: Tensor, padded_heads: int, q_scale: Tensor | None) -> Tensor:
@@ -281,5 +281,5 @@ def _launch(
         num_warps=warps,
         # A contracted multiply and add rounds once where the reference rounds twice: another byte now and then.
         enable_fp_fusion=False,
-        **early_launch(positions.device, programs),
+        **pdl_arguments(positions.device, programs),
     )

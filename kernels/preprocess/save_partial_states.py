@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...layout import cdiv
 from ..host.launch import launch_kernel
-from ..host.pdl import early_launch, start
+from ..host.pdl import pdl_arguments, pdl_prologue
 
 PIECE = 1024
 """Columns of a program. A row of a main compressor is one or two, so that one token uses two multiprocessors."""
@@ -68,10 +68,10 @@ def save_partial_states_kernel(
     RATIO: tl.constexpr,
     WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (p, c) writes columns [c * PIECE, (c + 1) * PIECE) of token p."""
-    start(EARLY)
+    pdl_prologue(PDL)
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     save_rows(
         token, token >= 0, tl.program_id(1), p_state, p_kv_score, p_ape, p_slots, p_positions, state_strides,
@@ -106,5 +106,5 @@ def save_partial_states(
         WIDTH=width,
         PIECE=piece,
         num_warps=min(4, max(1, piece // 256)),
-        **early_launch(kv_score.device, tokens * cdiv(2 * width, piece)),
+        **pdl_arguments(kv_score.device, tokens * cdiv(2 * width, piece)),
     )

@@ -37,7 +37,7 @@ def sees(monkeypatch: pytest.MonkeyPatch, target: str) -> bool:
     seen = GPUS[target][0]
     for module in (early, gpu):
         monkeypatch.setattr(module, "gpu_of", lambda device: seen)
-    return gpu.starts_early(seen)
+    return early.supports_pdl(seen)
 
 
 def begins_early(kernel: Any) -> bool:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_compile.kernels.host.gpu import hopper_kernel
+from dsv4_compile.kernels.host.gpu import sm90_module
 from dsv4_compile.kernels.host.launch import launch_kernel
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
 from tests.kernels.gpus import GPUS, shared_out
@@ -69,6 +69,6 @@ def test_a_triton_that_was_not_tried_compiles_no_kernel_for_hopper(
     version: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "__version__", version)
-    found = hopper_kernel.__wrapped__(GPUS["sm_90"][0], "attention.sparse_mla_prefill_sm90")
+    found = sm90_module.__wrapped__(GPUS["sm_90"][0], "attention.sparse_mla_prefill_sm90")
     assert (found is not None) == known
-    assert hopper_kernel.__wrapped__(GPUS["sm_100"][0], "attention.sparse_mla_prefill_sm90") is None
+    assert sm90_module.__wrapped__(GPUS["sm_100"][0], "attention.sparse_mla_prefill_sm90") is None

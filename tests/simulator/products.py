@@ -89,7 +89,7 @@ def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = Fals
     assert hopper.hopper_refuses(x, weight, quantize, GPU) == ""
     with (
         mock.patch.object(kernels, "gpu_of", lambda device: GPU),
-        mock.patch.object(kernels, "hopper_kernel", lambda gpu, stem: hopper if stem == STEM else None),
+        mock.patch.object(kernels, "sm90_module", lambda gpu, stem: hopper if stem == STEM else None),
         mock.patch.object(hopper, "choose_cut", lambda *sizes: hopper.Cut(*cut)),
         mock.patch.object(hopper, "arrival_counters", hopper.arrival_counters and (lambda count, device: counters)),
         poisoned_empty(),

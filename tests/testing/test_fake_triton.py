@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_compile.kernels.host.pdl import start
+from dsv4_compile.kernels.host.pdl import pdl_prologue
 from dsv4_compile.testing import fake_triton
 
 
 @triton.jit
-def _copy_kernel(p_out, p_x, EARLY: tl.constexpr):
-    start(EARLY)
+def _copy_kernel(p_out, p_x, PDL: tl.constexpr):
+    pdl_prologue(PDL)
     tl.store(p_out, tl.load(p_x))
 
 
@@ -28,9 +28,9 @@ def test_a_kernel_that_starts_early_has_to_wait(waits: bool, launch_pdl: bool) -
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
         if launch_pdl and not waits:
             with pytest.raises(AssertionError, match="_copy_kernel starts early and does not wait"):
-                kernel(x, x, EARLY=waits, **options)
+                kernel(x, x, PDL=waits, **options)
         else:
-            kernel(x, x, EARLY=waits, **options)
+            kernel(x, x, PDL=waits, **options)
     assert (fake_triton.WAIT in compiled[0].asm["ptx"]) is waits
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels.attention import sparse_mla_decode_triton as portable
 from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion, Source, results_for
-from dsv4_compile.kernels.host.gpu import HOPPER, gpu_of
+from dsv4_compile.kernels.host.gpu import SM90, gpu_of
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.testing import Tolerance, assert_close
 from dsv4_compile.testing.generate import to_device
@@ -24,7 +24,7 @@ BF16: dict[str, Any] = {"dim": 512, "dtype": torch.bfloat16}
 EPS = 1e-6
 FEW_KEYS = "attention_few_keys"
 NORMED_LSE = "lse_normed"
-IS_HOPPER = gpu_of(CUDA).capability == HOPPER
+IS_HOPPER = gpu_of(CUDA).capability == SM90
 
 Result = tuple[Tensor, Tensor]
 

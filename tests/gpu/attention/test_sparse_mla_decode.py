@@ -16,7 +16,8 @@ from dsv4_compile.bench.sparse_mla_decode_tiles import HOPPER
 from dsv4_compile.kernels.attention import sparse_mla_decode as launcher
 from dsv4_compile.kernels.attention import sparse_mla_decode_plan as plan
 from dsv4_compile.kernels.attention import sparse_mla_decode_triton as portable
-from dsv4_compile.kernels.host.gpu import early_start, gpu_of, starts_early
+from dsv4_compile.kernels.host.gpu import gpu_of
+from dsv4_compile.kernels.host.pdl import pdl_option, supports_pdl
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common import kv_format
 from dsv4_compile.testing import assert_bitwise
@@ -318,9 +319,9 @@ def test_a_row_does_not_depend_on_its_batch(kernel: str, monkeypatch: pytest.Mon
 
 
 @triton.jit
-def _late_copy_kernel(p_to, p_from, size, EARLY: tl.constexpr, BLOCK: tl.constexpr):
+def _late_copy_kernel(p_to, p_from, size, PDL: tl.constexpr, BLOCK: tl.constexpr):
     """Copy bytes, 30 us after the next kernel has been let go."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     begin = tl.extra.cuda.globaltimer()
@@ -335,14 +336,14 @@ def _late_copy_kernel(p_to, p_from, size, EARLY: tl.constexpr, BLOCK: tl.constex
 def test_what_the_kernel_in_front_writes_late_is_attended(kernel: str) -> None:
     args = (*scenario.arguments(3, heads_of(kernel, 64), CUDA, 4), None)
     options: dict[str, Any] = {**rope(3), "q_norm_eps": EPS, "inverse_rope": True}
-    want, early = KERNELS[kernel](args, **options), starts_early(gpu_of(CUDA))
+    want, early = KERNELS[kernel](args, **options), supports_pdl(gpu_of(CUDA))
     for late in (args[0], args[2], args[3], args[9], args[10], args[1], options["positions"]):
         held = torch.empty(0, dtype=torch.uint8, device=CUDA).set_(late.untyped_storage())[: 1 << 20]
         fresh = held.clone()
         held.zero_()
         torch.cuda.synchronize()
         grid = (-(-len(held) // 4096),)
-        _late_copy_kernel[grid](held, fresh, len(held), EARLY=early, BLOCK=4096, **early_start(early))
+        _late_copy_kernel[grid](held, fresh, len(held), PDL=early, BLOCK=4096, **pdl_option(early))
         for got, expected in zip(KERNELS[kernel](args, **options), want, strict=True):
             assert_bitwise(got, expected)
 

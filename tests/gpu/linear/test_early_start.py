@@ -1,4 +1,4 @@
-"""Kernels that start before the one in front has ended (`gpu.starts_early`), within CUDA graphs.
+"""Kernels that start before the one in front has ended (`gpu.supports_pdl`), within CUDA graphs.
 
 A capture keeps such a dependency as a programmatic edge, everything else waits as ever, and replays give what eager
 gives, bit for bit, however often and in whatever order kernels of both kinds follow each other.
@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_compile.kernels.host.gpu import early_start, gpu_of, starts_early
+from dsv4_compile.kernels.host.gpu import gpu_of
+from dsv4_compile.kernels.host.pdl import pdl_option, supports_pdl
 from dsv4_compile.testing import assert_bitwise
 from tests.gpu.soak import SETUPS, full_world
 from tests.runtime.engine import make_runner
@@ -57,9 +58,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[torch.cuda.CUDAGraph]:
 
 
 @triton.jit
-def _mix_kernel(p_out, p_x, shift, EARLY: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr):
+def _mix_kernel(p_out, p_x, shift, PDL: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr):
     """Out of x and of x `shift` elements further on, which another program of the kernel in front has written, late."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -73,7 +74,7 @@ def _mix_kernel(p_out, p_x, shift, EARLY: tl.constexpr, BLOCK: tl.constexpr, TUR
 def mix(x: Tensor, shift: int, early: bool, turns: int, out: Tensor | None = None) -> Tensor:
     out = torch.empty_like(x) if out is None else out
     grid = (SIZE // BLOCK,)
-    _mix_kernel[grid](out, x, shift, EARLY=early, BLOCK=BLOCK, TURNS=turns, **early_start(early))
+    _mix_kernel[grid](out, x, shift, PDL=early, BLOCK=BLOCK, TURNS=turns, **pdl_option(early))
     return out
 
 
@@ -99,7 +100,7 @@ def inputs(seed: int) -> list[Tensor]:
 def test_a_capture_keeps_early_starts_and_everything_else_waits(
     inputs: list[Tensor], captured: list[torch.cuda.CUDAGraph]
 ) -> None:
-    assert starts_early(gpu_of(CUDA))
+    assert supports_pdl(gpu_of(CUDA))
     between = torch.compile(lambda x: x ^ (x >> 5))
     expected = [chain(x, between, early=False) for x in inputs]
     for x, want in zip(inputs, expected, strict=True):

@@ -87,7 +87,7 @@ def test_the_quantisation_in_front_of_many_tokens_is_exact(tokens: int, size: in
 def test_any_cut_of_the_portable_kernel_gives_the_product(
     tokens: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped_matmul, "hopper_kernel", lambda gpu, stem: None)
+    monkeypatch.setattr(grouped_matmul, "sm90_module", lambda gpu, stem: None)
     monkeypatch.setattr(grouped_matmul, "choose_cut", lambda *sizes: grouped_matmul.Cut(16, 64, 4, 3, splits))
     products.check(OP, kernels.fp8_linear, products.arguments("Flash fp8_linear wq_a + wkv", tokens))
 

@@ -25,7 +25,7 @@ Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 @pytest.fixture(autouse=True)
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     """On every GPU: the kernels of Hopper have files of their own."""
-    monkeypatch.setattr(grouped_matmul, "hopper_kernel", lambda gpu, stem: None)
+    monkeypatch.setattr(grouped_matmul, "sm90_module", lambda gpu, stem: None)
 
 
 def operands(tokens: int, groups: int, rows: int, heads: int = 4, packed: bool = False) -> Operands:

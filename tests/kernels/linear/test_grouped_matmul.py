@@ -37,7 +37,7 @@ NEIGHBOUR = {
 @pytest.fixture(autouse=True)
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     """On every GPU: that of Hopper has a file of its own."""
-    monkeypatch.setattr(kernels, "hopper_kernel", lambda gpu, stem: None)
+    monkeypatch.setattr(kernels, "sm90_module", lambda gpu, stem: None)
 
 
 def e4m3(*shape: int) -> Tensor:
@@ -359,6 +359,6 @@ def test_few_tokens_fill_the_gpu_once(tokens: int, groups: int, rows: int, size:
     cut = kernels.choose_cut(gpu, tokens, groups, rows, strips)
     tiles = -(-tokens // cut.block_m) * groups * -(-rows // cut.block_n)
     assert (cut.splits - 1) * -(-strips // cut.splits) < strips
-    assert cut.splits == 1 or tiles * cut.splits <= 2 * gpu.processors
+    assert cut.splits == 1 or tiles * cut.splits <= 2 * gpu.sms
     if tokens <= kernels.FEW_TOKENS:
-        assert tiles * cut.splits >= 0.7 * gpu.processors
+        assert tiles * cut.splits >= 0.7 * gpu.sms

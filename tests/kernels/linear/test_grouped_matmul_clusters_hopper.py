@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.hopper import cluster_mailbox as cluster_hopper
-from dsv4_compile.kernels.host.gpu import Gpu, hopper_kernel
+from dsv4_compile.kernels.host.gpu import Gpu, sm90_module
 from dsv4_compile.kernels.linear import fp8_grouped_einsum as fp8_grouped_einsum_quant
 from dsv4_compile.kernels.linear import gemm as dispatch
 from dsv4_compile.kernels.linear import gemm_sm90_cluster as clusters
@@ -340,7 +340,7 @@ class Chosen(Exception):
 @pytest.mark.parametrize("tokens", [64, 65, 128])
 def test_more_tokens_than_a_tile_of_few_has_are_for_clusters(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """But those of weights that are read twice in less time."""
-    few = hopper_kernel(GPU, "linear.gemm_sm90_small")
+    few = sm90_module(GPU, "linear.gemm_sm90_small")
     assert few is not None
 
     def chosen(name: str) -> Any:

@@ -63,7 +63,7 @@ def test_an_odd_number_of_elements_is_quantised_to_the_last(hopper: Any, monkeyp
     x.normal_()[:, -1] = 100
     for module in (fp8_linear, kernels):
         monkeypatch.setattr(module, "gpu_of", lambda device: GPU)
-        monkeypatch.setattr(module, "hopper_kernel", lambda gpu, stem: hopper if stem == STEM else None)
+        monkeypatch.setattr(module, "sm90_module", lambda gpu, stem: hopper if stem == STEM else None)
     assert_close(fp8_linear.fp8_linear(x, weight, scale), REFERENCES["fp8_linear"](x, weight, scale), NEIGHBOUR[BF16])
 
 
@@ -83,7 +83,7 @@ def test_two_products_of_one_input_are_one_launch(
         mock.patch.object(pair, "arrival_counters", lambda count, device: counters),
         mock.patch.object(pair, "clusters_at_once", pair.clusters_at_once if clusters else lambda *_: 0),
     ):
-        pair.launch_pair(x, weight, scale, other, out, GPU._replace(processors=processors))
+        pair.launch_pair(x, weight, scale, other, out, GPU._replace(sms=processors))
     assert not counters.any()
     assert_close(out, REFERENCES["fp8_linear"](x, weight, scale, True, other), NEIGHBOUR[F32])
 
@@ -99,7 +99,7 @@ def test_what_programs_quantise_has_room_or_is_quantised_in_front(monkeypatch: p
     long = torch.empty(32768, 16384, dtype=torch.float8_e4m3fn)
     assert "hold all" in grouped_matmul_hopper.hopper_refuses(torch.empty(16, 1, 16384, dtype=BF16), long, True, GPU)
     hopper = {"linear.gemm_sm90_small": grouped_matmul_hopper}
-    monkeypatch.setattr(fp8_linear, "hopper_kernel", lambda gpu, stem: hopper.get(stem))
+    monkeypatch.setattr(fp8_linear, "sm90_module", lambda gpu, stem: hopper.get(stem))
     wo_b = torch.empty(4096, 8192, dtype=torch.float8_e4m3fn)
     within = [fp8_linear._within(x.flatten()[: n * 8192].view(n, 8192), wo_b, GPU) for n in (0, 1, 8, 9, 16, 32)]
     assert within == [False, True, True, False, False, False]
@@ -199,10 +199,10 @@ def every_choice(name: str, halves: bool, tokens: int) -> None:
     cut = grouped_matmul_hopper.choose_cut(GPU, tokens, layer.groups, layer.rows, strips, halves)
     blocks = -(-tokens // grouped_matmul_hopper.block_of(tokens)) * layer.groups * -(-layer.rows // cut.block_n)
     programs = blocks * cut.splits
-    assert cut.splits == 1 or programs <= cut.programs * GPU.processors
+    assert cut.splits == 1 or programs <= cut.programs * GPU.sms
     assert cut.cluster == (cut.splits > 1)
     assert not cut.cluster or blocks <= clusters_at_once(GPU, cut.splits, cut.programs)
-    assert programs >= 0.7 * GPU.processors
+    assert programs >= 0.7 * GPU.sms
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_it_compiles_for_hopper_and_as_many_programs_fit_as_it_says(
 ) -> None:
     """Whatever x is made of; and the matrix unit reads both operands where the copies left them."""
     monkeypatch.setattr(kernels, "gpu_of", lambda device: GPU)
-    monkeypatch.setattr(kernels, "hopper_kernel", lambda gpu, stem: grouped_matmul_hopper if stem == STEM else None)
+    monkeypatch.setattr(kernels, "sm90_module", lambda gpu, stem: grouped_matmul_hopper if stem == STEM else None)
     monkeypatch.setattr(grouped_matmul_hopper, "choose_cut", lambda *sizes: grouped_matmul_hopper.Cut(*cut))
     x, a = torch.empty(tokens, 1, 2048, dtype=BF16), torch.empty(tokens, 8, 2048, dtype=torch.float8_e4m3fn)
     weight, scale = torch.empty(4096, 2048, dtype=a.dtype), torch.empty(32, 16, dtype=torch.uint8)

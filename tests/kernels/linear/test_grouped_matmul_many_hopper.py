@@ -57,7 +57,7 @@ def product(
         mock.patch.object(hopper, "arrival_counters", lambda count, device: counters),
         torch.no_grad(),
     ):
-        hopper.launch_many(x, x_scale, weight, scale, out, False, GPU._replace(processors=PROCESSORS))
+        hopper.launch_many(x, x_scale, weight, scale, out, False, GPU._replace(sms=PROCESSORS))
     assert not counters.any()
     return out
 

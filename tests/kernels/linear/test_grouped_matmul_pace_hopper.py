@@ -58,11 +58,11 @@ def test_pacing_changes_no_bit(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def test_64_kib_of_each_processor_are_on_their_way() -> None:
     """Of programs that share processors, but no tile, and quantise nothing, while there are more strips than these."""
     wide, small = Cut(128, 4, 2, 1), Cut(64, 4, 2, 1)
-    at_once = 2 * GPU.processors
+    at_once = 2 * GPU.sms
     assert strips_at_a_time(GPU, wide, at_once, 6, False) == 2
-    assert strips_at_a_time(GPU, wide, GPU.processors, 6, False) == 4
+    assert strips_at_a_time(GPU, wide, GPU.sms, 6, False) == 4
     assert strips_at_a_time(GPU, small, at_once, 6, False) == 4
-    assert strips_at_a_time(GPU, wide._replace(programs=1), GPU.processors, 6, False) == 0
+    assert strips_at_a_time(GPU, wide._replace(programs=1), GPU.sms, 6, False) == 0
     # What starts behind others does not count, and all that there is room for is not paced.
     assert strips_at_a_time(GPU, wide, 2 * at_once, 6, False) == 2
     assert strips_at_a_time(GPU, Cut(256, 8, 3, 1), 10 * at_once, 6, False) == 1
