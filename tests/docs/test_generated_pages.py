@@ -1,0 +1,44 @@
+"""Generated pages are what `make docs` would write now, and list everything that they are about."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from dsv4_compile.ops.common.define import OPS
+from tests.tools import docs
+
+
+def test_pages_are_what_make_docs_writes() -> None:
+    assert [str(path.relative_to(docs.ROOT)) for path in docs.stale()] == [], "run `make docs`"
+
+
+def test_ops_page_lists_every_op_with_its_schema() -> None:
+    page = (docs.ROOT / docs.DOCS / "ops.md").read_text()
+    assert sorted(re.findall(r"^\*\*`(\w+)`\*\* \(", page, re.MULTILINE)) == sorted(OPS)
+    assert all(hasattr(torch.ops.dsv4, name) for name in OPS)
+    written = [" ".join(block.split()) for block in re.findall(r"```\n(.*?)```", page, re.DOTALL)]
+    assert sorted(written) == sorted(str(op._schema).removeprefix("dsv4::") for op in OPS.values())
+
+
+def test_every_op_has_a_family_and_tests() -> None:
+    assert {docs.family(op) for op in OPS} == set(docs.FAMILIES)
+    assert [op for op in OPS if not docs.tests(op)] == []
+
+
+def test_every_file_that_a_page_links_exists() -> None:
+    for path, text in docs.pages().items():
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (path.parent / target).exists(), f"{path.relative_to(docs.ROOT)} links {target}"
+
+
+def test_readme_links_every_page() -> None:
+    readme = (docs.ROOT / "README.md").read_text()
+    pages = [str(path.relative_to(docs.ROOT)) for path in (docs.ROOT / docs.DOCS).rglob("*.md")]
+    assert [page for page in pages if f"]({page})" not in readme] == []
+
+
+def test_readme_is_short() -> None:
+    assert len((docs.ROOT / "README.md").read_bytes()) <= 6 * 1024
+    assert len((docs.ROOT / "CHANGELOG.md").read_bytes()) <= 2 * 1024
