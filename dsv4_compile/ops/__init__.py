@@ -21,10 +21,13 @@ from .metadata import convert_req_index as convert_req_index
 from .metadata import copy_ragged_to_graph_buffers as copy_ragged_to_graph_buffers
 from .metadata import flashinfer_mixed_indices as flashinfer_mixed_indices
 from .metadata import global_topk as global_topk
+from .metadata import prefill_gather_lens as prefill_gather_lens
+from .metadata import ragged_from_dense as ragged_from_dense
 from .metadata import swa_metadata as swa_metadata
 from .preprocess import compress_norm_rope_insert as compress_norm_rope_insert
 from .preprocess import dequantize_and_gather_k_cache as dequantize_and_gather_k_cache
 from .preprocess import fused_q_kv_rmsnorm as fused_q_kv_rmsnorm
+from .preprocess import kv_rope_insert as kv_rope_insert
 from .preprocess import preprocess_insert as preprocess_insert
 from .preprocess import q_norm_rope as q_norm_rope
 from .preprocess import quantize_and_insert_k_cache as quantize_and_insert_k_cache

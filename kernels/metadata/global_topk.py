@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...layout import PAD_INDEX, PAD_LEN
 from ..host.launch import launch_kernel
+from .ragged_from_dense import pack
 
 MAX_COLUMNS = 1024
 """Columns that a program maps at a time."""
@@ -109,3 +110,11 @@ def global_topk(
         num_warps=min(4, max(1, columns // 128)),
     )
     return slots, lens
+
+
+def global_topk_ragged(
+    topk_indices: Tensor, token_to_req: Tensor, block_table: Tensor, is_valid_token: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the reference; the results are equal."""
+    slots, lens = global_topk(topk_indices, token_to_req, block_table, is_valid_token, block_size)
+    return *pack(slots, lens, None), lens

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...layout import PAD_INDEX
 from ..host.launch import launch_kernel
-from .global_topk import global_topk
 
 MAX_COLUMNS = 1024
 """Columns that a program looks at together."""
@@ -112,18 +111,11 @@ def ragged_from_dense(indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
             COLUMNS=columns,
             num_warps=_warps(columns),
         )
-    return _pack(indices, counts, lens)
+    return pack(indices, counts, lens)
 
 
-def global_topk_ragged(
-    topk_indices: Tensor, token_to_req: Tensor, block_table: Tensor, is_valid_token: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See the reference; the results are equal."""
-    slots, lens = global_topk(topk_indices, token_to_req, block_table, is_valid_token, block_size)
-    return *_pack(slots, lens, None), lens
-
-
-def _pack(rows: Tensor, counts: Tensor, lens: Tensor | None) -> tuple[Tensor, Tensor]:
+def pack(rows: Tensor, counts: Tensor, lens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return `flat` and `indptr` of `rows` `[T, W]`, of which row t keeps `counts[t]` indices."""
     tokens, width = rows.shape[0], rows.shape[-1]
     flat = rows.new_empty((tokens * width,), dtype=torch.int32)
     if tokens == 0:

@@ -34,7 +34,7 @@ KERNELS: Mapping[str, str] = {
     "fp8_linear": "linear.fp8_linear",
     "fused_q_kv_rmsnorm": "preprocess.fused_q_kv_rmsnorm",
     "global_topk": "metadata.global_topk",
-    "global_topk_ragged": "metadata.ragged_from_dense",
+    "global_topk_ragged": "metadata.global_topk",
     "grouped_linear": "linear.grouped_linear",
     "indexer_logits": "indexer.indexer_logits",
     "indexer_logits_topk": "indexer.indexer_logits",

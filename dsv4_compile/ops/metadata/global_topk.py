@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.global_topk`, `.global_topk_ragged` and `.ragged_from_dense`; see reference/global_topk.py."""
+"""Schemas, checks and fakes of `torch.ops.dsv4.global_topk` and `.global_topk_ragged`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ...reference.metadata import global_topk as reference
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_rows
 from ..common.validate_batch import expect_index_rows, expect_positive
+from .ragged_from_dense import fake_ragged
 
 
 def _check(
@@ -38,23 +39,8 @@ def _fake_ragged(
     topk_indices: Tensor, token_to_req: Tensor, block_table: Tensor, is_valid_token: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens = topk_indices.shape[0]
-    flat, indptr = _fake_flat(topk_indices, token_to_req)
+    flat, indptr = fake_ragged(topk_indices, token_to_req)
     return flat, indptr, indptr.new_empty(tokens)
-
-
-def _check_dense(indices: Tensor, lens: Tensor) -> None:
-    op = "ragged_from_dense"
-    expect_index_rows(indices, op, "indices")
-    expect(lens, f"{op}: lens [T]", INTS)
-    expect_rows(lens.shape[0], indices.shape[0], f"{op}: lens")
-
-
-def _fake_flat(indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
-    tokens, width = indices.shape[0], indices.shape[-1]
-    return (
-        indices.new_empty(tokens * width, dtype=torch.int32),
-        indices.new_empty(tokens + 1, dtype=torch.int32),
-    )
 
 
 global_topk = define(
@@ -71,11 +57,4 @@ global_topk_ragged = define(
     reference=reference.global_topk_ragged,
     fake=_fake_ragged,
     check=_check,
-)
-
-ragged_from_dense = define(
-    "ragged_from_dense(Tensor indices, Tensor lens) -> (Tensor, Tensor)",
-    reference=reference.ragged_from_dense,
-    fake=_fake_flat,
-    check=_check_dense,
 )

@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.swa_metadata` and `.prefill_gather_lens`; what they compute is in reference/swa_metadata.py."""
+"""Schema, check and fake of `torch.ops.dsv4.swa_metadata`."""
 
 from __future__ import annotations
 
@@ -65,23 +65,4 @@ swa_metadata = define(
     reference=reference.swa_metadata,
     fake=_fake,
     check=_check,
-)
-
-
-def _check_gather(query_start_loc: Tensor, seq_lens: Tensor, num_decodes: int, window: int) -> None:
-    op = "prefill_gather_lens"
-    expect_batch(op, query_start_loc, seq_lens)
-    expect_positive(op, window=window)
-    expect_range(op, "num_decodes", num_decodes, seq_lens.shape[0])
-
-
-def _fake_gather(query_start_loc: Tensor, seq_lens: Tensor, num_decodes: int, window: int) -> Tensor:
-    return seq_lens.new_empty(seq_lens.shape[0] - num_decodes, dtype=torch.int32)
-
-
-prefill_gather_lens = define(
-    "prefill_gather_lens(Tensor query_start_loc, Tensor seq_lens, int num_decodes, int window) -> Tensor",
-    reference=reference.prefill_gather_lens,
-    fake=_fake_gather,
-    check=_check_gather,
 )

@@ -17,7 +17,7 @@ from ..common.define import define
 from ..common.validate import INTS, expect, expect_dim, expect_indexer_format
 from .compress_norm_rope_insert import check_compress
 from .fused_q_kv_rmsnorm import check_norms
-from .q_norm_rope import check_kv_insert
+from .kv_rope_insert import check_kv_insert
 from .save_partial_states import check_save
 
 OP = "preprocess_insert"

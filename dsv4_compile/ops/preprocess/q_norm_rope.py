@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ...reference.preprocess import q_norm_rope as reference
 from ..common.define import define
-from ..common.validate import FLOATS, INTS, expect, expect_kv_cache, expect_rope_table, expect_rows, expect_scale
+from ..common.validate import FLOATS, INTS, expect, expect_rope_table, expect_rows, expect_scale
+from .kv_rope_insert import check_kv_insert
 
 
 def _check_q(
@@ -24,27 +25,6 @@ def _check_q(
     expect_rows(positions.shape[0], q.shape[0], f"{op}: positions")
     expect_rope_table(cos_sin_cache, op, q.shape[2])
     expect_scale(q_scale, f"{op}: q_scale")
-
-
-def check_kv_insert(
-    kv: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    block_size: int,
-    cache_format: str,
-    kv_scale: Tensor | None = None,
-    op: str = "kv_rope_insert",
-) -> None:
-    """Raise where the arguments of `kv_rope_insert`, on behalf of `op`, are wrong."""
-    expect(kv, f"{op}: kv [T, D]", FLOATS)
-    expect(slot_mapping, f"{op}: slot_mapping [<= T]", INTS)
-    expect(positions, f"{op}: positions [T]", INTS)
-    expect_rows(kv.shape[0], slot_mapping.shape[0], f"{op}: kv")
-    expect_rows(positions.shape[0], slot_mapping.shape[0], f"{op}: positions")
-    expect_rope_table(cos_sin_cache, op, kv.shape[1])
-    expect_kv_cache(k_cache, op, cache_format, block_size, kv.shape[1], kv_scale)
 
 
 def _check_both(
@@ -79,19 +59,6 @@ def _fake_q(
     return q.new_empty((tokens, max(heads, padded_heads), dim), dtype=dtype)
 
 
-def _fake_kv(
-    kv: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    block_size: int,
-    cache_format: str,
-    kv_scale: Tensor | None = None,
-) -> None:
-    return None
-
-
 def _fake_both(
     q: Tensor,
     kv: Tensor,
@@ -115,13 +82,6 @@ q_norm_rope = define(
     reference=reference.q_norm_rope,
     fake=_fake_q,
     check=_check_q,
-)
-kv_rope_insert = define(
-    "kv_rope_insert(Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, Tensor positions, Tensor cos_sin_cache, "
-    "int block_size, str cache_format, Tensor? kv_scale=None) -> ()",
-    reference=reference.kv_rope_insert,
-    fake=_fake_kv,
-    check=check_kv_insert,
 )
 q_norm_rope_kv_insert = define(
     "q_norm_rope_kv_insert(Tensor q, Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, Tensor positions, "

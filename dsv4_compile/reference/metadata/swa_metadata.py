@@ -65,15 +65,3 @@ def swa_metadata(
     indices, lens = window_rows(positions, requests[decode], block_table, window, block_size)
     write_prefix(swa_indices.flatten(1), indices, PAD_INDEX)
     write_prefix(swa_lens, lens, PAD_LEN)
-
-
-def prefill_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, num_decodes: int, window: int) -> Tensor:
-    """int32 `[R - num_decodes]`: cached tokens each prefill needs: its query and up to W - 1 tokens before it.
-
-    Args:
-        query_start_loc: int `[R + 1]`; seq_lens: int `[R]`. Never more than the request's length, 0 for padded ones.
-    """
-    query_lens = query_start_loc.diff()[num_decodes:]
-    seq_lens = seq_lens[num_decodes:]
-    context = (seq_lens - query_lens).clamp_max(window - 1)
-    return (query_lens + context).clamp_min(0).to(torch.int32)

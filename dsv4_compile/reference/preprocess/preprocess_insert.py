@@ -21,7 +21,7 @@ from ...errors import fail
 from ..common.block_scale import quantize_rows
 from .compress_norm_rope_insert import compress_norm_rope_insert
 from .fused_q_kv_rmsnorm import fused_q_kv_rmsnorm
-from .q_norm_rope import kv_rope_insert
+from .kv_rope_insert import kv_rope_insert
 from .save_partial_states import save_partial_states
 
 

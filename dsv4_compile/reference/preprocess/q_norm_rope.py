@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common import kv_format
 from ..common.quant import to_e4m3
 from ..common.rope import apply_rope
 from .fused_q_kv_rmsnorm import rms_norm
+from .kv_rope_insert import kv_rope_insert
 
 
 def q_norm_rope(
@@ -44,32 +44,6 @@ def q_norm_rope(
     out = torch.zeros((tokens, max(heads, padded_heads), dim), dtype=y.dtype, device=y.device)
     out[:, :heads] = y
     return out
-
-
-def kv_rope_insert(
-    kv: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    block_size: int,
-    cache_format: str,
-    kv_scale: Tensor | None = None,
-) -> None:
-    """Rotate the last `rope_dim` of each vector in float32 and store it; `kv_format.store_kv` defines the stored bytes.
-
-    Args:
-        kv: `[T, D]`, already RMS-normed. Not modified.
-        k_cache: cache in `cache_format`, pages stride(0) apart; only the rows of valid slots are written.
-        slot_mapping: int64 `[<= T]`; slot i receives token i. A slot outside the cache, -1 say, skips its token. Valid
-            slots are distinct.
-        positions: int32 or int64 `[>= T]`.
-        cos_sin_cache: float32 `[max_pos, rope_dim]`.
-        kv_scale: one float32 element, `fp8` only; None means 1.
-    """
-    inserted = slot_mapping.shape[0]
-    x = apply_rope(kv[:inserted], positions[:inserted], cos_sin_cache)
-    kv_format.store_kv(k_cache, cache_format, block_size, slot_mapping, x, kv_scale)
 
 
 def q_norm_rope_kv_insert(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dsv4_compile.kernels.metadata import global_topk as mapping
 from dsv4_compile.kernels.metadata import ragged_from_dense as kernel
-from dsv4_compile.reference.metadata import global_topk as reference
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, strided
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.poison import poisoned_empty
@@ -24,8 +25,8 @@ OPS = ("ragged_from_dense", "global_topk_ragged")
 def compare(op: str, *args: Any) -> tuple[Tensor, ...]:
     """Run both over poisoned memory."""
     with checked(mutated=WRITTEN), poisoned_empty():
-        ours = getattr(kernel, op)(*args)
-    theirs = getattr(reference, op)(*args)
+        ours = launcher(op)(*args)
+    theirs = REFERENCES[op](*args)
     for a, b in zip(ours, theirs, strict=True):
         assert_bitwise(a, b, strides=True)
     return ours
@@ -83,6 +84,6 @@ def test_it_compiles_ahead_of_time(target: str) -> None:
     rows = torch.zeros(3, 512, dtype=torch.int32)
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         kernel.ragged_from_dense(rows[:, :128], torch.zeros(3, dtype=torch.int32))
-        kernel.global_topk_ragged(*arguments(rows))
+        mapping.global_topk_ragged(*arguments(rows))
     assert all(fake_triton.machine_code(each) for each in compiled)
     assert len(compiled) == 4

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4_compile.errors import InputError
 from dsv4_compile.ops.attention.sparse_mla_decode import sparse_mla_decode
 from dsv4_compile.ops.attention.sparse_mla_prefill import sparse_mla_prefill, sparse_mla_prefill_ragged
-from dsv4_compile.ops.metadata.global_topk import ragged_from_dense
+from dsv4_compile.ops.metadata.ragged_from_dense import ragged_from_dense
 from dsv4_compile.reference.attention import attend as reference
 from dsv4_compile.testing import assert_bitwise, assert_close, check_op, hostile_indices, padded, poison_, strided
 from tests.ops.attention import sparse_mla_oracle as oracle

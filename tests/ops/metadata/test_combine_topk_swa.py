@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4_compile.errors import InputError
 from dsv4_compile.ops.metadata.combine_topk_swa import combine_topk_swa, combine_topk_swa_ragged
-from dsv4_compile.ops.metadata.swa_metadata import prefill_gather_lens
+from dsv4_compile.ops.metadata.prefill_gather_lens import prefill_gather_lens
 from dsv4_compile.testing import assert_bitwise, check_op, hostile_indices, padded, strided
 from dsv4_compile.testing.batch import Batch, random_batch, row
 

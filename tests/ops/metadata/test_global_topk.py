@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4_compile.errors import InputError
-from dsv4_compile.ops.metadata.global_topk import global_topk, global_topk_ragged, ragged_from_dense
+from dsv4_compile.ops.metadata.global_topk import global_topk, global_topk_ragged
+from dsv4_compile.ops.metadata.ragged_from_dense import ragged_from_dense
 from dsv4_compile.testing import assert_bitwise, check_op, hostile_indices, padded, strided
 from dsv4_compile.testing.batch import index, random_table, table_tensor
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4_compile.errors import InputError
-from dsv4_compile.ops.metadata.swa_metadata import prefill_gather_lens, swa_metadata
+from dsv4_compile.ops.metadata.prefill_gather_lens import prefill_gather_lens
+from dsv4_compile.ops.metadata.swa_metadata import swa_metadata
 from dsv4_compile.testing import check_op, padded, strided
 from dsv4_compile.testing.batch import Batch, random_batch, random_table, row, table_tensor, window_row
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.errors import InputError
-from dsv4_compile.ops.preprocess.q_norm_rope import kv_rope_insert, q_norm_rope, q_norm_rope_kv_insert
+from dsv4_compile.ops.preprocess.kv_rope_insert import kv_rope_insert
+from dsv4_compile.ops.preprocess.q_norm_rope import q_norm_rope, q_norm_rope_kv_insert
 from dsv4_compile.testing import assert_bitwise, check_op, padded, poison_, scalar, strided
 
 EPS = 1e-6

@@ -1,0 +1,52 @@
+"""Schema, check and fake of `torch.ops.dsv4.kv_rope_insert`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...reference.preprocess import kv_rope_insert as reference
+from ..common.define import define
+from ..common.validate import FLOATS, INTS, expect, expect_kv_cache, expect_rope_table, expect_rows
+
+
+def check_kv_insert(
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    block_size: int,
+    cache_format: str,
+    kv_scale: Tensor | None = None,
+    op: str = "kv_rope_insert",
+) -> None:
+    """Raise where the arguments of `kv_rope_insert`, on behalf of `op`, are wrong."""
+    expect(kv, f"{op}: kv [T, D]", FLOATS)
+    expect(slot_mapping, f"{op}: slot_mapping [<= T]", INTS)
+    expect(positions, f"{op}: positions [T]", INTS)
+    expect_rows(kv.shape[0], slot_mapping.shape[0], f"{op}: kv")
+    expect_rows(positions.shape[0], slot_mapping.shape[0], f"{op}: positions")
+    expect_rope_table(cos_sin_cache, op, kv.shape[1])
+    expect_kv_cache(k_cache, op, cache_format, block_size, kv.shape[1], kv_scale)
+
+
+def _fake(
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    block_size: int,
+    cache_format: str,
+    kv_scale: Tensor | None = None,
+) -> None:
+    return None
+
+
+kv_rope_insert = define(
+    "kv_rope_insert(Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, Tensor positions, Tensor cos_sin_cache, "
+    "int block_size, str cache_format, Tensor? kv_scale=None) -> ()",
+    reference=reference.kv_rope_insert,
+    fake=_fake,
+    check=check_kv_insert,
+)
