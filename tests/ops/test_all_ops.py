@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4_compile import ops
 from dsv4_compile.errors import InputError
+from dsv4_compile.ops.common.arguments import ARGUMENTS
 from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.testing import assert_bitwise, check_op
 from dsv4_compile.testing.samples import op_samples, samples
@@ -37,6 +38,12 @@ def stem(name: str) -> str:
     return owners[0]
 
 
+def defaults(name: str, function: Any) -> dict[str, Any]:
+    """Default of each argument of a reference, `inspect.Parameter.empty` where there is none."""
+    takes = ARGUMENTS.get(name, function)
+    return {parameter.name: parameter.default for parameter in inspect.signature(takes).parameters.values()}
+
+
 def floats(args: tuple[Any, ...]) -> list[int]:
     return [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.dtype in DIFFERENTIABLE]
 
@@ -57,7 +64,7 @@ def test_op_has_a_reference_with_a_docstring_and_tests(name: str) -> None:
     function = getattr(importlib.import_module(f"dsv4_compile.reference.{module}"), name)
     documentation = inspect.getdoc(function) or ""
     assert len(documentation.split()) > 5
-    assert list(inspect.signature(function).parameters) == [a.name for a in OPS[name]._schema.arguments]
+    assert [*defaults(name, function)] == [a.name for a in OPS[name]._schema.arguments]
     family, file = module.split(".")
     tests = (Path(__file__).parent / family).glob(f"test_{file}*.py")
     assert any(name in path.read_text() for path in tests)
@@ -67,7 +74,7 @@ def test_op_has_a_reference_with_a_docstring_and_tests(name: str) -> None:
 def test_reference_defaults_are_the_schema_defaults(name: str) -> None:
     function = getattr(importlib.import_module(f"dsv4_compile.reference.{stem(name)}"), name)
     for argument in OPS[name]._schema.arguments:
-        default = inspect.signature(function).parameters[argument.name].default
+        default = defaults(name, function)[argument.name]
         assert (default is not inspect.Parameter.empty) == argument.has_default_value()
         assert not argument.has_default_value() or default == argument.default_value
 

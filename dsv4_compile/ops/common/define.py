@@ -9,6 +9,7 @@ import torch
 
 from ..._compat import OpOverload, below_autograd
 from ...errors import fail
+from .arguments import ARGUMENTS, packed
 from .kernels import KERNELS, dispatcher
 
 LIBRARY = torch.library.Library("dsv4", "DEF")
@@ -73,15 +74,25 @@ def define(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     check: Callable[..., None] | None = None,
+    arguments: type[Any] | None = None,
 ) -> OpOverload:
     """Define `torch.ops.dsv4.<name>` from `schema` and return its overload.
 
-    The reference serves every device; a kernel of `_kernels.KERNELS` goes before it on the GPUs that `proven`
-    lists. `fake` returns exact shapes, dtypes and
-    strides. `check` has the op's signature, defaults included, and runs before either: it refuses wrong arguments by
-    host-side facts. Inputs that require grad, with gradients enabled, raise E206: there is no backward.
+    The reference serves every device; on GPUs that `proven` lists, a kernel of `kernels.KERNELS` runs instead.
+
+    Args:
+        fake: returns exact shapes, dtypes and strides.
+        check: runs before reference, fake and kernel, and raises for wrong arguments by host-side facts alone.
+        arguments: a NamedTuple with the schema's names and defaults. Given, reference, fake, check, launcher and
+            `why_unsupported_<name>` take one value of it; without it they take the schema's arguments.
+
+    Inputs that require grad, with gradients enabled, raise E206: there is no backward.
     """
     name = schema.split("(", 1)[0]
+    if arguments is not None:
+        ARGUMENTS[name] = arguments
+        reference, fake = packed(name, reference), packed(name, fake)
+        check = None if check is None else packed(name, check)
     check = for_tensors(name, check)
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     REFERENCES[name] = checked(check, reference)

@@ -19,6 +19,7 @@ import torch
 from ..._compat import device_architecture
 from ...errors import fail
 from ...selection.proven import is_proven
+from .arguments import packed
 
 KERNELS: Mapping[str, str] = {
     "advance": "metadata.advance",
@@ -64,7 +65,7 @@ KERNELS: Mapping[str, str] = {
 @functools.cache
 def launcher(op: str) -> Callable[..., Any]:
     """The launcher of `op`. Imports Triton; E101 where there is none."""
-    return getattr(_module(op), op)
+    return packed(op, getattr(_module(op), op))
 
 
 @functools.cache
@@ -73,7 +74,8 @@ def refusal(op: str) -> Callable[..., str] | None:
     if op not in KERNELS:
         return None
     module = _module(op)
-    return getattr(module, f"why_unsupported_{op}", None) or getattr(module, f"{op}_refuses", None)
+    found = getattr(module, f"why_unsupported_{op}", None) or getattr(module, f"{op}_refuses", None)
+    return None if found is None else packed(op, found)
 
 
 def runs_kernel(op: str, device: torch.device) -> bool:
