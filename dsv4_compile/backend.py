@@ -51,7 +51,7 @@ def dsv4(
     from ._compat import codegen_of, compile_fx, inductor_config, ue8m0_in_cpp
     from .lowering import registry
     from .passes import ChooseImplementations
-    from .runtime.capturing import Capturing
+    from .runtime.backends import Capturing
 
     registry.load()
     parsed = Options.parse(mode, options, ops=OPS)
@@ -71,7 +71,7 @@ def dsv4(
 def reset() -> None:
     """Called by torch.compiler.reset(): what this process has been told about its compiled code is told again."""
     from .lowering import registry
-    from .runtime.capturing import shared_graphs
+    from .runtime.backends import shared_graphs
 
     registry.forget_warnings()
     shared_graphs.cache_clear()

@@ -17,8 +17,8 @@ from ..config import DeepseekV4Config
 from ..metadata import AttentionMetadata, MetadataBuffers
 from ..modules import DeepseekV4Attention
 from ..runtime import DecodeRunner, mark_static_inputs
-from ..runtime.batches import token_tensors
-from ..runtime.static_inputs import named_tensors
+from ..runtime.addresses import named_tensors
+from ..runtime.step import token_tensors
 
 CACHE = CacheFormat.resolve("fp8_ds_mla")
 Forward = Callable[..., list[Tensor]]

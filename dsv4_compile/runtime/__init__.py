@@ -1,13 +1,13 @@
-"""Captures and replays of graphs: who owns which address, and what may change between two replays."""
+"""Capture and replay of graphs: which addresses a capture owns, and what may change between two replays."""
 
 from __future__ import annotations
 
-from .buckets import padded_buckets
-from .counts import Counts, Statistics, counting
-from .graphs import Capture, Footprint, Graphs, graphs_for
-from .plan import Plan
-from .runner import DecodeRunner
-from .static_inputs import mark_static_inputs
+from .addresses import mark_static_inputs
+from .backends import graphs_for
+from .captures import Capture, Footprint, Graphs, MemoryPlan
+from .compiled import Counts, counting
+from .runner import DecodeRunner, Statistics
+from .step import padded_buckets
 
 __all__ = [
     "Capture",
@@ -15,7 +15,7 @@ __all__ = [
     "DecodeRunner",
     "Footprint",
     "Graphs",
-    "Plan",
+    "MemoryPlan",
     "Statistics",
     "counting",
     "graphs_for",

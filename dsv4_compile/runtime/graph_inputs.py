@@ -1,6 +1,6 @@
-"""Which inputs of a traced graph keep their address: parameters and buffers, marked tensors, and what it writes.
+"""Inputs of a traced graph that a capture uses in place: parameters and buffers, marked tensors, and what it writes.
 
-Memory is known by the identity of a fake tensor's storage, which all its views share.
+Memory is identified by a fake tensor's storage, which all its views share.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _STATIC = "_dynamo_static_input_type"
 _OPERATORS = dir(operator)
 _IN_PLACE_METHODS = {"__setitem__", *(n for n in _OPERATORS if n.startswith("__i") and f"__{n[3:]}" in _OPERATORS)}
 _IN_PLACE = {getattr(operator, name) for name in _IN_PLACE_METHODS}
-_ON_REQUEST = {
+_WRITING_OPTIONS = {
     "inplace": ("input",),
     "max_norm": ("weight",),
     "training": ("running_mean", "running_var"),
     "use_input_stats": ("running_mean", "running_var"),
 }
-"""Options of torch.nn.functional, and the arguments that a function which has them writes if they are set."""
+"""Options of functions in torch.nn.functional, and the arguments that a function writes if the option is set."""
 
 
-def static_inputs(gm: GraphModule) -> frozenset[int]:
-    """Positions of the inputs of `gm` that a capture takes where they are; all others are copied.
+def inputs_in_place(gm: GraphModule) -> frozenset[int]:
+    """Return the positions of the inputs of `gm` that a capture uses in place; all others are copied.
 
-    What the graph writes is among them, marked or not: a copy would lose the write. So is every other view of memory
-    that is written or marked: a copy would not see the write, and be made anew at every call.
+    Inputs that the graph writes are in place, marked or not, because a copy would lose the write. So is every other
+    view of memory that is written or marked, because a copy would miss the write.
     """
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     marked = {i for i, node in enumerate(placeholders) if node.meta.get("tensor_dict", {}).get(_STATIC)}
@@ -44,12 +44,12 @@ def static_inputs(gm: GraphModule) -> frozenset[int]:
 
 
 def _written_storages(gm: GraphModule) -> set[int]:
-    """Identities of the storages that `gm` writes, as far as the targets of its nodes say."""
+    """Return the identities of the storages that `gm` writes, as far as the targets of its nodes tell."""
     return {storage for node in gm.graph.nodes for storage in _storages_of(_written_by(node))}
 
 
 def _storages_of(argument: Any) -> Iterator[int]:
-    """Identities of the storages of a node's fake tensors; of all nodes in an argument that is a list or tuple."""
+    """Yield the storage identities of a node's fake tensors, or of all nodes in a nested argument."""
     for node in pytree.tree_leaves(argument):
         if isinstance(node, Node):
             for value in pytree.tree_leaves(node.meta.get("example_value")):
@@ -58,15 +58,15 @@ def _storages_of(argument: Any) -> Iterator[int]:
 
 
 def _written_by(node: Node) -> list[Any]:
-    """The arguments that `node` writes. A rule that does not apply to it finds none."""
+    """Return the arguments that `node` writes. A rule that does not apply to it finds none."""
     if node.op not in ("call_function", "call_method"):
         return []
     out = node.kwargs.get("out")
-    return [out, *_by_schema(node), *_by_name(node), *_on_request(node), *_inside(node)]
+    return [out, *_by_schema(node), *_by_name(node), *_by_option(node), *_by_subgraph(node)]
 
 
 def _by_schema(node: Node) -> Iterator[Any]:
-    """By the annotations of an op; of a name that stands for several signatures, by those of all."""
+    """Yield the arguments that an op's schema marks as written; for a name with several overloads, those of all."""
     target: Any = node.target
     if isinstance(target, BuiltinFunctionType):
         target = getattr(torch.ops.aten, target.__name__, None)
@@ -82,18 +82,18 @@ def _by_schema(node: Node) -> Iterator[Any]:
 
 
 def _by_name(node: Node) -> list[Any]:
-    """`x.add_(y)`, `torch.relu_(input=x)`, `x += y`: the first argument. Of a user's Triton kernel, any."""
+    """Return the first argument of `x.add_(y)`, `torch.relu_(input=x)` or `x += y`, and all of a Triton kernel."""
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
     if "triton_kernel_wrapper" in name:
-        return list(node.all_input_nodes)  # which of them a user's kernel writes is not said
+        return list(node.all_input_nodes)  # the node does not tell which of them the kernel writes
     in_place = name.endswith("_") and not name.endswith("__")
     if in_place or node.target in _IN_PLACE or (node.op == "call_method" and name in _IN_PLACE_METHODS):
         return [*node.args, *node.kwargs.values()][:1]
     return []
 
 
-def _on_request(node: Node) -> list[Any]:
-    """By `inplace=True` and the like, of functions that are written in Python."""
+def _by_option(node: Node) -> list[Any]:
+    """Return the arguments that a Python function writes because of `inplace=True` or another option."""
     if not isinstance(node.target, FunctionType):
         return []
     try:
@@ -101,18 +101,19 @@ def _on_request(node: Node) -> list[Any]:
     except (TypeError, ValueError):
         return []
     bound.apply_defaults()
-    names = {name for option, names in _ON_REQUEST.items() if _is_set(bound.arguments.get(option)) for name in names}
-    return [bound.arguments.get(name) for name in names]
+    given = bound.arguments
+    names = {name for option, names in _WRITING_OPTIONS.items() if _is_set(given.get(option)) for name in names}
+    return [given.get(name) for name in names]
 
 
 def _is_set(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _inside(node: Node) -> Iterator[Any]:
-    """What the graphs write that a branch, a loop or a region compiled once has for arguments.
+def _by_subgraph(node: Node) -> Iterator[Any]:
+    """Yield the arguments that the subgraphs of a branch, a loop or a nested compile region write.
 
-    Its other arguments behind these graphs are theirs, in order. Where their number differs, any may be written.
+    The arguments after the subgraphs are the subgraphs' inputs, in order. If their numbers differ, any may be written.
     """
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     graphs = {i: graph for i, leaf in enumerate(leaves) if (graph := _graph_of(leaf)) is not None}
@@ -126,7 +127,7 @@ def _inside(node: Node) -> Iterator[Any]:
 
 
 def _graph_of(leaf: Any) -> GraphModule | None:
-    """The graph that an argument names, if it names one."""
+    """Return the graph that an argument names, or None."""
     if not isinstance(leaf, Node) or leaf.op != "get_attr" or leaf.graph.owning_module is None:
         return None
     found = functools.reduce(getattr, str(leaf.target).split("."), leaf.graph.owning_module)

@@ -1,4 +1,4 @@
-"""DecodeRunner: a whole step, metadata included, as one graph for each size of batch.
+"""DecodeRunner: a whole step, metadata included, as one CUDA graph for each padded batch size.
 
 runner = DecodeRunner(step, buffers, inputs={"hidden": hidden}, caches=caches.layers)
 runner.warm_up()                          # compile, measure, capture; changes no byte of the caches
@@ -10,6 +10,7 @@ out = runner.step(n)                      # one launch
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,47 +20,64 @@ from .. import progress
 from .._compat import pytree
 from ..errors import check, fail, warn
 from ..metadata import MetadataBuffers
-from .batches import check_outputs, check_padding, count_tokens, idle
-from .buckets import Buckets, padded_buckets
-from .counts import Statistics
-from .graphs import Capture, Footprint, graphs_for
-from .plan import Plan
+from .addresses import AddressCheck, mark_static_inputs, named_tensors
+from .backends import graphs_for
+from .captures import Capture, Footprint, MemoryPlan
 from .sampling import Sampler, Sampling
-from .static_inputs import StaticInputs, mark_static_inputs, named_tensors
-from .step_inputs import Step, StepInputs, whole_step
+from .step import (
+    Buckets,
+    StepFunction,
+    StepInputs,
+    check_outputs,
+    check_padding,
+    count_tokens,
+    no_requests,
+    padded_buckets,
+    step_call,
+)
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Number of captures and replays of a runner, and of steps that ran without a graph."""
+
+    captures: int = 0
+    replays: int = 0
+    uncaptured: int = 0
 
 
 class DecodeRunner:
     """Captures a step for padded sizes and replays the smallest that holds the batch.
 
-    A batch of n tokens, decodes, speculated tokens and prefills alike, replays the smallest bucket of at least n; the
-    rows behind it are padding, which reads and writes nothing. A larger batch runs uncaptured, with a warning (W601)
-    the first time.
+    A batch of n tokens, decodes, speculated tokens and prefills alike, replays the smallest bucket of at least n. Rows
+    n and later are padding, which reads and writes nothing. A larger batch runs uncaptured, with a warning (W601) the
+    first time.
 
     Args:
         step: `step(*inputs, metadata, caches)` -> tensors whose first dim is the tokens; compile it with
             `torch.compile(..., backend="dsv4")` and without graphs of its own (E424). It must not wait for the device
-            (E422), and give the same tensors for the same batch. Of a Module, compiled or not, the addresses of all
-            parameters and buffers are compared too.
+            (E422), and must give the same tensors for the same batch. If it is a Module, compiled or not, the addresses
+            of all parameters and buffers are compared too.
         buffers: the persistent metadata; the captured graph refreshes it from `buffers`' inputs.
         inputs: further persistent inputs `[max_num_batched_tokens, ...]` by name, in the order of `step`'s arguments.
-            Their rows behind a batch are zeroed, and are no cache's nor earlier rows of another input (E201).
+            Their padding rows are zeroed, so they must not share them with a cache or another input (E201).
         caches: what `step` writes in place: `PagedCaches.layers`, or any nest of lists, dicts and dataclasses.
-        buckets: numbers of tokens to capture, prefill sizes too where these are worth a graph (None =
+        buckets: numbers of tokens to capture, prefill sizes included if they are worth a graph (None =
             `padded_buckets(max_num_seqs * tokens_each, tokens_each)`).
         tokens_each: tokens of a request in a decode: 1 + the number of speculated ones.
-        sampler: what `run` does between steps, see `sampling.Sampling`: "greedy" over logits `[T, vocab]`, captured, or
-            a function of the outputs. `max_run_steps` bounds one run.
+        sampler: how `run` chooses tokens between steps, see `sampling.Sampling`: "greedy" over logits `[T, vocab]`,
+            captured, or a function of the outputs.
+        max_run_steps: most steps of one `run`.
         graphs: "auto" for CUDA graphs, "standin" to replay on a CPU in tests. E420 on a CPU otherwise.
         debug: compare all addresses and the padding at each replay, not at the first alone. Waits for the device.
 
-    Who owns what: the engine owns inputs, caches and buffers, and must not move them (E421); the captures own their
-    outputs and workspaces. Outputs are views of that memory, valid until the next step.
+    The engine owns inputs, caches and buffers, and must not move them (E421). The captures own their outputs and
+    workspaces. Outputs are views of that memory, valid until the next step.
     """
 
     def __init__(
         self,
-        step: Step,
+        step: StepFunction,
         buffers: MetadataBuffers,
         *,
         inputs: Mapping[str, Tensor],
@@ -80,20 +98,20 @@ class DecodeRunner:
         largest = min(buffers.max_num_seqs * tokens_each, capacity)
         self.buckets = Buckets(padded_buckets(largest, tokens_each) if buckets is None else buckets, capacity)
         mark_static_inputs(named_tensors(caches, "caches"))
-        self._statics = StaticInputs(self._addressed, device)
+        self._addresses = AddressCheck(self._captured_tensors, device)
         self.inputs.check_memory(named_tensors(caches, "caches"), buffers)
         self.max_run_steps = max_run_steps
         self.sampling = None if sampler is None else Sampling(buffers, sampler, tokens_each, max_run_steps)
         self._captures: dict[int, Capture] = {}
         self._runs: dict[int, Capture] = {}
-        self._views: dict[int, Any] = {}  # of the outputs, by number of tokens: they never move
+        self._views: dict[int, Any] = {}  # views of the outputs by number of tokens: the outputs never move
         self._checked: set[str] = set()
-        self._told: set[str] = set()
-        self._plan: Plan | None = None
+        self._warned = False
+        self._plan: MemoryPlan | None = None
         self._held = 0
 
-    def _addressed(self) -> dict[str, Tensor]:
-        """Everything that a capture has by address."""
+    def _captured_tensors(self) -> dict[str, Tensor]:
+        """Return all tensors whose addresses a capture holds, by name."""
         module = getattr(self._step, "_orig_mod", self._step)
         named = self.inputs.named() | {f"metadata {name}": tensor for name, tensor in self.buffers.tensors.items()}
         return named | named_tensors(self.caches, "caches") | named_tensors(module, "step")
@@ -104,42 +122,43 @@ class DecodeRunner:
 
     @property
     def sealed(self) -> bool:
-        """Whether warm_up is over: from then on nothing is compiled, captured or allocated."""
+        """Whether warm_up is done; after it nothing is compiled, captured or allocated."""
         return bool(self._captures)
 
-    def plan(self) -> Plan:
-        """Run every bucket with padding alone, and say what memory the captures will need.
+    def plan(self) -> MemoryPlan:
+        """Run every bucket with padding alone and return the memory that the captures will need.
 
-        This is where the step compiles and tunes itself. No live byte of a cache changes.
+        The step compiles and tunes itself here. No live byte of a cache changes.
         """
         if self._plan is None:
             footprints: dict[int, Footprint] = {}
             runs: list[Footprint] = []
-            with idle(self.buffers), progress.stage("warm up", total=len(self.buckets)) as work:
+            with no_requests(self.buffers), progress.stage("warm up", total=len(self.buckets)) as work:
                 for size in self.buckets:
                     work.note(f"{size} tokens")
                     call = self._call_of(size)
-                    for _ in range(2):  # torch.compile may see a second size, and compile for all
+                    for _ in range(2):  # at the second size torch.compile may compile for all sizes
                         self.graphs.warm_up(call)
                     footprints[size] = self.graphs.measure(call)
                     if self._captures_run(size):
                         runs.append(self.graphs.measure(self._run_of(size)))
                     work.advance()
-            self._plan = Plan(self._statics.nbytes, footprints, self.graphs.predict([*footprints.values(), *runs]))
+            graphs = self.graphs.predict([*footprints.values(), *runs])
+            self._plan = MemoryPlan(self._addresses.nbytes, footprints, graphs)
         return self._plan
 
-    def warm_up(self) -> Plan:
+    def warm_up(self) -> MemoryPlan:
         """Compile, tune and measure, then capture every bucket, largest first, and seal the runner.
 
         Returns the plan. Warns (W602) when the captures hold more than it predicted. E425 when called again.
         """
         check(not self.sealed, "E425", got="warm_up of a runner that has captured", fix="make another runner")
         plan = self.plan()
-        # Modules may have put their weights together at the first call: what counts is where things are now.
-        self._statics = StaticInputs(self._addressed, self.graphs.device)
+        # Recorded again: modules may have moved their weights into one matrix at the first call.
+        self._addresses = AddressCheck(self._captured_tensors, self.graphs.device)
         captures: dict[int, Capture] = {}
         runs: dict[int, Capture] = {}
-        with idle(self.buffers), progress.stage("capture", total=len(self.buckets)) as work:
+        with no_requests(self.buffers), progress.stage("capture", total=len(self.buckets)) as work:
             for size in self.buckets:
                 work.note(f"{size} tokens")
                 captures[size] = self._capture(size)
@@ -162,11 +181,12 @@ class DecodeRunner:
         """Run the batch that `buffers` and `inputs` hold; return the step's outputs, `[num_tokens, ...]` each.
 
         Args:
-            num_tokens: tokens of the batch, as `query_start_loc` counts them. Or `num_reqs`, of `tokens_each` tokens.
+            num_tokens: tokens of the batch, as `query_start_loc` counts them.
+            num_reqs: in place of `num_tokens`, the number of requests of `tokens_each` tokens.
             inputs: `[num_tokens, ...]` by name, copied into the persistent inputs first.
 
         One launch, and one more for each input whose rows do not fill the bucket. E204 over capacity, E421 for a
-        buffer that moved, E427 before warm_up, E429 (debug) for padding that is not what it was declared to be.
+        buffer that moved, E427 before warm_up, E429 (debug) for padding without its pad value.
         """
         if not self._captures:
             fail("E427", got="step of a runner that has captured nothing")
@@ -185,14 +205,14 @@ class DecodeRunner:
     def run(self, steps: int, num_reqs: int) -> tuple[Tensor, Tensor]:
         """Decode `steps` steps of the first `num_reqs` requests of the batch in `buffers`, `tokens_each` tokens each.
 
-        With the greedy sampler each step is one launch, and the host waits for nothing; what it calls between steps
-        otherwise is the sampler and one op. Lengths, positions and slots advance on the device; a request that runs
-        out of reserved tokens becomes padding and leaves its length in `buffers.tensors["overflow"]`. Afterwards the
+        With the greedy sampler each step is one launch, and the host waits for nothing. With another sampler the host
+        calls it and one op between steps. Lengths, positions and slots advance on the device. A request that runs out
+        of reserved tokens becomes padding and leaves its length in `buffers.tensors["overflow"]`. After the run the
         buffers describe the next step.
 
         Returns:
-            Tokens int64 `[steps, num_reqs, tokens_each]` and how many of each count, int32 `[steps, num_reqs]`: views
-            that the next run overwrites. Rows of requests that have stopped are to be ignored.
+            Tokens int64 `[steps, num_reqs, tokens_each]` and the number kept of each, int32 `[steps, num_reqs]`: views
+            that the next run overwrites. Ignore the rows of requests that have stopped.
         """
         check(self.sealed, "E427", got="run of a runner that has captured nothing")
         sampling = self.sampling
@@ -218,7 +238,7 @@ class DecodeRunner:
         return self.sampling is not None and self.sampling.captured and size <= self.buffers.max_num_seqs
 
     def _run_of(self, size: int) -> Callable[[], None]:
-        """A step of `size` requests and all that leads to the next one."""
+        """Return a call that runs a step of `size` requests, samples, and advances the batch."""
         step, sampling = self._call_of(size), self.sampling
         assert sampling is not None
         sampling.begin()
@@ -226,26 +246,26 @@ class DecodeRunner:
 
     def _replay(self, captured: Capture, bucket: int, tokens: int) -> None:
         if self.debug or captured.what not in self._checked:
-            self._statics.check(captured.what)
+            self._addresses.check(captured.what)
             self._checked.add(captured.what)
         captured.replay()
         self.statistics.replays += 1
         if self.debug:
-            self._check_after(bucket, tokens)
+            self._check_replay(bucket, tokens)
 
     def _uncaptured(self, tokens: int) -> Any:
         reason = f"a batch of {tokens} tokens, above the largest bucket {self.buckets.sizes[-1]}"
-        if "size" not in self._told:
-            self._told.add("size")
+        if not self._warned:
+            self._warned = True
             warn("W601", got=reason)
         self.statistics.uncaptured += 1
         return self._call_of(tokens)()
 
     def _call_of(self, size: int) -> Callable[[], Any]:
-        """The whole step for `size` tokens at the persistent addresses: what is captured, and what runs without."""
-        return whole_step(self._step, self.buffers, self.inputs, self.caches, size)
+        """Return the whole step for `size` tokens at the persistent addresses, to capture or to run without a graph."""
+        return step_call(self._step, self.buffers, self.inputs, self.caches, size)
 
-    def _check_after(self, bucket: int, tokens: int) -> None:
+    def _check_replay(self, bucket: int, tokens: int) -> None:
         check_padding(self.buffers, tokens, bucket)
         held = self.graphs.memory()
         check(held <= self._held, "E425", got=f"captures of {held:,} bytes, {self._held:,} when they were sealed")

@@ -1,4 +1,4 @@
-"""What happens between two steps of a decode that advances itself: choose tokens, note them, move the batch on."""
+"""Sampling between two steps of a run: choose tokens, record them, advance the batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Sampler = Callable[[Any], Any]
 
 
 class Sampling:
-    """Chosen tokens at fixed addresses, and their way into the next step.
+    """Chosen tokens at fixed addresses, which `finish_step` passes to the next step.
 
     Args:
-        buffers: of the runner.
+        buffers: the runner's metadata.
         sampler: "greedy", which is captured with the step, or a function that is called between steps with the step's
             outputs. It returns int `[n]`, a token for each request; with speculated tokens
             `(num_new [n], tokens [n, S], drafts [n, tokens_each - 1])`, as `MetadataBuffers.advance` takes them.
@@ -39,7 +39,7 @@ class Sampling:
             not self.captured or tokens_each == 1,
             "E201",
             got=f'sampler="greedy" with tokens_each={tokens_each}',
-            rule="which speculated tokens are kept is decided by a function of your own",
+            rule="a function of yours decides which speculated tokens are kept",
             fix="pass a function that returns (num_new, tokens, drafts), or tokens_each=1",
         )
         self._buffers, self._sampler, self._tokens_each = buffers, sampler, tokens_each
@@ -52,22 +52,22 @@ class Sampling:
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
 
     def begin(self) -> None:
-        """Forget what the last run chose."""
+        """Restart the record of chosen tokens."""
         self._step.zero_()
 
     def finish_step(self, outputs: Any, num_reqs: int) -> None:
-        """Choose by `outputs`, note it, and advance the batch. All on the device; capturable when greedy."""
+        """Choose tokens from `outputs`, record them, and advance the batch. On the device; capturable when greedy."""
         if self.captured:
-            self._take(outputs[:num_reqs].argmax(-1), num_reqs)
+            self._set(outputs[:num_reqs].argmax(-1), num_reqs)
         else:
             assert callable(self._sampler)
-            self._take(self._sampler(outputs), num_reqs)
+            self._set(self._sampler(outputs), num_reqs)
         self.chosen.index_copy_(0, self._step, self.tokens[None])
         self.kept.index_copy_(0, self._step, self.num_new[None])
         self._step.add_(1)
         self._buffers.advance(self.num_new, self.tokens, self.drafts, query_len=self._tokens_each)
 
-    def _take(self, chosen: Any, num_reqs: int) -> None:
+    def _set(self, chosen: Any, num_reqs: int) -> None:
         if self.drafts is None:
             self.tokens[:num_reqs, 0].copy_(chosen)
             return
@@ -77,5 +77,5 @@ class Sampling:
         self.drafts[:num_reqs].copy_(drafts)
 
     def result(self, steps: int, num_reqs: int) -> tuple[Tensor, Tensor]:
-        """Tokens int64 `[steps, num_reqs, tokens_each]` and how many of each count, int32 `[steps, num_reqs]`."""
+        """Return tokens int64 `[steps, num_reqs, tokens_each]` and the numbers kept, int32 `[steps, num_reqs]`."""
         return self.chosen[:steps, :num_reqs], self.kept[:steps, :num_reqs]

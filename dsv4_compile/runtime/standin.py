@@ -1,16 +1,17 @@
-"""A stand-in for CUDA graphs on a CPU, so that their rules can be tested without a GPU.
+"""Emulation of CUDA graphs on a CPU, so that their rules can be tested without a GPU.
 
-A capture writes down every op that reaches torch's dispatcher, with the tensors and Python values it got, and undoes
-what they wrote. A replay runs the ops again on the same memory and puts fresh results where the first ones lay. So, as
-on a GPU: what the host computed is frozen, an input that moved is not followed, and a stale row is read.
+A capture records every op that reaches torch's dispatcher, with the tensors and Python values it got, and undoes what
+they wrote. A replay runs the ops again on the same memory and copies the new results to where the first ones are. So,
+as on a GPU, host values are frozen, an input that moved is not followed, and a stale row is read.
 
 C++ code that Inductor generated does not pass through the dispatcher. Graphs of `backend="dsv4"` are recorded whole;
-those of another backend are refused (E422) rather than left out.
+those of another backend raise E422.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -20,17 +21,16 @@ from torch import Tensor
 
 from .._compat import OpOverload, TorchDispatchMode, pytree
 from ..errors import check, fail
-from .aliasing import distinct, extent, owner, view_at
-from .capture_errors import refuse_host_read
-from .graphs import Call, Capture, Footprint, capture_of, tensor_bytes
+from .aliasing import byte_range, owner, view_at, without_repeats
+from .captures import Call, Capture, Footprint, capture_scope, fail_host_read, tensor_bytes
 
 _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_tape: ContextVar[Tape | None] = ContextVar("dsv4_tape", default=None)
+_recorder: ContextVar[Recorder | None] = ContextVar("dsv4_recorder", default=None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
-    """One recorded call, its tensors as aliases of their own, and the tensors it made."""
+class _RecordedCall:
+    """One recorded call, its arguments as aliases of the caller's tensors, and the tensors it made."""
 
     call: Callable[..., Any]
     args: Any
@@ -52,84 +52,90 @@ class StandInGraphs:
         return call()
 
     def measure(self, call: Call) -> Footprint:
-        """Everything that one capture of `call` would hold: the stand-in reuses no memory."""
-        tape = Tape("a measurement")
-        with tape.recording():
+        """Return the bytes that a capture of `call` would hold: the stand-in reuses no memory."""
+        recorder = Recorder("a measurement")
+        with recorder.recording():
             outputs = call()
-        return Footprint(tape.allocated, tensor_bytes(outputs))
+        return Footprint(recorder.allocated, tensor_bytes(outputs))
 
     def capture(self, call: Call, what: str) -> Capture:
         """Record `call`, and undo what it wrote."""
-        tape = Tape(what)
-        with capture_of(what):
+        recorder = Recorder(what)
+        with capture_scope(what):
             try:
-                with tape.recording():
+                with recorder.recording():
                     outputs = call()
             finally:
-                tape.undo()
-        check(bool(tape.nodes), "E423", got=f"{what} ran no op on a tensor")
-        tape.check_outputs(outputs)
-        self._held += tape.allocated
-        return Capture(outputs, tape.replay, what)
+                recorder.undo()
+        check(bool(recorder.calls), "E423", got=f"{what} ran no op on a tensor")
+        recorder.check_outputs(outputs)
+        self._held += recorder.allocated
+        return Capture(outputs, recorder.replay, what)
 
     def memory(self) -> int:
-        """Bytes that recorded results hold."""
+        """Return the bytes of recorded results."""
         return self._held
 
     def predict(self, footprints: Sequence[Footprint]) -> int:
-        """The sum: nothing is shared here."""
+        """Return the sum: captures share no memory here."""
         return sum(footprint.peak for footprint in footprints)
 
 
-class Tape(TorchDispatchMode):  # type: ignore[misc]
-    """Ops in the order they ran. One use: record, undo, then replay any number of times."""
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Dispatch mode that records ops in the order they run: record and undo once, then replay any number of times."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
-        self.nodes: list[_Node] = []
+        self.calls: list[_RecordedCall] = []
         self.allocated = 0
-        self._own: set[int] = set()  # addresses of storages that were made while recording
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._own: set[int] = set()  # addresses of storages made while recording
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._outside: dict[int, torch.UntypedStorage] = {}
         self._inside_call = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: a function that is compiled runs compiled while it is recorded."""
+        """Return True: compiled functions run compiled while they are recorded."""
         return True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """True, which older torch asks to the same end."""
+        """Return True: the name of `ignore_compile_internals` in older torch."""
         return True
 
-    def recording(self) -> Any:
-        """Context in which what runs is recorded, and graphs of this package record themselves whole."""
-        return _Recording(self)
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs in the block, with compiled graphs of this package as one call each."""
+        token = _recorder.set(self)
+        try:
+            with self:
+                yield
+        finally:
+            _recorder.reset(token)
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`; outside of a recorded call, write it down."""
+        """Run `func`, and record it unless it runs inside a recorded call."""
         kwargs = kwargs or {}
         if self._inside_call:
             return func(*args, **kwargs)
         if _reads_device(func, args):
-            refuse_host_read(self.what, str(func))
+            fail_host_read(self.what, str(func))
         returns, arguments = func._schema.returns, func._schema.arguments
         written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         named = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-        self._keep(pytree.tree_leaves([named[name] for name in written if name in named]))
+        self._save(pytree.tree_leaves([named[name] for name in written if name in named]))
         out = func(*args, **kwargs)
         if not written and any(r.alias_info is not None for r in returns):
-            return out  # a view: its address follows from its base, and nothing has to be done again
+            return out  # a view: its address follows from its base, so a replay has nothing to do
         self._add(func, args, kwargs, out)
         return out
 
     def call(self, compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a compiled graph as one node. It may write any of its inputs."""
-        self._inside_call = True  # its ops, and ours, are not recorded beside it
+        """Run a compiled graph as one recorded call. It may write any of its inputs."""
+        self._inside_call = True  # its ops, and those below, are not recorded too
         try:
-            self._keep(args)
+            self._save(args)
             out = compiled(*args)
             self._add(compiled, args, {}, out)
         finally:
@@ -145,24 +151,24 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
                 made[index] = leaf
                 self._own.add(leaf.untyped_storage().data_ptr())
                 self.allocated += leaf.untyped_storage().nbytes()
-        self.nodes.append(_Node(call, *_aliased(args, kwargs), made))
+        self.calls.append(_RecordedCall(call, *_aliased(args, kwargs), made))
 
-    def _keep(self, written: Any) -> None:
+    def _save(self, written: Any) -> None:
         for tensor in _tensors(written):
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
-            if address not in self._own and address not in self._before:
-                self._before[address] = storage, storage.clone()
+            if address not in self._own and address not in self._saved:
+                self._saved[address] = storage, storage.clone()
 
     def undo(self) -> None:
-        """Put back what the recorded ops wrote outside: a capture executes nothing."""
-        for storage, before in reversed(self._before.values()):  # two may be of one memory, by way of NumPy
+        """Restore memory that the recorded ops wrote and did not allocate: a capture executes nothing."""
+        for storage, before in reversed(self._saved.values()):  # two storages may share memory through NumPy
             storage.copy_(before)
-        self._before.clear()
+        self._saved.clear()
 
     def check_outputs(self, outputs: Any) -> None:
-        """E422 for an output that nothing recorded has made or written: some code was not seen."""
-        seen = self._own | {t.untyped_storage().data_ptr() for node in self.nodes for t in _tensors(node.args)}
+        """Raise E422 for an output that no recorded op made or got: code outside of the dispatcher made it."""
+        seen = self._own | {t.untyped_storage().data_ptr() for recorded in self.calls for t in _tensors(recorded.args)}
         for tensor in _tensors(outputs):
             check(
                 tensor.untyped_storage().data_ptr() in seen,
@@ -174,7 +180,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
 
     @torch.inference_mode()
     def replay(self) -> None:
-        """Run everything again. E421 where memory that was recorded has been given back meanwhile."""
+        """Run everything again. Raise E421 if recorded memory was freed or resized since the capture."""
         for address, storage in self._outside.items():
             now = storage.data_ptr()
             if now != address:
@@ -183,16 +189,16 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
                     got=f"{self.what}: memory of {storage.nbytes()} bytes at {address:#x} moved to {now:#x}",
                     why="a tensor that the step uses was resized or freed",
                 )
-        for node in self.nodes:
-            leaves = pytree.tree_leaves(node.call(*node.args, **node.kwargs))
-            for index, made in node.made.items():
-                distinct(made).copy_(distinct(leaves[index]))
+        for recorded in self.calls:
+            leaves = pytree.tree_leaves(recorded.call(*recorded.args, **recorded.kwargs))
+            for index, made in recorded.made.items():
+                without_repeats(made).copy_(without_repeats(leaves[index]))
 
 
 def _aliased(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """`args` and `kwargs` with other tensors for the same memory: the caller's must not live for the capture.
+    """Return `args` and `kwargs` with other tensors for the same memory, so that the capture keeps no caller's tensor.
 
-    Views of one tensor stay views of one. Code of AOTAutograd asks at each call what its arguments are views of.
+    Views of one tensor stay views of one: AOTAutograd's code looks at the bases of its arguments at each call.
     """
     owners: dict[int, Tensor] = {}
 
@@ -201,38 +207,25 @@ def _aliased(args: Any, kwargs: Any) -> tuple[Any, Any]:
         own = owners.setdefault(id(whole), whole.detach())
         if whole is tensor:
             return own
-        return view_at(own, extent(tensor)[0], tensor.dtype, tensor.shape, tensor.stride())
+        return view_at(own, byte_range(tensor)[0], tensor.dtype, tensor.shape, tensor.stride())
 
     aliased: tuple[Any, Any] = pytree.tree_map_only(Tensor, alias, (args, kwargs))
     return aliased
 
 
 def _reads_device(func: OpOverload, args: Any) -> bool:
-    """Whether the host must know values to run `func`: a number, or how many elements come out."""
-    if func is torch.ops.aten.index.Tensor:  # tagged for the sake of masks
+    """Return whether the host must know values to run `func`: a number, or the size of its result."""
+    if func is torch.ops.aten.index.Tensor:  # tagged because of masks
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return any(tag in func.tags for tag in _HOST_TAGS)
 
 
-class _Recording:
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-
-    def __enter__(self) -> None:
-        self._token = _tape.set(self._tape)
-        self._tape.__enter__()
-
-    def __exit__(self, *fault: Any) -> None:
-        self._tape.__exit__(*fault)
-        _tape.reset(self._token)
-
-
 def recordable(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, which the stand-in then records as one node."""
+    """Wrap `compiled`, so that the stand-in records it as one call."""
 
     def run(*args: Any) -> Any:
-        tape = _tape.get()
-        return compiled(*args) if tape is None else tape.call(compiled, args)
+        recorder = _recorder.get()
+        return compiled(*args) if recorder is None else recorder.call(compiled, args)
 
     return run
 

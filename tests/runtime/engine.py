@@ -1,4 +1,4 @@
-"""A tiny stack of one SWA, one CSA and one HCA layer, and an engine that feeds it random decode steps."""
+"""A small stack of one SWA, one CSA and one HCA layer, and an engine that feeds it random decode steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROWS = CacheFormat.resolve(model_dtype=torch.float32)
 
 @dataclass(frozen=True)
 class Setup:
-    """What a stack is made of, and where."""
+    """Configuration, formats and device of a stack."""
 
     config: DeepseekV4Config = CONFIG
     cache_format: CacheFormat = ROWS
@@ -49,7 +49,7 @@ SMALL = Setup()
 
 
 class Stack(nn.Module):
-    """The attention of some layers with residuals: `stack(hidden, metadata, caches)`."""
+    """Attention layers with residuals: `stack(hidden, metadata, caches)`."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Stack(nn.Module):
 
 
 def new_caches(setup: Setup = SMALL) -> PagedCaches:
-    """Caches full of old rows, the same at every call; those of bytes are empty."""
+    """Return caches full of old rows, equal at every call; quantised caches are zero."""
     caches = PagedCaches(
         setup.config,
         max_batch_size=REQUESTS,
@@ -94,7 +94,7 @@ def new_caches(setup: Setup = SMALL) -> PagedCaches:
 
 @dataclass
 class Engine:
-    """Requests that join anywhere in a context, decode, and leave; -1 is an empty row. Rows that decode come first."""
+    """Requests that join with some context, decode, and leave at random."""
 
     rng: random.Random
     tokens_each: int = 1
@@ -103,7 +103,7 @@ class Engine:
         self.lengths: list[int] = []
 
     def advance(self) -> tuple[list[int], list[int]]:
-        """Query lengths and sequence lengths of the next step."""
+        """Return query lengths and sequence lengths of the next step."""
         starts = (1, 2, 3, 4, 5, 11, 12, 13, 126, 127, 128, 129, 250, 255, 256, 383, 384, 400)
         for row in reversed(range(len(self.lengths))):
             if self.rng.random() < 0.05 or self.lengths[row] + self.tokens_each > MAX_SEQ_LEN:
@@ -116,7 +116,7 @@ class Engine:
 
 @dataclass
 class World:
-    """A stack, its persistent buffers and caches, and the eager answer for the same batch from caches of its own."""
+    """A stack with its persistent buffers and caches, and a second set of caches for the eager reference."""
 
     setup: Setup
     stack: Stack
@@ -126,14 +126,14 @@ class World:
     eager_caches: PagedCaches
 
     def load(self, query_lens: list[int], seq_lens: list[int]) -> Tensor:
-        """Describe a batch to the buffers; returns random hidden states for it."""
+        """Load a batch into the buffers and return random hidden states for it."""
         self.buffers.load(starts_of(query_lens), seq_lens)
         hidden = torch.randn(sum(query_lens), self.setup.config.hidden_size)
         return hidden.to(self.setup.device, self.setup.dtype)
 
     @torch.no_grad()
     def eager(self, hidden: Tensor, query_lens: list[int], seq_lens: list[int], padded: int) -> Tensor:
-        """Output at the padded shape, through metadata that is built anew and caches that only this method writes."""
+        """Return the eager output at the padded shape, with newly built metadata and the reference's own caches."""
         metadata = build_batch_metadata(
             query_start_loc=torch.tensor(starts_of(query_lens), dtype=torch.int32, device=self.setup.device),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=self.setup.device),
@@ -146,17 +146,17 @@ class World:
         return self.stack(rows, metadata, self.eager_caches.layers)[: hidden.shape[0]]
 
     def named_caches(self, which: PagedCaches) -> dict[str, Tensor]:
-        """Every cache tensor by name."""
+        """Return every cache tensor by name."""
         return {f"{i}.{name}": t for i, layer in enumerate(which.layers) for name, t in layer.tensors().items()}
 
 
 def starts_of(query_lens: list[int]) -> list[int]:
-    """`query_start_loc`."""
+    """Return `query_start_loc` of these query lengths."""
     return [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
 
 
 def make_world(buffers_type: type[MetadataBuffers] = MetadataBuffers, setup: Setup = SMALL) -> World:
-    """A world at its beginning; `buffers_type` replaces MetadataBuffers."""
+    """Make a stack, its buffers and both sets of caches; `buffers_type` replaces MetadataBuffers."""
     caches = new_caches(setup)
     buffers = buffers_type(
         max_num_batched_tokens=CAPACITY,
@@ -171,7 +171,7 @@ def make_world(buffers_type: type[MetadataBuffers] = MetadataBuffers, setup: Set
 
 
 def make_runner(world: World, **options: Any) -> DecodeRunner:
-    """A runner of the world's stack, on the stand-in where there is no GPU; not warmed up."""
+    """Make a runner of the world's stack, on the stand-in if there is no GPU; not warmed up."""
     graphs = "standin" if world.setup.device == "cpu" else "cuda"
     options = {"step": world.stack, "inputs": {"hidden": world.hidden}, "graphs": graphs, **options}
     return DecodeRunner(buffers=world.buffers, caches=world.caches.layers, **options)

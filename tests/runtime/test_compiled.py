@@ -1,6 +1,6 @@
-"""`dsv4.cudagraph="full"`: which calls of a compiled graph are captured, by address or by copy, and what is refused.
+"""Tests of `dsv4.cudagraph="full"`: which calls of a compiled graph are captured, and which inputs are copied.
 
-Graphs run as they were traced: what captures do around them does not depend on Inductor, which would take a minute.
+Most graphs run as they were traced, without Inductor, which captures do not depend on and which would take a minute.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dsv4_compile import _compat
 from dsv4_compile.errors import DSV4Warning, GraphError
 from dsv4_compile.options import Options
 from dsv4_compile.runtime import Counts, counting, mark_static_inputs
-from dsv4_compile.runtime.capturing import Capturing
+from dsv4_compile.runtime.backends import Capturing
 from dsv4_compile.runtime.compiled import tokens_of
-from dsv4_compile.runtime.graph_inputs import static_inputs
+from dsv4_compile.runtime.graph_inputs import inputs_in_place
 from dsv4_compile.testing import assert_bitwise
 from tests.runtime.engine import Engine, Stack, make_runner, make_world
 
@@ -74,7 +74,7 @@ def call(layer: Any, tokens: int, cache: Cache) -> Tensor:
     return layer(torch.randn(tokens, 4), torch.arange(tokens), cache)[0]
 
 
-def test_the_third_call_of_a_shape_captures_and_all_further_replay() -> None:
+def test_the_third_call_of_a_shape_captures_and_later_calls_replay() -> None:
     layer, cache, twin = Layer(), Cache(torch.zeros(8, 4)), Cache(torch.zeros(8, 4))
     ours, kept = compiled(layer), []
     with counting() as counts:
@@ -86,11 +86,11 @@ def test_the_third_call_of_a_shape_captures_and_all_further_replay() -> None:
             assert torch.equal(cache.rows, twin.rows)
             assert layer.count == step + 1
     assert counts == Counts(captures=1, replays=6, compiled=2)
-    # Results are the caller's: no later replay has written them.
+    # No later replay has overwritten earlier outputs.
     assert len({out.data_ptr() for out, _ in kept[2:]}) == 6
 
 
-def test_code_of_inductor_is_replayed() -> None:
+def test_inductor_code_is_replayed() -> None:
     layer, cache = Layer(), Cache(torch.zeros(8, 4))
     ours = compiled(layer)
     with counting() as counts:
@@ -125,7 +125,7 @@ def test_a_runner_over_a_compiled_stack_compiles_and_captures_nothing_after_warm
         runner.step(1)
 
 
-def test_every_shape_has_its_capture_and_results_of_one_are_not_anothers() -> None:
+def test_every_shape_has_its_own_capture() -> None:
     layer, cache = compiled(Layer()), Cache(torch.zeros(8, 4))
     for tokens in (6, 2, 3):
         for _ in range(3):
@@ -136,7 +136,7 @@ def test_every_shape_has_its_capture_and_results_of_one_are_not_anothers() -> No
     assert counts == Counts(captures=0, replays=4, compiled=0)
 
 
-def test_another_cache_is_another_capture_and_never_the_first_ones_memory() -> None:
+def test_another_cache_gets_another_capture_and_leaves_the_first_cache_alone() -> None:
     layer, first, second = Layer(), Cache(torch.zeros(8, 4)), Cache(torch.zeros(8, 4))
     ours = compiled(layer)
     with counting() as counts:
@@ -151,7 +151,7 @@ def test_another_cache_is_another_capture_and_never_the_first_ones_memory() -> N
     assert counts == Counts(captures=2, replays=6, compiled=4)
 
 
-def test_a_cache_does_not_live_for_its_captures() -> None:
+def test_captures_do_not_keep_a_cache_alive() -> None:
     layer = compiled(Layer(), **{"dsv4.cudagraph.max_captures": 1})
     with counting() as counts:
         for _ in range(3):
@@ -186,7 +186,7 @@ def test_shapes_after_the_last_capture_run_compiled_and_are_reported_once() -> N
     ]
 
 
-def test_gradients_run_compiled() -> None:
+def test_calls_with_gradients_run_compiled() -> None:
     layer = compiled(nn.Linear(4, 4))
     x = torch.randn(3, 4)
     with torch.enable_grad(), pytest.warns(DSV4Warning, match="gradients enabled"), counting() as counts:
@@ -196,7 +196,7 @@ def test_gradients_run_compiled() -> None:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_memory_that_moved_under_a_tensor_is_found(debug: bool) -> None:
+def test_a_tensor_whose_memory_moved_is_found(debug: bool) -> None:
     layer, cache = Layer(), Cache(torch.zeros(8, 4))
     ours = compiled(layer, **{"dsv4.cudagraph.debug": debug})
     for _ in range(5 if debug else 4):
@@ -208,13 +208,13 @@ def test_memory_that_moved_under_a_tensor_is_found(debug: bool) -> None:
 
 
 @pytest.mark.parametrize("value", ["full", "trees"])
-def test_graphs_on_a_cpu_are_refused_unless_the_stand_in_is_meant(value: str) -> None:
+def test_graphs_on_a_cpu_raise_unless_the_stand_in_is_asked_for(value: str) -> None:
     layer = torch.compile(nn.Linear(4, 4), backend="dsv4", options={"dsv4.cudagraph": value})
     with pytest.raises(Exception, match=r"\[E420\]"):
         layer(torch.randn(3, 4))
 
 
-def test_a_graph_that_captures_itself_is_refused_within_a_capture() -> None:
+def test_a_graph_that_captures_itself_raises_inside_a_capture() -> None:
     from dsv4_compile.runtime import graphs_for
 
     layer, cache = compiled(Layer()), Cache(torch.zeros(8, 4))
@@ -224,7 +224,7 @@ def test_a_graph_that_captures_itself_is_refused_within_a_capture() -> None:
         graphs.capture(lambda: call(layer, 3, cache), "a step")
 
 
-def test_a_graph_without_captures_is_one_node_of_a_runners_capture() -> None:
+def test_a_graph_without_captures_is_one_call_of_a_runners_capture() -> None:
     from dsv4_compile.runtime import graphs_for
 
     layer, cache = Layer(), Cache(torch.zeros(8, 4))
@@ -239,13 +239,13 @@ def test_a_graph_without_captures_is_one_node_of_a_runners_capture() -> None:
     assert torch.equal(cache.rows[:3], layer.linear(x))
 
 
-def test_what_a_graph_writes_is_taken_where_it_is() -> None:
-    """In place, by assignment, through views, by an op's schema, by a function's out."""
+def test_inputs_that_a_graph_writes_are_used_in_place() -> None:
+    """Writes in place, by assignment, through views, by an op's schema, and by `out=`."""
     found: list[frozenset[int]] = []
     names: list[list[str]] = []
 
     def backend(gm: GraphModule, example_inputs: Any) -> Any:
-        found.append(static_inputs(gm))
+        found.append(inputs_in_place(gm))
         names.append([node.name for node in gm.graph.find_nodes(op="placeholder")])
         return gm.forward
 
@@ -278,7 +278,7 @@ def test_tokens_of_a_call(inputs: tuple[Any, ...], tokens: int) -> None:
 
 
 def test_generate_replays_graphs_in_decode() -> None:
-    """A Hugging Face model with an SWA, a CSA and an HCA layer; unequal prompts; two batch sizes; one more cache."""
+    """A Hugging Face model with an SWA, a CSA and an HCA layer; unequal prompts; two batch sizes; a second cache."""
     from dsv4_compile import hf
     from dsv4_compile.hf.tiny import quiet_libraries, tiny_config, tiny_model
 
@@ -299,7 +299,7 @@ def test_generate_replays_graphs_in_decode() -> None:
 
     with counting() as counts:
         generate(3)
-    # A prefill and two calls of the decode graph run compiled; then it is captured, and replayed to the end.
+    # A prefill and two calls of the decode graph run compiled; the third captures it, and all others replay.
     assert counts == Counts(captures=1, replays=9, compiled=3)
     before = _compat.counters["stats"]["unique_graphs"]
     with counting() as counts, torch.compiler.set_stance("fail_on_recompile"):
@@ -312,7 +312,7 @@ def test_generate_replays_graphs_in_decode() -> None:
     assert _compat.counters["stats"]["unique_graphs"] == before
 
 
-def test_trees_leave_out_what_reads_the_device_and_those_ops_exist() -> None:
+def test_ops_that_trees_leave_out_of_graphs_exist() -> None:
     importlib.import_module("transformers.integrations.moe")
     plan = Capturing.plan(Options(cudagraph="trees"), GraphModule({}, torch.fx.Graph()), {torch.device("cuda")})
     outside = plan.inductor["custom_should_partition_ops"]

@@ -1,4 +1,4 @@
-"""The order in which CUDA is told what, seen by a CUDA that only takes notes. What CUDA does is for tests/gpu."""
+"""Order of the CUDA calls of warm-up, capture and replay, recorded by fakes. Tests of real CUDA are in tests/gpu."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dsv4_compile.errors import GraphError
-from dsv4_compile.runtime import Footprint, graphs
-from dsv4_compile.runtime.capture_stream import OnCaptureStream
-from dsv4_compile.runtime.graphs import CudaGraphs
+from dsv4_compile.runtime import Footprint, cuda_graphs
+from dsv4_compile.runtime.cuda_graphs import CheckCaptureStream, CudaGraphs
 
 POOL, OWN_POOL = (0, 7), (3, 0)
 
 
-class Notes:
-    """Everything that was said, in order, and what CUDA shall answer at the end of a capture."""
+class Calls:
+    """CUDA calls in order, and the warning or error that the end of a capture gives."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.names: list[str] = []
         self.warning = ""
         self.fault = ""
 
 
 class Stream:
-    def __init__(self, notes: Notes, name: str) -> None:
-        self.notes, self.name = notes, name
+    def __init__(self, calls: Calls, name: str) -> None:
+        self.calls, self.name = calls, name
 
     def wait_stream(self, other: Stream) -> None:
-        self.notes.said.append(f"{self.name} waits for {other.name}")
+        self.calls.names.append(f"{self.name} waits for {other.name}")
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Notes:
-    notes = Notes()
-    current = [Stream(notes, "current")]
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls = Calls()
+    current = [Stream(calls, "current")]
 
     @contextmanager
     def on(stream: Stream) -> Iterator[None]:
@@ -54,39 +53,41 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Notes:
 
     @contextmanager
     def on_pool(pool: Any, _: Any) -> Iterator[None]:
-        notes.said.append(f"pool {pool.id}")
+        calls.names.append(f"pool {pool.id}")
         yield
-        notes.said.append("end of pool")
+        calls.names.append("end of pool")
 
     class Graph:
         def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-            assert _get_current_dispatch_mode() is None  # CUDA's own work, before a capture and after it
-            notes.said.append(f"begin on {current[-1].name}, pool {pool}, {capture_error_mode}")
+            assert (
+                _get_current_dispatch_mode() is None
+            )  # no dispatch mode around the calls that begin and end a capture
+            calls.names.append(f"begin on {current[-1].name}, pool {pool}, {capture_error_mode}")
 
         def capture_end(self) -> None:
             assert _get_current_dispatch_mode() is None
-            notes.said.append("end")
-            if notes.warning:
-                warnings.warn(notes.warning, stacklevel=1)
-            if notes.fault:
-                raise RuntimeError(notes.fault)
+            calls.names.append("end")
+            if calls.warning:
+                warnings.warn(calls.warning, stacklevel=1)
+            if calls.fault:
+                raise RuntimeError(calls.fault)
 
         def replay(self) -> None:
-            notes.said.append("replay")
+            calls.names.append("replay")
 
-    def note(text: str) -> Callable[..., None]:
-        return lambda *args: notes.said.append(text)
+    def record(text: str) -> Callable[..., None]:
+        return lambda *args: calls.names.append(text)
 
     fakes = {
         "device": device,
-        "Stream": lambda: Stream(notes, "side"),
+        "Stream": lambda: Stream(calls, "side"),
         "stream": on,
         "current_stream": lambda: current[-1],
         "CUDAGraph": Graph,
         "graph_pool_handle": lambda: POOL,
-        "synchronize": note("synchronize"),
-        "empty_cache": note("empty_cache"),
-        "reset_peak_memory_stats": note("reset peak"),
+        "synchronize": record("synchronize"),
+        "empty_cache": record("empty_cache"),
+        "reset_peak_memory_stats": record("reset peak"),
         "memory_allocated": lambda _: 1000,
         "max_memory_allocated": lambda _: 5000,
         "MemPool": lambda: SimpleNamespace(id=OWN_POOL),
@@ -100,30 +101,30 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Notes:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(graphs, "recover_from_failed_capture", note("recover"))
-    return notes
+    monkeypatch.setattr(cuda_graphs, "recover_from_failed_capture", record("recover"))
+    return calls
 
 
 @pytest.fixture
-def pool(cuda: Notes) -> CudaGraphs:
+def pool(cuda: Calls) -> CudaGraphs:
     return CudaGraphs(torch.device("cuda", 0))
 
 
-def test_warm_up_and_capture_run_on_one_side_stream_ordered_with_the_callers(cuda: Notes, pool: CudaGraphs) -> None:
-    assert pool.warm_up(lambda: cuda.said.append("work") or 3) == 3
-    captured = pool.capture(lambda: cuda.said.append("work") or "out", "a step")
+def test_warm_up_and_capture_run_on_one_side_stream_ordered_with_the_callers(cuda: Calls, pool: CudaGraphs) -> None:
+    assert pool.warm_up(lambda: cuda.names.append("work") or 3) == 3
+    captured = pool.capture(lambda: cuda.names.append("work") or "out", "a step")
     captured.replay()
     assert captured.outputs == "out"
     order = ["side waits for current", "work", "current waits for side"]
     begun = f"begin on side, pool {POOL}, thread_local"
-    assert cuda.said == [
+    assert cuda.names == [
         *order,
         *["synchronize", "empty_cache", "side waits for current", begun, "work", "end", "current waits for side"],
         "replay",
     ]
 
 
-def test_an_empty_capture_is_an_error_and_other_warnings_are_passed_on(cuda: Notes, pool: CudaGraphs) -> None:
+def test_an_empty_capture_is_an_error_and_other_warnings_are_passed_on(cuda: Calls, pool: CudaGraphs) -> None:
     cuda.warning = "The CUDA Graph is empty. This usually means that ..."
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -136,7 +137,7 @@ def test_an_empty_capture_is_an_error_and_other_warnings_are_passed_on(cuda: Not
 
 
 @pytest.mark.parametrize("when", ["in the step", "at the end"])
-def test_a_failed_capture_is_ended_cleaned_up_and_explained(cuda: Notes, pool: CudaGraphs, when: str) -> None:
+def test_a_failed_capture_is_ended_cleaned_up_and_explained(cuda: Calls, pool: CudaGraphs, when: str) -> None:
     cuda.fault = "CUDA error: capture was not joined: unjoined work"
 
     def step() -> None:
@@ -147,7 +148,7 @@ def test_a_failed_capture_is_ended_cleaned_up_and_explained(cuda: Notes, pool: C
         pool.capture(step, "a step")
     assert caught.value.code == "E422"
     assert ("not permitted" if when == "in the step" else "unjoined") in caught.value.got
-    assert cuda.said[-2:] == ["end", "recover"]
+    assert cuda.names[-2:] == ["end", "recover"]
     cuda.fault = ""
     pool.capture(lambda: None, "the next step")
 
@@ -160,39 +161,39 @@ def test_a_failed_capture_is_ended_cleaned_up_and_explained(cuda: Notes, pool: C
         ("aten.zeros.default", lambda x: torch.zeros(2, device="cpu")),
     ],
 )
-def test_an_op_on_a_stream_that_is_not_captured_is_refused(
+def test_an_op_on_a_stream_that_is_not_captured_raises(
     name: str, step: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.ones(4, 4)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with OnCaptureStream("a step", "cpu"), pytest.raises(GraphError, match=f"a step: {name} on a stream") as caught:
+    with CheckCaptureStream("a step", "cpu"), pytest.raises(GraphError, match=f"a step: {name} on a stream") as caught:
         step(x)
     assert x.sum() == 16
     assert caught.value.code == "E422"
-    with OnCaptureStream("a step", "cpu"):
+    with CheckCaptureStream("a step", "cpu"):
         assert x.view(16)[:3].shape == (3,)  # launches nothing
-    with OnCaptureStream("a step", "cuda"):
+    with CheckCaptureStream("a step", "cuda"):
         step(x)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with OnCaptureStream("a step", "cpu"):
+    with CheckCaptureStream("a step", "cpu"):
         step(x)
 
 
-def test_an_error_of_the_step_itself_stays_what_it_is(cuda: Notes, pool: CudaGraphs) -> None:
+def test_an_error_of_the_step_itself_is_passed_on(cuda: Calls, pool: CudaGraphs) -> None:
     def step() -> None:
         raise KeyError("layers.3")
 
     with pytest.raises(KeyError, match=r"layers\.3"):
         pool.capture(step, "a step")
-    assert cuda.said[-1] == "end"
+    assert cuda.names[-1] == "end"
 
 
-def test_memory_is_that_of_the_pool_and_a_footprint_that_of_one_call(cuda: Notes, pool: CudaGraphs) -> None:
+def test_memory_counts_the_pool_and_a_footprint_one_call(cuda: Calls, pool: CudaGraphs) -> None:
     assert pool.memory() == 96
     x = torch.zeros(8)
-    assert pool.measure(lambda: (cuda.said.append("work"), x[:4], x)[1:]) == Footprint(4000, 32, reserved=8192)
-    said = [note for note in cuda.said if note in ("work", f"pool {OWN_POOL}", "end of pool")]
-    assert said == [f"pool {OWN_POOL}", "work", "end of pool"]
+    assert pool.measure(lambda: (cuda.names.append("work"), x[:4], x)[1:]) == Footprint(4000, 32, reserved=8192)
+    names = [name for name in cuda.names if name in ("work", f"pool {OWN_POOL}", "end of pool")]
+    assert names == [f"pool {OWN_POOL}", "work", "end of pool"]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_memory_is_that_of_the_pool_and_a_footprint_that_of_one_call(cuda: Notes
         ((18 << 20, 8 << 20, 20 << 20), [(9 << 20, 4 << 20, 20 << 20)] * 3, 30 << 20),
     ],
 )
-def test_a_pool_holds_its_largest_call_and_the_outputs_for_which_that_leaves_no_room(
+def test_prediction_is_the_largest_call_plus_outputs_that_do_not_fit_into_its_free_part(
     pool: CudaGraphs, largest: tuple[int, int, int], others: list[tuple[int, int, int]], expected: int
 ) -> None:
     assert pool.predict([Footprint(*largest), *(Footprint(*other) for other in others)]) == expected

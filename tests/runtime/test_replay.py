@@ -1,4 +1,4 @@
-"""Replays give, bit by bit, what eager gives at the same padded shape; and what would break that is found."""
+"""Tests that replays equal eager bit by bit at the same padded shape, and that faults which break this are found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 150
 
 
 def poison(world: World) -> None:
-    """Leave hostile bytes wherever a replay must not read: refreshed metadata, and rows of inputs."""
+    """Overwrite what a replay must not read, refreshed metadata and input rows, with hostile values."""
     world.hidden.fill_(torch.nan)
     for spec in world.buffers.plan.specs:
         if spec.filled_by == "refresh":
@@ -28,13 +28,13 @@ def poison(world: World) -> None:
 
 
 def slots_of(world: World, tokens: int) -> dict[str, list[int]]:
-    """Slots that the step which has just run was allowed to write, by kind of cache."""
+    """Return the slots that the last step was allowed to write, by kind of cache."""
     names = {"window": "window_slots", "c4": "c4_slots", "c128": "c128_slots", "indexer": "indexer_slots"}
     return {kind: world.buffers.tensors[name][:tokens].tolist() for kind, name in names.items()}
 
 
 def assert_rest_untouched(world: World, before: dict[str, Tensor], tokens: int) -> None:
-    """No row of a cache but those of the step's own slots has changed."""
+    """Assert that only rows of the step's own slots have changed in the caches."""
     slots = slots_of(world, tokens)
     for name, tensor in world.named_caches(world.caches).items():
         index, kind = name.split(".")
@@ -72,7 +72,7 @@ def test_random_decode_steps_over_poisoned_tails(tokens_each: int, seed: int) ->
 
 
 def test_prefills_and_mixed_batches_replay_the_same_captures(seed: int) -> None:
-    """A capture knows tokens, not requests: a chunk of a prompt beside decodes is one more batch."""
+    """Captures depend on the number of tokens alone, so a prompt chunk with decodes replays the same ones."""
     world = make_world()
     runner = make_runner(world, buckets=(8, CAPACITY))
     runner.warm_up()
@@ -89,7 +89,7 @@ def test_prefills_and_mixed_batches_replay_the_same_captures(seed: int) -> None:
 
 
 def test_warm_up_and_capture_change_no_byte() -> None:
-    """With a batch loaded already, which must be there afterwards too."""
+    """A batch that was loaded before is still there after it."""
     world = make_world()
     world.load([1, 1], [100, 128])
     watched = {
@@ -102,11 +102,11 @@ def test_warm_up_and_capture_change_no_byte() -> None:
         assert_bitwise(tensor, before[name], label=name)
 
 
-# Planted faults: each is what a peer has shipped, and each is found.
+# Planted faults; each has been shipped by another system.
 
 
 class LeavesTails(MetadataBuffers):
-    """Refreshes the rows of the batch it last saw on the host, as a builder on the CPU does."""
+    """Refreshes the rows of the batch only and leaves old rows after it, as a builder on the CPU does."""
 
     def refresh(self, num_tokens: int | None = None) -> None:
         kept = {n: self.tensors[n].clone() for n in ("window_slots", "window_indices", "window_lens")}
@@ -119,7 +119,7 @@ class LeavesTails(MetadataBuffers):
 
 
 class PadsWithZero(MetadataBuffers):
-    """Padding writes to slot 0: block 0 is dirtied at every step."""
+    """Pads slots with 0, so that padding tokens overwrite block 0 at every step."""
 
     def refresh(self, num_tokens: int | None = None) -> None:
         super().refresh(num_tokens)
@@ -127,7 +127,7 @@ class PadsWithZero(MetadataBuffers):
 
 
 def run_until_wrong(world: World, runner: Any, seed: int, compare: bool = True) -> str:
-    """What the differential test finds, or "" after 30 steps."""
+    """Return what the comparison with eager finds, or "" after 30 steps."""
     engine = Engine(random.Random(seed))
     for _ in range(30):
         query_lens, seq_lens = engine.advance()
@@ -213,7 +213,7 @@ def test_a_moved_buffer_is_named_at_the_first_replay_and_in_debug_at_each(move: 
 
 
 def test_a_cache_that_grows_in_place_is_noticed() -> None:
-    """Same tensor object, new memory: no look at the tensor shows it, the address does."""
+    """The tensor object stays the same; only its address changes."""
     world = make_world()
     runner = make_runner(world, buckets=(2,))
     runner.warm_up()

@@ -1,4 +1,4 @@
-"""What a runner captures, when it replays, and how it answers misuse."""
+"""Tests of what a runner captures, when it replays, and which errors it raises."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from dsv4_compile import progress
 from dsv4_compile.errors import DSV4Error, DSV4Warning, GraphError
 from dsv4_compile.metadata import MetadataBuffers, build_batch_metadata
-from dsv4_compile.runtime import DecodeRunner, Plan, padded_buckets
-from dsv4_compile.runtime.buckets import Buckets
+from dsv4_compile.runtime import DecodeRunner, MemoryPlan, padded_buckets
+from dsv4_compile.runtime.step import Buckets
 from dsv4_compile.testing import assert_bitwise
 from tests.runtime.engine import CAPACITY, CONFIG, MAX_SEQ_LEN, REQUESTS, World, make_runner, make_world, starts_of
 
@@ -36,7 +36,7 @@ def test_the_smallest_bucket_that_holds_a_batch_is_chosen_and_the_largest_captur
     assert list(buckets) == [8, 4, 1]
 
 
-def test_runners_and_buffers_say_what_they_are() -> None:
+def test_repr_of_runners_and_buffers() -> None:
     world = make_world()
     runner = make_runner(world, buckets=(1, 2))
     assert repr(runner) == "DecodeRunner(1, 2 tokens on standin, not warmed up)"
@@ -55,7 +55,7 @@ def test_captures_report_their_progress() -> None:
     assert captured[1].note == "6 tokens"
 
 
-def test_the_plan_predicts_what_captures_hold() -> None:
+def test_the_plan_predicts_the_memory_of_captures() -> None:
     world = make_world()
     runner = make_runner(world)
     plan = runner.plan()
@@ -67,7 +67,7 @@ def test_the_plan_predicts_what_captures_hold() -> None:
     assert plan.persistent > world.caches.nbytes
     assert f"{plan.graphs:,}" in str(plan)
     with pytest.warns(DSV4Warning, match="W602"):
-        Plan(plan.persistent, plan.footprints, 100).check(4 << 20)
+        MemoryPlan(plan.persistent, plan.footprints, 100).check(4 << 20)
 
 
 def test_a_batch_above_the_largest_bucket_runs_and_is_reported_once() -> None:
@@ -86,7 +86,7 @@ def test_a_batch_above_the_largest_bucket_runs_and_is_reported_once() -> None:
     assert (runner.statistics.uncaptured, runner.statistics.replays) == (3, 0)
 
 
-def test_outputs_stay_where_they_are() -> None:
+def test_outputs_keep_their_address() -> None:
     world = make_world()
     runner = make_runner(world)
     runner.warm_up()
@@ -98,11 +98,11 @@ def test_outputs_stay_where_they_are() -> None:
     assert runner.statistics.captures == 4
 
 
-# Steps that advance themselves.
+# Runs of several steps.
 
 
 class Model:
-    """Tokens in, logits out, over the world's stack."""
+    """Embedding, the world's stack, and a head that returns logits."""
 
     def __init__(self, world: World) -> None:
         self.stack = world.stack
@@ -121,7 +121,7 @@ def runner_of(model: Model, world: World, **options: Any) -> DecodeRunner:
 
 
 def decode_eagerly(model: Model, world: World, ids: list[int], seq_lens: list[int], steps: int, padded: int) -> Tensor:
-    """Greedy tokens `[steps, R]`, the host in every step."""
+    """Return greedy tokens `[steps, R]`, chosen on the host at every step."""
     chosen = []
     for step in range(steps):
         metadata = build_batch_metadata(
@@ -140,8 +140,8 @@ def decode_eagerly(model: Model, world: World, ids: list[int], seq_lens: list[in
 
 
 @pytest.mark.parametrize("sampler", ["greedy", lambda logits: logits.argmax(-1)], ids=["captured", "between-steps"])
-def test_a_run_decodes_what_the_host_would(sampler: str | Callable[[Tensor], Tensor]) -> None:
-    """Across the ends of groups of 4 and 128, in a padded bucket; then on from where it stopped."""
+def test_a_run_decodes_the_tokens_of_a_host_loop(sampler: str | Callable[[Tensor], Tensor]) -> None:
+    """Requests cross the ends of groups of 4 and 128 in a padded bucket; a second run continues the first."""
     world = make_world()
     model = Model(world)
     runner = runner_of(model, world, sampler=sampler, debug=True)
@@ -162,7 +162,7 @@ def test_a_run_decodes_what_the_host_would(sampler: str | Callable[[Tensor], Ten
 
 
 def test_a_run_with_drafts_keeps_what_the_sampler_accepts() -> None:
-    """A draft that is always right, always wrong, or right every second time: the tokens are those of plain decode."""
+    """Drafts that are always, never or sometimes right give the tokens of plain decode."""
     world = make_world()
     model = Model(world)
     ids, seq_lens, steps = [3, 1, 4], [5, 120, 250], 12
@@ -194,7 +194,7 @@ def test_a_run_with_drafts_keeps_what_the_sampler_accepts() -> None:
     assert kept.sum(0).tolist() == positions
 
 
-def test_a_request_without_room_stops_and_says_where() -> None:
+def test_a_request_without_reserved_tokens_stops_and_records_its_length() -> None:
     world = make_world()
     runner = runner_of(Model(world), world, sampler="greedy")
     world.buffers.load([0, 1, 2], [7, 9], input_ids=[1, 2], reserved=[10, 100])
@@ -278,7 +278,7 @@ MISUSE: dict[str, tuple[str, str, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("case", MISUSE)
-def test_misuse_is_answered_with_a_code_and_what_was_got(case: str) -> None:
+def test_misuse_raises_a_code_with_what_was_got(case: str) -> None:
     code, got, call = MISUSE[case]
     with pytest.raises(DSV4Error) as caught:
         call()
@@ -287,7 +287,7 @@ def test_misuse_is_answered_with_a_code_and_what_was_got(case: str) -> None:
     assert caught.value.fix
 
 
-def test_inputs_may_be_columns_of_one_tensor_the_same_rows_and_metadata_of_tokens() -> None:
+def test_inputs_may_be_columns_of_one_tensor_equal_rows_or_token_metadata() -> None:
     packed = torch.arange(6.0 * CAPACITY).view(CAPACITY, 6)
     runner = with_inputs(
         lambda world: {
@@ -304,7 +304,7 @@ def test_inputs_may_be_columns_of_one_tensor_the_same_rows_and_metadata_of_token
     assert packed[3].tolist() == [0.0] * 6
 
 
-def test_a_captured_tensor_elsewhere_is_named() -> None:
+def test_a_captured_tensor_on_another_device_is_named() -> None:
     world = make_world()
     caches = [{"window": torch.zeros(4, device="meta")}]
     with pytest.raises(GraphError, match=r"caches\[0\]\['window'\] on meta") as caught:
@@ -312,7 +312,7 @@ def test_a_captured_tensor_elsewhere_is_named() -> None:
     assert caught.value.code == "E428"
 
 
-def test_captures_that_grow_are_found_in_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_finds_captures_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world()
     runner = make_runner(world, debug=True)
     runner.warm_up()

@@ -1,4 +1,4 @@
-"""`dsv4.cudagraph="full"` where tensors share memory: what is written, read and returned is what eager gives."""
+"""Tests of `dsv4.cudagraph="full"` with tensors that share memory: reads, writes and outputs equal eager's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.fx import GraphModule
 from dsv4_compile import _compat
 from dsv4_compile.errors import DSV4Error, DSV4Warning
 from dsv4_compile.runtime import Counts, counting, mark_static_inputs
-from dsv4_compile.runtime.graph_inputs import static_inputs
+from dsv4_compile.runtime.graph_inputs import inputs_in_place
 from dsv4_compile.testing import assert_bitwise
 
 STANDIN = {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}
 REPLAYED = Counts(captures=1, replays=3, compiled=2)
-"""Five calls of one shape."""
+"""Counts of five calls of one shape."""
 LIBRARY = torch.library.Library("dsv4_shared_memory", "DEF")
 LIBRARY.define("add_to_all(Tensor x, Tensor(a!)[] rows, Tensor(b!)? more=None) -> ()")
 
@@ -34,7 +34,7 @@ def _add_to_all(x: Tensor, rows: list[Tensor], more: Tensor | None = None) -> No
 
 @pytest.fixture(autouse=True)
 def as_traced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run graphs as they were traced, but for tests with "inductor" in their name."""
+    """Run graphs as they were traced, except in tests with "inductor" in their name."""
     if "inductor" not in request.node.name:
         monkeypatch.setitem(vars(_compat), "compile_fx", lambda gm, example_inputs, **kwargs: gm.forward)
     torch.compiler.reset()
@@ -43,7 +43,7 @@ def as_traced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     torch.compiler.reset()
 
 
-Step = Callable[..., Any]
+StepFunction = Callable[..., Any]
 Views = Callable[[Tensor], tuple[Tensor, ...]]
 
 
@@ -51,10 +51,12 @@ def nothing(memory: Tensor) -> tuple[Tensor, ...]:
     return ()
 
 
-def compare(step: Step, views: Views, *, after: Step | None = None, fresh: bool = False, calls: int = 5) -> Counts:
-    """Call `step(x, *views(memory))`, compiled and eagerly, each with memory of its own.
+def compare(
+    step: StepFunction, views: Views, *, after: StepFunction | None = None, fresh: bool = False, calls: int = 5
+) -> Counts:
+    """Compare `step(x, *views(memory))` compiled with eager, each on memory of its own.
 
-    `after(out, x)` is what the caller then does. `fresh`: views are made anew for each call.
+    `after(out, x)` runs after each call. With `fresh` the views are made anew for each call.
     """
     compiled = torch.compile(step, backend="dsv4", options=STANDIN)
     memories = [torch.arange(24.0).view(6, 4), torch.arange(24.0).view(6, 4)]
@@ -64,7 +66,7 @@ def compare(step: Step, views: Views, *, after: Step | None = None, fresh: bool 
             rows, seen = torch.randn(12, 4), []
             for run, memory, own in zip((compiled, step), memories, kept, strict=True):
                 place = rows.clone()
-                x = place[call : call + 3]  # at another distance from the beginning of its storage each time
+                x = place[call : call + 3]  # with another storage offset at each call
                 out = run(x, *(views(memory) if fresh else own))
                 if after is not None:
                     after(out, x)
@@ -93,7 +95,7 @@ def write_a_part(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return b * 2
 
 
-SHARING: dict[str, tuple[Step, Views]] = {
+SHARING: dict[str, tuple[StepFunction, Views]] = {
     "both halves written": (write_both, lambda w: (w[:3], w[3:])),
     "every second row": (write_both, lambda w: (w[0::2], w[1::2])),
     "rows in common": (write_both, lambda w: (w[:3], w[2:5])),
@@ -104,29 +106,29 @@ SHARING: dict[str, tuple[Step, Views]] = {
 
 
 @pytest.mark.parametrize("case", SHARING)
-def test_views_of_one_allocation_are_written_and_read_where_they_are(case: str) -> None:
+def test_views_of_one_allocation_are_used_in_place(case: str) -> None:
     step, views = SHARING[case]
     assert compare(step, views) == REPLAYED
-    # Of a view that was made for this call alone torch knows what it is a view of, unless its dtype is another.
+    # A view made for one call has a base that is known again, unless its dtype differs.
     assert compare(step, views, fresh=True).captures == (case != "as integers")
 
 
-def test_code_of_inductor_gets_views_of_one_allocation() -> None:
-    """AOTAutograd asks at each call what its arguments are views of."""
+def test_inductor_code_gets_views_of_one_allocation() -> None:
+    """AOTAutograd looks at the bases of its arguments at each call."""
     assert compare(write_both, lambda w: (w[:3], w[2:5])) == REPLAYED
 
 
-def test_inputs_without_elements_have_no_place_in_common() -> None:
+def test_empty_inputs_share_no_memory() -> None:
     step = lambda x, a, b: (a.add_(1), b * 2, x[:0] * 2, x * 2)[1:]  # noqa: E731
     assert compare(step, lambda w: (torch.empty(0, 4), torch.empty(0, 4))) == REPLAYED
 
 
-def test_views_of_what_is_written_or_marked_are_no_copies() -> None:
+def test_views_of_written_or_marked_memory_are_not_copied() -> None:
     found: list[set[str]] = []
 
     def backend(gm: GraphModule, example_inputs: Any) -> Any:
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        found.append({names[i] for i in static_inputs(gm)})
+        found.append({names[i] for i in inputs_in_place(gm)})
         return gm.forward
 
     def step(x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
@@ -141,7 +143,7 @@ def test_views_of_what_is_written_or_marked_are_no_copies() -> None:
     assert found == [{"l_a_", "l_b_"}, {"l_m_", "l_v_"}]
 
 
-# What is written.
+# Writes.
 
 
 @torch.compiler.nested_compile_region
@@ -156,7 +158,7 @@ def augmented(x: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 functional, ours = torch.nn.functional, torch.ops.dsv4_shared_memory
-WRITES: dict[str, tuple[str, Step]] = {
+WRITES: dict[str, tuple[str, StepFunction]] = {
     "a list": ("ab", lambda x, a, b: torch._foreach_mul_([a, b], 1.5)),
     "parts of a tensor": ("a", lambda x, a, b: torch._foreach_mul_(a.split(2), 1.5)),
     "a list of an op": ("ab", lambda x, a, b: ours.add_to_all(x, [a, b])),
@@ -173,7 +175,7 @@ WRITES: dict[str, tuple[str, Step]] = {
     "nothing": ("", lambda x, a, b: functional.silu(a) + functional.embedding(torch.arange(3), b) + x.__add__(a)),
 }
 
-if _compat.torch_release() >= (2, 13):  # where a branch may write at all
+if _compat.torch_release() >= (2, 13):  # older versions allow no write in a branch
     WRITES["a branch"] = (
         "a",
         lambda x, a, b: torch.cond(x.sum() > 0, lambda x, a, b: a.add_(x) + b, lambda x, a, b: x * b, (x, a, b)),
@@ -181,13 +183,13 @@ if _compat.torch_release() >= (2, 13):  # where a branch may write at all
 
 
 @pytest.mark.parametrize("case", WRITES)
-def test_what_is_written_is_found(case: str) -> None:
+def test_written_inputs_are_found(case: str) -> None:
     expected, write = WRITES[case]
     found: list[set[str]] = []
 
     def backend(gm: GraphModule, example_inputs: Any) -> Any:
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        found.append({names[i] for i in static_inputs(gm)})
+        found.append({names[i] for i in inputs_in_place(gm)})
         return gm.forward
 
     def step(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -199,7 +201,7 @@ def test_what_is_written_is_found(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["a list", "a list of an op", "an operator", "inplace=True"])
-def test_what_is_written_stays_written(case: str) -> None:
+def test_writes_reach_the_callers_tensors(case: str) -> None:
     def step(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         WRITES[case][1](x, a, b)
         return x * 2
@@ -215,7 +217,7 @@ def write_first(out: Any, x: Tensor) -> None:
     (out if isinstance(out, Tensor) else out[0]).view(torch.int32).add_(1)
 
 
-RETURNED: dict[str, tuple[Step, Views]] = {
+RETURNED: dict[str, tuple[StepFunction, Views]] = {
     "rows of a copied input": (lambda x: x[1:].t(), nothing),
     "a copied input as bytes": (lambda x: x[1:].view(torch.uint8)[:, 4:8], nothing),
     "rows of a written input": (lambda x, a: (a.add_(x), a[1:])[1], lambda w: (w[:3],)),
@@ -229,12 +231,12 @@ RETURNED: dict[str, tuple[Step, Views]] = {
 
 
 @pytest.mark.parametrize("case", RETURNED)
-def test_a_write_to_a_result_is_seen_where_eager_shows_it(case: str) -> None:
+def test_a_write_to_an_output_shows_wherever_eager_shows_it(case: str) -> None:
     step, views = RETURNED[case]
     assert compare(step, views, after=write_first) == REPLAYED
 
 
-def test_a_view_that_eager_would_refuse_is_refused_by_a_replay() -> None:
+def test_a_replay_raises_for_a_view_that_eager_would_not_make() -> None:
     step = torch.compile(lambda x: x.view(torch.int16), backend="dsv4", options=STANDIN)
     memory = torch.arange(40, dtype=torch.uint8)
     for first in (2, 4, 6, 8):
@@ -243,7 +245,7 @@ def test_a_view_that_eager_would_refuse_is_refused_by_a_replay() -> None:
         step(memory[9:17])
 
 
-def test_results_stay_the_callers() -> None:
+def test_replays_do_not_overwrite_earlier_outputs() -> None:
     step = torch.compile(lambda x: (lambda y: (y, y[1:]))(x * 2), backend="dsv4", options=STANDIN)
     given = [torch.randn(3, 4) for _ in range(5)]
     kept = [step(x) for x in given]
@@ -252,7 +254,7 @@ def test_results_stay_the_callers() -> None:
         assert rows.data_ptr() == out[1:].data_ptr()
 
 
-def test_a_view_that_crosses_a_graph_break_is_still_one() -> None:
+def test_a_view_stays_a_view_across_a_graph_break() -> None:
     def step(x: Tensor) -> Tensor:
         rows = x[1:]
         torch._dynamo.graph_break()
@@ -263,10 +265,10 @@ def test_a_view_that_crosses_a_graph_break_is_still_one() -> None:
     assert compare(step, nothing) == Counts(captures=1, replays=3, compiled=7)
 
 
-# How long.
+# Lifetimes.
 
 
-def test_a_cache_of_which_rows_are_returned_does_not_live_for_its_captures() -> None:
+def test_captures_that_return_rows_of_a_cache_do_not_keep_it_alive() -> None:
     step = torch.compile(lambda x, a: (a.add_(x), a[:2])[1], backend="dsv4", options=STANDIN)
     for view in (False, True):
         cache = torch.zeros(6, 4)
@@ -281,7 +283,7 @@ def test_a_cache_of_which_rows_are_returned_does_not_live_for_its_captures() -> 
         assert [reference() for reference in alive] == [None, None]
 
 
-def test_views_that_are_made_anew_elsewhere_are_another_capture() -> None:
+def test_views_at_another_address_get_another_capture() -> None:
     step = torch.compile(lambda x, a: a.add_(x).sum(), backend="dsv4", options=STANDIN, dynamic=False)
     memory, expected = torch.zeros(6, 4), torch.zeros(6, 4)
     with counting() as counts:

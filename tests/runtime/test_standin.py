@@ -1,4 +1,4 @@
-"""The stand-in obeys the rules of CUDA graphs, so what passes on it passes for the right reason."""
+"""Tests that the stand-in obeys the rules of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.errors import GraphError
-from dsv4_compile.runtime import DecodeRunner, graphs_for
+from dsv4_compile.runtime import DecodeRunner, Graphs, graphs_for
 from dsv4_compile.runtime.aliasing import owner
-from dsv4_compile.runtime.capture_errors import explain_failure
-from dsv4_compile.runtime.graphs import Graphs
+from dsv4_compile.runtime.captures import explain_failure
 from dsv4_compile.runtime.standin import recordable
 from tests.runtime.engine import make_world
 
@@ -39,7 +38,7 @@ def test_a_capture_executes_nothing(graphs: Graphs) -> None:
     assert total == 12
 
 
-def test_a_replay_writes_where_the_first_results_lay(graphs: Graphs) -> None:
+def test_a_replay_overwrites_the_first_outputs(graphs: Graphs) -> None:
     x = torch.arange(4.0)
     captured = graphs.capture(lambda: (x * 2, x[1:] + 1), "a step")
     addresses = [out.data_ptr() for out in captured.outputs]
@@ -51,8 +50,8 @@ def test_a_replay_writes_where_the_first_results_lay(graphs: Graphs) -> None:
     assert [out.data_ptr() for out in captured.outputs] == addresses
 
 
-def test_what_the_host_computed_is_frozen(graphs: Graphs) -> None:
-    """The fault that hurts most on a GPU: a number that was right when the graph was captured."""
+def test_host_values_are_frozen(graphs: Graphs) -> None:
+    """A replay keeps the host values of the capture, as on a GPU."""
     x, host = torch.arange(4.0), {"scale": 2.0, "buffer": torch.ones(4)}
     captured = graphs.capture(lambda: x * host["scale"] + host["buffer"], "a step")
     host["scale"], host["buffer"] = 3.0, torch.zeros(4)
@@ -60,7 +59,7 @@ def test_what_the_host_computed_is_frozen(graphs: Graphs) -> None:
     assert captured.outputs.tolist() == [1, 3, 5, 7]
 
 
-def test_memory_that_is_given_back_is_noticed(graphs: Graphs) -> None:
+def test_freed_memory_is_noticed(graphs: Graphs) -> None:
     x = torch.arange(4.0)
     captured = graphs.capture(lambda: x * 2, "a step")
     x.untyped_storage().resize_(1 << 20)
@@ -80,7 +79,7 @@ def test_memory_that_is_given_back_is_noticed(graphs: Graphs) -> None:
     ],
     ids=["item", "mask", "nonzero", "branch", "unique"],
 )
-def test_a_step_that_reads_the_device_is_refused(graphs: Graphs, step: Callable[[Tensor], Tensor]) -> None:
+def test_a_step_that_reads_the_device_raises(graphs: Graphs, step: Callable[[Tensor], Tensor]) -> None:
     x = torch.arange(4.0)
     with pytest.raises(GraphError) as caught:
         graphs.capture(lambda: step(x), "a step")
@@ -95,7 +94,7 @@ def test_a_failed_capture_leaves_memory_as_it_was(graphs: Graphs) -> None:
     graphs.capture(lambda: x + 1, "another step")
 
 
-def test_indices_are_no_masks(graphs: Graphs) -> None:
+def test_integer_indices_are_captured(graphs: Graphs) -> None:
     x, i = torch.arange(4.0), torch.tensor([3, 0])
     captured = graphs.capture(lambda: x[i], "a step")
     i.copy_(torch.tensor([1, 2]))
@@ -103,11 +102,11 @@ def test_indices_are_no_masks(graphs: Graphs) -> None:
     assert captured.outputs.tolist() == [1, 2]
 
 
-def test_a_compiled_graph_of_this_package_is_one_node_and_is_undone_too(graphs: Graphs) -> None:
+def test_a_compiled_graph_of_this_package_is_one_call_and_is_undone_too(graphs: Graphs) -> None:
     x, state = torch.arange(4.0), torch.zeros(4)
 
     def compiled(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        state.numpy()[:] += x.numpy()  # like generated C++ code, past the dispatcher
+        state.numpy()[:] += x.numpy()  # outside of the dispatcher, like generated C++ code
         return torch.from_numpy(x.numpy() * 2), state
 
     captured = graphs.capture(lambda: recordable(compiled)(x, state), "a step")
@@ -119,7 +118,7 @@ def test_a_compiled_graph_of_this_package_is_one_node_and_is_undone_too(graphs: 
     assert state.tolist() == [1, 2, 3, 4]
 
 
-def test_a_result_that_repeats_a_row_is_written_by_replays(graphs: Graphs) -> None:
+def test_replays_write_an_output_that_repeats_a_row(graphs: Graphs) -> None:
     x = torch.arange(4.0)
     captured = graphs.capture(lambda: recordable(lambda x: (x * 2).expand(3, 4))(x), "a step")
     x.add_(1)
@@ -127,8 +126,8 @@ def test_a_result_that_repeats_a_row_is_written_by_replays(graphs: Graphs) -> No
     assert captured.outputs.tolist() == [[2, 4, 6, 8]] * 3
 
 
-def test_views_of_one_tensor_are_still_that_at_a_replay_and_do_not_keep_it(graphs: Graphs) -> None:
-    """Code of AOTAutograd puts its arguments together from what they are views of."""
+def test_recorded_views_keep_their_common_base_and_not_the_callers_tensor(graphs: Graphs) -> None:
+    """AOTAutograd's code builds its arguments from their bases."""
     seen: list[list[Tensor | None]] = []
 
     def compiled(*args: Tensor) -> Tensor:
@@ -159,7 +158,7 @@ def test_a_capture_undoes_writes_to_memory_that_two_storages_share(graphs: Graph
     assert rows.tolist() == [0, 0, 0, 0]
 
 
-def test_code_that_the_stand_in_cannot_see_is_refused_and_not_left_out(graphs: Graphs) -> None:
+def test_outputs_of_code_outside_the_dispatcher_raise(graphs: Graphs) -> None:
     x = torch.arange(4.0)
 
     def unseen() -> tuple[Tensor, Tensor]:
@@ -170,7 +169,7 @@ def test_code_that_the_stand_in_cannot_see_is_refused_and_not_left_out(graphs: G
     assert caught.value.code == "E422"
 
 
-def test_captures_made_in_inference_mode_replay_outside_of_it(graphs: Graphs) -> None:
+def test_captures_made_in_inference_mode_replay_outside_it(graphs: Graphs) -> None:
     x = torch.arange(4.0)
     with torch.inference_mode():
         captured = graphs.capture(lambda: x * 2, "a step")
@@ -179,8 +178,8 @@ def test_captures_made_in_inference_mode_replay_outside_of_it(graphs: Graphs) ->
     assert captured.outputs.tolist() == [0, 0, 0, 0]
 
 
-def test_graphs_of_reduce_overhead_are_refused_within_a_capture(graphs: Graphs) -> None:
-    """By the method that every one of them is replayed through."""
+def test_graphs_of_reduce_overhead_raise_inside_a_capture(graphs: Graphs) -> None:
+    """The check is in the method that replays all of them."""
     manager = importlib.import_module("torch._inductor.cudagraph_trees").CUDAGraphTreeManager
     replay = manager._run
     with pytest.raises(GraphError, match="Inductor's CUDA graphs inside the capture of a step") as caught:
@@ -193,7 +192,7 @@ def test_graphs_of_reduce_overhead_are_refused_within_a_capture(graphs: Graphs) 
     ("device", "kind", "why"),
     [("cpu", "auto", "no graphs"), ("cpu", "cuda", "no graphs"), ("cuda", "standin", "replays on the CPU")],
 )
-def test_what_a_device_cannot_do_is_refused(device: str, kind: str, why: str) -> None:
+def test_graphs_on_the_wrong_device_raise(device: str, kind: str, why: str) -> None:
     with pytest.raises(GraphError, match=why) as caught:
         graphs_for(torch.device(device), kind)
     assert caught.value.code == "E420"
@@ -215,7 +214,7 @@ WAYS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_fix_for_a_cpu_is_written_as_graphs_were_asked_for(way: str) -> None:
+def test_the_fix_for_a_cpu_names_the_callers_own_option(way: str) -> None:
     with pytest.raises(Exception, match=r"\[E420\]") as caught:
         WAYS[way]()
     fix = next(line for line in str(caught.value).splitlines() if line.startswith("  fix "))
@@ -223,11 +222,11 @@ def test_the_fix_for_a_cpu_is_written_as_graphs_were_asked_for(way: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("said", "meaning"),
+    ("text", "why"),
     [
         (
             "CUDA error: operation would make the legacy stream depend on a capturing one",
-            "went to a stream",
+            "launched on a stream",
         ),
         ("CUDA error: capture was not joined: unjoined work", "did not join"),
         ("CUDA error: operation not permitted when stream is capturing", "waits for the device"),
@@ -235,9 +234,9 @@ def test_the_fix_for_a_cpu_is_written_as_graphs_were_asked_for(way: str) -> None
         ("CUDA out of memory. Tried to allocate 20.00 MiB", "do not fit"),
     ],
 )
-def test_what_cuda_says_is_kept_and_explained(said: str, meaning: str) -> None:
-    fault = explain_failure(RuntimeError(said + "\nCUDA kernel errors might be reported later"), "the step of 8 tokens")
+def test_cuda_errors_are_kept_and_explained(text: str, why: str) -> None:
+    fault = explain_failure(RuntimeError(text + "\nCUDA kernel errors might be reported later"), "the step of 8 tokens")
     assert fault.code == "E422"
-    assert said in fault.got
+    assert text in fault.got
     assert "the step of 8 tokens" in fault.got
-    assert meaning in str(fault)
+    assert why in str(fault)

@@ -1,7 +1,7 @@
-"""Which tensors a capture has by address, and whether they still are where they were.
+"""Tensors whose address a capture has recorded, and the check that none of them moved.
 
-A captured kernel knows addresses, not tensors. A tensor that is allocated again, resized or cast after the capture
-leaves the graph reading memory that nobody fills any more, without an error anywhere: hence these records.
+A captured kernel knows addresses, not tensors. A tensor that is reallocated, resized or cast after the capture leaves
+the graph reading memory that nothing fills any more, and nothing else reports that.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from .._compat import mark_static, mark_static_address
 from ..errors import check, fail
+from .captures import tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """Where a tensor was when it was captured, and how it lay there."""
+class TensorRecord:
+    """Address and layout of a tensor when it was captured."""
 
     name: str
     address: int
@@ -28,15 +29,15 @@ class Record:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Record:
-        """The record of `tensor` as it is now."""
+    def of(cls, name: str, tensor: Tensor) -> TensorRecord:
+        """Record `tensor` as it is now."""
         return cls(name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def check(self, tensor: Tensor | None, where: str) -> None:
         """Raise E421, with what changed, unless `tensor` is what was recorded."""
         if tensor is None:
             fail("E421", got=f"{self.name}, captured in {where}, is gone")
-        now = Record.of(self.name, tensor)
+        now = TensorRecord.of(self.name, tensor)
         if now == self:
             return
         changes = [
@@ -47,24 +48,24 @@ class Record:
         fail("E421", got=f"{self.name}, captured in {where}: {', '.join(changes)}")
 
 
-class StaticInputs:
-    """Records of everything `find` gives, taken now; `check` calls it again and compares.
+class AddressCheck:
+    """Records of all tensors that `find` returns now; `check` calls `find` again and compares.
 
     Args:
-        find: names the tensors, from the containers in which their owner keeps them, so that a tensor that was put in
-            the place of another is seen too.
+        find: names the tensors, from the containers in which their owner keeps them, so that a tensor that replaced
+            another is noticed too.
         device: where all of them must be; E428 otherwise.
     """
 
     def __init__(self, find: Callable[[], Mapping[str, Tensor]], device: torch.device) -> None:
         self._find = find
-        self._tensors = dict(find())  # held, so that their memory is not given to others while a graph knows it
+        self._tensors = dict(find())  # held, so that nothing else is allocated at an address that a graph knows
         for name, tensor in self._tensors.items():
             check(tensor.device == device, "E428", got=f"{name} on {tensor.device}, captures on {device}")
-        self._records = [Record.of(name, tensor) for name, tensor in self._tensors.items()]
+        self._records = [TensorRecord.of(name, tensor) for name, tensor in self._tensors.items()]
 
     def check(self, where: str) -> None:
-        """Raise E421 for the first tensor that moved, changed its shape, strides or dtype, or is gone."""
+        """Raise E421 for the first tensor that is gone, or whose address, shape, strides or dtype changed."""
         now = self._find()
         for record in self._records:
             record.check(now.get(record.name), where)
@@ -72,15 +73,11 @@ class StaticInputs:
     @property
     def nbytes(self) -> int:
         """Bytes of the distinct storages."""
-        storages = (tensor.untyped_storage() for tensor in self._tensors.values())
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-    def __len__(self) -> int:
-        return len(self._records)
+        return tensor_bytes(self._tensors)
 
 
 def named_tensors(tree: Any, name: str) -> dict[str, Tensor]:
-    """The tensors in nested modules, dataclasses, mappings and sequences, by the expression that reaches each."""
+    """Return the tensors in nested modules, dataclasses, mappings and sequences, by the expression for each."""
     if isinstance(tree, Tensor):
         return {name: tree}
     if isinstance(tree, nn.Module):
@@ -102,7 +99,7 @@ def named_tensors(tree: Any, name: str) -> dict[str, Tensor]:
 def mark_static_inputs(tensors: Mapping[str, Tensor]) -> None:
     """Tell the compiler that these tensors keep their addresses and shapes: caches, tables, persistent buffers.
 
-    Their dims stay out of a graph's symbols, and graph capture takes them where they are instead of copying them.
+    Their dims do not become symbols of a graph, and a capture uses them in place instead of copying them.
     """
     for tensor in tensors.values():
         mark_static(tensor)
