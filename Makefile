@@ -26,7 +26,7 @@ TYPES := build/types
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(TRITON)' | cksum | cut -d ' ' -f 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint install clean
+.PHONY: help demo test lint docs install clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ lint: install  ## style and types alone
 	rm -rf $(TYPES) && mkdir -p $(TYPES)
 	cp -Rp dsv4_compile $(TYPES)/ && cp -Rp kernels lowering $(TYPES)/dsv4_compile/
 	cd $(TYPES) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p dsv4_compile
+
+docs: install  ## write the generated pages and blocks of README, kernels/README.md and dsv4_compile/docs
+	$(BIN)/python tests/tools/docs.py
 
 install: $(STAMP)  ## create or refresh the environment
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 import torch
 
+import dsv4_compile
 from dsv4_compile.ops.common.define import OPS
 from tests.tools import docs
 
@@ -42,3 +44,12 @@ def test_readme_links_every_page() -> None:
 def test_readme_is_short() -> None:
     assert len((docs.ROOT / "README.md").read_bytes()) <= 6 * 1024
     assert len((docs.ROOT / "CHANGELOG.md").read_bytes()) <= 2 * 1024
+
+
+def test_python_in_readme_names_what_exists() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (docs.ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        compile(block, "README.md", "exec")
+        for name in re.findall(r"\bdsv4_compile((?:\.\w+)+)", block):
+            operator.attrgetter(name[1:])(dsv4_compile)

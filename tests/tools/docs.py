@@ -38,8 +38,8 @@ SYMBOLS |= {"c128a_width": "C"}
 
 
 def stem(op: str) -> str:
-    """Return the stem of the files of `op`: the shortest op name that its name begins with."""
-    return min((name for name in OPS if op.startswith(name)), key=len)
+    """Return the stem of the files of `op`, the name of its reference's module."""
+    return _reference(op).__module__.rsplit(".", 1)[-1]
 
 
 def family(op: str) -> str:
