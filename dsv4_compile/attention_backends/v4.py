@@ -56,7 +56,7 @@ def prefill_tokens(swa: DeepseekSparseSWAMetadata) -> slice:
 
 
 def prefill_topk(layer: LayerShape, inputs: Inputs) -> Tensor:
-    """Return int32 `[Tp, K]`: entries within the request that each prefill token attends; K is 0 without a main cache."""
+    """Return int32 `[Tp, K]`: entries within the request that each prefill token attends; K is 0 at ratio 1."""
     swa, main = inputs.metadata.swa, inputs.metadata.main
     if main is None:
         return swa.token_to_req_indices[prefill_tokens(swa), None][:, :0]

@@ -1,4 +1,4 @@
-"""Fixtures of the attention backends."""
+"""Fixtures for tests of the attention backends."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ __all__ = ["flash_mla", "flashinfer", "sizes_by_themselves"]
 
 @pytest.fixture
 def sizes_by_themselves() -> Iterator[None]:
-    """Two sizes that are equal in the first batch by chance stay two sizes."""
+    """Keep sizes that are equal in the first batch by chance as separate symbols."""
     with torch.fx.experimental._config.patch(use_duck_shape=False):
         yield

@@ -1,4 +1,4 @@
-"""Stand-ins for flash_mla and flashinfer: they refuse what the libraries refuse, and compute with our definitions."""
+"""Stand-ins for flash_mla and flashinfer: they check arguments like the libraries and compute with our references."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADS = (64, 128)
 
 
 def expect(value: Tensor, dtype: torch.dtype, *shape: int | None, contiguous: bool = True) -> None:
-    """Dtype, rank, the sizes that are not None, and strides."""
+    """Check dtype, rank, the sizes that are not None, and strides."""
     assert value.dtype is dtype
     assert value.dim() == len(shape)
     assert all(want is None or size == want for size, want in zip(value.shape, shape, strict=True)), value.shape
@@ -25,7 +25,7 @@ def expect(value: Tensor, dtype: torch.dtype, *shape: int | None, contiguous: bo
 
 
 def padded_from(q: Tensor, sink: Tensor | None) -> int:
-    """First padded head: its query is zero, and so is every one behind it; their sinks are -inf."""
+    """Return the first padded head. Check that queries from it on are zero and their sinks -inf."""
     zero = (q == 0).flatten(2).all(2).all(0) if q.shape[0] else torch.ones(q.shape[1], dtype=torch.bool)
     first = int((~zero).sum())
     assert zero[first:].all()
@@ -191,12 +191,12 @@ class FlashInfer:
             compressed_kv_cache.shape[2],
         )
         out.copy_(attended.float() * bmm2_scale)
-        # What lies behind the last request is left as it was.
+        # The library leaves the rows after the last request unwritten.
         out[int(cum_seq_lens_q[-1]) :] = torch.nan
         return out
 
     def _check_window(self, indices: Tensor, seq_lens: Tensor, starts: Tensor) -> None:
-        """The kernel derives the window's length from the request, and it must be what the row holds."""
+        """Check that each row holds the window length that the kernel derives from the request."""
         for request, seq_len in enumerate(seq_lens.tolist()):
             first, last = starts[request : request + 2].tolist()
             for token in range(first, last):

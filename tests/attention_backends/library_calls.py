@@ -1,10 +1,10 @@
-"""Put our calls through flashinfer's own Python on a machine without its GPU: names, shapes and every check it makes.
+"""Run our calls through flashinfer's own Python code without its GPU: names, shapes and all of its checks.
 
     python tests/attention_backends/library_calls.py
 
-The installed library believes in compute capability 10.0 and finds our
-definitions where its kernels would be; what it hands to them is attended and compared with float64. flash_mla needs no
-such thing: it runs on an H200, and `record.py` has rows of it where it is installed. Exits with 1 on a failure.
+The installed library is patched to see compute capability 10.0 and to call our references instead of its kernels; the
+results are compared with float64. flash_mla needs no such patch: it runs on an H200, and `record.py` records it where
+it is installed. Exits with 1 on a failure.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dsv4_compile import layout
 from dsv4_compile.attention_backends.flashinfer import STORAGE_OFFSETS
 from dsv4_compile.reference.attention.sparse_mla_decode import sparse_mla_decode
 from dsv4_compile.testing import assert_close
-from tests.attention_backends.systems import PHASES, V4, Way, any_case, any_layer, ways
+from tests.attention_backends.systems import PHASES, V4, Setup, any_case, any_layer, setups
 
 LIBRARY, NAMES = "flashinfer", ("FLASHINFER_MLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE")
 SEED, SMS, WINDOW = 20261120, 148, layout.SLIDING_WINDOW
 
 
 def attend_dsv4(out: Tensor, q: Tensor, entries: Tensor, window: Tensor, *others: Any) -> None:
-    """What `trtllm_paged_attention_decode_sparse_mla_dsv4` is given, attended."""
-    # Versions differ in what lies between; in all of them lens stand before the two scales.
+    """Compute attention from the arguments of `trtllm_paged_attention_decode_sparse_mla_dsv4`."""
+    # Versions have different arguments in between; in all of them lens come directly before the two scales.
     first = next(i for i, x in enumerate(others) if isinstance(x, float))
     lens, bmm1_scale, bmm2_scale = others[first - 1 : first + 2]
     indices = next(x for x in others if isinstance(x, Tensor) and x.dim() == 2)
@@ -64,7 +64,7 @@ def attend_dsv4(out: Tensor, q: Tensor, entries: Tensor, window: Tensor, *others
 
 
 def attend_v32(out: Tensor, fp4: None, q: Tensor, cache: Tensor, *others: Any) -> None:
-    """What `trtllm_paged_attention_decode` is given with a sparse top-k, attended."""
+    """Compute attention from the arguments of `trtllm_paged_attention_decode` with a sparse top-k."""
     at = next(i for i, x in enumerate(others) if isinstance(x, Tensor) and x.dim() == 3)
     indices, lens, _, _, bmm1_scale = others[at : at + 5]
     rows, slots = cache.squeeze(1), indices.flatten(0, 1)
@@ -72,16 +72,16 @@ def attend_v32(out: Tensor, fp4: None, q: Tensor, cache: Tensor, *others: Any) -
     out.copy_(attended.view(*out.shape[:-1], -1)[..., : out.shape[-1]])
 
 
-def check(way: Way, gaps: bool) -> None:
-    """Three random batches give the exact answer through the library; with `gaps`, pages lie apart."""
+def check(setup: Setup, gaps: bool) -> None:
+    """Check three random batches through the library against the exact output; `gaps`: pages with gaps between them."""
     rng = random.Random(SEED)
     for _ in range(3):
-        case = any_case(rng, way)
-        layer = any_layer(way, case)
+        case = any_case(rng, setup)
+        layer = any_layer(setup, case)
         arguments = list(layer.arguments(case))
         if not gaps:
             arguments[1:3] = [x.contiguous() if isinstance(x, Tensor) else x for x in arguments[1:3]]
-        if way.fmt == "fp8":
+        if setup.fmt == "fp8":
             quantised = (arguments[0] * layer.module.q_scale_inv).to(torch.float8_e4m3fn)
             case.q.copy_(quantised.float())
             arguments[0] = quantised
@@ -94,7 +94,7 @@ def main() -> int:
     kernels = SimpleNamespace(
         trtllm_paged_attention_decode_sparse_mla_dsv4=attend_dsv4, trtllm_paged_attention_decode=attend_v32
     )
-    pretended = {
+    patches = {
         "get_compute_capability": lambda device: (10, 0),
         "get_device_sm_count": lambda device: SMS,
         "device_support_pdl": lambda device: False,
@@ -103,13 +103,13 @@ def main() -> int:
     gaps = STORAGE_OFFSETS in inspect.signature(core.trtllm_batch_decode_sparse_mla_dsv4).parameters
     failures = 0
     with ExitStack() as stack:
-        for name, value in pretended.items():
+        for name, value in patches.items():
             stack.enter_context(mock.patch.object(core, name, value))
-        for way in ways(PHASES):
-            if way.name not in NAMES:
+        for setup in setups(PHASES):
+            if setup.name not in NAMES:
                 continue
-            ratio = way.ratio if way.name in V4 else 1
-            called = Way(way.name, way.kv_cache_dtype, ratio, way.phase, "library")
+            ratio = setup.ratio if setup.name in V4 else 1
+            called = Setup(setup.name, setup.kv_cache_dtype, ratio, setup.phase, "library")
             try:
                 check(called, gaps)
                 print(f"passed  {called}", flush=True)

@@ -1,11 +1,11 @@
-"""Run the conformance cases on a device and write them down; print the table of all records.
+"""Run the conformance cases on a device, write a record, and print the table of records.
 
     python tests/attention_backends/record.py [--device cuda] [--jobs 8] [--out examples/results]
     python tests/attention_backends/record.py --table examples/results/attention_backends_*.json
 
-A row of a record is one backend with one cache in one phase: exact eagerly at every compress ratio, equal when it is
-compiled by backend="dsv4" as one graph, and, for decodes on a GPU, equal when it is captured and replayed for another
-batch. Exits with 1 on a failure.
+A row of a record is one backend with one cache in one phase. Its checks: exact in eager mode at every compress ratio;
+exact as one graph of backend="dsv4"; for decodes on a GPU, exact when captured and replayed for other batches. Exits
+with 1 on a failure.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from dsv4_compile.bench.record import environment
 from dsv4_compile.testing import Tolerance
 from dsv4_compile.testing import assert_close as compare
 from dsv4_compile.testing.batch import Batch
-from tests.attention_backends.systems import PHASES, Way, any_case, any_layer, library_ways, ways
+from tests.attention_backends.systems import PHASES, Setup, any_case, any_layer, library_setups, setups
 
 Record = dict[str, Any]
 CHECKS = ("eager", "compiled", "captured")
 SEED = 20261120
 FEW_KEYS = Tolerance(abs=4e-3, rel=2.01 / 128, cosine=5e-6)
-"""For kernels that round weights to bfloat16. Short sequences average few keys, of which each weight is off by up to
-2^-9: together 2^-9 times the size of the keys, which is 2, where a component cancels."""
+"""Tolerance of kernels that round softmax weights to bfloat16. Each weight is off by up to 2^-9; in short sequences few
+keys are averaged, so a component that cancels is off by 2^-9 times the size of the keys, which is 2."""
 
 
 def assert_close(out: Tensor, expected: Tensor) -> None:
-    """Within what an exact softmax allows, or on a GPU its kernels."""
+    """Compare with the tolerance of an exact softmax on a CPU, and of the kernels on a GPU."""
     compare(out, expected, FEW_KEYS if out.is_cuda else "attention_bfloat16")
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Every tensor of a call's arguments, in a fixed order."""
+    """Return every tensor in a call's arguments, in a fixed order."""
     if isinstance(value, Tensor):
         return [value]
     if is_dataclass(value):
@@ -60,37 +60,37 @@ def tensors(value: Any) -> list[Tensor]:
     return [tensor for item in value for tensor in tensors(item)] if isinstance(value, tuple) else []
 
 
-def eager(way: Way, device: str) -> None:
-    """Three batches give the exact answer."""
+def eager(setup: Setup, device: str) -> None:
+    """Check that three batches are exact in eager mode."""
     rng = random.Random(SEED)
-    layer = any_layer(way, any_case(rng, way), device)
+    layer = any_layer(setup, any_case(rng, setup), device)
     for _ in range(3):
-        case = any_case(rng, way)
+        case = any_case(rng, setup)
         assert_close(layer.module(*layer.arguments(case)), case.expected())
 
 
-def compiled(way: Way, device: str) -> None:
-    """Five batches run one graph and give the exact answer."""
+def compiled(setup: Setup, device: str) -> None:
+    """Check that five batches run one compiled graph and are exact."""
     torch.compiler.reset()
     rng = random.Random(SEED + 1)
-    layer = any_layer(way, any_case(rng, way), device)
+    layer = any_layer(setup, any_case(rng, setup), device)
     call = torch.compile(layer.module, backend="dsv4", fullgraph=True, dynamic=True)
     with torch.fx.experimental._config.patch(use_duck_shape=False):
         for number in range(5):
-            case = any_case(rng, way)
+            case = any_case(rng, setup)
             with torch._dynamo.config.patch(error_on_recompile=number > 0):
                 assert_close(call(*layer.arguments(case)), case.expected())
 
 
-def captured(way: Way, device: str) -> None:
-    """A graph captured for eight decodes, one of them padding, serves other batches of eight."""
+def captured(setup: Setup, device: str) -> None:
+    """Check that a CUDA graph captured for eight decodes, one of them padding, is exact for other batches of eight."""
     rng = random.Random(SEED + 2)
 
     def decodes() -> Any:
-        return any_case(rng, way, Batch((1,) * 7 + (0,), (*(rng.randint(1, 300) for _ in range(7)), 0), padding=1))
+        return any_case(rng, setup, Batch((1,) * 7 + (0,), (*(rng.randint(1, 300) for _ in range(7)), 0), padding=1))
 
     case = decodes()
-    layer = any_layer(way, case, device)
+    layer = any_layer(setup, case, device)
     arguments = layer.arguments(case)
     layer.module(*arguments)
     torch.cuda.synchronize()
@@ -105,44 +105,44 @@ def captured(way: Way, device: str) -> None:
         assert_close(out, case.expected())
 
 
-def outcome(check: Callable[[Way, str], None], way: Way, device: str) -> str:
-    """ "passed", or the last line of what was raised."""
+def outcome(check: Callable[[Setup, str], None], setup: Setup, device: str) -> str:
+    """Return "passed", or the first line of the error message."""
     torch.manual_seed(SEED)
     try:
         with torch.inference_mode():
-            check(way, device)
+            check(setup, device)
     except Exception as error:
         traceback.print_exc()
         return f"failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     return "passed"
 
 
-def outcomes(way: Way, device: str) -> dict[str, str]:
-    """Each check that applies to `way`, and what became of it."""
-    found = {"eager": outcome(eager, way, device)}
-    if way.ratio in (1, 4):
-        found["compiled"] = outcome(compiled, way, device)
-        if way.phase == "decode" and device == "cuda":
-            found["captured"] = outcome(captured, way, device)
+def outcomes(setup: Setup, device: str) -> dict[str, str]:
+    """Return the outcome of each check that applies to `setup`."""
+    found = {"eager": outcome(eager, setup, device)}
+    if setup.ratio in (1, 4):
+        found["compiled"] = outcome(compiled, setup, device)
+        if setup.phase == "decode" and device == "cuda":
+            found["captured"] = outcome(captured, setup, device)
     torch.compiler.reset()
     return found
 
 
 def run(device: str, jobs: int = 1) -> Iterator[Record]:
-    """All backends, caches and phases on one device, by `jobs` processes: the time is that of the compiler.
+    """Run all backends, caches and phases on one device in `jobs` processes; compilation takes most of the time.
 
-    A backend whose library can serve here has rows of its own with it. Yields the record after every case, so that a
-    run that is cut short has left something; `cases` says how much of it.
+    A library that supports the device has separate rows. Yields the record after every case, so that an interrupted run
+    leaves a record; `cases` tells how complete it is.
     """
-    every = [*library_ways(device_architecture(torch.device(device))), *ways()]
+    every = [*library_setups(device_architecture(torch.device(device))), *setups()]
     rows: dict[tuple[str, str, str], Record] = {}
     command = f"python tests/attention_backends/record.py --device {device}"
     about = {**environment(torch.device(device)), "command": command}
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        for number, (way, found) in enumerate(zip(every, pool.map(outcomes, every, repeat(device)), strict=True), 1):
-            print(f"{number}/{len(every)} {way}: {', '.join(f'{k} {v}' for k, v in found.items())}", flush=True)
-            row = rows.setdefault((way.system, way.kv_cache_dtype, way.phase), {})
-            # A row is what became of it at every ratio: the first failure, if there is one.
+        for number, (setup, found) in enumerate(zip(every, pool.map(outcomes, every, repeat(device)), strict=True), 1):
+            print(f"{number}/{len(every)} {setup}: {', '.join(f'{k} {v}' for k, v in found.items())}", flush=True)
+            row = rows.setdefault((setup.system, setup.kv_cache_dtype, setup.phase), {})
+            # A row covers all ratios: it keeps the first failure.
             row.update({name: result for name, result in found.items() if row.get(name, "passed") == "passed"})
             yield {
                 **about,
@@ -152,12 +152,12 @@ def run(device: str, jobs: int = 1) -> Iterator[Record]:
 
 
 def failed(row: Record) -> bool:
-    """Whether one of a row's checks did not pass."""
+    """Return whether a check of the row did not pass."""
     return any(row.get(name, "passed") != "passed" for name in CHECKS)
 
 
 def table(records: Iterable[Record]) -> str:
-    """Markdown: a line for each backend and cache, a column for each phase, in it the devices and dates that passed."""
+    """Return a Markdown table: rows are backend and cache, columns are phases, cells are devices and dates."""
     cells: dict[tuple[str, str], dict[str, list[str]]] = {}
     for record in records:
         for row in record["rows"]:
@@ -179,8 +179,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     jobs = max(1, min(14, (os.cpu_count() or 2) - 2))
     parser.add_argument("--jobs", type=int, default=jobs, help="processes (%(default)s)")
-    parser.add_argument("--out", default="examples/results", help="folder of the record")
-    parser.add_argument("--table", nargs="*", metavar="RECORD", help="print the table of these records and run nothing")
+    parser.add_argument("--out", default="examples/results", help="output folder")
+    parser.add_argument("--table", nargs="*", metavar="RECORD", help="print the table of these records and exit")
     options = parser.parse_args()
     if options.table is not None:
         print(table(json.loads(Path(path).read_text()) for path in options.table))

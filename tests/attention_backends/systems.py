@@ -1,4 +1,4 @@
-"""Every backend driven as an engine drives it: builders outside, one module call with tensors inside."""
+"""Drive every backend like an engine: build metadata, then call one module with tensors."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ PHASES = ("decode", "prefill", "mixed")
 
 
 @dataclass(frozen=True)
-class Way:
-    """A backend with one of its caches, and for which kind of layer and of batch."""
+class Setup:
+    """A backend with one cache format, one compress ratio, one phase of batches and one engine."""
 
     name: str
     kv_cache_dtype: str
@@ -42,7 +42,7 @@ class Way:
 
     @property
     def system(self) -> str:
-        """What a record calls it: the backend, and the library that computes."""
+        """Name in records: the backend, and the library that computes if there is one."""
         return self.name if self.engine == "dsv4" else f"{self.name}, {get_backend(self.name).library}"
 
     @property
@@ -55,35 +55,35 @@ class Way:
 
 
 def caches(name: str) -> list[str]:
-    """One word for each format a backend reads: the format's own name, and bfloat16 for rows."""
+    """Return one word for each format a backend reads: the format's own name, and bfloat16 for plain rows."""
     formats = set(get_backend(name).cache_formats.values())
     return sorted("bfloat16" if fmt == "plain" else fmt for fmt in formats)
 
 
-def ways(phases: tuple[str, ...] = PHASES, ratios: tuple[int, ...] = (1, 4, 128)) -> Iterator[Way]:
-    """All backends, caches, ratios and phases. DeepSeek-V3.2 has no ratios; its ways say 1."""
+def setups(phases: tuple[str, ...] = PHASES, ratios: tuple[int, ...] = (1, 4, 128)) -> Iterator[Setup]:
+    """Yield all backends, caches, ratios and phases. DeepSeek-V3.2 has no ratios; its setups have ratio 1."""
     for name in NAMES:
         for word in caches(name):
             for ratio in ratios if name in V4 else (1,):
                 for phase in phases:
-                    yield Way(name, word, ratio, phase)
+                    yield Setup(name, word, ratio, phase)
 
 
-def library_ways(
+def library_setups(
     architecture: str, phases: tuple[str, ...] = PHASES, ratios: tuple[int, ...] = (1, 4, 128)
-) -> Iterator[Way]:
-    """`ways` of the kernel libraries that are installed and have kernels for this device."""
-    for way in ways(phases, ratios):
-        model_type = get_backend(way.name).model_type
-        facts = {"model_type": model_type, "kv_cache_dtype": way.kv_cache_dtype, "architecture": architecture}
-        if way.name not in V4:
+) -> Iterator[Setup]:
+    """Yield the setups of kernel libraries that are installed and have kernels for this device."""
+    for setup in setups(phases, ratios):
+        model_type = get_backend(setup.name).model_type
+        facts = {"model_type": model_type, "kv_cache_dtype": setup.kv_cache_dtype, "architecture": architecture}
+        if setup.name not in V4:
             facts |= {"head_size": layout.V32_HEAD_DIM, "block_size": 64, "has_sink": False}
-        if get_backend(way.name).supports(Demand(**facts, engine="library")):
-            yield replace(way, engine="library")
+        if not get_backend(setup.name).why_unsupported(Demand(**facts, engine="library")):
+            yield replace(setup, engine="library")
 
 
 def batch_of(rng: random.Random, phase: str) -> Batch:
-    """Decodes of one to three tokens, then chunked and whole prefills, then padded requests and padding tokens.
+    """Return decodes of one to three tokens, then chunked and whole prefills, a padded request and padding tokens.
 
     At least two of each part, and at most four prefills, padded requests included.
     """
@@ -103,15 +103,15 @@ def batch_of(rng: random.Random, phase: str) -> Batch:
 
 
 def case_of(
-    rng: random.Random, way: Way, batch: Batch | None = None, heads: int = 4, head_dim: int = 64
+    rng: random.Random, setup: Setup, batch: Batch | None = None, heads: int = 4, head_dim: int = 64
 ) -> AttentionCase:
-    """A batch with caches in the backend's format; small vectors where the format and the engine allow."""
-    small = way.fmt != "fp8_ds_mla" and way.engine == "dsv4"
+    """Return a batch with caches in the backend's format; vectors are small if format and engine support it."""
+    small = setup.fmt != "fp8_ds_mla" and setup.engine == "dsv4"
     return random_case(
         rng,
-        batch_of(rng, way.phase) if batch is None else batch,
-        ratio=way.ratio,
-        fmt=way.fmt,
+        batch_of(rng, setup.phase) if batch is None else batch,
+        ratio=setup.ratio,
+        fmt=setup.fmt,
         max_requests=MAX_REQUESTS,
         max_model_len=MAX_MODEL_LEN,
         heads=heads,
@@ -120,35 +120,35 @@ def case_of(
 
 
 class Layer:
-    """One backend's module and builders, for steps of one kind of layer."""
+    """The module and the builders of one backend, for one kind of layer."""
 
-    def __init__(self, way: Way, case: AttentionCase, device: str = "cpu", **options: Any) -> None:
-        self.way, self.device = way, device
+    def __init__(self, setup: Setup, case: AttentionCase, device: str = "cpu", **options: Any) -> None:
+        self.setup, self.device = setup, device
         self.shape = LayerShape(
             num_heads=case.q.shape[1],
             head_size=case.q.shape[2],
             scale=case.scale,
             window=case.window,
-            ratio=way.ratio,
+            ratio=setup.ratio,
             max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=MAX_TOKENS,
-            kv_cache_dtype=way.kv_cache_dtype,
+            kv_cache_dtype=setup.kv_cache_dtype,
         )
-        backend = get_backend(way.name)
-        self.module: SparseAttention = backend.get_impl_cls()(self.shape, way.engine, **options).to(device)
-        if way.name == "FLASHINFER_MLA_SPARSE_DSV4" and case.window_cache.kv_scale is not None:
+        backend = get_backend(setup.name)
+        self.module: SparseAttention = backend.get_impl_cls()(self.shape, setup.engine, **options).to(device)
+        if setup.name == "FLASHINFER_MLA_SPARSE_DSV4" and case.window_cache.kv_scale is not None:
             self.module.set_scales(1.0, float(case.window_cache.kv_scale))
         self.swa = self.main = None
-        if way.name == "DSV4_PAGED":
+        if setup.name == "DSV4_PAGED":
             return
         builder = backend.get_swa_builder_cls()
         assert builder is not None
         self.swa = builder(MAX_TOKENS, window=case.window, decode_threshold=DECODE_THRESHOLD, device=device)
-        if way.ratio > 1:
+        if setup.ratio > 1:
             self.main = backend.get_builder_cls()(
                 MAX_TOKENS,
                 max_model_len=MAX_MODEL_LEN,
-                ratio=way.ratio,
+                ratio=setup.ratio,
                 decode_threshold=DECODE_THRESHOLD,
                 device=device,
             )
@@ -161,10 +161,10 @@ class Layer:
                 query_start_loc=batch.query_start_loc().to(self.device),
                 seq_lens=batch.seq_lens_tensor().to(self.device),
                 num_tokens=batch.num_tokens,
-                block_tables=BlockTables(window_table, *(main_table,) * 6 if self.way.ratio > 1 else ()),
+                block_tables=BlockTables(window_table, *(main_table,) * 6 if self.setup.ratio > 1 else ()),
                 window=case.window,
                 max_model_len=MAX_MODEL_LEN,
-                ratios=(self.way.ratio,),
+                ratios=(self.setup.ratio,),
             )
 
         def group(table: Tensor) -> CommonAttentionMetadata:
@@ -180,9 +180,9 @@ class Layer:
         return DeepseekV4Metadata(self.swa.build(0, group(window_table)), main)
 
     def arguments(self, case: AttentionCase) -> tuple[Any, ...]:
-        """What `module` is called with."""
+        """Return the arguments of `module`."""
         main = case.main_cache
-        own_scale = self.way.name == "FLASHINFER_MLA_SPARSE_DSV4"
+        own_scale = self.setup.name == "FLASHINFER_MLA_SPARSE_DSV4"
         tensors = (
             case.q,
             case.window_cache.cache,
@@ -195,13 +195,13 @@ class Layer:
         return tuple(to_device(x, self.device) if isinstance(x, Tensor) else x for x in tensors)
 
 
-def any_case(rng: random.Random, way: Way, batch: Batch | None = None) -> Any:
-    """`case_of` for every backend."""
-    if way.name in V4:
-        return case_of(rng, way, batch)
-    return V32Case(rng, batch_of(rng, way.phase) if batch is None else batch)
+def any_case(rng: random.Random, setup: Setup, batch: Batch | None = None) -> Any:
+    """Return a random case for any backend."""
+    if setup.name in V4:
+        return case_of(rng, setup, batch)
+    return V32Case(rng, batch_of(rng, setup.phase) if batch is None else batch)
 
 
-def any_layer(way: Way, case: Any, device: str = "cpu") -> Any:
-    """`Layer` for every backend."""
-    return Layer(way, case, device) if way.name in V4 else V32Layer(case, way.engine, device)
+def any_layer(setup: Setup, case: Any, device: str = "cpu") -> Any:
+    """Return the module and the builders of any backend."""
+    return Layer(setup, case, device) if setup.name in V4 else V32Layer(case, setup.engine, device)

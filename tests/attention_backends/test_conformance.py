@@ -1,4 +1,4 @@
-"""Every backend, with every cache it supports, gives the exact answer to the same mixed batches, eager and compiled."""
+"""Conformance: every backend with every cache it supports is exact on the same batches, eager and compiled."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import torch
 
 from dsv4_compile.testing import assert_bitwise, assert_close
 from dsv4_compile.testing.batch import Batch
-from tests.attention_backends.systems import Layer, Way, any_case, any_layer, case_of, ways
+from tests.attention_backends.systems import Layer, Setup, any_case, any_layer, case_of, setups
 
 
-@pytest.mark.parametrize("way", list(ways()), ids=str)
-def test_backend_gives_the_exact_answer(way: Way, seed: int) -> None:
-    case = any_case(random.Random(seed), way)
-    layer = any_layer(way, case)
+@pytest.mark.parametrize("setup", list(setups()), ids=str)
+def test_backend_output_is_exact(setup: Setup, seed: int) -> None:
+    case = any_case(random.Random(seed), setup)
+    layer = any_layer(setup, case)
     with torch.inference_mode():
         out = layer.module(*layer.arguments(case))
     assert out.dtype is torch.bfloat16
     assert_close(out, case.expected())
 
 
-WAYS = list(ways(("mixed",), ratios=(4,)))
+SETUPS = list(setups(("mixed",), ratios=(4,)))
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way.name != "DSV4_PAGED"], ids=str)
-def test_rows_behind_the_batch_are_zero_and_change_nothing(way: Way, seed: int) -> None:
-    """A captured graph has as many queries as it was captured for, and metadata for the tokens that there are."""
-    case = any_case(random.Random(seed), way)
-    layer = any_layer(way, case)
+@pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup.name != "DSV4_PAGED"], ids=str)
+def test_padding_rows_are_zero_and_do_not_change_other_rows(setup: Setup, seed: int) -> None:
+    """A captured graph has as many queries as at capture, and metadata for the tokens of the batch."""
+    case = any_case(random.Random(seed), setup)
+    layer = any_layer(setup, case)
     q, *others = layer.arguments(case)
     longer = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, 5), value=1.0)
     out = layer.module(longer, *others)
@@ -37,31 +37,31 @@ def test_rows_behind_the_batch_are_zero_and_change_nothing(way: Way, seed: int) 
     assert not out[-5:].any()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_batch_without_tokens_gives_nothing(way: Way, seed: int) -> None:
-    case = any_case(random.Random(seed), way, Batch((0,), (0,)))
-    layer = any_layer(way, case)
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_empty_batch_gives_empty_output(setup: Setup, seed: int) -> None:
+    case = any_case(random.Random(seed), setup, Batch((0,), (0,)))
+    layer = any_layer(setup, case)
     assert layer.module(*layer.arguments(case)).shape[:2] == (0, case.q.shape[1])
 
 
-ROWS_ELSEWHERE = ("FLASHMLA_SPARSE_DSV4", "ROCM_FLASHMLA_SPARSE_DSV4")
-"""Backends whose rows of bfloat16 are compiled by phase, at the other ratio."""
+COMPILED_BY_PHASE = ("FLASHMLA_SPARSE_DSV4", "ROCM_FLASHMLA_SPARSE_DSV4")
+"""Backends whose bfloat16 caches are compiled for decodes and for prefills separately, at ratio 128."""
 COMPILED = [
-    *(way for way in WAYS if way.kv_cache_dtype != "bfloat16" or way.name not in ROWS_ELSEWHERE),
+    *(setup for setup in SETUPS if setup.kv_cache_dtype != "bfloat16" or setup.name not in COMPILED_BY_PHASE),
     *(
-        way
-        for way in ways(("decode", "prefill"), ratios=(128,))
-        if way.kv_cache_dtype == "bfloat16" and way.name in ROWS_ELSEWHERE
+        setup
+        for setup in setups(("decode", "prefill"), ratios=(128,))
+        if setup.kv_cache_dtype == "bfloat16" and setup.name in COMPILED_BY_PHASE
     ),
 ]
 
 
 @pytest.mark.usefixtures("sizes_by_themselves")
-@pytest.mark.parametrize("way", COMPILED, ids=str)
-def test_compiled_attends_every_batch_with_one_graph(way: Way, seed: int) -> None:
+@pytest.mark.parametrize("setup", COMPILED, ids=str)
+def test_one_compiled_graph_serves_every_batch(setup: Setup, seed: int) -> None:
     rng = random.Random(seed)
-    cases = [any_case(rng, way) for _ in range(3)]
-    layer = any_layer(way, cases[0])
+    cases = [any_case(rng, setup) for _ in range(3)]
+    layer = any_layer(setup, cases[0])
     compiled = torch.compile(layer.module, backend="aot_eager", fullgraph=True, dynamic=True)
     with torch.inference_mode():
         for number, case in enumerate(cases):
@@ -71,13 +71,13 @@ def test_compiled_attends_every_batch_with_one_graph(way: Way, seed: int) -> Non
 
 
 @pytest.mark.usefixtures("sizes_by_themselves")
-def test_fifty_batches_run_the_code_that_the_first_one_compiled(seed: int) -> None:
-    rng, way = random.Random(seed), Way("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16", 4, "mixed")
-    layer = Layer(way, case_of(rng, way))
+def test_fifty_batches_do_not_recompile(seed: int) -> None:
+    rng, setup = random.Random(seed), Setup("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16", 4, "mixed")
+    layer = Layer(setup, case_of(rng, setup))
     compiled = torch.compile(layer.module, backend="dsv4", fullgraph=True, dynamic=True)
     with torch.inference_mode():
         for number in range(50):
-            arguments = layer.arguments(case_of(rng, way))
+            arguments = layer.arguments(case_of(rng, setup))
             with torch._dynamo.config.patch(error_on_recompile=number > 0):
                 out = compiled(*arguments)
             assert_close(out, layer.module(*arguments))

@@ -1,4 +1,4 @@
-"""Metadata of the window and of the ragged system, integer by integer against plain Python; addresses stay."""
+"""Window and ragged metadata against plain Python, exactly, and at fixed addresses."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dsv4_compile.attention_backends.v4 import Inputs
 from dsv4_compile.attention_backends.window_metadata import DeepseekSparseSWAMetadata
 from dsv4_compile.testing.attention import AttentionCase
 from dsv4_compile.testing.batch import entry_row, index, row, window_row
-from tests.attention_backends.systems import DECODE_THRESHOLD, MAX_MODEL_LEN, PHASES, Layer, Way, case_of
+from tests.attention_backends.systems import DECODE_THRESHOLD, MAX_MODEL_LEN, PHASES, Layer, Setup, case_of
 
 ROCM, FLASHMLA = "ROCM_FLASHMLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV4"
 
 
 def split(case: AttentionCase) -> tuple[int, int]:
-    """Requests and tokens of the decodes; what stands behind the first longer query is prefill."""
+    """Return the number of decode requests and of their tokens; from the first longer query on, all are prefills."""
     lens = case.batch.query_lens
     longer = [request for request, length in enumerate(lens) if length > DECODE_THRESHOLD]
     if not longer:
@@ -29,7 +29,7 @@ def split(case: AttentionCase) -> tuple[int, int]:
 
 
 def windows(case: AttentionCase, tokens: int) -> list[tuple[list[int], int]]:
-    """Index row and length of the first `tokens` tokens; padding has none."""
+    """Return the index row and its length for the first `tokens` tokens; padding has length 0."""
     found = []
     for request, position in case.batch.tokens()[:tokens]:
         found.append(window_row(case.window_table, request, position, case.window, layout.WINDOW_BLOCK))
@@ -37,7 +37,7 @@ def windows(case: AttentionCase, tokens: int) -> list[tuple[list[int], int]]:
 
 
 def lists(rows: Tensor, ends: Tensor) -> list[list[int]]:
-    """Rows of a CSR list."""
+    """Return the rows of a CSR list."""
     flat, bounds = rows.tolist(), ends.tolist()
     return [flat[a:b] for a, b in pairwise(bounds)]
 
@@ -45,9 +45,9 @@ def lists(rows: Tensor, ends: Tensor) -> list[list[int]]:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", [FLASHMLA, ROCM])
 def test_window_metadata_is_exact(name: str, phase: str, seed: int) -> None:
-    rng, way = random.Random(seed), Way(name, "bfloat16", 1, phase)
-    case = case_of(rng, way)
-    swa: DeepseekSparseSWAMetadata = Layer(way, case).metadata(case).swa
+    rng, setup = random.Random(seed), Setup(name, "bfloat16", 1, phase)
+    case = case_of(rng, setup)
+    swa: DeepseekSparseSWAMetadata = Layer(setup, case).metadata(case).swa
     requests, tokens = split(case)
     batch, found = case.batch, windows(case, tokens)
     assert (swa.num_decodes, swa.num_decode_tokens) == (requests, tokens)
@@ -68,9 +68,9 @@ def test_window_metadata_is_exact(name: str, phase: str, seed: int) -> None:
 
 @pytest.mark.parametrize("phase", ["decode", "mixed"])
 def test_ragged_metadata_lists_the_rows_of_the_decodes(phase: str, seed: int) -> None:
-    rng, way = random.Random(seed), Way(ROCM, "bfloat16", 128, phase)
-    case = case_of(rng, way)
-    metadata = Layer(way, case).metadata(case)
+    rng, setup = random.Random(seed), Setup(ROCM, "bfloat16", 128, phase)
+    case = case_of(rng, setup)
+    metadata = Layer(setup, case).metadata(case)
     _, tokens = split(case)
     swa, main = metadata.swa, metadata.main
     assert lists(swa.decode_swa_ragged_indices, swa.decode_swa_ragged_indptr) == [
@@ -86,10 +86,10 @@ def test_ragged_metadata_lists_the_rows_of_the_decodes(phase: str, seed: int) ->
 
 
 def test_mixed_index_rows_are_exact(seed: int) -> None:
-    """Decodes, whose slots were given, and prefills, whose slots the op works out, look the same."""
-    rng, way = random.Random(seed), Way("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16", 4, "mixed")
-    case = case_of(rng, way)
-    layer = Layer(way, case)
+    """Rows of decodes come from the metadata and rows of prefills from the op; both have the same layout."""
+    rng, setup = random.Random(seed), Setup("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16", 4, "mixed")
+    case = case_of(rng, setup)
+    layer = Layer(setup, case)
     arguments = layer.arguments(case)
     indices, lens = layer.module.mixed_indices(Inputs(*arguments[1:]))
     assert case.main_cache is not None and case.topk is not None
@@ -106,10 +106,10 @@ def test_mixed_index_rows_are_exact(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", [FLASHMLA, ROCM])
-def test_every_step_fills_the_same_memory(name: str, seed: int) -> None:
-    rng, way = random.Random(seed), Way(name, "bfloat16", 128, "decode")
-    cases = [case_of(rng, way) for _ in range(4)]
-    layer = Layer(way, cases[0])
+def test_metadata_addresses_do_not_change_between_steps(name: str, seed: int) -> None:
+    rng, setup = random.Random(seed), Setup(name, "bfloat16", 128, "decode")
+    cases = [case_of(rng, setup) for _ in range(4)]
+    layer = Layer(setup, cases[0])
 
     def addresses(part: Any) -> dict[str, int]:
         owned = ("token_to_req_indices", "is_valid_token", "decode_swa_indices", "decode_swa_lens")

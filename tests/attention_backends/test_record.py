@@ -1,4 +1,4 @@
-"""The table that is made of conformance records."""
+"""The table of conformance records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.attention_backends import record
-from tests.attention_backends.systems import PHASES, Way, library_ways
+from tests.attention_backends.systems import PHASES, Setup, library_setups
 
 
 def made(architecture: str, day: str, **row: str) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def made(architecture: str, day: str, **row: str) -> dict[str, Any]:
     return {"architecture": architecture, "date": f"{day}T10:00:00+00:00", "rows": rows}
 
 
-def test_table_has_a_line_for_each_cache_and_the_last_pass_of_each_device() -> None:
+def test_table_has_a_row_for_each_cache_and_the_last_pass_of_each_device() -> None:
     text = record.table([made("cpu", "2026-11-20"), made("cuda sm_90", "2026-11-21", captured="passed")])
     assert text.splitlines() == [
         "| system | cache | decode | prefill | mixed |",
@@ -26,22 +26,24 @@ def test_table_has_a_line_for_each_cache_and_the_last_pass_of_each_device() -> N
 
 
 @pytest.mark.usefixtures("flash_mla")
-def test_a_library_has_rows_of_its_own_where_it_can_serve() -> None:
-    found = list(library_ways("cuda sm_90", ("decode",), (4,)))
-    assert [(way.system, way.kv_cache_dtype) for way in found] == [("FLASHMLA_SPARSE_DSV4, flash_mla", "fp8_ds_mla")]
-    assert not list(library_ways("cpu"))
+def test_a_supported_library_has_separate_rows() -> None:
+    found = list(library_setups("cuda sm_90", ("decode",), (4,)))
+    assert [(setup.system, setup.kv_cache_dtype) for setup in found] == [
+        ("FLASHMLA_SPARSE_DSV4, flash_mla", "fp8_ds_mla")
+    ]
+    assert not list(library_setups("cpu"))
     row = {"system": found[0].system, "cache": "fp8_ds_mla", "phase": "decode", "eager": "passed"}
     text = record.table([{"architecture": "cuda sm_90", "date": "2026-11-20T10:00:00+00:00", "rows": [row]}])
     assert text.endswith("| `FLASHMLA_SPARSE_DSV4`, flash_mla | fp8_ds_mla | sm_90 2026-11-20: eager | - | - |")
 
 
-def test_one_failed_check_is_a_failure_of_its_row() -> None:
+def test_one_failed_check_fails_its_row() -> None:
     text = record.table([made("cpu", "2026-11-20", compiled="failed: not close")])
     assert text.count("FAILED") == 3
 
 
-def test_a_check_passes_or_says_what_it_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    way = Way("DSV4_PAGED", "bfloat16", 1, "decode")
-    assert record.outcome(record.eager, way, "cpu") == "passed"
+def test_outcome_is_passed_or_the_error_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup("DSV4_PAGED", "bfloat16", 1, "decode")
+    assert record.outcome(record.eager, setup, "cpu") == "passed"
     monkeypatch.setattr(record, "assert_close", lambda *_: torch.ones(1) + "one")
-    assert record.outcome(record.eager, way, "cpu").startswith("failed: ")
+    assert record.outcome(record.eager, setup, "cpu").startswith("failed: ")

@@ -1,4 +1,4 @@
-"""Who serves what, and the reasons: refusals, explicit requests that never fall back, and the automatic choice."""
+"""The registry of attention backends: support, requests by name that never fall back, and the automatic choice."""
 
 from __future__ import annotations
 
@@ -30,51 +30,52 @@ SYSTEMS = NAMES[1:]
 
 
 def demand_of(name: str) -> Demand:
-    """What the backend was made for."""
+    """Return the demand of the model that the backend supports."""
     return V32 if get_backend(name).model_type == "deepseek_v32" else V4
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_backend_serves_the_model_it_was_made_for_on_any_device(name: str) -> None:
+def test_backend_supports_its_model_on_any_device(name: str) -> None:
     for architecture in ("cpu", "cuda sm_80", "cuda sm_90", "cuda sm_100", "cuda sm_120", "cuda gfx942"):
-        support = get_backend(name).supports(replace(demand_of(name), architecture=architecture))
-        assert support
-        assert "torch.ops.dsv4" in support.reason
+        demand = replace(demand_of(name), architecture=architecture)
+        assert get_backend(name).why_unsupported(demand) == ""
+        assert "torch.ops.dsv4" in select(name, demand).reason
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("FLASHMLA_SPARSE_DSV4", {"head_size": 576}, "head size 576: it attends 512"),
-        ("FLASHMLA_SPARSE_DSV4", {"dtype": torch.float16}, "float16 queries: it takes bfloat16"),
-        ("FLASHMLA_SPARSE_DSV4", {"num_heads": 192}, "192 query heads: it takes at most 128"),
-        ("FLASHMLA_SPARSE_DSV4", {"block_size": 64}, "block size 64: it takes 256"),
-        ("FLASHMLA_SPARSE_DSV4", {"kv_cache_dtype": "float32"}, "kv_cache_dtype 'float32': it knows auto, fp8"),
+        ("FLASHMLA_SPARSE_DSV4", {"head_size": 576}, "head size 576: it supports 512"),
+        ("FLASHMLA_SPARSE_DSV4", {"dtype": torch.float16}, "float16 queries: it supports bfloat16"),
+        ("FLASHMLA_SPARSE_DSV4", {"num_heads": 192}, "192 query heads: it supports at most 128"),
+        ("FLASHMLA_SPARSE_DSV4", {"block_size": 64}, "block size 64: it supports 256"),
+        ("FLASHMLA_SPARSE_DSV4", {"kv_cache_dtype": "float32"}, "kv_cache_dtype 'float32': it supports auto, fp8"),
         ("FLASHMLA_SPARSE_DSV4", {"model_type": "deepseek_v32"}, "model type deepseek_v32"),
-        ("FLASHINFER_MLA_SPARSE_DSV4", {"kv_cache_dtype": "fp8_ds_mla"}, "'fp8_ds_mla': it knows auto, bfloat16"),
-        ("FLASHINFER_MLA_SPARSE_DSV4", {"index_topk": None}, "a model without index_topk"),
+        ("FLASHINFER_MLA_SPARSE_DSV4", {"kv_cache_dtype": "fp8_ds_mla"}, "'fp8_ds_mla': it supports auto, bfloat16"),
+        ("FLASHINFER_MLA_SPARSE_DSV4", {"index_topk": None}, "index_topk=None: it attends the entries"),
         (
             "ROCM_FLASHMLA_SPARSE_DSV4",
             {"kv_cache_dtype": "fp8_ds_mla", "architecture": "cuda gfx942"},
             "e4m3fnuz",
         ),
-        ("FLASHINFER_MLA_SPARSE", {"block_size": 256}, "block size 256: it takes 32 or 64"),
-        ("FLASHINFER_MLA_SPARSE", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8': it knows auto, bfloat16"),
+        ("FLASHINFER_MLA_SPARSE", {"block_size": 256}, "block size 256: it supports 32 or 64"),
+        ("FLASHINFER_MLA_SPARSE", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8': it supports auto, bfloat16"),
         ("FLASHINFER_MLA_SPARSE", {"qk_nope_head_dim": 192}, "qk_nope_head_dim 192"),
-        ("FLASHINFER_MLA_SPARSE", {"index_topk": None}, "a model without index_topk"),
+        ("FLASHINFER_MLA_SPARSE", {"index_topk": None}, "index_topk=None: it attends the entries"),
         ("FLASHINFER_MLA_SPARSE", {"has_sink": True}, "an attention sink"),
-        ("FLASHINFER_MLA_SPARSE", {"dtype": torch.float32}, "float32 queries: it takes float16 or bfloat16"),
-        ("DSV4_PAGED", {"model_type": "deepseek_v32"}, "it is made for deepseek_v4"),
+        ("FLASHINFER_MLA_SPARSE", {"dtype": torch.float32}, "float32 queries: it supports float16 or bfloat16"),
+        ("DSV4_PAGED", {"model_type": "deepseek_v32"}, "model type deepseek_v32: it supports deepseek_v4"),
     ],
 )
-def test_refusal_says_why_and_an_explicit_request_raises_it(name: str, changes: dict[str, object], reason: str) -> None:
+def test_unsupported_demand_prints_limit_and_value_and_a_request_by_name_raises_it(
+    name: str, changes: dict[str, object], reason: str
+) -> None:
     demand = replace(demand_of(name), **changes)
-    support = get_backend(name).supports(demand)
-    assert not support
-    assert reason in support.reason
-    with pytest.raises(CompileError, match="E302") as refused:
+    why = get_backend(name).why_unsupported(demand)
+    assert reason in why
+    with pytest.raises(CompileError, match="E302") as raised:
         select(name, demand)
-    assert support.reason in str(refused.value)
+    assert why in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +92,12 @@ def test_refusal_says_why_and_an_explicit_request_raises_it(name: str, changes: 
         ("FLASHINFER_MLA_SPARSE", "cuda sm_100", "bfloat16", "flashinfer is not installed"),
     ],
 )
-def test_library_is_used_where_it_is_installed_and_has_kernels_and_refused_elsewhere(
+def test_library_is_used_if_it_is_installed_and_has_kernels_and_unsupported_otherwise(
     name: str, architecture: str, kv_cache_dtype: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     demand = replace(demand_of(name), architecture=architecture, kv_cache_dtype=kv_cache_dtype, engine="library")
     monkeypatch.setattr("dsv4_compile.attention_backends.protocol.is_importable", lambda module: False)
-    assert reason in get_backend(name).supports(demand).reason
+    assert reason in get_backend(name).why_unsupported(demand)
     with pytest.raises(CompileError, match='pass engine="dsv4"'):
         select(name, demand)
     if "not installed" in reason:
@@ -105,7 +106,7 @@ def test_library_is_used_where_it_is_installed_and_has_kernels_and_refused_elsew
         assert select(name, demand).engine == "library"
 
 
-def test_automatic_choice_lists_the_reason_against_every_other_backend() -> None:
+def test_automatic_choice_lists_a_reason_for_every_backend_not_chosen() -> None:
     selection = select("auto", replace(V4, kv_cache_dtype="fp8_ds_mla"))
     assert selection.backend.name == "DSV4_PAGED"
     assert [name for name, _ in selection.others] == list(SYSTEMS)
@@ -113,24 +114,24 @@ def test_automatic_choice_lists_the_reason_against_every_other_backend() -> None
     assert str(selection).count("\n  not ") == len(SYSTEMS)
 
 
-def test_automatic_choice_for_v32_is_its_backend() -> None:
+def test_automatic_choice_for_v32_is_the_v32_backend() -> None:
     assert select("auto", V32).backend.name == "FLASHINFER_MLA_SPARSE"
 
 
-def test_automatic_choice_refuses_with_all_reasons() -> None:
-    with pytest.raises(CompileError, match="E302") as refused:
+def test_automatic_choice_without_a_supported_backend_raises_all_reasons() -> None:
+    with pytest.raises(CompileError, match="E302") as raised:
         select("auto", replace(V4, kv_cache_dtype="int4"))
-    assert all(name in str(refused.value) for name in NAMES)
+    assert all(name in str(raised.value) for name in NAMES)
 
 
-def test_the_way_out_is_to_satisfy_a_backend_of_the_model() -> None:
+def test_suggested_fix_names_a_backend_of_the_model() -> None:
     with pytest.raises(CompileError, match=r"fix   change what the reason of FLASHINFER_MLA_SPARSE names"):
         select("auto", replace(V32, has_sink=True))
     with pytest.raises(CompileError, match=r"fix   model_type is one of deepseek_v32, deepseek_v4"):
         select("auto", replace(V4, model_type="llama"))
 
 
-def test_choice_is_a_decision_that_can_be_collected() -> None:
+def test_choice_is_recorded_as_a_decision() -> None:
     with decisions.collect() as collected:
         select("auto", V4)
         select("FLASHINFER_MLA_SPARSE_DSV4", V4)
@@ -143,18 +144,18 @@ def test_choice_is_a_decision_that_can_be_collected() -> None:
 
 
 @pytest.mark.parametrize("name", ["flashmla", ""])
-def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
+def test_unknown_name_raises_and_lists_the_known_names(name: str) -> None:
     with pytest.raises(CompileError, match=r"E302[\s\S]*FLASHMLA_SPARSE_DSV4"):
         select(name, V4)
 
 
-def test_unknown_engine_is_refused() -> None:
+def test_unknown_engine_raises() -> None:
     with pytest.raises(CompileError, match="E302"):
         select("auto", replace(V4, engine="cuda"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_backend_declares_what_engines_ask(name: str) -> None:
+def test_backend_declares_the_facts_engines_read(name: str) -> None:
     backend = get_backend(name)
     assert backend.get_name() == name
     assert backend.is_mla() and backend.is_sparse()
@@ -167,7 +168,7 @@ def test_backend_declares_what_engines_ask(name: str) -> None:
         backend.cache_format("int4")
 
 
-def test_cache_shapes_are_those_engines_allocate() -> None:
+def test_cache_shapes_match_the_engines_allocations() -> None:
     shapes = {name: get_backend(name).get_kv_cache_shape(5, 64, 1, demand_of(name).head_size) for name in NAMES}
     assert shapes == {
         "DSV4_PAGED": (5, 64, 512),
@@ -182,7 +183,7 @@ def test_cache_shapes_are_those_engines_allocate() -> None:
 
 
 @pytest.mark.parametrize(("heads", "padded"), [(1, 64), (64, 64), (65, 128), (128, 128)])
-def test_heads_are_padded_to_the_kernels_of_the_libraries(heads: int, padded: int) -> None:
+def test_heads_are_padded_to_the_head_counts_of_library_kernels(heads: int, padded: int) -> None:
     for name in ("FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4"):
         assert get_backend(name).get_padded_num_q_heads(heads) == padded
     assert get_backend("ROCM_FLASHMLA_SPARSE_DSV4").get_padded_num_q_heads(heads) == heads
@@ -200,7 +201,7 @@ def test_compute_capability_is_read_from_the_architecture() -> None:
 
 
 class Model(torch.nn.Module):
-    """Two layers that keep what was selected for them, as an attention layer does."""
+    """Two layers with a `selection` each, like attention layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +213,7 @@ class Model(torch.nn.Module):
         return x + 1
 
 
-def test_explain_lists_the_choice_of_a_model_that_was_built_before() -> None:
+def test_explain_lists_the_choice_of_a_model_built_before_the_call() -> None:
     report = explain(Model(), torch.ones(3), backend="eager")
     (row,) = report.decisions
     assert (row.op, row.impl, row.count) == ("attention_backend", "DSV4_PAGED", 2)
@@ -233,6 +234,6 @@ def test_explain_lists_the_choice_of_a_model_that_was_built_before() -> None:
         ("FLASHINFER_MLA_SPARSE_DSV4", "fp8_e4m3", "fp8"),
     ],
 )
-def test_words_of_engines_become_words_of_cache_formats(name: str, word: str, format_word: str) -> None:
+def test_engine_cache_word_maps_to_a_cache_format_word(name: str, word: str, format_word: str) -> None:
     assert cache_word(name, word) == format_word
     assert CacheFormat.resolve(format_word)

@@ -31,7 +31,7 @@ def case_of(rng: random.Random, **options: Any) -> V32Case:
 @pytest.mark.parametrize(
     ("engine", "dtype"), [("dsv4", torch.bfloat16), ("dsv4", torch.float16), ("library", torch.bfloat16)]
 )
-def test_backend_gives_the_exact_answer(
+def test_backend_output_is_exact(
     block_size: int, engine: str, dtype: torch.dtype, flashinfer: FlashInfer, seed: int
 ) -> None:
     case = case_of(random.Random(seed), block_size=block_size, dtype=dtype)
@@ -42,7 +42,7 @@ def test_backend_gives_the_exact_answer(
     assert len(flashinfer.calls) == (engine == "library")
 
 
-def test_queries_in_two_parts_are_queries_in_one(seed: int) -> None:
+def test_queries_in_two_parts_equal_concatenated_queries(seed: int) -> None:
     case = case_of(random.Random(seed))
     layer = V32Layer(case)
     q, *others = layer.arguments(case)
@@ -50,7 +50,7 @@ def test_queries_in_two_parts_are_queries_in_one(seed: int) -> None:
     assert_bitwise(layer.module(parts, *others), layer.module(q, *others))
 
 
-def test_rows_behind_the_batch_are_zero(seed: int) -> None:
+def test_padding_rows_are_zero_and_do_not_change_other_rows(seed: int) -> None:
     case = case_of(random.Random(seed))
     layer = V32Layer(case)
     q, cache, metadata, topk = layer.arguments(case)
@@ -60,7 +60,7 @@ def test_rows_behind_the_batch_are_zero(seed: int) -> None:
     assert not out[-7:].any()
 
 
-def test_library_and_ops_agree_to_the_bit(flashinfer: FlashInfer, seed: int) -> None:
+def test_library_and_ops_agree_bitwise(flashinfer: FlashInfer, seed: int) -> None:
     case = case_of(random.Random(seed))
     ours, theirs = (V32Layer(case, engine) for engine in ("dsv4", "library"))
     assert_bitwise(ours.module(*ours.arguments(case)), theirs.module(*theirs.arguments(case)))
@@ -70,7 +70,7 @@ def test_library_and_ops_agree_to_the_bit(flashinfer: FlashInfer, seed: int) -> 
         theirs.module(q, case.cache, *others)
 
 
-def test_metadata_is_exact_and_stays_where_it_is(seed: int) -> None:
+def test_metadata_is_exact_at_a_fixed_address(seed: int) -> None:
     rng = random.Random(seed)
     layer = V32Layer(case_of(rng))
     addresses = set()
@@ -115,7 +115,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Plain:
-    """V3.2 attention without latent tricks: keys and values of all heads from every token's hidden state."""
+    """Unabsorbed V3.2 attention: keys and values of all heads from every token's hidden state."""
 
     def __init__(self, layer: DeepseekV32SparseAttention) -> None:
         self.weights = {name: value.double() for name, value in layer.state_dict().items()}
@@ -137,7 +137,7 @@ class Plain:
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_layer_equals_attention_over_unabsorbed_keys_and_values(backend: str | None, seed: int) -> None:
-    """A prefill of three requests, then steps of one token each; compiled, all steps share one graph."""
+    """Run a prefill of three requests, then steps of a few tokens; compiled steps use one graph."""
     rng = random.Random(seed)
     layer = layer_of(torch.float32)
     plain, table = Plain(layer), random_table(rng, 3, 2)

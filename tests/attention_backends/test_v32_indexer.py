@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's indexer against its definition, and the layer that chooses for itself, eager and compiled."""
+"""DeepSeek-V3.2's indexer against its definition, and a layer with an indexer, eager and compiled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def indexer_of(cache_dtype: str, dtype: torch.dtype, **options: Any) -> Deepseek
 
 
 class Batches:
-    """Steps of three requests over one block table, with padding tokens behind each."""
+    """Steps of three requests over one block table, each followed by padding tokens."""
 
     def __init__(self, rng: random.Random) -> None:
         self.table, self.lens = random_table(rng, REQUESTS, 4), [0] * REQUESTS
@@ -53,7 +53,7 @@ class Batches:
 
 
 def rotated(x: Tensor, position: int, interleaved: bool) -> Tensor:
-    """float64 RoPE of the first dims, on halves or on neighbours."""
+    """Apply float64 RoPE to the first dims, with pairs half apart or neighbouring."""
     head, rest = x[..., :ROPE].double(), x[..., ROPE:].double()
     angle = position * 10000.0 ** -(torch.arange(ROPE // 2, dtype=torch.float64) / (ROPE // 2))
     a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
@@ -63,7 +63,7 @@ def rotated(x: Tensor, position: int, interleaved: bool) -> Tensor:
 
 
 class Plain:
-    """Scores of a token with everything before it, in float64 and without caches."""
+    """Scores of a token with all earlier tokens, in float64 and without caches."""
 
     def __init__(self, indexer: DeepseekV32Indexer) -> None:
         self.weights = {name: value.double() for name, value in indexer.state_dict().items()}
@@ -75,7 +75,7 @@ class Plain:
         return rotated(key * self.weights["k_norm.weight"] + self.weights["k_norm.bias"], position, self.interleaved)
 
     def scores(self, history: list[Tensor], qr: Tensor) -> tuple[Tensor, float]:
-        """Scores, and how large they would be if every query pointed where every key does."""
+        """Return the scores, and their upper bound by Cauchy-Schwarz."""
         last = len(history) - 1
         q = rotated((self.weights["wq_b.weight"] @ qr.double()).view(HEADS, DIM), last, self.interleaved)
         keys = torch.stack([self.key(hidden, position) for position, hidden in enumerate(history)])
@@ -86,7 +86,7 @@ class Plain:
 
 
 def run(indexer: DeepseekV32Indexer, rng: random.Random, plain: Plain) -> Any:
-    """Yield the choice for each token beside the exact scores."""
+    """Yield the selection of each token, the exact scores and their upper bound."""
     batches, builder = Batches(rng), DeepseekV32IndexerMetadataBuilder(64, block_size=BLOCK)
     cache = torch.zeros(
         indexer.get_cache_shape(REQUESTS * 4, BLOCK),
@@ -107,7 +107,7 @@ def run(indexer: DeepseekV32Indexer, rng: random.Random, plain: Plain) -> Any:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_float_rows_select_exactly_the_best(interleaved: bool, seed: int) -> None:
+def test_float_keys_select_exactly_the_top_k(interleaved: bool, seed: int) -> None:
     indexer = indexer_of("bfloat16", torch.float32, interleaved=interleaved)
     for selected, scores, _ in run(indexer, random.Random(seed), Plain(indexer)):
         best = sorted(scores.sort(descending=True, stable=True).indices[:TOPK].tolist())
@@ -115,16 +115,16 @@ def test_float_rows_select_exactly_the_best(interleaved: bool, seed: int) -> Non
 
 
 @pytest.mark.parametrize(("cache_dtype", "hadamard"), [("fp8", False), ("fp8", True), ("bfloat16", True)])
-def test_quantised_keys_select_what_scores_nearly_as_well(cache_dtype: str, hadamard: bool, seed: int) -> None:
+def test_quantised_keys_select_nearly_the_top_k(cache_dtype: str, hadamard: bool, seed: int) -> None:
     indexer = indexer_of(cache_dtype, torch.bfloat16, hadamard=hadamard)
     for selected, scores, size in run(indexer, random.Random(seed), Plain(indexer)):
         chosen = [index for index in selected if index >= 0]
         assert len(set(chosen)) == len(chosen) == min(TOPK, len(scores)) and chosen == sorted(chosen)
-        # e4m3 turns a vector of 128 dims by half a percent; a score has two of them, and so has the one it is held to.
+        # e4m3 rotates a vector of 128 dims by half a percent; both scores have two such vectors.
         assert scores[chosen].min() >= scores.topk(len(chosen)).values[-1] - 0.04 * size
 
 
-def test_metadata_is_exact_and_stays_where_it_is(seed: int) -> None:
+def test_metadata_is_exact_at_fixed_addresses(seed: int) -> None:
     batches, builder = Batches(random.Random(seed)), DeepseekV32IndexerMetadataBuilder(64, block_size=BLOCK)
     addresses = set()
     for counts in STEPS:
@@ -138,8 +138,8 @@ def test_metadata_is_exact_and_stays_where_it_is(seed: int) -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8", "bfloat16"])
-def test_layer_chooses_for_itself_in_one_graph(cache_dtype: str, seed: int) -> None:
-    """With its indexer, the layer gives what it gives when it is told the same choice."""
+def test_layer_with_indexer_equals_layer_with_given_indices_in_one_graph(cache_dtype: str, seed: int) -> None:
+    """Compare a layer that has an indexer with one that gets the same indices as an argument."""
     dims = {"q_lora_rank": RANK, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": ROPE, "v_head_dim": 12}
     indexer = indexer_of(cache_dtype, torch.bfloat16)
     layer = DeepseekV32SparseAttention(HIDDEN, HEADS, indexer=indexer, **dims)
@@ -172,7 +172,7 @@ def test_layer_chooses_for_itself_in_one_graph(cache_dtype: str, seed: int) -> N
         assert_bitwise(index_caches[0], index_caches[1])
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(InputError, match="fp8 keys have 128 dims"):
         DeepseekV32Indexer(HIDDEN, RANK, head_dim=64)
     with pytest.raises(InputError, match="E202"):
@@ -182,12 +182,12 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize("builder", [DeepseekV32IndexerMetadataBuilder, FlashInferMLASparseMetadataBuilder])
-def test_a_batch_over_the_capacity_of_a_builder_is_refused(builder: type[Any], seed: int) -> None:
+def test_batch_over_the_capacity_of_a_builder_raises(builder: type[Any], seed: int) -> None:
     counts, padding = (5, 12, 3), 2
     common, _ = Batches(random.Random(seed)).step(counts, padding)
     tokens = sum(counts) + padding
     assert builder(tokens, block_size=BLOCK).build(0, common).req_id_per_token.shape == (tokens,)
-    with pytest.raises(GraphError, match="E401") as refused:
+    with pytest.raises(GraphError, match="E401") as raised:
         builder(tokens - 1, block_size=BLOCK).build(0, common)
     for told in (f"{tokens} tokens", f"max_num_batched_tokens={tokens - 1}", f"allocate for {tokens} tokens"):
-        assert told in str(refused.value)
+        assert told in str(raised.value)

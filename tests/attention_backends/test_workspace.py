@@ -1,4 +1,4 @@
-"""The workspace of prefills: reserved once, never moved, and the same answer in several chunks."""
+"""The workspace of prefills: reserved once, fixed address, and the same result in several chunks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dsv4_compile.attention_backends.workspace import Workspace
 from dsv4_compile.errors import InputError
 from dsv4_compile.testing import assert_bitwise, assert_close
 from dsv4_compile.testing.batch import Batch
-from tests.attention_backends.systems import Layer, Way, case_of
+from tests.attention_backends.systems import Layer, Setup, case_of
 
 
-def test_workspace_is_reserved_once_and_never_moves_under_a_lock() -> None:
+def test_locked_workspace_keeps_its_address_and_does_not_grow() -> None:
     workspace = Workspace()
     workspace.reserve(((3, 5), torch.bfloat16), ((7,), torch.float32))
     workspace.lock()
@@ -29,17 +29,17 @@ def test_workspace_is_reserved_once_and_never_moves_under_a_lock() -> None:
         workspace.get_simultaneous(((1000,), torch.float32))
 
 
-def test_prefill_in_several_chunks_through_a_reserved_workspace(seed: int) -> None:
+def test_prefill_in_several_chunks_in_a_reserved_workspace_is_exact(seed: int) -> None:
     rng = random.Random(seed)
     batch = Batch((1, 6, 9, 30, 4, 12, 5, 0), (200, 6, 150, 30, 129, 290, 77, 0), padding=2)
     for name in ("FLASHMLA_SPARSE_DSV4", "ROCM_FLASHMLA_SPARSE_DSV4"):
-        way = Way(name, "fp8_ds_mla", 4)
-        case = case_of(rng, way, batch)
+        setup = Setup(name, "fp8_ds_mla", 4)
+        case = case_of(rng, setup, batch)
         workspace = Workspace()
-        reserved = Layer(way, case, workspace=workspace)
+        reserved = Layer(setup, case, workspace=workspace)
         reserved.module.reserve_workspace()
         workspace.lock()
         out = reserved.module(*reserved.arguments(case))
         assert_close(out, case.expected())
-        free = Layer(way, case)
+        free = Layer(setup, case)
         assert_bitwise(out, free.module(*free.arguments(case)))

@@ -1,4 +1,4 @@
-"""Steps of DeepSeek-V3.2: the interface of systems.Layer for the backend whose layers have one cache."""
+"""DeepSeek-V3.2 with the interface of systems.Layer; its layers have one cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOPK, REQUESTS, MAX_MODEL_LEN, MAX_TOKENS, SCALE = 24, 10, 320, 400, 0.05
 
 
 class V32Case:
-    """A batch over one paged cache of `block_size`, an indexer's choice for each token, and the exact answer."""
+    """A batch over one paged cache, the top-k indices of each token, and the exact output."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class V32Case:
         return torch.tensor(slots, dtype=torch.int64)
 
     def expected(self) -> Tensor:
-        """float64 `[T, H, latent]`."""
+        """Return the exact output, float64 `[T, H, latent]`."""
         out = torch.zeros(*self.q.shape[:2], layout.V32_LATENT_DIM, dtype=torch.float64)
         rows = self.cache.flatten(0, 1)
         for token, ((request, _), chosen) in enumerate(zip(self.batch.tokens(), self.chosen, strict=True)):
@@ -82,7 +82,7 @@ class V32Layer:
         return self.builder.build(0, common)
 
     def arguments(self, case: V32Case) -> tuple[Any, ...]:
-        """What `module` is called with."""
+        """Return the arguments of `module`."""
         q, cache, topk = (tensor.to(self.device) for tensor in (case.q, case.cache, case.topk_indices()))
         if self.module.engine == "library":
             cache = cache.contiguous()

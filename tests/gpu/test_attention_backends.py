@@ -18,7 +18,7 @@ from dsv4_compile.config import Rope
 from dsv4_compile.rope_tables import cos_sin_cache
 from dsv4_compile.testing import assert_bitwise
 from tests.attention_backends import record
-from tests.attention_backends.systems import MAX_MODEL_LEN, Way, batch_of, library_ways, ways
+from tests.attention_backends.systems import MAX_MODEL_LEN, Setup, batch_of, library_setups, setups
 from tests.attention_backends.v32 import V32Case, V32Layer
 from tests.modules.test_attention_backend import (
     CONFIG,
@@ -31,29 +31,29 @@ from tests.modules.test_attention_backend import (
 )
 
 HERE = device_architecture(torch.device("cuda")) if torch.cuda.is_available() else "cpu"
-CASES = [*ways(), *library_ways(HERE)]
-DECODES = [way for way in CASES if way.phase == "decode"]
-MIXED = [*ways(("mixed",), ratios=(4,)), *library_ways(HERE, ("mixed",), ratios=(4,))]
+CASES = [*setups(), *library_setups(HERE)]
+DECODES = [setup for setup in CASES if setup.phase == "decode"]
+MIXED = [*setups(("mixed",), ratios=(4,)), *library_setups(HERE, ("mixed",), ratios=(4,))]
 LAYERS = [("DSV4_PAGED", "fp8_ds_mla"), *SYSTEMS]
 BATCHES = 50
 
 
-@pytest.mark.parametrize("way", CASES, ids=str)
-def test_backend_gives_the_exact_answer(way: Way) -> None:
+@pytest.mark.parametrize("setup", CASES, ids=str)
+def test_backend_gives_the_exact_answer(setup: Setup) -> None:
     with torch.inference_mode():
-        record.eager(way, "cuda")
+        record.eager(setup, "cuda")
 
 
-@pytest.mark.parametrize("way", MIXED, ids=str)
-def test_compiled_attends_every_batch_with_one_graph(way: Way) -> None:
+@pytest.mark.parametrize("setup", MIXED, ids=str)
+def test_compiled_attends_every_batch_with_one_graph(setup: Setup) -> None:
     with torch.inference_mode():
-        record.compiled(way, "cuda")
+        record.compiled(setup, "cuda")
 
 
-@pytest.mark.parametrize("way", DECODES, ids=str)
-def test_captured_decode_serves_other_batches(way: Way) -> None:
+@pytest.mark.parametrize("setup", DECODES, ids=str)
+def test_captured_decode_serves_other_batches(setup: Setup) -> None:
     with torch.inference_mode():
-        record.captured(way, "cuda")
+        record.captured(setup, "cuda")
 
 
 def compiled(layer: Any) -> Any:
@@ -83,9 +83,9 @@ def test_fifty_batches_of_a_layer_run_one_graph(name: str, kv_cache_dtype: str, 
 
 
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("way", library_ways(HERE, ("mixed",), ratios=(4,)), ids=str)
-def test_a_layer_on_its_library_is_the_layer(way: Way, compile_it: bool, seed: int) -> None:
-    rng, options = random.Random(seed), {"attention_backend": way.name, "kv_cache_dtype": way.kv_cache_dtype}
+@pytest.mark.parametrize("setup", library_setups(HERE, ("mixed",), ratios=(4,)), ids=str)
+def test_a_layer_on_its_library_is_the_layer(setup: Setup, compile_it: bool, seed: int) -> None:
+    rng, options = random.Random(seed), {"attention_backend": setup.name, "kv_cache_dtype": setup.kv_cache_dtype}
     ours, theirs = (layer_of("csa", device="cuda", engine=engine, **options) for engine in ("dsv4", "library"))
     plain, library = Serving(ours), Serving(theirs, compiled(theirs) if compile_it else None)
     with torch.fx.experimental._config.patch(use_duck_shape=False):

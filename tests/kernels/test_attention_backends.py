@@ -15,14 +15,15 @@ from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
 from dsv4_compile.testing import assert_close
 from dsv4_compile.testing.batch import Batch
 from tests.attention_backends.record import FEW_KEYS
-from tests.attention_backends.systems import Way, any_case, any_layer, caches
+from tests.attention_backends.systems import Setup, any_case, any_layer, caches
 
 BATCH = Batch((1, 2, 4, 0), (140, 7, 9, 0), padding=1)
 ATTEND = {"DSV4_PAGED": {"sparse_mla_decode"}, "FLASHMLA_SPARSE_DSV4": {"sparse_mla_decode", "sparse_mla_prefill"}}
 ATTEND |= {"FLASHINFER_MLA_SPARSE_DSV4": {"sparse_mla_decode"}, "FLASHINFER_MLA_SPARSE": {"sparse_mla_decode_latent"}}
 ATTEND |= {"ROCM_FLASHMLA_SPARSE_DSV4": {"sparse_mla_decode_ragged", "sparse_mla_prefill_ragged"}}
-WAYS = [Way(name, word, 1 if name == "FLASHINFER_MLA_SPARSE" else 4) for name in ATTEND for word in caches(name)]
-WAYS = [way for way in WAYS if way.name != "DSV4_PAGED" or way.fmt == "fp8_ds_mla"]  # FlashInfer's rows are its others
+SETUPS = [Setup(name, word, 1 if name == "FLASHINFER_MLA_SPARSE" else 4) for name in ATTEND for word in caches(name)]
+# DSV4_PAGED runs the same kernel as FlashInfer on plain and fp8 rows: only its other format is tested.
+SETUPS = [setup for setup in SETUPS if setup.name != "DSV4_PAGED" or setup.fmt == "fp8_ds_mla"]
 
 
 @pytest.fixture
@@ -48,16 +49,16 @@ def launched() -> Iterator[set[str]]:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_kernels_give_the_exact_answer(way: Way, launched: set[str], seed: int) -> None:
-    case = any_case(random.Random(seed), way, BATCH)
-    layer = any_layer(way, case)
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_kernels_give_the_exact_answer(setup: Setup, launched: set[str], seed: int) -> None:
+    case = any_case(random.Random(seed), setup, BATCH)
+    layer = any_layer(setup, case)
     with torch.inference_mode():
         out = layer.module(*layer.arguments(case))
     assert_close(out, case.expected(), FEW_KEYS)
-    assert ATTEND[way.name] <= launched
+    assert ATTEND[setup.name] <= launched
 
 
 def test_every_backend_is_here() -> None:
-    assert {way.name for way in WAYS} == set(ATTEND)
+    assert {setup.name for setup in SETUPS} == set(ATTEND)
     assert all(get_backend(name) for name in ATTEND)

@@ -1,4 +1,4 @@
-"""Builders of single cache groups, and the one of all groups: equal parts, one split, fixed addresses."""
+"""Builders of single cache groups and of all groups: equal results, one split, fixed addresses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tensors_of(value: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("batch", [MIXED, DECODES], ids=["mixed", "decodes"])
 @pytest.mark.parametrize("ratio", [4, 128])
-def test_compressed_slots_and_the_split(ratio: int, batch: Batch, seed: int) -> None:
+def test_compressed_slots_and_split_are_exact(ratio: int, batch: Batch, seed: int) -> None:
     table = pages(seed, batch)
     builder = DeepseekV4FlashMLAMetadataBuilder(
         TOKENS, max_model_len=MAX_LEN, ratio=ratio, topk_tokens=512, decode_threshold=2
@@ -73,7 +73,7 @@ def test_compressed_slots_and_the_split(ratio: int, batch: Batch, seed: int) -> 
 
 
 @pytest.mark.parametrize("batch", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_rows_of_ratio_128_are_slots_of_decodes_and_indices_of_prefills(batch: Batch, seed: int) -> None:
+def test_ratio_128_rows_are_slots_for_decodes_and_request_indices_for_prefills(batch: Batch, seed: int) -> None:
     table = pages(seed, batch)
     builder = DeepseekV4FlashMLAMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=128, decode_threshold=2)
     made = builder.build(0, common(batch, table))
@@ -89,14 +89,14 @@ def test_rows_of_ratio_128_are_slots_of_decodes_and_indices_of_prefills(batch: B
         assert made.c128a_prefill_topk_indices.tolist() == local
 
 
-def test_a_window_only_layer_has_the_raw_slots(seed: int) -> None:
+def test_window_only_layer_keeps_the_raw_slots(seed: int) -> None:
     cm = common(MIXED, pages(seed, MIXED))
     made = DeepseekV4FlashMLAMetadataBuilder(TOKENS, max_model_len=MAX_LEN).build(0, cm)
     assert made.slot_mapping is cm.slot_mapping
     assert made.c128a_global_decode_topk_indices is None
 
 
-def test_the_indexer_sees_the_keys_of_each_token(seed: int) -> None:
+def test_indexer_metadata_is_exact(seed: int) -> None:
     table = pages(seed, MIXED)
     made = DeepseekV4IndexerMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=4).build(0, common(MIXED, table))
     tokens = padded_tokens(MIXED)
@@ -108,7 +108,7 @@ def test_the_indexer_sees_the_keys_of_each_token(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("ratio", "indexer", "block"), [(4, False, 4), (4, True, 4), (128, False, 8)])
-def test_the_compressor_has_a_state_slot_for_each_token(ratio: int, indexer: bool, block: int, seed: int) -> None:
+def test_compressor_metadata_has_a_state_slot_for_each_token(ratio: int, indexer: bool, block: int, seed: int) -> None:
     table = pages(seed, MIXED, block)
     builder = DeepseekV4CompressorMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=ratio, indexer=indexer)
     made = builder.build(0, common(MIXED, table))
@@ -128,7 +128,7 @@ def loaded(batch: Batch, seed: int) -> tuple[MetadataBuffers, dict[str, Table]]:
 
 
 @pytest.mark.parametrize("batch", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_one_launch_for_all_groups_equals_a_builder_for_each(batch: Batch, seed: int) -> None:
+def test_step_builder_equals_the_builders_of_single_groups(batch: Batch, seed: int) -> None:
     buffers, tables = loaded(batch, seed)
     step = DeepseekV4StepBuilder(buffers, topk_tokens=64, decode_threshold=2).build(
         batch.query_start_loc().tolist(), batch.seq_lens, batch.num_tokens
@@ -149,7 +149,7 @@ def test_one_launch_for_all_groups_equals_a_builder_for_each(batch: Batch, seed:
         ours, theirs = tensors_of(all_at_once), tensors_of(alone)
         assert set(ours) == set(theirs)
         for name, tensor in theirs.items():
-            if (group, name) != ("window", "slot_mapping"):  # there the engine's own
+            if (group, name) != ("window", "slot_mapping"):  # the single builder returns the engine's slots
                 assert ours[name].tolist() == tensor.tolist(), (group, name)
     assert step.of(1).main is None and step.of(4).main is step.main[4]
 
@@ -167,7 +167,7 @@ def test_addresses_and_strides_of_a_step_never_change(seed: int) -> None:
     assert len(seen) == 1
 
 
-def test_shared_memory_needs_equal_capacities() -> None:
+def test_builders_on_common_buffers_need_equal_capacities() -> None:
     buffers = MetadataBuffers(max_num_batched_tokens=8, max_num_seqs=2, max_model_len=MAX_LEN)
     builder = DeepseekV4FlashMLAMetadataBuilder(8, max_model_len=MAX_LEN, ratio=4, buffers=buffers)
     assert builder.tensors["c4_slots"] is buffers.tensors["c4_slots"]
@@ -178,7 +178,7 @@ def test_shared_memory_needs_equal_capacities() -> None:
     assert builder.cudagraph_support is CudaGraphSupport.UNIFORM_BATCH
 
 
-def test_a_builder_is_made_of_an_engines_configuration(seed: int) -> None:
+def test_from_engine_equals_the_constructor(seed: int) -> None:
     engine = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS),
         model_config=SimpleNamespace(max_model_len=MAX_LEN, hf_config=SimpleNamespace(index_topk=512)),
@@ -201,8 +201,8 @@ def test_a_builder_is_made_of_an_engines_configuration(seed: int) -> None:
     assert builder.reorder_batch_threshold == 1
 
 
-def test_a_batch_as_engines_capture_it_is_padding_throughout() -> None:
-    """The longest lengths, slots of -1 and tables of page 0: legal to read, and nothing is written."""
+def test_capture_batch_of_slots_minus_one_is_all_padding() -> None:
+    """Engines capture with maximal lengths, slots of -1 and page 0: reads are legal and nothing is written."""
     requests = 6
     cm = CommonAttentionMetadata.of(
         query_start_loc=range(requests + 1),
