@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
+from pathlib import Path
 
 import torch
 
 import dsv4_compile
 from dsv4_compile.ops.common.define import OPS
+from dsv4_compile.ops.common.kernels import KERNELS
 from tests.tools import docs
+
+
+def _reached(entry: str) -> list[Path]:
+    """Return the kernel files of the same family that `entry` imports or names, directly or not, without `entry`."""
+    folder = (docs.ROOT / entry).parent
+    names = {path.stem: path for path in sorted(folder.glob("*.py"))}
+    first = Path(entry).stem
+    seen, pending = {first}, [first]
+    while pending:
+        nodes = list(ast.walk(ast.parse(names[pending.pop()].read_text())))
+        mentioned = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1}
+        mentioned |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        new = {str(name).removeprefix(f"{folder.name}.") for name in mentioned} & set(names) - seen
+        seen |= new
+        pending += sorted(new)
+    return [names[name] for name in sorted(seen - {first})]
 
 
 def test_pages_are_what_make_docs_writes() -> None:
@@ -53,3 +72,21 @@ def test_python_in_readme_names_what_exists() -> None:
         compile(block, "README.md", "exec")
         for name in re.findall(r"\bdsv4_compile((?:\.\w+)+)", block):
             operator.attrgetter(name[1:])(dsv4_compile)
+
+
+def test_variants_are_kernel_files_that_their_launcher_reaches() -> None:
+    named = [op for ops in docs.VARIANTS for op in ops]
+    assert len(set(named)) == len(named)
+    assert set(named) <= set(KERNELS)
+    for op in named:
+        entry = docs.ROOT / docs.files(op)["kernels"]
+        files = {entry, *_reached(str(entry.relative_to(docs.ROOT)))}
+        assert [path for path, _ in docs.variants(op) if docs.ROOT / "kernels" / path not in files] == [], op
+
+
+def test_every_file_of_a_kernel_for_one_gpu_is_a_variant() -> None:
+    listed = {path for found in docs.VARIANTS.values() for path, _ in found}
+    files = (path for name in docs.FAMILIES for path in (docs.ROOT / "kernels" / name).glob("*_sm90*.py"))
+    kernels = [path for path in files if re.search(r"^def \w+_kernel\(", path.read_text(), re.MULTILINE)]
+    assert len(kernels) >= 9
+    assert sorted({str(path.relative_to(docs.ROOT / "kernels")) for path in kernels} - listed) == []

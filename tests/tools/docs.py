@@ -6,11 +6,10 @@ pages hold blocks between `<!-- NAME -->` and `<!-- end -->`, each with a functi
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +31,70 @@ FAMILIES = {
     "preprocess": "Norms, RoPE, cache inserts, gathers and compressors.",
     "metadata": "Slots, index rows and lengths of a batch.",
 }
+GEMMS = (
+    ("linear/gemm_sm90_cluster.py", "sm_90, more than 64 tokens whose tiles fit in clusters that run at once"),
+    ("linear/gemm_sm90_small.py", "sm_90, up to 64 tokens, and up to 128 with at most 16 MiB of weight"),
+    ("linear/gemm_sm90_large.py", "sm_90, more tokens, and weights of a multiple of 128 rows"),
+    ("linear/gemm.py", "other sizes and GPUs"),
+)
+VARIANTS: Mapping[tuple[str, ...], Sequence[tuple[str, str]]] = {
+    (
+        "sparse_mla_decode",
+        "sparse_mla_decode_out",
+        "sparse_mla_decode_quant",
+        "sparse_mla_decode_ragged",
+    ): (
+        (
+            "attention/sparse_mla_decode_by_rows.py",
+            "sm_90, `fp8_ds_mla`, at least 512 tokens of 64 heads, caches of few rows a token (a prompt): each row is "
+            "dequantised once. Not for `_out`, not batch-invariant",
+        ),
+        (
+            "attention/sparse_mla_decode_sm90_few_tokens.py",
+            "sm_90, `fp8_ds_mla`, more than 32 heads, few tokens: up to 64 of 64 heads with 256 keys, fewer with more "
+            "keys. Not batch-invariant",
+        ),
+        ("attention/sparse_mla_decode_sm90.py", "sm_90, `fp8_ds_mla`, more than 32 heads, other sizes"),
+        ("attention/sparse_mla_decode_sm90_few_heads.py", "sm_90, `fp8_ds_mla`, up to 32 heads"),
+        ("attention/sparse_mla_decode_triton.py", "other caches, dtypes and GPUs"),
+    ),
+    ("sparse_mla_prefill", "sparse_mla_prefill_ragged"): (
+        ("attention/sparse_mla_prefill_sm90.py", "sm_90, bfloat16, 512 dims"),
+        ("attention/sparse_mla_prefill.py", "other dtypes, head dims and GPUs"),
+    ),
+    ("fp8_linear",): (
+        ("linear/fp8_linear.py", "sm_90, at least 1,024 tokens, a multiple of 16, bfloat16: torch's `scaled_mm`"),
+        (
+            "linear/gemm_sm90_pair.py",
+            "sm_90, `beside` given: quantisation and both GEMMs in one launch, up to 32 tokens in clusters, or up to "
+            "64 where `gemm_sm90_cluster` does not fit",
+        ),
+        *GEMMS,
+    ),
+    ("fp8_grouped_einsum", "fp8_grouped_einsum_quant"): (
+        ("linear/fp8_grouped_einsum.py", "sm_90, one group of at least 1,024 tokens: torch's `scaled_mm`"),
+        *GEMMS,
+    ),
+    ("grouped_linear",): (
+        (
+            "linear/gemm_sm90_small.py",
+            "sm_90, up to 64 tokens; one matrix of at most 16 MiB up to 128 tokens",
+        ),
+        ("linear/gemm.py", "other GPUs, up to 64 tokens of several groups"),
+        ("linear/grouped_linear.py", "other sizes: torch's `mm` or `bmm`"),
+    ),
+    ("indexer_logits", "indexer_logits_topk", "indexer_topk_slots"): (
+        ("indexer/score_sm90.py", "sm_90, `indexer_fp8`: the score"),
+        ("indexer/score_triton.py", "other caches and GPUs: the score"),
+        ("indexer/select_topk.py", "the selection, on every GPU"),
+    ),
+    ("indexer_logits_topk_ragged",): (
+        ("indexer/score_ragged_sm90.py", "sm_90, `indexer_fp8`: the score"),
+        ("indexer/score_triton.py", "other caches and GPUs: the score"),
+        ("indexer/select_topk.py", "the selection, on every GPU"),
+    ),
+}
+"""Kernel files that launchers choose between, in order, and when each is taken, by ops. Other ops have one kernel."""
 TEST_TREES = ("ops", "lowering", "kernels", "gpu")
 SYMBOLS = {"max_num_seqs": "R", "max_num_seqs_plus_1": "R + 1", "max_num_batched_tokens": "T", "window": "W"}
 SYMBOLS |= {"c128a_width": "C"}
@@ -80,34 +143,9 @@ def tests(op: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in found]
 
 
-def reached(entry: str) -> list[Path]:
-    """Return the kernel files of the same family that `entry` imports or names, directly or not, without `entry`."""
-    folder = (ROOT / entry).parent
-    names = {path.stem: path for path in sorted(folder.glob("*.py"))}
-    first = Path(entry).stem
-    seen, pending = {first}, [first]
-    while pending:
-        nodes = list(ast.walk(ast.parse(names[pending.pop()].read_text())))
-        mentioned = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1}
-        mentioned |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        new = {str(name).removeprefix(f"{folder.name}.") for name in mentioned} & set(names) - seen
-        seen |= new
-        pending += sorted(new)
-    return [names[name] for name in sorted(seen - {first})]
-
-
-def when_chosen(path: Path) -> str:
-    """Return the paragraph of a kernel file's docstring that begins with "Chosen", as one line, or ""."""
-    paragraphs = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")
-    return next((" ".join(text.split()) for text in paragraphs if text.startswith("Chosen")), "")
-
-
-def variants(entry: str) -> Iterator[tuple[str, str]]:
-    """Yield the files of the kernels that the launcher in `entry` may choose, itself included, and when it does."""
-    for path in (ROOT / entry, *reached(entry)):
-        chosen = when_chosen(path).removeprefix("Chosen ")
-        if chosen:
-            yield str(path.relative_to(ROOT)), chosen
+def variants(op: str) -> Sequence[tuple[str, str]]:
+    """Return the kernel files that the launcher of `op` chooses between, and when it takes each."""
+    return next((found for ops, found in VARIANTS.items() if op in ops), ())
 
 
 def summary(op: str) -> str:
@@ -159,8 +197,8 @@ def section(ops: list[str]) -> list[str]:
     trees = {tree: path for op in ops for tree, path in files(op).items()}
     lines = [" · ".join(f"[{tree}]({UP}{path})" for tree, path in trees.items())]
     lines.append("· tests: " + ", ".join(f"[{label(ops[0], path)}]({UP}{path})" for path in tests(ops[0])))
-    chosen = list(variants(trees["kernels"])) if "kernels" in trees else []
-    lines += ["", *(f"- [{Path(path).stem}]({UP}{path}): {when}" for path, when in chosen)] if chosen else []
+    chosen = dict.fromkeys(variant for op in ops for variant in variants(op))
+    lines += ["", *(f"- [{Path(path).stem}]({UP}kernels/{path}): {when}" for path, when in chosen)] if chosen else []
     for op in ops:
         lines += ["", f"**`{op}`** {implementations(op)}: {summary(op)}", "", "```", schema(op), "```"]
     return lines
@@ -217,11 +255,15 @@ def kernels_page() -> str:
     families = "\n".join(f"- `{name}/`: {text[0].lower()}{text[1:].rstrip('.')}" for name, text in FAMILIES.items())
     lines = [KERNELS_INTRODUCTION.format(generated=GENERATED, families=families).rstrip("\n")]
     for name, ops in by_family():
-        lines += ["", f"## {name}", "", "| op | entry file | variants, and when each is chosen |", "|---|---|---|"]
+        entries: dict[str, list[str]] = {}
         for op in (op for op in ops if op in KERNELS):
-            entry = files(op)["kernels"]
-            chosen = [f"{_link(path)}: {when}" for path, when in variants(entry)]
-            lines.append(f"| `{op}` | {_link(entry)} | {'<br>'.join(chosen) or 'one kernel'} |")
+            entries.setdefault(files(op)["kernels"], []).append(f"`{op}`")
+        lines += ["", f"## {name}", "", "| entry file | ops |", "|---|---|"]
+        lines += [f"| {_link(entry)} | {', '.join(launched)} |" for entry, launched in entries.items()]
+        for group, found in VARIANTS.items():
+            if family(group[0]) == name:
+                lines += ["", f"Variants of {', '.join(f'`{op}`' for op in group)}, in the order of the launcher:", ""]
+                lines += [f"- [{path}]({path}): {when}" for path, when in found]
     return "\n".join(lines) + "\n"
 
 
