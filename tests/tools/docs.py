@@ -136,10 +136,11 @@ def files(op: str) -> dict[str, str]:
 
 
 def tests(op: str) -> list[str]:
-    """Return the test files of the stem of `op`."""
+    """Return the test files of the stem of `op`, or those of its family that name the op."""
     pattern = re.compile(rf"test_(lowered_)?{stem(op)}(_\w+)?\.py")
-    trees = (ROOT / "tests" / tree for tree in TEST_TREES)
-    found = (path for tree in trees for path in sorted(tree.rglob("test_*.py")) if pattern.fullmatch(path.name))
+    files = [path for tree in TEST_TREES for path in sorted((ROOT / "tests" / tree).rglob("test_*.py"))]
+    found = [path for path in files if pattern.fullmatch(path.name)]
+    found = found or [path for path in files if path.parent.name == family(op) and op in path.read_text()]
     return [str(path.relative_to(ROOT)) for path in found]
 
 
