@@ -12,6 +12,7 @@ import torch
 import dsv4_compile
 from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.ops.common.kernels import KERNELS
+from dsv4_compile.passes.pipeline import PASSES
 from tests.tools import docs
 
 
@@ -90,3 +91,17 @@ def test_every_file_of_a_kernel_for_one_gpu_is_a_variant() -> None:
     kernels = [path for path in files if re.search(r"^def \w+_kernel\(", path.read_text(), re.MULTILINE)]
     assert len(kernels) >= 9
     assert sorted({str(path.relative_to(docs.ROOT / "kernels")) for path in kernels} - listed) == []
+
+
+def test_architecture_lists_the_fusion_passes_in_order() -> None:
+    page = (docs.ROOT / docs.DOCS / "architecture.md").read_text()
+    assert re.findall(r"^ *\| `(fuse_\w+)` \|", page, re.MULTILINE) == list(PASSES)
+
+
+def test_every_source_file_that_a_page_names_exists() -> None:
+    roots = [docs.ROOT, *(docs.ROOT / folder for folder in ("dsv4_compile", "kernels", "examples/benchmarks"))]
+    example = "clamped_swiglu.py"  # the op that docs/adding-an-op.md adds
+    for page in [docs.ROOT / "CONTRIBUTING.md", *docs.pages()]:
+        text = re.sub(r"(?s)```python\n.*?```", "", page.read_text())
+        for name in re.findall(r"(?<![\w/])[\w/]+\.py\b", text):
+            assert name.endswith(example) or any((root / name).exists() for root in roots), f"{page.name}: {name}"

@@ -6,6 +6,10 @@ pages hold blocks between `<!-- NAME -->` and `<!-- end -->`, each with a functi
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
+import pkgutil
 import re
 import sys
 import textwrap
@@ -17,7 +21,7 @@ sys.path.append(str(ROOT))
 
 from dsv4_compile.lowering import registry  # noqa: E402
 from dsv4_compile.metadata import BUFFERS  # noqa: E402
-from dsv4_compile.ops.common.define import OPS, REFERENCES  # noqa: E402
+from dsv4_compile.ops.common.define import OPS  # noqa: E402
 from dsv4_compile.ops.common.kernels import KERNELS  # noqa: E402
 
 DOCS = Path("dsv4_compile/docs")
@@ -102,19 +106,27 @@ SYMBOLS |= {"c128a_width": "C"}
 
 def stem(op: str) -> str:
     """Return the stem of the files of `op`, the name of its reference's module."""
-    return _reference(op).__module__.rsplit(".", 1)[-1]
+    return _references()[op].__module__.rsplit(".", 1)[-1]
 
 
 def family(op: str) -> str:
     """Return the family of `op`, the folder of its reference."""
-    return _reference(op).__module__.split(".")[2]
+    return _references()[op].__module__.split(".")[2]
 
 
-def _reference(op: str) -> Callable[..., object]:
-    """Return the reference of `op` without the argument check around it."""
-    found = REFERENCES[op]
-    cells = dict(zip(found.__code__.co_freevars, found.__closure__ or (), strict=True))
-    return cells["implementation"].cell_contents if "implementation" in cells else found
+@functools.cache
+def _references() -> dict[str, Callable[..., object]]:
+    """Return the reference of every op: the function of its name in a module of reference/."""
+    found: dict[str, Callable[..., object]] = {}
+    for name in FAMILIES:
+        package = importlib.import_module(f"dsv4_compile.reference.{name}")
+        for each in pkgutil.iter_modules(package.__path__):
+            module = importlib.import_module(f"{package.__name__}.{each.name}")
+            functions = inspect.getmembers(module, inspect.isfunction)
+            found |= {
+                op: function for op, function in functions if op in OPS and function.__module__ == module.__name__
+            }
+    return found
 
 
 def _path(module: str) -> str:
@@ -126,7 +138,7 @@ def _path(module: str) -> str:
 def files(op: str) -> dict[str, str]:
     """Return the file of `op` in each tree that has one, by the tree's name."""
     registry.load()
-    reference = _path(_reference(op).__module__)
+    reference = _path(_references()[op].__module__)
     found = {"reference": reference, "op": reference.replace("/reference/", "/ops/")}
     if op in registry.LOWERINGS:
         found["lowering"] = _path(registry.LOWERINGS[op].lower.__module__)
@@ -151,7 +163,7 @@ def variants(op: str) -> Sequence[tuple[str, str]]:
 
 def summary(op: str) -> str:
     """Return the first paragraph of the reference's docstring."""
-    return " ".join((_reference(op).__doc__ or "").strip().split("\n\n")[0].split())
+    return " ".join((_references()[op].__doc__ or "").strip().split("\n\n")[0].split())
 
 
 def by_family() -> Iterator[tuple[str, list[str]]]:
