@@ -1,9 +1,9 @@
-"""Paged caches: which tensors a layer owns, in which format, and a whole model's worth with fixed block tables.
+"""Paged caches of a layer, in a choice of formats, and of a whole model, with fixed block tables.
 
-| tensor | rows | one page | block table of |
+| tensor | rows | one page | block table |
 |---|---|---|---|
 | window | every token's KV, rotated | 64 tokens | window |
-| main | compressed KV entries | 256 tokens = 64 (ratio 4) or 2 (ratio 128) entries | c4 / c128 |
+| extra | compressed KV entries | 256 tokens = 64 (ratio 4) or 2 (ratio 128) entries | c4 / c128 |
 | state | compressor input of recent tokens, float32 | 4 (ratio 4) or 8 (ratio 128) tokens | c4_state / c128_state |
 | indexer | compressed indexer keys (ratio 4) | 256 tokens = 64 entries | indexer |
 | indexer_state | the indexer compressor's state (ratio 4) | 4 tokens | indexer_state |
@@ -27,11 +27,11 @@ _ROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": 
 
 @dataclass(frozen=True, slots=True)
 class CacheFormat:
-    """How keys and values, and indexer keys, are stored.
+    """Storage formats of keys and values, and of indexer keys.
 
     `kv` is a KV format and `indexer` an indexer format of `layout`; `kv_dtype` and `indexer_dtype` are the dtypes of
     plain rows. `hadamard` rotates indexer queries and keys before they are quantised, as DeepSeek's own code does;
-    a cache written with it cannot be read without it.
+    a cache that was written with it must be read with it.
     """
 
     kv: str
@@ -42,7 +42,7 @@ class CacheFormat:
 
     @property
     def kv_word(self) -> str:
-        """The `kv_cache_dtype` that stands for this KV cache."""
+        """The `kv_cache_dtype` of this KV cache."""
         return str(self.kv_dtype).removeprefix("torch.") if self.kv == "plain" else self.kv
 
     @classmethod
@@ -54,13 +54,13 @@ class CacheFormat:
         model_dtype: torch.dtype = torch.bfloat16,
         hadamard: bool = False,
     ) -> CacheFormat:
-        """Turn the user's words into formats.
+        """Resolve the names that a user passes into formats.
 
         Args:
             kv_cache_dtype: `fp8_ds_mla` (584 bytes a token), `fp8` (per-tensor scale), `bfloat16`, `float16`,
                 `float32`, or `auto` = rows in the model's dtype.
             indexer_cache_dtype: `fp8`, `mxfp4`, `bfloat16`, `float16`, `float32`, or `auto` = fp8 beside a quantised
-                KV cache, rows in the model's dtype otherwise.
+                KV cache, rows in its dtype otherwise.
         """
         kv, kv_dtype = _kv_format(kv_cache_dtype, model_dtype)
         if indexer_cache_dtype == "auto":
@@ -88,16 +88,20 @@ def _kv_format(name: str, model_dtype: torch.dtype) -> tuple[str, torch.dtype]:
 
 @dataclass(slots=True)
 class LayerCache:
-    """The caches of one layer; None where its kind has no such cache. Ops mutate them in place."""
+    """Caches of one layer, None for a cache that its kind does not have. Ops mutate them in place.
+
+    `window` holds the keys and values of recent tokens, `extra` the compressed entries: the two caches of
+    `sparse_mla_decode`.
+    """
 
     window: Tensor
-    main: Tensor | None = None
+    extra: Tensor | None = None
     state: Tensor | None = None
     indexer: Tensor | None = None
     indexer_state: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that exist, by name."""
+        """Return the tensors that exist, by name."""
         named = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -114,9 +118,9 @@ def allocate_layer_cache(
     num_blocks: Callable[[str], int],
     device: torch.device | str | None = None,
 ) -> LayerCache:
-    """Allocate the zeroed caches of one layer; `num_blocks(group)` gives the pages of each block-table group.
+    """Allocate the zeroed caches of one layer; `num_blocks(group)` returns the pages of a block-table group.
 
-    Raises E205 where a byte format cannot hold vectors of the model's dims.
+    Raises E205 if a byte format cannot hold vectors of the model's dims.
     """
     check(
         cache_format.kv != "fp8_ds_mla" or (config.head_dim, config.rope_dim) == (layout.HEAD_DIM, layout.ROPE_DIM),
@@ -147,10 +151,10 @@ def allocate_layer_cache(
     if ratio == 1:
         return LayerCache(window)
     group = f"c{ratio}"
-    main = kv(group, layout.storage_block_size(ratio))
-    main_state = state(f"{group}_state", ratio, config.head_dim)
+    extra = kv(group, layout.storage_block_size(ratio))
+    extra_state = state(f"{group}_state", ratio, config.head_dim)
     if ratio != layout.CSA_RATIO:
-        return LayerCache(window, main, main_state)
+        return LayerCache(window, extra, extra_state)
     indexer = layout.allocate_cache(
         cache_format.indexer,
         num_blocks("indexer"),
@@ -159,24 +163,23 @@ def allocate_layer_cache(
         dtype=cache_format.indexer_dtype,
         device=device,
     )
-    return LayerCache(window, main, main_state, indexer, state("indexer_state", ratio, config.index_head_dim))
+    return LayerCache(window, extra, extra_state, indexer, state("indexer_state", ratio, config.index_head_dim))
 
 
 class PagedCaches:
     """Caches of a whole model for a fixed number of requests, with block tables that never change.
 
-    Dims of the caches are no symbols of a graph, even of one compiled with `dynamic=True`: a graph is for caches of one
-    size.
+    Dims of the caches never become symbols of a graph, even with `dynamic=True`: a graph serves caches of one size.
 
-    Request b owns its own pages. Window and state pages form a ring, large enough that one step of up to
+    Each request owns its pages. Window and state pages form a ring, large enough that one step of up to
     `max_step_tokens` new tokens a request never overwrites a token that the step still reads.
 
     Args:
         config: the model's attention configuration.
-        max_batch_size: requests, R.
-        max_seq_len: longest sequence of a request, prompt and answer together.
+        max_batch_size: number of requests, R.
+        max_seq_len: most tokens of a request, prompt and answer together.
         max_step_tokens: most tokens one forward may add to one request (None = `max_seq_len`).
-        cache_format: formats of all layers.
+        cache_format: storage formats of all layers.
     """
 
     def __init__(
@@ -211,11 +214,11 @@ class PagedCaches:
         self.block_tables = BlockTables(**{g: self._block_table(g, device) for g in self._pages})
 
     def _pages_per_request(self) -> dict[str, int]:
-        """Pages a request owns in each group: all of its blocks, or a ring that covers what a step can reach."""
+        """Return the pages of a request in each group: all of its blocks, or a ring that covers what a step reaches."""
 
         def ring(reach: int, block_size: int) -> int:
-            # A step writes max_step_tokens rows and reads `reach - 1` older ones. Wherever these begin, they fit a ring
-            # of as many rows: the slot of a position is the position modulo the ring.
+            # A step writes max_step_tokens rows and reads `reach - 1` older ones. At any offset they fit into a ring of
+            # that many rows, because the slot of a position is the position modulo the ring.
             return layout.cdiv(min(reach - 1 + self.max_step_tokens, self.max_seq_len), block_size)
 
         pages = {"window": ring(self.config.sliding_window, layout.WINDOW_BLOCK)}
@@ -230,7 +233,7 @@ class PagedCaches:
         return pages
 
     def _block_table(self, group: str, device: torch.device | str | None) -> Tensor:
-        """int32 `[R, B]`: logical block i of request b is page b * pages + i % pages."""
+        """Return int32 `[R, B]`: logical block i of request b is page b * pages + i % pages."""
         ratio = {"c4": layout.CSA_RATIO, "indexer": layout.CSA_RATIO, "c128": layout.HCA_RATIO}
         if group == "window":
             tokens = layout.WINDOW_BLOCK

@@ -1,9 +1,9 @@
-"""One DeepSeek-V4 attention layer: SWA, CSA or HCA, decode and prefill alike, in one traced forward.
+"""One DeepSeek-V4 attention layer: SWA, CSA or HCA, decode and prefill, in one traced forward.
 
-hidden -> wq_a, wkv and what else reads it -> norms -> wq_b -> [q norm + RoPE | kv RoPE + store] -> compressor, indexer
--> sparse attention over window and compressed entries, in an attention backend -> inverse RoPE -> wo_a by groups ->
-wo_b. With `DSV4_PAGED`, the backend that `auto` asks first, every token attends through the paged caches, decode or
-prefill, so batches of any mix run the same graph.
+hidden -> wq_a, wkv and the other projections of hidden -> norms -> wq_b -> [q norm + RoPE | kv RoPE + insert] ->
+compressor, indexer -> sparse attention over window and compressed entries, in an attention backend -> inverse RoPE ->
+wo_a by groups -> wo_b. With `DSV4_PAGED`, the first choice of `auto`, every token attends through the paged caches, in
+decode and prefill, so all batches run the same graph.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ class DeepseekV4Attention(LayerWeights):
 
     Args:
         config: attention configuration.
-        layer_idx: which layer; its ratio decides SWA, CSA or HCA.
-        kv_cache_dtype, indexer_cache_dtype, hadamard: see `CacheFormat.resolve`; or pass `cache_format` itself.
+        layer_idx: index of the layer; its ratio decides SWA, CSA or HCA.
+        kv_cache_dtype, indexer_cache_dtype, hadamard: see `CacheFormat.resolve`.
+        cache_format: in place of these three.
         fp8: keep wq_a, wq_b, wkv, wo_a, wo_b and the indexer's wq_b as e4m3 with 128x128 block scales.
-        dtype: of the other weights and of hidden states.
+        dtype: dtype of the other weights and of hidden states.
         max_seq_len: rows of the RoPE table (None = the model's max_position_embeddings). Positions must stay below.
-        attention_backend: `auto` or a name in `attention_backends.NAMES`. One that is asked for is used or refused with
-            E302; `selection` holds the choice and the reasons.
+        attention_backend: `auto` or a name in `attention_backends.NAMES`. A named backend is used or raises E302;
+            `selection` holds the choice and the reasons.
         engine: `dsv4`, or `library` for the kernel library that the backend was made for.
-        max_num_batched_tokens: most tokens of a step, for backends whose prefills go through a workspace (None =
+        max_num_batched_tokens: most tokens of a step, for backends whose prefills use a workspace (None =
             `max_seq_len`).
-        workspace: where such prefills gather their keys; None allocates at each call, as compiled code wants it.
-            See `dummy_run`.
+        workspace: memory for the keys that such prefills gather; None allocates at each call, which compiled code
+            needs. See `dummy_run`.
         output_projection: one of `output.PATHS`; `output_path` holds the choice and the reason.
-        aux_stream: let the indexer project its queries, score and select on a second stream, beside the projection of
-            q. Layers without an indexer have nothing to run beside, and a CPU has one stream.
-        single_gemm: one GEMM for all projections of hidden, those wanted in float32 included; see `stacked.Stack`.
+        aux_stream: project the indexer's queries, score and select on a side stream, in parallel with the projection
+            of q. No effect on layers without an indexer, and none on a CPU.
+        single_gemm: one GEMM for all projections of hidden, float32 results included; see `stacked.Stack`.
 
     Parameters are uninitialised: load them with `dsv4_compile.loading`.
     """
@@ -100,13 +101,13 @@ class DeepseekV4Attention(LayerWeights):
         self._quantised_path = quantised_path(self.output_projection, architecture)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepseekV4Attention:
-        """Another device may want another output projection."""
+        """Choose the output projection again: it depends on the device."""
         super()._apply(fn, recurse)
         self._choose_output()
         return self
 
     def _demand(self, dtype: torch.dtype, engine: str) -> Demand:
-        """What the layer asks of an attention backend."""
+        """Return the requirements of this layer on an attention backend."""
         return Demand(
             head_size=self.config.head_dim,
             num_heads=self.config.num_heads,
@@ -118,7 +119,7 @@ class DeepseekV4Attention(LayerWeights):
         )
 
     def _backend(self, max_num_batched_tokens: int) -> SparseAttention:
-        """The selected backend's module for this layer."""
+        """Build the selected backend's module for this layer."""
         shape = LayerShape(
             num_heads=self.config.num_heads,
             head_size=self.config.head_dim,
@@ -131,7 +132,7 @@ class DeepseekV4Attention(LayerWeights):
         )
         module = self.selection.backend.get_impl_cls()(shape, self.selection.engine)
         device = self.attn_sink.device
-        # Scales of per-tensor fp8 are values, which parameters without storage do not stand for.
+        # A module on the meta device keeps its per-tensor scales: they are values, not only shapes.
         return module if device.type == "meta" else module.to(device)
 
     def forward(
@@ -141,21 +142,21 @@ class DeepseekV4Attention(LayerWeights):
         cache: LayerCache,
         step: DeepseekV4Metadata | None = None,
     ) -> Tensor:
-        """Attend T tokens and update the caches in place.
+        """Run attention for T tokens and update the caches in place.
 
         Args:
             hidden: `[T, hidden_size]`, normed input of the layer.
-            metadata: of this step, see `dsv4_compile.metadata`.
+            metadata: metadata of this step, see `dsv4_compile.metadata`.
             cache: this layer's caches, in `self.cache_format`.
-            step: the same step as the attention backend wants it, for backends other than `DSV4_PAGED`; see
+            step: metadata of this step in the attention backend's own format, for all but `DSV4_PAGED`; see
                 `attention_backends.step_metadata.DeepseekV4StepBuilder`.
         Returns:
             `[T, hidden_size]` in hidden's dtype. Padding tokens (slot -1) give zeros.
         """
-        qr, kv, *of_hidden = project(hidden, self._of_hidden(), self.of_hidden)
+        qr, kv, *rest = project(hidden, self._hidden_projections(), self.hidden_stacks)
         qr, kv = torch.ops.dsv4.fused_q_kv_rmsnorm(qr, kv, self.q_norm.weight, self.kv_norm.weight, self.eps)
-        self._compress(of_hidden, metadata, cache)
-        q, choice = self._query_and_choice(qr, of_hidden, metadata, cache)
+        self._compress(rest, metadata, cache)
+        q, selected = self._query_and_selection(qr, rest, metadata, cache)
         q = torch.ops.dsv4.q_norm_rope_kv_insert(
             q.unflatten(-1, (self.config.num_heads, self.config.head_dim)),
             kv,
@@ -172,65 +173,65 @@ class DeepseekV4Attention(LayerWeights):
         out = self.attention(
             q,
             cache.window,
-            cache.main,
+            cache.extra,
             metadata if step is None else step,
-            choice,
-            self.attn_sink.float(),  # model.to(bfloat16) casts it; nothing to do otherwise
+            selected,
+            self.attn_sink.float(),  # model.to(bfloat16) casts it
         )
         return self._project_output(out, metadata.positions)
 
-    def _compress(self, of_hidden: Sequence[Tensor], metadata: AttentionMetadata, cache: LayerCache) -> None:
-        """Write new compressed entries; the tensors are what `_of_hidden` describes, without qr and kv."""
+    def _compress(self, rest: Sequence[Tensor], metadata: AttentionMetadata, cache: LayerCache) -> None:
+        """Write new compressed entries. `rest` holds the results of `_hidden_projections` without qr and kv."""
         if self.compressor is None:
             return
         md = metadata.c4 if self.indexer is not None else metadata.c128
-        assert md is not None and cache.main is not None and cache.state is not None
-        # Not `pop`: to Dynamo in torch 2.11 what a starred name takes is a tuple.
+        assert md is not None and cache.extra is not None and cache.state is not None
+        # Not `pop`: in torch 2.11 Dynamo makes a tuple of a starred name.
         first = 0 if self.indexer is None else 1
         self.compressor(
-            of_hidden[first],
+            rest[first],
             self.cos_sin,
             metadata.positions,
             metadata.token_to_req,
             cache.state,
             md.state_slot_mapping,
             md.state_block_table,
-            cache.main,
+            cache.extra,
             md.slot_mapping,
             self.attention.cache_scale(),
         )
         if self.indexer is not None:
-            self.indexer.compress(of_hidden[2], self.cos_sin, metadata, cache)
+            self.indexer.compress(rest[2], self.cos_sin, metadata, cache)
 
-    def _query_and_choice(
-        self, qr: Tensor, of_hidden: Sequence[Tensor], metadata: AttentionMetadata, cache: LayerCache
+    def _query_and_selection(
+        self, qr: Tensor, rest: Sequence[Tensor], metadata: AttentionMetadata, cache: LayerCache
     ) -> tuple[Tensor, Tensor | Slots | None]:
-        """q `[T, H * D]`, and what the indexer chooses of the compressed entries, if there is one."""
+        """Return q `[T, H * D]`, and the compressed entries that the indexer selects, if there is one."""
         if self.indexer is None or not self.aux_stream:
-            q, *of_latent = project(qr, self._of_latent(), self.of_latent)
+            q, *index_q = project(qr, self._latent_projections(), self.latent_stacks)
             if self.indexer is None:
                 return q, None
-            return q, self.indexer(of_latent[0], of_hidden[0], self.cos_sin, metadata, cache)
-        weights, paged = of_hidden[0], self.selection.backend is DeepseekV4PagedBackend
-        chosen, lens = self.indexer.aside(qr, weights, self.cos_sin, metadata, cache, paged)
-        (q,) = project(qr, self._of_latent(), self.of_latent)
-        torch.ops.dsv4_stream.join(q, [chosen, lens, qr, weights])
-        return q, Slots(chosen, lens) if paged else chosen
+            return q, self.indexer(index_q[0], rest[0], self.cos_sin, metadata, cache)
+        weights, paged = rest[0], self.selection.backend is DeepseekV4PagedBackend
+        entries, lens = self.indexer.select_on_side_stream(qr, weights, self.cos_sin, metadata, cache, paged)
+        (q,) = project(qr, self._latent_projections(), self.latent_stacks)
+        torch.ops.dsv4_stream.join(q, [entries, lens, qr, weights])
+        return q, Slots(entries, lens) if paged else entries
 
     def dummy_run(self, hidden: Tensor) -> Tensor:
-        """What an engine runs before there are caches or captures: every product, and no attention.
+        """Run every GEMM and no attention, for an engine's profiling run before caches are allocated.
 
-        Reserves the workspace of the largest prefill, so that it lies still from then on. Returns zeros, of the shape
-        and dtype that `forward` returns.
+        Reserves the workspace of the largest prefill, which keeps its address from then on. Returns zeros in the shape
+        and dtype of `forward`'s result.
         """
-        qr, kv, *_ = project(hidden, self._of_hidden(), self.of_hidden)
+        qr, kv, *_ = project(hidden, self._hidden_projections(), self.hidden_stacks)
         qr, _ = torch.ops.dsv4.fused_q_kv_rmsnorm(qr, kv, self.q_norm.weight, self.kv_norm.weight, self.eps)
-        q, *_ = project(qr, self._of_latent(), self.of_latent)
+        q, *_ = project(qr, self._latent_projections(), self.latent_stacks)
         self.attention.reserve_workspace(hidden.dtype)
-        nothing = torch.zeros_like(q).unflatten(-1, (self.config.num_heads, self.config.head_dim))
-        return self._project_output(nothing, torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device))
+        out = torch.zeros_like(q).unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        return self._project_output(out, torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device))
 
     def _project_output(self, out: Tensor, positions: Tensor) -> Tensor:
-        """See `output.project_output`. `out` is `[T, H, D]`."""
+        """Project `out` `[T, H, D]` to `[T, hidden_size]`, see `output.project_output`."""
         groups = self.config.o_groups
         return project_output(self._quantised_path, out, positions, self.cos_sin, self.wo_a, self.wo_b, groups)

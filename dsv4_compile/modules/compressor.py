@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .. import layout
 from .linear import Linear, Norm
-from .stacked import Output
+from .stacked import Projection
 
 
 class Compressor(nn.Module):
@@ -17,7 +17,7 @@ class Compressor(nn.Module):
         hidden_size: width of the layer's input.
         head_dim: width d of an entry: 512, or 128 for the indexer's keys.
         ratio: tokens per entry, 4 (overlapping groups) or 128.
-        eps: of the RMSNorm over a pooled entry.
+        eps: epsilon of the RMSNorm over a pooled entry.
         cache_format: format of the cache that receives the entries.
         hadamard: rotate entries before quantisation (indexer keys only).
     """
@@ -45,9 +45,9 @@ class Compressor(nn.Module):
         self.ape = nn.Parameter(torch.empty(ratio, width, dtype=torch.float32, device=device), requires_grad=False)
         self.norm = Norm(head_dim, dtype=dtype, device=device)
 
-    def scores(self) -> Output:
-        """What `forward` takes as `kv_score`, as an output of whoever projects the layer's input."""
-        return Output((self.wkv, self.wgate), float32=True)
+    def kv_score(self) -> Projection:
+        """Return the projection of the layer's input whose result `forward` takes as `kv_score`."""
+        return Projection((self.wkv, self.wgate), float32=True)
 
     def forward(
         self,
@@ -70,7 +70,7 @@ class Compressor(nn.Module):
             positions: int64 `[T]`; token_to_req: int32 `[T]`.
             state_cache: float32 `[P, S, width]`, state_slots int64 `[T]`, state_block_table int32 `[R, B]`.
             cache: destination in `cache_format`; slots: int64 `[T]`, -1 except at a group's last token.
-            cache_scale: of a per-tensor fp8 destination, float32, one element.
+            cache_scale: scale of a per-tensor fp8 destination, float32, one element.
         """
         state_block_size = layout.state_block_size(self.ratio)
         torch.ops.dsv4.save_partial_states(kv_score, self.ape, state_cache, state_slots, positions, state_block_size)

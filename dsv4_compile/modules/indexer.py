@@ -1,4 +1,4 @@
-"""Lightning indexer of CSA layers: scores compressed entries with small quantised keys and picks the top ones."""
+"""Lightning indexer of CSA layers: scores compressed entries with small quantised keys and selects the top-k."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..cache import CacheFormat, LayerCache
 from ..config import DeepseekV4Config
 from ..errors import fail
 from ..metadata.types import AttentionMetadata
-from . import aside  # noqa: F401  (registers torch.ops.dsv4_stream)
 from .compressor import Compressor
 from .linear import Fp8Linear, Linear
+from .side_stream import select_on_side_stream
 
 
 class Indexer(nn.Module):
-    """Picks, for every token, up to `index_topk` compressed entries of its request.
+    """Selects, for every token, up to `index_topk` compressed entries of its request.
 
     score(t, i) = sum_h w[t,h] * relu(q[t,h] . k[i]) * Di^-0.5 * Hi^-0.5 over the entries that token t can see.
     """
@@ -50,7 +50,7 @@ class Indexer(nn.Module):
         )
 
     def compress(self, kv_score: Tensor, cos_sin: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> None:
-        """Compress this step's keys into `cache.indexer`. `kv_score` is what the compressor takes."""
+        """Compress this step's keys into `cache.indexer`; `kv_score` as `Compressor.forward` takes it."""
         c4 = metadata.c4
         assert c4 is not None and cache.indexer is not None and cache.indexer_state is not None
         self.compressor(
@@ -68,10 +68,12 @@ class Indexer(nn.Module):
     def forward(
         self, q: Tensor, weights: Tensor, cos_sin: Tensor, metadata: AttentionMetadata, cache: LayerCache
     ) -> Tensor:
-        """int32 `[T, index_topk]` entries of the request, valid ones first, then -1.
+        """Return entries of the request, int32 `[T, index_topk]`, valid ones first, then -1.
 
-        `q` `[T, n_heads * head_dim]` is wq_b of the normed query latent, `weights` `[T, n_heads]` weights_proj of the
-        layer's input. This step's keys are in `cache.indexer`.
+        Args:
+            q: `[T, n_heads * head_dim]`, wq_b of the normed query latent.
+            weights: `[T, n_heads]`, weights_proj of the layer's input.
+            cache: its indexer cache holds this step's keys already.
         """
         c4 = metadata.c4
         assert c4 is not None and cache.indexer is not None
@@ -96,7 +98,7 @@ class Indexer(nn.Module):
             self.topk,
         )
 
-    def aside(
+    def select_on_side_stream(
         self,
         qr: Tensor,
         weights: Tensor,
@@ -105,9 +107,9 @@ class Indexer(nn.Module):
         cache: LayerCache,
         slots: bool,
     ) -> tuple[Tensor, Tensor]:
-        """`forward` from the normed query latent `qr` on, on the second stream: see `aside.choose_aside`.
+        """Run `forward` from the normed query latent `qr` on the side stream, with float32 `weights`.
 
-        `weights` are float32. With `slots` the choice is one of slots of the main cache, and comes with its lengths.
+        With `slots` the result is slots of the extra cache with their lengths; see `side_stream.select_on_side_stream`.
         """
         c4 = metadata.c4
         assert c4 is not None and cache.indexer is not None
@@ -115,11 +117,11 @@ class Indexer(nn.Module):
             fail(
                 "E302",
                 got=f"aux_stream=True with an indexer.wq_b of type {type(self.wq_b).__name__}",
-                why="the second stream multiplies by a weight, whatever else the module would do",
+                why="on the side stream the indexer runs a GEMM with the weight, and nothing else that the module does",
                 fix="set aux_stream=False and call stack() on the layer",
             )
         fp8 = self.wq_b if isinstance(self.wq_b, Fp8Linear) else None
-        chosen, lens = torch.ops.dsv4_stream.choose_aside(
+        entries, lens = select_on_side_stream(
             qr,
             self.wq_b.weight,
             None if fp8 is None else fp8.scale,
@@ -139,4 +141,4 @@ class Indexer(nn.Module):
             metadata.is_valid_token,
             layout.storage_block_size(layout.CSA_RATIO),
         )
-        return chosen, lens
+        return entries, lens

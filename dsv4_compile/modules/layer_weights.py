@@ -1,4 +1,4 @@
-"""What one attention layer holds: its linears and norms under the checkpoint's names, stacked, and its RoPE table."""
+"""Weights of one attention layer under the checkpoint's names, stacked by their input, and its RoPE table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..rope_tables import cos_sin_cache
 from .compressor import Compressor
 from .indexer import Indexer
 from .linear import Fp8Linear, Linear, Norm
-from .stacked import Output, stacks
+from .stacked import Projection, stacks
 
 
 class LayerWeights(nn.Module):
-    """Parameters of a layer, uninitialised, and the matrices that those of one input share. See `attention` for Args.
+    """Uninitialised parameters of a layer, stacked into one matrix for each input. See `attention` for Args.
 
-    `stack` and `arrange` keep the matrices what they should be; `_of_hidden` and `_of_latent` say who reads what.
+    `hidden_stacks` and `latent_stacks` hold the linears that read hidden and the normed query latent.
     """
 
     cos_sin: Tensor
@@ -78,33 +78,33 @@ class LayerWeights(nn.Module):
         self.register_buffer("cos_sin", self._table(self.attn_sink.device), persistent=False)
 
     def stack(self) -> None:
-        """Let linears of one input share a matrix, as far as they can (see `stacked`); again after one is replaced."""
-        self.of_hidden = stacks(self._of_hidden(), self.single_gemm)
-        self.of_latent = stacks(self._of_latent())
+        """Stack the linears of one input if possible (see `stacked`). Call it again after one is replaced."""
+        self.hidden_stacks = stacks(self._hidden_projections(), self.single_gemm)
+        self.latent_stacks = stacks(self._latent_projections())
 
     def arrange(self) -> None:
-        """Stack again, in place, what somebody has given other memory: `Stack.arrange` of all."""
-        for stack in (*self.of_hidden, *self.of_latent):
+        """Move weights that got other storage back into their stacks: `Stack.arrange` of all stacks."""
+        for stack in (*self.hidden_stacks, *self.latent_stacks):
             stack.arrange()
 
-    def _of_hidden(self) -> list[Output]:
-        """qr, kv, the indexer's weights, and scores of the compressors: as far as this layer has them."""
-        outputs = [Output((self.wq_a,)), Output((self.wkv,))]
+    def _hidden_projections(self) -> list[Projection]:
+        """Return qr, kv, and, if the layer has them, the indexer's weights and the compressors' kv_score."""
+        projections = [Projection((self.wq_a,)), Projection((self.wkv,))]
         if self.indexer is not None:
-            outputs.append(Output((self.indexer.weights_proj,), float32=self.aux_stream))
+            projections.append(Projection((self.indexer.weights_proj,), float32=self.aux_stream))
         compressors = (self.compressor, self.indexer.compressor if self.indexer is not None else None)
-        return outputs + [compressor.scores() for compressor in compressors if compressor is not None]
+        return projections + [compressor.kv_score() for compressor in compressors if compressor is not None]
 
-    def _of_latent(self) -> list[Output]:
-        """q, and that of the indexer unless it goes its own way."""
-        indexer = [Output((self.indexer.wq_b,))] if self.indexer is not None and not self.aux_stream else []
-        return [Output((self.wq_b,)), *indexer]
+    def _latent_projections(self) -> list[Projection]:
+        """Return q, and the indexer's q unless the side stream projects it."""
+        indexer = [Projection((self.indexer.wq_b,))] if self.indexer is not None and not self.aux_stream else []
+        return [Projection((self.wq_b,)), *indexer]
 
     def _table(self, device: torch.device) -> Tensor:
         return cos_sin_cache(self.config.rope(self.ratio), self.max_seq_len, device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerWeights:
-        """Leave the RoPE table out: it is never cast, and on every device all layers share one."""
+        """Convert all but the RoPE table, which is never cast and which all layers on a device share."""
         self.cos_sin = torch.empty(0)
         super()._apply(fn, recurse)
         self.cos_sin = self._table(self.attn_sink.device)

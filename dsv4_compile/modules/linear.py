@@ -47,7 +47,7 @@ class Fp8Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """Holder of an RMSNorm weight `[D]`; the arithmetic is inside the fused ops that read it."""
+    """RMSNorm weight `[D]`; the fused ops that read it do the arithmetic."""
 
     def __init__(self, dim: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -58,23 +58,23 @@ class Norm(nn.Module):
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight^T` in x's dtype."""
+    """Return `x @ weight^T` in x's dtype."""
     if x.is_cuda and x.dim() == 2 and x.dtype is weight.dtype:
-        # One launch where cuBLAS may take two, and one that reads its weight before the kernel in front has ended.
+        # One launch where cuBLAS may take two, and a weight prefetch before the previous kernel ends (PDL).
         out: Tensor = torch.ops.dsv4.grouped_linear(x, weight, 1)
         return out
     return nn.functional.linear(x, weight)
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight^T` with float32 accumulation and a float32 result, whatever the input dtype."""
+    """Return `x @ weight^T` in float32, accumulated in float32, for any input dtype."""
     if x.dtype is torch.float32:
         return nn.functional.linear(x, weight.float())
     if x.is_cuda and weight.dtype is x.dtype:
         out: Tensor = torch.ops.dsv4.grouped_linear(x, weight, 1, True)
         return out
     if x.is_cuda:
-        # The op may read its weight before the kernel in front has ended, here the one that rounds it.
+        # Not grouped_linear: it may read its weight before the previous kernel ends, here the one that casts it.
         return torch.mm(x, weight.to(x.dtype).t(), out_dtype=torch.float32)
-    # Products of two bf16 values are exact in float32, so widening first changes nothing but the accumulation order.
+    # Widening first is exact: a float32 holds every product of two bfloat16 values.
     return nn.functional.linear(x.float(), weight.float())

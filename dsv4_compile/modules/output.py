@@ -1,14 +1,14 @@
-"""The output projection of a layer: inverse RoPE, wo_a by groups of heads, wo_b; and the ways it can be computed.
+"""Output projection of a layer: inverse RoPE, wo_a by groups of heads, wo_b, along one of four paths.
 
-| path | wo_a | what it reads |
+| path | wo_a | input of wo_a |
 |---|---|---|
 | `bfloat16` | floating, or e4m3 that is dequantised at each call | the rotated output, rounded to its dtype |
-| `fp8` | e4m3 | e4m3 in strips of 128, a float32 scale each: what SM90's grouped products want |
-| `fp8_packed` | e4m3 | the same, four UE8M0 scales in an int32: what SM100's want |
-| `fp8_rounded` | e4m3 | the rotated output rounded first and quantised afterwards, as without the fused op |
+| `fp8` | e4m3 | e4m3 in blocks of 128 with float32 scales, for grouped GEMMs of SM90 |
+| `fp8_packed` | e4m3 | e4m3 in blocks of 128 with four UE8M0 scales in an int32, for grouped GEMMs of SM100 |
+| `fp8_rounded` | e4m3 | the rotated output, rounded to its dtype and then quantised, as without the fused op |
 
-`auto` is `bfloat16` for floating weights and on AMD's GPUs, where the system this follows keeps it too, `fp8_packed`
-from SM100 on, and `fp8` elsewhere. `bfloat16` and `fp8_rounded` are the references to hold the others against.
+`auto` is `bfloat16` for floating weights and on AMD GPUs, as in vLLM, `fp8_packed` from SM100 on, and `fp8` elsewhere.
+`bfloat16` and `fp8_rounded` are the references for the other paths.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .linear import Fp8Linear, Linear
 
 PATHS = ("auto", "bfloat16", "fp8", "fp8_packed", "fp8_rounded")
 PACKED_FROM = 10
-"""Major compute capability from which grouped products read packed scales."""
+"""Major compute capability from which grouped GEMMs read packed scales."""
 
 
 def choose_path(wanted: str, wo_a: Linear | Fp8Linear, architecture: str) -> Decision:
-    """The path for these weights on this device, and why; recorded. E302 for one that the weights have not."""
+    """Choose and record the path for these weights on this device. E302 for a path that the weights do not have."""
     check(wanted in PATHS, "E302", got=f"output_projection={wanted!r}", fix=f"pass one of {', '.join(PATHS)}")
     quantised = isinstance(wo_a, Fp8Linear)
     check(
         quantised or not wanted.startswith("fp8"),
         "E302",
         got=f"output_projection={wanted!r} with wo_a in {str(wo_a.weight.dtype).removeprefix('torch.')}",
-        why="it multiplies e4m3 by e4m3",
+        why="this path is a GEMM of e4m3 by e4m3",
         fix='pass "auto" or "bfloat16", or build the layer with fp8=True',
     )
     impl, reason = (wanted, "asked for") if wanted != "auto" else _automatic(quantised, architecture)
@@ -47,7 +47,7 @@ def choose_path(wanted: str, wo_a: Linear | Fp8Linear, architecture: str) -> Dec
 
 
 def quantised_path(wanted: str, architecture: str) -> str:
-    """The path of e4m3 weights: a layer's, should its wo_a be replaced by one that is quantised."""
+    """Return the path of e4m3 weights, also for a layer whose wo_a is replaced by a quantised one later."""
     return _automatic(True, architecture)[0] if wanted == "auto" else wanted
 
 
@@ -55,11 +55,11 @@ def _automatic(quantised: bool, architecture: str) -> tuple[str, str]:
     if not quantised:
         return "bfloat16", "wo_a is not quantised"
     if "gfx" in architecture:
-        return "bfloat16", f"{architecture}: wo_a is dequantised, as the reference system does on AMD's GPUs"
+        return "bfloat16", f"{architecture}: wo_a is dequantised, as vLLM does on AMD GPUs"
     major, _ = capability(architecture) or (0, 0)
     if major >= PACKED_FROM:
-        return "fp8_packed", f"{architecture}: its grouped products read four scales as one word"
-    return "fp8", f"{architecture}: its grouped products read float32 scales"
+        return "fp8_packed", f"{architecture}: its grouped GEMMs read four scales as one word"
+    return "fp8", f"{architecture}: its grouped GEMMs read float32 scales"
 
 
 def project_output(
@@ -71,8 +71,10 @@ def project_output(
     wo_b: torch.nn.Module,
     groups: int,
 ) -> Tensor:
-    """`[T, hidden_size]` of `out` `[T, H, D]`, the attention's result. e4m3 weights go along `path`, one of `PATHS` but
-    `auto`, and floating ones along `bfloat16`."""
+    """Project `out` `[T, H, D]`, the attention's result, to `[T, hidden_size]`.
+
+    `path` is one of `PATHS` without `auto`; floating weights always take `bfloat16`.
+    """
     if not isinstance(wo_a, Fp8Linear):
         path = "bfloat16"
     if path in ("fp8", "fp8_packed"):
@@ -84,7 +86,7 @@ def project_output(
     if path == "fp8_rounded":
         return _quantised(*quantize_groups(rotated, groups), out, wo_a, wo_b)
     if isinstance(wo_a, Fp8Linear):
-        # grouped_linear may read its weight before the kernel in front has ended, which makes it.
+        # Not grouped_linear: it may read its weight before the previous kernel ends, here the one that dequantises it.
         weight = dequantize_weight(wo_a.weight, wo_a.scale).to(out.dtype).unflatten(0, (groups, -1))
         latent = torch.einsum("tgk,gnk->tgn", rotated.flatten(1).unflatten(1, (groups, -1)), weight).flatten(1)
     else:

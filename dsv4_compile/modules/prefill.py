@@ -1,14 +1,14 @@
-"""Prefill by way of a workspace: what an engine may run for its prefills in place of paged attention.
+"""Prefill through a workspace, which an engine may run for its prefills in place of paged attention.
 
     steps = plan_prefill(query_start_loc, seq_lens, split, window=128, ratio=4, max_rows=rows)       # host, once a step
     topk = prefill_topk(q, q_scale, weights, ...)                                                   # a CSA layer
     out, _, lse = prefill_attention(q, workspace, cache, steps, ...)                                # every layer
 
-The keys of a few requests at a time are dequantised into one dense buffer, compressed entries first and the window
-behind them, and every token attends rows of that buffer. A key that many tokens attend is dequantised once. The result
-is that of `sparse_mla_decode` over the same caches, up to the order of sums.
+The keys of a few requests at a time are dequantised into one dense buffer, compressed entries before the window, and
+every token attends rows of that buffer. So a key that many tokens attend is dequantised once. The result equals
+`sparse_mla_decode` over the same caches, up to the order of sums.
 
-What the host decides, `prefill_plan`, follows from lengths that it knows: nothing here waits for the device.
+The host plans with lengths that it knows (`prefill_plan`); nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ def prefill_attention(
     topk_indices: Tensor | None = None,
     kv_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of the prefill tokens of a batch, after their keys were inserted into the caches.
+    """Run attention for the prefill tokens of a batch, after their keys were inserted into the caches.
 
     Args:
         q: `[T, H, D]`, normed and rotated queries of the prefill tokens.
-        workspace: `[rows, D]`, contiguous, at least as many rows as `plan_prefill` was told. It is overwritten.
-        cache: of the layer; steps: from `plan_prefill` with the same `window` and `ratio`.
-        query_start_loc: int32 `[R + 1]`, seq_lens: int32 `[R]`, block_tables: of the whole batch, on the device.
-        topk_indices: int `[T, K]`, the entries that the indexer chose, see `prefill_topk`. None attends every visible
-            entry, as layers of ratio 128 do.
+        workspace: `[rows, D]`, contiguous, with at least `plan_prefill`'s `max_rows`. It is overwritten.
+        cache: the layer's caches.
+        steps: result of `plan_prefill` with the same `window` and `ratio`.
+        query_start_loc: int32 `[R + 1]` of the whole batch, on the device.
+        seq_lens: int32 `[R]` of the whole batch, on the device.
+        block_tables: block tables of the whole batch, on the device.
+        topk_indices: int `[T, K]`, the entries that the indexer selected, see `prefill_topk`. None attends every
+            visible entry, as layers of ratio 128 do.
     Returns:
         out, max_logits and lse of `torch.ops.dsv4.sparse_mla_prefill`; padding tokens attend nothing.
     """
@@ -60,11 +63,11 @@ def prefill_attention(
         starts, lens = query_start_loc[step.requests.start : step.requests.stop + 1], seq_lens[step.requests]
         gather_lens = torch.ops.dsv4.prefill_gather_lens(starts, lens, 0, window)
         rows = _workspace_rows(workspace, lens.shape[0] * step.m).view(lens.shape[0], step.m, workspace.shape[1])
-        chosen = _chosen_entries(topk_indices, step, q.device)
+        entries = _entries(topk_indices, step, q.device)
         if step.n > 0:
             torch.ops.dsv4.dequantize_and_gather_k_cache(
                 rows,
-                _cache(cache.main, "main", ratio),
+                _cache(cache.extra, "extra", ratio),
                 lens // ratio,
                 None,
                 _entry_table(block_tables, ratio)[step.requests],
@@ -85,14 +88,14 @@ def prefill_attention(
             kv_scale,
         )
         indices, counts = torch.ops.dsv4.combine_topk_swa(
-            chosen, starts, lens, gather_lens, window, max(ratio, 1), chosen.shape[1], step.m, step.n
+            entries, starts, lens, gather_lens, window, max(ratio, 1), entries.shape[1], step.m, step.n
         )
         parts.append(
             torch.ops.dsv4.sparse_mla_prefill(q[step.tokens], rows.flatten(0, 1), indices, counts, scale, attn_sink)
         )
     if not parts:
-        nothing = seq_lens.new_empty(q.shape[0], 0)
-        parts.append(torch.ops.dsv4.sparse_mla_prefill(q, workspace, nothing, None, scale, attn_sink))
+        no_keys = seq_lens.new_empty(q.shape[0], 0)
+        parts.append(torch.ops.dsv4.sparse_mla_prefill(q, workspace, no_keys, None, scale, attn_sink))
     if len(parts) == 1:
         return parts[0]
     out, max_logits, lse = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -115,16 +118,18 @@ def prefill_topk(
     topk: int,
     max_logits_bytes: int,
 ) -> Tensor:
-    """Entries that the indexer chooses for the prefill tokens of a batch, int32 `[T, topk]`.
+    """Return the entries that the indexer selects for the prefill tokens of a batch, int32 `[T, topk]`.
 
-    The result is that of `torch.ops.dsv4.indexer_logits_topk`, up to the order of sums. The keys of a step's requests
-    are gathered once, and tokens that follow one another share them.
+    The result equals `torch.ops.dsv4.indexer_logits_topk`, up to the order of sums. The keys of a step's requests are
+    gathered once for all their tokens.
 
     Args:
-        q, q_scale, weights: `[T, .]`, as `indexer_q_rope_quant` gives them for the prefill tokens.
-        cache: of the layer, whose indexer cache has `cache_format`; steps: from `plan_prefill`.
-        query_start_loc, seq_lens, block_tables: of the whole batch, on the device.
-        token_to_req, context_lens: int `[T]`, of the prefill tokens: rows of the batch, and entries each token sees.
+        q, q_scale, weights: `[T, .]`, results of `indexer_q_rope_quant` for the prefill tokens.
+        cache: the layer's caches; its indexer cache has `cache_format`.
+        steps: result of `plan_prefill`.
+        query_start_loc, seq_lens, block_tables: see `prefill_attention`.
+        token_to_req: int `[T]`, the request of each prefill token, a row of the batch.
+        context_lens: int `[T]`, the number of entries each prefill token sees.
         max_logits_bytes: see `torch.ops.dsv4.indexer_logits_topk_ragged`.
     """
     _check_queries(q, steps)
@@ -165,7 +170,7 @@ def prefill_topk(
 
 
 def _check_queries(q: Tensor, steps: Sequence[PrefillStep]) -> None:
-    """E201 unless the steps cover `q`: other rows would be left out, or belong to a token of another batch."""
+    """Raise E201 unless the steps cover the rows of `q` exactly."""
     tokens = steps[-1].tokens.stop if steps else q.shape[0]
     check(
         q.shape[0] == tokens,
@@ -181,21 +186,21 @@ def _cache(cache: Tensor | None, name: str, ratio: int) -> Tensor:
         fail(
             "E201",
             got=f"cache.{name}=None with ratio {ratio}",
-            rule="the cache is that of a layer of this ratio",
-            fix="pass PagedCaches.layers[i] of the layer that is run",
+            rule="the caches belong to a layer of this ratio",
+            fix="pass PagedCaches.layers[i] for layer i",
         )
     return cache
 
 
 def _workspace_rows(workspace: Tensor, rows: int) -> Tensor:
-    """The first `rows` rows."""
+    """Return the first `rows` rows. E204 if there are fewer."""
     got, fix = f"a workspace of {workspace.shape[0]} rows for {rows}", "plan with max_rows of this workspace"
     check(rows <= workspace.shape[0], "E204", got=got, fix=fix)
     return workspace[:rows]
 
 
-def _chosen_entries(topk_indices: Tensor | None, step: PrefillStep, device: torch.device) -> Tensor:
-    """int `[T, K]`: entries that the tokens of `step` may attend, visible to them already or not."""
+def _entries(topk_indices: Tensor | None, step: PrefillStep, device: torch.device) -> Tensor:
+    """Return entries that the tokens of `step` may attend, int `[T, K]`, visible to them or not."""
     if topk_indices is not None:
         return topk_indices[step.tokens]
     every = torch.arange(step.n, dtype=torch.int32, device=device)
@@ -205,12 +210,12 @@ def _chosen_entries(topk_indices: Tensor | None, step: PrefillStep, device: torc
 def _entry_table(block_tables: BlockTables, ratio: int) -> Tensor:
     table = block_tables.c4 if ratio == layout.CSA_RATIO else block_tables.c128
     if table is None:
-        fail("E201", got=f"no block table for ratio {ratio}", rule="a layer with entries comes with their block table")
+        fail("E201", got=f"no block table for ratio {ratio}", rule="compressed entries come with their block table")
     return table
 
 
 def _indexer_workspace(cache: Tensor, cache_format: str, rows: int) -> tuple[Tensor, Tensor]:
-    """Memory for `rows` gathered keys of `cache` and for their scales."""
+    """Allocate memory for `rows` gathered keys of `cache` and for their scales."""
     page = layout.PAGE_LAYOUTS.get(cache_format)
     width, scale = (page.data, page.scale) if page else (cache.shape[-1], 0)
     return cache.new_empty((rows, width)), cache.new_empty((rows, scale), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Which requests of a batch share the prefill workspace at a time, decided by the host; see `prefill`."""
+"""Host-side plan of a prefill: the requests whose keys are in the workspace at a time, see `prefill`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from ..metadata import BatchSplit, get_prefill_chunk_plan
 
 
 class PrefillStep(NamedTuple):
-    """Requests that share the workspace, and their tokens.
+    """Requests whose keys share the workspace.
 
-    requests: of the batch. tokens: of the batch's prefill tokens. n, m: rows of a request for compressed entries, and
-        all of them. entries: how many compressed entries the requests have together.
+    Attributes:
+        requests: slice of the batch's requests.
+        tokens: slice of the batch's prefill tokens.
+        n: workspace rows of a request for compressed entries.
+        m: workspace rows of a request in total.
+        entries: number of compressed entries of all requests.
     """
 
     requests: slice
@@ -33,12 +37,14 @@ def plan_prefill(
     ratio: int,
     max_rows: int,
 ) -> list[PrefillStep]:
-    """Steps that cover the prefills of a batch, in their order.
+    """Return steps that cover the prefills of a batch, in order.
 
     Args:
-        query_start_loc: R + 1 host integers; seq_lens: R host integers, this step's query included.
-        split: of the batch, see `metadata.split_decodes_and_prefills`.
-        window: tokens a token attends directly, itself included; ratio: compress ratio of the layer, 1 for none.
+        query_start_loc: R + 1 host integers.
+        seq_lens: R host integers, this step's query included.
+        split: result of `metadata.split_decodes_and_prefills` for the batch.
+        window: tokens a token attends directly, itself included.
+        ratio: compress ratio of the layer, 1 for none.
         max_rows: rows of the workspace, see `metadata.prefill_workspace_rows`.
     Returns:
         Steps of at most `max_rows` rows each; padding tokens belong to the last one. E204 if a request does not fit.
@@ -47,7 +53,7 @@ def plan_prefill(
         len(query_start_loc) == len(seq_lens) + 1 == split.num_decodes + split.num_prefills + 1,
         "E201",
         got=f"{len(query_start_loc)} query_start_loc, {len(seq_lens)} seq_lens, {split}",
-        rule="query_start_loc has one element more than seq_lens, and both are of the batch that was split",
+        rule="query_start_loc has one element more than seq_lens, and both cover the batch that was split",
         fix="pass the whole batch, decodes included",
     )
     first = split.num_decodes

@@ -1,8 +1,8 @@
-"""Linears that read one input as one matrix: one GEMM where there would be several, which peers pay for in launches.
+"""Linears of one input, stacked into one matrix, so that one GEMM computes them all.
 
 Every linear keeps its module, its parameters and their names. Only the storage is shared: the weights become
-consecutive rows of one matrix, so nothing is copied when they are used and nothing is kept twice. What is loaded into
-a parameter is loaded into the matrix.
+consecutive rows of one matrix. Nothing is copied at use, nothing is stored twice, and loading a parameter writes the
+matrix.
 """
 
 from __future__ import annotations
@@ -20,62 +20,61 @@ from .linear import Fp8Linear, Linear, linear, linear_fp32
 AnyLinear = Linear | Fp8Linear
 
 
-class Output(NamedTuple):
-    """A result that somebody wants: the outputs of `parts` side by side, in float32 or in the input's dtype."""
+class Projection(NamedTuple):
+    """A result to compute: the outputs of `parts` side by side, in float32 or in the input's dtype."""
 
     parts: tuple[AnyLinear, ...]
     float32: bool = False
 
 
-def stacks(outputs: Sequence[Output], single_gemm: bool | None = None) -> nn.ModuleList:
-    """As few `Stack`s as can give `outputs`, in order: neighbours whose weights are stored alike share one."""
+def stacks(projections: Sequence[Projection], single_gemm: bool | None = None) -> nn.ModuleList:
+    """Return the fewest `Stack`s for `projections`, in order: neighbours with weights of one kind share a stack."""
 
-    def kind(output: Output) -> tuple[Any, ...]:
-        part = output.parts[0]
+    def kind(projection: Projection) -> tuple[Any, ...]:
+        part = projection.parts[0]
         weight = part.weight if isinstance(part, (Linear, Fp8Linear)) else None
         return type(part), None if weight is None else (weight.dtype, weight.device, weight.shape[1])
 
-    return nn.ModuleList(Stack(tuple(group), single_gemm) for _, group in groupby(outputs, kind))
+    return nn.ModuleList(Stack(tuple(group), single_gemm) for _, group in groupby(projections, kind))
 
 
-def project(x: Tensor, outputs: Sequence[Output], stacked: nn.ModuleList) -> list[Tensor]:
-    """`outputs` of x, by `stacked`, which `stacks` made of them; each by itself where a linear was replaced since."""
+def project(x: Tensor, projections: Sequence[Projection], stacked: nn.ModuleList) -> list[Tensor]:
+    """Compute `projections` of x with their `stacks`, or one by one if a linear was replaced since."""
     each: list[Any] = list(stacked)
     held = [part for stack in each for part in stack.parts]
-    wanted = [part for output in outputs for part in output.parts]
+    wanted = [part for projection in projections for part in projection.parts]
     if len(held) == len(wanted) and all(a is b for a, b in zip(held, wanted, strict=True)):
         if len(each) == 2:
-            joined = each[0].beside(each[1], x)
-            if joined is not None:
-                return joined
+            fused = each[0].fused_with(each[1], x)
+            if fused is not None:
+                return fused
         return [result for stack in each for result in stack(x)]
-    return [_apart(output, x) for output in outputs]
+    return [_unstacked(projection, x) for projection in projections]
 
 
 class Stack(nn.Module):
-    """Linears of one input. `forward` returns one tensor for each of `outputs`, slices of one result where it can.
+    """Linears of one input. `forward` returns one tensor for each projection, slices of one GEMM's result if possible.
 
     Args:
-        outputs: what is wanted; those in float32 come last.
-        single_gemm: compute outputs of both dtypes in one GEMM with a float32 result, and round the others after it,
-            as a GEMM in their dtype would. None: on CUDA, where that is a launch less; on a CPU, where bfloat16
-            weights would have to be widened at each call, there are two, over disjoint rows.
+        projections: results to compute; those in float32 come last.
+        single_gemm: compute results of both dtypes in one GEMM with a float32 result, and round the others after it,
+            as a GEMM in their dtype would. None: on CUDA, where it saves a launch, but not on a CPU, where bfloat16
+            weights would have to be widened at each call; two GEMMs over disjoint rows run there.
 
-    The weights are stacked where they are alike and their rows fit together; `reason` says why not, "" if they are.
-    `arrange` stacks them again where somebody has given a parameter other storage. It is called after what is known to
-    do so: `to` and its like, load_state_dict, copying and unpickling, and each call that is not compiled. After
-    `parameter.data = ...` on a compiled module call it yourself.
+    The weights are stacked if they are of one kind; `reason` says why they are not, "" if they are. `arrange` stacks
+    them again after a parameter got other storage. It runs after `to` and its variants, load_state_dict, copying and
+    unpickling, and at each call that is not compiled. After `parameter.data = ...` on a compiled module call it.
     """
 
     weight: Tensor | None
     scale: Tensor | None
 
-    def __init__(self, outputs: tuple[Output, ...], single_gemm: bool | None = None) -> None:
+    def __init__(self, projections: tuple[Projection, ...], single_gemm: bool | None = None) -> None:
         super().__init__()
-        self.outputs = outputs
+        self.projections = projections
         self.single_gemm = single_gemm
         self.widths: list[int] = []
-        self.first_float32 = next((i for i, output in enumerate(outputs) if output.float32), len(outputs))
+        self.first_float32 = next((i for i, each in enumerate(projections) if each.float32), len(projections))
         self.register_buffer("weight", None, persistent=False)
         self.register_buffer("scale", None, persistent=False)
         self.reason = ""
@@ -84,33 +83,33 @@ class Stack(nn.Module):
     @property
     def parts(self) -> tuple[AnyLinear, ...]:
         """All linears, in the order of their rows."""
-        return tuple(part for output in self.outputs for part in output.parts)
+        return tuple(part for projection in self.projections for part in projection.parts)
 
     def arrange(self) -> None:
-        """Make the weights rows of one matrix, in place, unless they are or cannot be."""
-        self.reason = _objection(self.parts)
+        """Make the weights rows of one matrix, in place, unless they are already or cannot be."""
+        self.reason = why_unsupported(self.parts)
         if not self.reason:
-            self.widths = [sum(part.weight.shape[0] for part in output.parts) for output in self.outputs]
-        # Parameters must not become inference tensors: those could not be loaded into later.
+            self.widths = [sum(part.weight.shape[0] for part in each.parts) for each in self.projections]
+        # Parameters must not become inference tensors, which could not be loaded into later.
         with torch.inference_mode(False), torch.no_grad():
             self.weight = None if self.reason else _as_rows([part.weight for part in self.parts], self.weight)
             scales = [part.scale for part in self.parts if isinstance(part, Fp8Linear)]
             self.scale = None if self.reason or not scales else _as_rows(scales, self.scale)
 
     def _intact(self) -> bool:
-        """Whether floating weights are the rows of `weight`: the cheap part of `arrange`, for every call."""
+        """Return whether floating weights are still the rows of `weight`, cheaply enough for every call."""
         weights = [part.weight for part in self.parts]
         return self.weight is not None and self.scale is None and _are_rows(weights, self.weight)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Results for x `[T, K]`, each `[T, width]` with the last dim dense."""
+        """Return a tensor `[T, width]` for each projection of x `[T, K]`, its last dim dense."""
         if not torch.compiler.is_compiling() and not self._intact():
             self.arrange()
         if self.weight is None or (self.scale is None and x.dtype is not self.weight.dtype):
-            return [_apart(output, x) for output in self.outputs]
+            return [_unstacked(projection, x) for projection in self.projections]
         narrow = self.widths[: self.first_float32]
         if self.scale is not None:
-            quantize = self.outputs[0].parts[0].quantize_input
+            quantize = self.projections[0].parts[0].quantize_input
             return list(torch.ops.dsv4.fp8_linear(x, self.weight, self.scale, quantize).split(self.widths, dim=-1))
         if x.dtype is torch.float32 or len(narrow) == len(self.widths):
             return list(linear(x, self.weight).split(self.widths, dim=-1))
@@ -121,10 +120,11 @@ class Stack(nn.Module):
         rounded = linear(x, self.weight[:rows]).split(narrow, dim=-1)
         return [*rounded, *linear_fp32(x, self.weight[rows:]).split(self.widths[len(narrow) :], dim=-1)]
 
-    def beside(self, other: Stack, x: Tensor) -> list[Tensor] | None:
-        """Results of this stack of e4m3 weights and of `other`, of floating ones, in one op; None where they take two.
+    def fused_with(self, other: Stack, x: Tensor) -> list[Tensor] | None:
+        """Return the results of this stack and of `other` from one op, or None if they take two.
 
-        It is for CUDA, as `single_gemm` is: one launch for few tokens, with a float32 result that is rounded after it.
+        This stack has e4m3 weights and `other` floating ones. The op is one launch for few tokens, with a float32
+        result that is rounded after it. It is used on CUDA, or as `single_gemm` says.
         """
         for stack in (self, other):
             if not torch.compiler.is_compiling() and not stack._intact():
@@ -134,14 +134,14 @@ class Stack(nn.Module):
             return None
         if not together or x.dtype is not other.weight.dtype or x.dtype is torch.float32:
             return None
-        quantize = self.outputs[0].parts[0].quantize_input
+        quantize = self.projections[0].parts[0].quantize_input
         whole = torch.ops.dsv4.fp8_linear(x, self.weight, self.scale, quantize, other.weight)
         parts = whole.split([*self.widths, *other.widths], dim=-1)
-        outputs = [*self.outputs, *other.outputs]
-        return [part if of.float32 else part.to(x.dtype) for of, part in zip(outputs, parts, strict=True)]
+        both = [*self.projections, *other.projections]
+        return [part if of.float32 else part.to(x.dtype) for of, part in zip(both, parts, strict=True)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stack:
-        """The linears stand before the stack in their owner, and have been converted, each into storage of its own."""
+        """Stack again: the linears are registered before the stack and have each been converted into new storage."""
         self.weight = self.scale = None
         super()._apply(fn, recurse)
         self.arrange()
@@ -159,26 +159,26 @@ class Stack(nn.Module):
         return self.reason or f"{' + '.join(map(str, self.widths))} rows of one matrix"
 
 
-def _apart(output: Output, x: Tensor) -> Tensor:
-    """`output`, each of its linears by itself."""
-    results = [linear_fp32(x, part.weight) if output.float32 else part(x) for part in output.parts]
+def _unstacked(projection: Projection, x: Tensor) -> Tensor:
+    """Compute `projection`, each of its linears by itself."""
+    results = [linear_fp32(x, part.weight) if projection.float32 else part(x) for part in projection.parts]
     return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
 
 
-def _objection(parts: Sequence[AnyLinear]) -> str:
-    """Why the weights of `parts` cannot be rows of one matrix, or ""."""
+def why_unsupported(parts: Sequence[AnyLinear]) -> str:
+    """Return why the weights of `parts` cannot be rows of one matrix, or ""."""
     first = parts[0]
     if len(parts) == 1:
         return "nothing to stack"
     for part in parts:
         if type(part) not in (Linear, Fp8Linear) or type(part) is not type(first):
-            return f"a {type(part).__name__} beside a {type(first).__name__}"
+            return f"a {type(part).__name__} with a {type(first).__name__}"
         for name, parameter in part.named_parameters(recurse=False):
             if type(parameter) is not nn.Parameter:
                 return f"a parameter of type {type(parameter).__name__}"
             model = first.get_parameter(name)
             if (parameter.dtype, parameter.device) != (model.dtype, model.device):
-                return f"{parameter.dtype} on {parameter.device} beside {model.dtype} on {model.device}"
+                return f"{parameter.dtype} on {parameter.device} with {model.dtype} on {model.device}"
             if parameter.shape[1:] != model.shape[1:]:
                 return "inputs of different widths"
     if len({id(part.weight) for part in parts}) < len(parts):
@@ -192,7 +192,7 @@ def _objection(parts: Sequence[AnyLinear]) -> str:
 
 
 def _as_rows(parameters: Sequence[nn.Parameter], matrix: Tensor | None) -> Tensor:
-    """The matrix that `parameters` are the rows of: `matrix` if it is that, or else one that they move to."""
+    """Return the matrix whose rows are `parameters`: `matrix` if it is, or else a new one that they move to."""
     if matrix is not None and _are_rows(parameters, matrix):
         return matrix
     first = parameters[0]
@@ -209,17 +209,17 @@ def _as_rows(parameters: Sequence[nn.Parameter], matrix: Tensor | None) -> Tenso
         rows.copy_(parameter.data)
         parameter.data = rows
         row += parameter.shape[0]
-    _arrived(matrix)
+    _wait_for(matrix)
     return matrix
 
 
-def _arrived(matrix: Tensor) -> None:
-    """Wait until the rows of a new matrix are in it.
+def _wait_for(matrix: Tensor) -> None:
+    """Wait until the copies into a new matrix have ended, once after a load.
 
-    A product may follow at once, by a kernel that reads its weights while the one in front of it still runs: it counts
-    on weights being nobody's result in the same step. That is once after a load; rows that stay cost no wait.
+    The next kernel may be a GEMM that loads its weights before the previous kernel ends (PDL): it relies on no kernel
+    of the same step writing weights.
     """
-    if matrix.is_cuda and torch.cuda.is_initialized():  # a fake matrix may be on a device that is not there
+    if matrix.is_cuda and torch.cuda.is_initialized():  # a fake matrix may be on a device that does not exist
         torch.cuda.current_stream(matrix.device).synchronize()
 
 

@@ -1,4 +1,4 @@
-"""The tests of this folder share compiled models: what they count is that nothing is compiled twice."""
+"""Fixtures of the Hugging Face tests, which share compiled models and count their compilations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    """Keep compiled code between the tests of a module; it is dropped when the module is done."""
+    """Keep compiled code between the tests of a module and drop it after the last one."""
 
 
 @pytest.fixture(autouse=True, scope="module")

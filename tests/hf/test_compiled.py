@@ -1,7 +1,7 @@
-"""The claims of the package on a whole model: one prefill and one decode graph, no break, no recompile, same tokens.
+"""Tests of a whole compiled model: one prefill and one decode graph, no break, no recompile, the tokens of eager.
 
-Eager Hugging Face is the other side of every comparison, one prompt at a time. The model is compiled once per shape
-class: torch specialises sizes 0 and 1 (documented), so a single row and a batch have a prefill and a decode graph each.
+Every comparison is with eager Hugging Face, one prompt at a time. torch specialises sizes 0 and 1, so a single row and
+a batch have a prefill and a decode graph each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def original() -> Any:
 def compiled() -> Iterator[Any]:
     quiet_libraries()
     model = hf.convert(tiny_model(**LAYERS), max_batch_size=4, max_seq_len=MAX_SEQ_LEN)
-    # Inductor calls PyTorch: compiling C++ would take as long again. examples/02_huggingface_generate.py, a test, does.
+    # Inductor calls PyTorch here, because compiling C++ would double the time; a test of the examples compiles C++.
     model.compile(fullgraph=True, backend="dsv4", options={"fallback_by_default": True})
     counters["stats"].clear()
     counters["graph_break"].clear()
@@ -80,7 +80,7 @@ def expected(original: Any, prompts: list[Tensor]) -> list[tuple[Tensor, Tensor]
     return [generate(original, p[None], torch.ones(1, len(p), dtype=torch.long), DECODE_STEPS) for p in prompts]
 
 
-def test_a_batch_of_unequal_prompts_decodes_300_tokens_like_each_alone(
+def test_a_batch_of_unequal_prompts_decodes_300_tokens_as_each_prompt_alone(
     compiled: Any, prompts: list[Tensor], expected: list[tuple[Tensor, Tensor]]
 ) -> None:
     tokens, logits = generate(compiled, *padded(prompts), DECODE_STEPS)
@@ -104,7 +104,7 @@ def test_each_prompt_alone_decodes_the_same_tokens(
 
 
 def test_nothing_recompiles_over_random_batches(compiled: Any) -> None:
-    """Two warm-up batches have been seen above; from here torch is told to raise instead of compiling."""
+    """The tests above are the warm-up; a recompile is an error here."""
     before = graphs()
     with torch.compiler.set_stance("fail_on_recompile"):
         for _ in range(50):
@@ -114,25 +114,25 @@ def test_nothing_recompiles_over_random_batches(compiled: Any) -> None:
     assert graphs() == before
 
 
-def test_chunked_prefill_gives_the_whole_prefills_tokens(
+def test_chunked_prefill_gives_the_tokens_of_a_whole_prefill(
     compiled: Any, prompts: list[Tensor], expected: list[tuple[Tensor, Tensor]]
 ) -> None:
-    """The graphs that exist already serve a prompt in pieces: chunks of 44 and a rest."""
+    """Existing graphs serve a prompt in chunks of 44 and a rest."""
     ids, mask = padded(prompts[-1:])
     got = compiled.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, prefill_chunk_size=44)
     assert torch.equal(got[:, ids.shape[1] :], expected[-1][0][:, :20])
     assert graphs() <= MAX_GRAPHS
 
 
-@torch.no_grad()  # as generate does; gradients being enabled or not is part of a graph
+@torch.no_grad()  # as in generate: the gradient mode is part of a graph's guards
 def step(model: Any, cache: hf.PagedCache, ids: Tensor) -> Tensor:
-    """Logits `[B, vocab]` after the last of `ids` `[B, S]`, by the call that generate itself makes."""
+    """Return logits `[B, vocab]` after the last of `ids` `[B, S]`, through the call that generate makes."""
     inputs = model.prepare_inputs_for_generation(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return model(**inputs, return_dict=True).logits[:, -1]
 
 
 @pytest.mark.parametrize("split", [[150], [1, 5, 44, 100], [1] * 150], ids=["whole", "chunked", "token-by-token"])
-def test_any_split_of_a_prompt_through_the_same_graphs(compiled: Any, original: Any, split: list[int]) -> None:
+def test_any_split_of_a_prompt_uses_the_same_graphs(compiled: Any, original: Any, split: list[int]) -> None:
     ids = torch.randint(1, 512, (1, 150))
     with torch.no_grad():
         reference = original(ids, use_cache=False).logits[0]
@@ -144,7 +144,7 @@ def test_any_split_of_a_prompt_through_the_same_graphs(compiled: Any, original: 
     assert graphs() <= MAX_GRAPHS
 
 
-def test_a_sequence_past_its_capacity_raises_and_never_wraps(compiled: Any) -> None:
+def test_a_sequence_over_its_capacity_raises(compiled: Any) -> None:
     cache = hf.new_cache(compiled)
     step(compiled, cache, torch.randint(1, 512, (1, MAX_SEQ_LEN)))
     with pytest.raises(RuntimeError, match="E204"):

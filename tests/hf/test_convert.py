@@ -1,4 +1,4 @@
-"""A converted model, uncompiled: same numbers as eager Hugging Face, shared weights, refusals, and the way back."""
+"""Tests of a converted model without compilation: numbers of eager Hugging Face, shared weights, errors, revert."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def random_ids(*shape: int) -> Tensor:
     return torch.randint(0, 512, shape)
 
 
-def test_a_transformers_that_names_caches_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 5.24 does, where a converted model gave other tokens and said nothing."""
+def test_a_transformers_with_renamed_caches_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model converted with 5.24 would give other tokens without an error."""
     module = importlib.import_module("dsv4_compile.hf.convert")
     renamed = dataclasses.make_dataclass("MoeModelOutputWithPast", ["last_hidden_state", "cache"])
     monkeypatch.setattr(module, "MoeModelOutputWithPast", renamed)
@@ -64,7 +64,7 @@ def test_any_split_of_the_prompt_gives_the_same_logits(original, converted, step
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_never_reaches_another_row(original, converted, side: str) -> None:
-    """Each row of an unequal batch equals its prompt alone, whatever side it is padded on (transformers#45938)."""
+    """Each row of an unequal batch equals its prompt alone, padded on either side (transformers#45938)."""
     prompts = [random_ids(n) for n in (1, 5, 126, 130)]
     width = max(len(p) for p in prompts)
     ids, mask = torch.zeros(4, width, dtype=torch.long), torch.zeros(4, width, dtype=torch.long)
@@ -107,7 +107,7 @@ def test_a_second_turn_continues_from_the_cache(original, converted) -> None:
     assert torch.equal(second, original.generate(turn, max_new_tokens=8, do_sample=False))
 
 
-def test_a_used_cache_starts_anew_after_reset(converted) -> None:
+def test_reset_empties_a_used_cache(converted) -> None:
     ids, cache = random_ids(2, 140), hf.new_cache(converted)
     fresh = converted(ids, past_key_values=cache).logits
     converted(random_ids(2, 200), past_key_values=cache)
@@ -119,15 +119,15 @@ def test_a_used_cache_starts_anew_after_reset(converted) -> None:
 def test_quantised_caches_stay_close(original, kv_cache_dtype: str) -> None:
     model = hf.convert(tiny_model(), max_batch_size=1, max_seq_len=256, kv_cache_dtype=kv_cache_dtype,
                        indexer_cache_dtype="float32")  # fmt: skip
-    ids = random_ids(1, 30)  # short of index_topk * 4 tokens, so that no selection can flip
+    ids = random_ids(1, 30)  # fewer than index_topk * 4 tokens, so that all entries are selected
     similarity = torch.nn.functional.cosine_similarity(model(ids).logits, eager_logits(original, ids), dim=-1)
-    # The median, because rounding may send single tokens to another expert.
+    # The median, because rounding may route single tokens to another expert.
     assert similarity.median() > (0.9999 if kv_cache_dtype == "bfloat16" else 0.99)
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["norms-and-sinks-float32", "all-bfloat16"])
 def test_bfloat16_models(original, everything: bool) -> None:
-    """As transformers loads them, and after model.to(bfloat16), which casts sinks and norms too."""
+    """Models as transformers loads them, and after model.to(bfloat16), which casts sinks and norms too."""
     model = tiny_model(dtype=torch.bfloat16)
     if everything:
         model.to(torch.bfloat16)
@@ -137,8 +137,8 @@ def test_bfloat16_models(original, everything: bool) -> None:
     assert similarity.median() > 0.999
 
 
-def test_bfloat16_is_as_near_to_float32_as_eager_hugging_face_is() -> None:
-    """Their tokens may differ where two logits are near each other; neither's are more right."""
+def test_bfloat16_is_as_close_to_float32_as_eager_hugging_face() -> None:
+    """Tokens of both may differ when two logits are close, so the distance to float32 is compared."""
     model = tiny_model(dtype=torch.bfloat16).to(torch.bfloat16)
     exact, converted = copy.deepcopy(model).float(), hf.convert(copy.deepcopy(model), max_batch_size=6, max_seq_len=256)
     ids = random_ids(6, 120)
@@ -147,8 +147,8 @@ def test_bfloat16_is_as_near_to_float32_as_eager_hugging_face_is() -> None:
     assert ours < 1.5 * theirs
 
 
-def test_norms_return_what_linears_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.17 returns the dtype of a norm's weight."""
+def test_norms_return_the_dtype_of_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm of transformers 5.17 returns the dtype of its weight."""
     model = hf.convert(tiny_model(dtype=torch.bfloat16), max_batch_size=1, max_seq_len=256)
     norm = model.model.norm
     monkeypatch.setattr(hf.model.hf.DeepseekV4RMSNorm, "forward", lambda self, x: self.weight * x)
@@ -157,7 +157,7 @@ def test_norms_return_what_linears_take(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def storage_bytes(model) -> int:
-    """Bytes of all storages that parameters and stacked matrices live in, each counted once."""
+    """Return the bytes of the distinct storages of parameters and stacked matrices."""
     tensors = list(model.parameters())
     for layer in model.model.layers:
         tensors += [t for t in layer.self_attn.dsv4.buffers() if t is not layer.self_attn.dsv4.cos_sin]
@@ -180,10 +180,10 @@ def test_weights_are_shared_and_keep_their_names() -> None:
 
 
 @torch.no_grad()
-def test_weights_that_change_or_move_later_are_the_ones_in_use(tmp_path) -> None:
+def test_later_changes_of_weights_take_effect(tmp_path) -> None:
     model = hf.convert(tiny_model(), max_batch_size=1, max_seq_len=256)
     for parameter in model.parameters():
-        parameter.data = parameter.data * 0.5  # as engines do that receive new weights
+        parameter.data = parameter.data * 0.5  # as in engines that receive new weights
     model.to(torch.float64).to(torch.float32)
     assert storage_bytes(model) == sum(p.nbytes for p in model.parameters())
     model.save_pretrained(tmp_path)
@@ -204,8 +204,8 @@ def test_revert_restores_the_model(original) -> None:
     hf.convert(model, max_batch_size=1, max_seq_len=256)
 
 
-class TestRefusals:
-    """What a converted model cannot do is said before anything is written."""
+class TestErrors:
+    """Unsupported calls raise before anything is written."""
 
     @pytest.mark.parametrize(
         "change, code",
@@ -256,14 +256,14 @@ class TestRefusals:
         with pytest.raises(ValueError, match="E208"):
             converted(inputs_embeds=torch.randn(1, 4, 128))
 
-    def test_a_sequence_past_its_capacity(self, converted) -> None:
+    def test_a_sequence_over_its_capacity(self, converted) -> None:
         cache = hf.new_cache(converted, max_seq_len=256)
         converted(random_ids(1, 256), past_key_values=cache)
         with pytest.raises(RuntimeError, match="E204"):
             converted(random_ids(1, 1), past_key_values=cache)
 
 
-def test_generate_says_once_that_it_is_not_compiled(caplog) -> None:
+def test_generate_warns_once_that_it_is_not_compiled(caplog) -> None:
     model = hf.convert(tiny_model(), max_batch_size=1, max_seq_len=256)
     for _ in range(2):
         model.generate(random_ids(1, 4), generation_config=GenerationConfig(max_new_tokens=2, pad_token_id=0))

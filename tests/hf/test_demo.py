@@ -1,4 +1,4 @@
-"""`dsv4 demo` holds what it prints. Graphs are traced and counted; tests/hf/test_compiled.py runs their code."""
+"""Tests of the claims that `dsv4 demo` prints. Graphs are traced and counted here and run in test_compiled.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = [
 ]
 
 
-def test_table_is_aligned_and_says_whether_the_claims_hold() -> None:
+def test_the_table_is_aligned_and_reports_whether_the_claims_hold() -> None:
     table = demo._table(ROWS, ok=True)
     _, header, rule, first, second, _, verdict = table.splitlines()
     assert len({len(line) for line in (header, rule, first, second)}) == 1
@@ -37,6 +37,6 @@ def test_table_is_aligned_and_says_whether_the_claims_hold() -> None:
     assert "does not match" in demo._table(ROWS, ok=False)
 
 
-def test_one_token_is_no_demo() -> None:
+def test_a_demo_of_one_token_raises() -> None:
     with pytest.raises(ValueError, match=r"E204(.|\n)*--tokens 1"):
         demo.main(["--tokens", "1"])

@@ -1,4 +1,4 @@
-"""Models whose attention linears are transformers' FP8 modules: convert() adopts each of them as it is stored."""
+"""Tests of convert() on models whose attention linears are transformers' FP8 modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIMS = {"hidden_size": 160, "q_lora_rank": 144}
 
 
 def quantize(linear: Any, scale_format: str) -> tuple[FP8Linear, Tensor]:
-    """transformers' fp8 module for a linear, filled by hand, and the weight that it stands for."""
+    """Return transformers' fp8 module for a linear, and its weight dequantised."""
     rows, columns = linear.weight.shape
     settings: dict[str, Any] = {"block_size": (128, 128), "scale_fmt": scale_format}
     if hasattr(linear, "n_groups"):
@@ -44,7 +44,7 @@ def quantize(linear: Any, scale_format: str) -> tuple[FP8Linear, Tensor]:
 
 
 def twins(linears: tuple[str, ...] = LINEARS, scale_format: str = "ue8m0", **overrides: Any) -> tuple[Any, Any]:
-    """A model with the given attention linears in fp8, and the ordinary model with the same weights dequantised."""
+    """Make a model with the given attention linears in fp8, and a floating model with the same weights dequantised."""
     fp8 = tiny_model(**DIMS, **overrides)
     floating = copy.deepcopy(fp8)
     for layer, other in zip(fp8.model.layers, floating.model.layers, strict=True):
@@ -66,8 +66,8 @@ def fp8_linears(model: Any) -> list[Fp8Linear]:
 
 
 @pytest.mark.parametrize("scale_format", ["ue8m0", "float"])
-def test_adopted_weights_are_the_dequantised_model(scale_format: str) -> None:
-    """Inputs are left as they are; the grouped projection, whose input is always quantised, is floating here."""
+def test_fp8_weights_equal_the_dequantised_model(scale_format: str) -> None:
+    """Inputs are not quantised here. The grouped projection is floating, because its input always is."""
     fp8, floating = twins(tuple(name for name in LINEARS if name != "o_a_proj"), scale_format)
     ids = torch.randint(0, 512, (2, 140))
     expected = convert(floating)(ids).logits
@@ -80,10 +80,10 @@ def test_adopted_weights_are_the_dequantised_model(scale_format: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", hf_layer.LAYER_TYPES.values())
-def test_quantised_inputs_cost_an_attention_six_roundings(kind: str) -> None:
-    """As tests/modules/test_fp8_weights.py has it: half of 6 x 6e-4 is lost of the cosine, within a factor of 1.5.
+def test_quantised_inputs_cost_six_roundings(kind: str) -> None:
+    """The cosine loses half of 6 x 6e-4, within a factor of 1.5; see tests/modules/test_fp8_weights.py.
 
-    The indexer selects all entries, so that nothing can flip.
+    The indexer selects all entries, so that rounding changes no selection.
     """
     outputs, hidden = [], torch.randn(1, 140, DIMS["hidden_size"])
     for model in twins(num_hidden_layers=1, layer_types=[kind], index_topk=64):
@@ -95,13 +95,13 @@ def test_quantised_inputs_cost_an_attention_six_roundings(kind: str) -> None:
     assert 6 * 6e-4 / 2 / 1.5 < lost < 6 * 6e-4 / 2 * 1.5
 
 
-def test_float32_and_e8m0_scales_are_the_same_numbers() -> None:
+def test_float32_and_e8m0_scales_give_equal_results() -> None:
     ids = torch.randint(0, 512, (1, 40))
     logits = [convert(twins(scale_format=name)[0])(ids).logits for name in ("ue8m0", "float")]
     assert torch.equal(*logits)
 
 
-def test_weights_and_scales_are_shared_and_given_back() -> None:
+def test_weights_and_scales_are_shared_and_reverted() -> None:
     model, _ = twins()
     before = {name: id(p) for name, p in model.named_parameters()}
     convert(model)
@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_fp8_layers_cannot_be_is_named_and_the_model_left_alone(case: str) -> None:
+def test_unsupported_fp8_layers_raise_and_leave_the_model_unchanged(case: str) -> None:
     change, name = REFUSED[case]
     model, _ = twins()
     change(model.model.layers[1].self_attn)

@@ -1,7 +1,7 @@
-"""Decoding with drafts, some of them rejected, equals decoding without, to the bit, in every cache of every layer kind.
+"""Decoding with drafts, some of them rejected, equals decoding without drafts bitwise, in every cache.
 
-The "model" is two layers of the ops, CSA and HCA, over tables of random vectors by token; what it would choose next is
-known. Both runs are driven by `advance` alone, without a look at the device between steps.
+The model is two layers of ops, CSA and HCA, over tables of random vectors by token; the tokens it samples are given.
+Both runs are driven by `advance`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCABULARY, HEADS, DIM, INDEX_DIM, TOPK, WINDOW, DRAFTS = 50, 2, 32, 16, 3, 8, 3
 PROMPTS = (3, 120, 125, 64, 30)
 MAX_LEN, REQUESTS = 200, len(PROMPTS)
 END = (40, 160, 171, 101, 70)
-"""Tokens reserved for each request: it stops before it would need more."""
+"""Tokens reserved for each request, which stops before it needs more."""
 EPS, PLAIN = 1e-6, "plain"
 CONFIG = DeepseekV4Config(
     num_heads=HEADS,
@@ -40,7 +40,7 @@ COS_SIN = cos_sin_cache(Rope(10000.0, 8), MAX_LEN + 8, torch.device("cpu"))
 
 @dataclass
 class Model:
-    """Random vectors of every token, as the projections of a layer's input would give them."""
+    """Random vectors for every token, in place of the projections of a layer's input."""
 
     tables: dict[str, Tensor]
 
@@ -54,7 +54,7 @@ class Model:
         return cls(tables)
 
     def layer(self, ids: Tensor, md: AttentionMetadata, cache: LayerCache, ratio: int) -> Tensor:
-        """`[T, H, D]`: one layer's attention, caches updated."""
+        """Update the caches and return the attention of one layer, `[T, H, D]`."""
         x = {name: table[ids] for name, table in self.tables.items() if not name.endswith("_ape")}
         q = x["q"].unflatten(1, (HEADS, DIM))
         torch.ops.dsv4.kv_rope_insert(
@@ -63,26 +63,26 @@ class Model:
         own = md.c4 if ratio == 4 else md.c128
         block = layout.storage_block_size(ratio)
         slots = (own.state_slot_mapping, own.state_block_table, own.slot_mapping)
-        self.compress(f"c{ratio}", x[f"c{ratio}"], md, cache.state, slots, cache.main, ratio)
+        self.compress(f"c{ratio}", x[f"c{ratio}"], md, cache.state, slots, cache.extra, ratio)
         indices, lens = own.indices, own.lens
         if ratio == 4:
             indices, lens = self.select(x, md, own, cache)
         out, _ = torch.ops.dsv4.sparse_mla_decode(
             q, cache.window, md.window.indices, md.window.lens, layout.WINDOW_BLOCK, PLAIN, 0.2, None,
-            cache.main, indices, lens, block,
+            cache.extra, indices, lens, block,
         )  # fmt: skip
         return out
 
     def compress(
-        self, name: str, kv_score: Tensor, md: AttentionMetadata, state: Tensor, slots: tuple, main: Tensor, ratio: int
+        self, name: str, kv_score: Tensor, md: AttentionMetadata, state: Tensor, slots: tuple, extra: Tensor, ratio: int
     ) -> None:
         state_slots, state_table, entry_slots = slots
         state_block = layout.state_block_size(ratio)
         ape = self.tables[f"{name}_ape"]
         torch.ops.dsv4.save_partial_states(kv_score, ape, state, state_slots, md.positions, state_block)
         torch.ops.dsv4.compress_norm_rope_insert(
-            state, state_slots, state_table, md.token_to_req, md.positions, entry_slots, torch.ones(main.shape[-1]),
-            COS_SIN, main, EPS, ratio, state_block, layout.storage_block_size(ratio), PLAIN,
+            state, state_slots, state_table, md.token_to_req, md.positions, entry_slots, torch.ones(extra.shape[-1]),
+            COS_SIN, extra, EPS, ratio, state_block, layout.storage_block_size(ratio), PLAIN,
         )  # fmt: skip
 
     def select(
@@ -101,7 +101,7 @@ class Model:
 
 
 class Run:
-    """One decode of all requests, with queries of `query_len` tokens, until every request has used what it has."""
+    """Decoding with queries of `query_len` tokens until every request has used its reserved tokens."""
 
     def __init__(self, model: Model, truth: Tensor, query_len: int, max_step_tokens: int) -> None:
         self.model, self.truth, self.query_len = model, truth, query_len
@@ -131,7 +131,7 @@ class Run:
         return torch.stack([self.model.layer(ids, md, cache, ratio) for cache, ratio in layers], 1), md
 
     def prefill(self) -> None:
-        """Tokens one step at a time, so that rings of a short step take them too."""
+        """Prefill one token per step, so that rings for short steps have room for it."""
         for position in range(max(PROMPTS)):
             running = [position < prompt for prompt in PROMPTS]
             lens = [position + 1 if now else 0 for now in running]
@@ -143,13 +143,13 @@ class Run:
         self.buffers.load(range(REQUESTS + 1), PROMPTS, input_ids=last, reserved=END)
 
     def drafts(self, kept: Tensor) -> Tensor:
-        """`[R, query_len - 1]`: what follows token `kept` of each request, a third of it wrong."""
+        """Return the tokens after token `kept` of each request, a third of them wrong, `[R, query_len - 1]`."""
         rows = torch.arange(REQUESTS)[:, None]
         true = self.truth[rows, kept[:, None] + 1 + torch.arange(self.query_len - 1)]
         return torch.where(torch.rand(true.shape) < 1 / 3, (true + 7) % VOCABULARY, true)
 
     def decode(self) -> Tensor:
-        """Run to the end; returns the tokens that each request has."""
+        """Decode until every request stops and return the number of tokens of each."""
         self.prefill()
         query, tensors = 1, self.buffers.tensors
         for _ in range(200):
@@ -183,14 +183,14 @@ def runs(max_step_tokens: int) -> tuple[Run, Run, Tensor]:
     return plain, speculative, drafted
 
 
-def test_rejected_drafts_leave_no_trace() -> None:
+def test_rejected_drafts_change_no_output_and_no_cache() -> None:
     plain, speculative, ends = runs(max_step_tokens=1 + DRAFTS)
     assert speculative.rejected > 40
     kept = {(r, position) for r in range(REQUESTS) for position in range(PROMPTS[r] - 1, int(ends[r]))}
     assert set(speculative.outputs) == kept
     for place in sorted(kept):
         assert_bitwise(speculative.outputs[place], plain.outputs[place], label=f"request, position {place}")
-    for ratio, group, name in ((4, "c4", "main"), (4, "indexer", "indexer"), (128, "c128", "main")):
+    for ratio, group, name in ((4, "c4", "extra"), (4, "indexer", "indexer"), (128, "c128", "extra")):
         ours, theirs = (getattr(run.caches.layers[ratio != 4], name) for run in (speculative, plain))
         table, block = getattr(plain.caches.block_tables, group), layout.storage_block_size(ratio)
         for r in range(REQUESTS):
@@ -199,8 +199,8 @@ def test_rejected_drafts_leave_no_trace() -> None:
             assert_bitwise(ours[pages, entries % block], theirs[pages, entries % block], label=f"{group} of {r}")
 
 
-def test_a_ring_without_room_for_the_drafts_would_show() -> None:
-    """The same comparison finds states that drafts have overwritten, where a ring was made for single tokens."""
+def test_ring_without_room_for_drafts_changes_outputs() -> None:
+    """The comparison detects states that drafts have overwritten in a ring for single tokens."""
     plain, speculative, _ = runs(max_step_tokens=1)
     differing = [p for p, out in speculative.outputs.items() if not torch.equal(out, plain.outputs[p])]
     assert len(differing) > 20

@@ -1,4 +1,4 @@
-"""What an engine does around one layer: weights, caches, and steps of mixed batches."""
+"""A small engine for one layer: weights, caches, and steps of mixed batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("swa", "csa", "hca")
 
 
 def our_layer(source: Any, kv_cache_dtype: str, max_seq_len: int, **kwargs: Any) -> DeepseekV4Attention:
-    """A float32 layer with the weights of a transformers attention."""
+    """Make a float32 layer with the weights of a transformers attention."""
     layer = DeepseekV4Attention(
         DeepseekV4Config.from_hf(source.config),
         0,
@@ -33,7 +33,7 @@ def our_layer(source: Any, kv_cache_dtype: str, max_seq_len: int, **kwargs: Any)
 
 
 class Engine:
-    """Feeds steps of a mixed batch to one layer. `call` runs it, compiled for example; None = the layer itself."""
+    """Feeds steps of a mixed batch to one layer, through `call` (for example compiled) or the layer itself."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Engine:
         return list(out[: sum(counts)].split(counts))
 
     def metadata(self, counts: list[int], num_tokens: int) -> AttentionMetadata:
-        """Of a step in which request b, now of `lengths[b]` tokens, gets its last `counts[b]`."""
+        """Return the metadata of a step that appended the last `counts[b]` of `lengths[b]` tokens to request b."""
         return build_batch_metadata(
             query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
             seq_lens=torch.tensor(self.lengths, dtype=torch.int32),
@@ -77,6 +77,6 @@ class Engine:
 
 
 def random_counts(rng: random.Random, requests: int, longest: int) -> list[int]:
-    """Tokens of each request in a step: idle ones, decodes of one or several tokens, and prefills; two at least."""
+    """Return the tokens of each request in a step, two or more in total: idle, decode, several tokens, prefill."""
     counts = [rng.choice((0, 1, 1, 1, rng.randint(2, 4), rng.randint(5, longest))) for _ in range(requests)]
     return counts if sum(counts) > 1 else [2, *counts[1:]]

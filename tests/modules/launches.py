@@ -1,9 +1,9 @@
-"""Not a test: prints as JSON what one compiled decode step of each kind of layer launches.
+"""Program that prints the launches of one compiled decode step of each kind of layer as JSON.
 
 python -m tests.modules.launches
 
-A process of its own: Inductor generates Triton for CPU tensors here, our kernels stand where the references do, and
-what is launched is noted instead.
+It runs in a process of its own, because Inductor generates Triton for CPU tensors here, the kernels' launchers replace
+the references, and launches are recorded instead of run.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from tests.modules.engine import Engine
 RATIOS = {"swa": 1, "hca": 128, "csa": 4}
 TOKENS, CONTEXT = 8, 512
 OPTIONS = {"dsv4.impl": "triton", "dsv4.fuse": "on", "dsv4.fuse.fuse_output": "off"}
-"""As on every GPU but Hopper, where the first product of the output projection quantises for the second."""
+"""Fusion as on GPUs other than Hopper, where the first GEMM of the output projection quantises for the second."""
 PREFIX = "launch::"
 
 
 @contextmanager
-def noted_kernels() -> Iterator[None]:
-    """Launchers stand where the references do, and kernels are noted instead of run."""
+def recorded_kernels() -> Iterator[None]:
+    """Use launchers in place of the references, and record kernels instead of running them."""
     library = torch.library.Library("dsv4", "IMPL")
     for op in KERNELS:
         library.impl(op, launcher(op), "CPU")
 
-    def note(name: Callable[[Any], str]) -> Callable[..., None]:
+    def record(name: Callable[[Any], str]) -> Callable[..., None]:
         def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
             with record_function(PREFIX + name(kernel)):
                 pass
@@ -48,8 +48,8 @@ def noted_kernels() -> Iterator[None]:
         return run
 
     with (
-        mock.patch.object(JITFunction, "run", note(lambda kernel: kernel.fn.__name__)),
-        mock.patch.object(GeneratedKernel, "run", note(lambda kernel: kernel.name)),
+        mock.patch.object(JITFunction, "run", record(lambda kernel: kernel.fn.__name__)),
+        mock.patch.object(GeneratedKernel, "run", record(lambda kernel: kernel.name)),
     ):
         yield
     library._destroy()
@@ -57,7 +57,7 @@ def noted_kernels() -> Iterator[None]:
 
 @contextmanager
 def launches() -> Iterator[list[str]]:
-    """What is launched in the block, in order: kernels by their names, GEMMs and fills as torch calls them."""
+    """List the launches of the block in order: kernels by name, GEMMs and fills by torch's name."""
     log: list[str] = []
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         yield log
@@ -68,7 +68,7 @@ def launches() -> Iterator[list[str]]:
 
 
 def _launches(event: str) -> bool:
-    """Whether it is a kernel, or an op of torch that is neither a view nor an allocation."""
+    """Return whether the event is a kernel, or an op of torch that is neither a view nor an allocation."""
     space, _, name = event.partition("::")
     if space != "aten" or "empty" in name:
         return event.startswith(PREFIX)
@@ -77,7 +77,7 @@ def _launches(event: str) -> bool:
 
 
 def report(kind: str, fp8: bool) -> list[str]:
-    """Launches of a decode step of TOKENS requests."""
+    """Return the launches of a decode step of TOKENS requests."""
     torch.compiler.reset()
     config = DeepseekV4Config.flash().with_layers(RATIOS[kind])
     layer = DeepseekV4Attention(
@@ -89,7 +89,7 @@ def report(kind: str, fp8: bool) -> list[str]:
         engine.lengths = [9] * TOKENS
         metadata, cache = engine.metadata([1] * TOKENS, TOKENS), engine.paged.layers[0]
         hidden = torch.zeros(TOKENS, config.hidden_size, dtype=torch.bfloat16)
-        with torch.inference_mode(), noted_kernels():
+        with torch.inference_mode(), recorded_kernels():
             compiled(hidden, metadata, cache)
             with launches() as log:
                 compiled(hidden, metadata, cache)

@@ -1,4 +1,4 @@
-"""A layer in every attention backend: the same outputs and caches, eager and compiled as one graph."""
+"""Tests of a layer in every attention backend: equal outputs and caches, eager and compiled as one graph."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SYSTEMS = [
     ("FLASHINFER_MLA_SPARSE_DSV4", "fp8"),
     ("ROCM_FLASHMLA_SPARSE_DSV4", "fp8_ds_mla"),
 ]
-# Keys in another order: bfloat16 outputs of attention are neighbours, and two projections add them up.
 PROJECTED = Tolerance(abs=4e-3, rel=4.01 / 128, cosine=2e-5)
+"""Backends sum keys in different orders, so bfloat16 outputs differ by one step, which two projections add up."""
 
 
 def layer_of(kind: str, **options: Any) -> DeepseekV4Attention:
-    """A layer with the same random weights at each call."""
+    """Make a layer with the same random weights at each call."""
     layer = DeepseekV4Attention(
         CONFIG.with_layers(RATIOS[kind]), 0, max_seq_len=MAX_SEQ_LEN, max_num_batched_tokens=MAX_TOKENS, **options
     )
@@ -48,7 +48,7 @@ def layer_of(kind: str, **options: Any) -> DeepseekV4Attention:
 
 
 class Serving:
-    """One layer behind an engine that keeps the builders of its backend and orders decodes first."""
+    """One layer with the metadata builders of its backend, in an engine that orders decodes first."""
 
     def __init__(self, layer: DeepseekV4Attention, call: Any = None) -> None:
         self.layer, self.call = layer, layer if call is None else call
@@ -64,20 +64,20 @@ class Serving:
         options = {"decode_threshold": THRESHOLD, "device": self.device}
         make_swa = backend.get_swa_builder_cls()
         self.swa = None if make_swa is None else make_swa(MAX_TOKENS, **options)
-        self.main = None
+        self.extra = None
         if self.swa is not None and layer.ratio > 1:
-            self.main = backend.get_builder_cls()(
+            self.extra = backend.get_builder_cls()(
                 MAX_TOKENS, max_model_len=self.paged.max_seq_len, ratio=layer.ratio, **options
             )
         self.lengths = [0] * REQUESTS
 
     def step(self, counts: list[int], hidden: Tensor) -> Tensor:
-        """Attend `counts` new tokens of the requests, and padding behind them."""
+        """Run a step of `counts` new tokens of the requests, with padding after them."""
         with torch.inference_mode():
             return self.call(*self.arguments(counts, hidden))
 
     def arguments(self, counts: list[int], hidden: Tensor) -> tuple[Any, ...]:
-        """What the layer is called with for a step, whose tokens count from now on."""
+        """Append the tokens of a step to the requests and return the layer's arguments for it."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         starts = [sum(counts[:request]) for request in range(REQUESTS + 1)]
         metadata = build_batch_metadata(
@@ -92,7 +92,7 @@ class Serving:
         return hidden.to(self.device), metadata, self.paged.layers[0], self._own(metadata, starts)
 
     def _own(self, metadata: Any, starts: list[int]) -> DeepseekV4Metadata | None:
-        """The step as the backend's own builders describe it."""
+        """Return the step's metadata from the backend's own builders."""
         if self.swa is None:
             return None
 
@@ -105,12 +105,12 @@ class Serving:
                 positions=metadata.positions,
             )
 
-        main = None if self.main is None else self.main.build(0, group(f"c{self.layer.ratio}"))
-        return DeepseekV4Metadata(self.swa.build(0, group("window")), main)
+        extra = None if self.extra is None else self.extra.build(0, group(f"c{self.layer.ratio}"))
+        return DeepseekV4Metadata(self.swa.build(0, group("window")), extra)
 
 
 def random_counts(rng: random.Random) -> list[int]:
-    """Two to four decodes of one to three tokens, then two or more prefills."""
+    """Return two to four decodes of one to three tokens, then two or more prefills."""
     decodes = rng.randint(2, 4)
     counts = sorted(rng.randint(1, THRESHOLD) for _ in range(decodes))
     return counts + [rng.randint(THRESHOLD + 1, 45) for _ in range(REQUESTS - decodes)]
@@ -118,7 +118,7 @@ def random_counts(rng: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("kind", RATIOS)
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), SYSTEMS)
-def test_layer_gives_the_outputs_and_caches_of_the_paged_one(
+def test_outputs_and_caches_equal_those_of_the_paged_backend(
     name: str, kv_cache_dtype: str, kind: str, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -146,7 +146,7 @@ def test_compiled_layer_is_one_graph_for_every_batch(name: str, kv_cache_dtype: 
                 assert_bitwise(graph.step(counts, hidden), eager.step(counts, hidden))
 
 
-def test_layer_says_which_backend_it_has_and_refuses_what_it_cannot_have() -> None:
+def test_a_layer_records_its_backend_and_raises_for_an_unsupported_one() -> None:
     layer = layer_of("swa")
     assert layer.selection.backend is get_backend("DSV4_PAGED")
     with pytest.raises(CompileError, match="head size 64"):
@@ -154,7 +154,7 @@ def test_layer_says_which_backend_it_has_and_refuses_what_it_cannot_have() -> No
     assert explain(torch.nn.Sequential(layer), backend="eager").decisions[0].impl == "DSV4_PAGED"
 
 
-def test_explain_has_a_line_for_each_backend_that_was_not_chosen() -> None:
+def test_explain_lists_each_backend_that_was_not_chosen() -> None:
     lines = explain(torch.nn.Sequential(layer_of("swa")), backend="eager").text().splitlines()
     first = lines.index("ATTENTION BACKEND")
     assert lines[first + 2].split()[:2] == ["DSV4_PAGED", "1"]

@@ -1,4 +1,4 @@
-"""Whole layers against Hugging Face's unquantised attention: every kind, any split of the tokens into steps."""
+"""Tests of whole layers against Hugging Face's unquantised attention, for any split of the tokens into steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.modules.test_compiled_layer import CASES, random_layer
 @pytest.mark.parametrize(
     "steps", [[300], [1, 5, 44, 250], [1] * 140 + [160]], ids=["whole", "chunked", "token-by-token"]
 )
-def test_any_split_into_steps_gives_the_unquantised_layer(kind: str, steps: list[int]) -> None:
+def test_any_split_into_steps_equals_hugging_face(kind: str, steps: list[int]) -> None:
     source = hf_layer.hf_attention(hf_layer.hf_config(kind, hf_layer.SMALL))
     hidden = torch.randn(sum(steps), source.config.hidden_size)
     expected = hf_layer.evaluate(source, hidden)
@@ -39,7 +39,7 @@ def test_a_mixed_batch_equals_each_request_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_rows_are_zero_and_leave_the_caches_alone(kind: str) -> None:
+def test_padding_rows_are_zero_and_write_no_cache(kind: str) -> None:
     source = hf_layer.hf_attention(hf_layer.hf_config(kind, hf_layer.SMALL))
     layer = our_layer(source, "float32", 256)
     engine = Engine(layer, 2, 256)

@@ -1,4 +1,4 @@
-"""Caches: what each layer kind and format allocates, and block tables in which nothing a step needs is overwritten."""
+"""Tests of caches: allocations of each layer kind and format, and block tables without overwritten rows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TestLayerCaches:
     def test_csa_layers(self, words: tuple[str, ...], indexer: object) -> None:
         assert described(allocated(1, *words)) == {
             "window": (self.U8, (3, 64 * 584), (37440, 1)),
-            "main": (self.U8, (4, 64 * 584), (37440, 1)),
+            "extra": (self.U8, (4, 64 * 584), (37440, 1)),
             "state": (self.F32, (5, 4, 2048), (8192, 2048, 1)),
             "indexer": indexer,
             "indexer_state": (self.F32, (7, 4, 512), (2048, 512, 1)),
@@ -75,19 +75,19 @@ class TestLayerCaches:
     def test_hca_layers(self) -> None:
         assert described(allocated(2, "fp8_ds_mla")) == {
             "window": (self.U8, (3, 64 * 584), (37440, 1)),
-            "main": (self.U8, (8, 2 * 584), (1728, 1)),
+            "extra": (self.U8, (8, 2 * 584), (1728, 1)),
             "state": (self.F32, (9, 8, 1024), (8192, 1024, 1)),
         }
 
     @pytest.mark.parametrize("word, dtype", [("auto", torch.float32), ("float16", torch.float16)])
     def test_rows_keep_one_dtype_for_keys_and_for_the_indexer(self, word: str, dtype: torch.dtype) -> None:
         cache = allocated(1, word, dtype=torch.float32)
-        assert cache.window.dtype is cache.main.dtype is cache.indexer.dtype is dtype
+        assert cache.window.dtype is cache.extra.dtype is cache.indexer.dtype is dtype
 
     def test_nbytes_counts_the_padding_of_pages(self) -> None:
         assert allocated(0, "fp8_ds_mla").nbytes == 3 * 37440
         assert allocated(2, "fp8_ds_mla").nbytes == 3 * 37440 + 8 * 1728 + 9 * 8 * 1024 * 4
-        # The bfloat16 cache of the same layer: 1024 bytes a row, and rows are not padded.
+        # A bfloat16 cache of this layer has rows of 1024 bytes, without padding.
         assert allocated(2).nbytes == 3 * 64 * 1024 + 8 * 2 * 1024 + 9 * 8 * 1024 * 4
 
     def test_caches_start_at_zero(self) -> None:
@@ -110,15 +110,15 @@ def tables(caches: PagedCaches) -> dict[str, Tensor]:
 
 
 def pages(caches: PagedCaches, group: str) -> int:
-    """Pages of a group, from the tensor that it indexes."""
+    """Return the number of pages of a group, from the tensor that it indexes."""
     swa, csa, hca = caches.layers
     tensors = {
         "window": swa.window,
-        "c4": csa.main,
+        "c4": csa.extra,
         "c4_state": csa.state,
         "indexer": csa.indexer,
         "indexer_state": csa.indexer_state,
-        "c128": hca.main,
+        "c128": hca.extra,
         "c128_state": hca.state,
     }
     assert csa.window.shape == hca.window.shape == swa.window.shape
@@ -126,13 +126,13 @@ def pages(caches: PagedCaches, group: str) -> int:
 
 
 REACH = {"window": 32, "c4_state": 8, "indexer_state": 8, "c128_state": 128}
-"""Positions up to its own that a token reads: the sliding window, or all that its compressed entry pools."""
+"""Number of positions that a token reads, itself included: the window, or all that its compressed entry pools."""
 
 sizes = st.integers(1, 900)
 
 
 @given(max_seq_len=st.integers(1, 2000), step=st.integers(1, 200), start=sizes, requests=st.integers(1, 3))
-def test_no_two_positions_that_one_step_reaches_share_a_slot(
+def test_positions_within_reach_of_one_step_have_distinct_slots(
     max_seq_len: int, step: int, start: int, requests: int
 ) -> None:
     """A step writes all of its tokens before it reads the oldest row that its first token needs."""
@@ -149,8 +149,8 @@ def test_no_two_positions_that_one_step_reaches_share_a_slot(
 
 
 @pytest.mark.parametrize("max_seq_len", [256, 1024])
-def test_a_ring_has_no_page_to_spare(max_seq_len: int) -> None:
-    """One page less would not hold the rows that the largest step reaches. Sequences shorter than that have no ring."""
+def test_a_ring_has_no_spare_page(max_seq_len: int) -> None:
+    """One page less would not hold the rows that the largest step reaches."""
     for step in range(1, 256):
         caches = paged(1, max_seq_len, step)
         for group, reach in REACH.items():
@@ -170,26 +170,26 @@ def test_block_tables_cover_the_longest_sequence_with_distinct_pages_per_request
 
 
 def test_worked_ring() -> None:
-    """Window 32, steps of 98 tokens: 129 rows are needed at once, one more than 2 pages of 64 hold."""
+    """A window of 32 and steps of 98 tokens need 129 rows at once, one more than 2 pages of 64 hold."""
     caches = paged(2, 512, 98)
     assert pages(caches, "window") == 2 * 3
     assert caches.block_tables.window.tolist() == [[0, 1, 2] * 2 + [0, 1], [3, 4, 5] * 2 + [3, 4]]
     assert pages(paged(2, 512, 97), "window") == 2 * 2
 
 
-def test_models_without_a_kind_have_no_tables_for_it() -> None:
+def test_models_without_a_layer_kind_have_no_tables_for_it() -> None:
     config = SMALL.with_layers(1, 128)
     caches = PagedCaches(config, max_batch_size=1, max_seq_len=256, cache_format=CacheFormat.resolve("float32"))
     present = {name for name, table in tables(caches).items() if table is not None}
     assert present == {"window", "c128", "c128_state"}
-    assert [set(layer.tensors()) for layer in caches.layers] == [{"window"}, {"window", "main", "state"}]
+    assert [set(layer.tensors()) for layer in caches.layers] == [{"window"}, {"window", "extra", "state"}]
 
 
 def test_nbytes_is_the_sum_of_the_layers_and_shrinks_with_the_step() -> None:
     whole, stepped = paged(2, 2048), paged(2, 2048, 64)
     assert whole.nbytes == sum(t.untyped_storage().nbytes() for layer in whole.layers for t in layer.tensors().values())
     assert stepped.nbytes < whole.nbytes / 2
-    assert stepped.layers[1].main.shape == whole.layers[1].main.shape
+    assert stepped.layers[1].extra.shape == whole.layers[1].extra.shape
 
 
 @pytest.mark.parametrize("sizes", [(0, 256, None), (1, 0, None), (1, 256, 0), (1, 256, -1), (-2, 256, None)])
@@ -199,7 +199,7 @@ def test_sizes_must_be_positive(sizes: tuple[int, int, int | None]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words, layer_idx, told",
+    "words, layer_idx, message",
     [
         (("fp8_ds_mla", "bfloat16"), 0, "head_dim=16"),
         (("float32", "fp8"), 1, "index_head_dim=8"),
@@ -207,17 +207,19 @@ def test_sizes_must_be_positive(sizes: tuple[int, int, int | None]) -> None:
     ],
     ids=["fp8_ds_mla", "indexer-fp8", "indexer-mxfp4"],
 )
-def test_byte_formats_are_refused_for_dims_they_cannot_hold(words: tuple[str, str], layer_idx: int, told: str) -> None:
-    with pytest.raises(ValueError, match=f"E205(.|\n)*{told}"):
+def test_quantised_formats_raise_for_dims_they_cannot_hold(
+    words: tuple[str, str], layer_idx: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"E205(.|\n)*{message}"):
         allocate_layer_cache(SMALL, layer_idx, CacheFormat.resolve(*words), PAGES.__getitem__)
 
 
-def test_a_format_that_a_layer_does_not_use_is_no_reason_to_refuse_it() -> None:
+def test_a_layer_ignores_dims_of_formats_it_does_not_use() -> None:
     cache = allocate_layer_cache(SMALL, 2, CacheFormat.resolve("float32", "fp8"), PAGES.__getitem__)
-    assert set(cache.tensors()) == {"window", "main", "state"}
+    assert set(cache.tensors()) == {"window", "extra", "state"}
 
 
-def test_words_for_formats() -> None:
+def test_names_of_formats() -> None:
     assert CacheFormat.resolve() == CacheFormat("plain", torch.bfloat16, "plain", torch.bfloat16)
     assert CacheFormat.resolve("auto", model_dtype=torch.float32).kv_dtype is torch.float32
     assert CacheFormat.resolve("fp8_ds_mla") == CacheFormat("fp8_ds_mla", torch.uint8, "indexer_fp8", torch.uint8)
@@ -228,13 +230,13 @@ def test_words_for_formats() -> None:
 
 
 @pytest.mark.parametrize("words", [("int8",), ("auto", "int8"), ("mxfp4",), ("auto", "fp8_ds_mla")])
-def test_other_words_are_refused(words: tuple[str, ...]) -> None:
+def test_unknown_formats_raise(words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=f"E202(.|\n)*{words[-1]}"):
         CacheFormat.resolve(*words)
 
 
-def test_caches_have_no_dim_that_a_dynamic_graph_may_vary() -> None:
-    """A dynamic dim of a cache is a hazard that `explain` reports; tokens vary all the same."""
+def test_dims_of_caches_stay_static_in_a_dynamic_graph() -> None:
+    """A dynamic dim of a cache is a hazard that `explain` reports; the token dim stays dynamic."""
     caches = PagedCaches(SMALL, max_batch_size=3, max_seq_len=256, cache_format=CacheFormat.resolve())
     sizes: list[list[type]] = []
 

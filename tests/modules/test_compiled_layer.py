@@ -1,4 +1,4 @@
-"""A compiled layer: one graph for every mixed batch, and the uncompiled layer's outputs and cache bytes."""
+"""Tests that a compiled layer has one graph for every mixed batch, and equals the eager layer bit by bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = DeepseekV4Config(
     index_head_dim=32,
     index_topk=8,
 )
-# The byte formats hold vectors of the real dims, and of no others.
+# The quantised formats hold vectors of the real dims only.
 REAL_ROWS = DeepseekV4Config(
     hidden_size=96, num_heads=2, q_lora_rank=48, o_groups=2, o_lora_rank=24, index_n_heads=4, index_topk=8
 )
@@ -56,7 +56,7 @@ def random_layer(config: DeepseekV4Config, kind: str, **kwargs: Any) -> Deepseek
     return layer
 
 
-# Every kind as float32, and with the caches and weights that its graph differs by.
+# Every kind in float32, and in the cache and weight formats that give it another graph.
 COMPILED = [
     *(("float32", kind) for kind in KINDS),
     *(("fp8_ds_mla", "csa"), ("fp8_ds_mla", "hca"), ("fp8_ds_mla-mxfp4-hadamard", "csa")),
@@ -66,7 +66,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(("case", "kind"), COMPILED)
 def test_one_graph_serves_every_mixed_batch(case: str, kind: str, seed: int) -> None:
-    """Two calls warm up: torch sees one number of tokens, then another. From there it is told to raise instead."""
+    """Two calls with different numbers of tokens warm up; after them a recompile is an error."""
     config, kwargs = CASES[case]
     layer = random_layer(config, kind, **kwargs)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""Configurations: the two published models, both spellings of a config.json, RoPE frequencies, refusals."""
+"""Tests of configurations: published models, both spellings of a config.json, RoPE tables, unsupported values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ YARN = {"factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32
 FLASH_RATIOS = [0, 0, *[4, 128] * 20, 4, 0]
 PRO_RATIOS = [128, 128, *[4, 128] * 29, 4, 0]
 
-# What the models' own config.json say of their attention, in DeepSeek's spelling.
+# Attention fields of the models' own config.json, in DeepSeek's spelling.
 FLASH: dict[str, Any] = {
     "model_type": "deepseek_v4",
     "hidden_size": 4096,
@@ -68,7 +68,7 @@ def in_transformers_spelling(config: dict[str, Any]) -> HFConfig:
 def test_published_layers(model: str, kinds: dict[str, int]) -> None:
     config = MODELS[model][1]
     assert Counter(config.kind(i) for i in range(config.num_layers)) == kinds
-    # The entry past the last layer belongs to the MTP layer, which attends its window alone.
+    # The entry after the last layer belongs to the MTP layer, which has a window only.
     assert len(config.compress_ratios) == config.num_layers + 1
     assert config.kind(config.num_layers) == "swa"
     assert config.compressed_ratios == (4, 128)
@@ -76,7 +76,7 @@ def test_published_layers(model: str, kinds: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_deepseeks_spelling_gives_the_published_model(model: str, tmp_path: Path) -> None:
+def test_deepseeks_config_gives_the_published_model(model: str, tmp_path: Path) -> None:
     raw, expected = MODELS[model]
     path = tmp_path / "config.json"
     path.write_text(json.dumps(raw))
@@ -85,8 +85,8 @@ def test_deepseeks_spelling_gives_the_published_model(model: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_transformers_spelling_gives_the_published_model(model: str, tmp_path: Path) -> None:
-    """As an object, as its dict, and as the file it saves. transformers knows no MTP entry."""
+def test_transformers_config_gives_the_published_model(model: str, tmp_path: Path) -> None:
+    """Read an object, its dict, and the file that it saves. transformers has no MTP entry."""
     raw, published = MODELS[model]
     theirs = in_transformers_spelling(raw)
     expected = replace(published, compress_ratios=published.compress_ratios[: published.num_layers])
@@ -125,7 +125,7 @@ def test_only_compressed_layers_have_yarn() -> None:
     ids=["published", "small", "bases", "context", "betas", "no-yarn"],
 )
 def test_frequencies_equal_transformers(change: dict[str, Any]) -> None:
-    """To the last bit but one: the two interpolate in a different order."""
+    """The two interpolate in a different order, so the last bit may differ."""
     theirs = in_transformers_spelling(FLASH).to_dict() | {"rope_parameters": None}
     for name in ("qk_rope_head_dim", "partial_rotary_factor"):
         theirs.pop(name, None)
@@ -138,7 +138,7 @@ def test_frequencies_equal_transformers(change: dict[str, Any]) -> None:
 
 
 def test_worked_frequencies() -> None:
-    """dim 64, base 160000: pairs up to 15 keep their frequency, pairs from 25 on turn 16 times slower."""
+    """With dim 64 and base 160000, pairs up to 15 keep their frequency, and pairs from 25 on turn 16 times slower."""
     frequencies = inv_freq(DeepseekV4Config.flash().rope(4))
     plain = [160000.0 ** (-2 * i / 64) for i in range(32)]
     expected = [f * (1 - s) + f / 16 * s for i, f in enumerate(plain) for s in [min(max((i - 15) / 10, 0.0), 1.0)]]
@@ -182,19 +182,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_other_configurations_are_refused(case: str) -> None:
+def test_unsupported_configurations_raise(case: str) -> None:
     change, told = REFUSED[case]
     with pytest.raises(ValueError, match=rf"E205(.|\n)*{told}"):
         DeepseekV4Config.from_hf({**FLASH, **change})
 
 
-def test_sources_that_are_no_configuration_are_refused(tmp_path: Path) -> None:
+def test_sources_without_a_configuration_raise(tmp_path: Path) -> None:
     for source in (tmp_path / "config.json", str(tmp_path), 7):
         with pytest.raises(ValueError, match="E205"):
             DeepseekV4Config.from_hf(source)
 
 
 @pytest.mark.parametrize("layer", [-1, 44])
-def test_a_layer_that_does_not_exist_is_refused(layer: int) -> None:
+def test_a_layer_that_does_not_exist_raises(layer: int) -> None:
     with pytest.raises(ValueError, match=r"E205(.|\n)*layer_idx="):
         DeepseekV4Config.flash().kind(layer)

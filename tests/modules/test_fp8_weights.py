@@ -1,4 +1,4 @@
-"""Layers with e4m3 weights, against a floating evaluation of the same weights dequantised."""
+"""Tests of layers with e4m3 weights against floating layers with the same weights dequantised."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dsv4_compile.modules.linear import Fp8Linear
 from dsv4_compile.testing import hf_layer
 from tests.modules.engine import KINDS, Engine, our_layer
 
-# q_lora_rank and hidden_size end in partial blocks. Every compressed entry is selected: a rounded score that picked
-# another entry would be a correct result far away from the floating one.
+# q_lora_rank and hidden_size end in partial blocks. Every compressed entry is selected, because a rounded score that
+# selects another entry gives a correct result far away from the floating one.
 DIMS = {**hf_layer.SMALL, "hidden_size": 200, "q_lora_rank": 160, "index_topk": 64}
 STEPS = [150, 1, 3, 46]
 ROUNDING = 6e-4
@@ -25,7 +25,7 @@ ROUNDING = 6e-4
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 values and e8m0 scales of 128x128 blocks, each the least power of two that keeps its block in range."""
+    """Quantise to e4m3 with an e8m0 scale for each 128x128 block, the least power of two that keeps it in range."""
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
     for i in range(0, weight.shape[0], 128):
@@ -38,14 +38,14 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def twins(kind: str) -> tuple[DeepseekV4Attention, DeepseekV4Attention]:
-    """An fp8 layer, and a float32 layer with exactly its weights."""
+    """Make an fp8 layer, and a float32 layer with exactly its weights."""
     source = our_layer(hf_layer.hf_attention(hf_layer.hf_config(kind, DIMS)), "float32", 256)
     tensors = dict(source.state_dict())
     fp8 = DeepseekV4Attention(
         source.config, 0, kv_cache_dtype="float32", fp8=True, dtype=torch.float32, max_seq_len=256
     )
     for name in [name for name, p in fp8.named_parameters() if p.dtype is torch.float8_e4m3fn]:
-        # Rows of unlike size, so that a scale that lands on another block is a different layer.
+        # Rows of different magnitude, so that a scale applied to the wrong block shows.
         tensors[name] = tensors[name] * torch.exp2(torch.arange(len(tensors[name])) // 128 % 3 - 1.0)[:, None]
         tensors[name], tensors[name.replace("weight", "scale")] = quantized(tensors[name])
     load_attention(fp8, tensors)
@@ -54,14 +54,14 @@ def twins(kind: str) -> tuple[DeepseekV4Attention, DeepseekV4Attention]:
 
 
 def run(layer: DeepseekV4Attention, hidden: Tensor) -> Tensor:
-    """One sequence through the layer: a prefill over the first compressed HCA entry, then decodes and a chunk."""
+    """Run one sequence: a prefill past the first compressed HCA entry, then decodes and a chunk."""
     engine = Engine(layer, 1, 256)
     return torch.cat([engine.step([chunk])[0] for chunk in hidden.split(STEPS)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_unquantised_inputs_give_the_floating_layer(kind: str) -> None:
-    """wo_a is the exception: its input is always quantised, so it is a floating linear here. Layers may mix them."""
+    """Only wo_a is floating here, because its input is always quantised."""
     fp8, floating = twins(kind)
     fp8.wo_a = floating.wo_a
     linears = [module for module in fp8.modules() if isinstance(module, Fp8Linear)]
@@ -73,9 +73,9 @@ def test_unquantised_inputs_give_the_floating_layer(kind: str) -> None:
 
 
 def assert_roundings(actual: Tensor, expected: Tensor, count: int) -> None:
-    """Independent relative errors of mean square e^2 turn a result by it: its cosine is 1 - e^2 / 2 on average.
+    """Assert the mean cosine of `count` roundings: independent relative errors of mean square e^2 give 1 - e^2 / 2.
 
-    The factor of 1.5, either way, covers mantissas that are not log-uniform.
+    The factor of 1.5 in both directions covers mantissas that are not log-uniform.
     """
     lost = 1 - cosine_similarity(actual, expected, dim=-1).mean()
     assert count * ROUNDING / 2 / 1.5 < lost < count * ROUNDING / 2 * 1.5
@@ -92,8 +92,10 @@ def test_wo_a_costs_one_rounding(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_whole_layer_costs_six_roundings(kind: str) -> None:
-    """One at wo_b, one at wo_a, one in the values. Scores of unit variance take three: one from the keys, two from the
-    queries (wq_a and wq_b); an error in a score is a relative error of its weight."""
+    """Roundings at wo_b, at wo_a, in the values, and three in scores of unit variance: keys, wq_a and wq_b.
+
+    An error in a score is a relative error of its softmax weight.
+    """
     fp8, floating = twins(kind)
     hidden = torch.randn(sum(STEPS), DIMS["hidden_size"])
     assert_roundings(run(fp8, hidden), run(floating, hidden), 6)

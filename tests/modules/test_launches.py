@@ -1,7 +1,6 @@
-"""What a compiled decode step of each kind of layer launches, in order: GEMMs and the kernels between them.
+"""Tests of the launches of a compiled decode step of each kind of layer: GEMMs and the kernels between them.
 
-Attention is not split here. Where it is, on a GPU with many more processors than tokens, the sum of its parts is one
-launch more.
+Attention is not split here. On a GPU with many more SMs than tokens it is, and its combine kernel is one launch more.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 CAST = ["triton_poi_fused__to_copy_0", "triton_poi_fused__to_copy_1"]
-"""A float32 result of bfloat16 operands: torch.mm takes `out_dtype` on CUDA; elsewhere the operands are widened."""
+"""Casts for a float32 result of bfloat16 operands. On CUDA torch.mm takes `out_dtype` instead."""
 CAST_WITHIN = ["_to_copy", "_to_copy"]
-"""The same, by the op that multiplies both weights of hidden."""
+"""Casts for a float32 result inside the op that has both weights of hidden."""
 COUNTERS = ["zeros"]
-"""Arrival counters of preprocess_insert: on CUDA they come out of a pool and are zero already."""
+"""Semaphores of preprocess_insert; on CUDA they come from a pool and are zero already."""
 NOT_ON_CUDA = {*CAST, *CAST_WITHIN, *COUNTERS}
 
 GEMM, FP8_GEMM = ["mm"], ["grouped_matmul_kernel"]
@@ -34,7 +33,7 @@ EXPECTED = {
     "hca bf16": CAST + GEMM + COUNTERS + INSERT + GEMM + ATTENTION + GROUPED + GEMM,
     "csa bf16": CAST + GEMM + INSERT + GEMM + INDEXER + ATTENTION + GROUPED + GEMM,
     "swa fp8": FP8_GEMM + INSERT + FP8_GEMM + ATTENTION + GROUPED + FP8_GEMM,
-    # The projections of compressors and of the indexer's weights are bfloat16: a GEMM of their own.
+    # The projections of compressors and of the indexer's weights are bfloat16, a separate GEMM.
     "hca fp8": FP8_GEMM + CAST_WITHIN + GEMM + COUNTERS + INSERT + FP8_GEMM + ATTENTION + GROUPED + FP8_GEMM,
     "csa fp8": FP8_GEMM + CAST_WITHIN + GEMM + INSERT + FP8_GEMM + INDEXER + ATTENTION + GROUPED + FP8_GEMM,
 }
@@ -55,10 +54,10 @@ def found() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("layer", EXPECTED)
-def test_a_decode_step_launches_this_and_nothing_else(found: dict[str, list[str]], layer: str) -> None:
+def test_a_decode_step_has_exactly_these_launches(found: dict[str, list[str]], layer: str) -> None:
     assert found[layer] == EXPECTED[layer]
 
 
 @pytest.mark.parametrize("layer", BUDGET)
-def test_a_decode_step_keeps_to_its_budget_of_graph_nodes(found: dict[str, list[str]], layer: str) -> None:
+def test_a_decode_step_stays_within_its_budget_of_graph_nodes(found: dict[str, list[str]], layer: str) -> None:
     assert len([launch for launch in found[layer] if launch not in NOT_ON_CUDA]) == BUDGET[layer]

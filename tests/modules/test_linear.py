@@ -1,4 +1,4 @@
-"""Products of a layer: which op multiplies, and what may stand in front of it."""
+"""Tests that GEMMs with a weight prefetch (PDL) never read a weight that an earlier kernel of the step computes."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dsv4_compile.modules.linear import Fp8Linear, linear_fp32
 from dsv4_compile.modules.output import project_output
 
-READ_EARLY = {"grouped_linear": 1, "fp8_linear": 1, "fp8_grouped_einsum": 2, "fp8_grouped_einsum_quant": 2}
-"""Position of the weight, which on Hopper is read before the kernel in front has ended."""
+WEIGHT_POSITION = {"grouped_linear": 1, "fp8_linear": 1, "fp8_grouped_einsum": 2, "fp8_grouped_einsum_quant": 2}
+"""Position of the weight in the GEMMs that on Hopper load it before the previous kernel ends."""
 
 
-def products(graph: GraphModule) -> list[str]:
-    """Our products in `graph`, after a look at where their weights come from."""
+def prefetching_gemms(graph: GraphModule) -> list[str]:
+    """Return the GEMMs in `graph` that prefetch their weight, after a check that it is an input of the graph."""
     found = []
     for node in graph.graph.nodes:
         name = getattr(node.target, "_opname", "")
-        if name in READ_EARLY:
-            assert node.args[READ_EARLY[name]].op in ("placeholder", "get_attr"), f"{name} of a weight that is computed"
+        if name in WEIGHT_POSITION:
+            assert node.args[WEIGHT_POSITION[name]].op in ("placeholder", "get_attr"), f"{name} of a computed weight"
             found.append(name)
     return found
 
 
-def test_a_weight_that_is_rounded_at_each_call_is_not_read_early() -> None:
+def test_a_weight_that_is_cast_at_each_call_is_not_prefetched() -> None:
     with FakeTensorMode():
         x = torch.empty(4, 256, dtype=torch.bfloat16, device="cuda")
         weights = {dtype: torch.empty(128, 256, dtype=dtype, device="cuda") for dtype in (x.dtype, torch.float32)}
         graphs = {dtype: make_fx(linear_fp32)(x, weight) for dtype, weight in weights.items()}
         assert all(linear_fp32(x, weight).dtype is torch.float32 for weight in weights.values())
-    assert {dtype: products(graph) for dtype, graph in graphs.items()} == {
+    assert {dtype: prefetching_gemms(graph) for dtype, graph in graphs.items()} == {
         torch.bfloat16: ["grouped_linear"],
         torch.float32: [],
     }
 
 
-def test_a_weight_that_is_dequantised_at_each_call_is_not_read_early() -> None:
+def test_a_weight_that_is_dequantised_at_each_call_is_not_prefetched() -> None:
     wo_a, wo_b = Fp8Linear(256, 512), torch.nn.Identity()
     out, positions, table = torch.empty(5, 4, 256, dtype=torch.bfloat16), torch.arange(5), torch.empty(64, 64)
 
@@ -45,5 +45,5 @@ def test_a_weight_that_is_dequantised_at_each_call_is_not_read_early() -> None:
         return make_fx(lambda out: project_output(path, out, positions, table, wo_a, wo_b, 2), tracing_mode="fake",
                        _allow_non_fake_inputs=True)(out)  # fmt: skip
 
-    assert products(projected("bfloat16")) == []
-    assert products(projected("fp8")) == ["fp8_grouped_einsum"]
+    assert prefetching_gemms(projected("bfloat16")) == []
+    assert prefetching_gemms(projected("fp8")) == ["fp8_grouped_einsum"]

@@ -1,4 +1,4 @@
-"""Checkpoints into a layer: names, formats, files, and refusals that change nothing."""
+"""Tests of loading checkpoints: names, formats, files, and errors that leave the layer unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Tensors = dict[str, Tensor]
 
 
 def new_layer(kind: str = "csa", *, fp8: bool = False, dtype: torch.dtype = torch.bfloat16) -> DeepseekV4Attention:
-    """A layer whose parameters all hold the byte 0x3c: a value that no test writes, and no NaN."""
+    """Make a layer whose parameters all hold the byte 0x3c, a value that no test writes."""
     layer = DeepseekV4Attention(SMALL, KINDS[kind], fp8=fp8, dtype=dtype, max_seq_len=256)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -43,7 +43,7 @@ def new_layer(kind: str = "csa", *, fp8: bool = False, dtype: torch.dtype = torc
 
 
 def tensors_for(layer: DeepseekV4Attention, naming: str = "official") -> Tensors:
-    """A checkpoint that fits `layer`: every parameter's shape and dtype, with random values and random scales."""
+    """Return a checkpoint for `layer`, with random values and random scales."""
     named = {}
     for name, parameter in layer.named_parameters():
         if parameter.dtype is E8M0:
@@ -59,7 +59,7 @@ def bytes_of(layer: DeepseekV4Attention) -> Tensors:
 
 
 def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
-    """Block by block, with the scale as a Python number."""
+    """Dequantise block by block, with the scale as a Python number."""
     out = torch.empty(weight.shape)
     for i in range(0, weight.shape[0], 128):
         for j in range(0, weight.shape[1], 128):
@@ -74,7 +74,7 @@ def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
 def test_every_parameter_gets_its_tensor_bit_for_bit(kind: str, fp8: bool, naming: str) -> None:
     layer = new_layer(kind, fp8=fp8)
     tensors = tensors_for(layer, naming)
-    # A neighbour's tensors are in the same checkpoint, and layer 11's names begin like layer 1's.
+    # The checkpoint has other layers too, and the names of layer 11 begin like those of layer 1.
     others = {name.replace("layers.1.", "layers.11."): torch.zeros(3) for name in tensors}
     load_attention(layer, {**others, **tensors}, prefix=PREFIX[naming], naming=naming)
     for name, parameter in layer.named_parameters():
@@ -90,7 +90,7 @@ def test_worked_names() -> None:
     assert len(set(HF_NAMES.values())) == len(HF_NAMES)
 
 
-def test_a_modules_own_state_is_a_checkpoint() -> None:
+def test_a_state_dict_is_a_checkpoint() -> None:
     source = new_layer(fp8=True)
     load_attention(source, tensors_for(source), prefix=PREFIX["official"])
     copy = new_layer(fp8=True)
@@ -102,7 +102,7 @@ def test_a_modules_own_state_is_a_checkpoint() -> None:
 @pytest.mark.parametrize("naming", PREFIX)
 @pytest.mark.parametrize("store", [Tensor.float, lambda scale: scale.view(torch.uint8)], ids=["float32", "bytes"])
 def test_scales_may_be_stored_as_float32_or_as_bytes(store: Callable[[Tensor], Tensor], naming: str) -> None:
-    """Both are the same power of two in the module, the smallest and the largest included."""
+    """Float32 and byte scales give the same power of two, the smallest and the largest included."""
     layer = new_layer(fp8=True)
     tensors = tensors_for(layer, naming)
     extremes = torch.tensor([[0, 254]], dtype=torch.uint8).view(E8M0).expand(2, -1)
@@ -133,7 +133,7 @@ def test_e4m3_weights_are_dequantised_into_a_floating_module(dtype: torch.dtype,
     assert quantised == 6  # wq_a, wq_b, wkv, wo_a, wo_b, indexer.wq_b
 
 
-def test_scales_that_are_no_powers_of_two_dequantise_but_do_not_fit_an_fp8_module() -> None:
+def test_scales_that_are_no_powers_of_two_dequantise_but_raise_for_an_fp8_module() -> None:
     tensors = tensors_for(new_layer("swa", fp8=True))
     scale = PREFIX["official"] + "wq_a.scale"
     tensors[scale] = torch.full(tensors[scale].shape, 0.3)
@@ -180,7 +180,7 @@ FAULTS: dict[str, tuple[bool, Callable[[Tensors], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_names_the_tensor_and_nothing_is_half_loaded(fault: str) -> None:
+def test_an_error_names_the_tensor_and_changes_no_parameter(fault: str) -> None:
     fp8, spoil, name = FAULTS[fault]
     layer = new_layer(fp8=fp8)
     tensors = tensors_for(layer)
@@ -193,7 +193,7 @@ def test_a_fault_names_the_tensor_and_nothing_is_half_loaded(fault: str) -> None
         assert_bitwise(layer.get_parameter(parameter).data, value, label=parameter)
 
 
-def test_naming_is_one_of_two() -> None:
+def test_an_unknown_naming_raises() -> None:
     with pytest.raises(ValueError, match=r"E207(.|\n)*'vllm'"):
         load_attention(new_layer(), {}, naming="vllm")
 
@@ -221,7 +221,7 @@ def test_layers_of_a_kind_share_one_rope_table_that_is_never_cast() -> None:
 
 
 class TestSafetensors:
-    """Files hold what `load_attention` takes; only what the layer needs is read."""
+    """Loading from safetensors files, of which only the needed tensors are read."""
 
     @staticmethod
     def assert_loads(path: Path, tensors: Tensors) -> None:
@@ -240,7 +240,7 @@ class TestSafetensors:
         save_file({**tensors, "layers.2.attn.wq_a.weight": torch.zeros(2)}, tmp_path / "layer.safetensors")
         self.assert_loads(tmp_path / "layer.safetensors", tensors)
 
-    def test_a_folder_with_an_index_opens_the_needed_shards_alone(self, tmp_path: Path) -> None:
+    def test_a_folder_with_an_index_opens_the_needed_shards_only(self, tmp_path: Path) -> None:
         tensors = tensors_for(new_layer(fp8=True))
         first, second = self.shards(tensors)
         save_file(first, tmp_path / "model-1.safetensors")
@@ -272,7 +272,7 @@ class TestSafetensors:
         with pytest.raises(ValueError, match=r"E207(.|\n)*no tensor layers\.9\.attn\.attn_sink"):
             load_attention_from_safetensors(new_layer(), tmp_path / "layer.safetensors", prefix="layers.9.attn.")
 
-    def test_a_tensor_in_two_files_is_refused(self, tmp_path: Path) -> None:
+    def test_a_tensor_in_two_files_raises(self, tmp_path: Path) -> None:
         for number in range(2):
             save_file(tensors_for(new_layer()), tmp_path / f"part{number}.safetensors")
         with pytest.raises(ValueError, match=r"E207(.|\n)*layers\.1\.attn\.\S+ in two files"):

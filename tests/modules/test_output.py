@@ -1,4 +1,4 @@
-"""The ways of the output projection: which one a layer takes, and what each of them computes."""
+"""Tests of the output projection: which path a layer takes, and what each path computes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ FLOATING, QUANTISED = Linear(8, 128, dtype=torch.bfloat16), Fp8Linear(256, 512)
         ("cuda gfx942", True, "bfloat16"),
     ],
 )
-def test_auto_takes_what_the_weights_and_the_device_are_for(architecture: str, quantised: bool, path: str) -> None:
+def test_auto_chooses_by_weights_and_device(architecture: str, quantised: bool, path: str) -> None:
     with decisions.collect() as collected:
         found = choose_path("auto", QUANTISED if quantised else FLOATING, architecture)
     assert found.impl == path and collected == [found]
     assert architecture in found.reason or not quantised
 
 
-def test_a_path_that_is_asked_for_is_taken_or_refused() -> None:
+def test_a_requested_path_is_taken_or_raises() -> None:
     for path in ("bfloat16", "fp8", "fp8_packed", "fp8_rounded"):
         assert choose_path(path, QUANTISED, "cuda sm_90").impl == path
     with pytest.raises(CompileError, match="wo_a in bfloat16"):
@@ -58,12 +58,12 @@ def case() -> tuple[Tensor, Tensor, Tensor, Fp8Linear, torch.nn.Identity]:
     return out, torch.arange(TOKENS) * 7, torch.rand(64, ROPE) * 2 - 1, wo_a, torch.nn.Identity()
 
 
-def test_packed_scales_are_the_same_scales(case: tuple[Tensor, Tensor, Tensor, Fp8Linear, torch.nn.Identity]) -> None:
+def test_packed_scales_give_the_same_result(case: tuple[Tensor, Tensor, Tensor, Fp8Linear, torch.nn.Identity]) -> None:
     assert_bitwise(project_output("fp8_packed", *case, GROUPS), project_output("fp8", *case, GROUPS))
 
 
 @pytest.mark.parametrize("path", ["fp8", "fp8_rounded", "bfloat16"])
-def test_every_path_is_the_projection(
+def test_every_path_computes_the_projection(
     path: str, case: tuple[Tensor, Tensor, Tensor, Fp8Linear, torch.nn.Identity]
 ) -> None:
     out, positions, cos_sin, wo_a, _ = case
@@ -76,7 +76,7 @@ def test_every_path_is_the_projection(
     weight = (wo_a.weight.double() * scale).view(GROUPS, 128, -1)
     want = torch.einsum("tgk,gnk->tgn", exact.reshape(TOKENS, GROUPS, -1), weight).flatten(1)
     got = project_output(path, *case, GROUPS).double()
-    # One part in 2^4 of every e4m3 operand, averaged over 512 products.
+    # An e4m3 operand is off by up to 2^-4; errors average over 512 terms.
     assert (got - want).norm() < (0.04 if path != "bfloat16" else 0.005) * want.norm()
 
 
@@ -84,10 +84,10 @@ MOST = 33
 CACHE, SLOTS = torch.randn(3, 64, DIM).bfloat16(), torch.randint(3 * 64, (MOST, 8), dtype=torch.int32)
 
 
-def behind_attention(
+def after_quantising_attention(
     packed: bool, out: Tensor, positions: Tensor, cos_sin: Tensor, wo_a: Fp8Linear, wo_b: Fp8Linear, groups: int
 ) -> Tensor:
-    """The projection as the graph passes leave it on Hopper: attention and wo_a quantise what they give."""
+    """Project as the graph passes write it on Hopper: attention and wo_a quantise their results."""
     lens = torch.full((MOST,), 8, dtype=torch.int32)
     values, scale = torch.ops.dsv4.sparse_mla_decode_quant(
         out, CACHE, SLOTS, lens, 64, "plain", 0.1,
@@ -100,8 +100,8 @@ def behind_attention(
 
 STEPS: dict[str, Callable[..., Tensor]] = {
     **{path: partial(project_output, path) for path in PATHS if path != "auto"},
-    "quantised by attention": partial(behind_attention, False),
-    "packed by attention": partial(behind_attention, True),
+    "quantised by attention": partial(after_quantising_attention, False),
+    "packed by attention": partial(after_quantising_attention, True),
 }
 
 
@@ -109,7 +109,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 def test_one_graph_serves_every_number_of_tokens(
     name: str, case: tuple[Tensor, Tensor, Tensor, Fp8Linear, torch.nn.Identity]
 ) -> None:
-    """Rows of scales are padded to four tokens: a compiled step must not ask whether there is any padding."""
+    """Rows of scales are padded to four tokens, and a compiled step must not guard on that padding."""
     _, _, cos_sin, wo_a, _ = case
     wo_b = Fp8Linear(96, GROUPS * 128)
     wo_b.weight.data.copy_((torch.randn(wo_b.weight.shape) * 8).to(torch.float8_e4m3fn))
@@ -127,7 +127,7 @@ def test_one_graph_serves_every_number_of_tokens(
 
 
 @pytest.mark.parametrize("path", ["fp8_packed", "fp8_rounded", "bfloat16"])
-def test_a_layer_takes_the_path_that_it_is_told(path: str) -> None:
+def test_a_layer_takes_the_requested_path(path: str) -> None:
     auto, other = (
         Serving(layer_of("swa", kv_cache_dtype="fp8_ds_mla", fp8=True, output_projection=p)) for p in ("auto", path)
     )

@@ -1,4 +1,4 @@
-"""Prefill by way of a workspace gives what paged attention gives for the same tokens of the same step."""
+"""Tests that prefill through a workspace equals paged attention for the same tokens of the same step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.modules.engine import KINDS, Engine, our_layer
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the arguments and results of attention and of the indexer's selection."""
+    """Records the arguments and results of attention and of the indexer's selection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-class Step:
-    """A mixed step through a layer: earlier steps fill the caches, decodes come first, then prefills, then padding."""
+class MixedStep:
+    """A step of a layer over filled caches, with decodes first, then prefills, then padding."""
 
     def __init__(self, kind: str, past: list[int], queries: list[int], padding: int, **options: Any) -> None:
         source = hf_layer.hf_attention(hf_layer.hf_config(kind, options.pop("dims", hf_layer.SMALL)))
@@ -102,8 +102,8 @@ def by_request(rows: Tensor) -> list[set[int]]:
 @pytest.mark.parametrize("rows", [2000, 430])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mixed_step_equals_paged_attention(kind: str, rows: int) -> None:
-    """Two decodes; then a whole prompt, a chunk of a long one, a short one, and one that ends at a group boundary."""
-    step = Step(kind, [140, 9, 0, 200, 0, 127], [1, 1, 150, 30, 2, 129], padding=3)
+    """Two decodes, then a whole prompt, a chunk of a long one, a short one, and one that ends at a group boundary."""
+    step = MixedStep(kind, [140, 9, 0, 200, 0, 127], [1, 1, 150, 30, 2, 129], padding=3)
     assert step.split == BatchSplit(2, 4, 2, 150 + 30 + 2 + 129 + 3)
     steps = step.plan(rows)
     assert (len(steps) > 1) == (rows == 430)
@@ -118,15 +118,15 @@ def test_a_mixed_step_equals_paged_attention(kind: str, rows: int) -> None:
 
 
 def test_quantised_caches() -> None:
-    step = Step("csa", [70, 0], [1, 66], padding=0, dims=hf_layer.FLASH, kv="fp8_ds_mla")
+    step = MixedStep("csa", [70, 0], [1, 66], padding=0, dims=hf_layer.FLASH, kv="fp8_ds_mla")
     steps = step.plan(400)
     out, _, lse = step.attend(steps, 400, step.topk(steps))
     assert_close(out, step.out[step.prefill], "attention_float32")
     assert_close(lse, step.lse[step.prefill], "lse")
 
 
-def test_the_bound_on_logits_changes_nothing_and_nothing_waits() -> None:
-    step = Step("csa", [30, 0], [40, 61], padding=1)
+def test_the_bound_on_logits_changes_no_result_and_nothing_synchronises() -> None:
+    step = MixedStep("csa", [30, 0], [40, 61], padding=1)
     steps = step.plan(800)
     want = step.topk(steps)
     with refuse_synchronization():
@@ -136,7 +136,7 @@ def test_the_bound_on_logits_changes_nothing_and_nothing_waits() -> None:
 
 
 def test_a_step_without_prefills_attends_nothing() -> None:
-    step = Step("hca", [30, 4], [1, 1], padding=2)
+    step = MixedStep("hca", [30, 4], [1, 1], padding=2)
     assert step.plan(100) == []
     assert step.attend([], 100, None)[0].shape[0] == 0
     out, top, lse = prefill_attention(
@@ -171,8 +171,8 @@ def test_plans_cover_every_token_once_within_the_workspace(seed: int) -> None:
             assert step.entries == (sum(n // ratio for n in lens[step.requests]) if ratio > 1 else 0)
 
 
-def test_a_workspace_that_is_too_small_is_refused() -> None:
-    step = Step("swa", [1], [89], padding=0)
+def test_a_workspace_that_is_too_small_raises() -> None:
+    step = MixedStep("swa", [1], [89], padding=0)
     with pytest.raises(DSV4Error, match="E204"):
         step.plan(20)
     with pytest.raises(DSV4Error, match="a workspace of 50 rows for"):
@@ -180,8 +180,8 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_queries_that_the_plan_does_not_cover_are_refused_and_not_left_out(first: int) -> None:
-    step = Step("csa", [5, 0], [1, 20], padding=0)
+def test_queries_that_the_plan_does_not_cover_raise(first: int) -> None:
+    step = MixedStep("csa", [5, 0], [1, 20], padding=0)
     steps, step.prefill = step.plan(400), slice(first, None)
     message = rf"(?s)E201.*queries of {21 - first} tokens, steps of 20.*fix   pass q\[split.num_decode_tokens:\]"
     with pytest.raises(DSV4Error, match=message):
@@ -190,10 +190,10 @@ def test_queries_that_the_plan_does_not_cover_are_refused_and_not_left_out(first
         step.topk(steps)
 
 
-def test_the_cache_of_another_layer_is_refused() -> None:
-    step = Step("csa", [5], [20], padding=0)
+def test_the_cache_of_another_layer_raises() -> None:
+    step = MixedStep("csa", [5], [20], padding=0)
     steps, step.cache = step.plan(400), LayerCache(step.cache.window)
-    with pytest.raises(DSV4Error, match=r"(?s)E201.*cache\.main=None with ratio 4"):
+    with pytest.raises(DSV4Error, match=r"(?s)E201.*cache\.extra=None with ratio 4"):
         step.attend(steps, 400, None)
     with pytest.raises(DSV4Error, match=r"(?s)E201.*cache\.indexer=None with ratio 4"):
         step.topk(steps)

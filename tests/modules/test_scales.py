@@ -1,4 +1,4 @@
-"""Per-tensor scales and reserved workspaces of a layer: what reaches the caches, and what a dummy run leaves behind."""
+"""Tests of a layer's per-tensor scales and of the workspace that a dummy run reserves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows_of(cache: Tensor, scale: float) -> Tensor:
 @pytest.mark.parametrize("scale", [0.0625, 3.0])
 @pytest.mark.parametrize("kind", ["csa", "hca"])
 @pytest.mark.parametrize("name", ["DSV4_PAGED", "FLASHINFER_MLA_SPARSE_DSV4"])
-def test_cache_scale_reaches_every_row_and_every_reader(name: str, kind: str, scale: float, seed: int) -> None:
+def test_the_cache_scale_applies_to_every_write_and_read(name: str, kind: str, scale: float, seed: int) -> None:
     rng = random.Random(seed)
     plain = Serving(layer_of(kind, attention_backend=name, kv_cache_dtype="bfloat16", indexer_cache_dtype="bfloat16"))
     ours = Serving(layer_of(kind, attention_backend=name, kv_cache_dtype="fp8", indexer_cache_dtype="bfloat16"))
@@ -32,7 +32,7 @@ def test_cache_scale_reaches_every_row_and_every_reader(name: str, kind: str, sc
         hidden = torch.randn(sum(counts), CONFIG.hidden_size).bfloat16()
         out, want = ours.step(counts, hidden), plain.step(counts, hidden)
     assert (out - want).norm() < 0.1 * want.norm()
-    for cache in ("window", "main"):
+    for cache in ("window", "extra"):
         got, exact = (getattr(serving.paged.layers[0], cache) for serving in (ours, plain))
         if exact is not None:
             assert exact.any()
@@ -40,7 +40,7 @@ def test_cache_scale_reaches_every_row_and_every_reader(name: str, kind: str, sc
             assert (error <= E4M3 * exact.float().abs() + 2.0**-10 * scale).all()
 
 
-def test_scales_are_refused_where_caches_have_their_own() -> None:
+def test_per_tensor_scales_raise_for_caches_with_their_own() -> None:
     ours = layer_of("swa", attention_backend="FLASHMLA_SPARSE_DSV4", kv_cache_dtype="fp8_ds_mla").attention
     ours.set_scales(1.0, 1.0)
     assert ours.cache_scale() is None
@@ -51,7 +51,7 @@ def test_scales_are_refused_where_caches_have_their_own() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-42, 1e38])
-def test_scales_that_are_none_are_refused_before_anything_changes(scale: float) -> None:
+def test_invalid_scales_raise_before_anything_changes(scale: float) -> None:
     ours = layer_of("swa", attention_backend="FLASHINFER_MLA_SPARSE_DSV4", kv_cache_dtype="fp8").attention
     ours.set_scales(1.0, 2.0)
     for name, scales in (("q_scale", (scale, 1.0)), ("kv_scale", (1.0, scale))):
@@ -61,7 +61,7 @@ def test_scales_that_are_none_are_refused_before_anything_changes(scale: float) 
 
 
 @pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
-def test_dummy_run_reserves_what_the_largest_prefill_takes(kind: str, seed: int) -> None:
+def test_dummy_run_reserves_the_workspace_of_the_largest_prefill(kind: str, seed: int) -> None:
     rng, workspace = random.Random(seed), Workspace()
     options = {"attention_backend": "FLASHMLA_SPARSE_DSV4", "kv_cache_dtype": "fp8_ds_mla"}
     layer, plain = layer_of(kind, workspace=workspace, **options), Serving(layer_of(kind, **options))
@@ -77,7 +77,7 @@ def test_dummy_run_reserves_what_the_largest_prefill_takes(kind: str, seed: int)
     assert workspace.nbytes == reserved > 0
 
 
-def test_a_locked_workspace_that_nobody_reserved_is_refused() -> None:
+def test_a_locked_workspace_without_a_reservation_raises() -> None:
     workspace = Workspace()
     workspace.lock()
     options = {"attention_backend": "FLASHMLA_SPARSE_DSV4", "kv_cache_dtype": "fp8_ds_mla"}

@@ -1,4 +1,4 @@
-"""Linears of one input share a matrix: one GEMM, the weights' own names, and one copy of them, whatever happens."""
+"""Tests of stacked linears: one GEMM for each input, unchanged names, and one copy of every weight at all times."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.modules import DeepseekV4Attention, stacked
 from dsv4_compile.modules.linear import Fp8Linear, Linear
-from dsv4_compile.modules.stacked import Output, Stack, stacks
+from dsv4_compile.modules.stacked import Projection, Stack, stacks
 from dsv4_compile.testing import assert_bitwise
-from tests.backend.functional import merged
+from tests.backend.functional import fused
 from tests.modules.engine import KINDS, Engine
 from tests.modules.test_compiled_layer import CASES, SMALL, random_layer
 
@@ -28,25 +28,26 @@ HIDDEN = SMALL.hidden_size
 
 
 def bytes_of(module: nn.Module) -> tuple[int, int]:
-    """Bytes of the parameters, and of the storages that parameters and matrices live in, each counted once."""
+    """Return the bytes of the parameters, and of the distinct storages of parameters and matrices."""
     tensors = [*module.parameters(), *(b for name, b in module.named_buffers() if not name.endswith("cos_sin"))]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(p.nbytes for p in module.parameters()), sum(storages.values())
 
 
 def expected(stack: Stack, x: Tensor) -> list[Tensor]:
-    """Each output by its own product."""
+    """Return each projection from a GEMM of its own."""
     results = []
-    for output in stack.outputs:
-        parts = [x.float() @ part.weight.float().T for part in output.parts]
+    for projection in stack.projections:
+        parts = [x.float() @ part.weight.float().T for part in projection.parts]
         whole = torch.cat(parts, dim=-1)
-        results.append(whole if output.float32 else whole.to(x.dtype))
+        results.append(whole if projection.float32 else whole.to(x.dtype))
     return results
 
 
 def check_layer(layer: DeepseekV4Attention) -> None:
-    """All stacks are one matrix each, hold no second copy, and compute with the parameters as they are."""
-    for stack, width in [*((s, HIDDEN) for s in layer.of_hidden), *((s, SMALL.q_lora_rank) for s in layer.of_latent)]:
+    """Check that each stack is one matrix without a second copy, and computes with the current parameters."""
+    rank = SMALL.q_lora_rank
+    for stack, width in [*((s, HIDDEN) for s in layer.hidden_stacks), *((s, rank) for s in layer.latent_stacks)]:
         assert isinstance(stack, Stack)
         x = torch.randn(5, width).to(stack.parts[0].weight.dtype)
         for got, want in zip(stack(x), expected(stack, x), strict=True):
@@ -61,11 +62,11 @@ def check_layer(layer: DeepseekV4Attention) -> None:
 def test_projections_of_one_input_are_one_matrix(kind: str, dtype: torch.dtype) -> None:
     layer = random_layer(SMALL, kind, dtype=dtype)
     check_layer(layer)
-    assert [len(stack.parts) for stack in layer.of_hidden] == [{"swa": 2, "hca": 4, "csa": 7}[kind]]
-    assert [len(stack.parts) for stack in layer.of_latent] == [2 if kind == "csa" else 1]
+    assert [len(stack.parts) for stack in layer.hidden_stacks] == [{"swa": 2, "hca": 4, "csa": 7}[kind]]
+    assert [len(stack.parts) for stack in layer.latent_stacks] == [2 if kind == "csa" else 1]
     names = set(dict(layer.named_parameters()))
     assert set(layer.state_dict()) == names
-    assert not any("of_" in name for name in names)
+    assert not any("stacks" in name for name in names)
 
 
 def reassigned(layer: DeepseekV4Attention) -> DeepseekV4Attention:
@@ -100,7 +101,7 @@ def emptied(layer: DeepseekV4Attention) -> DeepseekV4Attention:
     ids=["to", "in-a-model", "deepcopy", "pickle", "load", "assign", "meta", "data"],
 )
 @torch.no_grad()
-def test_weights_that_change_or_move_are_one_matrix_again_and_no_copy_stays(
+def test_weights_that_change_or_move_are_stacked_again_without_a_copy(
     change: Callable[[DeepseekV4Attention], DeepseekV4Attention],
 ) -> None:
     check_layer(change(random_layer(SMALL, "csa", dtype=torch.float32)))
@@ -124,21 +125,21 @@ def test_stacking_twice_moves_nothing() -> None:
     assert [p.data_ptr() for p in layer.parameters()] == before
 
 
-def test_rows_that_move_have_arrived_before_a_product_and_those_that_stay_are_not_waited_for() -> None:
+def test_a_gemm_waits_for_rows_that_moved_and_for_no_others() -> None:
     layer = random_layer(SMALL, "swa", dtype=torch.float32)
-    stack, x, events = layer.of_hidden[0], torch.randn(3, HIDDEN), []
+    stack, x, events = layer.hidden_stacks[0], torch.randn(3, HIDDEN), []
 
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        events.append("product")
+    def gemm(x: Tensor, weight: Tensor) -> Tensor:
+        events.append("gemm")
         return x @ weight.T
 
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stacked, "_arrived", lambda matrix: events.append("arrived"))
-        patch.setattr(stacked, "linear", product)
+        patch.setattr(stacked, "_wait_for", lambda matrix: events.append("wait"))
+        patch.setattr(stacked, "linear", gemm)
         stack(x)
         layer.wq_a.weight.data = layer.wq_a.weight.data.clone()
         stack(x)
-    assert events == ["product", "arrived", "product"]
+    assert events == ["gemm", "wait", "gemm"]
 
 
 def test_a_new_matrix_on_a_gpu_is_waited_for() -> None:
@@ -146,47 +147,47 @@ def test_a_new_matrix_on_a_gpu_is_waited_for() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(synchronize=lambda: waits.append(device)))
-        stacked._arrived(matrix)
+        stacked._wait_for(matrix)
     assert waits == [matrix.device]
 
 
-def test_a_copy_and_its_original_are_apart() -> None:
+def test_a_copy_shares_no_memory_with_its_original() -> None:
     layer = random_layer(SMALL, "swa", dtype=torch.float32)
     twin = copy.deepcopy(layer)
     with torch.no_grad():
         twin.wq_a.weight.zero_()
-    assert layer.of_hidden[0](torch.ones(2, HIDDEN))[0].abs().max() > 0
+    assert layer.hidden_stacks[0](torch.ones(2, HIDDEN))[0].abs().max() > 0
     assert not {p.untyped_storage().data_ptr() for p in layer.parameters()} & {
         p.untyped_storage().data_ptr() for p in twin.parameters()
     }
 
 
 GEMMS = {"swa": (3, 1), "hca": (3, 1), "csa": (3, 1)}
-"""mm nodes, of hidden, of the latent and of the output; and the product by groups of heads."""
+"""Number of mm nodes (hidden, latent, output) and of grouped GEMMs over heads."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_layer_has_one_product_for_each_input(kind: str) -> None:
+def test_a_compiled_layer_has_one_gemm_for_each_input(kind: str) -> None:
     layer = random_layer(SMALL, kind, dtype=torch.float32)
-    result = merged(layer, {"dsv4.fuse": "off"})
+    result = fused(layer, {"dsv4.fuse": "off"})
     Engine(layer, 1, 256, call=result.call).step([torch.randn(9, HIDDEN)])
     assert (result.targets["mm"], result.ops["grouped_linear"]) == GEMMS[kind]
     assert not result.targets["cat"]
 
 
-@pytest.mark.parametrize(("single", "products"), [(None, 2), (False, 2), (True, 1)])
-def test_bfloat16_weights_with_float32_scores_take_one_product_or_two(single: bool | None, products: int) -> None:
-    """On a CPU; the default takes one on CUDA. One that is float32 throughout is rounded by the op that takes it."""
+@pytest.mark.parametrize(("single", "gemms"), [(None, 2), (False, 2), (True, 1)])
+def test_bfloat16_weights_with_float32_scores_take_one_gemm_or_two(single: bool | None, gemms: int) -> None:
+    """The default is two on a CPU and one on CUDA. The op that reads a float32 result rounds it."""
     layer = random_layer(SMALL, "hca", dtype=torch.bfloat16, single_gemm=single)
     expected, got = (Engine(layer, 1, 256, call=None) for _ in range(2))
-    result = merged(layer)
+    result = fused(layer)
     got.call = result.call
     x = torch.randn(9, HIDDEN).bfloat16()
     assert_bitwise(got.step([x])[0], expected.step([x])[0])
-    assert result.targets["mm"] == 2 + products
-    merged_op = [fusion.fused for fusion in result.fusions if fusion.by == "merge_preprocess"]
-    assert merged_op == [True]
-    assert result.targets["convert_element_type"] == 2  # input and weights, which only a CPU widens
+    assert result.targets["mm"] == 2 + gemms
+    fused_op = [fusion.fused for fusion in result.fusions if fusion.by == "fuse_preprocess"]
+    assert fused_op == [True]
+    assert result.targets["convert_element_type"] == 2  # the input and the weights, widened on a CPU only
 
 
 def fp8_linear(rows: int, columns: int) -> Fp8Linear:
@@ -207,30 +208,30 @@ def floating(rows: int, columns: int = 256, dtype: torch.dtype = torch.float32) 
 def test_e4m3_weights_are_stacked_with_their_scales() -> None:
     parts = [fp8_linear(256, 256), fp8_linear(100, 256)]
     x = torch.randn(7, 256)
-    apart = [part(x) for part in parts]
-    stack = Stack(tuple(Output((part,)) for part in parts))
+    single = [part(x) for part in parts]
+    stack = Stack(tuple(Projection((part,)) for part in parts))
     assert stack.reason == ""
-    for got, want in zip(stack(x), apart, strict=True):
+    for got, want in zip(stack(x), single, strict=True):
         assert_bitwise(got, want)
     assert bytes_of(nn.ModuleList([*parts, stack]))[0] == bytes_of(nn.ModuleList([*parts, stack]))[1]
 
 
 @pytest.mark.parametrize("kind", ["hca", "csa"])
-@pytest.mark.parametrize(("single", "products"), [(None, 0), (False, 0), (True, 1)])
-def test_e4m3_weights_and_the_compressors_take_one_op_or_two(kind: str, single: bool | None, products: int) -> None:
-    """On a CPU; the default takes one on CUDA. What is in float32 is rounded by the op that takes it."""
+@pytest.mark.parametrize(("single", "gemms"), [(None, 0), (False, 0), (True, 1)])
+def test_e4m3_weights_and_the_compressors_take_one_op_or_two(kind: str, single: bool | None, gemms: int) -> None:
+    """The default is two on a CPU and one on CUDA. The op that reads a float32 result rounds it."""
     config = replace(SMALL, q_lora_rank=128)
     layer = random_layer(config, kind, dtype=torch.bfloat16, fp8=True, single_gemm=single)
     twin = copy.deepcopy(layer)
     twin.single_gemm = False
     twin.stack()
     expected, got = Engine(twin, 1, 256, call=None), Engine(layer, 1, 256, call=None)
-    result = merged(layer)
+    result = fused(layer)
     got.call = result.call
     x = torch.randn(9, HIDDEN).bfloat16()
     assert_bitwise(got.step([x])[0], expected.step([x])[0])
-    assert result.joined == products
-    assert [fusion.fused for fusion in result.fusions if fusion.by == "merge_preprocess"] == [True]
+    assert result.joined == gemms
+    assert [fusion.fused for fusion in result.fusions if fusion.by == "fuse_preprocess"] == [True]
 
 
 def subclassed() -> Linear:
@@ -254,38 +255,38 @@ def other_scales() -> list[Fp8Linear]:
     return parts
 
 
-REFUSED: dict[str, tuple[Callable[[], list[Any]], str]] = {
+UNSUPPORTED: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "partial block": (
         lambda: [fp8_linear(100, 256), fp8_linear(128, 256)],
         "a weight whose rows end within a block of 128",
     ),
     "subclass": (lambda: [floating(8), subclassed()], "a parameter of type Quantised"),
-    "scales": (other_scales, "torch.float32 on cpu beside torch.float8_e8m0fnu on cpu"),
+    "scales": (other_scales, "torch.float32 on cpu with torch.float8_e8m0fnu on cpu"),
     "tied": (twice, "a weight that is used twice"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_stacked_is_left_alone_says_why_and_works(case: str) -> None:
-    make, reason = REFUSED[case]
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_weights_stay_unstacked_with_a_reason(case: str) -> None:
+    make, reason = UNSUPPORTED[case]
     parts = make()
     before = [part.weight.data_ptr() for part in parts]
-    stack = Stack(tuple(Output((part,)) for part in parts))
+    stack = Stack(tuple(Projection((part,)) for part in parts))
     assert (stack.reason, repr(stack)) == (reason, f"Stack({reason})")
     x = torch.randn(3, 256)
-    apart = [part(x) for part in parts]
-    for got, want in zip(stack(x), apart, strict=True):
+    single = [part(x) for part in parts]
+    for got, want in zip(stack(x), single, strict=True):
         assert_bitwise(got, want)
     assert [part.weight.data_ptr() for part in parts] == before
 
 
 def test_linears_of_other_inputs_are_not_stacked() -> None:
-    assert Stack((Output((floating(8),)), Output((floating(8, 128),)))).reason == "inputs of different widths"
+    assert Stack((Projection((floating(8),)), Projection((floating(8, 128),)))).reason == "inputs of different widths"
 
 
-def test_weights_of_other_kinds_get_stacks_of_their_own() -> None:
+def test_weights_of_different_kinds_get_different_stacks() -> None:
     parts = [fp8_linear(128, 256), fp8_linear(64, 256), floating(8), floating(8, dtype=torch.bfloat16)]
-    made = stacks([Output((part,)) for part in parts])
+    made = stacks([Projection((part,)) for part in parts])
     assert [(len(stack.parts), stack.reason) for stack in made] == [
         (2, ""),
         (1, "nothing to stack"),
@@ -295,7 +296,7 @@ def test_weights_of_other_kinds_get_stacks_of_their_own() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_linear_that_was_replaced_is_used(compiled: bool) -> None:
+def test_a_replaced_linear_is_used(compiled: bool) -> None:
     layer = random_layer(SMALL, "hca", dtype=torch.float32)
     twin = copy.deepcopy(layer)
     replacement = floating(SMALL.q_lora_rank, HIDDEN)
@@ -314,12 +315,11 @@ def test_a_linear_that_was_replaced_is_used(compiled: bool) -> None:
 def test_layers_of_real_size_are_stacked(config: DeepseekV4Config) -> None:
     index = config.compress_ratios.index(4)
     layer = DeepseekV4Attention(config, index, kv_cache_dtype="fp8_ds_mla", fp8=True, device="meta", max_seq_len=64)
-    reasons = [[stack.reason for stack in stacked] for stacked in (layer.of_hidden, layer.of_latent)]
+    reasons = [[stack.reason for stack in group] for group in (layer.hidden_stacks, layer.latent_stacks)]
     assert reasons == [["", ""], [""]]
 
 
-def test_the_cases_of_the_compiled_layer_cover_stacks_that_are_and_are_not() -> None:
-    reasons = {
-        stack.reason for config, kwargs in CASES.values() for stack in random_layer(config, "csa", **kwargs).of_hidden
-    }
+def test_the_cases_of_the_compiled_layer_cover_both_stacked_and_unstacked_weights() -> None:
+    layers = [random_layer(config, "csa", **kwargs) for config, kwargs in CASES.values()]
+    reasons = {stack.reason for layer in layers for stack in layer.hidden_stacks}
     assert reasons == {"", "a weight whose rows end within a block of 128"}

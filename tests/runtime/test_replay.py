@@ -40,7 +40,7 @@ def assert_rest_untouched(world: World, before: dict[str, Tensor], tokens: int) 
         index, kind = name.split(".")
         if "state" in kind:
             continue
-        kind = f"c{CONFIG.ratio(int(index))}" if kind == "main" else kind
+        kind = f"c{CONFIG.ratio(int(index))}" if kind == "extra" else kind
         expected, got = before[name].flatten(0, 1).clone(), tensor.flatten(0, 1)
         written = [slot for slot in slots[kind] if slot >= 0]
         expected[written] = got[written]
@@ -185,7 +185,7 @@ def stride_metadata(world: World, runner: Any) -> None:
 
 
 def drop_cache(world: World, runner: Any) -> None:
-    world.caches.layers[2].main = None
+    world.caches.layers[2].extra = None
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def drop_cache(world: World, runner: Any) -> None:
         (move_cache, r"caches\[1\].state, captured in the step of 2 tokens: address"),
         (move_weight, "step.layers.0.attn_sink, captured in the step of 2 tokens: address"),
         (stride_metadata, r"metadata window_indices, captured in the step of 2 tokens: shape"),
-        (drop_cache, r"caches\[2\].main, captured in the step of 2 tokens, is gone"),
+        (drop_cache, r"caches\[2\].extra, captured in the step of 2 tokens, is gone"),
     ],
 )
 @pytest.mark.parametrize("debug", [False, True])

@@ -1,4 +1,4 @@
-"""The indexer's choice beside the projection of q: the same results, and waits where they have to be."""
+"""Tests of the indexer's selection on a side stream: equal results, and waits in the right places."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from dsv4_compile.errors import CompileError
-from dsv4_compile.modules import aside
-from dsv4_compile.modules.aside import choose_aside, join
+from dsv4_compile.modules import side_stream
 from dsv4_compile.modules.linear import Linear
+from dsv4_compile.modules.side_stream import join, select_on_side_stream
 from dsv4_compile.testing import assert_bitwise
 from tests.modules.test_attention_backend import CONFIG, SYSTEMS, Serving, layer_of, random_counts
 
@@ -25,31 +25,31 @@ LAYERS = [("DSV4_PAGED", "fp8_ds_mla"), *SYSTEMS]
 
 
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), LAYERS)
-def test_choice_aside_is_the_choice(name: str, kv_cache_dtype: str, seed: int) -> None:
+def test_a_layer_with_a_side_stream_equals_one_without(name: str, kv_cache_dtype: str, seed: int) -> None:
     rng, options = random.Random(seed), {"attention_backend": name, "kv_cache_dtype": kv_cache_dtype}
-    alone, beside = (Serving(layer_of("csa", aux_stream=aux, **options)) for aux in (False, True))
+    without, with_it = (Serving(layer_of("csa", aux_stream=aux, **options)) for aux in (False, True))
     for _ in range(3):
         counts = random_counts(rng)
         hidden = torch.randn(sum(counts) + rng.randint(0, 2), CONFIG.hidden_size).bfloat16()
-        assert_bitwise(beside.step(counts, hidden), alone.step(counts, hidden))
+        assert_bitwise(with_it.step(counts, hidden), without.step(counts, hidden))
 
 
-def test_quantised_weights_choose_the_same_aside(seed: int) -> None:
-    alone, beside = (
+def test_quantised_weights_select_the_same_on_a_side_stream(seed: int) -> None:
+    without, with_it = (
         Serving(layer_of("csa", kv_cache_dtype="fp8_ds_mla", fp8=True, aux_stream=a)) for a in (False, True)
     )
-    for serving in (alone, beside):
+    for serving in (without, with_it):
         for scale in serving.layer.parameters():
             if scale.dtype is torch.float8_e8m0fnu:
                 scale.data.fill_(0.25)
     counts = random_counts(random.Random(seed))
     hidden = torch.randn(sum(counts), CONFIG.hidden_size).bfloat16()
-    out = beside.step(counts, hidden)
+    out = with_it.step(counts, hidden)
     assert torch.isfinite(out).all() and out.any()
-    assert_bitwise(out, alone.step(counts, hidden))
+    assert_bitwise(out, without.step(counts, hidden))
 
 
-def test_compiled_code_starts_the_choice_before_q_and_waits_before_attention(seed: int) -> None:
+def test_compiled_code_selects_before_q_and_joins_before_attention(seed: int) -> None:
     rng = random.Random(seed)
     layer = layer_of("csa", kv_cache_dtype="fp8_ds_mla", aux_stream=True)
     compiled = torch.compile(layer, backend="dsv4", fullgraph=True, dynamic=True, options={"dsv4.fuse": "on"})
@@ -64,45 +64,50 @@ def test_compiled_code_starts_the_choice_before_q_and_waits_before_attention(see
             hidden = torch.randn(sum(counts), CONFIG.hidden_size).bfloat16()
             assert_bitwise(graph.step(counts, hidden), eager.step(counts, hidden))
     calls = re.findall(
-        r"(choose_aside|extern_kernels\.mm|dsv4_stream\.join|sparse_mla_decode)(?:\.default)?\(", code[-1]
+        r"(dsv4_stream\.select|extern_kernels\.mm|dsv4_stream\.join|sparse_mla_decode)(?:\.default)?\(", code[-1]
     )
-    start = calls.index("choose_aside")
-    assert calls[start : start + 4] == ["choose_aside", "extern_kernels.mm", "dsv4_stream.join", "sparse_mla_decode"]
-    # What the second stream reads and writes lives until the wait, in front of which nothing is copied.
+    start = calls.index("dsv4_stream.select")
+    assert calls[start : start + 4] == [
+        "dsv4_stream.select",
+        "extern_kernels.mm",
+        "dsv4_stream.join",
+        "sparse_mla_decode",
+    ]
+    # Memory of the side stream stays allocated until the join, and nothing is copied before it.
     waited = re.search(r"dsv4_stream\.join\.default\((\w+), \[(.*)\]", code[-1])
     assert waited is not None
-    between = code[-1][code[-1].index("choose_aside.default(") : waited.start()]
+    between = code[-1][code[-1].index("dsv4_stream.select.default(") : waited.start()]
     for kept in re.findall(r"buf\d+", waited[2]):
         assert not re.search(rf"(del|= ){kept}\b", between)
     assert re.search(rf"mm\(.*out={waited[1]}\)", between)
 
 
-def test_no_two_streams_share_a_second_one_and_the_pool_may_run_out() -> None:
-    pool, current = itertools.cycle(SimpleNamespace(cuda_stream=n) for n in range(1, aside.POOL + 1)), []
-    aside._beside.cache_clear()
+def test_no_two_streams_share_a_side_stream_and_the_pool_may_run_out() -> None:
+    pool, current = itertools.cycle(SimpleNamespace(cuda_stream=n) for n in range(1, side_stream.POOL + 1)), []
+    side_stream._unused_stream.cache_clear()
     with (
-        mock.patch.object(aside, "_TAKEN", set()),
+        mock.patch.object(side_stream, "_USED", set()),
         mock.patch.object(torch.cuda, "Stream", lambda device: next(pool)),
         mock.patch.object(torch.cuda, "current_stream", lambda device: current[-1]),
     ):
         found: dict[int, int] = {}
-        for main in range(100, 140):
-            current.append(SimpleNamespace(cuda_stream=main))
-            found[main] = aside.side_stream(torch.device("cuda", 0)).cuda_stream
-            assert aside.side_stream(torch.device("cuda", 0)).cuda_stream == found[main]
+        for stream in range(100, 140):
+            current.append(SimpleNamespace(cuda_stream=stream))
+            found[stream] = side_stream.side_stream(torch.device("cuda", 0)).cuda_stream
+            assert side_stream.side_stream(torch.device("cuda", 0)).cuda_stream == found[stream]
         current.append(SimpleNamespace(cuda_stream=5))
-        assert aside.side_stream(torch.device("cuda", 1)).cuda_stream != 5
-    aside._beside.cache_clear()
+        assert side_stream.side_stream(torch.device("cuda", 1)).cuda_stream != 5
+    side_stream._unused_stream.cache_clear()
     assert len(set(found.values())) == 40
-    assert [main for main, second in found.items() if second == main] == list(range(100 + aside.POOL, 140))
+    assert [stream for stream, side in found.items() if side == stream] == list(range(100 + side_stream.POOL, 140))
 
 
 @pytest.mark.parametrize("kind", ["swa", "hca"])
-def test_layers_without_an_indexer_have_nothing_aside(kind: str) -> None:
+def test_layers_without_an_indexer_use_no_side_stream(kind: str) -> None:
     assert not layer_of(kind, aux_stream=True).aux_stream
 
 
-def test_a_projection_of_another_kind_is_refused_aside_not_ignored() -> None:
+def test_a_projection_of_another_type_raises_on_a_side_stream() -> None:
     class Adapted(Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + 1
@@ -117,7 +122,7 @@ def test_a_projection_of_another_kind_is_refused_aside_not_ignored() -> None:
 
 
 @pytest.mark.parametrize("slots", [True, False])
-def test_choice_is_a_sound_op(slots: bool) -> None:
+def test_ops_pass_opcheck(slots: bool) -> None:
     tokens, heads, dim, rank = 3, 2, 16, 8
     table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     rope = torch.rand(16, 8)
@@ -141,5 +146,5 @@ def test_choice_is_a_sound_op(slots: bool) -> None:
         torch.tensor([True, True, False]),
         4,
     )
-    torch.library.opcheck(choose_aside, arguments)
+    torch.library.opcheck(select_on_side_stream, arguments)
     torch.library.opcheck(join, (torch.randn(3), [torch.randn(2), torch.randn(4)]))
