@@ -1,4 +1,4 @@
-"""transformers' DeepseekV4ForCausalLM through torch.compile: convert in place, generate, revert."""
+"""DeepseekV4ForCausalLM of transformers through torch.compile: convert in place, generate, revert."""
 
 from __future__ import annotations
 

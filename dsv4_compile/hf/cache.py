@@ -1,4 +1,4 @@
-"""The paged caches of a converted model behind transformers' cache interface."""
+"""Paged caches of a converted model with transformers' cache interface."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..config import DeepseekV4Config
 from ..errors import check, fail
 from ..metadata import AttentionMetadata, build_metadata
 
-# One plain line: Inductor pastes it into generated source.
-_OVERFLOW = "[E204] a sequence grew past the max_seq_len of its cache; dsv4 explain E204"
+# On one line, because Inductor copies it into generated source.
+_OVERFLOW = "[E204] a sequence grew over the max_seq_len of its cache; dsv4 explain E204"
 
 
 class PagedCache(Cache):
     """Static caches for up to `max_batch_size` sequences of up to `max_seq_len` tokens.
 
     Sequence lengths live on the device and advance inside the model's graph, so a step changes no Python state and
-    nothing recompiles. A forward appends the tokens that its attention mask keeps; padding is never stored, so every
-    sequence has its own positions, whatever side the batch was padded on.
+    nothing recompiles. A forward appends the tokens that its attention mask keeps. Padding is never stored, so every
+    sequence has its own positions, on whichever side the batch is padded.
     """
 
     def __init__(
@@ -49,8 +49,7 @@ class PagedCache(Cache):
         self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
         for tensor in self._tensors():
-            # A cache changes neither shape nor place. Its dims stay out of the graph's symbols, and a captured graph
-            # takes it where it is.
+            # A cache keeps its shape and address: its dims do not become symbols, and captures use it in place.
             mark_static(tensor)
             mark_static_address(tensor, guard=False)
 
@@ -63,9 +62,9 @@ class PagedCache(Cache):
         """Append `num_columns` columns to the first `batch_size` sequences; return the metadata of those tokens.
 
         Args:
-            attention_mask: `[B, >= num_columns]`, nonzero = token; its last columns count. None = all are tokens.
+            attention_mask: `[B, >= num_columns]`, nonzero for a token; the last columns are used. None = all tokens.
         Returns:
-            Metadata of the `T = B * num_columns` tokens in row-major order, masked ones as padding.
+            Metadata of the `T = B * num_columns` tokens in row-major order, with masked tokens as padding.
         """
         paged, device = self.paged, self.seq_lens.device
         if attention_mask is None:
@@ -74,7 +73,7 @@ class PagedCache(Cache):
             keep = attention_mask[:, attention_mask.shape[1] - num_columns :] != 0
         lengths = self.seq_lens[:batch_size]
         grown = lengths + keep.sum(dim=1, dtype=torch.int32)
-        # Lengths are known to the device alone. This check does not wait for it, and no row is lost in silence.
+        # Only the device knows the lengths. The check runs there, without synchronisation.
         assert_async((grown <= paged.max_seq_len).all(), _OVERFLOW)
         positions = lengths[:, None].long() + keep.cumsum(dim=1) - 1
         requests = torch.arange(batch_size, dtype=torch.int32, device=device)[:, None].expand(-1, num_columns)
@@ -92,7 +91,7 @@ class PagedCache(Cache):
         return metadata
 
     def reset(self) -> None:
-        """Forget all sequences. Cache rows keep their bytes: nothing reads a row before it is written again."""
+        """Remove all sequences. Cache rows keep their bytes, because no row is read before it is written again."""
         self.seq_lens.zero_()
         self.columns.zero_()
 
@@ -103,22 +102,24 @@ class PagedCache(Cache):
             batch_size <= paged.max_batch_size and length <= paged.max_seq_len,
             "E204",
             got=f"{batch_size} sequences of up to {length} tokens",
-            why=f"the cache was allocated for {paged.max_batch_size} sequences of {paged.max_seq_len}",
+            why=f"the cache was allocated for {paged.max_batch_size} sequences of {paged.max_seq_len} tokens",
             fix="call dsv4_compile.hf.convert with larger max_batch_size / max_seq_len",
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns appended since the last reset, padding included, as transformers counts. Reads the device."""
+        """Return the columns appended since the last reset, padding included, as transformers counts. Synchronises."""
         return int(self.columns)
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Longest sequence that fits."""
+        """Return the length of the longest sequence that fits."""
         return self.paged.max_seq_len
 
     @property
     def is_compileable(self) -> bool:
-        """False: transformers would build dense masks and choose its own compile options. The model is compiled by
-        its owner, with `model.compile(backend="dsv4")`."""
+        """False, so that transformers builds no dense masks and does not compile the model with its own options.
+
+        Compile it with `model.compile(backend="dsv4")`.
+        """
         return False
 
     @property
@@ -130,23 +131,23 @@ class PagedCache(Cache):
         """Bytes of all caches."""
         return self.paged.nbytes
 
-    def _refuse(self, what: str) -> NoReturn:
-        fail("E208", got=what, why="sequences keep their pages", fix="decode greedily or sample, one row a sequence")
+    def _unsupported(self, what: str) -> NoReturn:
+        fail("E208", got=what, why="sequences keep their pages", fix="use greedy search or sampling")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._refuse("beam search (reorder_cache)")
+        self._unsupported("beam search (reorder_cache)")
 
     def crop(self, max_length: int) -> None:
-        self._refuse("assisted decoding (crop)")
+        self._unsupported("assisted decoding (crop)")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._refuse("batch_repeat_interleave")
+        self._unsupported("batch_repeat_interleave")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._refuse("batch_select_indices")
+        self._unsupported("batch_select_indices")
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("cache.update from an attention that is not converted")
+        self._unsupported("cache.update from an attention layer that is not converted")
 
     def __repr__(self) -> str:
         paged = self.paged

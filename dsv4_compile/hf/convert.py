@@ -1,4 +1,4 @@
-"""`convert` makes a transformers DeepseekV4ForCausalLM compilable in place; `revert` undoes it."""
+"""Conversion of a transformers DeepseekV4ForCausalLM in place (`convert`), and back (`revert`)."""
 
 from __future__ import annotations
 
@@ -39,20 +39,21 @@ def convert(
     hadamard: bool = False,
     max_step_tokens: int | None = None,
 ) -> Any:
-    """Make `model` compilable in one graph for prefill and one for decode. Returns the same object.
+    """Make `model` compilable in one graph for prefill and one for decode, and return the same object.
 
     Args:
-        model: a `DeepseekV4ForCausalLM` in eval mode, on its final device. Parameters are shared, not copied; some
-            move next to each other in memory (see `modules.stacked`), which needs room for a few matrices of one layer.
-        max_batch_size: most sequences at a time.
+        model: a `DeepseekV4ForCausalLM` in eval mode, on its final device. Parameters are shared, not copied. Some move
+            to be rows of one matrix (see `modules.stacked`), which temporarily needs memory for a few matrices of one
+            layer.
+        max_batch_size: most sequences in a batch.
         max_seq_len: most tokens of a sequence, prompt and answer together.
         kv_cache_dtype, indexer_cache_dtype, hadamard: see `dsv4_compile.cache.CacheFormat.resolve`. With `auto` the
-            caches keep the model's dtype and nothing is quantised.
+            caches have the model's dtype and nothing is quantised.
         max_step_tokens: most tokens that one forward adds to a sequence (None = max_seq_len). Smaller values shrink
             the window and compressor-state caches; longer prompts then go through
             `generate(prefill_chunk_size=max_step_tokens)`.
 
-    Raises E205 for configurations and E208 for models that are not supported.
+    Raises E205 for an unsupported configuration and E208 for an unsupported model.
     """
     check(
         type(model) is hf.DeepseekV4ForCausalLM,
@@ -65,7 +66,7 @@ def convert(
         "past_key_values" in {field.name for field in fields(MoeModelOutputWithPast)},
         "E208",
         got=f"transformers {transformers_version}",
-        why="it has renamed past_key_values",
+        why="it renamed past_key_values",
         fix="pip install 'transformers<5.24'",
     )
     check(not model.training, "E208", got="a model in training mode", fix="call model.eval() first")
@@ -85,7 +86,7 @@ def convert(
         for layer in model.model.layers
     ]
     for layer, attention in zip(model.model.layers, attentions, strict=True):
-        # In __dict__, past nn.Module's registry: the parameters stay registered once, under their own names.
+        # In __dict__, so that nn.Module does not register the parameters a second time.
         layer.self_attn.__dict__["dsv4"] = attention
     model.model.__dict__["dsv4_cache"] = cache
     _swap_classes(model, _COMPILABLE)
@@ -93,18 +94,18 @@ def convert(
 
 
 def revert(model: Any) -> Any:
-    """Give a converted model its original classes back and drop the caches. Returns the same object."""
+    """Restore the original classes of a converted model, drop the caches, and return the same object."""
     _check_converted(model)
     _swap_classes(model, _ORIGINAL)
     for layer in model.model.layers:
         del layer.self_attn.__dict__["dsv4"]
     del model.model.__dict__["dsv4_cache"]
-    model.__dict__.pop("_dsv4_told", None)
+    model.__dict__.pop("_dsv4_warned", None)
     return model
 
 
 def new_cache(model: Any, *, max_batch_size: int | None = None, max_seq_len: int | None = None) -> PagedCache:
-    """Another cache for a converted model, of the same format and, unless given, the same capacity."""
+    """Allocate another cache for a converted model, in the same format and, unless given, with the same capacity."""
     _check_converted(model)
     own: PagedCache = model.model.dsv4_cache
     limit = model.model.layers[0].self_attn.dsv4.cos_sin.shape[0]
@@ -138,7 +139,7 @@ def _swap_classes(model: nn.Module, swaps: dict[type, Any]) -> None:
 def _shared_attention(
     source: Any, config: DeepseekV4Config, cache_format: CacheFormat, dtype: torch.dtype, max_seq_len: int
 ) -> DeepseekV4Attention:
-    """Our attention over `source`'s own parameters, each linear as it is stored (floating or e4m3 with scales)."""
+    """Build a `DeepseekV4Attention` that shares the parameters of `source`, floating or e4m3 with scales."""
     ours = DeepseekV4Attention(
         config,
         source.layer_idx,
@@ -161,7 +162,7 @@ def _shared_attention(
     check(
         not left,
         "E207",
-        got=f"parameters of layer {source.layer_idx} that no op takes: {', '.join(sorted(left))}",
+        got=f"parameters of layer {source.layer_idx} that no op uses: {', '.join(sorted(left))}",
     )
     ours.stack()
     ours.cos_sin = cos_sin_cache(config.rope(ours.ratio), max_seq_len, source.sinks.device)
@@ -169,7 +170,7 @@ def _shared_attention(
 
 
 def _check_stored_alike(theirs: Tensor, ours: Tensor, name: str) -> None:
-    """E207 unless a parameter of transformers has the shape and the kind of dtype that ours has."""
+    """Raise E207 unless a parameter of transformers has the shape of `ours`, and is e4m3 exactly if `ours` is."""
     check(
         theirs.shape == ours.shape,
         "E207",
@@ -185,7 +186,7 @@ def _check_stored_alike(theirs: Tensor, ours: Tensor, name: str) -> None:
 
 
 def _hf_parameter(source: Any, name: str) -> nn.Parameter:
-    """The parameter of a transformers attention that our parameter `name` stands for."""
+    """Return the parameter of a transformers attention that corresponds to our parameter `name`."""
     theirs = hf_name(name)
     path, _, leaf = theirs.rpartition(".")
     value = getattr(source.get_submodule(path), leaf, None)

@@ -1,6 +1,6 @@
-"""`dsv4 demo`: a small random DeepSeek-V4, eager in transformers and compiled here, token by token the same.
+"""Compile a small random DeepSeek-V4 and compare its tokens with eager transformers: `dsv4 demo`.
 
-Prompts of unequal length run as one padded batch through the compiled model and one by one through the eager one.
+Prompts of unequal length run as one padded batch through the compiled model and one by one through the eager model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMPARED_STEPS = 12
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of running the model. None where a figure does not apply."""
+    """Figures of one way to run the model, None for a figure that does not apply."""
 
     name: str
     graphs: int | None
@@ -43,14 +43,14 @@ class Row:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; 0 if every token agrees and nothing broke or recompiled, 1 otherwise."""
+    """Run the demo and return 0 if all tokens agree without a graph break or recompile, 1 otherwise."""
     args = _parse(argv)
     check(args.tokens >= 2, "E204", got=f"--tokens {args.tokens}", rule="the demo decodes at least 2 tokens")
     quiet_libraries()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     graphs = device.startswith("cuda") and args.backend == "dsv4"
     args.cudagraph = args.cudagraph or ("full" if graphs else "off")
-    torch.set_num_threads(1)  # so small a model only waits for more threads, compiled or not
+    torch.set_num_threads(1)  # more threads make so small a model slower
     model: Any = tiny_model(args.seed)
     model.to(device)
     prompts = _prompts(args.seed, device)
@@ -76,8 +76,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--cudagraph", choices=("off", "full", "trees"), help="replay decode steps (default: full on a GPU)"
     )
-    parser.add_argument("--compare", action="store_true", help="also torch.compile the model as it is: slow")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--compare", action="store_true", help="also torch.compile the unconverted model: slow")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if there is a GPU)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     return parser.parse_args(sys.argv[1:] if argv is None else argv)
@@ -89,7 +89,7 @@ def _prompts(seed: int, device: str) -> list[Tensor]:
 
 
 def _pad_left(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask `[B, S]`, as a tokenizer with padding_side="left" makes them."""
+    """Return token ids and attention mask `[B, S]`, like a tokenizer with padding_side="left"."""
     width = max(p.shape[0] for p in prompts)
     ids = torch.stack([torch.nn.functional.pad(p, (width - p.shape[0], 0)) for p in prompts])
     mask = torch.stack([torch.nn.functional.pad(torch.ones_like(p), (width - p.shape[0], 0)) for p in prompts])
@@ -97,7 +97,7 @@ def _pad_left(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _generate(model: Any, ids: Tensor, mask: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
-    """New tokens `[B, n]` and the logits they were chosen from `[B, n, vocab]`."""
+    """Return new tokens `[B, n]` and their logits `[B, n, vocab]`."""
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids) if mask is None else mask,
@@ -110,7 +110,7 @@ def _generate(model: Any, ids: Tensor, mask: Tensor | None, tokens: int) -> tupl
 
 
 def _ms_per_step(model: Any, prompts: list[Tensor]) -> float:
-    """Milliseconds of one decode step of the batch: a long generation less a short one, over the steps between."""
+    """Time one decode step of the batch in ms, as the difference of a long and a short generation per step."""
     ids, mask = _pad_left(prompts)
 
     def seconds(tokens: int) -> float:
@@ -169,14 +169,14 @@ def _run_compiled(
 
 
 def _difference(logits: Tensor, tokens: Tensor, expected: tuple[Tensor, Tensor]) -> float:
-    """Largest logit difference while both sequences are the same: after that they answer different questions."""
+    """Return the largest logit difference up to the first token that differs; later logits have other inputs."""
     same = (tokens == expected[0][0]).long().cumprod(0)
     steps = min(int(same.sum()) + 1, len(tokens))
     return float((logits[:steps] - expected[1][0][:steps]).abs().max())
 
 
 def _run_stock_compile(model: Any, prompt: Tensor) -> Row:
-    """torch.compile on the model as it is: a graph per cache shape, until torch gives up and runs eager."""
+    """Run torch.compile on the unconverted model: a graph per cache shape, until torch gives up and runs eager."""
     torch.compiler.reset()
     _reset_counts()
     model.forward = torch.compile(model.forward)
@@ -225,7 +225,7 @@ def _introduction(model: Any, device: str, tokens: int) -> str:
 
 
 def _table(rows: list[Row], ok: bool) -> str:
-    """The rows as a table, and one line that says whether the demo holds."""
+    """Format the rows as a table, and one line with the verdict."""
 
     def text(value: float | str | None, form: str = "") -> str:
         return "-" if value is None else format(value, form)

@@ -1,6 +1,6 @@
-"""Hugging Face's DeepSeek-V4 classes with a compilable forward. `convert` swaps the class of live modules to these.
+"""Subclasses of Hugging Face's DeepSeek-V4 classes with a compilable forward, which `convert` swaps in.
 
-They add no parameters and rename none: `state_dict`, `save_pretrained` and weight updates see the original model.
+They add and rename no parameters: `state_dict`, `save_pretrained` and weight updates see the original model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..metadata import AttentionMetadata
 from .cache import PagedCache
 
 hf: Any = modeling_deepseek_v4
-"""transformers' module. Its submodules reach a type checker as `Tensor | Module`, so none of it is checked."""
+"""Module of transformers, untyped because its submodules have the type `Tensor | Module`."""
 
 _log = logging.getLogger("dsv4_compile.hf")
 _NO_WEIGHTS = "sparse attention builds no attention matrix"
@@ -31,41 +31,43 @@ _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
 def _model_forward(forward: _Forward) -> _Forward:
-    """What transformers puts around the forward of a whole model: defaults from the config, and recorded outputs."""
+    """Decorate `forward` as transformers decorates a whole model: defaults from the config, and recorded outputs."""
     wrapped: Any = merge_with_config_defaults(capture_outputs(torch.no_grad()(forward)))
     return wrapped
 
 
 class CompilableAttention(hf.DeepseekV4Attention):
-    """Attention through `dsv4_compile.DeepseekV4Attention`, which shares this module's parameters."""
+    """Attention module that runs a `dsv4_compile.DeepseekV4Attention`, which shares its parameters."""
 
     def forward(
         self, hidden_states: Tensor, *, metadata: AttentionMetadata, past_key_values: PagedCache, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """`hidden_states` `[B, S, hidden]` -> the same shape; no attention weights."""
+        """Return the attention of `hidden_states` `[B, S, hidden]` in that shape, and no attention weights."""
         flat = hidden_states.flatten(0, 1)
         out = self.dsv4(flat, metadata, past_key_values.paged.layers[self.layer_idx])
         return out.view_as(hidden_states), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompilableAttention:
-        """Parameters that were converted by themselves go back into one matrix where they share one."""
+        """Convert the parameters and stack them again."""
         super()._apply(fn, recurse)
         self.dsv4.arrange()
         return self
 
 
 class CompilableNorm(hf.DeepseekV4RMSNorm):
-    """A norm that returns the dtype it is given. transformers 5.17 returns that of its weight, which is float32 beside
-    bfloat16 linears that take no float32."""
+    """RMSNorm that returns the dtype of its input.
+
+    transformers 5.17 returns the dtype of the weight, float32, which bfloat16 linears do not accept.
+    """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[..., hidden]` -> the same shape and dtype."""
+        """Normalise `[..., hidden]` and return the same shape and dtype."""
         normed: Tensor = super().forward(hidden_states)
         return normed.to(hidden_states.dtype)
 
 
 class CompilableModel(hf.DeepseekV4Model):
-    """The decoder stack: metadata once per step from device-side lengths, no mask, no Python counters."""
+    """Decoder stack that builds metadata once per step from lengths on the device, without masks or Python counters."""
 
     @_model_forward
     def forward(
@@ -80,8 +82,8 @@ class CompilableModel(hf.DeepseekV4Model):
     ) -> MoeModelOutputWithPast:
         """Append `input_ids` `[B, S]` to the sequences of `past_key_values` and run them through the layers.
 
-        Without `past_key_values` the model's own cache is used, from an empty state. `attention_mask` `[B, >= S]`
-        marks padding in its last S columns. Positions follow from the cache; `position_ids` is ignored.
+        Without `past_key_values` the model's own cache is reset and used. `attention_mask` `[B, >= S]` marks padding in
+        its last S columns. Positions follow from the cache; `position_ids` is ignored.
         """
         input_ids, cache = check_call(self, input_ids, inputs_embeds, past_key_values, kwargs)
         if past_key_values is None:
@@ -105,9 +107,9 @@ def check_call(
     cache: PagedCache | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, PagedCache]:
-    """Refuse, before anything is written, calls that the converted model cannot run.
+    """Raise E208 or E204 for a call that the converted model cannot run, before anything is written.
 
-    Returns the token ids and the cache that the call is about.
+    Returns the token ids and the cache of the call.
     """
     check(not model.training, "E208", got="a model in training mode", fix="call model.eval(), or revert it to train")
     if input_ids is None or inputs_embeds is not None:
@@ -122,7 +124,7 @@ def check_call(
     held: PagedCache = cache if cache is not None else model.dsv4_cache
     batch_size, num_columns = input_ids.shape
     if batch_size > held.paged.max_batch_size or num_columns > held.paged.max_step_tokens:
-        # Formatted only here: a symbolic size that is printed becomes a constant, and every size its own graph.
+        # Formatted only on failure: printing a symbolic size specialises the graph on it.
         fail(
             "E204",
             got=f"input_ids of shape ({batch_size}, {num_columns})",
@@ -133,12 +135,16 @@ def check_call(
 
 
 class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
-    """The language model: `generate` feeds the paged cache and marks what may vary, so that nothing recompiles."""
+    """Language model whose `generate` uses the paged cache and marks dynamic dims, so that nothing recompiles."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`transformers.GenerationMixin.generate`; says once when the model was not compiled in place."""
-        if self._compiled_call_impl is None and "forward" not in self.__dict__ and not self.__dict__.get("_dsv4_told"):
-            self.__dict__["_dsv4_told"] = True
+        """Run `transformers.GenerationMixin.generate`, with one warning if the model is not compiled in place."""
+        if (
+            self._compiled_call_impl is None
+            and "forward" not in self.__dict__
+            and not self.__dict__.get("_dsv4_warned")
+        ):
+            self.__dict__["_dsv4_warned"] = True
             _log.warning(
                 "generate() is running this converted model without torch.compile. "
                 'Compile it in place: model.compile(fullgraph=True, backend="dsv4"). '
@@ -164,7 +170,7 @@ class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
             generation_config.cache_implementation is None,
             "E208",
             got=f"cache_implementation={generation_config.cache_implementation!r}",
-            why="a converted model brings its own static cache",
+            why="a converted model has its own static cache",
             fix="leave cache_implementation unset",
         )
         check(generation_config.use_cache is not False, "E208", got="use_cache=False", fix="leave use_cache unset")
@@ -187,12 +193,12 @@ class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The new columns, their mask, and nothing that depends on the step, so that one graph serves all steps."""
+        """Return the new columns and their mask, and nothing that depends on the step, so that one graph serves all."""
         if next_sequence_length is not None:
             input_ids = input_ids[:, -next_sequence_length:]
-        # clone() into the plain format: a slice of one column keeps odd strides, and strides are part of a graph.
+        # Contiguous copies, because a slice of one column has other strides, and graphs guard on strides.
         input_ids = input_ids.clone(memory_format=torch.contiguous_format)
-        # A mask is always there: transformers makes one only when it finds padding, and None is another graph.
+        # Always a mask: transformers makes one only if there is padding, and None would be another graph.
         recent = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
         recent = recent.clone(memory_format=torch.contiguous_format)
         inputs: dict[str, Any] = {
@@ -206,9 +212,9 @@ class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
 
 
 def mark_dynamic_tokens(tensor: Tensor) -> Tensor:
-    """Tell Dynamo that both dims of `[B, S]` vary, so that its first graph is already the general one.
+    """Mark both dims of `[B, S]` as dynamic, so that Dynamo's first graph serves all sizes.
 
-    Sizes 1 stay as they are: torch specialises 0 and 1, which is what separates decode from prefill.
+    Sizes of 1 are not marked: torch specialises 0 and 1, so decode and prefill have separate graphs.
     """
     for dim, size in enumerate(tensor.shape):
         if size > 1:

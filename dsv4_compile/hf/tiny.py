@@ -1,4 +1,4 @@
-"""A small random DeepSeek-V4 with every part of the real one: for the demo, examples and tests."""
+"""A small random DeepSeek-V4 with every part of the real model, for the demo, examples and tests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LAYERS = ("sliding_attention", "compressed_sparse_attention", "heavily_compress
 
 
 def tiny_config(**overrides: Any) -> DeepseekV4Config:
-    """Four layers (SWA, CSA, HCA, CSA), mHC, hash-routed and routed experts, YaRN, and an indexer that must choose.
+    """Return a configuration of four layers (SWA, CSA, HCA, CSA) with mHC, hash-routed and routed experts, and YaRN.
 
-    `index_topk` is 8, so selection matters from 36 tokens on. The 32 index heads keep scores from being exactly zero
-    together, which would make ties that no two implementations break alike.
+    `index_topk` is 8, so the indexer leaves entries out from 36 tokens on. With 32 index heads no two scores are
+    exactly zero, which would be ties that implementations break differently.
     """
     values: dict[str, Any] = {
         "vocab_size": 512,
@@ -53,8 +53,11 @@ def tiny_config(**overrides: Any) -> DeepseekV4Config:
 
 
 def tiny_model(seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> DeepseekV4ForCausalLM:
-    """A random `tiny_config` model in eval mode. transformers' zero and one initial values are replaced by random ones,
-    so that sinks, position biases, norms, routing bias and the hash table all matter."""
+    """Return a random `tiny_config` model in eval mode.
+
+    Random values replace the zeros and ones of transformers' initialisation, so that sinks, position biases, norms,
+    routing bias and the hash table all have an effect.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -82,7 +85,7 @@ def tiny_model(seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides
 
 
 def quiet_libraries() -> None:
-    """Drop advice that a small float32 model would repeat: transformers' about RoPE factors, Inductor's about TF32."""
+    """Silence warnings about RoPE factors, TF32 and online softmax that a small float32 model would repeat."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
