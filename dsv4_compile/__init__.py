@@ -1,7 +1,7 @@
 """Run DeepSeek-V4 attention through torch.compile.
 
-Importing this package registers `torch.ops.dsv4` and nothing else: no Triton, no GPU, no torch setting is touched.
-What else it offers is imported when it is first used.
+Importing this package registers `torch.ops.dsv4` and does nothing else: it loads no Triton, uses no GPU and changes no
+setting of torch. Other modules are imported on first use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _root = _pathlib.Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
-    # In a source checkout the sibling folders kernels/ and lowering/ are our subpackages.
+    # In a source checkout the sibling folders kernels/ and lowering/ are subpackages of this package.
     __path__.append(str(_root))
 
 __version__ = "0.1.0"

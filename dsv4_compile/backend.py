@@ -1,7 +1,7 @@
-"""The torch.compile backend: `torch.compile(model, backend="dsv4")`.
+"""Backend of torch.compile: `torch.compile(model, backend="dsv4")`.
 
-It is Inductor's compile_fx with one graph pass added (see `passes`). Nothing private is imported before a graph is
-compiled.
+It runs Inductor's compile_fx with one more graph pass (see `passes`). No private name of torch is imported before a
+graph is compiled.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from .ops.common.define import OPS
 from .options import Options
 
 _PASS_SLOT = "post_grad_custom_post_pass"
-_INLINED = "realize_opcount_threshold"
-_INLINED_IN_CPP = 8
-"""Operations of a value that C++ calculates anew for each of several readers. With Inductor's own 50 (30 before torch
-2.13), slots and rows of keys, whose conditions read each other at every level, grew to 3500 operations an element
-before duplicates were dropped: half of what Inductor spends on a model, the C++ compiler aside. An option of that name
-decides, and a setting that is lower stays. Triton's kernels are left as they are."""
+_INLINE_LIMIT = "realize_opcount_threshold"
+_INLINE_LIMIT_IN_CPP = 8
+"""Most operations of a value that generated C++ recomputes for each reader. With Inductor's default of 50 (30 before
+torch 2.13), nested conditions on slots grow to thousands of operations an element, half of Inductor's time on a model.
+The user's option of this name, or a lower setting, takes precedence. Triton code keeps the default."""
 
 
 def dsv4(
@@ -33,7 +32,7 @@ def dsv4(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Compile `gm` with Inductor, the dsv4 ops in it lowered as `options` say.
+    """Compile `gm` with Inductor, with its dsv4 ops implemented as `options` say.
 
     Args:
         gm: the graph that Dynamo captured.
@@ -43,9 +42,8 @@ def dsv4(
         kwargs: passed on to compile_fx.
 
     Raises:
-        DSV4Error: E101 torch out of range, E301 unknown option, E302 implementation not available, E420 graphs asked
-            for on a device without, E424 two ways of capture at a time.
-            Dynamo wraps it; its text is part of the message.
+        DSV4Error: E101 unsupported torch, E301 unknown option, E302 implementation not available, E420 graphs on a
+            device that has none, E424 two kinds of capture. Dynamo wraps the error and keeps its text.
     """
     check_torch()
     from ._compat import codegen_of, compile_fx, inductor_config, ue8m0_in_cpp
@@ -60,8 +58,8 @@ def dsv4(
     devices = _devices(gm, example_inputs)
     patches[_PASS_SLOT] = ChooseImplementations(parsed, _as_sequence(user), devices)
     if {codegen_of(device) for device in devices} == {"cpp"}:
-        usual = getattr(inductor_config, _INLINED)
-        patches.setdefault(_INLINED, _INLINED_IN_CPP if usual is None else min(usual, _INLINED_IN_CPP))
+        limit = getattr(inductor_config, _INLINE_LIMIT)
+        patches.setdefault(_INLINE_LIMIT, _INLINE_LIMIT_IN_CPP if limit is None else min(limit, _INLINE_LIMIT_IN_CPP))
     capturing = Capturing.plan(parsed, gm, devices)
     patches |= capturing.inductor
     with ue8m0_in_cpp():
@@ -69,7 +67,7 @@ def dsv4(
 
 
 def reset() -> None:
-    """Called by torch.compiler.reset(): what this process has been told about its compiled code is told again."""
+    """Forget shown warnings and shared captures. torch.compiler.reset() calls this."""
     from .lowering import registry
     from .runtime.backends import shared_graphs
 
@@ -87,6 +85,6 @@ def _as_sequence(passes: Any) -> Sequence[Any]:
 
 
 def _devices(gm: GraphModule, example_inputs: Sequence[Any]) -> set[torch.device]:
-    """Devices of the graph's inputs and parameters."""
+    """Return the devices of the graph's inputs, parameters and buffers."""
     tensors = (value for value in (*example_inputs, *gm.parameters(), *gm.buffers()) if isinstance(value, torch.Tensor))
     return {tensor.device for tensor in tensors}

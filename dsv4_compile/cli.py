@@ -1,7 +1,7 @@
-"""The `dsv4` command. Nothing a subcommand needs is imported before that subcommand runs.
+"""Command line `dsv4`. The imports of a subcommand happen when it runs.
 
-Exit status: 0 success, 1 the answer is no (doctor found a fault, explain found too many breaks, bench a wrong result),
-2 wrong usage.
+Exit status: 0 success, 1 a negative result (a fault found by doctor, too many graph breaks, a wrong bench result), 2
+wrong usage.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from . import __version__, progress
 from .errors import CODES, DSV4Error
 
 DOCS = Path(__file__).with_name("docs")
-"""The pages that `dsv4 explain` prints."""
+"""Folder of the pages that `dsv4 explain` prints."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status. Errors of this package go to stderr without a traceback."""
+    """Run the command line and return its exit status. Print errors of this package to stderr, without a traceback."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if rest and args.command != "demo":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        # A log cannot redraw a line; minutes without one look like a hang.
+        # A log gets new lines instead of one that is redrawn, so that a long compilation does not look like a hang.
         with nullcontext() if sys.stderr.isatty() else progress.listen(progress.lines(sys.stderr)):
             status = _run(args, rest)
         sys.stdout.flush()
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(fault, file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader has seen enough (`dsv4 doctor | head`). What is still buffered goes nowhere, without an error.
+        # The reader closed the pipe (`dsv4 doctor | head`): discard what is still buffered, without an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -60,17 +60,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    doctor = commands.add_parser("doctor", help="check this environment, one verdict a line, ready to paste")
+    doctor = commands.add_parser("doctor", help="check this environment; the report is ready to paste")
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
 
     explain = commands.add_parser(
         "explain",
-        help="explain an error code, or what torch.compile makes of a script",
-        description="Print the page of an error code, or run a script and report its graphs, breaks and recompiles. "
-        "A script is run as it is: explain only scripts that you would run yourself.",
+        help="explain an error code, print a page, or report graphs, breaks and recompiles of a script",
+        description="Print an error code or a page of the documentation, or run a script and report its graphs, "
+        "breaks and recompiles. The script really runs: explain only scripts that you would run yourself.",
     )
     explain.add_argument(
-        "target", nargs="?", help="an error code, a page, or SCRIPT.py; left out, codes and pages are listed"
+        "target", nargs="?", help="an error code, a page, or SCRIPT.py; without it, codes and pages are listed"
     )
     explain.add_argument("--json", action="store_true", help="print the report of a script as JSON")
     explain.add_argument("--max-breaks", type=int, metavar="N", help="exit 1 if the script has more graph breaks")
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Each implementation must agree with the reference before it is timed: CUDA graph replays on a "
         "GPU, the wall clock on a CPU.",
     )
-    bench.add_argument("scenario", nargs="?", help="what to measure; left out, the scenarios are listed")
+    bench.add_argument("scenario", nargs="?", help="what to measure; without it, the scenarios are listed")
     bench.add_argument(
         "--only",
         action="append",
@@ -92,18 +92,16 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU, if there is one")
     bench.add_argument("--json", action="store_true", help="print the record as JSON")
     bench.add_argument("--out", metavar="FOLDER", help="write SCENARIO.json, .txt and, with matplotlib, .png there")
-    bench.add_argument("--png", action="store_true", help="insist on the pictures; without --out, in this folder")
+    bench.add_argument("--png", action="store_true", help="fail if pictures cannot be drawn; default folder: this one")
     bench.add_argument(
-        "--turn", metavar="FILE", help="for runs side by side: compile, then wait for the lock of FILE to measure"
+        "--turn", metavar="FILE", help="for parallel runs: compile, then wait for a lock on FILE to measure"
     )
-    bench.add_argument(
-        "--trust", action="store_true", help="let auto use kernels that have not passed their tests on this GPU"
-    )
+    bench.add_argument("--trust", action="store_true", help="let auto use kernels that are not proven on this GPU")
     bench.add_argument(
         "--tune",
         action="store_true",
-        help="let dsv4.impl=auto choose between IR and kernels by what is measured here; without a scenario, measure "
-        "all that it chooses between",
+        help="let dsv4.impl=auto choose between IR and kernels by these measurements; without a scenario, measure all "
+        "ops that have both",
     )
 
     commands.add_parser(
@@ -156,7 +154,7 @@ def _page(name: str) -> str | None:
 
 
 def _error_page(code: str) -> str:
-    """The table's entry of `code`, then what the errors page says about it."""
+    """Return the table entry of `code` and its section of the errors page."""
     entry = CODES[code]
     sections = re.split(r"^## ", _page("errors") or "", flags=re.MULTILINE)
     body = next((section for section in sections if section.startswith(f"{code}\n")), "").removeprefix(code).strip()

@@ -1,4 +1,4 @@
-"""What the attention of a DeepSeek-V4 model looks like: dimensions, layer ratios and RoPE parameters, as plain data."""
+"""Attention configuration of a DeepSeek-V4 model: dimensions, layer ratios and RoPE parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RATIO_OF_LAYER_TYPE = {
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
-    """YaRN interpolation of the RoPE frequencies. DeepSeek-V4 uses no attention factor (mscale) with it."""
+    """YaRN interpolation of RoPE frequencies. DeepSeek-V4 uses no attention factor (mscale) with it."""
 
     factor: float
     original_max_position: int
@@ -32,7 +32,7 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """One RoPE table: base, number of rotated dims, and YaRN or nothing."""
+    """Parameters of one RoPE table: base, number of rotated dims, and YaRN or None."""
 
     theta: float
     dim: int
@@ -41,11 +41,10 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class DeepseekV4Config:
-    """Attention configuration. The defaults are V4-Flash.
+    """Attention configuration. The defaults are those of V4-Flash.
 
-    `compress_ratios` is per-layer data, one entry a layer and possibly more (the tail belongs to MTP layers):
-    1 = sliding window only (SWA; 0 is accepted and stored as 1), 4 = compressed sparse (CSA), 128 = heavily
-    compressed (HCA).
+    `compress_ratios` has one entry for each layer, and may have more for MTP layers: 1 for sliding window only (SWA; 0
+    is accepted and stored as 1), 4 for compressed sparse (CSA), 128 for heavily compressed (HCA).
     """
 
     hidden_size: int = 4096
@@ -75,7 +74,7 @@ class DeepseekV4Config:
             len(self.compress_ratios) >= self.num_layers,
             "E205",
             got=f"{len(self.compress_ratios)} compress_ratios for {self.num_layers} layers",
-            fix="give one ratio a layer",
+            fix="give one ratio for each layer",
         )
         check(
             self.num_heads % self.o_groups == 0,
@@ -92,12 +91,12 @@ class DeepseekV4Config:
 
     @classmethod
     def flash(cls) -> DeepseekV4Config:
-        """DeepSeek-V4-Flash."""
+        """Return the configuration of DeepSeek-V4-Flash."""
         return cls()
 
     @classmethod
     def pro(cls) -> DeepseekV4Config:
-        """DeepSeek-V4-Pro."""
+        """Return the configuration of DeepSeek-V4-Pro."""
         return cls(
             hidden_size=7168,
             num_layers=61,
@@ -112,14 +111,13 @@ class DeepseekV4Config:
     def from_hf(cls, source: str | pathlib.Path | Mapping[str, Any] | Any) -> DeepseekV4Config:
         """Read a `config.json` (path), its dict, or a transformers `PretrainedConfig`.
 
-        Both spellings are understood: DeepSeek's (`compress_ratios`, `rope_scaling`, `qk_rope_head_dim`) and
-        transformers' (`layer_types`, `rope_parameters`, `partial_rotary_factor`). Raises E205 for anything that is
-        not DeepSeek-V4.
+        Both sets of names are understood: DeepSeek's (`compress_ratios`, `rope_scaling`, `qk_rope_head_dim`) and
+        transformers' (`layer_types`, `rope_parameters`, `partial_rotary_factor`). Raises E205 for other models.
         """
         return _from_hf(cls, _as_dict(source))
 
     def ratio(self, layer_idx: int) -> int:
-        """Compress ratio of a layer: 1, 4 or 128."""
+        """Return the compress ratio of a layer: 1, 4 or 128."""
         check(
             0 <= layer_idx < len(self.compress_ratios),
             "E205",
@@ -128,22 +126,22 @@ class DeepseekV4Config:
         return self.compress_ratios[layer_idx]
 
     def kind(self, layer_idx: int) -> str:
-        """`swa`, `csa` or `hca`."""
+        """Return the kind of a layer: `swa`, `csa` or `hca`."""
         return _KIND_OF_RATIO[self.ratio(layer_idx)]
 
     def rope(self, ratio: int) -> Rope:
-        """The RoPE table that a whole layer of this ratio uses: queries, window, compressed entries and indexer."""
+        """Return the RoPE parameters of a layer of this ratio: queries, window, compressed entries and indexer."""
         if ratio <= 1:
             return Rope(self.rope_theta, self.rope_dim)
         return Rope(self.compress_rope_theta, self.rope_dim, self.yarn)
 
     def with_layers(self, *ratios: int) -> DeepseekV4Config:
-        """The same model with exactly these layers: for examples, tests and layer benchmarks."""
+        """Return this model with exactly these layers, for examples, tests and layer benchmarks."""
         return replace(self, num_layers=len(ratios), compress_ratios=ratios)
 
     @property
     def compressed_ratios(self) -> tuple[int, ...]:
-        """The ratios above 1 that the model's layers use, ascending: which block tables and metadata it needs."""
+        """Ratios above 1 of the model's layers, ascending. They determine its block tables and metadata."""
         return tuple(sorted(set(self.compress_ratios[: self.num_layers]) - {1}))
 
     @property
@@ -223,7 +221,7 @@ def _ratios(raw: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """RoPE parameters of plain layers and of compressed layers, each possibly empty."""
+    """Return the RoPE parameters of window layers and of compressed layers, each possibly empty."""
     nested = raw.get("rope_parameters") or {}
     if isinstance(nested.get("main"), Mapping):
         kind = nested["main"].get("rope_type", "default")

@@ -1,6 +1,6 @@
-"""Every error this package raises: a code, the rule that was broken, what was got, why, and how to fix it.
+"""Errors of this package, each with a code, the rule that was broken, the value, the reason, and a fix.
 
-`CODES` is the one table of codes. `dsv4 explain E204` prints an entry; `error(...)` and `check(...)` raise one.
+`CODES` is the table of codes. `dsv4 explain E204` prints an entry; `fail(...)` and `check(...)` raise one.
 Ranges: E1xx environment and versions, E2xx inputs and metadata, E3xx compile and lowering, E4xx CUDA graphs,
 E5xx tuning and cache, W6xx warnings.
 """
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 _LIBRARIES = ("dsv4_compile", "torch")
-"""Packages whose frames a warning passes over."""
+"""Packages whose stack frames are skipped to find the user's line for a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One row of the error table: the rule that holds for every caller and the usual way out."""
+    """One row of the error table: the rule for every caller and the usual fix."""
 
     title: str
     rule: str
@@ -27,14 +27,14 @@ class Code:
 
 CODES: dict[str, Code] = {
     "E101": Code(
-        "a package this feature needs is missing or out of range",
+        "a package that this feature needs is missing or has an unsupported version",
         "the feature's packages are installed in a version this release was tested with",
         "install the extra named in the message",
     ),
     "E201": Code(
-        "argument is not what its docstring says",
+        "argument is not what its docstring describes",
         "each argument has the type, and each tensor the shape, dtype and device, that its docstring names",
-        "pass what the rule says; the docstring of the function has the rest",
+        "pass what the rule says, and see the docstring of the function",
     ),
     "E202": Code(
         "unknown cache format",
@@ -44,7 +44,7 @@ CODES: dict[str, Code] = {
     ),
     "E203": Code(
         "cache pages do not have the declared layout",
-        "a page holds block_size data rows, then block_size scale rows, and pages are stride(0) apart",
+        "a page holds block_size data rows before block_size scale rows, and pages are stride(0) apart",
         "allocate caches with dsv4_compile.cache, or check strides against dsv4_compile.layout",
     ),
     "E204": Code(
@@ -79,23 +79,23 @@ CODES: dict[str, Code] = {
     ),
     "E302": Code(
         "requested implementation is not available",
-        "an implementation that is asked for by name is used or refused, never replaced",
+        "an implementation that is requested by name is used, or this error is raised; it is never replaced",
         'use dsv4.impl="auto", or one of the implementations listed',
     ),
     "E401": Code(
         "batch over the capacity of the persistent buffers",
         "a step has at most max_num_batched_tokens tokens, padding included, and max_num_seqs requests",
-        "allocate MetadataBuffers for the largest step, or cut the step",
+        "allocate MetadataBuffers for the largest step, or split the step",
     ),
     "E402": Code(
         "sequence longer than max_model_len",
-        "no request, prompt and answer together, is longer than the max_model_len that buffers were allocated for",
+        "no request, prompt and answer together, is longer than the max_model_len of the buffers",
         "allocate MetadataBuffers with a larger max_model_len, or end the request",
     ),
     "E403": Code(
         "block table does not reach the end of its requests",
-        "a block table has a row for each request and a column for each page up to the end of the longest",
-        "pass a table as large as the message says",
+        "a block table has a row for each request and a column for each page of the longest request",
+        "pass a table of the size in the message",
     ),
     "E404": Code(
         "metadata has not been built",
@@ -104,18 +104,18 @@ CODES: dict[str, Code] = {
     ),
     "E420": Code(
         "graphs cannot be captured here",
-        "graph capture needs a CUDA device, or a request for its stand-in, which replays on the CPU in tests",
-        "run on a GPU, or without graphs; tests on a CPU have the stand-in",
+        "graph capture needs a CUDA device; its stand-in, which replays on the CPU in tests, must be requested",
+        "run on a GPU, or without graphs; request the stand-in in tests on a CPU",
     ),
     "E421": Code(
         "captured tensor moved or changed",
-        "what a graph has captured keeps its address, shape, strides and dtype",
+        "captured tensors keep their address, shape, strides and dtype",
         "write new values into the captured tensor with copy_, or capture again after the change",
     ),
     "E422": Code(
         "step cannot be captured",
         "a captured step launches work on the current stream and reads nothing back from the device",
-        "see what the step does at the place named",
+        "remove what the message names from the step",
     ),
     "E423": Code(
         "captured step is empty",
@@ -124,18 +124,18 @@ CODES: dict[str, Code] = {
     ),
     "E424": Code(
         "capture inside a capture",
-        "a step that is captured captures nothing itself, and its graphs are not replayed in it",
+        "a captured step captures no graph itself and replays none",
         'compile the step with dsv4.cudagraph="off", and not with mode="reduce-overhead" or "max-autotune"',
     ),
     "E425": Code(
         "captures are sealed",
-        "everything is captured and allocated in warm_up; after it no capture is added and none grows",
+        "warm_up captures and allocates everything; after it no capture is added and none grows",
         "choose buckets for all sizes that need a graph before warm_up",
     ),
     "E426": Code(
         "outputs of the step cannot be captured",
         "a captured step returns tensors whose first dim is the step's tokens",
-        "return tensors, and reduce over tokens outside of the step",
+        "return tensors, and reduce over tokens outside the step",
     ),
     "E427": Code(
         "runner has not been warmed up",
@@ -144,29 +144,29 @@ CODES: dict[str, Code] = {
     ),
     "E428": Code(
         "captured tensor on another device",
-        "everything that a step reads or writes by address lies on the device of the captures",
-        "move the tensor named to that device",
+        "all tensors that a step reads or writes by address are on the device of the captures",
+        "move the tensor in the message to that device",
     ),
     "E429": Code(
         "padding does not hold its pad value",
-        "rows behind the batch hold the pad value that metadata/buffers.py declares, at every step",
+        "rows after the batch hold the pad value that metadata/buffers.py declares, at every step",
         "rewrite all rows of the bucket in refresh",
     ),
     "W601": Code(
         "ran without a graph",
-        "sizes that were captured are replayed; any other runs compiled, with the same result",
-        "capture a bucket for it, or leave it so",
+        "captured sizes are replayed; any other size runs compiled, with the same result",
+        "capture a bucket for it, or ignore this warning",
     ),
     "W602": Code(
         "captures hold more memory than was predicted",
-        "what plan() predicts bounds what captures hold",
+        "captures hold at most the memory that plan() predicts",
         "use fewer or smaller buckets, and report the plan",
     ),
 }
 
 
 class DSV4Error(Exception):
-    """Base of all errors of this package. `code` is a key of `CODES`."""
+    """Base class of all errors of this package. `code` is a key of `CODES`."""
 
     def __init__(self, code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -> None:
         entry = CODES[code]
@@ -187,7 +187,7 @@ class DSV4Error(Exception):
 
 
 class EnvironmentFault(DSV4Error, ImportError):
-    """E1xx: the machine or the installed packages cannot do what was asked."""
+    """E1xx: the machine or the installed packages do not support the call."""
 
 
 class InputError(DSV4Error, ValueError):
@@ -195,15 +195,15 @@ class InputError(DSV4Error, ValueError):
 
 
 class CompileError(DSV4Error, RuntimeError):
-    """E3xx: an option or an implementation request that compilation cannot honour."""
+    """E3xx: an option or a requested implementation that compilation does not support."""
 
 
 class GraphError(DSV4Error, RuntimeError):
-    """E4xx: persistent buffers, capture or replay of a graph were used against their rules."""
+    """E4xx: a misuse of persistent buffers, or of capture and replay of a graph."""
 
 
 class DSV4Warning(UserWarning):
-    """W6xx: what was asked for was done, in another way or with another cost than expected."""
+    """W6xx: the call did what was asked, in another way or at another cost than expected."""
 
 
 _CLASSES: dict[str, type[DSV4Error]] = {
@@ -225,14 +225,14 @@ def fail(code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -
 
 
 def warn(code: str, *, got: str, why: str = "", fix: str = "") -> None:
-    """Warn with the text that the error of `code` would have, at the line of the user's that led here."""
+    """Warn with the text of the error of `code`, at the user's line that led here."""
     entry = CODES[code]
     text = str(DSV4Error(code, got=got, why=why, fix=fix or entry.fix))
     warnings.warn(DSV4Warning(text), stacklevel=_levels_to_the_user())
 
 
 def _levels_to_the_user() -> int:
-    """Stack level, for a warning of the caller, of the first frame that is neither ours nor torch's."""
+    """Return the stack level, for a warning of the caller, of the first frame outside this package and torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
@@ -240,6 +240,6 @@ def _levels_to_the_user() -> int:
 
 
 def check(condition: bool, code: str, *, got: str, why: str = "", fix: str = "", rule: str = "") -> None:
-    """Raise the error of `code` unless `condition` holds. Host-side facts only: never pass a tensor."""
+    """Raise the error of `code` unless `condition` holds. Pass host values only, never a tensor."""
     if not condition:
         fail(code, got=got, why=why, fix=fix, rule=rule)

@@ -1,13 +1,13 @@
-"""Every byte offset, alignment, floor and sentinel of the DeepSeek-V4 caches. No other file spells these numbers.
+"""Byte offsets, alignments, floors and sentinels of the DeepSeek-V4 caches. No other file contains these numbers.
 
-A quantised page of `block_size` tokens is not an array of rows. It stores all data rows, then all scale rows:
+A quantised page of `block_size` tokens is not an array of rows. It stores all data rows before all scale rows:
 
     [0,                    bs * data)             token t's data  at t * data
     [bs * data,            bs * (data + scale))   token t's scale at bs * data + t * scale
     [bs * (data + scale),  page_stride)           padding, never read or written
 
-`data + scale` (584 for `fp8_ds_mla`) is only the accounting width. Pages are `stride(0)` apart, which is at
-least the page's bytes rounded up to `align`.
+`data + scale` (584 for `fp8_ds_mla`) is the number of bytes a token, not a row stride. Pages are `stride(0)` apart,
+which is at least the page's bytes rounded up to `align`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ HEAD_DIM = 512
 ROPE_DIM = 64
 NOPE_DIM = HEAD_DIM - ROPE_DIM
 INDEXER_HEAD_DIM = 128
-V32_LATENT_DIM = 512  # DeepSeek-V3.2 attends its latent and ROPE_DIM more dims; the latent alone is the value
+V32_LATENT_DIM = 512  # keys of DeepSeek-V3.2 are the latent and ROPE_DIM more dims, values the latent
 V32_HEAD_DIM = V32_LATENT_DIM + ROPE_DIM
-V32_NOPE_HEAD_DIM = 128  # of a V3.2 query head before it is absorbed into the latent
+V32_NOPE_HEAD_DIM = 128  # dims of a V3.2 query head before absorption into the latent
 SLIDING_WINDOW = 128
 CSA_RATIO = 4
 HCA_RATIO = 128
 
-# Sentinels. Padding never points at a live row and never counts.
+# Sentinels. Padding points at no live row and is not counted.
 PAD_SLOT = -1
 PAD_INDEX = -1
 PAD_LEN = 0
@@ -48,51 +48,51 @@ MX_TILE = 32  # elements that share one scale in mxfp4
 SCALE_ROW_ALIGN = 4  # token rows of transposed activation scales, so that a column of float32 is 16-byte aligned
 SCALES_PER_WORD = 4  # UE8M0 bytes in one int32 of packed activation scales
 KV_AMAX_FLOOR = 1e-4  # cache rows and indexer keys and queries
-ACT_AMAX_FLOOR = 1e-10  # activations in front of a linear
+ACT_AMAX_FLOOR = 1e-10  # activations, quantised before a linear
 MXFP4_AMAX_FLOOR = 6.0 * 2.0**-126
 
-# Paging, in tokens of the uncompressed sequence unless it says entries.
-KV_BLOCK = 256  # scheduler block: what one entry of a compressed block table covers
+# Paging, in tokens of the uncompressed sequence.
+KV_BLOCK = 256  # tokens that one entry of a compressed block table covers
 WINDOW_BLOCK = 64
 INDEX_ALIGN = 128  # width alignment of index rows
-FLASHINFER_INDEX_ALIGN = 4  # the same for FlashInfer, which loads indices 16 bytes at a time
+FLASHINFER_INDEX_ALIGN = 4  # for FlashInfer, which loads indices 16 bytes at a time
 
 
 _Offset = TypeVar("_Offset", int, torch.Tensor)
 
 
 def cdiv(a: int, b: int) -> int:
-    """Ceiling division."""
+    """Return ceil(a / b)."""
     return -(-a // b)
 
 
 def align_up(value: int, multiple: int) -> int:
-    """Smallest multiple of `multiple` that is >= `value`."""
+    """Return the smallest multiple of `multiple` that is >= `value`."""
     return cdiv(value, multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Geometry of a quantised page: bytes of data and of scales per token, and the alignment of a page."""
+    """Layout of a quantised page: bytes of data and of scales per token, and the alignment of a page."""
 
     data: int
     scale: int
     align: int = 576
 
     def page_bytes(self, block_size: int) -> int:
-        """Bytes of a page that are ever addressed."""
+        """Return the bytes of a page without its padding."""
         return block_size * (self.data + self.scale)
 
     def page_stride(self, block_size: int) -> int:
-        """Distance in bytes between two pages as this package allocates them."""
+        """Return the distance in bytes between two pages that this package allocates."""
         return align_up(self.page_bytes(block_size), self.align)
 
     def data_offset(self, offset: _Offset) -> _Offset:
-        """First data byte, within its page, of the token at `offset`. Works on ints and tensors."""
+        """Return the first data byte, within its page, of the token at `offset` (an int or a tensor)."""
         return offset * self.data
 
     def scale_offset(self, offset: _Offset, block_size: int) -> _Offset:
-        """First scale byte, within its page, of the token at `offset`. Works on ints and tensors."""
+        """Return the first scale byte, within its page, of the token at `offset` (an int or a tensor)."""
         return block_size * self.data + offset * self.scale
 
 
@@ -106,40 +106,40 @@ PAGE_LAYOUTS: dict[str, PageLayout] = {
     "indexer_fp8": INDEXER_FP8,
     "indexer_mxfp4": INDEXER_MXFP4,
 }
-"""Formats whose cache is bytes, `uint8 [P, page_bytes]`. The others are rows, `[P, S, D]`: `plain` in the model's
-dtype and `fp8` (per-tensor scale) as uint8."""
+"""Byte formats, `uint8 [P, page_bytes]`. The other formats are rows `[P, S, D]`: `plain` in the model's dtype and `fp8`
+(per-tensor scale) as uint8."""
 
 KV_FORMATS = ("fp8_ds_mla", "plain", "fp8")
 INDEXER_FORMATS = ("indexer_fp8", "indexer_mxfp4", "plain")
 
 
 def storage_block_size(ratio: int) -> int:
-    """Compressed entries in one page: 64 for ratio 4, 2 for ratio 128."""
+    """Return the compressed entries in one page: 64 for ratio 4, 2 for ratio 128."""
     return KV_BLOCK // ratio
 
 
 def state_block_size(ratio: int) -> int:
-    """Raw tokens in one page of compressor state: 4 for ratio 4, 8 for ratio 128."""
+    """Return the tokens in one page of compressor state: 4 for ratio 4, 8 for ratio 128."""
     return 4 if ratio == CSA_RATIO else 8
 
 
 def overlap_factor(ratio: int) -> int:
-    """How many groups of `ratio` tokens one compressed entry pools: 2 for ratio 4 (overlap), else 1."""
+    """Return the groups of `ratio` tokens that one compressed entry pools: 2 for ratio 4 (overlap), else 1."""
     return 2 if ratio == CSA_RATIO else 1
 
 
 def state_width(ratio: int, head_dim: int) -> int:
-    """float32 values of one state row: kv half, then score half, each `overlap_factor * head_dim` wide."""
+    """Return the width of a state row: kv, then score, each `overlap_factor * head_dim` float32 values."""
     return 2 * overlap_factor(ratio) * head_dim
 
 
 def c128a_width(max_model_len: int) -> int:
-    """Row width of the C128A index buffers. The only formula for it: a second one writes past rows."""
+    """Return the row width of the C128A index buffers. All users must call this, or writes run past rows."""
     return align_up(cdiv(max_model_len, HCA_RATIO), INDEX_ALIGN)
 
 
 def cache_shape(fmt: str, num_blocks: int, block_size: int, head_dim: int) -> tuple[int, ...]:
-    """Logical shape of a cache: `[P, page_bytes]` for byte formats, `[P, S, D]` for rows."""
+    """Return the shape of a cache: `[P, page_bytes]` for byte formats, `[P, S, D]` for rows."""
     if fmt in PAGE_LAYOUTS:
         return (num_blocks, PAGE_LAYOUTS[fmt].page_bytes(block_size))
     check(fmt in KV_FORMATS, "E202", got=repr(fmt))
@@ -155,7 +155,7 @@ def allocate_cache(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Allocate a zeroed cache in its natural shape (see `cache_shape`), pages padded to their alignment.
+    """Allocate a zeroed cache in its `cache_shape`, with pages padded to their alignment.
 
     `dtype` is used by `plain` rows only; quantised formats are uint8.
     """
@@ -168,9 +168,9 @@ def allocate_cache(
 
 
 def byte_pages(cache: torch.Tensor, fmt: str, block_size: int, op: str = "") -> torch.Tensor:
-    """View a byte cache as `uint8 [P, page_bytes]`, from that shape or from the accounting view `[P, S, width]`.
+    """View a byte cache as `uint8 [P, page_bytes]`, from that shape or from `[P, S, data + scale]`.
 
-    Raises E203, which names `op`, when the tensor cannot be such a view.
+    Raises E203, which names `op`, if the tensor cannot be viewed so.
     """
     layout = PAGE_LAYOUTS[fmt]
     width = layout.data + layout.scale

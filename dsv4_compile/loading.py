@@ -1,8 +1,8 @@
-"""Weights into `DeepseekV4Attention`: from tensors or safetensors, under DeepSeek's names or Hugging Face's.
+"""Loading of weights into `DeepseekV4Attention`, from tensors or safetensors with DeepSeek's or Hugging Face's names.
 
-The module's own names are DeepSeek's (`wq_a.weight`, `wq_a.scale`, ...). An e4m3 weight with scales goes into an fp8
-module as it is, and is dequantised into a module with floating weights. A tensor that is missing, left over or
-mis-shaped raises E207 and names itself; nothing is half loaded.
+The module's own names are DeepSeek's (`wq_a.weight`, `wq_a.scale`, ...). An e4m3 weight with scales is copied into an
+fp8 module, and dequantised for a module with floating weights. A tensor that is missing, left over or of a wrong shape
+raises E207 with its name, before any parameter is written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HF_NAMES: dict[str, str] = {
     "indexer.compressor.ape": "compressor.indexer.position_bias",
     "indexer.compressor.norm": "compressor.indexer.kv_norm",
 }
-"""DeepSeek's name of every weight of an attention layer -> its name in transformers, without the suffix."""
+"""Names of the weights of an attention layer without suffix: DeepSeek's name -> transformers' name."""
 
 _E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -47,7 +47,7 @@ _HF_SUFFIX = {"weight": "weight", "scale": "weight_scale_inv"}
 
 
 def hf_name(official: str) -> str:
-    """transformers' name of an official parameter name: `wq_a.scale` -> `q_a_proj.weight_scale_inv`."""
+    """Return the name in transformers of an official parameter name: `wq_a.scale` -> `q_a_proj.weight_scale_inv`."""
     if official in HF_NAMES:
         return HF_NAMES[official]
     stem, suffix = official.rsplit(".", 1)
@@ -57,7 +57,7 @@ def hf_name(official: str) -> str:
 def load_attention(
     module: nn.Module, tensors: Mapping[str, Tensor], *, prefix: str = "", naming: str = "official"
 ) -> None:
-    """Copy the tensors under `prefix` into `module`, which must be a `DeepseekV4Attention`.
+    """Copy the tensors under `prefix` into `module`, a `DeepseekV4Attention`.
 
     Args:
         tensors: checkpoint tensors by name; names outside `prefix` are ignored.
@@ -82,13 +82,13 @@ def load_attention(
             value = _dequantize(value, scale, f"{prefix}{source}", f"{prefix}{scale_name}")
         _check_shape(value, tuple(parameter.shape), f"{prefix}{source}")
         plan.append((parameter, _as_dtype(value, parameter.dtype, f"{prefix}{source}")))
-    extra = ", ".join(prefix + name for name in sorted(given)[:8])
-    check(not given, "E207", got=f"{len(given)} tensors that no parameter takes: {extra}")
+    left = ", ".join(prefix + name for name in sorted(given)[:8])
+    check(not given, "E207", got=f"{len(given)} tensors without a parameter: {left}")
     check(
         not any(parameter.is_meta for parameter, _ in plan),
         "E207",
         got="a module on the meta device",
-        fix="give it memory first: module.to_empty(device=...)",
+        fix="allocate its memory first: module.to_empty(device=...)",
     )
     with torch.no_grad():
         for parameter, value in plan:
@@ -114,9 +114,9 @@ def _dequantize(weight: Tensor, scale: Tensor, name: str, scale_name: str) -> Te
 
 
 def _as_dtype(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """`value`, ready to be copied into a parameter of `dtype`. E207 unless it means the same there.
+    """Return `value` in a form that copies into a parameter of `dtype`, or raise E207.
 
-    Only floating weights may be rounded. A weight is never quantised here, and a scale is a power of two as it comes.
+    Only floating weights may be rounded. Weights are not quantised here, and scales must be powers of two.
     """
     if dtype is _E8M0 and value.dtype is torch.uint8:
         return value.view(_E8M0)
@@ -124,8 +124,8 @@ def _as_dtype(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         check(
             torch.equal(value.to(_E8M0).float(), value),
             "E207",
-            got=f"{name} with values that are no powers of two",
-            fix="build the module with fp8=False: the weight is then dequantised as it is loaded",
+            got=f"{name} with values that are not powers of two",
+            fix="build the module with fp8=False, which dequantises the weight",
         )
         return value
     allowed = (dtype,) if dtype in (_E4M3, _E8M0) else _FLOATS
@@ -142,7 +142,7 @@ def _as_dtype(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 def load_attention_from_safetensors(
     module: nn.Module, path: str | pathlib.Path, *, prefix: str, naming: str = "official"
 ) -> None:
-    """`load_attention` from a `.safetensors` file or a folder with `model.safetensors.index.json`.
+    """Run `load_attention` on a `.safetensors` file or a folder with `model.safetensors.index.json`.
 
     Only the tensors under `prefix` are read.
     """
@@ -167,7 +167,7 @@ def _read_safetensors(path: pathlib.Path, prefix: str) -> Iterator[tuple[str, Te
 
 
 def _files_with(path: pathlib.Path, prefix: str) -> list[pathlib.Path]:
-    """The file, or the folder's files that hold tensors under `prefix`: all of them where no index tells."""
+    """Return the file, or the folder's files with tensors under `prefix`: all of them if there is no index."""
     if not path.is_dir():
         return [path]
     index = path / "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""Progress of long work, compiling above all: who reports does not know who listens.
+"""Progress of long work such as compilation, reported to a terminal or to listeners.
 
     with progress.stage("compile", total=2) as work:
         work.note("prefill graph")
@@ -7,9 +7,8 @@
         model(token)
         work.advance()
 
-Where stderr is a terminal a line is drawn and removed at the end; elsewhere nothing is printed. A server passes a
-function instead: `with progress.listen(callback):` calls it with an `Event` at each step. `lines(stream)` is one for
-logs.
+On a terminal, stderr shows one line that is removed at the end; otherwise nothing is printed. A server passes a
+function: `with progress.listen(callback):` calls it with an `Event` at each step. `lines(stream)` makes one for logs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _CLEAR_LINE = "\r\x1b[2K"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A step. `total` and `eta` (seconds left) are None where the amount of work is not known."""
+    """State of a stage. `total` and `eta` (seconds left) are None if the amount of work is unknown."""
 
     stage: str
     done: int
@@ -54,7 +53,7 @@ _listeners: ContextVar[tuple[Listener, ...] | None] = ContextVar("dsv4_progress"
 
 @dataclass(slots=True)
 class Stage:
-    """Work under way. Reports from the thread that does it."""
+    """Work in progress, which reports from the thread that does it."""
 
     name: str
     total: int | None
@@ -64,17 +63,17 @@ class Stage:
     _note: str = ""
 
     def note(self, text: str) -> None:
-        """Say what is being done now."""
+        """Report what is being done now."""
         self._note = text
         self._send(self.event())
 
     def advance(self, text: str = "", steps: int = 1) -> None:
-        """Count `steps` as done; `text` says what comes next."""
+        """Count `steps` as done, and report `text` as the next one."""
         self._done += steps
         self.note(text)
 
     def event(self, *, finished: bool = False) -> Event:
-        """The state now."""
+        """Return the current state."""
         elapsed = time.monotonic() - self._started
         eta = None
         if self.total is not None and 0 < self._done <= self.total:
@@ -84,7 +83,7 @@ class Stage:
 
 @contextmanager
 def stage(name: str, total: int | None = None) -> Iterator[Stage]:
-    """Report the work of the block as `name`. `total` is its number of steps, where it is known."""
+    """Report the work of the block as `name`, with `total` steps, or None if the number is unknown."""
     listeners = _listeners.get()
     line = _Line(sys.stderr) if listeners is None and sys.stderr.isatty() else None
 
@@ -111,7 +110,7 @@ def stage(name: str, total: int | None = None) -> Iterator[Stage]:
 def listen(listener: Listener | None) -> Iterator[None]:
     """Send events of the block to `listener` instead of the terminal, after those of an outer `listen`.
 
-    None silences the block. Listeners are called in the thread that works, so they must be quick.
+    None silences the block. Listeners run in the thread that does the work, so they must be fast.
     """
     token = _listeners.set(() if listener is None else (*(_listeners.get() or ()), listener))
     try:
@@ -121,7 +120,7 @@ def listen(listener: Listener | None) -> Iterator[None]:
 
 
 def lines(stream: TextIO) -> Listener:
-    """A listener that writes a line to `stream` whenever something else is being done."""
+    """Return a listener that writes a line to `stream` whenever the stage or its note changes."""
     last: tuple[str, str] | None = None
 
     def show(event: Event) -> None:
@@ -137,7 +136,7 @@ def lines(stream: TextIO) -> Listener:
 
 
 class _Line:
-    """One line of a terminal, redrawn while the work blocks its own thread."""
+    """One line of a terminal, redrawn by a thread of its own while the work blocks."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""The float32 cos/sin tables of a configuration, one per layer kind, shared by all layers that use the same one."""
+"""Float32 cos/sin tables of RoPE, one for each layer kind, shared by all layers of the kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .config import Rope
 
 
 def inv_freq(rope: Rope) -> Tensor:
-    """float32 `[dim / 2]`: theta^(-2i/dim), interpolated by YaRN where the table has it.
+    """Return float32 `[dim / 2]`: theta^(-2i/dim), interpolated by YaRN if `rope` has it.
 
     YaRN divides the low frequencies by `factor` and keeps the high ones, with a linear ramp over the pair index
     between the pairs that turn `beta_fast` and `beta_slow` times over the original context.
@@ -29,12 +29,12 @@ def inv_freq(rope: Rope) -> Tensor:
 
 
 def _arange(*bounds: int) -> Tensor:
-    # On the CPU whatever device is the default, as `with torch.device("meta")` sets while modules are built.
+    # Explicitly on the CPU: modules may be built under `with torch.device("meta")`.
     return torch.arange(*bounds, dtype=torch.float32, device="cpu")
 
 
 def _pair_with_turns(rope: Rope, turns: float) -> float:
-    """Pair index whose angle makes `turns` full turns over the original context."""
+    """Return the pair index whose angle makes `turns` full turns over the original context."""
     assert rope.yarn is not None
     context = rope.yarn.original_max_position
     return rope.dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -42,9 +42,9 @@ def _pair_with_turns(rope: Rope, turns: float) -> float:
 
 @functools.lru_cache(maxsize=16)
 def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "cpu") -> Tensor:
-    """float32 `[max_position, dim]`: cosines in the first half of a row, sines in the second.
+    """Return float32 `[max_position, dim]`: cosines in the first half of a row, sines in the second.
 
-    Tables are cached: layers of one kind share one tensor. Do not write to it or cast it.
+    Tables are cached, so layers of one kind share one tensor. Do not write to it or cast it.
     """
     if torch.device(device).type == "meta":
         return torch.empty(max_position, rope.dim, device=device)

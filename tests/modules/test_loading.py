@@ -133,7 +133,7 @@ def test_e4m3_weights_are_dequantised_into_a_floating_module(dtype: torch.dtype,
     assert quantised == 6  # wq_a, wq_b, wkv, wo_a, wo_b, indexer.wq_b
 
 
-def test_scales_that_are_no_powers_of_two_dequantise_but_raise_for_an_fp8_module() -> None:
+def test_scales_that_are_not_powers_of_two_dequantise_but_raise_for_an_fp8_module() -> None:
     tensors = tensors_for(new_layer("swa", fp8=True))
     scale = PREFIX["official"] + "wq_a.scale"
     tensors[scale] = torch.full(tensors[scale].shape, 0.3)
@@ -141,7 +141,7 @@ def test_scales_that_are_no_powers_of_two_dequantise_but_raise_for_an_fp8_module
     load_attention(layer, tensors, prefix=PREFIX["official"])
     weight = tensors[PREFIX["official"] + "wq_a.weight"]
     assert_bitwise(layer.wq_a.weight.data, dequantized(weight, tensors[scale]))
-    with pytest.raises(ValueError, match=r"E207(.|\n)*layers\.1\.attn\.wq_a\.scale.*no powers of two"):
+    with pytest.raises(ValueError, match=r"E207(.|\n)*layers\.1\.attn\.wq_a\.scale.*not powers of two"):
         load_attention(new_layer("swa", fp8=True), tensors, prefix=PREFIX["official"])
 
 

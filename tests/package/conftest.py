@@ -1,4 +1,4 @@
-"""The repository as its own tests see it: sources parsed once, and fresh interpreters that know nothing yet."""
+"""Fixtures with the sources of the repository, parsed once, and with fresh interpreters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def sources() -> dict[str, str]:
-    """Text of every library file by its path from the root."""
+    """Return the text of every library file by its path from the root."""
     files = sorted(path for folder in LIBRARY for path in (ROOT / folder).rglob("*.py"))
     return {str(path.relative_to(ROOT)): path.read_text() for path in files}
 
@@ -50,7 +50,7 @@ def fresh_python() -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this tree, built from a copy so that no build folder appears in the repository."""
+    """Build the wheel of this tree, from a copy, so that no build folder appears in the repository."""
     copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
     for folder in LIBRARY:
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))

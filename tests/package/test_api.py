@@ -1,4 +1,4 @@
-"""The public names, listed: adding or removing one is a decision, and shows here."""
+"""Tests of the public names, which are listed here so that a change of them is deliberate."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_public_name_is_importable_and_documented(name: str) -> None:
     assert inspect.getdoc(getattr(dsv4_compile, name))
 
 
-def test_modules_that_texts_name_need_no_import_of_their_own(root: Path) -> None:
-    """`dsv4_compile.runtime.counting()` and the like, after `import dsv4_compile` alone, in a fresh process."""
+def test_modules_named_in_texts_are_available_after_import_dsv4_compile(root: Path) -> None:
+    """For example `dsv4_compile.runtime.counting()` works after `import dsv4_compile` alone."""
     program = "import dsv4_compile\nfor name in dsv4_compile._MODULES: getattr(dsv4_compile, name)"
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

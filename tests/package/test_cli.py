@@ -1,4 +1,4 @@
-"""The `dsv4` command: what it prints, what it returns, and what it refuses."""
+"""Tests of the `dsv4` command: output, exit status and errors."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def test_explain_alone_lists_every_code_and_page(capsys: pytest.CaptureFixture[s
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*CODES, *sorted(pages)]
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_the_version_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["--version"])
     assert (stop.value.code, capsys.readouterr().out) == (0, f"dsv4 {__version__}\n")
 
 
-def test_explain_takes_a_code_in_small_letters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_accepts_a_code_in_lower_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "e204"]) == 0
     assert capsys.readouterr().out.startswith("E204  ")
 
 
-def test_explain_of_no_file_says_how_to_name_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_of_a_missing_script_asks_for_a_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "nothing.py"]) == 2
     assert "fix   pass the path of a script" in capsys.readouterr().err
 
 
-def test_a_limit_without_values_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_without_values_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "gemm", "--only", "tokens"]) == 2
     assert capsys.readouterr().err == "--only takes COLUMN=A,B, got 'tokens'\n"
 
@@ -61,12 +61,12 @@ def test_explain_prints_a_page(page: str, capsys: pytest.CaptureFixture[str], ro
 
 
 @pytest.mark.parametrize("target", ["E999", "nothing", "../pyproject", "errors/..", ""])
-def test_explain_refuses_what_it_does_not_know(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_of_an_unknown_target_is_an_error(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", target]) == 2
     assert capsys.readouterr().err.startswith(f"no error code or page {target!r}")
 
 
-def test_explain_hands_a_script_to_the_debug_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_passes_a_script_to_the_debug_package(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, object] = {}
 
     def explain_script(path: str, **options: object) -> int:
@@ -86,7 +86,7 @@ def test_demo_gets_every_argument_that_follows_it(monkeypatch: pytest.MonkeyPatc
     assert seen == [["--compare", "--steps", "3", "--help"]]
 
 
-def test_our_errors_end_the_command_without_a_traceback(
+def test_errors_of_the_package_end_the_command_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     demo = types.SimpleNamespace(main=lambda argv: fail("E101", got="transformers 4.0"))
@@ -95,7 +95,7 @@ def test_our_errors_end_the_command_without_a_traceback(
     assert capsys.readouterr().err.startswith("[E101] ")
 
 
-def test_reader_that_stops_early_is_no_error(root: Path) -> None:
+def test_a_reader_that_closes_the_pipe_is_no_error(root: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "dsv4_compile", "explain", "layout"]
@@ -114,7 +114,7 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     assert "usage: dsv4" in capsys.readouterr().err
 
 
-def test_doctor_finds_the_ops_right_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_finds_the_ops_correct_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
     assert checks["torch"]["value"] == torch.__version__
@@ -123,7 +123,7 @@ def test_doctor_finds_the_ops_right_on_this_machine(capsys: pytest.CaptureFixtur
     assert {check["level"] for check in ops} == {"ok"}
 
 
-def test_doctor_report_is_one_block_that_ends_with_the_verdict() -> None:
+def test_doctor_report_ends_with_the_verdict() -> None:
     checks = [doctor.Check("torch", "2.9", "fix", "tested: 2.11 to 2.15"), doctor.Check("python", "3.11")]
     assert doctor.render(checks) == (
         "fix   torch   2.9\n"
@@ -134,7 +134,7 @@ def test_doctor_report_is_one_block_that_ends_with_the_verdict() -> None:
     )
 
 
-def test_doctor_survives_a_probe_that_raises_and_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_probe_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> doctor.Check:
         raise OSError("no such driver\nand more")
 
@@ -154,7 +154,7 @@ def test_doctor_survives_a_probe_that_raises_and_says_which(monkeypatch: pytest.
         ("3.0", "warn"),
     ],
 )
-def test_doctor_tells_versions_inside_the_tested_window_from_others(
+def test_doctor_distinguishes_tested_versions_of_torch(
     monkeypatch: pytest.MonkeyPatch, version: str, level: str
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
@@ -164,7 +164,7 @@ def test_doctor_tells_versions_inside_the_tested_window_from_others(
 @pytest.mark.parametrize(
     ("version", "level"), [("3.5.1", "fix"), ("3.6.0", "ok"), ("3.9.0+git1", "ok"), ("3.10.0", "warn")]
 )
-def test_doctor_warns_of_a_triton_that_kernels_for_hopper_were_not_tried_with(
+def test_doctor_warns_of_a_triton_that_hopper_kernels_were_not_tested_with(
     monkeypatch: pytest.MonkeyPatch, version: str, level: str
 ) -> None:
     monkeypatch.setattr(doctor.metadata, "version", lambda name: version)
@@ -194,7 +194,7 @@ def test_doctor_counts_the_kernels_that_auto_uses_on_a_gpu(
         ((), "", "fix", "torch.compile on a CPU needs it, or CXX=another compiler"),
     ],
 )
-def test_doctor_looks_for_the_compiler_that_inductor_calls(
+def test_doctor_checks_the_compiler_that_inductor_calls(
     monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], named: str, level: str, note: str
 ) -> None:
     monkeypatch.setenv("CXX", named)
@@ -205,7 +205,7 @@ def test_doctor_looks_for_the_compiler_that_inductor_calls(
     assert (check.level, check.note) == (level, note)
 
 
-def test_doctor_finds_an_op_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_finds_an_op_with_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.dsv4, "fused_q_kv_rmsnorm", lambda qr, kv, *rest: (qr, kv), raising=False)
     norm = next(check for check in doctor.examine() if check.name == "op fused_q_kv_rmsnorm")
     assert norm.level == "fix"

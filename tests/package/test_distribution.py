@@ -1,4 +1,4 @@
-"""pyproject.toml says what the tree holds, and the wheel holds what pyproject.toml says."""
+"""Tests that pyproject.toml lists the packages of the tree, and that the wheel contains them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_doctor_and_pyproject_name_the_same_versions(project: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("version", "level"), [("5.16.3", "warn"), ("5.17.0", "ok"), ("5.23.9", "ok"), ("5.24.0", "warn")]
 )
-def test_doctor_warns_of_versions_that_do_not_do(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_warns_of_unsupported_versions(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsv4_compile import doctor
 
     monkeypatch.setattr(doctor.metadata, "version", lambda name: version)

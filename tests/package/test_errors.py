@@ -1,4 +1,4 @@
-"""The table of error codes, the code that raises them and the pages that explain them agree."""
+"""Tests that the table of error codes, the code that raises them, and the page that explains them agree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CODE = re.compile(r"[EW]\d{3}")
 
 
 def _used(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
-    """Places that spell a code as an argument: `fail("E201", ...)`, `check(fine, "E201", ...)`."""
+    """Return the places with a code as an argument, such as `fail("E201", ...)`, by code."""
     used: dict[str, list[str]] = {}
     for path, tree in trees.items():
         for node in ast.walk(tree):
@@ -43,7 +43,7 @@ def test_codes_are_in_order_and_in_a_known_range() -> None:
     assert all(re.fullmatch(r"E[1-5]\d\d|W6\d\d", code) for code in CODES)
 
 
-def test_message_names_rule_got_why_fix_and_where_to_read_more() -> None:
+def test_message_has_rule_got_why_fix_and_a_command_for_more() -> None:
     fault = error("E202", got="'fp7'", why="a typing mistake", fix="pass 'fp8'")
     assert str(fault) == (
         "[E202] unknown cache format\n"
@@ -59,7 +59,7 @@ def test_message_names_rule_got_why_fix_and_where_to_read_more() -> None:
 @pytest.mark.parametrize(
     ("code", "base"), [("E101", ImportError), ("E201", ValueError), ("E301", RuntimeError)], ids=["E1", "E2", "E3"]
 )
-def test_errors_are_also_the_builtin_kind_a_caller_would_catch(code: str, base: type[Exception]) -> None:
+def test_errors_are_also_of_the_builtin_class_a_caller_would_catch(code: str, base: type[Exception]) -> None:
     with pytest.raises(base) as caught:
         check(False, code, got="nothing")
     assert isinstance(caught.value, DSV4Error)
@@ -87,7 +87,7 @@ def test_example_of_the_errors_page_gives_the_warning_it_explains(code: str) -> 
 
 @pytest.mark.parametrize("code", [code for code in CODES if code[0] == "E"])
 def test_example_of_the_errors_page_raises_the_error_it_explains(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", safetensors)  # put back after the example that takes it away
-    # Dynamo wraps what a backend raises and keeps its text.
+    monkeypatch.setitem(sys.modules, "safetensors", safetensors)  # restored after the example that removes it
+    # Dynamo wraps an error of a backend and keeps its text.
     with pytest.raises((DSV4Error, torch._dynamo.exc.BackendCompilerFailed), match=rf"\[{code}\]"):
         exec(compile(EXAMPLES[code], f"errors.md, {code}", "exec"), {})

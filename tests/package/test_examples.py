@@ -1,4 +1,4 @@
-"""Every example runs as a program of its own, from any folder, and says what it shows."""
+"""Tests that every example runs as a program, from any folder, and has a docstring with its command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("0*.py"))
 COMPILES_CPP = "02_huggingface_generate"
-"""The one whose C++ is compiled, a whole model's. Elsewhere Inductor calls PyTorch, in half of the time."""
+"""Example whose C++ is compiled. In the others Inductor calls PyTorch, which takes half of the time."""
 WITHOUT_CPP = """
 import runpy, sys
 from torch._inductor import config
@@ -29,7 +29,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
-    # C++ without vectors compiles in two thirds of the time; tests/modules and `dsv4 demo` compile it with them.
+    # C++ without vector instructions compiles in two thirds of the time; `dsv4 demo` compiles it with them.
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_VEC_ISA_OK": "0"}
     command = [sys.executable, *([] if example.stem == COMPILES_CPP else ["-c", WITHOUT_CPP]), str(example)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)

@@ -1,11 +1,11 @@
-"""What `import dsv4_compile` does, and above all what it does not do. Each case is a fresh interpreter."""
+"""Tests of `import dsv4_compile` in fresh interpreters: what it loads, and that it has no side effects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 
-def test_import_registers_the_ops_and_loads_our_modules_alone(fresh_python: Callable[..., str]) -> None:
+def test_import_registers_the_ops_and_loads_no_third_party_module(fresh_python: Callable[..., str]) -> None:
     code = """
 import sys
 import torch
@@ -20,7 +20,7 @@ print(hasattr(torch.ops.dsv4, "fused_q_kv_rmsnorm"))
     assert registered == "True"
 
 
-def test_import_changes_no_torch_setting_and_warns_of_nothing(fresh_python: Callable[..., str]) -> None:
+def test_import_changes_no_torch_setting_and_gives_no_warning(fresh_python: Callable[..., str]) -> None:
     code = """
 import torch
 import torch._dynamo.config as dynamo
@@ -39,7 +39,7 @@ print(torch.cuda.is_initialized())
     assert fresh_python(code) == "False\n"
 
 
-def test_import_works_where_triton_and_transformers_are_missing(fresh_python: Callable[..., str]) -> None:
+def test_import_works_without_triton_and_transformers(fresh_python: Callable[..., str]) -> None:
     code = """
 import sys
 sys.modules["triton"] = sys.modules["transformers"] = sys.modules["safetensors"] = None

@@ -1,6 +1,6 @@
-"""`import kernels` belongs to Hugging Face's package of that name, from a checkout, an editable tree and a wheel.
+"""Tests that `import kernels` finds Hugging Face's package of that name, from a checkout and from a wheel.
 
-transformers imports it. A folder named kernels/ with an __init__.py in our repository would take its place.
+transformers imports it, and a folder kernels/ with an __init__.py in this repository would shadow it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ print(*dsv4_compile.kernels.__path__)
 
 @pytest.fixture
 def hugging_face(tmp_path: Path) -> Path:
-    """A folder that holds a package named like Hugging Face's."""
+    """Make a folder with a package named like Hugging Face's."""
     package = tmp_path / "hub" / "kernels"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("OWNER = 'Hugging Face'\n")
@@ -30,7 +30,7 @@ def hugging_face(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("from_root", [True, False], ids=["from the repository root", "from elsewhere"])
-def test_source_checkout_leaves_the_name_alone(
+def test_a_source_checkout_does_not_shadow_the_name(
     fresh_python: Callable[..., str], hugging_face: Path, root: Path, from_root: bool
 ) -> None:
     out = fresh_python(PROBE, path=(root, hugging_face), cwd=root if from_root else "/")
@@ -40,20 +40,20 @@ def test_source_checkout_leaves_the_name_alone(
 
 
 @pytest.mark.parametrize("from_root", [True, False], ids=["from the repository root", "from elsewhere"])
-def test_installed_wheel_leaves_the_name_alone(
+def test_an_installed_wheel_does_not_shadow_the_name(
     fresh_python: Callable[..., str], hugging_face: Path, root: Path, wheel: Path, tmp_path: Path, from_root: bool
 ) -> None:
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
     subprocess.run([*install, str(wheel)], check=True, capture_output=True)
-    # Run with `-c`, the working directory comes first: in the root the checkout itself is what is imported.
+    # With `-c` the working directory comes first on the path; in the root the checkout would be imported.
     owner, ours = fresh_python(PROBE, path=(site, hugging_face), cwd=root if from_root else "/").splitlines()
     assert owner == "Hugging Face"
     assert Path(ours) == (root / "kernels" if from_root else site / "dsv4_compile" / "kernels")
 
 
 def test_without_hugging_faces_package_the_name_has_no_file(fresh_python: Callable[..., str], root: Path) -> None:
-    """transformers takes a module without a file and without a version for a folder, not for an installed package."""
+    """transformers treats a module without a file and a version as not installed."""
     code = "import importlib.util as u; s = u.find_spec('kernels'); print(s.origin if s else None)"
     assert fresh_python(code, cwd=root) == "None\n"
 

@@ -1,4 +1,4 @@
-"""The interpreter that jobs are forked from: each job is a process of its own, whatever the one before has done."""
+"""Tests of the interpreter that test jobs are forked from: jobs are isolated from each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.warm import WarmPython
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """Where a test writes the module `job`, which is what it runs."""
+    """Return the path of the module `job`, which a test writes and runs."""
     return tmp_path / "job.py"
 
 
@@ -32,14 +32,14 @@ def test_a_job_is_a_module_run_with_arguments_and_variables(job: Path, warm: War
     assert (done.returncode, done.stdout, done.stderr) == (0, "__main__ ['a', 'b c'] hello\n", "no\n")
 
 
-def test_jobs_find_what_was_imported_and_nothing_of_each_other(job: Path, warm: WarmPython) -> None:
+def test_jobs_share_imports_and_nothing_else(job: Path, warm: WarmPython) -> None:
     job.write_text("import sys; print('colorsys' in sys.modules, hasattr(sys, 'left')); sys.left = 1; sys.exit(3)")
     for _ in range(2):
         done = warm.run("job")
         assert (done.returncode, done.stdout) == (3, "True False\n")
 
 
-def test_a_job_that_crashes_ends_alone_and_keeps_what_it_printed(job: Path, warm: WarmPython) -> None:
+def test_a_crash_ends_only_its_job_and_keeps_the_output(job: Path, warm: WarmPython) -> None:
     job.write_text("import os, sys; print('before', flush=True); os.kill(os.getpid(), int(sys.argv[1]))")
     assert (done := warm.run("job", "11")).returncode == -11 and done.stdout == "before\n"
     job.write_text("raise ValueError('after')")
