@@ -59,7 +59,7 @@ class CacheFormat:
         Args:
             kv_cache_dtype: `fp8_ds_mla` (584 bytes a token), `fp8` (per-tensor scale), `bfloat16`, `float16`,
                 `float32`, or `auto` = rows in the model's dtype.
-            indexer_cache_dtype: `fp8`, `mxfp4`, `bfloat16`, `float16`, `float32`, or `auto` = fp8 beside a quantised
+            indexer_cache_dtype: `fp8`, `mxfp4`, `bfloat16`, `float16`, `float32`, or `auto` = fp8 with a quantised
                 KV cache, rows in its dtype otherwise.
         """
         kv, kv_dtype = _kv_format(kv_cache_dtype, model_dtype)

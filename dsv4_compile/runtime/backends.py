@@ -61,7 +61,7 @@ def shared_graphs(device: torch.device, kind: str) -> Graphs:
 
 @dataclass(frozen=True, slots=True)
 class Capturing:
-    """How one graph is captured: settings for Inductor, and a wrapper for the compiled graph."""
+    """Settings for Inductor, and a wrapper for the compiled graph, that capture one graph as its options ask."""
 
     inductor: Mapping[str, Any]
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -91,7 +91,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         head = f"{'tokens':>8}{'peak bytes':>16}{'output bytes':>16}"
         rows = [f"{size:>8}{f.peak:>16,}{f.outputs:>16,}" for size, f in sorted(self.footprints.items())]
-        return "\n".join([head, *rows, f"graphs {self.graphs:,} bytes, beside {self.persistent:,} at fixed addresses"])
+        return "\n".join([head, *rows, f"graphs {self.graphs:,} bytes, plus {self.persistent:,} at fixed addresses"])
 
 
 class Graphs(Protocol):

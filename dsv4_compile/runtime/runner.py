@@ -122,7 +122,7 @@ class DecodeRunner:
 
     @property
     def sealed(self) -> bool:
-        """Whether warm_up is done; after it nothing is compiled, captured or allocated."""
+        """True after warm_up; from then on nothing is compiled, captured or allocated."""
         return bool(self._captures)
 
     def plan(self) -> MemoryPlan:

@@ -267,5 +267,5 @@ def test_generate_warns_once_that_it_is_not_compiled(caplog) -> None:
     model = hf.convert(tiny_model(), max_batch_size=1, max_seq_len=256)
     for _ in range(2):
         model.generate(random_ids(1, 4), generation_config=GenerationConfig(max_new_tokens=2, pad_token_id=0))
-    told = [r for r in caplog.records if "without torch.compile" in r.message]
-    assert len(told) == 1
+    warned = [r for r in caplog.records if "without torch.compile" in r.message]
+    assert len(warned) == 1

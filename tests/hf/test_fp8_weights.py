@@ -18,7 +18,7 @@ from dsv4_compile.modules.linear import Fp8Linear
 from dsv4_compile.testing import hf_layer
 
 LINEARS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "compressor.indexer.q_b_proj")
-"""What the published checkpoints store in e4m3. The compressors and the indexer's weights_proj are floating."""
+"""Weights that published checkpoints store in e4m3. The compressors and the indexer's weights_proj are floating."""
 # hidden_size and q_lora_rank end in partial blocks of 128.
 DIMS = {"hidden_size": 160, "q_lora_rank": 144}
 
@@ -130,7 +130,7 @@ def set_parameter(path: str, value: Callable[[Any], Tensor]) -> Callable[[Any], 
     return change
 
 
-REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
+UNSUPPORTED: dict[str, tuple[Callable[[Any], None], str]] = {
     "per-tensor": (set_parameter("kv_proj.weight_scale_inv", lambda _: torch.tensor(1.0)), "kv_proj.weight_scale_inv"),
     "blocks-of-32": (set_parameter("kv_proj.weight_scale_inv", lambda _: torch.ones(2, 5)), "kv_proj.weight_scale_inv"),
     "static-inputs": (set_parameter("o_b_proj.activation_scale", lambda _: torch.tensor(1.0)), "activation_scale"),
@@ -143,9 +143,9 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", UNSUPPORTED)
 def test_unsupported_fp8_layers_raise_and_leave_the_model_unchanged(case: str) -> None:
-    change, name = REFUSED[case]
+    change, name = UNSUPPORTED[case]
     model, _ = twins()
     change(model.model.layers[1].self_attn)
     types = [type(module) for module in model.modules()]

@@ -158,7 +158,7 @@ def test_table_rows_are_cosines_then_sines_of_the_position() -> None:
 
 
 V41_RATIOS = [0, 0, *[2] * 18, *[1] * 20, 0, 0, 0]
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "v4.1-ratios": ({"num_hidden_layers": 40, "compress_ratios": V41_RATIOS}, r"compress_ratios with \[2\]"),
     "v4.1-by-name": ({"model_type": "deepseek_v41"}, "deepseek_v41"),
     "v3": ({"model_type": "deepseek_v3"}, "deepseek_v3"),
@@ -181,10 +181,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", UNSUPPORTED)
 def test_unsupported_configurations_raise(case: str) -> None:
-    change, told = REFUSED[case]
-    with pytest.raises(ValueError, match=rf"E205(.|\n)*{told}"):
+    change, message = UNSUPPORTED[case]
+    with pytest.raises(ValueError, match=rf"E205(.|\n)*{message}"):
         DeepseekV4Config.from_hf({**FLASH, **change})
 
 

@@ -52,9 +52,9 @@ print(dsv4_compile.DeepseekV4Config.__name__)
 def test_import_opens_no_socket(fresh_python: Callable[..., str]) -> None:
     code = """
 import sys
-def refuse(event, args):
+def forbid(event, args):
     assert not event.startswith("socket."), event
-sys.addaudithook(refuse)
+sys.addaudithook(forbid)
 import dsv4_compile
 print("quiet")
 """

@@ -176,12 +176,12 @@ def test_prefills_run_compiled() -> None:
 
 def test_shapes_after_the_last_capture_run_compiled_and_are_reported_once() -> None:
     layer, cache = compiled(Layer(), **{"dsv4.cudagraph.max_captures": 2}), Cache(torch.zeros(8, 4))
-    with warnings.catch_warnings(record=True) as told, counting() as counts:
+    with warnings.catch_warnings(record=True) as caught, counting() as counts:
         warnings.simplefilter("always")
         for tokens in (2, 3, 4, 5) * 4:
             call(layer, tokens, cache)
     assert counts == Counts(captures=2, replays=4, compiled=12)
-    assert [str(w.message).split("\n")[2] for w in told if w.category is DSV4Warning] == [
+    assert [str(w.message).split("\n")[2] for w in caught if w.category is DSV4Warning] == [
         "  got   another shape after dsv4.cudagraph.max_captures=2"
     ]
 

@@ -77,10 +77,10 @@ def test_a_batch_above_the_largest_bucket_runs_and_is_reported_once() -> None:
     for step in range(3):
         query_lens, seq_lens = [1] * 4, [n + step for n in (4, 12, 127, 250)]
         hidden = world.load(query_lens, seq_lens)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             out = runner.step(4, hidden=hidden)
-        titles = [(str(w.message).split("\n")[0], w.filename) for w in told]
+        titles = [(str(w.message).split("\n")[0], w.filename) for w in caught]
         assert titles == ([("[W601] ran without a graph", __file__)] if step == 0 else [])
         assert_bitwise(out, world.eager(hidden, query_lens, seq_lens, 4))
     assert (runner.statistics.uncaptured, runner.statistics.replays) == (3, 0)

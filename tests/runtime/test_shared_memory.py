@@ -297,11 +297,11 @@ def test_views_at_another_address_get_another_capture() -> None:
 
 def test_memory_that_is_new_at_every_call_is_reported() -> None:
     step = torch.compile(lambda x: x.add_(1), backend="dsv4", options=STANDIN)
-    with warnings.catch_warnings(record=True) as told, counting() as counts:
+    with warnings.catch_warnings(record=True) as caught, counting() as counts:
         warnings.simplefilter("always")
         for _ in range(20):
             step(torch.zeros(3, 4))
     assert counts == Counts(captures=0, replays=0, compiled=20)
-    assert [str(w.message).split("\n")[2] for w in told if w.category is DSV4Warning] == [
+    assert [str(w.message).split("\n")[2] for w in caught if w.category is DSV4Warning] == [
         "  got   a graph that has l_x_ by address, another tensor at every call"
     ]
