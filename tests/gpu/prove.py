@@ -64,7 +64,6 @@ FIRST = (
 )
 """Stems in order of value, a decode step's largest shares in front; then the other kernels, then the lowerings."""
 PARTS = {
-    "aside": 4,
     "attention_backends": 10,
     "chain_steady": 3,
     "decode_runner": 6,
@@ -75,6 +74,7 @@ PARTS = {
     "merged_layer": 3,
     "preprocess_insert": 6,
     "preprocess_insert_quant": 4,
+    "side_stream": 4,
     "sparse_mla_decode": 6,
     "sparse_mla_decode_quant": 5,
     "sparse_mla_prefill": 6,

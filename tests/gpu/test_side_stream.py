@@ -1,4 +1,4 @@
-"""The indexer's choice on a second stream: eager, compiled and captured, again and again."""
+"""Tests of the indexer's selection on a side stream: eager, compiled and captured, repeatedly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_compile.bench.decode_layers import Step
+from dsv4_compile.bench.decode_layers import DecodeStep
 from dsv4_compile.testing import assert_bitwise
 from tests.gpu.test_attention_backends import assert_similar, compiled, of_the_step
 from tests.modules.test_attention_backend import CONFIG, REQUESTS, Serving, layer_of
@@ -23,19 +23,21 @@ def serving(name: str, kv_cache_dtype: str, aux: bool, compile_it: bool) -> Serv
 
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), LAYERS)
-def test_choice_aside_is_the_choice(name: str, kv_cache_dtype: str, compile_it: bool, seed: int) -> None:
+def test_a_layer_with_a_side_stream_equals_one_without(
+    name: str, kv_cache_dtype: str, compile_it: bool, seed: int
+) -> None:
     rng = random.Random(seed)
-    alone, beside = (serving(name, kv_cache_dtype, aux, compile_it) for aux in (False, True))
+    without, with_it = (serving(name, kv_cache_dtype, aux, compile_it) for aux in (False, True))
     for step in range(6):
         counts = [rng.randint(4, 50) for _ in range(REQUESTS)] if step < 3 else [1] * REQUESTS
         hidden = torch.randn(sum(counts), CONFIG.hidden_size).bfloat16()
-        assert_similar(beside.step(counts, hidden), alone.step(counts, hidden))
+        assert_similar(with_it.step(counts, hidden), without.step(counts, hidden))
 
 
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), LAYERS)
-def test_captured_steps_wait_for_the_choice(name: str, kv_cache_dtype: str, compile_it: bool, seed: int) -> None:
-    """Three calls in one graph, whose second streams share memory; replayed without a pause, they are the calls."""
+def test_captured_steps_wait_for_the_selection(name: str, kv_cache_dtype: str, compile_it: bool, seed: int) -> None:
+    """Three calls in one graph, whose side streams share memory, replayed without a pause, equal single calls."""
     rng = random.Random(seed)
     plain, ours = (serving(name, kv_cache_dtype, True, compile_it) for _ in range(2))
     for _ in range(4):
@@ -53,7 +55,7 @@ def test_captured_steps_wait_for_the_choice(name: str, kv_cache_dtype: str, comp
                 ours.call(*held)
                 torch.cuda.synchronize()
                 with torch.cuda.graph(graph):
-                    # Of the same step: what is inserted is inserted again.
+                    # All of the same step, which inserts the same rows again.
                     outs = [ours.call(*held) for _ in range(3)]
             for mine, fresh in zip(of_the_step(held), of_the_step(new), strict=True):
                 mine.copy_(fresh)
@@ -65,7 +67,7 @@ def test_captured_steps_wait_for_the_choice(name: str, kv_cache_dtype: str, comp
 
 
 def test_a_runner_captures_both_streams() -> None:
-    step = Step.build(CONFIG.with_layers(4, 4), False, 4, 512, torch.device("cuda")).aside()
+    step = DecodeStep.build(CONFIG.with_layers(4, 4), False, 4, 512, torch.device("cuda")).with_side_stream()
     runner = step.runner(step.compiled(backend="dsv4"), [1, 4])
     for tokens in (1, 4):
         hidden = torch.randn(tokens, CONFIG.hidden_size, device="cuda").bfloat16()
