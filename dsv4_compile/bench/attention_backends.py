@@ -1,8 +1,8 @@
-"""Scenario `attention_backends`: decode as each attention backend describes it, at the same sizes.
+"""Scenario `attention_backends`: decode with the arguments of each attention backend, at the same sizes.
 
-At V4-Flash's sizes, the same keys as rows of slots (FlashMLA) and as lists of slots (ROCm), and in caches of rows in
+At V4-Flash's sizes, the same keys as rows of slots (FlashMLA) and as lists of slots (ROCm), and in caches with rows in
 bfloat16 and in per-tensor fp8 (FlashInfer); and DeepSeek-V3.2: 128 heads, 2048 keys of 576 dims. Every row of slots is
-full and random, from a pool that does not fit an L2 cache from 128 tokens on.
+full and random, from a pool that exceeds an L2 cache from 128 tokens on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ..ops.common.define import REFERENCES
 from ..ops.common.kernels import launcher
 from ..selection import costs
 from . import sparse_mla_decode as rows
-from .implementations import on_gpu
-from .problem import Args, Only, Prepare, Problem, keep
+from .problem import Args, Only, Prepare, Problem, keep, on_gpu
 
 LISTS, ROWS, LATENT = "sparse_mla_decode_ragged", "sparse_mla_decode", "sparse_mla_decode_latent"
 TOKENS = {"cuda": (1, 32, 128), "cpu": (1, 4)}
@@ -29,7 +28,7 @@ KEYS = rows.WINDOW + rows.TOPK
 
 
 def lists(tokens: int, device: torch.device, seed: int) -> Args:
-    """`sparse_mla_decode`'s arguments with its rows as lists."""
+    """Return the arguments of `sparse_mla_decode_ragged`: those of `sparse_mla_decode` with rows as lists."""
     q, cache, slots, lens, *attend, entries, entry_slots, entry_lens, block = rows.arguments(
         tokens, HEADS, device, seed
     )
@@ -39,7 +38,7 @@ def lists(tokens: int, device: torch.device, seed: int) -> Args:
 
 
 def in_format(fmt: str, tokens: int, device: torch.device, seed: int) -> Args:
-    """`sparse_mla_decode`'s arguments with caches in this format."""
+    """Return the arguments of `sparse_mla_decode` with caches in this format."""
     if fmt == rows.CACHE:
         return rows.arguments(tokens, HEADS, device, seed)
     q, _, slots, lens, block, _, scale, sink, _, entry_slots, entry_lens, _ = rows.arguments(
@@ -52,14 +51,14 @@ def in_format(fmt: str, tokens: int, device: torch.device, seed: int) -> Args:
 
 
 def row_cache(fmt: str, slots: int, head_dim: int, generator: torch.Generator) -> Tensor:
-    """At least `slots` rows of standard normal vectors, in pages as large as the window's."""
+    """Return at least `slots` rows of standard normal vectors, in pages as large as the window's."""
     shape = layout.cdiv(slots, rows.BLOCK), rows.BLOCK, head_dim
     values = torch.randn(shape, device=generator.device, generator=generator).bfloat16()
     return values.to(torch.float8_e4m3fn).view(torch.uint8) if fmt == "fp8" else values
 
 
 def latent(tokens: int, device: torch.device, seed: int) -> Args:
-    """V3.2's arguments."""
+    """Return the arguments of `sparse_mla_decode_latent` at DeepSeek-V3.2's sizes."""
     generator = torch.Generator(device).manual_seed(seed)
     pool = max(rows.SMALLEST_POOL, min(tokens * rows.POOL_PER_TOKEN, rows.POOL))
     cache = row_cache("plain", pool, layout.V32_HEAD_DIM, generator)
@@ -71,12 +70,12 @@ def latent(tokens: int, device: torch.device, seed: int) -> Args:
 
 
 def implementations(op: str) -> Mapping[str, Prepare]:
-    """The reference, and the kernel that the op chooses."""
+    """Return the reference and the kernel of `op`."""
     return {"eager": lambda: REFERENCES[op], "triton": lambda: on_gpu(launcher(op))}
 
 
 def problems(device: torch.device, only: Only, tokens: tuple[int, ...] | None = None) -> Iterator[Problem]:
-    """Every op and cache at every number of tokens."""
+    """Yield every op and cache at every number of tokens."""
     wide, narrow = layout.V32_HEAD_DIM, layout.V32_LATENT_DIM
     flash = HEADS, KEYS, {"D": layout.HEAD_DIM}
     made: list[tuple[str, str, int, int, dict[str, int], Callable[..., Args]]] = [

@@ -1,11 +1,11 @@
-"""Scenario `chain`: what a layer does before attention, from hidden states to queries and caches, projections included.
+"""Scenario `chain`: a layer up to its attention, from hidden states to queries and caches, projections included.
 
-`eager` and `inductor` are plain PyTorch (see plain.py), run as it is and by stock torch.compile. `dsv4` is the same out
-of this package's ops, compiled by its backend; `ir` and `triton` say which implementation it prefers. `projections` are
-the matrix products alone: a chain's time less theirs is that of everything else.
+`eager` and `inductor` are plain PyTorch (plain.py), run eagerly and by stock torch.compile. `dsv4` is the same work in
+this package's ops, compiled by its backend; `ir` and `triton` name the implementation that it prefers. `projections`
+are the GEMMs alone: a chain's time less theirs is that of everything else.
 
-A step of up to `MOST_REQUESTS` tokens is a decode step, a request each, that closes a group of the compressor for every
-token; more tokens are the last chunk of one prompt. The indexer is not part of it.
+A step of up to `MOST_REQUESTS` tokens is a decode step of one token a request, each of which closes a group of the
+compressor; more tokens are the last chunk of one prompt. The indexer is not part of it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from ..config import DeepseekV4Config
 from ..modules.linear import linear
 from ..reference.common import kv_format
 from . import plain
-from .chain_layers import CACHE, ENTRIES, STATE, TOKENS_FIRST, WINDOW, Inputs, Layer, project
+from .chain_layers import CACHE, ENTRIES, STATE, TOKENS_FIRST, WINDOW, ChainInputs, ChainLayer, project
 from .gemm import MODELS
-from .implementations import compiled
-from .problem import Args, Only, Prepare, Problem, keep
+from .problem import Args, Only, Prepare, Problem, compiled, keep
 
 TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096, 16384), "cpu": (1, 8)}
 COLUMNS = ("op", "layer", "model", "tokens", "impl")
@@ -37,7 +36,7 @@ MOST_REQUESTS = {"cuda": 512, "cpu": 8}
 CONTEXT = {"cuda": 16384, "cpu": 1024}
 TYPICAL_TOKENS = {"cuda": 128, "cpu": 4}
 _ENTRIES_RESULT = 3
-"""Where the cache of the compressor stands among the results of a chain: the queries, then what is written."""
+"""Position of the compressor's cache among the results of a chain: the queries, then the written arguments."""
 
 
 def problems(
@@ -46,7 +45,7 @@ def problems(
     models: Mapping[str, DeepseekV4Config] | None = None,
     tokens: Sequence[int] | None = None,
 ) -> Iterator[Problem]:
-    """The chain and its projections, for every kind of layer of both models at every size, or of other ones."""
+    """Yield the chain and its projections, for every kind of layer of both models, or other ones, at every size."""
     sizes = [t for t in tokens or TOKENS[device.type] if keep(only, tokens=t) and any(keep(only, op=op) for op in OPS)]
     for model, config in (models or MODELS).items():
         for kind, ratio in LAYERS.items():
@@ -54,7 +53,7 @@ def problems(
             if not sizes or not keep(only, **params):
                 continue
             most = max(TYPICAL_TOKENS[device.type], MOST_REQUESTS[device.type], *sizes)
-            layer = Layer(config, ratio, max(CONTEXT[device.type], most), MOST_REQUESTS[device.type], most, device)
+            layer = ChainLayer(config, ratio, max(CONTEXT[device.type], most), MOST_REQUESTS[device.type], most, device)
             for op, reference, written, ways in _ops(layer):
                 if not keep(only, op=op):
                     continue
@@ -75,8 +74,8 @@ def problems(
 _Ways = tuple[str, Callable[..., Any], tuple[int, ...], Mapping[str, Prepare]]
 
 
-def _ops(layer: Layer) -> Iterator[_Ways]:
-    """Names, references, positions of what is written, and implementations."""
+def _ops(layer: ChainLayer) -> Iterator[_Ways]:
+    """Yield names, references, positions of written arguments, and implementations."""
     dynamic = tuple(i for i in TOKENS_FIRST if layer.ratio > 1 or i < STATE)
 
     def prepared(function: Callable[..., Any], backend: Any, **options: Any) -> Prepare:
@@ -95,14 +94,14 @@ def _ops(layer: Layer) -> Iterator[_Ways]:
     yield "chain", layer.in_plain_pytorch, written, ways
 
     def apart(*args: Any) -> list[Tensor]:
-        i, multiply = Inputs(*args), torch.nn.functional.linear
+        i, multiply = ChainInputs(*args), torch.nn.functional.linear
         wq_a, wkv, *compressor = i.w_in.split(layer.widths)
         qr = multiply(i.hidden, wq_a)
         wide = (plain.linear_fp32(i.hidden, w) for w in compressor)
         return [multiply(qr, i.wq_b), multiply(i.hidden, wkv), *wide]
 
     def stacked(*args: Any) -> list[Tensor]:
-        i = Inputs(*args)
+        i = ChainInputs(*args)
         qr, kv, *scores = project(i.hidden, i.w_in, layer.widths)
         return [linear(qr, i.wq_b), kv.contiguous(), *(x for s in scores for x in halves(s))]
 
@@ -113,8 +112,11 @@ def _ops(layer: Layer) -> Iterator[_Ways]:
 
 
 def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
-    """Why results are not those of plain PyTorch, or "". Products may add in another order, so that what is quantised
-    after them may be a neighbour; caches are compared by the vectors that they hold."""
+    """Return why results disagree with plain PyTorch, or "".
+
+    A GEMM may add in another order, so that a value quantised after it may be a neighbour; caches are compared by the
+    vectors that they hold.
+    """
     for index, (actual, expected) in enumerate(zip(got, want, strict=True)):
         if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
             return (
@@ -122,7 +124,7 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
             )
         step = 1 / 64
         if expected.dtype is torch.uint8:
-            # The last page of the entries is nobody's.
+            # The last page of the entries is a dummy.
             pages = expected.shape[0] - (index == _ENTRIES_RESULT)
             actual, expected, step = _vectors(actual[:pages]), _vectors(expected[:pages]), 1 / 8
         wide = expected.float()
@@ -135,6 +137,6 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
 
 
 def _vectors(cache: Tensor) -> Tensor:
-    """bfloat16 of all that a cache holds."""
+    """Return all vectors of a cache in bfloat16."""
     block = cache.shape[1] // (layout.FP8_DS_MLA.data + layout.FP8_DS_MLA.scale)
     return kv_format.load_kv(cache, CACHE, block, torch.arange(cache.shape[0] * block, device=cache.device))

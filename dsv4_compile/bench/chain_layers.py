@@ -1,4 +1,4 @@
-"""A layer up to its attention, for scenario `chain`: its arguments, and the same work in plain PyTorch and in ops."""
+"""A layer up to its attention, for scenario `chain`: arguments, the work in plain PyTorch and in ops, and its cost."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from . import plain
 from .problem import Args
 
 CACHE, WINDOW, STATE, ENTRIES = "fp8_ds_mla", 7, 9, 14
-"""Format of the caches, and the positions in `Inputs` of what is written."""
+"""Format of the caches, and the positions in `ChainInputs` of the written tensors."""
 
 
-class Inputs(NamedTuple):
-    """Of one step; what belongs to the compressor is None in a layer that has none."""
+class ChainInputs(NamedTuple):
+    """Arguments of one step; those of the compressor are None in a layer without one."""
 
     hidden: Tensor
     w_in: Tensor  # wq_a, wkv, and the compressor's wkv and wgate, as rows of one matrix
@@ -44,12 +44,13 @@ class Inputs(NamedTuple):
 
 
 TOKENS_FIRST = tuple(
-    Inputs._fields.index(n) for n in ("hidden", "positions", "window_slots", "state_slots", "owners", "entry_slots")
+    ChainInputs._fields.index(n)
+    for n in ("hidden", "positions", "window_slots", "state_slots", "owners", "entry_slots")
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ChainLayer:
     """A layer of a model, with caches for steps of up to `most` tokens or `requests` requests."""
 
     config: DeepseekV4Config
@@ -61,23 +62,23 @@ class Layer:
 
     @property
     def width(self) -> int:
-        """Values that the compressor takes of a token: half of a state row."""
+        """Width of a token's values for the compressor: half of a state row."""
         return layout.state_width(self.ratio, self.config.head_dim) // 2 if self.ratio > 1 else 0
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Rows of `w_in` by what they give: qr, kv, and the values and scores of the compressor."""
+        """Rows of `w_in` for qr, for kv, and for the values and scores of the compressor."""
         narrow = self.config.q_lora_rank, self.config.head_dim
         return (*narrow, self.width, self.width) if self.ratio > 1 else narrow
 
     def live(self, each: int) -> int:
-        """State blocks that `each` new tokens of a request read and write."""
+        """Return how many state blocks `each` new tokens of a request read and write."""
         size = layout.state_block_size(self.ratio)
         needed = layout.cdiv(layout.overlap_factor(self.ratio) * self.ratio + each, size) + 1
         return min(needed, layout.cdiv(self.context, size))
 
     def inputs(self, tokens: int, seed: int) -> Args:
-        """`Inputs` of a step. Caches have the same size at every step."""
+        """Return the `ChainInputs` of a step; caches have the same size in every step."""
         c, device = self.config, self.device
         generator = torch.Generator(device).manual_seed(seed)
         randn = partial(torch.randn, device=device, generator=generator, dtype=torch.bfloat16)
@@ -86,7 +87,7 @@ class Layer:
         positions = self.context - each + torch.arange(tokens, device=device) % each
         angle = torch.rand(self.context, c.rope_dim // 2, device=device, generator=generator) * 6.28
         pages = layout.cdiv(self.most, layout.WINDOW_BLOCK)
-        first = Inputs(
+        first = ChainInputs(
             hidden=randn(tokens, c.hidden_size),
             w_in=randn(sum(self.widths), c.hidden_size) * c.hidden_size**-0.5,
             q_weight=1 + 0.1 * randn(c.q_lora_rank),
@@ -106,7 +107,7 @@ class Layer:
         table = torch.full((self.requests, layout.cdiv(self.context, size)), layout.PAD_INDEX, device=device)
         table[:requests, -live:] = shuffled(blocks)[: requests * live].view(requests, live)
         closes = (positions + 1) % self.ratio == 0
-        # The last page is nobody's.
+        # One more page than that, for tokens that close no group.
         entries = layout.cdiv(self.most, block) * block
         compressor = {
             "state": randn(blocks, size, 2 * self.width, dtype=torch.float32),
@@ -121,8 +122,8 @@ class Layer:
         return tuple(first._replace(**compressor))
 
     def in_plain_pytorch(self, *args: Any) -> Tensor:
-        """The chain without an op of this package."""
-        i, eps = Inputs(*args), self.config.rms_norm_eps
+        """Run the chain without an op of this package."""
+        i, eps = ChainInputs(*args), self.config.rms_norm_eps
         wq_a, wkv, *compressor = i.w_in.split(self.widths)
         if compressor:
             assert i.state is not None and i.entries is not None
@@ -135,8 +136,8 @@ class Layer:
         )
 
     def in_ops(self, *args: Any) -> Tensor:
-        """The chain out of `torch.ops.dsv4`, with one product for everything that reads hidden."""
-        i, eps, ops = Inputs(*args), self.config.rms_norm_eps, torch.ops.dsv4
+        """Run the chain in `torch.ops.dsv4`, with one GEMM for all projections of the hidden states."""
+        i, eps, ops = ChainInputs(*args), self.config.rms_norm_eps, torch.ops.dsv4
         qr, kv, *scores = project(i.hidden, i.w_in, self.widths)
         qr, kv = ops.fused_q_kv_rmsnorm(qr, kv, i.q_weight, i.kv_weight, eps)
         q = linear(qr, i.wq_b).unflatten(-1, (self.config.num_heads, self.config.head_dim))
@@ -151,7 +152,7 @@ class Layer:
         return q
 
     def cost(self, tokens: int) -> costs.Cost:
-        """Weights, hidden states and the states of the windows in; queries, cached rows, states and entries out."""
+        """Return the cost: weights, hidden states and window states in; queries, cache rows, states and entries out."""
         c, e, row = self.config, 2, costs.row_bytes(CACHE)
         rows, heads = sum(self.widths), c.num_heads * c.head_dim
         weights = e * (rows * c.hidden_size + heads * c.q_lora_rank)
@@ -167,7 +168,7 @@ class Layer:
 
 
 def project(hidden: Tensor, w_in: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """qr and kv in hidden's dtype, then, if there is a compressor, its values and scores side by side in float32."""
+    """Return qr and kv in hidden's dtype, then, for a compressor, its values and scores as one float32 tensor."""
     if len(widths) <= 2:
         return list(linear(hidden, w_in).split(list(widths), dim=-1))
     qr, kv, scores = linear_fp32(hidden, w_in).split([*widths[:2], sum(widths[2:])], dim=-1)

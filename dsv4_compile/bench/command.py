@@ -1,4 +1,4 @@
-"""`dsv4 bench`: what the command line asks of this package, and what it gets."""
+"""The `dsv4 bench` command: checks its arguments, runs scenarios, and prints, writes and tunes from their records."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .. import bench
 from ..selection import measured, proven
 
 _locks: dict[str, int] = {}
-"""Of files that say whose turn it is, by their names."""
+"""Open lock files of `--turn`, by path."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what the arguments say, and return the exit status."""
+    """Run the command and return the exit status: 1 for wrong or failed implementations, 2 for unusable arguments."""
     if args.scenario is None and not args.tune:
         width = max(map(len, bench.SCENARIOS))
         print("\n".join(f"{name:{width}}  {what}" for name, what in bench.SCENARIOS.items()))
@@ -39,14 +39,14 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.png:
         bench.require_drawing()
-    if wrong := _unwritable(args):
+    if wrong := _why_unwritable(args):
         print(wrong, file=sys.stderr)
         return 2
     return max(_measure(args, *each) for each in ({args.scenario: only} if args.scenario else bench.choices()).items())
 
 
-def _unwritable(args: argparse.Namespace) -> str:
-    """What a run could not write later, or ""."""
+def _why_unwritable(args: argparse.Namespace) -> str:
+    """Return which file the run could not write later, and why, or ""."""
     folder = args.out or ("." if args.png else "")
     try:
         if folder:
@@ -57,7 +57,7 @@ def _unwritable(args: argparse.Namespace) -> str:
         return f"--out {folder}: nothing can be written there"
     try:
         if args.turn:
-            os.close(_open_turn(args.turn))
+            os.close(_open_lock(args.turn))
     except OSError as fault:
         return f"--turn {args.turn}: {fault.strerror}"
     if args.tune and not os.access(measured.RECORD, os.W_OK):
@@ -66,8 +66,8 @@ def _unwritable(args: argparse.Namespace) -> str:
 
 
 def _measure(args: argparse.Namespace, scenario: str, only: Mapping[str, Collection[str]]) -> int:
-    """Run one scenario and hand out its record as the arguments say."""
-    if wrong := bench.complaint(scenario, only):
+    """Run one scenario, print and write its record, and return the exit status."""
+    if wrong := bench.why_unsupported(scenario, only):
         print(wrong, file=sys.stderr)
         return 2
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -91,25 +91,25 @@ def _measure(args: argparse.Namespace, scenario: str, only: Mapping[str, Collect
         bench.save(record, args.out or ".")
     if args.tune:
         print(f"{measured.update(record)} sizes of both ir and triton written to {measured.RECORD}", file=sys.stderr)
-    return int(any(row["status"] == "wrong" for row in record["rows"]))
+    return int(any(row["status"] in bench.FAULTS for row in record["rows"]))
 
 
 def _missed(only: Mapping[str, Collection[str]], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Values of `--only` that no row has: typing errors, mostly."""
+    """Return values of `--only` that no row has: typing errors, mostly."""
     asked = ((column, value) for column, values in only.items() for value in sorted(values))
     return [f"{column}={value}" for column, value in asked if all(str(row.get(column)) != value for row in rows)]
 
 
 def _take_turn(path: str) -> None:
-    """Wait for the lock of the file, and keep it while this process lives."""
-    import fcntl  # where there is one
+    """Wait for the lock of the file, and hold it while this process lives."""
+    import fcntl  # not on every platform
 
-    # A second scenario of the process has its turn already: another lock would wait for the first for ever.
+    # One lock per process: a second scenario would wait for the first's for ever.
     if path not in _locks:
-        file = _open_turn(path)
+        file = _open_lock(path)
         fcntl.flock(file, fcntl.LOCK_EX)
         _locks[path] = file
 
 
-def _open_turn(path: str) -> int:
+def _open_lock(path: str) -> int:
     return os.open(path, os.O_CREAT | os.O_RDWR)

@@ -1,10 +1,9 @@
-"""Layers of V4-Flash in the state of a long decode, for scenario `decode_step`: weights, full caches, a batch."""
+"""Attention layers in the state of a long decode, for scenario `decode_step`: weights, full caches and a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,44 +18,39 @@ from ..modules import DeepseekV4Attention
 from ..runtime import DecodeRunner, mark_static_inputs
 from ..runtime.addresses import named_tensors
 from ..runtime.step import token_tensors
+from .timing import ColdTimer
 
 CACHE = CacheFormat.resolve("fp8_ds_mla")
 Forward = Callable[..., list[Tensor]]
-"""Of `Layers`, however they are compiled."""
+"""`Layers`, or a compiled form of it."""
 _FILLED_AT_A_TIME = 1 << 16
-_OTHERS = {"cuda": 256 << 20, "cpu": 1 << 20}
-"""Bytes that are read between layers: four times what the L2 of an H200 holds."""
+"""Cache rows generated at a time, which bounds the memory of a fill."""
 
 
 class Layers(nn.Module):
-    """Attention layers one after the other, all of the same hidden states: `layers(hidden, metadata, caches)`.
+    """Attention layers one after the other on the same hidden states: `layers(hidden, metadata, caches)`.
 
-    What lies between the attention of two layers is not of this package, so it is left out and not timed; `between` is
-    called in its place, behind each layer.
+    The rest of a model is left out. With a `timer` each layer is one part of it: see `timing.ColdTimer`.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], between: Callable[[], Any] | None = None) -> None:
+    def __init__(self, layers: Iterable[nn.Module], timer: ColdTimer | None = None) -> None:
         super().__init__()
-        self.layers, self.between = nn.ModuleList(layers), between
+        self.layers, self.timer = nn.ModuleList(layers), timer
 
     def forward(self, hidden: Tensor, metadata: AttentionMetadata, caches: Any) -> list[Tensor]:
-        """`[T, hidden]` to one of the same shape for each layer."""
+        """Return one tensor `[T, hidden]` for each layer."""
         results = []
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            if self.timer is not None:
+                self.timer.begin(index)
             results.append(layer(hidden, metadata, cache))
-            if self.between is not None:
-                self.between()
+            if self.timer is not None:
+                self.timer.end(index)
         return results
 
 
-def reads_of_others(device: torch.device) -> Callable[[], Any]:
-    """Reads so much other memory that no cache keeps what was there before, as a model does between two layers."""
-    others = torch.zeros(_OTHERS[device.type] // 4, device=device)
-    return partial(torch.sum, others, dim=0, out=torch.zeros((), device=device))
-
-
 def in_steps(layers: Forward) -> Forward:
-    """`layers` that Inductor captures one by one: their results stay until the next step, not until the next graph."""
+    """Return `layers` for Inductor's CUDA graphs, with results that live until the next step, not the next graph."""
 
     def step(*args: Any) -> list[Tensor]:
         torch.compiler.cudagraph_mark_step_begin()
@@ -66,7 +60,7 @@ def in_steps(layers: Forward) -> Forward:
 
 
 def random_layers(config: DeepseekV4Config, fp8: bool, context: int, device: torch.device) -> Layers:
-    """Layers of `config` with random weights."""
+    """Return layers of `config` with random weights."""
     options: dict[str, Any] = {"cache_format": CACHE, "fp8": fp8, "max_seq_len": context, "device": device}
     layers = Layers(DeepseekV4Attention(config, i, **options) for i in range(config.num_layers))
     generator = torch.Generator(device).manual_seed(0)
@@ -81,10 +75,10 @@ def random_layers(config: DeepseekV4Config, fp8: bool, context: int, device: tor
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Layers, and requests at the end of their contexts, the first of which they decode.
+class DecodeStep:
+    """Layers and a batch of requests at the end of their contexts, whose first requests a step decodes.
 
-    Each layer is compiled by itself, so layers of one kind share their code, however many there are.
+    Each layer is compiled by itself, so that all layers of one kind share their code.
     """
 
     layers: Layers
@@ -93,8 +87,10 @@ class Step:
     context: int
 
     @classmethod
-    def build(cls, config: DeepseekV4Config, fp8: bool, requests: int, context: int, device: torch.device) -> Step:
-        """Caches are full of random rows, the same in all layers of a kind."""
+    def build(
+        cls, config: DeepseekV4Config, fp8: bool, requests: int, context: int, device: torch.device
+    ) -> DecodeStep:
+        """Return a step with caches full of random rows, equal in all layers of a kind."""
         sizes = {"max_batch_size": requests, "max_seq_len": context, "max_step_tokens": 1}
         caches = PagedCaches(config, cache_format=CACHE, device=device, **sizes)
         filled: dict[int, LayerCache] = {}
@@ -117,8 +113,8 @@ class Step:
         mark_static_inputs(named_tensors(caches.layers, "caches"))
         return cls(random_layers(config, fp8, context, device), caches, buffers, context)
 
-    def aside(self) -> Step:
-        """The same with `aux_stream` in every layer that it is for."""
+    def with_side_stream(self) -> DecodeStep:
+        """Set `aux_stream` in every layer with an indexer and return this step."""
         for layer in self.layers.layers:
             assert isinstance(layer, DeepseekV4Attention)
             layer.aux_stream = layer.indexer is not None
@@ -126,20 +122,23 @@ class Step:
         return self
 
     def load(self, tokens: int, apart: bool = False) -> None:
-        """Describe the first `tokens` requests, one token each: all at the end of their contexts, where every group
-        closes, or `apart`, each one token before the last, so that one in R closes a group of ratio R."""
-        behind = [request % layout.HCA_RATIO * apart for request in range(tokens)]
-        self.buffers.load(list(range(tokens + 1)), [self.context - tail for tail in behind])
+        """Load a batch of the first `tokens` requests, one token each.
+
+        All are at the end of their contexts, where every group closes, or, `apart`, each one token before the previous,
+        so that one in R closes a group of ratio R.
+        """
+        earlier = [request % layout.HCA_RATIO * apart for request in range(tokens)]
+        self.buffers.load(list(range(tokens + 1)), [self.context - each for each in earlier])
         self.buffers.refresh(tokens)
 
     def compiled(self, **options: Any) -> Layers:
-        """The layers compiled anew."""
+        """Return the layers, compiled anew one by one."""
         torch.compiler.reset()
         compiled: list[Any] = [torch.compile(layer, fullgraph=True, **options) for layer in self.layers.layers]
         return Layers(compiled)
 
     def call(self, layers: Forward, tokens: int, apart: bool = False) -> Callable[[Tensor], list[Tensor]]:
-        """A step of `layers` over metadata that is built here, once."""
+        """Return a step of `layers` with metadata that is built here, once."""
         self.load(tokens, apart)
         metadata = self.buffers.metadata(tokens)
         marked: list[Tensor] = []
@@ -154,7 +153,7 @@ class Step:
         return torch.no_grad()(step)
 
     def runner(self, layers: Forward, sizes: Iterable[int]) -> DecodeRunner:
-        """A runner over `layers`, warmed up."""
+        """Return a runner of `layers`, warmed up."""
         hidden = torch.zeros(self.buffers.max_num_batched_tokens, self.width, dtype=torch.bfloat16, device=self.device)
         runner = DecodeRunner(
             layers,
@@ -168,7 +167,7 @@ class Step:
         return runner
 
     def replay(self, runner: DecodeRunner, tokens: int, apart: bool = False) -> Callable[[Tensor], list[Tensor]]:
-        """Replays of a step, metadata included. They hold their input: it is copied once, in front of the timing."""
+        """Return the replay of a step, metadata included; it copies a new input once, before it is timed."""
         self.load(tokens, apart)
         held: list[Tensor] = []
 
@@ -183,22 +182,22 @@ class Step:
 
     @property
     def device(self) -> torch.device:
-        """Of everything."""
+        """Device of all tensors."""
         return self.buffers.tensors["seq_lens"].device
 
     @property
     def width(self) -> int:
-        """Of hidden states."""
+        """Width of the hidden states."""
         return self.caches.config.hidden_size
 
 
 def fill(name: str, cache: Tensor) -> None:
-    """Random rows, the same at every call, in a tensor of `LayerCache.tensors()`."""
+    """Fill a tensor of `LayerCache.tensors()` with random rows, the same in every call."""
     generator = torch.Generator(cache.device).manual_seed(len(name))
     if cache.is_floating_point():
         cache.normal_(generator=generator)
     elif name == "indexer":
-        # Every e4m3 code but NaN, then float32 scales of one.
+        # Every e4m3 code except NaN, then float32 scales of one.
         block = layout.storage_block_size(layout.CSA_RATIO)
         pages = layout.byte_pages(cache, "indexer_fp8", block)
         end = block * layout.INDEXER_FP8.data
@@ -217,6 +216,6 @@ def fill(name: str, cache: Tensor) -> None:
 
 
 def _entries_of_a_page(cache: Tensor) -> int:
-    """Rows of a page of compressed entries, by its bytes."""
+    """Return the rows of a page of compressed entries, which follow from its bytes."""
     by_bytes = {layout.FP8_DS_MLA.page_bytes(layout.storage_block_size(r)): r for r in (4, layout.HCA_RATIO)}
     return layout.storage_block_size(by_bytes[cache.shape[1]])

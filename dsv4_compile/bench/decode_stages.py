@@ -1,4 +1,4 @@
-"""The stages of a decode layer: what each must move and multiply, and which nodes of a graph belong to it."""
+"""Stages of a decode layer: the cost of each, and the nodes of a CUDA graph that belong to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .nodes import Node
 
 HIDDEN, INSERT, LATENT, QUERIES, INDEXER = "of hidden", "insert", "of latent", "indexer queries", "indexer"
 ATTENTION, WO_A, WO_B = "attention", "wo_a", "wo_b"
-_OF_NAMES = {
+_STAGE_OF_KERNEL = {
     "indexer_q": QUERIES,
     "indexer": INDEXER,
     "select": INDEXER,
@@ -25,21 +25,21 @@ _OF_NAMES = {
     "inv_rope": ATTENTION,
     "split_softmax": ATTENTION,
 }
-"""Parts of the names of kernels; what has none of them is a product."""
+"""Stages by parts of kernel names; a kernel without any of them is a GEMM."""
 
 
 def stage_costs(
     config: DeepseekV4Config, layer: int, fp8: bool, tokens: int, context: int, apart: bool = False
 ) -> dict[str, costs.Cost]:
-    """Cost of each stage of `layer` in a step of `tokens` requests of `context` tokens.
+    """Return the cost of each stage of `layer` in a step of `tokens` requests of `context` tokens.
 
-    All of them close a group, or, `apart`, one in as many as a group has tokens.
+    All requests close a group, or, `apart`, one in R of them a group of ratio R.
     """
     ratio, indexes = config.ratio(layer), config.kind(layer) == CSA
     heads, dim, rank, width = config.num_heads, config.head_dim, config.q_lora_rank, config.hidden_size
     row = costs.row_bytes("fp8_ds_mla", dim)
     entries = context // ratio if ratio > 1 else 0
-    found = {HIDDEN: _product(tokens, width, rank + dim, fp8), LATENT: _product(tokens, rank, heads * dim, fp8)}
+    found = {HIDDEN: _gemm(tokens, width, rank + dim, fp8), LATENT: _gemm(tokens, rank, heads * dim, fp8)}
     found[INSERT] = costs.of("preprocess_insert", T=tokens, Q=rank, D=dim, rope=config.rope_dim, row=row)
     if ratio > 1:
         pairs = [(dim, row)]
@@ -47,7 +47,7 @@ def stage_costs(
             pairs.append((config.index_head_dim, costs.row_bytes("indexer_fp8", config.index_head_dim)))
         for pooled, size in pairs:
             wide = layout.state_width(ratio, pooled)
-            found[HIDDEN] = _sum(found[HIDDEN], _product(tokens, width, wide, fp8=False))
+            found[HIDDEN] = _sum(found[HIDDEN], _gemm(tokens, width, wide, fp8=False))
             saved = costs.of("save_partial_states", T=tokens, width=wide)
             window = ratio * wide // (2 * pooled)
             closing = layout.cdiv(tokens, ratio) if apart else tokens
@@ -56,8 +56,8 @@ def stage_costs(
     if indexes:
         index = {"T": tokens, "H": config.index_n_heads, "D": config.index_head_dim}
         size = costs.row_bytes("indexer_fp8", config.index_head_dim)
-        found[HIDDEN] = _sum(found[HIDDEN], _product(tokens, width, config.index_n_heads, fp8=False))
-        found[LATENT] = _sum(found[LATENT], _product(tokens, rank, index["H"] * index["D"], fp8))
+        found[HIDDEN] = _sum(found[HIDDEN], _gemm(tokens, width, config.index_n_heads, fp8=False))
+        found[LATENT] = _sum(found[LATENT], _gemm(tokens, rank, index["H"] * index["D"], fp8))
         found[QUERIES] = costs.of("indexer_q_rope_quant", **index, rope=config.rope_dim)
         topk = min(entries, config.index_topk)
         found[INDEXER] = costs.of("indexer_topk_slots", **index, C=tokens * entries, L=entries, K=topk, row=size)
@@ -67,34 +67,34 @@ def stage_costs(
     groups, rank_o = config.o_groups, config.o_lora_rank
     of_group = {"T": tokens, "G": groups, "N": rank_o, "K": heads * dim // groups}
     found[WO_A] = costs.of("fp8_grouped_einsum" if fp8 else "grouped_linear", **of_group)
-    found[WO_B] = _product(tokens, groups * rank_o, width, fp8)
+    found[WO_B] = _gemm(tokens, groups * rank_o, width, fp8)
     return found
 
 
 def total(stages: Mapping[str, costs.Cost]) -> costs.Cost:
-    """Of a layer."""
+    """Return the cost of a layer."""
     return _sum(*stages.values())
 
 
 def stage_times(layer: Sequence[Node]) -> dict[str, list[Node]]:
-    """The nodes of one layer by stage. Products are told by their place: before the insert, before attention, after."""
+    """Return the nodes of one layer by stage; a GEMM's stage follows from its place around insert and attention."""
     found: dict[str, list[Node]] = {}
-    products = 0
+    gemms = 0
     for node in layer:
-        named = next((stage for part, stage in _OF_NAMES.items() if part in node.name), None)
+        named = next((stage for part, stage in _STAGE_OF_KERNEL.items() if part in node.name), None)
         if named is None:
             if node.name.startswith("triton_") and INSERT in found and ATTENTION not in found:
-                named = QUERIES  # the one loop of a layer that Inductor may generate
+                named = QUERIES  # the only kernel of a layer that Inductor may generate
             elif ATTENTION in found:
-                named = WO_B if products else WO_A
-                products += 1
+                named = WO_B if gemms else WO_A
+                gemms += 1
             else:
                 named = LATENT if INSERT in found else HIDDEN
         found.setdefault(named, []).append(node)
     return found
 
 
-def _product(tokens: int, k: int, n: int, fp8: bool) -> costs.Cost:
+def _gemm(tokens: int, k: int, n: int, fp8: bool) -> costs.Cost:
     if fp8:
         return costs.of("fp8_linear", T=tokens, K=k, N=n)
     return costs.of("grouped_linear", T=tokens, G=1, K=k, N=n)

@@ -1,6 +1,6 @@
-"""FlashMLA's sparse kernels called with the arguments of our ops, where its package `flash_mla` can be imported.
+"""Calls FlashMLA's sparse kernels with the arguments of this package's ops, if `flash_mla` can be imported.
 
-It plans a decode at the first call of a shape, outside of what is timed, and has 64 or 128 heads.
+It supports 64 and 128 heads, and plans a decode in the first call of a shape, which is not timed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ NAME = "flash_mla"
 HEADS = (64, 128)
 
 
-def beside(prepare: Prepare, heads: int) -> dict[str, Prepare]:
-    """`prepare` as an implementation for this many heads, nothing where there is none."""
+def if_installed(prepare: Prepare, heads: int) -> dict[str, Prepare]:
+    """Return `prepare` as an implementation for this many heads, or nothing if FlashMLA has none."""
     return {NAME: prepare} if heads in HEADS and importlib.util.find_spec(NAME) is not None else {}
 
 
 def decode() -> Callable[..., Any]:
-    """As `sparse_mla_decode` with two `fp8_ds_mla` caches and nothing fused, for one shape."""
+    """Return a function like `sparse_mla_decode` with two `fp8_ds_mla` caches and nothing fused, for one shape."""
     library = importlib.import_module(NAME)
     plan, _ = library.get_mla_metadata()
 
@@ -53,7 +53,7 @@ def decode() -> Callable[..., Any]:
 
 
 def prefill() -> Callable[..., Any]:
-    """As `sparse_mla_prefill`."""
+    """Return a function like `sparse_mla_prefill`."""
     library = importlib.import_module(NAME)
 
     def call(q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, scale: float, sink: Tensor) -> Any:
@@ -65,6 +65,6 @@ def prefill() -> Callable[..., Any]:
 
 
 def _pages(cache: Tensor, block: int) -> Tensor:
-    """A cache as FlashMLA takes it: bytes `[P, S, 1, 584]`, pages as far apart as they are."""
+    """Return a cache in FlashMLA's form: bytes `[P, S, 1, 584]`, with the strides of its pages."""
     row = layout.FP8_DS_MLA.data + layout.FP8_DS_MLA.scale
     return cache.as_strided((cache.shape[0], block, 1, row), (cache.stride(0), row, row, 1))

@@ -1,4 +1,4 @@
-"""No number without the right result: what an implementation must give before it is timed."""
+"""Compares the results of an implementation with the reference's, before it is timed."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 NEIGHBOUR = {torch.bfloat16: 1.01 / 128, torch.float16: 1.01 / 1024, torch.float32: 1e-5}
-"""Relative distance to the next value. Sums may be in another order, so float results may be neighbours."""
+"""Relative distance to the next value: sums in another order may round to a neighbour."""
 CANCELLED = 1e-5
-"""Absolute error that a rotation of values of order one may leave where its products cancel."""
+"""Absolute error of a rotation of values of order one whose two terms cancel."""
 FLIPPED_SHARE = 1e-5
-"""Share of quantised values that may be neighbours: a multiply and add that is contracted rounds once, not twice."""
+"""Share of quantised values that may be neighbours: a fused multiply-add rounds once, not twice."""
 CHUNK = 1 << 26
-"""Elements compared at a time, so that a comparison needs little memory beside the results."""
+"""Elements compared at a time, which bounds the memory of a comparison."""
 
 
 def outputs(call: Callable[..., Any], args: Sequence[Any], written: Sequence[int]) -> list[Tensor]:
-    """What `call` returns, then the arguments it has written."""
+    """Return the results of `call`, then the arguments it has written."""
     result = call(*args)
     returned = [] if result is None else [result] if isinstance(result, Tensor) else list(result)
     return [*returned, *(args[i] for i in written)]
 
 
 def disagreement(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
-    """Why `got` is not what the reference gives, or "" when it is."""
+    """Return why `got` disagrees with the reference's results `want`, or ""."""
     if len(got) != len(want):
         return f"result has {len(got)} tensors, the reference gives {len(want)}"
     for index, (actual, expected) in enumerate(zip(got, want, strict=True)):
@@ -44,7 +44,7 @@ def _count_wrong(got: Tensor, want: Tensor) -> int:
     if want.numel() == 0:
         return 0
     rows = max(1, CHUNK // max(1, want[0].numel()))
-    # Added up on the device, read back once.
+    # Summed on the device and read back once.
     return int(sum(_wrong(a, b).sum() for a, b in zip(got.split(rows), want.split(rows), strict=True)))
 
 

@@ -1,7 +1,7 @@
 """Scenario `gemm`: the block-scaled and the grouped linear layers of V4-Flash and V4-Pro.
 
-Random data: weights of every finite e4m3 code near one, block scales that differ, normal activations. `scaled_mm` is
-torch's own block-scaled product behind a compiled quantisation; `bmm` is what one writes without `grouped_linear`.
+Random data: normal weights in e4m3, differing block scales, normal activations. `scaled_mm` is torch's block-scaled
+GEMM after a compiled quantisation; `bmm` is plain PyTorch for `grouped_linear`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from ..ops.common.define import REFERENCES
 from ..reference.attention.inv_rope import scale_strides, value_strides
 from ..reference.common.block_scale import dequantize_activation, quantize_activation, scale_value
 from ..selection import costs
-from .implementations import compiled, implementations
-from .problem import Args, Only, Prepare, Problem, keep
+from .problem import Args, Only, Prepare, Problem, Unavailable, compiled, implementations, keep
 
 TOKENS = {"cuda": (1, 8, 32, 64, 128, 512, 4096, 16384), "cpu": (1, 8)}
 TYPICAL_TOKENS = 128
@@ -35,17 +34,17 @@ TOLERANCE = {
     "fp8_grouped_einsum_quant": 2.0**-7,
     "grouped_linear": 2.0**-9,
 }
-"""By op, the share of the results' RMS by which one may be off beside its rounding. Hopper adds e4m3 products with 14
-bits, 128 at a time: some 2^-10 of the RMS, if every truncation of 4096 terms points the same way."""
+"""Largest error in addition to the rounding of a result, as a share of the results' RMS, by op. Hopper's tensor cores
+accumulate e4m3 with 14 bits, 128 terms at a time: about 2^-10 of the RMS if all truncations of 4096 terms add up."""
 ROUNDING, QUANTISING = 1.01 / 128, 1.01 / 8
-"""What a result may be off by the rounding of its neighbour, in bfloat16 and in e4m3."""
+"""Relative distance to the neighbouring value in bfloat16 and in e4m3."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A linear layer of a model: `groups` matrices `[rows, size]`, or one, in an op's form.
+    """A linear layer of a model as the arguments of `op`: `groups` matrices `[rows, size]`.
 
-    `beside` is how many rows of a layer in bfloat16 the same op multiplies the same input by.
+    `beside` is the number of rows of a bfloat16 weight that the same call multiplies with the same input.
     """
 
     op: str
@@ -56,7 +55,7 @@ class Layer:
     beside: int = 0
 
     def arguments(self, tokens: int, device: torch.device, seed: int) -> Args:
-        """The op's arguments for `tokens` tokens."""
+        """Return the op's arguments for `tokens` tokens."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def randn(*shape: int) -> Tensor:
@@ -71,17 +70,17 @@ class Layer:
         if self.op == "fp8_linear":
             x = randn(tokens, self.size)
             return (x, weight, scale, True, randn(self.beside, self.size)) if self.beside else (x, weight, scale)
-        # As inv_rope_fp8_quant leaves them.
+        # The strides of inv_rope_fp8_quant's results.
         shape = tokens, self.groups, self.size
         a = torch.empty_strided(shape, value_strides(tokens, self.size), dtype=weight.dtype, device=device)
         a.copy_(randn(*shape).to(weight.dtype))
-        strips = layout.cdiv(self.size, layout.ACT_TILE)
-        a_scale = torch.empty_strided((*shape[:2], strips), scale_strides(tokens, strips), device=device)
+        blocks_k = layout.cdiv(self.size, layout.ACT_TILE)
+        a_scale = torch.empty_strided((*shape[:2], blocks_k), scale_strides(tokens, blocks_k), device=device)
         exponent = torch.randint(-4, 5, a_scale.shape, device=device, generator=generator)
         return a, a_scale.copy_(torch.exp2(exponent.float())), weight, scale
 
     def cost(self, tokens: int) -> costs.Cost:
-        """What any implementation must do."""
+        """Return the cost of any implementation."""
         of = {"T": tokens, "N": self.rows, "K": self.size}
         if self.op != "fp8_linear":
             return costs.of(self.op, **of, G=self.groups)
@@ -89,12 +88,12 @@ class Layer:
         if not self.beside:
             return cost
         more = costs.beside(tokens, self.size, self.rows, self.beside)
-        # The flops are those of two products, at the rate of the slower one's.
+        # The floor takes the flops of both GEMMs at the rate of the slower one's dtype.
         return costs.Cost(cost.bytes + more.bytes, cost.flops + more.flops)
 
 
 def layers(c: DeepseekV4Config) -> Iterator[Layer]:
-    """Linear layers of a model that are ops here."""
+    """Yield the linear layers of a model that are ops of this package."""
     heads, latent = c.num_heads * c.head_dim, c.o_groups * c.o_lora_rank
     hidden, indexer = c.q_lora_rank + c.head_dim, c.index_n_heads * c.index_head_dim
     states = {"HCA": layout.state_width(layout.HCA_RATIO, c.head_dim)}
@@ -120,7 +119,7 @@ def problems(
     models: Mapping[str, DeepseekV4Config] | None = None,
     tokens: Sequence[int] | None = None,
 ) -> Iterator[Problem]:
-    """Every layer of both models at every size, or of other models and sizes."""
+    """Yield every layer of both models, or of other ones, at every size."""
     for model, config in (models or MODELS).items():
         for layer in layers(config):
             params = {"layer": layer.name, "model": model}
@@ -143,12 +142,12 @@ def problems(
 
 
 def differs(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float) -> str:
-    """Why a product is not what the reference gives, or "": `tolerance` is a share of the RMS beside the rounding."""
+    """Return why a GEMM disagrees with the reference, or ""; `tolerance` is the share of the RMS added to rounding."""
     kinds = [[(x.dtype, tuple(x.shape), x.stride()) for x in results] for results in (got, want)]
     if kinds[0] != kinds[1]:
         return f"the result is {kinds[0]}, the reference gives {kinds[1]}"
     rounding = ROUNDING if len(want) == 1 else QUANTISING
-    # A quantised result is looked at as what it stands for: rounded otherwise, it may have another scale.
+    # A quantised result is compared dequantised: another rounding may choose another scale.
     actual, wide = (each[0].float() if len(each) == 1 else dequantize_activation(*each) for each in (got, want))
     allowed = rounding * wide.abs() + tolerance * wide.square().mean().sqrt()
     # Negated, so that NaN is wrong.
@@ -165,21 +164,21 @@ def _implementations(layer: Layer, device: torch.device) -> dict[str, Prepare]:
     if layer.op == "fp8_linear" and not layer.beside:
         ways["scaled_mm"] = functools.cache(lambda: _scaled_mm(device))
     if layer.op == "grouped_linear":
-        # The reference writes into a view, which torch.compile does not trace.
+        # torch.compile does not trace the reference, which writes into a view.
         ways["inductor"] = functools.cache(lambda: compiled(_bmm, "inductor", typical, (0,)))
         ways["bmm"] = lambda: _bmm
     return ways
 
 
 def _scaled_mm(device: torch.device) -> Callable[..., Tensor]:
-    """`fp8_linear` by torch's own product, behind a compiled quantisation. torch.compile does not trace the product."""
+    """Return `fp8_linear` by torch's own GEMM, which torch.compile does not trace, after a compiled quantisation."""
     if device.type != "cuda":
-        raise RuntimeError("block-scaled products of torch run on GPUs")
+        raise Unavailable("torch's block-scaled GEMMs run on GPUs")
     from torch.nn.functional import ScalingType, scaled_mm
 
     def operands(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         values, byte = quantize_activation(x)
-        # Scales of a strip lie side by side.
+        # Scales of one K-block are contiguous.
         return values, scale_value(byte).t().contiguous().t(), scale_value(scale).t()
 
     quantize = torch.compile(operands, fullgraph=True, dynamic=True)
@@ -187,9 +186,14 @@ def _scaled_mm(device: torch.device) -> Callable[..., Tensor]:
 
     def call(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         values, x_scale, weight_scale = quantize(x, scale)
-        # Of a single token too, whose strides torch.compile leaves as they come.
+        # torch.compile does not normalise the strides of a single token.
         x_scale, weight = x_scale.as_strided(x_scale.shape, (1, len(x))), weight.t()
-        return scaled_mm(values, weight, x_scale, recipes[0], weight_scale, recipes[1], output_dtype=torch.bfloat16)
+        try:
+            return scaled_mm(values, weight, x_scale, recipes[0], weight_scale, recipes[1], output_dtype=torch.bfloat16)
+        except RuntimeError as fault:
+            if "CUBLAS_STATUS_NOT_SUPPORTED" not in str(fault):
+                raise
+            raise Unavailable(f"cuBLAS has no block-scaled GEMM for {len(x)} tokens") from fault
 
     return call
 

@@ -1,11 +1,10 @@
 """Scenario `indexer`: the compressors and the indexer of a layer, op by op, at 16k tokens of context.
 
-Score and selection are offered at other contexts too: `--only context=4096,65536`.
+Score and selection also run at other contexts: `--only context=4096,65536`. Inputs are `steps.StepInputs`: each token
+of a decode step sees 4096 entries of its own, tokens of a prompt see the same ones.
 
-A step is one of `steps.Step`: each token of a decode step sees 4096 entries of its own, those of a prompt share theirs.
-
-Queries and keys of the score are -1, 0 or 1, and weights multiples of 2^-10: every sum is exact in float32, so that a
-selection has one right answer for implementations that add in different orders.
+Queries and keys of the score are -1, 0 or 1, and weights multiples of 2^-10: every sum is exact in float32, so that
+implementations that add in different orders select the same entries.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from .. import layout
 from ..config import DeepseekV4Config
 from ..ops.common.define import REFERENCES
 from ..selection import costs
-from .implementations import implementations
-from .problem import Args, Only, Problem, keep
-from .steps import Compressor, Step
+from .problem import Args, Only, Problem, implementations, keep
+from .steps import Compressor, StepInputs
 
 TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096), "cpu": (1, 4)}
 TYPICAL_TOKENS = 128
@@ -39,33 +37,33 @@ _E4M3_ONE = 0x38
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How to build the arguments of an op, which of them have tokens first, which it writes, and what it must do."""
+    """An op: builder of its arguments, positions of those with tokens first and of those it writes, and its cost."""
 
     op: str
     params: Mapping[str, int | str]
-    build: Callable[[Step], Args]
+    build: Callable[[StepInputs], Args]
     tokens: tuple[int, ...]
     written: tuple[int, ...]
-    cost: Callable[[Step], costs.Cost]
+    cost: Callable[[StepInputs], costs.Cost]
 
 
-def _queries(s: Step) -> Args:
+def _queries(s: StepInputs) -> Args:
     c = s.config
     q = s.randn(s.tokens, c.index_n_heads, c.index_head_dim, part=4)
     return q, s.positions(), s.rope(), s.randn(s.tokens, c.index_n_heads, part=5), KEYS
 
 
-def _queries_cost(s: Step) -> costs.Cost:
+def _queries_cost(s: StepInputs) -> costs.Cost:
     c = s.config
     return costs.of("indexer_q_rope_quant", T=s.tokens, H=c.index_n_heads, D=c.index_head_dim, rope=c.rope_dim)
 
 
-def _score(s: Step, topk: int) -> Args:
+def _score(s: StepInputs, topk: int) -> Args:
     c, page = s.config, layout.PAGE_LAYOUTS[KEYS]
     table = s.table(layout.cdiv(s.context // RATIO, BLOCK))
 
     def signs(*shape: int, part: int) -> Tensor:
-        """Bytes of e4m3 -1, 0 and 1."""
+        """Return bytes of e4m3 -1, 0 and 1."""
         sign = s.randint(-1, 2, *shape, part=part, dtype=torch.int16)
         return torch.where(sign == 0, 0, _E4M3_ONE | (sign & 0x80)).to(torch.uint8)
 
@@ -80,30 +78,30 @@ def _score(s: Step, topk: int) -> Args:
     return q, scale_of_q, weights, cache, table, s.owners(), lens, BLOCK, KEYS, topk
 
 
-def _slots(s: Step, topk: int) -> Args:
-    """The same selection, to slots of a main cache as large."""
+def _slots(s: StepInputs, topk: int) -> Args:
+    """Return the arguments of the selection in slots of a main cache of the same size."""
     _, _, table, valid, block = _map(s, topk)
     return *_score(s, topk), table, valid, block
 
 
-def _score_cost(s: Step, topk: int, op: str = "indexer_logits_topk") -> costs.Cost:
+def _score_cost(s: StepInputs, topk: int, op: str = "indexer_logits_topk") -> costs.Cost:
     c, entries = s.config, s.context // RATIO
     scored = {"T": s.tokens, "H": c.index_n_heads, "D": c.index_head_dim, "L": entries, "K": topk}
     return costs.of(op, **scored, C=s.requests * entries, row=costs.row_bytes(KEYS))
 
 
-def _map(s: Step, topk: int) -> Args:
+def _map(s: StepInputs, topk: int) -> Args:
     table = s.table(layout.cdiv(s.context // RATIO, BLOCK))
     entries = s.randint(0, s.context // RATIO, s.tokens, topk, part=4)
     return entries, s.owners(), table, torch.ones(s.tokens, dtype=torch.bool, device=s.device), BLOCK
 
 
-def _map_cost(s: Step, topk: int) -> costs.Cost:
+def _map_cost(s: StepInputs, topk: int) -> costs.Cost:
     return costs.of("global_topk", T=s.tokens, K=topk)
 
 
 def cases(config: DeepseekV4Config) -> Iterator[Case]:
-    """The ops of a CSA and of an HCA layer."""
+    """Yield the ops of a CSA and of an HCA layer."""
     layers = {
         "CSA": Compressor(layout.CSA_RATIO, config.head_dim, "fp8_ds_mla"),
         "HCA": Compressor(layout.HCA_RATIO, config.head_dim, "fp8_ds_mla"),
@@ -131,7 +129,7 @@ def cases(config: DeepseekV4Config) -> Iterator[Case]:
 def problems(
     device: torch.device, only: Only, tokens: tuple[int, ...] | None = None, context: int | None = None
 ) -> Iterator[Problem]:
-    """Every op at every size. The larger top-k is that of V4-Pro, whose indexer is V4-Flash's otherwise."""
+    """Yield every op at every size; the larger top-k is V4-Pro's, whose indexer is otherwise V4-Flash's."""
     config, usual = DeepseekV4Config.flash(), context or CONTEXT[device.type]
     sizes = [t for t in tokens or TOKENS[device.type] if keep(only, tokens=t)]
     for case in cases(config):
@@ -141,7 +139,7 @@ def problems(
             continue
 
         def make(tokens: int, context: int, case: Case = case) -> Callable[[int], Args]:
-            return lambda seed: case.build(Step(config, tokens, context, device, seed))
+            return lambda seed: case.build(StepInputs(config, tokens, context, device, seed))
 
         def typical(make: Callable[[int, int], Callable[[int], Args]] = make) -> Args:
             return make(TYPICAL_TOKENS, usual)(0)
@@ -153,9 +151,9 @@ def problems(
                 params={**case.params, "context": at, "tokens": size},
                 make=make(size, at),
                 written=case.written,
-                cost=case.cost(Step(config, size, at, device, 0)),
+                cost=case.cost(StepInputs(config, size, at, device, 0)),
                 reference=REFERENCES[case.op],
                 implementations=ways,
                 published={},
-                split=case.op in SCORES,
+                per_kernel=case.op in SCORES,
             )

@@ -1,9 +1,9 @@
-"""Scenario `metadata`: what a step does before its first layer, for all cache groups of a model with all three kinds.
+"""Scenario `metadata`: the metadata of a step for all cache groups of a model with all three kinds of layer.
 
 `batch_metadata` fills every buffer of a decode step of `tokens` tokens, `query` of each request, or, as the last size,
-of a prompt of 8192 tokens; `advance` moves the step to the next. Requests have random lengths and random pages.
-`max_len` fixes the width of the rows of ratio 128, which are written to their ends. Stock torch.compile, which compiles
-for every size anew, is asked at one.
+of a prompt of 8192 tokens; `advance` moves the batch to its next step. Requests have random lengths and pages.
+`max_len` fixes the width of the rows of ratio 128, which are written to their ends. Stock torch.compile, which
+recompiles for every size, runs at one size.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from ..ops.common.define import REFERENCES
 from ..ops.common.kernels import launcher
 from ..ops.metadata.batch_metadata import ARGUMENTS
 from ..selection import costs
-from .implementations import compiled, on_gpu
-from .problem import Args, Only, Prepare, Problem, keep
+from .problem import Args, Only, Prepare, Problem, compiled, keep, on_gpu
 
 COLUMNS = ("op", "query", "max_len", "tokens", "impl")
 SIZES = {
@@ -35,7 +34,7 @@ OUTPUTS = tuple(range(ARGUMENTS.index("positions"), len(ARGUMENTS)))
 
 
 def buffers(requests: int, query: int, max_len: int, device: torch.device, seed: int) -> MetadataBuffers:
-    """The buffers of one step, loaded."""
+    """Return the buffers of one step, loaded."""
     generator = torch.Generator().manual_seed(seed)
     own = MetadataBuffers(
         max_num_batched_tokens=requests * query, max_num_seqs=requests, max_model_len=max_len, device=device
@@ -54,7 +53,7 @@ def buffers(requests: int, query: int, max_len: int, device: torch.device, seed:
 
 
 def metadata_args(own: MetadataBuffers) -> Args:
-    """Arguments of `batch_metadata`."""
+    """Return the arguments of `batch_metadata`."""
     given: dict[str, Any] = dict.fromkeys(ARGUMENTS) | {
         name: tensor for name, tensor in own.tensors.items() if name in ARGUMENTS
     }
@@ -63,7 +62,7 @@ def metadata_args(own: MetadataBuffers) -> Args:
 
 
 def advance_args(own: MetadataBuffers, query: int, seed: int) -> Args:
-    """Arguments of `advance`: every request keeps some of its tokens."""
+    """Return the arguments of `advance`; every request keeps some of its tokens."""
     device, requests = own.tensors["seq_lens"].device, own.max_num_seqs
     generator = torch.Generator().manual_seed(seed)
     kept = torch.randint(1, query + 1, (requests,), generator=generator).int().to(device)
@@ -85,7 +84,7 @@ def problems(
     sizes: tuple[tuple[int, int], ...] | None = None,
     max_lens: tuple[int, ...] | None = None,
 ) -> Iterator[Problem]:
-    """Both ops at every size; `advance` has nothing to do with `max_len`, nor with prompts."""
+    """Yield both ops at every size; `advance` depends neither on `max_len` nor on prompts."""
     lens = max_lens or MAX_LENS[device.type]
     for max_len in lens:
         for requests, query in sizes or SIZES[device.type]:

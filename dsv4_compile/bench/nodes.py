@@ -1,4 +1,4 @@
-"""What a call puts on the GPU, kernel by kernel, and what it asks of the host."""
+"""Profiles a call: its kernels, copies and fills on the GPU, its host time and its allocations."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 Call = Callable[[], Any]
 _REPEATS, _IN_A_ROW = 4, 5
 _LEAST, _MOST, _SECONDS = 20, 2000, 1.0
-"""Samples of host time, and how long to go on for more of them."""
+"""Bounds of the number of samples of host time, and the seconds to spend on them."""
 
 
 class Node(NamedTuple):
-    """A kernel, copy or fill, and its microseconds: the median over some calls, by the profiler.
+    """A kernel, copy or fill, and its median microseconds over some calls, by the profiler.
 
-    A kernel that starts before the one in front of it is over counts from that one's end: times add up to the call's.
+    A kernel that starts before the previous one has ended (PDL) counts from that end, so that times add up to the
+    call's.
     """
 
     name: str
@@ -27,9 +28,9 @@ class Node(NamedTuple):
 
 
 def nodes(call: Call) -> list[Node]:
-    """Nodes of one call, in the order in which they run; none where calls differ.
+    """Return the nodes of one call in the order in which they run; none if calls differ.
 
-    Whatever the host does afterwards in this process takes longer: what the profiler attached stays.
+    Measure host times before: the profiler slows the host for the rest of the process.
     """
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -50,7 +51,7 @@ def nodes(call: Call) -> list[Node]:
 
 
 def _exclusive(spans: Sequence[tuple[float, float]]) -> list[float]:
-    """What each span, in order of their starts, adds to the time that those before it have covered."""
+    """Return what each span, in order of starts, adds to the time that earlier spans have covered."""
     found, over = [], -math.inf
     for start, end in spans:
         found.append(max(0.0, end - max(start, over)))
@@ -59,7 +60,7 @@ def _exclusive(spans: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def repeated(names: Sequence[str], times: int) -> tuple[int, int]:
-    """`(first, length)` of what fills `names` to its end `times` times from `first` on; `(0, 0)` where nothing does."""
+    """Return `(first, length)` of the run that `names` repeats `times` times from `first` to the end, or `(0, 0)`."""
     for first in range(len(names)):
         length, rest = divmod(len(names) - first, times)
         if not rest and length and list(names[first:]) == list(names[first : first + length]) * times:
@@ -68,7 +69,7 @@ def repeated(names: Sequence[str], times: int) -> tuple[int, int]:
 
 
 def host_us(call: Call) -> dict[str, float]:
-    """Host time of a call while the device has nothing to wait for, each of some in a row: median, and 99 of 100."""
+    """Return median and 99th percentile of the host time of a call, in short runs of consecutive calls."""
     times: list[float] = []
     begin = time.perf_counter()
     while len(times) < _LEAST or (len(times) < _MOST and time.perf_counter() - begin < _SECONDS):
@@ -82,7 +83,7 @@ def host_us(call: Call) -> dict[str, float]:
 
 
 def allocations(call: Call) -> int:
-    """Tensors that ten calls take from the caching allocator."""
+    """Return how many tensors ten calls take from the caching allocator."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""A record as pictures: times over tokens with the floor beneath them, and what was reached under the roof."""
+"""Draws a record: times and floors over tokens, and a roofline of GEMMs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..errors import fail
 from .table import AXIS, Row, groups
 
 ROUNDED_US = 1.0
-"""Records keep three digits behind the point of a floor."""
+"""Least floor whose three recorded decimals suffice to compute a rate."""
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -25,10 +25,9 @@ def require_drawing() -> None:
 
 
 def draw(record: dict[str, Any], folder: Path, name: str = "") -> list[Path]:
-    """Draw `<name>.png` and, where products were timed, `<name>_roofline.png`; return their paths.
+    """Draw `<name>.png` and, if GEMMs were timed, `<name>_roofline.png`; return their paths.
 
-    The name is by default that of the scenario. Nothing is drawn of a record without times. Raises E101 where
-    matplotlib is not installed.
+    The default name is the scenario's. A record without times draws nothing. E101 if matplotlib is not installed.
     """
     require_drawing()
     timed = [(title, rows) for title, every in groups(record["rows"]) if (rows := [r for r in every if r["us"]])]
@@ -80,7 +79,7 @@ def _panel(panel: Any, title: str, rows: list[Row]) -> None:
 
 
 def _roofline(record: dict[str, Any], timed: list[tuple[str, list[Row]]], path: Path) -> Path:
-    """TFLOP/s over flops per byte under the roof: a slope, the copy rate, and flat where products are the limit."""
+    """Draw TFLOP/s over flops per byte, under the copy rate and the rates of the tensor cores."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
@@ -97,7 +96,7 @@ def _roofline(record: dict[str, Any], timed: list[tuple[str, list[Row]]], path: 
     ends = [intensities[0] / 2, intensities[-1] * 2]
     panel.plot(ends, [x * record["copy_gb_s"] / 1e3 for x in ends], "k:", label="copy rate")
     for roof in flat_roofs(record):
-        panel.axhline(roof, color="k", linestyle="--", linewidth=0.8, label=f"products, {roof:.0f} TFLOP/s")
+        panel.axhline(roof, color="k", linestyle="--", linewidth=0.8, label=f"tensor cores, {roof:.0f} TFLOP/s")
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("flops per byte")
@@ -109,9 +108,9 @@ def _roofline(record: dict[str, Any], timed: list[tuple[str, list[Row]]], path: 
 
 
 def flat_roofs(record: dict[str, Any]) -> list[float]:
-    """TFLOP/s at which products bound the rows of a record, by their floors; of each dtype of operands one.
+    """Return the TFLOP/s at which tensor cores bound the rows of a record, one for each dtype of operands.
 
-    Floors of a few microseconds are rounded too much to tell.
+    They follow from the floors, of which those of a microsecond or less are rounded too much.
     """
     bound = [row for row in record["rows"] if row.get("flops") and (row.get("floor_us") or 0) > ROUNDED_US]
     rates = ((row["flops"] / row["floor_us"] / 1e6, row["flops"] / row["bytes"]) for row in bound)

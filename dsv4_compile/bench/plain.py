@@ -1,7 +1,8 @@
-"""A layer's preprocessing in plain PyTorch, as one writes it who has no ops for it: what stock torch.compile is given.
+"""Preprocessing of a layer in plain PyTorch, without custom ops: the input of stock torch.compile.
 
-Every linear by itself, norms and RoPE out of formulas, caches by indexed assignment. Tokens that close no group of the
-compressor write to the last entry of its cache, which is nobody's: a graph with static shapes cannot leave them out.
+Each linear is a call of its own, norms and RoPE are formulas, and caches are written by indexed assignment. Tokens that
+close no group of the compressor write to the last entry of its cache, which no request owns: a graph with static shapes
+cannot leave them out.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from .. import layout
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight^T` with a float32 result."""
+    """Return `x @ weight^T` in float32."""
     if x.is_cuda and x.dtype is not torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return torch.nn.functional.linear(x.float(), weight.float())
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """float32, over the last dim."""
+    """Return the RMS norm over the last dim in float32."""
     x = x.float()
     y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return y if weight is None else y * weight.float()
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """float32: the last dims of `x` `[..., D]`, as many as `cos` and `sin` have together, rotated in pairs."""
+    """Return `x` `[..., D]` in float32, its last dims, as many as `cos` and `sin` have together, rotated in pairs."""
     turned = cos.shape[-1] + sin.shape[-1]
     still, pairs = x.float().split((x.shape[-1] - turned, turned), dim=-1)
     even, odd = pairs[..., 0::2], pairs[..., 1::2]
@@ -35,7 +36,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def store(cache: Tensor, block: int, slots: Tensor, x: Tensor) -> None:
-    """Vectors float32 `[N, 512]` into `fp8_ds_mla` pages."""
+    """Quantise vectors float32 `[N, 512]` and store them in `fp8_ds_mla` pages."""
     page, rounded = layout.FP8_DS_MLA, x.bfloat16()
     tiles = rounded[:, : layout.NOPE_DIM].float().unflatten(1, (-1, layout.KV_TILE))
     amax = tiles.abs().amax(-1).clamp_min(layout.KV_AMAX_FLOOR)
@@ -61,7 +62,7 @@ def queries_and_window(
     slots: Tensor,
     eps: float,
 ) -> Tensor:
-    """Queries `[T, H, D]`; keys and values go into the cache."""
+    """Return queries `[T, H, D]`, and store keys and values in the cache."""
     linear, dtype = torch.nn.functional.linear, hidden.dtype
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     qr = rms_norm(linear(hidden, wq_a), eps, q_weight).to(dtype)
@@ -88,7 +89,7 @@ def compress(
     ratio: int,
     eps: float,
 ) -> None:
-    """Keep the tokens' states, and store an entry for each group that a token closes."""
+    """Store the tokens' states, and an entry for each group that a token closes."""
     size, block = state.shape[1], layout.storage_block_size(ratio)
     score = linear_fp32(hidden, wgate) + ape[positions % ratio]
     state[slots // size, slots % size] = torch.cat((linear_fp32(hidden, wkv), score), dim=-1)
@@ -102,11 +103,11 @@ def compress(
     weights = scores.masked_fill(absent, -torch.inf).softmax(dim=1)
     entry = rms_norm((values * weights).sum(dim=1), eps, norm_weight)
     cos, sin = cos_sin[positions // ratio * ratio].chunk(2, dim=-1)
-    nobody = cache.shape[0] * block - 1
-    store(cache, block, torch.where(entry_slots < 0, nobody, entry_slots), rope(entry, cos, sin))
+    dummy = cache.shape[0] * block - 1
+    store(cache, block, torch.where(entry_slots < 0, dummy, entry_slots), rope(entry, cos, sin))
 
 
 def _halves(x: Tensor, ratio: int) -> Tensor:
-    """The first half of the columns of the older group, the second half of the newer."""
+    """Return the first half of the columns of the older group and the second half of the newer."""
     old, new = x[:, :ratio].chunk(2, dim=-1)[0], x[:, ratio:].chunk(2, dim=-1)[1]
     return torch.cat((old, new), dim=1)

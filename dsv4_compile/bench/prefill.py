@@ -1,11 +1,8 @@
-"""Scenario `prefill`: what a prefill does in front of its attention: gathers, the indexer's selection, index rows.
+"""Scenario `prefill`: the ops of a prefill before its attention: gathers, the indexer's selection, index rows.
 
-The tokens are the last of one prompt of 16k tokens, with V4-Flash's layers of ratio 4: 4096 compressed entries and the
-raw tokens of the step with the window in front of them. `indexer_logits_topk` is there for comparison: it does the
-work of `indexer_logits_topk_ragged` straight from pages, token by token.
-
-Queries and keys of the score are -1, 0 or 1, and weights multiples of 2^-10: every sum is exact in float32, so that a
-selection has one right answer for implementations that add in different orders.
+The tokens are the last of one prompt of 16k tokens, in V4-Flash's layers of ratio 4: 4096 compressed entries, the raw
+tokens of the step and the window before them. `indexer_logits_topk` is there for comparison: it does the work of
+`indexer_logits_topk_ragged` directly from pages, token by token. Scores are exact as in scenario `indexer`.
 """
 
 from __future__ import annotations
@@ -23,10 +20,9 @@ from ..ops.common.define import REFERENCES
 from ..ops.common.kernels import launcher
 from ..selection import costs
 from ..testing.generate import random_cache
-from .implementations import on_gpu
 from .indexer import cases
-from .problem import Args, Only, Prepare, Problem, keep
-from .steps import Step
+from .problem import Args, Only, Prepare, Problem, keep, on_gpu
+from .steps import StepInputs
 
 TOKENS = {"cuda": (256, 1024, 4096, 16384), "cpu": (16,)}
 CONTEXT = {"cuda": 16384, "cpu": 2048}
@@ -36,26 +32,26 @@ BLOCK, KEYS = layout.storage_block_size(layout.CSA_RATIO), "indexer_fp8"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt(Step):
-    """The last tokens of one prompt, however few."""
+class Prompt(StepInputs):
+    """Inputs of the last tokens of one prompt, however few."""
 
     @property
     def requests(self) -> int:
-        """One."""
+        """Number of requests."""
         return 1
 
     @property
     def entries(self) -> int:
-        """Compressed entries of the prompt."""
+        """Number of compressed entries of the prompt."""
         return self.context // RATIO
 
     @property
     def gathered(self) -> int:
-        """Raw tokens that this step gathers."""
+        """Number of raw tokens that this step gathers."""
         return min(self.tokens + WINDOW - 1, self.context)
 
     def int32(self, *values: int) -> Tensor:
-        """On the device."""
+        """Return an int32 tensor on the device."""
         return torch.tensor(values, device=self.device, dtype=torch.int32)
 
 
@@ -105,7 +101,6 @@ def _selection_cost(s: Prompt, op: str) -> costs.Cost:
     return costs.of(op, **sizes, L=seen, row=costs.row_bytes(KEYS))
 
 
-# How to build the arguments of each op, which of them it writes, and what it must do.
 OPS: Mapping[str, tuple[Callable[[Prompt], Args], tuple[int, ...], Callable[[Prompt], costs.Cost]]] = {
     "dequantize_and_gather_k_cache": (
         _gather_cache,
@@ -132,10 +127,11 @@ OPS: Mapping[str, tuple[Callable[[Prompt], Args], tuple[int, ...], Callable[[Pro
         lambda s: costs.of("combine_topk_swa_ragged", T=s.tokens, K=s.config.index_topk, W=WINDOW),
     ),
 }
+"""Builder of the arguments, positions of the written ones, and cost of each op."""
 
 
 def implementations(op: str) -> Mapping[str, Prepare]:
-    """The reference and the kernel."""
+    """Return the reference and the kernel of `op`."""
     return {"eager": lambda: REFERENCES[op], "triton": lambda: on_gpu(launcher(op))}
 
 
@@ -146,7 +142,7 @@ def _arguments(build: Callable[[Prompt], Args], prompt: Callable[[int], Prompt],
 def problems(
     device: torch.device, only: Only, tokens: tuple[int, ...] | None = None, context: int | None = None
 ) -> Iterator[Problem]:
-    """Every op at every number of tokens."""
+    """Yield every op at every number of tokens."""
     config = DeepseekV4Config.flash()
     for op, (build, written, cost) in OPS.items():
         for size in tokens or TOKENS[device.type]:

@@ -1,8 +1,8 @@
 """Scenario `preprocess_insert`: the preprocessing of a whole layer, in one launch and op by op.
 
-The steps are those of scenario `indexer`: up to 512 tokens are a decode step in which every token closes a group, which
-is the worst case (of ratio 128 one step in 128 has it); more tokens are the last chunk of one prompt. All inputs are
-slices of one float32 projection. `separate` are the kernels of the ops that the one launch replaces.
+Steps are those of scenario `indexer`: up to 512 tokens are a decode step in which every token closes a group, the worst
+case (one step in 128 at ratio 128); more tokens are the last chunk of one prompt. All inputs are slices of one float32
+projection. `separate` runs the kernels of the ops that the one launch replaces.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from ..reference.preprocess.preprocess_insert import compressors, result_dtype
 from ..selection import costs
 from ..testing.cached import FEW_TIES, TIES
 from . import gate
-from .implementations import on_gpu
 from .indexer import CONTEXT, KEYS
-from .problem import Args, Only, Prepare, Problem, keep
-from .steps import Compressor, Step
+from .problem import Args, Only, Prepare, Problem, keep, on_gpu
+from .steps import Compressor, StepInputs
 
 TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096, 16384), "cpu": (1, 4)}
 COLUMNS = ("op", "kind", "latent", "tokens", "impl")
@@ -39,8 +38,8 @@ def _compressors(config: DeepseekV4Config, ratio: int) -> list[Compressor]:
     return main + ([Compressor(ratio, config.index_head_dim, KEYS)] if ratio == layout.CSA_RATIO else [])
 
 
-def build(s: Step, ratio: int) -> Args:
-    """Arguments of `preprocess_insert` for a layer of `ratio`."""
+def build(s: StepInputs, ratio: int) -> Args:
+    """Return the arguments of `preprocess_insert` for a layer of `ratio`."""
     c, made = s.config, _compressors(s.config, ratio)
     widths = [c.q_lora_rank, c.head_dim, *(each.width for each in made)]
     qr, kv, *scores = s.randn(s.tokens, sum(widths), part=8, dtype=torch.float32).split(widths, dim=1)
@@ -58,8 +57,8 @@ def build(s: Step, ratio: int) -> Args:
     return args
 
 
-def cost(s: Step, ratio: int) -> costs.Cost:
-    """What must be moved. The projection is float32; states that a chunk of a prompt pools are those that it saves."""
+def cost(s: StepInputs, ratio: int) -> costs.Cost:
+    """Return the cost; the projection is float32, and a chunk of a prompt pools the states that it saves."""
     c = s.config
     of = {"T": s.tokens, "D": c.head_dim, "Q": c.q_lora_rank, "rope": c.rope_dim, "row": costs.row_bytes(CACHE)}
     moved = costs.of("preprocess_insert", **of).bytes
@@ -71,7 +70,7 @@ def cost(s: Step, ratio: int) -> costs.Cost:
 
 
 def separately(ops: Callable[[str], Callable[..., Any]], *args: Any) -> Tensor:
-    """The ops that `preprocess_insert` replaces, with its arguments; `ops` gives their implementations."""
+    """Run the ops that `preprocess_insert` replaces on its arguments; `ops` returns their implementations."""
     qr, kv, q_weight, kv_weight, positions, table, owners, eps, fmt, window, slots, block, *rest = args
     rest += [None] * (8 + 1 + 8 - len(rest))
     ratio = rest[8] or 0
@@ -91,7 +90,7 @@ def separately(ops: Callable[[str], Callable[..., Any]], *args: Any) -> Tensor:
 
 
 def differs(got: list[Tensor], want: list[Tensor]) -> str:
-    """`gate.disagreement`; bytes of caches may be ties, since what they hold was summed."""
+    """Return `gate.disagreement`, but let a few bytes of caches differ: sums in another order may round otherwise."""
     floats = [i for i, x in enumerate(want) if x.dtype is not torch.uint8]
     if wrong := gate.disagreement([got[i] for i in floats], [want[i] for i in floats]):
         return wrong
@@ -112,7 +111,7 @@ def _ways() -> Mapping[str, Prepare]:
 def problems(
     device: torch.device, only: Only, tokens: tuple[int, ...] | None = None, context: int | None = None
 ) -> Iterator[Problem]:
-    """Every kind of layer of V4-Flash and V4-Pro, which differ in the length of the query latent, at every size."""
+    """Yield every kind of layer of V4-Flash and V4-Pro, which differ in the query latent, at every size."""
     context = context or CONTEXT[device.type]
     for config in (DeepseekV4Config.flash(), DeepseekV4Config.pro()):
         for kind, ratio in KINDS.items():
@@ -122,14 +121,14 @@ def problems(
                     continue
 
                 def make(seed: int, of: tuple[Any, ...] = (config, size, ratio)) -> Args:
-                    return build(Step(of[0], of[1], context, device, seed), of[2])
+                    return build(StepInputs(of[0], of[1], context, device, seed), of[2])
 
                 yield Problem(
                     op="preprocess_insert",
                     params=params,
                     make=make,
                     written=WRITTEN[kind],
-                    cost=cost(Step(config, size, context, device, 0), ratio),
+                    cost=cost(StepInputs(config, size, context, device, 0), ratio),
                     reference=REFERENCES["preprocess_insert"],
                     implementations=_ways(),
                     published={},

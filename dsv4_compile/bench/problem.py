@@ -1,19 +1,33 @@
-"""What a scenario offers: one op at one size, and the implementations that compete for it."""
+"""A problem is one op at one size and the implementations that compete for it: PyTorch, torch.compile, IR, kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from .._compat import maybe_mark_dynamic
+from ..backend import dsv4
+from ..errors import DSV4Error
+from ..ops.common.define import OPS, REFERENCES
+from ..ops.common.kernels import launcher
 from ..selection.costs import Cost
+from .timing import ColdTime
 
 Args = tuple[Any, ...]
 Prepare = Callable[[], Callable[..., Any]]
-"""Gives an implementation, ready to be called with the arguments. Compiles where there is something to compile; raises
-where the implementation is not available."""
+"""Returns an implementation, compiled if it needs to be, ready to be called with the arguments."""
 Only = Mapping[str, Collection[str]]
-"""Allowed values, as text, by column: `{"tokens": {"1", "8"}, "impl": {"ir"}}`. Columns that it lacks are free."""
+"""Allowed values, as text, by column: `{"tokens": {"1", "8"}, "impl": {"ir"}}`. Other columns are free."""
+
+
+class Unavailable(RuntimeError):
+    """An implementation needs a GPU, a library or a compiler that this machine lacks, or does not support the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +36,23 @@ class Problem:
 
     Attributes:
         op: name of the op.
-        params: what sizes it, as columns of the table; numbers or names.
+        params: its sizes, as columns of the table; numbers or names.
         make: builds one set of arguments in fresh memory. Sets of one seed are equal.
         written: positions of the arguments that the op mutates.
-        cost: what any implementation must do; flops are those of matrix products, where these may be the limit.
+        cost: bytes and flops that any implementation needs; flops are those of GEMMs, where these may be the limit.
         reference: the definition, which every implementation must agree with.
-        implementations: how to get each, by name.
-        published: times in microseconds that others have reached here, by name; shown for comparison.
-        differs: as `gate.disagreement`, for results whose rounding is not defined to the bit.
-        cold: whether a time with the data out of the cache is wanted.
-        alike: how many of what `cost` counts one call does, one after the other; times and launches are those of one.
-        split: whether the time of each of its kernels is worth keeping too.
-        beside: what a call does that is not counted: its time, measured in the same way, is taken off.
-        details: what else is worth keeping of an implementation that was timed on a GPU, found by further calls;
-            launches are then left to it. Keys may be added until the scenario is over.
-        clock: "" for graph replays on a GPU, "stream" for calls in a row, host time included: for what captures itself.
+        implementations: by name.
+        published: microseconds of other projects at this size, by name; shown for comparison.
+        differs: replaces `gate.disagreement` where the rounding of a result is not defined to the bit.
+        cold: whether to measure a cold time, with argument sets in turn.
+        time_cold: replaces that: measures the cold time of an implementation that was prepared, given the arguments;
+            None where it measures none.
+        clock: "" for graph replays on a GPU, "stream" for consecutive calls, host time included: for implementations
+            that capture graphs themselves.
+        repeats: number of consecutive copies of the problem in one call; times and launches are those of one copy.
+        per_kernel: whether to record the time of each kernel of a call too.
+        details: facts about an implementation that was timed on a GPU, found by further calls; replaces the count of
+            launches. Keys may be added until the scenario is over.
     """
 
     op: str
@@ -49,13 +65,95 @@ class Problem:
     published: Mapping[str, float]
     differs: Callable[..., str] | None = None
     cold: bool = True
+    time_cold: Callable[[Callable[..., Any], Args], ColdTime | None] | None = None
     clock: str = ""
-    alike: int = 1
-    split: bool = False
-    beside: Callable[[], Any] | None = None
+    repeats: int = 1
+    per_kernel: bool = False
     details: Callable[[Callable[[], Any]], dict[str, Any]] | None = None
 
 
 def keep(only: Only, **columns: int | str) -> bool:
-    """Whether a row with these columns is wanted."""
+    """Return whether a row with these columns is wanted."""
     return all(str(value) in only[name] for name, value in columns.items() if name in only)
+
+
+_count = itertools.count()
+
+
+def compiled(
+    function: Callable[..., Any], backend: Any, typical: Callable[[], Args], tokens: Sequence[int], **options: Any
+) -> Callable[..., Any]:
+    """Return `function` compiled for arguments of a middle size with a dynamic token dim; see `implementations`."""
+
+    def run(*args: Any) -> Any:
+        return function(*args)
+
+    # Dynamo keys compiled code and the sizes it has seen by code object and name; unique ones start anew and leave
+    # other functions as they are.
+    run.__code__ = run.__code__.replace(co_name=f"compiled_{next(_count)}")
+    call = torch.compile(run, backend=backend, fullgraph=True, options=options or None)
+    args = typical()
+    for index in tokens:
+        assert isinstance(args[index], Tensor)
+        maybe_mark_dynamic(args[index], 0)
+    call(*args)
+    return call
+
+
+def implementations(op: str, typical: Callable[[], Args], tokens: Sequence[int]) -> Mapping[str, Prepare]:
+    """Return four implementations: `eager` and `inductor` run the reference, `ir` and `triton` the op.
+
+    Each is prepared once, however often it is asked for.
+
+    Args:
+        typical: builds arguments of a middle size. Code is compiled for these with a dynamic token dim and serves every
+            size; torch compiles once more for one token.
+        tokens: positions of the arguments whose first dim is tokens.
+    """
+
+    def through_op(*args: Any) -> Any:
+        return OPS[op](*args)
+
+    return {
+        "eager": lambda: REFERENCES[op],
+        "inductor": functools.cache(lambda: compiled(REFERENCES[op], "inductor", typical, tokens)),
+        "ir": functools.cache(lambda: compiled(through_op, dsv4, typical, tokens, **{f"dsv4.impl.{op}": "ir"})),
+        "triton": lambda: on_gpu(launcher(op)),
+    }
+
+
+def on_gpu(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call`, which launches a kernel of this package; raise `Unavailable` if there is no GPU."""
+    if not torch.cuda.is_available():
+        raise Unavailable("hand-written kernels run on GPUs")
+    return call
+
+
+def status_of(fault: Exception) -> tuple[str, str]:
+    """Return status and note of a row whose implementation raised `fault`.
+
+    "unavailable" is for a missing library, compiler or GPU, and for a call that is unsupported; anything else is
+    "failed", with the type of the exception.
+    """
+    chain: list[BaseException] = []
+    each: BaseException | None = fault
+    while each is not None and each not in chain:
+        chain.append(each)
+        # torch.compile wraps what a backend raises.
+        each = getattr(each, "inner_exception", None) or each.__cause__
+    for each in chain:
+        ours = isinstance(each, DSV4Error) and each.code == "E302"
+        if ours or isinstance(each, (Unavailable, ImportError, NotImplementedError)) or _no_compiler(each):
+            return "unavailable", _reason(each)
+    return "failed", f"{type(fault).__name__}: {_reason(fault)}"
+
+
+def _no_compiler(fault: BaseException) -> bool:
+    """Return whether Inductor found no C++ compiler; torch's class for that is private."""
+    return type(fault).__name__ == "InvalidCxxCompiler"
+
+
+def _reason(fault: BaseException) -> str:
+    """Return the line of a message that says most: the "why" of this package's errors, otherwise the first."""
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()] or [type(fault).__name__]
+    return next((line.removeprefix("why").strip() for line in lines if line.startswith("why ")), lines[0])

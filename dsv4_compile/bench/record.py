@@ -1,8 +1,14 @@
-"""What a number needs to mean anything: the machine, the versions, the date and the command. Records are plain JSON."""
+"""Records: measurements with the machine, versions, commit, date, command and fingerprints behind them, as plain JSON.
+
+A record has the keys of `environment`, "scenario", "command", "copy_gb_s", "fingerprints" (by op, of the machine code
+that was timed) and "rows": a dict per problem and implementation, with its own "date" and "commit". In a row "us" is
+warm: the same arguments in every call. "cold_us" is cold: see `timing`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -22,12 +28,16 @@ from .pictures import can_draw, draw
 from .table import render, subject
 
 Record = dict[str, Any]
-"""`environment`, "scenario", "command", "copy_gb_s", and "rows": one dict per problem and implementation."""
-_OF_A_RUN = ("date", "command", "copy_gb_s", "rows")
+ROOT = Path(__file__).resolve().parents[2]
+FINGERPRINTS = Path(__file__).resolve().parents[1] / "selection" / "fingerprints.json"
+"""Hashes of the machine code of each op, `{op: {target: hash}}`; a target is named as in "sm_90"."""
+COMMIT = "DSV4_COMMIT"
+"""Environment variable that names the commit of a copy of the code without its git folder."""
+_OF_A_RUN = ("date", "command", "commit", "copy_gb_s", "fingerprints", "rows")
 
 
 def environment(device: torch.device) -> Record:
-    """Machine, versions and date."""
+    """Return machine, versions, commit and date."""
     return {
         "machine": _machine(device),
         "architecture": device_architecture(device),
@@ -36,42 +46,90 @@ def environment(device: torch.device) -> Record:
         "triton": triton_version(),
         "python": platform.python_version(),
         "dsv4_compile": __version__,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "date": now(),
     }
 
 
-def merge(records: Sequence[Record]) -> Record:
-    """One record of runs side by side: all commands and rows, the first date, and the median of the copy rates.
+def now() -> str:
+    """Return the time to stamp a row with, in UTC to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
-    A row of what the same implementation was measured for again takes the place of the former.
-    E201 unless they are of one scenario, machine and set of versions.
+
+def commit(root: Path = ROOT) -> str:
+    """Return the commit of the code at `root`, "+changes" appended if tracked files differ from it, or "unknown"."""
+    if named := os.environ.get(COMMIT):
+        return named
+    git = ["git", "-c", "safe.directory=*", "-C", str(root)]
+    # Without a git folder here, git would answer for a repository around an installed package.
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return "unknown"
+    try:
+        head = _output([*git, "rev-parse", "--short=12", "HEAD"])
+        changed = _output([*git, "status", "--porcelain", "--untracked-files=no"])
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return f"{head}+changes" if changed else head
+
+
+def fingerprints(ops: Iterable[str], architecture: str) -> dict[str, str]:
+    """Return the fingerprint of each of `ops` on `architecture`, a `_compat.device_architecture`.
+
+    Names that are not ops of the table (a whole decode step, a chain) stand for all ops of it. Empty without a table.
+    """
+    try:
+        table = json.loads(FINGERPRINTS.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    wanted = set(ops)
+    names = table if wanted - set(table) else wanted
+    target = architecture.split()[-1]
+    return {op: table[op][target] for op in sorted(names) if target in table[op]}
+
+
+def merge(records: Sequence[Record]) -> Record:
+    """Return one record of several runs: all commands and rows, the last date and the median of the copy rates.
+
+    Each row keeps the date and commit of its own run. A row replaces an earlier one of the same op, sizes and
+    implementation. E201 unless the records are of one scenario, machine, set of versions and, where they name
+    fingerprints, machine code.
     """
     check(bool(records), "E201", got="no record", rule="at least one record is merged")
-    of_one = [{key: record[key] for key in record if key not in _OF_A_RUN} for record in records]
-    strange = next((each for each in of_one if each != of_one[0]), of_one[0])
-    differing = sorted(key for key in of_one[0] | strange if strange.get(key) != of_one[0].get(key))
-    rule = "records that are merged are of one scenario, machine and set of versions"
-    check(not differing, "E201", got=f"different {', '.join(differing)}", rule=rule, fix="merge runs of one machine")
+    shared = [{key: record[key] for key in record if key not in _OF_A_RUN} for record in records]
+    strange = next((each for each in shared if each != shared[0]), shared[0])
+    differing = sorted(key for key in shared[0] | strange if strange.get(key) != shared[0].get(key))
+    prints: dict[str, str] = {}
+    for record in records:
+        for op, own in record.get("fingerprints", {}).items():
+            if prints.setdefault(op, own) != own:
+                differing.append(f"machine code of {op}")
+    rule = "records that are merged are of one scenario, machine, set of versions and machine code"
+    fix = "merge runs of one machine and commit, or measure all rows again"
+    check(not differing, "E201", got=f"different {', '.join(differing)}", rule=rule, fix=fix)
     rates = [rate for record in records if (rate := record.get("copy_gb_s")) is not None]
     rows: dict[object, Any] = {}
-    for row in (row for record in records for row in record["rows"]):
-        rows[subject(row) if "impl" in row else len(rows)] = row
+    for record in records:
+        stamp = {"date": record["date"], "commit": record.get("commit", "unknown")}
+        for row in record["rows"]:
+            rows[subject(row) if "impl" in row else len(rows)] = row | {k: row.get(k, v) for k, v in stamp.items()}
     return {
-        **of_one[0],
-        "date": min(record["date"] for record in records),
-        "command": "; ".join(record["command"] for record in records),
+        **records[0],
+        "commit": "; ".join(dict.fromkeys(str(row["commit"]) for row in rows.values())),
+        "date": max(record["date"] for record in records),
+        "command": "; ".join(dict.fromkeys(record["command"] for record in records)),
         **({"copy_gb_s": statistics.median(rates)} if rates else {}),
+        **({"fingerprints": prints} if prints else {}),
         "rows": list(rows.values()),
     }
 
 
 def save(record: Record, folder: str | Path) -> list[Path]:
-    """Write `<scenario>.json`, `.txt` and, where matplotlib is, pictures into `folder`; return their paths."""
+    """Write `<scenario>.json`, `.txt` and, if matplotlib is installed, pictures to `folder`; return their paths."""
     return write(record, folder) + (draw(record, Path(folder)) if can_draw() else [])
 
 
 def write(record: Record, folder: str | Path) -> list[Path]:
-    """`save` without pictures."""
+    """Write `<scenario>.json` and `.txt` to `folder`; return their paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['scenario']}.json"
@@ -81,8 +139,9 @@ def write(record: Record, folder: str | Path) -> list[Path]:
 
 
 def collect(record: Record, rows: Iterable[Record], folder: Path | None) -> Iterator[Record]:
-    """`rows`, each when it is in `record` and, with a `folder`, in its `<scenario>.json`."""
+    """Yield each of `rows` once it is in `record` with its date and, given a `folder`, in its `<scenario>.json`."""
     for row in rows:
+        row |= {"date": now(), "commit": record.get("commit", "unknown")}
         record["rows"].append(row)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -109,3 +168,7 @@ def _driver(device: torch.device) -> str:
     query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.split()
     return f"{found[0] if found else 'unknown'}, CUDA {torch.version.cuda}"
+
+
+def _output(command: Sequence[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()

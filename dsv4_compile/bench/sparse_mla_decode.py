@@ -1,11 +1,11 @@
 """Scenario `sparse_mla_decode`: attention of decode steps over the window and the selected entries of their tokens.
 
 V4-Flash has 64 heads and selects 512 entries, V4-Pro 128 and 1024; fewer heads are a shard of Flash. Every row is full
-and random. The entries of a step lie in a pool of 4096 for each token, at most `POOL`: up to 32 tokens, what is read
-stays in the L2 cache of an H200 from one call to the next, and at 512 tokens it does not.
+and random. The entries of a step come from a pool of 4096 for each token, at most `POOL`: up to 32 tokens the keys stay
+in the L2 cache of an H200 between calls, at 512 tokens they do not.
 
-`fused` says what is done in the same call: nothing, the queries' norm and RoPE (prologue), the output's inverse RoPE
-(epilogue), both, or both with quantisation. `separate` does it with an op for each step.
+`fused` names the work in the same call: nothing, the queries' norm and RoPE (prologue), the output's inverse RoPE
+(epilogue), both, or both with quantisation. `separate` runs an op for each of these.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from ..reference.common.block_scale import dequantize_activation
 from ..selection import costs
 from ..testing import Tolerance, assert_close
 from . import flash_mla
-from .implementations import on_gpu
-from .problem import Args, Only, Prepare, Problem, keep
+from .problem import Args, Only, Prepare, Problem, keep, on_gpu
 
 OP, QUANT_OP = "sparse_mla_decode", "sparse_mla_decode_quant"
 TOKENS = {"cuda": (1, 8, 32, 128, 512), "cpu": (1, 4)}
@@ -39,25 +38,16 @@ POOL_PER_TOKEN, SMALLEST_POOL, POOL = 4096, 16384, 262144
 PRO_HEADS, TOPK, PRO_TOPK = 128, 512, 1024
 MAX_POSITION, EPS, GROUP_HEADS = 65536, 1e-6, 8
 QUANTIZED = Tolerance(abs=1e-3, rel=0.13, cosine=1e-3)
-"""A bfloat16 that is the neighbour of another becomes the neighbouring e4m3 now and then, an eighth apart."""
-
-# One H200, medians of CUDA graph replays: FlashMLA with its planner outside, and the prototype of our Hopper kernel.
-PUBLISHED: Mapping[int, Mapping[str, Mapping[int, float]]] = {
-    64: {
-        "FlashMLA": {1: 12.1, 8: 14.4, 32: 21.2, 128: 43.5, 512: 166.0},
-        "prototype": {1: 10.5, 8: 13.0, 32: 18.6, 128: 36.6, 512: 142.4},
-    },
-    128: {"FlashMLA": {1: 14.3, 8: 19.5, 32: 44.6, 128: 103.1, 512: 401.5}},
-}
+"""Neighbouring bfloat16 values are sometimes quantised to neighbouring e4m3 values, which differ by an eighth."""
 
 
 def topk_of(heads: int) -> int:
-    """Entries that a model with this many heads selects."""
+    """Return how many entries a model with this many heads selects."""
     return PRO_TOPK if heads >= PRO_HEADS else TOPK
 
 
 def random_cache(entries: int, generator: torch.Generator) -> Tensor:
-    """`fp8_ds_mla` pages of random keys: every finite code, scales that make most values of order one."""
+    """Return `fp8_ds_mla` pages of random keys: every finite code, scales that make most values of order one."""
     device, page = generator.device, layout.FP8_DS_MLA
     cache = layout.allocate_cache(CACHE, layout.cdiv(entries, BLOCK), BLOCK, device=device)
     data, scale = cache.split((BLOCK * page.data, BLOCK * page.scale), dim=1)
@@ -70,7 +60,7 @@ def random_cache(entries: int, generator: torch.Generator) -> Tensor:
 
 
 def arguments(tokens: int, heads: int, device: torch.device, seed: int, pool: int = 0) -> Args:
-    """The op's arguments, with entries of a pool of `pool`, or as many as the scenario has for `tokens`."""
+    """Return the op's arguments; `pool` is the number of entries, by default the scenario's for `tokens`."""
     generator = torch.Generator(device).manual_seed(seed)
     pool = pool or max(SMALLEST_POOL, min(tokens * POOL_PER_TOKEN, POOL))
     window = random_cache(max(tokens, 8) * WINDOW, generator)
@@ -88,7 +78,7 @@ def arguments(tokens: int, heads: int, device: torch.device, seed: int, pool: in
 
 
 def fused_arguments(fused: str, tokens: int, heads: int, device: torch.device, seed: int, pool: int = 0) -> Args:
-    """`arguments`, followed by positions, a table and the options that `fused` stands for."""
+    """Return `arguments`, followed by positions, a RoPE table and the options that `fused` stands for."""
     args = arguments(tokens, heads, device, seed, pool)
     if fused == "none":
         return args
@@ -102,8 +92,12 @@ def fused_arguments(fused: str, tokens: int, heads: int, device: torch.device, s
 
 
 def differs(got: Sequence[Tensor], want: Sequence[Tensor], turned: int = 0, lse: str = "lse") -> str:
-    """Why results are not within the tolerances of attention, "" when they are. `turned`: of each head's dims, as
-    `assert_close` has it; `lse`: the tolerance of those."""
+    """Return why results are not within the tolerances of attention, or "".
+
+    Args:
+        turned: last dims of each head that were rotated, see `assert_close`.
+        lse: name of the tolerance of the log-sum-exp.
+    """
     try:
         if got[0].dtype is torch.float8_e4m3fn:
             values, expected = (
@@ -119,7 +113,7 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor], turned: int = 0, lse:
 
 
 def portable(*args: Any, **cut: Any) -> tuple[Tensor, Tensor]:
-    """The kernel for all GPUs, also where the op has a better one; `cut` as its launcher takes it."""
+    """Run the Triton kernel for all GPUs, even if the op has a faster one; `cut` goes to its launcher."""
     from ..kernels.attention import sparse_mla_decode_plan as plan
     from ..kernels.attention import sparse_mla_decode_triton as kernel
     from ..kernels.host.gpu import gpu_of
@@ -131,7 +125,7 @@ def portable(*args: Any, **cut: Any) -> tuple[Tensor, Tensor]:
 
 
 def separate(implementation: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
-    """The same with an op for each step, each as `implementation` gives it."""
+    """Return a function like a fused `sparse_mla_decode` that runs an op for each step, by `implementation`."""
 
     def call(*args: Any) -> Any:
         where, (eps, inverse, _, *groups) = args[13:15], args[15:]
@@ -145,22 +139,24 @@ def separate(implementation: Callable[[str], Callable[..., Any]]) -> Callable[..
 
 
 def implementations(op: str, fused: str, heads: int) -> Mapping[str, Prepare]:
-    """The reference, the kernel that the op chooses, the one for all GPUs; then of fused steps an op for each, else
-    FlashMLA where it is installed."""
+    """Return the reference, the op's kernel, the kernel for all GPUs, and an op for each fused step.
+
+    Without fused steps the last is FlashMLA, if it is installed.
+    """
     ways: dict[str, Prepare] = {
         "eager": lambda: REFERENCES[op],
         "triton": lambda: on_gpu(launcher(op)),
         "portable": lambda: on_gpu(portable),
     }
     if fused == "none":
-        return ways | flash_mla.beside(lambda: on_gpu(flash_mla.decode()), heads)
+        return ways | flash_mla.if_installed(lambda: on_gpu(flash_mla.decode()), heads)
     return ways | {"separate": lambda: on_gpu(separate(launcher))}
 
 
 def problems(
     device: torch.device, only: Only, tokens: tuple[int, ...] | None = None, pool: int = 0
 ) -> Iterator[Problem]:
-    """Every number of heads at every number of tokens, and what may be fused for some."""
+    """Yield every number of heads at every number of tokens, and fused calls for some."""
     for heads, fused in ((heads, fused) for heads in HEADS for fused in FUSED):
         keys, op = WINDOW + topk_of(heads), QUANT_OP if fused == "quant" else OP
         if fused != "none" and heads not in FUSED_HEADS:
@@ -176,11 +172,6 @@ def problems(
                 cost=costs.of(op, T=size, H=heads, D=layout.HEAD_DIM, K=keys, row=costs.row_bytes(CACHE)),
                 reference=REFERENCES[op],
                 implementations=implementations(op, fused, heads),
-                published=published(heads, size) if device.type == "cuda" and fused == "none" else {},
+                published={},
                 differs=partial(differs, turned=layout.ROPE_DIM if fused in TURNED else 0),
             )
-
-
-def published(heads: int, tokens: int) -> dict[str, float]:
-    """What others have reached at this size."""
-    return {name: times[tokens] for name, times in PUBLISHED.get(heads, {}).items() if tokens in times}

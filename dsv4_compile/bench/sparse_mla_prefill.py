@@ -1,15 +1,16 @@
 """Scenario `sparse_mla_prefill`: attention of prompts over a flat bfloat16 workspace.
 
-V4-Flash has 64 heads and 640 keys for each token, V4-Pro 128 and 1152. Every row is full: its last 128 keys are the
-token's window, the others are random among the first quarter of the tokens as the indexer's are, or with keys=random
-all are random. The workspace has a row for every fourth token and 4096 more.
+V4-Flash has 64 heads and 640 keys for each token, V4-Pro 128 and 1152. Every row is full. Pattern `window`: the last
+128 keys are the token's window, the others random among the first quarter, like an indexer's. Pattern `random`: all
+keys are random.
+The workspace has a row for every fourth token and 4096 more.
 
-Under sustained load a GPU loses some 10 % of its clock, so compare times within one run only.
+Under sustained load a GPU loses some 10 % of its clock: compare times within one run only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,7 @@ from ..ops.common.kernels import launcher
 from ..selection import costs
 from ..testing import assert_close
 from . import flash_mla
-from .implementations import on_gpu
-from .problem import Args, Only, Prepare, Problem, keep
+from .problem import Args, Only, Prepare, Problem, keep, on_gpu
 
 OP = "sparse_mla_prefill"
 TOKENS = {"cuda": (256, 1024, 4096, 16384), "cpu": (4,)}
@@ -34,23 +34,14 @@ WINDOW = layout.SLIDING_WINDOW
 TOPK = {64: 512, 128: 1024}
 COMPARED = 512
 
-# One H200, cool, medians of CUDA graph replays over random keys: FlashMLA, and the prototype of our Hopper kernel.
-PUBLISHED: Mapping[int, Mapping[str, Mapping[int, float]]] = {
-    64: {
-        "FlashMLA": {256: 46.0, 1024: 171.9, 4096: 618.5, 16384: 2381.0},
-        "prototype": {256: 45.6, 1024: 165.7, 4096: 608.3, 16384: 2373.9},
-    },
-    128: {"FlashMLA": {4096: 1989.0, 16384: 8964.0}},
-}
-
 
 def workspace_rows(tokens: int) -> int:
-    """Rows of the workspace: compressed entries and raw tokens."""
+    """Return the rows of the workspace: compressed entries and raw tokens."""
     return tokens // layout.CSA_RATIO + 4096
 
 
 def arguments(tokens: int, heads: int, device: torch.device, seed: int, pattern: str = "random") -> Args:
-    """The op's arguments."""
+    """Return the op's arguments."""
     generator = torch.Generator(device).manual_seed(seed)
     entries, total = max(tokens // layout.CSA_RATIO, 1), workspace_rows(tokens)
     topk = TOPK[heads]
@@ -69,9 +60,9 @@ def arguments(tokens: int, heads: int, device: torch.device, seed: int, pattern:
 
 
 def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
-    """Why outputs, largest logits and lse are not within the tolerances of prefill, "" when they are.
+    """Return why outputs, largest logits and lse are not within the tolerances of prefill, or "".
 
-    Of many tokens COMPARED are looked at, the first and the last among them.
+    At most COMPARED tokens are compared, the first and the last among them.
     """
     tokens = want[0].shape[0]
     some = torch.linspace(0, tokens - 1, min(tokens, COMPARED), device=want[0].device).long()
@@ -86,7 +77,7 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
 
 
 def portable(*args: Any, **cut: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel for all GPUs, also where the op has a better one; `cut` as its launcher takes it."""
+    """Run the Triton kernel for all GPUs, even if the op has a faster one; `cut` goes to its launcher."""
     from ..kernels.attention import sparse_mla_prefill as kernel
     from ..kernels.host.gpu import gpu_of
 
@@ -95,7 +86,7 @@ def portable(*args: Any, **cut: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def with_tiles(*tiles: int) -> Prepare:
-    """The kernel for all GPUs with these tiles, as its `Tiles` lists them."""
+    """Return the kernel for all GPUs with these fields of its `Tiles`."""
 
     def prepare() -> Callable[..., Any]:
         from ..kernels.attention.sparse_mla_prefill import Tiles
@@ -105,7 +96,6 @@ def with_tiles(*tiles: int) -> Prepare:
     return prepare
 
 
-# The reference, the kernel that the op chooses, the one for all GPUs, and that with other tiles.
 IMPLEMENTATIONS: dict[str, Prepare] = {
     "eager": lambda: REFERENCES[OP],
     "triton": lambda: on_gpu(launcher(OP)),
@@ -118,7 +108,7 @@ IMPLEMENTATIONS: dict[str, Prepare] = {
 
 
 def problems(device: torch.device, only: Only, tokens: tuple[int, ...] | None = None) -> Iterator[Problem]:
-    """Every model and pattern at every number of tokens."""
+    """Yield every model and pattern at every number of tokens."""
     for heads in HEADS:
         keys = TOPK[heads] + WINDOW
         for pattern in PATTERNS:
@@ -133,13 +123,8 @@ def problems(device: torch.device, only: Only, tokens: tuple[int, ...] | None = 
                     written=(),
                     cost=costs.of(OP, **sizes),
                     reference=REFERENCES[OP],
-                    implementations=IMPLEMENTATIONS | flash_mla.beside(lambda: on_gpu(flash_mla.prefill()), heads),
-                    published=published(heads, size, pattern) if device.type == "cuda" else {},
+                    implementations=IMPLEMENTATIONS
+                    | flash_mla.if_installed(lambda: on_gpu(flash_mla.prefill()), heads),
+                    published={},
                     differs=differs,
                 )
-
-
-def published(heads: int, tokens: int, pattern: str) -> dict[str, float]:
-    """What others have reached at this size."""
-    times = PUBLISHED[heads] if pattern == "random" else {}
-    return {name: by_tokens[tokens] for name, by_tokens in times.items() if tokens in by_tokens}

@@ -1,4 +1,4 @@
-"""A record as text, one block for each op and model."""
+"""Renders a record as text: a block of cells for each op and model, and the facts of the run above them."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ from typing import Any
 
 Row = dict[str, Any]
 AXIS = "tokens"
-"""The column that runs down a block and along a picture."""
+"""The column of a block's rows and of a picture's x axis."""
 _FEW_KERNELS = 4
 _NOT_PARAMS = {"op", "impl", "published_us", "us", "cold_us", "clock", "sets", "launches", "status", "note"}
 _NOT_PARAMS |= {"elements", "bytes", "flops", "floor_us", "gb_s", "of_copy", "tflop_s", "details"}
-_NOT_PARAMS |= {"result_bytes", "temporary_bytes", "kernels_us", "beside_us"}
+_NOT_PARAMS |= {"result_bytes", "temporary_bytes", "kernels_us", "empty_pair_us", "date", "commit"}
 
 
 def render(record: dict[str, Any]) -> str:
-    """Machine, versions and command, then the blocks. A cell is "warm / cold" microseconds, or why there is none."""
-    facts = ("machine", "driver", "torch", "triton", "python", "date", "command")
-    head = [f"{name:<8} {record[name]}".replace("; ", f";\n{'':8} ") for name in facts]
-    head.append(f"{'copy':<8} {record['copy_gb_s']} GB/s, read and written: the ceiling below")
+    """Return machine, versions and command, then the blocks. A cell is "warm / cold" microseconds, or a status."""
+    facts = ("machine", "driver", "torch", "triton", "python", "commit", "date", "command")
+    head = [f"{name:<8} {record.get(name, 'unknown')}".replace("; ", f";\n{'':8} ") for name in facts]
+    days = sorted({row["date"][:10] for row in record["rows"] if "date" in row})
+    if len(days) > 1:
+        head.append(f"{'rows':<8} measured from {days[0]} to {days[-1]}")
+    head.append(f"{'copy':<8} {record['copy_gb_s']} GB/s, read and written, of a large copy: the ceiling below")
     blocks = [_block(title, rows) for title, rows in groups(record["rows"])]
     return "\n".join([*head, *blocks])
 
 
 def subject(row: Row) -> tuple[tuple[str, str], ...]:
-    """What a row is a measurement of: names and values of its op, sizes and implementation."""
+    """Return names and values of a row's op, sizes and implementation, which identify it."""
     return tuple((name, str(x)) for name, x in row.items() if name in ("op", "impl") or name not in _NOT_PARAMS)
 
 
 def groups(rows: list[Row]) -> Iterable[tuple[str, list[Row]]]:
-    """Rows by op and by everything that sizes them but `tokens`, in order of appearance."""
+    """Return rows by op and all sizes except `tokens`, in order of appearance."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         sizes = [f"{name} {value}" for name, value in row.items() if name not in _NOT_PARAMS and name != AXIS]
@@ -56,16 +59,14 @@ def _block(title: str, rows: list[Row]) -> str:
     if any(memory.values()):
         lines.append(["temporaries", *memory.values(), *[""] * (len(published) + len(floor) + 1 + len(rates))])
     clock = next((row["clock"] for row in rows if row["us"]), "")
-    unit = {
-        "cuda graph": ": us warm / cold, CUDA graph",
-        "wall clock": ": us, wall clock",
-        "stream": ": us, in a row",
-    }.get(clock, "")
+    cold = " warm / cold" if clock == "cuda graph" or any(row.get("cold_us") for row in rows) else ""
+    where = {"cuda graph": "CUDA graph", "wall clock": "wall clock", "stream": "consecutive calls"}.get(clock, "")
+    unit = f": us{cold}, {where}" if where else ""
     return "\n".join(["", f"{title}{unit}", *_align(lines), *_notes(rows), *_details(rows)])
 
 
 def _notes(rows: list[Row]) -> list[str]:
-    """Why a cell has no time, once for all implementations that have the same reason."""
+    """Return why cells have no time, one line for all implementations with the same reason."""
     impls: dict[str, dict[str, None]] = {}
     for row in rows:
         if row["note"]:
@@ -74,7 +75,7 @@ def _notes(rows: list[Row]) -> list[str]:
 
 
 def _details(rows: list[Row]) -> list[str]:
-    """What was found beside times: numbers on a line for each row, stages beside their floors, and kernels."""
+    """Return further facts of rows: numbers, one line a row; stages with their floors; times of kernels."""
     lines = []
     for row in rows:
         facts: dict[str, Any] = row.get("details", {})
@@ -83,10 +84,10 @@ def _details(rows: list[Row]) -> list[str]:
         if stages := facts.get("stages"):
             each = (f"{name} {stage['us']:.1f} ({stage['floor_us']:.1f})" for name, stage in stages.items())
             lines.append(f"    us (floor): {', '.join(each)}")
-        # Of something that is compared to a kernel of ours, a few; what is made of many is not.
+        # Implementations of many kernels are not broken down.
         if 1 < len(kernels := row.get("kernels_us", {})) <= _FEW_KERNELS:
             each = (f"{name} {us:.2f}" for name, us in kernels.items())
-            lines.append(f"  {row['impl']}, {row[AXIS]}: us in the cache of {', '.join(each)}")
+            lines.append(f"  {row['impl']}, {row[AXIS]}: us, warm, of {', '.join(each)}")
     return lines
 
 
@@ -102,14 +103,12 @@ def _us(us: float) -> str:
 
 
 def _best(here: dict[str, Row], rates: list[str]) -> list[str]:
-    """The fastest implementation, by the cold time where there is one, and the rates it reaches.
-
-    What does something beside, which was taken off, is another way to measure and no other implementation.
-    """
-    timed = [row for row in here.values() if row["us"] is not None and "beside_us" not in row]
+    """Return the fastest implementation, by cold times if all have one, and the rates that it reaches."""
+    timed = [row for row in here.values() if row["us"] is not None]
     if not timed:
         return [""] * (1 + len(rates))
-    best = min(timed, key=lambda row: row.get("cold_us") or row["us"])
+    column = "cold_us" if all(row.get("cold_us") for row in timed) else "us"
+    best = min(timed, key=lambda row: row[column])
     return [best["impl"], *(f"{best[rate]:.0%}" if rate == "of_copy" else f"{best[rate]:.0f}" for rate in rates)]
 
 
@@ -119,8 +118,7 @@ def _range(counts: Iterable[int | None]) -> str:
 
 
 def _memory(rows: Iterable[Row]) -> str:
-    """The most memory that a call takes beside its results: its largest share of them, or of a call that returns
-    nothing how much it is."""
+    """Return the most temporary memory of a call as a multiple of its results, or, without results, in MiB."""
     found = [(row["temporary_bytes"], row["result_bytes"]) for row in rows]
     shares = [extra / result for extra, result in found if result]
     alone = max((extra for extra, result in found if not result), default=0)

@@ -1,10 +1,10 @@
-"""Kernels of this checkout beside those of others: python examples/benchmarks/against.py OTHER/kernels gemm --only ...
+"""Compare kernels of this checkout with those of others: python examples/benchmarks/against.py OTHER/kernels gemm
 
-Calls of one kernel differ by a tenth from process to process, which is more than most changes make. Here the others'
-`kernels` folders are packages beside ours in one process, `NAME=FOLDER` to name one, and graphs of all are replayed in
-turn, round by round. What a scenario times as `triton` is timed: its median, and behind it the share of rounds in which
-it took less than ours. The others are called with our layouts and references, and must give our bytes, or a row says
-`other bytes`. `--compile` measures nothing, for some processes that compile at once.
+Times of one kernel differ by a tenth between processes, more than most changes gain. Here the `kernels` folders of
+other checkouts (`NAME=FOLDER` names one) are packages in one process, and CUDA graphs of all are replayed in turn,
+round by round. A row has the median of each scenario's `triton` implementation, and for others the share of rounds in
+which they were faster than ours. Others run with our layouts and references; `other_bytes` names those whose results
+differ. `--compile` only compiles, so that several processes can fill the cache before one measures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUNDS = 41
 
 
 def package(name: str, folder: Path) -> str:
-    """The name that modules of a `kernels` folder are imported under, with our package around them."""
+    """Make a `kernels` folder a package inside ours, and return its name."""
     full = f"{dsv4_compile.__name__}.kernels_{name}"
     spec = ModuleSpec(full, None, is_package=True)
     spec.submodule_search_locations = [str(folder)]
@@ -45,7 +45,7 @@ def package(name: str, folder: Path) -> str:
 
 
 def packages(others: Sequence[str]) -> dict[str, str]:
-    """Ours, then the others, by name."""
+    """Return the packages of kernels by name, ours first."""
     found = {OURS: f"{dsv4_compile.__name__}.kernels"}
     for index, other in enumerate(others):
         name, _, folder = other.rpartition("=")
@@ -70,7 +70,7 @@ def graph_of(call: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:
 
 
 def in_turn(calls: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Any]:
-    """Of each its median in microseconds, and of others how often they were faster than the first."""
+    """Return the median of each call in microseconds, and how often the others were faster than the first."""
     once = {name: graph_of(call, 1) for name, call in calls.items()}
     for graph in once.values():
         graph.replay()
@@ -90,14 +90,14 @@ def in_turn(calls: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[s
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two results have the same bytes."""
+    """Return whether two results have the same bytes."""
     leaves = [[x for x in pytree.tree_leaves(each) if isinstance(x, Tensor)] for each in (a, b)]
     bytes_of = [[x.contiguous().view(torch.uint8) for x in each] for each in leaves]
     return all(torch.equal(x, y) for x, y in zip(*bytes_of, strict=True))
 
 
 def results_of(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Of calls one after the other, none of which takes the place of another's."""
+    """Return the results of consecutive calls; holding them all keeps memory from being reused."""
     return [call(*args) for args in sets]
 
 
@@ -117,8 +117,8 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"op": problem.op, **problem.params, "sets": len(sets), **found, "other_bytes": other}
 
 
-def complaint(options: argparse.Namespace) -> str:
-    """What is wrong with the arguments, or ""."""
+def why_unsupported(options: argparse.Namespace) -> str:
+    """Return why the script cannot run with these options, or ""."""
     try:
         only = limits(options.only)
     except ValueError as fault:
@@ -128,28 +128,30 @@ def complaint(options: argparse.Namespace) -> str:
         return f"--tokens: {options.scenario} has sizes of its own; --only tokens= chooses among them"
     if min(options.rounds, options.sets) < 1:
         return "--rounds and --sets are at least 1"
-    return runner.complaint(options.scenario, only)
+    return runner.why_unsupported(options.scenario, only)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("others", nargs="*", metavar="[NAME=]KERNELS", help="the kernels folder of another checkout")
     parser.add_argument("scenario", choices=runner.SCENARIOS)
-    parser.add_argument("--only", action="append", default=[], metavar="COLUMN=A,B", help="as of dsv4 bench")
-    parser.add_argument("--tokens", type=int, nargs="+", help="in the place of the scenario's")
-    parser.add_argument("--sets", type=int, default=1, help="of arguments that take turns; of many, none is in a cache")
+    parser.add_argument("--only", action="append", default=[], metavar="COLUMN=A,B", help="limit a column")
+    parser.add_argument("--tokens", type=int, nargs="+", help="replace the scenario's sizes")
+    parser.add_argument("--sets", type=int, default=1, help="argument sets that take turns")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--compile", action="store_true", help="measure nothing")
+    parser.add_argument("--compile", action="store_true", help="only compile")
     parser.add_argument("--out", type=Path, help="folder of the record")
     options = parser.parse_args()
-    if wrong := complaint(options):
+    if wrong := why_unsupported(options):
         parser.error(wrong)
     if not torch.cuda.is_available():
         parser.error("kernels run on GPUs")
-    kept = {"scenario": "against", **record.environment(torch.device("cuda")), "rows": []}
+    environment = record.environment(torch.device("cuda"))
+    kept = {"scenario": "against", **environment, "fingerprints": {}, "rows": []}
     kept["command"] = " ".join(["python examples/benchmarks/against.py", *sys.argv[1:]])
     with torch.no_grad():
         for row in record.collect(kept, rows(options), options.out):
+            kept["fingerprints"] |= record.fingerprints((row["op"],), environment["architecture"])
             print(*(f"{name}={value}" for name, value in row.items()), flush=True)
 
 

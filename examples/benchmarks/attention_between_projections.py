@@ -1,15 +1,14 @@
-"""What attention adds to the projections around it: python examples/benchmarks/attention_between_projections.py
+"""Time decode attention between its projections: python examples/benchmarks/attention_between_projections.py
 
-Four layers in a row, in one CUDA graph: the projection of the latents, attention with both ends fused, wo_a and wo_b,
-with weights and caches of their own, so that nothing of a layer is in a cache when its turn comes. `us` is the time of
-a layer, and `adds_us` what it has more than one without attention, by Hopper's decode kernel for many tokens (`many`)
-and by the one for few in its shapes, of which `once` are for rows in single blocks of so many heads and keys.
+Four consecutive layers in one CUDA graph: the projection of the latents, attention with prologue and epilogue fused,
+wo_a and wo_b, each with weights and caches of its own, so that a layer finds nothing of itself in the L2 cache. `us` is
+the time of a layer, and `adds_us` its difference to a layer without attention: with Hopper's decode kernel for many
+tokens (`many`) and the one for few tokens in its shapes, of which `once` take a row in one block of these heads and
+keys.
 
-`--heads 8`, 16 or 32: of each layer a tensor-parallel share, with a group of wo_a for every 8 heads, by the kernel for
-few heads (`few`). There are as many more layers as the share is smaller, so that their weights are as many bytes. What
-other results must agree with is that of `many`, or of the portable kernel.
-
-Kernels are compiled one after the other; `--compile` does nothing else, for some sizes in some processes.
+`--heads 8`, 16 or 32: each layer's shard under tensor parallelism, with a group of wo_a for every 8 heads, with the
+kernel for few heads (`few`), and proportionally more layers, so that the weights have the same size. Results must agree
+with those of `many`, or of the Triton kernel. `--compile` only compiles, one kernel after the other.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def main() -> None:
     for name, values in (("tokens", TOKENS), ("keys", KEYS), ("weights", WEIGHTS)):
         parser.add_argument(f"--{name}", nargs="+", type=type(values[0]), default=values, choices=values)
     parser.add_argument("--heads", type=int, default=HEADS[0], choices=HEADS)
-    parser.add_argument("--compile", action="store_true", help="measure nothing")
+    parser.add_argument("--compile", action="store_true", help="only compile")
     parser.add_argument("--out", type=Path, help="folder of the record")
     options = parser.parse_args()
     if not torch.cuda.is_available() or gpu_of(CUDA).capability != SM90:

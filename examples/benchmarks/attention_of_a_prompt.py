@@ -1,9 +1,9 @@
-"""Attention of a prompt's tokens out of pages and by rows: python examples/benchmarks/attention_of_a_prompt.py
+"""Time attention of a prompt from pages and from rows: python examples/benchmarks/attention_of_a_prompt.py
 
-One prompt as long as it has tokens, with both ends of attention fused, as a compiled layer calls it: queries' norm and
-RoPE, inverse RoPE, and quantisation beside e4m3 weights. Each token attends the 128 before it and `keys` - 128 entries,
-any of as many as `rows` for each token leave beside the window. `pages` are the decode kernels, which dequantise a key
-for every token that attends it; `by rows` dequantises all of both caches first.
+One prompt of `tokens` tokens, with prologue and epilogue fused, as a compiled layer calls attention: queries' norm and
+RoPE, inverse RoPE, and quantisation for e4m3 weights. Each token attends the 128 tokens before it and `keys` - 128
+random entries; the caches hold `rows` rows for each token. `pages` are the decode kernels, which dequantise a key for
+every token that attends it; `by rows` dequantises both caches first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CUDA = torch.device("cuda")
 
 
 def arguments(fused: str, tokens: int, heads: int, keys: int, rows: int) -> tuple[Any, ...]:
-    """Of the op; the window's slots are those of the tokens in front."""
+    """Return the op's arguments; a token's window is the tokens before it."""
     made = list(scenario.fused_arguments(fused, tokens, heads, CUDA, 0, pool=max(scenario.BLOCK, (rows - 1) * tokens)))
     generator = torch.Generator(CUDA).manual_seed(0)
     made[1] = scenario.random_cache(tokens, generator)
@@ -42,7 +42,7 @@ def arguments(fused: str, tokens: int, heads: int, keys: int, rows: int) -> tupl
 
 
 def calls(args: tuple[Any, ...]) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
-    """Both ways."""
+    """Return both implementations."""
     q, caches = args[0], sources(*args[1:5], *args[8:12])
     fusion = Fusion(*args[13:])
 
@@ -52,8 +52,8 @@ def calls(args: tuple[Any, ...]) -> dict[str, Callable[[], tuple[Tensor, Tensor]
     return {"pages": pages, "by rows": lambda: decode_by_rows(q, *caches, args[6], args[7], fusion)}
 
 
-def apart(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> float:
-    """Relative distance of two results. A decode kernel does not round queries behind their norm."""
+def distance(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> float:
+    """Return the relative distance of two results; the decode kernels do not round queries after their norm."""
     quantised = got[0].dtype is torch.float8_e4m3fn
     x, y = (dequantize_activation(*pair) if quantised else pair[0].float() for pair in (got, want))
     return float((x - y).norm() / y.norm())
@@ -66,12 +66,12 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for fused in options.fused:
                     both = calls(arguments(fused, tokens, options.heads, keys, count))
                     got, want = both["by rows"](), both["pages"]()
-                    distance = apart(got, want)
+                    far = distance(got, want)
                     del got, want
                     found = {"tokens": tokens, "keys": keys, "rows": count, "fused": fused}
                     for name, call in both.items():
                         found[f"{name.replace(' ', '_')}_us"] = round(us_in_a_row(call, 4), 1)
-                    yield found | {"distance": round(distance, 5)}
+                    yield found | {"distance": round(far, 5)}
 
 
 def main() -> None:

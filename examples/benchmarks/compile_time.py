@@ -1,8 +1,8 @@
-"""How long the three kinds of layer take to compile: python examples/benchmarks/compile_time.py --out results
+"""Time the compilation of the three kinds of layer: python examples/benchmarks/compile_time.py --out results
 
-Each time is that of a process of its own, from the first call of the first layer until graphs of 1 and of 8 tokens are
-captured: tracing, Inductor, the kernels' own compilers and the captures. To import torch and to make weights is not
-counted. Cold is with empty folders for Inductor's and Triton's caches, warm the same once more.
+Each time is of a process of its own, from the first call of the first layer until graphs of 1 and 8 tokens are
+captured: tracing, Inductor, Triton, ptxas and the captures, without importing torch and making weights. Cold: with
+empty folders for Inductor's and Triton's caches. Warm: once more with the same folders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from dsv4_compile import layout
 from dsv4_compile.backend import dsv4
-from dsv4_compile.bench.decode_layers import Step
+from dsv4_compile.bench.decode_layers import DecodeStep
 from dsv4_compile.bench.decode_step import WEIGHTS
 from dsv4_compile.bench.record import environment
 from dsv4_compile.config import DeepseekV4Config
@@ -38,9 +38,9 @@ SECONDS = 600
 def measure(
     fp8: bool, device: torch.device, config: DeepseekV4Config | None = None, backend: Any = dsv4
 ) -> dict[str, float]:
-    """Seconds until all three kinds of layer are compiled and captured, and until a first replay is over."""
+    """Return the seconds until all three kinds of layer are captured, and until a first replay has ended."""
     own = (config or DeepseekV4Config.flash()).with_layers(*KINDS.values())
-    step = Step.build(own, fp8, SIZES[-1], CONTEXT, device)
+    step = DecodeStep.build(own, fp8, SIZES[-1], CONTEXT, device)
     hidden = torch.randn(SIZES[-1], step.width, device=device).bfloat16()
     layers = step.compiled(backend=backend)
     begin = time.perf_counter()
@@ -53,7 +53,7 @@ def measure(
 def record(
     weights: Sequence[str], device: torch.device, trust: bool, so_far: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Cold and warm times for each of `weights`, in processes of their own. `so_far` gets the record after each."""
+    """Return cold and warm times for each of `weights`; `so_far` gets the record after each process."""
     said = f"python examples/benchmarks/compile_time.py --weights {','.join(weights)} --device {device.type}"
     found: dict[str, Any] = {"scenario": "compile_time", **environment(device)}
     found |= {"command": f"{said} --trust" if trust else said, "rows": []}
@@ -79,7 +79,7 @@ def record(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description="Compile times of the kinds of layer.")
     parser.add_argument("--weights", default=",".join(WEIGHTS), help="%(default)s")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="%(default)s")

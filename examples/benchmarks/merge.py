@@ -1,8 +1,8 @@
-"""One record of runs side by side: python examples/benchmarks/merge.py parts/*/decode_step.json --out results
+"""Merge records of several runs into one: python examples/benchmarks/merge.py parts/*/decode_step.json --out results
 
-A scenario that takes long is measured in parts, each on a GPU of its own, with `--only` and an `--out` of its own. The
-rows come in the order of the files, and a row that a later one has again takes the place of the former. Records of
-compile times and of long decodes are merged likewise.
+A long scenario is measured in parts, with `--only` and an `--out` of their own. Rows come in the order of the files,
+each with the date and commit of its run; a row of a later file replaces an earlier one of the same op, sizes and
+implementation. Records of compile times and soak runs can be merged too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dsv4_compile.selection import measured
 
 
 def _record(path: Path) -> dict[str, Any]:
-    """ValueError where a file holds something else."""
+    """Return the record in a file; ValueError if the file holds something else."""
     found = json.loads(path.read_text())
     if not isinstance(found, dict) or "rows" not in found:
         raise ValueError("it has no rows")
@@ -28,13 +28,13 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write NAME.json, and of a scenario of `dsv4 bench` NAME.txt and, asked for, NAME.png."""
+    """Write NAME.json, and for a scenario of `dsv4 bench` NAME.txt and, with --png, NAME.png."""
     parser = argparse.ArgumentParser(description="Merge records of one scenario, machine and set of versions.")
     parser.add_argument("parts", nargs="+", type=Path, metavar="RECORD.json")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="default: this folder")
     parser.add_argument("--name", help="of the files; default: that of the scenario")
     parser.add_argument("--png", action="store_true", help="draw the times, with matplotlib")
-    parser.add_argument("--tune", action="store_true", help="as of dsv4 bench, which sees one part alone")
+    parser.add_argument("--tune", action="store_true", help="tune from the merged record, like dsv4 bench --tune")
     args = parser.parse_args(argv)
     parts = []
     for part in args.parts:

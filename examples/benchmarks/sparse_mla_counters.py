@@ -1,9 +1,9 @@
-"""Counters of sparse attention on a GPU: python examples/benchmarks/sparse_mla_counters.py --out counters.json
+"""Read hardware counters of sparse attention: python examples/benchmarks/sparse_mla_counters.py --out counters.json
 
-Calls `sparse_mla_decode` and `sparse_mla_prefill`, and FlashMLA where it is installed, on the arguments of their
-scenarios under Nsight Compute (`ncu`, which comes with the CUDA toolkit), clocks as they are. A row of the record is a
-kernel of a call: its time, how busy issue slots, tensor pipes, shared memory, L2 and DRAM are in percent of what they
-can do, and why its warps wait, in warps for each instruction that is issued.
+Calls `sparse_mla_decode` and `sparse_mla_prefill`, and FlashMLA if it is installed, with the arguments of their
+scenarios under Nsight Compute (`ncu`, part of the CUDA toolkit) without clock control. A row of the record is a kernel
+of a call: its time, the utilisation of issue slots, tensor pipes, shared memory, L2 and DRAM in percent of their peaks,
+and the reasons of stalls in warps per issued instruction.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ METRICS = {
     _STALL.format("long_scoreboard"): "waits_for_memory",
     _STALL.format("short_scoreboard"): "waits_for_shared_memory",
     _STALL.format("barrier"): "waits_at_barriers",
-    _STALL.format("gmma"): "waits_for_products",
+    _STALL.format("gmma"): "waits_for_tensor_cores",
     _STALL.format("wait"): "waits_for_arithmetic",
 }
-"""Names of the counters, and what the record calls them."""
+"""Counters of Nsight Compute and their names in the record."""
 
 
 def launch(case: str, implementation: str) -> None:
-    """Call what a case names, the last time under the profiler."""
+    """Call the kernel of a case three times, the last time under the profiler."""
     op, heads, tokens = case.split(":")
     scenario = sparse_mla_decode if op == "decode" else sparse_mla_prefill
     columns = {"heads": {heads}, **({"fused": {"none"}} if op == "decode" else {"pattern": {"random"}})}
@@ -63,7 +63,7 @@ def launch(case: str, implementation: str) -> None:
 
 
 def rows_of(lines: Iterable[str]) -> list[dict[str, float | str]]:
-    """The kernels in what `ncu --csv --page raw` prints. Its second row has units, numbers may have commas."""
+    """Return the kernels in the output of `ncu --csv --page raw`: its second row has units, numbers may have commas."""
     table = list(csv.reader(line for line in lines if line.startswith('"')))
     if len(table) < 3:
         return []
@@ -78,10 +78,10 @@ def rows_of(lines: Iterable[str]) -> list[dict[str, float | str]]:
 
 
 def counters(ncu: str, case: str, implementation: str) -> list[dict[str, float | str]]:
-    """A row for each kernel of one call.
+    """Return a row for each kernel of one call.
 
     Raises:
-        RuntimeError: the profiler has not seen a kernel.
+        RuntimeError: the profiler saw no kernel.
     """
     options = [
         "--clock-control",
@@ -114,7 +114,7 @@ def counters(ncu: str, case: str, implementation: str) -> list[dict[str, float |
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the record."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description="Counters of sparse attention.")
     parser.add_argument("--case", nargs="+", default=CASES, metavar="OP:HEADS:TOKENS")
     parser.add_argument("--out", type=Path, default=Path("sparse_mla_counters.json"))
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = {"command": "python examples/benchmarks/sparse_mla_counters.py", **environment(torch.device("cuda"))}
     rows: list[dict[str, float | str]] = []
     for case in args.case:
-        ways = ["triton", *flash_mla.beside(flash_mla.decode, int(case.split(":")[1]))]
+        ways = ["triton", *flash_mla.if_installed(flash_mla.decode, int(case.split(":")[1]))]
         for implementation in ways:
             rows += counters(args.ncu, case, implementation)
             args.out.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What the tests of the benchmarks share: few samples, and the scenario of the preprocessing ops with a small layer."""
+"""Fixtures of the benchmark tests: few samples, and the scenario of the preprocessing ops with a small layer."""
 
 from __future__ import annotations
 

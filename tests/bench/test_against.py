@@ -1,4 +1,4 @@
-"""examples/benchmarks/against.py: kernels of another checkout beside ours, in one process."""
+"""examples/benchmarks/against.py: kernels of another checkout compared with ours, in one process."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ def against(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
             del sys.modules[name]
 
 
-def test_the_others_are_packages_beside_ours_with_our_layouts(against: ModuleType, tmp_path: Path) -> None:
+def test_other_kernels_are_packages_next_to_ours_with_our_layouts(against: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "linear").mkdir()
     (tmp_path / "parts.py").write_text("from .. import layout\n")
-    (tmp_path / "fp8_linear.py").write_text("from .parts import layout\ndef fp8_linear():\n    return layout\n")
+    linear = "from ..parts import layout\ndef fp8_linear():\n    return layout\n"
+    (tmp_path / "linear" / "fp8_linear.py").write_text(linear)
     calls = against.launchers("fp8_linear", against.packages([f"theirs={tmp_path}", str(tmp_path)]))
     assert list(calls) == ["ours", "theirs", "other1"]
     assert calls["ours"] is fp8_linear.fp8_linear
@@ -45,7 +47,7 @@ def test_the_others_are_packages_beside_ours_with_our_layouts(against: ModuleTyp
 def test_graphs_are_replayed_in_turn_and_compared_round_by_round(
     against: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a GPU would whose clock rises: each time is what it is beside the other's of its round."""
+    """On a GPU whose clock rises, only times of one round are comparable."""
     replayed: list[str] = []
 
     def replay_us(graph: Any) -> float:
@@ -105,7 +107,7 @@ def test_without_a_gpu_it_says_so(
         (["gemm", "--sets", "0"], "--rounds and --sets are at least 1"),
     ],
 )
-def test_what_would_be_ignored_is_refused(
+def test_options_without_effect_are_errors(
     against: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
     ],
 )
 @pytest.mark.usefixtures("few")
-def test_a_limit_leaves_out_the_part_that_lacks_its_column(limits: dict[str, set[str]], parts: set[str]) -> None:
+def test_a_limit_skips_the_part_without_its_column(limits: dict[str, set[str]], parts: set[str]) -> None:
     record = bench.run("attention", only={"heads": {"64"}, "impl": {"portable"}, **limits}, device=CPU)
     assert {row["op"] for row in record["rows"]} - {"sparse_mla_decode_quant"} == parts
 

@@ -48,7 +48,7 @@ def test_lists_hold_the_slots_of_the_rows() -> None:
         assert torch.equal(got, want)
 
 
-def test_costs_count_rows_and_products() -> None:
+def test_costs_count_cache_rows_and_flops() -> None:
     lists, same, plain, _, latent = found()
     assert lists.cost == same.cost
     assert lists.cost.bytes > 2 * 640 * 584

@@ -1,4 +1,4 @@
-"""`dsv4 bench`: what is timed is right, what is wrong has no number, and a record says where it comes from."""
+"""`dsv4 bench`: only right results are timed, faults are named, and a record says where it comes from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import bench, progress
-from dsv4_compile.bench import gate, implementations, preprocess, preprocess_tiles, runner, timing
+from dsv4_compile.bench import gate, preprocess, runner, timing
+from dsv4_compile.bench import problem as problems_of
 from dsv4_compile.errors import fail
 from dsv4_compile.selection import costs
 
@@ -42,20 +43,26 @@ def rows(**implementations: Callable[[], Callable[..., Any]]) -> dict[str, dict[
     return {row["impl"]: row for row in runner.rows_of(problem(**implementations), {}, CPU)}
 
 
-def test_what_agrees_with_the_reference_is_timed() -> None:
+def test_an_implementation_that_agrees_with_the_reference_is_timed() -> None:
     row = rows(same=lambda: double)["same"]
     assert row["us"] > 0
     assert (row["status"], row["clock"], row["cold_us"], row["launches"]) == ("ok", "wall clock", None, None)
 
 
-def test_what_a_call_does_beside_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured in the same way, before what is alike shares the rest."""
-    beside = lambda: None  # noqa: E731
-    measure = lambda call, *_, clock, **__: timing.Timing(11.0 if call is beside else 35.0, None, clock)  # noqa: E731
-    monkeypatch.setattr(timing, "measure", measure)
-    of = replace(problem(same=lambda: double), beside=beside, alike=4, clock="stream")
+def test_a_cold_time_of_its_own_is_divided_by_the_repeats_and_not_changed_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timing, "measure", lambda *_, clock, **__: timing.Timing(24.0, None, clock))
+    given: list[Any] = []
+
+    def time_cold(call: Callable[..., Any], args: Any) -> timing.ColdTime:
+        given.append((call, args))
+        return timing.ColdTime(36.0, 0.5)
+
+    of = replace(problem(same=lambda: double), time_cold=time_cold, repeats=4, clock="stream")
     (row,) = runner.rows_of(of, {}, CPU)
-    assert (row["us"], row["beside_us"], row["clock"]) == (6.0, 2.75, "stream")
+    assert (row["us"], row["cold_us"], row["empty_pair_us"], row["clock"]) == (6.0, 9.0, 0.5, "stream")
+    assert given[0][0] is double and torch.equal(given[0][1][0], problem().make(0)[0])
 
 
 @pytest.mark.parametrize(
@@ -70,7 +77,7 @@ def test_what_a_call_does_beside_is_taken_off(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=["a value", "an argument not written", "NaN", "dtype", "strides", "a result too many"],
 )
-def test_what_is_wrong_gets_no_number(wrong: Callable[..., Any]) -> None:
+def test_a_wrong_result_gets_no_number(wrong: Callable[..., Any]) -> None:
     found = rows(wrong=lambda: wrong, right=lambda: double)
     assert (found["wrong"]["status"], found["wrong"]["us"]) == ("wrong", None)
     assert found["wrong"]["note"].startswith("result ")
@@ -89,30 +96,97 @@ def test_all_are_prepared_and_compared_before_the_first_is_timed() -> None:
     assert order == ["prepare first", "prepare second", "begin", "row of first", "begin", "row of second"]
 
 
-def test_what_is_compiled_serves_all_sizes_whatever_is_compiled_after_it() -> None:
+def test_compiled_code_serves_all_sizes_whatever_is_compiled_later() -> None:
     compiled: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
         compiled.append(len(inputs))
         return graph.forward
 
-    calls = [implementations.compiled(f, backend, lambda: (torch.ones(4),), (0,)) for f in (torch.sin, torch.cos)]
+    calls = [problems_of.compiled(f, backend, lambda: (torch.ones(4),), (0,)) for f in (torch.sin, torch.cos)]
     for size in (3, 5, 6):
         assert [call(torch.ones(size)).shape for call in calls] == [(size,)] * 2
     assert len(compiled) == 2
 
 
-def test_what_is_missing_says_why_and_stops_nobody() -> None:
-    def refuse() -> Callable[..., Any]:
-        fail("E302", got="double", why="it is Friday")
+def unsupported() -> Callable[..., Any]:
+    fail("E302", got="double", why="it is Friday")
 
-    found = rows(gone=refuse, right=lambda: double)
-    assert (found["gone"]["status"], found["gone"]["note"], found["gone"]["us"]) == (
-        "unavailable",
-        "it is Friday",
-        None,
-    )
+
+def unsupported_in_a_backend() -> Callable[..., Any]:
+    try:
+        unsupported()
+    except Exception as fault:
+        raise RuntimeError("backend='dsv4' raised") from fault
+    raise AssertionError
+
+
+def without_library() -> Callable[..., Any]:
+    raise ModuleNotFoundError("No module named 'flash_mla'")
+
+
+def without_gpu() -> Callable[..., Any]:
+    raise problems_of.Unavailable("hand-written kernels run on GPUs")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "note"),
+    [
+        (unsupported, "it is Friday"),
+        (unsupported_in_a_backend, "it is Friday"),
+        (without_library, "No module named 'flash_mla'"),
+        (without_gpu, "hand-written kernels run on GPUs"),
+    ],
+)
+def test_an_unavailable_implementation_says_why_and_the_others_are_timed(
+    prepare: Callable[[], Callable[..., Any]], note: str
+) -> None:
+    found = rows(gone=prepare, right=lambda: double)
+    assert (found["gone"]["status"], found["gone"]["note"], found["gone"]["us"]) == ("unavailable", note, None)
     assert found["right"]["us"] > 0
+
+
+def illegal(*args: Any) -> Any:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+
+def test_a_fault_is_named_and_not_unavailable() -> None:
+    found = rows(bad=lambda: illegal, right=lambda: double)
+    note = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert (found["bad"]["status"], found["bad"]["note"], found["bad"]["us"]) == ("failed", note, None)
+    assert found["right"]["us"] > 0
+
+
+def test_a_fault_while_it_is_timed_is_named_too() -> None:
+    calls: list[int] = []
+
+    def once(x: Tensor, out: Tensor) -> Tensor:
+        calls.append(1)
+        return double(x, out) if len(calls) == 1 else illegal()
+
+    found = rows(late=lambda: once, right=lambda: double)
+    assert found["late"]["status"] == "failed" and found["late"]["note"].startswith("RuntimeError: CUDA error")
+    assert found["late"]["us"] is None and found["right"]["us"] > 0
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_run_ends_with_a_record_when_its_device_is_lost(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """Every later call would fail for the same reason."""
+
+    class Scenario:
+        COLUMNS = ("op", "tokens", "impl")
+
+        @staticmethod
+        def problems(device: torch.device, only: bench.Only) -> Any:
+            return iter([problem(bad=lambda: illegal), problem(right=lambda: double)])
+
+    monkeypatch.setattr(runner, "_is_lost", lambda device: lost)
+    monkeypatch.setattr(timing, "copy_rate", lambda device: pytest.fail("used the device") if lost else 1e9)
+    kept: list[dict[str, Any]] = []
+    record = bench.run("mine", device=CPU, modules=[Scenario], so_far=kept.append)
+    statuses = [row["status"] for row in record["rows"]]
+    assert statuses == (["failed"] if lost else ["failed", "ok"])
+    assert len(kept) == len(statuses)
 
 
 def test_a_cold_figure_needs_more_data_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +232,7 @@ def test_every_op_of_the_scenario_agrees_with_itself_and_compiles() -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_run_that_is_cut_short_has_told_its_cases_and_left_a_record(tmp_path: Path) -> None:
+def test_an_interrupted_run_has_reported_its_cases_and_left_a_record(tmp_path: Path) -> None:
     told: list[str] = []
 
     def cut(record: dict[str, Any]) -> None:
@@ -173,7 +247,7 @@ def test_a_run_that_is_cut_short_has_told_its_cases_and_left_a_record(tmp_path: 
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_run_waits_for_its_turn_once_when_it_is_ready_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_waits_for_its_turn_once_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     measure = timing.measure
     monkeypatch.setattr(timing, "measure", lambda *args, **kwargs: order.append("measure") or measure(*args, **kwargs))
@@ -194,7 +268,7 @@ def test_arguments_of_a_seed_repeat_in_fresh_memory() -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_traffic_is_what_any_implementation_must_move() -> None:
+def test_traffic_is_the_bytes_of_arguments_and_results() -> None:
     """Two heads of 512, a latent of 48. A token reads its position and 64 cosines and sines: 8 + 256 bytes."""
     angles, row, weights = 8 + 256, 512 * 2, {"fused_q_kv_rmsnorm": 48 * 2 + 512 * 2}
     a_token = {
@@ -210,27 +284,7 @@ def test_traffic_is_what_any_implementation_must_move() -> None:
     }
 
 
-@pytest.mark.usefixtures("tiny")
-def test_tiles_are_tried_through_the_function_that_chooses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def launcher(op: str) -> Callable[..., Any]:
-        module, choice = preprocess_tiles.module_of(op), preprocess_tiles.CHOICES[op].function
-        return lambda *args: seen.append((op, getattr(module, choice)(1)))
-
-    monkeypatch.setattr(preprocess_tiles, "launcher", launcher)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for found in preprocess_tiles.problems(CPU, {"tokens": {"5"}, "op": {"inv_rope", "q_norm_rope"}}):
-        for prepare in found.implementations.values():
-            prepare()()
-        names = list(found.implementations)
-        assert names[:2] == (["h1", "h2"] if found.op == "inv_rope" else ["r1 w1", "r2 w1"])
-    assert [value for op, value in seen if op == "inv_rope"] == [1, 2, 4, 8]
-    assert [value for op, value in seen if op == "q_norm_rope"][:2] == [(1, 1), (2, 1)]
-    assert set(preprocess_tiles.CHOICES) == set(preprocess.OPS)
-
-
-def test_the_ceiling_is_the_fastest_copy_and_each_way_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_rate_is_of_the_fastest_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
 
     def one_way(call: Callable[..., Any], sets: Any, device: torch.device) -> timing.Timing:
@@ -257,12 +311,14 @@ def test_a_record_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "write_text", cut)
     with pytest.raises(KeyboardInterrupt):
         list(bench.record.collect(record, iter([{"us": 2.0}]), tmp_path))
-    assert json.loads((tmp_path / "one.json").read_text())["rows"] == [{"us": 1.0}]
+    (row,) = json.loads((tmp_path / "one.json").read_text())["rows"]
+    assert row["us"] == 1.0
 
 
-def test_rows_are_on_disk_when_they_are_given(tmp_path: Path) -> None:
+def test_rows_are_on_disk_with_their_dates_when_they_are_yielded(tmp_path: Path) -> None:
     record: dict[str, Any] = {"scenario": "one", "rows": []}
     found = bench.record.collect(record, iter([{"us": 1.0}, {"us": 2.0}]), tmp_path / "made")
     for count, row in enumerate(found, 1):
         kept = json.loads((tmp_path / "made" / "one.json").read_text())
         assert kept == record and len(kept["rows"]) == count and kept["rows"][-1] == row
+        assert row["date"] and row["commit"] == "unknown"

@@ -1,4 +1,4 @@
-"""Scenario `chain`: plain PyTorch and the ops do the same work, and compile; the gate finds what differs."""
+"""Scenario `chain`: plain PyTorch and the ops agree and compile, and the gate finds a wrong result."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def found(tokens: int, **only: str) -> list[bench.Problem]:
     return list(chain.problems(CPU, {name: {value} for name, value in only.items()}, TINY, (tokens,)))
 
 
-def layer_of(problem: bench.Problem) -> chain_layers.Layer:
+def layer_of(problem: bench.Problem) -> chain_layers.ChainLayer:
     return problem.make.func.__self__  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize("kind", chain.LAYERS)
-def test_the_ops_do_what_plain_pytorch_does(kind: str, tokens: int) -> None:
+def test_the_ops_agree_with_plain_pytorch(kind: str, tokens: int) -> None:
     """20 tokens are more than a CPU has requests for: a chunk of a prompt, in which some tokens close a group."""
     whole, projections = found(tokens, layer=kind)
     assert (whole.op, projections.op) == ("chain", "projections")
@@ -52,7 +52,7 @@ def test_a_wrong_result_is_found_wherever_it_is(kind: str) -> None:
 
 def test_caches_are_as_large_at_every_size() -> None:
     def shapes(tokens: int) -> list[Any]:
-        layer = chain_layers.Layer(TINY["tiny"], chain.LAYERS["HCA"], 1024, 8, 40, CPU)
+        layer = chain_layers.ChainLayer(TINY["tiny"], chain.LAYERS["HCA"], 1024, 8, 40, CPU)
         return [x.shape for i, x in enumerate(layer.inputs(tokens, 0)) if i not in chain_layers.TOKENS_FIRST]
 
     assert shapes(1) == shapes(7) == shapes(40)

@@ -1,4 +1,4 @@
-"""examples/benchmarks/sparse_mla_counters.py: what the profiler prints becomes rows of a record."""
+"""examples/benchmarks/sparse_mla_counters.py: the profiler's output becomes rows of a record."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_rows_are_kernels_with_the_counters_names(tmp_path: Path) -> None:
     assert example["rows_of"]([]) == []
 
 
-def test_a_run_that_saw_no_kernel_is_an_error() -> None:
+def test_a_profile_without_a_kernel_is_an_error() -> None:
     example = runpy.run_path(str(SCRIPT))
     with pytest.raises(RuntimeError, match="decode:64:1"):
         example["counters"]("/bin/false" if sys.platform != "darwin" else "/usr/bin/false", "decode:64:1", "triton")

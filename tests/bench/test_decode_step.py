@@ -1,16 +1,18 @@
-"""Scenario `decode_step`: a whole step runs, is gated, and replays what the ops give."""
+"""Scenario `decode_step`: a whole step runs, agrees with the ops, and is timed warm and cold."""
 
 from __future__ import annotations
 
 import itertools
 import runpy
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from dsv4_compile import bench
 from dsv4_compile.backend import dsv4
@@ -37,13 +39,14 @@ def found(**only: str) -> list[bench.Problem]:
     return list(decode_step.problems(CPU, {name: {value} for name, value in only.items()}, TINY, 128))
 
 
-@pytest.mark.parametrize("impl", ["dsv4", "graph", "graph aside"])
+@pytest.mark.parametrize("impl", ["dsv4", "graph", "graph side stream"])
 def test_a_checkout_that_is_not_installed_is_measured_too(impl: str) -> None:
-    """Its backend is none that torch knows by name."""
+    """torch does not know its backend by name."""
     given: list[dict[str, Any]] = []
     step = mock.Mock(**{"compiled.side_effect": lambda **options: given.append(options)})
-    step.aside.return_value = step
-    decode_step._prepared(step, impl, [1])(1, False)
+    step.with_side_stream.return_value = step
+    prepare, _ = decode_step._prepared(step, impl, [1])
+    prepare(1, False)
     assert given == [{"backend": dsv4}]
 
 
@@ -57,25 +60,69 @@ def test_replays_of_a_step_agree_with_the_ops_and_are_timed(weights: str) -> Non
     assert rows[0]["context"] == 128
 
 
-def test_other_memory_is_read_behind_each_layer_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = torch.zeros((), dtype=torch.int64)
-    monkeypatch.setattr(decode_step, "reads_of_others", lambda device: lambda: reads.add_(1))
-    (problem,) = found(layer="stack", weights="bfloat16", impl="graph cold")
-    step = problem.implementations["graph cold"]()
-    assert decode_step.differs(step(*problem.make(0)), problem.reference(*problem.make(0))) == ""
-    reads.zero_()
-    step(*problem.make(0))
-    assert problem.beside is not None and reads == 3
-    problem.beside()
-    assert reads == 6
-    (plain,) = found(layer="stack", weights="bfloat16", impl="graph")
-    assert plain.beside is None
+class Events:
+    """A timer whose flushes and events are a list of names."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def begin(self, part: int) -> None:
+        self.found += ["flush", f"begin {part}"]
+
+    def end(self, part: int) -> None:
+        self.found.append(f"end {part}")
 
 
-def test_reads_of_other_memory_are_larger_than_a_cache() -> None:
-    read = decode_layers.reads_of_others(CPU)
-    assert read().shape == ()
-    assert read.args[0].nbytes == decode_layers._OTHERS["cpu"] < 60 << 20 < decode_layers._OTHERS["cuda"]
+def test_the_cache_is_flushed_before_each_layer_and_events_are_around_the_layer_alone() -> None:
+    events = Events()
+    layers = [nn.Identity() for _ in range(3)]
+    for index, layer in enumerate(layers):
+        layer.forward = lambda *args, index=index: events.found.append(f"layer {index}")  # type: ignore[method-assign]
+    decode_layers.Layers(layers, events)(None, None, [None] * 3)  # type: ignore[arg-type]
+    assert events.found == [name for i in range(3) for name in ("flush", f"begin {i}", f"layer {i}", f"end {i}")]
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, Any, Any]:
+    """Return the count of flushes, a step of three layers, and how it is timed cold."""
+    flushes = torch.zeros((), dtype=torch.int64)
+    monkeypatch.setattr(timing.ColdTimer, "flush", lambda self: flushes.add_(1))
+    step = decode_layers.DecodeStep.build(TINY.with_layers(1, 4, 128), False, 2, 128, CPU)
+    prepare, time_cold = decode_step._prepared(step, "graph", [2])
+    assert time_cold is not None
+    return flushes, prepare(2, False), partial(time_cold, 2, False)
+
+
+HIDDEN = torch.randn(2, TINY.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+def test_a_replay_that_is_timed_cold_flushes_before_each_layer_and_a_warm_one_never(
+    cold: tuple[torch.Tensor, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushes, warm, time_cold = cold
+    warm(HIDDEN)
+    assert flushes == 0
+    monkeypatch.setattr(timing.ColdTimer, "measure", lambda self, replay: replay)
+    replay = time_cold(warm, (HIDDEN,))
+    flushes.zero_()
+    got = [out.clone() for out in replay()]
+    assert flushes == 3
+    assert decode_step.differs(got, warm(HIDDEN)) == ""
+    assert flushes == 3
+
+
+def test_a_cold_step_with_other_results_is_a_fault(cold: tuple[torch.Tensor, Any, Any]) -> None:
+    _, warm, time_cold = cold
+    with pytest.raises(AssertionError, match="with flushes between layers, layer 0: the relative"):
+        time_cold(lambda *args: [out * 1.2 for out in warm(*args)], (HIDDEN,))
+    assert time_cold(warm, (HIDDEN,)).us > 0
+
+
+def test_graphs_alone_are_timed_cold() -> None:
+    for impl in decode_step.IMPLEMENTATIONS:
+        _, time_cold = decode_step._prepared(mock.Mock(), impl, [1])
+        assert (time_cold is not None) == (impl == "graph")
+    assert found(layer="SWA", weights="bfloat16", impl="graph")[0].time_cold is None
 
 
 def test_layers_of_a_kind_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +132,7 @@ def test_layers_of_a_kind_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch
         graphs.append(gm)
         return gm
 
-    step = decode_layers.Step.build(TINY.with_layers(4, 128, 4, 128, 4), False, 2, 256, CPU)
+    step = decode_layers.DecodeStep.build(TINY.with_layers(4, 128, 4, 128, 4), False, 2, 256, CPU)
     runner = step.runner(step.compiled(backend=backend), (2,))
     assert len(graphs) == 2
     hidden = torch.randn(2, step.width).bfloat16()
@@ -103,6 +150,50 @@ def test_a_wrong_step_is_found() -> None:
     assert decode_step.differs(problem.reference(*problem.make(1)), want) != ""
 
 
+def moved(want: torch.Tensor, tokens: slice, distance: float) -> list[torch.Tensor]:
+    """Move some tokens by `distance` times their norm, in a direction of its own each."""
+    got, step = want.clone(), torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    step -= (step * want).sum(-1, keepdim=True) / want.square().sum(-1, keepdim=True) * want
+    got[tokens] += (step / step.norm(dim=-1, keepdim=True) * want.norm(dim=-1, keepdim=True) * distance)[tokens]
+    return [got]
+
+
+@pytest.mark.parametrize("keys", [0, 640])
+@pytest.mark.parametrize(("tokens", "distance"), [(slice(4), 0.49), (slice(1), 0.49), (slice(7, 8), 0.2)])
+def test_one_wrong_token_of_eight_is_found(keys: int, tokens: slice, distance: float) -> None:
+    want = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    wrong = decode_step.differs(moved(want, tokens, distance), [want], [keys])
+    assert wrong.startswith(
+        f"layer 0: the relative distance of token {tokens.start or 0} is {distance:.3f}, at most 0."
+    )
+
+
+def test_a_token_of_another_request_and_one_that_is_not_a_number_are_found() -> None:
+    want = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    for change in (lambda x: x[4].copy_(x[5]), lambda x: x[4].fill_(torch.nan), lambda x: x[4].zero_()):
+        got = want.clone()
+        change(got)
+        assert "token 4" in decode_step.differs([got], [want], [640])
+
+
+def test_each_token_is_held_to_the_tolerance_and_only_few_of_an_indexer_may_exchange_entries() -> None:
+    """An exchanged key of 640 is 5.6 % of the norm; with an indexer one token of eight may have a few of them."""
+    want = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    assert decode_step.differs(moved(want, slice(8), 0.029), [want]) == ""
+    assert "median" in decode_step.differs(moved(want, slice(8), 0.031), [want])
+    assert decode_step.differs(moved(want, slice(1), 0.079), [want]) == ""
+    assert "token 0" in decode_step.differs(moved(want, slice(1), 0.081), [want])
+    assert decode_step.differs(moved(want, slice(1), 0.081), [want], [640]) == ""
+    assert "2 tokens" in decode_step.differs(moved(want, slice(2), 0.081), [want], [640])
+    assert "token 0" in decode_step.differs(moved(want, slice(1), 0.14), [want], [640])
+
+
+def test_layers_that_select_some_of_their_entries_have_an_indexer() -> None:
+    flash = DeepseekV4Config.flash().with_layers(1, 128, 4)
+    assert [decode_step.selected_keys(flash, layer, 16384) for layer in range(3)] == [0, 0, 640]
+    assert decode_step.selected_keys(flash, 2, 2048) == 0
+
+
 @pytest.mark.parametrize(("fp8", "floors"), [(False, (50, 52, 59)), (True, (25, 27, 32))])
 def test_the_cost_of_a_layer_is_its_weights_and_what_its_request_attends(fp8: bool, floors: tuple[int, ...]) -> None:
     flash = DeepseekV4Config.flash().with_layers(1, 128, 4)
@@ -113,32 +204,32 @@ def test_the_cost_of_a_layer_is_its_weights_and_what_its_request_attends(fp8: bo
         assert costs.floor_us(cost, costs.H200) == pytest.approx(floor, rel=0.05)
 
 
-def test_requests_whose_groups_end_apart_close_few() -> None:
+def test_few_requests_close_a_group_if_their_groups_end_apart() -> None:
     flash = DeepseekV4Config.flash().with_layers(128)
     together, apart = (decode_stages.stage_costs(flash, 0, False, 256, 16384, each) for each in (False, True))
     assert together["insert"].bytes > 20 * apart["insert"].bytes
     assert all(together[stage] == apart[stage] for stage in together if stage != "insert")
-    step = decode_layers.Step.build(TINY.with_layers(128, 4), False, 130, 512, CPU)
+    step = decode_layers.DecodeStep.build(TINY.with_layers(128, 4), False, 130, 512, CPU)
     for each, closing in ((False, (130, 130)), (True, (2, 33))):
         step.load(130, each)
         written = [int((step.buffers.tensors[f"{group}_slots"] >= 0).sum()) for group in ("c128", "c4")]
         assert tuple(written) == closing
 
 
-def test_peers_stand_beside_steps_with_as_much_to_do_at_least() -> None:
+def test_peers_are_compared_with_the_steps_of_the_most_work() -> None:
     assert decode_step.published("CSA", "fp8", "together", 8) == {"peers": 103}
     assert decode_step.published("CSA", "fp8", "apart", 8) == decode_step.published("CSA", "fp8", "together", 7) == {}
     assert found(layer="HCA", weights="fp8", impl="eager")[0].published == {}
 
 
-def test_host_time_is_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_time_of_each_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(1e-3))
     calls = itertools.count()
     found = nodes.host_us(lambda: time.sleep(2e-3) if next(calls) % 25 == 0 else None)
     assert 0 <= found["host_us"] < 1000 <= found["host_p99_us"]
 
 
-def test_what_overlaps_counts_once() -> None:
+def test_the_overlap_of_two_kernels_counts_once() -> None:
     assert nodes._exclusive([(0.0, 4.0), (1.0, 6.0), (2.0, 3.0), (7.0, 9.0)]) == [4.0, 2.0, 0.0, 2.0]
 
 
@@ -163,7 +254,7 @@ def test_nodes_are_found_by_layer_and_by_stage() -> None:
     assert set(times) == set(decode_stages.stage_costs(DeepseekV4Config.flash().with_layers(4), 0, False, 1, 512))
 
 
-def test_a_row_with_details_is_printed_with_them() -> None:
+def test_the_details_of_a_row_are_printed() -> None:
     stages = {"insert": {"us": 2.5, "floor_us": 0.1, "kernels": []}}
     row = {"op": "decode_step", "tokens": 8, "impl": "graph", "us": 1.0, "published_us": {}, "launches": 6}
     row |= {"note": "", "gb_s": 1.0, "of_copy": 0.1, "clock": "stream", "details": {"host_us": 9.5, "stages": stages}}
@@ -171,7 +262,7 @@ def test_a_row_with_details_is_printed_with_them() -> None:
     assert "graph, 8: host_us 9.5" in text and "insert 2.5 (0.1)" in text
 
 
-def test_compile_times_are_those_of_three_kinds_at_two_sizes() -> None:
+def test_compile_times_are_of_three_kinds_of_layer_at_two_sizes() -> None:
     graphs = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""FlashMLA beside our kernels: a stand-in of its interface gets what the definitions of our ops need, and no more."""
+"""FlashMLA as a peer: a stand-in with its interface gets the arguments that the definitions of our ops need."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_both_kernels_pass_the_gates_of_the_scenarios() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_it_is_listed_for_the_heads_that_it_has() -> None:
+def test_it_is_an_implementation_for_the_heads_that_it_supports() -> None:
     for heads in (8, 64, 128):
         ways = sparse_mla_decode.implementations(sparse_mla_decode.OP, "none", heads)
         assert (flash_mla.NAME in ways) == (heads in flash_mla.HEADS)
     assert flash_mla.NAME not in sparse_mla_decode.implementations(sparse_mla_decode.OP, "both", 64)
 
 
-def test_it_is_not_listed_where_it_is_not_installed() -> None:
+def test_it_is_no_implementation_if_it_is_not_installed() -> None:
     (problem,) = sparse_mla_decode.problems(CPU, {"heads": {"64"}, "fused": {"none"}}, (2,), 512)
     assert flash_mla.NAME not in problem.implementations

@@ -1,4 +1,4 @@
-"""Scenario `metadata`: both ops are right before they are timed, and its batches are what it says."""
+"""Scenario `metadata`: both ops are compared before they are timed, and its batches are full."""
 
 from __future__ import annotations
 

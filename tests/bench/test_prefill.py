@@ -1,4 +1,4 @@
-"""Scenario `prefill`: its arguments are one prompt's, and a selection from pages is the one from gathered keys."""
+"""Scenario `prefill`: its arguments are of one prompt, and selections from pages and from gathered keys are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenario `sparse_mla_decode`: its arguments are what they are said to be, and its gate finds a wrong result."""
+"""Scenario `sparse_mla_decode`: its arguments have the stated properties, and its gate finds a wrong result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4_compile import layout
-from dsv4_compile.bench import Problem, sparse_mla_decode_tiles
+from dsv4_compile.bench import Problem
 from dsv4_compile.bench import sparse_mla_decode as scenario
 from dsv4_compile.bench.runner import rows_of
 from dsv4_compile.ops.common.define import REFERENCES
@@ -65,8 +65,8 @@ def test_a_wrong_result_gets_no_number(fault: str) -> None:
 
 
 @pytest.mark.parametrize("fused", scenario.FUSED[1:])
-def test_fused_steps_are_gated_against_the_definition_of_all_of_them(fused: str) -> None:
-    """The steps one by one agree; leaving out what is fused does not."""
+def test_fused_calls_are_compared_with_the_separate_ops(fused: str) -> None:
+    """Separate ops agree; attention without the fused steps does not."""
     problem, groups = found(3, 8, fused), 1 if fused == "quant" else 0
 
     def without(*args: Any) -> Any:
@@ -80,8 +80,8 @@ def test_fused_steps_are_gated_against_the_definition_of_all_of_them(fused: str)
     assert set(scenario.implementations(problem.op, fused, 8)) > {"separate"}
 
 
-def test_quantised_values_whose_rotation_cancels_are_held_to_their_pair_and_others_to_themselves() -> None:
-    """Outputs that were rounded to one or the other neighbour, before they were rotated back and quantised."""
+def test_quantised_values_whose_rotation_cancels_are_compared_by_pair_and_others_one_by_one() -> None:
+    """Outputs rounded to one or the other neighbour before inverse RoPE and quantisation."""
     exact = torch.randn(64, 16, layout.HEAD_DIM)
     angles = torch.rand(64, layout.ROPE_DIM // 2) * 6.28
     place = torch.arange(64), torch.cat((angles.cos(), angles.sin()), dim=-1), 2, 8
@@ -99,10 +99,3 @@ def test_quantised_values_whose_rotation_cancels_are_held_to_their_pair_and_othe
         token, group = divmod(int(largest), 2)
         wrong[0][token, group, dim] = -wrong[0][token, group, dim].float()
         assert "1 of" in scenario.differs(wrong, want, layout.ROPE_DIM)
-
-
-def test_tiles_have_names_of_their_own_for_every_number_of_heads() -> None:
-    for problem in sparse_mla_decode_tiles.problems(CPU, {"tokens": {"1"}}):
-        assert len(problem.implementations) >= 8
-        assert ("hopper" in problem.implementations) == (problem.params["heads"] in (64, 128))
-        assert not problem.cold

@@ -1,4 +1,4 @@
-"""Scenario `sparse_mla_prefill`: its arguments are what they are said to be, and its gate finds a wrong result."""
+"""Scenario `sparse_mla_prefill`: its arguments have the stated properties, and its gate finds a wrong result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_problems_are_those_of_the_models(heads: int, keys: int, pattern: str) -
     assert problem.cost.bytes > kv.numel() * 2
 
 
-def test_the_last_keys_of_the_window_pattern_are_neighbours_behind_the_entries() -> None:
+def test_the_last_keys_of_the_window_pattern_are_neighbours_after_the_entries() -> None:
     _, _, indices, *_ = found(80, 64, "window").make(0)
     assert (indices[:, :512] < 20).all()
     near = indices[:, 512:]

@@ -12,7 +12,7 @@ import torch
 from dsv4_compile._compat import maybe_mark_dynamic
 from dsv4_compile.backend import dsv4
 from dsv4_compile.bench.chain import LAYERS
-from dsv4_compile.bench.chain_layers import STATE, TOKENS_FIRST, Layer
+from dsv4_compile.bench.chain_layers import STATE, TOKENS_FIRST, ChainLayer
 from dsv4_compile.config import DeepseekV4Config
 
 DEVICE, CONTEXT = "cuda", 16_384
@@ -22,13 +22,13 @@ ROOM = {"auto": 1.0, "ir": 1.25}
 IR alone states are saved behind that projection, so that the float32 one of hidden is alive too."""
 
 
-def layer_of(kind: str, most: int = MOST) -> Layer:
+def layer_of(kind: str, most: int = MOST) -> ChainLayer:
     """A layer of V4-Flash with caches for steps of up to `most` tokens, a request each."""
     config, ratio = DeepseekV4Config.flash(), LAYERS[kind]
-    return Layer(config, ratio, CONTEXT, most, most, torch.device(DEVICE))
+    return ChainLayer(config, ratio, CONTEXT, most, most, torch.device(DEVICE))
 
 
-def compiled(layer: Layer, impl: str) -> Callable[[int], Any]:
+def compiled(layer: ChainLayer, impl: str) -> Callable[[int], Any]:
     """Function that runs a step of so many tokens by one graph, on new inputs; the caches are those of its own."""
     torch.compiler.reset()
     call = torch.compile(layer.in_ops, backend=dsv4, fullgraph=True, options={"dsv4.impl": impl})

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from dsv4_compile import layout
 from dsv4_compile.bench import sparse_mla_decode as scenario
-from dsv4_compile.bench.sparse_mla_decode_tiles import HOPPER
 from dsv4_compile.kernels.attention import sparse_mla_decode as launcher
 from dsv4_compile.kernels.attention import sparse_mla_decode_plan as plan
 from dsv4_compile.kernels.attention import sparse_mla_decode_triton as portable
@@ -44,6 +43,14 @@ from tests.ops.attention.sparse_mla_calls import normed_by_a_factor
 from tests.ops.attention.test_sparse_mla_decode import sample
 
 __all__ = ["garbage"]  # a fixture for every test
+
+HOPPER: dict[str, dict[str, int]] = {
+    "default": {},
+    "one factor for all scales": {"WIDE": 0},
+    "136 registers": {"PRODUCER_REGISTERS": 136},
+    "136 registers, one factor": {"PRODUCER_REGISTERS": 136, "WIDE": 0},
+}
+"""Constants of the Hopper kernel's module by name of the variant."""
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

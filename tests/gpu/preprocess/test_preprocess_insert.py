@@ -167,7 +167,7 @@ def test_a_hundred_runs_are_equal_bit_for_bit(kind: str) -> None:
 
 def far_away(kind: str, tokens: int, context: int) -> list[Any]:
     """The arguments of a step of the benchmark, every cache of which is larger than an int32 counts bytes."""
-    step = steps.Step(DeepseekV4Config.flash(), tokens, context, torch.device("cuda"), 0)
+    step = steps.StepInputs(DeepseekV4Config.flash(), tokens, context, torch.device("cuda"), 0)
     ratio = scenario.KINDS[kind]
     args = list(scenario.build(step, ratio))
     caches = [(9, 10, args[11])]
@@ -193,7 +193,7 @@ def test_70_000_tokens_over_caches_of_more_than_2_31_bytes(kind: str) -> None:
 
 
 def test_a_step_of_nothing_changes_nothing() -> None:
-    args = list(scenario.build(steps.Step(DeepseekV4Config.flash(), 4, 1024, torch.device("cuda"), 0), 0))
+    args = list(scenario.build(steps.StepInputs(DeepseekV4Config.flash(), 4, 1024, torch.device("cuda"), 0), 0))
     before = args[9].clone()
     for i in (0, 1, 10):
         args[i] = args[i][:0]

@@ -86,7 +86,7 @@ def test_a_captured_launch_follows_its_inputs(kind: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 5, 16, 17, 40, 64, 65, 130, 300, 512, 700])
 def test_the_product_takes_it_as_it_is(tokens: int) -> None:
     """By every kernel for quantised operands: what it gives for the same operands laid out anew."""
-    args = scenario.build(steps.Step(DeepseekV4Config.flash(), tokens, 1024, products.CUDA, 0), 0)
+    args = scenario.build(steps.StepInputs(DeepseekV4Config.flash(), tokens, 1024, products.CUDA, 0), 0)
     weight, weight_scale = products.arguments(WQ_B, 1)[1:3]
     values, scale = preprocess_insert_quant(*args)
     operands = values, scale, weight, weight_scale
@@ -95,7 +95,7 @@ def test_the_product_takes_it_as_it_is(tokens: int) -> None:
 
 
 def test_a_step_of_nothing_changes_nothing() -> None:
-    args = list(scenario.build(steps.Step(DeepseekV4Config.flash(), 4, 1024, torch.device("cuda"), 0), 0))
+    args = list(scenario.build(steps.StepInputs(DeepseekV4Config.flash(), 4, 1024, torch.device("cuda"), 0), 0))
     before = args[9].clone()
     for i in (0, 1, 10):
         args[i] = args[i][:0]

@@ -1,0 +1,271 @@
+"""Renders the tables of figures in README and docs from records: `make docs` writes them, a test compares them.
+
+A page marks a block by `<!-- figures: NAME -->` and `<!-- end -->`; NAME is one of `FIGURES`. A block is a table and a
+line with its command, machine, versions, dates and record. `RECORDS` names the records, in examples/results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import check
+from .record import ROOT, Record
+
+RESULTS = ROOT / "examples" / "results"
+RECORDS: Mapping[str, str] = {
+    "compile_time": "compile_time_h200.json",
+    "decode_step": "decode_step_h200.json",
+    "gemm": "gemm_h200.json",
+    "indexer": "indexer_h200.json",
+    "preprocess": "preprocess_h200.json",
+    "preprocess_insert": "preprocess_insert_h200.json",
+    "soak": "soak_h200.json",
+    "sparse_mla_decode": "sparse_mla_decode_h200.json",
+    "sparse_mla_prefill": "sparse_mla_prefill_h200.json",
+}
+"""The current record of each scenario and script that a page shows."""
+Row = Mapping[str, Any]
+_BLOCK = re.compile(r"(?s)(<!-- figures: (\S+) -->\n).*?(<!-- end -->)")
+_WEIGHTS = {"bfloat16": "bfloat16", "fp8": "e4m3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A table of figures: its renderer, the records it reads, and the command that measures them."""
+
+    render: Callable[[Mapping[str, list[Row]]], tuple[list[list[str]], list[Row]]]
+    records: tuple[str, ...]
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A line of the table of kernels: rows of a record with these columns, and a peer of the same record."""
+
+    label: str
+    record: str
+    columns: Mapping[str, str | int]
+    tokens: Sequence[int]
+    peer: tuple[str, str] = ("", "")
+
+
+_DECODE = {"op": "sparse_mla_decode", "fused": "none"}
+_FEW, _GEMM = (1, 8, 32, 128, 512), (1, 32, 64, 128, 512)
+_FLASH_MLA, _SCALED_MM = ("FlashMLA", "flash_mla"), ("`scaled_mm`", "scaled_mm")
+KERNELS: Sequence[Kernel] = (
+    Kernel("decode attention, 64 heads, 640 keys", "sparse_mla_decode", _DECODE | {"heads": 64}, _FEW, _FLASH_MLA),
+    Kernel("decode attention, 128 heads, 1,152 keys", "sparse_mla_decode", _DECODE | {"heads": 128}, _FEW, _FLASH_MLA),
+    Kernel(
+        "decode attention, 64 heads, with q norm, RoPE and inverse RoPE",
+        "sparse_mla_decode",
+        _DECODE | {"heads": 64, "fused": "both"},
+        _FEW,
+    ),
+    Kernel(
+        "prefill attention, 64 heads, 640 keys",
+        "sparse_mla_prefill",
+        {"heads": 64, "pattern": "random"},
+        (256, 1024, 4096, 16384),
+        _FLASH_MLA,
+    ),
+    Kernel(
+        "prefill attention, 128 heads, 1,152 keys",
+        "sparse_mla_prefill",
+        {"heads": 128, "pattern": "random"},
+        (256, 1024, 4096, 16384),
+        _FLASH_MLA,
+    ),
+    Kernel(
+        "indexer, score and top-k 512 of 4,096 entries",
+        "indexer",
+        {"op": "indexer_topk_slots", "topk": 512, "context": 16384},
+        _FEW,
+    ),
+    Kernel(
+        "q norm, RoPE and KV insert, 64 heads",
+        "preprocess",
+        {"op": "q_norm_rope_kv_insert", "heads": 64},
+        (1, 128, 4096, 16384),
+    ),
+    Kernel(
+        "inverse RoPE and quantisation, 64 heads",
+        "preprocess",
+        {"op": "inv_rope_fp8_quant", "heads": 64},
+        (1, 128, 4096, 16384),
+    ),
+    Kernel(
+        "norms, insert and compressor of an HCA layer",
+        "preprocess_insert",
+        {"kind": "hca", "latent": 1024},
+        _FEW,
+        ("separate kernels", "separate"),
+    ),
+    Kernel("e4m3 GEMM of wq_a and wkv", "gemm", {"op": "fp8_linear", "layer": "wq_a + wkv"}, _GEMM, _SCALED_MM),
+    Kernel("e4m3 GEMM of wq_b", "gemm", {"op": "fp8_linear", "layer": "wq_b"}, _GEMM, _SCALED_MM),
+    Kernel("e4m3 GEMM of wo_b", "gemm", {"op": "fp8_linear", "layer": "wo_b"}, _GEMM, _SCALED_MM),
+    Kernel("grouped e4m3 GEMM of wo_a", "gemm", {"op": "fp8_grouped_einsum", "layer": "wo_a"}, _GEMM),
+    Kernel("grouped bfloat16 GEMM of wo_a", "gemm", {"op": "grouped_linear", "layer": "wo_a"}, _GEMM, ("`bmm`", "bmm")),
+)
+
+
+def layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of decode layers: warm / cold (peers), us."""
+    sizes, shown = (1, 8, 32, 128, 512), []
+    lines = [["layer", "weights", f"batch {sizes[0]}", *map(str, sizes[1:])]]
+    for layer in ("SWA", "HCA", "CSA"):
+        for weights, name in _WEIGHTS.items():
+            cells = []
+            for tokens in sizes:
+                row = _one(rows["decode_step"], _GRAPH, layer=layer, weights=weights, tokens=tokens)
+                shown.append(row)
+                peers = row["published_us"].get("peers")
+                cells.append(_warm_cold(row, "{:.0f}".format) + ("" if peers is None else f" ({peers:.0f})"))
+            lines.append([layer, name, *cells])
+    return lines, shown
+
+
+def stack(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of all layers of V4-Flash: warm / cold, ms."""
+    sizes, shown = (1, 8, 32, 128), []
+    ways = {"graph": "one CUDA graph", "reduce-overhead": "stock torch.compile, `reduce-overhead`"}
+    ways |= {"dsv4": '`backend="dsv4"`, no graph', "stock": "stock torch.compile", "eager": "eager ops"}
+    lines = [["weights", "implementation", f"batch {sizes[0]}", *map(str, sizes[1:])]]
+    for weights, name in _WEIGHTS.items():
+        for impl, label in ways.items():
+            found = [_find(rows["decode_step"], _STACK, impl=impl, weights=weights, tokens=tokens) for tokens in sizes]
+            timed = [row for row in found if row is not None]
+            if timed:
+                shown += timed
+                lines.append([name, label, *("" if row is None else _warm_cold(row, _ms) for row in found)])
+    return lines, shown
+
+
+def kernels(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of single kernels: warm, cold and floor, us, and a peer's warm times."""
+    lines, shown = [["kernel", "tokens", "warm, us", "cold, us", "floor, us", "peer, warm, us"]], []
+    for kernel in KERNELS:
+        found = [_one(rows[kernel.record], kernel.columns, impl="triton", tokens=n) for n in kernel.tokens]
+        label, impl = kernel.peer
+        peers = [_find(rows[kernel.record], kernel.columns, impl=impl, tokens=n) for n in kernel.tokens]
+        shown += [*found, *(row for row in peers if row is not None)]
+        theirs = " / ".join("-" if row is None else _us(row, "us") for row in peers)
+        lines.append(
+            [
+                kernel.label,
+                " / ".join(f"{n:,}" for n in kernel.tokens),
+                *(" / ".join(_us(row, column) for row in found) for column in ("us", "cold_us", "floor_us")),
+                f"{label} {theirs}" if any(peers) else "",
+            ]
+        )
+    return lines, shown
+
+
+def compile_time(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of compile times: three kinds of layer, seconds."""
+    shown = rows["compile_time"]
+    lines = [["weights", "caches of torch and Triton", "s"]]
+    state = {"cold": "empty", "warm": "filled"}
+    lines += [[_WEIGHTS[row["weights"]], state[row["cache"]], f"{row['compile_s']:.0f}"] for row in shown]
+    return lines, shown
+
+
+def soak(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of long decodes: steps by test and setup, and how they ended."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows["soak"]:
+        groups.setdefault((row["test"], row["setup"]), []).append(row)
+    lines = [["test", "setup", "steps", "passed"]]
+    for (test, setup), own in groups.items():
+        steps = sum(row.get("steps", 0) for row in own)
+        passed = sum(row["status"] == "ok" for row in own)
+        lines.append([test, setup, f"{steps:,}" if steps else "", f"{passed} of {len(own)} runs"])
+    return lines, rows["soak"]
+
+
+_GRAPH: Mapping[str, str | int] = {"impl": "graph", "end": "together"}
+_STACK: Mapping[str, str | int] = {"layer": "stack", "end": "together"}
+_BENCH_KERNELS = tuple(dict.fromkeys(kernel.record for kernel in KERNELS))
+FIGURES: Mapping[str, Figures] = {
+    "layers": Figures(layers, ("decode_step",), "dsv4 bench decode_step --only impl=graph"),
+    "stack": Figures(stack, ("decode_step",), "dsv4 bench decode_step --only layer=stack"),
+    "kernels": Figures(kernels, _BENCH_KERNELS, "dsv4 bench SCENARIO"),
+    "compile_time": Figures(compile_time, ("compile_time",), "python examples/benchmarks/compile_time.py"),
+    "soak": Figures(soak, ("soak",), "python tests/gpu/soak.py"),
+}
+"""The blocks that a page may have."""
+
+
+def with_figures(text: str, page: Path, results: Path = RESULTS) -> str:
+    """Return the text of `page` with every block of figures rendered again. E201 for a name not in `FIGURES`."""
+
+    def rendered(found: re.Match[str]) -> str:
+        check(found[2] in FIGURES, "E201", got=f"{page.name}: figures {found[2]!r}", fix=f"one of {', '.join(FIGURES)}")
+        return f"{found[1]}{block(found[2], page, results)}\n{found[3]}"
+
+    return _BLOCK.sub(rendered, text)
+
+
+def block(name: str, page: Path, results: Path = RESULTS) -> str:
+    """Return the table `name` and the line with its sources, for `page`, to which links are relative."""
+    own = FIGURES[name]
+    paths = {each: results / RECORDS[each] for each in own.records}
+    records: dict[str, Record] = {each: json.loads(path.read_text()) for each, path in paths.items()}
+    lines, shown = own.render({each: record["rows"] for each, record in records.items()})
+    table = [f"| {' | '.join(line)} |" for line in lines]
+    table.insert(1, "|" + "---|" * len(lines[0]))
+    links = [f"[{path.stem}]({Path(os.path.relpath(path, page.parent)).as_posix()})" for path in paths.values()]
+    return "\n".join([*table, "", _source(own.command, list(records.values()), shown, links)])
+
+
+def _source(command: str, records: Sequence[Record], rows: Iterable[Row], links: Sequence[str]) -> str:
+    machines = dict.fromkeys(record["machine"].split(",")[0] for record in records)
+    versions = dict.fromkeys(f"torch {r['torch'].split('+')[0]}, Triton {r['triton']}" for r in records)
+    stamped = list(rows)
+    days = sorted({row["date"][:10] for row in stamped if "date" in row} or {r["date"][:10] for r in records})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    commits = dict.fromkeys(row["commit"] for row in stamped if row.get("commit", "unknown") != "unknown")
+    facts = [*machines, *versions, when, *(f"commit {commit}" for commit in commits)]
+    text = f"`{command}`; {'; '.join(facts)}; {', '.join(links)}."
+    return "\n".join(textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False))
+
+
+def _find(rows: Iterable[Row], columns: Mapping[str, str | int], **more: str | int) -> Row | None:
+    """Return the row with these columns, or None."""
+    wanted = {**columns, **more}
+    return next((row for row in rows if all(row.get(name) == value for name, value in wanted.items())), None)
+
+
+def _one(rows: Iterable[Row], columns: Mapping[str, str | int], **more: str | int) -> Row:
+    """Return the row with these columns. E201 if the record has none."""
+    row = _find(rows, columns, **more)
+    check(
+        row is not None, "E201", got=f"no row with { ({**columns, **more}) }", rule="a table's rows are in its record"
+    )
+    assert row is not None
+    return row
+
+
+def _warm_cold(row: Row, form: Callable[[float], str]) -> str:
+    """Return a cell: warm / cold, a dash for a time that was not measured, or the status of a row without times."""
+    if row["us"] is None:
+        return str(row["status"])
+    cold = row.get("cold_us")
+    return form(row["us"]) + (f" / {form(cold) if cold else '-'}" if row["impl"] == "graph" else "")
+
+
+def _us(row: Row, column: str) -> str:
+    us = row.get(column)
+    if us is None:
+        return "-" if row["us"] is not None else str(row["status"])
+    return f"{us:.1f}" if us < 10 else f"{us:,.0f}"
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.1f}" if us < 1e4 else f"{us / 1e3:.0f}"

@@ -1,0 +1,105 @@
+"""Tables of figures in README and docs are what their records give, and a record that no page shows is not kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_compile.bench import figures
+from dsv4_compile.errors import InputError
+
+PAGES = [figures.ROOT / "README.md", *sorted((figures.ROOT / "dsv4_compile" / "docs").rglob("*.md"))]
+README = PAGES[0]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Return a copy of the records that may be changed."""
+    return Path(shutil.copytree(figures.RESULTS, tmp_path / "results"))
+
+
+def change(results: Path, record: str, **columns: Any) -> dict[str, Any]:
+    """Change the first row of a record that has these columns, and return it."""
+    path = results / figures.RECORDS[record]
+    found = json.loads(path.read_text())
+    row = next(row for row in found["rows"] if all(row.get(name) == value for name, value in columns.items()))
+    row |= {"us": 1234.4, "cold_us": 2345.4, "date": "2031-01-02T00:00:00+00:00", "commit": "0123abc"}
+    path.write_text(json.dumps(found))
+    return row
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_show_what_their_records_give(page: Path) -> None:
+    assert page.read_text() == figures.with_figures(page.read_text(), page), "run `make docs`"
+
+
+def test_every_table_and_every_record_is_shown_by_a_page() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    assert set(re.findall(r"<!-- figures: (\S+) -->", text)) == set(figures.FIGURES)
+    shown = {record for each in figures.FIGURES.values() for record in each.records}
+    assert shown == set(figures.RECORDS)
+    assert {path.name for path in figures.RESULTS.iterdir()} == set(figures.RECORDS.values())
+
+
+def test_a_block_that_differs_from_its_record_is_found() -> None:
+    text = README.read_text()
+    wrong = re.sub(r"\| SWA \| bfloat16 \| \d", "| SWA | bfloat16 | 9", text)
+    assert wrong != text and figures.with_figures(wrong, README) == text
+
+
+def test_a_changed_record_changes_the_table_and_its_source(results: Path) -> None:
+    change(results, "decode_step", layer="SWA", weights="bfloat16", end="together", tokens=1, impl="graph")
+    text = figures.block("layers", README, results)
+    assert "| SWA | bfloat16 | 1234 / 2345 (85) |" in text
+    assert "2026-11-24 to 2031-01-02;" in text and "commit 0123abc" in text.replace("\n", " ")
+    assert text != figures.block("layers", README)
+
+
+def test_the_stack_is_in_milliseconds_with_cold_times_of_graphs_alone(results: Path) -> None:
+    for impl in ("graph", "eager"):
+        change(results, "decode_step", layer="stack", weights="fp8", end="together", tokens=1, impl=impl)
+    text = figures.block("stack", README, results)
+    assert "| e4m3 | one CUDA graph | 1.2 / 2.3 |" in text
+    assert "| e4m3 | eager ops | 1.2 |" in text
+
+
+def test_kernels_have_warm_and_cold_times_floors_and_peers(results: Path) -> None:
+    row = change(results, "sparse_mla_decode", heads=128, fused="none", tokens=512, impl="triton")
+    peer = change(results, "sparse_mla_decode", heads=128, fused="none", tokens=512, impl="flash_mla")
+    lines = figures.block("kernels", README, results).split("\n")
+    (line,) = (each for each in lines if each.startswith("| decode attention, 128 heads"))
+    _, tokens, warm, cold, floor, peers = line.strip("| ").split(" | ")
+    assert tokens.endswith("/ 512") and warm.endswith("/ 1,234") and cold.endswith("/ 2,345")
+    assert floor.endswith(f"/ {row['floor_us']:.0f}") and peers.startswith("FlashMLA ") and peers.endswith("/ 1,234")
+    assert peer["us"] == 1234.4
+
+
+def test_a_row_without_a_time_shows_its_status(results: Path) -> None:
+    path = results / figures.RECORDS["decode_step"]
+    record = json.loads(path.read_text())
+    for row in record["rows"]:
+        row |= {"us": None, "status": "wrong"}
+    path.write_text(json.dumps(record))
+    assert "| SWA | bfloat16 | wrong (85) |" in figures.block("layers", README, results)
+
+
+def test_a_missing_row_and_an_unknown_table_are_errors(results: Path) -> None:
+    path = results / figures.RECORDS["decode_step"]
+    record = json.loads(path.read_text())
+    record["rows"] = [row for row in record["rows"] if row["tokens"] != 8]
+    path.write_text(json.dumps(record))
+    with pytest.raises(InputError, match=r"no row with .*'tokens': 8"):
+        figures.block("layers", README, results)
+    with pytest.raises(InputError, match=r"README\.md: figures 'none'"):
+        figures.with_figures("<!-- figures: none -->\n<!-- end -->", README)
+
+
+def test_links_are_relative_to_the_page() -> None:
+    page = figures.ROOT / "dsv4_compile" / "docs" / "performance.md"
+    assert "(../../examples/results/soak_h200.json)" in figures.block("soak", page)
+    assert "(examples/results/soak_h200.json)" in figures.block("soak", README)

@@ -1,0 +1,82 @@
+"""The cold timer: what is between its events, and what is not."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_compile.bench import timing
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def slow_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing.ColdTimer, "flush", lambda self: time.sleep(5e-3))
+
+
+@pytest.mark.usefixtures("slow_flush")
+def test_a_cold_time_counts_the_parts_and_not_the_flushes_between_them() -> None:
+    timer = timing.ColdTimer(CPU)
+
+    def step() -> None:
+        for part in range(3):
+            timer.begin(part)
+            time.sleep(1e-3)
+            timer.end(part)
+
+    found = timer.measure(step)
+    assert 3000 <= found.us < 3 * 5000
+    assert 0 <= found.empty_pair_us < 500
+
+
+def test_a_flush_reads_more_than_a_cache_and_leaves_its_memory_as_it_is() -> None:
+    timer = timing.ColdTimer(CPU)
+    before = timer._memory.clone()
+    timer.flush()
+    assert torch.equal(timer._memory, before)
+    assert timer._memory.nbytes == timing.FLUSH_BYTES["cpu"] < 60 << 20 < timing.FLUSH_BYTES["cuda"]
+
+
+def test_events_are_nodes_of_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without external=True a capture would drop them, and their times would be those of the capture."""
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: given.append(options))
+    timer = object.__new__(timing.ColdTimer)
+    timer.device = torch.device("cuda")
+    timer._pair()
+    assert given == [{"enable_timing": True, "external": True}] * 2
+
+
+def test_the_first_event_of_a_part_follows_its_flush_and_the_empty_pair_follows_a_flush(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+    count = iter(range(100))
+
+    class Event:
+        def __init__(self) -> None:
+            self.name = f"event {next(count)}"
+
+        def record(self) -> None:
+            order.append(self.name)
+
+    monkeypatch.setattr(timing, "_WallEvent", Event)
+    monkeypatch.setattr(timing.ColdTimer, "flush", lambda self: order.append("flush"))
+    timer = timing.ColdTimer(CPU)
+    for part in range(2):
+        timer.begin(part)
+        order.append(f"part {part}")
+        timer.end(part)
+    empty, (first, second) = ["event 0", "event 1"], (["event 2", "event 3"], ["event 4", "event 5"])
+    assert order == ["flush", *empty, first[0], "part 0", first[1], "flush", second[0], "part 1", second[1]]
+    again = order.copy()
+    order.clear()
+    for part in range(2):
+        timer.begin(part)
+        order.append(f"part {part}")
+        timer.end(part)
+    assert order == again
