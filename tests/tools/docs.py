@@ -1,7 +1,8 @@
 """Write the generated pages and blocks of the documents: `python tests/tools/docs.py`, or `make docs`.
 
 `--check` writes nothing and names what is out of date. docs/ops.md and kernels/README.md are generated whole; other
-pages hold blocks between `<!-- NAME -->` and `<!-- end -->`, each with a function in `BLOCKS`.
+pages hold blocks between `<!-- NAME -->` and `<!-- end -->`, each with a function in `BLOCKS`, and tables of figures,
+which `dsv4_compile.bench.figures` renders from records.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
+from dsv4_compile.bench import figures  # noqa: E402
 from dsv4_compile.lowering import registry  # noqa: E402
 from dsv4_compile.metadata import BUFFERS  # noqa: E402
 from dsv4_compile.ops.common.define import OPS  # noqa: E402
@@ -308,7 +310,8 @@ def pages() -> dict[Path, str]:
     """Return the text that every page should have, by its path."""
     found = {ROOT / DOCS / "ops.md": ops_page(), ROOT / "kernels" / "README.md": kernels_page()}
     written = [ROOT / "README.md", *sorted((ROOT / DOCS).rglob("*.md"))]
-    return found | {path: with_blocks(path.read_text()) for path in written if path not in found}
+    texts = {path: with_blocks(path.read_text()) for path in written if path not in found}
+    return found | {path: figures.with_figures(text, path) for path, text in texts.items()}
 
 
 def stale() -> dict[Path, str]:
