@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from .cached import assert_cached
 from .compare import TOLERANCES, Tolerance, assert_bitwise, assert_close
-from .generate import PagedCache, hostile_indices, hostile_values, padded, poison_, random_cache, strided
+from .generate import RandomCache, hostile_indices, hostile_values, padded, poison_, random_cache, strided
 from .opcheck import check_op, refuse_synchronization
 from .poison import poisoned_empty
 
 __all__ = [
     "TOLERANCES",
-    "PagedCache",
+    "RandomCache",
     "Tolerance",
     "assert_bitwise",
     "assert_cached",

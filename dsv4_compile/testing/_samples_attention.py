@@ -6,10 +6,10 @@ import torch
 
 from .. import layout
 from ._samples_step import DECODES, EPS, KV, REQUESTS, TOKENS, Args, Step, rope_dim, sample
-from .generate import PagedCache
+from .generate import RandomCache
 
 
-def _window_caches(s: Step) -> list[tuple[PagedCache, int, torch.dtype]]:
+def _window_caches(s: Step) -> list[tuple[RandomCache, int, torch.dtype]]:
     """A full window cache in each format, with its head dim and the dtype of activations."""
     block = layout.WINDOW_BLOCK
     return [(s.cache(fmt, s.window, block, head_dim=dim, dtype=dtype), dim, dtype) for fmt, dim, dtype in KV]

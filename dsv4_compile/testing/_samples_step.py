@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import layout
 from . import batch as paged
-from .generate import PagedCache, hostile_indices, random_cache
+from .generate import RandomCache, hostile_indices, random_cache
 
 Args = tuple[Any, ...]
 Builder = Callable[["Step"], list[Args]]
@@ -87,7 +87,7 @@ class Step:
         """int32 `[T]`: entries that a token sees, 0 for the padding token."""
         return torch.where(self.is_valid, (self.positions + 1) // ratio, 0).int()
 
-    def cache(self, fmt: str, table: Tensor, block_size: int, **options: Any) -> PagedCache:
+    def cache(self, fmt: str, table: Tensor, block_size: int, **options: Any) -> RandomCache:
         """A full cache with the pages of `table`; its page padding is NaN."""
         pages = table.numel()
         return random_cache(fmt, pages, block_size, live=pages * block_size, generator=self.generator, **options)

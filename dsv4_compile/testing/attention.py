@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import layout
 from ..reference.common import kv_format
 from .batch import Batch, Table, entry_row, index, random_table, row, table_tensor, window_row
-from .generate import PagedCache, random_cache
+from .generate import RandomCache, random_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class AttentionCase:
     batch: Batch
     ratio: int
     window: int
-    window_cache: PagedCache
-    main_cache: PagedCache | None
+    window_cache: RandomCache
+    main_cache: RandomCache | None
     window_table: Table
     main_table: Table
     topk: Tensor | None
@@ -80,7 +80,7 @@ class AttentionCase:
         return out
 
 
-def _keys(cache: PagedCache, slots: list[int]) -> Tensor:
+def _keys(cache: RandomCache, slots: list[int]) -> Tensor:
     """Stored vectors, float64 `[n, D]`."""
     where = torch.tensor(slots, dtype=torch.int64)
     return kv_format.load_kv(cache.cache, cache.fmt, cache.block_size, where, cache.kv_scale).double()
@@ -115,7 +115,7 @@ def random_case(
     requests = max_requests or max(len(batch.seq_lens), 1)
     longest = max_model_len or max(batch.seq_lens, default=0)
 
-    def paged(block: int, tokens: int) -> tuple[PagedCache, Table]:
+    def paged(block: int, tokens: int) -> tuple[RandomCache, Table]:
         table = random_table(rng, requests, max(layout.cdiv(longest, tokens), 1))
         pages = len(table) * len(table[0])
         cache = random_cache(fmt, pages, block, live=pages * block, head_dim=head_dim, dtype=dtype, generator=generator)

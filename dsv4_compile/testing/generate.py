@@ -88,7 +88,7 @@ def _storable(x: Tensor) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedCache:
+class RandomCache:
     """A paged cache of which only `slots` hold anything; every other byte of its storage is NaN.
 
     Attributes:
@@ -116,7 +116,7 @@ def random_cache(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
-) -> PagedCache:
+) -> RandomCache:
     """A cache with `live` (default: half of all) slots of standard normal vectors and poison everywhere else.
 
     Args:
@@ -136,7 +136,7 @@ def random_cache(
         kv_format.store_indexer(cache, fmt, block_size, slots, values)
     else:
         kv_format.store_kv(cache, fmt, block_size, slots, values, kv_scale)
-    return PagedCache(
+    return RandomCache(
         cache=to_device(cache, device),
         slots=slots.to(device),
         values=values.to(device),

@@ -18,7 +18,7 @@ from dsv4_compile.errors import InputError
 from dsv4_compile.ops.attention.sparse_mla_decode import sparse_mla_decode
 from dsv4_compile.reference.attention import attend as reference
 from dsv4_compile.testing import (
-    PagedCache,
+    RandomCache,
     assert_bitwise,
     assert_close,
     check_op,
@@ -33,12 +33,12 @@ from tests.ops.attention import sparse_mla_oracle as oracle
 INF, NAN = math.inf, math.nan
 
 
-def pick(cache: PagedCache, *shape: int) -> Tensor:
+def pick(cache: RandomCache, *shape: int) -> Tensor:
     """Live slots, int32."""
     return cache.slots[torch.randint(len(cache.slots), shape)].int()
 
 
-def with_invalid(cache: PagedCache, indices: Tensor) -> Tensor:
+def with_invalid(cache: RandomCache, indices: Tensor) -> Tensor:
     """Replace about a third of the columns by indices outside the cache."""
     capacity = cache.cache.shape[0] * cache.block_size
     hostile = hostile_indices(tuple(indices.shape), capacity, fraction=1.0)

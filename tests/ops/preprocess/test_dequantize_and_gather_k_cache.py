@@ -8,19 +8,19 @@ from dsv4_compile import layout
 from dsv4_compile.errors import InputError
 from dsv4_compile.ops.preprocess.dequantize_and_gather_k_cache import dequantize_and_gather_k_cache
 from dsv4_compile.reference.common import kv_format
-from dsv4_compile.testing import PagedCache, assert_bitwise, check_op, padded, poison_, random_cache, strided
+from dsv4_compile.testing import RandomCache, assert_bitwise, check_op, padded, poison_, random_cache, strided
 
 BLOCK = 4
 TABLE = torch.tensor([[5, 2, 0, 7], [1, 3, -1, 99], [6, -1, -1, -1]], dtype=torch.int32)
 """Of a cache with 8 pages: request 1 has lost a block and names one that does not exist, request 2 has one block."""
 
 
-def full_cache(fmt: str, dtype: torch.dtype = torch.bfloat16) -> PagedCache:
+def full_cache(fmt: str, dtype: torch.dtype = torch.bfloat16) -> RandomCache:
     return random_cache(fmt, 8, BLOCK, live=8 * BLOCK, dtype=dtype)
 
 
 def expected(
-    out: Tensor, cache: PagedCache, table: Tensor, seq_lens: list[int], gather_lens: list[int], offset: int
+    out: Tensor, cache: RandomCache, table: Tensor, seq_lens: list[int], gather_lens: list[int], offset: int
 ) -> Tensor:
     """Row by row: the definition in the docstring, with plain loops."""
     out = out.clone()
