@@ -1,8 +1,8 @@
-"""Generate with a Hugging Face DeepSeek-V4 that torch.compile turns into one graph for prefill and one for decode.
+"""Generate with a Hugging Face DeepSeek-V4, compiled to one graph for prefill and one for decode.
 
-What to take away: `convert` works in place and shares the weights, `model.compile` and `model.generate` are used as
-ever, and a batch of unequal prompts gives every prompt the tokens it would get alone, since padding is never stored.
-Runs in about a minute, without a GPU too: python examples/02_huggingface_generate.py
+`convert` works in place and keeps the weights; `model.compile` and `model.generate` work as usual. In a batch of
+unequal prompts every prompt gets the tokens that it gets alone, since padding is never stored. Runs in about a minute,
+also on a CPU: python examples/02_huggingface_generate.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def encode(prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask `[B, S]`, bytes as tokens, padded on the left: what a tokenizer with padding_side="left" returns."""
+    """Return ids and mask `[B, S]`, bytes as tokens, padded on the left as by a tokenizer with padding_side="left"."""
     rows = [torch.tensor(list(prompt.encode())) + 1 for prompt in prompts]
     width = max(map(len, rows))
     ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
@@ -34,8 +34,8 @@ def encode(prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def main() -> None:
     quiet_libraries()
-    # Random weights, and one CSA layer, so that the example compiles quickly. `dsv4 demo` has all kinds of layers; a
-    # real model comes from DeepseekV4ForCausalLM.from_pretrained(path).
+    # One CSA layer with random weights compiles quickly. `dsv4 demo` has all kinds of layers; a real model comes from
+    # DeepseekV4ForCausalLM.from_pretrained(path).
     model = tiny_model(num_hidden_layers=1, layer_types=["compressed_sparse_attention"]).to(DEVICE)
     original = copy.deepcopy(model)
 
@@ -52,7 +52,7 @@ def main() -> None:
         alone = original.generate(encode([prompt])[0], max_new_tokens=NEW_TOKENS, do_sample=False)
         expected = alone[0, -NEW_TOKENS:]
         assert torch.equal(row, expected), f"{row.tolist()} instead of {expected.tolist()}"
-        print(f"{len(prompt.encode()):4} tokens in, out: {row[:8].tolist()} ... as eager transformers does alone")
+        print(f"{len(prompt.encode()):4} tokens in, out: {row[:8].tolist()} ..., equal to eager transformers alone")
 
 
 if __name__ == "__main__":

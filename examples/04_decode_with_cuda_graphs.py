@@ -1,12 +1,11 @@
-"""Decode with one CUDA graph for a whole step, metadata included, and n steps without the host between them.
+"""Decode with one CUDA graph for a whole step, metadata included, and many steps without host work between them.
 
-What to take away: batches of any size replay the smallest capture that holds them, `warm_up` says what memory the
-captures take before it takes it, the host does nothing in a run of greedy decoding, and what comes out is what the
-same steps give without graphs. Without a GPU the stand-in replays on the CPU, by the same rules: it shows that the
-program is right, and is not faster. Runs in a few seconds: python examples/04_decode_with_cuda_graphs.py
+A batch replays the smallest capture that holds it; `plan` predicts the memory of the captures; greedy decoding needs no
+host work between steps; tokens equal those of the same steps without graphs. On a CPU a stand-in replays by the rules
+of CUDA graphs, which is no faster. Runs in a few seconds: python examples/04_decode_with_cuda_graphs.py
 
 A Hugging Face model needs less: dsv4_compile.hf.convert(model, ...), then
-model.compile(backend="dsv4", options={"dsv4.cudagraph": "full"}), and generate replays graphs in decode.
+model.compile(backend="dsv4", options={"dsv4.cudagraph": "full"}); generate then replays graphs in decode.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ FORMAT = CacheFormat.resolve(model_dtype=torch.float32)
 
 
 class Model(nn.Module):
-    """Embedding, the attention of an SWA, a CSA and an HCA layer, and a head: tokens in, logits out."""
+    """A model of an embedding, the attention of an SWA, a CSA and an HCA layer, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +56,7 @@ class Model(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
 
     def forward(self, input_ids: Tensor, metadata: AttentionMetadata, caches: list[LayerCache]) -> Tensor:
-        """Logits `[T, vocab]` of T tokens."""
+        """Return logits `[T, vocab]`."""
         hidden = self.embed(input_ids)
         for layer, cache in zip(self.layers, caches, strict=True):
             hidden = hidden + layer(nn.functional.rms_norm(hidden, hidden.shape[-1:]), metadata, cache)
@@ -70,7 +69,7 @@ def new_caches() -> PagedCaches:
 
 @torch.no_grad()
 def decode_without_graphs(model: Model, tokens: list[int], lengths: list[int], padded: int) -> list[list[int]]:
-    """Greedy decoding as it is usually written: metadata built anew, and the host in every step."""
+    """Decode greedily in the usual way: metadata built anew, and the host involved in every step."""
     caches, chosen = new_caches(), []
     for step in range(STEPS):
         metadata = build_batch_metadata(
@@ -88,7 +87,7 @@ def decode_without_graphs(model: Model, tokens: list[int], lengths: list[int], p
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice; here float32 is to give equal tokens
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # float32 without TF32, for equal tokens
     torch.manual_seed(0)
     model = Model().to(DEVICE)
     caches = new_caches()
@@ -101,8 +100,8 @@ def main() -> None:
         device=DEVICE,
     )
     graphs = "cuda" if DEVICE.type == "cuda" else "standin"
-    print("captures are", "CUDA graphs" if graphs == "cuda" else "the stand-in's: no GPU here, so nothing gets faster")
-    # Compiled on a GPU alone, since a CPU's stand-in replays calls and is no faster for it.
+    print("captures are", "CUDA graphs" if graphs == "cuda" else "the stand-in's: without a GPU nothing is faster")
+    # On a CPU the stand-in replays calls, so that compiling gains nothing.
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="dsv4")
     runner = DecodeRunner(
         compiled if graphs == "cuda" else model,
@@ -114,7 +113,7 @@ def main() -> None:
     )
     print(f"\n{runner.plan()}")
     runner.warm_up()
-    print(f"captured, they hold {runner.graphs.memory():,} bytes")
+    print(f"the captures hold {runner.graphs.memory():,} bytes")
 
     for lengths in ([7], [7, 127, 250], [1, 3, 4, 126, 128, 400]):
         for layer in caches.layers:
@@ -130,9 +129,7 @@ def main() -> None:
         seconds = time.perf_counter() - started
         assert padded is not None and rows == decode_without_graphs(model, tokens, lengths, padded)
         print(f"\n{count} requests of {lengths} tokens, in the capture of {padded}, {STEPS} steps:")
-        print(
-            f"  {seconds / STEPS * 1e3:.2f} ms a step; the tokens of the steps without graphs, {rows[0]} to {rows[-1]}"
-        )
+        print(f"  {seconds / STEPS * 1e3:.2f} ms a step; tokens equal those without graphs, {rows[0]} to {rows[-1]}")
     print(f"\n{runner.statistics}")
 
 

@@ -1,9 +1,9 @@
-"""Draw the metadata of a mixed batch: what every token of a step attends, and where it is written.
+"""Draw the metadata of a mixed batch: the keys that every token of a step attends, and the slots it is written to.
 
-What to take away: one op, `torch.ops.dsv4.batch_metadata`, turns the ends and lengths of requests and their block
-tables into everything that attention needs, for decodes, drafts to verify, a chunk of a prompt and a whole one alike.
-Its results lie in buffers that never move, padding included, so a CUDA graph can hold the whole step. Each mark in the
-picture is read back from these buffers: slots are looked up, from the cache's side, in the block tables.
+One op, `torch.ops.dsv4.batch_metadata`, turns the ends and lengths of requests and their block tables into everything
+that attention needs, for decodes, drafts to verify, a chunk of a prompt and a whole prompt alike. Its results are in
+buffers that never move, padding included, so that a CUDA graph can hold the whole step. Each mark in the picture is
+read back from these buffers, through the block tables.
 
 Writes batch_metadata.png. Runs on a CPU in a few seconds: python examples/05_batch_metadata.py (needs matplotlib)
 """
@@ -26,7 +26,7 @@ from dsv4_compile.metadata import AttentionMetadata, BlockTables, MetadataBuffer
 
 MAX_LEN, WINDOW, TOPK, BUCKET = 384, 48, 12, 48
 
-# Tokens of this step, tokens in all, what it is, and the colour it is drawn in. Decodes come first.
+# New tokens, length, label and colour of each request. Decodes come first.
 REQUESTS = [
     (1, 301, "a decode", "#d1495b"),
     (3, 193, "a decode with\ntwo drafts", "#e8871e"),
@@ -38,7 +38,7 @@ NOT_CHOSEN = "#fbe3b3"
 
 
 def random_tables(buffers: MetadataBuffers) -> BlockTables:
-    """Pages in random order, as an engine that has run for a while hands them out."""
+    """Return block tables with pages in random order, as in an engine that has run for a while."""
 
     def table(group: str) -> torch.Tensor:
         columns = buffers.plan.sizes[f"{group}_blocks"]
@@ -48,7 +48,7 @@ def random_tables(buffers: MetadataBuffers) -> BlockTables:
 
 
 def owners(table: torch.Tensor, block_size: int) -> dict[int, int]:
-    """Logical index, within its request, of every slot of a cache: the block table, read backwards."""
+    """Return the index within its request of every slot of a cache: the inverse of the block table."""
     return {
         int(page) * block_size + offset: column * block_size + offset
         for row in table[: len(REQUESTS)].tolist()
@@ -58,10 +58,10 @@ def owners(table: torch.Tensor, block_size: int) -> dict[int, int]:
 
 
 def choose_entries(metadata: AttentionMetadata) -> torch.Tensor:
-    """int32 `[T, K]`: the entries that an indexer with random queries and keys selects for each token."""
+    """Return int32 `[T, K]`: the entries that an indexer with random queries and keys selects for each token."""
     c4, heads, dim = metadata.c4, 4, 32
     pages = len(REQUESTS) * c4.indexer_block_table.shape[1]
-    drift = torch.randn(heads, dim)  # queries alike, so that neighbouring tokens choose alike
+    drift = torch.randn(heads, dim)  # similar queries, so that neighbouring tokens choose similar entries
     q = drift + 0.5 * torch.randn(BUCKET, heads, dim)
     keys = torch.randn(pages, layout.storage_block_size(4), dim)
     empty, weights = torch.zeros(BUCKET, heads, 0), torch.ones(BUCKET, heads)
@@ -72,7 +72,7 @@ def choose_entries(metadata: AttentionMetadata) -> torch.Tensor:
 
 
 def base(metadata: AttentionMetadata) -> np.ndarray:
-    """Image `[T, MAX_LEN]` in which each token's own past is grey."""
+    """Return an image `[T, MAX_LEN]` in which each token's past is grey."""
     image = np.ones((BUCKET, MAX_LEN, 3))
     for row, (position, valid) in enumerate(zip(metadata.positions, metadata.is_valid_token, strict=True)):
         if valid:
@@ -87,7 +87,7 @@ def paint(image: np.ndarray, row: int, logical: list[int], tokens: int, colour: 
 
 
 def window_positions(metadata: AttentionMetadata, tables: BlockTables) -> list[list[int]]:
-    """Positions in each token's window, from the slots in its row."""
+    """Return the positions in each token's window, from the slots in its row."""
     position_of = owners(tables.window, layout.WINDOW_BLOCK)
     rows = zip(metadata.window.indices.tolist(), metadata.window.lens.tolist(), strict=True)
     return [[position_of[slot] for slot in slots[:count]] for slots, count in rows]
@@ -112,26 +112,26 @@ def draw_rows(axes: Axes, image: np.ndarray, title: str, note: str) -> None:
 
 
 def mark_completed(axes: Axes, slots: torch.Tensor, positions: torch.Tensor) -> None:
-    """A triangle at each token that completes a group, and so writes an entry."""
+    """Draw a triangle at each token that completes a group and so writes an entry."""
     rows = [row for row, slot in enumerate(slots.tolist()) if slot >= 0]
     axes.plot(positions[rows] + 6, [row + 0.5 for row in rows], "<", markersize=3.5, color="#222222", clip_on=False)
 
 
 def draw_labels(axes: Axes) -> None:
-    """Name the requests beside their rows."""
+    """Draw the names of the requests next to their rows."""
     axes.set_yticks([])
     first = 0
     for tokens, length, what, colour in [*REQUESTS, (BUCKET - sum(r[0] for r in REQUESTS), 0, "padding", "#9aa0ab")]:
         axes.add_patch(Rectangle((-14, first + 0.15), 8, tokens - 0.3, color=colour, clip_on=False, linewidth=0))
         what = what if not length else f"{what}\n{tokens} of {length} tokens"
-        # A single row is thinner than its name.
+        # A single row is less high than its name.
         y = {0: -0.9, 1: 2.6}.get(first, first + tokens / 2)
         axes.text(-22, y, what, ha="right", va="center", fontsize=9, color=colour)
         first += tokens
 
 
 def draw_pages(axes: Axes, metadata: AttentionMetadata, tables: BlockTables) -> None:
-    """The window's cache, page by page: whose tokens it holds, and which of them this step writes."""
+    """Draw the window's cache by page: the requests of its tokens, and the tokens that this step writes."""
     block, pages = layout.WINDOW_BLOCK, tables.window.shape[1] * len(REQUESTS)
     image = np.ones((pages, block, 3)) * np.array(to_rgb("#f4f5f7"))
     for request, (_, length, _, colour) in enumerate(REQUESTS):
@@ -194,7 +194,7 @@ def draw(metadata: AttentionMetadata, tables: BlockTables, path: str) -> None:
     tokens = sum(request[0] for request in REQUESTS)
     figure.text(0.02, 0.945, "What each token of a mixed batch attends", fontsize=18, fontweight="bold")
     said = f"{tokens} tokens of {len(REQUESTS)} requests and {BUCKET - tokens} rows of padding, one row each. "
-    said += "An entry is seen from the token on that completes its group; the window lies on top."
+    said += "An entry is visible from the token that completes its group; the window is drawn on top."
     figure.text(0.02, 0.9, said, fontsize=11, color="#555555")
     figure.savefig(path)
 

@@ -1,4 +1,4 @@
-"""Records: measurements with the machine, versions, commit, date, command and fingerprints behind them, as plain JSON.
+"""Records of measurements: rows with machine, versions, commit, date, command and fingerprints, as plain JSON.
 
 A record has the keys of `environment`, "scenario", "command", "copy_gb_s", "fingerprints" (by op, of the machine code
 that was timed) and "rows": a dict per problem and implementation, with its own "date" and "commit". In a row "us" is

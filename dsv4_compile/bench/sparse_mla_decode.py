@@ -112,8 +112,8 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor], turned: int = 0, lse:
     return ""
 
 
-def portable(*args: Any, **cut: Any) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel for all GPUs, even if the op has a faster one; `cut` goes to its launcher."""
+def portable(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Run the Triton kernel for all GPUs, even if the op has a faster one; `options` go to its launcher."""
     from ..kernels.attention import sparse_mla_decode_plan as plan
     from ..kernels.attention import sparse_mla_decode_triton as kernel
     from ..kernels.host.gpu import gpu_of
@@ -121,7 +121,7 @@ def portable(*args: Any, **cut: Any) -> tuple[Tensor, Tensor]:
     window, entries = plan.Source(*args[1:5]), plan.Source(*args[8:12])
     fusion = plan.Fusion(*args[13:])
     gpu = gpu_of(args[0].device)
-    return kernel.launch(args[0], window, entries, CACHE, args[6], args[7], None, gpu, fusion=fusion, **cut)
+    return kernel.launch(args[0], window, entries, CACHE, args[6], args[7], None, gpu, fusion=fusion, **options)
 
 
 def separate(implementation: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:

@@ -76,13 +76,13 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
     return ""
 
 
-def portable(*args: Any, **cut: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the Triton kernel for all GPUs, even if the op has a faster one; `cut` goes to its launcher."""
+def portable(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the Triton kernel for all GPUs, even if the op has a faster one; `options` go to its launcher."""
     from ..kernels.attention import sparse_mla_prefill as kernel
     from ..kernels.host.gpu import gpu_of
 
     rows = kernel.Rows(args[2], args[3], args[2].shape[1])
-    return kernel.launch(args[0], args[1], rows, args[4], args[5], gpu_of(args[0].device), **cut)
+    return kernel.launch(args[0], args[1], rows, args[4], args[5], gpu_of(args[0].device), **options)
 
 
 def with_tiles(*tiles: int) -> Prepare:

@@ -120,9 +120,9 @@ def _range(counts: Iterable[int | None]) -> str:
 def _memory(rows: Iterable[Row]) -> str:
     """Return the most temporary memory of a call as a multiple of its results, or, without results, in MiB."""
     found = [(row["temporary_bytes"], row["result_bytes"]) for row in rows]
-    shares = [extra / result for extra, result in found if result]
+    ratios = [extra / result for extra, result in found if result]
     alone = max((extra for extra, result in found if not result), default=0)
-    return f"{max(shares):.2f}x" if shares else f"{alone / 2**20:.1f} MiB" if alone else "none" if found else ""
+    return f"{max(ratios):.2f}x" if ratios else f"{alone / 2**20:.1f} MiB" if alone else "none" if found else ""
 
 
 def _align(lines: list[list[str]]) -> list[str]:

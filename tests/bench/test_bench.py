@@ -35,7 +35,7 @@ def problem(**implementations: Callable[[], Callable[..., Any]]) -> bench.Proble
         cost=costs.Cost(48, 0),
         reference=double,
         implementations=implementations,
-        published={"somebody": 1.5},
+        published={"a peer": 1.5},
     )
 
 
@@ -96,7 +96,7 @@ def test_all_are_prepared_and_compared_before_the_first_is_timed() -> None:
     assert order == ["prepare first", "prepare second", "begin", "row of first", "begin", "row of second"]
 
 
-def test_compiled_code_serves_all_sizes_whatever_is_compiled_later() -> None:
+def test_compiled_code_serves_all_sizes_after_other_code_is_compiled() -> None:
     compiled: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -235,13 +235,13 @@ def test_every_op_of_the_scenario_agrees_with_itself_and_compiles() -> None:
 def test_an_interrupted_run_has_reported_its_cases_and_left_a_record(tmp_path: Path) -> None:
     told: list[str] = []
 
-    def cut(record: dict[str, Any]) -> None:
+    def interrupt(record: dict[str, Any]) -> None:
         bench.write(record, tmp_path)
         raise KeyboardInterrupt
 
     only = {"op": {"inv_rope"}, "impl": {"eager"}}
     with progress.listen(lambda event: told.append(event.note)), pytest.raises(KeyboardInterrupt):
-        bench.run("preprocess", only=only, device=CPU, so_far=cut)
+        bench.run("preprocess", only=only, device=CPU, so_far=interrupt)
     [row] = json.loads((tmp_path / "preprocess.json").read_text())["rows"]
     assert any(f"eager: {row['us']:.2f} us" in note for note in told)
 
@@ -304,11 +304,11 @@ def test_a_record_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.Mo
     list(bench.record.collect(record, iter([{"us": 1.0}]), tmp_path))
     write = Path.write_text
 
-    def cut(path: Path, text: str) -> int:
+    def interrupt(path: Path, text: str) -> int:
         write(path, text[: len(text) // 2])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", cut)
+    monkeypatch.setattr(Path, "write_text", interrupt)
     with pytest.raises(KeyboardInterrupt):
         list(bench.record.collect(record, iter([{"us": 2.0}]), tmp_path))
     (row,) = json.loads((tmp_path / "one.json").read_text())["rows"]

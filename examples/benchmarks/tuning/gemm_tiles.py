@@ -52,9 +52,9 @@ def problems(device: torch.device, only: Only) -> Iterator[Problem]:
         yield replace(problem, implementations=ways)
 
 
-def _prepare_clusters(op: str, hopper: Any, cut: Any) -> Any:
+def _prepare_clusters(op: str, hopper: Any, tiling: Any) -> Any:
     def call(*args: Any) -> Any:
-        with mock.patch.object(hopper, "choose_cut", lambda *sizes: cut):
+        with mock.patch.object(hopper, "choose_cut", lambda *sizes: tiling):
             return launcher(op)(*args)
 
     return on_gpu(call)
@@ -62,23 +62,23 @@ def _prepare_clusters(op: str, hopper: Any, cut: Any) -> Any:
 
 def _prepare(op: str, tile: tuple[int, int, int], programs: int) -> Any:
     portable, (block_n, warps, stages) = importlib.import_module("dsv4_compile.kernels.linear.gemm"), tile
-    usual = portable.choose_cut
+    default = portable.choose_cut
 
-    def cut(gpu: Any, tokens: int, groups: int, rows: int, k_blocks: int) -> Any:
-        block_m = usual(gpu, tokens, groups, rows, k_blocks).block_m
+    def tiling(gpu: Any, tokens: int, groups: int, rows: int, k_blocks: int) -> Any:
+        block_m = default(gpu, tokens, groups, rows, k_blocks).block_m
         tiles = cdiv(tokens, block_m) * groups * cdiv(rows, block_n)
         splits = max(1, min(k_blocks, cdiv(gpu.sms * programs, tiles)))
         return portable.Cut(block_m, block_n, warps, stages, cdiv(k_blocks, cdiv(k_blocks, splits)))
 
-    def hopper_cut(gpu: Any, tokens: int, groups: int, rows: int, k_blocks: int, *kind: bool) -> Any:
+    def hopper_tiling(gpu: Any, tokens: int, groups: int, rows: int, k_blocks: int, *kind: bool) -> Any:
         wanted = max(1, min(k_blocks, gpu.sms * programs // (groups * cdiv(rows, block_n))))
         return hopper.Cut(block_n, warps, programs, cdiv(k_blocks, cdiv(k_blocks, wanted)))
 
     def call(*args: Any) -> Any:
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(portable, "choose_cut", cut))
+            stack.enter_context(mock.patch.object(portable, "choose_cut", tiling))
             if hopper is not None:
-                stack.enter_context(mock.patch.object(hopper, "choose_cut", hopper_cut))
+                stack.enter_context(mock.patch.object(hopper, "choose_cut", hopper_tiling))
             return launcher(op)(*args)
 
     call = on_gpu(call)
