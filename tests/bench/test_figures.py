@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dsv4_compile.bench import figures
 from dsv4_compile.errors import InputError
+from tests.tools import figures
 
 PAGES = [figures.ROOT / "README.md", *sorted((figures.ROOT / "dsv4_compile" / "docs").rglob("*.md"))]
 README = PAGES[0]

@@ -2,7 +2,7 @@
 
 `--check` writes nothing and names what is out of date. docs/ops.md and kernels/README.md are generated whole; other
 pages hold blocks between `<!-- NAME -->` and `<!-- end -->`, each with a function in `BLOCKS`, and tables of figures,
-which `dsv4_compile.bench.figures` renders from records.
+which figures.py renders from records.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from dsv4_compile.bench import figures  # noqa: E402
 from dsv4_compile.lowering import registry  # noqa: E402
 from dsv4_compile.metadata import BUFFERS  # noqa: E402
 from dsv4_compile.ops.common.define import OPS  # noqa: E402
 from dsv4_compile.ops.common.kernels import KERNELS  # noqa: E402
+from tests.tools import figures  # noqa: E402
 
 DOCS = Path("dsv4_compile/docs")
 UP = "../../"

@@ -1,4 +1,4 @@
-"""Renders the tables of figures in README and docs from records: `make docs` writes them, a test compares them.
+"""Render the tables of figures in README and docs from records: `make docs` writes them, a test compares them.
 
 A page marks a block by `<!-- figures: NAME -->` and `<!-- end -->`; NAME is one of `FIGURES`. A block is a table and a
 line with its command, machine, versions, dates and record. `RECORDS` names the records, in examples/results.
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import check
-from .record import ROOT, Record
+from dsv4_compile.bench.record import Record
+from dsv4_compile.errors import check
 
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "results"
 RECORDS: Mapping[str, str] = {
     "compile_time": "compile_time_h200.json",
