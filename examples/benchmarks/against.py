@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 import dsv4_compile
 from dsv4_compile.bench import keep, limits, record, runner
 from dsv4_compile.bench.timing import calls_of_a_graph, replay_us
+from dsv4_compile.ops.common.arguments import packed
 from dsv4_compile.ops.common.kernels import KERNELS
 
 OURS = "ours"
@@ -58,7 +59,11 @@ def module(of: str, stem: str) -> ModuleType:
 
 
 def launchers(op: str, of: dict[str, str]) -> dict[str, Callable[..., Any]]:
-    return {name: getattr(module(each, KERNELS[op]), op) for name, each in of.items()}
+    """Return the launchers of `op` by name, as functions of the op's arguments."""
+    found = {name: getattr(module(each, KERNELS[op]), op) for name, each in of.items()}
+    # A launcher of a wide op takes its arguments as one tuple, in an older checkout one by one.
+    wide = {name: len(inspect.getfullargspec(call).args) > 1 for name, call in found.items()}
+    return {name: call if wide[name] else packed(op, call) for name, call in found.items()}
 
 
 def graph_of(call: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:

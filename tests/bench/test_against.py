@@ -44,6 +44,19 @@ def test_other_kernels_are_packages_next_to_ours_with_our_layouts(against: Modul
     assert calls["theirs"]() is calls["other1"]() is layout and calls["theirs"] is not calls["other1"]
 
 
+def test_launchers_of_a_wide_op_take_its_arguments_in_either_form(against: ModuleType, tmp_path: Path) -> None:
+    """As one tuple, or one by one as in a checkout from before the tuples."""
+    bodies = {
+        "new": "(op):\n    return op.q, op.lens",
+        "old": "(q, k_cache, indices, lens, *rest):\n    return q, lens",
+    }
+    for name, body in bodies.items():
+        (tmp_path / name / "attention").mkdir(parents=True)
+        (tmp_path / name / "attention" / "sparse_mla_decode.py").write_text(f"def sparse_mla_decode{body}\n")
+    calls = against.launchers("sparse_mla_decode", {n: against.package(n, tmp_path / n) for n in bodies})
+    assert {name: call(1, 2, 3, 4, 5, "plain", 1.0) for name, call in calls.items()} == dict.fromkeys(bodies, (1, 4))
+
+
 def test_graphs_are_replayed_in_turn_and_compared_round_by_round(
     against: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
