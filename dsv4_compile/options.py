@@ -1,25 +1,13 @@
 """Options of `torch.compile(backend="dsv4", options={...})`.
 
-    dsv4.impl        "auto" | "ir" | "triton" | "eager"   a preference for all ops; ops without it stay the reference
-    dsv4.impl.<op>   the same values                      a demand for one op; unavailable is error E302
-    dsv4.fuse        "auto" | "on" | "off"                whether neighbouring ops are merged into one
-    dsv4.fuse.<pass> the same values                      for one pass: "merge_preprocess", "fuse_indexer",
-                                                          "fuse_attention", "fuse_latent", "fuse_output"
-    dsv4.cudagraph   "off" | "full" | "trees"             see below
+    dsv4.impl            "auto" | "ir" | "triton" | "eager"   preference for all ops; others run their reference
+    dsv4.impl.<op>       the same values                      demand for one op; E302 if it is unavailable
+    dsv4.fuse            "auto" | "on" | "off"                fusion of neighbouring ops, see `FUSE_VALUES`
+    dsv4.fuse.<pass>     the same values                      one of the `FUSE_PASSES`
+    dsv4.cudagraph       "off" | "full" | "trees"             captures of the graph, see `CUDAGRAPH_VALUES`
+    dsv4.cudagraph.<...> see `GRAPH_OPTIONS`                  limits and checks of these captures
 
-With "auto" ops are merged where the merged op has a kernel, or a lowering, that would be used; "on" merges them all
-the same, which gives equal results and, where the merged op then runs its reference, no speed. An op of which an
-implementation is demanded is not merged away with either.
-
-"full" captures each decode-sized shape of a compiled graph as one CUDA graph (see `runtime.compiled`); "trees" leaves
-that to Inductor, which is then told of the caches. Of "full" further:
-
-    dsv4.cudagraph.max_captures   shapes of one graph that are captured, 32; others run compiled (W601)
-    dsv4.cudagraph.max_tokens     tokens of a call above which it runs compiled, 512
-    dsv4.cudagraph.debug          compare all addresses at every replay, False
-    dsv4.cudagraph.graphs         "auto" or "cuda", which a CPU refuses (E420), or "standin" for tests on one
-
-Every other key is a name of torch._inductor.config, "max_autotune" or "triton.cudagraphs" for example.
+Every other key is a name in torch._inductor.config, for example "max_autotune" or "triton.cudagraphs".
 """
 
 from __future__ import annotations
@@ -34,15 +22,27 @@ from .selection.decisions import IMPLEMENTATIONS
 
 IMPL_VALUES = ("auto", *IMPLEMENTATIONS)
 FUSE_VALUES = ("auto", "on", "off")
-FUSE_PASSES = ("merge_preprocess", "fuse_indexer", "fuse_attention", "fuse_latent", "fuse_output")
+"""Values of dsv4.fuse. "auto" fuses if the fused op has a kernel or a lowering that would be used. "on" fuses always,
+with equal results, but without a gain if the fused op runs its reference. An op whose implementation is demanded is
+never fused into another."""
+FUSE_PASSES = ("fuse_preprocess", "fuse_indexer", "fuse_attention", "fuse_latent", "fuse_output")
 CUDAGRAPH_VALUES = ("off", "full", "trees")
+"""Values of dsv4.cudagraph. "full" captures each decode-sized shape of a compiled graph as one CUDA graph (see
+`runtime.compiled`). "trees" leaves captures to Inductor and marks the caches for it."""
 GRAPH_OPTIONS: Mapping[str, type] = {"graphs": str, "max_captures": int, "max_tokens": int, "debug": bool}
+"""Options dsv4.cudagraph.<name> of "full", with their types.
+
+    graphs         "auto" or "cuda" (E420 on a CPU), or "standin" to test on a CPU; default "auto"
+    max_captures   most shapes of one graph to capture; others run compiled (W601); default 32
+    max_tokens     most tokens of a captured call; larger ones run compiled; default 512
+    debug          compare all addresses at every replay; default False
+"""
 GRAPHS_VALUES = ("auto", "cuda", "standin")
 _FORMS = {int: ("an int above 0", "32"), bool: ("a bool", "True")}
 _PREFIX = "dsv4."
 _PER_OP = "dsv4.impl."
 _PER_PASS = "dsv4.fuse."
-_OF_GRAPHS = "dsv4.cudagraph."
+_PER_GRAPH = "dsv4.cudagraph."
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class Options:
     Attributes:
         impl: preference for all ops, one of `IMPL_VALUES`.
         demands: implementation demanded per op name, without "auto".
-        fuse: for all passes that merge ops, one of `FUSE_VALUES`.
-        fuses: the same by name of a pass.
+        fuse: for all fusion passes, one of `FUSE_VALUES`.
+        fuses: one of `FUSE_VALUES` for single passes, by name.
         cudagraph: one of `CUDAGRAPH_VALUES`.
-        capture: the values of `GRAPH_OPTIONS` that were given.
+        capture: values of `GRAPH_OPTIONS` that the user gave.
         inductor: settings of torch._inductor.config for this compile.
     """
 
@@ -72,13 +72,13 @@ class Options:
         """Validate what torch.compile passes to a backend.
 
         Args:
-            mode: a mode of torch.compile; its settings come first, `options` override them.
+            mode: a mode of torch.compile, whose settings `options` override.
             options: keys as in the module docstring.
-            ops: names of the ops that `dsv4.impl.<op>` may name.
+            ops: names of ops for `dsv4.impl.<op>`.
 
         Raises:
-            DSV4Error: E301 for an unknown mode, key or value, naming the nearest; E424 for two ways of
-                capture at a time.
+            DSV4Error: E301 for an unknown mode, key or value, with the nearest known ones; E424 for two kinds of
+                capture.
         """
         ops = tuple(ops)
         impl, fuse, cudagraph = "auto", "auto", "off"
@@ -91,9 +91,9 @@ class Options:
                 impl = _one_of(key, value, IMPL_VALUES)
             elif key == "dsv4.cudagraph":
                 cudagraph = _one_of(key, value, CUDAGRAPH_VALUES)
-            elif key.startswith(_OF_GRAPHS):
-                name = key.removeprefix(_OF_GRAPHS)
-                names = [_OF_GRAPHS + each for each in GRAPH_OPTIONS]
+            elif key.startswith(_PER_GRAPH):
+                name = key.removeprefix(_PER_GRAPH)
+                names = [_PER_GRAPH + each for each in GRAPH_OPTIONS]
                 check(name in GRAPH_OPTIONS, "E301", got=key, fix=_nearest(key, names))
                 typed = GRAPH_OPTIONS[name]
                 capture[name] = _one_of(key, value, GRAPHS_VALUES) if typed is str else _typed(key, value, typed)
@@ -118,13 +118,13 @@ class Options:
             cudagraph == "off" or not inductor.get("triton.cudagraphs"),
             "E424",
             got=f"dsv4.cudagraph={cudagraph!r} with triton.cudagraphs, which a mode such as reduce-overhead sets",
-            fix='leave one out; dsv4.cudagraph="trees" is what reduce-overhead does, with the caches declared',
+            fix='leave one out; dsv4.cudagraph="trees" does what reduce-overhead does, and marks the caches as static',
         )
         check(
             cudagraph == "full" or not capture,
             "E301",
-            got=", ".join(_OF_GRAPHS + name for name in capture),
-            rule='these say how dsv4.cudagraph="full" captures',
+            got=", ".join(_PER_GRAPH + name for name in capture),
+            rule='these are options of dsv4.cudagraph="full"',
             fix='add "dsv4.cudagraph": "full", or leave them out',
         )
         check(
@@ -138,17 +138,17 @@ class Options:
         return cls(impl, demands, fuse, fuses, cudagraph, capture, inductor)
 
     def cache_key(self) -> tuple[Any, ...]:
-        """What of these options changes generated code, beside the Inductor settings, which torch keys itself."""
+        """Return the options that change generated code. torch adds the Inductor settings to its cache key itself."""
         fusing = tuple(self.fuse_of(name) for name in FUSE_PASSES)
         return (self.impl, tuple(sorted(self.demands.items())), fusing, self.cudagraph)
 
     def fuse_of(self, name: str) -> str:
-        """Whether the pass `name` merges, one of `FUSE_VALUES`."""
+        """Return the value for the fusion pass `name`, one of `FUSE_VALUES`."""
         return self.fuses.get(name, self.fuse)
 
 
 def mode_settings(mode: str | None) -> dict[str, Any]:
-    """Inductor settings of a torch.compile mode. Raises E301 for a mode that torch does not know."""
+    """Return the Inductor settings of a torch.compile mode. Raise E301 for an unknown mode."""
     if mode is None or mode == "default":
         return {}
     from ._compat import list_mode_options
@@ -166,15 +166,15 @@ def _check_inductor_setting(name: str, value: Any) -> None:
     if name not in known:
         fail("E301", got=name, fix=_nearest(name, known))
     expected = inductor_config.get_type(name)
-    # Unions and generics are left to Inductor, as torch.compile leaves them.
+    # torch.compile does not check unions and generics either.
     if isinstance(expected, type) and not isinstance(value, expected):
         fail("E301", got=f"{name}={value!r}", rule=f"{name} is {expected.__name__}", fix=f"pass {expected.__name__}")
 
 
 def _typed(key: str, value: Any, expected: type) -> Any:
-    fine = type(value) is expected and not (isinstance(value, int) and expected is int and value < 1)
+    valid = type(value) is expected and not (isinstance(value, int) and expected is int and value < 1)
     rule, example = _FORMS[expected]
-    check(fine, "E301", got=f"{key}={value!r}", rule=f"{key} is {rule}", fix=f"pass {example}, or leave it out")
+    check(valid, "E301", got=f"{key}={value!r}", rule=f"{key} is {rule}", fix=f"pass {example}, or leave it out")
     return value
 
 
@@ -185,7 +185,7 @@ def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def _nearest(got: Any, known: Iterable[str]) -> str:
-    """ "did you mean" with up to three of `known`, or all of a short list when nothing is near."""
+    """Return "did you mean" with up to three of `known`, or a short list in full if none is near."""
     names = list(known)
     near = difflib.get_close_matches(str(got), names, n=3, cutoff=0.6)
     if near:

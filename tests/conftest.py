@@ -37,7 +37,7 @@ LONGEST = (
     "runtime/test_compiled.py",
     "kernels/test_grouped_matmul.py",
     "lowering/test_compress_norm_rope_insert.py",
-    "backend/test_merge_layer.py",
+    "backend/test_fuse_layer.py",
     "kernels/test_preprocess_insert_compiles.py",
 )
 """The files that take longest where nothing has been compiled yet, longest first."""

@@ -1,7 +1,8 @@
-"""The graph passes of the backend: merge neighbouring dsv4 ops, then choose an implementation for every one left.
+"""The graph passes of the backend: fuse neighbouring dsv4 ops, then choose an implementation for every op.
 
-All run in one slot of Inductor's, behind its own patterns and before mutations go back in place: the graph is
-functional there, so what must happen before what is written in it. `choose` holds the pass that Inductor calls.
+They run in one slot of Inductor's post-grad passes, after its own patterns and before mutations are made in place
+again: the graph is still functional, so its edges contain the order of all reads and writes. `choose` has the pass that
+Inductor calls, `pipeline` the order of the fusion passes, `fusion` their common checks.
 """
 
 from __future__ import annotations

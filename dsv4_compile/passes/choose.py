@@ -1,8 +1,8 @@
-"""The graph pass of the backend: choose an implementation for every dsv4 op, and key Inductor's caches by our sources.
+"""The graph pass of the backend: fuse dsv4 ops, choose an implementation for each, and key Inductor's caches.
 
-Inductor caches compiled graphs under a key that knows nothing of the lowerings of other packages: an edited lowering
-would be a cache hit and a wrong value. A CustomGraphPass contributes its `uuid` to that key, so this pass is always
-installed, in a graph without dsv4 ops too.
+Inductor's cache key does not cover the lowerings of other packages, so a graph with an edited lowering would be a cache
+hit with old results. A CustomGraphPass adds its `uuid` to the key; this pass is therefore always installed, in graphs
+without dsv4 ops too.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .._compat import CustomGraphPass, device_architecture, run_graph_pass, trit
 from ..lowering import registry
 from ..options import Options
 from ..selection import call_costs, decisions, proven
-from . import merging
+from . import pipeline
 from .nodes import describe, public_op
 from .rewrite import retarget
 
 MEASURED_WITHIN = 2.0
-"""How much larger or smaller than a call the size may be whose time is reported with it."""
+"""Largest factor between the size of a call and the measured size whose time is reported with it."""
 
 
 class ChooseImplementations(CustomGraphPass):
-    """Runs the user's post-grad passes, merges dsv4 ops, then decides on each one left and rewrites its node for it.
+    """Runs the user's post-grad passes, fuses dsv4 ops, then chooses an implementation for each and retargets its node.
 
-    What was merged, what was not and what was decided is recorded, see `decisions`.
+    All fusions and choices are recorded, see `decisions`.
     """
 
     def __init__(self, options: Options, user_passes: Sequence[Any], devices: Iterable[torch.device]) -> None:
@@ -42,10 +42,10 @@ class ChooseImplementations(CustomGraphPass):
         self.architectures = tuple(sorted({device_architecture(device) for device in devices}))
 
     def __call__(self, graph: Graph) -> None:
-        """Rewrite `graph` in place. Raises E302 when a demanded implementation is not available."""
+        """Rewrite `graph` in place. Raises E302 if a demanded implementation is not available."""
         for user_pass in self.user_passes:
             run_graph_pass(user_pass, graph)
-        merging.run(graph, self.options)
+        pipeline.run(graph, self.options)
         for node in graph.nodes:
             op = public_op(node)
             if op is not None:
@@ -55,9 +55,9 @@ class ChooseImplementations(CustomGraphPass):
                 retarget(node, registry.target_of(decision, call))
 
     def uuid(self) -> Any | None:
-        """Key of everything that decides on generated code, or None, which makes Inductor bypass its caches.
+        """Return a key of everything that determines generated code, or None, which makes Inductor bypass its caches.
 
-        None when a pass of the user has no uuid, and while decisions are collected: a cache hit decides nothing.
+        It is None if a pass of the user has no uuid, and while decisions are collected: a cache hit decides nothing.
         """
         users = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.user_passes]
         if decisions.collecting() or any(user is None for user in users):
@@ -74,14 +74,14 @@ class ChooseImplementations(CustomGraphPass):
 
 
 def _with_times(decision: decisions.Decision, call: decisions.Call) -> decisions.Decision:
-    """`decision` with what the call must do, and what it took where that was measured."""
+    """Return `decision` with the cost of the call, and its time if that was measured."""
     us = registry.microseconds(call, decision, within=MEASURED_WITHIN)
     return replace(decision, cost=call_costs.of(call.op, call.arguments), measured_us=us)
 
 
 @functools.cache
 def source_digest() -> str:
-    """Hash of every source file of this package, taken once: what is loaded is what was hashed."""
+    """Return a hash of every source file of this package, computed once so that it matches the loaded code."""
     digest = hashlib.sha256()
     for name, path in sorted(sources()):
         digest.update(f"{name}\0{path.stat().st_size}\0".encode())
@@ -90,7 +90,7 @@ def source_digest() -> str:
 
 
 def sources() -> set[tuple[str, Path]]:
-    """Files that decide on generated code, by their path in the package. lowering/ and kernels/ may lie elsewhere."""
+    """Return all source files by path in the package; lowering/ and kernels/ may be in another folder."""
     found: set[tuple[str, Path]] = set()
     package = Path(__file__).parents[1]
     roots = [("", package)]

@@ -1,7 +1,7 @@
-"""Attention takes over what lies directly around it: q's norm and RoPE in front, inverse RoPE and quantisation behind.
+"""Fuse attention with the norm and RoPE of q before it, and with the inverse RoPE and quantization after it.
 
-Norm is one factor for each head of a token and RoPE touches a small part of it, so both fit where the kernel holds
-the row of q anyway; the same goes for the finished row of the output.
+The attention kernel holds whole rows of q and of its output, so norm, RoPE and quantization there need no memory
+traffic of their own.
 """
 
 from __future__ import annotations
@@ -15,137 +15,137 @@ from torch.fx import Graph
 
 from ..ops.common.define import OPS
 from ..selection.decisions import Fusion, record
-from .merging import Apart, Merger, inputs_before
-from .nodes import OpNode, called, read, read_again, source_of, walk
-from .rewrite import erase, insert, item, replace
-from .split_insert import BOTH, KV_HALF, Q_HALF, as_half, half, split
+from .fusion import Fuser, NotFusable, inputs_to_move
+from .insert_halves import BOTH, KV_HALF, Q_HALF, as_half, half, unfuse
+from .nodes import OpNode, calls_of, display_name, producer_of, read, reread
+from .rewrite import erase, insert, item, replace_uses
 
-ATTENTION, QUANTISED = "sparse_mla_decode", "sparse_mla_decode_quant"
-_BEHIND = ("inv_rope", "inv_rope_fp8_quant")
+ATTENTION, QUANTIZED = "sparse_mla_decode", "sparse_mla_decode_quant"
+_EPILOGUES = ("inv_rope", "inv_rope_fp8_quant")
 _ROPE = ("positions", "cos_sin_cache")
 
 
 @dataclass(frozen=True, slots=True)
-class _Around:
-    """An attention call, and the calls in front of it and behind it that it may take over."""
+class _Group:
+    """An attention call, and the calls before and after it that may be fused with it."""
 
     attention: OpNode
-    front: OpNode | None = None
-    back: OpNode | None = None
+    before: OpNode | None = None
+    after: OpNode | None = None
 
     @property
     def members(self) -> list[OpNode]:
-        return [call for call in (self.front, self.attention, self.back) if call is not None]
+        return [call for call in (self.before, self.attention, self.after) if call is not None]
 
     @property
     def ops(self) -> list[str]:
-        """Names of the members; of a q_norm_rope_kv_insert only q's half is one."""
-        return [Q_HALF if call is self.front else call.name for call in self.members]
+        """Names of the members; only the q half of a q_norm_rope_kv_insert is one."""
+        return [Q_HALF if call is self.before else call.name for call in self.members]
 
     @property
     def into(self) -> str:
-        return QUANTISED if self.back is not None and self.back.name == _BEHIND[1] else ATTENTION
+        return QUANTIZED if self.after is not None and self.after.name == _EPILOGUES[1] else ATTENTION
 
     def arguments(self) -> Mapping[str, Any]:
-        """What the attention that has taken over the others is called with."""
+        """Return the arguments of the fused op."""
         given = dict(self.attention.arguments)
-        if self.front is not None:
-            norm = half(self.front, Q_HALF)
+        if self.before is not None:
+            norm = half(self.before, Q_HALF)
             given |= {"q": norm["q"], "q_norm_eps": norm["eps"], **{name: norm[name] for name in _ROPE}}
-        if self.back is not None:
-            given |= {"inverse_rope": True, **{name: self.back[name] for name in _ROPE}}
-        if self.into == QUANTISED and self.back is not None:
-            given |= {name: self.back[name] for name in ("n_groups", "heads_per_group", "packed_scales")}
+        if self.after is not None:
+            given |= {"inverse_rope": True, **{name: self.after[name] for name in _ROPE}}
+        if self.into == QUANTIZED and self.after is not None:
+            given |= {name: self.after[name] for name in ("n_groups", "heads_per_group", "packed_scales")}
         return given
 
 
-def run(graph: Graph, merger: Merger) -> None:
-    """Merge around every sparse_mla_decode of `graph`: on both sides, or else in front, or else behind."""
-    for attention in walk(graph, ATTENTION):
-        front, back = _front(attention), _back(attention)
-        choices = [_Around(attention, front, back)] if front is not None or back is not None else []
-        if front is not None and back is not None:
-            choices += [_Around(attention, front), _Around(attention, back=back)]
+def run(graph: Graph, fuser: Fuser) -> None:
+    """Fuse every sparse_mla_decode with the calls before and after it, or only before, or only after."""
+    for attention in calls_of(graph, ATTENTION):
+        before, after = _call_before(attention), _call_after(attention)
+        choices = [_Group(attention, before, after)] if before is not None or after is not None else []
+        if before is not None and after is not None:
+            choices += [_Group(attention, before), _Group(attention, after=after)]
         tried: list[Fusion] = []
         for choice in choices:
             if not (tried and tried[-1].fused):
-                merge = partial(_merge, graph, merger, choice)
-                tried.append(merger.attempt(choice.ops, choice.into, attention.node, merge))
-        # What stands in the way of the most is worth a line; that less does not do either is not.
+                fuse = partial(_fuse, graph, fuser, choice)
+                tried.append(fuser.attempt(choice.ops, choice.into, attention.node, fuse))
+        # Only the reason against the largest group is recorded.
         for index, fusion in enumerate(tried):
             if fusion.fused or index == 0:
                 record(fusion)
 
 
-def _front(attention: OpNode) -> OpNode | None:
-    """The call that normalises and rotates the q of `attention`."""
-    call, index = source_of(attention["q"])
+def _call_before(attention: OpNode) -> OpNode | None:
+    """Return the call that applies norm and RoPE to the q of `attention`."""
+    call, index = producer_of(attention["q"])
     return call if call is not None and call.name in (Q_HALF, BOTH) and index == 0 else None
 
 
-def _back(attention: OpNode) -> OpNode | None:
-    """The call that rotates the output of `attention` back."""
+def _call_after(attention: OpNode) -> OpNode | None:
+    """Return the call that applies the inverse RoPE to the output of `attention`."""
     users = [read(user) for out in attention.results(0) for user in out.users]
-    return next((call for call in users if call is not None and call.name in _BEHIND), None)
+    return next((call for call in users if call is not None and call.name in _EPILOGUES), None)
 
 
-def _merge(graph: Graph, merger: Merger, around: _Around) -> None:
-    """Put one call in the place of all members, or raise `Apart`."""
-    attention, front, back = around.attention, around.front, around.back
+def _fuse(graph: Graph, fuser: Fuser, group: _Group) -> None:
+    """Replace all members by one call, or raise `NotFusable`."""
+    attention, before, after = group.attention, group.before, group.after
     anchor = attention.node
-    _check(around)
-    given = around.arguments()
-    members = [as_half(call, Q_HALF) if call is front else call for call in around.members]
-    merger.check_wanted(OPS[around.into], given, members, anchor)
-    if front is not None and front.name == BOTH:
-        merger.check_remainder(front, OPS[KV_HALF], half(front, KV_HALF))
-    for node in inputs_before(graph, anchor, [given[name] for name in _ROPE], around.members):
+    _check(group)
+    given = group.arguments()
+    members = [as_half(call, Q_HALF) if call is before else call for call in group.members]
+    fuser.check_wanted(OPS[group.into], given, members, anchor)
+    if before is not None and before.name == BOTH:
+        fuser.check_remainder(before, OPS[KV_HALF], half(before, KV_HALF))
+    for node in inputs_to_move(graph, anchor, [given[name] for name in _ROPE], group.members):
         anchor.prepend(node)
-    if front is not None and front.name == BOTH:
-        front, _ = split(graph, front)
-        # Of that call attention has read the cache too, which the half of kv leaves behind now.
-        attention = read_again(attention)
-        given = _Around(attention, front, back).arguments()
+    if before is not None and before.name == BOTH:
+        before, _ = unfuse(graph, before)
+        # Attention also reads the cache of that call, whose new version is now returned by the kv half.
+        attention = reread(attention)
+        given = _Group(attention, before, after).arguments()
 
     olds = [attention.results(0), attention.results(1)]
     values = list(attention.node.meta["val"])
-    if back is not None:
-        olds[0], values[0] = back.results(0), back.node.meta["val"]
-    if back is not None and around.into == QUANTISED:
-        olds, values = [back.results(0), back.results(1)], list(back.node.meta["val"])
+    if after is not None:
+        olds[0], values[0] = after.results(0), after.node.meta["val"]
+    if after is not None and group.into == QUANTIZED:
+        olds, values = [after.results(0), after.results(1)], list(after.node.meta["val"])
     with graph.inserting_before(anchor):
-        merged = insert(graph, OPS[around.into], given, tuple(values), anchor)
+        fused = insert(graph, OPS[group.into], given, tuple(values), anchor)
         for index, old in enumerate(olds):
             if old:
-                replace(old, item(graph, merged.node, index))
-    for call in (back, attention, front):
+                replace_uses(old, item(graph, fused.node, index))
+    for call in (after, attention, before):
         if call is not None:
             erase(graph, call)
 
 
-def _check(around: _Around) -> None:
-    """Raise `Apart` where taking over would change a value, or leave somebody without one."""
-    attention, front, back = around.attention, around.front, around.back
+def _check(group: _Group) -> None:
+    """Raise `NotFusable` if fusion would change a value, or remove one that has other users."""
+    attention, before, after = group.attention, group.before, group.after
     # An eps may be 0.
     if attention["q_norm_eps"] is not None or attention["inverse_rope"]:
-        raise Apart(f"{ATTENTION} rotates already")
-    if front is not None:
-        norm = half(front, Q_HALF)
+        raise NotFusable(f"{ATTENTION} already applies RoPE")
+    if before is not None:
+        norm = half(before, Q_HALF)
         heads = norm["q"].meta["val"].shape[1]
         if norm["q_scale"] is not None:
-            raise Apart(f"{front.name} quantises q")
+            raise NotFusable(f"{before.name} quantizes q")
         if norm["padded_heads"] > heads:
-            raise Apart(f"{front.name} pads {heads} heads to {norm['padded_heads']}")
-        _only_user(front, Q_HALF, attention)
-    if back is not None:
-        _only_user(attention, ATTENTION, back)
-        if around.into == QUANTISED and any(lse.users for lse in attention.results(1)):
-            raise Apart("the log-sum-exp is used too, and sparse_mla_decode_quant returns none")
-    if front is not None and back is not None and any(front[name] is not back[name] for name in _ROPE):
-        raise Apart(f"{back.name} has another table or other positions than {front.name}")
+            raise NotFusable(f"{before.name} pads {heads} heads to {norm['padded_heads']}")
+        _only_user(before, Q_HALF, attention)
+    if after is not None:
+        _only_user(attention, ATTENTION, after)
+        if group.into == QUANTIZED and any(lse.users for lse in attention.results(1)):
+            raise NotFusable("the log-sum-exp is used, and sparse_mla_decode_quant does not return it")
+    if before is not None and after is not None and any(before[name] is not after[name] for name in _ROPE):
+        raise NotFusable(f"{after.name} and {before.name} have different positions or RoPE tables")
 
 
 def _only_user(call: OpNode, name: str, user: OpNode) -> None:
     others = [node for result in call.results(0) for node in result.users if node is not user.node]
     if others:
-        raise Apart(f"the result of {name} is used elsewhere too, by {called(others[0])}")
+        raise NotFusable(f"the result of {name} is also used by {display_name(others[0])}")

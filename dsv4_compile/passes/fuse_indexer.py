@@ -1,6 +1,6 @@
-"""The indexer selects cache slots instead of entries, and rounds its weights where it reads them.
+"""Fuse the indexer's top-k with the map from entries to cache slots, and its queries with the rounding of weights.
 
-Neither is more work for a kernel that is there anyway; the map and the cast were launches of their own.
+Both save a launch: the map and the cast become part of a kernel that runs anyway.
 """
 
 from __future__ import annotations
@@ -13,58 +13,56 @@ from torch.fx import Graph, Node
 
 from ..ops.common.define import OPS
 from ..selection.decisions import record
-from .merging import Apart, Merger, inputs_before
-from .nodes import OpNode, called, read, walk
-from .rewrite import erase, insert, item, replace
+from .fusion import Fuser, NotFusable, inputs_to_move
+from .nodes import OpNode, calls_of, display_name, read
+from .rewrite import erase, insert, item, replace_uses
 
 SELECT, MAP, INTO = "indexer_logits_topk", "global_topk", "indexer_topk_slots"
 QUERIES, CAST = "indexer_q_rope_quant", "convert_element_type"
 
 
-def run(graph: Graph, merger: Merger) -> None:
-    """Merge every selection with the map of what it selects, and every rounding of weights with what reads them."""
-    for queries in walk(graph, QUERIES):
+def run(graph: Graph, fuser: Fuser) -> None:
+    """Fuse every top-k with the map of its result, and every rounding of weights with the op that reads them."""
+    for queries in calls_of(graph, QUERIES):
         if _cast(queries) is not None:
-            round_inside = partial(_round_inside, graph, merger, queries)
-            record(merger.attempt((CAST, QUERIES), QUERIES, queries.node, round_inside))
-    for choice in walk(graph, SELECT):
-        slots = next(
-            (call for user in choice.node.users if (call := read(user)) is not None and call.name == MAP), None
-        )
+            fuse = partial(_fuse_rounding, graph, fuser, queries)
+            record(fuser.attempt((CAST, QUERIES), QUERIES, queries.node, fuse))
+    for topk in calls_of(graph, SELECT):
+        slots = next((call for user in topk.node.users if (call := read(user)) is not None and call.name == MAP), None)
         if slots is not None:
-            record(merger.attempt((SELECT, MAP), INTO, choice.node, partial(_merge, graph, merger, choice, slots)))
+            record(fuser.attempt((SELECT, MAP), INTO, topk.node, partial(_fuse_map, graph, fuser, topk, slots)))
 
 
-def _merge(graph: Graph, merger: Merger, choice: OpNode, slots: OpNode) -> None:
-    """Put one call in the place of the two, or raise `Apart`."""
-    others = [user for user in choice.node.users if user is not slots.node]
+def _fuse_map(graph: Graph, fuser: Fuser, topk: OpNode, slots: OpNode) -> None:
+    """Replace both calls by one, or raise `NotFusable`."""
+    others = [user for user in topk.node.users if user is not slots.node]
     if others:
-        raise Apart(f"the result of {SELECT} is used elsewhere too, by {called(others[0])}")
-    if slots["token_to_req"] is not choice["token_to_req"]:
-        raise Apart(f"{MAP} has token_to_req of its own")
+        raise NotFusable(f"the result of {SELECT} is also used by {display_name(others[0])}")
+    if slots["token_to_req"] is not topk["token_to_req"]:
+        raise NotFusable(f"{MAP} has a different token_to_req")
     given = {
-        **choice.arguments,
+        **topk.arguments,
         "main_block_table": slots["block_table"],
         "is_valid_token": slots["is_valid_token"],
         "main_block_size": slots["block_size"],
     }
-    members = [choice, slots]
-    moved = inputs_before(graph, choice.node, given.values(), members)
-    merger.check_wanted(OPS[INTO], given, members, choice.node)
+    members = [topk, slots]
+    moved = inputs_to_move(graph, topk.node, given.values(), members)
+    fuser.check_wanted(OPS[INTO], given, members, topk.node)
     for node in moved:
-        choice.node.prepend(node)
-    with graph.inserting_before(choice.node):
-        merged = insert(graph, OPS[INTO], given, tuple(slots.node.meta["val"]), choice.node)
+        topk.node.prepend(node)
+    with graph.inserting_before(topk.node):
+        fused = insert(graph, OPS[INTO], given, tuple(slots.node.meta["val"]), topk.node)
         for index in range(2):
             old = slots.results(index)
             if old:
-                replace(old, item(graph, merged.node, index))
+                replace_uses(old, item(graph, fused.node, index))
     erase(graph, slots)
-    erase(graph, choice)
+    erase(graph, topk)
 
 
 def _cast(queries: OpNode) -> Node | None:
-    """The rounding of float32 weights to the dtype of q, which `round_weights` does too."""
+    """Return the rounding of float32 weights to the dtype of q, which `round_weights` replaces."""
     weights: Any = queries["weights"]
     if weights.target is not torch.ops.prims.convert_element_type.default:
         return None
@@ -73,17 +71,17 @@ def _cast(queries: OpNode) -> Node | None:
     return weights if rounds and dtype is not wide else None
 
 
-def _round_inside(graph: Graph, merger: Merger, queries: OpNode) -> None:
-    """Give the weights as they were before, or raise `Apart`."""
+def _fuse_rounding(graph: Graph, fuser: Fuser, queries: OpNode) -> None:
+    """Pass the unrounded weights to the op, or raise `NotFusable`."""
     cast = _cast(queries)
     assert cast is not None
     others = [user for user in cast.users if user is not queries.node]
     if others:
-        raise Apart(f"the rounded weights are used elsewhere too, by {called(others[0])}")
+        raise NotFusable(f"the rounded weights are also used by {display_name(others[0])}")
     given = {**queries.arguments, "weights": cast.args[0], "round_weights": True}
-    merger.check_wanted(OPS[QUERIES], given, [queries], queries.node)
+    fuser.check_wanted(OPS[QUERIES], given, [queries], queries.node)
     with graph.inserting_before(queries.node):
-        merged = insert(graph, OPS[QUERIES], given, tuple(queries.node.meta["val"]), queries.node)
-    queries.node.replace_all_uses_with(merged.node)
+        fused = insert(graph, OPS[QUERIES], given, tuple(queries.node.meta["val"]), queries.node)
+    queries.node.replace_all_uses_with(fused.node)
     graph.erase_node(queries.node)
     graph.erase_node(cast)

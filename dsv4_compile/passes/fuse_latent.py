@@ -1,6 +1,7 @@
-"""Preprocessing quantises its latents for wq_b, and the indexer's: it has their rows where it norms them.
+"""Fuse preprocessing with the quantization of its latents, which every fp8_linear that reads them would repeat.
 
-A product of quantised operands has no quantisation in front, or none within.
+The preprocessing kernel holds whole rows of the latents where it normalizes them; wq_b and the indexer's wq_b then run
+as GEMMs on e4m3 activations.
 """
 
 from __future__ import annotations
@@ -11,55 +12,55 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ops.common.define import OPS
-from ..ops.preprocess import preprocess_insert as preprocess_insert_quant
+from ..ops.preprocess.preprocess_insert import fake as fake_quantized
 from ..selection.decisions import record
-from . import quantised_product
-from .merging import Apart, Merger
-from .nodes import OpNode, called, read, value_of, walk
-from .rewrite import erase, insert, item, replace
+from . import prequantized_gemm
+from .fusion import Fuser, NotFusable
+from .nodes import OpNode, calls_of, display_name, read, value_of
+from .rewrite import erase, insert, item, replace_uses
 
 FIRST, INTO = "preprocess_insert", "preprocess_insert_quant"
-SECOND, PRODUCT = quantised_product.LINEAR, quantised_product.PRODUCT
+SECOND, GEMM = prequantized_gemm.LINEAR, prequantized_gemm.GEMM
 
 
-def run(graph: Graph, merger: Merger) -> None:
-    """Let every preprocess_insert whose latents are quantised by fp8_linear quantise them itself."""
-    for first in walk(graph, FIRST):
+def run(graph: Graph, fuser: Fuser) -> None:
+    """Fuse every preprocess_insert whose latents are quantized by fp8_linear with that quantization."""
+    for first in calls_of(graph, FIRST):
         users = [user for result in first.results(0) for user in result.users]
         seconds = [call for call in map(read, users) if call is not None and call.name == SECOND]
         if any(second["quantize_input"] for second in seconds):
-            merge = partial(_merge, graph, merger, first, seconds, users)
-            record(merger.attempt((FIRST, *(SECOND for _ in seconds)), INTO, first.node, merge))
+            fuse = partial(_fuse, graph, fuser, first, seconds, users)
+            record(fuser.attempt((FIRST, *(SECOND for _ in seconds)), INTO, first.node, fuse))
 
 
-def _merge(graph: Graph, merger: Merger, first: OpNode, seconds: list[OpNode], users: list[Node]) -> None:
-    """Put what quantises, and products of what is quantised, in the place of all, or raise `Apart`."""
+def _fuse(graph: Graph, fuser: Fuser, first: OpNode, seconds: list[OpNode], users: list[Node]) -> None:
+    """Replace the calls by preprocessing that quantizes and GEMMs on its result, or raise `NotFusable`."""
     _check(first, seconds, users)
     given = dict(first.arguments)
-    quantised = preprocess_insert_quant.fake(value_of(first["qr"]))
-    then = [(OPS[PRODUCT], quantised_product.arguments(second, *quantised)) for second in seconds]
-    merger.check_wanted(OPS[INTO], given, [first, *seconds], first.node, then)
-    owners = {cache.base: first.versions(name) for name, cache in first.caches().items()}
+    quantized = fake_quantized(value_of(first["qr"]))
+    gemms = [(OPS[GEMM], prequantized_gemm.arguments(second, *quantized)) for second in seconds]
+    fuser.check_wanted(OPS[INTO], given, [first, *seconds], first.node, gemms)
+    owners = {cache.base: first.new_versions(name) for name, cache in first.caches().items()}
     with graph.inserting_before(first.node):
-        merged = insert(graph, OPS[INTO], given, quantised, first.node)
-        operands = item(graph, merged.node, 0), item(graph, merged.node, 1)
-        for index, base in enumerate(dict.fromkeys(cache.base for cache in merged.caches().values())):
+        fused = insert(graph, OPS[INTO], given, quantized, first.node)
+        operands = item(graph, fused.node, 0), item(graph, fused.node, 1)
+        for index, base in enumerate(dict.fromkeys(cache.base for cache in fused.caches().values())):
             if owners[base]:
-                replace(owners[base], item(graph, merged.node, len(quantised) + index))
+                replace_uses(owners[base], item(graph, fused.node, len(quantized) + index))
     for second in seconds:
-        quantised_product.put(graph, second, *operands)
+        prequantized_gemm.replace_linear(graph, second, *operands)
     erase(graph, first)
 
 
 def _check(first: OpNode, seconds: list[OpNode], users: list[Node]) -> None:
-    """Raise `Apart` where somebody would be left without a value, or with one of another dtype."""
+    """Raise `NotFusable` if fusion would remove a value that has other users, or change a dtype."""
     nodes = [second.node for second in seconds]
     others = [user for user in users if user not in nodes]
     if others:
-        raise Apart(f"the result of {FIRST} is used elsewhere too, by {called(others[0])}")
+        raise NotFusable(f"the result of {FIRST} is also used by {display_name(others[0])}")
     for second in seconds:
         if not second["quantize_input"]:
-            raise Apart(f"one {SECOND} takes it as it is")
-        quantised_product.check_alone(second)
+            raise NotFusable(f"one {SECOND} does not quantize its input")
+        prequantized_gemm.check_no_second_layer(second)
         if value_of(second.node).dtype is not torch.bfloat16:
-            raise Apart(f"{PRODUCT} gives bfloat16, {SECOND} {value_of(second.node).dtype}")
+            raise NotFusable(f"{GEMM} returns bfloat16, {SECOND} {value_of(second.node).dtype}")

@@ -1,6 +1,6 @@
-"""wo_a quantises its result for wo_b: the product has the rows where they are rounded, and the next one reads half.
+"""Fuse the grouped GEMM of wo_a with the quantization of its result for wo_b, whose GEMM then reads half the bytes.
 
-Where the kernel cannot do it in one launch, the quantisation is the launch of its own that it was in front of wo_b.
+Where the kernel cannot quantize in its epilogue, the quantization stays a separate launch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch.fx import Graph, Node
 from ..layout import ACT_TILE
 from ..ops.common.define import OPS
 from ..selection.decisions import record
-from . import quantised_product
-from .merging import Apart, Merger
-from .nodes import OpNode, called, read, value_of, walk
+from . import prequantized_gemm
+from .fusion import Fuser, NotFusable
+from .nodes import OpNode, calls_of, display_name, read, value_of
 from .rewrite import insert, item
 
-FIRST, SECOND, INTO = quantised_product.PRODUCT, quantised_product.LINEAR, "fp8_grouped_einsum_quant"
+FIRST, SECOND, INTO = prequantized_gemm.GEMM, prequantized_gemm.LINEAR, "fp8_grouped_einsum_quant"
 ARCHITECTURE = "cuda sm_90"
 _VIEWS = (
     torch.ops.aten.view.default,
@@ -29,49 +29,50 @@ _VIEWS = (
 )
 
 
-def run(graph: Graph, merger: Merger) -> None:
-    """Let every fp8_grouped_einsum whose result is quantised by a fp8_linear quantise it itself."""
-    for second in walk(graph, SECOND):
+def run(graph: Graph, fuser: Fuser) -> None:
+    """Fuse every fp8_grouped_einsum whose result is quantized by an fp8_linear with that quantization."""
+    for second in calls_of(graph, SECOND):
         path = _path(second)
         first = read(path[0])
         if first is not None and first.name == FIRST and second["quantize_input"]:
-            merge = partial(_merge, graph, merger, first, second, path)
-            record(merger.attempt((FIRST, SECOND), INTO, second.node, merge))
+            fuse = partial(_fuse, graph, fuser, first, second, path)
+            record(fuser.attempt((FIRST, SECOND), INTO, second.node, fuse))
 
 
 def _path(second: OpNode) -> list[Node]:
-    """What the input of `second` is a view of, and the views, in order."""
+    """Return the node that the input of `second` is a view of, then the views, in order."""
     path = [second["x"]]
     while path[0].target in _VIEWS:
         path.insert(0, path[0].args[0])
     return path
 
 
-def _merge(graph: Graph, merger: Merger, first: OpNode, second: OpNode, path: list[Node]) -> None:
-    """Put a product that quantises, and one of what is quantised, in the place of the two, or raise `Apart`."""
+def _fuse(graph: Graph, fuser: Fuser, first: OpNode, second: OpNode, path: list[Node]) -> None:
+    """Replace both calls by a GEMM that quantizes and one on its result, or raise `NotFusable`."""
     _check(first, second, path)
     given = dict(first.arguments)
-    quantised = OPS[INTO](**value_of(given))
-    then = [(OPS[FIRST], quantised_product.arguments(second, *quantised))]
-    merger.check_wanted(OPS[INTO], given, [first, second], second.node, then)
-    merger.check_architecture(second.node, ARCHITECTURE, "there few tokens are quantised within the second product")
+    quantized = OPS[INTO](**value_of(given))
+    gemm = [(OPS[FIRST], prequantized_gemm.arguments(second, *quantized))]
+    fuser.check_wanted(OPS[INTO], given, [first, second], second.node, gemm)
+    fuser.check_architecture(second.node, ARCHITECTURE, "with few tokens the second GEMM quantizes its input itself")
     with graph.inserting_before(first.node):
-        merged = insert(graph, OPS[INTO], given, quantised, first.node)
-        operands = item(graph, merged.node, 0), item(graph, merged.node, 1)
-    quantised_product.put(graph, second, *operands)
+        fused = insert(graph, OPS[INTO], given, quantized, first.node)
+        operands = item(graph, fused.node, 0), item(graph, fused.node, 1)
+    prequantized_gemm.replace_linear(graph, second, *operands)
     for node in reversed(path):
         graph.erase_node(node)
 
 
 def _check(first: OpNode, second: OpNode, path: list[Node]) -> None:
-    """Raise `Apart` where somebody would be left without a value, or the two ops do not fit."""
+    """Raise `NotFusable` if fusion would remove a value that has other users, or the shapes do not fit."""
     for node, user in pairwise((*path, second.node)):
         others = [other for other in node.users if other is not user]
         if others:
-            raise Apart(f"the result of {FIRST} is used elsewhere too, by {called(others[0])}")
-    quantised_product.check_alone(second)
+            raise NotFusable(f"the result of {FIRST} is also used by {display_name(others[0])}")
+    prequantized_gemm.check_no_second_layer(second)
     x, groups, rows = (value_of(node) for node in (second["x"], first["a"], first["b"]))
     if tuple(x.shape[1:]) != tuple(rows.shape[:1]):
-        raise Apart(f"{SECOND} takes the groups of {FIRST} in another shape than [T, G * N]")
-    if rows.shape[0] // groups.shape[1] % ACT_TILE != 0:
-        raise Apart(f"groups of {rows.shape[0] // groups.shape[1]} rows do not divide into strips of {ACT_TILE}")
+        raise NotFusable(f"{SECOND} does not take the result of {FIRST} as [T, G * N]")
+    group_rows = rows.shape[0] // groups.shape[1]
+    if group_rows % ACT_TILE != 0:
+        raise NotFusable(f"a group has {group_rows} rows, not a multiple of {ACT_TILE}, the elements of a scale")

@@ -1,8 +1,8 @@
-"""dsv4 op nodes of a functional graph: how to read one. rewrite.py puts others in their place.
+"""Read the dsv4 op nodes of a functional graph. `rewrite` replaces them.
 
-An op that mutates nothing is called as it is. One that writes caches is an auto_functionalized_v2 node: it takes each
-cache in its old version, as a base and a view of it, and returns what the op returns, then the new version of every
-base. A later op that touches the cache takes that version, so the graph's edges hold the order of all reads and writes.
+An op that mutates nothing is called directly. One that writes caches is an auto_functionalized_v2 node: it takes the
+old version of each cache as a base and a view of it, and returns the results of the op, then the new version of every
+base. Later ops take the new version, so the edges of the graph contain the order of all reads and writes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """A mutated argument: the old version of a buffer, and which part of it (empty = all) in torch's own words."""
+    """A mutated argument: the old version of a buffer, and torch's arguments of the view of it (empty: all of it)."""
 
     base: Node
     view: Mapping[str, Any] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class OpNode:
 
     Attributes:
         arguments: by schema name, defaults filled in; a mutated argument is a `Cache`.
-        known: whether every mutated argument is a `Cache`: not where a user has torch functionalise the old way.
+        known: whether every mutated argument is a `Cache`; false for nodes of the older auto_functionalized.
     """
 
     node: Node
@@ -56,34 +56,34 @@ class OpNode:
         return self.arguments[argument]
 
     def results(self, index: int) -> list[Node]:
-        """Nodes that stand for result `index` of the op."""
+        """Return the nodes of result `index` of the op."""
         if self.node.target not in FUNCTIONALIZED and len(self.op._schema.returns) == 1:
             return [self.node]
         return _items(self.node, index)
 
-    def versions(self, argument: str) -> list[Node]:
-        """Nodes that stand for the buffer of cache `argument` as the op leaves it."""
+    def new_versions(self, argument: str) -> list[Node]:
+        """Return the nodes of the buffer of cache `argument` after the op."""
         bases: Any = self.node.kwargs[BASES]
         position = bases.index(self.arguments[argument].base)
         return _items(self.node, max(1, len(self.op._schema.returns)) + position)
 
     def caches(self) -> dict[str, Cache]:
-        """The mutated arguments that are given."""
+        """Return the mutated arguments that are given."""
         return {name: value for name, value in self.arguments.items() if isinstance(value, Cache)}
 
 
 def op_name(op: OpOverload) -> str:
-    """Name of a dsv4 op in torch.ops.dsv4."""
+    """Return the name of a dsv4 op in torch.ops.dsv4."""
     return str(op._schema.name.removeprefix("dsv4::"))
 
 
 def written_by(op: OpOverload) -> list[str]:
-    """Names of the arguments that `op` mutates."""
+    """Return the names of the arguments that `op` mutates."""
     return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def public_op(node: Node) -> OpOverload | None:
-    """The dsv4 op that `node` calls, directly or functionalised; None for any other node."""
+    """Return the dsv4 op that `node` calls, directly or functionalized; None for any other node."""
     if node.op != "call_function":
         return None
     target = node.args[0] if node.target in FUNCTIONALIZED else node.target
@@ -93,7 +93,7 @@ def public_op(node: Node) -> OpOverload | None:
 
 
 def read(node: Any) -> OpNode | None:
-    """`node` as a call of a dsv4 op; None for anything else."""
+    """Return `node` as a call of a dsv4 op; None for anything else."""
     op = public_op(node) if isinstance(node, Node) else None
     if op is None:
         return None
@@ -113,8 +113,8 @@ def read(node: Any) -> OpNode | None:
     return OpNode(node, op, arguments, known=all(value is None or isinstance(value, Cache) for value in written))
 
 
-def read_again(call: OpNode) -> OpNode:
-    """`call` with the arguments that its node has now, behind a change of the graph."""
+def reread(call: OpNode) -> OpNode:
+    """Return `call` with the current arguments of its node, after a change of the graph."""
     found = read(call.node)
     assert found is not None
     return found
@@ -135,8 +135,8 @@ def _is_item(node: Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
-def source_of(value: Any) -> tuple[OpNode | None, int]:
-    """The dsv4 call whose result `value` is, and which result; (None, 0) for other values."""
+def producer_of(value: Any) -> tuple[OpNode | None, int]:
+    """Return the dsv4 call that returns `value`, and the index of that result; (None, 0) for other values."""
     if not isinstance(value, Node):
         return None, 0
     if _is_item(value):
@@ -145,15 +145,15 @@ def source_of(value: Any) -> tuple[OpNode | None, int]:
     return read(value), 0
 
 
-def first_version(buffer: Node) -> Node:
-    """The buffer as it was before any functionalised op wrote it, as a rule an input of the graph."""
+def initial_version(buffer: Node) -> Node:
+    """Return the buffer before any functionalized op wrote it, usually an input of the graph."""
     while (older := _older_version(buffer)) is not None:
         buffer = older
     return buffer
 
 
 def _older_version(buffer: Node) -> Node | None:
-    """What the op was given that left `buffer` as it is; None for what no op has written, or one has returned."""
+    """Return the buffer before the op that wrote `buffer`; None if no op wrote it, or an op returned it as a result."""
     if not _is_item(buffer):
         return None
     arguments: Any = buffer.args
@@ -161,19 +161,19 @@ def _older_version(buffer: Node) -> Node | None:
     if writer.target is not FUNCTIONALIZED_V2:
         return None
     bases: list[Node] = writer.kwargs[BASES]
-    # What the op returns comes first.
+    # Results of the op come before the new versions.
     position = index - (len(writer.meta["val"]) - len(bases))
     return bases[position] if position >= 0 else None
 
 
-def called(node: Any) -> str:
-    """What `node` calls, or takes a result of, for a reader who knows ops by name."""
+def display_name(node: Any) -> str:
+    """Return the name of the op that `node` calls or takes a result of, for messages."""
     if node.op == "output":
         return "the caller"
     if node.op != "call_function":
         return str(node.name)
     if _is_item(node):
-        return called(node.args[0])
+        return display_name(node.args[0])
     op = public_op(node)
     if op is not None:
         return op_name(op)
@@ -182,12 +182,12 @@ def called(node: Any) -> str:
 
 
 def value_of(argument: Any) -> Any:
-    """The fake value of a node; other arguments as they are."""
+    """Return `argument` with every node replaced by its fake value."""
     return torch.fx.map_arg(argument, lambda node: node.meta.get("val"))
 
 
 def describe(node: Node, op: OpOverload, arguments: Mapping[str, Any] | None = None) -> Call:
-    """The call that `node` makes, or that a call of `op` with `arguments` would make in its place."""
+    """Return the call that `node` makes, or the call of `op` with `arguments` in its place."""
     given = arguments if arguments is not None else read(node).arguments  # type: ignore[union-attr]
     values = {name: value_of(value) for name, value in given.items() if not isinstance(value, Cache)}
     device = next(value.device for value in values.values() if isinstance(value, torch.Tensor))
@@ -203,13 +203,13 @@ def describe(node: Node, op: OpOverload, arguments: Mapping[str, Any] | None = N
 
 
 def where(node: Node) -> str:
-    """ "file:line" of the user's call, or ""."""
+    """Return "file:line" of the user's call, or ""."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     return ":".join(frames[-1]) if frames else ""
 
 
-def walk(graph: Graph, op: str) -> Iterator[OpNode]:
-    """Calls of the dsv4 op named `op` in graph order, taken before the graph is changed."""
+def calls_of(graph: Graph, op: str) -> Iterator[OpNode]:
+    """Yield the calls of the dsv4 op named `op` in graph order; the graph may change meanwhile."""
     for node in list(graph.nodes):
         found = read(node)
         if found is not None and found.name == op:

@@ -1,7 +1,7 @@
-"""Which calls of a layer `merge_preprocess` may merge: those between the projections of its input and its caches.
+"""The group of ops that `fuse_preprocess` fuses, and the checks that they can be fused.
 
-A group starts at `fused_q_kv_rmsnorm`: with the insert of the normed kv, and with the compressors that follow, each a
-`save_partial_states` and the `compress_norm_rope_insert` that reads what it saved.
+A group is a `fused_q_kv_rmsnorm`, the insert of its normalized kv, and up to two compressors. A compressor is a
+`save_partial_states` and the `compress_norm_rope_insert` that reads the saved states.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import layout
-from .merging import Apart, check_caches, inputs_before
-from .nodes import Cache, OpNode, read, source_of
-from .split_insert import BOTH, KV_HALF
+from .fusion import NotFusable, check_caches, inputs_to_move
+from .insert_halves import BOTH, KV_HALF
+from .nodes import Cache, OpNode, producer_of, read
 
 NORM, SAVE, COMPRESS = "fused_q_kv_rmsnorm", "save_partial_states", "compress_norm_rope_insert"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compressor:
-    """A compressor's two calls."""
+    """The two calls of a compressor."""
 
     save: OpNode
     compress: OpNode
 
-    def stores_like(self, store: OpNode) -> bool:
-        """Whether it may be the main compressor beside `store`: not where its entries can only be an indexer's keys.
+    def can_be_main(self, store: OpNode) -> bool:
+        """Return whether it can be the main compressor beside `store`: its entries are keys and values.
 
-        Of keys and values are all formats that no indexer has; "plain" of vectors as long as those of `store`.
+        They are in every format that no indexer has, and in "plain" if they are as long as the vectors of `store`.
         """
         compress, kv = self.compress, store["kv"]
         if compress["cache_format"] not in layout.INDEXER_FORMATS:
@@ -40,7 +40,7 @@ class Compressor:
         return same and bool(compress["norm_weight"].meta["val"].shape[0] == kv.meta["val"].shape[1])
 
     def arguments(self, prefix: str, cache: str) -> dict[str, Any]:
-        """What preprocess_insert is told of it, under names with `prefix`; the destination is called `cache`."""
+        """Return its arguments of preprocess_insert, whose names start with `prefix`, or with `cache` for its cache."""
         save, compress = self.save, self.compress
         return {
             f"{prefix}kv_score": save["kv_score"],
@@ -56,7 +56,7 @@ class Compressor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The calls of one layer. `store` is the call that inserts the normed kv, alone or beside q's norm."""
+    """The ops of one layer. `store` inserts the normalized kv; it may apply norm and RoPE to q as well."""
 
     norm: OpNode
     store: OpNode
@@ -70,11 +70,11 @@ class Group:
 
     @property
     def ops(self) -> list[str]:
-        """Names of the members; of a q_norm_rope_kv_insert only the half of kv is one."""
+        """Names of the members; only the kv half of a q_norm_rope_kv_insert is one."""
         return [KV_HALF if call is self.store else call.name for call in self.members]
 
     def arguments(self) -> dict[str, Any]:
-        """What the merged op is called with."""
+        """Return the arguments of the fused op."""
         norm, store = self.norm, self.store
         given = {
             "qr": _unrounded(norm["qr"], norm["q_weight"]),
@@ -83,7 +83,7 @@ class Group:
             "kv_weight": norm["kv_weight"],
             "positions": store["positions"],
             "cos_sin_cache": store["cos_sin_cache"],
-            # Without a compressor nobody looks at it.
+            # Not read without a compressor.
             "token_to_req": store["positions"] if self.main is None else self.main.compress["token_to_req"],
             "eps": norm["eps"],
             "cache_format": store["cache_format"],
@@ -102,24 +102,24 @@ class Group:
 
 
 def store_of(norm: OpNode) -> OpNode | None:
-    """The call that inserts the normed kv of `norm`."""
+    """Return the call that inserts the normalized kv of `norm`."""
     users = [read(user) for kv in norm.results(1) for user in kv.users]
     return next((call for call in users if call is not None and call.name in (KV_HALF, BOTH)), None)
 
 
 def compressors_of(nodes: Iterable[Node]) -> Iterator[Compressor]:
-    """Compressors among `nodes`: a save, and the compression that reads what it has written."""
+    """Yield the compressors among `nodes`: a save, and the compression that reads the states it has written."""
     for node in nodes:
         save = read(node)
         if save is not None and save.name == SAVE and save.known:
-            users = [read(user) for version in save.versions("state_cache") for user in version.users]
+            users = [read(user) for version in save.new_versions("state_cache") for user in version.users]
             found = next((call for call in users if call is not None and call.name == COMPRESS), None)
             if found is not None:
                 yield Compressor(save, found)
 
 
-def plan(graph: Graph, group: Group) -> tuple[Node, list[Node]]:
-    """The node in front of which the merged op goes, and what must move there too; `Apart` if it may not go there."""
+def placement(graph: Graph, group: Group) -> tuple[Node, list[Node]]:
+    """Return the node before which the fused op goes, and the nodes to move there, or raise `NotFusable`."""
     _check_kv(group)
     for pair, role in ((group.main, "compressor"), (group.indexer, "indexer's compressor")):
         if pair is not None:
@@ -127,7 +127,7 @@ def plan(graph: Graph, group: Group) -> tuple[Node, list[Node]]:
     own = {call.node for call in group.members}
     anchor = next(node for node in graph.nodes if node in own)
     given = group.arguments()
-    moved = inputs_before(graph, anchor, given.values(), group.members)
+    moved = inputs_to_move(graph, anchor, given.values(), group.members)
     check_caches(
         graph, anchor, {name: value for name, value in given.items() if isinstance(value, Cache)}, group.members
     )
@@ -138,20 +138,20 @@ def _check_kv(group: Group) -> None:
     norm, store = group.norm, group.store
     for call in group.members:
         if not call.known:
-            raise Apart(f"{call.name} is not an auto_functionalized_v2 node")
+            raise NotFusable(f"{call.name} is not an auto_functionalized_v2 node")
     others = [user for kv in norm.results(1) for user in kv.users if user is not store.node]
-    if others or source_of(store["kv"])[0] is None:
-        raise Apart("the normed kv is used elsewhere too")
+    if others or producer_of(store["kv"])[0] is None:
+        raise NotFusable("the normalized kv has other users")
 
 
 def _check_pair(group: Group, pair: Compressor, role: str) -> None:
-    """Raise `Apart` unless the compressor shares with the rest of the group what the merged op takes once."""
+    """Raise `NotFusable` unless the compressor agrees with the group in the arguments that the fused op takes once."""
     save, compress, store = pair.save, pair.compress, group.store
     main = group.main if group.main is not None else pair
     if role != "compressor" and group.main is None:
-        raise Apart("an indexer's compressor is merged beside a main one only")
+        raise NotFusable("an indexer's compressor is only fused together with a main compressor")
     if role != "compressor" and compress["cache_format"] not in layout.INDEXER_FORMATS:
-        raise Apart("another compressor of keys and values is merged already")
+        raise NotFusable("another compressor of keys and values is already fused")
     shared = [
         (save["positions"], store["positions"], "positions"),
         (compress["positions"], store["positions"], "positions"),
@@ -163,7 +163,7 @@ def _check_pair(group: Group, pair: Compressor, role: str) -> None:
         shared.append((compress["kv_scale"], store["kv_scale"], "kv_scale"))
     for got, common, name in shared:
         if got is not common:
-            raise Apart(f"the {role} has {name} of its own")
+            raise NotFusable(f"the {role} has a different {name}")
     ratio = main.compress["ratio"]
     equal = [
         (compress["eps"], group.norm["eps"], "eps"),
@@ -181,16 +181,16 @@ def _check_pair(group: Group, pair: Compressor, role: str) -> None:
         equal += [(compress["kv_scale"], None, "kv_scale")]
     for got, needed, name in equal:
         if got != needed:
-            raise Apart(f"the {role} has {name} {got}, the merged op would have {needed}")
-    if save["state_cache"].view or compress["state_cache"] not in save.versions("state_cache"):
-        raise Apart(f"the {role}'s state_cache is a view")
+            raise NotFusable(f"the {role} has {name} {got}, the fused op {needed}")
+    if save["state_cache"].view or compress["state_cache"] not in save.new_versions("state_cache"):
+        raise NotFusable(f"the {role}'s state_cache is a view")
 
 
 def _unrounded(x: Node, weight: Node) -> Node:
-    """What `preprocess_insert` rounds to `x` itself; `Apart` where it would round what is not rounded now."""
+    """Return the float32 value that was rounded to `x`, or `x`; `NotFusable` if `preprocess_insert` would round `x`."""
     value, dtype = x.meta["val"], weight.meta["val"].dtype
     if value.dtype is torch.float32 and dtype is not torch.float32:
-        raise Apart(f"float32 projections would be rounded to {dtype}")
+        raise NotFusable(f"float32 projections would be rounded to {dtype}")
     if x.target is torch.ops.prims.convert_element_type.default and value.dtype is dtype:
         wide = x.args[0]
         if isinstance(wide, Node) and wide.meta["val"].dtype is torch.float32:

@@ -1,4 +1,4 @@
-"""dsv4 op nodes of a functional graph: how to put another in the place of one. nodes.py reads them."""
+"""Insert, replace and erase dsv4 op nodes of a functional graph. `nodes` reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .nodes import BASES, FUNCTIONALIZED, FUNCTIONALIZED_V2, OpNode, read, value
 
 
 def retarget(node: Node, op: OpOverload) -> None:
-    """Make `node` call `op`, which has the schema of the op it calls now."""
+    """Make `node` call `op`, which has the same schema as the op it calls now."""
     if node.target in FUNCTIONALIZED:
         node.args = (op, *node.args[1:])
     else:
@@ -21,12 +21,12 @@ def retarget(node: Node, op: OpOverload) -> None:
 
 
 def insert(graph: Graph, op: OpOverload, arguments: Mapping[str, Any], values: Any, like: Node) -> OpNode:
-    """A node in front of the graph's insertion point that calls `op`; where a `Cache` is given, functionalised.
+    """Insert a node at the graph's insertion point that calls `op`, functionalized if the op mutates arguments.
 
     Args:
-        arguments: by schema name; those left out take their defaults.
+        arguments: by schema name; missing ones take their defaults.
         values: fake values of the op's results: one, or a tuple.
-        like: the node whose place in the user's code the new one takes over.
+        like: the node whose place in the user's code is copied to the new one.
     """
     written = written_by(op)
     if written:
@@ -44,7 +44,7 @@ def insert(graph: Graph, op: OpOverload, arguments: Mapping[str, Any], values: A
 
 
 def _positional(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """`arguments` in the order of the schema, up to the last one that is given."""
+    """Return `arguments` in the order of the schema, up to the last one that is given."""
     declared = op._schema.arguments
     last = max(index for index, a in enumerate(declared) if a.name in arguments)
     return tuple(arguments.get(a.name, a.default_value) for a in declared[: last + 1])
@@ -55,7 +55,7 @@ def _insert_functional(
 ) -> Node:
     caches = {name: arguments.get(name) for name in written}
     bases = list(dict.fromkeys(cache.base for cache in caches.values() if cache is not None))
-    # torch hands every argument over by name, defaults included.
+    # torch passes every argument by name, defaults included.
     given = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
     kwargs = {name: value for name, value in {**given, **arguments}.items() if name not in caches}
     for name, cache in caches.items():
@@ -68,26 +68,26 @@ def _insert_functional(
 
 
 def _next_version(value: Any) -> Any:
-    """A fake like `value` in storage of its own: torch 2.11 would take its readers for those of `value`, and copy."""
+    """Return a fake like `value` in new storage: with shared storage, torch 2.11 copies the buffer at every call."""
     with value.fake_mode:
         return clone_preserve_strides(value)
 
 
 def item(graph: Graph, node: Node, index: int) -> Node:
-    """Result `index` of `node`, behind the insertion point."""
+    """Insert a node for result `index` of `node`."""
     found = graph.call_function(operator.getitem, (node, index))
     found.meta["val"] = node.meta["val"][index]
     return found
 
 
-def replace(old: Sequence[Node], new: Node) -> None:
-    """Let `new` stand wherever one of `old` did."""
+def replace_uses(old: Sequence[Node], new: Node) -> None:
+    """Replace all uses of the nodes `old` by `new`."""
     for node in old:
         node.replace_all_uses_with(new)
 
 
 def erase(graph: Graph, call: OpNode) -> None:
-    """Remove `call`, whose results nobody uses any more, and the nodes that stood for them."""
+    """Remove `call`, whose results have no users left, and the nodes of these results."""
     for user in list(call.node.users):
         graph.erase_node(user)
     graph.erase_node(call.node)

@@ -1,4 +1,4 @@
-"""An interpreter that has imported torch's compiler and not the package, for tests whose steps are processes."""
+"""Fixtures: an interpreter that has imported torch's compiler but not the package, for tests that start processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functional graphs as post-grad passes see them, with our merging passes run on them; no code is generated."""
+"""Run the fusion passes on the functional graph of a function, without generating code."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dsv4_compile._compat import storage_identity
 from dsv4_compile.lowering import registry
 from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.options import Options
-from dsv4_compile.passes import merging
+from dsv4_compile.passes import pipeline
 from dsv4_compile.passes.nodes import OpNode, read
 from dsv4_compile.selection import decisions
 from dsv4_compile.selection.decisions import Fusion
 
 
 @dataclass
-class Merged:
-    """A function compiled up to our passes, and what they made of its last graph.
+class Fused:
+    """A function compiled up to the fusion passes, and its last graph after them.
 
-    `shared` names the ops that leave a cache in the storage it had, so that torch could not tell its versions apart.
+    `shared` names the ops whose new version of a cache is in the storage of the old one, so that torch confuses them.
     """
 
     call: Callable[..., Any]
@@ -35,24 +35,24 @@ class Merged:
     fusions: list[Fusion] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
     joined: int = 0
-    """Products of e4m3 weights that have another layer's beside them."""
+    """Number of fp8_linear calls that also compute a second layer (`beside`)."""
 
     @property
     def reasons(self) -> list[str]:
-        """Why groups were left apart."""
+        """Reasons of the groups that were not fused."""
         return [fusion.reason for fusion in self.fusions if not fusion.fused]
 
 
-def merged(fn: Callable[..., Any], options: dict[str, Any] | None = None, *, dynamic: bool | None = None) -> Merged:
-    """`fn`, to be called without gradients: its graph is made functional, goes through the passes, and runs."""
+def fused(fn: Callable[..., Any], options: dict[str, Any] | None = None, *, dynamic: bool | None = None) -> Fused:
+    """Return `fn` compiled, to be called without gradients: its functional graph runs after the fusion passes."""
     registry.load()
     parsed = Options.parse(None, options if options is not None else {"dsv4.fuse": "on"}, ops=OPS)
-    result = Merged(fn)
+    result = Fused(fn)
 
     def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         gm.graph.eliminate_dead_code()
         with decisions.collect() as collected:
-            merging.run(gm.graph, parsed)
+            pipeline.run(gm.graph, parsed)
         gm.graph.lint()
         result.fusions = collected.fusions
         calls = [call for node in gm.graph.nodes if (call := read(node)) is not None]
@@ -75,15 +75,15 @@ def merged(fn: Callable[..., Any], options: dict[str, Any] | None = None, *, dyn
 
 
 def _shares_storage(call: OpNode) -> bool:
-    """Whether the fake of a cache's new version is a view of the old one's."""
+    """Return whether the fake of a cache's new version shares storage with the old one."""
     return any(
         storage_identity(new.meta["val"]) == storage_identity(cache.base.meta["val"])
         for name, cache in call.caches().items()
-        for new in call.versions(name)
+        for new in call.new_versions(name)
     )
 
 
 def _target(node: Node) -> str:
-    """Name of an op without its namespace and overload: `mm`, `convert_element_type`."""
+    """Return the name of an op without its namespace and overload: `mm`, `convert_element_type`."""
     parts = str(node.target).split(".")
     return parts[1] if len(parts) == 3 else parts[0]

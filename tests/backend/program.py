@@ -1,4 +1,4 @@
-"""Not a test: runs a program with the package of a folder, in a fork of an interpreter that has imported torch alone.
+"""Run a program with the package of a folder, in a fork of an interpreter that has imported only torch. Not a test.
 
 python -m tests.backend.program <folder of the package> <program>
 """

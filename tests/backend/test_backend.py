@@ -1,4 +1,4 @@
-"""The backend around Inductor: what it imports, what it adds to the graph passes, and what it leaves alone."""
+"""The backend: its imports, its graph pass beside the user's, and the settings of Inductor that it changes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Recording(CustomGraphPass):
-    """A user's pass that can be cached."""
+    """A user's pass with a uuid, which can be cached."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.key = uuid.uuid4().hex  # of this run, so that a cache from the last one does not answer
+        self.key = uuid.uuid4().hex  # new in each run, so that the cache of an earlier run is not hit
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         self.seen.extend(str(node.target) for node in graph.nodes if node.op == "call_function")
@@ -62,7 +62,7 @@ def test_private_name_exists_in_this_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.16.0.dev20261101+cu132", "3.0.0"])
-def test_a_torch_outside_the_window_is_e101_with_the_line_to_paste(version: str) -> None:
+def test_an_unsupported_torch_version_is_e101_with_the_pip_command(version: str) -> None:
     with mock.patch.object(torch, "__version__", version), pytest.raises(EnvironmentFault) as caught:
         _compat.check_torch()
     assert caught.value.code == "E101"
@@ -71,7 +71,7 @@ def test_a_torch_outside_the_window_is_e101_with_the_line_to_paste(version: str)
 
 
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.15.3"])
-def test_both_ends_of_the_window_are_in_it(version: str) -> None:
+def test_both_ends_of_the_supported_range_are_accepted(version: str) -> None:
     with mock.patch.object(torch, "__version__", version):
         _compat.check_torch()
 
@@ -87,7 +87,7 @@ def test_key_covers_options_architecture_and_the_users_passes() -> None:
     keys = {p.uuid() for p in passes}
     assert len(keys) == len(passes)
     assert _pass().uuid() == _pass().uuid()
-    with proven.trust():  # other implementations are chosen there
+    with proven.trust():  # other implementations may be chosen there
         assert _pass().uuid() not in keys
 
 
@@ -100,7 +100,7 @@ def test_a_pass_without_uuid_and_a_collector_bypass_the_caches() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("cached", [True, False])
-def test_users_pass_runs_before_ours_and_decides_whether_caches_are_used(
+def test_users_pass_runs_before_ours_and_its_uuid_decides_whether_caches_are_used(
     cached: bool,
 ) -> None:
     recording = Recording()
@@ -116,7 +116,7 @@ def test_users_pass_runs_before_ours_and_decides_whether_caches_are_used(
     assert (counters["inductor"]["fxgraph_cache_bypass"] == 0) is cached
 
 
-def test_conditions_that_read_each_other_grow_by_levels_in_cpp_unless_an_option_says_otherwise() -> None:
+def test_nested_conditions_are_not_inlined_exponentially_in_cpp_unless_an_option_allows_it() -> None:
     def run(x: Tensor, end: int) -> Tensor:
         for _ in range(5):
             x = torch.where((x >= 0) & (x < end), x * 3 - 1, 0)
@@ -167,7 +167,7 @@ def test_mode_and_kwargs_reach_inductor() -> None:
 
 
 @torch.no_grad()
-def test_a_view_of_a_cache_with_dynamic_dims_is_written_where_it_lies() -> None:
+def test_a_view_of_a_cache_with_dynamic_dims_is_written_at_its_offset() -> None:
     # pytorch#198068: without a lowering for aten.sym_storage_offset the row lands in the first cache of the stack.
     slots, positions, table = torch.tensor([2, -1, 7]), torch.arange(3), torch.randn(8, 8)
     kv, expected, actual = torch.randn(3, 24), torch.zeros(3, 5, 4, 24), torch.zeros(3, 5, 4, 24)
@@ -183,8 +183,8 @@ def test_a_view_of_a_cache_with_dynamic_dims_is_written_where_it_lies() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @torch.no_grad()
-def test_a_slice_of_a_cache_that_is_a_view_itself_is_written_where_it_lies(dynamic: bool) -> None:
-    # torch counts the pages of the slice from the first of the allocation: others would be written, or none.
+def test_a_slice_of_a_cache_that_is_itself_a_view_is_written_at_its_offset(dynamic: bool) -> None:
+    # torch counts the pages of the slice from the start of the allocation, so other pages would be written, or none.
     slots, positions, table = torch.tensor([2, -1, 7]), torch.arange(3), torch.randn(8, 8)
     kv, expected, actual = torch.randn(3, 24), torch.zeros(9, 4, 24), torch.zeros(9, 4, 24)
 

@@ -1,6 +1,6 @@
-"""An edited lowering is never served from a cache of compiled graphs; an unedited one is.
+"""A graph with an edited lowering is never served from Inductor's cache; one with an unedited lowering is.
 
-Each step is a new process over one shared cache folder, with a copy of the package that is edited in between.
+Each step is a new process with the same cache folder and a copy of the package that is edited between the steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def run(q, positions, table):
 
 q, positions, table = torch.ones(2, 1, 4), torch.arange(2), torch.tensor([[1.0, 0.5]]).expand(2, 2).contiguous()
 with torch.no_grad():
-    # Precompiled headers pay off from the second kernel on; here there is one.
+    # With a single kernel, precompiled headers take more time than they save.
     options = {"cpp_cache_precompile_headers": False}
     out = torch.compile(run, backend=backend.dsv4, options=options)(q, positions, table)
 print(json.dumps({"out": out[0, 0].tolist(), "hits": counters["aot_autograd"]["autograd_cache_hit"],
@@ -57,11 +57,11 @@ def checkout(tmp_path: Path, torch_alone: WarmPython) -> Checkout:
 
 
 def test_edit_misses_and_revert_hits(checkout: Checkout) -> None:
-    lowering = checkout.tree / "lowering" / "q_norm_rope_kv_insert.py"
+    lowering = checkout.tree / "lowering" / "preprocess" / "q_norm_rope.py"
     original = lowering.read_text()
     edited = original.replace("cos_sin_cache, eps, padded_heads)", "cos_sin_cache, eps + 3, padded_heads)")
     assert edited != original
-    # Ones, normalised, then the pair (1, 1) rotated by cos 1 and sin 0.5.
+    # Normalized ones, whose last pair (1, 1) is rotated by cos 1 and sin 0.5.
     first = checkout.run()
     assert first["out"] == pytest.approx([1, 1, 0.5, 1.5], abs=1e-5)
     assert (first["hits"], first["misses"]) == (0, 1)

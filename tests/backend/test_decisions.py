@@ -1,4 +1,4 @@
-"""Every dsv4 op of a compiled graph yields one decision; demands are honoured or refused, preferences recorded."""
+"""Every dsv4 op of a compiled graph has one decision; a demand is met or an error, a preference may be declined."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_every_op_yields_exactly_one_decision_with_reason_and_place() -> None:
     assert reasons["kv_rope_insert"] == "the C++ backend cannot predicate stores; its kernel runs on GPUs"
 
 
-def test_a_preference_that_an_op_lacks_is_recorded_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_preference_that_an_op_does_not_support_is_recorded_and_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     registry.forget_warnings()
     with caplog.at_level(logging.WARNING, logger="dsv4_compile"):
         decided = _decide({"dsv4.impl": "triton"})
@@ -79,7 +81,7 @@ def test_eager_for_all_and_ir_for_one() -> None:
     assert set(decided.values()) == {"ir", "eager"}
 
 
-def test_a_demand_that_cannot_be_met_is_e302_with_what_is_available() -> None:
+def test_a_demand_that_cannot_be_met_is_e302_with_the_available_implementations() -> None:
     with pytest.raises(Exception, match=r"\[E302\]") as caught:
         _decide({"dsv4.impl.kv_rope_insert": "ir"})
     message = str(caught.value)
@@ -88,7 +90,7 @@ def test_a_demand_that_cannot_be_met_is_e302_with_what_is_available() -> None:
     assert "use one of eager, or auto" in message
 
 
-def test_a_function_compiled_before_decides_nothing() -> None:
+def test_a_function_that_is_already_compiled_records_no_decision() -> None:
     compiled = torch.compile(attention_inputs, backend=backend.dsv4, fullgraph=True, options={"dsv4.impl": "eager"})
     with torch.no_grad():
         compiled(*_inputs())
@@ -110,7 +112,7 @@ def test_collectors_nest() -> None:
 
 @pytest.fixture
 def kernels() -> Iterator[None]:
-    """Kernels on the CPU that return ones, registered as device kernels would be: for an op with IR and one without."""
+    """Register CPU kernels that return ones, as device kernels are registered: for an op with IR and one without."""
     library = torch.library.Library("dsv4", "IMPL")
     library.impl("inv_rope", lambda o, positions, table: torch.ones_like(o), "CPU")
     library.impl("prefill_gather_lens", lambda starts, lens, decodes, window: torch.ones_like(lens[decodes:]), "CPU")
@@ -139,7 +141,7 @@ def gather_lens() -> tuple[str, tuple[Any, ...]]:
         (rotated_back, {"dsv4.impl": "eager"}, "eager"),
     ],
 )
-def test_ir_goes_before_a_device_kernel_and_that_before_the_reference_unless_one_is_asked_for(
+def test_ir_is_preferred_to_a_device_kernel_and_that_to_the_reference_unless_one_is_requested(
     kernels: None, call: Callable[[], tuple[str, tuple[Any, ...]]], options: dict[str, str] | None, impl: str
 ) -> None:
     op, args = call()

@@ -1,4 +1,4 @@
-"""When attention takes over the norm and RoPE of its queries, and the inverse RoPE behind. Results are equal."""
+"""Fusion of attention with the norm and RoPE of q and with the inverse RoPE after it; results are equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.selection import decisions
 from dsv4_compile.testing import assert_bitwise
-from tests.backend.functional import Merged, merged
+from tests.backend.functional import Fused, fused
 
 T, H, D, ROPE, BLOCK, EPS = 6, 2, 64, 16, 64, 1e-6
 ATTENTION = "sparse_mla_decode"
@@ -20,7 +20,7 @@ ops: Any = torch.ops.dsv4
 
 
 class Attention:
-    """Attention of T tokens to themselves and to one more each, with vectors of `dim`."""
+    """Attention of T tokens, each to itself and to one more, with vectors of `dim`."""
 
     def __init__(self, dim: int = D) -> None:
         self.q, self.kv, self.cache = torch.randn(T, H, dim), torch.randn(T, dim), torch.randn(2, BLOCK, dim)
@@ -44,62 +44,62 @@ class Attention:
 
 
 @torch.no_grad()
-def compare(run: Callable[[Tensor], Tensor], attention: Attention, options: dict[str, Any] | None = None) -> Merged:
-    """The result and the cache equal those of the graph that is not merged."""
+def compare(run: Callable[[Tensor], Tensor], attention: Attention, options: dict[str, Any] | None = None) -> Fused:
+    """Compare the result and the cache with those of the unfused graph."""
     expected, got = attention.cache.clone(), attention.cache.clone()
-    result = merged(run, options)
+    result = fused(run, options)
     assert_bitwise(result.call(got), run(expected))
     assert_bitwise(got, expected)
     return result
 
 
-def test_the_half_of_q_goes_inside_and_the_cache_is_read_behind_the_half_of_kv() -> None:
+def test_the_q_half_is_fused_and_the_cache_is_read_after_the_kv_half() -> None:
     attention = Attention()
     result = compare(lambda cache: attention(attention.norm_and_insert(cache), cache), attention)
     assert result.ops == {"kv_rope_insert": 1, ATTENTION: 1}
     assert [(fusion.ops, fusion.fused) for fusion in result.fusions] == [(("q_norm_rope", ATTENTION), True)]
 
 
-def test_a_norm_with_an_eps_of_zero_goes_inside() -> None:
+def test_a_norm_with_an_eps_of_zero_is_fused() -> None:
     attention = Attention()
     assert compare(lambda cache: attention(attention.norm(0.0), cache), attention).ops == {ATTENTION: 1}
 
 
 @pytest.mark.parametrize("eps", [EPS, 0.0])
-@pytest.mark.parametrize("where", ["front", "back"])
-def test_attention_that_normalises_and_rotates_already_takes_over_no_more(where: str, eps: float) -> None:
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_attention_that_already_applies_norm_and_rope_is_not_fused_again(where: str, eps: float) -> None:
     attention = Attention()
     own = {"positions": attention.positions + 5, "cos_sin_cache": attention.table, "q_norm_eps": eps}
 
     def run(cache: Tensor) -> Tensor:
-        if where == "front":
+        if where == "before":
             return attention(attention.norm(), cache, **own)
-        back: Tensor = ops.inv_rope(attention(attention.q, cache, **own), attention.positions, attention.table)
-        return back
+        out: Tensor = ops.inv_rope(attention(attention.q, cache, **own), attention.positions, attention.table)
+        return out
 
     result = compare(run, attention)
-    assert result.ops == {ATTENTION: 1, "q_norm_rope" if where == "front" else "inv_rope": 1}
-    assert result.reasons == [f"{ATTENTION} rotates already"]
+    assert result.ops == {ATTENTION: 1, "q_norm_rope" if where == "before" else "inv_rope": 1}
+    assert result.reasons == [f"{ATTENTION} already applies RoPE"]
 
 
 @pytest.fixture
 def kernel() -> Iterator[None]:
-    """A kernel for attention on the CPU, as device kernels are registered; it refuses what that of GPUs refuses."""
+    """Register the reference of attention as a CPU kernel, with the limits of the GPU kernel."""
     library = torch.library.Library("dsv4", "IMPL")
     library.impl(ATTENTION, REFERENCES[ATTENTION], "CPU")
     yield
     library._destroy()
 
 
-@pytest.mark.parametrize(("dim", "merges"), [(D, True), (96, False)])
-def test_a_demand_that_attention_alone_meets_is_met(kernel: None, dim: int, merges: bool) -> None:
-    """The kernel rotates vectors of a power of two of dims only."""
+@pytest.mark.parametrize(("dim", "fuses"), [(D, True), (96, False)])
+def test_a_demand_that_only_unfused_attention_meets_is_met(kernel: None, dim: int, fuses: bool) -> None:
+    """The kernel applies RoPE only to heads with a power of two of dims."""
     attention = Attention(dim)
     options = {"dsv4.fuse": "on", f"dsv4.impl.{ATTENTION}": "triton"}
     result = compare(lambda cache: attention(attention.norm(), cache), attention, options)
-    assert (result.ops == {ATTENTION: 1}) is merges
-    wanted = f"dsv4.impl.{ATTENTION}='triton' would not be met: the kernel rotates vectors of a power of two of dims"
-    assert [reason.partition(",")[0] for reason in result.reasons] == ([] if merges else [wanted])
+    assert (result.ops == {ATTENTION: 1}) is fuses
+    wanted = f"dsv4.impl.{ATTENTION}='triton' would not be met: rotated heads have a power of two of dims"
+    assert [reason.partition(",")[0] for reason in result.reasons] == ([] if fuses else [wanted])
 
     torch.compiler.reset()
     compiled = torch.compile(

@@ -1,4 +1,4 @@
-"""When the indexer selects slots at once, and rounds its weights where it reads them. Results are equal."""
+"""Fusion of the indexer's top-k with the map to slots, and of its queries with a cast; results are equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.testing import assert_bitwise
 from dsv4_compile.testing.samples import op_samples
-from tests.backend.functional import Merged, merged
+from tests.backend.functional import Fused, fused
 
 HEADS, D = 4, 128
 ops: Any = torch.ops.dsv4
@@ -20,7 +20,7 @@ Results = list[Tensor]
 
 
 class Layer:
-    """The indexer of a CSA layer behind a float32 projection. `body` may be replaced."""
+    """The indexer of a CSA layer after a float32 projection."""
 
     def __init__(self) -> None:
         args = op_samples("indexer_topk_slots")[0]
@@ -35,7 +35,7 @@ class Layer:
         q, scale, folded = ops.indexer_q_rope_quant(self.q, self.positions, self.rope, weights, self.fmt, True)
         return q, scale, folded
 
-    def choice(self, *queries: Tensor) -> Tensor:
+    def select(self, *queries: Tensor) -> Tensor:
         chosen: Tensor = ops.indexer_logits_topk(
             *queries, self.cache, self.table, self.owner, self.lens, self.block, self.fmt, self.topk
         )
@@ -47,19 +47,19 @@ class Layer:
         return slots, lens
 
     def whole(self) -> Results:
-        return list(self.slots(self.choice(*self.queries(self.weights.to(torch.bfloat16)))))
+        return list(self.slots(self.select(*self.queries(self.weights.to(torch.bfloat16)))))
 
 
-def compare(body: Callable[[], Results], options: dict[str, Any] | None = None) -> Merged:
-    """Results equal those of the graph that is not merged."""
+def compare(body: Callable[[], Results], options: dict[str, Any] | None = None) -> Fused:
+    """Compare the results with those of the unfused graph."""
     with torch.no_grad():
-        result = merged(body, options)
+        result = fused(body, options)
         for got, want in zip(result.call(), body(), strict=True):
             assert_bitwise(got, want)
     return result
 
 
-def test_a_selection_and_its_map_are_one_op_and_the_weights_are_not_cast() -> None:
+def test_the_topk_and_its_map_become_one_op_and_the_weights_are_not_cast() -> None:
     result = compare(Layer().whole)
     assert result.ops == {"indexer_q_rope_quant": 1, "indexer_topk_slots": 1}
     assert result.targets["convert_element_type"] == 0
@@ -70,11 +70,11 @@ def test_a_selection_and_its_map_are_one_op_and_the_weights_are_not_cast() -> No
     assert all(fusion.fused for fusion in result.fusions)
 
 
-def test_what_the_map_takes_may_be_computed_behind_the_selection() -> None:
+def test_inputs_of_the_map_may_be_computed_after_the_topk() -> None:
     layer = Layer()
 
     def body() -> Results:
-        chosen = layer.choice(*layer.queries(layer.weights))
+        chosen = layer.select(*layer.queries(layer.weights))
         return list(ops.global_topk(chosen, layer.owner, layer.main + 1, layer.lens > 2, layer.main_block))
 
     assert compare(body).ops["indexer_topk_slots"] == 1
@@ -86,41 +86,41 @@ def test_one_of_the_results_may_be_unused(index: int) -> None:
     assert compare(lambda: [layer.whole()[index]]).ops["indexer_topk_slots"] == 1
 
 
-def test_a_choice_that_somebody_else_wants_stays() -> None:
+def test_a_topk_with_another_user_is_not_fused() -> None:
     layer = Layer()
 
     def body() -> Results:
-        chosen = layer.choice(*layer.queries(layer.weights))
+        chosen = layer.select(*layer.queries(layer.weights))
         return [*layer.slots(chosen), chosen + 1]
 
     result = compare(body)
     assert result.ops["global_topk"] == 1
-    assert result.reasons == ["the result of indexer_logits_topk is used elsewhere too, by aten.add.Tensor"]
+    assert result.reasons == ["the result of indexer_logits_topk is also used by aten.add.Tensor"]
 
 
-def test_other_requests_for_the_map_keep_them_apart() -> None:
+def test_a_map_with_another_token_to_req_is_not_fused() -> None:
     layer = Layer()
-    result = compare(lambda: list(layer.slots(layer.choice(*layer.queries(layer.weights)), layer.owner.clone())))
+    result = compare(lambda: list(layer.slots(layer.select(*layer.queries(layer.weights)), layer.owner.clone())))
     assert result.ops["global_topk"] == 1
-    assert result.reasons == ["global_topk has token_to_req of its own"]
+    assert result.reasons == ["global_topk has a different token_to_req"]
 
 
-def test_a_table_that_depends_on_the_choice_keeps_them_apart() -> None:
+def test_a_map_whose_input_depends_on_the_topk_is_not_fused() -> None:
     layer = Layer()
 
     def body() -> Results:
-        chosen = layer.choice(*layer.queries(layer.weights))
+        chosen = layer.select(*layer.queries(layer.weights))
         valid = chosen[:, 0] >= 0
         return list(ops.global_topk(chosen, layer.owner, layer.main, valid, layer.main_block))
 
-    assert compare(body).reasons == ["the result of indexer_logits_topk is used elsewhere too, by aten.select.int"]
+    assert compare(body).reasons == ["the result of indexer_logits_topk is also used by aten.select.int"]
 
 
-def test_a_table_that_is_written_in_between_keeps_them_apart() -> None:
+def test_a_map_whose_table_is_computed_from_a_buffer_written_between_is_not_fused() -> None:
     layer = Layer()
 
     def body() -> Results:
-        chosen = layer.choice(*layer.queries(layer.weights))
+        chosen = layer.select(*layer.queries(layer.weights))
         window, kv = torch.zeros(1, 64, 64), torch.ones(1, 64)
         first = torch.zeros(1, dtype=torch.int64)
         ops.kv_rope_insert(kv, window, first, first, layer.rope, 64, "plain")
@@ -129,10 +129,10 @@ def test_a_table_that_is_written_in_between_keeps_them_apart() -> None:
 
     result = compare(body)
     assert result.ops["global_topk"] == 1
-    assert result.reasons == ["kv_rope_insert stands between and writes what they use"]
+    assert result.reasons == ["an input of the group depends on kv_rope_insert, which writes a buffer"]
 
 
-def test_rounded_weights_that_somebody_else_wants_stay() -> None:
+def test_rounded_weights_with_another_user_are_not_fused() -> None:
     layer = Layer()
 
     def body() -> Results:
@@ -140,11 +140,11 @@ def test_rounded_weights_that_somebody_else_wants_stay() -> None:
         return [layer.queries(rounded)[2], rounded + 1]
 
     result = compare(body)
-    assert result.reasons == ["the rounded weights are used elsewhere too, by aten.add.Tensor"]
+    assert result.reasons == ["the rounded weights are also used by aten.add.Tensor"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_only_a_rounding_of_float32_to_the_dtype_of_q_goes_inside(dtype: torch.dtype) -> None:
+def test_only_a_cast_of_float32_to_the_dtype_of_q_is_fused(dtype: torch.dtype) -> None:
     layer = Layer()
     result = compare(lambda: [layer.queries(layer.weights.to(dtype))[2]])
     assert result.targets["convert_element_type"] == (dtype is torch.float16)
@@ -153,7 +153,7 @@ def test_only_a_rounding_of_float32_to_the_dtype_of_q_goes_inside(dtype: torch.d
 
 @pytest.fixture
 def kernels() -> Iterator[None]:
-    """Kernels for the ops on the CPU, as device kernels are registered."""
+    """Register the references of the ops as CPU kernels."""
     library = torch.library.Library("dsv4", "IMPL")
     for name in ("indexer_topk_slots", "indexer_logits_topk", "global_topk"):
         library.impl(name, REFERENCES[name], "CPU")
@@ -162,7 +162,7 @@ def kernels() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("options", "merges"),
+    ("options", "fuses"),
     [
         ({}, True),
         ({"dsv4.fuse.fuse_indexer": "off"}, False),
@@ -171,15 +171,15 @@ def kernels() -> Iterator[None]:
         ({"dsv4.impl.indexer_topk_slots": "eager"}, False),
     ],
 )
-def test_auto_merges_where_the_kernel_would_run_and_nobody_asked_for_the_ops(
-    kernels: None, options: dict[str, str], merges: bool
+def test_auto_fuses_if_the_kernel_would_run_and_no_op_is_demanded(
+    kernels: None, options: dict[str, str], fuses: bool
 ) -> None:
     result = compare(Layer().whole, options)
-    assert result.ops["indexer_topk_slots"] == merges
-    assert result.ops["global_topk"] == (not merges)
+    assert result.ops["indexer_topk_slots"] == fuses
+    assert result.ops["global_topk"] == (not fuses)
 
 
-def test_auto_leaves_apart_what_would_run_its_reference() -> None:
+def test_auto_does_not_fuse_into_an_op_that_would_run_its_reference() -> None:
     result = compare(Layer().whole, {})
     assert result.ops == {"indexer_q_rope_quant": 1, "indexer_logits_topk": 1, "global_topk": 1}
     assert [reason.partition(": ")[0] for reason in result.reasons] == [

@@ -1,4 +1,4 @@
-"""When preprocessing quantises its latents, and that results are those of the graph that is not merged."""
+"""Fusion of preprocessing with the quantization of its latents; results equal those of the unfused graph."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.ops.common.define import REFERENCES
-from dsv4_compile.passes import merging
+from dsv4_compile.passes import fusion
 from dsv4_compile.selection import proven
 from dsv4_compile.testing import assert_bitwise
-from tests.backend.functional import Merged, merged
+from tests.backend.functional import Fused, fused
 from tests.ops.preprocess.preprocess_layer import CACHES, Layer, with_copied_caches
 from tests.ops.preprocess.test_preprocess_insert import STEP
 
-FIRST, SECOND, INTO, PRODUCT = "preprocess_insert", "fp8_linear", "preprocess_insert_quant", "fp8_grouped_einsum"
-APART, TOGETHER = {FIRST: 1, SECOND: 1}, {INTO: 1, PRODUCT: 1}
+FIRST, SECOND, INTO, GEMM = "preprocess_insert", "fp8_linear", "preprocess_insert_quant", "fp8_grouped_einsum"
+UNFUSED, FUSED = {FIRST: 1, SECOND: 1}, {INTO: 1, GEMM: 1}
 LATENT = 256
 ops: Any = torch.ops.dsv4
 Body = Callable[[dict[str, Any]], Tensor]
 
 
 class Latents:
-    """A layer's preprocessing and weights that take its latents, whole numbers."""
+    """A layer's preprocessing, and the integer weights that read its latents."""
 
     def __init__(self, ratio: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
         self.layer = Layer(ratio, requests=3, dtype=dtype, latent=LATENT)
@@ -49,13 +49,13 @@ class Latents:
         return self.wq_b(ops.preprocess_insert(**given)) * 2
 
 
-def compare(latents: Latents, body: Body, options: dict[str, Any] | None = None) -> Merged:
-    """Results and caches equal those of the graph that is not merged."""
+def compare(latents: Latents, body: Body, options: dict[str, Any] | None = None) -> Fused:
+    """Compare results and caches with those of the unfused graph."""
     with torch.no_grad():
         given = latents.given()
         ours, theirs = with_copied_caches(given), with_copied_caches(given)
-        result = merged(body, options)
-        # A product of a batch of one may add in another order, which rounds sums of what was normed.
+        result = fused(body, options)
+        # A GEMM with a batch of one may sum in another order, and the normalized values are not integers.
         torch.testing.assert_close(result.call(ours), body(theirs), rtol=2.0**-7, atol=2.0**-6)
         for name in CACHES:
             if name in ours:
@@ -64,31 +64,31 @@ def compare(latents: Latents, body: Body, options: dict[str, Any] | None = None)
 
 
 @pytest.mark.parametrize("ratio", [0, 128, 4])
-def test_preprocessing_quantises_for_the_product_behind_it(ratio: int) -> None:
+def test_preprocessing_quantizes_for_the_gemm_after_it(ratio: int) -> None:
     latents = Latents(ratio)
     result = compare(latents, latents.whole)
-    assert result.ops == TOGETHER
+    assert result.ops == FUSED
     (fusion,) = result.fusions
     assert (fusion.by, fusion.ops, fusion.into, fusion.fused) == ("fuse_latent", (FIRST, SECOND), INTO, True)
 
 
-def test_two_products_share_what_is_quantised() -> None:
+def test_two_gemms_read_the_same_quantized_latents() -> None:
     latents = Latents()
 
     def body(given: dict[str, Any]) -> Tensor:
         qr = ops.preprocess_insert(**given)
         return torch.cat((latents.wq_b(qr), latents.indexer(qr)), 1)
 
-    assert compare(latents, body).ops == {INTO: 1, PRODUCT: 2}
+    assert compare(latents, body).ops == {INTO: 1, GEMM: 2}
 
 
-def test_caches_are_read_as_they_are_left() -> None:
+def test_reads_of_the_caches_after_the_fused_op_see_its_writes() -> None:
     latents = Latents(4)
 
     def body(given: dict[str, Any]) -> Tensor:
         return latents.whole(given) + given["window_cache"].nansum() + given["indexer_cache"].nansum()
 
-    assert compare(latents, body).ops == TOGETHER
+    assert compare(latents, body).ops == FUSED
 
 
 @pytest.mark.parametrize(
@@ -96,26 +96,28 @@ def test_caches_are_read_as_they_are_left() -> None:
     [
         (
             lambda latents, qr: latents.wq_b(qr) + qr.sum(1)[:, None],
-            "the result of preprocess_insert is used elsewhere too, by aten.sum.dim_IntList",
+            "the result of preprocess_insert is also used by aten.sum.dim_IntList",
         ),
-        (lambda latents, qr: latents.wq_b(qr) + latents.wq_b(qr, False), "one fp8_linear takes it as it is"),
+        (lambda latents, qr: latents.wq_b(qr) + latents.wq_b(qr, False), "one fp8_linear does not quantize its input"),
         (
             lambda latents, qr: latents.wq_b(qr, True, torch.ones(8, LATENT).bfloat16()),
-            "fp8_linear has another layer beside it, whose input is not quantised",
+            "fp8_linear has a second layer (beside=), whose input is not quantized",
         ),
     ],
 )
-def test_latents_that_are_wanted_otherwise_stay(second: Callable[[Latents, Tensor], Tensor], reason: str) -> None:
+def test_latents_with_users_that_do_not_quantize_are_not_fused(
+    second: Callable[[Latents, Tensor], Tensor], reason: str
+) -> None:
     latents = Latents()
     result = compare(latents, lambda given: second(latents, ops.preprocess_insert(**given)))
     assert INTO not in result.ops and result.reasons == [reason]
 
 
-def test_products_of_another_dtype_stay() -> None:
+def test_gemms_that_return_another_dtype_are_not_fused() -> None:
     latents = Latents(dtype=torch.float32)
     result = compare(latents, latents.whole)
-    assert result.ops == APART
-    assert result.reasons == ["fp8_grouped_einsum gives bfloat16, fp8_linear torch.float32"]
+    assert result.ops == UNFUSED
+    assert result.reasons == ["fp8_grouped_einsum returns bfloat16, fp8_linear torch.float32"]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_products_of_another_dtype_stay() -> None:
         lambda latents, qr: qr @ latents.weight.bfloat16().t(),
     ],
 )
-def test_what_is_not_quantised_is_nothing_to_merge(second: Callable[[Latents, Tensor], Tensor]) -> None:
+def test_latents_that_are_not_quantized_are_no_candidate(second: Callable[[Latents, Tensor], Tensor]) -> None:
     latents = Latents()
     result = compare(latents, lambda given: second(latents, ops.preprocess_insert(**given)))
     assert INTO not in result.ops and not result.fusions
@@ -134,9 +136,9 @@ def test_what_is_not_quantised_is_nothing_to_merge(second: Callable[[Latents, Te
 
 @pytest.fixture
 def kernels() -> Iterator[None]:
-    """Kernels for the ops on the CPU, as device kernels are registered, and proven on every GPU."""
+    """Register the references of the ops as CPU kernels, proven on every GPU."""
     library = torch.library.Library("dsv4", "IMPL")
-    for name in (FIRST, SECOND, INTO, PRODUCT):
+    for name in (FIRST, SECOND, INTO, GEMM):
         library.impl(name, REFERENCES[name], "CPU")
     with proven.trust():
         yield
@@ -144,7 +146,7 @@ def kernels() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("options", "merges"),
+    ("options", "fuses"),
     [
         ({}, True),
         ({"dsv4.fuse.fuse_latent": "off"}, False),
@@ -155,26 +157,26 @@ def kernels() -> Iterator[None]:
     ],
 )
 @pytest.mark.parametrize("architecture", ["cuda sm_90", "cuda sm_100", "cuda gfx942"])
-def test_auto_merges_where_the_kernels_would_run_and_nobody_asked_for_the_ops(
-    kernels: None, monkeypatch: pytest.MonkeyPatch, architecture: str, options: dict[str, str], merges: bool
+def test_auto_fuses_if_the_kernels_would_run_and_no_op_is_demanded(
+    kernels: None, monkeypatch: pytest.MonkeyPatch, architecture: str, options: dict[str, str], fuses: bool
 ) -> None:
     gpu = {"device": torch.device("cuda"), "codegen": "triton", "architecture": architecture}
-    describe = merging.describe
-    monkeypatch.setattr(merging, "describe", lambda *args: dataclasses.replace(describe(*args), **gpu))
+    describe = fusion.describe
+    monkeypatch.setattr(fusion, "describe", lambda *args: dataclasses.replace(describe(*args), **gpu))
     latents = Latents()
-    assert compare(latents, latents.whole, options).ops == (TOGETHER if merges else APART)
+    assert compare(latents, latents.whole, options).ops == (FUSED if fuses else UNFUSED)
 
 
-def test_auto_leaves_apart_what_would_run_its_reference() -> None:
+def test_auto_does_not_fuse_into_an_op_that_would_run_its_reference() -> None:
     latents = Latents()
     result = compare(latents, latents.whole, {})
-    assert result.ops == APART
+    assert result.ops == UNFUSED
     assert [reason.partition(": ")[0] for reason in result.reasons] == [f"{INTO} would run its reference"]
 
 
 def test_one_graph_serves_every_token_count() -> None:
     latents = Latents()
-    result = merged(latents.whole)
+    result = fused(latents.whole)
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (5, 3, 40):
             given = latents.given([(0, p) for p in range(tokens)])
@@ -183,4 +185,4 @@ def test_one_graph_serves_every_token_count() -> None:
                 for name in ("qr", "kv", "positions", "token_to_req", "window_slot_mapping"):
                     torch._dynamo.mark_dynamic(each[name], 0)
             torch.testing.assert_close(result.call(ours), latents.whole(theirs), rtol=2.0**-7, atol=2.0**-6)
-            assert result.ops == TOGETHER
+            assert result.ops == FUSED

@@ -1,4 +1,4 @@
-"""Where an op has IR and a kernel, `auto` goes by what was measured at the nearest size on that GPU, else takes IR."""
+"""`auto` chooses between IR and a kernel by the times at the nearest size on that GPU, or takes IR without them."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def decide(tokens: int, architecture: str = SM90, **options: str) -> Decision:
     return registry.decide(call, Options.parse(None, {f"dsv4.{k}": v for k, v in options.items()}, ops=OPS))
 
 
-def test_the_faster_one_at_the_nearest_size_is_taken_and_the_reason_says_so(table: None) -> None:
+def test_the_faster_one_at_the_nearest_size_is_chosen_and_the_reason_shows_the_times(table: None) -> None:
     assert [decide(tokens).impl for tokens in (1, 19, 21, 10_000)] == ["triton", "triton", "ir", "ir"]
     assert decide(2).reason == "kernel for cuda sm_90; measured at such a size: ir 5.0 us, triton 2.5 us"
 
 
-def test_no_tokens_are_the_smallest_size(table: None) -> None:
+def test_no_tokens_count_as_the_smallest_size(table: None) -> None:
     assert decide(0).impl == "triton"
 
 
-def test_rows_of_as_many_heads_go_before_rows_of_as_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_equal_number_of_heads_is_preferred_to_an_equal_number_of_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     other_heads = {**TABLE[0], "elements": 640, "tokens": 1, "ir_us": 1.0}
     as_many = {**TABLE[0], "elements": 64 * 64, "tokens": 64}
     monkeypatch.setattr(measured, "_entries", lambda: (other_heads, as_many))
@@ -61,23 +61,23 @@ def test_rows_of_as_many_heads_go_before_rows_of_as_many_elements(monkeypatch: p
     assert measured.nearest("q_norm_rope", SM90, 640) == {"ir": 1.0, "triton": 2.5}
 
 
-def test_what_was_measured_on_another_gpu_does_not_count(table: None) -> None:
+def test_times_of_another_gpu_are_ignored(table: None) -> None:
     decision = decide(2, "cuda sm_100")
     assert decision.impl == "ir"
     assert "measured" not in decision.reason
 
 
-def test_a_request_is_stronger_than_a_measurement(table: None) -> None:
+def test_a_request_overrides_a_measurement(table: None) -> None:
     assert decide(2, impl="ir").impl == "ir"
     assert decide(10_000, **{"impl.q_norm_rope": "triton"}).impl == "triton"
 
 
-def test_what_is_not_proven_is_not_compared(table: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_implementation_that_is_not_proven_is_not_compared(table: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "is_proven", lambda impl, op, architecture: impl == "ir")
     assert decide(2).impl == "ir"
 
 
-def test_a_dynamic_dim_counts_with_the_size_it_was_traced_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dynamic_dim_counts_with_its_size_during_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int | None] = []
 
     def spy(call: Call, options: Options) -> Decision:
@@ -94,7 +94,7 @@ def test_a_dynamic_dim_counts_with_the_size_it_was_traced_with(monkeypatch: pyte
         args = torch.randn(tokens, 1, 64), torch.arange(tokens), torch.randn(8, 16)
         for tensor in args[:2]:
             maybe_mark_dynamic(tensor, 0)
-        # Collecting passes by torch's caches, where a graph keeps the choice made when it was first compiled.
+        # Collecting bypasses torch's caches, which keep the choice made at the first compilation.
         with decisions.collect(), torch.no_grad():
             torch.compile(run, backend=backend.dsv4, fullgraph=True)(*args)
     assert seen == [3 * 64, 500 * 64]
@@ -110,7 +110,7 @@ def test_a_bench_record_becomes_the_table(tmp_path: Path, monkeypatch: pytest.Mo
     row = {"op": "q_norm_rope", "elements": 640, "impl": "ir", "us": 4.0}
     rows = [row, {**row, "impl": "triton", "us": 3.0}, {**row, "impl": "eager", "us": 99.0}]
     rows += [{**row, "elements": 1280, "tokens": 20}, {**row, "elements": 1280, "impl": "triton", "us": None}]
-    rows += [{**row, "elements": 1280, "tokens": 10, "us": 7.0}]  # as large, of longer rows
+    rows += [{**row, "elements": 1280, "tokens": 10, "us": 7.0}]  # the same size with longer rows
     stamp = {"architecture": SM90, "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-02T03:04:05+00:00"}
     assert measured.update({"rows": rows, **stamp}) == 1
     assert measured.nearest("q_norm_rope", SM90, 1) == {"ir": 4.0, "triton": 3.0}
@@ -130,7 +130,7 @@ def test_a_bench_record_becomes_the_table(tmp_path: Path, monkeypatch: pytest.Mo
     measured._entries.cache_clear()
 
 
-def test_tables_of_runs_side_by_side_are_both_kept_and_written_in_one_step(
+def test_tables_of_concurrent_runs_are_both_kept_and_written_atomically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "measured.json"
@@ -138,7 +138,7 @@ def test_tables_of_runs_side_by_side_are_both_kept_and_written_in_one_step(
     path.write_text(json.dumps({"measured": []}))
     measured._entries.cache_clear()
     assert measured.nearest("q_norm_rope", SM90, 1) is None
-    path.write_text(json.dumps({"measured": [TABLE[0]]}))  # by another run, after this one has read
+    path.write_text(json.dumps({"measured": [TABLE[0]]}))  # by another run, after this one has read the file
     stamp = {"architecture": SM90, "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-02T03:04:05+00:00"}
     rows = [{"op": "inv_rope", "elements": 640, "impl": impl, "us": 4.0} for impl in measured.CANDIDATES]
     assert measured.update({"rows": rows, **stamp}) == 1
@@ -146,11 +146,11 @@ def test_tables_of_runs_side_by_side_are_both_kept_and_written_in_one_step(
     assert [row["op"] for row in json.loads(whole)["measured"]] == ["q_norm_rope", "inv_rope"]
     write = Path.write_text
 
-    def cut(path: Path, text: str, **how: str) -> int:
+    def interrupted(path: Path, text: str, **how: str) -> int:
         write(path, text[: len(text) // 2], **how)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", cut)
+    monkeypatch.setattr(Path, "write_text", interrupted)
     with pytest.raises(KeyboardInterrupt):
         measured.update({"rows": rows, **stamp})
     assert path.read_text() == whole

@@ -1,4 +1,4 @@
-"""`auto` uses on a GPU only what has passed on that GPU; the rest is there for who asks for it."""
+"""`auto` uses on a GPU only implementations that have passed their tests there; others run on request."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ def nothing_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proven, "_entries", frozenset)
 
 
-def test_auto_passes_over_what_no_gpu_has_run(nothing_proven: None) -> None:
+def test_auto_skips_an_implementation_that_no_gpu_has_run(nothing_proven: None) -> None:
     decision = decide(inv_rope())
     assert decision.impl == "eager"
     assert "triton has not been tested on cuda sm_90 yet" in decision.reason
 
 
-def test_a_request_gets_it_all_the_same(nothing_proven: None) -> None:
+def test_a_request_gets_an_unproven_implementation(nothing_proven: None) -> None:
     decision = decide(inv_rope(), impl="triton")
     assert decision.impl == "triton"
     assert registry.target_of(decision, inv_rope()).namespace == "dsv4_triton"
 
 
-def test_auto_takes_what_is_proven_there_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_a_proven_implementation_only_on_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proven, "_entries", lambda: frozenset({("triton", "inv_rope", SM90)}))
     assert decide(inv_rope()).impl == "triton"
     assert registry.target_of(decide(inv_rope()), inv_rope()).namespace == "dsv4_triton"
     assert decide(inv_rope("cuda sm_100")).impl == "eager"
 
 
-def test_ir_yields_to_a_kernel_that_is_used_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel had not been tested, nothing but the reference was left."""
+def test_ir_yields_only_to_a_kernel_that_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IR once yielded to a kernel that was not proven, which left only the reference."""
     x, weight = torch.empty(4, 256, dtype=torch.bfloat16), torch.empty(128, 256, dtype=torch.float8_e4m3fn)
     one = call("fp8_linear", x=x, weight=weight, weight_scale=torch.ones(1, 2), quantize_input=True, beside=None)
     tested = {("ir", "fp8_linear", SM90)}
@@ -66,7 +66,7 @@ def test_ir_yields_to_a_kernel_that_is_used_alone(monkeypatch: pytest.MonkeyPatc
     assert decide(one).impl == "triton"
 
 
-def test_trust_is_for_the_block(nothing_proven: None) -> None:
+def test_trust_ends_with_its_block(nothing_proven: None) -> None:
     with proven.trust():
         assert decide(inv_rope()).impl in ("ir", "triton")
     assert decide(inv_rope()).impl == "eager"

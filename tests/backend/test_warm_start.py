@@ -1,6 +1,6 @@
-"""A graph from torch's compile cache runs in a process in which no lowering has run.
+"""A graph from torch's compile cache runs in a process that has run no lowering.
 
-It failed once: generated code called an op of ours that only the lowering had defined.
+Generated code must not call an op that only the lowering defines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def step(q, kv, cache, slots, positions, table):
 
 rows = torch.arange(3)
 args = (torch.ones(3, 2, 24), torch.ones(3, 24), torch.zeros(2, 4, 24), rows, rows, torch.ones(8, 8))
-# For one kernel: headers that are compiled ahead pay off from the second on.
+# With a single kernel, precompiled headers take more time than they save.
 torch.compile(step, backend=dsv4, fullgraph=True, options={"cpp_cache_precompile_headers": False})(*args)
 print("hits", counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"])
 """

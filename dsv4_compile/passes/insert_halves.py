@@ -1,4 +1,4 @@
-"""q_norm_rope_kv_insert back into its halves, for a pass that merges one of them elsewhere."""
+"""Split q_norm_rope_kv_insert into its halves, for a pass that fuses one of them with other ops."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from torch.fx import Graph
 
 from ..ops.common.define import OPS
 from .nodes import OpNode
-from .rewrite import erase, insert, item, replace
+from .rewrite import erase, insert, item, replace_uses
 
 BOTH = "q_norm_rope_kv_insert"
 Q_HALF, KV_HALF = "q_norm_rope", "kv_rope_insert"
 
 
 def half(call: OpNode, name: str) -> Mapping[str, Any]:
-    """The arguments that the half `name` of `call` would have; those of `call` itself if it is that half."""
+    """Return the arguments of the half `name` of `call`; those of `call` itself if it is that half."""
     return {a.name: call[a.name] for a in OPS[name]._schema.arguments}
 
 
 def as_half(call: OpNode, name: str) -> OpNode:
-    """The half `name` of `call` as if its node were a call of that alone; `call` itself if it is."""
+    """Return the half `name` of `call` as a call of its own at the same node; `call` itself if it is that half."""
     return call if call.name == name else OpNode(call.node, OPS[name], half(call, name))
 
 
-def split(graph: Graph, call: OpNode) -> tuple[OpNode, OpNode]:
-    """Replace `call`, a q_norm_rope_kv_insert, by its halves; return that of q and that of kv."""
+def unfuse(graph: Graph, call: OpNode) -> tuple[OpNode, OpNode]:
+    """Replace `call`, a q_norm_rope_kv_insert, by its halves; return the q half and the kv half."""
     with graph.inserting_before(call.node):
         q = insert(graph, OPS[Q_HALF], half(call, Q_HALF), call.node.meta["val"][0], call.node)
         kv = insert(graph, OPS[KV_HALF], half(call, KV_HALF), None, call.node)
         cache = item(graph, kv.node, 1)
-    replace(call.results(0), q.node)
-    replace(call.versions("k_cache"), cache)
+    replace_uses(call.results(0), q.node)
+    replace_uses(call.new_versions("k_cache"), cache)
     erase(graph, call)
     return q, kv

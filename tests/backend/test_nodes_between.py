@@ -1,4 +1,4 @@
-"""What stands between ops that are merged, or that it keeps apart: how it is called, and what moves in front."""
+"""Nodes between the ops of a group: those that prevent fusion are named, those that compute an input are moved."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.testing import assert_bitwise
-from tests.backend.functional import merged
-from tests.backend.test_merging import EPS, Layer, compare
+from tests.backend.functional import fused
+from tests.backend.test_fusion import EPS, Layer, compare
 
 ops: Any = torch.ops.dsv4
 
 
 @pytest.fixture
 def foreign() -> Iterator[Any]:
-    """Somebody else's op, which writes what it is given."""
+    """Register an op of another library that writes its argument."""
 
     def halve(x: Tensor) -> None:
         x.mul_(0.5)
@@ -34,10 +34,10 @@ def foreign() -> Iterator[Any]:
 def test_a_foreign_op_that_writes_a_cache_is_named(foreign: Any) -> None:
     result = compare(lambda place, caches: foreign(caches["window"]) if place == "norm" else None)
     assert "preprocess_insert" not in result.ops
-    assert result.reasons == ["dsv4_in_between.halve_ writes window_cache in between"]
+    assert result.reasons == ["dsv4_in_between.halve_ writes window_cache between the ops"]
 
 
-def test_a_foreign_op_that_writes_what_is_taken_is_named(foreign: Any) -> None:
+def test_a_foreign_op_that_writes_an_input_is_named(foreign: Any) -> None:
     layer = Layer()
 
     def between(place: str, caches: dict[str, Tensor]) -> None:
@@ -47,25 +47,25 @@ def test_a_foreign_op_that_writes_what_is_taken_is_named(foreign: Any) -> None:
 
     result = compare(between, layer=layer)
     assert result.ops["preprocess_insert"] == result.ops["save_partial_states"] == 1
-    assert result.reasons == ["dsv4_in_between.halve_ stands between and writes what they use"]
+    assert result.reasons == ["an input of the group depends on dsv4_in_between.halve_, which writes a buffer"]
 
 
-def test_a_cache_that_is_one_of_several_results_has_the_name_of_what_gives_them() -> None:
+def test_a_cache_that_is_one_of_several_results_is_reported_with_the_op_that_returns_it() -> None:
     layer = Layer()
 
     def run(caches: dict[str, Tensor]) -> list[Tensor]:
         qr, kv = ops.fused_q_kv_rmsnorm(layer.latent, layer.kv, layer.q_weight, layer.kv_weight, EPS)
-        # A maximum along a dim gives two results; the cache that is written is one of them.
+        # A maximum along a dim has two results; one of them is the cache.
         window = caches["window"].max(dim=1, keepdim=True).values
         ops.kv_rope_insert(kv, window, layer.slots * 0, layer.positions, layer.table, 1, "plain")
         return [qr, window]
 
     layer.run = lambda caches, between: run(caches)  # type: ignore[method-assign]
-    assert compare(layer=layer, keep=slice(0, 2)).reasons == ["aten.max.dim writes window_cache in between"]
+    assert compare(layer=layer, keep=slice(0, 2)).reasons == ["aten.max.dim writes window_cache between the ops"]
 
 
 @torch.no_grad()
-def test_where_a_part_of_a_cache_begins_is_calculated_in_front() -> None:
+def test_the_offset_of_a_view_of_a_cache_is_computed_before_the_fused_op() -> None:
     layer = Layer()
 
     def run(window: Tensor, latent: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def test_where_a_part_of_a_cache_begins_is_calculated_in_front() -> None:
 
     expected = torch.randn(4, 64, layer.kv.shape[1])
     got = expected.clone()
-    result = merged(run, dynamic=True)
+    result = fused(run, dynamic=True)
     assert_bitwise(result.call(got, layer.latent), run(expected, layer.latent))
     assert_bitwise(got, expected)
     assert result.ops == {"preprocess_insert": 1}

@@ -1,4 +1,4 @@
-"""The three kinds of layers, as modules or op by op: the fused graph, and the results of the graph as written."""
+"""Fusion in the three kinds of layers, as modules or op by op; results equal those of the unfused graph."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ import dsv4_compile
 from dsv4_compile.lowering import registry
 from dsv4_compile.modules import DeepseekV4Attention
 from dsv4_compile.options import FUSE_PASSES
-from dsv4_compile.passes import merging
+from dsv4_compile.passes import fusion
 from dsv4_compile.selection import proven
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close
-from tests.backend.functional import Merged, merged
+from tests.backend.functional import Fused, fused
 from tests.modules.engine import KINDS, Engine
 from tests.modules.test_compiled_layer import CASES, MAX_SEQ_LEN, random_layer
 
 INDEXER = {"indexer_q_rope_quant": 1, "indexer_topk_slots": 1}
-MERGED = ("preprocess_insert", "sparse_mla_decode", "grouped_linear")
-PRODUCTS = ("fp8_grouped_einsum_quant", "fp8_grouped_einsum", "fp8_grouped_einsum")
-MERGED_FP8 = ("preprocess_insert_quant", "sparse_mla_decode_quant", *PRODUCTS)
+FUSED = ("preprocess_insert", "sparse_mla_decode", "grouped_linear")
+GEMMS = ("fp8_grouped_einsum_quant", "fp8_grouped_einsum", "fp8_grouped_einsum")
+FUSED_FP8 = ("preprocess_insert_quant", "sparse_mla_decode_quant", *GEMMS)
 STEPS = [[10, 0, 3], [1, 1, 140]]
 NEIGHBOUR = Tolerance(abs=2e-4, rel=1.01 / 128, cosine=1e-6)
-"""Of e4m3 weights, where the last product becomes a batch of one, whose sums a library may add in another order."""
+"""Tolerance for e4m3 weights: the last GEMM becomes a batch of one, which a library may sum in another order."""
 
 
 def step_through(layer: DeepseekV4Attention, call: Any, check: Any = assert_bitwise) -> None:
-    """Steps through `call` give the outputs and the cache bytes of the layer itself."""
+    """Compare outputs and cache bytes of steps through `call` with those of the layer itself."""
     expected, got = (Engine(layer, 3, MAX_SEQ_LEN, call=run, max_step_tokens=150) for run in (layer, call))
     for counts in STEPS:
         chunks = [torch.randn(n, layer.config.hidden_size).to(layer.q_norm.weight.dtype) for n in counts]
@@ -45,15 +45,15 @@ def step_through(layer: DeepseekV4Attention, call: Any, check: Any = assert_bitw
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["float32", "fp8_ds_mla-mxfp4-hadamard", "fp8-cache-and-weights"])
-def test_a_layer_is_one_op_in_front_of_its_projections_and_one_around_attention(kind: str, case: str) -> None:
+def test_a_layer_has_one_op_between_its_projections_and_caches_and_one_for_attention(kind: str, case: str) -> None:
     config, kwargs = CASES[case]
     fp8 = "fp8" in kwargs
-    # As in the models, groups of the output projection are whole strips.
+    # As in the models, a group of the output projection is a multiple of a scale's 128 rows.
     config = dataclasses.replace(config, o_lora_rank=128) if fp8 else config
     layer = random_layer(config, kind, **kwargs)
-    result = merged(layer)
+    result = fused(layer)
     step_through(layer, result.call, partial(assert_close, tolerance=NEIGHBOUR) if fp8 else assert_bitwise)
-    expected = Counter([*(MERGED_FP8 if fp8 else MERGED), *(INDEXER if kind == "csa" else {})])
+    expected = Counter([*(FUSED_FP8 if fp8 else FUSED), *(INDEXER if kind == "csa" else {})])
     del result.ops["fp8_linear"]
     assert result.ops == expected
     assert [fusion.fused for fusion in result.fusions] == [True] * (2 + (kind == "csa") + 2 * fp8)
@@ -61,22 +61,22 @@ def test_a_layer_is_one_op_in_front_of_its_projections_and_one_around_attention(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("off", FUSE_PASSES)
-def test_every_pass_does_without_each_other(kind: str, off: str) -> None:
+def test_every_pass_works_without_each_other(kind: str, off: str) -> None:
     config, kwargs = CASES["fp8-cache-and-weights"]
     layer = random_layer(dataclasses.replace(config, o_lora_rank=128), kind, **kwargs)
-    result = merged(layer, {"dsv4.fuse": "on", f"dsv4.fuse.{off}": "off"})
+    result = fused(layer, {"dsv4.fuse": "on", f"dsv4.fuse.{off}": "off"})
     step_through(layer, result.call, partial(assert_close, tolerance=NEIGHBOUR))
     assert off not in {fusion.by for fusion in result.fusions}
     assert all(fusion.fused for fusion in result.fusions)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_off_and_auto_on_a_cpu_leave_the_graph_as_it_is_written(kind: str) -> None:
+def test_off_and_auto_on_a_cpu_fuse_nothing(kind: str) -> None:
     config, kwargs = CASES["float32"]
     layer = random_layer(config, kind, **kwargs)
     counts = []
     for value in ("off", "auto"):
-        result = merged(layer, {"dsv4.fuse": value})
+        result = fused(layer, {"dsv4.fuse": value})
         Engine(layer, 1, MAX_SEQ_LEN, call=result.call, max_step_tokens=150).step([torch.randn(9, config.hidden_size)])
         counts.append(result.ops)
         groups = 0 if value == "off" else 3 if kind == "csa" else 2
@@ -87,7 +87,7 @@ def test_off_and_auto_on_a_cpu_leave_the_graph_as_it_is_written(kind: str) -> No
 
 
 def separate(layer: DeepseekV4Attention) -> Any:
-    """The layer's forward up to its output projection, as somebody writes it who calls every op alone."""
+    """Return the forward of `layer` written with one call for each op."""
 
     def run(hidden: Tensor, metadata: Any, cache: Any) -> Tensor:
         ops, table, heads = torch.ops.dsv4, layer.cos_sin, layer.config.num_heads
@@ -110,7 +110,7 @@ def separate(layer: DeepseekV4Attention) -> Any:
             c128.slot_mapping,
             compressor.norm.weight,
             table,
-            cache.main,
+            cache.extra,
             layer.eps,
             128,
             8,
@@ -126,7 +126,7 @@ def separate(layer: DeepseekV4Attention) -> Any:
             "plain",
             layer.scale,
             layer.attn_sink,
-            cache.main,
+            cache.extra,
             c128.indices,
             c128.lens,
             2,
@@ -139,17 +139,17 @@ def separate(layer: DeepseekV4Attention) -> Any:
 def test_a_layer_of_separate_calls_becomes_the_same_graph() -> None:
     config, kwargs = CASES["float32"]
     layer = random_layer(config, "hca", **kwargs)
-    result = merged(separate(layer))
+    result = fused(separate(layer))
     expected, got = (Engine(layer, 2, MAX_SEQ_LEN, call=run, max_step_tokens=150) for run in (layer, result.call))
     for counts in [[130, 3], [1, 1]]:
         chunks = [torch.randn(n, config.hidden_size) for n in counts]
         for a, b in zip(got.step(chunks), expected.step(chunks), strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    assert result.ops == dict.fromkeys(MERGED, 1)
+    assert result.ops == dict.fromkeys(FUSED, 1)
 
 
 @torch.no_grad()
-def test_compiled_code_writes_every_cache_in_place_and_the_report_lists_the_merged_ops() -> None:
+def test_compiled_code_writes_every_cache_in_place_and_the_report_lists_the_fused_ops() -> None:
     config, kwargs = CASES["float32"]
     layer = random_layer(config, "csa", **kwargs)
     expected, got = (Engine(layer, 2, MAX_SEQ_LEN, max_step_tokens=150) for _ in range(2))
@@ -163,33 +163,33 @@ def test_compiled_code_writes_every_cache_in_place_and_the_report_lists_the_merg
     for name, tensor in got.paged.layers[0].tensors().items():
         assert_bitwise(tensor, expected.paged.layers[0].tensors()[name], label=name)
     assert [(row.by, row.into, row.fused, row.count) for row in report.fusions] == [
-        ("merge_preprocess", "preprocess_insert", True, 1),
+        ("fuse_preprocess", "preprocess_insert", True, 1),
         ("fuse_indexer", "indexer_topk_slots", True, 1),
         ("fuse_attention", "sparse_mla_decode", True, 1),
     ]
-    assert "1 group merged into preprocess_insert" in str(report)
+    assert "1 group fused into preprocess_insert" in str(report)
 
 
-def test_two_layers_in_one_graph_are_merged_each_by_itself() -> None:
+def test_two_layers_in_one_graph_are_fused_separately() -> None:
     config, kwargs = CASES["float32"]
     layers = [random_layer(config, kind, **kwargs) for kind in ("swa", "swa")]
 
     def run(hidden: Tensor, metadata: Any, cache: Any) -> Tensor:
-        # One cache for both: the second layer overwrites what the first has attended to.
+        # Both share a cache: the second layer overwrites the entries that the first has read.
         hidden = hidden + layers[0](hidden, metadata, cache)
         return hidden + layers[1](hidden, metadata, cache)
 
-    result: Merged = merged(run)
+    result: Fused = fused(run)
     expected, got = (Engine(layers[0], 2, MAX_SEQ_LEN, call=call) for call in (run, result.call))
     chunks = [torch.randn(7, config.hidden_size), torch.randn(2, config.hidden_size)]
     for a, b in zip(got.step(chunks), expected.step(chunks), strict=True):
         assert_bitwise(a, b)
-    assert result.ops == dict.fromkeys(MERGED, 2)
+    assert result.ops == dict.fromkeys(FUSED, 2)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("fuse", ["on", "auto"])
-def test_every_layer_of_a_model_is_accounted_for_once(fuse: str) -> None:
+def test_every_layer_of_a_model_is_recorded_once(fuse: str) -> None:
     config, kwargs = CASES["float32"]
     layers = [random_layer(config, "csa", **kwargs) for _ in range(3)]
     engine = Engine(layers[0], 2, 256)
@@ -203,13 +203,13 @@ def test_every_layer_of_a_model_is_accounted_for_once(fuse: str) -> None:
 
     hidden = torch.randn(13, config.hidden_size)
     first, second = ([Engine(layers[0], 2, 256).paged.layers[0] for _ in layers] for _ in range(2))
-    result = merged(run, {"dsv4.fuse": fuse})
+    result = fused(run, {"dsv4.fuse": fuse})
     assert_bitwise(result.call(hidden, first), run(hidden, second))
     for a, b in zip(first, second, strict=True):
         for name, tensor in a.tensors().items():
             assert_bitwise(tensor, b.tensors()[name], label=name)
     assert Counter((fusion.by, fusion.fused, len(fusion.ops)) for fusion in result.fusions) == {
-        ("merge_preprocess", fuse == "on", 6): 3,
+        ("fuse_preprocess", fuse == "on", 6): 3,
         ("fuse_indexer", fuse == "on", 2): 3,
         ("fuse_attention", fuse == "on", 3): 3,
     }
@@ -217,28 +217,28 @@ def test_every_layer_of_a_model_is_accounted_for_once(fuse: str) -> None:
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choices are made as for an H200; what runs are the references all the same."""
+    """Choose implementations as on an H200; the references run."""
     gpu = {"device": torch.device("cuda"), "codegen": "triton", "architecture": "cuda sm_90"}
-    describe = merging.describe
-    monkeypatch.setattr(merging, "describe", lambda *args: dataclasses.replace(describe(*args), **gpu))
+    describe = fusion.describe
+    monkeypatch.setattr(fusion, "describe", lambda *args: dataclasses.replace(describe(*args), **gpu))
 
 
-def one_step(kind: str) -> Merged:
+def one_step(kind: str) -> Fused:
     config, kwargs = CASES["fp8_ds_mla"]
     layer = random_layer(config, kind, single_gemm=True, **kwargs)
-    result = merged(layer, {})
+    result = fused(layer, {})
     Engine(layer, 1, 256, call=result.call).step([torch.randn(9, config.hidden_size).bfloat16()])
     return result
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_auto_merges_every_layer_where_the_kernels_are_proven(on_gpu: None, kind: str) -> None:
+def test_auto_fuses_every_layer_if_the_kernels_are_proven(on_gpu: None, kind: str) -> None:
     with proven.trust():
         result = one_step(kind)
     groups = 4 if kind == "csa" else 2
     chosen = [re.search(r" \((triton|ir): ", str(fusion)) is not None for fusion in result.fusions]
     assert chosen == [True] * groups
-    assert set(result.ops) - set(INDEXER) == set(MERGED)
+    assert set(result.ops) - set(INDEXER) == set(FUSED)
 
 
 @pytest.mark.parametrize(
@@ -248,14 +248,14 @@ def test_auto_merges_every_layer_where_the_kernels_are_proven(on_gpu: None, kind
         (
             {"ir q_norm_rope_kv_insert", "triton preprocess_insert", "triton sparse_mla_decode"},
             [
-                "q_norm_rope, left of q_norm_rope_kv_insert, would",
-                "kv_rope_insert, left of q_norm_rope_kv_insert, would",
+                "q_norm_rope, the rest of q_norm_rope_kv_insert, would",
+                "kv_rope_insert, the rest of q_norm_rope_kv_insert, would",
             ],
         ),
     ],
-    ids=["merged-op", "remainder"],
+    ids=["fused-op", "remainder"],
 )
-def test_auto_gives_no_proven_implementation_away(
+def test_auto_keeps_proven_implementations(
     on_gpu: None, monkeypatch: pytest.MonkeyPatch, tested: set[str], reasons: list[str]
 ) -> None:
     monkeypatch.setattr(registry, "is_proven", lambda impl, op, architecture: f"{impl} {op}" in tested)

@@ -1,4 +1,4 @@
-"""When ops are merged, and when something in between, or somebody's wish, keeps them apart. Results are equal."""
+"""Conditions for fusing ops: nodes between them, options, kernels and measured times; results are equal."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from dsv4_compile.lowering import registry
 from dsv4_compile.options import FUSE_PASSES
-from dsv4_compile.passes import choose, merging, sources
+from dsv4_compile.passes import choose, pipeline, sources
 from dsv4_compile.testing import assert_bitwise
-from tests.backend.functional import Merged, merged
+from tests.backend.functional import Fused, fused
 
 D, ROPE, T, EPS = 64, 16, 6, 1e-6
 ops: Any = torch.ops.dsv4
 
 
 class Layer:
-    """Arguments of one HCA-like layer; `run` is the body, with `between` called at a named place of it."""
+    """Arguments of one HCA-like layer; `run` is its forward and calls `between` at named places."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.positions, self.token_to_req = torch.arange(T), torch.zeros(T, dtype=torch.int32)
@@ -68,15 +68,15 @@ def compare(
     keep: slice = slice(0, 1),
     options: dict[str, Any] | None = None,
     layer: Layer | None = None,
-) -> Merged:
-    """Results of `keep` and caches equal those of the graph that is not merged."""
+) -> Fused:
+    """Compare the results `keep` and the caches with those of the unfused graph."""
     layer = layer or Layer()
 
     def run(caches: dict[str, Tensor]) -> list[Tensor]:
         return layer.run(caches, between)[keep]
 
     expected, got = ({name: t.clone() for name, t in layer.caches.items()} for _ in range(2))
-    result = merged(run, options)
+    result = fused(run, options)
     for a, b in zip(result.call(got), run(expected), strict=True):
         assert_bitwise(a, b)
     for name in expected:
@@ -84,7 +84,7 @@ def compare(
     return result
 
 
-def test_nothing_in_between_merges_everything() -> None:
+def test_everything_is_fused_without_nodes_between() -> None:
     result = compare()
     assert result.ops == {"preprocess_insert": 1, "sparse_mla_decode": 1}
     assert result.reasons == []
@@ -92,20 +92,20 @@ def test_nothing_in_between_merges_everything() -> None:
     assert result.shared == []
 
 
-def test_a_reader_of_the_window_in_between_keeps_all_apart() -> None:
+def test_a_reader_of_the_window_between_the_ops_prevents_fusion() -> None:
     result = compare(lambda place, caches: place == "norm" and caches["main"].add_(caches["window"].sum()))
     assert "preprocess_insert" not in result.ops
-    assert result.reasons == ["aten.sum uses window_cache in between"]
+    assert result.reasons == ["aten.sum uses window_cache between the ops"]
 
 
-def test_a_writer_of_the_window_in_between_keeps_all_apart() -> None:
+def test_a_writer_of_the_window_between_the_ops_prevents_fusion() -> None:
     result = compare(lambda place, caches: place == "norm" and caches["window"].mul_(2))
     assert "preprocess_insert" not in result.ops
-    assert result.reasons == ["aten.mul.Tensor writes window_cache in between"]
+    assert result.reasons == ["aten.mul.Tensor writes window_cache between the ops"]
 
 
 @pytest.mark.parametrize(("place", "cache"), [("insert", "state"), ("save", "main"), ("insert", "main")])
-def test_a_reader_of_a_compressors_cache_in_between_keeps_the_compressor_apart(place: str, cache: str) -> None:
+def test_a_reader_of_a_compressors_cache_between_the_ops_leaves_the_compressor_unfused(place: str, cache: str) -> None:
     seen = torch.zeros(1)
 
     def read(at: str, caches: dict[str, Tensor]) -> None:
@@ -117,10 +117,10 @@ def test_a_reader_of_a_compressors_cache_in_between_keeps_the_compressor_apart(p
         "preprocess_insert": 1, "save_partial_states": 1, "compress_norm_rope_insert": 1, "sparse_mla_decode": 1
     }  # fmt: skip
     name = {"state": "state_cache", "main": "compressed_cache"}[cache]
-    assert result.reasons == [f"aten.sum uses {name} in between"]
+    assert result.reasons == [f"aten.sum uses {name} between the ops"]
 
 
-def test_a_reader_through_a_view_that_was_made_before_keeps_all_apart() -> None:
+def test_a_reader_through_an_earlier_view_prevents_fusion() -> None:
     layer, views = Layer(), []
     original = layer.run
 
@@ -131,23 +131,23 @@ def test_a_reader_through_a_view_that_was_made_before_keeps_all_apart() -> None:
     layer.run = run  # type: ignore[method-assign]
     result = compare(layer=layer)
     assert "preprocess_insert" not in result.ops
-    assert result.reasons == ["aten.sum uses window_cache in between"]
+    assert result.reasons == ["aten.sum uses window_cache between the ops"]
 
 
-def test_nodes_that_torch_made_functional_the_old_way_are_left_as_they_are() -> None:
+def test_auto_functionalized_v1_nodes_are_not_fused() -> None:
     with torch._inductor.config.patch(enable_auto_functionalized_v2=False):
         result = compare()
     assert result.ops["fused_q_kv_rmsnorm"] == result.ops["kv_rope_insert"] == 1
     assert result.reasons == ["kv_rope_insert is not an auto_functionalized_v2 node"]
 
 
-def test_a_writer_of_states_between_saving_and_compressing_keeps_the_compressor_apart() -> None:
+def test_a_writer_of_states_between_save_and_compress_leaves_the_compressor_unfused() -> None:
     result = compare(lambda place, caches: place == "save" and caches["state"].mul_(2))
     assert result.ops["save_partial_states"] == 1
     assert result.ops["preprocess_insert"] == 1
 
 
-def test_readers_of_what_was_written_do_not_keep_ops_apart() -> None:
+def test_readers_of_the_caches_after_the_ops_do_not_prevent_fusion() -> None:
     seen = torch.zeros(1)
 
     def read(at: str, caches: dict[str, Tensor]) -> None:
@@ -158,7 +158,7 @@ def test_readers_of_what_was_written_do_not_keep_ops_apart() -> None:
     assert compare(read).ops == {"preprocess_insert": 1, "sparse_mla_decode": 1}
 
 
-def test_caches_that_are_parts_of_one_tensor_keep_the_compressor_apart() -> None:
+def test_caches_that_are_parts_of_one_tensor_leave_the_compressor_unfused() -> None:
     layer = Layer()
     whole = torch.randn(3, 64, D)
     layer.caches = {"whole": whole, "state": layer.caches["state"]}
@@ -174,7 +174,7 @@ def test_caches_that_are_parts_of_one_tensor_keep_the_compressor_apart() -> None
     assert result.reasons == ["compressed_cache is part of a tensor that kv_rope_insert writes too"]
 
 
-def test_scores_that_depend_on_the_norm_keep_the_compressor_apart() -> None:
+def test_scores_that_depend_on_the_norm_leave_the_compressor_unfused() -> None:
     layer = Layer()
 
     def run(caches: dict[str, Tensor]) -> Tensor:
@@ -191,18 +191,18 @@ def test_scores_that_depend_on_the_norm_keep_the_compressor_apart() -> None:
     layer.run = lambda caches, between: [run(caches)]  # type: ignore[method-assign]
     result = compare(layer=layer)
     assert result.ops["save_partial_states"] == 1
-    assert result.reasons == ["what one of them takes depends on fused_q_kv_rmsnorm"]
+    assert result.reasons == ["an input of the group depends on fused_q_kv_rmsnorm"]
 
 
 def bfloat16_layer() -> Layer:
-    """With projections in float32 all the same."""
+    """Return a bfloat16 layer whose projections are float32."""
     layer = Layer(torch.bfloat16)
     layer.caches = {name: t if name == "state" else t.bfloat16() for name, t in layer.caches.items()}
     layer.latent, layer.kv = layer.latent.float() * 1.01, layer.kv.float() * 1.01
     return layer
 
 
-def test_a_layer_that_is_written_with_its_compressor_first_is_merged_too() -> None:
+def test_a_layer_with_its_compressor_first_is_fused_too() -> None:
     layer = Layer()
 
     def run(caches: dict[str, Tensor], between: Any) -> list[Tensor]:
@@ -211,7 +211,7 @@ def test_a_layer_that_is_written_with_its_compressor_first_is_merged_too() -> No
             caches["state"], layer.slots, layer.tables, layer.token_to_req, layer.positions, layer.slots // 4,
             layer.norm_weight, layer.table, caches["main"], EPS, 4, 4, 64, "plain",
         )  # fmt: skip
-        latent = layer.latent * 2  # only computed behind the compressor
+        latent = layer.latent * 2  # computed after the compressor
         qr, kv = ops.fused_q_kv_rmsnorm(latent, layer.kv, layer.q_weight, layer.kv_weight, EPS)
         ops.kv_rope_insert(kv, caches["window"], layer.slots, layer.positions, layer.table, 64, "plain")
         return [qr]
@@ -220,7 +220,7 @@ def test_a_layer_that_is_written_with_its_compressor_first_is_merged_too() -> No
     assert compare(layer=layer).ops == {"preprocess_insert": 1}
 
 
-def test_a_rounded_projection_is_taken_as_it_was_before() -> None:
+def test_a_rounded_projection_is_passed_unrounded() -> None:
     layer = bfloat16_layer()
     layer.rounded = lambda x: x.to(torch.bfloat16)
     result = compare(layer=layer)
@@ -228,7 +228,7 @@ def test_a_rounded_projection_is_taken_as_it_was_before() -> None:
     assert result.targets["convert_element_type"] == 0
 
 
-def test_a_projection_that_is_not_rounded_is_not_merged_to_be() -> None:
+def test_fusion_does_not_round_a_projection_that_is_not_rounded() -> None:
     layer = bfloat16_layer()
     layer.wq_b = layer.wq_b.float()
     result = compare(layer=layer)
@@ -236,13 +236,13 @@ def test_a_projection_that_is_not_rounded_is_not_merged_to_be() -> None:
     assert result.reasons[0] == "float32 projections would be rounded to torch.bfloat16"
 
 
-def test_a_q_that_is_used_twice_keeps_its_norm_and_attention_takes_over_the_rest() -> None:
+def test_a_q_with_two_users_keeps_its_norm_and_the_rest_is_fused_with_attention() -> None:
     result = compare(keep=slice(0, 4))
     assert result.ops == {"preprocess_insert": 1, "q_norm_rope": 1, "sparse_mla_decode": 1}
-    assert result.reasons == ["the result of q_norm_rope is used elsewhere too, by the caller"]
+    assert result.reasons == ["the result of q_norm_rope is also used by the caller"]
 
 
-def test_an_output_that_is_used_before_it_is_turned_back_keeps_the_inverse_rope() -> None:
+def test_an_output_with_users_before_the_inverse_rope_keeps_it() -> None:
     layer, seen = Layer(), torch.zeros(1)
 
     def run(caches: dict[str, Tensor], between: Any) -> list[Tensor]:
@@ -254,12 +254,12 @@ def test_an_output_that_is_used_before_it_is_turned_back_keeps_the_inverse_rope(
     layer.run = run  # type: ignore[method-assign]
     result = compare(layer=layer)
     assert result.ops == {"sparse_mla_decode": 1, "inv_rope": 1}
-    assert result.reasons == ["the result of sparse_mla_decode is used elsewhere too, by aten.sum"]
+    assert result.reasons == ["the result of sparse_mla_decode is also used by aten.sum"]
 
 
 @pytest.fixture
 def kernels() -> Iterator[list[str]]:
-    """Kernels for both merged ops on the CPU, as device kernels are registered; they note their calls."""
+    """Register CPU kernels for both fused ops, and yield the list of their calls."""
     from dsv4_compile.ops.common.define import REFERENCES
 
     called: list[str] = []
@@ -278,16 +278,16 @@ def kernels() -> Iterator[list[str]]:
     library._destroy()
 
 
-def test_auto_merges_where_the_merged_op_has_a_kernel_of_its_own(kernels: list[str]) -> None:
+def test_auto_fuses_if_the_fused_op_has_a_kernel(kernels: list[str]) -> None:
     result = compare(options={})
     assert result.ops == {"preprocess_insert": 1, "sparse_mla_decode": 1}
     assert [fusion.reason for fusion in result.fusions] == ["triton: kernel for cpu"] * 2
     assert {"preprocess_insert", "sparse_mla_decode"} <= set(kernels)
 
 
-@pytest.mark.parametrize(("us", "merges"), [(3.5, True), (4.5, False)])
-def test_auto_leaves_apart_what_was_measured_to_be_faster_so(
-    kernels: list[str], monkeypatch: pytest.MonkeyPatch, us: float, merges: bool
+@pytest.mark.parametrize(("us", "fuses"), [(3.5, True), (4.5, False)])
+def test_auto_does_not_fuse_if_the_separate_ops_were_measured_faster(
+    kernels: list[str], monkeypatch: pytest.MonkeyPatch, us: float, fuses: bool
 ) -> None:
     """Norm, insert, save and compress take 1 us each."""
 
@@ -296,9 +296,9 @@ def test_auto_leaves_apart_what_was_measured_to_be_faster_so(
 
     monkeypatch.setattr(registry.measured, "nearest", nearest)
     result = compare(options={"dsv4.fuse.fuse_attention": "off"})
-    times = f"measured at such a size: {us} us, apart 4.0 us"
-    assert result.fusions[0].fused is merges
-    assert result.fusions[0].reason == (f"triton: kernel for cpu; {times}" if merges else times)
+    times = f"measured at the nearest size: fused {us} us, separate 4.0 us"
+    assert result.fusions[0].fused is fuses
+    assert result.fusions[0].reason == (f"triton: kernel for cpu; {times}" if fuses else times)
 
 
 @pytest.mark.parametrize(
@@ -307,28 +307,28 @@ def test_auto_leaves_apart_what_was_measured_to_be_faster_so(
         (
             {"dsv4.impl.save_partial_states": "eager"},
             {"preprocess_insert", "save_partial_states", "compress_norm_rope_insert", "sparse_mla_decode"},
-            "dsv4.impl.save_partial_states asks for that op itself",
+            "dsv4.impl.save_partial_states demands an implementation of that op",
         ),
         (
             {"dsv4.impl.preprocess_insert": "eager"},
             None,
             "preprocess_insert would run its reference: the reference was asked for",
         ),
-        ({"dsv4.fuse.merge_preprocess": "off"}, None, None),
+        ({"dsv4.fuse.fuse_preprocess": "off"}, None, None),
     ],
 )
-def test_auto_leaves_apart_what_somebody_asked_for(
+def test_auto_does_not_fuse_ops_that_options_exclude(
     kernels: list[str], options: dict[str, str], ops_left: set[str] | None, reason: str | None
 ) -> None:
     result = compare(options=options)
-    apart = {
+    unfused = {
         "fused_q_kv_rmsnorm",
         "kv_rope_insert",
         "save_partial_states",
         "compress_norm_rope_insert",
         "sparse_mla_decode",
     }
-    assert set(result.ops) == (ops_left or apart)
+    assert set(result.ops) == (ops_left or unfused)
     assert result.reasons == ([] if reason is None else [reason])
 
 
@@ -339,19 +339,19 @@ def test_auto_leaves_apart_what_somebody_asked_for(
         ("compress_norm_rope_insert", {"preprocess_insert", "save_partial_states"}),
     ],
 )
-def test_an_op_of_which_an_implementation_is_demanded_is_not_merged_away(op: str, ops_left: set[str]) -> None:
+def test_an_op_whose_implementation_is_demanded_is_not_fused(op: str, ops_left: set[str]) -> None:
     result = compare(options={"dsv4.fuse": "on", f"dsv4.impl.{op}": "eager"})
     assert set(result.ops) == ops_left | {"compress_norm_rope_insert", "sparse_mla_decode"}
-    assert result.reasons == [f"dsv4.impl.{op} asks for that op itself"]
+    assert result.reasons == [f"dsv4.impl.{op} demands an implementation of that op"]
 
 
 def test_every_pass_has_an_option_and_its_source_keys_the_compile_cache(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert set(merging._passes()) == set(FUSE_PASSES)
+    assert tuple(pipeline.PASSES) == FUSE_PASSES
     found = dict(sources())
-    shared = "choose", "merging", "nodes", "preprocess_group", "quantised_product", "rewrite", "split_insert"
-    assert {f"/passes/{name}.py" for name in (*FUSE_PASSES, *shared)} <= set(found)
+    shared = ("choose", "fusion", "insert_halves", "nodes", "pipeline", "prequantized_gemm", "rewrite")
+    assert {f"/passes/{name}.py" for name in (*FUSE_PASSES, "preprocess_group", *shared)} <= set(found)
     before = choose.source_digest.__wrapped__()
     for name in FUSE_PASSES:
         edited = tmp_path / f"{name}.py"

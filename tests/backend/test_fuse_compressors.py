@@ -1,4 +1,4 @@
-"""Which compressors join a layer's norm and insert: of which order, formats and allocations. Results are equal."""
+"""Fusion of compressors with a layer's norm and insert, by order, format and allocation; results are equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 from dsv4_compile import layout
 from dsv4_compile.testing import assert_bitwise
-from tests.backend.functional import Merged, merged
+from tests.backend.functional import Fused, fused
 
 T, RATIO, BLOCK, EPS, LATENT = 6, 4, 64, 1e-6, 48
 D, KEY_D, ROPE = 64, 32, 16
@@ -21,7 +21,7 @@ ops: Any = torch.ops.dsv4
 
 
 class Compressor:
-    """Stores vectors of `dim` in cache `name`, beside its states; every fourth token closes an entry."""
+    """A compressor with vectors of `dim` in cache `name`, and its states; every fourth token completes an entry."""
 
     def __init__(self, name: str, dim: int, fmt: str = "plain", *, hadamard: bool = False, rope: int = ROPE) -> None:
         self.name, self.dim, self.fmt, self.hadamard = name, dim, fmt, hadamard
@@ -68,7 +68,7 @@ class Layer:
         return qr
 
     def run(self, order: str, caches: Caches, latent: Tensor | None = None) -> Tensor:
-        """`order` of norm and insert (n), save and compress of the first (S, C) and of the second compressor (s, c)."""
+        """Run in `order`: norm and insert (n), save and compress of the first (S, C) and second compressor (s, c)."""
         qr = latent = self.latent if latent is None else latent
         for step in order:
             if step == "n":
@@ -83,14 +83,14 @@ def plain_layer(**second: Any) -> Layer:
     return Layer(Compressor("main", D), Compressor("keys", **{"dim": KEY_D, **second}))
 
 
-def compare(run: Callable[[Caches], Tensor], make: Callable[[], Caches]) -> Merged:
-    """Results and caches, made twice alike, equal those of the graph that is not merged."""
+def compare(run: Callable[[Caches], Tensor], make: Callable[[], Caches]) -> Fused:
+    """Compare results and caches, which `make` returns twice, with those of the unfused graph."""
     with torch.no_grad(), torch.random.fork_rng():
         state = torch.get_rng_state()
         got = make()
         torch.set_rng_state(state)
         expected = make()
-        result = merged(run)
+        result = fused(run)
         assert_bitwise(result.call(got), run(expected))
         for name in expected:
             assert_bitwise(got[name], expected[name], label=name)
@@ -99,14 +99,14 @@ def compare(run: Callable[[Caches], Tensor], make: Callable[[], Caches]) -> Merg
 
 @pytest.mark.parametrize("order", ["nSCsc", "nscSC", "scSCn", "scnSC", "SCnsc", "nsSCc", "sSncC"])
 @pytest.mark.parametrize("keys", [{}, {"dim": D, "hadamard": True}], ids=["short-keys", "hadamard"])
-def test_both_compressors_are_merged_in_whichever_order_they_are_written(order: str, keys: dict[str, Any]) -> None:
+def test_both_compressors_are_fused_in_any_order_of_the_calls(order: str, keys: dict[str, Any]) -> None:
     layer = plain_layer(**keys)
     result = compare(lambda caches: layer.run(order, caches), layer.caches)
     assert result.ops == {"preprocess_insert": 1}
     assert result.reasons == []
 
 
-def test_each_layer_has_its_own_compressors_where_they_are_written_in_front() -> None:
+def test_compressors_before_the_norm_are_fused_with_their_own_layer() -> None:
     layers = [
         Layer(Compressor(f"main {i}", D), Compressor(f"keys {i}", KEY_D, hadamard=True), f"window {i}")
         for i in range(2)
@@ -120,27 +120,27 @@ def test_each_layer_has_its_own_compressors_where_they_are_written_in_front() ->
     assert [len(fusion.ops) for fusion in result.fusions] == [6, 6]
 
 
-def test_an_indexers_compressor_alone_stays_and_is_said_to() -> None:
+def test_an_indexers_compressor_alone_is_not_fused_and_is_reported() -> None:
     layer = plain_layer()
     result = compare(lambda caches: layer.run("scn", caches), layer.caches)
     assert result.ops == {"preprocess_insert": 1, "save_partial_states": 1, "compress_norm_rope_insert": 1}
-    assert result.reasons == ["an indexer's compressor is merged beside a main one only"]
+    assert result.reasons == ["an indexer's compressor is only fused together with a main compressor"]
 
 
-def test_a_second_compressor_of_keys_and_values_is_not_taken_for_an_indexers() -> None:
+def test_a_second_compressor_of_keys_and_values_is_not_fused_as_an_indexers() -> None:
     first, second = (Compressor(name, layout.HEAD_DIM, "fp8_ds_mla", rope=64) for name in ("main", "other"))
     layer = Layer(first, second)
     result = compare(lambda caches: layer.run("nSCsc", caches), layer.caches)
     assert result.ops == {"preprocess_insert": 1, "save_partial_states": 1, "compress_norm_rope_insert": 1}
-    assert result.reasons == ["another compressor of keys and values is merged already"]
+    assert result.reasons == ["another compressor of keys and values is already fused"]
 
 
-def test_a_second_compressor_of_plain_vectors_is_what_the_merged_op_takes() -> None:
+def test_a_second_compressor_of_plain_vectors_is_fused() -> None:
     layer = plain_layer(dim=D)
     assert compare(lambda caches: layer.run("nSCsc", caches), layer.caches).ops == {"preprocess_insert": 1}
 
 
-def test_a_norm_of_what_another_norm_has_given_is_merged_too() -> None:
+def test_a_norm_of_the_result_of_another_norm_is_fused_too() -> None:
     layer = plain_layer()
 
     def run(caches: Caches) -> Tensor:
@@ -152,29 +152,29 @@ def test_a_norm_of_what_another_norm_has_given_is_merged_too() -> None:
 
 
 def in_one_allocation(caches: Caches, *names: str) -> Caches:
-    """`caches`, of which those called `names` are views of one tensor, one behind the other."""
+    """Return `caches` with those called `names` as consecutive views of one tensor."""
     whole = torch.cat([caches[name].flatten() for name in names])
     parts = whole.split([caches[name].numel() for name in names])
     return {**caches, **{name: part.view_as(caches[name]) for name, part in zip(names, parts, strict=True)}}
 
 
 @pytest.mark.parametrize(
-    ("together", "apart", "reason"),
+    ("names", "unfused", "reason"),
     [
         (("window", "main"), 2, "window_cache and compressed_cache are views of one allocation"),
         (("main states", "keys states"), 1, "state_cache and indexer_state_cache are views of one allocation"),
     ],
 )
-def test_caches_in_one_allocation_keep_apart_what_writes_them(
-    together: tuple[str, ...], apart: int, reason: str
+def test_ops_that_write_caches_of_one_allocation_are_not_fused(
+    names: tuple[str, ...], unfused: int, reason: str
 ) -> None:
     layer = plain_layer()
-    result = compare(lambda c: layer.run("nSCsc", c), lambda: in_one_allocation(layer.caches(), *together))
-    assert result.ops == {"preprocess_insert": 1, "save_partial_states": apart, "compress_norm_rope_insert": apart}
+    result = compare(lambda c: layer.run("nSCsc", c), lambda: in_one_allocation(layer.caches(), *names))
+    assert result.ops == {"preprocess_insert": 1, "save_partial_states": unfused, "compress_norm_rope_insert": unfused}
     assert result.reasons[0] == reason
 
 
-def test_caches_in_one_allocation_keep_layers_apart_that_write_them_again() -> None:
+def test_layers_that_write_caches_of_one_allocation_again_are_not_fused() -> None:
     layer = plain_layer()
 
     def run(caches: Caches) -> Tensor:
@@ -185,12 +185,12 @@ def test_caches_in_one_allocation_keep_layers_apart_that_write_them_again() -> N
 
 
 @torch.no_grad()
-def test_compiled_code_copies_no_cache_of_an_allocation_with_others() -> None:
+def test_compiled_code_copies_no_cache_of_a_shared_allocation() -> None:
     layer = plain_layer()
     caches = in_one_allocation(layer.caches(), "window", "main")
     options = {"dsv4.fuse": "on", "dsv4.impl": "eager", "fx_graph_cache": False}
     compiled = torch.compile(lambda c: layer.run("nSC", c), backend="dsv4", fullgraph=True, options=options)
     _, codes = run_and_get_code(compiled, caches)
-    # All ops are references, and Inductor has nothing to generate but copies.
+    # All ops run their references, so generated kernels could only be copies.
     assert [code.count("preprocess_insert.default(") for code in codes] == [1]
     assert "cpp_fused" not in codes[0]
