@@ -193,6 +193,6 @@ class Findings:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found that costs speed or correctness."""
+        """True if nothing was found that costs speed or correctness."""
         found = (self.breaks, self.recompiles, self.cache_copies, self.cache_hazards)
         return self.failure is None and not any(found)
