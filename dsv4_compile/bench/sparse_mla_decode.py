@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import layout
 from ..ops.common.define import REFERENCES
 from ..ops.common.kernels import launcher
+from ..reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments
 from ..reference.common.block_scale import dequantize_activation
 from ..selection import costs
 from ..testing import Tolerance, assert_close
@@ -114,14 +115,13 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor], turned: int = 0, lse:
 
 def portable(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Run the Triton kernel for all GPUs, even if the op has a faster one; `options` go to its launcher."""
-    from ..kernels.attention import sparse_mla_decode_plan as plan
     from ..kernels.attention import sparse_mla_decode_triton as kernel
+    from ..kernels.attention.common import decode_call
     from ..kernels.host.gpu import gpu_of
 
-    window, entries = plan.Source(*args[1:5]), plan.Source(*args[8:12])
-    fusion = plan.Fusion(*args[13:])
-    gpu = gpu_of(args[0].device)
-    return kernel.launch(args[0], window, entries, CACHE, args[6], args[7], None, gpu, fusion=fusion, **options)
+    quant = len(args) > len(DecodeArguments._fields)
+    call = decode_call(DecodeQuantArguments(*args) if quant else DecodeArguments(*args))
+    return kernel.launch(call, gpu_of(args[0].device), **options)
 
 
 def separate(implementation: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:

@@ -81,8 +81,8 @@ def portable(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     from ..kernels.attention import sparse_mla_prefill as kernel
     from ..kernels.host.gpu import gpu_of
 
-    rows = kernel.Rows(args[2], args[3], args[2].shape[1])
-    return kernel.launch(args[0], args[1], rows, args[4], args[5], gpu_of(args[0].device), **options)
+    rows = kernel.IndexRows(args[2], args[3], args[2].shape[1])
+    return kernel.launch(kernel.PrefillCall(*args[:2], rows, *args[4:6]), gpu_of(args[0].device), **options)
 
 
 def with_tiles(*tiles: int) -> Prepare:

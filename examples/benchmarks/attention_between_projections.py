@@ -30,7 +30,7 @@ from dsv4_compile.kernels.attention import sparse_mla_decode_sm90 as many
 from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_heads as few
 from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as small
 from dsv4_compile.kernels.attention import sparse_mla_decode_triton as portable
-from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion, Source, quantized_outputs
+from dsv4_compile.kernels.attention.common import DecodeCall, FusedParts, PagedKeys, outputs_for
 from dsv4_compile.kernels.host.gpu import SM90, gpu_of
 from dsv4_compile.kernels.linear.fp8_grouped_einsum import fp8_grouped_einsum
 from dsv4_compile.kernels.linear.fp8_linear import fp8_linear
@@ -39,12 +39,12 @@ from dsv4_compile.kernels.linear.grouped_linear import grouped_linear
 ALL_HEADS, GROUP_HEADS, LATENT, HIDDEN = 256, scenario.GROUP_HEADS, 1024, 4096
 HEADS, TOKENS, KEYS, WEIGHTS = (64, 8, 16, 32), (1, 8, 16, 32, 64, 128, 512), (128, 256, 640), ("bfloat16", "fp8")
 SHAPES = {"narrow": small.NARROW}
-SHAPES |= {f"once {shape.block_h} {shape.block_n}": shape for shape in small.ONCE}
+SHAPES |= {f"once {shape.block_h} {shape.block_n}": shape for shape in small.ONE_BLOCK}
 CUDA = torch.device("cuda")
 
 
 def kernels_for(heads: int) -> list[str]:
-    return ["none", "few"] if heads <= few.MOST_HEADS else ["none", "many", *SHAPES]
+    return ["none", "few"] if heads <= few.MAX_HEADS else ["none", "many", *SHAPES]
 
 
 def weight(rows: int, columns: int, fp8: bool) -> Any:
@@ -62,30 +62,22 @@ class Layer:
         made = scenario.fused_arguments("both", tokens, heads, CUDA, seed)
         more, self.fp8 = keys - scenario.WINDOW, fp8
         self.heads, self.groups = heads, heads // GROUP_HEADS
-        self.window = Source(*made[1:5])
-        self.extra = Source(made[8], made[9][:, :more].contiguous(), made[10].clamp(max=more), made[11])
-        self.scale, self.sink, self.fusion = made[6], made[7], Fusion(*made[13:17])
+        window = PagedKeys(*made[1:5])
+        extra = PagedKeys(made[8], made[9][:, :more].contiguous(), made[10].clamp(max=more), made[11])
+        groups = (self.groups, GROUP_HEADS, False) if fp8 else ()
+        fused = FusedParts(*made[13:17], *groups)
+        self.call = DecodeCall(made[0], window, extra, scenario.CACHE, *made[6:8], fused=fused)
         width = heads * made[0].shape[2]
         self.weights = weight(width, LATENT, fp8), weight(self.groups * LATENT, width // self.groups, fp8)
         self.last = weight(HIDDEN, self.groups * LATENT, fp8)
 
     def attend(self, kernel: str, q: Tensor) -> tuple[Tensor, Tensor]:
-        rows = q, self.window, self.extra, self.scale, self.sink, gpu_of(CUDA), 0
-        fusion, into = self.fusion, None
-        if self.fp8:
-            fusion = fusion._replace(n_groups=self.groups, heads_per_group=GROUP_HEADS)
-            into = quantized_outputs(q, self.groups, GROUP_HEADS, False)
-            if kernel == "none":
-                return into.pair()
+        call, gpu = self.call._replace(q=q), gpu_of(CUDA)
         if kernel == "none":
-            return q, q
-        if kernel == "many":
-            return many.launch_hopper(*rows, fusion, into)
-        if kernel == "few":
-            return few.launch_hopper(*rows, fusion, into)
-        if kernel == "portable":
-            return portable.launch(*rows[:3], scenario.CACHE, *rows[3:5], None, rows[5], fusion=fusion, into=into)
-        return small.launch_hopper(*rows, fusion, into, SHAPES[kernel])
+            return outputs_for(q, call.fused).pair() if self.fp8 else (q, q)
+        if kernel in SHAPES:
+            return small.launch(call, gpu, tiling=SHAPES[kernel])
+        return {"many": many, "few": few, "portable": portable}[kernel].launch(call, gpu)
 
     def __call__(self, kernel: str, latent: Tensor) -> Tensor:
         tokens, (first, second) = latent.shape[0], self.weights

@@ -19,10 +19,10 @@ from torch import Tensor
 from dsv4_compile.bench import sparse_mla_decode as scenario
 from dsv4_compile.bench.record import collect, environment
 from dsv4_compile.bench.timing import us_in_a_row
-from dsv4_compile.kernels.attention.sparse_mla_decode import launch_best, sources
-from dsv4_compile.kernels.attention.sparse_mla_decode_by_rows import decode_by_rows
-from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion, results_for
+from dsv4_compile.kernels.attention.common import decode_call, outputs_for
+from dsv4_compile.kernels.attention.sparse_mla_decode import decode_by_rows, launch_best
 from dsv4_compile.kernels.host.gpu import SM90, gpu_of
+from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments
 from dsv4_compile.reference.common.block_scale import dequantize_activation
 
 TOKENS, KEYS, ROWS, FUSED = (512, 1024, 2048, 4096, 16384), (128, 640), (2, 4, 8, 16), ("none", "both", "quant")
@@ -43,13 +43,13 @@ def arguments(fused: str, tokens: int, heads: int, keys: int, rows: int) -> tupl
 
 def calls(args: tuple[Any, ...]) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
     """Return both implementations."""
-    q, caches = args[0], sources(*args[1:5], *args[8:12])
-    fusion = Fusion(*args[13:])
+    quant = len(args) > len(DecodeArguments._fields)
+    call = decode_call(DecodeQuantArguments(*args) if quant else DecodeArguments(*args))
 
     def pages() -> tuple[Tensor, Tensor]:
-        return launch_best(q, *caches, scenario.CACHE, args[6], args[7], None, fusion, results_for(q, fusion))
+        return launch_best(call, outputs_for(call.q, call.fused))
 
-    return {"pages": pages, "by rows": lambda: decode_by_rows(q, *caches, args[6], args[7], fusion)}
+    return {"pages": pages, "by rows": lambda: decode_by_rows(call)}
 
 
 def distance(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> float:

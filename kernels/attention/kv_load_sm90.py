@@ -1,26 +1,20 @@
-"""Device functions of a Hopper warpgroup that turns `fp8_ds_mla` slots into tiles of keys in shared memory.
+"""Gluon device functions for sm_90 that load `fp8_ds_mla` keys into tiles of shared memory.
 
-Keys are fetched 32 at a time into registers, dequantised exactly (kv_load.py has the arithmetic) and stored as the
-swizzled bfloat16 tiles that the matrix unit reads. Work is on 32-bit words throughout: bytes and halves would be taken
-apart and put together again.
+A warpgroup loads stored keys into registers, dequantises them exactly (common.py has the arithmetic) and stores them as
+the swizzled bfloat16 tiles that `wgmma` reads. All work is on 32-bit words: bytes and halves would be unpacked and
+packed again.
 
-Device functions of a Hopper kernel that starts before the one in front of it has ended: what a token attends.
+A token attends two caches, one after the other, in blocks of keys that belong to one cache each; the extra cache has
+the blocks from `boundary` on. In the kernel for many heads, a warpgroup with time to spare resolves slots to addresses
+in shared memory, so that the producer sees one row of keys and needs no registers for two caches.
 
-What they load may be about to change. They read past the first-level cache, which would keep it, and a kernel calls
-them twice: before it waits, to ask the L2 cache for keys as far as the step's metadata is there already, and after.
-
-Device functions of a Hopper warpgroup that finds where a token's keys lie, for another that fetches them.
-
-A token attends two caches, one after the other, in blocks of keys that are of one cache each. What slots mean is worked
-out once for a key, by a warpgroup that has the time; who fetches it then sees one row of keys, and needs no registers
-for two caches.
-
-A source is a cache as int32, the distance of its pages in units of 16 bytes, log2 of the tokens in a page, indices
-`[T, n]`, the stride of their rows, how many of the token's count, and the slots of the cache. The second source has the
-blocks from `boundary` on.
+A kernel that starts before the previous one ends (PDL) prefetches keys into L2 as far as the metadata of the step is
+already there, and loads the same metadata again after the wait: past L1, which would keep the old values.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,15 +23,21 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ... import layout
 from ..hopper.gluon import reinterpret, thread_barrier
 
-# A thread holds all tiles of a key, so that which one is not quantised is known when compiling.
+# A thread holds all tiles of a key, so that the tile that is not quantised is known at compile time.
 _WORDS = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
 WORDS = gl.constexpr(_WORDS)
 SLOTS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _WORDS)))
 ROPES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+KEY = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_LINES = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+LINES = gl.constexpr(_LINES)
+LINE_KEY = gl.constexpr(gl.SliceLayout(1, _LINES))
 
 FETCH = gl.constexpr(32)  # keys in registers
-CACHED = gl.constexpr("")  # how memory is read that nobody writes meanwhile
+CACHED = gl.constexpr("")  # cache modifier for memory that no running kernel writes
+LINE_WORDS = gl.constexpr(32)  # of L2
+SCALE_WORDS = gl.constexpr(layout.FP8_DS_MLA.scale // 4)
 HALF = gl.constexpr(layout.HEAD_DIM // 2)  # words of a key
 TILES = gl.constexpr(layout.FP8_DS_MLA_TILES)
 TILE_WORDS = gl.constexpr(layout.KV_TILE // 4)
@@ -47,16 +47,61 @@ ROPE_WORD = gl.constexpr(layout.NOPE_DIM // 4)
 ROPE_WORDS = gl.constexpr(layout.ROPE_DIM // 2)
 SCALES_PER_ROW = gl.constexpr(layout.FP8_DS_MLA.data // layout.FP8_DS_MLA.scale)  # scale rows in a data row
 UE8M0_BIAS = gl.constexpr(layout.UE8M0_BIAS)
-EXPONENT = gl.constexpr(120)  # what the biases of bfloat16 and e4m3 differ by
+EXPONENT = gl.constexpr(120)  # difference of the exponent biases of bfloat16 and e4m3
 LAST_BYTE = gl.constexpr(134)  # UE8M0 of 2^7, the largest scale whose factor is a bfloat16
 BOTH = gl.constexpr(0x00800080)  # exponent 1 of a bfloat16, in both halves of a word
 
 
+class KeyIndices(NamedTuple):
+    """A cache and the index rows of all tokens.
+
+    Attributes:
+        p_words: the cache as int32. page_chunks: stride of pages in units of 16 bytes. log_page: log2 of its tokens.
+        p_indices, stride: `[T, n]` and the stride of its rows.
+        length, capacity: valid columns of this token, and slots of the cache.
+    """
+
+    p_words: Any
+    page_chunks: Any
+    log_page: Any
+    p_indices: Any
+    stride: Any
+    length: Any
+    capacity: Any
+
+
+class KeyRow(NamedTuple):
+    """A cache and the index row of one token; the other fields as in `KeyIndices`."""
+
+    p_words: Any
+    page_chunks: Any
+    p_row: Any
+    length: Any
+    capacity: Any
+    log_page: Any
+
+
+class KeyAddresses(NamedTuple):
+    """Addresses of a program's keys in shared memory.
+
+    Attributes:
+        rows, scales: int64 `[places, keys of a block]`, see `address_of`. Block j of the program has place j % places.
+        lives: float32 likewise, 1 for keys and 0 for invalid slots.
+        placed: barrier of the first three blocks. Each later block is there when the block three before it is freed.
+    """
+
+    rows: Any
+    scales: Any
+    lives: Any
+    placed: Any
+
+
 @gluon.jit
 def _scaled_codes(codes, factor):
-    """Four e4m3 codes in each int32, scaled: two words of bfloat16 pairs. A factor is a bfloat16, twice in a word.
+    """Return two words of scaled bfloat16 pairs for the four e4m3 codes in each int32.
 
-    What moves a code spreads its sign over the byte above it: a shift and a mask leave the bfloat16.
+    `factor` is a bfloat16, twice in a word. The instruction that moves a code spreads its sign over the byte above it;
+    a shift and a mask leave the bfloat16.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -80,16 +125,16 @@ def _scaled_codes(codes, factor):
 
 @gluon.jit
 def row_length(p_lens, stride, token, width, CACHE: gl.constexpr = CACHED):
-    """int32 number of columns that count in a token's row of indices."""
+    """Load the number of valid columns of a token's row of indices, int32."""
     length = gl.load(p_lens + token * stride, cache_modifier=CACHE)
     return gl.minimum(gl.maximum(length, 0), width).to(gl.int32)
 
 
 @gluon.jit
-def place_of(slot, page_chunks, log_page):
-    """Where the keys `slot` are, the first in place of none: int64 words of their row, int64 numbers of their scales.
+def address_of(slot, page_chunks, log_page):
+    """Return where the keys `slot` are: int64 first words of their rows, int64 numbers of their scales.
 
-    page_chunks: distance of two pages in units of 16 bytes; log_page: of the tokens in a page.
+    Invalid slots get the address of the first key. page_chunks: stride of pages in units of 16 bytes.
     """
     safe = gl.where(slot >= 0, slot, 0)
     page = (safe >> log_page).to(gl.int64)
@@ -103,8 +148,8 @@ def fetch_keys(
     p_words, page_chunks, slot, log_page,
     WORDS: gl.constexpr = WORDS, ROPES: gl.constexpr = ROPES, CACHE: gl.constexpr = CACHED,
 ):  # fmt: skip
-    """As `fetch_rows`, of what is stored at `slot` `[N]`, -1 for what is none."""
-    row, scale = place_of(slot, page_chunks, log_page)
+    """Load the keys `slot` `[N]`, -1 for invalid slots, as `fetch_rows` returns them."""
+    row, scale = address_of(slot, page_chunks, log_page)
     return fetch_rows(p_words, row, scale, slot >= 0, WORDS, ROPES, CACHE)
 
 
@@ -113,10 +158,10 @@ def fetch_rows(
     p_words, row, scale, live,
     WORDS: gl.constexpr = WORDS, ROPES: gl.constexpr = ROPES, CACHE: gl.constexpr = CACHED,
 ):  # fmt: skip
-    """What is stored at a `place_of` `[N]`: words of codes `[N, 8, 16]`, of rope `[N, 32]`, and scales, a number each.
+    """Load keys at an `address_of` `[N]`: words of codes `[N, 8, 16]`, words of rope `[N, 32]`, and scales `[N]`.
 
-    The last tile of codes is empty. Where not `live` the rope is zero and the rest is the first key's. Codes are finite
-    whatever their bits are, so that a factor of zero clears them, and no register has to be zeroed in front of a load.
+    The last tile of codes is empty. Where not `live`, the rope is zero and the rest is the first key's. Codes are
+    finite whatever their bits are, so that a factor of zero clears them, and no register is zeroed before a load.
     """
     tile = gl.expand_dims(gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0), 2)
     o_word = gl.expand_dims(gl.expand_dims(gl.arange(0, TILE_WORDS, gl.SliceLayout(0, gl.SliceLayout(1, WORDS))), 0), 1)
@@ -126,27 +171,23 @@ def fetch_rows(
     m_rope = gl.expand_dims(gl.convert_layout(live, gl.SliceLayout(1, ROPES)), 1)
     o_rope = gl.expand_dims(gl.arange(0, ROPE_WORDS, gl.SliceLayout(0, ROPES)), 0)
     rope = gl.load(p_words + (rope_row + o_rope + ROPE_WORD), mask=m_rope, other=0, cache_modifier=CACHE)
-    # A key's scales are one number: taking a vector of bytes apart would wait for the load here.
+    # The scales of a key are one int64: unpacking a vector of bytes would wait for the load here.
     p_scales = p_words.to(gl.pointer_type(gl.int64), bitcast=True)
     return codes, rope, gl.load(p_scales + scale, cache_modifier=CACHE)
 
 
 @gluon.jit
-def dequantize_keys(codes, rope, scales, live, WIDE: gl.constexpr, WORDS: gl.constexpr = WORDS):
-    """Words of bfloat16 pairs `[N, 256]` from what `fetch_keys` loaded; see kv_load.py for the arithmetic."""
+def dequantize_keys(codes, rope, scales, live, WORDS: gl.constexpr = WORDS):
+    """Return words of bfloat16 pairs `[N, 256]` from what `fetch_rows` loaded."""
     tile = gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0)
     byte = (gl.expand_dims(scales, 1) >> (tile * 8).to(gl.int64)).to(gl.int32) & 255
     both = gl.expand_dims(gl.where(live, BOTH, 0), 1)
-    if WIDE:
-        factor = (gl.minimum(byte, LAST_BYTE) + EXPONENT) * both
-    else:
-        factor = gl.minimum(byte + EXPONENT, 255) * both
+    factor = (gl.minimum(byte, LAST_BYTE) + EXPONENT) * both
     factor, _ = gl.broadcast(gl.expand_dims(factor, 2), codes)
     low, high = _scaled_codes(codes, factor)
-    if WIDE:
-        rest = (gl.maximum(byte, LAST_BYTE) + (UE8M0_BIAS - LAST_BYTE)) * BOTH
-        rest, _ = gl.broadcast(gl.expand_dims(rest, 2), codes)
-        low, high = _times(low, rest), _times(high, rest)
+    rest = (gl.maximum(byte, LAST_BYTE) + (UE8M0_BIAS - LAST_BYTE)) * BOTH
+    rest, _ = gl.broadcast(gl.expand_dims(rest, 2), codes)
+    low, high = _times(low, rest), _times(high, rest)
     rope_low, rope_high = gl.split(gl.reshape(rope, [rope.shape[0], TILE_WORDS, 2]))
     rope_low = gl.expand_dims(gl.convert_layout(rope_low, gl.SliceLayout(1, WORDS)), 1)
     rope_high = gl.expand_dims(gl.convert_layout(rope_high, gl.SliceLayout(1, WORDS)), 1)
@@ -157,57 +198,55 @@ def dequantize_keys(codes, rope, scales, live, WIDE: gl.constexpr, WORDS: gl.con
 
 @gluon.jit
 def _times(pairs, factor):
-    """Words of bfloat16 pairs times bfloat16 factors, each twice in a word."""
+    """Multiply words of bfloat16 pairs by bfloat16 factors, each twice in a word."""
     return gl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, factor], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def _fetch(p_words0, p_words1, boundary, block, place, rows, scales, lives, PART: gl.constexpr):
-    """`fetch_rows` of keys PART * FETCH on of a block, and which of them are keys."""
-    row = rows.index(place).slice(PART * FETCH, FETCH, 0).load(SLOTS)
-    scale = scales.index(place).slice(PART * FETCH, FETCH, 0).load(SLOTS)
-    live = lives.index(place).slice(PART * FETCH, FETCH, 0).load(SLOTS) > 0
-    # What lies in shared memory is a multiple of nothing, for all that the compiler knows.
+def _fetch_part(p_window_words, p_extra_words, boundary, block, place, addresses, PART: gl.constexpr):
+    """Load keys PART * FETCH and on of a block as `fetch_rows` returns them, and which of them are valid."""
+    row = addresses.rows.index(place).slice(PART * FETCH, FETCH, 0).load(SLOTS)
+    scale = addresses.scales.index(place).slice(PART * FETCH, FETCH, 0).load(SLOTS)
+    live = addresses.lives.index(place).slice(PART * FETCH, FETCH, 0).load(SLOTS) > 0
+    # The compiler cannot know the alignment of values in shared memory.
     row = gl.multiple_of(row, ROW_ALIGN)
-    codes, rope, words = fetch_rows(gl.where(block < boundary, p_words0, p_words1), row, scale, live)
+    codes, rope, words = fetch_rows(gl.where(block < boundary, p_window_words, p_extra_words), row, scale, live)
     return codes, rope, words, live
 
 
 @gluon.jit
-def produce_keys(
-    p_words0, p_words1, boundary, begin, end, rows, scales, lives, placed, keys, ready, free, WIDE: gl.constexpr
-):
-    """Blocks `begin` to `end` of a token's keys into the ring of buffers: of the second cache from `boundary` on.
+def produce_keys(p_window_words, p_extra_words, span, end, addresses, ring):
+    """Run the producer warpgroup: dequantise a token's keys, to before block `end`, into a ring of buffers.
 
     Args:
-        p_words0, p_words1: the caches as int32.
-        rows, scales: int64 `[places, keys of a block]`, shared, see `place_of`; lives: float32, 1 for keys and 0 for
-            what is none. Block j of the program has place j % places: the first three are there when `placed` is
-            done, and each of the others when the block three in front of it is freed.
-        keys: bfloat16 `[buffers, keys of a block, 512]`, shared. `ready` and `free` are a barrier for each buffer.
+        p_window_words, p_extra_words: the caches as int32.
+        span: first block of the extra cache, and first block of the program.
+        ring: keys bfloat16 `[buffers, keys of a block, 512]`, shared, and the barriers `ready` and `free` of buffers.
     """
+    boundary, begin = span
+    keys, ready, free = ring
     BUFFERS: gl.constexpr = keys.shape[0]
     BLOCK_N: gl.constexpr = keys.shape[1]
     PARTS: gl.constexpr = BLOCK_N // FETCH
-    PLACES: gl.constexpr = rows.shape[0]
+    PLACES: gl.constexpr = addresses.rows.shape[0]
     words = reinterpret(keys, gl.int32, [BUFFERS, BLOCK_N, HALF], SWIZZLED_WORDS)
     if end > begin:
-        mbarrier.wait(placed, 0)
-        codes, rope, numbers, live = _fetch(p_words0, p_words1, boundary, begin, 0, rows, scales, lives, 0)
+        mbarrier.wait(addresses.placed, 0)
+        codes, rope, numbers, live = _fetch_part(p_window_words, p_extra_words, boundary, begin, 0, addresses, 0)
         for block in range(begin, end):
             number = block - begin
             buffer = number % BUFFERS
             for part in gl.static_range(PARTS):
                 now_codes, now_rope, now_numbers, now_live = codes, rope, numbers, live
-                # The next keys are on their way while these are dequantised.
+                # The loads of the next keys are in flight while these are dequantised.
                 following = (part + 1) // PARTS
-                codes, rope, numbers, live = _fetch(
-                    p_words0, p_words1, boundary, block + following, (number + following) % PLACES, rows, scales, lives,
-                    (part + 1) % PARTS,
+                codes, rope, numbers, live = _fetch_part(
+                    p_window_words, p_extra_words, boundary, block + following, (number + following) % PLACES,
+                    addresses, (part + 1) % PARTS,
                 )  # fmt: skip
-                pairs = dequantize_keys(now_codes, now_rope, now_numbers, now_live, WIDE)
+                pairs = dequantize_keys(now_codes, now_rope, now_numbers, now_live)
                 if part == 0:
                     mbarrier.wait(free.index(buffer), ((number // BUFFERS) & 1) ^ 1)
                 words.index(buffer).slice(part * FETCH, FETCH, 0).store(pairs)
@@ -216,98 +255,80 @@ def produce_keys(
             mbarrier.arrive(ready.index(buffer), count=1)
 
 
-LINE_WORDS = gl.constexpr(32)  # of the L2 cache
-SCALE_WORDS = gl.constexpr(layout.FP8_DS_MLA.scale // 4)
-
-
 @gluon.jit
-def extent(p_lens0, lens0_stride, p_lens1, lens1_stride, width0, width1, token, BLOCK_N: gl.constexpr):
-    """Of a token: how long its rows of indices are, and blocks of the first and of both."""
-    length0 = row_length(p_lens0, lens0_stride, token, width0, ".cg")
-    length1 = row_length(p_lens1, lens1_stride, token, width1, ".cg")
-    blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
-    return length0, length1, blocks0, blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
-
-
-@gluon.jit
-def angles(p_positions, position_stride, p_table, table_stride, max_pos, token):
-    """Cosines and sines of a token's position."""
-    position = gl.load(p_positions + token * position_stride, cache_modifier=".cg").to(gl.int64)
-    return p_table + gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
-
-
-@gluon.jit
-def slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block, N: gl.constexpr, SLOTS: gl.constexpr):
-    """int32 slots of a block of N keys, in layout SLOTS; -1 for what is none, and in blocks behind the last."""
-    inner = block < blocks0
-    column = (block - gl.where(inner, 0, blocks0)) * N + gl.arange(0, N, SLOTS)
-    live = column < gl.where(inner, length0, length1)
-    slot = gl.load(gl.where(inner, p_row0, p_row1) + column, mask=live, other=-1, cache_modifier=".cg")
-    return gl.where((slot >= 0) & (slot < gl.where(inner, capacity0, capacity1)), slot, -1).to(gl.int32)
-
-
-@gluon.jit
-def ask(pointers):
-    """Ask the L2 cache for what lies there. Nothing is read, so that it need not be there yet."""
+def prefetch(pointers):
+    """Prefetch what lies at `pointers` into L2. Nothing is read, so that it need not be written yet."""
     gl.inline_asm_elementwise(
         "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def ask_for_keys(p_words, page_chunks, slot, log_page, LINES: gl.constexpr):
-    """Ask the L2 cache for what is stored at `slot`, the first key in place of none: its lines, and that of its scales.
-
-    In a row of LINES, a line for each of eight threads, the last of them the scales'.
-    """
-    row, scale = place_of(slot, page_chunks, log_page)
-    ask_for_rows(p_words, row, scale, LINES)
-
-
-@gluon.jit
-def ask_for_rows(p_words, row, scale, LINES: gl.constexpr):
-    """As `ask_for_keys`, of keys at a `place_of`."""
+def prefetch_rows(p_words, row, scale, LINES: gl.constexpr):
+    """Prefetch keys at an `address_of`: eight threads of a row of LINES take a line each, the last one the scales."""
     o_line = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LINES)), 0)
     data = gl.expand_dims(row, 1) + gl.minimum(o_line * LINE_WORDS, ROW_WORDS - 1)
-    ask(p_words + gl.where(o_line == 7, gl.expand_dims(scale * SCALE_WORDS, 1), data))
-
-
-KEY = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-_LINES = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
-LINES = gl.constexpr(_LINES)
-LINE_KEY = gl.constexpr(gl.SliceLayout(1, _LINES))
+    prefetch(p_words + gl.where(o_line == 7, gl.expand_dims(scale * SCALE_WORDS, 1), data))
 
 
 @gluon.jit
-def find_keys(source0, source1, token, boundary, block, N: gl.constexpr, BLOCK_N: gl.constexpr):
-    """int32 slots of N keys from the first of a block of BLOCK_N on; -1 for what is none, and behind the last."""
+def row_extents(p_lens, lens_strides, widths, token, BLOCK_N: gl.constexpr):
+    """Return the lengths of a token's two index rows, the blocks of the first, and the blocks of both.
+
+    `p_lens`, `lens_strides` and `widths` are pairs: of the window and of the extra cache.
+    """
+    window_length = row_length(p_lens[0], lens_strides[0], token, widths[0], ".cg")
+    extra_length = row_length(p_lens[1], lens_strides[1], token, widths[1], ".cg")
+    window_blocks = (window_length + BLOCK_N - 1) // BLOCK_N
+    return window_length, extra_length, window_blocks, window_blocks + (extra_length + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def block_slots(window, extra, window_blocks, block, N: gl.constexpr, SLOTS: gl.constexpr):
+    """Load int32 slots of a block of N keys, in layout SLOTS; -1 for invalid slots, and past the last block.
+
+    `window` and `extra` are `KeyRow`.
+    """
+    inner = block < window_blocks
+    column = (block - gl.where(inner, 0, window_blocks)) * N + gl.arange(0, N, SLOTS)
+    live = column < gl.where(inner, window.length, extra.length)
+    slot = gl.load(gl.where(inner, window.p_row, extra.p_row) + column, mask=live, other=-1, cache_modifier=".cg")
+    return gl.where((slot >= 0) & (slot < gl.where(inner, window.capacity, extra.capacity)), slot, -1).to(gl.int32)
+
+
+@gluon.jit
+def load_slots(window, extra, token, boundary, block, N: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Load int32 slots of N keys from the first of a block of BLOCK_N on; -1 for invalid slots, and past the last.
+
+    `window` and `extra` are `KeyIndices`.
+    """
     o_key = gl.arange(0, N, KEY)
     o_block = block + o_key // BLOCK_N
     first = o_block < boundary
     column = (o_block - gl.where(first, 0, boundary)) * BLOCK_N + o_key % BLOCK_N
-    p_slot0 = source0[3] + token * source0[4] + column
-    p_slot1 = source1[3] + token * source1[4] + column
-    # An index may be of 64 bits, and is compared as it is.
-    slot0 = gl.load(p_slot0, mask=first & (column < source0[5]), other=-1)
-    slot1 = gl.load(p_slot1, mask=(o_block >= boundary) & (column < source1[5]), other=-1)
-    slot0 = gl.where((slot0 >= 0) & (slot0 < source0[6]), slot0, -1).to(gl.int32)
-    slot1 = gl.where((slot1 >= 0) & (slot1 < source1[6]), slot1, -1).to(gl.int32)
-    return gl.where(first, slot0, slot1)
+    p_window_slot = window.p_indices + token * window.stride + column
+    p_extra_slot = extra.p_indices + token * extra.stride + column
+    # Indices may have 64 bits, and are compared before they are narrowed.
+    window_slot = gl.load(p_window_slot, mask=first & (column < window.length), other=-1)
+    extra_slot = gl.load(p_extra_slot, mask=(o_block >= boundary) & (column < extra.length), other=-1)
+    window_slot = gl.where((window_slot >= 0) & (window_slot < window.capacity), window_slot, -1).to(gl.int32)
+    extra_slot = gl.where((extra_slot >= 0) & (extra_slot < extra.capacity), extra_slot, -1).to(gl.int32)
+    return gl.where(first, window_slot, extra_slot)
 
 
 @gluon.jit
-def place_keys(source0, source1, boundary, block, slot, rows, scales, lives, BLOCK_N: gl.constexpr):
-    """Where the keys `slot` are, the first of them those of a block, into shared memory, as `produce_keys` wants it."""
+def store_addresses(window, extra, boundary, block, slot, place, BLOCK_N: gl.constexpr):
+    """Store the addresses of keys `slot`, the first of them in `block`, to `place`: rows, scales and lives, shared."""
     first = block + gl.arange(0, slot.shape[0], KEY) // BLOCK_N < boundary
-    chunks, log_page = gl.where(first, source0[1], source1[1]), gl.where(first, source0[2], source1[2])
-    row, scale = place_of(slot, chunks, log_page)
-    rows.store(row)
-    scales.store(scale)
-    lives.store(gl.where(slot >= 0, 1.0, 0.0))
+    chunks = gl.where(first, window.page_chunks, extra.page_chunks)
+    row, scale = address_of(slot, chunks, gl.where(first, window.log_page, extra.log_page))
+    place[0].store(row)
+    place[1].store(scale)
+    place[2].store(gl.where(slot >= 0, 1.0, 0.0))
 
 
 @gluon.jit
-def ask_for_block(source0, source1, boundary, block, rows, scales):
-    """Ask the L2 cache for the keys of a block that `place_keys` has placed."""
-    p_words = gl.where(block < boundary, source0[0], source1[0])
-    ask_for_rows(p_words, rows.load(LINE_KEY), scales.load(LINE_KEY), LINES)
+def prefetch_block(window, extra, boundary, block, rows, scales):
+    """Prefetch the keys of a block whose addresses are stored."""
+    p_words = gl.where(block < boundary, window.p_words, extra.p_words)
+    prefetch_rows(p_words, rows.load(LINE_KEY), scales.load(LINE_KEY), LINES)

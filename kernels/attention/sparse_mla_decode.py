@@ -1,27 +1,11 @@
-"""Launchers of `sparse_mla_decode` and its `_out` form: on Hopper a kernel made for it where one fits, else the one for
-any GPU.
+"""Launchers of `sparse_mla_decode` and its variants: they choose a kernel, and prepare its arguments.
 
-A call has three parts beside its queries: the caches (`Source`), what is fused around attention (`Fusion`), and where
-the results go (`Results`).
+On sm_90, a call runs the first kernel of SM90_KERNELS that supports it; otherwise, and on other GPUs, the Triton kernel
+runs (sparse_mla_decode_triton.py). Very many tokens, as of a prompt, are attended by rows: both caches are dequantised
+once, and the prefill kernel attends the rows, with all that the decode kernels fuse.
 
-Launcher of `sparse_mla_decode_quant`; the kernels are those of `sparse_mla_decode`.
-
-`sparse_mla_decode_ragged`: lists become padded rows in one small launch, which the kernel of `sparse_mla_decode`
-attends.
-
-The rows are 4 bytes for each of T * max_entries, written once and read once: a thousandth of the keys they select. So
-a list gets that kernel's splits and its Hopper form, and costs one launch more.
-
-`sparse_mla_decode_latent` on any GPU that Triton has: scores from all dims of a row, values from its first V.
-
-A program attends one part of a token's keys for a block of its heads, and loads a key once: the V dims that score are
-the values too, the others are few. Parts are cut and joined as those of `sparse_mla_decode`.
-
-128 heads over 2048 keys of 576 dims read 2.4 MB and compute 0.57 GFLOP for a token: at 4.8 TB/s and 600 TFLOP/s 0.5 and
-0.95 us, so that matrix units are the floor. An H200 takes 429 us for 128 tokens, 170 TFLOP/s (`dsv4 bench
-attention_backends`): the sums of 64 heads fill the registers of a multiprocessor, and while a program waits for keys or
-weights no other is there to work. Other cuts do not help: 427 to 431 us with two to four stages of 64 keys, 472 with
-one, 505 to 547 with 32 keys, 713 and 805 with 16, 625 with 128; 8 warps each, with fewer the sums spill.
+The ragged variant first writes its lists as padded rows in one small launch. These are 4 bytes for each of
+T * max_entries, a thousandth of the keys they select.
 """
 
 from __future__ import annotations
@@ -33,308 +17,297 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...layout import ACT_TILE, PAD_INDEX, PAGE_LAYOUTS, SCALES_PER_WORD, cdiv
-from ...reference.attention.sparse_mla_decode import group_heads, output_dtype
+from ...layout import ACT_TILE, HEAD_DIM, PAD_INDEX, PAGE_LAYOUTS, SCALES_PER_WORD, byte_pages, cdiv
+from ...reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments, RaggedDecodeArguments
 from ..device.quant import why_unsupported_fp8
-from ..host.gpu import Gpu, gpu_of, sm90_module
+from ..host.gpu import SM90, Gpu, gpu_of, sm90_module
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_option, pdl_prologue, supports_pdl
-from .output_epilogue import DTYPES
-from .sparse_mla_decode_by_rows import by_rows_refuses, decode_by_rows
-from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, cut_of, operand_dtype, outputs
-from .sparse_mla_decode_triton import Tiles, choose_tiles, launch
-from .split_combine import LOG2_E, finish_softmax, part_buffers, part_softmax, split_softmax
+from ..preprocess.dequantize_and_gather_k_cache import load_mla_rows
+from ..preprocess.q_norm_rope import q_norm_rope
+from .common import DecodeCall, Outputs, PagedKeys, decode_call, valid_slots
+from .inv_rope import inv_rope, inv_rope_fp8_quant
+from .sparse_mla_decode_triton import MAX_SLOTS, launch
+from .sparse_mla_decode_triton import sparse_mla_decode_latent as sparse_mla_decode_latent
+from .sparse_mla_decode_triton import (
+    why_unsupported_sparse_mla_decode_latent as why_unsupported_sparse_mla_decode_latent,
+)
+from .sparse_mla_prefill import IndexRows, PrefillCall, attend_rows
 
 MAX_HEAD_DIM = 512
-MAX_SLOTS = 2**31
-SMALLEST_TILE = 16
-HOPPER_KERNELS = (
+MIN_ROTATED_DIM = 16
+SM90_KERNELS = (
     "attention.sparse_mla_decode_sm90_few_tokens",
     "attention.sparse_mla_decode_sm90",
     "attention.sparse_mla_decode_sm90_few_heads",
 )
-
-
-def sparse_mla_decode_refuses(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lens: Tensor | None = None,
-    extra_block_size: int = 0,
-    kv_scale: Tensor | None = None,
-    positions: Tensor | None = None,
-    cos_sin_cache: Tensor | None = None,
-    q_norm_eps: float | None = None,
-    inverse_rope: bool = False,
-    batch_invariant: bool = False,
-) -> str:
-    """Why the kernel cannot take a call, "" if it can."""
-    caches = [k_cache] if extra_k_cache is None else [k_cache, extra_k_cache]
-    blocks = [block_size] if extra_k_cache is None else [block_size, extra_block_size]
-    rows = [indices] if extra_indices is None else [indices, extra_indices]
-    dim = q.shape[2]
-    if dim > MAX_HEAD_DIM:
-        return f"the kernel holds vectors of at most {MAX_HEAD_DIM} dims, these have {dim}"
-    if (q_norm_eps is not None or inverse_rope) and (dim < SMALLEST_TILE or dim & (dim - 1)):
-        return f"the kernel rotates vectors of a power of two of dims, at least {SMALLEST_TILE}, these have {dim}"
-    if len({cache.dtype for cache in caches}) > 1 or len({row.dtype for row in rows}) > 1:
-        return "the kernel reads two caches of one dtype through indices of one dtype"
-    if any(cache.shape[0] * block >= MAX_SLOTS for cache, block in zip(caches, blocks, strict=True)):
-        return f"the kernel counts fewer than {MAX_SLOTS} slots"
-    if cache_format in PAGE_LAYOUTS and any(c.stride(0) % 4 or c.storage_offset() % 4 for c in caches):
-        return f"the kernel reads 4-byte words, and {cache_format} pages here do not start at multiples of 4 bytes"
-    return ""
-
-
-def sparse_mla_decode_out_refuses(
-    out: Tensor | None,
-    lse: Tensor | None,
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lens: Tensor | None = None,
-    extra_block_size: int = 0,
-    kv_scale: Tensor | None = None,
-    positions: Tensor | None = None,
-    cos_sin_cache: Tensor | None = None,
-    q_norm_eps: float | None = None,
-    inverse_rope: bool = False,
-    batch_invariant: bool = False,
-) -> str:
-    """Why the kernel cannot take a call, "" if it can. Buffers that a graph has yet to allocate are contiguous."""
-    if any(x is not None and x.stride(-1) != 1 for x in (out, lse)):
-        return "the kernel writes dims of out and heads of lse that are neighbours"
-    return sparse_mla_decode_refuses(
-        q,
-        k_cache,
-        indices,
-        lens,
-        block_size,
-        cache_format,
-        scale,
-        attn_sink,
-        extra_k_cache,
-        extra_indices,
-        extra_lens,
-        extra_block_size,
-        kv_scale,
-        positions,
-        cos_sin_cache,
-        q_norm_eps,
-        inverse_rope,
-        batch_invariant,
-    )
-
-
-def sparse_mla_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lens: Tensor | None = None,
-    extra_block_size: int = 0,
-    kv_scale: Tensor | None = None,
-    positions: Tensor | None = None,
-    cos_sin_cache: Tensor | None = None,
-    q_norm_eps: float | None = None,
-    inverse_rope: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """See the reference. Weights are rounded to the dtype of the keys before they meet them; sums are float32.
-
-    The same call gives the same bits, and with `inverse_rope` those of `inv_rope` behind a call without. With another
-    number of tokens, a token's keys may be split differently, which changes the order of its sums; `batch_invariant`
-    splits them by the token's own lengths.
-    """
-    fusion = Fusion(positions, cos_sin_cache, q_norm_eps, inverse_rope, batch_invariant)
-    caches = sources(k_cache, indices, lens, block_size, extra_k_cache, extra_indices, extra_lens, extra_block_size)
-    return launch_best(q, *caches, cache_format, scale, attn_sink, kv_scale, fusion)
-
-
-def sparse_mla_decode_out(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lens: Tensor | None = None,
-    extra_block_size: int = 0,
-    kv_scale: Tensor | None = None,
-    positions: Tensor | None = None,
-    cos_sin_cache: Tensor | None = None,
-    q_norm_eps: float | None = None,
-    inverse_rope: bool = False,
-    batch_invariant: bool = False,
-) -> None:
-    """`sparse_mla_decode` into `out` and `lse`."""
-    fusion = Fusion(positions, cos_sin_cache, q_norm_eps, inverse_rope, batch_invariant)
-    caches = sources(k_cache, indices, lens, block_size, extra_k_cache, extra_indices, extra_lens, extra_block_size)
-    launch_best(q, *caches, cache_format, scale, attn_sink, kv_scale, fusion, Results(out, lse))
-
-
-def sources(
-    k_cache: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    block_size: int,
-    extra_k_cache: Tensor | None,
-    extra_indices: Tensor | None,
-    extra_lens: Tensor | None,
-    extra_block_size: int,
-) -> tuple[Source, Source]:
-    """Both caches; without a second one, the first with rows of no columns."""
-    window = Source(k_cache, indices, lens, block_size)
-    if extra_k_cache is None or extra_indices is None or extra_lens is None:
-        return window, Source(k_cache, indices[:, :0], lens, block_size)
-    return window, Source(extra_k_cache, extra_indices, extra_lens, extra_block_size)
-
-
-def launch_best(
-    q: Tensor,
-    window: Source,
-    extra: Source,
-    cache_format: str,
-    scale: float,
-    sink: Tensor | None,
-    kv_scale: Tensor | None,
-    fusion: Fusion,
-    into: Results | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Launch a kernel made for this GPU, or the portable one where none fits; over rows, where nobody has said where
-    results go."""
-    gpu = gpu_of(q.device)
-    if into is None and not by_rows_refuses(q, window, extra, cache_format, scale, sink, fusion, gpu):
-        return decode_by_rows(q, window, extra, scale, sink, fusion)
-    for name in HOPPER_KERNELS:
-        hopper = sm90_module(gpu, name)
-        if hopper is not None and not hopper.hopper_refuses(q, window, extra, cache_format, sink, fusion):
-            return hopper.launch_hopper(q, window, extra, scale, sink, gpu, fusion=fusion, into=into)
-    return launch(q, window, extra, cache_format, scale, sink, kv_scale, gpu, fusion=fusion, into=into)
-
-
-def sparse_mla_decode_quant_refuses(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lens: Tensor | None = None,
-    extra_block_size: int = 0,
-    kv_scale: Tensor | None = None,
-    positions: Tensor | None = None,
-    cos_sin_cache: Tensor | None = None,
-    q_norm_eps: float | None = None,
-    inverse_rope: bool = True,
-    batch_invariant: bool = False,
-    n_groups: int = 1,
-    heads_per_group: int = 0,
-    packed_scales: bool = False,
-) -> str:
-    """Why the kernel cannot take a call, "" if it can."""
-    strip = ACT_TILE * (SCALES_PER_WORD if packed_scales else 1)
-    if q.shape[2] % strip != 0:
-        return f"the kernel quantises heads of a multiple of {strip} dims, these have {q.shape[2]}"
-    return why_unsupported_fp8(q.device) or sparse_mla_decode_refuses(
-        q,
-        k_cache,
-        indices,
-        lens,
-        block_size,
-        cache_format,
-        scale,
-        attn_sink,
-        extra_k_cache,
-        extra_indices,
-        extra_lens,
-        extra_block_size,
-        kv_scale,
-        positions,
-        cos_sin_cache,
-        q_norm_eps,
-        inverse_rope,
-        batch_invariant,
-    )
-
-
-def sparse_mla_decode_quant(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lens: Tensor | None = None,
-    extra_block_size: int = 0,
-    kv_scale: Tensor | None = None,
-    positions: Tensor | None = None,
-    cos_sin_cache: Tensor | None = None,
-    q_norm_eps: float | None = None,
-    inverse_rope: bool = True,
-    batch_invariant: bool = False,
-    n_groups: int = 1,
-    heads_per_group: int = 0,
-    packed_scales: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`sparse_mla_decode`, quantised: bit for bit `inv_rope_fp8_quant` behind a call of it."""
-    size = group_heads(q.shape[1], n_groups, heads_per_group)
-    caches = sources(k_cache, indices, lens, block_size, extra_k_cache, extra_indices, extra_lens, extra_block_size)
-    where = positions, cos_sin_cache, q_norm_eps, inverse_rope, batch_invariant
-    fusion = Fusion(*where, n_groups, size, packed_scales)
-    return launch_best(q, *caches, cache_format, scale, attn_sink, kv_scale, fusion)
-
-
-COLUMNS = 256
-"""Columns of a row that a program writes."""
+MIN_TOKENS_BY_ROWS, MIN_HEADS_BY_ROWS = 512, 64
+MAX_ROWS, ROWS_PER_TOKEN = 32768, 16
+"""Most rows of both caches that are attended by rows: 16 for each token, or twice as many up to 32,768. 32 MiB stay in
+the L2 cache of an H200. What is fused has no say in it, so that it does not change the bits of attention."""
+ROWS_PER_PROGRAM, COLUMNS_PER_STEP = 8, 256
+Q_ALIGN = 16
+"""Alignment in bytes of queries that are attended without norm, because TMA copies them."""
+LIST_COLUMNS = 256
+"""Columns of a padded row that a program writes."""
 MAX_ROWS_NUMEL = 2**28
-MOST_EARLY = 32
-"""Programs up to which rows start early: attention of so few tokens is launched while they are written, which takes 0.6
-us off a call on an H200. Behind more of them attention starts when they have ended, and took 1.5 us longer."""
+MAX_PDL_PROGRAMS = 32
+"""Largest launch of the list conversion that uses PDL; before larger ones attention would take room on the SMs."""
 PAD = tl.constexpr(PAD_INDEX)
 LAST_INDEX = tl.constexpr(torch.iinfo(torch.int32).max)
 
 
+def why_unsupported_sparse_mla_decode(op: DecodeArguments) -> str:
+    """Return why the kernels do not support a call, "" if they do."""
+    dim, fmt = op.q.shape[2], op.cache_format
+    caches, rows, blocks = [op.k_cache], [op.indices], [op.block_size]
+    if op.extra_k_cache is not None:
+        caches.append(op.extra_k_cache)
+        blocks.append(op.extra_block_size)
+    if op.extra_indices is not None:
+        rows.append(op.extra_indices)
+    if dim > MAX_HEAD_DIM:
+        return f"heads have at most {MAX_HEAD_DIM} dims, these have {dim}"
+    if (op.q_norm_eps is not None or op.inverse_rope) and (dim < MIN_ROTATED_DIM or dim & (dim - 1)):
+        return f"rotated heads have a power of two of dims, at least {MIN_ROTATED_DIM}, these have {dim}"
+    for what, tensors in (("caches", caches), ("indices", rows)):
+        if len({x.dtype for x in tensors}) > 1:
+            return f"both {what} have one dtype, these are {' and '.join(str(x.dtype) for x in tensors)}"
+    slots = max(cache.shape[0] * block for cache, block in zip(caches, blocks, strict=True))
+    if slots >= MAX_SLOTS:
+        return f"caches have fewer than {MAX_SLOTS} slots, the larger one has {slots}"
+    if fmt in PAGE_LAYOUTS:
+        for cache in caches:
+            if cache.stride(0) % 4 or cache.storage_offset() % 4:
+                at = f"these start at byte {cache.storage_offset()}, {cache.stride(0)} bytes apart"
+                return f"{fmt} pages start at multiples of 4 bytes, {at}"
+    return ""
+
+
+def why_unsupported_sparse_mla_decode_out(op: Any) -> str:
+    """Return why the kernels do not support a call, "" if they do. Outputs that do not exist yet (None) are contiguous.
+
+    `op` is a `DecodeOutArguments`.
+    """
+    out, lse, *arguments = op
+    for name, x in (("out", out), ("lse", lse)):
+        if x is not None and x.stride(-1) != 1:
+            return f"the last dim of {name} is contiguous, this one has stride {x.stride(-1)}"
+    return why_unsupported_sparse_mla_decode(DecodeArguments(*arguments))
+
+
+def why_unsupported_sparse_mla_decode_quant(op: DecodeQuantArguments) -> str:
+    """Return why the kernels do not support a call, "" if they do."""
+    dims = ACT_TILE * (SCALES_PER_WORD if op.packed_scales else 1)
+    if op.q.shape[2] % dims != 0:
+        return f"quantised heads have a multiple of {dims} dims, these have {op.q.shape[2]}"
+    return why_unsupported_fp8(op.q.device) or why_unsupported_sparse_mla_decode(op.decode())
+
+
+def sparse_mla_decode(op: DecodeArguments) -> tuple[Tensor, Tensor]:
+    """Launch `sparse_mla_decode`.
+
+    Notes:
+        - Softmax weights are rounded to the dtype of the keys before the second GEMM; sums are float32.
+        - A repeated call gives the same bits, and with `inverse_rope` those of `inv_rope` after a call without.
+        - With another number of tokens, a token's keys may be split differently, which changes the order of its sums;
+          `batch_invariant` splits them by the token's own lengths.
+    """
+    return launch_best(decode_call(op))
+
+
+def sparse_mla_decode_out(op: Any) -> None:
+    """Launch `sparse_mla_decode` into given outputs. `op` is a `DecodeOutArguments`."""
+    out, lse, *arguments = op
+    launch_best(decode_call(DecodeArguments(*arguments)), Outputs(out, lse))
+
+
+def sparse_mla_decode_quant(op: DecodeQuantArguments) -> tuple[Tensor, Tensor]:
+    """Launch `sparse_mla_decode_quant`: bit for bit `inv_rope_fp8_quant` after `sparse_mla_decode`."""
+    return launch_best(decode_call(op))
+
+
+def launch_best(call: DecodeCall, into: Outputs | None = None) -> tuple[Tensor, Tensor]:
+    """Run the best kernel for a call; by rows only if the outputs are not given."""
+    gpu = gpu_of(call.q.device)
+    if into is None and not why_unsupported_by_rows(call, gpu):
+        return decode_by_rows(call)
+    for name in SM90_KERNELS:
+        sm90 = sm90_module(gpu, name)
+        if sm90 is not None and not sm90.why_unsupported(call):
+            return sm90.launch(call, gpu, into=into)
+    return launch(call, gpu, into=into)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def dequantize_pages_kernel(
+    p_rows,  # [rows, 512] bfloat16, contiguous
+    p_cache,  # pages of `fp8_ds_mla`
+    page_stride,
+    rows,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Dequantise ROWS rows of the cache, in the order of slots."""
+    slot = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = slot < rows
+    known = tl.where(live, slot, 0)
+    values = load_mla_rows(p_cache + known // BLOCK_SIZE * page_stride, known % BLOCK_SIZE, live, BLOCK_SIZE)
+    D: tl.constexpr = values.shape[1]
+    tl.store(p_rows + known[:, None] * D + tl.arange(0, D)[None, :], values, mask=live[:, None])
+
+
+@triton.jit(
+    do_not_specialize=["window_slots", "extra_slots", "window_width", "extra_width"],
+    do_not_specialize_on_alignment=["p_window_lens", "p_extra_lens"],
+)
+def concatenate_slots_kernel(
+    p_rows,  # [T, window_width + extra_width] int32, contiguous
+    p_counts,  # [T] int32
+    p_window,  # [>= T, window_width] int
+    p_extra,  # [>= T, extra_width] int
+    p_window_lens,  # [>= T] int
+    p_extra_lens,  # [>= T] int
+    window_strides,
+    extra_strides,
+    lens_strides,
+    window_width,
+    extra_width,
+    window_slots,
+    extra_slots,
+    BLOCK: tl.constexpr,
+):
+    """List the rows of one token: those of the window, then those of the extra cache, -1 for invalid slots."""
+    token = tl.program_id(0).to(tl.int64)
+    width = window_width + extra_width
+    first = tl.minimum(tl.maximum(tl.load(p_window_lens + token * lens_strides[0]), 0), window_width).to(tl.int32)
+    second = tl.minimum(tl.maximum(tl.load(p_extra_lens + token * lens_strides[1]), 0), extra_width).to(tl.int32)
+    p_window += token * window_strides[0]
+    p_extra += token * extra_strides[0]
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        slot = valid_slots(p_window, window_strides[1], column, first, window_slots)
+        extra_column = tl.where(column < first, second, column - first)
+        entry = valid_slots(p_extra, extra_strides[1], extra_column, second, extra_slots)
+        row = tl.where(entry >= 0, window_slots + entry, slot)
+        tl.store(p_rows + token * width + column, row.to(tl.int32), mask=column < width)
+    tl.store(p_counts + token, first + second)
+
+
+def why_unsupported_by_rows(call: DecodeCall, gpu: Gpu) -> str:
+    """Return why a call is not attended by rows, "" if it is."""
+    q, window, extra, fused = call.q, call.window, call.extra, call.fused
+    tokens, heads, dim = q.shape
+    if gpu.capability != SM90 or call.cache_format != "fp8_ds_mla" or q.dtype is not torch.bfloat16 or dim != HEAD_DIM:
+        form = f"{call.cache_format} and {q.dtype} queries of {dim} dims on {gpu.backend} {gpu.capability}"
+        return f"it needs fp8_ds_mla and bfloat16 queries of {HEAD_DIM} dims on sm_{SM90}, this is {form}"
+    if tokens < MIN_TOKENS_BY_ROWS or heads < MIN_HEADS_BY_ROWS:
+        return f"{MIN_TOKENS_BY_ROWS} tokens and {MIN_HEADS_BY_ROWS} heads pay, these are {tokens} and {heads}"
+    if call.batch_invariant:
+        return "it depends on the number of tokens, and the call is batch-invariant"
+    most, rows = (
+        max(ROWS_PER_TOKEN * tokens, min(MAX_ROWS, 2 * ROWS_PER_TOKEN * tokens)),
+        window.slots() + extra.slots(),
+    )
+    if not 0 < rows <= most:
+        return f"caches of up to {most} rows pay, these have {rows}"
+    if any(keys.cache.stride(0) % 2 or keys.cache.storage_offset() % 2 for keys in (window, extra)):
+        return "pages start at multiples of 2 bytes, these do not"
+    if fused.n_groups and not fused.inverse_rope:
+        return "it quantises rotated heads only"
+    starts = (q.data_ptr(), *(n * q.element_size() for n in q.stride()[:2]))
+    if fused.q_norm_eps is None and (q.stride(2) != 1 or any(n % Q_ALIGN for n in starts)):
+        return f"contiguous heads start at multiples of {Q_ALIGN} bytes, these have strides {q.stride()}"
+    if not call.scale > 0 or (call.sink is not None and call.sink.stride(0) != 1):
+        return f"the scale is positive and sinks are contiguous, these are {call.scale} and {call.sink}"
+    return ""
+
+
+def decode_by_rows(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """Dequantise both caches and run the prefill kernel over their rows; with quantised outputs if there are groups."""
+    gpu = gpu_of(call.q.device)
+    indices, counts = concatenate_slots(call.q.shape[0], call.window, call.extra)
+    kv, rows = dequantized_pages(call.window, call.extra), IndexRows(indices, counts, indices.shape[1])
+    prefill = PrefillCall(call.q, kv, rows, call.scale, call.sink)
+    sm90 = sm90_module(gpu, "attention.sparse_mla_prefill_sm90")
+    if sm90 is not None and not sm90.why_unsupported(prefill, call.fused):
+        return sm90.launch_fused(prefill, gpu, call.fused)
+    return _launch_separately(prefill, call)
+
+
+def _launch_separately(prefill: PrefillCall, call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """Run one kernel for each step that the sm_90 kernel fuses."""
+    fused, rope = call.fused, (call.fused.positions, call.fused.cos_sin_cache)
+    positions, table = rope
+    if fused.q_norm_eps is not None:
+        assert positions is not None and table is not None
+        prefill = prefill._replace(q=q_norm_rope(prefill.q, positions, table, fused.q_norm_eps))
+    out, _, lse = attend_rows(prefill)
+    if not fused.inverse_rope:
+        return out, lse
+    assert positions is not None and table is not None
+    if fused.n_groups == 0:
+        return inv_rope(out, positions, table), lse
+    return inv_rope_fp8_quant(out, positions, table, fused.n_groups, fused.heads_per_group, fused.packed_scales)
+
+
+def dequantized_pages(window: PagedKeys, extra: PagedKeys) -> Tensor:
+    """Return bfloat16 `[slots, 512]`, the rows of both caches in the order of their slots."""
+    counts = window.slots(), extra.slots()
+    rows = torch.empty((sum(counts), HEAD_DIM), dtype=torch.bfloat16, device=window.cache.device)
+    for keys, part in ((window, rows[: counts[0]]), (extra, rows[counts[0] :])):
+        if part.shape[0] == 0:
+            continue
+        pages = byte_pages(keys.cache, "fp8_ds_mla", keys.block_size)
+        launch_kernel(
+            dequantize_pages_kernel,
+            (cdiv(part.shape[0], ROWS_PER_PROGRAM),),
+            part,
+            pages,
+            pages.stride(0),
+            part.shape[0],
+            BLOCK_SIZE=keys.block_size,
+            ROWS=ROWS_PER_PROGRAM,
+            num_warps=4,
+        )
+    return rows
+
+
+def concatenate_slots(tokens: int, window: PagedKeys, extra: PagedKeys) -> tuple[Tensor, Tensor]:
+    """Return int32 `[T, columns of both]`, rows of `dequantized_pages`, and `[T]`, the number of valid columns."""
+    widths = [keys.indices.shape[1] for keys in (window, extra)]
+    rows = torch.empty((tokens, sum(widths)), dtype=torch.int32, device=window.indices.device)
+    counts = torch.empty((tokens,), dtype=torch.int32, device=rows.device)
+    if tokens > 0:
+        launch_kernel(
+            concatenate_slots_kernel,
+            (tokens,),
+            rows,
+            counts,
+            window.indices,
+            extra.indices,
+            window.lens,
+            extra.lens,
+            window.indices.stride(),
+            extra.indices.stride(),
+            (window.lens.stride(0), extra.lens.stride(0)),
+            *widths,
+            window.slots(),
+            extra.slots(),
+            BLOCK=COLUMNS_PER_STEP,
+        )
+    return rows, counts
+
+
 @triton.jit
-def _write_row(
-    p_rows, p_lens, p_indices, p_indptr, index_stride, indptr_stride, capacity, width, token, block,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Columns `block * COLUMNS` and on of row `token`, and its length."""
+def _write_row(row, entries, width, token, block, COLUMNS: tl.constexpr):
+    """Write columns from `block * COLUMNS` on of row `token`, and its length.
+
+    `row`: pointers to rows and lengths; `entries`: pointers to indices and indptr, their strides, and the number of
+    indices.
+    """
+    p_rows, p_lens = row
+    p_indices, p_indptr, index_stride, indptr_stride, capacity = entries
     begin = tl.load(p_indptr + token * indptr_stride).to(tl.int64)
     end = tl.load(p_indptr + (token + 1) * indptr_stride).to(tl.int64)
     o_column = block * COLUMNS + tl.arange(0, COLUMNS)
@@ -349,60 +322,56 @@ def _write_row(
 
 
 @triton.jit(
-    do_not_specialize=["capacity0", "capacity1", "width0", "width1", "blocks0", "blocks"],
-    do_not_specialize_on_alignment=["p_indptr0", "p_indptr1"],
+    do_not_specialize=["window_capacity", "extra_capacity", "window_width", "extra_width", "window_blocks", "blocks"],
+    do_not_specialize_on_alignment=["p_window_indptr", "p_extra_indptr"],
 )
 def dense_rows_kernel(
-    p_rows0,  # [T, width0] int32, contiguous
-    p_lens0,  # [T] int32, contiguous
-    p_rows1,  # [T, width1] int32, contiguous
-    p_lens1,  # [T] int32, contiguous
-    p_indices0,  # [capacity0] int
-    p_indptr0,  # [> T] int
-    p_indices1,  # [capacity1] int
-    p_indptr1,  # [> T] int
-    index_stride0,
-    indptr_stride0,
-    index_stride1,
-    indptr_stride1,
-    capacity0,
-    capacity1,
-    width0,
-    width1,
-    blocks0,  # programs of a token that write the first list's row; the others write the second's
+    p_window_rows,  # [T, window_width] int32, contiguous
+    p_window_lens,  # [T] int32, contiguous
+    p_extra_rows,  # [T, extra_width] int32, contiguous
+    p_extra_lens,  # [T] int32, contiguous
+    p_window_indices,  # [window_capacity] int
+    p_window_indptr,  # [> T] int
+    p_extra_indices,  # [extra_capacity] int
+    p_extra_indptr,  # [> T] int
+    window_index_stride,
+    window_indptr_stride,
+    extra_index_stride,
+    extra_indptr_stride,
+    window_capacity,
+    extra_capacity,
+    window_width,
+    extra_width,
+    window_blocks,  # programs of a token that write the window's row; the others write the extra row
     blocks,  # programs of a token
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program p writes block p % blocks of token p // blocks, blocks of the first list in front."""
+    """Write block p % blocks of token p // blocks, blocks of the window first."""
     pdl_prologue(PDL)  # attention may be launched while rows are written: it waits before it reads them
     token = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
-    if block < blocks0:
-        _write_row(
-            p_rows0, p_lens0, p_indices0, p_indptr0, index_stride0, indptr_stride0, capacity0, width0, token, block,
-            COLUMNS,
-        )  # fmt: skip
+    if block < window_blocks:
+        entries = p_window_indices, p_window_indptr, window_index_stride, window_indptr_stride, window_capacity
+        _write_row((p_window_rows, p_window_lens), entries, window_width, token, block, COLUMNS)
     else:
-        _write_row(
-            p_rows1, p_lens1, p_indices1, p_indptr1, index_stride1, indptr_stride1, capacity1, width1, token,
-            block - blocks0, COLUMNS,
-        )  # fmt: skip
+        entries = p_extra_indices, p_extra_indptr, extra_index_stride, extra_indptr_stride, extra_capacity
+        _write_row((p_extra_rows, p_extra_lens), entries, extra_width, token, block - window_blocks, COLUMNS)
 
 
 def dense_rows(
-    tokens: int, first: tuple[Tensor, Tensor, int], second: tuple[Tensor, Tensor, int] | None
+    tokens: int, window: tuple[Tensor, Tensor, int], extra: tuple[Tensor, Tensor, int] | None
 ) -> tuple[Tensor, ...]:
-    """Rows int32 `[T, W]` and lengths int32 `[T]` of one or two lists, each `indices`, `indptr` and the width W."""
+    """Return rows int32 `[T, W]` and lengths int32 `[T]` of one or two lists `indices`, `indptr`, width W."""
     made = [
         (indices.new_empty((tokens, width), dtype=torch.int32), indices.new_empty((tokens,), dtype=torch.int32))
-        for indices, _, width in ((first,) if second is None else (first, second))
+        for indices, _, width in ((window,) if extra is None else (window, extra))
     ]
     if tokens > 0:
-        lists = (first, first if second is None else second)
-        blocks = [max(1, cdiv(width, COLUMNS)) for _, _, width in lists]
-        programs = blocks[0] + (0 if second is None else blocks[1])
-        early = tokens * programs <= MOST_EARLY and supports_pdl(gpu_of(made[0][0].device))
+        lists = (window, window if extra is None else extra)
+        blocks = [max(1, cdiv(width, LIST_COLUMNS)) for _, _, width in lists]
+        programs = blocks[0] + (0 if extra is None else blocks[1])
+        pdl = tokens * programs <= MAX_PDL_PROGRAMS and supports_pdl(gpu_of(made[0][0].device))
         # One dimension: the others of a grid end at 65,535.
         launch_kernel(
             dense_rows_kernel,
@@ -415,239 +384,30 @@ def dense_rows(
             *(width for _, _, width in lists),
             blocks[0],
             programs,
-            COLUMNS=COLUMNS,
+            COLUMNS=LIST_COLUMNS,
             num_warps=2,
-            PDL=early,
-            **pdl_option(early),
+            PDL=pdl,
+            **pdl_option(pdl),
         )
     return tuple(tensor for pair in made for tensor in pair)
 
 
-def sparse_mla_decode_ragged_refuses(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    indptr: Tensor,
-    block_size: int,
-    cache_format: str,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_indptr: Tensor | None = None,
-    extra_block_size: int = 0,
-    kv_scale: Tensor | None = None,
-    max_entries: int = 0,
-    extra_max_entries: int = 0,
-) -> str:
-    """Why the kernel cannot take a call, "" if it can."""
-    widths = [max_entries or indices.shape[0]]
-    if extra_indices is not None:
-        widths.append(extra_max_entries or extra_indices.shape[0])
-    if q.shape[0] * max(widths) >= MAX_ROWS_NUMEL:
-        return f"{q.shape[0]} rows of up to {max(widths)} entries: give max_entries, the most a row has"
-    return sparse_mla_decode_refuses(
-        q, k_cache, indices, indptr, block_size, cache_format, scale, attn_sink,
-        extra_k_cache, None if extra_indices is None else indices, extra_indptr, extra_block_size, kv_scale,
-    )  # fmt: skip
+def why_unsupported_sparse_mla_decode_ragged(op: RaggedDecodeArguments) -> str:
+    """Return why the kernels do not support a call, "" if they do."""
+    width = op.max_entries or op.indices.shape[0]
+    if op.extra_indices is not None:
+        width = max(width, op.extra_max_entries or op.extra_indices.shape[0])
+    if op.q.shape[0] * width >= MAX_ROWS_NUMEL:
+        return f"{op.q.shape[0]} rows of up to {width} entries exceed {MAX_ROWS_NUMEL}: give max_entries"
+    # Rows are int32, whatever the lists are.
+    extra = None if op.extra_indices is None else op.indices
+    return why_unsupported_sparse_mla_decode(op.decode(op.indices, op.indptr, extra, op.extra_indptr))
 
 
-def sparse_mla_decode_ragged(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    indptr: Tensor,
-    block_size: int,
-    cache_format: str,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_indptr: Tensor | None = None,
-    extra_block_size: int = 0,
-    kv_scale: Tensor | None = None,
-    max_entries: int = 0,
-    extra_max_entries: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """See the reference. The bits are those of `sparse_mla_decode` for the padded rows."""
-    second = None
-    if extra_indices is not None and extra_indptr is not None:
-        second = (extra_indices, extra_indptr, extra_max_entries or extra_indices.shape[0])
-    rows: tuple[Any, ...] = dense_rows(q.shape[0], (indices, indptr, max_entries or indices.shape[0]), second)
-    extra: tuple[Any, ...] = (None, None) if second is None else rows[2:]
-    attend: tuple[Any, ...] = (block_size, cache_format, scale, attn_sink)
-    attend += (extra_k_cache, *extra, extra_block_size, kv_scale)
-    return sparse_mla_decode(q, k_cache, *rows[:2], *attend)
-
-
-MAX_VALUE_DIM = 512
-
-
-@triton.jit(do_not_specialize=["splits", "least", "first", "width", "slots"], do_not_specialize_on_alignment=["p_lens"])
-def sparse_mla_decode_latent_kernel(
-    p_out,  # [T, H, V], contiguous; with SPLIT [tokens of this launch, splits, H, V] float32
-    p_lse,  # [T, H] float32, contiguous; with SPLIT [tokens of this launch, splits, H] in base 2
-    p_q,  # [T, H, D]
-    p_cache,  # [P, PAGE, D]
-    p_indices,  # [>= T, width] int
-    p_lens,  # [>= T] int
-    scale,  # of the scores, times log2(e)
-    splits,
-    least,  # blocks of keys in a part
-    first,  # token of this launch
-    q_strides,
-    cache_strides,
-    index_strides,
-    len_stride,
-    width,
-    slots,
-    H: tl.constexpr,
-    V: tl.constexpr,
-    R: tl.constexpr,  # D - V
-    PAGE: tl.constexpr,
-    DTYPE: tl.constexpr,  # of the matrix products' operands; they add up in float32
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Program p takes part p % splits of head block p // splits % HEAD_BLOCKS of a token."""
-    HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    part = tl.program_id(0) % splits
-    item = tl.program_id(0) // splits
-    local = (item // HEAD_BLOCKS).to(tl.int64)
-    token = first + local
-    o_head = item % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
-    m_head = o_head < H
-    o_value, o_rest = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_R)
-    m_value, m_rest = (o_value < V)[None, :], (o_rest < R)[None, :]
-    length = tl.minimum(tl.maximum(tl.load(p_lens + token * len_stride), 0), width).to(tl.int32)
-    blocks = tl.cdiv(length, BLOCK_N)
-    parts = tl.minimum(splits, tl.cdiv(blocks, least))
-    size = tl.cdiv(blocks, tl.maximum(parts, 1))
-    begin = part * size * BLOCK_N
-    end = tl.minimum(begin + size * BLOCK_N, length)
-
-    p_heads = (p_q + token * q_strides[0] + o_head.to(tl.int64) * q_strides[1])[:, None]
-    # [BLOCK_H, BLOCK_V] and [BLOCK_H, BLOCK_R]
-    q = tl.load(p_heads + (o_value * q_strides[2])[None, :], mask=m_head[:, None] & m_value, other=0.0).to(DTYPE)
-    p_q_rest = p_heads + ((V + o_rest) * q_strides[2])[None, :]
-    q_rest = tl.load(p_q_rest, mask=m_head[:, None] & m_rest, other=0.0).to(DTYPE)
-    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        o_column = start + tl.arange(0, BLOCK_N)
-        p_column = p_indices + token * index_strides[0] + o_column.to(tl.int64) * index_strides[1]
-        slot = tl.load(p_column, mask=o_column < end, other=-1).to(tl.int64)
-        live = (slot >= 0) & (slot < slots)
-        slot = tl.where(live, slot, 0)
-        p_key = (p_cache + slot // PAGE * cache_strides[0] + slot % PAGE * cache_strides[1])[:, None]
-        # [BLOCK_N, BLOCK_V] and [BLOCK_N, BLOCK_R]
-        k = tl.load(p_key + (o_value * cache_strides[2])[None, :], mask=live[:, None] & m_value, other=0.0).to(DTYPE)
-        p_k_rest = p_key + ((V + o_rest) * cache_strides[2])[None, :]
-        k_rest = tl.load(p_k_rest, mask=live[:, None] & m_rest, other=0.0).to(DTYPE)
-        # [BLOCK_H, BLOCK_N]
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
-        scores = tl.where(live[None, :], scores * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # -inf - -inf is NaN: a head without keys so far is shifted by zero.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        rescale = tl.exp2(top - shift)
-        weights = tl.exp2(scores - shift[:, None])
-        total = total * rescale + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(DTYPE), k, acc * rescale[:, None], input_precision="ieee")
-        top = new_top
-    if SPLIT:
-        factor, lse = part_softmax(top, total)
-        o_row = (local * splits + part) * H + o_head
-    else:
-        factor, lse = finish_softmax(top, total, None, 0, o_head, m_head)
-        o_row = token * H + o_head
-    tl.store(p_lse + o_row, lse, mask=m_head)
-    out = (acc * factor[:, None]).to(p_out.dtype.element_ty)
-    tl.store(p_out + o_row[:, None] * V + o_value[None, :], out, mask=m_head[:, None] & m_value)
-
-
-def choose_latent_tiles(gpu: Gpu, heads: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for `heads` heads and operands of `dtype`."""
-    tiles = choose_tiles(gpu, heads, dtype)
-    if gpu.capability // 10 == 10 and tiles.block_h == 64:
-        # Operands pass through shared memory there more often: 64 keys would need 345 KiB of its 227.
-        return tiles._replace(block_n=32)
-    return tiles
-
-
-def sparse_mla_decode_latent_refuses(
-    q: Tensor, k_cache: Tensor, indices: Tensor, lens: Tensor, block_size: int, scale: float, value_dim: int
-) -> str:
-    """Why the kernel cannot take a call, "" if it can."""
-    if value_dim > MAX_VALUE_DIM or q.shape[2] - value_dim > MAX_VALUE_DIM:
-        return f"the kernel holds {MAX_VALUE_DIM} dims of values and as many others, of {value_dim} and {q.shape[2]}"
-    if k_cache.shape[0] * block_size >= MAX_SLOTS:
-        return f"the kernel counts fewer than {MAX_SLOTS} slots"
-    return ""
-
-
-def sparse_mla_decode_latent(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    block_size: int,
-    scale: float,
-    value_dim: int,
-    tiles: Tiles | None = None,
-    splits: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """See the reference. Weights are rounded to the dtype of the keys before they meet them; sums are float32.
-
-    The same call gives the same bits. `tiles` and `splits` overrule what is chosen for the GPU.
-    """
-    tokens, heads, head_dim = q.shape
-    into = outputs(q[..., :value_dim])
-    if tokens * heads == 0:
-        return into.pair()
-    gpu, dtype = gpu_of(q.device), operand_dtype(q, k_cache, "plain")
-    tiles = tiles or choose_latent_tiles(gpu, heads, dtype)
-    width, head_blocks = indices.shape[1], cdiv(heads, tiles.block_h)
-    blocks = cdiv(width, tiles.block_n)
-    cut = cut_of(tokens, heads, value_dim, head_blocks, blocks, tiles.block_n, gpu, False, splits)
-    parts = part_buffers(cut, heads, value_dim, q) if cut.splits > 1 else None
-    for first in range(0, tokens, cut.tokens):
-        end = min(tokens, first + cut.tokens)
-        launch_kernel(
-            sparse_mla_decode_latent_kernel,
-            ((end - first) * head_blocks * cut.splits,),
-            *(parts or into)[:2],
-            q,
-            k_cache,
-            indices,
-            lens,
-            scale * LOG2_E.value,
-            cut.splits,
-            cut.least,
-            first,
-            q.stride(),
-            k_cache.stride(),
-            indices.stride(),
-            lens.stride(0),
-            width,
-            k_cache.shape[0] * block_size,
-            H=heads,
-            V=value_dim,
-            R=head_dim - value_dim,
-            PAGE=block_size,
-            DTYPE=DTYPES[dtype],
-            BLOCK_H=tiles.block_h,
-            BLOCK_N=tiles.block_n,
-            BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
-            BLOCK_R=max(16, triton.next_power_of_2(head_dim - value_dim)),
-            SPLIT=cut.splits > 1,
-            num_warps=tiles.warps,
-        )
-        if parts is not None:
-            split_softmax(into, parts, None, PLAIN, output_dtype(q), first, end, False)
-    return into.pair()
+def sparse_mla_decode_ragged(op: RaggedDecodeArguments) -> tuple[Tensor, Tensor]:
+    """Launch `sparse_mla_decode_ragged`: bit for bit `sparse_mla_decode` of the padded rows."""
+    window, extra = (op.indices, op.indptr, op.max_entries or op.indices.shape[0]), None
+    if op.extra_indices is not None and op.extra_indptr is not None:
+        extra = (op.extra_indices, op.extra_indptr, op.extra_max_entries or op.extra_indices.shape[0])
+    rows: tuple[Any, ...] = dense_rows(op.q.shape[0], window, extra)
+    return sparse_mla_decode(op.decode(*(rows if extra is not None else (*rows, None, None))))

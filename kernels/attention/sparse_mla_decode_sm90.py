@@ -1,64 +1,25 @@
-"""Sparse MLA decode on Hopper, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, best with a multiple of 64 heads.
+"""Sparse MLA decode on sm_90, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, blocks of 64 heads.
 
-A program attends 64 heads of one token to its share of the token's keys, window cache first, 64 keys at a time. It is
-three warpgroups, between which stand two buffers of dequantised keys:
+A program attends 64 heads of one token to its split of the token's keys, window cache first, 64 keys at a time. Its
+three warpgroups share two buffers of dequantised keys:
 
     producer  gathers 32 keys at a time into registers, dequantises them exactly, stores them swizzled
     left      scores, online softmax, weights to shared memory, dims 0 to 255 of the output
-    right     where the keys are that will be gathered, and dims 256 to 511
+    right     addresses of the keys that are gathered next, and dims 256 to 511
 
-Left and right each load half of the heads' queries while the first keys are on their way. To norm and rotate them, left
-turns their last columns, and the norm is a factor of scores (queries_hopper.py). Each finishes its half of the dims,
-and rotates back and quantises them if asked to. Right is four blocks ahead of its products: it reads the slots of both
-caches, writes down where each key lies, which is one row for the producer, and asks the L2 cache for them.
+Left and right each load half of the queries while the first keys are in flight, and each finishes its half of the dims.
+Right works four blocks ahead of its GEMM: it reads the slots of both caches, stores where each key lies, and prefetches
+the keys into L2. The register counts avoid spills in loops; with fewer than 160 for right, wgmma would serialise.
 
-In a row of layers other kernels take the instruction cache, and the weights of a layer are more than the L2 cache, so
-that code comes out of memory: what is gone through once costs as much as it is long. This one was 148 KB with both ends
-fused and is 81, by loops in the place of copies, one row of keys in the place of two, sums multiplied where they are
-stored, and a norm of scores. Between projections the first two took 128 tokens of 128, 256 and 640 keys from 31.6, 40.2
-and 54.4 us to 19.7, 25.4 and 39.7, and 512 from 86 and 218 to 70 and 159 (128 and 640 keys); the third 128 tokens of
-640 keys from 41.1 to 37.8, and back to back, with code at hand, from 36.8 to 39.7; the last 128 and 512 tokens of 128
-keys from 20.7 and 72 to 19.5 and 70 (`examples/benchmarks/attention_between_projections.py`).
-
-Of the registers, left has 200, right 160, the producer 144: with fewer than 160, the compiler would serialise the
-matrix products of a warpgroup. What is spilled in a loop costs most: gathers leave nothing of it in the L1 cache.
-
-Where the time of 512 tokens with 64 heads and 640 keys went on an H200 when dequantising took nine instructions for
-four codes, 156 us with 136 registers for the producer: 147 with one factor for all scales, which is wrong for those
-above 2^7; of these, 132 without the producer's arithmetic, 126 without its loads, 106 without both and 101 without its
-stores too. One warp of it for each scheduler waits for its 32 keys, and shared memory has no room for more of them.
-With eight instructions, half of them no longer on the unit that is short, and 144 registers it takes 142. Then a third
-of the issue slots is used, and two fifths of the tensor pipe's time; for each instruction issued four warps wait for
-memory (`examples/benchmarks/sparse_mla_counters.py`).
-
-Tried on an H200 without gain, with times of 128 tokens, 64 heads, 40.7 us otherwise, or 128 heads and 1152 keys, 120 us
-otherwise: keys in four pieces of dims with memory and barriers of their own, so that a whole block is on its way; a
-producer of eight warps; products of the right half held back until the next scores are there, as prefill does; programs
-that walk over tokens, 48 us, with both caches and all tokens as one stream of keys, 52, or with the next token's keys
-found and gathered while rows are stored (512 tokens of 128 keys 88 us, 63 otherwise: what an item needs outlives the
-loops, and is spilled); slots known a block and a half ahead, 46; parts joined by the programs that made them instead of
-a second launch; clusters of two programs with the two halves of 128 heads, each of which dequantises half of a block
-for both and copies it to the other, 121 us, or stores it there by `st.async`, 163: without sending it would be 99; 32
-keys of each block by way of shared memory, as they are stored, so that each half has a whole block's time to arrive,
-47; keys reduced to scales that have a bfloat16 factor, which scores and weights make up for, in place of a second
-factor, 38.4 where two factors take 36.6; rows cut at halves of blocks, so that 32 tokens are 128 programs of five
-halves each, 18.6 where two or three whole blocks take 18.8, while a producer written so takes all others 8% longer.
-
-Between projections, when it was 91 KB and normed queries, in thousands of cycles from the start of a program of 128
-keys: queries are there at 5 and normed at 11, keys at 10 and 14, both blocks done at 23, sums handed over at 28, rows
-stored at 36; back to back the last three are 21, 23 and 29. Not shorter for: queries asked for before a token's lengths
-are known, the sink and the angles of rows loaded early. The last block in the loop, not behind it, is 7 KB less code
-and 1.4 us there, but 0.8 more for 640 keys and 3 to 6 for 512 tokens.
-
-No producer at all, 46.4 us: keys lie in shared memory as they are stored, 128 of them while 128 more are copied, and
-are the side of both products that comes from registers, so that eight warps dequantise each code twice and write none.
-With 255 registers and none spilled, two warps for each scheduler leave two of three of its slots empty.
-
-Sparse MLA decode on Hopper: which calls sparse_mla_decode_kernel_hopper.py takes, and how it is launched.
+The launcher here serves the other sm_90 decode kernels, too. Experiments are in docs/kernel-notes/attention.md.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -70,36 +31,87 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ... import layout
 from ..hopper.gluon import FLAT, reinterpret, thread_barrier
 from ..host.gpu import Gpu
-from ..host.pdl import pdl_option
-from .kv_load_sm90 import ask_for_block, find_keys, place_keys, produce_keys, row_length
-from .output_epilogue_sm90 import BLOCK_H, HALF, SWIZZLED, D, fetch_angles, store_part, store_rows
-from .query_prologue_sm90 import fetch_queries, norm_factors, put_queries, queries_of, turn_queries, turning_of
-from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source
-from .sparse_mla_decode_sm90_few_heads import MOST_HEADS
-from .sparse_mla_decode_sm90_launch import gather_refuses, launch_gathering
+from ..host.launch import launch_kernel
+from ..host.pdl import pdl_option, supports_pdl
+from .common import DecodeCall, Outputs, outputs_for
+from .kv_load_sm90 import (
+    KeyAddresses,
+    KeyIndices,
+    load_slots,
+    prefetch_block,
+    produce_keys,
+    row_length,
+    store_addresses,
+)
+from .prologue_epilogue_sm90 import (
+    BLOCK_H,
+    HALF,
+    SWIZZLED,
+    D,
+    HeadRows,
+    Queries,
+    copy_queries,
+    fetch_angles,
+    fetch_queries,
+    norm_factors,
+    query_layout,
+    rotate_queries,
+    rotated_width,
+    store_partial,
+    store_rows,
+)
 from .split_combine import LN_2 as _LN_2
 from .split_combine import LOG2_E as _LOG2_E
+from .split_combine import combine_splits, new_partials, split_plan
 
-KEYS = 64
+HEADS, KEYS = BLOCK_H.value, 64
+MIN_HEADS = 33
+"""Fewer heads have a kernel of their own."""
+RIGHT_REGISTERS, PRODUCER_REGISTERS = 160, 144
+PAGE_ALIGN = 16
+"""Alignment of pages in bytes: keys are loaded 16 bytes at a time."""
 
 BLOCK_N = gl.constexpr(KEYS)
 BUFFERS = gl.constexpr(2)
-AHEAD = gl.constexpr(4)  # blocks from the one that is multiplied to the one whose keys are found
-PLACES = gl.constexpr(8)  # of blocks whose keys are found, fetched or scored: a power of two, more than AHEAD + 1
+AHEAD = gl.constexpr(4)  # blocks from the one in the GEMM to the one whose slots are read
+PLACES = gl.constexpr(8)  # of blocks whose addresses are stored: a power of two, more than AHEAD + 1
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF.value, 16]))
 
-QUERIES = gl.constexpr(queries_of(BLOCK_H.value))
+QUERIES = gl.constexpr(query_layout(BLOCK_H.value))
+
+
+class SharedTiles(NamedTuple):
+    """Shared memory and barriers of a program.
+
+    Attributes:
+        q_tile: bfloat16 `[64, 512]`; keys: bfloat16 `[BUFFERS, 64, 512]`; weights_tile: bfloat16 `[64, 64]`.
+        factors: float32 `[64]`, rescaling of the sums so far, at last 1 / denominator.
+        head_factors: float32 `[64]`, score scales of normed heads, at last what the sink leaves of the output.
+        ready, free: barriers of the buffers of keys; the others are named after the tile.
+    """
+
+    q_tile: Any
+    keys: Any
+    weights_tile: Any
+    factors: Any
+    head_factors: Any
+    ready: Any
+    free: Any
+    weights_ready: Any
+    weights_free: Any
+    q_ready: Any
 
 
 @gluon.jit
 def _lane_sums(weights):
-    """`[64, 8]`: sums over the part of a row that a thread holds."""
+    """Return `[64, 8]`: sums over the part of a row that a thread holds."""
     return gl.sum(gl.reshape(weights, [BLOCK_H, BLOCK_N // 8, 8]), 1)
 
 
@@ -111,8 +123,8 @@ def _scores(q_tile, keys):
 
 
 @gluon.jit
-def _softmax(scores, live, acc, top, sums, number, scale, scales, weights_tile, factors, weights_ready, weights_free):
-    """Weights of block `number` into shared memory for both consumers, and the sums so far rescaled."""
+def _softmax(scores, live, acc, top, sums, number, scale, scales, tiles):
+    """Store the weights of block `number` for both consumers, and rescale the sums so far."""
     if scales is not None:  # of each head, in shared memory: in registers they would be spilled
         scale = gl.expand_dims(scales.load(gl.SliceLayout(1, SCORES)), 1)
     scores = gl.where(gl.expand_dims(live, 0) > 0, scores * scale, float("-inf"))
@@ -121,184 +133,170 @@ def _softmax(scores, live, acc, top, sums, number, scale, scales, weights_tile, 
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
     rescale = gl.exp2(top - shift)
     weights = gl.exp2(scores - gl.expand_dims(shift, 1))
-    mbarrier.wait(weights_free, (number & 1) ^ 1)
-    weights_tile.store(weights.to(gl.bfloat16))
-    factors.store(rescale)
+    mbarrier.wait(tiles.weights_free, (number & 1) ^ 1)
+    tiles.weights_tile.store(weights.to(gl.bfloat16))
+    tiles.factors.store(rescale)
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(weights_ready, count=1)
+    mbarrier.arrive(tiles.weights_ready, count=1)
     sums = sums * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout)), 1)
     acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT)), 1)
     return acc, new_top, sums + _lane_sums(weights)
 
 
 @gluon.jit
-def _left(
-    p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_lse, p_scale, tokens, padded_tokens, token,
-    head, heads, scale, blocks, q_tile, keys, weights_tile, factors, shares, lives,
-    ready, free, weights_ready, weights_free, q_ready, SPLIT: gl.constexpr, ROPE: gl.constexpr,
-    PARTIAL: gl.constexpr, INVERSE: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """The first warpgroup: scores, softmax, the left half of the output."""
-    if eps is not None:
-        turning = fetch_queries(p_q, q_head_stride, heads, BLOCK_H, PARTIAL, QUERIES, 0, turning_of(BLOCK_H, ROPE))
-        cos, sin = fetch_angles(p_table, turning, ROPE)
-    put_queries(p_q, q_head_stride, q_tile, heads, 0, BLOCK_H // 2, PARTIAL)
-    if eps is not None:
-        turning = turn_queries(turning, cos, sin, ROPE)
-    mbarrier.wait(q_ready, 0)
-    scales = None if eps is None else shares
-    if eps is not None:
-        shares.store(norm_factors(q_tile, turning, eps, SCORES) * scale)
+def _left(queries, rows, p_lse, scale, blocks, lives, tiles, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Run the first warpgroup: scores, softmax, the left half of the output."""
+    keys, heads = tiles.keys, rows.heads
+    if queries.eps is not None:
+        rotated = fetch_queries(
+            queries.p_q, queries.head_stride, heads, BLOCK_H, PARTIAL, QUERIES, 0, rotated_width(BLOCK_H, EPILOGUE.rope)
+        )
+        cos, sin = fetch_angles(queries.p_cos, rotated, EPILOGUE.rope)
+    copy_queries(queries.p_q, queries.head_stride, tiles.q_tile, heads, 0, BLOCK_H // 2, PARTIAL)
+    if queries.eps is not None:
+        rotated = rotate_queries(rotated, cos, sin, EPILOGUE.rope)
+    mbarrier.wait(tiles.q_ready, 0)
+    scales = None if queries.eps is None else tiles.head_factors
+    if queries.eps is not None:
+        tiles.head_factors.store(norm_factors(tiles.q_tile, rotated, queries.eps, SCORES) * scale)
         fence_async_shared()
         thread_barrier()
     acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
     top = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     sums = _lane_sums(gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES))
     if blocks > 0:
-        mbarrier.wait(ready.index(0), 0)
-        scores = _scores(q_tile, keys.index(0))
+        mbarrier.wait(tiles.ready.index(0), 0)
+        scores = _scores(tiles.q_tile, keys.index(0))
         live = lives.index(0).load(gl.SliceLayout(0, SCORES))
         scores = warpgroup_mma_wait(0, deps=[scores])
         for number in range(blocks - 1):
             buffer = number % BUFFERS
             following = (number + 1) % BUFFERS
-            acc, top, sums = _softmax(
-                scores, live, acc, top, sums, number, scale, scales, weights_tile, factors, weights_ready, weights_free
-            )
-            acc = warpgroup_mma(weights_tile, keys.index(buffer).slice(0, HALF, 1), acc, is_async=True)
-            mbarrier.wait(ready.index(following), ((number + 1) // BUFFERS) & 1)
-            scores = _scores(q_tile, keys.index(following))
+            acc, top, sums = _softmax(scores, live, acc, top, sums, number, scale, scales, tiles)
+            acc = warpgroup_mma(tiles.weights_tile, keys.index(buffer).slice(0, HALF, 1), acc, is_async=True)
+            mbarrier.wait(tiles.ready.index(following), ((number + 1) // BUFFERS) & 1)
+            scores = _scores(tiles.q_tile, keys.index(following))
             live = lives.index((number + 1) % PLACES).load(gl.SliceLayout(0, SCORES))
             acc = warpgroup_mma_wait(1, deps=[acc])
             thread_barrier()
-            mbarrier.arrive(free.index(buffer), count=1)
+            mbarrier.arrive(tiles.free.index(buffer), count=1)
             scores = warpgroup_mma_wait(0, deps=[scores])
-        acc, top, sums = _softmax(
-            scores, live, acc, top, sums, blocks - 1, scale, scales, weights_tile, factors, weights_ready, weights_free
-        )
+        acc, top, sums = _softmax(scores, live, acc, top, sums, blocks - 1, scale, scales, tiles)
         last = keys.index((blocks - 1) % BUFFERS).slice(0, HALF, 1)
-        acc = warpgroup_mma(weights_tile, last, acc, is_async=True)
+        acc = warpgroup_mma(tiles.weights_tile, last, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
     total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES))
     o_head = gl.arange(0, BLOCK_H, gl.SliceLayout(1, SCORES))
     shift = gl.where(top == float("-inf"), 0.0, top)
     lse = gl.where(total == 0, float("-inf"), shift + gl.log2(total))
     factor = gl.where(total == 0, 0.0, 1.0 / total)
-    mbarrier.wait(weights_free, (blocks & 1) ^ 1)
-    factors.store(factor)
-    if SPLIT:
+    mbarrier.wait(tiles.weights_free, (blocks & 1) ^ 1)
+    tiles.factors.store(factor)
+    if EPILOGUE.split:
         gl.store(p_lse + o_head, lse, mask=o_head < heads)
     else:
         if p_lse is not None:
             gl.store(p_lse + o_head, gl.where(total == 0, float("inf"), lse * LN_2), mask=o_head < heads)
-        if p_sink is not None:
-            # As a row of one part is joined, so that it gives the same bits.
-            share = 1.0 / (
-                1.0
-                + gl.exp2(
-                    gl.load(p_sink + o_head, mask=o_head < heads, other=0.0) * LOG2_E - gl.where(total == 0, 0.0, lse)
-                )
-            )
-            shares.store(share)
+        if rows.p_sink is not None:
+            # Computed as the combine kernel does for one split, so that the bits are equal.
+            sink = gl.load(rows.p_sink + o_head, mask=o_head < heads, other=0.0)
+            kept = 1.0 / (1.0 + gl.exp2(sink * LOG2_E - gl.where(total == 0, 0.0, lse)))
+            tiles.head_factors.store(kept)
     thread_barrier()
-    mbarrier.arrive(weights_ready, count=1)
-    if SPLIT:
+    mbarrier.arrive(tiles.weights_ready, count=1)
+    if EPILOGUE.split:
         if blocks > 0:
             by_row = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
-            store_part(acc, by_row, q_tile, p_out, p_scale, heads, 0, PARTIAL)
+            store_partial(acc, by_row, tiles.q_tile, rows, 0, PARTIAL)
     else:
-        store_rows(
-            acc, (factors, None if p_sink is None else shares), keys.index(0), p_out, out_head_stride, p_scale, tokens,
-            padded_tokens, token, head, heads, p_table, 0, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
-        )  # fmt: skip
+        by_head = tiles.factors, None if rows.p_sink is None else tiles.head_factors
+        store_rows(acc, by_head, keys.index(0), rows, queries.p_cos, 0, PARTIAL, EPILOGUE)
 
 
 @gluon.jit
-def _right(
-    p_words0, chunks0, p_indices0, stride0, length0, capacity0, p_words1, chunks1, p_indices1, stride1, length1,
-    capacity1, boundary, begin, rows, scales, lives, placed,
-    p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head,
-    heads, blocks, q_tile, keys, weights_tile, factors, shares,
-    ready, free, weights_ready, weights_free, q_ready, LOG_PAGE0: gl.constexpr, LOG_PAGE1: gl.constexpr,
-    SPLIT: gl.constexpr, ROPE: gl.constexpr, PARTIAL: gl.constexpr, INVERSE: gl.constexpr, GROUPS: gl.constexpr,
-    GROUP_HEADS: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """The second warpgroup: where keys are, and the right half of the output."""
-    source0 = p_words0, chunks0, LOG_PAGE0, p_indices0, stride0, length0, capacity0
-    source1 = p_words1, chunks1, LOG_PAGE1, p_indices1, stride1, length1, capacity1
+def _right(caches, span, addresses, queries, rows, blocks, tiles, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Run the second warpgroup: addresses of keys, and the right half of the output.
+
+    `caches`: window and extra `KeyIndices`; `span`: first block of the extra cache, and first block of the program.
+    """
+    window, extra = caches
+    boundary, begin = span
     FIRST: gl.constexpr = AHEAD * BLOCK_N
     ALL: gl.constexpr = PLACES * BLOCK_N
-    slot = find_keys(source0, source1, token, boundary, begin, FIRST, BLOCK_N)
-    place_keys(
-        source0, source1, boundary, begin, slot, reinterpret(rows, gl.int64, [ALL], FLAT).slice(0, FIRST),
-        reinterpret(scales, gl.int64, [ALL], FLAT).slice(0, FIRST),
-        reinterpret(lives, gl.float32, [ALL], FLAT).slice(0, FIRST), BLOCK_N,
-    )  # fmt: skip
+    token = rows.token
+    slot = load_slots(window, extra, token, boundary, begin, FIRST, BLOCK_N)
+    first_places = (
+        reinterpret(addresses.rows, gl.int64, [ALL], FLAT).slice(0, FIRST),
+        reinterpret(addresses.scales, gl.int64, [ALL], FLAT).slice(0, FIRST),
+        reinterpret(addresses.lives, gl.float32, [ALL], FLAT).slice(0, FIRST),
+    )
+    store_addresses(window, extra, boundary, begin, slot, first_places, BLOCK_N)
     thread_barrier()
-    mbarrier.arrive(placed, count=1)
-    put_queries(p_q, q_head_stride, q_tile, heads, BLOCK_H // 2, BLOCK_H // 2, PARTIAL)
-    mbarrier.arrive(q_ready, count=1)
+    mbarrier.arrive(addresses.placed, count=1)
+    copy_queries(queries.p_q, queries.head_stride, tiles.q_tile, rows.heads, BLOCK_H // 2, BLOCK_H // 2, PARTIAL)
+    mbarrier.arrive(tiles.q_ready, count=1)
     acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
-    slot = find_keys(source0, source1, token, boundary, begin + AHEAD, BLOCK_N, BLOCK_N)
+    slot = load_slots(window, extra, token, boundary, begin + AHEAD, BLOCK_N, BLOCK_N)
     for number in range(blocks):
         buffer = number % BUFFERS
-        mbarrier.wait(ready.index(buffer), (number // BUFFERS) & 1)
-        mbarrier.wait(weights_ready, number & 1)
-        acc = acc * gl.expand_dims(factors.load(gl.SliceLayout(1, OUTPUT)), 1)
-        acc = warpgroup_mma(weights_tile, keys.index(buffer).slice(HALF, HALF, 1), acc, is_async=True)
-        asked, place = number + AHEAD - 1, (number + AHEAD - 1) % PLACES
-        if asked < blocks:
-            ask_for_block(source0, source1, boundary, begin + asked, rows.index(place), scales.index(place))
+        mbarrier.wait(tiles.ready.index(buffer), (number // BUFFERS) & 1)
+        mbarrier.wait(tiles.weights_ready, number & 1)
+        acc = acc * gl.expand_dims(tiles.factors.load(gl.SliceLayout(1, OUTPUT)), 1)
+        acc = warpgroup_mma(tiles.weights_tile, tiles.keys.index(buffer).slice(HALF, HALF, 1), acc, is_async=True)
+        fetched, place = number + AHEAD - 1, (number + AHEAD - 1) % PLACES
+        if fetched < blocks:
+            prefetch_block(
+                window, extra, boundary, begin + fetched, addresses.rows.index(place), addresses.scales.index(place)
+            )
         acc = warpgroup_mma_wait(0, deps=[acc])
         thread_barrier()
-        mbarrier.arrive(weights_free, count=1)
-        mbarrier.arrive(free.index(buffer), count=1)
+        mbarrier.arrive(tiles.weights_free, count=1)
+        mbarrier.arrive(tiles.free.index(buffer), count=1)
         ahead = number + AHEAD
         place = ahead % PLACES
-        place_keys(
-            source0, source1, boundary, begin + ahead, slot, rows.index(place), scales.index(place), lives.index(place),
-            BLOCK_N,
+        store_addresses(
+            window, extra, boundary, begin + ahead, slot,
+            (addresses.rows.index(place), addresses.scales.index(place), addresses.lives.index(place)), BLOCK_N,
         )  # fmt: skip
-        slot = find_keys(source0, source1, token, boundary, begin + ahead + 1, BLOCK_N, BLOCK_N)
-    mbarrier.wait(weights_ready, blocks & 1)
-    if SPLIT:
+        slot = load_slots(window, extra, token, boundary, begin + ahead + 1, BLOCK_N, BLOCK_N)
+    mbarrier.wait(tiles.weights_ready, blocks & 1)
+    if EPILOGUE.split:
         if blocks > 0:
-            by_row = factors.load(gl.SliceLayout(1, OUTPUT))
-            store_part(acc, by_row, q_tile, p_out, p_scale, heads, HALF, PARTIAL)
+            by_row = tiles.factors.load(gl.SliceLayout(1, OUTPUT))
+            store_partial(acc, by_row, tiles.q_tile, rows, HALF, PARTIAL)
     else:
-        store_rows(
-            acc, (factors, None if p_sink is None else shares), keys.index(1), p_out, out_head_stride, p_scale, tokens,
-            padded_tokens, token, head, heads, p_table, HALF, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED,
-        )  # fmt: skip
+        by_head = tiles.factors, None if rows.p_sink is None else tiles.head_factors
+        store_rows(acc, by_head, tiles.keys.index(1), rows, queries.p_cos, HALF, PARTIAL, EPILOGUE)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "splits", "least", "first", "tokens", "padded_tokens", "max_pos", "width0", "width1", "capacity0", "capacity1",
+        "splits", "min_blocks", "first_token", "tokens", "padded_tokens", "max_pos",
+        "window_width", "extra_width", "window_capacity", "extra_capacity",
     ],
     # A piece of a batch begins anywhere.
-    do_not_specialize_on_alignment=["p_lens0", "p_lens1", "p_positions"],
+    do_not_specialize_on_alignment=["p_window_lens", "p_extra_lens", "p_positions"],
 )  # fmt: skip
-def sparse_mla_decode_hopper_kernel(
-    p_out,  # [T, H, 512] bfloat16 or e4m3 [GROUPS, T, K]; or parts [N, splits, H, 512], contiguous
-    p_lse,  # [T, H] float32, neighbouring heads, or None; or parts [N, splits, H] in base 2, contiguous
-    p_scale,  # of e4m3, see attention_rows_hopper.store_rows; or of float16 parts [N, splits, H, 2] float32
+def sparse_mla_decode_sm90_kernel(
+    p_out,  # [T, H, 512] bfloat16 or e4m3 [groups, T, K]; or partial results [N, splits, H, 512], contiguous
+    p_lse,  # [T, H] float32, contiguous heads, or None; or partial results [N, splits, H] in base 2, contiguous
+    p_scale,  # of e4m3, see HeadRows; or of float16 partial results [N, splits, H, 2] float32
     p_q,  # [T, H, 512] bfloat16
-    p_words0,  # [P, page_bytes / 4] int32
-    p_indices0,  # [T, W] int
-    p_lens0,  # [T] int
-    p_words1,
-    p_indices1,  # [T, K] int
-    p_lens1,
+    p_window_words,  # [P, page_bytes / 4] int32
+    p_window_indices,  # [T, W] int
+    p_window_lens,  # [T] int
+    p_extra_words,
+    p_extra_indices,  # [T, K] int
+    p_extra_lens,
     p_sink,  # [H] float32 or None
     p_positions,  # [T] int or None
-    p_table,  # [max_pos, ROPE] float32 or None
+    p_table,  # [max_pos, rope] float32 or None
     scale,  # of the scores, times log2(e)
-    eps,  # of the queries' norm, None for queries that are ready
+    eps,  # of the query norm, None for queries that are normed and rotated
     splits,
-    least,
-    first,  # token of this launch
+    min_blocks,
+    first_token,  # of this launch
     tokens,
     padded_tokens,
     out_token_stride,
@@ -306,41 +304,35 @@ def sparse_mla_decode_hopper_kernel(
     lse_stride,
     q_token_stride,
     q_head_stride,
-    page_chunks0,  # distance of two pages in units of 16 bytes
-    page_chunks1,
-    indices0_stride,
-    indices1_stride,
-    lens0_stride,
-    lens1_stride,
+    window_page_chunks,  # stride of pages in units of 16 bytes
+    extra_page_chunks,
+    window_indices_stride,
+    extra_indices_stride,
+    window_lens_stride,
+    extra_lens_stride,
     position_stride,
     table_stride,
     max_pos,
-    width0,
-    width1,
-    capacity0,  # slots in the cache
-    capacity1,
+    window_width,
+    extra_width,
+    window_capacity,  # slots in the cache
+    extra_capacity,
     H: gl.constexpr,
-    LOG_PAGE0: gl.constexpr,  # of the tokens in a page
-    LOG_PAGE1: gl.constexpr,
+    WINDOW_LOG_PAGE: gl.constexpr,  # log2 of the tokens in a page
+    EXTRA_LOG_PAGE: gl.constexpr,
     RIGHT_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
-    WIDE: gl.constexpr,
-    SPLIT: gl.constexpr,
-    ROPE: gl.constexpr,
-    INVERSE: gl.constexpr,
-    GROUPS: gl.constexpr,
-    GROUP_HEADS: gl.constexpr,
-    PACKED: gl.constexpr,
+    EPILOGUE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program p takes head block p % HEAD_BLOCKS of part p // HEAD_BLOCKS; the parts of a token are neighbours."""
+    """Attend head block p % HEAD_BLOCKS of split p // HEAD_BLOCKS; the splits of a token are neighbours."""
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, D], SWIZZLED)
     keys = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, D], SWIZZLED)
     weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SWIZZLED)
     factors = gl.allocate_shared_memory(gl.float32, [BLOCK_H], FLAT)
-    shares = gl.allocate_shared_memory(gl.float32, [BLOCK_H], FLAT)
-    rows = gl.allocate_shared_memory(gl.int64, [PLACES, BLOCK_N], FLAT)
-    scales = gl.allocate_shared_memory(gl.int64, [PLACES, BLOCK_N], FLAT)
+    head_factors = gl.allocate_shared_memory(gl.float32, [BLOCK_H], FLAT)
+    address_rows = gl.allocate_shared_memory(gl.int64, [PLACES, BLOCK_N], FLAT)
+    address_scales = gl.allocate_shared_memory(gl.int64, [PLACES, BLOCK_N], FLAT)
     lives = gl.allocate_shared_memory(gl.float32, [PLACES, BLOCK_N], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -359,95 +351,175 @@ def sparse_mla_decode_hopper_kernel(
     gdc_wait()
     HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     PARTIAL: gl.constexpr = H % BLOCK_H != 0
-    part = gl.program_id(0) // HEAD_BLOCKS
+    split = gl.program_id(0) // HEAD_BLOCKS
     head = gl.program_id(0) % HEAD_BLOCKS * BLOCK_H
     heads = H - head
-    token = (first + part // splits).to(gl.int64)
-    length0 = row_length(p_lens0, lens0_stride, token, width0)
-    length1 = row_length(p_lens1, lens1_stride, token, width1)
+    token = (first_token + split // splits).to(gl.int64)
+    window_length = row_length(p_window_lens, window_lens_stride, token, window_width)
+    extra_length = row_length(p_extra_lens, extra_lens_stride, token, extra_width)
     if p_positions is not None:
         position = gl.load(p_positions + token * position_stride).to(gl.int64)
         p_table += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
-    blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
-    blocks = blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
-    # The programs of a token beyond its parts have nothing to do.
-    parts = gl.maximum(gl.minimum(splits, (blocks + least - 1) // least), 1)
-    begin = blocks * gl.minimum(part % splits, parts) // parts
-    end = blocks * gl.minimum(part % splits + 1, parts) // parts
-    # Where the second cache begins: nowhere if it is not wanted, for then it may have no pages.
-    boundary = gl.where(end <= blocks0, 2**30, blocks0)
+    window_blocks = (window_length + BLOCK_N - 1) // BLOCK_N
+    blocks = window_blocks + (extra_length + BLOCK_N - 1) // BLOCK_N
+    # Programs beyond the splits of a token have no blocks.
+    own_splits = gl.maximum(gl.minimum(splits, (blocks + min_blocks - 1) // min_blocks), 1)
+    begin = blocks * gl.minimum(split % splits, own_splits) // own_splits
+    end = blocks * gl.minimum(split % splits + 1, own_splits) // own_splits
+    # First block of the extra cache. Out of reach if no key of it is needed, because it may have no pages then.
+    boundary = gl.where(end <= window_blocks, 2**30, window_blocks)
     p_q += token * q_token_stride + head.to(gl.int64) * q_head_stride
     if p_sink is not None:
         p_sink += head
-    if SPLIT:
-        row = part.to(gl.int64) * H + head
+    if EPILOGUE.split:
+        row = split.to(gl.int64) * H + head
         p_out += row * D
         p_lse += row
         if p_scale is not None:
             p_scale += row * (D // HALF)
     else:
-        if GROUPS == 0:
+        if EPILOGUE.groups == 0:
             p_out += token * out_token_stride + head.to(gl.int64) * out_head_stride
         if p_lse is not None:
             p_lse += token * lse_stride + head
+    addresses = KeyAddresses(address_rows, address_scales, lives, placed)
+    queries = Queries(p_q, q_head_stride, p_table, eps)
+    rows = HeadRows(p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
+    tiles = SharedTiles(
+        q_tile, keys, weights_tile, factors, head_factors, ready, free, weights_ready, weights_free, q_ready
+    )
     gl.warp_specialize([
-        (_left, (p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_lse, p_scale, tokens,
-                 padded_tokens, token, head, heads, scale, end - begin, q_tile, keys, weights_tile, factors, shares,
-                 lives, ready, free, weights_ready, weights_free, q_ready, SPLIT, ROPE, PARTIAL, INVERSE,
-                 GROUPS, GROUP_HEADS, PACKED)),
-        (_right, (p_words0, page_chunks0, p_indices0, indices0_stride, length0, capacity0, p_words1, page_chunks1,
-                  p_indices1, indices1_stride, length1, capacity1, boundary, begin, rows, scales, lives, placed,
-                  p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens,
-                  token, head, heads, end - begin, q_tile, keys, weights_tile, factors, shares, ready, free,
-                  weights_ready, weights_free, q_ready, LOG_PAGE0, LOG_PAGE1, SPLIT, ROPE, PARTIAL, INVERSE, GROUPS,
-                  GROUP_HEADS, PACKED)),
-        (produce_keys, (p_words0, p_words1, boundary, begin, end, rows, scales, lives, placed, keys, ready, free,
-                        WIDE)),
+        (_left, (queries, rows, p_lse, scale, end - begin, lives, tiles, PARTIAL, EPILOGUE)),
+        (_right, ((KeyIndices(p_window_words, window_page_chunks, WINDOW_LOG_PAGE, p_window_indices,
+                              window_indices_stride, window_length, window_capacity),
+                   KeyIndices(p_extra_words, extra_page_chunks, EXTRA_LOG_PAGE, p_extra_indices,
+                              extra_indices_stride, extra_length, extra_capacity)),
+                  (boundary, begin), addresses, queries, rows, end - begin, tiles, PARTIAL, EPILOGUE)),
+        (produce_keys, (p_window_words, p_extra_words, (boundary, begin), end, addresses, (keys, ready, free))),
     ], [4, 4], [RIGHT_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-HEADS = BLOCK_H.value
-FEWEST_HEADS = MOST_HEADS + 1  # fewer have a kernel of their own
-# H200, 64 heads, 128 / 512 tokens of 640 keys: 38.2 / 142 us (`dsv4 bench sparse_mla_decode`); 4% more with 136
-RIGHT_REGISTERS, PRODUCER_REGISTERS = 160, 144
-WIDE = True
+class Variant(NamedTuple):
+    """A decode kernel for sm_90 and how it is launched.
+
+    Attributes:
+        kernel, constants: the kernel and its own compile-time arguments. block_h, block_n: its heads and keys.
+        warps: of a program, or of its first partition.
+        flat: programs are numbered in one grid dim; else head blocks, splits and tokens are a dim each.
+        float16: it can store partial results as float16.
+    """
+
+    kernel: Any
+    constants: dict[str, Any]
+    block_h: int
+    block_n: int
+    warps: int = 4
+    flat: bool = True
+    float16: bool = False
 
 
-def hopper_refuses(
-    q: Tensor, window: Source, extra: Source, cache_format: str, sink: Tensor | None, fusion: Fusion = PLAIN
-) -> str:
-    """Why this kernel cannot take a call that the portable one can, "" if it can."""
-    if q.shape[1] < FEWEST_HEADS:
-        return f"it takes {FEWEST_HEADS} heads or more"
-    return gather_refuses(q, window, extra, cache_format, sink, fusion)
+def why_unsupported(call: DecodeCall) -> str:
+    """Return why this kernel does not support a call that the Triton kernel supports, "" if it does."""
+    if call.q.shape[1] < MIN_HEADS:
+        return f"it takes {MIN_HEADS} heads or more, these are {call.q.shape[1]}"
+    return why_unsupported_sm90(call)
 
 
-def launch_hopper(
-    q: Tensor,
-    window: Source,
-    extra: Source,
-    scale: float,
-    sink: Tensor | None,
-    gpu: Gpu,
-    splits: int = 0,
-    fusion: Fusion = PLAIN,
-    into: Results | None = None,
+def why_unsupported_sm90(call: DecodeCall) -> str:
+    """Return why no decode kernel for sm_90 can load the keys or queries of a call, "" if they can."""
+    q, table = call.q, call.fused.cos_sin_cache
+    if call.cache_format != "fp8_ds_mla" or q.dtype is not torch.bfloat16:
+        return f"it takes fp8_ds_mla and bfloat16 queries, these are {call.cache_format} and {q.dtype}"
+    for keys in (call.window, call.extra):
+        page, stride, offset = keys.block_size, keys.cache.stride(0), keys.cache.storage_offset()
+        if page & (page - 1):
+            return f"pages have a power of two of tokens, these have {page}"
+        if stride % PAGE_ALIGN or offset % PAGE_ALIGN:
+            at = f"these start at byte {offset}, {stride} bytes apart"
+            return f"pages start at multiples of {PAGE_ALIGN} bytes, {at}"
+    if table is not None and table.shape[1] > layout.HEAD_DIM // 2:
+        return f"at most {layout.HEAD_DIM // 2} dims are rotated, these are {table.shape[1]}"
+    rows = {"q": q, "attn_sink": call.sink, "indices": call.window.indices, "extra_indices": call.extra.indices}
+    for name, x in (rows | {"cos_sin_cache": table}).items():
+        if x is not None and x.stride(-1) != 1:
+            return f"the last dim of {name} is contiguous, this one has stride {x.stride(-1)}"
+    return ""
+
+
+def launch(call: DecodeCall, gpu: Gpu, splits: int = 0, into: Outputs | None = None) -> tuple[Tensor, Tensor]:
+    """Run `call` on `gpu` and return its outputs, in `into` or newly allocated; `splits` overrules `split_plan`."""
+    constants = {"RIGHT_REGISTERS": RIGHT_REGISTERS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS}
+    variant = Variant(sparse_mla_decode_sm90_kernel, constants, HEADS, KEYS, float16=True)
+    return launch_variant(variant, call, gpu, splits, into)
+
+
+def launch_variant(
+    variant: Variant, call: DecodeCall, gpu: Gpu, splits: int, into: Outputs | None
 ) -> tuple[Tensor, Tensor]:
-    """As `launch` of the portable kernel."""
-    constants = {"RIGHT_REGISTERS": RIGHT_REGISTERS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS, "WIDE": WIDE}
-    return launch_gathering(
-        sparse_mla_decode_hopper_kernel,
-        HEADS,
-        KEYS,
-        constants | pdl_option(True),
-        q,
-        window,
-        extra,
-        scale,
-        sink,
-        gpu,
-        splits,
-        fusion,
-        into,
-        packs=True,
-    )
+    """Run `call` with one of the decode kernels for sm_90."""
+    q, window, extra, fused = call.q, call.window, call.extra, call.fused
+    into = into or outputs_for(q, fused)
+    tokens, heads, head_dim = q.shape
+    if tokens * heads == 0:
+        return into.pair()
+    # Invalid slots load the first key instead: rows of a cache without pages are empty.
+    widths = [keys.indices.shape[1] if keys.cache.shape[0] else 0 for keys in (window, extra)]
+    head_blocks = layout.cdiv(heads, variant.block_h)
+    blocks = sum(layout.cdiv(width, variant.block_n) for width in widths)
+    plan = split_plan(q.shape, head_blocks, blocks, variant.block_n, gpu, splits, call.batch_invariant, variant.float16)
+    partials = new_partials(plan, heads, head_dim, q)
+    window_pages, extra_pages = (keys.pages("fp8_ds_mla") for keys in (window, extra))
+    positions, position_stride, table, table_strides, max_pos = fused.rope()
+    for first in range(0, tokens, plan.tokens):
+        end = min(tokens, first + plan.tokens)
+        grid = head_blocks, plan.splits, end - first
+        launch_kernel(
+            variant.kernel,
+            (math.prod(grid),) if variant.flat else grid,
+            *(partials or into),
+            q,
+            window_pages.view(torch.int32),
+            window.indices,
+            window.lens,
+            extra_pages.view(torch.int32),
+            extra.indices,
+            extra.lens,
+            call.sink,
+            positions,
+            table,
+            call.scale * _LOG2_E.value,
+            fused.q_norm_eps,
+            plan.splits,
+            plan.min_blocks,
+            first,
+            tokens,
+            into.padded_tokens(),
+            *into.strides(),
+            into.lse_stride(),
+            q.stride(0),
+            q.stride(1),
+            window_pages.stride(0) // PAGE_ALIGN,
+            extra_pages.stride(0) // PAGE_ALIGN,
+            window.indices.stride(0),
+            extra.indices.stride(0),
+            window.lens.stride(0),
+            extra.lens.stride(0),
+            position_stride,
+            table_strides[0],
+            max_pos,
+            *widths,
+            window_pages.shape[0] * window.block_size,
+            extra_pages.shape[0] * extra.block_size,
+            H=heads,
+            WINDOW_LOG_PAGE=window.block_size.bit_length() - 1,
+            EXTRA_LOG_PAGE=extra.block_size.bit_length() - 1,
+            **variant.constants,
+            EPILOGUE=fused.epilogue(split=partials is not None),
+            num_warps=variant.warps,
+            # A contracted multiply and add rounds once where the separate ops round twice.
+            enable_fp_fusion=False,
+            **pdl_option(True),
+        )
+        if partials is not None:
+            combine_splits(into, partials, call.sink, fused, torch.bfloat16, (first, end), supports_pdl(gpu))
+    return into.pair()

@@ -1,29 +1,19 @@
-"""Sparse MLA decode of few heads on Hopper, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, blocks of 8 to 32 heads.
+"""Sparse MLA decode of few heads on sm_90, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, blocks of 8 to 32 heads.
 
-Matrix products of few heads are cheap, and keys cost what they cost for many. So one warpgroup of three attends:
+GEMMs of few heads are cheap, and keys cost what they cost for many heads. So one of three warpgroups attends:
 
     consumer  scores of 64 keys, online softmax, weights to shared memory, all dims of the output
     producer  two warpgroups: gathers 64 keys into registers, dequantises them exactly, stores them swizzled
 
-Keys are the rows of both products and heads their columns, so that nothing is multiplied for heads that do not exist.
-Between the two stand two or three buffers of 64 keys. A program takes a block of heads of one token and its share of
-the token's keys, window cache first.
-
-As in the kernel for many heads, code that comes out of memory costs as much as it is long: with both ends fused and
-quantised it was 53, 70 and 103 KB for 8, 16 and 32 heads and is 32, 39 and 48. A producer of two warpgroups is there
-once, where two producers of one would be there twice; queries are normed and rows finished in loops; and a turn of the
-consumer's loop waits for both of its products. If the last of a turn ran on into the next, the compiler would serialise
-all products, unless a turn was there twice; and what the next turn waits for is keys.
-
-Of a multiprocessor's registers a thread of the producer has 144 to 168, whatever takes the least time. A producer of
-three warpgroups, which then spills, took 33 us where two take 25 (8 heads, 128 tokens of 640 keys, H200).
-
-Few heads on Hopper: which calls sparse_mla_decode_kernel_few_hopper.py takes, and how it is launched.
+Keys are the rows of both GEMMs and heads their columns, so that no head is padded to 64. Between the two are two or
+three buffers of 64 keys. A program takes a block of heads of one token and its split of the token's keys, window cache
+first. The consumer waits for both GEMMs in each iteration: one that ran on into the next would serialise all of them,
+or double the code.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -40,83 +30,99 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ... import layout
 from ..hopper.gluon import FLAT, reinterpret, thread_barrier
 from ..host.gpu import Gpu
-from ..host.pdl import pdl_option
-from .kv_load_sm90 import SWIZZLED_WORDS, dequantize_keys, fetch_keys, row_length
-from .output_epilogue_sm90 import SWIZZLED, D, fetch_angles, store_few_rows
-from .query_prologue_sm90 import fetch_queries, norm_queries, queries_of, turning_of
-from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source
-from .sparse_mla_decode_sm90_launch import gather_refuses, launch_gathering
+from .common import DecodeCall, Outputs
+from .kv_load_sm90 import SWIZZLED_WORDS, KeyRow, dequantize_keys, fetch_keys, row_length
+from .prologue_epilogue_sm90 import (
+    SWIZZLED,
+    D,
+    HeadRows,
+    Queries,
+    fetch_angles,
+    fetch_queries,
+    norm_queries,
+    query_layout,
+    rotated_width,
+    store_few_rows,
+)
+from .sparse_mla_decode_sm90 import MIN_HEADS, Variant, launch_variant, why_unsupported_sm90
 from .split_combine import LN_2 as _LN_2
 from .split_combine import LOG2_E as _LOG2_E
 
 KEYS = 64
+MAX_HEADS = MIN_HEADS - 1
+MIN_BLOCK_H = 8
 
 BLOCK_N = gl.constexpr(KEYS)
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
 KEY_WORDS = gl.constexpr(layout.HEAD_DIM // 2)
 HEAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-# As in kv_load_hopper.py, for twice as many warps.
+# As in kv_load_sm90.py, for twice as many warps.
 _WORDS = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [8, 1, 1], [2, 1, 0])
 WORDS = gl.constexpr(_WORDS)
 SLOTS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _WORDS)))
 ROPES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
 
 
-@gluon.jit
-def _cache_of(source0, source1, blocks0, block):
-    """Of the caches `source0` and `source1` the one that `block` belongs to, and the block's first column there."""
-    first = block < blocks0
-    p_words = gl.where(first, source0[0], source1[0])
-    chunks = gl.where(first, source0[1], source1[1])
-    p_row = gl.where(first, source0[2], source1[2])
-    length = gl.where(first, source0[3], source1[3])
-    capacity = gl.where(first, source0[4], source1[4])
-    log_page = gl.where(first, source0[5], source1[5])
-    return p_words, chunks, p_row, length, capacity, log_page, (block - gl.where(first, 0, blocks0)) * BLOCK_N
+class KeyRing(NamedTuple):
+    """Buffers of keys bfloat16 `[BUFFERS, 64, 512]`, shared, with flags of valid keys and barriers."""
+
+    keys: Any
+    lives: Any
+    ready: Any
+    free: Any
 
 
 @gluon.jit
-def _slots(source0, source1, blocks0, block, end):
-    """int32 slots of a block; -1 for what is none, and from block `end` on."""
-    # The last block stands in for those behind it: the other cache may have no pages.
-    _, _, p_row, length, capacity, _, column = _cache_of(source0, source1, blocks0, gl.minimum(block, end - 1))
+def _row_of(window, extra, window_blocks, block):
+    """Return the `KeyRow` that `block` belongs to, and the block's first column there."""
+    first = block < window_blocks
+    p_words = gl.where(first, window.p_words, extra.p_words)
+    chunks = gl.where(first, window.page_chunks, extra.page_chunks)
+    p_row = gl.where(first, window.p_row, extra.p_row)
+    length = gl.where(first, window.length, extra.length)
+    capacity = gl.where(first, window.capacity, extra.capacity)
+    log_page = gl.where(first, window.log_page, extra.log_page)
+    row = KeyRow(p_words, chunks, p_row, length, capacity, log_page)
+    return row, (block - gl.where(first, 0, window_blocks)) * BLOCK_N
+
+
+@gluon.jit
+def _slots(window, extra, window_blocks, block, end):
+    """Load int32 slots of a block; -1 for invalid slots, and from block `end` on."""
+    # Blocks past the last one read its cache: the other cache may have no pages.
+    row, column = _row_of(window, extra, window_blocks, gl.minimum(block, end - 1))
     o_column = column + gl.arange(0, BLOCK_N, SLOTS)
-    slot = gl.load(p_row + o_column, mask=o_column < gl.where(block < end, length, 0), other=-1)
-    return gl.where((slot >= 0) & (slot < capacity), slot, -1).to(gl.int32)
+    slot = gl.load(row.p_row + o_column, mask=o_column < gl.where(block < end, row.length, 0), other=-1)
+    return gl.where((slot >= 0) & (slot < row.capacity), slot, -1).to(gl.int32)
 
 
 @gluon.jit
-def _fetch(source0, source1, blocks0, block, end, slot):
-    """`fetch_keys` from the cache of `block`, with its stand-in as `_slots`."""
-    p_words, chunks, _, _, _, log_page, _ = _cache_of(source0, source1, blocks0, gl.minimum(block, end - 1))
-    return fetch_keys(p_words, chunks, slot, log_page, WORDS, ROPES)
+def _fetch(window, extra, window_blocks, block, end, slot):
+    """Load the keys `slot` of a block from its cache, or from the cache that `_slots` read instead."""
+    row, _ = _row_of(window, extra, window_blocks, gl.minimum(block, end - 1))
+    return fetch_keys(row.p_words, row.page_chunks, slot, row.log_page, WORDS, ROPES)
 
 
 @gluon.jit
-def _producer(
-    p_words0, chunks0, p_row0, length0, capacity0, p_words1, chunks1, p_row1, length1, capacity1,
-    blocks0, begin, end, keys, lives, ready, free,
-    LOG_PAGE0: gl.constexpr, LOG_PAGE1: gl.constexpr, WIDE: gl.constexpr,
-):  # fmt: skip
-    """The second and the third warpgroup: the keys."""
+def _producer(window, extra, window_blocks, begin, end, ring):
+    """Run the second and the third warpgroup: they load the keys of blocks `begin` to `end`."""
+    keys, lives, ready, free = ring
     BUFFERS: gl.constexpr = keys.shape[0]
     words = reinterpret(keys, gl.int32, [BUFFERS, BLOCK_N, KEY_WORDS], SWIZZLED_WORDS)
-    source0 = p_words0, chunks0, p_row0, length0, capacity0, LOG_PAGE0
-    source1 = p_words1, chunks1, p_row1, length1, capacity1, LOG_PAGE1
     if end > begin:
-        slot = _slots(source0, source1, blocks0, begin, end)
-        next_slot = _slots(source0, source1, blocks0, begin + 1, end)
-        codes, rope, scales = _fetch(source0, source1, blocks0, begin, end, slot)
+        slot = _slots(window, extra, window_blocks, begin, end)
+        next_slot = _slots(window, extra, window_blocks, begin + 1, end)
+        codes, rope, scales = _fetch(window, extra, window_blocks, begin, end, slot)
         for block in range(begin, end):
             number = block - begin
             buffer = number % BUFFERS
             now_codes, now_rope, now_scales, now_slot = codes, rope, scales, slot
             slot = next_slot
-            # The next keys are on their way while these are dequantised.
-            codes, rope, scales = _fetch(source0, source1, blocks0, block + 1, end, slot)
-            next_slot = _slots(source0, source1, blocks0, block + 2, end)
-            pairs = dequantize_keys(now_codes, now_rope, now_scales, now_slot >= 0, WIDE, WORDS)
+            # The loads of the next keys are in flight while these are dequantised.
+            codes, rope, scales = _fetch(window, extra, window_blocks, block + 1, end, slot)
+            next_slot = _slots(window, extra, window_blocks, block + 2, end)
+            pairs = dequantize_keys(now_codes, now_rope, now_scales, now_slot >= 0, WORDS)
             mbarrier.wait(free.index(buffer), ((number // BUFFERS) & 1) ^ 1)
             words.index(buffer).store(pairs)
             lives.index(buffer).store(gl.where(now_slot >= 0, 1.0, 0.0))
@@ -135,7 +141,7 @@ def _scores(keys, q_tile, MMA: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, live, acc, top, sums, scale, weights_tile):
-    """Weights of a block into shared memory, and the sums so far rescaled."""
+    """Store the weights of a block, and rescale the sums so far."""
     scores = gl.where(gl.expand_dims(live, 1) > 0, scores * scale, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 0))
     # -inf - -inf is NaN: a head without keys so far is shifted by zero.
@@ -149,26 +155,25 @@ def _softmax(scores, live, acc, top, sums, scale, weights_tile):
 
 
 @gluon.jit
-def _consumer(
-    p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_lse, p_scale, tokens, padded_tokens, token,
-    head, heads, scale, blocks, q_tile, keys, weights_tile, lives, ready, free, SPLIT: gl.constexpr,
-    ROPE: gl.constexpr, PARTIAL: gl.constexpr, INVERSE: gl.constexpr, GROUPS: gl.constexpr, GROUP_HEADS: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
-    """The first warpgroup: everything but the keys."""
+def _consumer(queries, rows, p_lse, scale, blocks, tiles, ring, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Run the first warpgroup: all but the keys. `tiles`: queries and weights in shared memory."""
+    q_tile, weights_tile = tiles
+    keys, lives, ready, free = ring
+    heads = rows.heads
     N: gl.constexpr = q_tile.shape[0]  # heads
     BUFFERS: gl.constexpr = keys.shape[0]
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     HEADS: gl.constexpr = gl.SliceLayout(0, MMA)
     LIVE: gl.constexpr = gl.SliceLayout(1, MMA)
-    QUERIES: gl.constexpr = queries_of(N)
-    q = fetch_queries(p_q, q_head_stride, heads, N, PARTIAL, QUERIES)
-    if eps is not None:
-        # On their way together with the queries.
-        cos, sin = fetch_angles(p_table, gl.zeros([N, turning_of(N, ROPE)], gl.bfloat16, QUERIES), ROPE)
+    QUERIES: gl.constexpr = query_layout(N)
+    q = fetch_queries(queries.p_q, queries.head_stride, heads, N, PARTIAL, QUERIES)
+    if queries.eps is not None:
+        # In flight together with the queries.
+        angles = gl.zeros([N, rotated_width(N, EPILOGUE.rope)], gl.bfloat16, QUERIES)
+        cos, sin = fetch_angles(queries.p_cos, angles, EPILOGUE.rope)
     q_tile.store(q)
-    if eps is not None:
-        norm_queries(q_tile, cos, sin, eps, ROPE)
+    if queries.eps is not None:
+        norm_queries(q_tile, cos, sin, queries.eps, EPILOGUE.rope)
     fence_async_shared()
     thread_barrier()
     acc = gl.zeros([D, N], gl.float32, MMA)
@@ -185,7 +190,7 @@ def _consumer(
         acc = warpgroup_mma_wait(0, deps=[acc])
         thread_barrier()
         mbarrier.arrive(free.index(buffer), count=1)
-    # A head for each thread: of the products' columns it has several.
+    # A head for each thread, which has several columns of the GEMMs.
     total = gl.convert_layout(gl.sum(sums, 0), HEAD)
     top = gl.convert_layout(top, HEAD)
     o_head = gl.arange(0, N, HEAD)
@@ -193,54 +198,52 @@ def _consumer(
     lse = gl.where(total == 0, float("-inf"), shift + gl.log2(total))
     factor = gl.where(total == 0, 0.0, 1.0 / total)
     acc = acc * gl.expand_dims(gl.convert_layout(factor, HEADS), 0)
-    if SPLIT:
+    if EPILOGUE.split:
         gl.store(p_lse + o_head, lse, mask=o_head < heads)
         if blocks > 0:
             o_column = gl.expand_dims(gl.arange(0, N, HEADS), 0)
             o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(1, MMA)), 1)
-            gl.store(p_out + (o_column * D + o_dim), acc, mask=(o_column < heads) & (o_dim >= 0))
+            gl.store(rows.p_out + (o_column * D + o_dim), acc, mask=(o_column < heads) & (o_dim >= 0))
     else:
         if p_lse is not None:
             gl.store(p_lse + o_head, gl.where(total == 0, float("inf"), lse * LN_2), mask=o_head < heads)
-        if p_sink is not None:
-            # As a row of one part is joined, so that it gives the same bits.
-            sink = gl.load(p_sink + o_head, mask=o_head < heads, other=0.0)
-            share = 1.0 / (1.0 + gl.exp2(sink * LOG2_E - gl.where(total == 0, 0.0, lse)))
-            acc = acc * gl.expand_dims(gl.convert_layout(share, HEADS), 0)
+        if rows.p_sink is not None:
+            # Computed as the combine kernel does for one split, so that the bits are equal.
+            sink = gl.load(rows.p_sink + o_head, mask=o_head < heads, other=0.0)
+            kept = 1.0 / (1.0 + gl.exp2(sink * LOG2_E - gl.where(total == 0, 0.0, lse)))
+            acc = acc * gl.expand_dims(gl.convert_layout(kept, HEADS), 0)
         q_tile.store(acc.to(gl.bfloat16).permute((1, 0)))
         thread_barrier()
-        store_few_rows(
-            q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_table, ROPE, PARTIAL,
-            INVERSE, GROUPS, GROUP_HEADS, PACKED,
-        )  # fmt: skip
+        store_few_rows(q_tile, rows, queries.p_cos, PARTIAL, EPILOGUE)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "splits", "least", "first", "tokens", "padded_tokens", "max_pos", "capacity0", "capacity1", "width0", "width1",
+        "splits", "min_blocks", "first_token", "tokens", "padded_tokens", "max_pos",
+        "window_width", "extra_width", "window_capacity", "extra_capacity",
     ],
     # A piece of a batch begins anywhere.
-    do_not_specialize_on_alignment=["p_lens0", "p_lens1", "p_positions"],
+    do_not_specialize_on_alignment=["p_window_lens", "p_extra_lens", "p_positions"],
 )  # fmt: skip
-def sparse_mla_decode_few_hopper_kernel(
-    p_out,  # [T, H, 512] bfloat16 or e4m3 [GROUPS, T, K]; or parts [N, splits, H, 512] float32, contiguous
-    p_lse,  # [T, H] float32, neighbouring heads, or None; or parts [N, splits, H] in base 2, contiguous
-    p_scale,  # of e4m3, see attention_rows_hopper.store_rows
+def sparse_mla_decode_sm90_few_heads_kernel(
+    p_out,  # [T, H, 512] bfloat16 or e4m3 [groups, T, K]; or partial results [N, splits, H, 512] float32, contiguous
+    p_lse,  # [T, H] float32, contiguous heads, or None; or partial results [N, splits, H] in base 2, contiguous
+    p_scale,  # of e4m3, see HeadRows
     p_q,  # [T, H, 512] bfloat16
-    p_words0,  # [P, page_bytes / 4] int32
-    p_indices0,  # [T, W] int
-    p_lens0,  # [T] int
-    p_words1,
-    p_indices1,  # [T, K] int
-    p_lens1,
+    p_window_words,  # [P, page_bytes / 4] int32
+    p_window_indices,  # [T, W] int
+    p_window_lens,  # [T] int
+    p_extra_words,
+    p_extra_indices,  # [T, K] int
+    p_extra_lens,
     p_sink,  # [H] float32 or None
     p_positions,  # [T] int or None
-    p_table,  # [max_pos, ROPE] float32 or None
+    p_table,  # [max_pos, rope] float32 or None
     scale,  # of the scores, times log2(e)
-    eps,  # of the queries' norm, None for queries that are ready
+    eps,  # of the query norm, None for queries that are normed and rotated
     splits,
-    least,
-    first,  # token of this launch
+    min_blocks,
+    first_token,  # of this launch
     tokens,
     padded_tokens,
     out_token_stride,
@@ -248,35 +251,29 @@ def sparse_mla_decode_few_hopper_kernel(
     lse_stride,
     q_token_stride,
     q_head_stride,
-    page_chunks0,  # distance of two pages in units of 16 bytes
-    page_chunks1,
-    indices0_stride,
-    indices1_stride,
-    lens0_stride,
-    lens1_stride,
+    window_page_chunks,  # stride of pages in units of 16 bytes
+    extra_page_chunks,
+    window_indices_stride,
+    extra_indices_stride,
+    window_lens_stride,
+    extra_lens_stride,
     position_stride,
     table_stride,
     max_pos,
-    width0,
-    width1,
-    capacity0,  # slots in the cache
-    capacity1,
+    window_width,
+    extra_width,
+    window_capacity,  # slots in the cache
+    extra_capacity,
     H: gl.constexpr,
     BLOCK_H: gl.constexpr,
     BUFFERS: gl.constexpr,
-    LOG_PAGE0: gl.constexpr,  # of the tokens in a page
-    LOG_PAGE1: gl.constexpr,
+    WINDOW_LOG_PAGE: gl.constexpr,  # log2 of the tokens in a page
+    EXTRA_LOG_PAGE: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
-    WIDE: gl.constexpr,
-    SPLIT: gl.constexpr,
-    ROPE: gl.constexpr,
-    INVERSE: gl.constexpr,
-    GROUPS: gl.constexpr,
-    GROUP_HEADS: gl.constexpr,
-    PACKED: gl.constexpr,
+    EPILOGUE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program p takes head block p % HEAD_BLOCKS of part p // HEAD_BLOCKS; the parts of a token are neighbours."""
+    """Attend head block p % HEAD_BLOCKS of split p // HEAD_BLOCKS; the splits of a token are neighbours."""
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, D], SWIZZLED)
     keys = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, D], SWIZZLED)
     weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SWIZZLED)
@@ -290,109 +287,81 @@ def sparse_mla_decode_few_hopper_kernel(
     gdc_wait()
     HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     PARTIAL: gl.constexpr = H % BLOCK_H != 0
-    part = gl.program_id(0) // HEAD_BLOCKS
+    split = gl.program_id(0) // HEAD_BLOCKS
     head = gl.program_id(0) % HEAD_BLOCKS * BLOCK_H
     heads = H - head
-    token = (first + (part // splits if SPLIT else part)).to(gl.int64)
-    length0 = row_length(p_lens0, lens0_stride, token, width0)
-    length1 = row_length(p_lens1, lens1_stride, token, width1)
+    token = (first_token + (split // splits if EPILOGUE.split else split)).to(gl.int64)
+    window_length = row_length(p_window_lens, window_lens_stride, token, window_width)
+    extra_length = row_length(p_extra_lens, extra_lens_stride, token, extra_width)
     if p_positions is not None:
         position = gl.load(p_positions + token * position_stride).to(gl.int64)
         p_table += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
-    blocks0 = (length0 + BLOCK_N - 1) // BLOCK_N
-    blocks = blocks0 + (length1 + BLOCK_N - 1) // BLOCK_N
+    window_blocks = (window_length + BLOCK_N - 1) // BLOCK_N
+    blocks = window_blocks + (extra_length + BLOCK_N - 1) // BLOCK_N
     begin, end = 0, blocks
-    if SPLIT:
-        # The programs of a token beyond its parts have nothing to do.
-        parts = gl.maximum(gl.minimum(splits, (blocks + least - 1) // least), 1)
-        begin = blocks * gl.minimum(part % splits, parts) // parts
-        end = blocks * gl.minimum(part % splits + 1, parts) // parts
+    if EPILOGUE.split:
+        # Programs beyond the splits of a token have no blocks.
+        own_splits = gl.maximum(gl.minimum(splits, (blocks + min_blocks - 1) // min_blocks), 1)
+        begin = blocks * gl.minimum(split % splits, own_splits) // own_splits
+        end = blocks * gl.minimum(split % splits + 1, own_splits) // own_splits
     p_q += token * q_token_stride + head.to(gl.int64) * q_head_stride
-    p_row0 = p_indices0 + token * indices0_stride
-    p_row1 = p_indices1 + token * indices1_stride
+    p_window_row = p_window_indices + token * window_indices_stride
+    p_extra_row = p_extra_indices + token * extra_indices_stride
     if p_sink is not None:
         p_sink += head
-    if SPLIT:
-        row = part.to(gl.int64) * H + head
+    if EPILOGUE.split:
+        row = split.to(gl.int64) * H + head
         p_out += row * D
         p_lse += row
     else:
-        if GROUPS == 0:
+        if EPILOGUE.groups == 0:
             p_out += token * out_token_stride + head.to(gl.int64) * out_head_stride
         if p_lse is not None:
             p_lse += token * lse_stride + head
+    queries = Queries(p_q, q_head_stride, p_table, eps)
+    rows = HeadRows(p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
+    ring = KeyRing(keys, lives, ready, free)
     gl.warp_specialize([
-        (_consumer, (p_q, q_head_stride, p_table, eps, p_sink, p_out, out_head_stride, p_lse, p_scale, tokens,
-                     padded_tokens, token, head, heads, scale, end - begin, q_tile, keys, weights_tile, lives,
-                     ready, free, SPLIT, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED)),
-        (_producer, (p_words0, page_chunks0, p_row0, length0, capacity0, p_words1, page_chunks1,
-                     p_row1, length1, capacity1, blocks0, begin, end, keys, lives, ready, free,
-                     LOG_PAGE0, LOG_PAGE1, WIDE)),
+        (_consumer, (queries, rows, p_lse, scale, end - begin, (q_tile, weights_tile), ring, PARTIAL, EPILOGUE)),
+        (_producer, (KeyRow(p_window_words, window_page_chunks, p_window_row, window_length, window_capacity,
+                            WINDOW_LOG_PAGE),
+                     KeyRow(p_extra_words, extra_page_chunks, p_extra_row, extra_length, extra_capacity,
+                            EXTRA_LOG_PAGE),
+                     window_blocks, begin, end, ring)),
     ], [8], [PRODUCER_REGISTERS])  # fmt: skip
 
 
-MOST_HEADS = 32
-SMALLEST_BLOCK = 8
-WIDE = True
-
-
-class Shape(NamedTuple):
-    """Of a program: heads it takes, registers of a producer's threads, and buffers of 64 keys."""
+class Tiling(NamedTuple):
+    """Tiling of a program: its heads, registers of a producer's threads, and buffers of 64 keys."""
 
     block_h: int
     registers: int
     buffers: int
 
 
-# One H200, 128 tokens of 640 keys back to back, in us, 1 us apart from run to run, with a producer for each half:
-#  8 heads 24.8; two buffers 23.9, 176 registers 26.0, 152 registers 30.1
-# 16 heads 27.4; two buffers 28.1, 168 registers 29.7
-# 32 heads 32.8; 136 registers 33.0, 152 registers 41.6; three buffers do not fit
-# Keys brought into the L2 cache two or three blocks ahead make 24.8 longer: 26 to 27 line by line, 35 to 38 in bulk.
-SHAPES = {8: Shape(8, 168, 3), 16: Shape(16, 160, 3), MOST_HEADS: Shape(MOST_HEADS, 144, 2)}
+TILINGS = {8: Tiling(8, 168, 3), 16: Tiling(16, 160, 3), MAX_HEADS: Tiling(MAX_HEADS, 144, 2)}
 
 
-def shape_of(heads: int) -> Shape:
-    """The smallest program that takes `heads` heads."""
-    return SHAPES[max(SMALLEST_BLOCK, triton.next_power_of_2(heads))]
+def choose_tiling(heads: int) -> Tiling:
+    """Return the smallest program that takes `heads` heads."""
+    return TILINGS[max(MIN_BLOCK_H, triton.next_power_of_2(heads))]
 
 
-def hopper_refuses(
-    q: Tensor, window: Source, extra: Source, cache_format: str, sink: Tensor | None, fusion: Fusion = PLAIN
-) -> str:
-    """Why this kernel cannot take a call that the portable one can, "" if it can."""
-    if q.shape[1] > MOST_HEADS:
-        return f"it takes {MOST_HEADS} heads or fewer"
-    return gather_refuses(q, window, extra, cache_format, sink, fusion)
+def why_unsupported(call: DecodeCall) -> str:
+    """Return why this kernel does not support a call that the Triton kernel supports, "" if it does."""
+    if call.q.shape[1] > MAX_HEADS:
+        return f"it takes {MAX_HEADS} heads or fewer, these are {call.q.shape[1]}"
+    return why_unsupported_sm90(call)
 
 
-def launch_hopper(
-    q: Tensor,
-    window: Source,
-    extra: Source,
-    scale: float,
-    sink: Tensor | None,
-    gpu: Gpu,
-    splits: int = 0,
-    fusion: Fusion = PLAIN,
-    into: Results | None = None,
-    shape: Shape | None = None,
+def launch(
+    call: DecodeCall, gpu: Gpu, splits: int = 0, into: Outputs | None = None, tiling: Tiling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `launch` of the portable kernel."""
-    block_h, registers, buffers = shape or shape_of(q.shape[1])
-    constants = {"BLOCK_H": block_h, "BUFFERS": buffers, "PRODUCER_REGISTERS": registers, "WIDE": WIDE}
-    return launch_gathering(
-        sparse_mla_decode_few_hopper_kernel,
-        block_h,
-        KEYS,
-        constants | pdl_option(True),
-        q,
-        window,
-        extra,
-        scale,
-        sink,
-        gpu,
-        splits,
-        fusion,
-        into,
-    )
+    """Run `call` on `gpu` and return its outputs, in `into` or newly allocated.
+
+    `splits` and `tiling` overrule `split_plan` and `choose_tiling`.
+    """
+    block_h, registers, buffers = tiling or choose_tiling(call.q.shape[1])
+    constants = {"BLOCK_H": block_h, "BUFFERS": buffers, "PRODUCER_REGISTERS": registers}
+    variant = Variant(sparse_mla_decode_sm90_few_heads_kernel, constants, block_h, KEYS)
+    return launch_variant(variant, call, gpu, splits, into)

@@ -1,23 +1,12 @@
-"""Sparse MLA decode of few tokens on Hopper, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, small blocks of heads.
+"""Sparse MLA decode of few tokens on sm_90, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, small blocks of heads.
 
-With few tokens time is what one program waits for, one thing after the other: the kernel in front, lengths, slots,
-keys, and its own instructions. So all warps do everything, and there are many programs, each with little to do. Its
-code is a quarter of that of the kernels with specialised warps: in a row of layers other kernels take the instruction
-cache, and a warp of those then waits 5.5 of its 9.5 cycles for each instruction for the instruction itself, one of this
-kernel 0.2 of 6. The kernel starts before the one in front has ended, and asks the L2 cache for its keys meanwhile.
+With few tokens, a chain of latencies decides: the previous kernel, lengths, slots, keys, and instruction fetch. So all
+warps do all of the work, and there are many programs with little to do each. The code is a quarter of that of the
+warp-specialised kernels, because in a layer it is fetched from memory. The kernel starts before the previous one ends
+(PDL) and prefetches its keys into L2 meanwhile.
 
-Keys are the rows of both products and heads their columns. A program takes a block of heads of one token and its share
-of the blocks of the token's keys, window cache first.
-
-Tried on an H200 without gain: attending once for nothing before the kernel in front has ended, so that code and keys
-are near (2 to 10 us more); parts joined by the last program of a tile (2 to 7 us more than a second launch), or by the
-programs of a cluster in their shared memory (0.4 to 2 us more); two programs of 128 registers on a processor (3 to 5 us
-more); programs of 4 warps with one block of 64 keys, which take 1 us less for one token, but 1 us more where two come
-to lie on one processor; keys asked for before the loop, and the next ones while products run, which takes more code and
-registers (1 to 2 us more); keys read from the slots of before the wait, and again where these have changed; all loads
-of keys on their way before the first is waited for, two rounds of memory less (0.2 to 0.8 us more a layer).
-
-Few tokens on Hopper: which calls sparse_mla_decode_kernel_small_hopper.py takes, and how it is launched.
+Keys are the rows of both GEMMs and heads their columns. A program takes a block of heads of one token, and every
+`splits`-th block of the token's keys, window cache first.
 """
 
 from __future__ import annotations
@@ -33,15 +22,32 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...layout import cdiv
 from ..hopper.gluon import reinterpret, thread_barrier
 from ..host.gpu import Gpu
-from ..host.pdl import pdl_option
-from .kv_load_sm90 import SWIZZLED_WORDS, angles, ask, ask_for_keys, dequantize_keys, extent, fetch_keys, slots
-from .output_epilogue_sm90 import HALF, SWIZZLED, D, fetch_angles, store_half
-from .query_prologue_sm90 import fetch_queries, put_few_queries
-from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, part_count
-from .sparse_mla_decode_sm90 import FEWEST_HEADS
-from .sparse_mla_decode_sm90_launch import gather_refuses, launch_gathering
+from .common import DecodeCall, Outputs
+from .kv_load_sm90 import (
+    SWIZZLED_WORDS,
+    KeyRow,
+    address_of,
+    block_slots,
+    dequantize_keys,
+    fetch_keys,
+    prefetch,
+    prefetch_rows,
+    row_extents,
+)
+from .prologue_epilogue_sm90 import (
+    HALF,
+    SWIZZLED,
+    D,
+    HeadRows,
+    fetch_angles,
+    fetch_queries,
+    store_few_queries,
+    store_half,
+)
+from .sparse_mla_decode_sm90 import MIN_HEADS, Variant, launch_variant, why_unsupported_sm90
 from .split_combine import LN_2 as _LN_2
 from .split_combine import LOG2_E as _LOG2_E
+from .split_combine import split_count
 
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
@@ -49,19 +55,19 @@ LN_2 = gl.constexpr(_LN_2.value)
 
 @gluon.jit
 def _finite(top):
-    """Largest scores to subtract from scores: -inf - -inf is NaN, so a head without keys so far is shifted by zero."""
+    """Return the largest scores to subtract: -inf - -inf is NaN, so a head without keys so far is shifted by zero."""
     return gl.where(top == float("-inf"), 0.0, top)
 
 
 @gluon.jit
-def _share(total):
-    """Factor that makes a sum of weighted values the output of a part; 0 without keys."""
+def _inverse(total):
+    """Return the factor that turns a sum of weighted values into an output; 0 without keys."""
     return gl.where(total == 0, 0.0, 1.0 / total)
 
 
 @gluon.jit
 def _scores(keys, q_tile, live, scale, SCORES: gl.constexpr):
-    """Scores of a block of keys, -inf for what is none."""
+    """Return the scores of a block of keys, -inf for invalid slots."""
     BLOCK_N: gl.constexpr = keys.shape[0]
     BLOCK_H: gl.constexpr = q_tile.shape[0]
     zero = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
@@ -70,32 +76,53 @@ def _scores(keys, q_tile, live, scale, SCORES: gl.constexpr):
     return gl.where(gl.expand_dims(live, 1) >= 0, scores * scale, float("-inf"))
 
 
+@gluon.jit
+def _angle_pointer(table, token):
+    """Return the pointer to the cosines of a token's position, followed by its sines.
+
+    `table`: positions and their stride, the table, its row stride and its rows.
+    """
+    p_positions, position_stride, p_table, table_stride, max_pos = table
+    position = gl.load(p_positions + token * position_stride, cache_modifier=".cg").to(gl.int64)
+    return p_table + gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
+
+
+@gluon.jit
+def _fetch_block(inner, window, extra, slot, WORDS: gl.constexpr, ROPES: gl.constexpr):
+    """Load the keys `slot` of a block that belongs to the window if `inner`, else to the extra cache."""
+    return fetch_keys(
+        gl.where(inner, window.p_words, extra.p_words), gl.where(inner, window.page_chunks, extra.page_chunks), slot,
+        gl.where(inner, window.log_page, extra.log_page), WORDS, ROPES, ".cg",
+    )  # fmt: skip
+
+
 @gluon.jit(
     do_not_specialize=[
-        "splits", "least", "first", "tokens", "padded_tokens", "max_pos", "capacity0", "capacity1", "width0", "width1",
+        "splits", "min_blocks", "first_token", "tokens", "padded_tokens", "max_pos",
+        "window_width", "extra_width", "window_capacity", "extra_capacity",
     ],
     # A piece of a batch begins anywhere.
-    do_not_specialize_on_alignment=["p_lens0", "p_lens1", "p_positions"],
+    do_not_specialize_on_alignment=["p_window_lens", "p_extra_lens", "p_positions"],
 )  # fmt: skip
-def sparse_mla_decode_small_hopper_kernel(
-    p_out,  # [T, H, 512] bfloat16 or e4m3 [GROUPS, T, K]; or parts [N, splits, H, 512] float32, contiguous
-    p_lse,  # [T, H] float32, neighbouring heads, or None; or parts [N, splits, H] in base 2, contiguous
-    p_scale,  # of e4m3, see attention_rows_hopper.store_rows
+def sparse_mla_decode_sm90_few_tokens_kernel(
+    p_out,  # [T, H, 512] bfloat16 or e4m3 [groups, T, K]; or partial results [N, splits, H, 512] float32, contiguous
+    p_lse,  # [T, H] float32, contiguous heads, or None; or partial results [N, splits, H] in base 2, contiguous
+    p_scale,  # of e4m3, see HeadRows
     p_q,  # [T, H, 512] bfloat16
-    p_words0,  # [P, page_bytes / 4] int32
-    p_indices0,  # [T, W] int
-    p_lens0,  # [T] int
-    p_words1,
-    p_indices1,  # [T, K] int
-    p_lens1,
+    p_window_words,  # [P, page_bytes / 4] int32
+    p_window_indices,  # [T, W] int
+    p_window_lens,  # [T] int
+    p_extra_words,
+    p_extra_indices,  # [T, K] int
+    p_extra_lens,
     p_sink,  # [H] float32 or None
     p_positions,  # [T] int or None
-    p_table,  # [max_pos, ROPE] float32 or None
+    p_table,  # [max_pos, rope] float32 or None
     scale,  # of the scores, times log2(e)
-    eps,  # of the queries' norm, None for queries that are ready
+    eps,  # of the query norm, None for queries that are normed and rotated
     splits,
-    least,  # 1
-    first,  # token of this launch
+    min_blocks,  # 1
+    first_token,  # of this launch
     tokens,
     padded_tokens,
     out_token_stride,
@@ -103,37 +130,31 @@ def sparse_mla_decode_small_hopper_kernel(
     lse_stride,
     q_token_stride,
     q_head_stride,
-    page_chunks0,  # distance of two pages in units of 16 bytes
-    page_chunks1,
-    indices0_stride,
-    indices1_stride,
-    lens0_stride,
-    lens1_stride,
+    window_page_chunks,  # stride of pages in units of 16 bytes
+    extra_page_chunks,
+    window_indices_stride,
+    extra_indices_stride,
+    window_lens_stride,
+    extra_lens_stride,
     position_stride,
     table_stride,
     max_pos,
-    width0,
-    width1,
-    capacity0,  # slots in the cache
-    capacity1,
+    window_width,
+    extra_width,
+    window_capacity,  # slots in the cache
+    extra_capacity,
     H: gl.constexpr,
     BLOCK_H: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    LOG_PAGE0: gl.constexpr,  # of the tokens in a page
-    LOG_PAGE1: gl.constexpr,
-    WIDE: gl.constexpr,
-    ONE: gl.constexpr,  # no program has more than one block
-    LATE: gl.constexpr,  # the next kernel starts when the last keys are here, else at once
-    SPLIT: gl.constexpr,
-    ROPE: gl.constexpr,
-    INVERSE: gl.constexpr,
-    GROUPS: gl.constexpr,
-    GROUP_HEADS: gl.constexpr,
-    PACKED: gl.constexpr,
+    WINDOW_LOG_PAGE: gl.constexpr,  # log2 of the tokens in a page
+    EXTRA_LOG_PAGE: gl.constexpr,
+    ONE_BLOCK: gl.constexpr,  # no program has more than one block
+    LATE: gl.constexpr,  # let the next kernel start after the last keys have been loaded, else at once
+    EPILOGUE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program (h, p, t) attends head block h of token t to the blocks of keys p, p + splits, and so on."""
-    SIDES: gl.constexpr = 16 * num_warps // BLOCK_N  # groups of warps that share the heads of the scores
+    """Attend head block h of token t to the blocks of keys p, p + splits, ... in program (h, p, t)."""
+    SIDES: gl.constexpr = 16 * num_warps // BLOCK_N  # groups of warps, each with a part of the heads of the scores
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps // SIDES, SIDES], instr_shape=[16, BLOCK_H // SIDES, 16]
     )
@@ -147,7 +168,7 @@ def sparse_mla_decode_small_hopper_kernel(
     ROPES: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [num_warps, 1], [1, 0])
-    ASKED: gl.constexpr = gl.SliceLayout(1, LINES)
+    PREFETCHED: gl.constexpr = gl.SliceLayout(1, LINES)
     LIVE: gl.constexpr = gl.SliceLayout(1, SCORES)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     PARTIAL: gl.constexpr = H % BLOCK_H != 0
@@ -157,57 +178,56 @@ def sparse_mla_decode_small_hopper_kernel(
     keys = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, D], SWIZZLED)
     words = reinterpret(keys, gl.int32, [BLOCK_N, HALF], SWIZZLED_WORDS)
     weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SWIZZLED)
-    head, part, local = gl.program_id(0) * BLOCK_H, gl.program_id(1), gl.program_id(2)
+    head, split, local = gl.program_id(0) * BLOCK_H, gl.program_id(1), gl.program_id(2)
     heads = H - head
-    token = (first + local).to(gl.int64)
+    token = (first_token + local).to(gl.int64)
     p_q += token * q_token_stride + head.to(gl.int64) * q_head_stride
-    p_row0 = p_indices0 + token * indices0_stride
-    p_row1 = p_indices1 + token * indices1_stride
+    p_window_row = p_window_indices + token * window_indices_stride
+    p_extra_row = p_extra_indices + token * extra_indices_stride
+    p_lens = p_window_lens, p_extra_lens
+    lens_strides = window_lens_stride, extra_lens_stride
+    widths = window_width, extra_width
+    table = p_positions, position_stride, p_table, table_stride, max_pos
     o_head = gl.arange(0, BLOCK_H, SCORE_HEADS)
     m_head = o_head < heads
-    # Before the kernel in front has ended: the keys of this step but its own are on their way to the L2 cache, as far
-    # as the metadata, which is read again, is the step's already.
-    length0, length1, blocks0, blocks = extent(
-        p_lens0, lens0_stride, p_lens1, lens1_stride, width0, width1, token, BLOCK_N
-    )
+    # Before the previous kernel has ended: all keys but the step's own are prefetched, as far as the metadata, which is
+    # loaded again below, is the step's already.
+    window_length, extra_length, window_blocks, blocks = row_extents(p_lens, lens_strides, widths, token, BLOCK_N)
     if p_positions is not None:
-        p_angles = angles(p_positions, position_stride, p_table, table_stride, max_pos, token)
-        ask(p_angles + gl.arange(0, ROPE, LINE))
-    for block in range(part, blocks, splits):
-        inner = block < blocks0
-        slot = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, block, BLOCK_N, ASKED)
-        ask_for_keys(
-            gl.where(inner, p_words0, p_words1), gl.where(inner, page_chunks0, page_chunks1), slot,
-            gl.where(inner, LOG_PAGE0, LOG_PAGE1), LINES,
-        )  # fmt: skip
+        prefetch(_angle_pointer(table, token) + gl.arange(0, EPILOGUE.rope, LINE))
+    window = KeyRow(p_window_words, window_page_chunks, p_window_row, window_length, window_capacity, WINDOW_LOG_PAGE)
+    extra = KeyRow(p_extra_words, extra_page_chunks, p_extra_row, extra_length, extra_capacity, EXTRA_LOG_PAGE)
+    for block in range(split, blocks, splits):
+        inner = block < window_blocks
+        slot = block_slots(window, extra, window_blocks, block, BLOCK_N, PREFETCHED)
+        p_words = gl.where(inner, window.p_words, extra.p_words)
+        chunks = gl.where(inner, window.page_chunks, extra.page_chunks)
+        row, scale_row = address_of(slot, chunks, gl.where(inner, window.log_page, extra.log_page))
+        prefetch_rows(p_words, row, scale_row, LINES)
     gdc_wait()
     q = fetch_queries(p_q, q_head_stride, heads, BLOCK_H, PARTIAL, ROWS, CACHE=".cg")
-    length0, length1, blocks0, blocks = extent(
-        p_lens0, lens0_stride, p_lens1, lens1_stride, width0, width1, token, BLOCK_N
-    )
+    window_length, extra_length, window_blocks, blocks = row_extents(p_lens, lens_strides, widths, token, BLOCK_N)
     p_cos = p_table
     if p_positions is not None:
-        p_cos = angles(p_positions, position_stride, p_table, table_stride, max_pos, token)
+        p_cos = _angle_pointer(table, token)
     cos, sin = None, None
     if eps is not None:
-        # On their way together with the keys, not one after the other when queries are there.
-        cos, sin = fetch_angles(p_cos, q, ROPE, ".cg")
-    slot = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part, BLOCK_N, SLOTS)
-    live = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, part, BLOCK_N, LIVE)
+        # Before the keys, so that both are in flight at the same time.
+        cos, sin = fetch_angles(p_cos, q, EPILOGUE.rope, ".cg")
+    window = KeyRow(p_window_words, window_page_chunks, p_window_row, window_length, window_capacity, WINDOW_LOG_PAGE)
+    extra = KeyRow(p_extra_words, extra_page_chunks, p_extra_row, extra_length, extra_capacity, EXTRA_LOG_PAGE)
+    slot = block_slots(window, extra, window_blocks, split, BLOCK_N, SLOTS)
+    live = block_slots(window, extra, window_blocks, split, BLOCK_N, LIVE)
     acc = gl.zeros([D, BLOCK_H], gl.float32, OUTPUT)
     top = gl.full([BLOCK_H], float("-inf"), gl.float32, SCORE_HEADS)
-    if ONE:
-        # The loop below without what passes from block to block: half of the registers, and code that is shorter.
+    if ONE_BLOCK:
+        # The loop below without what passes from block to block: half of the registers, and shorter code.
         total = gl.zeros([BLOCK_H], gl.float32, SCORE_HEADS)
-        share = gl.zeros([BLOCK_H], gl.float32, OUTPUT_HEADS)
-        if part < blocks:
-            inner = part < blocks0
-            codes, rope, scales = fetch_keys(
-                gl.where(inner, p_words0, p_words1), gl.where(inner, page_chunks0, page_chunks1), slot,
-                gl.where(inner, LOG_PAGE0, LOG_PAGE1), WORDS, ROPES, ".cg",
-            )  # fmt: skip
-            put_few_queries(q, cos, sin, eps, q_tile, ROPE)
-            words.store(dequantize_keys(codes, rope, scales, slot >= 0, WIDE, WORDS))
+        factor = gl.zeros([BLOCK_H], gl.float32, OUTPUT_HEADS)
+        if split < blocks:
+            codes, rope, scales = _fetch_block(split < window_blocks, window, extra, slot, WORDS, ROPES)
+            store_few_queries(q, cos, sin, eps, q_tile, EPILOGUE.rope)
+            words.store(dequantize_keys(codes, rope, scales, slot >= 0, WORDS))
             if LATE:
                 gdc_launch_dependents()
             fence_async_shared()
@@ -219,30 +239,26 @@ def sparse_mla_decode_small_hopper_kernel(
             fence_async_shared()
             thread_barrier()
             acc = warpgroup_mma(keys.permute((1, 0)), weights_tile.permute((1, 0)), acc, use_acc=False, is_async=True)
-            # While the values are added, so are the weights.
+            # The weights are added while the GEMM runs.
             total = gl.sum(weights, 0)
-            share = gl.convert_layout(_share(total), OUTPUT_HEADS)
+            factor = gl.convert_layout(_inverse(total), OUTPUT_HEADS)
             acc = warpgroup_mma_wait(0, deps=[acc])
             thread_barrier()
     else:
         sums = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
-        for block in range(part, blocks, splits):
-            inner = block < blocks0
-            codes, rope, scales = fetch_keys(
-                gl.where(inner, p_words0, p_words1), gl.where(inner, page_chunks0, page_chunks1), slot,
-                gl.where(inner, LOG_PAGE0, LOG_PAGE1), WORDS, ROPES, ".cg",
-            )  # fmt: skip
-            if block == part:
-                # Queries are normed while the first keys are on their way.
-                put_few_queries(q, cos, sin, eps, q_tile, ROPE)
-            words.store(dequantize_keys(codes, rope, scales, slot >= 0, WIDE, WORDS))
+        for block in range(split, blocks, splits):
+            codes, rope, scales = _fetch_block(block < window_blocks, window, extra, slot, WORDS, ROPES)
+            if block == split:
+                # Queries are normed while the first keys are in flight.
+                store_few_queries(q, cos, sin, eps, q_tile, EPILOGUE.rope)
+            words.store(dequantize_keys(codes, rope, scales, slot >= 0, WORDS))
             following = block + splits
             if LATE and following >= blocks:
-                # The weight of the projection behind no longer holds up the keys.
+                # From here on, the next kernel's weight prefetch no longer delays the keys.
                 gdc_launch_dependents()
             here = live
-            slot = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, following, BLOCK_N, SLOTS)
-            live = slots(p_row0, p_row1, length0, length1, capacity0, capacity1, blocks0, following, BLOCK_N, LIVE)
+            slot = block_slots(window, extra, window_blocks, following, BLOCK_N, SLOTS)
+            live = block_slots(window, extra, window_blocks, following, BLOCK_N, LIVE)
             fence_async_shared()
             thread_barrier()
             scores = _scores(keys, q_tile, here, scale, SCORES)
@@ -260,146 +276,106 @@ def sparse_mla_decode_small_hopper_kernel(
             acc = warpgroup_mma_wait(0, deps=[acc])
             thread_barrier()
         total = gl.sum(sums, 0)
-        share = gl.convert_layout(_share(total), OUTPUT_HEADS)
+        factor = gl.convert_layout(_inverse(total), OUTPUT_HEADS)
 
     lse = gl.where(total == 0, float("-inf"), _finite(top) + gl.log2(total))
-    acc = acc * gl.expand_dims(share, 0)
-    if SPLIT:
-        row = (local * splits + part).to(gl.int64) * H + head
+    acc = acc * gl.expand_dims(factor, 0)
+    if EPILOGUE.split:
+        row = (local * splits + split).to(gl.int64) * H + head
         gl.store(p_lse + row + o_head, lse, mask=m_head)
-        if part < blocks:
+        if split < blocks:
             o_column = gl.expand_dims(gl.arange(0, BLOCK_H, OUTPUT_HEADS), 0)
             o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(1, OUTPUT)), 1)
-            p_part = p_out + row * D + (o_column * D + o_dim)
+            p_partial = p_out + row * D + (o_column * D + o_dim)
             if PARTIAL:
-                gl.store(p_part, acc, mask=(o_column < heads) & (o_dim >= 0))
+                gl.store(p_partial, acc, mask=(o_column < heads) & (o_dim >= 0))
             else:
-                gl.store(p_part, acc)
+                gl.store(p_partial, acc)
     else:
         if p_lse is not None:
             natural = gl.where(total == 0, float("inf"), lse * LN_2)
             gl.store(p_lse + token * lse_stride + head + o_head, natural, mask=m_head)
         if p_sink is not None:
-            # As a row of one part is joined, so that it gives the same bits.
+            # Computed as the combine kernel does for one split, so that the bits are equal.
             sink = gl.load(p_sink + head + o_head, mask=m_head, other=0.0)
             kept = 1.0 / (1.0 + gl.exp2(sink * LOG2_E - gl.where(total == 0, 0.0, lse)))
             acc = acc * gl.expand_dims(gl.convert_layout(kept, OUTPUT_HEADS), 0)
         q_tile.store(acc.to(gl.bfloat16).permute((1, 0)))
         thread_barrier()
-        if GROUPS == 0:
+        if EPILOGUE.groups == 0:
             p_out += token * out_token_stride + head.to(gl.int64) * out_head_stride
-        for side in gl.static_range(D // HALF):
-            store_half(
-                q_tile, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, p_cos,
-                side * HALF, ROPE, PARTIAL, INVERSE, GROUPS, GROUP_HEADS, PACKED, ROWS,
-            )  # fmt: skip
+        rows = HeadRows(p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
+        for half in gl.static_range(D // HALF):
+            store_half(q_tile, rows, p_cos, half * HALF, PARTIAL, EPILOGUE, ROWS)
 
 
-WIDE = True
+class Tiling(NamedTuple):
+    """Tiling of a launch.
 
-
-class Shape(NamedTuple):
-    """Of a program: heads and keys that it takes at a time, its warps, and when it lets the next kernel start.
-
-    That is when its last keys are here where `late`, so that the weight of a projection does not hold them up; else at
-    once. `once`: it has code of its own for rows that are cut into single blocks.
+    Attributes:
+        block_h, block_n: heads and keys that a program takes at a time. warps: of a program.
+        late: let the next kernel start only when the last keys have been loaded, so that its weight prefetch does not
+            delay them.
+        one_block: use the code for single blocks where rows are split into single blocks.
     """
 
     block_h: int
     block_n: int
     warps: int
     late: bool = False
-    once: bool = False
+    one_block: bool = False
 
 
-NARROW = Shape(16, 64, 8)
-ONCE = Shape(16, 128, 8, late=True, once=True), Shape(32, 128, 8, late=True, once=True)
-MOST_PROGRAMS = 132
-"""Of a call whose rows are cut into single blocks: one for each multiprocessor of an H200."""
+NARROW = Tiling(16, 64, 8)
+ONE_BLOCK = Tiling(16, 128, 8, late=True, one_block=True), Tiling(32, 128, 8, late=True, one_block=True)
+MAX_PROGRAMS = 132
+"""Largest launch of longer rows split into single blocks: one program for each SM of an H200."""
 TILE = 16
 SHORT = 256
-"""Most keys of a row that is short."""
-MOST_TILES, FEWEST_TILES = 256, 4
-"""Of rows that are short."""
+"""Keys up to which a row is short."""
+MAX_TILES, MIN_TILES = 256, 4
+"""Tiles of 16 heads of all tokens, with short rows: more run the kernel for many tokens, fewer are narrow."""
 
 
-def shape_of(tokens: int, heads: int, keys: int) -> Shape | None:
-    """How to attend rows of at most `keys` keys; None for more than this kernel does well.
-
-    What attention adds to a row of e4m3 projections of V4-Flash, in us on an H200, by NARROW programs, by ONCE, and
-    by the kernel for more tokens (`examples/benchmarks/attention_between_projections.py`); between bfloat16
-    projections the order is the same:
-
-        tokens  128 keys             256 keys             640 keys
-             1   7.4  7.7  9.1 14.9   7.9  8.5  9.9 14.5   8.1  8.7 10.5 15.0
-             8   8.0  7.2  8.8 13.3  10.6  9.3 10.8 13.9  16.0 15.0 12.8 17.2
-            16  10.0  7.2  8.8 14.1  13.2 10.4 11.9 15.8  23.7 21.3 20.3 18.9
-            32   9.8  8.6  8.6 14.4  16.6 14.5 14.8 17.9  37.8 31.4 28.8 21.5
-            64  19.5 16.7 11.2 21.1  33.5 28.4 19.5 24.0  76.4 62.1 41.5 30.7
-           128  38.4 32.0 20.5 18.3  67.3 55.3 37.3 23.6
-
-    Programs of 16 warps, or of 32 heads and 64 keys, without code of their own for single blocks, are nowhere faster.
-    """
+def choose_tiling(tokens: int, heads: int, keys: int) -> Tiling | None:
+    """Return the tiling for rows of at most `keys` keys; None where the kernel for many tokens is faster."""
     tiles = tokens * cdiv(heads, TILE)
     if keys <= SHORT:
-        if tiles <= FEWEST_TILES and keys > ONCE[0].block_n:
+        if tiles <= MIN_TILES and keys > ONE_BLOCK[0].block_n:
             return NARROW
-        return ONCE[0] if tiles <= MOST_TILES // 2 else ONCE[1] if tiles <= MOST_TILES else None
-    for shape in (NARROW, *ONCE):
-        # Where every block of a row has a program, and every program a multiprocessor, none waits for keys twice.
-        if tokens * cdiv(heads, shape.block_h) * cdiv(keys, shape.block_n) <= MOST_PROGRAMS:
-            return shape
+        return ONE_BLOCK[0] if tiles <= MAX_TILES // 2 else ONE_BLOCK[1] if tiles <= MAX_TILES else None
+    for tiling in (NARROW, *ONE_BLOCK):
+        # With a program for every block and an SM for every program, none waits for keys twice.
+        if tokens * cdiv(heads, tiling.block_h) * cdiv(keys, tiling.block_n) <= MAX_PROGRAMS:
+            return tiling
     return None
 
 
-def hopper_refuses(
-    q: Tensor, window: Source, extra: Source, cache_format: str, sink: Tensor | None, fusion: Fusion = PLAIN
-) -> str:
-    """Why this kernel cannot take a call that the portable one can, "" if it can."""
-    tokens, heads, _ = q.shape
-    keys = window.indices.shape[1] + extra.indices.shape[1]
-    if heads < FEWEST_HEADS:
-        return f"it takes {FEWEST_HEADS} heads or more"
-    if shape_of(tokens, heads, keys) is None:
-        return f"it takes less than {tokens} tokens with {heads} heads and {keys} keys each"
-    if fusion.batch_invariant:
-        return "its sums are not those of the kernels for more tokens"
-    return gather_refuses(q, window, extra, cache_format, sink, fusion)
+def why_unsupported(call: DecodeCall) -> str:
+    """Return why this kernel does not support a call that the Triton kernel supports, "" if it does."""
+    tokens, heads, _ = call.q.shape
+    keys = call.window.indices.shape[1] + call.extra.indices.shape[1]
+    if heads < MIN_HEADS:
+        return f"it takes {MIN_HEADS} heads or more, these are {heads}"
+    if choose_tiling(tokens, heads, keys) is None:
+        return f"it takes fewer tokens than {tokens} with {heads} heads and {keys} keys each"
+    if call.batch_invariant:
+        return "its sums differ from those of the kernels for more tokens, and the call is batch-invariant"
+    return why_unsupported_sm90(call)
 
 
-def launch_hopper(
-    q: Tensor,
-    window: Source,
-    extra: Source,
-    scale: float,
-    sink: Tensor | None,
-    gpu: Gpu,
-    splits: int = 0,
-    fusion: Fusion = PLAIN,
-    into: Results | None = None,
-    shape: Shape | None = None,
+def launch(
+    call: DecodeCall, gpu: Gpu, splits: int = 0, into: Outputs | None = None, tiling: Tiling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `launch` of the portable kernel."""
-    tokens, heads, _ = q.shape
-    widths = window.indices.shape[1], extra.indices.shape[1]
-    block_h, block_n, warps, late, once = shape or shape_of(tokens, heads, sum(widths)) or ONCE[1]
+    """Run `call` on `gpu` and return its outputs, in `into` or newly allocated.
+
+    `splits` and `tiling` overrule `split_count` and `choose_tiling`.
+    """
+    tokens, heads, _ = call.q.shape
+    widths = call.window.indices.shape[1], call.extra.indices.shape[1]
+    block_h, block_n, warps, late, one_block = tiling or choose_tiling(tokens, heads, sum(widths)) or ONE_BLOCK[1]
     blocks = sum(cdiv(width, block_n) for width in widths)
-    splits = splits or part_count(max(1, tokens * cdiv(heads, block_h)), blocks, gpu)
-    constants = {"BLOCK_H": block_h, "BLOCK_N": block_n, "WIDE": WIDE, "ONE": once and splits >= blocks, "LATE": late}
-    return launch_gathering(
-        sparse_mla_decode_small_hopper_kernel,
-        block_h,
-        block_n,
-        constants | pdl_option(True),
-        q,
-        window,
-        extra,
-        scale,
-        sink,
-        gpu,
-        splits,
-        fusion,
-        into,
-        warps,
-        flat=False,
-    )
+    splits = splits or split_count(max(1, tokens * cdiv(heads, block_h)), blocks, gpu)
+    constants = {"BLOCK_H": block_h, "BLOCK_N": block_n, "ONE_BLOCK": one_block and splits >= blocks, "LATE": late}
+    variant = Variant(sparse_mla_decode_sm90_few_tokens_kernel, constants, block_h, block_n, warps, flat=False)
+    return launch_variant(variant, call, gpu, splits, into)

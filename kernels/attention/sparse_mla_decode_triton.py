@@ -1,13 +1,11 @@
-"""The kernel of `sparse_mla_decode` for any GPU that Triton has; reference/sparse_mla_decode.py defines the op.
+"""Sparse MLA decode on any GPU that Triton supports: `sparse_mla_decode_kernel` and `sparse_mla_decode_latent_kernel`.
 
-A program attends BLOCK_H heads of one token to its share of the token's keys, BLOCK_N of them at a time: the window
-cache first, then the compressed one, in one loop. The grid follows from shapes. Lengths are read on the device, and the
-parts of a row share what there is equally.
+A program attends BLOCK_H heads of one token to its split of the token's keys, BLOCK_N of them at a time: first those of
+the window cache, then those of the extra cache, in one loop. The grid follows from shapes; lengths are read on the
+device, and the splits of a row divide its blocks of keys evenly. A second kernel combines the splits
+(split_combine.py).
 
-Sparse MLA decode on any GPU that Triton has: how sparse_mla_decode_kernel.py is launched.
-
-With few tokens the keys of a token are split among programs, so that all of the GPU works, and a second kernel joins
-the parts; see sparse_mla_decode_plan.py.
+The latent kernel scores with all dims of a row and takes its first V dims as values. A key is loaded once for both.
 """
 
 from __future__ import annotations
@@ -20,37 +18,54 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layout import cdiv
-from ...reference.attention.sparse_mla_decode import output_dtype
-from ..host.gpu import Gpu
+from ...reference.attention.sparse_mla_decode import LatentDecodeArguments, output_dtype
+from ..host.gpu import Gpu, gpu_of
 from ..host.launch import launch_kernel
 from ..host.pdl import supports_pdl
-from .kv_load import DATA_BYTES, decode_keys, fetch_keys, valid_slots
-from .output_epilogue import DTYPES, load_queries, store_rows
-from .sparse_mla_decode_plan import PLAIN, Fusion, Results, Source, cut_of, operand_dtype, results_for
-from .split_combine import LOG2_E, finish_softmax, part_buffers, part_softmax, split_softmax
+from .common import (
+    DATA_BYTES,
+    DTYPES,
+    NOT_FUSED,
+    DecodeCall,
+    OutputRows,
+    Outputs,
+    Rope,
+    decode_keys,
+    fetch_keys,
+    load_queries,
+    new_outputs,
+    operand_dtype,
+    outputs_for,
+    rotate_and_store_rows,
+    valid_slots,
+)
+from .split_combine import LOG2_E, combine_splits, finish_softmax, new_partials, partial_softmax, split_plan
+
+MAX_SLOTS = 2**31
+MAX_VALUE_DIM = 512
 
 
 @triton.jit
 def _length(p_lens, stride, token, width):
-    """int32 number of columns that count in a token's row of indices."""
+    """Load the number of valid columns of a token's row of indices, int32."""
     length = tl.load(p_lens + token * stride)
     return tl.minimum(tl.maximum(length, 0), width).to(tl.int32)
 
 
 @triton.jit
-def _block_slots(block, end, blocks0, row0, row1, BLOCK_N: tl.constexpr):
-    """int32 slots `[BLOCK_N]` of a block of keys, in the cache that the block belongs to; -1 from block `end` on."""
-    p_row0, stride_column0, length0, capacity0 = row0
-    p_row1, stride_column1, length1, capacity1 = row1
-    first = block < blocks0
-    o_column = (block - tl.where(first, 0, blocks0)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Chosen as integers: a choice between these pointers ends Triton 3.6's compilation for AMD GPUs.
+def _block_slots(block, end, window_blocks, window_row, extra_row, BLOCK_N: tl.constexpr):
+    """Load int32 slots `[BLOCK_N]` of a block of keys, in the cache that the block belongs to; -1 from `end` on."""
+    p_window, window_stride, window_length, window_capacity = window_row
+    p_extra, extra_stride, extra_length, extra_capacity = extra_row
+    first = block < window_blocks
+    o_column = (block - tl.where(first, 0, window_blocks)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Selected as integers: a choice between these pointers does not compile for AMD GPUs with Triton 3.6.
     return valid_slots(
-        tl.where(first, p_row0.to(tl.int64), p_row1.to(tl.int64)).to(p_row0.dtype),
-        tl.where(first, stride_column0, stride_column1),
+        tl.where(first, p_window.to(tl.int64), p_extra.to(tl.int64)).to(p_window.dtype),
+        tl.where(first, window_stride, extra_stride),
         o_column,
-        tl.where(block < end, tl.where(first, length0, length1), 0),
-        tl.where(first, capacity0, capacity1),
+        tl.where(block < end, tl.where(first, window_length, extra_length), 0),
+        tl.where(first, window_capacity, extra_capacity),
     )
 
 
@@ -58,27 +73,29 @@ def _block_slots(block, end, blocks0, row0, row1, BLOCK_N: tl.constexpr):
 def _fetch_block(
     first,
     slot,
-    cache0,
-    cache1,
-    PAGE0: tl.constexpr,
-    PAGE1: tl.constexpr,
+    window,
+    extra,
+    WINDOW_PAGE: tl.constexpr,
+    EXTRA_PAGE: tl.constexpr,
     FORMAT: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """What is stored at `slot` `[BLOCK_N]` of the first or of the second cache."""
-    p_cache0, stride_page0, stride_row0, stride_dim0 = cache0
-    p_cache1, stride_page1, stride_row1, stride_dim1 = cache1
+    """Load the bytes stored at `slot` `[BLOCK_N]` of the window cache, or of the extra one if not `first`."""
+    p_window, window_page_stride, window_row_stride, window_dim_stride = window
+    p_extra, extra_page_stride, extra_row_stride, extra_dim_stride = extra
     safe = tl.maximum(slot, 0)
     return fetch_keys(
-        tl.where(first, p_cache0, p_cache1),
-        tl.where(first, stride_page0, stride_page1).to(tl.int64),
-        tl.where(first, stride_row0, stride_row1),
-        tl.where(first, stride_dim0, stride_dim1),
+        tl.where(first, p_window, p_extra),
+        (
+            tl.where(first, window_page_stride, extra_page_stride).to(tl.int64),
+            tl.where(first, window_row_stride, extra_row_stride),
+            tl.where(first, window_dim_stride, extra_dim_stride),
+        ),
         slot,
-        tl.where(first, safe // PAGE0, safe // PAGE1),
-        tl.where(first, safe % PAGE0, safe % PAGE1),
-        tl.where(first, PAGE0, PAGE1) * DATA_BYTES,
+        tl.where(first, safe // WINDOW_PAGE, safe // EXTRA_PAGE),
+        tl.where(first, safe % WINDOW_PAGE, safe % EXTRA_PAGE),
+        tl.where(first, WINDOW_PAGE, EXTRA_PAGE) * DATA_BYTES,
         FORMAT,
         D,
         BLOCK_D,
@@ -87,95 +104,93 @@ def _fetch_block(
 
 @triton.jit(
     do_not_specialize=[
-        "splits", "least", "first", "tokens", "padded_tokens", "max_pos", "capacity0", "capacity1", "width0", "width1",
+        "splits", "min_blocks", "first_token", "tokens", "padded_tokens", "max_pos",
+        "window_capacity", "extra_capacity", "window_width", "extra_width",
     ],
     # A piece of a batch begins anywhere.
-    do_not_specialize_on_alignment=["p_lens0", "p_lens1", "p_positions"],
+    do_not_specialize_on_alignment=["p_window_lens", "p_extra_lens", "p_positions"],
 )  # fmt: skip
 def sparse_mla_decode_kernel(
-    p_out,  # [T, H, D] or e4m3 [GROUPS, T, K], see attention_rows.store_rows; or parts [N, splits, H, D] float32
-    p_lse,  # [T, H] float32, neighbouring heads, or None; or parts [N, splits, H] in base 2, contiguous
+    p_out,  # [T, H, D] or e4m3 [groups, T, K], see common.store_rows; or partial results [N, splits, H, D] float32
+    p_lse,  # [T, H] float32, contiguous heads, or None; or partial results [N, splits, H] in base 2, contiguous
     p_scale,
     p_q,  # [T, H, D], e4m3 as uint8
-    p_cache0,  # [P, page_bytes] uint8 or [P, S, D]
-    p_indices0,  # [T, W] int
-    p_lens0,  # [T] int
-    p_cache1,
-    p_indices1,  # [T, K] int
-    p_lens1,
+    p_window_cache,  # [P, page_bytes] uint8 or [P, S, D]
+    p_window_indices,  # [T, W] int
+    p_window_lens,  # [T] int
+    p_extra_cache,
+    p_extra_indices,  # [T, K] int
+    p_extra_lens,
     p_sink,  # [H] float32 or None
     p_kv_scale,  # [1] float32 or None
     p_positions,  # [T] int or None
-    p_table,  # [max_pos, ROPE] float32 or None
+    p_table,  # [max_pos, rope] float32 or None
     scale,  # of the scores, times log2(e)
-    eps,  # of the queries' norm, None for queries that are ready
+    eps,  # of the query norm, None for queries that are normed and rotated
     splits,
-    least,
-    first,  # token of this launch
+    min_blocks,
+    first_token,  # of this launch
     tokens,
     padded_tokens,
     out_strides,
     lse_stride,
     q_strides,
-    cache0_strides,  # of a page, a row and a dim; a byte cache has the first alone
-    cache1_strides,
-    indices0_strides,
-    indices1_strides,
-    lens0_stride,
-    lens1_stride,
+    window_strides,  # of a page, a row and a dim; a byte cache has the first alone
+    extra_strides,
+    window_indices_strides,
+    extra_indices_strides,
+    window_lens_stride,
+    extra_lens_stride,
     sink_stride,
     position_stride,
     table_strides,
     max_pos,
-    width0,
-    width1,
-    capacity0,  # slots in the cache
-    capacity1,
+    window_width,
+    extra_width,
+    window_capacity,  # slots in the cache
+    extra_capacity,
     H: tl.constexpr,
     D: tl.constexpr,
     FORMAT: tl.constexpr,
-    PAGE0: tl.constexpr,  # tokens in a page
-    PAGE1: tl.constexpr,
-    DTYPE: tl.constexpr,  # of the matrix products' operands; they add up in float32
-    ROUND: tl.constexpr,  # of attention's output
+    WINDOW_PAGE: tl.constexpr,  # tokens in a page
+    EXTRA_PAGE: tl.constexpr,
+    DTYPE: tl.constexpr,  # of the operands of both GEMMs, which accumulate in float32
+    ROUND: tl.constexpr,  # dtype of attention's output
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,  # scores are [keys, heads] and the sum is [dims, heads], or both the other way round
+    KEYS_FIRST: tl.constexpr,  # scores are [keys, heads] and the output is [dims, heads], or both transposed
     PREFETCH: tl.constexpr,  # load the next block of keys before working on this one
-    SPLIT: tl.constexpr,
-    DEPENDENT: tl.constexpr,  # lets the kernel that joins the parts start early
-    ROPE: tl.constexpr,
-    INVERSE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_HEADS: tl.constexpr,
-    PACKED: tl.constexpr,
+    PDL: tl.constexpr,  # lets the combine kernel start early
+    EPILOGUE: tl.constexpr,
 ):
-    """Program p takes head block p % HEAD_BLOCKS of part p // HEAD_BLOCKS; the parts of a token are neighbours."""
+    """Attend head block p % HEAD_BLOCKS of split p // HEAD_BLOCKS; the splits of a token are neighbours."""
     HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     KEY_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
     HEAD_AXIS: tl.constexpr = 1 - KEY_AXIS
-    if DEPENDENT:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    part = tl.program_id(0) // HEAD_BLOCKS
-    token = (first + part // splits).to(tl.int64)
+    split = tl.program_id(0) // HEAD_BLOCKS
+    token = (first_token + split // splits).to(tl.int64)
     first_head = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H
     o_head = first_head + tl.arange(0, BLOCK_H)
     m_head = o_head < H
-    rope = p_positions, position_stride, p_table, table_strides, max_pos
+    rope = Rope(p_positions, position_stride, p_table, table_strides, max_pos)
 
-    length0 = _length(p_lens0, lens0_stride, token, width0)
-    length1 = _length(p_lens1, lens1_stride, token, width1)
-    blocks0 = tl.cdiv(length0, BLOCK_N)
-    blocks = blocks0 + tl.cdiv(length1, BLOCK_N)
-    # The programs of a token beyond its parts have nothing to do.
-    parts = tl.maximum(tl.minimum(splits, tl.cdiv(blocks, least)), 1)
-    begin = blocks * tl.minimum(part % splits, parts) // parts
-    end = blocks * tl.minimum(part % splits + 1, parts) // parts
-    row0 = p_indices0 + token * indices0_strides[0], indices0_strides[1], length0, capacity0
-    row1 = p_indices1 + token * indices1_strides[0], indices1_strides[1], length1, capacity1
-    cache0 = p_cache0, cache0_strides[0], cache0_strides[1], cache0_strides[2]
-    cache1 = p_cache1, cache1_strides[0], cache1_strides[1], cache1_strides[2]
+    window_length = _length(p_window_lens, window_lens_stride, token, window_width)
+    extra_length = _length(p_extra_lens, extra_lens_stride, token, extra_width)
+    window_blocks = tl.cdiv(window_length, BLOCK_N)
+    blocks = window_blocks + tl.cdiv(extra_length, BLOCK_N)
+    # Programs beyond the splits of a token have no blocks.
+    own_splits = tl.maximum(tl.minimum(splits, tl.cdiv(blocks, min_blocks)), 1)
+    begin = blocks * tl.minimum(split % splits, own_splits) // own_splits
+    end = blocks * tl.minimum(split % splits + 1, own_splits) // own_splits
+    p_window_row = p_window_indices + token * window_indices_strides[0]
+    window_row = p_window_row, window_indices_strides[1], window_length, window_capacity
+    p_extra_row = p_extra_indices + token * extra_indices_strides[0]
+    extra_row = p_extra_row, extra_indices_strides[1], extra_length, extra_capacity
+    window = p_window_cache, window_strides[0], window_strides[1], window_strides[2]
+    extra = p_extra_cache, extra_strides[0], extra_strides[1], extra_strides[2]
 
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
@@ -184,31 +199,32 @@ def sparse_mla_decode_kernel(
     else:
         acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
 
-    slot = _block_slots(begin, end, blocks0, row0, row1, BLOCK_N)
+    slot = _block_slots(begin, end, window_blocks, window_row, extra_row, BLOCK_N)
     live = slot >= 0
     if PREFETCH:
-        stored = _fetch_block(begin < blocks0, slot, cache0, cache1, PAGE0, PAGE1, FORMAT, D, BLOCK_D)
-        slot = _block_slots(begin + 1, end, blocks0, row0, row1, BLOCK_N)
+        stored = _fetch_block(begin < window_blocks, slot, window, extra, WINDOW_PAGE, EXTRA_PAGE, FORMAT, D, BLOCK_D)
+        slot = _block_slots(begin + 1, end, window_blocks, window_row, extra_row, BLOCK_N)
 
-    # Queries are waited for while the first keys are on their way.
+    # Queries are loaded after the first keys have been requested.
     p_q += token * q_strides[0] + o_head.to(tl.int64) * q_strides[1]
+    heads = p_q, q_strides[2]
     if eps is not None:
         # A branch, so that the compiler does not choose the layout of the keys by how queries are rotated: it would
         # store every key twice.
         q = tl.zeros((BLOCK_H, BLOCK_D), DTYPE)
         if begin < end:
-            q = load_queries(p_q, q_strides[2], m_head, token, rope, eps, DTYPE, D, BLOCK_D, ROPE)
+            q = load_queries(heads, m_head, token, rope, eps, DTYPE, D, BLOCK_D, EPILOGUE.rope)
     else:
-        q = load_queries(p_q, q_strides[2], m_head, token, rope, eps, DTYPE, D, BLOCK_D, ROPE)
+        q = load_queries(heads, m_head, token, rope, eps, DTYPE, D, BLOCK_D, EPILOGUE.rope)
     if KEYS_FIRST:
         q = tl.trans(q)
     if PREFETCH:
         k = decode_keys(stored, p_kv_scale, FORMAT, DTYPE)
     for block in tl.range(begin, end, num_stages=1):
         fetched = block + 1 if PREFETCH else block
-        stored = _fetch_block(fetched < blocks0, slot, cache0, cache1, PAGE0, PAGE1, FORMAT, D, BLOCK_D)
+        stored = _fetch_block(fetched < window_blocks, slot, window, extra, WINDOW_PAGE, EXTRA_PAGE, FORMAT, D, BLOCK_D)
         fetched_live = slot >= 0
-        slot = _block_slots(fetched + 1, end, blocks0, row0, row1, BLOCK_N)
+        slot = _block_slots(fetched + 1, end, window_blocks, window_row, extra_row, BLOCK_N)
         if not PREFETCH:
             k = decode_keys(stored, p_kv_scale, FORMAT, DTYPE)
             live = fetched_live
@@ -235,30 +251,28 @@ def sparse_mla_decode_kernel(
             k = decode_keys(stored, p_kv_scale, FORMAT, DTYPE)
             live = fetched_live
 
-    factor, lse = part_softmax(top, total)
+    factor, lse = partial_softmax(top, total)
     # [BLOCK_H, BLOCK_D]
     rows = tl.trans(acc * tl.expand_dims(factor, KEY_AXIS)) if KEYS_FIRST else acc * tl.expand_dims(factor, KEY_AXIS)
-    if SPLIT:
-        o_row = part.to(tl.int64) * H + o_head
+    if EPILOGUE.split:
+        o_row = split.to(tl.int64) * H + o_head
         tl.store(p_lse + o_row, lse, mask=m_head)
         if begin < end:
             o_dim = tl.arange(0, BLOCK_D)
             m_out = m_head[:, None] & (o_dim < D)[None, :]
             tl.store(p_out + o_row[:, None] * D + o_dim[None, :], rows, mask=m_out)
     else:
-        # As a row of one part is joined, so that it gives the same bits.
+        # Computed as the combine kernel does for one split, so that the bits are equal.
         factor, lse = finish_softmax(lse, tl.where(total == 0, 0.0, 1.0), p_sink, sink_stride, o_head, m_head)
         if p_lse is not None:
             tl.store(p_lse + token * lse_stride + o_head, lse, mask=m_head)
         rows = (rows * factor[:, None]).to(ROUND)
-        store_rows(
-            rows, p_out, out_strides, p_scale, (tokens, padded_tokens), token, first_head, rope,
-            H, D, ROPE, INVERSE, GROUPS, GROUP_HEADS, PACKED,
-        )  # fmt: skip
+        out = OutputRows(p_out, out_strides, p_scale, tokens, padded_tokens)
+        rotate_and_store_rows(rows, out, token, first_head, rope, H, D, EPILOGUE)
 
 
 class Tiles(NamedTuple):
-    """How a launch is cut up; see the kernel's arguments of these names."""
+    """Tiling of a launch; see the kernel's arguments of these names."""
 
     block_h: int
     block_n: int
@@ -268,14 +282,12 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(gpu: Gpu, heads: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for `heads` heads and operands of `dtype`: no more rows than heads need, within the GPU's shared memory."""
+    """Return tiles for `heads` heads and operands of `dtype` that fit the GPU's shared memory."""
     if dtype is torch.float32:
         return Tiles(16, 16, 4)
     if gpu.backend == "cuda" and gpu.capability // 10 in (9, 10):
         if heads <= 16:
             return Tiles(16, 64, 8, prefetch=True)
-        # One H200, 64 heads, 128 tokens of 640 keys: 67.5 us; with 32 keys 88, with 128 keys 74, prefetching 70, in
-        # blocks of 32 heads 111.
         return Tiles(32, 64, 8, keys_first=True, prefetch=True) if heads <= 32 else Tiles(64, 64, 8)
     if heads <= 16:
         return Tiles(16, 32, 4, prefetch=True)
@@ -285,85 +297,71 @@ def choose_tiles(gpu: Gpu, heads: int, dtype: torch.dtype) -> Tiles:
 
 
 def launch(
-    q: Tensor,
-    window: Source,
-    extra: Source,
-    cache_format: str,
-    scale: float,
-    sink: Tensor | None,
-    kv_scale: Tensor | None,
-    gpu: Gpu,
-    tiles: Tiles | None = None,
-    splits: int = 0,
-    fusion: Fusion = PLAIN,
-    into: Results | None = None,
+    call: DecodeCall, gpu: Gpu, splits: int = 0, into: Outputs | None = None, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of `q` by the portable kernel, with what `fusion` says around it, into `into` or new results.
+    """Run `call` on `gpu` and return its outputs, in `into` or newly allocated.
 
-    Args:
-        gpu: what `q` is on; tiles: None for what `choose_tiles` says.
-        splits: into how many parts the keys of a token are cut; 0 as sparse_mla_decode_plan.py says.
+    `splits` and `tiles` overrule `split_plan` and `choose_tiles`.
     """
+    q, window, extra, fused = call.q, call.window, call.extra, call.fused
     tokens, heads, head_dim = q.shape
-    into = into or results_for(q, fusion)
+    into = into or outputs_for(q, fused)
     if tokens * heads == 0:
         return into.pair()
-    cache0, indices0, lens0 = window.tensors(cache_format)
-    cache1, indices1, lens1 = extra.tensors(cache_format)
-    dtype = operand_dtype(q, cache0, cache_format)
+    window_cache, extra_cache = window.pages(call.cache_format), extra.pages(call.cache_format)
+    dtype = operand_dtype(q, window_cache, call.cache_format)
     tiles = tiles or choose_tiles(gpu, heads, dtype)
-    width0, width1 = indices0.shape[1], indices1.shape[1]
-    head_blocks, blocks = cdiv(heads, tiles.block_h), cdiv(width0, tiles.block_n) + cdiv(width1, tiles.block_n)
-    cut = cut_of(tokens, heads, head_dim, head_blocks, blocks, tiles.block_n, gpu, fusion.batch_invariant, splits)
-    dependent = cut.splits > 1 and supports_pdl(gpu)
-    parts = part_buffers(cut, heads, head_dim, q) if cut.splits > 1 else None
-    positions, position_stride, table, table_strides, max_pos = fusion.rope()
-    for first in range(0, tokens, cut.tokens):
-        end = min(tokens, first + cut.tokens)
+    widths = window.indices.shape[1], extra.indices.shape[1]
+    head_blocks, blocks = cdiv(heads, tiles.block_h), sum(cdiv(width, tiles.block_n) for width in widths)
+    plan = split_plan(q.shape, head_blocks, blocks, tiles.block_n, gpu, splits, call.batch_invariant)
+    partials = new_partials(plan, heads, head_dim, q)
+    pdl = partials is not None and supports_pdl(gpu)
+    positions, position_stride, table, table_strides, max_pos = fused.rope()
+    for first in range(0, tokens, plan.tokens):
+        end = min(tokens, first + plan.tokens)
         launch_kernel(
             sparse_mla_decode_kernel,
-            ((end - first) * head_blocks * cut.splits,),
-            *(parts or into),
+            ((end - first) * head_blocks * plan.splits,),
+            *(partials or into),
             q.view(torch.uint8) if q.element_size() == 1 else q,
-            cache0,
-            indices0,
-            lens0,
-            cache1,
-            indices1,
-            lens1,
-            sink,
-            kv_scale,
+            window_cache,
+            window.indices,
+            window.lens,
+            extra_cache,
+            extra.indices,
+            extra.lens,
+            call.sink,
+            call.kv_scale,
             positions,
             table,
-            scale * LOG2_E.value,
-            fusion.q_norm_eps,
-            cut.splits,
-            cut.least,
+            call.scale * LOG2_E.value,
+            fused.q_norm_eps,
+            plan.splits,
+            plan.min_blocks,
             first,
             tokens,
             into.padded_tokens(),
             into.strides(),
             into.lse_stride(),
             q.stride(),
-            (*cache0.stride(), 0, 0)[:3],
-            (*cache1.stride(), 0, 0)[:3],
-            indices0.stride(),
-            indices1.stride(),
-            lens0.stride(0),
-            lens1.stride(0),
-            0 if sink is None else sink.stride(0),
+            (*window_cache.stride(), 0, 0)[:3],
+            (*extra_cache.stride(), 0, 0)[:3],
+            window.indices.stride(),
+            extra.indices.stride(),
+            window.lens.stride(0),
+            extra.lens.stride(0),
+            0 if call.sink is None else call.sink.stride(0),
             position_stride,
             table_strides,
             max_pos,
-            width0,
-            width1,
-            cache0.shape[0] * window.block_size,
-            cache1.shape[0] * extra.block_size,
+            *widths,
+            window_cache.shape[0] * window.block_size,
+            extra_cache.shape[0] * extra.block_size,
             H=heads,
             D=head_dim,
-            FORMAT=cache_format,
-            PAGE0=window.block_size,
-            PAGE1=extra.block_size,
+            FORMAT=call.cache_format,
+            WINDOW_PAGE=window.block_size,
+            EXTRA_PAGE=extra.block_size,
             DTYPE=DTYPES[dtype],
             ROUND=DTYPES[output_dtype(q)],
             BLOCK_H=tiles.block_h,
@@ -371,13 +369,177 @@ def launch(
             BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             KEYS_FIRST=tiles.keys_first,
             PREFETCH=tiles.prefetch,
-            SPLIT=cut.splits > 1,
-            DEPENDENT=dependent,
+            PDL=pdl,
+            EPILOGUE=fused.epilogue(split=partials is not None),
             num_warps=tiles.warps,
             # A contracted multiply and add rounds once where the separate ops round twice.
             enable_fp_fusion=False,
-            **(fusion if cut.splits == 1 else fusion.front()).constants(),
         )
-        if parts is not None:
-            split_softmax(into, parts, sink, fusion, output_dtype(q), first, end, dependent)
+        if partials is not None:
+            combine_splits(into, partials, call.sink, fused, output_dtype(q), (first, end), pdl)
+    return into.pair()
+
+
+@triton.jit(
+    do_not_specialize=["splits", "min_blocks", "first_token", "width", "slots"],
+    do_not_specialize_on_alignment=["p_lens"],
+)
+def sparse_mla_decode_latent_kernel(
+    p_out,  # [T, H, V], contiguous; with SPLIT [tokens of this launch, splits, H, V] float32
+    p_lse,  # [T, H] float32, contiguous; with SPLIT [tokens of this launch, splits, H] in base 2
+    p_q,  # [T, H, D]
+    p_cache,  # [P, PAGE, D]
+    p_indices,  # [>= T, width] int
+    p_lens,  # [>= T] int
+    scale,  # of the scores, times log2(e)
+    splits,
+    min_blocks,  # of keys in a split
+    first_token,  # of this launch
+    q_strides,
+    cache_strides,
+    index_strides,
+    len_stride,
+    width,
+    slots,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    R: tl.constexpr,  # D - V
+    PAGE: tl.constexpr,
+    DTYPE: tl.constexpr,  # of the operands of both GEMMs, which accumulate in float32
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Attend split p % splits of head block p // splits % HEAD_BLOCKS of a token."""
+    HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    split = tl.program_id(0) % splits
+    item = tl.program_id(0) // splits
+    local = (item // HEAD_BLOCKS).to(tl.int64)
+    token = first_token + local
+    o_head = item % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    m_head = o_head < H
+    o_value, o_rest = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_R)
+    m_value, m_rest = (o_value < V)[None, :], (o_rest < R)[None, :]
+    length = tl.minimum(tl.maximum(tl.load(p_lens + token * len_stride), 0), width).to(tl.int32)
+    blocks = tl.cdiv(length, BLOCK_N)
+    own_splits = tl.minimum(splits, tl.cdiv(blocks, min_blocks))
+    size = tl.cdiv(blocks, tl.maximum(own_splits, 1))
+    begin = split * size * BLOCK_N
+    end = tl.minimum(begin + size * BLOCK_N, length)
+
+    p_heads = (p_q + token * q_strides[0] + o_head.to(tl.int64) * q_strides[1])[:, None]
+    # [BLOCK_H, BLOCK_V] and [BLOCK_H, BLOCK_R]
+    q = tl.load(p_heads + (o_value * q_strides[2])[None, :], mask=m_head[:, None] & m_value, other=0.0).to(DTYPE)
+    p_q_rest = p_heads + ((V + o_rest) * q_strides[2])[None, :]
+    q_rest = tl.load(p_q_rest, mask=m_head[:, None] & m_rest, other=0.0).to(DTYPE)
+    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        o_column = start + tl.arange(0, BLOCK_N)
+        p_column = p_indices + token * index_strides[0] + o_column.to(tl.int64) * index_strides[1]
+        slot = tl.load(p_column, mask=o_column < end, other=-1).to(tl.int64)
+        live = (slot >= 0) & (slot < slots)
+        slot = tl.where(live, slot, 0)
+        p_key = (p_cache + slot // PAGE * cache_strides[0] + slot % PAGE * cache_strides[1])[:, None]
+        # [BLOCK_N, BLOCK_V] and [BLOCK_N, BLOCK_R]
+        k = tl.load(p_key + (o_value * cache_strides[2])[None, :], mask=live[:, None] & m_value, other=0.0).to(DTYPE)
+        p_k_rest = p_key + ((V + o_rest) * cache_strides[2])[None, :]
+        k_rest = tl.load(p_k_rest, mask=live[:, None] & m_rest, other=0.0).to(DTYPE)
+        # [BLOCK_H, BLOCK_N]
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        scores = tl.where(live[None, :], scores * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # -inf - -inf is NaN: a head without keys so far is shifted by zero.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        rescale = tl.exp2(top - shift)
+        weights = tl.exp2(scores - shift[:, None])
+        total = total * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(DTYPE), k, acc * rescale[:, None], input_precision="ieee")
+        top = new_top
+    if SPLIT:
+        factor, lse = partial_softmax(top, total)
+        o_row = (local * splits + split) * H + o_head
+    else:
+        factor, lse = finish_softmax(top, total, None, 0, o_head, m_head)
+        o_row = token * H + o_head
+    tl.store(p_lse + o_row, lse, mask=m_head)
+    out = (acc * factor[:, None]).to(p_out.dtype.element_ty)
+    tl.store(p_out + o_row[:, None] * V + o_value[None, :], out, mask=m_head[:, None] & m_value)
+
+
+def choose_latent_tiles(gpu: Gpu, heads: int, dtype: torch.dtype) -> Tiles:
+    """Return tiles of the latent kernel for `heads` heads and operands of `dtype`."""
+    tiles = choose_tiles(gpu, heads, dtype)
+    if gpu.capability // 10 == 10 and tiles.block_h == 64:
+        # More operands go through shared memory there: 64 keys would need 345 KiB of 227.
+        return tiles._replace(block_n=32)
+    return tiles
+
+
+def why_unsupported_sparse_mla_decode_latent(op: LatentDecodeArguments) -> str:
+    """Return why the kernel does not support a call, "" if it does."""
+    dim, slots = op.q.shape[2], op.k_cache.shape[0] * op.block_size
+    if op.value_dim > MAX_VALUE_DIM or dim - op.value_dim > MAX_VALUE_DIM:
+        return f"at most {MAX_VALUE_DIM} dims are values and as many are not, these are {op.value_dim} of {dim}"
+    if slots >= MAX_SLOTS:
+        return f"caches have fewer than {MAX_SLOTS} slots, this one has {slots}"
+    return ""
+
+
+def sparse_mla_decode_latent(
+    op: LatentDecodeArguments, tiles: Tiles | None = None, splits: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Launch `sparse_mla_decode_latent`. Weights are rounded to the dtype of the keys; sums are float32.
+
+    A repeated call gives the same bits. `tiles` and `splits` overrule what is chosen for the GPU.
+    """
+    q, k_cache, indices, lens = op.q, op.k_cache, op.indices, op.lens
+    tokens, heads, head_dim = q.shape
+    values = q[..., : op.value_dim]
+    into = new_outputs(values)
+    if tokens * heads == 0:
+        return into.pair()
+    gpu, dtype = gpu_of(q.device), operand_dtype(q, k_cache, "plain")
+    tiles = tiles or choose_latent_tiles(gpu, heads, dtype)
+    width, head_blocks = indices.shape[1], cdiv(heads, tiles.block_h)
+    plan = split_plan(values.shape, head_blocks, cdiv(width, tiles.block_n), tiles.block_n, gpu, splits)
+    partials = new_partials(plan, heads, op.value_dim, q)
+    for first in range(0, tokens, plan.tokens):
+        end = min(tokens, first + plan.tokens)
+        launch_kernel(
+            sparse_mla_decode_latent_kernel,
+            ((end - first) * head_blocks * plan.splits,),
+            *(partials or into)[:2],
+            q,
+            k_cache,
+            indices,
+            lens,
+            op.scale * LOG2_E.value,
+            plan.splits,
+            plan.min_blocks,
+            first,
+            q.stride(),
+            k_cache.stride(),
+            indices.stride(),
+            lens.stride(0),
+            width,
+            k_cache.shape[0] * op.block_size,
+            H=heads,
+            V=op.value_dim,
+            R=head_dim - op.value_dim,
+            PAGE=op.block_size,
+            DTYPE=DTYPES[dtype],
+            BLOCK_H=tiles.block_h,
+            BLOCK_N=tiles.block_n,
+            BLOCK_V=max(16, triton.next_power_of_2(op.value_dim)),
+            BLOCK_R=max(16, triton.next_power_of_2(head_dim - op.value_dim)),
+            SPLIT=partials is not None,
+            num_warps=tiles.warps,
+        )
+        if partials is not None:
+            combine_splits(into, partials, None, NOT_FUSED, output_dtype(q), (first, end), False)
     return into.pair()

@@ -1,11 +1,8 @@
-"""Sparse attention over a flat workspace on any GPU that Triton has; reference/sparse_mla_prefill.py defines it.
+"""Sparse attention over a flat workspace: the launchers of `sparse_mla_prefill`, and the Triton kernel for any GPU.
 
 As many programs as the GPU holds walk over (token, block of heads). Neighbours take the blocks of one token, so that
-its keys come from memory once. A program gathers BLOCK_N keys at a time by index, and the next ones while it works on
-these.
-
-Launchers of `sparse_mla_prefill` and its list form: on Hopper the kernel made for it where that fits, else the
-portable one.
+its keys come from memory once. A program gathers BLOCK_N keys at a time by index, and prefetches the next ones while
+it works on these. On sm_90 the kernel of sparse_mla_prefill_sm90.py runs where it supports the call.
 """
 
 from __future__ import annotations
@@ -18,18 +15,24 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layout import cdiv
+from ...reference.attention.sparse_mla_prefill import PrefillArguments, RaggedPrefillArguments
 from ..host.gpu import Gpu, gpu_of, sm90_module
 from ..host.launch import launch_kernel
+from .common import DTYPES, operand_dtype
 from .split_combine import LN_2, LOG2_E, finish_softmax
 
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+MAX_HEAD_DIM = 512
+COUNT_LIMIT = 2**31 - 2**10
+"""Bound of what kernels count in 32 bits: they step up to some blocks past the last element."""
 
 
-class Rows(NamedTuple):
-    """Which rows of the workspace each token attends: a matrix of indices, or one list of them.
+class IndexRows(NamedTuple):
+    """Rows of the workspace that each token attends: a matrix of indices, or one list of them.
 
-    indices: `[T, A]`, or `[N]` with `ragged`. bounds: lengths `[T]`, or None for A; or with `ragged` offsets `[T + 1]`.
-    width: A, or the most entries of a list's row that count.
+    Attributes:
+        indices: `[T, A]`, or `[N]` with `ragged`.
+        bounds: lengths `[T]`, or None for A; with `ragged`, offsets `[T + 1]`.
+        width: A, or the largest number of entries that count of a list's row.
     """
 
     indices: Tensor
@@ -38,15 +41,25 @@ class Rows(NamedTuple):
     ragged: bool = False
 
 
+class PrefillCall(NamedTuple):
+    """A call of `sparse_mla_prefill` or of its list form."""
+
+    q: Tensor
+    kv: Tensor
+    rows: IndexRows
+    scale: float
+    sink: Tensor | None = None
+
+
 @triton.jit
 def index_row(p_indices, p_bounds, token, index_strides, bound_stride, width, total, RAGGED: tl.constexpr):
-    """Pointer to the first index of int64 `token`, the distance of two, and how many there are, int32."""
+    """Return the pointer to the first index of int64 `token`, the stride of indices, and their number, int32."""
     if RAGGED:
         begin = tl.load(p_bounds + token * bound_stride).to(tl.int64)
         end = tl.load(p_bounds + (token + 1) * bound_stride).to(tl.int64)
         first = tl.maximum(begin, 0)
         last = tl.minimum(tl.minimum(end, begin + width), total)
-        # A row behind the list is empty, and must not be pointed at.
+        # A row past the list is empty, and its address must not be computed.
         length = tl.maximum(last - first, 0)
         p_row = p_indices + tl.where(length > 0, first, 0) * index_strides[1]
     else:
@@ -82,13 +95,13 @@ def sparse_mla_prefill_kernel(
     RAGGED: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
-    DTYPE: tl.constexpr,  # of the matrix products' operands; they add up in float32
+    DTYPE: tl.constexpr,  # of the operands of both GEMMs, which accumulate in float32
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program p takes every num_programs-th item from item p on; item i is head block i % HEAD_BLOCKS of a token."""
+    """Attend every num_programs-th item from item p on; item i is head block i % HEAD_BLOCKS of a token."""
     HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     o_dim = tl.arange(0, BLOCK_D)
     o_key = tl.arange(0, BLOCK_N)
@@ -109,7 +122,7 @@ def sparse_mla_prefill_kernel(
         acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
         row = tl.load(p_row + o_key.to(tl.int64) * stride_index, mask=o_key < length, other=-1)
         for start in tl.range(0, length, BLOCK_N, num_stages=STAGES):
-            # Indices are there one block before their keys, whose loads are then issued at once.
+            # Indices are loaded one block ahead, so that the loads of their keys are issued at once.
             o_column = start + BLOCK_N + o_key
             next_row = tl.load(p_row + o_column.to(tl.int64) * stride_index, mask=o_column < length, other=-1)
             live = (row >= 0) & (row < workspace_rows)
@@ -137,7 +150,7 @@ def sparse_mla_prefill_kernel(
 
 
 class Tiles(NamedTuple):
-    """How a launch is cut up; see the kernel's arguments of these names. `resident`: programs a processor holds."""
+    """Tiling of a launch; see the kernel's arguments of these names. `resident`: programs per SM."""
 
     block_h: int
     block_n: int
@@ -147,7 +160,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(gpu: Gpu, heads: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for `heads` heads and operands of `dtype`, within the GPU's registers and shared memory."""
+    """Return tiles for `heads` heads and operands of `dtype` that fit the GPU's registers and shared memory."""
     if dtype is torch.float32:
         return Tiles(16, 16, 4, 1)
     few = 16 if heads <= 16 else 32
@@ -160,24 +173,17 @@ def choose_tiles(gpu: Gpu, heads: int, dtype: torch.dtype) -> Tiles:
     return Tiles(few, 16, 4, 2, 2)
 
 
-def operand_dtype(q: Tensor, kv: Tensor) -> torch.dtype:
-    """dtype of the matrix products' operands: the keys' if the queries have it too, else float32."""
-    return kv.dtype if q.dtype is kv.dtype else torch.float32
+def launch(call: PrefillCall, gpu: Gpu, tiles: Tiles | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the Triton kernel on `gpu`; return `out` `[T, H, D]`, `max_logits` and `lse` `[T, H]`.
 
-
-def launch(
-    q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None, gpu: Gpu, tiles: Tiles | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`out` `[T, H, D]`, `max_logits` and `lse` `[T, H]` by the portable kernel.
-
-    Args:
-        gpu: what `q` is on; tiles: None for what `choose_tiles` says.
+    `tiles` overrule `choose_tiles`.
     """
+    q, kv, rows, sink = call.q, call.kv, call.rows, call.sink
     tokens, heads, head_dim = q.shape
-    out, max_logits, lse = outputs(q)
+    out, max_logits, lse = new_outputs(q)
     if lse.numel() == 0:
         return out, max_logits, lse
-    dtype = operand_dtype(q, kv)
+    dtype = operand_dtype(q, kv, "plain")
     tiles = tiles or choose_tiles(gpu, heads, dtype)
     items = tokens * cdiv(heads, tiles.block_h)
     launch_kernel(
@@ -191,7 +197,7 @@ def launch(
         rows.indices,
         rows.bounds,
         sink,
-        scale * LOG2_E.value,
+        call.scale * LOG2_E.value,
         items,
         q.stride(),
         kv.stride(),
@@ -204,7 +210,7 @@ def launch(
         RAGGED=rows.ragged,
         H=heads,
         D=head_dim,
-        DTYPE=_DTYPES[dtype],
+        DTYPE=DTYPES[dtype],
         BLOCK_H=tiles.block_h,
         BLOCK_N=tiles.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
@@ -214,75 +220,45 @@ def launch(
     return out, max_logits, lse
 
 
-def outputs(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised `out`, `max_logits` and `lse` for the queries `[T, H, D]`."""
+def new_outputs(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate `out`, `max_logits` and `lse` for the queries `[T, H, D]`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     max_logits, lse = (torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
     return out, max_logits, lse
 
 
-MAX_HEAD_DIM = 512
-LIMIT = 2**31 - 2**10
-"""What is counted in 32 bits, up to some blocks behind the last element."""
-
-
-def sparse_mla_prefill_refuses(
-    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, scale: float, attn_sink: Tensor | None = None
-) -> str:
-    """Why the kernel cannot take a call, "" if it can."""
-    return _why_not(q, kv, indices)
-
-
-def sparse_mla_prefill(
-    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, scale: float, attn_sink: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See the reference. Weights are rounded to the dtype of the keys before they meet them; sums are float32.
-
-    A token's result depends on nothing but its own arguments, to the bit.
-    """
-    return attend_rows(q, kv, Rows(indices, topk_length, indices.shape[1]), scale, attn_sink)
-
-
-def sparse_mla_prefill_ragged_refuses(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    indptr: Tensor,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    max_row: int = 0,
-) -> str:
-    """Why the kernel cannot take a call, "" if it can."""
-    return _why_not(q, kv, indices)
-
-
-def sparse_mla_prefill_ragged(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    indptr: Tensor,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    max_row: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `sparse_mla_prefill`."""
-    total = indices.shape[0]
-    width = min(max_row, total) if max_row > 0 else total
-    return attend_rows(q, kv, Rows(indices, indptr, width, ragged=True), scale, attn_sink)
-
-
-def _why_not(q: Tensor, kv: Tensor, indices: Tensor) -> str:
-    if q.shape[2] > MAX_HEAD_DIM:
-        return f"the kernel holds vectors of at most {MAX_HEAD_DIM} dims, these have {q.shape[2]}"
-    if max(kv.shape[0], indices.shape[-1], q.shape[0] * q.shape[1]) >= LIMIT:
-        return f"the kernel counts fewer than {LIMIT} rows, indices, and heads of all tokens"
+def why_unsupported_sparse_mla_prefill(op: PrefillArguments | RaggedPrefillArguments) -> str:
+    """Return why the kernels do not support a call, "" if they do."""
+    if op.q.shape[2] > MAX_HEAD_DIM:
+        return f"heads have at most {MAX_HEAD_DIM} dims, these have {op.q.shape[2]}"
+    most = max(op.kv.shape[0], op.indices.shape[-1], op.q.shape[0] * op.q.shape[1])
+    if most >= COUNT_LIMIT:
+        return f"rows, indices, and heads of all tokens are fewer than {COUNT_LIMIT} each, the most are {most}"
     return ""
 
 
-def attend_rows(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`out`, `max_logits` and `lse` of either form."""
-    gpu = gpu_of(q.device)
-    hopper = sm90_module(gpu, "attention.sparse_mla_prefill_sm90")
-    if hopper is not None and not hopper.hopper_refuses(q, kv, rows, scale, sink):
-        return hopper.launch_hopper(q, kv, rows, scale, sink, gpu)
-    return launch(q, kv, rows, scale, sink, gpu)
+why_unsupported_sparse_mla_prefill_ragged = why_unsupported_sparse_mla_prefill
+
+
+def sparse_mla_prefill(op: PrefillArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch `sparse_mla_prefill`. Weights are rounded to the dtype of the keys; sums are float32.
+
+    The bits of a token's result depend on nothing but its own arguments.
+    """
+    rows = IndexRows(op.indices, op.topk_length, op.indices.shape[1])
+    return attend_rows(PrefillCall(op.q, op.kv, rows, op.scale, op.attn_sink))
+
+
+def sparse_mla_prefill_ragged(op: RaggedPrefillArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch `sparse_mla_prefill_ragged`, with the guarantees of `sparse_mla_prefill`."""
+    rows = IndexRows(op.indices, op.indptr, op.width(), ragged=True)
+    return attend_rows(PrefillCall(op.q, op.kv, rows, op.scale, op.attn_sink))
+
+
+def attend_rows(call: PrefillCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the best kernel for a call; return `out`, `max_logits` and `lse`."""
+    gpu = gpu_of(call.q.device)
+    sm90 = sm90_module(gpu, "attention.sparse_mla_prefill_sm90")
+    if sm90 is not None and not sm90.why_unsupported(call):
+        return sm90.launch(call, gpu)
+    return launch(call, gpu)

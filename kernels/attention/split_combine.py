@@ -1,16 +1,16 @@
-"""Joins softmaxes over parts of the keys into one.
+"""Split the keys of a token among programs, and combine their partial softmaxes.
 
-A part of a row of keys is its output, divided by its own denominator, and the base-2 logarithm of that denominator,
--inf where the part attends nothing. Weighted by 2^(part - joint), the parts add up to the whole. They are added CHUNK
-at a time, and one part alone stays as it is.
+A row of `n` blocks of keys has min(splits, ceil(n / min_blocks)) splits of equal size, so that a short row has fewer.
+`split_plan` takes as many as fill the GPU, and no more than make the largest split as small as it can be. A
+batch-invariant call takes splits of INVARIANT_KEYS keys, so that a row's splits follow from its own length.
 
-Parts are float32, or, so that half as much moves, float16: the numbers of each half of the dims of a row in units of
-the power of two that makes the largest finite one 2^14 or more, below 2^15. That rounds an eighth of what a bfloat16
-output does, of whatever magnitude a row is; what is 2^-28 of the largest or less is rounded to 2^-39 of that.
+A partial result is an output divided by its own denominator, and the base-2 logarithm of that denominator, -inf where
+nothing is attended. Weighted by 2^(partial lse - total lse), the partial outputs add up to the whole, CHUNK at a time;
+one alone stays as it is. They are float32, or float16 to halve the traffic: each half of the dims of a row in units of
+the power of two that brings its largest finite number into [2^14, 2^15). That rounds by an eighth of what a bfloat16
+output does; numbers of 2^-28 of the largest or less are rounded to 2^-39 of it.
 
-A program takes a head of a token, and asks for all its parts at once. The last program of a token could do the same
-without a second launch, but alone: 10 parts of 64 heads are 1.3 MB, which take 20,000 clocks of a multiprocessor at 64
-bytes each.
+The combine kernel runs one program for each head of each token and loads all its partial results at once.
 """
 
 from __future__ import annotations
@@ -24,42 +24,100 @@ from torch import Tensor
 
 from ...layout import cdiv
 from ..device.rope import load_cos_sin, rotate, table_row
-from ..host.gpu import register_limit
+from ..host.gpu import Gpu, register_limit
 from ..host.launch import launch_kernel
-from ..host.pdl import pdl_prologue
-from .output_epilogue import DTYPES, store_rows
-from .sparse_mla_decode_plan import Cut, Fusion, Results
+from ..host.pdl import pdl_option, pdl_prologue
+from .common import DTYPES, Epilogue, FusedParts, OutputRows, Outputs, store_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+INVARIANT_KEYS = 256
+MAX_PARTIAL_BYTES = 256 * 2**20
+"""Memory of the partial results of a launch. More tokens than fit take more launches."""
 CHUNK = 16
-REGISTERS = 128
-"""Most that a thread may have: told so, ptxas asks for all parts at once, and else, to keep registers, for two or three
-at a time."""
+MAX_REGISTERS = 128
+"""Register limit of the combine kernel: with it, ptxas issues the loads of all partial results before the first use."""
 WARPS = {torch.float32: 4, torch.float16: 2}
-"""By dtype of the parts: a thread loads 16 bytes of 512 dims."""
+"""Warps by dtype of the partial results, so that a thread loads 16 bytes of 512 dims."""
 
 
-class Parts(NamedTuple):
-    """Parts of rows: values `[N, splits, H, D]`, lse `[N, splits, H]`, and, of float16, units `[N, splits, H, 2]`."""
+class SplitPlan(NamedTuple):
+    """How a call is launched.
+
+    Attributes:
+        splits: most splits of a row. min_blocks: fewest blocks of keys in a split of several.
+        tokens: most tokens of a launch. dtype: of the partial results.
+    """
+
+    splits: int
+    min_blocks: int
+    tokens: int
+    dtype: torch.dtype = torch.float32
+
+
+class Partials(NamedTuple):
+    """Partial results: values `[N, splits, H, D]`, lse `[N, splits, H]`, and for float16 units `[N, splits, H, 2]`."""
 
     values: Tensor
     lse: Tensor
     unit: Tensor | None
 
 
-def part_buffers(cut: Cut, heads: int, head_dim: int, like: Tensor) -> Parts:
-    """Memory for the parts of a launch on the device of `like`, not initialised."""
-    shape = cut.tokens, cut.splits, heads
-    unit = like.new_empty((*shape, 2), dtype=torch.float32) if cut.dtype is torch.float16 else None
-    return Parts(like.new_empty((*shape, head_dim), dtype=cut.dtype), like.new_empty(shape, dtype=torch.float32), unit)
+def split_plan(
+    shape: tuple[int, ...],
+    head_blocks: int,
+    blocks: int,
+    block_n: int,
+    gpu: Gpu,
+    splits: int = 0,
+    invariant: bool = False,
+    float16: bool = False,
+) -> SplitPlan:
+    """Plan the launches for outputs `[T, H, D]` and rows of at most `blocks` blocks of `block_n` keys.
+
+    Args:
+        splits: overrules the number that fills the GPU.
+        float16: the kernel can store float16 partial results. Batch-invariant calls do not use them: a row's bits must
+            not depend on whether it is split.
+    """
+    tokens, heads, head_dim = shape
+    min_blocks = 1
+    if splits == 0 and invariant:
+        min_blocks = max(1, INVARIANT_KEYS // block_n)
+        splits = max(1, cdiv(blocks, min_blocks))
+    splits = splits or split_count(tokens * head_blocks, blocks, gpu)
+    if splits == 1:
+        return SplitPlan(1, min_blocks, tokens)
+    dtype = torch.float16 if float16 and not invariant else torch.float32
+    most = max(1, MAX_PARTIAL_BYTES // (dtype.itemsize * splits * heads * head_dim))
+    return SplitPlan(splits, min_blocks, min(tokens, most), dtype)
+
+
+def split_count(programs: int, blocks: int, gpu: Gpu) -> int:
+    """Return into how many splits the `blocks` of a token's keys go, so that `programs` fill the GPU at most once.
+
+    The fewest whose largest is as small as it can be: 18 blocks on 8 SMs make 6 splits of 3 blocks.
+    """
+    most = max(1, gpu.sms // programs)
+    return max(1, cdiv(blocks, max(1, cdiv(blocks, most))))
+
+
+def new_partials(plan: SplitPlan, heads: int, head_dim: int, like: Tensor) -> Partials | None:
+    """Allocate the partial results of a launch on the device of `like`; None if rows are not split."""
+    if plan.splits == 1:
+        return None
+    shape = plan.tokens, plan.splits, heads
+    unit = like.new_empty((*shape, 2), dtype=torch.float32) if plan.dtype is torch.float16 else None
+    values = like.new_empty((*shape, head_dim), dtype=plan.dtype)
+    return Partials(values, like.new_empty(shape, dtype=torch.float32), unit)
 
 
 @triton.jit
 def finish_softmax(top, total, p_sink, stride_sink, o_head, m_head):
-    """Factor that makes a sum of weighted values the output, and the natural lse, of rows with these maxima and sums.
+    """Return the factor that turns a sum of weighted values into the output, and the natural lse, of rows.
 
-    `top` is in base 2, -inf for a row without keys, whose factor is 0 and whose lse is +inf.
+    `top` is the largest score in base 2, -inf for a row without keys, whose factor is 0 and whose lse is +inf; `total`
+    is the sum of weights.
     """
     shift = tl.where(top == float("-inf"), 0.0, top)
     lse = tl.where(total == 0, float("inf"), (shift + tl.log2(total)) * LN_2)
@@ -72,24 +130,24 @@ def finish_softmax(top, total, p_sink, stride_sink, o_head, m_head):
 
 
 @triton.jit
-def part_softmax(top, total):
-    """Factor that makes a sum of weighted values a part, and the part's logarithm, of rows with these tops and sums."""
+def partial_softmax(top, total):
+    """Return the factor that turns a sum of weighted values into a partial output, and its base-2 lse."""
     shift = tl.where(top == float("-inf"), 0.0, top)
     lse = tl.where(total == 0, float("-inf"), shift + tl.log2(total))
     return tl.where(total == 0, 0.0, 1.0 / total), lse
 
 
 @triton.jit(
-    do_not_specialize=["parts", "first", "tokens", "padded_tokens", "max_pos"],
+    do_not_specialize=["splits", "first_token", "tokens", "padded_tokens", "max_pos"],
     do_not_specialize_on_alignment=["p_positions"],
 )
-def split_softmax_kernel(
-    p_out,  # [T, H, D], or e4m3 [GROUPS, T, K]; see attention_rows.store_rows
-    p_lse,  # [T, H] float32, neighbouring heads, or None
+def combine_splits_kernel(
+    p_out,  # [T, H, D], or e4m3 [groups, T, K]; see common.store_rows
+    p_lse,  # [T, H] float32, contiguous heads, or None
     p_scale,
-    p_part,  # [tokens of this launch, parts, H, D] float32 or float16, contiguous
-    p_part_lse,  # [tokens of this launch, parts, H] float32, contiguous
-    p_part_unit,  # [tokens of this launch, parts, H, 2] float32, contiguous, or None for float32 parts
+    p_partial,  # [tokens of this launch, splits, H, D] float32 or float16, contiguous
+    p_partial_lse,  # [tokens of this launch, splits, H] float32, contiguous
+    p_partial_unit,  # [tokens of this launch, splits, H, 2] float32, contiguous, or None for float32 partial results
     p_sink,  # [H] float32 or None
     p_positions,
     p_table,
@@ -99,107 +157,98 @@ def split_softmax_kernel(
     position_stride,
     table_strides,
     max_pos,
-    parts,
-    first,  # token of this launch
+    splits,
+    first_token,  # of this launch
     tokens,
     padded_tokens,
     H: tl.constexpr,
     D: tl.constexpr,
     ROUND: tl.constexpr,  # dtype of attention's output
     BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,  # added at a time
+    SPLITS: tl.constexpr,  # added at a time
     CHUNKS: tl.constexpr,
-    DEPENDENT: tl.constexpr,  # launched before its predecessor ends
-    ROPE: tl.constexpr,
-    INVERSE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_HEADS: tl.constexpr,
-    PACKED: tl.constexpr,
+    PDL: tl.constexpr,  # launched before the previous kernel ends
+    EPILOGUE: tl.constexpr,
 ):
-    """One program for each head of each token."""
-    pdl_prologue(DEPENDENT)  # a projection behind it reads its weight meanwhile
+    """Combine the partial results of one head of one token."""
+    pdl_prologue(PDL)  # lets a following projection prefetch its weight
     row = tl.program_id(0).to(tl.int64)
     local, head = row // H, row % H
-    token = first + local
-    # Dims of rows whose numbers have one unit.
-    ROWS: tl.constexpr = 1 if p_part_unit is None else 2
+    token = first_token + local
+    # Dims in rows whose numbers have one unit.
+    ROWS: tl.constexpr = 1 if p_partial_unit is None else 2
     COLUMNS: tl.constexpr = BLOCK_D // ROWS
     o_row = tl.arange(0, ROWS)
     o_dim = (o_row * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
-    if INVERSE:
-        # On their way together with the parts, not one after the other behind them.
+    if EPILOGUE.inverse:
+        # Before the partial results, so that both are in flight at the same time.
         p_turn = p_table + table_row(tl.load(p_positions + token * position_stride), max_pos) * table_strides[0]
-        cos, sin = load_cos_sin(p_turn, table_strides[1], True, BLOCK_D, ROPE)
-    p_row = p_part + (local * parts * H + head) * D + o_dim
-    p_row_lse = p_part_lse + local * parts * H + head
+        cos, sin = load_cos_sin(p_turn, table_strides[1], True, BLOCK_D, EPILOGUE.rope)
+    p_row = p_partial + (local * splits * H + head) * D + o_dim
+    p_row_lse = p_partial_lse + local * splits * H + head
     top, total, acc = float("-inf"), 0.0, tl.zeros([ROWS, COLUMNS], tl.float32)
     for chunk in tl.static_range(CHUNKS):
         lses, rows, units = (), (), ()
-        for i in tl.static_range(chunk * PARTS, (chunk + 1) * PARTS):
-            # One chunk has no part that is none.
-            here = (i < parts) | (CHUNKS == 1)
+        for i in tl.static_range(chunk * SPLITS, (chunk + 1) * SPLITS):
+            # A single chunk is full.
+            here = (i < splits) | (CHUNKS == 1)
             lses += (tl.load(p_row_lse + i * H, mask=here, other=float("-inf")),)  # type: ignore[assignment]
             rows += (tl.load(p_row + i * (H * D), mask=here & (o_dim < D), other=0.0),)  # type: ignore[assignment]
-            if p_part_unit is not None:
-                p_unit = p_part_unit + ((local * parts + i) * H + head) * ROWS + o_row
+            if p_partial_unit is not None:
+                p_unit = p_partial_unit + ((local * splits + i) * H + head) * ROWS + o_row
                 units += (tl.load(p_unit, mask=here & (o_row >= 0), other=0.0),)  # type: ignore[assignment]
         new_top = top
-        for i in tl.static_range(PARTS):
+        for i in tl.static_range(SPLITS):
             new_top = tl.maximum(new_top, lses[i])
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         if chunk > 0:
             rescale = tl.exp2(top - shift)
             total, acc = total * rescale, acc * rescale
-        for i in tl.static_range(PARTS):
+        for i in tl.static_range(SPLITS):
             weight = tl.exp2(lses[i] - shift)
             total += weight
-            # Selected, for a part that attends nothing was not written, and may be NaN.
+            # Selected, because a split that attends nothing was not written and may be NaN.
             part = tl.where(lses[i] > float("-inf"), rows[i], 0.0)
-            if p_part_unit is not None:
+            if p_partial_unit is not None:
                 part = part.to(tl.float32) * tl.where(lses[i] > float("-inf"), units[i], 0.0)[:, None]
             acc += part * weight
         top = new_top
     factor, lse = finish_softmax(top, total, p_sink, stride_sink, head, True)
     if p_lse is not None:
         tl.store(p_lse + token * lse_stride + head, lse)
-    # Rounded as attention rounds its output, whatever becomes of it.
+    # Rounded as attention rounds its output, before it is rotated or quantised.
     y = tl.reshape((acc * factor).to(ROUND), (1, BLOCK_D))
-    if INVERSE:
-        y = rotate(y.to(tl.float32), cos, -sin, ROPE)
-    rope = p_positions, position_stride, p_table, table_strides, max_pos
-    store_rows(
-        y, p_out, out_strides, p_scale, (tokens, padded_tokens), token, head, rope,
-        H, D, ROPE, False, GROUPS, GROUP_HEADS, PACKED,
-    )  # fmt: skip
+    if EPILOGUE.inverse:
+        y = rotate(y.to(tl.float32), cos, -sin, EPILOGUE.rope)
+    store_rows(y, OutputRows(p_out, out_strides, p_scale, tokens, padded_tokens), token, head, H, D, EPILOGUE)
 
 
-def split_softmax(
-    into: Results,
-    parts: Parts,
+def combine_splits(
+    into: Outputs,
+    partials: Partials,
     sink: Tensor | None,
-    fusion: Fusion,
+    fused: FusedParts,
     dtype: torch.dtype,
-    first: int,
-    end: int,
-    dependent: bool,
+    tokens: tuple[int, int],
+    pdl: bool,
 ) -> None:
-    """Write the results of tokens `first` to `end` - 1.
+    """Write the outputs of a range of tokens.
 
     Args:
-        parts: of these tokens.
-        dtype: of attention's output. fusion: what becomes of it.
-        dependent: whether it may start while its predecessor on the stream, a kernel that calls
-            `gdc_launch_dependents`, still runs.
+        partials: of these tokens, from the first to before the second of `tokens`.
+        dtype: of attention's output, before `fused` rotates or quantises it.
+        pdl: the previous kernel on the stream calls `gdc_launch_dependents`, and this one may start while it runs.
     """
-    _, splits, heads, head_dim = parts.values.shape
-    positions, position_stride, table, table_strides, max_pos = fusion.rope()
+    _, splits, heads, head_dim = partials.values.shape
+    positions, position_stride, table, table_strides, max_pos = fused.rope()
+    epilogue: Epilogue = fused.epilogue()
     launch_kernel(
-        split_softmax_kernel,
-        ((end - first) * heads,),
+        combine_splits_kernel,
+        ((tokens[1] - tokens[0]) * heads,),
         into.out,
         into.lse,
         into.scale,
-        *parts,
+        *partials,
         sink,
         positions,
         table,
@@ -210,19 +259,19 @@ def split_softmax(
         table_strides,
         max_pos,
         splits,
-        first,
-        into.out.shape[0 if into.scale is None else 1],
+        tokens[0],
+        into.tokens(),
         into.padded_tokens(),
         H=heads,
         D=head_dim,
         ROUND=DTYPES[dtype],
         BLOCK_D=triton.next_power_of_2(head_dim),
-        PARTS=min(splits, CHUNK),
+        SPLITS=min(splits, CHUNK),
         CHUNKS=cdiv(splits, CHUNK),
-        DEPENDENT=dependent,
-        **fusion.constants(),
-        num_warps=WARPS[parts.values.dtype],
+        PDL=pdl,
+        EPILOGUE=epilogue,
+        num_warps=WARPS[partials.values.dtype],
         enable_fp_fusion=False,
-        **register_limit(parts.lse.device, REGISTERS),
-        **({"launch_pdl": True} if dependent else {}),
+        **register_limit(partials.lse.device, MAX_REGISTERS),
+        **pdl_option(pdl),
     )

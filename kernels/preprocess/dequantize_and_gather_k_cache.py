@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layout import FP8_DS_MLA, KV_TILE, NOPE_DIM, PAGE_LAYOUTS, byte_pages, cdiv
-from ..attention.kv_load import e4m3_value
+from ..attention.common import e4m3_value
 from ..device.quant import MANTISSA_BITS, SUBNORMAL_HALF
 from ..host.launch import launch_kernel
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.reference.attention.sparse_mla_decode import sparse_mla_decode
-from dsv4_compile.reference.attention.sparse_mla_prefill import sparse_mla_prefill
+from dsv4_compile.ops.attention.sparse_mla_decode import sparse_mla_decode
+from dsv4_compile.ops.attention.sparse_mla_prefill import sparse_mla_prefill
 
 HEADS = (64, 128)
 

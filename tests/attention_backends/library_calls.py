@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 
 from dsv4_compile import layout
 from dsv4_compile.attention_backends.flashinfer import STORAGE_OFFSETS
-from dsv4_compile.reference.attention.sparse_mla_decode import sparse_mla_decode
+from dsv4_compile.ops.attention.sparse_mla_decode import sparse_mla_decode
 from dsv4_compile.testing import assert_close
 from tests.attention_backends.systems import PHASES, V4, Setup, any_case, any_layer, setups
 

@@ -235,7 +235,7 @@ def test_the_overlap_of_two_kernels_counts_once() -> None:
 
 def test_nodes_are_found_by_layer_and_by_stage() -> None:
     csa = ["nvjet_a", "preprocess_insert_kernel", "nvjet_b", "indexer_q_rope_quant_kernel", "indexer_score_kernel"]
-    csa += ["select_topk_kernel", "sparse_mla_decode_hopper_kernel", "grouped_matmul_kernel", "nvjet_a", "reduce"]
+    csa += ["select_topk_kernel", "sparse_mla_decode_sm90_kernel", "grouped_matmul_kernel", "nvjet_a", "reduce"]
     assert nodes.repeated(["batch_metadata_kernel", *csa * 3], 3) == (1, 10)
     assert nodes.repeated(["batch_metadata_kernel", *csa, *reversed(csa)], 2) == (0, 0)
     times = decode_stages.stage_times([nodes.Node(name, 1.0) for name in csa])

@@ -149,7 +149,10 @@ def sanitized(sanitizer: str, tool: str, *arguments: str) -> subprocess.Complete
 def across_warpgroups(report: str) -> int:
     """How many hazards a report lists, if all are between warpgroups of warp-specialised kernels; else 0."""
     pairs = _HAZARD.findall(report)
-    across = [k.endswith("_hopper_kernel") and int(a) // WARPGROUP != int(b) // WARPGROUP for a, k, b in pairs]
+    across = [
+        any(arch in k for arch in ("_sm90_", "_hopper_")) and int(a) // WARPGROUP != int(b) // WARPGROUP
+        for a, k, b in pairs
+    ]
     return len(pairs) if all(across) and len(pairs) == report.count("hazard detected") else 0
 
 

@@ -18,13 +18,14 @@ from dsv4_compile._compat import triton_release
 from dsv4_compile.bench import gemm, indexer, preprocess, preprocess_insert, sparse_mla_decode
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as small
-from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion, Source, results_for
+from dsv4_compile.kernels.attention.common import decode_call
 from dsv4_compile.kernels.host import gpu
 from dsv4_compile.kernels.host import pdl as early
 from dsv4_compile.kernels.linear import fp8_linear
 from dsv4_compile.kernels.linear import gemm as grouped_matmul
 from dsv4_compile.kernels.preprocess import compress_window
 from dsv4_compile.ops.common.kernels import launcher
+from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments
 from dsv4_compile.testing import fake_triton
 from dsv4_compile.testing.memory_rounds import loads_of, memory_rounds
 from tests.kernels.gpus import GPUS
@@ -114,18 +115,18 @@ def test_long_windows_wait_for_their_states_and_for_each_other() -> None:
     assert memory_rounds(kernel).taken == 5
 
 
-@pytest.mark.parametrize("shape", [small.NARROW, *small.ONCE])
+@pytest.mark.parametrize("tiling", [small.NARROW, *small.ONE_BLOCK])
 @pytest.mark.parametrize("fused", ["none", "quant"])
-def test_keys_of_few_tokens_are_loaded_once_and_stay_in_registers(fused: str, shape: small.Shape) -> None:
+def test_keys_of_few_tokens_are_loaded_once_and_stay_in_registers(fused: str, tiling: small.Tiling) -> None:
     """In which order is the assembler's: on an H200 it is faster than all of them in front of the first wait."""
     args = sparse_mla_decode.fused_arguments(fused, 8, 64, torch.device("cpu"), 0)
-    q, sources, fusion = args[0], (Source(*args[1:5]), Source(*args[8:12])), Fusion(*args[13:])
+    call = decode_call((DecodeArguments if fused == "none" else DecodeQuantArguments)(*args))
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
-        small.launch_hopper(q, *sources, args[6], args[7], GPUS["sm_90"][0], 10, fusion, results_for(q, fusion), shape)
+        small.launch(call, GPUS["sm_90"][0], 10, tiling=tiling)
     # Nothing else is behind two loads. Triton 3.8 gives one of them to a line of another file.
     keys = [load for load in loads_of(fake_triton.source_lines(compiled[0])) if load.needed == BEHIND_SLOTS]
     # Codes of seven tiles, two parts of the rope, and scales, of one key or two.
-    assert len(keys) == 10 * (shape.block_n // 64)
+    assert len(keys) == 10 * (tiling.block_n // 64)
     assert fake_triton.resources(compiled[0])["STACK"] == 0
 
 

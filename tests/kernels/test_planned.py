@@ -156,9 +156,9 @@ def test_a_call_like_one_before_launches_what_the_launcher_would(op: str, on: No
 @pytest.mark.parametrize("on", ["sm_90"], indirect=True)
 @pytest.mark.parametrize("op", ["sparse_mla_decode", "sparse_mla_decode_quant"])
 def test_so_does_attention_by_rows(op: str, on: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4_compile.kernels.attention.sparse_mla_decode.by_rows_refuses", lambda *args: "")
+    monkeypatch.setattr("dsv4_compile.kernels.attention.sparse_mla_decode.why_unsupported_by_rows", lambda *args: "")
     taken = [args for args in op_samples(op) if args[5] == "fp8_ds_mla" and args[0].dtype is torch.bfloat16]
     assert taken
     for args in taken:
         launches = check(Planned(launcher(op)), launcher(op), args)
-        assert {"dequantize_pages_kernel", "join_slots_kernel"} <= {name for name, *_ in launches}
+        assert {"dequantize_pages_kernel", "concatenate_slots_kernel"} <= {name for name, *_ in launches}

@@ -1,4 +1,4 @@
-"""Calls of the simulated Hopper decode kernels, and what their results are compared with."""
+"""Calls of the simulated decode kernels for sm_90, and how their results are compared."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion, Source, results_for
+from dsv4_compile.kernels.attention.common import decode_call
 from dsv4_compile.kernels.host.gpu import Gpu
+from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments
 from dsv4_compile.testing import assert_close, poisoned_empty
 from tests.ops.attention.sparse_mla_calls import positional
 
@@ -17,21 +18,21 @@ BF16: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype"
 FEW_KEYS = "attention_few_keys"
 
 
-def run(launcher: Any, arguments: dict[str, Any], splits: int, groups: tuple[Any, ...] = (), **options: Any) -> Any:
-    """The kernel of the module `launcher` on arguments by name, over poisoned memory."""
-    q, *_, scale, sink = args = positional(arguments)[:8]
-    extra = Source(*positional(arguments)[8:12])
-    names = ("positions", "cos_sin_cache")
-    where = {name: arguments[name] for name in names} if options or groups else {}
-    fusion = Fusion(**where, **options)
-    fusion = fusion._replace(**dict(zip(("n_groups", "heads_per_group", "packed_scales"), groups, strict=False)))
+def run(kernel: Any, arguments: dict[str, Any], splits: int, groups: tuple[Any, ...] = (), **options: Any) -> Any:
+    """Run the kernel of the module `kernel` on arguments by name, over poisoned memory; quantised with `groups`."""
+    if not options and not groups:
+        arguments = {name: x for name, x in arguments.items() if name not in ("positions", "cos_sin_cache")}
+    elif groups:
+        names = DecodeQuantArguments._fields[-len(groups) :]
+        arguments = arguments | {"inverse_rope": False} | dict(zip(names, groups, strict=True))
+    op = DecodeQuantArguments if groups else DecodeArguments
+    call = decode_call(op(*positional(arguments | options, quant=bool(groups))))
     with poisoned_empty(), torch.no_grad():
-        rows = q, Source(*args[1:5]), extra
-        return launcher.launch_hopper(*rows, scale, sink, GPU, splits, fusion, results_for(q, fusion))
+        return kernel.launch(call, GPU, splits)
 
 
 def row_alone(arguments: dict[str, Any], t: int) -> dict[str, Any]:
-    """The call of token `t` by itself, its rows of slots no wider than they are long."""
+    """Return the call of token `t` by itself, its rows of slots no wider than they are long."""
     one = {name: arguments[name][t : t + 1] for name in ("q", "lens", "extra_lens", "positions")}
     one |= {
         name: arguments[name][t : t + 1, : int(arguments[count][t])].contiguous()

@@ -1,9 +1,4 @@
-"""`sparse_mla_decode` and its forms with given or quantised outputs; reference/sparse_mla_decode.py defines them.
-
-`torch.ops.dsv4.sparse_mla_decode_latent`; what it computes is in reference/sparse_mla_decode_latent.py.
-
-`torch.ops.dsv4.sparse_mla_decode_ragged`; what it computes is in reference/sparse_mla_decode_ragged.py.
-"""
+"""Schemas, checks and fakes of `sparse_mla_decode` and its variants; reference/attention/ defines what they compute."""
 
 from __future__ import annotations
 
@@ -14,7 +9,13 @@ from torch import Tensor
 
 from ...errors import check
 from ...reference.attention import sparse_mla_decode as reference
-from ...reference.attention.sparse_mla_decode import output_dtype
+from ...reference.attention.sparse_mla_decode import (
+    DecodeArguments,
+    DecodeOutArguments,
+    DecodeQuantArguments,
+    LatentDecodeArguments,
+    RaggedDecodeArguments,
+)
 from ..common.define import define
 from ..common.validate import (
     E4M3,
@@ -30,7 +31,7 @@ from ..common.validate import (
 from ..common.validate_batch import expect_positive, expect_range
 from .inv_rope import check_groups, new_groups
 
-_OP = "sparse_mla_decode"
+_OP, _RAGGED, _LATENT = "sparse_mla_decode", "sparse_mla_decode_ragged", "sparse_mla_decode_latent"
 _CALL = (
     "Tensor q, Tensor k_cache, Tensor indices, Tensor lens, int block_size, str cache_format, float scale, "
     "Tensor? attn_sink=None, Tensor? extra_k_cache=None, Tensor? extra_indices=None, Tensor? extra_lens=None, "
@@ -39,38 +40,36 @@ _CALL = (
 )
 
 
-def _check_cache(
-    q: Tensor,
-    cache: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    kv_scale: Tensor | None,
-    prefix: str,
-) -> None:
-    expect_kv_cache(cache, _OP, cache_format, block_size, q.shape[2], kv_scale)
-    expect(indices, f"{_OP}: {prefix}indices [T, N]", INTS)
-    expect(lens, f"{_OP}: {prefix}lens [T]", INTS)
-    expect_rows(indices.shape[0], q.shape[0], f"{_OP}: {prefix}indices")
-    expect_rows(lens.shape[0], q.shape[0], f"{_OP}: {prefix}lens")
+def _check_slots(op: str, prefix: str, tokens: int, indices: Tensor, lens: Tensor, columns: str = "N") -> None:
+    """Check the rows of slots of one cache."""
+    expect(indices, f"{op}: {prefix}indices [T, {columns}]", INTS)
+    expect(lens, f"{op}: {prefix}lens [T]", INTS)
+    expect_rows(indices.shape[0], tokens, f"{op}: {prefix}indices")
+    expect_rows(lens.shape[0], tokens, f"{op}: {prefix}lens")
 
 
-def _check_rope(
-    q: Tensor,
-    positions: Tensor | None,
-    cos_sin_cache: Tensor | None,
-    q_norm_eps: float | None,
-    inverse_rope: bool,
-) -> None:
-    if positions is not None and cos_sin_cache is not None:
+def _check_sink(op: str, call: DecodeArguments | RaggedDecodeArguments) -> None:
+    if call.attn_sink is not None:
+        expect(call.attn_sink, f"{op}: attn_sink [H]", torch.float32)
+        expect_dim(call.attn_sink.shape[0], call.q.shape[1], f"{op}: attn_sink has one logit for every head of q")
+
+
+def _check_all_or_none(op: str, rule: str, **arguments: Tensor | None) -> None:
+    """Check that either all `arguments` of a second cache are given or none."""
+    missing = [name for name, value in arguments.items() if value is None]
+    check(len(missing) in (0, len(arguments)), "E201", got=f"{op} without {', '.join(missing)}", rule=rule)
+
+
+def _check_rope(call: DecodeArguments) -> None:
+    q, positions, table = call.q, call.positions, call.cos_sin_cache
+    if positions is not None and table is not None:
         expect(positions, f"{_OP}: positions [T]", INTS)
         expect_rows(positions.shape[0], q.shape[0], f"{_OP}: positions")
-        expect_rope_table(cos_sin_cache, _OP, q.shape[2])
+        expect_rope_table(table, _OP, q.shape[2])
     else:
-        names = {"positions": positions, "cos_sin_cache": cos_sin_cache}
+        names = {"positions": positions, "cos_sin_cache": table}
         given = [name for name, value in names.items() if value is not None]
-        given += ["q_norm_eps"] * (q_norm_eps is not None) + ["inverse_rope"] * inverse_rope
+        given += ["q_norm_eps"] * (call.q_norm_eps is not None) + ["inverse_rope"] * call.inverse_rope
         check(
             not given,
             "E201",
@@ -78,156 +77,106 @@ def _check_rope(
             rule="positions and cos_sin_cache come together; q_norm_eps and inverse_rope need them",
         )
     check(
-        q_norm_eps is None or q.dtype is not E4M3,
+        call.q_norm_eps is None or q.dtype is not E4M3,
         "E201",
         got=f"{_OP}: q_norm_eps with q {describe(q)}",
         rule="what q_norm_eps normalises is bfloat16, float16 or float32",
     )
 
 
-def _check(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lens: Tensor | None = None,
-    extra_block_size: int = 0,
-    kv_scale: Tensor | None = None,
-    positions: Tensor | None = None,
-    cos_sin_cache: Tensor | None = None,
-    q_norm_eps: float | None = None,
-    inverse_rope: bool = False,
-    batch_invariant: bool = False,
-) -> None:
+def _check(call: DecodeArguments) -> None:
+    q, cache_format, kv_scale = call.q, call.cache_format, call.kv_scale
     expect(q, f"{_OP}: q [T, H, D]", (*FLOATS, E4M3))
-    _check_cache(q, k_cache, indices, lens, block_size, cache_format, kv_scale, "")
-    _check_rope(q, positions, cos_sin_cache, q_norm_eps, inverse_rope)
-    if attn_sink is not None:
-        expect(attn_sink, f"{_OP}: attn_sink [H]", torch.float32)
-        expect_dim(attn_sink.shape[0], q.shape[1], f"{_OP}: attn_sink has one logit for every head of q")
-    extra = (extra_k_cache, extra_indices, extra_lens)
-    if extra_k_cache is not None and extra_indices is not None and extra_lens is not None:
-        _check_cache(q, extra_k_cache, extra_indices, extra_lens, extra_block_size, cache_format, kv_scale, "extra_")
-        return
-    names = ("extra_k_cache", "extra_indices", "extra_lens")
-    missing = [name for name, value in zip(names, extra, strict=True) if value is None]
-    check(
-        len(missing) == len(extra),
-        "E201",
-        got=f"{_OP} without {', '.join(missing)}",
-        rule="a second cache comes with its indices and its lengths",
-    )
+    expect_kv_cache(call.k_cache, _OP, cache_format, call.block_size, q.shape[2], kv_scale)
+    _check_slots(_OP, "", q.shape[0], call.indices, call.lens)
+    _check_rope(call)
+    _check_sink(_OP, call)
+    extra, indices, lens = call.extra_k_cache, call.extra_indices, call.extra_lens
+    if extra is not None and indices is not None and lens is not None:
+        expect_kv_cache(extra, _OP, cache_format, call.extra_block_size, q.shape[2], kv_scale)
+        _check_slots(_OP, "extra_", q.shape[0], indices, lens)
+    rule = "a second cache comes with its indices and its lengths"
+    _check_all_or_none(_OP, rule, extra_k_cache=extra, extra_indices=indices, extra_lens=lens)
 
 
-def _fake(q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-    return (
-        q.new_empty(q.shape, dtype=reference.output_dtype(q)),
-        q.new_empty(q.shape[:2], dtype=torch.float32),
-    )
+def _fake(call: DecodeArguments | RaggedDecodeArguments) -> tuple[Tensor, Tensor]:
+    q = call.q
+    return q.new_empty(q.shape, dtype=reference.output_dtype(q)), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _check_out(out: Tensor, lse: Tensor, q: Tensor, *rest: Any, **options: Any) -> None:
-    _check(q, *rest, **options)
-    expect(out, f"{_OP}_out: out [T, H, D]", reference.output_dtype(q))
+def _check_out(call: Any) -> None:
+    out, lse, *arguments = call
+    _check(DecodeArguments(*arguments))
+    expect(out, f"{_OP}_out: out [T, H, D]", reference.output_dtype(call.q))
     expect(lse, f"{_OP}_out: lse [T, H]", torch.float32)
     check(
-        out.shape == q.shape and lse.shape == q.shape[:2],
+        out.shape == call.q.shape and lse.shape == call.q.shape[:2],
         "E201",
-        got=f"out {describe(out)}, lse {describe(lse)}, q {describe(q)}",
+        got=f"out {describe(out)}, lse {describe(lse)}, q {describe(call.q)}",
         rule=f"{_OP}_out: out has the shape of q, and lse its tokens and heads",
     )
 
 
-def _fake_out(*_: object, **__: object) -> None:
+def _fake_out(call: Any) -> None:
     return None
 
 
-def _check_quant(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lens: Tensor | None = None,
-    extra_block_size: int = 0,
-    kv_scale: Tensor | None = None,
-    positions: Tensor | None = None,
-    cos_sin_cache: Tensor | None = None,
-    q_norm_eps: float | None = None,
-    inverse_rope: bool = True,
-    batch_invariant: bool = False,
-    n_groups: int = 1,
-    heads_per_group: int = 0,
-    packed_scales: bool = False,
-) -> None:
-    _check(
-        q,
-        k_cache,
-        indices,
-        lens,
-        block_size,
-        cache_format,
-        scale,
-        attn_sink,
-        extra_k_cache,
-        extra_indices,
-        extra_lens,
-        extra_block_size,
-        kv_scale,
-        positions,
-        cos_sin_cache,
-        q_norm_eps,
-        inverse_rope,
-        batch_invariant,
+def _check_quant(call: DecodeQuantArguments) -> None:
+    _check(call.decode())
+    check_groups(call.q, call.n_groups, call.group_heads(), f"{_OP}_quant")
+
+
+def _fake_quant(call: DecodeQuantArguments) -> tuple[Tensor, Tensor]:
+    return new_groups(call.q, call.n_groups, call.group_heads(), call.packed_scales)
+
+
+def _check_latent(call: LatentDecodeArguments) -> None:
+    expect(call.q, f"{_LATENT}: q [T, H, D]", FLOATS)
+    expect_kv_cache(call.k_cache, _LATENT, "plain", call.block_size, call.q.shape[2])
+    _check_slots(_LATENT, "", call.q.shape[0], call.indices, call.lens, columns="K")
+    expect_positive(_LATENT, value_dim=call.value_dim)
+    expect_range(_LATENT, "value_dim", call.value_dim, call.q.shape[2])
+
+
+def _fake_latent(call: LatentDecodeArguments) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = call.q.shape
+    return call.q.new_empty((tokens, heads, call.value_dim)), call.q.new_empty((tokens, heads), dtype=torch.float32)
+
+
+def _check_list(prefix: str, tokens: int, indices: Tensor, indptr: Tensor, max_entries: int) -> None:
+    """Check the list of slots of one cache."""
+    expect(indices, f"{_RAGGED}: {prefix}indices [N]", INTS)
+    expect(indptr, f"{_RAGGED}: {prefix}indptr [T + 1]", INTS)
+    expect_rows(indptr.shape[0] - 1, tokens, f"{_RAGGED}: {prefix}indptr")
+    check(
+        max_entries >= 0, "E201", got=f"{prefix}max_entries={max_entries}", rule=f"{_RAGGED}: a bound is 0 or positive"
     )
-    check_groups(q, n_groups, reference.group_heads(q.shape[1], n_groups, heads_per_group), f"{_OP}_quant")
 
 
-def _fake_quant(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lens: Tensor | None = None,
-    extra_block_size: int = 0,
-    kv_scale: Tensor | None = None,
-    positions: Tensor | None = None,
-    cos_sin_cache: Tensor | None = None,
-    q_norm_eps: float | None = None,
-    inverse_rope: bool = True,
-    batch_invariant: bool = False,
-    n_groups: int = 1,
-    heads_per_group: int = 0,
-    packed_scales: bool = False,
-) -> tuple[Tensor, Tensor]:
-    return new_groups(q, n_groups, reference.group_heads(q.shape[1], n_groups, heads_per_group), packed_scales)
+def _check_ragged(call: RaggedDecodeArguments) -> None:
+    q, cache_format, kv_scale = call.q, call.cache_format, call.kv_scale
+    expect(q, f"{_RAGGED}: q [T, H, D]", (*FLOATS, E4M3))
+    expect_kv_cache(call.k_cache, _RAGGED, cache_format, call.block_size, q.shape[2], kv_scale)
+    _check_list("", q.shape[0], call.indices, call.indptr, call.max_entries)
+    _check_sink(_RAGGED, call)
+    extra, indices, indptr = call.extra_k_cache, call.extra_indices, call.extra_indptr
+    if extra is not None and indices is not None and indptr is not None:
+        expect_kv_cache(extra, _RAGGED, cache_format, call.extra_block_size, q.shape[2], kv_scale)
+        _check_list("extra_", q.shape[0], indices, indptr, call.extra_max_entries)
+    rule = "a second cache comes with its list of slots and the ends of its rows"
+    _check_all_or_none(_RAGGED, rule, extra_k_cache=extra, extra_indices=indices, extra_indptr=indptr)
 
 
 sparse_mla_decode = define(
     f"sparse_mla_decode({_CALL.format(inverse_rope=False)}) -> (Tensor, Tensor)",
+    arguments=DecodeArguments,
     reference=reference.sparse_mla_decode,
     fake=_fake,
     check=_check,
 )
 sparse_mla_decode_out = define(
     f"sparse_mla_decode_out(Tensor(a!) out, Tensor(b!) lse, {_CALL.format(inverse_rope=False)}) -> ()",
+    arguments=DecodeOutArguments,
     reference=reference.sparse_mla_decode_out,
     fake=_fake_out,
     check=_check_out,
@@ -235,113 +184,26 @@ sparse_mla_decode_out = define(
 sparse_mla_decode_quant = define(
     f"sparse_mla_decode_quant({_CALL.format(inverse_rope=True)}, int n_groups=1, int heads_per_group=0, "
     "bool packed_scales=False) -> (Tensor, Tensor)",
+    arguments=DecodeQuantArguments,
     reference=reference.sparse_mla_decode_quant,
     fake=_fake_quant,
     check=_check_quant,
 )
-
-
-_LATENT = "sparse_mla_decode_latent"
-
-
-def _check_latent(
-    q: Tensor, k_cache: Tensor, indices: Tensor, lens: Tensor, block_size: int, scale: float, value_dim: int
-) -> None:
-    expect(q, f"{_LATENT}: q [T, H, D]", FLOATS)
-    expect_kv_cache(k_cache, _LATENT, "plain", block_size, q.shape[2])
-    expect(indices, f"{_LATENT}: indices [T, K]", INTS)
-    expect(lens, f"{_LATENT}: lens [T]", INTS)
-    expect_rows(indices.shape[0], q.shape[0], f"{_LATENT}: indices")
-    expect_rows(lens.shape[0], q.shape[0], f"{_LATENT}: lens")
-    expect_positive(_LATENT, value_dim=value_dim)
-    expect_range(_LATENT, "value_dim", value_dim, q.shape[2])
-
-
-def _fake_latent(
-    q: Tensor, k_cache: Tensor, indices: Tensor, lens: Tensor, block_size: int, scale: float, value_dim: int
-) -> tuple[Tensor, Tensor]:
-    tokens, heads, _ = q.shape
-    return q.new_empty((tokens, heads, value_dim)), q.new_empty((tokens, heads), dtype=torch.float32)
-
-
 sparse_mla_decode_latent = define(
     "sparse_mla_decode_latent(Tensor q, Tensor k_cache, Tensor indices, Tensor lens, int block_size, float scale, "
     "int value_dim) -> (Tensor, Tensor)",
+    arguments=LatentDecodeArguments,
     reference=reference.sparse_mla_decode_latent,
     fake=_fake_latent,
     check=_check_latent,
 )
-
-
-_RAGGED = "sparse_mla_decode_ragged"
-
-
-def _check_list(
-    q: Tensor,
-    cache: Tensor,
-    indices: Tensor,
-    indptr: Tensor,
-    block_size: int,
-    cache_format: str,
-    kv_scale: Tensor | None,
-    max_entries: int,
-    prefix: str,
-) -> None:
-    expect_kv_cache(cache, _RAGGED, cache_format, block_size, q.shape[2], kv_scale)
-    expect(indices, f"{_RAGGED}: {prefix}indices [N]", INTS)
-    expect(indptr, f"{_RAGGED}: {prefix}indptr [T + 1]", INTS)
-    expect_rows(indptr.shape[0] - 1, q.shape[0], f"{_RAGGED}: {prefix}indptr")
-    check(
-        max_entries >= 0, "E201", got=f"{prefix}max_entries={max_entries}", rule=f"{_RAGGED}: a bound is 0 or positive"
-    )
-
-
-def _check_ragged(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    indptr: Tensor,
-    block_size: int,
-    cache_format: str,
-    scale: float,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_indptr: Tensor | None = None,
-    extra_block_size: int = 0,
-    kv_scale: Tensor | None = None,
-    max_entries: int = 0,
-    extra_max_entries: int = 0,
-) -> None:
-    expect(q, f"{_RAGGED}: q [T, H, D]", (*FLOATS, E4M3))
-    _check_list(q, k_cache, indices, indptr, block_size, cache_format, kv_scale, max_entries, "")
-    if attn_sink is not None:
-        expect(attn_sink, f"{_RAGGED}: attn_sink [H]", torch.float32)
-        expect_dim(attn_sink.shape[0], q.shape[1], f"{_RAGGED}: attn_sink has one logit for every head of q")
-    if extra_k_cache is not None and extra_indices is not None and extra_indptr is not None:
-        extra = (extra_k_cache, extra_indices, extra_indptr, extra_block_size, cache_format, kv_scale)
-        _check_list(q, *extra, extra_max_entries, "extra_")
-        return
-    second = {"extra_k_cache": extra_k_cache, "extra_indices": extra_indices, "extra_indptr": extra_indptr}
-    missing = [name for name, value in second.items() if value is None]
-    check(
-        len(missing) == len(second),
-        "E201",
-        got=f"{_RAGGED} without {', '.join(missing)}",
-        rule="a second cache comes with its list of slots and the ends of its rows",
-    )
-
-
-def _fake_ragged(q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape, dtype=output_dtype(q)), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
 sparse_mla_decode_ragged = define(
     "sparse_mla_decode_ragged(Tensor q, Tensor k_cache, Tensor indices, Tensor indptr, int block_size, "
     "str cache_format, float scale, Tensor? attn_sink=None, Tensor? extra_k_cache=None, Tensor? extra_indices=None, "
     "Tensor? extra_indptr=None, int extra_block_size=0, Tensor? kv_scale=None, int max_entries=0, "
     "int extra_max_entries=0) -> (Tensor, Tensor)",
+    arguments=RaggedDecodeArguments,
     reference=reference.sparse_mla_decode_ragged,
-    fake=_fake_ragged,
+    fake=_fake,
     check=_check_ragged,
 )

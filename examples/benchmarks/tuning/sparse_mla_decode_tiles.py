@@ -1,9 +1,8 @@
 """Tilings of the kernels of scenario `sparse_mla_decode`, warm.
 
 `h16 n64 w8 kp` is a program of the Triton kernel with 16 heads, 64 keys and 8 warps, k for keys first and p for
-prefetch; `x2` splits for twice as many programs. `hopper 160 136` is the Hopper kernel with these registers, and `one`
-with one factor for all scales. `few h8 r168 n3` is the Hopper kernel for few heads with 8 heads, 168 registers in each
-producer thread and 3 buffers.
+prefetch; `x2` splits for twice as many programs. `hopper 160 136` is the Hopper kernel with these registers, and
+`few h8 r168 n3` the one for few heads with 8 heads, 168 registers in each producer thread and 3 buffers.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 
 from dsv4_compile.bench import sparse_mla_decode as scenario
 from dsv4_compile.bench.problem import Only, Prepare, Problem, Unavailable, on_gpu
+from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments
 
 COLUMNS = tuple(name for name in scenario.COLUMNS if name != "fused")
 
@@ -46,9 +46,7 @@ TILES: Mapping[int, tuple[tuple[int, ...], ...]] = {16: _FEW, 32: _SOME, 128: _M
 """Tilings of the Triton kernel by the largest number of heads that they are tried for."""
 HOPPER: Mapping[str, Mapping[str, Any]] = {
     "hopper": {},
-    "hopper one": {"WIDE": 0},
     "hopper 160 136": {"PRODUCER_REGISTERS": 136},
-    "hopper one 160 136": {"PRODUCER_REGISTERS": 136, "WIDE": 0},
 }
 """Constants of the Hopper kernel's module by name of the variant."""
 FEW_HEADS: Mapping[int, tuple[tuple[int, int, int], ...]] = {
@@ -81,7 +79,7 @@ def name_of(tiles: tuple[int, ...]) -> str:
 
 def _portable(tiles: tuple[int, ...], waves: int) -> Any:
     from dsv4_compile.kernels.attention import sparse_mla_decode_triton as kernel
-    from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Source
+    from dsv4_compile.kernels.attention.common import decode_call
     from dsv4_compile.kernels.host.gpu import gpu_of
 
     heads, keys, warps, keys_first, prefetch = tiles
@@ -90,8 +88,7 @@ def _portable(tiles: tuple[int, ...], waves: int) -> Any:
     def call(*args: Any) -> Any:
         gpu = gpu_of(args[0].device)
         wider = gpu._replace(sms=waves * gpu.sms)
-        window, entries = Source(*args[1:5]), Source(*args[8:12])
-        return kernel.launch(args[0], window, entries, scenario.CACHE, args[6], args[7], None, wider, cut)
+        return kernel.launch(decode_call(DecodeArguments(*args)), wider, tiles=cut)
 
     return on_gpu(call)
 
@@ -108,13 +105,12 @@ def _check_hopper() -> None:
 def _few(shape: tuple[int, int, int]) -> Any:
     _check_hopper()
     from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_heads as kernel
-    from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Source
+    from dsv4_compile.kernels.attention.common import decode_call
     from dsv4_compile.kernels.host.gpu import gpu_of
 
     def call(*args: Any) -> Any:
-        window, entries = Source(*args[1:5]), Source(*args[8:12])
-        gpu = gpu_of(args[0].device)
-        return kernel.launch_hopper(args[0], window, entries, args[6], args[7], gpu, shape=kernel.Shape(*shape))
+        tiling = kernel.Tiling(*shape)
+        return kernel.launch(decode_call(DecodeArguments(*args)), gpu_of(args[0].device), tiling=tiling)
 
     return call
 
@@ -122,12 +118,11 @@ def _few(shape: tuple[int, int, int]) -> Any:
 def _hopper(constants: Mapping[str, Any]) -> Any:
     _check_hopper()
     from dsv4_compile.kernels.attention import sparse_mla_decode_sm90 as kernel
-    from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Source
+    from dsv4_compile.kernels.attention.common import decode_call
     from dsv4_compile.kernels.host.gpu import gpu_of
 
     def call(*args: Any) -> Any:
-        window, entries = Source(*args[1:5]), Source(*args[8:12])
         with mock.patch.multiple(kernel, **constants) if constants else nullcontext():
-            return kernel.launch_hopper(args[0], window, entries, args[6], args[7], gpu_of(args[0].device))
+            return kernel.launch(decode_call(DecodeArguments(*args)), gpu_of(args[0].device))
 
     return call

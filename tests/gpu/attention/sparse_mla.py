@@ -1,4 +1,4 @@
-"""The decode kernels on a GPU, each by itself, and what their results are compared with."""
+"""The decode kernels on a GPU, each by itself, and how their results are compared."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.kernels.attention import sparse_mla_decode_triton as portable
-from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion, Source, results_for
+from dsv4_compile.kernels.attention import sparse_mla_decode_triton
+from dsv4_compile.kernels.attention.common import DecodeCall, decode_call
 from dsv4_compile.kernels.host.gpu import SM90, gpu_of
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments
 from dsv4_compile.testing import Tolerance, assert_close
 from dsv4_compile.testing.generate import to_device
 
@@ -34,64 +35,65 @@ def on_gpu(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def rope(tokens: int, seed: int = 0) -> dict[str, Tensor]:
-    """Positions, some of them outside the table, and a table."""
+    """Return positions, some of them outside the table, and a table."""
     generator = torch.Generator(CUDA).manual_seed(seed)
     angle = 6.28 * torch.rand(4096, layout.ROPE_DIM // 2, device=CUDA, generator=generator)
     positions = torch.randint(-9, 4105, (tokens,), device=CUDA, generator=generator)
     return {"positions": positions, "cos_sin_cache": torch.cat((angle.cos(), angle.sin()), dim=1)}
 
 
-def by_portable(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
-    window, extra, fusion = Source(*args[1:5]), Source(*args[8:12]), Fusion(**options)
-    return portable.launch(
-        args[0], window, extra, *args[5:8], args[12], gpu_of(CUDA), splits=splits, fusion=fusion,
-        into=results_for(args[0], fusion),
-    )  # fmt: skip
+def call_of(args: tuple[Any, ...], options: dict[str, Any]) -> DecodeCall:
+    """Return a call of an op; options with `n_groups` are those of the op that quantises."""
+    if "n_groups" in options:
+        return decode_call(DecodeQuantArguments(*args, **{"inverse_rope": False, **options}))
+    return decode_call(DecodeArguments(*args, **options))
+
+
+def by_triton(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
+    return sparse_mla_decode_triton.launch(call_of(args, options), gpu_of(CUDA), splits)
 
 
 def _by_module(stem: str, args: tuple[Any, ...], splits: int, options: dict[str, Any]) -> Result:
-    """The kernel of the module `stem`, which must take the call."""
-    kernel = importlib.import_module(f"dsv4_compile.kernels.{stem}")
-    window, extra, fusion = Source(*args[1:5]), Source(*args[8:12]), Fusion(**options)
-    assert kernel.hopper_refuses(args[0], window, extra, args[5], args[7], fusion) == ""
-    result: Result = kernel.launch_hopper(
-        args[0], window, extra, args[6], args[7], gpu_of(CUDA), splits, fusion, results_for(args[0], fusion)
-    )
+    """Run the kernel of the module `stem`, which must support the call."""
+    kernel, call = importlib.import_module(f"dsv4_compile.kernels.{stem}"), call_of(args, options)
+    assert kernel.why_unsupported(call) == ""
+    result: Result = kernel.launch(call, gpu_of(CUDA), splits)
     return result
 
 
-def by_hopper(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
+def by_many(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
     return _by_module("attention.sparse_mla_decode_sm90", args, splits, options)
 
 
-def by_few(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
+def by_few_heads(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
     return _by_module("attention.sparse_mla_decode_sm90_few_heads", args, splits, options)
 
 
-def by_small(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
-    """However many tokens there are."""
-    small = importlib.import_module("dsv4_compile.kernels.attention.sparse_mla_decode_sm90_few_tokens")
-    chosen = small.shape_of(*args[0].shape[:2], args[2].shape[1] + args[9].shape[1]) or small.ONCE[1]
-    with mock.patch.object(small, "shape_of", lambda *_: chosen):
+def by_few_tokens(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Result:
+    """Run the kernel for few tokens, however many there are."""
+    few_tokens = importlib.import_module("dsv4_compile.kernels.attention.sparse_mla_decode_sm90_few_tokens")
+    keys = args[2].shape[1] + args[9].shape[1]
+    chosen = few_tokens.choose_tiling(*args[0].shape[:2], keys) or few_tokens.ONE_BLOCK[1]
+    with mock.patch.object(few_tokens, "choose_tiling", lambda *_: chosen):
         return _by_module("attention.sparse_mla_decode_sm90_few_tokens", args, splits, options)
 
 
-MADE_FOR_HOPPER = {"hopper": by_hopper, "few": by_few, "small": by_small}
-KERNELS: dict[str, Callable[..., Result]] = {"portable": by_portable, **(MADE_FOR_HOPPER if IS_HOPPER else {})}
-FOR_MANY = [name for name in KERNELS if name != "small"]
-"""Those whose results do not depend on the batch, however large."""
+SM90_KERNELS = {"many": by_many, "few_heads": by_few_heads, "few_tokens": by_few_tokens}
+KERNELS: dict[str, Callable[..., Result]] = {"triton": by_triton, **(SM90_KERNELS if IS_HOPPER else {})}
+FOR_MANY = [name for name in KERNELS if name != "few_tokens"]
+"""Kernels whose results do not depend on the batch, however large."""
 FEW_HEADS = 32
 
 
 def heads_of(kernel: str, heads: int) -> int:
-    """`heads`, 64 or 128, or as many as a shard has for the kernel that takes few."""
-    return heads // 4 if kernel == "few" else heads
+    """Return `heads`, 64 or 128, or as many as a shard has for the kernel for few heads."""
+    return heads // 4 if kernel == "few_heads" else heads
 
 
 def kernels_for(heads: int) -> list[Callable[..., Result]]:
-    """All kernels of this GPU that take so many heads."""
-    refused = ("hopper", "small") if heads <= FEW_HEADS else ("few",)
-    return [call for name, call in KERNELS.items() if name not in refused]
+    """Return all kernels of this GPU that support so many heads."""
+    unsupported = ("many", "few_tokens") if heads <= FEW_HEADS else ("few_heads",)
+    return [call for name, call in KERNELS.items() if name not in unsupported]
 
 
 def reference(args: tuple[Any, ...], **options: Any) -> Result:
@@ -107,14 +109,14 @@ def assert_same(
     *,
     turned: int = 0,
 ) -> None:
-    """`turned`: of the outputs' columns, those that were rotated back."""
+    """Check results within tolerances. `turned`: last columns of the outputs that were rotated back."""
     assert_close(got[0], want[0], tolerance, label="out", turned=turned)
     assert_close(got[1], want[1], lse, label="lse")
 
 
 @pytest.fixture(autouse=True)
 def garbage() -> Iterator[None]:
-    """New outputs and workspaces are made of NaN."""
+    """Let new outputs and workspaces begin as NaN."""
     with torch.no_grad():
         made = torch.full((1 << 28,), 0xFF, dtype=torch.uint8, device=CUDA)
         del made

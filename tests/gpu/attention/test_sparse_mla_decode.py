@@ -1,4 +1,4 @@
-"""The decode kernels on a GPU against the reference on the same GPU: real sizes, hostile rows, graphs, every cut."""
+"""The decode kernels on a GPU against the reference on the same GPU: real sizes, hostile rows, graphs, all splits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import triton.language as tl
 
 from dsv4_compile import layout
 from dsv4_compile.bench import sparse_mla_decode as scenario
-from dsv4_compile.kernels.attention import sparse_mla_decode as launcher
-from dsv4_compile.kernels.attention import sparse_mla_decode_plan as plan
-from dsv4_compile.kernels.attention import sparse_mla_decode_triton as portable
+from dsv4_compile.kernels.attention import split_combine
+from dsv4_compile.kernels.attention.common import operand_dtype
 from dsv4_compile.kernels.host.gpu import gpu_of
 from dsv4_compile.kernels.host.pdl import pdl_option, supports_pdl
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.common import kv_format
 from dsv4_compile.testing import assert_bitwise
 from tests.gpu.attention.sparse_mla import (
@@ -30,8 +30,8 @@ from tests.gpu.attention.sparse_mla import (
     KERNELS,
     NORMED_LSE,
     assert_same,
-    by_hopper,
-    by_portable,
+    by_many,
+    by_triton,
     garbage,
     heads_of,
     kernels_for,
@@ -44,13 +44,11 @@ from tests.ops.attention.test_sparse_mla_decode import sample
 
 __all__ = ["garbage"]  # a fixture for every test
 
-HOPPER: dict[str, dict[str, int]] = {
+CONSTANTS: dict[str, dict[str, int]] = {
     "default": {},
-    "one factor for all scales": {"WIDE": 0},
     "136 registers": {"PRODUCER_REGISTERS": 136},
-    "136 registers, one factor": {"PRODUCER_REGISTERS": 136, "WIDE": 0},
 }
-"""Constants of the Hopper kernel's module by name of the variant."""
+"""Constants of the module of the sm_90 kernel for many tokens, by name of the variant."""
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -79,15 +77,16 @@ def test_hostile_rows_and_poisoned_pages_however_they_are_split(kernel: str, spl
     assert_same(KERNELS[kernel](args, splits), reference(args), FEW_KEYS)
 
 
-@pytest.mark.parametrize("shape", range(3 if IS_HOPPER else 0))
+@pytest.mark.parametrize("number", range(3 if IS_HOPPER else 0))
 @pytest.mark.parametrize("splits", [3, 12])
-def test_hostile_rows_in_programs_of_every_shape_for_few_tokens(shape: int, splits: int) -> None:
-    from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as small
+def test_hostile_rows_with_every_tiling_for_few_tokens(number: int, splits: int) -> None:
+    from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as few_tokens
 
     args = on_gpu(sample(9, 70, window=130, extra=517, fmt="fp8_ds_mla", **BF16))
     options = {**rope(9), "q_norm_eps": EPS, "inverse_rope": True}
-    with mock.patch.object(small, "shape_of", lambda *_: (small.NARROW, *small.ONCE)[shape]):
-        got = KERNELS["small"](args, splits, **options)
+    tiling = (few_tokens.NARROW, *few_tokens.ONE_BLOCK)[number]
+    with mock.patch.object(few_tokens, "choose_tiling", lambda *_: tiling):
+        got = KERNELS["few_tokens"](args, splits, **options)
     assert_same(got, reference(args, **options), FEW_KEYS, NORMED_LSE, turned=layout.ROPE_DIM)
 
 
@@ -105,9 +104,9 @@ def test_rows_without_keys_whatever_the_queries_hold(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_is_not_finite_in_a_part_leaves_the_rest_of_its_row(kernel: str) -> None:
+def test_values_of_a_split_that_are_not_finite_leave_the_rest_of_its_row(kernel: str) -> None:
     args = [*on_gpu(sample(2, heads_of(kernel, 64), window=30, extra=70, fmt="fp8_ds_mla", **BF16))]
-    args[3], args[10] = torch.tensor([30, 0], device=CUDA), torch.tensor([0, 32], device=CUDA)  # a part each
+    args[3], args[10] = torch.tensor([30, 0], device=CUDA), torch.tensor([0, 32], device=CUDA)  # a split each
     rows = args[1][:, : 64 * layout.FP8_DS_MLA.data].unflatten(1, (64, -1))[..., layout.NOPE_DIM :]
     values = rows.contiguous().view(torch.bfloat16)
     values[:, ::2, 3], values[..., 7], values[..., 11] = torch.inf, 3e38, -3e38
@@ -124,9 +123,9 @@ def test_what_is_not_finite_in_a_part_leaves_the_rest_of_its_row(kernel: str) ->
 @pytest.mark.parametrize("heads", [8, 64])
 def test_row_caches_of_every_dtype(fmt: str, dtype: torch.dtype, heads: int) -> None:
     args = on_gpu(sample(17, heads, window=130, extra=70, fmt=fmt, dim=512, dtype=dtype))
-    exact = portable.operand_dtype(args[0], args[1], fmt) is torch.float32 and dtype is torch.float32
+    exact = operand_dtype(args[0], args[1], fmt) is torch.float32 and dtype is torch.float32
     for splits in (1, 3):
-        assert_same(by_portable(args, splits), reference(args), "attention_float32" if exact else FEW_KEYS)
+        assert_same(by_triton(args, splits), reference(args), "attention_float32" if exact else FEW_KEYS)
 
 
 @pytest.mark.parametrize("dim", [4, 48, 64, 128, 256])
@@ -134,7 +133,7 @@ def test_row_caches_of_every_dtype(fmt: str, dtype: torch.dtype, heads: int) -> 
 def test_other_dims(dim: int, dtype: torch.dtype) -> None:
     args = on_gpu(sample(9, 4, window=40, extra=30, dim=dim, dtype=dtype))
     tolerance = "attention_float32" if dtype is torch.float32 else FEW_KEYS
-    assert_same(by_portable(args, 2), reference(args), tolerance)
+    assert_same(by_triton(args, 2), reference(args), tolerance)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -157,33 +156,33 @@ def test_every_code_with_every_scale_is_dequantised_exactly(kernel: str) -> None
         assert_bitwise(head, want)
 
 
-@pytest.mark.parametrize("variant", HOPPER if IS_HOPPER else ())
-def test_variants_of_the_hopper_kernel(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4_compile.kernels.attention import sparse_mla_decode_sm90 as hopper
+@pytest.mark.parametrize("variant", CONSTANTS if IS_HOPPER else ())
+def test_variants_of_the_kernel_for_many_tokens(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4_compile.kernels.attention import sparse_mla_decode_sm90 as many
 
-    for name, value in HOPPER[variant].items():
-        monkeypatch.setattr(hopper, name, value)
+    for name, value in CONSTANTS[variant].items():
+        monkeypatch.setattr(many, name, value)
     for tokens in (3, 200):
         args = (*scenario.arguments(tokens, 64, CUDA, 1), None)
-        assert_same(by_hopper(args), reference(args))
+        assert_same(by_many(args), reference(args))
 
 
 def test_the_op_takes_the_best_kernel_and_its_arguments_in_any_form() -> None:
     args = [*scenario.arguments(9, 64, CUDA, 1), None]
     want = reference(tuple(args))
-    assert_same(launcher.sparse_mla_decode(*args), want)
+    assert_same(launcher("sparse_mla_decode")(*args), want)
     assert_same(torch.ops.dsv4.sparse_mla_decode(*args), want)
     wide = [x.long() if i in (2, 3, 9, 10) else x for i, x in enumerate(args)]
-    assert_same(launcher.sparse_mla_decode(*wide), want)
+    assert_same(launcher("sparse_mla_decode")(*wide), want)
     fused = torch.randn(9, 65 * 512, device=CUDA).bfloat16()
     fused[:, : 64 * 512] = args[0].flatten(1)
     args[0] = fused[:, : 64 * 512].unflatten(1, (64, 512))
     args[1] = args[1].unflatten(1, (scenario.BLOCK, 584))
-    assert_same(launcher.sparse_mla_decode(*args), want)
+    assert_same(launcher("sparse_mla_decode")(*args), want)
     no_sink = [*args[:7], None, *args[8:]]
-    assert_same(launcher.sparse_mla_decode(*no_sink), reference(tuple(no_sink)))
+    assert_same(launcher("sparse_mla_decode")(*no_sink), reference(tuple(no_sink)))
     one = args[:7]
-    assert_same(launcher.sparse_mla_decode(*one), reference(tuple(one)))
+    assert_same(launcher("sparse_mla_decode")(*one), reference(tuple(one)))
 
 
 @pytest.mark.parametrize("kernel", FOR_MANY)
@@ -277,7 +276,7 @@ def test_the_score_of_a_unit_key_is_the_rotated_query(kernel: str, splits: int) 
     args = q, cache, slots, lens, 64, "fp8_ds_mla", 1.0, None, cache, slots[:, :0], lens, 64, None
     _, lse = KERNELS[kernel](args, splits, **options)
     angles = options["positions"], options["cos_sin_cache"]
-    want = normed_by_a_factor(q, *angles) if kernel == "hopper" else REFERENCES["q_norm_rope"](q, *angles, EPS)
+    want = normed_by_a_factor(q, *angles) if kernel == "many" else REFERENCES["q_norm_rope"](q, *angles, EPS)
     want = torch.stack([want[t, :, layout.NOPE_DIM + t] for t in range(64)]).float()
     error = (lse - want).abs()
     # The sum of squares is in another order, which makes a few the neighbouring bfloat16.
@@ -288,17 +287,17 @@ def test_the_score_of_a_unit_key_is_the_rotated_query(kernel: str, splits: int) 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("heads", [64, 128])
-def test_outputs_are_rotated_back_as_by_the_op_of_its_own(kernel: str, splits: int, heads: int) -> None:
+def test_outputs_are_rotated_back_as_by_inv_rope(kernel: str, splits: int, heads: int) -> None:
     args = on_gpu(sample(37, heads_of(kernel, heads), window=130, extra=517, fmt="fp8_ds_mla", **BF16))
-    turn = rope(37)
+    angles = rope(37)
     out, lse = KERNELS[kernel](args, splits)
-    got = KERNELS[kernel](args, splits, **turn, inverse_rope=True)
-    assert_bitwise(got[0], REFERENCES["inv_rope"](out, *turn.values()))
+    got = KERNELS[kernel](args, splits, **angles, inverse_rope=True)
+    assert_bitwise(got[0], REFERENCES["inv_rope"](out, *angles.values()))
     assert_bitwise(got[1], lse)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 17, 32, 33, 100])
-def test_both_ends_are_fused_for_any_number_of_heads(heads: int) -> None:
+def test_prologue_and_epilogue_are_fused_for_any_number_of_heads(heads: int) -> None:
     args = (*scenario.arguments(21, heads, CUDA, heads), None)
     options = {**rope(21), "q_norm_eps": EPS, "inverse_rope": True}
     want = reference(args, **options)
@@ -319,7 +318,7 @@ def test_a_row_does_not_depend_on_its_batch(kernel: str, monkeypatch: pytest.Mon
         one = {"positions": turn["positions"][some], "cos_sin_cache": turn["cos_sin_cache"]}
         for got, expected in zip(KERNELS[kernel](part, **one, **options), want, strict=True):
             assert_bitwise(got, expected[some])
-    monkeypatch.setattr(plan, "PART_BYTES", 2**24)
+    monkeypatch.setattr(split_combine, "MAX_PARTIAL_BYTES", 2**24)
     for got, expected in zip(KERNELS[kernel](tuple(args), **turn, **options), want, strict=True):
         assert_bitwise(got, expected)
     assert_same(want, reference(tuple(args), **turn, **options), FEW_KEYS, NORMED_LSE, turned=layout.ROPE_DIM)
@@ -327,7 +326,7 @@ def test_a_row_does_not_depend_on_its_batch(kernel: str, monkeypatch: pytest.Mon
 
 @triton.jit
 def _late_copy_kernel(p_to, p_from, size, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy bytes, 30 us after the next kernel has been let go."""
+    """Copy bytes, 30 us after the next kernel may have started."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -340,7 +339,7 @@ def _late_copy_kernel(p_to, p_from, size, PDL: tl.constexpr, BLOCK: tl.constexpr
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_the_kernel_in_front_writes_late_is_attended(kernel: str) -> None:
+def test_late_results_of_the_previous_kernel_are_attended(kernel: str) -> None:
     args = (*scenario.arguments(3, heads_of(kernel, 64), CUDA, 4), None)
     options: dict[str, Any] = {**rope(3), "q_norm_eps": EPS, "inverse_rope": True}
     want, early = KERNELS[kernel](args, **options), supports_pdl(gpu_of(CUDA))

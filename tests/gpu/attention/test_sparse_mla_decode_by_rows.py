@@ -1,4 +1,4 @@
-"""Attention of many tokens over dequantised rows on Hopper: what ops that take it give, against their definitions."""
+"""Attention of many tokens over dequantised rows on sm_90: results of the ops that use it, against the reference."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import torch
 
 from dsv4_compile import layout
 from dsv4_compile.bench import sparse_mla_decode as scenario
-from dsv4_compile.kernels.attention.sparse_mla_decode import sources, sparse_mla_decode, sparse_mla_decode_quant
-from dsv4_compile.kernels.attention.sparse_mla_decode_by_rows import FEWEST_TOKENS, by_rows_refuses
-from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion
+from dsv4_compile.kernels.attention.common import decode_call
+from dsv4_compile.kernels.attention.sparse_mla_decode import MIN_TOKENS_BY_ROWS, why_unsupported_by_rows
 from dsv4_compile.kernels.host.gpu import gpu_of
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
+from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments
 from dsv4_compile.testing import assert_bitwise, assert_close, poisoned_empty
 from tests.gpu.attention.sparse_mla import CUDA, FEW_KEYS, IS_HOPPER, NORMED_LSE
 
-TOKENS = FEWEST_TOKENS + 77
+TOKENS = MIN_TOKENS_BY_ROWS + 77
+sparse_mla_decode, sparse_mla_decode_quant = launcher("sparse_mla_decode"), launcher("sparse_mla_decode_quant")
 
 
 def arguments(fused: str, heads: int) -> tuple[Any, ...]:
-    """Rows of any length, with slots that are none, of caches with pages that nobody has written."""
+    """Return rows of any length, with invalid slots, of caches with unwritten pages."""
     args = list(scenario.fused_arguments(fused, TOKENS, heads, CUDA, heads, pool=8 * TOKENS))
     args[1] = args[1][: 4 * TOKENS // scenario.BLOCK].clone()
     slots = args[1].shape[0] * scenario.BLOCK
@@ -35,17 +37,17 @@ def arguments(fused: str, heads: int) -> tuple[Any, ...]:
     return tuple(args)
 
 
-def taken(args: tuple[Any, ...]) -> bool:
-    caches = sources(*args[1:5], *args[8:12])
-    refused = by_rows_refuses(args[0], *caches, scenario.CACHE, args[6], args[7], Fusion(*args[13:]), gpu_of(CUDA))
-    return refused == ""
+def is_by_rows(args: tuple[Any, ...]) -> bool:
+    quant = len(args) > len(DecodeArguments._fields)
+    call = decode_call(DecodeQuantArguments(*args) if quant else DecodeArguments(*args))
+    return why_unsupported_by_rows(call, gpu_of(CUDA)) == ""
 
 
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("fused", ["none", "prologue", "epilogue", "both"])
-def test_it_gives_what_the_op_is_defined_as(fused: str, heads: int) -> None:
+def test_results_are_those_of_the_reference(fused: str, heads: int) -> None:
     args = arguments(fused, heads)
-    assert taken(args) is IS_HOPPER
+    assert is_by_rows(args) is IS_HOPPER
     with poisoned_empty():
         got = sparse_mla_decode(*args)
     for x, y in zip(got, sparse_mla_decode(*args), strict=True):
@@ -57,9 +59,9 @@ def test_it_gives_what_the_op_is_defined_as(fused: str, heads: int) -> None:
 
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("fused", ["epilogue", "both"])
-def test_rotated_back_it_is_what_rotates_behind_it(fused: str, heads: int) -> None:
+def test_outputs_are_rotated_back_as_by_inv_rope(fused: str, heads: int) -> None:
     args = arguments(fused, heads)
-    assert taken(args) is IS_HOPPER
+    assert is_by_rows(args) is IS_HOPPER
     with poisoned_empty():
         got = sparse_mla_decode(*args)
     out, lse = sparse_mla_decode(*args[:16])
@@ -69,9 +71,9 @@ def test_rotated_back_it_is_what_rotates_behind_it(fused: str, heads: int) -> No
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("heads", [64, 128])
-def test_quantised_it_is_what_quantises_behind_it(heads: int, packed: bool) -> None:
+def test_quantised_outputs_are_those_of_inv_rope_fp8_quant(heads: int, packed: bool) -> None:
     args = (*arguments("quant", heads)[:20], packed)
-    assert taken(args) is IS_HOPPER
+    assert is_by_rows(args) is IS_HOPPER
     with poisoned_empty():
         got = sparse_mla_decode_quant(*args)
     out, _ = sparse_mla_decode(*args[:16])
@@ -80,12 +82,12 @@ def test_quantised_it_is_what_quantises_behind_it(heads: int, packed: bool) -> N
 
 
 def test_queries_that_start_anywhere_are_normed_by_a_launch_of_their_own() -> None:
-    """The copy engine does not take them. What is rounded then is another thing."""
+    """TMA does not support them, and the separate norm rounds something else."""
     args = arguments("both", 64)
     apart = torch.full((*args[0].shape[:2], layout.HEAD_DIM + 1), torch.nan, dtype=args[0].dtype, device=CUDA)
     apart[..., 1:] = args[0]
     uneven = (apart[..., 1:], *args[1:])
-    assert taken(uneven) is IS_HOPPER
+    assert is_by_rows(uneven) is IS_HOPPER
     with poisoned_empty():
         got = sparse_mla_decode(*uneven)
     want = sparse_mla_decode(*args)
@@ -94,7 +96,7 @@ def test_queries_that_start_anywhere_are_normed_by_a_launch_of_their_own() -> No
 
 
 def test_queries_of_any_magnitude_are_normed() -> None:
-    """Squares that overflow count as zero, beside slots that are none; what is not finite stays with its head."""
+    """Squares that overflow count as zero, beside invalid slots; values that are not finite stay with their head."""
     args = arguments("prologue", 64)
     args[0][:, ::3] *= 1e25
     args[0][:, 5] *= 1e-25

@@ -28,7 +28,7 @@ def separate(out: torch.Tensor, turn: dict[str, torch.Tensor], groups: dict[str,
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("tokens", "heads", "groups", "size"), [(1, 64, 8, 8), (37, 128, 16, 8), (6, 64, 3, 21)])
-def test_values_and_scales_are_those_of_the_op_of_its_own(
+def test_values_and_scales_are_those_of_inv_rope_fp8_quant(
     kernel: str, packed: bool, splits: int, tokens: int, heads: int, groups: int, size: int
 ) -> None:
     args = on_gpu(sample(tokens, heads_of(kernel, heads), window=130, extra=517, fmt="fp8_ds_mla", **BF16))

@@ -1,4 +1,4 @@
-"""Attention over lists of slots on a GPU: the bits of the same slots as padded rows, at a model's sizes."""
+"""Attention over lists of slots on a GPU: bit for bit the same slots as padded rows, at a model's sizes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.attention import sparse_mla_decode as dense
-from dsv4_compile.kernels.attention import sparse_mla_decode as kernel
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.testing import assert_close, random_cache
 from tests.gpu.far import behind_2_31_bytes
 
 WINDOW, ENTRIES = 128, 512
+RAGGED, DENSE = launcher("sparse_mla_decode_ragged"), launcher("sparse_mla_decode")
 
 
 def rows(tokens: int, width: int, capacity: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random slots int32 `[T, width]` and lengths int32 `[T]`, the first one 0, the last one full."""
+    """Return random slots int32 `[T, width]` and lengths int32 `[T]`, the first one 0, the last one full."""
     slots = torch.randint(capacity, (tokens, width), generator=generator, dtype=torch.int32)
     lens = torch.randint(width + 1, (tokens,), generator=generator, dtype=torch.int32)
     lens[0], lens[-1] = 0, width
@@ -26,7 +26,7 @@ def rows(tokens: int, width: int, capacity: int, generator: torch.Generator) -> 
 
 
 def case(fmt: str, tokens: int, heads: int = 64, seed: int = 0) -> tuple[list[Any], list[Any]]:
-    """Arguments of the op on lists and on rows."""
+    """Return arguments of the op on lists and on rows."""
     generator = torch.Generator().manual_seed(seed)
     window = random_cache(fmt, 40, 64, live=40 * 64, device="cuda", generator=generator)
     extra = random_cache(fmt, 60, 64, live=60 * 64, device="cuda", generator=generator)
@@ -41,10 +41,10 @@ def case(fmt: str, tokens: int, heads: int = 64, seed: int = 0) -> tuple[list[An
 
 @pytest.mark.parametrize("fmt", ["fp8_ds_mla", "fp8", "plain"])
 @pytest.mark.parametrize("tokens", [1, 2, 33, 128])
-def test_lists_give_the_bits_of_rows_and_the_value_of_the_definition(fmt: str, tokens: int) -> None:
+def test_lists_give_the_bits_of_rows_and_the_values_of_the_reference(fmt: str, tokens: int) -> None:
     ragged, padded = case(fmt, tokens)
-    out, lse = kernel.sparse_mla_decode_ragged(*ragged)
-    want = dense.sparse_mla_decode(*padded)
+    out, lse = RAGGED(*ragged)
+    want = DENSE(*padded)
     assert torch.equal(out, want[0])
     assert torch.equal(lse, want[1])
     exact = REFERENCES["sparse_mla_decode_ragged"](*ragged)
@@ -54,7 +54,6 @@ def test_lists_give_the_bits_of_rows_and_the_value_of_the_definition(fmt: str, t
 
 @pytest.mark.parametrize("fmt", ["fp8_ds_mla", "fp8", "plain"])
 def test_70_000_tokens_over_a_cache_of_more_than_2_31_bytes(fmt: str) -> None:
-    """Of a few keys each."""
     _, padded = case(fmt, 64, heads=8)
     row = torch.arange(70_000, device="cuda") % 64
     padded[0] = padded[0][row]
@@ -64,23 +63,23 @@ def test_70_000_tokens_over_a_cache_of_more_than_2_31_bytes(fmt: str) -> None:
     padded[2] = padded[2] + 64 * added
     lists = [REFERENCES["ragged_from_dense"](*padded[i : i + 2]) for i in (2, 9)]
     ragged = [*padded[:2], *lists[0], *padded[4:9], *lists[1], *padded[11:], 20, 5]
-    got, want = kernel.sparse_mla_decode_ragged(*ragged), dense.sparse_mla_decode(*padded)
+    got, want = RAGGED(*ragged), DENSE(*padded)
     assert all(map(torch.equal, got, want))
     assert all(torch.equal(x, x[:64][row]) for x in got)
 
 
 def test_a_captured_launch_follows_its_lists() -> None:
     ragged, _ = case("fp8_ds_mla", 32)
-    kernel.sparse_mla_decode_ragged(*ragged)
+    RAGGED(*ragged)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = kernel.sparse_mla_decode_ragged(*ragged)
+        out, lse = RAGGED(*ragged)
     for seed in (3, 4):
         for mine, new in zip(ragged, case("fp8_ds_mla", 32, seed=seed)[0], strict=True):
             if isinstance(mine, Tensor):
                 mine.copy_(new)
         graph.replay()
-        want = kernel.sparse_mla_decode_ragged(*ragged)
+        want = RAGGED(*ragged)
         assert torch.equal(out, want[0])
         assert torch.equal(lse, want[1])

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.bench import sparse_mla_prefill as scenario
-from dsv4_compile.kernels.attention import sparse_mla_prefill as launcher
-from dsv4_compile.kernels.attention import sparse_mla_prefill as portable
-from dsv4_compile.kernels.attention.sparse_mla_prefill import Rows
+from dsv4_compile.kernels.attention import sparse_mla_prefill
+from dsv4_compile.kernels.attention.sparse_mla_prefill import IndexRows, PrefillCall
 from dsv4_compile.kernels.host.gpu import gpu_of
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.testing import Tolerance, assert_close
 from tests.gpu.attention.sparse_mla import BF16, CUDA, IS_HOPPER, garbage, on_gpu
 from tests.ops.attention.test_sparse_mla_prefill import as_list, sample
 
 __all__ = ["garbage"]  # a fixture for every test
 
-# Weights are rounded to the dtype of the keys, by 2^-9 at most, and keys are below 5: of few keys that is what remains.
+# Weights are rounded to the dtype of the keys, by 2^-9 at most, and keys are below 5; few keys do not average it out.
 FEW_KEYS = Tolerance(abs=5 * 2.0**-9, rel=3.01 / 128, cosine=1e-5)
-# A score near zero is what is left of 512 products: its error is that of float32 sums as large as they are.
+# A score near zero is the rest of 512 products that cancel: its error is that of float32 sums of their size.
 LOGITS = Tolerance(abs=1e-5, rel=8.01 / 65536, cosine=1e-8)
 
 Result = tuple[Tensor, Tensor, Tensor]
@@ -36,26 +36,27 @@ def assert_same(
         assert_close(a, b, bound, label=label)
 
 
-def index_rows(args: tuple[Any, ...]) -> Rows:
-    """The rows of a call of either op."""
-    indices, bounds = args[2:4]
-    if indices.dim() == 2:
-        return Rows(indices, bounds, indices.shape[1])
-    return Rows(indices, bounds, min(args[6] or indices.shape[0], indices.shape[0]), ragged=True)
+def call_of(args: tuple[Any, ...]) -> PrefillCall:
+    """Return a call of either op."""
+    q, kv, indices, bounds, scale, sink, *bound = args
+    rows = IndexRows(indices, bounds, indices.shape[-1])
+    if indices.dim() == 1:
+        rows = IndexRows(indices, bounds, min(bound[0] or indices.shape[0], indices.shape[0]), ragged=True)
+    return PrefillCall(q, kv, rows, scale, sink)
 
 
-def by_portable(args: tuple[Any, ...]) -> Result:
-    return portable.launch(*args[:2], index_rows(args), args[4], args[5], gpu_of(CUDA))
+def by_triton(args: tuple[Any, ...]) -> Result:
+    return sparse_mla_prefill.launch(call_of(args), gpu_of(CUDA))
 
 
-def by_hopper(args: tuple[Any, ...]) -> Result:
-    from dsv4_compile.kernels.attention import sparse_mla_prefill_sm90 as hopper
+def by_sm90(args: tuple[Any, ...]) -> Result:
+    from dsv4_compile.kernels.attention import sparse_mla_prefill_sm90 as sm90
 
-    assert hopper.hopper_refuses(*args[:2], index_rows(args), *args[4:6]) == ""
-    return hopper.launch_hopper(*args[:2], index_rows(args), args[4], args[5], gpu_of(CUDA))
+    assert sm90.why_unsupported(call_of(args)) == ""
+    return sm90.launch(call_of(args), gpu_of(CUDA))
 
 
-KERNELS = {"portable": by_portable, **({"hopper": by_hopper} if IS_HOPPER else {})}
+KERNELS = {"triton": by_triton, **({"sm90": by_sm90} if IS_HOPPER else {})}
 
 
 def reference(args: tuple[Any, ...]) -> Result:
@@ -130,20 +131,20 @@ def test_sinks(kernel: str, sink: float) -> None:
 @pytest.mark.parametrize("dim", [4, 48, 64, 128, 256, 512])
 def test_other_dims_and_dtypes(dim: int, dtype: torch.dtype) -> None:
     args = on_gpu(sample(9, 20, width=40, dim=dim, dtype=dtype))
-    assert_same(by_portable(args), reference(args), "attention_float32" if dtype is torch.float32 else FEW_KEYS)
+    assert_same(by_triton(args), reference(args), "attention_float32" if dtype is torch.float32 else FEW_KEYS)
 
 
 def test_the_op_takes_the_best_kernel_and_its_arguments_in_any_form() -> None:
     args = list(scenario.arguments(9, 64, CUDA, 1))
     want = reference(tuple(args))
     listed = as_list(tuple(a.cpu() if isinstance(a, Tensor) else a for a in args), 640)
-    assert_same(launcher.sparse_mla_prefill(*args), want)
+    assert_same(launcher("sparse_mla_prefill")(*args), want)
     assert_same(torch.ops.dsv4.sparse_mla_prefill(*args), want)
     args[2:4] = (x.long() for x in args[2:4])
-    assert_same(launcher.sparse_mla_prefill(*args), want)
+    assert_same(launcher("sparse_mla_prefill")(*args), want)
     args[0] = torch.nn.functional.pad(args[0], (0, 0, 0, 1))[:, :64]
     args[1] = torch.nn.functional.pad(args[1], (0, 16))[:, :512]
-    assert_same(launcher.sparse_mla_prefill(*args), want)
+    assert_same(launcher("sparse_mla_prefill")(*args), want)
     assert_same(torch.ops.dsv4.sparse_mla_prefill_ragged(*on_gpu(listed)), want)
 
 
@@ -208,21 +209,21 @@ def test_a_captured_graph_follows_its_buffers_and_never_waits(kernel: str) -> No
 def test_any_scale(scale: float) -> None:
     args = list(scenario.arguments(50, 64, CUDA, 1))
     args[4] = scale
-    assert_same(launcher.sparse_mla_prefill(*args), reference(tuple(args)), FEW_KEYS)
+    assert_same(launcher("sparse_mla_prefill")(*args), reference(tuple(args)), FEW_KEYS)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("tokens", [9, 300])
 @pytest.mark.parametrize("factor", [30.0, -3.0, 1e3])
 def test_scores_far_from_zero(kernel: str, tokens: int, factor: float) -> None:
-    """Of some tokens alone, on both sides of zero; and all of a row far below it."""
+    """Some tokens have large scores on both sides of zero, or all of a row far below it."""
     args = list(on_gpu(sample(tokens, 65, width=130, **BF16)))
     if factor < 0:
         args[1][:] = args[1][:1]
         args[0][:] = factor * args[1][0]
     args[0][::4] *= abs(factor)
     near = KERNELS[kernel](tuple(args))
-    logits = replace(LOGITS, abs=LOGITS.abs * abs(factor))  # the products that cancel are so much larger
+    logits = replace(LOGITS, abs=LOGITS.abs * abs(factor))  # the terms that cancel are so much larger
     assert_same(near, reference(tuple(args)), Tolerance(abs=5 * 2.0**-9, rel=4.01 / 128, cosine=1e-5), logits)
     args[0][::4] = 0
     for a, b in zip(KERNELS[kernel](tuple(args)), near, strict=True):
@@ -231,5 +232,5 @@ def test_scores_far_from_zero(kernel: str, tokens: int, factor: float) -> None:
 
 def test_empty_batches() -> None:
     q, *rest = scenario.arguments(2, 64, CUDA, 0)
-    out, top, lse = launcher.sparse_mla_prefill(q[:0], *rest)
+    out, top, lse = launcher("sparse_mla_prefill")(q[:0], *rest)
     assert out.shape == (0, 64, 512) and top.shape == lse.shape == (0, 64)

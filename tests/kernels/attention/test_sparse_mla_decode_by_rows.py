@@ -1,4 +1,4 @@
-"""Attention of many tokens over dequantised rows, interpreted: the op that reads pages, but for the order of sums."""
+"""Attention of many tokens over dequantised rows, interpreted: the op that reads pages, except the order of sums."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.kernels.attention import sparse_mla_decode as launcher
-from dsv4_compile.kernels.attention import sparse_mla_decode as quant_launcher
-from dsv4_compile.kernels.attention import sparse_mla_decode_by_rows as by_rows
-from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion, Source
-from dsv4_compile.kernels.attention.sparse_mla_prefill import Rows
+from dsv4_compile.kernels.attention import sparse_mla_decode as kernels
+from dsv4_compile.kernels.attention.common import DecodeCall, FusedParts, PagedKeys, decode_call
+from dsv4_compile.kernels.attention.sparse_mla_prefill import PrefillCall
 from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
+from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments
 from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton, poisoned_empty
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.fake_triton import TARGETS
@@ -28,22 +28,21 @@ FEW_KEYS = "attention_few_keys"
 HOPPER = Gpu("cuda", 90, 132)
 
 
-def sources(arguments: dict[str, Any]) -> tuple[Source, Source]:
-    names = ("k_cache", "indices", "lens", "block_size")
-    window = Source(*(arguments[name] for name in names))
-    return window, Source(*(arguments[f"extra_{name}"] for name in names))
+def caches(arguments: dict[str, Any]) -> tuple[PagedKeys, PagedKeys]:
+    found = decode_call(DecodeArguments(*positional(arguments)))
+    return found.window, found.extra
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of any size are attended by rows; the kernel behind is the portable one."""
-    monkeypatch.setattr(launcher, "by_rows_refuses", lambda *args: "")
+    """Attend calls of any size by rows; the prefill kernel is the one for any GPU."""
+    monkeypatch.setattr(kernels, "why_unsupported_by_rows", lambda *args: "")
 
 
 def run(arguments: dict[str, Any], quant: bool = False) -> tuple[Tensor, Tensor]:
-    module, name = (quant_launcher, "sparse_mla_decode_quant") if quant else (launcher, "sparse_mla_decode")
     with checked(OUTPUTS), poisoned_empty():
-        return getattr(module, name)(*positional(arguments, quant=quant))
+        run = launcher("sparse_mla_decode_quant" if quant else "sparse_mla_decode")
+        return run(*positional(arguments, quant=quant))
 
 
 @interpreted
@@ -65,7 +64,7 @@ def test_it_gives_what_the_op_gives(always: None, extra: int, options: dict[str,
 
 
 @interpreted
-def test_quantised_it_is_what_quantises_behind_it(always: None) -> None:
+def test_quantised_outputs_are_those_of_the_op_that_quantises_them(always: None) -> None:
     arguments = call(3, 4, window=37, extra=21, **BF16) | {"q_norm_eps": EPS}
     groups = {"n_groups": 2, "heads_per_group": 2}
     values, scale = run(arguments | groups | {"inverse_rope": True}, quant=True)
@@ -78,26 +77,26 @@ def test_quantised_it_is_what_quantises_behind_it(always: None) -> None:
 
 @interpreted
 def test_rows_are_those_of_the_slots() -> None:
-    window, extra = sources(call(3, 2, window=37, extra=21, **BF16))
+    window, extra = caches(call(3, 2, window=37, extra=21, **BF16))
     with checked(OUTPUTS), poisoned_empty():
-        rows = by_rows.dequantised_pages(window, extra)
-        indices, counts = by_rows.join_slots(3, window, extra)
+        rows = kernels.dequantized_pages(window, extra)
+        indices, counts = kernels.concatenate_slots(3, window, extra)
     first = window.cache.shape[0] * window.block_size
     slots = torch.arange(first), torch.arange(rows.shape[0] - first)
     parts = []
-    for source, every in zip((window, extra), slots, strict=True):
+    for keys, every in zip((window, extra), slots, strict=True):
         whole = torch.empty(1, len(every), layout.HEAD_DIM, dtype=torch.bfloat16)
-        table = torch.arange(source.cache.shape[0], dtype=torch.int32)[None]
+        table = torch.arange(keys.cache.shape[0], dtype=torch.int32)[None]
         lens = torch.tensor([len(every)], dtype=torch.int32)
         gather = REFERENCES["dequantize_and_gather_k_cache"]
-        gather(whole, source.cache, lens, None, table, source.block_size, 0, "fp8_ds_mla", None)
+        gather(whole, keys.cache, lens, None, table, keys.block_size, 0, "fp8_ds_mla", None)
         parts.append(whole[0])
     assert_bitwise(rows, torch.cat(parts))
     for token in range(3):
         want = []
-        for source, bound, offset in ((window, first, 0), (extra, rows.shape[0] - first, first)):
-            length = min(max(int(source.lens[token]), 0), source.indices.shape[1])
-            listed = source.indices[token, :length].tolist()
+        for keys, bound, offset in ((window, first, 0), (extra, rows.shape[0] - first, first)):
+            length = min(max(int(keys.lens[token]), 0), keys.indices.shape[1])
+            listed = keys.indices[token, :length].tolist()
             want += [slot + offset if 0 <= slot < bound else layout.PAD_INDEX for slot in listed]
         assert int(counts[token]) == len(want)
         assert indices[token, : len(want)].tolist() == want
@@ -116,69 +115,68 @@ def test_lengths_may_be_anything(always: None, lens: int) -> None:
     assert_close(lse, want_lse, "lse")
 
 
-def test_it_takes_many_tokens_of_small_caches_on_hopper() -> None:
-    arguments = call(4, 64, window=37, extra=21, **BF16)
-    caches = sources(arguments)
-    q = torch.empty(by_rows.FEWEST_TOKENS, 64, 512, dtype=torch.bfloat16, device="meta")
-    most = 2 * by_rows.ROWS_OF_A_TOKEN * len(q)
-    assert most <= by_rows.MOST_ROWS
-    usual = [q, *caches, "fp8_ds_mla", 0.04, None, Fusion(), HOPPER]
-    assert by_rows.by_rows_refuses(*usual) == ""
-    pages = 1 + most // caches[0].block_size
-    large = caches[0]._replace(cache=caches[0].cache[:1].expand(pages, *caches[0].cache.shape[1:]))
-    for place, other, why in (
-        (0, q[:-1], "tokens"),
-        (0, q[:, :32], "heads"),
-        (0, q.float(), "bfloat16"),
-        (0, torch.empty(len(q), 64, 513, dtype=torch.bfloat16, device="meta")[..., 1:], "multiples"),
-        (1, large, "rows"),
-        (3, "plain", "fp8_ds_mla"),
-        (4, -1.0, "positive"),
-        (6, Fusion(batch_invariant=True), "depends"),
-        (6, Fusion(n_groups=8, heads_per_group=8), "rotates"),
-        (7, Gpu("cuda", 100, 148), "Hopper"),
-    ):
-        assert why in by_rows.by_rows_refuses(*usual[:place], other, *usual[place + 1 :])
+def test_it_takes_many_tokens_of_small_caches_on_sm90() -> None:
+    window, extra = caches(call(4, 64, window=37, extra=21, **BF16))
+    q = torch.empty(kernels.MIN_TOKENS_BY_ROWS, 64, 512, dtype=torch.bfloat16, device="meta")
+    most = 2 * kernels.ROWS_PER_TOKEN * len(q)
+    assert most <= kernels.MAX_ROWS
+    usual = DecodeCall(q, window, extra, "fp8_ds_mla", 0.04)
+    assert kernels.why_unsupported_by_rows(usual, HOPPER) == ""
+    pages = 1 + most // window.block_size
+    large = window._replace(cache=window.cache[:1].expand(pages, *window.cache.shape[1:]))
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"q": q[:-1]}, "512 tokens"),
+        ({"q": q[:, :32]}, "64 heads"),
+        ({"q": q.float()}, "bfloat16"),
+        ({"q": torch.empty(len(q), 64, 513, dtype=torch.bfloat16, device="meta")[..., 1:]}, "multiples"),
+        ({"window": large}, "rows"),
+        ({"cache_format": "plain"}, "fp8_ds_mla"),
+        ({"scale": -1.0}, "positive"),
+        ({"batch_invariant": True}, "depends"),
+        ({"fused": FusedParts(n_groups=8, heads_per_group=8)}, "rotated heads only"),
+    )
+    for change, why in changes:
+        assert why in kernels.why_unsupported_by_rows(usual._replace(**change), HOPPER)
+    assert "sm_90" in kernels.why_unsupported_by_rows(usual, Gpu("cuda", 100, 148))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_its_kernels_compile(target: str) -> None:
-    window, extra = sources(call(3, 2, window=37, extra=21, **BF16))
+    window, extra = caches(call(3, 2, window=37, extra=21, **BF16))
     with fake_triton.compiled_for(TARGETS[target]) as compiled:
-        by_rows.dequantised_pages(window, extra)
-        by_rows.join_slots(3, window, extra)
+        kernels.dequantized_pages(window, extra)
+        kernels.concatenate_slots(3, window, extra)
     assert len({kernel.metadata.name for kernel in compiled}) == 2
 
 
 @pytest.mark.parametrize("groups", [0, 2])
-def test_on_hopper_all_that_is_fused_is_one_launch_behind_the_rows(
-    groups: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Queries that the copy engine cannot read have a launch for each thing, and the first of them is their norm."""
-    monkeypatch.setattr(by_rows, "gpu_of", lambda device: HOPPER)
-    arguments = call(3, 64, window=37, extra=21, **BF16)
-    fusion = Fusion(arguments["positions"], arguments["cos_sin_cache"], EPS, True, False, groups, 64 // max(groups, 1))
-    aligned = arguments["q"]
+def test_on_sm90_all_fused_steps_are_one_launch_after_the_rows(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries that TMA cannot read have a launch for each step, the first of which is their norm."""
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: HOPPER)
+    arguments = call(3, 64, window=37, extra=21, **BF16) | {"attn_sink": None, "scale": 0.04}
+    made = decode_call(DecodeArguments(*positional(arguments)))
+    rope = arguments["positions"], arguments["cos_sin_cache"]
+    made = made._replace(fused=FusedParts(*rope, EPS, True, groups, 64 // max(groups, 1)))
     uneven = torch.zeros(3, 64, 513, dtype=torch.bfloat16)[..., 1:]
     names = []
-    for q in (aligned, uneven):
+    for q in (made.q, uneven):
         with fake_triton.compiled_for(TARGETS["sm_90"]) as compiled:
-            by_rows.decode_by_rows(q, *sources(arguments), 0.04, None, fusion)
+            kernels.decode_by_rows(made._replace(q=q))
         names.append([kernel.metadata.name for kernel in compiled])
-    rows = ["join_slots_kernel", "dequantize_pages_kernel", "dequantize_pages_kernel"]
-    assert names[0] == [*rows, "sparse_mla_prefill_hopper_kernel"]
+    rows = ["concatenate_slots_kernel", "dequantize_pages_kernel", "dequantize_pages_kernel"]
+    assert names[0] == [*rows, "sparse_mla_prefill_sm90_kernel"]
     assert names[1][:4] == [*rows, "q_norm_rope_kv_insert_kernel"] and len(names[1]) == 6
 
 
 def test_the_rows_are_attended_by_the_kernel_for_a_workspace(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Rows] = []
+    seen: list[PrefillCall] = []
 
-    def attend(q: Tensor, kv: Tensor, rows: Rows, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        seen.append(rows)
-        return q, q[..., 0], q[..., 0]
+    def attend(prefill: PrefillCall) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append(prefill)
+        return prefill.q, prefill.q[..., 0], prefill.q[..., 0]
 
-    monkeypatch.setattr(by_rows, "attend_rows", attend)
-    monkeypatch.setattr(by_rows, "launch_kernel", lambda *args, **constants: None)
+    monkeypatch.setattr(kernels, "attend_rows", attend)
+    monkeypatch.setattr(kernels, "launch_kernel", lambda *args, **constants: None)
     arguments = call(3, 2, window=37, extra=21, **BF16)
-    launcher.sparse_mla_decode(*positional(arguments))
-    assert [rows.width for rows in seen] == [37 + 21]
+    launcher("sparse_mla_decode")(*positional(arguments))
+    assert [prefill.rows.width for prefill in seen] == [37 + 21]

@@ -1,38 +1,52 @@
-"""The decode kernels compiled ahead of time, and which of them a call on Hopper takes."""
+"""The decode kernels compiled ahead of time, and the calls that each sm_90 kernel supports."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 from dsv4_compile import layout
 from dsv4_compile._compat import triton_release
-from dsv4_compile.kernels.attention import sparse_mla_decode_sm90 as hopper
-from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_heads as few
-from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as small
-from dsv4_compile.kernels.attention import sparse_mla_decode_triton as portable
-from dsv4_compile.kernels.attention.sparse_mla_decode_plan import PLAIN, Fusion, Source, results_for
+from dsv4_compile.kernels.attention import sparse_mla_decode_sm90 as many
+from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_heads as few_heads
+from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as few_tokens
+from dsv4_compile.kernels.attention import sparse_mla_decode_triton
+from dsv4_compile.kernels.attention.common import NOT_FUSED, DecodeCall, FusedParts, PagedKeys
 from dsv4_compile.testing import strided
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code, resources
 from tests.kernels.gpus import GPUS, shared_out
 
-
-def sources_of(fmt: str, dtype: torch.dtype) -> tuple[Source, Source]:
-    lens = torch.zeros(2, dtype=torch.int32)
-
-    def source(pages: int, block: int, width: int) -> Source:
-        cache = layout.allocate_cache(fmt, pages, block, dtype=dtype)
-        return Source(cache, torch.zeros(2, width, dtype=torch.int32), lens, block)
-
-    return source(3, 64, 128), source(9, 2, 512)
+SM90 = GPUS["sm_90"][0]
 
 
-def fusion_of(kind: str, heads: int) -> Fusion:
-    """Options of a call: nothing fused, both ends, or both ends with quantisation."""
+def fused_parts(kind: str, heads: int) -> FusedParts:
+    """Return no fused parts, prologue and epilogue, or both with quantisation."""
     if kind == "plain":
-        return PLAIN
-    ends = Fusion(torch.zeros(2, dtype=torch.int64), torch.zeros(64, layout.ROPE_DIM), 1e-6, inverse_rope=True)
-    return ends if kind == "fused" else ends._replace(n_groups=2, heads_per_group=heads // 2, packed_scales=True)
+        return NOT_FUSED
+    parts = FusedParts(torch.zeros(2, dtype=torch.int64), torch.zeros(64, layout.ROPE_DIM), 1e-6, inverse_rope=True)
+    return parts if kind == "fused" else parts._replace(n_groups=2, heads_per_group=heads // 2, packed_scales=True)
+
+
+def make_call(
+    heads: int = 64,
+    kind: str = "plain",
+    fmt: str = "fp8_ds_mla",
+    dtype: torch.dtype = torch.bfloat16,
+    sink: bool = False,
+    tokens: int = 2,
+) -> DecodeCall:
+    """Return a call of 128 + 512 columns of slots."""
+    lens = torch.zeros(tokens, dtype=torch.int32)
+
+    def paged(pages: int, block: int, width: int) -> PagedKeys:
+        cache = layout.allocate_cache(fmt, pages, block, dtype=dtype)
+        return PagedKeys(cache, torch.zeros(tokens, width, dtype=torch.int32), lens, block)
+
+    q, logits = torch.zeros(tokens, heads, 512, dtype=dtype), torch.zeros(heads) if sink else None
+    caches = paged(3, 64, 128), paged(9, 2, 512)
+    return DecodeCall(q, *caches, fmt, 0.1, logits, fused=fused_parts(kind, heads))
 
 
 CALLS: dict[str, tuple[int, str, torch.dtype, str, int]] = {
@@ -48,13 +62,9 @@ CALLS: dict[str, tuple[int, str, torch.dtype, str, int]] = {
 def test_it_compiles_ahead_of_time_within_shared_memory(target: str, name: str) -> None:
     gpu, kibibytes = GPUS[target]
     heads, fmt, dtype, kind, splits = CALLS[name]
-    q, sink, fusion = torch.zeros(2, heads, 512, dtype=dtype), torch.zeros(heads), fusion_of(kind, heads)
     with compiled_for(TARGETS[target]) as compiled:
-        portable.launch(
-            q, *sources_of(fmt, dtype), fmt, 0.1, sink, None, gpu, splits=splits, fusion=fusion,
-            into=results_for(q, fusion),
-        )  # fmt: skip
-    names = ["sparse_mla_decode_kernel", "split_softmax_kernel"]
+        sparse_mla_decode_triton.launch(make_call(heads, kind, fmt, dtype, sink=True), gpu, splits)
+    names = ["sparse_mla_decode_kernel", "combine_splits_kernel"]
     assert [kernel.metadata.name for kernel in compiled] == names[:splits]
     assert all(kernel.metadata.shared <= kibibytes * 1024 and machine_code(kernel) for kernel in compiled)
 
@@ -63,155 +73,139 @@ def test_it_compiles_ahead_of_time_within_shared_memory(target: str, name: str) 
     ("heads", "splits", "sink", "kind"),
     [(64, 1, False, "plain"), (128, 1, True, "fused"), (100, 4, True, "quantised")],
 )
-def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products(
+def test_the_kernel_for_many_tokens_compiles_with_its_registers_and_asynchronous_gemms(
     heads: int, splits: int, sink: bool, kind: str
 ) -> None:
-    q, sources = torch.zeros(2, heads, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
-    logits, fusion = torch.zeros(heads) if sink else None, fusion_of(kind, heads)
-    assert hopper.hopper_refuses(q, *sources, "fp8_ds_mla", logits, fusion) == ""
+    call = make_call(heads, kind, sink=sink)
+    assert many.why_unsupported(call) == ""
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        hopper.launch_hopper(
-            q, *sources, 0.1, logits, GPUS["sm_90"][0], splits, fusion=fusion, into=results_for(q, fusion)
-        )
+        many.launch(call, SM90, splits)
     kernel = compiled[0]
     assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and machine_code(kernel)
     assert kernel.asm["ptx"].count("setmaxnreg") >= 4
-    # Scores twice, in front of the loop and in it; a norm's squares by blocks of columns, in a loop of their own.
-    assert kernel.asm["ptx"].count("m64n64k16") == 2 * 512 // 16 + (4 if fusion.q_norm_eps else 0)
+    # Scores twice, before the loop and in it; a norm's squares by blocks of columns, in a loop of their own.
+    assert kernel.asm["ptx"].count("m64n64k16") == 2 * 512 // 16 + (4 if call.fused.q_norm_eps else 0)
 
 
 @pytest.mark.parametrize(("rope", "heads"), [(96, 64), (200, 64), (32, 32), (200, 8)])
-def test_any_even_number_of_columns_up_to_half_of_a_row_turns(rope: int, heads: int) -> None:
-    kernel = few if heads <= few.MOST_HEADS else hopper
-    q, sources = torch.zeros(2, heads, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
-    fusion = Fusion(torch.zeros(2, dtype=torch.int64), torch.zeros(64, rope), 1e-6, inverse_rope=True)
-    assert kernel.hopper_refuses(q, *sources, "fp8_ds_mla", None, fusion) == ""
+def test_any_even_number_of_columns_up_to_half_of_a_row_is_rotated(rope: int, heads: int) -> None:
+    kernel: Any = few_heads if heads <= few_heads.MAX_HEADS else many
+    call = make_call(heads, "fused")
+    call = call._replace(fused=call.fused._replace(cos_sin_cache=torch.zeros(64, rope)))
+    assert kernel.why_unsupported(call) == ""
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        kernel.launch_hopper(q, *sources, 0.1, None, GPUS["sm_90"][0], 1, fusion, results_for(q, fusion))
+        kernel.launch(call, SM90, 1)
     assert machine_code(compiled[0])
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_parts_are_stored_and_joined_sixteen_bytes_at_a_time(invariant: bool) -> None:
-    q, sources = torch.zeros(2, 64, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
+def test_partial_results_are_stored_and_combined_sixteen_bytes_at_a_time(invariant: bool) -> None:
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        hopper.launch_hopper(q, *sources, 0.1, None, GPUS["sm_90"][0], 4, Fusion(batch_invariant=invariant))
-    parts, joined = (kernel.asm["ptx"] for kernel in compiled)
-    assert joined.count("ld.global.v4.b32") == 4
+        many.launch(make_call()._replace(batch_invariant=invariant), SM90, 4)
+    partial, combined = (kernel.asm["ptx"] for kernel in compiled)
+    assert combined.count("ld.global.v4.b32") == 4
     assert compiled[1].metadata.num_warps == (4 if invariant else 2)
-    # Of both halves of the dims, in a loop over 16 heads at a time.
-    assert invariant or parts.count("st.global.v4.b32") == 8
+    # Both halves of the dims, in a loop over 16 heads at a time.
+    assert invariant or partial.count("st.global.v4.b32") == 8
 
 
 @pytest.mark.parametrize(
     ("heads", "splits", "sink", "kind"),
     [(8, 1, False, "plain"), (16, 4, True, "fused"), (24, 1, True, "quantised"), (32, 1, True, "quantised")],
 )
-def test_the_kernel_for_few_heads_has_what_it_does_once_and_spills_nothing(
+def test_the_kernel_for_few_heads_has_no_repeated_code_and_spills_nothing(
     heads: int, splits: int, sink: bool, kind: str
 ) -> None:
-    q, sources = torch.zeros(2, heads, 512, dtype=torch.bfloat16), sources_of("fp8_ds_mla", torch.bfloat16)
-    logits, fusion = torch.zeros(heads) if sink else None, fusion_of(kind, heads)
-    assert few.hopper_refuses(q, *sources, "fp8_ds_mla", logits, fusion) == ""
+    call = make_call(heads, kind, sink=sink)
+    assert few_heads.why_unsupported(call) == ""
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        few.launch_hopper(
-            q, *sources, 0.1, logits, GPUS["sm_90"][0], splits, fusion=fusion, into=results_for(q, fusion)
-        )
+        few_heads.launch(call, SM90, splits)
     kernel = compiled[0]
+    ptx, block_h = kernel.asm["ptx"], few_heads.choose_tiling(heads).block_h
     assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and machine_code(kernel)
-    assert kernel.asm["ptx"].count("setmaxnreg") >= 4
-    assert kernel.metadata.launch_pdl and kernel.asm["ptx"].count("griddepcontrol.wait") == 1
-    # Rows of the products are keys: as many columns as heads, rounded up. Both have 512 dims, scores and outputs.
-    assert kernel.asm["ptx"].count(f"m64n{few.shape_of(heads).block_h}k16") == 512 // 16 + 512 // 64 * (few.KEYS // 16)
-    # Of a key, a thread of eight warps dequantises what four words of codes hold, in each of seven tiles.
-    assert kernel.asm["ptx"].count("0x9180") == 4 * layout.FP8_DS_MLA_TILES
+    assert ptx.count("setmaxnreg") >= 4
+    assert kernel.metadata.launch_pdl and ptx.count("griddepcontrol.wait") == 1
+    # Rows of the GEMMs are keys: as many columns as heads, rounded up. Both have 512 dims, scores and outputs.
+    assert ptx.count(f"m64n{block_h}k16") == 512 // 16 + 512 // 64 * (few_heads.KEYS // 16)
+    # Of each key, a thread of eight warps dequantises four words of codes in each of seven tiles.
+    assert ptx.count("0x9180") == 4 * layout.FP8_DS_MLA_TILES
     used = resources(kernel)
-    # Triton 3.9 spills what 32 heads quantise.
+    # Triton 3.9 spills in the quantisation of 32 heads.
     assert used["STACK"] <= (80 if triton_release() >= (3, 9) and kind == "quantised" else 0) and used["LOCAL"] == 0
 
 
 @pytest.mark.parametrize(
-    ("shape", "heads", "splits", "kind"),
+    ("tiling", "heads", "splits", "kind"),
     [
-        (small.NARROW, 100, 3, "fused"),
-        (small.ONCE[0], 64, 1, "quantised"),
-        (small.ONCE[1], 64, 2, "plain"),
+        (few_tokens.NARROW, 100, 3, "fused"),
+        (few_tokens.ONE_BLOCK[0], 64, 1, "quantised"),
+        (few_tokens.ONE_BLOCK[1], 64, 2, "plain"),
     ],
 )
-def test_the_kernel_for_few_tokens_is_small_and_waits_for_the_one_in_front(
-    shape: small.Shape, heads: int, splits: int, kind: str
+def test_the_kernel_for_few_tokens_is_small_and_waits_for_the_previous_kernel(
+    tiling: few_tokens.Tiling, heads: int, splits: int, kind: str
 ) -> None:
-    q, sources, gpu = torch.zeros(2, heads, 512).bfloat16(), sources_of("fp8_ds_mla", torch.bfloat16), GPUS["sm_90"][0]
-    fusion = fusion_of(kind, heads)
+    call = make_call(heads, kind)
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        small.launch_hopper(q, *sources, 0.1, None, gpu, splits, fusion, results_for(q, fusion), shape)
+        few_tokens.launch(call, SM90, splits, tiling=tiling)
     kernel = compiled[0]
     assert kernel.metadata.launch_pdl and kernel.asm["ptx"].count("griddepcontrol.wait") == 1
     assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        hopper.launch_hopper(q, *sources, 0.1, None, gpu, splits, fusion, results_for(q, fusion))
+        many.launch(call, SM90, splits)
     assert len(machine_code(kernel)) < len(machine_code(compiled[0])) * 2 / 3
 
 
-def test_the_kernel_for_few_tokens_leaves_many_to_the_others() -> None:
-    window, extra = sources_of("fp8_ds_mla", torch.bfloat16)
-    calls: dict[tuple[int, int], small.Shape | None] = {(16, 64): None, (32, 64): None}
-    # Rows in single blocks, as long as every block has a multiprocessor.
-    calls |= {(3, 64): small.NARROW, (6, 64): small.ONCE[0], (13, 64): small.ONCE[1], (14, 64): None}
-    assert {call: small.shape_of(*call, 640) for call in calls} == calls
-    assert small.shape_of(1, 128, 1152) == small.ONCE[0]
-    short = {
-        (1, 64): small.NARROW,
-        (2, 64): small.ONCE[0],
-        (32, 64): small.ONCE[0],
-        (64, 64): small.ONCE[1],
-        (65, 64): None,
-    }
-    assert {call: small.shape_of(*call, 256) for call in short} == short
-    assert small.shape_of(1, 64, 128) == small.ONCE[0]
-    assert small.shape_of(16, 64, 512) == small.ONCE[1]
-    assert small.shape_of(8, 128, 1152) is None
-    q = torch.zeros(64, 64, 512, dtype=torch.bfloat16)
-    assert small.hopper_refuses(q[:8], window, extra, "fp8_ds_mla", None) == ""
-    assert "less than 64 tokens" in small.hopper_refuses(q, window, extra, "fp8_ds_mla", None)
-    assert "33 heads" in small.hopper_refuses(q[:1, :32], window, extra, "fp8_ds_mla", None)
-    assert "more tokens" in small.hopper_refuses(q[:1], window, extra, "fp8_ds_mla", None, Fusion(batch_invariant=True))
+def test_the_kernel_for_few_tokens_leaves_more_tokens_to_the_others() -> None:
+    choose, narrow, one_block = few_tokens.choose_tiling, few_tokens.NARROW, few_tokens.ONE_BLOCK
+    calls: dict[tuple[int, int], few_tokens.Tiling | None] = {(16, 64): None, (32, 64): None}
+    # Rows in single blocks, as long as every block has an SM.
+    calls |= {(3, 64): narrow, (6, 64): one_block[0], (13, 64): one_block[1], (14, 64): None}
+    assert {call: choose(*call, 640) for call in calls} == calls
+    assert choose(1, 128, 1152) == one_block[0]
+    short = {(1, 64): narrow, (2, 64): one_block[0], (32, 64): one_block[0], (64, 64): one_block[1], (65, 64): None}
+    assert {call: choose(*call, 256) for call in short} == short
+    assert choose(1, 64, 128) == one_block[0]
+    assert choose(16, 64, 512) == one_block[1]
+    assert choose(8, 128, 1152) is None
+    usual = make_call(tokens=64)
+    one = usual._replace(q=usual.q[:1])
+    assert few_tokens.why_unsupported(usual._replace(q=usual.q[:8])) == ""
+    assert "fewer tokens than 64" in few_tokens.why_unsupported(usual)
+    assert "33 heads" in few_tokens.why_unsupported(one._replace(q=one.q[:, :32]))
+    assert "more tokens" in few_tokens.why_unsupported(one._replace(batch_invariant=True))
 
 
-def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> None:
-    window, extra = sources_of("fp8_ds_mla", torch.bfloat16)
-    q, sink = torch.zeros(2, 64, 512, dtype=torch.bfloat16), torch.zeros(64)
-    assert hopper.hopper_refuses(q, window, extra, "fp8_ds_mla", sink) == ""
+def test_unsupported_calls_of_the_sm90_kernels_say_why() -> None:
+    usual = make_call(sink=True)
+    q, window, extra = usual.q, usual.window, usual.extra
+    assert many.why_unsupported(usual) == ""
     odd_pages = torch.zeros(9, 2 * 584 + 8, dtype=torch.uint8)
-    calls = {
-        "33 heads or more": (q[:, :32], window, extra, "fp8_ds_mla", sink),
-        "bfloat16 queries": (q.half(), window, extra, "fp8_ds_mla", sink),
-        "takes fp8_ds_mla": (q, window, extra, "fp8", sink),
-        "power of two": (q, window._replace(block_size=48), extra, "fp8_ds_mla", sink),
-        "bytes apart": (q, window, extra._replace(cache=odd_pages[:, :1168]), "fp8_ds_mla", sink),
-        "start at": (q, window._replace(cache=window.cache[:, 8:]), extra, "fp8_ds_mla", sink),
-        "neighbours": (q, window, extra._replace(indices=strided(extra.indices)), "fp8_ds_mla", sink),
+    changes: dict[str, dict[str, Any]] = {
+        "33 heads or more": {"q": q[:, :32]},
+        "bfloat16 queries": {"q": q.half()},
+        "takes fp8_ds_mla": {"cache_format": "fp8"},
+        "power of two": {"window": window._replace(block_size=48)},
+        "1176 bytes apart": {"extra": extra._replace(cache=odd_pages[:, :1168])},
+        "start at byte 8": {"window": window._replace(cache=window.cache[:, 8:])},
+        "extra_indices is contiguous": {"extra": extra._replace(indices=strided(extra.indices))},
+        "256 dims are rotated": {"fused": FusedParts(None, torch.zeros(64, 512))},
     }
-    for reason, call in calls.items():
-        assert reason in hopper.hopper_refuses(*call)
-    assert few.hopper_refuses(q[:, :32], window, extra, "fp8_ds_mla", sink) == ""
-    assert "32 heads or fewer" in few.hopper_refuses(q[:, :33], window, extra, "fp8_ds_mla", sink)
-    wide = Fusion(None, torch.zeros(64, 512))
-    assert "half of a vector" in hopper.hopper_refuses(q, window, extra, "fp8_ds_mla", sink, wide)
+    for reason, change in changes.items():
+        assert reason in many.why_unsupported(usual._replace(**change))
+    assert few_heads.why_unsupported(usual._replace(q=q[:, :32])) == ""
+    assert "32 heads or fewer" in few_heads.why_unsupported(usual._replace(q=q[:, :33]))
 
 
-@pytest.mark.parametrize("made_for_hopper", [False, True])
-def test_nothing_is_compiled_again_for_a_piece_of_a_batch(made_for_hopper: bool) -> None:
-    gpu, lens, positions = GPUS["sm_90"][0], torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
-    q, fusion = torch.zeros(2, 64, 512, dtype=torch.bfloat16), fusion_of("fused", 64)
+@pytest.mark.parametrize("kernel", [many, sparse_mla_decode_triton])
+def test_nothing_is_compiled_again_for_a_piece_of_a_batch(kernel: Any) -> None:
+    lens, positions = torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
+    call = make_call(kind="fused")
     with compiled_for(TARGETS["sm_90"]) as compiled:
         for first in (0, 3):
             here = slice(first, first + 2)
-            window, extra = (s._replace(lens=lens[here]) for s in sources_of("fp8_ds_mla", torch.bfloat16))
-            piece = fusion._replace(positions=positions[here])
-            if made_for_hopper:
-                hopper.launch_hopper(q, window, extra, 0.1, None, gpu, 2, fusion=piece)
-            else:
-                portable.launch(q, window, extra, "fp8_ds_mla", 0.1, None, None, gpu, splits=2, fusion=piece)
+            window, extra = (keys._replace(lens=lens[here]) for keys in (call.window, call.extra))
+            fused = call.fused._replace(positions=positions[here])
+            kernel.launch(call._replace(window=window, extra=extra, fused=fused), SM90, 2)
     assert len(compiled) == 4
     assert [kernel.hash for kernel in compiled[:2]] == [kernel.hash for kernel in compiled[2:]]

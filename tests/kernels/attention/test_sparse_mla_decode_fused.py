@@ -1,4 +1,4 @@
-"""What the portable decode kernel does around attention, interpreted: the ops that do each step alone, bit by bit."""
+"""Steps that the Triton decode kernel fuses, interpreted: bit by bit those of the ops that do each step alone."""
 
 from __future__ import annotations
 
@@ -9,48 +9,46 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.attention import sparse_mla_decode as launcher
-from dsv4_compile.kernels.attention import sparse_mla_decode as quant_launcher
-from dsv4_compile.kernels.attention import sparse_mla_decode_plan as plan
-from dsv4_compile.kernels.attention import sparse_mla_decode_triton as portable
+from dsv4_compile.kernels.attention import sparse_mla_decode as kernels
+from dsv4_compile.kernels.attention import sparse_mla_decode_triton, split_combine
 from dsv4_compile.kernels.attention.sparse_mla_decode_triton import Tiles
 from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.kernels.preprocess.q_norm_rope import q_norm_rope
 from dsv4_compile.ops.attention.inv_rope import inv_rope, inv_rope_fp8_quant
+from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.testing import assert_bitwise, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
 from tests.ops.attention.sparse_mla_calls import EPS, call, positional
 
 interpreted = pytest.mark.interpreted
-OUTPUTS = ("p_out", "p_lse", "p_part", "p_part_lse", "p_scale", "p_values")
+OUTPUTS = ("p_out", "p_lse", "p_partial", "p_partial_lse", "p_scale", "p_values")
 BF16: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16}
 TILES = [Tiles(16, 16, 4), Tiles(16, 32, 4, keys_first=True, prefetch=True)]
 EIGHT = Tiles(8, 16, 4, keys_first=True, prefetch=True)
-CUTS = [(tiles, splits) for tiles in TILES for splits in (1, 2)]
+PLANS = [(tiles, splits) for tiles in TILES for splits in (1, 2)]
 ROWS = ("q", "indices", "lens", "extra_indices", "extra_lens", "positions")
 Result = tuple[Tensor, Tensor]
 
 
 @pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lets a test choose the tiles and the number of parts that launchers take."""
+def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Function that sets the tiles and the number of splits that launchers choose."""
 
     def choose(tiles: Tiles, splits: int) -> None:
-        monkeypatch.setattr(portable, "choose_tiles", lambda *_: tiles)
-        monkeypatch.setattr(plan, "part_count", lambda programs, blocks, gpu: min(splits, blocks))
+        monkeypatch.setattr(sparse_mla_decode_triton, "choose_tiles", lambda *_: tiles)
+        monkeypatch.setattr(split_combine, "split_count", lambda programs, blocks, gpu: min(splits, blocks))
 
     return choose
 
 
-def run(form: str, arguments: dict[str, Any], *front: Tensor) -> Any:
-    """A launcher on arguments by name, every access checked, over poisoned memory."""
-    quant = form.endswith("quant")
+def run(form: str, arguments: dict[str, Any], *outputs: Tensor) -> Any:
+    """Run a launcher on arguments by name, every access checked, over poisoned memory."""
     with checked(OUTPUTS), poisoned_empty():
-        return getattr(quant_launcher if quant else launcher, form)(*front, *positional(arguments, quant=quant))
+        return launcher(form)(*outputs, *positional(arguments, quant=form.endswith("quant")))
 
 
 def attended(arguments: dict[str, Any], normed: bool = True) -> Result:
-    """The kernel without options, after the op that norms and rotates queries."""
+    """Run the kernel without options, after the op that norms and rotates queries."""
     q = arguments["q"]
     if normed:
         q = q_norm_rope(q, arguments["positions"], arguments["cos_sin_cache"], EPS)
@@ -66,11 +64,11 @@ def assert_equal(got: Result, want: Result, *, strides: bool = True) -> None:
 @interpreted
 @pytest.mark.parametrize(
     ("tiles", "splits", "normed", "back"),
-    [(*cut, True, True) for cut in CUTS]
+    [(*plan, True, True) for plan in PLANS]
     + [(TILES[0], 1, True, False), (TILES[1], 2, False, True), (EIGHT, 1, True, True)],
 )
-def test_fused_steps_are_the_separate_ones(cut: Any, tiles: Tiles, splits: int, normed: bool, back: bool) -> None:
-    cut(tiles, splits)
+def test_fused_steps_are_the_separate_ones(plan: Any, tiles: Tiles, splits: int, normed: bool, back: bool) -> None:
+    plan(tiles, splits)
     arguments = call(2, 17, window=37, extra=21, **BF16)
     out, lse = attended(arguments, normed)
     want = inv_rope(out, arguments["positions"], arguments["cos_sin_cache"]) if back else out
@@ -93,16 +91,16 @@ def test_other_dims_and_dtypes(sizes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("tiles", "splits", "packed", "tokens", "heads", "groups", "size"),
     [
-        *((*cut, packed, 1, 17, 3, 5) for cut in CUTS for packed in (True, False)),
-        (*CUTS[1], True, 5, 17, 17, 1),
-        (*CUTS[0], False, 6, 3, 1, 3),
-        (*CUTS[3], False, 4, 4, 2, 2),
+        *((*plan, packed, 1, 17, 3, 5) for plan in PLANS for packed in (True, False)),
+        (*PLANS[1], True, 5, 17, 17, 1),
+        (*PLANS[0], False, 6, 3, 1, 3),
+        (*PLANS[3], False, 4, 4, 2, 2),
     ],
 )
 def test_quantised_rows_are_those_of_the_separate_op(
-    cut: Any, tiles: Tiles, splits: int, packed: bool, tokens: int, heads: int, groups: int, size: int
+    plan: Any, tiles: Tiles, splits: int, packed: bool, tokens: int, heads: int, groups: int, size: int
 ) -> None:
-    cut(tiles, splits)
+    plan(tiles, splits)
     arguments = call(tokens, heads, window=20, extra=20, **BF16)
     out, _ = attended(arguments)
     want = inv_rope_fp8_quant(out, arguments["positions"], arguments["cos_sin_cache"], groups, size, packed)
@@ -115,7 +113,7 @@ def test_quantised_rows_are_those_of_the_separate_op(
 
 @interpreted
 @pytest.mark.parametrize("dim", [128, 256])
-def test_smaller_heads_are_quantised_strip_by_strip(dim: int) -> None:
+def test_smaller_heads_are_quantised_tile_by_tile(dim: int) -> None:
     arguments = call(3, 4, dim=dim) | {"n_groups": 2, "inverse_rope": False}
     still = torch.cat((torch.ones(1, 8), torch.zeros(1, 8)), dim=1)
     want = inv_rope_fp8_quant(attended(arguments, normed=False)[0], arguments["positions"], still, 2, 2)
@@ -124,8 +122,8 @@ def test_smaller_heads_are_quantised_strip_by_strip(dim: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("splits", [1, 2])
-def test_rows_without_keys_stay_zero_and_finite(cut: Any, splits: int) -> None:
-    cut(TILES[0], splits)
+def test_rows_without_keys_stay_zero_and_finite(plan: Any, splits: int) -> None:
+    plan(TILES[0], splits)
     arguments = call(3, 2, window=40, **BF16) | {"q_norm_eps": EPS, "inverse_rope": True}
     arguments["q"] = torch.full_like(arguments["q"], math.nan)
     arguments["lens"], arguments["extra_lens"] = torch.zeros_like(arguments["lens"]), -arguments["extra_lens"].abs()
@@ -148,11 +146,11 @@ def test_results_go_into_strided_buffers(fmt: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("part_bytes", [1, 2**28])
-def test_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
-    """Neither on the number of tokens nor on the processors, the widths of the rows or how many launches it takes."""
-    monkeypatch.setattr(plan, "PART_KEYS", 32)
-    monkeypatch.setattr(plan, "PART_BYTES", part_bytes)
+@pytest.mark.parametrize("partial_bytes", [1, 2**28])
+def test_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch, partial_bytes: int) -> None:
+    """A batch has a number of tokens, widths of rows and a number of launches; the GPU has a number of SMs."""
+    monkeypatch.setattr(split_combine, "INVARIANT_KEYS", 32)
+    monkeypatch.setattr(split_combine, "MAX_PARTIAL_BYTES", partial_bytes)
     arguments = call(6, 3, window=100, extra=70, **BF16) | {"q_norm_eps": EPS, "inverse_rope": True}
     arguments |= {"lens": torch.tensor([100, 7, 0, 33, 64, 1]), "extra_lens": torch.tensor([70, 1, 0, 64, 3, 0])}
     invariant = arguments | {"batch_invariant": True}
@@ -161,24 +159,25 @@ def test_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch, par
         one = {name: invariant[name][t : t + 1] for name in ROWS}
         for name, count in (("indices", "lens"), ("extra_indices", "extra_lens")):
             one[name] = one[name][:, : int(one[count])]
-        monkeypatch.setattr(launcher, "gpu_of", lambda _, n=t: Gpu("interpreter", 0, 100 * n + 1))
+        monkeypatch.setattr(kernels, "gpu_of", lambda _, n=t: Gpu("interpreter", 0, 100 * n + 1))
         assert_equal(run("sparse_mla_decode", invariant | one), (out[t : t + 1], lse[t : t + 1]), strides=False)
-    monkeypatch.setattr(launcher, "gpu_of", lambda _: Gpu("interpreter", 0, 1))
+    monkeypatch.setattr(kernels, "gpu_of", lambda _: Gpu("interpreter", 0, 1))
     plain = run("sparse_mla_decode", arguments)
     assert not all(torch.equal(a, b) for a, b in zip(plain, (out, lse), strict=True))
 
 
-def test_parts_follow_from_a_rows_own_blocks() -> None:
-    gpu = Gpu("cuda", 90, 132)
-    assert plan.cut_of(1, 64, 512, 1, 10, 64, gpu, False) == (10, 1, 1, torch.float32)
-    assert plan.cut_of(512, 64, 512, 1, 10, 64, gpu, False)[:3] == (1, 1, 512)
-    assert plan.cut_of(32, 64, 512, 1, 20, 32, gpu, False, packs=True) == (4, 1, 32, torch.float16)
-    assert plan.cut_of(32, 64, 512, 1, 10, 64, gpu, True, packs=True).dtype is torch.float32
+def test_splits_follow_from_a_rows_own_blocks() -> None:
+    gpu, row = Gpu("cuda", 90, 132), (64, 512)
+    split_plan = split_combine.split_plan
+    assert split_plan((1, *row), 1, 10, 64, gpu) == (10, 1, 1, torch.float32)
+    assert split_plan((512, *row), 1, 10, 64, gpu)[:3] == (1, 1, 512)
+    assert split_plan((32, *row), 1, 20, 32, gpu, float16=True) == (4, 1, 32, torch.float16)
+    assert split_plan((32, *row), 1, 10, 64, gpu, invariant=True, float16=True).dtype is torch.float32
     for tokens in (1, 132, 70_000):
-        cut = plan.cut_of(tokens, 64, 512, 1, 10, 64, gpu, True)
-        assert (cut.splits, cut.least) == (3, 4)
-        assert cut.tokens * 4 * cut.splits * 64 * 512 <= plan.PART_BYTES
-    assert plan.cut_of(9, 64, 512, 1, 10, 64, gpu, True, splits=5)[:2] == (5, 1)
+        plan = split_plan((tokens, *row), 1, 10, 64, gpu, invariant=True)
+        assert (plan.splits, plan.min_blocks) == (3, 4)
+        assert plan.tokens * 4 * plan.splits * 64 * 512 <= split_combine.MAX_PARTIAL_BYTES
+    assert split_plan((9, *row), 1, 10, 64, gpu, splits=5, invariant=True)[:2] == (5, 1)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +187,14 @@ def test_parts_follow_from_a_rows_own_blocks() -> None:
         ("", {"q": torch.zeros(3, 2, 8)}, "at least 16"),
         ("_quant", {"packed_scales": True, "q": torch.zeros(3, 2, 256)}, "multiple of 512"),
         ("_quant", {"q": torch.zeros(3, 2, 64)}, "multiple of 128"),
-        ("_out", {"out": torch.zeros(3, 2, 128)[..., ::2]}, "neighbours"),
-        ("_out", {"lse": torch.zeros(3, 4)[:, ::2]}, "neighbours"),
+        ("_out", {"out": torch.zeros(3, 2, 128)[..., ::2]}, "last dim of out is contiguous"),
+        ("_out", {"lse": torch.zeros(3, 4)[:, ::2]}, "last dim of lse is contiguous"),
     ],
 )
-def test_calls_the_kernel_cannot_take_are_refused(form: str, change: dict[str, Any], reason: str) -> None:
+def test_unsupported_calls_say_why(form: str, change: dict[str, Any], reason: str) -> None:
     arguments = call(3, 2, dim=512) | {"q_norm_eps": EPS, "inverse_rope": True}
-    extra = {"_out": {"out": None, "lse": None}, "_quant": {"n_groups": 2}}.get(form, {})
-    refuses = getattr(quant_launcher if form == "_quant" else launcher, f"sparse_mla_decode{form}_refuses")
-    assert refuses(**arguments | extra) == ""
-    assert reason in refuses(**arguments | extra | change)
+    added = {"_out": {"out": None, "lse": None}, "_quant": {"n_groups": 2}}.get(form, {})
+    why_unsupported = refusal(f"sparse_mla_decode{form}")
+    assert why_unsupported is not None
+    assert why_unsupported(**arguments | added) == ""
+    assert reason in why_unsupported(**arguments | added | change)

@@ -1,4 +1,4 @@
-"""Attention in the latent space by its kernel, interpreted with every access checked, against the definition."""
+"""The latent decode kernel, interpreted with every access checked, against the reference."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.attention import sparse_mla_decode as kernel
+from dsv4_compile.kernels.attention import sparse_mla_decode_triton as kernel
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.testing import assert_close, fake_triton, hostile_indices, padded, random_cache, strided
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import GPUS, shared_out
 
 interpreted = pytest.mark.interpreted
-REFERENCE = REFERENCES["sparse_mla_decode_latent"]
+OP = "sparse_mla_decode_latent"
+REFERENCE = REFERENCES[OP]
 
 
 def compare(*args: Any, splits: int = 0) -> None:
     with checked(mutated=("p_out", "p_lse")):
-        out, lse = kernel.sparse_mla_decode_latent(*args, splits=splits)
+        out, lse = launcher(OP)(*args, splits=splits)
     want_out, want_lse = REFERENCE(*args)
     assert out.stride() == want_out.stride()
     assert_close(lse, want_lse, "lse")
@@ -33,7 +35,7 @@ def compare(*args: Any, splits: int = 0) -> None:
 def case(
     tokens: int = 3, heads: int = 3, width: int = 60, dim: int = 40, value_dim: int = 24, dtype: Any = torch.float32
 ) -> list[Any]:
-    """A fifth of all slots is none; NaN in all memory that is not selected."""
+    """Return arguments with a fifth of all slots invalid, and NaN in all memory that is not selected."""
     made = random_cache("plain", 3, 32, live=60, head_dim=dim, dtype=dtype)
     slots = made.slots[torch.randint(60, (tokens, width))].int()
     slots = torch.where(torch.rand(tokens, width) < 0.2, hostile_indices((tokens, width), 96, fraction=1.0), slots)
@@ -45,7 +47,7 @@ def case(
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(3, 3, 60), (1, 17, 5), (2, 1, 0), (0, 3, 9)])
-def test_every_size_and_number_of_parts(tokens: int, heads: int, width: int, splits: int) -> None:
+def test_every_size_and_number_of_splits(tokens: int, heads: int, width: int, splits: int) -> None:
     compare(*case(tokens, heads, width), splits=splits)
 
 
@@ -56,7 +58,7 @@ def test_real_dims_in_float32() -> None:
 
 @interpreted
 @pytest.mark.parametrize("value_dim", [8, 33, 40])
-def test_any_part_of_a_row_is_the_value(value_dim: int) -> None:
+def test_any_number_of_leading_dims_is_the_value(value_dim: int) -> None:
     compare(*case(value_dim=value_dim))
 
 
@@ -77,13 +79,14 @@ def test_rows_with_nothing_to_attend_are_zero() -> None:
 
 @interpreted
 def test_samples() -> None:
-    compare(*op_samples("sparse_mla_decode_latent")[0])
+    compare(*op_samples(OP)[0])
 
 
-def test_dims_that_do_not_fit_are_refused() -> None:
-    args = case(1, 1, 4, 1100, 520)
-    assert "512 dims" in kernel.sparse_mla_decode_latent_refuses(*args)
-    assert kernel.sparse_mla_decode_latent_refuses(*case()) == ""
+def test_unsupported_dims_say_why() -> None:
+    why_unsupported = refusal(OP)
+    assert why_unsupported is not None
+    assert "512 dims" in why_unsupported(*case(1, 1, 4, 1100, 520))
+    assert why_unsupported(*case()) == ""
 
 
 @pytest.mark.parametrize(
@@ -94,6 +97,6 @@ def test_it_compiles_ahead_of_time_with_the_tiles_of_the_gpu(target: str, heads:
     args = case(2, heads, 128, 576, 512, torch.bfloat16)
     seen = mock.patch.object(kernel, "gpu_of", lambda device: gpu)
     with seen, fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        kernel.sparse_mla_decode_latent(*args, splits=2)
+        launcher(OP)(*args, splits=2)
     assert len(compiled) == 2
     assert all(each.metadata.shared <= kibibytes * 1024 and fake_triton.machine_code(each) for each in compiled)

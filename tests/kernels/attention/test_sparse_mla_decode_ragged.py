@@ -1,4 +1,4 @@
-"""Lists to padded rows, to the bit and with every access checked; and attention over them."""
+"""Lists as padded rows, bit by bit and with every access checked, and attention over them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.attention import sparse_mla_decode as dense
 from dsv4_compile.kernels.attention import sparse_mla_decode as kernel
+from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.reference.attention.sparse_mla_decode import dense_rows as reference
 from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, strided
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 
 interpreted = pytest.mark.interpreted
-OUTPUTS = ("p_rows0", "p_lens0", "p_rows1", "p_lens1")
+OUTPUTS = ("p_window_rows", "p_window_lens", "p_extra_rows", "p_extra_lens")
+OP = "sparse_mla_decode_ragged"
 List = tuple[Tensor, Tensor, int]
 
 
 def made(tokens: int, width: int, spare: int = 3, dtype: torch.dtype = torch.int32) -> List:
-    """A list of rows of up to `width` entries, some of them no slots, some rows longer than the bound."""
+    """Return a list of rows of up to `width` entries, some of them invalid slots, some rows longer than the bound."""
     lens = torch.randint(width + 3, (tokens,))
     ends = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(dtype)
     return hostile_indices((int(ends[-1]) + spare,), 1000, fraction=0.3).to(dtype), ends, width
@@ -35,7 +36,7 @@ def compare(tokens: int, first: List, second: List | None = None) -> None:
     want = [tensor for indices, indptr, width in lists for tensor in reference(indices, indptr, tokens, width)]
     assert len(ours) == len(want)
     for number, (got, expected) in enumerate(zip(ours, want, strict=True)):
-        if number % 2 == 0:  # what is no slot may be any number that is none
+        if number % 2 == 0:  # invalid slots may be any negative number
             expected = torch.where(expected < 0, -1, expected)
         assert_bitwise(got, expected.to(torch.int32), strides=True)
 
@@ -79,33 +80,36 @@ def test_hostile_ends_read_nothing_outside_the_list(ends: list[int]) -> None:
 
 
 @interpreted
-def test_a_slot_that_int32_cannot_hold_is_none() -> None:
+def test_a_slot_that_int32_cannot_hold_is_invalid() -> None:
     indices = torch.tensor([3, 2**31, 2**40 + 1, 2**31 - 1])
     rows, _ = kernel.dense_rows(1, (indices, torch.tensor([0, 4]), 4), None)
     assert rows.tolist() == [[3, -1, -1, 2**31 - 1]]
 
 
 @interpreted
-@pytest.mark.parametrize("number", range(len(op_samples("sparse_mla_decode_ragged"))))
+@pytest.mark.parametrize("number", range(len(op_samples(OP))))
 def test_attention_over_lists_has_the_bits_of_attention_over_rows(number: int) -> None:
-    args = op_samples("sparse_mla_decode_ragged")[number]
+    args = op_samples(OP)[number]
     q, cache, indices, indptr, block, fmt, scale, sink, extra, more, more_ends, extra_block, kv_scale = args[:13]
-    assert kernel.sparse_mla_decode_ragged_refuses(*args) == ""
+    why_unsupported = refusal(OP)
+    assert why_unsupported is not None and why_unsupported(*args) == ""
     most, extra_most = (*args[13:], 0, 0)[:2]
     rows = reference(indices, indptr, q.shape[0], most)
     extra_rows = (None, None) if more is None else reference(more, more_ends, q.shape[0], extra_most)
     attend = (block, fmt, scale, sink, extra, *extra_rows, extra_block, kv_scale)
-    want = dense.sparse_mla_decode(q, cache, *rows, *attend)
-    for got, expected in zip(kernel.sparse_mla_decode_ragged(*args), want, strict=True):
+    want = launcher("sparse_mla_decode")(q, cache, *rows, *attend)
+    for got, expected in zip(launcher(OP)(*args), want, strict=True):
         assert_bitwise(got, expected, strides=True)
 
 
-def test_rows_without_a_bound_are_refused_where_they_would_fill_memory() -> None:
-    args: list[Any] = list(op_samples("sparse_mla_decode_ragged")[0])
+def test_rows_without_a_bound_are_unsupported_where_they_would_fill_memory() -> None:
+    why_unsupported = refusal(OP)
+    assert why_unsupported is not None
+    args: list[Any] = list(op_samples(OP)[0])
     args[2] = args[2][:1].expand(2**27)
-    assert kernel.sparse_mla_decode_ragged_refuses(*args) == ""
+    assert why_unsupported(*args) == ""
     args[13] = 0
-    assert "give max_entries" in kernel.sparse_mla_decode_ragged_refuses(*args)
+    assert "give max_entries" in why_unsupported(*args)
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)

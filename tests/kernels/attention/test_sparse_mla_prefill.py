@@ -1,4 +1,4 @@
-"""The portable prefill kernel in the bounds-checking interpreter, against the reference."""
+"""The Triton prefill kernel in the bounds-checking interpreter, against the reference."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.attention import sparse_mla_prefill as launcher
-from dsv4_compile.kernels.attention import sparse_mla_prefill as portable
-from dsv4_compile.kernels.attention.sparse_mla_prefill import Rows, Tiles
+from dsv4_compile.kernels.attention import sparse_mla_prefill as kernel
+from dsv4_compile.kernels.attention.common import operand_dtype
+from dsv4_compile.kernels.attention.sparse_mla_prefill import IndexRows, PrefillCall, Tiles
 from dsv4_compile.kernels.host.gpu import gpu_of
 from dsv4_compile.ops.attention.sparse_mla_prefill import sparse_mla_prefill, sparse_mla_prefill_ragged
+from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
 from tests.ops.attention.test_sparse_mla_prefill import as_list, sample
@@ -22,30 +23,30 @@ from tests.ops.attention.test_sparse_mla_prefill import as_list, sample
 interpreted = pytest.mark.interpreted
 INF, NAN = math.inf, math.nan
 OUTPUTS = ("p_out", "p_max", "p_lse")
-# Weights are rounded to the dtype of the keys, by 2^-9 at most, and keys are below 5: of few keys that is what remains.
+# Weights are rounded to the dtype of the keys, by 2^-9 at most, and keys are below 5; few keys do not average it out.
 FEW_KEYS = Tolerance(abs=5 * 2.0**-9, rel=2.01 / 128, cosine=1e-5)
 
 Result = tuple[Tensor, Tensor, Tensor]
 
 
 def launch(args: tuple[Any, ...], tiles: Tiles | None = None) -> Result:
-    """The portable kernel on the arguments of either op, every access checked, over poisoned memory."""
+    """Run the kernel on the arguments of either op, every access checked, over poisoned memory."""
     q, kv, indices, bounds, scale, sink, *bound = args
     if indices.dim() == 1:
-        rows = Rows(indices, bounds, min(bound[0] or indices.shape[0], indices.shape[0]), ragged=True)
+        rows = IndexRows(indices, bounds, min(bound[0] or indices.shape[0], indices.shape[0]), ragged=True)
     else:
-        rows = Rows(indices, bounds, indices.shape[1])
+        rows = IndexRows(indices, bounds, indices.shape[1])
     with checked(OUTPUTS) as launched, poisoned_empty():
-        result = portable.launch(q, kv, rows, scale, sink, gpu_of(q.device), tiles)
+        result = kernel.launch(PrefillCall(q, kv, rows, scale, sink), gpu_of(q.device), tiles)
     assert launched == ["sparse_mla_prefill_kernel"]
     return result
 
 
 def assert_same(args: tuple[Any, ...], tiles: Tiles | None = None) -> None:
-    """The kernel agrees with the reference as well as its operands' dtype allows."""
+    """Check that the kernel agrees with the reference as well as its operands' dtype allows."""
     got = launch(args, tiles)
     want = (sparse_mla_prefill_ragged if args[2].dim() == 1 else sparse_mla_prefill)(*args)
-    exact = portable.operand_dtype(*args[:2]) is torch.float32
+    exact = operand_dtype(*args[:2], "plain") is torch.float32
     out = "attention_float32" if exact and args[0].dtype is torch.float32 else FEW_KEYS
     for a, b, name, tolerance in zip(got, want, OUTPUTS, (out, "lse", "lse"), strict=True):
         assert a.dtype is b.dtype and a.is_contiguous()
@@ -55,7 +56,7 @@ def assert_same(args: tuple[Any, ...], tiles: Tiles | None = None) -> None:
 @interpreted
 @pytest.mark.parametrize("tiles", [Tiles(16, 16, 4, 1), Tiles(32, 64, 4, 2), Tiles(16, 32, 4, 3, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_dtype_and_cut_gives_the_references_result(dtype: torch.dtype, tiles: Tiles) -> None:
+def test_every_dtype_and_tiling_gives_the_references_result(dtype: torch.dtype, tiles: Tiles) -> None:
     for lens, sink in ((True, True), (False, False)):
         args = sample(5, 20, width=40, dtype=dtype, lens=lens, sink=sink)
         assert_same(args, tiles)
@@ -131,11 +132,11 @@ def test_nothing_to_attend_gives_zero_and_infinities(sink: float | None, empty: 
 
 
 @interpreted
-@pytest.mark.parametrize(("sink", "share"), [(-INF, 1.0), (0.0, 0.5), (math.log(3), 0.25), (INF, 0.0)])
-def test_the_sink_takes_its_share_and_leaves_the_logits_alone(sink: float, share: float) -> None:
+@pytest.mark.parametrize(("sink", "kept"), [(-INF, 1.0), (0.0, 0.5), (math.log(3), 0.25), (INF, 0.0)])
+def test_the_sink_scales_the_output_and_leaves_the_logits_unchanged(sink: float, kept: float) -> None:
     indices, kv = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 4), 2.0)
     out, top, lse = launch((torch.zeros(1, 1, 4), kv, indices, None, 1.0, torch.tensor([sink])))
-    assert_close(out, torch.full((1, 1, 4), 2.0 * share), "attention_float32")
+    assert_close(out, torch.full((1, 1, 4), 2.0 * kept), "attention_float32")
     assert top.item() == lse.item() == 0.0
 
 
@@ -154,7 +155,7 @@ def test_no_tokens_and_no_heads_launch_nothing() -> None:
     q, *rest = sample(2)
     for some in (q[:0], q[:, :0]):
         with checked() as launched:
-            out, top, lse = launcher.sparse_mla_prefill(some, *rest[:-1])
+            out, top, lse = launcher("sparse_mla_prefill")(some, *rest[:-1])
         assert launched == [] and out.shape == some.shape and top.shape == lse.shape == some.shape[:2]
 
 
@@ -164,17 +165,17 @@ def test_both_launchers_take_the_ops_arguments() -> None:
     # Every entry keeps its place in a block of keys, invalid ones too: the sums are added in the same order.
     rows = [row[:length] for row, length in zip(indices, lens.clamp(0, indices.shape[1]).tolist(), strict=True)]
     indptr = torch.tensor([0, *itertools.accumulate(len(row) for row in rows)], dtype=torch.int32)
-    listed = launcher.sparse_mla_prefill_ragged(q, kv, torch.cat(rows), indptr, *rest, 8)
-    for a, b in zip(launcher.sparse_mla_prefill(*args), listed, strict=True):
+    listed = launcher("sparse_mla_prefill_ragged")(q, kv, torch.cat(rows), indptr, *rest, 8)
+    for a, b in zip(launcher("sparse_mla_prefill")(*args), listed, strict=True):
         assert_bitwise(a, b)
 
 
-def test_calls_the_kernel_cannot_take_are_refused() -> None:
+def test_unsupported_calls_say_why() -> None:
     args = sample(2)
-    assert (
-        launcher.sparse_mla_prefill_refuses(*args) == launcher.sparse_mla_prefill_ragged_refuses(*as_list(args)) == ""
-    )
+    why_unsupported, of_list = refusal("sparse_mla_prefill"), refusal("sparse_mla_prefill_ragged")
+    assert why_unsupported is not None and of_list is not None
+    assert why_unsupported(*args) == of_list(*as_list(args)) == ""
     wide = torch.zeros(2, 2, 1024), torch.zeros(5, 1024), *args[2:]
-    assert "at most 512 dims" in launcher.sparse_mla_prefill_refuses(*wide)
+    assert "at most 512 dims" in why_unsupported(*wide)
     many = args[1][:1].expand(2**31, -1)
-    assert "fewer than" in launcher.sparse_mla_prefill_refuses(args[0], many, *args[2:])
+    assert "fewer than" in why_unsupported(args[0], many, *args[2:])

@@ -1,4 +1,4 @@
-"""The prefill kernels compiled ahead of time, and which of them a call on Hopper takes."""
+"""The prefill kernels compiled ahead of time, and the calls that the sm_90 kernel supports."""
 
 from __future__ import annotations
 
@@ -7,31 +7,36 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4_compile._compat import triton_release
-from dsv4_compile.kernels.attention import sparse_mla_prefill as portable
-from dsv4_compile.kernels.attention import sparse_mla_prefill_sm90 as hopper
-from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion
-from dsv4_compile.kernels.attention.sparse_mla_prefill import Rows
+from dsv4_compile.kernels.attention import sparse_mla_prefill, sparse_mla_prefill_sm90
+from dsv4_compile.kernels.attention.common import FusedParts
+from dsv4_compile.kernels.attention.sparse_mla_prefill import IndexRows, PrefillCall
 from dsv4_compile.testing import strided
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code, resources
 from tests.kernels.gpus import GPUS
 
 # From Triton 3.8 on the accumulator of the left warpgroup does not quite fit its registers.
 MOST_SPILLS = 4 if triton_release() < (3, 8) else 128
-# Bytes of a thread that fuses, from Triton 3.9 on.
+# Bytes that a thread with fused parts spills, from Triton 3.9 on.
 SPILLED = 0 if triton_release() < (3, 9) else 216
 
 
-def operands(heads: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    return torch.zeros(2, heads, 512, dtype=dtype), torch.zeros(70, 512, dtype=dtype)
+SM90 = GPUS["sm_90"][0]
 
 
-def rows(ragged: bool = False, lens: bool = True) -> Rows:
+def index_rows(ragged: bool = False, lens: bool = True) -> IndexRows:
     if ragged:
-        return Rows(torch.zeros(1280, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), 640, ragged=True)
-    return Rows(torch.zeros(2, 640, dtype=torch.int32), torch.zeros(2, dtype=torch.int32) if lens else None, 640)
+        return IndexRows(torch.zeros(1280, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), 640, ragged=True)
+    bounds = torch.zeros(2, dtype=torch.int32) if lens else None
+    return IndexRows(torch.zeros(2, 640, dtype=torch.int32), bounds, 640)
+
+
+def make_call(
+    heads: int, rows: IndexRows | None = None, sink: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> PrefillCall:
+    q, kv = torch.zeros(2, heads, 512, dtype=dtype), torch.zeros(70, 512, dtype=dtype)
+    return PrefillCall(q, kv, rows or index_rows(), 0.1, torch.zeros(heads) if sink else None)
 
 
 @pytest.mark.parametrize(
@@ -48,20 +53,19 @@ def test_it_compiles_ahead_of_time_within_shared_memory(
 ) -> None:
     gpu, kibibytes = GPUS[target]
     with compiled_for(TARGETS[target]) as compiled:
-        portable.launch(*operands(heads, dtype), rows(ragged), 0.1, torch.zeros(heads), gpu)
+        sparse_mla_prefill.launch(make_call(heads, index_rows(ragged), sink=True, dtype=dtype), gpu)
     (kernel,) = compiled
     assert machine_code(kernel)
-    assert kernel.metadata.shared * portable.choose_tiles(gpu, heads, dtype).resident <= kibibytes * 1024
+    assert kernel.metadata.shared * sparse_mla_prefill.choose_tiles(gpu, heads, dtype).resident <= kibibytes * 1024
 
 
 @pytest.mark.parametrize(("heads", "sink", "ragged"), [(128, True, False), (100, False, True)])
-def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products(
+def test_the_sm90_kernel_compiles_with_its_registers_and_asynchronous_gemms(
     heads: int, sink: bool, ragged: bool
 ) -> None:
     gpu, kibibytes = GPUS["sm_90"]
-    logits = torch.zeros(heads) if sink else None
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        hopper.launch_hopper(*operands(heads), rows(ragged, lens=sink), 0.1, logits, gpu)
+        sparse_mla_prefill_sm90.launch(make_call(heads, index_rows(ragged, lens=sink), sink), gpu)
     (kernel,) = compiled
     code = kernel.asm["sass"]
     assert kernel.metadata.shared <= kibibytes * 1024
@@ -69,15 +73,15 @@ def test_the_hopper_kernel_compiles_with_its_registers_and_asynchronous_products
     assert code.count("LDL") + code.count("STL") <= MOST_SPILLS
     # Each warpgroup looks up how long each row is. Triton has once let one use the first row's length for all.
     assert len(re.findall(r"tt\.load \S+ : !tt\.ptr<i32>", kernel.asm["ttgir"])) == (8 if ragged else 4)
-    # No thread of a warp goes another way than its neighbours: what follows are instructions of whole warps.
+    # No branch splits a warp: what follows are instructions of whole warps.
     assert "BSSY" not in code
-    # Products that wait for each other would each be fenced off by an arrival of their own.
+    # GEMMs that wait for each other would each have an arrival of their own.
     assert code.count("HGMMA") >= 72 and code.count("WARPGROUP.ARRIVE") <= 8
     assert code.count("LDGSTS.E.BYPASS.128") == 32  # a thread's copies of a block of keys
 
 
-def fusion(rope: int = 64, tokens: int = 2, **options: Any) -> Fusion:
-    return Fusion(torch.zeros(tokens, dtype=torch.int64), torch.zeros(70, rope), **options)
+def fused_parts(rope: int = 64, tokens: int = 2, **options: Any) -> FusedParts:
+    return FusedParts(torch.zeros(tokens, dtype=torch.int64), torch.zeros(70, rope), **options)
 
 
 NORM, BACK = {"q_norm_eps": 1e-6}, {"inverse_rope": True}
@@ -93,12 +97,12 @@ NORM, BACK = {"q_norm_eps": 1e-6}, {"inverse_rope": True}
         (128, False, NORM | BACK | {"n_groups": 8, "heads_per_group": 16, "packed_scales": True}),
     ],
 )
-def test_with_all_that_is_fused_it_spills_nothing_and_products_stay_asynchronous(
+def test_with_fused_parts_it_spills_nothing_and_gemms_stay_asynchronous(
     heads: int, ragged: bool, options: dict[str, Any]
 ) -> None:
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        hopper.launch_fused(
-            *operands(heads), rows(ragged), 0.1, torch.zeros(heads), GPUS["sm_90"][0], fusion(**options)
+        sparse_mla_prefill_sm90.launch_fused(
+            make_call(heads, index_rows(ragged), sink=True), SM90, fused_parts(**options)
         )
     (kernel,) = compiled
     code, used = kernel.asm["sass"], resources(kernel)
@@ -109,60 +113,57 @@ def test_with_all_that_is_fused_it_spills_nothing_and_products_stay_asynchronous
     normed = 4 if "q_norm_eps" in options else 0
     assert kernel.asm["ptx"].count("m64n64k16") == 2 * 512 // 16 + normed
     assert 72 + normed <= code.count("HGMMA") <= 80 and code.count("WARPGROUP.ARRIVE") <= 8
-    # Outputs that are stored as they are leave by the copy engine.
+    # Outputs that are neither rotated nor quantised leave by TMA.
     assert code.count("UTMASTG") == (0 if "inverse_rope" in options else 2)
 
 
-def test_what_is_not_fused_costs_nothing() -> None:
-    """A table of which nobody reads makes no other kernel, and positions may begin anywhere."""
+def test_unused_parts_cost_nothing() -> None:
+    """An unused table does not make another kernel, and positions may begin anywhere."""
     with compiled_for(TARGETS["sm_90"]) as compiled:
-        for where in (Fusion(), fusion()):
-            hopper.launch_fused(*operands(64), rows(), 0.1, None, GPUS["sm_90"][0], where)
+        for parts in (FusedParts(), fused_parts()):
+            sparse_mla_prefill_sm90.launch_fused(make_call(64), SM90, parts)
         for first in (0, 3):
-            piece = fusion(tokens=5, **NORM)._replace(positions=torch.zeros(5, dtype=torch.int64)[first:][:2])
-            hopper.launch_fused(*operands(64), rows(), 0.1, None, GPUS["sm_90"][0], piece)
+            piece = fused_parts(tokens=5, **NORM)._replace(positions=torch.zeros(5, dtype=torch.int64)[first:][:2])
+            sparse_mla_prefill_sm90.launch_fused(make_call(64), SM90, piece)
     assert compiled[0].hash == compiled[1].hash and compiled[2].hash == compiled[3].hash
 
 
-@pytest.mark.parametrize("kernel", [hopper.launch_hopper, portable.launch])
+@pytest.mark.parametrize("kernel", [sparse_mla_prefill_sm90, sparse_mla_prefill])
 def test_nothing_is_compiled_again_for_a_piece_of_a_batch(kernel: Any) -> None:
     lens = torch.zeros(5, dtype=torch.int32)
     with compiled_for(TARGETS["sm_90"]) as compiled:
         for first in (0, 3):
-            kernel(*operands(128), rows()._replace(bounds=lens[first:][:2]), 0.1, None, GPUS["sm_90"][0])
+            kernel.launch(make_call(128, index_rows()._replace(bounds=lens[first:][:2])), SM90)
     assert compiled[0].hash == compiled[1].hash
 
 
-def test_the_hopper_kernel_leaves_what_does_not_fit_to_the_portable_one() -> None:
-    q, kv = operands(64)
-    sink, some = torch.zeros(64), rows()
-    assert (
-        hopper.hopper_refuses(q, kv, some, 0.1, sink)
-        == hopper.hopper_refuses(q, kv, rows(ragged=True), 2.0, None)
-        == ""
-    )
-    fused = torch.zeros(2, 64 * 512 + 64, dtype=torch.bfloat16)
-    apart, uneven = (fused[:, first:][:, : 64 * 512].unflatten(1, (64, 512)) for first in (8, 1))
+def test_unsupported_calls_of_the_sm90_kernel_say_why() -> None:
+    why_unsupported = sparse_mla_prefill_sm90.why_unsupported
+    usual = make_call(64, sink=True)
+    q, kv, rows = usual.q, usual.kv, usual.rows
+    assert why_unsupported(usual) == ""
+    assert why_unsupported(make_call(64, index_rows(ragged=True))._replace(scale=2.0)) == ""
+    wider = torch.zeros(2, 64 * 512 + 64, dtype=torch.bfloat16)
+    apart, uneven = (wider[:, first:][:, : 64 * 512].unflatten(1, (64, 512)) for first in (8, 1))
     wide = torch.zeros(70, 520, dtype=torch.bfloat16)
-    calls = {
-        "bfloat16 vectors": (q.half(), kv, some, 0.1, sink),
-        "of 512 dims": (q[..., :256], kv[:, :256], some, 0.1, sink),
-        "that are rows": (strided(q), kv, some, 0.1, sink),
-        "of their own": (q[:, :1].expand(2, 64, 512), kv, some, 0.1, sink),
-        "that has rows": (q, kv[:0], some, 0.1, sink),
-        "elements apart": (q, wide[:, :512], some, 0.1, sink),
-        "start at": (uneven, kv, some, 0.1, sink),
-        "positive scales": (q, kv, some, -0.1, sink),
-        "neighbours": (q, kv, some._replace(indices=strided(some.indices)), 0.1, sink),
+    changes: dict[str, dict[str, Any]] = {
+        "bfloat16 vectors": {"q": q.half()},
+        "of 512 dims": {"q": q[..., :256], "kv": kv[:, :256]},
+        "last dim of q is contiguous": {"q": strided(q)},
+        "do not overlap": {"q": q[:, :1].expand(2, 64, 512)},
+        "that has rows": {"kv": kv[:0]},
+        "elements apart": {"kv": wide[:, :512]},
+        "start at": {"q": uneven},
+        "scale is positive": {"scale": -0.1},
+        "last dim of indices is contiguous": {"rows": rows._replace(indices=strided(rows.indices))},
     }
-    for reason, call in calls.items():
-        assert reason in hopper.hopper_refuses(*call)
-    for table in (
-        torch.zeros(70, 66),
-        strided(torch.zeros(70, 64)),
-        torch.zeros(1, 64).as_strided((1, 64), (2**31, 1)),
+    for reason, change in changes.items():
+        assert reason in why_unsupported(usual._replace(**change))
+    for table, reason in (
+        (torch.zeros(70, 66), "at most 64 columns"),
+        (strided(torch.zeros(70, 64)), "last dim of cos_sin_cache is contiguous"),
+        (torch.zeros(1, 64).as_strided((1, 64), (2**31, 1)), "at most 64 columns"),
     ):
-        where = fusion(**NORM)._replace(cos_sin_cache=table)
-        assert "64 columns at most" in hopper.hopper_refuses(q, kv, some, 0.1, sink, where)
-    assert hopper.hopper_refuses(apart, kv, some, 0.1, sink, fusion(**NORM)) == ""
-    assert hopper.hopper_refuses(q[:1, :1].as_strided((1, 1, 512), (1, 3, 1)), kv, some, 0.1, sink) == ""
+        assert reason in why_unsupported(usual, fused_parts(**NORM)._replace(cos_sin_cache=table))
+    assert why_unsupported(usual._replace(q=apart), fused_parts(**NORM)) == ""
+    assert why_unsupported(usual._replace(q=q[:1, :1].as_strided((1, 1, 512), (1, 3, 1)))) == ""

@@ -1,4 +1,4 @@
-"""The inverse rotation kernels on a GPU against the reference there: every byte, at sizes that models have."""
+"""The inverse RoPE kernels on a GPU against the reference there: every byte, at sizes that models have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inputs(tokens: int, heads: int, dim: int = layout.HEAD_DIM, rope: int = layo
 
 
 def storage(x: Tensor) -> Tensor:
-    """Every byte behind `x`: the zero rows after T are in no view."""
+    """Return every byte of the storage of `x`: the zero rows after T are in no view."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
@@ -56,7 +56,7 @@ def test_values_scales_and_padding_rows_are_exact(
     o, positions, table = inputs(tokens, groups * heads + 2, dim, rope)
     args = o, positions, table, groups, heads, packed
     with_garbage = torch.full((1 << 28,), 0xFF, dtype=torch.uint8, device="cuda")
-    del with_garbage  # what new outputs are made of
+    del with_garbage  # new outputs begin as this memory
     got, want = kernels.inv_rope_fp8_quant(*args), REFERENCES["inv_rope_fp8_quant"](*args)
     for actual, expected in zip(got, want, strict=True):
         assert actual.stride() == expected.stride()
@@ -64,7 +64,7 @@ def test_values_scales_and_padding_rows_are_exact(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_infinities_and_nan_keep_to_their_strips(packed: bool) -> None:
+def test_infinities_and_nan_do_not_change_other_tiles(packed: bool) -> None:
     """The conversion to e4m3 saturates by itself; in the interpreter a clamp does."""
     o, positions, table = inputs(37, 64)
     generator = torch.Generator("cuda").manual_seed(1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lowering.attention.cases_inv_rope_fp8_quant import CASES
+from tests.lowering.attention.cases_inv_rope import CASES
 from tests.lowering.claims import CPP, SM80, TARGETS, Reports, assert_equals_reference, assert_kernels, ir_decision
 from tests.lowering.generated import on_cpp
 

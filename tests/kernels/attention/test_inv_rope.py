@@ -1,4 +1,4 @@
-"""The inverse rotation kernels against the reference, in the checking interpreter, and compiled for every GPU."""
+"""The inverse RoPE kernels against the reference, in the checking interpreter, and compiled for every GPU."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def quantize(o: Tensor, positions: Tensor, table: Tensor, groups: int, heads: in
     want = REFERENCES["inv_rope_fp8_quant"](o, positions, table, groups, heads, packed)
     with poisoned_empty(), checked(mutated=("p_values", "p_scale")) as launched:
         got = kernels.inv_rope_fp8_quant(o, positions, table, groups, heads, packed)
-    by_strips = kernels.SPREAD_ROWS == 0 and o.shape[2] == 512 and table.shape[1] <= 128
-    assert launched == [f"inv_rope_fp8_quant{'_strips' * by_strips}_kernel"] * bool(o.shape[0] and groups)
+    by_tile = kernels.ONE_HEAD_ROWS == 0 and o.shape[2] == 512 and table.shape[1] <= 128
+    assert launched == [f"inv_rope_fp8_quant{'_by_tile' * by_tile}_kernel"] * bool(o.shape[0] and groups)
     for actual, expected in zip(got, want, strict=True):
         assert_bitwise(actual, expected, strides=True)
         assert actual.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
@@ -57,11 +57,11 @@ def test_rotating_back_is_exact(heads: int, dim: int, rope: int, dtype: torch.dt
 
 @pytest.fixture(params=["few", "several", "many"])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What any number of rows counts as."""
+    """Treat any number of rows as few, several or many."""
     if request.param != "few":
-        monkeypatch.setattr(kernels, "SPREAD_ROWS", 0)
+        monkeypatch.setattr(kernels, "ONE_HEAD_ROWS", 0)
     if request.param == "many":
-        monkeypatch.setattr(kernels, "FEW_ROWS", 0)
+        monkeypatch.setattr(kernels, "TWO_HEAD_ROWS", 0)
 
 
 @interpreted
@@ -107,7 +107,7 @@ def test_any_block_gives_the_same_result(
 @interpreted
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("spread", [padded, strided, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)])
-def test_heads_are_read_where_they_are(spread: Callable[[Tensor], Tensor]) -> None:
+def test_heads_of_any_strides(spread: Callable[[Tensor], Tensor]) -> None:
     for dim in (128, 512):
         o, positions, table = (
             spread(torch.randn(3, 4, dim).bfloat16()),
@@ -139,24 +139,26 @@ def test_no_token_gives_empty_results(packed: bool) -> None:
 @interpreted
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("dim", [256, 512])
-def test_a_strip_of_zeros_or_nan_keeps_to_itself(dim: int) -> None:
+def test_a_tile_of_zeros_or_nan_does_not_change_others(dim: int) -> None:
     o = torch.randn(2, 2, dim)
     o[0, 0, :128], o[0, 1, 130], o[1, 0, -1], o[1, 1, 3] = 0, torch.nan, torch.inf, -torch.inf
     quantize(o, torch.tensor([0, 5]), torch.cat((torch.ones(MAX_POS, 32), torch.zeros(MAX_POS, 32)), 1), 1, 2, False)
 
 
-def test_odd_head_dims_are_refused() -> None:
+def test_odd_head_dims_are_unsupported() -> None:
     rest = torch.arange(2), rope_table(16)
-    assert kernels.inv_rope_refuses(torch.empty(2, 3, 64), *rest) == ""
-    assert "96 is not a power of two" in kernels.inv_rope_refuses(torch.empty(2, 3, 96), *rest)
-    assert "384 is not a power of two" in kernels.inv_rope_fp8_quant_refuses(torch.empty(2, 3, 384), *rest, 1, 2)
+    assert kernels.why_unsupported_inv_rope(torch.empty(2, 3, 64), *rest) == ""
+    assert "96 is not a power of two" in kernels.why_unsupported_inv_rope(torch.empty(2, 3, 96), *rest)
+    assert "384 is not a power of two" in kernels.why_unsupported_inv_rope_fp8_quant(
+        torch.empty(2, 3, 384), *rest, 1, 2
+    )
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_they_compile_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        for tokens in (20, kernels.FEW_ROWS // 64 + 1):
+        for tokens in (20, kernels.TWO_HEAD_ROWS // 64 + 1):
             args = torch.empty(tokens, 64, 512, dtype=torch.bfloat16), torch.arange(tokens), rope_table(64)
             kernels.inv_rope(*args)
             for packed in (False, True):
@@ -165,9 +167,9 @@ def test_they_compile_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch
     assert all(begins_early(each) == early for each in compiled[:3])
 
 
-def test_many_programs_start_early_but_let_nothing_start_before_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_programs_use_pdl_but_launch_no_dependents(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sees(monkeypatch, "sm_90")
-    o = torch.empty(kernels.FEW_ROWS // 64 + 1, 64, 512, dtype=torch.bfloat16)
+    o = torch.empty(kernels.TWO_HEAD_ROWS // 64 + 1, 64, 512, dtype=torch.bfloat16)
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
         kernels.inv_rope_fp8_quant(o, torch.arange(len(o)), rope_table(64), 8, 8)
     ptx = compiled[0].asm["ptx"]

@@ -1,4 +1,4 @@
-"""The Hopper prefill kernel, simulated: see simulated_gluon.py and simulated_copies.py for what that means."""
+"""The prefill kernel for sm_90, simulated by tests/simulator/gluon.py and copies.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.attention.sparse_mla_decode_plan import Fusion
-from dsv4_compile.kernels.attention.sparse_mla_prefill import Rows
+from dsv4_compile.kernels.attention.common import FusedParts
+from dsv4_compile.kernels.attention.sparse_mla_prefill import IndexRows, PrefillCall
 from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.ops.attention.inv_rope import inv_rope, inv_rope_fp8_quant
 from dsv4_compile.ops.attention.sparse_mla_prefill import sparse_mla_prefill, sparse_mla_prefill_ragged
@@ -32,29 +32,29 @@ def hopper() -> Any:
     return simulated("attention.sparse_mla_prefill_sm90")
 
 
-def rows_of(args: tuple[Any, ...]) -> Rows:
-    indices, bounds, bound = args[2], args[3], args[6:]
+def call_of(args: tuple[Any, ...]) -> PrefillCall:
+    q, kv, indices, bounds, scale, sink, *bound = args
     if indices.dim() == 2:
-        return Rows(indices, bounds, indices.shape[-1])
-    return Rows(indices, bounds, min(bound[0] or len(indices), len(indices)), ragged=True)
+        return PrefillCall(q, kv, IndexRows(indices, bounds, indices.shape[-1]), scale, sink)
+    width = min(bound[0] or len(indices), len(indices))
+    return PrefillCall(q, kv, IndexRows(indices, bounds, width, ragged=True), scale, sink)
 
 
-def run(hopper: Any, args: tuple[Any, ...], processors: int = 2) -> Result:
-    q, kv, _, _, scale, sink, *_ = args
-    assert hopper.hopper_refuses(q, kv, rows_of(args), scale, sink) == ""
+def run(hopper: Any, args: tuple[Any, ...], sms: int = 2) -> Result:
+    call = call_of(args)
+    assert hopper.why_unsupported(call) == ""
     with poisoned_empty(), torch.no_grad():
-        return hopper.launch_hopper(q, kv, rows_of(args), scale, sink, Gpu("cuda", 90, processors))
+        return hopper.launch(call, Gpu("cuda", 90, sms))
 
 
 def fused(
-    hopper: Any, args: tuple[Any, ...], where: dict[str, Tensor], processors: int = 2, **options: Any
+    hopper: Any, args: tuple[Any, ...], rope: dict[str, Tensor], sms: int = 2, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """A call with what `options` of a `Fusion` say, at positions and with a table that are those of `rope`."""
-    q, kv, _, _, scale, sink, *_ = args
-    fusion = Fusion(**where, **options)
-    assert hopper.hopper_refuses(q, kv, rows_of(args), scale, sink, fusion) == ""
+    """Run a call with `options` of `FusedParts`, and with positions and table of `rope`."""
+    call, parts = call_of(args), FusedParts(**rope, **options)
+    assert hopper.why_unsupported(call, parts) == ""
     with poisoned_empty(), torch.no_grad():
-        return hopper.launch_fused(q, kv, rows_of(args), scale, sink, Gpu("cuda", 90, processors), fusion)
+        return hopper.launch_fused(call, Gpu("cuda", 90, sms), parts)
 
 
 def assert_same(got: Result, want: Result) -> None:
@@ -64,19 +64,19 @@ def assert_same(got: Result, want: Result) -> None:
 
 @pytest.mark.parametrize(("heads", "width"), [(64, 200), (128, 70), (100, 130), (8, 64), (1, 1)])
 def test_hostile_rows_give_the_references_result(hopper: Any, heads: int, width: int) -> None:
-    """Lengths from none to all, more tokens than programs, and nothing left of one item in the next."""
+    """Use lengths from none to all, and more tokens than programs, so that an item could see the one before it."""
     args = sample(7, heads, width=width, **BF16)
     args[3][:4] = torch.tensor([width, 0, 1, width])
     want = sparse_mla_prefill(*args)
     assert_same(run(hopper, args), want)
-    assert_same(run(hopper, as_list(args, width), processors=9), want)
+    assert_same(run(hopper, as_list(args, width), sms=9), want)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5])
 @pytest.mark.parametrize("sink", [False, True])
 def test_every_token_count_without_lengths(hopper: Any, tokens: int, sink: bool) -> None:
     args = sample(tokens, 64, width=150, lens=False, sink=sink, **BF16)
-    assert_same(run(hopper, args, processors=1), sparse_mla_prefill(*args))
+    assert_same(run(hopper, args, sms=1), sparse_mla_prefill(*args))
 
 
 def test_rows_without_keys_whatever_the_queries_hold(hopper: Any) -> None:
@@ -98,15 +98,15 @@ def test_offsets_outside_the_list(hopper: Any, max_row: int) -> None:
     assert_same(run(hopper, args), sparse_mla_prefill_ragged(*args))
 
 
-@pytest.mark.parametrize(("sink", "share"), [(-torch.inf, 1.0), (0.0, 0.5), (torch.inf, 0.0)])
-def test_the_sink_takes_its_share(hopper: Any, sink: float, share: float) -> None:
+@pytest.mark.parametrize(("sink", "kept"), [(-torch.inf, 1.0), (0.0, 0.5), (torch.inf, 0.0)])
+def test_the_sink_scales_the_output(hopper: Any, sink: float, kept: float) -> None:
     indices, kv = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 512), 2.0).bfloat16()
     q = torch.zeros(1, 64, 512).bfloat16()
     out, top, lse = run(hopper, (q, kv, indices, None, 1.0, torch.full((64,), sink)))
-    assert (out == 2.0 * share).all() and not top.any() and not lse.any()
+    assert (out == 2.0 * kept).all() and not top.any() and not lse.any()
 
 
-def test_rows_apart(hopper: Any) -> None:
+def test_strided_queries_and_keys(hopper: Any) -> None:
     q, kv, indices, lens, *rest = sample(5, 64, width=70, **BF16)
     wide_q, wide_kv = torch.full((5, 64, 520), torch.nan).bfloat16(), torch.full((50, 528), torch.nan).bfloat16()
     wide_q[..., :512], wide_kv[:, :512] = q, kv
@@ -116,7 +116,7 @@ def test_rows_apart(hopper: Any) -> None:
 
 
 def assert_normed(got: tuple[Tensor, Tensor], args: tuple[Any, ...], where: dict[str, Tensor]) -> None:
-    """A call with norm and RoPE inside is what the kernel says that it does."""
+    """Check a call with norm and RoPE inside against what the kernel computes."""
     q, kv, *rest = args
     out, _, lse = sparse_mla_prefill(normed_by_a_factor(q, *where.values()), kv.float(), *rest)
     assert_close(got[0], out.bfloat16(), FEW_KEYS, label="out")
@@ -127,7 +127,7 @@ def assert_normed(got: tuple[Tensor, Tensor], args: tuple[Any, ...], where: dict
     ("tokens", "heads", "width", "rope_dim"), [(7, 64, 200, 64), (5, 128, 70, 64), (5, 100, 130, 32), (3, 8, 64, 64)]
 )
 def test_queries_are_normed_and_rotated_inside(hopper: Any, tokens: int, heads: int, width: int, rope_dim: int) -> None:
-    """By programs with several items, of one block or several, of rows without keys too."""
+    """Programs have several items, of no, one or several blocks."""
     args, where = sample(tokens, heads, width=width, **BF16), rope(tokens, rope_dim)
     args[3][:3] = torch.tensor([width, 0, 1])
     assert_normed(fused(hopper, args, where, q_norm_eps=EPS), args, where)
@@ -136,7 +136,7 @@ def test_queries_are_normed_and_rotated_inside(hopper: Any, tokens: int, heads: 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e-3, 1e15, 1e25])
 def test_queries_of_any_magnitude_are_normed(hopper: Any, magnitude: float) -> None:
-    """The squares of the largest overflow, so that they count as zero, beside slots that are none too."""
+    """The squares of the largest overflow, so that they count as zero, beside invalid slots, too."""
     args, where = sample(3, 64, width=130, **BF16), rope(3, 64)
     args[3][:] = torch.tensor([130, 5, 64])
     args[0][:, ::3] *= magnitude
@@ -147,8 +147,8 @@ def test_queries_of_any_magnitude_are_normed(hopper: Any, magnitude: float) -> N
 
 @pytest.mark.parametrize("dim", [5, 512 - 3])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_in_a_query_stays_with_its_head(hopper: Any, value: float, dim: int) -> None:
-    """And is nowhere if there are no keys."""
+def test_values_of_a_query_that_are_not_finite_stay_with_its_head(hopper: Any, value: float, dim: int) -> None:
+    """Without keys they have no effect."""
     args, where = sample(3, 64, width=130, **BF16), rope(3, 64)
     args[3][:] = torch.tensor([130, 70, 70])
     args[2][2] = -1
@@ -163,16 +163,16 @@ def test_what_is_not_finite_in_a_query_stays_with_its_head(hopper: Any, value: f
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_outputs_are_rotated_back_as_by_the_op_of_its_own(hopper: Any, normed: bool) -> None:
+def test_outputs_are_rotated_back_as_by_inv_rope(hopper: Any, normed: bool) -> None:
     args, where = sample(5, 100, width=130, **BF16), rope(5, 64)
     args[3][:2] = torch.tensor([130, 0])
-    front = {"q_norm_eps": EPS} if normed else {}
-    out, lse = fused(hopper, args, where, **front)
+    norm = {"q_norm_eps": EPS} if normed else {}
+    out, lse = fused(hopper, args, where, **norm)
     if not normed:
         plain = run(hopper, args)
         assert_bitwise(out, plain[0])
         assert_bitwise(lse, plain[2])
-    got = fused(hopper, args, where, inverse_rope=True, **front)
+    got = fused(hopper, args, where, inverse_rope=True, **norm)
     assert_bitwise(got[0], inv_rope(out, **where))
     assert_bitwise(got[1], lse)
 
@@ -187,10 +187,10 @@ def test_outputs_are_rotated_back_as_by_the_op_of_its_own(hopper: Any, normed: b
         (2, 70, (7, 10, False)),
     ],
 )
-def test_quantised_rows_are_those_of_the_op_of_its_own(
+def test_quantised_rows_are_those_of_inv_rope_fp8_quant(
     hopper: Any, tokens: int, heads: int, groups: tuple[int, int, bool]
 ) -> None:
-    """Strips that are zero, and padding of the scales, too."""
+    """The last token has no keys: tiles of zeros; scales have padding."""
     args, where = sample(tokens, heads, width=70, **BF16), rope(tokens, 64)
     args[3][-1] = 0
     options = dict(zip(("n_groups", "heads_per_group", "packed_scales"), groups, strict=True))
@@ -207,11 +207,11 @@ def test_quantised_rows_are_those_of_the_op_of_its_own(
 
 
 @pytest.mark.parametrize("name", ["wait", "arrive"])
-def test_a_kernel_without_its_barriers_is_found_out(hopper: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The simulation is no proof unless it fails for a kernel that is wrong."""
+def test_a_kernel_without_its_barriers_fails(hopper: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The simulation proves nothing unless it fails for a kernel that is wrong."""
     args, where = sample(5, 64, width=250, **BF16), rope(5, 64)
     args[3].fill_(250)
-    barriers = hopper.sparse_mla_prefill_hopper_kernel.function.__globals__["mbarrier"]
+    barriers = hopper.sparse_mla_prefill_sm90_kernel.function.__globals__["mbarrier"]
     monkeypatch.setattr(barriers, name, lambda *_, **__: None)
     monkeypatch.setattr(simulated_gluon, "SECONDS", 0.5)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""The Hopper decode kernel, simulated: see simulated_gluon.py for what that means."""
+"""The decode kernel for sm_90, simulated by tests/simulator/gluon.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.kernels.attention import sparse_mla_decode_plan as plan
+from dsv4_compile.kernels.attention import split_combine
 from dsv4_compile.ops.attention.inv_rope import inv_rope, inv_rope_fp8_quant
 from dsv4_compile.ops.attention.sparse_mla_decode import sparse_mla_decode
 from dsv4_compile.testing import assert_bitwise
@@ -45,7 +45,7 @@ def magnify(cache: Tensor, block: int, exponent: int) -> None:
 
 
 @pytest.mark.parametrize("exponents", [(-100, -100), (90, 90), (-60, 60)])
-def test_parts_keep_values_of_any_magnitude(hopper: Any, exponents: tuple[int, int]) -> None:
+def test_partial_results_keep_values_of_any_magnitude(hopper: Any, exponents: tuple[int, int]) -> None:
     arguments = call(2, 64, window=70, extra=40, **BF16)
     arguments |= {"q": torch.zeros(2, 64, 512).bfloat16(), "attn_sink": None}
     for cache, block, exponent in zip(("k_cache", "extra_k_cache"), (64, 2), exponents, strict=True):
@@ -54,9 +54,9 @@ def test_parts_keep_values_of_any_magnitude(hopper: Any, exponents: tuple[int, i
     assert_same(*((out.float() * 2.0 ** -max(exponents), lse) for out, lse in (got, want)))
 
 
-def test_what_is_not_finite_in_a_part_leaves_the_rest_of_its_row(hopper: Any) -> None:
+def test_values_of_a_split_that_are_not_finite_leave_the_rest_of_its_row(hopper: Any) -> None:
     arguments = call(2, 64, window=30, extra=70, **BF16)
-    arguments |= {"lens": torch.tensor([30, 0]), "extra_lens": torch.tensor([0, 32])}  # a part each
+    arguments |= {"lens": torch.tensor([30, 0]), "extra_lens": torch.tensor([0, 32])}  # a split each
     rows = arguments["k_cache"][:, : 64 * layout.FP8_DS_MLA.data].unflatten(1, (64, -1))[..., layout.NOPE_DIM :]
     values = rows.contiguous().view(torch.bfloat16)
     values[:, ::2, 3], values[..., 7], values[..., 11] = math.inf, 3e38, -3e38
@@ -70,7 +70,7 @@ def test_what_is_not_finite_in_a_part_leaves_the_rest_of_its_row(hopper: Any) ->
 
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("sink", [None, -math.inf, math.inf])
-def test_sinks_that_take_nothing_or_everything(hopper: Any, splits: int, sink: float | None) -> None:
+def test_sinks_that_keep_all_or_nothing_of_the_output(hopper: Any, splits: int, sink: float | None) -> None:
     arguments = call(2, 64, window=70, extra=10, **BF16)
     arguments["attn_sink"] = None if sink is None else torch.full((64,), sink)
     want = sparse_mla_decode(*positional(arguments)[:13])
@@ -80,7 +80,7 @@ def test_sinks_that_take_nothing_or_everything(hopper: Any, splits: int, sink: f
 
 
 def assert_normed(hopper: Any, arguments: dict[str, Any], splits: int) -> tuple[Tensor, Tensor]:
-    """A call with norm and RoPE inside, which is near the definition, and nearer what the kernel says that it does."""
+    """Check a call with norm and RoPE inside against the definition, and closer against what the kernel computes."""
     got: tuple[Tensor, Tensor] = run(hopper, arguments, splits, q_norm_eps=EPS)
     assert_same(got, sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS})), "lse_normed")
     q = normed_by_a_factor(arguments["q"], arguments["positions"], arguments["cos_sin_cache"])
@@ -96,7 +96,7 @@ def test_queries_are_normed_and_rotated_inside(hopper: Any, splits: int, heads: 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e-3, 1e15, 1e25])
 def test_queries_of_any_magnitude_are_normed(hopper: Any, magnitude: float) -> None:
-    """The squares of the largest overflow, so that they count as zero, as in the op that norms alone."""
+    """The squares of the largest overflow, so that they count as zero, as in `q_norm_rope`."""
     arguments = call(2, 64, window=70, extra=10, **BF16)
     arguments |= {"lens": torch.tensor([70, 5]), "extra_lens": torch.tensor([10, 0])}
     arguments["q"][:, ::3] *= magnitude
@@ -105,7 +105,7 @@ def test_queries_of_any_magnitude_are_normed(hopper: Any, magnitude: float) -> N
 
 @pytest.mark.parametrize("dim", [5, layout.HEAD_DIM - 3])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_in_a_query_stays_with_its_head(hopper: Any, value: float, dim: int) -> None:
+def test_values_of_a_query_that_are_not_finite_stay_with_its_head(hopper: Any, value: float, dim: int) -> None:
     arguments = call(2, 64, window=70, extra=10, **BF16)
     arguments |= {"lens": torch.tensor([70, 5]), "extra_lens": torch.tensor([10, 0])}
     usual = run(hopper, arguments, 1, q_norm_eps=EPS)
@@ -119,7 +119,7 @@ def test_what_is_not_finite_in_a_query_stays_with_its_head(hopper: Any, value: f
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-def test_outputs_are_rotated_back_as_by_the_op_of_its_own(hopper: Any, splits: int) -> None:
+def test_outputs_are_rotated_back_as_by_inv_rope(hopper: Any, splits: int) -> None:
     arguments = call(2, 72, window=70, extra=10, **BF16)
     out, lse = run(hopper, arguments, splits)
     got = run(hopper, arguments, splits, inverse_rope=True)
@@ -137,7 +137,7 @@ def test_outputs_are_rotated_back_as_by_the_op_of_its_own(hopper: Any, splits: i
         (2, 64, (1, 64, True), 2),
     ],
 )
-def test_quantised_rows_are_those_of_the_op_of_its_own(
+def test_quantised_rows_are_those_of_inv_rope_fp8_quant(
     hopper: Any, tokens: int, heads: int, groups: tuple[int, int, bool], splits: int
 ) -> None:
     arguments = call(tokens, heads, window=70, extra=10, **BF16)
@@ -150,25 +150,25 @@ def test_quantised_rows_are_those_of_the_op_of_its_own(
     assert (rows[..., tokens:] == 0).all()
 
 
-def test_a_row_of_one_part_gives_the_same_bits_joined_or_not(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "PART_KEYS", 128)
+def test_a_row_of_one_split_gives_the_same_bits_combined_or_not(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_combine, "INVARIANT_KEYS", 128)
     arguments = call(3, 64, window=70, extra=10, **BF16)
     arguments |= {"lens": torch.tensor([70, 0, 33]), "extra_lens": torch.tensor([10, 0, 0])}
     alone = run(hopper, arguments, 0, batch_invariant=True)
     wide = {name: torch.cat([arguments[name]] * 4, dim=1) for name in ("indices", "extra_indices")}
-    joined = run(hopper, arguments | wide, 0, batch_invariant=True)
-    for a, b in zip(alone, joined, strict=True):
+    combined = run(hopper, arguments | wide, 0, batch_invariant=True)
+    for a, b in zip(alone, combined, strict=True):
         assert_bitwise(a, b)
 
 
 def test_a_row_does_not_depend_on_its_batch(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "PART_KEYS", 128)
-    monkeypatch.setattr(plan, "PART_BYTES", 1)  # a launch for each token
+    monkeypatch.setattr(split_combine, "INVARIANT_KEYS", 128)
+    monkeypatch.setattr(split_combine, "MAX_PARTIAL_BYTES", 1)  # a launch for each token
     arguments = call(3, 64, window=200, extra=130, **BF16)
     arguments |= {"lens": torch.tensor([200, 70, 3]), "extra_lens": torch.tensor([130, 0, 1])}
     options = {"q_norm_eps": EPS, "inverse_rope": True, "batch_invariant": True}
     want = run(hopper, arguments, 0, **options)
-    monkeypatch.setattr(plan, "PART_BYTES", 2**28)
+    monkeypatch.setattr(split_combine, "MAX_PARTIAL_BYTES", 2**28)
     for t in range(3):
         for got, expected in zip(run(hopper, row_alone(arguments, t), 0, **options), want, strict=True):
             assert_bitwise(got, expected[t : t + 1])
@@ -177,8 +177,8 @@ def test_a_row_does_not_depend_on_its_batch(hopper: Any, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str
 )
-def test_shared_memory_that_nobody_wrote_is_not_made_zero_by_a_factor_of_zero(dtype: torch.dtype) -> None:
-    """The simulation must show what finite garbage hides. Bytes are those of e4m3 too."""
+def test_unwritten_shared_memory_is_not_made_zero_by_a_factor_of_zero(dtype: torch.dtype) -> None:
+    """The simulation must show what finite garbage hides. Bytes may be e4m3, too."""
     language = simulated_gluon.modules()[f"{simulated_gluon.GLUON}.language"]
     ring = language.allocate_shared_memory(dtype, [2, 16, 32], None)
     keys = ring.reinterpret(torch.float8_e4m3fn, [2, 16, 32], None) if dtype is torch.uint8 else ring
@@ -186,15 +186,15 @@ def test_shared_memory_that_nobody_wrote_is_not_made_zero_by_a_factor_of_zero(dt
     assert simulated_gluon.multiply(zeros, keys.index(1), None, use_acc=False).data.isnan().all()
 
 
-def test_integers_in_shared_memory_that_nobody_wrote_are_no_index() -> None:
+def test_unwritten_integers_in_shared_memory_are_no_index() -> None:
     language = simulated_gluon.modules()[f"{simulated_gluon.GLUON}.language"]
     assert (language.allocate_shared_memory(torch.int32, [4], None).load(None).data < 0).all()
 
 
 @pytest.mark.parametrize("name", ["wait", "arrive"])
-def test_a_kernel_without_its_barriers_is_found_out(hopper: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The simulation is no proof unless it fails for a kernel that is wrong."""
-    barriers = hopper.sparse_mla_decode_hopper_kernel.function.__globals__["mbarrier"]
+def test_a_kernel_without_its_barriers_fails(hopper: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The simulation proves nothing unless it fails for a kernel that is wrong."""
+    barriers = hopper.sparse_mla_decode_sm90_kernel.function.__globals__["mbarrier"]
     monkeypatch.setattr(barriers, name, lambda *_, **__: None)
     monkeypatch.setattr(simulated_gluon, "SECONDS", 0.5)
     arguments = call(1, 64, window=250, extra=150, **BF16)

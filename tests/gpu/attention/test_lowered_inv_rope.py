@@ -13,11 +13,11 @@ from tests.gpu.lowered import assert_equals_reference, launches
 
 HEADS, GROUPS = 64, 8
 SIZES = (7, 66, 513, 2049)
-"""None is divisible by 4: torch compiles those apart, for their scales have no padding."""
+"""None is divisible by 4: torch compiles those sizes separately, because their scales have no padding."""
 
 
 def inputs(tokens: int, dim: int = HEAD_DIM, rope: int = ROPE_DIM, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Heads with others behind them that are padding; rows of zeros, of large and small values; positions outside."""
+    """Return heads followed by padding heads, with rows of zeros, large and small values, and positions outside."""
     generator = torch.Generator("cuda").manual_seed(tokens)
     o = torch.randn(tokens, HEADS + 8, dim, device="cuda", generator=generator).to(dtype)
     o[1::7], o[2::7], o[3::7] = 0, o[2::7] * 1e-20, o[3::7] * 1e15
@@ -41,7 +41,7 @@ def pack(op: Any, o: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, 
 
 
 def moderate(tokens: int) -> list[Tensor]:
-    """Without the large values: rotations that cancel leave an error of their size."""
+    """Return `inputs` without the large values: rotations that cancel leave an error of their size."""
     o, positions, table = inputs(tokens)
     o[3::7] *= 1e-15
     return [o, positions, table]

@@ -1,4 +1,4 @@
-"""The portable decode kernel in the bounds-checking interpreter, against the reference."""
+"""The Triton decode kernel in the bounds-checking interpreter, against the reference."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.kernels.attention import sparse_mla_decode as launcher
-from dsv4_compile.kernels.attention import sparse_mla_decode_triton as portable
-from dsv4_compile.kernels.attention.sparse_mla_decode_triton import Source, Tiles
+from dsv4_compile.kernels.attention import sparse_mla_decode_triton as kernel
+from dsv4_compile.kernels.attention.common import decode_call, operand_dtype
+from dsv4_compile.kernels.attention.sparse_mla_decode_triton import Tiles
 from dsv4_compile.kernels.host.gpu import gpu_of
 from dsv4_compile.ops.attention.sparse_mla_decode import sparse_mla_decode
+from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments
 from dsv4_compile.reference.common import kv_format
 from dsv4_compile.testing import assert_bitwise, assert_close, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
@@ -22,31 +24,27 @@ from tests.ops.attention.test_sparse_mla_decode import one_key, sample
 
 interpreted = pytest.mark.interpreted
 INF, NAN = math.inf, math.nan
-OUTPUTS = ("p_out", "p_lse", "p_part", "p_part_lse")
+OUTPUTS = ("p_out", "p_lse", "p_partial", "p_partial_lse")
 BF16: dict[str, Any] = {"dim": 512, "dtype": torch.bfloat16}
 TILES = [Tiles(16, 16, 4), Tiles(16, 32, 4, prefetch=True), Tiles(16, 16, 4, keys_first=True, prefetch=True)]
 FEW_KEYS = "attention_few_keys"
 
 
 def launch(args: tuple[Any, ...], tiles: Tiles | None = None, splits: int = 0) -> tuple[Tensor, Tensor]:
-    """The portable kernel on the op's arguments, cut as asked, every access checked, over poisoned memory."""
-    q, cache, indices, lens, block, fmt, scale, sink, extra, extra_indices, extra_lens, extra_block, kv_scale = args
-    window = Source(cache, indices, lens, block)
-    second = Source(cache, indices[:, :0], lens, block)
-    if extra is not None:
-        second = Source(extra, extra_indices, extra_lens, extra_block)
+    """Run the kernel on the op's arguments with these tiles and splits, every access checked, over poisoned memory."""
     with checked(OUTPUTS) as launched, poisoned_empty():
-        result = portable.launch(q, window, second, fmt, scale, sink, kv_scale, gpu_of(q.device), tiles, splits)
-    assert launched == ["sparse_mla_decode_kernel", *["split_softmax_kernel"] * (splits > 1)]
+        call = decode_call(DecodeArguments(*args))
+        result = kernel.launch(call, gpu_of(call.q.device), splits, tiles=tiles)
+    assert launched == ["sparse_mla_decode_kernel", *["combine_splits_kernel"] * (splits > 1)]
     return result
 
 
 def assert_same(args: tuple[Any, ...], tiles: Tiles | None = None, splits: int = 1) -> None:
-    """The kernel agrees with the reference as well as its operands' dtype allows."""
+    """Check that the kernel agrees with the reference as well as its operands' dtype allows."""
     out, lse = launch(args, tiles, splits)
     want, want_lse = sparse_mla_decode(*args)
     assert out.dtype is want.dtype and lse.dtype is want_lse.dtype
-    exact = portable.operand_dtype(args[0], args[1], args[5]) is torch.float32
+    exact = operand_dtype(args[0], args[1], args[5]) is torch.float32
     assert_close(out, want, "attention_float32" if out.dtype is torch.float32 and exact else FEW_KEYS, label="out")
     assert_close(lse, want_lse, "lse", label="lse")
 
@@ -55,7 +53,7 @@ def assert_same(args: tuple[Any, ...], tiles: Tiles | None = None, splits: int =
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("tiles", TILES, ids=["heads_first", "prefetch", "keys_first"])
 @pytest.mark.parametrize("fmt", layout.KV_FORMATS)
-def test_every_format_and_cut_gives_the_references_result(fmt: str, tiles: Tiles, splits: int) -> None:
+def test_every_format_tiling_and_split_gives_the_references_result(fmt: str, tiles: Tiles, splits: int) -> None:
     assert_same(sample(3, 20, window=45, extra=37, fmt=fmt, **BF16), tiles, splits)
 
 
@@ -142,16 +140,16 @@ def test_nothing_to_attend_gives_zero_and_infinite_lse(sink: float | None, empty
 
 
 @interpreted
-@pytest.mark.parametrize(("sink", "share"), [(None, 1.0), (-INF, 1.0), (0.0, 0.5), (math.log(3), 0.25), (INF, 0.0)])
-def test_the_sink_takes_its_share_and_leaves_lse_alone(sink: float | None, share: float) -> None:
+@pytest.mark.parametrize(("sink", "kept"), [(None, 1.0), (-INF, 1.0), (0.0, 0.5), (math.log(3), 0.25), (INF, 0.0)])
+def test_the_sink_scales_the_output_and_leaves_lse_unchanged(sink: float | None, kept: float) -> None:
     for splits in (1, 2):
         out, lse = launch((*one_key(sink), None, None, None, 0, None), splits=splits)
-        assert_close(out, torch.full((1, 1, 4), 2.0 * share), "attention_float32")
+        assert_close(out, torch.full((1, 1, 4), 2.0 * kept), "attention_float32")
         assert lse.item() == 0.0
 
 
 @interpreted
-def test_a_part_without_keys_has_no_weight() -> None:
+def test_a_split_without_keys_has_no_weight() -> None:
     args = list(sample(2, window=40, extra=None))
     args[2][:, :16] = -1
     args[3].fill_(40)
@@ -174,7 +172,7 @@ def test_no_tokens_and_no_heads_launch_nothing() -> None:
     args = list(sample(2))
     for q in (args[0][:0], args[0][:, :0]):
         with checked() as launched:
-            out, lse = launcher.sparse_mla_decode(q, *args[1:7])
+            out, lse = launcher.sparse_mla_decode(DecodeArguments(q, *args[1:7]))
         assert launched == [] and out.shape == q.shape and lse.shape == q.shape[:2]
 
 
@@ -195,15 +193,15 @@ def test_every_code_with_every_scale_is_dequantised_exactly() -> None:
     assert_bitwise(out[:, 0], want + 0.0)  # a sum is never -0
 
 
-def test_calls_the_kernel_cannot_take_are_refused() -> None:
+def test_unsupported_calls_say_why() -> None:
     args = list(sample(2, fmt="fp8_ds_mla", **BF16))
-    assert launcher.sparse_mla_decode_refuses(*args) == ""
+    assert launcher.why_unsupported_sparse_mla_decode(DecodeArguments(*args)) == ""
     for position, value, reason in (
         (0, torch.zeros(2, 2, 1024), "at most 512 dims"),
-        (8, args[8].view(torch.int8), "two caches of one dtype"),
-        (2, args[2].long(), "indices of one dtype"),
+        (8, args[8].view(torch.int8), "both caches have one dtype"),
+        (2, args[2].long(), "both indices have one dtype"),
         (4, 2**30, "slots"),
         (1, torch.zeros(3, 64 * 584 + 1, dtype=torch.uint8)[:, 1:], "multiples of 4 bytes"),
     ):
         changed = [*args[:position], value, *args[position + 1 :]]
-        assert reason in launcher.sparse_mla_decode_refuses(*changed)
+        assert reason in launcher.why_unsupported_sparse_mla_decode(DecodeArguments(*changed))

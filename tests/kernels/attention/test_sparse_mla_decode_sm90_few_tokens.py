@@ -1,4 +1,4 @@
-"""The Hopper decode kernel for few tokens, simulated: see simulated_gluon.py for what that means."""
+"""The decode kernel for few tokens on sm_90, simulated by tests/simulator/gluon.py."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def test_hostile_rows_give_the_references_result(small: Any, splits: int, heads:
     assert_same(run(small, arguments, splits), want)
 
 
-ONCE = [(9, (16, 64, 4, True, True)), (6, (16, 128, 8, True, True)), (5, (32, 128, 8, True, True))]
+ONE_BLOCK = [(9, (16, 64, 4, True, True)), (6, (16, 128, 8, True, True)), (5, (32, 128, 8, True, True))]
 
 
 @pytest.mark.parametrize(
-    ("splits", "shape"), [(1, (16, 128, 16)), (2, (32, 64, 8)), (3, (32, 128, 16)), (4, ONCE[2][1]), *ONCE]
+    ("splits", "tiling"), [(1, (16, 128, 16)), (2, (32, 64, 8)), (3, (32, 128, 16)), (4, ONE_BLOCK[2][1]), *ONE_BLOCK]
 )
-def test_programs_of_every_shape(small: Any, monkeypatch: pytest.MonkeyPatch, splits: int, shape: Any) -> None:
+def test_every_tiling(small: Any, monkeypatch: pytest.MonkeyPatch, splits: int, tiling: Any) -> None:
     arguments = call(2, 40, window=130, extra=350, **BF16)
     want = sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS}))
-    monkeypatch.setattr(small, "shape_of", lambda *_: small.Shape(*shape))
+    monkeypatch.setattr(small, "choose_tiling", lambda *_: small.Tiling(*tiling))
     assert_same(run(small, arguments, splits, q_norm_eps=EPS), want)
 
 
-def test_what_arrives_while_it_waits_is_attended(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read before the kernel in front has ended is of another step: slots, lengths, positions, queries."""
+def test_inputs_written_before_the_wait_are_attended(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the previous kernel has ended, slots, lengths, positions and queries are those of another step."""
     arguments = call(3, 40, window=130, extra=350, **BF16)
     want = sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS}))
     late = {name: arguments[name] for name in ("q", "indices", "lens", "extra_indices", "extra_lens", "positions")}
@@ -58,20 +58,19 @@ def test_what_arrives_while_it_waits_is_attended(small: Any, monkeypatch: pytest
         for name, x in late.items():
             x.copy_(true[name])
 
-    names = small.sparse_mla_decode_small_hopper_kernel.function.__globals__
+    names = small.sparse_mla_decode_sm90_few_tokens_kernel.function.__globals__
     monkeypatch.setitem(names, "gdc_launch_dependents", spoil)
     monkeypatch.setitem(names, "gdc_wait", arrive)
-    for shape in (small.NARROW, small.ONCE[1]._replace(late=False)):
-        monkeypatch.setattr(small, "shape_of", lambda *_, shape=shape: shape)
+    for tiling in (small.NARROW, small.ONE_BLOCK[1]._replace(late=False)):
+        monkeypatch.setattr(small, "choose_tiling", lambda *_, tiling=tiling: tiling)
         assert_same(run(small, arguments, 6, q_norm_eps=EPS), want)
 
 
-def test_a_block_alone_is_attended_as_in_a_row_of_blocks(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a program has one block, code for one and code for several give the same bits."""
+def test_code_for_one_block_gives_the_bits_of_code_for_several(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = call(2, 40, window=130, extra=350, **BF16)
     results = []
-    for once in (False, True):
-        monkeypatch.setattr(small, "shape_of", lambda *_, once=once: small.Shape(16, 64, 4, True, once))
+    for one in (False, True):
+        monkeypatch.setattr(small, "choose_tiling", lambda *_, one=one: small.Tiling(16, 64, 4, True, one))
         results.append(run(small, arguments, 9, q_norm_eps=EPS, inverse_rope=True))
     for a, b in zip(*results, strict=True):
         assert_bitwise(a, b)
@@ -79,7 +78,7 @@ def test_a_block_alone_is_attended_as_in_a_row_of_blocks(small: Any, monkeypatch
 
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("sink", [None, -math.inf, math.inf])
-def test_sinks_that_take_nothing_or_everything(small: Any, splits: int, sink: float | None) -> None:
+def test_sinks_that_keep_all_or_nothing_of_the_output(small: Any, splits: int, sink: float | None) -> None:
     arguments = call(2, 64, window=70, extra=10, **BF16)
     arguments["attn_sink"] = None if sink is None else torch.full((64,), sink)
     want = sparse_mla_decode(*positional(arguments)[:13])
@@ -89,7 +88,7 @@ def test_sinks_that_take_nothing_or_everything(small: Any, splits: int, sink: fl
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-def test_both_ends_are_fused_as_by_the_ops_of_their_own(small: Any, splits: int) -> None:
+def test_prologue_and_epilogue_are_those_of_the_separate_ops(small: Any, splits: int) -> None:
     arguments = call(2, 72, window=70, extra=10, **BF16)
     want = sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS}))
     out, lse = run(small, arguments, splits, q_norm_eps=EPS)
@@ -103,7 +102,7 @@ def test_both_ends_are_fused_as_by_the_ops_of_their_own(small: Any, splits: int)
     ("tokens", "heads", "groups", "splits"),
     [(1, 64, (8, 8, True), 1), (5, 64, (3, 21, False), 1), (2, 70, (7, 10, False), 1), (2, 64, (1, 64, True), 2)],
 )
-def test_quantised_rows_are_those_of_the_op_of_its_own(
+def test_quantised_rows_are_those_of_inv_rope_fp8_quant(
     small: Any, tokens: int, heads: int, groups: tuple[int, int, bool], splits: int
 ) -> None:
     arguments = call(tokens, heads, window=70, extra=10, **BF16)
