@@ -30,15 +30,15 @@ hypothesis.settings.load_profile("short")
 
 LONGEST = (
     "hf/test_compiled.py",
-    "kernels/test_sparse_mla_decode_compiles.py",
+    "kernels/attention/test_sparse_mla_decode_compiles.py",
     "package/test_examples.py",
-    "lowering/test_inv_rope_fp8_quant.py",
-    "kernels/test_indexer_logits_topk.py",
+    "lowering/attention/test_inv_rope.py",
+    "kernels/indexer/test_indexer_logits_topk.py",
     "runtime/test_compiled.py",
-    "kernels/test_grouped_matmul.py",
-    "lowering/test_compress_norm_rope_insert.py",
+    "kernels/linear/test_grouped_matmul.py",
+    "lowering/preprocess/test_compress_norm_rope_insert.py",
     "backend/test_fuse_layer.py",
-    "kernels/test_preprocess_insert_compiles.py",
+    "kernels/preprocess/test_preprocess_insert_compiles.py",
 )
 """The files that take longest where nothing has been compiled yet, longest first."""
 

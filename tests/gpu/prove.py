@@ -47,17 +47,17 @@ FIRST = (
     "fp8_linear",
     "sparse_mla_decode_quant",
     "indexer_topk_slots",
-    "indexer_logits_topk",
+    "indexer_logits",
     "fp8_grouped_einsum",
     "fp8_grouped_einsum_quant",
     "sparse_mla_prefill",
-    "q_norm_rope_kv_insert",
+    "q_norm_rope",
     "batch_metadata",
     "decode_runner",
     "compress_norm_rope_insert",
     "global_topk",
     "indexer_q_rope_quant",
-    "inv_rope_fp8_quant",
+    "inv_rope",
     "merged_layer",
     "save_partial_states",
     "attention_backends",
@@ -69,7 +69,7 @@ PARTS = {
     "decode_runner": 6,
     "fp8_grouped_einsum_quant": 2,
     "fp8_linear": 6,
-    "indexer_logits_topk_ragged": 2,
+    "indexer_logits_ragged": 2,
     "lowered_compress_norm_rope_insert": 5,
     "merged_layer": 3,
     "preprocess_insert": 6,
@@ -83,6 +83,12 @@ PARTS = {
 """Processes of a stem's file, 1 where it is not named: most of the time is that of one core, which compiles."""
 THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For each process, unless the environment says otherwise: together they have work for all cores."""
+SHARED_TESTS = {
+    "global_topk_ragged": "ragged_from_dense",
+    "indexer_logits_topk_ragged": "indexer_logits_ragged",
+    "kv_rope_insert": "q_norm_rope",
+}
+"""Ops that are tested in the file of another op."""
 POLL = 0.05
 SPENT = "the budget was spent"
 VERDICTS = ("passed", "not run", "HUNG", "FAILED")
@@ -124,12 +130,25 @@ class Running(NamedTuple):
 
 def claims(path: Path) -> list[tuple[str, str]]:
     """(impl, op) that a test file proves when it passes."""
+    if path.stem.startswith(LOWERED):
+        stem = path.stem.removeprefix(LOWERED)
+        homes = {op: lowering.lower.__module__.rpartition(".")[2] for op, lowering in registry.LOWERINGS.items()}
+        return [("ir", op) for op, home in sorted(homes.items()) if home == stem]
     stem = path.stem.removeprefix("test_")
-    if not path.stem.startswith(LOWERED):
-        return [("triton", op) for op, kernel in sorted(KERNELS.items()) if kernel == stem]
-    stem = path.stem.removeprefix(LOWERED)
-    homes = {op: lowering.lower.__module__.rpartition(".")[2] for op, lowering in registry.LOWERINGS.items()}
-    return [("ir", op) for op, home in sorted(homes.items()) if home == stem]
+    return [("triton", op) for op in sorted(KERNELS) if tested_by(op) == stem]
+
+
+def tested_by(op: str) -> str:
+    """Stem of the file that tests the kernels of `op`: the longest name that the op is or continues."""
+    if op in SHARED_TESTS:
+        return SHARED_TESTS[op]
+    stems = [path.stem.removeprefix("test_") for path in every_file()]
+    return max((stem for stem in stems if op == stem or op.startswith(f"{stem}_")), key=len, default="")
+
+
+def every_file() -> list[Path]:
+    """Return every test file of this folder and of its families."""
+    return sorted(Path(__file__).parent.rglob("test_*.py"))
 
 
 def by_value(paths: Sequence[Path]) -> list[Path]:
@@ -325,11 +344,11 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("no CUDA device")
     registry.load()
-    tests = Path(__file__).parent
-    paths = [tests / f"test_{stem}.py" for stem in options.stems] or list(tests.glob("test_*.py"))
-    missing = [path.name for path in paths if not path.exists()]
+    files = {path.stem.removeprefix("test_"): path for path in every_file()}
+    missing = [stem for stem in options.stems if stem not in files]
     if missing:
         parser.error(f"no such test file: {', '.join(missing)}")
+    paths = [files[stem] for stem in options.stems or files]
     stamp = {
         "architecture": device_architecture(torch.device("cuda")),
         "torch": torch.__version__.split("+")[0],

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.indexer.test_indexer_logits_topk import arguments as scores
 from torch import Tensor
 
 from dsv4_compile import layout
@@ -13,7 +14,6 @@ from dsv4_compile.kernels.indexer import indexer_topk_slots as kernel
 from dsv4_compile.kernels.indexer.indexer_logits import indexer_logits_topk
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.testing import hostile_indices
-from tests.gpu.indexer.test_indexer_logits_topk import arguments as scores
 
 MAP = REFERENCES["global_topk"]
 

@@ -173,7 +173,7 @@ def test_inductor_sees_the_strides_that_the_op_returns(packed: bool) -> None:
     [
         ({"o": torch.zeros(2, 4)}, r"o \[T, H, D\]"),
         ({"o": torch.zeros(2, 11, DIM)}, "at least 3 x 4 heads"),
-        ({"heads_per_group": 3}, "whole strips of 128"),
+        ({"heads_per_group": 3}, "whole tiles of 128"),
         ({"positions": torch.tensor([0])}, "positions has a row for every token"),
         ({"cos_sin_cache": torch.zeros(8, 65)}, "even width"),
     ],

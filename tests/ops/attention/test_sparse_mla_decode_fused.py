@@ -166,7 +166,7 @@ def test_options_that_need_each_other_are_refused_alone(change: dict[str, Any], 
 def test_groups_that_q_does_not_have_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         sparse_mla_decode_quant(**call(3, 4, **BF16) | change)
-    with pytest.raises(InputError, match="whole strips"):
+    with pytest.raises(InputError, match="whole tiles"):
         sparse_mla_decode_quant(**call(3, 3), n_groups=3)
 
 

@@ -82,22 +82,9 @@ def test_rows_may_have_the_middle_dim_of_attention_kernels_and_maps_may_be_longe
         assert_bitwise(got, want, strides=True)
 
 
-def test_dense_rows_become_a_list_without_padding() -> None:
-    flat, indptr = ragged_from_dense(i32([[7, 8, 9], [4, -1, 6], [1, 2, 3], [5, 5, 5]]), i32([2, 3, 0, 99]))
-    assert_bitwise(indptr, i32([0, 2, 4, 4, 7]))
-    assert_bitwise(flat, i32([7, 8, 4, 6, 5, 5, 5, -1, -1, -1, -1, -1]))
-
-
 rows_strategy = st.integers(1, 6).flatmap(
     lambda width: st.lists(st.lists(st.integers(-1, 40), min_size=width, max_size=width), min_size=1, max_size=5)
 )
-
-
-@given(rows=rows_strategy, data=st.data())
-def test_ragged_lists_hold_the_first_entries_that_are_indices(rows: list[list[int]], data: st.DataObject) -> None:
-    lens = data.draw(st.lists(st.integers(-2, 8), min_size=len(rows), max_size=len(rows)))
-    expected = [[v for v in row[: max(n, 0)] if v >= 0] for row, n in zip(rows, lens, strict=True)]
-    assert unpack(*ragged_from_dense(i32(rows), i32(lens))) == expected
 
 
 @given(rows=rows_strategy, columns=st.integers(0, 4), tokens=st.integers(0, 3))
@@ -137,21 +124,6 @@ def test_op_contracts(op: torch._ops.OpOverload) -> None:
     check_op(op, samples())
 
 
-def test_op_contract_of_ragged_from_dense() -> None:
-    args = hostile_indices((5, 8), 99), hostile_indices((5,), 9)
-    check_op(
-        ragged_from_dense,
-        [
-            args,
-            tuple(map(strided, args)),
-            (padded(args[0])[:, None], args[1].long()),
-            (args[0][:0], args[1][:0]),
-            (args[0][:1, :0], args[1][:1]),
-            (args[0][:1], args[1][:1]),
-        ],
-    )
-
-
 def test_compiles_once_for_every_token_count() -> None:
     table = i32([[5, 2, 7], [1, 0, 3]])
 
@@ -187,14 +159,3 @@ def test_wrong_arguments_are_refused(position: int, value: object, message: str)
     for op in (global_topk, global_topk_ragged):
         with pytest.raises(InputError, match=message):
             op(*args)
-
-
-def test_lengths_behind_the_rows_are_not_read() -> None:
-    rows, lens = i32([[7, 8], [4, -1]]), i32([2, 2])
-    longer = torch.cat((lens, i32([9, -1])))
-    assert all(map(torch.equal, ragged_from_dense(rows, longer), ragged_from_dense(rows, lens)))
-
-
-def test_ragged_from_dense_refuses_missing_lengths() -> None:
-    with pytest.raises(InputError, match="lens has a row for every token"):
-        ragged_from_dense(torch.zeros(3, 4, dtype=I32), i32([1, 1]))
