@@ -1,8 +1,8 @@
 """Inductor IR for `inv_rope` and `inv_rope_fp8_quant`.
 
-`inv_rope` is a pointwise body over [T, H, D]. The quantised form is a row maximum over [T * G * n | ACT_TILE] strips
-and stores of values and scales by strip: one kernel on Triton. Packed scales join four strips: they are a pointwise
-body of their own, over [G, n, Ta]. On C++ the references are lowered instead, see from_reference.py.
+`inv_rope` is a pointwise body over [T, H, D]. The quantised form is a row maximum over [T * G * n | ACT_TILE] tiles
+and stores of values and scales by tile: one kernel on Triton. Packed scales, of four tiles each, are a pointwise body
+of their own over [G, n, Ta]. On C++ the references are lowered instead, see from_reference.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..registry import lowers
 
 
 def can_lower(call: Call) -> Decision:
-    """IR for static head and rope dims."""
+    """Decide whether `inv_rope` is lowered to IR: head and rope dims must be static."""
     return decision(call, backend_lacks(call) or cannot_rotate(call, "o"))
 
 
 def can_lower_quant(call: Call) -> Decision:
-    """IR for static head and rope dims."""
+    """Decide whether `inv_rope_fp8_quant` is lowered to IR: head and rope dims must be static."""
     return decision(call, backend_lacks(call, fp8=True) or cannot_rotate(call, "o"))
 
 
@@ -61,14 +61,14 @@ def lower_quant(
     tokens, _, dim = o.get_size()
     dim, size, device = int(dim), heads_per_group * int(dim), o.get_device()
     element = _rotated(o, positions, cos_sin_cache, dim)
-    strips = _Strips(tokens, n_groups, size // ACT_TILE)
+    tiles = _Tiles(tokens, n_groups, size // ACT_TILE)
 
     def value(row: Sequence[Expr], d: Expr) -> Value:
-        group, t, strip = strips.place(row)
-        k = strip * ACT_TILE + d
+        group, t, tile = tiles.place(row)
+        k = tile * ACT_TILE + d
         return element([t, group * heads_per_group + FloorDiv(k, dim), ModularIndexing(k, 1, dim)])
 
-    load_amax = row_amax(value, device, [strips.total], ACT_TILE)
+    load_amax = row_amax(value, device, [tiles.total], ACT_TILE)
 
     def byte(row: Sequence[Expr]) -> Value:
         return ue8m0_byte(ops.maximum(load_amax(row), const(ACT_AMAX_FLOOR)))
@@ -79,17 +79,17 @@ def lower_quant(
 
     def target(index: Sequence[Expr]) -> list[Expr]:
         *row, d = index
-        return [*strips.place(row), d]
+        return [*tiles.place(row), d]
 
-    values = uninitialized([n_groups, tokens, strips.per_group, ACT_TILE], E4M3, device)
-    scatter(values, [strips.total, ACT_TILE], [Store(None, target, quantized)])
+    values = uninitialized([n_groups, tokens, tiles.per_group, ACT_TILE], E4M3, device)
+    scatter(values, [tiles.total, ACT_TILE], [Store(None, target, quantized)])
     values = strided_view(values, [tokens, n_groups, size], [size, tokens * size, 1])
-    return values, _scales(strips, byte, packed_scales, device)
+    return values, _scales(tiles, byte, packed_scales, device)
 
 
 def _rotated(o: Any, positions: Any, cos_sin_cache: Any, dim: int) -> Loader:
-    """Loader of the float32 elements of `o` rotated back."""
-    # Read by two lanes in the rope dims, and for a maximum: a long producer is better computed before.
+    """Return a loader of the float32 elements of `o`, rotated back."""
+    # Each rope dim is read twice, and all dims for the maximum: a long producer is better computed before.
     o.mark_reuse(2)
     load, rope = load_f32(o), Rope.of(positions, cos_sin_cache, inverse=True)
 
@@ -101,8 +101,8 @@ def _rotated(o: Any, positions: Any, cos_sin_cache: Any, dim: int) -> Loader:
 
 
 @dataclass(frozen=True)
-class _Strips:
-    """The strips of all tokens as one dim, so that every node over them has one order and they fuse."""
+class _Tiles:
+    """The quantisation tiles of all tokens as one dim, so that all nodes over them have one loop order and fuse."""
 
     tokens: Expr
     groups: int
@@ -110,27 +110,27 @@ class _Strips:
 
     @property
     def total(self) -> Expr:
-        """How many strips there are."""
+        """Number of tiles."""
         return self.tokens * (self.groups * self.per_group)
 
     def place(self, row: Sequence[Expr]) -> list[Expr]:
-        """Group, token and strip in the group."""
+        """Return group, token and tile in the group."""
         (x,) = row
         token = FloorDiv(x, self.groups * self.per_group)
         return [ModularIndexing(x, self.per_group, self.groups), token, ModularIndexing(x, 1, self.per_group)]
 
-    def row(self, group: Expr, token: Expr, strip: Expr) -> list[Expr]:
-        """The inverse of `place`."""
-        return [(token * self.groups + group) * self.per_group + strip]
+    def row(self, group: Expr, token: Expr, tile: Expr) -> list[Expr]:
+        """Return the row of a tile: the inverse of `place`."""
+        return [(token * self.groups + group) * self.per_group + tile]
 
 
-def _scales(strips: _Strips, byte: Loader, packed: bool, device: torch.device) -> Any:
-    """IR of the scales as [T, G, n]: contiguous [G, n, Ta], zeros behind the tokens. `byte` gives those of a strip."""
-    tokens, rows = strips.tokens, align_up(strips.tokens, SCALE_ROW_ALIGN)
-    count, dtype = (cdiv(strips.per_group, SCALES_PER_WORD), I32) if packed else (strips.per_group, F32)
-    size = [strips.groups, count, rows]
+def _scales(tiles: _Tiles, byte: Loader, packed: bool, device: torch.device) -> Any:
+    """Build the IR of the scales [T, G, n], contiguous [G, n, Ta] with zeros after the tokens, from their bytes."""
+    tokens, rows = tiles.tokens, align_up(tiles.tokens, SCALE_ROW_ALIGN)
+    count, dtype = (cdiv(tiles.per_group, SCALES_PER_WORD), I32) if packed else (tiles.per_group, F32)
+    size = [tiles.groups, count, rows]
     if packed:
-        element = _word(strips, byte)
+        element = _word(tiles, byte)
 
         def padded(index: Sequence[Expr]) -> Value:
             group, n, t = index
@@ -140,25 +140,25 @@ def _scales(strips: _Strips, byte: Loader, packed: bool, device: torch.device) -
         buffer = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=padded, ranges=size)
     else:
         buffer = uninitialized(size, dtype, device)
-        scatter(buffer, [strips.total], _scale_stores(strips, byte, rows))
-    return strided_view(buffer, [tokens, strips.groups, count], [1, count * rows, rows])
+        scatter(buffer, [tiles.total], _scale_stores(tiles, byte, rows))
+    return strided_view(buffer, [tokens, tiles.groups, count], [1, count * rows, rows])
 
 
-def _scale_stores(strips: _Strips, byte: Loader, rows: Expr) -> list[Store]:
-    """Stores of the float32 scale of each strip. Those of the last token store the zeros behind it too."""
+def _scale_stores(tiles: _Tiles, byte: Loader, rows: Expr) -> list[Store]:
+    """Return stores of the float32 scale of each tile, and of the zeros after the last token."""
 
-    def target(behind: int) -> Callable[[Sequence[Expr]], list[Expr]]:
+    def target(after: int) -> Callable[[Sequence[Expr]], list[Expr]]:
         def index_of(row: Sequence[Expr]) -> list[Expr]:
-            group, t, strip = strips.place(row)
-            return [group, strip, t + behind]
+            group, t, tile = tiles.place(row)
+            return [group, tile, t + after]
 
         return index_of
 
-    def is_padding(behind: int) -> Loader:
+    def is_padding(after: int) -> Loader:
         def keep(row: Sequence[Expr]) -> Value:
-            _, t, _ = strips.place(row)
-            is_last = ops.eq(ops.index_expr(t, I64), ops.index_expr(strips.tokens - 1, I64))
-            return ops.logical_and(is_last, ops.lt(ops.index_expr(t + behind, I64), ops.index_expr(rows, I64)))
+            _, t, _ = tiles.place(row)
+            is_last = ops.eq(ops.index_expr(t, I64), ops.index_expr(tiles.tokens - 1, I64))
+            return ops.logical_and(is_last, ops.lt(ops.index_expr(t + after, I64), ops.index_expr(rows, I64)))
 
         return keep
 
@@ -166,12 +166,12 @@ def _scale_stores(strips: _Strips, byte: Loader, rows: Expr) -> list[Store]:
     return [Store(None, target(0), lambda row: ue8m0_scale(byte(row))), *zeros]
 
 
-def _word(strips: _Strips, byte: Loader) -> Callable[[Expr, Expr, Expr], Value]:
-    """Function of group, token and word that gives four bytes in an int32, lowest first, 0 for a missing strip."""
+def _word(tiles: _Tiles, byte: Loader) -> Callable[[Expr, Expr, Expr], Value]:
+    """Return a function of group, token and word: four bytes in an int32, lowest first, 0 for a missing tile."""
 
-    def shifted(group: Expr, t: Expr, strip: Expr, shift: int) -> Value:
-        exists = ops.lt(ops.index_expr(strip, I32), const(strips.per_group, I32))
-        load = functools.partial(byte, strips.row(group, t, strip))
+    def shifted(group: Expr, t: Expr, tile: Expr, shift: int) -> Value:
+        exists = ops.lt(ops.index_expr(tile, I32), const(tiles.per_group, I32))
+        load = functools.partial(byte, tiles.row(group, t, tile))
         return ops.masked(exists, lambda: ops.bitwise_left_shift(load(), const(shift, I32)), 0)
 
     def word(group: Expr, t: Expr, n: Expr) -> Value:

@@ -1,6 +1,8 @@
-"""`inv_rope` and `inv_rope_fp8_quant`; defined in reference/inv_rope_fp8_quant.py."""
+"""Schemas, checks and fakes of `inv_rope` and `inv_rope_fp8_quant`; reference/attention/ defines what they compute."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ def _check_inv_rope(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, op: str
     expect_rope_table(cos_sin_cache, op, o.shape[2])
 
 
-def _fake_inv_rope(o: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+def _fake_inv_rope(o: Tensor, *_: Any, **__: Any) -> Tensor:
     return o.new_empty(o.shape)
 
 
@@ -37,26 +39,15 @@ def _check_quant(
 
 
 def check_groups(o: Tensor, n_groups: int, heads_per_group: int, op: str) -> None:
-    """Raise E201 unless the heads of `o` `[T, H, D]` hold so many groups of whole strips."""
+    """Raise E201 unless the heads of `o` `[T, H, D]` hold so many groups of whole quantisation tiles."""
     if min(n_groups, heads_per_group) < 1 or o.shape[1] < n_groups * heads_per_group:
         fail("E201", got=describe(o), rule=f"{op}: o has at least {n_groups} x {heads_per_group} heads")
     if heads_per_group * o.shape[2] % ACT_TILE != 0:
-        fail("E201", got=describe(o), rule=f"{op}: {heads_per_group} heads fill whole strips of {ACT_TILE}")
+        fail("E201", got=describe(o), rule=f"{op}: {heads_per_group} heads fill whole tiles of {ACT_TILE}")
 
 
-def _fake_quant(
-    o: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    n_groups: int,
-    heads_per_group: int,
-    packed_scales: bool = False,
-) -> tuple[Tensor, Tensor]:
-    return new_groups(o, n_groups, heads_per_group, packed_scales)
-
-
-def new_groups(o: Tensor, n_groups: int, heads_per_group: int, packed_scales: bool) -> tuple[Tensor, Tensor]:
-    """Uninitialised values and scales for the heads `o` `[T, H, D]`, in the layouts of `inv_rope_fp8_quant`."""
+def new_groups(o: Tensor, n_groups: int, heads_per_group: int, packed_scales: bool = False) -> tuple[Tensor, Tensor]:
+    """Allocate values and scales for the heads `o` `[T, H, D]`, in the layouts of `inv_rope_fp8_quant`."""
     tokens, size = o.shape[0], heads_per_group * o.shape[2]
     count = size // ACT_TILE
     if packed_scales:
@@ -70,6 +61,10 @@ def new_groups(o: Tensor, n_groups: int, heads_per_group: int, packed_scales: bo
         dtype=torch.int32 if packed_scales else torch.float32,
     )
     return values, scale
+
+
+def _fake_quant(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *groups: Any, **options: Any) -> Any:
+    return new_groups(o, *groups, **options)
 
 
 inv_rope = define(

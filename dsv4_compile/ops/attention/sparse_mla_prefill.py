@@ -1,4 +1,4 @@
-"""Schemas, checks and fakes of `sparse_mla_prefill` and its list form; reference/attention/ defines what they compute."""
+"""Schemas, checks and fakes of `sparse_mla_prefill` and its list form; reference/attention/ defines them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     out = sum_j exp(s_j - m) k_j / l * 1 / (1 + exp(sink - lse))
 
 The values are the keys, RoPE dims included. A sink is one more logit, not scaled, of a key whose value is zero: it
-joins the denominator only, and neither m nor lse.
+is part of the denominator only, and neither of m nor of lse.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ...layout import PAD_INDEX
 from ..common import kv_format, paging
 
 GATHER_BYTES = 64 * 2**20
-"""Most bytes of float32 keys that are gathered at once."""
+"""Largest size of the float32 keys that are gathered at once."""
 GATHER_BYTES_CPU = 4 * 2**20
-"""The same on a CPU, where small chunks that stay in its cache are several times faster than large ones."""
+"""GATHER_BYTES on a CPU, where small chunks that stay in its cache are several times faster than large ones."""
 
 
 def token_chunks(tokens: int, keys: int, head_dim: int, device: torch.device) -> Iterator[slice]:
@@ -39,9 +39,9 @@ def gather_keys(
     lens: Tensor | None,
     kv_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys float32 `[T, N, D]` at the slots `indices` `[T, N]`, and bool `[T, N]` that says which of them count.
+    """Return the keys float32 `[T, N, D]` at the slots `indices` `[T, N]`, and bool `[T, N]`, which of them are valid.
 
-    An index outside the cache or a column at or past `lens` `[T]` does not count; its key is zero.
+    An index outside the cache or a column at or past `lens` `[T]` is invalid; its key is zero.
     """
     valid = paging.valid_slots(indices, cache.shape[0], block_size)
     if lens is not None:
@@ -51,7 +51,7 @@ def gather_keys(
 
 
 def attend(q: Tensor, keys: Tensor, valid: Tensor, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend every key with `valid`.
+    """Compute attention over the valid keys of each token.
 
     Args:
         q: `[T, H, D]`, any float dtype; widened to float32.
@@ -72,6 +72,6 @@ def attend(q: Tensor, keys: Tensor, valid: Tensor, scale: float, sink: Tensor | 
     total = weights.sum(-1)
     empty = total == 0
     lse = torch.where(empty, torch.inf, top + total.log())
-    # Not torch.sigmoid: on some processors its bits depend on where in a tensor an element is.
+    # Not torch.sigmoid: on some CPUs its bits depend on the place of an element in its tensor.
     norm = total.reciprocal() if sink is None else (1.0 / (1.0 + (sink - lse).exp())) / total
     return torch.bmm(weights, keys) * torch.where(empty, 0.0, norm)[..., None], top, lse

@@ -1,4 +1,4 @@
-"""Undo the rotation of the attention output, and quantise it for the grouped output projection."""
+"""Inverse RoPE of the attention output, and its quantisation for the grouped output projection."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def inv_rope_fp8_quant(
     heads_per_group: int,
     packed_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`inv_rope`, not rounded, then e4m3 in strips of 128 of each group's heads laid end to end.
+    """Rotate heads back as `inv_rope`, without rounding, and quantise each group to e4m3 in tiles of 128.
 
-    K = heads_per_group * D. `block_scale.quantize_activation` defines values and scales: they are taken from the
-    float32 result of the rotation.
+    The heads of a group are concatenated: K = heads_per_group * D. `block_scale.quantize_activation` defines values and
+    scales of the float32 result of the rotation.
 
     Args:
         o: `[T, >= n_groups * heads_per_group, D]`; later heads are padding and are not read.
         positions: int32 or int64 `[>= T]`. cos_sin_cache: float32 `[max_pos, rope_dim]`.
-        packed_scales: return four UE8M0 bytes in an int32, lowest byte first strip, instead of float32 values.
+        packed_scales: return four UE8M0 bytes in an int32, the first tile's in the lowest byte, instead of float32.
     Returns:
         e4m3 `[T, G, K]`, a view of contiguous `[G, T, K]`: strides (K, T * K, 1).
         Scales `[T, G, n]`, a view of contiguous `[G, n, Ta]`: strides (1, n * Ta, Ta). Ta is T rounded up to 4, and
-        rows T to Ta are zero. n = K / 128, or ceil(K / 512) when packed, where missing strips have byte 0.
+        rows T to Ta are zero. n = K / 128, or ceil(K / 512) when packed, where missing tiles have byte 0.
     """
     heads = n_groups * heads_per_group
     return quantize_groups(
@@ -52,25 +52,25 @@ def inv_rope_fp8_quant(
 
 
 def quantize_groups(x: Tensor, n_groups: int, packed_scales: bool = False) -> tuple[Tensor, Tensor]:
-    """Values and scales of `inv_rope_fp8_quant` for heads `[T, H, D]` as they are, H a multiple of `n_groups`."""
+    """Quantise heads `[T, H, D]` as `inv_rope_fp8_quant` without the rotation; H is a multiple of `n_groups`."""
     tokens, heads, dim = x.shape
     values, byte = quantize_activation(x.reshape(tokens, n_groups, heads // n_groups * dim))
     scale = pack_scales(byte) if packed_scales else ue8m0_scale(byte)
 
     out = values.transpose(0, 1).contiguous().as_strided(values.shape, value_strides(tokens, values.shape[2]))
-    # The zero rows after T are part of the layout: tensor-map loads fetch whole groups of four rows. They are a pad,
-    # for a copy into the rows before them asks whether those are dense, and a compiled step would be one for some T.
+    # The zero rows after T are part of the layout: TMA loads fetch whole groups of four rows. They are a pad, because a
+    # copy into the rows before them guards on their density, and compiled code would hold for some T only.
     strides = scale_strides(tokens, scale.shape[2])
     padded = torch.nn.functional.pad(scale.permute(1, 2, 0).contiguous(), (0, strides[2] - tokens))
     return out, padded.as_strided(scale.shape, strides)
 
 
 def value_strides(tokens: int, size: int) -> tuple[int, int, int]:
-    """Strides of `[T, G, K]` values stored as contiguous `[G, T, K]`."""
+    """Return strides of `[T, G, K]` values stored as contiguous `[G, T, K]`."""
     return size, tokens * size, 1
 
 
 def scale_strides(tokens: int, count: int) -> tuple[int, int, int]:
-    """Strides of `[T, G, n]` scales stored as contiguous `[G, n, Ta]`."""
+    """Return strides of `[T, G, n]` scales stored as contiguous `[G, n, Ta]`."""
     aligned = align_up(tokens, SCALE_ROW_ALIGN)
     return 1, count * aligned, aligned

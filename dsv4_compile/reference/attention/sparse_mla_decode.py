@@ -89,7 +89,8 @@ class DecodeQuantArguments(NamedTuple):
 
     def decode(self) -> DecodeArguments:
         """Return the arguments of the attention that is quantised."""
-        return DecodeArguments(*self[: len(DecodeArguments._fields)])
+        fields: tuple[Any, ...] = self
+        return DecodeArguments(*fields[: len(DecodeArguments._fields)])
 
     def group_heads(self) -> int:
         """Return the heads of a group of the output projection; by default an equal share of all heads."""
