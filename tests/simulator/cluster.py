@@ -1,9 +1,10 @@
-"""Clusters on the CPU, for simulated_gluon.py: their programs are threads that send each other words."""
+"""Thread block clusters on the CPU: their programs are threads that send each other words."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import threading
 import types
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.hopper.cluster_mailbox import BARRIER_BYTES, INBOX_ALIGN
+from dsv4_compile.kernels.hopper.cluster_mailbox import BARRIER_BYTES, MAILBOX_ALIGN
 from tests.simulator import gluon as base
 from tests.simulator.gluon import Kernel
 from tests.simulator.values import Value
@@ -22,13 +23,13 @@ _this = threading.local()
 
 
 def program_id(axis: int) -> Value:
-    """Of the program of this thread, or of the one that runs alone."""
+    """Return the number of the program of this thread, or of the only one."""
     number = getattr(_this, "program", None)
     return Value(torch.tensor(Kernel.program[axis] if number is None else number, dtype=torch.int32))
 
 
 class Cluster:
-    """Programs that meet, and of each its shared memory, which holds NaN at first, its inbox, and what it waits for.
+    """CTAs of a cluster: their shared memories, NaN at first, their mailboxes, and the bytes that each still expects.
 
     A GPU may run clusters in any `order`.
     """
@@ -37,31 +38,31 @@ class Cluster:
 
     def __init__(self, size: int, room: int, partitions: int) -> None:
         self.memory = torch.full((size, room // 4), torch.nan)
-        self.letters: list[Tensor | None] = [None] * size
+        self.messages: list[Tensor | None] = [None] * size
         self.opened: set[int] = set()
         self.expected = [0] * size
         self.changed = threading.Condition()
         self.meeting = threading.Barrier(size * partitions, timeout=base.SECONDS / 4)
 
 
-def place_inbox(size: int) -> int:
-    """Of whole words behind the barrier; one to a program."""
+def allocate_mailbox(size: int) -> int:
+    """Allocate a mailbox of whole words after its barrier, at most one per program."""
     if size > 0:
-        assert size % INBOX_ALIGN == 0 and _this.cluster.letters[_this.rank] is None
-        _this.cluster.letters[_this.rank] = torch.full(((size - BARRIER_BYTES) // 4,), torch.nan)
+        assert size % MAILBOX_ALIGN == 0 and _this.cluster.messages[_this.rank] is None
+        _this.cluster.messages[_this.rank] = torch.full(((size - BARRIER_BYTES) // 4,), torch.nan)
     return int(size > 0)
 
 
-def open_inbox(inbox: int, letters: Value | int) -> None:
+def open_mailbox(mailbox: int, messages: Value | int) -> None:
     cluster = _this.cluster
-    assert inbox == 1 and int(letters) <= 4 * cluster.letters[_this.rank].numel()
+    assert mailbox == 1 and int(messages) <= 4 * cluster.messages[_this.rank].numel()
     with cluster.changed:
-        cluster.expected[_this.rank] += int(letters)
+        cluster.expected[_this.rank] += int(messages)
         cluster.opened.add(_this.rank)
         cluster.changed.notify_all()
 
 
-def inboxes_open() -> None:
+def wait_mailboxes_open() -> None:
     cluster = _this.cluster
     with cluster.changed:
         everybody = len(cluster.expected)
@@ -69,68 +70,68 @@ def inboxes_open() -> None:
     _this.may_send = True
 
 
-def meet(release: bool) -> None:
-    """What has been put is seen behind a release alone."""
+def cluster_barrier(release: bool) -> None:
+    """Wait for the cluster; stores are visible to others only after a barrier with release."""
     _this.released |= release
     _this.cluster.meeting.wait()
 
 
 def _fours(x: Tensor) -> Tensor:
-    """`[n, 4]` of `[columns, tokens]`: what a thread of the matrix unit has of two columns, and two tokens, at once."""
+    """Return `[n, 4]` of `[columns, tokens]`: the two columns of two tokens that a thread holds of an MMA result."""
     return x.unflatten(0, (-1, 2, 8)).unflatten(-1, (-1, 2)).permute(0, 2, 3, 1, 4).reshape(-1, 4)
 
 
-def send_words(inbox: int, program: Value, offset: Value, wanted: Value, values: Value) -> None:
-    """Four go where the first goes. No word is sent twice."""
+def send_messages(mailbox: int, program: Value, offset: Value, wanted: Value, values: Value) -> None:
+    """Send four words to the place of the first. No word may be sent twice."""
     cluster = _this.cluster
     everything = torch.broadcast_tensors(program.data, offset.data, wanted.data, values.data)
     to, at, live, words = map(_fours, everything)
-    assert inbox == 1 and _this.may_send and (at[:, 0] % 16 == 0).all()
+    assert mailbox == 1 and _this.may_send and (at[:, 0] % 16 == 0).all()
     with cluster.changed:
         for rank in to[:, 0][live[:, 0] != 0].unique().tolist():
             mine = (to[:, 0] == rank) & (live[:, 0] != 0)
             assert (to[mine] == rank).all() and live[mine].all()
-            where, letters = (at[mine, :1] // 4 + torch.arange(4)).flatten().long(), cluster.letters[rank]
-            assert letters[where].isnan().all() and len(where.unique()) == len(where)
-            letters[where] = words[mine].flatten()
+            where, messages = (at[mine, :1] // 4 + torch.arange(4)).flatten().long(), cluster.messages[rank]
+            assert messages[where].isnan().all() and len(where.unique()) == len(where)
+            messages[where] = words[mine].flatten()
             cluster.expected[rank] -= 4 * len(where)
         cluster.changed.notify_all()
 
 
-def await_letters(inbox: int) -> None:
+def wait_messages(mailbox: int) -> None:
     cluster = _this.cluster
-    assert inbox == 1
+    assert mailbox == 1
     with cluster.changed:
         assert cluster.changed.wait_for(lambda: cluster.expected[_this.rank] == 0, timeout=base.SECONDS / 4)
 
 
-def received_words(inbox: int, offset: Value) -> Value:
-    """Four are read where the first is, of what was sent."""
-    assert inbox == 1 and _this.cluster.expected[_this.rank] == 0
+def read_messages(mailbox: int, offset: Value) -> Value:
+    """Read four words from the place of the first."""
+    assert mailbox == 1 and _this.cluster.expected[_this.rank] == 0
     places = _fours(torch.arange(offset.data.numel()).view(offset.data.shape))
     where = (_fours(offset.data)[:, :1] // 4 + torch.arange(4)).long()
     assert (where[:, 0] % 4 == 0).all()
     found = torch.empty(offset.data.numel())
-    found[places] = _this.cluster.letters[_this.rank][where]
+    found[places] = _this.cluster.messages[_this.rank][where]
     return Value(found.view(offset.data.shape))
 
 
-def put_words(values: Value, offset: Value) -> None:
+def store_fetched_words(values: Value, offset: Value) -> None:
     where, words = torch.broadcast_tensors(offset.data // 4, values.data)
     _this.cluster.memory[_this.rank][where.long()] = words
     _this.released = False
 
 
-def put_pairs(values: Value, offset: Value) -> None:
-    """Two neighbours go where the first goes."""
+def store_fetched_pairs(values: Value, offset: Value) -> None:
+    """Store pairs of neighbours at the offset of the first."""
     where, words = torch.broadcast_tensors(offset.data // 4, values.data)
     first = where[:, ::2]
     assert (first % 2 == 0).all()
-    put_words(Value(words), Value(4 * torch.stack((first, first + 1), -1).flatten(1)))
+    store_fetched_words(Value(words), Value(4 * torch.stack((first, first + 1), -1).flatten(1)))
 
 
 def specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-    """As that of simulated_gluon.py: the partitions of a program are in its cluster."""
+    """Run partitions as `gluon.specialize`, in the cluster of their program."""
     mine = dict(vars(_this))
 
     def of_the_program(function: Any) -> Any:
@@ -143,17 +144,17 @@ def specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], 
     base.specialize([(of_the_program(function), args) for function, args in partitions], warps, registers)
 
 
-def words_of(program: int, offset: Value, wanted: Value) -> Value:
+def fetch_words(program: int, offset: Value, wanted: Value) -> Value:
     assert _this.released
     words = _this.cluster.memory[int(program)][torch.where(wanted.data != 0, offset.data // 4, 0).long()]
     return Value(torch.where(wanted.data != 0, words, 0.0))
 
 
 def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: Any, **constants: Any) -> None:
-    """One cluster after another. Raises what the first program to fail raises."""
+    """Run one cluster after another. Raise the first exception of a program."""
     assert programs % size == 0 and 1 < size <= 8 and constants.pop("launch_pdl")
     assert set(list(inspect.signature(kernel.function).parameters)[len(args) :]) == constants.keys()
-    partitions = 3 if "MULTIPLIER_REGISTERS" in constants else 1
+    partitions = 3 if "CONSUMER_REGISTERS" in constants else 1
     errors: list[BaseException] = []
 
     def run(cluster: Cluster, rank: int, program: int) -> None:
@@ -178,16 +179,16 @@ def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: 
         assert cluster.expected == [0] * size
 
 
-INBOX = place_inbox, open_inbox, inboxes_open, send_words, await_letters, received_words
-WORDS = {f.__name__: f for f in (*INBOX, meet, put_words, put_pairs, words_of)}
+MAILBOX = allocate_mailbox, open_mailbox, wait_mailboxes_open, send_messages, wait_messages, read_messages
+WORDS = {f.__name__: f for f in (*MAILBOX, cluster_barrier, store_fetched_words, store_fetched_pairs, fetch_words)}
 
 
 def clustered(launcher: types.ModuleType) -> Any:
-    """A context in which `launcher` launches clusters."""
-    kernels = [x for name, x in vars(launcher).items() if name.endswith("_hopper_kernel")]
-    functions = [kernels[0].function]
+    """Return a context in which `launcher` launches clusters."""
+    (kernel,) = (x for name, x in vars(launcher).items() if re.fullmatch(r"gemm_sm90_\w+_kernel", name))
+    functions = [kernel.function]
     stack = contextlib.ExitStack()
-    for name in ("_multiply", "store_shares", "store_fetched"):
+    for name in ("compute_tile", "combine_in_cluster", "store_fetched"):
         found = functions[-1].__globals__.get(name)
         functions += [found.function] if found else []
     for function in functions:

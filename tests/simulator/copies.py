@@ -1,8 +1,8 @@
-"""What the prefill kernel needs beyond simulated_gluon.py: asynchronous copies, several items for each program.
+"""Simulation of persistent kernels with asynchronous copies, in addition to gluon.py.
 
-A copy is done when it is issued, as early as it may be. A product then still finds what it reads changed, where the
-kernel did not wait for it: both of a block's products are looked at, and operands that stay in registers too. With
-`landing_late`, tiles land as late as they may: what a kernel does not wait for, it reads as nothing that was written.
+A copy lands when it is issued, as early as possible: a kernel that does not wait for a GEMM then overwrites its
+operands, which fails. With `landing_late`, tiles land as late as possible: a kernel that does not wait for a copy then
+reads unwritten memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ THREADS = 128
 
 
 class Descriptor:
-    """Rows of a tensor in blocks."""
+    """A TMA descriptor: a tensor in blocks."""
 
     def __init__(self, tensor: Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any) -> None:
         assert strides[-1] == 1 and all(n * tensor.element_size() % 16 == 0 for n in strides[:-1])
@@ -37,14 +37,14 @@ class Descriptor:
         return cls(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
 
     def at(self, corner: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
-        """The part of a block that the tensor has, and where in the block it is."""
+        """Return the part of a block that lies in the tensor, and its place in the block."""
         first = [int(raw(x)) for x in corner]
         found = self.tensor[tuple(slice(a, a + n) for a, n in zip(first, self.block, strict=True))]
         return found, tuple(slice(0, n) for n in found.shape)
 
 
 class Persistent(Kernel):
-    """A kernel that asks how many programs there are."""
+    """A kernel that uses `num_programs`."""
 
     programs = 0
 
@@ -58,7 +58,7 @@ def expect(barrier: Barrier, size: int) -> None:
 
 
 def load_block(source: Descriptor, corner: list[Any], barrier: Barrier, target: Shared) -> None:
-    """A block of rows, zeros where there are none."""
+    """Copy a block to shared memory, with zeros outside the tensor."""
     found, inside = source.at(corner)
     target.data.zero_()[inside] = found
     barrier.arrive(0, announced=-target.data.nbytes)
@@ -66,7 +66,7 @@ def load_block(source: Descriptor, corner: list[Any], barrier: Barrier, target: 
 
 @contextlib.contextmanager
 def landing_late() -> Iterator[None]:
-    """Around `simulated`: a tile lands when its barrier is waited for, in the order in which they were issued."""
+    """Let tiles land when their barrier is waited for, in the order of issue; enter it around `simulated`."""
     waiting: dict[Barrier, list[Callable[[], None]]] = {}
     land, wait = load_block, Barrier.wait
 
@@ -89,15 +89,15 @@ def landing_late() -> Iterator[None]:
         mock.patch.object(Barrier, "wait", awaited),
     ):
         yield
-    assert not any(waiting.values()), "a tile that nobody waits for lands in what is another's"
+    assert not any(waiting.values()), "a tile without a wait lands in memory that is reused"
 
 
 EARLY_AND_LATE: dict[str, Any] = {"params": [contextlib.nullcontext, landing_late], "ids": ["early", "late"]}
-"""Of a fixture that enters `request.param()` around `simulated`: all its tests run both ways."""
+"""Parameters of a fixture that enters `request.param()` around `simulated`, so that tests run both ways."""
 
 
 def store_block(target: Descriptor, corner: list[Any], source: Shared) -> None:
-    """Start to store a block, but for what is outside the tensor. It is read when its thread waits for it."""
+    """Start to store the part of a block that lies in the tensor. It is read when its thread waits."""
     found, inside = target.at(corner)
     _stores.pending = [*getattr(_stores, "pending", []), (found, source.data, source.data.clone(), inside)]
 
@@ -123,7 +123,7 @@ def landed(barrier: Barrier, increment_count: bool) -> None:
 
 
 def multiply(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
-    """As that of simulated_gluon.py, but what its accumulator waits for it waits for too."""
+    """Return a GEMM as `gluon.multiply`, whose wait also waits for its accumulator."""
     product = base.multiply(a, b, acc, use_acc, is_async)
     product.operands += getattr(acc, "operands", [])  # type: ignore[attr-defined]
     return product
@@ -143,7 +143,7 @@ def broadcast(a: Any, b: Any) -> tuple[Value, Any]:
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """All stand-ins."""
+    """Return all stand-ins."""
     found = _base_modules()
     language, hopper = found[f"{GLUON}.language"], found[f"{GLUON}.language.nvidia.hopper"]
     vars(found[GLUON]).update(jit=lambda f=None, **_: Persistent(f) if f else Persistent)
@@ -171,6 +171,6 @@ _base_modules = base.modules
 
 
 def simulated(launcher: str) -> Any:
-    """As that of simulated_gluon.py."""
+    """Import a module as `gluon.simulated`, with these stand-ins."""
     with mock.patch.object(base, "modules", modules):
         return base.simulated(launcher)

@@ -1,8 +1,8 @@
-"""Gluon kernels on the CPU: partitions of a program are threads, barriers and shared memory are what they should be.
+"""Gluon kernels on the CPU: the partitions of a program are threads, its tensors are torch tensors.
 
-A module of `kernels/` is imported a second time with a stand-in for Gluon, whose tensors are torch tensors. What is
-simulated: values and their rounding, addresses with bounds, the phases of barriers, and that nobody overwrites what an
-asynchronous matrix product still reads. What is not: layouts, and the order of accesses that a barrier does not give.
+A module of `kernels/` is imported a second time with a stand-in for Gluon. Simulated are values and their rounding,
+addresses with bounds, the phases of mbarriers, and that no operand of an asynchronous GEMM is overwritten before the
+wait. Not simulated are layouts, and orders of accesses that no barrier enforces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GLUON = "triton.experimental.gluon"
 NO_COPIES = types.SimpleNamespace(async_load=None, async_store=None)
 """Stands in for TMA and cp.async where a test simulates neither: calling one fails."""
 SECONDS = 60.0
-"""After which a wait counts as a deadlock."""
+"""Time after which a wait counts as a deadlock."""
 
 
 class Shared:
@@ -70,9 +70,9 @@ class Shared:
 
 
 class Barrier:
-    """An mbarrier: phase n ends when all have arrived, and all bytes that were announced.
+    """An mbarrier: a phase ends when all expected arrivals and all expected bytes have come.
 
-    A wait for a parity passes while another phase runs.
+    A wait for a parity passes while a phase of the other parity runs.
     """
 
     changed = threading.Condition()
@@ -89,7 +89,7 @@ class Barrier:
         self.count = self.pending = count
 
     def arrive(self, count: int = 1, pred: Any = True, announced: int = 0) -> None:
-        """Announces so many bytes; those that are there already are fewer than none."""
+        """Arrive, and expect `announced` more bytes; negative bytes have been copied."""
         if not pred:
             return
         with self.changed:
@@ -103,16 +103,16 @@ class Barrier:
     def wait(self, parity: Any) -> None:
         with self.changed:
             passed = self.changed.wait_for(lambda: self.phase & 1 != int(parity) or self.failed.is_set(), SECONDS)
-        assert passed and not self.failed.is_set(), "a partition waits for what never comes"
+        assert passed and not self.failed.is_set(), "a partition waits for an arrival that never comes"
 
 
 def unwritten(dtype: torch.dtype, shape: list[Any]) -> Tensor:
-    """Memory that nobody has written yet: NaN, and a negative number where there is none."""
+    """Return memory as before the first write: NaN, or -1 for dtypes without NaN."""
     return torch.full([int(n) for n in shape], math.nan if dtype.is_floating_point else -1).to(dtype)
 
 
 def argument(x: Any) -> Any:
-    """What a launch makes of an argument."""
+    """Convert an argument of a launch."""
     if type(x) is int:
         return Value(torch.tensor(x, dtype=torch.int32 if abs(x) < 2**31 else torch.int64))
     return Pointer.of(x) if isinstance(x, Tensor) else x
@@ -144,7 +144,7 @@ def static_assert(holds: bool) -> None:
 
 
 def specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-    """Run the partitions of a program side by side, and raise what the first of them to fail raises."""
+    """Run the partitions of a program concurrently, and raise the first exception."""
     errors: list[BaseException] = []
     Barrier.failed.clear()
 
@@ -168,7 +168,7 @@ def specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], 
 
 
 def multiply(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
-    """A matrix product, which remembers its operands, and those of what it adds to, until it is waited for."""
+    """Return a GEMM that remembers its operands, and those of its accumulator, until the wait."""
     product = Value(a.data.float() @ b.data.float() + (acc.data if use_acc else 0.0))
     earlier = getattr(acc, "operands", [])
     product.operands = [*earlier, *((x.data, x.data.clone()) for x in (a, b))]  # type: ignore[attr-defined]
@@ -176,14 +176,14 @@ def multiply(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool
 
 
 def finish(pending: int, deps: list[Value]) -> Value:
-    """Wait for a product. Its operands must be what they were when it began."""
+    """Wait for a GEMM. Its operands must not have changed since it began."""
     for now, then in deps[0].operands:  # type: ignore[attr-defined]
         assert torch.equal(now.float().nan_to_num(), then.float().nan_to_num()), "an operand was overwritten"
     return Value(deps[0].data)
 
 
 def assembly(text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
-    """A copy, a word to the compiler, a prefetch, which must lie in its tensor, or arithmetic."""
+    """Execute inline assembly: a move, a pragma, a prefetch, which must lie in its tensor, or arithmetic."""
     if text.startswith("mov"):
         return args[0]
     if text.startswith(".pragma"):
@@ -197,7 +197,7 @@ def assembly(text: str, constraints: str, args: list[Any], dtype: Any, is_pure: 
 
 
 def reduce(x: Value, axis: int, combine: Callable[[Value, Value], Value]) -> Value:
-    """Halves with halves, as long as there are two."""
+    """Reduce an axis by combining halves."""
     data = x.data.movedim(axis, -1)
     while data.shape[-1] > 1:
         data = raw(combine(*(Value(half.contiguous()) for half in data.chunk(2, -1))))
@@ -220,14 +220,14 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> Value:
-    """Of a scalar. Programs run one after the other."""
+    """Add to a scalar; programs run one after the other, so that this is atomic."""
     old = load(pointer)
     store(pointer, old + value)
     return old
 
 
 def multiple_of(x: Any, n: int) -> Any:
-    """What a kernel promises its compiler of numbers, or of the bytes of an address."""
+    """Check an alignment that a kernel promises to the compiler, of numbers or of byte addresses."""
     numbers = torch.as_tensor(x.offset) * x.memory.element_size() if isinstance(x, Pointer) else x.data
     assert (numbers % n == 0).all()
     return x
@@ -242,7 +242,7 @@ def where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def largest(x: Value, axis: int) -> Value:
-    """The maximum along an axis, which passes over NaN as that of two numbers does."""
+    """Return the maximum along an axis; it ignores NaN, as that of two numbers does."""
     nan = torch.isnan(x.data)
     top = torch.where(nan, -math.inf, x.data).amax(axis) if nan.any() else x.data.amax(axis)
     return Value(torch.where(nan.all(axis), math.nan, top) if nan.any() else top)
@@ -261,7 +261,7 @@ def anything(*_: Any, **__: Any) -> None:
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """The stand-ins by the names of what they stand in for."""
+    """Return the stand-ins by the names of the modules that they replace."""
     language, hopper, gluon = (types.ModuleType(name) for name in (f"{GLUON}.language", "hopper", GLUON))
     wrap = lambda f: lambda *args: Value(f(*(raw(x) for x in args)))  # noqa: E731
     either = lambda f: lambda a, b: Value(f(*(torch.as_tensor(raw(x)) for x in (a, b))))  # noqa: E731
@@ -330,7 +330,7 @@ def modules() -> dict[str, types.ModuleType]:
 
 
 def gluon_modules(launcher: str) -> list[str]:
-    """Modules that `launcher` of kernels/ imports, itself included, that use Gluon or import one that does."""
+    """Return the module `launcher` and those it imports, if they use Gluon or import a module that does."""
     found: dict[str, bool] = {}
 
     def uses(name: str) -> bool:
@@ -350,8 +350,8 @@ def gluon_modules(launcher: str) -> list[str]:
 
 
 def simulated(launcher: str) -> Any:
-    """The module `launcher` of kernels/ ("family.file"), imported anew with every module that uses Gluon."""
-    importlib.import_module("dsv4_compile.kernels.attention.split_combine")  # and Triton, before anything stands in
+    """Import the module `launcher` of kernels/ ("family.file") anew, with every module that uses Gluon."""
+    importlib.import_module("dsv4_compile.kernels.attention.split_combine")  # with the real Triton
     stand_ins = modules()
     hopper = stand_ins[f"{GLUON}.language.nvidia.hopper"]
     if not hasattr(hopper, "tma"):

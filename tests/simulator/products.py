@@ -1,4 +1,4 @@
-"""The product of few tokens on Hopper, simulated: see simulated_gluon.py for what that means."""
+"""The GEMM of few tokens on sm_90, simulated."""
 
 from __future__ import annotations
 
@@ -35,9 +35,15 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str
 
 
 class Descriptor(copies.Descriptor):
+    layout = None
+
     @property
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
+
+    @property
+    def block_shape(self) -> list[int]:
+        return self.block
 
 
 class Launched(copies.Persistent):
@@ -68,7 +74,7 @@ def modules() -> dict[str, types.ModuleType]:
 
 @contextlib.contextmanager
 def simulated_products() -> Iterator[Any]:
-    """The launcher of one product, whose `pair` is that of two."""
+    """Yield the module of one GEMM; its `pair` is the module of two."""
     with (
         mock.patch.object(base, "modules", modules),
         mock.patch.object(
@@ -82,20 +88,20 @@ def simulated_products() -> Iterator[Any]:
             yield found
 
 
-def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = False) -> Tensor:
-    """Of a launch cut as it says."""
+def product(hopper: Any, *args: Any, tiling: tuple[int, ...], quantize: bool = False) -> Tensor:
+    """Return the GEMM of a launch with this tiling."""
     counters = torch.zeros(64, dtype=torch.int32)
     x, _, weight, _, dtype = args
-    assert hopper.hopper_refuses(x, weight, quantize, GPU) == ""
+    assert hopper.why_unsupported(x, weight, quantize, GPU) == ""
     with (
         mock.patch.object(kernels, "gpu_of", lambda device: GPU),
         mock.patch.object(kernels, "sm90_module", lambda gpu, stem: hopper if stem == STEM else None),
-        mock.patch.object(hopper, "choose_cut", lambda *sizes: hopper.Cut(*cut)),
+        mock.patch.object(hopper, "choose_tiling", lambda *sizes: hopper.SmallTiling(*tiling)),
         mock.patch.object(hopper, "arrival_counters", hopper.arrival_counters and (lambda count, device: counters)),
         poisoned_empty(),
         torch.no_grad(),
     ):
-        out = kernels.grouped_matmul(*args, quantize=quantize)
+        out = kernels.grouped_gemm(kernels.Operands(*args[:4]), dtype, quantize=quantize)
     assert not counters.any()
     assert out.dtype is dtype
     return out
@@ -103,7 +109,7 @@ def product(hopper: Any, *args: Any, cut: tuple[int, ...], quantize: bool = Fals
 
 @contextlib.contextmanager
 def launches(module: types.ModuleType) -> Iterator[list[dict[str, Any]]]:
-    """The constants of all that `module` launches meanwhile; nothing runs."""
+    """Yield the constants of all launches of `module` in the block; nothing runs."""
     found: list[dict[str, Any]] = []
     take = lambda *args, **constants: found.append(constants)  # noqa: E731
     with mock.patch.multiple(module, launch_kernel=take, launch_clusters=take):

@@ -1,6 +1,6 @@
-"""Arithmetic PTX of a kernel on the CPU: the instructions that ours write themselves, one by one, on torch tensors.
+"""Arithmetic PTX on the CPU: the inline assembly of our kernels, instruction by instruction, on torch tensors.
 
-Words are int32 tensors, halves int16 ones, whose bits are what counts. An instruction that is not known raises.
+Words are int32 tensors and halves int16 tensors, as bits. An unknown instruction raises.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Registers = dict[str, Tensor]
 
 
 def unsigned(x: Tensor) -> Tensor:
-    """int64 of the bits of int16 or int32."""
+    """Return the bits of int16 or int32 as int64."""
     return x.long() & ((1 << BITS[x.dtype]) - 1)
 
 
 def word(x: Tensor) -> Tensor:
-    """int32 with the low bits of int64."""
+    """Return the low bits of int64 as int32."""
     low = x & 0xFFFFFFFF
     return torch.where(low >= 1 << 31, low - (1 << 32), low).int()
 
@@ -36,7 +36,7 @@ def _float32(x: Tensor) -> Tensor:
 
 
 def _permute_bytes(a: Tensor, b: Tensor, selectors: Tensor) -> Tensor:
-    """prmt: the bytes of `a` and `b` that four digits of 4 bits name, or their signs, eight times."""
+    """Execute prmt: select bytes of `a` and `b`, or their sign bits repeated, by four digits of 4 bits."""
     both = [unsigned(x) >> shift & 0xFF for x in (a, b) for shift in (0, 8, 16, 24)]
     found = torch.zeros_like(both[0])
     for place in range(4):
@@ -47,20 +47,20 @@ def _permute_bytes(a: Tensor, b: Tensor, selectors: Tensor) -> Tensor:
 
 
 def _multiply_pairs(a: Tensor, b: Tensor) -> Tensor:
-    """mul.rn.bf16x2: products of bfloat16 are exact in float32, and then rounded once."""
+    """Execute mul.rn.bf16x2: products of bfloat16 are exact in float32, and rounded once."""
     product = _halves(a).view(torch.bfloat16).float() * _halves(b).view(torch.bfloat16).float()
     return product.bfloat16().view(torch.int16).flatten(-2).view(torch.int32)
 
 
 def _larger_halves(a: Tensor, b: Tensor) -> Tensor:
-    """max.u16x2."""
+    """Execute max.u16x2."""
     a, b = torch.broadcast_tensors(a, b)
     larger = torch.maximum(unsigned(_halves(a)), unsigned(_halves(b)))
     return word(larger[..., 1] << 16 | larger[..., 0])
 
 
 def _e4m3_pair(high: Tensor, low: Tensor) -> Tensor:
-    """cvt.rn.satfinite.e4m3x2.f32: the first source is the upper byte."""
+    """Execute cvt.rn.satfinite.e4m3x2.f32: the first source is the upper byte."""
     values = torch.stack([_float32(low), _float32(high)], -1).clamp(-448.0, 448.0)
     return values.to(torch.float8_e4m3fn).view(torch.int16).squeeze(-1)
 
@@ -86,7 +86,7 @@ def _value(name: str, registers: Registers) -> Tensor:
 
 
 def run(text: str, registers: Registers) -> None:
-    """Execute `text` on `registers`, where those of its constraints are by their names, `$0` and so on."""
+    """Execute `text` on `registers`; those of its constraints are named `$0` and so on."""
     for line in text.strip().strip("{}").split(";"):
         words = line.split(None, 1)
         if not words or words[0] == ".reg":
@@ -98,10 +98,10 @@ def run(text: str, registers: Registers) -> None:
 
 
 def elementwise(text: str, constraints: str, args: list[Tensor], dtypes: list[Any], pack: int) -> list[Tensor]:
-    """What a piece of PTX makes of the elements of `args`, `pack` neighbours of the last dim at once.
+    """Execute PTX on the elements of `args`, `pack` neighbours of the last dim at once.
 
-    Registers are as the compiler numbers them: those of the results, then of each argument, `pack` elements of it,
-    and two elements of 16 bits share one.
+    Registers are numbered as the compiler does: results first, then each argument, `pack` elements each. Two elements
+    of 16 bits are in one register.
     """
     args = list(torch.broadcast_tensors(*args))
     wide = [max(1, pack * BITS[dtype] // 32) if BITS[dtype] < 64 else pack for dtype in dtypes]

@@ -1,4 +1,4 @@
-"""What kernels/indexer/histogram.py does, for Triton's interpreter, which knows neither threads nor their shared memory."""
+"""Stand-in for kernels/indexer/histogram.py in Triton's interpreter, which has no threads and no shared memory."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from dsv4_compile.kernels.indexer import select_topk
 
 
 class SimulatedShared:
-    """The functions of the module under their names. Programs run one after the other, and each leaves nothing."""
+    """The functions of the module by name. Programs run one after the other, and each leaves it empty."""
 
     def __init__(self) -> None:
         self.counts: Any = None
         self.passes, self.lists = 0, 0
-        """How often keys were counted, and how often the bin of the boundary held few."""
+        """Number of counting passes, and of boundary bins with few keys."""
 
     def counters(self, bins: Any, native: Any) -> Any:
-        """The address is of no use."""
+        """Return an address that is not used."""
         assert self.counts is None
         return tl.zeros((), tl.int32)
 
     def add(self, at: Any, number: Any) -> None:
-        """Negative numbers are left out."""
+        """Count numbers; negative ones are ignored."""
         values = number.handle.data.ravel()
         values = values[values >= 0]
         self.counts = values if self.counts is None else np.concatenate((self.counts, values))
 
     def extent(self, at: Any, low: Any, high: Any, again: Any, counters: Any) -> tuple[Any, Any]:
-        """Of all threads."""
+        """Return the extent over all threads."""
         return tl.min(low), tl.max(high)
 
     def take(self, at: Any, counters: Any) -> tuple[Any, ...]:
-        """A tensor for each member of a group."""
+        """Return a tensor for each member of a group."""
         count, group = tl.core._unwrap_if_constexpr(counters), shared_counts.GROUP.value
         assert (self.counts < count).all()
         self.passes += 1
@@ -49,12 +49,12 @@ class SimulatedShared:
         return tuple(zero + _tensor(number[:, i]) for i in range(group))
 
     def only(self, at: Any, first: Any, second: Any, third: Any, here: Any, *sizes: Any) -> tuple[Any, ...]:
-        """There is exactly one."""
+        """Return the values where `here` is set, which is exactly one place."""
         assert here.handle.data.sum() == 1
         return tuple(tl.sum(tl.where(here, x, 0)) for x in (first, second, third))
 
     def nth_of_few(self, at: Any, key: Any, mask: Any, number: Any, n: Any, counters: Any) -> tuple[Any, ...]:
-        """Counted one by one."""
+        """Return the nth key of few, by sorting."""
         self.lists += 1
         few = key.handle.data[mask.handle.data]
         assert len(few) == number.handle.data <= shared_counts.LISTED.value
@@ -63,7 +63,7 @@ class SimulatedShared:
         return tuple(tl.full((), int(x), tl.int32) for x in found)
 
     def store(self, pointers: Any, values: Any, mask: Any, native: Any) -> None:
-        """As `tl.store` does."""
+        """Store as `tl.store`."""
         tl.store(pointers, values, mask=mask)
 
 
@@ -75,7 +75,7 @@ def _tensor(data: np.ndarray[Any, Any]) -> Any:
 
 @pytest.fixture
 def simulated_shared(monkeypatch: pytest.MonkeyPatch) -> SimulatedShared:
-    """Launchers believe in a Hopper GPU, and the kernels use what stands in for its shared memory."""
+    """Let launchers see an sm_90 GPU, and kernels use the stand-in for its shared memory."""
     simulated = SimulatedShared()
     for module in (topk_boundary, select_topk):
         for name in dir(SimulatedShared):

@@ -1,4 +1,4 @@
-"""What a simulated Gluon kernel has in registers: torch tensors with the operators that kernels use, and addresses."""
+"""Register values of a simulated Gluon kernel: torch tensors with the operators that kernels use, and addresses."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ class Pointer:
         return Pointer(self.memory, self.offset + (step.long() if isinstance(step, Tensor) else int(step)))
 
     def to(self, kind: Any, bitcast: bool = False) -> Pointer:
-        """Of the same bytes; those of an element larger than before begin at a multiple of its size."""
+        """Reinterpret the pointed bytes as another dtype; addresses must be multiples of its size."""
         viewed = self.memory.view(kind)
         place = self.offset * self.memory.element_size()
         assert torch.as_tensor(place % viewed.element_size() == 0).all()
         return Pointer(viewed, place // viewed.element_size())
 
     def resolve(self, mask: Any) -> tuple[Tensor, Tensor]:
-        """Elements and which of them are accessed. Raises for one outside the storage."""
+        """Return offsets and which of them are accessed. Raise for one outside the storage."""
         offset = torch.as_tensor(self.offset)
         offset, live = torch.broadcast_tensors(offset, torch.as_tensor(True if mask is None else raw(mask)))
         if not ((offset >= 0) & (offset < len(self.memory)) | ~live).all():

@@ -15,7 +15,7 @@ OPS = torch.ops.dsv4
 
 
 class Inputs(NamedTuple):
-    """Two groups of two heads, and a head that pads. Torch compiles T divisible by 4 apart: there Ta is T."""
+    """Two groups of two heads, and a padding head. Torch compiles T divisible by 4 separately: there Ta is T."""
 
     o: Tensor
     positions: Tensor
@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     def make(
         cls, tokens: int, dim: int = HEAD_DIM, rope: int = ROPE_DIM, dtype: torch.dtype = torch.bfloat16
     ) -> Inputs:
-        """Random inputs, positions out of range among them; the head that pads is NaN."""
+        """Return random inputs, some positions out of range; the padding head is NaN."""
         torch.manual_seed(tokens)
         o = torch.randn(tokens, 5, dim).to(dtype)
         o[:, 4:] = torch.nan
@@ -47,7 +47,7 @@ def quantize(x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def produced(x: Inputs) -> tuple[Tensor, Tensor]:
-    """A producer in front, a consumer behind."""
+    """Compile with a producer before and a consumer after."""
     values, scale = OPS.inv_rope_fp8_quant(x.o * 0.7, x.positions, x.table, 2, 2)
     return values.float() * 2, scale
 
@@ -56,8 +56,8 @@ def quantize_packed(x: Inputs) -> tuple[Tensor, Tensor]:
     return OPS.inv_rope_fp8_quant(x.o, x.positions, x.table, 2, 2, True)
 
 
-def three_strips(x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One group whose strips fill no word, of heads that are longer than a strip."""
+def three_tiles(x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantise one group of three tiles, which do not fill a word; heads are longer than a tile."""
     return (*OPS.inv_rope_fp8_quant(x.o, x.positions, x.table, 1, 2, True), *OPS.inv_rope_fp8_quant(*x, 1, 2))
 
 
@@ -66,7 +66,7 @@ def transposed(x: Inputs) -> Inputs:
 
 
 def hostile(x: Inputs) -> Inputs:
-    """Rows of zeros and of the smallest and largest values, and infinities."""
+    """Return inputs with rows of zeros, of the smallest and largest values, and infinities."""
     x.o[0, :4] = 0
     x.o[1, :4] *= 1e-30
     x.o[2, :4] *= 1e30
@@ -84,7 +84,7 @@ CASES = {
     "produced": Case(produced, Inputs.make, (5, 2), ("o", "positions")),
     "padded": Case(quantize, lambda t: Inputs.make(t)._replace(o=padded(Inputs.make(t).o)), (6,)),
     "packed": Case(quantize_packed, Inputs.make, (5, 2), ("o", "positions"), for_targets=True),
-    "three_strips": Case(three_strips, lambda t: Inputs.make(t, 192, 64), (3,)),
+    "three_tiles": Case(three_tiles, lambda t: Inputs.make(t, 192, 64), (3,)),
     "whole_heads_rotated": Case(quantize, lambda t: Inputs.make(t, 64, 64, torch.float32), (3,)),
     "one_token": Case(quantize, Inputs.make, (1,)),
     "no_token": Case(quantize, Inputs.make, (0,)),

@@ -1,4 +1,4 @@
-"""The lowerings of `inv_rope` and `inv_rope_fp8_quant`: the Triton and the C++ they become, and what they compute."""
+"""The lowerings of `inv_rope` and `inv_rope_fp8_quant`: generated Triton and C++, and their results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.lowering.attention.cases_inv_rope import CASES
 from tests.lowering.claims import CPP, SM80, TARGETS, Reports, assert_equals_reference, assert_kernels, ir_decision
 from tests.lowering.generated import on_cpp
 
-# Packed scales join the bytes of four strips, and a consumer reads what was stored by strip: a kernel each.
-LAUNCHES = {"no_token": 0, "packed": 2, "three_strips": 2, "produced": 2}
+# Packed scales combine the bytes of four tiles, and a consumer reads values stored by tile: a kernel each.
+LAUNCHES = {"no_token": 0, "packed": 2, "three_tiles": 2, "produced": 2}
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -33,7 +33,7 @@ def test_producer_and_consumer_are_part_of_the_kernel(interpreted: Reports) -> N
     assert "mul" in interpreted["produced"]["kernels"][0]
 
 
-def test_a_strip_is_read_into_registers_once(interpreted: Reports) -> None:
+def test_a_tile_is_read_into_registers_once(interpreted: Reports) -> None:
     assert interpreted["quantize"]["kernels"][0].startswith("triton_per_")
 
 
@@ -44,12 +44,12 @@ def test_kernels_compile_ahead_of_time(compiled: Reports, target: str) -> None:
         assert all(size > 0 for size in compiled[case]["binaries"][target])
 
 
-@pytest.mark.parametrize("case", ["rotate", "quantize", "three_strips", "no_token"])
+@pytest.mark.parametrize("case", ["rotate", "quantize", "three_tiles", "no_token"])
 def test_cpp_equals_the_reference(case: str) -> None:
     assert_equals_reference(on_cpp(CASES[case]))
 
 
-def test_a_declined_call_says_why() -> None:
+def test_an_unsupported_call_says_why() -> None:
     arguments: dict[str, Any] = {"o": torch.empty(3, 4, 64), "cos_sin_cache": torch.empty(8, 16)}
     odd = {**arguments, "o": torch.empty(3, 4, 63)}
     assert ir_decision("inv_rope", SM80, **arguments).impl == "ir"

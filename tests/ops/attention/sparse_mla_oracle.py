@@ -1,4 +1,4 @@
-"""Sparse attention the slow way: one key at a time, read byte by byte, in float64. Shares no code with the package."""
+"""An independent oracle of sparse attention: one key at a time, read byte by byte, in float64. No code is shared."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ E4M3 = [_e4m3(byte) for byte in range(256)]
 
 
 def bfloat16(value: float) -> float:
-    """Nearest bfloat16, ties to even."""
+    """Round to the nearest bfloat16, ties to even."""
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     return struct.unpack("<f", struct.pack("<I", bits))[0]
 
 
 def key(cache: Tensor, fmt: str, block_size: int, slot: int, kv_scale: float = 1.0) -> Tensor:
-    """The vector stored at `slot`, float64 `[D]`."""
+    """Return the vector stored at `slot`, float64 `[D]`."""
     block, offset = divmod(slot, block_size)
     if fmt == "plain":
         return cache[block, offset].double()
@@ -44,7 +44,7 @@ def key(cache: Tensor, fmt: str, block_size: int, slot: int, kv_scale: float = 1
 
 
 def selected(cache: Tensor, fmt: str, block_size: int, indices: Tensor, length: int, kv_scale: float) -> list[Tensor]:
-    """Keys of one row of indices, in order."""
+    """Return the keys of one row of indices, in order."""
     capacity = cache.shape[0] * block_size
     return [
         key(cache, fmt, block_size, slot, kv_scale)
@@ -54,7 +54,7 @@ def selected(cache: Tensor, fmt: str, block_size: int, indices: Tensor, length: 
 
 
 def attend(q: Tensor, keys: list[list[Tensor]], scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """out `[T, H, D]`, largest score `[T, H]` and lse `[T, H]` in float64 for the keys of each token."""
+    """Return out `[T, H, D]`, largest score `[T, H]` and lse `[T, H]` in float64 for the keys of each token."""
     tokens, heads, _ = q.shape
     out = torch.zeros(q.shape, dtype=torch.float64)
     top = torch.full((tokens, heads), -math.inf, dtype=torch.float64)

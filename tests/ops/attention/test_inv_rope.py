@@ -1,4 +1,4 @@
-"""Inverse rotation of the attention output and its quantisation: values, scales, and the exact strides of both."""
+"""Inverse RoPE of the attention output and its quantisation: values, scales, and the exact strides of both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4_compile.ops.preprocess.q_norm_rope import q_norm_rope
 from dsv4_compile.testing import assert_bitwise, check_op, padded, scalar, strided
 
 GROUPS, HEADS, DIM, ROPE = 3, 4, 64, 16
-SIZE = HEADS * DIM  # two strips of 128, two heads each
+SIZE = HEADS * DIM  # two tiles of 128, two heads each
 
 
 def rope_table(max_pos: int = 40) -> Tensor:
@@ -24,7 +24,7 @@ def rope_table(max_pos: int = 40) -> Tensor:
 
 
 def output(tokens: int, heads: int = GROUPS * HEADS, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """Attention outputs of many magnitudes, and positions."""
+    """Return attention outputs of many magnitudes, and positions."""
     o = torch.randn(tokens, heads, DIM) * torch.logspace(-12, 4, heads)[:, None]
     return o.to(dtype), torch.randint(0, 40, (tokens,))
 
@@ -94,16 +94,16 @@ def test_strides_are_exact_and_pad_rows_are_zero(tokens: int, packed: bool) -> N
 
 
 @pytest.mark.parametrize("heads_per_group", [2, 8, 10])
-def test_packed_scales_hold_the_same_bytes_lowest_strip_first(heads_per_group: int) -> None:
+def test_packed_scales_hold_the_same_bytes_first_tile_lowest(heads_per_group: int) -> None:
     o, positions = output(5, 2 * heads_per_group)
     arguments = o, positions, rope_table(), 2, heads_per_group
     (values, scale), (same, words) = inv_rope_fp8_quant(*arguments), inv_rope_fp8_quant(*arguments, True)
     assert_bitwise(same, values, strides=True)
-    strips = heads_per_group // 2
-    assert words.shape[2] == (strips + 3) // 4
-    for strip in range(4 * words.shape[2]):
-        byte = (words[..., strip // 4] >> (8 * (strip % 4))) & 0xFF
-        want = scale[..., strip].log2().int() + 127 if strip < strips else torch.zeros_like(byte)
+    tiles = heads_per_group // 2
+    assert words.shape[2] == (tiles + 3) // 4
+    for tile in range(4 * words.shape[2]):
+        byte = (words[..., tile // 4] >> (8 * (tile % 4))) & 0xFF
+        want = scale[..., tile].log2().int() + 127 if tile < tiles else torch.zeros_like(byte)
         assert_bitwise(byte, want)
 
 
@@ -116,7 +116,7 @@ def test_padding_heads_are_not_read() -> None:
         assert got.float().isfinite().all()
 
 
-def test_inverse_rotation_keeps_its_promises() -> None:
+def test_op_contract() -> None:
     (o, positions), table = output(5), rope_table()
     check_op(
         inv_rope,
@@ -130,7 +130,7 @@ def test_inverse_rotation_keeps_its_promises() -> None:
     )
 
 
-def test_quantisation_keeps_its_promises() -> None:
+def test_op_contract_of_the_quantisation() -> None:
     (o, positions), table = output(5), rope_table()
     check_op(
         inv_rope_fp8_quant,
@@ -146,8 +146,10 @@ def test_quantisation_keeps_its_promises() -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["float32 scales", "packed scales"])
 def test_inductor_sees_the_strides_that_the_op_returns(packed: bool) -> None:
-    """As outputs of a graph, too. There torch asks whether the scales are dense, which they are when T divides by 4:
-    one graph for those T and one for the others, not more."""
+    """Outputs of a graph are included: torch guards on whether scales are dense, which they are if T divides by 4.
+
+    So there is one graph for those T and one for the others, not more.
+    """
     table = rope_table()
 
     def step(o: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,7 +180,7 @@ def test_inductor_sees_the_strides_that_the_op_returns(packed: bool) -> None:
         ({"cos_sin_cache": torch.zeros(8, 65)}, "even width"),
     ],
 )
-def test_wrong_arguments_are_refused(changes: dict[str, object], message: str) -> None:
+def test_wrong_arguments_raise(changes: dict[str, object], message: str) -> None:
     arguments = {
         "o": torch.zeros(2, GROUPS * HEADS, DIM),
         "positions": torch.tensor([0, 1]),

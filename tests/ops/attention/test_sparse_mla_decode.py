@@ -1,6 +1,6 @@
 """Sparse attention over paged caches, against float64 loops over single keys.
 
-Its options, `sparse_mla_decode_out` and `sparse_mla_decode_quant` are in test_sparse_mla_decode_fused.py.
+Tests of its options, `sparse_mla_decode_out` and `sparse_mla_decode_quant` are in test_sparse_mla_decode_fused.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INF, NAN = math.inf, math.nan
 
 
 def pick(cache: RandomCache, *shape: int) -> Tensor:
-    """Live slots, int32."""
+    """Return random live slots, int32."""
     return cache.slots[torch.randint(len(cache.slots), shape)].int()
 
 
@@ -55,7 +55,7 @@ def sample(
     dtype: torch.dtype = torch.float32,
     sink: bool = True,
 ) -> tuple[Any, ...]:
-    """Arguments with invalid columns anywhere, lengths of every kind, and NaN in all memory that is not selected."""
+    """Return arguments with invalid columns anywhere, lengths of every kind, and NaN in memory that is not selected."""
     first = random_cache(fmt, 3, 64, live=40, head_dim=dim, dtype=dtype)
     second = random_cache(fmt, 9, 2, live=9, head_dim=dim, dtype=dtype)
 
@@ -94,7 +94,7 @@ def exact(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 
 def assert_exact(args: tuple[Any, ...]) -> None:
-    """float32 results are as good as float32 sums are; bfloat16 ones are the exact value rounded once."""
+    """Check that float32 results are as good as float32 sums, and bfloat16 ones the exact value rounded once."""
     out, lse = sparse_mla_decode(*args)
     want_out, want_lse = exact(args)
     assert lse.dtype is torch.float32
@@ -127,7 +127,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def one_key(sink: float | None, value: float = 2.0) -> tuple[Any, ...]:
-    """One key whose score is 0, since q is zero."""
+    """Return arguments with one key whose score is 0, because q is zero."""
     cache = torch.full((1, 2, 4), value)
     ones = torch.ones(1, dtype=torch.int32)
     return (
@@ -142,10 +142,10 @@ def one_key(sink: float | None, value: float = 2.0) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize(("sink", "share"), [(None, 1.0), (-INF, 1.0), (0.0, 0.5), (math.log(3), 0.25), (INF, 0.0)])
-def test_the_sink_takes_its_share_and_leaves_lse_alone(sink: float | None, share: float) -> None:
+@pytest.mark.parametrize(("sink", "kept"), [(None, 1.0), (-INF, 1.0), (0.0, 0.5), (math.log(3), 0.25), (INF, 0.0)])
+def test_the_sink_scales_the_output_and_leaves_lse_unchanged(sink: float | None, kept: float) -> None:
     out, lse = sparse_mla_decode(*one_key(sink))
-    assert_close(out, torch.full((1, 1, 4), 2.0 * share), "attention_float32")
+    assert_close(out, torch.full((1, 1, 4), 2.0 * kept), "attention_float32")
     assert lse.item() == 0.0
 
 
@@ -154,8 +154,8 @@ def test_scale_applies_to_scores_and_not_to_the_sink() -> None:
     indices, lens, sink = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), torch.tensor([0.7])
     out, lse = sparse_mla_decode(torch.tensor([[[2.0, 0.0]]]), cache, indices, lens, 1, "plain", 0.25, sink)
     assert lse.item() == 1.5
-    share = math.exp(1.5) / (math.exp(1.5) + math.exp(0.7))
-    assert_close(out[0, 0], torch.tensor([3.0, 1.0]).double() * share, "attention_float32")
+    kept = math.exp(1.5) / (math.exp(1.5) + math.exp(0.7))
+    assert_close(out[0, 0], torch.tensor([3.0, 1.0]).double() * kept, "attention_float32")
 
 
 @pytest.mark.parametrize("sink", [None, -INF, 0.0, INF])
@@ -189,7 +189,7 @@ def test_a_slot_listed_twice_counts_twice() -> None:
     assert_close(lse, torch.tensor([[math.log(3)]]), "attention_float32")
 
 
-def test_both_caches_share_one_softmax() -> None:
+def test_both_caches_are_in_one_softmax() -> None:
     """Averaging two separate softmaxes would give each cache half of the weight."""
     cache, one = torch.eye(4)[None], torch.ones(1, dtype=torch.int32)
     indices = torch.tensor([[0, 1, 2]], dtype=torch.int32)
@@ -244,11 +244,11 @@ def test_keys_may_live_in_either_cache(seed: int, data: st.DataObject) -> None:
     q, cache, indices, lens, *rest = sample(2, window=8, extra=None)
     want = sparse_mla_decode(q, cache, indices, lens, *rest)
     indices = torch.where(torch.arange(8) < lens[:, None], indices, -1)
-    cut = data.draw(st.integers(0, 8))
+    split = data.draw(st.integers(0, 8))
     full = torch.full((2,), 8, dtype=torch.int32)
     block, fmt, scale, sink = rest[:4]
     got = sparse_mla_decode(
-        q, cache, indices[:, cut:], full, block, fmt, scale, sink, cache, indices[:, :cut], full, block
+        q, cache, indices[:, split:], full, block, fmt, scale, sink, cache, indices[:, :split], full, block
     )
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, "attention_float32")
@@ -374,7 +374,7 @@ def test_compiles_once_for_every_token_count(backend: str) -> None:
         (12, torch.ones(1), "kv_scale"),
     ],
 )
-def test_wrong_arguments_are_refused(position: int, value: Any, message: str) -> None:
+def test_wrong_arguments_raise(position: int, value: Any, message: str) -> None:
     args = list(sample())
     args[position] = value
     with pytest.raises(InputError, match=message):

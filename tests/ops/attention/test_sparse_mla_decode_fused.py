@@ -1,4 +1,4 @@
-"""Sparse attention with norm and RoPE in front, inverse RoPE and quantisation behind: the ops that do each alone."""
+"""Sparse attention with norm and RoPE before, inverse RoPE and quantisation after it: equal to the separate ops."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BF16: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype"
 ROPE = ("positions", "cos_sin_cache")
 
 
-def in_turn(arguments: dict[str, Any], q_norm_eps: float | None, inverse_rope: bool) -> tuple[Tensor, Tensor]:
-    """The same with an op for each step."""
+def by_steps(arguments: dict[str, Any], q_norm_eps: float | None, inverse_rope: bool) -> tuple[Tensor, Tensor]:
+    """Compute attention with an op for each step."""
     plain = {name: value for name, value in arguments.items() if name not in ROPE}
-    where = [arguments[name] for name in ROPE]
+    rope = [arguments[name] for name in ROPE]
     if q_norm_eps is not None:
-        plain["q"] = torch.ops.dsv4.q_norm_rope(plain["q"], *where, q_norm_eps)
+        plain["q"] = torch.ops.dsv4.q_norm_rope(plain["q"], *rope, q_norm_eps)
     out, lse = sparse_mla_decode(**plain)
-    return (torch.ops.dsv4.inv_rope(out, *where) if inverse_rope else out), lse
+    return (torch.ops.dsv4.inv_rope(out, *rope) if inverse_rope else out), lse
 
 
 @pytest.mark.parametrize("sizes", [BF16, {}, {"fmt": "fp8"}], ids=["fp8_ds_mla", "float32", "fp8"])
@@ -36,12 +36,12 @@ def in_turn(arguments: dict[str, Any], q_norm_eps: float | None, inverse_rope: b
 def test_fused_steps_are_the_separate_ones_bit_by_bit(sizes: dict[str, Any], eps: float | None, inverse: bool) -> None:
     arguments = call(5, 3, **sizes)
     got = sparse_mla_decode(**arguments, q_norm_eps=eps, inverse_rope=inverse)
-    for a, b in zip(got, in_turn(arguments, eps, inverse), strict=True):
+    for a, b in zip(got, by_steps(arguments, eps, inverse), strict=True):
         assert_bitwise(a, b, strides=True)
 
 
-def test_rotating_queries_and_keys_together_changes_no_score_and_the_output_comes_back() -> None:
-    """With one position for all, attention of rotated keys, rotated back, is attention of keys as they were."""
+def test_rotating_queries_and_keys_alike_changes_no_score_and_the_output_is_rotated_back() -> None:
+    """With one position for all, attention of rotated keys, rotated back, equals attention of the original keys."""
     arguments = call(4, 2, extra=None, sink=False)
     arguments["positions"] = torch.full((4,), 7)
     cache, unit = arguments["k_cache"], arguments["q"] * torch.rsqrt(arguments["q"].square().mean(-1, True) + EPS)
@@ -63,14 +63,14 @@ def test_quantised_output_is_that_of_the_separate_op(
     got = sparse_mla_decode_quant(
         **arguments, q_norm_eps=EPS, n_groups=groups, heads_per_group=heads_per_group, packed_scales=packed
     )
-    out, _ = in_turn(arguments, EPS, inverse_rope=False)
-    where = [arguments[name] for name in ROPE]
-    want = torch.ops.dsv4.inv_rope_fp8_quant(out, *where, groups, heads_per_group or heads // groups, packed)
+    out, _ = by_steps(arguments, EPS, inverse_rope=False)
+    rope = [arguments[name] for name in ROPE]
+    want = torch.ops.dsv4.inv_rope_fp8_quant(out, *rope, groups, heads_per_group or heads // groups, packed)
     for a, b in zip(got, want, strict=True):
         assert_bitwise(a, b, strides=True)
 
 
-def test_quantising_without_rotation_is_a_rotation_by_nothing() -> None:
+def test_quantising_without_rotation_is_a_rotation_by_zero() -> None:
     arguments = call(3, 4, **BF16)
     still = torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), dim=1)
     want = sparse_mla_decode_quant(**arguments | {"cos_sin_cache": still}, n_groups=2)
@@ -148,7 +148,7 @@ def test_it_compiles_once_for_every_token_count() -> None:
         ({"q": torch.zeros(3, 2, 64).to(torch.float8_e4m3fn)}, "q_norm_eps normalises"),
     ],
 )
-def test_options_that_need_each_other_are_refused_alone(change: dict[str, Any], message: str) -> None:
+def test_options_that_need_each_other_raise_alone(change: dict[str, Any], message: str) -> None:
     arguments = call() | {"q_norm_eps": EPS, "inverse_rope": True} | change
     with pytest.raises(InputError, match=message):
         sparse_mla_decode(**arguments)
@@ -163,7 +163,7 @@ def test_options_that_need_each_other_are_refused_alone(change: dict[str, Any], 
         ({"positions": None, "cos_sin_cache": None}, "with inverse_rope, without"),
     ],
 )
-def test_groups_that_q_does_not_have_are_refused(change: dict[str, Any], message: str) -> None:
+def test_groups_that_q_does_not_have_raise(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         sparse_mla_decode_quant(**call(3, 4, **BF16) | change)
     with pytest.raises(InputError, match="whole tiles"):
@@ -179,6 +179,6 @@ def test_groups_that_q_does_not_have_are_refused(change: dict[str, Any], message
         (torch.zeros(3, 2, 64), torch.zeros(3, 2).double()),
     ],
 )
-def test_buffers_that_do_not_fit_are_refused(out: Tensor, lse: Tensor) -> None:
+def test_buffers_that_do_not_fit_raise(out: Tensor, lse: Tensor) -> None:
     with pytest.raises(InputError, match="E201"):
         sparse_mla_decode_out(out, lse, **call())

@@ -18,7 +18,7 @@ from tests.ops.attention import sparse_mla_oracle as oracle
 def case(
     tokens: int = 4, width: int = 9, dim: int = 40, value_dim: int = 24, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """A third of all slots is none; lengths of every kind; NaN in all memory that is not selected."""
+    """Return arguments with a third of all slots invalid, lengths of every kind, and NaN in memory not selected."""
     made = random_cache("plain", 3, 32, live=30, head_dim=dim, dtype=dtype)
     slots = made.slots[torch.randint(30, (tokens, width))].int()
     slots = torch.where(torch.rand(tokens, width) < 0.3, hostile_indices((tokens, width), 96, fraction=1.0), slots)
@@ -56,7 +56,7 @@ def test_a_row_without_entries_gives_zero_and_infinity() -> None:
     assert (lse == math.inf).all()
 
 
-def test_op_keeps_its_contract_on_contiguous_and_strided_inputs() -> None:
+def test_op_contract() -> None:
     args = case()
     spread = [padded(x) if isinstance(x, Tensor) and i != 1 else x for i, x in enumerate(args)]
     check_op(sparse_mla_decode_latent, [tuple(args), tuple(spread), tuple(case(0)), tuple(case(1))])
@@ -76,7 +76,7 @@ def test_compiled_gives_the_same_bits_for_any_number_of_tokens() -> None:
 
 
 @pytest.mark.parametrize(("position", "value"), [(6, 0), (6, 41), (4, 16), (3, torch.zeros(1, dtype=torch.int32))])
-def test_wrong_arguments_are_refused(position: int, value: Any) -> None:
+def test_wrong_arguments_raise(position: int, value: Any) -> None:
     args = case()
     args[position] = value
     with pytest.raises(InputError, match=r"E20[13]"):

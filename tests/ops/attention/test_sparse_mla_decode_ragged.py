@@ -18,7 +18,7 @@ FORMATS = ["plain", "fp8", "fp8_ds_mla"]
 
 
 def lists(rows: list[list[int]], spare: int = 4) -> tuple[Tensor, Tensor]:
-    """Rows one after the other, int32, with a poisoned tail; and where they end."""
+    """Return rows one after the other, int32, with a poisoned tail, and their offsets."""
     ends = [sum(len(row) for row in rows[:t]) for t in range(len(rows) + 1)]
     flat = [slot for row in rows for slot in row]
     return torch.cat((torch.tensor(flat, dtype=torch.int32), poison_(torch.empty(spare, dtype=torch.int32)))), (
@@ -27,7 +27,7 @@ def lists(rows: list[list[int]], spare: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def random_rows(live: Tensor, tokens: int, width: int) -> list[list[int]]:
-    """Up to `width` live slots for each token; the first row is empty, the second full, and some slots are none."""
+    """Return up to `width` live slots per token; the first row is empty, the second full, some slots are invalid."""
     rows = [live[torch.randint(len(live), (int(n),))].tolist() for n in torch.randint(width + 1, (tokens,))]
     rows[:2] = [[], live[torch.randint(len(live), (width,))].tolist()][: len(rows[:2])]
     return [[-1 if torch.rand(()) < 0.2 else slot for slot in row] for row in rows]
@@ -39,7 +39,7 @@ def padded_rows(rows: list[list[int]], width: int) -> tuple[Tensor, Tensor]:
 
 
 def case(fmt: str, tokens: int = 5, heads: int = 3, extra: bool = True, bounds: bool = True) -> tuple[Any, Any]:
-    """Arguments of the ragged and of the dense op for the same entries; all memory that is not selected is NaN."""
+    """Return arguments of the ragged and of the dense op for the same entries, with NaN in memory not selected."""
     dim, dtype = (512, torch.bfloat16) if fmt == "fp8_ds_mla" else (64, torch.float32)
     first = random_cache(fmt, 3, 64, live=40, head_dim=dim, dtype=dtype)
     second = random_cache(fmt, 9, 2, live=9, head_dim=dim, dtype=dtype)
@@ -80,12 +80,12 @@ def test_result_is_the_exact_value_without_a_bound_on_the_rows() -> None:
 def test_entries_past_the_bound_are_ignored() -> None:
     (q, cache, flat, indptr, *rest), _ = case("plain", extra=False)
     ends = indptr[:-1] + (indptr[1:] - indptr[:-1]).clamp(max=3)
-    cut = torch.cat([flat[int(a) : int(b)] for a, b in zip(indptr[:-1], ends, strict=True)])
+    shorter = torch.cat([flat[int(a) : int(b)] for a, b in zip(indptr[:-1], ends, strict=True)])
     lens = torch.cat((torch.zeros(1), (ends - indptr[:-1]).cumsum(0))).int()
     rest[-2] = 3
     for a, b in zip(
         sparse_mla_decode_ragged(q, cache, flat, indptr, *rest),
-        sparse_mla_decode_ragged(q, cache, cut, lens, *rest),
+        sparse_mla_decode_ragged(q, cache, shorter, lens, *rest),
         strict=True,
     ):
         assert_bitwise(a, b)
@@ -130,7 +130,7 @@ def test_a_workspace_is_a_plain_cache_of_pages_of_one_token() -> None:
     assert_close(out, oracle.attend(q, keys, 0.125, None)[0], "attention_float32")
 
 
-def test_op_keeps_its_contract_on_contiguous_and_strided_inputs() -> None:
+def test_op_contract() -> None:
     ragged, _ = case("plain")
     spread = [padded(x) if isinstance(x, Tensor) and i in (0, 2, 3, 9, 10) else x for i, x in enumerate(ragged)]
     empty, _ = case("fp8", tokens=0)
@@ -155,7 +155,7 @@ def test_compiled_gives_the_same_bits_for_any_number_of_tokens() -> None:
     [(2, torch.zeros(3, 1, dtype=torch.int32)), (3, torch.zeros(3, dtype=torch.int32)), (9, None), (13, -1)],
     ids=["rows", "too few ends", "half a second cache", "negative bound"],
 )
-def test_wrong_arguments_are_refused(position: int, value: Any) -> None:
+def test_wrong_arguments_raise(position: int, value: Any) -> None:
     ragged, _ = case("plain")
     ragged[position] = value
     with pytest.raises(InputError, match="E201"):

@@ -31,7 +31,7 @@ def sample(
     sink: bool = True,
     lens: bool = True,
 ) -> tuple[Any, ...]:
-    """Arguments with hostile indices anywhere, lengths of every kind, and NaN in the rows that are not selected."""
+    """Return arguments with hostile indices anywhere, lengths of every kind, and NaN in rows that are not selected."""
     kv = poison_(torch.empty(ROWS, dim, dtype=dtype))
     kv[:LIVE] = torch.randn(LIVE, dim)
     hostile = hostile_indices((tokens, width), ROWS, fraction=1.0)
@@ -48,7 +48,7 @@ def sample(
 
 
 def as_list(args: tuple[Any, ...], max_row: int = 0) -> tuple[Any, ...]:
-    """The same call with its index rows in one list."""
+    """Return the same call with its index rows in one list, invalid entries dropped."""
     q, kv, indices, lens, scale, sink = args
     full = torch.full(q.shape[:1], indices.shape[1], dtype=torch.int32)
     flat, indptr = ragged_from_dense(indices, full if lens is None else lens)
@@ -105,11 +105,11 @@ def test_nothing_to_attend_gives_zero_and_infinities(sink: float | None, empty: 
     assert_bitwise(lse, torch.full((1, 1), INF))
 
 
-@pytest.mark.parametrize(("sink", "share"), [(-INF, 1.0), (0.0, 0.5), (INF, 0.0)])
-def test_the_sink_is_in_neither_the_maximum_nor_lse(sink: float, share: float) -> None:
+@pytest.mark.parametrize(("sink", "kept"), [(-INF, 1.0), (0.0, 0.5), (INF, 0.0)])
+def test_the_sink_is_in_neither_the_maximum_nor_lse(sink: float, kept: float) -> None:
     indices = torch.zeros(1, 1, dtype=torch.int32)
     out, top, lse = sparse_mla_prefill(torch.zeros(1, 1, 4), torch.ones(1, 4), indices, None, 1.0, torch.tensor([sink]))
-    assert_close(out, torch.full((1, 1, 4), share), "attention_float32")
+    assert_close(out, torch.full((1, 1, 4), kept), "attention_float32")
     assert (top.item(), lse.item()) == (0.0, 0.0)
 
 
@@ -129,7 +129,7 @@ def test_rows_of_a_list_equal_rows_of_a_matrix(lens: bool, max_row: int) -> None
         assert_close(got, want, "attention_float32")
 
 
-def test_a_row_of_a_list_is_cut_to_the_list_and_to_max_row() -> None:
+def test_a_row_of_a_list_is_clipped_to_the_list_and_to_max_row() -> None:
     q, kv, indices, _, *rest = sample(6)
     flat = indices.flatten()[:20]
     indptr = torch.tensor([-5, 3, 9, 9, 7, 18, 2**31 - 1], dtype=torch.int32)
@@ -224,7 +224,7 @@ def test_compiles_once_for_every_token_count() -> None:
         (5, torch.zeros(3), "one logit for every head"),
     ],
 )
-def test_wrong_arguments_are_refused(position: int, value: Any, message: str) -> None:
+def test_wrong_arguments_raise(position: int, value: Any, message: str) -> None:
     args = list(sample())
     args[position] = value
     with pytest.raises(InputError, match=message):
@@ -240,7 +240,7 @@ def test_wrong_arguments_are_refused(position: int, value: Any, message: str) ->
         (6, -1, "max_row -1"),
     ],
 )
-def test_wrong_lists_are_refused(position: int, value: Any, message: str) -> None:
+def test_wrong_lists_raise(position: int, value: Any, message: str) -> None:
     args = list(as_list(sample()))
     args[position] = value
     with pytest.raises(InputError, match=message):
