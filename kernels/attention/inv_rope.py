@@ -6,7 +6,7 @@ memory and are written together. More heads are quantised tile by tile, which ne
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,6 +32,47 @@ ONE_HEAD_ROWS, TWO_HEAD_ROWS = 768, 4096
 """Heads of all tokens up to which a program takes one head, or two; above, four with quantisation."""
 BY_TILE_REGISTERS = 72
 """Register limit of the kernel that goes tile by tile: 28 warps fit an SM. With 64, loads of scales serialise."""
+
+
+class Strides(NamedTuple):
+    """Strides of the heads, of positions, and of the RoPE table."""
+
+    o: tuple[int, ...]
+    positions: int
+    table: tuple[int, ...]
+
+
+class Shape(NamedTuple):
+    """Compile-time sizes of a launch.
+
+    Attributes:
+        heads, dim, rope: heads of a token, or of a group; their dims, and how many of them are rotated.
+        block_t, block_h: tokens and heads of a program.
+        groups, packed, many: groups of heads; whether scales are packed, and whether the launch is too large for PDL.
+    """
+
+    heads: int
+    dim: int
+    rope: int
+    block_h: int
+    block_t: int = 1
+    groups: int = 1
+    packed: bool = False
+    many: bool = False
+
+
+class QuantTensors(NamedTuple):
+    """Tensors of a quantisation.
+
+    Attributes:
+        p_values: `[groups, T, heads * dim]` e4m3, contiguous.
+        p_scale: `[groups, count, aligned]` float32 or int32, contiguous.
+        p_o: `[T, >= groups * heads, dim]`.
+    """
+
+    p_values: Any
+    p_scale: Any
+    p_o: Any
 
 
 @triton.jit
@@ -62,36 +103,36 @@ def _rotate_back(p_o, o_strides, token, head, live, rope, D: tl.constexpr, ROPE:
 
 @triton.jit(do_not_specialize=["max_pos"], do_not_specialize_on_alignment=["p_positions"])
 def inv_rope_kernel(
-    p_out,  # [T, HEADS, D] contiguous
-    p_o,  # [T, HEADS, D]
+    p_out,  # [T, heads, dim] contiguous
+    p_o,  # [T, heads, dim]
     p_positions,  # [>= T] int
-    p_table,  # [max_pos, ROPE] float32
-    o_strides,
-    position_stride,
-    table_strides,
+    p_table,  # [max_pos, rope] float32
+    strides,
     max_pos,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rotate BLOCK_H heads of token p // BLOCKS back."""
+    """Rotate block_h heads of token p // BLOCKS back."""
     pdl_prologue(PDL)
+    HEADS: tl.constexpr = SHAPE.heads
+    D: tl.constexpr = SHAPE.dim
+    BLOCK_H: tl.constexpr = SHAPE.block_h
     BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     token = (tl.program_id(0) // BLOCKS).to(tl.int64) + tl.zeros((BLOCK_H,), tl.int64)
     head = (tl.program_id(0) % BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = head < HEADS
-    rope = Rope(p_positions, position_stride, p_table, table_strides, max_pos)
-    x = _rotate_back(p_o, o_strides, token, head, live, rope, D, ROPE)
+    rope = Rope(p_positions, strides.positions, p_table, strides.table, max_pos)
+    x = _rotate_back(p_o, strides.o, token, head, live, rope, D, SHAPE.rope)
     p_row = p_out + (token * HEADS + head)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(p_row, x.to(p_out.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
-def _block_of_program(GROUPS: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
+def _block_of_program(SHAPE: tl.constexpr):
     """Return a program's block of heads, its group and its first token, the last two as int64."""
-    BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    GROUPS: tl.constexpr = SHAPE.groups
+    BLOCK_T: tl.constexpr = SHAPE.block_t
+    BLOCKS: tl.constexpr = (SHAPE.heads + SHAPE.block_h - 1) // SHAPE.block_h
     program = tl.program_id(0)
     group = (program // BLOCKS % GROUPS).to(tl.int64)
     return program % BLOCKS, group, (program // (BLOCKS * GROUPS)).to(tl.int64) * BLOCK_T
@@ -107,41 +148,35 @@ def _quantize_tiles(x):
 
 @triton.jit(do_not_specialize=["tokens", "aligned", "max_pos"], do_not_specialize_on_alignment=["p_positions"])
 def inv_rope_fp8_quant_kernel(
-    p_values,  # [GROUPS, T, HEADS * D] e4m3, contiguous
-    p_scale,  # [GROUPS, count, aligned] float32 or int32, contiguous
-    p_o,  # [T, >= GROUPS * HEADS, D]
+    tensors,
     p_positions,  # [>= T] int
-    p_table,  # [max_pos, ROPE] float32
-    o_strides,
-    position_stride,
-    table_strides,
+    p_table,  # [max_pos, rope] float32
+    strides,
     tokens,
     aligned,
     max_pos,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    ROPE: tl.constexpr,
-    PACKED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    MANY: tl.constexpr,
+    SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantise BLOCK_H heads of one group of BLOCK_T tokens; blocks of heads vary first, then groups."""
-    pdl_prologue(PDL, not MANY)
+    """Quantise block_h heads of one group of block_t tokens; blocks of heads vary first, then groups."""
+    pdl_prologue(PDL, not SHAPE.many)
+    p_values, p_scale, p_o = tensors
+    HEADS: tl.constexpr = SHAPE.heads
+    D: tl.constexpr = SHAPE.dim
+    BLOCK_T: tl.constexpr = SHAPE.block_t
+    BLOCK_H: tl.constexpr = SHAPE.block_h
     TILES: tl.constexpr = BLOCK_H * D // ACT_TILE  # of a token in this program
     GROUP_TILES: tl.constexpr = HEADS * D // ACT_TILE
-    block, group, first_token = _block_of_program(GROUPS, HEADS, BLOCK_T, BLOCK_H)
+    block, group, first_token = _block_of_program(SHAPE)
 
     o_row = tl.arange(0, BLOCK_T * BLOCK_H)
     token, head = first_token + o_row // BLOCK_H, block * BLOCK_H + o_row % BLOCK_H
     live = (token < tokens) & (head < HEADS)
-    if MANY:
+    if SHAPE.many:
         # Masks take registers: rows past the last token or head repeat it instead, and are not stored.
         token, head, live = tl.minimum(token, tokens - 1), tl.minimum(head, HEADS - 1), None
-    rope = Rope(p_positions, position_stride, p_table, table_strides, max_pos)
-    x = _rotate_back(p_o, o_strides, token, group * HEADS + head, live, rope, D, ROPE)
+    rope = Rope(p_positions, strides.positions, p_table, strides.table, max_pos)
+    x = _rotate_back(p_o, strides.o, token, group * HEADS + head, live, rope, D, SHAPE.rope)
 
     values, byte = _quantize_tiles(tl.reshape(x, (BLOCK_T * TILES, ACT_TILE)))
     o_tile = tl.arange(0, BLOCK_T * TILES)
@@ -150,7 +185,7 @@ def inv_rope_fp8_quant_kernel(
     p_tile = p_values + ((group * tokens + token) * GROUP_TILES + tile)[:, None] * ACT_TILE
     tl.store(p_tile + tl.arange(0, ACT_TILE)[None, :], values, mask=live[:, None])
 
-    if PACKED:
+    if SHAPE.packed:
         WORDS: tl.constexpr = TILES // SCALES_PER_WORD
         COUNT: tl.constexpr = (GROUP_TILES + SCALES_PER_WORD - 1) // SCALES_PER_WORD
         quads = tl.reshape(tl.where(live, byte, 0), (BLOCK_T * WORDS, SCALES_PER_WORD))
@@ -166,35 +201,29 @@ def inv_rope_fp8_quant_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "aligned", "max_pos"], do_not_specialize_on_alignment=["p_positions"])
 def inv_rope_fp8_quant_by_tile_kernel(
-    p_values,  # as `inv_rope_fp8_quant_kernel`
-    p_scale,
-    p_o,
-    p_positions,
-    p_table,
-    o_strides,
-    position_stride,
-    table_strides,
+    tensors,
+    p_positions,  # [>= T] int
+    p_table,  # [max_pos, rope] float32
+    strides,
     tokens,
     aligned,
     max_pos,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,  # SCALES_PER_WORD tiles
-    ROPE: tl.constexpr,  # of the last at most
-    PACKED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    MANY: tl.constexpr,
+    SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantise several rows tile by tile; only the last tile of a head is rotated.
+    """Quantise several rows tile by tile; heads are SCALES_PER_WORD tiles, of which only the last is rotated.
 
     This needs fewer instructions and registers than whole rows do, so that loads do not wait for each other. Rows past
     the last token or head repeat it, and are not stored.
     """
-    pdl_prologue(PDL, not MANY)
+    pdl_prologue(PDL, not SHAPE.many)
+    p_values, p_scale, p_o = tensors
+    HEADS: tl.constexpr = SHAPE.heads
+    D: tl.constexpr = SHAPE.dim
+    BLOCK_T: tl.constexpr = SHAPE.block_t
+    BLOCK_H: tl.constexpr = SHAPE.block_h
     TILES: tl.constexpr = D // ACT_TILE
-    block, group, first_token = _block_of_program(GROUPS, HEADS, BLOCK_T, BLOCK_H)
+    block, group, first_token = _block_of_program(SHAPE)
     o_row = tl.arange(0, BLOCK_T * BLOCK_H)
     token, head = first_token + o_row // BLOCK_H, block * BLOCK_H + o_row % BLOCK_H
     padded = (token < aligned) & (head < HEADS)
@@ -202,30 +231,30 @@ def inv_rope_fp8_quant_by_tile_kernel(
     known = tl.minimum(token, tokens - 1)
 
     o_k = tl.arange(0, ACT_TILE)[None, :]
-    p_row = p_o + (known * o_strides[0] + (group * HEADS + tl.minimum(head, HEADS - 1)) * o_strides[1])[:, None]
-    p_row += o_k.to(tl.int64) * o_strides[2]
+    p_row = p_o + (known * strides.o[0] + (group * HEADS + tl.minimum(head, HEADS - 1)) * strides.o[1])[:, None]
+    p_row += o_k.to(tl.int64) * strides.o[2]
     # Issued before the angles, which depend on the position.
-    position = tl.load(p_positions + known * position_stride)
+    position = tl.load(p_positions + known * strides.positions)
     tiles = ()
     for tile in tl.static_range(TILES):
-        tiles += (tl.load(p_row + tile * ACT_TILE * o_strides[2]),)  # type: ignore[assignment]
-    p_angles = p_table + table_row(position, max_pos)[:, None] * table_strides[0]
-    cos, sin = load_cos_sin(p_angles, table_strides[1], True, ACT_TILE, ROPE)
+        tiles += (tl.load(p_row + tile * ACT_TILE * strides.o[2]),)  # type: ignore[assignment]
+    p_angles = p_table + table_row(position, max_pos)[:, None] * strides.table[0]
+    cos, sin = load_cos_sin(p_angles, strides.table[1], True, ACT_TILE, SHAPE.rope)
 
     p_out = p_values + ((group * tokens + token) * HEADS + head)[:, None] * D + o_k
     word = tl.zeros((BLOCK_T * BLOCK_H,), tl.int32)
     for tile in tl.static_range(TILES):
         x = tiles[tile].to(tl.float32)  # type: ignore[var-annotated]
         if tile == TILES - 1:
-            x = rotate(x, cos, -sin, ROPE)
+            x = rotate(x, cos, -sin, SHAPE.rope)
         values, byte = _quantize_tiles(x)
         tl.store(p_out + tile * ACT_TILE, values, mask=live[:, None])
-        if PACKED:
+        if SHAPE.packed:
             word |= byte << (8 * tile)
         else:
             scale = tl.where(live, byte << MANTISSA_BITS, 0).to(tl.float32, bitcast=True)
             tl.store(p_scale + ((group * HEADS + head) * TILES + tile) * aligned + token, scale, mask=padded)
-    if PACKED:
+    if SHAPE.packed:
         tl.store(p_scale + (group * HEADS + head) * aligned + token, tl.where(live, word, 0), mask=padded)
 
 
@@ -244,14 +273,9 @@ def inv_rope(o: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
         o,
         positions,
         cos_sin_cache,
-        o.stride(),
-        positions.stride(0),
-        cos_sin_cache.stride(),
+        Strides(o.stride(), positions.stride(0), cos_sin_cache.stride()),
         cos_sin_cache.shape[0],
-        HEADS=heads,
-        D=dim,
-        ROPE=cos_sin_cache.shape[1],
-        BLOCK_H=rows,
+        SHAPE=Shape(heads, dim, cos_sin_cache.shape[1], rows),
         num_warps=1,
         enable_fp_fusion=False,
         **pdl_arguments(o.device, programs),
@@ -285,25 +309,14 @@ def inv_rope_fp8_quant(
         launch_kernel(
             inv_rope_fp8_quant_by_tile_kernel if by_tile else inv_rope_fp8_quant_kernel,
             (programs,),
-            values,
-            scale,
-            o,
+            QuantTensors(values, scale, o),
             positions,
             cos_sin_cache,
-            o.stride(),
-            positions.stride(0),
-            cos_sin_cache.stride(),
+            Strides(o.stride(), positions.stride(0), cos_sin_cache.stride()),
             tokens,
             strides[2],
             cos_sin_cache.shape[0],
-            GROUPS=n_groups,
-            HEADS=heads_per_group,
-            D=dim,
-            ROPE=cos_sin_cache.shape[1],
-            PACKED=packed_scales,
-            BLOCK_T=block_t,
-            BLOCK_H=block_h,
-            MANY=many,
+            SHAPE=Shape(heads_per_group, dim, cos_sin_cache.shape[1], block_h, block_t, n_groups, packed_scales, many),
             num_warps=1,
             **register_limit(o.device, BY_TILE_REGISTERS if by_tile else 0),
             enable_fp_fusion=False,

@@ -45,7 +45,7 @@ MIN_TOKENS_BY_ROWS, MIN_HEADS_BY_ROWS = 512, 64
 MAX_ROWS, ROWS_PER_TOKEN = 32768, 16
 """Most rows of both caches that are attended by rows: 16 for each token, or twice as many up to 32,768. 32 MiB stay in
 the L2 cache of an H200. What is fused has no say in it, so that it does not change the bits of attention."""
-ROWS_PER_PROGRAM, COLUMNS_PER_STEP = 8, 256
+ROWS_PER_PROGRAM, COLUMNS_PER_STEP = 8, tl.constexpr(256)
 Q_ALIGN = 16
 """Alignment in bytes of queries that are attended without norm, because TMA copies them."""
 LIST_COLUMNS = 256
@@ -162,30 +162,28 @@ def dequantize_pages_kernel(
     do_not_specialize_on_alignment=["p_window_lens", "p_extra_lens"],
 )
 def concatenate_slots_kernel(
-    p_rows,  # [T, window_width + extra_width] int32, contiguous
-    p_counts,  # [T] int32
-    p_window,  # [>= T, window_width] int
-    p_extra,  # [>= T, extra_width] int
+    outputs,  # rows [T, window_width + extra_width] and counts [T], int32, contiguous
+    indices,  # of both caches, [>= T, width] int
     p_window_lens,  # [>= T] int
     p_extra_lens,  # [>= T] int
-    window_strides,
-    extra_strides,
-    lens_strides,
+    strides,  # of the indices of both caches, and of both lengths
     window_width,
     extra_width,
     window_slots,
     extra_slots,
-    BLOCK: tl.constexpr,
 ):
     """List the rows of one token: those of the window, then those of the extra cache, -1 for invalid slots."""
+    p_rows, p_counts = outputs
+    p_window, p_extra = indices
+    window_strides, extra_strides, lens_strides = strides
     token = tl.program_id(0).to(tl.int64)
     width = window_width + extra_width
     first = tl.minimum(tl.maximum(tl.load(p_window_lens + token * lens_strides[0]), 0), window_width).to(tl.int32)
     second = tl.minimum(tl.maximum(tl.load(p_extra_lens + token * lens_strides[1]), 0), extra_width).to(tl.int32)
     p_window += token * window_strides[0]
     p_extra += token * extra_strides[0]
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+    for start in range(0, width, COLUMNS_PER_STEP):
+        column = start + tl.arange(0, COLUMNS_PER_STEP)
         slot = valid_slots(p_window, window_strides[1], column, first, window_slots)
         extra_column = tl.where(column < first, second, column - first)
         entry = valid_slots(p_extra, extra_strides[1], extra_column, second, extra_slots)
@@ -282,19 +280,14 @@ def concatenate_slots(tokens: int, window: PagedKeys, extra: PagedKeys) -> tuple
         launch_kernel(
             concatenate_slots_kernel,
             (tokens,),
-            rows,
-            counts,
-            window.indices,
-            extra.indices,
+            (rows, counts),
+            (window.indices, extra.indices),
             window.lens,
             extra.lens,
-            window.indices.stride(),
-            extra.indices.stride(),
-            (window.lens.stride(0), extra.lens.stride(0)),
+            (window.indices.stride(), extra.indices.stride(), (window.lens.stride(0), extra.lens.stride(0))),
             *widths,
             window.slots(),
             extra.slots(),
-            BLOCK=COLUMNS_PER_STEP,
         )
     return rows, counts
 

@@ -33,7 +33,7 @@ def unrotate(o: Tensor, positions: Tensor, table: Tensor) -> None:
 
 def quantize(o: Tensor, positions: Tensor, table: Tensor, groups: int, heads: int, packed: bool) -> None:
     want = REFERENCES["inv_rope_fp8_quant"](o, positions, table, groups, heads, packed)
-    with poisoned_empty(), checked(mutated=("p_values", "p_scale")) as launched:
+    with poisoned_empty(), checked(mutated=("tensors.p_values", "tensors.p_scale")) as launched:
         got = kernels.inv_rope_fp8_quant(o, positions, table, groups, heads, packed)
     by_tile = kernels.ONE_HEAD_ROWS == 0 and o.shape[2] == 512 and table.shape[1] <= 128
     assert launched == [f"inv_rope_fp8_quant{'_by_tile' * by_tile}_kernel"] * bool(o.shape[0] and groups)

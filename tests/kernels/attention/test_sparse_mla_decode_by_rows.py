@@ -23,7 +23,7 @@ from tests.ops.attention.sparse_mla_calls import EPS, call, positional
 
 interpreted = pytest.mark.interpreted
 BF16: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16}
-OUTPUTS = ("p_rows", "p_counts", "p_out", "p_max", "p_lse", "p_values", "p_scale")
+OUTPUTS = ("p_rows", "outputs[0]", "outputs[1]", "p_out", "p_max", "p_lse", "tensors.p_values", "tensors.p_scale")
 FEW_KEYS = "attention_few_keys"
 HOPPER = Gpu("cuda", 90, 132)
 
