@@ -35,7 +35,7 @@ LONGEST = (
     "lowering/attention/test_inv_rope.py",
     "kernels/indexer/test_indexer_logits_topk.py",
     "runtime/test_compiled.py",
-    "kernels/linear/test_grouped_matmul.py",
+    "kernels/linear/test_gemm.py",
     "lowering/preprocess/test_compress_norm_rope_insert.py",
     "backend/test_fuse_layer.py",
     "kernels/preprocess/test_preprocess_insert_compiles.py",

@@ -82,7 +82,8 @@ def portable(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     from ..kernels.host.gpu import gpu_of
 
     rows = kernel.IndexRows(args[2], args[3], args[2].shape[1])
-    return kernel.launch(kernel.PrefillCall(*args[:2], rows, *args[4:6]), gpu_of(args[0].device), **options)
+    q, kv, _, _, scale, sink = args[:6]
+    return kernel.launch(kernel.PrefillCall(q, kv, rows, scale, sink), gpu_of(q.device), **options)
 
 
 def with_tiles(*tiles: int) -> Prepare:

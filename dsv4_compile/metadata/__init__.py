@@ -1,4 +1,4 @@
-"""What a batch looks like to attention, derived on the device from positions, lengths and block tables."""
+"""Attention metadata of a batch, derived on the device from positions, lengths and block tables."""
 
 from __future__ import annotations
 

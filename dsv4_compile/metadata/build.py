@@ -1,8 +1,7 @@
-"""Derive a batch's metadata from positions and block tables: pure torch on the device, traceable, no branch on data.
+"""Derive a batch's metadata from positions and block tables, in traceable PyTorch without branches on data.
 
-Two doors, one room: `build_metadata` where every token's request and position are known (a model's own batch),
-`build_batch_metadata` where requests are described by their ends and lengths (an engine's batch). Each quantity is
-computed by the function that also defines the op of that name.
+`build_metadata` takes the request and position of every token (a model's own batch); `build_batch_metadata` takes the
+query starts and lengths of requests (an engine's batch). Both compute each value with the reference of its op.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ def build_metadata(
     ratios: Collection[int] = (CSA_RATIO, HCA_RATIO),
     window_block_size: int = WINDOW_BLOCK,
 ) -> AttentionMetadata:
-    """Metadata of T tokens whose requests and positions are given, in any order.
+    """Build the metadata of T tokens from their requests and positions, in any order.
 
     Args:
         positions: int `[T]`, position of each token in its request.
         token_to_req: int `[T]`, its row in the block tables.
-        is_valid_token: bool `[T]`, False for padding, which reads and writes nothing whatever its position says.
+        is_valid_token: bool `[T]`, False for padding, which reads and writes nothing at any position.
         block_tables: the tables that `ratios` need, `[R, B]` each; E201 if one is missing.
         window: tokens a token attends directly, itself included.
-        max_model_len: longest sequence the block tables are for. It fixes the width of `c128.indices`, which takes
-            4 bytes for each of T * `layout.c128a_width(max_model_len)` elements: 32 KiB a token at a million tokens.
-            Evaluated eagerly, several int64 temporaries of that shape come on top; compiled, none does.
+        max_model_len: longest sequence of the block tables. It sets the width of `c128.indices`, which takes 4 bytes
+            for each of T * `layout.c128a_width(max_model_len)` elements: 32 KiB per token at a million tokens. In eager
+            mode several int64 temporaries of that shape are added; in compiled code none.
         ratios: compress ratios of the model's layers; 0 and 1 (window only) need nothing here.
-        window_block_size: tokens of a page of the window's cache.
+        window_block_size: tokens of a page of the window cache.
 
-    Tokens with a negative position or a request that is no row are padding too.
+    Tokens with a negative position, or a request outside the block tables, are padding too.
     """
     requests = token_to_req.long()
     known = (requests >= 0) & (requests < block_tables.window.shape[0])
@@ -67,16 +66,16 @@ def build_batch_metadata(
     slot_mapping: Tensor | None = None,
     window_block_size: int = WINDOW_BLOCK,
 ) -> AttentionMetadata:
-    """Metadata of an engine's batch: decodes of one or more tokens, chunked prefills and prefills, mixed as they come.
+    """Build the metadata of an engine's batch: decodes of one or more tokens, chunked prefills and prefills, in any
+    mix.
 
     Args:
         query_start_loc: int `[R + 1]`, first token of each request and the end of the last; padded requests repeat it.
         seq_lens: int `[R]`, tokens of each request, this step's query included; 0 for padded requests.
-        num_tokens: T, at least `query_start_loc[-1]`; the tokens behind it are padding.
-        slot_mapping: int `[T]`, the engine's own slots of the raw tokens, where it has them: a token whose slot is
-            negative is padding. Slots themselves always come from the block tables.
-
-    The other arguments, and the result, are those of `build_metadata`.
+        num_tokens: T, at least `query_start_loc[-1]`; tokens after it are padding.
+        slot_mapping: int `[T]`, the engine's slots of raw tokens, if it has them: a token whose slot is negative is
+            padding. Positive slots are ignored; slots always come from the block tables.
+        block_tables, window, max_model_len, ratios, window_block_size: see `build_metadata`.
     """
     tokens = torch.arange(num_tokens, device=query_start_loc.device)
     requests = token_requests(query_start_loc, tokens)
@@ -95,7 +94,7 @@ def _build(
     ratios: Collection[int],
     window_block_size: int,
 ) -> AttentionMetadata:
-    """Both builders' common part; a negative position is what makes a token padding."""
+    """Build metadata from positions and requests; a token with a negative position is padding."""
     valid = positions >= 0
     requests = torch.where(valid, requests, 0)
     indices, lens = window_rows(positions, requests, block_tables.window, window, window_block_size)

@@ -1,6 +1,6 @@
-"""What is refused before a persistent buffer is touched: batches, lengths and tables that do not fit.
+"""Argument checks before a persistent buffer is written: batches, lengths and tables that do not fit.
 
-Values are looked at on the host alone; of a tensor on a device the shape is checked, because to read it would wait.
+Values are checked for host tensors only. For device tensors only shapes are: reading values would synchronise.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from ..errors import check, fail
 
 
 def on_host(values: Tensor) -> bool:
-    """Whether to read a tensor waits for nobody."""
+    """Return whether a tensor can be read without synchronisation."""
     return values.device.type == "cpu"
 
 
 def check_capacity(what: str, got: int, capacity: int, name: str) -> None:
-    """E401 unless `got` is within `capacity`, which is called `name`."""
+    """Raise E401 unless 0 <= `got` <= `capacity`; `name` is the argument that sets the capacity."""
     check(got >= 0, "E401", got=f"{got} {what}", fix=f"pass 0 to {capacity}")
     if got > capacity:
         fail("E401", got=f"{got} {what}, {name}={capacity}", fix=f"allocate for {got} {what}, or send fewer")
 
 
 def check_ints(name: str, values: Tensor) -> None:
-    """E201 unless `values` is an int32 or int64 vector."""
+    """Raise E201 unless `values` is an int32 or int64 vector."""
     fine = values.dim() == 1 and values.dtype in (torch.int32, torch.int64)
     got = f"{name} {values.dtype} {list(values.shape)}"
     check(fine, "E201", got=got, rule=f"{name} is int32 or int64, of one dim", fix="pass integers, or a tensor of them")
 
 
 def check_batch(starts: Tensor, lens: Tensor, max_tokens: int, max_seqs: int, max_len: int) -> int:
-    """Refuse a batch that does not fit; the longest sequence where that is known, else 0."""
+    """Raise for a batch that does not fit; return the longest sequence, 0 for lengths on a device."""
     requests = lens.shape[0]
     check(
         starts.shape[0] == requests + 1,
@@ -53,14 +53,14 @@ def check_batch(starts: Tensor, lens: Tensor, max_tokens: int, max_seqs: int, ma
         fail(
             "E201",
             got=f"request {request} has a query of {query} tokens in a sequence of {length}",
-            rule="seq_lens counts this step's query too; it is 0 for padding",
+            rule="seq_lens includes this step's query; it is 0 for padding",
             fix="pass seq_lens as they are after the step",
         )
     return check_lengths("has", lens, max_len)
 
 
 def check_lengths(what: str, lens: Tensor, max_len: int) -> int:
-    """E402 for a length above `max_len`; the longest, 0 for lengths on a device."""
+    """Raise E402 for a length above `max_len`; return the longest, 0 for lengths on a device."""
     if lens.numel() == 0 or not on_host(lens):
         return 0
     longest = int(lens.max())
@@ -69,15 +69,17 @@ def check_lengths(what: str, lens: Tensor, max_len: int) -> int:
     return longest
 
 
-def check_table(group: str, table: Tensor | None, rows: int, columns: int, room: int | None = None) -> Tensor:
-    """The block table of a group. E201 without one, E403 unless it has `rows` and `columns` and fits into `room`."""
+def check_table(group: str, table: Tensor | None, rows: int, columns: int, max_columns: int | None = None) -> Tensor:
+    """Return the block table of a group. E201 for None; E403 unless it has at least `[rows, columns]` and fits."""
     if table is None:
-        fail("E201", got=f"block_tables.{group}=None", rule="every group has its table")
+        fail("E201", got=f"block_tables.{group}=None", rule="every group has a block table")
     fine = table.dim() == 2 and table.dtype is torch.int32
     check(fine, "E201", got=f"{group}: {table.dtype} {list(table.shape)}", rule="block tables are int32 [R, B]")
     got = f"a {group} block table {list(table.shape)}"
     if table.shape[0] < rows or table.shape[1] < columns:
         fail("E403", got=f"{got}; the batch reads [{rows}, {columns}]")
-    if room is not None and table.shape[1] > room:
-        fail("E403", got=f"{got} for {room} columns", fix="pass the columns up to max_model_len, or raise it")
+    if max_columns is not None and table.shape[1] > max_columns:
+        fail(
+            "E403", got=f"{got}, at most {max_columns} columns", fix="pass the columns up to max_model_len, or raise it"
+        )
     return table

@@ -1,4 +1,4 @@
-"""Group prefills into chunks whose gathered keys and values fit one workspace, on the CPU."""
+"""Group prefills into chunks whose gathered keys and values fit one workspace, from host numbers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..errors import check
 from ..layout import cdiv
 
 WORKSPACE_REQUESTS = 4
-"""Requests of the greatest length that one workspace has room for."""
+"""Requests of maximal length that fit one workspace."""
 
 
 class PrefillChunk(NamedTuple):
-    """Requests `[start, end)` and the shape of their workspace: `m` rows for each, the first `n` of them compressed."""
+    """Requests `[start, end)` and their workspace: `m` rows per request, the first `n` of them compressed entries."""
 
     start: int
     end: int
@@ -22,7 +22,7 @@ class PrefillChunk(NamedTuple):
 
 
 def prefill_workspace_rows(ratio: int, *, max_model_len: int, window: int, max_num_batched_tokens: int) -> int:
-    """Rows of a workspace that every step's plan fits: reserve it once, before memory is handed to caches."""
+    """Return the rows of a workspace that fits every step. Reserve it once, before caches are allocated."""
     entries = cdiv(max_model_len, ratio) if ratio > 1 else 0
     return WORKSPACE_REQUESTS * (entries + window + max_num_batched_tokens)
 
@@ -30,17 +30,17 @@ def prefill_workspace_rows(ratio: int, *, max_model_len: int, window: int, max_n
 def get_prefill_chunk_plan(
     seq_lens: Sequence[int], gather_lens: Sequence[int], ratio: int, max_rows: int
 ) -> list[PrefillChunk]:
-    """Cut a step's prefills, in their order, into the fewest runs that fit a workspace of `max_rows` rows.
+    """Split a step's prefills, in order, into the fewest chunks that fit a workspace of `max_rows` rows.
 
     Args:
         seq_lens: tokens of each request, this step's query included.
-        gather_lens: raw tokens each request gathers, see `torch.ops.dsv4.prefill_gather_lens`.
+        gather_lens: raw tokens that each request gathers, see `torch.ops.dsv4.prefill_gather_lens`.
         ratio: compress ratio of the layer; 0 or 1 gathers no compressed entries.
         max_rows: rows of the workspace, see `prefill_workspace_rows`.
 
     Returns:
-        Chunks that cover all requests. `(end - start) * m <= max_rows`, `n` and `m - n` are the most any request of the
-        chunk needs. E204 if one request alone does not fit.
+        Chunks that cover all requests, with `(end - start) * m <= max_rows`; `n` and `m - n` are the maxima over the
+        requests of the chunk. E204 if a single request does not fit.
     """
     check(len(seq_lens) == len(gather_lens), "E201", got=f"{len(seq_lens)} seq_lens, {len(gather_lens)} gather_lens")
     chunks: list[PrefillChunk] = []

@@ -1,10 +1,10 @@
-"""Metadata at fixed addresses: allocated once, refilled in place each step, read by captured graphs.
+"""Persistent metadata buffers: allocated once, refilled in place in each step, read by captured graphs.
 
     engine -> load -> inputs at fixed addresses -> refresh (one op) -> outputs at fixed addresses -> metadata(n) views
                             ^-------------- advance (one op) --------------'
 
-Nothing of a step crosses from host to device in `refresh` and `advance`, so both can be captured with the layers that
-read the views. `buffers.py` declares every buffer.
+`refresh` and `advance` copy nothing from the host, so both can be captured together with the layers that read the
+views. `buffers.py` declares every buffer.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from ..errors import check
 from ..ops.metadata.batch_metadata import GROUPS
 from .buffers import PAGE_TOKENS, BufferPlan, groups_of, plan_buffers
 from .checks import check_batch, check_capacity, check_ints, check_lengths, check_table
-from .types import AttentionMetadata, BlockTables
-from .views import metadata_of
+from .types import AttentionMetadata, BlockTables, metadata_of
 
 Ints = Tensor | Sequence[int]
 
 
 class MetadataBuffers:
-    """All persistent buffers of a model's steps. Their addresses, shapes and strides never change.
+    """The persistent metadata buffers of a model. Addresses, shapes and strides never change.
 
     Args:
         max_num_batched_tokens, max_num_seqs, max_model_len, window, ratios, window_block_size, engine_slots:
-            see `plan_buffers`, which predicts the bytes.
-        block_tables: the engine's own persistent tables, used where they are, or None to have them allocated here.
-            Each has `max_num_seqs` rows and reaches `max_model_len` tokens; E403 if one is too small.
+            see `plan_buffers`.
+        block_tables: the engine's persistent tables, used in place; None allocates them here. Each has at least
+            `max_num_seqs` rows and covers `max_model_len` tokens, or E403.
 
-    Every buffer starts as its pad value.
+    Every buffer is filled with its pad value at first.
     """
 
     def __init__(
@@ -67,11 +66,11 @@ class MetadataBuffers:
         self.tensors: dict[str, Tensor] = own | adopted
         """Every buffer by its declared name."""
         self.block_tables = BlockTables(**{group: self.tensors[f"{group}_block_table"] for group in self.groups})
-        """The persistent block tables, None for groups that the model has not."""
+        """The persistent block tables; None for groups that the model does not have."""
         self._rows = 0
 
     def _adopt(self, block_tables: BlockTables) -> dict[str, Tensor]:
-        """Views of the engine's tables, by the names of the buffers."""
+        """Return views of the engine's tables by buffer name."""
         adopted = {}
         for group in self.groups:
             columns = self.plan.sizes[f"{group}_blocks"]
@@ -100,19 +99,19 @@ class MetadataBuffers:
         input_ids: Ints | None = None,
         reserved: Ints | None = None,
     ) -> None:
-        """Copy a step's batch into the inputs. What is left of each buffer becomes padding.
+        """Copy a step's batch into the input buffers and fill the rest of each with padding.
 
         Args:
             query_start_loc: R + 1 ints, first token of each request and the end of the last; R <= `max_num_seqs`.
             seq_lens: R ints, this step's query included; 0 for padded requests.
-            block_tables: int `[R, B]` of every group, B at most the width of the persistent table; None keeps what is
-                there, as for adopted tables.
-            slot_mapping: int `[T]`, needed by buffers made with `engine_slots`, and refused by others.
+            block_tables: int `[R, B]` of every group, B at most the width of the persistent table; None keeps the
+                current tables, for example those of the engine.
+            slot_mapping: int `[T]`, required by buffers with `engine_slots`, E201 for others.
             input_ids: up to T tokens. reserved: R ints, tokens each request has pages for (None = `max_model_len`).
 
-        Lists and tensors on the CPU are checked by value: E401 for a batch over capacity, E402 for a sequence that is
-        too long, E403 for a table that is too narrow. Of tensors on a device the shapes alone are checked, because to
-        read them would wait.
+        Values of lists and CPU tensors are checked: E401 for a batch over capacity, E402 for a sequence that is too
+        long, E403 for a table that is too narrow. For device tensors only shapes are checked, since reading values
+        would synchronise.
         """
         starts, lens = _ints(query_start_loc), _ints(seq_lens)
         inputs = {"query_start_loc": starts, "seq_lens": lens}
@@ -129,7 +128,7 @@ class MetadataBuffers:
             (slot_mapping is None) == ("slot_mapping" not in self.tensors),
             "E201",
             got="no slot_mapping" if slot_mapping is None else "a slot_mapping",
-            rule="slot_mapping comes with buffers made with engine_slots=True, and with those alone",
+            rule="slot_mapping is passed exactly if the buffers have engine_slots=True",
         )
         for name, values in inputs.items():
             check_capacity(f"elements of {name}", values.shape[0], self.tensors[name].shape[0], "capacity")
@@ -143,7 +142,7 @@ class MetadataBuffers:
         self._rows = 0
 
     def _checked_tables(self, block_tables: BlockTables, requests: int, longest: int) -> dict[str, Tensor]:
-        """The tables to copy, by the names of the buffers; those that are the buffers already are left out."""
+        """Return the tables to copy, by buffer name, without those that already are the buffers."""
         tables = {}
         for group in self.groups:
             page, own = PAGE_TOKENS[group], self.tensors[f"{group}_block_table"]
@@ -168,13 +167,13 @@ class MetadataBuffers:
         own[requests:].fill_(layout.PAD_INDEX)
 
     def refresh(self, num_tokens: int | None = None) -> None:
-        """Rewrite all outputs from the inputs, in place: the rows that are tokens, and padding behind them.
+        """Rewrite all outputs from the inputs, in place: rows of tokens, then padding.
 
         Args:
-            num_tokens: rows to rewrite, those that `metadata(num_tokens)` shows; None for all. Tokens of the batch
-                behind them are left out, so it is at least the number of tokens. E401 above capacity.
+            num_tokens: rows to rewrite for `metadata(num_tokens)`, at least the number of tokens of the batch; None
+                for all. E401 above capacity.
 
-        One op, `torch.ops.dsv4.batch_metadata`; capturable.
+        Runs one op, `torch.ops.dsv4.batch_metadata`; capturable.
         """
         rows = self.max_num_batched_tokens if num_tokens is None else num_tokens
         check_capacity("tokens", rows, self.max_num_batched_tokens, "max_num_batched_tokens")
@@ -190,15 +189,15 @@ class MetadataBuffers:
         self._rows = rows
 
     def advance(self, num_new: Tensor, tokens: Tensor, drafts: Tensor | None = None, *, query_len: int = 1) -> None:
-        """Move the inputs to the next decode step, on the device: lengths, query starts and the tokens to feed.
+        """Update the inputs for the next decode step on the device: lengths, query starts and input tokens.
 
         Args:
             num_new: int `[max_num_seqs]`, tokens of its query that each request keeps.
-            tokens: int `[max_num_seqs, S]`, what the model chose; drafts: int `[max_num_seqs, query_len - 1]`.
+            tokens: int `[max_num_seqs, S]`, sampled by the model; drafts: int `[max_num_seqs, query_len - 1]`.
             query_len: tokens of each request in the next step; `max_num_seqs * query_len` fit the buffers.
 
-        One op, `torch.ops.dsv4.advance`; capturable, and to be followed by `refresh`. A request that has used up what
-        is `reserved` for it becomes padding, and its element of `overflow` the tokens that it has.
+        Runs one op, `torch.ops.dsv4.advance`; capturable. Call `refresh` next. A request that would exceed its
+        `reserved` tokens becomes padding, and its `overflow` is set to its number of tokens.
         """
         names = ("query_start_loc", "seq_lens", "input_ids", "overflow")
         torch.ops.dsv4.advance(
@@ -206,10 +205,10 @@ class MetadataBuffers:
         )
 
     def metadata(self, num_tokens: int) -> AttentionMetadata:
-        """Views of the first `num_tokens` rows, at the same addresses and strides at every call.
+        """Return views of the first `num_tokens` rows, with the same addresses and strides at every call.
 
-        Raises E401 above capacity, and E404 where rows have not been refreshed since the batch was loaded: they
-        would describe a batch that is gone.
+        Raises E401 above capacity, and E404 for rows that have not been refreshed since `load`, which still describe an
+        older batch.
         """
         check_capacity("tokens", num_tokens, self.max_num_batched_tokens, "max_num_batched_tokens")
         check(
@@ -222,5 +221,5 @@ class MetadataBuffers:
 
 
 def _ints(values: Ints) -> Tensor:
-    # No dtype: to ask for integers would cut floats to them in silence. load refuses floats.
+    # No dtype: an integer dtype would silently truncate floats, which load rejects.
     return values if isinstance(values, Tensor) else torch.tensor(values, dtype=None if len(values) else torch.int64)

@@ -1,4 +1,4 @@
-"""Tell the decodes of a batch from its prefills, on the CPU, by the lengths of its queries."""
+"""Split a batch into decodes and prefills by query lengths, from host numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import check
 
 
 class BatchSplit(NamedTuple):
-    """How a batch, ordered decodes first, divides."""
+    """Requests and tokens of the decodes and of the prefills of a batch; decodes come first."""
 
     num_decodes: int
     num_prefills: int
@@ -27,19 +27,19 @@ def split_decodes_and_prefills(
     treat_short_extends_as_decodes: bool = True,
     is_prefilling: Sequence[bool] | None = None,
 ) -> BatchSplit:
-    """Split a batch ordered decodes, short extends, long extends, prefills.
+    """Split a batch that is ordered as decodes, short extends, long extends, prefills.
 
     Args:
         query_start_loc: R + 1 host integers, first token of each request and the end of the last. Zero-length queries
             are graph padding.
         decode_threshold: longest query that is a decode: 1 + the number of speculative tokens.
         num_tokens: tokens of the batch, padding included; by default the end of the last request.
-        require_uniform: decodes must all be as long as the first (or empty), as one captured graph needs them.
+        require_uniform: all decodes are as long as the first or empty, which a captured graph requires.
         treat_short_extends_as_decodes: if False, a request that `is_prefilling` is a prefill however short its query.
         is_prefilling: R flags, needed in that case.
 
     Returns:
-        The counts. Everything from the first prefill on is counted as prefill, so that both parts are slices.
+        The counts. Every request from the first prefill on counts as a prefill, so that both parts are slices.
     """
     check(len(query_start_loc) > 0, "E201", got="an empty query_start_loc", rule="query_start_loc has R + 1 elements")
     lens = [end - start for start, end in pairwise(query_start_loc)]

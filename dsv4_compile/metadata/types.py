@@ -1,10 +1,11 @@
-"""What attention needs to know about a batch, as tensors: pytrees that cross `torch.compile` and `torch.export`.
+"""Metadata of a batch as dataclasses of tensors, registered as pytrees for `torch.compile` and `torch.export`.
 
-Nothing here is a Python number that changes from step to step, so a new batch is new data and never a new graph.
+They hold no Python numbers that change between steps, so a new batch never recompiles a graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch.export import register_dataclass
 
 
 class _Described:
-    """Prints as the dtype and shape of each tensor it holds: the tensors themselves would fill pages."""
+    """Base with a `repr` of dtypes and shapes instead of tensor values."""
 
     def __repr__(self) -> str:
         held = ((field.name, getattr(self, field.name)) for field in fields(cast(Any, self)))
@@ -27,11 +28,11 @@ def _text(value: object) -> str:
 
 @dataclass(frozen=True, repr=False)
 class BlockTables(_Described):
-    """Block tables int32 `[R, B]`, one per kind of cache; None where no layer of the model has that cache.
+    """Block tables int32 `[R, B]`, one per group of caches; None for groups that the model does not have.
 
     Row r lists the pages of request r in order of position. An entry covers `layout.WINDOW_BLOCK` tokens in `window`,
     `layout.KV_BLOCK` tokens in `c4`, `indexer` and `c128`, and `layout.state_block_size(ratio)` tokens in the states.
-    Entries of -1, and columns a request has not reached, are never followed.
+    Entries of -1, and columns after the end of a request, are never read.
     """
 
     window: Tensor
@@ -45,11 +46,11 @@ class BlockTables(_Described):
 
 @dataclass(frozen=True, repr=False)
 class WindowMetadata(_Described):
-    """The sliding window, for every layer.
+    """Metadata of the sliding window, for every layer.
 
-    slot_mapping: int64 `[T]`, where a token's KV is written; -1 = nowhere.
-    indices: int32 `[T, W]`, slots of the last W tokens up to the token itself, ascending by position, -1 tail.
-    lens: int32 `[T]`, how many columns count; 0 for padding.
+    slot_mapping: int64 `[T]`, slot that a token's KV is written to; -1 = none.
+    indices: int32 `[T, W]`, slots of the last W tokens including the token itself, ascending by position, then -1.
+    lens: int32 `[T]`, number of valid columns; 0 for padding.
     """
 
     slot_mapping: Tensor
@@ -59,16 +60,16 @@ class WindowMetadata(_Described):
 
 @dataclass(frozen=True, repr=False)
 class CompressedMetadata(_Described):
-    """Compressed entries, for the layers of one compress ratio.
+    """Metadata of compressed entries, for the layers of one compress ratio.
 
-    slot_mapping: int64 `[T]`, where the entry that a token completes is written; -1 for all other tokens.
+    slot_mapping: int64 `[T]`, slot of the entry that a token completes; -1 for all other tokens.
     block_table: int32 `[R, B]` of the entries.
-    state_slot_mapping: int64 `[T]`, where a token's compressor state is written; -1 = nowhere.
+    state_slot_mapping: int64 `[T]`, slot of a token's compressor state; -1 = none.
     state_block_table: int32 `[R, B]` of the states.
-    context_lens: int32 `[T]`, entries a token may see, `(position + 1) // ratio`; 0 for padding.
-    indices: int32 `[T, C]`, lens: int32 `[T]`: slots of all visible entries in order, -1 tail, and how many columns
-        count. Ratio 128 only: at ratio 4 the indexer chooses.
-    indexer_*: as the fields without the prefix, for the indexer's own cache. Ratio 4 only.
+    context_lens: int32 `[T]`, entries that a token may attend, `(position + 1) // ratio`; 0 for padding.
+    indices: int32 `[T, C]`, lens: int32 `[T]`: slots of all visible entries in order, then -1, and the number of
+        valid columns. Ratio 128 only: at ratio 4 the indexer selects.
+    indexer_*: the same as the fields without the prefix, for the indexer's cache. Ratio 4 only.
     """
 
     slot_mapping: Tensor
@@ -86,7 +87,7 @@ class CompressedMetadata(_Described):
 
 @dataclass(frozen=True, repr=False)
 class AttentionMetadata(_Described):
-    """One step's batch of T tokens, decodes and prefills alike.
+    """Metadata of one step's batch of T tokens, decodes and prefills.
 
     positions: int64 `[T]` within the request; 0 for padding, a legal row of any RoPE table.
     token_to_req: int32 `[T]`, row of the block tables; 0 for padding, a legal row.
@@ -103,3 +104,38 @@ class AttentionMetadata(_Described):
 
 for _cls in (BlockTables, WindowMetadata, CompressedMetadata, AttentionMetadata):
     register_dataclass(_cls)
+
+
+def metadata_of(rows: Mapping[str, Tensor], tables: BlockTables) -> AttentionMetadata:
+    """Return metadata made of buffers, by their names in `buffers.BUFFERS`, and the block tables of the same groups."""
+    c4, c128 = None, None
+    if tables.c4 is not None and tables.c4_state is not None:
+        c4 = CompressedMetadata(
+            slot_mapping=rows["c4_slots"],
+            block_table=tables.c4,
+            state_slot_mapping=rows["c4_state_slots"],
+            state_block_table=tables.c4_state,
+            context_lens=rows["c4_context_lens"],
+            indexer_slot_mapping=rows["indexer_slots"],
+            indexer_block_table=tables.indexer,
+            indexer_state_slot_mapping=rows["indexer_state_slots"],
+            indexer_state_block_table=tables.indexer_state,
+        )
+    if tables.c128 is not None and tables.c128_state is not None:
+        c128 = CompressedMetadata(
+            slot_mapping=rows["c128_slots"],
+            block_table=tables.c128,
+            state_slot_mapping=rows["c128_state_slots"],
+            state_block_table=tables.c128_state,
+            context_lens=rows["c128_context_lens"],
+            indices=rows["c128_indices"],
+            lens=rows["c128_lens"],
+        )
+    return AttentionMetadata(
+        positions=rows["positions"],
+        token_to_req=rows["token_to_req"],
+        is_valid_token=rows["is_valid_token"],
+        window=WindowMetadata(rows["window_slots"], rows["window_indices"], rows["window_lens"]),
+        c4=c4,
+        c128=c128,
+    )

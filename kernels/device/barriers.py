@@ -1,4 +1,4 @@
-"""A barrier for what the assembler would move; barriers_hopper.py has the same for Gluon."""
+"""A scheduling fence for Triton kernels; hopper/gluon.py has its Gluon twin."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def scheduling_fence(pointer):
-    """What was loaded above is on its way before anything below this waits for the first of it.
+    """Issue every load above before waiting for any of them.
 
-    The assembler would wait for some loads before it starts others, to need fewer registers. It moves nothing across
-    the loops that it makes of this one, which has no turn: addresses are above zero, which no compiler knows.
+    To save registers, the assembler would wait for some loads before it issues others. It moves nothing across a loop;
+    this one has no iterations, which no compiler knows, because it cannot tell that an address is above 0.
     """
     for _ in range(pointer.to(tl.int64), 1):
         tl.debug_barrier()

@@ -1,4 +1,4 @@
-"""Device function for the Hadamard transform; reference/quant.py defines it."""
+"""The Hadamard transform as a Triton function."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import triton
 import triton.language as tl
 
 HADAMARD_ROWS = 16
-"""Vectors that are transformed together at least: the smallest tile of a matrix unit."""
+"""Fewest rows of a call: the smallest M of a tensor core."""
 HADAMARD_DIMS = (16, 32, 64, 128)
-"""Lengths that it is built for: the matrix is made in registers."""
+"""Supported lengths: the matrix is built in registers."""
 
 
 @triton.jit
 def rounded_hadamard(x, DTYPE: tl.constexpr):
-    """Orthonormal Hadamard transform of the rows of float32 `x` `[M, D]`, rounded to DTYPE before and after.
+    """Multiply the rows of float32 `x` `[M, D]` by the orthonormal Hadamard matrix, rounded to DTYPE before and after.
 
-    Products are exact. Sums are float32 in an order of their own, so a result next to a rounding boundary may be the
-    reference's neighbour.
+    Products are exact; float32 sums are in another order than the reference's, so that a result next to a rounding
+    boundary may be off by one unit.
     """
     D: tl.constexpr = x.shape[1]
     o_d = tl.arange(0, D)
-    # An element of the Sylvester matrix is -1 where row and column share an odd number of set bits.
+    # An element of the Sylvester matrix is -1 if row & column has an odd number of set bits.
     parity = o_d[:, None] & o_d[None, :]
     parity ^= parity >> 4
     parity ^= parity >> 2

@@ -1,4 +1,4 @@
-"""Device functions that store key/value rows, byte for byte as reference/kv_format.py does."""
+"""Stores of key/value rows into a paged cache, in the bytes that the reference (common/kv_format.py) writes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ SCALE_BYTES = tl.constexpr(FP8_DS_MLA.scale)
 
 @triton.jit
 def store_kv(p_cache, strides, slot, live, x, p_kv_scale, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Store float32 `x` `[N, D]` at int64 `slot` `[N]`, legal everywhere, where bool `live` `[N]` says so.
+    """Store float32 `x` `[N, D]` at int64 `slot` `[N]` for the rows of bool `live` `[N]`.
 
-    `strides` are those of the cache: pages, and for row formats tokens and dims. `p_kv_scale` is None or one float32.
+    Every slot is in range, also of rows that are not live. `strides` are the cache's: page, and for row formats token
+    and dim. `p_kv_scale` is None or points to one float32.
     """
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     if FORMAT == "fp8_ds_mla":
@@ -40,12 +41,12 @@ def store_kv(p_cache, strides, slot, live, x, p_kv_scale, FORMAT: tl.constexpr, 
 
 @triton.jit
 def store_mla_rows(p_page, offset, live, x, BLOCK_SIZE: tl.constexpr):
-    """Store bfloat16 `x` `[N, D]` as rows of `fp8_ds_mla`. Everything is bytes: a page may begin anywhere."""
+    """Store bfloat16 `x` `[N, D]` as `fp8_ds_mla` rows, byte by byte: pages may have any alignment."""
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     p_data, m_row = p_page + offset * DATA_BYTES, live[:, None]
     o_tile = tl.arange(0, SCALE_BYTES)[None, :]
-    # [N, tiles, KV_TILE]; the last tile is the rope dims, which carry no scale.
+    # [N, tiles, KV_TILE]; the last tile is the RoPE dims, which have no scale.
     tiles = tl.reshape(x.to(tl.float32), (N, D // KV_TILE, KV_TILE))
     byte = tile_byte(tiles, KV_AMAX_FLOOR, FP8_MAX)
     values = e4m3(tiles * ue8m0_inverse(byte)[:, :, None]).to(tl.uint8, bitcast=True)

@@ -1,4 +1,4 @@
-"""Device functions for UE8M0 scales and e4m3 values, bit for bit those of reference/quant.py."""
+"""Triton functions for UE8M0 scales and e4m3 values, bit-identical to the reference (common/quant.py)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MANTISSA_BITS = tl.constexpr(23)
 MANTISSA = tl.constexpr((1 << 23) - 1)
 SUBNORMAL_HALF = tl.constexpr(1 << 22)  # bits of 2^-127, the inverse of the largest scale
 NAN_BITS = tl.constexpr(0x7FC00000)
-FIRST_FP8 = (8, 9)  # compute capability from which Triton converts to e4m3 on NVIDIA GPUs
+FP8_CAPABILITY = (8, 9)  # the first NVIDIA GPUs for which Triton converts to e4m3
 
 
 @triton.jit
 def tile_byte(x, FLOOR: tl.constexpr, FORMAT_MAX: tl.constexpr):
-    """UE8M0 byte, int32, of each row of float32 `x` along its last dim: the smallest power of two that brings its
-    largest magnitude, or FLOOR, within FORMAT_MAX.
+    """Return the int32 UE8M0 byte of the scale of each tile, a row of float32 `x` along its last dim.
 
-    Magnitudes compare as integers, where NaN is the largest; a tile that holds one gets byte 254 as in the reference.
+    The scale is the smallest power of two that brings the tile's largest magnitude, at least FLOOR, within FORMAT_MAX.
+    Magnitudes are compared as integers, so that NaN is the largest; a tile with a NaN gets byte 254.
     """
     magnitude = x.to(tl.int32, bitcast=True) & MAGNITUDE
     floor = tl.full((), FLOOR, tl.float32).to(tl.int32, bitcast=True)
@@ -37,7 +37,7 @@ def tile_byte(x, FLOOR: tl.constexpr, FORMAT_MAX: tl.constexpr):
 
 @triton.jit
 def amax_byte(amax, FORMAT_MAX: tl.constexpr):
-    """`tile_byte` of the largest magnitude itself; NaN gets byte 254."""
+    """Return the int32 UE8M0 byte of the scale for the largest magnitude `amax`; 254 for NaN."""
     bits = (amax * (1.0 / FORMAT_MAX)).to(tl.int32, bitcast=True)
     exponent = (bits >> MANTISSA_BITS) & 0xFF
     return tl.minimum(exponent + ((bits & MANTISSA) != 0).to(tl.int32), UE8M0_MAX_BYTE)
@@ -45,50 +45,48 @@ def amax_byte(amax, FORMAT_MAX: tl.constexpr):
 
 @triton.jit
 def ue8m0_inverse(byte):
-    """float32 inverse, exact, of the scale of int32 `byte` 0..254: 2^(127 - byte)."""
+    """Return 2^(127 - byte) in float32, the exact inverse of the scale of int32 `byte` 0..254."""
     bits = (2 * UE8M0_BIAS - byte) << MANTISSA_BITS
     return tl.maximum(bits, SUBNORMAL_HALF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def ue8m0_scale(byte):
-    """float32 scale of int32 `byte` 0..255: 2^(byte - 127), subnormal for 0, NaN for 255."""
+    """Return the float32 scale 2^(byte - 127) of int32 `byte` 0..255: subnormal for 0, NaN for 255."""
     bits = tl.where(byte == 0, SUBNORMAL_HALF, byte << MANTISSA_BITS)
     return tl.where(byte == UE8M0_MAX_BYTE + 1, NAN_BITS, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def e4m3(x):
-    """float32 `x` clamped to the e4m3 range and rounded to nearest even. NaN stays NaN."""
+    """Clamp float32 `x` to the e4m3 range and round to nearest even. NaN stays NaN."""
     return tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.constexpr_function
 def _conversion_saturates() -> bool:
-    """Whether the target's conversion to e4m3 clamps by itself, as NVIDIA's does."""
+    """Return whether the target's conversion to e4m3 saturates, as NVIDIA's does."""
     target = current_target()
     return target is not None and target.backend == "cuda"
 
 
 @triton.jit
 def scaled_e4m3(x):
-    """`e4m3`, without a clamp where the conversion has one."""
+    """Convert float32 `x` to e4m3 with saturation; clamps only on targets whose conversion does not saturate."""
     return x.to(tl.float8e4nv) if _conversion_saturates() else e4m3(x)
 
 
 @triton.jit
 def inverse_of(p_scale):
-    """float32(1 / scale), correctly rounded, of the one-element tensor `p_scale`."""
+    """Return 1 / scale, correctly rounded to float32, for the scale at `p_scale`."""
     return tl.div_rn(1.0, tl.load(p_scale))
 
 
 def why_unsupported_fp8(device: torch.device) -> str:
-    """Why Triton cannot convert to e4m3 on `device`, or ""."""
+    """Return why Triton cannot convert to e4m3 on `device`, "" if it can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return ""
-    capability = torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_device_capability(device)
     return (
-        ""
-        if capability >= FIRST_FP8
-        else f"Triton converts to e4m3 from sm_89 on, this is sm_{capability[0]}{capability[1]}"
+        "" if (major, minor) >= FP8_CAPABILITY else f"Triton converts to e4m3 from sm_89 on, this is sm_{major}{minor}"
     )

@@ -1,7 +1,7 @@
-"""Device functions for interleaved RoPE; reference/rope.py defines what they compute.
+"""Interleaved RoPE as Triton functions.
 
-A vector of D elements, D even, is D / 2 pairs of neighbours, of which the last ROPE / 2 turn. Pairs are split and
-joined inside a thread, so a rotation moves nothing between threads and reads each element once.
+A vector of D elements, D even, is D / 2 pairs of neighbours, of which the last ROPE / 2 are rotated. Both elements of a
+pair are in one thread, so that a rotation moves nothing between threads and reads each element once.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import triton.language as tl
 
 @triton.jit
 def table_row(position, max_pos):
-    """int64 row of the RoPE table for integer `position`; a position outside the table reads its nearest row."""
+    """Return the int64 row of the RoPE table for integer `position`, clamped to the table."""
     return tl.minimum(tl.maximum(position.to(tl.int64), 0), max_pos - 1)
 
 
 @triton.jit
 def load_cos_sin(p_row, stride_column, m_row, D: tl.constexpr, ROPE: tl.constexpr):
-    """Cosine and sine of each pair, float32 `[N, D / 2]`; 0 for pairs that do not turn and for rows not in `m_row`.
+    """Load cosine and sine of each pair as float32 `[N, D / 2]`; 0 for pairs that are not rotated and outside `m_row`.
 
     `p_row` points to the rows of the table, `[N, 1]` or one for all; `m_row` is bool of that shape.
     """
@@ -33,14 +33,14 @@ def load_cos_sin(p_row, stride_column, m_row, D: tl.constexpr, ROPE: tl.constexp
 
 @triton.jit
 def rotate(x, cos, sin, ROPE: tl.constexpr):
-    """float32 `x` `[N, D]` with its last ROPE dims turned by `cos`, `sin` `[N or 1, D / 2]`; negate `sin` to undo.
+    """Rotate the last ROPE dims of float32 `x` `[N, D]` by `cos`, `sin` `[N or 1, D / 2]`; negate `sin` to undo.
 
-    Products and sums round one by one where the kernel is launched with `enable_fp_fusion=False`.
+    Products and sums are rounded separately if the kernel is launched with `enable_fp_fusion=False`.
     """
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     even, odd = tl.split(tl.reshape(x, (N, D // 2, 2)))
-    # Selected, not multiplied by (1, 0): what does not turn may be infinite, and keeps the sign of its zeros.
+    # A select, not a product with (1, 0): elements that are not rotated may be infinite, and zeros keep their sign.
     turns = tl.arange(0, D // 2)[None, :] >= (D - ROPE) // 2
     turned_even = tl.where(turns, even * cos - odd * sin, even)
     turned_odd = tl.where(turns, even * sin + odd * cos, odd)

@@ -1,12 +1,13 @@
-"""Programs of a Hopper kernel as a cluster: they run side by side, and reach each other's shared memory.
+"""Thread block clusters for Gluon kernels: launches, and messages between the shared memories of their CTAs.
 
-Gluon of Triton 3.6 has no words for that. A kernel that is compiled for one program is launched in clusters, and what
-crosses over is PTX. Few results are sent from registers, 16 bytes at a time, to an inbox that is there for nothing
-else: they count themselves off at its barrier, and nobody waits for anybody but for what is sent. Where inboxes were
-what the compiler had its tiles in, all met when all had multiplied, which cost an H200 0.2 to 0.5 us of a product of up
-to 8 tokens. Many results are fetched, from the start of the compiler's shared memory, `global_smem`, once nobody needs
-what was there. That takes a release, of 0.3 us, and of a microsecond where 320 programs do so at once; without it, 11
-of 200,000 products had other bits. And all wait until all have what they want.
+Gluon of Triton 3.6 has no clusters. A kernel compiled for single CTAs is launched in clusters, and inline PTX crosses
+between CTAs, in one of two ways:
+
+- Mailbox: a shared-memory buffer of its own with an mbarrier. Asynchronous stores of 16 bytes from registers signal the
+  receiver's mbarrier, and a receiver waits only for the bytes it expects.
+- Fetch: a CTA stores values at the start of the compiler's shared memory (`global_smem`), over what it no longer needs.
+  After a cluster barrier with release the others load them; without the release, loads have returned old values.
+  Every CTA then waits until all have loaded.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from triton.experimental.gluon import language as gl
 from ..host.gpu import Gpu
 from ..host.launch import FUSING, bound, note
 
-SIZES = (8, 6, 5, 4, 3, 2)
-"""Programs of a cluster. Any Hopper GPU takes up to 8."""
-INBOX_ALIGN = 1024
-"""The compiler's shared memory begins behind the inbox, and what copies and matrix products use there is aligned to as
-much."""
+CLUSTER_SIZES = (8, 6, 5, 4, 3, 2)
+"""CTAs per cluster, largest first. 8 is the largest size that every Hopper GPU supports."""
+MAILBOX_ALIGN = 1024
+"""Alignment of a mailbox's size in bytes: tiles in the compiler's shared memory, which follows it, need as much."""
 BARRIER_BYTES = 16
-"""Of an inbox, in front of what is sent."""
-AT_ONCE = {
+"""Size of the mbarrier at the start of a mailbox."""
+MAX_CLUSTERS = {
     2: (66, 132, 198, 264),
     3: (39, 79, 124, 163),
     4: (30, 62, 92, 124),
@@ -35,68 +35,67 @@ AT_ONCE = {
     6: (17, 39, 62, 79),
     8: (15, 30, 45, 62),
 }
-"""Clusters, by their size, that an H200 says it runs at once (cuOccupancyMaxActiveClusters), where a processor has room
-for 1 to 4 of their programs. Those of more than two keep to one part of the GPU, and not all parts are whole."""
-PROCESSORS = 132
-UNASKED_BYTES = 48 * 1024
-"""Shared memory that any kernel may have without asking for more."""
+"""Clusters that an H200 runs at once (cuOccupancyMaxActiveClusters), by cluster size and for 1 to 4 CTAs per SM. A
+cluster of more than two CTAs stays within one GPC, and GPCs have different numbers of SMs."""
+H200_SMS = 132
+DEFAULT_SHARED_BYTES = 48 * 1024
+"""Shared memory that a kernel may use without opting in to more."""
 
 _BARRIER_BYTES = gl.constexpr(BARRIER_BYTES)
 
 
-def inbox_bytes(letters: int) -> int:
-    """What an inbox for so many bytes takes of the shared memory of a program."""
-    return -(-(BARRIER_BYTES + letters) // INBOX_ALIGN) * INBOX_ALIGN
+def mailbox_bytes(message_bytes: int) -> int:
+    """Return the shared memory that a mailbox for `message_bytes` takes."""
+    return -(-(BARRIER_BYTES + message_bytes) // MAILBOX_ALIGN) * MAILBOX_ALIGN
 
 
-def clusters_at_once(gpu: Gpu, size: int, programs: int) -> int:
-    """Clusters of `size` programs that run at once, where a processor has room for `programs` of them, 1 to 4.
+def max_clusters(gpu: Gpu, size: int, ctas_per_sm: int) -> int:
+    """Return how many clusters of `size` CTAs run at once with 1 to 4 CTAs per SM; one more needs a second wave.
 
-    One cluster more makes a launch take twice as long. GPUs with other numbers of processors are taken to be like the
-    H200 in their parts.
+    GPUs with other numbers of SMs are assumed to have GPCs like those of an H200.
     """
-    return AT_ONCE[size][programs - 1] * gpu.sms // PROCESSORS
+    return MAX_CLUSTERS[size][ctas_per_sm - 1] * gpu.sms // H200_SMS
 
 
-def launch_clusters(kernel: Any, programs: int, cluster: int, room: int, *args: Any, **constants: Any) -> None:
-    """As `launch_kernel(kernel, (programs,), *args, **constants)`, in clusters of neighbours.
+def launch_clusters(kernel: Any, ctas: int, cluster: int, fetched_bytes: int, *args: Any, **constants: Any) -> None:
+    """Launch `ctas` CTAs of a kernel, neighbours in clusters of `cluster`; otherwise like `launch_kernel`.
 
     Args:
-        room: shared memory of a program that others reach, in bytes.
+        fetched_bytes: size of what each CTA stores from the start of `global_smem` on for the others to load.
     """
     compiled = kernel.warmup(*args, grid=(1,), **(FUSING | constants))
     if compiled is None:  # where tests stand in for the compiler
         return
     warps, _, shared = compiled.packed_metadata
-    # Triton asks for what the compiler has, and knows neither of inboxes nor of `room`.
-    compiled.metadata = compiled.metadata._replace(shared=max(shared, UNASKED_BYTES + 1))
-    compiled.packed_metadata = warps, cluster, max(shared, room)
-    values, grid = bound(kernel, args, constants), (programs // cluster, 1, 1)
+    # Triton counts neither mailboxes nor fetched bytes: opt in to more shared memory in any case.
+    compiled.metadata = compiled.metadata._replace(shared=max(shared, DEFAULT_SHARED_BYTES + 1))
+    compiled.packed_metadata = warps, cluster, max(shared, fetched_bytes)
+    values, grid = bound(kernel, args, constants), (ctas // cluster, 1, 1)
     compiled[grid](*values)
     note(compiled, grid, values)
 
 
 @triton.constexpr_function
-def _inbox(size: int) -> str:
+def _mailbox_asm(size: int) -> str:
     return f"{{ .shared .align 1024 .b8 inbox[{size}]; mov.u32 $0, inbox; }}"
 
 
 @gluon.jit
-def place_inbox(SIZE: gl.constexpr):
-    """int32 address of SIZE bytes, `inbox_bytes`, at the same place in every program; 0 where that is none.
+def allocate_mailbox(SIZE: gl.constexpr):
+    """Allocate a mailbox of SIZE bytes (`mailbox_bytes`) and return its int32 address, the same in every CTA.
 
-    A kernel has one.
+    0 if SIZE is 0. A kernel may allocate one mailbox.
     """
-    inbox = 0
+    mailbox = 0
     if SIZE > 0:
-        ASM: gl.constexpr = _inbox(SIZE)
-        inbox = gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    return inbox
+        ASM: gl.constexpr = _mailbox_asm(SIZE)
+        mailbox = gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return mailbox
 
 
 @gluon.jit
-def open_inbox(inbox, letters):
-    """What a program does early, with the whole cluster: it waits for `letters` bytes from now on."""
+def open_mailbox(mailbox, message_bytes):
+    """Initialize the mailbox to expect `message_bytes`, and announce it to the cluster without waiting."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred first;
@@ -111,7 +110,7 @@ def open_inbox(inbox, letters):
         mov.u32 $0, 0;
         }""",
         "=r,r,r",
-        [inbox, letters],
+        [mailbox, message_bytes],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -119,33 +118,34 @@ def open_inbox(inbox, letters):
 
 
 @gluon.jit
-def inboxes_open():
-    """Wait until those of the whole cluster are: nobody sends before."""
+def wait_mailboxes_open():
+    """Wait until every CTA of the cluster has opened its mailbox; nothing may be sent before."""
     gl.inline_asm_elementwise(
         "barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @triton.constexpr_function
-def _meet(release: bool) -> str:
+def _cluster_barrier_asm(release: bool) -> str:
     how = "release" if release else "relaxed"
     return f"barrier.cluster.arrive.{how}.aligned; barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;"
 
 
 @gluon.jit
-def meet(RELEASE: gl.constexpr):
-    """Wait until the whole cluster is here, and see what it has stored before, if that is to be released."""
-    ASM: gl.constexpr = _meet(RELEASE)
+def cluster_barrier(RELEASE: gl.constexpr):
+    """Wait for all threads of the cluster; with RELEASE, shared-memory stores before it are visible after it."""
+    ASM: gl.constexpr = _cluster_barrier_asm(RELEASE)
     gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def send_words(inbox, program, offset, wanted, values):
-    """Float32 `values`, four that a thread has beside each other, to the inbox of a program of the cluster.
+def send_messages(mailbox, cta, offset, wanted, values):
+    """Send float32 `values` to byte `offset` of the mailbox of CTA `cta`, if `wanted` is not 0.
 
-    All others are int32. Those of the first of four say whether, and to which of its bytes, a multiple of 16 of them.
+    A thread sends four neighbours together, as the int32 arguments of the first of them say. Offsets are multiples of
+    16.
     """
-    at = inbox + _BARRIER_BYTES + offset
+    at = mailbox + _BARRIER_BYTES + offset
     gl.inline_asm_elementwise(
         """{
         .reg .pred wanted;
@@ -160,7 +160,7 @@ def send_words(inbox, program, offset, wanted, values):
         mov.u32 $3, 0;
         }""",
         "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f",
-        [inbox, program, at, wanted, values],
+        [mailbox, cta, at, wanted, values],
         dtype=gl.int32,
         is_pure=False,
         pack=4,
@@ -168,8 +168,8 @@ def send_words(inbox, program, offset, wanted, values):
 
 
 @gluon.jit
-def await_letters(inbox):
-    """Wait for all that this program is sent."""
+def wait_messages(mailbox):
+    """Wait until all expected bytes are in the mailbox."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred here;
@@ -179,7 +179,7 @@ def await_letters(inbox):
         mov.u32 $0, 0;
         }""",
         "=r,r",
-        [inbox],
+        [mailbox],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -187,12 +187,15 @@ def await_letters(inbox):
 
 
 @gluon.jit
-def received_words(inbox, offset):
-    """Float32 at bytes `offset` of this program's inbox, four of a thread beside each other, by the first's."""
+def read_messages(mailbox, offset):
+    """Load float32 from byte `offset` of this CTA's mailbox.
+
+    A thread loads four neighbours together, from the offset of the first of them.
+    """
     return gl.inline_asm_elementwise(
         "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];",
         "=&f,=&f,=&f,=&f,r,r,r,r",
-        [inbox + _BARRIER_BYTES + offset],
+        [mailbox + _BARRIER_BYTES + offset],
         dtype=gl.float32,
         is_pure=False,
         pack=4,
@@ -200,10 +203,10 @@ def received_words(inbox, offset):
 
 
 @gluon.jit
-def put_words(values, offset):
-    """Store float32 at bytes `offset` of this program's shared memory."""
+def store_fetched_words(values, offset):
+    """Store float32 at byte `offset` of `global_smem`, for other CTAs to load with `fetch_words`."""
     start = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
-    # A sum that the compiler sees is part of the instruction where it knows by how much addresses differ.
+    # The compiler sees the sum, so that it can fold constant differences into the instructions.
     gl.inline_asm_elementwise(
         """{
         st.shared.f32 [$2], $1;
@@ -218,8 +221,8 @@ def put_words(values, offset):
 
 
 @gluon.jit
-def put_pairs(values, offset):
-    """As `put_words`, of neighbours of two, by the offset of the first."""
+def store_fetched_pairs(values, offset):
+    """Store pairs of neighbouring float32 at the byte `offset` of the first; otherwise like `store_fetched_words`."""
     start = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
     gl.inline_asm_elementwise(
         """{
@@ -236,10 +239,10 @@ def put_pairs(values, offset):
 
 
 @gluon.jit
-def words_of(program, offset, wanted):
-    """float32 at bytes `offset` of the shared memory of a program of the cluster, 0 where int32 `wanted` is.
+def fetch_words(cta, offset, wanted):
+    """Load float32 from byte `offset` of `global_smem` of CTA `cta`, 0 where int32 `wanted` is 0.
 
-    A thread has four neighbours, and loads them if the first is wanted.
+    A thread loads four neighbours together, as the arguments of the first of them say.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -256,7 +259,7 @@ def words_of(program, offset, wanted):
         @wanted ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [at];
         }""",
         "=&f,=&f,=&f,=&f,r,r,r,r,r,r,r,r,r,r,r,r",
-        [offset, program, wanted],
+        [offset, cta, wanted],
         dtype=gl.float32,
         is_pure=False,
         pack=4,

@@ -1,4 +1,4 @@
-"""Asynchronous copies on Hopper under one name each: Triton 3.8 has renamed them."""
+"""Asynchronous copies on Hopper under one name each; Triton 3.8 renamed them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Products of one matrix in e4m3 by torch's own, cuBLAS's, where that is the faster one.
-
-`fp8_linear`: few tokens in one launch that quantises on the way, more in two, the second torch's for very many.
-"""
+"""`fp8_linear`: few tokens in one launch that quantizes x, more in two, the second by torch (cuBLAS) for very many."""
 
 from __future__ import annotations
 
@@ -17,85 +14,85 @@ from ..device.quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale,
 from ..host.gpu import SM90, Gpu, gpu_of, register_limit, sm90_module
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_option, pdl_prologue, supports_pdl
-from .gemm import CLUSTER, FEW_TOKENS, PAIR, SMALL, grouped_matmul
+from .gemm import CLUSTER, FEW_TOKENS, PAIR, SMALL, Operands, grouped_gemm
 
-FIRST = 1024
-"""Tokens from which on it is, on an H200."""
-FIRST_CUDA = (12, 9)
-"""CUDA that torch must be built for: for an older one it raises at the call."""
-TOKENS_ALIGN, STRIPS_ALIGN = 16, 4
-"""What it takes multiples of. torch 2.11 has cuBLAS refuse 1027 tokens ("CUBLAS_STATUS_NOT_SUPPORTED"), and wants
-columns of the weight's scales filled up to four."""
+TORCH_TOKENS = 1024
+"""Fewest tokens for which torch's GEMM is faster than ours."""
+TORCH_CUDA = (12, 9)
+"""First CUDA of which torch's `scaled_mm` takes block scales; with an older one it raises at the call."""
+TORCH_TOKEN_ALIGN, TORCH_K_BLOCK_ALIGN = 16, 4
+"""Multiples of tokens and of K-blocks that `scaled_mm` takes; cuBLAS of torch 2.11 refuses 1027 tokens
+(CUBLAS_STATUS_NOT_SUPPORTED), and wants columns of the weight's scales padded to four."""
 
 
-def torch_refuses(gpu: Gpu, tokens: int, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> str:
-    """Why the product is ours to make, or ""."""
+def why_unsupported_torch(gpu: Gpu, tokens: int, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> str:
+    """Return why torch's `scaled_mm` cannot or should not multiply by this weight, "" if it should."""
     if gpu.capability != SM90:
-        return "other GPUs take scales of another form"
-    if _cuda() < FIRST_CUDA:
-        return f"torch is built for CUDA {torch.version.cuda}, which has no such scales"
-    if tokens < FIRST:
-        return f"it is the faster one from {FIRST} tokens on"
-    if tokens % TOKENS_ALIGN or weight.shape[1] % (STRIPS_ALIGN * WEIGHT_TILE):
-        return f"it takes multiples of {TOKENS_ALIGN} tokens and of {STRIPS_ALIGN} strips"
+        return f"only sm_90 takes these scales, this is {gpu.backend} {gpu.capability}"
+    if _cuda() < TORCH_CUDA:
+        return f"torch is built for CUDA {torch.version.cuda}, block scales need 12.9"
+    if tokens < TORCH_TOKENS:
+        return f"scaled_mm is faster from {TORCH_TOKENS} tokens on, these are {tokens}"
+    if tokens % TORCH_TOKEN_ALIGN or weight.shape[1] % (TORCH_K_BLOCK_ALIGN * WEIGHT_TILE):
+        sizes = f"{TORCH_TOKEN_ALIGN} tokens and {TORCH_K_BLOCK_ALIGN * WEIGHT_TILE} columns"
+        return f"scaled_mm takes multiples of {sizes}, not {tokens} and {weight.shape[1]}"
     if dtype is not torch.bfloat16 or any(size % WEIGHT_TILE for size in weight.shape):
-        return "it gives bfloat16, of whole blocks"
-    return "" if weight.is_contiguous() and weight_scale.is_contiguous() else "it takes weights without gaps"
+        return f"scaled_mm gives bfloat16 of whole blocks of {WEIGHT_TILE}, not {dtype} of {tuple(weight.shape)}"
+    contiguous = weight.is_contiguous() and weight_scale.is_contiguous()
+    return "" if contiguous else "scaled_mm takes a contiguous weight with contiguous scales"
 
 
-def quantised_refused(values: Tensor, scale: Tensor) -> str:
-    """Why it does not take `values` `[T, G, K]` with these scales as they are, or ""."""
+def why_unsupported_torch_input(values: Tensor, scale: Tensor) -> str:
+    """Return why `scaled_mm` cannot read `values` `[T, G, K]` and their scales as they are, "" if it can."""
     tokens, groups, _ = values.shape
     if groups != 1:
-        return "it multiplies one matrix"
+        return f"scaled_mm multiplies one group, not {groups}"
     if scale.dtype is not torch.float32 or scale.stride(0) != 1 or scale.stride(2) != tokens:
-        return "it takes float32 scales, those of neighbouring tokens side by side"
-    return "" if values.is_contiguous() else "it takes values without gaps"
+        return f"scaled_mm takes float32 scales, contiguous by token, not {scale.dtype} of strides {scale.stride()}"
+    return "" if values.is_contiguous() else f"scaled_mm takes contiguous values, not strides {values.stride()}"
 
 
 def widened(scale: Tensor) -> Tensor:
-    """Scales of a weight in float32; of bytes, a launch."""
+    """Return the scales of a weight in float32; for bytes this is a launch."""
     return scale if scale.dtype is torch.float32 else scale.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
 def _cuda() -> tuple[int, ...]:
-    """The CUDA that torch is built for, (0,) for none."""
+    """Return the CUDA version that torch is built for, (0,) for none."""
     return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
 
 
 def multiply_by_torch(values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """bfloat16 `[T, N]` of e4m3 `values` `[T, K]` and `weight` `[N, K]`.
+    """Return bfloat16 `[T, N]` of e4m3 `values` `[T, K]` and `weight` `[N, K]`.
 
     Args:
-        scale, weight_scale: float32, of strips of 128 and of blocks of 128x128; a column of `scale` is contiguous.
+        scale, weight_scale: float32, per 1x128 and per 128x128; a column of `scale` is contiguous.
     """
     from torch.nn.functional import ScalingType, scaled_mm
 
     recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    scale = scale.as_strided(scale.shape, (1, len(values)))  # of a single strip too
+    scale = scale.as_strided(scale.shape, (1, len(values)))  # a single column may have any stride
     return scaled_mm(values, weight.t(), scale, recipes[0], weight_scale.t(), recipes[1], output_dtype=torch.bfloat16)
 
 
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
 ACT_TILE = tl.constexpr(_ACT_TILE)
 BLOCK_T, BLOCK_S = 4, 8
-"""Tokens and strips of a program that quantises: scales of neighbouring tokens lie side by side."""
+"""Tokens and tiles of 128 columns per CTA: the scales of neighbouring tokens are contiguous."""
 REGISTERS = 64
-"""Of a thread, which 55 are enough for; left to itself the assembler takes 40, and loads one half of a program's strips
-behind the other."""
-FEW_TOKENS_HOPPER = 16
-"""Programs that share a strip of x quantise it each for itself. On an H200 that takes longer, from 32 tokens on, than a
-launch of its own, whose time the copies of the weight use."""
-
-FEW_TOKENS_OF_A_PAIR = 32
-"""Up to so many, two products of one x are one launch that quantises it, if its programs have room in clusters: 32
-tokens of V4-Flash beside HCA's rows take an H200 5.3 us, 64 behind a quantisation 8.5."""
+"""Registers per thread, of which 55 are used; without a limit the assembler takes 40, and loads the second half of a
+CTA's tiles only after the first."""
+FEW_TOKENS_SM90 = 16
+"""Most tokens that the sm_90 GEMM quantizes itself: CTAs that share a K-block of x quantize it each. From 32 tokens on
+that takes longer than a launch of its own, which overlaps with copies of the weight."""
+FEW_TOKENS_OF_PAIR = 32
+"""Most tokens for which two GEMMs of one x are one launch that quantizes it, if partial sums fit into clusters."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def quantize_activation_kernel(
     p_values,  # [T, K] e4m3, contiguous
-    p_scale,  # [strips, T] float32, contiguous
+    p_scale,  # [K-blocks, T] float32, contiguous
     p_wide,  # [blocks] float32, contiguous, or None
     p_x,  # [T, K]
     p_weight_scale,  # [blocks] UE8M0, contiguous, or None
@@ -105,43 +102,43 @@ def quantize_activation_kernel(
     blocks,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,  # see gpu.supports_pdl
+    PDL: tl.constexpr,
 ):
-    """Program p takes BLOCK_T tokens and BLOCK_S strips; strips vary first. All together widen the weight's scales."""
+    """Quantize BLOCK_T tokens by BLOCK_S tiles of 128 columns per CTA; all CTAs together widen the weight's scales."""
     pdl_prologue(PDL)
     if p_wide is not None:
         for first in range(tl.program_id(0) * ACT_TILE, blocks, tl.num_programs(0) * ACT_TILE):
             o_block = first + tl.arange(0, ACT_TILE)
             byte = tl.load(p_weight_scale + o_block, mask=o_block < blocks, other=0)
             tl.store(p_wide + o_block, ue8m0_scale(byte.to(tl.int32)), mask=o_block < blocks)
-    strips = tl.cdiv(size, ACT_TILE)
-    shares = tl.cdiv(strips, BLOCK_S)
+    tiles = tl.cdiv(size, ACT_TILE)
+    columns = tl.cdiv(tiles, BLOCK_S)
     o_row = tl.arange(0, BLOCK_T * BLOCK_S)
-    token = (tl.program_id(0) // shares).to(tl.int64) * BLOCK_T + o_row // BLOCK_S
-    strip = tl.program_id(0) % shares * BLOCK_S + o_row % BLOCK_S
+    token = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_T + o_row // BLOCK_S
+    tile = tl.program_id(0) % columns * BLOCK_S + o_row % BLOCK_S
     # [BLOCK_T * BLOCK_S, ACT_TILE]
-    o_k = strip[:, None] * ACT_TILE + tl.arange(0, ACT_TILE)[None, :]
+    o_k = tile[:, None] * ACT_TILE + tl.arange(0, ACT_TILE)[None, :]
     mask = (token < tokens)[:, None] & (o_k < size)
     x = tl.load(p_x + (token * x_strides[0])[:, None] + o_k * x_strides[1], mask=mask, other=0.0).to(tl.float32)
     byte = tile_byte(x, ACT_AMAX_FLOOR, FP8_MAX)
     tl.store(p_values + (token * size)[:, None] + o_k, e4m3(x * ue8m0_inverse(byte)[:, None]), mask=mask)
-    tl.store(p_scale + strip * tokens.to(tl.int64) + token, ue8m0_scale(byte), mask=(token < tokens) & (strip < strips))
+    tl.store(p_scale + tile * tokens.to(tl.int64) + token, ue8m0_scale(byte), mask=(token < tokens) & (tile < tiles))
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `block_scale.quantize_activation`, of `x` `[T, K]`; scales are float32 `[T, strips]`, a column contiguous."""
+    """Quantize `x` `[T, K]` per 128 columns to e4m3; scales are float32 `[T, K / 128]` with contiguous columns."""
     return _quantize(x, None)[:2]
 
 
 def _quantize(x: Tensor, weight_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`quantize_activation`, and `weight_scale`, contiguous bytes, in float32."""
+    """Quantize `x` like `quantize_activation`, and return contiguous bytes `weight_scale` in float32."""
     tokens, size = x.shape
-    strips = cdiv(size, _ACT_TILE)
+    tiles = cdiv(size, _ACT_TILE)
     values = torch.empty((tokens, size), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((strips, tokens), dtype=torch.float32, device=x.device)
+    scale = torch.empty((tiles, tokens), dtype=torch.float32, device=x.device)
     wide = None if weight_scale is None else torch.empty_like(weight_scale, dtype=torch.float32)
-    programs = cdiv(tokens, BLOCK_T) * cdiv(strips, BLOCK_S)
-    early = supports_pdl(gpu_of(x.device))
+    programs = cdiv(tokens, BLOCK_T) * cdiv(tiles, BLOCK_S)
+    pdl = supports_pdl(gpu_of(x.device))
     if programs > 0:
         launch_kernel(
             quantize_activation_kernel,
@@ -157,10 +154,10 @@ def _quantize(x: Tensor, weight_scale: Tensor | None) -> tuple[Tensor, Tensor, T
             0 if weight_scale is None else weight_scale.numel(),
             BLOCK_T=BLOCK_T,
             BLOCK_S=BLOCK_S,
-            PDL=early,
+            PDL=pdl,
             enable_fp_fusion=False,
             **register_limit(x.device, REGISTERS),
-            **pdl_option(early),
+            **pdl_option(pdl),
         )
     return values, scale.t(), wide
 
@@ -168,47 +165,55 @@ def _quantize(x: Tensor, weight_scale: Tensor | None) -> tuple[Tensor, Tensor, T
 def fp8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True, beside: Tensor | None = None
 ) -> Tensor:
-    """See the reference. Quantised inputs are equal; sums are in another order, the same one for the same call."""
+    """Multiply `x` by the weight and, in float32, by the rows of `beside`.
+
+    Quantized inputs are those of the reference; sums are in a fixed order, another than the reference's.
+    """
     rows = x.reshape(-1, weight.shape[1])
     if beside is None:
-        out = _product(rows, weight, weight_scale, quantize_input, x.dtype)
+        out = _multiply(rows, weight, weight_scale, quantize_input, x.dtype)
     else:
-        out = _both(rows, weight, weight_scale, quantize_input, beside)
+        out = _multiply_both(rows, weight, weight_scale, quantize_input, beside)
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def _product(
+def _multiply(
     rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """`[T, N]`, into `out` where that is given."""
+    """Return `[T, N]`, in `out` if that is given."""
     gpu = gpu_of(rows.device)
-    if quantize and out is None and not torch_refuses(gpu, rows.shape[0], weight, weight_scale, dtype):
-        widened = weight_scale.dtype is not torch.float32
-        values, scale, wide = _quantize(rows, weight_scale.view(torch.uint8) if widened else None)
+    if quantize and out is None and not why_unsupported_torch(gpu, rows.shape[0], weight, weight_scale, dtype):
+        bytes_ = weight_scale.dtype is not torch.float32
+        values, scale, wide = _quantize(rows, weight_scale.view(torch.uint8) if bytes_ else None)
         return multiply_by_torch(values, scale, weight, weight_scale if wide is None else wide)
-    if quantize and not _within(rows, weight, gpu):
-        values, scale = quantize_activation(rows)
-        return grouped_matmul(values[:, None], scale[:, None], weight, weight_scale, dtype, out=out)
-    return grouped_matmul(rows[:, None], None, weight, weight_scale, dtype, quantize=quantize, out=out)
+    operands = Operands(rows[:, None], None, weight, weight_scale)
+    if quantize and not _quantizes_within(rows, weight, gpu):
+        operands, quantize = _quantized(rows, weight, weight_scale), False
+    return grouped_gemm(operands, dtype, quantize=quantize, out=out)
 
 
-def _within(rows: Tensor, weight: Tensor, gpu: Gpu) -> bool:
-    """Whether the product quantises rows itself."""
-    hopper = sm90_module(gpu, SMALL)
-    if hopper is None:
+def _quantized(rows: Tensor, weight: Tensor, weight_scale: Tensor) -> Operands:
+    """Quantize x in a launch of its own."""
+    values, scale = quantize_activation(rows)
+    return Operands(values[:, None], scale[:, None], weight, weight_scale)
+
+
+def _quantizes_within(rows: Tensor, weight: Tensor, gpu: Gpu) -> bool:
+    """Return whether the GEMM quantizes x itself."""
+    small = sm90_module(gpu, SMALL)
+    if small is None:
         return rows.shape[0] <= FEW_TOKENS
-    few = 0 < rows.shape[0] <= FEW_TOKENS_HOPPER
-    return few and len(weight) > 0 and bool(hopper.quantised_at_once(rows[:, None], weight, gpu))
+    few = 0 < rows.shape[0] <= FEW_TOKENS_SM90
+    return few and len(weight) > 0 and bool(small.quantizes_at_once(rows[:, None], weight, gpu))
 
 
-def _both(rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, beside: Tensor) -> Tensor:
-    """float32 `[T, N + M]`: on Hopper in one launch for few tokens, for more behind the one that quantises them; else
-    one product after the other."""
+def _multiply_both(rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, beside: Tensor) -> Tensor:
+    """Return float32 `[T, N + M]`: on sm_90 both GEMMs in one launch if a kernel supports it, else one by one."""
     first = weight.shape[0]
     out = torch.empty((rows.shape[0], first + beside.shape[0]), dtype=torch.float32, device=rows.device)
-    if quantize and out.numel() > 0 and _side_by_side(rows, weight, weight_scale, beside, out):
+    if quantize and out.numel() > 0 and _launch_both(rows, weight, weight_scale, beside, out):
         return out
-    _product(rows, weight, weight_scale, quantize, torch.float32, out[:, :first])
+    _multiply(rows, weight, weight_scale, quantize, torch.float32, out[:, :first])
     if rows.is_cuda and rows.dtype is not torch.float32:
         torch.ops.aten.mm.dtype_out(rows, beside.t(), torch.float32, out=out[:, first:])
     else:
@@ -216,27 +221,23 @@ def _both(rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, be
     return out
 
 
-def _side_by_side(rows: Tensor, weight: Tensor, weight_scale: Tensor, beside: Tensor, out: Tensor) -> bool:
-    """Whether a kernel of Hopper's has filled `out` with both products."""
+def _launch_both(rows: Tensor, weight: Tensor, weight_scale: Tensor, beside: Tensor, out: Tensor) -> bool:
+    """Fill `out` with both GEMMs in one launch; return whether an sm_90 kernel supports it."""
     gpu = gpu_of(rows.device)
-    pair, both = (sm90_module(gpu, stem) for stem in (PAIR, CLUSTER))
-    if pair is not None and pair.pair_refuses(rows, weight, beside, gpu):
+    pair, cluster = (sm90_module(gpu, name) for name in (PAIR, CLUSTER))
+    if pair is not None and pair.why_unsupported(rows, weight, beside, gpu):
         pair = None
-    few = pair is not None and rows.shape[0] <= FEW_TOKENS_OF_A_PAIR and pair.in_clusters(rows, weight, beside, gpu)
-    if both is not None and not few and not both.both_refuse(rows, weight, weight_scale, beside, gpu):
-        values, scale = quantize_activation(rows)
-        inputs = values[:, None], scale[:, None]
-        both.launch_clusters_of_tiles(*inputs, weight, weight_scale, out, gpu, beside=(rows, beside))
+    few = pair is not None and rows.shape[0] <= FEW_TOKENS_OF_PAIR and pair.uses_clusters(rows, weight, beside, gpu)
+    if cluster is not None and not few and not cluster.why_unsupported_pair(rows, weight, weight_scale, beside, gpu):
+        cluster.launch(_quantized(rows, weight, weight_scale), out, gpu, second=(rows, beside))
         return True
     if pair is not None:
-        pair.launch_pair(rows, weight, weight_scale, beside, out, gpu)
+        pair.launch(rows, weight, weight_scale, beside, out, gpu)
     return pair is not None
 
 
-def fp8_linear_refuses(
+def why_unsupported_fp8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True, beside: Tensor | None = None
 ) -> str:
-    """Why a call cannot use the kernel, or ""."""
-    if weight.shape[1] == 0:
-        return "a sum of nothing"
-    return why_unsupported_fp8(x.device)
+    """Return why a call cannot use the kernel, "" if it can."""
+    return "K is 0, it must be at least 1" if weight.shape[1] == 0 else why_unsupported_fp8(x.device)

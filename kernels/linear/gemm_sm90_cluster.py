@@ -1,87 +1,96 @@
-"""The matrix product of many tokens and few tiles on Hopper, in Gluon: a cluster of programs shares each tile.
+"""GEMM for many tokens and few tiles on sm_90: a cluster of CTAs splits the K of each tile.
 
-As in grouped_matmul_kernel_many_hopper.py two warpgroups multiply 64 tokens each. What brings strips is a warpgroup
-too, for all threads of a program meet those of its cluster: when a tile's strips have been multiplied, each program
-puts its sums in shared memory, where the strips were, and the others fetch their shares of the tokens. Parts are added
-in their order, so that a product has the same bits every time.
+As in gemm_sm90_large.py, two consumer warpgroups multiply 64 tokens each. The producer is a warpgroup, too, because all
+threads of a CTA take part in cluster barriers. After a tile's K-blocks, each CTA stores its partial sums in shared
+memory, over the ring, and the others fetch the tokens that they combine, in a fixed order: the same call gives the same
+bits.
 
-A launch may be two products of one x: of x quantised with e4m3, and, from program `first` on, of x as it is.
-
-How the products of many tokens and few tiles are launched on Hopper: in clusters, whose programs share a tile.
-
-Two of one input are also launched where there are as many tiles as programs, each for one.
+A launch may also compute two GEMMs of one x: x quantized with an e4m3 weight and, from program `first_2` on, x as it is
+with a second weight. If clusters for all tiles do not run in one wave, tiles of the first weight may stay unsplit, or
+each CTA may take a tile of its own.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...layout import cdiv
-from ..hopper.cluster_mailbox import SIZES, clusters_at_once, launch_clusters, meet, put_pairs
+from ..hopper.cluster_mailbox import (
+    CLUSTER_SIZES,
+    cluster_barrier,
+    launch_clusters,
+    max_clusters,
+    store_fetched_pairs,
+)
 from ..hopper.gluon import FLAT, reinterpret, thread_barrier
 from ..hopper.tma import copy_elements, copy_tile
 from ..host.gpu import Gpu
 from ..host.launch import launch_kernel
+from .gemm_sm90_epilogue import store_fetched, store_sums
 from .gemm_sm90_large import (
+    CONSUMER_REGISTERS,
     HALF,
     HALF_TOKENS,
-    MULTIPLIER_REGISTERS,
     ROWS,
     TILE_ROWS,
     TILE_TOKENS,
-    half_of,
-    sums_of,
-    tiles_refused,
+    accumulate,
+    describe,
+    half_start,
+    scale_element,
+    scale_words,
     tokens_of,
-    word_of,
-    words_of_scales,
+    why_unsupported_tiles,
 )
-from .gemm_sm90_parts import store_fetched, store_sums
-from .gemm_sm90_small import (
-    MOST_BYTES,
-    MOST_TOKENS,
-    PROCESSOR_BYTES,
-    RESERVED_BYTES,
-    STRIP,
-    STRIP_BYTES,
+from .gemm_sm90_operands import (
+    CTA_RESERVED_BYTES,
+    K_BLOCK,
+    K_BLOCK_BYTES,
+    SM_SHARED_BYTES,
     TILE_ALIGN,
-    operands_refused,
-    rows_of,
-    swizzled,
+    tma_descriptor,
+    tma_matrix,
+    why_unsupported_operands,
 )
+from .gemm_sm90_small import MAX_BYTES, MAX_TOKENS
 
-RESULTS_TOGETHER = 8
-"""Rows of either weight are a multiple of this."""
+if TYPE_CHECKING:
+    from .gemm import Operands
+
+RESULT_ALIGN = 8
+"""Rows of either weight are a multiple of this, so that 16 bytes of results lie together."""
 PAD = 8
-"""Words behind each token of a part: the pairs of half a warp then go to different banks."""
+"""Words after each token of partial sums: the pairs of half a warp then go to different banks."""
 
-COLUMNS_TOGETHER = gl.constexpr(RESULTS_TOGETHER)
+COLUMN_ALIGN = gl.constexpr(RESULT_ALIGN)
 WARPS = gl.constexpr(4)
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of the warpgroup that brings
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of the producer warpgroup
 THREADS = gl.constexpr(128)
 PITCH = gl.constexpr(TILE_ROWS + PAD)
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_ROWS, 16]))
 
 
 @gluon.jit
-def _bring(
-    weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free,
-    BLOCK_K: gl.constexpr, RING: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
-):  # fmt: skip
-    """The strips of a part of a tile."""
+def _load(descriptors, scales, strides, place, rings, barriers, AHEAD: gl.constexpr):
+    """Load the K-blocks of a CTA's split of a tile; AHEAD of them of the weight before waiting for other kernels."""
+    weights, inputs = descriptors
+    p_x_scale, p_weight_scale = scales
     w_ring, x_ring, x_scales, w_scales = rings
-    x_group_row, x_group_column, x_token, x_group, x_strip, w_row, w_strip = strides
+    x_group_row, x_group_column, x_token, x_group, x_k, w_row, w_k = strides
     tokens, first_token, group, row, _, _, begin, count = place
-    BYTES: gl.constexpr = (ROWS + HALVES * HALF) * STRIP
+    ready, free = barriers
+    RING: gl.constexpr = w_ring.shape[0]
+    HALVES: gl.constexpr = x_ring.shape[0] // RING
+    BLOCK_K: gl.constexpr = w_ring.shape[2]
+    BYTES: gl.constexpr = (ROWS + HALVES * HALF) * K_BLOCK
     ahead = gl.minimum(count, AHEAD)
     for i in range(ahead):
         mbarrier.expect(ready.index(i), BYTES)
@@ -95,196 +104,178 @@ def _bring(
         p_scale = p_weight_scale + (row // ROWS * w_row + gl.arange(0, 1, LANES))
     for i in range(count):
         slot = i % RING
-        strip = begin + i
+        k_block = begin + i
         if i >= ahead:
             if i >= RING:
                 mbarrier.wait(free.index(slot), ((i // RING) & 1) ^ 1)
             mbarrier.expect(ready.index(slot), BYTES)
-            copy_tile(weights, [row, strip * BLOCK_K], ready.index(slot), w_ring.index(slot))
+            copy_tile(weights, [row, k_block * BLOCK_K], ready.index(slot), w_ring.index(slot))
         for half in gl.static_range(HALVES):
-            at = [x_row + half_of(half, first_token, tokens), x_column + strip * BLOCK_K]
+            at = [x_row + half_start(half, first_token, tokens), x_column + k_block * BLOCK_K]
             copy_tile(inputs, at, ready.index(slot), x_ring.index(HALVES * slot + half))
         if p_x_scale is not None:
-            x_word, w_word = word_of(p_scales, strip), word_of(p_scale, strip)
-            copy_elements(x_scales.index(slot), p_scales + x_word * x_strip)
-            copy_elements(w_scales.index(slot), p_scale + w_word * w_strip)
+            x_word, w_word = scale_element(p_scales, k_block), scale_element(p_scale, k_block)
+            copy_elements(x_scales.index(slot), p_scales + x_word * x_k)
+            copy_elements(w_scales.index(slot), p_scale + w_word * w_k)
         async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
 
 
 @gluon.jit
-def _sums(rings, ready, free, half: gl.constexpr, begin, count, BLOCK_K: gl.constexpr, RING: gl.constexpr):
-    """`sums_of` a part of a tile. Both products have theirs in the same registers."""
-    acc, _ = sums_of(rings, (ready, free, None), half, 0, begin, count, BLOCK_K, RING)
+def _accumulate(rings, barriers, half: gl.constexpr, begin, count):
+    """Multiply a CTA's K-blocks. Both GEMMs have their sums in the same layout."""
+    ready, free = barriers
+    RING: gl.constexpr = rings[0].shape[0]
+    acc, _ = accumulate(rings, (ready, free, None), half, 0, begin, count, RING)
     return gl.convert_layout(acc, SUMS)
 
 
 @gluon.jit
-def _put(acc, half: gl.constexpr):
-    """Put sums where the cluster can fetch them."""
+def _store_to_fetch(acc, half: gl.constexpr):
+    """Store partial sums where the other CTAs of the cluster fetch them."""
     ACC: gl.constexpr = acc.type.layout
     o_m = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(1, ACC)), 1) + half * HALF
     o_n = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, ACC)), 0)
-    put_pairs(acc, 4 * (o_m * PITCH + o_n))
+    store_fetched_pairs(acc, 4 * (o_m * PITCH + o_n))
 
 
 @gluon.jit
-def _store_half(acc, p_out, p_out_scale, out_stride, place, half: gl.constexpr):
-    """All of one half of the tokens, whose sums are complete."""
+def _store_half(acc, out, place, half: gl.constexpr):
+    """Store one half of the tokens, whose sums are complete."""
     tokens, first_token, _, _, out_column, columns, _, _ = place
-    token = half_of(half, first_token, tokens) + gl.arange(0, HALF, gl.SliceLayout(1, acc.type.layout))
-    store_sums(acc, token, out_column, token < tokens, p_out, p_out_scale, out_stride, tokens, columns, 1)
+    token = half_start(half, first_token, tokens) + gl.arange(0, HALF, gl.SliceLayout(1, acc.type.layout))
+    store_sums(acc, token, token < tokens, out, tokens, out_column, columns, 1)
 
 
 @gluon.jit
-def _store_share(
-    p_out, p_out_scale, out_stride, place, share, alone, rank, half: gl.constexpr, SPLITS: gl.constexpr
-):  # fmt: skip
-    """Share number `share` of one half of the tokens. For `alone` and `rank` see `store_fetched`."""
-    SHARE: gl.constexpr = (HALF + 2 * SPLITS - 1) // (2 * SPLITS) * 2
+def _combine(out, place, number, unsplit, half: gl.constexpr, SPLITS: gl.constexpr):
+    """Combine and store piece `number` of SPLITS of one half of the tokens. For `unsplit` see `store_fetched`."""
+    COMBINE: gl.constexpr = (HALF + 2 * SPLITS - 1) // (2 * SPLITS) * 2
     tokens, first_token, _, _, out_column, columns, _, _ = place
-    first, half_token = share * SHARE, half_of(half, first_token, tokens)
-    mine = gl.minimum(gl.minimum(SHARE, HALF - first), tokens - half_token - first)
-    store_fetched(
-        p_out, p_out_scale, out_stride, tokens, half_token - half * HALF, half * HALF + first, mine, out_column,
-        columns, SPLITS, SHARE, ROWS, PITCH, WARPS, alone, rank,
-    )  # fmt: skip
+    first, half_token = number * COMBINE, half_start(half, first_token, tokens)
+    count = gl.minimum(gl.minimum(COMBINE, HALF - first), tokens - half_token - first)
+    span = tokens, half_token - half * HALF, count, out_column, columns
+    store_fetched(out, span, half * HALF + first, SPLITS, COMBINE, ROWS, PITCH, WARPS, unsplit)
 
 
 @gluon.jit
-def _multiply_half(
-    p_out, p_out_scale, out_stride, others, alone, place, part, rings, rings_of_others, ready, free,
-    half: gl.constexpr, SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_K_OF_OTHERS: gl.constexpr,
-    RING: gl.constexpr,
+def _consume_half(
+    out, is_second, alone, place, part, rings, barriers, half: gl.constexpr, SPLITS: gl.constexpr
 ):  # fmt: skip
-    """The sums of one half of the tokens, and all of its share of them."""
+    """Compute one half of the tokens, and combine and store this CTA's piece of it."""
+    rings_1, rings_2 = rings
     begin, count = place[6], place[7]
-    if BLOCK_K_OF_OTHERS == 0:
-        acc = _sums(rings, ready, free, half, begin, count, BLOCK_K, RING)
+    RING: gl.constexpr = rings[0][0].shape[0]
+    if rings_2[0] is None:
+        acc = _accumulate(rings_1, barriers, half, begin, count)
     else:
-        if others:
-            acc = _sums(rings_of_others, ready, free, half, begin, count, BLOCK_K_OF_OTHERS, RING)
+        if is_second:
+            acc = _accumulate(rings_2, barriers, half, begin, count)
         else:
-            acc = _sums(rings, ready, free, half, begin, count, BLOCK_K, RING)
+            acc = _accumulate(rings_1, barriers, half, begin, count)
     if SPLITS == 1:
-        _store_half(acc, p_out, p_out_scale, out_stride, place, half)
+        _store_half(acc, out, place, half)
     else:
-        # The other half has multiplied what lies there, too.
-        last = count - 1
+        # The other half must have read the ring before sums overwrite it.
+        free, last = barriers[1], count - 1
         mbarrier.wait(free.index(last % RING), (last // RING) & 1)
-        _put(acc, half)
-        meet(True)
+        _store_to_fetch(acc, half)
+        cluster_barrier(True)
         if alone is None:
-            _store_share(p_out, p_out_scale, out_stride, place, part, None, None, half, SPLITS)
+            _combine(out, place, part, None, half, SPLITS)
         else:
-            # In a loop, for code comes from memory: a whole tile's shares are all this program's.
-            for share in range(gl.where(alone, 0, part), gl.where(alone, SPLITS, part + 1)):
-                _store_share(p_out, p_out_scale, out_stride, place, share, alone, part, half, SPLITS)
-        # Nobody ends before all have read: what is stored has been.
+            # A loop, because code comes from memory: a CTA whose tile is unsplit stores all pieces.
+            for number in range(gl.where(alone, 0, part), gl.where(alone, SPLITS, part + 1)):
+                _combine(out, place, number, (alone, part), half, SPLITS)
+        # No CTA ends before the others have fetched its partial sums.
         thread_barrier()
-        meet(False)
+        cluster_barrier(False)
 
 
 @gluon.jit
-def _multiply(
-    p_out, p_out_scale, out_stride, others, alone, place, part, rings, rings_of_others, ready, free,
-    half: gl.constexpr, SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_K_OF_OTHERS: gl.constexpr,
-    RING: gl.constexpr, HALVES: gl.constexpr,
+def _consume(
+    out, is_second, alone, place, part, rings, barriers, half: gl.constexpr, SPLITS: gl.constexpr
 ):  # fmt: skip
-    """A warpgroup, which has nothing to do where there are no tokens for it."""
+    """Run a consumer warpgroup, which is idle if a single half holds all tokens."""
+    HALVES: gl.constexpr = rings[0][1].shape[0] // rings[0][0].shape[0]
     if half < HALVES:
-        _multiply_half(
-            p_out, p_out_scale, out_stride, others, alone, place, part, rings, rings_of_others, ready, free, half,
-            SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING,
-        )  # fmt: skip
+        _consume_half(out, is_second, alone, place, part, rings, barriers, half, SPLITS)
     else:
-        _idle(SPLITS)
+        _join_barriers(SPLITS)
 
 
 @gluon.jit
-def _idle(SPLITS: gl.constexpr):
-    """A warpgroup that has no sums, while others add theirs up: a cluster meets with all of its threads."""
+def _join_barriers(SPLITS: gl.constexpr):
+    """Take part in the cluster barriers of the consumers: they wait for all threads."""
     if SPLITS > 1:
-        meet(True)
-        meet(False)
+        cluster_barrier(True)
+        cluster_barrier(False)
 
 
 @gluon.jit
-def _bring_all(
-    weights, inputs, others, inputs_of_others, p_x_scale, p_weight_scale, strides, is_others, place, rings,
-    rings_of_others, ready, free, SPLITS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_K_OF_OTHERS: gl.constexpr,
-    RING: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
+def _produce(
+    descriptors, scales, strides, is_second, place, rings, barriers, SPLITS: gl.constexpr, AHEAD: gl.constexpr
 ):  # fmt: skip
-    """The strips of a part of a tile of either product."""
-    if others is None:
-        _bring(
-            weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free, BLOCK_K, RING, HALVES, AHEAD
-        )
+    """Load the K-blocks of a CTA's split of a tile of either GEMM."""
+    first, second = descriptors
+    rings_1, rings_2 = rings
+    if second[0] is None:
+        _load(first, scales, strides, place, rings_1, barriers, AHEAD)
     else:
-        if is_others:
-            _bring(
-                others, inputs_of_others, None, None, strides, place, rings_of_others, ready, free, BLOCK_K_OF_OTHERS,
-                RING, HALVES, AHEAD,
-            )  # fmt: skip
+        if is_second:
+            _load(second, (None, None), strides, place, rings_2, barriers, AHEAD)
         else:
-            _bring(
-                weights, inputs, p_x_scale, p_weight_scale, strides, place, rings, ready, free, BLOCK_K, RING, HALVES,
-                AHEAD,
-            )  # fmt: skip
-    _idle(SPLITS)
+            _load(first, scales, strides, place, rings_1, barriers, AHEAD)
+    _join_barriers(SPLITS)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "x_group_row", "x_group_column", "x_scale_token_stride", "x_scale_group_stride", "x_scale_strip_stride",
-        "tokens", "token_blocks", "first", "whole",
+        "x_group_row", "x_group_column", "x_scale_token_stride", "x_scale_group_stride", "x_scale_k_stride", "tokens",
+        "token_blocks", "first_2", "first_unsplit",
     ]
 )  # fmt: skip
-def grouped_matmul_clusters_hopper_kernel(
+def gemm_sm90_cluster_kernel(
     weights,  # descriptor of [G * N, K] in blocks of [128, BLOCK_K]
     inputs,  # descriptor of rows of x in blocks of [64, BLOCK_K]
-    others,  # descriptor of [M, K] in blocks of [128, BLOCK_K_OF_OTHERS], or None
-    inputs_of_others,  # descriptor of rows of x as it is in blocks of [64, BLOCK_K_OF_OTHERS], or None
+    weights_2,  # descriptor of the second weight [M, K] in blocks of [128, BLOCK_K_2], or None
+    inputs_2,  # descriptor of rows of x as it is in blocks of [64, BLOCK_K_2], or None
     p_out,  # [T, G * N + M], rows contiguous
     p_out_scale,  # of e4m3 results, float32 [G * N / 128, T], contiguous; or None
-    p_x_scale,  # [T, G, strips] float32, [T, G, words] int32, or None
-    p_weight_scale,  # [blocks, strips] float32, [blocks, words] int32, or None
+    p_x_scale,  # [T, G, K-blocks] float32, [T, G, words] int32, or None
+    p_weight_scale,  # [row blocks, K-blocks] float32, [row blocks, words] int32, or None
     out_stride,  # of a token
-    x_group_row,  # where a group's part of `inputs` starts, in units of the group
+    x_group_row,  # start of a group in `inputs`, in units of the group
     x_group_column,
     x_scale_token_stride,
     x_scale_group_stride,
-    x_scale_strip_stride,
+    x_scale_k_stride,
     weight_scale_row_stride,
-    weight_scale_strip_stride,
+    weight_scale_k_stride,
     tokens,
-    token_blocks,  # tiles that the tokens take
-    rows,  # N, a multiple of 128 where there are several groups
-    rows_of_others,  # M
-    strips,  # of K
-    strips_of_others,
-    strips_each,  # of a program
-    strips_each_of_others,
-    first,  # program of the others
-    whole,  # program of the first tile that is whole, 0 or SPLITS; None where all are shared
-    SPLITS: gl.constexpr,  # programs of a cluster; 1 where each has a tile by itself
-    BLOCK_K: gl.constexpr,
-    BLOCK_K_OF_OTHERS: gl.constexpr,
+    token_blocks,  # tiles of tokens
+    rows,  # N, a multiple of 128 if there are several groups
+    rows_2,  # M
+    k_blocks,  # of K
+    k_blocks_2,
+    k_blocks_each,  # of a CTA
+    k_blocks_each_2,
+    first_2,  # first program of the second GEMM
+    first_unsplit,  # first program whose tile is unsplit, 0 or SPLITS; None if all are split
+    SPLITS: gl.constexpr,  # CTAs of a cluster; 1 if each has a tile of its own
     RING: gl.constexpr,
-    HALVES: gl.constexpr,  # of a tile's tokens, 1 where a half holds all
-    AHEAD: gl.constexpr,  # strips of the weight that are asked for before the kernel in front has ended
-    TILE: gl.constexpr,  # layouts in shared memory
-    TILE_OF_OTHERS: gl.constexpr,
-    MULTIPLIER_REGISTERS: gl.constexpr,
-    BRINGER_REGISTERS: gl.constexpr,
+    HALVES: gl.constexpr,  # of a tile's tokens, 1 if a half holds all
+    AHEAD: gl.constexpr,  # K-blocks of the weight that are loaded before the previous kernel has ended
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Programs p of a cluster take the parts of tile p // SPLITS: each `strips_each` strips, the last what is left.
+    """Compute tile p // SPLITS in the programs p of a cluster, `k_blocks_each` K-blocks each, the last the rest.
 
-    From `whole` on, where that is given, a program takes all of a tile of the first weight. What a cluster in front of
-    them shares is tile 0, whose tokens are in no other tile if tiles are odd: see half_of.
+    From `first_unsplit` on a program computes a whole tile of the first weight. A cluster before them shares tile 0; if
+    the number of tiles is odd, no other tile has its tokens (see `half_start`).
     """
-    w_ring = gl.allocate_shared_memory(weights.dtype, [RING, ROWS, BLOCK_K], TILE)
-    x_ring = gl.allocate_shared_memory(inputs.dtype, [HALVES * RING, HALF, BLOCK_K], TILE)
+    w_ring = gl.allocate_shared_memory(weights.dtype, [RING, ROWS, weights.block_shape[1]], weights.layout)
+    x_ring = gl.allocate_shared_memory(inputs.dtype, [HALVES * RING, HALF, weights.block_shape[1]], weights.layout)
     ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     if p_x_scale is not None:
@@ -293,210 +284,197 @@ def grouped_matmul_clusters_hopper_kernel(
         rings = w_ring, x_ring, x_scales, w_scales
     else:
         rings = w_ring, x_ring, None, None
-    rings_of_others = None, None, None, None
+    rings_2 = None, None, None, None
     program = gl.program_id(0)
-    is_others = program >= first
-    columns, each, all_strips = rows, strips_each, strips
-    if others is not None:
-        rings_of_others = (
-            reinterpret(w_ring, others.dtype, [RING, ROWS, BLOCK_K_OF_OTHERS], TILE_OF_OTHERS),
-            reinterpret(x_ring, others.dtype, [HALVES * RING, HALF, BLOCK_K_OF_OTHERS], TILE_OF_OTHERS),
+    is_second = program >= first_2
+    columns, each, all_k_blocks = rows, k_blocks_each, k_blocks
+    if weights_2 is not None:
+        rings_2 = (
+            reinterpret(w_ring, weights_2.dtype, [RING, ROWS, weights_2.block_shape[1]], weights_2.layout),
+            reinterpret(x_ring, weights_2.dtype, [HALVES * RING, HALF, weights_2.block_shape[1]], weights_2.layout),
             None,
             None,
         )
-        program = gl.where(is_others, program - first, program)
-        columns = gl.where(is_others, rows_of_others, rows)
-        each = gl.where(is_others, strips_each_of_others, strips_each)
-        all_strips = gl.where(is_others, strips_of_others, strips)
+        program = gl.where(is_second, program - first_2, program)
+        columns = gl.where(is_second, rows_2, rows)
+        each = gl.where(is_second, k_blocks_each_2, k_blocks_each)
+        all_k_blocks = gl.where(is_second, k_blocks_2, k_blocks)
     for i in gl.static_range(RING):
         mbarrier.init(ready.index(i), count=1 + THREADS)
         mbarrier.init(free.index(i), count=HALVES)
     fence_async_shared()
     thread_barrier()
     tile, part, alone = program // SPLITS, program % SPLITS, None
-    if whole is not None:
-        alone = (program >= whole) & (gl.program_id(0) < first)
-        tile = gl.where(alone, program - whole + whole // SPLITS, tile)
+    if first_unsplit is not None:
+        alone = (program >= first_unsplit) & (gl.program_id(0) < first_2)
+        tile = gl.where(alone, program - first_unsplit + first_unsplit // SPLITS, tile)
     first_token, column = tile % token_blocks * (HALVES * HALF), tile // token_blocks
     blocks = (columns + ROWS - 1) // ROWS
     group, first_row = column // blocks, column % blocks * ROWS
-    # See half_of.
+    # The last tile starts earlier rather than reaching past the end, like halves in `half_start`.
     whole_row = gl.minimum(first_row, gl.maximum(columns - ROWS, 0))
     if p_x_scale is None:
         first_row = whole_row
-    elif others is not None:
-        # Rows of the first weight share their scales by tiles.
-        first_row = gl.where(is_others, whole_row, first_row)
+    elif weights_2 is not None:
+        # Not for the first weight: the rows of a tile share their scales.
+        first_row = gl.where(is_second, whole_row, first_row)
     begin = part * each
-    if whole is not None:
-        begin, each = gl.where(alone, 0, begin), gl.where(alone, strips, each)
-    count = gl.minimum(each, all_strips - begin)
+    if first_unsplit is not None:
+        begin, each = gl.where(alone, 0, begin), gl.where(alone, k_blocks, each)
+    count = gl.minimum(each, all_k_blocks - begin)
     # Sums are zeroed once, and no loop is jumped over.
     gl.assume(count > 0)
     row = group * columns + first_row
-    # Of a launch's rows, those of the other weight follow those of the first; 16 bytes of results lie together.
-    out_column = gl.multiple_of(row + gl.where(is_others, rows, 0), COLUMNS_TOGETHER)
+    # The results of the second weight follow those of the first.
+    out_column = gl.multiple_of(row + gl.where(is_second, rows, 0), COLUMN_ALIGN)
     place = tokens, first_token, group, row, out_column, columns - first_row, begin, count
     strides = (
-        x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_strip_stride,
-        weight_scale_row_stride, weight_scale_strip_stride,
+        x_group_row, x_group_column, x_scale_token_stride, x_scale_group_stride, x_scale_k_stride,
+        weight_scale_row_stride, weight_scale_k_stride,
     )  # fmt: skip
+    out = p_out, p_out_scale, out_stride
     gl.warp_specialize([
-        (_multiply, (p_out, p_out_scale, out_stride, is_others, alone, place, part, rings, rings_of_others, ready,
-                     free, 0, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
-        (_multiply, (p_out, p_out_scale, out_stride, is_others, alone, place, part, rings, rings_of_others, ready,
-                     free, 1, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES)),
-        (_bring_all, (weights, inputs, others, inputs_of_others, p_x_scale, p_weight_scale, strides, is_others, place,
-                      rings, rings_of_others, ready, free, SPLITS, BLOCK_K, BLOCK_K_OF_OTHERS, RING, HALVES, AHEAD)),
-    ], [4, 4], [MULTIPLIER_REGISTERS, BRINGER_REGISTERS])  # fmt: skip
+        (_consume, (out, is_second, alone, place, part, (rings, rings_2), (ready, free), 0, SPLITS)),
+        (_consume, (out, is_second, alone, place, part, (rings, rings_2), (ready, free), 1, SPLITS)),
+        (_produce, (((weights, inputs), (weights_2, inputs_2)), (p_x_scale, p_weight_scale), strides, is_second, place,
+                    (rings, rings_2), (ready, free), SPLITS, AHEAD)),
+    ], [4, 4], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-BRINGER_REGISTERS = 40
-FEWEST_STRIPS = 8
-"""Of a program."""
-STRIPS_AHEAD = 3
-"""Of the weight, that tiles of two halves of tokens ask for before the kernel in front has ended: the first of x come
-behind them. With all six that there is room for, a layer of 128 tokens and e4m3 weights takes an H200 1.2 to 3.0 us
-longer, with two or four up to 1.0. The kernel for many tokens asks for all: with three, 128 tokens of wq_b come 1.3 to
-2.5 us later."""
-FEW_TOKENS, FEW_TOKENS_OF_BOTH = 64, 16
-"""Up to so many, a product is the kernel's for few tokens, and two of one x are. Of 64 tokens of wo_a and wo_b that one
-and this take as long in a row of projections; by itself, out of the L2 cache, this takes an eighth longer."""
+PRODUCER_REGISTERS = 40
+MIN_K_BLOCKS = 8
+"""Fewest K-blocks of a CTA that shares its tile."""
+K_BLOCKS_AHEAD = 3
+"""K-blocks of the weight that CTAs with two halves of tokens load before the previous kernel has ended. With more, the
+first K-blocks of x would be queued behind them."""
+FEW_TOKENS, FEW_TOKENS_OF_PAIR = 64, 16
+"""Up to so many tokens, a GEMM is left to the kernel for few tokens, and two of one x to that for pairs."""
 
 
-class Side(NamedTuple):
-    """Of one weight: its rows in a group, their tiles in all groups and for all tokens, and its strips."""
+class WeightTiles(NamedTuple):
+    """Size of a weight: rows per group, tiles of all groups and tokens, and K-blocks."""
 
     rows: int
     tiles: int
-    strips: int
+    k_blocks: int
 
 
-def side_of(tokens: int, groups: int, weight: Tensor) -> Side:
-    """Of `weight` `[groups * N, K]`."""
-    rows, strips = weight.shape[0] // groups, cdiv(weight.shape[1], STRIP_BYTES // weight.element_size())
-    return Side(rows, cdiv(tokens, TILE_TOKENS) * groups * cdiv(rows, TILE_ROWS), strips)
+def weight_tiles(tokens: int, groups: int, weight: Tensor) -> WeightTiles:
+    """Return the size of `weight` `[groups * N, K]` for so many tokens."""
+    rows, k_blocks = weight.shape[0] // groups, cdiv(weight.shape[1], K_BLOCK_BYTES // weight.element_size())
+    return WeightTiles(rows, cdiv(tokens, TILE_TOKENS) * groups * cdiv(rows, TILE_ROWS), k_blocks)
 
 
-def choose_cluster(gpu: Gpu, sides: list[Side]) -> int:
-    """Programs of a tile: of the largest clusters that all run at once; 0 where there are none.
+def choose_cluster(gpu: Gpu, weights: list[WeightTiles]) -> int:
+    """Return the size of the largest clusters that run in one wave, 0 if there are none."""
+    tiles = sum(each.tiles for each in weights)
+    return next(
+        (n for n in CLUSTER_SIZES if tiles <= max_clusters(gpu, n, 1) and all(_can_split(w, n) for w in weights)), 0
+    )
 
-    Large tiles read x less often, and weights once. On an H200, with other weights in each launch, 128 tokens of
-    V4-Flash's wo_a take 14.4 us and of wo_b 15.2, where the kernel for few tokens takes 15.9 and 16.9, and parts in
-    memory 17.7; 64 and 128 of wq_a and wkv beside CSA's rows, with the quantisation in front, 11.7 and 14.8, where one
-    launch for few tokens takes 16.9, and products apart 20.2.
+
+def unsplit_fit(gpu: Gpu, first: WeightTiles, second: WeightTiles) -> bool:
+    """Return whether clusters of two run in one wave whose CTAs take a tile of `first`, or half of one of `second`.
+
+    A K-block of e4m3 has twice the columns of one of bfloat16, so that all CTAs have as many K-blocks.
     """
-    tiles = sum(side.tiles for side in sides)
-    return next((n for n in SIZES if tiles <= clusters_at_once(gpu, n, 1) and all(_shares(s, n) for s in sides)), 0)
+    fit = cdiv(first.tiles, 2) + second.tiles <= max_clusters(gpu, 2, 1)
+    return fit and _can_split(first, 2) and _can_split(second, 2)
 
 
-def whole_fit(gpu: Gpu, first: Side, second: Side) -> bool:
-    """Whether clusters of two, each with a whole tile of `first` or half of one of `second`, all run at once.
-
-    For more tiles than can be shared, of products that otherwise could be. A strip of e4m3 has twice the columns of one
-    of bfloat16, so that all programs have as many strips. On an H200, with other weights in each launch and the
-    quantisation in front, 385 to 512 tokens of V4-Flash's wq_a and wkv beside HCA's rows take 20.4 us, in 56 clusters,
-    where products apart take 25; of V4-Pro's 30 to 32 instead of 32 to 36, and 129 to 256 beside CSA's rows 31 instead
-    of 38 to 43.
-    """
-    fit = cdiv(first.tiles, 2) + second.tiles <= clusters_at_once(gpu, 2, 1)
-    return fit and _shares(first, 2) and _shares(second, 2)
-
-
-def each_alone(gpu: Gpu, tokens: int, first: Side, second: Side) -> bool:
-    """Whether programs that share nothing, each with a tile of either, all run at once, and nothing else is faster.
-
-    On an H200, with other weights in each launch and the quantisation in front, 257 to 384 tokens of V4-Flash's wq_a
-    and wkv beside CSA's rows take 26 us, products apart 30 to 32; 385 to 512 take 30, and 33 to 35; 641 to 768 beside
-    HCA's rows 27.5, and 32 to 37; V4-Pro's 513 to 640 43, and 47 to 51.
-    """
+def single_fit(gpu: Gpu, tokens: int, first: WeightTiles, second: WeightTiles) -> bool:
+    """Return whether CTAs with a tile of their own run in one wave, and no other kernel is faster."""
     return tokens > FEW_TOKENS and first.tiles + second.tiles <= gpu.sms
 
 
-def _shares(side: Side, cluster: int) -> bool:
-    """Whether every program of a cluster has strips, and the first of them enough."""
-    each = cdiv(side.strips, cluster)
-    return each >= FEWEST_STRIPS and (cluster - 1) * each < side.strips
+def _can_split(weight: WeightTiles, cluster: int) -> bool:
+    """Return whether every CTA of a cluster has K-blocks, and all but the last MIN_K_BLOCKS."""
+    each = cdiv(weight.k_blocks, cluster)
+    return each >= MIN_K_BLOCKS and (cluster - 1) * each < weight.k_blocks
 
 
-def deepest_ring(tokens: int) -> int:
-    """Buffers of strips of so many tokens that there is room for, where a program has a processor to itself."""
-    slot = (TILE_ROWS + tokens) * STRIP_BYTES + 4 * tokens + 4 + 2 * 8
-    return (PROCESSOR_BYTES - RESERVED_BYTES - TILE_ALIGN) // slot
+def ring_depth(tokens: int) -> int:
+    """Return the ring buffers that fit for a tile of `tokens` in a CTA that has its SM alone."""
+    slot = (TILE_ROWS + tokens) * K_BLOCK_BYTES + 4 * tokens + 4 + 2 * 8
+    return (SM_SHARED_BYTES - CTA_RESERVED_BYTES - TILE_ALIGN) // slot
 
 
-def clusters_refuse(x: Tensor, weight: Tensor, weight_scale: Tensor | None, quantize: bool, gpu: Gpu) -> str:
-    """Why this kernel cannot take a product that the portable one can, or should not, "" if it does."""
-    tokens, groups, _ = x.shape
+def why_unsupported(operands: Operands, quantize: bool, gpu: Gpu) -> str:
+    """Return why this kernel cannot or should not take the operands, "" if it should."""
+    weight, (tokens, groups, _) = operands.weight, operands.x.shape
     if tokens <= FEW_TOKENS:
-        return "it leaves few tokens to the kernel for them"
-    if tokens <= MOST_TOKENS and weight.numel() * weight.element_size() <= MOST_BYTES:
-        return "it leaves short weights to the kernel for few tokens"
-    if choose_cluster(gpu, [side_of(tokens, groups, weight)]) == 0:
-        return "it takes tiles that as many clusters run at once"
-    return tiles_refused(x, weight, weight_scale, quantize)
+        return f"up to {FEW_TOKENS} tokens are few tokens, these are {tokens}"
+    if tokens <= MAX_TOKENS and weight.nbytes <= MAX_BYTES:
+        return (
+            f"for {tokens} tokens, short weights of up to {MAX_BYTES} bytes are faster with the kernel for few tokens"
+        )
+    size = weight_tiles(tokens, groups, weight)
+    if choose_cluster(gpu, [size]) == 0:
+        return _too_many(gpu, size.tiles)
+    return why_unsupported_tiles(operands, quantize)
 
 
-def both_refuse(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor, gpu: Gpu) -> str:
-    """As `clusters_refuse`, of two products of x `[T, K]`: quantised, with `weight`, and as it is, with `others`."""
-    if x.shape[0] <= FEW_TOKENS_OF_BOTH:
-        return "it leaves few tokens to the kernel for them"
-    if 0 in (weight.shape[0], others.shape[0]):
-        return "it takes two weights that have rows: the copy engine has no matrix without any"
-    if others.dtype is not x.dtype or others.element_size() != 2:
-        return "it multiplies the other weights with x as it is, in two bytes"
-    if weight.shape[0] % TILE_ROWS or others.shape[0] % RESULTS_TOGETHER:
-        return f"it takes weights of a multiple of {TILE_ROWS} rows beside others of a multiple of {RESULTS_TOGETHER}"
-    if words_of_scales(weight_scale) is None:
-        return "it takes scales of the weight that are float32, or bytes in words of four"
-    sides = [side_of(x.shape[0], 1, weight), side_of(x.shape[0], 1, others)]
-    fit = choose_cluster(gpu, sides) > 0 or whole_fit(gpu, *sides) or each_alone(gpu, x.shape[0], *sides)
+def _too_many(gpu: Gpu, tiles: int) -> str:
+    return f"clusters for {tiles} tiles, with {MIN_K_BLOCKS} K-blocks per CTA, do not run at once on {gpu.sms} SMs"
+
+
+def why_unsupported_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, weight_2: Tensor, gpu: Gpu) -> str:
+    """Return why this kernel cannot or should not take quantized x `[T, K]` and `weight` with x and `weight_2`."""
+    if x.shape[0] <= FEW_TOKENS_OF_PAIR:
+        return f"up to {FEW_TOKENS_OF_PAIR} tokens are few tokens, these are {x.shape[0]}"
+    if 0 in (weight.shape[0], weight_2.shape[0]):
+        return f"both weights must have rows, they have {weight.shape[0]} and {weight_2.shape[0]}"
+    if weight_2.dtype is not x.dtype or weight_2.element_size() != 2:
+        return f"x and the second weight must have one dtype of two bytes, not {x.dtype} and {weight_2.dtype}"
+    for of, multiple in ((weight, TILE_ROWS), (weight_2, RESULT_ALIGN)):
+        if of.shape[0] % multiple:
+            return f"a weight in {of.dtype} must have a multiple of {multiple} rows, not {of.shape[0]}"
+    if scale_words(weight_scale) is None:
+        return f"scales of the weight must be float32, or bytes in words of four; they are {describe(weight_scale)}"
+    sizes = [weight_tiles(x.shape[0], 1, weight), weight_tiles(x.shape[0], 1, weight_2)]
+    fit = choose_cluster(gpu, sizes) > 0 or unsplit_fit(gpu, *sizes) or single_fit(gpu, x.shape[0], *sizes)
     if not fit:
-        return "it takes tiles that as many clusters run at once"
-    # What quantises x gives it rows that are close together.
-    return operands_refused(x[:, None], weight, True) or operands_refused(x[:, None], others, False)
+        return _too_many(gpu, sum(size.tiles for size in sizes))
+    # The launch that quantizes x makes its rows contiguous.
+    return why_unsupported_operands(x[:, None], weight, True) or why_unsupported_operands(x[:, None], weight_2, False)
 
 
-def launch_clusters_of_tiles(
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor | None,
-    out: Tensor,
-    gpu: Gpu,
-    out_scale: Tensor | None = None,
-    beside: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """Fill `out` as the portable launcher does, or with e4m3, and contiguous `out_scale` `[G * N / 128, T]`.
+def launch(
+    operands: Operands, out: Tensor, gpu: Gpu, out_scale: Tensor | None = None,
+    second: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Fill `out` `[T, G * N + M]` like `gemm.grouped_gemm`.
 
-    `beside` are x as it is and the other weight `[M, K]`, whose results follow those of `weight` in each row.
+    Args:
+        out_scale: contiguous `[G * N / 128, T]`, with which results are quantized to e4m3.
+        second: x as it is and the second weight `[M, K]`, whose results follow those of `weight` in each row.
     """
+    x, x_scale, weight, weight_scale = operands
     tokens, groups, _ = x.shape
-    first, block_k = side_of(tokens, groups, weight), STRIP_BYTES // weight.element_size()
-    second, block_k_2, of_others = Side(0, 0, 0), 0, (None, None)
-    if beside is not None:
-        second, block_k_2 = side_of(tokens, 1, beside[1]), STRIP_BYTES // beside[1].element_size()
-        of_others = _described(beside[1], TILE_ROWS, block_k_2), _described(beside[0], HALF_TOKENS, block_k_2)
-    cluster, whole = choose_cluster(gpu, [first] if beside is None else [first, second]), None
-    programs = first.tiles * cluster
-    if cluster == 0 and whole_fit(gpu, first, second):
-        # Of an odd number of tiles, one is shared.
-        cluster, whole, programs = 2, first.tiles % 2 * 2, cdiv(first.tiles, 2) * 2
+    size, block_k = weight_tiles(tokens, groups, weight), K_BLOCK_BYTES // weight.element_size()
+    size_2, descriptors_2 = WeightTiles(0, 0, 0), (None, None)
+    if second is not None:
+        size_2, block_k_2 = weight_tiles(tokens, 1, second[1]), K_BLOCK_BYTES // second[1].element_size()
+        descriptors_2 = tuple(tma_descriptor(second[i], n, block_k_2) for i, n in ((1, TILE_ROWS), (0, HALF_TOKENS)))
+    cluster, first_unsplit = choose_cluster(gpu, [size] if second is None else [size, size_2]), None
+    programs = size.tiles * cluster
+    if cluster == 0 and unsplit_fit(gpu, size, size_2):
+        # If the number of tiles is odd, one is split.
+        cluster, first_unsplit, programs = 2, size.tiles % 2 * 2, cdiv(size.tiles, 2) * 2
     elif cluster == 0:
-        cluster, programs = 1, first.tiles
-    inputs, halves = rows_of(x, block_k), 1 if tokens <= HALF_TOKENS else 2
+        cluster, programs = 1, size.tiles
+    inputs, halves = tma_matrix(x, block_k), 1 if tokens <= HALF_TOKENS else 2
     assert inputs is not None and cluster > 0
     if weight_scale is not None:
-        weight_scale = words_of_scales(weight_scale)
-    kernel, programs_of_both = grouped_matmul_clusters_hopper_kernel, programs + second.tiles * cluster
-    room, ring = 4 * halves * HALF_TOKENS * (TILE_ROWS + PAD), deepest_ring(halves * HALF_TOKENS)
-    start = partial(launch_kernel, kernel, (programs_of_both,))
+        weight_scale = scale_words(weight_scale)
+    kernel, ctas, ring = gemm_sm90_cluster_kernel, programs + size_2.tiles * cluster, ring_depth(halves * HALF_TOKENS)
+    start = partial(launch_kernel, kernel, (ctas,))
     if cluster > 1:
-        start = partial(launch_clusters, kernel, programs_of_both, cluster, room)
+        start = partial(launch_clusters, kernel, ctas, cluster, 4 * halves * HALF_TOKENS * (TILE_ROWS + PAD))
     start(
-        _described(weight, TILE_ROWS, block_k),
-        _described(inputs.matrix, HALF_TOKENS, block_k),
-        *of_others,
+        tma_descriptor(weight, TILE_ROWS, block_k),
+        tma_descriptor(inputs.matrix, HALF_TOKENS, block_k),
+        *descriptors_2,
         out,
         out_scale,
         x_scale,
@@ -508,29 +486,20 @@ def launch_clusters_of_tiles(
         *((0, 0) if weight_scale is None else weight_scale.stride()),
         tokens,
         cdiv(tokens, TILE_TOKENS),
-        first.rows,
-        second.rows,
-        first.strips,
-        second.strips,
-        cdiv(first.strips, cluster),
-        cdiv(second.strips, cluster),
+        size.rows,
+        size_2.rows,
+        size.k_blocks,
+        size_2.k_blocks,
+        cdiv(size.k_blocks, cluster),
+        cdiv(size_2.k_blocks, cluster),
         programs,
-        whole,
+        first_unsplit,
         SPLITS=cluster,
-        BLOCK_K=block_k,
-        BLOCK_K_OF_OTHERS=block_k_2,
         RING=ring,
         HALVES=halves,
-        AHEAD=min(STRIPS_AHEAD, ring) if halves == 2 else ring,
-        TILE=swizzled(weight),
-        TILE_OF_OTHERS=None if beside is None else swizzled(beside[1]),
-        MULTIPLIER_REGISTERS=MULTIPLIER_REGISTERS,
-        BRINGER_REGISTERS=BRINGER_REGISTERS,
+        AHEAD=min(K_BLOCKS_AHEAD, ring) if halves == 2 else ring,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4,
         launch_pdl=True,
     )
-
-
-def _described(of: Tensor, rows: int, block_k: int) -> TensorDescriptor:
-    """A matrix for the copy engine, in blocks of `rows` rows."""
-    return TensorDescriptor.from_tensor(of, [rows, block_k], swizzled(of))

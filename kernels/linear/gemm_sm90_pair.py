@@ -1,4 +1,7 @@
-"""How two products of one x, with e4m3 weights and with floating ones, are launched as one for few tokens on Hopper."""
+"""Two GEMMs of one x for few tokens in one sm_90 launch: x quantized with an e4m3 weight, and x as it is with another.
+
+The first CTAs compute the first GEMM, the rest the second. See gemm_sm90_small.py for what a CTA does.
+"""
 
 from __future__ import annotations
 
@@ -7,199 +10,212 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from ... import layout
 from ...layout import cdiv
-from ..hopper.cluster_mailbox import SIZES, clusters_at_once, launch_clusters
+from ..hopper.cluster_mailbox import CLUSTER_SIZES, allocate_mailbox, launch_clusters, max_clusters
 from ..host.gpu import Gpu
 from ..host.launch import launch_kernel
 from ..host.semaphores import arrival_counters
-from .gemm_sm90_parts import bytes_of_inbox, bytes_put, tokens_of_share
-from .gemm_sm90_small import (
-    STRIP_BYTES,
-    Cut,
-    block_of,
-    deepest_ring,
-    hopper_refuses,
-    loads_of,
-    operands_refused,
-    out_layout,
-    pair_hopper_kernel,
-    power_of_two,
-    rows_of,
-    swizzled,
-    x_layout,
-)
+from .gemm_sm90_epilogue import combine_fetched_bytes
+from .gemm_sm90_operands import K_BLOCK_BYTES, tma_descriptor, tma_matrix, why_unsupported_operands
+from .gemm_sm90_small import SmallTiling, block_of, compute_tile, config_of, ring_depth
+from .gemm_sm90_small import why_unsupported as why_unsupported_small
 
-BLOCK_N, WARPS, PROGRAMS = 64, 4, 3
-"""Rows of a tile, and warps; programs that a processor has room for."""
-FEW_TOKENS, MANY_PROGRAMS = 16, 8
-"""Up to so many tokens in clusters of so many it has room for one more: of the next launch, whose copies start then."""
+BLOCK_N, WARPS, CTAS_PER_SM = 64, 4, 3
+"""Rows of a tile, warps of a CTA, and CTAs per SM that must fit."""
+FEW_TOKENS, LARGE_CLUSTER = 16, 8
+"""Up to so many tokens in clusters of this size, one more CTA per SM must fit, so that copies of the next launch start
+early."""
 
 
-class PairCut(NamedTuple):
-    """Programs of a tile of either weight, of a cluster, 0 for none, and those that a processor has room for."""
+@gluon.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["p_arrived_2"])
+def gemm_sm90_pair_kernel(
+    weights,  # descriptor of [N, K] e4m3
+    weights_2,  # descriptor of [M, K] in the dtype of x
+    inputs_2,  # descriptor of x [T, K] in blocks for the second GEMM
+    p_x,  # [T, K]
+    x_stride,
+    p_out,  # [T, N + M] float32
+    p_partial,  # partial sums and arrival counters of either GEMM, see gemm_sm90_small_kernel
+    p_partial_2,
+    p_arrived,
+    p_arrived_2,
+    p_weight_scale,  # [row blocks, K-blocks] float32 or uint8
+    out_stride,
+    weight_scale_row_stride,
+    weight_scale_k_stride,
+    tokens,
+    token_blocks,
+    rows,  # N
+    rows_2,  # M
+    size,  # K
+    k_blocks_each,
+    k_blocks_each_2,
+    first_2,  # first program of the second GEMM
+    config: gl.constexpr,
+    config_2: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Compute a tile of either GEMM per CTA, or a split of it. Clusters have the same size for both."""
+    # One mailbox for both: a branch each would allocate two.
+    mailbox = allocate_mailbox(config.mailbox_bytes)
+    if gl.program_id(0) < first_2:
+        compute_tile(
+            gl.program_id(0), mailbox, (weights, None, p_x, x_stride, 0, 0),
+            ((None, 0, 0, 0), (p_weight_scale, weight_scale_row_stride, weight_scale_k_stride)),
+            (p_out, None, out_stride), (p_partial, p_arrived), (tokens, token_blocks, 1, rows, size, k_blocks_each),
+            config, num_warps,
+        )  # fmt: skip
+    else:
+        compute_tile(
+            gl.program_id(0) - first_2, mailbox, (weights_2, inputs_2, None, 0, 0, 0), ((None, 0, 0, 0), (None, 0, 0)),
+            (p_out + rows, None, out_stride), (p_partial_2, p_arrived_2),
+            (tokens, token_blocks, 1, rows_2, size, k_blocks_each_2), config_2, num_warps,
+        )  # fmt: skip
+
+
+class PairTiling(NamedTuple):
+    """Tiling of a launch: CTAs per tile of either weight, CTAs of a cluster or 0, and CTAs per SM that must fit."""
 
     splits: tuple[int, int]
     cluster: int
-    programs: int
+    ctas_per_sm: int
 
 
-def choose_cut(gpu: Gpu, tokens: int, strips: tuple[int, int], blocks: tuple[int, int]) -> PairCut:
-    """The largest clusters that run at once, with as many programs for a tile of either weight.
-
-    On an H200, when strips were quantised one by one, V4-Flash's wq_a and wkv beside HCA's rows took 4.4 us for one
-    token and 10.4 for 64, where parts in memory took 6.2 and 14.5; 32 take 5.6 now, and took 8.7. Clusters of 6, 5 or 4
-    take 32 tokens 9.7 us where those of 8 take 8.1, with parts that are fetched. Half as many programs for the first
-    weight, whose strips are half as many, give all as much to read, but take longer, and so do tiles of 128 rows. Of
-    128 tokens, more than `pair_refuses` takes, HCA's rows took 18 us in a layer, and 17 in launches of their own; CSA's
-    32, and 19.
-    """
-    for cluster in SIZES:
-        whole = all((cluster - 1) * cdiv(n, cluster) < n for n in strips)
-        if whole and sum(blocks) <= clusters_at_once(gpu, cluster, PROGRAMS):
-            more = tokens <= FEW_TOKENS and cluster == MANY_PROGRAMS
-            cut = PairCut((cluster, cluster), cluster, PROGRAMS + more)
-            if _has_room(cut, tokens, strips):
-                return cut
-    each = strips_of_a_program(gpu, *strips, *blocks)
-    return PairCut((_whole_splits(strips[0], each), _whole_splits(strips[1], each)), 0, 2)
+def choose_tiling(gpu: Gpu, tokens: int, k_blocks: tuple[int, int], tiles: tuple[int, int]) -> PairTiling:
+    """Return the largest clusters that run in one wave, the same for both weights, else splits through memory."""
+    for cluster in CLUSTER_SIZES:
+        whole = all((cluster - 1) * cdiv(n, cluster) < n for n in k_blocks)
+        if whole and sum(tiles) <= max_clusters(gpu, cluster, CTAS_PER_SM):
+            more = tokens <= FEW_TOKENS and cluster == LARGE_CLUSTER
+            pair = PairTiling((cluster, cluster), cluster, CTAS_PER_SM + more)
+            if _fits(pair, tokens, k_blocks):
+                return pair
+    each = k_blocks_of_a_wave(gpu, *k_blocks, *tiles)
+    return PairTiling((_whole_splits(k_blocks[0], each), _whole_splits(k_blocks[1], each)), 0, 2)
 
 
-def strips_each(pair: PairCut, strips: tuple[int, int]) -> list[int]:
-    """Of a program of either weight."""
-    return [cdiv(n, splits) for n, splits in zip(strips, pair.splits, strict=True)]
+def k_blocks_each(pair: PairTiling, k_blocks: tuple[int, int]) -> list[int]:
+    """Return the K-blocks per CTA for either weight."""
+    return [cdiv(n, splits) for n, splits in zip(k_blocks, pair.splits, strict=True)]
 
 
-def rings(pair: PairCut, tokens: int, strips: tuple[int, int]) -> list[int]:
-    """Buffers of a program of either weight, the first of which quantises."""
-    cut = Cut(BLOCK_N, WARPS, pair.programs, max(1, pair.cluster), pair.cluster > 0)
-    block_m = block_of(tokens)
-    each = strips_each(pair, strips)
-    return [deepest_ring(cut, block_m, n, i == 0, max(each)) for i, n in enumerate(each)]
+def _tilings(pair: PairTiling) -> list[SmallTiling]:
+    return [SmallTiling(BLOCK_N, WARPS, pair.ctas_per_sm, splits, pair.cluster > 0) for splits in pair.splits]
 
 
-def _has_room(pair: PairCut, tokens: int, strips: tuple[int, int]) -> bool:
-    """For what a program quantises, and a strip of the weight that is multiplied while the next one comes."""
-    return rings(pair, tokens, strips)[0] >= min(2, strips_each(pair, strips)[0])
+def ring_depths(pair: PairTiling, tokens: int, k_blocks: tuple[int, int]) -> list[int]:
+    """Return the ring buffers that fit for a CTA of either weight; the first quantizes x."""
+    block_m, each = block_of(tokens), k_blocks_each(pair, k_blocks)
+    return [
+        ring_depth(tiling, block_m, n, i == 0, max(each))
+        for i, (tiling, n) in enumerate(zip(_tilings(pair), each, strict=True))
+    ]
 
 
-def sizes_of(x: Tensor, weight: Tensor, others: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Strips of either weight, and its tiles."""
+def _fits(pair: PairTiling, tokens: int, k_blocks: tuple[int, int]) -> bool:
+    """Return whether quantized x leaves two buffers for the first weight, one to multiply and one to load."""
+    return ring_depths(pair, tokens, k_blocks)[0] >= min(2, k_blocks_each(pair, k_blocks)[0])
+
+
+def sizes_of(x: Tensor, weight: Tensor, weight_2: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the K-blocks of either weight, and its tiles."""
     tokens, size = x.shape
     token_blocks = cdiv(tokens, block_of(tokens))
-    strips = cdiv(size, STRIP_BYTES), cdiv(size, STRIP_BYTES // others.element_size())
-    return strips, (token_blocks * cdiv(weight.shape[0], BLOCK_N), token_blocks * cdiv(others.shape[0], BLOCK_N))
+    k_blocks = cdiv(size, K_BLOCK_BYTES), cdiv(size, K_BLOCK_BYTES // weight_2.element_size())
+    return k_blocks, (token_blocks * cdiv(weight.shape[0], BLOCK_N), token_blocks * cdiv(weight_2.shape[0], BLOCK_N))
 
 
-def _whole_splits(strips: int, each: int) -> int:
-    """Programs of a tile, none without a strip, of which one has `each` strips at most."""
-    return cdiv(strips, cdiv(strips, cdiv(strips, each)))
+def _whole_splits(k_blocks: int, each: int) -> int:
+    """Return the CTAs per tile, none without a K-block, with `each` K-blocks at most."""
+    return cdiv(k_blocks, cdiv(k_blocks, cdiv(k_blocks, each)))
 
 
-def strips_of_a_program(gpu: Gpu, strips: int, strips_2: int, blocks: int, blocks_2: int) -> int:
-    """The fewest strips of either weight that a program can have if all programs, two to a processor, run at once."""
+def k_blocks_of_a_wave(gpu: Gpu, k_blocks: int, k_blocks_2: int, tiles: int, tiles_2: int) -> int:
+    """Return the fewest K-blocks per CTA with which all CTAs, two per SM, run in one wave."""
+    most = max(k_blocks, k_blocks_2)
     return next(
         n
-        for n in range(1, max(strips, strips_2) + 1)
-        if n >= max(strips, strips_2) or blocks * cdiv(strips, n) + blocks_2 * cdiv(strips_2, n) <= 2 * gpu.sms
+        for n in range(1, most + 1)
+        if n >= most or tiles * cdiv(k_blocks, n) + tiles_2 * cdiv(k_blocks_2, n) <= 2 * gpu.sms
     )
 
 
-def pair_refuses(x: Tensor, weight: Tensor, others: Tensor, gpu: Gpu) -> str:
-    """Why two launches are needed, "" if one will do."""
-    if 0 in (weight.shape[0], others.shape[0]):
-        return "it takes two weights that have rows: the copy engine has no matrix without any"
-    if others.dtype is not x.dtype or others.element_size() != 2:
-        return "it multiplies the other weights with x as it is, in two bytes"
+def why_unsupported(x: Tensor, weight: Tensor, weight_2: Tensor, gpu: Gpu) -> str:
+    """Return why x `[T, K]` and both weights take two launches, "" if one will do."""
+    if 0 in (weight.shape[0], weight_2.shape[0]):
+        return f"both weights must have rows, they have {weight.shape[0]} and {weight_2.shape[0]}"
+    if weight_2.dtype is not x.dtype or weight_2.element_size() != 2:
+        return f"x and the second weight must have one dtype of two bytes, not {x.dtype} and {weight_2.dtype}"
     if weight.shape[0] % layout.WEIGHT_TILE:
-        return "it takes whole blocks of the weight"
-    refused = operands_refused(x[:, None], weight, True) or hopper_refuses(x[:, None], others, False, gpu)
-    if refused or x.shape[0] == 0:
-        return refused
-    strips, blocks = sizes_of(x, weight, others)
-    room = _has_room(choose_cut(gpu, x.shape[0], strips, blocks), x.shape[0], strips)
-    return "" if room else "its programs hold all that they quantise"
+        return f"the first weight must have a multiple of {layout.WEIGHT_TILE} rows, not {weight.shape[0]}"
+    why = why_unsupported_operands(x[:, None], weight, True) or why_unsupported_small(x[:, None], weight_2, False, gpu)
+    if why or x.shape[0] == 0:
+        return why
+    k_blocks, tiles = sizes_of(x, weight, weight_2)
+    fits = _fits(choose_tiling(gpu, x.shape[0], k_blocks, tiles), x.shape[0], k_blocks)
+    return "" if fits else f"quantized x of {x.shape[0]} tokens leaves no shared memory for the weight"
 
 
-def in_clusters(x: Tensor, weight: Tensor, others: Tensor, gpu: Gpu) -> bool:
-    """Whether a pair's programs add up their parts without memory."""
-    strips, blocks = sizes_of(x, weight, others)
-    return choose_cut(gpu, x.shape[0], strips, blocks).cluster > 0
+def uses_clusters(x: Tensor, weight: Tensor, weight_2: Tensor, gpu: Gpu) -> bool:
+    """Return whether partial sums are combined in clusters, not through memory."""
+    k_blocks, tiles = sizes_of(x, weight, weight_2)
+    return choose_tiling(gpu, x.shape[0], k_blocks, tiles).cluster > 0
 
 
-def launch_pair(x: Tensor, weight: Tensor, weight_scale: Tensor, others: Tensor, out: Tensor, gpu: Gpu) -> None:
-    """Fill `out` `[T, N + M]` with the products of x, quantised, and `weight` `[N, K]`, and of x and `others`."""
+def launch(x: Tensor, weight: Tensor, weight_scale: Tensor, weight_2: Tensor, out: Tensor, gpu: Gpu) -> None:
+    """Fill `out` `[T, N + M]` with the GEMMs of quantized x and `weight` `[N, K]`, and of x and `weight_2` `[M, K]`."""
     tokens, size = x.shape
-    block_m, block_k, block_k_2 = block_of(tokens), STRIP_BYTES, STRIP_BYTES // others.element_size()
-    inputs = rows_of(x[:, None], block_k_2)
-    assert inputs is not None
+    x = x[:, None]
     if weight_scale.dtype is torch.float8_e8m0fnu:
         weight_scale = weight_scale.view(torch.uint8)
-    strips, blocks = sizes_of(x, weight, others)
-    pair = choose_cut(gpu, tokens, strips, blocks)
-    splits, cluster = pair.splits, pair.cluster
-    each, buffers = strips_each(pair, strips), rings(pair, tokens, strips)
-    first = blocks[0] * splits[0]
-    programs = first + blocks[1] * splits[1]
-    few, often = loads_of(x, block_m, each[0])
-    parts: list[Tensor | None] = [None, None]
+    k_blocks, tiles = sizes_of(x[:, 0], weight, weight_2)
+    pair = choose_tiling(gpu, tokens, k_blocks, tiles)
+    each, rings = k_blocks_each(pair, k_blocks), ring_depths(pair, tokens, k_blocks)
+    config, config_2 = (
+        config_of(x, of, tiling, n, ring, of is weight, max(each))
+        for of, tiling, n, ring in zip((weight, weight_2), _tilings(pair), each, rings, strict=True)
+    )
+    inputs = tma_matrix(x, config_2.block_k)
+    assert inputs is not None
+    first_2 = tiles[0] * pair.splits[0]
+    ctas = first_2 + tiles[1] * pair.splits[1]
+    partial_sums: list[Tensor | None] = [None, None]
     counters: list[Tensor | None] = [None, None]
-    if cluster > 0:
-        room = bytes_put(block_m, BLOCK_N)
-        start = partial(launch_clusters, pair_hopper_kernel, programs, cluster, room)
+    if pair.cluster > 0:
+        fetched = combine_fetched_bytes(config.block_m, BLOCK_N)
+        start = partial(launch_clusters, gemm_sm90_pair_kernel, ctas, pair.cluster, fetched)
     else:
-        start = partial(launch_kernel, pair_hopper_kernel, (programs,))
-        shapes = [(n, m, BLOCK_N * block_m) for n, m in zip(splits, blocks, strict=True)]
-        parts = [torch.empty(shape, dtype=torch.float32, device=x.device) if shape[0] > 1 else None for shape in shapes]
-        both = arrival_counters(sum(blocks), x.device)
-        counters = [both, both[blocks[0] :]]
+        start = partial(launch_kernel, gemm_sm90_pair_kernel, (ctas,))
+        shapes = [(n, m, BLOCK_N * config.block_m) for n, m in zip(pair.splits, tiles, strict=True)]
+        new = partial(torch.empty, dtype=torch.float32, device=x.device)
+        partial_sums = [new(shape) if shape[0] > 1 else None for shape in shapes]
+        both = arrival_counters(sum(tiles), x.device)
+        counters = [both, both[tiles[0] :]]
     start(
-        TensorDescriptor.from_tensor(weight, [BLOCK_N, block_k], swizzled(weight)),
-        TensorDescriptor.from_tensor(others, [BLOCK_N, block_k_2], swizzled(others)),
-        TensorDescriptor.from_tensor(inputs.matrix, [block_m, block_k_2], swizzled(x)),
+        tma_descriptor(weight, BLOCK_N, config.block_k),
+        tma_descriptor(weight_2, BLOCK_N, config_2.block_k),
+        tma_descriptor(inputs.matrix, config.block_m, config_2.block_k),
         inputs.matrix,
         inputs.matrix.stride(0),
         out,
-        parts[0],
-        parts[1],
-        counters[0],
-        counters[1],
+        *partial_sums,
+        *counters,
         weight_scale,
         out.stride(0),
         *weight_scale.stride(),
         tokens,
-        cdiv(tokens, block_m),
+        cdiv(tokens, config.block_m),
         weight.shape[0],
-        others.shape[0],
+        weight_2.shape[0],
         size,
-        each[0],
-        each[1],
-        first,
-        SPLITS=splits[0],
-        SPLITS_OF_OTHERS=splits[1],
-        BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=block_k,
-        BLOCK_K_OF_OTHERS=block_k_2,
-        EACH=power_of_two(each[0]),
-        EACH_OF_OTHERS=power_of_two(each[1]),
-        AT_ONCE=few,
-        CHUNKS=often,
-        RAGGED=size % STRIP_BYTES > 0,
-        RING=buffers[0],
-        RING_OF_OTHERS=buffers[1],
-        WHOLE=buffers[0] == each[0],
-        WHOLE_OF_OTHERS=buffers[1] == each[1],
-        TILE=swizzled(weight),
-        TILE_OF_OTHERS=swizzled(others),
-        OUT_TILE=swizzled(out),
-        X=x_layout(few * block_m, WARPS, x.dtype is torch.bfloat16),
-        OUT=out_layout(BLOCK_N, WARPS),
-        CLUSTER=cluster > 0,
-        SHARE=tokens_of_share(max(1, cluster), block_m, max(each)),
-        INBOX=bytes_of_inbox(cluster, block_m, BLOCK_N, max(each)) if cluster > 0 else 0,
+        *each,
+        first_2,
+        config=config,
+        config_2=config_2,
         num_warps=WARPS,
         launch_pdl=True,
     )

@@ -1,4 +1,4 @@
-"""`grouped_linear`: few tokens in one launch of our own, more by torch, whose products fill the GPU then."""
+"""`grouped_linear`: few tokens by our GEMM in one launch, more by torch, whose GEMMs fill the GPU then."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import torch
 from torch import Tensor
 
 from ..host.gpu import gpu_of, sm90_module
-from .gemm import FEW_TOKENS, SMALL, grouped_matmul
+from .gemm import FEW_TOKENS, SMALL, Operands, grouped_gemm
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> Tensor:
-    """See the reference. Sums are in another order, the same one for the same call.
+    """Multiply each group of `x` by its rows of the weight. Sums are in a fixed order, another than the reference's.
 
-    Few tokens of a single matrix are torch's too, but on Hopper: there the kernel reads it as fast, in one launch
-    always, and begins to before the kernel in front has ended.
+    Few tokens of a single group use our kernel on sm_90 only: there it reads the weight as fast as torch, always in one
+    launch, and starts before the previous kernel has ended.
     """
     out_dtype = torch.float32 if float32 else x.dtype
     by_group = x if x.dim() == 3 else x.unflatten(1, (groups, -1))
-    few = x.shape[0] <= FEW_TOKENS if groups > 1 else _few(by_group, weight)
+    few = x.shape[0] <= FEW_TOKENS if groups > 1 else _fits_small(by_group, weight)
     if x.device.type != "cuda" or few or (groups > 1 and out_dtype is not x.dtype):
-        return grouped_matmul(by_group, None, weight, None, out_dtype)
-    return by_torch(by_group, weight, out_dtype)
+        return grouped_gemm(Operands(by_group, None, weight, None), out_dtype)
+    return multiply_by_torch(by_group, weight, out_dtype)
 
 
-def by_torch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`[T, G * N]` of x `[T, G, K]`: the products of groups are written where they belong, into slices of the result.
-
-    On an H200 it takes 23 us where a kernel of ours takes 32, for 128 tokens and V4-Flash's wo_a in bfloat16, and 51
-    where that takes 62, for 512 (`dsv4 bench gemm --only op=grouped_linear`).
-    """
+def multiply_by_torch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Return `[T, G * N]` of x `[T, G, K]`; each group's GEMM writes its slice of the result."""
     tokens, groups, _ = x.shape
     if groups == 1:
         flat = x.flatten(1)
@@ -39,12 +35,12 @@ def by_torch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     return out.flatten(1)
 
 
-def _few(x: Tensor, weight: Tensor) -> bool:
+def _fits_small(x: Tensor, weight: Tensor) -> bool:
     gpu = gpu_of(x.device)
-    hopper = sm90_module(gpu, SMALL)
-    return hopper is not None and not hopper.hopper_refuses(x, weight, False, gpu)
+    small = sm90_module(gpu, SMALL)
+    return small is not None and not small.why_unsupported(x, weight, False, gpu)
 
 
-def grouped_linear_refuses(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> str:
-    """Why a call cannot use the kernel, or ""."""
-    return "a sum of nothing" if weight.shape[1] == 0 else ""
+def why_unsupported_grouped_linear(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> str:
+    """Return why a call cannot use the kernel, "" if it can."""
+    return "K is 0, it must be at least 1" if weight.shape[1] == 0 else ""

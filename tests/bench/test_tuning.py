@@ -60,17 +60,19 @@ def test_tilings_of_gemm_are_returned_by_the_functions_that_choose(
 
     def launcher(op: str) -> Callable[..., Any]:
         return lambda *sizes: [
-            gemm.choose_cut(gpu, *sizes),
-            gemm_sm90_small.choose_cut(gpu, *sizes, True, False, False),
+            gemm.choose_tiling(gpu, *sizes),
+            gemm_sm90_small.choose_tiling(gpu, *sizes, True, False, False),
         ]
 
     monkeypatch.setattr(tiles, "launcher", launcher)
     limits = {"layer": {"wo_a"}, "op": {"grouped_linear"}, "model": {"Flash"}, "tokens": {"1"}}
-    cuts = {name: prepare()(5, 2, 24, 8) for name, prepare in next(tiles.problems(CPU, limits)).implementations.items()}
-    assert cuts["n64 w4 s4 p1"] == [gemm.Cut(8, 64, 4, 4, 4), gemm_sm90_small.Cut(64, 4, 1, 4)]
-    assert cuts["n256 w8 s3 p2"] == [gemm.Cut(8, 256, 8, 3, 8), gemm_sm90_small.Cut(256, 8, 2, 8)]
-    assert cuts["n128 w4 c8 p3"][1] == gemm_sm90_small.Cut(128, 4, 3, 8, True)
-    assert len(cuts) == len(tiles.TILES) * len(tiles.PROGRAMS) + len(tiles.CLUSTERS) * len(tiles.PROGRAMS_OF_CLUSTERS)
+    (problem,) = tiles.problems(CPU, limits)
+    tilings = {name: prepare()(5, 2, 24, 8) for name, prepare in problem.implementations.items()}
+    assert tilings["n64 w4 s4 p1"] == [gemm.GemmTiling(8, 64, 4, 4, 4), gemm_sm90_small.SmallTiling(64, 4, 1, 4)]
+    assert tilings["n256 w8 s3 p2"] == [gemm.GemmTiling(8, 256, 8, 3, 8), gemm_sm90_small.SmallTiling(256, 8, 2, 8)]
+    assert tilings["n128 w4 c8 p3"][1] == gemm_sm90_small.SmallTiling(128, 4, 3, 8, True)
+    clusters = len(tiles.CLUSTERS) * len(tiles.PROGRAMS_OF_CLUSTERS)
+    assert len(tilings) == len(tiles.TILES) * len(tiles.PROGRAMS) + clusters
 
 
 def test_tilings_of_the_indexer_are_arguments_of_the_launchers(tuning: Callable[[str], ModuleType]) -> None:

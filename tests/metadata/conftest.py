@@ -1,4 +1,4 @@
-"""A model of the batch in dicts and lists: what each token must find in its metadata."""
+"""A model of a batch in dicts and lists: the expected metadata of each token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE_TOKENS = {
 
 
 class Model:
-    """Block tables for R requests of up to `max_model_len` tokens, and the metadata of any token of theirs."""
+    """Block tables for R requests of up to `max_model_len` tokens, and the expected metadata of each token."""
 
     def __init__(self, rng: random.Random, requests: int, max_model_len: int, window: int, hostile: bool = False):
         columns = {name: layout.cdiv(max_model_len, tokens) for name, tokens in PAGE_TOKENS.items()}
@@ -38,7 +38,7 @@ class Model:
         self.max_model_len = max_model_len
 
     def token(self, request: int, position: int) -> dict[str, object]:
-        """Every value of one token by the path of its tensor; position -1 is padding."""
+        """Return all values of one token by the path of their tensor; position -1 is padding."""
         row, owner = max(position, 0), request if position >= 0 else 0
         indices, lens = window_row(self.lists["window"], owner, position, self.window, layout.WINDOW_BLOCK)
         entries, count = entry_row(self.lists["c128"], owner, position, self.width, 2, 128)
@@ -88,7 +88,7 @@ TABLES = {
 
 @pytest.fixture
 def assert_describes() -> Callable[[AttentionMetadata, Model, list[tuple[int, int]]], None]:
-    """Compare metadata with a model's view of its tokens, (request, position) each; dtypes and tables included."""
+    """Return a function that compares metadata with a model, for tokens given as (request, position)."""
 
     def compare(metadata: AttentionMetadata, model: Model, tokens: list[tuple[int, int]]) -> None:
         tensors = _flatten(metadata)
@@ -108,5 +108,5 @@ def assert_describes() -> Callable[[AttentionMetadata, Model, list[tuple[int, in
 
 @pytest.fixture
 def batch_model() -> type[Model]:
-    """The class of the model: tests choose requests, lengths and window."""
+    """Return the class of the model; tests choose requests, lengths and window."""
     return Model

@@ -44,9 +44,9 @@ def of_tokens(model: Any, tokens: list[tuple[int, int]]) -> AttentionMetadata:
     )
 
 
-def test_a_mixed_batch(batch_model: type, assert_describes: Callable) -> None:
-    """Two decodes, a two-token decode across a group of 4, one across a group of 128, a chunk that begins inside both
-    kinds of group, a whole prefill, a padded request and padding tokens."""
+def test_mixed_batch_is_exact(batch_model: type, assert_describes: Callable) -> None:
+    """Cover two decodes, decodes across a group of 4 and of 128, a prefill chunk that begins inside both kinds of
+    group, a whole prefill, a padded request and padding tokens."""
     batch = Batch((1, 1, 2, 3, 200, 300, 0), (1, 640, 129, 257, 490, 300, 0), padding=5)
     model = batch_model(random.Random(0), 7, MAX_LEN, 128)
     metadata = of_batch(model, batch)
@@ -56,7 +56,7 @@ def test_a_mixed_batch(batch_model: type, assert_describes: Callable) -> None:
 
 
 @pytest.mark.parametrize("hostile", [False, True])
-def test_random_batches(batch_model: type, assert_describes: Callable, hostile: bool, seed: int) -> None:
+def test_random_batches_are_exact(batch_model: type, assert_describes: Callable, hostile: bool, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(10):
         batch = random_batch(rng, max_seq_len=MAX_LEN)
@@ -66,7 +66,7 @@ def test_random_batches(batch_model: type, assert_describes: Callable, hostile: 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_tokens_in_any_order(batch_model: type, assert_describes: Callable, data: st.DataObject) -> None:
+def test_tokens_in_any_order_are_exact(batch_model: type, assert_describes: Callable, data: st.DataObject) -> None:
     model = batch_model(data.draw(st.randoms(use_true_random=False)), 3, 300, 8)
     token = st.tuples(st.integers(0, 2), st.integers(-1, 299))
     tokens = data.draw(st.lists(token, max_size=12))
@@ -75,17 +75,17 @@ def test_tokens_in_any_order(batch_model: type, assert_describes: Callable, data
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lens=st.lists(st.integers(0, 9), min_size=1, max_size=4), width=st.integers(9, 11), past=st.integers(0, 280))
-def test_left_padded_rectangles(
+def test_left_padded_batches_are_exact(
     batch_model: type, assert_describes: Callable, lens: list[int], width: int, past: int
 ) -> None:
-    """Hugging Face's batches: row b, column s is token b * S + s, and each row's padding comes first."""
+    """In Hugging Face's batches row b, column s is token b * S + s, and each row begins with its padding."""
     rows = len(lens)
     model = batch_model(random.Random(0), rows, 300, 16)
     column = torch.arange(width).repeat(rows, 1)
     first = width - torch.tensor(lens)[:, None]
     valid = column >= first
     metadata = build_metadata(
-        positions=torch.where(valid, column - first + past, 1).flatten(),  # 1 is what generate() puts on padding
+        positions=torch.where(valid, column - first + past, 1).flatten(),  # generate() gives padding position 1
         token_to_req=torch.arange(rows).repeat_interleave(width),
         is_valid_token=valid.flatten(),
         block_tables=model.tables,
@@ -100,7 +100,7 @@ def test_left_padded_rectangles(
     assert_describes(metadata, model, tokens)
 
 
-def test_both_doors_lead_to_the_same_room(batch_model: type, seed: int) -> None:
+def test_both_builders_agree(batch_model: type, seed: int) -> None:
     rng = random.Random(seed)
     batch = Batch((1, 4, 150), (77, 130, 300), padding=2)
     model = batch_model(rng, 3, MAX_LEN, 128)
@@ -127,21 +127,21 @@ def test_padding_never_changes_a_token(
         assert a is b if id(a) in tables else torch.equal(a, b[: sum(query_lens)])
 
 
-def test_the_engines_slots_decide_what_is_padding(batch_model: type, assert_describes: Callable) -> None:
+def test_negative_engine_slots_mark_padding(batch_model: type, assert_describes: Callable) -> None:
     batch = Batch((2, 3), (20, 3))
     model = batch_model(random.Random(0), 2, MAX_LEN, 8)
     metadata = of_batch(model, batch, slot_mapping=torch.tensor([5, -1, 9, 0, -1]))
     assert_describes(metadata, model, [(0, 18), (0, -1), (1, 0), (1, 1), (1, -1)])
 
 
-def test_an_empty_batch(batch_model: type, assert_describes: Callable) -> None:
+def test_empty_batch_gives_empty_metadata(batch_model: type, assert_describes: Callable) -> None:
     model = batch_model(random.Random(0), 2, MAX_LEN, 8)
     assert_describes(of_batch(model, Batch((0, 0), (0, 0))), model, [])
     assert_describes(of_batch(model, Batch((), (), padding=3)), model, [(-1, -1)] * 3)
     assert_describes(of_tokens(model, []), model, [])
 
 
-def test_strided_inputs(batch_model: type, assert_describes: Callable) -> None:
+def test_strided_inputs_are_exact(batch_model: type, assert_describes: Callable) -> None:
     batch = Batch((1, 30), (200, 90), padding=1)
     model = batch_model(random.Random(0), 2, MAX_LEN, 8)
     spread = pytree.tree_map(strided, model.tables)
@@ -157,7 +157,7 @@ def test_strided_inputs(batch_model: type, assert_describes: Callable) -> None:
     assert_describes(metadata, model, batch.tokens())
 
 
-def test_hostile_tokens_and_tables_become_padding_and_never_a_fault(batch_model: type) -> None:
+def test_hostile_tokens_and_tables_become_padding(batch_model: type) -> None:
     model = batch_model(random.Random(0), 3, MAX_LEN, 16, hostile=True)
     metadata = build_metadata(
         positions=hostile_indices((200,), MAX_LEN, dtype=torch.int64),
@@ -178,7 +178,7 @@ def test_hostile_tokens_and_tables_become_padding_and_never_a_fault(batch_model:
     assert not metadata.c128.lens[padding].any()
 
 
-def test_building_never_waits_for_the_device(batch_model: type) -> None:
+def test_building_does_not_synchronise(batch_model: type) -> None:
     batch = Batch((1, 5), (9, 5), padding=2)
     model = batch_model(random.Random(0), 2, MAX_LEN, 8)
     inputs = batch.query_start_loc(), batch.seq_lens_tensor()
@@ -206,14 +206,14 @@ def test_only_the_ratios_of_the_model_are_built(batch_model: type, ratios: tuple
 
 
 @pytest.mark.parametrize("missing", ["c4", "c4_state", "indexer", "indexer_state", "c128", "c128_state"])
-def test_a_missing_table_is_named(batch_model: type, missing: str) -> None:
+def test_missing_block_table_raises_with_its_name(batch_model: type, missing: str) -> None:
     model = batch_model(random.Random(0), 1, MAX_LEN, 8)
     model.tables = replace(model.tables, **{missing: None})
     with pytest.raises(InputError, match=f"block_tables.{missing}=None"):
         of_batch(model, Batch((2,), (9,)))
 
 
-def test_pages_of_the_window_may_have_another_size(batch_model: type) -> None:
+def test_window_block_size_is_respected(batch_model: type) -> None:
     model = batch_model(random.Random(0), 1, MAX_LEN, 4)
     model.tables = replace(model.tables, window=torch.tensor([[3, 1]], dtype=torch.int32))
     metadata = of_batch(model, Batch((1,), (34,)), window_block_size=32, ratios=())
@@ -222,7 +222,7 @@ def test_pages_of_the_window_may_have_another_size(batch_model: type) -> None:
 
 
 @pytest.mark.parametrize(("max_model_len", "width"), [(1, 128), (16384, 128), (16385, 256), (131072, 1024)])
-def test_c128_rows_have_the_width_of_the_layout(batch_model: type, max_model_len: int, width: int) -> None:
+def test_c128_rows_have_the_width_from_layout(batch_model: type, max_model_len: int, width: int) -> None:
     model = batch_model(random.Random(0), 1, MAX_LEN, 8)
     model.max_model_len = max_model_len
     assert of_batch(model, Batch((1,), (1,))).c128.indices.shape == (1, width)

@@ -10,8 +10,8 @@ from dsv4_compile.errors import InputError
 from dsv4_compile.metadata import get_prefill_chunk_plan, prefill_workspace_rows
 
 
-def test_requests_share_a_workspace_while_they_fit() -> None:
-    """ratio 4: the requests need 100, 50 and 10 entries and 30, 40 and 20 raw tokens."""
+def test_chunk_grows_while_its_requests_fit_the_workspace() -> None:
+    """At ratio 4 the requests need 100, 50 and 10 entries and 30, 40 and 20 raw tokens."""
     plan = get_prefill_chunk_plan([400, 200, 43], [30, 40, 20], 4, max_rows=300)
     assert plan == [(0, 2, 100, 140), (2, 3, 10, 30)]
 
@@ -21,11 +21,11 @@ def test_a_window_only_layer_gathers_no_entries() -> None:
         assert get_prefill_chunk_plan([400, 200], [30, 40], ratio, max_rows=80) == [(0, 2, 0, 40)]
 
 
-def test_no_prefills_need_no_chunk() -> None:
+def test_no_prefills_give_no_chunks() -> None:
     assert get_prefill_chunk_plan([], [], 4, max_rows=0) == []
 
 
-def test_padded_requests_take_no_room_of_their_own() -> None:
+def test_padded_requests_need_no_rows() -> None:
     assert get_prefill_chunk_plan([0, 0], [0, 0], 4, max_rows=0) == [(0, 2, 0, 0)]
 
 
@@ -33,7 +33,9 @@ requests = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 600)), max_si
 
 
 @given(requests=requests, ratio=st.sampled_from([1, 4, 128]))
-def test_every_plan_fits_covers_all_requests_and_wastes_nothing(requests: list[tuple[int, int]], ratio: int) -> None:
+def test_every_plan_fits_covers_all_requests_and_has_the_fewest_chunks(
+    requests: list[tuple[int, int]], ratio: int
+) -> None:
     seq_lens = [max(seq_len, query_len) for seq_len, query_len in requests]
     gather_lens = [
         query_len + min(seq - query_len, 127) for seq, (_, query_len) in zip(seq_lens, requests, strict=True)
@@ -61,11 +63,11 @@ def test_the_reserved_workspace_holds_four_requests_of_any_length(ratio: int, ro
     assert [chunk.end - chunk.start for chunk in longest] == [4, 1]
 
 
-def test_a_request_that_does_not_fit_alone_is_refused() -> None:
+def test_request_larger_than_the_workspace_raises() -> None:
     with pytest.raises(InputError, match="request 1 needs 140 rows of a prefill workspace of 139"):
         get_prefill_chunk_plan([4, 400], [4, 40], 4, max_rows=139)
 
 
-def test_every_request_needs_both_lengths() -> None:
+def test_lists_of_different_lengths_raise() -> None:
     with pytest.raises(InputError, match="2 seq_lens, 1 gather_lens"):
         get_prefill_chunk_plan([4, 4], [4], 4, max_rows=100)

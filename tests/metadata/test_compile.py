@@ -43,7 +43,7 @@ def token_arguments(rng: random.Random, tokens: int) -> tuple[Tensor, ...]:
     return arguments
 
 
-def test_per_token_metadata_is_one_graph_for_every_size(batch_model: type, seed: int) -> None:
+def test_build_metadata_compiles_once_for_every_size(batch_model: type, seed: int) -> None:
     rng = random.Random(seed)
     tables = batch_model(rng, 4, MAX_LEN, 128).tables
     compiled = torch.compile(per_token, backend="aot_eager", fullgraph=True)
@@ -53,7 +53,7 @@ def test_per_token_metadata_is_one_graph_for_every_size(batch_model: type, seed:
             assert_same(compiled(*arguments, tables), per_token(*arguments, tables))
 
 
-def test_batch_metadata_is_one_graph_for_every_batch(batch_model: type, seed: int) -> None:
+def test_build_batch_metadata_compiles_once_for_every_batch(batch_model: type, seed: int) -> None:
     """Only num_tokens is dynamic: an engine pads its requests to a fixed number of rows."""
     rng = random.Random(seed)
     tables = batch_model(rng, 8, MAX_LEN, 128).tables
@@ -82,8 +82,8 @@ def test_batch_metadata_is_one_graph_for_every_batch(batch_model: type, seed: in
             assert_same(compiled(starts, seq_lens, slots, tables), step(starts, seq_lens, slots, tables))
 
 
-def test_metadata_made_in_a_graph_can_stay_in_it(batch_model: type, seed: int) -> None:
-    """A model builds metadata and uses it in one graph; only tensors leave it."""
+def test_metadata_can_be_an_intermediate_of_a_graph(batch_model: type, seed: int) -> None:
+    """A graph that builds and uses metadata returns tensors only."""
     rng = random.Random(seed)
     tables = batch_model(rng, 4, MAX_LEN, 128).tables
 

@@ -1,4 +1,4 @@
-"""`dsv4 explain metadata` lists the buffers that exist, and the calls that it shows run."""
+"""The page of `dsv4 explain metadata` lists the declared buffers."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def test_the_page_lists_the_declared_buffers() -> None:
     assert listed == declared
 
 
-def test_the_command_line_shows_the_page(capsys: object) -> None:
+def test_explain_metadata_prints_the_page(capsys: object) -> None:
     assert main(["explain", "metadata"]) == 0
     assert capsys.readouterr().out.strip() == PAGE.read_text().strip()

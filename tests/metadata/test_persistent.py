@@ -1,4 +1,4 @@
-"""Persistent metadata: every row of every step equals a fresh build, whatever the buffers held; addresses stay."""
+"""Persistent metadata: every row of every step equals a fresh build, over poisoned buffers, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def random_tables(rng: random.Random, buffers: MetadataBuffers, requests: int = 
 
 
 def poison(buffers: MetadataBuffers) -> None:
-    """Leave garbage in everything that a refresh must rewrite."""
+    """Fill every buffer that a refresh must rewrite with garbage."""
     for spec in buffers.plan.specs:
         if spec.filled_by == "refresh":
             tensor = buffers.tensors[spec.name]
@@ -52,7 +52,7 @@ def poison(buffers: MetadataBuffers) -> None:
 
 
 def fresh(buffers: MetadataBuffers, num_tokens: int) -> AttentionMetadata:
-    """What the builder makes of the same inputs."""
+    """Return the metadata that `build_batch_metadata` builds from the same inputs."""
     slots = buffers.tensors.get("slot_mapping")
     return build_batch_metadata(
         query_start_loc=buffers.tensors["query_start_loc"],
@@ -76,7 +76,7 @@ def addresses(tree: object) -> list[tuple[int, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("engine_slots", [False, True])
-def test_random_batches_over_poison(engine_slots: bool, seed: int) -> None:
+def test_random_batches_over_poisoned_buffers_equal_fresh_builds(engine_slots: bool, seed: int) -> None:
     rng = random.Random(seed)
     buffers = made(engine_slots=engine_slots)
     buffers.load([0], [], slot_mapping=torch.zeros(0, dtype=torch.int64) if engine_slots else None)
@@ -92,7 +92,7 @@ def test_random_batches_over_poison(engine_slots: bool, seed: int) -> None:
 
 
 class Requests:
-    """Requests that join, grow by any number of tokens, and leave, in the rows of one batch."""
+    """Requests that join, grow by any number of tokens, and leave the rows of one batch."""
 
     def __init__(self) -> None:
         self.lens = [0] * REQUESTS
@@ -106,7 +106,7 @@ class Requests:
                 before = 0 if what == "join" else self.lens[row]
                 query[row] = min(tokens, MAX_LEN - before)
                 self.lens[row] = before + query[row]
-        # A request that stays without a query is padding in this step: its row is kept, its length is not shown.
+        # A request without a query in this step is padding: it keeps its row and has length 0 in the batch.
         return Batch(tuple(query), tuple(n if q else 0 for n, q in zip(self.lens, query, strict=True)))
 
 
@@ -134,8 +134,8 @@ def test_any_sequence_of_steps_equals_fresh_builds(steps: list[list[tuple[str, i
         assert seen.setdefault(bucket, addresses(buffers.metadata(bucket))) == addresses(buffers.metadata(bucket))
 
 
-def test_a_long_walk_of_decodes_on_the_device_and_batches_from_the_host(seed: int) -> None:
-    """Decodes of one and of three tokens that advance by what is kept, interrupted by batches that the host loads."""
+def test_1000_steps_of_advance_and_load_equal_fresh_builds(seed: int) -> None:
+    """Mix `advance` for decodes of one and three tokens with batches that the host loads."""
     rng, rows, stopped = random.Random(seed), REQUESTS * 3, 0
     buffers = made(max_num_batched_tokens=rows)
     buffers.load([0], [], block_tables=random_tables(rng, buffers))
@@ -160,7 +160,7 @@ def test_a_long_walk_of_decodes_on_the_device_and_batches_from_the_host(seed: in
     assert stopped > 100
 
 
-def test_everything_starts_as_its_pad_value_and_is_where_the_table_says() -> None:
+def test_buffers_match_the_table_and_start_with_their_pad_values() -> None:
     buffers = made(engine_slots=True)
     assert set(buffers.tensors) == {spec.name for spec in BUFFERS} == {spec.name for spec in buffers.plan.specs}
     for spec in buffers.plan.specs:
@@ -174,14 +174,14 @@ def test_everything_starts_as_its_pad_value_and_is_where_the_table_says() -> Non
         assert bool((buffers.tensors[spec.name] == buffers.plan.pad(spec)).all()), spec.name
 
 
-def test_bytes_are_predicted_before_allocation() -> None:
+def test_plan_predicts_the_allocated_bytes() -> None:
     for options in ({}, {"ratios": (1,)}, {"ratios": (4,)}, {"ratios": (128,)}, {"engine_slots": True}):
         plan, buffers = plan_buffers(**SIZES, **options), made(**options)
         assert plan.nbytes == buffers.nbytes == sum(t.untyped_storage().nbytes() for t in buffers.tensors.values())
         assert f"{plan.nbytes:,}" in str(plan)
 
 
-def test_every_view_of_the_metadata_is_a_declared_buffer() -> None:
+def test_metadata_consists_of_declared_buffers_only() -> None:
     buffers = made()
     buffers.refresh()
     starts = {tensor.data_ptr(): name for name, tensor in buffers.tensors.items()}
@@ -190,7 +190,7 @@ def test_every_view_of_the_metadata_is_a_declared_buffer() -> None:
     assert names == set(buffers.tensors) - inputs
 
 
-def test_adopted_tables_stay_the_engines() -> None:
+def test_engine_block_tables_are_used_in_place() -> None:
     buffers = made()
     tables = random_tables(random.Random(0), buffers, REQUESTS + 2)
     adopted = made(block_tables=tables)
@@ -212,7 +212,7 @@ def test_a_model_has_the_buffers_of_its_ratios(ratios: tuple[int, ...]) -> None:
     assert any("indexer" in name for name in buffers.tensors) == (4 in ratios)
 
 
-def test_what_was_loaded_before_never_shows() -> None:
+def test_load_overwrites_everything_of_the_previous_batch() -> None:
     buffers = made()
     full = random_tables(random.Random(0), buffers)
     buffers.load([0, 2, 4, 6], [2, 2, 2], block_tables=full, input_ids=range(6), reserved=[4, 5, 6])
@@ -242,7 +242,7 @@ def test_what_was_loaded_before_never_shows() -> None:
         ("query_start_loc is int", torch.zeros(2, 2, dtype=torch.int32), [1]),
     ],
 )
-def test_a_batch_that_does_not_fit_is_refused_and_nothing_is_written(code: str, starts: list, lens: list) -> None:
+def test_batch_that_does_not_fit_raises_and_writes_nothing(code: str, starts: list, lens: list) -> None:
     buffers = made()
     buffers.load([0, 2], [2])
     with pytest.raises((GraphError, InputError), match=code):
@@ -251,12 +251,12 @@ def test_a_batch_that_does_not_fit_is_refused_and_nothing_is_written(code: str, 
     assert buffers.tensors["seq_lens"][0] == 2
 
 
-def test_nobody_has_pages_for_more_than_the_longest_sequence() -> None:
+def test_reserved_above_max_model_len_raises() -> None:
     with pytest.raises(GraphError, match=r"(?s)E402.*request 1 has pages for 701 tokens"):
         made().load([0, 1, 2], [1, 1], reserved=[5, MAX_LEN + 1])
 
 
-def test_a_table_that_ends_before_its_request_is_refused() -> None:
+def test_block_table_of_wrong_size_raises() -> None:
     buffers = made()
     tables = random_tables(random.Random(0), buffers)
     for group in buffers.groups:
@@ -274,7 +274,7 @@ def test_a_table_that_ends_before_its_request_is_refused() -> None:
         buffers.load([0, 1], [600], block_tables=BlockTables(window=tables.window))
 
 
-def test_metadata_is_refused_before_it_is_built() -> None:
+def test_metadata_of_rows_that_were_not_refreshed_raises() -> None:
     buffers = made()
     with pytest.raises(GraphError, match=r"(?s)E404.*before refresh"):
         buffers.metadata(1)
@@ -292,19 +292,19 @@ def test_metadata_is_refused_before_it_is_built() -> None:
             call(-1)
 
 
-def test_ratios_that_no_layer_has_are_refused() -> None:
+def test_unknown_ratio_raises() -> None:
     with pytest.raises(InputError, match=r"(?s)E205.*ratios \[64\]"):
         made(ratios=(1, 4, 64))
 
 
-def test_a_padded_request_may_have_tokens() -> None:
+def test_tokens_of_a_padded_request_are_padding() -> None:
     buffers = made()
     buffers.load([0, 1, 2], [1, 0])
     buffers.refresh(2)
     assert buffers.metadata(2).is_valid_token.tolist() == [True, False]
 
 
-def test_slots_of_the_engine_come_where_they_were_promised() -> None:
+def test_slot_mapping_is_required_exactly_with_engine_slots() -> None:
     with pytest.raises(InputError, match="E201"):
         made(engine_slots=True).load([0, 1], [1])
     with pytest.raises(InputError, match="E201"):

@@ -33,7 +33,7 @@ def split(query_lens: list[int], threshold: int = 1, **options: object) -> Batch
         ([4, 4], 3, {"require_uniform": True}, (0, 2, 0, 8)),
     ],
 )
-def test_the_first_long_query_begins_the_prefills(
+def test_prefills_begin_at_the_first_query_longer_than_the_threshold(
     query_lens: list[int], threshold: int, options: dict, expected: tuple[int, ...]
 ) -> None:
     assert split(query_lens, threshold, **options) == expected
@@ -49,7 +49,7 @@ def test_the_first_long_query_begins_the_prefills(
         ([1, 1], 1, False, [True, True], (0, 2, 0, 2)),
     ],
 )
-def test_a_short_chunk_of_a_prefill_can_be_told_apart(
+def test_flagged_short_prefill_chunk_counts_as_prefill(
     query_lens: list[int], threshold: int, uniform: bool, flags: list[bool], expected: tuple[int, ...]
 ) -> None:
     options = {"treat_short_extends_as_decodes": False, "is_prefilling": flags, "require_uniform": uniform}
@@ -81,6 +81,6 @@ def test_parts_are_slices_and_no_decode_is_longer_than_the_threshold(
         ([0, 1], {"treat_short_extends_as_decodes": False, "is_prefilling": []}, "one flag per request"),
     ],
 )
-def test_wrong_arguments_are_refused(starts: list[int], options: dict, message: str) -> None:
+def test_invalid_arguments_raise(starts: list[int], options: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         split_decodes_and_prefills(starts, **options)

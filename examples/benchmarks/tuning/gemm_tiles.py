@@ -44,7 +44,7 @@ def problems(device: torch.device, only: Only) -> Iterator[Problem]:
         if hopper is not None:
             ways |= {
                 f"n{rows} w{warps} c{splits} p{programs}": partial(
-                    _prepare_clusters, problem.op, hopper, hopper.Cut(rows, warps, programs, splits, True)
+                    _prepare_clusters, problem.op, hopper, hopper.SmallTiling(rows, warps, programs, splits, True)
                 )
                 for rows, warps, splits in CLUSTERS
                 for programs in PROGRAMS_OF_CLUSTERS
@@ -54,7 +54,7 @@ def problems(device: torch.device, only: Only) -> Iterator[Problem]:
 
 def _prepare_clusters(op: str, hopper: Any, tiling: Any) -> Any:
     def call(*args: Any) -> Any:
-        with mock.patch.object(hopper, "choose_cut", lambda *sizes: tiling):
+        with mock.patch.object(hopper, "choose_tiling", lambda *sizes: tiling):
             return launcher(op)(*args)
 
     return on_gpu(call)
@@ -62,23 +62,23 @@ def _prepare_clusters(op: str, hopper: Any, tiling: Any) -> Any:
 
 def _prepare(op: str, tile: tuple[int, int, int], programs: int) -> Any:
     portable, (block_n, warps, stages) = importlib.import_module("dsv4_compile.kernels.linear.gemm"), tile
-    default = portable.choose_cut
+    default = portable.choose_tiling
 
     def tiling(gpu: Any, tokens: int, groups: int, rows: int, k_blocks: int) -> Any:
         block_m = default(gpu, tokens, groups, rows, k_blocks).block_m
         tiles = cdiv(tokens, block_m) * groups * cdiv(rows, block_n)
         splits = max(1, min(k_blocks, cdiv(gpu.sms * programs, tiles)))
-        return portable.Cut(block_m, block_n, warps, stages, cdiv(k_blocks, cdiv(k_blocks, splits)))
+        return portable.GemmTiling(block_m, block_n, warps, stages, cdiv(k_blocks, cdiv(k_blocks, splits)))
 
     def hopper_tiling(gpu: Any, tokens: int, groups: int, rows: int, k_blocks: int, *kind: bool) -> Any:
         wanted = max(1, min(k_blocks, gpu.sms * programs // (groups * cdiv(rows, block_n))))
-        return hopper.Cut(block_n, warps, programs, cdiv(k_blocks, cdiv(k_blocks, wanted)))
+        return hopper.SmallTiling(block_n, warps, programs, cdiv(k_blocks, cdiv(k_blocks, wanted)))
 
     def call(*args: Any) -> Any:
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(portable, "choose_cut", tiling))
+            stack.enter_context(mock.patch.object(portable, "choose_tiling", tiling))
             if hopper is not None:
-                stack.enter_context(mock.patch.object(hopper, "choose_cut", hopper_tiling))
+                stack.enter_context(mock.patch.object(hopper, "choose_tiling", hopper_tiling))
             return launcher(op)(*args)
 
     call = on_gpu(call)

@@ -13,7 +13,7 @@ from dsv4_compile.kernels.indexer.histogram import add, counters
 from dsv4_compile.testing import assert_bitwise, fake_triton
 from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import GPUS
-from tests.kernels.linear.held_once import COUNTING, held_by_several
+from tests.kernels.indexer.held_once import COUNTING, held_by_several
 from tests.simulator.shared import SimulatedShared, simulated_shared  # noqa: F401  (a fixture)
 
 interpreted = pytest.mark.interpreted

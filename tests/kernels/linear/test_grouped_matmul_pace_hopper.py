@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.kernels.linear.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 
 from dsv4_compile.kernels.linear import gemm_sm90_small as grouped_matmul_hopper
 from dsv4_compile.kernels.linear.gemm_sm90_small import Cut, deepest_ring, strips_at_a_time
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
-from tests.kernels.linear.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 from tests.simulator.copies import landing_late
 from tests.simulator.products import GPU, launches, product, simulated_products
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.linear.test_grouped_matmul import e4m3
 
 from dsv4_compile.kernels.hopper import cluster_mailbox as cluster_hopper
 from dsv4_compile.kernels.linear import gemm_sm90_small as grouped_matmul_hopper
 from dsv4_compile.testing import assert_bitwise, fake_triton
-from tests.kernels.linear.test_grouped_matmul import e4m3
 from tests.simulator.products import GPU, launches, product, simulated_products
 
 

@@ -1,4 +1,4 @@
-"""The matrix products against the reference, in the checking interpreter, and compiled for every GPU."""
+"""The Triton GEMM against the reference, in the checking interpreter, and compiled for every GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv4_compile.kernels.linear import fp8_grouped_einsum as einsum_kernels
 from dsv4_compile.kernels.linear import fp8_linear as linear_kernels
 from dsv4_compile.kernels.linear import gemm as kernels
 from dsv4_compile.kernels.linear import grouped_linear as grouped_kernels
-from dsv4_compile.kernels.linear.fp8_linear import torch_refuses, widened
+from dsv4_compile.kernels.linear.fp8_linear import why_unsupported_torch, widened
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import dequantize_weight, quantize_activation
 from dsv4_compile.reference.common.quant import ue8m0_scale
@@ -23,8 +23,8 @@ from tests.kernels.gpus import GPUS, shared_out
 
 interpreted = pytest.mark.interpreted
 E8M0 = torch.float8_e8m0fnu
-WRITTEN = ("p_out", "p_part", "p_arrived", "p_values", "p_scale", "p_wide")
-PRODUCT = "grouped_matmul_kernel"
+WRITTEN = ("p_out", "p_partial", "p_arrived", "p_values", "p_scale", "p_wide")
+GEMM = "gemm_kernel"
 
 NEIGHBOUR = {
     # float32 sums of unit-variance terms in another order; what they cancel to decides the relative error.
@@ -36,7 +36,7 @@ NEIGHBOUR = {
 
 @pytest.fixture(autouse=True)
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every GPU: that of Hopper has a file of its own."""
+    """Run the Triton kernel on every GPU; those of sm_90 have test files of their own."""
     monkeypatch.setattr(kernels, "sm90_module", lambda gpu, stem: None)
 
 
@@ -45,7 +45,7 @@ def e4m3(*shape: int) -> Tensor:
 
 
 def block_scale(rows: int, size: int) -> Tensor:
-    """uint8: every block's scale differs from its neighbours'."""
+    """Return uint8 scales: every block's differs from its neighbours'."""
     shape = -(-rows // 128), -(-size // 128)
     return (125 + torch.arange(shape[0] * shape[1]) % 3).view(shape).to(torch.uint8)
 
@@ -62,7 +62,7 @@ def check(op: str, launch: Callable[..., Tensor], args: tuple[Any, ...], launche
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, quantize: bool = True) -> Tensor:
     tokens = x.numel() // x.shape[-1]
-    launched = ["quantize_activation_kernel"] * (quantize and tokens > kernels.FEW_TOKENS) + [PRODUCT] * (tokens > 0)
+    launched = ["quantize_activation_kernel"] * (quantize and tokens > kernels.FEW_TOKENS) + [GEMM] * (tokens > 0)
     return check("fp8_linear", linear_kernels.fp8_linear, (x, weight, scale, quantize), launched)
 
 
@@ -86,8 +86,8 @@ def test_another_layer_of_the_same_input_is_written_beside(tokens: int) -> None:
 
 
 @interpreted
-def test_what_is_quantised_on_the_way_is_what_the_reference_quantises() -> None:
-    """One weight of 1 in each strip: an output is a quantised input times its scale, and no sum can hide a bit."""
+def test_x_is_quantized_in_the_gemm_like_in_the_reference() -> None:
+    """With one weight of 1 per K-block a result is a quantized input times its scale: no sum can hide a bit."""
     weight = torch.zeros(256, 256)
     weight[torch.arange(256), torch.arange(256)] = 1
     x = torch.randn(6, 256) * 10.0 ** torch.randint(-12, 4, (6, 1))
@@ -98,7 +98,7 @@ def test_what_is_quantised_on_the_way_is_what_the_reference_quantises() -> None:
 
 @interpreted
 @pytest.mark.parametrize(("tokens", "size"), [(5, 1200), (70, 128), (1, 4), (9, 129)])
-def test_the_quantisation_in_front_of_many_tokens_is_exact(tokens: int, size: int) -> None:
+def test_many_tokens_are_quantized_exactly_before_the_gemm(tokens: int, size: int) -> None:
     for x in (torch.randn(tokens, size) * 1e-3, padded(torch.randn(tokens, size).bfloat16())):
         values, byte = quantize_activation(x)
         with poisoned_empty(), checked(mutated=WRITTEN):
@@ -109,11 +109,9 @@ def test_the_quantisation_in_front_of_many_tokens_is_exact(tokens: int, size: in
 
 @interpreted
 @pytest.mark.parametrize("form", [torch.float32, torch.uint8, E8M0])
-def test_torchs_product_gets_what_is_quantised_and_float32_scales(
-    form: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its place is taken by a product of the same operands, for it runs on a GPU."""
-    monkeypatch.setattr(linear_kernels, "torch_refuses", lambda *call: "")
+def test_torch_gets_quantized_x_and_float32_scales(form: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`scaled_mm` runs on GPUs only and is replaced by a GEMM of the same operands."""
+    monkeypatch.setattr(linear_kernels, "why_unsupported_torch", lambda *call: "")
     monkeypatch.setattr(linear_kernels, "multiply_by_torch", dequantized_product)
     x, byte = torch.randn(70, 256).bfloat16(), block_scale(640, 256)
     scale = ue8m0_scale(byte) if form is torch.float32 else byte.view(form)
@@ -122,19 +120,19 @@ def test_torchs_product_gets_what_is_quantised_and_float32_scales(
 
 @interpreted
 @pytest.mark.parametrize("form", [torch.float32, torch.uint8, E8M0])
-def test_torchs_product_gets_one_group_that_comes_quantised(form: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(einsum_kernels, "torch_refuses", lambda *call: "")
+def test_torch_gets_a_single_group_of_quantized_x(form: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(einsum_kernels, "why_unsupported_torch", lambda *call: "")
     monkeypatch.setattr(einsum_kernels, "multiply_by_torch", dequantized_product)
     byte = block_scale(640, 256)
     scale = ue8m0_scale(byte) if form is torch.float32 else byte.view(form)
     values, by_token = e4m3(70, 1, 256), 2.0 ** torch.randint(-3, 3, (70, 1, 2)).float()
-    by_strip = by_token.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    by_k_block = by_token.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     weight, launch = e4m3(640, 256), einsum_kernels.fp8_grouped_einsum
-    check("fp8_grouped_einsum", launch, (values, by_strip, weight, scale), [])
-    # What it does not take as it is, and groups, are multiplied here.
-    for call in ((values, by_token), (strided(values), by_strip), (values.view(70, 2, 128), by_token.view(70, 2, 1))):
+    check("fp8_grouped_einsum", launch, (values, by_k_block, weight, scale), [])
+    # Operands that scaled_mm cannot read, and several groups, use our kernel.
+    for call in ((values, by_token), (strided(values), by_k_block), (values.view(70, 2, 128), by_token.view(70, 2, 1))):
         size = call[0].shape[2]
-        check("fp8_grouped_einsum", launch, (*call, weight[:, :size], scale[:, : size // 128]), [PRODUCT])
+        check("fp8_grouped_einsum", launch, (*call, weight[:, :size], scale[:, : size // 128]), [GEMM])
 
 
 def test_scales_are_widened_as_the_reference_does() -> None:
@@ -150,11 +148,11 @@ def dequantized_product(values: Tensor, scale: Tensor, weight: Tensor, weight_sc
     return (x @ dequantize_weight(weight, weight_scale).t()).bfloat16()
 
 
-def test_torchs_product_is_taken_for_many_tokens_of_whole_blocks_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_multiplies_many_tokens_of_whole_blocks_on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     weight, scale = torch.empty(256, 512, dtype=torch.float8_e4m3fn), torch.empty(2, 4)
     sm_90, sm_100 = GPUS["sm_90"][0], GPUS["sm_100"][0]
-    assert torch_refuses(sm_90, 4096, weight, scale, torch.bfloat16) == ""
+    assert why_unsupported_torch(sm_90, 4096, weight, scale, torch.bfloat16) == ""
     for wrong in (
         (sm_100, 4096, weight, scale, torch.bfloat16),
         (sm_90, 64, weight, scale, torch.bfloat16),
@@ -164,18 +162,18 @@ def test_torchs_product_is_taken_for_many_tokens_of_whole_blocks_on_hopper(monke
         (sm_90, 4096, weight, scale, torch.float32),
         (sm_90, 4096, weight, scale.t(), torch.bfloat16),
     ):
-        assert torch_refuses(*wrong)
+        assert why_unsupported_torch(*wrong)
     # A torch built for an older CUDA raises at the call.
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert "12.8" in torch_refuses(sm_90, 4096, weight, scale, torch.bfloat16)
+    assert "12.8" in why_unsupported_torch(sm_90, 4096, weight, scale, torch.bfloat16)
 
 
 @interpreted
 @pytest.mark.parametrize("splits", [1, 2, 3])
-def test_parts_are_added_in_their_order_and_counters_left_zero(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_are_combined_in_order_and_counters_left_zero(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = torch.zeros(64, dtype=torch.int32)
     monkeypatch.setattr(kernels, "arrival_counters", lambda count, device: counters)
-    monkeypatch.setattr(kernels, "choose_cut", lambda *sizes: kernels.Cut(4 << splits, 64, 4, 2, splits))
+    monkeypatch.setattr(kernels, "choose_tiling", lambda *sizes: kernels.GemmTiling(4 << splits, 64, 4, 2, splits))
     x, weight, scale = torch.randn(20, 384).bfloat16(), e4m3(70, 384), block_scale(70, 384)
     first = linear(x, weight, scale)
     assert_bitwise(linear(x, weight, scale), first)
@@ -210,8 +208,8 @@ def test_a_row_of_zeros_or_nan_keeps_to_itself() -> None:
 def test_no_token_gives_an_empty_result() -> None:
     linear(torch.randn(0, 128), e4m3(40, 128), block_scale(40, 128))
     check("grouped_linear", grouped_kernels.grouped_linear, (torch.randn(0, 128), torch.randn(6, 64), 2), [])
-    quantised = e4m3(0, 2, 128), torch.ones(0, 2, 1), e4m3(40, 128), block_scale(40, 128)
-    check("fp8_grouped_einsum", einsum_kernels.fp8_grouped_einsum, quantised, [])
+    quantized = e4m3(0, 2, 128), torch.ones(0, 2, 1), e4m3(40, 128), block_scale(40, 128)
+    check("fp8_grouped_einsum", einsum_kernels.fp8_grouped_einsum, quantized, [])
 
 
 @interpreted
@@ -224,7 +222,7 @@ def test_grouped_einsum_reads_what_the_inverse_rotation_wrote(
     a = REFERENCES["inv_rope_fp8_quant"](o, torch.arange(tokens) % 9, table, groups, heads, packed)
     b = e4m3(groups * rows, heads * 64)
     args = *a, b, block_scale(*b.shape)
-    check("fp8_grouped_einsum", einsum_kernels.fp8_grouped_einsum, args, [PRODUCT])
+    check("fp8_grouped_einsum", einsum_kernels.fp8_grouped_einsum, args, [GEMM])
 
 
 @interpreted
@@ -234,30 +232,30 @@ def test_grouped_linear_is_the_reference(tokens: int, groups: int, rows: int, si
     x, weight = torch.randn(tokens, groups, size).to(dtype), torch.randn(groups * rows, size).to(dtype)
     spread = x.transpose(0, 1).contiguous().transpose(0, 1)
     for one in (x.flatten(1), spread):
-        check("grouped_linear", grouped_kernels.grouped_linear, (one, weight, groups), [PRODUCT])
+        check("grouped_linear", grouped_kernels.grouped_linear, (one, weight, groups), [GEMM])
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_torchs_products_of_groups_go_where_they_belong(groups: int) -> None:
+def test_gemms_of_groups_by_torch_write_their_slices(groups: int) -> None:
     x, weight = torch.randn(70, groups, 40), torch.randn(groups * 20, 40)
     for one in (x, x.transpose(0, 1).contiguous().transpose(0, 1), strided(x)):
-        got = grouped_kernels.by_torch(one, weight, torch.float32)
+        got = grouped_kernels.multiply_by_torch(one, weight, torch.float32)
         want = REFERENCES["grouped_linear"](x, weight, groups)
         assert (got.shape, got.stride()) == (want.shape, want.stride())
         torch.testing.assert_close(got, want)
 
 
-def test_a_sum_of_nothing_is_refused() -> None:
+def test_k_of_zero_is_unsupported() -> None:
     x, weight = torch.empty(2, 4, 0), torch.empty(8, 0)
-    assert "sum of nothing" in grouped_kernels.grouped_linear_refuses(x, weight, 4)
-    assert grouped_kernels.grouped_linear_refuses(torch.empty(2, 4, 3), torch.empty(8, 3), 4) == ""
-    quantised = x.to(torch.float8_e4m3fn), torch.empty(2, 4, 0), weight.to(torch.float8_e4m3fn), torch.empty(1, 0)
-    assert "sum of nothing" in einsum_kernels.fp8_grouped_einsum_refuses(*quantised)
-    assert "sum of nothing" in linear_kernels.fp8_linear_refuses(x, *quantised[2:])
+    assert "K is 0" in grouped_kernels.why_unsupported_grouped_linear(x, weight, 4)
+    assert grouped_kernels.why_unsupported_grouped_linear(torch.empty(2, 4, 3), torch.empty(8, 3), 4) == ""
+    quantized = x.to(torch.float8_e4m3fn), torch.empty(2, 4, 0), weight.to(torch.float8_e4m3fn), torch.empty(1, 0)
+    assert "K is 0" in einsum_kernels.why_unsupported_fp8_grouped_einsum(*quantized)
+    assert "K is 0" in linear_kernels.why_unsupported_fp8_linear(x, *quantized[2:])
 
 
 def compile_all(target: str, monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[Any]:
-    """Every launch of an output projection and of `wq_a` with `tokens` tokens."""
+    """Return the kernels of an output projection and of `wq_a` for `tokens` tokens."""
     monkeypatch.setattr(kernels, "gpu_of", lambda device: GPUS[target][0])
     x, scale = torch.empty(tokens, 4096, dtype=torch.bfloat16), torch.empty(12, 32, dtype=torch.uint8)
     a = torch.empty(8, tokens, 4096, dtype=torch.float8_e4m3fn).transpose(0, 1)
@@ -284,7 +282,7 @@ def test_they_compile_ahead_of_time_within_shared_memory(
 
 F8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 KINDS = ((BF16, True, F8), (F32, True, F8), (BF16, False, F8), (F32, False, F8), (F8, False, F8), (BF16, False, BF16))
-"""x, whether it is quantised on the way, and the weight, of every kind of call."""
+"""Dtype of x, whether the GEMM quantizes it, and dtype of the weight, for every kind of call."""
 
 
 @pytest.mark.parametrize(
@@ -298,7 +296,7 @@ KINDS = ((BF16, True, F8), (F32, True, F8), (BF16, False, F8), (F32, False, F8),
         ("sm_120", 64, (BF16, False, BF16)),
     ],
 )
-def test_what_a_cut_needs_is_known_before_it_is_compiled(
+def test_shared_memory_of_a_tiling_is_known_before_it_is_compiled(
     target: str, tokens: int, kind: tuple[torch.dtype, bool, torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu, kib = GPUS[target]
@@ -315,30 +313,31 @@ def test_what_a_cut_needs_is_known_before_it_is_compiled(
     scale = torch.empty(32, 8, dtype=torch.uint8) if weight_dtype is F8 else None
     x, x_scale = torch.empty(tokens, 1, 1024, dtype=dtype), torch.empty(tokens, 1, 8) if dtype is F8 else None
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        kernels.grouped_matmul(x, x_scale, torch.empty(4096, 1024, dtype=weight_dtype), scale, BF16, quantize=quantize)
+        operands = kernels.Operands(x, x_scale, torch.empty(4096, 1024, dtype=weight_dtype), scale)
+        kernels.grouped_gemm(operands, BF16, quantize=quantize)
     assert compiled[0].metadata.shared <= known[-1] <= kib * 1024
 
 
 @pytest.mark.parametrize("target", GPUS)
-def test_every_cut_fits_the_shared_memory_of_its_gpu(target: str) -> None:
+def test_every_tiling_fits_the_shared_memory_of_its_gpu(target: str) -> None:
     gpu, kib = GPUS[target]
     for tokens in (1, 9, 17, 33, 65):
-        cut = kernels.choose_cut(gpu, tokens, 1, 4096, 8)
+        tiling = kernels.choose_tiling(gpu, tokens, 1, 4096, 8)
         for dtype, quantize, weight_dtype in (*KINDS, (F32, False, F32)):
             operand = dtype.itemsize if not quantize and dtype is not F8 else 2 if gpu.backend == "hip" else 1
             sizes = 128 if weight_dtype is F8 else 64, dtype.itemsize, weight_dtype.itemsize, operand
-            fitting = kernels._fitting(gpu, cut, *sizes)
+            fitting = kernels._fitting(gpu, tiling, *sizes)
             assert kernels.shared_bytes(gpu, fitting, *sizes) <= kib * 1024
             assert fitting.stages > 1
-            assert fitting == cut or dtype is F32
+            assert fitting == tiling or dtype is F32
 
 
-def test_nothing_is_compiled_again_for_other_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_numbers_of_tokens_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = ([kernel.hash for kernel in compile_all("sm_90", monkeypatch, tokens)] for tokens in (300, 304))
     assert first == second
 
 
-def test_weights_go_from_memory_to_the_matrix_units_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_go_from_memory_to_the_tensor_cores_of_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "gpu_of", lambda device: GPUS["sm_90"][0])
     x, scale = torch.empty(16, 1024, dtype=torch.bfloat16), torch.empty(4, 8, dtype=torch.uint8)
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
@@ -346,7 +345,7 @@ def test_weights_go_from_memory_to_the_matrix_units_of_hopper(monkeypatch: pytes
     ptx = compiled[0].asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in ptx
     assert "cp.async.cg.shared.global" in ptx
-    # Nothing of a weight passes through registers.
+    # The weight does not pass through registers.
     assert "ldmatrix.sync.aligned.m8n8.x4.shared" not in ptx
 
 
@@ -355,10 +354,10 @@ def test_weights_go_from_memory_to_the_matrix_units_of_hopper(monkeypatch: pytes
     ("groups", "rows", "size"), [(1, 1536, 4096), (1, 32768, 1024), (1, 4096, 8192), (8, 1024, 4096)]
 )
 def test_few_tokens_fill_the_gpu_once(tokens: int, groups: int, rows: int, size: int) -> None:
-    gpu, strips = GPUS["sm_90"][0], size // 128
-    cut = kernels.choose_cut(gpu, tokens, groups, rows, strips)
-    tiles = -(-tokens // cut.block_m) * groups * -(-rows // cut.block_n)
-    assert (cut.splits - 1) * -(-strips // cut.splits) < strips
-    assert cut.splits == 1 or tiles * cut.splits <= 2 * gpu.sms
+    gpu, k_blocks = GPUS["sm_90"][0], size // 128
+    tiling = kernels.choose_tiling(gpu, tokens, groups, rows, k_blocks)
+    tiles = -(-tokens // tiling.block_m) * groups * -(-rows // tiling.block_n)
+    assert (tiling.splits - 1) * -(-k_blocks // tiling.splits) < k_blocks
+    assert tiling.splits == 1 or tiles * tiling.splits <= 2 * gpu.sms
     if tokens <= kernels.FEW_TOKENS:
-        assert tiles * cut.splits >= 0.7 * gpu.sms
+        assert tiles * tiling.splits >= 0.7 * gpu.sms

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.linear.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 
 from dsv4_compile.kernels.linear import gemm_sm90_pair as grouped_matmul_pair_hopper
 from dsv4_compile.kernels.linear import gemm_sm90_small as grouped_matmul_hopper
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import quantize_activation, scale_value
 from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
-from tests.kernels.linear.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 from tests.simulator.copies import EARLY_AND_LATE
 from tests.simulator.products import GPU, product, simulated_products
 

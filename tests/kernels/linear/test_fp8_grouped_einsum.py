@@ -1,4 +1,4 @@
-"""A grouped product that is quantised against its two steps, in the checking interpreter; compiled for every GPU."""
+"""`fp8_grouped_einsum_quant` against its two steps, in the checking interpreter; compiled for every GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dsv4_compile.kernels.linear import fp8_grouped_einsum as kernels
-from dsv4_compile.kernels.linear import fp8_linear
-from dsv4_compile.kernels.linear import gemm as grouped_matmul
+from dsv4_compile.kernels.linear import fp8_linear, gemm
 from dsv4_compile.kernels.linear.fp8_grouped_einsum import fp8_grouped_einsum
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import quantize_activation
@@ -15,21 +14,21 @@ from dsv4_compile.reference.common.quant import ue8m0_scale
 from dsv4_compile.testing import assert_bitwise, fake_triton, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import GPUS, shared_out
-from tests.kernels.linear.test_grouped_matmul import PRODUCT, WRITTEN, block_scale, e4m3
+from tests.kernels.linear.test_gemm import GEMM, WRITTEN, block_scale, e4m3
 
 interpreted = pytest.mark.interpreted
-OP, QUANTISE = "fp8_grouped_einsum_quant", "quantize_activation_kernel"
+OP, QUANTIZE = "fp8_grouped_einsum_quant", "quantize_activation_kernel"
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every GPU: the kernels of Hopper have files of their own."""
-    monkeypatch.setattr(grouped_matmul, "sm90_module", lambda gpu, stem: None)
+    """Run the Triton kernel on every GPU; those of sm_90 have test files of their own."""
+    monkeypatch.setattr(gemm, "sm90_module", lambda gpu, stem: None)
 
 
 def operands(tokens: int, groups: int, rows: int, heads: int = 4, packed: bool = False) -> Operands:
-    """As the inverse rotation leaves them."""
+    """Return operands as the inverse RoPE writes them."""
     o, table = torch.randn(tokens, groups * heads, 64).bfloat16(), torch.randn(9, 16)
     a = REFERENCES["inv_rope_fp8_quant"](o, torch.arange(tokens) % 9, table, groups, heads, packed)
     b = e4m3(groups * rows, heads * 64)
@@ -37,10 +36,10 @@ def operands(tokens: int, groups: int, rows: int, heads: int = 4, packed: bool =
 
 
 def check(args: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bit for bit what quantises the product of the op of its own."""
+    """Check that the result is bit-identical to quantizing that of `fp8_grouped_einsum`."""
     with poisoned_empty(), checked(mutated=WRITTEN) as seen:
         got = kernels.fp8_grouped_einsum_quant(*args)
-    assert seen == ([PRODUCT, QUANTISE] if args[0].numel() else [])
+    assert seen == ([GEMM, QUANTIZE] if args[0].numel() else [])
     with poisoned_empty():
         z = fp8_grouped_einsum(*args).flatten(1)
     values, byte = quantize_activation(z)
@@ -73,20 +72,20 @@ def test_a_row_of_zeros_or_nan_keeps_to_itself() -> None:
     assert scale[3, 0, 1] == 2.0**127 and scale[3, 0, 0] < 1e9
 
 
-def test_a_sum_of_nothing_is_refused() -> None:
+def test_k_of_zero_is_unsupported() -> None:
     a, a_scale, b, b_scale = operands(2, 2, 128)
-    assert kernels.fp8_grouped_einsum_quant_refuses(a, a_scale, b, b_scale) == ""
+    assert kernels.why_unsupported_fp8_grouped_einsum_quant(a, a_scale, b, b_scale) == ""
     nothing = a[..., :0], a_scale[..., :0], b[:, :0], b_scale[:, :0]
-    assert "sum of nothing" in kernels.fp8_grouped_einsum_quant_refuses(*nothing)
+    assert "K is 0" in kernels.why_unsupported_fp8_grouped_einsum_quant(*nothing)
 
 
 @pytest.mark.parametrize(
     ("target", "tokens"), [(target, n) for target, own in shared_out((5, 300)).items() for n in own]
 )
 def test_both_launches_compile_ahead_of_time(target: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (grouped_matmul, fp8_linear):
+    for module in (gemm, fp8_linear):
         monkeypatch.setattr(module, "gpu_of", lambda device: GPUS[target][0])
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         kernels.fp8_grouped_einsum_quant(*operands(tokens, 8, 256, heads=8))
-    assert [kernel.metadata.name for kernel in compiled] == [PRODUCT, QUANTISE]
+    assert [kernel.metadata.name for kernel in compiled] == [GEMM, QUANTIZE]
     assert all(fake_triton.machine_code(kernel) for kernel in compiled)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.kernels.linear.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 from torch import Tensor
 
 from dsv4_compile.bench import gemm
@@ -23,7 +24,6 @@ from dsv4_compile.kernels.linear import gemm_sm90_small as grouped_matmul_hopper
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import quantize_activation, scale_value
 from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
-from tests.kernels.linear.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
 from tests.simulator.products import GPU, STEM, product, simulated_products
 
 LAYERS = {f"{model} {x.op} {x.name}": x for model, config in gemm.MODELS.items() for x in gemm.layers(config)}

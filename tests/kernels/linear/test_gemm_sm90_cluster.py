@@ -9,6 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.kernels.linear.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
+from tests.kernels.linear.test_grouped_matmul_hopper import LAYERS
+from tests.kernels.linear.test_grouped_matmul_parts_hopper import held
 from torch import Tensor
 
 from dsv4_compile.kernels.hopper import cluster_mailbox as cluster_hopper
@@ -19,9 +22,6 @@ from dsv4_compile.kernels.linear import gemm_sm90_cluster as clusters
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import quantize_activation, scale_value
 from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
-from tests.kernels.linear.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
-from tests.kernels.linear.test_grouped_matmul_hopper import LAYERS
-from tests.kernels.linear.test_grouped_matmul_parts_hopper import held
 from tests.simulator import cluster as simulated_cluster
 from tests.simulator import gluon as base
 from tests.simulator.copies import EARLY_AND_LATE

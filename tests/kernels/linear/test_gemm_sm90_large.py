@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.kernels.linear.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
+from tests.kernels.linear.test_grouped_matmul_hopper import LAYERS
 from torch import Tensor
 
 from dsv4_compile.bench import gemm
@@ -18,8 +20,6 @@ from dsv4_compile.reference.common.block_scale import quantize_activation
 from dsv4_compile.reference.common.quant import ue8m0_scale
 from dsv4_compile.testing import assert_close, fake_triton
 from tests.kernels.gpus import GPUS
-from tests.kernels.linear.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
-from tests.kernels.linear.test_grouped_matmul_hopper import LAYERS
 from tests.simulator import copies
 from tests.simulator import gluon as base
 from tests.simulator.products import modules
