@@ -1,0 +1,429 @@
+"""Calls whose kernels are fingerprinted: the samples of each op, and sizes of the models that reach its other variants.
+
+Nothing runs: only shapes, strides, dtypes and alignment count. Arguments are positional, in schema order. A change of
+these calls, or of the samples, changes fingerprints as an edit of a kernel does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.testing.samples import op_samples
+
+Args = tuple[Any, ...]
+Calls = Iterator[tuple[str, Args]]
+BF16, F8, F32, BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.uint8
+D, ROPE, KEY_D = layout.HEAD_DIM, layout.ROPE_DIM, layout.INDEXER_HEAD_DIM
+PAGES, POSITIONS, RANK = 40, 8192, 1024
+EPS, SCALE = 1e-6, D**-0.5
+TOKENS = (1, 48, 3000)
+
+
+class Model(NamedTuple):
+    """Sizes of a model's attention layer."""
+
+    hidden: int
+    heads: int
+    latent: int
+    groups: int
+    topk: int
+
+
+FLASH, PRO = Model(4096, 64, 1024, 8, 512), Model(7168, 128, 1536, 16, 1024)
+_SIZES: dict[str, Callable[[], Calls]] = {}
+
+
+def calls_of(op: str, target: int) -> dict[str, Args]:
+    """Return the arguments of the calls of `op` by label: for target 0, sm_90, all; for others one sample, one size."""
+    samples = [(f"sample {number}", args) for number, args in enumerate(op_samples(op))]
+    sizes = list(_SIZES[op]()) if op in _SIZES else []
+    if target > 0:
+        samples, sizes = ([calls[target % len(calls)]] if calls else [] for calls in (samples, sizes))
+    return dict(samples + sizes)
+
+
+def _sizes(calls: Callable[[], Calls]) -> Callable[[], Calls]:
+    """Register the calls of the op that `calls` is named after."""
+    _SIZES[calls.__name__] = calls
+    return calls
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Return zeros, in memory that is not touched."""
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ints(*shape: int) -> Tensor:
+    """Return int32 zeros."""
+    return zeros(*shape, dtype=torch.int32)
+
+
+def longs(*shape: int) -> Tensor:
+    """Return int64 zeros."""
+    return zeros(*shape, dtype=torch.int64)
+
+
+def flags(*shape: int) -> Tensor:
+    """Return booleans."""
+    return zeros(*shape, dtype=torch.bool)
+
+
+def rope() -> Tensor:
+    """Return a table of cosines and sines."""
+    return zeros(POSITIONS, ROPE, dtype=F32)
+
+
+def cache(fmt: str = "fp8_ds_mla", page: int = 64, dim: int = D) -> Tensor:
+    """Return a cache with pages of `page` rows."""
+    return layout.allocate_cache(fmt, PAGES, page, dim)
+
+
+# Linear layers.
+
+
+def _weight(rows: int, size: int, scale: torch.dtype = BYTES) -> tuple[Tensor, Tensor]:
+    """Return an e4m3 weight `[N, K]` and its scales."""
+    blocks = layout.cdiv(rows, layout.WEIGHT_TILE), layout.cdiv(size, layout.WEIGHT_TILE)
+    return zeros(rows, size, dtype=F8), zeros(*blocks, dtype=scale)
+
+
+@_sizes
+def fp8_linear() -> Calls:
+    """Yield projections of both models, and two weights for one x as in layers with compressors."""
+    down = FLASH.latent + D, FLASH.hidden
+    projections = {
+        "wq_a+wkv": (down, (1, 16, 32, 64, 128, 512)),
+        "wq_b": ((FLASH.heads * D, FLASH.latent), (8, 32, 300, 1024)),
+        "wo_b": ((FLASH.hidden, FLASH.groups * RANK), (1, 16, 64, 128)),
+        "indexer wq_b": ((64 * KEY_D, FLASH.latent), (16, 64)),
+        "pro wq_a+wkv": ((PRO.latent + D, PRO.hidden), (8, 256)),
+    }
+    for name, ((rows, size), sizes) in projections.items():
+        for tokens in sizes:
+            yield f"{name}, {tokens} tokens", (zeros(tokens, size), *_weight(rows, size))
+    yield "float32 scales", (zeros(8, down[1]), *_weight(*down, F32))
+    yield "not quantized", (zeros(8, down[1]), *_weight(*down, torch.float8_e8m0fnu), False)
+    for others, sizes in ((RANK, (1, 16, 32, 64)), (2624, (1, 128, 300))):
+        for tokens in sizes:
+            second = zeros(others, down[1])
+            yield f"beside {others} rows, {tokens} tokens", (zeros(tokens, down[1]), *_weight(*down), True, second)
+
+
+@_sizes
+def fp8_grouped_einsum() -> Calls:
+    """Yield wo_a of both models, with float32 scales and with packed words."""
+    sizes = [(FLASH, tokens) for tokens in (1, 16, 64, 128, 512)] + [(PRO, 32)]
+    for (model, tokens), packed in product(sizes, (False, True)):
+        size = model.heads // model.groups * D
+        columns = layout.cdiv(size, layout.ACT_TILE * (layout.SCALES_PER_WORD if packed else 1))
+        rows = layout.align_up(tokens, layout.SCALE_ROW_ALIGN)
+        a = zeros(model.groups, tokens, size, dtype=F8).transpose(0, 1)
+        scale = zeros(model.groups, columns, rows, dtype=torch.int32 if packed else F32)[..., :tokens].permute(2, 0, 1)
+        weight = _weight(model.groups * RANK, size, BYTES if packed else F32)
+        yield f"{model.groups} groups, {tokens} tokens{', packed' if packed else ''}", (a, scale, *weight)
+
+
+_SIZES["fp8_grouped_einsum_quant"] = fp8_grouped_einsum
+
+
+@_sizes
+def grouped_linear() -> Calls:
+    """Yield wo_a and projections in bfloat16."""
+    shapes = {"wo_a": (FLASH.groups, RANK, 4096), "wq_a+wkv": (1, 1536, 4096), "wq_b": (1, 32768, 1024)}
+    for (name, (groups, rows, size)), tokens in product(shapes.items(), (1, 16, 64, 128)):
+        yield f"{name}, {tokens} tokens", (zeros(tokens, groups, size), zeros(groups * rows, size), groups)
+    yield "float32 results", (zeros(8, 1, 4096), zeros(2624, 4096), 1, True)
+
+
+# Attention.
+
+
+def _decode(
+    tokens: int, heads: int, entries: int, fused: bool = False, *, page: int = 64, width: int = 128, sink: bool = True,
+    invariant: bool = False,
+) -> Args:  # fmt: skip
+    """Return arguments of `sparse_mla_decode`; rows of a second cache have so many `entries`."""
+    queries: Args = (zeros(tokens, heads, D), cache(), ints(tokens, width), ints(tokens), 64, "fp8_ds_mla", SCALE)
+    second: Args = (None, None, None, 0)
+    if entries:
+        second = cache(page=page), ints(tokens, entries), ints(tokens), page
+    fusion = (longs(tokens), rope(), EPS, True) if fused else (None, None, None, False)
+    return (*queries, zeros(heads, dtype=F32) if sink else None, *second, None, *fusion, invariant)
+
+
+DECODES = (
+    *((tokens, 64, 512) for tokens in (1, 6, 13, 16, 128, 512)),
+    *((tokens, 64, 0) for tokens in (1, 32, 64)),
+    *((tokens, 128, 1024) for tokens in (1, 64)),
+    *((tokens, 8, 512) for tokens in (1, 200)),
+    *((tokens, heads, 512) for tokens, heads in ((4, 16), (4, 32), (200, 32))),
+)
+"""Tokens, heads and entries of the second cache that reach each kernel, with splits and without."""
+
+
+@_sizes
+def sparse_mla_decode() -> Calls:
+    """Yield calls alone and with norm and RoPE fused; pages of HCA without a sink; batch invariance."""
+    for size, fused in product(DECODES, (False, True)):
+        yield f"{size}{', fused' if fused else ''}", _decode(*size, fused)
+    for tokens in (1, 100):
+        yield f"{tokens} tokens, no sink", _decode(tokens, 64, 100, page=2, width=100, sink=False)
+        yield f"{tokens} tokens, batch invariant", _decode(tokens, 64, 512, True, invariant=True)
+
+
+@_sizes
+def sparse_mla_decode_out() -> Calls:
+    """Yield calls whose results are slices of larger buffers."""
+    for tokens, heads in ((1, 64), (128, 64), (600, 64), (4, 16)):
+        out, lse = zeros(tokens, heads + 8, D)[:, :heads], zeros(tokens, heads + 8, dtype=F32)[:, :heads]
+        yield f"{tokens} tokens, {heads} heads", (out, lse, *_decode(tokens, heads, 512, True))
+
+
+@_sizes
+def sparse_mla_decode_quant() -> Calls:
+    """Yield calls in groups of 8 heads, with packed scales and with float32."""
+    for size in DECODES:
+        yield f"{size}", (*_decode(*size, True), size[1] // 8, 8, True)
+    for tokens in (1, 128):
+        yield f"{tokens} tokens, float32 scales", (*_decode(tokens, 64, 512, True), 8, 8, False)
+
+
+@_sizes
+def sparse_mla_decode_ragged() -> Calls:
+    """Yield lists of up to 128 and 512 entries a token."""
+    for tokens, heads in ((1, 64), (128, 128), (8, 16)):
+        first = zeros(tokens, heads, D), cache(), ints(tokens * 128), ints(tokens + 1), 64, "fp8_ds_mla", SCALE
+        second = cache(), ints(tokens * 512), ints(tokens + 1), 64, None, 128, 512
+        yield f"{tokens} tokens, {heads} heads", (*first, zeros(heads, dtype=F32), *second)
+
+
+@_sizes
+def sparse_mla_decode_latent() -> Calls:
+    """Yield queries of DeepSeek-V3.2 over rows of 2,048 entries."""
+    for tokens, heads in ((1, 128), (128, 128), (8, 16)):
+        keys = cache("plain", dim=layout.V32_HEAD_DIM), ints(tokens, 2048), ints(tokens), 64
+        queries = zeros(tokens, heads, layout.V32_HEAD_DIM)
+        yield f"{tokens} tokens, {heads} heads", (queries, *keys, SCALE, layout.V32_LATENT_DIM)
+
+
+@_sizes
+def sparse_mla_prefill() -> Calls:
+    """Yield queries over a workspace of bfloat16 rows, with lengths and a sink and without."""
+    for heads, lens, sink in ((64, True, True), (128, False, False), (100, True, False)):
+        args = zeros(300, heads, D), zeros(5000, D), ints(300, 640), ints(300) if lens else None, SCALE
+        yield f"{heads} heads", (*args, zeros(heads, dtype=F32) if sink else None)
+
+
+@_sizes
+def sparse_mla_prefill_ragged() -> Calls:
+    """Yield the same workspace with lists."""
+    for heads, sink in ((64, True), (128, False)):
+        args = zeros(300, heads, D), zeros(5000, D), ints(300 * 600), ints(301), SCALE
+        yield f"{heads} heads", (*args, zeros(heads, dtype=F32) if sink else None, 640)
+
+
+# The indexer.
+
+
+def _queries(tokens: int, fmt: str = "indexer_fp8") -> Args:
+    """Return 64 heads of queries, their scales and weights."""
+    if fmt == "indexer_mxfp4":
+        q, scale = zeros(tokens, 64, KEY_D // 2, dtype=BYTES), zeros(tokens, 64, 4, dtype=BYTES)
+    else:
+        q, scale = zeros(tokens, 64, KEY_D, dtype=F8), zeros(tokens, 64, 0, dtype=F32)
+    return q, scale, zeros(tokens, 64, dtype=F32)
+
+
+def _paged_keys(tokens: int, columns: int, fmt: str = "indexer_fp8") -> Args:
+    """Return the arguments that the ops over paged keys share; block tables have so many `columns`."""
+    places = ints(4, columns), ints(tokens), ints(tokens), 64, fmt
+    return (*_queries(tokens, fmt), cache(fmt, dim=KEY_D), *places)
+
+
+PAGED_KEYS = ((1, 64), (8, 1024), (300, 64), (3000, 16), (8, 64, "indexer_mxfp4"))
+
+
+@_sizes
+def indexer_logits() -> Calls:
+    """Yield calls for 4,096 logits."""
+    for size in PAGED_KEYS:
+        yield f"{size}", (*_paged_keys(*size), 4096)
+
+
+@_sizes
+def indexer_logits_topk() -> Calls:
+    """Yield calls for the best 512 entries, and 1,024."""
+    for size in PAGED_KEYS:
+        yield f"{size}", (*_paged_keys(*size), FLASH.topk)
+    yield "top 1024", (*_paged_keys(8, 64), PRO.topk)
+
+
+@_sizes
+def indexer_topk_slots() -> Calls:
+    """Yield calls for the slots of the best 512 entries."""
+    for size in PAGED_KEYS:
+        yield f"{size}", (*_paged_keys(*size), FLASH.topk, ints(4, 64), flags(size[0]), 64)
+
+
+@_sizes
+def indexer_logits_topk_ragged() -> Calls:
+    """Yield queries over gathered keys."""
+    for tokens, rows in ((100, 4096), (2048, 20000)):
+        keys = zeros(rows, KEY_D, dtype=BYTES), zeros(rows, 4, dtype=BYTES), ints(tokens), ints(tokens), "indexer_fp8"
+        yield f"{tokens} tokens, {rows} keys", (*_queries(tokens), *keys, FLASH.topk)
+
+
+@_sizes
+def indexer_q_rope_quant() -> Calls:
+    """Yield 64 heads, the transform of mxfp4 queries included."""
+    for tokens, fmt in product(TOKENS, ("indexer_fp8", "indexer_mxfp4")):
+        args = zeros(tokens, 64, KEY_D), longs(tokens), rope(), zeros(tokens, 64), fmt, fmt == "indexer_mxfp4", True
+        yield f"{tokens} tokens, {fmt}", args
+
+
+# Before and after attention.
+
+
+@_sizes
+def fused_q_kv_rmsnorm() -> Calls:
+    """Yield slices of one projection."""
+    for tokens in TOKENS:
+        qr, kv = zeros(tokens, FLASH.latent + D).split((FLASH.latent, D), dim=1)
+        yield f"{tokens} tokens", (qr, kv, zeros(FLASH.latent), zeros(D), EPS)
+
+
+HEADS = ((1, 64), (48, 128), (3000, 64))
+
+
+@_sizes
+def q_norm_rope() -> Calls:
+    """Yield queries of both models."""
+    for tokens, heads in HEADS:
+        yield f"{tokens} tokens, {heads} heads", (zeros(tokens, heads, D), longs(tokens), rope(), EPS)
+
+
+@_sizes
+def inv_rope() -> Calls:
+    """Yield outputs of both models."""
+    for tokens, heads in HEADS:
+        yield f"{tokens} tokens, {heads} heads", (zeros(tokens, heads, D), longs(tokens), rope())
+
+
+@_sizes
+def inv_rope_fp8_quant() -> Calls:
+    """Yield outputs in groups of 8 heads."""
+    for tokens, packed in zip(TOKENS, (True, False, True), strict=True):
+        yield f"{tokens} tokens", (zeros(tokens, 64, D), longs(tokens), rope(), 8, 8, packed)
+
+
+@_sizes
+def kv_rope_insert() -> Calls:
+    """Yield rows of the window cache."""
+    for tokens in TOKENS:
+        args = zeros(tokens, D), cache(), longs(tokens), longs(tokens), rope(), 64, "fp8_ds_mla"
+        yield f"{tokens} tokens", args
+
+
+@_sizes
+def q_norm_rope_kv_insert() -> Calls:
+    """Yield queries and rows of the window cache."""
+    for tokens in TOKENS:
+        places = cache(), longs(tokens), longs(tokens), rope(), EPS, 64, "fp8_ds_mla"
+        yield f"{tokens} tokens", (zeros(tokens, 64, D), zeros(tokens, D), *places)
+
+
+def _compressor(tokens: int, ratio: int, dim: int, fmt: str) -> Args:
+    """Return the eight arguments of a compressor."""
+    state, width = layout.state_block_size(ratio), layout.state_width(ratio, dim)
+    scores: Args = (zeros(tokens, width, dtype=F32), zeros(ratio, width // 2, dtype=F32), zeros(dim))
+    states: Args = (zeros(PAGES, state, width, dtype=F32), longs(tokens), ints(4, 100))
+    return (*scores, *states, cache(fmt, layout.storage_block_size(ratio), dim), longs(tokens))
+
+
+@_sizes
+def save_partial_states() -> Calls:
+    """Yield scores of both compressors."""
+    for tokens, ratio in ((1, 4), (48, 128), (3000, 4)):
+        score, ape, _, state, slots, *_ = _compressor(tokens, ratio, D, "fp8_ds_mla")
+        yield f"{tokens} tokens, ratio {ratio}", (score, ape, state, slots, longs(tokens), state.shape[1])
+
+
+@_sizes
+def compress_norm_rope_insert() -> Calls:
+    """Yield both compressors and the indexer's."""
+    kinds = (4, D, "fp8_ds_mla"), (128, D, "fp8_ds_mla"), (4, KEY_D, "indexer_fp8"), (4, KEY_D, "indexer_mxfp4")
+    for tokens, (ratio, dim, fmt) in product(TOKENS, kinds):
+        _, _, weight, state, slots, blocks, entries, places = _compressor(tokens, ratio, dim, fmt)
+        read = state, slots, blocks, ints(tokens), longs(tokens), places, weight, rope(), entries, EPS, ratio
+        write = state.shape[1], layout.storage_block_size(ratio), fmt, fmt == "indexer_mxfp4"
+        yield f"{tokens} tokens, {fmt}, ratio {ratio}", (*read, *write)
+
+
+def _preprocess(tokens: int, ratio: int = 0, keys: str = "", latent: int = FLASH.latent) -> Args:
+    """Return a layer's preprocessing, with a compressor and with an indexer whose keys have the format `keys`."""
+    qr, kv = zeros(tokens, latent + D, dtype=F32).split((latent, D), dim=1)
+    args: Args = (qr, kv, zeros(latent), zeros(D), longs(tokens), rope(), ints(tokens), EPS, "fp8_ds_mla")
+    args += cache(), longs(tokens), 64
+    if ratio:
+        args += *_compressor(tokens, ratio, D, "fp8_ds_mla"), ratio
+    if keys:
+        args += *_compressor(tokens, ratio, KEY_D, keys), keys, keys == "indexer_mxfp4"
+    return args
+
+
+@_sizes
+def preprocess_insert() -> Calls:
+    """Yield every kind of layer for few tokens, and two for many."""
+    kinds: list[Args] = [(1,), (1, 128), (1, 4, "indexer_fp8"), (1, 4, "indexer_mxfp4")]
+    kinds += [(3000, 128), (3000, 4, "indexer_fp8"), (16, 4, "indexer_fp8", PRO.latent)]
+    for kind in kinds:
+        yield f"{kind}", _preprocess(*kind)
+
+
+@_sizes
+def preprocess_insert_quant() -> Calls:
+    """Yield every kind of layer for few tokens."""
+    kinds: list[Args] = [(1,), (1, 128), (1, 4, "indexer_fp8")]
+    for kind in kinds:
+        yield f"{kind}", _preprocess(*kind)
+
+
+@_sizes
+def dequantize_and_gather_k_cache() -> Calls:
+    """Yield pages of CSA and of HCA."""
+    for page in (64, 2):
+        args = zeros(2, 4096, D), cache(page=page), ints(2), ints(2), ints(2, 64), page, 0, "fp8_ds_mla"
+        yield f"pages of {page}", args
+
+
+@_sizes
+def combine_topk_swa() -> Calls:
+    """Yield CSA's rows and HCA's."""
+    for ratio, topk in ((4, 512), (128, 1000)):
+        yield f"ratio {ratio}", (ints(100, topk), ints(3), ints(2), ints(2), 128, ratio, topk, 5000, 2000)
+
+
+_SIZES["combine_topk_swa_ragged"] = combine_topk_swa
+
+
+@_sizes
+def global_topk() -> Calls:
+    """Yield rows of 512 and of 1,024 entries."""
+    for tokens, topk in ((1, 512), (48, 1024)):
+        yield f"{tokens} tokens, top {topk}", (ints(tokens, topk), ints(tokens), ints(4, 64), flags(tokens), 64)
+
+
+_SIZES["global_topk_ragged"] = global_topk
+
+
+@_sizes
+def ragged_from_dense() -> Calls:
+    """Yield rows of 128 and of 512 entries."""
+    for tokens, width in ((1, 128), (48, 512)):
+        yield f"{tokens} rows of {width}", (ints(tokens, width), ints(tokens))
