@@ -122,6 +122,17 @@ def _wide_results(call: _Call) -> list[costs.Cost]:
     return [costs.Cost(tokens * rows * (4 - call.size("x")), 0)]
 
 
+def _other_gate(call: _Call) -> list[costs.Cost]:
+    """What a router reads beside a gate in the dtype of x and a bias: a wider gate, or a token id and a table's row."""
+    (experts, size), tokens = call.dims("gate"), call.dims("x")[0]
+    more = experts * size * (call.size("gate") - call.size("x"))
+    if call.arguments.get("bias") is None:
+        more -= 4 * experts
+    if call.arguments.get("tid2eid") is not None:
+        more += tokens * (call.size("token_ids") + call.size("tid2eid") * int(call.arguments["top_k"]))
+    return [costs.Cost(more, 0)]
+
+
 def _pooled(call: _Call, tokens: int, width: int, weight: str, cache_format: str) -> dict[str, int]:
     """Sizes of compressed entries, of which every state row holds values and scores of one or two groups."""
     (dim,), ratio = call.dims(weight), call.arguments["ratio"] or layout.CSA_RATIO
@@ -211,6 +222,7 @@ _SIZES: Mapping[str, Callable[[_Call], dict[str, int]]] = {
     "fp8_grouped_einsum": _product("a", "b", "b_scale"),
     "fp8_grouped_einsum_quant": _product("a", "b", "b_scale"),
     "grouped_linear": _product("x", "weight"),
+    "moe_route": lambda call: call.of_rows("x") | {"N": call.dims("gate")[0], "K": int(call.arguments["top_k"])},
     "save_partial_states": lambda call: dict(zip(("T", "width"), call.dims("kv_score"), strict=True)),
     "compress_norm_rope_insert": lambda call: _pooled(
         call, call.dims("positions")[0], call.dims("state_cache")[-1], "norm_weight", "cache_format"
@@ -244,6 +256,7 @@ _PARTS: Mapping[str, Callable[[_Call], list[costs.Cost]]] = {
     "preprocess_insert_quant": _compressors,
     "fp8_linear": _beside,
     "grouped_linear": _wide_results,
+    "moe_route": _other_gate,
     "q_norm_rope": _other_results,
     "q_norm_rope_kv_insert": _other_results,
     "indexer_q_rope_quant": _other_queries,

@@ -164,6 +164,8 @@ _TABLE: dict[str, tuple[Any, Any]] = {
         2 * T * G * N * K,
     ),
     "grouped_linear": (e * G * (T * (K + N) + N * K), 2 * T * G * N * K),
+    # Mixture of experts.
+    "moe_route": (e * D * (T + N) + _FLOAT32 * N + T * K * (_INT32 + _FLOAT32), 2 * T * N * D),
     # Compressors and indexer.
     "save_partial_states": (T * (2 * _FLOAT32 * width + 2 * _INT64), _ZERO),
     "compress_norm_rope_insert": (C * (2 * _FLOAT32 * W * D + row) + T * (3 * _INT64 + _INT32), _ZERO),

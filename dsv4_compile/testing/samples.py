@@ -15,6 +15,7 @@ from . import _samples_backends as _samples_backends
 from . import _samples_indices as _samples_indices
 from . import _samples_linear as _samples_linear
 from . import _samples_metadata as _samples_metadata
+from . import _samples_moe as _samples_moe
 from . import _samples_preprocess as _samples_preprocess
 from ._samples_step import BUILDERS, Args, Step
 from .generate import to_device

@@ -62,6 +62,16 @@ def test_sizes_are_taken_from_where_they_stand() -> None:
     )
 
 
+def test_a_router_reads_its_gate_and_a_bias_or_a_row_of_a_table_for_each_token() -> None:
+    for args in op_samples("moe_route"):
+        arguments = named("moe_route", args)
+        table = arguments["tid2eid"]
+        rows = 0 if table is None else len(args[0]) * table.shape[1] * table.element_size()
+        given = [name for name in ("x", "gate", "bias", "token_ids") if arguments[name] is not None]
+        cost = call_costs.of("moe_route", arguments)
+        assert cost is not None and cost.bytes == tensors_moved("moe_route", args, *given) + rows
+
+
 def test_sums_of_nothing_have_no_cost() -> None:
     x, weight = torch.empty(8, 0, dtype=torch.bfloat16), torch.empty(128, 0, dtype=torch.float8_e4m3fn)
     call = {"x": x, "weight": weight, "weight_scale": torch.empty(1, 0)}

@@ -141,6 +141,20 @@ def grouped_linear() -> Calls:
     yield "float32 results", (zeros(8, 1, 4096), zeros(2624, 4096), 1, True)
 
 
+# Mixture of experts.
+
+
+@_sizes
+def moe_route() -> Calls:
+    """Yield the routers of both models, and one by hash with a float32 gate."""
+    for experts, hidden, tokens in ((256, FLASH.hidden, 1), (256, FLASH.hidden, 128), (384, PRO.hidden, 5000)):
+        yield f"{experts} experts, {tokens} tokens", (
+            zeros(tokens, hidden), zeros(experts, hidden), zeros(experts, dtype=F32), None, None, 6, 1.5,
+        )  # fmt: skip
+    table = zeros(129280, 6, dtype=torch.int64)
+    yield "by hash", (zeros(8, FLASH.hidden), zeros(256, FLASH.hidden, dtype=F32), None, longs(8), table)
+
+
 # Attention.
 
 

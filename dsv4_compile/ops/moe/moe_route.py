@@ -1,0 +1,69 @@
+"""`torch.ops.dsv4.moe_route`; defined in reference/moe/moe_route.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import check, fail
+from ...reference.moe import moe_route as reference
+from ..common.define import define
+from ..common.validate import FLOATS, INTS, expect, expect_dim
+from ..common.validate_batch import expect_positive
+
+_OP = "moe_route"
+
+
+def _check(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    top_k: int = 6,
+    scale: float = 1.0,
+) -> None:
+    expect(x, f"{_OP}: x [T, D]", FLOATS)
+    expect(gate, f"{_OP}: gate [E, D]", FLOATS)
+    expect_dim(gate.shape[1], x.shape[1], f"{_OP}: x and gate have the same D")
+    expect_positive(_OP, top_k=top_k)
+    if top_k > gate.shape[0]:
+        fail("E201", got=f"top_k={top_k} of {gate.shape[0]} experts", rule=f"{_OP}: top_k is at most the experts")
+    check(
+        (token_ids is None) == (tid2eid is None),
+        "E201",
+        got=f"{_OP} with {'tid2eid' if token_ids is None else 'token_ids'} alone",
+        rule="token_ids and tid2eid come together",
+    )
+    if bias is not None:
+        expect(bias, f"{_OP}: bias [E]", torch.float32)
+        expect_dim(bias.shape[0], gate.shape[0], f"{_OP}: bias has one element for every expert")
+        check(tid2eid is None, "E201", got=f"{_OP} with bias and tid2eid", rule="a table of experts takes no bias")
+    if token_ids is not None and tid2eid is not None:
+        expect(token_ids, f"{_OP}: token_ids [T]", INTS)
+        expect_dim(token_ids.shape[0], x.shape[0], f"{_OP}: token_ids has one element for every token")
+        expect(tid2eid, f"{_OP}: tid2eid [V, K]", INTS)
+        expect_dim(tid2eid.shape[1], top_k, f"{_OP}: tid2eid has top_k columns")
+        expect_positive(_OP, **{"rows of tid2eid": tid2eid.shape[0]})
+
+
+def _fake(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    top_k: int = 6,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    shape = x.shape[0], top_k
+    return x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.float32)
+
+
+moe_route = define(
+    "moe_route(Tensor x, Tensor gate, Tensor? bias=None, Tensor? token_ids=None, Tensor? tid2eid=None, int top_k=6, "
+    "float scale=1.0) -> (Tensor, Tensor)",
+    reference=reference.moe_route,
+    fake=_fake,
+    check=_check,
+)

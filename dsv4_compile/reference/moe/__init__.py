@@ -1,0 +1,1 @@
+"""Reference implementations of the mixture of experts: the router and the experts."""

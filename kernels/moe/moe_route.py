@@ -1,0 +1,270 @@
+"""`moe_route` in one launch: scores on tensor cores, then the choice by the last CTA of a block of tokens.
+
+CTAs share a block of BLOCK_T tokens out by experts and, for few tokens, by chunks of D. Logits are the sum of eight
+chunks in a fixed order, whoever computes them, and a choice looks at one token alone: a token is routed by the same
+bits in a batch of any size. A float32 gate is multiplied as three bfloat16 terms, which is exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...layout import cdiv
+from ...reference.moe.moe_route import NO_EXPERT as _NO_EXPERT
+from ...reference.moe.moe_route import SMALLEST_SUM as _SMALLEST_SUM
+from ..host.launch import launch_kernel
+from ..host.pdl import pdl_arguments, pdl_prologue
+from ..host.semaphores import arrival_counters, arrive
+
+NO_EXPERT, SMALLEST_SUM = tl.constexpr(_NO_EXPERT), tl.constexpr(_SMALLEST_SUM)
+CHUNKS = 8
+"""Chunks of D that are summed separately, for one CTA each where tokens are few."""
+BLOCK_D = 64
+"""Elements of D per step; a tile of a float32 gate of 64 experts still fits any GPU's shared memory three times."""
+FEW_TOKENS = 1024
+"""Most tokens for which CTAs share D; beyond it CTAs are enough without, and partial sums would be read eight times."""
+MOST_EXPERTS, MOST_CHOSEN = 1024, 32
+"""Bounds of a row of scores and of a row of ids, which one CTA holds in registers."""
+LOWEST = tl.constexpr(-(2**31))
+NAN_KEY = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _softplus(x):
+    """Return log(1 + exp(x)) with a relative error of some float32 roundings also where exp(x) is tiny."""
+    tiny = tl.exp(-tl.abs(x))
+    sum_ = 1.0 + tiny
+    # The rounding error of `sum_` cancels (Kahan).
+    log1p = tl.where(sum_ == 1.0, tiny, tl.log(sum_) * (tiny / tl.where(sum_ == 1.0, 1.0, sum_ - 1.0)))
+    return tl.where(x != x, x, tl.maximum(x, 0.0) + log1p)
+
+
+@triton.jit
+def _order_key(x):
+    """Return int32 keys that order float32 `x`, NaN as the largest."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x != x, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _add_gate(x, gate, acc):
+    """Add x @ gate.T; a float32 gate is the sum of three bfloat16 terms."""
+    if gate.dtype.is_fp32():
+        high = gate.to(tl.bfloat16)
+        rest = gate - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(x, tl.trans(low), acc)
+        acc = tl.dot(x, tl.trans(middle), acc)
+        acc = tl.dot(x, tl.trans(high), acc)
+    else:
+        acc = tl.dot(x, tl.trans(gate), acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["p_token_ids"])
+def moe_route_kernel(
+    p_ids,  # [T, K] int32, contiguous
+    p_weights,  # [T, K] float32, contiguous
+    p_logits,  # [parts, T, E] float32, contiguous
+    p_arrived,  # [blocks of tokens]
+    p_x,  # [T, D] bfloat16
+    p_gate,  # [E, D] bfloat16 or float32
+    p_bias,  # [E] float32 or None
+    p_token_ids,  # [T] int or None
+    p_tid2eid,  # [V, K] int or None
+    x_strides,
+    gate_strides,
+    bias_stride,
+    token_stride,
+    table_strides,
+    tokens,
+    rows,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    E_POW2: tl.constexpr,
+    K_POW2: tl.constexpr,
+    CHOOSE_T: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute the logits of BLOCK_T tokens, BLOCK_E experts and a part of D; the last CTA of the tokens chooses."""
+    pdl_prologue(PDL)
+    TILES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    STEPS: tl.constexpr = (D + BLOCK_D * CHUNKS - 1) // (BLOCK_D * CHUNKS)
+    block, tile, part = tl.program_id(0) // (TILES * PARTS), tl.program_id(0) // PARTS % TILES, tl.program_id(0) % PARTS
+    o_t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    o_e, o_d = tile * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
+    p_x_rows = p_x + (o_t * x_strides[0])[:, None]
+    p_gate_rows = p_gate + (o_e.to(tl.int64) * gate_strides[0])[:, None]
+    logits = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    for chunk in range(part * (CHUNKS // PARTS), (part + 1) * (CHUNKS // PARTS)):
+        acc = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+        for step in tl.range(chunk * STEPS, (chunk + 1) * STEPS, num_stages=STAGES):
+            d = step * BLOCK_D + o_d
+            x = tl.load(p_x_rows + d[None, :] * x_strides[1], (o_t < tokens)[:, None] & (d < D)[None, :], 0.0)
+            mask = (o_e < E)[:, None] & (d < D)[None, :]
+            gate = tl.load(p_gate_rows + d[None, :] * gate_strides[1], mask, 0.0)
+            acc = _add_gate(x, gate, acc)
+        logits += acc
+    p_logits_rows = p_logits + (part * tokens.to(tl.int64) + o_t)[:, None] * E + o_e[None, :]
+    tl.store(p_logits_rows, logits, (o_t < tokens)[:, None] & (o_e < E)[None, :])
+    if arrive(p_arrived + block) == TILES * PARTS - 1:
+        for first in range(0, BLOCK_T, CHOOSE_T):
+            o_c = block.to(tl.int64) * BLOCK_T + first + tl.arange(0, CHOOSE_T)
+            if block.to(tl.int64) * BLOCK_T + first < tokens:
+                _choose(
+                    p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride,
+                    table_strides, o_c, tokens, rows, scale, E, K, PARTS, E_POW2, K_POW2,
+                )  # fmt: skip
+        tl.store(p_arrived + block, 0)
+
+
+@triton.jit
+def _choose(
+    p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride, table_strides, o_t, tokens,
+    rows, scale, E: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, E_POW2: tl.constexpr, K_POW2: tl.constexpr,
+):  # fmt: skip
+    """Choose and weigh the experts of tokens `o_t`."""
+    o_e, o_k, live = tl.arange(0, E_POW2), tl.arange(0, K_POW2), o_t < tokens
+    mask = live[:, None] & (o_e < E)[None, :]
+    logits = tl.zeros((o_t.shape[0], E_POW2), tl.float32)
+    for part in tl.static_range(PARTS):
+        p_row = p_logits + (part * tokens.to(tl.int64) + o_t)[:, None] * E
+        logits += tl.load(p_row + o_e[None, :], mask, 0.0, cache_modifier=".cg")
+    scores = tl.sqrt_rn(_softplus(logits))
+    if p_tid2eid is None:
+        order = scores
+        if p_bias is not None:
+            order += tl.load(p_bias + o_e * bias_stride, o_e < E, 0.0)[None, :]
+        keys = tl.where((o_e < E)[None, :], _order_key(order), LOWEST)
+    else:
+        token = tl.load(p_token_ids + o_t * token_stride, live, -1).to(tl.int64)
+        known = (token >= 0) & (token < rows)
+        p_row = p_tid2eid + tl.where(known, token, 0) * table_strides[0]
+    ids = tl.full((o_t.shape[0], K_POW2), NO_EXPERT, tl.int32)
+    chosen = tl.zeros((o_t.shape[0], K_POW2), tl.float32)
+    total = tl.zeros((o_t.shape[0],), tl.float32)
+    for k in tl.static_range(K):
+        if p_tid2eid is None:
+            best = tl.argmax(keys, 1)
+            keys = tl.where(o_e[None, :] == best[:, None], LOWEST, keys)
+        else:
+            entry = tl.load(p_row + k * table_strides[1], known, NO_EXPERT).to(tl.int64)
+            best = tl.where((entry >= 0) & (entry < E), entry, NO_EXPERT).to(tl.int32)
+        score = tl.sum(tl.where(o_e[None, :] == best[:, None], scores, 0.0), 1)
+        total += score
+        ids = tl.where(o_k[None, :] == k, best[:, None], ids)
+        chosen = tl.where(o_k[None, :] == k, score[:, None], chosen)
+    weights = chosen / (total + SMALLEST_SUM)[:, None] * scale
+    mask, o_out = live[:, None] & (o_k < K)[None, :], o_t[:, None] * K + o_k[None, :]
+    tl.store(p_ids + o_out, ids, mask)
+    tl.store(p_weights + o_out, weights, mask)
+
+
+class RouteTiling(NamedTuple):
+    """Tokens and experts per CTA, CTAs that share D, and tokens that are chosen for at once."""
+
+    block_t: int
+    block_e: int
+    parts: int
+    choose_t: int
+
+
+def choose_tiling(tokens: int, experts: int) -> RouteTiling:
+    """Return the tiling for `tokens` tokens.
+
+    All tiles have fewer than 64 tokens: larger ones would be multiplied by other instructions, with other roundings.
+    """
+    # A row of scores takes E / 128 registers of each of 128 threads, several times.
+    choose_t = max(1, min(16, 4096 // triton.next_power_of_2(experts), triton.next_power_of_2(max(1, tokens))))
+    if tokens <= FEW_TOKENS:
+        return RouteTiling(16, 32, CHUNKS, choose_t)
+    return RouteTiling(32, 64, 1, choose_t)
+
+
+def moe_route(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    top_k: int = 6,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose and weigh experts. Ids are the reference's where scores differ by more than float32 sums may."""
+    (tokens, size), experts = x.shape, gate.shape[0]
+    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=x.device)
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=x.device)
+    if tokens == 0:
+        return ids, weights
+    tiling = choose_tiling(tokens, experts)
+    blocks = cdiv(tokens, tiling.block_t)
+    programs = blocks * cdiv(experts, tiling.block_e) * tiling.parts
+    launch_kernel(
+        moe_route_kernel,
+        (programs,),
+        ids,
+        weights,
+        torch.empty((tiling.parts, tokens, experts), dtype=torch.float32, device=x.device),
+        arrival_counters(blocks, x.device),
+        x,
+        gate,
+        bias,
+        token_ids,
+        tid2eid,
+        x.stride(),
+        gate.stride(),
+        1 if bias is None else bias.stride(0),
+        1 if token_ids is None else token_ids.stride(0),
+        (1, 1) if tid2eid is None else tid2eid.stride(),
+        tokens,
+        0 if tid2eid is None else tid2eid.shape[0],
+        float(scale),
+        D=size,
+        E=experts,
+        K=top_k,
+        PARTS=tiling.parts,
+        CHUNKS=CHUNKS,
+        BLOCK_T=tiling.block_t,
+        BLOCK_E=tiling.block_e,
+        BLOCK_D=BLOCK_D,
+        E_POW2=triton.next_power_of_2(experts),
+        K_POW2=triton.next_power_of_2(top_k),
+        CHOOSE_T=tiling.choose_t,
+        STAGES=3,
+        num_warps=4,
+        **pdl_arguments(x.device, programs),
+    )
+    return ids, weights
+
+
+def why_unsupported_moe_route(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    top_k: int = 6,
+    scale: float = 1.0,
+) -> str:
+    """Return why a call cannot use the kernel, "" if it can."""
+    if x.dtype is not torch.bfloat16:
+        return f"the kernel multiplies bfloat16, x is {x.dtype}"
+    if gate.dtype not in (torch.bfloat16, torch.float32):
+        return f"the kernel takes a gate in bfloat16 or float32, not in {gate.dtype}"
+    if gate.shape[0] > MOST_EXPERTS or top_k > MOST_CHOSEN:
+        return f"the kernel chooses up to {MOST_CHOSEN} of {MOST_EXPERTS} experts, not {top_k} of {gate.shape[0]}"
+    return "D is 0, it must be at least 1" if gate.shape[1] == 0 else ""
