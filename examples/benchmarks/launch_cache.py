@@ -76,6 +76,8 @@ class Plain(Uncached):
         result = self.launcher(*args)
         launch.noting.tape = None
         self.entries[launch_cache.key_of(args)] = self.noted
+        # Launchers import modules of kernels when they first need them.
+        LAUNCHERS[:] = [module for name, module in sys.modules.items() if name.startswith("dsv4_compile.kernels.")]
         return result
 
     def launched(self, compiled: Any, grid: tuple[int, ...], values: list[Any]) -> None:
@@ -141,13 +143,17 @@ def rows() -> Iterator[dict[str, Any]]:
         case = problem(scenario, tokens, only)
         args = case.make(0)
         works = {name: way(kernels.launcher(case.op)) for name, way in WAYS.items()}
-        LAUNCHERS[:] = [module for name, module in sys.modules.items() if name.startswith("dsv4_compile.kernels.")]
         times: dict[str, list[float]] = {name: [] for name in works}
+        faults: dict[str, str] = {}
         for _ in range(ROUNDS):
             for name, work in works.items():
-                times[name].append(seconds(OPS[case.op], args, work))
+                try:
+                    times[name].append(seconds(OPS[case.op], args, work))
+                except Exception as fault:
+                    times[name].append(float("nan"))
+                    faults[name] = repr(fault)
         found = {f"{name}_us": round(statistics.median(each[2:]) * 1e6, 1) for name, each in times.items()}
-        yield {"op": case.op, **case.params, **found, "unsupported": [*works["replay"].unsupported.values()]}
+        yield {"op": case.op, **case.params, **found, "unsupported": [*works["replay"].unsupported.values()], **faults}
 
 
 def main() -> None:

@@ -1,14 +1,15 @@
 """A launch cache: launches by shape, stride, dtype, alignment and scalars; a launcher may depend on nothing else.
 
 A launcher chooses a tiling, allocates, makes views and has Triton look at every argument; on the host that takes longer
-than most kernels run. An entry of the cache is what it came to: memory to allocate, compiled kernels with their grids,
-constants and pointers, and results. Launchers that call ops of torch, other than views, are not cached.
+than most kernels run. An entry of the cache is the outcome: memory to allocate, compiled kernels with their grids,
+constants and pointers, and results. Calls that run other ops of torch than views are not cached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from ..._compat import TorchDispatchMode
 from .launch import noting
 
 ALIGN = 64
-"""Bytes up to which a launcher may look at the alignment of its arguments. It must not look at their offsets in a
-storage: these are not in the key, since a graph that is being compiled knows no address."""
+"""Bytes up to which a launcher may look at the alignment of its arguments. Offsets in a storage are not in the key: a
+launcher may ask for them only where a graph that is being compiled knows no address."""
 MAX_ENTRIES = 256
 """Entries of one launcher, before all are dropped: prompts have many sizes."""
 EMPTY = {
@@ -45,11 +46,11 @@ def key_of(args: tuple[Any, ...]) -> Key:
 
 
 class NotCacheable(Exception):
-    """A launcher did something that cannot be replayed."""
+    """A launcher did something that an entry cannot hold."""
 
 
 class Launch(NamedTuple):
-    """A compiled kernel with its grid, and its arguments but for what depends on addresses.
+    """A compiled kernel with its grid, and its arguments, None for those that depend on addresses.
 
     Attributes:
         pointers: index of an argument, index of a tensor, offset from its start in bytes.
@@ -57,26 +58,18 @@ class Launch(NamedTuple):
     """
 
     run: Callable[..., None]
-    constants: tuple[Any, ...]
-    pointers: tuple[tuple[int, int, int], ...]
-    fills: tuple[tuple[int, Fill], ...]
+    constants: list[Any]
+    pointers: list[tuple[int, int, int]]
+    fills: list[tuple[int, Fill]]
 
 
-class Replay(NamedTuple):
-    """A cached call.
+class Entry(NamedTuple):
+    """A cached call. Its tensors are the arguments at `inputs`, then what `makes` allocates, from which `result` is."""
 
-    Attributes:
-        inputs: indices of the arguments that are tensors.
-        makes: allocate the tensors that the launcher made, of which views are `outs`.
-        outs: what is returned: index of a made tensor and a view of it, or None.
-        single: whether the launcher returns no tuple.
-    """
-
-    inputs: tuple[int, ...]
-    makes: tuple[Callable[[], Tensor], ...]
-    launches: tuple[Launch, ...]
-    outs: tuple[tuple[int, Callable[[Tensor], Tensor] | None] | None, ...]
-    single: bool
+    inputs: list[int]
+    makes: list[Callable[[], Tensor]]
+    launches: list[Launch]
+    result: Callable[[list[Tensor]], Any]
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         """Launch for `args`, whose key is that of the recorded call."""
@@ -84,18 +77,17 @@ class Replay(NamedTuple):
         addresses = [args[i].data_ptr() for i in self.inputs]
         addresses += [x.data_ptr() for x in made]
         for run, constants, pointers, fills in self.launches:
-            values = [*constants]
+            values = constants.copy()
             for i, tensor, offset in pointers:
                 values[i] = addresses[tensor] + offset
             for i, fill in fills:
                 values[i] = fill(addresses)
             run(*values)
-        outs = [None if out is None else made[out[0]] if out[1] is None else out[1](made[out[0]]) for out in self.outs]
-        return outs[0] if self.single else tuple(outs)
+        return self.result(made)
 
 
 class LaunchCache:
-    """A launcher with a launch cache.
+    """A launcher with a launch cache; called with the arguments of its op.
 
     A call is recorded when its key comes the second time: most sizes of a prompt come once. `unsupported` says why a
     key is not cached.
@@ -103,11 +95,11 @@ class LaunchCache:
 
     def __init__(self, launcher: Callable[..., Any]) -> None:
         self._launcher = launcher
-        self.entries: dict[Key, Replay | None] = {}
+        self.entries: dict[Key, Entry | None] = {}
         """None for a key that came once."""
         self.unsupported: dict[Key, str] = {}
 
-    def find(self, args: tuple[Any, ...]) -> Replay | None:
+    def find(self, args: tuple[Any, ...]) -> Entry | None:
         """Return the entry for `args`, None if there is none."""
         return self.entries.get(key_of(args))
 
@@ -129,17 +121,17 @@ class LaunchCache:
         return self._launcher(*args)
 
     def _record(self, key: Key, args: tuple[Any, ...]) -> Any:
-        with Recorder(args) as recorder:
+        with CallRecorder(args) as recorder:
             result = self._launcher(*args)
         try:
-            self.entries[key] = recorder.replay(result)
+            self.entries[key] = recorder.entry(result)
         except NotCacheable as why:
             self.unsupported[key] = str(why)
         return result
 
 
 class _Base:
-    """Stands for the tensor of a tensor descriptor, of which Triton asks the address."""
+    """Stands for the tensor of a tensor descriptor, of which Triton takes the address."""
 
     __slots__ = ("address",)
 
@@ -151,7 +143,7 @@ class _Base:
         return self.address
 
 
-class Recorder(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     """Records what this thread launches while it is entered.
 
     Tensors are told apart by identity, not by address: two arguments in one storage may be in two the next time.
@@ -159,17 +151,19 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         super().__init__()
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        self._args = args
+        self._inputs = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+        tensors = [args[i] for i in self._inputs]
         self._roots: dict[int, tuple[Tensor, Tensor]] = {id(x): (x, x) for x in tensors}
-        """By id: a tensor, kept so that nothing else gets its id, and the one whose memory it is a view of."""
-        self._made: dict[int, Callable[[], Tensor] | None] = {}
-        """By id of a tensor that the launcher made: how to make it again, None for memory to allocate."""
+        """By id: a tensor, kept so that nothing else gets its id, and the one that it is a view of, or itself."""
+        self._numbers = {id(x): number for number, x in enumerate(tensors)}
+        """Index of a tensor of the entry, by id."""
+        self._makes: dict[int, Callable[[], Tensor] | None] = {}
+        """What makes a tensor of the launcher's again, by id; None for memory."""
         self._launches: list[tuple[Callable[..., None], list[Any]]] = []
         self._why = "" if len(self._roots) == len(tensors) else "two arguments are one tensor"
-        self._ours = False
+        self._making = False
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> CallRecorder:
         noting.tape = self
         super().__enter__()
         return self
@@ -182,10 +176,10 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self._ours:
+        if self._making:
             return out
         if func in EMPTY:
-            self._roots[id(out)], self._made[id(out)] = (out, out), None
+            self._own(out, None)
         elif not func.is_view:
             self._why = self._why or f"it calls {func}"
         elif id(args[0]) in self._roots:
@@ -201,54 +195,60 @@ class Recorder(TorchDispatchMode):
             self._launches.append((compiled[(*grid, 1, 1)[:3]], values))
 
     def made_each_time(self, make: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
-        """Return `make(*args)`, which replays call again."""
-        self._ours = True
-        out = make(*args)
-        self._ours = False
-        self._roots[id(out)], self._made[id(out)] = (out, out), partial(make, *args)
+        """Return `make(*args)`, which the entry calls again; a view, since it may be the same tensor each time."""
+        self._making = True
+        out = make(*args)[:]
+        self._making = False
+        self._own(out, partial(make, *args))
         return out
 
-    def replay(self, result: Any) -> Replay:
-        """Return the recorded call, of a launcher that returned `result`; NotCacheable if it cannot be replayed."""
+    def entry(self, result: Any) -> Entry:
+        """Return the recorded call, of a launcher that returned `result`; NotCacheable if it did something else."""
         if self._why:
             raise NotCacheable(self._why)
-        inputs = tuple(i for i, x in enumerate(self._args) if isinstance(x, Tensor))
         outs = result if isinstance(result, tuple) else (result,)
-        self._numbers = {id(self._args[i]): number for number, i in enumerate(inputs)}
-        launches = tuple(Launch(run, *self._arguments(values)) for run, values in self._launches)
-        given: dict[int, list[Tensor]] = {}
+        views: dict[int, list[Tensor]] = {}
         for out in outs:
             if out is not None:
-                given.setdefault(self._number(out), []).append(out)
-        if any(number < len(inputs) for number in given):
+                views.setdefault(self._number(out), []).append(out)
+        if any(number < len(self._inputs) for number in views):
             raise NotCacheable("a result is a view of an argument")
+        launches = [Launch(run, *self._arguments(values)) for run, values in self._launches]
         makes, whole = [], set()
-        for ident, number in list(self._numbers.items())[len(inputs) :]:
-            root, again = self._roots[ident][0], self._made[ident]
-            views = given.get(number, [])
-            if again is None and len(views) == 1 and _fills(views[0], root):
+        for ident, number in [*self._numbers.items()][len(self._inputs) :]:
+            root, make = self._roots[ident][0], self._makes[ident]
+            if make is None and len(views.get(number, ())) == 1 and _fills(views[number][0], root):
                 whole.add(number)
-                again = _like(views[0])
-            makes.append(again or partial(torch.empty, _bytes(root), dtype=torch.uint8, device=root.device))
-        results = tuple(
-            None if out is None else (number - len(inputs), None if number in whole else _view(out))
+                make = _like(views[number][0])
+            makes.append(make or partial(torch.empty, _bytes(root), dtype=torch.uint8, device=root.device))
+        first = len(self._inputs)
+        results = [
+            (lambda made: None) if out is None else _out(out, number - first, number in whole)
             for out in outs
-            for number in (self._number(out) if out is not None else 0,)
-        )
-        return Replay(inputs, tuple(makes), launches, results, not isinstance(result, tuple))
+            for number in [0 if out is None else self._number(out)]
+        ]
+        return Entry(self._inputs, makes, launches, _tuple(results) if isinstance(result, tuple) else results[0])
 
-    def _number(self, tensor: Tensor) -> int:
-        """Return the index of the tensor whose memory `tensor` is in: arguments come first."""
-        return self._numbers.setdefault(id(self._root(tensor)), len(self._numbers))
+    def _own(self, tensor: Tensor, make: Callable[[], Tensor] | None) -> None:
+        """Remember a tensor that the launcher made."""
+        self._roots[id(tensor)], self._makes[id(tensor)] = (tensor, tensor), make
 
     def _root(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._roots:
             raise NotCacheable("a tensor is neither an argument nor made by the launcher")
         return self._roots[id(tensor)][1]
 
-    def _arguments(self, values: list[Any]) -> tuple[Any, ...]:
-        """Return constants, pointers and fills of a launch; constants hold no tensor."""
-        constants, pointers, fills = [*values], [], []
+    def _number(self, tensor: Tensor) -> int:
+        """Return the index of the tensor that `tensor` is a view of."""
+        return self._numbers.setdefault(id(self._root(tensor)), len(self._numbers))
+
+    def _pointer(self, tensor: Tensor) -> tuple[int, int]:
+        """Return that index and the offset from its start in bytes."""
+        return self._number(tensor), tensor.data_ptr() - self._root(tensor).data_ptr()
+
+    def _arguments(self, values: list[Any]) -> tuple[list[Any], list[tuple[int, int, int]], list[tuple[int, Fill]]]:
+        """Return constants, pointers and fills of a launch; none holds a tensor."""
+        constants, pointers, fills = values.copy(), [], []
         for i, value in enumerate(values):
             if isinstance(value, Tensor) and value.numel():
                 pointers.append((i, *self._pointer(value)))
@@ -257,11 +257,7 @@ class Recorder(TorchDispatchMode):
             else:
                 continue
             constants[i] = None
-        return tuple(constants), tuple(pointers), tuple(fills)
-
-    def _pointer(self, tensor: Tensor) -> tuple[int, int]:
-        """Return the index of a tensor and the offset from its start in bytes."""
-        return self._number(tensor), tensor.data_ptr() - self._root(tensor).data_ptr()
+        return constants, pointers, fills
 
     def _fill(self, value: Any) -> Fill | None:
         """Return what computes an argument that holds tensors, None for a constant."""
@@ -280,9 +276,7 @@ class Recorder(TorchDispatchMode):
                 return descriptor
 
             return describe
-        if not isinstance(value, tuple):
-            return None
-        fills = [self._fill(part) for part in value]
+        fills = [self._fill(part) for part in value] if isinstance(value, tuple) else []
         if not any(fills):
             return None
         parts = [(fill, None if fill else part) for fill, part in zip(fills, value, strict=True)]
@@ -306,7 +300,13 @@ def _like(tensor: Tensor) -> Callable[[], Tensor]:
     return partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _view(tensor: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what makes such a view of bytes."""
-    dtype, where = tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
-    return lambda memory: memory.view(dtype).as_strided(*where)
+def _out(out: Tensor, index: int, whole: bool) -> Callable[[list[Tensor]], Tensor]:
+    """Return what takes a result like `out` from the tensors made: one of them, or a view of one that is bytes."""
+    if whole:
+        return itemgetter(index)
+    dtype, where = out.dtype, (out.shape, out.stride(), out.storage_offset())
+    return lambda made: made[index].view(dtype).as_strided(*where)
+
+
+def _tuple(results: list[Callable[[list[Tensor]], Any]]) -> Callable[[list[Tensor]], Any]:
+    return lambda made: tuple([result(made) for result in results])
