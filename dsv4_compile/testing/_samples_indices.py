@@ -73,7 +73,7 @@ def indexer_q_rope_quant(s: Step) -> list[Args]:
 
 
 def _queries(s: Step, fmt: str, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """What `indexer_q_rope_quant` makes of random queries."""
+    """Return the results of `indexer_q_rope_quant` for random queries."""
     q, weights = s.randn(TOKENS, 4, dim, dtype=dtype), s.randn(TOKENS, 4, dtype=dtype)
     return queries.indexer_q_rope_quant(q, s.positions, s.rope(rope_dim(dim)), weights, fmt)
 

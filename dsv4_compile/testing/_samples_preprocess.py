@@ -19,7 +19,7 @@ def _projection(s: Step, *sizes: int, dtype: torch.dtype = torch.float32) -> tup
 
 
 def _compressor(s: Step, kv_score: Tensor, ratio: int, dim: int, fmt: str, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The eight arguments of a compressor, behind its projection."""
+    """Return the eight arguments of a compressor, of which the first is its projection."""
     block = layout.storage_block_size(ratio)
     state, state_table, state_block = s.state(ratio, dim)
     table = s.table(block, ratio)

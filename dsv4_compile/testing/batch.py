@@ -17,7 +17,7 @@ Table = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests with `query_lens[r]` tokens in this step and `seq_lens[r]` in all, and `padding` tokens behind them.
+    """Requests with `query_lens[r]` tokens in this step and `seq_lens[r]` in all, then `padding` tokens.
 
     A graph-padded request has seq_len 0; its query, if it has one, is padding.
     """
@@ -32,7 +32,7 @@ class Batch:
         return sum(self.query_lens) + self.padding
 
     def tokens(self) -> list[tuple[int, int]]:
-        """Request and position of each token; position -1 for padding, request -1 behind the last request."""
+        """Request and position of each token; position -1 for padding, request -1 after the last request."""
         tokens = []
         for request, (query_len, seq_len) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
             tokens += [(request, max(position, -1)) for position in range(seq_len - query_len, seq_len)]

@@ -37,7 +37,7 @@ class BoundsError(AssertionError):
 
 
 class _Argument:
-    """Which bytes belong to one tensor argument of a launch."""
+    """A tensor argument of a launch, and the bytes that belong to it."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.name, self.tensor = name, tensor
@@ -49,7 +49,7 @@ class _Argument:
         self.elements = elements.numpy()
 
     def holds(self, addresses: np.ndarray, width: int) -> np.ndarray:
-        """Which of the accesses of `width` bytes lie in elements of the tensor, at a multiple of their width."""
+        """Return which accesses of `width` bytes lie in elements of the tensor, aligned to their width."""
         ok = addresses % width == 0
         first = (addresses - self.address) // self.size
         last = (addresses - self.address + width - 1) // self.size
@@ -75,7 +75,7 @@ class _Checker:
         self.tags: dict[int, int] = {}
 
     def bind(self, kernel: str, values: dict[str, Any]) -> None:
-        """Take the tensors, by name, of a launch of `kernel`."""
+        """Start a launch of `kernel` with these arguments by name."""
         self.kernel = kernel
         self.launched.append(kernel)
         tensors = [found for name, value in values.items() for found in _tensors(name, value)]
@@ -87,7 +87,7 @@ class _Checker:
         pointer.handle.data |= np.uint64(self.tags[id(tensor)] << _TAG_SHIFT)
 
     def resolve(self, kind: str, pointers: Any, mask: Any) -> Any:
-        """Addresses behind tagged pointers. Raises unless every live one is good for this `kind` of access."""
+        """Return the addresses of tagged pointers. Raise unless every live one is valid for this `kind` of access."""
         tagged = np.asarray(pointers.data)
         addresses = (tagged & _ADDRESS).astype(np.int64)
         live = np.broadcast_to(np.ones(1, bool) if mask is None else np.asarray(mask.data, bool), tagged.shape)
@@ -113,7 +113,7 @@ class _Checker:
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in an argument, with their names: itself, those of a tuple, or the one behind a descriptor."""
+    """Yield the tensors in an argument, with their names: itself, those of a tuple, or the base of a descriptor."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, tuple):
@@ -125,7 +125,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _kernel_line() -> str:
-    """Where the kernel's code is now: the innermost frame that is neither ours nor Triton's."""
+    """Return the kernel's current line: the innermost frame that is neither ours nor Triton's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
@@ -133,7 +133,7 @@ def _kernel_line() -> str:
 
 
 def _cause(error: BaseException | None) -> BoundsError | None:
-    """The fault inside the errors that the interpreter wraps around it, one for each device function."""
+    """Return the fault inside the errors that the interpreter wraps around it, one for each device function."""
     while error is not None and not isinstance(error, BoundsError):
         error = error.__cause__
     return error

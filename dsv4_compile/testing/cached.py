@@ -1,9 +1,8 @@
-"""How far apart caches may be that two implementations of one op have written.
+"""Comparison of caches that two implementations of one op have written.
 
-What is rounded from exact values is exact to the byte. What is summed first, in a norm, a pool or a Hadamard transform,
-is float32 and depends on the order of the sum. Where such a value lies next to a rounding boundary, one implementation
-stores its lower neighbour and the other its upper one: a tie, and neither is wrong. On an H200 the kernels and the
-reference are equally far from float64, 1 ulp of float32 on average.
+Values rounded from exact values are equal to the byte. Values summed first, in a norm, a pool or a Hadamard transform,
+are float32 and depend on the order of the sum. If such a value lies next to a rounding boundary, one implementation
+stores its lower neighbour and the other its upper one: a tie, and neither is wrong.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ TIES = 3e-5
 are stored as bfloat16, one in 10,000 is a tie, and of those that are rounded on to e4m3 one in 16 of that. For a row of
 `fp8_ds_mla` that makes 1.6e-5."""
 FEW_TIES = 4
-"""So many may always be: in a small cache one tie is more than the share."""
+"""Ties that are always allowed: in a small cache one tie is more than `TIES`."""
 CANCELLED = 2.0**-16
-"""A rotation may leave next to nothing of a pair of values; then the float32 error of the pair is many steps of what
-is left: so much of the pair's size passes, 2^8 ulp of float32."""
+"""Allowed error of a rotated value as a share of its pair's size, 2^8 ulp of float32: a rotation may cancel a value to
+almost nothing, of which the float32 error of the pair is many steps."""
 
 
 def assert_cached(
@@ -41,12 +40,12 @@ def assert_cached(
 
     Args:
         got, want: caches of a format that quantises, on one device; rows that are all zero count as not stored.
-        transformed: keys have gone through a Hadamard transform. A tie in front of it shifts all that comes out, by
-            little, which for values near zero may be several steps: 2^-8 of the root mean square of a row passes.
-        pooled: rows that an entry is the weighted sum of. Terms of both signs cancel to one in sqrt(pooled) of their
-            size, while the errors of the sum stay those of its terms: so much larger is the share of ties.
+        transformed: keys have gone through a Hadamard transform. A tie before it shifts all results a little,
+            for values near zero by several steps: 2^-8 of the root mean square of a row is allowed.
+        pooled: rows that an entry is the weighted sum of. Terms of both signs cancel to 1 / sqrt(pooled) of their
+            size and their errors do not, so sqrt(pooled) times as many ties are allowed.
     Returns:
-        How many values differ.
+        Number of values that differ.
     """
     slots = torch.arange(len(want) * block_size, device=want.device)
     ties, stored = 0, torch.zeros(len(slots), dtype=torch.bool, device=want.device)
@@ -75,7 +74,7 @@ def assert_cached(
 
 
 def _parts(cache: Tensor, cache_format: str, block_size: int, slots: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What rows hold: values as integers that count the steps of their format, and scales as bytes; int32 `[N, n]`."""
+    """Yield the contents of rows, int32 `[N, n]`: values as counts of steps of their format, and scales as bytes."""
     if cache_format == "fp8":
         yield "e4m3", _steps(paging.read_rows(cache.view(torch.uint8), block_size, slots), 8)
         return

@@ -87,8 +87,8 @@ def assert_close(
             compared with a float64 oracle without rounding the oracle.
         tolerance: a `Tolerance`, or a name in `TOLERANCES`.
         label: named in the message.
-        turned: so many last columns are pairs of neighbours that were rounded, rotated and rounded again. They are held
-            to the magnitude of their pair, as `_turned_limit` says.
+        turned: number of last columns that are pairs of neighbours, rounded, rotated and rounded again. Their error is
+            relative to the magnitude of their pair (`_turned_limit`).
     """
     _assert_same_kind(actual, expected, label, dtype=False)
     bound = TOLERANCES[tolerance] if isinstance(tolerance, str) else tolerance
@@ -114,11 +114,11 @@ def assert_close(
 
 
 def _turned_limit(want: Tensor, bound: Tolerance) -> Tensor:
-    """What the elements of rotated pairs may be off by, where those in front of the rotation are within `bound`.
+    """Return the largest error of elements of rotated pairs whose elements before the rotation are within `bound`.
 
-    A rotation mixes the two errors of a pair, so that an element that cancels to little has those of a larger one:
-    at most their root sum of squares, which is at most that of the two bounds, sqrt(2 abs^2 + rel^2 |pair|^2). Rounding
-    again costs both sides half a spacing of the pair's magnitude, and `rel` is four such halves.
+    A rotation mixes the two errors of a pair: at most their root sum of squares, which is at most that of the two
+    bounds, sqrt(2 abs^2 + rel^2 |pair|^2). Rounding again costs both sides half a spacing of the pair's magnitude, and
+    `rel` is four such halves.
     """
     size = want.unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, dim=-1)
     return (2 * bound.abs**2 + (bound.rel * size) ** 2).sqrt() + bound.rel / 4 * size

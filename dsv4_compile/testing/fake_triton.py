@@ -1,5 +1,6 @@
-"""Triton without a GPU: a driver that is enough to generate and compile code for any target, and an interpreter that
-rounds as hardware does. What is installed stays for the rest of the process.
+"""Triton without a GPU: a driver that compiles for any target, and an interpreter that rounds as hardware does.
+
+An installed driver and the rounding stay for the rest of the process.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ TARGETS: dict[str, GPUTarget] = {
 }
 """The GPUs whose code is compiled ahead of time in tests."""
 WAIT = "griddepcontrol.wait"
-"""The instruction by which a kernel waits for the one in front."""
+"""PTX instruction by which a kernel with PDL waits for the previous one."""
 SCOREBOARDS = 6
-"""By which an instruction of NVIDIA's waits for results of others that take a time nobody knows ahead."""
+"""Scoreboards of a warp on NVIDIA GPUs, by which instructions wait for results of variable latency."""
 
 
 class _Utils:
@@ -70,34 +71,34 @@ class FakeDriver:
 
     @staticmethod
     def is_active() -> bool:
-        """Always: there is nothing to detect."""
+        """Return True: there is nothing to detect."""
         return True
 
     def get_current_target(self) -> GPUTarget:
-        """The GPU that code is generated for."""
+        """Return the GPU that code is generated for."""
         return self.target
 
     def get_active_torch_device(self) -> torch.device:
-        """Where the tensors of a generated kernel live."""
+        """Return the device of the tensors of a generated kernel."""
         return torch.device("cpu")
 
     def get_device_interface(self) -> Any:
-        """The torch module of that device."""
+        """Return the torch module of that device."""
         return torch.cpu
 
     def get_current_device(self) -> int:
-        """The only device."""
+        """Return the only device."""
         return 0
 
     def set_current_device(self, device: int) -> None:
-        """There is one device."""
+        """Do nothing: there is one device."""
 
     def get_current_stream(self, device: int | None = None) -> int:
-        """The only stream."""
+        """Return the only stream."""
         return 0
 
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
-        """Compute capability of the target; (9, 0) for a target that has none."""
+        """Return the compute capability of the target; (9, 0) for a target that has none."""
         arch = self.target.arch
         return divmod(arch, 10) if isinstance(arch, int) else (9, 0)
 
@@ -114,8 +115,8 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
     Launchers are called as on a GPU, with tensors on the CPU, so what is compiled is what they would launch: types,
     alignments, constants and options. Yields the compiled kernels in order.
 
-    AssertionError for one that may start before the kernel in front has ended and never waits for it: what comes behind
-    would not wait for either; and for one that has something else in a barrier's place.
+    AssertionError for a kernel with PDL that never waits for the previous one, since the next one would not wait for
+    either; and for one that reuses the shared memory of an mbarrier.
     """
     compiled: list[Any] = []
     launch = JITFunction.run
@@ -128,9 +129,9 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
         finally:
             self.device_caches = kept
         early, code = getattr(compiled[-1].metadata, "launch_pdl", False), compiled[-1].asm
-        assert not early or WAIT in code["ptx"], f"{compiled[-1].metadata.name} starts early and does not wait"
+        assert not early or WAIT in code["ptx"], f"{compiled[-1].metadata.name} has PDL and does not wait"
         given = barriers_given_away(compiled[-1])
-        assert not given, f"{compiled[-1].metadata.name} has other things in a barrier's place: {given}"
+        assert not given, f"{compiled[-1].metadata.name} reuses the memory of an mbarrier: {given}"
         return compiled[-1]
 
     with (
@@ -142,13 +143,13 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
 
 
 def resources(compiled: Any) -> dict[str, int]:
-    """What a thread of a kernel compiled for NVIDIA takes, by the names of `cuobjdump`: STACK is what is spilled."""
-    said = _said_of(compiled, triton.knobs.nvidia.cuobjdump.path, "-res-usage")
-    return {name: int(count) for name, count in re.findall(r"([A-Z]+):(\d+)", said)}
+    """Return resources per thread of a kernel compiled for NVIDIA, named as by `cuobjdump`; STACK is spills."""
+    output = _output_of(compiled, triton.knobs.nvidia.cuobjdump.path, "-res-usage")
+    return {name: int(count) for name, count in re.findall(r"([A-Z]+):(\d+)", output)}
 
 
 def instructions(compiled: Any) -> list[str]:
-    """What a kernel compiled for NVIDIA executes, in order, as `nvdisasm` writes it, without addresses."""
+    """Return the SASS of a kernel compiled for NVIDIA, as `nvdisasm` writes it, without addresses."""
     return [line.text for line in source_lines(compiled) if not line.text.endswith(":")]
 
 
@@ -169,10 +170,10 @@ class SourceLine(NamedTuple):
 
 
 def source_lines(compiled: Any) -> list[SourceLine]:
-    """`instructions`, with labels between them, where in the source each is from, and what it waits for."""
-    said = _said_of(compiled, triton.knobs.nvidia.nvdisasm.path, "-c", "-g", "-hex")
+    """Return `instructions` and the labels between them, with source lines and scoreboards."""
+    output = _output_of(compiled, triton.knobs.nvidia.nvdisasm.path, "-c", "-g", "-hex")
     found, place, text = [], "", ""
-    for line in said.splitlines():
+    for line in output.splitlines():
         if source := re.match(r'\s*//## File "[^"]*?([^"/]+)", line (\d+)', line):
             place = f"{source[1]}:{source[2]}"
         elif label := re.match(r"\s*(\.L_\w+:)", line):
@@ -188,8 +189,8 @@ def source_lines(compiled: Any) -> list[SourceLine]:
     return found
 
 
-def _said_of(compiled: Any, *command: str) -> str:
-    """What a tool of NVIDIA's that Triton brings says of a compiled kernel."""
+def _output_of(compiled: Any, *command: str) -> str:
+    """Return the output of one of the NVIDIA tools in Triton for a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(machine_code(compiled))
         file.flush()
@@ -197,7 +198,7 @@ def _said_of(compiled: Any, *command: str) -> str:
 
 
 def machine_code(compiled: Any) -> bytes:
-    """The binary of a compiled kernel."""
+    """Return the binary of a compiled kernel."""
     binary: bytes = compiled.asm["hsaco" if "hsaco" in compiled.asm else "cubin"]
     return binary
 

@@ -59,12 +59,12 @@ def poison_(x: Tensor) -> Tensor:
 
 
 def padded(x: Tensor) -> Tensor:
-    """Same values, rows apart: the last dim stays contiguous, all others have poisoned gaps, the offset is not 0."""
+    """Copy with gaps between rows: the last dim stays contiguous, others have poisoned gaps, the offset is not 0."""
     return _spread(x, step=1)
 
 
 def strided(x: Tensor) -> Tensor:
-    """Same values, and no dim contiguous: poisoned gaps between all elements, and a storage offset."""
+    """Copy with no dim contiguous: poisoned gaps between all elements, and a storage offset."""
     return _spread(x, step=2)
 
 
@@ -158,7 +158,7 @@ def _poisoned_pages(fmt: str, num_blocks: int, block_size: int, head_dim: int, d
 
 
 def to_device(x: Tensor, device: torch.device | str | None) -> Tensor:
-    """Move `x` with its strides and the memory between its elements, which `.to` would leave behind."""
+    """Move `x` with its strides and the memory between its elements, which `.to` would drop."""
     if device is None or torch.device(device) == x.device:
         return x
     backing = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)

@@ -1,4 +1,4 @@
-"""See, run and compile the Triton that Inductor generates for a function, on a machine without a GPU.
+"""The Triton that Inductor generates for a function, shown, run and compiled on a machine without a GPU.
 
     with generated_triton() as kernels:          # in a process of its own
         torch.compile(fn, backend=dsv4)(*inputs)
@@ -31,7 +31,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _POINTWISE_BLOCKS = {"XBLOCK": 256, "YBLOCK": 8, "ZBLOCK": 1}
 _REDUCTION_BLOCKS = {"XBLOCK": 8, "YBLOCK": 8, "ZBLOCK": 1, "R0_BLOCK": 64}
 _LANES = 2048
-"""Elements that a program of a reduction handles at once in the interpreter, where each program is slow."""
+"""Elements that a program of a reduction handles in the interpreter, where a program costs much."""
 _AXES = ("x", "y", "z")
 _NUMBERS = itertools.count()
 
@@ -58,7 +58,7 @@ class GeneratedKernel:
         return _execute(name, source, [])
 
     def run(self, *args: Any, stream: int | None = None) -> None:
-        """What generated code calls: run in the interpreter, or do nothing."""
+        """Run in the interpreter, or do nothing; generated code calls this."""
         if not INTERPRETED:
             return
         blocks, sizes = self._blocks(), dict(zip(self.meta["signature"], args, strict=False))

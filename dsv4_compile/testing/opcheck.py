@@ -72,7 +72,7 @@ def _check_fake(op: OpOverload, args: Args, where: str) -> None:
 
 
 def _describe(x: Tensor) -> tuple[Any, ...]:
-    """What a consumer may rely on. The stride of a dim of size 1, or of an empty tensor, addresses nothing."""
+    """Return what a consumer may rely on. The stride of a dim of size 1, or of an empty tensor, addresses nothing."""
     empty = x.numel() == 0
     strides = tuple(None if size == 1 or empty else stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return tuple(x.shape), strides, x.dtype, x.device.type

@@ -1,8 +1,7 @@
-"""Where a kernel compiled for NVIDIA keeps what in shared memory, and whether a barrier's place is its own.
+"""Shared-memory allocation of a kernel compiled for NVIDIA, and whether an mbarrier keeps its memory for itself.
 
-The compiler gives the place of what nobody names any more to others. A barrier of which a kernel made use for a while,
-and whose place then became that of scales, left there what it had been initialised with: an H200 gave NaN in 1 to 100
-of 10,000 products.
+The compiler reuses the memory of buffers after their last use. An mbarrier whose last use it sees too early is
+overwritten, or overwrites what took its place: scales became NaN in 1 to 100 of 10,000 GEMMs on an H200.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from .._compat import triton_ir, triton_nvidia, triton_passes, triton_release
 
 BYTES = {"i1": 1, "i8": 1, "f8E4M3FN": 1, "f8E5M2": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8}
 BARRIER = re.compile(r"(\d+x)?1xi64")
-"""What barriers are allocated as, one or many."""
+"""Type of a buffer of mbarriers."""
 REDUCES_AT_ONCE = triton_release() < (3, 8)
-"""Whether all warps put their part of a reduction side by side, each all of it."""
+"""Whether the scratch of a reduction holds all results of every warp at once."""
 PTX = 86
-"""The version of PTX that places are worked out for, which are the same for all."""
+"""PTX version that memory is allocated for; the allocation is the same for all."""
 
 
 class Place(NamedTuple):
-    """Bytes `start` to `stop` of a program's shared memory, the most that `line` may take, and its basic block."""
+    """Bytes `start` to `stop` of a CTA's shared memory, the most that `line` may take, and its basic block."""
 
     start: int
     stop: int
@@ -37,10 +36,9 @@ class Place(NamedTuple):
 
 
 def barriers_given_away(compiled: Any) -> list[tuple[str, str]]:
-    """Lines of the compiled kernel: a barrier, and what the compiler may keep in its place in the same program.
+    """Return pairs of lines of the compiled kernel: an mbarrier, and another buffer that may be in its memory.
 
-    A barrier that is invalidated has been given back, as the compiler gives back all that it makes itself; kernels that
-    invalidate some are not looked at.
+    An invalidated mbarrier may be reused, so kernels that invalidate some are not checked.
     """
     text = compiled.asm.get("ttgir", "")
     if "ttng.init_barrier" not in text or "ttng.inval_barrier" in text:
@@ -61,7 +59,7 @@ def _given_away(text: str, arch: int, shared: int) -> list[tuple[str, str]]:
 
 
 def _allocated(text: str, arch: int) -> str:
-    """What the compiler makes of a kernel up to where it shares out shared memory."""
+    """Return the IR of a kernel after the compiler allocated shared memory."""
     context = triton_ir.context()
     triton_ir.load_dialects(context)
     triton_nvidia.load_dialects(context)
@@ -82,7 +80,7 @@ def _allocated(text: str, arch: int) -> str:
 
 
 def _blocks(text: str) -> Iterable[tuple[str, str]]:
-    """The lines of the kernel with the basic block of each; what is nested belongs to the block around it."""
+    """Yield the lines of the kernel with the basic block of each; nested lines belong to the block around them."""
     block = "^entry"
     for line in text.splitlines():
         if label := re.match(r"  (\^bb\d+)", line):
@@ -91,7 +89,7 @@ def _blocks(text: str) -> Iterable[tuple[str, str]]:
 
 
 def _reached(text: str) -> dict[str, set[str]]:
-    """The blocks that may come after each."""
+    """Return the blocks that may come after each."""
     reached: dict[str, set[str]] = {}
     for block, line in _blocks(text):
         after = reached.setdefault(block, set())
@@ -105,7 +103,7 @@ def _reached(text: str) -> dict[str, set[str]]:
 
 
 def _places(text: str) -> list[Place]:
-    """All that is shared out."""
+    """Return all allocations."""
     layouts, found = dict(re.findall(r"^#(\w+) = (.*)$", text, re.MULTILINE)), []
     for block, line in _blocks(text):
         if start := re.search(r"allocation\.offset = (\d+)", line):
@@ -117,10 +115,10 @@ def _places(text: str) -> list[Place]:
 
 
 def _scratch(line: str, layouts: Mapping[str, str]) -> int:
-    """The bytes of an operation, which Triton 3.9 says, or the most that 3.6 and 3.7 give one.
+    """Return the scratch bytes of an operation: Triton 3.9 prints them, for 3.6 and 3.7 an upper bound.
 
-    That is all it changes the layout of, or what each warp has of a reduction's results. A byte where neither is known,
-    as of what warpgroups are handed, and scalars that a program hands to all its threads.
+    The bound is the tensor whose layout is converted, or the results of a reduction for each warp; 1 for others, such
+    as arguments of warpgroups and scalars that are broadcast to all threads.
     """
     if said := re.search(r"allocation\.size = (\d+)", line):
         return int(said[1])
@@ -135,7 +133,7 @@ def _scratch(line: str, layouts: Mapping[str, str]) -> int:
 
 
 def _warps(layout: str) -> int:
-    """Warps of a layout: the product of a blocked one's, two to the power of a linear one's bases."""
+    """Return the number of warps of a blocked or linear layout."""
     if counted := re.search(r"warpsPerCTA = \[([^\]]*)\]", layout):
         return math.prod(map(int, counted[1].split(",")))
     bases = re.search(r"warp = \[(.*?)\](?:, block|\})", layout)

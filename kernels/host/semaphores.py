@@ -1,8 +1,7 @@
-"""Counters by which the programs of one launch learn which of them is the last; zero between launches.
+"""Semaphores in global memory by which the last CTA of a tile finds that it is the last; zero between launches.
 
-The last program of a tile sets its counter back, so nobody has to clear them in front of the next launch. Two launches
-that may overlap must not share counters: launches on a stream follow each other, and a captured launch gets counters
-that no other launch ever gets.
+The last CTA resets its semaphore, so no launch is needed to clear them. Launches that may overlap must not use the same
+ones: launches on a stream follow each other, and a captured launch gets semaphores that no other launch ever gets.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from triton.language.target_info import current_target
 from .launch import each_time
 
 POOL = 1 << 20
+"""Counters of a device."""
 STREAM_SHARE = 1024
-"""Most counters of a launch outside a capture."""
+"""Counters of a stream: the most that a launch outside a capture may use."""
 
 
 @triton.constexpr_function
 def _wait_for_stores() -> str:
-    """The instruction by which an AMD wave waits for its stores; "" elsewhere."""
+    """Return the instruction by which an AMD wave waits for its stores; "" elsewhere."""
     target = current_target()
     if target is None or target.backend != "hip":
         return ""
@@ -35,51 +35,51 @@ def _wait_for_stores() -> str:
 
 @triton.jit
 def arrive(p_counter):
-    """How many programs have arrived at a counter before this one.
+    """Increment a counter and return how many CTAs arrived before this one.
 
-    Who finds that it is the last sees what the others have stored before they arrived, if it reads with `.cg`.
+    The last CTA sees what the others stored before they arrived, if it reads with `.cg`.
     """
     WAIT: tl.constexpr = _wait_for_stores()
     if WAIT != "":
-        # There a barrier waits for no store, and the release below for those of one wave alone.
+        # On AMD a barrier waits for no store, and the release below only for those of its own wave.
         tl.inline_asm_elementwise(WAIT + "\nv_mov_b32 $0, 0", "=v", [], dtype=tl.int32, is_pure=False, pack=1)
-    # Every thread has stored before one announces it.
+    # Every thread stores before one signals.
     tl.debug_barrier()
     return tl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu")
 
 
 class _Pool:
-    """Counters of one device, handed out once: a share to each stream, and what it asks for to each captured launch."""
+    """Counters of one device, each given out once: `STREAM_SHARE` to a stream, others to a captured launch."""
 
     def __init__(self, device: torch.device) -> None:
-        # What this thread allocates while Inductor's CUDA graphs warm up is memory that they take back.
+        # In a thread of its own: Inductor's CUDA graphs reuse what this thread allocates while they warm up.
         with ThreadPoolExecutor(1) as thread:
             self.counters, self.filled = thread.submit(_zeros, POOL, device).result()
         self.streams: dict[int, Tensor] = {}
         self.used = 0
 
     def take(self, count: int) -> Tensor | None:
-        """The next `count` counters, None when there are not as many."""
+        """Return `count` counters that were never given out, None if so many are not left."""
         if self.used + count > POOL:
             return None
         self.used += count
         return self.counters[self.used - count : self.used]
 
     def of_stream(self, stream: torch.cuda.Stream) -> Tensor | None:
-        """The share of `stream`."""
+        """Return the counters of `stream`, None if none are left for it."""
         known = stream.cuda_stream
         if known not in self.streams:
             share = self.take(STREAM_SHARE)
             if share is None:
                 return None
-            # A stream must not overtake the fill. A capture starts by waiting for everything.
+            # The fill is on another stream. A capture starts by waiting for all of them.
             stream.wait_event(self.filled)
             self.streams[known] = share
         return self.streams[known]
 
 
 def _zeros(count: int, device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
-    """Counters, and when they are zero."""
+    """Return counters, and the event after which they are zero."""
     counters, filled = torch.zeros(count, dtype=torch.int32, device=device), torch.cuda.Event()
     filled.record(torch.cuda.current_stream(device))
     return counters, filled
@@ -89,16 +89,16 @@ _pools: dict[torch.device, _Pool] = {}
 
 
 def arrival_counters(count: int, device: torch.device) -> Tensor:
-    """int32 `[>= count]`, zero when the next launch on the current stream starts; the launch leaves them zero.
+    """Return int32 `[>= count]`, zero when the next launch on the current stream starts; it must leave them zero.
 
-    Where the pool cannot serve, the counters are new and a fill precedes the launch: at the first call if that is
-    captured, for more than `STREAM_SHARE`, and when a million have been captured.
+    They are allocated and filled by a launch if the first call of all is captured, for more than `STREAM_SHARE` outside
+    a capture, and once `POOL` are given out.
     """
     return each_time(_counters, count, device)
 
 
 def _counters(count: int, device: torch.device) -> Tensor:
-    """See `arrival_counters`."""
+    """Return counters of the pool, or new ones."""
     counters: Tensor | None = None
     if device.type == "cuda":
         capturing = torch.cuda.is_current_stream_capturing()

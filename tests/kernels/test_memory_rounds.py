@@ -27,12 +27,12 @@ from dsv4_compile.kernels.preprocess import compress_window
 from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments
 from dsv4_compile.testing import fake_triton
-from dsv4_compile.testing.memory_rounds import loads_of, memory_rounds
 from tests.kernels.gpus import GPUS
+from tests.tools.memory_rounds import loads_of, memory_rounds
 
 FLASH = (DeepseekV4Config.flash(),)
 ONE_LOAD, POSITION_THEN_ANGLES, ENTRY_THEN_BLOCK, TABLE_THEN_STATES = 1, 2, 2, 3
-BEHIND_SLOTS, BEHIND_BLOCKS = 2, 2
+AFTER_SLOTS, AFTER_BLOCKS = 2, 2
 
 
 @pytest.fixture(autouse=True)
@@ -123,8 +123,8 @@ def test_keys_of_few_tokens_are_loaded_once_and_stay_in_registers(fused: str, ti
     call = decode_call((DecodeArguments if fused == "none" else DecodeQuantArguments)(*args))
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
         small.launch(call, GPUS["sm_90"][0], 10, tiling=tiling)
-    # Nothing else is behind two loads. Triton 3.8 gives one of them to a line of another file.
-    keys = [load for load in loads_of(fake_triton.source_lines(compiled[0])) if load.needed == BEHIND_SLOTS]
+    # Nothing else waits for two loads. Triton 3.8 gives one of them to a line of another file.
+    keys = [load for load in loads_of(fake_triton.source_lines(compiled[0])) if load.needed == AFTER_SLOTS]
     # Codes of seven tiles, two parts of the rope, and scales, of one key or two.
     assert len(keys) == 10 * (tiling.block_n // 64)
     assert fake_triton.resources(compiled[0])["STACK"] == 0
@@ -137,7 +137,7 @@ def test_states_of_a_decode_step_are_loaded_as_soon_as_their_blocks_are_known(ki
     lines, first = inspect.getsourcelines(compress_window._cached_states.fn)
     places = {f"compress_window.py:{first + line}" for line in range(len(lines))}
     states = [load for load in loads_of(fake_triton.source_lines(kernel)) if load.place in places]
-    at_once = [load for load in states if (load.behind, load.needed) == (BEHIND_BLOCKS, BEHIND_BLOCKS)]
+    at_once = [load for load in states if (load.before, load.needed) == (AFTER_BLOCKS, AFTER_BLOCKS)]
     # Triton 3.8 has those of the indexer one round later.
     late = kind == "csa" and triton_release() == (3, 8)
     assert len(states) >= 16 and len(at_once) == len(states) // (4 if late else 2)

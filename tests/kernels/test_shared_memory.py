@@ -62,7 +62,7 @@ def compile_gate(when: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["a buffer", "a layout", "a sum"])
 def test_what_takes_the_place_of_a_barrier_is_found(how: str) -> None:
-    with pytest.raises(AssertionError, match=r"gate_kernel has other things in a barrier's place.*1xi64"):
+    with pytest.raises(AssertionError, match=r"gate_kernel reuses the memory of an mbarrier.*1xi64"):
         compile_gate("behind", how)
 
 

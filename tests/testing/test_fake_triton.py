@@ -1,4 +1,4 @@
-"""What compiling ahead of time notes: a kernel that starts early and never waits; what an instruction waits for."""
+"""Ahead-of-time compilation: a kernel with PDL must wait, and SASS is parsed with its scoreboards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_kernel_that_starts_early_has_to_wait(waits: bool, launch_pdl: bool) -
     options: dict[str, Any] = {"launch_pdl": True} if launch_pdl else {}
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
         if launch_pdl and not waits:
-            with pytest.raises(AssertionError, match="_copy_kernel starts early and does not wait"):
+            with pytest.raises(AssertionError, match="_copy_kernel has PDL and does not wait"):
                 kernel(x, x, PDL=waits, **options)
         else:
             kernel(x, x, PDL=waits, **options)

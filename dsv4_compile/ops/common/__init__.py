@@ -1,1 +1,1 @@
-"""Schemas, fakes and argument checks: helpers that several families share."""
+"""Helpers of several families: schemas, fakes and argument checks."""

@@ -1,4 +1,4 @@
-"""One way to define an op: schema, reference implementation, fake, and the refusal to differentiate."""
+"""Definition of an op: schema, reference implementation, fake, and an error for gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LIBRARY = torch.library.Library("dsv4", "DEF")
 OPS: dict[str, OpOverload] = {}
 """Every op of this package by name."""
 REFERENCES: dict[str, Callable[..., Any]] = {}
-"""The checked reference implementation of every op by name, for those who must look inside an op."""
+"""The checked reference of every op by name, for lowerings and tools that trace it."""
 
 
 def for_tensors(name: str, check: Callable[..., None] | None) -> Callable[..., None]:
-    """`check` of the op `name`, and what all ops refuse: None for a tensor, and tensors of several devices."""
+    """Return `check` of the op `name` preceded by those of all ops: no tensor is None, all are on one device."""
 
     def run(*args: Any, **kwargs: Any) -> None:
         first = None
@@ -57,7 +57,7 @@ def _refuse_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def checked(check: Callable[..., None] | None, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """`implementation` with `check` in front of it, for the reference, the fake and every kernel of an op."""
+    """Return `implementation` with `check` before it."""
     if check is None:
         return implementation
 

@@ -1,4 +1,4 @@
-"""The argument checks that ops share. They look at ranks, dtypes and fixed dims only, so a traced token dim stays free.
+"""Argument checks that several ops use. They look at ranks, dtypes and fixed dims, so a traced token dim stays free.
 
 Messages are built only when a check fails: these run on every eager call.
 """
@@ -26,7 +26,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def describe(value: Tensor) -> str:
-    """Shape and dtype as they appear in an error message."""
+    """Return shape and dtype as they appear in an error message."""
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 

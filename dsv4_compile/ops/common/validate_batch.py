@@ -1,4 +1,4 @@
-"""The argument checks that the metadata and index ops share: batches, index rows, buffers and sizes."""
+"""Argument checks of metadata and index ops: batches, index rows, buffers and sizes."""
 
 from __future__ import annotations
 

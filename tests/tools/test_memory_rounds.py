@@ -1,4 +1,4 @@
-"""Rounds of memory, counted in machine code that is written down here."""
+"""Memory rounds of hand-written SASS."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 import pytest
 
 from dsv4_compile.testing.fake_triton import SourceLine
-from dsv4_compile.testing.memory_rounds import MemoryRounds, rounds_of
+from tests.tools.memory_rounds import MemoryRounds, rounds_of
 
 
 def rounds(*lines: str) -> MemoryRounds:
-    """Of instructions, behind which stands what they wait for and what they set: "< 0 1 > 2"."""
+    """Return the rounds of instructions, each followed by the scoreboards it waits for and sets: "< 0 1 > 2"."""
     return rounds_of(source_line(line, number) for number, line in enumerate(lines))
 
 
@@ -50,7 +50,7 @@ def test_a_load_takes_a_round(lines: list[str], taken: int, needed: int) -> None
     assert rounds(*lines)[:2] == (taken, needed)
 
 
-def test_what_waits_keeps_loads_behind_it_that_need_not_wait() -> None:
+def test_a_waiting_instruction_delays_later_loads_that_need_not_wait() -> None:
     first, used, second = LOAD(0, 2, 0), "FMUL R1, R0, R0 < 0", LOAD(4, 6, 1)
     assert rounds(first, second, used) == (1, 1, ())
     assert rounds(first, used, second) == (2, 1, ("kernel.py:2",))
@@ -60,7 +60,7 @@ def test_what_waits_keeps_loads_behind_it_that_need_not_wait() -> None:
 
 
 def test_a_scoreboard_is_waited_for_without_a_register_of_the_load_that_has_set_it() -> None:
-    # As in front of a loop and in it: the second load names the scoreboard of the first.
+    # Before a loop and in it: the second load names the scoreboard of the first.
     first, second = LOAD(0, 2, 5), LATE(4, 6, 5, 5)
     assert rounds(first, ".L_x_0:", second, "@P0 BRA (.L_x_0)") == (2, 1, ("kernel.py:2",))
     assert rounds(first, ".L_x_0:", LOAD(4, 6, 5), "@P0 BRA (.L_x_0)") == (1, 1, ())

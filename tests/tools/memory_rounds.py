@@ -1,17 +1,13 @@
-"""How often a compiled kernel waits for memory, one time after the other: known ahead of time, without a GPU.
+"""Memory rounds of a compiled kernel: dependent loads, one after the other, counted in SASS without a GPU.
 
-Where few tokens leave a kernel little to do, its time is how many loads it waits for in a row, each half a microsecond
-or more. Instructions are issued in order: one that waits for what a load brings keeps all behind it waiting, loads too
-that could have been on their way. The assembler decides on that order, by registers that it would like to save.
+A kernel with few tokens takes as long as the loads it waits for one after the other, half a microsecond or more each.
+Instructions issue in order: one that waits for a load delays all after it, other loads too. `ptxas` chooses the order,
+and the scoreboards: a load names one of six, and an instruction waits until all that it names are clear. So it may wait
+for a load whose registers it does not need, such as one before a loop with the same scoreboard. `taken` therefore
+follows scoreboards, `needed` registers.
 
-It also decides what an instruction waits for, and writes that into it. A load names one of six scoreboards, and each
-instruction a set of those that have to be clear, which takes all loads that have named one. So an instruction may wait
-for a load of whose registers it needs none: the first load of a loop, say, for one in front of the loop that has named
-the same scoreboard. What is waited for is therefore followed by scoreboards, and what has to be by registers.
-
-The machine code is followed through its branches, forwards. A load takes a round, everything else no time; a loop is
-gone through once. Left out are what the copy engine brings, what programs or threads wait for in each other, and the
-partitions of a program, to which it jumps by a table.
+SASS is followed forwards through its branches. A load takes one round, other instructions no time; a loop runs once.
+TMA copies, waits for other CTAs or threads, and warp-specialised partitions (jumps by a table) are not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from .fake_triton import SourceLine, source_lines
+from dsv4_compile.testing.fake_triton import SourceLine, source_lines
 
 REGISTER = re.compile(r"\b(U?[RP])(\d+)\b(\.64)?")
 PREDICATE = re.compile(r"U?P(T|\d+)$")
@@ -33,12 +29,12 @@ Key = TypeVar("Key", int, str)
 
 
 class MemoryRounds(NamedTuple):
-    """What `memory_rounds` finds.
+    """Memory rounds of a kernel.
 
     Attributes:
-        taken: loads that are waited for one after the other on the longest way through the kernel.
-        needed: as many as their addresses make necessary.
-        late: where in the source a load waits for others whose results it does not need: "file.py:12".
+        taken: loads that are waited for one after the other on the longest path.
+        needed: rounds that their addresses make necessary.
+        late: source lines, "file.py:12", of loads that wait for others whose results they do not need.
     """
 
     taken: int
@@ -48,15 +44,20 @@ class MemoryRounds(NamedTuple):
 
 @dataclass
 class _State:
-    """Rounds: by scoreboard, when the last load that has set it is there; by register, when its value would be there if
-    nothing but what it is made of mattered; and when the next instruction is issued."""
+    """Rounds at a point of the code.
+
+    Attributes:
+        pending: by scoreboard, when the last load that names it has arrived.
+        made: by register, when its value can be known at the earliest.
+        now: when the next instruction issues.
+    """
 
     pending: dict[int, int] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
     now: int = 0
 
     def with_later(self, other: _State) -> _State:
-        """Of two ways to the same place, the later round of each."""
+        """Return the later round of each, of two paths to one label."""
         return _State(_later(self.pending, other.pending), _later(self.made, other.made), max(self.now, other.now))
 
     def copy(self) -> _State:
@@ -76,28 +77,27 @@ class _Instruction(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A load of a kernel: where in the source it is, "file.py:12", how often memory has been waited for when it starts,
-    and how often its address makes that necessary."""
+    """A load: its source line, "file.py:12", the rounds before it issues, and those that its address needs."""
 
     place: str
-    behind: int
+    before: int
     needed: int
 
 
 def memory_rounds(compiled: Any) -> MemoryRounds:
-    """Of a kernel compiled for NVIDIA."""
+    """Return the memory rounds of a kernel compiled for NVIDIA."""
     return rounds_of(source_lines(compiled))
 
 
 def rounds_of(lines: Iterable[SourceLine]) -> MemoryRounds:
-    """Of instructions and labels; see `fake_triton.source_lines`."""
+    """Return the memory rounds of instructions and labels (`fake_triton.source_lines`)."""
     loads = loads_of(lines)
-    taken, needed = (max((getattr(load, name) + 1 for load in loads), default=0) for name in ("behind", "needed"))
-    return MemoryRounds(taken, needed, tuple(dict.fromkeys(load.place for load in loads if load.behind > load.needed)))
+    taken, needed = (max((getattr(load, name) + 1 for load in loads), default=0) for name in ("before", "needed"))
+    return MemoryRounds(taken, needed, tuple(dict.fromkeys(load.place for load in loads if load.before > load.needed)))
 
 
 def loads_of(lines: Iterable[SourceLine]) -> list[Load]:
-    """As `rounds_of`, load by load, in the order of the machine code."""
+    """Return every load, in the order of the code."""
     waiting: dict[str, _State] = {}
     state: _State | None = _State()
     found = []
@@ -119,7 +119,7 @@ def loads_of(lines: Iterable[SourceLine]) -> list[Load]:
         if loads:
             found.append(Load(line.place, state.now, made))
             if line.sets is not None:
-                # One that waits for this scoreboard later waits for this load, the latest that has set it.
+                # A later wait for this scoreboard waits for its last load.
                 state.pending[line.sets] = state.now + 1
         for result in instruction.results:
             kept = state.made.get(result, 0) if instruction.guarded else 0
@@ -128,7 +128,7 @@ def loads_of(lines: Iterable[SourceLine]) -> list[Load]:
 
 
 def _after_jump(instruction: _Instruction, text: str, state: _State, waiting: dict[str, _State]) -> _State | None:
-    """Leave the state at the place that a branch goes to; what goes on behind it, None where nothing does."""
+    """Record the state at the target of a branch; return the state after the branch, None if it is always taken."""
     target = re.search(r"\.L_\w+", text)
     if target is not None:
         before = waiting.get(target.group())
@@ -154,8 +154,7 @@ def _parsed(text: str) -> _Instruction:
 
 
 def _results(operands: list[str]) -> int:
-    """How many of the first operands an instruction writes: a register and predicates behind it, or a predicate and
-    what follows it."""
+    """Return how many of the first operands are written: a register and predicates, or a predicate and one more."""
     if not operands:
         return 0
     if PREDICATE.match(operands[0]):
@@ -164,14 +163,14 @@ def _results(operands: list[str]) -> int:
 
 
 def _width(name: str) -> int:
-    """Registers of a result."""
+    """Return the number of registers of a result."""
     if ".WIDE" in name or (name.startswith("CS2R") and ".32" not in name):
         return 2
     return next((words for suffix, words in WORDS.items() if suffix in name), 1)
 
 
 def _registers(operand: str, width: int) -> list[str]:
-    """Those that an operand names, `width` of them where they hold numbers; a pair where it says so."""
+    """Return the registers that an operand names: `width` of them for values, two for a pair."""
     found = []
     for kind, number, pair in REGISTER.findall(operand):
         words = max(2 if pair else 1, width if kind.endswith("R") and "[" not in operand else 1)
