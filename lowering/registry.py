@@ -20,6 +20,7 @@ import torch
 
 from .._compat import OpOverload, fallback_handler, has_device_kernel, register_lowering
 from ..errors import CompileError, fail
+from ..ops.common.arguments import packed
 from ..ops.common.define import OPS, REFERENCES
 from ..ops.common.kernels import KERNELS, launch, refusal
 from ..options import Options
@@ -35,6 +36,7 @@ MODULES = (
     "metadata.compressed_slot_mapping",
     "linear.fp8_linear",
     "preprocess.fused_q_kv_rmsnorm",
+    "preprocess.kv_rope_insert",
     "metadata.global_topk",
     "indexer.indexer_q_rope_quant",
     "attention.inv_rope",
@@ -70,7 +72,7 @@ def lowers(
 
     def register(lower: Callable[..., Any]) -> Callable[..., Any]:
         LOWERINGS[op] = Lowering(can_lower, lower, yields)
-        register_lowering(twin(op, "ir"), type_promotion_kind=None)(lower)
+        register_lowering(twin(op, "ir"), type_promotion_kind=None)(packed(op, lower))
         return lower
 
     return register

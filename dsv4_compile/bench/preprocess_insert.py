@@ -18,7 +18,7 @@ from .. import layout
 from ..config import DeepseekV4Config
 from ..ops.common.define import REFERENCES
 from ..ops.common.kernels import launcher
-from ..reference.preprocess.preprocess_insert import compressors, result_dtype
+from ..reference.preprocess.preprocess_insert import PreprocessArguments, compress_arguments, result_dtype
 from ..selection import costs
 from ..testing.cached import FEW_TIES, TIES
 from . import gate
@@ -71,21 +71,17 @@ def cost(s: StepInputs, ratio: int) -> costs.Cost:
 
 def separately(ops: Callable[[str], Callable[..., Any]], *args: Any) -> Tensor:
     """Run the ops that `preprocess_insert` replaces on its arguments; `ops` returns their implementations."""
-    qr, kv, q_weight, kv_weight, positions, table, owners, eps, fmt, window, slots, block, *rest = args
-    rest += [None] * (8 + 1 + 8 - len(rest))
-    ratio = rest[8] or 0
-    rounded = (x.to(result_dtype(x, weight)) for x, weight in ((qr, q_weight), (kv, kv_weight)))
-    qr, kv = ops("fused_q_kv_rmsnorm")(*rounded, q_weight, kv_weight, eps)
-    ops("kv_rope_insert")(kv, window, slots, positions, table, block, fmt)
-    for each, form in zip(compressors(rest[:8], rest[9:17]), (fmt, KEYS), strict=True):
+    call = PreprocessArguments(*args)
+    rounded = (x.to(result_dtype(x, w)) for x, w in ((call.qr, call.q_weight), (call.kv, call.kv_weight)))
+    qr, kv = ops("fused_q_kv_rmsnorm")(*rounded, call.q_weight, call.kv_weight, call.eps)
+    window = call.window_cache, call.window_slot_mapping, call.positions, call.cos_sin_cache, call.window_block_size
+    ops("kv_rope_insert")(kv, *window, call.cache_format)
+    for of_indexer, each in enumerate(call.compressors()):
         if each is not None:
-            blocks = layout.state_block_size(ratio), layout.storage_block_size(ratio)
-            state = each.state_cache
-            ops("save_partial_states")(each.kv_score, each.ape, state, each.state_slot_mapping, positions, blocks[0])
-            where = each.state_slot_mapping, each.state_block_table, owners, positions, each.slot_mapping
-            ops("compress_norm_rope_insert")(
-                state, *where, each.norm_weight, table, each.cache, eps, ratio, *blocks, form
-            )
+            compress = compress_arguments(call, each, bool(of_indexer))
+            states = each.state_cache, each.state_slot_mapping, call.positions, compress.state_block_size
+            ops("save_partial_states")(each.kv_score, each.ape, *states)
+            ops("compress_norm_rope_insert")(*compress)
     return qr
 
 

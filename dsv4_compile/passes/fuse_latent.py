@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..ops.common.define import OPS
-from ..ops.preprocess.preprocess_insert import fake as fake_quantized
+from ..ops.preprocess.preprocess_insert import fake_quantized
 from ..selection.decisions import record
 from . import prequantized_gemm
 from .fusion import Fuser, NotFusable

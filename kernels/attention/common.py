@@ -23,6 +23,7 @@ from torch import Tensor
 from ... import layout
 from ...reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments, output_dtype
 from ..device.quant import FP8_MAX, MANTISSA_BITS, e4m3, tile_byte, ue8m0_inverse
+from ..device.rope import Rope as Rope
 from ..device.rope import load_cos_sin, rotate, table_row
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -292,16 +293,6 @@ def _scaled_halves(bits, first, second):
     low = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return low * first * second, high * first * second
-
-
-class Rope(NamedTuple):
-    """Where a kernel finds the angles of a token: positions and their stride, the table, its strides and its rows."""
-
-    p_positions: Any
-    position_stride: Any
-    p_table: Any
-    table_strides: Any
-    max_pos: Any
 
 
 class OutputRows(NamedTuple):

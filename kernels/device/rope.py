@@ -6,8 +6,20 @@ pair are in one thread, so that a rotation moves nothing between threads and rea
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Rope(NamedTuple):
+    """Angles of tokens: positions and their stride, the table, its strides and its number of rows."""
+
+    p_positions: Any
+    position_stride: Any
+    p_table: Any
+    table_strides: Any
+    max_pos: Any
 
 
 @triton.jit

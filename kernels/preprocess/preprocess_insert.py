@@ -1,13 +1,9 @@
-"""The kernel of `preprocess_insert`: which program does which job, with device functions that other kernels share.
+"""`preprocess_insert` and `preprocess_insert_quant`: the jobs of a layer's preprocessing side by side in one launch.
 
-`preprocess_insert`: the unlike jobs of a layer's preprocessing, side by side in one launch.
-
-The grid is flat. For each chunk of tokens come the programs that pool and store the entries these tokens close, which
-take longest, then those that norm their latents, insert their keys/values and save their states. None waits for
-another: a pool takes the states of this step from its projection. Chunk by chunk, so that what one job has read is
-still in the L2 cache for the next, and that jobs of all kinds share a multiprocessor.
-
-`preprocess_insert_quant`: the launch of `preprocess_insert`, whose programs that norm latents quantise them too.
+The grid is flat. Each chunk of tokens has first the programs that pool and store the entries that its tokens close,
+which take longest, then those that norm latents, insert keys/values and save states. No program waits for another: a
+pool takes the states of this step from the projection. Chunks follow each other, so that what one job has read is still
+in the L2 cache for the next, and jobs of all kinds share an SM.
 """
 
 from __future__ import annotations
@@ -21,51 +17,169 @@ from torch import Tensor
 
 from ...layout import ACT_TILE, PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor, state_block_size, storage_block_size
 from ...reference.common.block_scale import scale_strides
-from ...reference.preprocess.preprocess_insert import Compressor, compressors, result_dtype
-from ..device.hadamard import HADAMARD_DIMS
+from ...reference.preprocess.preprocess_insert import Compressor, PreprocessArguments
 from ..device.norm import norm_rows, store_normed, store_quantized
 from ..device.quant import why_unsupported_fp8
+from ..device.rope import Rope
 from ..host.gpu import register_limit
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
-from ..host.semaphores import arrival_counters
-from .compress_entry import compress_tokens
-from .compress_norm_rope_insert import cut_of, dense, together, window_rows
-from .kv_rope_insert import insert_rows
-from .save_partial_states import save_rows
+from .compress_entry import Entries, Parts, Tokens, compress_tokens
+from .compress_norm_rope_insert import (
+    PoolTiling,
+    dense,
+    parts_of,
+    pool_tiling,
+    together,
+    why_unsupported_entry,
+    window_rows,
+)
+from .compress_window import PoolShape, Projection, States
+from .insert_rows import Insert, Norm, insert_rows
+from .save_partial_states import Save, save_rows
+from .save_partial_states import Strides as SaveStrides
+
+
+class Latents(NamedTuple):
+    """Latents `[T, q_size]`: results, contiguous, and scales, float32 `[n, T]`, if they are e4m3; rows and weight."""
+
+    p_out: Any
+    p_scale: Any
+    p_x: Any
+    p_weight: Any
+
+
+class Window(NamedTuple):
+    """Pages of the window cache, the key/value vectors `[T, dim]` and the weight of their norm."""
+
+    p_cache: Any
+    p_kv: Any
+    p_weight: Any
+
+
+class Strides(NamedTuple):
+    """Strides of the tensors of a launch; of a compressor by the names of its tensors, or None."""
+
+    qr: tuple[int, ...]
+    q_weight: int
+    window: tuple[int, ...]
+    kv: tuple[int, ...]
+    kv_weight: int
+    window_slots: int
+    positions: int
+    requests: int
+    cos_sin: tuple[int, ...]
+    main: Any
+    keys: Any
+
+
+class Shape(NamedTuple):
+    """Compile-time sizes of a launch.
+
+    Attributes:
+        q_size, q_block: length of a latent, and the power of two that holds it.
+        fmt, window_block, dim, rope: format and tokens of a page of the window, dims, and how many are rotated.
+        chunk: tokens whose programs follow each other.
+        tokens, splits: tokens of a program that norms, inserts and saves, and programs that split these jobs.
+        main, keys: pools of the compressors.
+        main_saves, main_piece, key_saves, key_piece: pieces of a state row, each a job, and their columns.
+    """
+
+    q_size: int
+    q_block: int
+    fmt: str
+    window_block: int
+    dim: int
+    rope: int
+    chunk: int
+    tokens: int
+    splits: int
+    main: PoolShape
+    keys: PoolShape
+    main_pools: int
+    main_saves: int
+    main_piece: int
+    key_pools: int
+    key_saves: int
+    key_piece: int
+
+
+class Step(NamedTuple):
+    """What all jobs of a launch share."""
+
+    p_requests: Any
+    request_stride: Any
+    rope: Any
+    eps: Any
+
+
+class Sizes(NamedTuple):
+    """Tokens of a compressor, pages of its states, slots of its entries, rows and columns of its block table."""
+
+    tokens: Any
+    pages: Any
+    slots: Any
+    rows: Any
+    columns: Any
 
 
 @triton.jit
-def _pool_job(
-    first, part, c, strides, p_pooled, p_arrived, p_requests, p_positions, p_cos_sin, p_kv_scale, eps, request_stride,
-    position_stride, cos_sin_strides, tokens, state_pages, num_slots, table_rows, table_columns, max_pos,
-    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr,
-    GROUPS: tl.constexpr, HADAMARD: tl.constexpr, TOKENS: tl.constexpr, TOGETHER: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, DENSE: tl.constexpr,
-):  # fmt: skip
-    """Pool one part of the channels for the TOKENS tokens from `first` on."""
+def _pool_job(first, part, c, strides, sizes, step, p_kv_scale, parts, SHAPE: tl.constexpr):
+    """Pool one part of the channels for a few tokens from `first` on."""
+    rope = step.rope
     compress_tokens(
-        first // TOKENS, part, c.cache, c.state_cache, c.kv_score, c.ape,
-        c.norm_weight, p_cos_sin, p_kv_scale, p_pooled, p_arrived, c.state_slot_mapping, c.state_block_table,
-        p_requests, p_positions, c.slot_mapping, eps, strides.cache, strides.state_cache, strides.kv_score,
-        strides.ape, strides.norm_weight[0], cos_sin_strides, strides.state_block_table,
-        (strides.state_slot_mapping[0], request_stride, position_stride, strides.slot_mapping[0]),
-        tokens, state_pages, num_slots, table_rows, table_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK,
-        RATIO, GROUPS, HADAMARD, TOKENS, TOGETHER, PARTS, ROWS, D, ROPE, DENSE,
+        first // SHAPE.tokens, part,
+        Tokens(
+            c.state_slot_mapping, step.p_requests, rope.p_positions, c.slot_mapping,
+            (
+                strides.state_slot_mapping[0], step.request_stride, rope.position_stride, strides.slot_mapping[0],
+            ),
+            sizes.tokens,
+        ),
+        States(
+            c.state_cache, strides.state_cache, sizes.pages, c.state_block_table, strides.state_block_table,
+            sizes.rows, sizes.columns,
+        ),
+        Projection(
+            c.kv_score, strides.kv_score, c.ape, strides.ape, c.state_slot_mapping, strides.state_slot_mapping[0],
+        ),
+        Entries(
+            c.cache, strides.cache, sizes.slots, p_kv_scale, c.norm_weight, strides.norm_weight[0], step.eps,
+            rope.p_table, rope.table_strides, rope.max_pos,
+        ),
+        parts, SHAPE,
     )  # fmt: skip
 
 
 @triton.jit
-def _save_job(
-    piece, token, c, strides, p_positions, position_stride, tokens, state_pages,
-    STATE_BLOCK: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+def _save_job(piece, token, c, strides, sizes, rope, PIECE: tl.constexpr, SHAPE: tl.constexpr):
     """Save one piece of the states of `token`."""
-    save_rows(
-        token, token < tokens, piece, c.state_cache, c.kv_score, c.ape, c.state_slot_mapping, p_positions,
-        strides.state_cache, strides.kv_score, strides.ape, strides.state_slot_mapping[0], position_stride,
-        state_pages * STATE_BLOCK, STATE_BLOCK, RATIO, WIDTH, PIECE,
+    exists = token < sizes.tokens
+    save = Save(
+        c.state_cache, c.kv_score, c.ape, c.state_slot_mapping, rope.p_positions,
+        SaveStrides(
+            strides.state_cache, strides.kv_score, strides.ape, strides.state_slot_mapping[0], rope.position_stride,
+        ),
+        sizes.pages * SHAPE.state_block,
     )  # fmt: skip
+    WIDTH: tl.constexpr = SHAPE.groups * SHAPE.dim
+    save_rows(token, exists, piece, save, SHAPE.state_block, SHAPE.ratio, WIDTH, PIECE)
+
+
+@triton.jit
+def _norm_job(token, tokens, latents, strides, eps, SHAPE: tl.constexpr):
+    """Norm the latents of `token`, and quantise them if there are scales."""
+    p_out, p_scale, p_x, p_weight = latents
+    # The dtype that `result_dtype` returns.
+    WIDE: tl.constexpr = p_x.dtype.element_ty == tl.float32
+    ROUNDED: tl.constexpr = p_weight.dtype.element_ty if WIDE else p_x.dtype.element_ty
+    q = norm_rows(
+        token, token < tokens, p_x, p_weight, strides.qr, strides.q_weight, eps, ROUNDED, SHAPE.q_size, SHAPE.q_block
+    )  # fmt: skip
+    if p_scale is None:
+        store_normed(q, token, token < tokens, p_out, SHAPE.q_size)
+    else:
+        store_quantized(q, token, token < tokens, p_out, p_scale, tokens, SHAPE.q_size)
 
 
 @triton.jit(
@@ -76,34 +190,18 @@ def _save_job(
     do_not_specialize_on_alignment=["p_window_slots", "p_positions", "p_requests", "p_kv_scale"],
 )  # fmt: skip
 def preprocess_insert_kernel(
-    p_q_out,  # [T, Q_SIZE] contiguous
-    p_q_scale,  # of e4m3, float32 [strips, T], contiguous; or None
-    p_qr,  # [T, Q_SIZE]
-    p_q_weight,  # [Q_SIZE]
-    p_window,  # pages in FORMAT
-    p_kv,  # [T, D]
-    p_kv_weight,  # [D]
+    latents,
+    window,
     p_window_slots,  # [inserted] int
     p_positions,  # [>= T] int
     p_requests,  # [>= T] int
-    p_cos_sin,  # [max_pos, ROPE] float32
+    p_cos_sin,  # [max_pos, rope] float32
     p_kv_scale,  # [1] float32 or None
-    main,  # the tensors of a Compressor, or None
-    keys,  # likewise, of the indexer
-    p_pooled,  # [T, MAIN_D] float32, or None where a program pools all channels
-    p_arrived,  # [>= T / POOL_TOKENS] int32, zero before and after, or None
+    main,  # tensors of a Compressor, or None
+    keys,  # those of the indexer, or None
+    parts,
     eps,
-    qr_strides,
-    q_weight_stride,
-    window_strides,
-    kv_strides,
-    kv_weight_stride,
-    window_slot_stride,
-    position_stride,
-    request_stride,
-    cos_sin_strides,
-    main_strides,  # by the name of the tensor
-    key_strides,
+    strides,
     tokens,
     inserted,
     window_slots,
@@ -118,320 +216,235 @@ def preprocess_insert_kernel(
     key_slots,
     key_rows,
     key_columns,
-    Q_SIZE: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    KEY_FORMAT: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    WINDOW_BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STATE_BLOCK: tl.constexpr,
-    RATIO: tl.constexpr,
-    GROUPS: tl.constexpr,
-    D: tl.constexpr,
-    MAIN_D: tl.constexpr,
-    KEY_D: tl.constexpr,
-    ROPE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SHARES: tl.constexpr,
-    POOL_TOKENS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    KEY_TOKENS: tl.constexpr,
-    KEYS_TOGETHER: tl.constexpr,
-    ROWS: tl.constexpr,
-    MAIN_POOLS: tl.constexpr,
-    MAIN_PARTS: tl.constexpr,
-    MAIN_SAVES: tl.constexpr,
-    MAIN_PIECE: tl.constexpr,
-    KEY_POOLS: tl.constexpr,
-    KEY_SAVES: tl.constexpr,
-    KEY_PIECE: tl.constexpr,
-    DENSE: tl.constexpr,
+    SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs [c * J, (c + 1) * J) do the J jobs of tokens [c * CHUNK, (c + 1) * CHUNK)."""
+    """Do the J jobs of tokens [c * chunk, (c + 1) * chunk) in programs [c * J, (c + 1) * J)."""
     pdl_prologue(PDL)
-    POOLS: tl.constexpr = MAIN_POOLS + KEY_POOLS
-    KINDS: tl.constexpr = 2 + MAIN_SAVES + KEY_SAVES
-    # As `result_dtype`.
-    WIDE: tl.constexpr = p_qr.dtype.element_ty == tl.float32
-    Q_ROUNDED: tl.constexpr = p_q_weight.dtype.element_ty if WIDE else p_qr.dtype.element_ty
-    JOBS: tl.constexpr = POOLS + CHUNK // TOKENS * SHARES
+    CHUNK: tl.constexpr = SHAPE.chunk
+    TOKENS: tl.constexpr = SHAPE.tokens
+    SPLITS: tl.constexpr = SHAPE.splits
+    MAIN: tl.constexpr = SHAPE.main
+    KEYS: tl.constexpr = SHAPE.keys
+    MAIN_POOLS: tl.constexpr = SHAPE.main_pools
+    MAIN_SAVES: tl.constexpr = SHAPE.main_saves
+    MAIN_PARTS: tl.constexpr = MAIN.parts
+    POOLS: tl.constexpr = MAIN_POOLS + SHAPE.key_pools
+    KINDS: tl.constexpr = 2 + MAIN_SAVES + SHAPE.key_saves
+    JOBS: tl.constexpr = POOLS + CHUNK // TOKENS * SPLITS
+    rope = Rope(p_positions, strides.positions, p_cos_sin, strides.cos_sin, max_pos)
+    step = Step(p_requests, strides.requests, rope, eps)
+    main_sizes = Sizes(main_tokens, main_pages, main_slots, main_rows, main_columns)
+    key_sizes = Sizes(key_tokens, key_pages, key_slots, key_rows, key_columns)
     first, job = tl.program_id(0) // JOBS * CHUNK, tl.program_id(0) % JOBS
     if job < MAIN_POOLS:
         if main is not None:
-            _pool_job(
-                first + job // MAIN_PARTS * POOL_TOKENS, job % MAIN_PARTS, main, main_strides, p_pooled, p_arrived,
-                p_requests, p_positions, p_cos_sin, p_kv_scale, eps, request_stride, position_stride, cos_sin_strides,
-                main_tokens, main_pages, main_slots, main_rows, main_columns, max_pos, FORMAT, BLOCK_SIZE, STATE_BLOCK,
-                RATIO, GROUPS, False, POOL_TOKENS, TOGETHER, MAIN_PARTS, ROWS, MAIN_D, ROPE,
-                DENSE,
-            )  # fmt: skip
+            start = first + job // MAIN_PARTS * MAIN.tokens
+            _pool_job(start, job % MAIN_PARTS, main, strides.main, main_sizes, step, p_kv_scale, parts, MAIN)
     elif job < POOLS:
         if keys is not None:
-            _pool_job(
-                first + (job - MAIN_POOLS) * KEY_TOKENS, 0, keys, key_strides, None, None, p_requests, p_positions,
-                p_cos_sin, None, eps, request_stride, position_stride, cos_sin_strides, key_tokens, key_pages,
-                key_slots, key_rows, key_columns, max_pos, KEY_FORMAT, BLOCK_SIZE, STATE_BLOCK, RATIO, GROUPS, HADAMARD,
-                KEY_TOKENS, KEYS_TOGETHER, 1, ROWS, KEY_D, ROPE, DENSE,
-            )  # fmt: skip
+            start = first + (job - MAIN_POOLS) * KEYS.tokens
+            _pool_job(start, 0, keys, strides.keys, key_sizes, step, None, Parts(None, None), KEYS)
     else:
-        few, share = first // TOKENS + (job - POOLS) // SHARES, (job - POOLS) % SHARES
+        few, split = first // TOKENS + (job - POOLS) // SPLITS, (job - POOLS) % SPLITS
         token = few.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
         for kind in tl.static_range(KINDS):
-            if share == kind % SHARES:
+            if split == kind % SPLITS:
                 if kind == 0:
-                    q = norm_rows(
-                        token, token < tokens, p_qr, p_q_weight, qr_strides, q_weight_stride, eps, Q_ROUNDED, Q_SIZE,
-                        Q_BLOCK,
-                    )  # fmt: skip
-                    if p_q_scale is None:
-                        store_normed(q, token, token < tokens, p_q_out, Q_SIZE)
-                    else:
-                        store_quantized(q, token, token < tokens, p_q_out, p_q_scale, tokens, Q_SIZE)
+                    _norm_job(token, tokens, latents, strides, eps, SHAPE)
                 elif kind == 1:
+                    insert = Insert(
+                        window.p_cache, strides.window, window.p_kv, strides.kv, p_window_slots, strides.window_slots,
+                        p_kv_scale, inserted, window_slots,
+                    )  # fmt: skip
+                    norm = Norm(window.p_weight, strides.kv_weight, eps)
                     insert_rows(
-                        few, p_window, p_kv, p_kv_weight, p_window_slots, p_positions, p_cos_sin, p_kv_scale, eps,
-                        window_strides, kv_strides, kv_weight_stride, window_slot_stride, position_stride,
-                        cos_sin_strides, inserted, window_slots, max_pos, FORMAT, WINDOW_BLOCK, TOKENS, D, ROPE,
+                        few, insert, norm, rope, SHAPE.fmt, SHAPE.window_block, TOKENS, SHAPE.dim, SHAPE.rope
                     )  # fmt: skip
                 elif kind < 2 + MAIN_SAVES:
-                    _save_job(
-                        kind - 2, token, main, main_strides, p_positions, position_stride, main_tokens, main_pages,
-                        STATE_BLOCK, RATIO, GROUPS * MAIN_D, MAIN_PIECE,
-                    )  # fmt: skip
+                    _save_job(kind - 2, token, main, strides.main, main_sizes, rope, SHAPE.main_piece, MAIN)
                 else:
-                    _save_job(
-                        kind - 2 - MAIN_SAVES, token, keys, key_strides, p_positions, position_stride, key_tokens,
-                        key_pages, STATE_BLOCK, RATIO, GROUPS * KEY_D, KEY_PIECE,
-                    )  # fmt: skip
+                    piece = kind - 2 - MAIN_SAVES
+                    _save_job(piece, token, keys, strides.keys, key_sizes, rope, SHAPE.key_piece, KEYS)
 
 
 MAX_LATENT = 4096
-"""Longest row of qr: a chunk of them stays in the registers of one program."""
+"""Longest row of qr: a chunk of rows stays in the registers of one program."""
 SAVED = 8192
 """Elements of states that a program saves: 32 KiB."""
-SHARES = 5
-"""Most jobs that a token has beside its pools: one program each."""
+MAX_SPLITS = 5
+"""Most jobs of a token beside its pools, each in a program of its own."""
 REGISTERS, POOL_REGISTERS, FEWER_REGISTERS = 128, 112, 102
-"""Most of a thread on NVIDIA GPUs, for four programs of four warps on a multiprocessor, or five. Where pools share an
-entry, 112 are 7% faster than 102 for 128 tokens that all close a group, and 3% slower for 512, on an H200 (`dsv4 bench
-preprocess_insert_tiles --only kind=hca`)."""
+"""Register limits on NVIDIA GPUs, for four programs of four warps on an SM, or five. Where programs split an entry,
+112 are faster than 102 if all tokens of a small step close a group, and slower for larger steps."""
 
 
-class Tile(NamedTuple):
-    """How the work is cut.
+class Tiling(NamedTuple):
+    """Split of the work over programs, in powers of two.
 
-    `tokens` that a program norms, inserts or saves; `pooled`, among which it looks for closed groups; `parts` of the
-    main entries' channels, a program each; `warps` of a program. Powers of two. `shares`: programs that divide norm,
-    insert and saves of `tokens` among them, at most one each. `registers`: most of a thread on NVIDIA GPUs, 0 for any;
-    what more does for the pools it undoes by leaving less room for programs.
+    Attributes:
+        tokens: that a program norms, inserts or saves.
+        splits: programs that split norm, insert and saves of `tokens`, at most one for each of these jobs.
+        pooled: tokens among which a program looks for closed groups.
+        parts: programs that split the channels of a main entry.
+        warps: of a program.
+        registers: limit of a thread on NVIDIA GPUs, 0 for none. With more registers pools are faster, but fewer
+            programs fit an SM.
     """
 
     tokens: int
-    shares: int
+    splits: int
     pooled: int
     parts: int
     warps: int
     registers: int
 
 
-def tile(tokens: int, ratio: int, dim: int) -> Tile:
-    """The cut for a step of `tokens`. Only `pooled` and `registers` depend on the step, and no result does."""
+def tiling_of(tokens: int, ratio: int, dim: int) -> Tiling:
+    """Return the tiling of a step of `tokens`.
+
+    Only `pooled` and `registers` depend on the step, and no result depends on them.
+    """
     if ratio == 0:
-        return Tile(4, SHARES, 4, 1, 4, 0)
-    main = cut_of(tokens, ratio, dim)
+        return Tiling(4, MAX_SPLITS, 4, 1, 4, 0)
+    main = pool_tiling(tokens, ratio, dim)
     if main.parts > 1:
         most = POOL_REGISTERS if main.tokens == 1 else FEWER_REGISTERS
-        return Tile(4, SHARES, main.tokens, main.parts, main.warps, most)
-    return Tile(2, 3, main.tokens, main.parts, main.warps, REGISTERS)
+        return Tiling(4, MAX_SPLITS, main.tokens, main.parts, main.warps, most)
+    return Tiling(2, 3, main.tokens, main.parts, main.warps, REGISTERS)
 
 
 def _pages(cache: Tensor, fmt: str, block_size: int) -> Tensor:
     return byte_pages(cache, fmt, block_size) if fmt in PAGE_LAYOUTS else cache
 
 
-def _sizes(c: Compressor | None, block_size: int) -> tuple[int, ...]:
-    """Tokens, state pages, slots, and the block table's rows and columns."""
+class _Pools(NamedTuple):
+    """A compressor as the kernel takes it, without one `tensors` and `strides` are None."""
+
+    tensors: Compressor | None = None
+    strides: Any = None
+    sizes: Sizes = Sizes(0, 0, 0, 0, 0)
+    shape: PoolShape = PoolShape()
+    pools: int = 0
+    saves: int = 0
+    piece: int = 1
+
+
+def _pools_of(call: PreprocessArguments, c: Compressor | None, tiling: Tiling, fmt: str, of_indexer: bool) -> _Pools:
+    """Return a compressor of `call` as the kernel takes it; its number of pools depends on the chunk."""
+    rope = call.cos_sin_cache.shape[1]
     if c is None:
-        return (0,) * 5
-    return (
-        c.state_slot_mapping.shape[0],
-        c.state_cache.shape[0],
-        c.cache.shape[0] * block_size,
-        *c.state_block_table.shape,
+        return _Pools(shape=PoolShape(state_block=state_block_size(call.ratio), rope=rope))
+    ratio, block, dim = call.ratio, storage_block_size(call.ratio), c.norm_weight.shape[0]
+    c = c._replace(cache=_pages(c.cache, fmt, block))
+    columns = 2 * overlap_factor(ratio) * dim
+    piece = min(SAVED // tiling.tokens, triton.next_power_of_2(columns))
+    shape = PoolShape(
+        fmt=fmt,
+        block_size=block,
+        state_block=state_block_size(ratio),
+        ratio=ratio,
+        groups=overlap_factor(ratio),
+        hadamard=of_indexer and call.hadamard,
+        tokens=max(tiling.pooled, together(ratio, dim)) if of_indexer else tiling.pooled,
+        together=together(ratio, dim),
+        parts=1 if of_indexer else tiling.parts,
+        rows=window_rows(ratio),
+        dim=dim,
+        rope=rope,
     )
+    sizes = Sizes(
+        c.state_slot_mapping.shape[0], c.state_cache.shape[0], c.cache.shape[0] * block, *c.state_block_table.shape
+    )
+    return _Pools(c, Compressor._make(x.stride() for x in c), sizes, shape, 0, cdiv(columns, piece), piece)
 
 
 def preprocess_insert(
-    qr: Tensor,
-    kv: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    token_to_req: Tensor,
-    eps: float,
-    cache_format: str,
-    window_cache: Tensor,
-    window_slot_mapping: Tensor,
-    window_block_size: int,
-    kv_score: Tensor | None = None,
-    ape: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    state_cache: Tensor | None = None,
-    state_slot_mapping: Tensor | None = None,
-    state_block_table: Tensor | None = None,
-    compressed_cache: Tensor | None = None,
-    compressed_slot_mapping: Tensor | None = None,
-    ratio: int = 0,
-    indexer_kv_score: Tensor | None = None,
-    indexer_ape: Tensor | None = None,
-    indexer_norm_weight: Tensor | None = None,
-    indexer_state_cache: Tensor | None = None,
-    indexer_state_slot_mapping: Tensor | None = None,
-    indexer_state_block_table: Tensor | None = None,
-    indexer_cache: Tensor | None = None,
-    indexer_slot_mapping: Tensor | None = None,
-    indexer_cache_format: str = "",
-    hadamard: bool = False,
-    kv_scale: Tensor | None = None,
-    *,
-    cut: Tile | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
+    call: PreprocessArguments, *, tiling: Tiling | None = None, into: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """See the reference. States are equal bit for bit; norms and pools differ by the order of their sums.
+    """Return the reference's result, up to the order of the sums of norms and pools; states are equal bit for bit.
 
-    Results do not depend on the other tokens of the step. `cut` overrides the choice of `tile`. `into` takes the result
-    instead, quantised: e4m3 `[T, Lq]` and float32 scales `[n, T]`, contiguous.
+    Results do not depend on the other tokens of the step. `tiling` overrides the choice of `tiling_of`. `into` takes
+    the result instead, quantised: e4m3 `[T, Lq]` and float32 scales `[n, T]`, contiguous.
     """
-    main, keys = compressors(
-        (
-            kv_score,
-            ape,
-            norm_weight,
-            state_cache,
-            state_slot_mapping,
-            state_block_table,
-            compressed_cache,
-            compressed_slot_mapping,
-        ),
-        (
-            indexer_kv_score,
-            indexer_ape,
-            indexer_norm_weight,
-            indexer_state_cache,
-            indexer_state_slot_mapping,
-            indexer_state_block_table,
-            indexer_cache,
-            indexer_slot_mapping,
-        ),
-    )
-    block = storage_block_size(ratio) if ratio else 1
-    if main is not None:
-        main = main._replace(cache=_pages(main.cache, cache_format, block))
-    if keys is not None:
-        keys = keys._replace(cache=_pages(keys.cache, indexer_cache_format, block))
-    window = _pages(window_cache, cache_format, window_block_size)
-    main_sizes, key_sizes = _sizes(main, block), _sizes(keys, block)
-    main_dim, key_dim = (1 if c is None else c.norm_weight.shape[0] for c in (main, keys))
-    groups = overlap_factor(ratio)
-
-    out, out_scale = into or (qr.new_empty(qr.shape, dtype=result_dtype(qr, q_weight)), None)
+    main_given, keys_given = call.compressors()
+    qr, slots = call.qr, call.window_slot_mapping
     tokens, latent = qr.shape
-    inserted = window_slot_mapping.shape[0]
-    cut = cut or tile(tokens, ratio, main_dim)
-    main_piece, key_piece = (
-        min(SAVED // cut.tokens, triton.next_power_of_2(2 * groups * dim)) for dim in (main_dim, key_dim)
-    )
-    main_saves, key_saves = (
-        0 if c is None else cdiv(2 * groups * dim, piece)
-        for c, dim, piece in ((main, main_dim, main_piece), (keys, key_dim, key_piece))
-    )
-    most = max(tokens, inserted, main_sizes[0], key_sizes[0])
+    main_dim = 1 if main_given is None else main_given.norm_weight.shape[0]
+    tiling = tiling or tiling_of(tokens, call.ratio, main_dim)
+    main = _pools_of(call, main_given, tiling, call.cache_format, False)
+    keys = _pools_of(call, keys_given, tiling, call.indexer_cache_format, True)
+    pages = _pages(call.window_cache, call.cache_format, call.window_block_size)
+
+    out, out_scale = into or (qr.new_empty(qr.shape, dtype=call.result_dtype()), None)
+    most = max(tokens, slots.shape[0], main.sizes.tokens, keys.sizes.tokens)
     if most == 0:
         return out
-    key_tokens = max(cut.pooled, together(ratio, key_dim)) if keys is not None else 1
-    chunk = cut.tokens if main is None else max(cut.tokens, cut.pooled, key_tokens)
-    main_pools = 0 if main is None else chunk // cut.pooled * cut.parts
-    key_pools = 0 if keys is None else chunk // key_tokens
-    shares = min(cut.shares, 2 + main_saves + key_saves)
-    jobs = main_pools + key_pools + chunk // cut.tokens * shares
-    pooled = arrived = None
-    if main is not None and cut.parts > 1:
-        pooled = torch.empty((main_sizes[0], main_dim), dtype=torch.float32, device=qr.device)
-        arrived = arrival_counters(cdiv(main_sizes[0], cut.pooled), qr.device)
+    chunk = tiling.tokens if main.tensors is None else max(tiling.tokens, main.shape.tokens, keys.shape.tokens)
+    if main.tensors is not None:
+        # One flag for both compressors.
+        flat = all(dense(each.tensors.state_cache, call.ratio, each.shape.dim) for each in (main, keys) if each.tensors)
+        main = main._replace(shape=main.shape._replace(dense=flat), pools=chunk // main.shape.tokens * main.shape.parts)
+        if keys.tensors is not None:
+            keys = keys._replace(shape=keys.shape._replace(dense=flat), pools=chunk // keys.shape.tokens)
+    splits = min(tiling.splits, 2 + main.saves + keys.saves)
+    jobs = main.pools + keys.pools + chunk // tiling.tokens * splits
+    pooled = PoolTiling(tiling.pooled, 1 if main.tensors is None else tiling.parts, tiling.warps)
     programs = cdiv(most, chunk) * jobs
     launch_kernel(
         preprocess_insert_kernel,
         (programs,),
-        out,
-        out_scale,
-        qr,
-        q_weight,
-        window,
-        kv,
-        kv_weight,
-        window_slot_mapping,
-        positions,
-        token_to_req,
-        cos_sin_cache,
-        kv_scale,
-        main,
-        keys,
-        pooled,
-        arrived,
-        eps,
-        qr.stride(),
-        q_weight.stride(0),
-        window.stride(),
-        kv.stride(),
-        kv_weight.stride(0),
-        window_slot_mapping.stride(0),
-        positions.stride(0),
-        token_to_req.stride(0),
-        cos_sin_cache.stride(),
-        None if main is None else Compressor._make(x.stride() for x in main),
-        None if keys is None else Compressor._make(x.stride() for x in keys),
+        Latents(out, out_scale, qr, call.q_weight),
+        Window(pages, call.kv, call.kv_weight),
+        slots,
+        call.positions,
+        call.token_to_req,
+        call.cos_sin_cache,
+        call.kv_scale,
+        main.tensors,
+        keys.tensors,
+        parts_of(main.sizes.tokens, main_dim, pooled, qr.device),
+        call.eps,
+        Strides(
+            qr.stride(),
+            call.q_weight.stride(0),
+            pages.stride(),
+            call.kv.stride(),
+            call.kv_weight.stride(0),
+            slots.stride(0),
+            call.positions.stride(0),
+            call.token_to_req.stride(0),
+            call.cos_sin_cache.stride(),
+            main.strides,
+            keys.strides,
+        ),
         tokens,
-        inserted,
-        window.shape[0] * window_block_size,
-        cos_sin_cache.shape[0],
-        *main_sizes,
-        *key_sizes,
-        Q_SIZE=latent,
-        Q_BLOCK=triton.next_power_of_2(latent),
-        FORMAT=cache_format,
-        KEY_FORMAT=indexer_cache_format,
-        HADAMARD=hadamard,
-        WINDOW_BLOCK=window_block_size,
-        BLOCK_SIZE=block,
-        STATE_BLOCK=state_block_size(ratio),
-        RATIO=ratio,
-        GROUPS=groups,
-        D=kv.shape[1],
-        MAIN_D=main_dim,
-        KEY_D=key_dim,
-        ROPE=cos_sin_cache.shape[1],
-        CHUNK=chunk,
-        TOKENS=cut.tokens,
-        SHARES=shares,
-        POOL_TOKENS=cut.pooled,
-        TOGETHER=together(ratio, main_dim) if ratio else 1,
-        KEY_TOKENS=key_tokens,
-        KEYS_TOGETHER=together(ratio, key_dim) if ratio else 1,
-        ROWS=window_rows(ratio) if ratio else 1,
-        MAIN_POOLS=main_pools,
-        MAIN_PARTS=cut.parts,
-        MAIN_SAVES=main_saves,
-        MAIN_PIECE=main_piece,
-        KEY_POOLS=key_pools,
-        KEY_SAVES=key_saves,
-        KEY_PIECE=key_piece,
-        DENSE=all(dense(c.state_cache, ratio, d) for c, d in ((main, main_dim), (keys, key_dim)) if c is not None),
-        num_warps=cut.warps,
-        **register_limit(qr.device, cut.registers),
+        slots.shape[0],
+        pages.shape[0] * call.window_block_size,
+        call.cos_sin_cache.shape[0],
+        *main.sizes,
+        *keys.sizes,
+        SHAPE=Shape(
+            q_size=latent,
+            q_block=triton.next_power_of_2(latent),
+            fmt=call.cache_format,
+            window_block=call.window_block_size,
+            dim=call.kv.shape[1],
+            rope=call.cos_sin_cache.shape[1],
+            chunk=chunk,
+            tokens=tiling.tokens,
+            splits=splits,
+            main=main.shape,
+            keys=keys.shape,
+            main_pools=main.pools,
+            main_saves=main.saves,
+            main_piece=main.piece,
+            key_pools=keys.pools,
+            key_saves=keys.saves,
+            key_piece=keys.piece,
+        ),
+        num_warps=tiling.warps,
+        **register_limit(qr.device, tiling.registers),
         **pdl_arguments(qr.device, programs),
         # A contracted multiply and add rounds once where the reference rounds twice.
         enable_fp_fusion=False,
@@ -439,67 +452,33 @@ def preprocess_insert(
     return out
 
 
-def preprocess_insert_refuses(
-    qr: Tensor,
-    kv: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    token_to_req: Tensor,
-    eps: float,
-    cache_format: str,
-    window_cache: Tensor,
-    window_slot_mapping: Tensor,
-    window_block_size: int,
-    kv_score: Tensor | None = None,
-    ape: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    state_cache: Tensor | None = None,
-    state_slot_mapping: Tensor | None = None,
-    state_block_table: Tensor | None = None,
-    compressed_cache: Tensor | None = None,
-    compressed_slot_mapping: Tensor | None = None,
-    ratio: int = 0,
-    indexer_kv_score: Tensor | None = None,
-    indexer_ape: Tensor | None = None,
-    indexer_norm_weight: Tensor | None = None,
-    indexer_state_cache: Tensor | None = None,
-    indexer_state_slot_mapping: Tensor | None = None,
-    indexer_state_block_table: Tensor | None = None,
-    indexer_cache: Tensor | None = None,
-    indexer_slot_mapping: Tensor | None = None,
-    indexer_cache_format: str = "",
-    hadamard: bool = False,
-    kv_scale: Tensor | None = None,
-) -> str:
-    """Why a call cannot use the kernel, or ""."""
-    if isinstance(qr.shape[1], int) and not 0 < qr.shape[1] <= MAX_LATENT:
-        return f"latents of {qr.shape[1]} elements, it takes 1 to {MAX_LATENT}"
-    dims = {"keys": kv.shape[1]}
-    if norm_weight is not None:
-        dims["entries"] = norm_weight.shape[0]
-    if indexer_norm_weight is not None:
-        dims["indexer keys"] = indexer_norm_weight.shape[0]
-    for what, dim in dims.items():
-        if dim < 2 or dim & (dim - 1):
-            return f"{what} of {dim} dims, which is not a power of two"
-    if hadamard and dims["indexer keys"] not in HADAMARD_DIMS:
-        return f"a Hadamard transform of {dims['indexer keys']} dims, built for {HADAMARD_DIMS}"
-    fp8 = cache_format != "plain" or indexer_cache_format == "indexer_fp8"
-    return why_unsupported_fp8(qr.device) if fp8 else ""
+def why_unsupported_preprocess_insert(call: PreprocessArguments) -> str:
+    """Return why the kernel does not support a call, "" if it does."""
+    latent = call.qr.shape[1]
+    if isinstance(latent, int) and not 0 < latent <= MAX_LATENT:
+        return f"latents have {latent} elements, supported are 1 to {MAX_LATENT}"
+    vectors = {"keys": call.kv.shape[1]}
+    if call.norm_weight is not None:
+        vectors["entries"] = call.norm_weight.shape[0]
+    if call.indexer_norm_weight is not None:
+        vectors["indexer keys"] = call.indexer_norm_weight.shape[0]
+    for what, dim in vectors.items():
+        if reason := why_unsupported_entry(dim, call.hadamard and what == "indexer keys", what):
+            return reason
+    fp8 = call.cache_format != "plain" or call.indexer_cache_format == "indexer_fp8"
+    return why_unsupported_fp8(call.qr.device) if fp8 else ""
 
 
-def preprocess_insert_quant(qr: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """See the reference. As those of `preprocess_insert`, latents differ by the order of the sums in their norm."""
-    tokens, latent = qr.shape
+def preprocess_insert_quant(call: PreprocessArguments) -> tuple[Tensor, Tensor]:
+    """Return the reference's results, up to the order of the sums in the norm of the latents."""
+    tokens, latent = call.qr.shape
     count = cdiv(latent, ACT_TILE)
-    values = torch.empty((tokens, latent), dtype=torch.float8_e4m3fn, device=qr.device)
-    by_strip = torch.empty((count, tokens), dtype=torch.float32, device=qr.device)
-    preprocess_insert(qr, *args, **options, into=(values, by_strip))
-    return values[:, None], by_strip.as_strided((tokens, 1, count), scale_strides(tokens, count))
+    values = torch.empty((tokens, latent), dtype=torch.float8_e4m3fn, device=call.qr.device)
+    scales = torch.empty((count, tokens), dtype=torch.float32, device=call.qr.device)
+    preprocess_insert(call, into=(values, scales))
+    return values[:, None], scales.as_strided((tokens, 1, count), scale_strides(tokens, count))
 
 
-def preprocess_insert_quant_refuses(qr: Tensor, *args: Any, **options: Any) -> str:
-    """Why a call cannot use the kernel, or ""."""
-    return why_unsupported_fp8(qr.device) or preprocess_insert_refuses(qr, *args, **options)
+def why_unsupported_preprocess_insert_quant(call: PreprocessArguments) -> str:
+    """Return why the kernel does not support a call, "" if it does."""
+    return why_unsupported_fp8(call.qr.device) or why_unsupported_preprocess_insert(call)

@@ -1,15 +1,12 @@
 """Inductor IR for `compress_norm_rope_insert`: three kernels over all tokens, and two more for a Hadamard transform.
 
-A softmax over the window for [T, D | W], a row sum over [T | D], and the stores of ir_insert.py or ir_indexer.py. A
-token that closes no group reads no state and stores nothing, but has its lanes: the hand-written kernel looks for those
-that do. On an H200, us by IR and by the kernel where every one of 1 / 128 tokens closes a group: ratio 4, 6.3 and 4.1 /
-10.3 and 4.2; ratio 128, 8.2 and 5.1 / 65 and 26; of 4,096 tokens of a prompt 241 and 14; 2789 and 9
-(`dsv4 bench indexer --only op=compress_norm_rope_insert --only impl=ir,triton`).
+A softmax over the window for [T, D | W], a row sum over [T | D], and the stores of ir/insert.py or ir/indexer.py. A
+token that closes no group reads no state and stores nothing, but has lanes; the hand-written kernel skips it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +39,7 @@ from ..registry import lowers
 
 
 def can_lower(call: Call) -> Decision:
-    """IR on Triton, where stores can be predicated, for static dims."""
+    """Return the decision for `call`: IR in Triton, where stores can be predicated, for static dims."""
     fmt = call.arguments["cache_format"]
     why_not = backend_lacks(call, fp8=fmt not in ("plain", "indexer_mxfp4"), predicated=True)
     why_not = why_not or cannot_rotate(call, "norm_weight")
@@ -54,69 +51,53 @@ def can_lower(call: Call) -> Decision:
 
 
 def yields(_: Call) -> str:
-    """What is measured goes by the size of the first argument, which is a cache here."""
+    """Return why `auto` prefers a kernel: measurements go by the size of the first argument, which is a cache here."""
     return "IR computes an entry for every token, a kernel for those that close a group"
 
 
 @lowers("compress_norm_rope_insert", can_lower, yields)
-def lower(
-    state_cache: Any,
-    state_slot_mapping: Any,
-    state_block_table: Any,
-    token_to_req: Any,
-    positions: Any,
-    slot_mapping: Any,
-    norm_weight: Any,
-    cos_sin_cache: Any,
-    k_cache: Any,
-    eps: float,
-    ratio: int,
-    state_block_size: int,
-    block_size: int,
-    cache_format: str,
-    hadamard: bool = False,
-    kv_scale: Any | None = None,
-) -> None:
-    """Build the IR."""
-    (tokens,), (dim,) = state_slot_mapping.get_size(), norm_weight.get_size()
-    load_saved, load_slot, load_position = (load_i64(x) for x in (state_slot_mapping, slot_mapping, positions))
+def lower(call: Any) -> None:
+    """Build the IR. `call` is a `CompressArguments` of IR tensors."""
+    cache, block_size, ratio, fmt = call.k_cache, call.block_size, call.ratio, call.cache_format
+    (tokens,), (dim,) = call.state_slot_mapping.get_size(), call.norm_weight.get_size()
+    load_saved, load_slot = load_i64(call.state_slot_mapping), load_i64(call.slot_mapping)
+    load_position = load_i64(call.positions)
 
     def slot(index: Sequence[Expr]) -> Value:
-        """Where the entry of a token goes, padding unless the token closes a group."""
+        """Return the slot of a token's entry, padding unless the token closes a group."""
         position = load_position(index)
-        # Of a negative position the remainder is 0 or negative, so that of the next one alone says nothing.
+        # The remainder of a negative position is 0 or negative, so that the one of the next position is not enough.
         ends = ops.eq(ops.mod(ops.add(position, const(1, I64)), const(ratio, I64)), const(0, I64))
-        saved = place_of(load_saved(index), state_cache.get_size()[0], state_block_size).valid
+        saved = place_of(load_saved(index), call.state_cache.get_size()[0], call.state_block_size).valid
         closes = ops.logical_and(ops.logical_and(ops.ge(position, const(0, I64)), ends), saved)
         return ops.where(closes, load_slot(index), const(PAD_SLOT, I64))
 
     def closes(t: Expr) -> Value:
-        return place_of(slot([t]), k_cache.get_size()[0], block_size).valid
+        return place_of(slot([t]), cache.get_size()[0], block_size).valid
 
-    window = _Window.of(state_cache, state_block_table, token_to_req, positions, closes, ratio, state_block_size)
-    load = _normed(window, tokens, int(dim), norm_weight, eps)
+    load = _normed(_Window.of(call, closes), tokens, int(dim), call.norm_weight, call.eps)
     # The angle is that of the first position of the group.
     rope = replace(
-        Rope.of(positions, cos_sin_cache),
+        Rope.of(call.positions, call.cos_sin_cache),
         load_position=lambda index: ops.sub(load_position(index), const(ratio - 1, I64)),
     )
-    if cache_format in ("indexer_fp8", "indexer_mxfp4") or hadamard:
-        dtype = torch.bfloat16 if cache_format in PAGE_LAYOUTS else k_cache.get_dtype()
-        vector = _rotated(load, rope, int(dim), dtype, k_cache.get_device())
-        if hadamard:
-            vector = rounded_hadamard(vector, k_cache.get_device(), [tokens], int(dim), dtype)
-        IndexerInsert(k_cache, vector, slot, tokens, int(dim), block_size).store(cache_format)
+    if fmt in ("indexer_fp8", "indexer_mxfp4") or call.hadamard:
+        dtype = torch.bfloat16 if fmt in PAGE_LAYOUTS else cache.get_dtype()
+        vector = _rotated(load, rope, int(dim), dtype, cache.get_device())
+        if call.hadamard:
+            vector = rounded_hadamard(vector, cache.get_device(), [tokens], int(dim), dtype)
+        IndexerInsert(cache, vector, slot, tokens, int(dim), block_size).store(fmt)
         return
-    insert = Insert(k_cache, load, slot, rope, tokens, int(dim), F32, block_size)
-    if cache_format == "fp8_ds_mla":
+    insert = Insert(cache, load, slot, rope, tokens, int(dim), F32, block_size)
+    if fmt == "fp8_ds_mla":
         insert.tiles()
     else:
-        insert.rows(cache_format, kv_scale)
+        insert.rows(fmt, call.kv_scale)
 
 
 @dataclass(frozen=True)
 class _Window:
-    """The states that the entry of a token pools: `size` positions, the token's own the last of them."""
+    """States that the entry of a token pools: `size` positions that end with the token's own."""
 
     load_state: Loader
     slot: RowLoad
@@ -126,16 +107,11 @@ class _Window:
     device: torch.device
 
     @classmethod
-    def of(
-        cls, state_cache: Any, block_table: Any, token_to_req: Any, positions: Any, closes: Any, ratio: int, block: int
-    ) -> _Window:
-        """From the IR of the op's arguments; `closes` says of a token whether it has an entry."""
-        load_position, load_request, look_up = (
-            load_i64(positions),
-            load_i64(token_to_req),
-            lookup_slot(block_table, block),
-        )
-        last = overlap_factor(ratio) * ratio - 1
+    def of(cls, call: Any, closes: Callable[[Expr], Value]) -> _Window:
+        """Return the windows of a call; `closes` returns whether a token has an entry."""
+        load_position, load_request = load_i64(call.positions), load_i64(call.token_to_req)
+        look_up = lookup_slot(call.state_block_table, call.state_block_size)
+        states, last = call.state_cache, overlap_factor(call.ratio) * call.ratio - 1
 
         def slot(index: Sequence[Expr], w: Expr) -> Value:
             (t,) = index
@@ -145,19 +121,20 @@ class _Window:
 
             return ops.masked(closes(t), lambda: look_up(lambda: load_request([t]), position), PAD_SLOT)
 
-        return cls(load_f32(state_cache), slot, state_cache.get_size()[0], block, ratio, state_cache.get_device())
+        pages, device = states.get_size()[0], states.get_device()
+        return cls(load_f32(states), slot, pages, call.state_block_size, call.ratio, device)
 
     @property
     def size(self) -> int:
-        """Positions of the window."""
+        """Number of positions of a window."""
         return overlap_factor(self.ratio) * self.ratio
 
     def place(self, t: Expr, w: Expr) -> Slot:
-        """Where the w-th position is in the cache; it is absent where this is not valid."""
+        """Return the place of the w-th position in the cache, which is not valid if the position is absent."""
         return place_of(self.slot([t], w), self.num_blocks, self.block_size)
 
     def read(self, index: Sequence[Expr], w: Expr, part: int, dim: int, absent: float) -> Value:
-        """Value (part 0) or score (1) of channel d at the w-th position. Each group has columns of its own."""
+        """Load the value (part 0) or score (1) of channel d at the w-th position. Each group has columns of its own."""
         t, d = index
         groups = overlap_factor(self.ratio)
 
@@ -168,9 +145,9 @@ class _Window:
         return ops.masked(self.place(t, w).valid, load, absent)
 
     def pooled(self, tokens: Expr, dim: int) -> Loader:
-        """Loader of the entries: per channel the sum of the window's values, weighted by the softmax of its scores.
+        """Return a loader of entries: per channel, values of the window weighted by the softmax of their scores.
 
-        Zero where nothing is present.
+        Channels with nothing present are 0.
         """
         ranges = [tokens, dim]
 
@@ -180,7 +157,7 @@ class _Window:
         load_top = row_max(score, self.device, ranges, self.size)
 
         def weight(index: Sequence[Expr], w: Expr) -> Value:
-            # Where nothing is present the top is infinite too: select, never subtract.
+            # With nothing present the maximum is -inf: select, never subtract.
             top = load_top(index)
             return ops.where(ops.eq(top, const(-torch.inf)), const(0.0), ops.exp(ops.sub(score(index, w), top)))
 
@@ -200,7 +177,7 @@ class _Window:
 
 
 def _normed(window: _Window, tokens: Expr, dim: int, norm_weight: Any, eps: float) -> Loader:
-    """Loader of the pooled entries, normalised."""
+    """Return a loader of the pooled and normalized entries."""
     load, load_weight = window.pooled(tokens, dim), load_f32(norm_weight)
 
     def square(index: Sequence[Expr], d: Expr) -> Value:
@@ -218,7 +195,7 @@ def _normed(window: _Window, tokens: Expr, dim: int, norm_weight: Any, eps: floa
 
 
 def _rotated(load: Loader, rope: Rope, dim: int, dtype: torch.dtype, device: torch.device) -> RowLoad:
-    """Element of the rotated entry of a token, rounded to `dtype`."""
+    """Return a function that gives an element of a token's rotated entry, rounded to `dtype`."""
 
     def element(index: Sequence[Expr], d: Expr) -> Value:
         (t,) = index

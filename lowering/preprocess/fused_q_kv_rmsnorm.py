@@ -1,6 +1,6 @@
-"""Inductor IR for `fused_q_kv_rmsnorm`: two kernels, for the halves have rows of different lengths.
+"""Inductor IR for `fused_q_kv_rmsnorm`: two kernels, because rows of the halves differ in length.
 
-A row sum over [T | n] and a pointwise body over [T, n] for each half. Strided halves are read where they are.
+A row sum over [T | n] and a pointwise body over [T, n] for each half. Strided halves are read in place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..registry import lowers
 
 
 def can_lower(call: Call) -> Decision:
-    """IR for static row lengths."""
+    """Return the decision for `call`: IR for static row lengths."""
     why_not = backend_lacks(call)
     if not why_not and not static(call.arguments["qr"].shape[1], call.arguments["kv"].shape[1]):
         why_not = "the length of a row is dynamic"
@@ -32,7 +32,7 @@ def lower(qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float) -> tuple[
 def _rms_norm(x: Any, weight: Any, eps: float) -> Any:
     tokens, dim = x.get_size()
     dim = int(dim)
-    # Read for the norm and again for the result: a long producer is better computed before.
+    # Read for the norm and for the result: a long producer is computed once, before.
     x.mark_reuse(2)
     load, load_weight = load_f32(x), load_f32(weight)
 

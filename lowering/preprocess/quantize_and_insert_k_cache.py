@@ -11,7 +11,7 @@ from ..registry import lowers
 
 
 def can_lower(call: Call) -> Decision:
-    """IR on Triton, where stores can be predicated."""
+    """Return the decision for `call`: IR in Triton, where stores can be predicated."""
     return decision(call, backend_lacks(call, fp8=True, predicated=True))
 
 

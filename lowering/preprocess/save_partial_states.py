@@ -14,7 +14,7 @@ from ..registry import lowers
 
 
 def can_lower(call: Call) -> Decision:
-    """IR on Triton, where stores can be predicated."""
+    """Return the decision for `call`: IR in Triton, where stores can be predicated."""
     why_not = backend_lacks(call, predicated=True)
     if not why_not and not static(*call.arguments["ape"].shape):
         why_not = "the ratio or the width of a state is dynamic"

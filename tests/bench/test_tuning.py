@@ -93,7 +93,7 @@ def test_tilings_of_preprocess_insert_divide_the_work(tuning: Callable[[str], Mo
     for tokens in (1, 4096):
         for changes in tiles.CHANGES[kind]:
             tiling = tiles.tiling(kind, tokens, changes)
-            assert all(n & (n - 1) == 0 for name, n in tiling._asdict().items() if name not in ("shares", "registers"))
+            assert all(n & (n - 1) == 0 for name, n in tiling._asdict().items() if name not in ("splits", "registers"))
             assert layout.HEAD_DIM // tiling.parts >= 16
 
 

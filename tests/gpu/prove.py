@@ -86,7 +86,6 @@ THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 SHARED_TESTS = {
     "global_topk_ragged": "ragged_from_dense",
     "indexer_logits_topk_ragged": "indexer_logits_ragged",
-    "kv_rope_insert": "q_norm_rope",
 }
 """Ops that are tested in the file of another op."""
 POLL = 0.05

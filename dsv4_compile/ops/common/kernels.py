@@ -44,7 +44,7 @@ KERNELS: Mapping[str, str] = {
     "indexer_topk_slots": "indexer.indexer_topk_slots",
     "inv_rope": "attention.inv_rope",
     "inv_rope_fp8_quant": "attention.inv_rope",
-    "kv_rope_insert": "preprocess.q_norm_rope",
+    "kv_rope_insert": "preprocess.kv_rope_insert",
     "moe_route": "moe.moe_route",
     "preprocess_insert": "preprocess.preprocess_insert",
     "preprocess_insert_quant": "preprocess.preprocess_insert",

@@ -1,13 +1,13 @@
-"""`torch.ops.dsv4.compress_norm_rope_insert`; what it computes is in reference/compress_norm_rope_insert.py."""
+"""Schema, check and fake of `compress_norm_rope_insert`."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ...errors import fail
 from ...layout import INDEXER_FORMATS, KV_FORMATS, state_width
 from ...reference.preprocess import compress_norm_rope_insert as reference
+from ...reference.preprocess.compress_norm_rope_insert import CompressArguments
 from ..common.define import define
 from ..common.validate import (
     FLOATS,
@@ -22,70 +22,31 @@ from ..common.validate import (
 )
 
 
-def check_compress(
-    state_cache: Tensor,
-    state_slot_mapping: Tensor,
-    state_block_table: Tensor,
-    token_to_req: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    norm_weight: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    eps: float,
-    ratio: int,
-    state_block_size: int,
-    block_size: int,
-    cache_format: str,
-    hadamard: bool = False,
-    kv_scale: Tensor | None = None,
-    op: str = "compress_norm_rope_insert",
-) -> None:
-    """Raise where the arguments of `compress_norm_rope_insert`, on behalf of `op`, are wrong."""
-    expect(norm_weight, f"{op}: norm_weight [d]", FLOATS)
-    dim = norm_weight.shape[0]
-    if ratio < 2:
-        fail("E201", got=f"{op}: ratio {ratio}", rule="a compressed layer has a ratio above 1")
-    expect_state_cache(state_cache, op, state_block_size, state_width(ratio, dim))
-    expect(state_slot_mapping, f"{op}: state_slot_mapping [T]", torch.int64)
-    expect(state_block_table, f"{op}: state_block_table [R, B]", torch.int32)
-    expect(token_to_req, f"{op}: token_to_req [T]", INTS)
-    expect(positions, f"{op}: positions [T]", INTS)
-    expect(slot_mapping, f"{op}: slot_mapping [T]", torch.int64)
-    for name, value in (("token_to_req", token_to_req), ("positions", positions), ("slot_mapping", slot_mapping)):
-        expect_rows(value.shape[0], state_slot_mapping.shape[0], f"{op}: {name}")
-    expect_rope_table(cos_sin_cache, op, dim)
-    if cache_format in KV_FORMATS:
-        expect_kv_cache(k_cache, op, cache_format, block_size, dim, kv_scale)
+def check_compress(call: CompressArguments, *, op: str = "compress_norm_rope_insert") -> None:
+    """Raise if the arguments of `compress_norm_rope_insert`, on behalf of `op`, are wrong."""
+    fmt = call.cache_format
+    expect(call.norm_weight, f"{op}: norm_weight [d]", FLOATS)
+    dim = call.norm_weight.shape[0]
+    if call.ratio < 2:
+        fail("E201", got=f"{op}: ratio {call.ratio}", rule="a compressed layer has a ratio above 1")
+    expect_state_cache(call.state_cache, op, call.state_block_size, state_width(call.ratio, dim))
+    expect(call.state_slot_mapping, f"{op}: state_slot_mapping [T]", torch.int64)
+    expect(call.state_block_table, f"{op}: state_block_table [R, B]", torch.int32)
+    for name, dtypes in (("token_to_req", INTS), ("positions", INTS), ("slot_mapping", torch.int64)):
+        value = getattr(call, name)
+        expect(value, f"{op}: {name} [T]", dtypes)
+        expect_rows(value.shape[0], call.state_slot_mapping.shape[0], f"{op}: {name}")
+    expect_rope_table(call.cos_sin_cache, op, dim)
+    if fmt in KV_FORMATS:
+        expect_kv_cache(call.k_cache, op, fmt, call.block_size, dim, call.kv_scale)
     else:
-        expect_indexer_cache(k_cache, op, cache_format, block_size, dim)
-        if kv_scale is not None:
-            fail("E201", got=f"{op}: kv_scale with {cache_format}", fix="drop it")
-    if hadamard:
-        if cache_format not in INDEXER_FORMATS:
-            fail("E202", got=f"{op}: hadamard=True with {cache_format}", rule="only indexer keys are transformed")
+        expect_indexer_cache(call.k_cache, op, fmt, call.block_size, dim)
+        if call.kv_scale is not None:
+            fail("E201", got=f"{op}: kv_scale with {fmt}", fix="drop it")
+    if call.hadamard:
+        if fmt not in INDEXER_FORMATS:
+            fail("E202", got=f"{op}: hadamard=True with {fmt}", rule="only indexer keys are transformed")
         expect_hadamard_dim(dim, op)
-
-
-def _fake(
-    state_cache: Tensor,
-    state_slot_mapping: Tensor,
-    state_block_table: Tensor,
-    token_to_req: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    norm_weight: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    eps: float,
-    ratio: int,
-    state_block_size: int,
-    block_size: int,
-    cache_format: str,
-    hadamard: bool = False,
-    kv_scale: Tensor | None = None,
-) -> None:
-    return None
 
 
 compress_norm_rope_insert = define(
@@ -94,6 +55,7 @@ compress_norm_rope_insert = define(
     "Tensor(a!) k_cache, float eps, int ratio, int state_block_size, int block_size, str cache_format, "
     "bool hadamard=False, Tensor? kv_scale=None) -> ()",
     reference=reference.compress_norm_rope_insert,
-    fake=_fake,
+    fake=lambda call: None,
     check=check_compress,
+    arguments=CompressArguments,
 )

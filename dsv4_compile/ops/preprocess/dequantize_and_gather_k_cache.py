@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.dequantize_and_gather_k_cache`; defined in reference/dequantize_and_gather_k_cache.py."""
+"""Schema, check and fake of `dequantize_and_gather_k_cache`."""
 
 from __future__ import annotations
 

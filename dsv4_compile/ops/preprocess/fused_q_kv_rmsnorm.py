@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.fused_q_kv_rmsnorm`; what it computes is in reference/fused_q_kv_rmsnorm.py."""
+"""Schema, check and fake of `fused_q_kv_rmsnorm`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..common.validate import FLOATS, expect, expect_dim
 def check_norms(
     qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float, op: str = "fused_q_kv_rmsnorm"
 ) -> None:
-    """Raise where the arguments of `fused_q_kv_rmsnorm`, on behalf of `op`, are wrong."""
+    """Raise if the arguments of `fused_q_kv_rmsnorm`, on behalf of `op`, are wrong."""
     expect(qr, f"{op}: qr [T, Lq]", FLOATS)
     expect(kv, f"{op}: kv [T, D]", FLOATS)
     expect(q_weight, f"{op}: q_weight [Lq]", FLOATS)

@@ -1,4 +1,4 @@
-"""Schema, check and fake of `torch.ops.dsv4.kv_rope_insert`."""
+"""Schema, check and fake of `kv_rope_insert`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_kv_insert(
     kv_scale: Tensor | None = None,
     op: str = "kv_rope_insert",
 ) -> None:
-    """Raise where the arguments of `kv_rope_insert`, on behalf of `op`, are wrong."""
+    """Raise if the arguments of `kv_rope_insert`, on behalf of `op`, are wrong."""
     expect(kv, f"{op}: kv [T, D]", FLOATS)
     expect(slot_mapping, f"{op}: slot_mapping [<= T]", INTS)
     expect(positions, f"{op}: positions [T]", INTS)

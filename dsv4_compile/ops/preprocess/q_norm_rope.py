@@ -1,4 +1,4 @@
-"""`q_norm_rope`, `kv_rope_insert` and both in one; defined in reference/q_norm_rope_kv_insert.py."""
+"""Schemas, checks and fakes of `q_norm_rope` and `q_norm_rope_kv_insert`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference.preprocess import q_norm_rope as reference
+from ...reference.preprocess.q_norm_rope import QNormRopeKvInsertArguments
 from ..common.define import define
 from ..common.validate import FLOATS, INTS, expect, expect_rope_table, expect_rows, expect_scale
 from .kv_rope_insert import check_kv_insert
@@ -27,23 +28,10 @@ def _check_q(
     expect_scale(q_scale, f"{op}: q_scale")
 
 
-def _check_both(
-    q: Tensor,
-    kv: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    eps: float,
-    block_size: int,
-    cache_format: str,
-    padded_heads: int = 0,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-) -> None:
+def _check_both(call: QNormRopeKvInsertArguments) -> None:
     op = "q_norm_rope_kv_insert"
-    _check_q(q, positions, cos_sin_cache, eps, padded_heads, q_scale, op)
-    check_kv_insert(kv, k_cache, slot_mapping, positions, cos_sin_cache, block_size, cache_format, kv_scale, op)
+    _check_q(*call.queries(), op)
+    check_kv_insert(*call.insert(), op)
 
 
 def _fake_q(
@@ -59,23 +47,6 @@ def _fake_q(
     return q.new_empty((tokens, max(heads, padded_heads), dim), dtype=dtype)
 
 
-def _fake_both(
-    q: Tensor,
-    kv: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    eps: float,
-    block_size: int,
-    cache_format: str,
-    padded_heads: int = 0,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-) -> Tensor:
-    return _fake_q(q, positions, cos_sin_cache, eps, padded_heads, q_scale)
-
-
 q_norm_rope = define(
     "q_norm_rope(Tensor q, Tensor positions, Tensor cos_sin_cache, float eps, int padded_heads=0, "
     "Tensor? q_scale=None) -> Tensor",
@@ -88,6 +59,7 @@ q_norm_rope_kv_insert = define(
     "Tensor cos_sin_cache, float eps, int block_size, str cache_format, int padded_heads=0, Tensor? q_scale=None, "
     "Tensor? kv_scale=None) -> Tensor",
     reference=reference.q_norm_rope_kv_insert,
-    fake=_fake_both,
+    fake=lambda call: _fake_q(*call.queries()),
     check=_check_both,
+    arguments=QNormRopeKvInsertArguments,
 )

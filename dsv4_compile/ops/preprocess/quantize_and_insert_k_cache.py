@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.quantize_and_insert_k_cache`; defined in reference/quantize_and_insert_k_cache.py."""
+"""Schema, check and fake of `quantize_and_insert_k_cache`."""
 
 from __future__ import annotations
 

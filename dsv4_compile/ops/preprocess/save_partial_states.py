@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.save_partial_states`; what it computes is in reference/save_partial_states.py."""
+"""Schema, check and fake of `save_partial_states`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_save(
     block_size: int,
     op: str = "save_partial_states",
 ) -> None:
-    """Raise where the arguments of `save_partial_states`, on behalf of `op`, are wrong."""
+    """Raise if the arguments of `save_partial_states`, on behalf of `op`, are wrong."""
     expect(kv_score, f"{op}: kv_score [T, 2*w]", torch.float32)
     expect(ape, f"{op}: ape [C, w]", FLOATS)
     expect(state_slot_mapping, f"{op}: state_slot_mapping [N]", torch.int64)

@@ -1,10 +1,13 @@
-"""What happens to queries, keys and values between their projections and attention.
+"""Norm and RoPE of queries, and with them RoPE and insertion of key/value vectors.
 
-Queries: unweighted RMS norm per head, RoPE, heads padded with zeros. Keys and values, one shared vector per token:
-RoPE, then the row is stored in the paged cache. The two halves have an op each, and one op does both.
+Between their projection and attention, queries get an unweighted RMS norm per head, RoPE, and zero heads as padding.
+Key/value vectors, one for all heads of a token, are rotated and stored in the paged cache. Each half has an op, and one
+op does both.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +26,15 @@ def q_norm_rope(
     padded_heads: int = 0,
     q_scale: Tensor | None = None,
 ) -> Tensor:
-    """Normalise each head of `q`, rotate its last `rope_dim`, and pad with zero heads.
+    """Normalize each head of `q`, rotate its last `rope_dim`, and pad with zero heads.
 
-    Everything is float32 and rounded once, at the end: there is no rounding between norm and rotation.
+    All arithmetic is float32, rounded once at the end: nothing is rounded between norm and rotation.
 
     Args:
         q: `[T, H, D]` bfloat16, float16 or float32, any strides.
         positions: int32 or int64 `[>= T]`; rows past T are ignored.
         cos_sin_cache: float32 `[max_pos, rope_dim]`.
-        padded_heads: number of heads to return at least.
+        padded_heads: smallest number of heads to return.
         q_scale: one float32 element. Given, the result is e4m3 of the value times float32(1 / q_scale), clamped to 448.
     Returns:
         Contiguous `[T, max(H, padded_heads), D]` in q's dtype, or e4m3.
@@ -46,23 +49,36 @@ def q_norm_rope(
     return out
 
 
-def q_norm_rope_kv_insert(
-    q: Tensor,
-    kv: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    eps: float,
-    block_size: int,
-    cache_format: str,
-    padded_heads: int = 0,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-) -> Tensor:
-    """`kv_rope_insert` of `kv` and `q_norm_rope` of `q`, for a kernel that does both in one launch.
+class QNormRopeKvInsertArguments(NamedTuple):
+    """Arguments of `q_norm_rope_kv_insert`, in schema order; each as in `q_norm_rope` and `kv_rope_insert`."""
 
-    Returns what `q_norm_rope` returns; the arguments are theirs. Every row of q is computed, padding rows included.
+    q: Tensor
+    kv: Tensor
+    k_cache: Tensor
+    slot_mapping: Tensor
+    positions: Tensor
+    cos_sin_cache: Tensor
+    eps: float
+    block_size: int
+    cache_format: str
+    padded_heads: int = 0
+    q_scale: Tensor | None = None
+    kv_scale: Tensor | None = None
+
+    def queries(self) -> tuple[Any, ...]:
+        """Return the arguments of `q_norm_rope`."""
+        return self.q, self.positions, self.cos_sin_cache, self.eps, self.padded_heads, self.q_scale
+
+    def insert(self) -> tuple[Any, ...]:
+        """Return the arguments of `kv_rope_insert`."""
+        where = self.k_cache, self.slot_mapping, self.positions, self.cos_sin_cache
+        return (self.kv, *where, self.block_size, self.cache_format, self.kv_scale)
+
+
+def q_norm_rope_kv_insert(call: QNormRopeKvInsertArguments) -> Tensor:
+    """Run `kv_rope_insert` of kv and `q_norm_rope` of q, for a kernel that does both in one launch.
+
+    Returns what `q_norm_rope` returns. Every row of q is computed, padding rows included.
     """
-    kv_rope_insert(kv, k_cache, slot_mapping, positions, cos_sin_cache, block_size, cache_format, kv_scale)
-    return q_norm_rope(q, positions, cos_sin_cache, eps, padded_heads, q_scale)
+    kv_rope_insert(*call.insert())
+    return q_norm_rope(*call.queries())

@@ -48,7 +48,7 @@ def _prepare(op: str, tiles: Mapping[str, Any]) -> Any:
     kernel, (parts, warps) = importlib.import_module(f"dsv4_compile.kernels.{KERNELS[op]}"), tiles["cut"]
 
     def call(*args: Any) -> Any:
-        default = kernel.cut_of(len(args[1]), args[10], len(args[6]))
-        return launcher(op)(*args, cut=default._replace(parts=parts, warps=warps))
+        default = kernel.pool_tiling(len(args[1]), args[10], len(args[6]))
+        return launcher(op)(*args, tiling=default._replace(parts=parts, warps=warps))
 
     return on_gpu(call)

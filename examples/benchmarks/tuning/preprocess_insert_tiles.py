@@ -18,7 +18,7 @@ from dsv4_compile.ops.common.kernels import KERNELS, launcher
 COLUMNS = preprocess_insert.COLUMNS
 _Changes = tuple[Mapping[str, int], ...]
 _DEFAULT: _Changes = ({}, *({"tokens": t, "warps": w} for t, w in ((1, 4), (2, 4), (8, 4), (4, 8), (8, 8))))
-_DEFAULT += tuple({"shares": n} for n in (1, 2, 3))
+_DEFAULT += tuple({"splits": n} for n in (1, 2, 3))
 _DEFAULT += tuple({"registers": n} for n in (64, 80, 96, 102, 112, 168, 255))
 CHANGES: Mapping[str, _Changes] = {
     "swa": _DEFAULT,
@@ -29,7 +29,7 @@ CHANGES: Mapping[str, _Changes] = {
         *({"parts": n} for n in (8, 32)),
     ),
 }
-"""Changes of the default tiling by kind of layer: fields of `Tile` in kernels/preprocess/preprocess_insert.py."""
+"""Changes of the default tiling by kind of layer: fields of `Tiling` in kernels/preprocess/preprocess_insert.py."""
 
 
 def problems(device: torch.device, only: Only) -> Iterator[Problem]:
@@ -50,9 +50,9 @@ def tiling(kind: str, tokens: int, changes: Mapping[str, int]) -> Any:
     """Return the kernel's tiling of a step with `changes`."""
     config = DeepseekV4Config.flash()
     module = importlib.import_module(f"dsv4_compile.kernels.{KERNELS['preprocess_insert']}")
-    default = module.tile(tokens, preprocess_insert.KINDS[kind], config.head_dim)
+    default = module.tiling_of(tokens, preprocess_insert.KINDS[kind], config.head_dim)
     return default._replace(**changes)
 
 
 def _prepare(kind: str, tokens: int, changes: Mapping[str, int]) -> Callable[..., Any]:
-    return on_gpu(partial(launcher("preprocess_insert"), cut=tiling(kind, tokens, changes)))
+    return on_gpu(partial(launcher("preprocess_insert"), tiling=tiling(kind, tokens, changes)))

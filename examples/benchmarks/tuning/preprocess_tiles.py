@@ -28,7 +28,7 @@ class Choice:
     values: tuple[tuple[int, ...], ...]
 
 
-_ROWS_WARPS = Choice("_tile", ("r", "w"), ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2), (4, 4), (8, 4)))
+_ROWS_WARPS = Choice("tile", ("r", "w"), ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2), (4, 4), (8, 4)))
 CHOICES: Mapping[str, Choice] = {
     "fused_q_kv_rmsnorm": Choice("_warps", ("w",), ((1,), (2,), (4,), (8,))),
     "q_norm_rope": _ROWS_WARPS,

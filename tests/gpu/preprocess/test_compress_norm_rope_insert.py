@@ -11,12 +11,13 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels.preprocess import compress_norm_rope_insert as kernel
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.common import kv_format
 from dsv4_compile.testing import Tolerance, assert_cached, assert_close, poison_
 from dsv4_compile.testing import samples as samples  # registers the ops
 from tests.gpu.far import behind_2_31_bytes, moved
 
-REFERENCE = REFERENCES["compress_norm_rope_insert"]
+REFERENCE, LAUNCHER = REFERENCES["compress_norm_rope_insert"], launcher("compress_norm_rope_insert")
 CACHE, REQUESTS, MAX_POS = 8, 5, 4096
 NEIGHBOURS = Tolerance(abs=1e-5, rel=1.01 / 128, cosine=1e-6)
 """One step of bfloat16."""
@@ -68,7 +69,7 @@ def assert_agree(args: tuple[Any, ...], **options: Any) -> None:
     """Kernel and reference write the same, but for ties."""
     cache, fmt, block = args[CACHE], args[13], args[12]
     results = []
-    for run in (lambda *a: kernel.compress_norm_rope_insert(*a, **options), REFERENCE):
+    for run in (lambda *a: LAUNCHER(*a, **options), REFERENCE):
         storage(cache).fill_(0)
         run(*args)
         results.append(storage(cache).clone().view(cache.dtype).as_strided(cache.shape, cache.stride()))
@@ -111,7 +112,7 @@ def test_70_000_tokens_over_caches_of_more_than_2_31_bytes(dim: int, fmt: str) -
     ("ratio", "dim", "fmt"), [(4, 512, "fp8_ds_mla"), (128, 512, "fp8_ds_mla"), (4, 128, "indexer_fp8")]
 )
 def test_every_cut(changes: dict[str, int], ratio: int, dim: int, fmt: str) -> None:
-    assert_agree(arguments(200, ratio, dim, fmt), cut=kernel.cut_of(200, ratio, dim)._replace(**changes))
+    assert_agree(arguments(200, ratio, dim, fmt), tiling=kernel.pool_tiling(200, ratio, dim)._replace(**changes))
 
 
 @pytest.mark.parametrize(("ratio", "dim", "fmt", "hadamard"), LAYERS[:4])
@@ -119,28 +120,28 @@ def test_an_entry_is_encoded_as_the_reference_encodes_it(ratio: int, dim: int, f
     """The kernel's own float32 entries, stored by the reference, give its bytes, but for contracted arithmetic."""
     args = arguments(300, ratio, dim, fmt)
     exact = torch.zeros(len(args[CACHE]), args[12], dim, device="cuda")
-    kernel.compress_norm_rope_insert(*args[:CACHE], exact, *args[CACHE + 1 : 13], "plain")
+    LAUNCHER(*args[:CACHE], exact, *args[CACHE + 1 : 13], "plain")
     slots = torch.arange(exact.shape[0] * exact.shape[1], device="cuda")
     written = exact.flatten(0, 1).any(-1)
     expected = storage(args[CACHE]).clone().as_strided(args[CACHE].shape, args[CACHE].stride())
     store = kv_format.store_kv if fmt in layout.KV_FORMATS else kv_format.store_indexer
     store(expected, fmt, args[12], torch.where(written, slots, -1), exact.flatten(0, 1))
-    kernel.compress_norm_rope_insert(*args)
+    LAUNCHER(*args)
     assert (storage(expected) != storage(args[CACHE])).sum() <= 2
 
 
 def test_a_captured_launch_follows_its_inputs() -> None:
     args = arguments(40, 4, 512, "fp8_ds_mla")
-    kernel.compress_norm_rope_insert(*args)
+    LAUNCHER(*args)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.compress_norm_rope_insert(*args)
+        LAUNCHER(*args)
     for seed in (5, 6):
         for mine, new in zip(args[:6], arguments(40, 4, 512, "fp8_ds_mla", seed=seed)[:6], strict=True):
             mine.copy_(new)
         results = []
-        for run in (graph.replay, lambda: kernel.compress_norm_rope_insert(*args)):
+        for run in (graph.replay, lambda: LAUNCHER(*args)):
             args[CACHE].zero_()
             run()
             results.append(args[CACHE].clone())
@@ -152,6 +153,6 @@ def test_a_hundred_runs_are_equal_bit_for_bit() -> None:
     first = None
     for _ in range(100):
         args[CACHE].zero_()
-        kernel.compress_norm_rope_insert(*args)
+        LAUNCHER(*args)
         first = args[CACHE].clone() if first is None else first
         assert torch.equal(args[CACHE], first)

@@ -15,13 +15,14 @@ from dsv4_compile.bench import preprocess_insert as scenario
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.kernels.preprocess import preprocess_insert as kernel
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_cached, assert_close
 from dsv4_compile.testing import samples as samples  # registers the ops
 from dsv4_compile.testing.generate import to_device
 from tests.gpu.far import behind_2_31_bytes, moved
 from tests.ops.preprocess.preprocess_layer import CACHES, PADDING, WINDOW_BLOCK, Layer
 
-REFERENCE = REFERENCES["preprocess_insert"]
+REFERENCE, LAUNCHER = REFERENCES["preprocess_insert"], launcher("preprocess_insert")
 REQUESTS, MAX_LEN = 5, 1024
 FLASH: dict[str, Any] = {"dim": 512, "rope_dim": 64, "key_dim": 128, "dtype": torch.bfloat16, "latent": 1024}
 KINDS: dict[str, dict[str, Any]] = {
@@ -77,7 +78,7 @@ def storage_of(x: Tensor) -> Tensor:
 
 def assert_agree(step: Step, **options: Any) -> None:
     """States are equal, latents neighbours at most, and caches equal but for ties."""
-    (ours, mine), (want, theirs) = step.run(kernel.preprocess_insert, **options), step.run(REFERENCE)
+    (ours, mine), (want, theirs) = step.run(LAUNCHER, **options), step.run(REFERENCE)
     assert_close(ours, want, NEIGHBOURS)
     for name, cache in theirs.items():
         got, expected = storage_of(mine[name]), storage_of(cache)
@@ -100,7 +101,7 @@ def test_a_step_is_the_reference(kind: str, tokens: int) -> None:
     assert_agree(Step(kind, tokens))
 
 
-SAVES = [{"tokens": 8, "warps": 8}, {"tokens": 16}, {"shares": 1}, {"tokens": 2, "shares": 2}]
+SAVES = [{"tokens": 8, "warps": 8}, {"tokens": 16}, {"splits": 1}, {"tokens": 2, "splits": 2}]
 POOLS = [{"pooled": 4}, {"pooled": 64}, {"registers": 255}]
 SHARED = [{"pooled": 1}, {"parts": 8}, {"parts": 32}]
 
@@ -110,22 +111,22 @@ SHARED = [{"pooled": 1}, {"parts": 8}, {"parts": 32}]
     [*(("swa", x) for x in SAVES), *(("csa", x) for x in SAVES + POOLS), *(("hca", x) for x in SAVES + POOLS + SHARED)],
     ids=str,
 )
-def test_every_cut(kind: str, changes: dict[str, int]) -> None:
+def test_every_tiling(kind: str, changes: dict[str, int]) -> None:
     step = Step(kind, 400)
-    cut = kernel.tile(400, step.model.ratio, 512)
-    assert_agree(step, cut=cut._replace(**changes))
+    tiling = kernel.tiling_of(400, step.model.ratio, 512)
+    assert_agree(step, tiling=tiling._replace(**changes))
 
 
 @KIND
 def test_results_do_not_depend_on_the_rest_of_the_step(kind: str) -> None:
     """The first tokens of a long step, in the order and the launch of a long one, give what they give alone."""
     step, few = Step(kind, 2500), 300
-    out, caches = step.run(kernel.preprocess_insert)
+    out, caches = step.run(LAUNCHER)
     alone = dict(step.arguments)
     for name, x in alone.items():
         if isinstance(x, Tensor) and len(x) == 2500 and name not in CACHES:
             step.arguments[name] = x[:few]
-    got, mine = step.run(kernel.preprocess_insert)
+    got, mine = step.run(LAUNCHER)
     assert_bitwise(got, out[:few])
     for name in ("window_cache", "compressed_cache", "indexer_cache"):
         if name in mine:
@@ -136,14 +137,14 @@ def test_results_do_not_depend_on_the_rest_of_the_step(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["swa", "hca", "csa"])
 def test_a_captured_launch_follows_its_inputs(kind: str) -> None:
     step = Step(kind, 40)
-    kernel.preprocess_insert(**step.arguments)
+    LAUNCHER(**step.arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kernel.preprocess_insert(**step.arguments)
+        out = LAUNCHER(**step.arguments)
     for seed in (5, 6):
         fresh = Step(kind, 40, seed)
-        want, caches = fresh.run(kernel.preprocess_insert)
+        want, caches = fresh.run(LAUNCHER)
         for name, x in fresh.arguments.items():
             if isinstance(x, Tensor):
                 target = step.arguments[name]
@@ -158,9 +159,9 @@ def test_a_captured_launch_follows_its_inputs(kind: str) -> None:
 def test_a_hundred_runs_are_equal_bit_for_bit(kind: str) -> None:
     """A pool that read what another program writes, or parts before they are there, would differ now and then."""
     step = Step(kind, 3000)
-    want, caches = step.run(kernel.preprocess_insert)
+    want, caches = step.run(LAUNCHER)
     for _ in range(100):
-        got, mine = step.run(kernel.preprocess_insert)
+        got, mine = step.run(LAUNCHER)
         assert torch.equal(got, want)
         assert all(torch.equal(storage_of(mine[name]), storage_of(cache)) for name, cache in caches.items())
 
@@ -187,7 +188,7 @@ def far_away(kind: str, tokens: int, context: int) -> list[Any]:
 def test_70_000_tokens_over_caches_of_more_than_2_31_bytes(kind: str) -> None:
     written = scenario.WRITTEN[kind]
     want = gate.outputs(REFERENCE, far_away(kind, 70_000, 80_000), written)
-    got = gate.outputs(kernel.preprocess_insert, far_away(kind, 70_000, 80_000), written)
+    got = gate.outputs(LAUNCHER, far_away(kind, 70_000, 80_000), written)
     assert all(x.nbytes > 2**31 for x in got[1:])
     assert scenario.differs(got, want) == ""
 
@@ -197,5 +198,5 @@ def test_a_step_of_nothing_changes_nothing() -> None:
     before = args[9].clone()
     for i in (0, 1, 10):
         args[i] = args[i][:0]
-    assert kernel.preprocess_insert(*args).shape == args[0].shape
+    assert LAUNCHER(*args).shape == args[0].shape
     assert torch.equal(args[9], before)

@@ -10,14 +10,15 @@ from dsv4_compile.bench import preprocess_insert as scenario
 from dsv4_compile.bench import steps
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.kernels.linear.fp8_grouped_einsum import fp8_grouped_einsum
-from dsv4_compile.kernels.preprocess.preprocess_insert import preprocess_insert, preprocess_insert_quant
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.common.block_scale import quantize_rows
 from dsv4_compile.testing import assert_bitwise
 from tests.gpu.linear import products
 from tests.gpu.preprocess.test_preprocess_insert import KIND, Step, storage_of
 
 OP = "preprocess_insert_quant"
+preprocess_insert, preprocess_insert_quant = launcher("preprocess_insert"), launcher(OP)
 WQ_B = "Flash fp8_linear wq_b"
 SMALL = pytest.mark.parametrize("kind", ["swa", "hca", "csa"])
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.kernels.preprocess import compress_norm_rope_insert as kernel
+from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common import kv_format
-from dsv4_compile.reference.preprocess.compress_norm_rope_insert import compress_norm_rope_insert as reference
+from dsv4_compile.reference.preprocess.compress_norm_rope_insert import CompressArguments
 from dsv4_compile.testing import (
     Tolerance,
     assert_bitwise,
@@ -47,8 +48,8 @@ def copied(cache: Tensor) -> Tensor:
 
 
 def launch(args: tuple[Any, ...]) -> None:
-    with poisoned_empty(), checked(mutated=("p_cache", "p_pooled", "p_arrived")) as launched:
-        kernel.compress_norm_rope_insert(*args)
+    with poisoned_empty(), checked(mutated=("p_cache", "parts.p_pooled", "parts.p_arrived")) as launched:
+        kernel.compress_norm_rope_insert(CompressArguments(*args))
     assert launched == (["compress_norm_rope_insert_kernel"] if len(args[1]) else [])
 
 
@@ -57,7 +58,7 @@ def both(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     ours, theirs = (list(args) for _ in range(2))
     ours[CACHE], theirs[CACHE] = copied(args[CACHE]), copied(args[CACHE])
     launch(tuple(ours))
-    reference(*theirs)
+    REFERENCES["compress_norm_rope_insert"](*theirs)
     return ours[CACHE], theirs[CACHE]
 
 
@@ -148,7 +149,7 @@ def test_rows_of_every_dtype(dtype: torch.dtype) -> None:
 def test_hadamard_transform_of_indexer_keys(fmt: str, dim: int, dtype: torch.dtype) -> None:
     engine, args = engine_after(9, 4, fmt=fmt, dim=dim, rope_dim=dim // 2, hadamard=True, dtype=dtype)
     assert_same_entries(engine, *both(args))
-    assert kernel.compress_norm_rope_insert_refuses(*args) == ""
+    assert kernel.why_unsupported_compress_norm_rope_insert(CompressArguments(*args)) == ""
 
 
 @interpreted
@@ -244,11 +245,12 @@ def test_states_in_blocks_of_any_number_of_tokens(
     assert_same_entries(engine, *both(args))
 
 
-def test_refusals() -> None:
+def test_unsupported_calls_have_a_reason() -> None:
     _, args = engine_after(4, 4, dim=16)
-    assert kernel.compress_norm_rope_insert_refuses(*args) == ""
-    assert "power of two" in kernel.compress_norm_rope_insert_refuses(*args[:6], torch.ones(24), *args[7:])
-    assert "Hadamard" in kernel.compress_norm_rope_insert_refuses(*args[:6], torch.ones(8), *args[7:14], True)
+    call, why_unsupported = CompressArguments(*args), kernel.why_unsupported_compress_norm_rope_insert
+    assert why_unsupported(call) == ""
+    assert "24 dims" in why_unsupported(call._replace(norm_weight=torch.ones(24)))
+    assert "transform has 8 dims" in why_unsupported(call._replace(norm_weight=torch.ones(8), hadamard=True))
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
@@ -264,8 +266,9 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
             state = torch.empty(2, state_block, layout.state_width(ratio, dim))
             norm, cache = torch.empty(dim, dtype=torch.bfloat16), layout.allocate_cache(fmt, 2, block)
             per_token = (slots, index[None], index, slots, slots)
+            where = state, *per_token, norm, torch.empty(8, 64), cache
             kernel.compress_norm_rope_insert(
-                state, *per_token, norm, torch.empty(8, 64), cache, 1e-6, ratio, state_block, block, fmt, dim == 128
+                CompressArguments(*where, 1e-6, ratio, state_block, block, fmt, dim == 128)
             )
     assert len(compiled) == len(layers)
     assert all(fake_triton.machine_code(each) for each in compiled)

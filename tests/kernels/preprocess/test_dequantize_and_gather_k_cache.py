@@ -23,7 +23,7 @@ FORMATS = pytest.mark.parametrize("fmt", layout.KV_FORMATS)
 def check(out: Tensor, *args: Any) -> Tensor:
     """Run both over equal memory and return what the kernel wrote."""
     want = out.clone()
-    with checked(("p_out",)):
+    with checked(("tensors[0]",)):
         kernel.dequantize_and_gather_k_cache(out, *args)
     reference(want, *args)
     assert_bitwise(out, want)
@@ -33,7 +33,7 @@ def check(out: Tensor, *args: Any) -> Tensor:
 @interpreted
 def test_samples() -> None:
     for args in op_samples("dequantize_and_gather_k_cache"):
-        assert kernel.dequantize_and_gather_k_cache_refuses(*args) == ""
+        assert kernel.why_unsupported_dequantize_and_gather_k_cache(*args) == ""
         check(*args)
 
 
@@ -107,7 +107,7 @@ def test_nothing_to_gather() -> None:
 def test_pages_that_start_at_odd_bytes_are_refused() -> None:
     odd = torch.zeros(2, 4 * 584 + 1, dtype=torch.uint8)[:, 1:]
     args = torch.zeros(3, 4, 512), odd, ints([1, 2, 3]), None, TABLE, BLOCK, 0
-    assert "not aligned" in kernel.dequantize_and_gather_k_cache_refuses(*args)
+    assert "not aligned" in kernel.why_unsupported_dequantize_and_gather_k_cache(*args)
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)

@@ -27,7 +27,7 @@ NEIGHBOUR = {
 
 def check(qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor) -> None:
     want = REFERENCES["fused_q_kv_rmsnorm"](qr, kv, q_weight, kv_weight, EPS)
-    with poisoned_empty(), checked(mutated=("p_q_out", "p_kv_out")) as launched:
+    with poisoned_empty(), checked(mutated=("tensors.p_q_out", "tensors.p_kv_out")) as launched:
         got = kernels.fused_q_kv_rmsnorm(qr, kv, q_weight, kv_weight, EPS)
     assert launched == ["fused_q_kv_rmsnorm_kernel"] * bool(qr.shape[0])
     for actual, expected in zip(got, want, strict=True):
@@ -64,15 +64,15 @@ def test_a_row_of_zeros_or_nan_keeps_to_itself() -> None:
     check(qr, kv, torch.ones(96), torch.ones(64))
 
 
-def test_rows_that_do_not_fit_registers_are_refused() -> None:
-    def refusal(size: int) -> str:
-        return kernels.fused_q_kv_rmsnorm_refuses(
+def test_rows_that_do_not_fit_registers_are_unsupported() -> None:
+    def why_unsupported(size: int) -> str:
+        return kernels.why_unsupported_fused_q_kv_rmsnorm(
             torch.empty(2, size), torch.empty(2, 64), torch.empty(size), torch.empty(64), EPS
         )
 
-    assert refusal(kernels.MAX_SIZE) == ""
-    assert f"rows of {kernels.MAX_SIZE + 1} and 64 elements" in refusal(kernels.MAX_SIZE + 1)
-    assert refusal(0)
+    assert why_unsupported(kernels.MAX_SIZE) == ""
+    assert f"rows have {kernels.MAX_SIZE + 1} and 64 elements" in why_unsupported(kernels.MAX_SIZE + 1)
+    assert why_unsupported(0)
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)

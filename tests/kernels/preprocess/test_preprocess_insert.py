@@ -14,11 +14,12 @@ from dsv4_compile import layout
 from dsv4_compile._compat import triton_interpreter
 from dsv4_compile.kernels.preprocess import compress_norm_rope_insert as compress
 from dsv4_compile.kernels.preprocess import fused_q_kv_rmsnorm as norms
+from dsv4_compile.kernels.preprocess import kv_rope_insert as insert
 from dsv4_compile.kernels.preprocess import preprocess_insert as kernel
-from dsv4_compile.kernels.preprocess import q_norm_rope as insert
 from dsv4_compile.kernels.preprocess import save_partial_states as save
-from dsv4_compile.ops.common.define import OPS
-from dsv4_compile.reference.preprocess.preprocess_insert import preprocess_insert as reference
+from dsv4_compile.ops.common.define import OPS, REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
+from dsv4_compile.reference.preprocess.preprocess_insert import PreprocessArguments, compress_arguments
 from dsv4_compile.testing import (
     Tolerance,
     assert_bitwise,
@@ -35,7 +36,8 @@ from tests.ops.preprocess.preprocess_layer import CACHES, PADDING, Layer, storag
 
 interpreted = pytest.mark.interpreted
 
-MUTATED = ("p_q_out", "p_window", "p_pooled", "p_arrived")
+reference = REFERENCES["preprocess_insert"]
+MUTATED = ("latents.p_out", "window.p_cache", "parts.p_pooled", "parts.p_arrived")
 MUTATED += tuple(f"{who}.{name}" for who in ("main", "keys") for name in ("cache", "state_cache"))
 FLOAT32 = Tolerance(abs=5e-6, rel=5e-6, cosine=1e-11)
 """As of the separate kernels: sums in another order, and exponentials of another library."""
@@ -80,7 +82,7 @@ def launch(arguments: dict[str, Any], **options: Any) -> tuple[Tensor, dict[str,
     """What the kernel returns, and the caches that it wrote."""
     mine = with_copied_caches(arguments)
     with poisoned_empty(), checked(mutated=MUTATED) as launched:
-        out = kernel.preprocess_insert(**mine, **options)
+        out = launcher("preprocess_insert")(**mine, **options)
     assert launched == ["preprocess_insert_kernel"] * bool(len(mine["positions"]))
     assert out.is_contiguous()
     return out, {name: mine[name] for name in CACHES if name in mine}
@@ -89,33 +91,28 @@ def launch(arguments: dict[str, Any], **options: Any) -> tuple[Tensor, dict[str,
 def separately(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The same from the kernels of the ops that it replaces, one launch after the other."""
     a = with_copied_caches(arguments)
+    call = PreprocessArguments(**a)
     qr, kv = (a[name].to(a[weight].dtype) for name, weight in (("qr", "q_weight"), ("kv", "kv_weight")))
-    out, kv = norms.fused_q_kv_rmsnorm(qr, kv, a["q_weight"], a["kv_weight"], a["eps"])
-    position, table = a["positions"], a["cos_sin_cache"]
-    window = a["window_cache"], a["window_slot_mapping"], position, table, a["window_block_size"], a["cache_format"]
-    insert.kv_rope_insert(kv, *window, a["kv_scale"])
-    for who, entries in (("", "compressed_"), ("indexer_", "indexer_")):
-        if f"{who}kv_score" in a:
-            ratio, state, slots = a["ratio"], a[f"{who}state_cache"], a[f"{who}state_slot_mapping"]
-            blocks = layout.state_block_size(ratio), layout.storage_block_size(ratio)
-            how = (a["indexer_cache_format"], a["hadamard"]) if who else (a["cache_format"], False, a["kv_scale"])
-            save.save_partial_states(a[f"{who}kv_score"], a[f"{who}ape"], state, slots, position, blocks[0])
-            compress.compress_norm_rope_insert(
-                state, slots, a[f"{who}state_block_table"], a["token_to_req"], position, a[f"{entries}slot_mapping"],
-                a[f"{who}norm_weight"], table, a[f"{entries}cache"], a["eps"], ratio, *blocks, *how,
-            )  # fmt: skip
+    out, kv = norms.fused_q_kv_rmsnorm(qr, kv, call.q_weight, call.kv_weight, call.eps)
+    window = call.window_cache, call.window_slot_mapping, call.positions, call.cos_sin_cache, call.window_block_size
+    insert.kv_rope_insert(kv, *window, call.cache_format, call.kv_scale)
+    for of_indexer, c in enumerate(call.compressors()):
+        if c is not None:
+            block = layout.state_block_size(call.ratio)
+            save.save_partial_states(c.kv_score, c.ape, c.state_cache, c.state_slot_mapping, call.positions, block)
+            compress.compress_norm_rope_insert(compress_arguments(call, c, bool(of_indexer)))
     return out, {name: a[name] for name in CACHES if name in a}
 
 
-def cut_of(arguments: dict[str, Any], **changes: int) -> kernel.Tile:
-    """The usual cut with changes."""
+def tiling_of(arguments: dict[str, Any], **changes: int) -> kernel.Tiling:
+    """Return the default tiling with changes."""
     dim = len(arguments["norm_weight"]) if "norm_weight" in arguments else 1
-    return kernel.tile(len(arguments["qr"]), arguments.get("ratio", 0), dim)._replace(**changes)
+    return kernel.tiling_of(len(arguments["qr"]), arguments.get("ratio", 0), dim)._replace(**changes)
 
 
 def assert_equal(arguments: dict[str, Any], **changes: int) -> dict[str, Tensor]:
     """One launch leaves every byte that the separate launches leave. Returns the caches."""
-    (ours, mine), (theirs, others) = launch(arguments, cut=cut_of(arguments, **changes)), separately(arguments)
+    (ours, mine), (theirs, others) = launch(arguments, tiling=tiling_of(arguments, **changes)), separately(arguments)
     assert_bitwise(ours, theirs, strides=True, label="qr")
     for name, cache in others.items():
         assert_bitwise(storage(mine[name]), storage(cache), label=name)
@@ -161,30 +158,30 @@ def test_one_launch_does_what_the_separate_launches_and_the_reference_do(kind: s
     assert_reference(arguments)
 
 
-CUTS = [{"tokens": 8, "pooled": 16, "shares": 1}, {"tokens": 16, "shares": 2, "pooled": 2, "parts": 2}]
+TILINGS = [{"tokens": 8, "pooled": 16, "splits": 1}, {"tokens": 16, "splits": 2, "pooled": 2, "parts": 2}]
 
 
 @interpreted
 @COMPRESSED
-@pytest.mark.parametrize("changes", CUTS, ids=str)
-def test_no_result_depends_on_how_the_work_is_cut(kind: str, changes: dict[str, int]) -> None:
+@pytest.mark.parametrize("changes", TILINGS, ids=str)
+def test_no_result_depends_on_the_tiling(kind: str, changes: dict[str, int]) -> None:
     assert_equal(step(kind), **changes)
 
 
 @interpreted
-@pytest.mark.parametrize("cut", [{"parts": 2}, {"parts": 8, "pooled": 8}, {"parts": 4, "pooled": 1}], ids=str)
+@pytest.mark.parametrize("tiling", [{"parts": 2}, {"parts": 8, "pooled": 8}, {"parts": 4, "pooled": 1}], ids=str)
 def test_programs_that_share_an_entry_leave_their_counters_at_zero(
-    cut: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    tiling: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two tokens close a group, both in one program's reach."""
     model = layer("hca")
     history(model)
     tokens = [(2, 127), PADDING, *((0, p) for p in range(125, 128))]
     counters = torch.zeros(len(tokens), dtype=torch.int32)
-    monkeypatch.setattr(kernel, "arrival_counters", lambda count, device: counters)
+    monkeypatch.setattr(compress, "arrival_counters", lambda count, device: counters)
     arguments = model.arguments(tokens, model.projection(len(tokens)))
     for _ in range(2):
-        assert_equal(arguments, **cut)
+        assert_equal(arguments, **tiling)
         assert not counters.any()
 
 
@@ -210,8 +207,8 @@ def test_any_batch_of_any_chunks_is_what_separate_launches_make_of_it(kind: str)
 @COMPRESSED
 def test_programs_may_run_in_any_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = step(kind)
-    cut = cut_of(arguments, parts=4)
-    want, caches = launch(arguments, cut=cut)
+    tiling = tiling_of(arguments, parts=4)
+    want, caches = launch(arguments, tiling=tiling)
     builder = triton_interpreter.interpreter_builder
     place, rng = builder.set_grid_idx, random.Random(1)
     numbers: list[int] = []
@@ -224,7 +221,7 @@ def test_programs_may_run_in_any_order(kind: str, monkeypatch: pytest.MonkeyPatc
             place(numbers[x], y, z)
 
         monkeypatch.setattr(builder, "set_grid_idx", elsewhere)
-        got, mine = launch(arguments, cut=cut)
+        got, mine = launch(arguments, tiling=tiling)
         assert numbers[0] != 0
         assert_bitwise(got, want)
         for name, cache in caches.items():

@@ -1,4 +1,4 @@
-"""What the fused preprocessing kernel refuses, and that it compiles for every GPU."""
+"""Unsupported calls of the fused preprocessing kernel, and its compilation for every GPU."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import pytest
 import torch
 
 from dsv4_compile.kernels.preprocess import preprocess_insert as kernel
+from dsv4_compile.ops.common.kernels import launcher
+from dsv4_compile.reference.preprocess.preprocess_insert import PreprocessArguments
 from dsv4_compile.testing import fake_triton
 from tests.kernels.gpus import GPUS, begins_early, sees, shared_out
 from tests.ops.preprocess.preprocess_layer import Layer
 
 
-def refusal(**changes: Any) -> str:
+def why_unsupported(**changes: Any) -> str:
     model = Layer(4)
-    return kernel.preprocess_insert_refuses(**{**model.arguments([(0, 125)], model.projection(1)), **changes})
+    arguments = {**model.arguments([(0, 125)], model.projection(1)), **changes}
+    return kernel.why_unsupported_preprocess_insert(PreprocessArguments(**arguments))
 
 
-def test_refusals() -> None:
-    assert refusal() == ""
-    assert "latents of 5000" in refusal(qr=torch.empty(1, 5000))
-    assert "keys of 24 dims" in refusal(kv=torch.empty(1, 24))
-    assert "entries of 24 dims" in refusal(norm_weight=torch.empty(24))
-    assert "indexer keys of 24 dims" in refusal(indexer_norm_weight=torch.empty(24))
-    assert "Hadamard transform of 8 dims" in refusal(indexer_norm_weight=torch.empty(8), hadamard=True)
+def test_unsupported_calls_have_a_reason() -> None:
+    assert why_unsupported() == ""
+    assert "latents have 5000" in why_unsupported(qr=torch.empty(1, 5000))
+    assert "keys have 24 dims" in why_unsupported(kv=torch.empty(1, 24))
+    assert "entries have 24 dims" in why_unsupported(norm_weight=torch.empty(24))
+    assert "indexer keys have 24 dims" in why_unsupported(indexer_norm_weight=torch.empty(24))
+    assert "Hadamard transform has 8 dims" in why_unsupported(indexer_norm_weight=torch.empty(8), hadamard=True)
 
 
 def model_arguments(ratio: int, tokens: int, **indexer: Any) -> dict[str, Any]:
@@ -42,7 +45,7 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     layers = shared_out(variants)[target]
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         for each in layers:
-            kernel.preprocess_insert(**model_arguments(**each))
+            launcher("preprocess_insert")(**model_arguments(**each))
     assert len(compiled) == len(layers)
     assert all(fake_triton.machine_code(each) for each in compiled)
     most = {0: "none", 4: kernel.REGISTERS, 128: kernel.POOL_REGISTERS}

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.preprocess import preprocess_insert as kernel
-from dsv4_compile.kernels.preprocess.preprocess_insert import preprocess_insert
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.reference.common.block_scale import quantize_rows
 from dsv4_compile.testing import assert_bitwise, fake_triton, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
@@ -23,7 +22,7 @@ from tests.ops.preprocess.test_preprocess_insert import STEP
 interpreted = pytest.mark.interpreted
 RATIOS = {"swa": 0, "hca": 128, "csa": 4}
 KIND = pytest.mark.parametrize("kind", RATIOS)
-WRITTEN = (*MUTATED, "p_q_scale")
+WRITTEN = (*MUTATED, "latents.p_scale")
 
 
 def step(kind: str, tokens: list[tuple[int, int]] | None = None, **options: Any) -> dict[str, Any]:
@@ -37,10 +36,10 @@ def check(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Bit for bit the quantisation of the latents that the kernel gives otherwise, and the same caches."""
     ours, theirs = with_copied_caches(given), with_copied_caches(given)
     with poisoned_empty(), checked(mutated=WRITTEN) as launched:
-        got = kernel.preprocess_insert_quant(**ours)
+        got = launcher("preprocess_insert_quant")(**ours)
     assert launched == ["preprocess_insert_kernel"] * bool(len(ours["positions"]))
     with poisoned_empty():
-        want = quantize_rows(preprocess_insert(**theirs))
+        want = quantize_rows(launcher("preprocess_insert")(**theirs))
     expected = REFERENCES["preprocess_insert_quant"](**with_copied_caches(given))
     for a, b, c in zip(got, want, expected, strict=True):
         assert_bitwise(a, b)
@@ -90,10 +89,11 @@ def test_a_row_of_zeros_or_nan_keeps_to_itself() -> None:
     assert values[3:].float().isfinite().all()
 
 
-def test_it_refuses_what_the_launch_refuses() -> None:
+def test_what_is_unsupported_without_quantisation_is_unsupported_with_it() -> None:
     given = step("swa")
-    assert kernel.preprocess_insert_quant_refuses(**given) == ""
-    assert "latents of 5000" in kernel.preprocess_insert_quant_refuses(**given | {"qr": torch.empty(1, 5000)})
+    why_unsupported = refusal("preprocess_insert_quant")
+    assert why_unsupported is not None and why_unsupported(**given) == ""
+    assert "latents have 5000" in why_unsupported(**given | {"qr": torch.empty(1, 5000)})
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
@@ -101,6 +101,6 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     early = sees(monkeypatch, target)
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         for ratio in shared_out((0, 128))[target]:
-            kernel.preprocess_insert_quant(**model_arguments(ratio=ratio, tokens=3))
+            launcher("preprocess_insert_quant")(**model_arguments(ratio=ratio, tokens=3))
     assert len(compiled) == len(shared_out((0, 128))[target])
     assert all(fake_triton.machine_code(each) and begins_early(each) == early for each in compiled)

@@ -1,8 +1,7 @@
-"""The fused query and insert kernel against the reference, in the checking interpreter, and compiled for every GPU."""
+"""Kernels of `q_norm_rope` and `q_norm_rope_kv_insert` against the reference, and compiled for every GPU."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,24 +12,24 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels.preprocess import q_norm_rope as kernels
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
+from dsv4_compile.reference.preprocess.q_norm_rope import QNormRopeKvInsertArguments
 from dsv4_compile.testing import (
     assert_bitwise,
     assert_close,
     fake_triton,
     hostile_indices,
     padded,
-    poison_,
     poisoned_empty,
     strided,
 )
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.compare import Tolerance
 from tests.kernels.gpus import begins_early, sees, shared_out
+from tests.kernels.preprocess.test_kv_rope_insert import BLOCK, MAX_POS, PAGES, poisoned_cache, rope_table
 
 interpreted = pytest.mark.interpreted
-EPS, PAGES, BLOCK, MAX_POS = 1e-6, 4, 2, 40
-SLOTS = PAGES * BLOCK
-
+EPS = 1e-6
 NORMED = {
     # The sum of squares is in another order, which moves the norm by its last bits.
     torch.float32: Tolerance(abs=2e-6, rel=1e-6, cosine=1e-12),
@@ -39,33 +38,6 @@ NORMED = {
     torch.float8_e4m3fn: Tolerance(abs=2.0**-9, rel=1.01 / 8, cosine=1e-5),
 }
 """Queries by output dtype: at most the neighbouring value."""
-
-
-def rope_table(rope_dim: int) -> Tensor:
-    angle = torch.rand(MAX_POS, rope_dim // 2) * 6.28
-    return torch.cat((angle.cos(), angle.sin()), dim=1)
-
-
-def poisoned_cache(fmt: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """Storage full of NaN, and a cache in it whose pages are further apart than they are long."""
-    shape = layout.cache_shape(fmt, PAGES, BLOCK, dim)
-    used = math.prod(shape[1:])
-    stride = layout.PAGE_LAYOUTS[fmt].page_stride(BLOCK) if fmt in layout.PAGE_LAYOUTS else used + 32
-    storage = poison_(torch.empty(PAGES * stride, dtype=dtype if fmt == "plain" else torch.uint8))
-    inner = (1,) if len(shape) == 2 else (shape[2], 1)
-    return storage, storage.as_strided(shape, (stride, *inner))
-
-
-def insert(kv: Tensor, slots: Tensor, positions: Tensor, table: Tensor, fmt: str, **more: Any) -> None:
-    """Compare the whole storage behind the cache after the kernel and after the reference."""
-    dtype = more.pop("dtype", torch.bfloat16)
-    stored = []
-    for implementation in (REFERENCES["kv_rope_insert"], kernels.kv_rope_insert):
-        storage, cache = poisoned_cache(fmt, kv.shape[1], dtype)
-        with checked(mutated=("p_cache",)):
-            implementation(kv, cache, slots, positions, table, BLOCK, fmt, **more)
-        stored.append(storage)
-    assert_bitwise(stored[1], stored[0], label=f"{fmt} cache")
 
 
 def queries(q: Tensor, positions: Tensor, table: Tensor, *more: Any) -> Tensor:
@@ -98,11 +70,8 @@ def test_any_tile_gives_the_same_result(tile: tuple[int, int], monkeypatch: pyte
     q, positions, table = torch.randn(3, 5, 64).bfloat16(), torch.randint(MAX_POS, (3,)), rope_table(16)
     with checked(mutated=("p_out",)):
         want = kernels.q_norm_rope(q, positions, table, EPS, 7)
-    monkeypatch.setattr(kernels, "_tile", lambda rows: tile)
+    monkeypatch.setattr(kernels, "tile", lambda rows: tile)
     assert_bitwise(queries(q, positions, table, 7), want)
-    insert(
-        torch.randn(5, 512).bfloat16(), torch.tensor([3, -1, 0, 7, 2]), torch.arange(5), rope_table(64), "fp8_ds_mla"
-    )
 
 
 @interpreted
@@ -131,62 +100,6 @@ def test_positions_of_padding_rows_may_be_anything() -> None:
 @pytest.mark.parametrize("shape", [(0, 3, 64), (2, 0, 64), (1, 1, 64)])
 def test_empty_and_single_rows(shape: tuple[int, int, int]) -> None:
     queries(torch.randn(*shape), torch.arange(2), rope_table(16))
-    kv = torch.randn(shape[0], 64).bfloat16()
-    insert(kv, torch.arange(shape[0]), torch.arange(2), rope_table(16), "plain")
-
-
-FORMATS = [
-    ("fp8_ds_mla", 512, 64, torch.bfloat16),
-    ("fp8_ds_mla", 512, 64, torch.float32),
-    ("fp8_ds_mla", 512, 128, torch.bfloat16),
-    ("plain", 64, 16, torch.bfloat16),
-    ("plain", 64, 16, torch.float32),
-    ("fp8", 64, 16, torch.bfloat16),
-    ("fp8", 512, 64, torch.float32),
-]
-
-
-@interpreted
-@pytest.mark.parametrize(("fmt", "dim", "rope", "dtype"), FORMATS)
-def test_inserted_bytes_are_exact_and_nothing_else_is_written(
-    fmt: str, dim: int, rope: int, dtype: torch.dtype
-) -> None:
-    kv = torch.randn(9, dim).to(dtype) * 10.0 ** torch.linspace(-6, 3, 9)[:, None].to(dtype)
-    kv[0], kv[8], kv[1] = torch.nan, torch.nan, 0
-    slots = torch.tensor([-1, 7, 0, 3, -5, 8, 2**40, 5])  # one fewer than tokens
-    scale = {"kv_scale": torch.tensor([0.0371])} if fmt == "fp8" and dim == 64 else {}
-    insert(kv, slots, torch.arange(9) * 4, rope_table(rope), fmt, dtype=dtype, **scale)
-
-
-@interpreted
-@pytest.mark.parametrize("fmt", layout.KV_FORMATS)
-def test_hostile_slots_and_positions_touch_nothing_else(fmt: str) -> None:
-    slots = hostile_indices((16,), SLOTS, dtype=torch.int64)
-    live = torch.randperm(SLOTS)[:4]
-    slots = torch.where((slots >= 0) & (slots < SLOTS), -1, slots)
-    slots[[1, 5, 6, 15]] = live
-    positions = hostile_indices((16,), MAX_POS, dtype=torch.int64)
-    insert(torch.randn(16, 512).bfloat16(), slots, positions, rope_table(64), fmt)
-    insert(torch.randn(16, 512).bfloat16(), torch.full((16,), -1, dtype=torch.int32), positions, rope_table(64), fmt)
-
-
-@interpreted
-def test_a_nan_element_spoils_its_own_tile_alone() -> None:
-    kv = torch.randn(2, 512).bfloat16()
-    kv[0, 70], kv[0, 200], kv[1, 500] = torch.nan, torch.inf, torch.nan
-    insert(kv, torch.tensor([1, 4]), torch.arange(2), rope_table(64), "fp8_ds_mla")
-
-
-@interpreted
-def test_a_cache_may_begin_at_any_byte_and_be_given_by_token() -> None:
-    shape = (PAGES, layout.FP8_DS_MLA.page_bytes(BLOCK))
-    kv, slots, table = torch.randn(3, 512).bfloat16(), torch.tensor([6, 1, 0]), rope_table(64)
-    caches = [poison_(torch.empty(PAGES * 1201 + 1, dtype=torch.uint8))[1:].as_strided(shape, (1201, 1)) for _ in "ab"]
-    by_token = caches[1].unflatten(1, (BLOCK, -1))
-    REFERENCES["kv_rope_insert"](kv, caches[0], slots, torch.arange(3), table, BLOCK, "fp8_ds_mla")
-    with checked(mutated=("p_cache",)):
-        kernels.kv_rope_insert(kv, by_token, slots, torch.arange(3), table, BLOCK, "fp8_ds_mla")
-    assert_bitwise(caches[1], caches[0])
 
 
 @interpreted
@@ -197,7 +110,7 @@ def test_one_launch_does_both_for_slices_of_one_projection(fmt: str) -> None:
     slots, positions, table = torch.tensor([2, -1, 7, 0, 3]), torch.randint(MAX_POS, (8,)), rope_table(64)
     results = []
     for name in ("reference", "kernel"):
-        fn = REFERENCES["q_norm_rope_kv_insert"] if name == "reference" else kernels.q_norm_rope_kv_insert
+        fn = REFERENCES["q_norm_rope_kv_insert"] if name == "reference" else launcher("q_norm_rope_kv_insert")
         storage, cache = poisoned_cache(fmt, 512)
         with checked(mutated=("p_out", "p_cache")) as launched:
             results.append((fn(q, kv, cache, slots, positions, table, EPS, BLOCK, fmt, 4), storage))
@@ -207,14 +120,15 @@ def test_one_launch_does_both_for_slices_of_one_projection(fmt: str) -> None:
     assert_close(got, want, NORMED[torch.bfloat16])
 
 
-def test_calls_it_cannot_take_are_refused_with_a_reason() -> None:
+def test_unsupported_calls_have_a_reason() -> None:
     rest = torch.arange(2), rope_table(16)
-    assert kernels.q_norm_rope_refuses(torch.randn(2, 3, 64), *rest, EPS) == ""
-    assert "96 is not a power of two" in kernels.q_norm_rope_refuses(torch.randn(2, 3, 96), *rest, EPS)
-    insert = torch.randn(2, 48), None, torch.arange(2), *rest, BLOCK, "plain"
-    assert "48 is not a power of two" in kernels.kv_rope_insert_refuses(*insert)
-    mixed = torch.randn(2, 3, 64), torch.randn(2, 128), None, torch.arange(2), *rest, EPS, BLOCK, "plain"
-    assert "different dims" in kernels.q_norm_rope_kv_insert_refuses(*mixed)
+    assert kernels.why_unsupported_q_norm_rope(torch.randn(2, 3, 64), *rest, EPS) == ""
+    assert "96 is not a power of two" in kernels.why_unsupported_q_norm_rope(torch.randn(2, 3, 96), *rest, EPS)
+    cache = torch.empty(0)
+    mixed = torch.randn(2, 3, 64), torch.randn(2, 128), cache, torch.arange(2), *rest, EPS, BLOCK, "plain"
+    assert kernels.why_unsupported_q_norm_rope_kv_insert(QNormRopeKvInsertArguments(*mixed)) == (
+        "queries have 64 dims and keys 128"
+    )
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
@@ -227,7 +141,7 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
         for fmt in formats:
             cache = layout.allocate_cache(fmt, PAGES, 64)
             scales = (one, one) if fmt == "fp8" else (None, None)
-            kernels.q_norm_rope_kv_insert(q, kv, cache, *rest, 64, fmt, 128, *scales)
+            launcher("q_norm_rope_kv_insert")(q, kv, cache, *rest, 64, fmt, 128, *scales)
     assert len(compiled) == len(formats)
     for kernel in compiled:
         assert fake_triton.machine_code(kernel)

@@ -34,7 +34,7 @@ def copied(cache: Tensor) -> Tensor:
 def compare(*args: Any) -> Tensor:
     """Run both; all memory behind the caches must be equal. Returns the cache."""
     ours, theirs = copied(args[STATE]), copied(args[STATE])
-    with checked(mutated=("p_state",)):
+    with checked(mutated=("tensors[0]",)):
         kernel.save_partial_states(*args[:STATE], ours, *args[STATE + 1 :])
     reference(*args[:STATE], theirs, *args[STATE + 1 :])
     assert_bitwise(storage(ours), storage(theirs))

@@ -12,57 +12,36 @@ from dsv4_compile import backend
 from dsv4_compile.layout import HEAD_DIM, ROPE_DIM, allocate_cache
 from dsv4_compile.lowering.preprocess import q_norm_rope as lowering
 from dsv4_compile.selection import decisions
-from dsv4_compile.selection.decisions import Call
 from dsv4_compile.testing import assert_bitwise, strided
+from tests.lowering.preprocess.test_kv_rope_insert import lowering_call
 
 EPS = 1e-6
 
 
-def _call(op: str, *, codegen: str = "triton", architecture: str = "cuda sm_90", **changes: Any) -> Call:
-    arguments: dict[str, Any] = {
-        "q": torch.empty(3, 4, HEAD_DIM, dtype=torch.bfloat16),
-        "kv": torch.empty(3, HEAD_DIM, dtype=torch.bfloat16),
-        "cos_sin_cache": torch.empty(8, ROPE_DIM),
-        "cache_format": "fp8_ds_mla",
-        "padded_heads": 0,
-        "q_scale": None,
-        "kv_scale": None,
-    }
-    return Call(op, {**arguments, **changes}, torch.device("cpu"), codegen, architecture)
-
-
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "plain", "fp8"])
 def test_every_cache_format_has_ir_on_triton(cache_format: str) -> None:
-    call = _call("q_norm_rope_kv_insert", cache_format=cache_format)
+    call = lowering_call("q_norm_rope_kv_insert", cache_format=cache_format)
     assert lowering.can_lower_both(call).impl == "ir"
 
 
 @pytest.mark.parametrize(
     ("op", "changes", "reason"),
     [
-        ("kv_rope_insert", {"codegen": "cpp"}, "the C++ backend cannot predicate stores"),
         ("q_norm_rope_kv_insert", {"codegen": "cpp", "q": torch.empty(3, 4, 511)}, "the head dim is odd"),
         ("q_norm_rope_kv_insert", {"cos_sin_cache": torch.empty(8, 32)}, "for a rope dim of 64"),
         ("q_norm_rope", {"codegen": "halide"}, "lowered for C++ and Triton, not for halide"),
         ("q_norm_rope", {"architecture": "cuda sm_86", "q_scale": torch.ones(1)}, "this is cuda sm_86"),
         ("q_norm_rope", {"q": torch.empty(3, 4, 63), "cos_sin_cache": torch.empty(8, 6)}, "the head dim is odd"),
-        ("kv_rope_insert", {"architecture": "cuda sm_80"}, "from sm_89 on, this is cuda sm_80"),
-        ("kv_rope_insert", {"cos_sin_cache": torch.empty(8, 32)}, "for a rope dim of 64"),
     ],
 )
 def test_a_declined_call_says_why(op: str, changes: dict[str, Any], reason: str) -> None:
     can_lower = {
         "q_norm_rope": lowering.can_lower_q,
-        "kv_rope_insert": lowering.can_lower_kv,
         "q_norm_rope_kv_insert": lowering.can_lower_both,
     }
-    decision = can_lower[op](_call(op, **changes))
+    decision = can_lower[op](lowering_call(op, **changes))
     assert (decision.op, decision.impl) == (op, "eager")
     assert reason in decision.reason
-
-
-def test_a_bfloat16_cache_needs_no_fp8_hardware() -> None:
-    assert lowering.can_lower_kv(_call("kv_rope_insert", architecture="cuda sm_80", cache_format="plain")).impl == "ir"
 
 
 def _queries(tokens: int, heads: int, dim: int, rope: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,24 +94,6 @@ def test_no_tokens_give_an_empty_result() -> None:
     q, positions, table = _queries(0, 2, 24, 8, torch.float32)
     actual = torch.compile(torch.ops.dsv4.q_norm_rope, backend=backend.dsv4)(q, positions, table, EPS, 4)
     assert actual.shape == (0, 4, 24)
-
-
-@torch.no_grad()
-def test_an_insert_on_cpp_is_the_reference_and_leaves_skipped_rows_alone() -> None:
-    kv, positions, table = torch.randn(4, 24), torch.arange(4), torch.randn(32, 8)
-    slots = torch.tensor([2, -1, 10**6, 5])
-    caches = [torch.full((2, 4, 24), 7.0) for _ in range(2)]
-
-    def run(kv: Tensor, cache: Tensor) -> None:
-        torch.ops.dsv4.kv_rope_insert(kv + 1, cache, slots, positions, table, 4, "plain")
-
-    run(kv, caches[0])
-    with decisions.collect() as decided:
-        torch.compile(run, backend=backend.dsv4, fullgraph=True)(kv, caches[1])
-    assert torch.equal(caches[0], caches[1])
-    assert (caches[1].flatten(0, 1)[[0, 1, 3, 4, 6, 7]] == 7).all()
-    assert [d.impl for d in decided] == ["eager"]
-    assert "cannot predicate stores" in decided[0].reason
 
 
 @torch.no_grad()

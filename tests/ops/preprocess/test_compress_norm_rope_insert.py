@@ -211,7 +211,7 @@ def test_no_more_windows_are_pooled_than_groups_can_close_and_few_at_a_time(
     monkeypatch.setattr(reference, "ENTRIES_AT_A_TIME", 4)
     engine, tokens = Engine(ratio, max_len=768), 768
     meta = engine.metadata(torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens))
-    reference.compress_norm_rope_insert(*engine.arguments(meta))
+    reference.compress_norm_rope_insert(reference.CompressArguments(*engine.arguments(meta)))
     assert sum(pooled) == tokens // ratio + 1
     assert max(pooled) == 4
 
@@ -283,7 +283,7 @@ def test_reference_never_synchronises(fmt: str) -> None:
     engine = Engine(4, fmt=fmt, dim=dim, hadamard=fmt.startswith("indexer"), max_len=16)
     arguments = engine.arguments(engine.metadata(torch.zeros(8, dtype=torch.int64), torch.arange(8)))
     with refuse_synchronization():
-        reference.compress_norm_rope_insert(*arguments)
+        reference.compress_norm_rope_insert(reference.CompressArguments(*arguments))
 
 
 def test_compiles_once_for_every_token_count() -> None:

@@ -288,7 +288,7 @@ def without(names: tuple[str, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({**without(MAIN), "ratio": 0}, "an indexer's compressor alone"),
+        ({**without(MAIN), "ratio": 0}, "an indexer's compressor without a main one"),
         (without(INDEXER), "indexer_cache_format='plain'"),
         ({**without(INDEXER), "indexer_cache_format": "", "hadamard": True}, "hadamard=True without an indexer"),
         ({"ratio": 0}, "ratio is 0 without a compressor"),
