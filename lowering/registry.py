@@ -40,6 +40,7 @@ MODULES = (
     "metadata.global_topk",
     "indexer.indexer_q_rope_quant",
     "attention.inv_rope",
+    "moe.moe_experts",
     "moe.moe_route",
     "preprocess.q_norm_rope",
     "preprocess.quantize_and_insert_k_cache",

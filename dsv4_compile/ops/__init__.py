@@ -24,6 +24,7 @@ from .metadata import global_topk as global_topk
 from .metadata import prefill_gather_lens as prefill_gather_lens
 from .metadata import ragged_from_dense as ragged_from_dense
 from .metadata import swa_metadata as swa_metadata
+from .moe import moe_experts as moe_experts
 from .moe import moe_route as moe_route
 from .preprocess import compress_norm_rope_insert as compress_norm_rope_insert
 from .preprocess import dequantize_and_gather_k_cache as dequantize_and_gather_k_cache

@@ -122,6 +122,28 @@ def _wide_results(call: _Call) -> list[costs.Cost]:
     return [costs.Cost(tokens * rows * (4 - call.size("x")), 0)]
 
 
+def _bytes(call: _Call, *names: str) -> int:
+    """Bytes of tensors, of those that are given."""
+    given = [name for name in names if call.arguments.get(name) is not None]
+    return sum(math.prod(call.dims(name)) * call.size(name) for name in given)
+
+
+def _experts(call: _Call) -> dict[str, int]:
+    (experts, rows, _), (_, top_k) = call.dims("w13"), call.dims("ids")
+    each = _bytes(call, "w13", "w2", "w13_scale", "w2_scale") // experts
+    return call.of_rows("x") | {"K": top_k, "N": experts, "L": rows // 2, "row": each}
+
+
+def _shared_expert(call: _Call) -> list[costs.Cost]:
+    """What a shared expert adds, and ids of 64 bits."""
+    tokens, hidden = call.dims("x")
+    more = math.prod(call.dims("ids")) * (call.size("ids") - 4)
+    if call.arguments.get("shared_w13") is None:
+        return [costs.Cost(more, 0)]
+    read = _bytes(call, "shared_w13", "shared_w2", "shared_w13_scale", "shared_w2_scale")
+    return [costs.Cost(more + read, 3 * tokens * hidden * call.dims("shared_w13")[0])]
+
+
 def _other_gate(call: _Call) -> list[costs.Cost]:
     """What a router reads beside a gate in the dtype of x and a bias: a wider gate, or a token id and a table's row."""
     (experts, size), tokens = call.dims("gate"), call.dims("x")[0]
@@ -222,6 +244,7 @@ _SIZES: Mapping[str, Callable[[_Call], dict[str, int]]] = {
     "fp8_grouped_einsum": _product("a", "b", "b_scale"),
     "fp8_grouped_einsum_quant": _product("a", "b", "b_scale"),
     "grouped_linear": _product("x", "weight"),
+    "moe_experts": _experts,
     "moe_route": lambda call: call.of_rows("x") | {"N": call.dims("gate")[0], "K": int(call.arguments["top_k"])},
     "save_partial_states": lambda call: dict(zip(("T", "width"), call.dims("kv_score"), strict=True)),
     "compress_norm_rope_insert": lambda call: _pooled(
@@ -256,6 +279,7 @@ _PARTS: Mapping[str, Callable[[_Call], list[costs.Cost]]] = {
     "preprocess_insert_quant": _compressors,
     "fp8_linear": _beside,
     "grouped_linear": _wide_results,
+    "moe_experts": _shared_expert,
     "moe_route": _other_gate,
     "q_norm_rope": _other_results,
     "q_norm_rope_kv_insert": _other_results,

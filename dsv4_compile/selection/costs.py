@@ -165,6 +165,10 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     ),
     "grouped_linear": (e * G * (T * (K + N) + N * K), 2 * T * G * N * K),
     # Mixture of experts.
+    "moe_experts": (
+        T * (2 * e * D + K * (_INT32 + _FLOAT32)) + sympy.Min(N, T * K) * row,
+        6 * T * K * D * L,
+    ),
     "moe_route": (e * D * (T + N) + _FLOAT32 * N + T * K * (_INT32 + _FLOAT32), 2 * T * N * D),
     # Compressors and indexer.
     "save_partial_states": (T * (2 * _FLOAT32 * width + 2 * _INT64), _ZERO),

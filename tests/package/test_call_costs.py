@@ -72,6 +72,21 @@ def test_a_router_reads_its_gate_and_a_bias_or_a_row_of_a_table_for_each_token()
         assert cost is not None and cost.bytes == tensors_moved("moe_route", args, *given) + rows
 
 
+def test_experts_read_the_weights_of_as_many_as_tokens_may_take() -> None:
+    shared = ("shared_w13", "shared_w2", "shared_w13_scale", "shared_w2_scale")
+    for args in op_samples("moe_experts"):
+        arguments = named("moe_experts", args)
+        given = [name for name in ("x", "ids", "weights", *shared) if arguments[name] is not None]
+        weights = [arguments[name] for name in ("w13", "w2", "w13_scale", "w2_scale") if arguments[name] is not None]
+        taken = min(len(weights[0]), arguments["ids"].numel())
+        each = sum(weight[0].numel() * weight.element_size() for weight in weights)
+        cost = call_costs.of("moe_experts", arguments)
+        assert cost is not None and cost.bytes == tensors_moved("moe_experts", args, *given) + taken * each
+        inner = arguments["ids"].shape[1] * weights[0].shape[1]
+        inner += 0 if arguments["shared_w13"] is None else arguments["shared_w13"].shape[0]
+        assert cost.flops == 3 * args[0].numel() * inner
+
+
 def test_sums_of_nothing_have_no_cost() -> None:
     x, weight = torch.empty(8, 0, dtype=torch.bfloat16), torch.empty(128, 0, dtype=torch.float8_e4m3fn)
     call = {"x": x, "weight": weight, "weight_scale": torch.empty(1, 0)}

@@ -145,6 +145,37 @@ def grouped_linear() -> Calls:
 
 
 @_sizes
+def moe_experts() -> Calls:
+    """Yield 16 experts of V4-Flash in every format, with a shared expert and without, for few tokens and many."""
+    experts, hidden, inner = 16, FLASH.hidden, 2048
+
+    def mxfp4(*shape: int) -> tuple[Tensor, Tensor]:
+        packed = zeros(*shape[:-1], shape[-1] // 2, dtype=BYTES)
+        return packed, zeros(*shape[:-1], shape[-1] // layout.MX_TILE, dtype=BYTES)
+
+    def pair(make: Callable[..., tuple[Tensor, Tensor | None]], *lead: int) -> Args:
+        w13, w13_scale = make(*lead, 2 * inner, hidden)
+        w2, w2_scale = make(*lead, hidden, inner)
+        return w13, w2, w13_scale, w2_scale
+
+    def e4m3(*shape: int) -> tuple[Tensor, Tensor]:
+        blocks = *shape[:-2], *(layout.cdiv(size, layout.WEIGHT_TILE) for size in shape[-2:])
+        return zeros(*shape, dtype=F8), zeros(*blocks, dtype=BYTES)
+
+    routed = {
+        "MXFP4": pair(mxfp4, experts),
+        "e4m3": pair(e4m3, experts),
+        "bfloat16": pair(lambda *shape: (zeros(*shape), None), experts),
+    }
+    shared = pair(e4m3)
+    for (name, weights), tokens in product(routed.items(), (1, 32, 300, 2000)):
+        tokens_args = zeros(tokens, hidden), ints(tokens, 6), zeros(tokens, 6, dtype=F32)
+        yield f"{name}, {tokens} tokens", (*tokens_args, *weights)
+        if name == "MXFP4":
+            yield f"interleaved, {tokens} tokens", (*tokens_args, *weights, *shared, 10.0, 0, True)
+
+
+@_sizes
 def moe_route() -> Calls:
     """Yield the routers of both models, and one by hash with a float32 gate."""
     for experts, hidden, tokens in ((256, FLASH.hidden, 1), (256, FLASH.hidden, 128), (384, PRO.hidden, 5000)):

@@ -45,6 +45,7 @@ KERNELS: Mapping[str, str] = {
     "inv_rope": "attention.inv_rope",
     "inv_rope_fp8_quant": "attention.inv_rope",
     "kv_rope_insert": "preprocess.kv_rope_insert",
+    "moe_experts": "moe.moe_experts",
     "moe_route": "moe.moe_route",
     "preprocess_insert": "preprocess.preprocess_insert",
     "preprocess_insert_quant": "preprocess.preprocess_insert",

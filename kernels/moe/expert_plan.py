@@ -1,0 +1,148 @@
+"""Plan of `moe_experts` for many places: places sorted by expert, cut into tiles of one expert each.
+
+Nothing goes through the host: there are as many tiles as there may have to be. A CTA sorts MOST_PLACES places; the
+order of an expert's places is that of the tokens. One launch for MOST_PLACES places, else two: counts, then places.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...layout import cdiv
+from ..host.launch import launch_kernel
+
+MOST_PLACES = 2048
+"""Places that a CTA sorts, in registers."""
+TILE_ROWS = tl.constexpr(32)  # tiles that a CTA describes at a time
+WARPS = 8
+NO_TILE = -1
+FIELDS = tl.constexpr(4)  # of a tile: its expert, its first place in `order`, the end of its expert's places, unused
+
+
+@triton.jit
+def local_expert(p_ids, o_place, mask, first_expert, EXPERTS: tl.constexpr):
+    """Return the int32 row of the weights for each place, -1 for an id of no expert here."""
+    local = tl.load(p_ids + o_place, mask, -1).to(tl.int64) - first_expert
+    return tl.where(mask & (local >= 0) & (local < EXPERTS), local, -1).to(tl.int32)
+
+
+@triton.jit
+def _count(local, EXPERTS_POW2: tl.constexpr):
+    """Return how many of the places each expert has."""
+    return tl.histogram(tl.maximum(local, 0), EXPERTS_POW2, mask=local >= 0)
+
+
+@triton.jit(do_not_specialize=["places", "first_expert"])
+def count_places_kernel(
+    p_counts,  # [programs, EXPERTS_POW2] int32
+    p_ids,  # [places] int, contiguous
+    places,
+    first_expert,
+    EXPERTS: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count the places of each expert among BLOCK of them."""
+    o_place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    local = local_expert(p_ids, o_place, o_place < places, first_expert, EXPERTS)
+    p_row = p_counts + tl.program_id(0) * EXPERTS_POW2 + tl.arange(0, EXPERTS_POW2)
+    tl.store(p_row, _count(local, EXPERTS_POW2))
+
+
+@triton.jit(do_not_specialize=["places", "first_expert", "tiles"])
+def sort_places_kernel(
+    p_order,  # [places] int32
+    p_tiles,  # [tiles, FIELDS] int32
+    p_cursor,  # [programs, EXPERTS_POW2] int32
+    p_counts,  # [programs, EXPERTS_POW2] int32, or None for one program
+    p_ids,  # [places] int, contiguous
+    places,
+    first_expert,
+    tiles,
+    EXPERTS: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,
+    PROGRAMS_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write where BLOCK places come in `order`, and describe a share of the tiles."""
+    me, programs = tl.program_id(0), tl.num_programs(0)
+    o_place, o_e = me * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EXPERTS_POW2)
+    local = local_expert(p_ids, o_place, o_place < places, first_expert, EXPERTS)
+    if p_counts is None:
+        mine = _count(local, EXPERTS_POW2)
+        total, before = mine, tl.zeros_like(mine)
+    else:
+        o_p = tl.arange(0, PROGRAMS_POW2)
+        p_all = p_counts + o_p[:, None] * EXPERTS_POW2 + o_e[None, :]
+        counts = tl.load(p_all, (o_p < programs)[:, None], 0)
+        total = tl.sum(counts, 0)
+        before = tl.sum(tl.where((o_p < me)[:, None], counts, 0), 0)
+        mine = tl.sum(tl.where((o_p == me)[:, None], counts, 0), 0)
+    starts = tl.cumsum(total, 0) - total
+    # Place n of the sorted block goes to cursor + n, where cursor takes off the places of smaller experts in the block.
+    tl.store(p_cursor + me * EXPERTS_POW2 + o_e, starts + before - (tl.cumsum(mine, 0) - mine))
+    tl.debug_barrier()
+    keys = tl.sort(tl.where(local >= 0, local, EXPERTS) * BLOCK + tl.arange(0, BLOCK))
+    expert, index = keys // BLOCK, keys % BLOCK
+    cursor = tl.load(p_cursor + me * EXPERTS_POW2 + expert, expert < EXPERTS, 0)
+    tl.store(p_order + cursor + tl.arange(0, BLOCK), me * BLOCK + index, expert < EXPERTS)
+
+    each = (total + TILE - 1) // TILE
+    ends = tl.cumsum(each, 0)
+    for first in range(me * TILE_ROWS, tiles, programs * TILE_ROWS):
+        o_tile = first + tl.arange(0, TILE_ROWS)
+        passed = ends[None, :] <= o_tile[:, None]
+        owner = tl.sum(passed.to(tl.int32), 1)
+        before_owner = tl.max(tl.where(passed, ends[None, :], 0), 1)
+        is_owner = o_e[None, :] == owner[:, None]
+        start = tl.sum(tl.where(is_owner, starts[None, :], 0), 1)
+        end = start + tl.sum(tl.where(is_owner, total[None, :], 0), 1)
+        p_tile, mask = p_tiles + o_tile * FIELDS, o_tile < tiles
+        tl.store(p_tile, tl.where(owner < EXPERTS, owner, -1), mask)
+        tl.store(p_tile + 1, start + (o_tile - before_owner) * TILE, mask)
+        tl.store(p_tile + 2, end, mask)
+
+
+def most_tiles(places: int, experts: int, tile: int) -> int:
+    """Return the largest number of tiles that `places` places of `experts` experts may need."""
+    return places // tile + min(places, experts)
+
+
+def plan_places(ids: Tensor, first_expert: int, experts: int, tile: int) -> tuple[Tensor, Tensor]:
+    """Sort the places of contiguous `ids` by expert.
+
+    Returns:
+        order: int32 `[places]`, places sorted by expert, then by place; those of no expert are left out at the end.
+        tiles: int32 `[most_tiles, 4]`: expert, or -1 for an unused tile, its first place in `order`, and the end of its
+            expert's places there.
+    """
+    places, programs = ids.numel(), cdiv(ids.numel(), MOST_PLACES)
+    experts_pow2 = triton.next_power_of_2(experts)
+    order = torch.empty(places, dtype=torch.int32, device=ids.device)
+    tiles = torch.empty((most_tiles(places, experts, tile), FIELDS.value), dtype=torch.int32, device=ids.device)
+    scratch = torch.empty((2, programs, experts_pow2), dtype=torch.int32, device=ids.device)
+    counts = scratch[1] if programs > 1 else None
+    sizes = {"EXPERTS": experts, "EXPERTS_POW2": experts_pow2, "num_warps": WARPS}
+    if counts is not None:
+        launch_kernel(count_places_kernel, (programs,), counts, ids, places, first_expert, BLOCK=MOST_PLACES, **sizes)
+    launch_kernel(
+        sort_places_kernel,
+        (programs,),
+        order,
+        tiles,
+        scratch[0],
+        counts,
+        ids,
+        places,
+        first_expert,
+        len(tiles),
+        PROGRAMS_POW2=triton.next_power_of_2(programs),
+        BLOCK=MOST_PLACES if programs > 1 else max(16, triton.next_power_of_2(places)),
+        TILE=tile,
+        **sizes,
+    )
+    return order, tiles

@@ -1,0 +1,550 @@
+"""`moe_experts` in two launches: gate, up and SwiGLU, then down and the weighted sum; many places are planned before.
+
+A CTA multiplies a tile of rows of one expert with a tile of its tokens (expert_gemm.py). Few places need no plan: a CTA
+finds those of its expert among all ids. The shared expert's tiles are CTAs of the same launches, the first ones. `down`
+writes a row for each place, and the last CTA of a block of columns adds each token's rows in their order: the same bits
+in any order of arrival. Very many tokens are added by a launch of its own, and come in passes that bound the scratch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...layout import WEIGHT_TILE, cdiv
+from ...reference.moe.expert_weights import SCALE_COLUMNS, columns, weight_format
+from ...reference.moe.moe_experts import ExpertsArguments
+from ..host.gpu import Gpu, gpu_of
+from ..host.launch import launch_kernel
+from ..host.pdl import pdl_arguments, pdl_prologue
+from ..host.semaphores import arrival_counters, arrive
+from .expert_gemm import multiply, unpacked_position
+from .expert_plan import FIELDS, local_expert, most_tiles, plan_places
+
+FEW_PLACES = 1024
+"""Most places without a plan: each CTA looks at all of them."""
+FEW_TOKENS = 1024
+"""Most tokens that the last CTA of a block of columns adds up."""
+EXACT_TOKENS = 128
+"""Most tokens whose experts' results are kept in float32 until they are added; more are kept in bfloat16."""
+MOST_TOKENS = 8192
+"""Tokens of a pass, which bounds the scratch of V4-Flash to 600 MB."""
+MOST_EXPERTS = 1024
+"""Experts that a CTA of the plan holds counts of."""
+SUM_TOKENS, SUM_COLUMNS = 8, 128
+PLAN_NONE, PLAN_PLACES, PLAN_TILES = 0, 1, 2
+
+
+@triton.jit
+def _tile(p_ids, p_tiles, slot, places, first_expert, EXPERTS: tl.constexpr, PLACES_POW2: tl.constexpr,
+          PLAN: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Return expert, first and end of the tile's places in its list, and what names them without a plan."""
+    if PLAN == 2:
+        expert = tl.load(p_tiles + slot * FIELDS)
+        begin = tl.load(p_tiles + slot * FIELDS + 1)
+        end = tl.minimum(tl.load(p_tiles + slot * FIELDS + 2), begin + TOKENS)
+        end = tl.where(expert >= 0, end, begin)
+        rank = tl.full((1,), 0, tl.int32)
+    else:
+        o_place = tl.arange(0, PLACES_POW2)
+        local = local_expert(p_ids, o_place, o_place < places, first_expert, EXPERTS)
+        expert = slot
+        if PLAN == 1:  # the slot is a place; the first of an expert's places stands for it
+            expert = tl.sum(tl.where(o_place == slot, local, 0), 0)
+        mine = ((local == expert) & (local >= 0)).to(tl.int32)
+        rank = tl.where(mine == 1, tl.cumsum(mine, 0) - 1, -1)
+        begin, end = 0, tl.sum(mine, 0)
+        if PLAN == 1:
+            end = tl.where(tl.sum(tl.where(o_place < slot, mine, 0), 0) > 0, 0, end)
+    return expert, begin, end, rank
+
+
+@triton.jit
+def _places(p_order, rank, o_list, end, PLACES_POW2: tl.constexpr, PLAN: tl.constexpr):
+    """Return the places at positions `o_list` of an expert's list."""
+    if PLAN == 2:
+        found = tl.load(p_order + o_list, o_list < end, 0)
+    else:
+        o_place = tl.arange(0, PLACES_POW2)
+        found = tl.sum(tl.where(rank[None, :] == o_list[:, None], o_place[None, :], 0), 1)
+    return found
+
+
+@triton.jit
+def _store_hidden(p_hidden, acc, o_out, mask, first, limit, INNER: tl.constexpr, HALF: tl.constexpr,
+                  TOKENS: tl.constexpr, PERMUTED: tl.constexpr):  # fmt: skip
+    """Store silu(gate) * up of a tile whose first half of rows is gate."""
+    gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, TOKENS]), [1, 2, 0]))
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    o_n = first + tl.arange(0, HALF)
+    if PERMUTED:
+        o_n = unpacked_position(o_n)
+    p_row = p_hidden + o_out.to(tl.int64)[None, :] * INNER + o_n[:, None]
+    tl.store(p_row, (gate / (1 + tl.exp(-gate)) * up).to(p_hidden.dtype.element_ty), mask[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens", "places", "first_expert"])
+def gate_up_kernel(
+    p_hidden,  # [places, INNER] bfloat16
+    p_shared_hidden,  # [T, SHARED_INNER] bfloat16
+    p_x,  # [T, HIDDEN] bfloat16
+    p_ids,  # [places] int
+    p_order,
+    p_tiles,
+    weight,
+    p_scale,
+    shared_weight,
+    p_shared_scale,
+    x_strides,
+    tokens,
+    places,
+    first_expert,
+    limit,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    SHARED_INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PLACES_POW2: tl.constexpr,
+    PLAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SHARED_TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHARED_BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SHARED_FORMAT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PERMUTED_HIDDEN: tl.constexpr,
+    TMA: tl.constexpr,
+    PTX: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute HALF columns of the hidden state of a tile of places, or of tokens for the shared expert."""
+    pdl_prologue(PDL)
+    HALF: tl.constexpr = ROWS // 2
+    PERMUTED: tl.constexpr = FORMAT == "mxfp4" and not INTERLEAVED
+    SHARED_PERMUTED: tl.constexpr = SHARED_FORMAT == "mxfp4"
+    o_r = tl.arange(0, ROWS)
+    program, shared = tl.program_id(0), 0
+    if SHARED_INNER > 0:
+        shared = tl.cdiv(tokens, SHARED_TOKENS) * (SHARED_INNER // HALF)
+        if program < shared:
+            first = program % (SHARED_INNER // HALF) * HALF
+            o_row = first + o_r // HALF * SHARED_INNER + o_r % HALF
+            o_t = program // (SHARED_INNER // HALF) * SHARED_TOKENS + tl.arange(0, SHARED_TOKENS)
+            p_rows = p_x + o_t.to(tl.int64) * x_strides[0]
+            acc = multiply(
+                shared_weight, p_shared_scale, tl.full((), 0, tl.int32), first, o_row, p_rows, x_strides[1],
+                o_t < tokens, 2 * SHARED_INNER, HIDDEN, ROWS, SHARED_TOKENS, SHARED_BLOCK_K, SHARED_FORMAT, False,
+                SHARED_PERMUTED, TMA, PTX, STAGES,
+            )  # fmt: skip
+            _store_hidden(
+                p_shared_hidden,
+                acc,
+                o_t,
+                o_t < tokens,
+                first,
+                limit,
+                SHARED_INNER,
+                HALF,
+                SHARED_TOKENS,
+                SHARED_PERMUTED,
+            )
+    if program >= shared:
+        first = (program - shared) % (INNER // HALF) * HALF
+        slot = (program - shared) // (INNER // HALF)
+        expert, begin, end, rank = _tile(p_ids, p_tiles, slot, places, first_expert, EXPERTS, PLACES_POW2, PLAN, TOKENS)
+        o_row = first + o_r // HALF * INNER + o_r % HALF
+        for at in range(begin, end, TOKENS):
+            o_list = at + tl.arange(0, TOKENS)
+            place = _places(p_order, rank, o_list, end, PLACES_POW2, PLAN)
+            p_rows = p_x + (place // TOP_K).to(tl.int64) * x_strides[0]
+            acc = multiply(
+                weight, p_scale, expert, first, o_row, p_rows, x_strides[1], o_list < end, 2 * INNER, HIDDEN,
+                ROWS, TOKENS, BLOCK_K, FORMAT, INTERLEAVED, PERMUTED, TMA, PTX, STAGES,
+            )  # fmt: skip
+            _store_hidden(p_hidden, acc, place, o_list < end, first, limit, INNER, HALF, TOKENS, PERMUTED_HIDDEN)
+
+
+@triton.jit
+def _add_up(p_out, p_results, p_ids, o_t, o_c, tokens, places, first_expert, HIDDEN: tl.constexpr, TOP_K: tl.constexpr,
+            EXPERTS: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
+    """Add the results of tokens `o_t` up in the order of their places, the shared expert's last."""
+    live = o_t < tokens
+    total = tl.zeros((o_t.shape[0], o_c.shape[0]), tl.float32)
+    for k in tl.static_range(TOP_K):
+        place = o_t.to(tl.int64) * TOP_K + k
+        valid = local_expert(p_ids, place, live, first_expert, EXPERTS) >= 0
+        p_row = p_results + place[:, None] * HIDDEN + o_c[None, :]
+        # What belongs to no expert was never written.
+        total += tl.load(p_row, valid[:, None], 0.0, cache_modifier=".cg").to(tl.float32)
+    if SHARED:
+        p_row = p_results + (places + o_t.to(tl.int64))[:, None] * HIDDEN + o_c[None, :]
+        total += tl.load(p_row, live[:, None], 0.0, cache_modifier=".cg").to(tl.float32)
+    tl.store(p_out + o_t.to(tl.int64)[:, None] * HIDDEN + o_c[None, :], total.to(p_out.dtype.element_ty), live[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens", "places", "first_expert"])
+def down_kernel(
+    p_out,  # [T, HIDDEN] bfloat16, contiguous
+    p_results,  # [places, or + T with a shared expert, HIDDEN] float32 or bfloat16
+    p_arrived,  # [HIDDEN / ROWS] int32
+    p_hidden,  # [places, INNER] bfloat16
+    p_shared_hidden,  # [T, SHARED_INNER] bfloat16
+    p_weights,  # [places] float32
+    p_ids,  # [places] int
+    p_order,
+    p_tiles,
+    weight,
+    p_scale,
+    shared_weight,
+    p_shared_scale,
+    tokens,
+    places,
+    first_expert,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    SHARED_INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PLACES_POW2: tl.constexpr,
+    PLAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SHARED_TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHARED_BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SHARED_FORMAT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SUM: tl.constexpr,
+    SUM_TOKENS: tl.constexpr,
+    TMA: tl.constexpr,
+    PTX: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute ROWS columns of the results of a tile; with SUM, the last CTA of the columns adds them up."""
+    pdl_prologue(PDL)
+    program, shared = tl.program_id(0), 0
+    first = program % (HIDDEN // ROWS) * ROWS
+    slot = program // (HIDDEN // ROWS)
+    o_row = first + tl.arange(0, ROWS)
+    if SHARED_INNER > 0:
+        shared = tl.cdiv(tokens, SHARED_TOKENS)
+        if slot < shared:
+            o_t = slot * SHARED_TOKENS + tl.arange(0, SHARED_TOKENS)
+            p_rows = p_shared_hidden + o_t.to(tl.int64) * SHARED_INNER
+            acc = multiply(
+                shared_weight, p_shared_scale, tl.full((), 0, tl.int32), first, o_row, p_rows, 1, o_t < tokens, HIDDEN,
+                SHARED_INNER, ROWS, SHARED_TOKENS, SHARED_BLOCK_K, SHARED_FORMAT, False, False, TMA, PTX, STAGES,
+            )  # fmt: skip
+            p_row = p_results + (places + o_t.to(tl.int64))[None, :] * HIDDEN + o_row[:, None]
+            tl.store(p_row, acc.to(p_results.dtype.element_ty), (o_t < tokens)[None, :])
+    if slot >= shared:
+        expert, begin, end, rank = _tile(
+            p_ids, p_tiles, slot - shared, places, first_expert, EXPERTS, PLACES_POW2, PLAN, TOKENS
+        )
+        for at in range(begin, end, TOKENS):
+            o_list = at + tl.arange(0, TOKENS)
+            place = _places(p_order, rank, o_list, end, PLACES_POW2, PLAN)
+            acc = multiply(
+                weight, p_scale, expert, first, o_row, p_hidden + place.to(tl.int64) * INNER, 1, o_list < end, HIDDEN,
+                INNER, ROWS, TOKENS, BLOCK_K, FORMAT, INTERLEAVED, False, TMA, PTX, STAGES,
+            )  # fmt: skip
+            acc *= tl.load(p_weights + place, o_list < end, 0.0)[None, :]
+            p_row = p_results + place.to(tl.int64)[None, :] * HIDDEN + o_row[:, None]
+            tl.store(p_row, acc.to(p_results.dtype.element_ty), (o_list < end)[None, :])
+    if SUM:
+        p_counter = p_arrived + program % (HIDDEN // ROWS)
+        if arrive(p_counter) == tl.num_programs(0) // (HIDDEN // ROWS) - 1:
+            for token in range(0, tokens, SUM_TOKENS):
+                o_t = token + tl.arange(0, SUM_TOKENS)
+                _add_up(
+                    p_out,
+                    p_results,
+                    p_ids,
+                    o_t,
+                    o_row,
+                    tokens,
+                    places,
+                    first_expert,
+                    HIDDEN,
+                    TOP_K,
+                    EXPERTS,
+                    SHARED_INNER > 0,
+                )
+            tl.store(p_counter, 0)
+
+
+@triton.jit(do_not_specialize=["tokens", "places", "first_expert"])
+def sum_kernel(
+    p_out,
+    p_results,
+    p_ids,
+    tokens,
+    places,
+    first_expert,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    SUM_TOKENS: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
+):
+    """Add the results of SUM_TOKENS tokens up, SUM_COLUMNS columns of them."""
+    BLOCKS: tl.constexpr = HIDDEN // SUM_COLUMNS
+    o_t = tl.program_id(0) // BLOCKS * SUM_TOKENS + tl.arange(0, SUM_TOKENS)
+    o_c = tl.program_id(0) % BLOCKS * SUM_COLUMNS + tl.arange(0, SUM_COLUMNS)
+    _add_up(p_out, p_results, p_ids, o_t, o_c, tokens, places, first_expert, HIDDEN, TOP_K, EXPERTS, SHARED)
+
+
+class ExpertTiling(NamedTuple):
+    """Tiling of a launch: rows of a weight and tokens per tile, K-block, warps and stages."""
+
+    rows: int
+    tokens: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+def choose_tokens(gpu: Gpu, places: int, experts: int) -> int:
+    """Return the tokens of a tile: about as many as an expert has, so that weights are read and unpacked once."""
+    if places <= FEW_PLACES:
+        return 16
+    each = places / experts
+    if each <= 12:
+        return 16
+    largest = 128 if gpu.backend == "cuda" else 64
+    return 32 if each <= 24 else min(largest, 64 if each <= 64 else 128)
+
+
+def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, few: bool) -> ExpertTiling:
+    """Return the tiling for tiles of `tokens` tokens with `rows` rows of K = `size`; `few`: few CTAs in all.
+
+    Few tokens read weights as fast as memory gives them: many stages. Many tokens fill the tensor cores.
+    """
+    deep = gpu.backend == "cuda" and gpu.capability // 10 in (9, 10)
+    most = 128 if kind == "float" or tokens > 32 else 256
+    if kind == "float" and tokens > 32:
+        most = 64
+    if kind == "e4m3":
+        most = WEIGHT_TILE
+    if kind == "mxfp4" and not few:
+        most = SCALE_COLUMNS
+    block_k = next(k for k in (256, 128, 64, 32) if k <= most and size % k == 0)
+    if tokens > 32:
+        return ExpertTiling(
+            128 if rows % 128 == 0 else 64, tokens, block_k, 8 if rows % 128 == 0 else 4, 3 if deep else 2
+        )
+    wide = kind == "mxfp4" and not few and rows % 128 == 0 and deep
+    return ExpertTiling(128 if wide else 64, tokens, block_k, 4, 4 if deep else 2)
+
+
+def descriptor(weight: Tensor, halves: int, rows: int, block_k: int) -> Any:
+    """Return the TMA descriptor of contiguous `[E, N, K]` whose tile has rows of all `halves` of N."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    experts, n, k = weight.shape
+    shape, strides = [experts, halves, n // halves, k], [n * k, n // halves * k, k, 1]
+    return TensorDescriptor(weight, shape, strides, [1, halves, rows // halves, block_k])
+
+
+class _Weight(NamedTuple):
+    """A weight `[E, N, K]` as kernels take it: elements or words, and its scales."""
+
+    values: Tensor
+    scale: Tensor | None
+    kind: str
+    size: int
+
+    @classmethod
+    def of(cls, weight: Tensor, scale: Tensor | None) -> _Weight:
+        kind, size = weight_format(weight), columns(weight)
+        if weight.dim() == 2:
+            weight, scale = weight[None], None if scale is None else scale[None]
+        if kind == "mxfp4" and scale is not None:
+            return cls(weight.view(torch.int32), scale.view(torch.uint8).view(torch.int32), kind, size)
+        if scale is not None and scale.dtype is torch.float8_e8m0fnu:
+            scale = scale.view(torch.uint8)
+        return cls(weight, scale, kind, size)
+
+    def operand(self, halves: int, rows: int, block_k: int, tma: bool) -> Any:
+        """Return the weight as a kernel's argument."""
+        return descriptor(self.values, halves, rows, block_k // self.pack) if tma else self.values
+
+    @property
+    def pack(self) -> int:
+        """Elements of K in an element of `values`."""
+        return 8 if self.kind == "mxfp4" else 1
+
+
+def moe_experts(call: ExpertsArguments) -> Tensor:
+    """Add each token's experts up, on tensor cores; hidden states are rounded to bfloat16 between the GEMMs."""
+    out = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
+    ids, weights = call.ids.contiguous(), call.weights.contiguous()
+    for first in range(0, len(out), MOST_TOKENS):
+        part = slice(first, first + MOST_TOKENS)
+        _launch(call._replace(x=call.x[part], ids=ids[part], weights=weights[part]), out[part])
+    return out
+
+
+def _launch(call: ExpertsArguments, out: Tensor) -> None:
+    """Fill `out` with the results of a pass."""
+    (tokens, hidden), top_k, device, gpu = call.x.shape, call.ids.shape[1], call.x.device, gpu_of(call.x.device)
+    w13, w2 = _Weight.of(call.w13, call.w13_scale), _Weight.of(call.w2, call.w2_scale)
+    experts, places, inner = call.w13.shape[0], tokens * top_k, w2.size
+    shared13 = shared2 = None
+    if call.shared_w13 is not None and call.shared_w2 is not None:
+        shared13 = _Weight.of(call.shared_w13, call.shared_w13_scale)
+        shared2 = _Weight.of(call.shared_w2, call.shared_w2_scale)
+    shared_inner = 0 if shared2 is None else shared2.size
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    tile = choose_tokens(gpu, places, experts)
+    order = tiles = None
+    if places > FEW_PLACES:
+        plan, slots = PLAN_TILES, most_tiles(places, experts, tile)
+        order, tiles = plan_places(call.ids, call.first_expert, experts, tile)
+    else:
+        plan, slots = (PLAN_PLACES, places) if places <= experts else (PLAN_NONE, experts)
+    few = slots * (2 * inner // 128) <= 4 * gpu.sms
+    shared_tile = max(tile, min(64, max(16, triton.next_power_of_2(tokens))))
+    shared_slots = cdiv(tokens, shared_tile) if shared_inner else 0
+    hidden_states = empty(places, inner)
+    shared_states = empty(tokens, shared_inner) if shared_inner else None
+    result_dtype = torch.float32 if tokens <= EXACT_TOKENS else torch.bfloat16
+    results = empty(places + (tokens if shared_inner else 0), hidden, dtype=result_dtype)
+    sums = tokens <= FEW_TOKENS
+    # The interpreter, too, reads descriptors.
+    tma = gpu.backend != "hip" and (gpu.backend != "cuda" or gpu.capability >= 90)
+    ptx = gpu.backend == "cuda" and gpu.capability >= 90
+    shared_sizes = {
+        "HIDDEN": hidden,
+        "INNER": inner,
+        "SHARED_INNER": shared_inner,
+        "TOP_K": top_k,
+        "EXPERTS": experts,
+        "PLACES_POW2": 16 if plan == PLAN_TILES else triton.next_power_of_2(max(16, places)),
+        "PLAN": plan,
+        "TOKENS": tile,
+        "SHARED_TOKENS": shared_tile,
+        "INTERLEAVED": call.interleaved,
+        "TMA": tma,
+        "PTX": ptx,
+    }
+
+    def product(first: _Weight, second: _Weight | None, rows: int, halves: int) -> tuple[tuple[Any, ...], dict, int]:
+        """Return weights, constants and rows of a tile of a launch over `rows` rows."""
+        each = choose_tiling(gpu, tile, first.kind, rows, first.size, few)
+        own = first.operand(halves, each.rows, each.block_k, tma)
+        constants = {"ROWS": each.rows, "BLOCK_K": each.block_k, "FORMAT": first.kind, "STAGES": each.stages}
+        constants |= {"num_warps": each.warps, "SHARED_FORMAT": "none", "SHARED_BLOCK_K": each.block_k}
+        operands: tuple[Any, ...] = (own, first.scale, None, None)
+        if second is not None:
+            other = choose_tiling(gpu, shared_tile, second.kind, rows, second.size, False)
+            constants |= {"SHARED_FORMAT": second.kind, "SHARED_BLOCK_K": other.block_k}
+            operands = own, first.scale, second.operand(halves, each.rows, other.block_k, tma), second.scale
+        return operands, constants, each.rows
+
+    operands, constants, rows = product(w13, shared13, 2 * inner, 2)
+    programs = shared_slots * (2 * shared_inner // rows) + slots * (2 * inner // rows)
+    launch_kernel(
+        gate_up_kernel,
+        (programs,),
+        hidden_states,
+        shared_states,
+        call.x,
+        call.ids,
+        order,
+        tiles,
+        *operands,
+        call.x.stride(),
+        tokens,
+        places,
+        call.first_expert,
+        float(call.limit),
+        PERMUTED_HIDDEN=w2.kind == "mxfp4" and not call.interleaved,
+        **shared_sizes,
+        **constants,
+        **pdl_arguments(device, programs),
+    )
+    operands, constants, rows = product(w2, shared2, hidden, 1)
+    programs = (shared_slots + slots) * (hidden // rows)
+    launch_kernel(
+        down_kernel,
+        (programs,),
+        out,
+        results,
+        arrival_counters(hidden // rows, device) if sums else None,
+        hidden_states,
+        shared_states,
+        call.weights,
+        call.ids,
+        order,
+        tiles,
+        *operands,
+        tokens,
+        places,
+        call.first_expert,
+        SUM=sums,
+        SUM_TOKENS=SUM_TOKENS,
+        **shared_sizes,
+        **constants,
+        **pdl_arguments(device, programs),
+    )
+    if not sums:
+        columns_each = SUM_COLUMNS if hidden % SUM_COLUMNS == 0 else 32
+        launch_kernel(
+            sum_kernel,
+            (cdiv(tokens, SUM_TOKENS) * (hidden // columns_each),),
+            out,
+            results,
+            call.ids,
+            tokens,
+            places,
+            call.first_expert,
+            HIDDEN=hidden,
+            TOP_K=top_k,
+            EXPERTS=experts,
+            SHARED=shared_inner > 0,
+            SUM_TOKENS=SUM_TOKENS,
+            SUM_COLUMNS=columns_each,
+            num_warps=4,
+        )
+
+
+def why_unsupported_moe_experts(call: ExpertsArguments) -> str:
+    """Return why a call cannot use the kernels, "" if it can."""
+    if call.x.dtype is not torch.bfloat16:
+        return f"the kernels multiply bfloat16, x is {call.x.dtype}"
+    if call.w13.shape[0] > MOST_EXPERTS:
+        return f"the kernels take up to {MOST_EXPERTS} experts, not {call.w13.shape[0]}"
+    pairs = [("w13", call.w13, call.w13_scale), ("w2", call.w2, call.w2_scale)]
+    if call.shared_w13 is not None and call.shared_w2 is not None:
+        pairs += [("shared_w13", call.shared_w13, call.shared_w13_scale)]
+        pairs += [("shared_w2", call.shared_w2, call.shared_w2_scale)]
+    for name, weight, scale in pairs:
+        kind = weight_format(weight)
+        if kind == "float" and weight.dtype is not torch.bfloat16:
+            return f"the kernels take floating weights in bfloat16, {name} is {weight.dtype}"
+        size, block = columns(weight), 64 if kind == "float" else SCALE_COLUMNS
+        if size % block or weight.shape[-2] % 64 or size == 0:
+            return f"{name} has N of a multiple of 64 and K of {block}, not {weight.shape[-2]} and {size}"
+        if (
+            not weight.is_contiguous()
+            or weight.storage_offset() * weight.element_size() % 16
+            or not (scale is None or scale.is_contiguous())
+        ):
+            return f"{name} is read by TMA: contiguous, at an address of a multiple of 16"
+    return ""

@@ -1,0 +1,146 @@
+"""`moe_experts` on a GPU: every format and size against float32, repeats, capture, streams, and hostile inputs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels.moe import moe_experts as kernels
+from dsv4_compile.reference.moe.expert_weights import interleave_
+from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
+from dsv4_compile.testing import hostile_indices, strided
+from tests.kernels.moe.problems import ACCURACY, FORMATS, assert_accurate, error, exact, experts, weight
+
+CUDA = torch.device("cuda")
+EXPERTS, HIDDEN, INNER, TOP_K = 64, 4096, 2048, 6
+"""V4-Flash with a quarter of its experts, so that a tile of tokens fills at fewer of them."""
+TOKENS = (1, 2, 9, 33, 128, 171, 300, 512, 1500)
+moe_experts = kernels.moe_experts
+
+
+@functools.cache
+def weights(kind: str, shared: str) -> ExpertsArguments:
+    """Return arguments without tokens; results of few tokens would cost as much as the weights."""
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"hidden": HIDDEN, "inner": INNER, "shared_inner": INNER, "count": EXPERTS, "top_k": TOP_K}
+    return experts(0, kind=kind, shared=shared, device=CUDA, **sizes)
+
+
+def problem(tokens: int, kind: str, shared: str = "e4m3", among: int = EXPERTS) -> ExpertsArguments:
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, device=CUDA).bfloat16()
+    ids = torch.rand(tokens, among, device=CUDA).argsort(1)[:, :TOP_K].int()
+    return weights(kind, shared)._replace(x=x, ids=ids, weights=torch.rand(tokens, TOP_K, device=CUDA) + 0.1)
+
+
+def check(call: ExpertsArguments) -> Tensor:
+    """Compare with float32; of many tokens with the first 300, whose reference runs in a second."""
+    assert kernels.why_unsupported_moe_experts(call) == ""
+    got = moe_experts(call)
+    some = slice(0, 300)
+    assert_accurate(got[some], call._replace(x=call.x[some], ids=call.ids[some], weights=call.weights[some]))
+    return got
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_layers_of_the_model(kind: str, tokens: int) -> None:
+    check(problem(tokens, kind, "bfloat16" if kind == "bfloat16" else "e4m3"))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "interleaved"])
+@pytest.mark.parametrize("tokens", [40, 700])
+def test_crowded_experts(kind: str, tokens: int) -> None:
+    check(problem(tokens, kind, "bfloat16" if kind == "bfloat16" else "e4m3", among=7))
+
+
+def test_a_prompt_of_70_000_tokens() -> None:
+    call = problem(70_000, "interleaved")
+    got, last = check(call), slice(-200, None)
+    part = call._replace(x=call.x[last], ids=call.ids[last], weights=call.weights[last])
+    assert error(got[last], exact(part)) <= ACCURACY
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 600])
+def test_ranks_of_experts_and_of_the_intermediate_dim(tokens: int) -> None:
+    call = problem(tokens, "mxfp4")
+    for first in (0, 32):
+        rows = slice(first, first + 32)
+        own = {name: getattr(call, name)[rows] for name in ("w13", "w2", "w13_scale", "w2_scale")}
+        check(call._replace(**own, first_expert=first))
+    for inner in (128, 256, 384):
+        check(experts(tokens, kind="interleaved", shared="e4m3", hidden=1024, inner=inner, count=12, device=CUDA))
+
+
+@pytest.mark.parametrize("tokens", [1, 50, 600])
+def test_hostile_ids_strides_and_nan(tokens: int) -> None:
+    call = problem(tokens, "interleaved")
+    ids = hostile_indices((tokens, TOP_K), EXPERTS, fraction=0.3, device=CUDA)
+    check(call._replace(ids=ids, x=strided(call.x), weights=strided(call.weights)))
+    check(call._replace(ids=torch.full_like(call.ids, -1).long()))
+    x = call.x.clone()
+    x[0, 17], x[-1, 3] = torch.nan, torch.inf
+    check(call._replace(x=x))
+    check(call._replace(x=60 * call.x))
+
+
+def test_every_e8m0_scale_means_its_power_of_two() -> None:
+    for name in ("w13", "w2"):
+        call = experts(20, kind="interleaved", hidden=512, inner=256, device=CUDA)
+        packed, scale = getattr(call, name), getattr(call, f"{name}_scale")
+        for byte in (0, 1, 2, 60, 127, 128, 129, 200, 251, 252, 253, 254, 255):
+            scale.fill_(byte)
+            low = packed & 0xBB if byte in (253, 254) else packed
+            check(call._replace(x=call.x * 2.0 ** (10 if byte < 100 else -16), **{name: low}))
+
+
+def test_without_tma_and_ptx_results_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable path; bfloat16 products of a power of two are exact."""
+    gpu = kernels.gpu_of(CUDA)
+    for kind in ("mxfp4", "interleaved", "e4m3"):
+        for tokens in (1, 50):
+            call = problem(tokens, kind)
+            want = moe_experts(call)
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "gpu_of", lambda device: gpu._replace(capability=80))
+                assert error(check(call), want) <= ACCURACY
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 128, 400, 1100])
+def test_repeats_capture_and_streams(tokens: int) -> None:
+    call = problem(tokens, "interleaved")
+    want = moe_experts(call)
+    for _ in range(20):
+        assert torch.equal(moe_experts(call), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [moe_experts(call) for _ in range(3)]
+    for _ in range(3):
+        call.x.copy_(call.x.flip(0))
+        graph.replay()
+        want = moe_experts(call)
+        assert all(torch.equal(one, want) for one in captured)
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in range(3)], []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(moe_experts(call))
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, want) for one in results)
+
+
+def test_weights_are_interleaved_in_place_with_little_memory() -> None:
+    packed, scale = weight("mxfp4", 8, 4096, 4096, device=CUDA)
+    assert scale is not None
+    big, scales = packed.repeat(16, 1, 1), scale.repeat(16, 1, 1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    interleave_(big, scales)
+    # 1 % of the experts of a layer of V4-Flash.
+    assert torch.cuda.max_memory_allocated() - before <= 32e6

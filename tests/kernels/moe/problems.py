@@ -1,0 +1,87 @@
+"""Not a test: experts of small sizes in every format, and what their results are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.reference.common.quant import quantize_mxfp4
+from dsv4_compile.reference.moe.expert_weights import interleave_, scale_shape
+from dsv4_compile.reference.moe.moe_experts import ExpertsArguments, moe_experts
+
+FORMATS = ("bfloat16", "e4m3", "mxfp4", "interleaved")
+ACCURACY = 3e-3
+"""Relative error of all results against float32 on the dequantised weights."""
+
+
+def weight(kind: str, *shape: int, device: Any = "cpu") -> tuple[Tensor, Tensor | None]:
+    """Return a random weight whose rows keep the size of what they multiply, and its scales."""
+    values = torch.randn(shape, device=device) * shape[-1] ** -0.5
+    if kind == "float32":
+        return values, None
+    if kind == "bfloat16":
+        return values.bfloat16(), None
+    if kind == "e4m3":
+        packed = (values * 64).to(torch.float8_e4m3fn)
+        scale = torch.randint(119, 123, scale_shape(packed), device=device).to(torch.uint8)
+        return packed, scale
+    packed, byte = quantize_mxfp4(values)
+    return packed, byte
+
+
+def experts(
+    tokens: int,
+    *,
+    kind: str = "bfloat16",
+    shared: str = "",
+    hidden: int = 128,
+    inner: int = 128,
+    shared_inner: int = 128,
+    count: int = 5,
+    top_k: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+    device: Any = "cpu",
+) -> ExpertsArguments:
+    """Return random arguments."""
+    form = "mxfp4" if kind == "interleaved" else kind
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    ids = torch.rand(tokens, count, device=device).argsort(1)[:, :top_k].int()
+    weights = torch.rand(tokens, top_k, device=device) + 0.2
+    w13, w13_scale = weight(form, count, 2 * inner, hidden, device=device)
+    w2, w2_scale = weight(form, count, hidden, inner, device=device)
+    call = ExpertsArguments(x, ids, weights, w13, w2, w13_scale, w2_scale)
+    if kind == "interleaved":
+        assert w13_scale is not None and w2_scale is not None
+        interleave_(w13, w13_scale)
+        interleave_(w2, w2_scale)
+        call = call._replace(interleaved=True)
+    if shared:
+        w13, w13_scale = weight(shared, 2 * shared_inner, hidden, device=device)
+        w2, w2_scale = weight(shared, hidden, shared_inner, device=device)
+        names = ("shared_w13", "shared_w2", "shared_w13_scale", "shared_w2_scale")
+        call = call._replace(**dict(zip(names, (w13, w2, w13_scale, w2_scale), strict=True)))
+    return call
+
+
+def exact(call: ExpertsArguments) -> Tensor:
+    """Return what the reference gives in float32."""
+    return moe_experts(call._replace(x=call.x.float()))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Return the relative error of all elements together."""
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
+
+
+def assert_accurate(got: Tensor, call: ExpertsArguments) -> None:
+    """Fail unless `got` is the result of `call` within `ACCURACY`, as a whole and for each token about."""
+    want = exact(call)
+    assert (got.dtype, got.shape, got.is_contiguous()) == (call.x.dtype, call.x.shape, True)
+    assert torch.equal(got.isnan(), want.isnan())
+    got, want = got.double().nan_to_num(), want.double().nan_to_num()
+    assert error(got, want) <= ACCURACY
+    # A token's own error, which a large batch would hide.
+    worst = (got - want).norm(dim=1) - 3 * ACCURACY * want.norm(dim=1)
+    assert not len(worst) or worst.max() <= 1e-6 * want.norm(), "a token is wrong"
