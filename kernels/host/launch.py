@@ -1,49 +1,54 @@
-"""How every kernel of this package is launched, so that a tape (tape.py) can note what a launcher does."""
+"""Launch kernels, and tell the recorder of a launch cache (launch_cache.py) what is launched."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .tape import Tape
+
+class Recorder(Protocol):
+    """Records what a launcher does."""
+
+    def launched(self, compiled: Any, grid: tuple[int, ...], values: list[Any]) -> None:
+        """Record the launch `compiled[grid](*values)`; `compiled` is None for a kernel that was not compiled."""
+
+    def made(self, make: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+        """Return `make(*args)`, and record how it is made."""
 
 
-class _Noting(threading.local):
-    """The tape that notes what this thread does, if one does."""
+class _Recording(threading.local):
+    """The recorder of this thread."""
 
-    tape: Tape | None = None
+    recorder: Recorder | None = None
 
 
-noting = _Noting()
+recording = _Recording()
 FUSING = {"enable_fp_fusion": True}
-"""What a kernel is compiled with where it says nothing else: left to Triton, an environment variable would decide, and
-where that is not set Triton 3.10 is to do the opposite of 3.9."""
+"""Default option of every launch. Triton's own depends on an environment variable, and is to change in 3.10."""
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """As `kernel[grid](*args, **constants)`, products and sums fused unless `enable_fp_fusion=False` says otherwise."""
+    """Launch `kernel[grid](*args, **constants)`, with FMA contraction unless `enable_fp_fusion=False`."""
     compiled = kernel[grid](*args, **(FUSING | constants))
-    if noting.tape is not None:
+    if recording.recorder is not None:
         note(compiled, grid, [] if compiled is None else bound(kernel, args, constants))
 
 
 def bound(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> list[Any]:
-    """Every argument of a kernel in its order, as a compiled one takes them."""
+    """Return every argument of a kernel in the order of its parameters, as a compiled kernel takes them."""
     rest = kernel.params[len(args) :]
     return [*args, *(constants.get(param.name, param.default) for param in rest)]
 
 
 def note(compiled: Any, grid: tuple[int, ...], values: list[Any]) -> None:
-    """Say that `compiled[grid](*values)` has been launched. A kernel that Triton interprets, or has not compiled, is
-    None."""
-    if noting.tape is not None:
-        noting.tape.launched(compiled, grid, values)
+    """Tell the recorder of this thread, if there is one, that `compiled[grid](*values)` was launched."""
+    if recording.recorder is not None:
+        recording.recorder.launched(compiled, grid, values)
 
 
-def each_time(make: Callable[..., Tensor], *args: Any) -> Tensor:
-    """`make(*args)`, which gives another tensor when a launcher's work is done again."""
-    return make(*args) if noting.tape is None else noting.tape.made_each_time(make, args)
+def per_call(make: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Return `make(*args)`; a launch cache calls it again for each call."""
+    return make(*args) if recording.recorder is None else recording.recorder.made(make, args)

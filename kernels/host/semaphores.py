@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.target_info import current_target
 
-from .launch import each_time
+from .launch import per_call
 
 POOL = 1 << 20
 """Counters of a device."""
@@ -94,7 +94,7 @@ def arrival_counters(count: int, device: torch.device) -> Tensor:
     They are allocated and filled by a launch if the first call of all is captured, for more than `STREAM_SHARE` outside
     a capture, and once `POOL` are given out.
     """
-    return each_time(_counters, count, device)
+    return per_call(_counters, count, device)
 
 
 def _counters(count: int, device: torch.device) -> Tensor:

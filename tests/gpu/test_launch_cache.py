@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.host.replay import LaunchCache, key_of
+from dsv4_compile.kernels.host.launch_cache import LaunchCache, key_of
 from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
 from dsv4_compile.testing.samples import op_samples
 

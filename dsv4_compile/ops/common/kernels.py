@@ -1,9 +1,9 @@
-"""Which ops have a hand-written Triton kernel, and how a call reaches it without this package importing Triton.
+"""Ops with hand-written kernels, and the dispatch of a call to one without importing Triton before.
 
-`kernels/<stem>.py` holds the launcher of an op under the op's own name and with the op's arguments. Where a launcher
-cannot take every call, `<op>_refuses`, with the same arguments, says why ("" = it takes this one) from host-side facts
-alone; a refused call runs the reference, and the backend records the reason. So does a call on a GPU that the kernel
-has not been tested on (see `proven`), unless dsv4.impl asks for the kernel.
+A kernel module has a launcher of the op's name and arguments. If it does not support every call, its function
+`why_unsupported_<op>`, of the same arguments, returns the reason, or "", from host-side facts alone. Unsupported calls
+run the reference, and the backend records the reason. So do calls on a GPU where the kernel is not proven, unless
+dsv4.impl names the kernel.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ KERNELS: Mapping[str, str] = {
     "sparse_mla_prefill": "attention.sparse_mla_prefill",
     "sparse_mla_prefill_ragged": "attention.sparse_mla_prefill",
 }
-"""Name of an op -> stem of the file in kernels/ that launches it on CUDA and ROCm devices."""
+"""Module in kernels/ with the launcher of an op, for CUDA and ROCm devices."""
 
 
 @functools.cache
 def launcher(op: str) -> Callable[..., Any]:
-    """The launcher of `op`. Imports Triton; E101 where there is none."""
+    """Return the launcher of `op`. Imports Triton; E101 if there is none."""
     return packed(op, getattr(_module(op), op))
 
 
 @functools.cache
 def refusal(op: str) -> Callable[..., str] | None:
-    """The function that says why a call of `op` cannot use its kernel; None if the kernel is not ours or takes all."""
+    """Return `why_unsupported` of the kernel of `op`; None if it has no kernel, or one that supports every call."""
     if op not in KERNELS:
         return None
     module = _module(op)
@@ -81,20 +81,20 @@ def refusal(op: str) -> Callable[..., str] | None:
 
 
 def runs_kernel(op: str, device: torch.device) -> bool:
-    """Whether calls of `op` on `device` run its kernel, but for those that it refuses."""
+    """Return whether supported calls of `op` on `device` run its kernel."""
     return device.type == "cuda" and op in KERNELS and is_proven("triton", op, device_architecture(device))
 
 
 @functools.cache
-def planned(op: str) -> Any:
-    """The launcher of `op` as one that does again what it did for a call like this one: a `kernels.planned.Planned`."""
-    return importlib.import_module("dsv4_compile.kernels.host.launch_cache").Planned(launcher(op))
+def launch_cache(op: str) -> Any:
+    """Return the launcher of `op` with its launch cache, a `kernels.host.launch_cache.LaunchCache`."""
+    return importlib.import_module("dsv4_compile.kernels.host.launch_cache").LaunchCache(launcher(op))
 
 
 def dispatcher(op: str, reference: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """What runs `op` on a GPU: its kernel where it is proven, or `reference`, also for calls that it refuses.
+    """Return the GPU implementation of `op`: its kernel if it is proven and supports the call, else `reference`.
 
-    `check` refuses wrong arguments, by what a plan is found by: a call that there is a plan for has passed it.
+    `check` looks at nothing but the key of the launch cache, so a cached call has passed it.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -115,10 +115,10 @@ def launch(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run the kernel of `op`, or `reference` for calls that it refuses, as `dispatcher` does where it is proven."""
-    work = planned(op)
-    plan = None if kwargs else work.find(args)
-    if plan is None:
+    """Run the kernel of `op`, or `reference` for an unsupported call; `dispatcher` calls this if it is proven."""
+    cached = launch_cache(op)
+    entry = None if kwargs else cached.find(args)
+    if entry is None:
         if check is not None:
             check(*args, **kwargs)
         refuses = refusal(op)
@@ -127,7 +127,7 @@ def launch(
     # Triton launches on the current device, whatever device its arguments are on.
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        return work(*args, **kwargs) if plan is None else plan(args)
+        return cached(*args, **kwargs) if entry is None else entry(args)
 
 
 def _module(op: str) -> Any:

@@ -1,5 +1,5 @@
-"""Counters of arrivals: a share for each stream, new ones for each captured launch, none handed out twice; and what a
-program has stored is on its way before it arrives.
+"""Semaphores: one set for each stream, new ones for each captured launch, none given out twice; CTAs store, then
+arrive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_compile.kernels.host import semaphores as arrivals
+from dsv4_compile.kernels.host import semaphores
 from dsv4_compile.testing.fake_triton import TARGETS, compiled_for
 
 
@@ -24,7 +24,7 @@ from dsv4_compile.testing.fake_triton import TARGETS, compiled_for
 def join_kernel(p_part, p_counter, SIZE: tl.constexpr):
     o = tl.arange(0, SIZE)
     tl.store(p_part + tl.program_id(0) * SIZE + o, o)
-    if arrivals.arrive(p_counter) == 7:
+    if semaphores.arrive(p_counter) == 7:
         tl.store(p_part + o, tl.load(p_part + SIZE + o, cache_modifier=".cg") + 1)
 
 
@@ -61,7 +61,7 @@ def test_every_thread_has_stored_before_one_arrives(target: str) -> None:
 
 
 def test_programs_meet_nowhere_else() -> None:
-    folder = Path(arrivals.__file__).parents[1]
+    folder = Path(semaphores.__file__).parents[1]
     assert [path.name for path in sorted(folder.rglob("*.py")) if "tl.atomic" in path.read_text()] == ["semaphores.py"]
 
 
@@ -74,11 +74,11 @@ class Stream:
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> arrivals._Pool:
+def pool(monkeypatch: pytest.MonkeyPatch) -> semaphores._Pool:
     monkeypatch.setattr(torch.cuda, "Event", mock.Mock)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(0))
-    monkeypatch.setattr(arrivals, "POOL", 3 * arrivals.STREAM_SHARE)
-    return arrivals._Pool(torch.device("cpu"))
+    monkeypatch.setattr(semaphores, "POOL", 3 * semaphores.STREAM_SHARE)
+    return semaphores._Pool(torch.device("cpu"))
 
 
 def span(counters: Tensor | None) -> tuple[int, int]:
@@ -86,27 +86,27 @@ def span(counters: Tensor | None) -> tuple[int, int]:
     return counters.storage_offset(), counters.storage_offset() + len(counters)
 
 
-def test_a_stream_keeps_its_share_and_waits_once_for_the_fill(pool: arrivals._Pool) -> None:
+def test_a_stream_keeps_its_share_and_waits_once_for_the_fill(pool: semaphores._Pool) -> None:
     first, second = Stream(7), Stream(9)
     spans = [span(pool.of_stream(stream)) for stream in (first, second, first)]
     assert spans == [(0, 1024), (1024, 2048), (0, 1024)]
     assert (first.waited, second.waited) == (1, 1)
 
 
-def test_captured_launches_get_counters_of_their_own_until_there_are_none(pool: arrivals._Pool) -> None:
+def test_captured_launches_get_counters_of_their_own_until_there_are_none(pool: semaphores._Pool) -> None:
     assert [span(pool.take(count)) for count in (5, 100)] == [(0, 5), (5, 105)]
     assert span(pool.of_stream(Stream(1))) == (105, 1129)
-    assert pool.take(arrivals.POOL) is None
+    assert pool.take(semaphores.POOL) is None
     assert span(pool.take(10)) == (1129, 1139)
 
 
 def test_without_a_pool_counters_are_new() -> None:
-    counters = arrivals.arrival_counters(12, torch.device("cpu"))
+    counters = semaphores.arrival_counters(12, torch.device("cpu"))
     assert len(counters) == 12 and counters.dtype is torch.int32 and not counters.any()
 
 
 def test_what_outlives_a_call_is_not_allocated_by_the_thread_that_calls(
-    pool: arrivals._Pool, monkeypatch: pytest.MonkeyPatch
+    pool: semaphores._Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inductor's CUDA graphs route what their thread allocates into a pool, and reuse all of it but their results."""
     threads, zeros = list[int](), torch.zeros
@@ -116,5 +116,5 @@ def test_what_outlives_a_call_is_not_allocated_by_the_thread_that_calls(
         return zeros(*args, **kwargs)
 
     monkeypatch.setattr(torch, "zeros", recorded)
-    arrivals._Pool(torch.device("cpu"))
+    semaphores._Pool(torch.device("cpu"))
     assert len(threads) == 1 and threads[0] != threading.get_ident()
