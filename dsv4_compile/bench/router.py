@@ -1,0 +1,106 @@
+"""Scenario `router`: `moe_route` of V4-Flash and V4-Pro, by bias and by hash.
+
+Random data. The gate is colder than its input: with cold times, every call reads another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.common.define import REFERENCES
+from ..selection import costs
+from .problem import Args, Only, Problem, implementations, keep
+
+OP = "moe_route"
+TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096), "cpu": (1, 8)}
+TYPICAL_TOKENS = 128
+COLUMNS = ("model", "routing", "gate", "tokens", "impl")
+VOCAB = 129280
+DISTINCT = 1e-4
+"""Share of a score by which keys of the choice must differ for every implementation to choose alike."""
+
+
+class Router(NamedTuple):
+    """Sizes of a model's router."""
+
+    experts: int
+    hidden: int
+    top_k: int
+    scale: float
+
+
+MODELS: Mapping[str, Router] = {"Flash": Router(256, 4096, 6, 1.5), "Pro": Router(384, 7168, 6, 2.5)}
+GATES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def arguments(model: Router, routing: str, gate: str, tokens: int, device: torch.device, seed: int) -> Args:
+    """Return the arguments of `moe_route`."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    x = randn(tokens, model.hidden).bfloat16()
+    weight = (randn(model.experts, model.hidden) * model.hidden**-0.5).to(GATES[gate])
+    if routing == "bias":
+        return x, weight, randn(model.experts) * 0.05, None, None, model.top_k, model.scale
+    ids = torch.randint(VOCAB, (tokens,), device=device, generator=generator)
+    table = torch.randint(model.experts, (VOCAB, model.top_k), device=device, generator=generator)
+    return x, weight, None, ids, table, model.top_k, model.scale
+
+
+def cost(model: Router, routing: str, gate: str, tokens: int) -> costs.Cost:
+    """Return the cost of any implementation."""
+    of = costs.of(OP, T=tokens, D=model.hidden, N=model.experts, K=model.top_k)
+    more = model.experts * model.hidden * (GATES[gate].itemsize - 2)
+    if routing == "hash":
+        more += tokens * 8 * (1 + model.top_k) - 4 * model.experts
+    return costs.Cost(of.bytes + more, of.flops)
+
+
+def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
+    """Return why a routing disagrees with the reference, or "". Scores that nearly tie may be chosen in any order."""
+    kinds = [[(x.dtype, tuple(x.shape), x.stride()) for x in results] for results in (got, want)]
+    if kinds[0] != kinds[1]:
+        return f"the results are {kinds[0]}, the reference gives {kinds[1]}"
+    others = int((got[0].sort(1).values != want[0].sort(1).values).any(1).sum())
+    if others > 1 + DISTINCT * 100 * len(got[0]):
+        return f"{others} of {len(got[0])} tokens have other experts"
+    same = (got[0] == want[0]).all(1)
+    wrong = int((~((got[1] - want[1]).abs() <= 1e-4 * want[1].abs()))[same].sum())
+    return f"{wrong} weights are wrong" if wrong else ""
+
+
+def problems(
+    device: torch.device,
+    only: Only,
+    models: Mapping[str, Router] | None = None,
+    tokens: Sequence[int] | None = None,
+) -> Iterator[Problem]:
+    """Yield the routers of both models, or of other ones, at every size."""
+    for name, model in (models or MODELS).items():
+        for routing, gate in (("bias", "bfloat16"), ("bias", "float32"), ("hash", "bfloat16")):
+            params = {"model": name, "routing": routing, "gate": gate}
+            sizes = [t for t in tokens or TOKENS[device.type] if keep(only, tokens=t)]
+            if not sizes or not keep(only, **params):
+                continue
+            dynamic = (0,) if routing == "bias" else (0, 3)
+            typical = partial(arguments, model, routing, gate, TYPICAL_TOKENS, device, 0)
+            ways = implementations(OP, typical, dynamic)
+            for size in sizes:
+                yield Problem(
+                    op=OP,
+                    params={**params, "tokens": size},
+                    make=partial(arguments, model, routing, gate, size, device),
+                    written=(),
+                    cost=cost(model, routing, gate, size),
+                    reference=REFERENCES[OP],
+                    implementations=ways,
+                    published={},
+                    differs=differs,
+                )
