@@ -1,6 +1,6 @@
-"""Triton's interpreter without what it does again and again for nothing, which is two thirds of its time.
+"""Patches of Triton's interpreter that skip repeated work: tests of kernels take half to a third of the time.
 
-Results are the same, bit by bit. Tests and `generated_triton` run kernels so.
+Results are equal bit for bit. Tests and `generated_triton` apply them.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from .._compat import triton_interpreter as interpreter
 
 @functools.cache
 def quicken() -> None:
-    """Make the interpreter quick, for the rest of this process."""
+    """Apply all patches, for the rest of this process."""
     _patch_once_a_launch()
-    _leave_out_what_nobody_reads()
-    _share_shapes()
-    _look_up_dtypes()
-    _look_up_constants()
-    _ask_only_operands_that_differ()
+    _skip_overflow_checks()
+    _cache_shapes()
+    _cache_dtypes()
+    _cache_constants()
+    _skip_promotion_of_equal_types()
     _call_builtins_directly()
 
 
-def _leave_out_what_nobody_reads() -> None:
-    """No second calculation of every sum and product in 64 bits.
+def _skip_overflow_checks() -> None:
+    """Skip the 64-bit check of every addition and multiplication for overflow.
 
-    It is for an assertion that overflow did not happen, which Triton 3.6 and 3.7 then drop: the interpreter's options
-    say that nothing is being debugged.
+    Triton 3.6 and 3.7 compute it and then drop its assertion, because the interpreter's options say no debugging.
     """
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "the assertions are made in this version"
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-def _share_shapes() -> None:
-    """Types and tensors of a shape share what describes it."""
+def _cache_shapes() -> None:
+    """Cache the description of a shape for all its types and tensors."""
     describe = tl.block_type.__init__
     scalar = tl.constexpr(1), tl.tuple([])
 
@@ -63,8 +62,8 @@ def _share_shapes() -> None:
     tl.block_type.__init__, tl.tensor.__init__ = describe_again, initialize
 
 
-def _look_up_constants() -> None:
-    """A number in a kernel becomes a tensor once."""
+def _cache_constants() -> None:
+    """Convert each number of a kernel to a tensor once."""
     make = interpreter.interpreter_semantic.scalar_constant
 
     @functools.cache
@@ -74,8 +73,8 @@ def _look_up_constants() -> None:
     interpreter.interpreter_semantic.scalar_constant = lambda value, dtype: known(value, type(value).__name__, dtype)
 
 
-def _ask_only_operands_that_differ() -> None:
-    """Two tensors of a type and a shape have what every operation but a division makes of them."""
+def _skip_promotion_of_equal_types() -> None:
+    """Skip type promotion and broadcasting of two tensors of one type and shape, except in divisions."""
     semantic = interpreter.interpreter_semantic
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
     semantic.computation_type_impl = functools.cache(semantic.computation_type_impl)
@@ -95,7 +94,7 @@ def _ask_only_operands_that_differ() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """No function around each function of the language that asks whether a kernel has called it."""
+    """Call functions of the language without the wrapper that checks for a caller in a kernel."""
 
     def replace(module: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         function = getattr(member, "__wrapped__", member)
@@ -109,8 +108,8 @@ def _call_builtins_directly() -> None:
     interpreter._patch_attr = replace
 
 
-def _look_up_dtypes() -> None:
-    """NumPy's dtype of a Triton type from one table, instead of from a new one each time."""
+def _cache_dtypes() -> None:
+    """Look up NumPy dtypes in one table, instead of building it each time."""
     original, known = interpreter._get_np_dtype, dict[str, Any]()
 
     def look_up(kind: Any) -> Any:
@@ -125,10 +124,9 @@ def _look_up_dtypes() -> None:
 
 
 def _patch_once_a_launch() -> None:
-    """Let a launch replace Triton's language once, and not again at each call within it.
+    """Patch Triton's language once per launch.
 
-    Left alone, Triton 3.6 and 3.7 look through all of the language at every call of a device function, which takes a
-    third of the time of a kernel that has many.
+    Triton 3.6 and 3.7 do it again at every call of a device function, a third of the time of a kernel with many.
     """
     original, nothing = interpreter._patch_lang, interpreter._LangPatchScope
     replaced: set[str] = set()

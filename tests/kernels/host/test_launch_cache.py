@@ -34,7 +34,7 @@ class AddKernel:
 
     def run(self, out: Any, xy: Any, count: int, scale: float, enable_fp_fusion: bool = True) -> AddKernel:
         addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in (out, *xy)]
-        to, x, y = ((ctypes.c_float * count).from_address(address) for address in addresses)
+        to, x, y, *_ = ((ctypes.c_float * count).from_address(address) for address in addresses)
         to[:] = [a + scale * b for a, b in zip(x, y, strict=True)]
         self.runs += 1
         return self
@@ -152,12 +152,18 @@ def test_two_arguments_that_are_one_tensor_are_not_cached() -> None:
 
 
 def test_an_entry_keeps_no_tensor() -> None:
-    x, y = torch.randn(4), torch.randn(3)
-    cache = recorded(lambda x, y: add(x[1:], y), x, y)
-    gone = weakref.ref(x), weakref.ref(y)
-    del x, y
+    def launcher(x: Tensor, y: Tensor, empty: Tensor) -> Tensor:
+        out = torch.empty_like(y)
+        launch_kernel(ADD, (1,), out, (x[1:], y, empty), 3, scale=1.0)
+        return out
+
+    x, y, empty = torch.randn(4), torch.randn(3), torch.randn(0)
+    cache = recorded(launcher, x, y, empty)
+    gone = [weakref.ref(each) for each in (x, y, empty)]
+    del x, y, empty
     gc.collect()
-    assert [each() for each in gone] == [None, None] and cache.find((torch.ones(4), torch.ones(3))) is not None
+    assert [each() for each in gone] == [None] * 3
+    assert cache.find((torch.ones(4), torch.ones(3), torch.ones(0))) is not None
 
 
 def test_a_failing_launcher_is_not_recorded() -> None:
