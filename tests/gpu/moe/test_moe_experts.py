@@ -98,8 +98,8 @@ def test_every_e8m0_scale_means_its_power_of_two() -> None:
             check(call._replace(x=call.x * 2.0 ** (10 if byte < 100 else -16), **{name: low}))
 
 
-def test_without_tma_and_ptx_results_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The portable path; bfloat16 products of a power of two are exact."""
+def test_without_tma_and_ptx_results_are_as_accurate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of other GPUs."""
     gpu = kernels.gpu_of(CUDA)
     for kind in ("mxfp4", "interleaved", "e4m3"):
         for tokens in (1, 50):
