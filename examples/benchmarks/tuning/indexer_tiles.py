@@ -22,7 +22,7 @@ _QUERIES = ((4, 1), (8, 2), (16, 4), (16, 2), (32, 4), (64, 8))
 _SCORE = ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 5), (64, 4, 7), (64, 8, 3), (32, 4, 3))
 _SELECT = ((4096, 8), (4096, 4), (4096, 16), (8192, 16), (2048, 8))
 TILES: Mapping[str, _Tiles] = {
-    "compress_norm_rope_insert": {f"parts {p} w{w}": {"cut": (p, w)} for p, w in _COMPRESS},
+    "compress_norm_rope_insert": {f"parts {p} w{w}": {"tiling": (p, w)} for p, w in _COMPRESS},
     "indexer_q_rope_quant": {f"h{h} w{w}": {"tile": (h, w)} for h, w in _QUERIES},
     "indexer_logits_topk": {
         **{f"e{e} w{w} s{s}": {"score_tile": (e, w, s)} for e, w, s in _SCORE},
@@ -43,9 +43,9 @@ def problems(device: torch.device, only: Only) -> Iterator[Problem]:
 
 
 def _prepare(op: str, tiles: Mapping[str, Any]) -> Any:
-    if "cut" not in tiles:
+    if "tiling" not in tiles:
         return on_gpu(partial(launcher(op), **tiles))
-    kernel, (parts, warps) = importlib.import_module(f"dsv4_compile.kernels.{KERNELS[op]}"), tiles["cut"]
+    kernel, (parts, warps) = importlib.import_module(f"dsv4_compile.kernels.{KERNELS[op]}"), tiles["tiling"]
 
     def call(*args: Any) -> Any:
         default = kernel.pool_tiling(len(args[1]), args[10], len(args[6]))
