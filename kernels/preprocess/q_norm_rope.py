@@ -142,8 +142,8 @@ def q_norm_rope(
     q_scale: Tensor | None = None,
 ) -> Tensor:
     """Return the reference's result, up to the order of the sum of squares: values may be neighbours."""
-    insert: Any = None, None, None
-    call = QNormRopeKvInsertArguments(q, *insert, positions, cos_sin_cache, eps, 1, "plain", padded_heads, q_scale)
+    no: Any = None
+    call = QNormRopeKvInsertArguments(q, no, no, no, positions, cos_sin_cache, eps, 1, "plain", padded_heads, q_scale)
     return q_norm_rope_kv_insert(call)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..._compat import codegen_of, ir, ops
 from ...ops.common.define import REFERENCES
-from ...reference.preprocess.q_norm_rope import QNormRopeKvInsertArguments
 from ...selection.decisions import Call, Decision
 from ..conditions import NO_PREDICATED_STORES, backend_lacks, cannot_rotate, decision
 from ..from_reference import lower_from_reference
@@ -89,8 +88,8 @@ def lower_q(
 
 
 @lowers("q_norm_rope_kv_insert", can_lower_both)
-def lower_both(call: QNormRopeKvInsertArguments) -> Any:
-    """Build the IR of both halves, or in C++ of q alone."""
+def lower_both(call: Any) -> Any:
+    """Build the IR of both halves, or in C++ of q alone. `call` is a `QNormRopeKvInsertArguments` of IR tensors."""
     on_cpp = codegen_of(call.q.get_device()) == "cpp"
     insert = functools.partial(call_reference, "kv_rope_insert") if on_cpp else kv_rope_insert.lower
     insert(*call.insert())
