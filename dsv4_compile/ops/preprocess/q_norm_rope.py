@@ -30,8 +30,8 @@ def _check_q(
 
 def _check_both(call: QNormRopeKvInsertArguments) -> None:
     op = "q_norm_rope_kv_insert"
-    _check_q(*call.queries(), op=op)
-    check_kv_insert(*call.insert(), op=op)
+    _check_q(*(*call.queries(), op))
+    check_kv_insert(*(*call.insert(), op))
 
 
 def _fake_q(
