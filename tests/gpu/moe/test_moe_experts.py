@@ -88,6 +88,13 @@ def test_hostile_ids_strides_and_nan(tokens: int) -> None:
     check(call._replace(x=60 * call.x))
 
 
+def test_nan_in_the_weight_of_gate_or_up_is_not_clamped() -> None:
+    for row in (7, 128 + 7):
+        call = experts(9, hidden=256, inner=128, count=4, device=CUDA)
+        call.w13[2, row, 5] = torch.nan
+        check(call)
+
+
 def test_every_e8m0_scale_means_its_power_of_two() -> None:
     for name in ("w13", "w2"):
         call = experts(20, kind="interleaved", hidden=512, inner=256, device=CUDA)

@@ -160,6 +160,15 @@ def test_every_e8m0_scale_means_its_power_of_two(name: str, kind: str) -> None:
 
 
 @interpreted
+def test_a_scale_of_nan_is_not_infinity_which_a_clamp_would_hide() -> None:
+    call = experts(2, kind="mxfp4", count=2)
+    assert call.w13_scale is not None
+    call.w13.fill_(0x22)  # ones
+    call.w13_scale.fill_(255)
+    assert check(call._replace(x=call.x.abs())).isnan().all()
+
+
+@interpreted
 def test_clamps_and_nan_are_the_references() -> None:
     call = experts(9, kind="bfloat16")
     x = 50 * call.x
