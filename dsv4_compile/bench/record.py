@@ -30,7 +30,7 @@ from .table import render, subject
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 FINGERPRINTS = Path(__file__).resolve().parents[1] / "selection" / "fingerprints.json"
-"""Hashes of the machine code of each op, `{op: {target: hash}}`; a target is named as in "sm_90"."""
+"""Hashes of the machine code of each op, `{target: {op: hash}}`, beside the versions that compiled it."""
 COMMIT = "DSV4_COMMIT"
 """Environment variable that names the commit of a copy of the code without its git folder."""
 _OF_A_RUN = ("date", "command", "commit", "copy_gb_s", "fingerprints", "rows")
@@ -81,10 +81,9 @@ def fingerprints(ops: Iterable[str], architecture: str) -> dict[str, str]:
         table = json.loads(FINGERPRINTS.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    wanted = set(ops)
-    names = table if wanted - set(table) else wanted
-    target = architecture.split()[-1]
-    return {op: table[op][target] for op in sorted(names) if target in table[op]}
+    own = table.get(architecture.split()[-1], {})
+    wanted, known = set(ops), {op for hashes in table.values() if isinstance(hashes, dict) for op in hashes}
+    return {op: own[op] for op in sorted(known if wanted - known else wanted) if op in own}
 
 
 def merge(records: Sequence[Record]) -> Record:

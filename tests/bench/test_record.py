@@ -13,7 +13,7 @@ from dsv4_compile import bench
 from dsv4_compile.bench import record, timing
 
 CPU = torch.device("cpu")
-TABLE = {"inv_rope": {"sm_90": "a1", "gfx942": "a2"}, "fp8_linear": {"sm_90": "b1"}}
+TABLE = {"torch": "2.13.0", "sm_90": {"inv_rope": "a1", "fp8_linear": "b1"}, "gfx942": {"inv_rope": "a2"}}
 
 
 def git(folder: Path, *command: str) -> str:
@@ -80,6 +80,6 @@ def test_a_run_keeps_the_fingerprints_of_what_it_timed(monkeypatch: pytest.Monke
 
 
 def test_the_committed_table_has_the_form_that_is_read() -> None:
-    found = json.loads(record.FINGERPRINTS.read_text()) if record.FINGERPRINTS.exists() else TABLE
-    hashes = [each for targets in found.values() for each in targets.values()]
-    assert hashes and all(isinstance(each, str) and each for each in hashes)
+    found = record.fingerprints(["sparse_mla_decode", "fp8_linear"], "cuda sm_90")
+    assert sorted(found) == ["fp8_linear", "sparse_mla_decode"] and all(found.values())
+    assert len(record.fingerprints(["decode_step"], "cuda gfx942")) > len(found)

@@ -1,0 +1,114 @@
+"""The house rule `<tree>/<family>/<op>.py`: files by the names of ops, no import circle, a small reach."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsv4_compile.lowering import registry
+from dsv4_compile.ops.common.define import OPS
+from dsv4_compile.ops.common.kernels import KERNELS
+
+FAMILIES = ("attention", "hyper_connections", "indexer", "linear", "metadata", "moe", "preprocess")
+SHARED = {"kernels": {"host", "device", "hopper"}, "lowering": {"ir"}, "ops": {"common"}, "reference": {"common"}}
+"""Folders of a tree that belong to no family."""
+MOST_REACHED = 12
+"""Files of its own family that an op's kernels may import, directly or not."""
+
+
+def home(op: str) -> str:
+    """Name of the file that holds an op: the shortest op name that it is or continues with an underscore."""
+    return min((name for name in OPS if op == name or op.startswith(f"{name}_")), key=len)
+
+
+def family(op: str, root: Path) -> str:
+    """Family of an op, by where its definition lies."""
+    found = [name for name in FAMILIES if (root / "dsv4_compile" / "reference" / name / f"{home(op)}.py").exists()]
+    assert len(found) == 1, f"{op}: reference/<family>/{home(op)}.py exists in {found or 'no family'}"
+    return found[0]
+
+
+def reached(op: str, imports: dict[str, set[str]], root: Path) -> set[str]:
+    """Kernel files of an op's own family that its entry file imports, directly or not, with itself."""
+    room = f"kernels/{family(op, root)}/"
+    found, waiting = set[str](), [f"{room}{home(op)}.py"]
+    while waiting:
+        path = waiting.pop()
+        if path not in found and path.startswith(room):
+            found.add(path)
+            waiting += imports[path]
+    return found
+
+
+@pytest.fixture(scope="module")
+def imports(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Every source file with the source files that it imports when it is loaded or inside a function."""
+    modules = {_module(path): path for path in trees}
+    return {path: {modules[m] for m in _imported(path, tree) if m in modules} - {path} for path, tree in trees.items()}
+
+
+def _module(path: str) -> str:
+    parts = Path(path).with_suffix("").parts
+    dotted = ".".join(parts if parts[0] == "dsv4_compile" else ("dsv4_compile", *parts))
+    return dotted.removesuffix(".__init__")
+
+
+def _imported(path: str, tree: ast.Module) -> Iterator[str]:
+    package = _module(path).split(".")
+    if not path.endswith("__init__.py"):
+        package = package[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            yield stem
+            yield from (f"{stem}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_folders_of_a_tree_are_families_and_what_they_share(root: Path) -> None:
+    for tree, shared in SHARED.items():
+        folder = root / tree if (root / tree).is_dir() else root / "dsv4_compile" / tree
+        found = {path.name for path in folder.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+        assert found - shared <= set(FAMILIES), tree
+    entries = {path.name for path in (root / "kernels").iterdir()} - {"__pycache__"}
+    assert entries <= {*FAMILIES, *SHARED["kernels"], "README.md"}, "a file that lies in no family"
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_an_op_lies_in_one_file_of_its_name_in_every_tree(op: str, root: Path, imports: dict[str, set[str]]) -> None:
+    stem, room = home(op), family(op, root)
+    registry.load()
+    assert (root / "dsv4_compile" / "ops" / room / f"{stem}.py").exists()
+    assert list((root / "tests" / "ops" / room).glob(f"test_{stem}*.py"))
+    if op in KERNELS:
+        assert KERNELS[op] == f"{room}.{stem}"
+        assert (root / "kernels" / room / f"{stem}.py").exists()
+        # GEMMs are tested in files of the kernels that several launchers share.
+        tested = [Path(path).stem for path in reached(op, imports, root)]
+        assert any(list((root / "tests" / "kernels" / room).glob(f"test_{name}*.py")) for name in tested)
+        assert list((root / "tests" / "gpu" / room).glob(f"test_{stem}*.py"))
+    if op in registry.LOWERINGS:
+        assert registry.LOWERINGS[op].lower.__module__ == f"dsv4_compile.lowering.{room}.{stem}"
+        assert list((root / "tests" / "lowering" / room).glob(f"test_{stem}*.py"))
+
+
+@pytest.mark.parametrize("op", sorted(KERNELS))
+def test_an_op_reaches_few_files_of_its_family(op: str, imports: dict[str, set[str]], root: Path) -> None:
+    found = reached(op, imports, root)
+    assert len(found) <= MOST_REACHED, sorted(found)
+
+
+def test_no_imports_go_in_a_circle(imports: dict[str, set[str]]) -> None:
+    # A package's __init__ imports its modules, which may import other modules of the package: no circle of files.
+    files = {path: {p for p in found if not p.endswith("__init__.py")} for path, found in imports.items()}
+    files = {path: found for path, found in files.items() if not path.endswith("__init__.py")}
+    while leaves := [path for path, found in files.items() if not found]:
+        for leaf in leaves:
+            del files[leaf]
+        files = {path: found - set(leaves) for path, found in files.items()}
+    assert sorted(files) == []
