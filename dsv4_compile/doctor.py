@@ -1,4 +1,4 @@
-"""What this machine has, and whether it is enough: the probes behind `dsv4 doctor`.
+"""Probes of `dsv4 doctor`: what this machine has, and whether it is enough.
 
 Each probe returns one `Check`; one that raises becomes a check that says so, never the end of the report.
 Levels: `ok`; `warn`, it works, but not as tested; `fix`, it does not work until the note is followed.
@@ -37,7 +37,7 @@ OPTIONAL = {
 }
 """Package: the extra that brings it, its lowest version, what for."""
 REFUSED_FROM = {"transformers": (5, 24)}
-"""Of packages that have changed since, the first version that does not do."""
+"""First unsupported version of packages that have changed since."""
 VERDICTS = {
     "ok": "all is well",
     "warn": "works, with the warnings above",

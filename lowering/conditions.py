@@ -16,7 +16,7 @@ def decision(call: Call, why_not: str) -> Decision:
 
 
 def backend_lacks(call: Call, *, fp8: bool = False, predicated: bool = False) -> str:
-    """What the backend of the call's device lacks: rounding to e4m3 or predicated stores, where the call needs them."""
+    """Return what the backend of the call's device lacks of e4m3 rounding and predicated stores that the call needs."""
     if call.codegen not in ("cpp", "triton"):
         return f"lowered for C++ and Triton, not for {call.codegen}"
     if predicated and call.codegen == "cpp":

@@ -15,7 +15,7 @@ from .. import layout
 from ..metadata.split import BatchSplit, split_decodes_and_prefills
 
 ENGINES = ("dsv4", "library")
-"""What computes attention: `torch.ops.dsv4`, or the kernel library that a backend was made for."""
+"""Implementations of attention: `torch.ops.dsv4`, or the kernel library that a backend was made for."""
 
 
 class CudaGraphSupport(IntEnum):

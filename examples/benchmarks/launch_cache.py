@@ -1,7 +1,7 @@
 """Measure the host time of eager calls with and without the launch cache: python examples/benchmarks/launch_cache.py
 
 One line of JSON per op: microseconds per call through `torch.ops.dsv4`, the median of rounds in which both take turns.
-Without the cache, launcher and Triton run each time. The GPU runs behind the host and is waited for between rounds.
+Without the cache, launcher and Triton run each time. The GPU runs after the host; the host waits for it between rounds.
 """
 
 from __future__ import annotations

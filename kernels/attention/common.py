@@ -85,7 +85,7 @@ class Epilogue(NamedTuple):
 
 
 class FusedParts(NamedTuple):
-    """What a kernel does with queries before attention and with outputs after it; fields as the op's arguments."""
+    """Work fused before attention, on queries, and after it, on outputs; fields as the op's arguments."""
 
     positions: Tensor | None = None
     cos_sin_cache: Tensor | None = None

@@ -158,7 +158,7 @@ class CallRecorder(TorchDispatchMode):
         self._numbers = {id(x): number for number, x in enumerate(tensors)}
         """Index of a tensor of the entry, by id."""
         self._makes: dict[int, Callable[[], Tensor] | None] = {}
-        """What makes a tensor of the launcher's again, by id; None for memory."""
+        """Function that makes a tensor of the launcher again, by id; None for memory."""
         self._launches: list[tuple[Callable[..., None], list[Any]]] = []
         self._why = "" if len(self._roots) == len(tensors) else "two arguments are one tensor"
         self._making = False

@@ -21,7 +21,7 @@ TORCH_TOKENS = 1024
 TORCH_CUDA = (12, 9)
 """First CUDA of which torch's `scaled_mm` takes block scales; with an older one it raises at the call."""
 TORCH_TOKEN_ALIGN, TORCH_K_BLOCK_ALIGN = 16, 4
-"""Multiples of tokens and of K-blocks that `scaled_mm` takes; cuBLAS of torch 2.11 refuses 1027 tokens
+"""Multiples of tokens and of K-blocks that `scaled_mm` takes; cuBLAS of torch 2.11 raises for 1027 tokens
 (CUBLAS_STATUS_NOT_SUPPORTED), and wants columns of the weight's scales padded to four."""
 
 

@@ -346,7 +346,7 @@ MIN_K_BLOCKS = 8
 """Fewest K-blocks of a CTA that shares its tile."""
 K_BLOCKS_AHEAD = 3
 """K-blocks of the weight that CTAs with two halves of tokens load before the previous kernel has ended. With more, the
-first K-blocks of x would be queued behind them."""
+first K-blocks of x would wait in the queue for them."""
 FEW_TOKENS, FEW_TOKENS_OF_PAIR = 64, 16
 """Up to so many tokens, a GEMM is left to the kernel for few tokens, and two of one x to that for pairs."""
 

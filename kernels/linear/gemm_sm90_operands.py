@@ -215,7 +215,7 @@ def add_scaled(acc, products, x_scales, w_scales, first, count, MMAS: gl.constex
 def load_paced(weights, w_ring, row, begin, filled, PACE: gl.constexpr):
     """Load the first `filled` K-blocks of the weight, PACE in flight at a time; return barriers for `wait_paced`.
 
-    Loads that other kernels issue meanwhile are then not queued behind the whole ring.
+    Loads that other kernels issue meanwhile then wait for PACE loads, not for the whole ring.
     """
     BLOCK_N: gl.constexpr = w_ring.shape[1]
     BLOCK_K: gl.constexpr = w_ring.shape[2]

@@ -1,4 +1,4 @@
-"""Plan of `moe_experts` for many places: places sorted by expert, cut into tiles of one expert each.
+"""Plan of `moe_experts` for many places: places sorted by expert, split into tiles of one expert each.
 
 Nothing goes through the host: there are as many tiles as there may have to be. A CTA sorts MOST_PLACES places; the
 order of an expert's places is that of the tokens. One launch for MOST_PLACES places, else two: counts, then places.

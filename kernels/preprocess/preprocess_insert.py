@@ -105,7 +105,7 @@ class Shape(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all jobs of a launch share."""
+    """Arguments common to all jobs of a launch."""
 
     p_requests: Any
     request_stride: Any

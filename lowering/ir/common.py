@@ -18,7 +18,7 @@ from ..._compat import FloorDiv, ModularIndexing, ReductionHint, V, codegen_of, 
 Value = Any
 Expr = Any
 Loader = Callable[[Sequence[Expr]], Value]
-"""What `make_loader` of an IR tensor gives: the element at an index."""
+"""Result of `make_loader` of an IR tensor: the element at an index."""
 Load = Callable[[Expr], Value]
 """Element d of one vector, as float32."""
 RowLoad = Callable[[Sequence[Expr], Expr], Value]
@@ -196,7 +196,7 @@ def round_to(value: Value, dtype: torch.dtype, device: torch.device) -> Value:
 
 
 def _round_to_bf16(value: Value) -> Value:
-    """The same by its bits, which C++ vectorises."""
+    """Round float32 to bfloat16 by its bits, which C++ vectorises."""
     bits = ops.to_dtype_bitcast(value, I32, F32)
     is_odd = ops.bitwise_and(ops.bitwise_right_shift(bits, const(BF16_DROPS, I32)), const(1, I32))
     dropped = (1 << BF16_DROPS) - 1

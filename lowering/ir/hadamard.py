@@ -1,7 +1,7 @@
 """The Hadamard transform of vectors in Inductor IR; see `rounded_hadamard` of reference/quant.py.
 
 A row sum over [rows, D | D] whose terms have the sign of the Sylvester matrix, made of the bits of their indices: no
-matrix is read. D^2 additions for a vector where a matrix unit or a butterfly needs fewer steps: for few vectors.
+matrix is read. D^2 additions for a vector where a tensor core or a butterfly needs fewer steps: for few vectors.
 """
 
 from __future__ import annotations

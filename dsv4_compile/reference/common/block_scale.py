@@ -1,6 +1,6 @@
-"""Scales shared by 1x128 strips of an activation and by 128x128 blocks of a weight.
+"""Scales shared by 1x128 tiles of an activation and by 128x128 blocks of a weight.
 
-The last strip or block of a dim may be partial: n elements have ceil(n / 128) scales.
+The last tile or block of a dim may be partial: n elements have ceil(n / 128) scales.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def dequantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise the last dim of `x`, widened to float32 and not rounded, in strips of 128 that share a UE8M0 scale.
+    """Quantise the last dim of `x`, widened to float32 and not rounded, in tiles of 128 that share a UE8M0 scale.
 
     The scale is 2^ceil(log2(max(amax, 1e-10) / 448)), exact for every float32 (see `quant.ue8m0_byte`).
 
@@ -55,7 +55,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def new_rows(like: Tensor, tokens: int, size: int) -> tuple[Tensor, Tensor]:
-    """What `quantize_rows` gives for `[T, K]` on the device of `like`, not yet written."""
+    """Return unwritten results of `quantize_rows` for `[T, K]` on the device of `like`."""
     count = cdiv(size, ACT_TILE)
     scale = like.new_empty_strided((tokens, 1, count), scale_strides(tokens, count), dtype=torch.float32)
     return like.new_empty((tokens, 1, size), dtype=torch.float8_e4m3fn), scale

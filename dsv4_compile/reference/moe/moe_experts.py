@@ -63,7 +63,7 @@ def local_experts(call: ExpertsArguments) -> tuple[Tensor, Tensor]:
 def moe_experts(call: ExpertsArguments) -> Tensor:
     """Add the experts of each token up, all in float32 on dequantised weights, and round once.
 
-    Places are sorted by expert and cut into tiles of one expert. There are as many tiles as there may have to be, so
+    Places are sorted by expert and split into tiles of one expert. There are as many tiles as there may have to be, so
     nothing depends on values. A weight is dequantised for one tile at a time.
 
     Returns:
