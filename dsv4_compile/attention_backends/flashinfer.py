@@ -47,7 +47,7 @@ class DeepseekV4FlashInferMLASparseBackend(AttentionBackend):
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:
-        """Return FlashMLA's builder, which builds the same main cache metadata."""
+        """Return FlashMLA's builder, which builds the same extra cache metadata."""
         return DeepseekV4FlashMLAMetadataBuilder
 
     @classmethod
@@ -68,7 +68,7 @@ class FlashInferAttention(PerTensorScales):
         self,
         q: Tensor,
         window_cache: Tensor,
-        main_cache: Tensor | None,
+        extra_cache: Tensor | None,
         metadata: DeepseekV4Metadata,
         topk_indices: Tensor | None = None,
         attn_sink: Tensor | None = None,
@@ -79,7 +79,7 @@ class FlashInferAttention(PerTensorScales):
         e4m3 queries hold q / q_scale. The scale of the caches is set by `set_scales`, so `kv_scale` is None.
         """
         check(kv_scale is None, "E201", got=f"a kv_scale for {self.backend.name}", fix="pass it to set_scales")
-        inputs = Inputs(window_cache, main_cache, metadata, topk_indices, attn_sink, kv_scale)
+        inputs = Inputs(window_cache, extra_cache, metadata, topk_indices, attn_sink, kv_scale)
         indices, lens = self.mixed_indices(inputs)
         tokens = indices.shape[0]
         attend = self._library if self.engine == "library" else self._own
@@ -88,16 +88,16 @@ class FlashInferAttention(PerTensorScales):
 
     def mixed_indices(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return `sparse_indices` int32 `[Td + Tp, W + P]` and `sparse_topk_lens` int32 `[Td + Tp]`."""
-        swa, main, layer = inputs.metadata.swa, inputs.metadata.main, self.layer
-        local = main is not None and layer.ratio == CSA_RATIO
+        swa, extra, layer = inputs.metadata.swa, inputs.metadata.extra, self.layer
+        local = extra is not None and layer.ratio == CSA_RATIO
         prefill = prefill_topk(layer, inputs) if swa.num_prefill_tokens > 0 else None
         decode = decode_lens = None
-        if main is not None and swa.num_decode_tokens > 0:
+        if extra is not None and swa.num_decode_tokens > 0:
             if local:
                 assert inputs.topk_indices is not None
                 decode = inputs.topk_indices[decode_tokens(swa)]
             else:
-                decode, decode_lens = main.c128a_global_decode_topk_indices.flatten(1), main.c128a_decode_topk_lens
+                decode, decode_lens = extra.c128a_global_decode_topk_indices.flatten(1), extra.c128a_decode_topk_lens
         indices, lens = torch.ops.dsv4.flashinfer_mixed_indices(
             swa.decode_swa_indices.squeeze(1),
             decode,
@@ -108,8 +108,8 @@ class FlashInferAttention(PerTensorScales):
             swa.token_to_req_indices,
             swa.block_table,
             swa.block_size,
-            None if main is None else main.block_table,
-            swa.block_size if main is None else layer.entry_block_size,
+            None if extra is None else extra.block_table,
+            swa.block_size if extra is None else layer.entry_block_size,
             layer.window,
             layer.ratio,
             0 if prefill is None else prefill.shape[1],
@@ -120,11 +120,11 @@ class FlashInferAttention(PerTensorScales):
 
     def _own(self, q: Tensor, indices: Tensor, lens: Tensor, inputs: Inputs) -> Tensor:
         """Attend with `sparse_mla_decode`: every token is a row, so one call serves decodes and prefills."""
-        window, main = self.layer.window, inputs.main_cache
+        window, cache = self.layer.window, inputs.extra_cache
         quantised = q.dtype is torch.float8_e4m3fn
         extra: tuple[Any, ...] = (None, None, None, 0)
-        if main is not None:
-            extra = (main, indices[:, window:], lens - window, self.layer.entry_block_size)
+        if cache is not None:
+            extra = (cache, indices[:, window:], lens - window, self.layer.entry_block_size)
         out, _ = torch.ops.dsv4.sparse_mla_decode(
             q,
             inputs.window_cache,
@@ -152,7 +152,7 @@ class FlashInferAttention(PerTensorScales):
         )
         heads = self.backend.get_padded_num_q_heads(self.layer.num_heads)
         q, sink = pad_heads(q, heads), pad_sink(inputs.attn_sink, heads)
-        caches = (inputs.window_cache, inputs.window_cache if inputs.main_cache is None else inputs.main_cache)
+        caches = (inputs.window_cache, inputs.window_cache if inputs.extra_cache is None else inputs.extra_cache)
         parts, offset = [], swa.num_decodes
         for rows, requests, longest in (
             (decode_tokens(swa), slice(0, offset), swa.max_decode_query_len),

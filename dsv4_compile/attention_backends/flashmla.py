@@ -60,7 +60,7 @@ class FlashMLAAttention(WorkspacePrefill):
         swa = inputs.metadata.swa
         entries, lens = self._decode_entries(inputs)
         window = (inputs.window_cache, swa.decode_swa_indices.squeeze(1), swa.decode_swa_lens, swa.block_size)
-        extra = (inputs.main_cache, entries, lens, self.layer.entry_block_size if entries is not None else 0)
+        extra = (inputs.extra_cache, entries, lens, self.layer.entry_block_size if entries is not None else 0)
         if self.engine == "library":
             return self._library_decode(q, window, extra, inputs.attn_sink)
         cache, indices, window_lens, block_size = window
@@ -70,17 +70,17 @@ class FlashMLAAttention(WorkspacePrefill):
 
     def _decode_entries(self, inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
         """Return slots `[Td, K]` of the compressed entries that each decode token attends, and their number."""
-        swa, main = inputs.metadata.swa, inputs.metadata.main
-        if main is None:
+        swa, extra = inputs.metadata.swa, inputs.metadata.extra
+        if extra is None:
             return None, None
         if self.layer.ratio != CSA_RATIO:
-            return main.c128a_global_decode_topk_indices.flatten(1), main.c128a_decode_topk_lens
+            return extra.c128a_global_decode_topk_indices.flatten(1), extra.c128a_decode_topk_lens
         assert inputs.topk_indices is not None
         decodes = decode_tokens(swa)
         indices, lens = torch.ops.dsv4.global_topk(
             inputs.topk_indices[decodes],
             swa.token_to_req_indices[decodes],
-            main.block_table,
+            extra.block_table,
             swa.is_valid_token[decodes],
             self.layer.entry_block_size,
         )

@@ -1,4 +1,4 @@
-"""Metadata of single cache groups and their builders: main caches, the indexer's cache, compressor states.
+"""Metadata of single cache groups and their builders: extra caches, the indexer's cache, compressor states.
 
 An engine calls one builder for each cache group, with that group's block table and slots. All builders split the batch
 by the same threshold, so that their decodes agree, and fill the buffers declared in `metadata.BUFFERS`; builders that
@@ -82,7 +82,7 @@ class GroupBuilder(ABC, Generic[Metadata]):
         """Build for a group of layers from the arguments that vLLM-like engines construct builders with.
 
         Args:
-            kv_cache_spec: of the group: `compress_ratio`, and `block_size` for main caches.
+            kv_cache_spec: of the group: `compress_ratio`, and `block_size` for extra caches.
             layer_names: of the group; ignored.
             engine_config: `scheduler_config.max_num_batched_tokens`, `model_config.max_model_len`,
                 `model_config.hf_config.index_topk`, and `speculative_config.num_speculative_tokens` if there is one.
@@ -132,7 +132,7 @@ class GroupBuilder(ABC, Generic[Metadata]):
 
 @dataclass(frozen=True)
 class DeepseekV4FlashMLAMetadata:
-    """A batch for the main cache of one compress ratio; tensors are views of the builder's buffers.
+    """A batch for the extra cache of one compress ratio; tensors are views of the builder's buffers.
 
     Attributes:
         num_reqs, max_query_len, max_seq_len, num_actual_tokens: of the batch.
@@ -166,7 +166,7 @@ class DeepseekV4FlashMLAMetadata:
 
 
 class DeepseekV4FlashMLAMetadataBuilder(GroupBuilder[DeepseekV4FlashMLAMetadata]):
-    """Builds `DeepseekV4FlashMLAMetadata` for main caches of ratio 1, 4 or 128. Arguments of `GroupBuilder`, and:
+    """Builds `DeepseekV4FlashMLAMetadata` for extra caches of ratio 1, 4 or 128. Arguments of `GroupBuilder`, and:
 
     Args:
         topk_tokens: entries that the indexer selects. block_size: tokens that a block table entry covers.
@@ -320,7 +320,7 @@ class DeepseekV4CompressorMetadataBuilder(GroupBuilder[DeepseekV4CompressorMetad
     """Builds `DeepseekV4CompressorMetadata` for the states of one compressor. Arguments of `GroupBuilder`, and:
 
     Args:
-        indexer: whether the states are those of the indexer's compressor, not of the main cache's.
+        indexer: whether the states are those of the indexer's compressor, not of the extra cache's.
     """
 
     def __init__(self, max_num_batched_tokens: int, *, indexer: bool = False, **options: Any) -> None:

@@ -63,7 +63,7 @@ class PagedAttention(PerTensorScales):
         self,
         q: Tensor,
         window_cache: Tensor,
-        main_cache: Tensor | None,
+        extra_cache: Tensor | None,
         metadata: AttentionMetadata,
         topk_indices: Tensor | Slots | None = None,
         attn_sink: Tensor | None = None,
@@ -74,7 +74,7 @@ class PagedAttention(PerTensorScales):
         `kv_scale` of per-tensor fp8 caches defaults to that of `set_scales`.
         """
         indices = lens = None
-        if main_cache is not None:
+        if extra_cache is not None:
             indices, lens = self._entries(metadata, topk_indices)
         out, _ = torch.ops.dsv4.sparse_mla_decode(
             q,
@@ -85,10 +85,10 @@ class PagedAttention(PerTensorScales):
             self.cache_format,
             self.layer.scale,
             attn_sink,
-            main_cache,
+            extra_cache,
             indices,
             lens,
-            self.layer.entry_block_size if main_cache is not None else 0,
+            self.layer.entry_block_size if extra_cache is not None else 0,
             self.cache_scale() if kv_scale is None else kv_scale,
         )
         return out
@@ -99,14 +99,14 @@ class PagedAttention(PerTensorScales):
         """Return slots of the compressed entries that each token attends, and their number."""
         if isinstance(topk_indices, Slots):
             return topk_indices
-        main = metadata.c4 if self.layer.ratio == CSA_RATIO else metadata.c128
-        assert main is not None
+        extra = metadata.c4 if self.layer.ratio == CSA_RATIO else metadata.c128
+        assert extra is not None
         if self.layer.ratio != CSA_RATIO:
-            return main.indices, main.lens
+            return extra.indices, extra.lens
         indices, lens = torch.ops.dsv4.global_topk(
             topk_indices,
             metadata.token_to_req,
-            main.block_table,
+            extra.block_table,
             metadata.is_valid_token,
             self.layer.entry_block_size,
         )

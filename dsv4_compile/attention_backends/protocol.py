@@ -94,7 +94,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int]:
-        """Return the numbers of tokens that a block table entry of the main cache may cover."""
+        """Return the numbers of tokens that a block table entry of the extra cache may cover."""
         return list(cls.kernel_block_sizes)
 
     @classmethod
@@ -120,7 +120,7 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def get_builder_cls(cls) -> Callable[..., Any]:
-        """Return the builder of the main cache's metadata: a class, or a function."""
+        """Return the builder of the extra cache's metadata: a class, or a function."""
 
     @classmethod
     def get_swa_builder_cls(cls) -> Callable[..., Any] | None:

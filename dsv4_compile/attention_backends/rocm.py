@@ -39,7 +39,7 @@ class DeepseekV4ROCMAiterSparseSWAMetadata(DeepseekSparseSWAMetadata):
 
 @dataclass(frozen=True)
 class DeepseekV4ROCMAiterMLASparseMetadata(DeepseekV4FlashMLAMetadata):
-    """The main cache's metadata with the decode rows of ratio 128 as a ragged list; at ratio 4 the indexer selects.
+    """The extra cache's metadata with the decode rows of ratio 128 as a ragged list; at ratio 4 the indexer selects.
 
     c128a_decode_topk_ragged_indices: int32 `[max(Td * C, 1)]`, c128a_decode_topk_ragged_indptr: int32 `[Td + 1]`.
     """
@@ -176,7 +176,7 @@ class RaggedAttention(WorkspacePrefill):
             self.cache_format,
             self.layer.scale,
             inputs.attn_sink,
-            None if entries is None else inputs.main_cache,
+            None if entries is None else inputs.extra_cache,
             entries,
             indptr,
             0 if entries is None else self.layer.entry_block_size,
@@ -188,18 +188,18 @@ class RaggedAttention(WorkspacePrefill):
 
     def _decode_entries(self, inputs: Inputs) -> tuple[Tensor | None, Tensor | None, int]:
         """Return the decodes' compressed entries as a ragged list of slots, its row ends, and the longest row."""
-        swa, main = inputs.metadata.swa, inputs.metadata.main
-        if main is None:
+        swa, extra = inputs.metadata.swa, inputs.metadata.extra
+        if extra is None:
             return None, None, 0
         if self.layer.ratio != CSA_RATIO:
-            width = main.c128a_global_decode_topk_indices.shape[-1]
-            return main.c128a_decode_topk_ragged_indices, main.c128a_decode_topk_ragged_indptr, width
+            width = extra.c128a_global_decode_topk_indices.shape[-1]
+            return extra.c128a_decode_topk_ragged_indices, extra.c128a_decode_topk_ragged_indptr, width
         assert inputs.topk_indices is not None
         decodes = decode_tokens(swa)
         flat, indptr, _ = torch.ops.dsv4.global_topk_ragged(
             inputs.topk_indices[decodes],
             swa.token_to_req_indices[decodes],
-            main.block_table,
+            extra.block_table,
             swa.is_valid_token[decodes],
             self.layer.entry_block_size,
         )

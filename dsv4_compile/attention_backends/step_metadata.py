@@ -26,20 +26,20 @@ class DeepseekV4StepMetadata:
     """Metadata of one step for every kind of layer; groups that the model does not have are absent.
 
     Attributes:
-        swa: of the window cache, for all layers. main: of the main caches, by compress ratio.
+        swa: of the window cache, for all layers. extra: of the extra caches, by compress ratio.
         indexer: of the indexer's cache. states: of compressor states, by group: c4_state, indexer_state, c128_state.
         split: decodes and prefills, the same for all groups.
     """
 
     swa: DeepseekSparseSWAMetadata
-    main: dict[int, DeepseekV4FlashMLAMetadata]
+    extra: dict[int, DeepseekV4FlashMLAMetadata]
     indexer: DeepseekV4IndexerMetadata | None
     states: dict[str, DeepseekV4CompressorMetadata]
     split: BatchSplit
 
     def of(self, ratio: int) -> DeepseekV4Metadata:
         """Return the metadata of a layer of this compress ratio; 0 and 1 are window-only layers."""
-        return DeepseekV4Metadata(self.swa, self.main[ratio] if ratio > 1 else None)
+        return DeepseekV4Metadata(self.swa, self.extra[ratio] if ratio > 1 else None)
 
 
 class DeepseekV4StepBuilder:
@@ -59,7 +59,7 @@ class DeepseekV4StepBuilder:
             return {"max_model_len": buffers.max_model_len, "ratio": ratio, "buffers": buffers}
 
         tokens = buffers.max_num_batched_tokens
-        self.main = {
+        self.extra = {
             ratio: DeepseekV4FlashMLAMetadataBuilder(tokens, topk_tokens=topk_tokens, **options(ratio))
             for ratio in ratios
         }
@@ -96,7 +96,7 @@ class DeepseekV4StepBuilder:
                 indices=tensors["window_indices"].unsqueeze(1),
                 lens=tensors["window_lens"],
             ),
-            main={ratio: builder.view(cms[f"c{ratio}"], split) for ratio, builder in self.main.items()},
+            extra={ratio: builder.view(cms[f"c{ratio}"], split) for ratio, builder in self.extra.items()},
             indexer=None if self.indexer is None else self.indexer.view(cms["indexer"], split),
             states={group: builder.view(cms[group], split) for group, builder in self.states.items()},
             split=split,

@@ -43,7 +43,7 @@ class Demand:
         num_heads: H, query heads on this device.
         dtype: of hidden states.
         kv_cache_dtype: the user's word, such as `auto`, `fp8_ds_mla`, `fp8` or `bfloat16`.
-        block_size: tokens that one entry of the main cache's block table covers.
+        block_size: tokens that one entry of the extra cache's block table covers.
         index_topk: entries that the model's indexer selects; None for a model without one.
         has_sink: whether heads have a sink logit.
         qk_nope_head_dim: dims of a query head without RoPE, before the latent up-projection is absorbed; None if the
@@ -79,7 +79,7 @@ class LayerShape:
         window: tokens attended directly, W. ratio: compress ratio, 1 = window only.
         max_model_len, max_num_batched_tokens: capacities; they size prefill workspaces.
         kv_cache_dtype: the user's word; see the backend's `cache_format`.
-        window_block_size, block_size: tokens that one block table entry covers, of the window cache and of the main
+        window_block_size, block_size: tokens that one block table entry covers, of the window cache and of the extra
             cache.
         value_dim: leading dims of a cached vector that are its value; 0 = all.
     """
@@ -98,7 +98,7 @@ class LayerShape:
 
     @property
     def entry_block_size(self) -> int:
-        """Compressed entries in a page of the main cache."""
+        """Compressed entries in a page of the extra cache."""
         return max(self.block_size // self.ratio, 1)
 
 

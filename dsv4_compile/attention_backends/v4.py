@@ -23,22 +23,22 @@ PREFILL_CHUNK_SIZE = 4
 
 @dataclass(frozen=True)
 class DeepseekV4Metadata:
-    """Metadata of one step for one layer. `main` belongs to its main cache; None for a window-only layer."""
+    """Metadata of one step for one layer. `extra` belongs to its extra cache; None for a window-only layer."""
 
     swa: DeepseekSparseSWAMetadata
-    main: Any = None
+    extra: Any = None
 
 
 class Inputs(NamedTuple):
     """Arguments of an attention call, without the queries.
 
-    window_cache, main_cache: caches in the layer's format; None where the layer has no main cache.
+    window_cache, extra_cache: caches in the layer's format; None where the layer has no extra cache.
     topk_indices: int32 `[T, K]`, entries within the request that the indexer selected; ratio 4 only.
     attn_sink: float32 `[H]`. kv_scale: float32, one element, of per-tensor fp8 caches.
     """
 
     window_cache: Tensor
-    main_cache: Tensor | None
+    extra_cache: Tensor | None
     metadata: DeepseekV4Metadata
     topk_indices: Tensor | None
     attn_sink: Tensor | None
@@ -57,13 +57,13 @@ def prefill_tokens(swa: DeepseekSparseSWAMetadata) -> slice:
 
 def prefill_topk(layer: LayerShape, inputs: Inputs) -> Tensor:
     """Return int32 `[Tp, K]`: entries within the request that each prefill token attends; K is 0 at ratio 1."""
-    swa, main = inputs.metadata.swa, inputs.metadata.main
-    if main is None:
+    swa, extra = inputs.metadata.swa, inputs.metadata.extra
+    if extra is None:
         return swa.token_to_req_indices[prefill_tokens(swa), None][:, :0]
     if layer.ratio == CSA_RATIO:
         assert inputs.topk_indices is not None
         return inputs.topk_indices[prefill_tokens(swa)]
-    topk: Tensor = main.c128a_prefill_topk_indices
+    topk: Tensor = extra.c128a_prefill_topk_indices
     return topk
 
 
@@ -85,7 +85,7 @@ class DeepseekV4SparseAttention(SparseAttention):
         self,
         q: Tensor,
         window_cache: Tensor,
-        main_cache: Tensor | None,
+        extra_cache: Tensor | None,
         metadata: DeepseekV4Metadata,
         topk_indices: Tensor | None = None,
         attn_sink: Tensor | None = None,
@@ -95,11 +95,11 @@ class DeepseekV4SparseAttention(SparseAttention):
 
         Args:
             q: `[T, H, D]`, normed and rotated; rows after the metadata's tokens are padding of a captured graph.
-            window_cache, main_cache, metadata, topk_indices, attn_sink, kv_scale: see `Inputs`.
+            window_cache, extra_cache, metadata, topk_indices, attn_sink, kv_scale: see `Inputs`.
         Returns:
             `[T, H, D]`, 0 for padding; q's dtype, bfloat16 for e4m3.
         """
-        inputs = Inputs(window_cache, main_cache, metadata, topk_indices, attn_sink, kv_scale)
+        inputs = Inputs(window_cache, extra_cache, metadata, topk_indices, attn_sink, kv_scale)
         swa = metadata.swa
         parts = []
         if swa.num_decode_tokens > 0:
@@ -154,18 +154,18 @@ class WorkspacePrefill(DeepseekV4SparseAttention):
 
     def _chunk(self, q: Tensor, topk: Tensor, inputs: Inputs, requests: slice) -> Tensor:
         """Gather the entries and windows of some requests into the workspace and attend them."""
-        swa, main = inputs.metadata.swa, inputs.metadata.main
+        swa, extra = inputs.metadata.swa, inputs.metadata.extra
         rows, entries = self.workspace_rows
         seq_lens, gather_lens = swa.prefill_seq_lens[requests], swa.prefill_gather_lens[requests]
         tables = slice(swa.num_decodes + requests.start, swa.num_decodes + requests.stop)
         kv = self._gathered(seq_lens.shape[0], rows, inputs.window_cache)
-        if main is not None:
+        if extra is not None:
             torch.ops.dsv4.dequantize_and_gather_k_cache(
                 kv,
-                inputs.main_cache,
+                inputs.extra_cache,
                 seq_lens // self.layer.ratio,
                 None,
-                main.block_table[tables],
+                extra.block_table[tables],
                 self.layer.entry_block_size,
                 0,
                 self.cache_format,

@@ -24,8 +24,8 @@ class AttentionCase:
 
     Attributes:
         batch: query and sequence lengths, decodes first. ratio: of the layer. window: W.
-        window_cache, main_cache: full of random vectors; the second is None at ratio 1.
-        window_table, main_table: block tables, as lists.
+        window_cache, extra_cache: full of random vectors; the second is None at ratio 1.
+        window_table, extra_table: block tables, as lists.
         topk: int32 `[T, K]`, compressed entries within the request that the indexer chose; ratio 4 only.
         q: `[T, H, D]`. sink: float32 `[H]`. scale: of the scores.
     """
@@ -34,9 +34,9 @@ class AttentionCase:
     ratio: int
     window: int
     window_cache: RandomCache
-    main_cache: RandomCache | None
+    extra_cache: RandomCache | None
     window_table: Table
-    main_table: Table
+    extra_table: Table
     topk: Tensor | None
     q: Tensor
     sink: Tensor
@@ -44,28 +44,28 @@ class AttentionCase:
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """Both block tables, int32 `[R, B]`."""
-        return table_tensor(self.window_table, 1), table_tensor(self.main_table, 1)
+        return table_tensor(self.window_table, 1), table_tensor(self.extra_table, 1)
 
     def positions(self) -> Tensor:
         """int64 `[T]`, 0 for padding."""
         return torch.tensor([max(position, 0) for _, position in self.batch.tokens()], dtype=torch.int64)
 
     def selected(self, token: int) -> tuple[list[int], list[int]]:
-        """Slots that a token attends, in the window's cache and in the main cache; none for padding."""
+        """Slots that a token attends, in the window's cache and in the extra cache; none for padding."""
         request, position = self.batch.tokens()[token]
         if position < 0:
             return [], []
         slots, count = window_row(self.window_table, request, position, self.window, self.window_cache.block_size)
         entries: list[int] = []
-        if self.main_cache is not None:
-            block = self.main_cache.block_size
+        if self.extra_cache is not None:
+            block = self.extra_cache.block_size
             if self.topk is None:
                 width = layout.cdiv(position + 1, self.ratio) + 1
-                entries, number = entry_row(self.main_table, request, position, width, block, self.ratio)
+                entries, number = entry_row(self.extra_table, request, position, width, block, self.ratio)
                 entries = entries[:number]
             else:
                 chosen = [int(entry) for entry in self.topk[token] if entry >= 0]
-                entries = [index(self.main_table, request, entry, block) for entry in chosen]
+                entries = [index(self.extra_table, request, entry, block) for entry in chosen]
         return slots[:count], entries
 
     def expected(self) -> Tensor:
@@ -74,8 +74,8 @@ class AttentionCase:
         for token in range(self.q.shape[0]):
             slots, entries = self.selected(token)
             keys = [_keys(self.window_cache, slots)]
-            if self.main_cache is not None:
-                keys.append(_keys(self.main_cache, entries))
+            if self.extra_cache is not None:
+                keys.append(_keys(self.extra_cache, entries))
             out[token] = _attend(self.q[token].double(), torch.cat(keys), self.scale, self.sink.double())
         return out
 
@@ -122,17 +122,17 @@ def random_case(
         return cache, table
 
     window_cache, window_table = paged(layout.WINDOW_BLOCK, layout.WINDOW_BLOCK)
-    main_cache, main_table = (None, [[0]] * requests)
+    extra_cache, extra_table = (None, [[0]] * requests)
     if ratio > 1:
-        main_cache, main_table = paged(layout.storage_block_size(ratio), layout.KV_BLOCK)
+        extra_cache, extra_table = paged(layout.storage_block_size(ratio), layout.KV_BLOCK)
     return AttentionCase(
         batch=batch,
         ratio=ratio,
         window=window,
         window_cache=window_cache,
-        main_cache=main_cache,
+        extra_cache=extra_cache,
         window_table=window_table,
-        main_table=main_table,
+        extra_table=extra_table,
         topk=_choice(rng, batch, ratio, topk) if ratio == layout.CSA_RATIO else None,
         q=torch.randn(batch.num_tokens, heads, head_dim, generator=generator).to(dtype),
         sink=torch.randn(heads, generator=generator),

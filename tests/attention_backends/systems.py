@@ -138,14 +138,14 @@ class Layer:
         self.module: SparseAttention = backend.get_impl_cls()(self.shape, setup.engine, **options).to(device)
         if setup.name == "FLASHINFER_MLA_SPARSE_DSV4" and case.window_cache.kv_scale is not None:
             self.module.set_scales(1.0, float(case.window_cache.kv_scale))
-        self.swa = self.main = None
+        self.swa = self.extra = None
         if setup.name == "DSV4_PAGED":
             return
         builder = backend.get_swa_builder_cls()
         assert builder is not None
         self.swa = builder(MAX_TOKENS, window=case.window, decode_threshold=DECODE_THRESHOLD, device=device)
         if setup.ratio > 1:
-            self.main = backend.get_builder_cls()(
+            self.extra = backend.get_builder_cls()(
                 MAX_TOKENS,
                 max_model_len=MAX_MODEL_LEN,
                 ratio=setup.ratio,
@@ -155,13 +155,13 @@ class Layer:
 
     def metadata(self, case: AttentionCase) -> Any:
         batch = case.batch
-        window_table, main_table = (table.to(self.device) for table in case.tables())
+        window_table, extra_table = (table.to(self.device) for table in case.tables())
         if self.swa is None:
             return build_batch_metadata(
                 query_start_loc=batch.query_start_loc().to(self.device),
                 seq_lens=batch.seq_lens_tensor().to(self.device),
                 num_tokens=batch.num_tokens,
-                block_tables=BlockTables(window_table, *(main_table,) * 6 if self.setup.ratio > 1 else ()),
+                block_tables=BlockTables(window_table, *(extra_table,) * 6 if self.setup.ratio > 1 else ()),
                 window=case.window,
                 max_model_len=MAX_MODEL_LEN,
                 ratios=(self.setup.ratio,),
@@ -176,17 +176,17 @@ class Layer:
                 positions=case.positions().to(self.device),
             )
 
-        main = None if self.main is None else self.main.build(0, group(main_table))
-        return DeepseekV4Metadata(self.swa.build(0, group(window_table)), main)
+        extra = None if self.extra is None else self.extra.build(0, group(extra_table))
+        return DeepseekV4Metadata(self.swa.build(0, group(window_table)), extra)
 
     def arguments(self, case: AttentionCase) -> tuple[Any, ...]:
         """Return the arguments of `module`."""
-        main = case.main_cache
+        extra = case.extra_cache
         own_scale = self.setup.name == "FLASHINFER_MLA_SPARSE_DSV4"
         tensors = (
             case.q,
             case.window_cache.cache,
-            None if main is None else main.cache,
+            None if extra is None else extra.cache,
             self.metadata(case),
             case.topk,
             case.sink,

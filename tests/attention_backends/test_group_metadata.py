@@ -135,7 +135,7 @@ def test_step_builder_equals_the_builders_of_single_groups(batch: Batch, seed: i
     )
     sizes: dict[str, Any] = {"max_model_len": MAX_LEN, "decode_threshold": 2}
     single: list[tuple[Any, Any]] = [
-        (step.main[ratio], DeepseekV4FlashMLAMetadataBuilder(TOKENS, ratio=ratio, topk_tokens=64, **sizes))
+        (step.extra[ratio], DeepseekV4FlashMLAMetadataBuilder(TOKENS, ratio=ratio, topk_tokens=64, **sizes))
         for ratio in (4, 128)
     ]
     single.append((step.indexer, DeepseekV4IndexerMetadataBuilder(TOKENS, ratio=4, **sizes)))
@@ -151,7 +151,7 @@ def test_step_builder_equals_the_builders_of_single_groups(batch: Batch, seed: i
         for name, tensor in theirs.items():
             if (group, name) != ("window", "slot_mapping"):  # the single builder returns the engine's slots
                 assert ours[name].tolist() == tensor.tolist(), (group, name)
-    assert step.of(1).main is None and step.of(4).main is step.main[4]
+    assert step.of(1).extra is None and step.of(4).extra is step.extra[4]
 
 
 def test_addresses_and_strides_of_a_step_never_change(seed: int) -> None:
@@ -161,7 +161,7 @@ def test_addresses_and_strides_of_a_step_never_change(seed: int) -> None:
     for lens in ((129, 4, 260, 0), (2, 600, 9, 0)):
         buffers.load(DECODES.query_start_loc(), lens)
         step = builder.build(DECODES.query_start_loc().tolist(), lens, DECODES.num_tokens)
-        parts = (step.swa, *step.main.values(), step.indexer, *step.states.values())
+        parts = (step.swa, *step.extra.values(), step.indexer, *step.states.values())
         kept = [tensors_of(part) for part in parts]
         seen.add(tuple((n, t.data_ptr(), t.stride()) for part in kept for n, t in part.items() if "gather" not in n))
     assert len(seen) == 1
@@ -210,9 +210,9 @@ def test_capture_batch_of_slots_minus_one_is_all_padding() -> None:
         block_table=torch.zeros(requests, 3, dtype=torch.int32),
         slot_mapping=torch.full((requests,), -1),
     )
-    main = DeepseekV4FlashMLAMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=128).build(0, cm)
+    extra = DeepseekV4FlashMLAMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=128).build(0, cm)
     keys = DeepseekV4IndexerMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=4).build(0, cm)
-    assert (main.slot_mapping == -1).all() and (keys.slot_mapping == -1).all()
-    assert not main.c128a_decode_topk_lens.any() and not keys.context_lens.any()
-    assert (main.c128a_global_decode_topk_indices == -1).all()
-    assert main.c128a_global_decode_topk_indices.stride(0) == WIDTH
+    assert (extra.slot_mapping == -1).all() and (keys.slot_mapping == -1).all()
+    assert not extra.c128a_decode_topk_lens.any() and not keys.context_lens.any()
+    assert (extra.c128a_global_decode_topk_indices == -1).all()
+    assert extra.c128a_global_decode_topk_indices.stride(0) == WIDTH

@@ -120,12 +120,12 @@ def test_old_flashinfer_raises_for_gaps_between_pages(
     setup = Setup("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16", 4, "mixed", "library")
     case = case_of(random.Random(seed), setup)
     layer = Layer(setup, case)
-    q, window, main, *others = layer.arguments(case)
+    q, window, extra, *others = layer.arguments(case)
     monkeypatch.setattr(sys.modules["flashinfer.mla"], new.__name__, old)
     with torch.inference_mode():
         with pytest.raises(InputError, match="sparse_indices_are_storage_offsets"):
-            layer.module(q, window, main, *others)
-        assert_close(layer.module(q, window.contiguous(), main.contiguous(), *others), case.expected())
+            layer.module(q, window, extra, *others)
+        assert_close(layer.module(q, window.contiguous(), extra.contiguous(), *others), case.expected())
 
 
 def test_scales_are_for_fp8_caches_only(seed: int) -> None:

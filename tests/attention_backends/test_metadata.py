@@ -72,15 +72,15 @@ def test_ragged_metadata_lists_the_rows_of_the_decodes(phase: str, seed: int) ->
     case = case_of(rng, setup)
     metadata = Layer(setup, case).metadata(case)
     _, tokens = split(case)
-    swa, main = metadata.swa, metadata.main
+    swa, extra = metadata.swa, metadata.extra
     assert lists(swa.decode_swa_ragged_indices, swa.decode_swa_ragged_indptr) == [
         indices[:length] for indices, length in windows(case, tokens)
     ]
     entries = [
-        entry_row(case.main_table, request, position, layout.c128a_width(MAX_MODEL_LEN), 2, 128)
+        entry_row(case.extra_table, request, position, layout.c128a_width(MAX_MODEL_LEN), 2, 128)
         for request, position in case.batch.tokens()[:tokens]
     ]
-    assert lists(main.c128a_decode_topk_ragged_indices, main.c128a_decode_topk_ragged_indptr) == [
+    assert lists(extra.c128a_decode_topk_ragged_indices, extra.c128a_decode_topk_ragged_indptr) == [
         indices[:length] for indices, length in entries
     ]
 
@@ -92,13 +92,13 @@ def test_mixed_index_rows_are_exact(seed: int) -> None:
     layer = Layer(setup, case)
     arguments = layer.arguments(case)
     indices, lens = layer.module.mixed_indices(Inputs(*arguments[1:]))
-    assert case.main_cache is not None and case.topk is not None
-    block = case.main_cache.block_size
+    assert case.extra_cache is not None and case.topk is not None
+    block = case.extra_cache.block_size
     want_rows, want_lens = [], []
     for token, (request, position) in enumerate(case.batch.tokens()):
         slots, _ = window_row(case.window_table, request, position, case.window, layout.WINDOW_BLOCK)
         chosen = [entry for entry in case.topk[token].tolist() if entry >= 0]
-        entries = [index(case.main_table, request, entry, block) for entry in chosen]
+        entries = [index(case.extra_table, request, entry, block) for entry in chosen]
         want_rows.append(slots + row(entries, case.topk.shape[1]))
         want_lens.append(case.window + len(entries))
     assert indices.tolist() == want_rows
@@ -120,6 +120,6 @@ def test_metadata_addresses_do_not_change_between_steps(name: str, seed: int) ->
     seen = []
     for case in cases:
         metadata = layer.metadata(case)
-        seen.append(addresses(metadata.swa) | addresses(metadata.main))
+        seen.append(addresses(metadata.swa) | addresses(metadata.extra))
     assert all(step == seen[0] for step in seen)
     assert len(seen[0]) == (10 if name == ROCM else 6)
