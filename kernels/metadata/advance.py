@@ -1,38 +1,29 @@
 """`advance`: one program moves all requests of a decode batch to the next step.
 
-reference/advance.py defines it; every bit is equal. One program, because it reads what it overwrites: a chunk of
-requests is read whole before any of it is written, and the start behind a chunk is the next chunk's to write.
+A single program, because it overwrites what it reads: a chunk of requests is read whole before any of it is written,
+and the next chunk writes the start that follows a chunk.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...reference.metadata.advance import PAD_TOKEN
+from ...reference.metadata.advance import PAD_TOKEN, AdvanceArguments
 from ..host.launch import launch_kernel
 
 MAX_REQUESTS = 1024
 """Requests that are moved at a time."""
 TAIL = 1024
-"""Tokens behind the last request that are made padding at a time."""
+"""Tokens after the last request that are set to padding at a time."""
 NO_TOKEN = tl.constexpr(PAD_TOKEN)
 
 
 @triton.jit(do_not_specialize=["requests", "rows"])
 def advance_kernel(
-    p_starts,  # [requests + 1] int32
-    p_lens,  # [requests] int32
-    p_ids,  # [rows] int64
-    p_overflow,  # [requests] int32
-    p_new,  # [requests] int
-    p_tokens,  # [requests, S] int
-    p_drafts,  # [requests, QUERY - 1] int
-    p_reserved,  # [requests] int
-    strides,  # of starts, lens, ids, overflow, new, reserved
-    token_strides,
-    draft_strides,
+    batch,  # starts [requests + 1] int32, lens [requests] int32, ids [rows] int64, overflow [requests] int32
+    inputs,  # new [requests] int, tokens [requests, S] int, drafts [requests, QUERY - 1] int, reserved [requests] int
+    strides,  # of starts, lens, ids, overflow, new, reserved; of tokens; of drafts
     requests,
     rows,
     S: tl.constexpr,
@@ -40,7 +31,10 @@ def advance_kernel(
     BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """The only program."""
+    """Move all requests, in a single program."""
+    p_starts, p_lens, p_ids, p_overflow = batch
+    p_new, p_tokens, p_drafts, p_reserved = inputs
+    strides, token_strides, draft_strides = strides
     for first in range(0, requests, BLOCK):
         # [BLOCK]
         o_r = (first + tl.arange(0, BLOCK)).to(tl.int64)
@@ -75,36 +69,21 @@ def advance_kernel(
         tl.store(p_ids + o_n * strides[2], tl.full((TAIL,), NO_TOKEN, tl.int64), mask=o_n < rows)
 
 
-def advance(
-    num_new: Tensor,
-    tokens: Tensor,
-    drafts: Tensor | None,
-    reserved: Tensor,
-    query_len: int,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    input_ids: Tensor,
-    overflow: Tensor,
-) -> None:
-    """See the reference; every byte is equal."""
-    requests = seq_lens.shape[0]
-    moved = (query_start_loc, seq_lens, input_ids, overflow)
-    drafted = tokens if drafts is None else drafts
+def advance(op: AdvanceArguments) -> None:
+    """Launch `advance`; every byte equals the reference."""
+    requests = op.seq_lens.shape[0]
+    moved = (op.query_start_loc, op.seq_lens, op.input_ids, op.overflow)
+    drafted = op.tokens if op.drafts is None else op.drafts
     launch_kernel(
         advance_kernel,
         (1,),
-        *moved,
-        num_new,
-        tokens,
-        drafted,
-        reserved,
-        tuple(value.stride(0) for value in (*moved, num_new, reserved)),
-        tokens.stride(),
-        drafted.stride(),
+        moved,
+        (op.num_new, op.tokens, drafted, op.reserved),
+        (tuple(value.stride(0) for value in (*moved, op.num_new, op.reserved)), op.tokens.stride(), drafted.stride()),
         requests,
-        input_ids.shape[0],
-        S=tokens.shape[1],
-        QUERY=query_len,
+        op.input_ids.shape[0],
+        S=op.tokens.shape[1],
+        QUERY=op.query_len,
         BLOCK=min(MAX_REQUESTS, triton.next_power_of_2(max(requests, 1))),
         TAIL=TAIL,
         num_warps=4,

@@ -1,14 +1,12 @@
 """`batch_metadata`: one launch writes every row of a step's metadata.
 
-reference/batch_metadata.py defines it; every bit is equal. Nothing depends on the number of tokens or of requests: a
-program finds its own place in the batch, and rows behind the last token find none. At 128 tokens a launch is three
-loads behind one another, about 3 us on an H200; with many tokens it is its stores, 4 bytes for each of the
-N * (W + C) elements of the index rows.
+A program finds its token's request and position from the query starts; rows after the last token find none. With few
+tokens the latency of three dependent loads dominates, with many the stores of the N * (W + C) index elements.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layout import CSA_RATIO, HCA_RATIO, PAD_INDEX, PAD_LEN, cdiv, state_block_size, storage_block_size
-from ...ops.metadata.batch_metadata import ARGUMENTS, CONTEXT_LENS, GROUPS, TOKENS
+from ...ops.metadata.batch_metadata import CONTEXT_LENS, GROUPS, TOKENS
+from ...reference.metadata.batch_metadata import BatchMetadataArguments
 from ..host.launch import launch_kernel
 
 MAX_STARTS = 1024
@@ -45,9 +44,54 @@ GROUP_PAGES = {
 }
 
 
+class Buffers(NamedTuple):
+    """Buffers that the kernel writes; those that a call lacks may be any tensor.
+
+    Attributes:
+        p_positions: `[N]` int64; p_requests: `[N]` int32; p_valid: `[N]` bool.
+        p_slots: of each group `[N]` int64.
+        p_window_indices: `[N, W]` int32; p_c128_indices: `[N, C]` int32; their lengths `[N]` int32.
+        p_c4_context, p_c128_context: `[N]` int32.
+    """
+
+    p_positions: Tensor
+    p_requests: Tensor
+    p_valid: Tensor
+    p_slots: tuple[Tensor, ...]
+    p_window_indices: Tensor
+    p_window_lens: Tensor
+    p_c128_indices: Tensor
+    p_c128_lens: Tensor
+    p_c4_context: Tensor
+    p_c128_context: Tensor
+
+
+class Shape(NamedTuple):
+    """Compile-time sizes of a launch.
+
+    Attributes:
+        has: whether each group is there; the other flags likewise.
+        pages, ratios: tokens or entries of a page, and tokens of an entry, of each group.
+        window, entries: columns W and C of the index rows; window_block: W rounded up to a power of two.
+        piece: columns of ratio 128 that a program writes. starts: query starts that it compares at a time.
+    """
+
+    has: tuple[bool, ...]
+    has_engine: bool
+    has_c4_context: bool
+    has_c128_context: bool
+    pages: tuple[int, ...]
+    ratios: tuple[int, ...]
+    window: int
+    entries: int
+    window_block: int
+    piece: int
+    starts: int
+
+
 @triton.jit
 def find_token(token, p_starts, p_lens, p_engine, strides, requests, engine_rows, HAS_ENGINE, STARTS):
-    """Request and position of a token; 0 and -1 for padding."""
+    """Return request and position of a token; 0 and -1 for padding."""
     # [STARTS]
     before = tl.zeros((STARTS,), tl.int32)
     for first in range(0, requests + 1, STARTS):
@@ -68,7 +112,7 @@ def find_token(token, p_starts, p_lens, p_engine, strides, requests, engine_rows
 
 @triton.jit
 def find_slots(logical, request, p_table, strides, sizes, BLOCK: tl.constexpr):
-    """int64 slots of logical tokens or entries of a request; -1 where there is none."""
+    """Return int64 slots of logical tokens or entries of a request; -1 where there is none."""
     ok = (logical >= 0) & (request < sizes[0])
     index = tl.where(ok, logical, 0)
     column = index // BLOCK
@@ -80,51 +124,37 @@ def find_slots(logical, request, p_table, strides, sizes, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["requests", "engine_rows"])
 def batch_metadata_kernel(
-    p_positions,  # [N] int64
-    p_requests,  # [N] int32
-    p_valid,  # [N] bool
-    p_slots,  # of each group: [N] int64
-    p_window_indices,  # [N, W] int32
-    p_window_lens,  # [N] int32
-    p_c128_indices,  # [N, C] int32
-    p_c128_lens,  # [N] int32
-    p_c4_context,  # [N] int32
-    p_c128_context,  # [N] int32
-    p_starts,  # [requests + 1] int
-    p_lens,  # [requests] int
-    p_engine,  # [engine_rows] int
+    buffers,
+    inputs,  # query starts [requests + 1], lengths [requests] and the engine's slots [engine_rows], int
     p_tables,  # of each group: [R, B] int
-    strides,  # of starts, lens and the engine's slots
-    table_strides,
-    table_sizes,
-    row_strides,  # of both index buffers
+    strides,  # of the inputs; of each table; and its sizes; of both index buffers
     requests,
     engine_rows,
-    HAS: tl.constexpr,  # whether each group is there
-    HAS_ENGINE: tl.constexpr,
-    HAS_C4_CONTEXT: tl.constexpr,
-    HAS_C128_CONTEXT: tl.constexpr,
-    PAGES: tl.constexpr,  # page size of each group
-    RATIOS: tl.constexpr,  # tokens of an entry of each group
-    W: tl.constexpr,
-    C: tl.constexpr,
-    W_BLOCK: tl.constexpr,
-    PIECE: tl.constexpr,
-    STARTS: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Program (t, 0) writes all of token t but its entries of ratio 128; program (t, 1 + p) writes piece p of those."""
+    p_positions, p_requests, p_valid, p_slots, p_window_indices, p_window_lens = buffers[:6]
+    p_c128_indices, p_c128_lens, p_c4_context, p_c128_context = buffers[6:]
+    p_starts, p_lens, p_engine = inputs
+    strides, table_strides, table_sizes, row_strides = strides
+    HAS: tl.constexpr = SHAPE.has
+    PAGES: tl.constexpr = SHAPE.pages
+    RATIOS: tl.constexpr = SHAPE.ratios
+    W: tl.constexpr = SHAPE.window
+    C: tl.constexpr = SHAPE.entries
+    PIECE: tl.constexpr = SHAPE.piece
     token = tl.program_id(0).to(tl.int64)
     request, position = find_token(
-        token, p_starts, p_lens, p_engine, strides, requests, engine_rows, HAS_ENGINE, STARTS
+        token, p_starts, p_lens, p_engine, strides, requests, engine_rows, SHAPE.has_engine, SHAPE.starts
     )
     seen = tl.where(position >= 0, (position + 1) // HCA, NO_LEN)
     if tl.program_id(1) == 0:
         tl.store(p_positions + token, tl.maximum(position, 0))
         tl.store(p_requests + token, request.to(tl.int32))
         tl.store(p_valid + token, position >= 0)
-        if HAS_C4_CONTEXT:
+        if SHAPE.has_c4_context:
             tl.store(p_c4_context + token, tl.where(position >= 0, (position + 1) // CSA, NO_LEN).to(tl.int32))
-        if HAS_C128_CONTEXT:
+        if SHAPE.has_c128_context:
             tl.store(p_c128_context + token, seen.to(tl.int32))
         for g in tl.static_range(NUM_GROUPS):
             if HAS[g]:
@@ -137,8 +167,8 @@ def batch_metadata_kernel(
         if HAS[WINDOW]:
             count = tl.minimum(position + 1, W)
             tl.store(p_window_lens + token, count.to(tl.int32))
-            # [W_BLOCK]
-            o_w = tl.arange(0, W_BLOCK)
+            # [window_block]
+            o_w = tl.arange(0, SHAPE.window_block)
             tokens = tl.where(o_w < count, position - count + 1 + o_w, PAD)
             tokens = find_slots(
                 tokens, request, p_tables[WINDOW], table_strides[WINDOW], table_sizes[WINDOW], PAGES[WINDOW]
@@ -154,71 +184,64 @@ def batch_metadata_kernel(
         tl.store(p_c128_indices + token * row_strides[1] + o_c, entries, mask=o_c < C)
 
 
-def batch_metadata_refuses(*args: Any, **kwargs: Any) -> str:
-    """Why the kernel cannot take this call; "" if it can."""
-    given = _named(args, kwargs)
+def why_unsupported_batch_metadata(op: BatchMetadataArguments) -> str:
+    """Return why the kernel does not support a call, "" if it does."""
+    given = op._asdict()
     for name in (*TOKENS, *(name for buffers in GROUPS.values() for name in buffers), *CONTEXT_LENS):
-        buffer = given.get(name)
+        buffer = given[name]
         if buffer is not None and buffer.shape[0] and buffer.stride(-1) != 1 and buffer.shape[-1] > 1:
-            return f"{name} has gaps between its elements"
+            return f"the last dim of {name} is contiguous, this one has stride {buffer.stride(-1)}"
     return ""
 
 
-def batch_metadata(*args: Any, **kwargs: Any) -> None:
-    """See the reference; every byte of the buffers is equal."""
-    given = _named(args, kwargs)
-    positions, tables = given["positions"], [given[f"{group}_block_table"] for group in GROUPS]
-    rows, requests = positions.shape[0], given["seq_lens"].shape[0]
+def batch_metadata(op: BatchMetadataArguments) -> None:
+    """Launch `batch_metadata`; every byte of the buffers equals the reference."""
+    given = op._asdict()
+    positions, engine, starts, lens = op.positions, op.slot_mapping, op.query_start_loc, op.seq_lens
+    tables = [given[f"{group}_block_table"] for group in GROUPS]
+    rows, requests = positions.shape[0], lens.shape[0]
     if rows == 0:
         return
-    has = tuple(table is not None for table in tables)
-    window, c128 = given.get("window_indices"), given.get("c128_indices")
-    engine = given["slot_mapping"]
-    widths = [0 if indices is None else indices.shape[1] for indices in (window, c128)]
+    index_rows = op.window_indices, op.c128_indices
+    widths = [0 if indices is None else indices.shape[1] for indices in index_rows]
     piece = min(PIECE, triton.next_power_of_2(max(widths[1], 1)))
 
-    def present(name: str, spare: Tensor = positions) -> Tensor:
-        value = given.get(name)
-        return spare if value is None else value
+    def present(name: str) -> Tensor:
+        return positions if given[name] is None else given[name]
 
     some = [positions[:, None] if table is None else table for table in tables]
     launch_kernel(
         batch_metadata_kernel,
         (rows, 1 + cdiv(widths[1], piece)),
-        positions,
-        given["token_to_req"],
-        given["is_valid_token"],
-        tuple(present(f"{group}_slots") for group in GROUPS),
-        present("window_indices"),
-        present("window_lens"),
-        present("c128_indices"),
-        present("c128_lens"),
-        present("c4_context_lens"),
-        present("c128_context_lens"),
-        given["query_start_loc"],
-        given["seq_lens"],
-        present("slot_mapping"),
+        Buffers(
+            positions,
+            op.token_to_req,
+            op.is_valid_token,
+            tuple(present(f"{group}_slots") for group in GROUPS),
+            *(present(name) for name in ("window_indices", "window_lens", "c128_indices", "c128_lens", *CONTEXT_LENS)),
+        ),
+        (starts, lens, present("slot_mapping")),
         tuple(some),
-        (given["query_start_loc"].stride(0), given["seq_lens"].stride(0), 0 if engine is None else engine.stride(0)),
-        tuple(table.stride() for table in some),
-        tuple(tuple(table.shape) for table in some),
-        tuple(0 if indices is None else indices.stride(0) for indices in (window, c128)),
+        (
+            (starts.stride(0), lens.stride(0), 0 if engine is None else engine.stride(0)),
+            tuple(table.stride() for table in some),
+            tuple(tuple(table.shape) for table in some),
+            tuple(0 if indices is None else indices.stride(0) for indices in index_rows),
+        ),
         requests,
         0 if engine is None else engine.shape[0],
-        HAS=has,
-        HAS_ENGINE=engine is not None,
-        HAS_C4_CONTEXT=given.get("c4_context_lens") is not None,
-        HAS_C128_CONTEXT=given.get("c128_context_lens") is not None,
-        PAGES=tuple(GROUP_PAGES.get(group, given["window_block_size"]) for group in GROUPS),
-        RATIOS=tuple(GROUP_RATIOS.get(group, 1) for group in GROUPS),
-        W=widths[0],
-        C=widths[1],
-        W_BLOCK=triton.next_power_of_2(max(widths[0], 1)),
-        PIECE=piece,
-        STARTS=min(MAX_STARTS, triton.next_power_of_2(requests + 1)),
+        SHAPE=Shape(
+            has=tuple(table is not None for table in tables),
+            has_engine=engine is not None,
+            has_c4_context=op.c4_context_lens is not None,
+            has_c128_context=op.c128_context_lens is not None,
+            pages=tuple(GROUP_PAGES.get(group, op.window_block_size) for group in GROUPS),
+            ratios=tuple(GROUP_RATIOS.get(group, 1) for group in GROUPS),
+            window=widths[0],
+            entries=widths[1],
+            window_block=triton.next_power_of_2(max(widths[0], 1)),
+            piece=piece,
+            starts=min(MAX_STARTS, triton.next_power_of_2(requests + 1)),
+        ),
         num_warps=4,
     )
-
-
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(ARGUMENTS, args, strict=False)) | kwargs

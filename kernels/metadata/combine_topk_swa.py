@@ -1,11 +1,12 @@
-"""`combine_topk_swa` and its list form: one program writes the row of a token, and of the list its end too.
+"""`combine_topk_swa` and `combine_topk_swa_ragged`: a program per token writes its row.
 
-reference/combine_topk_swa.py defines them; every bit is equal. Where a token's row begins in the list is a sum over the
-tokens before it. How many indices a token has follows from its position alone, so a sum over the tokens of a request
-has a closed form, and a program adds up one number for each request in front of it.
+A token's row starts in the list at the sum of the lengths before it. The length of a row follows from the token's
+position alone, so the sum over a request has a closed form, and a program adds one number per request.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layout import INDEX_ALIGN, PAD_INDEX, align_up
+from ...reference.metadata.combine_topk_swa import CombineTopkArguments
 from ..host.launch import launch_kernel
 
 MAX_COLUMNS = 1024
@@ -22,9 +24,19 @@ REQUESTS = tl.constexpr(128)  # looked at together
 LAST_INDEX = tl.constexpr(torch.iinfo(torch.int32).max)
 
 
+class Shape(NamedTuple):
+    """Compile-time sizes of a launch: window, ratio and topk of the op, width of a row, columns written at a time."""
+
+    window: int
+    ratio: int
+    topk: int
+    width: int
+    columns: int
+
+
 @triton.jit
 def _request_of(p_starts, starts_stride, token, requests):
-    """The request whose query holds int64 `token`; `requests` behind the last one."""
+    """Return the request whose query holds int64 `token`; `requests` after the last one."""
     count = tl.zeros((REQUESTS,), tl.int32)
     for first in range(0, requests, REQUESTS):
         o_request = first + tl.arange(0, REQUESTS)
@@ -36,7 +48,7 @@ def _request_of(p_starts, starts_stride, token, requests):
 
 @triton.jit
 def _indices_below(position, WINDOW: tl.constexpr, RATIO: tl.constexpr, TOPK: tl.constexpr):
-    """How many indices the tokens at positions 0 to int64 `position` - 1 have together; 0 below position 1."""
+    """Return the number of indices of the tokens at positions 0 to int64 `position` - 1; 0 below position 1."""
     tokens = tl.maximum(position, 0)
     short = tl.minimum(tokens, WINDOW)
     raw = short * (short + 1) // 2 + (tokens - short) * WINDOW
@@ -52,7 +64,7 @@ def _indices_before(
     p_starts, starts_stride, p_seq_lens, seq_lens_stride, token, requests,
     WINDOW: tl.constexpr, RATIO: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """How many indices all tokens in front of int64 `token` have together, int64."""
+    """Return the number of indices of all tokens before int64 `token`, int64."""
     sums = tl.zeros((REQUESTS,), tl.int64)
     for first in range(0, requests, REQUESTS):
         o_request = first + tl.arange(0, REQUESTS)
@@ -76,28 +88,26 @@ def _indices_before(
     do_not_specialize_on_alignment=["p_starts", "p_seq_lens", "p_gather_lens"],
 )
 def combine_topk_swa_kernel(
-    p_rows,  # [T, WIDTH] int32, or [T * (TOPK + WINDOW)] int32; contiguous
-    p_lens,  # [T] int32, contiguous
-    p_indptr,  # [T + 1] int32, contiguous, or None
-    p_topk,  # [T, >= TOPK] int
+    outputs,  # rows [T, width] or [T * (topk + window)], lens [T], indptr [T + 1] or None; int32, contiguous
+    p_topk,  # [T, >= topk] int
     p_starts,  # [requests + 1] int
     p_seq_lens,  # [requests] int
     p_gather_lens,  # [requests] int
-    topk_strides,
-    starts_stride,
-    seq_lens_stride,
-    gather_lens_stride,
+    strides,  # of the four inputs
     tokens,
     requests,
     m,
     n,
-    WINDOW: tl.constexpr,
-    RATIO: tl.constexpr,
-    TOPK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """Program p writes the row of token p."""
+    """Write the row of token p in program p."""
+    p_rows, p_lens, p_indptr = outputs
+    topk_strides, starts_stride, seq_lens_stride, gather_lens_stride = strides
+    WINDOW: tl.constexpr = SHAPE.window
+    RATIO: tl.constexpr = SHAPE.ratio
+    TOPK: tl.constexpr = SHAPE.topk
+    WIDTH: tl.constexpr = SHAPE.width
+    COLUMNS: tl.constexpr = SHAPE.columns
     row = tl.program_id(0).to(tl.int64)
     origin = tl.load(p_starts).to(tl.int64)
     token = origin + row
@@ -125,7 +135,7 @@ def combine_topk_swa_kernel(
         p_row, written = p_rows + first, length
         tl.store(p_indptr + row, first.to(tl.int32))
         tl.store(p_indptr + tokens, total.to(tl.int32), mask=row == tokens - 1)
-        # What a row has less than WIDTH makes a piece of the list's tail, in the order of the rows.
+        # The places that a row leaves of WIDTH form the list's tail, in the order of the rows.
         p_tail = p_rows + total + (row * WIDTH - first)
         for start in range(0, WIDTH, COLUMNS):
             o_column = start + tl.arange(0, COLUMNS)
@@ -146,87 +156,44 @@ def combine_topk_swa_kernel(
         tl.store(p_row + o_column, place.to(tl.int32), mask=o_column < written)
 
 
-def combine_topk_swa(
-    topk_indices: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    gather_lens: Tensor,
-    window: int,
-    ratio: int,
-    topk: int,
-    m: int,
-    n: int,
-) -> tuple[Tensor, Tensor]:
-    """See the reference; the results are equal."""
-    tokens, width = topk_indices.shape[0], align_up(topk + window, INDEX_ALIGN)
-    rows = topk_indices.new_empty((tokens, width), dtype=torch.int32)
-    lens = topk_indices.new_empty((tokens,), dtype=torch.int32)
-    _launch(rows, lens, None, topk_indices, query_start_loc, seq_lens, gather_lens, window, ratio, topk, m, n, width)
+def combine_topk_swa(op: CombineTopkArguments) -> tuple[Tensor, Tensor]:
+    """Launch `combine_topk_swa`; the results equal the reference."""
+    tokens, width = op.topk_indices.shape[0], align_up(op.topk + op.window, INDEX_ALIGN)
+    rows = op.topk_indices.new_empty((tokens, width), dtype=torch.int32)
+    lens = op.topk_indices.new_empty((tokens,), dtype=torch.int32)
+    _launch(op, (rows, lens, None), width)
     return rows, lens
 
 
-def combine_topk_swa_ragged(
-    topk_indices: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    gather_lens: Tensor,
-    window: int,
-    ratio: int,
-    topk: int,
-    m: int,
-    n: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See the reference; the results are equal."""
-    tokens, width = topk_indices.shape[0], topk + window
-    flat = topk_indices.new_empty((tokens * width,), dtype=torch.int32)
-    indptr = topk_indices.new_empty((tokens + 1,), dtype=torch.int32)
-    lens = topk_indices.new_empty((tokens,), dtype=torch.int32)
+def combine_topk_swa_ragged(op: CombineTopkArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch `combine_topk_swa_ragged`; the results equal the reference."""
+    tokens, width = op.topk_indices.shape[0], op.topk + op.window
+    flat = op.topk_indices.new_empty((tokens * width,), dtype=torch.int32)
+    indptr = op.topk_indices.new_empty((tokens + 1,), dtype=torch.int32)
+    lens = op.topk_indices.new_empty((tokens,), dtype=torch.int32)
     if tokens == 0:
         return flat, indptr.zero_(), lens
-    _launch(flat, lens, indptr, topk_indices, query_start_loc, seq_lens, gather_lens, window, ratio, topk, m, n, width)
+    _launch(op, (flat, lens, indptr), width)
     return flat, indptr, lens
 
 
-def _launch(
-    rows: Tensor,
-    lens: Tensor,
-    indptr: Tensor | None,
-    topk_indices: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    gather_lens: Tensor,
-    window: int,
-    ratio: int,
-    topk: int,
-    m: int,
-    n: int,
-    width: int,
-) -> None:
-    tokens, columns = lens.shape[0], min(MAX_COLUMNS, triton.next_power_of_2(width))
+def _launch(op: CombineTopkArguments, outputs: tuple[Tensor, Tensor, Tensor | None], width: int) -> None:
+    tokens, columns = op.topk_indices.shape[0], min(MAX_COLUMNS, triton.next_power_of_2(width))
     if tokens == 0:
         return
     launch_kernel(
         combine_topk_swa_kernel,
         (tokens,),
-        rows,
-        lens,
-        indptr,
-        topk_indices,
-        query_start_loc,
-        seq_lens,
-        gather_lens,
-        topk_indices.stride(),
-        query_start_loc.stride(0),
-        seq_lens.stride(0),
-        gather_lens.stride(0),
+        outputs,
+        op.topk_indices,
+        op.query_start_loc,
+        op.seq_lens,
+        op.gather_lens,
+        (op.topk_indices.stride(), op.query_start_loc.stride(0), op.seq_lens.stride(0), op.gather_lens.stride(0)),
         tokens,
-        seq_lens.shape[0],
-        m,
-        n,
-        WINDOW=window,
-        RATIO=ratio,
-        TOPK=topk,
-        WIDTH=width,
-        COLUMNS=columns,
+        op.seq_lens.shape[0],
+        op.m,
+        op.n,
+        SHAPE=Shape(op.window, op.ratio, op.topk, width, columns),
         num_warps=min(4, max(1, columns // 128)),
     )

@@ -1,6 +1,6 @@
 """`copy_ragged_to_graph_buffers`: one launch copies both arrays of a list of rows and pads what is left.
 
-reference/copy_ragged_to_graph_buffers.py defines it; every bit is equal. The last end is read on the device.
+The last end is read on the device.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ PAD = tl.constexpr(PAD_INDEX)
 
 @triton.jit(do_not_specialize=["ends", "end_room", "available", "room"])
 def copy_ragged_kernel(
-    p_out,  # [room] int32
-    p_out_ends,  # [end_room] int32
-    p_indices,  # [available] int
-    p_ends,  # [ends] int
+    outputs,  # indices [room] int32 and ends [end_room] int32
+    inputs,  # indices [available] int and ends [ends] int
     strides,  # of out, out ends, indices, ends
     ends,
     end_room,
@@ -30,10 +28,12 @@ def copy_ragged_kernel(
     room,
     BLOCK: tl.constexpr,
 ):
-    """Program p writes elements [p * BLOCK, (p + 1) * BLOCK) of both arrays."""
+    """Write elements [p * BLOCK, (p + 1) * BLOCK) of both arrays in program p."""
+    p_out, p_out_ends = outputs
+    p_indices, p_ends = inputs
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     limit = tl.minimum(room, available)
-    # Ends behind the last repeat it.
+    # Ends after the last repeat it.
     end = tl.load(p_ends + tl.minimum(o, ends - 1) * strides[3], mask=o < end_room, other=0).to(tl.int64)
     tl.store(p_out_ends + o * strides[1], tl.minimum(tl.maximum(end, 0), limit).to(tl.int32), mask=o < end_room)
     used = tl.load(p_ends + (ends - 1).to(tl.int64) * strides[3]).to(tl.int64)
@@ -45,13 +45,14 @@ def copy_ragged_kernel(
 def copy_ragged_to_graph_buffers(
     ragged_indices: Tensor, ragged_indptr: Tensor, indices_buffer: Tensor, indptr_buffer: Tensor
 ) -> None:
-    """See the reference; every byte of the buffers is equal."""
+    """Launch `copy_ragged_to_graph_buffers`; every byte of the buffers equals the reference."""
     arrays = (indices_buffer, indptr_buffer, ragged_indices, ragged_indptr)
     most = max(indices_buffer.shape[0], indptr_buffer.shape[0])
     launch_kernel(
         copy_ragged_kernel,
         (cdiv(most, BLOCK),),
-        *arrays,
+        arrays[:2],
+        arrays[2:],
         tuple(array.stride(0) for array in arrays),
         ragged_indptr.shape[0],
         indptr_buffer.shape[0],

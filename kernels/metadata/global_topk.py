@@ -1,9 +1,8 @@
-"""`global_topk`: one program maps the chosen entries of a token to slots and counts them.
-
-reference/global_topk.py defines it; every bit is equal.
-"""
+"""`global_topk` and `global_topk_ragged`: a program per token maps its chosen entries to slots and counts them."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,9 +20,17 @@ NO_LEN = tl.constexpr(PAD_LEN)
 LAST_INDEX = tl.constexpr(torch.iinfo(torch.int32).max)
 
 
+class Shape(NamedTuple):
+    """Compile-time sizes of a launch: entries of a page, K, and columns mapped at a time."""
+
+    block_size: int
+    k: int
+    columns: int
+
+
 @triton.jit
 def map_entries(p_row, column_stride, columns, entry, live, BLOCK_SIZE: tl.constexpr):
-    """int32 slots of a request's entries, -1 where there is none, and where there is one.
+    """Return int32 slots of a request's entries, -1 where there is none, and a mask of those there are.
 
     The `live` entries are mapped, by a block table row at `p_row` of which `columns` may be read.
     """
@@ -42,26 +49,24 @@ def map_entries(p_row, column_stride, columns, entry, live, BLOCK_SIZE: tl.const
     do_not_specialize_on_alignment=["p_table", "p_requests", "p_is_valid"],
 )
 def global_topk_kernel(
-    p_out,  # [T, K] int32, contiguous
-    p_lens,  # [T] int32, contiguous
+    outputs,  # slots [T, K] and lens [T], int32, contiguous
     p_indices,  # [T, K] int
     p_requests,  # [>= T] int
     p_table,  # [table_rows, table_columns] int
     p_is_valid,  # [>= T] bool
-    index_strides,  # of tokens and columns
-    request_stride,
-    table_strides,
-    valid_stride,
+    strides,  # of indices, requests, table and is_valid
     table_rows,
     table_columns,
-    BLOCK_SIZE: tl.constexpr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """Program p maps the row of token p."""
+    """Map the row of token p in program p."""
+    p_out, p_lens = outputs
+    index_strides, request_stride, table_strides, valid_stride = strides
+    K: tl.constexpr = SHAPE.k
+    COLUMNS: tl.constexpr = SHAPE.columns
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(p_requests + token * request_stride).to(tl.int64)
-    # In front of the slots: behind what they are stored by, it would be waited for alone.
+    # Loaded early, so that it overlaps the loads of the slots.
     is_valid = tl.load(p_is_valid + token * valid_stride)
     known = (request >= 0) & (request < table_rows)
     p_row = p_table + tl.where(known, request, 0) * table_strides[0]
@@ -73,7 +78,7 @@ def global_topk_kernel(
         index = tl.load(
             p_indices + token * index_strides[0] + o_k.to(tl.int64) * index_strides[1], mask=o_k < K, other=PAD
         )
-        slot, live = map_entries(p_row, table_strides[1], reach, index, o_k < K, BLOCK_SIZE)
+        slot, live = map_entries(p_row, table_strides[1], reach, index, o_k < K, SHAPE.block_size)
         count += live.to(tl.int32)
         tl.store(p_out + token * K + o_k, slot, mask=o_k < K)
     tl.store(p_lens + token, tl.where(is_valid, tl.sum(count, axis=0), NO_LEN))
@@ -82,7 +87,7 @@ def global_topk_kernel(
 def global_topk(
     topk_indices: Tensor, token_to_req: Tensor, block_table: Tensor, is_valid_token: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """See the reference; the results are equal."""
+    """Launch `global_topk`; the results equal the reference."""
     tokens, width = topk_indices.shape[0], topk_indices.shape[-1]
     slots = topk_indices.new_empty((tokens, width), dtype=torch.int32)
     lens = topk_indices.new_empty((tokens,), dtype=torch.int32)
@@ -92,21 +97,20 @@ def global_topk(
     launch_kernel(
         global_topk_kernel,
         (tokens,),
-        slots,
-        lens,
+        (slots, lens),
         topk_indices,
         token_to_req,
         block_table,
         is_valid_token,
-        (topk_indices.stride(0), topk_indices.stride(-1)),
-        token_to_req.stride(0),
-        block_table.stride(),
-        is_valid_token.stride(0),
+        (
+            (topk_indices.stride(0), topk_indices.stride(-1)),
+            token_to_req.stride(0),
+            block_table.stride(),
+            is_valid_token.stride(0),
+        ),
         block_table.shape[0],
         block_table.shape[1],
-        BLOCK_SIZE=block_size,
-        K=width,
-        COLUMNS=columns,
+        SHAPE=Shape(block_size, width, columns),
         num_warps=min(4, max(1, columns // 128)),
     )
     return slots, lens
@@ -115,6 +119,6 @@ def global_topk(
 def global_topk_ragged(
     topk_indices: Tensor, token_to_req: Tensor, block_table: Tensor, is_valid_token: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See the reference; the results are equal."""
+    """Launch `global_topk_ragged`; the results equal the reference."""
     slots, lens = global_topk(topk_indices, token_to_req, block_table, is_valid_token, block_size)
     return *pack(slots, lens, None), lens

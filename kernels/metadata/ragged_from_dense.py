@@ -1,7 +1,7 @@
 """`ragged_from_dense` and `global_topk_ragged`: rows of indices as one list, in two launches.
 
-reference/global_topk.py defines them; every bit is equal. The first launch counts what each row keeps, the second
-writes: a program adds up the counts in front of its row, so that no launch waits for a scan over all rows.
+The first launch counts the indices of each row, the second writes the list: a program adds the counts before its row,
+which replaces a scan over all rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def count_rows_kernel(
     W: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program p counts the indices of row p."""
+    """Count the indices of row p in program p."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(p_lens + row * len_stride)
     count = tl.zeros((COLUMNS,), tl.int32)
@@ -47,8 +47,7 @@ def count_rows_kernel(
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["p_lens"])
 def pack_rows_kernel(
-    p_flat,  # [T * W] int32, contiguous
-    p_indptr,  # [T + 1] int32, contiguous
+    outputs,  # list [T * W] and indptr [T + 1], int32, contiguous
     p_rows,  # [T, W] int
     p_counts,  # [T] int32, contiguous
     p_lens,  # [T] int; None where rows count whole, or not at all
@@ -58,7 +57,8 @@ def pack_rows_kernel(
     W: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program p writes row p of the list, its beginning, and as much of the list's tail as the row has room left."""
+    """Write row p of the list, its start, and as much of the list's tail as the row has room left."""
+    p_flat, p_indptr = outputs
     row = tl.program_id(0).to(tl.int64)
     # [COUNTS]
     before, all_rows = tl.zeros((COUNTS,), tl.int64), tl.zeros((COUNTS,), tl.int64)
@@ -94,7 +94,7 @@ def pack_rows_kernel(
 
 
 def ragged_from_dense(indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
-    """See the reference; the results are equal."""
+    """Launch `ragged_from_dense`; the results equal the reference."""
     tokens, width = indices.shape[0], indices.shape[-1]
     counts = indices.new_empty((tokens,), dtype=torch.int32)
     if tokens > 0:
@@ -125,8 +125,7 @@ def pack(rows: Tensor, counts: Tensor, lens: Tensor | None) -> tuple[Tensor, Ten
     launch_kernel(
         pack_rows_kernel,
         (tokens,),
-        flat,
-        indptr,
+        (flat, indptr),
         rows,
         counts,
         lens,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...errors import fail
 from ...reference.metadata import batch_metadata as reference
+from ...reference.metadata.batch_metadata import BatchMetadataArguments
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_dim
 from ..common.validate_batch import expect_batch, expect_positive
@@ -33,18 +34,12 @@ GROUPS: dict[str, dict[str, torch.dtype]] = {
 CONTEXT_LENS = ("c4_context_lens", "c128_context_lens")
 """Buffers that follow from positions alone: each may be given or not, whatever tables there are."""
 WIDTHS = {"window_indices": "W", "c128_indices": "C"}
-ARGUMENTS = (
-    *("query_start_loc", "seq_lens", "slot_mapping"),
-    *(f"{group}_block_table" for group in GROUPS),
-    "window_block_size",
-    *TOKENS,
-    *(name for buffers in GROUPS.values() for name in buffers),
-    *CONTEXT_LENS,
-)
+ARGUMENTS = BatchMetadataArguments._fields
+"""Names of the arguments, in schema order."""
 
 
-def _check(*args: Any, **kwargs: Any) -> None:
-    given = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
+def _check(call: BatchMetadataArguments) -> None:
+    given: dict[str, Any] = call._asdict()
     expect_batch(OP, given["query_start_loc"], given["seq_lens"])
     if given["slot_mapping"] is not None:
         expect(given["slot_mapping"], f"{OP}: slot_mapping [M]", INTS)
@@ -54,11 +49,11 @@ def _check(*args: Any, **kwargs: Any) -> None:
     for name, dtype in TOKENS.items():
         _expect_buffer(name, given[name], dtype, rows)
     for name in CONTEXT_LENS:
-        if given.get(name) is not None:
+        if given[name] is not None:
             _expect_buffer(name, given[name], torch.int32, rows)
     for group, buffers in GROUPS.items():
         table = given[f"{group}_block_table"]
-        present = [name for name in buffers if given.get(name) is not None]
+        present = [name for name in buffers if given[name] is not None]
         if len(present) != (0 if table is None else len(buffers)):
             fail(
                 "E201",
@@ -76,7 +71,7 @@ def _expect_buffer(name: str, buffer: Tensor, dtype: torch.dtype, rows: int) -> 
     expect_dim(buffer.shape[0], rows, f"{OP}: {name} has a row for each of positions")
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
+def _fake(call: BatchMetadataArguments) -> None:
     return None
 
 
@@ -94,4 +89,5 @@ batch_metadata = define(
     reference=reference.batch_metadata,
     fake=_fake,
     check=_check,
+    arguments=BatchMetadataArguments,
 )

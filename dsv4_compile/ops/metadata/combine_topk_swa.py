@@ -7,64 +7,35 @@ from torch import Tensor
 
 from ...layout import INDEX_ALIGN, align_up
 from ...reference.metadata import combine_topk_swa as reference
+from ...reference.metadata.combine_topk_swa import CombineTopkArguments
 from ..common.define import define
 from ..common.validate import INTS, expect
 from ..common.validate_batch import expect_batch, expect_positive, expect_range
 
 
-def _check(
-    topk_indices: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    gather_lens: Tensor,
-    window: int,
-    ratio: int,
-    topk: int,
-    m: int,
-    n: int,
-) -> None:
+def _check(call: CombineTopkArguments) -> None:
     op = "combine_topk_swa"
-    expect(topk_indices, f"{op}: topk_indices [T, K]", INTS)
-    expect_batch(op, query_start_loc, seq_lens, ("gather_lens", gather_lens))
-    expect_positive(op, window=window, ratio=ratio)
-    expect_range(op, "topk", topk, topk_indices.shape[1])
-    expect_range(op, "n", n, m)
+    expect(call.topk_indices, f"{op}: topk_indices [T, K]", INTS)
+    expect_batch(op, call.query_start_loc, call.seq_lens, ("gather_lens", call.gather_lens))
+    expect_positive(op, window=call.window, ratio=call.ratio)
+    expect_range(op, "topk", call.topk, call.topk_indices.shape[1])
+    expect_range(op, "n", call.n, call.m)
 
 
-def _fake(
-    topk_indices: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    gather_lens: Tensor,
-    window: int,
-    ratio: int,
-    topk: int,
-    m: int,
-    n: int,
-) -> tuple[Tensor, Tensor]:
-    tokens, width = topk_indices.shape[0], align_up(topk + window, INDEX_ALIGN)
+def _fake(call: CombineTopkArguments) -> tuple[Tensor, Tensor]:
+    tokens, width = call.topk_indices.shape[0], align_up(call.topk + call.window, INDEX_ALIGN)
     return (
-        topk_indices.new_empty(tokens, width, dtype=torch.int32),
-        topk_indices.new_empty(tokens, dtype=torch.int32),
+        call.topk_indices.new_empty(tokens, width, dtype=torch.int32),
+        call.topk_indices.new_empty(tokens, dtype=torch.int32),
     )
 
 
-def _fake_ragged(
-    topk_indices: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    gather_lens: Tensor,
-    window: int,
-    ratio: int,
-    topk: int,
-    m: int,
-    n: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = topk_indices.shape[0]
+def _fake_ragged(call: CombineTopkArguments) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = call.topk_indices.shape[0]
     return (
-        topk_indices.new_empty(tokens * (topk + window), dtype=torch.int32),
-        topk_indices.new_empty(tokens + 1, dtype=torch.int32),
-        topk_indices.new_empty(tokens, dtype=torch.int32),
+        call.topk_indices.new_empty(tokens * (call.topk + call.window), dtype=torch.int32),
+        call.topk_indices.new_empty(tokens + 1, dtype=torch.int32),
+        call.topk_indices.new_empty(tokens, dtype=torch.int32),
     )
 
 
@@ -78,6 +49,7 @@ combine_topk_swa = define(
     reference=reference.combine_topk_swa,
     fake=_fake,
     check=_check,
+    arguments=CombineTopkArguments,
 )
 
 combine_topk_swa_ragged = define(
@@ -85,4 +57,5 @@ combine_topk_swa_ragged = define(
     reference=reference.combine_topk_swa_ragged,
     fake=_fake_ragged,
     check=_check,
+    arguments=CombineTopkArguments,
 )

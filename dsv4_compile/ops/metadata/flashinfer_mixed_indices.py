@@ -8,6 +8,7 @@ from torch import Tensor
 from ...errors import check, fail
 from ...layout import FLASHINFER_INDEX_ALIGN, align_up
 from ...reference.metadata import flashinfer_mixed_indices as reference
+from ...reference.metadata.flashinfer_mixed_indices import MixedIndicesArguments
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_dim, expect_rows
 from ..common.validate_batch import expect_batch, expect_positive, expect_range
@@ -15,61 +16,51 @@ from ..common.validate_batch import expect_batch, expect_positive, expect_range
 _OP = "flashinfer_mixed_indices"
 
 
-def _check(
-    decode_swa_indices: Tensor,
-    decode_compressed_indices: Tensor | None,
-    decode_compressed_lens: Tensor | None,
-    prefill_topk_indices: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    token_to_req: Tensor,
-    swa_block_table: Tensor,
-    swa_block_size: int,
-    compressed_block_table: Tensor | None,
-    compressed_block_size: int,
-    window: int,
-    ratio: int,
-    topk: int,
-    decode_compressed_indices_are_local: bool = False,
-    decode_is_valid_token: Tensor | None = None,
-    num_rows: int = 0,
-    swa_block_span: int = 0,
-    compressed_block_span: int = 0,
-) -> None:
-    expect(decode_swa_indices, f"{_OP}: decode_swa_indices [Td, W]", torch.int32)
-    expect_dim(decode_swa_indices.shape[1], window, f"{_OP}: decode_swa_indices has a column for each window token")
-    expect(prefill_topk_indices, f"{_OP}: prefill_topk_indices [Tp, K]", torch.int32)
-    expect_range(_OP, "topk", topk, prefill_topk_indices.shape[1])
-    num_decode = decode_swa_indices.shape[0]
-    num_tokens = num_decode + prefill_topk_indices.shape[0]
-    if decode_compressed_indices is not None:
-        expect(decode_compressed_indices, f"{_OP}: decode_compressed_indices [Td, K]", torch.int32)
-        expect_dim(decode_compressed_indices.shape[0], num_decode, f"{_OP}: decode_compressed_indices has Td rows")
-    if decode_compressed_lens is not None:
-        expect(decode_compressed_lens, f"{_OP}: decode_compressed_lens [Td]", INTS)
-        expect_rows(decode_compressed_lens.shape[0], num_decode, f"{_OP}: decode_compressed_lens")
-    if decode_is_valid_token is not None:
-        expect(decode_is_valid_token, f"{_OP}: decode_is_valid_token [Td]", torch.bool)
-        expect_rows(decode_is_valid_token.shape[0], num_decode, f"{_OP}: decode_is_valid_token")
+def _check(call: MixedIndicesArguments) -> None:
+    expect(call.decode_swa_indices, f"{_OP}: decode_swa_indices [Td, W]", torch.int32)
+    expect_dim(
+        call.decode_swa_indices.shape[1], call.window, f"{_OP}: decode_swa_indices has a column for each window token"
+    )
+    expect(call.prefill_topk_indices, f"{_OP}: prefill_topk_indices [Tp, K]", torch.int32)
+    expect_range(_OP, "topk", call.topk, call.prefill_topk_indices.shape[1])
+    num_decode = call.decode_swa_indices.shape[0]
+    num_tokens = num_decode + call.prefill_topk_indices.shape[0]
+    if call.decode_compressed_indices is not None:
+        expect(call.decode_compressed_indices, f"{_OP}: decode_compressed_indices [Td, K]", torch.int32)
+        expect_dim(call.decode_compressed_indices.shape[0], num_decode, f"{_OP}: decode_compressed_indices has Td rows")
+    if call.decode_compressed_lens is not None:
+        expect(call.decode_compressed_lens, f"{_OP}: decode_compressed_lens [Td]", INTS)
+        expect_rows(call.decode_compressed_lens.shape[0], num_decode, f"{_OP}: decode_compressed_lens")
+    if call.decode_is_valid_token is not None:
+        expect(call.decode_is_valid_token, f"{_OP}: decode_is_valid_token [Td]", torch.bool)
+        expect_rows(call.decode_is_valid_token.shape[0], num_decode, f"{_OP}: decode_is_valid_token")
     check(
-        not decode_compressed_indices_are_local or decode_is_valid_token is not None,
+        not call.decode_compressed_indices_are_local or call.decode_is_valid_token is not None,
         "E201",
         got="decode_is_valid_token=None",
         rule=f"{_OP}: decode_compressed_indices_are_local comes with decode_is_valid_token",
     )
-    expect_batch(_OP, query_start_loc, seq_lens)
-    expect(token_to_req, f"{_OP}: token_to_req [T]", INTS)
-    expect_rows(token_to_req.shape[0], num_tokens, f"{_OP}: token_to_req")
-    expect(swa_block_table, f"{_OP}: swa_block_table [R, B]", INTS)
-    if compressed_block_table is not None:
-        expect(compressed_block_table, f"{_OP}: compressed_block_table [R, B]", INTS)
+    expect_batch(_OP, call.query_start_loc, call.seq_lens)
+    expect(call.token_to_req, f"{_OP}: token_to_req [T]", INTS)
+    expect_rows(call.token_to_req.shape[0], num_tokens, f"{_OP}: token_to_req")
+    expect(call.swa_block_table, f"{_OP}: swa_block_table [R, B]", INTS)
+    if call.compressed_block_table is not None:
+        expect(call.compressed_block_table, f"{_OP}: compressed_block_table [R, B]", INTS)
     expect_positive(
-        _OP, swa_block_size=swa_block_size, compressed_block_size=compressed_block_size, window=window, ratio=ratio
+        _OP,
+        swa_block_size=call.swa_block_size,
+        compressed_block_size=call.compressed_block_size,
+        window=call.window,
+        ratio=call.ratio,
     )
-    _check_span("swa_block_span", swa_block_span, swa_block_size)
-    _check_span("compressed_block_span", compressed_block_span, compressed_block_size)
-    if num_rows != 0 and num_rows < num_tokens:
-        fail("E204", got=f"{_OP}: num_rows={num_rows} for {num_tokens} tokens", fix="pass 0, or a row for every token")
+    _check_span("swa_block_span", call.swa_block_span, call.swa_block_size)
+    _check_span("compressed_block_span", call.compressed_block_span, call.compressed_block_size)
+    if call.num_rows != 0 and call.num_rows < num_tokens:
+        fail(
+            "E204",
+            got=f"{_OP}: num_rows={call.num_rows} for {num_tokens} tokens",
+            fix="pass 0, or a row for every token",
+        )
 
 
 def _check_span(name: str, span: int, block_size: int) -> None:
@@ -77,33 +68,13 @@ def _check_span(name: str, span: int, block_size: int) -> None:
         fail("E201", got=f"{name}={span}", rule=f"{_OP}: {name} is 0 or at least the block size, {block_size}")
 
 
-def _fake(
-    decode_swa_indices: Tensor,
-    decode_compressed_indices: Tensor | None,
-    decode_compressed_lens: Tensor | None,
-    prefill_topk_indices: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    token_to_req: Tensor,
-    swa_block_table: Tensor,
-    swa_block_size: int,
-    compressed_block_table: Tensor | None,
-    compressed_block_size: int,
-    window: int,
-    ratio: int,
-    topk: int,
-    decode_compressed_indices_are_local: bool = False,
-    decode_is_valid_token: Tensor | None = None,
-    num_rows: int = 0,
-    swa_block_span: int = 0,
-    compressed_block_span: int = 0,
-) -> tuple[Tensor, Tensor]:
-    rows = num_rows or decode_swa_indices.shape[0] + prefill_topk_indices.shape[0]
-    decode_width = 0 if decode_compressed_indices is None else decode_compressed_indices.shape[1]
-    width = window + align_up(max(topk, decode_width), FLASHINFER_INDEX_ALIGN)
+def _fake(call: MixedIndicesArguments) -> tuple[Tensor, Tensor]:
+    rows = call.num_rows or call.decode_swa_indices.shape[0] + call.prefill_topk_indices.shape[0]
+    decode_width = 0 if call.decode_compressed_indices is None else call.decode_compressed_indices.shape[1]
+    width = call.window + align_up(max(call.topk, decode_width), FLASHINFER_INDEX_ALIGN)
     return (
-        decode_swa_indices.new_empty(rows, width, dtype=torch.int32),
-        decode_swa_indices.new_empty(rows, dtype=torch.int32),
+        call.decode_swa_indices.new_empty(rows, width, dtype=torch.int32),
+        call.decode_swa_indices.new_empty(rows, dtype=torch.int32),
     )
 
 
@@ -117,4 +88,5 @@ flashinfer_mixed_indices = define(
     reference=reference.flashinfer_mixed_indices,
     fake=_fake,
     check=_check,
+    arguments=MixedIndicesArguments,
 )

@@ -3,58 +3,34 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ...reference.metadata import swa_metadata as reference
+from ...reference.metadata.swa_metadata import SwaMetadataArguments
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_dim
 from ..common.validate_batch import expect_batch, expect_capacity, expect_index_rows, expect_positive, expect_range
 
 
-def _check(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    slot_mapping: Tensor,
-    block_size: int,
-    window: int,
-    num_decode_tokens: int,
-    token_to_req: Tensor,
-    is_valid_token: Tensor,
-    swa_indices: Tensor,
-    swa_lens: Tensor,
-) -> None:
+def _check(call: SwaMetadataArguments) -> None:
     op = "swa_metadata"
-    expect_batch(op, query_start_loc, seq_lens)
-    expect(block_table, f"{op}: block_table [R, B]", INTS)
-    expect(slot_mapping, f"{op}: slot_mapping [T]", INTS)
-    expect_positive(op, block_size=block_size, window=window)
-    expect(token_to_req, f"{op}: token_to_req [N]", torch.int32)
-    expect(is_valid_token, f"{op}: is_valid_token [N]", torch.bool)
-    expect_index_rows(swa_indices, op, "swa_indices")
-    expect_dim(swa_indices.shape[-1], window, f"{op}: swa_indices has a column for each token of the window")
-    expect(swa_lens, f"{op}: swa_lens [N]", torch.int32)
-    tokens = slot_mapping.shape[0]
-    expect_range(op, "num_decode_tokens", num_decode_tokens, tokens)
-    expect_capacity(token_to_req, tokens, op, "token_to_req")
-    expect_capacity(is_valid_token, tokens, op, "is_valid_token")
-    expect_capacity(swa_indices, num_decode_tokens, op, "swa_indices")
-    expect_capacity(swa_lens, num_decode_tokens, op, "swa_lens")
+    expect_batch(op, call.query_start_loc, call.seq_lens)
+    expect(call.block_table, f"{op}: block_table [R, B]", INTS)
+    expect(call.slot_mapping, f"{op}: slot_mapping [T]", INTS)
+    expect_positive(op, block_size=call.block_size, window=call.window)
+    expect(call.token_to_req, f"{op}: token_to_req [N]", torch.int32)
+    expect(call.is_valid_token, f"{op}: is_valid_token [N]", torch.bool)
+    expect_index_rows(call.swa_indices, op, "swa_indices")
+    expect_dim(call.swa_indices.shape[-1], call.window, f"{op}: swa_indices has a column for each token of the window")
+    expect(call.swa_lens, f"{op}: swa_lens [N]", torch.int32)
+    tokens = call.slot_mapping.shape[0]
+    expect_range(op, "num_decode_tokens", call.num_decode_tokens, tokens)
+    expect_capacity(call.token_to_req, tokens, op, "token_to_req")
+    expect_capacity(call.is_valid_token, tokens, op, "is_valid_token")
+    expect_capacity(call.swa_indices, call.num_decode_tokens, op, "swa_indices")
+    expect_capacity(call.swa_lens, call.num_decode_tokens, op, "swa_lens")
 
 
-def _fake(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    slot_mapping: Tensor,
-    block_size: int,
-    window: int,
-    num_decode_tokens: int,
-    token_to_req: Tensor,
-    is_valid_token: Tensor,
-    swa_indices: Tensor,
-    swa_lens: Tensor,
-) -> None:
+def _fake(call: SwaMetadataArguments) -> None:
     return None
 
 
@@ -65,4 +41,5 @@ swa_metadata = define(
     reference=reference.swa_metadata,
     fake=_fake,
     check=_check,
+    arguments=SwaMetadataArguments,
 )

@@ -16,26 +16,18 @@ cache of this package is addressed by position:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 PAD_TOKEN = 0
 
 
-def advance(
-    num_new: Tensor,
-    tokens: Tensor,
-    drafts: Tensor | None,
-    reserved: Tensor,
-    query_len: int,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    input_ids: Tensor,
-    overflow: Tensor,
-) -> None:
-    """Turn the description of the step that has run into that of the next, in place: `query_len` tokens a request.
+class AdvanceArguments(NamedTuple):
+    """Arguments of `advance`, in schema order.
 
-    Args:
+    Attributes:
         num_new: int `[R]`, tokens of its query that each request keeps. Taken as at least 1 and at most the query: its
             first token is no draft.
         tokens: int `[R, S]`, what the model chose. With S = 1, the token to feed; otherwise column j is what it chose
@@ -49,24 +41,40 @@ def advance(
         input_ids: int64 `[N]`, N >= R * query_len: becomes the tokens to feed, 0 where there is none.
         overflow: int32 `[R]`. A request whose next query would not fit its pages stops: its length becomes 0, which
             makes it padding, and its element here becomes kept, the tokens that it has. Others are left as they are.
+    """
+
+    num_new: Tensor
+    tokens: Tensor
+    drafts: Tensor | None
+    reserved: Tensor
+    query_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    input_ids: Tensor
+    overflow: Tensor
+
+
+def advance(op: AdvanceArguments) -> None:
+    """Turn the description of the step that has run into that of the next, in place: `query_len` tokens a request.
+
 
     No request waits for another, nothing waits for the host: it reads `overflow` when it likes. Requests of length 0,
     or shorter than their query, are padding and stay so.
     """
-    starts, lens = query_start_loc.long(), seq_lens.long()
+    starts, lens = op.query_start_loc.long(), op.seq_lens.long()
     queries = starts.diff()
     running = (queries > 0) & (lens >= queries)
-    new = torch.minimum(num_new.long().clamp_min(1), queries)
+    new = torch.minimum(op.num_new.long().clamp_min(1), queries)
     kept = lens - queries + new
-    fits = running & (kept + query_len <= reserved)
-    column = (new - 1).clamp(0, tokens.shape[1] - 1)
-    fed = tokens.long().gather(1, column[:, None])
-    if drafts is not None:
-        fed = torch.cat((fed, drafts.long()), dim=1)
+    fits = running & (kept + op.query_len <= op.reserved)
+    column = (new - 1).clamp(0, op.tokens.shape[1] - 1)
+    fed = op.tokens.long().gather(1, column[:, None])
+    if op.drafts is not None:
+        fed = torch.cat((fed, op.drafts.long()), dim=1)
     fed = torch.where(fits[:, None], fed, PAD_TOKEN).flatten()
 
-    query_start_loc.copy_(torch.arange(starts.shape[0], device=starts.device) * query_len)
-    seq_lens.copy_(torch.where(fits, kept + query_len, 0))
-    overflow.copy_(torch.where(running & ~fits, kept, overflow))
-    input_ids[: fed.shape[0]].copy_(fed)
-    input_ids[fed.shape[0] :].fill_(PAD_TOKEN)
+    op.query_start_loc.copy_(torch.arange(starts.shape[0], device=starts.device) * op.query_len)
+    op.seq_lens.copy_(torch.where(fits, kept + op.query_len, 0))
+    op.overflow.copy_(torch.where(running & ~fits, kept, op.overflow))
+    op.input_ids[: fed.shape[0]].copy_(fed)
+    op.input_ids[fed.shape[0] :].fill_(PAD_TOKEN)

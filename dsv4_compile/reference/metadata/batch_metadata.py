@@ -5,6 +5,8 @@ Each quantity is computed by the function that also defines the op of that name;
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,38 +18,10 @@ from .compressed_slot_mapping import compressed_slots
 from .swa_metadata import window_rows
 
 
-def batch_metadata(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor | None,
-    window_block_table: Tensor | None,
-    c4_block_table: Tensor | None,
-    c4_state_block_table: Tensor | None,
-    indexer_block_table: Tensor | None,
-    indexer_state_block_table: Tensor | None,
-    c128_block_table: Tensor | None,
-    c128_state_block_table: Tensor | None,
-    window_block_size: int,
-    positions: Tensor,
-    token_to_req: Tensor,
-    is_valid_token: Tensor,
-    window_slots: Tensor | None = None,
-    window_indices: Tensor | None = None,
-    window_lens: Tensor | None = None,
-    c4_slots: Tensor | None = None,
-    c4_state_slots: Tensor | None = None,
-    indexer_slots: Tensor | None = None,
-    indexer_state_slots: Tensor | None = None,
-    c128_slots: Tensor | None = None,
-    c128_indices: Tensor | None = None,
-    c128_lens: Tensor | None = None,
-    c128_state_slots: Tensor | None = None,
-    c4_context_lens: Tensor | None = None,
-    c128_context_lens: Tensor | None = None,
-) -> None:
-    """Fill the metadata of a batch of up to N tokens in place, every row of every buffer.
+class BatchMetadataArguments(NamedTuple):
+    """Arguments of `batch_metadata`, in schema order.
 
-    Args:
+    Attributes:
         query_start_loc: int `[R + 1]`, first token of each request and the end of the last; padded requests repeat it.
         seq_lens: int `[R]`, tokens of each request, this step's query included; 0 for padded requests.
         slot_mapping: int `[M]`, the engine's own raw slots, or None: tokens of a negative slot, and those behind
@@ -64,28 +38,62 @@ def batch_metadata(
         c128_indices: int32 `[N, C]`, c128_lens: int32 `[N]`: slots of all visible entries, -1 behind them, and how many
             of the columns count.
         c4_context_lens, c128_context_lens: int32 `[N]`, entries that a token may see; they belong to no table.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    slot_mapping: Tensor | None
+    window_block_table: Tensor | None
+    c4_block_table: Tensor | None
+    c4_state_block_table: Tensor | None
+    indexer_block_table: Tensor | None
+    indexer_state_block_table: Tensor | None
+    c128_block_table: Tensor | None
+    c128_state_block_table: Tensor | None
+    window_block_size: int
+    positions: Tensor
+    token_to_req: Tensor
+    is_valid_token: Tensor
+    window_slots: Tensor | None = None
+    window_indices: Tensor | None = None
+    window_lens: Tensor | None = None
+    c4_slots: Tensor | None = None
+    c4_state_slots: Tensor | None = None
+    indexer_slots: Tensor | None = None
+    indexer_state_slots: Tensor | None = None
+    c128_slots: Tensor | None = None
+    c128_indices: Tensor | None = None
+    c128_lens: Tensor | None = None
+    c128_state_slots: Tensor | None = None
+    c4_context_lens: Tensor | None = None
+    c128_context_lens: Tensor | None = None
+
+
+def batch_metadata(op: BatchMetadataArguments) -> None:
+    """Fill the metadata of a batch of up to N tokens in place, every row of every buffer.
+
 
     Tokens of no request, tokens behind the last one, and all tokens of a request shorter than its query are padding:
     slot -1, index -1, length 0. Pages that do not exist give -1. The values equal those of
     `metadata.build_batch_metadata`, bit for bit; nothing depends on what the buffers held.
     """
-    tokens = torch.arange(positions.shape[0], device=query_start_loc.device)
-    requests = token_requests(query_start_loc, tokens)
-    place = token_positions(query_start_loc, seq_lens, requests, tokens)
-    if slot_mapping is not None:
-        place = torch.where(_placed(slot_mapping, tokens), place, PAD_INDEX)
+    tokens = torch.arange(op.positions.shape[0], device=op.query_start_loc.device)
+    requests = token_requests(op.query_start_loc, tokens)
+    place = token_positions(op.query_start_loc, op.seq_lens, requests, tokens)
+    if op.slot_mapping is not None:
+        place = torch.where(_placed(op.slot_mapping, tokens), place, PAD_INDEX)
     valid = place >= 0
     requests = torch.where(valid, requests, 0)
-    positions.copy_(place.clamp_min(0))
-    token_to_req.copy_(requests)
-    is_valid_token.copy_(valid)
+    op.positions.copy_(place.clamp_min(0))
+    op.token_to_req.copy_(requests)
+    op.is_valid_token.copy_(valid)
 
-    if window_block_table is not None and window_indices is not None:
-        width = window_indices.shape[1]
-        rows, lens = window_rows(place, requests, window_block_table, width, window_block_size)
-        _fill(window_slots, lookup_slots(window_block_table, requests, place, window_block_size))
-        window_indices.copy_(rows)
-        _fill(window_lens, lens)
+    if op.window_block_table is not None and op.window_indices is not None:
+        width = op.window_indices.shape[1]
+        rows, lens = window_rows(place, requests, op.window_block_table, width, op.window_block_size)
+        _fill(op.window_slots, lookup_slots(op.window_block_table, requests, place, op.window_block_size))
+        op.window_indices.copy_(rows)
+        _fill(op.window_lens, lens)
 
     def entries(table: Tensor | None, slots: Tensor | None, ratio: int) -> None:
         if table is not None:
@@ -95,19 +103,21 @@ def batch_metadata(
         if table is not None:
             _fill(slots, lookup_slots(table, requests, place, state_block_size(ratio)))
 
-    entries(c4_block_table, c4_slots, CSA_RATIO)
-    states(c4_state_block_table, c4_state_slots, CSA_RATIO)
-    entries(indexer_block_table, indexer_slots, CSA_RATIO)
-    states(indexer_state_block_table, indexer_state_slots, CSA_RATIO)
-    entries(c128_block_table, c128_slots, HCA_RATIO)
-    states(c128_state_block_table, c128_state_slots, HCA_RATIO)
-    _fill(c4_context_lens, visible_entries(place, CSA_RATIO))
-    _fill(c128_context_lens, visible_entries(place, HCA_RATIO))
-    if c128_block_table is not None and c128_indices is not None:
-        width = c128_indices.shape[1]
+    entries(op.c4_block_table, op.c4_slots, CSA_RATIO)
+    states(op.c4_state_block_table, op.c4_state_slots, CSA_RATIO)
+    entries(op.indexer_block_table, op.indexer_slots, CSA_RATIO)
+    states(op.indexer_state_block_table, op.indexer_state_slots, CSA_RATIO)
+    entries(op.c128_block_table, op.c128_slots, HCA_RATIO)
+    states(op.c128_state_block_table, op.c128_state_slots, HCA_RATIO)
+    _fill(op.c4_context_lens, visible_entries(place, CSA_RATIO))
+    _fill(op.c128_context_lens, visible_entries(place, HCA_RATIO))
+    if op.c128_block_table is not None and op.c128_indices is not None:
+        width = op.c128_indices.shape[1]
         lens = entry_lens(place, HCA_RATIO, width)
-        c128_indices.copy_(entry_slot_rows(lens, requests, c128_block_table, width, storage_block_size(HCA_RATIO)))
-        _fill(c128_lens, lens)
+        op.c128_indices.copy_(
+            entry_slot_rows(lens, requests, op.c128_block_table, width, storage_block_size(HCA_RATIO))
+        )
+        _fill(op.c128_lens, lens)
 
 
 def _placed(slot_mapping: Tensor, tokens: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,30 +14,10 @@ from .index_rows import to_index
 from .swa_metadata import window_rows
 
 
-def flashinfer_mixed_indices(
-    decode_swa_indices: Tensor,
-    decode_compressed_indices: Tensor | None,
-    decode_compressed_lens: Tensor | None,
-    prefill_topk_indices: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    token_to_req: Tensor,
-    swa_block_table: Tensor,
-    swa_block_size: int,
-    compressed_block_table: Tensor | None,
-    compressed_block_size: int,
-    window: int,
-    ratio: int,
-    topk: int,
-    decode_compressed_indices_are_local: bool = False,
-    decode_is_valid_token: Tensor | None = None,
-    num_rows: int = 0,
-    swa_block_span: int = 0,
-    compressed_block_span: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Slots that each token attends, in both caches.
+class MixedIndicesArguments(NamedTuple):
+    """Arguments of `flashinfer_mixed_indices`, in schema order.
 
-    Args:
+    Attributes:
         decode_swa_indices: int32 `[Td, W]`, slots, taken as they are; W = window.
         decode_compressed_indices: int32 `[Td, K]`, slots, or indices within the request if they `are_local`; or None.
         decode_compressed_lens: int32 `[>= Td]`, entries that count beside given slots; None = all K columns.
@@ -46,45 +28,71 @@ def flashinfer_mixed_indices(
         num_rows: rows of the result, 0 = Td + Tp. Rows behind the last token are -1, with length 0.
         swa_block_span, compressed_block_span: where pages of several layers share memory, the rows from one page of a
             layer to its next, 0 = its block size. Slots are re-counted in rows: `block * span + offset`.
+    """
+
+    decode_swa_indices: Tensor
+    decode_compressed_indices: Tensor | None
+    decode_compressed_lens: Tensor | None
+    prefill_topk_indices: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    token_to_req: Tensor
+    swa_block_table: Tensor
+    swa_block_size: int
+    compressed_block_table: Tensor | None
+    compressed_block_size: int
+    window: int
+    ratio: int
+    topk: int
+    decode_compressed_indices_are_local: bool = False
+    decode_is_valid_token: Tensor | None = None
+    num_rows: int = 0
+    swa_block_span: int = 0
+    compressed_block_span: int = 0
+
+
+def flashinfer_mixed_indices(op: MixedIndicesArguments) -> tuple[Tensor, Tensor]:
+    """Slots that each token attends, in both caches.
+
 
     Returns:
         int32 `[rows, W + P]`, P = max(topk, K) aligned to 16 bytes, and int32 `[rows]`: W plus the compressed entries
         that count. The window counts as W columns even where it holds fewer tokens: the rest is -1.
     """
-    num_decode, num_prefill = decode_swa_indices.shape[0], prefill_topk_indices.shape[0]
-    if compressed_block_table is None:
-        compressed_block_table = swa_block_table
-    if decode_compressed_indices is None:
-        decode_compressed_indices = decode_swa_indices.new_empty(num_decode, 0)
-    width = align_up(max(topk, decode_compressed_indices.shape[1]), FLASHINFER_INDEX_ALIGN)
+    num_decode, num_prefill = op.decode_swa_indices.shape[0], op.prefill_topk_indices.shape[0]
+    compressed_table = op.swa_block_table if op.compressed_block_table is None else op.compressed_block_table
+    compressed = op.decode_compressed_indices
+    if compressed is None:
+        compressed = op.decode_swa_indices.new_empty(num_decode, 0)
+    width = align_up(max(op.topk, compressed.shape[1]), FLASHINFER_INDEX_ALIGN)
 
-    if decode_compressed_indices_are_local and decode_is_valid_token is not None:
+    if op.decode_compressed_indices_are_local and op.decode_is_valid_token is not None:
         decode_entries, decode_lens = _local_decode_entries(
-            decode_compressed_indices,
-            token_to_req[:num_decode],
-            compressed_block_table,
-            compressed_block_size,
-            decode_is_valid_token[:num_decode],
+            compressed,
+            op.token_to_req[:num_decode],
+            compressed_table,
+            op.compressed_block_size,
+            op.decode_is_valid_token[:num_decode],
         )
     else:
-        decode_entries = decode_compressed_indices
-        decode_lens = _given_lens(decode_compressed_indices, decode_compressed_lens)
+        decode_entries = compressed
+        decode_lens = _given_lens(compressed, op.decode_compressed_lens)
 
-    tokens = torch.arange(num_decode, num_decode + num_prefill, device=token_to_req.device)
-    requests = token_to_req[num_decode : num_decode + num_prefill]
-    positions = token_positions(query_start_loc, seq_lens, requests, tokens)
-    prefill_window, _ = window_rows(positions, requests, swa_block_table, window, swa_block_size)
-    prefill_lens = visible_entries(positions, ratio).clamp_max(topk).to(torch.int32)
-    columns = torch.arange(topk, device=tokens.device)
-    local = torch.where(columns < prefill_lens[:, None], prefill_topk_indices[:, :topk], PAD_INDEX)
-    prefill_entries = to_index(lookup_slots(compressed_block_table, requests[:, None], local, compressed_block_size))
+    tokens = torch.arange(num_decode, num_decode + num_prefill, device=op.token_to_req.device)
+    requests = op.token_to_req[num_decode : num_decode + num_prefill]
+    positions = token_positions(op.query_start_loc, op.seq_lens, requests, tokens)
+    prefill_window, _ = window_rows(positions, requests, op.swa_block_table, op.window, op.swa_block_size)
+    prefill_lens = visible_entries(positions, op.ratio).clamp_max(op.topk).to(torch.int32)
+    columns = torch.arange(op.topk, device=tokens.device)
+    local = torch.where(columns < prefill_lens[:, None], op.prefill_topk_indices[:, : op.topk], PAD_INDEX)
+    prefill_entries = to_index(lookup_slots(compressed_table, requests[:, None], local, op.compressed_block_size))
 
-    in_window = torch.cat((decode_swa_indices, prefill_window))
+    in_window = torch.cat((op.decode_swa_indices, prefill_window))
     entries = torch.cat((_widen(decode_entries, width), _widen(prefill_entries, width)))
-    in_window = _respan(in_window, swa_block_size, swa_block_span)
-    entries = _respan(entries, compressed_block_size, compressed_block_span)
-    lens = torch.cat((decode_lens, prefill_lens)) + window
-    padding = max(num_rows - num_decode - num_prefill, 0)
+    in_window = _respan(in_window, op.swa_block_size, op.swa_block_span)
+    entries = _respan(entries, op.compressed_block_size, op.compressed_block_span)
+    lens = torch.cat((decode_lens, prefill_lens)) + op.window
+    padding = max(op.num_rows - num_decode - num_prefill, 0)
     indices = torch.nn.functional.pad(torch.cat((in_window, entries), 1), (0, 0, 0, padding), value=PAD_INDEX)
     return indices, torch.nn.functional.pad(lens, (0, padding), value=PAD_LEN)
 

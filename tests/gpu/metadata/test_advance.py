@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.metadata import advance as kernel
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.testing import samples  # noqa: F401  (importing the package registers the ops)
 
 REFERENCE = REFERENCES["advance"]
@@ -44,7 +44,7 @@ def test_forty_steps(requests: int, query_len: int) -> None:
     ours = arguments(requests, query_len)
     theirs = copied(ours)
     for step in range(40):
-        kernel.advance(*ours)
+        launcher("advance")(*ours)
         REFERENCE(*theirs)
         assert all(map(torch.equal, ours[5:], theirs[5:])), step
 
@@ -52,12 +52,12 @@ def test_forty_steps(requests: int, query_len: int) -> None:
 def test_a_captured_step_replays_a_thousand_times() -> None:
     args = arguments(128, 2)
     args[3].fill_(900)
-    kernel.advance(*copied(args))
+    launcher("advance")(*copied(args))
     torch.cuda.synchronize()
     theirs = copied(args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.advance(*args)
+        launcher("advance")(*args)
     for step in range(1000):
         args[0].copy_((args[0] * 7 + step) % 4)
         theirs[0].copy_(args[0])

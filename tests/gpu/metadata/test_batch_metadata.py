@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.kernels.metadata import batch_metadata as kernel
 from dsv4_compile.metadata import BlockTables, MetadataBuffers
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.ops.metadata.batch_metadata import GROUPS
 from dsv4_compile.testing import samples  # noqa: F401  (importing the package registers the ops)
 
@@ -66,7 +66,7 @@ def random_batch(own: Buffers, queries: list[int], seed: int) -> None:
 
 
 def assert_equal(own: Buffers, rows: int) -> None:
-    ours, theirs = own.fill(kernel.batch_metadata, rows), own.fill(REFERENCE, rows)
+    ours, theirs = own.fill(launcher("batch_metadata"), rows), own.fill(REFERENCE, rows)
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
 
@@ -110,11 +110,11 @@ def test_models_of_one_ratio(ratios: tuple[int, ...]) -> None:
 def test_a_captured_launch_follows_lengths_and_tables() -> None:
     own = buffers(130, 128, 16_384)
     random_batch(own, [1] * 128, 0)
-    own.fill(kernel.batch_metadata, 130)
+    own.fill(launcher("batch_metadata"), 130)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        own.call(kernel.batch_metadata, 130)
+        own.call(launcher("batch_metadata"), 130)
     for seed, requests in enumerate((128, 3, 77, 0, 128)):
         random_batch(own, [1] * requests or [0], seed + 1)
         theirs = own.fill(REFERENCE, 130)

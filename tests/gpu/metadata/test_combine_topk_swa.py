@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.metadata import combine_topk_swa as kernel
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.testing import hostile_indices
 from dsv4_compile.testing.batch import Batch, random_batch
 from tests.ops.metadata.test_combine_topk_swa import arguments
@@ -24,7 +24,7 @@ def on_gpu(args: list[Any]) -> list[Any]:
 
 def check(args: list[Any]) -> None:
     for op in OPS:
-        for got, want in zip(getattr(kernel, op)(*args), REFERENCES[op](*args), strict=True):
+        for got, want in zip(launcher(op)(*args), REFERENCES[op](*args), strict=True):
             assert torch.equal(got, want)
 
 
@@ -55,11 +55,11 @@ def test_a_captured_launch_follows_its_inputs() -> None:
 
     args = batch(0)
     for op in OPS:
-        getattr(kernel, op)(*args)
+        launcher(op)(*args)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = [getattr(kernel, op)(*args) for op in OPS]
+        captured = [launcher(op)(*args) for op in OPS]
     for seed in (1, 2):
         for mine, new in zip(args[:4], batch(seed)[:4], strict=True):
             mine.copy_(new)

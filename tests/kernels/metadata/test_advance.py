@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.metadata import advance as kernel
-from dsv4_compile.reference.metadata.advance import advance as reference
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.testing import assert_bitwise, fake_triton, padded, strided
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 
 interpreted = pytest.mark.interpreted
-MUTATED = ("p_starts", "p_lens", "p_ids", "p_overflow")
+MUTATED = tuple(f"batch[{i}]" for i in range(4))
 
 
 def copied(value: Any) -> Any:
@@ -30,8 +31,8 @@ def compare(args: tuple[Any, ...]) -> None:
     ours, theirs = ([copied(value) for value in args] for _ in range(2))
     for _ in range(3):
         with checked(mutated=MUTATED) as launched:
-            kernel.advance(*ours)
-        reference(*theirs)
+            launcher("advance")(*ours)
+        REFERENCES["advance"](*theirs)
         assert launched == ["advance_kernel"]
         for a, b in zip(ours[5:], theirs[5:], strict=True):
             assert_bitwise(a, b)
@@ -85,7 +86,7 @@ def test_any_strides(spread: Any) -> None:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str) -> None:
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        kernel.advance(*arguments(128, 1, 1))
-        kernel.advance(*arguments(128, 4, 4))
+        launcher("advance")(*arguments(128, 1, 1))
+        launcher("advance")(*arguments(128, 4, 4))
     assert all(fake_triton.machine_code(each) for each in compiled)
     assert len(compiled) == 2

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.kernels.metadata import batch_metadata as kernel
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.ops.metadata.batch_metadata import ARGUMENTS, CONTEXT_LENS, GROUPS, TOKENS
-from dsv4_compile.reference.metadata.batch_metadata import batch_metadata as reference
 from dsv4_compile.testing import assert_bitwise, fake_triton, padded, strided
 from dsv4_compile.testing.batch import Batch, random_batch, random_table, table_tensor
 from dsv4_compile.testing.bounds import checked
@@ -21,8 +22,10 @@ from dsv4_compile.testing.samples import op_samples
 interpreted = pytest.mark.interpreted
 OUTPUTS = ARGUMENTS[ARGUMENTS.index("positions") :]
 PAGE_TOKENS = {"window": 64, "c4": 256, "c4_state": 4, "indexer": 256, "indexer_state": 4, "c128": 256, "c128_state": 8}
-MUTATED = ("p_positions", "p_requests", "p_valid", "p_window_indices", "p_window_lens", "p_c128_indices")
-MUTATED += ("p_c128_lens", "p_c4_context", "p_c128_context", *(f"p_slots[{i}]" for i in range(len(GROUPS))))
+MUTATED = (
+    *(f"buffers.{name}" for name in kernel.Buffers._fields if name != "p_slots"),
+    *(f"buffers.p_slots[{i}]" for i in range(len(GROUPS))),
+)
 
 
 def copied(value: Any) -> Any:
@@ -37,8 +40,8 @@ def compare(values: dict[str, Any]) -> dict[str, Any]:
     """Run both; all memory behind the buffers must be equal."""
     ours, theirs = ({name: copied(value) for name, value in values.items()} for _ in range(2))
     with checked(mutated=MUTATED) as launched:
-        kernel.batch_metadata(*ours.values())
-    reference(*theirs.values())
+        launcher("batch_metadata")(*ours.values())
+    REFERENCES["batch_metadata"](*theirs.values())
     for name in OUTPUTS:
         if values.get(name) is not None:
             assert_bitwise(ours[name], theirs[name], label=name)
@@ -154,19 +157,21 @@ def test_tables_narrower_than_their_requests() -> None:
         compare(values | {name: table[:rows, :columns] for name, table in tables.items()})
 
 
-def test_buffers_with_gaps_are_refused() -> None:
-    values = arguments(MIXED, 13)
-    assert kernel.batch_metadata_refuses(*values.values()) == ""
+def test_buffers_with_gaps_are_unsupported() -> None:
+    values, why_unsupported = arguments(MIXED, 13), refusal("batch_metadata")
+    assert why_unsupported is not None
+    assert why_unsupported(*values.values()) == ""
     for name in ("positions", "window_indices", "c128_lens"):
-        reason = kernel.batch_metadata_refuses(**(values | {name: strided(values[name])}))
-        assert reason == f"{name} has gaps between its elements"
+        spread = strided(values[name])
+        reason = why_unsupported(**(values | {name: spread}))
+        assert reason == f"the last dim of {name} is contiguous, this one has stride {spread.stride(-1)}"
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str) -> None:
     decode = arguments(Batch((1,) * 6, (9,) * 6), 6, max_len=16_384, window=128)
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        kernel.batch_metadata(*decode.values())
-        kernel.batch_metadata(*arguments(MIXED, 13, groups=("window", "c128"), engine=torch.arange(13)).values())
+        launcher("batch_metadata")(*decode.values())
+        launcher("batch_metadata")(*arguments(MIXED, 13, groups=("window", "c128"), engine=torch.arange(13)).values())
     assert all(fake_triton.machine_code(each) for each in compiled)
     assert len(compiled) == 2

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.metadata import combine_topk_swa as kernel
-from dsv4_compile.reference.metadata import combine_topk_swa as reference
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, strided
 from dsv4_compile.testing.batch import Batch, random_batch
 from dsv4_compile.testing.bounds import checked
@@ -18,16 +19,16 @@ from dsv4_compile.testing.samples import op_samples
 from tests.ops.metadata.test_combine_topk_swa import arguments
 
 interpreted = pytest.mark.interpreted
-OUTPUTS = ("p_rows", "p_lens", "p_indptr")
+OUTPUTS = tuple(f"outputs[{i}]" for i in range(3))
 
 
 def check(*args: Any) -> None:
     """Both ops on these arguments."""
     for op in ("combine_topk_swa", "combine_topk_swa_ragged"):
         with checked(OUTPUTS) as launched:
-            got = getattr(kernel, op)(*args)
+            got = launcher(op)(*args)
         assert launched == ["combine_topk_swa_kernel"] * (args[0].shape[0] > 0)
-        for ours, theirs in zip(got, getattr(reference, op)(*args), strict=True):
+        for ours, theirs in zip(got, REFERENCES[op](*args), strict=True):
             assert_bitwise(ours, theirs, strides=True)
 
 
@@ -97,7 +98,7 @@ def test_nothing() -> None:
 def test_it_compiles_ahead_of_time(target: str) -> None:
     args = arguments(Batch((4, 9), (700, 9)), torch.zeros(13, 512, dtype=torch.int32), 128, 4, 512, 1000, 300)
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        kernel.combine_topk_swa(*args)
-        kernel.combine_topk_swa_ragged(*args)
+        launcher("combine_topk_swa")(*args)
+        launcher("combine_topk_swa_ragged")(*args)
     assert len(compiled) == 2
     assert all(fake_triton.machine_code(each) for each in compiled)

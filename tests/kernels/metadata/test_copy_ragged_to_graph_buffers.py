@@ -23,7 +23,7 @@ def compare(*args: Tensor) -> None:
         return memory.as_strided(value.shape, value.stride(), value.storage_offset())
 
     ours, theirs = ([copied(value) for value in args] for _ in range(2))
-    with checked(mutated=("p_out", "p_out_ends")) as launched:
+    with checked(mutated=("outputs[0]", "outputs[1]")) as launched:
         kernel.copy_ragged_to_graph_buffers(*ours)
     reference(*theirs)
     assert launched == ["copy_ragged_kernel"]

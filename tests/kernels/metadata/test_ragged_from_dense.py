@@ -18,7 +18,7 @@ from dsv4_compile.testing.poison import poisoned_empty
 from dsv4_compile.testing.samples import op_samples
 
 interpreted = pytest.mark.interpreted
-WRITTEN = ("p_flat", "p_indptr", "p_counts", "p_out", "p_lens")
+WRITTEN = ("p_counts", "outputs[0]", "outputs[1]")
 OPS = ("ragged_from_dense", "global_topk_ragged")
 
 
