@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.fp8_linear`; defined in reference/fp8_linear.py."""
+"""Schema, check and fake of `torch.ops.dsv4.fp8_linear`."""
 
 from __future__ import annotations
 

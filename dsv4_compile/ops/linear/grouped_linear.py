@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.grouped_linear`; defined in reference/grouped_linear.py."""
+"""Schema, check and fake of `torch.ops.dsv4.grouped_linear`."""
 
 from __future__ import annotations
 

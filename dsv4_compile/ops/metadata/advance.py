@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.advance`; what it computes is in reference/advance.py."""
+"""Schema, check and fake of `torch.ops.dsv4.advance`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.batch_metadata`; what it computes is in reference/batch_metadata.py."""
+"""Schema, check and fake of `torch.ops.dsv4.batch_metadata`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.c128a_topk_metadata`; what it computes is in reference/c128a_topk_metadata.py."""
+"""Schema, check and fake of `torch.ops.dsv4.c128a_topk_metadata`."""
 
 from __future__ import annotations
 

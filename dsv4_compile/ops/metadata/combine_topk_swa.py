@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.combine_topk_swa` and `.combine_topk_swa_ragged`; see reference/combine_topk_swa.py."""
+"""Schemas, check and fakes of `torch.ops.dsv4.combine_topk_swa` and `.combine_topk_swa_ragged`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.compressed_slot_mapping`; what it computes is in reference/compressed_slot_mapping.py."""
+"""Schema, check and fake of `torch.ops.dsv4.compressed_slot_mapping`."""
 
 from __future__ import annotations
 

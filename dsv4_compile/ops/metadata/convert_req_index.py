@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.convert_req_index`; what it computes is in reference/convert_req_index.py."""
+"""Schema, check and fake of `torch.ops.dsv4.convert_req_index`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.copy_ragged_to_graph_buffers`; see reference/copy_ragged_to_graph_buffers.py."""
+"""Schema, check and fake of `torch.ops.dsv4.copy_ragged_to_graph_buffers`."""
 
 from __future__ import annotations
 

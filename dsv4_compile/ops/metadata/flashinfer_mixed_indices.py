@@ -1,4 +1,4 @@
-"""`torch.ops.dsv4.flashinfer_mixed_indices`; what it computes is in reference/flashinfer_mixed_indices.py."""
+"""Schema, check and fake of `torch.ops.dsv4.flashinfer_mixed_indices`."""
 
 from __future__ import annotations
 
