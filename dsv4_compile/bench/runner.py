@@ -157,13 +157,21 @@ def rows_of(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each wanted implementation of `problem`; a status other than "ok" has a note and no time.
 
-    All are prepared and compared before the first is timed; `begin` is called before each is timed.
+    All are prepared and compared before the first is timed; `begin` is called before each is timed. A fault that loses
+    the device, as an illegal memory access, is the last row.
     """
     if not any(keep(only, impl=name) for name in problem.implementations):
         return
     cold = timing.cold_sets(problem.cost.bytes, device) if problem.cold and problem.time_cold is None else 0
     sets = [problem.make(i) for i in range(max(1, cold))]
-    for row, call in list(_compared(problem, only)):
+    found = []
+    for row, call in _compared(problem, only):
+        if row["status"] == "failed" and _is_lost(device):
+            # All others would fail for the same reason, the earlier ones when they are timed.
+            yield row
+            return
+        found.append((row, call))
+    for row, call in found:
         if call is None:
             yield row
             continue
@@ -172,6 +180,8 @@ def rows_of(
             yield row | _timed(problem, call, sets, device, cold > 0)
         except Exception as fault:
             yield row | dict(zip(("status", "note"), status_of(fault), strict=True))
+            if _is_lost(device):
+                return
 
 
 def _compared(problem: Problem, only: Only) -> Iterator[tuple[dict[str, Any], Callable[..., Any] | None]]:

@@ -169,6 +169,21 @@ def test_a_fault_while_it_is_timed_is_named_too() -> None:
     assert found["late"]["us"] is None and found["right"]["us"] > 0
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_an_implementation_that_loses_the_device_is_the_last_row(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """Not blamed on one that agreed before it, nor on one that comes after."""
+    calls: list[int] = []
+
+    def bad(x: Tensor, out: Tensor) -> Tensor:
+        calls.append(1)
+        return double(x, out) if late and len(calls) == 1 else illegal()
+
+    monkeypatch.setattr(runner, "_is_lost", lambda device: len(calls) > late)
+    found = rows(first=lambda: double, bad=lambda: bad, after=lambda: double)
+    assert list(found) == (["first", "bad"] if late else ["bad"])
+    assert "illegal memory access" in found["bad"]["note"] and found["bad"]["status"] == "failed"
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_run_ends_with_a_record_when_its_device_is_lost(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     """Every later call would fail for the same reason."""

@@ -46,6 +46,25 @@ def test_every_table_and_every_record_is_shown_by_a_page() -> None:
     assert {path.name for path in figures.RESULTS.iterdir()} == set(figures.RECORDS.values())
 
 
+@pytest.mark.parametrize(
+    "page", [README, figures.ROOT / "dsv4_compile" / "docs" / "performance.md"], ids=["README", "performance"]
+)
+def test_a_table_of_numbers_is_a_block_of_figures(page: Path) -> None:
+    by_hand = re.sub(r"(?s)<!-- figures: \S+ -->.*?<!-- end -->", "", page.read_text())
+    cells = [cell.strip() for line in by_hand.splitlines() if line.startswith("|") for cell in line.split("|")]
+    assert [cell for cell in cells if re.match(r"\d+([.,]\d+)?( (us|ms|s|/).*)?$", cell)] == []
+
+
+def test_every_row_of_a_record_says_when_and_of_which_commit_and_warm_from_cold() -> None:
+    for path in sorted(figures.RESULTS.iterdir()):
+        record = json.loads(path.read_text())
+        assert record["rows"] and "commit" in record, path.name
+        assert [row for row in record["rows"] if not row["date"] or not row["commit"]] == [], path.name
+        # Times of kernels and layers: "us" is warm, "cold_us" is cold or, where that was not measured, None.
+        timed = [row for row in record["rows"] if row.get("us") is not None]
+        assert [row for row in timed if "cold_us" not in row] == [], path.name
+
+
 def test_a_block_that_differs_from_its_record_is_found() -> None:
     text = README.read_text()
     wrong = re.sub(r"\| SWA \| bfloat16 \| \d", "| SWA | bfloat16 | 9", text)

@@ -118,6 +118,36 @@ def test_cache_layout_numbers_appear_in_layout_alone(trees: dict[str, ast.Module
     assert found == []
 
 
+def test_kernels_launch_through_launch_kernel(trees: dict[str, ast.Module]) -> None:
+    launchers = {"kernels/host/launch.py", "kernels/hopper/cluster_mailbox.py"}
+    found = {
+        path
+        for path, tree in trees.items()
+        if path.startswith("kernels/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+    }
+    assert found == launchers
+
+
+def test_kernels_keep_no_tensor_between_calls_except_semaphores(trees: dict[str, ast.Module]) -> None:
+    state = []
+    for path, tree in trees.items():
+        if not path.startswith("kernels/"):
+            continue
+        for node in ast.walk(tree):
+            cached = isinstance(node, ast.FunctionDef) and any("cache" in ast.unparse(x) for x in node.decorator_list)
+            if isinstance(node, ast.Global) or (cached and "Tensor" in ast.unparse(node.returns or node)):
+                state.append(f"{path}:{node.lineno}")
+        for node in tree.body:
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            empty = isinstance(value, ast.Dict | ast.List) and not getattr(value, "keys", getattr(value, "elts", None))
+            tensor = isinstance(value, ast.Call) and re.match(r"torch\.(?!iinfo|finfo)", ast.unparse(value.func))
+            if empty or tensor:
+                state.append(f"{path} {ast.unparse(node)}")
+    assert state == ["kernels/host/semaphores.py _pools: dict[torch.device, _Pool] = {}"]
+
+
 def _private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 

@@ -156,7 +156,8 @@ def kernels(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
         label, impl = kernel.peer
         peers = [_find(rows[kernel.record], kernel.columns, impl=impl, tokens=n) for n in kernel.tokens]
         shown += [*found, *(row for row in peers if row is not None)]
-        theirs = " / ".join("-" if row is None else _us(row, "us") for row in peers)
+        # A peer that cannot run a size has no time there.
+        theirs = " / ".join("-" if row is None or row["us"] is None else _us(row, "us") for row in peers)
         lines.append(
             [
                 kernel.label,
