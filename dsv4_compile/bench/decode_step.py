@@ -63,8 +63,10 @@ PEERS: Mapping[tuple[str, str], Mapping[int, float]] = {
     (STACK, "bfloat16"): {1: 4500, 32: 5500, 128: 7600, 512: 19500},
     (STACK, "fp8"): {1: 4000, 32: 4700, 128: 6400, 512: 17200},
 }
-"""Microseconds of other engines' kernels chained in one graph, warm, the faster of one stream and four, on an H200.
+"""Microseconds of other engines' kernels chained in one graph, warm, the faster of one stream and four.
 Which groups closed is not recorded, so they are compared with "together" alone, the most work for this package."""
+PEERS_MACHINE = "H200"
+"""Machine of `PEERS`."""
 
 MEDIAN, EACH_TOKEN = 0.03, 0.08
 """Largest relative distance of a layer's result from the eager ops: median over tokens, and of each token. Attention
@@ -140,7 +142,7 @@ def _of_implementation(
             cost=costs.Cost(sum(c.bytes for c in whole), sum(c.flops for c in whole), whole[0].operands),
             reference=step.call(step.layers, tokens, apart),
             implementations={impl: partial(prepare, tokens, apart)},
-            published=published(layer, weights, end, tokens),
+            published=published(layer, weights, end, tokens, _name(step.device)),
             differs=partial(differs, keys=[selected_keys(config, i, context) for i in range(config.num_layers)]),
             cold=False,
             # Replays on a CPU are a stand-in that records no event.
@@ -151,10 +153,14 @@ def _of_implementation(
         )
 
 
-def published(layer: str, weights: str, end: str, tokens: int) -> dict[str, float]:
-    """Return the peers' time of a row, if it is comparable."""
-    peers = PEERS[layer, weights].get(tokens) if end == TOGETHER else None
+def published(layer: str, weights: str, end: str, tokens: int, machine: str) -> dict[str, float]:
+    """Return the peers' time of a row, if it is comparable: measured on such a machine, with groups that end so."""
+    peers = PEERS[layer, weights].get(tokens) if end == TOGETHER and PEERS_MACHINE in machine else None
     return {} if peers is None else {"peers": peers}
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def selected_keys(config: DeepseekV4Config, layer: int, context: int) -> int:

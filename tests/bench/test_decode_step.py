@@ -217,8 +217,11 @@ def test_few_requests_close_a_group_if_their_groups_end_apart() -> None:
 
 
 def test_peers_are_compared_with_the_steps_of_the_most_work() -> None:
-    assert decode_step.published("CSA", "fp8", "together", 8) == {"peers": 103}
-    assert decode_step.published("CSA", "fp8", "apart", 8) == decode_step.published("CSA", "fp8", "together", 7) == {}
+    h200, h100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+    assert decode_step.published("CSA", "fp8", "together", 8, h200) == {"peers": 103}
+    assert decode_step.published("CSA", "fp8", "together", 8, h100) == {}
+    assert decode_step.published("CSA", "fp8", "apart", 8, h200) == {}
+    assert decode_step.published("CSA", "fp8", "together", 7, h200) == {}
     assert found(layer="HCA", weights="fp8", impl="eager")[0].published == {}
 
 
