@@ -5,6 +5,10 @@ from __future__ import annotations
 from .attention import inv_rope as inv_rope
 from .attention import sparse_mla_decode as sparse_mla_decode
 from .attention import sparse_mla_prefill as sparse_mla_prefill
+from .hyper_connections import mhc_boundary as mhc_boundary
+from .hyper_connections import mhc_head as mhc_head
+from .hyper_connections import mhc_post as mhc_post
+from .hyper_connections import mhc_pre as mhc_pre
 from .indexer import cp_gather_indexer_k as cp_gather_indexer_k
 from .indexer import indexer_logits as indexer_logits
 from .indexer import indexer_q_rope_quant as indexer_q_rope_quant

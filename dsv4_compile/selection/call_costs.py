@@ -40,6 +40,10 @@ class _Call:
         """Sizes of `[T, D]`."""
         return dict(zip(("T", "D"), self.dims(name), strict=True)) | {"e": self.size(name)}
 
+    def of_streams(self) -> dict[str, int]:
+        """Sizes of `[T, G, D]` streams."""
+        return dict(zip(("T", "G", "D"), self.dims("streams"), strict=True)) | {"e": self.size("streams")}
+
     def row(self, dim: int, like: str, cache_format: str = "cache_format") -> dict[str, int]:
         """Of a cache whose plain rows are as wide as elements of `like`."""
         return {"row": costs.row_bytes(self.arguments[cache_format], dim, self.size(like))}
@@ -244,6 +248,10 @@ _SIZES: Mapping[str, Callable[[_Call], dict[str, int]]] = {
     "fp8_grouped_einsum": _product("a", "b", "b_scale"),
     "fp8_grouped_einsum_quant": _product("a", "b", "b_scale"),
     "grouped_linear": _product("x", "weight"),
+    "mhc_pre": _Call.of_streams,
+    "mhc_post": _Call.of_streams,
+    "mhc_boundary": _Call.of_streams,
+    "mhc_head": _Call.of_streams,
     "moe_experts": _experts,
     "moe_route": lambda call: call.of_rows("x") | {"N": call.dims("gate")[0], "K": int(call.arguments["top_k"])},
     "save_partial_states": lambda call: dict(zip(("T", "width"), call.dims("kv_score"), strict=True)),

@@ -135,6 +135,8 @@ _BLOCKS = sympy.ceiling(G * N / layout.WEIGHT_TILE) * _STRIPS
 _FLAT_BLOCKS = _BLOCKS.subs(G, 1)
 _ALIGNED = layout.INDEX_ALIGN * sympy.ceiling((K + W) / layout.INDEX_ALIGN)
 _QUERIES = H * (D + _FLOAT32) + 2 * _INT32
+_COEFFICIENTS = _FLOAT32 * (G + G * G)
+_MIX = _FLOAT32 * ((G + 2) * G * (G * D + 1) + 3 + D)
 _HEADS = T * H * (2 * e * D + _FLOAT32)
 
 _TABLE: dict[str, tuple[Any, Any]] = {
@@ -164,6 +166,11 @@ _TABLE: dict[str, tuple[Any, Any]] = {
         2 * T * G * N * K,
     ),
     "grouped_linear": (e * G * (T * (K + N) + N * K), 2 * T * G * N * K),
+    # Hyper-connections.
+    "mhc_pre": (T * (e * (G + 1) * D + _COEFFICIENTS) + _MIX, 2 * T * (G + 2) * G * G * D),
+    "mhc_post": (T * (e * (2 * G + 1) * D + _COEFFICIENTS), _ZERO),
+    "mhc_boundary": (T * (e * (2 * G + 2) * D + 2 * _COEFFICIENTS) + _MIX, 2 * T * (G + 2) * G * G * D),
+    "mhc_head": (T * e * (G + 1) * D + _FLOAT32 * (G * G * D + G + 1 + D), 2 * T * G * G * D),
     # Mixture of experts.
     "moe_experts": (
         T * (2 * e * D + K * (_INT32 + _FLOAT32)) + sympy.Min(N, T * K) * row,
@@ -212,7 +219,8 @@ _TABLE: dict[str, tuple[Any, Any]] = {
 """Bytes and flops by name of the op. Index rows are counted at their full width, K or W; keys of `sparse_mla_decode`
 are those of both caches together, each read once for every token that attends it. `preprocess_insert`, quantised or
 not, is counted without compressors: each adds a `save_partial_states` and a `compress_norm_rope_insert`. N of
-`sparse_mla_decode_latent` is the dims of a value."""
+`sparse_mla_decode_latent` is the dims of a value. G of hyper-connections is their streams; `mhc_head` is counted
+without the output of a sub-layer, and weights in float32."""
 
 _E4M3_PRODUCTS = {
     "fp8_linear",

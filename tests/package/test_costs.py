@@ -79,6 +79,17 @@ def test_grouped_products_move_their_operands_and_results() -> None:
     assert cost.flops == 2 * x.shape[0] * weight.numel()
 
 
+def test_hyper_connections_move_streams_coefficients_and_weights() -> None:
+    for op, read in (("mhc_pre", (0, 1, 2, 3, 4)), ("mhc_post", (0, 1, 2, 3)), ("mhc_boundary", range(8))):
+        args = op_samples(op)[0]
+        tokens, streams, dim = args[0].shape
+        assert costs.of(op, T=tokens, G=streams, D=dim).bytes == moved(op, args, *read)
+    args = op_samples("mhc_head")[1]
+    tokens, streams, dim = args[0].shape
+    assert costs.of("mhc_head", T=tokens, G=streams, D=dim).bytes == moved("mhc_head", args, 0, 1, 2, 3, 4)
+    assert costs.of("mhc_head", T=tokens, G=streams, D=dim).flops == 2 * tokens * args[1].numel()
+
+
 def test_rotations_move_vectors_positions_and_a_row_of_the_table_for_each_token() -> None:
     o, positions, table = op_samples("inv_rope")[0]
     tokens, heads, dim = o.shape

@@ -34,6 +34,7 @@ FAMILIES = {
     "attention": "Sparse attention over paged caches and workspaces, and the inverse RoPE of its output.",
     "linear": "Block-scaled and grouped GEMMs.",
     "indexer": "Queries, scores and top-k of the indexer.",
+    "hyper_connections": "Residual streams: their coefficients, their mix for a sub-layer, and its return.",
     "moe": "The router and the experts.",
     "preprocess": "Norms, RoPE, cache inserts, gathers and compressors.",
     "metadata": "Slots, index rows and lengths of a batch.",

@@ -439,6 +439,19 @@ def preprocess_insert_quant() -> Calls:
         yield f"{kind}", _preprocess(*kind)
 
 
+# Hyper-connections.
+
+
+@_sizes
+def mhc_boundary() -> Calls:
+    """Yield one launch and two, for both models."""
+    for hidden, tokens in product((FLASH.hidden, PRO.hidden), (1, 8, 32, 512)):
+        streams = zeros(tokens, 4, hidden), zeros(tokens, hidden)
+        coefficients = zeros(tokens, 4, dtype=F32), zeros(tokens, 4, 4, dtype=F32)
+        mix = (zeros(*shape, dtype=F32) for shape in ((24, 4 * hidden), (24,), (3,), (hidden,)))
+        yield f"{hidden} channels, {tokens} tokens", (*streams, *coefficients, *mix, EPS, EPS)
+
+
 @_sizes
 def dequantize_and_gather_k_cache() -> Calls:
     """Yield pages of CSA and of HCA."""

@@ -1,0 +1,30 @@
+"""`torch.ops.dsv4.mhc_boundary`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...reference.hyper_connections import mhc_boundary as reference
+from ...reference.hyper_connections.mhc_boundary import MhcBoundary
+from ..common.define import define
+from .mhc_post import check_post
+from .mhc_pre import check_pre, fake_pre
+
+
+def _check(a: MhcBoundary) -> None:
+    check_post(*a[:4], op="mhc_boundary")
+    check_pre(a.streams, *a[4:], op="mhc_boundary")
+
+
+def _fake(a: MhcBoundary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return a.streams.new_empty(a.streams.shape), *fake_pre(a.streams)
+
+
+mhc_boundary = define(
+    "mhc_boundary(Tensor streams, Tensor output, Tensor post, Tensor comb, Tensor fn, Tensor base, Tensor scale, "
+    "Tensor norm_weight, float norm_eps, float hc_eps, int iterations=20) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference=reference.mhc_boundary,
+    fake=_fake,
+    check=_check,
+    arguments=MhcBoundary,
+)

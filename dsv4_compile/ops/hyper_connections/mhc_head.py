@@ -1,0 +1,41 @@
+"""`torch.ops.dsv4.mhc_head`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...errors import check
+from ...reference.hyper_connections import mhc_head as reference
+from ...reference.hyper_connections.mhc_head import MhcHead
+from ..common.define import define
+from .mhc_post import check_post
+from .mhc_pre import check_mix
+
+
+def _check(a: MhcHead) -> None:
+    count = a.streams.shape[1] if a.streams.dim() > 1 else 0
+    check_mix("mhc_head", a.streams, a.fn, a.base, a.scale, a.norm_weight, count, 1)
+    given = [name for name in ("output", "post", "comb") if getattr(a, name) is not None]
+    check(
+        len(given) in (0, 3),
+        "E201",
+        got=f"mhc_head: {' and '.join(given)} alone",
+        rule="output, post and comb are given together",
+    )
+    if a.output is not None and a.post is not None and a.comb is not None:
+        check_post(a.streams, a.output, a.post, a.comb, op="mhc_head")
+
+
+def _fake(a: MhcHead) -> Tensor:
+    tokens, _, dim = a.streams.shape
+    return a.streams.new_empty((tokens, dim))
+
+
+mhc_head = define(
+    "mhc_head(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, float norm_eps, float hc_eps, "
+    "Tensor? output=None, Tensor? post=None, Tensor? comb=None) -> Tensor",
+    reference=reference.mhc_head,
+    fake=_fake,
+    check=_check,
+    arguments=MhcHead,
+)

@@ -1,0 +1,36 @@
+"""`torch.ops.dsv4.mhc_post`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.hyper_connections import mhc_post as reference
+from ..common.define import define
+from ..common.validate import FLOATS, expect, expect_dim
+
+
+def check_post(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor, op: str = "mhc_post") -> None:
+    """Raise E201 where the arguments of `mhc_post`, on behalf of `op`, are wrong."""
+    expect(streams, f"{op}: streams [T, N, D]", FLOATS)
+    expect(output, f"{op}: output [T, D]", streams.dtype)
+    expect(post, f"{op}: post [T, N]", torch.float32)
+    expect(comb, f"{op}: comb [T, N, N]", torch.float32)
+    tokens, count, dim = streams.shape
+    for name, tensor in (("output", output), ("post", post), ("comb", comb)):
+        expect_dim(tensor.shape[0], tokens, f"{op}: {name} and streams have the same tokens")
+    expect_dim(output.shape[1], dim, f"{op}: output has the last dim of streams")
+    for name, size in (("post", post.shape[1]), ("comb", comb.shape[1]), ("comb", comb.shape[2])):
+        expect_dim(size, count, f"{op}: {name} has a coefficient for each stream")
+
+
+def _fake(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    return streams.new_empty(streams.shape)
+
+
+mhc_post = define(
+    "mhc_post(Tensor streams, Tensor output, Tensor post, Tensor comb) -> Tensor",
+    reference=reference.mhc_post,
+    fake=_fake,
+    check=check_post,
+)

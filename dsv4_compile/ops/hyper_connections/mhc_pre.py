@@ -1,0 +1,77 @@
+"""`torch.ops.dsv4.mhc_pre`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import check
+from ...reference.hyper_connections import mhc_pre as reference
+from ..common.define import define
+from ..common.validate import FLOATS, expect, expect_dim
+
+
+def check_mix(
+    op: str, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_weight: Tensor, outputs: int, scales: int
+) -> None:
+    """Raise E201 unless `fn` has `outputs` rows for `streams`, and base, scale and norm_weight fit."""
+    expect(streams, f"{op}: streams [T, N, D]", FLOATS)
+    count, dim = streams.shape[1:]
+    expect(fn, f"{op}: fn [M, N * D]", FLOATS)
+    expect(base, f"{op}: base [M]", FLOATS)
+    expect(scale, f"{op}: scale [{scales}]", FLOATS)
+    expect(norm_weight, f"{op}: norm_weight [D]", FLOATS)
+    expect_dim(fn.shape[0], outputs, f"{op}: fn has a row for each coefficient")
+    expect_dim(fn.shape[1], count * dim, f"{op}: fn covers all streams")
+    expect_dim(base.shape[0], outputs, f"{op}: base has an element for each coefficient")
+    expect_dim(scale.shape[0], scales, f"{op}: scale has an element for each kind of coefficient")
+    expect_dim(norm_weight.shape[0], dim, f"{op}: norm_weight covers the last dim of streams")
+
+
+def check_pre(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int = 20,
+    op: str = "mhc_pre",
+) -> None:
+    """Raise E201 where the arguments of `mhc_pre`, on behalf of `op`, are wrong."""
+    count = streams.shape[1] if streams.dim() > 1 else 0
+    check_mix(op, streams, fn, base, scale, norm_weight, (count + 2) * count, 3)
+    check(iterations >= 1, "E201", got=f"{op}: iterations={iterations}", rule="at least 1")
+
+
+def fake_pre(streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty results of `mhc_pre`."""
+    tokens, count, dim = streams.shape
+    return (
+        streams.new_empty((tokens, dim)),
+        streams.new_empty((tokens, count), dtype=torch.float32),
+        streams.new_empty((tokens, count, count), dtype=torch.float32),
+    )
+
+
+def _fake(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int = 20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_pre(streams)
+
+
+mhc_pre = define(
+    "mhc_pre(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, float norm_eps, float hc_eps, "
+    "int iterations=20) -> (Tensor, Tensor, Tensor)",
+    reference=reference.mhc_pre,
+    fake=_fake,
+    check=check_pre,
+)

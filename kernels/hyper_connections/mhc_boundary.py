@@ -1,0 +1,398 @@
+"""`mhc_boundary`, and the kernels of its siblings, which leave out its first or its last part.
+
+A program takes a slice of the channels of a token, or of 16 tokens: it computes the new streams and the slice's share
+of the mix, a product with `fn`, and of the sum of squares. What is left needs the sums of all slices: coefficients, the
+mixed input and its norm.
+
+Few tokens: one launch. The last program of a token to arrive at its counter finishes the token. No program waits for
+another, so neither the order in which CTAs start nor what else runs on the GPU can stop a launch.
+
+More tokens: a second launch finishes, a program for each token. One program would have to finish 16 tokens, and more
+could do that in one launch only if they waited for each other. bfloat16 streams are multiplied on tensor cores with
+`fn` as a sum of three bfloat16, which is exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...reference.hyper_connections.mhc_boundary import MhcBoundary
+from ..device.norm import load_weight, rms_norm
+from ..host.launch import launch_kernel
+from ..host.pdl import pdl_arguments
+from ..host.semaphores import arrival_counters, arrive
+from .coefficients import inverse_rms, load4, logits4, store_coefficients
+
+STREAMS = 4
+"""Streams that the kernels are written for."""
+MAX_DIM = 16384
+"""Most channels of a stream: one program norms a row in its registers."""
+MAX_ONE_LAUNCH = 8
+"""Most tokens of one launch, of which each reads all of `fn`."""
+CHANNELS = 128
+"""Channels of a program's slice."""
+TILE_TOKENS = 16
+"""Tokens of a program that uses tensor cores, the smallest side of their tiles."""
+TILE_CHANNELS = 64
+"""Channels of a step of such a program."""
+COEFFICIENT_TOKENS = 32
+"""Tokens of a program that computes coefficients alone: one for each lane of a warp."""
+
+
+class Mix(NamedTuple):
+    """Arguments of a mix: `iterations` is 0 if the streams end, with 4 coefficients instead of 24."""
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+    norm_weight: Tensor
+    norm_eps: float
+    hc_eps: float
+    iterations: int
+
+
+class Results(NamedTuple):
+    """Results of a launch; without a post of a previous sub-layer there are no new streams, at the end only y."""
+
+    streams: Tensor | None
+    y: Tensor
+    post: Tensor | None
+    comb: Tensor | None
+
+
+@triton.jit
+def _return_output(p_returned, strides, o_t, m_t, o_c, m_c, z, x0, x1, x2, x3, DTYPE: tl.constexpr):
+    """Return the new streams, DTYPE [B, C] each, for the output z of a sub-layer and its streams."""
+    _, p_post, p_comb = p_returned
+    _, post_strides, comb_strides = strides
+    q = load4(p_post + o_t * post_strides[0], post_strides[1], m_t)
+    p = p_comb + o_t * comb_strides[0]
+    c0, c1 = load4(p, comb_strides[2], m_t), load4(p + comb_strides[1], comb_strides[2], m_t)
+    p += 2 * comb_strides[1]
+    c2, c3 = load4(p, comb_strides[2], m_t), load4(p + comb_strides[1], comb_strides[2], m_t)
+    n0 = _weighted(q[0], c0[0], c1[0], c2[0], c3[0], z, x0, x1, x2, x3)
+    n1 = _weighted(q[1], c0[1], c1[1], c2[1], c3[1], z, x0, x1, x2, x3)
+    n2 = _weighted(q[2], c0[2], c1[2], c2[2], c3[2], z, x0, x1, x2, x3)
+    n3 = _weighted(q[3], c0[3], c1[3], c2[3], c3[3], z, x0, x1, x2, x3)
+    return n0.to(DTYPE), n1.to(DTYPE), n2.to(DTYPE), n3.to(DTYPE)
+
+
+@triton.jit
+def _weighted(q, c0, c1, c2, c3, z, x0, x1, x2, x3):
+    return q[:, None] * z + c0[:, None] * x0 + c1[:, None] * x1 + c2[:, None] * x2 + c3[:, None] * x3
+
+
+@triton.jit
+def _load_streams(p, strides, o_t, o_c, mask):
+    """Load the four streams [B, C]. Not from the L1 cache: other programs may just have stored them."""
+    p += o_t[:, None] * strides[0] + o_c[None, :] * strides[2]
+    return (
+        tl.load(p, mask=mask, other=0.0, cache_modifier=".cg"),
+        tl.load(p + strides[1], mask=mask, other=0.0, cache_modifier=".cg"),
+        tl.load(p + 2 * strides[1], mask=mask, other=0.0, cache_modifier=".cg"),
+        tl.load(p + 3 * strides[1], mask=mask, other=0.0, cache_modifier=".cg"),
+    )
+
+
+@triton.jit
+def _load_and_return(
+    p_streams_out, p_streams, streams_strides, p_returned, returned_strides, o_t, m_t, o_c, m_c, D: tl.constexpr
+):
+    """Load the streams [B, C] of a slice; after a sub-layer, compute the new ones and store them."""
+    mask = m_t[:, None] & m_c[None, :]
+    x0, x1, x2, x3 = _load_streams(p_streams, streams_strides, o_t, o_c, mask)
+    if p_returned is not None:
+        output_strides = returned_strides[0]
+        p = p_returned[0] + o_t[:, None] * output_strides[0] + o_c[None, :] * output_strides[1]
+        z = tl.load(p, mask=mask, other=0.0).to(tl.float32)
+        x0, x1, x2, x3 = _return_output(
+            p_returned, returned_strides, o_t, m_t, o_c, m_c, z,
+            x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32), p_streams.dtype.element_ty,
+        )  # fmt: skip
+        p = p_streams_out + o_t[:, None] * (4 * D) + o_c[None, :]
+        tl.store(p, x0, mask=mask)
+        tl.store(p + D, x1, mask=mask)
+        tl.store(p + 2 * D, x2, mask=mask)
+        tl.store(p + 3 * D, x3, mask=mask)
+    return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+
+
+@triton.jit
+def _store_input(
+    p_y, p_sums, p_x, strides, mix, o_t, eps, hc_eps,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, MIX: tl.constexpr, SLICES: tl.constexpr, S_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute the mixed and normed input of the sub-layer, y [T, D], of tokens o_t."""
+    p_base, p_scale, p_norm, base_stride, _, norm_stride = mix
+    o_d = tl.arange(0, D_BLOCK).to(tl.int64)
+    mask = (o_t >= 0)[:, None] & (o_d < D)[None, :]
+    x0, x1, x2, x3 = _load_streams(p_x, strides, o_t, o_d, mask)
+    weight = load_weight(p_norm, norm_stride, D, D_BLOCK)
+    scale = tl.load(p_scale).to(tl.float32) * inverse_rms(p_sums, o_t, eps, D, MIX, SLICES, S_BLOCK)
+    a0, a1, a2, a3 = logits4(p_sums, p_base, base_stride, scale, o_t, 0, MIX, SLICES, S_BLOCK)
+    a0, a1, a2, a3 = tl.sigmoid(a0) + hc_eps, tl.sigmoid(a1) + hc_eps, tl.sigmoid(a2) + hc_eps, tl.sigmoid(a3) + hc_eps
+    y = a0[:, None] * x0.to(tl.float32) + a1[:, None] * x1.to(tl.float32)
+    y += a2[:, None] * x2.to(tl.float32) + a3[:, None] * x3.to(tl.float32)
+    y = rms_norm(y.to(p_y.dtype.element_ty).to(tl.float32), weight, eps, D)
+    tl.store(p_y + o_t[:, None] * D + o_d[None, :], y.to(p_y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _finish(
+    results, p_sums, p_x, strides, mix, o_t, eps, hc_eps, iterations,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, MIX: tl.constexpr, SLICES: tl.constexpr, S_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute all results but the streams, of tokens o_t."""
+    p_y, p_post, p_comb = results
+    _store_input(p_y, p_sums, p_x, strides, mix, o_t, eps, hc_eps, D, D_BLOCK, MIX, SLICES, S_BLOCK)
+    if p_post is not None:
+        coefficients = mix[0], mix[1], mix[3], mix[4]
+        store_coefficients(p_post, p_comb, p_sums, coefficients, o_t, eps, hc_eps, iterations, D, SLICES, S_BLOCK)
+
+
+@triton.jit
+def mhc_token_kernel(
+    p_streams_out,  # [T, 4, D] contiguous; None if the streams are as they were
+    results,  # y [T, D]; post [T, 4] and comb [T, 4, 4], or None; contiguous
+    p_sums,  # [T, MIX + 1, SLICES] float32, contiguous: shares of the mix, and of the sum of squares
+    p_counters,  # [T] int32 zeros: slices that have arrived; None if another launch finishes
+    p_streams,  # [T, 4, D]
+    returned,  # output [T, D], post [T, 4], comb [T, 4, 4] of the sub-layer, or None
+    p_fn,  # [MIX, 4 * D]
+    mix,  # base, scale, norm_weight and their strides
+    streams_strides,
+    returned_strides,
+    fn_strides,
+    eps,
+    hc_eps,
+    iterations,
+    D: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    MIX: tl.constexpr,
+    MIX_BLOCK: tl.constexpr,
+    S_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program p takes slice p % SLICES of token p // SLICES."""
+    SLICES: tl.constexpr = (D + C - 1) // C
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    o_t = (program // SLICES).to(tl.int64) + tl.arange(0, 1)
+    m_t = o_t >= 0
+    o_c = (program % SLICES * C + tl.arange(0, C)).to(tl.int64)
+    m_c, o_m = o_c < D, tl.arange(0, MIX_BLOCK)
+    # No kernel of this step writes fn, so its loads may start before the previous kernel ends.
+    p_f = p_fn + o_m.to(tl.int64)[:, None] * fn_strides[0] + o_c[None, :] * fn_strides[1]
+    m_f = (o_m < MIX)[:, None] & m_c[None, :]
+    f0 = tl.load(p_f, mask=m_f, other=0.0).to(tl.float32)
+    f1 = tl.load(p_f + D * fn_strides[1], mask=m_f, other=0.0).to(tl.float32)
+    f2 = tl.load(p_f + 2 * D * fn_strides[1], mask=m_f, other=0.0).to(tl.float32)
+    f3 = tl.load(p_f + 3 * D * fn_strides[1], mask=m_f, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x0, x1, x2, x3 = _load_and_return(
+        p_streams_out, p_streams, streams_strides, returned, returned_strides, o_t, m_t, o_c, m_c, D
+    )
+    p = p_sums + (program // SLICES).to(tl.int64) * ((MIX + 1) * SLICES) + program % SLICES
+    tl.store(p + o_m * SLICES, tl.sum(f0 * x0 + f1 * x1 + f2 * x2 + f3 * x3, 1), mask=o_m < MIX)
+    tl.store(p + MIX * SLICES + tl.arange(0, 1), tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1))
+    if p_counters is not None:
+        p_counter = p_counters + program // SLICES
+        if arrive(p_counter) == SLICES - 1:
+            tl.store(p_counter, 0)
+            if p_streams_out is None:
+                _finish(
+                    results, p_sums, p_streams, streams_strides, mix, o_t, eps, hc_eps, iterations,
+                    D, D_BLOCK, MIX, SLICES, S_BLOCK,
+                )  # fmt: skip
+            else:
+                _finish(
+                    results, p_sums, p_streams_out, (4 * D, D, 1), mix, o_t, eps, hc_eps, iterations,
+                    D, D_BLOCK, MIX, SLICES, S_BLOCK,
+                )  # fmt: skip
+
+
+@triton.jit
+def _round(f):
+    """Return bfloat16 of float32, and the exact rest. By bits: conversions go through a slow unit."""
+    bits = f.to(tl.int32, bitcast=True) + 0x8000
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), f - (bits & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def mhc_tokens_kernel(
+    p_streams_out,  # [T, 4, D] bfloat16, contiguous; None if the streams are as they were
+    p_sums,  # [T, MIX + 1, SLICES] float32, contiguous
+    p_streams,  # [T, 4, D] bfloat16
+    returned,  # output [T, D], post [T, 4], comb [T, 4, 4] of the sub-layer, or None
+    p_fn,  # [MIX, 4 * D]
+    streams_strides,
+    returned_strides,
+    fn_strides,
+    tokens,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    STEP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MIX: tl.constexpr,
+    MIX_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program p takes slice p % SLICES of tokens p // SLICES * TOKENS and on."""
+    SLICES: tl.constexpr = (D + C - 1) // C
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    o_t = (program // SLICES).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    m_t = o_t < tokens
+    first, o_b, o_m = program % SLICES * C, tl.arange(0, STEP), tl.arange(0, MIX_BLOCK)
+    squares = tl.zeros((TOKENS, STEP), tl.float32)
+    if p_streams_out is not None:
+        for c in range(0, C, STEP):
+            o_c = (first + c + o_b).to(tl.int64)
+            x0, x1, x2, x3 = _load_and_return(
+                p_streams_out, p_streams, streams_strides, returned, returned_strides, o_t, m_t, o_c, o_c < D, D
+            )
+            squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
+        # Loaded again below: as an operand that is computed, every warp would compute all of it.
+        tl.debug_barrier()
+    sums = tl.zeros((TOKENS, MIX_BLOCK), tl.float32)
+    for k in range(0, 4 * C, STEP):
+        o_c = (first + k % C + o_b).to(tl.int64)
+        m_x, m_f = m_t[:, None] & (o_c < D)[None, :], (o_c < D)[:, None] & (o_m < MIX)[None, :]
+        if p_streams_out is None:
+            p = p_streams + o_t[:, None] * streams_strides[0] + k // C * streams_strides[1]
+            x = tl.load(p + o_c[None, :] * streams_strides[2], mask=m_x, other=0.0)
+            squares += x.to(tl.float32) * x.to(tl.float32)
+        else:
+            x = tl.load(p_streams_out + o_t[:, None] * (4 * D) + k // C * D + o_c[None, :], mask=m_x, other=0.0)
+        p = p_fn + (k // C * D + o_c)[:, None] * fn_strides[1] + o_m.to(tl.int64)[None, :] * fn_strides[0]
+        f0, rest = _round(tl.load(p, mask=m_f, other=0.0).to(tl.float32))
+        f1, rest = _round(rest)
+        f2, rest = _round(rest)
+        sums = tl.dot(x, f2, tl.dot(x, f1, tl.dot(x, f0, sums)))
+    p = p_sums + o_t * ((MIX + 1) * SLICES) + program % SLICES
+    tl.store(p[:, None] + o_m[None, :] * SLICES, sums, mask=m_t[:, None] & (o_m < MIX)[None, :])
+    tl.store(p + MIX * SLICES, tl.sum(squares, 1), mask=m_t)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def mhc_finish_kernel(
+    results,  # y [T, D]; post [T, 4] and comb [T, 4, 4], or None; contiguous
+    p_sums,  # [T, MIX + 1, SLICES] float32, contiguous
+    p_streams,  # [T, 4, D], the new ones
+    mix,  # base, scale, norm_weight and their strides
+    streams_strides,
+    eps,
+    hc_eps,
+    iterations,
+    tokens,
+    D: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    MIX: tl.constexpr,
+    SLICES: tl.constexpr,
+    S_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program p computes the coefficients of TOKENS tokens; those from `tokens / TOKENS` on the y of one token each."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    p_y, p_post, p_comb = results
+    program = tl.program_id(0)
+    blocks = 0
+    if p_post is not None:
+        blocks = (tokens + TOKENS - 1) // TOKENS
+    if program >= blocks:
+        token = (program - blocks).to(tl.int64) + tl.arange(0, 1)
+        _store_input(p_y, p_sums, p_streams, streams_strides, mix, token, eps, hc_eps, D, D_BLOCK, MIX, SLICES, S_BLOCK)
+    elif p_post is not None:
+        o_t = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        o_t = tl.where(o_t < tokens, o_t, -1)
+        coefficients = mix[0], mix[1], mix[3], mix[4]
+        store_coefficients(p_post, p_comb, p_sums, coefficients, o_t, eps, hc_eps, iterations, D, SLICES, S_BLOCK)
+
+
+def launch(streams: Tensor, returned: tuple[Tensor, Tensor, Tensor] | None, mix: Mix) -> Results:
+    """Compute the streams after `returned`, the output, post and comb of a sub-layer, and what `mix` makes of them."""
+    tokens, count, dim = streams.shape
+    ends = mix.iterations == 0
+    results = Results(
+        None if returned is None else streams.new_empty(streams.shape),
+        streams.new_empty((tokens, dim)),
+        None if ends else streams.new_empty((tokens, count), dtype=torch.float32),
+        None if ends else streams.new_empty((tokens, count, count), dtype=torch.float32),
+    )
+    if tokens == 0:
+        return results
+    rows = mix.fn.shape[0]
+    channels = min(CHANNELS, max(16, triton.next_power_of_2(dim)))
+    slices = triton.cdiv(dim, channels)
+    sums = streams.new_empty((tokens, rows + 1, slices), dtype=torch.float32)
+    of_mix = mix.base, mix.scale, mix.norm_weight, mix.base.stride(0), mix.scale.stride(0), mix.norm_weight.stride(0)
+    strides = None if returned is None else tuple(each.stride() for each in returned)
+    sizes = {"D": dim, "MIX": rows}
+    finish = {"D_BLOCK": triton.next_power_of_2(dim), "S_BLOCK": triton.next_power_of_2(slices)}
+    tiles = streams.dtype is torch.bfloat16 and tokens > MAX_ONE_LAUNCH
+    counters = None if tokens > MAX_ONE_LAUNCH else arrival_counters(tokens, streams.device)
+    if tiles:
+        programs = triton.cdiv(tokens, TILE_TOKENS) * slices
+        launch_kernel(
+            mhc_tokens_kernel, (programs,), results.streams, sums, streams, returned, mix.fn, streams.stride(), strides,
+            mix.fn.stride(), tokens, C=channels, STEP=min(TILE_CHANNELS, channels), TOKENS=TILE_TOKENS,
+            MIX_BLOCK=max(16, triton.next_power_of_2(rows)), num_warps=4, **sizes,
+            **pdl_arguments(streams.device, programs),
+        )  # fmt: skip
+    else:
+        programs = tokens * slices
+        launch_kernel(
+            mhc_token_kernel, (programs,), results.streams, tuple(results[1:]), sums, counters, streams, returned,
+            mix.fn, of_mix, streams.stride(), strides, mix.fn.stride(), mix.norm_eps, mix.hc_eps, mix.iterations,
+            C=channels, MIX_BLOCK=triton.next_power_of_2(rows), num_warps=_warps(dim), **sizes, **finish,
+            **pdl_arguments(streams.device, programs),
+        )  # fmt: skip
+    if counters is None:
+        new = streams if results.streams is None else results.streams
+        programs = tokens + (0 if ends else triton.cdiv(tokens, COEFFICIENT_TOKENS))
+        launch_kernel(
+            mhc_finish_kernel, (programs,), tuple(results[1:]), sums, new, of_mix, new.stride(), mix.norm_eps,
+            mix.hc_eps, mix.iterations, tokens, SLICES=slices, TOKENS=COEFFICIENT_TOKENS, num_warps=_warps(dim),
+            **sizes, **finish, **pdl_arguments(streams.device, programs),
+        )  # fmt: skip
+    return results
+
+
+def _warps(dim: int) -> int:
+    """Return the warps of a program that norms a row of `dim` in its registers."""
+    return 4 if dim <= 4096 else 8
+
+
+def why_unsupported(streams: Tensor) -> str:
+    """Return why the kernels cannot take `streams` `[T, N, D]`, "" if they can."""
+    count, dim = streams.shape[1:]
+    if isinstance(count, int) and count != STREAMS:
+        return f"{count} streams, the kernels are written for {STREAMS}"
+    if isinstance(dim, int) and not 0 < dim <= MAX_DIM:
+        return f"{dim} channels, the kernels take 1 to {MAX_DIM}"
+    return ""
+
+
+def mhc_boundary(a: MhcBoundary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the op. Sums are in another order than the reference's, which moves results by a rounding."""
+    found = launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]))
+    assert found.streams is not None and found.post is not None and found.comb is not None
+    return found.streams, found.y, found.post, found.comb
+
+
+def why_unsupported_mhc_boundary(a: MhcBoundary) -> str:
+    """Return why a call cannot use the kernels, "" if it can."""
+    return why_unsupported(a.streams)

@@ -1,0 +1,37 @@
+"""`mhc_pre` by the kernels of `mhc_boundary`, which then read the streams and store none."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .mhc_boundary import Mix, launch, why_unsupported
+
+
+def mhc_pre(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int = 20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the op. Sums are in another order than the reference's, which moves results by a rounding."""
+    found = launch(streams, None, Mix(fn, base, scale, norm_weight, norm_eps, hc_eps, iterations))
+    assert found.post is not None and found.comb is not None
+    return found.y, found.post, found.comb
+
+
+def why_unsupported_mhc_pre(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int = 20,
+) -> str:
+    """Return why a call cannot use the kernels, "" if it can."""
+    return why_unsupported(streams)

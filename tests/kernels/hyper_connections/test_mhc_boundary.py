@@ -1,0 +1,200 @@
+"""Kernels of `mhc_boundary`, `mhc_pre` and `mhc_head` in the checking interpreter, and compiled for every GPU."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile._compat import triton_interpreter
+from dsv4_compile.kernels.host import semaphores
+from dsv4_compile.kernels.hyper_connections import mhc_boundary as kernels
+from dsv4_compile.ops.common.arguments import packed
+from dsv4_compile.testing import assert_bitwise, fake_triton, padded, poisoned_empty, strided
+from dsv4_compile.testing.bounds import checked
+from tests.kernels.gpus import begins_early, sees
+from tests.kernels.hyper_connections.calls import OPS, arguments, exact, results, wrong
+
+interpreted = pytest.mark.interpreted
+MUTATED = ("p_streams_out", "p_sums", "p_counters", *(f"results[{i}]" for i in range(3)))
+FEW, MANY = kernels.MAX_ONE_LAUNCH, kernels.MAX_ONE_LAUNCH + 9
+
+
+def launcher(op: str) -> Callable[..., Any]:
+    return packed(op, getattr(importlib.import_module(f"dsv4_compile.kernels.hyper_connections.{op}"), op))
+
+
+def launch(op: str, args: tuple[Any, ...]) -> tuple[list[Tensor], list[str]]:
+    with poisoned_empty(), checked(mutated=MUTATED) as launched:
+        return results(launcher(op)(*args)), launched
+
+
+def check(op: str, args: tuple[Any, ...]) -> list[Tensor]:
+    got, launched = launch(op, args)
+    tokens, dtype = len(args[0]), args[0].dtype
+    one = "mhc_token_kernel"
+    many = ["mhc_tokens_kernel" if dtype is torch.bfloat16 else one, "mhc_finish_kernel"]
+    assert launched == ([] if tokens == 0 else [one] if tokens <= FEW else many)
+    assert wrong(op, args, got) == ""
+    return got
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [0, 1, MANY])
+@pytest.mark.parametrize("op", OPS)
+def test_results_are_those_in_float64(op: str, tokens: int, dtype: torch.dtype) -> None:
+    check(op, arguments(op, tokens, 80, dtype))
+
+
+@interpreted
+@pytest.mark.parametrize("dim", [1, 128, 300])
+@pytest.mark.parametrize("tokens", [2, MANY])
+@pytest.mark.parametrize("op", ["mhc_boundary", "mhc_head"])
+def test_any_number_of_channels(op: str, tokens: int, dim: int) -> None:
+    check(op, arguments(op, tokens, dim))
+
+
+@interpreted
+@pytest.mark.parametrize("op", ["mhc_pre", "mhc_head"])
+@pytest.mark.parametrize("tokens", [2, MANY])
+def test_streams_without_an_output_are_read_where_they_are(op: str, tokens: int) -> None:
+    args = arguments(op, tokens, 144)[:7]
+    before = args[0].clone()
+    check(op, args)
+    assert_bitwise(args[0], before)
+
+
+@interpreted
+@pytest.mark.parametrize("spread", [padded, strided])
+@pytest.mark.parametrize("tokens", [2, MANY])
+@pytest.mark.parametrize("op", OPS)
+def test_strided_arguments_in_memory_full_of_nan(op: str, tokens: int, spread: Callable[[Tensor], Tensor]) -> None:
+    args = arguments(op, tokens, 144)
+    want, _ = launch(op, args)
+    for got, expected in zip(
+        check(op, tuple(spread(x) if isinstance(x, Tensor) else x for x in args)), want, strict=True
+    ):
+        assert_bitwise(got, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("gain", [0.0, 1e-12, 1e6, 1e15])
+@pytest.mark.parametrize("tokens", [2, MANY])
+@pytest.mark.parametrize("op", ["mhc_boundary", "mhc_head"])
+def test_streams_of_any_size(op: str, tokens: int, gain: float) -> None:
+    check(op, arguments(op, tokens, 144, gain=gain))
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [-40.0, 0.0, 40.0])
+@pytest.mark.parametrize("tokens", [2, MANY])
+def test_coefficients_at_their_limits(tokens: int, scale: float) -> None:
+    """Logits of up to 200 and of -200: sigmoids of 0 and 1, a softmax of one element, sums near hc_eps."""
+    args = list(arguments("mhc_boundary", tokens, 16, torch.float32))
+    args[6] = torch.full((3,), scale)
+    args[4] = (args[4] * 4).bfloat16()  # exact where it is split
+    got, _ = launch("mhc_boundary", tuple(args))
+    want = exact("mhc_boundary", tuple(args), got)[2:]
+    # A logit of 200 is good to 200 x 2^-22 in float32.
+    for actual, expected in zip(got[2:], want, strict=True):
+        assert ((actual - expected).abs() <= 2e-4).all()
+        assert actual.isfinite().all()
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [3, MANY])
+@pytest.mark.parametrize("op", OPS)
+def test_a_token_of_nan_keeps_to_itself(op: str, tokens: int) -> None:
+    args = arguments(op, tokens, 144)
+    want, _ = launch(op, args)
+    args[0][1, 2, 5] = torch.nan
+    got, _ = launch(op, args)
+    others = torch.arange(tokens) != 1
+    for actual, expected in zip(got, want, strict=True):
+        assert_bitwise(actual[others], expected[others])
+        assert actual[1].isnan().any()
+
+
+@interpreted
+@pytest.mark.parametrize("iterations", [1, 2, 7])
+def test_iterations(iterations: int) -> None:
+    check("mhc_pre", arguments("mhc_pre", 3, 80, iterations=iterations))
+    check("mhc_boundary", arguments("mhc_boundary", MANY, 80, iterations=iterations))
+
+
+@contextmanager
+def disorder(monkeypatch: pytest.MonkeyPatch, shuffle: Callable[[list[int]], None]) -> Iterator[None]:
+    """Run the programs of each launch in another order."""
+    builder = triton_interpreter.interpreter_builder
+    place, numbers = builder.set_grid_idx, list[int]()
+
+    def elsewhere(x: int, y: int, z: int) -> None:
+        if x == 0:
+            numbers[:] = range(builder.grid_dim[0])
+            shuffle(numbers)
+        place(numbers[x], y, z)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builder, "set_grid_idx", elsewhere)
+        yield
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 5, MANY])
+@pytest.mark.parametrize("op", OPS)
+def test_programs_may_run_in_any_order_and_one_by_one(op: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs a program to its end before the next: one that waited for a later one would hang."""
+    args = arguments(op, tokens, 300)
+    want, _ = launch(op, args)
+    rng = random.Random(1)
+    for shuffle in (list.reverse, rng.shuffle):
+        with disorder(monkeypatch, shuffle):
+            got, _ = launch(op, args)
+        for actual, expected in zip(got, want, strict=True):
+            assert_bitwise(actual, expected)
+
+
+@interpreted
+def test_counters_are_zero_again_after_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = torch.zeros(FEW, dtype=torch.int32)
+    monkeypatch.setattr(kernels, "arrival_counters", lambda count, device: counters)
+    for _ in range(2):
+        check("mhc_boundary", arguments("mhc_boundary", FEW, 300))
+        assert not counters.any()
+
+
+def test_other_numbers_of_streams_and_rows_beyond_registers_are_unsupported() -> None:
+    assert kernels.why_unsupported(torch.empty(2, 4, kernels.MAX_DIM)) == ""
+    assert kernels.why_unsupported(torch.empty(2, 3, 64)) == "3 streams, the kernels are written for 4"
+    assert f"{kernels.MAX_DIM + 1} channels" in kernels.why_unsupported(torch.empty(2, 4, kernels.MAX_DIM + 1))
+    assert kernels.why_unsupported(torch.empty(2, 4, 0))
+
+
+@pytest.mark.parametrize("target", fake_triton.TARGETS)
+def test_kernels_compile_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = sees(monkeypatch, target)
+    monkeypatch.setattr(kernels, "arrival_counters", lambda count, device: torch.zeros(count, dtype=torch.int32))
+    calls = [("mhc_boundary", 4096)]
+    if target == "sm_90":
+        calls += [("mhc_boundary", 7168), ("mhc_pre", 4096), ("mhc_head", 4096)]
+    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+        for op, dim in calls:
+            for tokens in (1, 32):
+                launcher(op)(*arguments(op, tokens, dim))
+    assert len(compiled) == 3 * len(calls)
+    assert all(fake_triton.machine_code(kernel) for kernel in compiled)
+    assert all(begins_early(kernel) == early for kernel in compiled)
+
+
+def test_no_kernel_waits_in_a_loop_for_another_program() -> None:
+    """Only an arrival is atomic; what it returns decides who finishes, and nobody polls a counter."""
+    for kernel in (kernels.mhc_token_kernel, kernels.mhc_tokens_kernel, kernels.mhc_finish_kernel):
+        assert "while" not in kernel.src
+    assert "while" not in semaphores.arrive.src
