@@ -53,9 +53,9 @@ VARIANTS: Mapping[tuple[str, ...], Sequence[tuple[str, str]]] = {
         "sparse_mla_decode_ragged",
     ): (
         (
-            "attention/sparse_mla_decode_by_rows.py",
+            "attention/sparse_mla_decode.py",
             "sm_90, `fp8_ds_mla`, at least 512 tokens of 64 heads, caches of few rows a token (a prompt): each row is "
-            "dequantised once. Not for `_out`, not batch-invariant",
+            "dequantised once, then `sparse_mla_prefill`. Not for `_out`, not batch-invariant",
         ),
         (
             "attention/sparse_mla_decode_sm90_few_tokens.py",
