@@ -1,8 +1,9 @@
-"""The house rule `<tree>/<family>/<op>.py`: files by the names of ops, no import circle, a small reach."""
+"""The house rule `<tree>/<family>/<op>.py`: no import circle, a small reach, no signature typed many times."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,10 @@ SHARED = {"kernels": {"host", "device", "hopper"}, "lowering": {"ir"}, "ops": {"
 """Folders of a tree that belong to no family."""
 MOST_REACHED = 12
 """Files of its own family that an op's kernels may import, directly or not."""
+WIDE = 10
+"""Arguments that make an op wide."""
+MOST_COPIES = 3
+"""Places that may spell out the arguments of a wide op: its schema beside them."""
 
 
 def home(op: str) -> str:
@@ -112,3 +117,24 @@ def test_no_imports_go_in_a_circle(imports: dict[str, set[str]]) -> None:
             del files[leaf]
         files = {path: found - set(leaves) for path, found in files.items()}
     assert sorted(files) == []
+
+
+@pytest.mark.parametrize("op", sorted(op for op in OPS if len(OPS[op]._schema.arguments) >= WIDE))
+def test_a_wide_signature_is_spelled_out_in_few_places(op: str, trees: dict[str, ast.Module]) -> None:
+    names = [argument.name for argument in OPS[op]._schema.arguments]
+    places = Counter(
+        path
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and _names(node)[: len(names)] == names
+    )
+    assert sum(places.values()) <= MOST_COPIES, places
+
+
+def _names(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
+    """Parameters of a function, or fields of a class."""
+    if isinstance(node, ast.FunctionDef):
+        return [argument.arg for argument in node.args.posonlyargs + node.args.args + node.args.kwonlyargs]
+    return [
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    ]
