@@ -1,7 +1,7 @@
 """Triton functions for the coefficients of hyper-connections of four streams, from sums over slices of the channels.
 
-Every value is a [B] vector, an element for each of B tokens: 16 for `comb`, each in a register of its own, so that the
-Sinkhorn iteration needs no exchange between threads.
+A program computes those of one token. Every coefficient is a scalar, which each thread has in a register of its own, so
+that the Sinkhorn iteration needs no exchange between threads.
 """
 
 from __future__ import annotations
@@ -16,37 +16,41 @@ def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
-def slices_of(p_sums, o_t, row, ROWS: tl.constexpr, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
-    """Load sum `row` of every slice, [B, S_BLOCK]. Not from the L1 cache: other programs may just have stored them."""
+def slices_of(p_sums, row, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
+    """Load sum `row` of every slice, [S_BLOCK]. Not from the L1 cache: other programs may just have stored them."""
     o_s = tl.arange(0, S_BLOCK)
-    p = p_sums + (o_t[:, None] * ROWS + row) * SLICES + o_s[None, :]
-    return tl.load(p, mask=(o_t >= 0)[:, None] & (o_s < SLICES)[None, :], other=0.0, cache_modifier=".cg")
+    return tl.load(p_sums + row * SLICES + o_s, mask=o_s < SLICES, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def inverse_rms(p_sums, o_t, eps, D, MIX: tl.constexpr, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
-    """Return 1 / RMS of all streams of each token. The sum of their squares follows those of the mix."""
-    squares = tl.sum(slices_of(p_sums, o_t, MIX, MIX + 1, SLICES, S_BLOCK), 1)
-    return tl.rsqrt(squares / (4 * D) + eps)
+def inverse_rms_of_streams(p_sums, eps, D, MIX: tl.constexpr, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
+    """Return 1 / RMS of all streams. The sum of their squares follows those of the mix."""
+    return tl.rsqrt(tl.sum(slices_of(p_sums, MIX, SLICES, S_BLOCK), 0) / (4 * D) + eps)
 
 
 @triton.jit
-def logits4(
-    p_sums, p_base, base_stride, scale, o_t, row, MIX: tl.constexpr, SLICES: tl.constexpr, S_BLOCK: tl.constexpr
-):
-    """Return the logits of coefficients `row` to `row + 3`: `sum * scale + base`."""
-    ROWS: tl.constexpr = MIX + 1
-    parts = (
-        slices_of(p_sums, o_t, row, ROWS, SLICES, S_BLOCK),
-        slices_of(p_sums, o_t, row + 1, ROWS, SLICES, S_BLOCK),
-        slices_of(p_sums, o_t, row + 2, ROWS, SLICES, S_BLOCK),
-        slices_of(p_sums, o_t, row + 3, ROWS, SLICES, S_BLOCK),
+def load4(p, stride):
+    """Load four scalars as float32."""
+    return (
+        tl.load(p).to(tl.float32),
+        tl.load(p + stride).to(tl.float32),
+        tl.load(p + 2 * stride).to(tl.float32),
+        tl.load(p + 3 * stride).to(tl.float32),
     )
-    a0, a1, a2, a3 = tl.reduce(parts, 1, _add4)
-    p = p_base + row * base_stride
-    b0, b1 = tl.load(p).to(tl.float32), tl.load(p + base_stride).to(tl.float32)
-    b2, b3 = tl.load(p + 2 * base_stride).to(tl.float32), tl.load(p + 3 * base_stride).to(tl.float32)
-    return a0 * scale + b0, a1 * scale + b1, a2 * scale + b2, a3 * scale + b3
+
+
+@triton.jit
+def logits4(p_sums, p_base, base_stride, scale, row, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
+    """Return the logits of coefficients `row` to `row + 3`: `sum * scale + base`."""
+    parts = (
+        slices_of(p_sums, row, SLICES, S_BLOCK),
+        slices_of(p_sums, row + 1, SLICES, S_BLOCK),
+        slices_of(p_sums, row + 2, SLICES, S_BLOCK),
+        slices_of(p_sums, row + 3, SLICES, S_BLOCK),
+    )
+    a0, a1, a2, a3 = tl.reduce(parts, 0, _add4)
+    b = load4(p_base + row * base_stride, base_stride)
+    return a0 * scale + b[0], a1 * scale + b[1], a2 * scale + b[2], a3 * scale + b[3]
 
 
 @triton.jit
@@ -90,47 +94,29 @@ def sinkhorn(a, b, c, d, eps, iterations):
 
 
 @triton.jit
-def load4(p, stride, mask):
-    """Load four values of each token as float32."""
-    return (
-        tl.load(p, mask=mask, other=0.0).to(tl.float32),
-        tl.load(p + stride, mask=mask, other=0.0).to(tl.float32),
-        tl.load(p + 2 * stride, mask=mask, other=0.0).to(tl.float32),
-        tl.load(p + 3 * stride, mask=mask, other=0.0).to(tl.float32),
-    )
-
-
-@triton.jit
-def _store4(p, values, mask):
-    tl.store(p, values[0], mask=mask)
-    tl.store(p + 1, values[1], mask=mask)
-    tl.store(p + 2, values[2], mask=mask)
-    tl.store(p + 3, values[3], mask=mask)
+def _store4(p, values):
+    tl.store(p, values[0])
+    tl.store(p + 1, values[1])
+    tl.store(p + 2, values[2])
+    tl.store(p + 3, values[3])
 
 
 @triton.jit
 def store_coefficients(
-    p_post, p_comb, p_sums, mix, o_t, eps, hc_eps, iterations, D, SLICES: tl.constexpr, S_BLOCK: tl.constexpr
+    p_post, p_comb, p_sums, mix, rms, hc_eps, iterations, SLICES: tl.constexpr, S_BLOCK: tl.constexpr
 ):
-    """Compute post [T, 4] and comb [T, 4, 4] of tokens o_t; a token below 0 is none.
-
-    `mix` is `(p_base, p_scale, base_stride, scale_stride)`.
-    """
-    p_base, p_scale, base_stride, scale_stride = mix
-    mask = o_t >= 0
-    rms = inverse_rms(p_sums, o_t, eps, D, 24, SLICES, S_BLOCK)
+    """Compute post [4] and comb [4, 4]. `mix` begins with `p_base, p_scale, base_stride, scale_stride`."""
+    p_base, p_scale, base_stride, scale_stride = mix[0], mix[1], mix[2], mix[3]
     scale = tl.load(p_scale + scale_stride).to(tl.float32) * rms
-    a = logits4(p_sums, p_base, base_stride, scale, o_t, 4, 24, SLICES, S_BLOCK)
-    post = 2 * tl.sigmoid(a[0]), 2 * tl.sigmoid(a[1]), 2 * tl.sigmoid(a[2]), 2 * tl.sigmoid(a[3])
-    _store4(p_post + o_t * 4, post, mask)
+    a = logits4(p_sums, p_base, base_stride, scale, 4, SLICES, S_BLOCK)
+    _store4(p_post, (2 * tl.sigmoid(a[0]), 2 * tl.sigmoid(a[1]), 2 * tl.sigmoid(a[2]), 2 * tl.sigmoid(a[3])))
     scale = tl.load(p_scale + 2 * scale_stride).to(tl.float32) * rms
-    a = logits4(p_sums, p_base, base_stride, scale, o_t, 8, 24, SLICES, S_BLOCK)
-    b = logits4(p_sums, p_base, base_stride, scale, o_t, 12, 24, SLICES, S_BLOCK)
-    c = logits4(p_sums, p_base, base_stride, scale, o_t, 16, 24, SLICES, S_BLOCK)
-    d = logits4(p_sums, p_base, base_stride, scale, o_t, 20, 24, SLICES, S_BLOCK)
+    a = logits4(p_sums, p_base, base_stride, scale, 8, SLICES, S_BLOCK)
+    b = logits4(p_sums, p_base, base_stride, scale, 12, SLICES, S_BLOCK)
+    c = logits4(p_sums, p_base, base_stride, scale, 16, SLICES, S_BLOCK)
+    d = logits4(p_sums, p_base, base_stride, scale, 20, SLICES, S_BLOCK)
     a, b, c, d = sinkhorn(a, b, c, d, hc_eps, iterations)
-    p = p_comb + o_t * 16
-    _store4(p, a, mask)
-    _store4(p + 4, b, mask)
-    _store4(p + 8, c, mask)
-    _store4(p + 12, d, mask)
+    _store4(p_comb, a)
+    _store4(p_comb + 4, b)
+    _store4(p_comb + 8, c)
+    _store4(p_comb + 12, d)

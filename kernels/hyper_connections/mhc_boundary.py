@@ -26,7 +26,7 @@ from ..device.norm import load_weight, rms_norm
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments
 from ..host.semaphores import arrival_counters, arrive
-from .coefficients import inverse_rms, load4, logits4, store_coefficients
+from .coefficients import inverse_rms_of_streams, logits4, store_coefficients
 
 STREAMS = 4
 """Streams that the kernels are written for."""
@@ -35,13 +35,11 @@ MAX_DIM = 16384
 MAX_ONE_LAUNCH = 8
 """Most tokens of one launch, of which each reads all of `fn`."""
 CHANNELS = 128
-"""Channels of a program's slice."""
+"""Channels of a slice for each 4 warps: a warp then adds up all slices of a token of up to 8192 channels."""
 TILE_TOKENS = 16
 """Tokens of a program that uses tensor cores, the smallest side of their tiles."""
 TILE_CHANNELS = 64
 """Channels of a step of such a program."""
-COEFFICIENT_TOKENS = 32
-"""Tokens of a program that computes coefficients alone: one for each lane of a warp."""
 
 
 class Mix(NamedTuple):
@@ -66,31 +64,42 @@ class Results(NamedTuple):
 
 
 @triton.jit
-def _return_output(p_returned, strides, o_t, m_t, o_c, m_c, z, x0, x1, x2, x3, DTYPE: tl.constexpr):
-    """Return the new streams, DTYPE [B, C] each, for the output z of a sub-layer and its streams."""
+def _load4(p, stride, mask):
+    return (
+        tl.load(p, mask=mask, other=0.0),
+        tl.load(p + stride, mask=mask, other=0.0),
+        tl.load(p + 2 * stride, mask=mask, other=0.0),
+        tl.load(p + 3 * stride, mask=mask, other=0.0),
+    )
+
+
+@triton.jit
+def _weighted(q, c0, c1, c2, c3, z, x):
+    return q * z + c0 * x[0] + c1 * x[1] + c2 * x[2] + c3 * x[3]
+
+
+@triton.jit
+def _return_output(p_returned, strides, row, exists, z, x):
+    """Return the new streams, float32 [B, C] each, for output z and streams x. `row` is a scalar, or [B, 1]."""
     _, p_post, p_comb = p_returned
     _, post_strides, comb_strides = strides
-    q = load4(p_post + o_t * post_strides[0], post_strides[1], m_t)
-    p = p_comb + o_t * comb_strides[0]
-    c0, c1 = load4(p, comb_strides[2], m_t), load4(p + comb_strides[1], comb_strides[2], m_t)
+    q = _load4(p_post + row * post_strides[0], post_strides[1], exists)
+    p = p_comb + row * comb_strides[0]
+    c0, c1 = _load4(p, comb_strides[2], exists), _load4(p + comb_strides[1], comb_strides[2], exists)
     p += 2 * comb_strides[1]
-    c2, c3 = load4(p, comb_strides[2], m_t), load4(p + comb_strides[1], comb_strides[2], m_t)
-    n0 = _weighted(q[0], c0[0], c1[0], c2[0], c3[0], z, x0, x1, x2, x3)
-    n1 = _weighted(q[1], c0[1], c1[1], c2[1], c3[1], z, x0, x1, x2, x3)
-    n2 = _weighted(q[2], c0[2], c1[2], c2[2], c3[2], z, x0, x1, x2, x3)
-    n3 = _weighted(q[3], c0[3], c1[3], c2[3], c3[3], z, x0, x1, x2, x3)
-    return n0.to(DTYPE), n1.to(DTYPE), n2.to(DTYPE), n3.to(DTYPE)
+    c2, c3 = _load4(p, comb_strides[2], exists), _load4(p + comb_strides[1], comb_strides[2], exists)
+    return (
+        _weighted(q[0], c0[0], c1[0], c2[0], c3[0], z, x),
+        _weighted(q[1], c0[1], c1[1], c2[1], c3[1], z, x),
+        _weighted(q[2], c0[2], c1[2], c2[2], c3[2], z, x),
+        _weighted(q[3], c0[3], c1[3], c2[3], c3[3], z, x),
+    )
 
 
 @triton.jit
-def _weighted(q, c0, c1, c2, c3, z, x0, x1, x2, x3):
-    return q[:, None] * z + c0[:, None] * x0 + c1[:, None] * x1 + c2[:, None] * x2 + c3[:, None] * x3
-
-
-@triton.jit
-def _load_streams(p, strides, o_t, o_c, mask):
+def _load_streams(p, strides, row, o_c, mask):
     """Load the four streams [B, C]. Not from the L1 cache: other programs may just have stored them."""
-    p += o_t[:, None] * strides[0] + o_c[None, :] * strides[2]
+    p += row * strides[0] + o_c[None, :] * strides[2]
     return (
         tl.load(p, mask=mask, other=0.0, cache_modifier=".cg"),
         tl.load(p + strides[1], mask=mask, other=0.0, cache_modifier=".cg"),
@@ -101,58 +110,53 @@ def _load_streams(p, strides, o_t, o_c, mask):
 
 @triton.jit
 def _load_and_return(
-    p_streams_out, p_streams, streams_strides, p_returned, returned_strides, o_t, m_t, o_c, m_c, D: tl.constexpr
+    p_streams_out, p_streams, streams_strides, p_returned, returned_strides, row, exists, o_c, D: tl.constexpr
 ):
-    """Load the streams [B, C] of a slice; after a sub-layer, compute the new ones and store them."""
-    mask = m_t[:, None] & m_c[None, :]
-    x0, x1, x2, x3 = _load_streams(p_streams, streams_strides, o_t, o_c, mask)
+    """Load the streams [B, C] of a slice as float32; after a sub-layer, compute the new ones and store them.
+
+    `row` and `exists` are scalars for one token, [B, 1] for more.
+    """
+    mask = exists & (o_c < D)[None, :]
+    x0, x1, x2, x3 = _load_streams(p_streams, streams_strides, row, o_c, mask)
+    x = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     if p_returned is not None:
-        output_strides = returned_strides[0]
-        p = p_returned[0] + o_t[:, None] * output_strides[0] + o_c[None, :] * output_strides[1]
+        p = p_returned[0] + row * returned_strides[0][0] + o_c[None, :] * returned_strides[0][1]
         z = tl.load(p, mask=mask, other=0.0).to(tl.float32)
-        x0, x1, x2, x3 = _return_output(
-            p_returned, returned_strides, o_t, m_t, o_c, m_c, z,
-            x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32), p_streams.dtype.element_ty,
-        )  # fmt: skip
-        p = p_streams_out + o_t[:, None] * (4 * D) + o_c[None, :]
+        x = _return_output(p_returned, returned_strides, row, exists, z, x)
+        x0, x1 = x[0].to(p_streams.dtype.element_ty), x[1].to(p_streams.dtype.element_ty)
+        x2, x3 = x[2].to(p_streams.dtype.element_ty), x[3].to(p_streams.dtype.element_ty)
+        p = p_streams_out + row * (4 * D) + o_c[None, :]
         tl.store(p, x0, mask=mask)
         tl.store(p + D, x1, mask=mask)
         tl.store(p + 2 * D, x2, mask=mask)
         tl.store(p + 3 * D, x3, mask=mask)
-    return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-
-
-@triton.jit
-def _store_input(
-    p_y, p_sums, p_x, strides, mix, o_t, eps, hc_eps,
-    D: tl.constexpr, D_BLOCK: tl.constexpr, MIX: tl.constexpr, SLICES: tl.constexpr, S_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Compute the mixed and normed input of the sub-layer, y [T, D], of tokens o_t."""
-    p_base, p_scale, p_norm, base_stride, _, norm_stride = mix
-    o_d = tl.arange(0, D_BLOCK).to(tl.int64)
-    mask = (o_t >= 0)[:, None] & (o_d < D)[None, :]
-    x0, x1, x2, x3 = _load_streams(p_x, strides, o_t, o_d, mask)
-    weight = load_weight(p_norm, norm_stride, D, D_BLOCK)
-    scale = tl.load(p_scale).to(tl.float32) * inverse_rms(p_sums, o_t, eps, D, MIX, SLICES, S_BLOCK)
-    a0, a1, a2, a3 = logits4(p_sums, p_base, base_stride, scale, o_t, 0, MIX, SLICES, S_BLOCK)
-    a0, a1, a2, a3 = tl.sigmoid(a0) + hc_eps, tl.sigmoid(a1) + hc_eps, tl.sigmoid(a2) + hc_eps, tl.sigmoid(a3) + hc_eps
-    y = a0[:, None] * x0.to(tl.float32) + a1[:, None] * x1.to(tl.float32)
-    y += a2[:, None] * x2.to(tl.float32) + a3[:, None] * x3.to(tl.float32)
-    y = rms_norm(y.to(p_y.dtype.element_ty).to(tl.float32), weight, eps, D)
-    tl.store(p_y + o_t[:, None] * D + o_d[None, :], y.to(p_y.dtype.element_ty), mask=mask)
+        x = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    return x
 
 
 @triton.jit
 def _finish(
-    results, p_sums, p_x, strides, mix, o_t, eps, hc_eps, iterations,
+    results, p_sums, p_x, strides, mix, token, eps, hc_eps, iterations,
     D: tl.constexpr, D_BLOCK: tl.constexpr, MIX: tl.constexpr, SLICES: tl.constexpr, S_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute all results but the streams, of tokens o_t."""
+    """Compute the mixed and normed input of the sub-layer, y [T, D], and the coefficients of `token`."""
     p_y, p_post, p_comb = results
-    _store_input(p_y, p_sums, p_x, strides, mix, o_t, eps, hc_eps, D, D_BLOCK, MIX, SLICES, S_BLOCK)
+    p_base, p_scale, base_stride, _, p_norm, norm_stride = mix
+    o_d = tl.arange(0, D_BLOCK).to(tl.int64)
+    mask = (o_d < D)[None, :]
+    x0, x1, x2, x3 = _load_streams(p_x, strides, token, o_d, mask)
+    weight = load_weight(p_norm, norm_stride, D, D_BLOCK)
+    p_sums += token * ((MIX + 1) * SLICES)
+    rms = inverse_rms_of_streams(p_sums, eps, D, MIX, SLICES, S_BLOCK)
+    scale = tl.load(p_scale).to(tl.float32) * rms
+    a0, a1, a2, a3 = logits4(p_sums, p_base, base_stride, scale, 0, SLICES, S_BLOCK)
+    a0, a1, a2, a3 = tl.sigmoid(a0) + hc_eps, tl.sigmoid(a1) + hc_eps, tl.sigmoid(a2) + hc_eps, tl.sigmoid(a3) + hc_eps
+    y = a0 * x0.to(tl.float32) + a1 * x1.to(tl.float32) + a2 * x2.to(tl.float32) + a3 * x3.to(tl.float32)
+    y = rms_norm(y.to(p_y.dtype.element_ty).to(tl.float32), weight, eps, D)
+    tl.store(p_y + token * D + o_d[None, :], y.to(p_y.dtype.element_ty), mask=mask)
     if p_post is not None:
-        coefficients = mix[0], mix[1], mix[3], mix[4]
-        store_coefficients(p_post, p_comb, p_sums, coefficients, o_t, eps, hc_eps, iterations, D, SLICES, S_BLOCK)
+        p_post, p_comb = p_post + token * 4, p_comb + token * 16
+        store_coefficients(p_post, p_comb, p_sums, mix, rms, hc_eps, iterations, SLICES, S_BLOCK)
 
 
 @triton.jit
@@ -164,7 +168,7 @@ def mhc_token_kernel(
     p_streams,  # [T, 4, D]
     returned,  # output [T, D], post [T, 4], comb [T, 4, 4] of the sub-layer, or None
     p_fn,  # [MIX, 4 * D]
-    mix,  # base, scale, norm_weight and their strides
+    mix,  # base, scale and their strides, norm_weight and its stride
     streams_strides,
     returned_strides,
     fn_strides,
@@ -184,8 +188,7 @@ def mhc_token_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    o_t = (program // SLICES).to(tl.int64) + tl.arange(0, 1)
-    m_t = o_t >= 0
+    token = (program // SLICES).to(tl.int64)
     o_c = (program % SLICES * C + tl.arange(0, C)).to(tl.int64)
     m_c, o_m = o_c < D, tl.arange(0, MIX_BLOCK)
     # No kernel of this step writes fn, so its loads may start before the previous kernel ends.
@@ -198,23 +201,23 @@ def mhc_token_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     x0, x1, x2, x3 = _load_and_return(
-        p_streams_out, p_streams, streams_strides, returned, returned_strides, o_t, m_t, o_c, m_c, D
+        p_streams_out, p_streams, streams_strides, returned, returned_strides, token, token >= 0, o_c, D
     )
-    p = p_sums + (program // SLICES).to(tl.int64) * ((MIX + 1) * SLICES) + program % SLICES
+    p = p_sums + token * ((MIX + 1) * SLICES) + program % SLICES
     tl.store(p + o_m * SLICES, tl.sum(f0 * x0 + f1 * x1 + f2 * x2 + f3 * x3, 1), mask=o_m < MIX)
     tl.store(p + MIX * SLICES + tl.arange(0, 1), tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1))
     if p_counters is not None:
-        p_counter = p_counters + program // SLICES
+        p_counter = p_counters + token
         if arrive(p_counter) == SLICES - 1:
             tl.store(p_counter, 0)
             if p_streams_out is None:
                 _finish(
-                    results, p_sums, p_streams, streams_strides, mix, o_t, eps, hc_eps, iterations,
+                    results, p_sums, p_streams, streams_strides, mix, token, eps, hc_eps, iterations,
                     D, D_BLOCK, MIX, SLICES, S_BLOCK,
                 )  # fmt: skip
             else:
                 _finish(
-                    results, p_sums, p_streams_out, (4 * D, D, 1), mix, o_t, eps, hc_eps, iterations,
+                    results, p_sums, p_streams_out, (4 * D, D, 1), mix, token, eps, hc_eps, iterations,
                     D, D_BLOCK, MIX, SLICES, S_BLOCK,
                 )  # fmt: skip
 
@@ -259,7 +262,15 @@ def mhc_tokens_kernel(
         for c in range(0, C, STEP):
             o_c = (first + c + o_b).to(tl.int64)
             x0, x1, x2, x3 = _load_and_return(
-                p_streams_out, p_streams, streams_strides, returned, returned_strides, o_t, m_t, o_c, o_c < D, D
+                p_streams_out,
+                p_streams,
+                streams_strides,
+                returned,
+                returned_strides,
+                o_t[:, None],
+                m_t[:, None],
+                o_c,
+                D,
             )
             squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
         # Loaded again below: as an operand that is computed, every warp would compute all of it.
@@ -284,42 +295,32 @@ def mhc_tokens_kernel(
     tl.store(p + MIX * SLICES, tl.sum(squares, 1), mask=m_t)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def mhc_finish_kernel(
     results,  # y [T, D]; post [T, 4] and comb [T, 4, 4], or None; contiguous
     p_sums,  # [T, MIX + 1, SLICES] float32, contiguous
     p_streams,  # [T, 4, D], the new ones
-    mix,  # base, scale, norm_weight and their strides
+    mix,  # base, scale and their strides, norm_weight and its stride
     streams_strides,
     eps,
     hc_eps,
     iterations,
-    tokens,
     D: tl.constexpr,
     D_BLOCK: tl.constexpr,
     MIX: tl.constexpr,
     SLICES: tl.constexpr,
     S_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program p computes the coefficients of TOKENS tokens; those from `tokens / TOKENS` on the y of one token each."""
+    """Program p finishes token p."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    p_y, p_post, p_comb = results
-    program = tl.program_id(0)
-    blocks = 0
-    if p_post is not None:
-        blocks = (tokens + TOKENS - 1) // TOKENS
-    if program >= blocks:
-        token = (program - blocks).to(tl.int64) + tl.arange(0, 1)
-        _store_input(p_y, p_sums, p_streams, streams_strides, mix, token, eps, hc_eps, D, D_BLOCK, MIX, SLICES, S_BLOCK)
-    elif p_post is not None:
-        o_t = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-        o_t = tl.where(o_t < tokens, o_t, -1)
-        coefficients = mix[0], mix[1], mix[3], mix[4]
-        store_coefficients(p_post, p_comb, p_sums, coefficients, o_t, eps, hc_eps, iterations, D, SLICES, S_BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    _finish(
+        results, p_sums, p_streams, streams_strides, mix, token, eps, hc_eps, iterations,
+        D, D_BLOCK, MIX, SLICES, S_BLOCK,
+    )  # fmt: skip
 
 
 def launch(streams: Tensor, returned: tuple[Tensor, Tensor, Tensor] | None, mix: Mix) -> Results:
@@ -335,10 +336,10 @@ def launch(streams: Tensor, returned: tuple[Tensor, Tensor, Tensor] | None, mix:
     if tokens == 0:
         return results
     rows = mix.fn.shape[0]
-    channels = min(CHANNELS, max(16, triton.next_power_of_2(dim)))
+    channels = min(CHANNELS * _warps(dim) // 4, max(16, triton.next_power_of_2(dim)))
     slices = triton.cdiv(dim, channels)
     sums = streams.new_empty((tokens, rows + 1, slices), dtype=torch.float32)
-    of_mix = mix.base, mix.scale, mix.norm_weight, mix.base.stride(0), mix.scale.stride(0), mix.norm_weight.stride(0)
+    of_mix = mix.base, mix.scale, mix.base.stride(0), mix.scale.stride(0), mix.norm_weight, mix.norm_weight.stride(0)
     strides = None if returned is None else tuple(each.stride() for each in returned)
     sizes = {"D": dim, "MIX": rows}
     finish = {"D_BLOCK": triton.next_power_of_2(dim), "S_BLOCK": triton.next_power_of_2(slices)}
@@ -362,11 +363,10 @@ def launch(streams: Tensor, returned: tuple[Tensor, Tensor, Tensor] | None, mix:
         )  # fmt: skip
     if counters is None:
         new = streams if results.streams is None else results.streams
-        programs = tokens + (0 if ends else triton.cdiv(tokens, COEFFICIENT_TOKENS))
         launch_kernel(
-            mhc_finish_kernel, (programs,), tuple(results[1:]), sums, new, of_mix, new.stride(), mix.norm_eps,
-            mix.hc_eps, mix.iterations, tokens, SLICES=slices, TOKENS=COEFFICIENT_TOKENS, num_warps=_warps(dim),
-            **sizes, **finish, **pdl_arguments(streams.device, programs),
+            mhc_finish_kernel, (tokens,), tuple(results[1:]), sums, new, of_mix, new.stride(), mix.norm_eps,
+            mix.hc_eps, mix.iterations, SLICES=slices, num_warps=_warps(dim), **sizes, **finish,
+            **pdl_arguments(streams.device, tokens),
         )  # fmt: skip
     return results
 
