@@ -31,6 +31,7 @@ SCENARIOS = {
     "gemm": "block-scaled and grouped linear layers",
     "indexer": "compressors, indexer queries, score and top-k, and the map to slots",
     "metadata": "metadata of a step in one launch, and the advance to the next step",
+    "mhc": "boundaries of hyper-connections, and transformers' code for them",
     "prefill": "gathers, the indexer's selection and index rows before prefill attention",
     "preprocess": "norms, RoPE, cache insert and inverse RoPE around the projections, and the chain of all",
     "preprocess_insert": "preprocessing of a whole layer, in one launch and op by op",

@@ -95,8 +95,9 @@ def test_every_op_that_has_a_choice_is_among_those_that_are_tuned() -> None:
     limits = bench.choices()
     offered = {case.op for case in indexer.cases(DeepseekV4Config.flash())} | set(preprocess.OPS)
     # Both implementations of fp8_linear run the same GEMM: its quantisation alone is not worth a choice. IR of the
-    # experts and their router always leaves a call to the kernel.
-    assert limits["preprocess"]["op"] - offered == {"fp8_linear", "moe_experts", "moe_route"}
+    # experts, their router and hyper-connections always leaves a call to the kernel.
+    streams = {"mhc_boundary", "mhc_head", "mhc_pre"}
+    assert limits["preprocess"]["op"] - offered == {"fp8_linear", "moe_experts", "moe_route", *streams}
     assert limits["preprocess"]["impl"] == {"ir", "triton"}
 
 
