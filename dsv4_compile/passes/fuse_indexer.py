@@ -42,9 +42,9 @@ def _fuse_map(graph: Graph, fuser: Fuser, topk: OpNode, slots: OpNode) -> None:
         raise NotFusable(f"{MAP} has a different token_to_req")
     given = {
         **topk.arguments,
-        "main_block_table": slots["block_table"],
+        "extra_block_table": slots["block_table"],
         "is_valid_token": slots["is_valid_token"],
-        "main_block_size": slots["block_size"],
+        "extra_block_size": slots["block_size"],
     }
     members = [topk, slots]
     moved = inputs_to_move(graph, topk.node, given.values(), members)

@@ -1,9 +1,7 @@
-"""What the threads of a program find out together by NVIDIA's shared memory: how often each of many numbers occurs, and
-the n-th largest of a few.
+"""Counts of bins, and the n-th largest of a few keys, in the shared memory of a CTA on NVIDIA GPUs.
 
-Triton has a histogram that takes a ballot for each bit of each number; elsewhere it counts, in fewer bins. Here an
-atomic instruction does, and a barrier. A program reserves the memory once, and what a function leaves there is set
-back.
+`tl.histogram` takes a ballot for each bit of each number; other GPUs use it, with fewer bins. Here an atomic
+instruction counts, then a barrier follows. A CTA reserves the memory once, and each function leaves it cleared.
 """
 
 from __future__ import annotations
@@ -14,16 +12,16 @@ import triton.language as tl
 GROUP = tl.constexpr(8)
 """Neighbouring bins that a thread reads at once."""
 LISTED = tl.constexpr(32)
-"""Most numbers of which the n-th largest is found: one for each thread of a warp."""
+"""Most keys of which `nth_largest` finds one: one for each thread of a warp."""
 _SPARE = 176
-"""Bytes behind the counters: three words for `only`, then how many are listed, 32 on the list, and two extents."""
+"""Bytes after the counters: three words of `read_one`, number of keys on the list, 32 keys, and two extents."""
 _EXTENTS = tl.constexpr(160)
-"""How far behind the counters the extents lie."""
+"""Offset of the extents from the end of the counters."""
 
 
 @triton.constexpr_function
 def _reserve(bins: int) -> str:
-    """Shared memory for `bins` counters and what lies behind; its address is $0."""
+    """Return PTX that reserves shared memory for `bins` counters and _SPARE bytes; its address is $0."""
     return f"{{ .shared .align 16 .b8 counters[{4 * bins + _SPARE}]; mov.u32 $0, counters; }}"
 
 
@@ -102,8 +100,8 @@ _STORE = tl.constexpr("""{
 
 
 @triton.jit
-def counters(BINS: tl.constexpr, NATIVE: tl.constexpr):
-    """Where BINS counters lie, zero behind the next barrier. A program calls this once."""
+def reserve_counters(BINS: tl.constexpr, NATIVE: tl.constexpr):
+    """Return the address of BINS counters, which are zero after the next barrier. A program calls this once."""
     at = tl.zeros((), tl.int32)
     if NATIVE:
         at = tl.inline_asm_elementwise(_reserve(BINS), "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -116,16 +114,16 @@ def counters(BINS: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def add(at, bins):
-    """Count the int32 `bins`, but for negative ones. A barrier stands before the first call and behind the last."""
+def count_bins(at, bins):
+    """Count the int32 `bins` that are not negative; a barrier before the first call and after the last is needed."""
     tl.inline_asm_elementwise(_ADD, "=r,r,r", [at + 4 * bins, bins], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def extent(at, low, high, AGAIN: tl.constexpr, BINS: tl.constexpr):
-    """The smallest of int32 `low` and the largest of `high`, of both of which each thread has one; behind a barrier.
+def block_extent(at, low, high, AGAIN: tl.constexpr, BINS: tl.constexpr):
+    """Return the smallest of int32 `low` and the largest of `high`, of which each thread has one; after a barrier.
 
-    A program calls this behind a barrier behind `counters`, and at most twice, the second time AGAIN.
+    A program calls this after `reserve_counters` and a barrier, and at most twice, the second time AGAIN.
     """
     p = at + (4 * BINS + _EXTENTS + 8 * AGAIN)
     args = [tl.zeros_like(low) + p, low, high]
@@ -135,15 +133,15 @@ def extent(at, low, high, AGAIN: tl.constexpr, BINS: tl.constexpr):
 
 
 @triton.jit
-def count(bins, BINS: tl.constexpr):
-    """The counts `[BINS]` in Triton's own way."""
+def histogram(bins, BINS: tl.constexpr):
+    """Return the counts `[BINS]` of the `bins` that are not negative, by `tl.histogram`."""
     bins = tl.ravel(bins)
     return tl.histogram(bins, BINS, mask=bins >= 0)
 
 
 @triton.jit
-def take(at, BINS: tl.constexpr):
-    """The counters, a tensor for each member of a group. They are zero behind the next barrier."""
+def take_counts(at, BINS: tl.constexpr):
+    """Read and clear the counters, a tensor for each member of a group. They are zero after the next barrier."""
     group = at + tl.arange(0, BINS // GROUP) * (4 * GROUP)
     return tl.inline_asm_elementwise(
         _TAKE, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [group],
@@ -153,8 +151,8 @@ def take(at, BINS: tl.constexpr):
 
 
 @triton.jit
-def only(at, first, second, third, mask, BINS: tl.constexpr, NATIVE: tl.constexpr):
-    """The three int32, each as a scalar, of the one element where `mask` is set."""
+def read_one(at, first, second, third, mask, BINS: tl.constexpr, NATIVE: tl.constexpr):
+    """Return the three int32, each as a scalar, of the one element where `mask` is set."""
     if NATIVE:
         put = [tl.zeros_like(first) + (at + 4 * BINS), first, second, third, mask.to(tl.int32)]
         tl.inline_asm_elementwise(_PUT, "=r,r,r,r,r,r", put, dtype=tl.int32, is_pure=False, pack=1)
@@ -170,8 +168,11 @@ def only(at, first, second, third, mask, BINS: tl.constexpr, NATIVE: tl.constexp
 
 
 @triton.jit
-def nth_of_few(at, key, mask, number, n, BINS: tl.constexpr):
-    """The n-th largest of the `number` keys where `mask` is set, LISTED at most, and how many are larger and equal."""
+def nth_largest(at, key, mask, number, n, BINS: tl.constexpr):
+    """Return the n-th largest of the `number` keys where `mask` is set, and how many are larger and equal.
+
+    `number` is at most LISTED.
+    """
     p = at + 4 * BINS + 16
     tl.inline_asm_elementwise(_LIST, "=r,r,r,r", [p, key, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
@@ -190,8 +191,8 @@ def nth_of_few(at, key, mask, number, n, BINS: tl.constexpr):
 
 
 @triton.jit
-def store(pointers, values, mask, NATIVE: tl.constexpr):
-    """Store int32 `values` from the threads that hold them, where `tl.store` would exchange the pointers first."""
+def store_in_place(pointers, values, mask, NATIVE: tl.constexpr):
+    """Store int32 `values` from the threads that hold them; `tl.store` would exchange values and pointers first."""
     if NATIVE:
         args = [pointers.to(tl.int64, bitcast=True), values, mask.to(tl.int32)]
         tl.inline_asm_elementwise(_STORE, "=r,l,r,r", args, dtype=tl.int32, is_pure=False, pack=1)

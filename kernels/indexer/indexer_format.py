@@ -1,4 +1,4 @@
-"""Device functions that quantise and read indexer vectors, bit for bit as reference/kv_format.py does."""
+"""Device functions that quantise and read indexer vectors, bit for bit as reference/common/kv_format.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HALF_BITS = tl.constexpr(0x3F000000)  # of 0.5
 
 @triton.jit
 def quantize_fp8(x):
-    """float32 `x` `[M, D]`, rounded to bfloat16, as bytes of e4m3 `[M, D]` and float32 scales `[M]`."""
+    """Quantise float32 `x` `[M, D]`, rounded to bfloat16: return bytes of e4m3 `[M, D]` and float32 scales `[M]`."""
     byte = tile_byte(x, KV_AMAX_FLOOR, FP8_MAX)
     values = e4m3(x * ue8m0_inverse(byte)[:, None]).to(tl.uint8, bitcast=True)
     return values, (byte << MANTISSA_BITS).to(tl.float32, bitcast=True)
@@ -30,7 +30,10 @@ def quantize_fp8(x):
 
 @triton.jit
 def quantize_mxfp4(x):
-    """float32 `x` `[M, D]`, rounded to bfloat16, as pairs of e2m1 uint8 `[M, D / 2]` and UE8M0 uint8 `[M, D / 32]`."""
+    """Quantise float32 `x` `[M, D]`, rounded to bfloat16: return pairs of e2m1 and UE8M0 scales.
+
+    Both are uint8, `[M, D / 2]` and `[M, D / 32]`.
+    """
     M: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     # [M, tiles, MX_TILE]
@@ -43,9 +46,9 @@ def quantize_mxfp4(x):
 
 @triton.jit
 def _e2m1_code(x):
-    """int32 e2m1 code of float32 `x`: nearest, ties to even, saturating; NaN is the largest magnitude."""
+    """Return the int32 e2m1 code of float32 `x`: nearest, ties to even, saturating; NaN is the largest magnitude."""
     magnitude = tl.abs(x)
-    # Counts the values below which it stays. A midpoint stays below where the code below it is even.
+    # Count the midpoints that x does not pass. At a midpoint it stays below if the code below is even.
     stays = (magnitude <= 0.25).to(tl.int32) + (magnitude < 0.75).to(tl.int32) + (magnitude <= 1.25).to(tl.int32)
     stays += (magnitude < 1.75).to(tl.int32) + (magnitude <= 2.5).to(tl.int32) + (magnitude < 3.5).to(tl.int32)
     stays += (magnitude <= 5.0).to(tl.int32)
@@ -54,7 +57,7 @@ def _e2m1_code(x):
 
 @triton.jit
 def dequantize_mxfp4(packed, byte):
-    """bfloat16 `[M, D]`, exact, from pairs of e2m1 uint8 `[M, D / 2]` and UE8M0 uint8 `[M, D / 32]`."""
+    """Return exact bfloat16 `[M, D]` from pairs of e2m1 uint8 `[M, D / 2]` and UE8M0 uint8 `[M, D / 32]`."""
     M: tl.constexpr = packed.shape[0]
     D: tl.constexpr = 2 * packed.shape[1]
     code = tl.reshape(tl.join(packed & 0xF, packed >> 4), (M, D // MX_TILE, MX_TILE)).to(tl.int32)

@@ -1,25 +1,27 @@
 """Search for the boundary of the K largest order keys of a row, by counting keys in bins.
 
-The first pass cuts the range of the logits into equal bins, of which the one where the boundary lies holds few keys if
-the data are smooth. These are ranked. Where they are many, other passes cut the range of the keys that are left, until
-all of them are taken or all are equal: whatever the data, each divides the range by half of the number of bins or more.
+The first pass divides the range of the logits into equal bins; the bin with the boundary holds few keys if the data are
+smooth, and these are ranked. If it holds many, further passes divide the range of the keys that are left, until all of
+them are taken or all are equal. Whatever the data, a pass divides the range by at least half the number of bins.
 
-A tile of keys stays in registers, as ROWS runs of RUN columns. A thread of THREADS holds runs that lie one behind the
-other in the row, so that what comes before a column takes one sum over the threads.
+A tile of keys stays in registers, as `rows` runs of `run` columns. A thread holds runs that are consecutive in the row,
+so that the rank of a column takes one sum over the threads.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..device.quant import MAGNITUDE, MANTISSA_BITS
-from .histogram import LISTED, add, count, extent, nth_of_few, only, take
+from .histogram import LISTED, block_extent, count_bins, histogram, nth_largest, read_one, take_counts
 from .score_triton import INVISIBLE
 
 ROW_ALIGN = 16
-"""The keys of a row that exist, in memory if not in meaning, are a multiple of this."""
+"""Columns of a row in memory are a multiple of this, so that whole vectors may be read."""
 VECTOR = tl.constexpr(ROW_ALIGN)
 LAST = tl.constexpr(torch.iinfo(torch.int32).max)
 LARGEST = tl.constexpr(0x7F7FFFFF)
@@ -27,25 +29,53 @@ LARGEST = tl.constexpr(0x7F7FFFFF)
 EXPONENT_BIAS = tl.constexpr(127)
 
 
+class Shape(NamedTuple):
+    """Compile-time sizes of a selection.
+
+    Attributes:
+        k, padded_k: columns to select, and them padded to a power of two.
+        rows, run: runs of a tile, and columns of a run, which divides `page`. threads: of a program, or fewer.
+        parts: tiles of the longest row. bins: of a pass.
+        native: whether bins are counted in NVIDIA's shared memory.
+        page: entries of a block of the map from entries to slots; 0 selects columns.
+        dependent: whether the launch starts before the kernel that writes the keys ends (PDL).
+        followed: whether it lets the next kernel start early.
+    """
+
+    k: int
+    padded_k: int
+    rows: int
+    threads: int
+    run: int
+    parts: int
+    bins: int
+    native: bool
+    page: int
+    dependent: bool
+    followed: bool
+
+
 @triton.jit
-def tile_runs(ROWS: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr):
-    """int32 `[ROWS]` first column of each run of a tile."""
+def tile_runs(SHAPE: tl.constexpr):
+    """Return int32 `[rows]`, the first column of each run of a tile."""
+    ROWS: tl.constexpr = SHAPE.rows
+    THREADS: tl.constexpr = SHAPE.threads
     row = tl.arange(0, ROWS)
-    return (row % THREADS * (ROWS // THREADS) + row // THREADS) * RUN
+    return (row % THREADS * (ROWS // THREADS) + row // THREADS) * SHAPE.run
 
 
 @triton.jit
-def tile_columns(start, ROWS: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr):
-    """int32 `[ROWS, RUN]` columns of the tile at `start`."""
-    return start + tile_runs(ROWS, THREADS, RUN)[:, None] + tl.arange(0, RUN)[None, :]
+def tile_columns(start, SHAPE: tl.constexpr):
+    """Return int32 `[rows, run]`, the columns of the tile at `start`."""
+    return start + tile_runs(SHAPE)[:, None] + tl.arange(0, SHAPE.run)[None, :]
 
 
 @triton.jit
-def load_tile(p_row, start, length, ROWS: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr):
-    """int32 `[ROWS, RUN]` keys from column `start` on, invisible behind the row."""
-    column = tile_columns(start, ROWS, THREADS, RUN)
-    # Whole vectors are read: a row of the workspace is longer than the keys in it. Programs of this launch may have
-    # written them, which the first cache does not see.
+def load_tile(p_row, start, length, SHAPE: tl.constexpr):
+    """Load int32 `[rows, run]` keys from column `start` on, INVISIBLE past the end of the row."""
+    column = tile_columns(start, SHAPE)
+    # Whole vectors are read: a row of the workspace is longer than the keys in it. The L1 cache is bypassed, because
+    # other programs of this launch may have written them.
     m_vector = column < tl.cdiv(length, VECTOR) * VECTOR
     key = tl.load(p_row + column, mask=m_vector, other=INVISIBLE, cache_modifier=".cg")
     return tl.where(column < length, key, INVISIBLE)
@@ -53,19 +83,19 @@ def load_tile(p_row, start, length, ROWS: tl.constexpr, THREADS: tl.constexpr, R
 
 @triton.jit
 def _logit(key):
-    """float32 logit of an order key; NaN for keys that belong to none."""
+    """Return the float32 logit of an order key; NaN for keys that belong to none."""
     return (key ^ ((key >> 31) & MAGNITUDE)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _extent(key, mask):
-    """The smallest and the largest of the keys where `mask` says so."""
+def _key_extent(key, mask):
+    """Return the smallest and the largest of the keys where `mask` is set."""
     return tl.min(tl.where(mask, key, LAST)), tl.max(tl.where(mask, key, INVISIBLE))
 
 
 @triton.jit
 def _thread_extents(key, THREADS: tl.constexpr):
-    """The smallest and the largest finite key of each thread."""
+    """Return the smallest and the largest finite key of each thread."""
     finite = (key >= -1 - LARGEST) & (key <= LARGEST)
     RUNS: tl.constexpr = key.shape[0] // THREADS
     low, high = tl.min(tl.where(finite, key, LAST), axis=1), tl.max(tl.where(finite, key, INVISIBLE), axis=1)
@@ -74,7 +104,7 @@ def _thread_extents(key, THREADS: tl.constexpr):
 
 @triton.jit
 def _shift(lo, hi, BINS: tl.constexpr):
-    """By how many bits the distance of lo and hi is shifted right to be less than BINS."""
+    """Return by how many bits the distance of lo and hi is shifted right to be less than BINS."""
     # Rounding up may give one more bit than needed.
     exponent = (hi - lo).to(tl.uint32).to(tl.float32).to(tl.int32, bitcast=True) >> MANTISSA_BITS
     LOG: tl.constexpr = BINS.bit_length() - 1
@@ -83,11 +113,11 @@ def _shift(lo, hi, BINS: tl.constexpr):
 
 @triton.jit
 def _bins(key, live, lo, hi, FIRST: tl.constexpr, BINS: tl.constexpr):
-    """The bin of each key, which rises with the key; -1 for those that are not `live`.
+    """Return the bin of each key, which rises with the key; -1 for those that are not `live`.
 
-    Bins of the FIRST pass are equal parts of the logits from that of lo to that of hi, and what lies outside is in the
-    nearest, or in bin 0 if it has no number. Bins of another pass are equal parts of the keys from lo to hi, and what
-    lies outside is not live.
+    Bins of the FIRST pass are equal parts of the range of logits from that of lo to that of hi; a key outside is in the
+    nearest bin, and NaN in bin 0. Bins of another pass are equal parts of the keys from lo to hi; a key outside is not
+    live.
     """
     if FIRST:
         lowest = _logit(lo)
@@ -100,8 +130,8 @@ def _bins(key, live, lo, hi, FIRST: tl.constexpr, BINS: tl.constexpr):
 
 
 @triton.jit
-def _locate(counts, total, need, at, BINS: tl.constexpr, NATIVE: tl.constexpr):
-    """The bin that holds the `need`-th largest of `total` keys, how many are above it, and how many in it.
+def _find_bin(counts, total, need, at, BINS: tl.constexpr, NATIVE: tl.constexpr):
+    """Return the bin that holds the `need`-th largest of `total` keys, how many are above it, and how many in it.
 
     `counts` are those of each group of neighbouring bins, a tensor for each member.
     """
@@ -120,85 +150,83 @@ def _locate(counts, total, need, at, BINS: tl.constexpr, NATIVE: tl.constexpr):
         number = tl.where(fits, counts[i], number)
         place = tl.where(fits, bin + i, place)
         upwards -= counts[i]
-    return only(at, place, above, number, here, BINS, NATIVE)
+    return read_one(at, place, above, number, here, BINS, NATIVE)
 
 
 @triton.jit
-def _pass(
-    p_row, head, length, lo, hi, total, need, at, FIRST: tl.constexpr,
-    ROWS: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr,
-    BINS: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Of `total` keys from lo to hi those in the bin of the `need`-th: the smallest, the largest, how many they are,
-    and which of them that is. Of few, those that are equal to it."""
-    TILE: tl.constexpr = ROWS * RUN
-    column = tile_columns(0, ROWS, THREADS, RUN)
+def _count_pass(row, lo, hi, total, need, at, FIRST: tl.constexpr, TILES: tl.constexpr, SHAPE: tl.constexpr):
+    """Narrow the range of the `need`-th largest of `total` keys, which lie in lo to hi, to its bin.
+
+    Returns the smallest and the largest key of the bin, their number, and which of them the wanted one is. If they are
+    few they are ranked, and the keys equal to the wanted one are returned alone.
+    """
+    p_row, head, length = row
+    BINS: tl.constexpr = SHAPE.bins
+    NATIVE: tl.constexpr = SHAPE.native
+    TILE: tl.constexpr = SHAPE.rows * SHAPE.run
+    column = tile_columns(0, SHAPE)
     bins = _bins(head, column < length, lo, hi, FIRST, BINS)
     if NATIVE:
         if not FIRST:
             tl.debug_barrier()
-        add(at, bins)
+        count_bins(at, bins)
         if TILES > 1:
             for start in range(TILE, length, TILE):
-                key = load_tile(p_row, start, length, ROWS, THREADS, RUN)
-                add(at, _bins(key, start + column < length, lo, hi, FIRST, BINS))
+                key = load_tile(p_row, start, length, SHAPE)
+                count_bins(at, _bins(key, start + column < length, lo, hi, FIRST, BINS))
         tl.debug_barrier()
-        counts = take(at, BINS)
+        counts = take_counts(at, BINS)
     else:
-        histogram = count(bins, BINS)
+        number_of = histogram(bins, BINS)
         if TILES > 1:
             for start in range(TILE, length, TILE):
-                key = load_tile(p_row, start, length, ROWS, THREADS, RUN)
-                histogram += count(_bins(key, start + column < length, lo, hi, FIRST, BINS), BINS)
-        counts = (histogram,)
-    bin, above, number = _locate(counts, total, need, at, BINS, NATIVE)
+                key = load_tile(p_row, start, length, SHAPE)
+                number_of += histogram(_bins(key, start + column < length, lo, hi, FIRST, BINS), BINS)
+        counts = (number_of,)
+    bin, above, number = _find_bin(counts, total, need, at, BINS, NATIVE)
     if NATIVE and TILES == 1 and number <= LISTED:
-        nth, larger, equal = nth_of_few(at, head, bins == bin, number, need - above, BINS)
+        nth, larger, equal = nth_largest(at, head, bins == bin, number, need - above, BINS)
         low, high = nth, nth
         number, need = equal, need - above - larger
     else:
         need -= above
-        low, high = _extent(head, bins == bin)
+        low, high = _key_extent(head, bins == bin)
         if TILES > 1:
             for start in range(TILE, length, TILE):
-                key = load_tile(p_row, start, length, ROWS, THREADS, RUN)
-                other = _extent(key, _bins(key, start + column < length, lo, hi, FIRST, BINS) == bin)
+                key = load_tile(p_row, start, length, SHAPE)
+                other = _key_extent(key, _bins(key, start + column < length, lo, hi, FIRST, BINS) == bin)
                 low, high = tl.minimum(low, other[0]), tl.maximum(high, other[1])
     return low, high, number, need
 
 
 @triton.jit
-def bounds(
-    p_row, head, length, at,
-    K: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr,
-    BINS: tl.constexpr, NATIVE: tl.constexpr, AGAIN: tl.constexpr,
-):  # fmt: skip
-    """lo, hi and how many of the keys in [lo, hi), which are equal, fit beside those >= hi; for a row of any length.
+def bounds(p_row, head, length, at, TILES: tl.constexpr, AGAIN: tl.constexpr, SHAPE: tl.constexpr):
+    """Return lo, hi, and how many of the keys in [lo, hi), which are equal, are selected beside those >= hi.
 
-    The row has at most TILES tiles, of which `head` is the first.
+    The row, of any length, has at most TILES tiles, of which `head` is the first. AGAIN: see `block_extent`.
     """
-    # A context that fits is taken whole, but for what is not visible.
+    K: tl.constexpr = SHAPE.k
+    THREADS: tl.constexpr = SHAPE.threads
+    TILE: tl.constexpr = SHAPE.rows * SHAPE.run
+    row = p_row, head, length
+    # A context of up to K entries is selected whole, except for invisible entries.
     lo, room = tl.full((), INVISIBLE, tl.int32), tl.zeros((), tl.int32)
     hi = lo
     if length > K:
         need = tl.full((), K, tl.int32)
         lo, high = _thread_extents(head, THREADS)
         if TILES > 1:
-            for start in range(ROWS * RUN, length, ROWS * RUN):
-                other = _thread_extents(load_tile(p_row, start, length, ROWS, THREADS, RUN), THREADS)
+            for start in range(TILE, length, TILE):
+                other = _thread_extents(load_tile(p_row, start, length, SHAPE), THREADS)
                 lo, high = tl.minimum(lo, other[0]), tl.maximum(high, other[1])
-        if NATIVE:
-            lo, high = extent(at, lo, high, AGAIN, BINS)
+        if SHAPE.native:
+            lo, high = block_extent(at, lo, high, AGAIN, SHAPE.bins)
         else:
             lo, high = tl.min(lo), tl.max(high)
-        lo, high, number, need = _pass(
-            p_row, head, length, lo, high, length, need, at, True, ROWS, THREADS, RUN, TILES, BINS, NATIVE
-        )
+        lo, high, number, need = _count_pass(row, lo, high, length, need, at, True, TILES, SHAPE)
         while (number != need) & (lo != high):
-            lo, high, number, need = _pass(
-                p_row, head, length, lo, high, number, need, at, False, ROWS, THREADS, RUN, TILES, BINS, NATIVE
-            )
-        # All of them are taken, or they are equal.
+            lo, high, number, need = _count_pass(row, lo, high, number, need, at, False, TILES, SHAPE)
+        # All of them are selected, or they are equal.
         hi, room = tl.where(number == need, lo, lo + 1), tl.where(number == need, 0, need)
-    # Invisible columns never fill the row.
+    # Invisible columns are never selected.
     return lo, tl.maximum(hi, INVISIBLE + 1), tl.where(lo == INVISIBLE, 0, room)

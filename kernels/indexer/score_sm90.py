@@ -1,20 +1,17 @@
-"""Scores of compressed entries on Hopper, in Gluon: those of indexer_score.py for e4m3 keys, summed in another order.
+"""Scores of paged e4m3 entries on sm_90, in Gluon; the order of sums differs from that of score_triton.py.
 
-A warpgroup scores 64 entries at a time. One warp beside it looks up their pages and has the copy engine bring keys and
-scales into a ring of buffers; from there each thread reads 32 neighbouring bytes of a key twice, makes them float16 and
-multiplies them from registers. Which dims a thread then holds is another order than that of the matrix unit, in which
-the queries are stored likewise: a sum over dims does not mind.
+One warpgroup scores 64 entries at a time. A copy warp looks up their pages and has TMA copy keys and scales into a ring
+of buffers. From there each thread reads 32 neighbouring bytes of a key twice, converts them to float16 and multiplies
+them from registers. The dims that a thread then holds are permuted against those of the tensor core's operand; queries
+are stored with the same permutation, which does not change a sum over dims.
 
-Nothing is read before the kernels in front have ended, and the selection, which is launched early, may start when all
-programs of this one have.
-
-On an H200 scores and selection of 4,096 entries take 12.8 us for 32 tokens, 28.5 for 128 and 91 for 512, and took 13.5,
-30.8 and 99 with copies of 16 bytes by the warpgroup itself (`dsv4 bench indexer --only op=indexer_topk_slots`). Tried
-without gain: three stages or four, 1 and 3 us more for 128 tokens and 2 and 4 for 512; fewer programs; copies that one
-of the scoring threads starts between barriers of all, which are as slow as those of 16 bytes.
+Nothing is read before previous kernels have ended (PDL), and the selection may start once all programs of this kernel
+have.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,13 +35,16 @@ from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments
 from .score_triton import INVISIBLE as _INVISIBLE
 from .score_triton import NAN_KEY as _NAN_KEY
+from .score_triton import ScoreCall
 
 ENTRIES = 64
 STAGES = 2
 ALIGN = 16
-BRINGER_REGISTERS = 24
-"""Of a thread that looks up pages."""
+"""Bytes at whose multiples queries, pages and gathered keys start, because they are copied 16 bytes at a time."""
+MAX_REGISTERS = 128
+"""Registers of a scoring thread at most, so that four CTAs of 64 heads fit on an SM."""
 
+COPY_REGISTERS = gl.constexpr(24)  # of a thread of the copy warp
 TILE = gl.constexpr(ENTRIES)
 D = gl.constexpr(layout.INDEXER_HEAD_DIM)
 SCALE = gl.constexpr(layout.INDEXER_FP8.scale)
@@ -71,9 +71,35 @@ TILE_OF_KEYS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
+class Shape(NamedTuple):
+    """Compile-time sizes of a launch.
+
+    Attributes:
+        block_size: entries of a page, a multiple of TILE. order_keys: whether these are written, not logits.
+        heads, padded_heads: heads of a query and columns of the GEMM. stages: buffers of the ring.
+        dependent: whether the selection may start early.
+    """
+
+    block_size: int
+    order_keys: bool
+    heads: int
+    padded_heads: int
+    stages: int
+    dependent: bool
+
+
+class Strides(NamedTuple):
+    """Strides of the kernel's arguments: `tokens` are those of the block table, the requests and the lengths."""
+
+    out: int
+    q: tuple[int, int]
+    weights: tuple[int, int]
+    tokens: tuple[int, int, int, int]
+
+
 @gluon.jit
 def operand(codes):
-    """float16 of e4m3 codes `[N, D]`, with the dims that a thread of KEYS holds where the matrix unit expects its own.
+    """Convert e4m3 codes `[N, D]` to float16, with the dims of a thread of KEYS where the tensor core expects its own.
 
     Dim 16 s + 8 h + 2 c + e of an operand is in the c-th of four threads. Here these are dims 32 c + 4 s + 2 h + e.
     """
@@ -84,8 +110,9 @@ def operand(codes):
 
 
 @gluon.jit
-def _context(token, p_requests, p_lens, p_table, strides, table_rows, reach):
-    """How many entries a token sees, int32, and the row of the table that has their blocks."""
+def _load_context(context, strides, table_rows, reach):
+    """Return how many entries a token sees, int32, and a pointer to its row of the block table."""
+    token, p_requests, p_lens, p_table = context
     row_stride, _, request_stride, len_stride = strides
     request = gl.load(p_requests + token * request_stride).to(gl.int64)
     length = gl.load(p_lens + token * len_stride).to(gl.int64)
@@ -95,89 +122,91 @@ def _context(token, p_requests, p_lens, p_table, strides, table_rows, reach):
 
 
 @gluon.jit
-def _block_at(p_row, tile, tiles, strides, BLOCK_SIZE: gl.constexpr):
-    """The number of the block that holds a tile; -1 behind the last."""
+def _load_block(p_row, tile, tiles, strides, BLOCK_SIZE: gl.constexpr):
+    """Load the number of the block that holds a tile; -1 past the last tile."""
     p_block = p_row + gl.to_tensor(tile * TILE // BLOCK_SIZE).to(gl.int64) * strides[1]
     return gl.load(p_block, mask=tile < tiles, other=-1)
 
 
 @gluon.jit
-def _bring(
-    context, keys_of, scales_of, ring, strides, pages, table_rows, reach, topk,
-    BLOCK_SIZE: gl.constexpr, ORDER: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Have the tiles of a program copied, one after the other, into the buffers of keys and scales in `ring`."""
+def _copy_tiles(context, sources, ring, strides, sizes, SHAPE: gl.constexpr, PDL: gl.constexpr):
+    """Copy the tiles of a program, one after the other, into the buffers of keys and scales in `ring`."""
     if PDL:
         gdc_wait()
-    if DEPENDENT:
-        # Not before the wait: the selection reads lengths and tables at once.
+    if SHAPE.dependent:
+        # After the wait, because the selection reads lengths and tables at once.
         gdc_launch_dependents()
-    token, p_requests, p_lens, p_table = context
+    source_keys, source_scales = sources
     keys, scales, ready, free = ring
-    length, p_row = _context(token, p_requests, p_lens, p_table, strides, table_rows, reach)
+    pages, table_rows, reach, topk = sizes
+    BLOCK_SIZE: gl.constexpr = SHAPE.block_size
+    STAGES: gl.constexpr = SHAPE.stages
+    length, p_row = _load_context(context, strides, table_rows, reach)
     tiles = (length + TILE - 1) // TILE
-    if ORDER:
+    if SHAPE.order_keys:
         tiles = gl.where(length <= topk, 0, tiles)
     first, step = gl.program_id(1), gl.num_programs(1)
     ahead = ()
-    for early in gl.static_range(STAGES):
-        ahead += (_block_at(p_row, first + early * step, tiles, strides, BLOCK_SIZE),)  # type: ignore[assignment]
+    for stage in gl.static_range(STAGES):
+        ahead += (_load_block(p_row, first + stage * step, tiles, strides, BLOCK_SIZE),)  # type: ignore[assignment]
     for number in range((tiles - first + step - 1) // step):
         tile, slot = first + number * step, number % STAGES
         block = ahead[0]  # type: ignore[misc]
         ahead = ahead[1:]
-        ahead += (_block_at(p_row, tile + STAGES * step, tiles, strides, BLOCK_SIZE),)  # type: ignore[assignment]
+        ahead += (_load_block(p_row, tile + STAGES * step, tiles, strides, BLOCK_SIZE),)  # type: ignore[assignment]
         mbarrier.wait(free.index(slot), ((number // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(slot), TILE * (D + SCALE))
-        # A block that is none is the one behind the last page: zeros.
+        # An illegal block is the one past the last page, which TMA fills with zeros.
         page, entry = gl.where((block >= 0) & (block < pages), block, pages), tile * TILE % BLOCK_SIZE
-        copy_tile(keys_of, [page, entry, 0], ready.index(slot), keys.index(slot))
-        copy_tile(scales_of, [page, entry], ready.index(slot), scales.index(slot))
+        copy_tile(source_keys, [page, entry, 0], ready.index(slot), keys.index(slot))
+        copy_tile(source_scales, [page, entry], ready.index(slot), scales.index(slot))
 
 
 @gluon.jit
 def order_key(logit):
-    """As `order_key` of indexer_score.py."""
+    """Return int32 in the order of float32 `logit`. Both zeros have one key; NaN comes before -inf."""
     bits = gl.where(logit == 0.0, 0.0, logit).to(gl.int32, bitcast=True)
     return gl.where(logit == logit, bits ^ ((bits >> 31) & MAGNITUDE), NAN_KEY)
 
 
 @gluon.jit
-def _score(
-    context, p_q, p_weights, p_out, ring, queries, q_strides, weight_strides, out_stride, strides, pages, table_rows,
-    reach, width, topk,
-    BLOCK_SIZE: gl.constexpr, ORDER: gl.constexpr, HEADS: gl.constexpr, PADDED_HEADS: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Score what `_bring` copies."""
+def _score_tiles(context, tensors, ring, queries, strides, sizes, width, SHAPE: gl.constexpr, PDL: gl.constexpr):
+    """Score the tiles that `_copy_tiles` copies."""
+    p_out, p_q, p_weights = tensors
+    pages, table_rows, reach, topk = sizes
+    BLOCK_SIZE: gl.constexpr = SHAPE.block_size
+    ORDER_KEYS: gl.constexpr = SHAPE.order_keys
+    HEADS: gl.constexpr = SHAPE.heads
+    PADDED_HEADS: gl.constexpr = SHAPE.padded_heads
+    STAGES: gl.constexpr = SHAPE.stages
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PADDED_HEADS, 16]
     )
     if PDL:
         gdc_wait()
-    token, p_requests, p_lens, p_table = context
+    token = context[0]
     keys, scales, ready, free = ring
     o_head = gl.arange(0, PADDED_HEADS, gl.SliceLayout(1, COPIES))
-    p_heads = p_q + token * q_strides[0] + gl.expand_dims(o_head.to(gl.int64) * q_strides[1], 1)
+    p_heads = p_q + token * strides.q[0] + gl.expand_dims(o_head.to(gl.int64) * strides.q[1], 1)
     p_queries = p_heads + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, COPIES)), 0)
     m_head, p_queries = gl.broadcast(gl.expand_dims(o_head < HEADS, 1), p_queries)
     codes = gl.load(p_queries, mask=m_head, other=0)
     o_column = gl.arange(0, PADDED_HEADS, gl.SliceLayout(0, ACC))
-    p_weight = p_weights + token * weight_strides[0] + o_column.to(gl.int64) * weight_strides[1]
+    p_weight = p_weights + token * strides.weights[0] + o_column.to(gl.int64) * strides.weights[1]
     weight = gl.load(p_weight, mask=o_column < HEADS, other=0.0)
-    length, p_row = _context(token, p_requests, p_lens, p_table, strides, table_rows, reach)
+    length, p_row = _load_context(context, strides.tokens, table_rows, reach)
     tiles = (length + TILE - 1) // TILE
     first, step = gl.program_id(1), gl.num_programs(1)
-    p_row_out = p_out + token * out_stride
+    p_row_out = p_out + token * strides.out
     o_entry = gl.arange(0, TILE, gl.SliceLayout(1, ACC))
-    if ORDER and length <= topk:
+    if ORDER_KEYS and length <= topk:
         for tile in range(first, tiles, step):
-            block = _block_at(p_row, tile, tiles, strides, BLOCK_SIZE)
+            block = _load_block(p_row, tile, tiles, strides.tokens, BLOCK_SIZE)
             key = gl.where((block >= 0) & (block < pages), 0, INVISIBLE)
             column = tile * TILE + o_entry
             gl.store(p_row_out + column, gl.full([TILE], key, gl.int32, gl.SliceLayout(1, ACC)), mask=column < length)
     else:
-        following = _block_at(p_row, first, tiles, strides, BLOCK_SIZE)
+        following = _load_block(p_row, first, tiles, strides.tokens, BLOCK_SIZE)
         queries.store(operand(codes))
         fence_async_shared()
         zero = gl.zeros([TILE, PADDED_HEADS], gl.float32, ACC)
@@ -185,28 +214,28 @@ def _score(
         for number in range(mine):
             tile, slot = first + number * step, number % STAGES
             block = following
-            following = _block_at(p_row, tile + step, tiles, strides, BLOCK_SIZE)
+            following = _load_block(p_row, tile + step, tiles, strides.tokens, BLOCK_SIZE)
             mbarrier.wait(ready.index(slot), (number // STAGES) & 1)
             arrived = reinterpret(keys.index(slot), gl.uint8, [TILE, D], TILE_OF_KEYS).load(KEYS)
             scale = reinterpret(scales.index(slot), gl.float32, [TILE], FLAT).load(gl.SliceLayout(1, ACC))
             key = gl.convert_layout(operand(arrived), gl.DotOperandLayout(0, ACC, 2))
             dots = warpgroup_mma(key, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
             dots = warpgroup_mma_wait(0, deps=[dots])
-            # Not before: reads of a buffer may go on behind a barrier, and the copy engine does not wait for them.
+            # After the GEMM: reads of a buffer may go on after a barrier, and TMA copies do not wait for them.
             thread_barrier()
             mbarrier.arrive(free.index(slot), count=1)
             terms = gl.maximum(dots, 0.0, propagate_nan=PROPAGATE_NAN) * gl.expand_dims(weight, 0)
             if PADDED_HEADS > HEADS:
-                # A head that is not there has no weight, but 0 * inf would be NaN.
+                # The weight of a padding head is 0, but 0 * inf would be NaN.
                 terms = gl.where(gl.expand_dims(o_column < HEADS, 0), terms, 0.0)
             logit = gl.sum(terms, 1) * scale
             column = tile * TILE + o_entry
             seen = (column < length) & (block >= 0) & (block < pages)
-            if ORDER:
+            if ORDER_KEYS:
                 gl.store(p_row_out + column, gl.where(seen, order_key(logit), INVISIBLE), mask=column < length)
             else:
                 gl.store(p_row_out + column, gl.where(seen, logit, float("-inf")), mask=column < width)
-        if not ORDER:
+        if not ORDER_KEYS:
             nothing = gl.full([TILE], float("-inf"), gl.float32, gl.SliceLayout(1, ACC))
             for tile in range(first + gl.maximum(mine, 0) * step, (width + TILE - 1) // TILE, step):
                 column = tile * TILE + o_entry
@@ -217,43 +246,35 @@ def _score(
     do_not_specialize=["pages", "table_rows", "reach", "width", "topk"],
     do_not_specialize_on_alignment=["p_table", "p_requests", "p_lens"],
 )
-def indexer_score_hopper_kernel(
-    p_out,  # [T, width] float32 logits, or int32 order keys with ORDER; contiguous columns
-    p_q,  # [T, H, 128] bytes of e4m3, contiguous dims
-    p_weights,  # [T, H] float32
-    keys_of,  # [pages, BLOCK_SIZE, D] bytes of e4m3, for the copy engine
-    scales_of,  # [pages, BLOCK_SIZE] float32, likewise
-    p_table,  # [table_rows, >= reach / BLOCK_SIZE] int32
+def indexer_score_sm90_kernel(
+    p_out,  # [T, width] float32 logits, or int32 order keys; contiguous columns
+    queries,  # bytes of e4m3 [T, H, 128], contiguous dims, and weights float32 [T, H]
+    source_keys,  # TMA descriptor of bytes of e4m3 [pages, block_size, D]
+    source_scales,  # TMA descriptor of float32 [pages, block_size]
+    p_table,  # [table_rows, >= reach / block_size] int32
     p_requests,  # [>= T] int
     p_lens,  # [>= T] int
-    out_stride,
-    q_token_stride,
-    q_head_stride,
-    weight_token_stride,
-    weight_head_stride,
-    table_row_stride,
-    table_stride,
-    request_stride,
-    len_stride,
+    strides,
     pages,
     table_rows,
     reach,
     width,
     topk,
-    BLOCK_SIZE: gl.constexpr,  # a multiple of TILE
-    ORDER: gl.constexpr,
-    HEADS: gl.constexpr,
-    PADDED_HEADS: gl.constexpr,
-    STAGES: gl.constexpr,
-    DEPENDENT: gl.constexpr,  # lets the kernel that selects start early
+    SHAPE: gl.constexpr,
     PDL: gl.constexpr,
-    BRINGER_REGISTERS: gl.constexpr,
 ):
-    """Program (p, s) of (T, S) takes every S-th tile of token p, from tile s on. See `indexer_score_kernel`."""
+    """Score every S-th tile of token p, from tile s on, in program (p, s) of (T, S).
+
+    Logits are written for the whole row, -inf where nothing is visible. Order keys are written for the entries of the
+    context only, and a context of up to topk entries is not scored.
+    """
+    p_q, p_weights = queries
+    STAGES: gl.constexpr = SHAPE.stages
     context = gl.program_id(0).to(gl.int64), p_requests, p_lens, p_table
+    sizes = pages, table_rows, reach, topk
     keys = gl.allocate_shared_memory(gl.uint8, [STAGES, 1, TILE, D], PAGE_OF_KEYS)
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE], PAGE_OF_SCALES)
-    queries = gl.allocate_shared_memory(gl.float16, [PADDED_HEADS, D], SWIZZLED)
+    q_tile = gl.allocate_shared_memory(gl.float16, [SHAPE.padded_heads, D], SWIZZLED)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -262,52 +283,61 @@ def indexer_score_hopper_kernel(
     fence_async_shared()
     thread_barrier()
     ring = keys, scales, ready, free
-    strides = table_row_stride, table_stride, request_stride, len_stride
     gl.warp_specialize([
-        (_score, (context, p_q, p_weights, p_out, ring, queries, (q_token_stride, q_head_stride),
-                  (weight_token_stride, weight_head_stride), out_stride, strides, pages, table_rows, reach, width, topk,
-                  BLOCK_SIZE, ORDER, HEADS, PADDED_HEADS, STAGES, PDL)),
-        (_bring, (context, keys_of, scales_of, ring, strides, pages, table_rows, reach, topk,
-                  BLOCK_SIZE, ORDER, STAGES, DEPENDENT, PDL)),
-    ], [1], [BRINGER_REGISTERS])  # fmt: skip
+        (_score_tiles, (context, (p_out, p_q, p_weights), ring, q_tile, strides, sizes, width, SHAPE, PDL)),
+        (_copy_tiles, (context, (source_keys, source_scales), ring, strides.tokens, sizes, SHAPE, PDL)),
+    ], [1], [COPY_REGISTERS])  # fmt: skip
 
 
-def queries_refused(q: Tensor) -> str:
-    """Why queries cannot be read 16 bytes at a time, "" if they can."""
-    apart = q.stride(2) == 1 and not any(x % ALIGN for x in (*q.stride()[:2], q.storage_offset()))
-    return "" if apart else f"it takes queries {ALIGN} bytes apart"
+def why_unsupported_queries(q: Tensor) -> str:
+    """Return why queries cannot be copied 16 bytes at a time, "" if they can."""
+    steps = *q.stride()[:2], q.storage_offset()
+    if q.stride(2) == 1 and not any(x % ALIGN for x in steps):
+        return ""
+    return f"queries have contiguous dims and start at multiples of {ALIGN} bytes, these have strides {q.stride()}"
 
 
-def refuses(q: Tensor, pages: Tensor, cache_format: str, block_size: int) -> str:
-    """Why these queries and pages cannot be scored by this kernel, "" if they can."""
-    if cache_format != "indexer_fp8" or block_size % ENTRIES:
-        return f"it takes indexer_fp8 in pages of a multiple of {ENTRIES} entries"
-    if pages.stride(0) % ALIGN or pages.storage_offset() % ALIGN or pages.shape[0] == 0:
-        return f"it takes pages {ALIGN} bytes apart, one at least"
-    return queries_refused(q)
+def why_unsupported(call: ScoreCall) -> str:
+    """Return why the kernel does not support a call, "" if it does."""
+    op = call.op
+    if op.cache_format != "indexer_fp8" or op.block_size % ENTRIES:
+        got = f"{op.cache_format} in pages of {op.block_size}"
+        return f"it scores indexer_fp8 in pages of a multiple of {ENTRIES} entries, this is {got}"
+    pages = call.pages
+    if pages.stride(0) % ALIGN or pages.storage_offset() % ALIGN:
+        at = f"these start at byte {pages.storage_offset()}, {pages.stride(0)} bytes apart"
+        return f"pages start at multiples of {ALIGN} bytes, {at}"
+    return "the cache has at least 1 page, this has 0" if pages.shape[0] == 0 else why_unsupported_queries(op.q)
 
 
-def score(
-    out: Tensor, q: Tensor, weights: Tensor, pages: Tensor, block_table: Tensor, token_to_req: Tensor,
-    context_lens: Tensor, block_size: int, reach: int, width: int, topk: int, splits: int, dependent: bool,
-    stages: int = STAGES,
-) -> None:  # fmt: skip
-    """As `_score` of indexer_logits_topk.py."""
-    tokens, heads, columns = q.shape
+def score(call: ScoreCall, splits: int, stages: int = STAGES) -> None:
+    """Launch the kernel; the tiles of a token are split among `splits` programs."""
+    op, out, pages = call.op, call.out, call.pages
+    tokens, heads, columns = op.q.shape
     padded = max(16, triton.next_power_of_2(heads))
-    keys = pages.as_strided((pages.shape[0], block_size, columns), (pages.stride(0), columns, 1))
-    scales = pages[:, block_size * columns :].view(torch.float32)[:, :block_size]
+    keys = pages.as_strided((pages.shape[0], op.block_size, columns), (pages.stride(0), columns, 1))
+    scales = pages[:, op.block_size * columns :].view(torch.float32)[:, : op.block_size]
     launch_kernel(
-        indexer_score_hopper_kernel,
+        indexer_score_sm90_kernel,
         (tokens, splits),
-        out, q, weights,
+        out,
+        (op.q.view(torch.uint8), op.weights),
         TensorDescriptor.from_tensor(keys, [1, ENTRIES, columns], _PAGE_OF_KEYS),
         TensorDescriptor.from_tensor(scales, [1, ENTRIES], _PAGE_OF_SCALES),
-        block_table, token_to_req, context_lens,
-        out.stride(0), *q.stride()[:2], *weights.stride(), *block_table.stride(), token_to_req.stride(0),
-        context_lens.stride(0), pages.shape[0], block_table.shape[0], reach, width, topk,
-        BLOCK_SIZE=block_size, ORDER=not out.is_floating_point(), HEADS=heads,
-        PADDED_HEADS=padded, STAGES=stages, DEPENDENT=dependent, BRINGER_REGISTERS=BRINGER_REGISTERS,
-        # Of a thread, scoring or not: four programs of 64 heads share a multiprocessor.
-        maxnreg=max(64, min(128, padded // 2 + 32)), **pdl_arguments(out.device, tokens * splits),
+        op.block_table,
+        op.token_to_req,
+        op.context_lens,
+        Strides(
+            out.stride(0), op.q.stride()[:2], op.weights.stride(),
+            (*op.block_table.stride(), op.token_to_req.stride(0), op.context_lens.stride(0)),
+        ),
+        pages.shape[0],
+        op.block_table.shape[0],
+        call.visible_width,
+        call.width,
+        call.topk,
+        SHAPE=Shape(op.block_size, call.order_keys, heads, padded, stages, call.dependent),
+        # Scoring threads and those of the copy warp alike.
+        maxnreg=max(64, min(MAX_REGISTERS, padded // 2 + 32)),
+        **pdl_arguments(out.device, tokens * splits),
     )  # fmt: skip

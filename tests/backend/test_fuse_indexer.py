@@ -25,7 +25,7 @@ class Layer:
     def __init__(self) -> None:
         args = op_samples("indexer_topk_slots")[0]
         _, _, _, self.cache, self.table, self.owner, self.lens, self.block, self.fmt, self.topk, *rest = args
-        self.main, self.valid, self.main_block = rest
+        self.extra, self.valid, self.extra_block = rest
         self.tokens = len(self.valid)
         self.q = torch.randn(self.tokens, HEADS, D).bfloat16()
         self.weights = torch.randn(self.tokens, HEADS) * 1.01
@@ -43,7 +43,7 @@ class Layer:
 
     def slots(self, chosen: Tensor, owner: Tensor | None = None) -> tuple[Tensor, Tensor]:
         owner = self.owner if owner is None else owner
-        slots, lens = ops.global_topk(chosen, owner, self.main, self.valid, self.main_block)
+        slots, lens = ops.global_topk(chosen, owner, self.extra, self.valid, self.extra_block)
         return slots, lens
 
     def whole(self) -> Results:
@@ -75,7 +75,7 @@ def test_inputs_of_the_map_may_be_computed_after_the_topk() -> None:
 
     def body() -> Results:
         chosen = layer.select(*layer.queries(layer.weights))
-        return list(ops.global_topk(chosen, layer.owner, layer.main + 1, layer.lens > 2, layer.main_block))
+        return list(ops.global_topk(chosen, layer.owner, layer.extra + 1, layer.lens > 2, layer.extra_block))
 
     assert compare(body).ops["indexer_topk_slots"] == 1
 
@@ -111,7 +111,7 @@ def test_a_map_whose_input_depends_on_the_topk_is_not_fused() -> None:
     def body() -> Results:
         chosen = layer.select(*layer.queries(layer.weights))
         valid = chosen[:, 0] >= 0
-        return list(ops.global_topk(chosen, layer.owner, layer.main, valid, layer.main_block))
+        return list(ops.global_topk(chosen, layer.owner, layer.extra, valid, layer.extra_block))
 
     assert compare(body).reasons == ["the result of indexer_logits_topk is also used by aten.select.int"]
 
@@ -124,8 +124,8 @@ def test_a_map_whose_table_is_computed_from_a_buffer_written_between_is_not_fuse
         window, kv = torch.zeros(1, 64, 64), torch.ones(1, 64)
         first = torch.zeros(1, dtype=torch.int64)
         ops.kv_rope_insert(kv, window, first, first, layer.rope, 64, "plain")
-        main = layer.main + window[0, 1, 0].int()
-        return list(ops.global_topk(chosen, layer.owner, main, layer.valid, layer.main_block))
+        extra = layer.extra + window[0, 1, 0].int()
+        return list(ops.global_topk(chosen, layer.owner, extra, layer.valid, layer.extra_block))
 
     result = compare(body)
     assert result.ops["global_topk"] == 1

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.bench import Problem, gate, indexer, nodes, runner, steps, table
-from dsv4_compile.ops.common.define import OPS
-from dsv4_compile.reference.indexer import indexer_logits as score
+from dsv4_compile.ops.common.define import OPS, REFERENCES
 
 CPU = torch.device("cpu")
 CONTEXT = 1024
@@ -65,8 +64,9 @@ def test_decode_closes_a_group_for_every_token_and_a_chunk_for_every_group(layer
 def test_sums_of_the_score_are_exact() -> None:
     q, q_scale, weights, *rest = found(2, op="indexer_logits_topk", topk="512")[0].make(0)[:9]
     order = torch.randperm(q.shape[1])
-    logits = score.indexer_logits(q, q_scale, weights, *rest, CONTEXT // 4)
-    shuffled = score.indexer_logits(q[:, order], q_scale[:, order], weights[:, order], *rest, CONTEXT // 4)
+    score = REFERENCES["indexer_logits"]
+    logits = score(q, q_scale, weights, *rest, CONTEXT // 4)
+    shuffled = score(q[:, order], q_scale[:, order], weights[:, order], *rest, CONTEXT // 4)
     assert torch.equal(logits, shuffled)
     assert logits.isfinite().all()
     # Nearly all of them differ: a search for the boundary has work to do.

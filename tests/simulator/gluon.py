@@ -115,6 +115,9 @@ def argument(x: Any) -> Any:
     """Convert an argument of a launch."""
     if type(x) is int:
         return Value(torch.tensor(x, dtype=torch.int32 if abs(x) < 2**31 else torch.int64))
+    if isinstance(x, tuple):
+        parts = [argument(part) for part in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     return Pointer.of(x) if isinstance(x, Tensor) else x
 
 

@@ -1,11 +1,6 @@
-"""`torch.ops.dsv4.indexer_logits`, `.indexer_logits_topk` and `.indexer_logits_topk_ragged`.
-
-What they compute is in reference/indexer_logits_topk.py.
-"""
+"""Schemas, checks and fakes of `indexer_logits` and its variants; reference/indexer/ defines what they compute."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +8,7 @@ from torch import Tensor
 from ...errors import fail
 from ...layout import INDEXER_HEAD_DIM, MX_TILE, PAGE_LAYOUTS
 from ...reference.indexer import indexer_logits as reference
+from ...reference.indexer.indexer_logits import LogitsArguments, PagedArguments, RaggedTopkArguments, TopkArguments
 from ..common.define import define
 from ..common.validate import (
     E4M3,
@@ -25,10 +21,19 @@ from ..common.validate import (
     expect_indexer_format,
     expect_rows,
 )
+from ..common.validate_batch import expect_positive
+
+_LOGITS, _TOPK, _RAGGED = "indexer_logits", "indexer_logits_topk", "indexer_logits_topk_ragged"
+PAGED = (
+    "Tensor q, Tensor q_scale, Tensor weights, Tensor k_cache, Tensor block_table, Tensor token_to_req, "
+    "Tensor context_lens, int block_size, str cache_format"
+)
+"""Schema of the arguments that all ops on pages begin with."""
 
 
-def _check_queries(q: Tensor, q_scale: Tensor, weights: Tensor, op: str, cache_format: str) -> int:
-    """Check what `indexer_q_rope_quant` returned and give the dims of a dequantised query."""
+def _check_queries(op: str, call: PagedArguments | RaggedTopkArguments) -> int:
+    """Check what `indexer_q_rope_quant` returned, and return the dims of a dequantised query."""
+    q, q_scale, weights, cache_format = call.q, call.q_scale, call.weights, call.cache_format
     expect_indexer_format(op, cache_format)
     dtypes = {"indexer_fp8": E4M3, "indexer_mxfp4": torch.uint8}.get(cache_format, FLOATS)
     expect(q, f"{op}: q [T, H, {cache_format} D]", dtypes)
@@ -44,156 +49,69 @@ def _check_queries(q: Tensor, q_scale: Tensor, weights: Tensor, op: str, cache_f
     return dim
 
 
-def _check_pages(
-    op: str,
-    q: Tensor,
-    q_scale: Tensor,
-    weights: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    context_lens: Tensor,
-    block_size: int,
-    cache_format: str,
-) -> None:
-    dim = _check_queries(q, q_scale, weights, op, cache_format)
-    expect_indexer_cache(k_cache, op, cache_format, block_size, dim)
-    expect(block_table, f"{op}: block_table [R, B]", torch.int32)
-    for name, value in (("token_to_req", token_to_req), ("context_lens", context_lens)):
+def _check_per_token(op: str, tokens: int, **values: Tensor) -> None:
+    for name, value in values.items():
         expect(value, f"{op}: {name} [T]", INTS)
-        expect_rows(value.shape[0], q.shape[0], f"{op}: {name}")
+        expect_rows(value.shape[0], tokens, f"{op}: {name}")
 
 
-def _check_k(op: str, topk: int) -> None:
-    if topk < 1:
-        fail("E201", got=f"{op}: topk {topk}", rule="topk is positive")
+def _check_pages(op: str, call: PagedArguments) -> None:
+    dim = _check_queries(op, call)
+    expect_indexer_cache(call.k_cache, op, call.cache_format, call.block_size, dim)
+    expect(call.block_table, f"{op}: block_table [R, B]", torch.int32)
+    _check_per_token(op, call.q.shape[0], token_to_req=call.token_to_req, context_lens=call.context_lens)
 
 
-def _check_logits(
-    q: Tensor,
-    q_scale: Tensor,
-    weights: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    context_lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    max_context: int,
-) -> None:
-    op = "indexer_logits"
-    _check_pages(op, q, q_scale, weights, k_cache, block_table, token_to_req, context_lens, block_size, cache_format)
-    if max_context < 0:
-        fail("E201", got=f"{op}: max_context {max_context}", rule="max_context is not negative")
+def _check_logits(call: LogitsArguments) -> None:
+    _check_pages(_LOGITS, call)
+    if call.max_context < 0:
+        fail("E201", got=f"{_LOGITS}: max_context {call.max_context}", rule="max_context is not negative")
 
 
-def check_selection(
-    op: str,
-    q: Tensor,
-    q_scale: Tensor,
-    weights: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    context_lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    topk: int,
-) -> None:
-    """Refuse the arguments of a selection from pages, on behalf of `op`."""
-    _check_pages(op, q, q_scale, weights, k_cache, block_table, token_to_req, context_lens, block_size, cache_format)
-    _check_k(op, topk)
+def check_topk(call: TopkArguments, op: str = _TOPK) -> None:
+    """Check the arguments of a selection from pages, on behalf of `op`."""
+    _check_pages(op, call)
+    expect_positive(op, topk=call.topk)
 
 
-def _check_ragged(
-    q: Tensor,
-    q_scale: Tensor,
-    weights: Tensor,
-    k: Tensor,
-    k_scale: Tensor,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    cache_format: str,
-    topk: int,
-    max_logits_bytes: int = reference.MAX_LOGITS_BYTES,
-) -> None:
-    op = "indexer_logits_topk_ragged"
-    dim = _check_queries(q, q_scale, weights, op, cache_format)
-    expect_gathered_keys(k, k_scale, op, cache_format, dim)
-    for name, value in (("row_starts", row_starts), ("row_ends", row_ends)):
-        expect(value, f"{op}: {name} [T]", INTS)
-        expect_rows(value.shape[0], q.shape[0], f"{op}: {name}")
-    _check_k(op, topk)
-    if max_logits_bytes < 0:
-        fail("E201", got=f"{op}: max_logits_bytes {max_logits_bytes}", rule="max_logits_bytes is not negative")
+def _check_ragged(call: RaggedTopkArguments) -> None:
+    dim = _check_queries(_RAGGED, call)
+    expect_gathered_keys(call.k, call.k_scale, _RAGGED, call.cache_format, dim)
+    _check_per_token(_RAGGED, call.q.shape[0], row_starts=call.row_starts, row_ends=call.row_ends)
+    expect_positive(_RAGGED, topk=call.topk)
+    if call.max_logits_bytes < 0:
+        got = f"{_RAGGED}: max_logits_bytes {call.max_logits_bytes}"
+        fail("E201", got=got, rule="max_logits_bytes is not negative")
 
 
-def _fake_logits(
-    q: Tensor,
-    q_scale: Tensor,
-    weights: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    context_lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    max_context: int,
-) -> Tensor:
-    return q.new_empty(q.shape[0], max_context, dtype=torch.float32)
+def _fake_logits(call: LogitsArguments) -> Tensor:
+    return call.q.new_empty(call.q.shape[0], call.max_context, dtype=torch.float32)
 
 
-def _fake_topk(
-    q: Tensor,
-    q_scale: Tensor,
-    weights: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    context_lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    topk: int,
-) -> Tensor:
-    return q.new_empty(q.shape[0], topk, dtype=torch.int32)
-
-
-def _fake_ragged(
-    q: Tensor,
-    q_scale: Tensor,
-    weights: Tensor,
-    k: Tensor,
-    k_scale: Tensor,
-    row_starts: Tensor,
-    row_ends: Tensor,
-    cache_format: str,
-    topk: int,
-    max_logits_bytes: int = reference.MAX_LOGITS_BYTES,
-) -> Tensor:
-    return q.new_empty(q.shape[0], topk, dtype=torch.int32)
+def _fake_topk(call: TopkArguments | RaggedTopkArguments) -> Tensor:
+    return call.q.new_empty(call.q.shape[0], call.topk, dtype=torch.int32)
 
 
 indexer_logits = define(
-    "indexer_logits(Tensor q, Tensor q_scale, Tensor weights, Tensor k_cache, Tensor block_table, "
-    "Tensor token_to_req, Tensor context_lens, int block_size, str cache_format, int max_context) -> Tensor",
+    f"indexer_logits({PAGED}, int max_context) -> Tensor",
+    arguments=LogitsArguments,
     reference=reference.indexer_logits,
     fake=_fake_logits,
     check=_check_logits,
 )
-
 indexer_logits_topk = define(
-    "indexer_logits_topk(Tensor q, Tensor q_scale, Tensor weights, Tensor k_cache, Tensor block_table, "
-    "Tensor token_to_req, Tensor context_lens, int block_size, str cache_format, int topk) -> Tensor",
+    f"indexer_logits_topk({PAGED}, int topk) -> Tensor",
+    arguments=TopkArguments,
     reference=reference.indexer_logits_topk,
     fake=_fake_topk,
-    check=partial(check_selection, "indexer_logits_topk"),
+    check=check_topk,
 )
-
 indexer_logits_topk_ragged = define(
     "indexer_logits_topk_ragged(Tensor q, Tensor q_scale, Tensor weights, Tensor k, Tensor k_scale, "
     "Tensor row_starts, Tensor row_ends, str cache_format, int topk, "
     f"int max_logits_bytes={reference.MAX_LOGITS_BYTES}) -> Tensor",
+    arguments=RaggedTopkArguments,
     reference=reference.indexer_logits_topk_ragged,
-    fake=_fake_ragged,
+    fake=_fake_topk,
     check=_check_ragged,
 )

@@ -1,39 +1,49 @@
-"""The indexer's choice as slots of the main cache, which is how attention wants it."""
+"""Selection of the indexer's best entries as slots of the extra cache, the one that attention reads them from."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ..metadata.global_topk import global_topk
-from .indexer_logits import indexer_logits_topk
+from .indexer_logits import TopkArguments, indexer_logits_topk
 
 
-def indexer_topk_slots(
-    q: Tensor,
-    q_scale: Tensor,
-    weights: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    context_lens: Tensor,
-    block_size: int,
-    cache_format: str,
-    topk: int,
-    main_block_table: Tensor,
-    is_valid_token: Tensor,
-    main_block_size: int,
-) -> tuple[Tensor, Tensor]:
-    """`global_topk` of `indexer_logits_topk`: the entries of largest logit, as slots of the main cache.
+class TopkSlotsArguments(NamedTuple):
+    """Arguments of `indexer_topk_slots`, in schema order.
 
-    Args:
-        q to topk: as for `indexer_logits_topk`, of the indexer's cache.
-        main_block_table: int `[R, B]` of the main cache, in blocks of `main_block_size` entries.
+    Attributes:
+        q to topk: as in `TopkArguments`, of the indexer's cache.
+        extra_block_table: int `[R, B]` of the extra cache, in blocks of `extra_block_size` entries.
         is_valid_token: bool `[>= T]`.
+    """
+
+    q: Tensor
+    q_scale: Tensor
+    weights: Tensor
+    k_cache: Tensor
+    block_table: Tensor
+    token_to_req: Tensor
+    context_lens: Tensor
+    block_size: int
+    cache_format: str
+    topk: int
+    extra_block_table: Tensor
+    is_valid_token: Tensor
+    extra_block_size: int
+
+    def selection(self) -> TopkArguments:
+        """Return the arguments of the selection that is mapped to slots."""
+        return TopkArguments(*self[:10])
+
+
+def indexer_topk_slots(op: TopkSlotsArguments) -> tuple[Tensor, Tensor]:
+    """Map the entries of `indexer_logits_topk` to slots of the extra cache by `global_topk`.
+
     Returns:
         Slots int32 `[T, topk]`, contiguous, and int32 `[T]`: how many are not -1, 0 for an invalid token. Slots are in
-        the order of their entries; an entry that the main block table does not reach leaves -1 in its column.
+        the order of their entries; an entry that the extra block table does not reach leaves -1 in its column.
     """
-    entries = indexer_logits_topk(
-        q, q_scale, weights, k_cache, block_table, token_to_req, context_lens, block_size, cache_format, topk
-    )
-    return global_topk(entries, token_to_req, main_block_table, is_valid_token, main_block_size)
+    entries = indexer_logits_topk(op.selection())
+    return global_topk(entries, op.token_to_req, op.extra_block_table, op.is_valid_token, op.extra_block_size)

@@ -11,12 +11,14 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels.indexer import indexer_logits as kernel
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.common.kv_format import store_indexer
 from dsv4_compile.reference.indexer.indexer_logits import select_topk
 from dsv4_compile.testing import poison_, samples  # noqa: F401  (importing the package registers the ops)
 
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
 SCORE, SELECT = REFERENCES["indexer_logits"], REFERENCES["indexer_logits_topk"]
+LOGITS, TOPK = launcher("indexer_logits"), launcher("indexer_logits_topk")
 
 
 def arguments(
@@ -48,8 +50,8 @@ def arguments(
 
 
 def own_selection(args: tuple[Any, ...], topk: int, **tiles: Any) -> tuple[Tensor, Tensor]:
-    """What the reference's rule selects from the kernel's logits, and these."""
-    values = kernel.indexer_logits(*args, args[4].shape[1] * args[7], **tiles)
+    """Return what the rule of the reference selects from the logits of the kernel, and these."""
+    values = LOGITS(*args, args[4].shape[1] * args[7], **tiles)
     return torch.cat([select_topk(v, v != -torch.inf, topk) for v in values.split(64)]), values
 
 
@@ -68,7 +70,7 @@ def test_logits_are_those_of_the_reference(fmt: str, heads: int, block: int, col
     for tokens in (1, 37, 130):
         args = arguments(fmt, tokens, heads=heads, block=block, columns=columns)
         for width in (columns * block, columns * block // 2 + 1):
-            assert_close(kernel.indexer_logits(*args, width), SCORE(*args, width))
+            assert_close(LOGITS(*args, width), SCORE(*args, width))
 
 
 @FORMATS
@@ -76,7 +78,7 @@ def test_logits_are_those_of_the_reference(fmt: str, heads: int, block: int, col
 @pytest.mark.parametrize("tokens", [1, 32, 128, 300])
 def test_selection_is_exact_for_the_logits(fmt: str, topk: int, tokens: int) -> None:
     args = arguments(fmt, tokens)
-    selected = kernel.indexer_logits_topk(*args, topk)
+    selected = TOPK(*args, topk)
     expected, _ = own_selection(args, topk)
     assert torch.equal(selected, expected)
 
@@ -85,7 +87,7 @@ def test_selection_is_exact_for_the_logits(fmt: str, topk: int, tokens: int) -> 
 def test_selection_is_nearly_that_of_the_reference(fmt: str) -> None:
     """Only entries whose logits are next to the boundary may be chosen differently."""
     args = arguments(fmt, 64)
-    ours, theirs = kernel.indexer_logits_topk(*args, 512), SELECT(*args, 512)
+    ours, theirs = TOPK(*args, 512), SELECT(*args, 512)
     mine = torch.zeros(64, 4097, dtype=torch.int32, device="cuda").scatter_(
         1, torch.where(ours < 0, 4096, ours).long(), 1
     )
@@ -120,7 +122,7 @@ def test_ties_go_to_the_smaller_index(kinds: int, select: tuple[int, int], colum
     values = torch.randint(kinds, (64 * columns,), device="cuda", generator=generator) - kinds // 2
     args = with_logits(values.float(), 20, 64)
     for topk in (512, 7):
-        assert torch.equal(kernel.indexer_logits_topk(*args, topk, select_tile=select), SELECT(*args, topk))
+        assert torch.equal(TOPK(*args, topk, select_tile=select), SELECT(*args, topk))
 
 
 @pytest.mark.parametrize("topk", [7, 512])
@@ -143,7 +145,7 @@ def test_logits_of_any_distribution(spread: str, columns: int, topk: int) -> Non
     else:
         values *= 1e-40
     args = with_logits(values, 9, 16)
-    assert torch.equal(kernel.indexer_logits_topk(*args, topk), SELECT(*args, topk))
+    assert torch.equal(TOPK(*args, topk), SELECT(*args, topk))
 
 
 @pytest.mark.parametrize("score", [(64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (32, 4, 3), (16, 1, 2)])
@@ -151,19 +153,19 @@ def test_every_tile_selects_by_its_logits(score: tuple[int, int, int]) -> None:
     args = arguments("indexer_fp8", 40)
     expected, values = own_selection(args, 512, score_tile=score)
     assert_close(values, SCORE(*args, values.shape[1]))
-    assert torch.equal(kernel.indexer_logits_topk(*args, 512, score_tile=score), expected)
+    assert torch.equal(TOPK(*args, 512, score_tile=score), expected)
 
 
 def test_chunks_of_tokens_do_not_change_the_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments("indexer_fp8", 100)
-    whole = kernel.indexer_logits_topk(*args, 512)
+    whole = TOPK(*args, 512)
     monkeypatch.setattr(kernel, "WORKSPACE_BYTES", 7 * 4 * 4096)
-    assert torch.equal(kernel.indexer_logits_topk(*args, 512), whole)
+    assert torch.equal(TOPK(*args, 512), whole)
 
 
 def test_a_prompt_of_many_tokens_and_a_long_context() -> None:
     args = arguments("indexer_fp8", 3000, requests=1, columns=1100)
-    selected = kernel.indexer_logits_topk(*args, 512)
+    selected = TOPK(*args, 512)
     expected, _ = own_selection(args, 512)
     assert torch.equal(selected, expected)
 
@@ -173,18 +175,18 @@ def test_seventy_thousand_tokens_and_a_cache_past_two_gibibytes() -> None:
     args = list(arguments("indexer_fp8", 70_000, columns=3))
     cache = layout.allocate_cache("indexer_fp8", pages, 64, device="cuda")
     cache[-len(args[3]) :] = args[3]
-    expected = kernel.indexer_logits_topk(*args, 8)
+    expected = TOPK(*args, 8)
     args[3], args[4] = cache, torch.where(args[4] >= 0, args[4] + pages - len(args[3]), -1).int()
-    assert torch.equal(kernel.indexer_logits_topk(*args, 8), expected)
+    assert torch.equal(TOPK(*args, 8), expected)
 
 
 def test_a_captured_launch_follows_its_inputs() -> None:
     args = arguments("indexer_fp8", 40)
-    kernel.indexer_logits_topk(*args, 512)
+    TOPK(*args, 512)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kernel.indexer_logits_topk(*args, 512)
+        out = TOPK(*args, 512)
     for seed in (5, 6):
         for mine, new in zip(args[:7], arguments("indexer_fp8", 40, seed=seed)[:7], strict=True):
             mine.copy_(new)
@@ -194,8 +196,8 @@ def test_a_captured_launch_follows_its_inputs() -> None:
 
 def test_a_hundred_runs_are_equal_bit_for_bit() -> None:
     args = arguments("indexer_fp8", 128)
-    first = kernel.indexer_logits_topk(*args, 512)
-    assert all(torch.equal(kernel.indexer_logits_topk(*args, 512), first) for _ in range(100))
+    first = TOPK(*args, 512)
+    assert all(torch.equal(TOPK(*args, 512), first) for _ in range(100))
 
 
 @pytest.mark.parametrize("tokens", [8, 32, 128])
@@ -203,6 +205,6 @@ def test_scores_do_not_change_while_pages_come_out_of_the_cache(tokens: int) -> 
     """Copies are fastest then: a buffer that is filled again before all have read it shows."""
     args = list(arguments("indexer_fp8", tokens, requests=tokens))
     args[5], args[6] = torch.arange(tokens, device="cuda").int(), torch.full_like(args[6], 4096)
-    first = kernel.indexer_logits(*args, 4096)
+    first = LOGITS(*args, 4096)
     assert_close(first, SCORE(*args, 4096))
-    assert all(torch.equal(kernel.indexer_logits(*args, 4096), first) for _ in range(300))
+    assert all(torch.equal(LOGITS(*args, 4096), first) for _ in range(300))

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.kernels.indexer import indexer_logits as kernel
+from dsv4_compile.kernels.indexer.score_triton import RAGGED_SCORE_TILE, RaggedScoreCall
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.common.kv_format import quantize_indexer
-from dsv4_compile.reference.indexer.indexer_logits import select_topk
+from dsv4_compile.reference.indexer.indexer_logits import RaggedTopkArguments, select_topk
 
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
-SELECT = REFERENCES["indexer_logits_topk_ragged"]
+OP = "indexer_logits_topk_ragged"
+SELECT, TOPK = REFERENCES[OP], launcher(OP)
 
 
 def arguments(fmt: str, queries: list[int], contexts: list[int], heads: int = 64, seed: int = 0) -> tuple[Any, ...]:
@@ -44,10 +47,10 @@ def arguments(fmt: str, queries: list[int], contexts: list[int], heads: int = 64
 
 
 def own_selection(args: tuple[Any, ...], topk: int) -> tuple[Tensor, Tensor]:
-    """What the reference's rule selects from the kernel's logits, and these."""
+    """Return what the rule of the reference selects from the logits of the kernel, and these."""
     values = torch.full((args[0].shape[0], args[3].shape[0]), -torch.inf, device="cuda")
     lens = torch.empty(len(values), dtype=torch.int32, device="cuda")
-    kernel.score_rows(values, lens, *args, topk)
+    kernel.score_ragged(RaggedScoreCall(RaggedTopkArguments(*args, topk), values, lens, topk))
     assert torch.equal(lens, (values != -torch.inf).sum(1, dtype=torch.int32))
     return torch.cat([select_topk(v, v != -torch.inf, topk) for v in values.split(256)]), values
 
@@ -59,7 +62,7 @@ def own_selection(args: tuple[Any, ...], topk: int) -> tuple[Tensor, Tensor]:
 )
 def test_selection_is_exact_for_the_logits(fmt: str, topk: int, queries: list[int], contexts: list[int]) -> None:
     args = arguments(fmt, queries, contexts)
-    assert torch.equal(kernel.indexer_logits_topk_ragged(*args, topk), own_selection(args, topk)[0])
+    assert torch.equal(TOPK(*args, topk), own_selection(args, topk)[0])
 
 
 @FORMATS
@@ -78,7 +81,7 @@ def test_logits_and_selection_are_nearly_those_of_the_reference(fmt: str, heads:
         want = pages(q[t : t + 1], q_scale[t : t + 1], weights[t : t + 1], cache, table, *one, 1, fmt, last - first)
         got = values[t, : last - first]
         assert ((got - want[0]).abs() <= 3e-5 * want[0].abs() + 1e-4).all()
-    ours, theirs = kernel.indexer_logits_topk_ragged(*args, 512), SELECT(*args, 512)
+    ours, theirs = TOPK(*args, 512), SELECT(*args, 512)
     mine = torch.zeros(200, 2401, device="cuda").scatter_(1, torch.where(ours < 0, 2400, ours).long(), 1.0)
     other = torch.zeros_like(mine).scatter_(1, torch.where(theirs < 0, 2400, theirs).long(), 1.0)
     assert (mine != other)[:, :2400].sum(1).max() <= 2
@@ -87,11 +90,11 @@ def test_logits_and_selection_are_nearly_those_of_the_reference(fmt: str, heads:
 @pytest.mark.parametrize("tile", [(64, 128, 8, 1), (64, 128, 4, 3), (64, 256, 8, 3), (128, 128, 8, 2)])
 def test_neither_tiles_nor_the_bound_on_logits_change_the_selection(tile: tuple[int, int, int, int]) -> None:
     args = arguments("indexer_fp8", [300, 90], [1500, 800])
-    want = kernel.indexer_logits_topk_ragged(*args, 512, score_tile=kernel.RAGGED_SCORE_TILE)
-    assert torch.equal(kernel.indexer_logits_topk_ragged(*args, 512, score_tile=tile), want)
-    want = kernel.indexer_logits_topk_ragged(*args, 512)
+    want = TOPK(*args, 512, score_tile=RAGGED_SCORE_TILE)
+    assert torch.equal(TOPK(*args, 512, score_tile=tile), want)
+    want = TOPK(*args, 512)
     for limit in (0, 10_000, 4 * 2304 * 100):
-        assert torch.equal(kernel.indexer_logits_topk_ragged(*args, 512, limit), want)
+        assert torch.equal(TOPK(*args, 512, limit), want)
 
 
 @pytest.mark.parametrize("kinds", [2, 40])
@@ -106,12 +109,12 @@ def test_ties_go_to_the_smaller_index(kinds: int) -> None:
     weights = torch.tensor([1.0, -1.0], device="cuda").repeat(200, 1)
     args = q, q[..., :0], weights, k, k[:, :0].byte(), starts, ends, "plain"
     for topk in (512, 7):
-        assert torch.equal(kernel.indexer_logits_topk_ragged(*args, topk), SELECT(*args, topk))
+        assert torch.equal(TOPK(*args, topk), SELECT(*args, topk))
 
 
 def test_seventy_thousand_tokens() -> None:
     args = arguments("indexer_fp8", [70_000], [17_500], heads=8)
-    got = kernel.indexer_logits_topk_ragged(*args, 64)
+    got = TOPK(*args, 64)
     some = torch.arange(0, 70_000, 997, device="cuda")
     few = tuple(x[some] if i in (0, 1, 2, 5, 6) else x for i, x in enumerate(args))
     assert torch.equal(got[some], own_selection(few, 64)[0])
@@ -119,11 +122,11 @@ def test_seventy_thousand_tokens() -> None:
 
 def test_a_captured_launch_follows_its_inputs() -> None:
     args = arguments("indexer_fp8", [150, 50], [900, 700])
-    kernel.indexer_logits_topk_ragged(*args, 512)
+    TOPK(*args, 512)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kernel.indexer_logits_topk_ragged(*args, 512)
+        out = TOPK(*args, 512)
     for seed in (5, 6):
         for mine, new in zip(args[:7], arguments("indexer_fp8", [80, 120], [1000, 600], seed=seed)[:7], strict=True):
             mine.copy_(new)
@@ -133,5 +136,5 @@ def test_a_captured_launch_follows_its_inputs() -> None:
 
 def test_a_hundred_runs_are_equal_bit_for_bit() -> None:
     args = arguments("indexer_fp8", [128], [3000])
-    first = kernel.indexer_logits_topk_ragged(*args, 512)
-    assert all(torch.equal(kernel.indexer_logits_topk_ragged(*args, 512), first) for _ in range(100))
+    first = TOPK(*args, 512)
+    assert all(torch.equal(TOPK(*args, 512), first) for _ in range(100))

@@ -45,7 +45,7 @@ def test_bits_are_equal(tokens: int, heads: int, dtype: torch.dtype, fmt: str) -
 
 
 @FORMATS
-def test_weights_are_rounded_as_a_cast_in_front_would(fmt: str) -> None:
+def test_weights_are_rounded_as_by_a_cast_before(fmt: str) -> None:
     q, positions, table, weights = arguments(300, 64)
     wide = weights.float() * 1.01
     want = REFERENCE(q, positions, table, wide.to(q.dtype), fmt)

@@ -6,28 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.indexer.test_indexer_logits_topk import arguments as scores
 from torch import Tensor
 
 from dsv4_compile import layout
-from dsv4_compile.kernels.indexer import indexer_topk_slots as kernel
-from dsv4_compile.kernels.indexer.indexer_logits import indexer_logits_topk
 from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.testing import hostile_indices
+from tests.gpu.indexer.test_indexer_logits import arguments as scores
 
-MAP = REFERENCES["global_topk"]
+MAP, SLOTS = REFERENCES["global_topk"], launcher("indexer_topk_slots")
 
 
 def arguments(fmt: str, tokens: int, topk: int, *, columns: int = 64, seed: int = 0) -> tuple[Any, ...]:
-    """A tenth of the main cache's blocks are out of range."""
+    """A tenth of the extra cache's blocks are out of range."""
     generator = torch.Generator().manual_seed(seed)
-    main = hostile_indices((4, columns), 10_000, fraction=0.1, device="cuda", generator=generator)
+    table = hostile_indices((4, columns), 10_000, fraction=0.1, device="cuda", generator=generator)
     valid = (torch.rand(tokens, generator=generator) < 0.8).cuda()
-    return (*scores(fmt, tokens, columns=columns, seed=seed), topk, main, valid, 64)
+    return (*scores(fmt, tokens, columns=columns, seed=seed), topk, table, valid, 64)
 
 
 def expected(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    slots, lens = MAP(indexer_logits_topk(*args[:10]), args[5], *args[10:])
+    slots, lens = MAP(launcher("indexer_logits_topk")(*args[:10]), args[5], *args[10:])
     return slots, lens
 
 
@@ -36,32 +35,32 @@ def expected(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 64), (32, 64), (128, 7), (300, 64), (40, 700)])
 def test_slots_are_the_map_of_the_selection(fmt: str, topk: int, tokens: int, columns: int) -> None:
     args = arguments(fmt, tokens, topk, columns=columns)
-    assert all(map(torch.equal, kernel.indexer_topk_slots(*args), expected(args)))
+    assert all(map(torch.equal, SLOTS(*args), expected(args)))
 
 
 def test_every_part_of_a_row_that_stays_in_registers() -> None:
     args = arguments("indexer_fp8", 40, 512, columns=200)
     for tile in ((8192, 16), (4096, 8), (2048, 8), (1024, 4)):
-        assert all(map(torch.equal, kernel.indexer_topk_slots(*args, select_tile=tile), expected(args)))
+        assert all(map(torch.equal, SLOTS(*args, select_tile=tile), expected(args)))
 
 
 def test_more_best_of_parts_than_two_counts_in_a_word_hold() -> None:
     args = arguments("indexer_fp8", 20, 1024, columns=1100)
-    assert all(map(torch.equal, kernel.indexer_topk_slots(*args, select_tile=(1024, 4)), expected(args)))
+    assert all(map(torch.equal, SLOTS(*args, select_tile=(1024, 4)), expected(args)))
 
 
 def test_seventy_thousand_tokens() -> None:
     args = arguments("indexer_fp8", 70_000, 8, columns=3)
-    assert all(map(torch.equal, kernel.indexer_topk_slots(*args), expected(args)))
+    assert all(map(torch.equal, SLOTS(*args), expected(args)))
 
 
 def test_a_captured_launch_follows_its_inputs() -> None:
     args = arguments("indexer_fp8", 40, 512)
-    kernel.indexer_topk_slots(*args)
+    SLOTS(*args)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kernel.indexer_topk_slots(*args)
+        out = SLOTS(*args)
     for seed in (5, 6):
         for mine, new in zip(args, arguments("indexer_fp8", 40, 512, seed=seed), strict=True):
             if isinstance(mine, Tensor):
@@ -72,5 +71,5 @@ def test_a_captured_launch_follows_its_inputs() -> None:
 
 def test_a_hundred_runs_are_equal_bit_for_bit() -> None:
     args = arguments("indexer_fp8", 128, 512)
-    first = kernel.indexer_topk_slots(*args)
-    assert all(all(map(torch.equal, kernel.indexer_topk_slots(*args), first)) for _ in range(100))
+    first = SLOTS(*args)
+    assert all(all(map(torch.equal, SLOTS(*args), first)) for _ in range(100))

@@ -1,8 +1,7 @@
-"""Whether an instruction with an effect is executed once for each element: what Triton's IR says of who holds it.
+"""Search of Triton's IR for inline assembly with an effect that several threads execute on one element.
 
-A tensor of fewer elements than the layout covers is held by several threads, and each of them executes an inline
-assembly on it. What is then counted twice gives a boundary that has more keys than fit, and they are stored behind
-their row.
+A tensor of fewer elements than its layout covers is held by several threads, and each of them executes inline assembly
+on it. A key that is counted twice gives a boundary with more keys than fit, which are stored past the end of the row.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import re
 
 COUNTING = ("red.shared.add", "atom.shared.add", "ld.shared.v4.b32 {$0, $1, $2, $3}, [$8]")
-"""Of shared_counts.py: a number is counted, put on the list, or taken and cleared."""
+"""Instructions of histogram.py that count a number, put it on the list, or read and clear it."""
 
 
 def held_by_several(ttgir: str) -> list[str]:
-    """The counting instructions of a kernel whose elements more than one thread holds."""
+    """Return the counting instructions of a kernel whose elements more than one thread holds."""
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>", ttgir, re.MULTILINE))
     found = []
     for line in ttgir.splitlines():

@@ -21,7 +21,7 @@ FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
 
 def check(cache: Tensor, table: Tensor, bounds: Tensor, k: Tensor, k_scale: Tensor, *rest: Any) -> None:
     want = k.clone(), k_scale.clone()
-    with checked(("p_k", "p_scale")):
+    with checked(("outputs[0]", "outputs[1]")):
         kernel.cp_gather_indexer_k(cache, table, bounds, k, k_scale, *rest)
     reference(cache, table, bounds, *want, *rest)
     assert_bitwise(k.contiguous(), want[0].contiguous())

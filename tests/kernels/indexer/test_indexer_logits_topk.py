@@ -13,6 +13,8 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels.indexer import indexer_logits as kernel
 from dsv4_compile.kernels.indexer import select_topk
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.reference.indexer import indexer_logits as reference
 from dsv4_compile.reference.indexer.indexer_q_rope_quant import indexer_q_rope_quant
 from dsv4_compile.testing import (
@@ -37,16 +39,18 @@ FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
 SUM = Tolerance(abs=2e-5, rel=2e-5, cosine=1e-10)
 """float32 sums of 128 products of order one, then of up to 64 heads, in another order."""
 INF, NAN = math.inf, math.nan
+LOGITS = REFERENCES["indexer_logits"]
+OUTPUTS = ("p_out", "outputs[0]", "best[0]", "best[1]", "p_arrived")
 
 
 def logits(*args: Any) -> Tensor:
-    with checked(mutated=("p_out", "p_best", "p_best_columns", "p_arrived")):
-        return kernel.indexer_logits(*args)
+    with checked(OUTPUTS):
+        return launcher("indexer_logits")(*args)
 
 
 def select(*args: Any, **tiles: Any) -> Tensor:
-    with checked(mutated=("p_out", "p_best", "p_best_columns", "p_arrived")):
-        return kernel.indexer_logits_topk(*args, **tiles)
+    with checked(OUTPUTS):
+        return launcher("indexer_logits_topk")(*args, **tiles)
 
 
 def batch(
@@ -68,7 +72,7 @@ def batch(
 
 
 def by_own_logits(args: tuple[Any, ...], topk: int) -> Tensor:
-    """What the rule of the reference selects from the logits that the kernel calculates."""
+    """Select by the rule of the reference from the logits that the kernel calculates."""
     values = logits(*args, args[4].shape[1] * args[7])
     return reference.select_topk(values, values != -INF, topk)
 
@@ -78,9 +82,9 @@ def by_own_logits(args: tuple[Any, ...], topk: int) -> Tensor:
 @pytest.mark.parametrize("number", range(len(op_samples("indexer_logits"))))
 def test_samples(number: int) -> None:
     args = op_samples("indexer_logits")[number]
-    assert_close(logits(*args), reference.indexer_logits(*args), SUM)
+    assert_close(logits(*args), LOGITS(*args), SUM)
     args = op_samples("indexer_logits_topk")[number]
-    assert_bitwise(select(*args), reference.indexer_logits_topk(*args), strides=True)
+    assert_bitwise(select(*args), REFERENCES["indexer_logits_topk"](*args), strides=True)
 
 
 @interpreted
@@ -90,7 +94,7 @@ def test_samples(number: int) -> None:
 def test_logits_for_any_number_of_heads_and_page_size(fmt: str, heads: int, block: int) -> None:
     args = batch(fmt, 3, heads, block, columns=2)
     for width in (0, 2 * block - 1, 2 * block, 2 * block + 70):
-        ours, theirs = logits(*args, width), reference.indexer_logits(*args, width)
+        ours, theirs = logits(*args, width), LOGITS(*args, width)
         assert ours.is_contiguous()
         assert_close(ours, theirs, SUM)
 
@@ -152,9 +156,9 @@ class Scored:
         return q, q[:, :, :0], weights, self.cache, self.table, owner, length, self.BLOCK, "plain"
 
     def check(self, requests: list[int], lens: list[int], topk: int) -> list[list[int]]:
-        """The selection, which is the reference's whatever part of a row stays in registers."""
+        """Return the selection, which equals the reference whatever part of a row stays in registers."""
         args = self.args(requests, lens)
-        expected = reference.indexer_logits_topk(*args, topk)
+        expected = REFERENCES["indexer_logits_topk"](*args, topk)
         for tile in (16, 64):
             assert_bitwise(select(*args, topk, select_tile=(tile, 1)), expected)
         return expected.tolist()
@@ -193,7 +197,7 @@ def test_special_values(values: list[float]) -> None:
 
 
 @interpreted
-def test_contexts_that_fit_are_taken_whole_whatever_the_logits() -> None:
+def test_contexts_of_up_to_k_entries_are_selected_whole_whatever_the_logits() -> None:
     scored = Scored([NAN, -INF, 2.0, NAN, -3.0, INF, 0.0])
     assert scored.check([0] * 5, [7, 5, 1, 8, 0], 8) == [
         [0, 1, 2, 3, 4, 5, 6, -1],
@@ -222,7 +226,7 @@ def test_hostile_requests_blocks_and_lengths(fmt: str) -> None:
     table = hostile_indices((3, 6), len(cache), fraction=0.3)
     lens = torch.tensor([0, -1, -(2**31), 2**31 - 1, 24, 25, *range(3, 11)]).to(owner.dtype)
     args = q, q_scale, weights, cache, table, owner, lens, block, fmt
-    assert_close(logits(*args, 30), reference.indexer_logits(*args, 30), SUM)
+    assert_close(logits(*args, 30), LOGITS(*args, 30), SUM)
     assert_bitwise(select(*args, 5), by_own_logits(args, 5))
 
 
@@ -255,7 +259,7 @@ def test_nothing_reachable_gives_padding() -> None:
         args = q, q_scale, weights, some_cache, some_table, owner, lens, block, fmt
         assert select(*args, 4).tolist() == [[-1] * 4] * 3
         assert logits(*args, 5).isneginf().all()
-    # Of a page that a tile divides, what is not visible is read too.
+    # A page that a tile divides is read whole.
     q, q_scale, weights, cache, table, owner, lens, block, fmt = batch("plain", 3, block=64)
     assert logits(q, q_scale, weights, cache[:0], table, owner, lens, block, fmt, 5).isneginf().all()
     none = q[:0], q_scale[:0], weights[:0], cache, table, owner, lens, block, fmt
@@ -268,16 +272,18 @@ def test_nothing_reachable_gives_padding() -> None:
 def test_rows_of_narrow_dtypes(dtype: torch.dtype) -> None:
     q, q_scale, weights, cache, *rest = batch("plain", 4)
     args = (q.to(dtype), q_scale, weights, cache.to(dtype), *rest)
-    assert_close(logits(*args, 24), reference.indexer_logits(*args, 24), SUM)
+    assert_close(logits(*args, 24), LOGITS(*args, 24), SUM)
 
 
-def test_refusals() -> None:
+def test_unsupported_calls_name_the_limit_and_the_value() -> None:
     plain, quantised = batch("plain", 2), batch("indexer_fp8", 2)
-    assert kernel.indexer_logits_refuses(*plain, 8) == kernel.indexer_logits_topk_refuses(*quantised, 8) == ""
-    assert "bfloat16 queries" in kernel.indexer_logits_refuses(plain[0].bfloat16(), *plain[1:], 8)
-    assert "8 dims" in kernel.indexer_logits_refuses(plain[0][..., :8], *plain[1:], 8)
+    of_logits, of_topk = refusal("indexer_logits"), refusal("indexer_logits_topk")
+    assert of_logits is not None and of_topk is not None
+    assert of_logits(*plain, 8) == of_topk(*quantised, 8) == ""
+    assert "torch.bfloat16, torch.float32" in of_logits(plain[0].bfloat16(), *plain[1:], 8)
+    assert "from 16 to 128, these have 8" in of_logits(plain[0][..., :8], *plain[1:], 8)
     odd = quantised[3].as_strided((2, 528), (529, 1))
-    assert "not aligned" in kernel.indexer_logits_topk_refuses(*quantised[:3], odd, *quantised[4:], 8)
+    assert "multiples of 4 bytes, these start at byte 0, 529" in of_topk(*quantised[:3], odd, *quantised[4:], 8)
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
@@ -287,11 +293,11 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     formats = shared_out(layout.INDEXER_FORMATS)[target]
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
         for fmt in formats:
-            kernel.indexer_logits_topk(*batch(fmt, 2, heads=64, block=64, columns=8), 512)
-        kernel.indexer_logits(*batch("indexer_fp8", 2, heads=64, block=64, columns=8), 512)
+            launcher("indexer_logits_topk")(*batch(fmt, 2, heads=64, block=64, columns=8), 512)
+        launcher("indexer_logits")(*batch("indexer_fp8", 2, heads=64, block=64, columns=8), 512)
     assert len(compiled) == 2 * len(formats) + 1
     assert all(fake_triton.machine_code(each) for each in compiled)
     # The selection starts while entries are scored; it waits for them before it reads a key.
     waits = {each.metadata.name for each in compiled if fake_triton.WAIT in each.asm.get("ptx", "")}
-    hopper = {"indexer_score_hopper_kernel"} if target == "sm_90" else set()
-    assert waits == (hopper | {"select_topk_kernel"} if early else set())
+    sm90 = {"indexer_score_sm90_kernel"} if target == "sm_90" else set()
+    assert waits == (sm90 | {"select_topk_kernel"} if early else set())

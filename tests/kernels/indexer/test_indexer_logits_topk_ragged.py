@@ -12,8 +12,12 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.kernels.indexer import indexer_logits as kernel
+from dsv4_compile.kernels.indexer.score_triton import RaggedScoreCall
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.reference.common.kv_format import quantize_indexer
 from dsv4_compile.reference.indexer import indexer_logits as reference
+from dsv4_compile.reference.indexer.indexer_logits import RaggedTopkArguments
 from dsv4_compile.reference.indexer.indexer_q_rope_quant import indexer_q_rope_quant
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, fake_triton, padded, poison_, strided
 from dsv4_compile.testing.bounds import checked
@@ -27,36 +31,43 @@ SUM = Tolerance(abs=2e-5, rel=2e-5, cosine=1e-10)
 """float32 sums of 128 products of order one, then of up to 64 heads, in another order."""
 INF, NAN = math.inf, math.nan
 SMALL = (16, 16, 4, 1)
-OUTPUTS = ("p_out", "p_lens", "p_best", "p_best_columns", "p_arrived")
+OUTPUTS = ("p_out", "p_lens", "outputs[0]", "best[0]", "best[1]", "p_arrived")
+OP = "indexer_logits_topk_ragged"
+
+
+def why_unsupported(*args: Any) -> str:
+    check = refusal(OP)
+    assert check is not None
+    return check(*args)
 
 
 def select(*args: Any, **tiles: Any) -> Tensor:
     with checked(OUTPUTS):
-        return kernel.indexer_logits_topk_ragged(*args, **({"score_tile": SMALL} | tiles))
+        return launcher(OP)(*args, **({"score_tile": SMALL} | tiles))
 
 
 def logits(*args: Any, tile: tuple[int, int, int, int] = SMALL) -> Tensor:
     """float32 `[T, N]` of the kernel, -inf where nothing is visible."""
     out = torch.full((args[0].shape[0], args[3].shape[0]), -INF)
     with checked(OUTPUTS):
-        kernel.score_rows(out, torch.empty(len(out), dtype=torch.int32), *args, 0, tile=tile)
+        lens = torch.empty(len(out), dtype=torch.int32)
+        kernel.score_ragged(RaggedScoreCall(RaggedTopkArguments(*args, topk=1), out, lens), tile=tile)
     return out
 
 
 def want_logits(*args: Any) -> Tensor:
-    """The same by the reference: the row of a request as if it were the only one."""
-    q, q_scale, weights, k, k_scale, starts, ends, fmt = args
-    out = torch.full((len(q), len(k)), -INF)
-    queries = reference._dequantize_queries(q, q_scale, fmt)
-    values, seen = reference._score_rows(queries, weights, k, k_scale, starts[:, None], ends[:, None], fmt)
-    for t in range(len(q)):
+    """Return the logits of the reference, with the row of a request as if it were the only one."""
+    op = RaggedTopkArguments(*args, topk=1)
+    out = torch.full((len(op.q), len(op.k)), -INF)
+    values, seen = reference.score_rows(op, slice(len(op.q)))
+    for t in range(len(op.q)):
         mine = values[t][seen[t]]
         out[t, : len(mine)] = mine
     return out
 
 
 def batch(fmt: str, tokens: int, rows: int = 70, heads: int = 4, dim: int = 128) -> tuple[Any, ...]:
-    """Runs of rows of every kind, some of them in order as of one prompt; what is behind the last row is NaN."""
+    """Runs of rows of every kind, some of them in order as of one prompt; NaN after the last row."""
     kind = torch.float32 if fmt == "plain" else torch.bfloat16
     q, weights = torch.randn(tokens, heads, dim).to(kind), torch.randn(tokens, heads)
     origin = torch.zeros(tokens, dtype=torch.int64)
@@ -73,7 +84,7 @@ def batch(fmt: str, tokens: int, rows: int = 70, heads: int = 4, dim: int = 128)
 
 
 def by_own_logits(args: tuple[Any, ...], topk: int, tile: tuple[int, int, int, int] = SMALL) -> Tensor:
-    """What the rule of the reference selects from the logits that the kernel calculates."""
+    """Select by the rule of the reference from the logits that the kernel calculates."""
     values = logits(*args, tile=tile)
     return reference.select_topk(values, values != -INF, topk)
 
@@ -82,8 +93,8 @@ def by_own_logits(args: tuple[Any, ...], topk: int, tile: tuple[int, int, int, i
 @pytest.mark.usefixtures("poisoned_memory")
 def test_samples() -> None:
     for args in op_samples("indexer_logits_topk_ragged"):
-        assert kernel.indexer_logits_topk_ragged_refuses(*args) == ""
-        assert_bitwise(select(*args), reference.indexer_logits_topk_ragged(*args), strides=True)
+        assert why_unsupported(*args) == ""
+        assert_bitwise(select(*args), REFERENCES[OP](*args), strides=True)
 
 
 @interpreted
@@ -150,7 +161,7 @@ def test_special_values_ties_and_starts(values: list[float]) -> None:
     n = len(values)
     args = values_of(values, [0, 0, 1, n - 2, 0, n, -1, 5, 2**40], [n, n - 1, n, n, 0, n + 3, n, 2, 2**41])
     for topk in (3, 8):
-        assert_bitwise(select(*args, topk), reference.indexer_logits_topk_ragged(*args, topk))
+        assert_bitwise(select(*args, topk), REFERENCES[OP](*args, topk))
 
 
 @interpreted
@@ -162,17 +173,17 @@ def test_nothing_to_see_gives_padding() -> None:
     assert select(*no_tokens, 4).shape == (0, 4)
 
 
-def test_refusals() -> None:
+def test_unsupported_calls_name_the_limit_and_the_value() -> None:
     args = batch("plain", 2)
-    assert "bfloat16 queries" in kernel.indexer_logits_topk_ragged_refuses(args[0].bfloat16(), *args[1:], 8)
-    assert "8 dims" in kernel.indexer_logits_topk_ragged_refuses(args[0][..., :8], *args[1:], 8)
+    assert "torch.bfloat16, torch.float32" in why_unsupported(args[0].bfloat16(), *args[1:], 8)
+    assert "from 16 to 128, these have 8" in why_unsupported(args[0][..., :8], *args[1:], 8)
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "gpu_of", lambda device: GPUS[target][0])
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        kernel.indexer_logits_topk_ragged(*batch("indexer_fp8", 2, heads=64), 512)
-    assert (compiled[0].metadata.name == "indexer_score_ragged_hopper_kernel") is (target == "sm_90")
+        launcher(OP)(*batch("indexer_fp8", 2, heads=64), 512)
+    assert (compiled[0].metadata.name == "indexer_score_ragged_sm90_kernel") is (target == "sm_90")
     assert all(fake_triton.machine_code(each) for each in compiled)
     assert max(each.metadata.shared for each in compiled) <= 64 * 1024 or not target.startswith("gfx942")

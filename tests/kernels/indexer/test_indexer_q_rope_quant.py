@@ -22,7 +22,7 @@ from tests.ops.preprocess.compressor_engine import rope_table
 
 interpreted = pytest.mark.interpreted
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
-OUTPUTS = ("p_out", "p_scale_out", "p_weights_out")
+OUTPUTS = ("tensors[0]", "tensors[1]", "tensors[2]")
 
 
 def arguments(tokens: int, heads: int, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
@@ -47,7 +47,7 @@ def test_samples(number: int) -> None:
     args = op_samples("indexer_q_rope_quant")[number]
     if len(args) < 6 or not args[5]:
         compare(*args)
-    assert kernel.indexer_q_rope_quant_refuses(*args) == ""
+    assert kernel.why_unsupported_indexer_q_rope_quant(*args) == ""
 
 
 @interpreted
@@ -70,7 +70,7 @@ def test_other_dtypes(fmt: str, dtype: torch.dtype) -> None:
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @FORMATS
-def test_weights_are_rounded_as_a_cast_in_front_would(fmt: str, dtype: torch.dtype) -> None:
+def test_weights_are_rounded_as_by_a_cast_before(fmt: str, dtype: torch.dtype) -> None:
     q, positions, table, _ = arguments(4, 8, dtype=dtype)
     weights = torch.randn(4, 8) * 1.01
     weights[0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
@@ -156,10 +156,10 @@ def test_hadamard_transform_of_float32_is_not_rounded(dim: int) -> None:
     assert_close(run(*args)[0], reference(*args)[0], Tolerance(abs=1e-6, rel=1e-5, cosine=1e-12))
 
 
-def test_refusals() -> None:
-    assert "power of two" in kernel.indexer_q_rope_quant_refuses(*arguments(1, 1, 24), "plain")
-    assert "Hadamard" in kernel.indexer_q_rope_quant_refuses(*arguments(1, 1, 8), "plain", True)
-    assert kernel.indexer_q_rope_quant_refuses(*arguments(1, 1), "indexer_fp8", True) == ""
+def test_unsupported_calls_name_the_limit() -> None:
+    assert "power of two" in kernel.why_unsupported_indexer_q_rope_quant(*arguments(1, 1, 24), "plain")
+    assert "Hadamard" in kernel.why_unsupported_indexer_q_rope_quant(*arguments(1, 1, 8), "plain", True)
+    assert kernel.why_unsupported_indexer_q_rope_quant(*arguments(1, 1), "indexer_fp8", True) == ""
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)

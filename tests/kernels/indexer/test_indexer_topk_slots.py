@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.kernels.indexer import indexer_logits as entries
-from dsv4_compile.kernels.indexer import indexer_topk_slots as kernel
-from dsv4_compile.reference.indexer.indexer_topk_slots import indexer_topk_slots as reference
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.metadata.global_topk import global_topk
 from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, strided
 from dsv4_compile.testing.bounds import checked
@@ -24,21 +24,21 @@ FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
 
 
 def slots(*args: Any, **tiles: Any) -> tuple[Tensor, Tensor]:
-    with checked(mutated=("p_out", "p_counts", "p_best", "p_best_columns", "p_arrived")):
-        return kernel.indexer_topk_slots(*args, **tiles)
+    with checked(("p_out", "outputs[0]", "outputs[1]", "best[0]", "best[1]", "p_arrived")):
+        return launcher("indexer_topk_slots")(*args, **tiles)
 
 
-def arguments(fmt: str, tokens: int, topk: int, block: int = 4, main_block: int = 4, columns: int = 6) -> list[Any]:
-    """A third of the requests and of the main cache's blocks are out of range, and a column is missing."""
+def arguments(fmt: str, tokens: int, topk: int, block: int = 4, extra_block: int = 4, columns: int = 6) -> list[Any]:
+    """A third of the requests and of the extra cache's blocks are out of range, and a column is missing."""
     args = list(batch(fmt, tokens, block=block, columns=columns))
     args[5] = hostile_indices((tokens,), 3, fraction=0.3)
-    main = hostile_indices((3, columns * block // main_block - 1), 40, fraction=0.3)
-    return [*args, topk, main, torch.rand(tokens) < 0.8, main_block]
+    table = hostile_indices((3, columns * block // extra_block - 1), 40, fraction=0.3)
+    return [*args, topk, table, torch.rand(tokens) < 0.8, extra_block]
 
 
 def compare(args: list[Any], **tiles: Any) -> None:
     """Equal to the map of what the same kernel selects as entries."""
-    chosen = entries.indexer_logits_topk(*args[:10])
+    chosen = launcher("indexer_logits_topk")(*args[:10])
     want = global_topk(chosen, args[5], *args[10:])
     for name, got, expected in zip(("slots", "lens"), slots(*args, **tiles), want, strict=True):
         assert_bitwise(got, expected, strides=True, label=name)
@@ -49,16 +49,16 @@ def compare(args: list[Any], **tiles: Any) -> None:
 @pytest.mark.parametrize("number", range(len(op_samples("indexer_topk_slots"))))
 def test_samples(number: int) -> None:
     args = op_samples("indexer_topk_slots")[number]
-    for got, want in zip(slots(*args), reference(*args), strict=True):
+    for got, want in zip(slots(*args), REFERENCES["indexer_topk_slots"](*args), strict=True):
         assert_bitwise(got, want, strides=True)
 
 
 @interpreted
 @pytest.mark.usefixtures("poisoned_memory")
 @FORMATS
-@pytest.mark.parametrize(("topk", "main_block"), [(1, 4), (5, 2), (24, 3), (40, 8)])
-def test_slots_are_the_map_of_the_selection(fmt: str, topk: int, main_block: int) -> None:
-    compare(arguments(fmt, 6, topk, main_block=main_block))
+@pytest.mark.parametrize(("topk", "extra_block"), [(1, 4), (5, 2), (24, 3), (40, 8)])
+def test_slots_are_the_map_of_the_selection(fmt: str, topk: int, extra_block: int) -> None:
+    compare(arguments(fmt, 6, topk, extra_block=extra_block))
 
 
 @interpreted
@@ -86,11 +86,11 @@ def test_any_strides_spare_tokens_and_wide_integers(spread: Callable[[Tensor], T
 
 
 @interpreted
-def test_contexts_that_fit_ties_and_illegal_blocks_of_the_indexers_cache() -> None:
+def test_whole_contexts_ties_and_illegal_blocks_of_the_indexers_cache() -> None:
     scored = Scored([1.0, 2.0, 2.0, 2.0, 9.0, 9.0, 9.0, 9.0, 2.0, 2.0, 1.0, 3.0])
     scored.table[0, 1] = -1
-    main, valid = torch.tensor([[5, 0, 3]], dtype=torch.int32), torch.tensor([True, True, True, False])
-    args = *scored.args([0] * 4, [12, 12, 6, 12]), 4, main, valid, 4
+    table, valid = torch.tensor([[5, 0, 3]], dtype=torch.int32), torch.tensor([True, True, True, False])
+    args = *scored.args([0] * 4, [12, 12, 6, 12]), 4, table, valid, 4
     got, lens = slots(*args)
     assert got.tolist() == [[21, 22, 23, 15], [21, 22, 23, 15], [20, 21, 22, 23], [21, 22, 23, 15]]
     assert lens.tolist() == [4, 4, 4, 0]
@@ -98,8 +98,8 @@ def test_contexts_that_fit_ties_and_illegal_blocks_of_the_indexers_cache() -> No
 
 @interpreted
 def test_a_slot_that_int32_cannot_hold_is_dropped() -> None:
-    main = torch.tensor([[2**29 - 1, 2**29]], dtype=torch.int32)
-    got, lens = slots(*Scored([1.0] * 5).args([0], [5]), 5, main, torch.ones(1) > 0, 4)
+    table = torch.tensor([[2**29 - 1, 2**29]], dtype=torch.int32)
+    got, lens = slots(*Scored([1.0] * 5).args([0], [5]), 5, table, torch.ones(1) > 0, 4)
     assert got.tolist() == [[2**31 - 4, 2**31 - 3, 2**31 - 2, 2**31 - 1, -1]]
     assert lens.tolist() == [4]
 
@@ -120,6 +120,6 @@ def test_nothing_reachable_gives_padding() -> None:
 def test_it_compiles_ahead_of_time(target: str) -> None:
     table, valid = torch.zeros(3, 8, dtype=torch.int32), torch.ones(2) > 0
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        kernel.indexer_topk_slots(*batch("indexer_fp8", 2, heads=64, block=64, columns=8), 512, table, valid, 64)
+        launcher("indexer_topk_slots")(*batch("indexer_fp8", 2, heads=64, block=64, columns=8), 512, table, valid, 64)
     assert len(compiled) == 2
     assert all(fake_triton.machine_code(each) for each in compiled)

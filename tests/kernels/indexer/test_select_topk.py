@@ -1,4 +1,4 @@
-"""The selection of the best order keys, with NVIDIA's shared memory simulated and with Triton's own means."""
+"""The selection of the best order keys, with NVIDIA's shared memory simulated and with `tl.histogram`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_compile.kernels.indexer import select_topk as kernel
-from dsv4_compile.kernels.indexer.histogram import add, counters
+from dsv4_compile.kernels.indexer.histogram import count_bins, reserve_counters
 from dsv4_compile.testing import assert_bitwise, fake_triton
 from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import GPUS
@@ -59,8 +59,9 @@ def check(number: int, topk: int, tile: tuple[int, int], spreads: list[str] = SP
         keys[-1, torch.rand(keys.shape[1]) < 0.6] = INVISIBLE
     lens = torch.tensor([number - row % 2 for row in range(len(spreads))], dtype=torch.int32)
     out = torch.full((len(spreads), topk), 77, dtype=torch.int32)
-    with checked(mutated=("p_out", "p_best", "p_best_columns", "p_arrived")):
-        kernel.select(out, keys, torch.arange(len(spreads)), lens, len(spreads), number, tile)
+    with checked(mutated=("outputs[0]", "best[0]", "best[1]", "p_arrived")):
+        rows = kernel.KeyRows(keys, torch.arange(len(spreads)), lens, len(spreads), number)
+        kernel.select(out, rows, tile)
     want = [best(row, length, topk) for row, length in zip(keys, lens.tolist(), strict=True)]
     assert_bitwise(out, torch.tensor(want, dtype=torch.int32))
 
@@ -100,7 +101,8 @@ def test_no_two_threads_count_the_same_key(
     keys, lens = torch.zeros(2, stride, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     slots = kernel.SlotMap(lens, torch.zeros(2, 8, dtype=torch.int32), lens > 0, page) if page else None
     with fake_triton.compiled_for(fake_triton.TARGETS["sm_90"]) as compiled:
-        kernel.select(torch.zeros(2, topk, dtype=torch.int32), keys, lens, lens, 2, stride, tile, slots)
+        rows = kernel.KeyRows(keys, lens, lens, 2, stride)
+        kernel.select(torch.zeros(2, topk, dtype=torch.int32), rows, tile, slots)
     (text,) = (selecting.asm["ttgir"] for selecting in compiled)
     assert sum(text.count(name) for name in COUNTING) >= counting
     assert held_by_several(text) == []
@@ -108,8 +110,8 @@ def test_no_two_threads_count_the_same_key(
 
 @triton.jit
 def _count_few_kernel(p_keys, NUMBER: tl.constexpr):
-    at = counters(256, True)
-    add(at, tl.load(p_keys + tl.arange(0, NUMBER)))
+    at = reserve_counters(256, True)
+    count_bins(at, tl.load(p_keys + tl.arange(0, NUMBER)))
 
 
 @pytest.mark.parametrize(("number", "twice"), [(16, 1), (32, 0), (256, 0)])
@@ -125,7 +127,7 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kernel, "gpu_of", lambda device: GPUS[target][0])
     keys, lens = torch.zeros(2, 4096, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
-        kernel.select(torch.zeros(2, 512, dtype=torch.int32), keys, lens, lens, 2, 4096, (4096, 8))
+        kernel.select(torch.zeros(2, 512, dtype=torch.int32), kernel.KeyRows(keys, lens, lens, 2, 4096), (4096, 8))
     (selecting,) = compiled
     assert fake_triton.machine_code(selecting)
     if GPUS[target][0].backend == "cuda":

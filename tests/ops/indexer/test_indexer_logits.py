@@ -1,4 +1,4 @@
-"""What a logit is worth, in every format and against Hugging Face, and the contracts of the three scoring ops."""
+"""Logits in every format, by hand and against Hugging Face, and the contracts of the three scoring ops."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from dsv4_compile import layout
 from dsv4_compile.errors import InputError
+from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.indexer.cp_gather_indexer_k import cp_gather_indexer_k
 from dsv4_compile.ops.indexer.indexer_logits import indexer_logits, indexer_logits_topk, indexer_logits_topk_ragged
 from dsv4_compile.ops.indexer.indexer_q_rope_quant import indexer_q_rope_quant
@@ -220,7 +221,7 @@ def test_memory_does_not_grow_with_the_tokens(fmt: str) -> None:
     for tokens in (reference.TOKENS_AT_A_TIME, 5 * reference.TOKENS_AT_A_TIME):
         args = batch(fmt, tokens)
         with LargestTensor() as seen:
-            reference.indexer_logits_topk(*args, BLOCK, fmt, 2)
+            REFERENCES["indexer_logits_topk"](*args, BLOCK, fmt, 2)
         largest.append(seen.elements)
     assert largest[0] == largest[1]
 
@@ -270,9 +271,9 @@ def test_references_never_synchronise(fmt: str) -> None:
     k = torch.zeros(8, page.data if page else 24, dtype=torch.uint8 if page else torch.float32)
     k_scale = torch.zeros(8, page.scale if page else 0, dtype=torch.uint8)
     with refuse_synchronization():
-        reference.indexer_logits(*args, BLOCK, fmt, 12)
-        reference.indexer_logits_topk(*args, BLOCK, fmt, 2)
-        reference.indexer_logits_topk_ragged(*args[:3], k, k_scale, *args[5:], fmt, 2)
+        REFERENCES["indexer_logits"](*args, BLOCK, fmt, 12)
+        REFERENCES["indexer_logits_topk"](*args, BLOCK, fmt, 2)
+        REFERENCES["indexer_logits_topk_ragged"](*args[:3], k, k_scale, *args[5:], fmt, 2)
 
 
 @pytest.mark.parametrize(("fmt", "backend"), [("indexer_fp8", "inductor"), ("plain", "aot_eager")])
@@ -306,7 +307,7 @@ def test_compiles_once_for_every_token_count(fmt: str, backend: str) -> None:
         ({5: torch.zeros(1, dtype=torch.int32)}, "token_to_req has a row"),
         ({6: torch.zeros(2)}, "context_lens"),
         ({8: "fp8"}, "unknown cache format"),
-        ({9: 0}, "topk is positive"),
+        ({9: 0}, "topk is at least 1"),
     ],
 )
 def test_wrong_arguments_are_refused(change: dict[int, object], message: str) -> None:

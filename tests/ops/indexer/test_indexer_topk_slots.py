@@ -1,4 +1,4 @@
-"""The indexer's choice as slots is the map of its choice, and nothing else."""
+"""Slots of the selected entries: the map of the selection, by hand and for hostile tables."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def arguments(values: list[list[float]], requests: list[int], lens: list[int], t
 
 def test_slots_of_the_best_entries_in_the_order_of_entries() -> None:
     scores = arguments([[1.0, 9.0, 3.0, 7.0, 5.0], [2.0, 4.0]], [0, 1, 0, 1], [5, 2, 5, 1], 3)
-    main = torch.tensor([[7, 1, 5], [3, 2, 0]], dtype=torch.int32)
+    table = torch.tensor([[7, 1, 5], [3, 2, 0]], dtype=torch.int32)
     valid = torch.tensor([True, True, False, True])
-    slots, lens = indexer_topk_slots(*scores, main, valid, 2)
+    slots, lens = indexer_topk_slots(*scores, table, valid, 2)
     # Entries 1, 3, 4 and 0, 1 in blocks of two.
     assert slots.tolist() == [[15, 3, 10], [6, 7, -1], [15, 3, 10], [6, -1, -1]]
     assert lens.tolist() == [3, 2, 0, 1]
 
 
-def test_entries_that_the_main_table_does_not_reach_leave_their_columns_empty() -> None:
+def test_entries_that_the_extra_table_does_not_reach_leave_their_columns_empty() -> None:
     scores = arguments([[1.0, 9.0, 3.0, 7.0, 5.0]], [0], [5], 3)
-    for main, want in (([[7, -1, 5]], [15, -1, 10]), ([[7, 2**31 - 1, 5]], [15, -1, 10]), ([[7, 1]], [15, 3, -1])):
-        slots, lens = indexer_topk_slots(*scores, torch.tensor(main, dtype=torch.int32), torch.ones(1) > 0, 2)
+    for table, want in (([[7, -1, 5]], [15, -1, 10]), ([[7, 2**31 - 1, 5]], [15, -1, 10]), ([[7, 1]], [15, 3, -1])):
+        slots, lens = indexer_topk_slots(*scores, torch.tensor(table, dtype=torch.int32), torch.ones(1) > 0, 2)
         assert slots.tolist() == [want]
         assert lens.tolist() == [2]
 
