@@ -1,0 +1,48 @@
+"""What self-checks of kernels found on this machine, in a file of torch's compile cache.
+
+A kernel is proven with one version of Triton. With another, each op runs once against its reference, see
+`testing.self_check`; the results are kept by architecture, versions of torch and Triton, and state of the kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from getpass import getuser
+from pathlib import Path
+
+import torch
+
+from .. import _files
+from .._compat import triton_version
+
+
+def cache_folder() -> Path:
+    """Return the folder of torch's compile cache."""
+    default = Path(tempfile.gettempdir()) / f"torchinductor_{getuser()}"
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default)
+
+
+def path_of(architecture: str, kernels: str) -> Path:
+    """Return the file of the results on `architecture`; `kernels` is the state of the kernels."""
+    versions = f"torch-{torch.__version__}-triton-{triton_version()}"
+    return cache_folder() / "dsv4_checked" / f"{architecture.replace(' ', '-')}-{versions}-{kernels}.json"
+
+
+def results(architecture: str, kernels: str) -> dict[str, str]:
+    """Return, by op, why its kernel failed the self-check, or "". A file that cannot be read holds nothing."""
+    try:
+        found = json.loads(path_of(architecture, kernels).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {str(op): str(why) for op, why in found.items()} if isinstance(found, dict) else {}
+
+
+def add(architecture: str, kernels: str, found: Mapping[str, str]) -> None:
+    """Add results to those of before."""
+    path = path_of(architecture, kernels)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
+    _files.replace(path, json.dumps({**results(architecture, kernels), **found}, indent=1, sort_keys=True))

@@ -1,0 +1,154 @@
+"""The self-check of kernels that were proven with another Triton: each op once against its reference.
+
+`ensure` runs it where a graph is compiled, `dsv4 doctor --prove` on request. A process of its own runs the kernels, so
+that a fault or a hang on the GPU ends that process alone:
+
+    python -m dsv4_compile.testing.self_check DEVICE OP ...      prints a line of JSON for each op
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from .. import progress
+from .._compat import device_architecture
+from ..ops.common.define import REFERENCES
+from ..ops.common.kernels import launcher, refusal
+from ..selection import proven
+from .agreement import assert_agrees, results_of, written_arguments
+from .samples import op_samples
+
+log = logging.getLogger(__name__)
+
+READY = "ready"
+START_LIMIT, OP_LIMIT = 120.0, 120.0
+"""Seconds until the process has imported torch, and of one op, which compiles its kernels."""
+CHILD = "DSV4_SELF_CHECK"
+"""Environment variable of the process that checks, in which nothing else is to be checked."""
+
+
+def ensure(devices: Iterable[torch.device]) -> str:
+    """Check the kernels that `auto` would use on `devices` but for their Triton. Return why that was not done, or "".
+
+    A check allocates, compiles and waits for the GPU, so there is none while a CUDA graph is captured. Results are
+    kept, so that a kernel is checked once for each version of torch and Triton.
+    """
+    if proven.trusting() or CHILD in os.environ:
+        return ""
+    for device in devices:
+        ops = proven.to_check(device_architecture(device)) if device.type == "cuda" else []
+        if not ops:
+            continue
+        if torch.cuda.is_current_stream_capturing():
+            why = "no self-check of kernels runs while a CUDA graph is captured: compile before, or dsv4 doctor --prove"
+            log.warning("%s; %d ops run their reference", why, len(ops))
+            return why
+        check_ops(ops, device)
+    return ""
+
+
+def check_ops(ops: Sequence[str], device: torch.device) -> dict[str, str]:
+    """Check `ops` on `device`, report progress, and keep the results: by op, why its kernel is wrong, or ""."""
+    found: dict[str, str] = {}
+    with progress.stage("check kernels", total=len(ops)) as work:
+        for op, why in _in_a_process(ops, device):
+            found[op] = why
+            work.advance(op)
+    failed = {op: why for op, why in found.items() if why}
+    for op, why in failed.items():
+        log.warning("the kernel of %s failed its self-check, so auto does not use it: %s", op, why)
+    proven.note_checked(device_architecture(device), found)
+    return found
+
+
+def _in_a_process(ops: Sequence[str], device: torch.device) -> Iterator[tuple[str, str]]:
+    """Yield each op with why it is wrong, or ""; after an op that ends its process, another process goes on."""
+    waiting = list(ops)
+    while waiting:
+        with tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(device.index or 0), *waiting],
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                stderr=errors,
+                env=os.environ | {CHILD: "1", "PYTHONPATH": os.pathsep.join(filter(None, [_root(), *sys.path]))},
+            )
+            try:
+                if _line(process, START_LIMIT) != READY:
+                    process.kill()
+                    why = f"the self-check did not start: {_last_line(errors)}"
+                    yield from ((op, why) for op in waiting)
+                    return
+                while waiting and (line := _line(process, OP_LIMIT)):
+                    op, why = json.loads(line)
+                    waiting.remove(op)
+                    yield op, why
+            finally:
+                hung = process.poll() is None
+                process.kill()
+                process.wait()
+            if waiting:
+                end = f"it took more than {OP_LIMIT:.0f} s" if hung else f"its process ended with {process.returncode}"
+                yield waiting.pop(0), f"{end}: {_last_line(errors)}"
+
+
+def _line(process: subprocess.Popen[bytes], limit: float) -> str:
+    """Return the next line of a process; "" if it ended, or printed nothing for `limit` seconds."""
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        # Unbuffered: a line that was read ahead would not be seen by the selector.
+        return process.stdout.readline().decode().strip() if selector.select(limit) else ""
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else "no message"
+
+
+def _root() -> str:
+    return str(Path(__file__).resolve().parents[2])
+
+
+def why_wrong(op: str, device: torch.device) -> str:
+    """Run the kernel of `op` on its first sample that the kernel supports; return how it disagrees, or ""."""
+    try:
+        unsupported = refusal(op)
+        for on_cpu, on_device in zip(op_samples(op), op_samples(op, device), strict=True):
+            if unsupported is not None and unsupported(*on_device):
+                continue
+            before = [argument.clone() for argument in written_arguments(op, on_cpu)]
+            want = results_of(op, REFERENCES[op](*on_cpu), on_cpu)
+            got = results_of(op, launcher(op)(*on_device), on_device)
+            assert_agrees(op, got, want, before, kernel=True)
+            return ""
+    except Exception as fault:
+        return f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"
+    return "its kernel supports no sample"
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str]) -> None:
+    """Check ops one by one, and print each result at once."""
+    device = torch.device("cuda", int(argv[0])) if torch.cuda.is_available() else torch.device("cpu")
+    sys.stdout.write(f"{READY}\n")
+    for op in argv[1:]:
+        sys.stdout.flush()
+        sys.stdout.write(f"{json.dumps([op, why_wrong(op, device)])}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

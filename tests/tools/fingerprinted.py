@@ -1,0 +1,37 @@
+"""Not a test: compare the fingerprints of a family's kernels with the committed table.
+
+A file for each family, because test processes share the work by files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import triton
+
+from dsv4_compile.ops.common.kernels import KERNELS
+from tests.tools import fingerprint
+
+
+def ops_of(*families: str) -> list[str]:
+    """Return the ops whose kernels lie in `families`."""
+    return [op for op, home in KERNELS.items() if home.split(".")[0] in families]
+
+
+def assert_is_as_in_the_table(op: str, folder: Path) -> None:
+    """Fail if a kernel of `op` does not compile, or compiles to what the table does not say.
+
+    The text of PTX and AMDGCN is a function of the code and of Triton's version, so another version compiles only.
+    """
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(folder)
+        found = fingerprint.table_of(fingerprint.detail(fingerprint.Plan([op])))
+    table = fingerprint.read(fingerprint.TABLE)
+    if json.loads(fingerprint.TABLE.read_text())["triton"] != triton.__version__:
+        return
+    committed = {target: {op: ops[op]} for target, ops in table.items() if op in ops}
+    assert fingerprint.differences(committed, found) == [], (
+        f"the machine code has changed. If that is meant: python tests/tools/fingerprint.py --write {op}, and `auto` "
+        "uses the kernel again after python tests/gpu/prove.py on a GPU"
+    )
