@@ -6,6 +6,7 @@ graph is compiled.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,9 @@ def dsv4(
     patches = dict(parsed.inductor)
     user = patches.get(_PASS_SLOT, getattr(inductor_config, _PASS_SLOT))
     devices = _devices(gm, example_inputs)
+    if parsed.impl == "auto" and any(device.type == "cuda" for device in devices):
+        # In an upper layer, because it compares kernels with their references on the samples of the tests.
+        importlib.import_module("dsv4_compile.testing.self_check").ensure(devices)
     patches[_PASS_SLOT] = ChooseImplementations(parsed, _as_sequence(user), devices)
     if {codegen_of(device) for device in devices} == {"cpp"}:
         limit = getattr(inductor_config, _INLINE_LIMIT)

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.command == "doctor":
-        return _doctor(as_json=args.json)
+        return _doctor(as_json=args.json, prove=args.prove)
     if args.command == "explain":
         return _explain(args.target, as_json=args.json, max_breaks=args.max_breaks)
     if args.command == "bench":
@@ -62,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="check this environment; the report is ready to paste")
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.add_argument(
+        "--prove", action="store_true", help="first run every kernel once against its reference on this GPU"
+    )
 
     explain = commands.add_parser(
         "explain",
@@ -110,11 +113,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _doctor(*, as_json: bool) -> int:
-    from .doctor import examine, render
+def _doctor(*, as_json: bool, prove: bool) -> int:
+    from . import doctor
 
-    checks = examine()
-    print(json.dumps([check.as_dict() for check in checks], indent=2) if as_json else render(checks))
+    found = doctor.prove() if prove else []
+    checks = [*doctor.examine(), *found]
+    print(json.dumps([check.as_dict() for check in checks], indent=2) if as_json else doctor.render(checks))
     return int(any(check.level == "fix" for check in checks))
 
 

@@ -10,22 +10,22 @@ import os
 import platform
 import shutil
 import stat
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from getpass import getuser
 from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from . import __version__
 from ._compat import TORCH_FIRST, TORCH_LAST, TRITON_FIRST, TRITON_LAST, device_architecture
-from .doctor_ops import OP_TESTS
+from .layout import FP8_DS_MLA, HEAD_DIM, WINDOW_BLOCK, allocate_cache
 from .ops.common.kernels import KERNELS
-from .selection.proven import is_proven, tested_with
+from .selection import proven
+from .selection.checked import cache_folder
 
 PYTHON_WINDOW = ((3, 10), (3, 13))
 OPTIONAL = {
@@ -148,17 +148,46 @@ def _device(name: str) -> Check:
 
 
 def _kernels(name: str) -> Check:
+    """Count the kernels that `auto` uses on this GPU, and say why it does not use the others."""
     if not torch.cuda.is_available():
         return Check(name, "not needed without a GPU")
     architecture = device_architecture(torch.device("cuda"))
-    proven = [op for op in KERNELS if is_proven("triton", op, architecture)]
-    versions = ", ".join(sorted(tested_with(architecture)))
-    value = f"{len(proven)} of {len(KERNELS)} proven on {architecture}" + (f" with Triton {versions}" if proven else "")
-    if len(proven) == len(KERNELS):
+    reasons = {op: proven.why_unproven("triton", op, architecture) for op in KERNELS}
+    used = [op for op, why in reasons.items() if not why]
+    versions = ", ".join(sorted(proven.tested_with(architecture)))
+    value = f"{len(used)} of {len(KERNELS)} proven on {architecture}" + (f" with Triton {versions}" if versions else "")
+    if len(used) == len(KERNELS):
         return Check(name, value)
-    return Check(
-        name, value, "warn", "the reference, in PyTorch, runs for the rest: python tests/gpu/prove.py tests them"
-    )
+    by_reason: dict[str, list[str]] = {}
+    for op, why in reasons.items():
+        if why:
+            by_reason.setdefault(why, []).append(op)
+    whys = "; ".join(f"{_few(ops)}: {why}" for why, ops in by_reason.items())
+    advice = "dsv4 doctor --prove" if proven.to_check(architecture) else "python tests/gpu/prove.py"
+    return Check(name, value, "warn", f"the reference, in PyTorch, runs for the rest ({whys}): {advice} tests them")
+
+
+def _few(ops: Sequence[str]) -> str:
+    """Name up to three ops, and the number of the others."""
+    more = f" and {len(ops) - 3} more" if len(ops) > 3 else ""
+    return ", ".join(ops[:3]) + more
+
+
+def prove() -> list[Check]:
+    """Run each kernel of this GPU once against its reference, and keep what `auto` goes by.
+
+    Only a kernel that was proven on such a GPU with another Triton is used because of this; others are reported.
+    """
+    if not torch.cuda.is_available():
+        return [Check("self-check", "not needed without a GPU")]
+    from .testing.self_check import check_ops
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    architecture = device_architecture(device)
+    found = check_ops(sorted(KERNELS), device)
+    checks = [Check(f"kernel {op}", "disagrees with its reference", "fix", why) for op, why in found.items() if why]
+    right = f"{len(found) - len(checks)} of {len(found)} agree with their references on {architecture}"
+    return [Check("self-check", right), *checks]
 
 
 def _compiler(name: str) -> Check:
@@ -172,8 +201,7 @@ def _compiler(name: str) -> Check:
 
 
 def _cache(name: str) -> Check:
-    default = Path(tempfile.gettempdir()) / f"torchinductor_{getuser()}"
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default)
+    folder = cache_folder()
     if folder.is_dir() and folder.stat().st_mode & stat.S_IWOTH:
         return Check(name, str(folder), "warn", "anyone can write it, and what it holds is run: chmod o-w")
     return Check(name, str(folder))
@@ -203,3 +231,56 @@ def _op(test: Callable[[torch.device], None], name: str) -> Check:
     begin = time.perf_counter()
     test(device)
     return Check(name, f"right on {device}, {(time.perf_counter() - begin) * 1e3:.0f} ms")
+
+
+# Ops on inputs so small that the right answer is known without computing it.
+
+
+def _expect(got: Tensor, wanted: Tensor) -> None:
+    if not torch.equal(got, wanted.to(got)):
+        raise ArithmeticError(f"wrong result: {got.flatten()[:4].tolist()} instead of {wanted.flatten()[:4].tolist()}")
+
+
+def _ints(device: torch.device, *values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def norm(device: torch.device) -> None:
+    """Rows of equal values are their own root mean square, so they normalise to ones."""
+    ones = torch.ones(2, HEAD_DIM, device=device)
+    q, kv = torch.ops.dsv4.fused_q_kv_rmsnorm(4 * ones, 2 * ones, ones[0], 3 * ones[0], 0.0)
+    _expect(q, ones)
+    _expect(kv, 3 * ones)
+
+
+def cache_round_trip(device: torch.device) -> None:
+    """Powers of two survive the 584-byte row exactly, and a slot of -1 is not written."""
+    k = torch.full((2, HEAD_DIM), 0.5, dtype=torch.bfloat16, device=device)
+    cache = allocate_cache("fp8_ds_mla", 1, WINDOW_BLOCK, device=device)
+    torch.ops.dsv4.quantize_and_insert_k_cache(k, cache, _ints(device, 3, -1).long(), WINDOW_BLOCK)
+    out = torch.zeros(1, 4, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    table, lens = _ints(device, 0)[None], _ints(device, 4)
+    torch.ops.dsv4.dequantize_and_gather_k_cache(out, cache, lens, None, table, WINDOW_BLOCK, 0)
+    _expect(out[0, 3], k[0])
+    untouched = cache[0, : 3 * FP8_DS_MLA.data]
+    _expect(untouched, torch.zeros_like(untouched))
+
+
+def attention(device: torch.device) -> None:
+    """One key with score 0 against a sink of 0 halves the value; a row of -1 gives 0 and a log-sum-exp of +inf."""
+    cache = torch.zeros(1, WINDOW_BLOCK, HEAD_DIM, device=device)
+    cache[0, 5, 1] = 8.0
+    q = torch.zeros(2, 1, HEAD_DIM, device=device)
+    indices, lens = _ints(device, 5, -1)[:, None], _ints(device, 1, 0)
+    sink = torch.zeros(1, device=device)
+    out, lse = torch.ops.dsv4.sparse_mla_decode(q, cache, indices, lens, WINDOW_BLOCK, "plain", 1.0, sink)
+    _expect(out[0, 0], cache[0, 5] / 2)
+    _expect(out[1], torch.zeros_like(out[1]))
+    _expect(lse[:, 0], torch.tensor([0.0, torch.inf]))
+
+
+OP_TESTS: dict[str, Callable[[torch.device], None]] = {
+    "fused_q_kv_rmsnorm": norm,
+    "quantize_and_insert_k_cache": cache_round_trip,
+    "sparse_mla_decode": attention,
+}

@@ -26,7 +26,7 @@ from ..ops.common.kernels import KERNELS, launch, refusal
 from ..options import Options
 from ..selection import measured
 from ..selection.decisions import Call, Decision
-from ..selection.proven import is_proven
+from ..selection.proven import is_proven, why_unproven
 from .storage_offsets import count_slices_from_their_base, keep_storage_offsets
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def call_reference(op: str, *args: Any) -> Any:
 
 
 def can_lower(call: Call) -> dict[str, Decision]:
-    """What each implementation says to `call`: a Decision for itself, or for "eager" with the reason it cannot."""
+    """Return the Decision of each implementation on `call`: for itself, or for "eager" with the reason it cannot."""
     lowering = LOWERINGS.get(call.op)
     return {
         "ir": lowering.can_lower(call) if lowering else call.choose("eager", "no Inductor lowering"),
@@ -142,7 +142,7 @@ def _ours(call: Call) -> bool:
 
 
 def _can_launch(call: Call) -> Decision:
-    """What the hand-written kernel says to `call`: ours, or one that somebody registered for the device."""
+    """Return what the hand-written kernel says to `call`: ours, or one that somebody registered for the device."""
     if not _ours(call) and not has_device_kernel(OPS[call.op], call.device):
         return call.choose("eager", "its kernel runs on GPUs" if call.op in KERNELS else "it has no kernel")
     refuses = refusal(call.op)
@@ -156,7 +156,7 @@ def _by_request_only(call: Call, impl: str) -> str:
     """Why `auto` passes over an available implementation, or ""."""
     foreign = impl == "triton" and call.op not in KERNELS
     if not foreign and not is_proven(impl, call.op, call.architecture):
-        return f"{impl} has not been tested on {call.architecture} yet; dsv4.impl={impl} uses it all the same"
+        return f"{why_unproven(impl, call.op, call.architecture)}; dsv4.impl={impl} uses it all the same"
     alone = impl != "ir" or _can_launch(call).impl != "triton" or _by_request_only(call, "triton")
     yields = "" if alone else LOWERINGS[call.op].yields(call)
     return f"{yields}; dsv4.impl=ir uses it all the same" if yields else ""
@@ -171,7 +171,7 @@ def decide(call: Call, options: Options) -> Decision:
 
 
 def foresee(call: Call, options: Options) -> Decision:
-    """What `decide` would say of a call that no graph holds yet. "eager" where a demand could not be met."""
+    """Return what `decide` would say of a call that no graph holds; "eager" where a demand could not be met."""
     try:
         return _choose(call, options)
     except CompileError as unavailable:
@@ -211,8 +211,10 @@ def _fastest(call: Call, usable: Sequence[Decision]) -> Decision:
 
 
 def microseconds(call: Call, decision: Decision, within: float = math.inf) -> float | None:
-    """What `call` took with the implementation decided for it, at the size nearest to its own, which is at most
-    `within` times as large or as small; None where nobody measured."""
+    """Return the measured time of `call` with the implementation decided for it, at the size nearest to its own.
+
+    That size is at most `within` times as large or as small; None where nobody measured one.
+    """
     us = _measured(call, [decision.impl], within)
     return None if us is None else us[decision.impl]
 

@@ -66,7 +66,7 @@ class ChooseImplementations(CustomGraphPass):
             source_digest(),
             self.options.cache_key(),
             self.architectures,
-            proven.trusting(),
+            [proven.state(architecture) for architecture in self.architectures],
             torch.__version__,
             triton_version(),
         )

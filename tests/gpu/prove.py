@@ -1,8 +1,17 @@
-"""Run the GPU tests and record what passed: `python tests/gpu/prove.py [STEM ...] [--jobs N] [--budget S]`.
+"""Run the GPU tests and record what passed: `python tests/gpu/prove.py [STEM ...] [--part 1/2] [--budget S]`.
 
 `test_lowered_<stem>.py` proves the IR lowerings of a stem's ops, `test_<stem>.py` their kernels. The rows of this GPU
-in dsv4_compile/proven.json are written anew: what fails here, or has no test, is not chosen by `auto` here. With names
-of files, only their rows are, and a file that the budget leaves out keeps its rows.
+in dsv4_compile/selection/proven.json are written anew: what fails here, or has no test, is not chosen by `auto` here.
+With names of files, only their rows are, and a file that the budget leaves out keeps its rows. A row of a kernel has
+its fingerprint in the committed table; a kernel that the table lacks is not recorded.
+
+Where one call must not take as long as all files do, `--part 1/2` and `--part 2/2` are two halves of them, about as
+long as each other; the record keeps the rows of the other half. Where the second call starts from another copy of the
+repository, give it the record of the first:
+
+    python tests/gpu/prove.py --part 1/2 --budget 500
+    cp $OUT/prove/proven.json dsv4_compile/selection/proven.json
+    python tests/gpu/prove.py --part 2/2 --budget 500
 
 Each file has a process of its own, the longest have several, and a time limit: a kernel that hangs or faults takes
 nothing else with it. Many run at once, on all GPUs that CUDA_VISIBLE_DEVICES leaves. What decoding needs comes first.
@@ -27,7 +36,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,6 +168,18 @@ def by_value(paths: Sequence[Path]) -> list[Path]:
     return sorted(paths, key=rank)
 
 
+def share(paths: Sequence[Path], which: str) -> list[Path]:
+    """Return the files of part `which`, "1/2", of a run in several calls: each file goes to the least of the parts."""
+    index, of = map(int, which.split("/"))
+    if not 1 <= index <= of:
+        raise ValueError(f"no part {which}")
+    shares: list[list[Path]] = [[] for _ in range(of)]
+    weight = {path: PARTS.get(path.stem.removeprefix("test_"), 1) for path in paths}
+    for path in sorted(by_value(paths), key=lambda path: -weight[path]):
+        min(shares, key=lambda own: sum(weight[each] for each in own)).append(path)
+    return shares[index - 1]
+
+
 class Limits(NamedTuple):
     """Processes at once; seconds of one, of one without a test that begins or ends, and of the run."""
 
@@ -234,24 +254,13 @@ def _start(part: Part, logs: Path, limits: Limits, gpu: str) -> Running:
     # The Python stack of a test that takes half of what it may goes to the log, and counts as a sign of life.
     command += [f"--maxfail={MOST_FAILURES}", "-o", f"faulthandler_timeout={limits.stall / 2}", str(part.path)]
     if part.of > 1:
-        command += ["-p", "tests.gpu.prove", f"--part={part.index}/{part.of}"]
+        command += ["-p", "tests.gpu.slices", f"--slice={part.index}/{part.of}"]
     env = THREADS | os.environ | {"PYTHONUNBUFFERED": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
     return Running(part, process, log, time.monotonic(), gpu)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """This file is a plugin of the processes that it starts."""
-    parser.addoption("--part", default="0/1", help="i/n: the i-th of n parts of the tests, counted from 0")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep this part's tests, neighbours together: they share kernels and fixtures."""
-    index, of = map(int, config.getoption("--part").split("/"))
-    items[:] = items[len(items) * index // of : len(items) * (index + 1) // of]
 
 
 def _ended(one: Running, overdue: str) -> Outcome:
@@ -285,6 +294,14 @@ def write_record(rows: Sequence[dict[str, Any]], path: Path) -> None:
     replace_rows(path, "proven", rows)
 
 
+def row_of(impl: str, op: str, stamp: Mapping[str, str]) -> dict[str, str] | None:
+    """Return the row of an implementation that passed; None for a kernel that the table of fingerprints lacks."""
+    key, found = {"impl": impl, "op": op}, proven.fingerprint(op, stamp["architecture"])
+    if impl == "ir":
+        return key | dict(stamp)
+    return key | {"fingerprint": found} | dict(stamp) if found else None
+
+
 def prove(
     paths: Sequence[Path], every: bool, stamp: dict[str, str], record: Path, folder: Path, run: Callable[..., Any]
 ) -> list[Outcome]:
@@ -303,7 +320,10 @@ def prove(
     for outcome in run(paths):
         outcomes.append(outcome)
         if outcome.verdict == "passed":
-            rows += [{"impl": impl, "op": op, **stamp} for impl, op in claims(outcome.path)]
+            found = {claim: row_of(*claim, stamp) for claim in claims(outcome.path)}
+            rows += filter(None, found.values())
+            for _, op in (claim for claim, row in found.items() if row is None):
+                print(f"not recorded: {op} has no fingerprint; python tests/tools/fingerprint.py {op} --write")
         elif outcome.verdict == "not run":
             rows += [row for row in old if (row["impl"], row["op"]) in claims(outcome.path)]
         for copy in (record, folder / record.name):
@@ -335,6 +355,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("stems", nargs="*", help="test files, as sparse_mla_decode; default: all")
     gpus = visible_gpus()
     jobs = max(1, min(14 * len(gpus), 7 * (os.cpu_count() or 2) // 8))
+    parser.add_argument("--part", metavar="I/N", default="1/1", help="the I-th of N parts of the files (%(default)s)")
     parser.add_argument("--jobs", type=int, default=jobs, help="processes at once (%(default)s)")
     parser.add_argument("--limit", type=float, default=400, help="seconds of a process (%(default)s)")
     parser.add_argument("--stall", type=float, default=120, help="seconds of a test, about (%(default)s)")
@@ -347,11 +368,15 @@ def main(argv: list[str] | None = None) -> int:
     missing = [stem for stem in options.stems if stem not in files]
     if missing:
         parser.error(f"no such test file: {', '.join(missing)}")
-    paths = [files[stem] for stem in options.stems or files]
+    if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", options.part) or int.__gt__(*map(int, options.part.split("/"))):
+        parser.error(f"--part {options.part}: 1/2 and 2/2 are the halves")
+    paths = share([files[stem] for stem in options.stems or files], options.part)
+    whole = not options.stems and options.part == "1/1"
     stamp = {
         "architecture": device_architecture(torch.device("cuda")),
+        "device": torch.cuda.get_device_name(),
         "torch": torch.__version__.split("+")[0],
-        "triton": triton_version(),
+        "triton": triton_version().split("+")[0],
         "date": datetime.date.today().isoformat(),
     }
     folder = Path(os.environ.get("OUT") or ROOT / "build") / "prove"
@@ -361,7 +386,7 @@ def main(argv: list[str] | None = None) -> int:
 
     limits = Limits(options.jobs, options.limit, options.stall, options.budget)
     run = partial(run_files, logs=folder, limits=limits, gpus=gpus)
-    outcomes = prove(by_value(paths), not options.stems, stamp, proven.RECORD, folder, run)
+    outcomes = prove(by_value(paths), whole, stamp, proven.RECORD, folder, run)
     print("\n" + table(outcomes), end="")
     unproven = [outcome.path.stem.removeprefix("test_") for outcome in outcomes if outcome.verdict != "passed"]
     passed = [outcome.path for outcome in outcomes if outcome.verdict == "passed"]

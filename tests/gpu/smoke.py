@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,39 +29,12 @@ import dsv4_compile.ops  # noqa: F401  registers the ops
 from dsv4_compile.bench.record import environment
 from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.ops.common.kernels import KERNELS, runs_kernel
-from dsv4_compile.reference.common.block_scale import ACT_TILE, dequantize_activation, unpack_scales
 from dsv4_compile.selection import proven
-from dsv4_compile.testing import TOLERANCES, Tolerance, assert_bitwise, assert_close, check_op
+from dsv4_compile.testing import assert_bitwise, check_op
+from dsv4_compile.testing.agreement import assert_agrees, results_of, written_arguments
 from dsv4_compile.testing.samples import BUILDERS, op_samples
 
 Args = tuple[Any, ...]
-
-FLOATS = {
-    # Sums in another order, rsqrt and exp of another library.
-    torch.float32: Tolerance(abs=1e-5, rel=1e-4, cosine=1e-9),
-    # The same, rounded: neighbours where the exact value lies near a boundary.
-    torch.bfloat16: Tolerance(abs=1e-3, rel=2.01 / 128, cosine=5e-6),
-    torch.float8_e4m3fn: Tolerance(abs=2.0**-9, rel=1.01 / 8, cosine=1e-3),
-}
-ROUNDED = {
-    "compress_norm_rope_insert",
-    "indexer_q_rope_quant",
-    "preprocess_insert",
-    "preprocess_insert_quant",
-    "q_norm_rope",
-}
-"""Ops that quantise a result of a sum: a few quantised values may land on the neighbour. All other bytes are exact."""
-ROUNDED_SHARE = 0.02
-CANCELLED = 2.0**-16
-"""Of the largest value: what a sum in another order leaves where its terms cancel, in matrix units of fp8 above all."""
-CANCELLED_E4M3 = 2.0**-14
-"""The same of products of e4m3 whose results are float32: matrix units add them with 14 bits."""
-ATTENTION = TOLERANCES["attention_few_keys"]
-"""For kernels of attention: rows of few keys, with weights that are rounded to bfloat16."""
-QUANTISED = Tolerance(abs=ATTENTION.abs, rel=1.13 / 8, cosine=1e-3)
-"""For kernels of attention and of products whose results are quantised, scales included."""
-QUANT = {"fp8_grouped_einsum_quant", "sparse_mla_decode_quant"}
-"""Ops that quantise what they have rounded."""
 
 
 @contextmanager
@@ -80,42 +52,7 @@ def no_synchronization(device: str) -> Iterator[None]:
 
 def run(name: str, args: Args) -> list[Tensor]:
     """Results, then the arguments that the op may have written."""
-    result = OPS[name](*args)
-    results = [] if result is None else [result] if isinstance(result, Tensor) else list(result)
-    return results + written_arguments(name, args)
-
-
-def written_arguments(name: str, args: Args) -> list[Tensor]:
-    """Those of `args` that the schema marks as mutated."""
-    schema = OPS[name]._schema.arguments
-    given = [(a, s.alias_info) for a, s in zip(args, schema, strict=False) if isinstance(a, Tensor)]
-    return [a for a, alias in given if alias is not None and alias.is_write]
-
-
-def compare(name: str, got: Tensor, want: Tensor, before: Tensor | None) -> None:
-    """Integers and bytes exactly, floats within their tolerance; `before` is what a written argument held."""
-    kernel = runs_kernel(name, got.device)
-    attends = kernel and name.startswith("sparse_mla_") and want.dtype is torch.bfloat16
-    got = got.cpu()
-    if want.dtype in FLOATS and (want.dtype.itemsize > 1 or name in ROUNDED):
-        tolerance = QUANTISED if kernel and name in QUANT else ATTENTION if attends else FLOATS[want.dtype]
-        largest = want.float().abs().nan_to_num(0.0, 0.0).max().item() if want.numel() else 0.0
-        cancelled = CANCELLED_E4M3 if name == "fp8_linear" and want.dtype is torch.float32 else CANCELLED
-        assert_close(got, want, replace(tolerance, abs=max(tolerance.abs, cancelled * largest)))
-    elif want.dtype is torch.uint8 and name in ROUNDED:
-        written = torch.ones_like(want, dtype=torch.bool) if before is None else before != want
-        assert_bitwise(torch.where(written, want, got), want)
-        share = (got != want).sum().item() / max(1, written.sum().item())
-        assert share <= ROUNDED_SHARE, f"{share:.1%} of the written bytes differ"
-    else:
-        assert_bitwise(got, want)
-
-
-def dequantized(values: Tensor, scales: Tensor) -> Tensor:
-    """What e4m3 values stand for, whichever form their scales have."""
-    if scales.dtype is torch.int32:
-        scales = unpack_scales(scales, -(-values.shape[-1] // ACT_TILE))
-    return dequantize_activation(values, scales)
+    return results_of(name, OPS[name](*args), args)
 
 
 def check_graph(name: str, index: int, device: str, eager: list[Tensor]) -> None:
@@ -138,14 +75,7 @@ def check_sample(name: str, index: int, device: str) -> None:
     args = op_samples(name, device)[index]
     with no_synchronization(device):
         got = run(name, args)
-    if name in QUANT:
-        # A sum that is rounded otherwise may take another scale.
-        shown, expected = ([dequantized(*results)] for results in (got, want))
-    else:
-        shown, expected = got, want
-    results = len(shown) - len(before)
-    for i, (a, b) in enumerate(zip(shown, expected, strict=True)):
-        compare(name, a, b, before[i - results] if i >= results else None)
+    assert_agrees(name, got, want, before, kernel=runs_kernel(name, torch.device(device)))
     check_op(OPS[name], [op_samples(name, device)[index]], utilities=False)
     if device == "cuda":
         check_graph(name, index, device, got)

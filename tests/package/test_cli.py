@@ -178,11 +178,45 @@ def test_doctor_counts_the_kernels_that_auto_uses_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "device_architecture", lambda device: architecture)
-    monkeypatch.setattr(doctor, "is_proven", lambda impl, op, where: where == "cuda sm_90")
-    monkeypatch.setattr(doctor, "tested_with", lambda where: {"3.7.1", "3.6.0"})
+    monkeypatch.setattr(
+        doctor.proven, "why_unproven", lambda impl, op, where: "" if where == "cuda sm_90" else "changed"
+    )
+    monkeypatch.setattr(doctor.proven, "to_check", lambda where: [])
+    monkeypatch.setattr(doctor.proven, "tested_with", lambda where: {"3.7.1", "3.6.0"} if "90" in where else set())
     check, total = doctor._kernels("kernels"), len(doctor.KERNELS)
     proven = f"{total} of {total} proven on cuda sm_90 with Triton 3.6.0, 3.7.1"
     assert (check.level, check.value) == (level, proven if level == "ok" else f"0 of {total} proven on cuda sm_120")
+
+
+@pytest.mark.parametrize(
+    ("unchecked", "advice"), [(["advance"], "dsv4 doctor --prove"), ([], "python tests/gpu/prove.py")]
+)
+def test_doctor_says_why_auto_does_not_use_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, unchecked: list[str], advice: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "device_architecture", lambda device: "cuda sm_90")
+    why = {"advance": "triton has changed since it was proven on NVIDIA H200 (cuda sm_90), 2026-11-23"}
+    monkeypatch.setattr(doctor.proven, "why_unproven", lambda impl, op, where: why.get(op, ""))
+    monkeypatch.setattr(doctor.proven, "to_check", lambda where: unchecked)
+    check = doctor._kernels("kernels")
+    assert check.level == "warn" and f"advance: {why['advance']}" in check.note and advice in check.note
+
+
+def test_doctor_proves_kernels_on_request(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from dsv4_compile.testing import self_check
+
+    assert [check.value for check in doctor.prove()] == ["not needed without a GPU"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(doctor, "device_architecture", lambda device: "cuda sm_90")
+    wrong = {"inv_rope": "AssertionError: 3 is not 4"}
+    monkeypatch.setattr(self_check, "check_ops", lambda ops, device: {op: wrong.get(op, "") for op in ops})
+    monkeypatch.setattr(doctor, "examine", list)
+    assert cli.main(["doctor", "--prove"]) == 1
+    report = capsys.readouterr().out
+    assert f"{len(doctor.KERNELS) - 1} of {len(doctor.KERNELS)} agree with their references" in report
+    assert "3 is not 4" in report
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 from tests.gpu import prove
 
-STAMP = {"architecture": "sm_90", "torch": "2", "triton": "3", "date": "today"}
+STAMP = {"architecture": "cuda sm_90", "device": "NVIDIA H200", "torch": "2", "triton": "3", "date": "today"}
 FILES = {
     "global_topk": "def test_a(): pass\ndef test_b(): pass",
     "advance": "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)",
@@ -160,6 +160,51 @@ def test_a_file_that_was_not_run_keeps_its_rows(tmp_path: Path) -> None:
     record, paths = record_of(tmp_path, "advance", "global_topk", "old"), [Path("test_advance.py")]
     prove.prove(paths, True, STAMP, record, tmp_path, lambda paths: [prove.Outcome(paths[0], "not run")])
     assert ops_in(record) == ["advance"]
+
+
+def test_a_row_of_a_kernel_has_its_fingerprint_and_one_without_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prove.registry.load()
+    record, path = record_of(tmp_path), Path("test_ragged_from_dense.py")
+    lowered = Path("test_lowered_global_topk.py")
+    known = {"ragged_from_dense": "0123456789abcdef"}
+    monkeypatch.setattr(prove.proven, "fingerprint", lambda op, architecture: known.get(op, ""))
+    paths = [path, lowered]
+    prove.prove(paths, True, STAMP, record, tmp_path, lambda paths: [prove.Outcome(p, "passed", 1) for p in paths])
+    rows = {row["impl"]: row for row in json.loads(record.read_text())["proven"]}
+    kernel, lowering = rows["triton"], rows["ir"]
+    assert kernel == {"impl": "triton", "op": "ragged_from_dense", "fingerprint": "0123456789abcdef", **STAMP}
+    assert lowering == {"impl": "ir", "op": "global_topk", **STAMP}
+    assert "not recorded: global_topk_ragged has no fingerprint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("of", [1, 2, 3])
+def test_parts_of_a_run_have_every_file_once_and_are_about_as_long(of: int) -> None:
+    paths = prove.every_file()
+    parts = [prove.share(paths, f"{index}/{of}") for index in range(1, of + 1)]
+    assert sorted(path for part in parts for path in part) == paths
+    lengths = [sum(prove.PARTS.get(path.stem.removeprefix("test_"), 1) for path in part) for part in parts]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_second_part_adds_its_rows_to_those_of_the_first(tmp_path: Path) -> None:
+    record, stems = record_of(tmp_path, "old"), ("global_topk", "advance")
+    paths = [Path(f"test_{stem}.py") for stem in stems]
+    for index in (1, 2):
+        own = prove.share(paths, f"{index}/2")
+        prove.prove(own, False, STAMP, record, tmp_path, lambda paths: [prove.Outcome(p, "passed", 1) for p in paths])
+    assert ops_in(record) == ["advance", "global_topk", "old"]
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "2", "half"])
+def test_a_part_that_does_not_exist_is_wrong_usage(
+    part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit) as stop:
+        prove.main(["advance", "--part", part])
+    assert stop.value.code == 2 and f"--part {part}" in capsys.readouterr().err
 
 
 def test_what_decoding_needs_comes_first_and_lowerings_last() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dsv4_compile.ops.common.define import OPS
+from dsv4_compile.testing.agreement import assert_agrees
 
 SCRIPT = Path(__file__).parent.parent / "gpu" / "smoke.py"
 
@@ -56,23 +57,23 @@ def test_a_difference_between_the_devices_is_a_failure(
     assert all(": AssertionError: " in error for error in record["ops"][0]["errors"])
 
 
-def test_quantised_bytes_may_differ_rarely_and_only_where_they_were_written(smoke: ModuleType) -> None:
+def test_quantised_bytes_may_differ_rarely_and_only_where_they_were_written() -> None:
     name = "compress_norm_rope_insert"
     before, want = torch.zeros(4, 100, dtype=torch.uint8), torch.zeros(4, 100, dtype=torch.uint8)
     want[1] = 7
     near = want.clone()
     near[1, 0] = 8
-    smoke.compare(name, near, want, before)
+    assert_agrees(name, [near], [want], [before], kernel=False)
     many = want.clone()
     many[1, :3] = 8
     with pytest.raises(AssertionError, match="of the written bytes differ"):
-        smoke.compare(name, many, want, before)
+        assert_agrees(name, [many], [want], [before], kernel=False)
     elsewhere = want.clone()
     elsewhere[2, 0] = 1
     with pytest.raises(AssertionError, match=r"\(2, 0\)"):
-        smoke.compare(name, elsewhere, want, before)
+        assert_agrees(name, [elsewhere], [want], [before], kernel=False)
     with pytest.raises(AssertionError, match=r"\(1, 0\)"):
-        smoke.compare("kv_rope_insert", near, want, before)
+        assert_agrees("kv_rope_insert", [near], [want], [before], kernel=False)
 
 
 def test_an_op_without_samples_fails(smoke: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

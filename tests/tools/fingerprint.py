@@ -1,7 +1,7 @@
 """Hash the machine code of every kernel, compiled ahead of time for five GPUs, so that a change of it is seen.
 
     python tests/tools/fingerprint.py --check            which (op, target) differ from the committed table
-    python tests/tools/fingerprint.py --write            write the committed table
+    python tests/tools/fingerprint.py --write [OP ...]   write the committed table, or the rows of some ops
     python tests/tools/fingerprint.py --diff A.json B.json
 
 A fingerprint covers the launches of all calls of `fingerprint_calls.py`: the PTX or AMDGCN text without line
@@ -37,6 +37,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.runtime import JITFunction  # noqa: E402
 
+import tests.tools.fingerprint_calls_layer  # noqa: E402, F401  registers its calls
 from dsv4_compile.ops.common import kernels  # noqa: E402
 from dsv4_compile.testing.fake_triton import TARGETS, FakeDriver, triton_driver  # noqa: E402
 from tests.tools.fingerprint_calls import calls_of  # noqa: E402
@@ -320,6 +321,12 @@ def read(path: Path) -> Table:
     return {target: ops for target, ops in json.loads(path.read_text()).items() if isinstance(ops, dict)}
 
 
+def merged(old: Table, new: Table) -> Table:
+    """Return the fingerprints of `old`, those of `new` in place of them where it has some."""
+    targets = {target: {**old.get(target, {}), **new.get(target, {})} for target in TARGETS}
+    return {target: dict(sorted(ops.items())) for target, ops in targets.items()}
+
+
 def differences(a: Table, b: Table) -> list[str]:
     """Return "target op" of every fingerprint that one table lacks or that differs."""
     keys = {(target, op) for table in (a, b) for target, ops in table.items() for op in ops}
@@ -348,7 +355,7 @@ def main(argv: list[str] | None = None) -> int:
             options.detail.write_text(json.dumps(made, indent=1))
         table = table_of(made)
         if options.write:
-            write(TABLE, table)
+            write(TABLE, merged(read(TABLE), table) if options.ops or options.target else table)
         old = {t: {op: f for op, f in ops.items() if op in made} for t, ops in read(TABLE).items() if t in table}
         found = differences(old, {t: ops for t, ops in table.items() if ops})
     print("\n".join(found) or "no difference")

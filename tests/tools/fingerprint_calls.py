@@ -36,21 +36,21 @@ class Model(NamedTuple):
 
 
 FLASH, PRO = Model(4096, 64, 1024, 8, 512), Model(7168, 128, 1536, 16, 1024)
-_SIZES: dict[str, Callable[[], Calls]] = {}
+SIZES: dict[str, Callable[[], Calls]] = {}
 
 
 def calls_of(op: str, target: int) -> dict[str, Args]:
     """Return the arguments of the calls of `op` by label: for target 0, sm_90, all; for others one sample, one size."""
     samples = [(f"sample {number}", args) for number, args in enumerate(op_samples(op))]
-    sizes = list(_SIZES[op]()) if op in _SIZES else []
+    sizes = list(SIZES[op]()) if op in SIZES else []
     if target > 0:
         samples, sizes = ([calls[target % len(calls)]] if calls else [] for calls in (samples, sizes))
     return dict(samples + sizes)
 
 
-def _sizes(calls: Callable[[], Calls]) -> Callable[[], Calls]:
+def register(calls: Callable[[], Calls]) -> Callable[[], Calls]:
     """Register the calls of the op that `calls` is named after."""
-    _SIZES[calls.__name__] = calls
+    SIZES[calls.__name__] = calls
     return calls
 
 
@@ -93,7 +93,7 @@ def _weight(rows: int, size: int, scale: torch.dtype = BYTES) -> tuple[Tensor, T
     return zeros(rows, size, dtype=F8), zeros(*blocks, dtype=scale)
 
 
-@_sizes
+@register
 def fp8_linear() -> Calls:
     """Yield projections of both models, and two weights for one x as in layers with compressors."""
     down = FLASH.latent + D, FLASH.hidden
@@ -115,7 +115,7 @@ def fp8_linear() -> Calls:
             yield f"beside {others} rows, {tokens} tokens", (zeros(tokens, down[1]), *_weight(*down), True, second)
 
 
-@_sizes
+@register
 def fp8_grouped_einsum() -> Calls:
     """Yield wo_a of both models, with float32 scales and with packed words."""
     sizes = [(FLASH, tokens) for tokens in (1, 16, 64, 128, 512)] + [(PRO, 32)]
@@ -129,10 +129,10 @@ def fp8_grouped_einsum() -> Calls:
         yield f"{model.groups} groups, {tokens} tokens{', packed' if packed else ''}", (a, scale, *weight)
 
 
-_SIZES["fp8_grouped_einsum_quant"] = fp8_grouped_einsum
+SIZES["fp8_grouped_einsum_quant"] = fp8_grouped_einsum
 
 
-@_sizes
+@register
 def grouped_linear() -> Calls:
     """Yield wo_a and projections in bfloat16."""
     shapes = {"wo_a": (FLASH.groups, RANK, 4096), "wq_a+wkv": (1, 1536, 4096), "wq_b": (1, 32768, 1024)}
@@ -144,7 +144,7 @@ def grouped_linear() -> Calls:
 # Mixture of experts.
 
 
-@_sizes
+@register
 def moe_experts() -> Calls:
     """Yield 16 experts of V4-Flash in every format, with a shared expert and without, for few tokens and many."""
     experts, hidden, inner = 16, FLASH.hidden, 2048
@@ -175,7 +175,7 @@ def moe_experts() -> Calls:
             yield f"interleaved, {tokens} tokens", (*tokens_args, *weights, *shared, 10.0, 0, True)
 
 
-@_sizes
+@register
 def moe_route() -> Calls:
     """Yield the routers of both models, and one by hash with a float32 gate."""
     for experts, hidden, tokens in ((256, FLASH.hidden, 1), (256, FLASH.hidden, 128), (384, PRO.hidden, 5000)):
@@ -212,7 +212,7 @@ DECODES = (
 """Tokens, heads and entries of the second cache that reach each kernel, with splits and without."""
 
 
-@_sizes
+@register
 def sparse_mla_decode() -> Calls:
     """Yield calls alone and with norm and RoPE fused; pages of HCA without a sink; batch invariance."""
     for size, fused in product(DECODES, (False, True)):
@@ -222,7 +222,7 @@ def sparse_mla_decode() -> Calls:
         yield f"{tokens} tokens, batch invariant", _decode(tokens, 64, 512, True, invariant=True)
 
 
-@_sizes
+@register
 def sparse_mla_decode_out() -> Calls:
     """Yield calls whose results are slices of larger buffers."""
     for tokens, heads in ((1, 64), (128, 64), (600, 64), (4, 16)):
@@ -230,7 +230,7 @@ def sparse_mla_decode_out() -> Calls:
         yield f"{tokens} tokens, {heads} heads", (out, lse, *_decode(tokens, heads, 512, True))
 
 
-@_sizes
+@register
 def sparse_mla_decode_quant() -> Calls:
     """Yield calls in groups of 8 heads, with packed scales and with float32."""
     for size in DECODES:
@@ -239,7 +239,7 @@ def sparse_mla_decode_quant() -> Calls:
         yield f"{tokens} tokens, float32 scales", (*_decode(tokens, 64, 512, True), 8, 8, False)
 
 
-@_sizes
+@register
 def sparse_mla_decode_ragged() -> Calls:
     """Yield lists of up to 128 and 512 entries a token."""
     for tokens, heads in ((1, 64), (128, 128), (8, 16)):
@@ -248,7 +248,7 @@ def sparse_mla_decode_ragged() -> Calls:
         yield f"{tokens} tokens, {heads} heads", (*first, zeros(heads, dtype=F32), *second)
 
 
-@_sizes
+@register
 def sparse_mla_decode_latent() -> Calls:
     """Yield queries of DeepSeek-V3.2 over rows of 2,048 entries."""
     for tokens, heads in ((1, 128), (128, 128), (8, 16)):
@@ -257,7 +257,7 @@ def sparse_mla_decode_latent() -> Calls:
         yield f"{tokens} tokens, {heads} heads", (queries, *keys, SCALE, layout.V32_LATENT_DIM)
 
 
-@_sizes
+@register
 def sparse_mla_prefill() -> Calls:
     """Yield queries over a workspace of bfloat16 rows, with lengths and a sink and without."""
     for heads, lens, sink in ((64, True, True), (128, False, False), (100, True, False)):
@@ -265,7 +265,7 @@ def sparse_mla_prefill() -> Calls:
         yield f"{heads} heads", (*args, zeros(heads, dtype=F32) if sink else None)
 
 
-@_sizes
+@register
 def sparse_mla_prefill_ragged() -> Calls:
     """Yield the same workspace with lists."""
     for heads, sink in ((64, True), (128, False)):
@@ -294,14 +294,14 @@ def _paged_keys(tokens: int, columns: int, fmt: str = "indexer_fp8") -> Args:
 PAGED_KEYS = ((1, 64), (8, 1024), (300, 64), (3000, 16), (8, 64, "indexer_mxfp4"))
 
 
-@_sizes
+@register
 def indexer_logits() -> Calls:
     """Yield calls for 4,096 logits."""
     for size in PAGED_KEYS:
         yield f"{size}", (*_paged_keys(*size), 4096)
 
 
-@_sizes
+@register
 def indexer_logits_topk() -> Calls:
     """Yield calls for the best 512 entries, and 1,024."""
     for size in PAGED_KEYS:
@@ -309,14 +309,14 @@ def indexer_logits_topk() -> Calls:
     yield "top 1024", (*_paged_keys(8, 64), PRO.topk)
 
 
-@_sizes
+@register
 def indexer_topk_slots() -> Calls:
     """Yield calls for the slots of the best 512 entries."""
     for size in PAGED_KEYS:
         yield f"{size}", (*_paged_keys(*size), FLASH.topk, ints(4, 64), flags(size[0]), 64)
 
 
-@_sizes
+@register
 def indexer_logits_topk_ragged() -> Calls:
     """Yield queries over gathered keys."""
     for tokens, rows in ((100, 4096), (2048, 20000)):
@@ -324,164 +324,9 @@ def indexer_logits_topk_ragged() -> Calls:
         yield f"{tokens} tokens, {rows} keys", (*_queries(tokens), *keys, FLASH.topk)
 
 
-@_sizes
+@register
 def indexer_q_rope_quant() -> Calls:
     """Yield 64 heads, the transform of mxfp4 queries included."""
     for tokens, fmt in product(TOKENS, ("indexer_fp8", "indexer_mxfp4")):
         args = zeros(tokens, 64, KEY_D), longs(tokens), rope(), zeros(tokens, 64), fmt, fmt == "indexer_mxfp4", True
         yield f"{tokens} tokens, {fmt}", args
-
-
-# Before and after attention.
-
-
-@_sizes
-def fused_q_kv_rmsnorm() -> Calls:
-    """Yield slices of one projection."""
-    for tokens in TOKENS:
-        qr, kv = zeros(tokens, FLASH.latent + D).split((FLASH.latent, D), dim=1)
-        yield f"{tokens} tokens", (qr, kv, zeros(FLASH.latent), zeros(D), EPS)
-
-
-HEADS = ((1, 64), (48, 128), (3000, 64))
-
-
-@_sizes
-def q_norm_rope() -> Calls:
-    """Yield queries of both models."""
-    for tokens, heads in HEADS:
-        yield f"{tokens} tokens, {heads} heads", (zeros(tokens, heads, D), longs(tokens), rope(), EPS)
-
-
-@_sizes
-def inv_rope() -> Calls:
-    """Yield outputs of both models."""
-    for tokens, heads in HEADS:
-        yield f"{tokens} tokens, {heads} heads", (zeros(tokens, heads, D), longs(tokens), rope())
-
-
-@_sizes
-def inv_rope_fp8_quant() -> Calls:
-    """Yield outputs in groups of 8 heads."""
-    for tokens, packed in zip(TOKENS, (True, False, True), strict=True):
-        yield f"{tokens} tokens", (zeros(tokens, 64, D), longs(tokens), rope(), 8, 8, packed)
-
-
-@_sizes
-def kv_rope_insert() -> Calls:
-    """Yield rows of the window cache."""
-    for tokens in TOKENS:
-        args = zeros(tokens, D), cache(), longs(tokens), longs(tokens), rope(), 64, "fp8_ds_mla"
-        yield f"{tokens} tokens", args
-
-
-@_sizes
-def q_norm_rope_kv_insert() -> Calls:
-    """Yield queries and rows of the window cache."""
-    for tokens in TOKENS:
-        places = cache(), longs(tokens), longs(tokens), rope(), EPS, 64, "fp8_ds_mla"
-        yield f"{tokens} tokens", (zeros(tokens, 64, D), zeros(tokens, D), *places)
-
-
-def _compressor(tokens: int, ratio: int, dim: int, fmt: str) -> Args:
-    """Return the eight arguments of a compressor."""
-    state, width = layout.state_block_size(ratio), layout.state_width(ratio, dim)
-    scores: Args = (zeros(tokens, width, dtype=F32), zeros(ratio, width // 2, dtype=F32), zeros(dim))
-    states: Args = (zeros(PAGES, state, width, dtype=F32), longs(tokens), ints(4, 100))
-    return (*scores, *states, cache(fmt, layout.storage_block_size(ratio), dim), longs(tokens))
-
-
-@_sizes
-def save_partial_states() -> Calls:
-    """Yield scores of both compressors."""
-    for tokens, ratio in ((1, 4), (48, 128), (3000, 4)):
-        score, ape, _, state, slots, *_ = _compressor(tokens, ratio, D, "fp8_ds_mla")
-        yield f"{tokens} tokens, ratio {ratio}", (score, ape, state, slots, longs(tokens), state.shape[1])
-
-
-@_sizes
-def compress_norm_rope_insert() -> Calls:
-    """Yield both compressors and the indexer's."""
-    kinds = (4, D, "fp8_ds_mla"), (128, D, "fp8_ds_mla"), (4, KEY_D, "indexer_fp8"), (4, KEY_D, "indexer_mxfp4")
-    for tokens, (ratio, dim, fmt) in product(TOKENS, kinds):
-        _, _, weight, state, slots, blocks, entries, places = _compressor(tokens, ratio, dim, fmt)
-        read = state, slots, blocks, ints(tokens), longs(tokens), places, weight, rope(), entries, EPS, ratio
-        write = state.shape[1], layout.storage_block_size(ratio), fmt, fmt == "indexer_mxfp4"
-        yield f"{tokens} tokens, {fmt}, ratio {ratio}", (*read, *write)
-
-
-def _preprocess(tokens: int, ratio: int = 0, keys: str = "", latent: int = FLASH.latent) -> Args:
-    """Return a layer's preprocessing, with a compressor and with an indexer whose keys have the format `keys`."""
-    qr, kv = zeros(tokens, latent + D, dtype=F32).split((latent, D), dim=1)
-    args: Args = (qr, kv, zeros(latent), zeros(D), longs(tokens), rope(), ints(tokens), EPS, "fp8_ds_mla")
-    args += cache(), longs(tokens), 64
-    if ratio:
-        args += *_compressor(tokens, ratio, D, "fp8_ds_mla"), ratio
-    if keys:
-        args += *_compressor(tokens, ratio, KEY_D, keys), keys, keys == "indexer_mxfp4"
-    return args
-
-
-@_sizes
-def preprocess_insert() -> Calls:
-    """Yield every kind of layer for few tokens, and two for many."""
-    kinds: list[Args] = [(1,), (1, 128), (1, 4, "indexer_fp8"), (1, 4, "indexer_mxfp4")]
-    kinds += [(3000, 128), (3000, 4, "indexer_fp8"), (16, 4, "indexer_fp8", PRO.latent)]
-    for kind in kinds:
-        yield f"{kind}", _preprocess(*kind)
-
-
-@_sizes
-def preprocess_insert_quant() -> Calls:
-    """Yield every kind of layer for few tokens."""
-    kinds: list[Args] = [(1,), (1, 128), (1, 4, "indexer_fp8")]
-    for kind in kinds:
-        yield f"{kind}", _preprocess(*kind)
-
-
-# Hyper-connections.
-
-
-@_sizes
-def mhc_boundary() -> Calls:
-    """Yield one launch and two, for both models."""
-    for hidden, tokens in product((FLASH.hidden, PRO.hidden), (1, 8, 32, 512)):
-        streams = zeros(tokens, 4, hidden), zeros(tokens, hidden)
-        coefficients = zeros(tokens, 4, dtype=F32), zeros(tokens, 4, 4, dtype=F32)
-        mix = (zeros(*shape, dtype=F32) for shape in ((24, 4 * hidden), (24,), (3,), (hidden,)))
-        yield f"{hidden} channels, {tokens} tokens", (*streams, *coefficients, *mix, EPS, EPS)
-
-
-@_sizes
-def dequantize_and_gather_k_cache() -> Calls:
-    """Yield pages of CSA and of HCA."""
-    for page in (64, 2):
-        args = zeros(2, 4096, D), cache(page=page), ints(2), ints(2), ints(2, 64), page, 0, "fp8_ds_mla"
-        yield f"pages of {page}", args
-
-
-@_sizes
-def combine_topk_swa() -> Calls:
-    """Yield CSA's rows and HCA's."""
-    for ratio, topk in ((4, 512), (128, 1000)):
-        yield f"ratio {ratio}", (ints(100, topk), ints(3), ints(2), ints(2), 128, ratio, topk, 5000, 2000)
-
-
-_SIZES["combine_topk_swa_ragged"] = combine_topk_swa
-
-
-@_sizes
-def global_topk() -> Calls:
-    """Yield rows of 512 and of 1,024 entries."""
-    for tokens, topk in ((1, 512), (48, 1024)):
-        yield f"{tokens} tokens, top {topk}", (ints(tokens, topk), ints(tokens), ints(4, 64), flags(tokens), 64)
-
-
-_SIZES["global_topk_ragged"] = global_topk
-
-
-@_sizes
-def ragged_from_dense() -> Calls:
-    """Yield rows of 128 and of 512 entries."""
-    for tokens, width in ((1, 128), (48, 512)):
-        yield f"{tokens} rows of {width}", (ints(tokens, width), ints(tokens))
