@@ -19,7 +19,7 @@ from ..device.norm import load_weight, rms_norm
 from ..device.rope import load_cos_sin, rotate, table_row
 from ..host.semaphores import arrive
 from ..indexer.indexer_format import quantize_fp8, quantize_mxfp4
-from .compress_window import fetch_blocks, fetch_last_block, fetch_own_state, pool
+from .compress_window import Projection, States, fetch_blocks, fetch_last_block, fetch_own_state, pool
 
 FP8_DATA, FP8_SCALE = tl.constexpr(INDEXER_FP8.data), tl.constexpr(INDEXER_FP8.scale)
 MXFP4_DATA, MXFP4_SCALE = tl.constexpr(INDEXER_MXFP4.data), tl.constexpr(INDEXER_MXFP4.scale)
@@ -213,6 +213,10 @@ def compress_tokens(program, part, tokens, states, projection, entries, parts, S
     PARTS: tl.constexpr = SHAPE.parts
     D: tl.constexpr = SHAPE.dim
     ALONE: tl.constexpr = TOGETHER == 1
+    # Triton 3.6 loses the constants of tuples within a tuple at a loop or branch, unless the outer one is built here.
+    tokens, states, entries = Tokens(*tokens), States(*states), Entries(*entries)
+    if projection is not None:
+        projection = Projection(*projection)
     state_pages, num_slots, count = states.pages, entries.num_slots, tokens.count
     start = program.to(tl.int64) * TOKENS
     o_t = start + tl.arange(0, TOKENS)

@@ -65,7 +65,8 @@ def kv_rope_insert_kernel(
     tl.assume(program < tl.cdiv(inserted, SHAPE.rows))
     insert = Insert(p_cache, strides.cache, p_kv, strides.kv, p_slots, strides.slots, p_kv_scale, inserted, num_slots)
     rope = Rope(p_positions, strides.positions, p_table, strides.table, max_pos)
-    insert_rows(program, insert, None, rope, SHAPE.fmt, SHAPE.block_size, SHAPE.rows, SHAPE.dim, SHAPE.rope)
+    FORMAT: tl.constexpr = SHAPE.fmt
+    insert_rows(program, insert, None, rope, FORMAT, SHAPE.block_size, SHAPE.rows, SHAPE.dim, SHAPE.rope)
 
 
 def pages_of(k_cache: Tensor, cache_format: str, block_size: int) -> Tensor:

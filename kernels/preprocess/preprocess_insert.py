@@ -221,6 +221,7 @@ def preprocess_insert_kernel(
 ):
     """Do the J jobs of tokens [c * chunk, (c + 1) * chunk) in programs [c * J, (c + 1) * J)."""
     pdl_prologue(PDL)
+    FORMAT: tl.constexpr = SHAPE.fmt
     CHUNK: tl.constexpr = SHAPE.chunk
     TOKENS: tl.constexpr = SHAPE.tokens
     SPLITS: tl.constexpr = SHAPE.splits
@@ -232,6 +233,12 @@ def preprocess_insert_kernel(
     POOLS: tl.constexpr = MAIN_POOLS + SHAPE.key_pools
     KINDS: tl.constexpr = 2 + MAIN_SAVES + SHAPE.key_saves
     JOBS: tl.constexpr = POOLS + CHUNK // TOKENS * SPLITS
+    # Triton 3.6 loses the constants of tuples within a tuple at a loop or branch, unless the outer one is built here.
+    strides = Strides(*strides)
+    if main is not None:
+        main_strides = Compressor(*strides.main)
+    if keys is not None:
+        key_strides = Compressor(*strides.keys)
     rope = Rope(p_positions, strides.positions, p_cos_sin, strides.cos_sin, max_pos)
     step = Step(p_requests, strides.requests, rope, eps)
     main_sizes = Sizes(main_tokens, main_pages, main_slots, main_rows, main_columns)
@@ -240,11 +247,11 @@ def preprocess_insert_kernel(
     if job < MAIN_POOLS:
         if main is not None:
             start = first + job // MAIN_PARTS * MAIN.tokens
-            _pool_job(start, job % MAIN_PARTS, main, strides.main, main_sizes, step, p_kv_scale, parts, MAIN)
+            _pool_job(start, job % MAIN_PARTS, main, main_strides, main_sizes, step, p_kv_scale, parts, MAIN)
     elif job < POOLS:
         if keys is not None:
             start = first + (job - MAIN_POOLS) * KEYS.tokens
-            _pool_job(start, 0, keys, strides.keys, key_sizes, step, None, Parts(None, None), KEYS)
+            _pool_job(start, 0, keys, key_strides, key_sizes, step, None, Parts(None, None), KEYS)
     else:
         few, split = first // TOKENS + (job - POOLS) // SPLITS, (job - POOLS) % SPLITS
         token = few.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -259,13 +266,13 @@ def preprocess_insert_kernel(
                     )  # fmt: skip
                     norm = Norm(window.p_weight, strides.kv_weight, eps)
                     insert_rows(
-                        few, insert, norm, rope, SHAPE.fmt, SHAPE.window_block, TOKENS, SHAPE.dim, SHAPE.rope
+                        few, insert, norm, rope, FORMAT, SHAPE.window_block, TOKENS, SHAPE.dim, SHAPE.rope
                     )  # fmt: skip
                 elif kind < 2 + MAIN_SAVES:
-                    _save_job(kind - 2, token, main, strides.main, main_sizes, rope, SHAPE.main_piece, MAIN)
+                    _save_job(kind - 2, token, main, main_strides, main_sizes, rope, SHAPE.main_piece, MAIN)
                 else:
                     piece = kind - 2 - MAIN_SAVES
-                    _save_job(piece, token, keys, strides.keys, key_sizes, rope, SHAPE.key_piece, KEYS)
+                    _save_job(piece, token, keys, key_strides, key_sizes, rope, SHAPE.key_piece, KEYS)
 
 
 MAX_LATENT = 4096

@@ -119,6 +119,7 @@ def q_norm_rope_kv_insert_kernel(
     """Insert rows in programs p < ceil(inserted / rows); norm and rotate heads in the others."""
     pdl_prologue(PDL)
     program = tl.program_id(0)
+    FORMAT: tl.constexpr = SHAPE.fmt
     inserts = tl.cdiv(inserted, SHAPE.rows)
     rope = Rope(p_positions, strides.positions, p_table, strides.table, max_pos)
     if program < inserts:
@@ -127,7 +128,7 @@ def q_norm_rope_kv_insert_kernel(
                 p_cache, strides.cache, p_kv, strides.kv, p_slots, strides.slots, p_kv_scale, inserted, num_slots
             )  # fmt: skip
             insert_rows(
-                program, insert, None, rope, SHAPE.fmt, SHAPE.block_size, SHAPE.rows, SHAPE.dim, SHAPE.rope
+                program, insert, None, rope, FORMAT, SHAPE.block_size, SHAPE.rows, SHAPE.dim, SHAPE.rope
             )  # fmt: skip
     else:
         _norm_rope_heads(program - inserts, Queries(p_out, p_q, strides.q, p_q_scale, eps), rope, SHAPE)
