@@ -301,3 +301,10 @@ def variables_of_traced_frame() -> dict[str, Any]:
             return {"G": traced.f_globals, **traced.f_locals}
         frame = frame.f_back
     return {}
+
+
+def register_recorded_outputs(model: Any) -> None:
+    """Let transformers record the hidden states and router logits of `model`, whose class it did not construct."""
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs

@@ -245,7 +245,7 @@ def _yarn(compress: Mapping[str, Any]) -> Yarn | None:
         return None
     check(kind == "yarn", "E205", got=f"rope type {kind!r} on compressed layers", fix="only yarn and default exist")
     scaling = compress.get("attention_factor", 1.0)
-    check(scaling in (None, 1.0), "E205", got=f"attention_factor={scaling}", why="V4 scales neither cos/sin nor scores")
+    check(scaling == 1.0, "E205", got=f"attention_factor={scaling}", why="V4 scales neither cos/sin nor scores")
     factor, original = compress.get("factor"), compress.get("original_max_position_embeddings")
     if factor is None or original is None:
         fail("E205", got=f"yarn with {factor=}, original_max_position_embeddings={original}")

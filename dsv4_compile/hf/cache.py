@@ -24,6 +24,16 @@ class PagedCache(Cache):
     Sequence lengths live on the device and advance inside the model's graph, so a step changes no Python state and
     nothing recompiles. A forward appends the tokens that its attention mask keeps. Padding is never stored, so every
     sequence has its own positions, on whichever side the batch is padded.
+
+    The host's record of the cache, which `entry` keeps and no graph reads except `entered`:
+
+    Attributes:
+        generation: resets so far; a `CacheHandle` of an earlier one is stale.
+        rows: sequences of the batch in the cache, 0 if it is empty.
+        appended: columns since the last reset, padding included.
+        holder: the `generate` call that owns the cache, or None.
+        entered: whether a forward uses the cache now, in `thread`.
+        interrupted: whether a forward failed after it may have written.
     """
 
     def __init__(
@@ -48,6 +58,13 @@ class PagedCache(Cache):
         super().__init__(layers=layers)
         self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
+        self.generation = 0
+        self.rows = 0
+        self.appended = 0
+        self.holder: object | None = None
+        self.entered = False
+        self.thread = 0
+        self.interrupted = False
         for tensor in self._tensors():
             # A cache keeps its shape and address: its dims do not become symbols, and captures use it in place.
             mark_static(tensor)
@@ -94,6 +111,9 @@ class PagedCache(Cache):
         """Remove all sequences. Cache rows keep their bytes, because no row is read before it is written again."""
         self.seq_lens.zero_()
         self.columns.zero_()
+        self.generation += 1
+        self.rows = self.appended = 0
+        self.interrupted = False
 
     def check_fits(self, batch_size: int, length: int) -> None:
         """Raise E204 unless `batch_size` sequences of up to `length` tokens fit."""
@@ -155,3 +175,37 @@ class PagedCache(Cache):
             f"PagedCache({paged.max_batch_size} x {paged.max_seq_len} tokens, {paged.cache_format.kv}, "
             f"{self.nbytes / 2**20:.1f} MiB)"
         )
+
+
+class CacheHandle(PagedCache):
+    """The cache of one call: what a forward without `past_key_values` returns in their place.
+
+    It shares the model's cache until a later call takes that cache, from when on it is stale and raises E208.
+    """
+
+    def __init__(self, cache: PagedCache, holder: object | None = None) -> None:
+        self.cache = cache
+        self.entered, self.thread = False, 0
+        self.generation = cache.generation
+        self.holder = holder
+        self.paged, self.layers = cache.paged, cache.layers
+        self.seq_lens, self.columns = cache.seq_lens, cache.columns
+
+    @property
+    def stale(self) -> bool:
+        """Whether another call has taken the cache since."""
+        return self.generation != self.cache.generation
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns appended to this call's sequences. Raises E208 if the handle is stale."""
+        check(not self.stale, "E208", got="a stale past_key_values", why=STALE, fix=OWN_CACHE)
+        return super().get_seq_length(layer_idx)
+
+    def reset(self) -> None:
+        """Remove all sequences from the cache, and make this handle its current one."""
+        self.cache.reset()
+        self.generation = self.cache.generation
+
+
+STALE = "a later call without past_key_values has taken the model's cache"
+OWN_CACHE = "pass past_key_values=dsv4_compile.hf.new_cache(model), one for each conversation"

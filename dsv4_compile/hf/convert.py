@@ -6,19 +6,21 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import __version__ as transformers_version
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from .._compat import register_recorded_outputs
 from ..cache import CacheFormat
 from ..config import DeepseekV4Config
-from ..errors import check, fail
+from ..errors import check
 from ..loading import hf_name
 from ..modules import DeepseekV4Attention
 from ..modules.linear import Fp8Linear, Linear
 from ..rope_tables import cos_sin_cache
 from .cache import PagedCache
-from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, hf
+from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, cache_like, hf
+from .shared_weights import SharedWeights, why_unreadable
 
 _COMPILABLE: dict[type, Any] = {
     hf.DeepseekV4Attention: CompilableAttention,
@@ -38,6 +40,7 @@ def convert(
     indexer_cache_dtype: str = "auto",
     hadamard: bool = False,
     max_step_tokens: int | None = None,
+    merge_adapters: bool = False,
 ) -> Any:
     """Make `model` compilable in one graph for prefill and one for decode, and return the same object.
 
@@ -52,6 +55,11 @@ def convert(
         max_step_tokens: most tokens that one forward adds to a sequence (None = max_seq_len). Smaller values shrink
             the window and compressor-state caches; longer prompts then go through
             `generate(prefill_chunk_size=max_step_tokens)`.
+        merge_adapters: fold adapters of attention linears (PEFT's LoRA layers) into their weights and remove them.
+            Without it, an attention with adapters raises E208.
+
+    Later changes of attention weights take effect at the next call: in place, `load_state_dict` (with `assign` too),
+    `module.weight = ...` and `weight.data = ...`. Hooks, adapters and parametrisations of attention linears raise E208.
 
     Raises E205 for an unsupported configuration and E208 for an unsupported model.
     """
@@ -60,7 +68,7 @@ def convert(
         "E208",
         got=f"a {type(model).__name__}",
         why="already converted" if isinstance(model, CompilableForCausalLM) else "",
-        fix="pass a transformers DeepseekV4ForCausalLM",
+        fix="pass a transformers DeepseekV4ForCausalLM; of a PEFT model, what merge_and_unload() returns",
     )
     check(
         "past_key_values" in {field.name for field in fields(MoeModelOutputWithPast)},
@@ -70,6 +78,24 @@ def convert(
         fix="pip install 'transformers<5.24'",
     )
     check(not model.training, "E208", got="a model in training mode", fix="call model.eval() first")
+    check(
+        not torch.is_inference_mode_enabled(),
+        "E208",
+        got="convert under torch.inference_mode()",
+        why="weights that move there could not be loaded or moved again",
+        fix="convert outside, and run the model inside",
+    )
+    for layer in model.model.layers:
+        if merge_adapters:
+            _merge_adapters(layer.self_attn)
+        unreadable = why_unreadable(layer.self_attn)
+        check(
+            not unreadable,
+            "E208",
+            got=f"layer {layer.self_attn.layer_idx} with {unreadable}",
+            why="a converted attention reads weights and never calls their modules",
+            fix="convert(..., merge_adapters=True) folds adapters in; remove hooks and parametrisations",
+        )
     config = DeepseekV4Config.from_hf(model.config)
     dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device
     cache_format = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard)
@@ -81,24 +107,30 @@ def convert(
         max_step_tokens=max_step_tokens,
         device=device,
     )
-    attentions = [
-        _shared_attention(layer.self_attn, config, cache_format, dtype, cache.paged.max_seq_len)
+    shared = [
+        _shared_weights(layer.self_attn, config, cache_format, dtype, cache.paged.max_seq_len)
         for layer in model.model.layers
     ]
-    for layer, attention in zip(model.model.layers, attentions, strict=True):
+    for layer, weights in zip(model.model.layers, shared, strict=True):
         # In __dict__, so that nn.Module does not register the parameters a second time.
-        layer.self_attn.__dict__["dsv4"] = attention
+        layer.self_attn.__dict__.update(dsv4=weights.ours, dsv4_weights=weights)
     model.model.__dict__["dsv4_cache"] = cache
     _swap_classes(model, _COMPILABLE)
+    register_recorded_outputs(model.model)
     return model
 
 
 def revert(model: Any) -> Any:
-    """Restore the original classes of a converted model, drop the caches, and return the same object."""
+    """Restore the original classes of a converted model, drop its caches and its compiled calls; return the object.
+
+    Compile it again, if you want to, as you would compile the original.
+    """
     _check_converted(model)
     _swap_classes(model, _ORIGINAL)
     for layer in model.model.layers:
-        del layer.self_attn.__dict__["dsv4"]
+        del layer.self_attn.__dict__["dsv4"], layer.self_attn.__dict__["dsv4_weights"]
+    for module in (model, model.model):
+        module._compiled_call_impl = None  # compiled for one graph, which the original forward is not
     del model.model.__dict__["dsv4_cache"]
     model.__dict__.pop("_dsv4_warned", None)
     return model
@@ -107,18 +139,7 @@ def revert(model: Any) -> Any:
 def new_cache(model: Any, *, max_batch_size: int | None = None, max_seq_len: int | None = None) -> PagedCache:
     """Allocate another cache for a converted model, in the same format and, unless given, with the same capacity."""
     _check_converted(model)
-    own: PagedCache = model.model.dsv4_cache
-    limit = model.model.layers[0].self_attn.dsv4.cos_sin.shape[0]
-    length = max_seq_len or own.paged.max_seq_len
-    check(length <= limit, "E204", got=f"max_seq_len={length}", why=f"the model was converted for {limit}")
-    return PagedCache(
-        own.paged.config,
-        max_batch_size=max_batch_size or own.paged.max_batch_size,
-        max_seq_len=length,
-        cache_format=own.paged.cache_format,
-        max_step_tokens=min(own.paged.max_step_tokens, length),
-        device=own.seq_lens.device,
-    )
+    return cache_like(model.model, max_batch_size, max_seq_len)
 
 
 def _check_converted(model: Any) -> None:
@@ -136,9 +157,17 @@ def _swap_classes(model: nn.Module, swaps: dict[type, Any]) -> None:
             module.__class__ = swaps[type(module)]
 
 
-def _shared_attention(
+def _merge_adapters(attention: nn.Module) -> None:
+    """Replace each adapted linear of a transformers attention, as PEFT's, by its merged base linear."""
+    for name, module in list(attention.named_modules()):
+        if hasattr(module, "base_layer"):
+            module.merge()
+            attention.set_submodule(name, module.get_base_layer())
+
+
+def _shared_weights(
     source: Any, config: DeepseekV4Config, cache_format: CacheFormat, dtype: torch.dtype, max_seq_len: int
-) -> DeepseekV4Attention:
+) -> SharedWeights:
     """Build a `DeepseekV4Attention` that shares the parameters of `source`, floating or e4m3 with scales."""
     ours = DeepseekV4Attention(
         config,
@@ -150,46 +179,14 @@ def _shared_attention(
         max_seq_len=max_seq_len,
     )
     for path, module in list(ours.named_modules()):
-        if isinstance(module, Fp8Linear) and _hf_parameter(source, f"{path}.weight").dtype is not torch.float8_e4m3fn:
+        if not isinstance(module, Fp8Linear):
+            continue
+        weight = source.get_parameter(hf_name(f"{path}.weight"))
+        if weight.dtype is not torch.float8_e4m3fn:
             ours.set_submodule(path, Linear(*module.weight.shape, dtype=dtype, device="meta"))
-    left = {name for name, _ in source.named_parameters()}
-    for name, parameter in list(ours.named_parameters()):
-        theirs = _hf_parameter(source, name)
-        _check_stored_alike(theirs, parameter, f"{hf_name(name)} of layer {source.layer_idx}")
-        left.remove(hf_name(name))
-        path, _, leaf = name.rpartition(".")
-        setattr(ours.get_submodule(path), leaf, theirs)
-    check(
-        not left,
-        "E207",
-        got=f"parameters of layer {source.layer_idx} that no op uses: {', '.join(sorted(left))}",
-    )
+    shared = SharedWeights(source, ours)
     ours.stack()
     ours.cos_sin = cos_sin_cache(config.rope(ours.ratio), max_seq_len, source.sinks.device)
-    return ours.eval()
-
-
-def _check_stored_alike(theirs: Tensor, ours: Tensor, name: str) -> None:
-    """Raise E207 unless a parameter of transformers has the shape of `ours`, and is e4m3 exactly if `ours` is."""
-    check(
-        theirs.shape == ours.shape,
-        "E207",
-        got=f"{name} of shape {tuple(theirs.shape)}",
-        why=f"needs {tuple(ours.shape)}",
-    )
-    check(
-        (theirs.dtype is torch.float8_e4m3fn) == (ours.dtype is torch.float8_e4m3fn),
-        "E207",
-        got=f"{name} of dtype {theirs.dtype}",
-        why="DeepSeek-V4 keeps this weight in floating point",
-    )
-
-
-def _hf_parameter(source: Any, name: str) -> nn.Parameter:
-    """Return the parameter of a transformers attention that corresponds to our parameter `name`."""
-    theirs = hf_name(name)
-    path, _, leaf = theirs.rpartition(".")
-    value = getattr(source.get_submodule(path), leaf, None)
-    if value is None:
-        fail("E207", got=f"no parameter {theirs} in layer {source.layer_idx}", why=f"{name} needs it")
-    return value
+    ours.eval()
+    shared.settle()
+    return shared

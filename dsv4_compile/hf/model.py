@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,12 +22,12 @@ from .._compat import maybe_mark_dynamic
 from ..errors import check, fail
 from ..metadata import AttentionMetadata
 from .cache import PagedCache
+from .entry import NO_WEIGHTS, EnteredOnHost, generating, held_by, take_own
 
 hf: Any = modeling_deepseek_v4
 """Module of transformers, untyped because its submodules have the type `Tensor | Module`."""
 
 _log = logging.getLogger("dsv4_compile.hf")
-_NO_WEIGHTS = "sparse attention builds no attention matrix"
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
@@ -51,6 +52,7 @@ class CompilableAttention(hf.DeepseekV4Attention):
         """Convert the parameters and stack them again."""
         super()._apply(fn, recurse)
         self.dsv4.arrange()
+        self.dsv4_weights.settle()
         return self
 
 
@@ -66,8 +68,12 @@ class CompilableNorm(hf.DeepseekV4RMSNorm):
         return normed.to(hidden_states.dtype)
 
 
-class CompilableModel(hf.DeepseekV4Model):
+class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
     """Decoder stack that builds metadata once per step from lengths on the device, without masks or Python counters."""
+
+    def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
+        """Return this model and what allocates a cache for it."""
+        return self, partial(cache_like, self)
 
     @_model_forward
     def forward(
@@ -82,60 +88,54 @@ class CompilableModel(hf.DeepseekV4Model):
     ) -> MoeModelOutputWithPast:
         """Append `input_ids` `[B, S]` to the sequences of `past_key_values` and run them through the layers.
 
-        Without `past_key_values` the model's own cache is reset and used. `attention_mask` `[B, >= S]` marks padding in
-        its last S columns. Positions follow from the cache; `position_ids` is ignored.
+        A call of the model passes `entry.run`, which gives a call without `past_key_values` a cache and checks the
+        others. `attention_mask` `[B, >= S]` marks tokens in its last S columns. Positions follow from the cache.
         """
-        input_ids, cache = check_call(self, input_ids, inputs_embeds, past_key_values, kwargs)
-        if past_key_values is None:
-            cache.reset()
+        if past_key_values is None or not past_key_values.entered:
+            fail(
+                "E208",
+                got="a forward that no call of the model led to",
+                why="its checks, its cache and replaced weights belong to the call",
+                fix='compile the model in place, model.compile(backend="dsv4"), or call it',
+            )
+        assert input_ids is not None
         batch_size, num_columns = input_ids.shape
-        metadata = cache.begin_step(batch_size, num_columns, attention_mask)
+        metadata = past_key_values.begin_step(batch_size, num_columns, attention_mask)
         embeds = self.embed_tokens(input_ids)
         hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         for layer in self.layers:
             hidden_states = layer(
-                hidden_states, input_ids=input_ids, metadata=metadata, past_key_values=cache, **kwargs
+                hidden_states, input_ids=input_ids, metadata=metadata, past_key_values=past_key_values, **kwargs
             )
         hidden_states = self.norm(self.hc_head(hidden_states))
-        return MoeModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=cache)
+        return MoeModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
 
-def check_call(
-    model: CompilableModel,
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    cache: PagedCache | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, PagedCache]:
-    """Raise E208 or E204 for a call that the converted model cannot run, before anything is written.
-
-    Returns the token ids and the cache of the call.
-    """
-    check(not model.training, "E208", got="a model in training mode", fix="call model.eval(), or revert it to train")
-    if input_ids is None or inputs_embeds is not None:
-        fail("E208", got="inputs_embeds", why="hash-routed layers need token ids", fix="pass input_ids")
-    check(not kwargs.get("output_attentions"), "E208", got="output_attentions=True", why=_NO_WEIGHTS)
-    check(
-        cache is None or isinstance(cache, PagedCache),
-        "E208",
-        got=f"past_key_values of type {type(cache).__name__}",
-        fix="pass none, or dsv4_compile.hf.new_cache(model)",
+def cache_like(model: Any, max_batch_size: int | None = None, max_seq_len: int | None = None) -> PagedCache:
+    """Allocate a cache like that of `model`, a `CompilableModel`, with other capacities if they are given."""
+    own: PagedCache = model.dsv4_cache
+    limit = model.layers[0].self_attn.dsv4.cos_sin.shape[0]
+    length = max_seq_len or own.paged.max_seq_len
+    check(length <= limit, "E204", got=f"max_seq_len={length}", why=f"the model was converted for {limit}")
+    return PagedCache(
+        own.paged.config,
+        max_batch_size=max_batch_size or own.paged.max_batch_size,
+        max_seq_len=length,
+        cache_format=own.paged.cache_format,
+        max_step_tokens=min(own.paged.max_step_tokens, length),
+        device=own.seq_lens.device,
     )
-    held: PagedCache = cache if cache is not None else model.dsv4_cache
-    batch_size, num_columns = input_ids.shape
-    if batch_size > held.paged.max_batch_size or num_columns > held.paged.max_step_tokens:
-        # Formatted only on failure: printing a symbolic size specialises the graph on it.
-        fail(
-            "E204",
-            got=f"input_ids of shape ({batch_size}, {num_columns})",
-            why=f"the cache takes {held.paged.max_batch_size} sequences and {held.paged.max_step_tokens} tokens a step",
-            fix="convert with larger max_batch_size / max_seq_len / max_step_tokens, or prefill in chunks",
-        )
-    return input_ids, held
 
 
-class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
+class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
     """Language model whose `generate` uses the paged cache and marks dynamic dims, so that nothing recompiles."""
+
+    # Dynamo must not trace the checks of a wrapper from torch.compile(model), but compile what they call.
+    __call__ = torch.compiler.disable(EnteredOnHost.__call__, recursive=False)
+
+    def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
+        """Return the decoder stack and what allocates a cache for it."""
+        return self.model.entered_model()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run `transformers.GenerationMixin.generate`, with one warning if the model is not compiled in place."""
@@ -150,7 +150,8 @@ class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
                 'Compile it in place: model.compile(fullgraph=True, backend="dsv4"). '
                 "A wrapper from torch.compile(model) is not used by generate()."
             )
-        return super().generate(*args, **kwargs)
+        with generating():
+            return super().generate(*args, **kwargs)
 
     def _prepare_cache_for_generation(
         self,
@@ -174,16 +175,14 @@ class CompilableForCausalLM(hf.DeepseekV4ForCausalLM):
             fix="leave cache_implementation unset",
         )
         check(generation_config.use_cache is not False, "E208", got="use_cache=False", fix="leave use_cache unset")
-        check(not generation_config.output_attentions, "E208", got="output_attentions=True", why=_NO_WEIGHTS)
-        for layer in self.model.layers:
-            layer.self_attn.dsv4.arrange()
+        check(not generation_config.output_attentions, "E208", got="output_attentions=True", why=NO_WEIGHTS)
         rows = batch_size * generation_config.num_return_sequences
         cache = model_kwargs.get("past_key_values")
         if cache is None:
-            cache = self.model.dsv4_cache
-            cache.reset()
-            model_kwargs["past_key_values"] = cache
-        cache.check_fits(rows, max_cache_length)
+            self.model.dsv4_cache.check_fits(rows, max_cache_length)
+            model_kwargs["past_key_values"] = take_own(*self.entered_model())
+        else:
+            held_by(self.model, cache).check_fits(rows, max_cache_length)
 
     def prepare_inputs_for_generation(
         self,
@@ -220,3 +219,7 @@ def mark_dynamic_tokens(tensor: Tensor) -> Tensor:
         if size > 1:
             maybe_mark_dynamic(tensor, dim)
     return tensor
+
+
+# save_pretrained writes the name of the class as the architecture, and pipelines look it up.
+CompilableForCausalLM.__name__ = hf.DeepseekV4ForCausalLM.__name__

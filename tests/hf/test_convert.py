@@ -259,7 +259,7 @@ class TestErrors:
     def test_a_sequence_over_its_capacity(self, converted) -> None:
         cache = hf.new_cache(converted, max_seq_len=256)
         converted(random_ids(1, 256), past_key_values=cache)
-        with pytest.raises(RuntimeError, match="E204"):
+        with pytest.raises(ValueError, match="E204"):
             converted(random_ids(1, 1), past_key_values=cache)
 
 

@@ -1,0 +1,361 @@
+"""Checks of a forward of a converted model on the host, before its graph: the call, its cache and the weights.
+
+A graph sees shapes and dtypes alone. What a caller means by a mask, by positions or by a cache of an earlier call is
+known before it, so the entry decides there, costs no launch, and synchronises only for arguments that the main road
+does not pass (`position_ids`, a mask of past columns, a batch that may overflow its cache).
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import check, fail
+from .cache import OWN_CACHE, STALE, CacheHandle, PagedCache
+
+NO_WEIGHTS = "sparse attention builds no attention matrix"
+
+_LOCK = threading.Lock()
+"""Guards `holder` and `entered` of all caches, which threads take and give back."""
+
+
+class Generation:
+    """A running `generate` call and the caches that are its own until it ends."""
+
+    def __init__(self) -> None:
+        self.caches: list[PagedCache] = []
+
+
+_GENERATION: ContextVar[Generation | None] = ContextVar("generation", default=None)
+
+
+@contextmanager
+def generating() -> Iterator[None]:
+    """Keep the caches that `take_own` hands out in the block for it alone, until it ends."""
+    generation = Generation()
+    before = _GENERATION.set(generation)
+    try:
+        yield
+    finally:
+        _GENERATION.reset(before)
+        for cache in generation.caches:
+            cache.holder = None
+
+
+def take_own(model: Any, allocate: Callable[[], PagedCache]) -> CacheHandle:
+    """Return a handle of the model's cache, empty, or of a new one while another call uses that.
+
+    The cache is entered by this thread, or held by the running `generate`.
+
+    Args:
+        model: a `CompilableModel`.
+        allocate: makes a cache like the model's own.
+    """
+    own: PagedCache = model.dsv4_cache
+    generation = _GENERATION.get()
+    with _LOCK:
+        free = own.holder is None and not own.entered
+        cache = own if free else allocate()
+        if generation is None:
+            cache.entered, cache.thread = True, threading.get_ident()
+        else:
+            cache.holder = generation
+            generation.caches.append(cache)
+    cache.reset()
+    return CacheHandle(cache, generation)
+
+
+@cache
+def _signature(kind: Any) -> inspect.Signature:
+    return inspect.signature(kind.forward)
+
+
+class Call(NamedTuple):
+    """Inputs of the entry: the arguments of a forward, and the cache that `past_key_values` stands for."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    cache: PagedCache
+
+
+class Entry:
+    """A forward between its checks and its result; it holds the cache for this thread until `release`.
+
+    Attributes:
+        arguments: what to call the forward with; empty where an outer entry has done all.
+    """
+
+    def __init__(self, arguments: dict[str, Any], held: PagedCache | None = None, handle: Any = None) -> None:
+        self.arguments = arguments
+        self.held, self.handle = held, handle
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def release(self) -> None:
+        """Give the cache back, whether or not the forward failed."""
+        if self.held is not None:
+            self.held.entered = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def finish(self, result: Any) -> Any:
+        """Count the step, and return the model's `result` with the caller's cache; its backward raises E206."""
+        held = self.held
+        if held is None:
+            return result
+        rows, columns = self.arguments["input_ids"].shape
+        held.rows, held.appended, held.interrupted = rows, held.appended + columns, False
+        returned = None if self.arguments.get("use_cache") is False else self.handle
+        return _inference_only(_with_cache(result, held, returned))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def enter(module: Any, args: Any, kwargs: Any) -> Entry:
+    """Check a call of `module` and take its cache.
+
+    Args:
+        module: a `CompilableModel`, or the language model around it.
+
+    Raises E208 or E204 for a call that the model cannot run, before anything is written.
+    """
+    kind: Any = type(module)
+    bound = _signature(kind).bind(module, *args, **kwargs)
+    arguments = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
+    arguments |= bound.arguments.get("kwargs", {})
+    cache = arguments.get("past_key_values")
+    if isinstance(cache, PagedCache) and cache.entered and cache.thread == threading.get_ident():
+        return Entry(arguments)  # the language model around this one has been through the entry
+    model, allocate = module.entered_model()
+    check_call(model, arguments)
+    handle = take_own(model, allocate) if cache is None else cache
+    held = held_by(model, handle)
+    _take(held, new=cache is None)
+    try:
+        positions = arguments.pop("position_ids", None)
+        check_batch(Call(arguments["input_ids"], arguments.get("attention_mask"), positions, held))
+        for layer in model.layers:
+            layer.self_attn.dsv4_weights.adopt()
+    except BaseException:
+        held.entered = False
+        raise
+    held.interrupted = True  # until `finish`
+    arguments["past_key_values"] = held
+    return Entry(arguments, held, handle)
+
+
+def _take(cache: PagedCache, new: bool) -> None:
+    """Take the cache for this thread's forward; a `new` one is taken already. Raises E208 if another has it."""
+    with _LOCK:
+        busy = cache.entered and not (new and cache.thread == threading.get_ident())
+        if not busy:
+            cache.entered, cache.thread = True, threading.get_ident()
+    check(not busy, "E208", got="a cache that another forward uses", why="it takes one call at a time", fix=OWN_CACHE)
+
+
+_nn: Any = nn
+"""Untyped: modules of transformers are subclasses of this module's class, and have the type Any."""
+
+
+class EnteredOnHost(_nn.Module):
+    """A module whose calls are checked on the host, also where torch.compile wraps the module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward between `enter` and `Entry.finish`, without gradients."""
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        entry = enter(self, args, kwargs)
+        try:
+            with torch.no_grad():
+                result = super().__call__(**entry.arguments)
+        finally:
+            entry.release()
+        return entry.finish(result)
+
+    def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
+        """Return the `CompilableModel` and what allocates a cache for it."""
+        raise NotImplementedError
+
+
+def check_call(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise E208 for arguments or a mode that a converted model does not run in."""
+    input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+    check(not model.training, "E208", got="a model in training mode", fix="call model.eval(), or revert it to train")
+    if input_ids is None or arguments.get("inputs_embeds") is not None:
+        fail("E208", got="inputs_embeds", why="hash-routed layers need token ids", fix="pass input_ids")
+    check(not arguments.get("output_attentions"), "E208", got="output_attentions=True", why=NO_WEIGHTS)
+    check(
+        input_ids.dim() == 2 and input_ids.numel() > 0 and not input_ids.is_floating_point(),
+        "E208",
+        got=f"input_ids of shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}",
+        fix="pass integers [batch, columns] with at least one row and one column",
+    )
+    device = model.dsv4_cache.seq_lens.device
+    check(
+        not torch.is_autocast_enabled(device.type),
+        "E208",
+        got=f"torch.autocast({device.type!r})",
+        why="ops round where DeepSeek-V4 does, in the dtypes of the weights",
+        fix="leave the autocast block, or load the model in the dtype you want",
+    )
+    if mask is None:
+        return
+    check(
+        isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point(),
+        "E208",
+        got=f"attention_mask of type {type(mask).__name__}"
+        + (f", shape {tuple(mask.shape)} and dtype {mask.dtype}" if isinstance(mask, Tensor) else ""),
+        why="every token attends to the kept tokens before it, and to nothing else",
+        fix="pass integers or booleans [batch, columns], nonzero for a token",
+    )
+
+
+def check_batch(call: Call) -> None:
+    """Raise E208 or E204 unless the batch continues its cache: rows, mask, positions and lengths."""
+    (rows, columns), cache = call.input_ids.shape, call.cache
+    check(
+        not cache.interrupted,
+        "E208",
+        got="a cache whose last forward failed",
+        why="some of its layers may hold that forward's tokens",
+        fix="call its reset() and prefill again",
+    )
+    check(
+        cache.rows in (0, rows),
+        "E208",
+        got=f"{rows} rows with a cache of {cache.rows} sequences",
+        why="a row continues the sequence of its index",
+        fix="continue with as many rows, or pass an empty cache",
+    )
+    mask = call.attention_mask
+    if mask is not None:
+        widths = (columns, cache.appended + columns)
+        check(
+            mask.shape[0] == rows and mask.shape[1] in widths,
+            "E208",
+            got=f"attention_mask of shape {tuple(mask.shape)}",
+            why=f"input_ids are {rows} x {columns}, after {cache.appended} columns in the cache",
+            fix=f"pass {rows} x {columns}" + (f" or {rows} x {widths[1]}" if cache.appended else ""),
+        )
+        if mask.shape[1] > columns:
+            kept = (mask[:, : cache.appended] != 0).sum(dim=1)
+            check(
+                bool((kept == cache.seq_lens[:rows]).all()),
+                "E208",
+                got="an attention_mask with other tokens in past columns than the cache holds",
+                fix="keep the mask of earlier calls and append the new columns",
+            )
+    if call.position_ids is not None:
+        _check_positions(call)
+    paged = cache.paged
+    fits = rows <= paged.max_batch_size and columns <= paged.max_step_tokens
+    if fits and cache.appended + columns > paged.max_seq_len:
+        fits = bool((cache.seq_lens[:rows] + _keep(call).sum(dim=1) <= paged.max_seq_len).all())
+    check(
+        fits,
+        "E204",
+        got=f"input_ids of shape ({rows}, {columns}) after {cache.appended} columns",
+        why=f"the cache takes {paged.max_batch_size} sequences of {paged.max_seq_len} tokens, "
+        f"{paged.max_step_tokens} in a step",
+        fix="convert with larger max_batch_size / max_seq_len / max_step_tokens, or prefill in chunks",
+    )
+
+
+def _keep(call: Call) -> Tensor:
+    """Return which of the new columns hold a token, `[B, S]` bool."""
+    columns = call.input_ids.shape[1]
+    if call.attention_mask is None:
+        return torch.ones_like(call.input_ids, dtype=torch.bool)
+    return call.attention_mask[:, -columns:] != 0
+
+
+def _check_positions(call: Call) -> None:
+    """Raise E208 unless `position_ids` are those that follow from the cache and the mask."""
+    given = call.position_ids
+    assert given is not None
+    keep = _keep(call)
+    follow = call.cache.seq_lens[: keep.shape[0], None] + keep.cumsum(dim=1) - 1
+    same = given.dim() == 2 and given.shape[1] == follow.shape[1] and given.shape[0] in (1, follow.shape[0])
+    check(
+        same and bool(((given == follow) | ~keep).all()),
+        "E208",
+        got="position_ids other than the tokens' places in their sequences",
+        why="positions follow from the cache and the mask; packed documents would attend to each other",
+        fix="leave position_ids out, and pass one document a row",
+    )
+
+
+def held_by(model: Any, cache: Any) -> PagedCache:
+    """Return the cache that an argument `past_key_values` stands for. Raises E208 if it cannot be continued."""
+    check(
+        isinstance(cache, PagedCache),
+        "E208",
+        got=f"past_key_values of type {type(cache).__name__}",
+        fix="pass none, or dsv4_compile.hf.new_cache(model)",
+    )
+    own: PagedCache = model.dsv4_cache
+    check(cache is not own, "E208", got="the model's own cache", why=STALE, fix=OWN_CACHE)
+    if isinstance(cache, CacheHandle):
+        check(not cache.stale, "E208", got="a stale past_key_values", why=STALE, fix=OWN_CACHE)
+        other = cache.cache.holder is not None and cache.cache.holder is not cache.holder
+        check(not other, "E208", got="a cache that a generate call uses", fix=OWN_CACHE)
+        cache = cache.cache
+    held: PagedCache = cache
+    for what, theirs, ours in (
+        ("configuration", held.paged.config, own.paged.config),
+        ("cache format", held.paged.cache_format, own.paged.cache_format),
+        ("device", held.seq_lens.device, own.seq_lens.device),
+    ):
+        check(
+            theirs is ours or theirs == ours,
+            "E208",
+            got=f"a cache of another {what}",
+            why=f"it was allocated for another model: {theirs}" if what != "configuration" else "",
+            fix="pass dsv4_compile.hf.new_cache(model)",
+        )
+    return held
+
+
+def _with_cache(result: Any, held: PagedCache, returned: PagedCache | None) -> Any:
+    """Return `result`, a model output or a tuple, with `returned` in place of the cache."""
+    if isinstance(result, tuple):
+        return tuple(returned if each is held else each for each in result if each is not held or returned is not None)
+    result["past_key_values"] = returned
+    return result
+
+
+class _InferenceOnly(torch.autograd.Function):
+    """The identity, whose backward raises E206."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        fail("E206", got="backward() through a converted model", fix="revert the model to train it")
+
+
+def _inference_only(result: Any) -> Any:
+    """Let a backward through the floating tensors of `result` raise E206, if gradients are enabled."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return result
+    anchor = torch.empty(0, requires_grad=True)
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(mark(each) for each in value)
+        wants = isinstance(value, Tensor) and value.is_floating_point() and not value.is_inference()
+        return _InferenceOnly.apply(value, anchor) if wants else value
+
+    if isinstance(result, tuple):
+        return mark(result)
+    for name, value in result.items():
+        result[name] = mark(value)
+    return result

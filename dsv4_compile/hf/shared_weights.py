@@ -1,0 +1,153 @@
+"""Weights that a converted attention shares with its transformers modules, watched from outside the graph.
+
+A graph reads the parameters of our layer and the matrices that they are stacked into. A parameter that a caller
+replaces in a transformers module (`load_state_dict(assign=True)`, `module.weight = ...`, `weight.data = ...`) would
+never reach it, and hooks or adapters of those modules would never run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import check, fail
+from ..loading import hf_name
+from ..modules import DeepseekV4Attention
+
+
+class _Shared(NamedTuple):
+    """One parameter: where transformers holds it, where we do, and what both held when it was last compared."""
+
+    name: str
+    theirs: dict[str, nn.Parameter | None]
+    leaf: str
+    owner: nn.Module
+    own_leaf: str
+    parameter: nn.Parameter
+    address: int
+
+
+class _Module(NamedTuple):
+    """One submodule of the transformers attention, of which only parameters are used."""
+
+    name: str
+    siblings: dict[str, nn.Module | None]
+    key: str
+    module: nn.Module
+
+
+class SharedWeights:
+    """The parameters of `source`, a transformers attention, that `ours` runs with.
+
+    Args:
+        source: transformers attention module. Its parameters become those of `ours`.
+        ours: attention that shares them, with modules in place for the dtypes of `source`.
+
+    Raises E207 for a parameter of `source` that is missing, has another shape or dtype, or that no op uses.
+    """
+
+    def __init__(self, source: Any, ours: DeepseekV4Attention) -> None:
+        self.layer = f"layer {ours.layer_idx}"
+        self.ours = ours
+        self.modules = [
+            _Module(f"{path}{'.' if path else ''}{key}", parent._modules, key, module)
+            for path, parent in source.named_modules()
+            for key, module in parent._modules.items()
+            if module is not None
+        ]
+        left = {name for name, _ in source.named_parameters()}
+        self.shared: list[_Shared] = []
+        for name, parameter in list(ours.named_parameters()):
+            theirs = hf_name(name)
+            path, _, leaf = theirs.rpartition(".")
+            held = source.get_submodule(path)._parameters
+            replacement = held.get(leaf)
+            if replacement is None:
+                fail("E207", got=f"no parameter {theirs} in {self.layer}", why=f"{name} needs it")
+            _check_stored_alike(replacement, parameter, f"{theirs} of {self.layer}")
+            left.remove(theirs)
+            own_path, _, own_leaf = name.rpartition(".")
+            owner = ours.get_submodule(own_path)
+            setattr(owner, own_leaf, replacement)
+            self.shared.append(_Shared(theirs, held, leaf, owner, own_leaf, replacement, 0))
+        unused = ", ".join(sorted(left))
+        check(not left, "E207", got=f"parameters of {self.layer} that no op uses: {unused}")
+
+    def settle(self) -> None:
+        """Record where the parameters are now, after they were stacked or converted in place."""
+        self.shared = [each._replace(address=each.parameter.data_ptr()) for each in self.shared]
+
+    def adopt(self) -> None:
+        """Let `ours` run with the parameters that `source` has now. Raises E207 or E208 for what it cannot run with."""
+        for name, siblings, key, module in self.modules:
+            if siblings.get(key) is not module:
+                self._refuse(name, f"was replaced by a {type(siblings.get(key)).__name__}")
+            if module._forward_hooks or module._forward_pre_hooks:
+                self._refuse(name, "has forward hooks")
+            if "forward" in module.__dict__:
+                self._refuse(name, "has a forward of its own")
+        changed = False
+        for i, each in enumerate(self.shared):
+            parameter = each.theirs.get(each.leaf)
+            if parameter is each.parameter and parameter.data_ptr() == each.address:
+                continue
+            if type(parameter) is not nn.Parameter:
+                self._refuse(each.name, f"is a {type(parameter).__name__}, not a plain parameter")
+            assert isinstance(parameter, nn.Parameter)
+            _check_stored_alike(parameter, each.parameter, f"{each.name} of {self.layer}")
+            check(
+                parameter.device == self.ours.cos_sin.device,
+                "E207",
+                got=f"{each.name} of {self.layer} on {parameter.device}",
+                why=f"the layer was converted on {self.ours.cos_sin.device}",
+                fix="call dsv4_compile.hf.revert(model), move the model, and convert it again",
+            )
+            setattr(each.owner, each.own_leaf, parameter)
+            self.shared[i] = each._replace(parameter=parameter)
+            changed = True
+        if changed:
+            self.ours.arrange()
+            self.settle()
+
+    def _refuse(self, name: str, what: str) -> None:
+        fail(
+            "E208",
+            got=f"{name} of {self.layer} {what}",
+            why="a converted attention reads the weights of this module and never calls it",
+            fix="remove it, or merge adapters into the weights; or call dsv4_compile.hf.revert(model) first",
+        )
+
+
+def why_unreadable(source: nn.Module) -> str:
+    """Return the first submodule of a transformers attention that returns more than its weights say, or "".
+
+    Adapters wrap a linear, parametrisations compute its weight, and hooks change what it returns.
+    """
+    for name, module in source.named_modules():
+        if not name:
+            continue
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+            return f"{name}, which has forward hooks or a forward of its own"
+        if hasattr(module, "base_layer"):
+            return f"{name}, a {type(module).__name__} with an adapter"
+        if hasattr(module, "parametrizations"):
+            return f"{name}, whose parameters are parametrised"
+    return ""
+
+
+def _check_stored_alike(theirs: Tensor, ours: Tensor, name: str) -> None:
+    """Raise E207 unless a parameter of transformers has the shape of `ours`, and is e4m3 exactly if `ours` is."""
+    check(
+        theirs.shape == ours.shape,
+        "E207",
+        got=f"{name} of shape {tuple(theirs.shape)}",
+        why=f"needs {tuple(ours.shape)}",
+    )
+    check(
+        (theirs.dtype is torch.float8_e4m3fn) == (ours.dtype is torch.float8_e4m3fn),
+        "E207",
+        got=f"{name} of dtype {theirs.dtype}",
+        why="DeepSeek-V4 keeps this weight in floating point",
+    )
