@@ -133,4 +133,5 @@ def _transformers(op: str) -> Callable[..., Any]:
         )
         return norm(hf.DeepseekV4HyperHead.forward(module, streams[None]), weight, eps)
 
-    return {"mhc_pre": pre, "mhc_boundary": boundary, "mhc_head": head}[op]
+    ways: dict[str, Callable[..., Any]] = {"mhc_pre": pre, "mhc_boundary": boundary, "mhc_head": head}
+    return ways[op]

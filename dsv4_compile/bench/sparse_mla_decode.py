@@ -115,13 +115,13 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor], turned: int = 0, lse:
 
 def portable(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Run the Triton kernel for all GPUs, even if the op has a faster one; `options` go to its launcher."""
-    from ..kernels.attention import sparse_mla_decode_triton as kernel
     from ..kernels.attention.common import decode_call
+    from ..kernels.attention.sparse_mla_decode_triton import launch
     from ..kernels.host.gpu import gpu_of
 
     quant = len(args) > len(DecodeArguments._fields)
     call = decode_call(DecodeQuantArguments(*args) if quant else DecodeArguments(*args))
-    return kernel.launch(call, gpu_of(args[0].device), **options)
+    return launch(call, gpu_of(args[0].device), **options)
 
 
 def separate(implementation: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:

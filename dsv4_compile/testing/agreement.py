@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layout import ACT_TILE
 from ..ops.common.define import OPS
-from ..reference.common.block_scale import ACT_TILE, dequantize_activation, unpack_scales
+from ..reference.common.block_scale import dequantize_activation, unpack_scales
 from .compare import TOLERANCES, Tolerance, assert_bitwise, assert_close
 
 Args = tuple[Any, ...]

@@ -46,9 +46,9 @@ class Strides(NamedTuple):
     """Strides of the kernel's arguments; `tokens` are those of starts and ends."""
 
     out: int
-    q: tuple[int, int]
-    weights: tuple[int, int]
-    tokens: tuple[int, int]
+    q: tuple[int, ...]
+    weights: tuple[int, ...]
+    tokens: tuple[int, ...]
 
 
 @gluon.jit

@@ -92,9 +92,9 @@ class Strides(NamedTuple):
     """Strides of the kernel's arguments: `tokens` are those of the block table, the requests and the lengths."""
 
     out: int
-    q: tuple[int, int]
-    weights: tuple[int, int]
-    tokens: tuple[int, int, int, int]
+    q: tuple[int, ...]
+    weights: tuple[int, ...]
+    tokens: tuple[int, ...]
 
 
 @gluon.jit
