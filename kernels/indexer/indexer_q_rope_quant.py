@@ -103,7 +103,7 @@ def indexer_q_rope_quant_kernel(
 
 def why_unsupported_indexer_q_rope_quant(
     q: Tensor, positions: Tensor, cos_sin_cache: Tensor, weights: Tensor, cache_format: str, hadamard: bool = False,
-    *_: Any,
+    round_weights: bool = False,
 ) -> str:  # fmt: skip
     """Return why the kernel does not support a call, "" if it does."""
     dim = q.shape[2]

@@ -33,7 +33,7 @@ def test_every_format_and_routing_is_measured() -> None:
     assert len(layers(weights="e4m3")) == 3 and len(layers(weights="e4m3", shared="none")) == 1
 
 
-@pytest.mark.parametrize("problem", routers(), ids=str)
+@pytest.mark.parametrize("problem", routers(), ids=lambda problem: " ".join(map(str, problem.params.values())))
 def test_a_router_costs_what_it_moves(problem: Problem) -> None:
     args = problem.make(0)
     table = args[4]
