@@ -23,10 +23,10 @@ COUNTERS = ["zeros"]
 """Semaphores of preprocess_insert; on CUDA they come from a pool and are zero already."""
 NOT_ON_CUDA = {*CAST, *CAST_WITHIN, *COUNTERS}
 
-GEMM, FP8_GEMM = ["mm"], ["grouped_matmul_kernel"]
+GEMM, FP8_GEMM = ["mm"], ["gemm_kernel"]
 INSERT, ATTENTION = ["preprocess_insert_kernel"], ["sparse_mla_decode_kernel"]
 INDEXER = ["indexer_q_rope_quant_kernel", "indexer_score_kernel", "select_topk_kernel"]
-GROUPED = ["grouped_matmul_kernel"]
+GROUPED = ["gemm_kernel"]
 
 EXPECTED = {
     "swa bf16": GEMM + INSERT + GEMM + ATTENTION + GROUPED + GEMM,

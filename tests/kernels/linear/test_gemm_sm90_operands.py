@@ -1,4 +1,4 @@
-"""How strips of x are quantised inside a product on Hopper: every bfloat16, and how the loads are compiled."""
+"""How K-blocks of x are quantized inside a GEMM on sm_90: every bfloat16, and how the loads are compiled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.linear import gemm_sm90_pair as grouped_matmul_pair_hopper
-from dsv4_compile.kernels.linear import gemm_sm90_small as grouped_matmul_hopper
+from dsv4_compile.kernels.linear import gemm_sm90_pair, gemm_sm90_small
+from dsv4_compile.kernels.linear.gemm import Operands
 from dsv4_compile.reference.common.block_scale import quantize_activation
 from dsv4_compile.reference.common.quant import ue8m0_scale
 from dsv4_compile.testing import assert_bitwise, fake_triton
@@ -27,24 +27,24 @@ TO_E4M3 = "{ .reg .b16 a; cvt.rn.satfinite.e4m3x2.f32 a, $1, $2; mov.b32 $0, {a,
 
 
 @pytest.fixture(scope="module")
-def hopper() -> Iterator[types.ModuleType]:
+def operands() -> Iterator[types.ModuleType]:
     with simulated_products():
         yield simulated_gluon.simulated("linear.gemm_sm90_operands")
 
 
 def every_bfloat16() -> Tensor:
-    """All 65536, neighbours in one strip."""
+    """All 65536, neighbours in one K-block."""
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16).view(-1, 128)
 
 
 @pytest.mark.parametrize("largest", [None, 0.0, 1e-38, 2.0**-32, 448.0, 449.0, 3e4, 3.38e38, torch.inf, torch.nan])
-def test_pairs_of_bfloat16_are_quantised_to_the_bits_of_the_reference(hopper: Any, largest: float | None) -> None:
-    """In strips of neighbours, and beside a magnitude that may be far from theirs."""
+def test_pairs_of_bfloat16_are_quantized_to_the_bits_of_the_reference(operands: Any, largest: float | None) -> None:
+    """In K-blocks of neighbours, and beside a magnitude that may be far from theirs."""
     x = every_bfloat16()
     if largest is not None:
         x = torch.where(x.float().abs() > largest, x.sign() * largest * 2**-9, x)
         x[:, 77] = -largest
-    codes, scale = hopper.quantised_pairs(Value(x.view(torch.int32)))
+    codes, scale = operands.quantize_pairs(Value(x.view(torch.int32)))
     values, byte = quantize_activation(x)
     assert_bitwise(scale.data[:, None], ue8m0_scale(byte))
     got, nan = codes.data.view(E4M3).float(), values.float().isnan()
@@ -78,16 +78,16 @@ def test_an_instruction_that_is_not_simulated_raises() -> None:
 
 
 def compiled(tokens: int, beside: int) -> Any:
-    """V4-Flash's product of hidden, alone or with another in one launch."""
+    """V4-Flash's GEMM of hidden, alone or with another in one launch."""
     x, out = torch.empty(tokens, HIDDEN, dtype=BF16), torch.empty(tokens, PROJECTED + beside)
     weight, scale = torch.empty(PROJECTED, HIDDEN, dtype=E4M3), torch.empty(PROJECTED // 128, HIDDEN // 128)
     with fake_triton.compiled_for(fake_triton.HOPPER) as found:
         if beside:
             other = torch.empty(beside, HIDDEN, dtype=BF16)
-            assert grouped_matmul_pair_hopper.pair_refuses(x, weight, other, GPU) == ""
-            grouped_matmul_pair_hopper.launch_pair(x, weight, scale, other, out, GPU)
+            assert gemm_sm90_pair.why_unsupported(x, weight, other, GPU) == ""
+            gemm_sm90_pair.launch(x, weight, scale, other, out, GPU)
         else:
-            grouped_matmul_hopper.launch_hopper(x[:, None], None, weight, scale, out.to(BF16), True, GPU)
+            gemm_sm90_small.launch(Operands(x[:, None], None, weight, scale), out.to(BF16), True, GPU)
     return found[0]
 
 
@@ -108,9 +108,9 @@ def compiled(tokens: int, beside: int) -> Any:
     ],
 )
 def test_loads_of_few_tokens_are_on_their_way_before_one_is_waited_for(tokens: int, beside: int, loads: int) -> None:
-    """So that a program waits for memory once. Of more than 16 a load may wait for others, but for no store.
+    """So that a CTA waits for memory once. Of more than 16 a load may wait for others, but for no store.
 
-    A load brings 8 strips, 8 elements to a thread.
+    A load brings 8 K-blocks, 8 elements to a thread.
     """
     kernel = compiled(tokens, beside)
     names = fake_triton.instructions(kernel)
