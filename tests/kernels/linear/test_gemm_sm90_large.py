@@ -1,4 +1,4 @@
-"""The product of many tokens on Hopper, simulated (see simulated_gluon.py for what that means), and compiled for it."""
+"""The sm_90 GEMM of many tokens, simulated (see tests/simulator/gluon.py for what that means), and compiled."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.kernels.linear.test_grouped_matmul import NEIGHBOUR, block_scale, e4m3
-from tests.kernels.linear.test_grouped_matmul_hopper import LAYERS
 from torch import Tensor
 
 from dsv4_compile.bench import gemm
-from dsv4_compile.kernels.linear import gemm_sm90_large as many
+from dsv4_compile.kernels.linear import gemm_sm90_large as large
+from dsv4_compile.kernels.linear.gemm import Operands
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import quantize_activation
 from dsv4_compile.reference.common.quant import ue8m0_scale
 from dsv4_compile.testing import assert_close, fake_triton
 from tests.kernels.gpus import GPUS
+from tests.kernels.linear.test_gemm import NEIGHBOUR, block_scale, e4m3
+from tests.kernels.linear.test_gemm_sm90_small import LAYERS
 from tests.simulator import copies
 from tests.simulator import gluon as base
 from tests.simulator.products import modules
@@ -27,7 +28,7 @@ from tests.simulator.values import Pointer
 
 GPU = GPUS["sm_90"][0]
 BF16 = torch.bfloat16
-PROCESSORS = 5  # few, so that a program has several items
+SMS = 5  # few, so that a CTA has several items
 
 
 @pytest.fixture(scope="module", **copies.EARLY_AND_LATE)
@@ -48,16 +49,17 @@ def hopper(request: pytest.FixtureRequest) -> Any:
 def product(
     hopper: Any, x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor | None, splits: int, blocks: int = 1
 ) -> Tensor:
-    """Of a launch cut as it says."""
+    """Return the GEMM of a launch with so many splits and blocks of rows per tile."""
+    operands = Operands(x, x_scale, weight, scale)
     counters, out = torch.zeros(64, dtype=torch.int32), torch.full((len(x), len(weight)), torch.nan, dtype=BF16)
-    assert hopper.many_refuses(x, weight, scale, False, out) == ""
+    assert hopper.why_unsupported(operands, False, out) == ""
     with (
         mock.patch.object(hopper, "choose_splits", lambda *sizes: splits),
         mock.patch.object(hopper, "choose_blocks", lambda *sizes: blocks),
         mock.patch.object(hopper, "arrival_counters", lambda count, device: counters),
         torch.no_grad(),
     ):
-        hopper.launch_many(x, x_scale, weight, scale, out, False, GPU._replace(sms=PROCESSORS))
+        hopper.launch(operands, out, GPU._replace(sms=SMS))
     assert not counters.any()
     return out
 
@@ -73,10 +75,10 @@ def product(
         (70, 1, 256, 1024, False, 1, 2),
     ],
 )
-def test_what_comes_quantised_gives_the_reference(
+def test_quantized_x_gives_the_reference(
     hopper: Any, tokens: int, groups: int, rows: int, size: int, packed: bool, splits: int, blocks: int
 ) -> None:
-    """Items that are tiles of one block of rows or of two, and parts of them."""
+    """Items that are tiles of one block of rows or of two, and splits of them."""
     heads = size // 64
     o, table = torch.randn(tokens, groups * heads, 64).bfloat16(), torch.randn(9, 16)
     a, a_scale = REFERENCES["inv_rope_fp8_quant"](o, torch.arange(tokens) % 9, table, groups, heads, packed)
@@ -92,7 +94,8 @@ def test_scales_of_the_weight_come_in_either_form(hopper: Any, form: torch.dtype
     scale = ue8m0_scale(byte) * 1.25 if form is torch.float32 else byte
     got = product(hopper, values[:, None], ue8m0_scale(x_byte)[:, None], weight, scale, 1)
     assert_close(got, REFERENCES["fp8_linear"](x, weight, scale), NEIGHBOUR[BF16])
-    assert "words of four" in hopper.many_refuses(values[:, None], weight, byte.t().contiguous().t(), False, got)
+    operands = Operands(values[:, None], None, weight, byte.t().contiguous().t())
+    assert "words of four" in hopper.why_unsupported(operands, False, got)
 
 
 @pytest.mark.parametrize(("tokens", "splits", "blocks"), [(300, 2, 1), (200, 1, 1), (200, 1, 2)])
@@ -105,7 +108,7 @@ def test_halves_give_the_reference(hopper: Any, tokens: int, splits: int, blocks
 def tiles_of(layer: str, tokens: int) -> tuple[gemm.Layer, int]:
     """A layer of V4-Flash, and its tiles of one block of rows."""
     of = LAYERS[f"Flash {layer}"]
-    return of, -(-tokens // many.TILE_TOKENS) * of.groups * of.rows // many.TILE_ROWS
+    return of, -(-tokens // large.TILE_TOKENS) * of.groups * of.rows // large.TILE_ROWS
 
 
 @pytest.mark.parametrize(
@@ -119,10 +122,10 @@ def tiles_of(layer: str, tokens: int) -> tuple[gemm.Layer, int]:
         ("fp8_grouped_einsum wo_a", 256, 1),
     ],
 )
-def test_layers_of_flash_get_the_parts_that_were_the_fastest(layer: str, tokens: int, splits: int) -> None:
+def test_layers_of_flash_get_the_splits_that_were_the_fastest(layer: str, tokens: int, splits: int) -> None:
     """On an H200 with torch 2.11, Triton 3.6."""
     of, tiles = tiles_of(layer, tokens)
-    assert many.choose_splits(GPU, tiles, of.size // 128) == splits
+    assert large.choose_splits(GPU, tiles, of.size // 128) == splits
 
 
 @pytest.mark.parametrize(
@@ -140,14 +143,14 @@ def test_layers_of_flash_get_the_parts_that_were_the_fastest(layer: str, tokens:
 )
 def test_layers_of_flash_get_the_tiles_that_were_the_fastest(layer: str, tokens: int, blocks: int) -> None:
     of, tiles = tiles_of(layer, tokens)
-    assert many.choose_blocks(GPU, tiles, of.rows) == blocks
+    assert large.choose_blocks(GPU, tiles, of.rows) == blocks
 
 
-def test_tiles_of_two_blocks_are_whole_ones_and_as_many_as_processors() -> None:
-    """Parts in memory are those of one block."""
+def test_tiles_of_two_blocks_are_whole_ones_and_as_many_as_sms() -> None:
+    """Partial sums in memory are those of one block."""
     for tiles, rows in itertools.product(range(2, 600, 2), (128, 256, 384, 1024)):
-        if many.choose_blocks(GPU, tiles, rows) == 2:
-            assert rows % 256 == 0 and many.choose_splits(GPU, tiles // 2, 64) == 1
+        if large.choose_blocks(GPU, tiles, rows) == 2:
+            assert rows % 256 == 0 and large.choose_splits(GPU, tiles // 2, 64) == 1
 
 
 @pytest.mark.parametrize("form", [torch.float32, torch.uint8, None])
@@ -160,13 +163,13 @@ def test_it_compiles_for_hopper(form: torch.dtype | None, rows: int, blocks: int
     scales = (None, None) if form is None else (torch.empty(300, 1, 32), torch.empty(rows // 128, 32, dtype=form))
     out = torch.empty(300, rows, dtype=out_dtype)
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
-        many.launch_many(x[:, None], scales[0], weight, scales[1], out, False, GPU)
+        large.launch(Operands(x[:, None], scales[0], weight, scales[1]), out, GPU)
     (kernel,) = compiled
     used = fake_triton.resources(kernel)
     assert used["STACK"] == used["LOCAL"] == 0
-    assert kernel.metadata.shared <= many.PROCESSOR_BYTES - many.RESERVED_BYTES
+    assert kernel.metadata.shared <= large.SM_SHARED_BYTES - large.CTA_RESERVED_BYTES
     ptx, halves = kernel.asm["ptx"], form is None
-    instructions = 2 * 4 * blocks  # halves of the tokens, steps of a strip, blocks
+    instructions = 2 * 4 * blocks  # halves of the tokens, steps of a K-block, blocks
     assert ptx.count("wgmma.mma_async.sync") == instructions
     assert f"wgmma.mma_async.sync.aligned.m64n128{'k16.f32.bf16.bf16' if halves else 'k32.f32.e4m3.e4m3'}" in ptx
     assert ptx.index("cp.async.bulk.tensor.2d") < ptx.index("griddepcontrol.wait")
@@ -176,10 +179,14 @@ def test_it_compiles_for_hopper(form: torch.dtype | None, rows: int, blocks: int
 def test_what_it_does_not_take() -> None:
     x, weight, scale = torch.empty(200, 1, 512, dtype=torch.float8_e4m3fn), e4m3(256, 512), block_scale(256, 512)
     out = torch.empty(200, 256, dtype=BF16)
-    assert many.many_refuses(x, weight, scale, False, out) == ""
-    assert "what is quantised" in many.many_refuses(x.bfloat16(), weight, scale, True, out)
-    assert "multiple of 128 rows" in many.many_refuses(x, weight[:200], scale, False, out)
-    assert "the weight's dtype" in many.many_refuses(x.bfloat16(), weight, scale, False, out)
-    # Results beside those of 3 rows more: the copy engine takes no rows 1036 bytes apart.
+
+    def unsupported(x: Tensor, weight: Tensor, out: Tensor, quantize: bool = False) -> str:
+        return large.why_unsupported(Operands(x, None, weight, scale), quantize, out)
+
+    assert unsupported(x, weight, out) == ""
+    assert "x must come quantized" in unsupported(x.bfloat16(), weight, out, True)
+    assert "multiple of 128 rows" in unsupported(x, weight[:200], out)
+    assert "the weight's dtype" in unsupported(x.bfloat16(), weight, out)
+    # Results beside those of 3 rows more: TMA takes no rows 1036 bytes apart.
     beside = torch.empty(200, 259)[:, :256]
-    assert "16 bytes" in many.many_refuses(x, weight, scale, False, beside)
+    assert "16 bytes" in unsupported(x, weight, beside)
