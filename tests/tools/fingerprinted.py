@@ -23,6 +23,7 @@ def assert_is_as_in_the_table(op: str, folder: Path) -> None:
     """Fail if a kernel of `op` does not compile, or compiles to what the table does not say.
 
     The text of PTX and AMDGCN is a function of the code and of Triton's version, so another version compiles only.
+    `folder` holds what this process has compiled: ops share kernels.
     """
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(folder)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.tools.fingerprinted import assert_is_as_in_the_table, ops_of
 
 
 @pytest.mark.parametrize("op", ops_of("attention"))
-def test_machine_code_is_as_in_the_table(op: str, tmp_path: Path) -> None:
-    assert_is_as_in_the_table(op, tmp_path)
+def test_machine_code_is_as_in_the_table(op: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert_is_as_in_the_table(op, tmp_path_factory.getbasetemp() / "fingerprints")
