@@ -5,7 +5,7 @@ Every bit equals the reference, except for the order of sums in the Hadamard tra
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
