@@ -50,17 +50,17 @@ def generating() -> Iterator[None]:
             cache.holder = None
 
 
-def take_own(model: Any, allocate: Callable[[], PagedCache]) -> CacheHandle:
+def take_own(model: Any, allocate: Callable[[], PagedCache], *, hold: bool) -> CacheHandle:
     """Return a handle of the model's cache, empty, or of a new one while another call uses that.
-
-    The cache is entered by this thread, or held by the running `generate`.
 
     Args:
         model: a `CompilableModel`.
         allocate: makes a cache like the model's own.
+        hold: keep the cache for the running `generate`, until it ends. If False, this thread's forward enters it, and
+            a new cache lives as long as its handle.
     """
     own: PagedCache = model.dsv4_cache
-    generation = _GENERATION.get()
+    generation = _GENERATION.get() if hold else None
     with _LOCK:
         free = own.holder is None and not own.entered
         cache = own if free else allocate()
@@ -134,7 +134,7 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
         return Entry(arguments)  # the language model around this one has been through the entry
     model, allocate = module.entered_model()
     check_call(model, arguments)
-    handle = take_own(model, allocate) if cache is None else cache
+    handle = take_own(model, allocate, hold=False) if cache is None else cache
     held = held_by(model, handle)
     _take(held, new=cache is None)
     try:

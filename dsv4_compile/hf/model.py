@@ -180,7 +180,7 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         cache = model_kwargs.get("past_key_values")
         if cache is None:
             self.model.dsv4_cache.check_fits(rows, max_cache_length)
-            model_kwargs["past_key_values"] = take_own(*self.entered_model())
+            model_kwargs["past_key_values"] = take_own(*self.entered_model(), hold=True)
         else:
             held_by(self.model, cache).check_fits(rows, max_cache_length)
 

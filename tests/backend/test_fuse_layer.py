@@ -259,8 +259,10 @@ def test_auto_keeps_proven_implementations(
     on_gpu: None, monkeypatch: pytest.MonkeyPatch, tested: set[str], reasons: list[str]
 ) -> None:
     monkeypatch.setattr(registry, "is_proven", lambda impl, op, architecture: f"{impl} {op}" in tested)
+    monkeypatch.setattr(proven, "_rows", dict)
+    monkeypatch.setattr(registry, "why_unproven", proven._why_unproven.__wrapped__)
     result = one_step("swa")
     assert result.ops["q_norm_rope_kv_insert"] == result.ops["sparse_mla_decode"] == 1
     for reason, start in zip(result.reasons, reasons, strict=True):
         assert reason.startswith(start)
-        assert re.search("has not been tested on cuda sm_90 yet|is proven with Triton .* not checked here yet", reason)
+        assert "has not been tested on cuda sm_90 yet" in reason

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -85,6 +87,22 @@ class TestCaches:
         got, want = (model.generate(ids, do_sample=False, **options) for model in (converted, original))
         assert torch.equal(got, want)
 
+    def test_caches_of_forwards_inside_generate_live_as_long_as_their_results(self, converted: Any) -> None:
+        probed: list[weakref.ref[Any]] = []
+
+        def probe(seen: Tensor, scores: Tensor) -> Tensor:
+            probed.append(weakref.ref(converted(seen[:, :4]).past_key_values.cache))
+            return scores
+
+        def alive() -> int:
+            gc.collect()
+            return sum(cache() is not None for cache in probed)
+
+        counts: list[int] = []
+        processors = LogitsProcessorList([probe, lambda seen, scores: (counts.append(alive()), scores)[1]])
+        converted.generate(random_ids(1, 5), logits_processor=processors, max_new_tokens=4, do_sample=False)
+        assert len(probed) == 4 and max(counts) <= 1
+
     def test_two_threads_generate(self, original: Any, converted: Any) -> None:
         prompts = [random_ids(1, n) for n in (5, 17, 30)]
         got: dict[int, Tensor] = {}
@@ -150,7 +168,8 @@ class TestCaches:
         mask = torch.ones(1, 100, dtype=torch.long)
         mask[:, :60] = 0
         converted(random_ids(1, 100), attention_mask=mask, past_key_values=cache)  # 40 tokens
-        converted(random_ids(1, free), past_key_values=cache)
+        for piece in random_ids(1, free).split(cache.paged.max_step_tokens, dim=1):
+            converted(piece, past_key_values=cache)
         with pytest.raises(ValueError, match="E204"):
             converted(random_ids(1, 1), past_key_values=cache)
         assert cache.seq_lens[0] == 40 + free
