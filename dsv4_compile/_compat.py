@@ -308,3 +308,10 @@ def register_recorded_outputs(model: Any) -> None:
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
     _CAN_RECORD_REGISTRY[model] = model._can_record_outputs
+
+
+def record_outputs(model: Any) -> None:
+    """Install the hooks that record hidden states and router logits, which a compiled forward cannot do itself."""
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    maybe_install_capturing_hooks(model)

@@ -75,19 +75,17 @@ class PagedCache(Cache):
         tables = [t for t in vars(self.paged.block_tables).values() if t is not None]
         return [*caches, *tables, self.seq_lens, self.columns]
 
-    def begin_step(self, batch_size: int, num_columns: int, attention_mask: Tensor | None) -> AttentionMetadata:
+    def begin_step(self, batch_size: int, num_columns: int, keep: Tensor | None) -> AttentionMetadata:
         """Append `num_columns` columns to the first `batch_size` sequences; return the metadata of those tokens.
 
         Args:
-            attention_mask: `[B, >= num_columns]`, nonzero for a token; the last columns are used. None = all tokens.
+            keep: bool `[B, num_columns]`, which columns hold a token; those of a row are neighbours. None = all.
         Returns:
             Metadata of the `T = B * num_columns` tokens in row-major order, with masked tokens as padding.
         """
         paged, device = self.paged, self.seq_lens.device
-        if attention_mask is None:
+        if keep is None:
             keep = torch.ones(batch_size, num_columns, dtype=torch.bool, device=device)
-        else:
-            keep = attention_mask[:, attention_mask.shape[1] - num_columns :] != 0
         lengths = self.seq_lens[:batch_size]
         grown = lengths + keep.sum(dim=1, dtype=torch.int32)
         # Only the device knows the lengths. The check runs there, without synchronisation.

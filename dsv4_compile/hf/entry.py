@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._compat import record_outputs
 from ..errors import check, fail
 from .cache import OWN_CACHE, STALE, CacheHandle, PagedCache
 
@@ -48,6 +49,10 @@ def generating() -> Iterator[None]:
         _GENERATION.reset(before)
         for cache in generation.caches:
             cache.holder = None
+
+
+RECORDED = ("output_hidden_states", "output_router_logits")
+"""Arguments that ask for what modules return inside the model."""
 
 
 def take_own(model: Any, allocate: Callable[[], PagedCache], *, hold: bool) -> CacheHandle:
@@ -142,6 +147,8 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
         check_batch(Call(arguments["input_ids"], arguments.get("attention_mask"), positions, held))
         for layer in model.layers:
             layer.self_attn.dsv4_weights.adopt()
+        if any(arguments.get(name, getattr(model.config, name, False)) for name in RECORDED):
+            record_outputs(model)
     except BaseException:
         held.entered = False
         raise

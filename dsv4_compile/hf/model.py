@@ -75,7 +75,6 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         """Return this model and what allocates a cache for it."""
         return self, partial(cache_like, self)
 
-    @_model_forward
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -88,9 +87,30 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
     ) -> MoeModelOutputWithPast:
         """Append `input_ids` `[B, S]` to the sequences of `past_key_values` and run them through the layers.
 
-        A call of the model passes `entry.run`, which gives a call without `past_key_values` a cache and checks the
+        A call of the model passes `entry.enter`, which gives a call without `past_key_values` a cache and checks the
         others. `attention_mask` `[B, >= S]` marks tokens in its last S columns. Positions follow from the cache.
         """
+        assert input_ids is not None
+        rows, columns = input_ids.shape
+        keep = None if attention_mask is None else attention_mask[:, attention_mask.shape[1] - columns :] != 0
+        options = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
+        if keep is None or columns == 1:
+            return self.forward_neighbours(input_ids, keep, **options)
+        # Kernels that pool find a sequence's earlier tokens in the rows before: its tokens go to the last columns.
+        padding = (~keep).sum(dim=1, keepdim=True)
+        places = torch.where(keep, padding + keep.cumsum(dim=1), (~keep).cumsum(dim=1)) - 1
+        ids = torch.empty_like(input_ids).scatter(1, places, input_ids)
+        result = self.forward_neighbours(ids, torch.arange(columns, device=ids.device) >= padding, **options)
+        row = torch.arange(rows, device=ids.device)[:, None]
+        if isinstance(result, tuple):  # return_dict=False
+            return _restored(result, row, places)
+        return type(result)(**{name: _restored(value, row, places) for name, value in result.items()})
+
+    @_model_forward
+    def forward_neighbours(
+        self, input_ids: Tensor, keep: Tensor | None, *, past_key_values: PagedCache | None = None, **kwargs: Any
+    ) -> MoeModelOutputWithPast:
+        """Run `forward` for columns of which those in `keep`, bool `[B, S]`, are neighbours in each row."""
         if past_key_values is None or not past_key_values.entered:
             fail(
                 "E208",
@@ -98,9 +118,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
                 why="its checks, its cache and replaced weights belong to the call",
                 fix='compile the model in place, model.compile(backend="dsv4"), or call it',
             )
-        assert input_ids is not None
-        batch_size, num_columns = input_ids.shape
-        metadata = past_key_values.begin_step(batch_size, num_columns, attention_mask)
+        metadata = past_key_values.begin_step(*input_ids.shape, keep)
         embeds = self.embed_tokens(input_ids)
         hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         for layer in self.layers:
@@ -109,6 +127,15 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
             )
         hidden_states = self.norm(self.hc_head(hidden_states))
         return MoeModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+
+
+def _restored(value: Any, row: Tensor, places: Tensor) -> Any:
+    """Return outputs with the column from `places` `[B, S]` in each column; what has none is returned as it is."""
+    if isinstance(value, tuple):
+        return tuple(_restored(each, row, places) for each in value)
+    if not isinstance(value, Tensor):
+        return value
+    return value.unflatten(0, places.shape)[row, places].flatten(0, 1) if value.dim() == 2 else value[row, places]
 
 
 def cache_like(model: Any, max_batch_size: int | None = None, max_seq_len: int | None = None) -> PagedCache:

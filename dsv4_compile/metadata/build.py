@@ -32,7 +32,9 @@ def build_metadata(
     ratios: Collection[int] = (CSA_RATIO, HCA_RATIO),
     window_block_size: int = WINDOW_BLOCK,
 ) -> AttentionMetadata:
-    """Build the metadata of T tokens from their requests and positions, in any order.
+    """Build the metadata of T tokens from their requests and positions; requests come in any order.
+
+    The tokens of a request are neighbouring rows in the order of their positions, as `preprocess_insert` pools them.
 
     Args:
         positions: int `[T]`, position of each token in its request.

@@ -34,7 +34,7 @@ def check(*args: Any) -> None:
     x, gate, bias, _, table, top_k, scale = args
     if table is None:
         scores = torch.nn.functional.softplus(x.double() @ gate.double().t()).sqrt()
-        order, want = (scores if bias is None else scores + bias).sort(1, descending=True, stable=True)
+        order, want = (scores if bias is None else scores + bias).sort(dim=1, descending=True, stable=True)
         clear = (order[:, :top_k] - order[:, 1 : top_k + 1] > DISTINCT).all(1)
         assert clear.float().mean() > 0.9
         assert torch.equal(ids[clear].long(), want[clear, :top_k])

@@ -79,8 +79,10 @@ def wrong(op: str, args: tuple[Any, ...], got: Any) -> str:
         error = (actual.double() - want).abs()
         allowed = torch.full_like(want, COEFFICIENTS)
         if name in ("streams", "y"):
-            # A new stream or y may be a small difference of large terms.
-            allowed = ROUNDING[actual.dtype] * torch.maximum(want.abs(), want.abs().amax(-1, keepdim=True) / 64)
+            # A new stream or y may be a small difference of large terms. Those of the head are streams whose rounding
+            # is not seen: float32 and float64 round one in a million to different neighbours.
+            largest = want.abs().amax(-1, keepdim=True) / (16 if op == "mhc_head" else 64)
+            allowed = ROUNDING[actual.dtype] * torch.maximum(want.abs(), largest)
         bad = ~(error <= allowed) & ~(actual.isnan() & want.isnan())
         if bad.any():
             worst = float((error / allowed).nan_to_num(torch.inf).max())
