@@ -118,7 +118,8 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
                 why="its checks, its cache and replaced weights belong to the call",
                 fix='compile the model in place, model.compile(backend="dsv4"), or call it',
             )
-        metadata = past_key_values.begin_step(*input_ids.shape, keep)
+        rows, columns = input_ids.shape
+        metadata = past_key_values.begin_step(rows, columns, keep)
         embeds = self.embed_tokens(input_ids)
         hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         for layer in self.layers:
