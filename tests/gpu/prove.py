@@ -84,7 +84,7 @@ PARTS = {
     "lowered_compress_norm_rope_insert": 5,
     "merged_layer": 3,
     "mhc_boundary": 2,
-    "moe_experts": 6,
+    "moe_experts": 3,
     "moe_route": 3,
     "preprocess_insert": 6,
     "preprocess_insert_quant": 4,

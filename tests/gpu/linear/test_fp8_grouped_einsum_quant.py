@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.host.gpu import SM90, gpu_of
-from dsv4_compile.kernels.linear import gemm_sm90_small as grouped_matmul_hopper
+from dsv4_compile.kernels.linear import gemm_sm90_small
 from dsv4_compile.kernels.linear.fp8_grouped_einsum import fp8_grouped_einsum, fp8_grouped_einsum_quant
 from dsv4_compile.kernels.linear.fp8_linear import fp8_linear
 from dsv4_compile.ops.common.define import REFERENCES
@@ -28,8 +28,8 @@ Pair = tuple[Tensor, Tensor]
 
 def apart(args: tuple[Any, ...]) -> Pair:
     """The product of the op of its own, cut as one that quantises is, quantised by the reference."""
-    choose = grouped_matmul_hopper.choose_cut
-    with mock.patch.object(grouped_matmul_hopper, "choose_cut", lambda *sizes: choose(*sizes[:6], True)):
+    choose = gemm_sm90_small.choose_tiling
+    with mock.patch.object(gemm_sm90_small, "choose_tiling", lambda *sizes: choose(*sizes[:6], True)):
         values, byte = quantize_activation(fp8_grouped_einsum(*args).flatten(1))
     return values[:, None], ue8m0_scale(byte)[:, None]
 

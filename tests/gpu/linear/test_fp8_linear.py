@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dsv4_compile.kernels.linear import fp8_linear as kernels
-from dsv4_compile.kernels.linear import gemm as grouped_matmul
-from dsv4_compile.kernels.linear import gemm_sm90_small as grouped_matmul_hopper
+from dsv4_compile.kernels.linear import gemm, gemm_sm90_small
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import quantize_activation
 from dsv4_compile.reference.common.quant import ue8m0_scale
@@ -84,26 +83,26 @@ def test_the_quantisation_in_front_of_many_tokens_is_exact(tokens: int, size: in
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 32])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 100])
-def test_any_cut_of_the_portable_kernel_gives_the_product(
+def test_any_tiling_of_the_portable_kernel_gives_the_product(
     tokens: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped_matmul, "sm90_module", lambda gpu, stem: None)
-    monkeypatch.setattr(grouped_matmul, "choose_cut", lambda *sizes: grouped_matmul.Cut(16, 64, 4, 3, splits))
+    monkeypatch.setattr(gemm, "sm90_module", lambda gpu, stem: None)
+    monkeypatch.setattr(gemm, "choose_tiling", lambda *sizes: gemm.GemmTiling(16, 64, 4, 3, splits))
     products.check(OP, kernels.fp8_linear, products.arguments("Flash fp8_linear wq_a + wkv", tokens))
 
 
-CUTS = [(64, 4, 3, 1), (64, 4, 1, 8), (128, 8, 2, 4), (128, 4, 2, 11), (256, 8, 1, 2)]
+TILINGS = [(64, 4, 3, 1), (64, 4, 1, 8), (128, 8, 2, 4), (128, 4, 2, 11), (256, 8, 1, 2)]
 CLUSTERS = [(64, 4, 2, 8, True), (64, 4, 4, 5, True), (128, 4, 3, 2, True), (128, 8, 1, 6, True), (256, 8, 1, 3, True)]
 CLUSTERS += [(64, 4, 3, 5, True), (128, 4, 2, 7, True)]
 
 
-@pytest.mark.parametrize("cut", CUTS + CLUSTERS)
+@pytest.mark.parametrize("tiling", TILINGS + CLUSTERS)
 @pytest.mark.parametrize("tokens", [1, 16, 30, 64])
-def test_any_cut_of_the_hopper_kernel_gives_the_product(
-    tokens: int, cut: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+def test_any_tiling_of_the_hopper_kernel_gives_the_product(
+    tokens: int, tiling: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On other GPUs, the portable kernel's choice once more."""
-    monkeypatch.setattr(grouped_matmul_hopper, "choose_cut", lambda *sizes: grouped_matmul_hopper.Cut(*cut))
+    monkeypatch.setattr(gemm_sm90_small, "choose_tiling", lambda *sizes: gemm_sm90_small.SmallTiling(*tiling))
     products.check(OP, kernels.fp8_linear, products.arguments("Flash fp8_linear wq_a + wkv", tokens))
 
 
