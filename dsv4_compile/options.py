@@ -25,7 +25,7 @@ FUSE_VALUES = ("auto", "on", "off")
 """Values of dsv4.fuse. "auto" fuses if the fused op has a kernel or a lowering that would be used. "on" fuses always,
 with equal results, but without a gain if the fused op runs its reference. An op whose implementation is demanded is
 never fused into another."""
-FUSE_PASSES = ("fuse_preprocess", "fuse_indexer", "fuse_attention", "fuse_latent", "fuse_output")
+FUSE_PASSES = ("fuse_preprocess", "fuse_indexer", "fuse_attention", "fuse_latent", "fuse_output", "fuse_streams")
 CUDAGRAPH_VALUES = ("off", "full", "trees")
 """Values of dsv4.cudagraph. "full" captures each decode-sized shape of a compiled graph as one CUDA graph (see
 `runtime.compiled`). "trees" leaves captures to Inductor and marks the caches for it."""

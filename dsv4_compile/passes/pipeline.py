@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch.fx import Graph
 
 from ..options import Options
-from . import fuse_attention, fuse_indexer, fuse_latent, fuse_output, fuse_preprocess
+from . import fuse_attention, fuse_indexer, fuse_latent, fuse_output, fuse_preprocess, fuse_streams
 from .fusion import Fuser
 
 PASSES: Mapping[str, Callable[[Graph, Fuser], None]] = {
@@ -16,6 +16,7 @@ PASSES: Mapping[str, Callable[[Graph, Fuser], None]] = {
     "fuse_attention": fuse_attention.run,
     "fuse_latent": fuse_latent.run,
     "fuse_output": fuse_output.run,
+    "fuse_streams": fuse_streams.run,
 }
 """All passes by the name in `dsv4.fuse.<pass>`. `fuse_latent` needs the ops that `fuse_preprocess` creates."""
 

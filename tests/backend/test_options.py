@@ -52,7 +52,7 @@ def test_options_that_change_code_change_the_cache_key() -> None:
 
 def test_fusion_is_set_for_all_passes_or_for_one() -> None:
     parsed = _parse({"dsv4.fuse": "off", "dsv4.fuse.fuse_attention": "on"})
-    assert [parsed.fuse_of(name) for name in FUSE_PASSES] == ["off", "off", "on", "off", "off"]
+    assert [parsed.fuse_of(name) for name in FUSE_PASSES] == ["off", "off", "on", "off", "off", "off"]
     assert {_parse().fuse_of(name) for name in FUSE_PASSES} == {"auto"}
 
 
