@@ -22,7 +22,6 @@ from .rewrite import erase, insert, item, replace_uses
 FIRST, PRE, BOUNDARY, HEAD = "mhc_post", "mhc_pre", "mhc_boundary", "mhc_head"
 _VIEWS = (
     torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
     torch.ops.aten.reshape.default,
     torch.ops.aten.squeeze.default,
     torch.ops.aten.squeeze.dim,
