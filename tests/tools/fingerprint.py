@@ -13,9 +13,13 @@ checkout.
 from __future__ import annotations
 
 import argparse
+import ast
+import builtins
 import collections
+import functools
 import hashlib
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -23,6 +27,7 @@ import pkgutil
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +107,7 @@ class Plan:
         self.calls: dict[tuple[str, str], dict[str, list[Launch]]] = {}
         """Launches of each call, by op and target, and by the call's label."""
         self._known: dict[Any, int] = {}
+        self._words: list[str] = []
         modules = _kernel_modules()
         for number, target in enumerate(targets):
             with _seen_as(target, modules):
@@ -119,6 +125,7 @@ class Plan:
             key = function, target, str(specialization), str(sorted(chosen.items()))
             if key not in self._known:
                 self._known[key] = len(self.jobs)
+                self._words.append(f"{source_of(function)} {re.sub('0x[0-9a-f]+', '', str(key[1:]))}")
                 self.jobs.append(Job(function, values, options, target))
             launched.append(_Compiled(self._known[key], grid, options.get("num_warps", 4)))
             return launched[-1]
@@ -128,6 +135,46 @@ class Plan:
         with mock.patch.object(JITFunction, "run", note):
             kernels.launcher(op)(*args)
         return [one.launch() for one in launched]
+
+    def source(self, op: str) -> str:
+        """Return a hash of what Triton compiles for the calls of `op` on all targets, and of their launches."""
+        launches = [
+            (target, label, [(self._words[one.job], *one[1:]) for one in launched])
+            for (of, target), calls in self.calls.items()
+            if of == op
+            for label, launched in calls.items()
+        ]
+        return digest(*sorted(map(str, launches)))
+
+
+@functools.cache
+def source_of(function: Any) -> str:
+    """Return a hash of the source of a Triton function and of all that it names, comments and docstrings aside."""
+    seen, waiting, words = set[int](), [("", function)], list[str]()
+    while waiting:
+        name, value = waiting.pop()
+        if id(value) in seen or name in vars(builtins):
+            continue
+        seen.add(id(value))
+        if isinstance(value, ModuleType) and value.__name__.startswith("dsv4_compile"):
+            words.append(f"{name} {inspect.getsource(value)}")
+            continue
+        python = getattr(value, "fn", value)
+        if not getattr(python, "__module__", "").startswith("dsv4_compile") or not hasattr(python, "__name__"):
+            # Of modules and functions of Triton, the version counts.
+            words.append(f"{name} {getattr(value, '__name__', value)}")
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(python)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
+                node.body[0] = ast.Pass()
+        words.append(f"{name} {ast.unparse(tree)}")
+        scope = dict(vars(sys.modules[python.__module__]))
+        if inspect.isfunction(python):
+            scope |= inspect.getclosurevars(python).nonlocals
+        names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
+        waiting += [(each, scope[each]) for each in names if each in scope]
+    return digest(*sorted(words))
 
 
 def _unsupported(op: str, args: tuple[Any, ...]) -> str:
@@ -308,6 +355,8 @@ def table_of(found: Detail) -> Table:
 
 
 TABLE = ROOT / "dsv4_compile" / "selection" / "fingerprints.json"
+SOURCES = Path(__file__).with_name("fingerprint_sources.json")
+"""Hash of the sources that each row of the table was compiled from: the same ones need not be compiled again."""
 
 
 def write(path: Path, table: Table) -> None:
@@ -354,6 +403,10 @@ def main(argv: list[str] | None = None) -> int:
         if options.detail:
             options.detail.write_text(json.dumps(made, indent=1))
         table = table_of(made)
+        if options.write and not options.target:
+            known = json.loads(SOURCES.read_text()) if SOURCES.exists() and options.ops else {}
+            known |= {op: plan.source(op) for op in made}
+            SOURCES.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
         if options.write:
             write(TABLE, merged(read(TABLE), table) if options.ops or options.target else table)
         old = {t: {op: f for op, f in ops.items() if op in made} for t, ops in read(TABLE).items() if t in table}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,39 @@ def test_how_a_kernel_is_launched_counts(change: str) -> None:
     renamed = {"advance": {"sm_90": {"another": ["renamed (4, 1, 1) 1 0 abc"]}}}
     after = {"advance": {"sm_90": {"a call": [lines[change]]}}}
     assert fingerprint.table_of(before) == fingerprint.table_of(renamed) != fingerprint.table_of(after)
+
+
+def test_sources_of_a_kernel_are_all_that_it_calls_and_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '''
+import triton
+import triton.language as tl
+
+STEP = tl.constexpr(3)
+
+@triton.jit
+def inner(x):
+    """Say what it returns."""
+    return x + STEP  # a comment
+
+@triton.jit
+def kernel(p):
+    tl.store(p, inner(tl.load(p)))
+'''
+
+    def source(number: int, text: str) -> str:
+        name, path = f"dsv4_compile_kernel_{number}", tmp_path / f"kernel_{number}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return fingerprint.source_of(module.kernel)
+
+    changes = [("returns", "gives"), ("  # a comment", ""), ("x + STEP", "x - STEP"), ("(3)", "(4)"), ("p,", "p + 1,")]
+    whole, *changed = (source(i, text.replace(*change)) for i, change in enumerate([("", ""), *changes]))
+    assert [one == whole for one in changed] == [True, True, False, False, False]
+
+
+def test_sources_of_the_table_are_those_of_its_kernels() -> None:
+    assert sorted(json.loads(fingerprint.SOURCES.read_text())) == sorted(KERNELS)
