@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import nn
 from transformers import __version__ as transformers_version
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from .._compat import register_recorded_outputs
+from .._compat import device_architecture, register_recorded_outputs
 from ..cache import CacheFormat
 from ..config import DeepseekV4Config
 from ..errors import check
@@ -18,17 +20,22 @@ from ..loading import hf_name
 from ..modules import DeepseekV4Attention
 from ..modules.linear import Fp8Linear, Linear
 from ..rope_tables import cos_sin_cache
+from ..selection import proven
+from . import layers
 from .cache import PagedCache
 from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, cache_like, hf
 from .shared_weights import SharedWeights, why_unreadable
 
+_log = logging.getLogger("dsv4_compile.hf")
 _COMPILABLE: dict[type, Any] = {
     hf.DeepseekV4Attention: CompilableAttention,
     hf.DeepseekV4Model: CompilableModel,
     hf.DeepseekV4RMSNorm: CompilableNorm,
     hf.DeepseekV4ForCausalLM: CompilableForCausalLM,
 }
-_ORIGINAL = {compilable: original for original, compilable in _COMPILABLE.items()}
+_ORIGINAL = {compilable: original for original, compilable in (_COMPILABLE | layers.SWAPS).items()}
+OPS = ("moe_experts", "moe_route", "mhc_pre", "mhc_boundary", "mhc_head")
+"""Ops that stand for what surrounds attention."""
 
 
 def convert(
@@ -41,6 +48,7 @@ def convert(
     hadamard: bool = False,
     max_step_tokens: int | None = None,
     merge_adapters: bool = False,
+    attention_only: bool = True,
 ) -> Any:
     """Make `model` compilable in one graph for prefill and one for decode, and return the same object.
 
@@ -55,11 +63,16 @@ def convert(
         max_step_tokens: most tokens that one forward adds to a sequence (None = max_seq_len). Smaller values shrink
             the window and compressor-state caches; longer prompts then go through
             `generate(prefill_chunk_size=max_step_tokens)`.
-        merge_adapters: fold adapters of attention linears (PEFT's LoRA layers) into their weights and remove them.
-            Without it, an attention with adapters raises E208.
+        merge_adapters: fold adapters of linears whose modules are not called (PEFT's LoRA layers) into their weights
+            and remove them. Without it, adapters there raise E208.
+        attention_only: leave experts, routers, hyper-connections and norms as transformers computes them. If False,
+            they become ops too (`moe_route`, `moe_experts`, `mhc_*`), with weights in bfloat16, float32, e4m3 or MXFP4
+            as they are stored, and all in float32 between. Where `auto` has no proven kernel for one of them on the
+            model's device, the log says so.
 
-    Later changes of attention weights take effect at the next call: in place, `load_state_dict` (with `assign` too),
-    `module.weight = ...` and `weight.data = ...`. Hooks, adapters and parametrisations of attention linears raise E208.
+    Later changes of weights take effect at the next call: in place, `load_state_dict` (with `assign` too),
+    `module.weight = ...` and `weight.data = ...`. Hooks, adapters and parametrisations of modules that are read and
+    not called, as attention's linears, raise E208.
 
     Raises E205 for an unsupported configuration and E208 for an unsupported model.
     """
@@ -85,19 +98,20 @@ def convert(
         why="weights that move there could not be loaded or moved again",
         fix="convert outside, and run the model inside",
     )
+    device = model.lm_head.weight.device
+    if not attention_only and (why := why_unproven_around_attention(device)):
+        _log.warning("attention_only=False on %s: %s", device, why)
     for layer in model.model.layers:
         if merge_adapters:
-            _merge_adapters(layer.self_attn)
-        unreadable = why_unreadable(layer.self_attn)
-        check(
-            not unreadable,
-            "E208",
-            got=f"layer {layer.self_attn.layer_idx} with {unreadable}",
-            why="a converted attention reads weights and never calls their modules",
-            fix="convert(..., merge_adapters=True) folds adapters in; remove hooks and parametrisations",
-        )
+            _merge_adapters(layer.self_attn if attention_only else layer)
+        _check_readable(f"layer {layer.self_attn.layer_idx}", layer.self_attn)
+        if not attention_only:
+            _check_readable(f"layer {layer.self_attn.layer_idx}", layer, layers.READ)
+            layers.check_layer(layer)
+    if not attention_only:
+        _check_readable("the model", model.model, layers.READ_HEAD)
     config = DeepseekV4Config.from_hf(model.config)
-    dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device
+    dtype = model.lm_head.weight.dtype
     cache_format = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard)
     cache = PagedCache(
         config,
@@ -114,8 +128,11 @@ def convert(
     for layer, weights in zip(model.model.layers, shared, strict=True):
         # In __dict__, so that nn.Module does not register the parameters a second time.
         layer.self_attn.__dict__.update(dsv4=weights.ours, dsv4_weights=weights)
-    model.model.__dict__["dsv4_cache"] = cache
-    _swap_classes(model, _COMPILABLE)
+    _swap_classes(model, _COMPILABLE if attention_only else _COMPILABLE | layers.SWAPS)
+    read = None if attention_only else layers.ReadParts(model.model)
+    model.model.__dict__.update(dsv4_cache=cache, dsv4_read=read)
+    if read is not None:
+        read.adopt()
     register_recorded_outputs(model.model)
     return model
 
@@ -129,9 +146,11 @@ def revert(model: Any) -> Any:
     _swap_classes(model, _ORIGINAL)
     for layer in model.model.layers:
         del layer.self_attn.__dict__["dsv4"], layer.self_attn.__dict__["dsv4_weights"]
+        layer.mlp.__dict__.pop("shared_w13", None)
+        layer.mlp.__dict__.pop("shared_w13_scale", None)
     for module in (model, model.model):
         module._compiled_call_impl = None  # compiled for one graph, which the original forward is not
-    del model.model.__dict__["dsv4_cache"]
+    del model.model.__dict__["dsv4_cache"], model.model.__dict__["dsv4_read"]
     model.__dict__.pop("_dsv4_warned", None)
     return model
 
@@ -140,6 +159,24 @@ def new_cache(model: Any, *, max_batch_size: int | None = None, max_seq_len: int
     """Allocate another cache for a converted model, in the same format and, unless given, with the same capacity."""
     _check_converted(model)
     return cache_like(model.model, max_batch_size, max_seq_len)
+
+
+def why_unproven_around_attention(device: torch.device) -> str:
+    """Return why `auto` does not use an implementation of all ops around attention on `device`, or ""."""
+    architecture = device_architecture(device)
+    return next(filter(None, (proven.why_unproven("triton", op, architecture) for op in OPS)), "")
+
+
+def _check_readable(name: str, source: nn.Module, paths: Collection[str] | None = None) -> None:
+    """Raise E208 for a submodule that returns more than its weights say."""
+    unreadable = why_unreadable(source, paths)
+    check(
+        not unreadable,
+        "E208",
+        got=f"{name} with {unreadable}",
+        why="a converted model reads its weights and never calls it",
+        fix="convert(..., merge_adapters=True) folds adapters in; remove hooks and parametrisations",
+    )
 
 
 def _check_converted(model: Any) -> None:
@@ -157,12 +194,12 @@ def _swap_classes(model: nn.Module, swaps: dict[type, Any]) -> None:
             module.__class__ = swaps[type(module)]
 
 
-def _merge_adapters(attention: nn.Module) -> None:
-    """Replace each adapted linear of a transformers attention, as PEFT's, by its merged base linear."""
-    for name, module in list(attention.named_modules()):
+def _merge_adapters(source: nn.Module) -> None:
+    """Replace each adapted linear, as PEFT's, by its merged base linear."""
+    for name, module in list(source.named_modules()):
         if hasattr(module, "base_layer"):
             module.merge()
-            attention.set_submodule(name, module.get_base_layer())
+            source.set_submodule(name, module.get_base_layer())
 
 
 def _shared_weights(

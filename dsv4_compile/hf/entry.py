@@ -147,6 +147,8 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
         check_batch(Call(arguments["input_ids"], arguments.get("attention_mask"), positions, held))
         for layer in model.layers:
             layer.self_attn.dsv4_weights.adopt()
+        if model.dsv4_read is not None:
+            model.dsv4_read.adopt()
         if any(arguments.get(name, getattr(model.config, name, False)) for name in RECORDED):
             record_outputs(model)
     except BaseException:

@@ -23,6 +23,7 @@ from ..errors import check, fail
 from ..metadata import AttentionMetadata
 from .cache import PagedCache
 from .entry import NO_WEIGHTS, EnteredOnHost, generating, held_by, take_own
+from .layers import CompilableHead
 
 hf: Any = modeling_deepseek_v4
 """Module of transformers, untyped because its submodules have the type `Tensor | Module`."""
@@ -126,7 +127,9 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
             hidden_states = layer(
                 hidden_states, input_ids=input_ids, metadata=metadata, past_key_values=past_key_values, **kwargs
             )
-        hidden_states = self.norm(self.hc_head(hidden_states))
+        head = self.hc_head
+        whole = isinstance(head, CompilableHead)
+        hidden_states = head(hidden_states, self.norm) if whole else self.norm(head(hidden_states))
         return MoeModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
 

@@ -7,7 +7,8 @@ never reach it, and hooks or adapters of those modules would never run.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +31,45 @@ class _Shared(NamedTuple):
 
 
 class _Module(NamedTuple):
-    """One submodule of the transformers attention, of which only parameters are used."""
+    """One submodule of transformers, of which only parameters are used."""
 
     name: str
     siblings: dict[str, nn.Module | None]
     key: str
     module: nn.Module
+
+
+class ReadModules:
+    """Submodules of `source` whose parameters a converted module reads and which it never calls: all, or `paths`."""
+
+    def __init__(self, layer: str, source: Any, paths: Collection[str] | None = None) -> None:
+        self.layer = layer
+        self.modules = [
+            _Module(name, source.get_submodule(name.rpartition(".")[0])._modules, name.rpartition(".")[2], module)
+            for name, module in source.named_modules()
+            if name and (paths is None or name in paths)
+        ]
+
+    def check(self) -> None:
+        """Raise E208 for a module that was replaced, or that returns more than its weights say."""
+        for name, siblings, key, module in self.modules:
+            if siblings.get(key) is not module:
+                self.refuse(name, f"was replaced by a {type(siblings.get(key)).__name__}")
+            if module._forward_hooks or module._forward_pre_hooks:
+                self.refuse(name, "has forward hooks")
+            if "forward" in module.__dict__:
+                self.refuse(name, "has a forward of its own")
+            if "parametrizations" in module._modules:
+                self.refuse(name, "has parametrised parameters")
+
+    def refuse(self, name: str, what: str) -> NoReturn:
+        """Raise E208: `name` `what`."""
+        fail(
+            "E208",
+            got=f"{name} of {self.layer} {what}",
+            why="a converted model reads the weights of this module and never calls it",
+            fix="remove it, or merge adapters into the weights; or call dsv4_compile.hf.revert(model) first",
+        )
 
 
 class SharedWeights:
@@ -51,12 +85,7 @@ class SharedWeights:
     def __init__(self, source: Any, ours: DeepseekV4Attention) -> None:
         self.layer = f"layer {ours.layer_idx}"
         self.ours = ours
-        self.modules = [
-            _Module(f"{path}{'.' if path else ''}{key}", parent._modules, key, module)
-            for path, parent in source.named_modules()
-            for key, module in parent._modules.items()
-            if module is not None
-        ]
+        self.modules = ReadModules(self.layer, source)
         left = {name for name, _ in source.named_parameters()}
         self.shared: list[_Shared] = []
         for name, parameter in list(ours.named_parameters()):
@@ -81,20 +110,14 @@ class SharedWeights:
 
     def adopt(self) -> None:
         """Let `ours` run with the parameters that `source` has now. Raises E207 or E208 for what it cannot run with."""
-        for name, siblings, key, module in self.modules:
-            if siblings.get(key) is not module:
-                self._refuse(name, f"was replaced by a {type(siblings.get(key)).__name__}")
-            if module._forward_hooks or module._forward_pre_hooks:
-                self._refuse(name, "has forward hooks")
-            if "forward" in module.__dict__:
-                self._refuse(name, "has a forward of its own")
+        self.modules.check()
         changed = False
         for i, each in enumerate(self.shared):
             parameter = each.theirs.get(each.leaf)
             if parameter is each.parameter and parameter.data_ptr() == each.address:
                 continue
             if type(parameter) is not nn.Parameter:
-                self._refuse(each.name, f"is a {type(parameter).__name__}, not a plain parameter")
+                self.modules.refuse(each.name, f"is a {type(parameter).__name__}, not a plain parameter")
             assert isinstance(parameter, nn.Parameter)
             _check_stored_alike(parameter, each.parameter, f"{each.name} of {self.layer}")
             check(
@@ -111,22 +134,14 @@ class SharedWeights:
             self.ours.arrange()
             self.settle()
 
-    def _refuse(self, name: str, what: str) -> None:
-        fail(
-            "E208",
-            got=f"{name} of {self.layer} {what}",
-            why="a converted attention reads the weights of this module and never calls it",
-            fix="remove it, or merge adapters into the weights; or call dsv4_compile.hf.revert(model) first",
-        )
 
-
-def why_unreadable(source: nn.Module) -> str:
-    """Return the first submodule of a transformers attention that returns more than its weights say, or "".
+def why_unreadable(source: nn.Module, paths: Collection[str] | None = None) -> str:
+    """Return the first submodule, of all or of `paths`, that returns more than its weights say, or "".
 
     Adapters wrap a linear, parametrisations compute its weight, and hooks change what it returns.
     """
     for name, module in source.named_modules():
-        if not name:
+        if not name or (paths is not None and name not in paths):
             continue
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return f"{name}, which has forward hooks or a forward of its own"

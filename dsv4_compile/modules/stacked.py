@@ -92,14 +92,14 @@ class Stack(nn.Module):
             self.widths = [sum(part.weight.shape[0] for part in each.parts) for each in self.projections]
         # Parameters must not become inference tensors, which could not be loaded into later.
         with torch.inference_mode(False), torch.no_grad():
-            self.weight = None if self.reason else _as_rows([part.weight for part in self.parts], self.weight)
+            self.weight = None if self.reason else as_rows([part.weight for part in self.parts], self.weight)
             scales = [part.scale for part in self.parts if isinstance(part, Fp8Linear)]
-            self.scale = None if self.reason or not scales else _as_rows(scales, self.scale)
+            self.scale = None if self.reason or not scales else as_rows(scales, self.scale)
 
     def _intact(self) -> bool:
         """Return whether floating weights are still the rows of `weight`, cheaply enough for every call."""
         weights = [part.weight for part in self.parts]
-        return self.weight is not None and self.scale is None and _are_rows(weights, self.weight)
+        return self.weight is not None and self.scale is None and are_rows(weights, self.weight)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return a tensor `[T, width]` for each projection of x `[T, K]`, its last dim dense."""
@@ -191,16 +191,16 @@ def why_unsupported(parts: Sequence[AnyLinear]) -> str:
     return ""
 
 
-def _as_rows(parameters: Sequence[nn.Parameter], matrix: Tensor | None) -> Tensor:
+def as_rows(parameters: Sequence[nn.Parameter], matrix: Tensor | None) -> Tensor:
     """Return the matrix whose rows are `parameters`: `matrix` if it is, or else a new one that they move to."""
-    if matrix is not None and _are_rows(parameters, matrix):
+    if matrix is not None and are_rows(parameters, matrix):
         return matrix
     first = parameters[0]
     shape = (sum(p.shape[0] for p in parameters), first.shape[1])
     end = first.storage_offset() + shape[0] * shape[1]
     if end * first.element_size() <= first.untyped_storage().nbytes():
         matrix = first.data.as_strided(shape, (shape[1], 1))
-        if _are_rows(parameters, matrix):
+        if are_rows(parameters, matrix):
             return matrix
     matrix = torch.empty(shape, dtype=first.dtype, device=first.device)
     row = 0
@@ -223,7 +223,8 @@ def _wait_for(matrix: Tensor) -> None:
         torch.cuda.current_stream(matrix.device).synchronize()
 
 
-def _are_rows(parameters: Sequence[nn.Parameter], matrix: Tensor) -> bool:
+def are_rows(parameters: Sequence[nn.Parameter], matrix: Tensor) -> bool:
+    """Return whether `parameters` are the rows of `matrix`, in their order."""
     row_bytes, address = matrix.shape[1] * matrix.element_size(), matrix.data_ptr()
     for parameter in parameters:
         if parameter.data_ptr() != address or not parameter.is_contiguous() or parameter.device != matrix.device:

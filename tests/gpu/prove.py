@@ -59,9 +59,6 @@ FIRST = (
     "fp8_grouped_einsum",
     "fp8_grouped_einsum_quant",
     "sparse_mla_prefill",
-    "moe_experts",
-    "moe_route",
-    "mhc_boundary",
     "q_norm_rope",
     "batch_metadata",
     "decode_runner",
@@ -83,9 +80,7 @@ PARTS = {
     "indexer_logits_ragged": 2,
     "lowered_compress_norm_rope_insert": 5,
     "merged_layer": 3,
-    "mhc_boundary": 2,
     "moe_experts": 3,
-    "moe_route": 3,
     "preprocess_insert": 6,
     "preprocess_insert_quant": 4,
     "side_stream": 4,
@@ -389,7 +384,6 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     # A run that is told to end still kills what it has started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-
     limits = Limits(options.jobs, options.limit, options.stall, options.budget)
     run = partial(run_files, logs=folder, limits=limits, gpus=gpus)
     outcomes = prove(by_value(paths), whole, stamp, proven.RECORD, folder, run)

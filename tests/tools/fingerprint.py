@@ -13,13 +13,8 @@ checkout.
 from __future__ import annotations
 
 import argparse
-import ast
-import builtins
 import collections
-import functools
-import hashlib
 import importlib
-import inspect
 import json
 import multiprocessing
 import os
@@ -27,7 +22,6 @@ import pkgutil
 import re
 import sys
 import tempfile
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +40,7 @@ import tests.tools.fingerprint_calls_layer  # noqa: E402, F401  registers its ca
 from dsv4_compile.ops.common import kernels  # noqa: E402
 from dsv4_compile.testing.fake_triton import TARGETS, FakeDriver, triton_driver  # noqa: E402
 from tests.tools.fingerprint_calls import calls_of  # noqa: E402
+from tests.tools.fingerprint_source import digest, source_of  # noqa: E402
 
 GPUS = {
     "sm_90": ("cuda", 90, 132),
@@ -55,7 +50,6 @@ GPUS = {
     "gfx950": ("hip", 0, 256),
 }
 """The fields of `kernels.gpu.Gpu` of each target."""
-DIGITS = 16
 Table = dict[str, dict[str, str]]
 """Fingerprint by op and target."""
 
@@ -147,36 +141,6 @@ class Plan:
         return digest(*sorted(map(str, launches)))
 
 
-@functools.cache
-def source_of(function: Any) -> str:
-    """Return a hash of the source of a Triton function and of all that it names, comments and docstrings aside."""
-    seen, waiting, words = set[int](), [("", function)], list[str]()
-    while waiting:
-        name, value = waiting.pop()
-        if id(value) in seen or name in vars(builtins):
-            continue
-        seen.add(id(value))
-        if isinstance(value, ModuleType) and value.__name__.startswith("dsv4_compile"):
-            words.append(f"{name} {inspect.getsource(value)}")
-            continue
-        python = getattr(value, "fn", value)
-        if not getattr(python, "__module__", "").startswith("dsv4_compile") or not hasattr(python, "__name__"):
-            # Of modules and functions of Triton, the version counts.
-            words.append(f"{name} {getattr(value, '__name__', value)}")
-            continue
-        tree = ast.parse(textwrap.dedent(inspect.getsource(python)))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
-                node.body[0] = ast.Pass()
-        words.append(f"{name} {ast.unparse(tree)}")
-        scope = dict(vars(sys.modules[python.__module__]))
-        if inspect.isfunction(python):
-            scope |= inspect.getclosurevars(python).nonlocals
-        names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
-        waiting += [(each, scope[each]) for each in names if each in scope]
-    return digest(*sorted(words))
-
-
 def _unsupported(op: str, args: tuple[Any, ...]) -> str:
     check = kernels.refusal(op)
     return check(*args) if check is not None else ""
@@ -244,11 +208,6 @@ def instructions(text: str, language: str) -> str:
 
 FACTS = ("shared", "num_warps", "num_ctas", "launch_pdl", "launch_cooperative_grid", "enable_fp_fusion")
 """What a launch takes from the compiler beside the code, and the option of ptxas."""
-
-
-def digest(*parts: Any) -> str:
-    """The first DIGITS hexadecimal digits of a hash of `parts`."""
-    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:DIGITS]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 from dsv4_compile.ops.common.kernels import KERNELS
 from dsv4_compile.testing.fake_triton import TARGETS
 from tests.tools import fingerprint
+from tests.tools.fingerprint_source import DIGITS, source_of
 
 PTX = """
 //
@@ -30,7 +31,7 @@ def test_the_table_has_every_kernel_on_every_target() -> None:
     assert table.keys() == TARGETS.keys()
     for target, ops in table.items():
         assert sorted(ops) == sorted(KERNELS), f"{target}: python tests/tools/fingerprint.py --write OP"
-        assert all(len(found) == fingerprint.DIGITS for found in ops.values())
+        assert all(len(found) == DIGITS for found in ops.values())
 
 
 def test_comments_and_names_do_not_count_and_instructions_do() -> None:
@@ -85,7 +86,7 @@ def kernel(p):
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
-        return fingerprint.source_of(module.kernel)
+        return source_of(module.kernel)
 
     changes = [("returns", "gives"), ("  # a comment", ""), ("x + STEP", "x - STEP"), ("(3)", "(4)"), ("p,", "p + 1,")]
     whole, *changed = (source(i, text.replace(*change)) for i, change in enumerate([("", ""), *changes]))
