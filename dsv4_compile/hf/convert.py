@@ -143,11 +143,12 @@ def revert(model: Any) -> Any:
     Compile it again, if you want to, as you would compile the original.
     """
     _check_converted(model)
+    if model.model.dsv4_read is not None:
+        for layer in model.model.layers:
+            layer.mlp.forget()
     _swap_classes(model, _ORIGINAL)
     for layer in model.model.layers:
         del layer.self_attn.__dict__["dsv4"], layer.self_attn.__dict__["dsv4_weights"]
-        layer.mlp.__dict__.pop("shared_w13", None)
-        layer.mlp.__dict__.pop("shared_w13_scale", None)
     for module in (model, model.model):
         module._compiled_call_impl = None  # compiled for one graph, which the original forward is not
     del model.model.__dict__["dsv4_cache"], model.model.__dict__["dsv4_read"]

@@ -23,6 +23,8 @@ from ..errors import check, fail
 from .cache import OWN_CACHE, STALE, CacheHandle, PagedCache
 
 NO_WEIGHTS = "sparse attention builds no attention matrix"
+RECORDED = ("output_hidden_states", "output_router_logits")
+"""Arguments that ask for what modules return inside the model."""
 
 _LOCK = threading.Lock()
 """Guards `holder` and `entered` of all caches, which threads take and give back."""
@@ -49,10 +51,6 @@ def generating() -> Iterator[None]:
         _GENERATION.reset(before)
         for cache in generation.caches:
             cache.holder = None
-
-
-RECORDED = ("output_hidden_states", "output_router_logits")
-"""Arguments that ask for what modules return inside the model."""
 
 
 def take_own(model: Any, allocate: Callable[[], PagedCache], *, hold: bool) -> CacheHandle:
@@ -173,7 +171,10 @@ _nn: Any = nn
 
 
 class EnteredOnHost(_nn.Module):
-    """A module whose calls are checked on the host, also where torch.compile wraps the module."""
+    """A module whose calls are checked on the host, also where torch.compile wraps the module.
+
+    Its method `entered_model` returns the `CompilableModel` and what allocates a cache for it.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward between `enter` and `Entry.finish`, without gradients."""
@@ -186,10 +187,6 @@ class EnteredOnHost(_nn.Module):
         finally:
             entry.release()
         return entry.finish(result)
-
-    def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
-        """Return the `CompilableModel` and what allocates a cache for it."""
-        raise NotImplementedError
 
 
 def check_call(model: Any, arguments: dict[str, Any]) -> None:
@@ -276,12 +273,17 @@ def check_batch(call: Call) -> None:
     )
 
 
+def kept(mask: Tensor, columns: int) -> Tensor:
+    """Return which of the last `columns` columns of an attention mask hold a token, bool `[B, columns]`."""
+    return mask[:, mask.shape[1] - columns :] != 0
+
+
 def _keep(call: Call) -> Tensor:
     """Return which of the new columns hold a token, `[B, S]` bool."""
     columns = call.input_ids.shape[1]
     if call.attention_mask is None:
         return torch.ones_like(call.input_ids, dtype=torch.bool)
-    return call.attention_mask[:, -columns:] != 0
+    return kept(call.attention_mask, columns)
 
 
 def _check_positions(call: Call) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
-from ..errors import check, fail
+from ..errors import check
 from ..layout import WEIGHT_TILE
 from ..modules.stacked import are_rows, as_rows
 from .shared_weights import ReadModules
@@ -58,9 +58,8 @@ class CompilableDecoderLayer(hf.DeepseekV4DecoderLayer):
         return streams.view_as(hidden_states)
 
 
-def _mix(connection: Any, norm: Any) -> tuple[Any, ...]:
+def _mix(hc: Any, norm: Any) -> tuple[Any, ...]:
     """Return the arguments of `mhc_pre` that a hyper-connection and the norm after it hold."""
-    hc = connection
     return hc.fn, hc.base, hc.scale, norm.weight, norm.variance_epsilon, hc.hc_eps, hc.hc_sinkhorn_iters
 
 
@@ -74,29 +73,29 @@ class CompilableHead(hf.DeepseekV4HyperHead):
         return out.view(*x.shape[:2], -1)
 
 
+def _route(router: Any, x: Tensor, bias: Tensor | None, *table: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits `[T, E]` for who records them, weights float32 `[T, K]` and ids int32 `[T, K]`."""
+    flat = x.reshape(-1, router.hidden_dim)
+    # In a graph the logits are computed only if they are recorded.
+    logits = torch.nn.functional.linear(flat, router.weight)
+    ids, weights = _ops.moe_route(flat, router.weight, bias, *table, router.top_k, router.routed_scaling_factor)
+    return logits, weights, ids
+
+
 class CompilableTopKRouter(hf.DeepseekV4TopKRouter):
     """Router by the largest scores, in float32 for any dtype of the model."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits `[T, E]`, which are recorded, weights float32 `[T, K]` and ids int32 `[T, K]`."""
-        flat = hidden_states.reshape(-1, self.hidden_dim)
-        # In a graph the logits are computed only if they are recorded.
-        logits = torch.nn.functional.linear(flat, self.weight)
-        bias = self.e_score_correction_bias.float()
-        ids, weights = _ops.moe_route(flat, self.weight, bias, None, None, self.top_k, self.routed_scaling_factor)
-        return logits, weights, ids
+        """Return logits, weights and ids, see `_route`."""
+        return _route(self, hidden_states, self.e_score_correction_bias.float(), None, None)
 
 
 class CompilableHashRouter(hf.DeepseekV4HashRouter):
     """Router by a table of token ids."""
 
     def forward(self, hidden_states: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits `[T, E]`, weights float32 `[T, K]` and ids int32 `[T, K]`."""
-        flat = hidden_states.reshape(-1, self.hidden_dim)
-        logits = torch.nn.functional.linear(flat, self.weight)
-        table = input_ids.reshape(-1), self.tid2eid
-        ids, weights = _ops.moe_route(flat, self.weight, None, *table, self.top_k, self.routed_scaling_factor)
-        return logits, weights, ids
+        """Return logits, weights and ids, see `_route`."""
+        return _route(self, hidden_states, None, input_ids.reshape(-1), self.tid2eid)
 
 
 class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
@@ -130,15 +129,21 @@ class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
 
     def arrange(self) -> None:
         """Make the shared expert's gate and up rows of one matrix, in place, unless they are."""
-        gate, up = self.shared_experts.gate_proj, self.shared_experts.up_proj
-        held, rows = self.__dict__, [gate.weight, up.weight]
-        if "shared_w13" in held and are_rows(rows, held["shared_w13"]):
-            return
-        scales = [_scale(gate, "weight"), _scale(up, "weight")]
-        with torch.inference_mode(False), torch.no_grad():
+        parts = self.shared_experts.gate_proj, self.shared_experts.up_proj
+        for name, leaf in (("shared_w13", "weight"), ("shared_w13_scale", "weight_scale_inv")):
+            rows: list[Any] = [getattr(part, leaf, None) for part in parts]
+            held = self.__dict__.get(name)
             # In __dict__, so that nn.Module does not register the matrix beside its rows.
-            held["shared_w13"] = as_rows(rows, held.get("shared_w13"))
-            held["shared_w13_scale"] = None if scales[0] is None else as_rows(scales, held.get("shared_w13_scale"))
+            if rows[0] is None:
+                self.__dict__[name] = None
+            elif held is None or not are_rows(rows, held):
+                with torch.inference_mode(False), torch.no_grad():
+                    self.__dict__[name] = as_rows(rows, None)
+
+    def forget(self) -> None:
+        """Drop the matrix, of which the parameters stay rows."""
+        for name in ("shared_w13", "shared_w13_scale"):
+            self.__dict__.pop(name, None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompilableMoe:
         super()._apply(fn, recurse)
@@ -177,30 +182,36 @@ SWAPS: dict[type, Any] = {
 """Classes that `convert` swaps in for transformers', beside attention's and the model's own."""
 
 
-def check_layer(layer: Any) -> None:
-    """Raise E208 for a decoder layer of transformers with modules that the ops do not stand for."""
-    name, mlp = f"layer {layer.self_attn.layer_idx}", layer.mlp
+def why_unsupported(layer: Any) -> str:
+    """Return which module of a transformers decoder layer the ops do not stand for, or ""."""
     modules = dict(layer.named_modules())
-    for path in READ:
-        if path not in modules:
-            fail("E208", got=f"{name} without {path}", fix=FIX)
-    experts, shared = mlp.experts, mlp.shared_experts
-    silu = torch.nn.functional.silu(torch.ones(()))
-    why = ""
+    missing = [path for path in READ if path not in modules]
+    if missing:
+        return f"no {missing[0]}"
     for hc, norm in ((layer.attn_hc, layer.input_layernorm), (layer.ffn_hc, layer.post_attention_layernorm)):
         if hc.input_norm.eps != norm.variance_epsilon:
-            why = f"norms with eps {hc.input_norm.eps} and {norm.variance_epsilon}"
+            return f"norms with eps {hc.input_norm.eps} and {norm.variance_epsilon}"
+    experts, shared = layer.mlp.experts, layer.mlp.shared_experts
     for path in ("gate_proj", "up_proj", "down_proj"):
         linear = getattr(shared, path)
         if getattr(linear, "bias", None) is not None:
-            why = f"{path} of the shared expert with a bias"
+            return f"{path} of the shared expert with a bias"
         if getattr(linear, "activation_scale", None) is not None:
-            why = f"{path} of the shared expert with static input scales"
-    if shared.gate_proj.weight.dtype is torch.float8_e4m3fn and shared.gate_proj.weight.shape[0] % WEIGHT_TILE:
-        why = f"a shared expert of {shared.gate_proj.weight.shape[0]} rows in e4m3, no multiple of {WEIGHT_TILE}"
+            return f"{path} of the shared expert with static input scales"
+    gate = shared.gate_proj.weight
+    if gate.dtype is torch.float8_e4m3fn and gate.shape[0] % WEIGHT_TILE:
+        return f"a shared expert of {gate.shape[0]} rows in e4m3, no multiple of {WEIGHT_TILE}"
     if not hasattr(experts, "gate_up_proj") or not hasattr(experts, "limit"):
-        why = f"experts of type {type(experts).__name__}"
-    for what in () if why else (experts, shared):
-        if not torch.equal(what.act_fn(torch.ones(())), silu):
-            why = f"an activation {type(what.act_fn).__name__}"
-    check(not why, "E208", got=f"{name} with {why}", why="the experts' op is SwiGLU as DeepSeek-V4 defines it", fix=FIX)
+        return f"experts of type {type(experts).__name__}"
+    one = torch.ones(())
+    for act_fn in (experts.act_fn, shared.act_fn):
+        if not torch.equal(act_fn(one), torch.nn.functional.silu(one)):
+            return f"an activation {type(act_fn).__name__}"
+    return ""
+
+
+def check_layer(layer: Any) -> None:
+    """Raise E208 for a decoder layer of transformers with modules that the ops do not stand for."""
+    why = why_unsupported(layer)
+    got = f"layer {layer.self_attn.layer_idx} with {why}"
+    check(not why, "E208", got=got, why="the experts' op is SwiGLU as DeepSeek-V4 defines it", fix=FIX)

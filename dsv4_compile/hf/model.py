@@ -22,7 +22,7 @@ from .._compat import maybe_mark_dynamic
 from ..errors import check, fail
 from ..metadata import AttentionMetadata
 from .cache import PagedCache
-from .entry import NO_WEIGHTS, EnteredOnHost, generating, held_by, take_own
+from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, generating, held_by, kept, take_own
 from .layers import CompilableHead
 
 hf: Any = modeling_deepseek_v4
@@ -93,7 +93,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         """
         assert input_ids is not None
         rows, columns = input_ids.shape
-        keep = None if attention_mask is None else attention_mask[:, attention_mask.shape[1] - columns :] != 0
+        keep = None if attention_mask is None else kept(attention_mask, columns)
         options = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
         if keep is None or columns == 1:
             return self.forward_neighbours(input_ids, keep, **options)
@@ -236,7 +236,7 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
             "attention_mask": mark_dynamic_tokens(recent),
             "past_key_values": past_key_values,
         }
-        forwarded = ("use_cache", "logits_to_keep", "output_hidden_states", "output_router_logits")
+        forwarded = ("use_cache", "logits_to_keep", *RECORDED)
         inputs.update({name: kwargs[name] for name in forwarded if kwargs.get(name) is not None})
         return inputs
 

@@ -55,12 +55,8 @@ class ReadModules:
         for name, siblings, key, module in self.modules:
             if siblings.get(key) is not module:
                 self.refuse(name, f"was replaced by a {type(siblings.get(key)).__name__}")
-            if module._forward_hooks or module._forward_pre_hooks:
-                self.refuse(name, "has forward hooks")
-            if "forward" in module.__dict__:
-                self.refuse(name, "has a forward of its own")
-            if "parametrizations" in module._modules:
-                self.refuse(name, "has parametrised parameters")
+            if addition := _addition(module):
+                self.refuse(name, f"has {addition}")
 
     def refuse(self, name: str, what: str) -> NoReturn:
         """Raise E208: `name` `what`."""
@@ -136,20 +132,25 @@ class SharedWeights:
 
 
 def why_unreadable(source: nn.Module, paths: Collection[str] | None = None) -> str:
-    """Return the first submodule, of all or of `paths`, that returns more than its weights say, or "".
+    """Return the first submodule, of all or of `paths`, that returns more than its weights say, or ""."""
+    for name, module in source.named_modules():
+        if name and (paths is None or name in paths) and (addition := _addition(module)):
+            return f"{name}, a {type(module).__name__} with {addition}"
+    return ""
+
+
+def _addition(module: nn.Module) -> str:
+    """Return what lets `module` return more than its weights say, or "".
 
     Adapters wrap a linear, parametrisations compute its weight, and hooks change what it returns.
     """
-    for name, module in source.named_modules():
-        if not name or (paths is not None and name not in paths):
-            continue
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-            return f"{name}, which has forward hooks or a forward of its own"
-        if hasattr(module, "base_layer"):
-            return f"{name}, a {type(module).__name__} with an adapter"
-        if hasattr(module, "parametrizations"):
-            return f"{name}, whose parameters are parametrised"
-    return ""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "forward hooks"
+    if "forward" in module.__dict__:
+        return "a forward of its own"
+    if "base_layer" in module._modules:
+        return "an adapter"
+    return "parametrised parameters" if "parametrizations" in module._modules else ""
 
 
 def _check_stored_alike(theirs: Tensor, ours: Tensor, name: str) -> None:

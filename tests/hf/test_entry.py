@@ -15,8 +15,8 @@ from transformers import LogitsProcessorList
 
 from dsv4_compile import hf
 from dsv4_compile.hf.tiny import tiny_config, tiny_model
+from tests.hf.small import LAYERS, assert_records_what_eager_records, close, random_ids
 
-LAYERS = {"num_hidden_layers": 2, "layer_types": tiny_config().layer_types[1:3]}
 MAX_SEQ_LEN = 256
 
 
@@ -34,17 +34,9 @@ def converted() -> Any:
     return converted_model()
 
 
-def random_ids(*shape: int) -> Tensor:
-    return torch.randint(0, 512, shape)
-
-
 @torch.no_grad()
 def eager(model: Any, ids: Tensor, **options: Any) -> Tensor:
     return model(ids, use_cache=False, **options).logits
-
-
-def close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, atol=2e-4, rtol=0)
 
 
 def compiled(model: Any) -> Any:
@@ -220,16 +212,7 @@ def test_arguments_that_say_what_follows_anyway(original: Any, converted: Any) -
 
 
 def test_recorded_outputs_are_those_of_eager(original: Any, converted: Any) -> None:
-    ids = random_ids(2, 20)
-    options = {"output_hidden_states": True, "output_router_logits": True, "labels": ids}
-    with torch.no_grad():
-        want, got = original(ids, use_cache=False, **options), converted(ids, **options)
-    for name in ("hidden_states", "router_logits"):
-        assert len(got[name]) == len(want[name]) > 0
-        for a, b in zip(got[name], want[name], strict=True):
-            close(a, b)
-    close(got.aux_loss, want.aux_loss)
-    close(got.loss, want.loss)
+    assert_records_what_eager_records(converted, original)
 
 
 def test_backward_raises(converted: Any) -> None:

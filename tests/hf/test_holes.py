@@ -10,18 +10,13 @@ from torch import Tensor
 
 from dsv4_compile import hf
 from dsv4_compile.hf.cache import PagedCache
-from dsv4_compile.hf.tiny import tiny_config, tiny_model
-
-LAYERS = {"num_hidden_layers": 2, "layer_types": tiny_config().layer_types[1:3]}
-
-
-def close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, atol=2e-4, rtol=0)
+from dsv4_compile.hf.tiny import tiny_model
+from tests.hf.small import LAYERS, close, random_ids
 
 
 @pytest.mark.parametrize("through_compile", [False, True])
 def test_holes_in_a_row(monkeypatch: pytest.MonkeyPatch, through_compile: bool) -> None:
-    original, ids = tiny_model(**LAYERS), torch.randint(0, 512, (3, 70))
+    original, ids = tiny_model(**LAYERS), random_ids(3, 70)
     model = hf.convert(tiny_model(**LAYERS), max_batch_size=4, max_seq_len=256)
     mask = torch.ones(3, 70, dtype=torch.long)
     mask[0, 3:9] = mask[0, 30] = mask[0, 50:] = 0

@@ -14,11 +14,14 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from dsv4_compile import hf
 from dsv4_compile.hf import layers
-from dsv4_compile.hf.tiny import tiny_config, tiny_model
+from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.reference.moe.expert_weights import dequantize_expert
+from tests.hf.small import LAYERS, assert_records_what_eager_records, close, random_ids
 
-LAYERS = {"num_hidden_layers": 2, "layer_types": tiny_config().layer_types[1:3]}  # the first routes by hash
 SIZES: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 256, "attention_only": False}
+
+
+ONE_LAYER = LAYERS | {"num_hidden_layers": 1, "layer_types": LAYERS["layer_types"][:1], "moe_intermediate_size": 128}
 
 
 def convert(model: Any, **options: Any) -> Any:
@@ -35,17 +38,9 @@ def converted() -> Any:
     return convert(tiny_model(**LAYERS))
 
 
-def random_ids(*shape: int) -> Tensor:
-    return torch.randint(0, 512, shape)
-
-
 @torch.no_grad()
 def logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
     return model(ids, **options).logits
-
-
-def close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, atol=2e-4, rtol=0)
 
 
 def test_logits_and_tokens_are_those_of_transformers(original: Any, converted: Any) -> None:
@@ -58,15 +53,7 @@ def test_logits_and_tokens_are_those_of_transformers(original: Any, converted: A
 
 
 def test_what_is_recorded_is_that_of_transformers(original: Any, converted: Any) -> None:
-    ids = random_ids(2, 20)
-    options = {"output_hidden_states": True, "output_router_logits": True, "labels": ids}
-    with torch.no_grad():
-        want, got = original(ids, use_cache=False, **options), converted(ids, **options)
-    for name in ("hidden_states", "router_logits"):
-        assert len(got[name]) == len(want[name]) > 0
-        for a, b in zip(got[name], want[name], strict=True):
-            close(a, b)
-    close(got.aux_loss, want.aux_loss)
+    assert_records_what_eager_records(converted, original)
 
 
 def test_a_compiled_model_has_a_boundary_between_sub_layers(original: Any, converted: Any) -> None:
@@ -177,11 +164,23 @@ def _quantized(model: Any, kind: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("kind", ["fp4", "fp8"])
 def test_quantised_experts_are_the_dequantised_ones(kind: str) -> None:
-    sizes = {"num_hidden_layers": 1, "layer_types": LAYERS["layer_types"][:1], "moe_intermediate_size": 128}
-    quantized, floating = _quantized(tiny_model(**sizes), kind)
+    quantized, floating = _quantized(tiny_model(**ONE_LAYER), kind)
     ids = random_ids(2, 30)
     want = logits(floating, ids, use_cache=False)
     close(logits(convert(quantized), ids) / want.abs().max(), want / want.abs().max())
+
+
+def test_a_scale_that_is_replaced_alone_is_used() -> None:
+    quantized, _ = _quantized(tiny_model(**ONE_LAYER), "fp8")
+    converted, ids = convert(quantized), random_ids(1, 9)
+    before = logits(converted, ids)
+    up = converted.model.layers[0].mlp.shared_experts.up_proj
+    scale = up.weight_scale_inv.data.view(torch.uint8) + 2
+    up.weight_scale_inv = nn.Parameter(scale.view(torch.float8_e8m0fnu), requires_grad=False)
+    got = logits(converted, ids)
+    assert not torch.equal(got, before)
+    hf.revert(converted)
+    assert torch.equal(logits(convert(converted), ids), got)
 
 
 def test_modules_that_the_ops_do_not_stand_for_are_refused() -> None:

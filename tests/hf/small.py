@@ -1,0 +1,35 @@
+"""Not a test: the size of model that calls are compared on, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.hf.tiny import tiny_config
+
+LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": tiny_config().layer_types[1:3]}
+"""A layer of each compressed kind; the first routes by hash."""
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(0, 512, shape)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=0)
+
+
+def assert_records_what_eager_records(converted: Any, original: Any) -> None:
+    """Compare hidden states, router logits and losses of a batch."""
+    ids = random_ids(2, 20)
+    options = {"output_hidden_states": True, "output_router_logits": True, "labels": ids}
+    with torch.no_grad():
+        want, got = original(ids, use_cache=False, **options), converted(ids, **options)
+    for name in ("hidden_states", "router_logits"):
+        assert len(got[name]) == len(want[name]) > 0
+        for a, b in zip(got[name], want[name], strict=True):
+            close(a, b)
+    close(got.aux_loss, want.aux_loss)
+    close(got.loss, want.loss)
