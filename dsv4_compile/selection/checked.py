@@ -1,4 +1,4 @@
-"""What self-checks of kernels found on this machine, in a file of torch's compile cache.
+"""Results of the self-checks of kernels on this machine, in a file of torch's compile cache.
 
 A kernel is proven with one version of Triton. With another, each op runs once against its reference, see
 `testing.self_check`; the results are kept by architecture, versions of torch and Triton, and state of the kernels.

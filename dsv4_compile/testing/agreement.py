@@ -34,7 +34,7 @@ ROUNDED_SHARE = 0.02
 CANCELLED = 2.0**-16
 """Share of the largest value that may be left where terms cancel in another order, in fp8 tensor cores above all."""
 CANCELLED_E4M3 = 2.0**-14
-"""The same share for float32 results of e4m3 operands: tensor cores add them with 14 bits."""
+"""`CANCELLED` for float32 results of e4m3 operands, which tensor cores add with 14 bits."""
 ATTENTION = TOLERANCES["attention_few_keys"]
 """For kernels of attention: rows of few keys, with weights that are rounded to bfloat16."""
 QUANTISED = Tolerance(abs=ATTENTION.abs, rel=1.13 / 8, cosine=1e-3)

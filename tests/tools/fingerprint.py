@@ -363,7 +363,7 @@ def main(argv: list[str] | None = None) -> int:
             options.detail.write_text(json.dumps(made, indent=1))
         table = table_of(made)
         if options.write and not options.target:
-            known = json.loads(SOURCES.read_text()) if SOURCES.exists() and options.ops else {}
+            known = json.loads(SOURCES.read_text()) if options.ops else {}
             known |= {op: plan.source(op) for op in made}
             SOURCES.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
         if options.write:

@@ -130,7 +130,7 @@ def test_two_gemms_of_one_x_are_one_launch(hopper: Any, tokens: int, others: int
     [(150, 256, 72), (40, 256, 200), (100, 384, 200), (300, 128, 136), (129, 128, 1000), (33, 128, 8)],
 )
 def test_unsplit_tiles_of_the_first_weight_give_the_reference(hopper: Any, tokens: int, rows: int, others: int) -> None:
-    """Of even numbers of them, and of odd ones, of which the first is split: of a single one, all."""
+    """Even numbers of tiles are unsplit; the first of an odd number is split, so a single tile is split whole."""
     x, weight, scale = torch.randn(tokens, 1024).bfloat16(), e4m3(rows, 1024), block_scale(rows, 1024)
     other, out = torch.randn(others, 1024).bfloat16(), torch.full((tokens, rows + others), torch.nan)
     launched(hopper, 0, (*quantized(x), weight, scale), out, second=(x, other))
@@ -150,7 +150,7 @@ def test_the_order_of_clusters_changes_no_sum_of_unsplit_tiles(hopper: Any, toke
 
 
 def test_sums_of_unsplit_tiles_are_those_of_any_cta(hopper: Any) -> None:
-    """The same 64 tokens in either half of both tiles; what is split is what it is in clusters of two, bit for bit."""
+    """Both halves of both tiles have the same 64 tokens; split tiles are those of clusters of two, bit for bit."""
     x, weight, scale = torch.randn(64, 1024).bfloat16().repeat(4, 1), e4m3(128, 1024), block_scale(128, 1024)
     other = torch.randn(200, 1024).bfloat16()
     unsplit, split = torch.empty(256, 328), torch.empty(256, 328)
@@ -279,7 +279,7 @@ WAYS = ["e4m3", "e4m3 quantized", "halves", "both", "unsplit"]
 @pytest.mark.parametrize("tokens", [64, 128])
 @pytest.mark.parametrize("way", WAYS)
 def test_it_compiles_for_hopper(way: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without spills, and with nothing but K-blocks where sums are stored in front of everything else."""
+    """Without spills, and with nothing but K-blocks where sums are stored before everything else."""
     rooms = []
 
     def launch(kernel: Any, programs: int, cluster: int, room: int, *args: Any, **constants: Any) -> None:

@@ -290,7 +290,7 @@ def test_it_compiles_and_as_many_ctas_fit_as_the_tiling_says(
 
 @pytest.mark.parametrize("tokens", [8, 32, 64])
 def test_a_launch_asks_for_clusters(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of how many CTAs, with shared memory for what is fetched; arguments are in the order of the kernel's."""
+    """Launches name the CTAs of a cluster and the shared memory of loads; arguments have the order of the kernel."""
     monkeypatch.setattr(gemm_sm90_small, "choose_tiling", lambda *_: gemm_sm90_small.SmallTiling(64, 4, 2, 8, True))
     x, weight = torch.empty(tokens, 1, 512, dtype=BF16), torch.empty(256, 512, dtype=BF16)
     launches: list[tuple[Any, ...]] = []

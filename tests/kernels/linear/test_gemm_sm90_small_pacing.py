@@ -58,14 +58,14 @@ def test_pacing_changes_no_bit(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_64_kib_of_each_sm_are_in_flight() -> None:
-    """Of CTAs that share SMs, but no tile, and quantize nothing, while there are more K-blocks than these."""
+    """CTAs that share SMs, but no tile, and quantize nothing fetch so much while more K-blocks are left than these."""
     wide, small = SmallTiling(128, 4, 2, 1), SmallTiling(64, 4, 2, 1)
     wave = 2 * GPU.sms
     assert paced_k_blocks(GPU, wide, wave, 6, False) == 2
     assert paced_k_blocks(GPU, wide, GPU.sms, 6, False) == 4
     assert paced_k_blocks(GPU, small, wave, 6, False) == 4
     assert paced_k_blocks(GPU, wide._replace(ctas_per_sm=1), GPU.sms, 6, False) == 0
-    # What starts behind others does not count, and all that there is room for is not paced.
+    # What starts after others does not count, and all that there is room for is not paced.
     assert paced_k_blocks(GPU, wide, 2 * wave, 6, False) == 2
     assert paced_k_blocks(GPU, SmallTiling(256, 8, 3, 1), 10 * wave, 6, False) == 1
     assert paced_k_blocks(GPU, wide, wave, 2, False) == 0

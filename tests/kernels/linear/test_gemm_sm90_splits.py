@@ -40,7 +40,7 @@ FIVE = tuple((tokens, (64, 4, 3, 5, True)) for tokens in (17, 32, 50, 64))
 def test_the_last_split_of_a_tile_may_have_fewer_k_blocks(
     hopper: Any, tokens: int, tiling: tuple[int, ...], quantize: bool
 ) -> None:
-    """Of 26 K-blocks: fewer than the others, and fewer than ring buffers."""
+    """The last of 26 K-blocks are fewer than those of other splits, and fewer than ring buffers."""
     weight, scale = e4m3(200, 26 * 128), block_scale(200, 26 * 128)
     x = torch.randn(tokens, 26 * 128).bfloat16()
     if quantize:

@@ -42,7 +42,7 @@ def test_memory_is_asked_for_that_the_compiler_does_not_know_of(monkeypatch: pyt
     ("k_blocks", "mmas", "wide"), [(1, 1, 1), (3, 3, 2), (4, 4, 2), (5, 3, 2), (7, 4, 2), (8, 4, 2)]
 )
 def test_mmas_are_spread_evenly(k_blocks: int, mmas: int, wide: int) -> None:
-    """Of as many sums as there are registers for."""
+    """MMAs have as many sums in flight as there are registers for."""
     small, large = SmallTiling(64, 4, 2, 1), SmallTiling(128, 4, 2, 1)
     assert mmas_ahead(small, 8, k_blocks) == mmas
     assert mmas_ahead(large, 64, k_blocks) == wide
