@@ -162,6 +162,11 @@ CODES: dict[str, Code] = {
         "captures hold at most the memory that plan() predicts",
         "use fewer or smaller buckets, and report the plan",
     ),
+    "W603": Code(
+        "ran the reference instead of a kernel",
+        "a kernel runs the calls that it supports; any other runs the op's reference, slower, with the same result",
+        "pass sizes, strides and dtypes within the limit in the message, or ignore this warning",
+    ),
 }
 
 

@@ -20,6 +20,7 @@ import torch
 
 from .._compat import OpOverload, fallback_handler, has_device_kernel, register_lowering
 from ..errors import CompileError, fail
+from ..ops.common import kernels
 from ..ops.common.arguments import packed
 from ..ops.common.define import OPS, REFERENCES
 from ..ops.common.kernels import KERNELS, launch, refusal
@@ -245,8 +246,9 @@ def target_of(decision: Decision, call: Call) -> OpOverload:
 
 
 def forget_warnings() -> None:
-    """Let preferences that cannot be honoured be reported again."""
+    """Let preferences that cannot be honoured, and calls that ran a reference, be reported again."""
     _warned.clear()
+    kernels.forget_warnings()
 
 
 def _warn_once(decision: Decision, preference: str) -> None:

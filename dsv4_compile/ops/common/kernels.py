@@ -2,8 +2,8 @@
 
 A kernel module has a launcher of the op's name and arguments. If it does not support every call, its function
 `why_unsupported_<op>`, of the same arguments, returns the reason, or "", from host-side facts alone. Unsupported calls
-run the reference, and the backend records the reason. So do calls on a GPU where the kernel is not proven, unless
-dsv4.impl names the kernel.
+run the reference: the backend records the reason, and one that shows only at run time is a warning (W603). Calls on a
+GPU where the kernel is not proven run the reference too, unless dsv4.impl names the kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from ..._compat import device_architecture
-from ...errors import fail
+from ...errors import fail, warn
+from ...selection import decisions
 from ...selection.proven import is_proven
 from .arguments import packed
 
@@ -65,6 +66,8 @@ KERNELS: Mapping[str, str] = {
     "sparse_mla_prefill_ragged": "attention.sparse_mla_prefill",
 }
 """Module in kernels/ with the launcher of an op, for CUDA and ROCm devices."""
+_warned: set[tuple[str, str]] = set()
+"""Ops with the reason for which a call ran the reference."""
 
 
 @functools.cache
@@ -125,12 +128,27 @@ def launch(
         if check is not None:
             check(*args, **kwargs)
         refuses = refusal(op)
-        if refuses is not None and refuses(*args, **kwargs):
+        if refuses is not None and (reason := refuses(*args, **kwargs)):
+            _report(op, reason)
             return reference(*args, **kwargs)
     # Triton launches on the current device, whatever device its arguments are on.
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
         return cached(*args, **kwargs) if entry is None else entry(args)
+
+
+def forget_warnings() -> None:
+    """Let calls that ran the reference be reported again."""
+    _warned.clear()
+
+
+def _report(op: str, reason: str) -> None:
+    """Warn, once for each reason, that a call of `op` runs the reference, and tell who collects decisions."""
+    if decisions.collecting():
+        decisions.record(decisions.Decision(op, "eager", f"at run time: {reason}"))
+    if (op, reason) not in _warned:
+        _warned.add((op, reason))
+        warn("W603", got=f"torch.ops.dsv4.{op}: {reason}", why="the limit depends on what a graph does not fix")
 
 
 def _module(op: str) -> Any:

@@ -216,6 +216,7 @@ def test_a_recorder_hears_its_own_thread_alone() -> None:
         assert other.submit(lambda: recording.recorder).result() is None
 
 
+@pytest.mark.filterwarnings(r"ignore:\[W603\]")
 def test_an_op_checks_its_arguments_until_the_call_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[int] = []
 
