@@ -63,25 +63,30 @@ def tiny_model(seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides
         torch.manual_seed(seed)
         model = DeepseekV4ForCausalLM(tiny_config(**overrides))
 
-    def normal(like: torch.Tensor, mean: float, std: float) -> torch.Tensor:
-        return torch.randn(like.shape, generator=generator) * std + mean
-
+    randomise(model, generator)
     with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("tid2eid"):
-                experts = torch.rand(*tensor.shape[:1], model.config.n_routed_experts, generator=generator)
-                tensor.copy_(experts.argsort(dim=1)[:, : tensor.shape[1]])
-            elif name.endswith("norm.weight"):
-                tensor.copy_(normal(tensor, 1.0, 0.1))
-            elif name.endswith(("sinks", "position_bias", "e_score_correction_bias", "_hc.base", "hc_base")):
-                tensor.copy_(normal(tensor, 0.0, 0.5))
-            elif "inv_freq" not in name and tensor.dim() > 1:
-                tensor.copy_(normal(tensor, 0.0, tensor.shape[-1] ** -0.5))
         kept = set(model._keep_in_fp32_modules_strict)
         for name, parameter in model.named_parameters():
             if not kept.intersection(name.split(".")):
                 parameter.data = parameter.data.to(dtype)
     return model.eval()
+
+
+@torch.no_grad()
+def randomise(model: DeepseekV4ForCausalLM, generator: torch.Generator) -> None:
+    """Fill parameters and routing tables of `model` with random values by `generator`, which is on its device."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("tid2eid"):
+            experts = torch.rand(
+                *tensor.shape[:1], model.config.n_routed_experts, generator=generator, device=tensor.device
+            )
+            tensor.copy_(experts.argsort(dim=1)[:, : tensor.shape[1]])
+        elif name.endswith("norm.weight"):
+            tensor.normal_(1.0, 0.1, generator=generator)
+        elif name.endswith(("sinks", "position_bias", "e_score_correction_bias", "_hc.base", "hc_base")):
+            tensor.normal_(0.0, 0.5, generator=generator)
+        elif "inv_freq" not in name and tensor.dim() > 1:
+            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
 
 
 def quiet_libraries() -> None:

@@ -1,0 +1,189 @@
+"""Time a DeepSeek-V4 of real dimensions in transformers, eager and converted: python examples/benchmarks/whole_model.py
+
+A few layers of V4-Flash with random weights in bfloat16: embedding, hyper-connections, router, experts, head. The forms
+are transformers eager, `convert` with attention alone, and `convert` of the whole model, both compiled and captured.
+For each batch: seconds of the two compilations, ms of a prefill, ms of a decode step by `generate` and by calls of the
+model in a row, and kernels of a captured step. Warm: the same weights in every step, which no cache of a GPU holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+from dsv4_compile import hf
+from dsv4_compile.bench.nodes import nodes
+from dsv4_compile.bench.record import environment
+from dsv4_compile.hf.tiny import quiet_libraries, randomise, tiny_config
+
+KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+FORMS = ("eager", "attention", "whole")
+PROMPTS = {1: 2048, 8: 1024, 32: 512}
+"""Tokens of each prompt by batch size; 512 for others."""
+STEPS, REPEATS, MAX_SEQ_LEN = 32, 3, 2304
+
+
+def flash_config(layers: int, **overrides: Any) -> DeepseekV4Config:
+    """Return V4-Flash with `layers` layers: SWA, then CSA and HCA in turn; the first routes by hash."""
+    values: dict[str, Any] = {
+        "vocab_size": 129280,
+        "hidden_size": 4096,
+        "moe_intermediate_size": 2048,
+        "num_attention_heads": 64,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 1024,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 6,
+        "hc_sinkhorn_iters": 20,
+        "sliding_window": 128,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 512,
+    }
+    kinds = [KINDS[0], *(KINDS[1 + i % 2] for i in range(layers - 1))]
+    return tiny_config(**values | {"num_hidden_layers": layers, "layer_types": kinds} | overrides)
+
+
+def new_model(config: DeepseekV4Config, device: torch.device) -> Any:
+    """Return a random model on `device`, in bfloat16 except what transformers keeps in float32."""
+    with device:
+        model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    randomise(model, torch.Generator(device).manual_seed(0))
+    kept = set(model._keep_in_fp32_modules_strict)
+    for name, parameter in model.named_parameters():
+        if kept.intersection(name.split(".")):
+            parameter.data = parameter.data.float()
+    return model.eval()
+
+
+class Timed:
+    """Times calls that use `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Return the seconds of one call."""
+        self.wait()
+        begin = time.perf_counter()
+        call()
+        self.wait()
+        return time.perf_counter() - begin
+
+    def ms(self, call: Callable[[], Any], calls: int = 1) -> float:
+        """Return the median ms of a call, of `calls` in a row."""
+
+        def run() -> None:
+            for _ in range(calls):
+                call()
+
+        return round(statistics.median(self.seconds(run) for _ in range(REPEATS)) / calls * 1e3, 3)
+
+
+def measure(model: Any, form: str, batch: int, prompt: int, timed: Timed) -> dict[str, Any]:
+    """Return the figures of one form and batch size."""
+    device = timed.device
+    ids = torch.randint(1, model.config.vocab_size, (batch, prompt), device=device)
+    mask, one = torch.ones_like(ids), torch.ones(batch, 1, dtype=torch.long, device=device)
+    if form != "eager":
+        hf.mark_dynamic_tokens(ids)
+        hf.mark_dynamic_tokens(mask)
+
+    @torch.no_grad()
+    def prefill() -> Any:
+        return model(ids, attention_mask=mask, use_cache=True, logits_to_keep=1).past_key_values
+
+    def generate(tokens: int) -> Any:
+        return model.generate(ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+
+    row: dict[str, Any] = {"form": form, "batch": batch, "prompt": prompt}
+    row["first_prefill_s"] = round(timed.seconds(lambda: generate(1)), 1)
+    row["first_steps_s"] = round(timed.seconds(lambda: generate(4)), 1)
+    row["prefill_ms"] = timed.ms(prefill)
+    short, long = (timed.ms(lambda: generate(n)) for n in (2, 2 + STEPS))  # noqa: B023 called at once
+    row["generate_ms"] = round((long - short) / STEPS, 3)
+    if form == "eager":
+        return row
+    cache = prefill()
+
+    @torch.no_grad()
+    def step() -> Any:
+        return model(one, attention_mask=one, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    for _ in range(3):
+        step()
+    row["step_ms"] = timed.ms(step, STEPS)
+    if device.type == "cuda":
+        found = nodes(step)
+        row["nodes"], row["kernels_ms"] = len(found), round(sum(node.us for node in found) / 1e3, 3)
+        row["kernels"] = [[node.name[:120], node.us] for node in found]
+    return row
+
+
+def run(args: argparse.Namespace, found: dict[str, Any], save: Callable[[], None]) -> None:
+    """Fill `found["rows"]`, saving after each."""
+    device = torch.device(args.device)
+    timed = Timed(device)
+    config = tiny_config() if args.tiny else flash_config(args.layers)
+    model = new_model(config, device)
+    found["parameters"] = sum(p.numel() for p in model.parameters())
+    batches = [int(b) for b in args.batches.split(",")]
+    for form in args.forms.split(","):
+        if form != "eager":
+            torch.compiler.reset()
+            hf.convert(model, max_batch_size=max(batches), max_seq_len=MAX_SEQ_LEN, attention_only=form == "attention")
+            graphs = {"dsv4.cudagraph": "full"} if device.type == "cuda" else {}
+            model.compile(fullgraph=True, backend="dsv4", options=graphs or None)
+        for batch in batches:
+            prompt = 40 if args.tiny else PROMPTS.get(batch, 512)
+            found["rows"].append(measure(model, form, batch, prompt, timed))
+            said = {name: value for name, value in found["rows"][-1].items() if name != "kernels"}
+            print(said, file=sys.stderr, flush=True)
+            save()
+        if form != "eager":
+            hf.revert(model)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--layers", type=int, default=4, help="%(default)s")
+    parser.add_argument("--batches", default="1,32", help="%(default)s")
+    parser.add_argument("--forms", default=",".join(FORMS), help="%(default)s")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model instead, to try the command")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="%(default)s")
+    parser.add_argument("--out", metavar="FOLDER", help="write whole_model.json there")
+    args = parser.parse_args(argv)
+    quiet_libraries()
+    said = f"python examples/benchmarks/whole_model.py --layers {args.layers} --batches {args.batches}"
+    found: dict[str, Any] = {"scenario": "whole_model", **environment(torch.device(args.device))}
+    found |= {"command": f"{said} --forms {args.forms}", "rows": []}
+
+    def save() -> None:
+        if args.out:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+            (Path(args.out) / "whole_model.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    run(args, found, save)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
