@@ -31,6 +31,8 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 assert_async = torch._assert_async
 """Function that fails on the device, without synchronisation, unless a tensor is true."""
 below_autograd = torch._C._AutoDispatchBelowAutograd
+functional_collectives: Any = torch.ops._c10d_functional
+"""Collectives that return new tensors, which torch.compile traces and CUDA graphs capture."""
 """Context in which an op dispatches as if no input required grad."""
 
 TORCH_FIRST = (2, 11)
@@ -86,6 +88,9 @@ PRIVATE: dict[str, PrivateName] = {
     "TorchDispatchMode": PrivateName("torch.utils._python_dispatch", "TorchDispatchMode", "sees every op that runs"),
     "GraphLowering": PrivateName("torch._inductor.graph", "GraphLowering", "hook for the generated code"),
     "AsyncCompile": PrivateName("torch._inductor.async_compile", "AsyncCompile", "builds kernel sources"),
+    "resolve_group": PrivateName(
+        "torch.distributed.distributed_c10d", "_resolve_process_group", "process group of a name that a graph holds"
+    ),
     "DTYPE_TO_CPP": PrivateName("torch._inductor.codegen.cpp_utils", "DTYPE_TO_CPP", "names of dtypes in C++"),
     "dynamo_config": PrivateName("torch._dynamo.config", "", "settings of tracing, which explain() overrides"),
     "functorch_config": PrivateName("torch._functorch.config", "", "disables a cache of compiled graphs"),

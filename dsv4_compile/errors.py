@@ -2,7 +2,7 @@
 
 `CODES` is the table of codes. `dsv4 explain E204` prints an entry; `fail(...)` and `check(...)` raise one.
 Ranges: E1xx environment and versions, E2xx inputs and metadata, E3xx compile and lowering, E4xx CUDA graphs,
-E5xx tuning and cache, W6xx warnings.
+E5xx tuning and cache, W6xx warnings, E7xx several ranks.
 """
 
 from __future__ import annotations
@@ -152,6 +152,21 @@ CODES: dict[str, Code] = {
         "rows after the batch hold the pad value that metadata/buffers.py declares, at every step",
         "rewrite all rows of the bucket in refresh",
     ),
+    "E701": Code(
+        "model cannot be split over these ranks",
+        "ranks, on a mesh of one dim, have equal numbers of heads, output groups, experts and blocks",
+        "use a number of ranks that divides them",
+    ),
+    "E702": Code(
+        "ranks do not do the same",
+        "every rank converts with the same options, starts from the same weights and makes the same calls",
+        "pass the same arguments on every rank",
+    ),
+    "E703": Code(
+        "collective failed",
+        "every rank runs until all have finished the call",
+        "see the first error of the rank that ended, and start all ranks again",
+    ),
     "W601": Code(
         "ran without a graph",
         "captured sizes are replayed; any other size runs compiled, with the same result",
@@ -207,6 +222,10 @@ class GraphError(DSV4Error, RuntimeError):
     """E4xx: a misuse of persistent buffers, or of capture and replay of a graph."""
 
 
+class RankError(DSV4Error, RuntimeError):
+    """E7xx: ranks of a split model that do not fit it, that differ, or that have ended."""
+
+
 class DSV4Warning(UserWarning):
     """W6xx: the call did what was asked, in another way or at another cost than expected."""
 
@@ -216,6 +235,7 @@ _CLASSES: dict[str, type[DSV4Error]] = {
     "2": InputError,
     "3": CompileError,
     "4": GraphError,
+    "7": RankError,
 }
 
 

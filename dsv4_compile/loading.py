@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import check, fail
 from .layout import WEIGHT_TILE, cdiv
+from .parallel.split import attention_split_of, part_of
 from .reference.common.block_scale import dequantize_weight
 
 HF_NAMES: dict[str, str] = {
@@ -57,7 +59,7 @@ def hf_name(official: str) -> str:
 def load_attention(
     module: nn.Module, tensors: Mapping[str, Tensor], *, prefix: str = "", naming: str = "official"
 ) -> None:
-    """Copy the tensors under `prefix` into `module`, a `DeepseekV4Attention`.
+    """Copy the tensors under `prefix` into `module`, a `DeepseekV4Attention`; this rank's part of them if it is split.
 
     Args:
         tensors: checkpoint tensors by name; names outside `prefix` are ignored.
@@ -72,6 +74,7 @@ def load_attention(
             fail("E207", got=f"no tensor {prefix}{name}", why=why)
         return given.pop(name)
 
+    ranks: Any = getattr(module, "ranks", None)
     plan: list[tuple[nn.Parameter, Tensor]] = []
     for name, parameter in module.named_parameters():
         source = name if naming == "official" else hf_name(name)
@@ -80,6 +83,8 @@ def load_attention(
             scale_name = _scale_name(source, naming)
             scale = take(scale_name, f"{source} is e4m3 and needs its block scales")
             value = _dequantize(value, scale, f"{prefix}{source}", f"{prefix}{scale_name}")
+        if ranks is not None:
+            value = part_of(value, attention_split_of(name), ranks)
         _check_shape(value, tuple(parameter.shape), f"{prefix}{source}")
         plan.append((parameter, _as_dtype(value, parameter.dtype, f"{prefix}{source}")))
     left = ", ".join(prefix + name for name in sorted(given)[:8])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,12 +19,16 @@ from ..errors import check
 from ..loading import hf_name
 from ..modules import DeepseekV4Attention
 from ..modules.linear import Fp8Linear, Linear
+from ..parallel import Ranks, attention_config
 from ..rope_tables import cos_sin_cache
 from ..selection import proven
-from . import layers
+from . import layers, split
 from .cache import PagedCache
 from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, cache_like, hf
 from .shared_weights import SharedWeights, why_unreadable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("dsv4_compile.hf")
 _COMPILABLE: dict[type, Any] = {
@@ -36,6 +40,7 @@ _COMPILABLE: dict[type, Any] = {
 _ORIGINAL = {compilable: original for original, compilable in (_COMPILABLE | layers.SWAPS).items()}
 OPS = ("moe_experts", "moe_route", "mhc_pre", "mhc_boundary", "mhc_head")
 """Ops that stand for what surrounds attention."""
+_WHOLE = "transformers' own experts, embedding and head are not split"
 
 
 def convert(
@@ -49,6 +54,8 @@ def convert(
     max_step_tokens: int | None = None,
     merge_adapters: bool = False,
     attention_only: bool = True,
+    mesh: DeviceMesh | None = None,
+    expert_layout: str = "experts",
 ) -> Any:
     """Make `model` compilable in one graph for prefill and one for decode, and return the same object.
 
@@ -69,13 +76,18 @@ def convert(
             they become ops too (`moe_route`, `moe_experts`, `mhc_*`), with weights in bfloat16, float32, e4m3 or MXFP4
             as they are stored, and all in float32 between. Where `auto` has no proven kernel for one of them on the
             model's device, the log says so.
+        mesh: ranks, along one dim, that the model is split over. Each passes the same whole model, keeps its part, and
+            frees the rest; from then on all make the same calls. It needs `attention_only=False`.
+        expert_layout: "experts" gives each rank some of the routed experts, "rows" a part of every one.
 
     Later changes of weights take effect at the next call: in place, `load_state_dict` (with `assign` too),
     `module.weight = ...` and `weight.data = ...`. Hooks, adapters and parametrisations of modules that are read and
     not called, as attention's linears, raise E208.
 
-    Raises E205 for an unsupported configuration and E208 for an unsupported model.
+    Raises E205 for an unsupported configuration, E208 for an unsupported model, E701 for ranks that do not divide it,
+    and E702 for ranks that differ.
     """
+    options = {name: value for name, value in locals().items() if name not in ("model", "mesh")}
     check(
         type(model) is hf.DeepseekV4ForCausalLM,
         "E208",
@@ -111,6 +123,14 @@ def convert(
     if not attention_only:
         _check_readable("the model", model.model, layers.READ_HEAD)
     config = DeepseekV4Config.from_hf(model.config)
+    ranks = None if mesh is None else Ranks.of(mesh)
+    in_step = None
+    if ranks is not None:
+        check(
+            not attention_only, "E701", got="mesh with attention_only=True", fix="pass attention_only=False", why=_WHOLE
+        )
+        in_step = split.split(model, ranks, expert_layout, options)
+        config = attention_config(config, ranks, fp8=False)  # `split` has checked that blocks are whole
     dtype = model.lm_head.weight.dtype
     cache_format = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard)
     cache = PagedCache(
@@ -128,9 +148,14 @@ def convert(
     for layer, weights in zip(model.model.layers, shared, strict=True):
         # In __dict__, so that nn.Module does not register the parameters a second time.
         layer.self_attn.__dict__.update(dsv4=weights.ours, dsv4_weights=weights)
-    _swap_classes(model, _COMPILABLE if attention_only else _COMPILABLE | layers.SWAPS)
+    for weights in shared:
+        weights.ours.ranks = ranks
+    swaps = _COMPILABLE if attention_only else _COMPILABLE | layers.SWAPS
+    _swap_classes(model, swaps if ranks is None else swaps | {hf.DeepseekV4ForCausalLM: split.SplitForCausalLM})
+    if ranks is not None:
+        split.place_experts(model, ranks, expert_layout)
     read = None if attention_only else layers.ReadParts(model.model)
-    model.model.__dict__.update(dsv4_cache=cache, dsv4_read=read)
+    model.model.__dict__.update(dsv4_cache=cache, dsv4_read=read, dsv4_in_step=in_step)
     if read is not None:
         read.adopt()
     register_recorded_outputs(model.model)
@@ -143,6 +168,13 @@ def revert(model: Any) -> Any:
     Compile it again, if you want to, as you would compile the original.
     """
     _check_converted(model)
+    check(
+        not isinstance(model, split.SplitForCausalLM),
+        "E701",
+        got="revert of a model that is split",
+        why="this rank has a part of its weights",
+        fix="load it again",
+    )
     if model.model.dsv4_read is not None:
         for layer in model.model.layers:
             layer.mlp.forget()
@@ -151,7 +183,8 @@ def revert(model: Any) -> Any:
         del layer.self_attn.__dict__["dsv4"], layer.self_attn.__dict__["dsv4_weights"]
     for module in (model, model.model):
         module._compiled_call_impl = None  # compiled for one graph, which the original forward is not
-    del model.model.__dict__["dsv4_cache"], model.model.__dict__["dsv4_read"]
+    for name in ("dsv4_cache", "dsv4_read", "dsv4_in_step"):
+        del model.model.__dict__[name]
     model.__dict__.pop("_dsv4_warned", None)
     return model
 

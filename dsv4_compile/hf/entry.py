@@ -95,17 +95,25 @@ class Entry:
 
     Attributes:
         arguments: what to call the forward with; empty where an outer entry has done all.
+        in_step: what keeps the ranks of a split model in step, a `split.InStep`, or None.
     """
 
-    def __init__(self, arguments: dict[str, Any], held: PagedCache | None = None, handle: Any = None) -> None:
+    def __init__(self, arguments: dict[str, Any], held: Any = None, handle: Any = None, in_step: Any = None) -> None:
         self.arguments = arguments
-        self.held, self.handle = held, handle
+        self.held: PagedCache | None = held
+        self.handle, self.in_step = handle, in_step
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def release(self) -> None:
         """Give the cache back, whether or not the forward failed."""
         if self.held is not None:
             self.held.entered = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def explain(self, fault: BaseException) -> None:
+        """Raise E703 for a `fault` of a collective; return for any other."""
+        if self.in_step is not None:
+            self.in_step.explain(fault)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, result: Any) -> Any:
@@ -115,6 +123,8 @@ class Entry:
             return result
         rows, columns = self.arguments["input_ids"].shape
         held.rows, held.appended, held.interrupted = rows, held.appended + columns, False
+        if self.in_step is not None:
+            self.in_step.finish(result)
         returned = None if self.arguments.get("use_cache") is False else self.handle
         return _inference_only(_with_cache(result, held, returned))
 
@@ -149,12 +159,14 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
             model.dsv4_read.adopt()
         if any(arguments.get(name, getattr(model.config, name, False)) for name in RECORDED):
             record_outputs(model)
+        if model.dsv4_in_step is not None:
+            model.dsv4_in_step.begin(arguments)
     except BaseException:
         held.entered = False
         raise
     held.interrupted = True  # until `finish`
     arguments["past_key_values"] = held
-    return Entry(arguments, held, handle)
+    return Entry(arguments, held, handle, model.dsv4_in_step)
 
 
 def _take(cache: PagedCache, new: bool) -> None:
@@ -184,6 +196,9 @@ class EnteredOnHost(_nn.Module):
         try:
             with torch.no_grad():
                 result = super().__call__(**entry.arguments)
+        except RuntimeError as fault:
+            entry.explain(fault)
+            raise
         finally:
             entry.release()
         return entry.finish(result)

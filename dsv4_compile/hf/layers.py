@@ -17,6 +17,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4
 from ..errors import check
 from ..layout import WEIGHT_TILE
 from ..modules.stacked import are_rows, as_rows
+from ..parallel import Ranks, all_reduce
 from .shared_weights import ReadModules
 
 hf: Any = modeling_deepseek_v4
@@ -101,9 +102,12 @@ class CompilableHashRouter(hf.DeepseekV4HashRouter):
 class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
     """Routed experts and the shared expert in one op, which reads weights where they are.
 
-    `arrange` makes gate and up of the shared expert rows of one matrix.
+    `arrange` makes gate and up of the shared expert rows of one matrix. With `ranks`, each has a part of the weights,
+    routed experts from `first_expert` on, and all parts are summed.
     """
 
+    ranks: Ranks | None = None
+    first_expert: int = 0
     shared_w13: Tensor
     shared_w13_scale: Tensor | None
 
@@ -124,8 +128,9 @@ class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
             self.shared_w13_scale,
             _scale(down, "weight"),
             float(routed.limit),
+            self.first_expert,
         )
-        return out.view_as(hidden_states)
+        return all_reduce(out, self.ranks).view_as(hidden_states)
 
     def arrange(self) -> None:
         """Make the shared expert's gate and up rows of one matrix, in place, unless they are."""

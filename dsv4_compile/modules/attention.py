@@ -9,6 +9,7 @@ decode and prefill, so all batches run the same graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +24,13 @@ from ..attention_backends.workspace import Workspace
 from ..cache import CacheFormat, LayerCache
 from ..config import DeepseekV4Config
 from ..metadata.types import AttentionMetadata
+from ..parallel import Ranks, all_reduce, attention_config
 from .layer_weights import LayerWeights
 from .output import choose_path, project_output, quantised_path
 from .stacked import project
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class DeepseekV4Attention(LayerWeights):
@@ -50,6 +55,8 @@ class DeepseekV4Attention(LayerWeights):
         aux_stream: project the indexer's queries, score and select on a side stream, in parallel with the projection
             of q. No effect on layers without an indexer, and none on a CPU.
         single_gemm: one GEMM for all projections of hidden, float32 results included; see `stacked.Stack`.
+        mesh: ranks, along one dim, that split heads and output groups; `config` describes the whole layer. Inputs,
+            caches and the result are the same on all of them. E701 if they do not divide it.
 
     Parameters are uninitialised: load them with `dsv4_compile.loading`.
     """
@@ -74,9 +81,11 @@ class DeepseekV4Attention(LayerWeights):
         output_projection: str = "auto",
         aux_stream: bool = False,
         single_gemm: bool | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
+        ranks = None if mesh is None else Ranks.of(mesh)
         super().__init__(
-            config,
+            config if ranks is None else attention_config(config, ranks, fp8=fp8),
             layer_idx,
             cache_format
             or CacheFormat.resolve(
@@ -89,6 +98,7 @@ class DeepseekV4Attention(LayerWeights):
             aux_stream=aux_stream,
             single_gemm=single_gemm,
         )
+        self.ranks = ranks
         self.selection = select(attention_backend, self._demand(dtype, engine))
         self.attention = self._backend(max_num_batched_tokens or self.max_seq_len)
         self.attention.workspace = workspace
@@ -234,4 +244,5 @@ class DeepseekV4Attention(LayerWeights):
     def _project_output(self, out: Tensor, positions: Tensor) -> Tensor:
         """Project `out` `[T, H, D]` to `[T, hidden_size]`, see `output.project_output`."""
         groups = self.config.o_groups
-        return project_output(self._quantised_path, out, positions, self.cos_sin, self.wo_a, self.wo_b, groups)
+        hidden = project_output(self._quantised_path, out, positions, self.cos_sin, self.wo_a, self.wo_b, groups)
+        return all_reduce(hidden, self.ranks)

@@ -21,7 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config", "rope_tables"}),
     frozenset({"reference"}),
     frozenset({"ops"}),
-    frozenset({"metadata", "cache"}),
+    frozenset({"metadata", "cache", "parallel"}),
     frozenset({"options"}),
     frozenset({"kernels", "lowering"}),
     frozenset({"loading", "attention_backends"}),

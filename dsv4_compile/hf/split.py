@@ -1,0 +1,201 @@
+"""A converted model that is split over ranks: each keeps its part of the weights and makes the same calls.
+
+Attention is split by heads and output groups, the shared expert by rows, routed experts by expert or by rows, embedding
+and output head by vocabulary. Two all-reduces a layer; everything else, caches included, is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import platform
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._compat import device_architecture
+from ..config import DeepseekV4Config
+from ..errors import DSV4Error, fail
+from ..layout import MX_TILE, WEIGHT_TILE
+from ..parallel import Ranks, agreement, all_gather, all_reduce
+from ..parallel.collectives import first_object
+from ..parallel.split import Whole, attention_sizes, check_divides, check_layout, part_of, split_of
+from ..reference.moe.expert_weights import weight_format
+from .model import CompilableForCausalLM
+
+_COLLECTIVES = ("gloo", "nccl", "processgroup", "timed out", "timeout", "connection", "peer")
+"""Words of the errors that collectives raise."""
+_BLOCK = {"float": 1, "e4m3": WEIGHT_TILE, "mxfp4": MX_TILE}
+
+
+class SplitEmbedding(nn.Embedding):  # type: ignore[misc]
+    """Embedding of a part of the vocabulary; other ranks add the rows of other tokens."""
+
+    ranks: Ranks
+    first: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `[..., hidden]` for token ids `[...]`."""
+        local = input - self.first
+        known = (local >= 0) & (local < self.weight.shape[0])
+        rows = nn.functional.embedding(torch.where(known, local, 0), self.weight)
+        return all_reduce(torch.where(known.unsqueeze(-1), rows, 0), self.ranks)
+
+
+class SplitHead(nn.Linear):  # type: ignore[misc]
+    """Output head of a part of the vocabulary, which returns the logits of all of it."""
+
+    ranks: Ranks
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `[..., vocabulary]` for `[..., hidden]`."""
+        return all_gather(super().forward(input), self.ranks)
+
+
+class SplitForCausalLM(CompilableForCausalLM):
+    """Language model of which this process has a part."""
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Raise E701: a rank has a part of the weights."""
+        fail("E701", got="save_pretrained of a model that is split", why=_PART, fix="save the model before convert")
+
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        signature = inspect.signature(CompilableForCausalLM._prepare_cache_for_generation)
+        call = signature.bind(self, *args, **kwargs).arguments
+        options, mode = call["generation_config"], call["generation_mode"]
+        if options.max_time is not None:
+            fail("E701", got="max_time", why="clocks of ranks differ", fix="pass max_new_tokens")
+        facts = {"rows": call["batch_size"], "length": call["max_cache_length"], "mode": mode.value}
+        ranks: Ranks = self.model.dsv4_in_step.ranks
+        agreement.check_agree("generate", facts, ranks)
+        if options.do_sample:
+            share_random_state(self.model.dsv4_cache.seq_lens.device, ranks)
+        super()._prepare_cache_for_generation(*args, **kwargs)
+
+
+SplitForCausalLM.__name__ = CompilableForCausalLM.__name__
+_PART = "this rank has a part of its weights"
+
+
+class InStep:
+    """Keeps the calls of a split model the same on all ranks.
+
+    The first call of each graph is compared: its inputs before, the bits of its results after.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.processes = agreement.Processes(ranks)
+        self.seen: set[tuple[Any, ...]] = set()
+        self.first = False
+
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        """Compare the inputs of a call if it is the first of its graph; raise E702 on all ranks if they differ."""
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, str))}
+        ids = tensors["input_ids"]
+        kind = ids.shape[0] == 1, ids.shape[1] == 1, tuple(tensors), tuple(others.items())
+        self.first = kind not in self.seen
+        if not self.first:
+            return
+        facts: dict[str, Any] = others | {"gradients": torch.is_grad_enabled()}
+        for name, tensor in tensors.items():
+            facts[name] = f"{tuple(tensor.shape)} {tensor.dtype}"
+        agreement.check_agree("shapes of a call", facts, self.ranks)
+        values = {f"bits of {name}": agreement.digest(tensor) for name, tensor in tensors.items()}
+        agreement.check_agree("values of a call", values, self.ranks)
+        self.seen.add(kind)
+
+    def finish(self, result: Any) -> None:
+        """Raise E702 unless the result of a first call, an output or a tuple, has the same bits on all ranks."""
+        if not self.first:
+            return
+        values = result if isinstance(result, tuple) else tuple(result.values())
+        floating = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+        agreement.check_agree("results of a call", {"bits": agreement.digest(*floating)}, self.ranks)
+
+    def explain(self, fault: BaseException) -> None:
+        """Raise E703 if `fault` is that of a collective, with the ranks that have ended."""
+        text = str(fault).lower()
+        if not isinstance(fault, DSV4Error) and any(word in text for word in _COLLECTIVES):
+            self.processes.fail(fault)
+
+
+def split(model: Any, ranks: Ranks, expert_layout: str, options: Mapping[str, Any]) -> InStep:
+    """Let a transformers model keep this rank's part of its weights, and free the rest.
+
+    Args:
+        model: a `DeepseekV4ForCausalLM`, with the same weights on every rank.
+        expert_layout: one of `EXPERT_LAYOUTS`.
+        options: what else ranks have to agree about.
+
+    Raises E701 if the ranks do not divide it, E702 if ranks differ, both before anything is changed.
+    """
+    check_layout(expert_layout)
+    check_divides(sizes(model, expert_layout), ranks)
+    named = dict(model.named_parameters())
+    splits = {name: split_of(name, expert_layout) for name in named}
+    device = model.lm_head.weight.device
+    whole = [parameter for name, parameter in named.items() if splits[name] is None]
+    agreement.check_agree(
+        "convert",
+        {
+            **options,
+            "expert_layout": expert_layout,
+            "configuration": model.config.to_json_string(),
+            "versions": [f"{name} {version(name)}" for name in ("torch", "transformers", "dsv4_compile")],
+            "python": platform.python_version(),
+            "device": f"{device.type} {device_architecture(device)}",
+            "dtypes": sorted({str(parameter.dtype) for parameter in named.values()}),
+            "bits of weights that all ranks have": agreement.digest(*whole),
+        },
+        ranks,
+    )
+    in_step = InStep(ranks)
+    for name, parameter in named.items():
+        if splits[name] is not None:
+            parameter.data = part_of(parameter.data, splits[name], ranks).clone()
+    vocabulary = ranks.part(model.config.vocab_size)
+    embedding, head = model.model.embed_tokens, model.lm_head
+    embedding.__class__, head.__class__ = SplitEmbedding, SplitHead
+    embedding.ranks = head.ranks = ranks
+    embedding.first = vocabulary[0]
+    return in_step
+
+
+def place_experts(model: Any, ranks: Ranks, expert_layout: str) -> None:
+    """Tell the converted layers which experts they have, and that they add their parts up."""
+    experts = ranks.part(model.config.n_routed_experts)
+    for layer in model.model.layers:
+        layer.mlp.ranks = ranks
+        layer.mlp.first_expert = experts[0] if expert_layout == "experts" else 0
+
+
+def sizes(model: Any, expert_layout: str) -> list[Whole]:
+    """Return the sizes of a transformers model that ranks divide."""
+    config = model.config
+    found = [Whole("tokens in the vocabulary", config.vocab_size)]
+    for layer in model.model.layers:
+        projections = (getattr(layer.self_attn, f"{name}_proj").weight for name in ("q_b", "o_a", "o_b"))
+        quantised = any(weight.dtype is torch.float8_e4m3fn for weight in projections)
+        found += attention_sizes(DeepseekV4Config.from_hf(config), fp8=quantised)
+        shared, routed = layer.mlp.shared_experts.up_proj.weight, layer.mlp.experts.down_proj
+        found.append(Whole("rows of the shared expert", shared.shape[0], _BLOCK[weight_format(shared)]))
+        if expert_layout == "experts":
+            found.append(Whole("experts", routed.shape[0]))
+        else:
+            kind = weight_format(routed)
+            columns = routed.shape[-1] * (2 if kind == "mxfp4" else 1)
+            found.append(Whole("rows of an expert", columns, _BLOCK[kind]))
+    return list(dict.fromkeys(found))
+
+
+def share_random_state(device: torch.device, ranks: Ranks) -> None:
+    """Give the random generators of `device` on all ranks the state of rank 0, so that they sample the same tokens."""
+    module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    where: Callable[..., Any] = module.set_rng_state
+    state = module.get_rng_state() if device.type == "cpu" else module.get_rng_state(device)
+    shared = first_object(state, ranks)
+    where(shared) if device.type == "cpu" else where(shared, device)
