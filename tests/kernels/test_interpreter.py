@@ -39,6 +39,22 @@ def arithmetic_kernel(out, smaller, a, b, N: tl.constexpr):
     tl.store(smaller + i, x < y)
 
 
+@triton.jit
+def _half_then_add(a, b, x, y):
+    return a * 0.5 + x, b - y
+
+
+@triton.jit
+def reduce_kernel(out, a, b, M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr):
+    i = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    x, y = tl.reduce((tl.load(a + i), tl.load(b + i)), AXIS, _half_then_add, KEEP)
+    if KEEP:
+        x, y = tl.reshape(x, (M * N // i.shape[AXIS],)), tl.reshape(y, (M * N // i.shape[AXIS],))
+    o = tl.arange(0, M * N // i.shape[AXIS])
+    tl.store(out + o, x)
+    tl.store(out + M * N // i.shape[AXIS] + o, y)
+
+
 def convert(x: Tensor, target: torch.dtype) -> Tensor:
     raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     out = torch.empty(x.shape, dtype=raw[target.itemsize])
@@ -79,3 +95,15 @@ def test_bfloat16_adds_multiplies_and_compares() -> None:
     arithmetic_kernel[(1,)](out, smaller, a, b, 256)
     assert_bitwise(out, a * b - a)
     assert_bitwise(smaller, a < b)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_reduction_by_a_function_combines_elements_in_order(axis: int, keep: bool) -> None:
+    a, b = torch.randn(2, 4, 8)
+    out = torch.empty(2, a.numel() // a.shape[axis])
+    reduce_kernel[(1,)](out, a, b, *a.shape, axis, keep)
+    x, y = a.unbind(axis)[0], b.unbind(axis)[0]
+    for more, less in zip(a.unbind(axis)[1:], b.unbind(axis)[1:], strict=True):
+        x, y = x * 0.5 + more, y - less
+    assert_bitwise(out, torch.stack((x, y)))
