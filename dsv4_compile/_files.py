@@ -1,11 +1,22 @@
-"""Atomic replacement of files that other processes read; a process that is killed leaves the old file."""
+"""Files that other processes read: atomic replacement, and who else can write them.
+
+A process that is killed while it replaces a file leaves the old one.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+MOST_ENTRIES = 100_000
+"""Entries of a folder that `why_unsafe` looks at: a second or two."""
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_ENTRY = stat.S_IXGRP | stat.S_IXOTH
 
 
 def replace(path: Path, text: str) -> None:
@@ -19,3 +30,68 @@ def replace_rows(path: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> No
     """Replace the file at `path` with `{name: rows}` as JSON, one row a line."""
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     replace(path, f'{{\n  "{name}": [\n{lines}\n  ]\n}}')
+
+
+def why_unsafe(folder: Path) -> str:
+    """Return who else can write `folder`, what is in it, or replace it, and the command against that; "" if nobody can.
+
+    The superuser always can. A folder that does not exist is judged by those that it would be in.
+    """
+    if not hasattr(os, "geteuid"):  # permissions of Windows are not in a file's mode
+        return ""
+    asked, real = Path(os.path.abspath(folder)), folder.resolve()
+    if real.exists() and (why := _why_writable(real)):
+        return why
+    # A link is replaced in its own folder, and leads to the real one.
+    for child, parent in [*itertools.pairwise((asked, *asked.parents)), *itertools.pairwise((real, *real.parents))]:
+        if parent.exists() and (why := _why_replaceable(child, parent)):
+            return why
+    if not real.is_dir() or not real.stat().st_mode & _ENTRY:
+        return ""
+    found = (why for path in _entries(real) if (why := _why_writable(path)))
+    return next(found, "")
+
+
+def _why_writable(path: Path) -> str:
+    """Return who else can write a file or folder, or ""."""
+    try:
+        facts = path.lstat()
+    except OSError:  # removed meanwhile, or inside a folder that this user cannot enter
+        return ""
+    if facts.st_uid not in _trusted():
+        return f"{path} belongs to user {facts.st_uid}: choose a folder of your own"
+    if stat.S_ISLNK(facts.st_mode) or not facts.st_mode & _OTHERS:
+        return ""
+    who, change = ("anyone", "go-w") if facts.st_mode & stat.S_IWOTH else (f"group {facts.st_gid}", "g-w")
+    return f"{who} can write {path}: chmod -R {change}"
+
+
+def _why_replaceable(child: Path, parent: Path) -> str:
+    """Return who else can replace `child`, an entry of the folder `parent`, or ""."""
+    facts = parent.stat()
+    if facts.st_uid not in _trusted():
+        return f"{parent} belongs to user {facts.st_uid}, who can replace {child.name}: choose a folder of your own"
+    if not facts.st_mode & _OTHERS:
+        return ""
+    who = "anyone" if facts.st_mode & stat.S_IWOTH else f"group {facts.st_gid}"
+    if not facts.st_mode & stat.S_ISVTX:
+        return f"{who} can write {parent}, and so replace {child.name}: choose another folder, or chmod +t"
+    # In a sticky folder only the owner of an entry replaces it.
+    owner = child.lstat().st_uid if child.exists() or child.is_symlink() else os.geteuid()
+    return "" if owner in _trusted() else f"{child} belongs to user {owner}: choose a folder of your own"
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """Yield up to `MOST_ENTRIES` files and folders below `folder`, folders of a level before what they contain."""
+    left = MOST_ENTRIES
+    for root, folders, files in os.walk(folder):
+        for name in itertools.islice((*folders, *files), left):
+            yield Path(root, name)
+        left -= len(folders) + len(files)
+        if left <= 0:
+            return
+
+
+def _trusted() -> set[int]:
+    """Return the ids of the users who may write what this user runs."""
+    return {os.geteuid(), 0}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,10 +21,11 @@ from torch import Tensor
 
 from . import __version__
 from ._compat import TORCH_FIRST, TORCH_LAST, TRITON_FIRST, TRITON_LAST, device_architecture
+from ._files import why_unsafe
 from .layout import FP8_DS_MLA, HEAD_DIM, WINDOW_BLOCK, allocate_cache
 from .ops.common.kernels import KERNELS
 from .selection import proven
-from .selection.checked import cache_folder
+from .selection.checked import cache_folder, triton_cache_folder
 
 PYTHON_WINDOW = ((3, 10), (3, 13))
 OPTIONAL = {
@@ -69,7 +69,8 @@ def examine() -> list[Check]:
         "device": _device,
         "kernels": _kernels,
         "C++ compiler": _compiler,
-        "compile cache": _cache,
+        "compile cache": partial(_cache, cache_folder),
+        "Triton cache": partial(_cache, triton_cache_folder),
         "backend": _backend,
         **{name: partial(_optional, *facts) for name, facts in OPTIONAL.items()},
         **{f"op {name}": partial(_op, test) for name, test in OP_TESTS.items()},
@@ -200,11 +201,9 @@ def _compiler(name: str) -> Check:
     return Check(name, f"no {wanted}", level, f"torch.compile on a CPU needs it, or CXX={other or 'another compiler'}")
 
 
-def _cache(name: str) -> Check:
-    folder = cache_folder()
-    if folder.is_dir() and folder.stat().st_mode & stat.S_IWOTH:
-        return Check(name, str(folder), "warn", "anyone can write it, and what it holds is run: chmod o-w")
-    return Check(name, str(folder))
+def _cache(folder: Callable[[], Path], name: str) -> Check:
+    why = why_unsafe(folder())
+    return Check(name, str(folder()), "warn", f"what it holds is run, and {why}") if why else Check(name, str(folder()))
 
 
 def _backend(name: str) -> Check:

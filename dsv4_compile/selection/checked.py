@@ -26,6 +26,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default)
 
 
+def triton_cache_folder() -> Path:
+    """Return the folder of the kernels that Triton compiles; inside Inductor, without a setting, it is in torch's."""
+    home = os.environ.get("TRITON_HOME") or Path.home()
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
+
+
 def path_of(architecture: str, kernels: str) -> Path:
     """Return the file of the results on `architecture`; `kernels` is the state of the kernels."""
     versions = f"torch-{torch.__version__}-triton-{triton_version()}"
