@@ -1,4 +1,4 @@
-"""Private names of torch and Triton that this package uses, and the versions that it was tested with.
+"""Private names of torch, Triton and transformers that this package uses, and the versions that it was tested with.
 
 No other file uses a private name of torch. Names of the compiler are imported on first use (`from ._compat import ir`),
 so importing the package loads neither Inductor nor Triton.
@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import CodeType, FrameType
 from typing import Any
 
@@ -30,9 +31,9 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 """All signatures of an op under one name, a target in traced graphs."""
 assert_async = torch._assert_async
 """Function that fails on the device, without synchronisation, unless a tensor is true."""
-below_autograd = torch._C._AutoDispatchBelowAutograd
 functional_collectives: Any = torch.ops._c10d_functional
 """Collectives that return new tensors, which torch.compile traces and CUDA graphs capture."""
+below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context in which an op dispatches as if no input required grad."""
 
 TORCH_FIRST = (2, 11)
@@ -40,6 +41,10 @@ TORCH_LAST = (2, 15)
 TRITON_FIRST = (3, 6)
 TRITON_LAST = (3, 9)
 """Range of Triton versions. Hopper kernels use Gluon, which is experimental: 3.8 and 3.9 renamed parts of it."""
+TRANSFORMERS_FIRST = (5, 17)
+TRANSFORMERS_LAST = (5, 24)
+CACHE_NAMES = ("cache", "past_key_values")
+"""Names of the cache in calls and results of transformers, newest first: 5.24 has renamed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +88,15 @@ PRIVATE: dict[str, PrivateName] = {
     "mark_static": PrivateName("torch._dynamo", "mark_static", "keeps the dims of a cache static"),
     "mark_static_address": PrivateName("torch._dynamo", "mark_static_address", "marks a cache that keeps its address"),
     "maybe_mark_dynamic": PrivateName("torch._dynamo", "maybe_mark_dynamic", "marks a dim as dynamic"),
+    "resolve_group": PrivateName(
+        "torch.distributed.distributed_c10d", "_resolve_process_group", "process group of a name that a graph holds"
+    ),
     "FakeTensorMode": PrivateName("torch._subclasses.fake_tensor", "FakeTensorMode", "runs an op's fake alone"),
     "pytree": PrivateName("torch.utils._pytree", "", "flattens nested arguments and results"),
     "TorchDispatchMode": PrivateName("torch.utils._python_dispatch", "TorchDispatchMode", "sees every op that runs"),
     "GraphLowering": PrivateName("torch._inductor.graph", "GraphLowering", "hook for the generated code"),
+    "inductor_debug": PrivateName("torch._inductor.debug", "", "graph nodes that each generated kernel is made of"),
     "AsyncCompile": PrivateName("torch._inductor.async_compile", "AsyncCompile", "builds kernel sources"),
-    "resolve_group": PrivateName(
-        "torch.distributed.distributed_c10d", "_resolve_process_group", "process group of a name that a graph holds"
-    ),
     "DTYPE_TO_CPP": PrivateName("torch._inductor.codegen.cpp_utils", "DTYPE_TO_CPP", "names of dtypes in C++"),
     "dynamo_config": PrivateName("torch._dynamo.config", "", "settings of tracing, which explain() overrides"),
     "functorch_config": PrivateName("torch._functorch.config", "", "disables a cache of compiled graphs"),
@@ -253,6 +259,11 @@ def codegen_of(device: torch.device) -> str:
     return str(getattr(__getattr__("inductor_config"), f"{device.type}_backend", "triton"))
 
 
+def kernel_origins() -> dict[str, list[str]]:
+    """Return the nodes of Inductor's graph in each launch, `kernel:number`, if provenance tracking is on."""
+    return dict(getattr(__getattr__("inductor_debug"), "_inductor_triton_kernel_to_post_grad_node_info", {}))
+
+
 def traced_functions() -> list[CodeType]:
     """Return the code of every function that Dynamo has traced and that still exists."""
     found = (reference() for reference in __getattr__("convert_frame").input_codes.seen)
@@ -308,11 +319,52 @@ def variables_of_traced_frame() -> dict[str, Any]:
     return {}
 
 
+def cache_places() -> dict[str, list[str]]:
+    """Return the parameters of calls and fields of results in transformers among which a cache is, by where."""
+    from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+    from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM, DeepseekV4Model
+
+    calls: tuple[Any, ...] = (
+        DeepseekV4Model.forward,
+        DeepseekV4ForCausalLM.forward,
+        GenerationMixin.prepare_inputs_for_generation,
+    )
+    results: tuple[Any, ...] = (MoeModelOutputWithPast, MoeCausalLMOutputWithPast, GenerateDecoderOnlyOutput)
+    parameters = {call.__qualname__: list(inspect.signature(call).parameters) for call in calls}
+    return parameters | {result.__name__: [field.name for field in fields(result)] for result in results}
+
+
+def cache_name() -> str:
+    """Return the one of `CACHE_NAMES` that the installed transformers uses in all places, or ""."""
+    places = cache_places().values()
+    return next((name for name in CACHE_NAMES if all(name in names for names in places)), "")
+
+
+def check_transformers() -> None:
+    """Raise E208 if the installed transformers calls the cache by a name that this release does not know."""
+    first, last = (".".join(map(str, version)) for version in (TRANSFORMERS_FIRST, TRANSFORMERS_LAST))
+    found = [
+        f"{place} has {next((name for name in CACHE_NAMES if name in names), ', '.join(names))}"
+        for place, names in cache_places().items()
+    ]
+    check(
+        bool(cache_name()),
+        "E208",
+        got=f"transformers {importlib.import_module('transformers').__version__}: {'; '.join(found)}",
+        rule=f"convert works with transformers {first} to {last}",
+        why=f"it has renamed the cache, which was {' or '.join(CACHE_NAMES)}",
+        fix=f"pip install 'transformers>={first},<{TRANSFORMERS_LAST[0]}.{TRANSFORMERS_LAST[1] + 1}'",
+    )
+
+
 def register_recorded_outputs(model: Any) -> None:
     """Let transformers record the hidden states and router logits of `model`, whose class it did not construct."""
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs
+    # Older versions have a plain dict there, which does not name the class of its keys itself.
+    key = str(type(model)) if type(_CAN_RECORD_REGISTRY) is dict else model
+    _CAN_RECORD_REGISTRY[key] = model._can_record_outputs
 
 
 def record_outputs(model: Any) -> None:
@@ -320,3 +372,8 @@ def record_outputs(model: Any) -> None:
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
     maybe_install_capturing_hooks(model)
+
+
+def kept_in_float32(model: Any, name: str) -> bool:
+    """Return whether transformers keeps a parameter or buffer of `model` in float32 for any dtype of the model."""
+    return not set(model._keep_in_fp32_modules_strict or ()).isdisjoint(name.split("."))

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from . import __version__
-from ._compat import TORCH_FIRST, TORCH_LAST, TRITON_FIRST, TRITON_LAST, device_architecture
+from ._compat import (
+    TORCH_FIRST,
+    TORCH_LAST,
+    TRANSFORMERS_FIRST,
+    TRANSFORMERS_LAST,
+    TRITON_FIRST,
+    TRITON_LAST,
+    device_architecture,
+)
 from ._files import why_unsafe
 from .layout import FP8_DS_MLA, HEAD_DIM, WINDOW_BLOCK, allocate_cache
 from .ops.common.kernels import KERNELS
@@ -29,15 +37,15 @@ from .selection.checked import cache_folder, triton_cache_folder
 
 PYTHON_WINDOW = ((3, 10), (3, 13))
 OPTIONAL = {
-    "transformers": ("hf", (5, 17), "needed by dsv4_compile.hf and dsv4 demo"),
+    "transformers": ("hf", TRANSFORMERS_FIRST, "needed by dsv4_compile.hf and dsv4 demo"),
     "safetensors": ("hf", (0, 4), "needed to load checkpoints"),
     "depyf": ("debug", (0, 18), "needed to dump compiled code"),
     "rich": ("debug", (13, 0), "makes tables and progress bars"),
     "matplotlib": ("bench", (3, 5), "needed to draw plots"),
 }
 """Package: the extra that brings it, its lowest version, what for."""
-REFUSED_FROM = {"transformers": (5, 24)}
-"""First unsupported version of packages that have changed since."""
+TESTED_TO = {"transformers": TRANSFORMERS_LAST}
+"""Newest tested version of packages that rename what is used here."""
 VERDICTS = {
     "ok": "all is well",
     "warn": "works, with the warnings above",
@@ -220,9 +228,8 @@ def _optional(extra: str, lowest: tuple[int, int], purpose: str, name: str) -> C
         return Check(name, "not installed", note=f"{purpose}: {get}")
     if _release(version) < lowest:
         return Check(name, version, "warn", f"{purpose}, from {lowest[0]}.{lowest[1]} on: {get}")
-    if name in REFUSED_FROM and _release(version) >= REFUSED_FROM[name]:
-        return Check(name, version, "warn", f"{purpose}, before {'.'.join(map(str, REFUSED_FROM[name]))}: {get}")
-    return Check(name, version)
+    found = _window(name, version, (lowest, TESTED_TO.get(name, _release(version))), advice=get)
+    return replace(found, note=f"{found.note}; {get}") if found.note else found
 
 
 def _op(test: Callable[[torch.device], None], name: str) -> Check:

@@ -44,6 +44,8 @@ _SIZE_FIX = (
     "torch._dynamo.mark_dynamic({name}, {dim}) before the first call, for a token dimension; a cache is allocated "
     "once, at its full size"
 )
+_HF_CACHE = re.compile(r"past_key_values|\['cache'\]\.layers\b")
+"""Names of tensors in a cache of transformers, up to 5.23 and from 5.24 on."""
 _HF_CACHE_FIX = (
     "transformers' own cache grows with every call: dsv4_compile.hf.convert(model, max_batch_size=..., "
     "max_seq_len=...) gives the model one that does not"
@@ -146,7 +148,7 @@ def _tensor_property(guard: str, frame: Mapping[str, Any]) -> FailedGuard | None
         fix = _PROPERTY_FIX.get(what, "pass tensors that agree in it")
         place = f" of dim {dim}" if dim else ""
         return FailedGuard(key, guard, f"the {what}{place} of `{name}` changed", fix, expected, actual)
-    fix = _HF_CACHE_FIX if "past_key_values" in name else _SIZE_FIX.format(name=name, dim=dim)
+    fix = _HF_CACHE_FIX if _HF_CACHE.search(name) else _SIZE_FIX.format(name=name, dim=dim)
     if {expected, actual} & {"0", "1"} and fix is not _HF_CACHE_FIX:
         fix = f"{fix}. {_ZERO_ONE_FIX}"
     return FailedGuard(key, guard, f"the size of `{name}` in dim {dim} changed", fix, expected, actual)

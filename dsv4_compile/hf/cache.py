@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .._compat import assert_async, mark_static, mark_static_address
+from .._compat import assert_async, cache_name, mark_static, mark_static_address
 from ..cache import CacheFormat, PagedCaches
 from ..config import DeepseekV4Config
 from ..errors import check, fail
 from ..metadata import AttentionMetadata, build_metadata
+
+CACHE_NAME = cache_name()
+"""Keyword and result field of the cache in the installed transformers; "" if it is unknown and `convert` raises."""
 
 # On one line, because Inductor copies it into generated source.
 _OVERFLOW = "[E204] a sequence grew over the max_seq_len of its cache; dsv4 explain E204"
@@ -128,9 +131,14 @@ class PagedCache(Cache):
         """Return the columns appended since the last reset, padding included, as transformers counts. Synchronises."""
         return int(self.columns)
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+    def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return the length of the longest sequence that fits."""
         return self.paged.max_seq_len
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: a step that is taken back has overwritten the states of open compression groups."""
+        return False
 
     @property
     def is_compileable(self) -> bool:
@@ -176,7 +184,7 @@ class PagedCache(Cache):
 
 
 class CacheHandle(PagedCache):
-    """The cache of one call: what a forward without `past_key_values` returns in their place.
+    """The cache of one call: what a forward without a cache returns.
 
     It shares the model's cache until a later call takes that cache, from when on it is stale and raises E208.
     """
@@ -196,7 +204,7 @@ class CacheHandle(PagedCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns appended to this call's sequences. Raises E208 if the handle is stale."""
-        check(not self.stale, "E208", got="a stale past_key_values", why=STALE, fix=OWN_CACHE)
+        check(not self.stale, "E208", got=f"a stale {CACHE_NAME}", why=STALE, fix=OWN_CACHE)
         return super().get_seq_length(layer_idx)
 
     def reset(self) -> None:
@@ -205,5 +213,5 @@ class CacheHandle(PagedCache):
         self.generation = self.cache.generation
 
 
-STALE = "a later call without past_key_values has taken the model's cache"
-OWN_CACHE = "pass past_key_values=dsv4_compile.hf.new_cache(model), one for each conversation"
+STALE = f"a later call without {CACHE_NAME} has taken the model's cache"
+OWN_CACHE = f"pass {CACHE_NAME}=dsv4_compile.hf.new_cache(model), one for each conversation"

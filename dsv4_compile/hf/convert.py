@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import __version__ as transformers_version
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from .._compat import device_architecture, register_recorded_outputs
+from .._compat import check_transformers, device_architecture, register_recorded_outputs
 from ..cache import CacheFormat
 from ..config import DeepseekV4Config
 from ..errors import check
@@ -95,13 +92,7 @@ def convert(
         why="already converted" if isinstance(model, CompilableForCausalLM) else "",
         fix="pass a transformers DeepseekV4ForCausalLM; of a PEFT model, what merge_and_unload() returns",
     )
-    check(
-        "past_key_values" in {field.name for field in fields(MoeModelOutputWithPast)},
-        "E208",
-        got=f"transformers {transformers_version}",
-        why="it renamed past_key_values",
-        fix="pip install 'transformers<5.24'",
-    )
+    check_transformers()
     check(not model.training, "E208", got="a model in training mode", fix="call model.eval() first")
     check(
         not torch.is_inference_mode_enabled(),

@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import progress
 from .._compat import counters
 from ..errors import check
+from .cache import CACHE_NAME
 from .convert import convert
 from .tiny import quiet_libraries, tiny_model
 
@@ -186,8 +187,8 @@ def _run_stock_compile(model: Any, prompt: Tensor) -> Row:
         for step in range(COMPARED_STEPS):
             work.note(f"step {step}, {_graph_count()} graphs so far")
             with torch.no_grad():
-                out = model(ids, past_key_values=cache, use_cache=True)
-            cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+                out = model(ids, use_cache=True, **{CACHE_NAME: cache})
+            cache, ids = out[CACHE_NAME], out.logits[:, -1:].argmax(-1)
             work.advance()
     elapsed = time.perf_counter() - started
     graphs = _graph_count()

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._compat import record_outputs
+from .._compat import CACHE_NAMES, record_outputs
 from ..errors import check, fail
-from .cache import OWN_CACHE, STALE, CacheHandle, PagedCache
+from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache
 
 NO_WEIGHTS = "sparse attention builds no attention matrix"
 RECORDED = ("output_hidden_states", "output_router_logits")
@@ -82,7 +82,7 @@ def _signature(kind: Any) -> inspect.Signature:
 
 
 class Call(NamedTuple):
-    """Inputs of the entry: the arguments of a forward, and the cache that `past_key_values` stands for."""
+    """Inputs of the entry: the arguments of a forward, and the cache that a handle stands for."""
 
     input_ids: Tensor
     attention_mask: Tensor | None
@@ -142,8 +142,9 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
     bound = _signature(kind).bind(module, *args, **kwargs)
     arguments = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
     arguments |= bound.arguments.get("kwargs", {})
-    cache = arguments.get("past_key_values")
+    cache = given_cache(arguments)
     if isinstance(cache, PagedCache) and cache.entered and cache.thread == threading.get_ident():
+        arguments[CACHE_NAME] = cache
         return Entry(arguments)  # the language model around this one has been through the entry
     model, allocate = module.entered_model()
     check_call(model, arguments)
@@ -165,8 +166,18 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
         held.entered = False
         raise
     held.interrupted = True  # until `finish`
-    arguments["past_key_values"] = held
+    arguments[CACHE_NAME] = held
     return Entry(arguments, held, handle, model.dsv4_in_step)
+
+
+def given_cache(arguments: dict[str, Any]) -> Any:
+    """Remove the cache from the arguments of a call, under any name that transformers gave it; return it or None.
+
+    Raises E208 for two.
+    """
+    given = [cache for cache in (arguments.pop(name, None) for name in CACHE_NAMES) if cache is not None]
+    check(len(given) < 2, "E208", got=" and ".join(CACHE_NAMES), why="both mean the cache", fix=f"pass {CACHE_NAME}")
+    return given[0] if given else None
 
 
 def _take(cache: PagedCache, new: bool) -> None:
@@ -318,17 +329,17 @@ def _check_positions(call: Call) -> None:
 
 
 def held_by(model: Any, cache: Any) -> PagedCache:
-    """Return the cache that an argument `past_key_values` stands for. Raises E208 if it cannot be continued."""
+    """Return the cache that the one of a call stands for. Raises E208 if it cannot be continued."""
     check(
         isinstance(cache, PagedCache),
         "E208",
-        got=f"past_key_values of type {type(cache).__name__}",
+        got=f"{CACHE_NAME} of type {type(cache).__name__}",
         fix="pass none, or dsv4_compile.hf.new_cache(model)",
     )
     own: PagedCache = model.dsv4_cache
     check(cache is not own, "E208", got="the model's own cache", why=STALE, fix=OWN_CACHE)
     if isinstance(cache, CacheHandle):
-        check(not cache.stale, "E208", got="a stale past_key_values", why=STALE, fix=OWN_CACHE)
+        check(not cache.stale, "E208", got=f"a stale {CACHE_NAME}", why=STALE, fix=OWN_CACHE)
         other = cache.cache.holder is not None and cache.cache.holder is not cache.holder
         check(not other, "E208", got="a cache that a generate call uses", fix=OWN_CACHE)
         cache = cache.cache
@@ -352,7 +363,7 @@ def _with_cache(result: Any, held: PagedCache, returned: PagedCache | None) -> A
     """Return `result`, a model output or a tuple, with `returned` in place of the cache."""
     if isinstance(result, tuple):
         return tuple(returned if each is held else each for each in result if each is not held or returned is not None)
-    result["past_key_values"] = returned
+    result[CACHE_NAME] = returned
     return result
 
 

@@ -21,8 +21,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .._compat import maybe_mark_dynamic
 from ..errors import check, fail
 from ..metadata import AttentionMetadata
-from .cache import PagedCache
-from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, generating, held_by, kept, take_own
+from .cache import CACHE_NAME, PagedCache
+from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, generating, given_cache, held_by, kept, take_own
 from .layers import CompilableHead
 
 hf: Any = modeling_deepseek_v4
@@ -42,11 +42,11 @@ class CompilableAttention(hf.DeepseekV4Attention):
     """Attention module that runs a `dsv4_compile.DeepseekV4Attention`, which shares its parameters."""
 
     def forward(
-        self, hidden_states: Tensor, *, metadata: AttentionMetadata, past_key_values: PagedCache, **kwargs: Any
+        self, hidden_states: Tensor, *, metadata: AttentionMetadata, cache: PagedCache, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Return the attention of `hidden_states` `[B, S, hidden]` in that shape, and no attention weights."""
         flat = hidden_states.flatten(0, 1)
-        out = self.dsv4(flat, metadata, past_key_values.paged.layers[self.layer_idx])
+        out = self.dsv4(flat, metadata, cache.paged.layers[self.layer_idx])
         return out.view_as(hidden_states), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompilableAttention:
@@ -81,20 +81,22 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: PagedCache | None = None,
+        cache: PagedCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        *,
+        past_key_values: PagedCache | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
-        """Append `input_ids` `[B, S]` to the sequences of `past_key_values` and run them through the layers.
+        """Append `input_ids` `[B, S]` to the sequences of `cache`, or `past_key_values`, and run them through all layers.
 
-        A call of the model passes `entry.enter`, which gives a call without `past_key_values` a cache and checks the
-        others. `attention_mask` `[B, >= S]` marks tokens in its last S columns. Positions follow from the cache.
+        A call of the model passes `entry.enter`, which gives a call without a cache one and checks the others.
+        `attention_mask` `[B, >= S]` marks tokens in its last S columns. Positions follow from the cache.
         """
         assert input_ids is not None
         rows, columns = input_ids.shape
         keep = None if attention_mask is None else kept(attention_mask, columns)
-        options = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
+        options = {"cache": past_key_values if cache is None else cache, "use_cache": use_cache, **kwargs}
         if keep is None or columns == 1:
             return self.forward_neighbours(input_ids, keep, **options)
         # Kernels that pool find a sequence's earlier tokens in the rows before: its tokens go to the last columns.
@@ -109,10 +111,10 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
 
     @_model_forward
     def forward_neighbours(
-        self, input_ids: Tensor, keep: Tensor | None, *, past_key_values: PagedCache | None = None, **kwargs: Any
+        self, input_ids: Tensor, keep: Tensor | None, *, cache: PagedCache | None = None, **kwargs: Any
     ) -> MoeModelOutputWithPast:
         """Run `forward` for columns of which those in `keep`, bool `[B, S]`, are neighbours in each row."""
-        if past_key_values is None or not past_key_values.entered:
+        if cache is None or not cache.entered:
             fail(
                 "E208",
                 got="a forward that no call of the model led to",
@@ -120,17 +122,15 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
                 fix='compile the model in place, model.compile(backend="dsv4"), or call it',
             )
         rows, columns = input_ids.shape
-        metadata = past_key_values.begin_step(rows, columns, keep)
+        metadata = cache.begin_step(rows, columns, keep)
         embeds = self.embed_tokens(input_ids)
         hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         for layer in self.layers:
-            hidden_states = layer(
-                hidden_states, input_ids=input_ids, metadata=metadata, past_key_values=past_key_values, **kwargs
-            )
+            hidden_states = layer(hidden_states, input_ids=input_ids, metadata=metadata, cache=cache, **kwargs)
         head = self.hc_head
         whole = isinstance(head, CompilableHead)
         hidden_states = head(hidden_states, self.norm) if whole else self.norm(head(hidden_states))
-        return MoeModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+        return MoeModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_NAME: cache})
 
 
 def _restored(value: Any, row: Tensor, places: Tensor) -> Any:
@@ -181,6 +181,9 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
                 'Compile it in place: model.compile(fullgraph=True, backend="dsv4"). '
                 "A wrapper from torch.compile(model) is not used by generate()."
             )
+        cache = given_cache(kwargs)
+        if cache is not None:
+            kwargs[CACHE_NAME] = cache
         with generating():
             return super().generate(*args, **kwargs)
 
@@ -208,10 +211,10 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         check(generation_config.use_cache is not False, "E208", got="use_cache=False", fix="leave use_cache unset")
         check(not generation_config.output_attentions, "E208", got="output_attentions=True", why=NO_WEIGHTS)
         rows = batch_size * generation_config.num_return_sequences
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_NAME)
         if cache is None:
             self.model.dsv4_cache.check_fits(rows, max_cache_length)
-            model_kwargs["past_key_values"] = take_own(*self.entered_model(), hold=True)
+            model_kwargs[CACHE_NAME] = take_own(*self.entered_model(), hold=True)
         else:
             held_by(self.model, cache).check_fits(rows, max_cache_length)
 
@@ -219,7 +222,7 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: PagedCache | None = None,
+        cache: PagedCache | None = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -234,7 +237,7 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         inputs: dict[str, Any] = {
             "input_ids": mark_dynamic_tokens(input_ids),
             "attention_mask": mark_dynamic_tokens(recent),
-            "past_key_values": past_key_values,
+            CACHE_NAME: given_cache({"cache": cache, **kwargs}),
         }
         forwarded = ("use_cache", "logits_to_keep", *RECORDED)
         inputs.update({name: kwargs[name] for name in forwarded if kwargs.get(name) is not None})

@@ -178,3 +178,9 @@ def test_value_whose_attribute_raises_does_not_fail_the_report() -> None:
 def test_reason_is_split_from_its_compile_id_comment_and_stack() -> None:
     reason = "0/1: n == 3        # return x * n  # model.py:4 in f\nUser stack trace:\n  File ..."
     assert split_reason(reason) == ("0/1", "n == 3")
+
+
+@pytest.mark.parametrize("name", ["kwargs['past_key_values']", "kwargs['cache']"])
+def test_a_cache_of_transformers_that_grows_suggests_convert(name: str) -> None:
+    guard = f"tensor '{name}.layers[0].keys' size mismatch at index 2. expected 5, actual 6"
+    assert "hf.convert" in explain_guard(guard, {}).fix

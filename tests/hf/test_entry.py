@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList
 
 from dsv4_compile import hf
+from dsv4_compile.hf.cache import CACHE_NAME
 from dsv4_compile.hf.tiny import tiny_config, tiny_model
 from tests.hf.small import LAYERS, assert_records_what_eager_records, close, random_ids
 
@@ -49,7 +50,7 @@ class TestCaches:
 
     def test_the_cache_of_an_older_call_is_refused(self, original: Any, converted: Any) -> None:
         ids = random_ids(1, 9)
-        first = converted(ids).past_key_values
+        first = converted(ids)[CACHE_NAME]
         continued = converted(ids[:, :1], past_key_values=first)
         close(continued.logits, eager(original, torch.cat((ids, ids[:, :1]), 1))[:, -1:])
         converted(random_ids(1, 5))
@@ -83,7 +84,7 @@ class TestCaches:
         probed: list[weakref.ref[Any]] = []
 
         def probe(seen: Tensor, scores: Tensor) -> Tensor:
-            probed.append(weakref.ref(converted(seen[:, :4]).past_key_values.cache))
+            probed.append(weakref.ref(converted(seen[:, :4])[CACHE_NAME].cache))
             return scores
 
         def alive() -> int:
@@ -167,7 +168,7 @@ class TestCaches:
         assert cache.seq_lens[0] == 40 + free
 
     def test_use_cache_false_returns_none(self, converted: Any) -> None:
-        assert converted(random_ids(1, 3), use_cache=False).past_key_values is None
+        assert converted(random_ids(1, 3), use_cache=False).get(CACHE_NAME) is None
         assert len(converted(random_ids(1, 3), use_cache=False, return_dict=False)) == 1
         logits, cache = converted(random_ids(1, 3), return_dict=False)
         assert logits.shape == (1, 3, 512) and cache.get_seq_length() == 3

@@ -57,21 +57,21 @@ def test_torch_is_never_capped_so_pip_never_replaces_it(project: dict[str, Any])
 
 def test_doctor_and_pyproject_name_the_same_versions(project: dict[str, Any]) -> None:
     from dsv4_compile._compat import TORCH_FIRST
-    from dsv4_compile.doctor import OPTIONAL, PYTHON_WINDOW, REFUSED_FROM
+    from dsv4_compile.doctor import OPTIONAL, PYTHON_WINDOW, TESTED_TO
 
     extras = project["project"]["optional-dependencies"]
     assert f"torch>={'.'.join(map(str, TORCH_FIRST))}" in project["project"]["dependencies"]
     assert project["project"]["requires-python"] == f">={'.'.join(map(str, PYTHON_WINDOW[0]))}"
     transformers = ".".join(map(str, OPTIONAL["transformers"][1]))
     assert f"transformers>={transformers}" in extras["hf"]
-    for package, first in REFUSED_FROM.items():
-        assert f"{package}<{'.'.join(map(str, first))}" in extras[OPTIONAL[package][0]]
+    for package, (major, minor) in TESTED_TO.items():
+        assert f"{package}<{major}.{minor + 1}" in extras[OPTIONAL[package][0]]
     for package, (extra, _, _) in OPTIONAL.items():
         assert any(need.startswith(package) for need in extras[extra]), package
 
 
 @pytest.mark.parametrize(
-    ("version", "level"), [("5.16.3", "warn"), ("5.17.0", "ok"), ("5.23.9", "ok"), ("5.24.0", "warn")]
+    ("version", "level"), [("5.16.3", "warn"), ("5.17.0", "ok"), ("5.24.9", "ok"), ("5.25.0", "warn")]
 )
 def test_doctor_warns_of_unsupported_versions(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsv4_compile import doctor
