@@ -88,7 +88,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         past_key_values: PagedCache | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
-        """Append `input_ids` `[B, S]` to the sequences of `cache`, or `past_key_values`, and run them through all layers.
+        """Append `input_ids` `[B, S]` to the sequences of `cache`, or `past_key_values`, and run them through layers.
 
         A call of the model passes `entry.enter`, which gives a call without a cache one and checks the others.
         `attention_mask` `[B, >= S]` marks tokens in its last S columns. Positions follow from the cache.
