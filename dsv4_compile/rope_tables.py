@@ -42,11 +42,15 @@ def _pair_with_turns(rope: Rope, turns: float) -> float:
 
 @functools.lru_cache(maxsize=16)
 def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return float32 `[max_position, dim]`: cosines in the first half of a row, sines in the second.
+    """Return float32 `[max_position + 1, dim]`: cosines in the first half of a row, sines in the second.
+
+    The last row is NaN. Ops read the nearest row for a position outside the table, on the device, where raising an error
+    takes a synchronisation: so a position that is too large gives NaN, not the rotation of another one.
 
     Tables are cached, so layers of one kind share one tensor. Do not write to it or cast it.
     """
     if torch.device(device).type == "meta":
-        return torch.empty(max_position, rope.dim, device=device)
+        return torch.empty(max_position + 1, rope.dim, device=device)
     angles = _arange(max_position)[:, None] * inv_freq(rope)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+    outside = torch.full((1, rope.dim), torch.nan, device="cpu")
+    return torch.cat((torch.cat((angles.cos(), angles.sin()), dim=-1), outside)).to(device)

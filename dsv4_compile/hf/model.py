@@ -145,7 +145,7 @@ def _restored(value: Any, row: Tensor, places: Tensor) -> Any:
 def cache_like(model: Any, max_batch_size: int | None = None, max_seq_len: int | None = None) -> PagedCache:
     """Allocate a cache like that of `model`, a `CompilableModel`, with other capacities if they are given."""
     own: PagedCache = model.dsv4_cache
-    limit = model.layers[0].self_attn.dsv4.cos_sin.shape[0]
+    limit = model.layers[0].self_attn.dsv4.max_seq_len
     length = max_seq_len or own.paged.max_seq_len
     check(length <= limit, "E204", got=f"max_seq_len={length}", why=f"the model was converted for {limit}")
     return PagedCache(

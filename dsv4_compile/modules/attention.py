@@ -43,7 +43,8 @@ class DeepseekV4Attention(LayerWeights):
         cache_format: in place of these three.
         fp8: keep wq_a, wq_b, wkv, wo_a, wo_b and the indexer's wq_b as e4m3 with 128x128 block scales.
         dtype: dtype of the other weights and of hidden states.
-        max_seq_len: rows of the RoPE table (None = the model's max_position_embeddings). Positions must stay below.
+        max_seq_len: positions of the RoPE table (None = the model's max_position_embeddings). A token at a position
+            that is not below gets NaN.
         attention_backend: `auto` or a name in `attention_backends.NAMES`. A named backend is used or raises E302;
             `selection` holds the choice and the reasons.
         engine: `dsv4`, or `library` for the kernel library that the backend was made for.

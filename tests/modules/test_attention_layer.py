@@ -53,6 +53,19 @@ def test_padding_rows_are_zero_and_write_no_cache(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["float32", "fp8-cache-and-weights"])
+def test_a_token_beyond_the_rope_table_gives_nan_and_leaves_other_requests_alone(kind: str, form: str) -> None:
+    """An error would take a synchronisation, and the rotation of another position would look right."""
+    config, kwargs = CASES[form]
+    layer = random_layer(config, kind, **kwargs | {"max_seq_len": 40})
+    engine, alone = Engine(layer, 2, 256), Engine(layer, 2, 256)
+    long, short = torch.randn(51, config.hidden_size).to(layer.q_norm.weight.dtype).split((42, 9))
+    first, second = engine.step([long, short])
+    assert first[:40].isfinite().all() and first[40:].isnan().any(dim=1).all()
+    assert_bitwise(second, alone.step([long[:0], short])[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_step_of_no_tokens_gives_no_rows_and_writes_nothing(kind: str, fp8: bool) -> None:
     config, kwargs = CASES["fp8-cache-and-weights" if fp8 else "float32"]

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[DeepseekV4Config, dict[str, Any]]] = {
 
 def random_layer(config: DeepseekV4Config, kind: str, **kwargs: Any) -> DeepseekV4Attention:
     config = config.with_layers({"swa": 1, "csa": 4, "hca": 128}[kind])
-    layer = DeepseekV4Attention(config, 0, max_seq_len=MAX_SEQ_LEN, **kwargs)
+    layer = DeepseekV4Attention(config, 0, **{"max_seq_len": MAX_SEQ_LEN} | kwargs)
     with torch.no_grad():
         for parameter in layer.parameters():
             if parameter.dtype is torch.float8_e8m0fnu:

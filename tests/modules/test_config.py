@@ -148,10 +148,11 @@ def test_worked_frequencies() -> None:
 def test_table_rows_are_cosines_then_sines_of_the_position() -> None:
     rope = DeepseekV4Config.flash().rope(4)
     table = cos_sin_cache(rope, 300)
-    assert table.shape == (300, 64)
+    assert table.shape == (301, 64)
     assert table.dtype is torch.float32
     angle = 299 * inv_freq(rope)
     assert torch.equal(table[299], torch.cat((angle.cos(), angle.sin())))
+    assert table[:300].isfinite().all() and table[300].isnan().all()
     assert cos_sin_cache(rope, 300) is table
     with torch.device("meta"):
         assert cos_sin_cache(rope, 301).device.type == "cpu"

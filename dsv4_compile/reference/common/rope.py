@@ -19,7 +19,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def gather_cos_sin(positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of the table for `positions` int `[T]`: two float32 `[T, rope_dim / 2]`.
 
-    Positions outside the table, which only padding rows may have, read its nearest row.
+    Positions outside the table read its nearest row. The last row of a layer's own table is NaN (see `rope_tables`).
     """
     rows = cos_sin_cache[positions.long().clamp(0, cos_sin_cache.shape[0] - 1)]
     cos, sin = rows.chunk(2, dim=-1)
