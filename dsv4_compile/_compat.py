@@ -15,6 +15,7 @@ import importlib.metadata
 import inspect
 import platform
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -104,6 +105,9 @@ PRIVATE: dict[str, PrivateName] = {
     "ReinplaceCounters": PrivateName("torch._dynamo.utils", "ReinplaceCounters", "mutations that became copies"),
     "CompileContext": PrivateName("torch._guards", "CompileContext", "id of the current compilation"),
     "lookup_backend": PrivateName("torch._dynamo", "lookup_backend", "function of a backend's name"),
+    "compile_lock": PrivateName(
+        "torch._dynamo.convert_frame", "compile_lock", "held by the one thread that compiles a graph"
+    ),
     "convert_frame": PrivateName("torch._dynamo.convert_frame", "", "functions that were traced"),
     "RestartAnalysis": PrivateName("torch._dynamo.exc", "RestartAnalysis", "raised when a graph is traced again"),
     "eval_frame": PrivateName("torch._C._dynamo.eval_frame", "", "drops the compiled versions of one function"),
@@ -210,30 +214,48 @@ def recover_from_failed_capture(device: torch.device, pool: Any) -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
+_replay_lock = threading.Lock()
+_before_replay: list[tuple[Any, Callable[[], None]]] = []
+"""Calls before a replay, one for each open block of `without_cudagraph_trees`, with the original replay."""
+
+
 @contextmanager
 def without_cudagraph_trees(fail: Callable[[], None]) -> Iterator[None]:
-    """Call `fail` before any replay of Inductor's own CUDA graphs inside the block."""
+    """Call `fail` before any replay of Inductor's own CUDA graphs inside the block, in any thread.
+
+    Threads may be in blocks at once: the first replaces torch's method, and the last puts it back.
+    """
     module = sys.modules.get("torch._inductor.cudagraph_trees")
     if module is None:  # not imported, so nothing to replay
         yield
         return
     manager: Any = module.CUDAGraphTreeManager
-    replay = manager._run
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        fail()
+        for _, refuse in tuple(_before_replay):
+            refuse()
         return replay(self, *args, **kwargs)
 
-    manager._run = run
+    with _replay_lock:
+        replay = _before_replay[0][0] if _before_replay else manager._run
+        block = (replay, fail)
+        _before_replay.append(block)
+        manager._run = run
     try:
         yield
     finally:
-        manager._run = replay
+        with _replay_lock:
+            _before_replay.remove(block)
+            if not _before_replay:
+                manager._run = replay
 
 
 @contextmanager
 def ue8m0_in_cpp() -> Iterator[None]:
-    """Add the name of UE8M0 scales to Inductor's C++ inside the block; up to torch 2.13 it lacks only the name."""
+    """Add the name of UE8M0 scales to Inductor's C++ inside the block; up to torch 2.13 it lacks only the name.
+
+    The table is the whole process's: hold `compile_lock`.
+    """
     names: dict[torch.dtype, str] = __getattr__("DTYPE_TO_CPP")
     missing = torch.float8_e8m0fnu not in names
     if missing:

@@ -33,7 +33,7 @@ def dsv4(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Compile `gm` with Inductor, with its dsv4 ops implemented as `options` say.
+    """Compile `gm` with Inductor, with its dsv4 ops implemented as `options` say. One thread compiles at a time.
 
     Args:
         gm: the graph that Dynamo captured.
@@ -47,6 +47,20 @@ def dsv4(
             device that has none, E424 two kinds of capture. Dynamo wraps the error and keeps its text.
     """
     check_torch()
+    from ._compat import compile_lock
+
+    with compile_lock:  # torch.compile holds it; who calls the backend may not
+        return _compile(gm, example_inputs, mode, options, kwargs)
+
+
+def _compile(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Compile as `dsv4` does, in the only thread that compiles."""
     from ._compat import codegen_of, compile_fx, inductor_config, ue8m0_in_cpp
     from .lowering import registry
     from .passes import ChooseImplementations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,12 +37,19 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 _COMPILER_GLOBALS = ("__builtins_dict__", "__import_")
 
 
+_alone = threading.RLock()
+"""Held inside `fresh_compiler`: two threads would restore each other's settings, caches and counters."""
+
+
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Compile without history inside the block; restore settings, caches, counters and random state after it."""
+    """Compile without history inside the block; restore settings, caches, counters and random state after it.
+
+    One thread at a time; others wait for the end of the block.
+    """
     from .. import _compat
 
-    with ExitStack() as stack:
+    with _alone, ExitStack() as stack:
         for name, wanted in _SETTINGS.items():
             config = getattr(_compat, name)
             stack.enter_context(config.patch({key: value for key, value in wanted.items() if hasattr(config, key)}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -121,15 +122,16 @@ class Watch:
 
 @contextmanager
 def watching(*, keep_sources: bool = False) -> Iterator[Watch]:
-    """Watch everything that compiles inside the block."""
+    """Watch everything that this thread compiles inside the block."""
     from .._compat import GraphLowering
 
     with _listen() as events, decisions.collect() as decided, progress.stage("compile") as stage:
         watch = Watch(events, stage, keep_sources, decided=decided)
-        before = GraphLowering.save_output_code
+        before, thread = GraphLowering.save_output_code, threading.get_ident()
 
         def save(code: str) -> None:
-            watch.record_code(code)
+            if threading.get_ident() == thread:  # others compile too, and nobody explains them
+                watch.record_code(code)
             if before is not None:
                 before(code)
 
@@ -213,9 +215,11 @@ class _Handler(logging.Handler):
 
     def __init__(self, events: Events) -> None:
         super().__init__(logging.DEBUG)
-        self.events = events
+        self.events, self.thread = events, threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.thread != self.thread:
+            return
         metadata: dict[str, Any] = getattr(record, "metadata", {})
         payload: str = getattr(record, "payload", None) or ""
         compile_id = f"{metadata.get('frame_id')}/{metadata.get('frame_compile_id')}"

@@ -6,6 +6,7 @@ values that the capture saw. Nothing captured may read the device.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -95,10 +96,17 @@ class MemoryPlan:
 
 
 class Graphs(Protocol):
-    """A pool of captures on one device. `kind` is "cuda" or "standin"."""
+    """A pool of captures on one device. `kind` is "cuda" or "standin".
+
+    Captures of one pool share memory: who writes their inputs, replays and reads their outputs holds `lock`.
+    """
 
     kind: str
     device: torch.device
+    lock: threading.RLock
+
+    def follow(self) -> None:
+        """Let the current stream wait for the stream of the last caller, whose replay uses the same memory."""
 
     def warm_up(self, call: Call) -> Any:
         """Run `call` where captures run, so that it loads, tunes and allocates workspaces before them."""

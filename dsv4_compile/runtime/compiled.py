@@ -123,18 +123,22 @@ class CapturedGraph:
     def __call__(self, *args: Any) -> Any:
         """Run the graph on `args`, by replay if their shape has been captured."""
         check_not_capturing('a graph compiled with dsv4.cudagraph="full"')
-        entry = self._entry_of(args)
-        if entry is None:
+        with self._graphs.lock:
+            entry = self._entry_of(args)
+            if entry is not None:
+                entry.calls += 1
+            if entry is not None and entry.calls > 1:
+                self._graphs.follow()
+                return self._warm_up_or_replay(entry, args)
+        _count("compiled")
+        return self._compiled(*args)
+
+    def _warm_up_or_replay(self, entry: _Entry, args: tuple[Any, ...]) -> Any:
+        """Run a second or later call of `entry`, in the only thread that uses the captures."""
+        if entry.calls == 2:
             _count("compiled")
-            return self._compiled(*args)
+            return self._graphs.warm_up(lambda: self._compiled(*args))
         if entry.capture is None:
-            entry.calls += 1
-            if entry.calls == 1:
-                _count("compiled")
-                return self._compiled(*args)
-            if entry.calls == 2:
-                _count("compiled")
-                return self._graphs.warm_up(lambda: self._compiled(*args))
             self._capture(entry, args)
         return self._replay(entry, args)
 
@@ -172,7 +176,7 @@ class CapturedGraph:
         )
 
     def _drop(self, entry: _Entry, name: str, _: Any) -> None:
-        for entries in self._entries.values():
+        for entries in tuple(self._entries.values()):  # a callback, in whatever thread frees the tensor
             if entry in entries:
                 entries.remove(entry)
                 if entry.capture is None and len(self._lost) < _MAX_LOST:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,6 +34,15 @@ class CudaGraphs:
         with torch.cuda.device(self.device):
             self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
+        self.lock = threading.RLock()
+        self._last: torch.cuda.Stream | None = None
+
+    def follow(self) -> None:
+        """Let the current stream wait for what the stream of the last call has so far, if that is another one."""
+        current = torch.cuda.current_stream(self.device)
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
 
     def warm_up(self, call: Call) -> Any:
         """Run `call` on the capture stream, after what the current stream has so far and before what it gets next."""

@@ -10,6 +10,7 @@ those of another backend raise E422.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -46,6 +47,10 @@ class StandInGraphs:
 
     def __init__(self) -> None:
         self._held = 0
+        self.lock = threading.RLock()
+
+    def follow(self) -> None:
+        """Do nothing: a CPU has no streams."""
 
     def warm_up(self, call: Call) -> Any:
         """Run `call`."""

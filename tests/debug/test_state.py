@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -196,3 +197,21 @@ def test_calls_that_are_not_pairs_are_rejected(calls: Any) -> None:
 def test_an_object_that_is_not_callable_is_rejected() -> None:
     with pytest.raises(dsv4_compile.DSV4Error, match="E201"):
         dsv4_compile.explain(3)
+
+
+def test_two_threads_explain_one_after_the_other() -> None:
+    """Each reports what it compiled, and the last one leaves the compiler as the first one found it."""
+    calls: list[Any] = [("branchy", branchy, 3), ("relu", Model(), 4)]
+    before, reports = settings(), {}
+
+    def explain(name: str, function: Any, width: int) -> None:
+        reports[name] = dsv4_compile.explain(function, torch.ones(width), backend="eager")
+
+    threads = [threading.Thread(target=explain, args=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(reports[name].graphs) for name in ("branchy", "relu")] == [2, 1]
+    assert [len(reports[name].breaks) for name in ("branchy", "relu")] == [1, 0]
+    assert settings() == before

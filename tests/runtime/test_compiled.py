@@ -8,9 +8,11 @@ from __future__ import annotations
 import gc
 import importlib
 import random
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ from dsv4_compile.errors import DSV4Warning, GraphError
 from dsv4_compile.options import Options
 from dsv4_compile.runtime import Counts, counting, mark_static_inputs
 from dsv4_compile.runtime.backends import Capturing
-from dsv4_compile.runtime.compiled import tokens_of
+from dsv4_compile.runtime.compiled import CapturedGraph, tokens_of
 from dsv4_compile.runtime.graph_inputs import inputs_in_place
 from dsv4_compile.testing import assert_bitwise
 from tests.runtime.engine import Engine, Stack, make_runner, make_world
@@ -88,6 +90,26 @@ def test_the_third_call_of_a_shape_captures_and_later_calls_replay() -> None:
     assert counts == Counts(captures=1, replays=6, compiled=2)
     # No later replay has overwritten earlier outputs.
     assert len({out.data_ptr() for out, _ in kept[2:]}) == 6
+
+
+def test_threads_replay_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures read copies of the inputs, and all write the same outputs."""
+    layer = nn.Linear(4, 4)
+    ours = compiled(layer)
+    for _ in range(3):
+        ours(torch.randn(3, 4))
+    copy_inputs = CapturedGraph._copy_inputs
+
+    def slow(self: CapturedGraph, *args: Any) -> None:
+        copy_inputs(self, *args)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(CapturedGraph, "_copy_inputs", slow)
+    inputs = [torch.randn(3, 4) for _ in range(6)]
+    with ThreadPoolExecutor(3) as threads:
+        got = list(threads.map(torch.no_grad()(ours), inputs))
+    for x, out in zip(inputs, got, strict=True):
+        torch.testing.assert_close(out, layer(x))
 
 
 def test_inductor_code_is_replayed() -> None:

@@ -124,6 +124,16 @@ def test_warm_up_and_capture_run_on_one_side_stream_ordered_with_the_callers(cud
     ]
 
 
+def test_a_call_on_another_stream_waits_for_the_last_one(
+    cuda: Calls, pool: CudaGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captures of a pool share memory, and streams of two threads are not ordered otherwise."""
+    for stream in [Stream(cuda, "first")] * 2 + [Stream(cuda, "second")]:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None, stream=stream: stream)
+        pool.follow()
+    assert cuda.names == ["second waits for first"]
+
+
 def test_an_empty_capture_is_an_error_and_other_warnings_are_passed_on(cuda: Calls, pool: CudaGraphs) -> None:
     cuda.warning = "The CUDA Graph is empty. This usually means that ..."
     with warnings.catch_warnings():
