@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from . import backend as backend
     from . import bench as bench
     from . import cache as cache
+    from . import debug as debug
     from . import hf as hf
     from . import loading as loading
     from . import metadata as metadata
     from . import runtime as runtime
     from .config import DeepseekV4Config
-    from .debug import explain
+    from .debug import explain, explain_replay
     from .modules import DeepseekV4Attention
     from .runtime import DecodeRunner
     from .selection import costs as costs
@@ -36,7 +37,15 @@ if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
 
 __version__ = "0.1.0"
 
-__all__ = ["DSV4Error", "DecodeRunner", "DeepseekV4Attention", "DeepseekV4Config", "__version__", "explain"]
+__all__ = [
+    "DSV4Error",
+    "DecodeRunner",
+    "DeepseekV4Attention",
+    "DeepseekV4Config",
+    "__version__",
+    "explain",
+    "explain_replay",
+]
 
 _MODULES = {
     "attention_backends": "attention_backends",
@@ -44,13 +53,20 @@ _MODULES = {
     "bench": "bench",
     "cache": "cache",
     "costs": "selection.costs",
+    "debug": "debug",
     "decisions": "selection.decisions",
     "hf": "hf",
     "loading": "loading",
     "metadata": "metadata",
     "runtime": "runtime",
 }
-_HOMES = {"DeepseekV4Config": "config", "DeepseekV4Attention": "modules", "DecodeRunner": "runtime", "explain": "debug"}
+_HOMES = {
+    "DeepseekV4Config": "config",
+    "DeepseekV4Attention": "modules",
+    "DecodeRunner": "runtime",
+    "explain": "debug",
+    "explain_replay": "debug",
+}
 
 
 def __getattr__(name: str) -> Any:

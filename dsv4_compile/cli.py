@@ -47,7 +47,7 @@ def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.command == "doctor":
         return _doctor(as_json=args.json, prove=args.prove)
     if args.command == "explain":
-        return _explain(args.target, as_json=args.json, max_breaks=args.max_breaks)
+        return _explain(args)
     if args.command == "bench":
         from .bench.command import run
 
@@ -70,13 +70,26 @@ def _parser() -> argparse.ArgumentParser:
         "explain",
         help="explain an error code, print a page, or report graphs, breaks and recompiles of a script",
         description="Print an error code or a page of the documentation, or run a script and report its graphs, "
-        "breaks and recompiles. The script really runs: explain only scripts that you would run yourself.",
+        "breaks and recompiles, or with --replay the graph that it captures, node by node. The script really runs: "
+        "explain only scripts that you would run yourself.",
     )
     explain.add_argument(
         "target", nargs="?", help="an error code, a page, or SCRIPT.py; without it, codes and pages are listed"
     )
     explain.add_argument("--json", action="store_true", help="print the report of a script as JSON")
+    explain.add_argument("--html", metavar="FILE", help="write the report of a script as one HTML page too")
     explain.add_argument("--max-breaks", type=int, metavar="N", help="exit 1 if the script has more graph breaks")
+    explain.add_argument(
+        "--replay", action="store_true", help="report what one replay of the script's captured graph contains"
+    )
+    explain.add_argument(
+        "--diff", nargs=2, metavar=("OLD", "NEW"), help="compare two records, saved with --replay --json or report.save"
+    )
+    explain.add_argument(
+        "--fail-if",
+        metavar="LIMITS",
+        help='exit 1 if a replay, or the newer of two, exceeds "nodes>N, us>N, breaks>N, added>N, removed>N, slower>N"',
+    )
 
     bench = commands.add_parser(
         "bench",
@@ -122,16 +135,25 @@ def _doctor(*, as_json: bool, prove: bool) -> int:
     return int(any(check.level == "fix" for check in checks))
 
 
-def _explain(target: str | None, *, as_json: bool, max_breaks: int | None) -> int:
+def _explain(args: argparse.Namespace) -> int:
+    target: str | None = args.target
+    if args.diff:
+        from .debug.replay.command import diff
+
+        return diff(*args.diff, as_json=args.json, fail_if=args.fail_if)
     if target is None:
         entries = {code: entry.title for code, entry in CODES.items()} | _titles()
         width = max(map(len, entries))
         print("\n".join(f"{name:{width}}  {title}" for name, title in entries.items()))
         return 0
     if target.endswith(".py"):
+        if args.replay:
+            from .debug.replay.command import replay
+
+            return replay(target, as_json=args.json, html=args.html, fail_if=args.fail_if)
         from .debug import explain_script
 
-        return int(explain_script(target, json=as_json, max_breaks=max_breaks))
+        return int(explain_script(target, json=args.json, max_breaks=args.max_breaks, html=args.html))
     code = target.upper()
     text = _error_page(code) if code in CODES else _page(target)
     if text is None:

@@ -1,8 +1,11 @@
-"""Explain what torch.compile makes of a model: `explain` for calls of it, `explain_script` for a script.
+"""Explain what torch.compile makes of a model, and what a captured graph contains.
+
+`explain` reports calls of a model, `explain_script` a script, `explain_replay` one replay of a captured graph.
 
     entry -> state     compile without history, and restore the compiler afterwards
           -> watch     record torch's log (`breaks`, `recompiles`), graphs and generated code (`graphs`)
           -> report    assemble `rows`; `sections` and `render` show them as text and HTML
+    replay             one replay of a captured graph, node by node
 
 Each module imports only from those to its right and below; `places` has the lines of user code that all refer to.
 """
@@ -10,6 +13,7 @@ Each module imports only from those to its right and below; `places` has the lin
 from __future__ import annotations
 
 from .entry import explain, explain_script
+from .replay import ReplayReport, explain_replay
 from .report import Report
 
-__all__ = ["Report", "explain", "explain_script"]
+__all__ = ["ReplayReport", "Report", "explain", "explain_replay", "explain_script"]

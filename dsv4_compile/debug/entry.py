@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def explain(
     )
     requested = _requested_calls(args, kwargs, calls)
     extra = {"options": dict(options)} if options else {}
-    with _uncompiled(model_or_fn) as target:
+    with uncompiled(model_or_fn) as target:
 
         def run(backend: Callable[..., Any]) -> None:
             compiled = torch.compile(target, backend=backend, dynamic=dynamic)
@@ -90,8 +90,8 @@ def explain(
         _see_through_decorators(watch.events, target)
         report = assemble(
             watch,
-            target=_name(target),
-            backend=_name(backend),
+            target=target_name(target),
+            backend=target_name(backend),
             seconds=time.monotonic() - started,
             calls=len(requested),
             failure=failure,
@@ -120,7 +120,7 @@ def _requested_calls(
 
 
 @contextmanager
-def _uncompiled(model_or_fn: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+def uncompiled(model_or_fn: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Yield the callable that torch.compile was applied to; `module.compile()` is undone inside the block."""
     target: Any = getattr(model_or_fn, "_torchdynamo_orig_callable", model_or_fn)
     target = getattr(target, "_orig_mod", target)
@@ -149,7 +149,8 @@ def _see_through_decorators(events: Events, target: Callable[..., Any]) -> None:
             events.functions[compile_id] = Place(code.co_filename, code.co_firstlineno, inner.__name__)
 
 
-def _name(thing: Any) -> str:
+def target_name(thing: Any) -> str:
+    """Return how reports call a model, a function or a backend."""
     if isinstance(thing, str):
         return thing
     return str(getattr(thing, "__qualname__", type(thing).__qualname__))
@@ -193,7 +194,9 @@ def _decompile(folder: Path, run: Callable[[], None]) -> str:
     return f"depyf wrote {files} files to {folder}."
 
 
-def explain_script(path: str | Path, json: bool = False, max_breaks: int | None = None) -> int:
+def explain_script(
+    path: str | Path, json: bool = False, max_breaks: int | None = None, html: str | Path | None = None
+) -> int:
     """Run the script at `path` as `python path` does, report on stdout what it compiles, and return an exit status.
 
     The script really runs: explain only scripts that you would run yourself. Each torch.compile keeps its backend;
@@ -203,6 +206,7 @@ def explain_script(path: str | Path, json: bool = False, max_breaks: int | None 
         path: a Python file.
         json: print the report as JSON; output of the script then goes to stderr.
         max_breaks: largest number of graph breaks for status 0; None accepts any number.
+        html: a file to write the report to as well, as one page.
 
     Returns:
         0, or 1 for more breaks than accepted, or 2 if the script raised.
@@ -210,22 +214,35 @@ def explain_script(path: str | Path, json: bool = False, max_breaks: int | None 
     Raises:
         DSV4Error: E201 if there is no such file.
     """
-    path = Path(path)
-    rule, fix = "explain takes an existing Python script", "pass the path of a script, from the current folder"
-    check(path.is_file(), "E201", got=f"no file {str(path)!r}", rule=rule, fix=fix)
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
-        report = _run_script(path)
+        report = run_script(path)
+    if html is not None:
+        report.save(html)
     sys.stdout.write((report.to_json() if json else report.text()) + "\n")
     if report.failure is not None:
         return SCRIPT_FAILED
     return TOO_MANY_BREAKS if max_breaks is not None and len(report.breaks) > max_breaks else OK
 
 
-def _run_script(path: Path) -> Report:
-    """Run the script at `path` and return the report."""
+def run_script(path: str | Path, around: Callable[[Watch], AbstractContextManager[Any]] | None = None) -> Report:
+    """Run the script at `path` and return the report. E201 if there is no such file.
+
+    Args:
+        path: a Python file.
+        around: a context to run it in, made with the watch that sees its compilations.
+    """
+    path = Path(path)
+    rule, fix = "explain takes an existing Python script", "pass the path of a script, from the current folder"
+    check(path.is_file(), "E201", got=f"no file {str(path)!r}", rule=rule, fix=fix)
     started = time.monotonic()
     failure = None
-    with fresh_compiler(), watching() as watch, _observed_compile(watch) as backends, _as_main(path):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fresh_compiler())
+        watch = stack.enter_context(watching())
+        backends = stack.enter_context(_observed_compile(watch))
+        stack.enter_context(_as_main(path))
+        if around is not None:
+            stack.enter_context(around(watch))
         try:
             runpy.run_path(str(path), run_name="__main__")
         except SystemExit as error:

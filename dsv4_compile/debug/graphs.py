@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -113,6 +113,18 @@ def read_kernels(code: str, graph: int) -> list[Kernel]:
     return found
 
 
+def launches_in(code: str) -> Callable[[str], str]:
+    """Return a function that gives the kernel or op which a line of `code` launches, or ""."""
+    names = "|".join(name for name, _ in _DEFINITION.findall(code))
+    own = re.compile(rf"\b({names or '(?!)'})(?:\.run)?\(")
+
+    def launched(line: str) -> str:
+        called = [match[1] for match in (own.search(line), *_EXTERN.finditer(line)) if match]
+        return next((name for name in called if not _NOT_KERNELS.search(name)), "")
+
+    return launched
+
+
 def read_copies(lowered: Any, code: str, graph: int, names: list[str]) -> list[CacheCopy]:
     """Return the temporaries of `lowered` (Inductor's graph) that copy a whole mutated input.
 
@@ -135,7 +147,7 @@ def read_copies(lowered: Any, code: str, graph: int, names: list[str]) -> list[C
                     graph=graph,
                     argument=readable.get(name, name),
                     shape=[str(dim) for dim in cache.get_size()],
-                    dtype=_short_dtype(cache.get_dtype()),
+                    dtype=short_dtype(cache.get_dtype()),
                     bytes=size,
                     place=_place_of(origin) if origin else Place(),
                     origin=str(origin.target) if origin else "",
@@ -191,7 +203,7 @@ def _input(node: Node) -> GraphInput:
     if not isinstance(value, torch.Tensor):
         return GraphInput(name, [], _dim(value) if value is not None else "", _is_symbol(value))
     dynamic = any(_is_symbol(size) for size in value.shape)
-    return GraphInput(name, [_dim(size) for size in value.shape], _short_dtype(value.dtype), dynamic)
+    return GraphInput(name, [_dim(size) for size in value.shape], short_dtype(value.dtype), dynamic)
 
 
 def _dim(size: Any) -> str:
@@ -224,7 +236,7 @@ def _name(node: Node, gm: GraphModule) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _short_dtype(dtype: torch.dtype) -> str:
+def short_dtype(dtype: torch.dtype) -> str:
     """Return `bf16` for torch.bfloat16; other types by torch's name."""
     return _SHORT_DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -16,24 +17,36 @@ _GAP = "  "
 _LABEL = 8
 _NARROWEST_COLUMN = 20
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 2rem; border-bottom: 1px solid #ccc; }
-.verdict { font-weight: 600; padding: .4rem .8rem; border-left: 4px solid #b3261e; background: #fbeeed; }
-.verdict.ok { border-color: #1b7f3b; background: #edf7f0; }
+STYLE = """
+:root { color-scheme: light dark; --ink: #222; --paper: #fff; --dim: #666; --line: #ccc; --code: #f4f4f4;
+  --bad: #b3261e; --bad-paper: #fbeeed; --good: #1b7f3b; --good-paper: #edf7f0; --link: #0b57d0; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e4e4; --paper: #16181b; --dim: #a0a0a0; --line: #45484d;
+  --code: #22252a; --bad: #f28b82; --bad-paper: #3a2220; --good: #81c995; --good-paper: #1d3024; --link: #8ab4f8; } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: var(--ink);
+  background: var(--paper); } a { color: var(--link); }
+h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 2rem; border-bottom: 1px solid var(--line); }
+.verdict { font-weight: 600; padding: .4rem .8rem; border-left: 4px solid var(--bad); background: var(--bad-paper); }
+.verdict.ok { border-color: var(--good); background: var(--good-paper); }
 .finding { margin: 1rem 0; } .place, code, pre, td { font-family: ui-monospace, monospace; font-size: .85rem; }
-.place { font-weight: 600; } .aside { color: #666; } pre { margin: .3rem 0; padding: .4rem .8rem; background: #f4f4f4; }
-dl { display: grid; grid-template-columns: 7rem 1fr; margin: .2rem 0; } dt { color: #666; } dd { margin: 0; }
-dd { white-space: pre-wrap; overflow-wrap: anywhere; } pre { overflow-x: auto; }
-table { border-collapse: collapse; margin: .6rem 0; } th { text-align: left; color: #666; font-weight: 500; }
+.place { font-weight: 600; } .aside { color: var(--dim); }
+pre { margin: .3rem 0; padding: .4rem .8rem; background: var(--code); overflow-x: auto; }
+dl { display: grid; grid-template-columns: 7rem 1fr; margin: .2rem 0; } dt { color: var(--dim); } dd { margin: 0; }
+dd { white-space: pre-wrap; overflow-wrap: anywhere; }
+table { border-collapse: collapse; margin: .6rem 0; } th { text-align: left; color: var(--dim); font-weight: 500; }
 th, td { padding: .15rem .9rem .15rem 0; vertical-align: top; overflow-wrap: anywhere; }
 """
+_ADDRESS = re.compile(r"https?://[^\s<>\"']+[^\s<>\"'.,;:)]|\bpytorch#(\d+)")
 
 
 def text(report: Findings, width: int) -> str:
     """Return `report` in lines of at most `width` columns, except where a name is too long to wrap."""
-    lines = [heading(report), verdict(report)]
-    for section in sections(report):
+    return page_text([heading(report), verdict(report)], sections(report), width)
+
+
+def page_text(head: Sequence[str], parts: Iterable[Section], width: int) -> str:
+    """Return lines of `head`, then of sections, in at most `width` columns."""
+    lines = list(head)
+    for section in parts:
         lines += ["", section.title.upper()]
         for number, block in enumerate(section.blocks, 1):
             lines += _table(block, width) if isinstance(block, Table) else _finding(number, block, width)
@@ -102,11 +115,11 @@ def _fit(cell: str, size: int) -> list[str]:
 
 def html(report: Findings) -> str:
     """Return `report` as one HTML page: no script, no external resource, every value escaped."""
-    body = "\n".join(_html_section(section) for section in sections(report))
+    body = "\n".join(html_section(section) for section in sections(report))
     state = "verdict ok" if report.ok else "verdict"
     return f"""<!doctype html>
 <html lang="en">
-<head><meta charset="utf-8"><title>{escape(report.target)}: dsv4 explain</title><style>{_STYLE}</style></head>
+<head><meta charset="utf-8"><title>{escape(report.target)}: dsv4 explain</title><style>{STYLE}</style></head>
 <body>
 <h1>dsv4 explain</h1>
 <p>{escape(heading(report))}</p>
@@ -117,20 +130,31 @@ def html(report: Findings) -> str:
 """
 
 
-def _html_section(section: Section) -> str:
+def linked(text: str) -> str:
+    """Return `text` as HTML, with a link in place of each web address and of each issue of PyTorch."""
+    parts, end = [], 0
+    for match in _ADDRESS.finditer(text):
+        target = f"https://github.com/pytorch/pytorch/issues/{match[1]}" if match[1] else match[0]
+        parts += [escape(text[end : match.start()]), f'<a href="{escape(target)}">{escape(match[0])}</a>']
+        end = match.end()
+    return "".join([*parts, escape(text[end:])])
+
+
+def html_section(section: Section) -> str:
+    """Return a section as HTML, every value escaped."""
     blocks = "\n".join(_html_table(b) if isinstance(b, Table) else _html_finding(b) for b in section.blocks)
     return f"<h2>{escape(section.title)}</h2>\n{blocks}"
 
 
 def _html_table(table: Table) -> str:
     head = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in table.headers)}</tr>" if table.headers else ""
-    rows = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    rows = "\n".join(f"<tr>{''.join(f'<td>{linked(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
     return f"<table>{head}\n{rows}</table>"
 
 
 def _html_finding(finding: Finding) -> str:
     source = f"<pre>{escape(finding.source)}</pre>" if finding.source else ""
-    points = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in finding.points)
+    points = "".join(f"<dt>{escape(label)}</dt><dd>{linked(text)}</dd>" for label, text in finding.points)
     return f"""<div class="finding">
 <span class="place">{escape(finding.place)}</span> <span class="aside">{escape(finding.aside)}</span>
 {source}<dl>{points}</dl></div>"""

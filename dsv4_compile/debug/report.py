@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -59,29 +59,34 @@ class Report(Findings):
     @classmethod
     def from_json(cls, text: str) -> Report:
         """Return the report that `to_json` wrote. Raises E201 for another schema."""
-        data = json.loads(text)
-        got = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        check(got == SCHEMA, "E201", got=f"schema {got!r}", rule=f"a report has schema {SCHEMA!r}")
-        report: Report = _build(cls, data)
+        report: Report = read_json(cls, text, SCHEMA)
         return report
 
     def save(self, path: str | Path) -> Path:
         """Write the report to `path`: JSON, text or one self-contained HTML page, for .json, .txt or .html."""
-        path = Path(path)
-        renderers: dict[str, Callable[[], str]] = {
-            ".json": self.to_json,
-            ".txt": self.text,
-            ".html": lambda: render.html(self),
-        }
-        check(
-            path.suffix in renderers,
-            "E201",
-            got=f"path {str(path)!r}",
-            rule="a report is saved as .json, .txt or .html",
-            fix="end the path in one of these",
-        )
-        path.write_text(renderers[path.suffix](), encoding="utf-8")
-        return path
+        return save(path, {".json": self.to_json, ".txt": self.text, ".html": lambda: render.html(self)})
+
+
+def save(path: str | Path, renderers: Mapping[str, Callable[[], str]]) -> Path:
+    """Write what the renderer of its suffix returns to `path`: .json, .txt or .html, or E201."""
+    path = Path(path)
+    check(
+        path.suffix in renderers,
+        "E201",
+        got=f"path {str(path)!r}",
+        rule="a report is saved as .json, .txt or .html",
+        fix="end the path in one of these",
+    )
+    path.write_text(renderers[path.suffix](), encoding="utf-8")
+    return path
+
+
+def read_json(kind: type[Any], text: str, schema: str) -> Any:
+    """Return the dataclass `kind` that was written as JSON with "schema". Raises E201 for another schema."""
+    data = json.loads(text)
+    got = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    check(got == schema, "E201", got=f"schema {got!r}", rule=f"a report has schema {schema!r}")
+    return _build(kind, data)
 
 
 def _build(kind: Any, value: Any) -> Any:

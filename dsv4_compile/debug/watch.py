@@ -57,7 +57,10 @@ class Events:
 
 @dataclass(slots=True)
 class Watch:
-    """Everything that was seen. With `keep_sources`, `captured` and `generated` hold each graph's sources by index."""
+    """Everything that was seen. With `keep_sources`, `captured` and `generated` hold each graph's sources by index.
+
+    `observers` are called with the source that Inductor has generated, while its graph is being lowered.
+    """
 
     events: Events
     stage: progress.Stage
@@ -71,6 +74,7 @@ class Watch:
     missed: list[MissedReinplace] = field(default_factory=list)
     captured: dict[int, str] = field(default_factory=dict)
     generated: dict[int, str] = field(default_factory=dict)
+    observers: list[Callable[[str], None]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
 
     def backend(self, backend: str | Backend, **fixed: Any) -> Backend:
@@ -110,6 +114,8 @@ class Watch:
         """Record the source that Inductor has generated for the newest graph."""
         from .._compat import V
 
+        for observer in self.observers:
+            observer(code)
         index = len(self.graphs)
         if self.keep_sources:
             self.generated[index] = self.generated.get(index, "") + code

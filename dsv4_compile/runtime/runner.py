@@ -265,6 +265,18 @@ class DecodeRunner:
         """Return the whole step for `size` tokens at the persistent addresses, to capture or to run without a graph."""
         return step_call(self._step, self.buffers, self.inputs, self.caches, size)
 
+    def captured_call(self, num_tokens: int | None = None) -> tuple[StepFunction, Callable[[], Any], str]:
+        """Return the step, and what the bucket of `num_tokens` captures with its name, for tools that capture it anew.
+
+        The rows after the batch are zeroed. None is the smallest bucket; E204 above the largest.
+        """
+        tokens = self.buckets.sizes[0] if num_tokens is None else num_tokens
+        bucket = self.buckets.fit(tokens)
+        if bucket is None:
+            fail("E204", got=f"{tokens} tokens", fix=f"pass at most {self.buckets.sizes[-1]}, the largest bucket")
+        self.inputs.pad(tokens, bucket)
+        return self._step, self._call_of(bucket), f"the step of {bucket} tokens"
+
     def _check_replay(self, bucket: int, tokens: int) -> None:
         check_padding(self.buffers, tokens, bucket)
         held = self.graphs.memory()

@@ -13,7 +13,15 @@ import pytest
 
 import dsv4_compile
 
-PUBLIC = ["DSV4Error", "DecodeRunner", "DeepseekV4Attention", "DeepseekV4Config", "__version__", "explain"]
+PUBLIC = [
+    "DSV4Error",
+    "DecodeRunner",
+    "DeepseekV4Attention",
+    "DeepseekV4Config",
+    "__version__",
+    "explain",
+    "explain_replay",
+]
 
 
 def test_public_names_are_these() -> None:

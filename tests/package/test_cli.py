@@ -75,7 +75,7 @@ def test_explain_passes_a_script_to_the_debug_package(monkeypatch: pytest.Monkey
 
     monkeypatch.setitem(sys.modules, "dsv4_compile.debug", types.SimpleNamespace(explain_script=explain_script))
     assert cli.main(["explain", "model.py", "--json", "--max-breaks", "0"]) == 1
-    assert seen == {"path": "model.py", "json": True, "max_breaks": 0}
+    assert seen == {"path": "model.py", "json": True, "max_breaks": 0, "html": None}
 
 
 def test_demo_gets_every_argument_that_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,185 @@
+"""One HTML page of a replay: a timeline with a lane for each part and stream, and tables; nothing outside the page.
+
+Each node is a button in its lane, as long as its time: Tab reaches the timeline, arrow keys move in it, and the panel
+below tells about the node that has the pointer or the focus. Without a script the tables have everything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from ..render import STYLE, html_section
+from ..sections import Section
+from .rows import PARTS, Node, Replay
+
+_COLOURS = ("#4285f4", "#e8710a", "#9334e6", "#d93025", "#80868b")
+"""Colours of `PARTS`, readable on light and on dark paper."""
+_SMALLEST = 0.02
+"""Percent of the timeline that the shortest node takes."""
+
+_LANES = """
+body { max-width: 80rem; }
+.tools { display: flex; gap: .5rem; align-items: center; margin: .5rem 0; flex-wrap: wrap; }
+.tools button { font: inherit; color: inherit; background: var(--code); border: 1px solid var(--line);
+  border-radius: .3rem; padding: .1rem .6rem; }
+.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .3rem; }
+.lanes { width: calc(100% * var(--zoom, 1)); min-width: 100%; }
+.lane { position: relative; height: 2.6rem; border-bottom: 1px solid var(--line); }
+.lane > span { position: sticky; left: .3rem; font-size: .7rem; color: var(--dim); pointer-events: none; }
+.node { position: absolute; top: 1.1rem; height: 1.2rem; min-width: 1px; padding: 0; border: 0; cursor: pointer;
+  border-radius: 1px; overflow: hidden; }
+.node:hover, .node:focus { outline: 2px solid var(--ink); outline-offset: 1px; z-index: 2; }
+.node.near { box-shadow: 0 0 0 2px var(--link); z-index: 1; }
+#node { min-height: 15rem; } .legend i { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .8rem; }
+.wide { overflow-x: auto; } .wide td { white-space: nowrap; }
+[data-theme=light] { color-scheme: light; } [data-theme=dark] { color-scheme: dark; }
+"""
+
+_SCRIPT = """
+const nodes = JSON.parse(document.getElementById('data').textContent);
+const buttons = [...document.querySelectorAll('.node')];
+const panel = document.getElementById('node');
+const lanes = document.querySelector('.lanes');
+let zoom = 1, current = 0;
+function show(i) {
+  current = i;
+  panel.replaceChildren();
+  for (const [label, text] of nodes[i].rows) {
+    const dt = document.createElement('dt'), dd = document.createElement('dd');
+    dt.textContent = label; dd.textContent = text; panel.append(dt, dd);
+  }
+  buttons.forEach((b, k) => { b.tabIndex = k === i ? 0 : -1; b.classList.toggle('near', nodes[i].near.includes(k)); });
+}
+function go(i) { if (i >= 0 && i < buttons.length) { show(i); buttons[i].focus(); } }
+buttons.forEach((button, i) => {
+  button.addEventListener('mouseenter', () => show(i));
+  button.addEventListener('focus', () => show(i));
+  button.addEventListener('keydown', event => {
+    const step = {ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1}[event.key];
+    if (step) { event.preventDefault(); go(i + step); }
+    if (event.key === 'Home') { event.preventDefault(); go(0); }
+    if (event.key === 'End') { event.preventDefault(); go(buttons.length - 1); }
+  });
+});
+function zoomTo(value) {
+  zoom = Math.min(256, Math.max(1, value));
+  lanes.style.setProperty('--zoom', zoom);
+  if (buttons[current]) buttons[current].scrollIntoView({block: 'nearest', inline: 'center'});
+}
+document.getElementById('in').addEventListener('click', () => zoomTo(zoom * 2));
+document.getElementById('out').addEventListener('click', () => zoomTo(zoom / 2));
+document.getElementById('all').addEventListener('click', () => zoomTo(1));
+if (buttons.length) show(0);
+"""
+
+
+def html(report: Replay, heading: str, verdict: str, sections: Iterable[Section]) -> str:
+    """Return the page: heading, verdict, timeline, `sections`, and a table of all nodes."""
+    body = "\n".join(html_section(section) for section in sections)
+    data = json.dumps([_about(node, report.nodes) for node in report.nodes]).replace("<", "\\u003c")
+    return f"""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{escape(report.target)}: dsv4 explain --replay</title><style>{STYLE}{_LANES}</style></head>
+<body>
+<h1>What is in one replay</h1>
+<p>{escape(heading)}</p>
+<p class="verdict ok">{escape(verdict)}</p>
+{_timeline(report.nodes)}
+{body}
+<h2>Nodes</h2>
+<div class="wide" role="region" aria-label="All nodes" tabindex="0">{_nodes(report.nodes)}</div>
+<script type="application/json" id="data">{data}</script>
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _timeline(nodes: Sequence[Node]) -> str:
+    """Return lanes of buttons, in proportion to time, or of equal width where no node was timed."""
+    spans = _spans(nodes)
+    whole = max((start + length for start, length in spans), default=1.0) or 1.0
+    several = len({node.stream for node in nodes}) > 1
+    lanes: dict[tuple[int, int], list[str]] = {}
+    for node, (start, length) in zip(nodes, spans, strict=True):
+        part = PARTS.index(node.part)
+        style = f"left:{100 * start / whole:.4f}%;width:{max(_SMALLEST, 100 * length / whole):.4f}%"
+        label = f"{node.index}: {node.op}, {'not timed' if node.us is None else f'{node.us:.2f} us'}"
+        lanes.setdefault((part, node.stream), []).append(
+            f'<button type="button" class="node" id="n{node.index}" tabindex="{-1 if node.index else 0}" '
+            f'aria-label="node {escape(label)}" title="{escape(label)}" '
+            f'style="{style};background:{_COLOURS[part]}"></button>'
+        )
+    rows = []
+    for (part, stream), buttons in sorted(lanes.items()):
+        name = f"{PARTS[part]}{f', stream {stream}' if several else ''}"
+        own = "".join(buttons)
+        rows.append(
+            f'<div class="lane" role="group" aria-label="{escape(name)}"><span>{escape(name)}</span>{own}</div>'
+        )
+    legend = "".join(f'<i style="background:{c}"></i>{escape(p)}' for p, c in zip(PARTS, _COLOURS, strict=True))
+    return f"""<h2>Timeline</h2>
+<div class="tools" role="toolbar" aria-label="Zoom"><button type="button" id="in">Zoom in</button>
+<button type="button" id="out">Zoom out</button><button type="button" id="all">All</button>
+<span class="legend aside">{legend}</span></div>
+<div class="scroll" role="region" aria-label="Timeline, arrow keys move from node to node" tabindex="0">
+<div class="lanes">{"".join(rows)}</div></div>
+<dl id="node" aria-live="polite"></dl>"""
+
+
+def _spans(nodes: Sequence[Node]) -> list[tuple[float, float]]:
+    """Return start and length of each node; in order and of length one if none was timed."""
+    if all(node.us is None for node in nodes):
+        return [(float(i), 1.0) for i in range(len(nodes))]
+    return [(node.start_us or 0.0, node.us or 0.0) for node in nodes]
+
+
+def _about(node: Node, nodes: Sequence[Node]) -> dict[str, object]:
+    """Return what the panel says of a node, and its neighbours in the graph."""
+    later = [other.index for other in nodes if any(edge.node == node.index for edge in other.after)]
+    return {"rows": _rows(node), "near": [*(edge.node for edge in node.after), *later]}
+
+
+def _rows(node: Node) -> list[tuple[str, str]]:
+    waits = ", ".join(f"{e.node}{' (programmatic)' if e.programmatic else ''}" for e in node.after)
+    launch = f"grid {node.grid}, block {node.block}, {node.shared_bytes} bytes shared, {node.registers} registers"
+    found = [
+        ("node", f"{node.index}, {node.kind}, stream {node.stream}"),
+        ("kernel", node.name),
+        ("op", ", ".join(node.ops)),
+        ("line", f"{node.place}  {node.place.source}".strip() if node.place.file else "unknown"),
+        ("called from", f"{node.caller}  {node.caller.source}".strip() if node.caller.file else ""),
+        ("also", ", ".join(node.where) if len(node.where) > 1 else ""),
+        ("module", node.module),
+        ("time", "" if node.us is None else f"{node.us:.2f} us, then {node.gap_us or 0.0:.2f} us until the next node"),
+        ("floor", "" if node.floor_us is None else f"{node.floor_us:.2f} us on an H200, by {node.basis}"),
+        ("work", "" if node.bytes is None else f"{node.bytes:,} bytes, {node.flops or 0:,} flops"),
+        ("launch", launch if node.grid else ""),
+        ("after", waits),
+        ("tensors", ", ".join(node.shapes)),
+    ]
+    return [(label, text) for label, text in found if text]
+
+
+def _nodes(nodes: Sequence[Node]) -> str:
+    """Return a table with a row for each node and all that is known of it."""
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("node", "us", "gap", "floor", "op", "line", "kernel"))
+    extra = "".join(f'<th scope="col">{name}</th>' for name in ("module", "grid", "shared", "registers", "after"))
+    rows = []
+    for node in nodes:
+        cells = (
+            *("" if value is None else f"{value:.2f}" for value in (node.us, node.gap_us, node.floor_us)),
+            node.op,
+            str(node.place) if node.place.file else "",
+            node.name,
+            node.module,
+            "x".join(map(str, node.grid)),
+            *("" if value is None else str(value) for value in (node.shared_bytes, node.registers)),
+            " ".join(f"{edge.node}{'p' if edge.programmatic else ''}" for edge in node.after),
+        )
+        link = f'<td><a href="#n{node.index}">{node.index}</a></td>'
+        rows.append(f"<tr>{link}{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+    return f"<table><thead><tr>{head}{extra}</tr></thead><tbody>\n{chr(10).join(rows)}</tbody></table>"
