@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .._compat import assert_async, cache_name, mark_static, mark_static_address
+from .._compat import CACHE_NAMES, assert_async, cache_name, mark_static, mark_static_address
 from ..cache import CacheFormat, PagedCaches
 from ..config import DeepseekV4Config
 from ..errors import check, fail
@@ -215,3 +215,13 @@ class CacheHandle(PagedCache):
 
 STALE = f"a later call without {CACHE_NAME} has taken the model's cache"
 OWN_CACHE = f"pass {CACHE_NAME}=dsv4_compile.hf.new_cache(model), one for each conversation"
+
+
+def given_cache(arguments: dict[str, Any]) -> Any:
+    """Remove the cache from the arguments of a call, under any name that transformers gave it; return it or None.
+
+    Raises E208 for two.
+    """
+    given = [cache for cache in (arguments.pop(name, None) for name in CACHE_NAMES) if cache is not None]
+    check(len(given) < 2, "E208", got=" and ".join(CACHE_NAMES), why="both mean the cache", fix=f"pass {CACHE_NAME}")
+    return given[0] if given else None

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._compat import CACHE_NAMES, record_outputs
+from .._compat import record_outputs
 from ..errors import check, fail
-from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache
+from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
 
 NO_WEIGHTS = "sparse attention builds no attention matrix"
 RECORDED = ("output_hidden_states", "output_router_logits")
@@ -154,10 +154,7 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
     try:
         positions = arguments.pop("position_ids", None)
         check_batch(Call(arguments["input_ids"], arguments.get("attention_mask"), positions, held))
-        for layer in model.layers:
-            layer.self_attn.dsv4_weights.adopt()
-        if model.dsv4_read is not None:
-            model.dsv4_read.adopt()
+        adopt_weights(model)
         if any(arguments.get(name, getattr(model.config, name, False)) for name in RECORDED):
             record_outputs(model)
         if model.dsv4_in_step is not None:
@@ -170,14 +167,12 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
     return Entry(arguments, held, handle, model.dsv4_in_step)
 
 
-def given_cache(arguments: dict[str, Any]) -> Any:
-    """Remove the cache from the arguments of a call, under any name that transformers gave it; return it or None.
-
-    Raises E208 for two.
-    """
-    given = [cache for cache in (arguments.pop(name, None) for name in CACHE_NAMES) if cache is not None]
-    check(len(given) < 2, "E208", got=" and ".join(CACHE_NAMES), why="both mean the cache", fix=f"pass {CACHE_NAME}")
-    return given[0] if given else None
+def adopt_weights(model: Any) -> None:
+    """Let a `CompilableModel` run with the weights that its modules have now. Raises E207 or E208 for others."""
+    for layer in model.layers:
+        layer.self_attn.dsv4_weights.adopt()
+    if model.dsv4_read is not None:
+        model.dsv4_read.adopt()
 
 
 def _take(cache: PagedCache, new: bool) -> None:

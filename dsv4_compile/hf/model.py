@@ -6,7 +6,7 @@ They add and rename no parameters: `state_dict`, `save_pretrained` and weight up
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,10 +19,11 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .._compat import maybe_mark_dynamic
+from ..cache import LayerCache
 from ..errors import check, fail
 from ..metadata import AttentionMetadata
-from .cache import CACHE_NAME, PagedCache
-from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, generating, given_cache, held_by, kept, take_own
+from .cache import CACHE_NAME, PagedCache, given_cache
+from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, generating, held_by, kept, take_own
 from .layers import CompilableHead
 
 hf: Any = modeling_deepseek_v4
@@ -42,11 +43,11 @@ class CompilableAttention(hf.DeepseekV4Attention):
     """Attention module that runs a `dsv4_compile.DeepseekV4Attention`, which shares its parameters."""
 
     def forward(
-        self, hidden_states: Tensor, *, metadata: AttentionMetadata, cache: PagedCache, **kwargs: Any
+        self, hidden_states: Tensor, *, metadata: AttentionMetadata, caches: Sequence[LayerCache], **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Return the attention of `hidden_states` `[B, S, hidden]` in that shape, and no attention weights."""
         flat = hidden_states.flatten(0, 1)
-        out = self.dsv4(flat, metadata, cache.paged.layers[self.layer_idx])
+        out = self.dsv4(flat, metadata, caches[self.layer_idx])
         return out.view_as(hidden_states), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompilableAttention:
@@ -123,14 +124,22 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
             )
         rows, columns = input_ids.shape
         metadata = cache.begin_step(rows, columns, keep)
+        hidden_states = self.run_layers(input_ids, metadata, cache.paged.layers, **kwargs)
+        results: dict[str, Any] = {"last_hidden_state": hidden_states, CACHE_NAME: cache}
+        return MoeModelOutputWithPast(**results)
+
+    def run_layers(
+        self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache], **kwargs: Any
+    ) -> Tensor:
+        """Return the normed hidden states `[B, S, hidden]` of `input_ids` `[B, S]`, the tokens of `metadata`."""
         embeds = self.embed_tokens(input_ids)
         hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         for layer in self.layers:
-            hidden_states = layer(hidden_states, input_ids=input_ids, metadata=metadata, cache=cache, **kwargs)
+            hidden_states = layer(hidden_states, input_ids=input_ids, metadata=metadata, caches=caches, **kwargs)
         head = self.hc_head
         whole = isinstance(head, CompilableHead)
-        hidden_states = head(hidden_states, self.norm) if whole else self.norm(head(hidden_states))
-        return MoeModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_NAME: cache})
+        normed: Tensor = head(hidden_states, self.norm) if whole else self.norm(head(hidden_states))
+        return normed
 
 
 def _restored(value: Any, row: Tensor, places: Tensor) -> Any:
@@ -142,7 +151,12 @@ def _restored(value: Any, row: Tensor, places: Tensor) -> Any:
     return value.unflatten(0, places.shape)[row, places].flatten(0, 1) if value.dim() == 2 else value[row, places]
 
 
-def cache_like(model: Any, max_batch_size: int | None = None, max_seq_len: int | None = None) -> PagedCache:
+def cache_like(
+    model: Any,
+    max_batch_size: int | None = None,
+    max_seq_len: int | None = None,
+    max_step_tokens: int | None = None,
+) -> PagedCache:
     """Allocate a cache like that of `model`, a `CompilableModel`, with other capacities if they are given."""
     own: PagedCache = model.dsv4_cache
     limit = model.layers[0].self_attn.dsv4.max_seq_len
@@ -153,7 +167,7 @@ def cache_like(model: Any, max_batch_size: int | None = None, max_seq_len: int |
         max_batch_size=max_batch_size or own.paged.max_batch_size,
         max_seq_len=length,
         cache_format=own.paged.cache_format,
-        max_step_tokens=min(own.paged.max_step_tokens, length),
+        max_step_tokens=min(max_step_tokens or own.paged.max_step_tokens, length),
         device=own.seq_lens.device,
     )
 
