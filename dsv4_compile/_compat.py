@@ -385,8 +385,8 @@ def register_recorded_outputs(model: Any) -> None:
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
     # Older versions have a plain dict there, which does not name the class of its keys itself.
-    key = str(type(model)) if type(_CAN_RECORD_REGISTRY) is dict else model
-    _CAN_RECORD_REGISTRY[key] = model._can_record_outputs
+    registry: Any = _CAN_RECORD_REGISTRY
+    registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs
 
 
 def record_outputs(model: Any) -> None:
