@@ -1,16 +1,22 @@
-"""Find out why a function does not compile into one graph, and fix it.
+"""Find out why a function does not compile into one graph, fix it, and see what one replay of the graph contains.
 
 `slow_attention` breaks its graph four times. `explain` shows where, why and what to write instead; `fast_attention`
-applies these fixes. Runs on a CPU in seconds: python examples/03_finding_graph_breaks.py
+applies these fixes. `explain_replay` captures it, as a CUDA graph or on a CPU by its stand-in, and lists every node.
+Leaves build/breaks.html and build/replay.html behind, to open in a browser.
+Runs on a CPU in seconds: python examples/03_finding_graph_breaks.py
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 
 import dsv4_compile
 
 TOKENS, HEADS, DIM, KEYS = 4, 8, 64, 32
+PAGES = Path("build")
+"""Folder of the pages."""
 
 
 def slow_attention(q: torch.Tensor, kv: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -46,10 +52,12 @@ def main() -> None:
 
     # backend="eager" captures graphs without compiling them, which shows breaks and recompiles in a second. The default
     # backend also shows generated kernels, decisions on dsv4 ops and cache copies.
+    PAGES.mkdir(exist_ok=True)
     print("\n1. The original function\n")
     before = dsv4_compile.explain(slow_attention, *first, backend="eager")
     print(before)
     assert not before.ok
+    print("\nAs a page:", before.save(PAGES / "breaks.html"))
 
     print("\n2. Without graph breaks, called with two different numbers of tokens\n")
     calls = [(first, {}), (second, {})]
@@ -63,6 +71,15 @@ def main() -> None:
     after = dsv4_compile.explain(fast_attention, calls=calls, backend="eager")
     print(after)
     assert after.ok
+
+    print("\n4. One replay of it, as it is, without torch.compile\n")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_device = [tensor.to(device) for tensor in inputs(TOKENS)]
+    graphs = "cuda" if device == "cuda" else "standin"
+    replay = dsv4_compile.explain_replay(fast_attention, *on_device, backend=None, graphs=graphs)
+    print(replay)
+    assert all(node.place.file == __file__ for node in replay.nodes)
+    print("\nWith a timeline:", replay.save(PAGES / "replay.html"))
 
 
 if __name__ == "__main__":

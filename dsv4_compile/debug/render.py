@@ -13,6 +13,9 @@ from .sections import Finding, Section, Table, clipped, heading, sections, verdi
 
 DEFAULT_WIDTH = 96
 
+SAVED = Section("Saved", [Table([], [["report.save('report.html') writes this as a page, '.json' as a record."]])])
+"""Last words of a report as text."""
+
 _GAP = "  "
 _LABEL = 8
 _NARROWEST_COLUMN = 20
@@ -40,7 +43,7 @@ _ADDRESS = re.compile(r"https?://[^\s<>\"']+[^\s<>\"'.,;:)]|\bpytorch#(\d+)")
 
 def text(report: Findings, width: int) -> str:
     """Return `report` in lines of at most `width` columns, except where a name is too long to wrap."""
-    return page_text([heading(report), verdict(report)], sections(report), width)
+    return page_text([heading(report), verdict(report)], [*sections(report), SAVED], width)
 
 
 def page_text(head: Sequence[str], parts: Iterable[Section], width: int) -> str:

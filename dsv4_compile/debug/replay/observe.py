@@ -29,6 +29,8 @@ from ..places import Place
 from .rows import BY_EXPRESSION, BY_TENSORS
 from .sources import GeneratedLine, Source, Sources, innermost_module, module_path, op_name, place_and_caller
 
+_OUTERMOST = str(Path(__file__).with_name("captures.py"))
+"""File that calls what is captured; stacks end there."""
 _GENERATED = ("call", "partition_")
 """Beginnings of the names of generated functions that launch."""
 _TOUCHES_PART = ("index", "embedding", "gather", "scatter", "select", "slice", "take", "cat")
@@ -168,7 +170,7 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
         frames: list[Place] = []
         modules: list[str] = []
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
+        while frame is not None and frame.f_code.co_filename != _OUTERMOST:
             code = frame.f_code
             frames.append(Place(code.co_filename, frame.f_lineno, code.co_name))
             own = frame.f_locals.get("self") if "self" in code.co_varnames else None

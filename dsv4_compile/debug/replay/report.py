@@ -20,7 +20,7 @@ from .rows import Node, Replay, Total
 
 SCHEMA = "dsv4.replay/1"
 _KERNEL_NAME = 48
-_ADDRESSES = "report.save('replay.html') writes a page with a timeline, '.json' a record for `dsv4 explain --diff`."
+_SAVED = "report.save('replay.html') writes a page with a timeline, '.json' a record for `dsv4 explain --diff`."
 
 
 @dataclass(slots=True)
@@ -32,7 +32,8 @@ class ReplayReport(Replay):
 
     def text(self, width: int = DEFAULT_WIDTH) -> str:
         """Return the report as plain text of at most `width` columns, except for long names."""
-        return page_text([heading(self), verdict(self)], sections(self), width)
+        saved = Section("Saved", [Table([], [[_SAVED]])])
+        return page_text([heading(self), verdict(self)], [*sections(self), saved], width)
 
     def __str__(self) -> str:
         return self.text()
@@ -90,7 +91,8 @@ def sections(report: Replay) -> Iterator[Section]:
         yield Section("Most to win", [_table(most)])
     if report.nodes:
         yield Section("Nodes", [_table(report.nodes), _launches(report.nodes)])
-    yield Section("Notes", [Table([], [[note] for note in (*report.notes, _ADDRESSES)])])
+    if report.notes:
+        yield Section("Notes", [Table([], [[note] for note in report.notes])])
 
 
 def _totals(by: str, totals: Sequence[Total]) -> Table:
@@ -109,7 +111,7 @@ def _table(nodes: Sequence[Node]) -> Table:
             number(node.floor_us),
             number(None if node.bytes is None else node.bytes / 1e6),
             node.op,
-            clipped(node.name, _KERNEL_NAME),
+            "" if node.name == node.op else clipped(node.name, _KERNEL_NAME),
             place_text(node),
         ]
         for node in nodes
