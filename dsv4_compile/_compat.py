@@ -89,9 +89,7 @@ PRIVATE: dict[str, PrivateName] = {
     "mark_static": PrivateName("torch._dynamo", "mark_static", "keeps the dims of a cache static"),
     "mark_static_address": PrivateName("torch._dynamo", "mark_static_address", "marks a cache that keeps its address"),
     "maybe_mark_dynamic": PrivateName("torch._dynamo", "maybe_mark_dynamic", "marks a dim as dynamic"),
-    "resolve_group": PrivateName(
-        "torch.distributed.distributed_c10d", "_resolve_process_group", "process group of a name that a graph holds"
-    ),
+    "resolve_group": PrivateName("torch.distributed.distributed_c10d", "_resolve_process_group", "group of a name"),
     "FakeTensorMode": PrivateName("torch._subclasses.fake_tensor", "FakeTensorMode", "runs an op's fake alone"),
     "pytree": PrivateName("torch.utils._pytree", "", "flattens nested arguments and results"),
     "TorchDispatchMode": PrivateName("torch.utils._python_dispatch", "TorchDispatchMode", "sees every op that runs"),

@@ -124,7 +124,7 @@ class Entry:
         rows, columns = self.arguments["input_ids"].shape
         held.rows, held.appended, held.interrupted = rows, held.appended + columns, False
         if self.in_step is not None:
-            self.in_step.finish(result)
+            self.in_step.finish(result, held)
         returned = None if self.arguments.get("use_cache") is False else self.handle
         return _inference_only(_with_cache(result, held, returned))
 

@@ -23,6 +23,7 @@ from ..parallel import Ranks, agreement, all_gather, all_reduce
 from ..parallel.collectives import first_object
 from ..parallel.split import Whole, attention_sizes, check_divides, check_layout, part_of, split_of
 from ..reference.moe.expert_weights import weight_format
+from .cache import PagedCache
 from .model import CompilableForCausalLM
 
 _COLLECTIVES = ("gloo", "nccl", "processgroup", "timed out", "timeout", "connection", "peer")
@@ -89,7 +90,7 @@ class InStep:
         self.ranks = ranks
         self.processes = agreement.Processes(ranks)
         self.seen: set[tuple[Any, ...]] = set()
-        self.first = False
+        self.comparing: tuple[Any, ...] | None = None
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Compare the inputs of a call if it is the first of its graph; raise E702 on all ranks if they differ."""
@@ -97,8 +98,8 @@ class InStep:
         others = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, str))}
         ids = tensors["input_ids"]
         kind = ids.shape[0] == 1, ids.shape[1] == 1, tuple(tensors), tuple(others.items())
-        self.first = kind not in self.seen
-        if not self.first:
+        self.comparing = None if kind in self.seen else kind
+        if self.comparing is None:
             return
         facts: dict[str, Any] = others | {"gradients": torch.is_grad_enabled()}
         for name, tensor in tensors.items():
@@ -106,15 +107,20 @@ class InStep:
         agreement.check_agree("shapes of a call", facts, self.ranks)
         values = {f"bits of {name}": agreement.digest(tensor) for name, tensor in tensors.items()}
         agreement.check_agree("values of a call", values, self.ranks)
-        self.seen.add(kind)
 
-    def finish(self, result: Any) -> None:
-        """Raise E702 unless the result of a first call, an output or a tuple, has the same bits on all ranks."""
-        if not self.first:
+    def finish(self, result: Any, cache: PagedCache) -> None:
+        """Raise E702 unless the result of a first call and `cache` have the same bits on all ranks.
+
+        Logits are gathered, so they alone would hide that ranks had different hidden states.
+        """
+        if self.comparing is None:
             return
         values = result if isinstance(result, tuple) else tuple(result.values())
         floating = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-        agreement.check_agree("results of a call", {"bits": agreement.digest(*floating)}, self.ranks)
+        cached = [tensor for layer in cache.paged.layers for tensor in layer.tensors().values()]
+        bits = {"bits of outputs": agreement.digest(*floating), "bits of caches": agreement.digest(*cached)}
+        agreement.check_agree("results of a call", bits, self.ranks)
+        self.seen.add(self.comparing)
 
     def explain(self, fault: BaseException) -> None:
         """Raise E703 if `fault` is that of a collective, with the ranks that have ended."""

@@ -1,0 +1,216 @@
+"""Not a test: properties of a split model, which each rank checks in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile import DeepseekV4Attention, hf
+from dsv4_compile._compat import counters
+from dsv4_compile.errors import RankError
+from dsv4_compile.hf.tiny import tiny_model
+from dsv4_compile.loading import load_attention
+from dsv4_compile.parallel import Ranks, gather_objects
+from dsv4_compile.runtime import counting
+from tests.hf.small import LAYERS, close
+from tests.modules.engine import Engine
+from tests.modules.test_compiled_layer import CASES, MAX_SEQ_LEN, random_layer
+from tests.parallel.processes import TIMEOUT
+
+MODEL: dict[str, Any] = LAYERS | {"o_groups": 4}
+SIZES: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 128, "attention_only": False}
+
+
+def tokens(*shape: int) -> Tensor:
+    """Return token ids that are the same on every rank."""
+    return torch.randint(1, 512, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@functools.cache
+def whole() -> Any:
+    """Return a model that this rank has all of."""
+    return hf.convert(tiny_model(**MODEL), **SIZES)
+
+
+@functools.cache
+def divided(mesh: Any, expert_layout: str = "experts") -> Any:
+    """Return the same model, of which this rank has a part."""
+    return hf.convert(tiny_model(**MODEL), **SIZES, mesh=mesh, expert_layout=expert_layout)
+
+
+@contextmanager
+def fails(*parts: str) -> Iterator[None]:
+    """Expect an error with `parts` in its text."""
+    try:
+        yield
+    except RankError as error:
+        missing = [part for part in parts if part not in str(error)]
+        assert not missing, f"no {missing} in {error}"
+        return
+    raise AssertionError(f"no error with {parts}")
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    result: Tensor = model(ids, attention_mask=mask).logits
+    return result
+
+
+def generated(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Return 12 tokens for each row of `ids`."""
+    given = {"do_sample": False, "max_new_tokens": 12, "attention_mask": torch.ones_like(ids) if mask is None else mask}
+    return model.generate(ids, **given | options)
+
+
+def assert_same_bits(value: Tensor, mesh: Any) -> None:
+    found = gather_objects(value, Ranks.of(mesh))
+    assert all(torch.equal(each, value) for each in found)
+
+
+def prefill_and_decode_are_those_of_one_process(mesh: Any) -> None:
+    model, ids = divided(mesh), tokens(2, 40)
+    close(logits(model, ids), logits(whole(), ids))
+    assert torch.equal(generated(model, ids), generated(whole(), ids))
+
+
+def rows_of_experts_give_the_same(mesh: Any) -> None:
+    model, ids = divided(mesh, "rows"), tokens(3, 17)
+    close(logits(model, ids), logits(whole(), ids))
+    assert torch.equal(generated(model, ids), generated(whole(), ids))
+
+
+def prompts_of_unequal_length_and_chunks_give_the_same(mesh: Any) -> None:
+    model, ids = divided(mesh), tokens(3, 38)
+    mask = (torch.arange(38) >= torch.tensor([0, 37, 9])[:, None]).long()
+    assert torch.equal(generated(model, ids, mask), generated(whole(), ids, mask))
+    assert torch.equal(generated(model, ids, prefill_chunk_size=16), generated(whole(), ids))
+
+
+def results_are_the_same_bits_on_all_ranks(mesh: Any) -> None:
+    for layout in ("experts", "rows"):
+        out = divided(mesh, layout).generate(
+            tokens(2, 33), do_sample=False, max_new_tokens=20, return_dict_in_generate=True, output_logits=True
+        )
+        assert_same_bits(torch.stack(out.logits), mesh)
+
+
+def sampled_tokens_are_the_same_with_other_seeds(mesh: Any) -> None:
+    torch.manual_seed(mesh.get_rank())
+    first = generated(divided(mesh), tokens(2, 9), do_sample=True, temperature=2.0)
+    assert_same_bits(first, mesh)
+    assert not torch.equal(first, generated(divided(mesh), tokens(2, 9), do_sample=True, temperature=2.0))
+
+
+def a_rank_keeps_its_part_alone(mesh: Any) -> None:
+    model, size = divided(mesh), mesh.size()
+    for path, shape in (
+        ("lm_head.weight", (512 // size, 128)),
+        ("model.embed_tokens.weight", (512 // size, 128)),
+        ("model.layers.0.self_attn.q_b_proj.weight", (256 // size, 64)),
+        ("model.layers.0.self_attn.o_b_proj.weight", (128, 128 // size)),
+        ("model.layers.1.mlp.experts.gate_up_proj", (8 // size, 128, 128)),
+        ("model.layers.1.mlp.shared_experts.down_proj.weight", (128, 64 // size)),
+    ):
+        weight = model.get_parameter(path)
+        assert tuple(weight.shape) == shape, path
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(held.values()) < 1.1 * sum(p.nbytes for p in model.parameters())
+
+
+def what_a_part_cannot_do_is_an_error(mesh: Any) -> None:
+    model = divided(mesh)
+    with fails("E701", "revert"):
+        hf.revert(model)
+    with fails("E701", "save_pretrained"):
+        model.save_pretrained(Path("nowhere"))
+    with fails("E701", "max_time"):
+        generated(model, tokens(1, 3), max_time=1.0)
+    other = tiny_model(**MODEL)
+    with fails("E701", "attention_only"):
+        hf.convert(other, **SIZES | {"attention_only": True}, mesh=mesh)
+    with fails("E701", "expert_layout"):
+        hf.convert(other, **SIZES, mesh=mesh, expert_layout="columns")
+    with fails("E701", "one dim"):
+        hf.convert(other, **SIZES, mesh=torch.distributed.DeviceMesh("cpu", [list(range(mesh.size()))]))
+    with fails("E701", "int"):
+        hf.convert(other, **SIZES, mesh=2)
+    with fails("E701", "7 tokens in the vocabulary"):
+        hf.convert(tiny_model(**MODEL, vocab_size=7), **SIZES, mesh=mesh)
+    hf.convert(other, **SIZES)
+
+
+def ranks_that_differ_are_told_so(mesh: Any) -> None:
+    rank = mesh.get_rank()
+    with fails("E702", "max_batch_size = 4 on rank 0, 5 on rank 1"):
+        hf.convert(tiny_model(**MODEL), **SIZES | {"max_batch_size": 4 + rank}, mesh=mesh)
+    other = tiny_model(**MODEL)
+    other.get_parameter("model.layers.1.self_attn.q_a_norm.weight").data.add_(rank)
+    with fails("E702", "weights"):
+        hf.convert(other, **SIZES, mesh=mesh)
+    model = hf.convert(tiny_model(**MODEL), **SIZES, mesh=mesh)
+    with fails("E702", "input_ids = '(1, 3) torch.int64' on rank 0, '(1, 4) torch.int64' on rank 1"):
+        logits(model, tokens(1, 3 + rank))
+    with fails("E702", "values"):
+        logits(model, tokens(1, 3) + rank)
+    with fails("E702", "length = 14 on rank 0, 15 on rank 1"):
+        generated(model, tokens(1, 3), max_new_tokens=12 + rank)
+    weight = model.model.layers[1].self_attn.kv_norm.weight.data
+    before = weight.clone()
+    weight.add_(rank)
+    with fails("E702", "results of a call: bits of caches"):
+        logits(model, tokens(1, 3))
+    weight.copy_(before)
+    logits(model, tokens(1, 3))  # calls that failed leave the ranks in step
+
+
+def an_engines_layer_is_split(mesh: Any) -> None:
+    config, options = CASES["fp8-cache-and-weights"]
+    for settings in ({"dtype": torch.bfloat16}, options):
+        torch.manual_seed(1)
+        whole_layer = random_layer(replace(config, num_heads=4, o_lora_rank=128), "csa", **settings)
+        part = DeepseekV4Attention(whole_layer.config, 0, max_seq_len=MAX_SEQ_LEN, mesh=mesh, **settings)
+        load_attention(part, dict(whole_layer.named_parameters()))
+        hidden = torch.randn(50, config.hidden_size).to(torch.bfloat16)
+        got, want = (Engine(layer, 1, 256).step([hidden])[0].float() for layer in (part, whole_layer))
+        assert (got - want).norm() < 0.01 * want.norm()
+        assert_same_bits(got, mesh)
+
+
+def compiled_graphs_neither_break_nor_recompile(mesh: Any) -> None:
+    one = MODEL | {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    model, alone = hf.convert(tiny_model(**one), **SIZES, mesh=mesh), hf.convert(tiny_model(**one), **SIZES)
+    ops = ("moe_experts", "moe_route", "mhc_pre", "mhc_head", "mhc_boundary")
+    quick = {f"dsv4.impl.{op}": "eager" for op in ops} | {"fallback_by_default": True}
+    capture = {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}
+    model.compile(fullgraph=True, backend="dsv4", options=quick | capture)
+    counters.clear()
+    with counting() as counts:
+        assert torch.equal(generated(model, tokens(2, 30)), generated(alone, tokens(2, 30)))
+    assert counts.captures == 1
+    assert counts.replays > 3
+    graphs = counters["stats"]["unique_graphs"]
+    mask = (torch.arange(20) >= torch.tensor([0, 11, 3])[:, None]).long()
+    assert torch.equal(generated(model, tokens(3, 20), mask), generated(alone, tokens(3, 20), mask))
+    assert (graphs, counters["stats"]["unique_graphs"]) == (2, 2)
+    assert not counters["graph_break"]
+
+
+def a_rank_that_dies_ends_the_others_with_its_name(mesh: Any) -> None:
+    last = mesh.size() - 1
+    model = divided(mesh)
+    if mesh.get_rank() == last:
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    started = time.monotonic()
+    with fails("E703", f"rank {last} (process"):
+        logits(model, tokens(1, 8))
+    assert time.monotonic() - started < TIMEOUT

@@ -1,0 +1,71 @@
+"""Not a test: runs checks on several ranks, which are processes with a gloo group, once for all checks of a world."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 120.0
+"""Seconds until a collective fails whose other ranks do not come, on a machine that has other work."""
+
+Check = Callable[[Any], None]
+Outcomes = dict[str, list[str]]
+
+
+def run_on_ranks(size: int, checks: Sequence[Check], folder: Path) -> Outcomes:
+    """Run each check, with the mesh of all ranks, on `size` ranks; return tracebacks by check and rank, "" if passed.
+
+    A check that a rank has not finished has the text "not finished" there.
+    """
+    # A server that has imported everything forks each rank, so that a rank costs no import.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dsv4_compile.hf", "tests.parallel.checks"])
+    processes = [
+        context.Process(target=_rank, args=(rank, size, [check.__name__ for check in checks], str(folder)))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 4 * TIMEOUT
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+    found = [
+        dict(map(json.loads, file.read_text().splitlines())) if file.exists() else {}
+        for file in (folder / str(rank) for rank in range(size))
+    ]
+    return {check.__name__: [each.get(check.__name__, "not finished") for each in found] for check in checks}
+
+
+def _rank(rank: int, size: int, names: Sequence[str], folder: str) -> None:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from dsv4_compile.hf.tiny import quiet_libraries
+    from tests.parallel import checks
+
+    torch.set_num_threads(1)
+    quiet_libraries()
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/group",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=TIMEOUT),
+    )
+    mesh = init_device_mesh("cpu", (size,))
+    with (Path(folder) / str(rank)).open("w", buffering=1) as log:
+        for name in names:
+            torch.manual_seed(0)
+            try:
+                getattr(checks, name)(mesh)
+                text = ""
+            except Exception:
+                text = traceback.format_exc()
+            log.write(json.dumps([name, text]) + "\n")

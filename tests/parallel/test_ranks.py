@@ -1,0 +1,46 @@
+"""Tests of a model that is split over two and four ranks: processes on this CPU, which run all checks of a world."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel import checks
+from tests.parallel.processes import Outcomes, run_on_ranks
+
+EVERYWHERE = (
+    checks.prefill_and_decode_are_those_of_one_process,
+    checks.prompts_of_unequal_length_and_chunks_give_the_same,
+    checks.rows_of_experts_give_the_same,
+    checks.results_are_the_same_bits_on_all_ranks,
+    checks.a_rank_keeps_its_part_alone,
+)
+ON_TWO = (
+    *EVERYWHERE,
+    checks.sampled_tokens_are_the_same_with_other_seeds,
+    checks.what_a_part_cannot_do_is_an_error,
+    checks.ranks_that_differ_are_told_so,
+    checks.an_engines_layer_is_split,
+    checks.compiled_graphs_neither_break_nor_recompile,
+)
+ON_FOUR = (*EVERYWHERE, checks.a_rank_that_dies_ends_the_others_with_its_name)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_on_ranks(2, ON_TWO, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_on_ranks(4, ON_FOUR, tmp_path_factory.mktemp("four"))
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in ON_TWO])
+def test_on_two_ranks(name: str, two_ranks: Outcomes) -> None:
+    assert not any(two_ranks[name]), "\n".join(two_ranks[name])
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in ON_FOUR])
+def test_on_four_ranks(name: str, four_ranks: Outcomes) -> None:
+    last = "not finished" if "dies" in name else ""
+    assert four_ranks[name] == ["", "", "", last], "\n".join(four_ranks[name])
