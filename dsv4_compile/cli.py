@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.command == "doctor":
-        return _doctor(as_json=args.json, prove=args.prove)
+        return _doctor(args.path, as_json=args.json, prove=args.prove)
     if args.command == "explain":
         return _explain(args)
     if args.command == "bench":
@@ -60,7 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    doctor = commands.add_parser("doctor", help="check this environment; the report is ready to paste")
+    doctor = commands.add_parser(
+        "doctor", help="check this environment, or a checkpoint folder; the report is ready to paste"
+    )
+    doctor.add_argument("path", nargs="?", help="folder of a checkpoint to check instead, without loading it")
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     doctor.add_argument(
         "--prove", action="store_true", help="first run every kernel once against its reference on this GPU"
@@ -126,11 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _doctor(*, as_json: bool, prove: bool) -> int:
+def _doctor(path: str | None, *, as_json: bool, prove: bool) -> int:
     from . import doctor
 
     found = doctor.prove() if prove else []
-    checks = [*doctor.examine(), *found]
+    checks = [*(doctor.examine() if path is None else doctor.examine_folder(path)), *found]
     print(json.dumps([check.as_dict() for check in checks], indent=2) if as_json else doctor.render(checks))
     return int(any(check.level == "fix" for check in checks))
 

@@ -86,6 +86,15 @@ def examine() -> list[Check]:
     return [_guarded(name, probe) for name, probe in probes.items()]
 
 
+def examine_folder(path: str) -> list[Check]:
+    """Examine a checkpoint folder without loading it."""
+    try:
+        from .hf.folder_report import rows
+    except ImportError as fault:
+        return [Check("transformers", str(fault), "fix", "pip install 'dsv4-compile[hf]'")]
+    return [Check(*row) for row in rows(path)]
+
+
 def render(checks: list[Check]) -> str:
     """The report as a block of text to paste, verdict last."""
     width = max(len(check.name) for check in checks)

@@ -72,6 +72,16 @@ CODES: dict[str, Code] = {
         "a converted model runs inference with its own cache, greedy or sampled, one sequence per row",
         "change the call as the message says, or call dsv4_compile.hf.revert(model) first",
     ),
+    "E209": Code(
+        "checkpoint folder is incomplete or damaged",
+        "a folder has config.json and whole safetensors files, and its index names their tensors",
+        "download the folder again, or what the message names",
+    ),
+    "E210": Code(
+        "model does not fit into the device's memory",
+        "the device has memory for the weights as they are stored and for the caches of the batch",
+        "use a larger device, a smaller batch, or shorter sequences",
+    ),
     "E301": Code(
         "unknown or invalid backend option",
         'options of backend="dsv4" are dsv4.* options or Inductor config names, with values of the right type',

@@ -1,0 +1,362 @@
+"""Loading of a checkpoint folder into a converted model (`load`), tensor by tensor to its final place on the device.
+
+Everything that headers can tell is checked before anything is allocated. Then parameters are allocated, those that
+convert stacks as rows of one matrix, and filled file by file: a file is mapped, and its tensors are copied one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from .. import progress
+from ..cache import CacheFormat, PagedCaches
+from ..config import DeepseekV4Config
+from ..errors import check, error, fail
+from ..loading import hf_name
+from ..modules import DeepseekV4Attention
+from ..modules.linear import Linear
+from ..reference.moe.expert_weights import dequantize_expert
+from .checkpoint import Checkpoint, Stored, read_checkpoint
+from .convert import convert
+from .placement import Index, Piece, Placement, hf, place, targets
+
+_log = logging.getLogger("dsv4_compile.hf")
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_MEGA, _GIGA = 10**6, 10**9
+_NOTE_SECONDS = 2.0
+"""Seconds between two reports of the rate, so that a log gets few lines."""
+
+
+def load(
+    path: str | Path,
+    *,
+    max_batch_size: int,
+    max_seq_len: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    dequantize: bool = False,
+    kv_cache_dtype: str = "auto",
+    indexer_cache_dtype: str = "auto",
+    hadamard: bool = False,
+    max_step_tokens: int | None = None,
+    attention_only: bool = False,
+) -> Any:
+    """Load a DeepSeek-V4 checkpoint and return it converted (see `convert`), in eval mode.
+
+    Args:
+        path: a folder with `config.json` and safetensors files, as DeepSeek publishes it or as transformers'
+            `save_pretrained` writes it. Draft layers (`mtp.*`) are skipped, which the log says.
+        device: where the model goes (None = the GPU if there is one, else the CPU).
+        dtype: dtype of floating weights: bfloat16, float16 or float32 (None = that of `config.json`). Weights that
+            transformers keeps in float32 stay so.
+        dequantize: make e4m3 and MXFP4 weights floating, in `dtype`. Without it they stay as they are stored, and ops
+            quantise the inputs of e4m3 linears as DeepSeek does.
+        max_batch_size, max_seq_len, kv_cache_dtype, indexer_cache_dtype, hadamard, max_step_tokens, attention_only:
+            see `convert`.
+
+    Memory holds the weights and, while they are read, pages of one file and one tensor. Parameters need no gradient.
+
+    Raises, before anything is allocated: E209 for a folder that is incomplete or damaged, E207 for tensors that do not
+    fit the configuration, E205 for another model, E210 if weights and caches do not fit into the device's memory.
+    """
+    place_on = _device(device)
+    check(dtype is None or dtype in _FLOATS, "E201", got=f"dtype={dtype}", rule=f"dtype is one of {_FLOATS}, or None")
+    check(
+        not torch.is_inference_mode_enabled(),
+        "E208",
+        got="load under torch.inference_mode()",
+        why="weights that are made there could not be moved or replaced",
+        fix="load outside, and run the model inside",
+    )
+    checkpoint = read_checkpoint(path)
+    placement = place(checkpoint, dtype=dtype, dequantize=dequantize)
+    _raise_first(checkpoint, placement)
+    generation = _generation_config(checkpoint.folder)
+    ours = DeepseekV4Config.from_hf(placement.model.config)
+    model_dtype = placement.model.config.dtype
+    formats = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=model_dtype, hadamard=hadamard)
+    sizes: dict[str, Any] = {
+        "max_batch_size": max_batch_size,
+        "max_seq_len": max_seq_len,
+        "max_step_tokens": max_step_tokens,
+    }
+    caches = PagedCaches(ours, **sizes, cache_format=formats, device="meta").nbytes
+    check_memory(checkpoint.folder, place_on, placement.nbytes(), caches)
+    if checkpoint.drafts:
+        _log.warning("%s: draft layers are not loaded, %s", checkpoint.folder, describe_drafts(checkpoint))
+    model = placement.model
+    if placement.tied is not None:
+        _check_tied(checkpoint, placement.tied)
+    allocate(placement, ours, place_on)
+    fill(placement, place_on)
+    model.config.name_or_path = str(checkpoint.folder)
+    model.generation_config = generation or model.generation_config
+    options: dict[str, Any] = {
+        "kv_cache_dtype": kv_cache_dtype,
+        "indexer_cache_dtype": indexer_cache_dtype,
+        "hadamard": hadamard,
+    }
+    with place_on:  # whatever the caller's default device is
+        return convert(model.eval(), **sizes, **options, attention_only=attention_only)
+
+
+def part_to_read(piece: Piece) -> Index:
+    """Return which part of a stored tensor this process reads, () for all of it.
+
+    It is all that the model on one device needs of it. A model that is split over ranks reads less here.
+    """
+    return piece.part
+
+
+def describe_drafts(checkpoint: Checkpoint) -> str:
+    """Return number, names and bytes of the draft layers in a folder."""
+    layers = sorted({".".join(name.split(".")[:2]) for name in checkpoint.drafts})
+    size = sum(stored.nbytes for stored in checkpoint.drafts.values())
+    return f"{', '.join(layers)}: {len(checkpoint.drafts)} tensors, {size / _GIGA:.2f} GB"
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """Return the device to load onto, or raise E201 if it does not exist."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as fault:
+        raise error("E201", got=f"device={device!r}", why=str(fault).splitlines()[0], fix="cuda, cuda:1, cpu") from None
+    count = torch.cuda.device_count()
+    check(
+        found.type != "meta" and (found.type != "cuda" or (found.index or 0) < count),
+        "E201",
+        got=f"device={str(found)!r}",
+        rule="weights are loaded onto a device that this process sees",
+        why=f"torch sees {count} CUDA devices",
+        fix="pass another device; without a GPU, device='cpu'",
+    )
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _raise_first(checkpoint: Checkpoint, placement: Placement) -> None:
+    """Raise the first problem, with the number of the others."""
+    problems = [*checkpoint.problems, *placement.problems]
+    if not problems:
+        return
+    first = problems[0]
+    if len(problems) > 1:
+        first = error(
+            first.code,
+            got=first.got,
+            why=f"{first.why or 'the headers say so'}; {len(problems) - 1} more: dsv4 doctor {checkpoint.folder}",
+            fix=first.fix,
+        )
+    raise first
+
+
+def _generation_config(folder: Path) -> GenerationConfig | None:
+    """Return the folder's generation configuration, or None if it has none."""
+    if not (folder / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as fault:
+        raise error("E209", got=f"{folder / 'generation_config.json'}", why=str(fault)) from None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that can be allocated on `device`, or None if its kind does not say."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type != "cpu":
+        return None
+    if not Path("/proc/meminfo").is_file():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
+
+
+def check_memory(folder: Path, device: torch.device, weights: int, caches: int) -> None:
+    """Raise E210 unless weights and caches fit into the memory of `device`."""
+    free = free_memory(device)
+    needed = f"{weights / _GIGA:.2f} GB of weights and {caches / _GIGA:.2f} GB of caches"
+    check(
+        free is None or weights + caches <= free,
+        "E210",
+        got=f"{needed} for {(free or 0) / _GIGA:.2f} GB free on {device}",
+        why="activations need memory beside them",
+        fix=f"dsv4 doctor {folder} lists GPUs that hold it; smaller max_batch_size or max_seq_len need fewer caches",
+    )
+
+
+def _check_tied(checkpoint: Checkpoint, head: Stored) -> None:
+    """Raise E207 unless a stored output head equals the embedding that it is tied to."""
+    embedding = checkpoint.tensors["embed.weight"]
+    with _Reader(head.file) as reader:
+        equal = torch.equal(reader.read(head), reader.read(embedding))
+    check(equal, "E207", got=f"{head} differs from {embedding}", why="config.json has tie_word_embeddings=true")
+
+
+def allocate(placement: Placement, config: DeepseekV4Config, device: torch.device) -> None:
+    """Give every parameter and buffer of the model on the meta device uninitialised memory on `device`.
+
+    Weights that a converted model stacks are rows of one matrix from the start, so that none is ever copied.
+    """
+    model, dtypes = placement.model, placement.dtypes
+    shapes = {name: tensor.shape for name, tensor in targets(model)}
+    made: dict[str, Tensor] = {}
+    for names in _stacks(placement, config):
+        heights = [shapes[name][0] for name in names]
+        size = (sum(heights), *shapes[names[0]][1:])
+        matrix = torch.empty(size, dtype=dtypes[names[0]], device=device)
+        made.update(zip(names, matrix.split(heights), strict=True))
+    tied = model.config.tie_word_embeddings
+    for name, shape in shapes.items():
+        tensor = made.get(name)
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=dtypes[name], device=device)
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    for path, module in list(model.named_modules()):
+        if type(module) is hf.DeepseekV4RotaryEmbedding:
+            with torch.device("cpu"):
+                rotary = hf.DeepseekV4RotaryEmbedding(model.config)
+            model.set_submodule(path, rotary.to(device))
+
+
+def _stacks(placement: Placement, config: DeepseekV4Config) -> Iterator[list[str]]:
+    """Yield names of parameters that a converted model stacks: linears of one input that are stored alike."""
+    known = dict(targets(placement.model))
+    for i in range(config.num_layers):
+        ours = DeepseekV4Attention(config, i, device="meta", max_seq_len=1)
+        names = {module: name for name, module in ours.named_modules() if isinstance(module, Linear)}
+        layer = f"model.layers.{i}"
+        stacks = [[names[part] for part in stack.parts] for stack in (*ours.hidden_stacks, *ours.latent_stacks)]
+        groups = [[f"{layer}.self_attn.{hf_name(f'{name}.weight')}" for name in stack] for stack in stacks]
+        groups.append([f"{layer}.mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up")])
+        for group in groups:
+            for dtype, alike in groupby(group, lambda name: placement.dtypes[name]):
+                weights = list(alike)
+                yield weights
+                if dtype is torch.float8_e4m3fn:
+                    yield [f"{weight}_scale_inv" for weight in weights if f"{weight}_scale_inv" in known]
+
+
+def fill(placement: Placement, device: torch.device) -> None:
+    """Read every piece of a checkpoint into its place, one file after the other."""
+    places = {name: tensor.detach() for name, tensor in targets(placement.model)}
+    experts = placement.model.config.n_routed_experts
+    pieces = sorted(placement.pieces, key=lambda piece: (piece.stored.file, piece.stored.begin))
+    files = sorted({piece.stored.file for piece in pieces})
+    total = sum(stored.nbytes for stored in {piece.stored for piece in pieces})
+    with progress.stage("load", total // _MEGA) as work:
+        rate = _Rate(work)
+        for file, group in groupby(pieces, lambda piece: piece.stored.file):
+            rate.begin(file)
+            after = files.index(file) + 1
+            _read_ahead(files[after - 1 : after + 1])
+            with _Reader(file) as reader:
+                for piece in group:
+                    value = reader.read(piece.stored, part_to_read(piece))
+                    rate.count(value.nbytes)
+                    destination = places[piece.target][piece.into]
+                    if piece.scale is not None:
+                        scale = reader.read(piece.scale, piece.scale_part)
+                        value = dequantize_expert(value.to(device), scale.to(device))
+                    elif value.dtype in (torch.uint8, torch.int8):
+                        value = value.view(destination.dtype)
+                    elif not value.is_floating_point():
+                        _check_table(piece.stored, value, experts)
+                    destination.copy_(value)
+        rate.report()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # kernels that load weights early (PDL) rely on no copy being under way
+
+
+def _check_table(stored: Stored, table: Tensor, experts: int) -> None:
+    """Raise E207 for a routing table with experts that do not exist, which kernels would read beyond the weights."""
+    low, high = int(table.min()), int(table.max())
+    check(low >= 0 and high < experts, "E207", got=f"{stored} with experts {low} to {high}", why=f"there are {experts}")
+
+
+class _Reader:
+    """An open safetensors file, mapped into memory: pages are read when a tensor is copied.
+
+    Raises E209 for a file that safetensors does not open, as one that changed since its header was read.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError:
+            fail("E101", got="safetensors is not installed", fix="pip install safetensors")
+        self._file, self._open, self._error = file, safe_open, SafetensorError
+
+    def __enter__(self) -> _Reader:
+        try:
+            self._handle = self._open(self._file, framework="pt").__enter__()
+        except (OSError, self._error) as fault:
+            raise error("E209", got=f"{self._file}", why=str(fault), fix="download the file again") from None
+        return self
+
+    def __exit__(self, *fault: Any) -> None:
+        self._handle.__exit__(*fault)
+
+    def read(self, stored: Stored, part: Index = ()) -> Tensor:
+        """Return a tensor or a part of it, on the CPU, from this file or, as some scales are, from another one."""
+        if stored.file != self._file:
+            with _Reader(stored.file) as other:
+                return other.read(stored, part)
+        try:
+            tensor: Tensor = self._handle.get_slice(stored.name)[part] if part else self._handle.get_tensor(stored.name)
+        except self._error as fault:
+            raise error("E209", got=f"{stored}", why=str(fault), fix="download the file again") from None
+        return tensor
+
+
+def _read_ahead(files: Iterable[Path]) -> None:
+    """Let the operating system read files into its cache while others are copied, where it can be asked to."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in files:
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+class _Rate:
+    """Report of loading: megabytes done, GB/s and the file, at each file and every few seconds."""
+
+    def __init__(self, work: progress.Stage) -> None:
+        self._work = work
+        self._started = self._reported = time.monotonic()
+        self._bytes = self._steps = 0
+        self._file = ""
+
+    def begin(self, file: Path) -> None:
+        self._file = file.name
+        self.report()
+
+    def count(self, nbytes: int) -> None:
+        self._bytes += nbytes
+        if time.monotonic() - self._reported > _NOTE_SECONDS:
+            self.report()
+
+    def report(self) -> None:
+        self._reported = time.monotonic()
+        steps = self._bytes // _MEGA - self._steps
+        self._steps += steps
+        rate = self._bytes / _GIGA / max(self._reported - self._started, 1e-9)
+        self._work.advance(f"MB, {rate:.2f} GB/s, {self._file}", steps)

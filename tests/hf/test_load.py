@@ -1,0 +1,266 @@
+"""Tests of hf.load: weights in their places, logits and tokens of eager transformers, what it holds in memory.
+
+The reference is transformers' eager model in float32 on the dequantised weights. Ops quantise the inputs of e4m3
+linears, as DeepSeek does and transformers does not. So logits are compared within 1e-4 for weights that were
+dequantised at load, and for stored e4m3 with `quantize_input` off and wo_a in bfloat16, whose op always quantises.
+Weights as they are stored are compared bit by bit, and their logits within the error of those roundings.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dsv4_compile import hf, progress
+from dsv4_compile.modules import stacked
+from dsv4_compile.modules.linear import Fp8Linear
+from tests.hf import official
+from tests.hf.small import random_ids
+
+SIZES: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 256, "device": "cpu"}
+
+
+def load(folder: Path | str, **options: Any) -> Any:
+    return hf.load(folder, **SIZES | options)
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    return model(ids, **options).logits
+
+
+@pytest.fixture(scope="module")
+def folder_and_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return official.make(tmp_path_factory.mktemp("official"))
+
+
+@pytest.fixture(scope="module")
+def folder(folder_and_model: tuple[Path, Any]) -> Path:
+    return folder_and_model[0]
+
+
+@pytest.fixture(scope="module")
+def original(folder_and_model: tuple[Path, Any]) -> Any:
+    return folder_and_model[1]
+
+
+@pytest.fixture(scope="module")
+def floating(folder: Path) -> Any:
+    return load(folder, dequantize=True, dtype=torch.float32)
+
+
+def test_dequantised_logits_and_tokens_are_those_of_transformers(original: Any, floating: Any) -> None:
+    ids = random_ids(2, 150)
+    torch.testing.assert_close(logits(floating, ids), logits(original, ids, use_cache=False), atol=1e-4, rtol=0)
+    options = {"do_sample": False, "max_new_tokens": 40, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
+    assert torch.equal(floating.generate(ids, **options), original.generate(ids, **options))
+
+
+def test_stored_weights_are_kept_and_in_their_places(folder: Path, original: Any) -> None:
+    model = load(folder)
+    want = dict(original.state_dict())
+    found = dict(official.weights(model))
+    assert set(found) == set(want)
+    assert [name for name in want if not torch.equal(found[name], want[name])] == []
+    layer = model.model.layers[1]
+    assert layer.mlp.experts.gate_up_proj.dtype is torch.int8
+    assert layer.mlp.experts.down_proj_scale_inv.dtype is torch.float8_e8m0fnu
+    assert layer.self_attn.q_a_proj.weight.dtype is layer.mlp.shared_experts.up_proj.weight.dtype is torch.float8_e4m3fn
+    assert layer.self_attn.compressor.kv_proj.weight.dtype is model.lm_head.weight.dtype is torch.bfloat16
+    assert layer.self_attn.sinks.dtype is layer.attn_hc.fn.dtype is layer.input_layernorm.weight.dtype is torch.float32
+    assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_stored_weights_give_the_logits_of_their_values(tmp_path: Path) -> None:
+    folder, original = official.make(tmp_path / "wo_a", wo_a=None)
+    model, ids = load(folder, dtype=torch.float32), random_ids(2, 150)
+    linears = [m for layer in model.model.layers for m in layer.self_attn.dsv4.modules() if isinstance(m, Fp8Linear)]
+    assert len(linears) == 4 * 4 + 2
+    for linear in linears:
+        linear.quantize_input = False
+    torch.testing.assert_close(logits(model, ids), logits(original, ids, use_cache=False), atol=1e-4, rtol=0)
+
+
+def test_inputs_of_stored_e4m3_linears_are_quantised(folder: Path, original: Any) -> None:
+    """The median over tokens, because rounding lets some of them choose other experts."""
+    ids = random_ids(2, 30)
+    want = logits(original, ids, use_cache=False)
+    lost = (logits(load(folder, dtype=torch.float32), ids) - want).norm(dim=-1) / want.norm(dim=-1)
+    assert 1e-3 < lost.median() < 0.15
+
+
+def test_e4m3_experts_of_the_base_model_are_loaded(tmp_path: Path) -> None:
+    folder, original = official.make(tmp_path / "base", experts=official.e4m3)
+    assert dict(official.weights(load(folder))).keys() == original.state_dict().keys()
+    model, ids = load(folder, dequantize=True, dtype=torch.float32), random_ids(1, 40)
+    torch.testing.assert_close(logits(model, ids), logits(original, ids, use_cache=False), atol=1e-4, rtol=0)
+    found, want = dict(official.weights(load(folder))), original.state_dict()
+    assert [name for name in want if not torch.equal(found[name], want[name])] == []
+
+
+@pytest.mark.parametrize("original_format", [True, False], ids=["deepseek-names", "transformers-names"])
+@pytest.mark.parametrize("options", [{}, {"dequantize": True}], ids=["stored", "dequantised"])
+def test_what_transformers_saves_of_a_loaded_model_loads_equal(
+    folder: Path, tmp_path: Path, original_format: bool, options: dict[str, Any]
+) -> None:
+    model = hf.revert(load(folder, **options))
+    model.save_pretrained(tmp_path, save_original_format=original_format, max_shard_size="500KB")
+    again, want = load(tmp_path), model.state_dict()
+    assert again.state_dict().keys() == want.keys()
+    for name, tensor in again.state_dict().items():
+        assert tensor.dtype is want[name].dtype
+        assert torch.equal(tensor.contiguous().view(torch.uint8), want[name].contiguous().view(torch.uint8)), name
+    dequantised = dict(official.weights(load(tmp_path, dequantize=True, dtype=torch.float32)))
+    values = dict(official.weights(model))
+    assert [name for name in values if not torch.equal(dequantised[name], values[name])] == []
+
+
+class Watched:
+    """safetensors' safe_open, with the open files counted and the bytes of tensors that are alive."""
+
+    files = 0
+    nbytes = 0
+    most_files = 0
+    most_bytes = 0
+    safe_open = safetensors.safe_open
+
+    def __init__(self, file: Any, **options: Any) -> None:
+        self.handle = Watched.safe_open(file, **options)
+
+    def __enter__(self) -> Watched:
+        Watched.files += 1
+        Watched.most_files = max(Watched.most_files, Watched.files)
+        self.handle.__enter__()
+        return self
+
+    def __exit__(self, *fault: Any) -> None:
+        Watched.files -= 1
+        self.handle.__exit__(*fault)
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor = self.handle.get_tensor(name)
+        Watched.nbytes += tensor.nbytes
+        Watched.most_bytes = max(Watched.most_bytes, Watched.nbytes)
+
+        def forget(nbytes: int) -> None:
+            Watched.nbytes -= nbytes
+
+        weakref.finalize(tensor, forget, tensor.nbytes)
+        return tensor
+
+
+def test_one_file_is_open_and_two_tensors_are_alive_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors, "safe_open", Watched)
+    gc.collect()
+    load(folder)
+    assert (Watched.most_files, Watched.files) == (1, 0)
+    largest = max(tensor.nbytes for file in official.files(folder) for tensor in load_file(file).values())
+    assert largest <= Watched.most_bytes <= 2 * largest < min(file.stat().st_size for file in official.files(folder))
+
+
+@pytest.mark.parametrize("options", [{}, {"dequantize": True}], ids=["stored", "dequantised"])
+def test_no_weight_is_copied_after_it_was_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    def copied(matrix: Tensor) -> None:
+        assert matrix.is_meta, f"weights were stacked into a new matrix of shape {tuple(matrix.shape)}"
+
+    monkeypatch.setattr(stacked, "_wait_for", copied)
+    model = load(folder, **options)
+    stacks = model.model.layers[1].self_attn.dsv4.hidden_stacks
+    assert [stack.weight.data_ptr() for stack in stacks] == [stack.parts[0].weight.data_ptr() for stack in stacks]
+
+
+def test_draft_layers_are_skipped_and_the_log_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dsv4_compile.hf"):
+        load(folder)
+    assert "draft layers are not loaded, mtp.0, mtp.1, mtp.2: 15 tensors" in caplog.text
+
+
+def test_progress_counts_megabytes_and_names_the_rate_and_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = __import__("dsv4_compile.hf.load", fromlist=["_MEGA"])
+    monkeypatch.setattr(module, "_MEGA", 1000)
+    events: list[progress.Event] = []
+    with progress.listen(events.append):
+        load(folder)
+    loading = [event for event in events if event.stage == "load"]
+    assert [event.note.split()[-1] for event in loading[1:5]] == [file.name for file in official.files(folder)]
+    assert "GB/s" in loading[1].note and loading[-1].finished
+    assert loading[4].eta is not None and 0.6 < loading[4].done / loading[4].total < 0.9
+    assert loading[-1].done == loading[-1].total
+
+
+def test_the_generation_configuration_comes_along(folder: Path, tmp_path: Path) -> None:
+    copy = official.copied(folder, tmp_path / "with")
+    (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.6, "eos_token_id": 7}))
+    generation = load(copy).generation_config
+    assert (generation.do_sample, generation.temperature, generation.eos_token_id) == (True, 0.6, 7)
+    assert load(folder).generation_config.eos_token_id == 1
+
+
+def test_arguments_of_convert_are_passed_on(folder: Path) -> None:
+    model = load(folder, kv_cache_dtype="float16", max_step_tokens=64, attention_only=True, dequantize=True)
+    cache = model.model.dsv4_cache.paged
+    assert (cache.cache_format.kv_dtype, cache.max_step_tokens, cache.max_batch_size) == (torch.float16, 64, 2)
+    assert type(model.model.layers[0].mlp).__name__ == "DeepseekV4SparseMoeBlock"
+
+
+def test_scales_in_another_file_and_without_an_index(folder: Path, tmp_path: Path, original: Any) -> None:
+    tensors = {name: tensor for file in official.files(folder) for name, tensor in load_file(file).items()}
+    scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith(".scale")}
+    save_file(tensors, tmp_path / "model-00001-of-00002.safetensors")
+    save_file(scales, tmp_path / "model-00002-of-00002.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    found = dict(official.weights(load(tmp_path, dequantize=True, dtype=torch.float32)))
+    assert [name for name, want in original.state_dict().items() if not torch.equal(found[name], want)] == []
+
+
+def test_files_in_subfolders_and_behind_links_are_found(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nested = official.copied(folder, tmp_path / "nested")
+    index = json.loads((nested / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name: f"weights/{file}" for name, file in index["weight_map"].items()}
+    (nested / "model.safetensors.index.json").write_text(json.dumps(index))
+    (nested / "weights").mkdir()
+    for i, file in enumerate(official.files(nested)):
+        (tmp_path / f"blob{i}").write_bytes(file.read_bytes())
+        file.unlink()
+        (nested / "weights" / file.name).symlink_to(tmp_path / f"blob{i}")
+    monkeypatch.chdir(tmp_path)
+    assert load("nested/").config.num_hidden_layers == 4
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["without-head", "with-head"])
+def test_tied_embeddings_are_one_parameter(folder: Path, tmp_path: Path, stored: bool) -> None:
+    def tie(tensors: dict[str, Tensor]) -> None:
+        del tensors["head.weight"]
+        if stored:
+            tensors["head.weight"] = tensors["embed.weight"].clone()
+
+    model = load(official.changed(folder, tmp_path / "tied", tie, tie_word_embeddings=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.isfinite(logits(model, random_ids(1, 5))).all()
+
+
+def test_the_default_dtype_and_device_of_the_caller_do_not_matter(folder: Path, original: Any) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = load(folder, dequantize=True, dtype=torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ids = random_ids(1, 40)
+    torch.testing.assert_close(logits(model, ids), logits(original, ids, use_cache=False), atol=1e-4, rtol=0)
