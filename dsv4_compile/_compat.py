@@ -70,6 +70,7 @@ PRIVATE: dict[str, PrivateName] = {
     "ir": PrivateName("torch._inductor.ir", "", "nodes that lowerings build"),
     "lowerings": PrivateName("torch._inductor.lowering", "lowerings", "ops that have a lowering already"),
     "register_lowering": PrivateName("torch._inductor.lowering", "register_lowering", "adds a lowering for an op"),
+    "make_fallback": PrivateName("torch._inductor.lowering", "make_fallback", "lowers an op to a call of it"),
     "fallback_handler": PrivateName("torch._inductor.lowering", "fallback_handler", "calls an op from a lowering"),
     "ops": PrivateName("torch._inductor.virtualized", "ops", "scalar operations inside an IR node"),
     "V": PrivateName("torch._inductor.virtualized", "V", "graph that is being lowered"),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .._compat import OpOverload, fallback_handler, has_device_kernel, register_lowering
+from .._compat import OpOverload, fallback_handler, has_device_kernel, make_fallback, register_lowering
 from ..errors import CompileError, fail
 from ..ops.common import kernels
 from ..ops.common.arguments import packed
@@ -88,14 +88,16 @@ def lowers(
 def load() -> None:
     """Register every lowering and every twin, once per process. Imports Inductor.
 
-    All twins, at once: a graph from torch's compile cache calls them without any lowering having run here.
+    All twins, at once: a graph from torch's compile cache calls them without any lowering having run here. Opaque ones
+    get their lowering here too: where Inductor makes it, torch 2.11 prints the arguments with all they are computed
+    from, which takes hours in a graph of many ops.
     """
     keep_storage_offsets()
     count_slices_from_their_base()
     for op in OPS:
-        twin(op, "eager")
+        make_fallback(twin(op, "eager"))
     for op in KERNELS:
-        twin(op, "triton")
+        make_fallback(twin(op, "triton"))
     for name in MODULES:
         importlib.import_module(f"{__package__}.{name}")
 
@@ -105,7 +107,10 @@ def twin(op: str, impl: str) -> OpOverload:
     """The op `dsv4_<impl>::<op>`: the schema and fake of the public op, computed by its reference, or by its kernel."""
     public, library = OPS[op], torch.library.Library(f"dsv4_{impl}", "FRAGMENT")
     _libraries.append(library)
-    library.define(str(public._schema).removeprefix("dsv4::"), tags=(torch.Tag.pt2_compliant_tag,))
+    tags = [torch.Tag.pt2_compliant_tag]
+    if impl != "ir":
+        tags.append(torch.Tag.needs_exact_strides)
+    library.define(str(public._schema).removeprefix("dsv4::"), tags=tags)
     library.impl(op, _launch(op) if impl == "triton" else REFERENCES[op], "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4_{impl}::{op}", public, lib=library)
     return getattr(getattr(torch.ops, f"dsv4_{impl}"), op).default
