@@ -129,22 +129,40 @@ class InStep:
             self.processes.fail(fault)
 
 
+def keep_part(model: Any, ranks: Ranks, expert_layout: str = "experts") -> None:
+    """Let a transformers model, possibly on the meta device, keep this rank's part of its weights, and free the rest.
+
+    `convert` does it; who fills a model part by part does it before, with the mesh that convert is given later.
+
+    Raises E701, before anything is changed, if the ranks do not divide the model.
+    """
+    check_layout(expert_layout)
+    check_divides(sizes(model, expert_layout), ranks)
+    for name, parameter in model.named_parameters():
+        if (how := split_of(name, expert_layout)) is not None:
+            parameter.data = part_of(parameter.data, how, ranks).clone()
+    model.__dict__["dsv4_part"] = ranks, expert_layout
+
+
 def split(model: Any, ranks: Ranks, expert_layout: str, options: Mapping[str, Any]) -> InStep:
-    """Let a transformers model keep this rank's part of its weights, and free the rest.
+    """Make a transformers model that of one rank: its part of the weights, and an embedding and a head that know it.
 
     Args:
-        model: a `DeepseekV4ForCausalLM`, with the same weights on every rank.
+        model: a `DeepseekV4ForCausalLM`, the same on every rank, or one after `keep_part`.
         expert_layout: one of `EXPERT_LAYOUTS`.
         options: what else ranks have to agree about.
 
     Raises E701 if the ranks do not divide it, E702 if ranks differ, both before anything is changed.
     """
-    check_layout(expert_layout)
-    check_divides(sizes(model, expert_layout), ranks)
-    named = dict(model.named_parameters())
-    splits = {name: split_of(name, expert_layout) for name in named}
+    has_part = "dsv4_part" in model.__dict__
+    if has_part and model.dsv4_part != (ranks, expert_layout):
+        fail("E701", got=f"a part for {model.dsv4_part}", why=f"convert is for {(ranks, expert_layout)}")
+    if not has_part:
+        check_layout(expert_layout)
+        check_divides(sizes(model, expert_layout), ranks)
     device = model.lm_head.weight.device
-    whole = [parameter for name, parameter in named.items() if splits[name] is None]
+    named = dict(model.named_parameters())
+    whole = [parameter for name, parameter in named.items() if split_of(name, expert_layout) is None]
     agreement.check_agree(
         "convert",
         {
@@ -159,15 +177,13 @@ def split(model: Any, ranks: Ranks, expert_layout: str, options: Mapping[str, An
         },
         ranks,
     )
+    if not has_part:
+        keep_part(model, ranks, expert_layout)
     in_step = InStep(ranks)
-    for name, parameter in named.items():
-        if splits[name] is not None:
-            parameter.data = part_of(parameter.data, splits[name], ranks).clone()
-    vocabulary = ranks.part(model.config.vocab_size)
     embedding, head = model.model.embed_tokens, model.lm_head
     embedding.__class__, head.__class__ = SplitEmbedding, SplitHead
     embedding.ranks = head.ranks = ranks
-    embedding.first = vocabulary[0]
+    embedding.first = ranks.part(model.config.vocab_size)[0]
     return in_step
 
 

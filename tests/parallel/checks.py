@@ -18,6 +18,7 @@ from torch import Tensor
 from dsv4_compile import DeepseekV4Attention, hf
 from dsv4_compile._compat import counters
 from dsv4_compile.errors import RankError
+from dsv4_compile.hf.split import keep_part
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.loading import load_attention
 from dsv4_compile.parallel import Ranks, gather_objects
@@ -125,6 +126,17 @@ def a_rank_keeps_its_part_alone(mesh: Any) -> None:
         assert tuple(weight.shape) == shape, path
     held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     assert sum(held.values()) < 1.1 * sum(p.nbytes for p in model.parameters())
+
+
+def a_model_that_has_its_part_is_converted_as_it_is(mesh: Any) -> None:
+    model = tiny_model(**MODEL)
+    keep_part(model, Ranks.of(mesh), "rows")
+    kept = model.lm_head.weight
+    with fails("E701", "a part for"):
+        hf.convert(model, **SIZES, mesh=mesh, expert_layout="experts")
+    hf.convert(model, **SIZES, mesh=mesh, expert_layout="rows")
+    assert model.lm_head.weight is kept
+    close(logits(model, tokens(2, 11)), logits(whole(), tokens(2, 11)))
 
 
 def what_a_part_cannot_do_is_an_error(mesh: Any) -> None:
