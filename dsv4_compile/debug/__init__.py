@@ -1,19 +1,22 @@
 """Explain what torch.compile makes of a model, and what a captured graph contains.
 
-`explain` reports calls of a model, `explain_script` a script, `explain_replay` one replay of a captured graph.
+`explain` reports calls of a model, `explain_script` a script, `explain_replay` one replay of a captured graph, and
+`diverge` the first op at which two forms of a step differ.
 
     entry -> state     compile without history, and restore the compiler afterwards
           -> watch     record torch's log (`breaks`, `recompiles`), graphs and generated code (`graphs`)
           -> report    assemble `rows`; `sections` and `render` show them as text and HTML
     replay             one replay of a captured graph, node by node
+    divergence         compare results of two runs, beyond `rounding`; `rerun` calls one op again
 
 Each module imports only from those to its right and below; `places` has the lines of user code that all refer to.
 """
 
 from __future__ import annotations
 
+from .divergence import Divergence, diverge
 from .entry import explain, explain_script
 from .replay import ReplayReport, explain_replay
 from .report import Report
 
-__all__ = ["ReplayReport", "Report", "explain", "explain_replay", "explain_script"]
+__all__ = ["Divergence", "ReplayReport", "Report", "diverge", "explain", "explain_replay", "explain_script"]

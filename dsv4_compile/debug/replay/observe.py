@@ -65,6 +65,10 @@ class Launch:
         return self.kernel, self.source.op
 
 
+Watcher = Callable[[Launch, Source, Mapping[str, Tensor]], None]
+"""Takes a launch, the origin of what it wrote, and that by name: results and mutated arguments, or buffers."""
+
+
 class Observer(TorchDispatchMode):  # type: ignore[misc]
     """Dispatch mode that collects `launches` in the order they run.
 
@@ -73,7 +77,7 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
         names: paths of modules by id, to name the module that calls an op.
         new_nodes: see the module; None on a CPU.
         ignored: a file whose ops are not those of the call: that of the stand-in, while it records.
-        watch: called after each launch with it and the tensors that it wrote, by name; for comparisons of two runs.
+        watch: called after each launch with the tensors that it wrote, see `Watcher`.
     """
 
     def __init__(
@@ -82,12 +86,13 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
         names: Mapping[int, str],
         new_nodes: Callable[[], list[int]] | None = None,
         ignored: str = "",
-        watch: Callable[[Launch, Mapping[str, Tensor]], None] | None = None,
+        watch: Watcher | None = None,
     ) -> None:
         super().__init__()
         self.launches: list[Launch] = []
         self._sources, self._names, self._new_nodes, self._watch = sources, names, new_nodes, watch
         self._ignored = ignored
+        self._watching = False
         self._owner: Launch | None = None
         self._line: tuple[Launch, GeneratedLine] | None = None
         self._since = 0.0
@@ -125,7 +130,7 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` as a launch, unless it makes a view."""
         kwargs = kwargs or {}
-        if _is_view(func) or func.namespace in ("prim", "profiler") or op_name(func).split(".")[-1] in _ALLOCATES:
+        if self._watching or not _launches(func):
             return func(*args, **kwargs)
         outer = self._owner
         if self._line is None:
@@ -142,7 +147,7 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
         self._switch(outer)
         _describe(launch, func, args, kwargs, out)
         if self._watch is not None:
-            self._watch(launch, _written(func, args, kwargs, out))
+            self._watch(launch, source, _written(func, args, kwargs, out))
         return out
 
     def _begin(self, launch: Launch) -> Launch:
@@ -201,8 +206,7 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
 
     def _begin_line(self, frame: FrameType, line: GeneratedLine, outer: str) -> None:
         own = line.source
-        module = ".".join(part for part in (outer, own.module) if part)
-        source = replace(own, module=module)
+        source = _inside(outer, own)
         launch = Launch(source, line.kernel, generated=True)
         given = [frame.f_locals.get(name) for name in line.tensors]
         tensors = [tensor for tensor in given if isinstance(tensor, Tensor)]
@@ -211,7 +215,8 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
             launch.cost, launch.basis = own.cost, BY_EXPRESSION
         elif not any(word in op for op in own.ops for word in _TOUCHES_PART) and not own.op.startswith("dsv4"):
             launch.cost, launch.basis = Cost(_bytes(tensors), 0), BY_TENSORS
-        self._line = launch, GeneratedLine(line.kernel, line.tensors, source)
+        results = {name: _inside(outer, result) for name, result in line.results.items()}
+        self._line = launch, GeneratedLine(line.kernel, line.tensors, source, results)
         self._begin(launch)
 
     def _end_line(self, frame: FrameType) -> None:
@@ -220,8 +225,17 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
         (launch, line), self._line = self._line, None
         self._switch(None)
         if self._watch is not None and not launch.refined:
-            given = {name: frame.f_locals.get(name) for name in line.tensors}
-            self._watch(launch, {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)})
+            self._watching = True  # what the watcher calls is no launch
+            for name, source in line.results.items():
+                tensor = frame.f_locals.get(name)
+                if isinstance(tensor, Tensor):
+                    self._watch(launch, source, {name: tensor})
+            self._watching = False
+
+
+def _inside(outer: str, source: Source) -> Source:
+    """Return `source` with the path of its module from the outermost one; `outer` is that of the compiled module."""
+    return replace(source, module=".".join(part for part in (outer, source.module) if part))
 
 
 @functools.cache
@@ -256,10 +270,12 @@ def shape_text(tensor: Tensor) -> str:
     return f"{short_dtype(tensor.dtype)}{list(tensor.shape)}"
 
 
-def _is_view(func: OpOverload) -> bool:
-    """Return whether `func` only makes another tensor for the same memory."""
+def _launches(func: OpOverload) -> bool:
+    """Return whether `func` puts work on the device; views and allocations do not."""
     aliases = [returned.alias_info for returned in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
+    if any(alias is not None and not alias.is_write for alias in aliases) or func.namespace in ("prim", "profiler"):
+        return False
+    return op_name(func).partition(".")[2] not in _ALLOCATES
 
 
 def _named(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

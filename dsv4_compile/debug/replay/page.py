@@ -29,7 +29,7 @@ body { max-width: 80rem; }
 .lane { position: relative; height: 2.6rem; border-bottom: 1px solid var(--line); }
 .lane > span { position: sticky; left: .3rem; font-size: .7rem; color: var(--dim); pointer-events: none; }
 .node { position: absolute; top: 1.1rem; height: 1.2rem; min-width: 1px; padding: 0; border: 0; cursor: pointer;
-  border-radius: 1px; overflow: hidden; }
+  border-radius: 1px; overflow: hidden; box-shadow: inset 1px 0 var(--paper); }
 .node:hover, .node:focus { outline: 2px solid var(--ink); outline-offset: 1px; z-index: 2; }
 .node.near { box-shadow: 0 0 0 2px var(--link); z-index: 1; }
 #node { min-height: 15rem; } .legend i { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .8rem; }

@@ -7,9 +7,9 @@ names, or else by the names that they had when Dynamo traced them. Lines and mod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedLine:
-    """A line of generated code that launches something: its function, the names of its tensors, and its origin."""
+    """A line of generated code that launches something: its function, the names of its tensors, and its origin.
+
+    `results` has the origin of each tensor that is the whole result of an op, by name.
+    """
 
     kernel: str
     tensors: tuple[str, ...]
     source: Source
+    results: Mapping[str, Source] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,17 @@ class Sources:
         origins = {node.name: _origin(node) for node in graph.nodes if node.op == "call_function"}
         costs = {d.node: d.cost for d in self.decided[self._seen :] if d.cost is not None and d.impl == "ir"}
         self._seen = len(self.decided)
-        self._codes[code] = dict(_lines(code, origins, kernel_origins(), costs))
+        lines = dict(_lines(code, origins, kernel_origins(), costs))
+        results = {
+            buffer.get_name(): _source("", [node.name], (), origins, {})
+            for buffer in V.graph.buffers
+            if (node := buffer.get_origin_node()) is not None and node.name in origins and _is_result(node)
+        }
+        for number, line in lines.items():
+            # The first launch that has a buffer writes it.
+            own = {name: results.pop(name) for name in line.tensors if name in results}
+            lines[number] = replace(line, results=own)
+        self._codes[code] = lines
 
     def lines_of(self, file: str) -> dict[int, GeneratedLine] | None:
         """Return the launching lines of a file by number, None if it was not recorded."""
@@ -167,6 +181,18 @@ def _origin(node: Any) -> _Origin:
         traced=traced[0].name if traced else "",
         caller=caller,
     )
+
+
+def _is_result(node: Any) -> bool:
+    """Return whether no later node belongs to the same op of the model, of which this one is a part."""
+    op, traced = node.meta.get("original_aten"), node.meta.get("from_node") or ()
+    name = traced[0].name if traced else ""
+
+    def same(other: Any) -> bool:
+        from_node = other.meta.get("from_node") or ()
+        return bool(other.meta.get("original_aten") is op and from_node and from_node[0].name == name)
+
+    return not any(same(user) for user in node.users)
 
 
 def place_and_caller(frames: Sequence[Place]) -> tuple[Place, Place]:

@@ -1,0 +1,300 @@
+"""`diverge`: run two forms of one step, and name the first layer and op whose result differs by more than rounding.
+
+Every op of a form that runs in Python is seen, and of generated code each buffer that is the whole result of an op of
+the model. Results of both forms belong together if op, line and module are the same, or else by their order.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import OpOverload, pytree
+from ..runtime.addresses import named_tensors
+from .places import Place
+from .replay.entry import observed_compiler
+from .replay.observe import Launch, Observer, all_module_names, shape_text
+from .replay.sources import Source, Sources, layer_of
+from .rerun import save_call
+from .rounding import Distance, distance
+
+Form = Callable[..., Any]
+_LISTED = 6
+"""Ops between the last agreement and the first difference that are listed."""
+
+
+@dataclass(slots=True)
+class Result:
+    """A tensor that an op returned or wrote, `name` among its results.
+
+    `call` is the number of the launch, `ops` all ops that it computes: several of a fused kernel.
+    """
+
+    source: Source
+    name: str
+    value: Tensor
+    call: int
+    generated: bool
+    ops: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Divergence:
+    """The first difference of two forms of a step, or that there is none.
+
+    Attributes:
+        op, name, place, module, layer: of the op whose result differs, in the first form.
+        ops: all ops of the kernel that computed it in the second form.
+        distance: how far, the limit, and the element with both values.
+        after: op and line of the last result before it that agrees.
+        between: ops of either form that ran since, and have no counterpart that could be compared.
+        compared: number of results that were compared.
+        file: inputs and both results of the op, for `python -m dsv4_compile.debug.rerun FILE`.
+    """
+
+    op: str = ""
+    name: str = ""
+    place: Place = field(default_factory=Place)
+    module: str = ""
+    ops: list[str] = field(default_factory=list)
+    shape: str = ""
+    distance: Distance | None = None
+    after: str = ""
+    between: list[str] = field(default_factory=list)
+    compared: int = 0
+    file: Path | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no result differs by more than rounding."""
+        return self.distance is None
+
+    @property
+    def layer(self) -> str:
+        """Path of the layer, "layers.3", or "" outside of layers."""
+        return layer_of(self.module)
+
+    def __str__(self) -> str:
+        if self.distance is None:
+            return f"agree: {self.compared} results within rounding"
+        far = self.distance
+        lines = [
+            f"differ at {self.op} ({self.name} {self.shape}) in {self.module or 'no module'}",
+            f"  line     {self.place}  {self.place.source}",
+            f"  element  {list(far.index)}: {far.got}, expected {far.want}; {far.share:.1%} of the elements differ",
+            f"  distance {far.largest:.3g}, by rounding at most {far.limit:.3g}",
+            f"  kernel   {', '.join(self.ops)}" if len(self.ops) > 1 else "",
+            f"  after    {self.after or 'nothing: it is the first result'}",
+            f"  between  {', '.join(self.between)}" if self.between else "",
+            f"  replay   python -m dsv4_compile.debug.rerun {self.file}" if self.file else "",
+        ]
+        return "\n".join(line for line in lines if line)
+
+
+def diverge(
+    a: Form, b: Form, *args: Any, state: Any = (), save: str | Path | None = "divergence.pt", **kwargs: Any
+) -> Divergence:
+    """Run two forms of one step, and return the first result of `b` that differs from that of `a` beyond rounding.
+
+        found = dsv4_compile.debug.diverge(model, torch.compile(model, backend="dsv4"), hidden, metadata, caches)
+        print(found)
+
+    Both run from the same state: tensors among the arguments, parameters and buffers of both, and `state` are copied
+    before and restored after each run. Code that was compiled before is compiled again, here, so that its results are
+    known by name. A replay on a GPU is one launch: only its outputs and `state` are compared.
+
+    Args:
+        a: the reference: a module, a function, or `lambda: ...` around a call of a runner.
+        b: the other form: compiled, captured, or another model.
+        args, kwargs: of both.
+        state: other tensors that a run reads or writes, in nested containers: caches, `buffers.tensors`.
+        save: a file for inputs and results of the op, which `python -m dsv4_compile.debug.rerun` calls alone; None for
+            none. Written if a single op of `a` can be called again.
+    """
+    forms = [getattr(form, "_orig_mod", form) for form in (a, b)]
+    tensors = named_tensors([args, kwargs, state, *(f for f in forms if isinstance(f, torch.nn.Module))], "state")
+    with observed_compiler() as (_, sources), _restored(tensors) as restore, torch.no_grad():
+
+        def run(form: Form, keep: int | None = None) -> _Run:
+            restore()
+            torch.manual_seed(0)
+            return _Run.of(form, args, kwargs, sources, tensors, keep)
+
+        for form in (a, b):  # compile first, unobserved
+            restore()
+            form(*args, **kwargs)
+        first, second = run(a), run(b)
+        found, call = _first_difference(first, second)
+        if found.distance is not None and save is not None and call is not None:
+            again = run(a, keep=call[0])
+            if again.kept is not None:
+                op, given, keywords = again.kept
+                found.file = save_call(Path(save), op, given, keywords, call[1], call[2])
+    return found
+
+
+@dataclass(slots=True)
+class _Run:
+    """Results of one run in the order of the launches, then its outputs and the state after it."""
+
+    results: list[Result]
+    outputs: dict[str, Tensor]
+    launches: list[Launch]
+    kept: tuple[OpOverload, Any, Any] | None = None
+
+    @classmethod
+    def of(
+        cls, form: Form, args: Any, kwargs: Any, sources: Sources, state: Mapping[str, Tensor], keep: int | None
+    ) -> _Run:
+        """Run `form` once; `keep` is the number of an op call whose arguments are copied before it runs."""
+        results: list[Result] = []
+
+        def watch(launch: Launch, source: Source, written: Mapping[str, Tensor]) -> None:
+            call = next(i for i in range(len(observer.launches) - 1, -1, -1) if observer.launches[i] is launch)
+            for name, tensor in written.items():
+                copied = tensor.detach().clone()
+                results.append(Result(source, name, copied, call, launch.generated, launch.source.ops))
+
+        observer = _Keeping(keep, sources, all_module_names(), watch=watch)
+        with observer.observing():
+            returned = form(*args, **kwargs)
+        leaves = enumerate(pytree.tree_leaves(returned))
+        outputs = {f"output {i}": leaf.detach().clone() for i, leaf in leaves if isinstance(leaf, Tensor)}
+        outputs |= {name: tensor.detach().clone() for name, tensor in state.items()}
+        return cls(results, outputs, observer.launches, observer.kept)
+
+
+class _Keeping(Observer):
+    """Observer that copies the arguments of one op call."""
+
+    def __init__(self, keep: int | None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._keep = keep
+        self.kept: tuple[OpOverload, Any, Any] | None = None
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, and copy its arguments before if it is the call to keep."""
+        copied = None
+        if len(self.launches) == self._keep:
+            copied = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs or {}))
+        before = len(self.launches)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if copied is not None and len(self.launches) > before:
+            self.kept = (func, *copied)
+        return out
+
+
+@contextmanager
+def _restored(tensors: Mapping[str, Tensor]) -> Any:
+    """Yield a function that gives tensors the values that they have now; it is called at the end too."""
+    saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    def restore() -> None:
+        with torch.inference_mode():
+            for name, tensor in tensors.items():
+                tensor.detach().copy_(saved[name])
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+def _first_difference(first: _Run, second: _Run) -> tuple[Divergence, tuple[int, Tensor, Tensor] | None]:
+    """Return the first difference, and number of the op's call in `first` with both results."""
+    pairs = _pairs(first.results, second.results)
+    before, agreed = 0.0, -1
+    for count, (mine, other) in enumerate(pairs, 1):
+        far = distance(other.value, mine.value, before)
+        if far.differs:
+            found = _described(mine, other, far, count)
+            found.after, found.between = _since(agreed, pairs, count - 1, first, second)
+            return found, (mine.call, mine.value, other.value)
+        agreed = count - 1
+        before = max(before, far.largest) if mine.value.is_floating_point() else before
+    for name, value in first.outputs.items():
+        other_value = second.outputs.get(name)
+        if other_value is None or other_value.shape != value.shape:
+            other_value = torch.full_like(value, torch.nan) if value.is_floating_point() else ~value
+        far = distance(other_value, value, before)
+        if far.differs:
+            writer = next((r for r in reversed(first.results) if _equal(r.value, value)), None)
+            found = Divergence(name=name, op="unknown", shape=shape_text(value), distance=far, compared=len(pairs))
+            if writer is not None:
+                found.op, found.place, found.module = writer.source.op, writer.source.place, writer.source.module
+            found.after, found.between = _since(agreed, pairs, len(pairs), first, second)
+            return found, None
+    return Divergence(compared=len(pairs) + len(first.outputs)), None
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _described(mine: Result, other: Result, far: Distance, count: int) -> Divergence:
+    source = mine.source
+    shape, ops = shape_text(mine.value), list(other.ops)
+    return Divergence(source.op, mine.name, source.place, source.module, ops, shape, far, compared=count)
+
+
+def _pairs(first: Sequence[Result], second: Sequence[Result]) -> list[tuple[Result, Result]]:
+    """Return results that belong together, in the order of the second form.
+
+    Those of the same op, line and module first, in their order; between them, those of the same op by order.
+    """
+    waiting: dict[tuple[Any, ...], list[int]] = {}
+    for i, result in enumerate(first):
+        waiting.setdefault(_key(result), []).append(i)
+    partner: dict[int, int] = {}
+    for j, result in enumerate(second):
+        known = waiting.get(_key(result), [])
+        # A buffer's name is none of an op's results.
+        found = next((i for i in known if result.generated or first[i].name == result.name), None)
+        if found is not None:
+            known.remove(found)
+            partner[j] = found
+    rest_first = [i for i in range(len(first)) if i not in set(partner.values())]
+    rest_second = [j for j in range(len(second)) if j not in partner and not second[j].generated]
+    matcher = difflib.SequenceMatcher(
+        a=[_loose(first[i]) for i in rest_first], b=[_loose(second[j]) for j in rest_second], autojunk=False
+    )
+    for tag, i, i_end, j, j_end in matcher.get_opcodes():
+        if tag == "equal" or (tag == "replace" and i_end - i == j_end - j):
+            for own, other in zip(rest_first[i:i_end], rest_second[j:j_end], strict=True):
+                if first[own].value.shape == second[other].value.shape:
+                    partner[other] = own
+    return [(first[i], second[j]) for j, i in sorted(partner.items())]
+
+
+def _key(result: Result) -> tuple[Any, ...]:
+    source, value = result.source, result.value
+    return source.op, source.place.file, source.place.line, source.module, tuple(value.shape), value.dtype
+
+
+def _loose(result: Result) -> tuple[Any, ...]:
+    return result.source.op, result.name, tuple(result.value.shape)
+
+
+def _since(
+    agreed: int, pairs: Sequence[tuple[Result, Result]], at: int, first: _Run, second: _Run
+) -> tuple[str, list[str]]:
+    """Return the last agreeing result, and the ops of both forms since it that were not compared."""
+    last = pairs[agreed] if agreed >= 0 else None
+    end = pairs[at] if at < len(pairs) else None
+    after = f"{last[0].source.op} at {last[0].source.place}" if last is not None else ""
+    compared = [{id(pair[side]) for pair in pairs} for side in (0, 1)]
+    between: list[str] = []
+    for side, run in enumerate((first, second)):
+        low = last[side].call if last is not None else -1
+        high = end[side].call if end is not None else len(run.launches)
+        calls = {r.call for r in run.results if id(r) in compared[side]}
+        names = [launch.source.op for i, launch in enumerate(run.launches) if low < i < high and i not in calls]
+        between += [f"{name} of the {'first' if side == 0 else 'second'}" for name in names]
+    return after, between[:_LISTED]
