@@ -265,16 +265,19 @@ def read_header(file: Path) -> tuple[dict[str, Stored], DSV4Error | None]:
 
     Returns tensors by name, and what is wrong with the file, or None.
     """
-    with file.open("rb") as stream:
-        size = stream.seek(0, 2)
-        stream.seek(0)
-        first = stream.read(_LENGTH)
-        length = int.from_bytes(first, "little")
-        header = stream.read(length) if length <= min(_MAX_HEADER, size) else b""
 
     def damaged(got: str, why: str = "", fix: str = "download the file again") -> DSV4Error:
         return error("E209", got=f"{file}: {got}", why=why, fix=fix)
 
+    try:
+        with file.open("rb") as stream:
+            size = stream.seek(0, 2)
+            stream.seek(0)
+            first = stream.read(_LENGTH)
+            length = int.from_bytes(first, "little")
+            header = stream.read(length) if length <= min(_MAX_HEADER, size) else b""
+    except OSError as fault:
+        return {}, damaged("cannot be read", str(fault), "let this user read it")
     if first == b"version ":
         return {}, damaged("a Git LFS pointer instead of weights", fix="git lfs pull in that folder")
     if len(first) < _LENGTH or len(header) < length or not length:

@@ -247,12 +247,10 @@ def _stacks(placement: Placement, config: DeepseekV4Config) -> Iterator[list[str
         stacks = [[names[part] for part in stack.parts] for stack in (*ours.hidden_stacks, *ours.latent_stacks)]
         groups = [[f"{layer}.self_attn.{hf_name(f'{name}.weight')}" for name in stack] for stack in stacks]
         groups.append([f"{layer}.mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up")])
+        groups += [[f"{weight}_scale_inv" for weight in group if f"{weight}_scale_inv" in known] for group in groups]
         for group in groups:
-            for dtype, alike in groupby(group, lambda name: placement.dtypes[name]):
-                weights = list(alike)
-                yield weights
-                if dtype is torch.float8_e4m3fn:
-                    yield [f"{weight}_scale_inv" for weight in weights if f"{weight}_scale_inv" in known]
+            for _, alike in groupby(group, lambda name: placement.dtypes[name]):
+                yield list(alike)
 
 
 def fill(placement: Placement, device: torch.device) -> None:
@@ -300,16 +298,18 @@ class _Reader:
 
     def __init__(self, file: Path) -> None:
         try:
-            from safetensors import SafetensorError, safe_open
+            from safetensors import SafetensorError, __version__, safe_open
         except ImportError:
             fail("E101", got="safetensors is not installed", fix="pip install safetensors")
         self._file, self._open, self._error = file, safe_open, SafetensorError
+        self._version = f"safetensors {__version__}"
 
     def __enter__(self) -> _Reader:
         try:
             self._handle = self._open(self._file, framework="pt").__enter__()
         except (OSError, self._error) as fault:
-            raise error("E209", got=f"{self._file}", why=str(fault), fix="download the file again") from None
+            why = f"{self._version}: {fault}"
+            raise error("E209", got=f"{self._file}", why=why, fix="download the file again") from None
         return self
 
     def __exit__(self, *fault: Any) -> None:

@@ -6,6 +6,7 @@ MXFP4 weights keep their format in transformers' FP8 modules, or become floating
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -139,8 +140,9 @@ def _config(raw: Mapping[str, Any], dequantize: bool) -> Any:
     for name, value in _NEEDED.items():
         got = getattr(config, name, value)
         check(got == value, "E205", got=f"{name}={got!r}", why=f"DeepSeek-V4 has {name}={value!r}")
-    if dequantize and quantization is not None:
-        del config.quantization_config
+    for name in ("quantization_config", "expert_dtype"):
+        if dequantize and hasattr(config, name):
+            delattr(config, name)
     return config
 
 
@@ -198,10 +200,7 @@ class _Planner:
             options: dict[str, Any] = {"block_size": _BLOCK, "scale_fmt": "float" if floating else "ue8m0"}
             if experts:
                 self.check_divides(path, kind, config.moe_intermediate_size, config.hidden_size)
-                options["expert_dtype"] = "fp4" if kind == "mxfp4" else "fp8"
-                made = use_experts_implementation(
-                    experts_class=FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS, has_bias=False, has_gate=True
-                )(config, **options)
+                made = _fp8_experts(config, "fp4" if kind == "mxfp4" else "fp8", options)
             elif hasattr(module, "n_groups"):
                 made = FP8GroupedLinear(module.in_features, module.out_features, module.n_groups, **options)
             else:
@@ -310,6 +309,20 @@ class _Planner:
             beyond = layer is not None and int(layer[1]) >= layers
             why = f"config.json has {layers} layers" if beyond else "no parameter of DeepSeek-V4 has this name"
             self.problem(f"a tensor too many: {stored}", why, "remove it, or use the config.json of this checkpoint")
+
+
+def _fp8_experts(config: Any, expert_dtype: str, options: dict[str, Any]) -> Any:
+    """Return transformers' module of quantised experts, as its own quantizer builds it.
+
+    In 5.17 the module asks the configuration for the dtype, in 5.23 it takes it as an argument.
+    """
+    config.expert_dtype = expert_dtype
+    if "expert_dtype" in inspect.signature(FP8Experts).parameters:
+        options["expert_dtype"] = expert_dtype
+    made = use_experts_implementation(
+        experts_class=FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS, has_bias=False, has_gate=True
+    )
+    return made(config, **options)
 
 
 def _format(weight: Stored | None, experts: bool) -> str:

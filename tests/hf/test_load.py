@@ -243,6 +243,24 @@ def test_files_in_subfolders_and_behind_links_are_found(
     assert load("nested/").config.num_hidden_layers == 4
 
 
+def test_other_encodings_of_the_same_numbers_load_equal(folder: Path, tmp_path: Path, original: Any) -> None:
+    def encode(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("tid2eid"):
+                tensors[name] = tensor.to(torch.int32)
+            elif ".ffn.experts." in name:
+                tensors[name] = tensor.view(torch.uint8)
+            elif name.endswith(".scale"):
+                tensors[name] = tensor.float() if ".attn.w" in name else tensor.view(torch.uint8)
+            elif tensor.dtype is torch.bfloat16:
+                tensors[name] = tensor.float()
+
+    encoded = official.changed(folder, tmp_path / "encoded", encode)
+    for options in ({}, {"dequantize": True, "dtype": torch.float32}):
+        found = dict(official.weights(load(encoded, **options)))
+        assert [name for name, want in original.state_dict().items() if not torch.equal(found[name], want)] == []
+
+
 @pytest.mark.parametrize("stored", [False, True], ids=["without-head", "with-head"])
 def test_tied_embeddings_are_one_parameter(folder: Path, tmp_path: Path, stored: bool) -> None:
     def tie(tensors: dict[str, Tensor]) -> None:

@@ -132,6 +132,18 @@ def test_a_damaged_folder_is_named(good: Path, tmp_path: Path, case: str) -> Non
     assert re.search(message, str(fault)), fault
 
 
+def test_a_file_that_cannot_be_read_is_named(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == SHARD:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert re.search(rf"E209[\s\S]*{SHARD}: cannot be read[\s\S]*Permission denied", str(refused(good)))
+
+
 def cast(name: str, dtype: torch.dtype) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.update({name: tensors[name].float().to(dtype)})
 
