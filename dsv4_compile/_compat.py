@@ -104,9 +104,7 @@ PRIVATE: dict[str, PrivateName] = {
     "ReinplaceCounters": PrivateName("torch._dynamo.utils", "ReinplaceCounters", "mutations that became copies"),
     "CompileContext": PrivateName("torch._guards", "CompileContext", "id of the current compilation"),
     "lookup_backend": PrivateName("torch._dynamo", "lookup_backend", "function of a backend's name"),
-    "compile_lock": PrivateName(
-        "torch._dynamo.convert_frame", "compile_lock", "held by the one thread that compiles a graph"
-    ),
+    "compile_lock": PrivateName("torch._dynamo.convert_frame", "compile_lock", "held by the thread that compiles"),
     "convert_frame": PrivateName("torch._dynamo.convert_frame", "", "functions that were traced"),
     "RestartAnalysis": PrivateName("torch._dynamo.exc", "RestartAnalysis", "raised when a graph is traced again"),
     "eval_frame": PrivateName("torch._C._dynamo.eval_frame", "", "drops the compiled versions of one function"),
@@ -195,6 +193,11 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return base
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that grows when `tensor` is written in place; inference tensors have none, and give -1."""
+    return -1 if tensor.is_inference() else int(tensor._version)
+
+
 def has_device_kernel(op: OpOverload, device: torch.device) -> bool:
     """Return whether `op` has a kernel for `device`, besides the reference for all devices."""
     key = torch._C._dispatch_key_for_device(device.type)
@@ -220,10 +223,7 @@ _before_replay: list[tuple[Any, Callable[[], None]]] = []
 
 @contextmanager
 def without_cudagraph_trees(fail: Callable[[], None]) -> Iterator[None]:
-    """Call `fail` before any replay of Inductor's own CUDA graphs inside the block, in any thread.
-
-    Threads may be in blocks at once: the first replaces torch's method, and the last puts it back.
-    """
+    """Call `fail` before any replay of Inductor's own CUDA graphs inside the block; blocks of threads may overlap."""
     module = sys.modules.get("torch._inductor.cudagraph_trees")
     if module is None:  # not imported, so nothing to replay
         yield
@@ -251,10 +251,7 @@ def without_cudagraph_trees(fail: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def ue8m0_in_cpp() -> Iterator[None]:
-    """Add the name of UE8M0 scales to Inductor's C++ inside the block; up to torch 2.13 it lacks only the name.
-
-    The table is the whole process's: hold `compile_lock`.
-    """
+    """Add the name of UE8M0 scales, which torch lacks up to 2.13, to Inductor's C++; hold `compile_lock`."""
     names: dict[torch.dtype, str] = __getattr__("DTYPE_TO_CPP")
     missing = torch.float8_e8m0fnu not in names
     if missing:

@@ -49,18 +49,19 @@ class PagedCache(Cache):
         max_step_tokens: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.paged = PagedCaches(
-            config,
-            max_batch_size=max_batch_size,
-            max_seq_len=max_seq_len,
-            max_step_tokens=max_step_tokens,
-            cache_format=cache_format,
-            device=device,
-        )
+        with torch.inference_mode(False):  # later calls write the cache in any mode
+            self.paged = PagedCaches(
+                config,
+                max_batch_size=max_batch_size,
+                max_seq_len=max_seq_len,
+                max_step_tokens=max_step_tokens,
+                cache_format=cache_format,
+                device=device,
+            )
+            self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
+            self.columns = torch.zeros((), dtype=torch.int64, device=device)
         layers: list[Any] = list(self.paged.layers)
         super().__init__(layers=layers)
-        self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
-        self.columns = torch.zeros((), dtype=torch.int64, device=device)
         self.generation = 0
         self.rows = 0
         self.appended = 0

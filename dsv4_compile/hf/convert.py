@@ -22,7 +22,7 @@ from ..selection import proven
 from . import layers, split
 from .cache import PagedCache
 from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, cache_like, hf
-from .shared_weights import SharedWeights, why_unreadable
+from .shared_weights import ReadSettings, SharedWeights, why_unreadable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -102,6 +102,13 @@ def convert(
         fix="convert outside, and run the model inside",
     )
     device = model.lm_head.weight.device
+    check(
+        torch.get_default_device().type != "meta" or device.type == "meta",
+        "E208",
+        got='convert under torch.device("meta")',
+        why=f"the weights are on {device}, and RoPE tables and caches would have no values",
+        fix="convert outside",
+    )
     if not attention_only and (why := why_unproven_around_attention(device)):
         _log.warning("attention_only=False on %s: %s", device, why)
     for layer in model.model.layers:
@@ -146,7 +153,8 @@ def convert(
     if ranks is not None:
         split.place_experts(model, ranks, expert_layout)
     read = None if attention_only else layers.ReadParts(model.model)
-    model.model.__dict__.update(dsv4_cache=cache, dsv4_read=read, dsv4_in_step=in_step)
+    settings = ReadSettings(model.model, *((), ()) if attention_only else (layers.READ, layers.READ_HEAD))
+    model.model.__dict__.update(dsv4_cache=cache, dsv4_read=read, dsv4_settings=settings, dsv4_in_step=in_step)
     if read is not None:
         read.adopt()
     register_recorded_outputs(model.model)
@@ -174,7 +182,7 @@ def revert(model: Any) -> Any:
         del layer.self_attn.__dict__["dsv4"], layer.self_attn.__dict__["dsv4_weights"]
     for module in (model, model.model):
         module._compiled_call_impl = None  # compiled for one graph, which the original forward is not
-    for name in ("dsv4_cache", "dsv4_read", "dsv4_in_step"):
+    for name in ("dsv4_cache", "dsv4_read", "dsv4_settings", "dsv4_in_step"):
         del model.model.__dict__[name]
     model.__dict__.pop("_dsv4_warned", None)
     return model

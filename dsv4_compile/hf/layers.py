@@ -165,6 +165,7 @@ class ReadParts:
     """Modules that the layers and the head of a converted model read, watched from outside the graph."""
 
     def __init__(self, model: Any) -> None:
+        self.model = model
         self.moe = [layer.mlp for layer in model.layers]
         self.modules = [ReadModules(f"layer {i}", layer, READ) for i, layer in enumerate(model.layers)]
         self.modules.append(ReadModules("the model", model, READ_HEAD))
@@ -173,8 +174,16 @@ class ReadParts:
         """Let the layers run with the parameters that modules have now. Raises E208 for what they cannot run with."""
         for modules in self.modules:
             modules.check()
+        tokens = self.model.embed_tokens.weight.shape[0]
         for moe in self.moe:
             moe.arrange()
+            check(
+                not moe.is_hash or moe.gate.tid2eid.shape[0] >= tokens,
+                "E208",
+                got=f"an embedding of {tokens} tokens",
+                why="the table of a hash router has fewer, and tokens beyond it would get experts of another token",
+                fix="extend mlp.gate.tid2eid of hash-routed layers, or convert with attention_only=True",
+            )
 
 
 SWAPS: dict[type, Any] = {
@@ -208,6 +217,8 @@ def why_unsupported(layer: Any) -> str:
         return f"a shared expert of {gate.shape[0]} rows in e4m3, no multiple of {WEIGHT_TILE}"
     if not hasattr(experts, "gate_up_proj") or not hasattr(experts, "limit"):
         return f"experts of type {type(experts).__name__}"
+    if experts.limit != shared.limit:
+        return f"routed and shared experts with limits {experts.limit} and {shared.limit}"
     one = torch.ones(())
     for act_fn in (experts.act_fn, shared.act_fn):
         if not torch.equal(act_fn(one), torch.nn.functional.silu(one)):

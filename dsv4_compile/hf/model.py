@@ -77,6 +77,24 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         """Return this model and what allocates a cache for it."""
         return self, partial(cache_like, self)
 
+    def adopt(self) -> None:
+        """Let the model run with the parameters that its modules have now.
+
+        Raises E207 or E208 for parameters, modules or settings that it cannot run with.
+        """
+        self.dsv4_settings.check()
+        for i, layer in enumerate(self.layers):
+            weights = layer.self_attn.__dict__.get("dsv4_weights")
+            if weights is None:
+                fail(
+                    "E208",
+                    got=f"layer {i} with an attention that was not converted",
+                    fix="replace modules before convert, or call dsv4_compile.hf.revert(model) first",
+                )
+            weights.adopt()
+        if self.dsv4_read is not None:
+            self.dsv4_read.adopt()
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -224,6 +242,14 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         )
         check(generation_config.use_cache is not False, "E208", got="use_cache=False", fix="leave use_cache unset")
         check(not generation_config.output_attentions, "E208", got="output_attentions=True", why=NO_WEIGHTS)
+        mask = model_kwargs.get("attention_mask")
+        check(
+            mask is None or mask.dim() != 2 or bool((mask[:, -1] != 0).all()),
+            "E208",
+            got="prompts that end in padding",
+            why="the first new token would follow from a padding token",
+            fix='pad prompts on the left: tokenizer.padding_side = "left"',
+        )
         rows = batch_size * generation_config.num_return_sequences
         cache = model_kwargs.get(CACHE_NAME)
         if cache is None:
@@ -232,6 +258,7 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         else:
             held_by(self.model, cache).check_fits(rows, max_cache_length)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,

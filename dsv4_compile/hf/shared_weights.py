@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from .._compat import version_of
 from ..errors import check, fail
 from ..loading import hf_name
 from ..modules import DeepseekV4Attention
@@ -66,6 +67,84 @@ class ReadModules:
             why="a converted model reads the weights of this module and never calls it",
             fix="remove it, or merge adapters into the weights; or call dsv4_compile.hf.revert(model) first",
         )
+
+
+class _Frequencies(NamedTuple):
+    """A buffer of RoPE frequencies as it was converted, and the one that was last compared with it."""
+
+    what: str
+    buffers: dict[str, Tensor | None]
+    name: str
+    converted: Tensor
+    seen: Tensor
+    version: int
+
+
+class ReadSettings:
+    """Numbers outside of parameters that a converted model has read once and transformers reads at every call."""
+
+    CONFIG = ("sliding_window", "hc_mult", "o_groups")
+    AROUND = ("variance_epsilon", "eps", "limit", "act_fn")
+    MODULES = (
+        *("variance_epsilon", "eps", "scaling", "sliding_window", "index_topk", "compress_rate", "softmax_scale"),
+        *("weights_scaling", "main_attention_scaling", "compress_attention_scaling", "num_heads", "head_dim"),
+    )
+
+    def __init__(self, model: Any, around: Collection[str], head: Collection[str]) -> None:
+        """Read `model`, a decoder stack; `around` are further modules of its layers, and `head` of itself."""
+        owners = [("the model's config", model.config, self.CONFIG), ("rotary_emb", model.rotary_emb, self.MODULES)]
+        owners += [(path, model.get_submodule(path), self.AROUND) for path in head]
+        for i, layer in enumerate(model.layers):
+            modules = layer.self_attn.named_modules(prefix="self_attn")
+            owners += [(f"{path} of layer {i}", module, self.MODULES) for path, module in modules]
+            owners += [(f"{path} of layer {i}", layer.get_submodule(path), self.AROUND) for path in around]
+        self.held = [
+            (what, owner, name, getattr(owner, name))
+            for what, owner, names in owners
+            for name in names
+            if hasattr(owner, name)
+        ]
+        self.rotary = ReadModules("the model", model, ("rotary_emb",))
+        self.frequencies = [
+            _Frequencies(what, owner._buffers, name, buffer.clone(), buffer, version_of(buffer))
+            for what, owner, _ in owners[1:]
+            for name, buffer in getattr(owner, "_buffers", {}).items()
+            if name.endswith("inv_freq") and buffer is not None
+        ]
+
+    def check(self) -> None:
+        """Raise E208 for a number that has changed. Synchronises if RoPE frequencies were written or moved."""
+        self.rotary.check()
+        for i, each in enumerate(self.frequencies):
+            buffer = each.buffers.get(each.name)
+            if buffer is each.seen and version_of(buffer) == each.version:
+                continue
+            if buffer is None or not _rounded_from(buffer, each.converted):
+                _changed(each.name, each.what)
+            self.frequencies[i] = each._replace(seen=buffer, version=version_of(buffer))
+        for what, owner, name, value in self.held:
+            now = getattr(owner, name, None)
+            if now != value:
+                _changed(f"{name}={now}", f"{what}, converted with {value}")
+
+
+def _rounded_from(buffer: Tensor, converted: Tensor) -> bool:
+    """Return whether a buffer holds the converted values, or what a change of the model's dtype has left of them.
+
+    Transformers computes with rounded frequencies then; the tables of converted layers stay exact.
+    """
+    dtypes = (buffer.dtype, torch.float16, torch.bfloat16)
+    return any(torch.equal(buffer, converted.to(dtype).to(buffer)) for dtype in dtypes)
+
+
+def _changed(name: str, what: str) -> NoReturn:
+    """Raise E208 for a setting."""
+    fail(
+        "E208",
+        got=f"{name} of {what}, which has changed",
+        why="a converted model reads it once",
+        fix="set it back, or call dsv4_compile.hf.revert(model), change it, and convert again",
+    )
 
 
 class SharedWeights:

@@ -60,6 +60,31 @@ def test_the_q_half_is_fused_and_the_cache_is_read_after_the_kv_half() -> None:
     assert [(fusion.ops, fusion.fused) for fusion in result.fusions] == [(("q_norm_rope", ATTENTION), True)]
 
 
+@pytest.mark.parametrize("what", ["positions", "table"])
+def test_a_rotation_after_with_other_positions_or_another_table_is_not_fused_with_one_before(what: str) -> None:
+    attention, other = Attention(), Attention()
+    positions = attention.positions + 7 if what == "positions" else attention.positions
+    table = other.table if what == "table" else attention.table
+
+    def run(cache: Tensor) -> Tensor:
+        out: Tensor = ops.inv_rope(attention(attention.norm(), cache), positions, table)
+        return out
+
+    result = compare(run, attention)
+    assert [fusion.fused for fusion in result.fusions] == [False, True]
+    assert "different positions or RoPE tables" in result.fusions[0].reason
+
+
+def test_heads_that_the_norm_pads_are_not_fused() -> None:
+    attention = Attention()
+
+    def run(cache: Tensor) -> Tensor:
+        return attention(ops.q_norm_rope(attention.q, attention.positions, attention.table, EPS, H + 2), cache)
+
+    result = compare(run, attention)
+    assert [fusion.fused for fusion in result.fusions] == [False] and "pads 2 heads to 4" in result.fusions[0].reason
+
+
 def test_a_norm_with_an_eps_of_zero_is_fused() -> None:
     attention = Attention()
     assert compare(lambda cache: attention(attention.norm(0.0), cache), attention).ops == {ATTENTION: 1}
