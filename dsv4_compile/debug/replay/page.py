@@ -25,11 +25,11 @@ body { max-width: 80rem; }
 .tools button { font: inherit; color: inherit; background: var(--code); border: 1px solid var(--line);
   border-radius: .3rem; padding: .1rem .6rem; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .3rem; }
-.lanes { width: calc(100% * var(--zoom, 1)); min-width: 100%; }
+.lanes { width: calc(100% * var(--zoom, 1)); min-width: 100%; box-sizing: border-box; padding-right: 4px; }
 .lane { position: relative; height: 2.6rem; border-bottom: 1px solid var(--line); }
 .lane > span { position: sticky; left: .3rem; font-size: .7rem; color: var(--dim); pointer-events: none; }
-.node { position: absolute; top: 1.1rem; height: 1.2rem; min-width: 1px; padding: 0; border: 0; cursor: pointer;
-  border-radius: 1px; overflow: hidden; box-shadow: inset 1px 0 var(--paper); }
+.node { position: absolute; top: 1.1rem; height: 1.2rem; min-width: 2px; padding: 0; border: 0; cursor: pointer;
+  border-radius: 1px; overflow: hidden; box-shadow: inset 1px 0 #ffffff59; }
 .node:hover, .node:focus { outline: 2px solid var(--ink); outline-offset: 1px; z-index: 2; }
 .node.near { box-shadow: 0 0 0 2px var(--link); z-index: 1; }
 #node { min-height: 15rem; } .legend i { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .8rem; }
@@ -39,7 +39,7 @@ body { max-width: 80rem; }
 
 _SCRIPT = """
 const nodes = JSON.parse(document.getElementById('data').textContent);
-const buttons = [...document.querySelectorAll('.node')];
+const buttons = nodes.map((_, i) => document.getElementById('n' + i));  // by time, not by lane
 const panel = document.getElementById('node');
 const lanes = document.querySelector('.lanes');
 let zoom = 1, current = 0;
