@@ -153,17 +153,12 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
     _take(held, new=cache is None)
     try:
         positions = arguments.pop("position_ids", None)
-<<<<<<< ours
-        check_batch(Call(arguments["input_ids"], arguments.get("attention_mask"), positions, held))
-        adopt_weights(model)
-=======
         ids, mask = arguments["input_ids"], arguments.get("attention_mask")
         check_batch(Call(ids, mask, positions, held))
         if mask is not None and mask.shape[1] > ids.shape[1]:
             # Past columns are in the cache, and the loss of the router takes one weight a token.
             arguments["attention_mask"] = mask[:, -ids.shape[1] :].contiguous()
-        model.adopt()
->>>>>>> theirs
+        adopt_weights(model)
         if any(arguments.get(name, getattr(model.config, name, False)) for name in RECORDED):
             record_outputs(model)
         if model.dsv4_in_step is not None:
@@ -178,10 +173,7 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
 
 def adopt_weights(model: Any) -> None:
     """Let a `CompilableModel` run with the weights that its modules have now. Raises E207 or E208 for others."""
-    for layer in model.layers:
-        layer.self_attn.dsv4_weights.adopt()
-    if model.dsv4_read is not None:
-        model.dsv4_read.adopt()
+    model.adopt()
 
 
 def _take(cache: PagedCache, new: bool) -> None:
