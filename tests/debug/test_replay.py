@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import dsv4_compile
 from dsv4_compile.debug import ReplayReport
 from dsv4_compile.debug.replay.command import EXCEEDED, FAILED, OK, diff, replay
-from dsv4_compile.debug.replay.diff import compare
 from dsv4_compile.debug.replay.rows import Edge
 from dsv4_compile.runtime.cuda_graphs import CudaGraphs
 from dsv4_compile.runtime.standin import StandInGraphs
@@ -223,7 +222,7 @@ def _reshaped(report: ReplayReport) -> None:
 def test_difference_finds_what_changed(eager: ReplayReport, change: Change, counts: tuple[int, ...]) -> None:
     new = ReplayReport.from_json(eager.to_json())
     change(new)
-    found = compare(eager, new)
+    found = new.diff(eager)
     assert (len(found.added), len(found.removed), len(found.slower), len(found.reshaped)) == counts
     assert all(str(count) in found.verdict for count in counts)
     assert json.loads(found.to_json())["verdict"] == found.verdict

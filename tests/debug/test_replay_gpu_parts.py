@@ -27,12 +27,12 @@ KERNEL, COPY, EMPTY = 0x100, 0x200, 0x300
 class Driver:
     """A libcuda whose stream captures a kernel, then a copy by a programmatic edge, then an empty node."""
 
-    capturing, count = True, 3
+    capturing, count, status = True, 3, 0
 
     def cuStreamGetCaptureInfo_v3(self, stream: Any, status: Any, number: Any, graph: Any, *rest: None) -> int:
         assert rest == (None, None, None)
         status._obj.value, graph._obj.value = int(self.capturing), 0x1
-        return 0
+        return self.status
 
     def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:
         if nodes is not None:
@@ -92,6 +92,9 @@ def test_driver_describes_nodes_and_edges(fake: Driver) -> None:
     assert reader.new_nodes() == [KERNEL]
     assert reader.new_nodes() == []
     fake.count = 3
+    fake.status, fake.capturing = 906, False  # the legacy stream
+    assert reader.new_nodes() == []
+    fake.status, fake.capturing = 0, True
     assert reader.new_nodes() == [COPY, EMPTY]
     reader.read()
     fake.capturing = False
@@ -184,7 +187,7 @@ def test_cost_of_a_call_is_shared_by_its_nodes_in_proportion_to_time(monkeypatch
     ]
     spans = [Span("split", 0, 3), Span("combine", 3, 4), Span("add", 6, 7)]
     seen = ObservedCapture("cuda", "cuda:0", Capture((), lambda: None, "the step"), launches, nodes, [spans])
-    report = assemble(seen, Replay, timed_apart=False, target="M", backend="dsv4")
+    report = assemble(seen, Replay, target="M", backend="dsv4")
     split, combine, add = report.nodes
     assert (split.floor_us, combine.floor_us, add.floor_us) == (0.75, 0.25, None)
     assert (split.us, split.win_us, combine.gap_us) == (3, 2.25, 2)

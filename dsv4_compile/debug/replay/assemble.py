@@ -18,7 +18,7 @@ from .driver import DriverNode, function_name
 from .observe import Launch
 from .rows import BY_TENSORS, Node, Replay
 from .sources import Source, layer_of
-from .times import assign, host_us, launch_times, node_times, stream_us
+from .times import assign, launch_times, node_times
 
 _Replay = TypeVar("_Replay", bound=Replay)
 
@@ -40,13 +40,13 @@ _PARTS = (
 """Parts by words in an op, a module's path or the path of a file, looked for in this order."""
 
 
-def assemble(seen: ObservedCapture, kind: type[_Replay], *, timed_apart: bool, **about: Any) -> _Replay:
-    """Return the rows of a capture; `timed_apart` replays it some more, alone, for the time of the whole.
+def assemble(seen: ObservedCapture, kind: type[_Replay], whole_us: float | None = None, **about: Any) -> _Replay:
+    """Return the rows of a capture.
 
     Args:
         seen: a capture that was observed and replayed.
         kind: `Replay` or a class derived from it.
-        timed_apart: whether it may be replayed now. Its inputs must be there still.
+        whole_us: time of a replay without a profiler; None for the sum over its nodes.
         about: further fields of `Replay`.
     """
     cuda = seen.kind == "cuda"
@@ -56,7 +56,7 @@ def assemble(seen: ObservedCapture, kind: type[_Replay], *, timed_apart: bool, *
         torch=torch.__version__,
         device=device,
         graphs=seen.kind,
-        timed_apart=timed_apart,
+        timed_apart=whole_us is not None,
         **about,
     )
     if cuda:
@@ -81,10 +81,8 @@ def assemble(seen: ObservedCapture, kind: type[_Replay], *, timed_apart: bool, *
     _share_costs(found.nodes, seen.launches)
     if cuda:
         _add_driver_bytes(found.nodes, seen.nodes)
-    if timed_apart:
-        found.replay_us = round((stream_us if cuda else host_us)(seen.capture.replay), 3)
-    else:
-        found.replay_us = None if found.us is None else round(found.us, 3)
+    whole = whole_us if whole_us is not None else found.us
+    found.replay_us = None if whole is None else round(whole, 3)
     return found
 
 

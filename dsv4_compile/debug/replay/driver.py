@@ -35,6 +35,10 @@ _KINDS = {
 _TIMED = ("kernel", "copy", "fill")
 _PROGRAMMATIC = 1
 """CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC."""
+_ACTIVE = 1
+"""CU_STREAM_CAPTURE_STATUS_ACTIVE."""
+_IMPLICIT = 906
+"""CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the current stream is the legacy one, which captures nothing."""
 _STATIC_SHARED, _REGISTERS = 1, 4
 """CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES and _NUM_REGS."""
 
@@ -139,7 +143,7 @@ class CaptureReader:
                 getattr(self._driver, name)
         except (OSError, AttributeError) as fault:
             fail("E420", got=str(fault), rule="the driver is of CUDA 12.3 or later", fix="update the driver")
-        self._seen: set[int] = set()
+        self._seen: dict[int, None] = {}  # in the order in which nodes appeared
         self._count = 0
         self.nodes: list[DriverNode] = []
 
@@ -153,7 +157,7 @@ class CaptureReader:
         if count.value == self._count:
             return []
         found = [handle for handle in self._handles(graph, count.value) if handle not in self._seen]
-        self._seen.update(found)
+        self._seen.update(dict.fromkeys(found))
         self._count = count.value
         return found
 
@@ -162,9 +166,8 @@ class CaptureReader:
         graph = self._graph()
         if graph is None:
             return
-        count = c_size_t()
-        self._call("cuGraphGetNodes", graph, None, byref(count))
-        self.nodes = [self._node(handle) for handle in self._handles(graph, count.value)]
+        self.new_nodes()
+        self.nodes = [self._node(handle) for handle in self._seen]
         position = {node.handle: index for index, node in enumerate(self.nodes)}
         edges = c_size_t()
         self._call("cuGraphGetEdges_v2", graph, None, None, None, byref(edges))
@@ -192,8 +195,9 @@ class CaptureReader:
     def _graph(self) -> c_void_p | None:
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
         status, graph = c_int(), c_void_p()
-        self._call("cuStreamGetCaptureInfo_v3", stream, byref(status), None, byref(graph), None, None, None)
-        return graph if status.value == 1 else None
+        given = (stream, byref(status), None, byref(graph), None, None, None)
+        self._call("cuStreamGetCaptureInfo_v3", *given, accepted=(_IMPLICIT,))
+        return graph if status.value == _ACTIVE and graph.value else None
 
     def _handles(self, graph: c_void_p, count: int) -> list[int]:
         nodes, number = (c_void_p * count)(), c_size_t(count)
@@ -230,9 +234,9 @@ class CaptureReader:
         self._call("cuFuncGetAttribute", byref(value), c_int(which), function)
         return value.value
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: Any, accepted: tuple[int, ...] = ()) -> None:
         status = getattr(self._driver, name)(*arguments)
-        if status:
+        if status and status not in accepted:
             text = c_char_p()
             self._driver.cuGetErrorName(c_int(status), byref(text))
             got = f"{name}: {(text.value or b'').decode() or status}"

@@ -15,6 +15,7 @@ from typing import Any
 from ..render import DEFAULT_WIDTH, page_text
 from ..report import read_json, save
 from ..sections import Section, Table, clipped
+from .diff import Difference, compare
 from .page import html
 from .rows import Node, Replay, Total
 
@@ -51,6 +52,10 @@ class ReplayReport(Replay):
         """Return the report that `to_json` wrote. Raises E201 for another schema."""
         report: ReplayReport = read_json(cls, text, SCHEMA)
         return report
+
+    def diff(self, old: Replay) -> Difference:
+        """Return what changed since another replay: nodes added, removed, slower, and with other shapes."""
+        return compare(old, self)
 
     def save(self, path: str | Path) -> Path:
         """Write the report to `path`: JSON, text or one self-contained HTML page, for .json, .txt or .html."""

@@ -88,7 +88,9 @@ class Sources:
         results = {
             buffer.get_name(): _source("", [node.name], (), origins, {})
             for buffer in V.graph.buffers
-            if (node := buffer.get_origin_node()) is not None and node.name in origins and _is_result(node)
+            if (node := getattr(buffer, "get_origin_node", lambda: None)()) is not None
+            and node.name in origins
+            and _is_result(node)
         }
         for number, line in lines.items():
             # The first launch that has a buffer writes it.
@@ -132,7 +134,7 @@ def _lines(
             continue
         handle, names = _HANDLE.search(line), _NAMES.search(line)
         if handle:
-            nodes = handles.get(handle[1], [])
+            nodes = handles.get(handle[1]) or nodes
         elif names:
             traced = set(names[1].split(", "))
             nodes = [name for name, origin in origins.items() if origin.traced in traced]
