@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import platform
+import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
@@ -26,8 +27,10 @@ from ..reference.moe.expert_weights import weight_format
 from .cache import PagedCache
 from .model import CompilableForCausalLM
 
-_COLLECTIVES = ("gloo", "nccl", "processgroup", "timed out", "timeout", "connection", "peer")
-"""Words of the errors that collectives raise."""
+_COLLECTIVE = re.compile(
+    r"gloo|nccl|processgroup|timed ?out|broken pipe|connection (?:closed|reset|refused)", re.IGNORECASE
+)
+"""First lines of the errors that collectives raise."""
 _BLOCK = {"float": 1, "e4m3": WEIGHT_TILE, "mxfp4": MX_TILE}
 
 
@@ -124,8 +127,7 @@ class InStep:
 
     def explain(self, fault: BaseException) -> None:
         """Raise E703 if `fault` is that of a collective, with the ranks that have ended."""
-        text = str(fault).lower()
-        if not isinstance(fault, DSV4Error) and any(word in text for word in _COLLECTIVES):
+        if not isinstance(fault, DSV4Error) and _COLLECTIVE.search(str(fault).partition("\n")[0]):
             self.processes.fail(fault)
 
 

@@ -113,3 +113,11 @@ def test_blocks_of_quantised_weights_stay_whole() -> None:
     with pytest.raises(RankError, match="256 rows of wq_b in blocks of 128"):
         attention_config(config, Ranks(0, 4, ""), fp8=True)
     assert attention_config(config, Ranks(0, 4, ""), fp8=False).num_heads == 1
+
+
+def test_an_error_of_the_model_is_not_taken_for_one_of_a_collective() -> None:
+    alone = split.InStep(Ranks(0, 1, ""))
+    alone.processes.patience = 0
+    alone.explain(RuntimeError("no kernel for mhc_pre in ops/hyper_connections\nwhile gloo was waiting"))
+    with pytest.raises(RankError, match=r"(?s)E703.*Connection closed by peer"):
+        alone.explain(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]"))

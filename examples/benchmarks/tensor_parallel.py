@@ -1,0 +1,275 @@
+"""Time a DeepSeek-V4 of real dimensions that is split over GPUs, and compare its tokens with those of one GPU:
+torchrun --nproc-per-node 2 examples/benchmarks/tensor_parallel.py
+
+Layers of V4-Flash with random weights, in official formats (e4m3 linears, MXFP4 experts) or bfloat16, of which a rank
+allocates its part alone; compiled and captured. For each batch: ms of a captured step, host time between two steps,
+kernels of a step and the share of collectives. First, a smaller model is generated with by all ranks together and by
+each alone: logits and tokens are compared, and the ranks' bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import DeepseekV4ForCausalLM
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8GroupedLinear, FP8Linear
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
+
+from dsv4_compile import hf
+from dsv4_compile.bench.nodes import nodes
+from dsv4_compile.bench.record import environment
+from dsv4_compile.hf.split import keep_part
+from dsv4_compile.hf.tiny import quiet_libraries, randomise, tiny_config
+from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, gather_objects
+
+FLASH: dict[str, Any] = {
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "hc_sinkhorn_iters": 20,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+}
+SMALL: dict[str, Any] = {"hidden_size": 512, "moe_intermediate_size": 256, "head_dim": 128, "o_lora_rank": 128}
+"""Sizes for a CPU, in whole blocks of quantisation for two ranks."""
+KINDS = ("compressed_sparse_attention", "heavily_compressed_attention")
+QUANTISED = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "gate_proj", "up_proj", "down_proj")
+STEPS = 32
+_GAP, _OFF = "gap_of_a_token_that_differs", "difference_of_logits"
+
+
+def configuration(layers: int, tiny: bool, **overrides: Any) -> Any:
+    """Return V4-Flash, or a tiny model, with `layers` layers: SWA, then CSA and HCA in turn."""
+    kinds = ["sliding_attention", *(KINDS[i % 2] for i in range(layers - 1))]
+    sizes = SMALL if tiny else FLASH
+    return tiny_config(**sizes | {"num_hidden_layers": layers, "layer_types": kinds} | overrides)
+
+
+def quantise(model: Any) -> None:
+    """Replace modules on the meta device by those of the official formats; compressors keep bfloat16."""
+    options: dict[str, Any] = {"block_size": (128, 128), "scale_fmt": "ue8m0"}
+    for path, module in list(model.named_modules()):
+        name = path.rpartition(".")[2]
+        compressor = ".compressor." in path and not path.endswith("indexer.q_b_proj")
+        if path.endswith(".mlp.experts"):
+            made: Any = FP8Experts(model.config, expert_dtype="fp4", **options)
+        elif name not in QUANTISED or compressor:
+            continue
+        elif hasattr(module, "n_groups"):
+            made = FP8GroupedLinear(module.in_features, module.out_features, module.n_groups, **options)
+        else:
+            made = FP8Linear(module.in_features, module.out_features, **options)
+        model.set_submodule(path, made)
+
+
+def fill(tensor: torch.Tensor, generator: torch.Generator, columns: int) -> None:
+    """Fill a weight of any format, or its scales, so that a GEMM over `columns` keeps the scale of its input."""
+    if tensor.dtype is torch.float8_e8m0fnu:
+        tensor.view(torch.uint8).fill_(127 - round(columns.bit_length() / 2) - 1)
+    elif tensor.dtype is torch.int8:
+        tensor.view(torch.uint8).random_(0, 256, generator=generator)
+    elif tensor.dtype is torch.float8_e4m3fn:
+        for rows in tensor.split(1024):
+            values = torch.empty(rows.shape, dtype=torch.bfloat16, device=tensor.device)
+            rows.copy_(values.normal_(0, 2, generator=generator))
+    else:
+        for each in tensor.unbind() if tensor.dim() > 2 else [tensor]:
+            each.normal_(0, columns**-0.5, generator=generator)
+
+
+def split_model(config: Any, weights: str, mesh: Any, layout: str, device: torch.device) -> Any:
+    """Return a rank's part of a random model, allocated part by part; what ranks share is equal on all of them."""
+    with torch.device("meta"):
+        model: Any = DeepseekV4ForCausalLM(config)
+        if weights == "official":
+            quantise(model)
+    whole = {name: parameter.shape for name, parameter in model.named_parameters()}
+    keep_part(model, Ranks.of(mesh), layout)
+    kept = set(model._keep_in_fp32_modules_strict)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        dtype = tensor.dtype
+        if dtype is torch.float32 and not kept.intersection(name.split(".")) and not name.endswith("_scale_inv"):
+            dtype = torch.bfloat16
+        made = torch.empty(tensor.shape, dtype=dtype, device=device)
+        seed = zlib.crc32(name.encode()) + (0 if tensor.shape == whole.get(name) else mesh.get_rank())
+        generator = torch.Generator(device).manual_seed(seed)
+        if name.endswith("norm.weight"):
+            made.fill_(1)
+        elif name.endswith("tid2eid"):
+            scores = torch.rand(tensor.shape[0], config.n_routed_experts, generator=generator, device=device)
+            made.copy_(scores.argsort(dim=1)[:, : tensor.shape[1]])
+        else:
+            fill(made, generator, config.hidden_size if tensor.dim() < 2 else tensor.shape[-1])
+        setattr(module, leaf, torch.nn.Parameter(made, requires_grad=False) if leaf in module._parameters else made)
+    for path, module in list(model.named_modules()):
+        if type(module) is DeepseekV4RotaryEmbedding:
+            model.set_submodule(path, DeepseekV4RotaryEmbedding(config).to(device))
+    return model.eval()
+
+
+def compare_with_one(args: argparse.Namespace, mesh: Any, device: torch.device) -> dict[str, Any]:
+    """Generate with a model of few experts, split and whole on each rank; return how far they differ."""
+    experts = {"n_routed_experts": 16, "num_hash_layers": 1}
+    config = configuration(3, args.tiny, **experts)
+    with device:
+        model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        randomise(model, torch.Generator(device).manual_seed(0))
+    kept = set(model._keep_in_fp32_modules_strict)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.float() if kept.intersection(name.split(".")) else parameter.data
+    sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 256, "attention_only": False}
+    whole = hf.convert(copy.deepcopy(model.eval()), **sizes)
+    hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts)
+    mask = (torch.arange(100, device=device) >= 100 - torch.arange(5, 105, 13, device=device)[:8, None]).long()
+    ids = torch.randint(1, config.vocab_size, mask.shape, generator=torch.Generator().manual_seed(0)).to(device)
+    if not args.eager:
+        model.compile(fullgraph=True, backend="dsv4", options=captures(device))
+    options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    ours, theirs = (
+        each.generate(ids, attention_mask=mask, max_new_tokens=args.compared, **options) for each in (model, whole)
+    )
+    logits, wanted = (torch.stack(each.logits, 1).float() for each in (ours, theirs))
+    tokens, expected = (each.sequences[:, ids.shape[1] :] for each in (ours, theirs))
+    alike = (tokens == expected).long().cumprod(1)
+    # Up to the first token that differs, both have had the same input.
+    seen = torch.nn.functional.pad(alike, (1, 0), value=1)[:, :-1].bool()
+    error = float((logits - wanted)[seen].norm() / wanted[seen].norm())
+    best = wanted.topk(2).values
+    gap, off = (best[..., 0] - best[..., 1])[seen & (alike == 0)], (logits - wanted)[seen].abs().max()
+    digests = gather_objects(logits.cpu().view(torch.int32).sum(dtype=torch.int64).item(), Ranks.of(mesh))
+    return {
+        "relative_error": error,
+        "equal_tokens": f"{int(alike.sum())} of {alike.numel()}",
+        f"largest_{_GAP}": float(gap.max()) if gap.numel() else 0.0,
+        f"largest_{_OFF}": float(off),
+        "ranks_bit_equal": len(set(digests)) == 1,
+    }
+
+
+def captures(device: torch.device) -> dict[str, Any]:
+    """Return options that capture decode steps, on a GPU."""
+    return {"dsv4.cudagraph": "full"} if device.type == "cuda" else {}
+
+
+def measure(model: Any, batch: int, prompt: int, device: torch.device) -> dict[str, Any]:
+    """Return the figures of one batch size."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, model.config.vocab_size, (batch, prompt), generator=generator).to(device)
+    mask, one = torch.ones_like(ids), torch.ones(batch, 1, dtype=torch.long, device=device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    begin = time.perf_counter()
+    for each in (ids, mask):
+        hf.mark_dynamic_tokens(each)
+    with torch.no_grad():
+        cache = model(ids, attention_mask=mask, use_cache=True, logits_to_keep=1).past_key_values
+
+        def step() -> Any:
+            return model(one, attention_mask=one, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+        for _ in range(4):
+            step()
+        wait()
+        row: dict[str, Any] = {"batch": batch, "prompt": prompt, "first_calls_s": round(time.perf_counter() - begin, 1)}
+        times, host = [], []
+        for _ in range(3):
+            wait()
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            host.append(time.perf_counter() - begin)
+            wait()
+            times.append(time.perf_counter() - begin)
+        row["step_ms"] = round(statistics.median(times) / STEPS * 1e3, 3)
+        row["host_ms"] = round(statistics.median(host) / STEPS * 1e3, 3)
+        if device.type == "cuda":
+            found = nodes(step)
+            collective = [node for node in found if any(word in node.name for word in ("nccl", "all_reduce", "shot"))]
+            row["nodes"], row["kernels_ms"] = len(found), round(sum(node.us for node in found) / 1e3, 3)
+            row["collectives"], row["collectives_ms"] = (
+                len(collective),
+                round(sum(node.us for node in collective) / 1e3, 3),
+            )
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 1 if the ranks or one GPU disagree."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--layers", type=int, default=6, help="%(default)s")
+    parser.add_argument("--batches", default="1,8,32,128", help="%(default)s")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt (%(default)s)")
+    parser.add_argument("--weights", choices=("official", "bfloat16"), default="official", help="%(default)s")
+    parser.add_argument("--experts", choices=EXPERT_LAYOUTS, default=EXPERT_LAYOUTS[0], help="%(default)s")
+    parser.add_argument("--compared", type=int, default=32, help="tokens compared with one GPU, 0 = none (%(default)s)")
+    parser.add_argument("--eager", action="store_true", help="do not compile, to try the command sooner")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model instead, to try the command")
+    parser.add_argument("--out", metavar="FOLDER", help="write tensor_parallel.json there")
+    args = parser.parse_args(argv)
+    quiet_libraries()
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
+    said = f"torchrun --nproc-per-node {mesh.size()} examples/benchmarks/tensor_parallel.py --layers {args.layers}"
+    said += f" --batches {args.batches} --prompt {args.prompt} --weights {args.weights} --experts {args.experts}"
+    found: dict[str, Any] = {"scenario": "tensor_parallel", **environment(device), "command": said, "rows": []}
+
+    def tell(value: dict[str, Any]) -> None:
+        if mesh.get_rank() == 0:
+            print(value, file=sys.stderr, flush=True)
+            if args.out:
+                Path(args.out).mkdir(parents=True, exist_ok=True)
+                (Path(args.out) / "tensor_parallel.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    failed = False
+    if args.compared:
+        found["compared"] = compare_with_one(args, mesh, device)
+        tell(found["compared"])
+        same = found["compared"]["largest_gap_of_a_token_that_differs"]
+        failed = (
+            not found["compared"]["ranks_bit_equal"] or same > 2 * found["compared"]["largest_difference_of_logits"]
+        )
+        torch.compiler.reset()
+    batches = [int(batch) for batch in args.batches.split(",")]
+    model = split_model(configuration(args.layers, args.tiny), args.weights, mesh, args.experts, device)
+    found["bytes_of_a_rank"] = sum(parameter.nbytes for parameter in model.parameters())
+    length = args.prompt + 8 * STEPS
+    sizes: dict[str, Any] = {"max_batch_size": max(batches), "max_seq_len": length, "attention_only": False}
+    hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts)
+    if not args.eager:
+        model.compile(fullgraph=True, backend="dsv4", options=captures(device))
+    for batch in batches:
+        found["rows"].append(measure(model, batch, args.prompt, device))
+        tell(found["rows"][-1])
+    torch.distributed.destroy_process_group()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
