@@ -162,6 +162,11 @@ CODES: dict[str, Code] = {
         "rows after the batch hold the pad value that metadata/buffers.py declares, at every step",
         "rewrite all rows of the bucket in refresh",
     ),
+    "E430": Code(
+        "something compiles, or is captured, after warm-up",
+        "inside debug.compile_log(strict=True) every call was compiled and captured before",
+        "warm up with such a call, or make it equal to one that was: see the reason",
+    ),
     "E701": Code(
         "model cannot be split over these ranks",
         "ranks, on a mesh of one dim, have equal numbers of heads, output groups, experts and blocks",

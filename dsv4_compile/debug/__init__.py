@@ -1,12 +1,13 @@
 """Explain what torch.compile makes of a model, and what a captured graph contains.
 
 `explain` reports calls of a model, `explain_script` a script, `explain_replay` one replay of a captured graph, and
-`diverge` the first op at which two forms of a step differ.
+`diverge` the first op at which two forms of a step differ. `compile_log` lists what still compiles after warm-up.
 
     entry -> state     compile without history, and restore the compiler afterwards
           -> watch     record torch's log (`breaks`, `recompiles`), graphs and generated code (`graphs`)
           -> report    assemble `rows`; `sections` and `render` show them as text and HTML
     replay             one replay of a captured graph, node by node
+    serving            log compilations, captures and builds of kernels after warm-up
     divergence         compare results of two runs, beyond `rounding`; `rerun` calls one op again
 
 Each module imports only from those to its right and below; `places` has the lines of user code that all refer to.
@@ -18,5 +19,16 @@ from .divergence import Divergence, diverge
 from .entry import explain, explain_script
 from .replay import ReplayReport, explain_replay
 from .report import Report
+from .serving import LateWork, compile_log
 
-__all__ = ["Divergence", "ReplayReport", "Report", "diverge", "explain", "explain_replay", "explain_script"]
+__all__ = [
+    "Divergence",
+    "LateWork",
+    "ReplayReport",
+    "Report",
+    "compile_log",
+    "diverge",
+    "explain",
+    "explain_replay",
+    "explain_script",
+]
