@@ -6,5 +6,7 @@ from .cache import PagedCache
 from .convert import convert, new_cache, revert
 from .load import load
 from .model import mark_dynamic_tokens
+from .requests import Request
+from .running import RunningBatch
 
-__all__ = ["PagedCache", "convert", "load", "mark_dynamic_tokens", "new_cache", "revert"]
+__all__ = ["PagedCache", "Request", "RunningBatch", "convert", "load", "mark_dynamic_tokens", "new_cache", "revert"]

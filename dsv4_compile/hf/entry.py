@@ -158,7 +158,7 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
         if mask is not None and mask.shape[1] > ids.shape[1]:
             # Past columns are in the cache, and the loss of the router takes one weight a token.
             arguments["attention_mask"] = mask[:, -ids.shape[1] :].contiguous()
-        adopt_weights(model)
+        model.adopt()
         if any(arguments.get(name, getattr(model.config, name, False)) for name in RECORDED):
             record_outputs(model)
         if model.dsv4_in_step is not None:
@@ -169,11 +169,6 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
     held.interrupted = True  # until `finish`
     arguments[CACHE_NAME] = held
     return Entry(arguments, held, handle, model.dsv4_in_step)
-
-
-def adopt_weights(model: Any) -> None:
-    """Let a `CompilableModel` run with the weights that its modules have now. Raises E207 or E208 for others."""
-    model.adopt()
 
 
 def _take(cache: PagedCache, new: bool) -> None:
