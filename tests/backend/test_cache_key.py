@@ -9,9 +9,13 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from dsv4_compile.options import Options
+from dsv4_compile.passes import ChooseImplementations, choose
 from tests.warm import ROOT, WarmPython
 
 PROGRAM = """
@@ -73,3 +77,26 @@ def test_edit_misses_and_revert_hits(checkout: Checkout) -> None:
 
     lowering.write_text(original)
     assert checkout.run() == {"out": first["out"], "hits": 1, "misses": 0}
+
+
+@pytest.mark.parametrize("what", ["architectures", "torch", "triton", "kernels", "options"])
+def test_the_key_has_all_that_generated_code_depends_on(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(options: Options = Options()) -> Any:  # noqa: B008
+        passes = ChooseImplementations(options, (), [torch.device("cpu")])
+        if what == "architectures":
+            passes.architectures = architectures
+        return passes.uuid()
+
+    state = ["unproven"]
+    monkeypatch.setattr(choose.proven, "state", lambda architecture: state[0])
+    architectures = ("cuda sm_90",)
+    before = key()
+    assert key() == before is not None
+    architectures = ("cuda sm_100",)
+    if what == "torch":
+        monkeypatch.setattr(torch, "__version__", "2.99.0")
+    elif what == "triton":
+        monkeypatch.setattr(choose, "triton_version", lambda: "9.9")
+    elif what == "kernels":
+        state[0] = "proven"
+    assert key(Options(impl="eager") if what == "options" else Options()) != before

@@ -30,6 +30,7 @@ class Compressor:
         self.weight, self.table = torch.randn(dim).to(self.dtype), torch.randn(32, rope)
         self.tables = torch.arange(4, dtype=torch.int32)[None]
         self.closed = torch.tensor([-1, -1, -1, 0, -1, -1])
+        self.eps, self.saved_apart = EPS, 0
 
     def caches(self) -> Caches:
         stored = layout.allocate_cache(self.fmt, 2, BLOCK, self.dim, dtype=self.dtype)
@@ -37,12 +38,13 @@ class Compressor:
 
     def save(self, layer: Layer, caches: Caches) -> None:
         states = caches[f"{self.name} states"]
-        ops.save_partial_states(self.score, self.ape, states, layer.slots, layer.positions, 4)
+        slots = layer.slots + self.saved_apart if self.saved_apart else layer.slots
+        ops.save_partial_states(self.score, self.ape, states, slots, layer.positions, 4)
 
     def compress(self, layer: Layer, caches: Caches) -> None:
         ops.compress_norm_rope_insert(
             caches[f"{self.name} states"], layer.slots, self.tables, layer.token_to_req, layer.positions, self.closed,
-            self.weight, layer.table, caches[self.name], EPS, RATIO, 4, BLOCK, self.fmt, self.hadamard,
+            self.weight, layer.table, caches[self.name], self.eps, RATIO, 4, BLOCK, self.fmt, self.hadamard,
         )  # fmt: skip
 
 
@@ -118,6 +120,18 @@ def test_compressors_before_the_norm_are_fused_with_their_own_layer() -> None:
     result = compare(run, lambda: {**layers[0].caches(), **layers[1].caches()})
     assert result.ops == {"preprocess_insert": 2}
     assert [len(fusion.ops) for fusion in result.fusions] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"eps": 0.5}, "the compressor has eps 0.5"), ({"saved_apart": 2}, "a different state_slot_mapping")],
+)
+def test_a_compressor_with_another_eps_or_other_state_slots_is_not_fused(change: dict[str, Any], reason: str) -> None:
+    layer = plain_layer()
+    vars(layer.first).update(change)
+    result = compare(lambda caches: layer.run("nSC", caches), layer.caches)
+    assert "preprocess_insert" not in result.ops or "compress_norm_rope_insert" in result.ops
+    assert any(reason in each for each in result.reasons), result.reasons
 
 
 def test_an_indexers_compressor_alone_is_not_fused_and_is_reported() -> None:

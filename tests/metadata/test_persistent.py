@@ -312,3 +312,10 @@ def test_slot_mapping_is_required_exactly_with_engine_slots() -> None:
     with pytest.raises(InputError, match="E204"):
         made(max_num_seqs=0)
     assert layout.c128a_width(MAX_LEN) == made().tensors["c128_indices"].shape[1]
+
+
+def test_a_new_batch_has_no_overflow_of_the_last_one() -> None:
+    buffers = made()
+    buffers.tensors["overflow"].fill_(5)
+    buffers.load([0, 2, 3], [7, 9], block_tables=random_tables(random.Random(0), buffers))
+    assert not buffers.tensors["overflow"].any()

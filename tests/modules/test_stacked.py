@@ -323,3 +323,16 @@ def test_the_cases_of_the_compiled_layer_cover_both_stacked_and_unstacked_weight
     layers = [random_layer(config, "csa", **kwargs) for config, kwargs in CASES.values()]
     reasons = {stack.reason for layer in layers for stack in layer.hidden_stacks}
     assert reasons == {"", "a weight whose rows end within a block of 128"}
+
+
+def test_linears_of_which_one_quantises_its_input_are_not_stacked() -> None:
+    parts = [Fp8Linear(128, 256), Fp8Linear(128, 256)]
+    assert stacked.why_unsupported(parts) == ""
+    parts[1].quantize_input = not parts[1].quantize_input
+    assert stacked.why_unsupported(parts) == "an input that only some quantise"
+
+
+def test_both_compressors_have_the_eps_of_the_config() -> None:
+    layer = random_layer(replace(SMALL, rms_norm_eps=0.25), "csa", dtype=torch.float32)
+    assert layer.indexer is not None and layer.compressor is not None
+    assert (layer.eps, layer.compressor.eps, layer.indexer.compressor.eps) == (0.25, 0.25, 0.25)

@@ -25,6 +25,7 @@ from dsv4_compile import _compat
 from dsv4_compile.errors import DSV4Warning, GraphError
 from dsv4_compile.options import Options
 from dsv4_compile.runtime import Counts, counting, mark_static_inputs
+from dsv4_compile.runtime.addresses import TensorRecord
 from dsv4_compile.runtime.backends import Capturing
 from dsv4_compile.runtime.compiled import CapturedGraph, tokens_of
 from dsv4_compile.runtime.graph_inputs import inputs_in_place
@@ -90,6 +91,12 @@ def test_the_third_call_of_a_shape_captures_and_later_calls_replay() -> None:
     assert counts == Counts(captures=1, replays=6, compiled=2)
     # No later replay has overwritten earlier outputs.
     assert len({out.data_ptr() for out, _ in kept[2:]}) == 6
+
+
+def test_a_record_of_a_tensor_has_its_strides() -> None:
+    square = torch.zeros(3, 3)
+    with pytest.raises(GraphError, match=r"E421[\s\S]*stride \(3, 1\) -> \(1, 3\)"):
+        TensorRecord.of("square", square).check(square.t(), "a graph")
 
 
 def test_threads_replay_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

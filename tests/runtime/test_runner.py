@@ -161,6 +161,33 @@ def test_a_run_decodes_the_tokens_of_a_host_loop(sampler: str | Callable[[Tensor
     assert runner.statistics.captures == (8 if sampler == "greedy" else 4)
 
 
+@pytest.mark.parametrize("sampler", ["greedy", lambda logits: logits.argmax(-1)], ids=["captured", "between-steps"])
+def test_a_run_zeroes_the_rows_of_inputs_after_its_requests(sampler: str | Callable[[Tensor], Tensor]) -> None:
+    world = make_world()
+    noise = torch.randn(CAPACITY, 8)
+    runner = DecodeRunner(
+        lambda noise, metadata, caches: noise[:, :1] + metadata.positions[:, None],
+        world.buffers,
+        inputs={"noise": noise},
+        graphs="standin",
+        sampler=sampler,
+    )
+    runner.warm_up()
+    noise.fill_(torch.nan)
+    world.buffers.load([0, 1, 2, 3], [5, 120, 250], input_ids=[3, 1, 4])
+    runner.run(2, num_reqs=3)
+    assert noise[:3].isnan().all() and not noise[3].any()
+
+
+def test_captures_may_hold_a_fifth_and_a_segment_more_than_was_predicted() -> None:
+    plan, most = MemoryPlan(persistent=0, footprints={}, graphs=1000 << 20), (1200 << 20) + (2 << 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan.check(most)
+    with pytest.warns(DSV4Warning, match="W602"):
+        plan.check(most + 1)
+
+
 def test_a_run_with_drafts_keeps_what_the_sampler_accepts() -> None:
     """Drafts that are always, never or sometimes right give the tokens of plain decode."""
     world = make_world()

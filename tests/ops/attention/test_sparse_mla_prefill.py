@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4_compile.errors import InputError
 from dsv4_compile.ops.attention.sparse_mla_decode import sparse_mla_decode
@@ -245,3 +246,12 @@ def test_wrong_lists_raise(position: int, value: Any, message: str) -> None:
     args[position] = value
     with pytest.raises(InputError, match=message):
         sparse_mla_prefill_ragged(*args)
+
+
+def test_the_fake_has_the_strides_of_the_result() -> None:
+    q, *rest = sample()
+    q = q.transpose(0, 1).contiguous().transpose(0, 1)
+    real = sparse_mla_prefill(q, *rest)
+    with FakeTensorMode() as mode:
+        fake = sparse_mla_prefill(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in (q, *rest)))
+    assert [x.stride() for x in fake] == [x.stride() for x in real] != [q.stride(), *(x.stride() for x in real[1:])]
