@@ -33,7 +33,7 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 assert_async = torch._assert_async
 """Function that fails on the device, without synchronisation, unless a tensor is true."""
 functional_collectives: Any = torch.ops._c10d_functional
-"""Collectives that return new tensors, which torch.compile traces and CUDA graphs capture."""
+"""Collectives that torch.compile traces."""
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context in which an op dispatches as if no input required grad."""
 
@@ -59,6 +59,8 @@ class PrivateName:
 
 PRIVATE: dict[str, PrivateName] = {
     "compile_fx": PrivateName("torch._inductor.compile_fx", "compile_fx", "compiles a graph for the backend"),
+    "compile_fx_inner": PrivateName("torch._inductor.compile_fx", "compile_fx_inner", "compiles a part of a graph"),
+    "TracingContext": PrivateName("torch._guards", "TracingContext", "what a compilation reports to AOTAutograd"),
     "inductor_config": PrivateName(
         "torch._inductor.config", "", "checks option names and types; reads codegen choices"
     ),
@@ -90,6 +92,7 @@ PRIVATE: dict[str, PrivateName] = {
     "mark_static": PrivateName("torch._dynamo", "mark_static", "keeps the dims of a cache static"),
     "mark_static_address": PrivateName("torch._dynamo", "mark_static_address", "marks a cache that keeps its address"),
     "maybe_mark_dynamic": PrivateName("torch._dynamo", "maybe_mark_dynamic", "marks a dim as dynamic"),
+    "symmetric_memory": PrivateName("torch.distributed._symmetric_memory", "", "buffers that peers read"),
     "resolve_group": PrivateName("torch.distributed.distributed_c10d", "_resolve_process_group", "group of a name"),
     "FakeTensorMode": PrivateName("torch._subclasses.fake_tensor", "FakeTensorMode", "runs an op's fake alone"),
     "pytree": PrivateName("torch.utils._pytree", "", "flattens nested arguments and results"),
@@ -261,6 +264,23 @@ def ue8m0_in_cpp() -> Iterator[None]:
     finally:
         if missing:
             del names[torch.float8_e8m0fnu]
+
+
+@contextmanager
+def without_output_strides() -> Iterator[None]:
+    """Do not report strides of outputs to AOTAutograd inside the block, where a graph is compiled in parts.
+
+    It takes one report for a graph, which only graphs with a backward need.
+    """
+    context = __getattr__("TracingContext").try_get()
+    if context is None:
+        yield
+        return
+    reported, context.output_strides = context.output_strides, None
+    try:
+        yield
+    finally:
+        context.output_strides = reported
 
 
 def run_graph_pass(graph_pass: Any, graph: torch.fx.Graph) -> None:

@@ -24,6 +24,9 @@ _INLINE_LIMIT_IN_CPP = 8
 torch 2.13), nested conditions on slots grow to thousands of operations an element, half of Inductor's time on a model.
 The user's option of this name, or a lower setting, takes precedence. Triton code keeps the default."""
 
+_WHOLE = ("triton.cudagraphs", "cpp_wrapper", "fx_wrapper", "freezing")
+"""Inductor settings with which a graph is compiled whole: they capture it, or make one program of it."""
+
 
 def dsv4(
     gm: GraphModule,
@@ -61,10 +64,11 @@ def _compile(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Compile as `dsv4` does, in the only thread that compiles."""
-    from ._compat import codegen_of, compile_fx, inductor_config, ue8m0_in_cpp
+    from ._compat import codegen_of, compile_fx, compile_fx_inner, inductor_config, ue8m0_in_cpp
     from .lowering import registry
     from .passes import ChooseImplementations
     from .runtime.backends import Capturing
+    from .runtime.regions import Regional
 
     registry.load()
     parsed = Options.parse(mode, options, ops=OPS)
@@ -80,6 +84,8 @@ def _compile(
         patches.setdefault(_INLINE_LIMIT, _INLINE_LIMIT_IN_CPP if limit is None else min(limit, _INLINE_LIMIT_IN_CPP))
     capturing = Capturing.plan(parsed, gm, devices)
     patches |= capturing.inductor
+    if parsed.regions != "off" and not any(patches.get(name) for name in _WHOLE):
+        kwargs = {"inner_compile": Regional(compile_fx_inner, parsed.regions).compile, **kwargs}
     with ue8m0_in_cpp():
         return capturing.wrap(compile_fx(gm, example_inputs, config_patches=patches, **kwargs))
 

@@ -4,6 +4,7 @@
     dsv4.impl.<op>       the same values                      demand for one op; E302 if it is unavailable
     dsv4.fuse            "auto" | "on" | "off"                fusion of neighbouring ops, see `FUSE_VALUES`
     dsv4.fuse.<pass>     the same values                      one of the `FUSE_PASSES`
+    dsv4.regions         "auto" | "on" | "off"                compile repeated layers once, see `REGIONS_VALUES`
     dsv4.cudagraph       "off" | "full" | "trees"             captures of the graph, see `CUDAGRAPH_VALUES`
     dsv4.cudagraph.<...> see `GRAPH_OPTIONS`                  limits and checks of these captures
 
@@ -26,6 +27,9 @@ FUSE_VALUES = ("auto", "on", "off")
 with equal results, but without a gain if the fused op runs its reference. An op whose implementation is demanded is
 never fused into another."""
 FUSE_PASSES = ("fuse_preprocess", "fuse_indexer", "fuse_attention", "fuse_latent", "fuse_output", "fuse_streams")
+REGIONS_VALUES = ("auto", "on", "off")
+"""Values of dsv4.regions. "auto" compiles each kind of layer of a graph once where that saves some compilations. "on"
+does so where it saves one. A graph without repeated layers is compiled whole. Results are equal."""
 CUDAGRAPH_VALUES = ("off", "full", "trees")
 """Values of dsv4.cudagraph. "full" captures each decode-sized shape of a compiled graph as one CUDA graph (see
 `runtime.compiled`). "trees" leaves captures to Inductor and marks the caches for it."""
@@ -55,6 +59,7 @@ class Options:
         fuse: for all fusion passes, one of `FUSE_VALUES`.
         fuses: one of `FUSE_VALUES` for single passes, by name.
         cudagraph: one of `CUDAGRAPH_VALUES`.
+        regions: one of `REGIONS_VALUES`.
         capture: values of `GRAPH_OPTIONS` that the user gave.
         inductor: settings of torch._inductor.config for this compile.
     """
@@ -66,6 +71,7 @@ class Options:
     cudagraph: str = "off"
     capture: Mapping[str, Any] = field(default_factory=dict)
     inductor: Mapping[str, Any] = field(default_factory=dict)
+    regions: str = "auto"
 
     @classmethod
     def parse(cls, mode: str | None, options: Mapping[str, Any] | None, *, ops: Iterable[str]) -> Options:
@@ -81,7 +87,7 @@ class Options:
                 capture.
         """
         ops = tuple(ops)
-        impl, fuse, cudagraph = "auto", "auto", "off"
+        impl, fuse, cudagraph, regions = "auto", "auto", "off", "auto"
         demands: dict[str, str] = {}
         fuses: dict[str, str] = {}
         capture: dict[str, Any] = {}
@@ -89,6 +95,8 @@ class Options:
         for key, value in (options or {}).items():
             if key == "dsv4.impl":
                 impl = _one_of(key, value, IMPL_VALUES)
+            elif key == "dsv4.regions":
+                regions = _one_of(key, value, REGIONS_VALUES)
             elif key == "dsv4.cudagraph":
                 cudagraph = _one_of(key, value, CUDAGRAPH_VALUES)
             elif key.startswith(_PER_GRAPH):
@@ -108,7 +116,7 @@ class Options:
                 check(op in ops, "E301", got=key, fix=_nearest(key, [_PER_OP + name for name in ops]))
                 demands[op] = _one_of(key, value, IMPL_VALUES)
             elif key.startswith(_PREFIX):
-                known = ["dsv4.impl", "dsv4.fuse", "dsv4.cudagraph", *(_PER_OP + op for op in ops)]
+                known = ["dsv4.impl", "dsv4.fuse", "dsv4.regions", "dsv4.cudagraph", *(_PER_OP + op for op in ops)]
                 fail("E301", got=key, fix=_nearest(key, known))
             else:
                 name = key.replace("-", "_")
@@ -135,12 +143,12 @@ class Options:
             fix='leave it on, or use backend="inductor"',
         )
         demands = {op: value for op, value in demands.items() if value != "auto"}
-        return cls(impl, demands, fuse, fuses, cudagraph, capture, inductor)
+        return cls(impl, demands, fuse, fuses, cudagraph, capture, inductor, regions)
 
     def cache_key(self) -> tuple[Any, ...]:
         """Return the options that change generated code. torch adds the Inductor settings to its cache key itself."""
         fusing = tuple(self.fuse_of(name) for name in FUSE_PASSES)
-        return (self.impl, tuple(sorted(self.demands.items())), fusing, self.cudagraph)
+        return (self.impl, tuple(sorted(self.demands.items())), fusing, self.cudagraph, self.regions)
 
     def fuse_of(self, name: str) -> str:
         """Return the value for the fusion pass `name`, one of `FUSE_VALUES`."""

@@ -9,28 +9,16 @@ from __future__ import annotations
 from functools import partial
 from itertools import chain, pairwise
 
-import torch
 from torch.fx import Graph, Node
 
 from ..lowering import registry
 from ..ops.common.define import OPS
 from ..selection.decisions import record
 from .fusion import Fuser, NotFusable, inputs_to_move
-from .nodes import OpNode, calls_of, describe, display_name, read, value_of
+from .nodes import VIEWS, OpNode, calls_of, describe, display_name, read, value_of
 from .rewrite import erase, insert, item, replace_uses
 
 FIRST, PRE, BOUNDARY, HEAD = "mhc_post", "mhc_pre", "mhc_boundary", "mhc_head"
-_VIEWS = (
-    torch.ops.aten.view.default,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten.squeeze.default,
-    torch.ops.aten.squeeze.dim,
-    torch.ops.aten.squeeze.dims,
-    torch.ops.aten.unsqueeze.default,
-    torch.ops.aten.alias.default,
-    torch.ops.aten.clone.default,
-)
-"""Ops that keep all elements and their order. With equal last dims, the number of tokens is therefore equal too."""
 
 
 def run(graph: Graph, fuser: Fuser) -> None:
@@ -49,7 +37,7 @@ def run(graph: Graph, fuser: Fuser) -> None:
 def _path(second: OpNode) -> list[Node]:
     """Return the node that the streams of `second` are a view of, then the views, in order."""
     path = [second["streams"]]
-    while path[0].target in _VIEWS:
+    while path[0].target in VIEWS:
         path.insert(0, path[0].args[0])
     return path
 

@@ -22,6 +22,17 @@ from ..selection.decisions import Call
 FUNCTIONALIZED_V2 = torch.ops.higher_order.auto_functionalized_v2
 FUNCTIONALIZED = (torch.ops.higher_order.auto_functionalized, FUNCTIONALIZED_V2)
 BASES = "_all_bases"
+VIEWS = (
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.squeeze.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze.dims,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+)
+"""Ops that keep all elements and their order. With equal last dims, the number of tokens is therefore equal too."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 

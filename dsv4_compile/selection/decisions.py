@@ -31,6 +31,7 @@ IMPLEMENTATIONS = ("ir", "triton", "eager")
 """`ir`: Inductor IR, fuses with its neighbours. `triton`: a hand-written kernel. `eager`: the PyTorch reference."""
 
 _collectors: ContextVar[tuple[Decisions, ...]] = ContextVar("dsv4_decisions", default=())
+_times: ContextVar[int] = ContextVar("dsv4_decisions_times", default=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +140,21 @@ def collecting() -> bool:
     return bool(_collectors.get())
 
 
+@contextmanager
+def times(count: int) -> Iterator[None]:
+    """Record each decision in the block `count` times: code is compiled once for `count` parts of a graph."""
+    token = _times.set(count)
+    try:
+        yield
+    finally:
+        _times.reset(token)
+
+
 def record(found: Decision | Fusion) -> None:
     """Add `found` to every open collector."""
     log.debug("%s", found)
     for collected in _collectors.get():
         if isinstance(found, Fusion):
-            collected.fusions.append(found)
+            collected.fusions += [found] * _times.get()
         else:
-            collected.append(found)
+            collected += [found] * _times.get()
