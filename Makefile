@@ -6,6 +6,7 @@
 #   TORCH   torch to install, before everything else              torch==2.13.0
 #   TRITON  triton to install beside it, without dependencies     triton==3.7.1
 #   JOBS    test processes                                        2
+#   FUZZ    sequences of calls that make fuzz draws               2000
 #   ARGS    further arguments of dsv4 demo or pytest              (none)
 #
 # A machine that has its torch already, for its GPU: `make test TORCH= TRITON=` installs neither; the environment
@@ -16,6 +17,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1
 JOBS ?= 2
+FUZZ ?= 2000
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -26,7 +28,7 @@ TYPES := build/types
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(TRITON)' | cksum | cut -d ' ' -f 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs install clean
+.PHONY: help demo test fuzz lint docs install clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -38,6 +40,9 @@ demo: install  ## a small DeepSeek-V4 from transformers, compiled and compared w
 
 test: lint  ## style, types and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+fuzz: install  ## 2,000 random sequences of calls against eager transformers, and 200 through Inductor: hours
+	OMP_NUM_THREADS=1 DSV4_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n $(JOBS) tests/hf/test_fuzz.py $(ARGS)
 
 lint: install  ## style and types alone
 	$(BIN)/ruff check .
