@@ -53,6 +53,7 @@ def convert(
     attention_only: bool = True,
     mesh: DeviceMesh | None = None,
     expert_layout: str = "experts",
+    collectives: str = "functional",
 ) -> Any:
     """Make `model` compilable in one graph for prefill and one for decode, and return the same object.
 
@@ -76,6 +77,8 @@ def convert(
         mesh: ranks, along one dim, that the model is split over. Each passes the same whole model, keeps its part, and
             frees the rest; from then on all make the same calls. It needs `attention_only=False`.
         expert_layout: "experts" gives each rank some of the routed experts, "rows" a part of every one.
+        collectives: "functional" for those of the mesh's backend, "symmetric" for all-reduces through symmetric memory
+            of GPUs that reach each other. E302 if they do not.
 
     Later changes of weights take effect at the next call: in place, `load_state_dict` (with `assign` too),
     `module.weight = ...` and `weight.data = ...`. Hooks, adapters and parametrisations of modules that are read and
@@ -127,6 +130,7 @@ def convert(
         check(
             not attention_only, "E701", got="mesh with attention_only=True", fix="pass attention_only=False", why=_WHOLE
         )
+        ranks = split.with_collectives(ranks, collectives, device)
         in_step = split.split(model, ranks, expert_layout, options)
         config = attention_config(config, ranks, fp8=False)  # `split` has checked that blocks are whole
     dtype = model.lm_head.weight.dtype

@@ -10,6 +10,7 @@ import inspect
 import platform
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -18,18 +19,16 @@ from torch import Tensor, nn
 
 from .._compat import device_architecture
 from ..config import DeepseekV4Config
-from ..errors import DSV4Error, fail
+from ..errors import DSV4Error, check, fail
 from ..layout import MX_TILE, WEIGHT_TILE
-from ..parallel import Ranks, agreement, all_gather, all_reduce
+from ..parallel import Ranks, agreement, all_gather, all_reduce, symmetric
 from ..parallel.collectives import first_object
 from ..parallel.split import Whole, attention_sizes, check_divides, check_layout, part_of, split_of
 from ..reference.moe.expert_weights import weight_format
 from .cache import PagedCache
 from .model import CompilableForCausalLM
 
-_COLLECTIVE = re.compile(
-    r"gloo|nccl|processgroup|timed ?out|broken pipe|connection (?:closed|reset|refused)", re.IGNORECASE
-)
+_COLLECTIVE = re.compile(r"gloo|nccl|processgroup|timed ?out|broken pipe|connection (?:closed|reset)", re.IGNORECASE)
 """First lines of the errors that collectives raise."""
 _BLOCK = {"float": 1, "e4m3": WEIGHT_TILE, "mxfp4": MX_TILE}
 
@@ -131,6 +130,16 @@ class InStep:
             self.processes.fail(fault)
 
 
+def with_collectives(ranks: Ranks, collectives: str, device: torch.device) -> Ranks:
+    """Return `ranks` with the all-reduce that `collectives` names, ready on `device`. Raises E302 if it cannot be."""
+    known = ("functional", "symmetric")
+    check(collectives in known, "E302", got=f"collectives={collectives!r}", fix=f"pass one of {', '.join(known)}")
+    if collectives == "functional":
+        return ranks
+    symmetric.prepare(ranks, device)
+    return replace(ranks, symmetric=True)
+
+
 def keep_part(model: Any, ranks: Ranks, expert_layout: str = "experts") -> None:
     """Let a transformers model, possibly on the meta device, keep this rank's part of its weights, and free the rest.
 
@@ -143,7 +152,7 @@ def keep_part(model: Any, ranks: Ranks, expert_layout: str = "experts") -> None:
     for name, parameter in model.named_parameters():
         if (how := split_of(name, expert_layout)) is not None:
             parameter.data = part_of(parameter.data, how, ranks).clone()
-    model.__dict__["dsv4_part"] = ranks, expert_layout
+    model.__dict__["dsv4_part"] = replace(ranks, symmetric=False), expert_layout
 
 
 def split(model: Any, ranks: Ranks, expert_layout: str, options: Mapping[str, Any]) -> InStep:
@@ -157,8 +166,9 @@ def split(model: Any, ranks: Ranks, expert_layout: str, options: Mapping[str, An
     Raises E701 if the ranks do not divide it, E702 if ranks differ, both before anything is changed.
     """
     has_part = "dsv4_part" in model.__dict__
-    if has_part and model.dsv4_part != (ranks, expert_layout):
-        fail("E701", got=f"a part for {model.dsv4_part}", why=f"convert is for {(ranks, expert_layout)}")
+    wanted = replace(ranks, symmetric=False), expert_layout
+    if has_part and model.dsv4_part != wanted:
+        fail("E701", got=f"a part for {model.dsv4_part}", why=f"convert is for {wanted}")
     if not has_part:
         check_layout(expert_layout)
         check_divides(sizes(model, expert_layout), ranks)

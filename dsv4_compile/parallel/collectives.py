@@ -19,8 +19,15 @@ def all_reduce(x: Tensor, ranks: Ranks | None) -> Tensor:
     """Return the sum of `x` over the ranks, in x's dtype; x itself without ranks, or with one."""
     if ranks is None or ranks.size == 1:
         return x
-    out: Tensor = functional_collectives.all_reduce(x.contiguous(), "sum", ranks.name)
-    return _waited(out)
+    if ranks.symmetric:
+        out: Tensor = torch.ops.dsv4_collectives.all_reduce(x.contiguous(), ranks.name)
+        return out
+    return functional_all_reduce(x.contiguous(), ranks.name)
+
+
+def functional_all_reduce(x: Tensor, name: str) -> Tensor:
+    """Return the sum of `x` over the ranks of the group `name`, by the collective of its backend."""
+    return _waited(functional_collectives.all_reduce(x, "sum", name))
 
 
 def all_gather(x: Tensor, ranks: Ranks | None) -> Tensor:

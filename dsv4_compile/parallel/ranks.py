@@ -21,11 +21,13 @@ class Ranks:
         rank: place of this process in the group.
         size: number of ranks.
         name: torch's name of the group.
+        symmetric: whether all-reduces go through symmetric memory, see `symmetric`.
     """
 
     rank: int
     size: int
     name: str
+    symmetric: bool = False
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Ranks:

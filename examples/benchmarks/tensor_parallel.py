@@ -144,7 +144,7 @@ def compare_with_one(args: argparse.Namespace, mesh: Any, device: torch.device) 
         parameter.data = parameter.data.float() if kept.intersection(name.split(".")) else parameter.data
     sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 256, "attention_only": False}
     whole = hf.convert(copy.deepcopy(model.eval()), **sizes)
-    hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts)
+    hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts, collectives=args.collectives)
     mask = (torch.arange(100, device=device) >= 100 - torch.arange(5, 105, 13, device=device)[:8, None]).long()
     ids = torch.randint(1, config.vocab_size, mask.shape, generator=torch.Generator().manual_seed(0)).to(device)
     if not args.eager:
@@ -225,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt (%(default)s)")
     parser.add_argument("--weights", choices=("official", "bfloat16"), default="official", help="%(default)s")
     parser.add_argument("--experts", choices=EXPERT_LAYOUTS, default=EXPERT_LAYOUTS[0], help="%(default)s")
+    parser.add_argument("--collectives", default="functional", help="or symmetric (%(default)s)")
     parser.add_argument("--compared", type=int, default=32, help="tokens compared with one GPU, 0 = none (%(default)s)")
     parser.add_argument("--eager", action="store_true", help="do not compile, to try the command sooner")
     parser.add_argument("--tiny", action="store_true", help="a tiny model instead, to try the command")
@@ -235,9 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
     if kind == "cuda":
         torch.cuda.set_device(device)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
     mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
     said = f"torchrun --nproc-per-node {mesh.size()} examples/benchmarks/tensor_parallel.py --layers {args.layers}"
     said += f" --batches {args.batches} --prompt {args.prompt} --weights {args.weights} --experts {args.experts}"
+    said += f" --collectives {args.collectives}"
     found: dict[str, Any] = {"scenario": "tensor_parallel", **environment(device), "command": said, "rows": []}
 
     def tell(value: dict[str, Any]) -> None:
@@ -261,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found["bytes_of_a_rank"] = sum(parameter.nbytes for parameter in model.parameters())
     length = args.prompt + 8 * STEPS
     sizes: dict[str, Any] = {"max_batch_size": max(batches), "max_seq_len": length, "attention_only": False}
-    hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts)
+    hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts, collectives=args.collectives)
     if not args.eager:
         model.compile(fullgraph=True, backend="dsv4", options=captures(device))
     for batch in batches:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from dsv4_compile import DeepseekV4Attention, hf
 from dsv4_compile._compat import counters
-from dsv4_compile.errors import RankError
+from dsv4_compile.errors import CompileError, RankError
 from dsv4_compile.hf.split import keep_part
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.loading import load_attention
-from dsv4_compile.parallel import Ranks, gather_objects
+from dsv4_compile.parallel import Ranks, all_reduce, gather_objects, symmetric
+from dsv4_compile.parallel.collectives import functional_all_reduce
 from dsv4_compile.runtime import counting
 from tests.hf.small import LAYERS, close
 from tests.modules.engine import Engine
@@ -152,6 +153,13 @@ def what_a_part_cannot_do_is_an_error(mesh: Any) -> None:
         hf.convert(other, **SIZES | {"attention_only": True}, mesh=mesh)
     with fails("E701", "expert_layout"):
         hf.convert(other, **SIZES, mesh=mesh, expert_layout="columns")
+    for what in ("symmetric", "none"):
+        try:
+            hf.convert(other, **SIZES, mesh=mesh, collectives=what)
+        except CompileError as error:
+            assert "[E302]" in str(error)
+        else:
+            raise AssertionError("no error")
     with fails("E701", "one dim"):
         hf.convert(other, **SIZES, mesh=torch.distributed.DeviceMesh("cpu", [list(range(mesh.size()))]))
     with fails("E701", "int"):
@@ -215,6 +223,17 @@ def compiled_graphs_neither_break_nor_recompile(mesh: Any) -> None:
     assert torch.equal(generated(model, tokens(3, 20), mask), generated(alone, tokens(3, 20), mask))
     assert (graphs, counters["stats"]["unique_graphs"]) == (2, 2)
     assert not counters["graph_break"]
+
+
+def an_opaque_all_reduce_without_a_buffer_is_that_of_the_backend(mesh: Any) -> None:
+    ranks = replace(Ranks.of(mesh), symmetric=True)
+    assert (ranks.name, torch.device("cpu")) not in symmetric._buffers
+    compiled = torch.compile(lambda x: all_reduce(x.t(), ranks) + 1, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 5):
+        x = torch.arange(4.0 * rows).view(rows, 4) + mesh.get_rank()
+        want = functional_all_reduce(x.t().contiguous(), ranks.name) + 1
+        assert torch.equal(compiled(x), want)
+        assert float(want[0, 0]) == 2.0
 
 
 def a_rank_that_dies_ends_the_others_with_its_name(mesh: Any) -> None:

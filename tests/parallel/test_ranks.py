@@ -21,6 +21,7 @@ ON_TWO = (
     checks.what_a_part_cannot_do_is_an_error,
     checks.ranks_that_differ_are_told_so,
     checks.an_engines_layer_is_split,
+    checks.an_opaque_all_reduce_without_a_buffer_is_that_of_the_backend,
     checks.compiled_graphs_neither_break_nor_recompile,
 )
 ON_FOUR = (*EVERYWHERE, checks.a_rank_that_dies_ends_the_others_with_its_name)
