@@ -32,10 +32,10 @@ NEIGHBOUR = Tolerance(abs=2e-4, rel=1.01 / 128, cosine=1e-6)
 """Tolerance for e4m3 weights: the last GEMM becomes a batch of one, which a library may sum in another order."""
 
 
-def step_through(layer: DeepseekV4Attention, call: Any, check: Any = assert_bitwise) -> None:
+def step_through(layer: DeepseekV4Attention, call: Any, check: Any = assert_bitwise, steps: Any = STEPS) -> None:
     """Compare outputs and cache bytes of steps through `call` with those of the layer itself."""
     expected, got = (Engine(layer, 3, MAX_SEQ_LEN, call=run, max_step_tokens=150) for run in (layer, call))
-    for counts in STEPS:
+    for counts in steps:
         chunks = [torch.randn(n, layer.config.hidden_size).to(layer.q_norm.weight.dtype) for n in counts]
         for a, b in zip(got.step(chunks, padding=2), expected.step(chunks, padding=2), strict=True):
             check(a, b)
@@ -65,7 +65,9 @@ def test_every_pass_works_without_each_other(kind: str, off: str) -> None:
     config, kwargs = CASES["fp8-cache-and-weights"]
     layer = random_layer(dataclasses.replace(config, o_lora_rank=128), kind, **kwargs)
     result = fused(layer, {"dsv4.fuse": "on", f"dsv4.fuse.{off}": "off"})
-    step_through(layer, result.call, partial(assert_close, tolerance=NEIGHBOUR))
+    # A second step compiles a graph of any number of tokens. The CSA layer has every pass; one step of others will do.
+    steps = STEPS if kind == "csa" else STEPS[1:]
+    step_through(layer, result.call, partial(assert_close, tolerance=NEIGHBOUR), steps)
     assert off not in {fusion.by for fusion in result.fusions}
     assert all(fusion.fused for fusion in result.fusions)
 
@@ -157,7 +159,7 @@ def test_compiled_code_writes_every_cache_in_place_and_the_report_lists_the_fuse
     expected.step(hidden)
     got.lengths = [9, 4]
     arguments = torch.cat(hidden), got.metadata([9, 4], 13), got.paged.layers[0]
-    report = dsv4_compile.explain(layer, *arguments, options={"dsv4.fuse": "on", "cpp_cache_precompile_headers": False})
+    report = dsv4_compile.explain(layer, *arguments, options={"dsv4.fuse": "on"})
     assert report.ok
     assert not report.missed_reinplace
     for name, tensor in got.paged.layers[0].tensors().items():
