@@ -104,7 +104,7 @@ def test_kernels_that_triton_builds_are_late_work() -> None:
 
 def test_other_threads_and_the_time_after_the_block_are_not_logged(scaled: Callable[..., Tensor]) -> None:
     handlers = list(logging.getLogger("torch.__trace").handlers)
-    with compile_log(strict=True) as log:
+    with compile_log() as log:
         thread = threading.Thread(target=scaled, args=(torch.ones(5), 2))
         thread.start()
         thread.join()
