@@ -29,16 +29,20 @@ hypothesis.settings.register_profile("long", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile("short")
 
 LONGEST = (
-    "hf/test_compiled.py",
-    "kernels/attention/test_sparse_mla_decode_compiles.py",
     "package/test_examples.py",
-    "lowering/attention/test_inv_rope.py",
-    "kernels/indexer/test_indexer_logits_topk.py",
-    "runtime/test_compiled.py",
-    "kernels/linear/test_gemm.py",
-    "lowering/preprocess/test_compress_norm_rope_insert.py",
+    "hf/test_compiled.py",
+    "kernels/test_memory_rounds.py",
     "backend/test_fuse_layer.py",
-    "kernels/preprocess/test_preprocess_insert_compiles.py",
+    "lowering/attention/test_inv_rope.py",
+    "lowering/indexer/test_indexer_q_rope_quant.py",
+    "bench/test_decode_step.py",
+    "modules/test_attention_layer.py",
+    "kernels/moe/test_moe_experts.py",
+    "lowering/preprocess/test_compress_norm_rope_insert.py",
+    "attention_backends/test_conformance.py",
+    "kernels/hyper_connections/test_mhc_boundary.py",
+    "kernels/attention/test_inv_rope.py",
+    "kernels/attention/test_sparse_mla_decode_compiles.py",
 )
 """The files that take longest where nothing has been compiled yet, longest first."""
 

@@ -108,6 +108,34 @@ def install(target: GPUTarget = HOPPER) -> None:
     triton_driver.set_active(FakeDriver(target))
 
 
+class _Llvm:
+    """LLVM without what AMD's compiler makes for debugging alone, as expensive as the code itself."""
+
+    def __init__(self, llvm: Any) -> None:
+        self._llvm = llvm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llvm, name)
+
+    def translate_to_mir(self, *args: Any) -> str:
+        return ""
+
+    def dump_sched_dag(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def code_alone(target: GPUTarget) -> Iterator[None]:
+    """Skip, in the block, what the compiler for `target` makes beside the code."""
+    if target.backend != "hip":
+        yield
+        return
+    from triton.backends.amd import compiler
+
+    with mock.patch.object(compiler, "llvm", _Llvm(compiler.llvm)):
+        yield
+
+
 @contextmanager
 def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
     """Let every launch in the block compile its kernel for `target` instead of running it; nothing stays installed.
@@ -138,6 +166,7 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
         mock.patch.object(triton_driver, "_active", FakeDriver(target)),
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(CompiledKernel, "__getitem__", lambda self, grid: lambda *args: None),
+        code_alone(target),
     ):
         yield compiled
 

@@ -75,7 +75,8 @@ class GeneratedKernel:
         signature = dict(self.meta["signature"])
         constants = {**self._blocks(), **self.meta.get("constants", {})}
         source = ASTSource(fn=self.function, signature=signature, constexprs=constants)
-        compiled = triton.compile(source, target=target, options={"num_warps": 4})
+        with fake_triton.code_alone(target):
+            compiled = triton.compile(source, target=target, options={"num_warps": 4})
         binary: bytes = compiled.asm["hsaco" if target.backend == "hip" else "cubin"]
         return binary
 

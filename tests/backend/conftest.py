@@ -14,6 +14,6 @@ from tests.warm import ROOT, WarmPython
 def torch_alone() -> Iterator[WarmPython]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     env["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # a fresh cache folder would try four kinds of vector instructions first
-    warm = WarmPython(("torch._inductor.compile_fx",), env, 300)
+    warm = WarmPython(("torch._inductor.compile_fx", "tests.inductor_patterns"), env, 300)
     yield warm
     warm.close()

@@ -16,7 +16,7 @@ import pytest
 from tests.warm import ROOT, WarmPython
 
 Reports = dict[str, dict[str, Any]]
-IMPORTED = ("torch._inductor.compile_fx", "dsv4_compile.testing.inductor_triton")
+IMPORTED = ("torch._inductor.compile_fx", "tests.inductor_patterns", "tests.lowering.generated")
 
 
 def _warm(**environment: str) -> Iterator[WarmPython]:

@@ -38,7 +38,7 @@ from triton.runtime import JITFunction  # noqa: E402
 
 import tests.tools.fingerprint_calls_layer  # noqa: E402, F401  registers its calls
 from dsv4_compile.ops.common import kernels  # noqa: E402
-from dsv4_compile.testing.fake_triton import TARGETS, FakeDriver, triton_driver  # noqa: E402
+from dsv4_compile.testing.fake_triton import TARGETS, FakeDriver, code_alone, triton_driver  # noqa: E402
 from tests.tools.fingerprint_calls import calls_of  # noqa: E402
 from tests.tools.fingerprint_source import digest, source_of  # noqa: E402
 
@@ -217,39 +217,22 @@ def _text_only() -> Iterator[None]:
     from triton.backends.nvidia import compiler as nvidia
 
     folder = f"{triton.knobs.cache.dir}-text"
-    llvm = _Llvm(amd.llvm)
     with (
         triton.knobs.cache.scope(),
         triton.knobs.compilation.scope(),
         mock.patch.object(nvidia.CUDABackend, "make_cubin", lambda *args: b""),
         mock.patch.object(amd.HIPBackend, "make_hsaco", staticmethod(lambda *args: b"")),
-        mock.patch.object(amd, "llvm", llvm),
     ):
         triton.knobs.cache.dir = folder
         triton.knobs.compilation.disable_line_info = True
         yield
 
 
-class _Llvm:
-    """LLVM without what AMD's compiler makes for debugging alone."""
-
-    def __init__(self, llvm: Any) -> None:
-        self._llvm = llvm
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._llvm, name)
-
-    def translate_to_mir(self, *args: Any) -> str:
-        return ""
-
-    def dump_sched_dag(self, *args: Any) -> None:
-        pass
-
-
 def compiled(job: Job) -> Any:
     """The kernel of a job, compiled up to its text."""
     function, seen = job.function, job.function.device_caches
-    with _text_only(), mock.patch.object(triton_driver, "_active", FakeDriver(TARGETS[job.target])):
+    target = TARGETS[job.target]
+    with _text_only(), code_alone(target), mock.patch.object(triton_driver, "_active", FakeDriver(target)):
         # A kernel remembers the target it first saw as that of the device.
         function.device_caches = collections.defaultdict(function.create_binder)
         try:
