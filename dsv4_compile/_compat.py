@@ -266,23 +266,6 @@ def ue8m0_in_cpp() -> Iterator[None]:
             del names[torch.float8_e8m0fnu]
 
 
-@contextmanager
-def without_output_strides() -> Iterator[None]:
-    """Do not report strides of outputs to AOTAutograd inside the block, where a graph is compiled in parts.
-
-    It takes one report for a graph, which only graphs with a backward need.
-    """
-    context = __getattr__("TracingContext").try_get()
-    if context is None:
-        yield
-        return
-    reported, context.output_strides = context.output_strides, None
-    try:
-        yield
-    finally:
-        context.output_strides = reported
-
-
 def run_graph_pass(graph_pass: Any, graph: torch.fx.Graph) -> None:
     """Call a user's graph pass. Since torch 2.12 a pass may ask for `is_inference`, which is always true here."""
     aware: Any = getattr(__getattr__("custom_graph_pass"), "CustomInferenceAwareGraphPass", ())

@@ -66,9 +66,8 @@ def _compile(
     """Compile as `dsv4` does, in the only thread that compiles."""
     from ._compat import codegen_of, compile_fx, compile_fx_inner, inductor_config, ue8m0_in_cpp
     from .lowering import registry
-    from .passes import ChooseImplementations
+    from .passes import ChooseImplementations, Regional
     from .runtime.backends import Capturing
-    from .runtime.regions import Regional
 
     registry.load()
     parsed = Options.parse(mode, options, ops=OPS)

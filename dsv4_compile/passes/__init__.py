@@ -2,11 +2,13 @@
 
 They run in one slot of Inductor's post-grad passes, after its own patterns and before mutations are made in place
 again: the graph is still functional, so its edges contain the order of all reads and writes. `choose` has the pass that
-Inductor calls, `pipeline` the order of the fusion passes, `fusion` their common checks.
+Inductor calls, `pipeline` the order of the fusion passes, `fusion` their common checks. Before them, `regional` compiles
+each kind of layer once.
 """
 
 from __future__ import annotations
 
 from .choose import ChooseImplementations, source_digest, sources
+from .regional import Regional
 
-__all__ = ["ChooseImplementations", "source_digest", "sources"]
+__all__ = ["ChooseImplementations", "Regional", "source_digest", "sources"]

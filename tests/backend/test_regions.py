@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from dsv4_compile import hf
 from dsv4_compile._compat import compile_fx
 from dsv4_compile.hf.tiny import tiny_model
-from dsv4_compile.passes import regions
-from dsv4_compile.runtime.regions import Program, Regional
+from dsv4_compile.passes import Regional
+from dsv4_compile.runtime.regions import Program, Region
 from dsv4_compile.selection import decisions
 
 _nn: Any = nn
@@ -158,14 +158,11 @@ def test_values_are_dropped_after_their_last_use() -> None:
     y = graph.call_function(operator.neg, (x,))
     z = graph.call_function(operator.neg, (y,))
     graph.output((z, 7, None))
-    parts = [regions.Region(graph, (x,), (y,), "a"), regions.Region(graph, (y,), (z,), "b")]
-    held: list[Any] = []
 
     def run(given: list[Any]) -> list[Any]:
-        held.append([step.dead for step in program.steps])
         return [-given[0]]
 
-    program = Program(parts, {"a": run, "b": run}, {x: 0}, graph.output_node())
+    program = Program([Region((x,), (y,), run), Region((y,), (z,), run)], {x: 0}, graph.output_node())
     inputs = [3]
     assert program(inputs) == [3, 7, None]
     assert inputs == []

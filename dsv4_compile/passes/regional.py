@@ -1,0 +1,89 @@
+"""Compile a graph in regions, each kind of layer once: `Regional`, an `inner_compile` of Inductor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.fx import GraphModule
+
+from .. import progress
+from .._compat import TracingContext
+from ..runtime.regions import Program
+from ..runtime.regions import Region as Compiled
+from ..selection import decisions
+from . import regions
+
+_log = logging.getLogger("dsv4_compile.runtime")
+WORTH_IT = 4
+"""Fewest regions without a compilation of their own for which `auto` compiles in regions.
+
+Below it, warm starts matter more: torch's cache of whole graphs does not take a graph in regions.
+"""
+
+
+class Regional:
+    """Compiles the repeated layers of a graph once.
+
+    Args:
+        inner: compiles one graph, as Inductor's own.
+        wanted: "auto" or "on"; with "auto" at least `WORTH_IT` compilations must be saved.
+    """
+
+    def __init__(self, inner: Callable[..., Any], wanted: str) -> None:
+        self.inner, self.wanted = inner, wanted
+
+    def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        """Compile `gm` as Inductor's `inner_compile`, whole if it is trained or has too few repeated layers."""
+        if not options.get("is_inference"):
+            return self.inner(gm, example_inputs, **options)
+        static = frozenset(options.get("static_input_idxs") or ())
+        try:
+            found = regions.split(gm, static)
+        except regions.NotSplit as error:
+            _log.info("compiles a graph whole: %s", error)
+            return self.inner(gm, example_inputs, **options)
+        counts = regions.kinds(found)
+        saved = len(found) - len(counts)
+        if saved < (WORTH_IT if self.wanted == "auto" else 1):
+            _log.info("compiles a graph whole: %s regions of %s kinds", len(found), len(counts))
+            return self.inner(gm, example_inputs, **options)
+        _log.info("compiles a graph of %s regions as %s kinds", len(found), len(counts))
+        placeholders = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        compiled: dict[str, Any] = {}
+        with progress.stage("compile kinds of layers", total=len(counts)) as work, _without_output_strides():
+            for region in found:
+                if region.key in compiled:
+                    continue
+                work.note(f"{counts[region.key]} of {len(found)} regions")
+                examples = [
+                    example_inputs[placeholders[node]] if node in placeholders else node.meta["val"]
+                    for node in region.inputs
+                ]
+                fixed = [i for i, node in enumerate(region.inputs) if placeholders.get(node) in static]
+                with decisions.times(counts[region.key]):
+                    compiled[region.key] = self.inner(
+                        GraphModule(gm, region.graph), examples, **options | {"static_input_idxs": fixed}
+                    )
+                work.advance()
+        parts = [Compiled(region.inputs, region.outputs, compiled[region.key]) for region in found]
+        return Program(parts, placeholders, gm.graph.output_node())
+
+
+@contextmanager
+def _without_output_strides() -> Iterator[None]:
+    """Do not report strides of outputs to AOTAutograd inside the block, where a graph is compiled in parts.
+
+    It takes one report for a graph, which only graphs with a backward need.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    reported, context.output_strides = context.output_strides, None
+    try:
+        yield
+    finally:
+        context.output_strides = reported
