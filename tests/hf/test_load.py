@@ -181,6 +181,14 @@ def test_no_weight_is_copied_after_it_was_read(
     assert [stack.weight.data_ptr() for stack in stacks] == [stack.parts[0].weight.data_ptr() for stack in stacks]
 
 
+def test_a_loaded_model_that_is_reverted_runs_in_transformers(folder: Path, original: Any) -> None:
+    """Buffers that no checkpoint holds, as RoPE frequencies, are read by transformers' forward alone."""
+    model = hf.revert(load(folder, dequantize=True, dtype=torch.float32))
+    ids = random_ids(1, 150)
+    assert torch.equal(logits(model, ids, use_cache=False), logits(original, ids, use_cache=False))
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
 def test_draft_layers_are_skipped_and_the_log_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "dsv4_compile.hf"):
         load(folder)
