@@ -279,7 +279,7 @@ def test_probabilities_are_those_of_transformers(temperature: float, top_k: int,
     torch.testing.assert_close(got, want, atol=2 / count, rtol=0)
 
 
-def test_greedy_rows_and_a_uniform_number_of_nearly_one() -> None:
+def test_greedy_rows_and_a_uniform_number_that_rounds_to_one() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]]).repeat(2, 1)
-    numbers: Tensor = torch.tensor([[0.0, 0.0, 1.0, 0.9], [1.0, 3.0, 1.0, 1.0 - 2**-24]])
+    numbers: Tensor = torch.tensor([[0.0, 0.0, 1.0, 0.9], [1.0, 3.0, 1.0, 1.0 - 2**-53]])
     assert choose_tokens(logits, numbers).tolist() == [1, 3]
