@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dsv4_compile
+from dsv4_compile import cli
 from dsv4_compile.debug import ReplayReport
 from dsv4_compile.debug.replay.command import EXCEEDED, FAILED, OK, diff, replay
 from dsv4_compile.debug.replay.rows import Edge
@@ -285,6 +286,19 @@ def test_script_without_a_capture_fails(tmp_path: Path, text: str, capsys: pytes
     assert replay(str(script), as_json=False, html=None, fail_if=None) == FAILED
     captured = capsys.readouterr()
     assert "ValueError" in captured.out or "captures no graph" in captured.err
+
+
+def test_command_line_explains_a_replay_and_compares_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, record = tmp_path / "script.py", tmp_path / "record.json"
+    script.write_text(SCRIPT)
+    assert cli.main(["explain", "--replay", str(script), "--json", "--fail-if", "nodes>2"]) == EXCEEDED
+    captured = capsys.readouterr()
+    assert "limit 2" in captured.err
+    record.write_text(captured.out)
+    assert cli.main(["explain", "--diff", str(record), str(record), "--fail-if", "added>0, slower>0"]) == OK
+    assert "0 added, 0 removed, 0 slower" in capsys.readouterr().out
+    assert cli.main(["explain", "--diff", str(record), str(tmp_path / "none.json")]) == FAILED
+    assert "E201" in capsys.readouterr().err
 
 
 def test_dependencies_are_shown_with_their_kind(eager: ReplayReport) -> None:

@@ -68,6 +68,14 @@ def test_json_output_is_only_json(script: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(captured.out)["ok"] is False
 
 
+def test_report_is_written_as_a_page_too(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = script.with_suffix(".html")
+    assert explain_script(script, html=page) == 0
+    assert "1 graph break; 4 graphs" in page.read_text()
+    assert 'href="https://' in page.read_text()
+    assert "report.save('report.html')" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("accepted", "status"), [(0, 1), (1, 0), (None, 0)])
 def test_status_follows_the_number_of_breaks(script: Path, accepted: int | None, status: int) -> None:
     assert explain_script(script, max_breaks=accepted) == status
