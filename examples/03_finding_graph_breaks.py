@@ -2,7 +2,7 @@
 
 `slow_attention` breaks its graph four times. `explain` shows where, why and what to write instead; `fast_attention`
 applies these fixes. `explain_replay` captures it, as a CUDA graph or on a CPU by its stand-in, and lists every node.
-Leaves build/breaks.html and build/replay.html behind, to open in a browser.
+Writes build/breaks.html and build/replay.html, to open in a browser.
 Runs on a CPU in seconds: python examples/03_finding_graph_breaks.py
 """
 
