@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -329,11 +331,14 @@ class _Reader:
 
 def _read_ahead(files: Iterable[Path]) -> None:
     """Let the operating system read files into its cache while others are copied, where it can be asked to."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for file in files:
-        with file.open("rb") as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+    def ask() -> None:
+        for file in files:
+            with suppress(OSError), file.open("rb") as stream:
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+    if hasattr(os, "posix_fadvise"):
+        threading.Thread(target=ask, name="dsv4-read-ahead", daemon=True).start()  # the call may wait for the disk
 
 
 class _Rate:
