@@ -158,7 +158,9 @@ def convert(
         split.place_experts(model, ranks, expert_layout)
     read = None if attention_only else layers.ReadParts(model.model)
     settings = ReadSettings(model.model, *((), ()) if attention_only else (layers.READ, layers.READ_HEAD))
-    model.model.__dict__.update(dsv4_cache=cache, dsv4_read=read, dsv4_settings=settings, dsv4_in_step=in_step)
+    model.model.__dict__.update(
+        dsv4_cache=cache, dsv4_read=read, dsv4_settings=settings, dsv4_in_step=in_step, dsv4_snapshot=None
+    )
     if read is not None:
         read.adopt()
     register_recorded_outputs(model.model)
@@ -186,7 +188,7 @@ def revert(model: Any) -> Any:
         del layer.self_attn.__dict__["dsv4"], layer.self_attn.__dict__["dsv4_weights"]
     for module in (model, model.model):
         module._compiled_call_impl = None  # compiled for one graph, which the original forward is not
-    for name in ("dsv4_cache", "dsv4_read", "dsv4_settings", "dsv4_in_step"):
+    for name in ("dsv4_cache", "dsv4_read", "dsv4_settings", "dsv4_in_step", "dsv4_snapshot"):
         del model.model.__dict__[name]
     model.__dict__.pop("_dsv4_warned", None)
     return model

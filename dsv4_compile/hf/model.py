@@ -25,6 +25,7 @@ from ..metadata import AttentionMetadata
 from .cache import CACHE_NAME, PagedCache, given_cache
 from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, generating, held_by, kept, take_own
 from .layers import CompilableHead
+from .snapshot import Snapshot
 
 hf: Any = modeling_deepseek_v4
 """Module of transformers, untyped because its submodules have the type `Tensor | Module`."""
@@ -82,6 +83,15 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
 
         Raises E207 or E208 for parameters, modules or settings that it cannot run with.
         """
+        if self.dsv4_snapshot is not None and self.dsv4_snapshot.holds():
+            return
+        # In __dict__, where nn.Module does not look at what it is given.
+        self.__dict__["dsv4_snapshot"] = None
+        self.compare()
+        self.__dict__["dsv4_snapshot"] = Snapshot(self)
+
+    def compare(self) -> None:
+        """Do what `adopt` does where something may have changed."""
         self.dsv4_settings.check()
         for i, layer in enumerate(self.layers):
             weights = layer.self_attn.__dict__.get("dsv4_weights")
