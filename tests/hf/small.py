@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dsv4_compile.hf.tiny import tiny_config
 
-LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": tiny_config().layer_types[1:3]}
+_kinds: Any = tiny_config().layer_types
+LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": _kinds[1:3]}
 """A layer of each compressed kind; the first routes by hash."""
 
 
