@@ -37,7 +37,6 @@ _COMPILABLE: dict[type, Any] = {
 _ORIGINAL = {compilable: original for original, compilable in (_COMPILABLE | layers.SWAPS).items()}
 OPS = ("moe_experts", "moe_route", "mhc_pre", "mhc_boundary", "mhc_head")
 """Ops that stand for what surrounds attention."""
-_WHOLE = "transformers' own experts, embedding and head are not split"
 
 
 def convert(
@@ -127,9 +126,7 @@ def convert(
     ranks = None if mesh is None else Ranks.of(mesh)
     in_step = None
     if ranks is not None:
-        check(
-            not attention_only, "E701", got="mesh with attention_only=True", fix="pass attention_only=False", why=_WHOLE
-        )
+        split.check_splittable(attention_only)
         ranks = split.with_collectives(ranks, collectives, device)
         in_step = split.split(model, ranks, expert_layout, options)
         config = attention_config(config, ranks, fp8=False)  # `split` has checked that blocks are whole

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,16 @@ from ..errors import check, error, fail
 from ..loading import hf_name
 from ..modules import DeepseekV4Attention
 from ..modules.linear import Linear
+from ..parallel import Ranks
 from ..reference.moe.expert_weights import dequantize_expert
 from .checkpoint import Checkpoint, Stored, read_checkpoint
 from .convert import convert
-from .placement import Index, Piece, Placement, hf, place, targets
+from .placement import Index, Placement, hf, place, targets
+from .split import check_splittable
+from .split_load import split_placement
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("dsv4_compile.hf")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,6 +58,9 @@ def load(
     hadamard: bool = False,
     max_step_tokens: int | None = None,
     attention_only: bool = False,
+    mesh: DeviceMesh | None = None,
+    expert_layout: str = "experts",
+    collectives: str = "functional",
 ) -> Any:
     """Load a DeepSeek-V4 checkpoint and return it converted (see `convert`), in eval mode.
 
@@ -65,6 +74,7 @@ def load(
             quantise the inputs of e4m3 linears as DeepSeek does.
         max_batch_size, max_seq_len, kv_cache_dtype, indexer_cache_dtype, hadamard, max_step_tokens, attention_only:
             see `convert`.
+        mesh, expert_layout, collectives: see `convert`. A rank reads and allocates its part alone.
 
     Memory holds the weights and, while they are read, pages of one file and one tensor. Parameters need no gradient.
 
@@ -83,6 +93,9 @@ def load(
     checkpoint = read_checkpoint(path)
     placement = place(checkpoint, dtype=dtype, dequantize=dequantize)
     _raise_first(checkpoint, placement)
+    if mesh is not None:
+        check_splittable(attention_only)
+        split_placement(placement, Ranks.of(mesh), expert_layout)
     generation = _generation_config(checkpoint.folder)
     ours = DeepseekV4Config.from_hf(placement.model.config)
     model_dtype = placement.model.config.dtype
@@ -107,17 +120,12 @@ def load(
         "kv_cache_dtype": kv_cache_dtype,
         "indexer_cache_dtype": indexer_cache_dtype,
         "hadamard": hadamard,
+        "mesh": mesh,
+        "expert_layout": expert_layout,
+        "collectives": collectives,
     }
     with place_on:  # whatever the caller's default device is
         return convert(model.eval(), **sizes, **options, attention_only=attention_only)
-
-
-def part_to_read(piece: Piece) -> Index:
-    """Return which part of a stored tensor this process reads, () for all of it.
-
-    It is all that the model on one device needs of it. A model that is split over ranks reads less here.
-    """
-    return piece.part
 
 
 def describe_drafts(checkpoint: Checkpoint) -> str:
@@ -270,12 +278,12 @@ def fill(placement: Placement, device: torch.device) -> None:
             _read_ahead(files[after - 1 : after + 1])
             with _Reader(file) as reader:
                 for piece in group:
-                    value = reader.read(piece.stored, part_to_read(piece))
+                    value = reader.read(piece.stored, piece.part)
                     rate.count(value.nbytes)
                     destination = places[piece.target][piece.into]
                     if piece.scale is not None:
                         scale = reader.read(piece.scale, piece.scale_part)
-                        value = dequantize_expert(value.to(device), scale.to(device))
+                        value = dequantize_expert(value.to(device), scale.to(device))[piece.kept]
                     elif value.dtype in (torch.uint8, torch.int8):
                         value = value.view(destination.dtype)
                     elif not value.is_floating_point():

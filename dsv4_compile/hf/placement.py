@@ -62,6 +62,7 @@ class Piece(NamedTuple):
         target: name of a parameter or buffer of the model; `into` selects the place in it.
         part: selects what is read of the stored tensor; empty = all.
         scale, scale_part: scales to dequantise with, None for tensors that are stored as they will be used.
+        kept: selects what is kept of a dequantised value; empty = all.
     """
 
     stored: Stored
@@ -70,6 +71,7 @@ class Piece(NamedTuple):
     part: Index = ()
     scale: Stored | None = None
     scale_part: Index = ()
+    kept: Index = ()
 
 
 @dataclass(slots=True)

@@ -130,6 +130,17 @@ class InStep:
             self.processes.fail(fault)
 
 
+def check_splittable(attention_only: bool) -> None:
+    """Raise E701 for a conversion of attention alone."""
+    check(
+        not attention_only,
+        "E701",
+        got="mesh with attention_only=True",
+        why="transformers' own experts, embedding and head are not split",
+        fix="pass attention_only=False",
+    )
+
+
 def with_collectives(ranks: Ranks, collectives: str, device: torch.device) -> Ranks:
     """Return `ranks` with the all-reduce that `collectives` names, ready on `device`. Raises E302 if it cannot be."""
     known = ("functional", "symmetric")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +23,11 @@ from dsv4_compile.errors import CompileError, RankError
 from dsv4_compile.hf.split import keep_part
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.loading import load_attention
-from dsv4_compile.parallel import Ranks, all_reduce, gather_objects, symmetric
+from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, all_reduce, gather_objects, split_of, symmetric
 from dsv4_compile.parallel.collectives import functional_all_reduce
+from dsv4_compile.parallel.split import part_of
 from dsv4_compile.runtime import counting
+from tests.hf import official
 from tests.hf.small import LAYERS, close
 from tests.modules.engine import Engine
 from tests.modules.test_compiled_layer import CASES, MAX_SEQ_LEN, random_layer
@@ -138,6 +142,31 @@ def a_model_that_has_its_part_is_converted_as_it_is(mesh: Any) -> None:
     hf.convert(model, **SIZES, mesh=mesh, expert_layout="rows")
     assert model.lm_head.weight is kept
     close(logits(model, tokens(2, 11)), logits(whole(), tokens(2, 11)))
+
+
+def a_rank_reads_its_part_of_a_checkpoint(mesh: Any) -> None:
+    ranks = Ranks.of(mesh)
+    folder = Path(gather_objects(tempfile.mkdtemp(), ranks)[0])
+    sizes: dict[str, Any] = {"moe_intermediate_size": 256, "o_lora_rank": 128, "q_lora_rank": 128}
+    if ranks.rank == 0:
+        stored = official.official_tensors(tiny_model(**sizes, n_routed_experts=4))
+        official.write(folder / "official", stored, **sizes)
+        tiny_model(**MODEL).save_pretrained(folder / "floating")
+    torch.distributed.barrier()
+    limits: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "device": "cpu", "dtype": torch.float32}
+    for name, options in (("official", {}), ("official", {"dequantize": True}), ("floating", {})):
+        all_of_it = hf.load(folder / name, **limits, **options)
+        for layout in EXPERT_LAYOUTS:
+            part = hf.load(folder / name, **limits, **options, mesh=mesh, expert_layout=layout)
+            for path, whole_one in all_of_it.named_parameters():
+                want = part_of(whole_one.data, split_of(path, layout), ranks).contiguous()
+                got = part.get_parameter(path).data.contiguous()
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), path
+        got, want = logits(part, tokens(1, 9)), logits(all_of_it, tokens(1, 9))
+        assert (got - want).norm() < 1e-4 * want.norm()
+    torch.distributed.barrier()
+    if ranks.rank == 0:
+        shutil.rmtree(folder)
 
 
 def what_a_part_cannot_do_is_an_error(mesh: Any) -> None:

@@ -18,6 +18,7 @@ ON_TWO = (
     *EVERYWHERE,
     checks.sampled_tokens_are_the_same_with_other_seeds,
     checks.a_model_that_has_its_part_is_converted_as_it_is,
+    checks.a_rank_reads_its_part_of_a_checkpoint,
     checks.what_a_part_cannot_do_is_an_error,
     checks.ranks_that_differ_are_told_so,
     checks.an_engines_layer_is_split,
