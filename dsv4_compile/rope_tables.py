@@ -44,8 +44,8 @@ def _pair_with_turns(rope: Rope, turns: float) -> float:
 def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "cpu") -> Tensor:
     """Return float32 `[max_position + 1, dim]`: cosines in the first half of a row, sines in the second.
 
-    The last row is NaN. Ops read the nearest row for a position outside the table, on the device, where raising an error
-    takes a synchronisation: so a position that is too large gives NaN, not the rotation of another one.
+    The last row is NaN. Ops read the nearest row for a position outside the table, because an error on the device takes
+    a synchronisation: a position that is too large gives NaN, not the rotation of another one.
 
     Tables are cached, so layers of one kind share one tensor. Do not write to it or cast it.
     """
