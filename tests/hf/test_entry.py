@@ -212,6 +212,20 @@ def test_arguments_that_say_what_follows_anyway(original: Any, converted: Any) -
         converted(new, attention_mask=torch.cat((whole, torch.ones_like(new)), 1), past_key_values=cache)
 
 
+def test_columns_count_padding_and_a_whole_mask_ends_with_the_new_columns(original: Any, converted: Any) -> None:
+    ids, new, cache = random_ids(2, 6), random_ids(2, 1), hf.new_cache(converted)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])
+    converted(ids, attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == 6 and cache.seq_lens[:2].tolist() == [4, 3]
+    whole = torch.cat((mask, torch.ones_like(new)), 1)
+    with pytest.raises(ValueError, match=r"E208[\s\S]*position_ids"):
+        converted(new, attention_mask=whole, position_ids=torch.tensor([[9], [3]]), past_key_values=cache)
+    got = converted(new, attention_mask=whole, past_key_values=cache).logits
+    for row, start in enumerate((2, 3)):
+        close(got[row], eager(original, torch.cat((ids, new), 1)[row : row + 1, start:])[0, -1:])
+    assert cache.get_seq_length() == 7 and cache.seq_lens[:2].tolist() == [5, 4]
+
+
 def test_recorded_outputs_are_those_of_eager(original: Any, converted: Any) -> None:
     assert_records_what_eager_records(converted, original)
 
