@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint: the pieces of a placement, narrowed to the parts that the rank has."""
+"""Narrowing of a checkpoint's pieces to the parts that one rank has, so that it reads nothing else."""
 
 from __future__ import annotations
 
