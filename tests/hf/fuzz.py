@@ -71,6 +71,11 @@ class World:
         """Return the logits of the last tokens of a row."""
         return self.original(torch.tensor([tokens]), use_cache=False).logits[0, -last:]
 
+    def eager_generate(self, ids: Tensor, **options: Any) -> Tensor:
+        """Return what transformers generates after whole rows; without a mask it would take pad ids for padding."""
+        out: Tensor = self.original.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        return out
+
     # Calls
 
     def conversation(self) -> Conversation:
@@ -185,10 +190,10 @@ class World:
             plain = {name: value for name, value in options.items() if name != "prefill_chunk_size"}
             if not padded:
                 torch.manual_seed(seed)
-                assert torch.equal(got, self.original.generate(ids, num_return_sequences=repeats, **plain))
+                assert torch.equal(got, self.eager_generate(ids, num_return_sequences=repeats, **plain))
                 return
             for row, pad in enumerate(pads):
-                alone = self.original.generate(ids[row : row + 1, pad:], **plain)
+                alone = self.eager_generate(ids[row : row + 1, pad:], **plain)
                 assert torch.equal(got[row, columns:], alone[0, columns - pad :])
 
         return run
@@ -205,8 +210,8 @@ class World:
             self.calls += 1
             ids = torch.cat((torch.tensor(talk.rows).view(len(talk.rows), -1).long(), new), 1)
             options = {"max_new_tokens": 4, "do_sample": False}
-            got = self.converted.generate(ids, **options, **{CACHE: talk.cache})
-            assert torch.equal(got, self.original.generate(ids, **options))
+            got = self.converted.generate(ids, attention_mask=torch.ones_like(ids), **options, **{CACHE: talk.cache})
+            assert torch.equal(got, self.eager_generate(ids, **options))
             talk.rows = got[:, :-1].tolist()  # the last token was not fed back
             talk.masks.append(torch.ones_like(got[:, :-1])[:, sum(mask.shape[1] for mask in talk.masks) :])
 
