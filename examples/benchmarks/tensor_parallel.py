@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import json
 import os
 import statistics
@@ -28,6 +29,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8GroupedLine
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
 from dsv4_compile import hf
+from dsv4_compile._compat import kept_in_float32
 from dsv4_compile.bench.nodes import nodes
 from dsv4_compile.bench.record import environment
 from dsv4_compile.hf.split import keep_part
@@ -70,11 +72,13 @@ def configuration(layers: int, tiny: bool, **overrides: Any) -> Any:
 def quantise(model: Any) -> None:
     """Replace modules on the meta device by those of the official formats; compressors keep bfloat16."""
     options: dict[str, Any] = {"block_size": (128, 128), "scale_fmt": "ue8m0"}
+    model.config.expert_dtype = "fp4"  # transformers 5.17 asks the configuration, later ones take an argument
+    experts = {"expert_dtype": "fp4"} if "expert_dtype" in inspect.signature(FP8Experts).parameters else {}
     for path, module in list(model.named_modules()):
         name = path.rpartition(".")[2]
         compressor = ".compressor." in path and not path.endswith("indexer.q_b_proj")
         if path.endswith(".mlp.experts"):
-            made: Any = FP8Experts(model.config, expert_dtype="fp4", **options)
+            made: Any = FP8Experts(model.config, **options | experts)
         elif name not in QUANTISED or compressor:
             continue
         elif hasattr(module, "n_groups"):
@@ -84,10 +88,14 @@ def quantise(model: Any) -> None:
         model.set_submodule(path, made)
 
 
-def fill(tensor: torch.Tensor, generator: torch.Generator, columns: int) -> None:
+def fill(name: str, tensor: torch.Tensor, generator: torch.Generator, columns: int) -> None:
     """Fill a weight of any format, or its scales, so that a GEMM over `columns` keeps the scale of its input."""
-    if tensor.dtype is torch.float8_e8m0fnu:
-        tensor.view(torch.uint8).fill_(127 - round(columns.bit_length() / 2) - 1)
+    if name.endswith("_scale_inv"):
+        exponent = -round(columns.bit_length() / 2) - 1
+        if tensor.dtype is torch.float8_e8m0fnu:
+            tensor.view(torch.uint8).fill_(127 + exponent)
+        else:
+            tensor.fill_(2.0**exponent)
     elif tensor.dtype is torch.int8:
         tensor.view(torch.uint8).random_(0, 256, generator=generator)
     elif tensor.dtype is torch.float8_e4m3fn:
@@ -107,12 +115,11 @@ def split_model(config: Any, weights: str, mesh: Any, layout: str, device: torch
             quantise(model)
     whole = {name: parameter.shape for name, parameter in model.named_parameters()}
     keep_part(model, Ranks.of(mesh), layout)
-    kept = set(model._keep_in_fp32_modules_strict)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         dtype = tensor.dtype
-        if dtype is torch.float32 and not kept.intersection(name.split(".")) and not name.endswith("_scale_inv"):
+        if dtype is torch.float32 and not kept_in_float32(model, name) and not name.endswith("_scale_inv"):
             dtype = torch.bfloat16
         made = torch.empty(tensor.shape, dtype=dtype, device=device)
         seed = zlib.crc32(name.encode()) + (0 if tensor.shape == whole.get(name) else mesh.get_rank())
@@ -123,7 +130,7 @@ def split_model(config: Any, weights: str, mesh: Any, layout: str, device: torch
             scores = torch.rand(tensor.shape[0], config.n_routed_experts, generator=generator, device=device)
             made.copy_(scores.argsort(dim=1)[:, : tensor.shape[1]])
         else:
-            fill(made, generator, config.hidden_size if tensor.dim() < 2 else tensor.shape[-1])
+            fill(name, made, generator, config.hidden_size)
         setattr(module, leaf, torch.nn.Parameter(made, requires_grad=False) if leaf in module._parameters else made)
     for path, module in list(model.named_modules()):
         if type(module) is DeepseekV4RotaryEmbedding:
@@ -139,9 +146,8 @@ def compare_with_one(args: argparse.Namespace, mesh: Any, device: torch.device) 
         model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         randomise(model, torch.Generator(device).manual_seed(0))
-    kept = set(model._keep_in_fp32_modules_strict)
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.float() if kept.intersection(name.split(".")) else parameter.data
+        parameter.data = parameter.data.float() if kept_in_float32(model, name) else parameter.data
     sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 256, "attention_only": False}
     whole = hf.convert(copy.deepcopy(model.eval()), **sizes)
     hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts, collectives=args.collectives)
