@@ -31,6 +31,7 @@ hypothesis.settings.load_profile("short")
 LONGEST = (
     "package/test_examples.py",
     "hf/test_compiled.py",
+    "parallel/test_ranks.py",
     "kernels/test_memory_rounds.py",
     "backend/test_fuse_layer.py",
     "lowering/attention/test_inv_rope.py",
