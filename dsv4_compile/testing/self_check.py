@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -32,8 +33,8 @@ from .samples import op_samples
 log = logging.getLogger(__name__)
 
 READY = "ready"
-START_LIMIT, OP_LIMIT = 120.0, 120.0
-"""Seconds until the process has imported torch, and of one op, which compiles its kernels."""
+START_LIMIT, OP_LIMIT, END_LIMIT = 120.0, 120.0, 10.0
+"""Seconds until the process has imported torch; of one op, which compiles its kernels; and of the process's end."""
 CHILD = "DSV4_SELF_CHECK"
 """Environment variable of the process that checks, in which nothing else is to be checked."""
 
@@ -76,6 +77,7 @@ def _in_a_process(ops: Sequence[str], device: torch.device) -> Iterator[tuple[st
     """Yield each op with why it is wrong, or ""; after an op that ends its process, another process goes on."""
     waiting = list(ops)
     while waiting:
+        hung = False
         with tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(device.index or 0), *waiting],
@@ -90,12 +92,15 @@ def _in_a_process(ops: Sequence[str], device: torch.device) -> Iterator[tuple[st
                     why = f"the self-check did not start: {_last_line(errors)}"
                     yield from ((op, why) for op in waiting)
                     return
-                while waiting and (line := _line(process, OP_LIMIT)):
+                while waiting:
+                    line = _line(process, OP_LIMIT)
+                    if not line:
+                        hung = line is None or not _ends(process)
+                        break
                     op, why = json.loads(line)
                     waiting.remove(op)
                     yield op, why
             finally:
-                hung = process.poll() is None
                 process.kill()
                 process.wait()
             if waiting:
@@ -103,13 +108,20 @@ def _in_a_process(ops: Sequence[str], device: torch.device) -> Iterator[tuple[st
                 yield waiting.pop(0), f"{end}: {_last_line(errors)}"
 
 
-def _line(process: subprocess.Popen[bytes], limit: float) -> str:
-    """Return the next line of a process; "" if it ended, or printed nothing for `limit` seconds."""
+def _line(process: subprocess.Popen[bytes], limit: float) -> str | None:
+    """Return the next line of a process; "" if it closed its output, None if it printed nothing for `limit` seconds."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         # Unbuffered: a line that was read ahead would not be seen by the selector.
-        return process.stdout.readline().decode().strip() if selector.select(limit) else ""
+        return process.stdout.readline().decode().strip() if selector.select(limit) else None
+
+
+def _ends(process: subprocess.Popen[bytes]) -> bool:
+    """Wait for the end of a process that closed its output, a moment before it ends; return whether it ended."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_LIMIT)
+    return process.returncode is not None
 
 
 def _last_line(errors: IO[bytes]) -> str:

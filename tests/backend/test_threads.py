@@ -65,7 +65,7 @@ def test_direct_calls_of_the_backend_compile_one_after_the_other(monkeypatch: py
     """torch.compile holds torch's lock; who calls the backend may not, and they share torch's table of C++ names."""
     inside, most = [0], [0]
 
-    def slow(gm: fx.GraphModule, inputs: Any, config_patches: Any) -> Any:
+    def slow(gm: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
         inside[0] += 1
         most[0] = max(most[0], inside[0])
         for _ in range(10):

@@ -60,6 +60,11 @@ def test_a_fault_ends_no_other_check(processes: Callable[[str], None]) -> None:
     assert found == {"inv_rope": "", "global_topk": ""}
 
 
+def test_a_process_that_ends_some_time_after_its_output_has_not_hung(processes: Callable[[str], None]) -> None:
+    processes(PROGRAM.format(action="if op == 'advance': os.close(1); time.sleep(0.5); os._exit(7)"))
+    assert check(*OPS)["advance"].startswith("its process ended with 7")
+
+
 def test_a_hang_ends_no_other_check(processes: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "OP_LIMIT", 3.0)
     processes(PROGRAM.format(action="if op == 'inv_rope': time.sleep(600)"))
