@@ -1,4 +1,4 @@
-"""Where each stored tensor of a checkpoint belongs in a transformers model, decided from headers alone.
+"""Places of a checkpoint's stored tensors in a transformers model, decided from headers alone.
 
 The model is on the meta device, so nothing is allocated. Modules follow the dtypes of the stored tensors: e4m3 and
 MXFP4 weights keep their format in transformers' FP8 modules, or become floating if they are dequantised.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,8 +173,10 @@ def _region(
         inside = region_of.get(node) == own or node in sizes
         return copies[node] if inside and node in copies else outside(node)
 
-    for symbol in _symbols(nodes, sizes):
-        outside(symbol)
+    # Integer inputs of the whole graph give Inductor the sizes of all others.
+    for node in nodes[0].graph.find_nodes(op="placeholder"):
+        if _is_size(node):
+            outside(node)
     # Placeholders come before all other nodes of a graph.
     for node in (*sizes, *nodes):
         for source in node.all_input_nodes:
@@ -202,12 +204,6 @@ def _sizes_first(nodes: Sequence[Node], own: int, region_of: Mapping[Node, int])
 
 def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, int))
-
-
-def _symbols(nodes: Sequence[Node], sizes: Sequence[Node]) -> Iterator[Node]:
-    """Yield the integer inputs of the whole graph, which give Inductor the sizes of all others."""
-    graph = nodes[0].graph
-    yield from (node for node in graph.find_nodes(op="placeholder") if _is_size(node))
 
 
 def _crosses(

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .._compat import pytree, without_cudagraph_trees
+from .._compat import TorchDispatchMode, pytree, without_cudagraph_trees
 from ..errors import GraphError, check, error, fail, warn
 
 Call = Callable[[], Any]
@@ -38,6 +38,20 @@ _CAUSES = (
     (("out of memory",), "the captures do not fit", "fewer or smaller buckets; see runner.plan()"),
 )
 """Words in an error of CUDA or torch during a capture, the rule that was broken, and the fix."""
+
+
+class TransparentMode(TorchDispatchMode):  # type: ignore[misc]
+    """Dispatch mode inside which compiled functions run compiled."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: the mode sees the ops that compiled code calls, and lets it run."""
+        return True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True: the name of `ignore_compile_internals` in older torch."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,19 @@ from typing import Any
 
 import torch
 
-from .._compat import OpOverload, TorchDispatchMode, pytree, recover_from_failed_capture
+from .._compat import OpOverload, pytree, recover_from_failed_capture
 from ..errors import GraphError, check, fail
 from ..layout import align_up
-from .captures import SEGMENT_BYTES, Call, Capture, Footprint, capture_scope, explain_failure, tensor_bytes
+from .captures import (
+    SEGMENT_BYTES,
+    Call,
+    Capture,
+    Footprint,
+    TransparentMode,
+    capture_scope,
+    explain_failure,
+    tensor_bytes,
+)
 
 _BLOCK_BYTES = 512
 """Granularity of an allocation in CUDA's caching allocator."""
@@ -131,7 +140,7 @@ def _segments(pool: Sequence[int]) -> int:
     return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(pool))
 
 
-class CheckCaptureStream(TorchDispatchMode):  # type: ignore[misc]
+class CheckCaptureStream(TransparentMode):
     """Dispatch mode that raises E422 for an op on tensors of `device_type` while the current stream is not captured.
 
     CUDA records what reaches the capturing stream and the streams that wait for it. A kernel on any other stream runs
@@ -141,16 +150,6 @@ class CheckCaptureStream(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, what: str, device_type: str) -> None:
         super().__init__()
         self._what, self._device_type = what, device_type
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled functions run compiled inside the mode."""
-        return True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return True: the name of `ignore_compile_internals` in older torch."""
-        return True
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`."""

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import OpOverload, TorchDispatchMode, pytree
+from .._compat import OpOverload, pytree
 from ..errors import check, fail
 from .aliasing import byte_range, owner, view_at, without_repeats
-from .captures import Call, Capture, Footprint, capture_scope, fail_host_read, tensor_bytes
+from .captures import Call, Capture, Footprint, TransparentMode, capture_scope, fail_host_read, tensor_bytes
 
 _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _recorder: ContextVar[Recorder | None] = ContextVar("dsv4_recorder", default=None)
@@ -86,7 +86,7 @@ class StandInGraphs:
         return sum(footprint.peak for footprint in footprints)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[misc]
+class Recorder(TransparentMode):
     """Dispatch mode that records ops in the order they run: record and undo once, then replay any number of times."""
 
     def __init__(self, what: str) -> None:
@@ -98,16 +98,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._outside: dict[int, torch.UntypedStorage] = {}
         self._inside_call = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled functions run compiled while they are recorded."""
-        return True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return True: the name of `ignore_compile_internals` in older torch."""
-        return True
 
     @contextmanager
     def recording(self) -> Iterator[None]:

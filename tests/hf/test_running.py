@@ -20,7 +20,7 @@ from tests.hf.small import LAYERS
 
 SIZES: dict[str, Any] = {"slots": 8, "prefill_chunk": 48}
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-"""What is quick to compile."""
+"""Layers that are quick to compile."""
 SAMPLED = {"temperature": 1.5, "top_k": 50, "top_p": 0.9}
 
 
@@ -162,7 +162,7 @@ def batch(converted: Any) -> Any:
 
 
 class TestRequests:
-    """What a caller sees of one request."""
+    """Results of one request as a caller sees them."""
 
     def test_a_stop_token_is_the_last(self, batch: Any) -> None:
         tokens = list(batch.submit(prompt(12), max_new_tokens=10))

@@ -1,4 +1,4 @@
-"""What users change after convert, beside parameters: settings, modules, the vocabulary. Used, or refused and named."""
+"""Tests of settings, modules and a vocabulary that change after convert: they are used, or unsupported by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compile cache holds is run: `dsv4 doctor` names whoever else can write it, and how."""
+"""Tests of what `dsv4 doctor` says of a compile cache, whose content is run: who else can write it, and how."""
 
 from __future__ import annotations
 

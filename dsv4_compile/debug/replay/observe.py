@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ..._compat import OpOverload, TorchDispatchMode, pytree
+from ..._compat import OpOverload, pytree
+from ...runtime.captures import TransparentMode
 from ...selection import call_costs
 from ...selection.costs import Cost
 from ..graphs import short_dtype
@@ -69,7 +70,7 @@ Watcher = Callable[[Launch, Source, Mapping[str, Tensor]], None]
 """Takes a launch, the origin of what it wrote, and that by name: results and mutated arguments, or buffers."""
 
 
-class Observer(TorchDispatchMode):  # type: ignore[misc]
+class Observer(TransparentMode):
     """Dispatch mode that collects `launches` in the order they run.
 
     Args:
@@ -97,16 +98,6 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
         self._line: tuple[Launch, GeneratedLine] | None = None
         self._since = 0.0
         self._streams: dict[int, int] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled functions run compiled while they are observed."""
-        return True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return True: the name of `ignore_compile_internals` in older torch."""
-        return True
 
     @contextmanager
     def observing(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Where generated code comes from: ops, source lines and modules of each launch in Inductor's Python.
+"""Origins of generated code: ops, source lines and modules of each launch in Inductor's Python.
 
 Inductor writes before each launch which nodes of its graph it is made of: by a number, with which torch keeps their
 names, or else by the names that they had when Dynamo traced them. Lines and modules are in the graph's nodes.
