@@ -8,6 +8,27 @@ from typing import Any
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from .._compat import kept_in_float32
+
+FLASH: dict[str, Any] = {
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "hc_sinkhorn_iters": 20,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+}
+"""Sizes of V4-Flash, for `tiny_config`."""
 _LAYERS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 
 
@@ -65,10 +86,26 @@ def tiny_model(seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides
 
     randomise(model, generator)
     with torch.no_grad():
-        kept = set(model._keep_in_fp32_modules_strict)
         for name, parameter in model.named_parameters():
-            if not kept.intersection(name.split(".")):
+            if not kept_in_float32(model, name):
                 parameter.data = parameter.data.to(dtype)
+    return model.eval()
+
+
+def layers_in_turn(layers: int) -> dict[str, Any]:
+    """Return what gives `tiny_config` that many layers: SWA, then CSA and HCA in turn."""
+    kinds = [_LAYERS[0], *(_LAYERS[1 + i % 2] for i in range(layers - 1))]
+    return {"num_hidden_layers": layers, "layer_types": kinds}
+
+
+def random_model(config: DeepseekV4Config, device: torch.device) -> DeepseekV4ForCausalLM:
+    """Return a random model in eval mode that is made on `device`, in bfloat16 except what stays in float32."""
+    with device:
+        model = DeepseekV4ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    randomise(model, torch.Generator(device).manual_seed(0))
+    for name, parameter in model.named_parameters():
+        if kept_in_float32(model, name):
+            parameter.data = parameter.data.float()
     return model.eval()
 
 

@@ -33,30 +33,11 @@ from dsv4_compile._compat import kept_in_float32
 from dsv4_compile.bench.nodes import nodes
 from dsv4_compile.bench.record import environment
 from dsv4_compile.hf.split import keep_part
-from dsv4_compile.hf.tiny import quiet_libraries, randomise, tiny_config
+from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
 from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, gather_objects
 
-FLASH: dict[str, Any] = {
-    "vocab_size": 129280,
-    "hidden_size": 4096,
-    "moe_intermediate_size": 2048,
-    "num_attention_heads": 64,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 1024,
-    "o_groups": 8,
-    "o_lora_rank": 1024,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 6,
-    "hc_sinkhorn_iters": 20,
-    "sliding_window": 128,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 512,
-}
 SMALL: dict[str, Any] = {"hidden_size": 512, "moe_intermediate_size": 256, "head_dim": 128, "o_lora_rank": 128}
 """Sizes for a CPU, in whole blocks of quantisation for two ranks."""
-KINDS = ("compressed_sparse_attention", "heavily_compressed_attention")
 QUANTISED = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "gate_proj", "up_proj", "down_proj")
 STEPS = 32
 _GAP, _OFF = "gap_of_a_token_that_differs", "difference_of_logits"
@@ -64,9 +45,7 @@ _GAP, _OFF = "gap_of_a_token_that_differs", "difference_of_logits"
 
 def configuration(layers: int, tiny: bool, **overrides: Any) -> Any:
     """Return V4-Flash, or a tiny model, with `layers` layers: SWA, then CSA and HCA in turn."""
-    kinds = ["sliding_attention", *(KINDS[i % 2] for i in range(layers - 1))]
-    sizes = SMALL if tiny else FLASH
-    return tiny_config(**sizes | {"num_hidden_layers": layers, "layer_types": kinds} | overrides)
+    return tiny_config(**(SMALL if tiny else FLASH) | layers_in_turn(layers) | overrides)
 
 
 def quantise(model: Any) -> None:
@@ -142,14 +121,9 @@ def compare_with_one(args: argparse.Namespace, mesh: Any, device: torch.device) 
     """Generate with a model of few experts, split and whole on each rank; return how far they differ."""
     experts = {"n_routed_experts": 16, "num_hash_layers": 1}
     config = configuration(3, args.tiny, **experts)
-    with device:
-        model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        randomise(model, torch.Generator(device).manual_seed(0))
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.float() if kept_in_float32(model, name) else parameter.data
+    model: Any = random_model(config, device)
     sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 256, "attention_only": False}
-    whole = hf.convert(copy.deepcopy(model.eval()), **sizes)
+    whole = hf.convert(copy.deepcopy(model), **sizes)
     hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts, collectives=args.collectives)
     mask = (torch.arange(100, device=device) >= 100 - torch.arange(5, 105, 13, device=device)[:8, None]).long()
     ids = torch.randint(1, config.vocab_size, mask.shape, generator=torch.Generator().manual_seed(0)).to(device)

@@ -18,54 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from dsv4_compile import hf
 from dsv4_compile.bench.nodes import nodes
 from dsv4_compile.bench.record import environment
-from dsv4_compile.hf.tiny import quiet_libraries, randomise, tiny_config
+from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
 
-KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 FORMS = ("eager", "attention", "whole")
 PROMPTS = {1: 2048, 8: 1024, 32: 512}
 """Tokens of each prompt by batch size; 512 for others."""
 STEPS, REPEATS, MAX_SEQ_LEN = 32, 3, 2304
-
-
-def flash_config(layers: int, **overrides: Any) -> DeepseekV4Config:
-    """Return V4-Flash with `layers` layers: SWA, then CSA and HCA in turn; the first routes by hash."""
-    values: dict[str, Any] = {
-        "vocab_size": 129280,
-        "hidden_size": 4096,
-        "moe_intermediate_size": 2048,
-        "num_attention_heads": 64,
-        "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": 1024,
-        "o_groups": 8,
-        "o_lora_rank": 1024,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 6,
-        "hc_sinkhorn_iters": 20,
-        "sliding_window": 128,
-        "index_n_heads": 64,
-        "index_head_dim": 128,
-        "index_topk": 512,
-    }
-    kinds = [KINDS[0], *(KINDS[1 + i % 2] for i in range(layers - 1))]
-    return tiny_config(**values | {"num_hidden_layers": layers, "layer_types": kinds} | overrides)
-
-
-def new_model(config: DeepseekV4Config, device: torch.device) -> Any:
-    """Return a random model on `device`, in bfloat16 except what transformers keeps in float32."""
-    with device:
-        model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=torch.bfloat16)
-    randomise(model, torch.Generator(device).manual_seed(0))
-    kept = set(model._keep_in_fp32_modules_strict)
-    for name, parameter in model.named_parameters():
-        if kept.intersection(name.split(".")):
-            parameter.data = parameter.data.float()
-    return model.eval()
 
 
 class Timed:
@@ -141,8 +103,8 @@ def run(args: argparse.Namespace, found: dict[str, Any], save: Callable[[], None
     """Fill `found["rows"]`, saving after each."""
     device = torch.device(args.device)
     timed = Timed(device)
-    config = tiny_config() if args.tiny else flash_config(args.layers)
-    model = new_model(config, device)
+    config = tiny_config(**({} if args.tiny else FLASH | layers_in_turn(args.layers)))
+    model: Any = random_model(config, device)
     found["parameters"] = sum(p.numel() for p in model.parameters())
     batches = [int(b) for b in args.batches.split(",")]
     for form in args.forms.split(","):
