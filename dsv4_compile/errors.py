@@ -167,6 +167,11 @@ CODES: dict[str, Code] = {
         "inside debug.compile_log(strict=True) every call was compiled and captured before",
         "warm up with such a call, or make it equal to one that was: see the reason",
     ),
+    "E431": Code(
+        "step would read a stale buffer",
+        "a captured step reads what was written for it, and nothing of an earlier step",
+        "write the buffer in the message before the step",
+    ),
     "E701": Code(
         "model cannot be split over these ranks",
         "ranks, on a mesh of one dim, have equal numbers of heads, output groups, experts and blocks",
@@ -181,6 +186,11 @@ CODES: dict[str, Code] = {
         "collective failed",
         "every rank runs until all have finished the call",
         "see the first error of the rank that ended, and start all ranks again",
+    ),
+    "E704": Code(
+        "captured graph was freed with its process group",
+        "a graph with collectives is replayed before destroy_process_group, which frees it",
+        "destroy the group last; after it, convert the model again with a new mesh",
     ),
     "W601": Code(
         "ran without a graph",

@@ -24,6 +24,7 @@ from .captures import (
     explain_failure,
     tensor_bytes,
 )
+from .groups import group_of, replay_of
 
 _BLOCK_BYTES = 512
 """Granularity of an allocation in CUDA's caching allocator."""
@@ -89,7 +90,7 @@ class CudaGraphs:
             with torch.cuda.stream(self._stream), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
-                    outputs = self._record(graph, call, what)
+                    outputs, groups = self._record(graph, call, what)
                 except GraphError:
                     raise
                 except RuntimeError as fault:
@@ -101,19 +102,21 @@ class CudaGraphs:
             if not empty:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         check(not empty, "E423", got=f"{what} launched nothing on {self.device}")
-        return Capture(outputs, graph.replay, what)
+        return Capture(outputs, replay_of(graph, groups, what), what)
 
-    def _record(self, graph: torch.cuda.CUDAGraph, call: Call, what: str) -> Any:
+    def _record(self, graph: torch.cuda.CUDAGraph, call: Call, what: str) -> tuple[Any, frozenset[str]]:
+        """Return what `call` returned, and the process groups in which it communicates."""
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        mode = CheckCaptureStream(what, self.device.type)
         try:
-            with CheckCaptureStream(what, self.device.type):  # not around capture_begin, which seeds generators
+            with mode:  # not around capture_begin, which seeds generators
                 outputs = call()
         except BaseException:
             with suppress(RuntimeError):  # the first error says more than "the capture is invalid"
                 self._end(graph)
             raise
         self._end(graph)
-        return outputs
+        return outputs, frozenset(mode.groups)
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
@@ -145,15 +148,21 @@ class CheckCaptureStream(TransparentMode):
 
     CUDA records what reaches the capturing stream and the streams that wait for it. A kernel on any other stream runs
     once, at capture time, and every replay reads its old result. CUDA reports no error for that.
+
+    Attributes:
+        groups: names of the process groups in which the ops communicated.
     """
 
     def __init__(self, what: str, device_type: str) -> None:
         super().__init__()
         self._what, self._device_type = what, device_type
+        self.groups: set[str] = set()
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`."""
         kwargs = kwargs or {}
+        if (group := group_of(func, args, kwargs)) is not None:
+            self.groups.add(group)
         if not torch.cuda.is_current_stream_capturing() and self._launches(func, args, kwargs):
             fail(
                 "E422",

@@ -190,11 +190,21 @@ def measure(model: Any, batch: int, prompt: int, device: torch.device) -> dict[s
             found = nodes(step)
             collective = [node for node in found if any(word in node.name for word in ("nccl", "all_reduce", "shot"))]
             row["nodes"], row["kernels_ms"] = len(found), round(sum(node.us for node in found) / 1e3, 3)
+            row["kernels"] = by_name(found)
             row["collectives"], row["collectives_ms"] = (
                 len(collective),
                 round(sum(node.us for node in collective) / 1e3, 3),
             )
     return row
+
+
+def by_name(found: Sequence[Any]) -> list[tuple[str, int, float]]:
+    """Return name, number and us of all launches of each kernel, those that take most first."""
+    times: dict[str, list[float]] = {}
+    for node in found:
+        times.setdefault(node.name[:120], []).append(node.us)
+    rows = [(name, len(each), round(sum(each), 1)) for name, each in times.items()]
+    return sorted(rows, key=lambda row: -row[2])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,14 +228,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(device)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
     mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
-    said = f"torchrun --nproc-per-node {mesh.size()} examples/benchmarks/tensor_parallel.py --layers {args.layers}"
-    said += f" --batches {args.batches} --prompt {args.prompt} --weights {args.weights} --experts {args.experts}"
-    said += f" --collectives {args.collectives}"
-    found: dict[str, Any] = {"scenario": "tensor_parallel", **environment(device), "command": said, "rows": []}
+    command = f"torchrun --nproc-per-node {mesh.size()} examples/benchmarks/tensor_parallel.py --layers {args.layers}"
+    command += f" --batches {args.batches} --prompt {args.prompt} --weights {args.weights} --experts {args.experts}"
+    command += f" --collectives {args.collectives}"
+    found: dict[str, Any] = {"scenario": "tensor_parallel", **environment(device), "command": command, "rows": []}
 
     def tell(value: dict[str, Any]) -> None:
         if mesh.get_rank() == 0:
-            print(value, file=sys.stderr, flush=True)
+            said = {name: each for name, each in value.items() if name != "kernels"}
+            print(said, file=sys.stderr, flush=True)
             if args.out:
                 Path(args.out).mkdir(parents=True, exist_ok=True)
                 (Path(args.out) / "tensor_parallel.json").write_text(json.dumps(found, indent=1) + "\n")
