@@ -2,7 +2,7 @@
 
 `CODES` is the table of codes. `dsv4 explain E204` prints an entry; `fail(...)` and `check(...)` raise one.
 Ranges: E1xx environment and versions, E2xx inputs and metadata, E3xx compile and lowering, E4xx CUDA graphs,
-E5xx tuning and cache, W6xx warnings, E7xx several ranks.
+E5xx tuning and cache, W6xx warnings, E7xx several ranks, E8xx serving engines.
 """
 
 from __future__ import annotations
@@ -192,6 +192,21 @@ CODES: dict[str, Code] = {
         "a graph with collectives is replayed before destroy_process_group, which frees it",
         "destroy the group last; after it, convert the model again with a new mesh",
     ),
+    "E801": Code(
+        "version of vLLM is not supported",
+        "the plug-in runs in vLLM 0.32 and 0.33 on a CPU; it knows them by what they have",
+        "install one of them, or run vLLM without DSV4_VLLM=1",
+    ),
+    "E802": Code(
+        "configuration of vLLM is not supported",
+        "vLLM runs DeepSeek-V4 in bfloat16, on one device, with fp8_ds_mla caches and without drafts",
+        "change what the message names, or run vLLM without DSV4_VLLM=1",
+    ),
+    "E803": Code(
+        "caches of vLLM do not have the expected pages",
+        "vLLM binds pages of the spec that it was given, contiguous and aligned",
+        "report this with the versions that `dsv4 doctor` prints",
+    ),
     "W601": Code(
         "ran without a graph",
         "captured sizes are replayed; any other size runs compiled, with the same result",
@@ -251,6 +266,10 @@ class RankError(DSV4Error, RuntimeError):
     """E7xx: ranks of a split model that do not fit it, that differ, or that have ended."""
 
 
+class EngineError(DSV4Error, RuntimeError):
+    """E8xx: a serving engine, or its configuration, in which a plug-in of this package does not run."""
+
+
 class DSV4Warning(UserWarning):
     """W6xx: the call did what was asked, in another way or at another cost than expected."""
 
@@ -261,6 +280,7 @@ _CLASSES: dict[str, type[DSV4Error]] = {
     "3": CompileError,
     "4": GraphError,
     "7": RankError,
+    "8": EngineError,
 }
 
 

@@ -70,6 +70,7 @@ class DecodeRunner:
         max_run_steps: most steps of one `run`.
         graphs: "auto" for CUDA graphs, "standin" to replay on a CPU in tests. E420 on a CPU otherwise.
         debug: compare all addresses and the padding at each replay, not at the first alone. Waits for the device.
+            `debug.witness` also finds inputs, lengths and block tables of an earlier step.
 
     The engine owns inputs, caches and buffers, and must not move them (E421). The captures own their outputs and
     workspaces. Outputs are views of that memory, valid until the next step.
