@@ -160,7 +160,8 @@ def measure(model: Any, batch: int, prompt: int, device: torch.device) -> dict[s
     """Return the figures of one batch size."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, model.config.vocab_size, (batch, prompt), generator=generator).to(device)
-    mask, one = torch.ones_like(ids), torch.ones(batch, 1, dtype=torch.long, device=device)
+    # Other tokens in each row, so that a step touches as many experts as it does with text.
+    mask, one = torch.ones_like(ids), ids[:, :1].clone()
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     begin = time.perf_counter()
     for each in (ids, mask):
@@ -169,7 +170,7 @@ def measure(model: Any, batch: int, prompt: int, device: torch.device) -> dict[s
         cache = model(ids, attention_mask=mask, use_cache=True, logits_to_keep=1).past_key_values
 
         def step() -> Any:
-            return model(one, attention_mask=one, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            return model(one, attention_mask=torch.ones_like(one), past_key_values=cache, use_cache=True, logits_to_keep=1)
 
         for _ in range(4):
             step()
@@ -253,8 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     batches = [int(batch) for batch in args.batches.split(",")]
     model = split_model(configuration(args.layers, args.tiny), args.weights, mesh, args.experts, device)
     found["bytes_of_a_rank"] = sum(parameter.nbytes for parameter in model.parameters())
-    length = args.prompt + 8 * STEPS
-    sizes: dict[str, Any] = {"max_batch_size": max(batches), "max_seq_len": length, "attention_only": False}
+    sizes: dict[str, Any] = {"max_batch_size": max(batches), "max_step_tokens": args.prompt, "attention_only": False}
+    sizes["max_seq_len"] = args.prompt + 8 * STEPS
     hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts, collectives=args.collectives)
     if not args.eager:
         model.compile(fullgraph=True, backend="dsv4", options=captures(device))

@@ -63,7 +63,8 @@ def measure(model: Any, form: str, batch: int, prompt: int, timed: Timed) -> dic
     """Return the figures of one form and batch size."""
     device = timed.device
     ids = torch.randint(1, model.config.vocab_size, (batch, prompt), device=device)
-    mask, one = torch.ones_like(ids), torch.ones(batch, 1, dtype=torch.long, device=device)
+    # Other tokens in each row, so that a step touches as many experts as it does with text.
+    mask, one = torch.ones_like(ids), ids[:, :1].clone()
     if form != "eager":
         hf.mark_dynamic_tokens(ids)
         hf.mark_dynamic_tokens(mask)
@@ -87,7 +88,7 @@ def measure(model: Any, form: str, batch: int, prompt: int, timed: Timed) -> dic
 
     @torch.no_grad()
     def step() -> Any:
-        return model(one, attention_mask=one, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return model(one, attention_mask=torch.ones_like(one), past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     for _ in range(3):
         step()
@@ -103,7 +104,8 @@ def run(args: argparse.Namespace, found: dict[str, Any], save: Callable[[], None
     """Fill `found["rows"]`, saving after each."""
     device = torch.device(args.device)
     timed = Timed(device)
-    config = tiny_config(**({} if args.tiny else FLASH | layers_in_turn(args.layers)))
+    sizes = {} if args.tiny else FLASH | layers_in_turn(args.layers) | {"n_routed_experts": args.experts}
+    config = tiny_config(**sizes)
     model: Any = random_model(config, device)
     found["parameters"] = sum(p.numel() for p in model.parameters())
     batches = [int(b) for b in args.batches.split(",")]
@@ -127,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--layers", type=int, default=4, help="%(default)s")
+    parser.add_argument("--experts", type=int, default=FLASH["n_routed_experts"], help="routed experts (%(default)s)")
     parser.add_argument("--batches", default="1,32", help="%(default)s")
     parser.add_argument("--forms", default=",".join(FORMS), help="%(default)s")
     parser.add_argument("--tiny", action="store_true", help="a tiny model instead, to try the command")
@@ -135,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     quiet_libraries()
     said = f"python examples/benchmarks/whole_model.py --layers {args.layers} --batches {args.batches}"
+    said += f" --experts {args.experts}"
     found: dict[str, Any] = {"scenario": "whole_model", **environment(torch.device(args.device))}
     found |= {"command": f"{said} --forms {args.forms}", "rows": []}
 

@@ -1,6 +1,7 @@
-"""`moe_route` in one launch: scores on tensor cores, then the choice by the last CTA of a block of tokens.
+"""`moe_route`: scores on tensor cores, then the choice, in one launch for one token and in two for more.
 
-CTAs share a block of BLOCK_T tokens out by experts and, for few tokens, by chunks of D. Logits are the sum of eight
+The last CTA chooses for one token; for more it would choose for a whole block alone, so that a second launch has a warp
+for each token. CTAs share a block of BLOCK_T tokens out by experts and, for few tokens, by chunks of D. Logits are the sum of eight
 chunks in a fixed order, whoever computes them, and a choice looks at one token alone: a token is routed by the same
 bits in a batch of any size. A float32 gate is multiplied as three bfloat16 terms, which is exact.
 """
@@ -96,11 +97,11 @@ def moe_route_kernel(
     BLOCK_D: tl.constexpr,
     E_POW2: tl.constexpr,
     K_POW2: tl.constexpr,
-    CHOOSE_T: tl.constexpr,
+    CHOOSES: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the logits of BLOCK_T tokens, BLOCK_E experts and a part of D; the last CTA of the tokens chooses."""
+    """Compute the logits of BLOCK_T tokens, BLOCK_E experts and a part of D; with CHOOSES, the last CTA chooses."""
     pdl_prologue(PDL)
     TILES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     STEPS: tl.constexpr = (D + BLOCK_D * CHUNKS - 1) // (BLOCK_D * CHUNKS)
@@ -121,78 +122,100 @@ def moe_route_kernel(
         logits += acc
     p_logits_rows = p_logits + (part * tokens.to(tl.int64) + o_t)[:, None] * E + o_e[None, :]
     tl.store(p_logits_rows, logits, (o_t < tokens)[:, None] & (o_e < E)[None, :])
-    if arrive(p_arrived + block) == TILES * PARTS - 1:
-        for first in range(0, BLOCK_T, CHOOSE_T):
-            o_c = block.to(tl.int64) * BLOCK_T + first + tl.arange(0, CHOOSE_T)
-            if block.to(tl.int64) * BLOCK_T + first < tokens:
-                _choose(
-                    p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride,
-                    table_strides, o_c, tokens, rows, scale, E, K, PARTS, E_POW2, K_POW2,
-                )  # fmt: skip
-        tl.store(p_arrived + block, 0)
+    if CHOOSES:
+        if arrive(p_arrived) == TILES * PARTS - 1:
+            _choose(
+                p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride, table_strides,
+                block, tokens, rows, scale, E, K, PARTS, E_POW2, K_POW2,
+            )  # fmt: skip
+            tl.store(p_arrived, 0)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["p_token_ids"])
+def moe_choose_kernel(
+    p_ids,
+    p_weights,
+    p_logits,
+    p_bias,
+    p_token_ids,
+    p_tid2eid,
+    bias_stride,
+    token_stride,
+    table_strides,
+    tokens,
+    rows,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    E_POW2: tl.constexpr,
+    K_POW2: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Choose and weigh the experts of one token."""
+    pdl_prologue(PDL)
+    _choose(
+        p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride, table_strides,
+        tl.program_id(0), tokens, rows, scale, E, K, PARTS, E_POW2, K_POW2,
+    )  # fmt: skip
 
 
 @triton.jit
 def _choose(
-    p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride, table_strides, o_t, tokens,
-    rows, scale, E: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, E_POW2: tl.constexpr, K_POW2: tl.constexpr,
+    p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride, table_strides, token,
+    tokens, rows, scale, E: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, E_POW2: tl.constexpr,
+    K_POW2: tl.constexpr,
 ):  # fmt: skip
-    """Choose and weigh the experts of tokens `o_t`."""
-    o_e, o_k, live = tl.arange(0, E_POW2), tl.arange(0, K_POW2), o_t < tokens
-    mask = live[:, None] & (o_e < E)[None, :]
-    logits = tl.zeros((o_t.shape[0], E_POW2), tl.float32)
+    """Choose and weigh the experts of one token."""
+    o_e, o_k = tl.arange(0, E_POW2), tl.arange(0, K_POW2)
+    token = token.to(tl.int64)
+    logits = tl.zeros((E_POW2,), tl.float32)
     for part in tl.static_range(PARTS):
-        p_row = p_logits + (part * tokens.to(tl.int64) + o_t)[:, None] * E
-        logits += tl.load(p_row + o_e[None, :], mask, 0.0, cache_modifier=".cg")
+        p_row = p_logits + (part * tokens.to(tl.int64) + token) * E
+        logits += tl.load(p_row + o_e, o_e < E, 0.0, cache_modifier=".cg")
     scores = tl.sqrt_rn(_softplus(logits))
     if p_tid2eid is None:
         order = scores
         if p_bias is not None:
-            order += tl.load(p_bias + o_e * bias_stride, o_e < E, 0.0)[None, :]
-        keys = tl.where((o_e < E)[None, :], _order_key(order), LOWEST)
+            order += tl.load(p_bias + o_e * bias_stride, o_e < E, 0.0)
+        keys = tl.where(o_e < E, _order_key(order), LOWEST)
     else:
-        token = tl.load(p_token_ids + o_t * token_stride, live, -1).to(tl.int64)
-        known = (token >= 0) & (token < rows)
-        p_row = p_tid2eid + tl.where(known, token, 0) * table_strides[0]
-    ids = tl.full((o_t.shape[0], K_POW2), NO_EXPERT, tl.int32)
-    chosen = tl.zeros((o_t.shape[0], K_POW2), tl.float32)
-    total = tl.zeros((o_t.shape[0],), tl.float32)
+        id_ = tl.load(p_token_ids + token * token_stride).to(tl.int64)
+        known = (id_ >= 0) & (id_ < rows)
+        p_entries = p_tid2eid + tl.where(known, id_, 0) * table_strides[0]
+    ids = tl.full((K_POW2,), NO_EXPERT, tl.int32)
+    chosen = tl.zeros((K_POW2,), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
     for k in tl.static_range(K):
         if p_tid2eid is None:
-            best = tl.argmax(keys, 1)
-            keys = tl.where(o_e[None, :] == best[:, None], LOWEST, keys)
+            best = tl.argmax(keys, 0)
+            keys = tl.where(o_e == best, LOWEST, keys)
         else:
-            entry = tl.load(p_row + k * table_strides[1], known, NO_EXPERT).to(tl.int64)
+            entry = tl.load(p_entries + k * table_strides[1], known, NO_EXPERT).to(tl.int64)
             best = tl.where((entry >= 0) & (entry < E), entry, NO_EXPERT).to(tl.int32)
-        score = tl.sum(tl.where(o_e[None, :] == best[:, None], scores, 0.0), 1)
+        score = tl.sum(tl.where(o_e == best, scores, 0.0), 0)
         total += score
-        ids = tl.where(o_k[None, :] == k, best[:, None], ids)
-        chosen = tl.where(o_k[None, :] == k, score[:, None], chosen)
-    weights = chosen / (total + SMALLEST_SUM)[:, None] * scale
-    mask, o_out = live[:, None] & (o_k < K)[None, :], o_t[:, None] * K + o_k[None, :]
-    tl.store(p_ids + o_out, ids, mask)
-    tl.store(p_weights + o_out, weights, mask)
+        ids = tl.where(o_k == k, best, ids)
+        chosen = tl.where(o_k == k, score, chosen)
+    weights = chosen / (total + SMALLEST_SUM) * scale
+    tl.store(p_ids + token * K + o_k, ids, o_k < K)
+    tl.store(p_weights + token * K + o_k, weights, o_k < K)
 
 
 class RouteTiling(NamedTuple):
-    """Tokens and experts per CTA, CTAs that share D, and tokens that are chosen for at once."""
+    """Tokens and experts per CTA, and CTAs that share D."""
 
     block_t: int
     block_e: int
     parts: int
-    choose_t: int
 
 
-def choose_tiling(tokens: int, experts: int) -> RouteTiling:
+def choose_tiling(tokens: int) -> RouteTiling:
     """Return the tiling for `tokens` tokens.
 
     All tiles have fewer than 64 tokens: larger ones would be multiplied by other instructions, with other roundings.
     """
-    # A row of scores takes E / 128 registers of each of 128 threads, several times.
-    choose_t = max(1, min(16, 4096 // triton.next_power_of_2(experts), triton.next_power_of_2(max(1, tokens))))
-    if tokens <= FEW_TOKENS:
-        return RouteTiling(16, 32, CHUNKS, choose_t)
-    return RouteTiling(32, 64, 1, choose_t)
+    return RouteTiling(16, 32, CHUNKS) if tokens <= FEW_TOKENS else RouteTiling(32, 64, 1)
 
 
 def moe_route(
@@ -210,44 +233,62 @@ def moe_route(
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=x.device)
     if tokens == 0:
         return ids, weights
-    tiling = choose_tiling(tokens, experts)
-    blocks = cdiv(tokens, tiling.block_t)
-    programs = blocks * cdiv(experts, tiling.block_e) * tiling.parts
+    tiling = choose_tiling(tokens)
+    programs = cdiv(tokens, tiling.block_t) * cdiv(experts, tiling.block_e) * tiling.parts
+    logits = torch.empty((tiling.parts, tokens, experts), dtype=torch.float32, device=x.device)
+    chosen_by = (bias, token_ids, tid2eid)
+    strides = (
+        1 if bias is None else bias.stride(0),
+        1 if token_ids is None else token_ids.stride(0),
+        (1, 1) if tid2eid is None else tid2eid.stride(),
+    )
+    sizes = (tokens, 0 if tid2eid is None else tid2eid.shape[0], float(scale))
+    constants = {
+        "E": experts,
+        "K": top_k,
+        "PARTS": tiling.parts,
+        "E_POW2": triton.next_power_of_2(experts),
+        "K_POW2": triton.next_power_of_2(top_k),
+    }
     launch_kernel(
         moe_route_kernel,
         (programs,),
         ids,
         weights,
-        torch.empty((tiling.parts, tokens, experts), dtype=torch.float32, device=x.device),
-        arrival_counters(blocks, x.device),
+        logits,
+        arrival_counters(1, x.device) if tokens == 1 else None,
         x,
         gate,
-        bias,
-        token_ids,
-        tid2eid,
+        *chosen_by,
         x.stride(),
         gate.stride(),
-        1 if bias is None else bias.stride(0),
-        1 if token_ids is None else token_ids.stride(0),
-        (1, 1) if tid2eid is None else tid2eid.stride(),
-        tokens,
-        0 if tid2eid is None else tid2eid.shape[0],
-        float(scale),
+        *strides,
+        *sizes,
+        **constants,
         D=size,
-        E=experts,
-        K=top_k,
-        PARTS=tiling.parts,
         CHUNKS=CHUNKS,
         BLOCK_T=tiling.block_t,
         BLOCK_E=tiling.block_e,
         BLOCK_D=BLOCK_D,
-        E_POW2=triton.next_power_of_2(experts),
-        K_POW2=triton.next_power_of_2(top_k),
-        CHOOSE_T=tiling.choose_t,
+        CHOOSES=tokens == 1,
         STAGES=3,
         num_warps=4,
         **pdl_arguments(x.device, programs),
     )
+    if tokens > 1:
+        launch_kernel(
+            moe_choose_kernel,
+            (tokens,),
+            ids,
+            weights,
+            logits,
+            *chosen_by,
+            *strides,
+            *sizes,
+            **constants,
+            num_warps=1,
+            **pdl_arguments(x.device, tokens),
+        )
     return ids, weights
 
 
