@@ -170,7 +170,9 @@ def measure(model: Any, batch: int, prompt: int, device: torch.device) -> dict[s
         cache = model(ids, attention_mask=mask, use_cache=True, logits_to_keep=1).past_key_values
 
         def step() -> Any:
-            return model(one, attention_mask=torch.ones_like(one), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            return model(
+                one, attention_mask=torch.ones_like(one), past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
 
         for _ in range(4):
             step()

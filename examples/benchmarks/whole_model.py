@@ -65,6 +65,7 @@ def measure(model: Any, form: str, batch: int, prompt: int, timed: Timed) -> dic
     ids = torch.randint(1, model.config.vocab_size, (batch, prompt), device=device)
     # Other tokens in each row, so that a step touches as many experts as it does with text.
     mask, one = torch.ones_like(ids), ids[:, :1].clone()
+    seen = torch.ones_like(one)
     if form != "eager":
         hf.mark_dynamic_tokens(ids)
         hf.mark_dynamic_tokens(mask)
@@ -88,7 +89,7 @@ def measure(model: Any, form: str, batch: int, prompt: int, timed: Timed) -> dic
 
     @torch.no_grad()
     def step() -> Any:
-        return model(one, attention_mask=torch.ones_like(one), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return model(one, attention_mask=seen, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     for _ in range(3):
         step()

@@ -1,9 +1,9 @@
 """`moe_route`: scores on tensor cores, then the choice, in one launch for one token and in two for more.
 
 The last CTA chooses for one token; for more it would choose for a whole block alone, so that a second launch has a warp
-for each token. CTAs share a block of BLOCK_T tokens out by experts and, for few tokens, by chunks of D. Logits are the sum of eight
-chunks in a fixed order, whoever computes them, and a choice looks at one token alone: a token is routed by the same
-bits in a batch of any size. A float32 gate is multiplied as three bfloat16 terms, which is exact.
+for each token. CTAs share a block of BLOCK_T tokens out by experts and, for few tokens, by chunks of D. Logits are the
+sum of eight chunks in a fixed order, whoever computes them, and a choice looks at one token alone: a token is routed by
+the same bits in a batch of any size. A float32 gate is multiplied as three bfloat16 terms, which is exact.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def moe_route_kernel(
     p_logits_rows = p_logits + (part * tokens.to(tl.int64) + o_t)[:, None] * E + o_e[None, :]
     tl.store(p_logits_rows, logits, (o_t < tokens)[:, None] & (o_e < E)[None, :])
     if CHOOSES:
-        if arrive(p_arrived) == TILES * PARTS - 1:
+        last = arrive(p_arrived) == TILES * PARTS - 1
+        if last:
             _choose(
                 p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride, table_strides,
                 block, tokens, rows, scale, E, K, PARTS, E_POW2, K_POW2,
