@@ -47,7 +47,8 @@ def dsv4(
 
     Raises:
         DSV4Error: E101 unsupported torch, E301 unknown option, E302 implementation not available, E420 graphs on a
-            device that has none, E424 two kinds of capture. Dynamo wraps the error and keeps its text.
+            device that has none, E424 two kinds of capture, E430 late work with dsv4.strict. Dynamo wraps the error and
+            keeps its text.
     """
     check_torch()
     from ._compat import compile_lock
@@ -71,6 +72,10 @@ def _compile(
 
     registry.load()
     parsed = Options.parse(mode, options, ops=OPS)
+    if parsed.strict != "off":
+        # In an upper layer, because it explains guards as `debug.compile_log` does.
+        strict = importlib.import_module("dsv4_compile.debug.strict")
+        strict.check_compile()
     patches = dict(parsed.inductor)
     user = patches.get(_PASS_SLOT, getattr(inductor_config, _PASS_SLOT))
     devices = _devices(gm, example_inputs)
@@ -86,16 +91,19 @@ def _compile(
     if parsed.regions != "off" and not any(patches.get(name) for name in _WHOLE):
         kwargs = {"inner_compile": Regional(compile_fx_inner, parsed.regions).compile, **kwargs}
     with ue8m0_in_cpp():
-        return capturing.wrap(compile_fx(gm, example_inputs, config_patches=patches, **kwargs))
+        compiled = compile_fx(gm, example_inputs, config_patches=patches, **kwargs)
+    return capturing.wrap(compiled if parsed.strict == "off" else strict.watched(compiled))
 
 
 def reset() -> None:
     """Forget shown warnings and shared captures. torch.compiler.reset() calls this."""
     from .lowering import registry
     from .runtime.backends import shared_graphs
+    from .runtime.warmup import begin_anew
 
     registry.forget_warnings()
     shared_graphs.cache_clear()
+    begin_anew()
 
 
 dsv4.reset = reset  # type: ignore[attr-defined]

@@ -164,8 +164,8 @@ CODES: dict[str, Code] = {
     ),
     "E430": Code(
         "something compiles, or is captured, after warm-up",
-        "inside debug.compile_log(strict=True) every call was compiled and captured before",
-        "warm up with such a call, or make it equal to one that was: see the reason",
+        'inside debug.compile_log(strict=True), and with dsv4.strict="after_warmup" after warm-up, nothing compiles',
+        "make such a call in warm-up (runtime.warming_up), or make it equal to one that was made: see the reason",
     ),
     "E431": Code(
         "step would read a stale buffer",

@@ -28,7 +28,8 @@ from ..runtime.standin import StandInGraphs
 from .places import Place, function_name
 from .recompiles import explain_guard, split_reason
 
-_TRACE = "torch.__trace"
+TRACE = "torch.__trace"
+"""Logger of torch's structured log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def compile_log(*, strict: bool = False, report: Report | None = None) -> Iterat
         report: called with each entry when it is complete.
     """
     log = _Log(strict, report)
-    trace, handler = logging.getLogger(_TRACE), _Handler(log)
+    trace, handler = logging.getLogger(TRACE), _Handler(log)
     with ExitStack() as stack:
         trace.addHandler(handler)
         stack.callback(trace.removeHandler, handler)
@@ -104,14 +105,12 @@ class _Log:
             self._report(complete)
 
 
-class _Handler(logging.Handler):
-    """Reads begin, cause and end of compilations from torch's structured log."""
+class CompileTrace(logging.Handler):
+    """Reads begin and cause of compilations from torch's structured log; subclasses say what to do then."""
 
-    def __init__(self, log: _Log) -> None:
+    def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self._log = log
         self._causes: dict[str, str] = {}
-        self._open: dict[str, LateWork] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         metadata: dict[str, Any] = getattr(record, "metadata", {})
@@ -121,12 +120,34 @@ class _Handler(logging.Handler):
         elif "dynamo_start" in metadata:
             stack = metadata["dynamo_start"].get("stack") or [{}]
             name, line = function_name(str(stack[-1].get("name", "?"))), stack[-1].get("line", "?")
-            cause = self._causes.pop(compile_id, "it had not run before")
-            entry = self._log.begins("compile", f"{name}, line {line}", cause)
-            if entry is not None:
-                self._open[compile_id] = entry
-        elif "compilation_metrics" in metadata and compile_id in self._open:
-            metrics = metadata["compilation_metrics"]
+            self.started(compile_id, f"{name}, line {line}", self._causes.pop(compile_id, "it had not run before"))
+        elif "compilation_metrics" in metadata:
+            self.ended(compile_id, metadata["compilation_metrics"])
+
+    def started(self, compile_id: str, what: str, cause: str) -> None:
+        """Take the name of a function that compiles, and why."""
+
+    def ended(self, compile_id: str, metrics: dict[str, Any]) -> None:
+        """Take what torch counted of a compilation."""
+
+
+class _Handler(CompileTrace):
+    """Writes compilations into a log."""
+
+    def __init__(self, log: _Log) -> None:
+        super().__init__()
+        self._log = log
+        self._open: dict[str, LateWork] = {}
+
+    def started(self, compile_id: str, what: str, cause: str) -> None:
+        """Open an entry."""
+        entry = self._log.begins("compile", what, cause)
+        if entry is not None:
+            self._open[compile_id] = entry
+
+    def ended(self, compile_id: str, metrics: dict[str, Any]) -> None:
+        """Complete it."""
+        if compile_id in self._open:
             place = Place(metrics.get("co_filename") or "", metrics.get("co_firstlineno") or 0)
             name = f"{function_name(metrics['co_name'])}, {place}" if metrics.get("co_name") else ""
             self._log.ended(self._open.pop(compile_id), name)

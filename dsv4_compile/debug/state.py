@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from ..runtime.warmup import suspended
+
 _SETTINGS: dict[str, dict[str, Any]] = {
     "dynamo_config": {
         "disable": False,
@@ -49,7 +51,7 @@ def fresh_compiler() -> Iterator[None]:
     """
     from .. import _compat
 
-    with _alone, ExitStack() as stack:
+    with _alone, suspended(), ExitStack() as stack:
         for name, wanted in _SETTINGS.items():
             config = getattr(_compat, name)
             stack.enter_context(config.patch({key: value for key, value in wanted.items() if hasattr(config, key)}))

@@ -95,14 +95,14 @@ class Witness:
 
     def done(self, key: Any, written: Sequence[Buffer], where: str) -> None:
         """Count the step that has run, and what its graph wrote."""
-        by = self.mode.new(f"{where}, replayed")
+        by = self.mode.new(where)
         for buffer in written:
             if buffer.kind in ("cache", "output"):
                 buffer.add(by)
         self._since[key] = by.serial
         self._counts[key] = self._counts.get(key, 0) + 1
         self.mode.step = 1 + max(self._counts.values())
-        following = self.mode.new(f"{where}, replayed")
+        following = self.mode.new(where)
         for buffer in written:
             if buffer.kind not in ("cache", "output"):
                 buffer.add(following)
@@ -245,7 +245,7 @@ def _steps(seen: Witness) -> Iterator[None]:
     replay, uncaptured, run = DecodeRunner._replay, DecodeRunner._uncaptured, DecodeRunner.run
 
     def checked_replay(self: DecodeRunner, captured: Any, bucket: int, tokens: int) -> None:
-        done = seen.step_of(self, captured.what, bucket, tokens)
+        done = seen.step_of(self, f"{captured.what}, replayed", bucket, tokens)
         with seen.mode.paused():
             replay(self, captured, bucket, tokens)
         if done is not None:
@@ -278,7 +278,7 @@ def _graphs(seen: Witness) -> Iterator[None]:
     replay = CapturedGraph._replay
 
     def checked(self: CapturedGraph, entry: Any, args: tuple[Any, ...]) -> list[Any]:
-        done = seen.graph_of(self, entry.where, args)
+        done = seen.graph_of(self, f"{entry.where}, replayed", args)
         with seen.mode.paused():
             out = replay(self, entry, args)
         if done is not None:

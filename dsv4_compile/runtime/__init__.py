@@ -8,6 +8,7 @@ from .captures import Capture, Footprint, Graphs, MemoryPlan
 from .compiled import Counts, counting
 from .runner import DecodeRunner, Statistics
 from .step import padded_buckets
+from .warmup import warming_up
 
 __all__ = [
     "Capture",
@@ -21,4 +22,5 @@ __all__ = [
     "graphs_for",
     "mark_static_inputs",
     "padded_buckets",
+    "warming_up",
 ]

@@ -80,7 +80,7 @@ class Capturing:
         settings = dict(options.capture)
         graphs = shared_graphs(device, settings.pop("graphs", "auto"))
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        in_place, policy = inputs_in_place(gm), Policy(**settings)
+        in_place, policy = inputs_in_place(gm), Policy(**settings, strict=options.strict != "off")
 
         def wrap(compiled: Callable[..., Any]) -> CapturedGraph:
             return CapturedGraph(compiled if cuda else recordable(compiled), names, in_place, graphs, policy)

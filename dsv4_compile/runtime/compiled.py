@@ -20,16 +20,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import progress
-from ..errors import warn
+from ..errors import fail, warn
 from .addresses import TensorRecord
 from .aliasing import GraphOutputs, owner, without_repeats
 from .captures import Capture, Graphs, check_not_capturing
+from .warmup import is_late
 
 _log = logging.getLogger("dsv4_compile.runtime")
 _MAX_LOST = 8
@@ -44,11 +45,13 @@ class Policy:
         max_captures: shapes of one graph that are captured; further ones run compiled (W601).
         max_tokens: calls of more tokens run compiled: they keep the device busy without a graph.
         debug: compare all addresses at each replay, not at the first alone.
+        strict: a call that is captured, or counts for it, after warm-up raises E430.
     """
 
     max_captures: int = 32
     max_tokens: int = 512
     debug: bool = False
+    strict: bool = False
 
 
 @dataclass(slots=True)
@@ -126,12 +129,30 @@ class CapturedGraph:
         with self._graphs.lock:
             entry = self._entry_of(args)
             if entry is not None:
+                if entry.capture is None and self._policy.strict and is_late():
+                    self._fail_late(entry)
                 entry.calls += 1
             if entry is not None and entry.calls > 1:
                 self._graphs.follow()
                 return self._warm_up_or_replay(entry, args)
         _count("compiled")
         return self._compiled(*args)
+
+    def _fail_late(self, entry: _Entry) -> NoReturn:
+        """Raise E430 for a call that warm-up has not captured, with what is new about it."""
+        others = [each for entries in self._entries.values() for each in entries if each.capture is not None]
+        same = next((each for each in others if each.where == entry.where), None)
+        if same is not None:
+            pairs = zip(same.records, entry.records, strict=True)
+            moved = ", ".join(now.name for before, now in pairs if before != now)
+            why = f"it was captured with other memory for {moved}"
+        elif entry.calls:
+            why = f"warm-up made {entry.calls} of the 3 calls of this shape that a capture takes"
+        else:
+            why = f"warm-up captured {', '.join(sorted({each.where for each in others})) or 'nothing'}"
+        if not entry.calls:
+            self._drop(entry, "", None)  # nothing has run, and warm-up may make its calls later
+        fail("E430", got=f"capture {entry.where}", why=why)
 
     def _warm_up_or_replay(self, entry: _Entry, args: tuple[Any, ...]) -> Any:
         """Run a second or later call of `entry`, in the only thread that uses the captures."""

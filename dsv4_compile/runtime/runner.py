@@ -35,6 +35,7 @@ from .step import (
     padded_buckets,
     step_call,
 )
+from .warmup import suspended, warming_up
 
 
 @dataclass(slots=True)
@@ -134,7 +135,7 @@ class DecodeRunner:
         if self._plan is None:
             footprints: dict[int, Footprint] = {}
             runs: list[Footprint] = []
-            with no_requests(self.buffers), progress.stage("warm up", total=len(self.buckets)) as work:
+            with suspended(), no_requests(self.buffers), progress.stage("warm up", total=len(self.buckets)) as work:
                 for size in self.buckets:
                     work.note(f"{size} tokens")
                     call = self._call_of(size)
@@ -151,7 +152,8 @@ class DecodeRunner:
     def warm_up(self) -> MemoryPlan:
         """Compile, tune and measure, then capture every bucket, largest first, and seal the runner.
 
-        Returns the plan. Warns (W602) when the captures hold more than it predicted. E425 when called again.
+        Returns the plan. Warns (W602) when the captures hold more than it predicted. E425 when called again. With
+        `dsv4.strict="after_warmup"` nothing may compile after it, see `warming_up`.
         """
         check(not self.sealed, "E425", got="warm_up of a runner that has captured", fix="make another runner")
         plan = self.plan()
@@ -159,7 +161,7 @@ class DecodeRunner:
         self._addresses = AddressCheck(self._captured_tensors, self.graphs.device)
         captures: dict[int, Capture] = {}
         runs: dict[int, Capture] = {}
-        with no_requests(self.buffers), progress.stage("capture", total=len(self.buckets)) as work:
+        with warming_up(), no_requests(self.buffers), progress.stage("capture", total=len(self.buckets)) as work:
             for size in self.buckets:
                 work.note(f"{size} tokens")
                 captures[size] = self._capture(size)

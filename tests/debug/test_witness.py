@@ -166,7 +166,7 @@ def test_findings_are_listed_without_an_error() -> None:
     assert [(each.buffer, each.step) for each in seen.stale] == [("metadata seq_lens", 2), ("input hidden", 4)]
     assert reported == seen.stale and served.runner.statistics.replays == 4
     assert seen.stale[1].write.step == 3
-    assert "stale: step 4, the step of 4 tokens: input hidden rows 0 to 2" in str(seen)
+    assert "stale: step 4, the step of 4 tokens, replayed: input hidden rows 0 to 2" in str(seen)
 
 
 def test_buffers_have_the_step_and_the_line_that_wrote_them_last() -> None:
@@ -185,6 +185,18 @@ def test_buffers_have_the_step_and_the_line_that_wrote_them_last() -> None:
     assert seen.last_write("input hidden").step == 2
     with pytest.raises(dsv4_compile.DSV4Error, match="E201"):
         seen.last_write("hidden")
+
+
+def test_step_without_a_graph_is_checked_and_counted() -> None:
+    served = serve()
+    with witness(served.runner) as seen, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # W601
+        served.buffers.load([0, 5], [9], block_tables=served.tables)
+        served.runner.step(5, hidden=torch.randn(5, 4))
+        for name in ("caches[0]", "metadata window_slots"):
+            assert seen.last_write(name).writer == "a step of 5 tokens without a graph"
+        with pytest.raises(GraphError, match=r"E431[\s\S]*seq_lens"):
+            served.runner.step(5, hidden=torch.randn(5, 4))
 
 
 def in_place(served: Served, seen: Witness) -> None:
