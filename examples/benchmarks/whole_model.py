@@ -1,9 +1,10 @@
 """Time a DeepSeek-V4 of real dimensions in transformers, eager and converted: python examples/benchmarks/whole_model.py
 
 A few layers of V4-Flash with random weights in bfloat16: embedding, hyper-connections, router, experts, head. The forms
-are transformers eager, `convert` with attention alone, and `convert` of the whole model, both compiled and captured.
+are `convert` of the whole model and with attention alone, both compiled and captured, and transformers eager.
 For each batch: seconds of the two compilations, ms of a prefill, ms of a decode step by `generate` and by calls of the
-model in a row, and kernels of a captured step. Warm: the same weights in every step, which no cache of a GPU holds.
+model in a row, kernels of a captured step, and the experts that its tokens touch. Warm: the same weights in every step,
+which no cache of a GPU holds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dsv4_compile.bench.nodes import nodes
 from dsv4_compile.bench.record import environment
 from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
 
-FORMS = ("eager", "attention", "whole")
+FORMS = ("whole", "attention", "eager")
 PROMPTS = {1: 2048, 8: 1024, 32: 512}
 """Tokens of each prompt by batch size; 512 for others."""
 STEPS, REPEATS, MAX_SEQ_LEN = 32, 3, 2304
@@ -83,14 +84,15 @@ def measure(model: Any, form: str, batch: int, prompt: int, timed: Timed) -> dic
     row["prefill_ms"] = timed.ms(prefill)
     short, long = (timed.ms(lambda: generate(n)) for n in (2, 2 + STEPS))  # noqa: B023 called at once
     row["generate_ms"] = round((long - short) / STEPS, 3)
-    if form == "eager":
-        return row
     cache = prefill()
 
     @torch.no_grad()
     def step() -> Any:
         return model(one, attention_mask=seen, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
+    if form == "eager":
+        row["experts_a_layer"] = experts_touched(model, step)
+        return row
     for _ in range(3):
         step()
     row["step_ms"] = timed.ms(step, STEPS)
@@ -101,6 +103,30 @@ def measure(model: Any, form: str, batch: int, prompt: int, timed: Timed) -> dic
     return row
 
 
+def experts_touched(model: Any, step: Callable[[], Any]) -> float:
+    """Return the distinct experts to which a layer's tokens go in one eager `step`, on average."""
+    found: list[int] = []
+
+    def count(_: Any, __: Any, out: Any) -> None:
+        found.append(out[2].unique().numel())
+
+    hooks = [layer.mlp.gate.register_forward_hook(count) for layer in model.model.layers]
+    step()
+    for hook in hooks:
+        hook.remove()
+    return round(statistics.mean(found), 1)
+
+
+def fit_norms(model: Any) -> None:
+    """Give norms the model's dtype where transformers (5.17) would return their weight's dtype, float32, from them."""
+    norm, dtype = model.model.norm, model.dtype
+    if norm(torch.ones(1, model.config.hidden_size, dtype=dtype, device=model.device)).dtype is dtype:
+        return
+    for module in model.modules():
+        if type(module) is type(norm):
+            module.to(dtype)
+
+
 def run(args: argparse.Namespace, found: dict[str, Any], save: Callable[[], None]) -> None:
     """Fill `found["rows"]`, saving after each."""
     device = torch.device(args.device)
@@ -108,10 +134,15 @@ def run(args: argparse.Namespace, found: dict[str, Any], save: Callable[[], None
     sizes = {} if args.tiny else FLASH | layers_in_turn(args.layers) | {"n_routed_experts": args.experts}
     config = tiny_config(**sizes)
     model: Any = random_model(config, device)
+    for layer in model.model.layers:
+        if (bias := getattr(layer.mlp.gate, "e_score_correction_bias", None)) is not None:
+            bias.data.zero_()  # a trained one balances the experts, a random one favours few
     found["parameters"] = sum(p.numel() for p in model.parameters())
     batches = [int(b) for b in args.batches.split(",")]
     for form in args.forms.split(","):
-        if form != "eager":
+        if form == "eager":
+            fit_norms(model)
+        else:
             torch.compiler.reset()
             hf.convert(model, max_batch_size=max(batches), max_seq_len=MAX_SEQ_LEN, attention_only=form == "attention")
             graphs = {"dsv4.cudagraph": "full"} if device.type == "cuda" else {}

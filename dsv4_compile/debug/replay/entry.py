@@ -117,9 +117,14 @@ def _counts(watch: Watch) -> dict[str, int]:
 
 
 def device_of(tree: Any, args: Any, kwargs: Any) -> torch.device:
-    """Return the device of the first tensor on a GPU among arguments and parameters, or the CPU."""
+    """Return the device of the first tensor on a GPU among arguments and parameters, or the CPU.
+
+    A function without any may hold tensors itself, which are taken to be on the current GPU where there is one.
+    """
     held = [*tree.parameters(), *tree.buffers()] if isinstance(tree, nn.Module) else []
     tensors = [leaf for leaf in (*pytree.tree_leaves((args, kwargs)), *held) if isinstance(leaf, Tensor)]
+    if not tensors and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
     return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), torch.device("cpu"))
 
 
