@@ -15,6 +15,7 @@ from dsv4_compile import hf
 from dsv4_compile._compat import compile_fx
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.passes import Regional
+from dsv4_compile.passes.regions import split
 from dsv4_compile.runtime.regions import Program, Region
 from dsv4_compile.selection import decisions
 
@@ -166,6 +167,29 @@ def test_layers_that_read_an_earlier_cache_read_its_new_rows(inner: Inner) -> No
     # A cache is read where it lies: a region returns what it hands on, and no copy of a cache.
     outputs = [value.meta["val"] for value in inner.graphs[1].graph.output_node().all_input_nodes]
     assert [tuple(value.shape) == (ROWS, 4) for value in outputs] == [False]
+
+
+def test_a_result_of_a_tuple_stays_with_its_op() -> None:
+    """The next layer may take a tuple apart; what leaves a region are tensors."""
+    graph, aten = torch.fx.Graph(), torch.ops.aten
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4)
+
+    def traced(layer: int, target: Any, *args: Any) -> torch.fx.Node:
+        node = graph.call_function(target, args)
+        values = [each.meta["val"] if isinstance(each, torch.fx.Node) else each for each in args]
+        node.meta = {"val": target(*values), "nn_module_stack": {"layer": (f"layers.{layer}", Layer)}}
+        return node
+
+    first = x
+    for layer in range(3):
+        sorted_ = traced(layer, aten.sort.default, first)
+        first = traced(layer + 1, aten.neg.default, traced(layer + 1, operator.getitem, sorted_, 0))
+    graph.output((first,))
+    found = split(torch.fx.GraphModule(nn.Module(), graph))
+    targets = [[node.target for node in region.outputs] for region in found]
+    assert targets == [*[[operator.getitem]] * 3, [aten.neg.default]]
+    assert all(isinstance(node.meta["val"], Tensor) for region in found for node in region.outputs)
 
 
 def test_a_graph_with_a_backward_is_compiled_whole(inner: Inner) -> None:
