@@ -11,6 +11,7 @@
     serving            log compilations, captures and builds of kernels after warm-up
     witness            raise before a replay that reads a stale buffer: `writes`, rules of `staleness`, `contexts`
     divergence         compare results of two runs, beyond `rounding`; `rerun` calls one op again
+    ranks              compare results of one run on all ranks
 
 Each module imports only from those to its right and below; `places` has the lines of user code that all refer to.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from .divergence import Divergence, diverge
 from .entry import explain, explain_script
+from .ranks import diverge_ranks
 from .replay import ReplayReport, explain_replay
 from .report import Report
 from .serving import LateWork, compile_log
@@ -34,6 +36,7 @@ __all__ = [
     "Witness",
     "compile_log",
     "diverge",
+    "diverge_ranks",
     "explain",
     "explain_replay",
     "explain_script",

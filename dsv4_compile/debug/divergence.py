@@ -7,7 +7,7 @@ the model. Results of both forms belong together if op, line and module are the 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +24,13 @@ from .replay.observe import Launch, Observer, all_module_names, shape_text
 from .replay.sources import Source, Sources, layer_of
 from .rerun import save_call
 from .rounding import Distance, distance
+from .writes import written_by
 
 Form = Callable[..., Any]
+_LATER = ("c10d", "_c10d")
+"""Beginnings of the namespaces of torch's collectives, whose results are there after a wait."""
+_COLLECTIVES = (*_LATER, "dsv4_collectives")
+"""Beginnings of those of ops whose results are the same on all ranks."""
 _LISTED = 6
 """Ops between the last agreement and the first difference that are listed."""
 
@@ -34,7 +39,8 @@ _LISTED = 6
 class Result:
     """A tensor that an op returned or wrote, `name` among its results.
 
-    `call` is the number of the launch, `ops` all ops that it computes: several of a fused kernel.
+    `call` is the number of the launch, `ops` all ops that it computes: several of a fused kernel. `part` says that
+    ranks have different parts of it.
     """
 
     source: Source
@@ -43,6 +49,7 @@ class Result:
     call: int
     generated: bool
     ops: tuple[str, ...] = ()
+    part: bool = False
 
 
 @dataclass(slots=True)
@@ -57,6 +64,7 @@ class Divergence:
         between: ops of either form that ran since, and have no counterpart that could be compared.
         compared: number of results that were compared.
         file: inputs and both results of the op, for `python -m dsv4_compile.debug.rerun FILE`.
+        rank: the rank that differs from the others, of `diverge_ranks`.
     """
 
     op: str = ""
@@ -70,6 +78,7 @@ class Divergence:
     between: list[str] = field(default_factory=list)
     compared: int = 0
     file: Path | None = None
+    rank: int | None = None
 
     @property
     def agrees(self) -> bool:
@@ -87,6 +96,7 @@ class Divergence:
         far = self.distance
         lines = [
             f"differ at {self.op} ({self.name} {self.shape}) in {self.module or 'no module'}",
+            f"  rank     {self.rank}" if self.rank is not None else "",
             f"  line     {self.place}  {self.place.source}",
             f"  element  {list(far.index)}: {far.got}, expected {far.want}; {far.share:.1%} of the elements differ",
             f"  distance {far.largest:.3g}, by rounding at most {far.limit:.3g}",
@@ -120,12 +130,12 @@ def diverge(
     """
     forms = [getattr(form, "_orig_mod", form) for form in (a, b)]
     tensors = named_tensors([args, kwargs, state, *(f for f in forms if isinstance(f, torch.nn.Module))], "state")
-    with observed_compiler() as (_, sources), _restored(tensors) as restore, torch.no_grad():
+    with observed_compiler() as (_, sources), restored(tensors) as restore, torch.no_grad():
 
-        def run(form: Form, keep: int | None = None) -> _Run:
+        def run(form: Form, keep: int | None = None) -> Run:
             restore()
             torch.manual_seed(0)
-            return _Run.of(form, args, kwargs, sources, tensors, keep)
+            return Run.of(form, args, kwargs, sources, tensors, keep)
 
         for form in (a, b):  # compile first, unobserved
             restore()
@@ -141,7 +151,7 @@ def diverge(
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """Results of one run in the order of the launches, then its outputs and the state after it."""
 
     results: list[Result]
@@ -151,18 +161,33 @@ class _Run:
 
     @classmethod
     def of(
-        cls, form: Form, args: Any, kwargs: Any, sources: Sources, state: Mapping[str, Tensor], keep: int | None
-    ) -> _Run:
-        """Run `form` once; `keep` is the number of an op call whose arguments are copied before it runs."""
+        cls,
+        form: Form,
+        args: Any,
+        kwargs: Any,
+        sources: Sources,
+        state: Mapping[str, Tensor],
+        keep: int | None = None,
+        parts: Collection[Tensor] = (),
+    ) -> Run:
+        """Run `form` once.
+
+        Args:
+            keep: number of an op call whose arguments are copied before it runs.
+            parts: tensors of which ranks have different parts.
+        """
         results: list[Result] = []
 
         def watch(launch: Launch, source: Source, written: Mapping[str, Tensor]) -> None:
             call = next(i for i in range(len(observer.launches) - 1, -1, -1) if observer.launches[i] is launch)
+            if observer.parts.pending and not launch.generated:
+                return
             for name, tensor in written.items():
                 copied = tensor.detach().clone()
-                results.append(Result(source, name, copied, call, launch.generated, launch.source.ops))
+                part = observer.parts.now if not launch.generated else bool(parts)
+                results.append(Result(source, name, copied, call, launch.generated, launch.source.ops, part))
 
-        observer = _Keeping(keep, sources, all_module_names(), watch=watch)
+        observer = _Keeping(keep, Parts(parts), sources, all_module_names(), watch=watch)
         with observer.observing():
             returned = form(*args, **kwargs)
         leaves = enumerate(pytree.tree_leaves(returned))
@@ -171,28 +196,65 @@ class _Run:
         return cls(results, outputs, observer.launches, observer.kept)
 
 
-class _Keeping(Observer):
-    """Observer that copies the arguments of one op call."""
+class Parts:
+    """Storages of which ranks have different parts: some tensors, and what ops other than collectives make of them.
 
-    def __init__(self, keep: int | None, *args: Any, **kwargs: Any) -> None:
+    `now` says that the op that runs reads one, `pending` that its results come later, after a wait.
+    """
+
+    def __init__(self, tensors: Collection[Tensor]) -> None:
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.now = self.pending = False
+
+    def before(self, func: OpOverload, given: Any) -> None:
+        """Look at the arguments of an op."""
+        joins = func.namespace.startswith(_COLLECTIVES)
+        self.pending = func.namespace.startswith(_LATER) and "wait_tensor" not in func.name()
+        self.now = bool(self._storages) and not joins and not self._storages.isdisjoint(_storages(given))
+
+    def after(self, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        """Look at what it wrote; results of a collective, and new memory, are no parts any more."""
+        if not self._storages:
+            return
+        made = _storages((out, list(written_by(func, args, kwargs))))
+        if self.now:
+            self._storages |= made
+        elif func.namespace.startswith(_COLLECTIVES):
+            self._storages -= made
+        else:
+            self._storages -= made - _storages((args, kwargs))
+
+
+def _storages(tree: Any) -> set[int]:
+    leaves = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel())
+    return {leaf.untyped_storage().data_ptr() for leaf in leaves}
+
+
+class _Keeping(Observer):
+    """Observer that copies the arguments of one op call, and knows which results are parts."""
+
+    def __init__(self, keep: int | None, parts: Parts, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._keep = keep
+        self._keep, self.parts = keep, parts
         self.kept: tuple[OpOverload, Any, Any] | None = None
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`, and copy its arguments before if it is the call to keep."""
         copied = None
         if len(self.launches) == self._keep:
-            copied = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs or {}))
+            copied = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         before = len(self.launches)
+        kwargs = kwargs or {}
+        self.parts.before(func, (args, kwargs))
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.parts.after(func, args, kwargs, out)
         if copied is not None and len(self.launches) > before:
             self.kept = (func, *copied)
         return out
 
 
 @contextmanager
-def _restored(tensors: Mapping[str, Tensor]) -> Any:
+def restored(tensors: Mapping[str, Tensor]) -> Any:
     """Yield a function that gives tensors the values that they have now; it is called at the end too."""
     saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
@@ -207,7 +269,7 @@ def _restored(tensors: Mapping[str, Tensor]) -> Any:
         restore()
 
 
-def _first_difference(first: _Run, second: _Run) -> tuple[Divergence, tuple[int, Tensor, Tensor] | None]:
+def _first_difference(first: Run, second: Run) -> tuple[Divergence, tuple[int, Tensor, Tensor] | None]:
     """Return the first difference, and number of the op's call in `first` with both results."""
     pairs = _pairs(first.results, second.results)
     before, agreed = 0.0, -1
@@ -283,7 +345,7 @@ def _loose(result: Result) -> tuple[Any, ...]:
 
 
 def _since(
-    agreed: int, pairs: Sequence[tuple[Result, Result]], at: int, first: _Run, second: _Run
+    agreed: int, pairs: Sequence[tuple[Result, Result]], at: int, first: Run, second: Run
 ) -> tuple[str, list[str]]:
     """Return the last agreeing result, and the ops of both forms since it that were not compared."""
     last = pairs[agreed] if agreed >= 0 else None

@@ -151,7 +151,7 @@ class Writes(TransparentMode):
         if self._paused or not func._schema.is_mutable:
             return func(*args, **kwargs)
         self.settle()
-        written = [(b, t) for t in _written(func, args, kwargs) for b in self._of_storage(t)]
+        written = [(b, t) for t in written_by(func, args, kwargs) for b in self._of_storage(t)]
         for buffer, _ in written:
             self._compare(buffer)
         out = func(*args, **kwargs)
@@ -222,7 +222,7 @@ class Writes(TransparentMode):
         buffer.version, buffer.pending = now, 0
 
 
-def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def written_by(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that a call of `func` writes."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import multiprocessing
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,16 +20,18 @@ Check = Callable[[Any], None]
 Outcomes = dict[str, list[str]]
 
 
-def run_on_ranks(size: int, checks: Sequence[Check], folder: Path) -> Outcomes:
+def run_on_ranks(size: int, checks: Sequence[Check], folder: Path, package: str = "dsv4_compile.hf") -> Outcomes:
     """Run each check, with the mesh of all ranks, on `size` ranks; return tracebacks by check and rank, "" if passed.
 
-    A check that a rank has not finished has the text "not finished" there.
+    A check that a rank has not finished has the text "not finished" there. The checks are in one module; `package` is
+    what they need, which is imported once.
     """
+    module = checks[0].__module__
     # A server that has imported everything forks each rank, so that a rank costs no import.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dsv4_compile.hf", "tests.parallel.checks"])
+    context.set_forkserver_preload([package, module])
     processes = [
-        context.Process(target=_rank, args=(rank, size, [check.__name__ for check in checks], str(folder)))
+        context.Process(target=_rank, args=(rank, size, module, [check.__name__ for check in checks], str(folder)))
         for rank in range(size)
     ]
     for process in processes:
@@ -43,15 +47,14 @@ def run_on_ranks(size: int, checks: Sequence[Check], folder: Path) -> Outcomes:
     return {check.__name__: [each.get(check.__name__, "not finished") for each in found] for check in checks}
 
 
-def _rank(rank: int, size: int, names: Sequence[str], folder: str) -> None:
+def _rank(rank: int, size: int, module: str, names: Sequence[str], folder: str) -> None:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    from dsv4_compile.hf.tiny import quiet_libraries
-    from tests.parallel import checks
-
+    checks = importlib.import_module(module)
     torch.set_num_threads(1)
-    quiet_libraries()
+    if "dsv4_compile.hf" in sys.modules:
+        sys.modules["dsv4_compile.hf.tiny"].quiet_libraries()
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/group",

@@ -1,0 +1,105 @@
+"""Not a test: what `diverge_ranks` finds, which each of two ranks checks in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsv4_compile.debug import Divergence, diverge_ranks
+from dsv4_compile.errors import RankError
+from dsv4_compile.parallel import Ranks, all_reduce, gather_objects
+from tests.debug.test_diverge import ROWS, D, Model, T, line_of
+
+Plant = Callable[[Any], None]
+
+
+def run(mesh: Any, plant: Plant = lambda layer: None) -> Divergence:
+    """Run a model whose second layer has a fault on rank 1; check that both ranks return the same."""
+    torch.manual_seed(3)
+    model = Model()
+    x, caches, slots = torch.randn(T, D), [torch.randn(ROWS, D) for _ in range(3)], torch.arange(T) * 2
+    if mesh.get_rank() == 1:
+        plant(model.layers[1])
+    before = [cache.clone() for cache in caches]
+    found = diverge_ranks(model, x, caches, slots, group=mesh)
+    assert all(torch.equal(*pair) for pair in zip(before, caches, strict=True))
+    texts = gather_objects(str(found), Ranks.of(mesh))
+    assert len(set(texts)) == 1, texts
+    return found
+
+
+def equal_ranks_agree(mesh: Any) -> None:
+    found = run(mesh)
+    assert found.agrees and found.compared > 30, str(found)
+
+
+def other_epsilon_is_found_at_its_op(mesh: Any) -> None:
+    found = run(mesh, lambda layer: setattr(layer, "eps", 0.1))
+    assert (found.op, found.layer, found.rank) == ("dsv4.fused_q_kv_rmsnorm", "layers.1", 1), str(found)
+    assert found.place.line == line_of("q, kv = torch.ops") and found.after.startswith("aten.add")
+    assert "rank     1" in str(found) and "expected" in str(found)
+
+
+def other_weight_is_found_before_the_step(mesh: Any) -> None:
+    def plant(layer: Any) -> None:
+        with torch.no_grad():
+            layer.weight[3, 5] += 0.5
+
+    found = run(mesh, plant)
+    assert (found.op, found.rank) == ("before the step", 1) and "layers.1.weight" in found.name, str(found)
+    assert found.distance is not None and found.distance.index == (3, 5)
+
+
+def other_op_is_found_where_it_runs(mesh: Any) -> None:
+    found = run(mesh, lambda layer: setattr(layer, "stale", True))
+    assert (found.op, found.layer, found.rank) == ("aten.add", "layers.1", 1), str(found)
+    assert found.place.line == line_of("cache.index_copy_(0, slots") and "aten.index_select" in str(found)
+
+
+def difference_by_rounding_is_none(mesh: Any) -> None:
+    found = run(mesh, lambda layer: setattr(layer, "gain", 1.0 + 1e-6))
+    assert found.agrees, str(found)
+
+
+class Divided(nn.Module):
+    """A projection by parts and an all-reduce, then a scale that all ranks have."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+        generator = torch.Generator().manual_seed(5 + ranks.rank)
+        self.part = nn.Parameter(torch.randn(D, D, generator=generator))
+        self.gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = all_reduce(torch.relu(x @ self.part), self.ranks)
+        return torch.sigmoid(whole * self.gain)
+
+
+def parts_are_compared_after_a_collective(mesh: Any) -> None:
+    ranks, x = Ranks.of(mesh), torch.ones(T, D)
+    model = Divided(ranks)
+    whole = diverge_ranks(model, x, group=mesh)
+    assert whole.op == "before the step" and "part" in whole.name, str(whole)
+    agreed = diverge_ranks(model, x, parts=lambda name: name == "part")  # of all processes
+    assert agreed.agrees and agreed.compared >= 4, str(agreed)
+    model.gain = 1.0 + ranks.rank
+    found = diverge_ranks(model, x, group=mesh.get_group(), parts=lambda name: name == "part")
+    assert (found.op, found.rank) == ("aten.mul", 1), str(found)
+
+
+def a_rank_that_fails_is_named_on_all(mesh: Any) -> None:
+    def form(x: Tensor) -> Tensor:
+        if mesh.get_rank() == 1:
+            raise ValueError("no such slot")
+        return x * 2
+
+    try:
+        diverge_ranks(form, torch.ones(2), group=mesh)
+    except RankError as error:
+        assert error.code == "E702" and "rank 1: ValueError: no such slot" in error.got
+        return
+    raise AssertionError("no error")
