@@ -54,9 +54,13 @@ def test_dir_lists_names_that_are_not_loaded_yet() -> None:
     assert set(PUBLIC) <= set(dir(dsv4_compile))
 
 
+NEED_AN_ENGINE = {f"dsv4_compile/integrations/vllm/{name}.py" for name in ("attention", "caches", "model")}
+"""Modules that cannot be imported without an engine; `make test-vllm` reads what they document."""
+
+
 def test_everything_public_is_documented_for_help(sources: dict[str, str]) -> None:
     undocumented = []
-    for path in (path for path in sources if not re.search(r"/_[^_]", path)):
+    for path in (path for path in sources if not re.search(r"/_[^_]", path) and path not in NEED_AN_ENGINE):
         name = ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
         module = importlib.import_module(name if name.startswith("dsv4_compile") else f"dsv4_compile.{name}")
         assert module.__doc__, path

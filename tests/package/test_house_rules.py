@@ -29,6 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"runtime"}),
     frozenset({"backend", "passes"}),
     frozenset({"hf", "debug", "testing", "bench"}),
+    frozenset({"integrations"}),
     frozenset({"doctor"}),
     frozenset({"cli", "__init__"}),
     frozenset({"__main__"}),

@@ -1,0 +1,144 @@
+"""Owners of a layer's caches in vLLM: what they ask for, what they are bound to, and who describes a step to them.
+
+vLLM finds an owner by its name in the static forward context. It asks for a spec, groups owners whose blocks are
+alike, makes one metadata builder for each group, and binds views of one storage that holds the pages of all layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from ... import layout
+from ._compat import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionLayerBase,
+    AttentionMetadataBuilder,
+    KVCacheLayout,
+    MLAAttentionSpec,
+    MultipleOf,
+    SlidingWindowMLASpec,
+)
+from .geometry import CacheKind
+from .step import StepBuffers
+
+
+class CacheOwner(nn.Module, AttentionLayerBase):  # type: ignore[misc]
+    """One cache of one layer.
+
+    Args:
+        kind: the cache.
+        prefix: the owner's name in vLLM's static forward context, which it enters.
+        buffers: tensors of the step, shared by all owners.
+
+    `pages` is the cache as this package's ops take it, None before vLLM has bound one; `kv_cache` the same memory as
+    vLLM sees it, which it zeroes blocks of. `table` is the owner's group in `buffers`, None before vLLM has grouped it.
+    """
+
+    pages: Tensor | None
+
+    def __init__(self, kind: CacheKind, prefix: str, buffers: StepBuffers, vllm_config: Any) -> None:
+        super().__init__()
+        self.kind, self.prefix, self._shared = kind, prefix, (buffers,)  # in a tuple: not a child module
+        self.kv_cache = torch.empty(0)
+        self.register_buffer("pages", None, persistent=False)
+        self.table: int | None = None
+        owners = vllm_config.compilation_config.static_forward_context
+        assert prefix not in owners, prefix
+        owners[prefix] = self
+
+    @property
+    def step_buffers(self) -> StepBuffers:
+        """Tensors of the step, shared by all owners."""
+        return self._shared[0]
+
+    @property
+    def ready(self) -> bool:
+        """Whether vLLM has bound a cache and has grouped it."""
+        return self.pages is not None and self.table is not None and self.kv_cache.numel() > 0
+
+    def get_attn_backend(self) -> type[Any]:
+        return PagedBackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return spec_of(self.kind)
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Bind vLLM's views `[P, 1, rows, row]`. E803 if they are no pages of this kind."""
+        pages = self.kind.pages_of(kv_cache)
+        self.kv_cache = kv_cache.squeeze(1)
+        # AOTAutograd mutates no views of one storage in two dtypes. DLPack gives each a storage, with the same memory.
+        self.pages = from_dlpack(pages)
+        self.step_buffers.bindings += 1
+
+
+def spec_of(kind: CacheKind) -> Any:
+    """Return vLLM's spec of a cache."""
+    shared: dict[str, Any] = {
+        "block_size": kind.block_tokens,
+        "num_kv_heads": 1,
+        "max_tp_shards": 1,
+        "head_size": kind.head_size,
+        "dtype": kind.dtype,
+        "alignment": layout.FP8_DS_MLA.align,
+    }
+    if kind.row != kind.head_size:
+        packed = {"cache_dtype_str": "fp8_ds_mla", "model_version": "deepseek_v4", "state_content_bytes": kind.row}
+        shared |= packed
+    if kind.window is not None:
+        return SlidingWindowMLASpec(sliding_window=kind.window, **shared)
+    return MLAAttentionSpec(tokens_per_state=kind.tokens_per_row, **shared)
+
+
+class PagedBackend(AttentionBackend):  # type: ignore[misc]
+    """Attention backend of all caches of the plug-in: their layers attend by themselves."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DSV4_COMPILE"
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        raise NotImplementedError("attention runs in the layer, inside the model's graph")
+
+    @staticmethod
+    def get_builder_cls() -> type[StepBuilder]:
+        return StepBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        return KVCacheLayout.BLHNC, KVCacheLayout.BLNHC  # pages of unlike caches side by side in a block
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]  # blocks are never divided: each cache asks for the block that its pages have
+
+
+class StepBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """Copies the block table of one group of caches, and once a step what all groups share, into the step's buffers.
+
+    A captured graph reads these buffers, and all other metadata is derived inside it, so any batch can be replayed.
+    """
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        context = vllm_config.compilation_config.static_forward_context
+        owners: list[CacheOwner] = [context[name] for name in layer_names]
+        self.step = owners[0].step_buffers
+        self.table = self.step.add_table(tuple(layer_names), kv_cache_spec.block_size)
+        for owner in owners:
+            owner.table = self.table
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepBuffers:
+        """Fill the buffers for the step that `common_attn_metadata` describes."""
+        common = common_attn_metadata
+        self.step.load_table(self.table, common.block_table_tensor)
+        if self.table == 0:
+            self.step.load(common.query_start_loc, common.slot_mapping)
+        return self.step

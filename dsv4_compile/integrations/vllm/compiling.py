@@ -1,0 +1,69 @@
+"""Compilation inside vLLM: the backend "dsv4", Inductor with this package's pass, and the report of the first call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from ...debug.report import assemble
+from ...debug.watch import Watch, watching
+from ...lowering import registry
+from ...ops.common.define import OPS
+from ...options import Options
+from ...passes import ChooseImplementations
+from . import _compat
+from .registration import BACKEND, EXPLAINED, Registered
+
+_watch: ContextVar[Watch] = ContextVar("watch")
+
+
+def prepare(vllm_config: Any) -> None:
+    """Give Inductor this package's pass, if vLLM compiles with Inductor itself; backend "dsv4" brings it along."""
+    if not _compat.eager(vllm_config) and _compat.backend_name(vllm_config) == "inductor":
+        _compat.add_graph_pass(vllm_config, graph_pass(torch.device(_compat.current_platform.device_type)))
+
+
+def graph_pass(device: torch.device) -> Any:
+    """Return `ChooseImplementations` as one of vLLM's passes, which run after Inductor's own."""
+    registry.load()
+    chooses = ChooseImplementations(Options.parse(None, {}, ops=OPS), (), (device,))
+
+    class Choose(_compat.InductorPass):  # type: ignore[misc]
+        """Fuses dsv4 ops and chooses an implementation for each."""
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            chooses(graph)
+
+        def uuid(self) -> Any:
+            return chooses.uuid()
+
+    return Choose()
+
+
+def explained(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compile a graph with backend "dsv4" for `explaining`: the backend of a model whose report is wanted."""
+    return _watch.get().backend(BACKEND)(gm, example_inputs, **kwargs)
+
+
+@contextmanager
+def explaining(model: Any) -> Iterator[None]:
+    """Write the report of everything that is compiled inside the block, if it is wanted and `model` is not compiled."""
+    if getattr(model, "compiled", True) or _compat.backend_name(model) != EXPLAINED:
+        yield
+        return
+    started = time.monotonic()
+    with watching() as watch:
+        token = _watch.set(watch)
+        try:
+            yield
+        finally:
+            _watch.reset(token)
+    seconds = time.monotonic() - started
+    report = assemble(watch, target=type(model).__qualname__, backend=BACKEND, seconds=seconds, calls=1)
+    path = report.save(Registered.settings.explain)
+    _compat.init_logger(__name__).info("dsv4_compile wrote the report of the compilation to %s", path)

@@ -1,0 +1,81 @@
+"""vLLM's DeepSeek-V4 with this package's attention: when it may run, what it is called with, what it loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..._compat import forget_compiled
+from . import _compat, compiling
+from .attention import Attention
+from .step import StepBuffers, table_sets
+from .weights import AttentionWeights, NamedTensors
+
+base: Any = _compat.model
+
+
+class DeepseekV4Model(base.DeepseekV4Model):  # type: ignore[misc]
+    """vLLM's model, whose layers have `Attention` and which is compiled once its caches exist.
+
+    vLLM traces in its first call, a profiling run before it allocates caches, and keeps no guards. Until every cache is
+    bound the model therefore runs eagerly.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        compiling.prepare(vllm_config)
+        with _compat.attention_layers(base, Attention):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.attention = {index: layer.attn for index, layer in enumerate(self.layers)}
+        self.step_buffers: StepBuffers = self.attention[0].owners[0].step_buffers
+        self.weights = AttentionWeights({index: attention.layer for index, attention in self.attention.items()})
+        self.sets: list[dict[str, int]] = []
+        self._bindings = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.step_buffers.bindings != self._bindings:
+            self._bind()
+        if not self.sets:
+            return self.forward(*args, **kwargs)
+        with compiling.explaining(self):
+            return super().__call__(*args, **kwargs)
+
+    def _bind(self) -> None:
+        """Group the layers' caches after vLLM has bound them, and compile again if they are not the first."""
+        ready = all(attention.ready for attention in self.attention.values())
+        tables = [attention.tables() for attention in self.attention.values()] if ready else []
+        self.sets, numbers = table_sets(tables)
+        for index, attention in self.attention.items():
+            attention.metadata_set = numbers[index] if ready else None
+        self._bindings = self.step_buffers.bindings
+        if getattr(self, "compiled", False):
+            forget_compiled(self.original_code_object())  # without guards it would be used for the new caches too
+            _compat.reset_compile_wrapper(self)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, intermediate_tensors: Any, inputs_embeds: Tensor | None = None
+    ) -> Any:
+        """Run the layers with the step's metadata in the place of positions."""
+        step: Any = self.step_buffers.step(positions, self.sets) if self.sets else positions
+        return super().forward(input_ids, step, intermediate_tensors, inputs_embeds)
+
+    def load_weights(self, weights: NamedTensors) -> set[str]:
+        return set(super().load_weights(self.weights.others(weights)))
+
+
+class DeepseekV4ForCausalLM(base.DeepseekV4ForCausalLM):  # type: ignore[misc]
+    """The class that vLLM's registry holds for DeepSeek-V4."""
+
+    model_cls = DeepseekV4Model
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Any = None
+    ) -> Any:
+        """Run a step; one that vLLM describes by nothing has no tokens."""
+        if _compat.get_forward_context().attn_metadata is None:
+            self.model.step_buffers.clear()
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def load_weights(self, weights: NamedTensors) -> set[str]:
+        loaded = super().load_weights(weights)
+        return set(loaded) | {f"model.{name}" for name in self.model.weights.finish()}

@@ -1,0 +1,100 @@
+"""Registration with vLLM: settings from the environment, versions, and what its configuration is checked for.
+
+vLLM calls `register` in every process, perhaps more than once. The model's class is registered by name, so that no
+process imports the model before it needs it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import check
+from . import _compat, limits
+
+SWITCH, EXPLAIN = "DSV4_VLLM", "DSV4_VLLM_EXPLAIN"
+MODEL_CLASS = "dsv4_compile.integrations.vllm.model:DeepseekV4ForCausalLM"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings from the environment: the plug-in itself, and a file for the report of the compilation."""
+
+    on: bool = False
+    explain: str = ""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+        """Read the settings. E802 for a value of DSV4_VLLM other than "", 0 and 1."""
+        switch = environment.get(SWITCH, "")
+        rule, fix = f"{SWITCH} is 1 (on) or 0 (off)", f"set {SWITCH}=1, or unset it"
+        check(switch in ("", "0", "1"), "E802", got=f"{SWITCH}={switch}", rule=rule, fix=fix)
+        return cls(switch == "1", environment.get(EXPLAIN, "") if switch == "1" else "")
+
+
+class Registered:
+    """Settings that this process was registered with."""
+
+    settings = Settings()
+
+
+def register_with(wanted: Settings) -> None:
+    """Register the model and the check of its configuration. E801 for a vLLM that the plug-in does not know."""
+    check_version(_compat.Installed.here())
+    Registered.settings = wanted
+    hooks = _compat.MODELS_CONFIG_MAP
+    if not hasattr(hooks.get(_compat.ARCHITECTURE), "dsv4"):
+        hooks[_compat.ARCHITECTURE] = config_hook(hooks.get(_compat.ARCHITECTURE, object))
+    _compat.ModelRegistry.register_model(_compat.ARCHITECTURE, MODEL_CLASS)
+
+
+def check_version(installed: _compat.Installed) -> None:
+    """Raise E801 unless the plug-in runs in this vLLM."""
+    why = installed.why_unsupported()
+    check(
+        not why,
+        "E801",
+        got=f"vLLM {installed.version}",
+        why=why,
+        fix=f"install {_compat.RANGE}, or unset {SWITCH}, which leaves vLLM as it is",
+    )
+
+
+def config_hook(base: type[Any]) -> type[Any]:
+    """Return vLLM's class that completes a DeepSeek-V4 configuration, extended by `complete`."""
+
+    class DeepseekV4Config(base):  # type: ignore[misc]
+        """The configuration of DeepSeek-V4 with this plug-in."""
+
+        dsv4 = True
+
+        @classmethod
+        def verify_and_update_config(cls, vllm_config: Any) -> None:
+            before = getattr(super(), "verify_and_update_config", None)
+            if before is not None:
+                before(vllm_config)
+            complete(vllm_config)
+
+    return DeepseekV4Config
+
+
+def complete(vllm_config: Any) -> None:
+    """Check a configuration of vLLM and choose how it compiles. E802 with every reason that stands against it."""
+    compiled = not _compat.eager(vllm_config)
+    reasons = limits.why_unsupported(limits.Engine.of(vllm_config)) + _compat.prepare_compilation(compiled)
+    got = f"{len(reasons)} things that the plug-in does not support: {'; '.join(reasons)}"
+    check(not reasons, "E802", got=got, fix=f"change them, or unset {SWITCH}, which leaves vLLM as it is")
+    if compiled:
+        _compat.choose_backend(vllm_config, BACKEND)
+    if Registered.settings.explain:
+        chosen = _compat.backend_name(vllm_config) if compiled else "none"
+        got = f"{EXPLAIN} with backend {chosen!r}"
+        check(chosen == BACKEND, "E802", got=got, fix=f"unset {EXPLAIN}, or let vLLM compile with backend {BACKEND!r}")
+        _compat.set_backend(vllm_config, EXPLAINED)
+
+
+BACKEND = "dsv4"
+EXPLAINED = "dsv4_compile.integrations.vllm.compiling.explained"
+"""Backends by the names that vLLM resolves."""
