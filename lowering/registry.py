@@ -22,7 +22,7 @@ from .._compat import OpOverload, fallback_handler, has_device_kernel, make_fall
 from ..errors import CompileError, fail
 from ..ops.common import kernels
 from ..ops.common.arguments import packed
-from ..ops.common.define import OPS, REFERENCES
+from ..ops.common.define import EAGER, OPS, REFERENCES
 from ..ops.common.kernels import KERNELS, launch, refusal
 from ..options import Options
 from ..selection import measured
@@ -67,6 +67,8 @@ class Lowering:
 
 
 LOWERINGS: dict[str, Lowering] = {}
+COMPILES_LONG = "C++ of it takes longer to compile than it saves"
+"""Why `auto` leaves an op on a CPU to its reference, or its form for CPUs: see examples/benchmarks/cpu_models.py."""
 _libraries: list[torch.library.Library] = []  # a library that nobody holds takes its ops with it
 _warned: set[tuple[str, str]] = set()
 
@@ -104,14 +106,14 @@ def load() -> None:
 
 @functools.cache
 def twin(op: str, impl: str) -> OpOverload:
-    """The op `dsv4_<impl>::<op>`: the schema and fake of the public op, computed by its reference, or by its kernel."""
+    """The op `dsv4_<impl>::<op>`: the schema and fake of the public op, computed without a kernel, or by its kernel."""
     public, library = OPS[op], torch.library.Library(f"dsv4_{impl}", "FRAGMENT")
     _libraries.append(library)
     tags = [torch.Tag.pt2_compliant_tag]
     if impl != "ir":
         tags.append(torch.Tag.needs_exact_strides)
     library.define(str(public._schema).removeprefix("dsv4::"), tags=tags)
-    library.impl(op, _launch(op) if impl == "triton" else REFERENCES[op], "CompositeExplicitAutograd")
+    library.impl(op, _launch(op) if impl == "triton" else EAGER[op], "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4_{impl}::{op}", public, lib=library)
     return getattr(getattr(torch.ops, f"dsv4_{impl}"), op).default
 
@@ -163,6 +165,8 @@ def _by_request_only(call: Call, impl: str) -> str:
     foreign = impl == "triton" and call.op not in KERNELS
     if not foreign and not is_proven(impl, call.op, call.architecture):
         return f"{why_unproven(impl, call.op, call.architecture)}; dsv4.impl={impl} uses it all the same"
+    if impl == "ir" and call.codegen == "cpp" and COMPILES_LONG:
+        return f"{COMPILES_LONG}; dsv4.impl=ir uses it all the same"
     alone = impl != "ir" or _can_launch(call).impl != "triton" or _by_request_only(call, "triton")
     yields = "" if alone else LOWERINGS[call.op].yields(call)
     return f"{yields}; dsv4.impl=ir uses it all the same" if yields else ""

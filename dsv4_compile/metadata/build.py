@@ -18,6 +18,7 @@ from ..reference.metadata.batch import token_positions, token_requests, visible_
 from ..reference.metadata.c128a_topk_metadata import entry_lens, entry_slot_rows
 from ..reference.metadata.compressed_slot_mapping import compressed_slots
 from ..reference.metadata.swa_metadata import window_rows
+from .on_cpu import build_on_cpu
 from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
 
 
@@ -99,6 +100,9 @@ def _build(
     """Build metadata from positions and requests; a token with a negative position is padding."""
     valid = positions >= 0
     requests = torch.where(valid, requests, 0)
+    if positions.device.type == "cpu" and torch.compiler.is_compiling():
+        _check_tables(block_tables, ratios)
+        return build_on_cpu(positions, requests, block_tables, window, max_model_len, ratios, window_block_size)
     indices, lens = window_rows(positions, requests, block_tables.window, window, window_block_size)
     slots = lookup_slots(block_tables.window, requests, positions, window_block_size)
     return AttentionMetadata(
@@ -144,6 +148,13 @@ def _build_c128(
         indices=entry_slot_rows(lens, requests, table, width, block_size),
         lens=lens,
     )
+
+
+def _check_tables(tables: BlockTables, ratios: Collection[int]) -> None:
+    """Raise E201 if a table is missing that `ratios` need."""
+    needed = {CSA_RATIO: ("c4", "c4_state", "indexer", "indexer_state"), HCA_RATIO: ("c128", "c128_state")}
+    for name in (name for ratio in sorted(needed) if ratio in ratios for name in needed[ratio]):
+        _table(getattr(tables, name), name)
 
 
 def _table(table: Tensor | None, name: str) -> Tensor:

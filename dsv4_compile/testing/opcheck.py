@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._compat import FakeTensorMode, OpOverload, TorchDispatchMode
-from ..ops.common.define import LIBRARY, REFERENCES
+from ..ops.common.define import EAGER, LIBRARY, REFERENCES
 from ..ops.common.kernels import runs_kernel
 from .compare import assert_bitwise
 from .poison import poisoned_empty
@@ -30,7 +30,7 @@ def check_op(op: OpOverload, args_list: Sequence[Args], *, utilities: bool = Tru
     - A second run gives the same bytes, also where fresh memory is full of NaN: everything is written, nothing stale
       is read.
     - The reference of one of this package's ops never waits for the device (see `refuse_synchronization`). Not checked
-      where a kernel runs.
+      where a kernel runs. A form for CPUs may: its reference is checked beside it.
 
     The arguments themselves are left as they were. Not checked here: whether the values are right.
     """
@@ -82,8 +82,11 @@ def _check_memory(op: OpOverload, args: Args, where: str) -> None:
     first_args, second_args = _clone(args), _clone(args)
     # Finite where the other run's memory is NaN: recycled memory may hold anything, NaN and the right answer included.
     # A kernel is no calls of torch that could be watched, and its bytes are those of no reference: it runs twice.
-    with nullcontext() if _runs_kernel(op, args) else _RefuseSynchronization(fill=0x55):
+    with nullcontext() if _runs_kernel(op, args) else _RefuseSynchronization(fill=0x55, waits=True):
         first = _outputs(op(*first_args))
+    if not _runs_kernel(op, args):
+        with refuse_synchronization():
+            op(*_clone(args))
     with poisoned_empty():
         second = _outputs(op(*second_args))
 
@@ -173,31 +176,38 @@ _ALLOCATING = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided
 class _RefuseSynchronization(TorchDispatchMode):
     """Raises on calls that make a CUDA stream wait for the host, whichever device they run on.
 
-    With `fill`, memory from `torch.empty` and its relatives holds that byte.
+    With `fill`, memory from `torch.empty` and its relatives holds that byte. With `waits` nothing is refused, and ops
+    of this package run as they do elsewhere, on a CPU in their form for it.
     """
 
-    def __init__(self, fill: int | None = None) -> None:
+    def __init__(self, fill: int | None = None, waits: bool = False) -> None:
         super().__init__()
-        self.fill = fill
+        self.fill, self.waits = fill, waits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == LIBRARY.ns:
             with self:
-                return REFERENCES[func._schema.name.split("::")[1]](*args, **kwargs)
+                return (EAGER if self.waits else REFERENCES)[func._schema.name.split("::")[1]](*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        if name in _SYNCHRONIZING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
-            raise AssertionError(f"aten::{name} makes the stream wait for the host")
-        if name in ("index", "index_put", "index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        ):
-            raise AssertionError(f"aten::{name} with a mask makes the stream wait for the host")
-        if name == "lift_fresh" and args[0].dim() > 0:
-            raise AssertionError("torch.tensor of a list is a blocking copy from the host")
+        if not self.waits:
+            _check_call(name, args, kwargs)
         result = func(*args, **kwargs)
         if self.fill is not None and name in _ALLOCATING:
             _storage(result).fill_(self.fill)
         return result
+
+
+def _check_call(name: str, args: Any, kwargs: Any) -> None:
+    """Raise AssertionError if a call of `aten::name` makes a CUDA stream wait for the host."""
+    if name in _SYNCHRONIZING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+        raise AssertionError(f"aten::{name} makes the stream wait for the host")
+    if name in ("index", "index_put", "index_put_") and any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    ):
+        raise AssertionError(f"aten::{name} with a mask makes the stream wait for the host")
+    if name == "lift_fresh" and args[0].dim() > 0:
+        raise AssertionError("torch.tensor of a list is a blocking copy from the host")
 
 
 @contextmanager

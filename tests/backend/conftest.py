@@ -1,4 +1,4 @@
-"""Fixtures: an interpreter that has imported torch's compiler but not the package, for tests that start processes."""
+"""Fixtures: an interpreter with torch's compiler alone, for tests that start processes; lowerings in C++ as on GPUs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from dsv4_compile.lowering import registry
 from tests.warm import ROOT, WarmPython
 
 
@@ -17,3 +18,11 @@ def torch_alone() -> Iterator[WarmPython]:
     warm = WarmPython(("torch._inductor.compile_fx", "tests.inductor_patterns"), env, 300)
     yield warm
     warm.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lowered_to_cpp() -> Iterator[None]:
+    """Let `auto` use lowerings on a CPU too, as it does on GPUs: these tests look at what it then does."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(registry, "COMPILES_LONG", "")
+        yield

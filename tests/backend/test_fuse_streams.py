@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import dsv4_compile
-from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.ops.common.define import EAGER
 from dsv4_compile.passes import fusion
 from dsv4_compile.selection import decisions, proven
 from dsv4_compile.testing import assert_bitwise
@@ -372,10 +372,10 @@ def test_auto_does_not_fuse_into_an_op_that_is_not_proven(
 
 @pytest.fixture
 def kernels() -> Iterator[Callable[..., None]]:
-    """Yield a function that registers references of ops as CPU kernels, proven on every GPU."""
+    """Yield a function that registers what runs of ops on a CPU as their kernels, proven on every GPU."""
     library = torch.library.Library("dsv4", "IMPL")
     with proven.trust():
-        yield lambda name: library.impl(name, REFERENCES[name], "CPU")
+        yield lambda name: library.impl(name, EAGER[name], "CPU")
     library._destroy()
 
 

@@ -20,6 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"selection"}),
     frozenset({"config", "rope_tables"}),
     frozenset({"reference"}),
+    frozenset({"cpu"}),
     frozenset({"ops"}),
     frozenset({"metadata", "cache", "parallel"}),
     frozenset({"options"}),

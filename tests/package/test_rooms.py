@@ -14,7 +14,13 @@ from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.ops.common.kernels import KERNELS
 
 FAMILIES = ("attention", "hyper_connections", "indexer", "linear", "metadata", "moe", "preprocess")
-SHARED = {"kernels": {"host", "device", "hopper"}, "lowering": {"ir"}, "ops": {"common"}, "reference": {"common"}}
+SHARED = {
+    "kernels": {"host", "device", "hopper"},
+    "lowering": {"ir"},
+    "ops": {"common"},
+    "cpu": {"common"},
+    "reference": {"common"},
+}
 """Folders of a tree that belong to no family."""
 MOST_REACHED = 12
 """Files of its own family that an op's kernels may import, directly or not."""

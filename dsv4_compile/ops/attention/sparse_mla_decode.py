@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...cpu.attention import sparse_mla_decode as cpu
 from ...errors import check
 from ...reference.attention import sparse_mla_decode as reference
 from ...reference.attention.sparse_mla_decode import (
@@ -171,6 +173,7 @@ sparse_mla_decode = define(
     f"sparse_mla_decode({_CALL.format(inverse_rope=False)}) -> (Tensor, Tensor)",
     arguments=DecodeArguments,
     reference=reference.sparse_mla_decode,
+    on_cpu=cpu.sparse_mla_decode,
     fake=_fake,
     check=_check,
 )
@@ -178,6 +181,7 @@ sparse_mla_decode_out = define(
     f"sparse_mla_decode_out(Tensor(a!) out, Tensor(b!) lse, {_CALL.format(inverse_rope=False)}) -> ()",
     arguments=DecodeOutArguments,
     reference=reference.sparse_mla_decode_out,
+    on_cpu=partial(reference.sparse_mla_decode_out, decode=cpu.sparse_mla_decode),
     fake=_fake_out,
     check=_check_out,
 )
@@ -186,6 +190,7 @@ sparse_mla_decode_quant = define(
     "bool packed_scales=False) -> (Tensor, Tensor)",
     arguments=DecodeQuantArguments,
     reference=reference.sparse_mla_decode_quant,
+    on_cpu=partial(reference.sparse_mla_decode_quant, decode=cpu.sparse_mla_decode),
     fake=_fake_quant,
     check=_check_quant,
 )
@@ -194,6 +199,7 @@ sparse_mla_decode_latent = define(
     "int value_dim) -> (Tensor, Tensor)",
     arguments=LatentDecodeArguments,
     reference=reference.sparse_mla_decode_latent,
+    on_cpu=partial(reference.sparse_mla_decode_latent, decode=cpu.sparse_mla_decode),
     fake=_fake_latent,
     check=_check_latent,
 )
@@ -204,6 +210,7 @@ sparse_mla_decode_ragged = define(
     "int extra_max_entries=0) -> (Tensor, Tensor)",
     arguments=RaggedDecodeArguments,
     reference=reference.sparse_mla_decode_ragged,
+    on_cpu=partial(reference.sparse_mla_decode_ragged, decode=cpu.sparse_mla_decode),
     fake=_fake,
     check=_check_ragged,
 )

@@ -17,6 +17,8 @@ OPS: dict[str, OpOverload] = {}
 """Every op of this package by name."""
 REFERENCES: dict[str, Callable[..., Any]] = {}
 """The checked reference of every op by name, for lowerings and tools that trace it."""
+EAGER: dict[str, Callable[..., Any]] = {}
+"""What runs of every op by name where it has no kernel: its reference, or on a CPU its form for CPUs."""
 
 
 def for_tensors(name: str, check: Callable[..., None] | None) -> Callable[..., None]:
@@ -68,6 +70,16 @@ def checked(check: Callable[..., None] | None, implementation: Callable[..., Any
     return run
 
 
+def _by_device(on_cpu: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls `on_cpu` with tensors on a CPU, and `reference` with others."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        return (on_cpu if first.device.type == "cpu" else reference)(*args, **kwargs)
+
+    return run
+
+
 def define(
     schema: str,
     *,
@@ -75,6 +87,7 @@ def define(
     fake: Callable[..., Any],
     check: Callable[..., None] | None = None,
     arguments: type[Any] | None = None,
+    on_cpu: Callable[..., Any] | None = None,
 ) -> OpOverload:
     """Define `torch.ops.dsv4.<name>` from `schema` and return its overload.
 
@@ -85,6 +98,7 @@ def define(
         check: runs before reference, fake and kernel, and raises for wrong arguments by host-side facts alone.
         arguments: a NamedTuple with the schema's names and defaults. Given, reference, fake, check, launcher and
             `why_unsupported_<name>` take one value of it; without it they take the schema's arguments.
+        on_cpu: a form of the reference for CPUs, of `cpu/`, which may branch on values. It runs there in its place.
 
     Inputs that require grad, with gradients enabled, raise E206: there is no backward.
     """
@@ -93,10 +107,12 @@ def define(
         ARGUMENTS[name] = arguments
         reference, fake = packed(name, reference), packed(name, fake)
         check = None if check is None else packed(name, check)
+        on_cpu = None if on_cpu is None else packed(name, on_cpu)
     check = for_tensors(name, check)
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     REFERENCES[name] = checked(check, reference)
-    LIBRARY.impl(name, REFERENCES[name], "CompositeExplicitAutograd")
+    EAGER[name] = REFERENCES[name] if on_cpu is None else checked(check, _by_device(on_cpu, reference))
+    LIBRARY.impl(name, EAGER[name], "CompositeExplicitAutograd")
     if name in KERNELS:
         LIBRARY.impl(name, dispatcher(name, reference, check), "CUDA")
     torch.library.register_fake(f"dsv4::{name}", checked(check, fake), lib=LIBRARY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...cpu.hyper_connections import mhc_boundary as cpu
 from ...reference.hyper_connections import mhc_boundary as reference
 from ...reference.hyper_connections.mhc_boundary import MhcBoundary
 from ..common.define import define
@@ -24,6 +25,7 @@ mhc_boundary = define(
     "mhc_boundary(Tensor streams, Tensor output, Tensor post, Tensor comb, Tensor fn, Tensor base, Tensor scale, "
     "Tensor norm_weight, float norm_eps, float hc_eps, int iterations=20) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=reference.mhc_boundary,
+    on_cpu=cpu.mhc_boundary,
     fake=_fake,
     check=_check,
     arguments=MhcBoundary,

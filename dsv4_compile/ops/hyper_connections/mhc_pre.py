@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...cpu.hyper_connections import mhc_pre as cpu
 from ...errors import check
 from ...reference.hyper_connections import mhc_pre as reference
 from ..common.define import define
@@ -72,6 +73,7 @@ mhc_pre = define(
     "mhc_pre(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, float norm_eps, float hc_eps, "
     "int iterations=20) -> (Tensor, Tensor, Tensor)",
     reference=reference.mhc_pre,
+    on_cpu=cpu.mhc_pre,
     fake=_fake,
     check=check_pre,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...cpu.indexer import indexer_logits as cpu
 from ...errors import fail
 from ...layout import INDEXER_HEAD_DIM, MX_TILE, PAGE_LAYOUTS
 from ...reference.indexer import indexer_logits as reference
@@ -103,6 +104,7 @@ indexer_logits_topk = define(
     f"indexer_logits_topk({PAGED}, int topk) -> Tensor",
     arguments=TopkArguments,
     reference=reference.indexer_logits_topk,
+    on_cpu=cpu.indexer_logits_topk,
     fake=_fake_topk,
     check=check_topk,
 )

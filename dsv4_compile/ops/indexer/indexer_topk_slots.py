@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from ...cpu.indexer.indexer_logits import indexer_logits_topk
 from ...reference.indexer.indexer_topk_slots import TopkSlotsArguments
 from ...reference.indexer.indexer_topk_slots import indexer_topk_slots as reference
 from ..common.define import define
@@ -33,6 +36,7 @@ indexer_topk_slots = define(
     "-> (Tensor, Tensor)",
     arguments=TopkSlotsArguments,
     reference=reference,
+    on_cpu=partial(reference, select=indexer_logits_topk),
     fake=_fake,
     check=_check,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...cpu.moe import moe_experts as cpu
 from ...errors import check, fail
 from ...layout import MX_TILE, WEIGHT_TILE
 from ...reference.moe import moe_experts as reference
@@ -87,6 +88,7 @@ moe_experts = define(
     "Tensor? w2_scale=None, Tensor? shared_w13=None, Tensor? shared_w2=None, Tensor? shared_w13_scale=None, "
     "Tensor? shared_w2_scale=None, float limit=10.0, int first_expert=0, bool interleaved=False) -> Tensor",
     reference=reference.moe_experts,
+    on_cpu=cpu.moe_experts,
     fake=_fake,
     check=_check,
     arguments=ExpertsArguments,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...cpu.preprocess import compress_norm_rope_insert as cpu
 from ...errors import fail
 from ...layout import INDEXER_FORMATS, KV_FORMATS, state_width
 from ...reference.preprocess import compress_norm_rope_insert as reference
@@ -55,6 +56,7 @@ compress_norm_rope_insert = define(
     "Tensor(a!) k_cache, float eps, int ratio, int state_block_size, int block_size, str cache_format, "
     "bool hadamard=False, Tensor? kv_scale=None) -> ()",
     reference=reference.compress_norm_rope_insert,
+    on_cpu=cpu.compress_norm_rope_insert,
     fake=lambda call: None,
     check=check_compress,
     arguments=CompressArguments,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...cpu.preprocess import kv_rope_insert as cpu
 from ...reference.preprocess import kv_rope_insert as reference
 from ..common.define import define
 from ..common.validate import FLOATS, INTS, expect, expect_kv_cache, expect_rope_table, expect_rows
@@ -47,6 +48,7 @@ kv_rope_insert = define(
     "kv_rope_insert(Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, Tensor positions, Tensor cos_sin_cache, "
     "int block_size, str cache_format, Tensor? kv_scale=None) -> ()",
     reference=reference.kv_rope_insert,
+    on_cpu=cpu.kv_rope_insert,
     fake=_fake,
     check=check_kv_insert,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...cpu.preprocess import save_partial_states as cpu
 from ...reference.preprocess import save_partial_states as reference
 from ..common.define import define
 from ..common.validate import FLOATS, INTS, expect, expect_dim, expect_rows, expect_state_cache
@@ -40,6 +41,7 @@ save_partial_states = define(
     "save_partial_states(Tensor kv_score, Tensor ape, Tensor(a!) state_cache, Tensor state_slot_mapping, "
     "Tensor positions, int block_size) -> ()",
     reference=reference.save_partial_states,
+    on_cpu=cpu.save_partial_states,
     fake=_fake,
     check=check_save,
 )

@@ -7,6 +7,7 @@ ops give, including the roundings between the steps.
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -163,6 +164,10 @@ DecodeOutArguments: type[Any] = collections.namedtuple(  # type: ignore[misc]
 """Arguments of `sparse_mla_decode_out`: the outputs, followed by `DecodeArguments`."""
 
 
+Decode = Callable[[DecodeArguments], tuple[Tensor, Tensor]]
+"""What attends for a variant: `sparse_mla_decode`, or its form for a device."""
+
+
 def output_dtype(q: Tensor) -> torch.dtype:
     """Return the dtype of attention's output: that of the queries, or bfloat16 for quantised ones."""
     return torch.bfloat16 if q.dtype is torch.float8_e4m3fn else q.dtype
@@ -203,31 +208,31 @@ def sparse_mla_decode(call: DecodeArguments) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def sparse_mla_decode_out(call: Any) -> None:
+def sparse_mla_decode_out(call: Any, decode: Decode = sparse_mla_decode) -> None:
     """Write `sparse_mla_decode` into `out` `[T, H, D]` of its dtype and `lse` float32 `[T, H]`, of any strides.
 
     They share no memory with each other or with another argument. `call` is a `DecodeOutArguments`.
     """
     out, lse, *arguments = call
-    attended = sparse_mla_decode(DecodeArguments(*arguments))
+    attended = decode(DecodeArguments(*arguments))
     out.copy_(attended[0])
     lse.copy_(attended[1])
 
 
-def sparse_mla_decode_quant(call: DecodeQuantArguments) -> tuple[Tensor, Tensor]:
+def sparse_mla_decode_quant(call: DecodeQuantArguments, decode: Decode = sparse_mla_decode) -> tuple[Tensor, Tensor]:
     """Attend as `sparse_mla_decode`, then quantise the output to e4m3 with 1x128 UE8M0 scales.
 
     Returns:
         `inv_rope_fp8_quant(out, ...)` of `out` rounded to its dtype: e4m3 `[T, G, K]` and scales, strides included.
     """
-    out, _ = sparse_mla_decode(call.decode()._replace(inverse_rope=False))
+    out, _ = decode(call.decode()._replace(inverse_rope=False))
     heads, positions, table = call.group_heads(), call.positions, call.cos_sin_cache
     if call.inverse_rope and positions is not None and table is not None:
         return inv_rope_fp8_quant(out, positions, table, call.n_groups, heads, call.packed_scales)
     return quantize_groups(out[:, : call.n_groups * heads], call.n_groups, call.packed_scales)
 
 
-def sparse_mla_decode_latent(call: LatentDecodeArguments) -> tuple[Tensor, Tensor]:
+def sparse_mla_decode_latent(call: LatentDecodeArguments, decode: Decode = sparse_mla_decode) -> tuple[Tensor, Tensor]:
     """Attend the selected rows of a cache; all dims give the scores, the first `value_dim` give the output.
 
     These are the rows of DeepSeek-V3.2: a latent and its rotated key.
@@ -239,11 +244,11 @@ def sparse_mla_decode_latent(call: LatentDecodeArguments) -> tuple[Tensor, Tenso
         Equals the first V dims of `sparse_mla_decode` of one plain cache, because every dim of an output is a sum of
         its own. Invalid slots, columns past a length, duplicates and empty rows count as there.
     """
-    out, lse = sparse_mla_decode(DecodeArguments(*call[:5], "plain", call.scale))
+    out, lse = decode(DecodeArguments(*call[:5], "plain", call.scale))
     return out[..., : call.value_dim].clone(memory_format=torch.contiguous_format), lse
 
 
-def sparse_mla_decode_ragged(call: RaggedDecodeArguments) -> tuple[Tensor, Tensor]:
+def sparse_mla_decode_ragged(call: RaggedDecodeArguments, decode: Decode = sparse_mla_decode) -> tuple[Tensor, Tensor]:
     """Attend as `sparse_mla_decode` for index rows that follow each other in one list (CSR), without padding.
 
     Returns:
@@ -259,7 +264,7 @@ def sparse_mla_decode_ragged(call: RaggedDecodeArguments) -> tuple[Tensor, Tenso
     extra: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
     if call.extra_indices is not None and call.extra_indptr is not None:
         extra = dense_rows(call.extra_indices, call.extra_indptr, tokens, call.extra_max_entries)
-    return sparse_mla_decode(call.decode(*rows, *extra))
+    return decode(call.decode(*rows, *extra))
 
 
 def dense_rows(indices: Tensor, indptr: Tensor, tokens: int, max_entries: int) -> tuple[Tensor, Tensor]:

@@ -163,7 +163,7 @@ def _selection_keys(logits: Tensor, visible: Tensor) -> Tensor:
 def _score_pages(op: PagedArguments, rows: slice, width: int) -> tuple[Tensor, Tensor]:
     """Return logits float32 `[n, width]`, arbitrary where not visible, and visibility bool `[n, width]`."""
     values, visible = [], []
-    q, requests, lens = _dequantize_queries(op, rows), op.token_to_req[rows, None], op.context_lens[rows, None]
+    q, requests, lens = dequantize_queries(op, rows), op.token_to_req[rows, None], op.context_lens[rows, None]
     for entry in torch.arange(width, device=q.device).split(ENTRIES_AT_A_TIME):
         slots = paging.lookup_slots(op.block_table, requests, entry, op.block_size)
         seen = paging.valid_slots(slots, op.k_cache.shape[0], op.block_size) & (entry < lens)
@@ -175,7 +175,7 @@ def _score_pages(op: PagedArguments, rows: slice, width: int) -> tuple[Tensor, T
 
 def score_rows(op: RaggedTopkArguments, rows: slice) -> tuple[Tensor, Tensor]:
     """Return logits float32 and visibility bool, `[n, N]`, of the tokens `rows` for gathered keys."""
-    values, q = [], _dequantize_queries(op, rows)
+    values, q = [], dequantize_queries(op, rows)
     for part, scale in zip(op.k.split(ENTRIES_AT_A_TIME), op.k_scale.split(ENTRIES_AT_A_TIME), strict=True):
         if op.cache_format == "plain":
             keys = part.float()
@@ -194,7 +194,7 @@ def _head_sum(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return torch.matmul(weights[:, None], dots)[:, 0]
 
 
-def _dequantize_queries(op: PagedArguments | RaggedTopkArguments, rows: slice) -> Tensor:
+def dequantize_queries(op: PagedArguments | RaggedTopkArguments, rows: slice) -> Tensor:
     """Return float32 `[n, H, D]`. The scale of an fp8 query is already in its weights."""
     q = op.q[rows]
     return dequantize_indexer(q, op.q_scale[rows], op.cache_format) if op.cache_format == "indexer_mxfp4" else q.float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -38,12 +39,14 @@ class TopkSlotsArguments(NamedTuple):
         return TopkArguments(*self[:10])
 
 
-def indexer_topk_slots(op: TopkSlotsArguments) -> tuple[Tensor, Tensor]:
+def indexer_topk_slots(
+    op: TopkSlotsArguments, select: Callable[[TopkArguments], Tensor] = indexer_logits_topk
+) -> tuple[Tensor, Tensor]:
     """Map the entries of `indexer_logits_topk` to slots of the extra cache by `global_topk`.
 
     Returns:
         Slots int32 `[T, topk]`, contiguous, and int32 `[T]`: how many are not -1, 0 for an invalid token. Slots are in
         the order of their entries; an entry that the extra block table does not reach leaves -1 in its column.
     """
-    entries = indexer_logits_topk(op.selection())
+    entries = select(op.selection())
     return global_topk(entries, op.token_to_req, op.extra_block_table, op.is_valid_token, op.extra_block_size)

@@ -258,20 +258,20 @@ def test_keys_may_live_in_either_cache(seed: int, data: st.DataObject) -> None:
 def test_tokens_do_not_influence_each_other(fmt: str) -> None:
     dim, dtype = (64, torch.float32) if fmt == "plain" else (512, torch.bfloat16)
     args = sample(9, fmt=fmt, dim=dim, dtype=dtype)
-    out, lse = sparse_mla_decode(*args)
+    out, lse = sparse_mla_decode(*args, batch_invariant=True)
 
     def rows(index: Any) -> tuple[Any, ...]:
         return tuple(x[index] if i in (0, 2, 3, 9, 10) else x for i, x in enumerate(args))
 
     for t in range(9):
-        alone = sparse_mla_decode(*rows(slice(t, t + 1)))
+        alone = sparse_mla_decode(*rows(slice(t, t + 1)), batch_invariant=True)
         assert_bitwise(alone[0][0], out[t])
         assert_bitwise(alone[1][0], lse[t])
     poisoned = list(args)
     poisoned[0] = args[0].clone()
     poison_(poisoned[0][4])
     keep = torch.arange(9) != 4
-    assert_bitwise(sparse_mla_decode(*poisoned)[0][keep], out[keep])
+    assert_bitwise(sparse_mla_decode(*poisoned, batch_invariant=True)[0][keep], out[keep])
 
 
 def test_the_chunk_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

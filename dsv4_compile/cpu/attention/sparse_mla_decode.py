@@ -1,0 +1,162 @@
+"""Sparse MLA decode over the keys that are there: rows of slots are cut at the longest, and no empty slot is read.
+
+Few tokens gather their keys. Many tokens that attend the same keys, as those of a prompt, share them: a tile of tokens
+multiplies with the union of its keys, and the count of each key for each token stands for the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...reference.attention.attend import token_chunks
+from ...reference.attention.inv_rope import inv_rope
+from ...reference.attention.sparse_mla_decode import DecodeArguments, output_dtype
+from ...reference.common import paging
+from ...reference.preprocess.q_norm_rope import q_norm_rope
+from ..common.rows import read_rows
+
+ROWS_OF_A_TILE = 1024
+"""Rows, a token and a head each, that multiply with shared keys at once."""
+FEWEST_TOKENS = 16
+"""Fewest tokens that share keys."""
+MOST_SHARED = 4
+"""Keys of the union of a tile, for each that a token may attend, up to which they are shared."""
+
+
+class _Selection(NamedTuple):
+    """Slots int `[T, N]` of one cache, cut at the longest row, and which of them are attended."""
+
+    cache: Tensor
+    block_size: int
+    slots: Tensor
+    valid: Tensor
+
+    def tokens(self, rows: slice) -> _Selection:
+        """Return the selection of some tokens."""
+        return self._replace(slots=self.slots[rows], valid=self.valid[rows])
+
+
+def sparse_mla_decode(call: DecodeArguments) -> tuple[Tensor, Tensor]:
+    """Compute the op of this name as its reference does, up to the order of sums."""
+    q, positions, table = call.q, call.positions, call.cos_sin_cache
+    if call.q_norm_eps is not None and positions is not None and table is not None:
+        q = q_norm_rope(q, positions, table, call.q_norm_eps)
+    tokens, heads, _ = q.shape
+    whole = call.batch_invariant
+    selections = [_select(call.k_cache, call.block_size, call.indices[:tokens], call.lens[:tokens], whole)]
+    if call.extra_k_cache is not None and call.extra_indices is not None and call.extra_lens is not None:
+        extra = call.extra_indices[:tokens], call.extra_lens[:tokens]
+        selections.append(_select(call.extra_k_cache, call.extra_block_size, *extra, whole))
+    selections = [each for each in selections if each.slots.numel() > 0]
+    parts: list[tuple[Tensor, Tensor]] = []
+    if selections:
+        shares = tokens >= FEWEST_TOKENS and not whole
+        step = max(FEWEST_TOKENS, ROWS_OF_A_TILE // heads) if shares else tokens
+        for start in range(0, tokens, step):
+            rows = slice(start, min(start + step, tokens))
+            own = [each.tokens(rows) for each in selections]
+            shared = _attend_shared(call, q[rows], own) if shares else None
+            parts += _attend_gathered(call, q[rows], own) if shared is None else [shared]
+    else:
+        lse = q.new_full((tokens, heads), torch.inf, dtype=torch.float32)
+        parts.append((q.new_zeros(q.shape, dtype=torch.float32), lse))
+    out, lse = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts, strict=True))
+    out = out.to(output_dtype(q))
+    if call.inverse_rope and positions is not None and table is not None:
+        out = inv_rope(out, positions, table)
+    return out, lse
+
+
+def _select(cache: Tensor, block_size: int, indices: Tensor, lens: Tensor, whole: bool) -> _Selection:
+    """Return the slots of one cache up to the longest row, all if they are wanted `whole`."""
+    longest = int(lens.max()) if lens.shape[0] > 0 and cache.shape[0] > 0 else 0
+    slots = indices if whole and cache.shape[0] > 0 else indices[:, : max(longest, 0)]
+    valid = paging.valid_slots(slots, cache.shape[0], block_size) & (torch.arange(slots.shape[1]) < lens[:, None])
+    return _Selection(cache, block_size, slots, valid)
+
+
+def _attend_gathered(call: DecodeArguments, q: Tensor, parts: Sequence[_Selection]) -> list[tuple[Tensor, Tensor]]:
+    """Return out `[n, H, D]` and lse `[n, H]`, float32, of a few tokens after the other, whose keys are gathered."""
+    width = sum(part.slots.shape[1] for part in parts)
+    found = []
+    for rows in token_chunks(q.shape[0], width, q.shape[2], q.device):
+        queries = q[rows].float()
+        own = [part.tokens(rows) for part in parts]
+        keys = [_gather(call, part) for part in own]
+        scores = torch.cat([torch.bmm(queries, key.transpose(1, 2)) for key in keys], dim=2).mul_(call.scale)
+        valid = torch.cat([part.valid for part in own], dim=1)
+        weights, norm, lse = _softmax(scores, valid, call.attn_sink)
+        widths = [part.slots.shape[1] for part in own]
+        sums = [torch.bmm(weight, key) for weight, key in zip(weights.split(widths, dim=2), keys, strict=True)]
+        out = sums[0] if len(sums) == 1 else sums[0].add_(sums[1])
+        found.append((out.mul_(norm[..., None]), lse))
+    return found
+
+
+def _gather(call: DecodeArguments, part: _Selection) -> Tensor:
+    """Return the keys `[n, N, D]` of each token, zero where it has none."""
+    missing = (~part.valid).view(-1).nonzero().view(-1)
+    slots = part.slots.masked_fill(~part.valid, 0) if missing.shape[0] > 0 else part.slots
+    keys = read_rows(part.cache, call.cache_format, part.block_size, slots.reshape(-1), call.kv_scale)
+    return keys.index_fill_(0, missing, 0.0).view(*slots.shape, -1)
+
+
+def _attend_shared(call: DecodeArguments, q: Tensor, parts: Sequence[_Selection]) -> tuple[Tensor, Tensor] | None:
+    """Return out `[n, H, D]` and lse `[n, H]`, float32, of a tile; None if its tokens share too few keys to gain.
+
+    A key that is not finite would reach tokens that do not attend it, as zero times infinity: None for those too.
+    """
+    tokens, heads, head_dim = q.shape
+    unions = [_union(part) for part in parts]
+    if sum(union.shape[0] for union, _ in unions) > MOST_SHARED * sum(part.slots.shape[1] for part in parts):
+        return None
+    keys = torch.cat(
+        [
+            read_rows(part.cache, call.cache_format, part.block_size, union, call.kv_scale)
+            for part, (union, _) in zip(parts, unions, strict=True)
+        ]
+    )
+    if not bool(keys.sum().isfinite()):
+        return None
+    counts = torch.cat([count for _, count in unions], dim=1)
+    scores = torch.mm(q.reshape(tokens * heads, head_dim).float(), keys.t()).mul_(call.scale)
+    weights, norm, lse = _softmax(scores.view(tokens, heads, -1), counts > 0, call.attn_sink, counts)
+    out = torch.mm(weights.view(tokens * heads, -1), keys).view(q.shape)
+    return out.mul_(norm[..., None]), lse
+
+
+def _union(part: _Selection) -> tuple[Tensor, Tensor]:
+    """Return the slots int64 `[U]` that some token attends, and float32 `[n, U]`, how often each token does."""
+    size = part.cache.shape[0] * part.block_size
+    slots = part.slots.masked_fill(~part.valid, size).long()
+    used = torch.zeros(size + 1, dtype=torch.bool).index_fill_(0, slots.reshape(-1), True)
+    used[size] = True  # what nobody attends has the last column
+    union = used.nonzero().view(-1)
+    columns = (used.cumsum(0) - 1).index_select(0, slots.reshape(-1)).view(slots.shape)
+    counts = torch.zeros(slots.shape[0], union.shape[0]).scatter_add_(1, columns, torch.ones(columns.shape))
+    return union[:-1], counts[:, :-1]
+
+
+def _softmax(
+    scores: Tensor, valid: Tensor, sink: Tensor | None, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights `[n, H, N]`, in place of `scores`, what divides their sum, and lse, both `[n, H]`.
+
+    `counts` `[n, N]` says how often a key counts, once if it is None.
+    """
+    if not bool(valid.all()):
+        scores.masked_fill_(~valid[:, None], -torch.inf)
+    top = scores.amax(-1)
+    # -inf - -inf is NaN: a row without keys is shifted by zero instead.
+    weights = scores.sub_(top.masked_fill(top == -torch.inf, 0.0)[..., None]).exp_()
+    if counts is not None and bool((counts > 1).any()):
+        weights = weights.mul_(counts[:, None])
+    total = weights.sum(-1)
+    empty = total == 0
+    lse = (top + total.log()).masked_fill_(empty, torch.inf)
+    norm = total.reciprocal() if sink is None else (1.0 / (1.0 + (sink - lse).exp())) / total
+    return weights, norm.masked_fill_(empty, 0.0), lse

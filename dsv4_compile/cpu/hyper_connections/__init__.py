@@ -1,0 +1,1 @@
+"""Hyper-connections on a CPU."""

@@ -1,0 +1,41 @@
+"""Experts one after the other, each with all of its tokens; the weight of an expert that no token takes is not read.
+
+Places are sorted by expert, so that all but the two GEMMs of an expert is done for all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...reference.moe.expert_weights import dequantize_expert
+from ...reference.moe.moe_experts import ExpertsArguments, clamped_swiglu, local_experts, shared_expert
+
+
+def moe_experts(call: ExpertsArguments) -> Tensor:
+    """Compute the op of this name as its reference does, up to the order of sums."""
+    tokens, top_k = call.ids.shape
+    experts, x = call.w13.shape[0], call.x.float()
+    local, valid = local_experts(call)
+    owner = local.masked_fill(~valid, experts).view(-1)
+    counts = torch.bincount(owner, minlength=experts).tolist()[:experts]
+    places = owner.argsort(stable=True)[: sum(counts)]
+    hidden = _by_expert(call, "w13", x.index_select(0, places // top_k), counts)
+    result = _by_expert(call, "w2", clamped_swiglu(hidden, call.limit), counts)
+    result.mul_(call.weights.reshape(-1, 1).index_select(0, places))
+    total = x.new_zeros((tokens * top_k, x.shape[1])).index_copy_(0, places, result)
+    return (total.view(tokens, top_k, x.shape[1]).sum(1) + shared_expert(call, x)).to(call.x.dtype)
+
+
+def _by_expert(call: ExpertsArguments, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return float32 `[P, N]`: each of the `rows` `[P, K]` times the weight of its expert, which has `counts` rows."""
+    weight, scale = getattr(call, name), getattr(call, f"{name}_scale")
+    out, start = rows.new_empty((rows.shape[0], weight.shape[1])), 0
+    for expert, count in enumerate(counts):
+        if count > 0:
+            own = dequantize_expert(weight[expert], None if scale is None else scale[expert], call.interleaved)
+            torch.mm(rows[start : start + count], own.t(), out=out[start : start + count])
+            start += count
+    return out

@@ -1,0 +1,1 @@
+"""Norms, RoPE, cache inserts and compressors on a CPU."""

@@ -1,0 +1,29 @@
+"""RoPE of key/value vectors and their insertion into the paged cache: the tokens that have a slot, and no others."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...reference.common.rope import apply_rope
+from ..common.rows import inside, write_rows
+
+
+def kv_rope_insert(
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    block_size: int,
+    cache_format: str,
+    kv_scale: Tensor | None = None,
+) -> None:
+    """Compute the op of this name as its reference does, bit for bit."""
+    inserted = slot_mapping.shape[0]
+    kv, positions, slots = kv[:inserted], positions[:inserted], slot_mapping
+    places = inside(slots, k_cache.shape[0], block_size)
+    if places is not None:
+        kv, positions, slots = (each.index_select(0, places) for each in (kv, positions, slots))
+    if slots.shape[0] > 0:
+        x = apply_rope(kv, positions, cos_sin_cache)
+        write_rows(k_cache, cache_format, block_size, slots, x, kv_scale)

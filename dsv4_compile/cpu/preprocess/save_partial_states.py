@@ -1,0 +1,28 @@
+"""State rows of the compressor: each half is written where it belongs, without a row in between."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.preprocess import save_partial_states as reference
+from ..common.rows import inside
+
+
+def save_partial_states(
+    kv_score: Tensor, ape: Tensor, state_cache: Tensor, state_slot_mapping: Tensor, positions: Tensor, block_size: int
+) -> None:
+    """Compute the op of this name as its reference does, bit for bit."""
+    if not state_cache.is_contiguous():
+        reference.save_partial_states(kv_score, ape, state_cache, state_slot_mapping, positions, block_size)
+        return
+    rows, width = state_slot_mapping.shape[0], ape.shape[1]
+    kv_score, positions, slots = kv_score[:rows], positions[:rows], state_slot_mapping
+    places = inside(slots, state_cache.shape[0], block_size)
+    if places is not None:
+        kv_score, positions, slots = (each.index_select(0, places) for each in (kv_score, positions, slots))
+    if slots.shape[0] == 0:
+        return
+    states = state_cache.view(-1, 2 * width)
+    bias = ape.index_select(0, positions % ape.shape[0]).float()
+    states.index_copy_(0, slots, torch.cat((kv_score[:, :width], kv_score[:, width:] + bias), dim=1))

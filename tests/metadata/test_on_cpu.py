@@ -1,0 +1,71 @@
+"""Metadata as one op, as graphs on a CPU build it, against the definitions of its parts."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile.metadata import BlockTables, build_metadata
+from dsv4_compile.metadata.on_cpu import build_on_cpu
+from dsv4_compile.testing import assert_bitwise
+
+
+def tables(requests: int = 3) -> BlockTables:
+    """Return tables of random pages, some of which do not exist."""
+    columns = {"window": 5, "c4": 3, "c4_state": 40, "indexer": 3, "indexer_state": 41, "c128": 3, "c128_state": 30}
+    return BlockTables(**{k: torch.randint(-1, 9, (requests, n), dtype=torch.int32) for k, n in columns.items()})
+
+
+def leaves(value: Any) -> list[Tensor]:
+    if is_dataclass(value):
+        return [leaf for each in fields(value) for leaf in leaves(getattr(value, each.name))]
+    return [] if value is None else [value]
+
+
+def arguments(tokens: int, ratios: tuple[int, ...]) -> dict[str, Any]:
+    return {
+        "positions": torch.randint(-1, 400, (tokens,)),
+        "token_to_req": torch.randint(-1, 4, (tokens,)),
+        "is_valid_token": torch.rand(tokens) < 0.8,
+        "block_tables": tables(),
+        "window": 32,
+        "max_model_len": 300,
+        "ratios": ratios,
+    }
+
+
+@pytest.mark.parametrize("ratios", [(4, 128), (4,), (128,), ()])
+@pytest.mark.parametrize("tokens", [0, 1, 4, 61])
+def test_one_op_builds_what_its_parts_do(tokens: int, ratios: tuple[int, ...]) -> None:
+    call = arguments(tokens, ratios)
+    want = build_metadata(**call)
+    known = (call["token_to_req"] >= 0) & (call["token_to_req"] < 3)
+    positions = torch.where(call["is_valid_token"] & known, call["positions"], -1)
+    requests = torch.where(positions >= 0, call["token_to_req"], 0)
+    got = build_on_cpu(positions, requests, call["block_tables"], 32, 300, ratios, 64)
+    for a, b in zip(leaves(got), leaves(want), strict=True):
+        assert_bitwise(a, b)
+
+
+def test_a_graph_on_a_cpu_builds_metadata_with_one_call() -> None:
+    targets: list[str] = []
+
+    def look(gm: torch.fx.GraphModule, _: Any) -> Any:
+        targets.extend(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+        return gm
+
+    call = arguments(7, (4, 128))
+    got = torch.compile(build_metadata, backend=look, fullgraph=True)(**call)
+    for a, b in zip(leaves(got), leaves(build_metadata(**call)), strict=True):
+        assert_bitwise(a, b)
+    assert len([target for target in targets if target.startswith("dsv4_metadata.build")]) == 1
+
+
+def test_the_op_keeps_its_promises() -> None:
+    given = tables()
+    call = torch.tensor([3, -1, 127]), torch.tensor([0, 0, 2]), [given.window, given.c4, given.c128]
+    torch.library.opcheck(torch.ops.dsv4_metadata.build.default, (*call, [1, 4, 128], [64, 64, 2], 16, 128))
