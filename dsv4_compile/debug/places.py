@@ -52,7 +52,7 @@ def function_name(name: str) -> str:
 def innermost(stack: list[Place]) -> Place:
     """Return the innermost frame outside torch and the standard library, or else the innermost frame."""
     for frame in reversed(stack):
-        if not is_ours_or_torch(frame.file) and not _is_standard(frame.file):
+        if not is_ours_or_torch(frame.file) and not is_standard(frame.file):
             return frame
     return stack[-1] if stack else Place()
 
@@ -60,7 +60,7 @@ def innermost(stack: list[Place]) -> Place:
 def library_called(stack: list[Place], place: Place) -> str:
     """Return the standard-library module that `place` calls into further down the stack, or ""."""
     inner = stack[stack.index(place) + 1 :] if place in stack else []
-    frame = next((frame for frame in inner if _is_standard(frame.file)), None)
+    frame = next((frame for frame in inner if is_standard(frame.file)), None)
     if frame is None:
         return ""
     module = Path(frame.file).relative_to(sysconfig.get_path("stdlib")).with_suffix("").parts
@@ -105,5 +105,6 @@ def _site_packages() -> tuple[Path, ...]:
     return tuple(Path(path) for path in paths if path)
 
 
-def _is_standard(file: str) -> bool:
+def is_standard(file: str) -> bool:
+    """Return whether `file` belongs to the standard library."""
     return Path(file).is_relative_to(sysconfig.get_path("stdlib")) and not is_installed(file)

@@ -21,6 +21,8 @@ from ..runtime import DecodeRunner
 from ..runtime.addresses import named_tensors
 from ..runtime.aliasing import overlap
 from ..runtime.compiled import CapturedGraph
+from ..runtime.cuda_graphs import CudaGraphs
+from ..runtime.standin import StandInGraphs
 from .contexts import Contexts
 from .staleness import Batch, Reading, Stale
 from .writes import Buffer, Write, Writes
@@ -216,6 +218,7 @@ def witness(
     with ExitStack() as stack:
         stack.enter_context(_steps(seen))
         stack.enter_context(_graphs(seen))
+        stack.enter_context(_warm_up(seen))
         stack.enter_context(seen.mode)
         yield seen
 
@@ -286,6 +289,27 @@ def _graphs(seen: Witness) -> Iterator[None]:
         return out
 
     with _replaced(CapturedGraph, {"_replay": checked}):
+        yield
+
+
+@contextmanager
+def _warm_up(seen: Witness) -> Iterator[None]:
+    """Take what warm-up and captures write, which they restore, for no writes."""
+
+    def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with seen.mode.paused():
+                return method(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for kind, names in (
+            (DecodeRunner, ("plan", "warm_up")),
+            (StandInGraphs, ("capture",)),
+            (CudaGraphs, ("capture",)),
+        ):
+            stack.enter_context(_replaced(kind, {name: unseen(getattr(kind, name)) for name in names}))
         yield
 
 

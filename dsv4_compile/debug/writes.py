@@ -22,7 +22,7 @@ from .._compat import OpOverload, version_of
 from ..runtime.addresses import TensorRecord
 from ..runtime.aliasing import byte_range, owner
 from ..runtime.captures import TransparentMode
-from .places import Place, is_torch
+from .places import Place, is_standard, is_torch
 from .replay.sources import op_name
 
 _PACKAGE = Path(__file__).parent.parent
@@ -178,12 +178,14 @@ class Writes(TransparentMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Record nothing inside the block; what it writes is not taken for a write of others."""
-        self.settle()
+        outer = self._paused
+        if not outer:
+            self.look()
         self._paused = True
         try:
             yield
         finally:
-            self._paused = False
+            self._paused = outer
             for buffer in self.buffers:
                 buffer.version = version_of(buffer.tensor)
 
@@ -237,7 +239,7 @@ def _writer(func: OpOverload) -> str:
     inner = ""
     while frame is not None:
         code = frame.f_code
-        if not is_torch(code.co_filename):
+        if not is_torch(code.co_filename) and not is_standard(code.co_filename):
             if not Path(code.co_filename).is_relative_to(_PACKAGE):
                 return f"{inner or op_name(func)} at {Place(code.co_filename, frame.f_lineno)}"
             own = frame.f_locals.get("self")

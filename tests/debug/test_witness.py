@@ -66,11 +66,12 @@ def scaled(hidden: Tensor, metadata: AttentionMetadata, caches: Any) -> Tensor:
     return hidden * 2 + metadata.positions[:, None]
 
 
-def serve(engine_slots: bool = False) -> Served:
+def serve(engine_slots: bool = False, warm: bool = True) -> Served:
     buffers = MetadataBuffers(**SIZES, ratios=(), engine_slots=engine_slots)
     hidden, caches = torch.zeros(8, 4), [torch.zeros(64, 2)]
     runner = DecodeRunner(scaled, buffers, inputs={"hidden": hidden}, caches=caches, graphs="standin")
-    runner.warm_up()
+    if warm:
+        runner.warm_up()
     table = torch.arange(16, dtype=torch.int32).view(4, 4).clone()
     return Served(runner, hidden, table, [5, 40, 63])
 
@@ -197,6 +198,18 @@ def test_step_without_a_graph_is_checked_and_counted() -> None:
             assert seen.last_write(name).writer == "a step of 5 tokens without a graph"
         with pytest.raises(GraphError, match=r"E431[\s\S]*seq_lens"):
             served.runner.step(5, hidden=torch.randn(5, 4))
+
+
+def test_warm_up_and_captures_are_no_writes() -> None:
+    served = serve(warm=False)
+    with witness(served.runner) as seen:
+        served.load(block_tables=served.tables)
+        before = str(seen)
+        served.runner.warm_up()
+        served.runner.graphs.capture(lambda: served.buffers.tensors["seq_lens"].add_(1), "a step")
+        assert str(seen) == before and "by MetadataBuffers.load at " in before
+        served.runner.step(3, hidden=torch.randn(3, 4))
+    assert seen.mode.step == 2
 
 
 def in_place(served: Served, seen: Witness) -> None:
@@ -329,7 +342,8 @@ def test_graphs_of_compiled_functions_are_checked_too() -> None:
 
 
 def test_nothing_is_watched_outside_the_block() -> None:
-    names = [(DecodeRunner, name) for name in ("_replay", "_uncaptured", "run")] + [(CapturedGraph, "_replay")]
+    methods = ("_replay", "_uncaptured", "run", "plan", "warm_up")
+    names = [(DecodeRunner, name) for name in methods] + [(CapturedGraph, "_replay"), (StandInGraphs, "capture")]
     before = [getattr(kind, name) for kind, name in names]
     served = serve()
     with witness(served.runner):
