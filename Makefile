@@ -28,7 +28,7 @@ TYPES := build/types
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(TRITON)' | cksum | cut -d ' ' -f 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz lint docs install clean
+.PHONY: help demo test fuzz kernels lint docs install clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -43,6 +43,9 @@ test: lint  ## style, types and all tests
 
 fuzz: install  ## 2,000 random sequences of calls against eager transformers, and 200 through Inductor: hours
 	OMP_NUM_THREADS=1 DSV4_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n $(JOBS) tests/hf/test_fuzz.py $(ARGS)
+
+kernels: install  ## compile every kernel and record what tests ask; with ARGS=--compile=all, compare with the record
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not interpreted' --compile=record tests/kernels tests/lowering $(ARGS)
 
 lint: install  ## style and types alone
 	$(BIN)/ruff check .

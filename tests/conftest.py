@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -47,9 +48,12 @@ LONGEST = (
 )
 """The files that take longest where nothing has been compiled yet, longest first."""
 
+COMPILED = pytest.StashKey[int]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="other random inputs for every test (default: 0)")
+    parser.addoption("--compile", choices=("changed", "all", "record"), help="see tests/tools/compiled_facts.py")
     parser.addoption("--steps", type=int, default=500, help="random decode steps of tests/gpu (default: 500)")
 
 
@@ -57,6 +61,35 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say which tests this machine cannot run, so that a green run is not read as more than it is."""
     missing = [] if torch.cuda.is_available() else ["no CUDA device: tests/gpu is not collected"]
     return [f"torch {torch.__version__}, {torch.get_num_threads()} threads, --seed {config.option.seed}", *missing]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.compile:
+        os.environ["DSV4_COMPILE"] = config.option.compile
+    config.stash[COMPILED] = 0
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write what tests asked of compiled kernels, or let the first process say how many are not in the record."""
+    facts = sys.modules.get("tests.tools.compiled_facts")
+    if facts is None:
+        return
+    if facts.RECORD.mode == "record":
+        facts.RECORD.write()
+    elif hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["compiled"] = facts.RECORD.compiled
+    else:
+        session.config.stash[COMPILED] += facts.RECORD.compiled
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[COMPILED] += getattr(node, "workeroutput", {}).get("compiled", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if count := config.stash[COMPILED]:
+        terminalreporter.write_line(f"{count} kernels were compiled that are not recorded: make kernels records them")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from dsv4_compile.kernels.host import gpu
 from dsv4_compile.kernels.host import pdl as early
 from dsv4_compile.kernels.host.gpu import Gpu
+from tests.tools.compiled_facts import Kernel
 
 GPUS = {
     "sm_90": (Gpu("cuda", 90, 132), 227),
@@ -40,7 +41,11 @@ def sees(monkeypatch: pytest.MonkeyPatch, target: str) -> bool:
     return early.supports_pdl(seen)
 
 
-def begins_early(kernel: Any) -> bool:
-    """Whether a compiled kernel lets the next one start, and then waits."""
-    steps = [line for line in kernel.asm.get("ptx", "").splitlines() if "griddepcontrol" in line]
+def begins_early(kernel: Kernel) -> bool:
+    """Whether a kernel lets the next one start, and then waits."""
+    return kernel.ask(_begins_early)
+
+
+def _begins_early(compiled: Any) -> bool:
+    steps = [line for line in compiled.asm.get("ptx", "").splitlines() if "griddepcontrol" in line]
     return bool(steps) and "launch_dependents" in steps[0] and "wait" in steps[-1]

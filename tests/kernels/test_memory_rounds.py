@@ -28,7 +28,8 @@ from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments
 from dsv4_compile.testing import fake_triton
 from tests.kernels.gpus import GPUS
-from tests.tools.memory_rounds import loads_of, memory_rounds
+from tests.tools.compiled_facts import compiled_for
+from tests.tools.memory_rounds import MemoryRounds, loads_of, memory_rounds
 
 FLASH = (DeepseekV4Config.flash(),)
 ONE_LOAD, POSITION_THEN_ANGLES, ENTRY_THEN_BLOCK, TABLE_THEN_STATES = 1, 2, 2, 3
@@ -46,9 +47,20 @@ def kernels_of(scenario: ModuleType, tokens: int, **only: str) -> Iterator[Any]:
     more: Any = {preprocess: {"configs": FLASH}, gemm: {"models": {"Flash": FLASH[0]}}, indexer: {"context": 2048}}
     wanted = {name: {value} for name, value in only.items()}
     for problem in scenario.problems(torch.device("cpu"), wanted, tokens=(tokens,), **more.get(scenario, {})):
-        with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+        with compiled_for("sm_90") as compiled:
             launcher(problem.op)(*problem.make(0))
         yield from compiled
+
+
+def taken_and_needed(compiled: Any) -> tuple[int, int]:
+    return memory_rounds(compiled)[:2]
+
+
+def loads_in(compiled: Any, file: str = "", first: int = 0, end: int = 0) -> list[tuple[int, int]]:
+    """Rounds before each load of a compiled kernel, and those it needs: of all, or from some lines of a file."""
+    loads = [(load, *load.place.rsplit(":", 1)) for load in loads_of(fake_triton.source_lines(compiled))]
+    here = [load for load, name, line in loads if not file or (name == file and first <= int(line) < end)]
+    return [(load.before, load.needed) for load in here]
 
 
 @pytest.mark.parametrize(
@@ -75,44 +87,44 @@ def test_no_load_waits_for_one_that_it_does_not_need(
 ) -> None:
     for count in tokens:
         (kernel,) = kernels_of(scenario, count, **only)
-        found = memory_rounds(kernel)
+        found = MemoryRounds(*kernel.ask(memory_rounds))
         assert (found.taken, found.needed) == (rounds, rounds), found.late
-        assert fake_triton.resources(kernel)["STACK"] == 0
+        assert kernel.resources()["STACK"] == 0
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tokens", [32, 128])
 def test_heads_in_strips_wait_for_their_position_and_angles(tokens: int, packed: bool) -> None:
     o, table = torch.empty(tokens, 64, 512, dtype=torch.bfloat16), torch.empty(4096, 64)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         launcher("inv_rope_fp8_quant")(o, torch.arange(tokens), table, 8, 8, packed)
     # Triton 3.9 has fewer registers left where scales are packed.
     late = int(packed and tokens == 128 and triton_release() >= (3, 9))
-    assert memory_rounds(compiled[0])[:2] == (POSITION_THEN_ANGLES + late, POSITION_THEN_ANGLES)
+    assert compiled[0].ask(taken_and_needed) == [POSITION_THEN_ANGLES + late, POSITION_THEN_ANGLES]
 
 
 @pytest.mark.parametrize("cache_format", ["indexer_fp8", "indexer_mxfp4", "plain"])
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_queries_of_an_indexer_are_in_registers(hadamard: bool, cache_format: str) -> None:
     q, weights = torch.empty(8, 64, 128, dtype=torch.bfloat16), torch.empty(8, 64, dtype=torch.bfloat16)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         launcher("indexer_q_rope_quant")(q, torch.arange(8), torch.empty(4096, 64), weights, cache_format, hadamard)
-    assert fake_triton.resources(compiled[0])["STACK"] == 0
+    assert compiled[0].resources()["STACK"] == 0
 
 
 def test_a_quantisation_in_front_of_a_product_waits_once() -> None:
     (problem,) = gemm.problems(
         torch.device("cpu"), {"model": {"Flash"}, "op": {"fp8_linear"}, "layer": {"wo_b"}}, tokens=(64,)
     )
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         fp8_linear.quantize_activation(problem.make(0)[0])
-    assert memory_rounds(compiled[0]) == (ONE_LOAD, ONE_LOAD, ())
+    assert compiled[0].ask(taken_and_needed) == [ONE_LOAD, ONE_LOAD]
 
 
 def test_long_windows_wait_for_their_states_and_for_each_other() -> None:
     """Positions, their place in the table, states, the arrival of the other parts, and what they pooled."""
     (kernel,) = kernels_of(indexer, 8, op="compress_norm_rope_insert", layer="HCA")
-    assert memory_rounds(kernel).taken == 5
+    assert kernel.ask(taken_and_needed)[0] == 5
 
 
 @pytest.mark.parametrize("tiling", [small.NARROW, *small.ONE_BLOCK])
@@ -121,13 +133,13 @@ def test_keys_of_few_tokens_are_loaded_once_and_stay_in_registers(fused: str, ti
     """In which order is the assembler's: on an H200 it is faster than all of them in front of the first wait."""
     args = sparse_mla_decode.fused_arguments(fused, 8, 64, torch.device("cpu"), 0)
     call = decode_call((DecodeArguments if fused == "none" else DecodeQuantArguments)(*args))
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         small.launch(call, GPUS["sm_90"][0], 10, tiling=tiling)
     # Nothing else waits for two loads. Triton 3.8 gives one of them to a line of another file.
-    keys = [load for load in loads_of(fake_triton.source_lines(compiled[0])) if load.needed == AFTER_SLOTS]
+    needed = [load[-1] for load in compiled[0].ask(loads_in)]
     # Codes of seven tiles, two parts of the rope, and scales, of one key or two.
-    assert len(keys) == 10 * (tiling.block_n // 64)
-    assert fake_triton.resources(compiled[0])["STACK"] == 0
+    assert needed.count(AFTER_SLOTS) == 10 * (tiling.block_n // 64)
+    assert compiled[0].resources()["STACK"] == 0
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca"])
@@ -135,9 +147,8 @@ def test_states_of_a_decode_step_are_loaded_as_soon_as_their_blocks_are_known(ki
     """Not when the token's own state is there. Beside them are those of a step in which tokens follow each other."""
     (kernel,) = kernels_of(preprocess_insert, 8, kind=kind, latent="1024")
     lines, first = inspect.getsourcelines(compress_window._cached_states.fn)
-    places = {f"compress_window.py:{first + line}" for line in range(len(lines))}
-    states = [load for load in loads_of(fake_triton.source_lines(kernel)) if load.place in places]
-    at_once = [load for load in states if (load.before, load.needed) == (AFTER_BLOCKS, AFTER_BLOCKS)]
+    states = kernel.ask(loads_in, "compress_window.py", first, first + len(lines))
+    at_once = [rounds for rounds in states if rounds == [AFTER_BLOCKS, AFTER_BLOCKS]]
     # Triton 3.8 has those of the indexer one round later.
     late = kind == "csa" and triton_release() == (3, 8)
     assert len(states) >= 16 and len(at_once) == len(states) // (4 if late else 2)

@@ -40,7 +40,7 @@ import tests.tools.fingerprint_calls_layer  # noqa: E402, F401  registers its ca
 from dsv4_compile.ops.common import kernels  # noqa: E402
 from dsv4_compile.testing.fake_triton import TARGETS, FakeDriver, code_alone, triton_driver  # noqa: E402
 from tests.tools.fingerprint_calls import calls_of  # noqa: E402
-from tests.tools.fingerprint_source import digest, source_of  # noqa: E402
+from tests.tools.fingerprint_source import digest, source_of, specialized  # noqa: E402
 
 GPUS = {
     "sm_90": ("cuda", 90, 132),
@@ -114,9 +114,7 @@ class Plan:
         launched: list[_Compiled] = []
 
         def note(function: Any, *values: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> _Compiled:
-            *_, bind = function.create_binder()
-            _, specialization, chosen = bind(*values, debug=False, instrumentation_mode="", **options)
-            key = function, target, str(specialization), str(sorted(chosen.items()))
+            key = function, target, *specialized(function, values, options)
             if key not in self._known:
                 self._known[key] = len(self.jobs)
                 self._words.append(f"{source_of(function)} {re.sub('0x[0-9a-f]+', '', str(key[1:]))}")

@@ -23,6 +23,8 @@ D, ROPE, KEY_D = layout.HEAD_DIM, layout.ROPE_DIM, layout.INDEXER_HEAD_DIM
 PAGES, POSITIONS, RANK = 40, 8192, 1024
 EPS, SCALE = 1e-6, D**-0.5
 TOKENS = (1, 48, 3000)
+LARGE = 1 << 20
+"""Bytes that take longer to write than a call to be planned."""
 
 
 class Model(NamedTuple):
@@ -55,8 +57,9 @@ def register(calls: Callable[[], Calls]) -> Callable[[], Calls]:
 
 
 def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Return zeros, in memory that is not touched."""
-    return torch.zeros(shape, dtype=dtype)
+    """Return zeros; large tensors have any values, in memory that is not touched, since only their shapes count."""
+    made = torch.empty(shape, dtype=dtype)
+    return made if made.nbytes > LARGE else made.zero_()
 
 
 def ints(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Not a test: hash the sources that a kernel is compiled from."""
+"""Not a test: hash all that a kernel is compiled from."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import builtins
 import functools
 import hashlib
 import inspect
+import re
 import sys
 import textwrap
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+
+from dsv4_compile.testing.fake_triton import triton_driver
 
 DIGITS = 16
+OURS = ("dsv4_compile", "tests.")
+"""Modules whose sources count."""
 
 
 def digest(*parts: Any) -> str:
@@ -21,30 +29,77 @@ def digest(*parts: Any) -> str:
 
 
 @functools.cache
+def _own_text(value: Any) -> tuple[str, list[str]]:
+    """Return the text of a function or class without comments and docstrings, and the names in it."""
+    lines = getattr(value, "raw_src", None)  # Triton has read the source of its functions
+    text = "".join(lines) if isinstance(lines, list) else inspect.getsource(getattr(value, "fn", value))
+    tree = ast.parse(textwrap.dedent(text))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree), sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
+
+
+class _Known(NamedTuple):
+    """A hash of sources, and what they named by then: scope, name and value."""
+
+    source: str
+    named: list[tuple[dict[str, Any], str, Any]]
+
+
+_KNOWN: dict[Any, _Known] = {}
+
+
 def source_of(function: Any) -> str:
-    """Return a hash of the source of a Triton function and of all that it names, comments and docstrings aside."""
-    seen, waiting, words = set[int](), [("", function)], list[str]()
+    """Return a hash of the source of a function, Triton's or another, and of all that it names now.
+
+    Comments and docstrings do not count.
+    """
+    known = _KNOWN.get(function)
+    if known is None or any(scope.get(name) is not value for scope, name, value in known.named):
+        known = _KNOWN[function] = _read(function)
+    return known.source
+
+
+def _read(function: Any) -> _Known:
+    seen, waiting, words, named = set[int](), [("", function)], list[str](), list[tuple[dict[str, Any], str, Any]]()
     while waiting:
         name, value = waiting.pop()
         if id(value) in seen or name in vars(builtins):
             continue
         seen.add(id(value))
-        if isinstance(value, ModuleType) and value.__name__.startswith("dsv4_compile"):
+        if isinstance(value, ModuleType) and value.__name__.startswith(OURS):
             words.append(f"{name} {inspect.getsource(value)}")
             continue
         python = getattr(value, "fn", value)
-        if not getattr(python, "__module__", "").startswith("dsv4_compile") or not hasattr(python, "__name__"):
+        has_source = inspect.isfunction(python) or inspect.isclass(python) or hasattr(python, "__wrapped__")
+        if not has_source or not (python.__module__ or "").startswith(OURS):
             # Of modules and functions of Triton, the version counts.
-            words.append(f"{name} {getattr(value, '__name__', value)}")
+            words.append(f"{name} {re.sub(' at 0x[0-9a-f]+', '', str(getattr(value, '__name__', value)))}")
             continue
-        tree = ast.parse(textwrap.dedent(inspect.getsource(python)))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
-                node.body[0] = ast.Pass()
-        words.append(f"{name} {ast.unparse(tree)}")
-        scope = dict(vars(sys.modules[python.__module__]))
-        if inspect.isfunction(python):
-            scope |= inspect.getclosurevars(python).nonlocals
-        names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
-        waiting += [(each, scope[each]) for each in names if each in scope]
-    return digest(*sorted(words))
+        text, names = _own_text(value)
+        words.append(f"{name} {text}")
+        scope = vars(sys.modules[python.__module__])
+        own = inspect.getclosurevars(python).nonlocals if inspect.isfunction(python) else {}
+        named += [(scope, each, scope[each]) for each in names if each in scope and each not in own]
+        waiting += [(each, own[each] if each in own else scope[each]) for each in names if each in scope or each in own]
+    return _Known(digest(*sorted(words)), named)
+
+
+@functools.cache
+def _binder(function: Any, target: GPUTarget) -> Any:
+    """Return what tells types and constants of a launch for the active `target`."""
+    return function.create_binder()[-1]
+
+
+def specialized(function: Any, values: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, str]:
+    """Return what Triton compiles for beside sources: the types and constants of a launch, and its options."""
+    bind = _binder(function, triton_driver.active.get_current_target())
+    _, specialization, chosen = bind(*values, debug=False, instrumentation_mode="", **options)
+    return str(specialization), str(sorted(chosen.items()))
+
+
+def launch_digest(function: Any, values: tuple[Any, ...], options: dict[str, Any], *more: Any) -> str:
+    """Return a hash of all that a launch for the active target is compiled from, and of `more`."""
+    passed = [source_of(value) for value in (*values, *options.values()) if isinstance(value, JITFunction)]
+    return digest(source_of(function), *passed, *specialized(function, values, options), *more)

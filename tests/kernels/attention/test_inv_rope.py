@@ -13,6 +13,7 @@ from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import begins_early, sees
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 MAX_POS = 40
@@ -166,20 +167,20 @@ def test_odd_head_dims_are_unsupported() -> None:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_they_compile_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         for tokens in (20, kernels.TWO_HEAD_ROWS // 64 + 1):
             args = torch.empty(tokens, 64, 512, dtype=torch.bfloat16), torch.arange(tokens), rope_table(64)
             kernels.inv_rope(*args)
             for packed in (False, True):
                 kernels.inv_rope_fp8_quant(*args, 8, 8, packed)
-    assert [bool(fake_triton.machine_code(kernel)) for kernel in compiled] == [True] * 6
+    assert [bool(kernel.assembled) for kernel in compiled] == [True] * 6
     assert all(begins_early(each) == early for each in compiled[:3])
 
 
 def test_many_programs_use_pdl_but_launch_no_dependents(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sees(monkeypatch, "sm_90")
     o = torch.empty(kernels.TWO_HEAD_ROWS // 64 + 1, 64, 512, dtype=torch.bfloat16)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         kernels.inv_rope_fp8_quant(o, torch.arange(len(o)), rope_table(64), 8, 8)
     ptx = compiled[0].asm["ptx"]
     assert -1 < ptx.index(fake_triton.WAIT) < ptx.index("ld.global")
@@ -188,7 +189,7 @@ def test_many_programs_use_pdl_but_launch_no_dependents(monkeypatch: pytest.Monk
 
 def test_a_row_stays_in_its_threads_until_it_is_stored() -> None:
     args = torch.empty(3, 64, 512, dtype=torch.bfloat16), torch.arange(3), rope_table(64)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         kernels.inv_rope(*args)
         kernels.inv_rope_fp8_quant(*args, 8, 8)
     assert "convert_layout" not in compiled[0].asm["ttgir"]

@@ -16,10 +16,11 @@ from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments
-from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton, poisoned_empty
+from dsv4_compile.testing import assert_bitwise, assert_close, poisoned_empty
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.fake_triton import TARGETS
 from tests.ops.attention.sparse_mla_calls import EPS, call, positional
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 BF16: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16}
@@ -143,7 +144,7 @@ def test_it_takes_many_tokens_of_small_caches_on_sm90() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_its_kernels_compile(target: str) -> None:
     window, extra = caches(call(3, 2, window=37, extra=21, **BF16))
-    with fake_triton.compiled_for(TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         kernels.dequantized_pages(window, extra)
         kernels.concatenate_slots(3, window, extra)
     assert len({kernel.metadata.name for kernel in compiled}) == 2
@@ -160,7 +161,7 @@ def test_on_sm90_all_fused_steps_are_one_launch_after_the_rows(groups: int, monk
     uneven = torch.zeros(3, 64, 513, dtype=torch.bfloat16)[..., 1:]
     names = []
     for q in (made.q, uneven):
-        with fake_triton.compiled_for(TARGETS["sm_90"]) as compiled:
+        with compiled_for("sm_90") as compiled:
             kernels.decode_by_rows(made._replace(q=q))
         names.append([kernel.metadata.name for kernel in compiled])
     rows = ["concatenate_slots_kernel", "dequantize_pages_kernel", "dequantize_pages_kernel"]

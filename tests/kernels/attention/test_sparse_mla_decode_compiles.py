@@ -14,9 +14,9 @@ from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_heads as f
 from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as few_tokens
 from dsv4_compile.kernels.attention import sparse_mla_decode_triton
 from dsv4_compile.kernels.attention.common import NOT_FUSED, DecodeCall, FusedParts, PagedKeys
-from dsv4_compile.testing import strided
-from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code, resources
+from dsv4_compile.testing import fake_triton, strided
 from tests.kernels.gpus import GPUS, shared_out
+from tests.tools.compiled_facts import compiled_for
 
 SM90 = GPUS["sm_90"][0]
 
@@ -49,6 +49,11 @@ def make_call(
     return DecodeCall(q, *caches, fmt, 0.1, logits, fused=fused_parts(kind, heads))
 
 
+def size_of(compiled: Any) -> int:
+    """Return the number of instructions of a compiled kernel."""
+    return len(fake_triton.instructions(compiled))
+
+
 CALLS: dict[str, tuple[int, str, torch.dtype, str, int]] = {
     "8 heads": (8, "fp8_ds_mla", torch.bfloat16, "plain", 2),
     "64 heads quantised": (64, "fp8_ds_mla", torch.bfloat16, "quantised", 1),
@@ -62,11 +67,11 @@ CALLS: dict[str, tuple[int, str, torch.dtype, str, int]] = {
 def test_it_compiles_ahead_of_time_within_shared_memory(target: str, name: str) -> None:
     gpu, kibibytes = GPUS[target]
     heads, fmt, dtype, kind, splits = CALLS[name]
-    with compiled_for(TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         sparse_mla_decode_triton.launch(make_call(heads, kind, fmt, dtype, sink=True), gpu, splits)
     names = ["sparse_mla_decode_kernel", "combine_splits_kernel"]
     assert [kernel.metadata.name for kernel in compiled] == names[:splits]
-    assert all(kernel.metadata.shared <= kibibytes * 1024 and machine_code(kernel) for kernel in compiled)
+    assert all(kernel.metadata.shared <= kibibytes * 1024 and kernel.assembled for kernel in compiled)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +83,10 @@ def test_the_kernel_for_many_tokens_compiles_with_its_registers_and_asynchronous
 ) -> None:
     call = make_call(heads, kind, sink=sink)
     assert many.why_unsupported(call) == ""
-    with compiled_for(TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         many.launch(call, SM90, splits)
     kernel = compiled[0]
-    assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and machine_code(kernel)
+    assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and kernel.assembled
     assert kernel.asm["ptx"].count("setmaxnreg") >= 4
     # Scores twice, before the loop and in it; a norm's squares by blocks of columns, in a loop of their own.
     assert kernel.asm["ptx"].count("m64n64k16") == 2 * 512 // 16 + (4 if call.fused.q_norm_eps else 0)
@@ -93,14 +98,14 @@ def test_any_even_number_of_columns_up_to_half_of_a_row_is_rotated(rope: int, he
     call = make_call(heads, "fused")
     call = call._replace(fused=call.fused._replace(cos_sin_cache=torch.zeros(64, rope)))
     assert kernel.why_unsupported(call) == ""
-    with compiled_for(TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         kernel.launch(call, SM90, 1)
-    assert machine_code(compiled[0])
+    assert compiled[0].assembled
 
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_partial_results_are_stored_and_combined_sixteen_bytes_at_a_time(invariant: bool) -> None:
-    with compiled_for(TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         many.launch(make_call()._replace(batch_invariant=invariant), SM90, 4)
     partial, combined = (kernel.asm["ptx"] for kernel in compiled)
     assert combined.count("ld.global.v4.b32") == 4
@@ -118,18 +123,18 @@ def test_the_kernel_for_few_heads_has_no_repeated_code_and_spills_nothing(
 ) -> None:
     call = make_call(heads, kind, sink=sink)
     assert few_heads.why_unsupported(call) == ""
-    with compiled_for(TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         few_heads.launch(call, SM90, splits)
     kernel = compiled[0]
     ptx, block_h = kernel.asm["ptx"], few_heads.choose_tiling(heads).block_h
-    assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and machine_code(kernel)
+    assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and kernel.assembled
     assert ptx.count("setmaxnreg") >= 4
     assert kernel.metadata.launch_pdl and ptx.count("griddepcontrol.wait") == 1
     # Rows of the GEMMs are keys: as many columns as heads, rounded up. Both have 512 dims, scores and outputs.
     assert ptx.count(f"m64n{block_h}k16") == 512 // 16 + 512 // 64 * (few_heads.KEYS // 16)
     # Of each key, a thread of eight warps dequantises four words of codes in each of seven tiles.
     assert ptx.count("0x9180") == 4 * layout.FP8_DS_MLA_TILES
-    used = resources(kernel)
+    used = kernel.resources()
     # Triton 3.9 spills in the quantisation of 32 heads.
     assert used["STACK"] <= (80 if triton_release() >= (3, 9) and kind == "quantised" else 0) and used["LOCAL"] == 0
 
@@ -146,14 +151,14 @@ def test_the_kernel_for_few_tokens_is_small_and_waits_for_the_previous_kernel(
     tiling: few_tokens.Tiling, heads: int, splits: int, kind: str
 ) -> None:
     call = make_call(heads, kind)
-    with compiled_for(TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         few_tokens.launch(call, SM90, splits, tiling=tiling)
     kernel = compiled[0]
     assert kernel.metadata.launch_pdl and kernel.asm["ptx"].count("griddepcontrol.wait") == 1
     assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024
-    with compiled_for(TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         many.launch(call, SM90, splits)
-    assert len(machine_code(kernel)) < len(machine_code(compiled[0])) * 2 / 3
+    assert kernel.ask(size_of) < compiled[0].ask(size_of) * 2 / 3
 
 
 def test_the_kernel_for_few_tokens_leaves_more_tokens_to_the_others() -> None:
@@ -201,7 +206,7 @@ def test_unsupported_calls_of_the_sm90_kernels_say_why() -> None:
 def test_nothing_is_compiled_again_for_a_piece_of_a_batch(kernel: Any) -> None:
     lens, positions = torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
     call = make_call(kind="fused")
-    with compiled_for(TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         for first in (0, 3):
             here = slice(first, first + 2)
             window, extra = (keys._replace(lens=lens[here]) for keys in (call.window, call.extra))

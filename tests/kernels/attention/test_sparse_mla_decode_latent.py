@@ -13,10 +13,11 @@ from torch import Tensor
 from dsv4_compile.kernels.attention import sparse_mla_decode_triton as kernel
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.common.kernels import launcher, refusal
-from dsv4_compile.testing import assert_close, fake_triton, hostile_indices, padded, random_cache, strided
+from dsv4_compile.testing import assert_close, hostile_indices, padded, random_cache, strided
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import GPUS, shared_out
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 OP = "sparse_mla_decode_latent"
@@ -96,7 +97,7 @@ def test_it_compiles_ahead_of_time_with_the_tiles_of_the_gpu(target: str, heads:
     gpu, kibibytes = GPUS[target]
     args = case(2, heads, 128, 576, 512, torch.bfloat16)
     seen = mock.patch.object(kernel, "gpu_of", lambda device: gpu)
-    with seen, fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with seen, compiled_for(target) as compiled:
         launcher(OP)(*args, splits=2)
     assert len(compiled) == 2
-    assert all(each.metadata.shared <= kibibytes * 1024 and fake_triton.machine_code(each) for each in compiled)
+    assert all(each.metadata.shared <= kibibytes * 1024 and each.assembled for each in compiled)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -13,8 +12,9 @@ from dsv4_compile.kernels.attention import sparse_mla_prefill, sparse_mla_prefil
 from dsv4_compile.kernels.attention.common import FusedParts
 from dsv4_compile.kernels.attention.sparse_mla_prefill import IndexRows, PrefillCall
 from dsv4_compile.testing import strided
-from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code, resources
+from dsv4_compile.testing.fake_triton import TARGETS
 from tests.kernels.gpus import GPUS
+from tests.tools.compiled_facts import compiled_for
 
 # From Triton 3.8 on the accumulator of the left warpgroup does not quite fit its registers.
 MOST_SPILLS = 4 if triton_release() < (3, 8) else 128
@@ -52,10 +52,10 @@ def test_it_compiles_ahead_of_time_within_shared_memory(
     target: str, heads: int, dtype: torch.dtype, ragged: bool
 ) -> None:
     gpu, kibibytes = GPUS[target]
-    with compiled_for(TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         sparse_mla_prefill.launch(make_call(heads, index_rows(ragged), sink=True, dtype=dtype), gpu)
     (kernel,) = compiled
-    assert machine_code(kernel)
+    assert kernel.assembled
     assert kernel.metadata.shared * sparse_mla_prefill.choose_tiles(gpu, heads, dtype).resident <= kibibytes * 1024
 
 
@@ -64,7 +64,7 @@ def test_the_sm90_kernel_compiles_with_its_registers_and_asynchronous_gemms(
     heads: int, sink: bool, ragged: bool
 ) -> None:
     gpu, kibibytes = GPUS["sm_90"]
-    with compiled_for(TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         sparse_mla_prefill_sm90.launch(make_call(heads, index_rows(ragged, lens=sink), sink), gpu)
     (kernel,) = compiled
     code = kernel.asm["sass"]
@@ -72,7 +72,7 @@ def test_the_sm90_kernel_compiles_with_its_registers_and_asynchronous_gemms(
     assert code.count("USETMAXREG") >= 4
     assert code.count("LDL") + code.count("STL") <= MOST_SPILLS
     # Each warpgroup looks up how long each row is. Triton has once let one use the first row's length for all.
-    assert len(re.findall(r"tt\.load \S+ : !tt\.ptr<i32>", kernel.asm["ttgir"])) == (8 if ragged else 4)
+    assert len(kernel.asm["ttgir"].findall(r"tt\.load \S+ : !tt\.ptr<i32>")) == (8 if ragged else 4)
     # No branch splits a warp: what follows are instructions of whole warps.
     assert "BSSY" not in code
     # GEMMs that wait for each other would each have an arrival of their own.
@@ -100,12 +100,12 @@ NORM, BACK = {"q_norm_eps": 1e-6}, {"inverse_rope": True}
 def test_with_fused_parts_it_spills_nothing_and_gemms_stay_asynchronous(
     heads: int, ragged: bool, options: dict[str, Any]
 ) -> None:
-    with compiled_for(TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         sparse_mla_prefill_sm90.launch_fused(
             make_call(heads, index_rows(ragged), sink=True), SM90, fused_parts(**options)
         )
     (kernel,) = compiled
-    code, used = kernel.asm["sass"], resources(kernel)
+    code, used = kernel.asm["sass"], kernel.resources()
     assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024
     assert used["STACK"] <= SPILLED and used["LOCAL"] == 0
     assert "BSSY" not in code
@@ -119,7 +119,7 @@ def test_with_fused_parts_it_spills_nothing_and_gemms_stay_asynchronous(
 
 def test_unused_parts_cost_nothing() -> None:
     """An unused table does not make another kernel, and positions may begin anywhere."""
-    with compiled_for(TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         for parts in (FusedParts(), fused_parts()):
             sparse_mla_prefill_sm90.launch_fused(make_call(64), SM90, parts)
         for first in (0, 3):
@@ -131,7 +131,7 @@ def test_unused_parts_cost_nothing() -> None:
 @pytest.mark.parametrize("kernel", [sparse_mla_prefill_sm90, sparse_mla_prefill])
 def test_nothing_is_compiled_again_for_a_piece_of_a_batch(kernel: Any) -> None:
     lens = torch.zeros(5, dtype=torch.int32)
-    with compiled_for(TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         for first in (0, 3):
             kernel.launch(make_call(128, index_rows()._replace(bounds=lens[first:][:2])), SM90)
     assert compiled[0].hash == compiled[1].hash

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_compile.kernels.host import semaphores
-from dsv4_compile.testing.fake_triton import TARGETS, compiled_for
+from dsv4_compile.testing.fake_triton import TARGETS
+from tests.tools.compiled_facts import compiled_for
 
 
 @triton.jit
@@ -46,14 +47,21 @@ STEPS = {
 """In this order, by backend. A barrier alone lets stores of AMD waves that do not arrive themselves be late."""
 
 
+def steps_of(compiled: Any, backend: str) -> list[str]:
+    """Names of `STEPS` in the order of a compiled kernel's instructions, each once in a row."""
+    seen: list[str] = []
+    for line in compiled.asm["ptx" if backend == "cuda" else "amdgcn"].splitlines():
+        found = [name for name, pattern in STEPS[backend].items() if re.search(rf"^\s*(@\S+ )?{pattern}", line)]
+        seen += [name for name in found if not seen or seen[-1] != name]
+    return seen
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_thread_has_stored_before_one_arrives(target: str) -> None:
-    with compiled_for(TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         join_kernel[(8,)](torch.zeros(8192, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), SIZE=1024)
-    steps, seen = STEPS[TARGETS[target].backend], []
-    for line in compiled[0].asm["ptx" if TARGETS[target].backend == "cuda" else "amdgcn"].splitlines():
-        found = [name for name, pattern in steps.items() if re.search(rf"^\s*(@\S+ )?{pattern}", line)]
-        seen += [name for name in found if not seen or seen[-1] != name]
+    backend = TARGETS[target].backend
+    steps, seen = STEPS[backend], compiled[0].ask(steps_of, backend)
     arrival = seen.index("arrival")
     stored = max(place for place in range(arrival) if seen[place] == "store")
     assert seen[stored:][: len(steps) - 2] == list(steps)[:-2], seen

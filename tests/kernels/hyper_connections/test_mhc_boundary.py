@@ -22,12 +22,20 @@ from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import begins_early, sees
 from tests.kernels.hyper_connections import calls
 from tests.kernels.hyper_connections.calls import OPS, exact, results, wrong
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 MUTATED = ("p_streams_out", "p_sums", "p_counters", *(f"results[{i}]" for i in range(3)))
 arguments = partial(calls.arguments, iterations=4)
 """Few Sinkhorn iterations: the interpreter takes longest for them, and before they converge no error is hidden."""
-FEW, MANY = kernels.MAX_ONE_LAUNCH, kernels.MAX_ONE_LAUNCH + 9
+FEW, MANY, TWO_TILES = 2, 3, kernels.TILE_TOKENS + 1
+"""Tokens of one launch and of two, where tests put the limit between them, and tokens of two tiles."""
+
+
+@pytest.fixture(autouse=True)
+def few_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the limit where few programs are beyond it: in the interpreter each takes time."""
+    monkeypatch.setattr(kernels, "MAX_ONE_LAUNCH", FEW)
 
 
 def launcher(op: str) -> Callable[..., Any]:
@@ -50,8 +58,13 @@ def check(op: str, args: tuple[Any, ...]) -> list[Tensor]:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("tokens", [0, 1, MANY])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [
+        *((tokens, dtype) for tokens in (0, 1, MANY) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+        (TWO_TILES, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("op", OPS)
 def test_results_are_those_in_float64(op: str, tokens: int, dtype: torch.dtype) -> None:
     check(op, arguments(op, tokens, 80, dtype))
@@ -59,7 +72,7 @@ def test_results_are_those_in_float64(op: str, tokens: int, dtype: torch.dtype) 
 
 @interpreted
 @pytest.mark.parametrize("dim", [1, 128, 300])
-@pytest.mark.parametrize("tokens", [2, MANY])
+@pytest.mark.parametrize("tokens", [FEW, MANY])
 @pytest.mark.parametrize("op", ["mhc_boundary", "mhc_head"])
 def test_any_number_of_channels(op: str, tokens: int, dim: int) -> None:
     check(op, arguments(op, tokens, dim))
@@ -67,7 +80,7 @@ def test_any_number_of_channels(op: str, tokens: int, dim: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("op", ["mhc_pre", "mhc_head"])
-@pytest.mark.parametrize("tokens", [2, MANY])
+@pytest.mark.parametrize("tokens", [FEW, MANY])
 def test_streams_without_an_output_are_read_where_they_are(op: str, tokens: int) -> None:
     args = arguments(op, tokens, 144)[:7]
     before = args[0].clone()
@@ -77,7 +90,7 @@ def test_streams_without_an_output_are_read_where_they_are(op: str, tokens: int)
 
 @interpreted
 @pytest.mark.parametrize("spread", [padded, strided])
-@pytest.mark.parametrize("tokens", [2, MANY])
+@pytest.mark.parametrize("tokens", [FEW, MANY])
 @pytest.mark.parametrize("op", OPS)
 def test_strided_arguments_in_memory_full_of_nan(op: str, tokens: int, spread: Callable[[Tensor], Tensor]) -> None:
     args = arguments(op, tokens, 144)
@@ -90,7 +103,7 @@ def test_strided_arguments_in_memory_full_of_nan(op: str, tokens: int, spread: C
 
 @interpreted
 @pytest.mark.parametrize("gain", [0.0, 1e-12, 1e6, 1e15])
-@pytest.mark.parametrize("tokens", [2, MANY])
+@pytest.mark.parametrize("tokens", [FEW, MANY])
 @pytest.mark.parametrize("op", ["mhc_boundary", "mhc_head"])
 def test_streams_of_any_size(op: str, tokens: int, gain: float) -> None:
     check(op, arguments(op, tokens, 144, gain=gain))
@@ -98,7 +111,7 @@ def test_streams_of_any_size(op: str, tokens: int, gain: float) -> None:
 
 @interpreted
 @pytest.mark.parametrize("scale", [-40.0, 0.0, 40.0])
-@pytest.mark.parametrize("tokens", [2, MANY])
+@pytest.mark.parametrize("tokens", [FEW, MANY])
 def test_coefficients_at_their_limits(tokens: int, scale: float) -> None:
     """Logits of up to 200 and of -200: sigmoids of 0 and 1, a softmax of one element, sums near hc_eps."""
     args = list(arguments("mhc_boundary", tokens, 16, torch.float32))
@@ -113,7 +126,7 @@ def test_coefficients_at_their_limits(tokens: int, scale: float) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("tokens", [3, MANY])
+@pytest.mark.parametrize("tokens", [FEW, MANY])
 @pytest.mark.parametrize("op", OPS)
 def test_a_token_of_nan_keeps_to_itself(op: str, tokens: int) -> None:
     args = arguments(op, tokens, 144)
@@ -129,7 +142,7 @@ def test_a_token_of_nan_keeps_to_itself(op: str, tokens: int) -> None:
 @interpreted
 @pytest.mark.parametrize("iterations", [1, 2, calls.ITERATIONS])
 def test_iterations(iterations: int) -> None:
-    check("mhc_pre", arguments("mhc_pre", 3, 80, iterations=iterations))
+    check("mhc_pre", arguments("mhc_pre", FEW, 80, iterations=iterations))
     check("mhc_boundary", arguments("mhc_boundary", MANY, 80, iterations=iterations))
 
 
@@ -151,8 +164,7 @@ def disorder(monkeypatch: pytest.MonkeyPatch, shuffle: Callable[[list[int]], Non
 
 
 @interpreted
-@pytest.mark.parametrize("tokens", [1, 5, MANY])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "tokens"), [*((op, FEW) for op in OPS), ("mhc_pre", MANY), ("mhc_boundary", TWO_TILES)])
 def test_programs_may_run_in_any_order_and_one_by_one(op: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs a program to its end before the next: one that waited for a later one would hang."""
     args = arguments(op, tokens, 300)
@@ -188,12 +200,12 @@ def test_kernels_compile_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPa
     calls = [("mhc_boundary", 4096)]
     if target == "sm_90":
         calls += [("mhc_boundary", 7168), ("mhc_pre", 4096), ("mhc_head", 4096)]
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         for op, dim in calls:
             for tokens in (1, 32):
                 launcher(op)(*arguments(op, tokens, dim))
     assert len(compiled) == 3 * len(calls)
-    assert all(fake_triton.machine_code(kernel) for kernel in compiled)
+    assert all(kernel.assembled for kernel in compiled)
     assert all(begins_early(kernel) == early for kernel in compiled)
 
 

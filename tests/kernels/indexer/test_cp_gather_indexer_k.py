@@ -14,6 +14,7 @@ from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, p
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.ops.indexer.test_cp_gather_indexer_k import BLOCK, PAGES, arguments
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
@@ -66,8 +67,8 @@ def test_nothing_to_gather_zeroes_everything(fmt: str) -> None:
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str) -> None:
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         for fmt in ("indexer_fp8", "plain"):
             kernel.cp_gather_indexer_k(*arguments(fmt, [5, 9]), BLOCK, fmt)
     assert len(compiled) == 2
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)

@@ -33,6 +33,7 @@ from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import GPUS, sees, shared_out
 from tests.ops.preprocess.compressor_engine import rope_table
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
@@ -291,12 +292,12 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     early = sees(monkeypatch, target)
     monkeypatch.setattr(kernel, "gpu_of", lambda device: GPUS[target][0])
     formats = shared_out(layout.INDEXER_FORMATS)[target]
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         for fmt in formats:
             launcher("indexer_logits_topk")(*batch(fmt, 2, heads=64, block=64, columns=8), 512)
         launcher("indexer_logits")(*batch("indexer_fp8", 2, heads=64, block=64, columns=8), 512)
     assert len(compiled) == 2 * len(formats) + 1
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)
     # The selection starts while entries are scored; it waits for them before it reads a key.
     waits = {each.metadata.name for each in compiled if fake_triton.WAIT in each.asm.get("ptx", "")}
     sm90 = {"indexer_score_sm90_kernel"} if target == "sm_90" else set()

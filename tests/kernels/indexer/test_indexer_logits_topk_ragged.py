@@ -24,6 +24,7 @@ from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import GPUS
 from tests.ops.preprocess.compressor_engine import rope_table
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
@@ -182,8 +183,8 @@ def test_unsupported_calls_name_the_limit_and_the_value() -> None:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "gpu_of", lambda device: GPUS[target][0])
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         launcher(OP)(*batch("indexer_fp8", 2, heads=64), 512)
     assert (compiled[0].metadata.name == "indexer_score_ragged_sm90_kernel") is (target == "sm_90")
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)
     assert max(each.metadata.shared for each in compiled) <= 64 * 1024 or not target.startswith("gfx942")

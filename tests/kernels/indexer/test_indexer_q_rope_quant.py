@@ -19,6 +19,7 @@ from dsv4_compile.testing.compare import Tolerance
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import begins_early, sees, shared_out
 from tests.ops.preprocess.compressor_engine import rope_table
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
@@ -166,9 +167,9 @@ def test_unsupported_calls_name_the_limit() -> None:
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
     variants = shared_out(list(itertools.product(layout.INDEXER_FORMATS, (False, True))))[target]
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         for fmt, transform in variants:
             kernel.indexer_q_rope_quant(*arguments(2, 64), fmt, transform)
     assert len(compiled) == len(variants)
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)
     assert all(begins_early(each) == early for each in compiled)

@@ -18,6 +18,7 @@ from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, p
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.indexer.test_indexer_logits_topk import Scored, batch
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
@@ -119,7 +120,7 @@ def test_nothing_reachable_gives_padding() -> None:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str) -> None:
     table, valid = torch.zeros(3, 8, dtype=torch.int32), torch.ones(2) > 0
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         launcher("indexer_topk_slots")(*batch("indexer_fp8", 2, heads=64, block=64, columns=8), 512, table, valid, 64)
     assert len(compiled) == 2
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -15,6 +17,7 @@ from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import GPUS
 from tests.kernels.indexer.held_once import COUNTING, held_by_several
 from tests.simulator.shared import SimulatedShared, simulated_shared  # noqa: F401  (a fixture)
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 INF, NAN = torch.inf, torch.nan
@@ -90,6 +93,10 @@ def test_one_pass_is_enough_for_smooth_logits(simulated_shared: SimulatedShared)
     assert simulated_shared.passes == simulated_shared.lists == 2
 
 
+def held(compiled: Any) -> list[str]:
+    return held_by_several(compiled.asm["ttgir"])
+
+
 @pytest.mark.parametrize(
     ("stride", "topk", "tile", "page", "counting"),
     [(16, 5, (4096, 8), 0, 3), (512, 50, (4096, 8), 1, 3), (4096, 512, (4096, 16), 64, 3), (3008, 99, (512, 8), 2, 7)],
@@ -100,12 +107,12 @@ def test_no_two_threads_count_the_same_key(
     monkeypatch.setattr(kernel, "gpu_of", lambda device: GPUS["sm_90"][0])
     keys, lens = torch.zeros(2, stride, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     slots = kernel.SlotMap(lens, torch.zeros(2, 8, dtype=torch.int32), lens > 0, page) if page else None
-    with fake_triton.compiled_for(fake_triton.TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         rows = kernel.KeyRows(keys, lens, lens, 2, stride)
         kernel.select(torch.zeros(2, topk, dtype=torch.int32), rows, tile, slots)
-    (text,) = (selecting.asm["ttgir"] for selecting in compiled)
-    assert sum(text.count(name) for name in COUNTING) >= counting
-    assert held_by_several(text) == []
+    (selecting,) = compiled
+    assert sum(selecting.asm["ttgir"].count(name) for name in COUNTING) >= counting
+    assert selecting.ask(held) == []
 
 
 @triton.jit
@@ -116,9 +123,9 @@ def _count_few_kernel(p_keys, NUMBER: tl.constexpr):
 
 @pytest.mark.parametrize(("number", "twice"), [(16, 1), (32, 0), (256, 0)])
 def test_a_key_that_several_threads_count_is_found(number: int, twice: int) -> None:
-    with fake_triton.compiled_for(fake_triton.TARGETS["sm_90"]) as compiled:
+    with compiled_for("sm_90") as compiled:
         _count_few_kernel[(1,)](torch.zeros(number, dtype=torch.int32), NUMBER=number, num_warps=1)
-    assert len(held_by_several(compiled[0].asm["ttgir"])) == twice
+    assert len(compiled[0].ask(held)) == twice
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
@@ -126,10 +133,10 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     """Counting takes no memory of Triton's but what its sums over the threads exchange, and pointers stay in place."""
     monkeypatch.setattr(kernel, "gpu_of", lambda device: GPUS[target][0])
     keys, lens = torch.zeros(2, 4096, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         kernel.select(torch.zeros(2, 512, dtype=torch.int32), kernel.KeyRows(keys, lens, lens, 2, 4096), (4096, 8))
     (selecting,) = compiled
-    assert fake_triton.machine_code(selecting)
+    assert selecting.assembled
     if GPUS[target][0].backend == "cuda":
         assert "red.shared.add.u32" in selecting.asm["ptx"]
         assert selecting.metadata.shared <= 1024

@@ -11,10 +11,11 @@ from dsv4_compile.kernels.linear.fp8_grouped_einsum import fp8_grouped_einsum
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import quantize_activation
 from dsv4_compile.reference.common.quant import ue8m0_scale
-from dsv4_compile.testing import assert_bitwise, fake_triton, padded, poisoned_empty, strided
+from dsv4_compile.testing import assert_bitwise, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import GPUS, shared_out
 from tests.kernels.linear.test_gemm import GEMM, WRITTEN, block_scale, e4m3
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 OP, QUANTIZE = "fp8_grouped_einsum_quant", "quantize_activation_kernel"
@@ -85,7 +86,7 @@ def test_k_of_zero_is_unsupported() -> None:
 def test_both_launches_compile_ahead_of_time(target: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (gemm, fp8_linear):
         monkeypatch.setattr(module, "gpu_of", lambda device: GPUS[target][0])
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         kernels.fp8_grouped_einsum_quant(*operands(tokens, 8, 256, heads=8))
     assert [kernel.metadata.name for kernel in compiled] == [GEMM, QUANTIZE]
-    assert all(fake_triton.machine_code(kernel) for kernel in compiled)
+    assert all(kernel.assembled for kernel in compiled)

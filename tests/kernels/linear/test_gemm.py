@@ -17,9 +17,10 @@ from dsv4_compile.kernels.linear.fp8_linear import why_unsupported_torch, widene
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import dequantize_weight, quantize_activation
 from dsv4_compile.reference.common.quant import ue8m0_scale
-from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, fake_triton, padded, poisoned_empty, strided
+from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import GPUS, shared_out
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 E8M0 = torch.float8_e8m0fnu
@@ -261,7 +262,7 @@ def compile_all(target: str, monkeypatch: pytest.MonkeyPatch, tokens: int) -> li
     a = torch.empty(8, tokens, 4096, dtype=torch.float8_e4m3fn).transpose(0, 1)
     a_scale = torch.empty(8, 32, -(-tokens // 4) * 4)[..., :tokens].permute(2, 0, 1)
     weight = torch.empty(1536, 4096, dtype=torch.float8_e4m3fn)
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         linear_kernels.fp8_linear(x, weight, scale)
         einsum_kernels.fp8_grouped_einsum(a, a_scale, weight, scale)
         grouped_kernels.grouped_linear(x, torch.empty(1536, 512, dtype=torch.bfloat16), 8)
@@ -276,7 +277,7 @@ def test_they_compile_ahead_of_time_within_shared_memory(
     target: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kernel in compile_all(target, monkeypatch, tokens):
-        assert fake_triton.machine_code(kernel)
+        assert kernel.assembled
         assert kernel.metadata.shared <= GPUS[target][1] * 1024
 
 
@@ -312,7 +313,7 @@ def test_shared_memory_of_a_tiling_is_known_before_it_is_compiled(
     dtype, quantize, weight_dtype = kind
     scale = torch.empty(32, 8, dtype=torch.uint8) if weight_dtype is F8 else None
     x, x_scale = torch.empty(tokens, 1, 1024, dtype=dtype), torch.empty(tokens, 1, 8) if dtype is F8 else None
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         operands = kernels.Operands(x, x_scale, torch.empty(4096, 1024, dtype=weight_dtype), scale)
         kernels.grouped_gemm(operands, BF16, quantize=quantize)
     assert compiled[0].metadata.shared <= known[-1] <= kib * 1024
@@ -340,7 +341,7 @@ def test_other_numbers_of_tokens_compile_nothing(monkeypatch: pytest.MonkeyPatch
 def test_weights_go_from_memory_to_the_tensor_cores_of_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "gpu_of", lambda device: GPUS["sm_90"][0])
     x, scale = torch.empty(16, 1024, dtype=torch.bfloat16), torch.empty(4, 8, dtype=torch.uint8)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         linear_kernels.fp8_linear(x, torch.empty(512, 1024, dtype=torch.float8_e4m3fn), scale)
     ptx = compiled[0].asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in ptx

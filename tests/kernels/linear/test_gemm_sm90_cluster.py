@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -20,7 +19,7 @@ from dsv4_compile.kernels.linear.gemm import Operands
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import quantize_activation
 from dsv4_compile.reference.common.quant import ue8m0_scale
-from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
+from dsv4_compile.testing import assert_bitwise, assert_close
 from tests.kernels.linear.test_gemm import NEIGHBOUR, block_scale, e4m3
 from tests.kernels.linear.test_gemm_sm90_small import LAYERS
 from tests.kernels.linear.test_gemm_sm90_splits import check_registers
@@ -28,6 +27,7 @@ from tests.simulator import cluster as simulated_cluster
 from tests.simulator import gluon as base
 from tests.simulator.copies import EARLY_AND_LATE
 from tests.simulator.products import GPU, Pointer, launches, modules, types
+from tests.tools.compiled_facts import compiled_for
 
 BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
 THREADS = 3 * 128
@@ -290,7 +290,7 @@ def test_it_compiles_for_hopper(way: str, tokens: int, monkeypatch: pytest.Monke
     x, plain = torch.empty(tokens, 1, 4096, dtype=F8), torch.empty(tokens, 4096, dtype=BF16)
     weight, other = torch.empty(1536, 4096, dtype=F8), torch.empty(1024, 4096, dtype=BF16)
     scales, out = (torch.empty(tokens, 1, 32), torch.empty(12, 32)), torch.empty(tokens, 1536, dtype=BF16)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         if way == "halves":
             clusters.launch(Operands(plain[:, None], None, other, None), out[:, :1024], GPU)
         elif way in ("both", "unsplit"):
@@ -310,8 +310,8 @@ def test_it_compiles_for_hopper(way: str, tokens: int, monkeypatch: pytest.Monke
     assert kernel.metadata.num_warps == THREADS // 32
     assert ptx.count("barrier.cluster.arrive") == ptx.count("barrier.cluster.wait") == 2 * 3
     ring = clusters.ring_depth(tokens) * (clusters.TILE_ROWS + tokens) * clusters.K_BLOCK_BYTES
-    first = re.compile(r"add\.s32 \t%r\d+, %r\d+, (\d+);\n\t// begin inline asm\n\t@%p\d+ mbarrier.init")
-    barriers = [int(x) for x in first.findall(ptx)]
+    first = r"add\.s32 \t%r\d+, %r\d+, (\d+);\n\t// begin inline asm\n\t@%p\d+ mbarrier.init"
+    barriers = [int(x) for x in ptx.findall(first)]
     assert rooms[0] <= ring <= min(barriers) and ring < kernel.metadata.shared
     check_registers(kernel, THREADS)
 

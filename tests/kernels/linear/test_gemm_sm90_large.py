@@ -17,7 +17,7 @@ from dsv4_compile.kernels.linear.gemm import Operands
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import quantize_activation
 from dsv4_compile.reference.common.quant import ue8m0_scale
-from dsv4_compile.testing import assert_close, fake_triton
+from dsv4_compile.testing import assert_close
 from tests.kernels.gpus import GPUS
 from tests.kernels.linear.test_gemm import NEIGHBOUR, block_scale, e4m3
 from tests.kernels.linear.test_gemm_sm90_small import LAYERS
@@ -25,6 +25,7 @@ from tests.simulator import copies
 from tests.simulator import gluon as base
 from tests.simulator.products import modules
 from tests.simulator.values import Pointer
+from tests.tools.compiled_facts import compiled_for
 
 GPU = GPUS["sm_90"][0]
 BF16 = torch.bfloat16
@@ -162,10 +163,10 @@ def test_it_compiles_for_hopper(form: torch.dtype | None, rows: int, blocks: int
     x, weight = torch.empty(300, 4096, dtype=dtype), torch.empty(rows, 4096, dtype=dtype)
     scales = (None, None) if form is None else (torch.empty(300, 1, 32), torch.empty(rows // 128, 32, dtype=form))
     out = torch.empty(300, rows, dtype=out_dtype)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         large.launch(Operands(x[:, None], scales[0], weight, scales[1]), out, GPU)
     (kernel,) = compiled
-    used = fake_triton.resources(kernel)
+    used = kernel.resources()
     assert used["STACK"] == used["LOCAL"] == 0
     assert kernel.metadata.shared <= large.SM_SHARED_BYTES - large.CTA_RESERVED_BYTES
     ptx, halves = kernel.asm["ptx"], form is None

@@ -19,6 +19,7 @@ from tests.simulator import gluon as simulated_gluon
 from tests.simulator import ptx as simulated_ptx
 from tests.simulator.products import GPU, simulated_products
 from tests.simulator.values import Value
+from tests.tools.compiled_facts import compiled_for
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HIDDEN, PROJECTED, COMPRESSED, INDEXED = 4096, 1536, 1024, 2560
@@ -77,11 +78,19 @@ def test_an_instruction_that_is_not_simulated_raises() -> None:
         simulated_ptx.run("vabsdiff4.u32.u32.u32 $0, $1, $2, $3;", {})
 
 
+def order_of(compiled: Any) -> tuple[list[int], int, int]:
+    """Numbers of a compiled kernel's loads, of its first use of one, and of its first store after one."""
+    names = fake_triton.instructions(compiled)
+    started = [place for place, name in enumerate(names) if "LDG.E.128" in name]
+    used = next(place for place, name in enumerate(names) if ".U16x2" in name)
+    return started, used, next(place for place, name in enumerate(names) if "STS" in name and place > started[0])
+
+
 def compiled(tokens: int, beside: int) -> Any:
     """V4-Flash's GEMM of hidden, alone or with another in one launch."""
     x, out = torch.empty(tokens, HIDDEN, dtype=BF16), torch.empty(tokens, PROJECTED + beside)
     weight, scale = torch.empty(PROJECTED, HIDDEN, dtype=E4M3), torch.empty(PROJECTED // 128, HIDDEN // 128)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as found:
+    with compiled_for("sm_90") as found:
         if beside:
             other = torch.empty(beside, HIDDEN, dtype=BF16)
             assert gemm_sm90_pair.why_unsupported(x, weight, other, GPU) == ""
@@ -113,10 +122,7 @@ def test_loads_of_few_tokens_are_on_their_way_before_one_is_waited_for(tokens: i
     A load brings 8 K-blocks, 8 elements to a thread.
     """
     kernel = compiled(tokens, beside)
-    names = fake_triton.instructions(kernel)
-    started = [place for place, name in enumerate(names) if "LDG.E.128" in name]
-    used = next(place for place, name in enumerate(names) if ".U16x2" in name)
+    started, used, stored = kernel.ask(order_of)
     assert len(started) == loads
-    stored = next(place for place, name in enumerate(names) if "STS" in name and place > started[0])
     assert max(started) < (used if tokens <= 16 else stored)
-    assert fake_triton.resources(kernel)["STACK"] == 0
+    assert kernel.resources()["STACK"] == 0

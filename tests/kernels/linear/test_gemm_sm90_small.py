@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,9 +16,10 @@ from dsv4_compile.kernels.linear import fp8_linear, gemm_sm90_epilogue, gemm_sm9
 from dsv4_compile.kernels.linear import gemm as kernels
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import quantize_activation, scale_value
-from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
+from dsv4_compile.testing import assert_bitwise, assert_close
 from tests.kernels.linear.test_gemm import NEIGHBOUR, block_scale, e4m3
 from tests.simulator.products import GPU, STEM, product, simulated_products
+from tests.tools.compiled_facts import Kernel, compiled_for
 
 LAYERS = {f"{model} {x.op} {x.name}": x for model, config in gemm.MODELS.items() for x in gemm.layers(config)}
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -273,7 +272,7 @@ def test_it_compiles_and_as_many_ctas_fit_as_the_tiling_says(
     monkeypatch.setattr(gemm_sm90_small, "choose_tiling", lambda *sizes: gemm_sm90_small.SmallTiling(*tiling))
     x, a = torch.empty(tokens, 1, 2048, dtype=BF16), torch.empty(tokens, 8, 2048, dtype=torch.float8_e4m3fn)
     weight, scale = torch.empty(4096, 2048, dtype=a.dtype), torch.empty(32, 16, dtype=torch.uint8)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         if tokens == 8:
             kernels.grouped_gemm(kernels.Operands(x.float(), None, weight, scale), BF16, quantize=True)
         kernels.grouped_gemm(kernels.Operands(a, torch.empty(tokens, 8, 16), weight, scale), BF16)
@@ -285,7 +284,11 @@ def test_it_compiles_and_as_many_ctas_fit_as_the_tiling_says(
         assert f"wgmma.mma_async.sync.aligned.m64n{min(tokens, 64)}{kind}" in kernel.asm["ptx"]
         assert "cp.async.bulk.tensor.2d" in kernel.asm["ptx"]
         assert "griddepcontrol.wait" in kernel.asm["ptx"]
-        assert fake_triton.machine_code(kernel)
+        assert kernel.assembled
+
+
+def _shared(compiled: Any) -> int:
+    return compiled.metadata.shared
 
 
 @pytest.mark.parametrize("tokens", [8, 32, 64])
@@ -294,17 +297,16 @@ def test_a_launch_asks_for_clusters(tokens: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gemm_sm90_small, "choose_tiling", lambda *_: gemm_sm90_small.SmallTiling(64, 4, 2, 8, True))
     x, weight = torch.empty(tokens, 1, 512, dtype=BF16), torch.empty(256, 512, dtype=BF16)
     launches: list[tuple[Any, ...]] = []
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         launch = lambda kernel, grid: lambda *args: launches.append((kernel, grid, args))  # noqa: E731
-        monkeypatch.setattr(fake_triton.CompiledKernel, "__getitem__", launch)
+        monkeypatch.setattr(Kernel, "__getitem__", launch)
         operands = kernels.Operands(x, None, weight, None)
         gemm_sm90_small.launch(operands, torch.empty(tokens, 256), False, GPU)
     ((kernel, grid, args),) = launches
     assert kernel is compiled[0] and grid == (4, 1, 1)
     warps, ctas, shared = kernel.packed_metadata
     assert (warps, ctas) == (4, 8)
-    written = next(Path(path) for name, path in kernel.metadata_group.items() if name.endswith(".json"))
-    compilers = json.loads(written.read_text())["shared"]
+    compilers = kernel.ask(_shared)
     assert shared >= max(gemm_sm90_epilogue.combine_fetched_bytes(tokens, 64), compilers) > 0
     names = gemm_sm90_small.gemm_sm90_small_kernel.arg_names
     given = dict(zip(names, args, strict=True))
@@ -319,7 +321,7 @@ def test_a_launch_asks_for_clusters(tokens: int, monkeypatch: pytest.MonkeyPatch
         place = ptx.index(instruction, place)
     assert ptx.count("barrier.cluster.arrive") == (2 if tokens == 64 else 1)
     # Both pieces of shared memory that the PTX names exist.
-    assert fake_triton.machine_code(kernel)
+    assert kernel.assembled
 
 
 @pytest.mark.parametrize("splits", range(2, 9))
@@ -338,7 +340,7 @@ def test_combiners_cover_a_tile_and_mailboxes_fit_default_shared_memory(splits: 
 
 def test_quantization_before_the_gemm_lets_it_start_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_linear, "gpu_of", lambda device: GPU)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         fp8_linear.quantize_activation(torch.empty(64, 4096, dtype=BF16))
     ptx = compiled[0].asm["ptx"]
     assert (

@@ -14,10 +14,11 @@ from dsv4_compile.kernels.linear.gemm import Operands
 from dsv4_compile.kernels.linear.gemm_sm90_operands import SM_SHARED_BYTES
 from dsv4_compile.kernels.linear.gemm_sm90_small import SmallTiling, paced_k_blocks, ring_depth
 from dsv4_compile.ops.common.define import REFERENCES
-from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
+from dsv4_compile.testing import assert_bitwise, assert_close
 from tests.kernels.linear.test_gemm import NEIGHBOUR, block_scale, e4m3
 from tests.simulator.copies import landing_late
 from tests.simulator.products import GPU, launches, product, simulated_products
+from tests.tools.compiled_facts import compiled_for
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ALONE = (64, 4, 2, 1)
@@ -109,13 +110,13 @@ def test_a_paced_weight_leaves_room_for_as_many_ctas(ctas_per_sm: int, tokens: i
     weight, scale = torch.empty(4096, 4096, dtype=E4M3), torch.empty(32, 32)
     ring = ring_depth(tiling, tokens, 32, False)
     with (
-        fake_triton.compiled_for(fake_triton.HOPPER) as compiled,
+        compiled_for("sm_90") as compiled,
         mock.patch.object(gemm_sm90_small, "choose_tiling", lambda *_: tiling),
         mock.patch.object(gemm_sm90_small, "paced_k_blocks", lambda *_: ring - 1),
     ):
         gemm_sm90_small.launch(Operands(x, x_scale, weight, scale), torch.empty(tokens, 4096), False, GPU)
     (kernel,) = compiled
-    used = fake_triton.resources(kernel)
+    used = kernel.resources()
     assert (kernel.packed_metadata[2] + used["SHARED"]) * ctas_per_sm <= SM_SHARED_BYTES
     assert used["STACK"] == used["LOCAL"] == 0
     assert kernel.asm["ptx"].count("cp.async.bulk.tensor.2d") == 4

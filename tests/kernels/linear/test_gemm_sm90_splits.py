@@ -12,10 +12,11 @@ from dsv4_compile.kernels.linear import gemm_sm90_pair, gemm_sm90_small
 from dsv4_compile.kernels.linear.gemm import Operands
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import quantize_activation, scale_value
-from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton
+from dsv4_compile.testing import assert_bitwise, assert_close
 from tests.kernels.linear.test_gemm import NEIGHBOUR, block_scale, e4m3
 from tests.simulator.copies import EARLY_AND_LATE
 from tests.simulator.products import GPU, product, simulated_products
+from tests.tools.compiled_facts import compiled_for
 
 BF16 = torch.bfloat16
 SM_REGISTERS = 1 << 16
@@ -87,12 +88,12 @@ def test_nothing_is_spilled_and_code_is_not_repeated(
     out, out_scale = torch.empty(tokens, 1024, dtype=BF16), None
     if way == "quantized result":
         out, out_scale = out.to(weight.dtype), torch.empty(8, tokens)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         operands = Operands(x, x_scale, weight, scale)
         gemm_sm90_small.launch(operands, out, way == "quantizes x", GPU, out_scale)
     (kernel,) = compiled
     # Beside the compiler's shared memory there are a cluster's mailbox and what every CTA reserves.
-    assert (kernel.packed_metadata[2] + fake_triton.resources(kernel)["SHARED"]) * tiling[2] <= 228 * 1024
+    assert (kernel.packed_metadata[2] + kernel.resources()["SHARED"]) * tiling[2] <= 228 * 1024
     assert f"wgmma.mma_async.sync.aligned.m64n{min(tokens, 64)}k32.f32.e4m3.e4m3" in kernel.asm["ptx"]
     quantize = way == "quantizes x"
     of, each = gemm_sm90_small.tiling_of(x, weight, GPU, quantize)
@@ -108,7 +109,7 @@ def test_nothing_is_spilled_and_code_is_not_repeated(
 def test_two_gemms_of_one_x_are_in_registers(tokens: int) -> None:
     x, out = torch.empty(tokens, 4096, dtype=BF16), torch.empty(tokens, 2560)
     weight, scale = torch.empty(1536, 4096, dtype=torch.float8_e4m3fn), torch.empty(12, 32, dtype=torch.uint8)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         gemm_sm90_pair.launch(x, weight, scale, torch.empty(1024, 4096, dtype=BF16), out, GPU)
     (kernel,) = compiled
     assert kernel.asm["ptx"].count("cp.async.bulk.tensor.2d") == 1 + 4
@@ -117,6 +118,6 @@ def test_two_gemms_of_one_x_are_in_registers(tokens: int) -> None:
 
 def check_registers(kernel: Any, threads: int) -> None:
     """Nothing is spilled, and an SM has registers for so many threads."""
-    used = fake_triton.resources(kernel)
+    used = kernel.resources()
     assert used["STACK"] == used["LOCAL"] == 0
     assert used["REG"] * threads <= SM_REGISTERS

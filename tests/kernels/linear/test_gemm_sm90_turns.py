@@ -13,9 +13,10 @@ from dsv4_compile.kernels.linear import gemm_sm90_small
 from dsv4_compile.kernels.linear.gemm import Operands
 from dsv4_compile.kernels.linear.gemm_sm90_operands import CTA_RESERVED_BYTES
 from dsv4_compile.kernels.linear.gemm_sm90_small import SmallTiling, mmas_ahead
-from dsv4_compile.testing import assert_bitwise, fake_triton
+from dsv4_compile.testing import assert_bitwise
 from tests.kernels.linear.test_gemm import e4m3
 from tests.simulator.products import GPU, launches, product, simulated_products
+from tests.tools.compiled_facts import compiled_for
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +30,11 @@ def test_memory_is_asked_for_that_the_compiler_does_not_know_of(monkeypatch: pyt
     monkeypatch.setattr(gemm_sm90_small, "choose_tiling", lambda *_: SmallTiling(64, 4, 3, 8, True))
     x, scale = torch.empty(8, 1, 5120, dtype=torch.float8_e4m3fn), torch.empty(8, 1, 40)
     weight, weight_scale = torch.empty(256, 5120, dtype=x.dtype), torch.empty(2, 40)
-    with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
+    with compiled_for("sm_90") as compiled:
         gemm_sm90_small.launch(Operands(x, scale, weight, weight_scale), torch.empty(8, 256), False, GPU)
     (kernel,) = compiled
     used = kernel.packed_metadata[2]
-    mailbox = fake_triton.resources(kernel)["SHARED"] - CTA_RESERVED_BYTES
+    mailbox = kernel.resources()["SHARED"] - CTA_RESERVED_BYTES
     assert used <= DEFAULT_SHARED_BYTES < used + mailbox
     assert kernel.metadata.shared > DEFAULT_SHARED_BYTES
 

@@ -14,6 +14,7 @@ from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.testing import assert_bitwise, fake_triton, padded, strided
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 MUTATED = tuple(f"batch[{i}]" for i in range(4))
@@ -85,8 +86,8 @@ def test_any_strides(spread: Any) -> None:
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str) -> None:
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         launcher("advance")(*arguments(128, 1, 1))
         launcher("advance")(*arguments(128, 4, 4))
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)
     assert len(compiled) == 2

@@ -18,6 +18,7 @@ from dsv4_compile.testing import assert_bitwise, fake_triton, padded, strided
 from dsv4_compile.testing.batch import Batch, random_batch, random_table, table_tensor
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 OUTPUTS = ARGUMENTS[ARGUMENTS.index("positions") :]
@@ -170,8 +171,8 @@ def test_buffers_with_gaps_are_unsupported() -> None:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str) -> None:
     decode = arguments(Batch((1,) * 6, (9,) * 6), 6, max_len=16_384, window=128)
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         launcher("batch_metadata")(*decode.values())
         launcher("batch_metadata")(*arguments(MIXED, 13, groups=("window", "c128"), engine=torch.arange(13)).values())
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)
     assert len(compiled) == 2

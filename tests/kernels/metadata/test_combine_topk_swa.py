@@ -17,6 +17,7 @@ from dsv4_compile.testing.batch import Batch, random_batch
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.ops.metadata.test_combine_topk_swa import arguments
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 OUTPUTS = tuple(f"outputs[{i}]" for i in range(3))
@@ -97,8 +98,8 @@ def test_nothing() -> None:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str) -> None:
     args = arguments(Batch((4, 9), (700, 9)), torch.zeros(13, 512, dtype=torch.int32), 128, 4, 512, 1000, 300)
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         launcher("combine_topk_swa")(*args)
         launcher("combine_topk_swa_ragged")(*args)
     assert len(compiled) == 2
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)

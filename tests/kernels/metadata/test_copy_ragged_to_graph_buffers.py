@@ -13,6 +13,7 @@ from dsv4_compile.reference.metadata.copy_ragged_to_graph_buffers import copy_ra
 from dsv4_compile.testing import assert_bitwise, fake_triton, padded, strided
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 
@@ -68,7 +69,7 @@ def test_any_strides(spread: Any) -> None:
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str) -> None:
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         kernel.copy_ragged_to_graph_buffers(*arguments(5, 20, 30, 9))
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)
     assert len(compiled) == 1

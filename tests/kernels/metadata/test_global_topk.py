@@ -14,6 +14,7 @@ from dsv4_compile.reference.metadata.global_topk import global_topk as reference
 from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, hostile_values, padded, strided
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 
@@ -92,8 +93,8 @@ def test_invalid_tokens_keep_their_slots_and_count_none() -> None:
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str) -> None:
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         for width in (512, 1024):
             kernel.global_topk(*arguments(3, width))
     assert len(compiled) == 2
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)

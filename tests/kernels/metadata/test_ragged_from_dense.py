@@ -16,6 +16,7 @@ from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, p
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.poison import poisoned_empty
 from dsv4_compile.testing.samples import op_samples
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 WRITTEN = ("p_counts", "outputs[0]", "outputs[1]")
@@ -82,8 +83,8 @@ def test_any_strides(spread: Any) -> None:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str) -> None:
     rows = torch.zeros(3, 512, dtype=torch.int32)
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         kernel.ragged_from_dense(rows[:, :128], torch.zeros(3, dtype=torch.int32))
         mapping.global_topk_ragged(*arguments(rows))
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)
     assert len(compiled) == 4

@@ -28,6 +28,7 @@ from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import begins_early, sees, shared_out
 from tests.ops.preprocess.compressor_engine import Engine, one_request
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 
@@ -259,7 +260,7 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     layers = shared_out(
         [(4, 512, "fp8_ds_mla"), (128, 512, "fp8_ds_mla"), (4, 128, "indexer_fp8"), (4, 128, "indexer_mxfp4")]
     )[target]
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         for ratio, dim, fmt in layers:
             state_block, block = layout.state_block_size(ratio), layout.storage_block_size(ratio)
             slots, index = torch.empty(3, dtype=torch.int64), torch.empty(3, dtype=torch.int32)
@@ -271,5 +272,5 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
                 CompressArguments(*where, 1e-6, ratio, state_block, block, fmt, dim == 128)
             )
     assert len(compiled) == len(layers)
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)
     assert all(begins_early(each) == early for each in compiled)

@@ -15,6 +15,7 @@ from dsv4_compile.testing import assert_bitwise, fake_triton, padded, poison_, r
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.ops.preprocess.test_dequantize_and_gather_k_cache import BLOCK, TABLE, full_cache, ints
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 FORMATS = pytest.mark.parametrize("fmt", layout.KV_FORMATS)
@@ -113,6 +114,6 @@ def test_pages_that_start_at_odd_bytes_are_refused() -> None:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str) -> None:
     cache, lens = layout.allocate_cache("fp8_ds_mla", 8, 64), ints([16, 7, 4])
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         kernel.dequantize_and_gather_k_cache(torch.zeros(3, 20, 512).bfloat16(), cache, lens, lens, TABLE, 64, 1)
-    assert fake_triton.machine_code(compiled[0])
+    assert compiled[0].assembled

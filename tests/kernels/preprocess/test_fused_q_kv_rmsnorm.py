@@ -13,6 +13,7 @@ from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.testing import Tolerance, assert_close, fake_triton, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import begins_early, sees
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 EPS = 1e-6
@@ -79,7 +80,7 @@ def test_rows_that_do_not_fit_registers_are_unsupported() -> None:
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
     both = torch.empty(3, 1536 + 512, dtype=torch.bfloat16)
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         kernels.fused_q_kv_rmsnorm(both[:, :1536], both[:, 1536:], torch.ones(1536), torch.ones(512), EPS)
-    assert [bool(fake_triton.machine_code(kernel)) for kernel in compiled] == [True]
+    assert [bool(kernel.assembled) for kernel in compiled] == [True]
     assert all(begins_early(each) == early for each in compiled)

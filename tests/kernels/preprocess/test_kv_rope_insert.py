@@ -15,6 +15,7 @@ from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, poison_, strided
 from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import begins_early, sees, shared_out
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 PAGES, BLOCK, MAX_POS = 4, 2, 40
@@ -139,9 +140,9 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     early = sees(monkeypatch, target)
     kv, index, one = torch.empty(3, 512, dtype=torch.bfloat16), torch.arange(3), torch.ones(1)
     formats = shared_out(list(layout.KV_FORMATS))[target]
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         for fmt in formats:
             cache = layout.allocate_cache(fmt, PAGES, 64)
             kernel.kv_rope_insert(kv, cache, index, index, rope_table(64), 64, fmt, one if fmt == "fp8" else None)
     assert len(compiled) == len(formats)
-    assert all(fake_triton.machine_code(each) and begins_early(each) == early for each in compiled)
+    assert all(each.assembled and begins_early(each) == early for each in compiled)

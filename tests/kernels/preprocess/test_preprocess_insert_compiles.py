@@ -13,6 +13,7 @@ from dsv4_compile.reference.preprocess.preprocess_insert import PreprocessArgume
 from dsv4_compile.testing import fake_triton
 from tests.kernels.gpus import GPUS, begins_early, sees, shared_out
 from tests.ops.preprocess.preprocess_layer import Layer
+from tests.tools.compiled_facts import compiled_for
 
 
 def why_unsupported(**changes: Any) -> str:
@@ -43,11 +44,11 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     variants: list[dict[str, Any]] = [{"ratio": 0, "tokens": 3}, {"ratio": 128, "tokens": 3}]
     variants += [{"ratio": 4, "tokens": 3, "key_fmt": "indexer_mxfp4", "hadamard": True}]
     layers = shared_out(variants)[target]
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         for each in layers:
             launcher("preprocess_insert")(**model_arguments(**each))
     assert len(compiled) == len(layers)
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)
     most = {0: "none", 4: kernel.REGISTERS, 128: kernel.POOL_REGISTERS}
     wanted = [f".maxnreg {most[of['ratio']]}" for of in layers]
     limits = [limit in each.asm.get("ptx", "") for limit, each in zip(wanted, compiled, strict=True)]

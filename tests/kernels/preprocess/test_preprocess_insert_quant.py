@@ -18,6 +18,7 @@ from tests.kernels.preprocess.test_preprocess_insert import MUTATED, history
 from tests.kernels.preprocess.test_preprocess_insert_compiles import model_arguments
 from tests.ops.preprocess.preprocess_layer import CACHES, PADDING, Layer, storage, with_copied_caches
 from tests.ops.preprocess.test_preprocess_insert import STEP
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 RATIOS = {"swa": 0, "hca": 128, "csa": 4}
@@ -99,8 +100,8 @@ def test_what_is_unsupported_without_quantisation_is_unsupported_with_it() -> No
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         for ratio in shared_out((0, 128))[target]:
             launcher("preprocess_insert_quant")(**model_arguments(ratio=ratio, tokens=3))
     assert len(compiled) == len(shared_out((0, 128))[target])
-    assert all(fake_triton.machine_code(each) and begins_early(each) == early for each in compiled)
+    assert all(each.assembled and begins_early(each) == early for each in compiled)

@@ -16,6 +16,7 @@ from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_values, pa
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import begins_early, sees
+from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
 STATE = 2
@@ -109,9 +110,9 @@ def test_fewer_slots_than_tokens_none_and_one() -> None:
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
-    with fake_triton.compiled_for(fake_triton.TARGETS[target]) as compiled:
+    with compiled_for(target) as compiled:
         for ratio, width in ((4, 1024), (128, 512), (4, 256)):
             kernel.save_partial_states(*arguments(3, ratio, width))
     assert len(compiled) == 3
-    assert all(fake_triton.machine_code(each) for each in compiled)
+    assert all(each.assembled for each in compiled)
     assert all(begins_early(each) == early for each in compiled)
