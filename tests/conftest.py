@@ -33,7 +33,6 @@ LONGEST = (
     "package/test_examples.py",
     "hf/test_compiled.py",
     "parallel/test_ranks.py",
-    "kernels/test_memory_rounds.py",
     "backend/test_fuse_layer.py",
     "lowering/attention/test_inv_rope.py",
     "lowering/indexer/test_indexer_q_rope_quant.py",
@@ -42,9 +41,8 @@ LONGEST = (
     "kernels/moe/test_moe_experts.py",
     "lowering/preprocess/test_compress_norm_rope_insert.py",
     "attention_backends/test_conformance.py",
-    "kernels/hyper_connections/test_mhc_boundary.py",
+    "kernels/indexer/test_indexer_logits_topk.py",
     "kernels/attention/test_inv_rope.py",
-    "kernels/attention/test_sparse_mla_decode_compiles.py",
 )
 """The files that take longest where nothing has been compiled yet, longest first."""
 

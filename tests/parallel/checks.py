@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from dsv4_compile.hf.split import keep_part
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.loading import load_attention
 from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, all_reduce, gather_objects, split_of, symmetric
-from dsv4_compile.parallel.collectives import functional_all_reduce
+from dsv4_compile.parallel.collectives import first_object, functional_all_reduce
 from dsv4_compile.parallel.split import part_of
 from dsv4_compile.runtime import counting
 from tests.hf import official
@@ -52,6 +52,13 @@ def whole() -> Any:
 def divided(mesh: Any, expert_layout: str = "experts") -> Any:
     """Return the same model, of which this rank has a part."""
     return hf.convert(tiny_model(**MODEL), **SIZES, mesh=mesh, expert_layout=expert_layout)
+
+
+def of_whole(mesh: Any, run: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """Return `run(the whole model, ...)`, which rank 0 computes for all."""
+    ranks = Ranks.of(mesh)
+    found: Tensor = first_object(run(whole(), *args, **options) if ranks.rank == 0 else None, ranks)
+    return found
 
 
 @contextmanager
@@ -85,21 +92,21 @@ def assert_same_bits(value: Tensor, mesh: Any) -> None:
 
 def prefill_and_decode_are_those_of_one_process(mesh: Any) -> None:
     model, ids = divided(mesh), tokens(2, 40)
-    close(logits(model, ids), logits(whole(), ids))
-    assert torch.equal(generated(model, ids), generated(whole(), ids))
+    close(logits(model, ids), of_whole(mesh, logits, ids))
+    assert torch.equal(generated(model, ids), of_whole(mesh, generated, ids))
 
 
 def rows_of_experts_give_the_same(mesh: Any) -> None:
     model, ids = divided(mesh, "rows"), tokens(3, 17)
-    close(logits(model, ids), logits(whole(), ids))
-    assert torch.equal(generated(model, ids), generated(whole(), ids))
+    close(logits(model, ids), of_whole(mesh, logits, ids))
+    assert torch.equal(generated(model, ids), of_whole(mesh, generated, ids))
 
 
 def prompts_of_unequal_length_and_chunks_give_the_same(mesh: Any) -> None:
     model, ids = divided(mesh), tokens(3, 38)
     mask = (torch.arange(38) >= torch.tensor([0, 37, 9])[:, None]).long()
-    assert torch.equal(generated(model, ids, mask), generated(whole(), ids, mask))
-    assert torch.equal(generated(model, ids, prefill_chunk_size=16), generated(whole(), ids))
+    assert torch.equal(generated(model, ids, mask), of_whole(mesh, generated, ids, mask))
+    assert torch.equal(generated(model, ids, prefill_chunk_size=16), of_whole(mesh, generated, ids))
 
 
 def results_are_the_same_bits_on_all_ranks(mesh: Any) -> None:
@@ -141,7 +148,7 @@ def a_model_that_has_its_part_is_converted_as_it_is(mesh: Any) -> None:
         hf.convert(model, **SIZES, mesh=mesh, expert_layout="experts")
     hf.convert(model, **SIZES, mesh=mesh, expert_layout="rows")
     assert model.lm_head.weight is kept
-    close(logits(model, tokens(2, 11)), logits(whole(), tokens(2, 11)))
+    close(logits(model, tokens(2, 11)), of_whole(mesh, logits, tokens(2, 11)))
 
 
 def a_rank_reads_its_part_of_a_checkpoint(mesh: Any) -> None:
