@@ -35,10 +35,6 @@ MOST_TOKENS = 8192
 """Tokens of a pass, which bounds the scratch of V4-Flash to 600 MB."""
 MOST_EXPERTS = 1024
 """Experts that a CTA of the plan holds counts of."""
-MIXED_BLOCK_K = 64
-"""K-block of an e4m3 shared expert beside MXFP4 ones, whose CTAs would else find shared memory for fewer of them."""
-REGISTERS = 168
-"""Registers of a thread with which an SM of Hopper holds three CTAs; only the pass for unusual scales needs more."""
 SUM_TOKENS, SUM_COLUMNS = 8, 128
 PLAN_NONE, PLAN_PLACES, PLAN_TILES = 0, 1, 2
 
@@ -128,7 +124,6 @@ def gate_up_kernel(
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     STAGES: tl.constexpr,
-    SHARED_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute HALF columns of the hidden state of a tile of places, or of tokens for the shared expert."""
@@ -148,7 +143,7 @@ def gate_up_kernel(
             acc = multiply(
                 shared_weight, p_shared_scale, tl.full((), 0, tl.int32), first, o_row, p_rows, x_strides[1],
                 o_t < tokens, 2 * SHARED_INNER, HIDDEN, ROWS, SHARED_TOKENS, SHARED_BLOCK_K, SHARED_FORMAT, False,
-                SHARED_PERMUTED, TMA, PTX, SHARED_STAGES,
+                SHARED_PERMUTED, TMA, PTX, STAGES,
             )  # fmt: skip
             _store_hidden(
                 p_shared_hidden,
@@ -234,7 +229,6 @@ def down_kernel(
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     STAGES: tl.constexpr,
-    SHARED_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ROWS columns of the results of a tile; with SUM, the last CTA of the columns adds them up."""
@@ -250,7 +244,7 @@ def down_kernel(
             p_rows = p_shared_hidden + o_t.to(tl.int64) * SHARED_INNER
             acc = multiply(
                 shared_weight, p_shared_scale, tl.full((), 0, tl.int32), first, o_row, p_rows, 1, o_t < tokens, HIDDEN,
-                SHARED_INNER, ROWS, SHARED_TOKENS, SHARED_BLOCK_K, SHARED_FORMAT, False, False, TMA, PTX, SHARED_STAGES,
+                SHARED_INNER, ROWS, SHARED_TOKENS, SHARED_BLOCK_K, SHARED_FORMAT, False, False, TMA, PTX, STAGES,
             )  # fmt: skip
             p_row = p_results + (places + o_t.to(tl.int64))[None, :] * HIDDEN + o_row[:, None]
             tl.store(p_row, acc.to(p_results.dtype.element_ty), (o_t < tokens)[None, :])
@@ -344,7 +338,7 @@ def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, few: b
         most = 64
     if kind == "e4m3":
         most = WEIGHT_TILE
-    if kind == "mxfp4":
+    if kind == "mxfp4" and not few:
         most = SCALE_COLUMNS
     block_k = next(k for k in (256, 128, 64, 32) if k <= most and size % k == 0)
     if tokens > 32:
@@ -352,7 +346,7 @@ def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, few: b
             128 if rows % 128 == 0 else 64, tokens, block_k, 8 if rows % 128 == 0 else 4, 3 if deep else 2
         )
     wide = kind == "mxfp4" and not few and rows % 128 == 0 and deep
-    return ExpertTiling(128 if wide else 64, tokens, block_k, 4, (6 if few and kind == "mxfp4" else 4) if deep else 2)
+    return ExpertTiling(128 if wide else 64, tokens, block_k, 4, 4 if deep else 2)
 
 
 def descriptor(weight: Tensor, halves: int, rows: int, block_k: int) -> Any:
@@ -456,15 +450,10 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         own = first.operand(halves, each.rows, each.block_k, tma)
         constants = {"ROWS": each.rows, "BLOCK_K": each.block_k, "FORMAT": first.kind, "STAGES": each.stages}
         constants |= {"num_warps": each.warps, "SHARED_FORMAT": "none", "SHARED_BLOCK_K": each.block_k}
-        constants["SHARED_STAGES"] = each.stages
-        if first.kind == "mxfp4" and gpu.backend == "cuda" and gpu.capability // 10 == 9 and each.warps == 4:
-            constants["maxnreg"] = REGISTERS
         operands: tuple[Any, ...] = (own, first.scale, None, None)
         if second is not None:
             other = choose_tiling(gpu, shared_tile, second.kind, rows, second.size, False)
-            if first.kind == "mxfp4" and second.kind == "e4m3":
-                other = other._replace(block_k=min(other.block_k, MIXED_BLOCK_K), stages=min(other.stages, 3))
-            constants |= {"SHARED_FORMAT": second.kind, "SHARED_BLOCK_K": other.block_k, "SHARED_STAGES": other.stages}
+            constants |= {"SHARED_FORMAT": second.kind, "SHARED_BLOCK_K": other.block_k}
             operands = own, first.scale, second.operand(halves, each.rows, other.block_k, tma), second.scale
         return operands, constants, each.rows
 
