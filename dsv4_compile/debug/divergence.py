@@ -7,7 +7,7 @@ the model. Results of both forms belong together if op, line and module are the 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +29,6 @@ from .writes import written_by
 Form = Callable[..., Any]
 _LATER = ("c10d", "_c10d")
 """Beginnings of the namespaces of torch's collectives, whose results are there after a wait."""
-_COLLECTIVES = (*_LATER, "dsv4_collectives")
-"""Beginnings of those of ops whose results are the same on all ranks."""
 _LISTED = 6
 """Ops between the last agreement and the first difference that are listed."""
 
@@ -39,8 +37,8 @@ _LISTED = 6
 class Result:
     """A tensor that an op returned or wrote, `name` among its results.
 
-    `call` is the number of the launch, `ops` all ops that it computes: several of a fused kernel. `part` says that
-    ranks have different parts of it.
+    `call` is the number of the launch, `ops` all ops that it computes: several of a fused kernel. `reads` has the
+    numbers of what it was made of, see `Origins`; None where that is not known.
     """
 
     source: Source
@@ -49,7 +47,7 @@ class Result:
     call: int
     generated: bool
     ops: tuple[str, ...] = ()
-    part: bool = False
+    reads: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -158,6 +156,7 @@ class Run:
     outputs: dict[str, Tensor]
     launches: list[Launch]
     kept: tuple[OpOverload, Any, Any] | None = None
+    reads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -168,61 +167,75 @@ class Run:
         sources: Sources,
         state: Mapping[str, Tensor],
         keep: int | None = None,
-        parts: Collection[Tensor] = (),
+        held: Mapping[int, int] | None = None,
+        first: int = 0,
     ) -> Run:
         """Run `form` once.
 
         Args:
             keep: number of an op call whose arguments are copied before it runs.
-            parts: tensors of which ranks have different parts.
+            held, first: see `Origins`.
         """
         results: list[Result] = []
 
         def watch(launch: Launch, source: Source, written: Mapping[str, Tensor]) -> None:
             call = next(i for i in range(len(observer.launches) - 1, -1, -1) if observer.launches[i] is launch)
-            if observer.parts.pending and not launch.generated:
+            if origins.pending and not launch.generated:
                 return
             for name, tensor in written.items():
                 copied = tensor.detach().clone()
-                part = observer.parts.now if not launch.generated else bool(parts)
-                results.append(Result(source, name, copied, call, launch.generated, launch.source.ops, part))
+                reads = None if launch.generated else origins.reads
+                origins.made(tensor, origins.first + len(results))
+                results.append(Result(source, name, copied, call, launch.generated, launch.source.ops, reads))
 
-        observer = _Keeping(keep, Parts(parts), sources, all_module_names(), watch=watch)
+        origins = Origins(held or {}, first)
+        observer = _Keeping(keep, origins, sources, all_module_names(), watch=watch)
         with observer.observing():
             returned = form(*args, **kwargs)
         leaves = enumerate(pytree.tree_leaves(returned))
-        outputs = {f"output {i}": leaf.detach().clone() for i, leaf in leaves if isinstance(leaf, Tensor)}
-        outputs |= {name: tensor.detach().clone() for name, tensor in state.items()}
-        return cls(results, outputs, observer.launches, observer.kept)
+        named = {f"output {i}": leaf for i, leaf in leaves if isinstance(leaf, Tensor)} | dict(state)
+        outputs = {name: tensor.detach().clone() for name, tensor in named.items()}
+        read = {name: origins.of_tensors(leaf) for name, leaf in named.items()}
+        return cls(results, outputs, observer.launches, observer.kept, read)
 
 
-class Parts:
-    """Storages of which ranks have different parts: some tensors, and what ops other than collectives make of them.
+class Origins:
+    """Numbers of the results that storages hold, so that a result can tell what it was made of.
 
-    `now` says that the op that runs reads one, `pending` that its results come later, after a wait.
+    Args:
+        held: numbers that storages hold at the beginning, by address.
+        first: number of the first result.
+
+    Attributes:
+        reads: numbers that the op reads which runs.
+        pending: whether its results come later, after a wait.
     """
 
-    def __init__(self, tensors: Collection[Tensor]) -> None:
-        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        self.now = self.pending = False
+    def __init__(self, held: Mapping[int, int], first: int) -> None:
+        self.of, self.first = dict(held), first
+        self.reads: tuple[int, ...] = ()
+        self.pending = False
 
     def before(self, func: OpOverload, given: Any) -> None:
         """Look at the arguments of an op."""
-        joins = func.namespace.startswith(_COLLECTIVES)
         self.pending = func.namespace.startswith(_LATER) and "wait_tensor" not in func.name()
-        self.now = bool(self._storages) and not joins and not self._storages.isdisjoint(_storages(given))
+        self.reads = self.of_tensors(given)
+
+    def of_tensors(self, tree: Any) -> tuple[int, ...]:
+        """Return the numbers that the tensors in `tree` hold."""
+        return tuple(sorted({self.of[each] for each in _storages(tree) if each in self.of}))
+
+    def made(self, tensor: Tensor, number: int) -> None:
+        """Record a result."""
+        self.of |= dict.fromkeys(_storages(tensor), number)
 
     def after(self, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
-        """Look at what it wrote; results of a collective, and new memory, are no parts any more."""
-        if not self._storages:
-            return
-        made = _storages((out, list(written_by(func, args, kwargs))))
-        if self.now:
-            self._storages |= made
-        elif func.namespace.startswith(_COLLECTIVES):
-            self._storages -= made
-        else:
-            self._storages -= made - _storages((args, kwargs))
+        """Forget what new memory held, and what is still to come."""
+        new = _storages(out) - _storages((args, kwargs)) if func.name().startswith("aten::empty") else set()
+        if self.pending:
+            new = _storages((out, list(written_by(func, args, kwargs))))
+        for address in new:
+            self.of.pop(address, None)
 
 
 def _storages(tree: Any) -> set[int]:
@@ -231,11 +244,11 @@ def _storages(tree: Any) -> set[int]:
 
 
 class _Keeping(Observer):
-    """Observer that copies the arguments of one op call, and knows which results are parts."""
+    """Observer that copies the arguments of one op call, and knows what each op reads."""
 
-    def __init__(self, keep: int | None, parts: Parts, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, keep: int | None, origins: Origins, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._keep, self.parts = keep, parts
+        self._keep, self._origins = keep, origins
         self.kept: tuple[OpOverload, Any, Any] | None = None
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -245,9 +258,9 @@ class _Keeping(Observer):
             copied = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
         before = len(self.launches)
         kwargs = kwargs or {}
-        self.parts.before(func, (args, kwargs))
+        self._origins.before(func, (args, kwargs))
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.parts.after(func, args, kwargs, out)
+        self._origins.after(func, args, kwargs, out)
         if copied is not None and len(self.launches) > before:
             self.kept = (func, *copied)
         return out

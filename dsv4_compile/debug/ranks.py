@@ -28,7 +28,10 @@ _NOT_THERE = "nothing"
 
 
 class _Row(NamedTuple):
-    """A tensor of one rank as the others see it: before the step, of an op, or after the step."""
+    """A tensor of one rank as the others see it: before the step, of an op, or after the step.
+
+    `part` says that ranks may have different ones by themselves, `reads` which rows it was made of, None for any.
+    """
 
     op: str
     place: Place
@@ -36,12 +39,13 @@ class _Row(NamedTuple):
     name: str
     shape: str
     part: bool
+    reads: tuple[int, ...] | None
     bits: str
 
     @property
     def what(self) -> tuple[Any, ...]:
         """Equal for rows of ranks that run the same code."""
-        return self.op, self.place.line, self.module, self.name, "" if self.part else self.shape
+        return self.op, self.place.line, self.module, self.name
 
 
 def diverge_ranks(
@@ -67,15 +71,15 @@ def diverge_ranks(
         group: the process group, or a mesh of one dim; None for all ranks.
         state: other tensors that it reads or writes, in nested containers.
         parts: whether ranks have different parts of a parameter, by its name; None for none, or as `hf.convert(mesh=)`
-            splits a model. What an op makes of a part is not compared until a collective has joined it, nor are results
-            of generated code in a form with parts.
+            splits a model. What is made of parts, and inside a module that holds one, may differ, and what is made of
+            that, until it is the same again: after a collective.
 
-    Raises E701 without a process group, and E702 on all ranks if the form fails on one.
+    Raises E701 without a process group, and E702 on all ranks if the form fails on one. A rank that fails before one of
+    the form's own collectives leaves the others waiting for the timeout of the group, as it does without this.
     """
     ranks = _ranks(group)
     module = getattr(form, "_orig_mod", form)
     tensors = named_tensors([args, kwargs, state, *([module] if isinstance(module, nn.Module) else [])], "state")
-    is_part = _splits(module) if parts is None else parts
     table = _Table()
     failure: BaseException | None = None
     with observed_compiler() as (_, sources), restored(tensors) as restore, torch.no_grad():
@@ -83,16 +87,20 @@ def diverge_ranks(
             form(*args, **kwargs)  # compile first, unobserved
             restore()
             torch.manual_seed(0)
-            own = [p for name, p in module.named_parameters() if is_part(name)] if isinstance(module, nn.Module) else []
-            held = {tensor.untyped_storage().data_ptr() for tensor in own}
-            for name, tensor in tensors.items():
-                part = tensor.untyped_storage().data_ptr() in held
-                table.add("before the step", Place(), "", name, tensor, part)
-            run = Run.of(form, args, kwargs, sources, tensors, parts=own)
+            parts_of = _Parts(module, _splits(module) if parts is None else parts)
+            held, own = dict[int, int](), set[str]()
+            for index, (name, tensor) in enumerate(tensors.items()):
+                part = parts_of.has(tensor)
+                table.add("before the step", Place(), "", name, tensor, part, ())
+                own |= {name} if part else set()
+                address = tensor.untyped_storage().data_ptr()
+                # Weights may be rows of one matrix: it is a part if one of them is.
+                held[address] = index if part else held.get(address, index)
+            run = Run.of(form, args, kwargs, sources, tensors, held=held, first=len(tensors))
             for result in run.results:
-                table.add_result(result)
+                table.add_result(result, parts_of)
             for name, tensor in run.outputs.items():
-                table.add("after the step", Place(), "", name, tensor, bool(own))
+                table.add("after the step", Place(), "", name, tensor, name in own, run.reads[name])
         except Exception as error:
             failure = error
     text = "" if failure is None else f"{type(failure).__name__}: {failure}".splitlines()[0]
@@ -110,23 +118,25 @@ class _Table:
         self.rows: list[_Row] = []
         self.values: list[Tensor] = []
 
-    def add(self, op: str, place: Place, module: str, name: str, tensor: Tensor, part: bool) -> None:
+    def add(self, op: str, place: Place, module: str, name: str, tensor: Tensor, part: bool, reads: Any) -> None:
         """Add a tensor."""
         value = tensor.detach().cpu().contiguous()
         bits = hashlib.blake2b(value.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest() if value.numel() else ""
-        self.rows.append(_Row(op, place, module, name, shape_text(tensor), part, bits))
+        self.rows.append(_Row(op, place, module, name, shape_text(tensor), part, reads, bits))
         self.values.append(value.clone() if value.data_ptr() == tensor.data_ptr() else value)
 
-    def add_result(self, result: Result) -> None:
+    def add_result(self, result: Result, parts: _Parts) -> None:
         """Add a result of an op."""
         source = result.source
-        self.add(source.op, source.place, source.module, result.name, result.value, result.part)
+        reads = result.reads if result.reads is not None or parts.names else ()
+        part = parts.made_in(source.module)
+        self.add(source.op, source.place, source.module, result.name, result.value, part, reads)
 
     def compare(self, ranks: Ranks) -> Divergence:
         """Return the first difference of all ranks' tables."""
         tables: list[list[_Row]] = gather_objects(self.rows, ranks)
-        rounding, after = 0.0, ""
-        compared = 0
+        rounding, after, compared = 0.0, "", 0
+        parts: set[int] = set()
         for index in range(max(map(len, tables))):
             rows = [table[index] if index < len(table) else None for table in tables]
             first = next(row for row in rows if row is not None)
@@ -134,20 +144,27 @@ class _Table:
             odd = next((rank for rank, row in enumerate(rows) if (None if row is None else row.what) != usual), None)
             if odd is not None:
                 return self._other_op(index, rows, usual, odd, after)
-            if any(row is not None and row.part for row in rows):
-                continue
             compared += 1
-            bits = [row.bits for row in rows if row is not None]
-            if len(set(bits)) > 1:
-                values: list[Tensor] = gather_objects(self.values[index], ranks)
-                right = values[bits.index(_most(bits))]
-                for rank, value in enumerate(values):
-                    far = distance(value, right, rounding)
-                    if far.differs:
-                        found = self._found(first, rank, after)
-                        found.distance, found.compared = far, compared
-                        return found
-                    rounding = max(rounding, far.largest) if value.is_floating_point() else rounding
+            present = [row for row in rows if row is not None]
+            bits = [row.bits for row in present]
+            if len(set(bits)) == 1:
+                after = f"{first.op} ({first.name})" + (f" at {first.place}" if first.place.line else "")
+                continue
+            # What was made of parts may differ.
+            if any(row.part or row.reads is None or parts.intersection(row.reads) for row in present):
+                parts.add(index)
+                continue
+            values: list[Tensor] = gather_objects(self.values[index], ranks)
+            right = values[bits.index(_most(bits))]
+            for rank, value in enumerate(values):
+                if value.shape != right.shape:
+                    return self._other_op(index, rows, usual, rank, after)
+                far = distance(value, right, rounding)
+                if far.differs:
+                    found = self._found(first, rank, after)
+                    found.distance, found.compared = far, compared
+                    return found
+                rounding = max(rounding, far.largest) if value.is_floating_point() else rounding
             after = f"{first.op} ({first.name})" + (f" at {first.place}" if first.place.line else "")
         return Divergence(compared=compared)
 
@@ -178,6 +195,24 @@ def _ranks(group: Any) -> Ranks:
         return Ranks.of(group)
     group = torch.distributed.group.WORLD if group is None else group
     return Ranks(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), str(group.group_name))
+
+
+class _Parts:
+    """Parameters of a form of which ranks have parts, and the modules that hold them."""
+
+    def __init__(self, form: Any, is_part: Callable[[str], bool]) -> None:
+        named = dict(form.named_parameters()) if isinstance(form, nn.Module) else {}
+        self.names = [name for name in named if is_part(name)]
+        self._storages = {named[name].untyped_storage().data_ptr() for name in self.names}
+        self._modules = {name.rpartition(".")[0] for name in self.names} - {""}
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is a part."""
+        return tensor.untyped_storage().data_ptr() in self._storages
+
+    def made_in(self, module: str) -> bool:
+        """Return whether an op runs in a module with parts, which knows its rank."""
+        return any(module == own or module.startswith(f"{own}.") for own in self._modules)
 
 
 def _splits(module: Any) -> Callable[[str], bool]:

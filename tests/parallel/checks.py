@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dsv4_compile import DeepseekV4Attention, hf
 from dsv4_compile._compat import counters
+from dsv4_compile.debug import diverge_ranks
 from dsv4_compile.errors import CompileError, RankError
 from dsv4_compile.hf.split import keep_part
 from dsv4_compile.hf.tiny import tiny_model
@@ -122,6 +123,18 @@ def sampled_tokens_are_the_same_with_other_seeds(mesh: Any) -> None:
     first = generated(divided(mesh), tokens(2, 9), do_sample=True, temperature=2.0)
     assert_same_bits(first, mesh)
     assert not torch.equal(first, generated(divided(mesh), tokens(2, 9), do_sample=True, temperature=2.0))
+
+
+def an_op_that_differs_on_a_rank_is_found_beside_parts(mesh: Any) -> None:
+    model = divided(mesh)
+    factor = 1.0 + 0.01 * mesh.get_rank()
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda module, given, out: out * factor)
+    finish, model.model.dsv4_in_step.finish = model.model.dsv4_in_step.finish, lambda *_: None
+    found = diverge_ranks(model, tokens(2, 20), group=mesh)
+    hook.remove()
+    model.model.dsv4_in_step.finish = finish
+    assert (found.op, found.rank) == ("aten.mul", 1) and found.layer == "model.layers.1", str(found)
+    assert found.compared > 200, str(found)
 
 
 def a_rank_keeps_its_part_alone(mesh: Any) -> None:

@@ -21,6 +21,7 @@ ON_TWO = (
     checks.a_rank_reads_its_part_of_a_checkpoint,
     checks.what_a_part_cannot_do_is_an_error,
     checks.ranks_that_differ_are_told_so,
+    checks.an_op_that_differs_on_a_rank_is_found_beside_parts,
     checks.an_engines_layer_is_split,
     checks.an_opaque_all_reduce_without_a_buffer_is_that_of_the_backend,
     checks.compiled_graphs_neither_break_nor_recompile,
