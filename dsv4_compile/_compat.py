@@ -61,9 +61,8 @@ PRIVATE: dict[str, PrivateName] = {
     "compile_fx": PrivateName("torch._inductor.compile_fx", "compile_fx", "compiles a graph for the backend"),
     "compile_fx_inner": PrivateName("torch._inductor.compile_fx", "compile_fx_inner", "compiles a part of a graph"),
     "TracingContext": PrivateName("torch._guards", "TracingContext", "what a compilation reports to AOTAutograd"),
-    "inductor_config": PrivateName(
-        "torch._inductor.config", "", "checks option names and types; reads codegen choices"
-    ),
+    "inductor_config": PrivateName("torch._inductor.config", "", "option names, types and codegen choices"),
+    "cache_dir_utils": PrivateName("torch._inductor.runtime.cache_dir_utils", "", "folder for what is compiled here"),
     "list_mode_options": PrivateName("torch._inductor", "list_mode_options", "settings of torch.compile(mode=...)"),
     "custom_graph_pass": PrivateName("torch._inductor.custom_graph_pass", "", "classes of graph passes"),
     "CustomGraphPass": PrivateName(

@@ -86,6 +86,7 @@ def _compile(
     if {codegen_of(device) for device in devices} == {"cpp"}:
         limit = getattr(inductor_config, _INLINE_LIMIT)
         patches.setdefault(_INLINE_LIMIT, _INLINE_LIMIT_IN_CPP if limit is None else min(limit, _INLINE_LIMIT_IN_CPP))
+        importlib.import_module("dsv4_compile.cpu.native").build()
     capturing = Capturing.plan(parsed, gm, devices)
     patches |= capturing.inductor
     if parsed.regions != "off" and not any(patches.get(name) for name in _WHOLE):

@@ -29,6 +29,24 @@ FLASH: dict[str, Any] = {
     "index_topk": 512,
 }
 """Sizes of V4-Flash, for `tiny_config`."""
+REAL_ATTENTION: dict[str, Any] = {
+    "hidden_size": 1024,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 512,
+    "o_groups": 2,
+    "o_lora_rank": 256,
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    "hc_sinkhorn_iters": 20,
+    "sliding_window": 128,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk": 512,
+}
+"""Sizes of a model of two layers whose heads, window and top-k are V4-Flash's, for `tiny_config`."""
 _LAYERS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 
 

@@ -18,7 +18,7 @@ SHARED = {
     "kernels": {"host", "device", "hopper"},
     "lowering": {"ir"},
     "ops": {"common"},
-    "cpu": {"common"},
+    "cpu": {"common", "native"},
     "reference": {"common"},
 }
 """Folders of a tree that belong to no family."""

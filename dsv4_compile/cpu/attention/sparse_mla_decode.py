@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ...reference.attention.attend import token_chunks
-from ...reference.attention.inv_rope import inv_rope
 from ...reference.attention.sparse_mla_decode import DecodeArguments, output_dtype
 from ...reference.common import paging
 from ...reference.preprocess.q_norm_rope import q_norm_rope
+from .. import native
 from ..common.rows import read_rows
+from .inv_rope import inv_rope
 
 ROWS_OF_A_TILE = 1024
 """Rows, a token and a head each, that multiply with shared keys at once."""
@@ -46,6 +47,9 @@ def sparse_mla_decode(call: DecodeArguments) -> tuple[Tensor, Tensor]:
     if call.q_norm_eps is not None and positions is not None and table is not None:
         q = q_norm_rope(q, positions, table, call.q_norm_eps)
     tokens, heads, _ = q.shape
+    if tokens < FEWEST_TOKENS and _takes(call, q):
+        out, lse = _in_kernel(call, q)
+        return _rotated_back(call, out), lse
     whole = call.batch_invariant
     selections = [_select(call.k_cache, call.block_size, call.indices[:tokens], call.lens[:tokens], whole)]
     if call.extra_k_cache is not None and call.extra_indices is not None and call.extra_lens is not None:
@@ -65,9 +69,34 @@ def sparse_mla_decode(call: DecodeArguments) -> tuple[Tensor, Tensor]:
         lse = q.new_full((tokens, heads), torch.inf, dtype=torch.float32)
         parts.append((q.new_zeros(q.shape, dtype=torch.float32), lse))
     out, lse = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts, strict=True))
-    out = out.to(output_dtype(q))
-    if call.inverse_rope and positions is not None and table is not None:
-        out = inv_rope(out, positions, table)
+    return _rotated_back(call, out.to(output_dtype(q))), lse
+
+
+def _rotated_back(call: DecodeArguments, out: Tensor) -> Tensor:
+    if call.inverse_rope and call.positions is not None and call.cos_sin_cache is not None:
+        return inv_rope(out, call.positions, call.cos_sin_cache)
+    return out
+
+
+def _takes(call: DecodeArguments, q: Tensor) -> bool:
+    """Return whether a kernel takes the call."""
+    rows = call.indices, call.extra_indices
+    lens = call.lens, call.extra_lens
+    flat = all(row is None or (row.stride(1) == 1 and row.dtype is torch.int32) for row in rows)
+    floats = q, call.k_cache, call.extra_k_cache, call.attn_sink
+    return call.cache_format == "plain" and flat and native.takes(*floats, int32=lens)
+
+
+def _in_kernel(call: DecodeArguments, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute attention in a kernel, a head of a token at a time, over the keys where they are."""
+    out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    blocks = call.block_size, call.extra_block_size
+    caches, rows = (call.k_cache, call.extra_k_cache), (call.indices, call.extra_indices)
+    capacity = [0 if c is None else c.shape[0] * block for c, block in zip(caches, blocks, strict=True)]
+    width = [0 if row is None else row.shape[1] for row in rows]
+    stride = [0 if row is None else row.stride(0) for row in rows]
+    where = *caches, *rows, call.lens, call.extra_lens, *capacity, *width, *stride
+    native.call("attend", q, *where, call.attn_sink, out, lse, *q.shape, float(call.scale))
     return out, lse
 
 
@@ -122,6 +151,8 @@ def _attend_shared(call: DecodeArguments, q: Tensor, parts: Sequence[_Selection]
     )
     if not bool(keys.sum().isfinite()):
         return None
+    if keys.shape[0] == 0:
+        return torch.zeros(q.shape), torch.full((tokens, heads), torch.inf)
     counts = torch.cat([count for _, count in unions], dim=1)
     scores = torch.mm(q.reshape(tokens * heads, head_dim).float(), keys.t()).mul_(call.scale)
     weights, norm, lse = _softmax(scores.view(tokens, heads, -1), counts > 0, call.attn_sink, counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...reference.hyper_connections.mhc_boundary import MhcBoundary
-from ...reference.hyper_connections.mhc_post import mhc_post
+from .mhc_post import mhc_post
 from .mhc_pre import mhc_pre
 
 

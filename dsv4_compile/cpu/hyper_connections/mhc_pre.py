@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from ...reference.hyper_connections.mhc_pre import mixed_input, stream_mix
+from .. import native
+
+FEW_TOKENS = 32
+"""Most tokens whose mix is faster without a GEMM."""
 
 
 def mhc_pre(
@@ -19,7 +23,13 @@ def mhc_pre(
     iterations: int = 20,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the op of this name as its reference does, up to the rounding of sigmoid."""
-    count = streams.shape[1]
+    tokens, count, dim = streams.shape
+    tensors = streams, fn, base, scale, norm_weight
+    if tokens <= FEW_TOKENS and native.takes(*tensors):
+        results = [torch.empty(shape) for shape in ((tokens, dim), (tokens, count), (tokens, count, count))]
+        settings = iterations, float(norm_eps), float(hc_eps)
+        native.call("mhc_pre", *tensors, *results, tokens, count, dim, *settings)
+        return results[0], results[1], results[2]
     sizes = [count, count, count * count]
     mix = stream_mix(streams, fn, norm_eps)
     for part, factor in zip(mix.split(sizes, 1), scale.float().unbind(), strict=True):

@@ -14,12 +14,23 @@ from ...layout import PAD_INDEX, cdiv
 from ...reference.common import paging
 from ...reference.indexer import indexer_logits as reference
 from ...reference.indexer.indexer_logits import TOKENS_AT_A_TIME, TopkArguments, select_topk
+from .. import native
 from ..common.rows import read_rows
+
+FEW_TOKENS = 16
+"""Most tokens that read their keys one by one; more share them in a GEMM."""
 
 
 def indexer_logits_topk(op: TopkArguments) -> Tensor:
     """Compute the op of this name as its reference does, with logits up to the order of sums."""
     tokens = op.q.shape[0]
+    floats = op.q, op.weights, op.k_cache
+    places = op.block_table, op.token_to_req, op.context_lens
+    if tokens <= FEW_TOKENS and op.cache_format == "plain" and native.takes(*floats, int32=places):
+        out = torch.empty((tokens, op.topk), dtype=torch.int32)
+        sizes = *op.q.shape, *op.block_table.shape, op.block_size, op.k_cache.shape[0], op.topk
+        native.call("indexer_topk", *floats, *places, out, *sizes)
+        return out
     requests, lens = op.token_to_req[:tokens], op.context_lens[:tokens]
     longest = min(int(lens.max()), op.block_table.shape[1] * op.block_size) if tokens > 0 else 0
     blocks = _blocks(op, requests, cdiv(max(longest, 0), op.block_size))

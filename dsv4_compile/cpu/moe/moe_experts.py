@@ -12,11 +12,17 @@ from torch import Tensor
 
 from ...reference.moe.expert_weights import dequantize_expert
 from ...reference.moe.moe_experts import ExpertsArguments, clamped_swiglu, local_experts, shared_expert
+from .. import native
+
+FEW_TOKENS = 4
+"""Most tokens that read a weight for each of them: more share what a GEMM reads once."""
 
 
 def moe_experts(call: ExpertsArguments) -> Tensor:
     """Compute the op of this name as its reference does, up to the order of sums."""
     tokens, top_k = call.ids.shape
+    if tokens <= FEW_TOKENS and _float32(call):
+        return _in_kernel(call)
     experts, x = call.w13.shape[0], call.x.float()
     local, valid = local_experts(call)
     owner = local.masked_fill(~valid, experts).view(-1)
@@ -27,6 +33,22 @@ def moe_experts(call: ExpertsArguments) -> Tensor:
     result.mul_(call.weights.reshape(-1, 1).index_select(0, places))
     total = x.new_zeros((tokens * top_k, x.shape[1])).index_copy_(0, places, result)
     return (total.view(tokens, top_k, x.shape[1]).sum(1) + shared_expert(call, x)).to(call.x.dtype)
+
+
+def _float32(call: ExpertsArguments) -> bool:
+    """Return whether a kernel takes the call."""
+    weights = call.w13, call.w2, call.shared_w13, call.shared_w2
+    return native.takes(call.x, call.weights, *weights, int32=(call.ids,))
+
+
+def _in_kernel(call: ExpertsArguments) -> Tensor:
+    """Compute the op in a kernel, a token at a time."""
+    out = torch.empty(call.x.shape)
+    shared = 0 if call.shared_w2 is None else call.shared_w2.shape[1]
+    weights = call.w13, call.w2, call.shared_w13, call.shared_w2
+    sizes = *call.ids.shape, call.w13.shape[0], call.first_expert, call.x.shape[1], call.w2.shape[2], shared
+    native.call("moe_experts", call.x, call.ids, call.weights, *weights, out, *sizes, float(call.limit))
+    return out
 
 
 def _by_expert(call: ExpertsArguments, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:

@@ -12,11 +12,14 @@ from ...reference.common.rope import apply_rope
 from ...reference.preprocess import compress_norm_rope_insert as reference
 from ...reference.preprocess.compress_norm_rope_insert import ENTRIES_AT_A_TIME, CompressArguments
 from ...reference.preprocess.fused_q_kv_rmsnorm import rms_norm
+from .. import native
 from ..common.rows import write_rows
 
 
 def compress_norm_rope_insert(call: CompressArguments) -> None:
-    """Compute the op of this name as its reference does, bit for bit."""
+    """Compute the op of this name as its reference does, bit for bit where no kernel takes it."""
+    if _in_kernel(call):
+        return
     ratio, fmt = call.ratio, call.cache_format
     tokens = call.state_slot_mapping.shape[0]
     rows = (call.positions[:tokens] % ratio == ratio - 1).nonzero().view(-1)
@@ -37,6 +40,36 @@ def compress_norm_rope_insert(call: CompressArguments) -> None:
             entry = rounded_hadamard(entry, torch.bfloat16 if fmt in PAGE_LAYOUTS else call.k_cache.dtype)
         slots = call.slot_mapping.index_select(0, part)
         write_rows(call.k_cache, fmt, call.block_size, slots, entry, call.kv_scale)
+
+
+def _in_kernel(call: CompressArguments) -> bool:
+    """Compute the op in a kernel and return True, or return False if it takes other tensors."""
+    floats = call.state_cache, call.norm_weight, call.cos_sin_cache, call.k_cache
+    places = call.state_slot_mapping, call.positions, call.slot_mapping
+    int32 = call.state_block_table, call.token_to_req
+    if call.cache_format != "plain" or call.hadamard or not native.takes(*floats, int64=places, int32=int32):
+        return False
+    native.call(
+        "compress_norm_rope_insert",
+        call.state_cache,
+        *places,
+        *int32,
+        call.norm_weight,
+        call.cos_sin_cache,
+        call.k_cache,
+        call.state_slot_mapping.shape[0],
+        call.state_cache.shape[0] * call.state_block_size,
+        call.k_cache.shape[0] * call.block_size,
+        *call.state_block_table.shape,
+        call.cos_sin_cache.shape[0],
+        call.norm_weight.shape[0],
+        call.cos_sin_cache.shape[1],
+        call.ratio,
+        overlap_factor(call.ratio),
+        call.state_block_size,
+        float(call.eps),
+    )
+    return True
 
 
 def _pool(call: CompressArguments, requests: Tensor, positions: Tensor) -> Tensor:

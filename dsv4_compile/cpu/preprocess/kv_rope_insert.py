@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...reference.common.rope import apply_rope
+from .. import native
 from ..common.rows import inside, write_rows
 
 
@@ -19,7 +20,12 @@ def kv_rope_insert(
     kv_scale: Tensor | None = None,
 ) -> None:
     """Compute the op of this name as its reference does, bit for bit."""
-    inserted = slot_mapping.shape[0]
+    inserted, capacity = slot_mapping.shape[0], k_cache.shape[0] * block_size
+    if cache_format == "plain" and native.takes(k_cache, cos_sin_cache, rows=kv, int64=(slot_mapping, positions)):
+        where = k_cache, slot_mapping, positions, cos_sin_cache
+        rows, rope = cos_sin_cache.shape
+        native.call("kv_rope_insert", kv, kv.stride(0), *where, inserted, capacity, kv.shape[1], rope, rows)
+        return
     kv, positions, slots = kv[:inserted], positions[:inserted], slot_mapping
     places = inside(slots, k_cache.shape[0], block_size)
     if places is not None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference.preprocess import save_partial_states as reference
+from .. import native
 from ..common.rows import inside
 
 
@@ -17,6 +18,11 @@ def save_partial_states(
         reference.save_partial_states(kv_score, ape, state_cache, state_slot_mapping, positions, block_size)
         return
     rows, width = state_slot_mapping.shape[0], ape.shape[1]
+    if native.takes(ape, state_cache, rows=kv_score, int64=(state_slot_mapping, positions)):
+        where = kv_score, kv_score.stride(0), ape, state_cache, state_slot_mapping, positions
+        capacity = state_cache.shape[0] * block_size
+        native.call("save_partial_states", *where, rows, capacity, width, ape.shape[0])
+        return
     kv_score, positions, slots = kv_score[:rows], positions[:rows], state_slot_mapping
     places = inside(slots, state_cache.shape[0], block_size)
     if places is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cpu.attention import inv_rope as cpu
 from ...errors import fail
 from ...layout import ACT_TILE, SCALES_PER_WORD, cdiv
 from ...reference.attention import inv_rope as reference
@@ -70,6 +71,7 @@ def _fake_quant(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *groups: An
 inv_rope = define(
     "inv_rope(Tensor o, Tensor positions, Tensor cos_sin_cache) -> Tensor",
     reference=reference.inv_rope,
+    on_cpu=cpu.inv_rope,
     fake=_fake_inv_rope,
     check=_check_inv_rope,
 )

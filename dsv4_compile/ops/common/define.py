@@ -18,7 +18,7 @@ OPS: dict[str, OpOverload] = {}
 REFERENCES: dict[str, Callable[..., Any]] = {}
 """The checked reference of every op by name, for lowerings and tools that trace it."""
 EAGER: dict[str, Callable[..., Any]] = {}
-"""What runs of every op by name where it has no kernel: its reference, or on a CPU its form for CPUs."""
+"""Implementation of every op by name where it has no kernel: its reference, or on a CPU its form for CPUs."""
 
 
 def for_tensors(name: str, check: Callable[..., None] | None) -> Callable[..., None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...cpu.hyper_connections import mhc_post as cpu
 from ...reference.hyper_connections import mhc_post as reference
 from ..common.define import define
 from ..common.validate import FLOATS, expect, expect_dim
@@ -31,6 +32,7 @@ def _fake(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor
 mhc_post = define(
     "mhc_post(Tensor streams, Tensor output, Tensor post, Tensor comb) -> Tensor",
     reference=reference.mhc_post,
+    on_cpu=cpu.mhc_post,
     fake=_fake,
     check=check_post,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...cpu.indexer import indexer_q_rope_quant as cpu
 from ...layout import MX_TILE
 from ...reference.indexer import indexer_q_rope_quant as reference
 from ..common.define import define
@@ -66,6 +67,7 @@ indexer_q_rope_quant = define(
     "indexer_q_rope_quant(Tensor q, Tensor positions, Tensor cos_sin_cache, Tensor weights, str cache_format, "
     "bool hadamard=False, bool round_weights=False) -> (Tensor, Tensor, Tensor)",
     reference=reference.indexer_q_rope_quant,
+    on_cpu=cpu.indexer_q_rope_quant,
     fake=_fake,
     check=_check,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...cpu.metadata import global_topk as cpu
 from ...reference.metadata import global_topk as reference
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_rows
@@ -47,6 +48,7 @@ global_topk = define(
     "global_topk(Tensor topk_indices, Tensor token_to_req, Tensor block_table, Tensor is_valid_token, "
     "int block_size) -> (Tensor, Tensor)",
     reference=reference.global_topk,
+    on_cpu=cpu.global_topk,
     fake=_fake,
     check=_check,
 )

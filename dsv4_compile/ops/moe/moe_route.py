@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...cpu.moe import moe_route as cpu
 from ...errors import check, fail
 from ...reference.moe import moe_route as reference
 from ..common.define import define
@@ -64,6 +65,7 @@ moe_route = define(
     "moe_route(Tensor x, Tensor gate, Tensor? bias=None, Tensor? token_ids=None, Tensor? tid2eid=None, int top_k=6, "
     "float scale=1.0) -> (Tensor, Tensor)",
     reference=reference.moe_route,
+    on_cpu=cpu.moe_route,
     fake=_fake,
     check=_check,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...cpu.preprocess import fused_q_kv_rmsnorm as cpu
 from ...reference.preprocess import fused_q_kv_rmsnorm as reference
 from ..common.define import define
 from ..common.validate import FLOATS, expect, expect_dim
@@ -29,6 +30,7 @@ def _fake(qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: floa
 fused_q_kv_rmsnorm = define(
     "fused_q_kv_rmsnorm(Tensor qr, Tensor kv, Tensor q_weight, Tensor kv_weight, float eps) -> (Tensor, Tensor)",
     reference=reference.fused_q_kv_rmsnorm,
+    on_cpu=cpu.fused_q_kv_rmsnorm,
     fake=_fake,
     check=check_norms,
 )

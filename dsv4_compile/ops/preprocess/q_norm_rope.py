@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...cpu.preprocess import q_norm_rope as cpu
 from ...reference.preprocess import q_norm_rope as reference
 from ...reference.preprocess.q_norm_rope import QNormRopeKvInsertArguments
 from ..common.define import define
@@ -51,6 +52,7 @@ q_norm_rope = define(
     "q_norm_rope(Tensor q, Tensor positions, Tensor cos_sin_cache, float eps, int padded_heads=0, "
     "Tensor? q_scale=None) -> Tensor",
     reference=reference.q_norm_rope,
+    on_cpu=cpu.q_norm_rope,
     fake=_fake_q,
     check=_check_q,
 )
@@ -59,6 +61,7 @@ q_norm_rope_kv_insert = define(
     "Tensor cos_sin_cache, float eps, int block_size, str cache_format, int padded_heads=0, Tensor? q_scale=None, "
     "Tensor? kv_scale=None) -> Tensor",
     reference=reference.q_norm_rope_kv_insert,
+    on_cpu=cpu.q_norm_rope_kv_insert,
     fake=lambda call: _fake_q(*call.queries()),
     check=_check_both,
     arguments=QNormRopeKvInsertArguments,

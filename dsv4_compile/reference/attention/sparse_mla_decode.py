@@ -165,7 +165,7 @@ DecodeOutArguments: type[Any] = collections.namedtuple(  # type: ignore[misc]
 
 
 Decode = Callable[[DecodeArguments], tuple[Tensor, Tensor]]
-"""What attends for a variant: `sparse_mla_decode`, or its form for a device."""
+"""Attention of a variant: `sparse_mla_decode`, or its form for a device."""
 
 
 def output_dtype(q: Tensor) -> torch.dtype:

@@ -1,0 +1,1 @@
+"""Index rows on a CPU."""

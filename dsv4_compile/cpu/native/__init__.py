@@ -1,0 +1,88 @@
+"""C++ kernels of decode steps on a CPU: built for that CPU by the first graph that is compiled there, then loaded.
+
+Forms of ops ask `takes` whether the kernels are loaded and read their tensors, and call torch where they do not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger("dsv4_compile.cpu")
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp-simd", "-std=c++17")
+_SECONDS = 120
+_state: dict[str, ctypes.CDLL | None] = {}
+"""The library under "loaded", None if it could not be built; empty before `build`."""
+
+
+def build() -> None:
+    """Load the kernels, once per process, and build them if this machine has not.
+
+    Without a C++ compiler, which graphs on a CPU need too, a line in the log says so.
+    """
+    if "loaded" in _state:
+        return
+    _state["loaded"] = None
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), "")
+    try:
+        _state["loaded"] = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("C++ kernels for this CPU were not built, ops run as calls of torch: %s", error)
+
+
+def _built(compiler: str) -> Path:
+    """Return the library for this CPU, compiling it into Inductor's cache folder if it is not there."""
+    from ..._compat import cache_dir_utils
+
+    own = _SOURCE.read_bytes(), compiler, _FLAGS, platform.node(), torch.backends.cpu.get_cpu_capability()
+    folder = Path(cache_dir_utils.cache_dir()) / "dsv4_compile"
+    path = folder / f"{hashlib.sha256(repr(own).encode()).hexdigest()[:32]}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            new = Path(made, "kernels.so")
+            command = [*compiler.split(), *_FLAGS, "-shared", "-fPIC", "-o", str(new), str(_SOURCE)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+            if done.returncode:
+                raise OSError(done.stderr[-400:])
+            new.replace(path)
+    return path
+
+
+def takes(*tensors: Tensor | None, rows: Tensor | None = None, int64: Any = (), int32: Any = ()) -> bool:
+    """Return whether the kernels are loaded and read these tensors.
+
+    Args:
+        tensors: contiguous float32, or None.
+        rows: float32 `[T, D]`, contiguous in its last dim.
+        int64, int32: contiguous tensors of that dtype.
+    """
+    if _state.get("loaded") is None:
+        return False
+    for dtype, each in ((torch.float32, tensors), (torch.int64, int64), (torch.int32, int32)):
+        for tensor in each:
+            if tensor is not None and (tensor.dtype is not dtype or not tensor.is_contiguous()):
+                return False
+    return rows is None or (rows.dtype is torch.float32 and rows.stride(-1) == 1)
+
+
+def call(kernel: str, *values: Tensor | float | None) -> None:
+    """Call a kernel with its struct: addresses of tensors, integers, and floats, which are doubles."""
+    library = _state["loaded"]
+    assert library is not None
+    packed = [value.data_ptr() if isinstance(value, Tensor) else value or 0 for value in values]
+    form = "".join("d" if isinstance(value, float) else "q" for value in values)
+    getattr(library, kernel)(struct.pack(f"={form}", *packed))

@@ -1,0 +1,129 @@
+"""C++ kernels of a CPU, in the calls that a small model makes, against the references of the ops that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile._compat import TorchDispatchMode
+from dsv4_compile.cpu import native
+from dsv4_compile.hf import convert
+from dsv4_compile.hf.tiny import tiny_model
+from dsv4_compile.ops.common.define import EAGER, OPS, REFERENCES
+from dsv4_compile.testing import assert_bitwise
+
+Calls = list[tuple[str, list[Any]]]
+KERNELS = {
+    "attend": "sparse_mla_decode",
+    "indexer_topk": "indexer_logits_topk",
+    "rms_norm": "fused_q_kv_rmsnorm",
+    "rope": "inv_rope",
+}
+"""Ops of the kernels that are not named like theirs."""
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps copies of the arguments of every op of this package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Calls = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "dsv4":
+            name = func._schema.name.removeprefix("dsv4::")
+            self.calls.append((name, [each.clone() if isinstance(each, Tensor) else each for each in args]))
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(native, "_state", {})
+        native.build()
+        assert native._state["loaded"] is not None
+        yield
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Calls:
+    """Calls of a padded prefill and of decode steps that close groups of both ratios; tokens equal eager ones."""
+    eager, model = tiny_model(3), tiny_model(3)
+    convert(model, max_batch_size=3, max_seq_len=200, attention_only=False)
+    ids = torch.randint(1, 512, (3, 126))
+    mask = torch.ones_like(ids)
+    mask[1, :60], mask[2, :125] = 0, 0
+    with Recorder() as recorder:
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    alone = eager.generate(ids[1:2, 60:], max_new_tokens=6, do_sample=False)
+    assert torch.equal(out[1, 126:], alone[0, 66:])
+    return recorder.calls
+
+
+def both(op: str, args: list[Any]) -> list[tuple[Tensor, Tensor]]:
+    """Return each result and each argument of the op with kernels beside those of its reference."""
+    found = []
+    for run in (EAGER[op], REFERENCES[op]):
+        own = [each.clone() if isinstance(each, Tensor) else each for each in args]
+        results = run(*own)
+        results = () if results is None else results if isinstance(results, tuple) else (results,)
+        found.append([*results, *(each for each in own if isinstance(each, Tensor))])
+    return list(zip(*found, strict=True))
+
+
+def test_every_kernel_computes_what_references_do(recorded: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: set[str] = set()
+    call = native.call
+    monkeypatch.setattr(native, "call", lambda kernel, *values: (called.add(kernel), call(kernel, *values))[1])
+    for op, args in recorded:
+        for got, want in both(op, args):
+            if got.dtype.is_floating_point:
+                torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, equal_nan=True)
+            else:
+                assert_bitwise(got, want)
+    source = Path(native.__file__).with_name("kernels.cpp").read_text()
+    kernels = {line.split("(")[0].removeprefix("void ") for line in source.splitlines() if line.startswith("void ")}
+    assert called == kernels - {"add_scaled", "rotate"}
+    assert all(KERNELS.get(kernel, kernel) in OPS for kernel in called)
+
+
+def test_rotations_and_stores_keep_every_bit(recorded: Calls) -> None:
+    exact = ("kv_rope_insert", "save_partial_states", "inv_rope", "mhc_post", "indexer_q_rope_quant", "global_topk")
+    for op, args in recorded:
+        if op in exact:
+            for got, want in both(op, args):
+                assert_bitwise(got, want)
+
+
+def test_slots_and_pages_that_do_not_exist_are_skipped(recorded: Calls) -> None:
+    for op in ("sparse_mla_decode", "compress_norm_rope_insert", "indexer_logits_topk", "save_partial_states"):
+        args = next(args for name, args in reversed(recorded) if name == op)
+        for place, value in enumerate(args):
+            if isinstance(value, Tensor) and not value.dtype.is_floating_point:
+                for hostile in (-1, -(2**31), 2**31 - 1):
+                    own = list(args)
+                    own[place] = torch.where(torch.rand(value.shape) < 0.5, value, hostile).to(value.dtype)
+                    for got, want in both(op, own):
+                        if got.dtype.is_floating_point:
+                            torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, equal_nan=True)
+                        else:
+                            assert_bitwise(got, want)
+
+
+def test_without_a_compiler_ops_run_as_calls_of_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recorded: Calls, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "_state", {})
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    native.build()
+    assert "were not built" in caplog.text and "no-such-compiler" in caplog.text
+    op, args = recorded[-1]
+    assert not native.takes()
+    for got, want in both(op, args):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
