@@ -57,6 +57,11 @@ NEEDED = {BREAKABLE: "compiles nothing of DeepSeek-V4", AOT: "takes no backend b
 """Variables of vLLM that must be 0, and what it does otherwise."""
 
 
+def log(message: str, *values: Any) -> None:
+    """Write a line into vLLM's log, which shows loggers of its own names only."""
+    __getattr__("init_logger")("vllm.dsv4_compile").info(message, *values)
+
+
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -62,9 +62,11 @@ class CacheOwner(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         return self.pages is not None and self.table is not None and self.kv_cache.numel() > 0
 
     def get_attn_backend(self) -> type[Any]:
+        """Return the backend whose builder describes a step to this cache."""
         return PagedBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """Return the spec of the cache, see `spec_of`."""
         return spec_of(self.kind)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
@@ -99,23 +101,28 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
+        """Return the name that vLLM prints."""
         return "DSV4_COMPILE"
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
+        """Raise NotImplementedError: there is no attention outside the model's graph."""
         raise NotImplementedError("attention runs in the layer, inside the model's graph")
 
     @staticmethod
     def get_builder_cls() -> type[StepBuilder]:
+        """Return the class of the builders, one for each group of caches."""
         return StepBuilder
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        return KVCacheLayout.BLHNC, KVCacheLayout.BLNHC  # pages of unlike caches side by side in a block
+        """Return the layouts in which pages of unlike caches lie side by side in a block."""
+        return KVCacheLayout.BLHNC, KVCacheLayout.BLNHC
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(1)]  # blocks are never divided: each cache asks for the block that its pages have
+        """Return any size: blocks are never divided, since each cache asks for the block that its pages have."""
+        return [MultipleOf(1)]
 
 
 class StepBuilder(AttentionMetadataBuilder):  # type: ignore[misc]

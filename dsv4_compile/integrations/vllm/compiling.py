@@ -28,6 +28,14 @@ def prepare(vllm_config: Any) -> None:
         _compat.add_graph_pass(vllm_config, graph_pass(torch.device(_compat.current_platform.device_type)))
 
 
+def how(model: Any) -> str:
+    """Return how a model of vLLM runs, for its log."""
+    if model.do_not_compile:
+        return "eager"
+    name = _compat.backend_name(model)
+    return f"compiled by backend {BACKEND if name == EXPLAINED else name!r}"
+
+
 def graph_pass(device: torch.device) -> Any:
     """Return `ChooseImplementations` as one of vLLM's passes, which run after Inductor's own."""
     registry.load()
@@ -66,4 +74,4 @@ def explaining(model: Any) -> Iterator[None]:
     seconds = time.monotonic() - started
     report = assemble(watch, target=type(model).__qualname__, backend=BACKEND, seconds=seconds, calls=1)
     path = report.save(Registered.settings.explain)
-    _compat.init_logger(__name__).info("dsv4_compile wrote the report of the compilation to %s", path)
+    _compat.log("the report of the compilation is in %s", path)

@@ -48,6 +48,9 @@ class DeepseekV4Model(base.DeepseekV4Model):  # type: ignore[misc]
         for index, attention in self.attention.items():
             attention.metadata_set = numbers[index] if ready else None
         self._bindings = self.step_buffers.bindings
+        if ready:
+            counts, how = (len(self.attention), len(self.sets)), compiling.how(self)
+            _compat.log("%d layers of attention are bound, with %d sets of block tables; %s", *counts, how)
         if getattr(self, "compiled", False):
             forget_compiled(self.original_code_object())  # without guards it would be used for the new caches too
             _compat.reset_compile_wrapper(self)
@@ -60,6 +63,7 @@ class DeepseekV4Model(base.DeepseekV4Model):  # type: ignore[misc]
         return super().forward(input_ids, step, intermediate_tensors, inputs_embeds)
 
     def load_weights(self, weights: NamedTensors) -> set[str]:
+        """Load a run of names; return those that vLLM's own loader has taken."""
         return set(super().load_weights(self.weights.others(weights)))
 
 
@@ -77,5 +81,6 @@ class DeepseekV4ForCausalLM(base.DeepseekV4ForCausalLM):  # type: ignore[misc]
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def load_weights(self, weights: NamedTensors) -> set[str]:
+        """Load the checkpoint; return the names of all parameters that it has filled. E207 if attention lacks one."""
         loaded = super().load_weights(weights)
         return set(loaded) | {f"model.{name}" for name in self.model.weights.finish()}

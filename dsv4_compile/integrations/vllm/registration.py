@@ -42,12 +42,16 @@ class Registered:
 
 def register_with(wanted: Settings) -> None:
     """Register the model and the check of its configuration. E801 for a vLLM that the plug-in does not know."""
-    check_version(_compat.Installed.here())
+    installed = _compat.Installed.here()
+    check_version(installed)
     Registered.settings = wanted
     hooks = _compat.MODELS_CONFIG_MAP
     if not hasattr(hooks.get(_compat.ARCHITECTURE), "dsv4"):
         hooks[_compat.ARCHITECTURE] = config_hook(hooks.get(_compat.ARCHITECTURE, object))
     _compat.ModelRegistry.register_model(_compat.ARCHITECTURE, MODEL_CLASS)
+    _compat.log(
+        "%s of vLLM %s is registered with the attention of dsv4_compile", _compat.ARCHITECTURE, installed.version
+    )
 
 
 def check_version(installed: _compat.Installed) -> None:

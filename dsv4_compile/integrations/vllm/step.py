@@ -74,8 +74,7 @@ class StepBuffers(nn.Module):
         requests, tokens = query_start_loc.shape[0], slot_mapping.shape[0]
         self.query_start_loc[:requests].copy_(query_start_loc)
         self.query_start_loc[requests:].copy_(query_start_loc[-1:].expand(self.max_num_seqs + 1 - requests))
-        self.slot_mapping[:tokens].copy_(slot_mapping)
-        self.slot_mapping[tokens:].fill_(PAD_SLOT)
+        self.slot_mapping[:tokens].copy_(slot_mapping)  # rows after the last request are padding whatever it holds
 
     def load_table(self, number: int, table: Tensor) -> None:
         """Copy a step's block table `[r, b]`. Columns that no sequence reaches are left out."""
