@@ -131,10 +131,17 @@ def _timeline(nodes: Sequence[Node]) -> str:
 
 
 def _spans(nodes: Sequence[Node]) -> list[tuple[float, float]]:
-    """Return start and length of each node; in order and of length one if none was timed."""
+    """Return start and length of each node's own time; in order and of length one if none was timed.
+
+    A node that starts while earlier ones run (PDL) has its own time after them.
+    """
     if all(node.us is None for node in nodes):
         return [(float(i), 1.0) for i in range(len(nodes))]
-    return [(node.start_us or 0.0, node.us or 0.0) for node in nodes]
+    spans, end = {}, 0.0
+    for node in sorted(nodes, key=lambda node: node.start_us or 0.0):
+        start, length = max(node.start_us or 0.0, end), node.us or 0.0
+        spans[node.index], end = (start, length), start + length
+    return [spans[node.index] for node in nodes]
 
 
 def _about(node: Node, nodes: Sequence[Node]) -> dict[str, object]:
