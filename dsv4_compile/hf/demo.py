@@ -1,6 +1,7 @@
-"""Compile a small random DeepSeek-V4 and compare its tokens with eager transformers: `dsv4 demo`.
+"""Compile small random DeepSeek-V4 models and compare their tokens with eager transformers: `dsv4 demo`.
 
-Prompts of unequal length run as one padded batch through the compiled model and one by one through the eager model.
+One has every kind of layer and tiny dims, the other two layers with attention of real dims. Prompts of unequal length
+run as one padded batch through the compiled model and one by one through the eager model.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,16 +24,24 @@ from .._compat import counters
 from ..errors import check
 from .cache import CACHE_NAME
 from .convert import convert
-from .tiny import quiet_libraries, tiny_model
+from .tiny import REAL_ATTENTION, quiet_libraries, tiny_model
 
 PROMPT_LENGTHS = (1, 5, 126, 130)
 TIMED_STEPS = 32
 COMPARED_STEPS = 12
+MODELS: dict[str, dict[str, Any]] = {"tiny": {}, "real-attention": REAL_ATTENTION}
+"""Overrides of `tiny_config` by model."""
+NEXT = """\
+Next:  python examples/02_huggingface_generate.py     # the same in a program of your own
+       dsv4 explain examples/01_compile_attention.py  # graphs, and what was chosen for each op
+       dsv4 doctor FOLDER                             # what a checkpoint needs, unloaded"""
+Generated = tuple[Tensor, Tensor]
+"""New tokens and their logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Figures of one way to run the model, None for a figure that does not apply."""
+    """Figures of one way to run a model, None for a figure that does not apply."""
 
     name: str
     graphs: int | None
@@ -41,6 +51,8 @@ class Row:
     max_logit_difference: float | None
     tokens: str
     ms_per_step: float
+    tokens_per_second: float
+    model: str
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,25 +64,28 @@ def main(argv: list[str] | None = None) -> int:
     graphs = device.startswith("cuda") and args.backend == "dsv4"
     args.cudagraph = args.cudagraph or ("full" if graphs else "off")
     torch.set_num_threads(1)  # more threads make so small a model slower
-    model: Any = tiny_model(args.seed)
-    model.to(device)
     prompts = _prompts(args.seed, device)
-    if not args.json:
-        print(_introduction(model, device, args.tokens), flush=True)
-    expected, rows = _run_eager(model, prompts, args.tokens)
-    rows.append(_run_compiled(copy.deepcopy(model), prompts, expected, args))
-    if args.compare:
-        rows.append(_run_stock_compile(copy.deepcopy(model), prompts[-1]))
-    ours = rows[1]
-    agrees = ours.tokens == "identical" or args.kv_cache_dtype != "auto"
-    ok = agrees and ours.graphs == 2 and ours.breaks == 0 and ours.recompiles == 0
-    figures = {"device": device, "ok": ok, "rows": [asdict(row) for row in rows]}
-    print(json.dumps(figures, indent=2) if args.json else _table(rows, ok))
+    figures: list[Row] = []
+    ok = True
+    for name in MODELS if args.model == "all" else (args.model,):
+        model: Any = tiny_model(args.seed, **MODELS[name]).to(device)
+        if not args.json:
+            print(_introduction(model, device, args.tokens), flush=True)
+        rows = _run(name, model, prompts, args)
+        figures += rows
+        agrees = rows[1].tokens == "identical" or args.kv_cache_dtype != "auto"
+        holds = agrees and (rows[1].graphs, rows[1].breaks, rows[1].recompiles) == (2, 0, 0)
+        ok = ok and holds
+        if not args.json:
+            print(_table(rows, holds), flush=True)
+    record = {"device": device, "ok": ok, "rows": [asdict(row) for row in figures]}
+    print(json.dumps(record, indent=2) if args.json else NEXT)
     return 0 if ok else 1
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dsv4 demo", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--model", choices=("all", *MODELS), default="all", help="which model (default all)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate for each prompt (default 64)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto (exact), bfloat16, fp8 (default auto)")
     parser.add_argument("--backend", default="dsv4", help="dsv4, or another of torch.compile's (default dsv4)")
@@ -97,7 +112,7 @@ def _pad_left(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _generate(model: Any, ids: Tensor, mask: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
+def _generate(model: Any, ids: Tensor, mask: Tensor | None, tokens: int) -> Generated:
     """Return new tokens `[B, n]` and their logits `[B, n, vocab]`."""
     out = model.generate(
         ids,
@@ -110,36 +125,60 @@ def _generate(model: Any, ids: Tensor, mask: Tensor | None, tokens: int) -> tupl
     return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, dim=1)
 
 
-def _ms_per_step(model: Any, prompts: list[Tensor]) -> float:
-    """Time one decode step of the batch in ms, as the difference of a long and a short generation per step."""
+def _ms_per_step(models: Sequence[Any], prompts: list[Tensor]) -> list[float]:
+    """Time one decode step of the batch in ms, as the difference of a long and a short generation, models in turn."""
     ids, mask = _pad_left(prompts)
 
-    def seconds(tokens: int) -> float:
+    def seconds(model: Any, tokens: int) -> float:
         started = time.perf_counter()
         _generate(model, ids, mask, tokens)[1].sum().item()
         return time.perf_counter() - started
 
-    seconds(2)
-    return statistics.median((seconds(2 + TIMED_STEPS) - seconds(2)) / TIMED_STEPS for _ in range(3)) * 1e3
+    def step(model: Any) -> float:
+        return (seconds(model, 2 + TIMED_STEPS) - seconds(model, 2)) / TIMED_STEPS * 1e3
+
+    for model in models:
+        seconds(model, 2)
+    rounds = [[step(model) for model in models] for _ in range(3)]
+    return [statistics.median(each) for each in zip(*rounds, strict=True)]
 
 
-def _run_eager(model: Any, prompts: list[Tensor], tokens: int) -> tuple[list[tuple[Tensor, Tensor]], list[Row]]:
+def _run(name: str, model: Any, prompts: list[Tensor], args: argparse.Namespace) -> list[Row]:
+    """Return the rows of one model: eager transformers first, then the converted model."""
+    compiled = copy.deepcopy(model)
     with progress.stage("eager transformers", total=len(prompts)) as work:
         expected = []
         for prompt in prompts:
             length = prompt.shape[0]
             work.note(f"prompt of {length} token{'s' if length != 1 else ''}, alone")
-            expected.append(_generate(model, prompt[None], None, tokens))
+            expected.append(_generate(model, prompt[None], None, args.tokens))
             work.advance()
-    row = Row("transformers, eager", None, None, None, None, None, "reference", _ms_per_step(model, prompts))
-    return expected, [row]
+    facts = _compile(compiled, prompts, expected, args)
+    eager_ms, ms = _ms_per_step((model, compiled), prompts)
+    facts["recompiles"] = _graph_count() - facts["graphs"]
+    facts["breaks"] = sum(counters["graph_break"].values())
+
+    def per_second(each: float) -> float:
+        return len(prompts) * 1e3 / each
+
+    none = dict.fromkeys(("graphs", "breaks", "recompiles", "compile_seconds", "max_logit_difference"))
+    eager = Row(
+        "eager transformers",
+        **none,
+        tokens="reference",
+        ms_per_step=eager_ms,
+        tokens_per_second=per_second(eager_ms),
+        model=name,
+    )
+    ours = Row(f"compiled, {args.backend}", **facts, ms_per_step=ms, tokens_per_second=per_second(ms), model=name)
+    return [eager, ours, *([_run_stock_compile(name, model, prompts[-1])] if args.compare else [])]
 
 
-def _run_compiled(
-    model: Any, prompts: list[Tensor], expected: list[tuple[Tensor, Tensor]], args: argparse.Namespace
-) -> Row:
+def _compile(model: Any, prompts: list[Tensor], expected: list[Generated], args: argparse.Namespace) -> dict[str, Any]:
+    """Convert and compile `model`, and return the figures of its row but for times, breaks and recompiles."""
     longest = max(PROMPT_LENGTHS) + max(args.tokens, 2 + TIMED_STEPS)
-    convert(model, max_batch_size=len(prompts), max_seq_len=longest, kv_cache_dtype=args.kv_cache_dtype)
+    sizes = {"max_batch_size": len(prompts), "max_seq_len": longest}
+    convert(model, **sizes, kv_cache_dtype=args.kv_cache_dtype, attention_only=False)
     graphs_of = {} if args.cudagraph == "off" else {"dsv4.cudagraph": args.cudagraph}
     model.compile(fullgraph=True, backend=args.backend, options=graphs_of or None)
     ids, mask = _pad_left(prompts)
@@ -151,32 +190,25 @@ def _run_compiled(
         work.advance("decode graph")
         _generate(model, ids, mask, 2)
         work.advance()
-    compile_seconds = time.perf_counter() - started
-    graphs = _graph_count()
+    seconds, graphs = time.perf_counter() - started, _graph_count()
     new_tokens, logits = _generate(model, ids, mask, args.tokens)
     same = all(torch.equal(new_tokens[b], e[0][0]) for b, e in enumerate(expected))
-    difference = max(_difference(logits[b], new_tokens[b], e) for b, e in enumerate(expected))
-    ms = _ms_per_step(model, prompts)
-    return Row(
-        f'converted, backend="{args.backend}"' + (", CUDA graphs" if graphs_of else ""),
-        graphs,
-        sum(counters["graph_break"].values()),
-        _graph_count() - graphs,
-        compile_seconds,
-        difference,
-        "identical" if same else "differ",
-        ms,
-    )
+    return {
+        "graphs": graphs,
+        "compile_seconds": seconds,
+        "max_logit_difference": max(_difference(logits[b], new_tokens[b], e) for b, e in enumerate(expected)),
+        "tokens": "identical" if same else "differ",
+    }
 
 
-def _difference(logits: Tensor, tokens: Tensor, expected: tuple[Tensor, Tensor]) -> float:
+def _difference(logits: Tensor, tokens: Tensor, expected: Generated) -> float:
     """Return the largest logit difference up to the first token that differs; later logits have other inputs."""
     same = (tokens == expected[0][0]).long().cumprod(0)
     steps = min(int(same.sum()) + 1, len(tokens))
     return float((logits[:steps] - expected[1][0][:steps]).abs().max())
 
 
-def _run_stock_compile(model: Any, prompt: Tensor) -> Row:
+def _run_stock_compile(name: str, model: Any, prompt: Tensor) -> Row:
     """Run torch.compile on the unconverted model: a graph per cache shape, until torch gives up and runs eager."""
     torch.compiler.reset()
     _reset_counts()
@@ -191,18 +223,10 @@ def _run_stock_compile(model: Any, prompt: Tensor) -> Row:
             cache, ids = out[CACHE_NAME], out.logits[:, -1:].argmax(-1)
             work.advance()
     elapsed = time.perf_counter() - started
-    graphs = _graph_count()
-    breaks = sum(counters["graph_break"].values())
-    return Row(
-        f"unconverted, torch.compile, {COMPARED_STEPS} steps of one prompt",
-        graphs,
-        breaks,
-        max(graphs - 2, 0),
-        elapsed,
-        None,
-        "not compared",
-        elapsed / COMPARED_STEPS * 1e3,
-    )
+    graphs, breaks = _graph_count(), sum(counters["graph_break"].values())
+    ms = elapsed / COMPARED_STEPS * 1e3
+    recompiles = max(graphs - 2, 0)
+    return Row("stock torch.compile", graphs, breaks, recompiles, elapsed, None, "-", ms, 1e3 / ms, name)
 
 
 def _reset_counts() -> None:
@@ -215,36 +239,39 @@ def _graph_count() -> int:
 
 
 def _introduction(model: Any, device: str, tokens: int) -> str:
-    kinds = ", ".join(t.removesuffix("_attention") for t in model.config.layer_types)
+    config = model.config
+    kinds = ", ".join(t.removesuffix("_attention") for t in config.layer_types)
     size = sum(p.numel() for p in model.parameters()) / 1e6
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{device}, one thread"
     lengths = ", ".join(map(str, PROMPT_LENGTHS))
     return (
-        f"DeepSeek-V4 with {size:.1f} M random weights on {where}: {kinds}; mHC, hash-routed and routed experts.\n"
+        f"\nDeepSeek-V4, {size:.1f} M random weights, {config.num_attention_heads} heads of {config.head_dim}, "
+        f"on {where}:\n{kinds}.\n"
         f"{len(PROMPT_LENGTHS)} prompts of {lengths} tokens, {tokens} new tokens each, greedy."
     )
 
 
 def _table(rows: list[Row], ok: bool) -> str:
-    """Format the rows as a table, and one line with the verdict."""
+    """Format the rows as a table of at most 100 columns, and one line with the verdict."""
 
     def text(value: float | str | None, form: str = "") -> str:
         return "-" if value is None else format(value, form)
 
-    header = ("", "graphs", "breaks", "recompiles", "compile s", "max logit diff", "tokens", "ms/step")
+    header = ("", "graphs", "breaks", "recompiles", "compile s", "logit diff", "tokens", "ms/step", "tokens/s")
     cells = [header]
     for row in rows:
         counts = (text(row.graphs), text(row.breaks), text(row.recompiles), text(row.compile_seconds, ".0f"))
-        cells.append((row.name, *counts, text(row.max_logit_difference, ".1e"), row.tokens, f"{row.ms_per_step:.1f}"))
+        speed = (f"{row.ms_per_step:.1f}", f"{row.tokens_per_second:.0f}")
+        cells.append((row.name, *counts, text(row.max_logit_difference, ".1e"), row.tokens, *speed))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join((name.ljust(widths[0]), *map(str.rjust, figures, widths[1:]))) for name, *figures in cells]
     lines.insert(1, "-" * len(lines[0]))
     verdict = (
-        "One prefill graph, one decode graph, no break, no recompile; a padded batch gives each prompt's own tokens."
+        "One prefill graph, one decode graph, no break, no recompile; a padded batch gives each prompt's\nown tokens."
         if ok
         else "The compiled model does not match the claims above: please report this table with `dsv4 doctor`."
     )
-    return "\n".join(["", *lines, "", verdict])
+    return "\n".join(["", *lines, "", verdict, ""])
 
 
 if __name__ == "__main__":

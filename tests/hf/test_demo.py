@@ -10,30 +10,34 @@ from dsv4_compile.hf import demo
 
 
 def test_every_claim_is_true(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--tokens", "8", "--json", "--backend", "eager", "--device", "cpu"]) == 0
+    arguments = ["--tokens", "8", "--json", "--backend", "eager", "--device", "cpu", "--model", "tiny"]
+    assert demo.main(arguments) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["ok"]
     eager, ours = printed["rows"]
-    assert eager["name"] == "transformers, eager"
+    assert (eager["name"], ours["name"]) == ("eager transformers", "compiled, eager")
     assert (ours["graphs"], ours["breaks"], ours["recompiles"]) == (2, 0, 0)
     assert ours["tokens"] == "identical"
     assert 0 < ours["max_logit_difference"] < 1e-4
-    assert ours["ms_per_step"] > 0
+    assert ours["tokens_per_second"] == pytest.approx(4e3 / ours["ms_per_step"])
 
 
 ROWS = [
-    demo.Row("transformers, eager", None, None, None, None, None, "reference", 12.3),
-    demo.Row('converted, backend="dsv4"', 2, 0, 0, 61.4, 3.1e-6, "identical", 4.5),
+    demo.Row("eager transformers", None, None, None, None, None, "reference", 12.3, 325.2, "tiny"),
+    demo.Row("compiled, dsv4", 2, 0, 0, 61.4, 3.1e-6, "identical", 4.5, 888.9, "tiny"),
+    demo.Row("stock torch.compile", 12, 10, 10, 161.4, None, "-", 13451.1, 0.1, "tiny"),
 ]
 
 
 def test_the_table_is_aligned_and_reports_whether_the_claims_hold() -> None:
     table = demo._table(ROWS, ok=True)
-    _, header, rule, first, second, _, verdict = table.splitlines()
-    assert len({len(line) for line in (header, rule, first, second)}) == 1
-    assert first.split()[-1] == "12.3"
-    assert second.split()[-7:] == ["2", "0", "0", "61", "3.1e-06", "identical", "4.5"]
+    _, header, rule, first, second, third, _, verdict, *_ = table.splitlines()
+    assert len({len(line) for line in (header, rule, first, second, third)}) == 1
+    assert first.split()[-2:] == ["12.3", "325"]
+    assert second.split()[-8:] == ["2", "0", "0", "61", "3.1e-06", "identical", "4.5", "889"]
     assert "no break, no recompile" in verdict
+    assert max(map(len, [*table.splitlines(), *demo.NEXT.splitlines()])) <= 100
+    assert len(demo.NEXT.splitlines()) == 3
     assert "does not match" in demo._table(ROWS, ok=False)
 
 
