@@ -49,7 +49,7 @@ def convert(
     hadamard: bool = False,
     max_step_tokens: int | None = None,
     merge_adapters: bool = False,
-    attention_only: bool = True,
+    attention_only: bool = False,
     mesh: DeviceMesh | None = None,
     expert_layout: str = "experts",
     collectives: str = "functional",
@@ -69,12 +69,12 @@ def convert(
             `generate(prefill_chunk_size=max_step_tokens)`.
         merge_adapters: fold adapters of linears whose modules are not called (PEFT's LoRA layers) into their weights
             and remove them. Without it, adapters there raise E208.
-        attention_only: leave experts, routers, hyper-connections and norms as transformers computes them. If False,
+        attention_only: leave experts, routers, hyper-connections and norms as transformers computes them. Otherwise
             they become ops too (`moe_route`, `moe_experts`, `mhc_*`), with weights in bfloat16, float32, e4m3 or MXFP4
             as they are stored, and all in float32 between. Where `auto` has no proven kernel for one of them on the
             model's device, the log says so.
         mesh: ranks, along one dim, that the model is split over. Each passes the same whole model, keeps its part, and
-            frees the rest; from then on all make the same calls. It needs `attention_only=False`.
+            frees the rest; from then on all make the same calls. E701 with `attention_only`.
         expert_layout: "experts" gives each rank some of the routed experts, "rows" a part of every one.
         collectives: "functional" for those of the mesh's backend, "symmetric" for all-reduces through symmetric memory
             of GPUs that reach each other. E302 if they do not.
@@ -112,7 +112,7 @@ def convert(
         fix="convert outside",
     )
     if not attention_only and (why := why_unproven_around_attention(device)):
-        _log.warning("attention_only=False on %s: %s", device, why)
+        _log.warning("experts, routers and hyper-connections on %s: %s; attention_only=True leaves them", device, why)
     for layer in model.model.layers:
         if merge_adapters:
             _merge_adapters(layer.self_attn if attention_only else layer)

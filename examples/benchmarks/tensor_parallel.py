@@ -201,6 +201,19 @@ def measure(model: Any, batch: int, prompt: int, device: torch.device) -> dict[s
     return row
 
 
+def weights_read(config: Any, batch: int, nbytes: dict[str, int]) -> float:
+    """Return the GB of weights that a rank reads in a step of `batch` tokens whose routing is uniform.
+
+    Args:
+        config: the model's configuration.
+        nbytes: bytes of this rank's parameters by name.
+    """
+    experts = sum(size for name, size in nbytes.items() if ".mlp.experts." in name)
+    rows = nbytes["model.embed_tokens.weight"]  # of which one a token is read
+    touched = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** batch
+    return round((sum(nbytes.values()) - experts - rows + experts * touched) / 1e9, 2)
+
+
 def by_name(found: Sequence[Any]) -> list[tuple[str, int, float]]:
     """Return name, number and us of all launches of each kernel, those that take most first."""
     times: dict[str, list[float]] = {}
@@ -255,14 +268,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.compiler.reset()
     batches = [int(batch) for batch in args.batches.split(",")]
     model = split_model(configuration(args.layers, args.tiny), args.weights, mesh, args.experts, device)
-    found["bytes_of_a_rank"] = sum(parameter.nbytes for parameter in model.parameters())
+    nbytes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    found["bytes_of_a_rank"] = sum(nbytes.values())
     sizes: dict[str, Any] = {"max_batch_size": max(batches), "max_step_tokens": args.prompt, "attention_only": False}
     sizes["max_seq_len"] = args.prompt + 8 * STEPS
     hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts, collectives=args.collectives)
     if not args.eager:
         model.compile(fullgraph=True, backend="dsv4", options=captures(device))
     for batch in batches:
-        found["rows"].append(measure(model, batch, args.prompt, device))
+        row = {"date": found["date"], "commit": found["commit"], **measure(model, batch, args.prompt, device)}
+        row["weights_gb"] = weights_read(model.config, batch, nbytes)
+        found["rows"].append(row)
         tell(found["rows"][-1])
     torch.distributed.destroy_process_group()
     return int(failed)

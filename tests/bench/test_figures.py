@@ -15,6 +15,7 @@ from tests.tools import figures
 
 PAGES = [figures.ROOT / "README.md", *sorted((figures.ROOT / "dsv4_compile" / "docs").rglob("*.md"))]
 README = PAGES[0]
+PERFORMANCE = figures.ROOT / "dsv4_compile" / "docs" / "performance.md"
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_every_table_and_every_record_is_shown_by_a_page() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [README, figures.ROOT / "dsv4_compile" / "docs" / "performance.md"], ids=["README", "performance"]
+    "page", [README, PERFORMANCE], ids=["README", "performance"]
 )
 def test_a_table_of_numbers_is_a_block_of_figures(page: Path) -> None:
     by_hand = re.sub(r"(?s)<!-- figures: \S+ -->.*?<!-- end -->", "", page.read_text())
@@ -66,9 +67,9 @@ def test_every_row_of_a_record_says_when_and_of_which_commit_and_warm_from_cold(
 
 
 def test_a_block_that_differs_from_its_record_is_found() -> None:
-    text = README.read_text()
+    text = PERFORMANCE.read_text()
     wrong = re.sub(r"\| SWA \| bfloat16 \| \d", "| SWA | bfloat16 | 9", text)
-    assert wrong != text and figures.with_figures(wrong, README) == text
+    assert wrong != text and figures.with_figures(wrong, PERFORMANCE) == text
 
 
 def test_a_changed_record_changes_the_table_and_its_source(results: Path) -> None:
@@ -119,6 +120,5 @@ def test_a_missing_row_and_an_unknown_table_are_errors(results: Path) -> None:
 
 
 def test_links_are_relative_to_the_page() -> None:
-    page = figures.ROOT / "dsv4_compile" / "docs" / "performance.md"
-    assert "(../../examples/results/soak_h200.json)" in figures.block("soak", page)
+    assert "(../../examples/results/soak_h200.json)" in figures.block("soak", PERFORMANCE)
     assert "(examples/results/soak_h200.json)" in figures.block("soak", README)

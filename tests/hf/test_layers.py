@@ -194,4 +194,4 @@ def test_modules_that_the_ops_do_not_stand_for_are_refused() -> None:
         change(model.model.layers[1])
         with pytest.raises(ValueError, match=rf"E208[\s\S]*{what}[\s\S]*attention_only=True"):
             convert(model)
-        hf.convert(model, max_batch_size=1, max_seq_len=64)
+        hf.convert(model, max_batch_size=1, max_seq_len=64, attention_only=True)

@@ -30,6 +30,7 @@ RECORDS: Mapping[str, str] = {
     "soak": "soak_h200.json",
     "sparse_mla_decode": "sparse_mla_decode_h200.json",
     "sparse_mla_prefill": "sparse_mla_prefill_h200.json",
+    "tensor_parallel": "tensor_parallel_h100.json",
 }
 """The current record of each scenario and script that a page shows."""
 Row = Mapping[str, Any]
@@ -169,6 +170,23 @@ def kernels(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, shown
 
 
+def whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of V4-Flash on two GPUs: a step, what it reads, and its parts by kernel."""
+    shown = rows["tensor_parallel"]
+    lines = [
+        ["batch", "step, ms", "tokens/s", "weights read by a rank, GB", "kernels", *(f"{part}, ms" for part in _PARTS)]
+    ]
+    lines[0].append("first calls, s")
+    for row in shown:
+        took: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
+        for name, _, us in row["kernels"]:
+            took[next((part for part, words in _PARTS.items() if any(word in name for word in words)), "rest")] += us
+        speed = f"{row['batch'] * 1e3 / row['step_ms']:,.0f}"
+        step = [str(row["batch"]), f"{row['step_ms']:.1f}", speed, f"{row['weights_gb']:.0f}", str(row["nodes"])]
+        lines.append([*step, *(f"{us / 1e3:.1f}" for us in took.values()), f"{row['first_calls_s']:.0f}"])
+    return lines, shown
+
+
 def compile_time(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of compile times: three kinds of layer, seconds."""
     shown = rows["compile_time"]
@@ -191,10 +209,23 @@ def soak(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, rows["soak"]
 
 
+_PARTS: Mapping[str, Sequence[str]] = {
+    "experts": ("gate_up", "down_kernel"),
+    "collectives": ("all_reduce", "nccl"),
+    "hyper-connections": ("mhc_",),
+    "rest": (),
+}
+"""Words in the names of kernels, by part of the model."""
 _GRAPH: Mapping[str, str | int] = {"impl": "graph", "end": "together"}
 _STACK: Mapping[str, str | int] = {"layer": "stack", "end": "together"}
 _BENCH_KERNELS = tuple(dict.fromkeys(kernel.record for kernel in KERNELS))
 FIGURES: Mapping[str, Figures] = {
+    "whole": Figures(
+        whole,
+        ("tensor_parallel",),
+        "torchrun --nproc-per-node 2 examples/benchmarks/tensor_parallel.py --layers 43 --batches 1,8,32 --prompt 64 "
+        "--experts rows --collectives symmetric",
+    ),
     "layers": Figures(layers, ("decode_step",), "dsv4 bench decode_step --only impl=graph"),
     "stack": Figures(stack, ("decode_step",), "dsv4 bench decode_step --only layer=stack"),
     "kernels": Figures(kernels, _BENCH_KERNELS, "dsv4 bench SCENARIO"),
