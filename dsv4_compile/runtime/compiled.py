@@ -151,7 +151,7 @@ class CapturedGraph:
         else:
             why = f"warm-up captured {', '.join(sorted({each.where for each in others})) or 'nothing'}"
         if not entry.calls:
-            self._drop(entry, "", None)  # nothing has run, and warm-up may make its calls later
+            self._remove(entry)  # nothing has run, and warm-up may make its calls later
         fail("E430", got=f"capture {entry.where}", why=why)
 
     def _warm_up_or_replay(self, entry: _Entry, args: tuple[Any, ...]) -> Any:
@@ -197,12 +197,17 @@ class CapturedGraph:
         )
 
     def _drop(self, entry: _Entry, name: str, _: Any) -> None:
-        for entries in tuple(self._entries.values()):  # a callback, in whatever thread frees the tensor
-            if entry in entries:
-                entries.remove(entry)
-                if entry.capture is None and len(self._lost) < _MAX_LOST:
-                    self._lost.append(name)
+        # A callback, in whatever thread frees the tensor.
+        if self._remove(entry) and entry.capture is None and len(self._lost) < _MAX_LOST:
+            self._lost.append(name)
+
+    def _remove(self, entry: _Entry) -> bool:
+        """Forget an entry, and return whether it was known."""
+        found = [entries for entries in tuple(self._entries.values()) if entry in entries]
+        for entries in found:
+            entries.remove(entry)
         entry.references = ()  # their callbacks hold the entry, which would wait for the garbage collector
+        return bool(found)
 
     def _records_of(self, in_place: tuple[Tensor, ...]) -> tuple[TensorRecord, ...]:
         names = (self._names[i] for i in self._in_place)

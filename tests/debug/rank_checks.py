@@ -59,6 +59,11 @@ def other_op_is_found_where_it_runs(mesh: Any) -> None:
     assert found.place.line == line_of("cache.index_copy_(0, slots") and "aten.index_select" in str(found)
 
 
+def other_op_with_the_same_result_is_found_too(mesh: Any) -> None:
+    found = run(mesh, lambda layer: setattr(layer, "strict", True))
+    assert (found.op, found.layer, found.rank) == ("aten.ge", "layers.1", 1) and "aten.gt" in str(found), str(found)
+
+
 def difference_by_rounding_is_none(mesh: Any) -> None:
     found = run(mesh, lambda layer: setattr(layer, "gain", 1.0 + 1e-6))
     assert found.agrees, str(found)

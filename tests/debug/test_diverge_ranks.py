@@ -14,6 +14,7 @@ CHECKS = (
     rank_checks.other_epsilon_is_found_at_its_op,
     rank_checks.other_weight_is_found_before_the_step,
     rank_checks.other_op_is_found_where_it_runs,
+    rank_checks.other_op_with_the_same_result_is_found_too,
     rank_checks.difference_by_rounding_is_none,
     rank_checks.parts_are_compared_after_a_collective,
     rank_checks.a_rank_that_fails_is_named_on_all,

@@ -17,10 +17,10 @@ from dsv4_compile.debug.serving import TRACE
 from dsv4_compile.errors import DSV4Warning, GraphError
 from dsv4_compile.metadata import MetadataBuffers
 from dsv4_compile.options import Options
-from dsv4_compile.runtime import DecodeRunner, warming_up
+from dsv4_compile.runtime import DecodeRunner, counting, warming_up
 from dsv4_compile.runtime.compiled import CapturedGraph, Policy
 from dsv4_compile.runtime.standin import StandInGraphs
-from dsv4_compile.runtime.warmup import ask_for_strict, begin_anew, is_late
+from dsv4_compile.runtime.warmup import ask_for_strict, begin_anew, is_late, suspended
 
 OPTIONS: Any = {"dsv4.strict": "after_warmup"}
 LATE = r"E430[\s\S]*"
@@ -69,6 +69,9 @@ def test_warm_up_ends_when_a_function_with_the_option_was_compiled(compiled: Cal
     with warming_up():
         pass
     compiled(torch.ones(3), 2)
+    with suspended(), warming_up():  # a tool that warms a runner up
+        pass
+    assert not is_late()
     with warming_up():
         with warming_up():
             pass
@@ -82,7 +85,7 @@ def test_warm_up_ends_when_a_function_with_the_option_was_compiled(compiled: Cal
 def test_explain_compiles_again_and_leaves_the_rule(compiled: Callable[..., Tensor]) -> None:
     with warming_up():
         compiled(torch.ones(3), 2)
-    assert explain(scale, torch.ones(6), 2, backend="eager").ok
+    assert explain(scale, torch.ones(6), 2, options=OPTIONS).ok
     thread: list[str] = []
 
     def late() -> None:
@@ -121,7 +124,7 @@ def test_warm_up_of_a_runner_ends_it(compiled: Callable[..., Tensor]) -> None:
 
 
 def graph_of(strict: bool) -> CapturedGraph:
-    policy = Policy(strict=strict)
+    policy = Policy(max_captures=3, strict=strict)
     return CapturedGraph(lambda x, cache: [x + cache], ("x", "cache"), frozenset({1}), StandInGraphs(), policy)
 
 
@@ -135,6 +138,9 @@ def test_captures_after_warm_up_are_named() -> None:
                 graph(torch.ones(2), cache)
             graph(torch.ones(3), cache)
         assert graph(torch.ones(2), cache)[0].tolist() == [2.0, 2.0]
+        for size in range(6, 20):
+            with pytest.raises(GraphError, match=LATE + "capture"):
+                graph(torch.ones(size), cache)
         expected = {
             (5, cache): r"capture the graph of \(5,\)[\s\S]*warm-up captured the graph of \(2,\)",
             (3, cache): r"capture the graph of \(3,\)[\s\S]*warm-up made 1 of the 3 calls",
@@ -149,9 +155,21 @@ def test_captures_after_warm_up_are_named() -> None:
         with warming_up():
             for _ in range(3):
                 graph(torch.ones(5), cache)
-        assert graph(torch.ones(5), cache)[0].tolist() == [2.0] * 5
+        with counting() as counts:
+            assert graph(torch.ones(5), cache)[0].tolist() == [2.0] * 5
+        assert counts.replays == 1  # a late shape takes no place of a capture
     finally:
         begin_anew()
+
+
+def test_option_reaches_the_captures_of_a_compiled_function(compiled: Callable[..., Tensor]) -> None:
+    options = OPTIONS | {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}
+    captured = torch.no_grad()(torch.compile(lambda x: x * 5, backend="dsv4", options=options, dynamic=True))
+    with warming_up():
+        for _ in range(3):
+            captured(torch.ones(4))
+    with pytest.raises(GraphError, match=LATE + r"capture the graph of \(5,\)"):
+        captured(torch.ones(5))
 
 
 def test_kernels_that_triton_builds_in_a_function_with_the_option_are_named(compiled: Callable[..., Tensor]) -> None:
