@@ -14,11 +14,18 @@ namespace {
 
 using i64 = int64_t;
 
+// Sums in LANES parts, so that a vector unit need not wait for its last addition.
 float dot(const float* a, const float* b, i64 n) {
-  float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (i64 i = 0; i < n; ++i) sum = std::fma(a[i], b[i], sum);
-  return sum;
+  constexpr i64 LANES = 64;
+  float parts[LANES] = {}, sum = 0.0f;
+  i64 i = 0;
+  for (; i + LANES <= n; i += LANES)
+#pragma omp simd
+    for (i64 j = 0; j < LANES; ++j) parts[j] = std::fma(a[i + j], b[i + j], parts[j]);
+  for (; i < n; ++i) sum = std::fma(a[i], b[i], sum);
+  for (i64 half = LANES / 2; half > 0; half /= 2)
+    for (i64 j = 0; j < half; ++j) parts[j] += parts[j + half];
+  return sum + parts[0];
 }
 
 void add_scaled(float* out, const float* x, float factor, i64 n) {
@@ -315,35 +322,46 @@ struct Experts {
   double limit;
 };
 
-// Adds `weight` times one expert of x to out.
-static void expert(float* out, const float* x, const float* w13, const float* w2, float weight, i64 dim, i64 inner,
-                   float limit, float* hidden) {
-  for (i64 i = 0; i < inner; ++i) {
-    float gate = dot(w13 + i * dim, x, dim), up = dot(w13 + (inner + i) * dim, x, dim);
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up < -limit ? -limit : up;
-    hidden[i] = gate * sigmoid(gate) * up;
-  }
-  for (i64 d = 0; d < dim; ++d) out[d] += weight * dot(w2 + d * inner, hidden, inner);
+// Adds one expert of some tokens to their results; each row of a weight is read once. `hidden` has `inner` a token.
+static void add_expert(const Experts* a, const std::vector<i64>& tokens, const std::vector<float>& weights,
+                       const float* w13, const float* w2, i64 inner, std::vector<float>& hidden) {
+  const i64 dim = a->dim, count = static_cast<i64>(tokens.size());
+  const float limit = static_cast<float>(a->limit);
+  hidden.resize(count * inner);
+  for (i64 i = 0; i < inner; ++i)
+    for (i64 n = 0; n < count; ++n) {
+      const float* x = a->x + tokens[n] * dim;
+      float gate = dot(w13 + i * dim, x, dim), up = dot(w13 + (inner + i) * dim, x, dim);
+      gate = gate > limit ? limit : gate;
+      up = up > limit ? limit : up < -limit ? -limit : up;
+      hidden[n * inner + i] = gate * sigmoid(gate) * up;
+    }
+  for (i64 d = 0; d < dim; ++d)
+    for (i64 n = 0; n < count; ++n)
+      a->out[tokens[n] * dim + d] += weights[n] * dot(w2 + d * inner, hidden.data() + n * inner, inner);
 }
 
 void moe_experts(const Experts* a) {
-  const i64 inner = a->inner > a->shared_inner ? a->inner : a->shared_inner;
-  std::vector<float> hidden(inner);
-  const float limit = static_cast<float>(a->limit);
-  for (i64 t = 0; t < a->tokens; ++t) {
-    const float* x = a->x + t * a->dim;
-    float* out = a->out + t * a->dim;
-    std::memset(out, 0, sizeof(float) * a->dim);
-    for (i64 k = 0; k < a->top_k; ++k) {
-      const i64 row = a->ids[t * a->top_k + k] - a->first;
-      if (inside(row, a->experts))
-        expert(out, x, a->w13 + row * 2 * a->inner * a->dim, a->w2 + row * a->inner * a->dim,
-               a->weights[t * a->top_k + k], a->dim, a->inner, limit, hidden.data());
-    }
-    if (a->shared_inner > 0)
-      expert(out, x, a->shared_w13, a->shared_w2, 1.0f, a->dim, a->shared_inner, limit, hidden.data());
+  std::vector<i64> tokens;
+  std::vector<float> weights, hidden;
+  std::memset(a->out, 0, sizeof(float) * a->tokens * a->dim);
+  for (i64 e = 0; e < a->experts; ++e) {
+    tokens.clear();
+    weights.clear();
+    for (i64 place = 0; place < a->tokens * a->top_k; ++place)
+      if (a->ids[place] - a->first == e) {
+        tokens.push_back(place / a->top_k);
+        weights.push_back(a->weights[place]);
+      }
+    if (!tokens.empty())
+      add_expert(a, tokens, weights, a->w13 + e * 2 * a->inner * a->dim, a->w2 + e * a->inner * a->dim, a->inner,
+                 hidden);
   }
+  if (a->shared_inner == 0) return;
+  tokens.clear();
+  for (i64 t = 0; t < a->tokens; ++t) tokens.push_back(t);
+  weights.assign(a->tokens, 1.0f);
+  add_expert(a, tokens, weights, a->shared_w13, a->shared_w2, a->shared_inner, hidden);
 }
 
 struct Route {
