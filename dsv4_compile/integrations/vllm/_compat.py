@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from ..._compat import forget_compiled
+
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 FIRST, LAST = (0, 32), (0, 33)
 """Versions whose CPU model the plug-in was written for."""
@@ -47,6 +49,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "init_logger": ("vllm.logger", "init_logger"),
     "model": ("vllm.models.deepseek_v4.cpu.model", ""),
     "reset_compile_wrapper": ("vllm.compilation.wrapper", "reset_compile_wrapper"),
+    "set_current_vllm_config": ("vllm.config", "set_current_vllm_config"),
 }
 """Module and attribute of each name; an empty attribute means the module itself."""
 
@@ -145,6 +148,13 @@ def choose_backend(config: Any, backend: str) -> None:
     if compilation.mode is None:
         compilation.mode = __getattr__("CompilationMode").DYNAMO_TRACE_ONCE
         compilation.backend = backend
+
+
+def compile_again(model: Any) -> None:
+    """Let the next call of a compiled model of vLLM compile it."""
+    forget_compiled(model.original_code_object())  # vLLM keeps no guards: the old code would be used
+    with __getattr__("set_current_vllm_config")(model.vllm_config):
+        __getattr__("reset_compile_wrapper")(model)
 
 
 def add_graph_pass(config: Any, graph_pass: Any) -> None:

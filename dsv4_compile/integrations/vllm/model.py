@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._compat import forget_compiled
 from . import _compat, compiling
 from .attention import Attention
 from .step import StepBuffers, table_sets
@@ -52,8 +51,7 @@ class DeepseekV4Model(base.DeepseekV4Model):  # type: ignore[misc]
             counts, how = (len(self.attention), len(self.sets)), compiling.how(self)
             _compat.log("%d layers of attention are bound, with %d sets of block tables; %s", *counts, how)
         if getattr(self, "compiled", False):
-            forget_compiled(self.original_code_object())  # without guards it would be used for the new caches too
-            _compat.reset_compile_wrapper(self)
+            _compat.compile_again(self)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, intermediate_tensors: Any, inputs_embeds: Tensor | None = None

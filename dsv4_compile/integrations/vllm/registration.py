@@ -15,6 +15,7 @@ from ...errors import check
 from . import _compat, limits
 
 SWITCH, EXPLAIN = "DSV4_VLLM", "DSV4_VLLM_EXPLAIN"
+REPORTS = (".html", ".json", ".txt")
 MODEL_CLASS = "dsv4_compile.integrations.vllm.model:DeepseekV4ForCausalLM"
 
 
@@ -27,11 +28,14 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read the settings. E802 for a value of DSV4_VLLM other than "", 0 and 1."""
+        """Read the settings. E802 for a value of DSV4_VLLM other than "", 0 and 1, or a file that is no report."""
         switch = environment.get(SWITCH, "")
         rule, fix = f"{SWITCH} is 1 (on) or 0 (off)", f"set {SWITCH}=1, or unset it"
         check(switch in ("", "0", "1"), "E802", got=f"{SWITCH}={switch}", rule=rule, fix=fix)
-        return cls(switch == "1", environment.get(EXPLAIN, "") if switch == "1" else "")
+        explain = environment.get(EXPLAIN, "") if switch == "1" else ""
+        rule = f"{EXPLAIN} is a file whose name ends in {', '.join(REPORTS)}"
+        check(not explain or explain.endswith(REPORTS), "E802", got=f"{EXPLAIN}={explain}", rule=rule)
+        return cls(switch == "1", explain)
 
 
 class Registered:

@@ -1,0 +1,64 @@
+"""Jobs for `serve.py`: what is served and recorded, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TIMEOUT = 1500
+
+
+@dataclass
+class Job:
+    """What a process serves.
+
+    lengths: of random prompts, served together first. shared: prompts that begin as an earlier one, `(which, tokens)`,
+    served after them. record: compare every row of attention. breaks: block tables to break, one after the other, while
+    prompts of `break_lengths` are served. rebind: bind other caches and serve again. workers: in their own processes.
+    """
+
+    llm: dict[str, Any]
+    lengths: list[int]
+    shared: list[tuple[int, int]] = field(default_factory=list)
+    new_tokens: int = 6
+    record: bool = True
+    breaks: list[str] = field(default_factory=list)
+    break_lengths: list[int] = field(default_factory=list)
+    rebind: bool = False
+    workers: bool = False
+    explain: str = ""
+
+    def run(self, model: Path, folder: Path) -> dict[str, Any]:
+        """Serve `model` in a new process; return what `serve.py` writes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        job = {**asdict(self), "model": str(model), "out": str(folder / "result.json")}
+        (folder / "job.json").write_text(json.dumps(job))
+        environment = environment_of(folder.parent) | {
+            "DSV4_VLLM": "1",
+            "DSV4_VLLM_EXPLAIN": self.explain,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.workers)),
+        }
+        command = [sys.executable, str(HERE / "serve.py"), str(folder / "job.json")]
+        with (folder / "log.txt").open("w") as log:
+            done = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=TIMEOUT, check=False)
+        assert done.returncode == 0, (folder / "log.txt").read_text()[-8000:]
+        return dict(json.loads((folder / "result.json").read_text()))
+
+
+def environment_of(cache: Path) -> dict[str, str]:
+    """Return the environment of a process that runs vLLM: one thread, no network, kernels that the CPU lacks."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE / "start", HERE))),
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }

@@ -1,0 +1,148 @@
+"""Attention of a served model beside the same layer on caches of its own: every row, whatever vLLM batched it with.
+
+While vLLM serves, each layer records the rows that it was called with and what it returned, inside the compiled graph
+too. Afterwards the layer runs each request again from its first token to its last in one step, on `PagedCaches` with
+block tables that never change. Both are the same layer with the same weights, so what differs is what the plug-in adds:
+vLLM's caches, block tables and slots, chunks, prefixes that were not computed again, and the compiler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.cache import PagedCaches
+from dsv4_compile.integrations.vllm import model as plugin
+from dsv4_compile.integrations.vllm.attention import Attention
+from dsv4_compile.metadata import build_batch_metadata
+
+
+class RecordingAttention(Attention):
+    """An attention layer that keeps the rows of its last call."""
+
+    def __init__(self, vllm_config: Any, prefix: str, **kwargs: Any) -> None:
+        super().__init__(vllm_config, prefix, **kwargs)
+        rows = vllm_config.scheduler_config.max_num_batched_tokens, self.layer.config.hidden_size
+        for name in ("rows_in", "rows_out"):
+            self.register_buffer(name, torch.zeros(rows, dtype=vllm_config.model_config.dtype), persistent=False)
+
+    def forward(self, step: Any, hidden: Tensor, _: Any = None) -> Tensor:
+        out = super().forward(step, hidden)
+        self.rows_in[: hidden.shape[0]].copy_(hidden)
+        self.rows_out[: hidden.shape[0]].copy_(out)
+        return out
+
+
+@dataclass
+class Row:
+    """One token of a request in one step: its position, and each layer's input and output `[hidden_size]`."""
+
+    position: int
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+@dataclass
+class Recording:
+    """Rows by request, in the order in which they were computed; `steps` holds the tokens of each step."""
+
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+
+    def add(self, runner: Any, model: plugin.DeepseekV4Model, positions: Tensor) -> None:
+        """Record the step that has just run."""
+        buffers, layers = model.step_buffers, list(model.attention.values())
+        starts = buffers.query_start_loc.tolist()
+        self.steps.append(starts[-1])
+        for request, name in enumerate(runner.input_batch.req_ids):
+            for row in range(starts[request], starts[request + 1]):
+                inputs = [layer.rows_in[row].clone() for layer in layers]
+                outputs = [layer.rows_out[row].clone() for layer in layers]
+                self.rows.setdefault(name, []).append(Row(int(positions[row]), inputs, outputs))
+
+
+class RecordingModel(plugin.DeepseekV4Model):
+    """The plug-in's model with layers that record."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        before, plugin.Attention = plugin.Attention, RecordingAttention
+        try:
+            super().__init__(**kwargs)
+        finally:
+            plugin.Attention = before
+
+
+class RecordingForCausalLM(plugin.DeepseekV4ForCausalLM):
+    """The class that the tests register in the place of the plug-in's."""
+
+    model_cls = RecordingModel
+    recording: Recording | None = None
+    runner: Any = None
+
+    def forward(self, input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(input_ids, positions, *args, **kwargs)
+        cls = type(self)
+        if cls.recording is not None:
+            cls.recording.add(cls.runner, self.model, positions)
+        return out
+
+
+@dataclass
+class Errors:
+    """|ours - reference| / |reference| of every row: the worst of each layer, and how many rows there were."""
+
+    worst: list[float]
+    rows: int
+    reused: int
+
+
+@torch.no_grad()
+def compare(model: plugin.DeepseekV4Model, recording: Recording, tokens: dict[str, list[int]]) -> Errors:
+    """Run every request of `tokens` (all of its tokens, by request) again and compare."""
+    known: dict[tuple[int, ...], Row] = {}  # rows of earlier requests, by all tokens up to theirs
+    worst, rows, reused = [0.0] * len(model.attention), 0, 0
+    for name, recorded in recording.rows.items():
+        own = {row.position: row for row in recorded}
+        last = max(own)
+        for position in range(last + 1):
+            prefix = tuple(tokens[name][: position + 1])
+            if position in own:
+                known.setdefault(prefix, own[position])
+            else:  # a prefix hit
+                own[position], reused = known[prefix], reused + 1
+        sequence = [own[position] for position in range(last + 1)]
+        new = torch.tensor([position in {row.position for row in recorded} for position in range(last + 1)])
+        for i, attention in enumerate(model.attention.values()):
+            want = whole(attention.layer, torch.stack([row.inputs[i] for row in sequence])).float()
+            got = torch.stack([row.outputs[i] for row in sequence]).float()
+            error = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-6)
+            worst[i] = max(worst[i], float(error[new].nan_to_num(torch.inf).max()))
+        rows += int(new.sum())
+    return Errors(worst, rows, reused)
+
+
+STEP = 701
+"""Tokens of a step of the reference: no multiple of a block, and more than vLLM's chunks."""
+
+
+def whole(layer: Any, hidden: Tensor) -> Tensor:
+    """Run a layer on one request `[n, hidden_size]`, in steps of `STEP` tokens on caches of its own."""
+    config, length = layer.config.with_layers(layer.ratio), hidden.shape[0]
+    caches = PagedCaches(config, max_batch_size=1, max_seq_len=length, cache_format=layer.cache_format)
+    done = []
+    for rows in hidden.split(STEP):
+        end = sum(part.shape[0] for part in done) + rows.shape[0]
+        metadata = build_batch_metadata(
+            query_start_loc=torch.tensor([0, rows.shape[0]], dtype=torch.int32),
+            seq_lens=torch.tensor([end], dtype=torch.int32),
+            num_tokens=rows.shape[0],
+            block_tables=caches.block_tables,
+            window=config.sliding_window,
+            max_model_len=caches.max_seq_len,
+            ratios=config.compressed_ratios,
+        )
+        done.append(layer(rows, metadata, caches.layers[0]))
+    return torch.cat(done)
