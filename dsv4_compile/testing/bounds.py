@@ -52,12 +52,17 @@ class _Argument:
         """Return which accesses of `width` bytes lie in elements of the tensor, aligned to their width."""
         ok = addresses % width == 0
         first = (addresses - self.address) // self.size
+        if width == self.size and self.address % width == 0:  # an aligned access is one element
+            return ok & self._inside(first)
         last = (addresses - self.address + width - 1) // self.size
         for step in range(width // self.size + 1):
-            element = np.minimum(first + step, last)
-            inside = (element >= 0) & (element < len(self.elements))
-            ok &= inside & self.elements[np.where(inside, element, 0)]
+            ok &= self._inside(np.minimum(first + step, last))
         return ok
+
+    def _inside(self, elements: np.ndarray) -> np.ndarray:
+        """Return which of the numbers, counted from the tensor's start in memory, are elements of it."""
+        inside = (elements >= 0) & (elements < len(self.elements))
+        return inside & self.elements[np.where(inside, elements, 0)]
 
     def __str__(self) -> str:
         kind = str(self.tensor.dtype).removeprefix("torch.")
@@ -90,11 +95,16 @@ class _Checker:
         """Return the addresses of tagged pointers. Raise unless every live one is valid for this `kind` of access."""
         tagged = np.asarray(pointers.data)
         addresses = (tagged & _ADDRESS).astype(np.int64)
-        live = np.broadcast_to(np.ones(1, bool) if mask is None else np.asarray(mask.data, bool), tagged.shape)
+        numbers = tagged >> np.uint64(_TAG_SHIFT)
+        if mask is None:
+            alive, of = addresses.reshape(-1), numbers.reshape(-1)
+        else:
+            live = np.broadcast_to(np.asarray(mask.data, bool), tagged.shape)
+            alive, of = addresses[live], numbers[live]
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        for number in np.unique(tagged[live] >> np.uint64(_TAG_SHIFT)).tolist():
-            mine = addresses[live & (tagged >> np.uint64(_TAG_SHIFT) == number)]
-            self._check(kind, self.arguments.get(number), mine, width)
+        one = of.size > 0 and bool((of == of[0]).all())  # nearly always, and np.unique would sort
+        for number in [int(of[0])] if one else np.unique(of).tolist():
+            self._check(kind, self.arguments.get(number), alive if one else alive[of == number], width)
         return triton_interpreter.TensorHandle(tagged & _ADDRESS, pointers.dtype)
 
     def _check(self, kind: str, argument: _Argument | None, addresses: np.ndarray, width: int) -> None:

@@ -40,6 +40,18 @@ def words_kernel(out, x, offset):
 
 
 @triton.jit
+def nudged_kernel(out, x):
+    byte = (x.to(tl.int64) + 1).to(tl.pointer_type(tl.int8), bitcast=True)
+    tl.store(out, tl.load(byte.to(tl.pointer_type(tl.float32), bitcast=True)))
+
+
+@triton.jit
+def either_kernel(out, x, y, offset):
+    i = tl.arange(0, 4)
+    tl.store(out + i, tl.load(tl.where(i < 2, x + i, y + i + offset)))
+
+
+@triton.jit
 def count_kernel(counts, x, n):
     i = tl.arange(0, 4)
     tl.atomic_add(counts + tl.load(x + i), 1, mask=i < n)
@@ -139,6 +151,25 @@ def test_a_wide_access_needs_all_its_bytes_and_its_alignment() -> None:
     for offset in (8, 2):
         with pytest.raises(BoundsError, match="accesses of 4 bytes miss argument 'x', uint8"), checked(("out",)):
             words_kernel[(1,)](out, x, offset)
+
+
+@interpreted
+def test_an_element_at_an_odd_byte_is_found() -> None:
+    with (
+        pytest.raises(BoundsError, match=r"1 of 1 accesses of 4 bytes miss argument 'x'.* byte 1 from"),
+        checked(("out",)),
+    ):
+        nudged_kernel[(1,)](torch.zeros(1), torch.zeros(4))
+
+
+@interpreted
+def test_one_access_may_read_two_arguments_and_each_has_its_bounds() -> None:
+    x, y, out = torch.arange(2.0), torch.arange(10.0, 14.0), torch.zeros(4)
+    with checked(("out",)):
+        either_kernel[(1,)](out, x, y, 0)
+    assert out.tolist() == [0, 1, 12, 13]
+    with pytest.raises(BoundsError, match=r"1 of 2 .* miss argument 'y'"), checked(("out",)):
+        either_kernel[(1,)](out, x, y, 1)
 
 
 @interpreted
