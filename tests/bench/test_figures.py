@@ -47,9 +47,7 @@ def test_every_table_and_every_record_is_shown_by_a_page() -> None:
     assert {path.name for path in figures.RESULTS.iterdir()} == set(figures.RECORDS.values())
 
 
-@pytest.mark.parametrize(
-    "page", [README, PERFORMANCE], ids=["README", "performance"]
-)
+@pytest.mark.parametrize("page", [README, PERFORMANCE], ids=["README", "performance"])
 def test_a_table_of_numbers_is_a_block_of_figures(page: Path) -> None:
     by_hand = re.sub(r"(?s)<!-- figures: \S+ -->.*?<!-- end -->", "", page.read_text())
     cells = [cell.strip() for line in by_hand.splitlines() if line.startswith("|") for cell in line.split("|")]

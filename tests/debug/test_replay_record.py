@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,6 @@ def test_nodes_of_a_timeline_do_not_overlap_where_they_ran_at_once() -> None:
     page = RECORD.with_suffix(".html").read_text(encoding="utf-8")
     spans = [tuple(map(float, found)) for found in re.findall(r"left:([\d.]+)%;width:([\d.]+)%", page)]
     assert len(spans) > 5
-    for (left, width), (following, _) in zip(spans, spans[1:], strict=False):
+    for (left, width), (following, _) in pairwise(spans):
         assert -1e-3 < following - left - width < 1  # of a percent; gaps of this replay are below 1 %
     assert sum(spans[-1]) == pytest.approx(100, abs=0.1)
