@@ -2,7 +2,7 @@
 
 Each model and number of threads has a process of its own. Times are medians of rounds in which both models run in
 turn; a decode step is the difference of a long and a short generation. Compile times are of a batch of 4, both graphs,
-with an empty cache folder and once more with the same; processor seconds count the compiler's processes too.
+with an empty cache folder and once more with the same; CPU seconds count the compiler's processes too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS = 16
 SECONDS = 3000
 
 
-def processor_seconds() -> float:
+def cpu_seconds() -> float:
     """Return the time that this process and those it waited for have computed."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in both)
@@ -69,13 +69,13 @@ def measure(name: str, rounds: int, only_compile: bool) -> list[dict[str, Any]]:
     )
     model.compile(fullgraph=True, backend="dsv4")
     ids = torch.randint(1, 512, (max(BATCHES), max(PROMPTS)), generator=torch.Generator().manual_seed(0))
-    begin, computed = time.perf_counter(), processor_seconds()
+    begin, computed = time.perf_counter(), cpu_seconds()
     generate(model, ids[:, : PROMPTS[0]], 3)
     rows: list[dict[str, Any]] = [
         {
             "measured": "compile",
             "wall_s": round(time.perf_counter() - begin, 1),
-            "processor_s": round(processor_seconds() - computed, 1),
+            "cpu_s": round(cpu_seconds() - computed, 1),
         }
     ]
     if only_compile:
