@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     figures: list[Row] = []
     ok = True
     for name in MODELS if args.model == "all" else (args.model,):
-        model: Any = tiny_model(args.seed, **MODELS[name]).to(device)
+        model: Any = tiny_model(args.seed, **MODELS[name])
+        model.to(device)
         if not args.json:
             print(_introduction(model, device, args.tokens), flush=True)
         rows = _run(name, model, prompts, args)
