@@ -132,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         raise RuntimeError(done.stderr[-2000:])
                     for row in json.loads(done.stdout.splitlines()[-1]):
                         own = {"cache": cache} if row["measured"] == "compile" else {}
-                        record["rows"].append({"model": name, "threads": int(threads), **row, **own})
+                        stamp = {"date": record["date"], "commit": record["commit"]}
+                        record["rows"].append({"model": name, "threads": int(threads), **row, **own, **stamp})
                         print(record["rows"][-1], file=sys.stderr, flush=True)
                     if args.out:
                         Path(args.out).mkdir(parents=True, exist_ok=True)

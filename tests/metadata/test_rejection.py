@@ -183,13 +183,18 @@ def runs(max_step_tokens: int) -> tuple[Run, Run, Tensor]:
     return plain, speculative, drafted
 
 
+def close(x: Tensor, y: Tensor) -> bool:
+    """Return whether results are equal up to the order of sums, which depends on the tokens of a step on a CPU."""
+    return torch.allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 def test_rejected_drafts_change_no_output_and_no_cache() -> None:
     plain, speculative, ends = runs(max_step_tokens=1 + DRAFTS)
     assert speculative.rejected > 40
     kept = {(r, position) for r in range(REQUESTS) for position in range(PROMPTS[r] - 1, int(ends[r]))}
     assert set(speculative.outputs) == kept
     for place in sorted(kept):
-        assert_bitwise(speculative.outputs[place], plain.outputs[place], label=f"request, position {place}")
+        assert close(speculative.outputs[place], plain.outputs[place]), f"request, position {place}"
     for ratio, group, name in ((4, "c4", "extra"), (4, "indexer", "indexer"), (128, "c128", "extra")):
         ours, theirs = (getattr(run.caches.layers[ratio != 4], name) for run in (speculative, plain))
         table, block = getattr(plain.caches.block_tables, group), layout.storage_block_size(ratio)
@@ -202,5 +207,5 @@ def test_rejected_drafts_change_no_output_and_no_cache() -> None:
 def test_ring_without_room_for_drafts_changes_outputs() -> None:
     """The comparison detects states that drafts have overwritten in a ring for single tokens."""
     plain, speculative, _ = runs(max_step_tokens=1)
-    differing = [p for p, out in speculative.outputs.items() if not torch.equal(out, plain.outputs[p])]
+    differing = [p for p, out in speculative.outputs.items() if not close(out, plain.outputs[p])]
     assert len(differing) > 20

@@ -62,7 +62,8 @@ def test_a_token_beyond_the_rope_table_gives_nan_and_leaves_other_requests_alone
     long, short = torch.randn(51, config.hidden_size).to(layer.q_norm.weight.dtype).split((42, 9))
     first, second = engine.step([long, short])
     assert first[:40].isfinite().all() and first[40:].isnan().any(dim=1).all()
-    assert_bitwise(second, alone.step([long[:0], short])[1])
+    # On a CPU the order of sums in attention depends on what else is in the step.
+    torch.testing.assert_close(second, alone.step([long[:0], short])[1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -164,8 +164,8 @@ def test_selection_and_gathers_are_allowed() -> None:
 
 
 def test_a_kernel_runs_twice_and_need_not_have_the_bytes_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, args = opcheck.REFERENCES["inv_rope"], op_samples("inv_rope")[0]
-    monkeypatch.setitem(opcheck.REFERENCES, "inv_rope", lambda *args: honest(*args) * (1 + 2.0**-7))
+    honest, args = opcheck.EAGER["inv_rope"], op_samples("inv_rope")[0]
+    monkeypatch.setitem(opcheck.EAGER, "inv_rope", lambda *args: honest(*args) * (1 + 2.0**-7))
     with pytest.raises(AssertionError, match="second run over poisoned memory"):
         check_op(_define.OPS["inv_rope"], [args], utilities=False)
     monkeypatch.setattr(opcheck, "runs_kernel", lambda op, device: (op, device.type) == ("inv_rope", "cpu"))
