@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "results"
 RECORDS: Mapping[str, str] = {
     "compile_time": "compile_time_h200.json",
+    "cpu_models": "cpu_models.json",
     "decode_step": "decode_step_h200.json",
     "gemm": "gemm_h200.json",
     "indexer": "indexer_h200.json",
@@ -196,6 +197,27 @@ def compile_time(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[R
     return lines, shown
 
 
+def cpu_models(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of the demo's models on a CPU: ms of eager transformers, and converted."""
+    shown = [row for row in rows["cpu_models"] if row["measured"] != "compile"]
+    lines = [["model", "threads", "batch", "what", "eager, ms", "converted and compiled, ms", "ratio"]]
+    for row in shown:
+        what = f"prefill of {row['prompt']}" if "prompt" in row else row["measured"]
+        ms = [f"{row[name]:,.0f}" if row[name] >= 100 else f"{row[name]:.1f}" for name in ("eager_ms", "dsv4_ms")]
+        lines.append([row["model"], str(row["threads"]), str(row["batch"]), what, *ms, f"{row['ratio']:.2f}"])
+    return lines, shown
+
+
+def cpu_compile(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of the demo's compile times on a CPU: both graphs."""
+    shown = [row for row in rows["cpu_models"] if row["measured"] == "compile"]
+    lines = [["model", "threads", "cache", "s", "CPU time, s"]]
+    for row in shown:
+        cells = [row["model"], str(row["threads"]), row["cache"], f"{row['wall_s']:.0f}", f"{row['cpu_s']:.0f}"]
+        lines.append(cells)
+    return lines, shown
+
+
 def soak(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of long decodes: steps by test and setup, and how they ended."""
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -230,6 +252,8 @@ FIGURES: Mapping[str, Figures] = {
     "stack": Figures(stack, ("decode_step",), "dsv4 bench decode_step --only layer=stack"),
     "kernels": Figures(kernels, _BENCH_KERNELS, "dsv4 bench SCENARIO"),
     "compile_time": Figures(compile_time, ("compile_time",), "python examples/benchmarks/compile_time.py"),
+    "cpu_models": Figures(cpu_models, ("cpu_models",), "python examples/benchmarks/cpu_models.py"),
+    "cpu_compile": Figures(cpu_compile, ("cpu_models",), "python examples/benchmarks/cpu_models.py"),
     "soak": Figures(soak, ("soak",), "python tests/gpu/soak.py"),
 }
 """The blocks that a page may have."""
