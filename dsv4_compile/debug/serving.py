@@ -25,6 +25,7 @@ from ..errors import fail
 from ..runtime.captures import Call, Capture
 from ..runtime.cuda_graphs import CudaGraphs
 from ..runtime.standin import StandInGraphs
+from .build_hooks import describe_any_kernel
 from .places import Place, function_name
 from .recompiles import explain_guard, split_reason
 
@@ -201,6 +202,7 @@ def _kernels(log: _Log) -> Iterator[None]:
             log.ended(opened.pop())
         return end(*args, **given) if end is not None else None
 
+    describe_any_kernel()
     knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = before, after
     try:
         yield

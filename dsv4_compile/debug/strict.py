@@ -18,6 +18,7 @@ import torch
 
 from ..errors import fail
 from ..runtime.warmup import ask_for_strict, is_late
+from .build_hooks import describe_any_kernel
 from .serving import TRACE, CompileTrace
 
 _running: ContextVar[bool] = ContextVar("dsv4_strict", default=False)
@@ -78,4 +79,5 @@ def _watch_kernels() -> None:
             fail("E430", got=f"kernel {given.get('repr', '?')}", why="Triton had not built it for such arguments")
         return before(*args, **given) if before is not None else None
 
+    describe_any_kernel()
     knobs.runtime.jit_cache_hook = check
