@@ -104,7 +104,7 @@ RECORD = Record()
 
 
 class Metadata(NamedTuple):
-    """What tests and launchers read of a compiled kernel's metadata."""
+    """Metadata of a compiled kernel that tests and launchers read."""
 
     name: str
     shared: int

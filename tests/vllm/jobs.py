@@ -16,7 +16,7 @@ TIMEOUT = 1500
 
 @dataclass
 class Job:
-    """What a process serves.
+    """Work of one process: what it serves.
 
     lengths: of random prompts, served together first. shared: prompts that begin as an earlier one, `(which, tokens)`,
     served after them. record: compare every row of attention. breaks: block tables to break, one after the other, while

@@ -1,4 +1,4 @@
-"""Rows of paged caches: which slots are used, and reads and writes that copy whole rows."""
+"""Rows of paged caches: those that have a slot, and reads and writes that copy whole rows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from ...layout import KV_FORMATS
 from ...reference.common import kv_format, paging
 
 
-def inside(slots: Tensor, num_blocks: int, block_size: int) -> Tensor | None:
-    """Return the places int64 `[n]` of `slots` `[N]` that lie in the cache, None if all do."""
+def with_slots(slots: Tensor, num_blocks: int, block_size: int, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Return the `slots` `[N]` that lie in the cache, and the same of the first N of each of `rows`."""
+    given = slots, *(each[: slots.shape[0]] for each in rows)
     places = paging.valid_slots(slots, num_blocks, block_size).nonzero().view(-1)
-    return None if places.shape[0] == slots.shape[0] else places
+    if places.shape[0] == slots.shape[0]:
+        return given
+    return tuple(each.index_select(0, places) for each in given)
 
 
 def read_rows(cache: Tensor, fmt: str, block_size: int, slots: Tensor, kv_scale: Tensor | None = None) -> Tensor:

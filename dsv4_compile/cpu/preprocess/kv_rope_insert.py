@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...reference.common.rope import apply_rope
 from .. import native
-from ..common.rows import inside, write_rows
+from ..common.rows import with_slots, write_rows
 
 
 def kv_rope_insert(
@@ -26,10 +26,7 @@ def kv_rope_insert(
         rows, rope = cos_sin_cache.shape
         native.call("kv_rope_insert", kv, kv.stride(0), *where, inserted, capacity, kv.shape[1], rope, rows)
         return
-    kv, positions, slots = kv[:inserted], positions[:inserted], slot_mapping
-    places = inside(slots, k_cache.shape[0], block_size)
-    if places is not None:
-        kv, positions, slots = (each.index_select(0, places) for each in (kv, positions, slots))
+    slots, kv, positions = with_slots(slot_mapping, k_cache.shape[0], block_size, kv, positions)
     if slots.shape[0] > 0:
         x = apply_rope(kv, positions, cos_sin_cache)
         write_rows(k_cache, cache_format, block_size, slots, x, kv_scale)

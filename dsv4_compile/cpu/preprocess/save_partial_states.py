@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...reference.preprocess import save_partial_states as reference
 from .. import native
-from ..common.rows import inside
+from ..common.rows import with_slots
 
 
 def save_partial_states(
@@ -23,10 +23,7 @@ def save_partial_states(
         capacity = state_cache.shape[0] * block_size
         native.call("save_partial_states", *where, rows, capacity, width, ape.shape[0])
         return
-    kv_score, positions, slots = kv_score[:rows], positions[:rows], state_slot_mapping
-    places = inside(slots, state_cache.shape[0], block_size)
-    if places is not None:
-        kv_score, positions, slots = (each.index_select(0, places) for each in (kv_score, positions, slots))
+    slots, kv_score, positions = with_slots(state_slot_mapping, state_cache.shape[0], block_size, kv_score, positions)
     if slots.shape[0] == 0:
         return
     states = state_cache.view(-1, 2 * width)
