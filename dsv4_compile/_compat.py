@@ -46,6 +46,8 @@ TRANSFORMERS_FIRST = (5, 17)
 TRANSFORMERS_LAST = (5, 24)
 CACHE_NAMES = ("cache", "past_key_values")
 """Names of the cache in calls and results of transformers, newest first: 5.24 has renamed it."""
+EXPERTS_GATE = "_apply_gate"
+"""Method of transformers' experts that multiplies gate and up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +124,7 @@ PRIVATE: dict[str, PrivateName] = {
 
 def __getattr__(name: str) -> Any:
     """Import a private name on first use and keep it."""
-    entry = PRIVATE.get(name)
-    if entry is None:
+    if (entry := PRIVATE.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(entry.module)
     value = getattr(module, entry.attribute) if entry.attribute else module

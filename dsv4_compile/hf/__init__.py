@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from .cache import PagedCache
 from .convert import convert, new_cache, revert
+from .experts_interface import register_experts
 from .load import load
 from .model import mark_dynamic_tokens
 from .requests import Request
 from .running import RunningBatch
 
-__all__ = ["PagedCache", "Request", "RunningBatch", "convert", "load", "mark_dynamic_tokens", "new_cache", "revert"]
+__all__ = [
+    "PagedCache",
+    "Request",
+    "RunningBatch",
+    "convert",
+    "load",
+    "mark_dynamic_tokens",
+    "new_cache",
+    "register_experts",
+    "revert",
+]
+
+register_experts()
