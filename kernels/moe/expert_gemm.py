@@ -18,10 +18,12 @@ from ..device.quant import ue8m0_scale
 MX_TILE, WEIGHT_TILE = tl.constexpr(_MX_TILE), tl.constexpr(_WEIGHT_TILE)
 NIBBLES = tl.constexpr(8)  # e2m1 in a 32-bit word
 WORD_COLUMNS = tl.constexpr(128)  # elements of K whose four scales are one word
+USUAL_FIRST = tl.constexpr(16)  # byte of the smallest scale, 2^-111, that one multiplication can apply
+USUAL = tl.constexpr(65536.0)  # what such weights lack: one multiplication by scale and 2^126 would exceed bfloat16
 
 
 @triton.jit
-def checkpoint_column(o):
+def unpacked_element(o):
     """Return which element of K, in the order of a checkpoint, position `o` of an unpacked row holds."""
     return (o & -32) | ((o & 7) << 2) | ((o >> 2) & 2) | ((o >> 4) & 1)
 
@@ -33,12 +35,13 @@ def unpacked_position(k):
 
 
 @triton.jit
-def unpack_mxfp4(words, scales, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, PTX: tl.constexpr):
+def unpack_mxfp4(words, scales, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, PTX: tl.constexpr, ANY: tl.constexpr):
     """Return bfloat16 [ROWS, BLOCK_K] of int32 words [ROWS, BLOCK_K / 8] and int32 UE8M0 bytes [ROWS, BLOCK_K / 32].
 
     Two nibbles become a pair of bfloat16 by shifts: the sign at bit 15 and the rest at bits 8 to 6 is the value times
-    2^-126, subnormals included. It is multiplied by 2^126 and then by the scale, each exact; at once both would exceed
-    bfloat16's exponent. A scale of 2^-127 is subnormal, and byte 255 is NaN.
+    2^-126, subnormals included. With ANY it is multiplied by 2^126 and then by the scale, each exact; at once both
+    would exceed bfloat16's exponent. A scale of 2^-127 is subnormal, and byte 255 is NaN. Without ANY the scales are
+    usual ones, and the result is that by 1 / USUAL, of one multiplication.
     """
     words = tl.reshape(words, [ROWS, BLOCK_K // MX_TILE, 4])
     pair0 = ((words << 12) & -0x7FFF8000) | ((words << 6) & 0x01C001C0)
@@ -46,41 +49,80 @@ def unpack_mxfp4(words, scales, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, PTX: 
     pair2 = ((words << 4) & -0x7FFF8000) | ((words >> 2) & 0x01C001C0)
     pair3 = (words & -0x7FFF8000) | ((words >> 6) & 0x01C001C0)
     pairs = tl.join(tl.join(pair0, pair2), tl.join(pair1, pair3))
-    scales = tl.maximum(scales << 7, 0x40) | (((scales + 1) >> 2) & 0x40)
+    if ANY:
+        scales = tl.maximum(scales << 7, 0x40) | (((scales + 1) >> 2) & 0x40)
+    else:
+        scales = (scales + (126 - USUAL_FIRST)) << 7
     if PTX:
         scales = (scales * 0x00010001)[:, :, None, None, None]
         pairs, scales = tl.broadcast(pairs, scales)
-        # mul.rn.bf16x2 keeps subnormals; the constant is hoisted out of the loop.
-        pairs = tl.inline_asm_elementwise(
-            "{ .reg .b32 one, value; mov.b32 one, 0x7E807E80; mul.rn.bf16x2 value, $1, one; "
-            "mul.rn.bf16x2 $0, value, $2; }",
-            "=r,r,r",
-            [pairs, scales],
-            tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        # mul.rn.bf16x2 keeps subnormals.
+        if ANY:  # the constant is hoisted out of the loop
+            multiply_pairs: tl.constexpr = (
+                "{ .reg .b32 one, value; mov.b32 one, 0x7E807E80; mul.rn.bf16x2 value, $1, one; "
+                "mul.rn.bf16x2 $0, value, $2; }"
+            )
+        else:
+            multiply_pairs: tl.constexpr = "mul.rn.bf16x2 $0, $1, $2;"
+        pairs = tl.inline_asm_elementwise(multiply_pairs, "=r,r,r", [pairs, scales], tl.int32, is_pure=True, pack=1)
     low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     if not PTX:
-        one = tl.full((), 0x7E80, tl.int16).to(tl.bfloat16, bitcast=True)
         scales = scales.to(tl.int16).to(tl.bfloat16, bitcast=True)[:, :, None, None, None]
-        low, high = low * one * scales, high * one * scales
+        if ANY:
+            one = tl.full((), 0x7E80, tl.int16).to(tl.bfloat16, bitcast=True)
+            low, high = low * one, high * one
+        low, high = low * scales, high * scales
     return tl.reshape(tl.permute(tl.join(low, high), [0, 1, 4, 3, 2, 5]), [ROWS, BLOCK_K])
 
 
 @triton.jit
-def _mxfp4_scales(p_scale, expert, o_row, k, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-                  BLOCK_K: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
-    """Load the int32 UE8M0 bytes [ROWS, BLOCK_K / 32] of a step, a word of four at a time."""
-    o_word = k // WORD_COLUMNS + tl.arange(0, BLOCK_K // WORD_COLUMNS)
-    p_scale += expert.to(tl.int64) * (N * (K // WORD_COLUMNS))
-    if INTERLEAVED:
-        words = tl.load(p_scale + o_word[None, :] * N + o_row[:, None])
-    else:
-        words = tl.load(p_scale + o_row[:, None] * (K // WORD_COLUMNS) + o_word[None, :])
+def unpack_e4m3(w):
+    """Return bfloat16 of e4m3, by way of float32: at once the conversion takes sm_90 eight cycles a warp and value."""
+    return w.to(tl.float16).to(tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def _unusual(words):
+    """Return bits that are 0 where all four bytes of a word are scales from 16 to 143, which have bit 7 after + 112."""
+    return ~(words + 0x70707070) & -0x7F7F7F80
+
+
+@triton.jit
+def _scales(words, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the int32 UE8M0 bytes [ROWS, BLOCK_K / 32] of words of four."""
     words = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
     return tl.reshape(words, [ROWS, BLOCK_K // MX_TILE]) & 0xFF
+
+
+@triton.jit
+def _load_weight(weight, expert, first, o_row, k, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+                 COLUMNS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    if TMA:
+        w = tl.reshape(weight.load([expert, 0, first, k]), [ROWS, COLUMNS])
+    else:
+        row = expert.to(tl.int64) * N + o_row
+        w = tl.load(weight + (row * K)[:, None] + (tl.arange(0, COLUMNS) + k)[None, :])
+    return w
+
+
+@triton.jit
+def _multiply_mxfp4(
+    weight, expert, first, o_row, p_words, p_x, x_stride, mask, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, INTERLEAVED: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr, ANY: tl.constexpr,
+):  # fmt: skip
+    """Return the sums, without ANY of usual scales, and bits that are not 0 where a scale is none."""
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    found = tl.zeros((ROWS, BLOCK_K // WORD_COLUMNS), tl.int32)
+    STEP: tl.constexpr = N if INTERLEAVED else 1
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        x = tl.load(p_x + k * x_stride, mask[None, :], 0.0)
+        w = _load_weight(weight, expert, first, o_row, k // NIBBLES, N, K // NIBBLES, ROWS, BLOCK_K // NIBBLES, TMA)
+        words = tl.load(p_words + k // WORD_COLUMNS * STEP)
+        found |= _unusual(words)
+        acc = tl.dot(unpack_mxfp4(w, _scales(words, ROWS, BLOCK_K), ROWS, BLOCK_K, PTX, ANY), x, acc)
+    return acc, found
 
 
 @triton.jit
@@ -100,35 +142,46 @@ def multiply(
     BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    PERMUTED: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Return float32 [ROWS, TOKENS] of rows of an expert's weight with rows of x.
 
-    PERMUTED reads x in the order of unpacked checkpoint rows; INTERLEAVED weights need no permutation.
+    MXFP4 rows in the order of a checkpoint meet x in the order in which they are unpacked, INTERLEAVED ones x as it is.
+    Scales that are not the usual ones, which no trained weight has, cost the tile a second pass.
     """
-    PACK: tl.constexpr = NIBBLES if FORMAT == "mxfp4" else 1
-    o_k, o_w = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PACK)
-    o_x = checkpoint_column(o_k) if PERMUTED else o_k
-    acc = tl.zeros((ROWS, TOKENS), tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        x = tl.load(p_x[None, :] + (k + o_x)[:, None] * x_stride, mask[None, :], 0.0)
-        if TMA:
-            w = tl.reshape(weight.load([expert, 0, first, k // PACK]), [ROWS, BLOCK_K // PACK])
+    p_x = p_x[None, :] + tl.arange(0, BLOCK_K)[:, None] * x_stride
+    if FORMAT == "mxfp4":
+        p_words = p_scale + expert.to(tl.int64) * (N * (K // WORD_COLUMNS))
+        o_word = tl.arange(0, BLOCK_K // WORD_COLUMNS)
+        if INTERLEAVED:
+            p_words += o_word[None, :] * N + o_row[:, None]
         else:
-            row = expert.to(tl.int64) * N + o_row
-            w = tl.load(weight + (row * (K // PACK))[:, None] + (o_w + k // PACK)[None, :])
-        if FORMAT == "mxfp4":
-            scales = _mxfp4_scales(p_scale, expert, o_row, k, N, K, ROWS, BLOCK_K, INTERLEAVED)
-            acc = tl.dot(unpack_mxfp4(w, scales, ROWS, BLOCK_K, PTX), x, acc)
-        elif FORMAT == "e4m3":
-            o_block = (expert.to(tl.int64) * tl.cdiv(N, WEIGHT_TILE) + o_row // WEIGHT_TILE) * tl.cdiv(K, WEIGHT_TILE)
-            scale = tl.load(p_scale + o_block + k // WEIGHT_TILE)
-            if scale.dtype == tl.uint8:
-                scale = ue8m0_scale(scale.to(tl.int32))
-            acc += tl.dot(w.to(tl.bfloat16), x) * scale[:, None]
-        else:
-            acc = tl.dot(w, x, acc)
+            p_words += o_row[:, None] * (K // WORD_COLUMNS) + o_word[None, :]
+        acc, found = _multiply_mxfp4(
+            weight, expert, first, o_row, p_words, p_x, x_stride, mask, N, K, ROWS, TOKENS, BLOCK_K, INTERLEAVED,
+            TMA, PTX, STAGES, False,
+        )  # fmt: skip
+        acc *= USUAL
+        if tl.max(tl.max((found != 0).to(tl.int32), 1), 0) != 0:
+            acc, found = _multiply_mxfp4(
+                weight, expert, first, o_row, p_words, p_x, x_stride, mask, N, K, ROWS, TOKENS, BLOCK_K, INTERLEAVED,
+                TMA, PTX, 1, True,
+            )  # fmt: skip
+    else:
+        acc = tl.zeros((ROWS, TOKENS), tl.float32)
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            x = tl.load(p_x + k * x_stride, mask[None, :], 0.0)
+            w = _load_weight(weight, expert, first, o_row, k, N, K, ROWS, BLOCK_K, TMA)
+            if FORMAT == "e4m3":
+                blocks = (expert.to(tl.int64) * tl.cdiv(N, WEIGHT_TILE) + o_row // WEIGHT_TILE) * tl.cdiv(
+                    K, WEIGHT_TILE
+                )
+                scale = tl.load(p_scale + blocks + k // WEIGHT_TILE)
+                if scale.dtype == tl.uint8:
+                    scale = ue8m0_scale(scale.to(tl.int32))
+                acc += tl.dot(unpack_e4m3(w), x) * scale[:, None]
+            else:
+                acc = tl.dot(w, x, acc)
     return acc

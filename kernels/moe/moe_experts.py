@@ -1,9 +1,11 @@
 """`moe_experts` in two launches: gate, up and SwiGLU, then down and the weighted sum; many places are planned before.
 
 A CTA multiplies a tile of rows of one expert with a tile of its tokens (expert_gemm.py). Few places need no plan: a CTA
-finds those of its expert among all ids. The shared expert's tiles are CTAs of the same launches, the first ones. `down`
-writes a row for each place, and the last CTA of a block of columns adds each token's rows in their order: the same bits
-in any order of arrival. Very many tokens are added by a launch of its own, and come in passes that bound the scratch.
+finds those of its expert among all ids. MXFP4 rows in the order of a checkpoint meet x in the order in which they are
+unpacked, which a small launch writes before. The shared expert's tiles are CTAs of the same launches, the first ones.
+`down` writes a row for each place, and the last CTA of a block of columns adds each token's rows in their order: the
+same bits in any order of arrival. Very many tokens are added by a launch of its own, and come in passes that bound the
+scratch.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from torch import Tensor
 from ...layout import WEIGHT_TILE, cdiv
 from ...reference.moe.expert_weights import SCALE_COLUMNS, columns, weight_format
 from ...reference.moe.moe_experts import ExpertsArguments
-from ..host.gpu import Gpu, gpu_of
+from ..host.gpu import Gpu, gpu_of, register_limit
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
 from ..host.semaphores import arrival_counters, arrive
-from .expert_gemm import multiply, unpacked_position
+from .expert_gemm import multiply, unpacked_element, unpacked_position
 from .expert_plan import FIELDS, local_expert, most_tiles, plan_places
 
 FEW_PLACES = 1024
@@ -35,6 +37,12 @@ MOST_TOKENS = 8192
 """Tokens of a pass, which bounds the scratch of V4-Flash to 600 MB."""
 MOST_EXPERTS = 1024
 """Experts that a CTA of the plan holds counts of."""
+FEW_CTAS = 8
+"""Most CTAs of 64 rows for an SM, with which MXFP4 has tiles of 64 rows, not 128."""
+MIXED_BLOCK_K = 64
+"""K-block of an e4m3 shared expert beside MXFP4 ones, whose CTAs would else find shared memory for fewer of them."""
+REORDERED_COLUMNS = 1024
+"""Elements of x that a CTA brings into the order of unpacked weights."""
 SUM_TOKENS, SUM_COLUMNS = 8, 128
 PLAN_NONE, PLAN_PLACES, PLAN_TILES = 0, 1, 2
 
@@ -88,11 +96,22 @@ def _store_hidden(p_hidden, acc, o_out, mask, first, limit, INNER: tl.constexpr,
     tl.store(p_row, (gate / (1 + tl.exp(-gate)) * up).to(p_hidden.dtype.element_ty), mask[None, :])
 
 
+@triton.jit
+def reorder_kernel(p_out, p_x, x_strides, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    """Write columns of a token's x in the order in which rows in the order of a checkpoint are unpacked."""
+    pdl_prologue(PDL)
+    token = (tl.program_id(0) // tl.cdiv(HIDDEN, COLUMNS)).to(tl.int64)
+    o = tl.program_id(0) % tl.cdiv(HIDDEN, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    x = tl.load(p_x + token * x_strides[0] + unpacked_element(o) * x_strides[1], o < HIDDEN)
+    tl.store(p_out + token * HIDDEN + o, x, o < HIDDEN)
+
+
 @triton.jit(do_not_specialize=["tokens", "places", "first_expert"])
 def gate_up_kernel(
     p_hidden,  # [places, INNER] bfloat16
     p_shared_hidden,  # [T, SHARED_INNER] bfloat16
     p_x,  # [T, HIDDEN] bfloat16
+    p_reordered,  # the same in the order of unpacked MXFP4 rows, if such are multiplied, else None
     p_ids,  # [places] int
     p_order,
     p_tiles,
@@ -124,6 +143,7 @@ def gate_up_kernel(
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     STAGES: tl.constexpr,
+    SHARED_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute HALF columns of the hidden state of a tile of places, or of tokens for the shared expert."""
@@ -139,11 +159,13 @@ def gate_up_kernel(
             first = program % (SHARED_INNER // HALF) * HALF
             o_row = first + o_r // HALF * SHARED_INNER + o_r % HALF
             o_t = program // (SHARED_INNER // HALF) * SHARED_TOKENS + tl.arange(0, SHARED_TOKENS)
-            p_rows = p_x + o_t.to(tl.int64) * x_strides[0]
+            p_rows, stride = p_x + o_t.to(tl.int64) * x_strides[0], x_strides[1]
+            if SHARED_PERMUTED:
+                p_rows, stride = p_reordered + o_t.to(tl.int64) * HIDDEN, 1
             acc = multiply(
-                shared_weight, p_shared_scale, tl.full((), 0, tl.int32), first, o_row, p_rows, x_strides[1],
-                o_t < tokens, 2 * SHARED_INNER, HIDDEN, ROWS, SHARED_TOKENS, SHARED_BLOCK_K, SHARED_FORMAT, False,
-                SHARED_PERMUTED, TMA, PTX, STAGES,
+                shared_weight, p_shared_scale, tl.full((), 0, tl.int32), first, o_row, p_rows, stride, o_t < tokens,
+                2 * SHARED_INNER, HIDDEN, ROWS, SHARED_TOKENS, SHARED_BLOCK_K, SHARED_FORMAT, False,
+                TMA, PTX, SHARED_STAGES,
             )  # fmt: skip
             _store_hidden(
                 p_shared_hidden,
@@ -165,10 +187,13 @@ def gate_up_kernel(
         for at in range(begin, end, TOKENS):
             o_list = at + tl.arange(0, TOKENS)
             place = _places(p_order, rank, o_list, end, PLACES_POW2, PLAN)
-            p_rows = p_x + (place // TOP_K).to(tl.int64) * x_strides[0]
+            o_token = (place // TOP_K).to(tl.int64)
+            p_rows, stride = p_x + o_token * x_strides[0], x_strides[1]
+            if PERMUTED:
+                p_rows, stride = p_reordered + o_token * HIDDEN, 1
             acc = multiply(
-                weight, p_scale, expert, first, o_row, p_rows, x_strides[1], o_list < end, 2 * INNER, HIDDEN,
-                ROWS, TOKENS, BLOCK_K, FORMAT, INTERLEAVED, PERMUTED, TMA, PTX, STAGES,
+                weight, p_scale, expert, first, o_row, p_rows, stride, o_list < end, 2 * INNER, HIDDEN, ROWS, TOKENS,
+                BLOCK_K, FORMAT, INTERLEAVED, TMA, PTX, STAGES,
             )  # fmt: skip
             _store_hidden(p_hidden, acc, place, o_list < end, first, limit, INNER, HALF, TOKENS, PERMUTED_HIDDEN)
 
@@ -229,6 +254,7 @@ def down_kernel(
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     STAGES: tl.constexpr,
+    SHARED_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ROWS columns of the results of a tile; with SUM, the last CTA of the columns adds them up."""
@@ -244,7 +270,7 @@ def down_kernel(
             p_rows = p_shared_hidden + o_t.to(tl.int64) * SHARED_INNER
             acc = multiply(
                 shared_weight, p_shared_scale, tl.full((), 0, tl.int32), first, o_row, p_rows, 1, o_t < tokens, HIDDEN,
-                SHARED_INNER, ROWS, SHARED_TOKENS, SHARED_BLOCK_K, SHARED_FORMAT, False, False, TMA, PTX, STAGES,
+                SHARED_INNER, ROWS, SHARED_TOKENS, SHARED_BLOCK_K, SHARED_FORMAT, False, TMA, PTX, SHARED_STAGES,
             )  # fmt: skip
             p_row = p_results + (places + o_t.to(tl.int64))[None, :] * HIDDEN + o_row[:, None]
             tl.store(p_row, acc.to(p_results.dtype.element_ty), (o_t < tokens)[None, :])
@@ -257,7 +283,7 @@ def down_kernel(
             place = _places(p_order, rank, o_list, end, PLACES_POW2, PLAN)
             acc = multiply(
                 weight, p_scale, expert, first, o_row, p_hidden + place.to(tl.int64) * INNER, 1, o_list < end, HIDDEN,
-                INNER, ROWS, TOKENS, BLOCK_K, FORMAT, INTERLEAVED, False, TMA, PTX, STAGES,
+                INNER, ROWS, TOKENS, BLOCK_K, FORMAT, INTERLEAVED, TMA, PTX, STAGES,
             )  # fmt: skip
             acc *= tl.load(p_weights + place, o_list < end, 0.0)[None, :]
             p_row = p_results + place.to(tl.int64)[None, :] * HIDDEN + o_row[:, None]
@@ -307,13 +333,18 @@ def sum_kernel(
 
 
 class ExpertTiling(NamedTuple):
-    """Tiling of a launch: rows of a weight and tokens per tile, K-block, warps and stages."""
+    """How a launch is tiled: a CTA's rows, tokens, K-block, warps and stages, and registers of a thread, 0 for any."""
 
     rows: int
     tokens: int
     block_k: int
     warps: int
     stages: int
+    registers: int = 0
+
+
+RESIDENT = {2: (256, 3, 0), 3: (256, 3, 168), 4: (128, 3, 128)}
+"""K-block, stages and registers with which an SM of Hopper holds so many CTAs of 64 MXFP4 rows."""
 
 
 def choose_tokens(gpu: Gpu, places: int, experts: int) -> int:
@@ -327,26 +358,26 @@ def choose_tokens(gpu: Gpu, places: int, experts: int) -> int:
     return 32 if each <= 24 else min(largest, 64 if each <= 64 else 128)
 
 
-def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, few: bool) -> ExpertTiling:
-    """Return the tiling for tiles of `tokens` tokens with `rows` rows of K = `size`; `few`: few CTAs in all.
+def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, ctas: float) -> ExpertTiling:
+    """Return the tiling for tiles of `tokens` tokens, `rows` rows of K = `size`, and `ctas` CTAs of 64 rows for an SM.
 
-    Few tokens read weights as fast as memory gives them: many stages. Many tokens fill the tensor cores.
+    Few tokens read weights as fast as memory gives them: many stages, and few CTAs at once on their SMs. Many tokens
+    fill the tensor cores.
     """
     deep = gpu.backend == "cuda" and gpu.capability // 10 in (9, 10)
-    most = 128 if kind == "float" or tokens > 32 else 256
-    if kind == "float" and tokens > 32:
-        most = 64
-    if kind == "e4m3":
-        most = WEIGHT_TILE
-    if kind == "mxfp4" and not few:
-        most = SCALE_COLUMNS
+    hopper, few = deep and gpu.capability // 10 == 9, ctas <= FEW_CTAS
+    most = {"e4m3": WEIGHT_TILE, "mxfp4": SCALE_COLUMNS, "float": 64 if tokens > 32 else 128}[kind]
+    stages, registers = 4 if deep else 2, 0
+    if kind == "mxfp4" and hopper and tokens <= 32:
+        registers = 168
+        if few:
+            most, stages, registers = next((RESIDENT[n] for n in RESIDENT if ctas <= n), (SCALE_COLUMNS, 4, 168))
     block_k = next(k for k in (256, 128, 64, 32) if k <= most and size % k == 0)
     if tokens > 32:
-        return ExpertTiling(
-            128 if rows % 128 == 0 else 64, tokens, block_k, 8 if rows % 128 == 0 else 4, 3 if deep else 2
-        )
+        warps = 8 if rows % 128 == 0 else 4
+        return ExpertTiling(16 * warps, tokens, block_k, warps, 3 if deep else 2)
     wide = kind == "mxfp4" and not few and rows % 128 == 0 and deep
-    return ExpertTiling(128 if wide else 64, tokens, block_k, 4, 4 if deep else 2)
+    return ExpertTiling(128 if wide else 64, tokens, block_k, 4, stages, registers)
 
 
 def descriptor(weight: Tensor, halves: int, rows: int, block_k: int) -> Any:
@@ -418,7 +449,6 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         order, tiles = plan_places(call.ids, call.first_expert, experts, tile)
     else:
         plan, slots = (PLAN_PLACES, places) if places <= experts else (PLAN_NONE, experts)
-    few = slots * (2 * inner // 128) <= 4 * gpu.sms
     shared_tile = max(tile, min(64, max(16, triton.next_power_of_2(tokens))))
     shared_slots = cdiv(tokens, shared_tile) if shared_inner else 0
     hidden_states = empty(places, inner)
@@ -446,17 +476,36 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
 
     def product(first: _Weight, second: _Weight | None, rows: int, halves: int) -> tuple[tuple[Any, ...], dict, int]:
         """Return weights, constants and rows of a tile of a launch over `rows` rows."""
-        each = choose_tiling(gpu, tile, first.kind, rows, first.size, few)
+        ctas = (slots + shared_slots) * rows / 64 / gpu.sms
+        each = choose_tiling(gpu, tile, first.kind, rows, first.size, ctas)
         own = first.operand(halves, each.rows, each.block_k, tma)
         constants = {"ROWS": each.rows, "BLOCK_K": each.block_k, "FORMAT": first.kind, "STAGES": each.stages}
         constants |= {"num_warps": each.warps, "SHARED_FORMAT": "none", "SHARED_BLOCK_K": each.block_k}
+        constants["SHARED_STAGES"] = each.stages
+        constants |= register_limit(device, each.registers)
         operands: tuple[Any, ...] = (own, first.scale, None, None)
         if second is not None:
-            other = choose_tiling(gpu, shared_tile, second.kind, rows, second.size, False)
-            constants |= {"SHARED_FORMAT": second.kind, "SHARED_BLOCK_K": other.block_k}
+            other = choose_tiling(gpu, shared_tile, second.kind, rows, second.size, ctas)
+            if first.kind == "mxfp4" and second.kind == "e4m3" and ctas > FEW_CTAS:
+                other = other._replace(block_k=min(other.block_k, MIXED_BLOCK_K), stages=min(other.stages, 3))
+            constants |= {"SHARED_FORMAT": second.kind, "SHARED_BLOCK_K": other.block_k, "SHARED_STAGES": other.stages}
             operands = own, first.scale, second.operand(halves, each.rows, other.block_k, tma), second.scale
         return operands, constants, each.rows
 
+    reordered = None
+    if "mxfp4" in (w13.kind if not call.interleaved else "", shared13.kind if shared13 is not None else ""):
+        reordered, programs = empty(tokens, hidden), tokens * cdiv(hidden, REORDERED_COLUMNS)
+        launch_kernel(
+            reorder_kernel,
+            (programs,),
+            reordered,
+            call.x,
+            call.x.stride(),
+            HIDDEN=hidden,
+            COLUMNS=REORDERED_COLUMNS,
+            num_warps=4,
+            **pdl_arguments(device, programs),
+        )
     operands, constants, rows = product(w13, shared13, 2 * inner, 2)
     programs = shared_slots * (2 * shared_inner // rows) + slots * (2 * inner // rows)
     launch_kernel(
@@ -465,6 +514,7 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         hidden_states,
         shared_states,
         call.x,
+        reordered,
         call.ids,
         order,
         tiles,

@@ -105,6 +105,20 @@ def test_every_e8m0_scale_means_its_power_of_two() -> None:
             check(call._replace(x=call.x * 2.0 ** (10 if byte < 100 else -16), **{name: low}))
 
 
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_every_e4m3_code_is_its_value_and_nan_is_nan(tokens: int) -> None:
+    call = experts(tokens, kind="e4m3", shared="e4m3", hidden=512, inner=512, shared_inner=512, device=CUDA)
+    codes = torch.arange(256, dtype=torch.uint8, device=CUDA)
+    finite = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
+    for name in ("w13", "w2", "shared_w13", "shared_w2"):
+        values = getattr(call, name).flatten()
+        values[: finite.numel()] = finite
+    check(call)
+    call.shared_w2[7, 3] = float("nan")
+    got = moe_experts(call).isnan()
+    assert got[:, 7].all() and got.sum() == tokens
+
+
 def test_without_tma_and_ptx_results_are_as_accurate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of other GPUs."""
     gpu = kernels.gpu_of(CUDA)
