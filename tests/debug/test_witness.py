@@ -67,13 +67,14 @@ def scaled(hidden: Tensor, metadata: AttentionMetadata, caches: Any) -> Tensor:
     return hidden * 2 + metadata.positions[:, None]
 
 
-def serve(engine_slots: bool = False, warm: bool = True) -> Served:
-    buffers = MetadataBuffers(**SIZES, ratios=(), engine_slots=engine_slots)
-    hidden, caches = torch.zeros(8, 4), [torch.zeros(64, 2)]
-    runner = DecodeRunner(scaled, buffers, inputs={"hidden": hidden}, caches=caches, graphs="standin")
+def serve(engine_slots: bool = False, warm: bool = True, device: str = "cpu") -> Served:
+    buffers = MetadataBuffers(**SIZES, ratios=(), engine_slots=engine_slots, device=device)
+    hidden, caches = torch.zeros(8, 4, device=device), [torch.zeros(64, 2, device=device)]
+    graphs = "standin" if device == "cpu" else "cuda"
+    runner = DecodeRunner(scaled, buffers, inputs={"hidden": hidden}, caches=caches, graphs=graphs)
     if warm:
         runner.warm_up()
-    table = torch.arange(16, dtype=torch.int32).view(4, 4).clone()
+    table = torch.arange(16, dtype=torch.int32, device=device).view(4, 4).clone()
     return Served(runner, hidden, table, [5, 40, 63])
 
 
