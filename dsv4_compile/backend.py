@@ -68,6 +68,7 @@ def _compile(
     from ._compat import codegen_of, compile_fx, compile_fx_inner, inductor_config, ue8m0_in_cpp
     from .lowering import registry
     from .passes import ChooseImplementations, Regional
+    from .runtime import early_builds
     from .runtime.backends import Capturing
 
     registry.load()
@@ -91,7 +92,7 @@ def _compile(
     patches |= capturing.inductor
     if parsed.regions != "off" and not any(patches.get(name) for name in _WHOLE):
         kwargs = {"inner_compile": Regional(compile_fx_inner, parsed.regions).compile, **kwargs}
-    with ue8m0_in_cpp():
+    with early_builds.for_graph(parsed.early_builds, devices), ue8m0_in_cpp():
         compiled = compile_fx(gm, example_inputs, config_patches=patches, **kwargs)
     return capturing.wrap(compiled if parsed.strict == "off" else strict.watched(compiled))
 

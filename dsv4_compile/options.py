@@ -5,6 +5,7 @@
     dsv4.fuse            "auto" | "on" | "off"                fusion of neighbouring ops, see `FUSE_VALUES`
     dsv4.fuse.<pass>     the same values                      one of the `FUSE_PASSES`
     dsv4.regions         "auto" | "on" | "off"                compile repeated layers once, see `REGIONS_VALUES`
+    dsv4.early_builds    "on" | "off"                         see `EARLY_BUILDS_VALUES`
     dsv4.strict          "off" | "after_warmup"               E430 for what compiles after warm-up, see `STRICT_VALUES`
     dsv4.cudagraph       "off" | "full" | "trees"             captures of the graph, see `CUDAGRAPH_VALUES`
     dsv4.cudagraph.<...> see `GRAPH_OPTIONS`                  limits and checks of these captures
@@ -31,6 +32,9 @@ FUSE_PASSES = ("fuse_preprocess", "fuse_indexer", "fuse_attention", "fuse_latent
 REGIONS_VALUES = ("auto", "on", "off")
 """Values of dsv4.regions. "auto" compiles each kind of layer of a graph once where that saves some compilations. "on"
 does so where it saves one. A graph without repeated layers is compiled whole. Results are equal."""
+EARLY_BUILDS_VALUES = ("on", "off")
+"""Values of dsv4.early_builds. "on" builds the Triton kernels that a graph's first call will launch in threads while
+the graph compiles, as many as Inductor's `compile_threads`. "off" leaves them to the first call, one by one."""
 STRICT_VALUES = ("off", "after_warmup")
 """Values of dsv4.strict. "after_warmup" raises E430, with the cause, for a compilation, a capture or a build of a
 Triton kernel after warm-up, see `runtime.warming_up`."""
@@ -67,6 +71,7 @@ class Options:
         inductor: settings of torch._inductor.config for this compile.
         regions: one of `REGIONS_VALUES`.
         strict: one of `STRICT_VALUES`.
+        early_builds: one of `EARLY_BUILDS_VALUES`.
     """
 
     impl: str = "auto"
@@ -78,6 +83,7 @@ class Options:
     inductor: Mapping[str, Any] = field(default_factory=dict)
     regions: str = "auto"
     strict: str = "off"
+    early_builds: str = "on"
 
     @classmethod
     def parse(cls, mode: str | None, options: Mapping[str, Any] | None, *, ops: Iterable[str]) -> Options:
@@ -93,7 +99,7 @@ class Options:
                 capture.
         """
         ops = tuple(ops)
-        impl, fuse, cudagraph, regions, strict = "auto", "auto", "off", "auto", "off"
+        impl, fuse, cudagraph, regions, strict, early_builds = "auto", "auto", "off", "auto", "off", "on"
         demands: dict[str, str] = {}
         fuses: dict[str, str] = {}
         capture: dict[str, Any] = {}
@@ -103,6 +109,8 @@ class Options:
                 impl = _one_of(key, value, IMPL_VALUES)
             elif key == "dsv4.regions":
                 regions = _one_of(key, value, REGIONS_VALUES)
+            elif key == "dsv4.early_builds":
+                early_builds = _one_of(key, value, EARLY_BUILDS_VALUES)
             elif key == "dsv4.strict":
                 strict = _one_of(key, value, STRICT_VALUES)
             elif key == "dsv4.cudagraph":
@@ -124,7 +132,7 @@ class Options:
                 check(op in ops, "E301", got=key, fix=_nearest(key, [_PER_OP + name for name in ops]))
                 demands[op] = _one_of(key, value, IMPL_VALUES)
             elif key.startswith(_PREFIX):
-                known = ["dsv4.impl", "dsv4.fuse", "dsv4.regions", "dsv4.strict", "dsv4.cudagraph"]
+                known = ["dsv4.impl", "dsv4.fuse", "dsv4.regions", "dsv4.early_builds", "dsv4.strict", "dsv4.cudagraph"]
                 known += [_PER_OP + op for op in ops]
                 fail("E301", got=key, fix=_nearest(key, known))
             else:
@@ -152,7 +160,7 @@ class Options:
             fix='leave it on, or use backend="inductor"',
         )
         demands = {op: value for op, value in demands.items() if value != "auto"}
-        return cls(impl, demands, fuse, fuses, cudagraph, capture, inductor, regions, strict)
+        return cls(impl, demands, fuse, fuses, cudagraph, capture, inductor, regions, strict, early_builds)
 
     def cache_key(self) -> tuple[Any, ...]:
         """Return the options that change generated code. torch adds the Inductor settings to its cache key itself."""

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from ..errors import fail
+from ..kernels.host.launch import is_building
+from ..runtime import early_builds
 from ..runtime.captures import Call, Capture
 from ..runtime.cuda_graphs import CudaGraphs
 from ..runtime.standin import StandInGraphs
@@ -29,6 +31,7 @@ from .build_hooks import describe_any_kernel
 from .places import Place, function_name
 from .recompiles import explain_guard, split_reason
 
+_EARLY = "built beside the compilation of its graph"
 TRACE = "torch.__trace"
 """Logger of torch's structured log."""
 
@@ -76,6 +79,7 @@ def compile_log(*, strict: bool = False, report: Report | None = None) -> Iterat
         stack.callback(trace.removeHandler, handler)
         for kind in (CudaGraphs, StandInGraphs):
             stack.enter_context(_captures_of(kind, log))
+        stack.enter_context(early_builds.listen(log.built))
         if "triton" in sys.modules or torch.cuda.is_available():
             stack.enter_context(_kernels(log))
         yield log.entries
@@ -104,6 +108,14 @@ class _Log:
         self.entries.append(complete)
         if self._report is not None:
             self._report(complete)
+
+    def built(self, kernel: early_builds.Built) -> None:
+        """Add an entry for a kernel that was built while its graph compiled, or for one that failed then."""
+        cause = f"its first launch builds it, because it failed before: {kernel.error}" if kernel.error else _EARLY
+        after = time.monotonic() - self._started - kernel.seconds
+        self.entries.append(LateWork("kernel", kernel.name, cause, after, None if kernel.error else kernel.seconds))
+        if self._report is not None:
+            self._report(self.entries[-1])
 
 
 class CompileTrace(logging.Handler):
@@ -192,9 +204,10 @@ def _kernels(log: _Log) -> Iterator[None]:
     opened: list[LateWork] = []
 
     def before(*args: Any, **given: Any) -> Any:
-        entry = log.begins("kernel", str(given.get("repr", "?")), "Triton had not built it for such arguments")
-        if entry is not None:
-            opened.append(entry)
+        if not is_building():  # those are reported when they end
+            entry = log.begins("kernel", str(given.get("repr", "?")), "Triton had not built it for such arguments")
+            if entry is not None:
+                opened.append(entry)
         return begin(*args, **given) if begin is not None else None
 
     def after(*args: Any, **given: Any) -> Any:

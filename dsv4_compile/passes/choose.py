@@ -21,9 +21,10 @@ from torch.fx import Graph
 from .._compat import CustomGraphPass, device_architecture, run_graph_pass, triton_version
 from ..lowering import registry
 from ..options import Options
+from ..runtime import early_builds
 from ..selection import call_costs, decisions, proven
 from . import pipeline
-from .nodes import describe, public_op
+from .nodes import describe, launch_arguments, public_op
 from .rewrite import retarget
 
 MEASURED_WITHIN = 2.0
@@ -46,13 +47,17 @@ class ChooseImplementations(CustomGraphPass):
         for user_pass in self.user_passes:
             run_graph_pass(user_pass, graph)
         pipeline.run(graph, self.options)
+        builds = early_builds.active()
         for node in graph.nodes:
             op = public_op(node)
             if op is not None:
                 call = describe(node, op)
                 decision = registry.decide(call, self.options)
                 decisions.record(_with_times(decision, call) if decisions.collecting() else decision)
-                retarget(node, registry.target_of(decision, call))
+                target = registry.target_of(decision, call)
+                if builds is not None and decision.impl == "triton" and target is not op:
+                    builds.add(call.op, functools.partial(launch_arguments, node))
+                retarget(node, target)
 
     def uuid(self) -> Any | None:
         """Return a key of everything that determines generated code, or None, which makes Inductor bypass its caches.

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .._compat import OpOverload, codegen_of, device_architecture
+from ..runtime.early_builds import Metadata, traced
 from ..selection.decisions import Call
 
 FUNCTIONALIZED_V2 = torch.ops.higher_order.auto_functionalized_v2
@@ -211,6 +212,26 @@ def describe(node: Node, op: OpOverload, arguments: Mapping[str, Any] | None = N
         node=node.name,
         where=where(node),
     )
+
+
+def launch_arguments(node: Node) -> list[Any]:
+    """Return what a dsv4 op is called with when `node` runs, in schema order: `Metadata` of tensors, plain values."""
+    call = read(node)
+    assert call is not None
+    return [_launched(call.arguments.get(declared.name)) for declared in call.op._schema.arguments]
+
+
+def _launched(argument: Any) -> Any:
+    cache = argument if isinstance(argument, Cache) else None
+    value = value_of(argument if cache is None else cache.base)
+    if not isinstance(value, torch.Tensor):
+        return traced(value)
+    whole, view = Metadata.of(value), traced(value_of(dict(cache.view))) if cache is not None else {}
+    if "storage_offset" in view:
+        return whole._replace(size=tuple(view["size"]), stride=tuple(view["stride"]), offset=view["storage_offset"])
+    if "slice_dim" in view:
+        return whole.sliced(view["slice_dim"], view["slice_start"], view["slice_end"])
+    return whole
 
 
 def where(node: Node) -> str:

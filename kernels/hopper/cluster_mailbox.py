@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..host.gpu import Gpu
-from ..host.launch import FUSING, bound, note
+from ..host.launch import FUSING, bound, built_only, note
 
 CLUSTER_SIZES = (8, 6, 5, 4, 3, 2)
 """CTAs per cluster, largest first. 8 is the largest size that every Hopper GPU supports."""
@@ -63,6 +63,8 @@ def launch_clusters(kernel: Any, ctas: int, cluster: int, fetched_bytes: int, *a
     Args:
         fetched_bytes: size of what each CTA stores from the start of `global_smem` on for the others to load.
     """
+    if built_only(kernel, args, constants):
+        return
     compiled = kernel.warmup(*args, grid=(1,), **(FUSING | constants))
     if compiled is None:  # where tests stand in for the compiler
         return

@@ -1,9 +1,13 @@
-"""Launch kernels, and tell the recorder of a launch cache (launch_cache.py) what is launched."""
+"""Launch kernels, and tell the recorder of a launch cache (launch_cache.py) what is launched.
+
+Inside `building` kernels are built for their arguments, which need no memory, and not launched.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -19,10 +23,15 @@ class Recorder(Protocol):
         """Return `make(*args)`, and record how it is made."""
 
 
+Build = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+"""Takes a kernel with the arguments and the constants and options of a launch, and builds it."""
+
+
 class _Recording(threading.local):
-    """The recorder of this thread."""
+    """The recorder of this thread, and what it does with launches instead of making them."""
 
     recorder: Recorder | None = None
+    build: Build | None = None
 
 
 recording = _Recording()
@@ -30,8 +39,33 @@ FUSING = {"enable_fp_fusion": True}
 """Default option of every launch. Triton's own depends on an environment variable, and is to change in 3.10."""
 
 
+@contextmanager
+def building(build: Build) -> Iterator[None]:
+    """Call `build` for each launch of this thread inside the block, in its place."""
+    recording.build = build
+    try:
+        yield
+    finally:
+        recording.build = None
+
+
+def is_building() -> bool:
+    """Return whether this thread is in a block of `building`, where counters and other state need no memory."""
+    return recording.build is not None
+
+
+def built_only(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> bool:
+    """Build the kernel if this thread is in a block of `building`, and return whether it is."""
+    if recording.build is None:
+        return False
+    recording.build(kernel, args, FUSING | constants)
+    return True
+
+
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Launch `kernel[grid](*args, **constants)`, with FMA contraction unless `enable_fp_fusion=False`."""
+    if built_only(kernel, args, constants):
+        return
     compiled = kernel[grid](*args, **(FUSING | constants))
     if recording.recorder is not None:
         note(compiled, grid, [] if compiled is None else bound(kernel, args, constants))

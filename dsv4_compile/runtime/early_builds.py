@@ -1,0 +1,247 @@
+"""Build the Triton kernels of a graph in threads while torch compiles it: `dsv4.early_builds`.
+
+The launchers of the graph's opaque ops are called with tensors that have no memory. Every launch that they would make
+is built instead, by Triton's own asynchronous mode, which finds the variant as a launch does; the first call of the
+graph then finds it. Triton and ptxas hold Python's lock for a small part of a build only.
+
+A build that fails is reported and forgotten: the first launch builds again, and raises what there is to raise.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .. import progress
+from ..kernels.host.launch import building
+from ..ops.common.kernels import launcher, refusal
+
+_log = logging.getLogger("dsv4_compile.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A variant of a kernel that was built early, or an op of which none was.
+
+    Attributes:
+        name: function of the kernel; the op where its launcher failed.
+        seconds: how long the build took; 0 for an op.
+        error: why it failed, "" if it did not.
+    """
+
+    name: str
+    seconds: float
+    error: str = ""
+
+
+Listener = Callable[[Built], Any]
+_active: ContextVar[EarlyBuilds | None] = ContextVar("dsv4_early_builds", default=None)
+_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("dsv4_early_builds_listeners", default=())
+
+
+@contextmanager
+def listen(listener: Listener) -> Iterator[None]:
+    """Call `listener` with each early build that ends inside the block, in this thread."""
+    token = _listeners.set((*_listeners.get(), listener))
+    try:
+        yield
+    finally:
+        _listeners.reset(token)
+
+
+def active() -> EarlyBuilds | None:
+    """Return the builds of the graph that compiles now, None if kernels are built at the first call."""
+    return _active.get()
+
+
+class Metadata(NamedTuple):
+    """A tensor without its memory: what a launcher may look at."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Elements from the start of the storage, which is taken to be aligned."""
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Metadata:
+        """Return the metadata of a tensor or a fake, of dynamic sizes those that it was traced with."""
+        size, stride = tuple(traced([*x.size()])), tuple(traced([*x.stride()]))
+        return cls(size, stride, traced(x.storage_offset()), x.dtype, x.device)
+
+    def sliced(self, dim: int, start: int, end: int) -> Metadata:
+        """Return the metadata of `x[start:end]` in dim `dim`."""
+        size = (*self.size[:dim], min(end, self.size[dim]) - start, *self.size[dim + 1 :])
+        return self._replace(size=size, offset=self.offset + start * self.stride[dim])
+
+    def make(self) -> Tensor:
+        """Return such a tensor; a fake one inside FakeTensorMode."""
+        room = 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        storage = torch.empty(self.offset + max(room, 0), dtype=self.dtype, device=self.device)
+        return storage.as_strided(self.size, self.stride, self.offset)
+
+
+def traced(value: Any) -> Any:
+    """Return `value` with dynamic sizes replaced by those that they were traced with; ValueError if there are none."""
+    from .._compat import pytree
+
+    return pytree.tree_map_only(torch.SymInt, _hint, value)
+
+
+def _hint(size: torch.SymInt) -> int:
+    if size.node.hint is None:
+        raise ValueError("a size depends on data")
+    return int(size.node.hint)
+
+
+@dataclass(slots=True)
+class _Variant:
+    """A variant of a kernel that is being built; `keep` gives the result to the kernels that asked for it."""
+
+    name: str
+    future: Future[tuple[Any, float]]
+    keep: list[Callable[[Any], None]] = field(default_factory=list)
+
+
+def for_graph(wanted: str, devices: Collection[torch.device]) -> AbstractContextManager[Any]:
+    """Return a block to compile a graph on `devices` in, that builds its kernels early if `dsv4.early_builds` is "on".
+
+    Builds are left to the first call on a CPU, which has no kernels, and where torch forks this process to compile: a
+    fork may not have what the threads hold.
+    """
+    gpus = sorted((device for device in devices if device.type == "cuda"), key=str)
+    if wanted == "off" or not gpus or importlib.util.find_spec("triton") is None:
+        return nullcontext()
+    from .._compat import cache_dir_utils, inductor_config
+
+    if inductor_config.worker_start_method == "fork":
+        _log.info("kernels are built at their first launch: torch compiles in forks of this process")
+        return nullcontext()
+    # Inductor sets it to the same at some time before the first call; a later process looks for kernels there.
+    os.environ.setdefault("TRITON_CACHE_DIR", cache_dir_utils.triton_cache_dir(gpus[0].index or 0))
+    return EarlyBuilds(inductor_config.compile_threads or os.cpu_count() or 1)
+
+
+class _Addresses(TorchFunctionMode):
+    """Gives tensors without memory the address that their offset in a storage would be at, from address 0 on."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.data_ptr:
+            return args[0].storage_offset() * args[0].element_size()
+        return func(*args, **(kwargs or {}))
+
+
+class EarlyBuilds:
+    """Builds of one compilation, in `threads` threads: `with EarlyBuilds(16): compile()`.
+
+    The end of the block waits for the builds. After an exception in the block those that have not begun are dropped.
+    """
+
+    def __init__(self, threads: int) -> None:
+        from triton import AsyncCompileMode
+
+        self._pool = ThreadPoolExecutor(threads, "dsv4-build")
+        self._mode = AsyncCompileMode(self._pool)
+        self._mode.submit = self._submit
+        self._name = ""
+        self._calls: set[Any] = set()
+        self._variants: dict[str, _Variant] = {}
+
+    def __enter__(self) -> EarlyBuilds:
+        self._token = _active.set(self)
+        return self
+
+    def __exit__(self, kind: Any, *failure: Any) -> None:
+        _active.reset(self._token)
+        if kind is None:
+            self._finish()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def add(self, op: str, arguments: Callable[[], Sequence[Any]]) -> None:
+        """Begin to build what a call of `op` launches; `arguments` are `Metadata` and plain values in schema order.
+
+        A call that the kernel does not support builds nothing: its reference runs.
+        """
+        from .._compat import FakeTensorMode
+
+        try:
+            call = (op, *arguments())
+            if call in self._calls:
+                return
+            self._calls.add(call)
+            with FakeTensorMode(), _Addresses(), building(self._build):
+                args = [value.make() if isinstance(value, Metadata) else value for value in call[1:]]
+                device = next(x.device for x in args if isinstance(x, Tensor))
+                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                    refuses = refusal(op)
+                    if refuses is None or not refuses(*args):
+                        launcher(op)(*args)
+        except Exception as error:
+            _report(Built(op, 0, _words(error)))
+
+    def _build(self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        self._name = kernel.fn.__name__
+        with self._mode:
+            kernel.warmup(*args, grid=(1,), **constants)
+
+    def _submit(self, key: str, build: Callable[[], Any], keep: Callable[[Any], None]) -> None:
+        """Take a variant from Triton, which keeps nothing of it, and so asks again for each launch."""
+        if key not in self._variants:
+            self._variants[key] = _Variant(self._name, self._pool.submit(_timed, build))
+        self._variants[key].keep.append(keep)
+
+    def _finish(self) -> None:
+        variants = self._variants.values()
+        if not all(variant.future.done() for variant in variants):
+            with progress.stage("build kernels", total=len(variants)) as work:
+                for variant in variants:
+                    work.note(variant.name)
+                    wait([variant.future])
+                    work.advance()
+        for variant in variants:
+            try:
+                kernel, seconds = variant.future.result()
+                with building(self._build):  # Triton's hooks hear of it here
+                    for keep in variant.keep:
+                        keep(kernel)
+                _report(Built(variant.name, seconds))
+            except Exception as error:
+                _report(Built(variant.name, 0, _words(error)))
+
+
+def _timed(build: Callable[[], Any]) -> tuple[Any, float]:
+    """Return a kernel and the seconds that its build took, with the C code that launches it."""
+    from triton.runtime import driver
+
+    begin = time.perf_counter()
+    kernel = build()
+    with suppress(Exception):  # the first launch raises it
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel, time.perf_counter() - begin
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _report(built: Built) -> None:
+    """Tell who listens, and the log of a failure."""
+    if built.error:
+        _log.info("%s is built at its first launch: %s", built.name, built.error)
+    for listener in _listeners.get():
+        listener(built)
