@@ -1,7 +1,7 @@
 """Scenario `experts`: `moe_experts` of V4-Flash and V4-Pro in every format, with the shared expert and without.
 
 Random weights and uniform routing. A cold call reads other weights than the last: a layer's experts exceed any cache,
-so argument sets in turn are two.
+so argument sets in turn are two. Peers of the routed experts are in `expert_peers`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..ops.common.define import REFERENCES
 from ..reference.moe.expert_weights import scale_shape
 from ..selection import call_costs, costs
+from . import expert_peers
 from .problem import Args, Only, Problem, implementations, keep
 
 OP = "moe_experts"
@@ -131,6 +132,7 @@ def problems(
                 typical = partial(arguments, model, kind, shared, TYPICAL_TOKENS, device, 0)
                 usual = implementations(OP, typical, (0, 1, 2))
                 ways = {way: usual[way] for way in ("eager", "triton") + (("ir",) if kind == "bfloat16" else ())}
+                ways |= expert_peers.peers(kind, shared)
                 for size in sizes:
                     yield Problem(
                         op=OP,
@@ -142,4 +144,6 @@ def problems(
                         implementations=ways,
                         published={},
                         differs=differs,
+                        arrange=expert_peers.arrange(),
+                        uncaptured=expert_peers.UNCAPTURED,
                     )

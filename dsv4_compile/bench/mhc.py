@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import DeepseekV4Config
 from ..ops.common.define import REFERENCES
 from ..selection import costs
-from .problem import Args, Only, Prepare, Problem, Unavailable, implementations, keep
+from .problem import Args, Only, Prepare, Problem, deepseek_v4, implementations, keep
 
 TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096), "cpu": (1, 8)}
 TYPICAL_TOKENS = 128
@@ -25,6 +25,7 @@ COLUMNS = ("op", "model", "tokens", "impl")
 MODELS: Mapping[str, int] = {"Flash": DeepseekV4Config.flash().hidden_size, "Pro": DeepseekV4Config.pro().hidden_size}
 """Channels of a stream, by model."""
 STREAMS, EPS, ITERATIONS = 4, 1e-6, 20
+TRANSFORMERS = "transformers"
 OPS = ("mhc_boundary", "mhc_pre", "mhc_head")
 TOLERANCE = 1e-2
 """Largest relative error of a result: coefficients that are rounded to bfloat16 are off by 2^-9, and sums of them."""
@@ -77,7 +78,7 @@ def problems(
                 continue
             ways: dict[str, Prepare] = {
                 **implementations(op, partial(arguments, op, dim, TYPICAL_TOKENS, device, 0), _dynamic(op)),
-                "transformers": partial(_transformers, op),
+                TRANSFORMERS: partial(_transformers, op),
             }
             for size in sizes:
                 yield Problem(
@@ -99,11 +100,7 @@ def _dynamic(op: str) -> tuple[int, ...]:
 
 def _transformers(op: str) -> Callable[..., Any]:
     """Return `op` as transformers' modules compute it."""
-    try:
-        from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
-    except ImportError as missing:
-        raise Unavailable(f"no transformers with DeepSeek-V4: {missing}") from missing
-    hf: Any = modeling
+    hf = deepseek_v4()
 
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         found: Tensor = hf.DeepseekV4RMSNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=eps), x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,6 +53,10 @@ class Problem:
         per_kernel: whether to record the time of each kernel of a call too.
         details: facts about an implementation that was timed on a GPU, found by further calls; replaces the count of
             launches. Keys may be added until the scenario is over.
+        arrange: makes the arguments of an implementation from the op's, by name, for those that want weights in another
+            form; neither compared nor timed.
+        uncaptured: implementations that wait for the device, which no graph can hold: consecutive calls are timed.
+        differs_of: replaces `differs` for implementations that round more than the reference, by name.
     """
 
     op: str
@@ -70,6 +74,13 @@ class Problem:
     repeats: int = 1
     per_kernel: bool = False
     details: Callable[[Callable[[], Any]], dict[str, Any]] | None = None
+    arrange: Mapping[str, Callable[[Args], Args]] = field(default_factory=dict)
+    uncaptured: Collection[str] = ()
+    differs_of: Mapping[str, Callable[..., str]] = field(default_factory=dict)
+
+    def arranged(self, impl: str, args: Args) -> Args:
+        """Return the arguments of the implementation `impl` for the op's arguments."""
+        return self.arrange[impl](args) if impl in self.arrange else args
 
 
 def keep(only: Only, **columns: int | str) -> bool:
@@ -127,6 +138,15 @@ def on_gpu(call: Callable[..., Any]) -> Callable[..., Any]:
     if not torch.cuda.is_available():
         raise Unavailable("hand-written kernels run on GPUs")
     return call
+
+
+def deepseek_v4() -> Any:
+    """Return transformers' modules of DeepSeek-V4; raise `Unavailable` if there are none."""
+    try:
+        from transformers.models.deepseek_v4 import modeling_deepseek_v4
+    except ImportError as missing:
+        raise Unavailable(f"no transformers with DeepSeek-V4: {missing}") from missing
+    return modeling_deepseek_v4
 
 
 def status_of(fault: Exception) -> tuple[str, str]:

@@ -1,20 +1,22 @@
 """Scenario `router`: `moe_route` of V4-Flash and V4-Pro, by bias and by hash.
 
-Random data. The gate is colder than its input: with cold times, every call reads another one.
+Random data. The gate is colder than its input: with cold times, every call reads another one. `transformers` is the
+code of that library, whose logits are rounded to the dtype of the gate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops.common.define import REFERENCES
 from ..selection import costs
-from .problem import Args, Only, Problem, implementations, keep
+from .problem import Args, Only, Problem, deepseek_v4, implementations, keep
 
 OP = "moe_route"
 TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096), "cpu": (1, 8)}
@@ -23,6 +25,10 @@ COLUMNS = ("model", "routing", "gate", "tokens", "impl")
 VOCAB = 129280
 DISTINCT = 1e-4
 """Share of a score by which keys of the choice must differ for every implementation to choose alike."""
+
+TRANSFORMERS = "transformers"
+OTHERS, ROUNDED = 0.15, 2.0**-6
+"""Share of tokens whose experts may be others where logits are rounded to bfloat16, and relative error of a weight."""
 
 
 class Router(NamedTuple):
@@ -76,6 +82,44 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
     return f"{wrong} weights are wrong" if wrong else ""
 
 
+def differs_rounded(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
+    """Return why a routing in the dtype of the gate disagrees with the reference, or ""; the order is free."""
+    (ids, order), (expected, by_id) = (results[0].long().sort(1) for results in (got, want))
+    same = (ids == expected).all(1)
+    others = int((~same).sum())
+    if others > 1 + OTHERS * len(ids):
+        return f"{others} of {len(ids)} tokens have other experts"
+    weights, right = got[1].float().gather(1, order), want[1].gather(1, by_id)
+    wrong = int((~((weights - right).abs() <= ROUNDED * right.abs()))[same].sum())
+    return f"{wrong} weights are wrong" if wrong else ""
+
+
+def _transformers() -> Callable[..., Any]:
+    """Return the routing as transformers' modules compute it: ids and weights, as they are there."""
+    hf = deepseek_v4()
+    score = hf.ACT2FN["sqrtsoftplus"]
+
+    def call(
+        x: Tensor, weight: Tensor, bias: Any, tokens: Any, table: Any, top_k: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        module = SimpleNamespace(
+            top_k=top_k, hidden_dim=x.shape[1], weight=weight, score_fn=score, routed_scaling_factor=scale,
+            e_score_correction_bias=bias, tid2eid=table,
+        )  # fmt: skip
+        if table is None:
+            _, weights, ids = hf.DeepseekV4TopKRouter.forward(module, x)
+        else:
+            _, weights, ids = hf.DeepseekV4HashRouter.forward(module, x, tokens)
+        return ids, weights
+
+    return call
+
+
+def _one_dtype(args: Args) -> Args:
+    """Return `args` with x in the dtype of the gate, as in a model that has one dtype."""
+    return args[0].to(args[1].dtype), *args[1:]
+
+
 def problems(
     device: torch.device,
     only: Only,
@@ -91,7 +135,7 @@ def problems(
                 continue
             dynamic = (0,) if routing == "bias" else (0, 3)
             typical = partial(arguments, model, routing, gate, TYPICAL_TOKENS, device, 0)
-            ways = implementations(OP, typical, dynamic)
+            ways = {**implementations(OP, typical, dynamic), TRANSFORMERS: _transformers}
             for size in sizes:
                 yield Problem(
                     op=OP,
@@ -103,4 +147,6 @@ def problems(
                     implementations=ways,
                     published={},
                     differs=differs,
+                    arrange={TRANSFORMERS: _one_dtype},
+                    differs_of={TRANSFORMERS: differs_rounded},
                 )

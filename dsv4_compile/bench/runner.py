@@ -178,7 +178,7 @@ def rows_of(
             continue
         begin()
         try:
-            yield row | _timed(problem, call, sets, device, cold > 0)
+            yield row | _timed(problem, row["impl"], call, sets, device, cold > 0)
         except Exception as fault:
             yield row | dict(zip(("status", "note"), status_of(fault), strict=True))
             if _is_lost(device):
@@ -197,7 +197,8 @@ def _compared(problem: Problem, only: Only) -> Iterator[tuple[dict[str, Any], Ca
         row |= {"published_us": dict(problem.published), "us": None}
         try:
             call = prepare()
-            wrong = (problem.differs or gate.disagreement)(gate.outputs(call, problem.make(0), problem.written), want)
+            got = gate.outputs(call, problem.arranged(name, problem.make(0)), problem.written)
+            wrong = problem.differs_of.get(name, problem.differs or gate.disagreement)(got, want)
         except Exception as fault:
             # The other implementations are still worth measuring.
             status, note = status_of(fault)
@@ -207,10 +208,12 @@ def _compared(problem: Problem, only: Only) -> Iterator[tuple[dict[str, Any], Ca
 
 
 def _timed(
-    problem: Problem, call: Callable[..., Any], sets: Sequence[Args], device: torch.device, cold: bool
+    problem: Problem, impl: str, call: Callable[..., Any], sets: Sequence[Args], device: torch.device, cold: bool
 ) -> dict[str, Any]:
-    """Return the measurements of one implementation as columns of its row."""
-    result = timing.measure(call, sets, device, cold=cold, clock=problem.clock)
+    """Return the measurements of the implementation `impl` as columns of its row."""
+    clock = "stream" if impl in problem.uncaptured else problem.clock
+    sets = [problem.arranged(impl, args) for args in sets]
+    result = timing.measure(call, sets, device, cold=cold and problem.clock != "stream", clock=clock)
     flushed = problem.time_cold(call, sets[0]) if problem.time_cold is not None else None
     cold_us = result.cold_us if flushed is None else flushed.us
     once = partial(call, *sets[0])

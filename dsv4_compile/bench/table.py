@@ -9,6 +9,7 @@ Row = dict[str, Any]
 AXIS = "tokens"
 """The column of a block's rows and of a picture's x axis."""
 _FEW_KERNELS = 4
+_CLOCKS = {"cuda graph": "CUDA graph", "wall clock": "wall clock", "stream": "consecutive calls"}
 _NOT_PARAMS = {"op", "impl", "published_us", "us", "cold_us", "clock", "sets", "launches", "status", "note"}
 _NOT_PARAMS |= {"elements", "bytes", "flops", "floor_us", "gb_s", "of_copy", "tflop_s", "details"}
 _NOT_PARAMS |= {"result_bytes", "temporary_bytes", "kernels_us", "empty_pair_us", "date", "commit"}
@@ -60,9 +61,10 @@ def _block(title: str, rows: list[Row]) -> str:
         lines.append(["temporaries", *memory.values(), *[""] * (len(published) + len(floor) + 1 + len(rates))])
     clock = next((row["clock"] for row in rows if row["us"]), "")
     cold = " warm / cold" if clock == "cuda graph" or any(row.get("cold_us") for row in rows) else ""
-    where = {"cuda graph": "CUDA graph", "wall clock": "wall clock", "stream": "consecutive calls"}.get(clock, "")
-    unit = f": us{cold}, {where}" if where else ""
-    return "\n".join(["", f"{title}{unit}", *_align(lines), *_notes(rows), *_details(rows)])
+    unit = f": us{cold}, {_CLOCKS[clock]}" if clock else ""
+    others = {row["impl"]: f"  {row['impl']}: {_CLOCKS[row['clock']]}" for row in rows if row["us"]}
+    others = {impl: line for impl, line in others.items() if not line.endswith(_CLOCKS[clock])}
+    return "\n".join(["", f"{title}{unit}", *_align(lines), *others.values(), *_notes(rows), *_details(rows)])
 
 
 def _notes(rows: list[Row]) -> list[str]:

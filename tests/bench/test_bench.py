@@ -65,6 +65,31 @@ def test_a_cold_time_of_its_own_is_divided_by_the_repeats_and_not_changed_otherw
     assert given[0][0] is double and torch.equal(given[0][1][0], problem().make(0)[0])
 
 
+def test_arguments_are_arranged_for_an_implementation_before_it_is_compared_and_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Any] = []
+
+    def measure(call: Any, sets: Any, device: Any, *, cold: bool, clock: str) -> timing.Timing:
+        given.append((call is double, sets[0][0].tolist(), cold, clock))
+        return timing.Timing(24.0, None, clock)
+
+    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(timing, "cold_sets", lambda *_: 2)
+
+    def loose(got: Any, want: Any) -> str:
+        return "" if torch.equal(got[0], want[0]) else "the result is another"
+
+    of = replace(
+        problem(same=lambda: double, waits=lambda: lambda x, out: double(2 * x, out.clone())),
+        arrange={"waits": lambda args: (args[0] / 2, args[1])},
+        uncaptured={"waits"},
+        differs_of={"waits": loose},
+    )
+    assert [(row["impl"], row["status"]) for row in runner.rows_of(of, {}, CPU)] == [("same", "ok"), ("waits", "ok")]
+    assert given == [(True, [1.0] * 4, True, ""), (False, [0.5] * 4, True, "stream")]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -64,6 +64,14 @@ def test_implementations_that_are_unavailable_for_one_reason_share_a_line() -> N
     assert table.render({**facts, "rows": rows}).splitlines()[-1] == "  a, b, unavailable: no GPU"
 
 
+def test_a_table_says_which_implementations_were_timed_otherwise() -> None:
+    more = {"tokens": 1, "launches": None, "gb_s": 1.0, "of_copy": 0.5}
+    rows = [timed(**more), timed(impl="eager", **more) | {"clock": "stream"}]
+    text = bench.render({"rows": rows, "copy_gb_s": 1.0})
+    assert ", wall clock" in text and "\n  eager: consecutive calls" in text
+    assert "consecutive calls" not in bench.render({"rows": rows[:1], "copy_gb_s": 1.0})
+
+
 def timed(**columns: Any) -> dict[str, Any]:
     row = {"op": "x", "heads": 64, "impl": "ir", "published_us": {"vLLM": 2.8}, "us": 5.0, "cold_us": None, "note": ""}
     return row | {"clock": "wall clock", "bytes": 64, "flops": 0, "floor_us": 0.75} | columns

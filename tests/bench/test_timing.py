@@ -80,3 +80,19 @@ def test_the_first_event_of_a_part_follows_its_flush_and_the_empty_pair_follows_
         order.append(f"part {part}")
         timer.end(part)
     assert order == again
+
+
+def test_a_cold_time_of_consecutive_calls_takes_all_sets_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def stream_us(call: timing.Call) -> float:
+        seen.clear()
+        call()
+        return 10.0 * len(seen)
+
+    monkeypatch.setattr(timing, "_stream_us", stream_us)
+    gpu, sets = torch.device("cuda"), [(1,), (2,), (3,)]
+    assert timing.measure(seen.append, sets, gpu, cold=True, clock="stream") == timing.Timing(10.0, 10.0, "stream")
+    assert seen == [1, 2, 3]
+    assert timing.measure(seen.append, sets[:1], gpu, cold=True, clock="stream").cold_us == 10.0
+    assert timing.measure(seen.append, sets, gpu, clock="stream").cold_us is None

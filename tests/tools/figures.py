@@ -24,16 +24,21 @@ RECORDS: Mapping[str, str] = {
     "compile_time": "compile_time_h200.json",
     "cpu_models": "cpu_models.json",
     "decode_step": "decode_step_h200.json",
+    "experts": "experts.json",
     "gemm": "gemm_h200.json",
     "indexer": "indexer_h200.json",
+    "mhc": "mhc.json",
     "preprocess": "preprocess_h200.json",
     "preprocess_insert": "preprocess_insert_h200.json",
+    "router": "router.json",
     "soak": "soak_h200.json",
     "sparse_mla_decode": "sparse_mla_decode_h200.json",
     "sparse_mla_prefill": "sparse_mla_prefill_h200.json",
     "tensor_parallel": "tensor_parallel_h100.json",
 }
 """The current record of each scenario and script that a page shows."""
+AROUND = ("experts", "router", "mhc")
+"""Records that a page shows once they are measured."""
 Row = Mapping[str, Any]
 _BLOCK = re.compile(r"(?s)(<!-- figures: (\S+) -->\n).*?(<!-- end -->)")
 _WEIGHTS = {"bfloat16": "bfloat16", "fp8": "e4m3"}
@@ -218,6 +223,51 @@ def cpu_compile(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Ro
     return lines, shown
 
 
+def experts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of routed experts: cold, us, by format of the weights and implementation."""
+    shown = [row for row in rows["experts"] if row["shared"] == "none"]
+    sizes = list(dict.fromkeys(row["tokens"] for row in shown))
+    lines = [["weights", "implementation", *(f"{size} token{'s' * (size > 1)}" for size in sizes)]]
+    for weights in dict.fromkeys(row["weights"] for row in shown):
+        own = [row for row in shown if row["weights"] == weights]
+        floors = {row["tokens"]: row for row in own}
+        lines.append([weights, "floor", *(_us(floors[n], "floor_us") if n in floors else "-" for n in sizes)])
+        for impl in dict.fromkeys(row["impl"] for row in own):
+            found = [_find(own, {}, impl=impl, tokens=n) for n in sizes]
+            name = _OURS if impl == "triton" else f"`{impl}`"
+            lines.append([weights, name, *("-" if row is None else _cold(row) for row in found)])
+    return lines, shown
+
+
+def around(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of routers and hyper-connections: cold and floor, us, and transformers."""
+    lines, shown = [["op", "tokens", f"{_OURS}, us", "floor, us", "transformers, us"]], []
+    for own in (rows["router"], rows["mhc"]):
+        for name in dict.fromkeys(_variant(row) for row in own):
+            mine = [row for row in own if _variant(row) == name]
+            sizes = list(dict.fromkeys(row["tokens"] for row in mine))
+            found, peers = (
+                [_find(mine, {}, impl=impl, tokens=n) for n in sizes] for impl in ("triton", "transformers")
+            )
+            shown += mine
+            cells = [[_cold(row) for row in each if row] for each in (found, peers)]
+            floors = [_us(row, "floor_us") for row in found if row]
+            lines.append(
+                [name, *(" / ".join(each) for each in ([f"{n:,}" for n in sizes], cells[0], floors, cells[1]))]
+            )
+    return lines, shown
+
+
+def _variant(row: Row) -> str:
+    more = ", ".join(f"{name} {row[name]}" for name in ("routing", "gate") if name in row)
+    return f"`{row['op']}`" + (f", {more}" if more else "")
+
+
+def _cold(row: Row) -> str:
+    """Return a cell: the cold time, warm where it was not measured, or the status of a row without times."""
+    return _us(row, "cold_us" if row.get("cold_us") else "us")
+
+
 def soak(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of long decodes: steps by test and setup, and how they ended."""
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -238,6 +288,7 @@ _PARTS: Mapping[str, Sequence[str]] = {
     "rest": (),
 }
 """Words in the names of kernels, by part of the model."""
+_OURS = "dsv4_compile"
 _GRAPH: Mapping[str, str | int] = {"impl": "graph", "end": "together"}
 _STACK: Mapping[str, str | int] = {"layer": "stack", "end": "together"}
 _BENCH_KERNELS = tuple(dict.fromkeys(kernel.record for kernel in KERNELS))
@@ -254,6 +305,8 @@ FIGURES: Mapping[str, Figures] = {
     "compile_time": Figures(compile_time, ("compile_time",), "python examples/benchmarks/compile_time.py"),
     "cpu_models": Figures(cpu_models, ("cpu_models",), "python examples/benchmarks/cpu_models.py"),
     "cpu_compile": Figures(cpu_compile, ("cpu_models",), "python examples/benchmarks/cpu_models.py"),
+    "experts": Figures(experts, AROUND[:1], "python examples/benchmarks/around_attention.py"),
+    "around": Figures(around, AROUND[1:], "python examples/benchmarks/around_attention.py"),
     "soak": Figures(soak, ("soak",), "python tests/gpu/soak.py"),
 }
 """The blocks that a page may have."""
@@ -273,6 +326,8 @@ def block(name: str, page: Path, results: Path = RESULTS) -> str:
     """Return the table `name` and the line with its sources, for `page`, to which links are relative."""
     own = FIGURES[name]
     paths = {each: results / RECORDS[each] for each in own.records}
+    if not all(path.exists() for name, path in paths.items() if name in AROUND):
+        return f"Not measured yet: `{own.command}`."
     records: dict[str, Record] = {each: json.loads(path.read_text()) for each, path in paths.items()}
     lines, shown = own.render({each: record["rows"] for each, record in records.items()})
     table = [f"| {' | '.join(line)} |" for line in lines]
