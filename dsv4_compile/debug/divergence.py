@@ -37,8 +37,9 @@ _LISTED = 6
 class Result:
     """A tensor that an op returned or wrote, `name` among its results.
 
-    `call` is the number of the launch, `ops` all ops that it computes: several of a fused kernel. `reads` has the
-    numbers of what it was made of, see `Origins`; None where that is not known.
+    `call` is the number of the launch, `ops` all ops that it computes: several of a fused kernel, and `options` what its
+    op was given beside its defaults. `reads` has the numbers of what it was made of, see `Origins`; None where that is
+    not known.
     """
 
     source: Source
@@ -48,6 +49,7 @@ class Result:
     generated: bool
     ops: tuple[str, ...] = ()
     reads: tuple[int, ...] | None = None
+    options: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -186,7 +188,8 @@ class Run:
                 copied = tensor.detach().clone()
                 reads = None if launch.generated else origins.reads
                 origins.made(tensor, origins.first + len(results))
-                results.append(Result(source, name, copied, call, launch.generated, launch.source.ops, reads))
+                made = Result(source, name, copied, call, launch.generated, launch.source.ops, reads, launch.options)
+                results.append(made)
 
         origins = Origins(held or {}, first)
         observer = _Keeping(keep, origins, sources, all_module_names(), watch=watch)
@@ -322,7 +325,8 @@ def _described(mine: Result, other: Result, far: Distance, count: int) -> Diverg
 def _pairs(first: Sequence[Result], second: Sequence[Result]) -> list[tuple[Result, Result]]:
     """Return results that belong together, in the order of the second form.
 
-    Those of the same op, line and module first, in their order; between them, those of the same op by order.
+    Those of the same op, line and module first, in their order; between them, those of the same op by order. A fused
+    call that computes more than its op is known by its options, and has no partner.
     """
     waiting: dict[tuple[Any, ...], list[int]] = {}
     for i, result in enumerate(first):
@@ -343,18 +347,21 @@ def _pairs(first: Sequence[Result], second: Sequence[Result]) -> list[tuple[Resu
     for tag, i, i_end, j, j_end in matcher.get_opcodes():
         if tag == "equal" or (tag == "replace" and i_end - i == j_end - j):
             for own, other in zip(rest_first[i:i_end], rest_second[j:j_end], strict=True):
-                if first[own].value.shape == second[other].value.shape:
+                one, two = first[own], second[other]
+                fused = one.source.op == two.source.op and one.options != two.options
+                if one.value.shape == two.value.shape and not fused:
                     partner[other] = own
     return [(first[i], second[j]) for j, i in sorted(partner.items())]
 
 
 def _key(result: Result) -> tuple[Any, ...]:
     source, value = result.source, result.value
-    return source.op, source.place.file, source.place.line, source.module, tuple(value.shape), value.dtype
+    where = source.place.file, source.place.line, source.module
+    return source.op, result.options, *where, tuple(value.shape), value.dtype
 
 
 def _loose(result: Result) -> tuple[Any, ...]:
-    return result.source.op, result.name, tuple(result.value.shape)
+    return result.source.op, result.options, result.name, tuple(result.value.shape)
 
 
 def _since(

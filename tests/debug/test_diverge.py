@@ -17,6 +17,7 @@ from dsv4_compile.debug import Divergence, diverge
 from dsv4_compile.debug.rerun import main, rerun
 from dsv4_compile.debug.rounding import distance
 from dsv4_compile.runtime.standin import StandInGraphs
+from tests.backend.test_fuse_attention import Attention
 
 T, D, ROWS = 6, 16, 24
 
@@ -185,6 +186,23 @@ def test_forms_that_round_differently_agree(gated: Gated) -> None:
     found = diverge(gated, other, x, save=None)
     assert found.agrees, str(found)
     assert str(found).startswith("agree: ")
+
+
+def test_fused_call_of_an_op_is_not_compared_with_the_op_alone() -> None:
+    attention = Attention()
+    rotation: Any = {"positions": attention.positions, "cos_sin_cache": attention.table}
+
+    def apart(q: Tensor, turn: float) -> Tensor:
+        out = attention(q, attention.cache)
+        rotated: Tensor = torch.ops.dsv4.inv_rope(out, attention.positions, attention.table)
+        return rotated * turn
+
+    def fused(q: Tensor, turn: float) -> Tensor:
+        return attention(q, attention.cache, inverse_rope=True, **rotation) * turn
+
+    assert diverge(lambda q: apart(q, 1.0), lambda q: fused(q, 1.0), attention.q, save=None).agrees
+    found = diverge(lambda q: apart(q, 1.0), lambda q: fused(q, 1.5), attention.q, save=None)
+    assert found.op == "aten.mul", str(found)
 
 
 def test_call_is_replayed_alone_from_its_file(gated: Gated, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,8 @@ _GEMMS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 class Launch:
     """An op call, or a line of generated code, that puts work on the device.
 
-    `handles` are the new nodes of a graph under capture; `seconds` is host time, which is its own on a CPU.
+    `handles` are the new nodes of a graph under capture; `seconds` is host time, which is its own on a CPU. `options`
+    are the arguments of an op outside aten that are not their defaults: a fused call of it may compute more.
     """
 
     source: Source
@@ -59,6 +60,7 @@ class Launch:
     generated: bool = False
     refined: bool = False
     result: Any = None
+    options: frozenset[str] = frozenset()
 
     @property
     def key(self) -> tuple[str, str]:
@@ -133,7 +135,7 @@ class Observer(TransparentMode):
             source = self._line[1].source
             if not source.op.startswith("dsv4") or op_name(func).startswith("dsv4"):
                 source = replace(source, op=op_name(func), cost=None)
-        launch = self._begin(Launch(source, op_name(func)))
+        launch = self._begin(Launch(source, op_name(func), options=_options(func, args, kwargs)))
         out = func(*args, **kwargs)
         self._switch(outer)
         _describe(launch, func, args, kwargs, out)
@@ -273,6 +275,15 @@ def _named(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     declared = func._schema.arguments
     given = {a.name: a.default_value for a in declared if a.has_default_value()}
     return given | dict(zip((a.name for a in declared), args, strict=False)) | dict(kwargs)
+
+
+def _options(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
+    """Return the arguments of an op outside aten that are not their defaults."""
+    if func.namespace == "aten":
+        return frozenset()
+    named = _named(func, args, kwargs)
+    optional = ((a.name, a.default_value) for a in func._schema.arguments if a.has_default_value())
+    return frozenset(name for name, value in optional if isinstance(named[name], Tensor) or named[name] != value)
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> dict[str, Tensor]:
