@@ -37,9 +37,9 @@ _LISTED = 6
 class Result:
     """A tensor that an op returned or wrote, `name` among its results.
 
-    `call` is the number of the launch, `ops` all ops that it computes: several of a fused kernel, and `options` what its
-    op was given beside its defaults. `reads` has the numbers of what it was made of, see `Origins`; None where that is
-    not known.
+    `call` is the number of the launch, `ops` all ops that it computes: several of a fused kernel, `options` what its op
+    was given beside its defaults. `reads` has the numbers of what it was made of, see `Origins`; None where that is not
+    known.
     """
 
     source: Source
