@@ -20,6 +20,7 @@ from torch import Tensor
 from ...layout import ACT_TILE, HEAD_DIM, PAD_INDEX, PAGE_LAYOUTS, SCALES_PER_WORD, byte_pages, cdiv
 from ...reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments, RaggedDecodeArguments
 from ..device.quant import why_unsupported_fp8
+from ..host.addresses import first_byte
 from ..host.gpu import SM90, Gpu, gpu_of, sm90_module
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_option, pdl_prologue, supports_pdl
@@ -78,8 +79,8 @@ def why_unsupported_sparse_mla_decode(op: DecodeArguments) -> str:
         return f"caches have fewer than {MAX_SLOTS} slots, the larger one has {slots}"
     if fmt in PAGE_LAYOUTS:
         for cache in caches:
-            if cache.stride(0) % 4 or cache.storage_offset() % 4:
-                at = f"these start at byte {cache.storage_offset()}, {cache.stride(0)} bytes apart"
+            if cache.stride(0) % 4 or first_byte(cache) % 4:
+                at = f"these start at byte {first_byte(cache)}, {cache.stride(0)} bytes apart"
                 return f"{fmt} pages start at multiples of 4 bytes, {at}"
     return ""
 
@@ -209,7 +210,7 @@ def why_unsupported_by_rows(call: DecodeCall, gpu: Gpu) -> str:
     )
     if not 0 < rows <= most:
         return f"caches of up to {most} rows pay, these have {rows}"
-    if any(keys.cache.stride(0) % 2 or keys.cache.storage_offset() % 2 for keys in (window, extra)):
+    if any(keys.cache.stride(0) % 2 or first_byte(keys.cache) % 2 for keys in (window, extra)):
         return "pages start at multiples of 2 bytes, these do not"
     if fused.n_groups and not fused.inverse_rope:
         return "it quantises rotated heads only"

@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ... import layout
 from ..hopper.gluon import FLAT, reinterpret, thread_barrier
+from ..host.addresses import first_byte
 from ..host.gpu import Gpu
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_option, supports_pdl
@@ -431,7 +432,7 @@ def why_unsupported_sm90(call: DecodeCall) -> str:
     if call.cache_format != "fp8_ds_mla" or q.dtype is not torch.bfloat16:
         return f"it takes fp8_ds_mla and bfloat16 queries, these are {call.cache_format} and {q.dtype}"
     for keys in (call.window, call.extra):
-        page, stride, offset = keys.block_size, keys.cache.stride(0), keys.cache.storage_offset()
+        page, stride, offset = keys.block_size, keys.cache.stride(0), first_byte(keys.cache)
         if page & (page - 1):
             return f"pages have a power of two of tokens, these have {page}"
         if stride % PAGE_ALIGN or offset % PAGE_ALIGN:

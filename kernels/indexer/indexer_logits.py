@@ -19,6 +19,7 @@ from ...reference.indexer.indexer_logits import (
     tokens_that_fit,
 )
 from ..device.quant import why_unsupported_fp8
+from ..host.addresses import first_byte
 from ..host.gpu import gpu_of, sm90_module
 from ..host.pdl import pdl_arguments
 from . import score_triton
@@ -45,7 +46,7 @@ def why_unsupported_indexer_logits(op: PagedArguments) -> str:
     if op.cache_format == "plain":
         return _why_unsupported_plain(op.q, op.k_cache)
     if op.cache_format == "indexer_fp8":
-        offset, stride = op.k_cache.storage_offset(), op.k_cache.stride(0)
+        offset, stride = first_byte(op.k_cache), op.k_cache.stride(0)
         if offset % 4 or stride % 4:
             return f"pages start at multiples of 4 bytes, these start at byte {offset}, {stride} bytes apart"
         return why_unsupported_fp8(op.q.device)

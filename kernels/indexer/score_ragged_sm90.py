@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ... import layout
 from ..hopper.gluon import FLAT, reinterpret, thread_barrier
 from ..hopper.tma import copy_elements
+from ..host.addresses import first_byte
 from ..host.launch import launch_kernel
 from .score_sm90 import ALIGN, COPIES, KEYS, PROPAGATE_NAN, SWIZZLED, D, operand, order_key, why_unsupported_queries
 from .score_triton import RaggedScoreCall
@@ -163,8 +164,8 @@ def why_unsupported(call: RaggedScoreCall) -> str:
     if not (k.is_contiguous() and k_scale.is_contiguous()):
         return f"keys and scales are contiguous, these have strides {k.stride()} and {k_scale.stride()}"
     size = layout.INDEXER_FP8.scale
-    if k.storage_offset() % ALIGN or k_scale.storage_offset() % size:
-        at = f"these start at bytes {k.storage_offset()} and {k_scale.storage_offset()}"
+    if first_byte(k) % ALIGN or first_byte(k_scale) % size:
+        at = f"these start at bytes {first_byte(k)} and {first_byte(k_scale)}"
         return f"keys start at a multiple of {ALIGN} bytes and scales at one of {size}, {at}"
     return why_unsupported_queries(call.op.q)
 

@@ -31,6 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ... import layout
 from ..hopper.gluon import FLAT, reinterpret, thread_barrier
 from ..hopper.tma import copy_tile
+from ..host.addresses import first_byte
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments
 from .score_triton import INVISIBLE as _INVISIBLE
@@ -291,7 +292,7 @@ def indexer_score_sm90_kernel(
 
 def why_unsupported_queries(q: Tensor) -> str:
     """Return why queries cannot be copied 16 bytes at a time, "" if they can."""
-    steps = *q.stride()[:2], q.storage_offset()
+    steps = *q.stride()[:2], first_byte(q)
     if q.stride(2) == 1 and not any(x % ALIGN for x in steps):
         return ""
     return f"queries have contiguous dims and start at multiples of {ALIGN} bytes, these have strides {q.stride()}"
@@ -304,8 +305,8 @@ def why_unsupported(call: ScoreCall) -> str:
         got = f"{op.cache_format} in pages of {op.block_size}"
         return f"it scores indexer_fp8 in pages of a multiple of {ENTRIES} entries, this is {got}"
     pages = call.pages
-    if pages.stride(0) % ALIGN or pages.storage_offset() % ALIGN:
-        at = f"these start at byte {pages.storage_offset()}, {pages.stride(0)} bytes apart"
+    if pages.stride(0) % ALIGN or first_byte(pages) % ALIGN:
+        at = f"these start at byte {first_byte(pages)}, {pages.stride(0)} bytes apart"
         return f"pages start at multiples of {ALIGN} bytes, {at}"
     return "the cache has at least 1 page, this has 0" if pages.shape[0] == 0 else why_unsupported_queries(op.q)
 

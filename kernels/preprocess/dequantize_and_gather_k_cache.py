@@ -15,6 +15,7 @@ from torch import Tensor
 from ...layout import FP8_DS_MLA, KV_TILE, NOPE_DIM, PAGE_LAYOUTS, byte_pages, cdiv
 from ..attention.common import e4m3_value
 from ..device.quant import MANTISSA_BITS, SUBNORMAL_HALF
+from ..host.addresses import first_byte
 from ..host.launch import launch_kernel
 
 ROWS_AT_A_TIME = tl.constexpr(8)
@@ -138,7 +139,7 @@ def why_unsupported_dequantize_and_gather_k_cache(
     kv_scale: Tensor | None = None,
 ) -> str:
     """Return why the kernel does not support a call, "" if it does."""
-    if cache_format in PAGE_LAYOUTS and (k_cache.stride(0) % 2 or k_cache.storage_offset() % 2):
+    if cache_format in PAGE_LAYOUTS and (k_cache.stride(0) % 2 or first_byte(k_cache) % 2):
         return "a page starts at an odd byte, so that its bfloat16 dims are not aligned"
     return ""
 

@@ -19,6 +19,7 @@ from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments
 from dsv4_compile.testing import assert_bitwise, assert_close, poisoned_empty
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.fake_triton import TARGETS
+from tests.kernels.handed_over import handed_over
 from tests.ops.attention.sparse_mla_calls import EPS, call, positional
 from tests.tools.compiled_facts import compiled_for
 
@@ -131,6 +132,7 @@ def test_it_takes_many_tokens_of_small_caches_on_sm90() -> None:
         ({"q": q.float()}, "bfloat16"),
         ({"q": torch.empty(len(q), 64, 513, dtype=torch.bfloat16, device="meta")[..., 1:]}, "multiples"),
         ({"window": large}, "rows"),
+        ({"extra": extra._replace(cache=handed_over(extra.cache, 1))}, "multiples of 2 bytes"),
         ({"cache_format": "plain"}, "fp8_ds_mla"),
         ({"scale": -1.0}, "positive"),
         ({"batch_invariant": True}, "depends"),

@@ -16,6 +16,7 @@ from dsv4_compile.kernels.attention import sparse_mla_decode_triton
 from dsv4_compile.kernels.attention.common import NOT_FUSED, DecodeCall, FusedParts, PagedKeys
 from dsv4_compile.testing import fake_triton, strided
 from tests.kernels.gpus import GPUS, shared_out
+from tests.kernels.handed_over import handed_over
 from tests.tools.compiled_facts import compiled_for
 
 SM90 = GPUS["sm_90"][0]
@@ -193,6 +194,7 @@ def test_unsupported_calls_of_the_sm90_kernels_say_why() -> None:
         "power of two": {"window": window._replace(block_size=48)},
         "1176 bytes apart": {"extra": extra._replace(cache=odd_pages[:, :1168])},
         "start at byte 8": {"window": window._replace(cache=window.cache[:, 8:])},
+        "start at byte 4": {"extra": extra._replace(cache=handed_over(extra.cache, 4))},
         "extra_indices is contiguous": {"extra": extra._replace(indices=strided(extra.indices))},
         "256 dims are rotated": {"fused": FusedParts(None, torch.zeros(64, 512))},
     }

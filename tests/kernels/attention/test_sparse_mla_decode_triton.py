@@ -20,6 +20,7 @@ from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments
 from dsv4_compile.reference.common import kv_format
 from dsv4_compile.testing import assert_bitwise, assert_close, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
+from tests.kernels.handed_over import handed_over
 from tests.ops.attention.test_sparse_mla_decode import one_key, sample
 
 interpreted = pytest.mark.interpreted
@@ -202,6 +203,7 @@ def test_unsupported_calls_say_why() -> None:
         (2, args[2].long(), "both indices have one dtype"),
         (4, 2**30, "slots"),
         (1, torch.zeros(3, 64 * 584 + 1, dtype=torch.uint8)[:, 1:], "multiples of 4 bytes"),
+        (1, handed_over(args[1], 2), "multiples of 4 bytes, these start at byte 2"),
     ):
         changed = [*args[:position], value, *args[position + 1 :]]
         assert reason in launcher.why_unsupported_sparse_mla_decode(DecodeArguments(*changed))

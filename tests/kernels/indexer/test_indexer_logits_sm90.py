@@ -19,6 +19,7 @@ from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.kv_format import quantize_indexer, store_indexer
 from dsv4_compile.reference.indexer.indexer_logits import LogitsArguments, RaggedTopkArguments
 from dsv4_compile.testing import poison_, samples  # noqa: F401  (importing the package registers the ops)
+from tests.kernels.handed_over import handed_over
 from tests.kernels.indexer.test_select_topk import INVISIBLE, order_keys
 from tests.simulator import copies as simulated_copies
 from tests.simulator.gluon import GLUON, Barrier, Shared
@@ -237,3 +238,9 @@ def test_unsupported_calls_name_the_limit_and_the_value(kernel: Any, ragged: Any
     assert "contiguous, these have strides (256, 1)" in of_rows(ragged_call(q, k[::2], k_scale[::2]))
     odd_keys = torch.zeros(9 * 128 + 8, dtype=torch.uint8)[8:].view(9, 128)
     assert "16 bytes and scales at one of 4, these start at bytes 8 and 0" in of_rows(ragged_call(q, odd_keys, k_scale))
+    whole = handed_over(pages.contiguous(), 16)
+    assert of_pages(paged_call(handed_over(q, 32), whole)) == of_rows(ragged_call(q, handed_over(k), k_scale)) == ""
+    assert "multiples of 16 bytes" in of_pages(paged_call(handed_over(q, 8), pages))
+    assert "these start at byte 8" in of_pages(paged_call(q, handed_over(pages, 8)))
+    assert "at bytes 4 and 0" in of_rows(ragged_call(q, handed_over(k, 4), k_scale))
+    assert "at bytes 0 and 2" in of_rows(ragged_call(q, k, handed_over(k_scale, 2)))

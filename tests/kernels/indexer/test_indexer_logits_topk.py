@@ -32,6 +32,7 @@ from dsv4_compile.testing import (
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import GPUS, sees, shared_out
+from tests.kernels.handed_over import handed_over
 from tests.ops.preprocess.compressor_engine import rope_table
 from tests.tools.compiled_facts import compiled_for
 
@@ -285,6 +286,8 @@ def test_unsupported_calls_name_the_limit_and_the_value() -> None:
     assert "from 16 to 128, these have 8" in of_logits(plain[0][..., :8], *plain[1:], 8)
     odd = quantised[3].as_strided((2, 528), (529, 1))
     assert "multiples of 4 bytes, these start at byte 0, 529" in of_topk(*quantised[:3], odd, *quantised[4:], 8)
+    odd = handed_over(quantised[3], 2)
+    assert "multiples of 4 bytes, these start at byte 2" in of_topk(*quantised[:3], odd, *quantised[4:], 8)
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)

@@ -14,6 +14,7 @@ from dsv4_compile.reference.preprocess.dequantize_and_gather_k_cache import dequ
 from dsv4_compile.testing import assert_bitwise, fake_triton, padded, poison_, random_cache, strided
 from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
+from tests.kernels.handed_over import handed_over
 from tests.ops.preprocess.test_dequantize_and_gather_k_cache import BLOCK, TABLE, full_cache, ints
 from tests.tools.compiled_facts import compiled_for
 
@@ -106,9 +107,10 @@ def test_nothing_to_gather() -> None:
 
 
 def test_pages_that_start_at_odd_bytes_are_refused() -> None:
-    odd = torch.zeros(2, 4 * 584 + 1, dtype=torch.uint8)[:, 1:]
-    args = torch.zeros(3, 4, 512), odd, ints([1, 2, 3]), None, TABLE, BLOCK, 0
-    assert "not aligned" in kernel.why_unsupported_dequantize_and_gather_k_cache(*args)
+    pages = torch.zeros(2, 4 * 584 + 1, dtype=torch.uint8)
+    for odd in (pages[:, 1:], handed_over(pages[:, 1:], 1)):
+        args = torch.zeros(3, 4, 512), odd, ints([1, 2, 3]), None, TABLE, BLOCK, 0
+        assert "not aligned" in kernel.why_unsupported_dequantize_and_gather_k_cache(*args)
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
