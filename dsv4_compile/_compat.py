@@ -67,9 +67,7 @@ PRIVATE: dict[str, PrivateName] = {
     "cache_dir_utils": PrivateName("torch._inductor.runtime.cache_dir_utils", "", "folder for what is compiled here"),
     "list_mode_options": PrivateName("torch._inductor", "list_mode_options", "settings of torch.compile(mode=...)"),
     "custom_graph_pass": PrivateName("torch._inductor.custom_graph_pass", "", "classes of graph passes"),
-    "CustomGraphPass": PrivateName(
-        "torch._inductor.custom_graph_pass", "CustomGraphPass", "a graph pass whose uuid is part of the cache key"
-    ),
+    "CustomGraphPass": PrivateName("torch._inductor.custom_graph_pass", "CustomGraphPass", "a graph pass with a uuid"),
     "ir": PrivateName("torch._inductor.ir", "", "nodes that lowerings build"),
     "lowerings": PrivateName("torch._inductor.lowering", "lowerings", "ops that have a lowering already"),
     "register_lowering": PrivateName("torch._inductor.lowering", "register_lowering", "adds a lowering for an op"),
@@ -78,16 +76,10 @@ PRIVATE: dict[str, PrivateName] = {
     "ops": PrivateName("torch._inductor.virtualized", "ops", "scalar operations inside an IR node"),
     "V": PrivateName("torch._inductor.virtualized", "V", "graph that is being lowered"),
     "make_fx": PrivateName("torch.fx.experimental.proxy_tensor", "make_fx", "traces a reference to lower it"),
-    "select_decomp_table": PrivateName(
-        "torch._inductor.decomposition", "select_decomp_table", "decompositions of Inductor"
-    ),
-    "clone_preserve_strides": PrivateName(
-        "torch._prims_common", "clone_preserve_strides", "fake of a cache that an op has written"
-    ),
+    "select_decomp_table": PrivateName("torch._inductor.decomposition", "select_decomp_table", "its decompositions"),
+    "clone_preserve_strides": PrivateName("torch._prims_common", "clone_preserve_strides", "fake of a written cache"),
     "ReductionHint": PrivateName("torch._inductor.runtime.hints", "ReductionHint", "asks for one pass over a row"),
-    "auto_functionalize": PrivateName(
-        "torch._higher_order_ops.auto_functionalize", "", "counts slices from the storage's first element"
-    ),
+    "auto_functionalize": PrivateName("torch._higher_order_ops.auto_functionalize", "", "counts slices of a storage"),
     "FloorDiv": PrivateName("torch.utils._sympy.functions", "FloorDiv", "integer division in index expressions"),
     "ModularIndexing": PrivateName("torch.utils._sympy.functions", "ModularIndexing", "remainder in index expressions"),
     "mark_static": PrivateName("torch._dynamo", "mark_static", "keeps the dims of a cache static"),
@@ -107,6 +99,8 @@ PRIVATE: dict[str, PrivateName] = {
     "counters": PrivateName("torch._dynamo.utils", "counters", "torch's counts, restored after explain()"),
     "ReinplaceCounters": PrivateName("torch._dynamo.utils", "ReinplaceCounters", "mutations that became copies"),
     "CompileContext": PrivateName("torch._guards", "CompileContext", "id of the current compilation"),
+    "TensorGuards": PrivateName("torch._C._dynamo.guards", "TensorGuards", "compares many tensors in one call"),
+    "module_hooks": PrivateName("torch.nn.modules.module", "", "hooks of all modules"),
     "lookup_backend": PrivateName("torch._dynamo", "lookup_backend", "function of a backend's name"),
     "compile_lock": PrivateName("torch._dynamo.convert_frame", "compile_lock", "held by the thread that compiles"),
     "convert_frame": PrivateName("torch._dynamo.convert_frame", "", "functions that were traced"),
@@ -201,6 +195,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else int(tensor._version)
 
 
+def lie_at(tensors: list[torch.Tensor], addresses: list[int]) -> bool:
+    """Return whether each tensor begins at its address, in one call where torch is built with CUDA."""
+    one_by_one: Any = lambda each, begin, _: list(map(torch.Tensor.data_ptr, each)) == begin  # noqa: E731
+    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", one_by_one)
+    return bool(compare(tensors, addresses, list(range(len(tensors)))))
+
+
 def has_device_kernel(op: OpOverload, device: torch.device) -> bool:
     """Return whether `op` has a kernel for `device`, besides the reference for all devices."""
     key = torch._C._dispatch_key_for_device(device.type)
@@ -269,10 +270,7 @@ def ue8m0_in_cpp() -> Iterator[None]:
 def run_graph_pass(graph_pass: Any, graph: torch.fx.Graph) -> None:
     """Call a user's graph pass. Since torch 2.12 a pass may ask for `is_inference`, which is always true here."""
     aware: Any = getattr(__getattr__("custom_graph_pass"), "CustomInferenceAwareGraphPass", ())
-    if isinstance(graph_pass, aware):
-        graph_pass(graph, is_inference=True)
-    else:
-        graph_pass(graph)
+    graph_pass(graph, **({"is_inference": True} if isinstance(graph_pass, aware) else {}))
 
 
 def codegen_of(device: torch.device) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from dataclasses import fields
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -9,13 +12,17 @@ from torch import Tensor
 from transformers import Cache
 
 from .._compat import CACHE_NAMES, assert_async, cache_name, mark_static, mark_static_address
-from ..cache import CacheFormat, PagedCaches
+from ..cache import CacheFormat, LayerCache, PagedCaches
 from ..config import DeepseekV4Config
 from ..errors import check, fail
 from ..metadata import AttentionMetadata, build_metadata
+from ..runtime.addresses import HeldTensors
+from .guards import named
 
 CACHE_NAME = cache_name()
 """Keyword and result field of the cache in the installed transformers; "" if it is unknown and `convert` raises."""
+
+_OF_LAYER = operator.attrgetter(*(field.name for field in fields(LayerCache)))
 
 # On one line, because Inductor copies it into generated source.
 _OVERFLOW = "[E204] a sequence grew over the max_seq_len of its cache; dsv4 explain E204"
@@ -37,6 +44,8 @@ class PagedCache(Cache):
         holder: the `generate` call that owns the cache, or None.
         entered: whether a forward uses the cache now, in `thread`.
         interrupted: whether a forward failed after it may have written.
+
+    Graphs read `dsv4_parameters`, the tensors by a path for each, and guard `dsv4_state`, both as of the last `adopt`.
     """
 
     def __init__(
@@ -69,15 +78,32 @@ class PagedCache(Cache):
         self.entered = False
         self.thread = 0
         self.interrupted = False
-        for tensor in self._tensors():
+        self.dsv4_state = ""
+        self.dsv4_parameters: dict[str, Tensor] = {}
+        self._parts: list[Any] = []
+        self._held: HeldTensors | None = None
+        for tensor in self._tensors().values():
             # A cache keeps its shape and address: its dims do not become symbols, and captures use it in place.
             mark_static(tensor)
             mark_static_address(tensor, guard=False)
 
-    def _tensors(self) -> list[Tensor]:
-        caches = [t for layer in self.paged.layers for t in layer.tensors().values()]
-        tables = [t for t in vars(self.paged.block_tables).values() if t is not None]
-        return [*caches, *tables, self.seq_lens, self.columns]
+    def _tensors(self) -> dict[str, Tensor]:
+        named = [(f"layers.{i}.{name}", t) for i, x in enumerate(self.paged.layers) for name, t in x.tensors().items()]
+        tables = [(f"block_tables.{name}", t) for name, t in vars(self.paged.block_tables).items() if t is not None]
+        return dict([*named, *tables, ("seq_lens", self.seq_lens), ("columns", self.columns)])
+
+    def adopt(self) -> None:
+        """Let graphs run with the tensors that the cache has now; `dsv4_state` names what they guard of it."""
+        paged = self.paged
+        parts = [*vars(paged).values(), *vars(paged.block_tables).values(), self.seq_lens, self.columns]
+        parts += chain.from_iterable(map(_OF_LAYER, paged.layers))
+        same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
+        if same and self._held is not None and self._held.hold():
+            return
+        self._parts, self.dsv4_parameters = parts, self._tensors()
+        self._held = HeldTensors(self.dsv4_parameters.values())
+        settings = {name: value for name, value in vars(paged).items() if name not in ("layers", "block_tables")}
+        self.dsv4_state = named({**settings, **self.dsv4_parameters})
 
     def begin_step(self, batch_size: int, num_columns: int, keep: Tensor | None) -> AttentionMetadata:
         """Append `num_columns` columns to the first `batch_size` sequences; return the metadata of those tokens.

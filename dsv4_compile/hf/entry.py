@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._compat import record_outputs
+from .._compat import eval_frame, record_outputs
 from ..errors import check, fail
 from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
+from .guards import compile_arguments, drop_guards
 
 NO_WEIGHTS = "sparse attention builds no attention matrix"
 RECORDED = ("output_hidden_states", "output_router_logits")
@@ -158,9 +159,10 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
         if mask is not None and mask.shape[1] > ids.shape[1]:
             # Past columns are in the cache, and the loss of the router takes one weight a token.
             arguments["attention_mask"] = mask[:, -ids.shape[1] :].contiguous()
-        model.adopt()
         if any(arguments.get(name, getattr(model.config, name, False)) for name in RECORDED):
             record_outputs(model)
+        model.adopt()
+        held.adopt()
         if model.dsv4_in_step is not None:
             model.dsv4_in_step.begin(arguments)
     except BaseException:
@@ -194,6 +196,8 @@ class EnteredOnHost(_nn.Module):
         """Run the forward between `enter` and `Entry.finish`, without gradients."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
+        if compiler := eval_frame.get_eval_frame_callback():
+            drop_guards(compiler)  # of torch.compile(model), or of a function around the model
         entry = enter(self, args, kwargs)
         try:
             with torch.no_grad():
@@ -204,6 +208,10 @@ class EnteredOnHost(_nn.Module):
         finally:
             entry.release()
         return entry.finish(result)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile in place as `nn.Module.compile`, without the guards that the entry makes redundant."""
+        super().compile(*args, **compile_arguments(kwargs))
 
 
 def check_call(model: Any, arguments: dict[str, Any]) -> None:

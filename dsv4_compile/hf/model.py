@@ -24,6 +24,7 @@ from ..errors import check, fail
 from ..metadata import AttentionMetadata
 from .cache import CACHE_NAME, PagedCache, given_cache
 from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, generating, held_by, kept, take_own
+from .guards import STATE, TENSORS
 from .layers import CompilableHead
 from .snapshot import Snapshot
 
@@ -88,7 +89,8 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         # In __dict__, where nn.Module does not look at what it is given.
         self.__dict__["dsv4_snapshot"] = None
         self.compare()
-        self.__dict__["dsv4_snapshot"] = Snapshot(self)
+        snapshot = Snapshot(self)
+        self.__dict__.update({"dsv4_snapshot": snapshot, STATE: snapshot.state, TENSORS: snapshot.named})
 
     def compare(self) -> None:
         """Do what `adopt` does where something may have changed."""
@@ -150,6 +152,11 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
                 why="its checks, its cache and replaced weights belong to the call",
                 fix='compile the model in place, model.compile(backend="dsv4"), or call it',
             )
+        if torch.compiler.is_compiling():
+            # Guarded in place of modules and settings; parameters that were read here have a short way to the graph.
+            check(bool(self.dsv4_state and cache.dsv4_state), "E208", got="a forward before a call")
+            for tensors in (self.dsv4_parameters, cache.dsv4_parameters):
+                _ = [tensors[name].ndim for name in tensors]
         rows, columns = input_ids.shape
         metadata = cache.begin_step(rows, columns, keep)
         hidden_states = self.run_layers(input_ids, metadata, cache.paged.layers, **kwargs)

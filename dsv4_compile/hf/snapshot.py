@@ -1,7 +1,8 @@
-"""State that a converted model was last compared with, so that a call costs little while nothing has changed.
+"""State of a converted model when it was last compared, so that a call costs little while nothing has changed.
 
-The comparisons of `shared_weights` and `layers` visit every module of every layer, which takes longer than a decode
-step's launch. A snapshot holds what they depend on as flat lists, and compares them without a loop in Python.
+The comparisons of `shared_weights` and `layers`, and the guards of a compiled graph, visit every module of every layer,
+which takes longer than a decode step's launch. A snapshot holds what they depend on as flat lists, and compares these
+without a loop in Python.
 """
 
 from __future__ import annotations
@@ -10,51 +11,62 @@ import operator
 from collections.abc import Sized
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .._compat import version_of
-from .shared_weights import ReadModules
+from .._compat import module_hooks, version_of
+from ..runtime.addresses import HeldTensors
+from .guards import CONTAINERS, GLOBAL_HOOKS, fingerprint, tensors_of, watched
 
 
 class Snapshot:
     """State of a `CompilableModel` after its parameters, modules and settings were adopted.
 
+    Args:
+        model: a `CompilableModel`.
+
     Attributes:
-        dicts, keys, objects: what each dictionary held under a key: modules, parameters, buffers, settings.
-        hooks: dictionaries that were empty.
-        sized, sizes: dictionaries that new hooks, adapters or parametrisations would grow.
-        tensors, addresses: parameters and where they lay; `weight.data = ...` moves them.
+        modules, types: all modules, except those that are this package's own, which nothing else changes.
+        sized, sizes: dictionaries of attributes, and those with an entry, and their lengths.
+        empty: dictionaries of modules, parameters, buffers and hooks that have no entry.
+        containers, keys, entries: the others, once for each of their keys, and what they held there.
+        watched: names of attributes that graphs have read.
+        owners, names, values: dictionaries of attributes, and what they held under a name.
+        named, tensors: parameters, buffers and stacked weights.
         buffers, versions: RoPE frequencies, which may be written in place.
         settings: owner, name and value of settings that are in no dictionary.
+        state: the model's `fingerprint`.
     """
 
     def __init__(self, model: Any) -> None:
-        self.dicts: list[dict[str, Any]] = []
-        self.keys: list[str] = []
-        self.objects: list[Any] = []
-        self.hooks: list[Sized] = []
-        self.sized: list[Sized] = [model.layers._modules]
-        self.tensors: list[Tensor] = []
-        read = [model.dsv4_settings.rotary]
-        self._hold(model._modules, "layers")
-        for key, layer in model.layers._modules.items():
-            self._hold(model.layers._modules, key)
-            self._hold(layer._modules, "self_attn")
-            self._hold(layer.self_attn.__dict__, "dsv4_weights")
-            weights = layer.self_attn.dsv4_weights
-            read.append(weights.modules)
-            for each in weights.shared:
-                self._hold_tensor(each.theirs, each.leaf)
-        if model.dsv4_read is not None:
-            read += model.dsv4_read.modules
-            self._hold_around(model)
-        for modules in read:
-            self._hold_modules(modules)
-        self._hold_settings(model.dsv4_settings)
+        self.modules: list[nn.Module] = list(model.modules())
+        self.types = list(map(type, self.modules))
+        containers = [vars(module)[name] for module in self.modules for name in CONTAINERS]
+        containers += [getattr(module_hooks, name) for name in GLOBAL_HOOKS]
+        self.empty = [each for each in containers if not each]
+        self.containers = [each for each in containers for _ in each]
+        self.keys = [key for each in containers for key in each]
+        self.sized: list[Sized] = [*map(vars, self.modules), *(each for each in containers if each)]
         self.sizes = list(map(len, self.sized))
-        self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.entries = list(map(dict.get, self.containers, self.keys))
+        self.owners: list[dict[str, Any]] = []
+        self.names: list[str] = []
+        self.values: list[Any] = []
+        self.watched = frozenset(watched)
+        self.settings: list[tuple[Any, str, Any]] = []
+        for _, owner, name, value in model.dsv4_settings.held:
+            if vars(owner).get(name, self) is value:
+                self._hold(vars(owner), name)
+            elif vars(owner).get("_modules", {}).get(name) is not value:
+                self.settings.append((owner, name, value))
+        for module in self.modules:
+            for name in self.watched.intersection(vars(module)):
+                if not isinstance(vars(module)[name], Tensor):
+                    self._hold(vars(module), name)
+        self.named = tensors_of(model)
+        self.tensors = HeldTensors(self.named.values())
+        self.buffers: list[Tensor] = [each.seen for each in model.dsv4_settings.frequencies]
         self.versions = list(map(version_of, self.buffers))
+        self.state = fingerprint(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Become None in a copy of the model, which has other dictionaries."""
@@ -63,54 +75,18 @@ class Snapshot:
     def holds(self) -> bool:
         """Return whether nothing has changed since. If False, compare again: a change need not matter."""
         return (
-            all(map(operator.is_, map(dict.get, self.dicts, self.keys), self.objects))
-            and not any(self.hooks)
+            len(watched) == len(self.watched)
+            and not any(self.empty)
+            and list(map(type, self.modules)) == self.types
             and list(map(len, self.sized)) == self.sizes
-            and list(map(torch.Tensor.data_ptr, self.tensors)) == self.addresses
+            and all(map(operator.is_, map(dict.get, self.containers, self.keys), self.entries))
+            and list(map(dict.get, self.owners, self.names)) == self.values
+            and self.tensors.hold()
             and list(map(version_of, self.buffers)) == self.versions
             and all(getattr(owner, name, None) == value for owner, name, value in self.settings)
         )
 
-    def _hold(self, where: dict[str, Any], key: str) -> Any:
-        self.dicts.append(where)
-        self.keys.append(key)
-        self.objects.append(where.get(key))
-        return self.objects[-1]
-
-    def _hold_tensor(self, where: dict[str, Any], key: str) -> None:
-        if isinstance(held := self._hold(where, key), Tensor):
-            self.tensors.append(held)
-
-    def _hold_modules(self, modules: ReadModules) -> None:
-        """Hold what `ReadModules.check` depends on."""
-        for _, siblings, key, module in modules.modules:
-            self._hold(siblings, key)
-            self.hooks += (module._forward_hooks, module._forward_pre_hooks)
-            self.sized += (module.__dict__, module._modules)
-
-    def _hold_around(self, model: Any) -> None:
-        """Hold what `ReadParts.adopt` depends on."""
-        self._hold_tensor(self._hold(model._modules, "embed_tokens")._parameters, "weight")
-        for moe in model.dsv4_read.moe:
-            for name in ("shared_w13", "shared_w13_scale"):
-                self._hold(moe.__dict__, name)
-            for part in (moe.shared_experts.gate_proj, moe.shared_experts.up_proj):
-                for name in ("weight", "weight_scale_inv"):
-                    self._hold_tensor(part._parameters, name)
-            gate = self._hold(moe._modules, "gate")
-            for owned in (gate._parameters, gate._buffers):
-                self._hold_tensor(owned, "tid2eid")
-
-    def _hold_settings(self, settings: Any) -> None:
-        """Hold what `ReadSettings.check` depends on."""
-        for each in settings.frequencies:
-            self._hold(each.buffers, each.name)
-        self.buffers: list[Tensor] = [each.seen for each in settings.frequencies]
-        self.settings: list[tuple[Any, str, Any]] = []
-        for _, owner, name, value in settings.held:
-            places = (vars(owner), vars(owner).get("_modules", {}))
-            found = next((place for place in places if place.get(name, self) is value), None)
-            if found is None:
-                self.settings.append((owner, name, value))
-            else:
-                self._hold(found, name)
+    def _hold(self, where: dict[str, Any], name: str) -> None:
+        self.owners.append(where)
+        self.names.append(name)
+        self.values.append(where[name])

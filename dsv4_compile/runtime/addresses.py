@@ -6,14 +6,14 @@ the graph reading memory that nothing fills any more, and nothing else reports t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._compat import mark_static, mark_static_address
+from .._compat import TensorGuards, lie_at, mark_static, mark_static_address
 from ..errors import check, fail
 from .captures import tensor_bytes
 
@@ -74,6 +74,27 @@ class AddressCheck:
     def nbytes(self) -> int:
         """Bytes of the distinct storages."""
         return tensor_bytes(self._tensors)
+
+
+class HeldTensors:
+    """Many tensors as they are now, compared in two calls: addresses, types, dtypes, devices, shapes and strides."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        with torch.inference_mode(False):  # the layout of a tensor is compared with the modes of its call
+            self._layouts: Any = TensorGuards(*self._tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become None in a copy of what holds them, which has other tensors."""
+        return type(None), ()
+
+    def hold(self) -> bool:
+        """Return whether all are what they were."""
+        if not lie_at(self._tensors, self._addresses):
+            return False
+        with torch.inference_mode(False):
+            return bool(self._layouts.check(*self._tensors))
 
 
 def named_tensors(tree: Any, name: str) -> dict[str, Tensor]:

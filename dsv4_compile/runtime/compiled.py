@@ -19,13 +19,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import progress
+from .._compat import lie_at
 from ..errors import fail, warn
 from .addresses import TensorRecord
 from .aliasing import GraphOutputs, owner, without_repeats
@@ -89,6 +90,7 @@ class _Entry:
     records: tuple[TensorRecord, ...]
     where: str
     ids: tuple[int, ...] = ()
+    addresses: list[int] = field(default_factory=list)
     references: tuple[weakref.ref[Tensor], ...] = ()
     calls: int = 0
     copies: tuple[Tensor, ...] = ()
@@ -165,13 +167,15 @@ class CapturedGraph:
 
     def _entry_of(self, args: tuple[Any, ...]) -> _Entry | None:
         """Return the entry of these inputs, a new one if there is room, or None for a call that stays compiled."""
-        in_place = tuple(args[i] for i in self._in_place)
+        in_place = [args[i] for i in self._in_place]
         copied = [args[i] for i in self._copied]
         key = tuple((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else a for a in copied)
         known = self._entries.get(key, ())
         ids = tuple(map(id, in_place))
         for entry in known:
-            if entry.ids == ids:
+            # What has not been captured may still move, and in debug mode `_replay` says what has.
+            free = entry.capture is None or self._policy.debug
+            if entry.ids == ids and (free or lie_at(in_place, entry.addresses)):
                 return entry
         records = self._records_of(in_place)
         for entry in known:
@@ -180,7 +184,7 @@ class CapturedGraph:
                 return entry
         return self._admit(key, in_place, records, copied)
 
-    def _remember(self, entry: _Entry, in_place: tuple[Tensor, ...]) -> None:
+    def _remember(self, entry: _Entry, in_place: list[Tensor]) -> None:
         """Recognise `entry` by these tensor objects, and drop it when one of their owners is freed.
 
         Views may be freed while their owner lives; the next ones are recognised by their address.
@@ -190,7 +194,7 @@ class CapturedGraph:
             entry.ids = ()  # another tensor may get the id
 
         names, owners = (self._names[i] for i in self._in_place), [owner(tensor) for tensor in in_place]
-        entry.ids = tuple(map(id, in_place))
+        entry.ids, entry.addresses = tuple(map(id, in_place)), list(map(Tensor.data_ptr, in_place))
         entry.references = (
             *(weakref.ref(o, functools.partial(self._drop, entry, n)) for o, n in zip(owners, names, strict=True)),
             *(weakref.ref(t, forget_ids) for t, o in zip(in_place, owners, strict=True) if o is not t),
@@ -209,12 +213,12 @@ class CapturedGraph:
         entry.references = ()  # their callbacks hold the entry, which would wait for the garbage collector
         return bool(found)
 
-    def _records_of(self, in_place: tuple[Tensor, ...]) -> tuple[TensorRecord, ...]:
+    def _records_of(self, in_place: Sequence[Tensor]) -> tuple[TensorRecord, ...]:
         names = (self._names[i] for i in self._in_place)
         return tuple(TensorRecord.of(name, tensor) for name, tensor in zip(names, in_place, strict=True))
 
     def _admit(
-        self, key: Any, in_place: tuple[Tensor, ...], records: tuple[TensorRecord, ...], copied: list[Any]
+        self, key: Any, in_place: list[Tensor], records: tuple[TensorRecord, ...], copied: list[Any]
     ) -> _Entry | None:
         tokens = tokens_of(copied)
         if tokens > self._policy.max_tokens:
@@ -251,7 +255,8 @@ class CapturedGraph:
     def _capture(self, entry: _Entry, args: tuple[Any, ...]) -> None:
         captured_args: list[Any] = list(args)
         # Recorded again: a first call may have moved weights.
-        entry.records = self._records_of(tuple(args[i] for i in self._in_place))
+        entry.records = self._records_of([args[i] for i in self._in_place])
+        entry.addresses = [record.address for record in entry.records]
         with torch.inference_mode(False):
             # No inference tensors, whatever the mode of this call: later calls write them in other modes.
             for i in self._copied:

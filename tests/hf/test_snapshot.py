@@ -107,7 +107,7 @@ def test_what_no_comparison_depends_on_is_not_compared(called: Any, monkeypatch:
     model = copy.deepcopy(called)
     assert compares(model, monkeypatch), "a copy has not been compared"
     model(random_ids(1, 3))
-    model.model.layers[0].mlp.register_forward_hook(lambda *a: None)
+    model.lm_head.register_forward_hook(lambda *a: None)
     model.model.layers[1].self_attn.kv_proj.weight.data.mul_(2)
     assert not compares(model, monkeypatch)
 
