@@ -192,6 +192,11 @@ CODES: dict[str, Code] = {
         "a graph with collectives is replayed before destroy_process_group, which frees it",
         "destroy the group last; after it, convert the model again with a new mesh",
     ),
+    "E705": Code(
+        "rank did not come to an all-reduce",
+        "every rank makes the same steps, each within the time in which the others wait for it",
+        "see the first error of that rank, and start all ranks again",
+    ),
     "E801": Code(
         "version of vLLM is not supported",
         "the plug-in runs in vLLM 0.32 and 0.33 on a CPU; it knows them by what they have",

@@ -2,7 +2,8 @@
 
 Up to `ONE_SHOT_BYTES` every rank reads the inputs of all others; up to the size of the buffer each reduces a part and
 reads the other parts; above it NCCL runs. The op is opaque to torch.compile and captured with the step. Multicast
-(NVLS) is not used. A rank that stops leaves the kernels of the others waiting until their process is ended.
+(NVLS) is not used. A rank that stops leaves these kernels of the others waiting until their process is
+ended.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check
+from . import boundary
 from .collectives import functional_all_reduce, gather_objects
 from .ranks import Ranks
 
@@ -40,6 +42,7 @@ def prepare(ranks: Ranks, device: torch.device) -> None:
     reasons = gather_objects(why, ranks)
     found = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
     check(not found, "E302", got='collectives="symmetric"', why=found, fix='pass collectives="functional"')
+    boundary.prepare(ranks, device)
 
 
 def _why_unsupported(device: torch.device) -> str:

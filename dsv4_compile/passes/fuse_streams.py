@@ -1,7 +1,8 @@
 """Fuse the return of a sub-layer's output to the streams with the mix for the next sub-layer, or with the head's.
 
 `mhc_boundary` also returns the new streams, for the next `mhc_post` and for recorded hidden states. `mhc_head` does
-not: before it, streams with another user stay a result of `mhc_post`.
+not: before it, streams with another user stay a result of `mhc_post`. An all-reduce through symmetric memory, of a
+sub-layer that is split over ranks, becomes a part of the boundary after it.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 from functools import partial
 from itertools import chain, pairwise
 
+import torch
 from torch.fx import Graph, Node
 
 from ..lowering import registry
 from ..ops.common.define import OPS
+from ..parallel import symmetric  # noqa: F401  defines the all-reduce
 from ..selection.decisions import record
 from .fusion import Fuser, NotFusable, inputs_to_move
 from .nodes import VIEWS, OpNode, calls_of, describe, display_name, read, value_of
 from .rewrite import erase, insert, item, replace_uses
 
+REDUCE, REDUCED = "all_reduce", "all_reduce_mhc_boundary"
+"""Ops of dsv4_collectives: the all-reduce, and the boundary after it that has it inside."""
 FIRST, PRE, BOUNDARY, HEAD = "mhc_post", "mhc_pre", "mhc_boundary", "mhc_head"
 
 
@@ -32,11 +37,16 @@ def run(graph: Graph, fuser: Fuser) -> None:
             into, fuse = (HEAD, _fuse_head) if second.name == HEAD else (BOUNDARY, _fuse_boundary)
             attempt = partial(fuse, graph, fuser, first, second, path)
             record(fuser.attempt((FIRST, second.name), into, second.node, attempt))
+    for call in calls_of(graph, BOUNDARY):
+        reduced = _path(call, "output")
+        if reduced[0].target is torch.ops.dsv4_collectives.all_reduce.default:
+            attempt = partial(_fuse_reduce, graph, fuser, call, reduced)
+            record(fuser.attempt((REDUCE, BOUNDARY), REDUCED, call.node, attempt))
 
 
-def _path(second: OpNode) -> list[Node]:
-    """Return the node that the streams of `second` are a view of, then the views, in order."""
-    path = [second["streams"]]
+def _path(second: OpNode, argument: str = "streams") -> list[Node]:
+    """Return the node that an argument of `second` is a view of, then the views, in order."""
+    path = [second[argument]]
     while path[0].target in VIEWS:
         path.insert(0, path[0].args[0])
     return path
@@ -90,6 +100,27 @@ def _fuse_head(graph: Graph, fuser: Fuser, first: OpNode, second: OpNode, path: 
         fused = insert(graph, OPS[HEAD], given, value_of(second.node), second.node)
     replace_uses([second.node], fused.node)
     for node in (second.node, *reversed(path)):
+        graph.erase_node(node)
+
+
+def _fuse_reduce(graph: Graph, fuser: Fuser, call: OpNode, path: list[Node]) -> None:
+    """Replace an all-reduce and the boundary that alone uses it by one call, or raise `NotFusable`."""
+    for node, user in pairwise((*path, call.node)):
+        others = [other for other in node.users if other is not user]
+        if others:
+            raise NotFusable(f"{display_name(others[0])} also uses the sum of the ranks")
+    chosen = registry.foresee(describe(call.node, call.op, call.arguments), fuser.options)
+    if fuser.options.fuse_of(fuser.name) != "on" and chosen.impl != "triton":
+        raise NotFusable(f"{BOUNDARY} is {chosen.impl}, and the kernel alone reads what other ranks have")
+    part, name = path[0].args
+    if list(value_of(part).shape) != list(value_of(call["output"]).shape):
+        raise NotFusable(f"{BOUNDARY} reads the sum in another shape")
+    given = {**call.arguments, "output": part}
+    with graph.inserting_before(call.node):
+        fused = graph.call_function(torch.ops.dsv4_collectives.all_reduce_mhc_boundary.default, (*given.values(), name))
+    fused.meta |= call.node.meta | {"eager_input_vals": value_of((fused.args, {}))}
+    call.node.replace_all_uses_with(fused)
+    for node in (call.node, *reversed(path)):
         graph.erase_node(node)
 
 

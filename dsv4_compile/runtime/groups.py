@@ -16,6 +16,7 @@ import torch
 
 from .._compat import OpOverload
 from ..errors import check
+from ..parallel.boundary import check_arrived
 
 _NAMESPACES = ("_c10d_functional", "c10d", "dsv4_collectives", "symm_mem")
 """Namespaces of ops whose last string argument names a process group."""
@@ -44,13 +45,17 @@ def group_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
 
 def replay_of(graph: Graph, groups: frozenset[str], what: str) -> Callable[[], None]:
-    """Return what replays `graph`, which is freed when one of `groups` is destroyed; a later replay raises E704."""
+    """Return what replays `graph`, which is freed when one of `groups` is destroyed; a later replay raises E704.
+
+    A replay after one to which a rank did not come raises E705.
+    """
     if not groups:
         return graph.replay
     _free_before_destruction()
     _communicating[graph] = groups
 
     def replay() -> None:
+        check_arrived(groups)
         try:
             graph.replay()
         except RuntimeError:

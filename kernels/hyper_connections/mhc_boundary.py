@@ -1,5 +1,8 @@
 """`mhc_boundary`, and the kernels of its siblings, which leave out its first or its last part.
 
+With `peers` the output is this rank's part of a sum over ranks, which one launch adds up (device/exchange.py). In two
+launches, of more tokens, an all-reduce before them is as fast.
+
 A program takes a slice of the channels of a token, or of 16 tokens: it computes the new streams and the slice's share
 of the mix, a product with `fn`, and of the sum of squares. What is left needs the sums of all slices: coefficients, the
 mixed input and its norm.
@@ -22,7 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference.hyper_connections.mhc_boundary import MhcBoundary
+from ..device.exchange import Peers, exchange_number, gathered, mailbox, meet
 from ..device.norm import load_weight, rms_norm
+from ..host.gpu import gpu_of
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments
 from ..host.semaphores import arrival_counters, arrive
@@ -40,6 +45,10 @@ TILE_TOKENS = 16
 """Tokens of a program that uses tensor cores, the smallest side of their tiles."""
 TILE_CHANNELS = 64
 """Channels of a step of such a program."""
+REGION_BYTES = 1024
+"""Bytes of a mailbox, which holds the output of a program: CHANNELS elements for each 4 of 8 warps."""
+EXCHANGE_CTAS = 512
+"""CTAs that have mailboxes."""
 
 
 class Mix(NamedTuple):
@@ -110,18 +119,19 @@ def _load_streams(p, strides, row, o_c, mask):
 
 @triton.jit
 def _load_and_return(
-    p_streams_out, p_streams, streams_strides, p_returned, returned_strides, row, exists, o_c, D: tl.constexpr
+    p_streams_out, p_streams, streams_strides, p_returned, returned_strides, z, row, exists, o_c, D: tl.constexpr
 ):
     """Load the streams [B, C] of a slice as float32; after a sub-layer, compute the new ones and store them.
 
-    `row` and `exists` are scalars for one token, [B, 1] for more.
+    `row` and `exists` are scalars for one token, [B, 1] for more; `z` is the output [B, C], or None to load it.
     """
     mask = exists & (o_c < D)[None, :]
     x0, x1, x2, x3 = _load_streams(p_streams, streams_strides, row, o_c, mask)
     x = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     if p_returned is not None:
-        p = p_returned[0] + row * returned_strides[0][0] + o_c[None, :] * returned_strides[0][1]
-        z = tl.load(p, mask=mask, other=0.0).to(tl.float32)
+        if z is None:
+            p = p_returned[0] + row * returned_strides[0][0] + o_c[None, :] * returned_strides[0][1]
+            z = tl.load(p, mask=mask, other=0.0).to(tl.float32)
         x = _return_output(p_returned, returned_strides, row, exists, z, x)
         x0, x1 = x[0].to(p_streams.dtype.element_ty), x[1].to(p_streams.dtype.element_ty)
         x2, x3 = x[2].to(p_streams.dtype.element_ty), x[3].to(p_streams.dtype.element_ty)
@@ -175,12 +185,17 @@ def mhc_token_kernel(
     eps,
     hc_eps,
     iterations,
+    peers,  # `Peers`, or None
     D: tl.constexpr,
     D_BLOCK: tl.constexpr,
     C: tl.constexpr,
     MIX: tl.constexpr,
     MIX_BLOCK: tl.constexpr,
     S_BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    CTAS: tl.constexpr,
+    REGION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program p takes slice p % SLICES of token p // SLICES."""
@@ -200,8 +215,17 @@ def mhc_token_kernel(
     f3 = tl.load(p_f + 3 * D * fn_strides[1], mask=m_f, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    z = None
+    if peers is not None:
+        DTYPE: tl.constexpr = p_streams.dtype.element_ty
+        count, o_in = exchange_number(peers, program), tl.arange(0, C)[None, :]
+        p = returned[0] + token * returned_strides[0][0] + o_c[None, :] * returned_strides[0][1]
+        part = tl.load(p, mask=m_c[None, :], other=0.0)
+        tl.store(mailbox(peers[0][RANK], count, program, DTYPE, CTAS, REGION) + o_in, part, mask=m_c[None, :])
+        meet(peers, count, program, RANK, RANKS, CTAS)
+        z = gathered(peers[0], count, program, o_in, m_c[None, :], DTYPE, RANKS, CTAS, REGION)
     x0, x1, x2, x3 = _load_and_return(
-        p_streams_out, p_streams, streams_strides, returned, returned_strides, token, token >= 0, o_c, D
+        p_streams_out, p_streams, streams_strides, returned, returned_strides, z, token, token >= 0, o_c, D
     )
     p = p_sums + token * ((MIX + 1) * SLICES) + program % SLICES
     tl.store(p + o_m * SLICES, tl.sum(f0 * x0 + f1 * x1 + f2 * x2 + f3 * x3, 1), mask=o_m < MIX)
@@ -267,6 +291,7 @@ def mhc_tokens_kernel(
                 streams_strides,
                 returned,
                 returned_strides,
+                None,
                 o_t[:, None],
                 m_t[:, None],
                 o_c,
@@ -323,8 +348,17 @@ def mhc_finish_kernel(
     )  # fmt: skip
 
 
-def launch(streams: Tensor, returned: tuple[Tensor, Tensor, Tensor] | None, mix: Mix) -> Results:
-    """Compute the streams after `returned`, the output, post and comb of a sub-layer, and what `mix` makes of them."""
+def launch(
+    streams: Tensor,
+    returned: tuple[Tensor, Tensor, Tensor] | None,
+    mix: Mix,
+    peers: Peers | None = None,
+    rank: int = 0,
+) -> Results:
+    """Compute the streams after `returned`, the output, post and comb of a sub-layer, and what `mix` makes of them.
+
+    With `peers`, the output is the part of `rank` of a sum over ranks.
+    """
     tokens, count, dim = streams.shape
     ends = mix.iterations == 0
     results = Results(
@@ -336,8 +370,7 @@ def launch(streams: Tensor, returned: tuple[Tensor, Tensor, Tensor] | None, mix:
     if tokens == 0:
         return results
     rows = mix.fn.shape[0]
-    channels = min(CHANNELS * _warps(dim) // 4, max(16, triton.next_power_of_2(dim)))
-    slices = triton.cdiv(dim, channels)
+    channels, slices = _slices(dim)
     sums = streams.new_empty((tokens, rows + 1, slices), dtype=torch.float32)
     of_mix = mix.base, mix.scale, mix.base.stride(0), mix.scale.stride(0), mix.norm_weight, mix.norm_weight.stride(0)
     strides = None if returned is None else tuple(each.stride() for each in returned)
@@ -345,6 +378,8 @@ def launch(streams: Tensor, returned: tuple[Tensor, Tensor, Tensor] | None, mix:
     finish = {"D_BLOCK": triton.next_power_of_2(dim), "S_BLOCK": triton.next_power_of_2(slices)}
     tiles = streams.dtype is torch.bfloat16 and tokens > MAX_ONE_LAUNCH
     counters = None if tokens > MAX_ONE_LAUNCH else arrival_counters(tokens, streams.device)
+    exchange = {"RANK": rank, "RANKS": 1 if peers is None else len(peers.flags), "CTAS": EXCHANGE_CTAS}
+    exchange["REGION"] = REGION_BYTES // streams.element_size()
     if tiles:
         programs = triton.cdiv(tokens, TILE_TOKENS) * slices
         launch_kernel(
@@ -358,7 +393,8 @@ def launch(streams: Tensor, returned: tuple[Tensor, Tensor, Tensor] | None, mix:
         launch_kernel(
             mhc_token_kernel, (programs,), results.streams, tuple(results[1:]), sums, counters, streams, returned,
             mix.fn, of_mix, streams.stride(), strides, mix.fn.stride(), mix.norm_eps, mix.hc_eps, mix.iterations,
-            C=channels, MIX_BLOCK=triton.next_power_of_2(rows), num_warps=_warps(dim), **sizes, **finish,
+            peers, C=channels, MIX_BLOCK=triton.next_power_of_2(rows), num_warps=_warps(dim), **sizes, **finish,
+            **exchange,
             **pdl_arguments(streams.device, programs),
         )  # fmt: skip
     if counters is None:
@@ -374,6 +410,17 @@ def launch(streams: Tensor, returned: tuple[Tensor, Tensor, Tensor] | None, mix:
 def _warps(dim: int) -> int:
     """Return the warps of a program that norms a row of `dim` in its registers."""
     return 4 if dim <= 4096 else 8
+
+
+def _slices(dim: int) -> tuple[int, int]:
+    """Return the channels of a slice, and the slices of a row."""
+    channels = min(CHANNELS * _warps(dim) // 4, max(16, triton.next_power_of_2(dim)))
+    return channels, triton.cdiv(dim, channels)
+
+
+def ctas_per_sm(streams: Tensor) -> int:
+    """Return how many CTAs of the first launch find registers on an SM at once."""
+    return 2 if _warps(streams.shape[2]) == 4 else 1
 
 
 def why_unsupported(streams: Tensor) -> str:
@@ -395,4 +442,24 @@ def mhc_boundary(a: MhcBoundary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def why_unsupported_mhc_boundary(a: MhcBoundary) -> str:
     """Return why a call cannot use the kernels, "" if it can."""
+    return why_unsupported(a.streams)
+
+
+def all_reduce_mhc_boundary(a: MhcBoundary, peers: Peers, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run `mhc_boundary` on the sum of `a.output` over ranks, for calls that `why_unsupported_over_ranks` takes."""
+    found = launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]), peers, rank)
+    assert found.streams is not None and found.post is not None and found.comb is not None
+    return found.streams, found.y, found.post, found.comb
+
+
+def why_unsupported_over_ranks(a: MhcBoundary) -> str:
+    """Return why a call cannot exchange its output with other ranks, "" if it can."""
+    most = min(EXCHANGE_CTAS, ctas_per_sm(a.streams) * gpu_of(a.streams.device).sms)
+    if a.output.dtype is not a.streams.dtype:
+        return f"the output is {a.output.dtype}, the streams are {a.streams.dtype}"
+    tokens, _, dim = a.streams.shape
+    if tokens > MAX_ONE_LAUNCH:
+        return f"{tokens} tokens, one launch takes {MAX_ONE_LAUNCH}"
+    if tokens * _slices(dim)[1] > most:
+        return f"{tokens * _slices(dim)[1]} CTAs may not be resident at once, {most} are"
     return why_unsupported(a.streams)

@@ -20,6 +20,10 @@ NIBBLES = tl.constexpr(8)  # e2m1 in a 32-bit word
 WORD_COLUMNS = tl.constexpr(128)  # elements of K whose four scales are one word
 USUAL_FIRST = tl.constexpr(16)  # byte of the smallest scale, 2^-111, that one multiplication can apply
 USUAL = tl.constexpr(65536.0)  # what such weights lack: one multiplication by scale and 2^126 would exceed bfloat16
+MULTIPLY_USUAL = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
+MULTIPLY_ANY = tl.constexpr(  # the constant is hoisted out of the loop
+    "{ .reg .b32 one, value; mov.b32 one, 0x7E807E80; mul.rn.bf16x2 value, $1, one; mul.rn.bf16x2 $0, value, $2; }"
+)
 
 
 @triton.jit
@@ -57,13 +61,7 @@ def unpack_mxfp4(words, scales, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, PTX: 
         scales = (scales * 0x00010001)[:, :, None, None, None]
         pairs, scales = tl.broadcast(pairs, scales)
         # mul.rn.bf16x2 keeps subnormals.
-        if ANY:  # the constant is hoisted out of the loop
-            multiply_pairs: tl.constexpr = (
-                "{ .reg .b32 one, value; mov.b32 one, 0x7E807E80; mul.rn.bf16x2 value, $1, one; "
-                "mul.rn.bf16x2 $0, value, $2; }"
-            )
-        else:
-            multiply_pairs: tl.constexpr = "mul.rn.bf16x2 $0, $1, $2;"
+        multiply_pairs: tl.constexpr = MULTIPLY_ANY if ANY else MULTIPLY_USUAL
         pairs = tl.inline_asm_elementwise(multiply_pairs, "=r,r,r", [pairs, scales], tl.int32, is_pure=True, pack=1)
     low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...layout import WEIGHT_TILE, cdiv
 from ...reference.moe.expert_weights import SCALE_COLUMNS, columns, weight_format
 from ...reference.moe.moe_experts import ExpertsArguments
+from ..host.addresses import first_byte
 from ..host.gpu import Gpu, gpu_of, register_limit
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
@@ -591,10 +592,6 @@ def why_unsupported_moe_experts(call: ExpertsArguments) -> str:
         size, block = columns(weight), 64 if kind == "float" else SCALE_COLUMNS
         if size % block or weight.shape[-2] % 64 or size == 0:
             return f"{name} has N of a multiple of 64 and K of {block}, not {weight.shape[-2]} and {size}"
-        if (
-            not weight.is_contiguous()
-            or weight.storage_offset() * weight.element_size() % 16
-            or not (scale is None or scale.is_contiguous())
-        ):
+        if not weight.is_contiguous() or first_byte(weight) % 16 or not (scale is None or scale.is_contiguous()):
             return f"{name} is read by TMA: contiguous, at an address of a multiple of 16"
     return ""

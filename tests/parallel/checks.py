@@ -28,8 +28,10 @@ from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, all_reduce, gather_obje
 from dsv4_compile.parallel.collectives import first_object, functional_all_reduce
 from dsv4_compile.parallel.split import part_of
 from dsv4_compile.runtime import counting
+from dsv4_compile.selection import decisions
 from tests.hf import official
 from tests.hf.small import LAYERS, close
+from tests.kernels.hyper_connections.calls import arguments
 from tests.modules.engine import Engine
 from tests.modules.test_compiled_layer import CASES, MAX_SEQ_LEN, random_layer
 from tests.parallel.processes import TIMEOUT
@@ -283,6 +285,24 @@ def an_opaque_all_reduce_without_a_buffer_is_that_of_the_backend(mesh: Any) -> N
         want = functional_all_reduce(x.t().contiguous(), ranks.name) + 1
         assert torch.equal(compiled(x), want)
         assert float(want[0, 0]) == 2.0
+
+
+def a_boundary_adds_up_the_parts_of_all_ranks(mesh: Any) -> None:
+    ranks = replace(Ranks.of(mesh), symmetric=True)
+    streams, part, *rest = arguments("mhc_boundary", 3, 64)
+
+    def step(streams: Tensor, part: Tensor, *rest: Any) -> list[Tensor]:
+        return list(torch.ops.dsv4.mhc_boundary(streams, all_reduce(part, ranks), *rest))
+
+    options: Any = {"dsv4.impl": "eager", "dsv4.fuse": "on"}
+    compiled = torch.compile(step, fullgraph=True, backend="dsv4", options=options)
+    part += ranks.rank
+    total = functional_all_reduce(part, ranks.name)
+    want = torch.ops.dsv4.mhc_boundary(streams, total, *rest)
+    with decisions.collect() as collected:
+        got = compiled(streams, part, *rest)
+    assert [fusion.into for fusion in collected.fusions if fusion.fused] == ["all_reduce_mhc_boundary"]
+    assert all(torch.equal(*each) for each in zip(got, want, strict=True))
 
 
 def a_rank_that_dies_ends_the_others_with_its_name(mesh: Any) -> None:

@@ -73,7 +73,7 @@ _warned: set[tuple[str, str]] = set()
 @functools.cache
 def launcher(op: str) -> Callable[..., Any]:
     """Return the launcher of `op`. Imports Triton; E101 if there is none."""
-    return packed(op, getattr(_module(op), op))
+    return packed(op, getattr(kernel_module(op), op))
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def refusal(op: str) -> Callable[..., str] | None:
     """Return `why_unsupported` of the kernel of `op`; None if it has no kernel, or one that supports every call."""
     if op not in KERNELS:
         return None
-    module = _module(op)
+    module = kernel_module(op)
     found = getattr(module, f"why_unsupported_{op}", None) or getattr(module, f"{op}_refuses", None)
     return None if found is None else packed(op, found)
 
@@ -151,7 +151,8 @@ def _report(op: str, reason: str) -> None:
         warn("W603", got=f"torch.ops.dsv4.{op}: {reason}", why="the limit depends on what a graph does not fix")
 
 
-def _module(op: str) -> Any:
+def kernel_module(op: str) -> Any:
+    """Return the module of the kernel of `op`. Imports Triton; E101 if there is none."""
     try:
         return importlib.import_module(f"dsv4_compile.kernels.{KERNELS[op]}")
     except ImportError as missing:
