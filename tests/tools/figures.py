@@ -21,6 +21,7 @@ from dsv4_compile.errors import check
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "results"
 RECORDS: Mapping[str, str] = {
+    "all_reduce_boundary": "all_reduce_boundary_h100.json",
     "compile_time": "compile_time_h200.json",
     "cpu_models": "cpu_models.json",
     "decode_step": "decode_step_h200.json",
@@ -193,6 +194,15 @@ def whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, shown
 
 
+def all_reduce(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of all-reduces with the boundary after them, us."""
+    shown = rows["all_reduce_boundary"]
+    forms = ("boundary", "fused", "symmetric", "nccl")
+    lines = [["tokens", "boundary alone", "all-reduce inside", "symmetric memory, then boundary", "NCCL, then boundary"]]
+    lines += [[str(row["tokens"]), *(f"{row[f'{form}_us']:.1f}" for form in forms)] for row in shown]
+    return lines, shown
+
+
 def compile_time(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of compile times: three kinds of layer, seconds."""
     shown = rows["compile_time"]
@@ -298,6 +308,11 @@ FIGURES: Mapping[str, Figures] = {
         ("tensor_parallel",),
         "torchrun --nproc-per-node 2 examples/benchmarks/tensor_parallel.py --layers 43 --batches 1,8,32 --prompt 64 "
         "--experts rows --collectives symmetric",
+    ),
+    "all_reduce": Figures(
+        all_reduce,
+        ("all_reduce_boundary",),
+        "torchrun --nproc-per-node 2 examples/benchmarks/all_reduce_boundary.py",
     ),
     "layers": Figures(layers, ("decode_step",), "dsv4 bench decode_step --only impl=graph"),
     "stack": Figures(stack, ("decode_step",), "dsv4 bench decode_step --only layer=stack"),
