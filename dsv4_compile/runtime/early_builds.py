@@ -199,8 +199,8 @@ class EarlyBuilds:
         with self._mode:
             kernel.warmup(*args, grid=(1,), **constants)
 
-    def _submit(self, key: str, build: Callable[[], Any], keep: Callable[[Any], None]) -> None:
-        """Take a variant from Triton, which keeps nothing of it, and so asks again for each launch."""
+    def _submit(self, key: str, build: Callable[[], Any], keep: Callable[[Any], None], *forget: Any) -> None:
+        """Take a variant from Triton. It keeps nothing of it, so it asks again each time, and has nothing to forget."""
         if key not in self._variants:
             self._variants[key] = _Variant(self._name, self._pool.submit(_timed, build))
         self._variants[key].keep.append(keep)
