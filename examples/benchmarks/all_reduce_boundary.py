@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dsv4_compile.bench.record import environment
 from dsv4_compile.hf.split import with_collectives
-from dsv4_compile.parallel import Ranks, boundary
+from dsv4_compile.parallel import Ranks
 from dsv4_compile.parallel.collectives import functional_all_reduce
 
 DIM, CALLS, REPEATS = 4096, 40, 9
@@ -86,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"torchrun --nproc-per-node {ranks.size} examples/benchmarks/all_reduce_boundary.py --tokens {args.tokens}"
     )
     found: dict[str, Any] = {"scenario": "all_reduce_boundary", **environment(device), "command": command, "rows": []}
-    found["fused_in_kernel"] = bool(boundary._exchanges)
     for tokens in map(int, args.tokens.split(",")):
         forms = forms_of(tokens, ranks, device)
         row = {"ranks": ranks.size, "tokens": tokens} | {
