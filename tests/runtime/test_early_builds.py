@@ -13,12 +13,11 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch.fx import GraphModule
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
 from dsv4_compile import options, progress
+from dsv4_compile.backend import dsv4
 from dsv4_compile.debug import compile_log
 from dsv4_compile.errors import DSV4Error
 from dsv4_compile.kernels.hopper.cluster_mailbox import launch_clusters
@@ -28,9 +27,9 @@ from dsv4_compile.kernels.host.launch import is_building, launch_kernel
 from dsv4_compile.lowering import registry
 from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
-from dsv4_compile.passes import ChooseImplementations
 from dsv4_compile.runtime import early_builds
 from dsv4_compile.runtime.early_builds import Built, EarlyBuilds, Metadata
+from dsv4_compile.selection import decisions
 from dsv4_compile.testing import fake_triton
 from dsv4_compile.testing.samples import op_samples
 
@@ -253,8 +252,7 @@ def test_a_graph_builds_early_what_its_first_call_launches(
 ) -> None:
     """Views of a cache that an op writes, slices of a projection, and a number of tokens that varies."""
     monkeypatch.setattr(registry, "_ours", lambda call: call.op in KERNELS)
-    registry.load()
-    parsed = options.Options.parse(None, {"dsv4.impl": "triton", "dsv4.fuse": "off"}, ops=OPS)
+    monkeypatch.setattr(early_builds, "for_graph", lambda wanted, devices: {"on": EarlyBuilds}[wanted](2))
     asked: list[list[Any]] = []
     add = EarlyBuilds.add
 
@@ -263,12 +261,6 @@ def test_a_graph_builds_early_what_its_first_call_launches(
         add(self, op, arguments)
 
     monkeypatch.setattr(EarlyBuilds, "add", noted)
-
-    def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        with EarlyBuilds(2):
-            ChooseImplementations(parsed, (), {CPU})(gm.graph)
-        gm.recompile()
-        return gm
 
     kv, ape, state, slots, positions, block = op_samples("save_partial_states")[0]
     norm = op_samples("fused_q_kv_rmsnorm")[0]
@@ -290,9 +282,9 @@ def test_a_graph_builds_early_what_its_first_call_launches(
     for x in (kv, projected, slots, positions):
         torch._dynamo.mark_dynamic(x, 0)
     torch.compiler.reset()
-    backend = aot_autograd(fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True)
-    with torch.no_grad():
-        torch.compile(step, backend=backend, fullgraph=True)(*given)
+    only_kernels = {"dsv4.impl": "triton", "dsv4.fuse": "off"}
+    with torch.no_grad(), decisions.collect():  # so that the graph comes from no cache
+        torch.compile(step, backend=dsv4, options=only_kernels, fullgraph=True)(*given)
     split = projected.split(sizes, dim=1)
     expected = [described((kv, ape, view, slots, positions, block)) for view in views(pages)]
     assert asked == [*expected, described(in_full("fused_q_kv_rmsnorm", (*split, *norm[2:])))]
