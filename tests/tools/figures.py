@@ -198,7 +198,8 @@ def all_reduce(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row
     """Return lines and rows of the table of all-reduces with the boundary after them, us."""
     shown = rows["all_reduce_boundary"]
     forms = ("boundary", "fused", "symmetric", "nccl")
-    lines = [["tokens", "boundary alone", "all-reduce inside", "symmetric memory, then boundary", "NCCL, then boundary"]]
+    before = [f"{name}, then boundary" for name in ("symmetric memory", "NCCL")]
+    lines = [["tokens", "boundary alone", "all-reduce inside", *before]]
     lines += [[str(row["tokens"]), *(f"{row[f'{form}_us']:.1f}" for form in forms)] for row in shown]
     return lines, shown
 
