@@ -52,13 +52,13 @@ def prepare(ranks: Ranks, device: torch.device) -> None:
     boxes: Tensor = memory.empty(size, dtype=torch.uint8, device=device)
     flags: Tensor = memory.empty(ranks.size * ctas, dtype=torch.int32, device=device).zero_()
     found = [memory.rendezvous(each, ranks.name) for each in (boxes, flags)]
-    addresses = [tuple(map(int, each.buffer_ptrs)) for each in found]
+    at: list[tuple[int, ...]] = [tuple(map(int, each.buffer_ptrs)) for each in found]
     counts, failed = (torch.zeros(count, dtype=torch.int32, device=device) for count in (ctas, 1))
     fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     torch.cuda.synchronize(device)
     gather_objects(None, ranks)  # flags are zero on every rank before one is raised
     held = boxes, flags, *found
-    _exchanges[ranks.name, device] = _Exchange(ranks.rank, *addresses, fault, counts, failed, held)
+    _exchanges[ranks.name, device] = _Exchange(ranks.rank, at[0], at[1], fault, counts, failed, held)
 
 
 def check_arrived(groups: frozenset[str]) -> None:
