@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import progress
+from .._compat import triton_known
 from ..kernels.host.launch import building
 from ..ops.common.kernels import launcher, refusal
 
@@ -119,16 +120,18 @@ class _Variant:
 def for_graph(wanted: str, devices: Collection[torch.device]) -> AbstractContextManager[Any]:
     """Return a block to compile a graph on `devices` in, that builds its kernels early if `dsv4.early_builds` is "on".
 
-    Builds are left to the first call on a CPU, which has no kernels, and where torch forks this process to compile: a
-    fork may not have what the threads hold.
+    Builds are left to the first call on a CPU, which has no kernels, with a Triton whose asynchronous mode was not
+    tested, and where torch forks this process to compile: a fork keeps locked what a thread held.
     """
     gpus = sorted((device for device in devices if device.type == "cuda"), key=str)
     if wanted == "off" or not gpus or importlib.util.find_spec("triton") is None:
         return nullcontext()
     from .._compat import cache_dir_utils, inductor_config
 
-    if inductor_config.worker_start_method == "fork":
-        _log.info("kernels are built at their first launch: torch compiles in forks of this process")
+    forks = inductor_config.worker_start_method == "fork"
+    if forks or not triton_known():
+        why = "torch compiles in forks of this process" if forks else "this Triton was not tested"
+        _log.info("kernels are built at their first launch: %s", why)
         return nullcontext()
     # Inductor sets it to the same at some time before the first call; a later process looks for kernels there.
     os.environ.setdefault("TRITON_CACHE_DIR", cache_dir_utils.triton_cache_dir(gpus[0].index or 0))

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-from dsv4_compile import options, progress
+from dsv4_compile import _compat, options, progress
 from dsv4_compile.backend import dsv4
 from dsv4_compile.debug import compile_log
 from dsv4_compile.errors import DSV4Error
@@ -305,6 +305,10 @@ def test_only_graphs_on_a_gpu_build_early_unless_switched_off(
     with inductor_config.patch(worker_start_method="fork"), caplog.at_level("INFO", "dsv4_compile.runtime"):
         assert not isinstance(early_builds.for_graph("on", {gpu}), EarlyBuilds)
     assert "forks" in caplog.text
+    with monkeypatch.context() as patched, caplog.at_level("INFO", "dsv4_compile.runtime"):
+        patched.setattr(_compat, "TRITON_LAST", (3, 5))
+        assert not isinstance(early_builds.for_graph("on", {gpu}), EarlyBuilds)
+    assert "was not tested" in caplog.text
     expected = cache_dir_utils.triton_cache_dir(1)
     with early_builds.for_graph("on", {CPU, gpu}) as builds:
         assert early_builds.active() is builds
