@@ -41,8 +41,9 @@ _exchanges: dict[tuple[str, torch.device], _Exchange] = {}
 
 
 def prepare(ranks: Ranks, device: torch.device) -> None:
-    """Allocate mailboxes and flags, and exchange their addresses with all ranks; after `symmetric.prepare`."""
-    if (ranks.name, device) in _exchanges or not runs_kernel(OP, device):
+    """Allocate mailboxes and flags, and exchange their addresses with all ranks; `symmetric.prepare` does it."""
+    _exchanges.pop((ranks.name, device), None)
+    if not runs_kernel(OP, device):
         return
     from .._compat import symmetric_memory
 

@@ -27,22 +27,27 @@ _ALIGNMENT = 16
 """Bytes that the kernels load at once; other sizes go to NCCL."""
 
 _buffers: dict[tuple[str, torch.device], Tensor] = {}
+_prepared: dict[tuple[str, torch.device], int] = {}
+"""The group that a buffer was made for: torch names groups anew after destroy_process_group."""
 
 
 def prepare(ranks: Ranks, device: torch.device) -> None:
-    """Allocate this rank's buffer and exchange addresses with all ranks. Raises E302 on all of them if one cannot."""
-    why = _why_unsupported(device)
-    if not why and (ranks.name, device) not in _buffers:
+    """Allocate this rank's buffers and exchange addresses with all ranks. Raises E302 on all of them if one cannot."""
+    why, key, group = _why_unsupported(device), (ranks.name, device), id(ranks.group)
+    known = _prepared.get(key) == group
+    if not why and not known:
         # torch reads it at the first allocation of symmetric memory.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         try:
-            _buffers[ranks.name, device] = _rendezvous(ranks, device)
+            _buffers[key] = _rendezvous(ranks, device)
         except RuntimeError as fault:
             why = str(fault).splitlines()[0]
     reasons = gather_objects(why, ranks)
     found = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
     check(not found, "E302", got='collectives="symmetric"', why=found, fix='pass collectives="functional"')
-    boundary.prepare(ranks, device)
+    if not known:
+        boundary.prepare(ranks, device)
+        _prepared[key] = group
 
 
 def _why_unsupported(device: torch.device) -> str:
