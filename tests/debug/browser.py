@@ -1,6 +1,6 @@
 """Open a page of a replay in headless Chromium and check it there: python -m tests.debug.browser replay.html
 
-Not a test of the suite, whose machines have no browser. Checks in light and dark and in a narrow window: the panel is
+test_browser.py does it where a browser is installed. Checks in light and dark and in a narrow window: the panel is
 filled, arrow keys move the focus, zoom widens the lanes, nothing overflows the page, nothing is loaded from outside.
 Screenshots lie beside the page.
 """
@@ -16,9 +16,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+LISTEN = """<script>
+const faults = [];
+window.addEventListener('error', event => faults.push(String(event.message)));
+</script>"""
 CHECK = """<script>
-const found = {errors: []};
-window.addEventListener('error', event => found.errors.push(String(event.message)));
+const found = {errors: faults};
 window.addEventListener('load', () => {
   const all = [...document.querySelectorAll('.node')], lane = document.querySelector('.lanes');
   found.nodes = all.length; found.panel = document.querySelectorAll('#node dd').length;
@@ -46,13 +49,9 @@ window.addEventListener('load', () => {
 
 
 def chromium() -> str:
-    """Return the path of an installed Chromium."""
-    found = next(
-        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
-    )
-    if not found:
-        raise SystemExit("no Chromium is installed")
-    return found
+    """Return the path of an installed Chromium, or ""."""
+    names = "chromium", "chromium-browser", "google-chrome"
+    return next((path for name in names if (path := shutil.which(name))), "")
 
 
 def wrong(page: Path, *, dark: bool, width: int) -> Iterator[str]:
@@ -62,7 +61,8 @@ def wrong(page: Path, *, dark: bool, width: int) -> Iterator[str]:
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     with tempfile.TemporaryDirectory() as folder:
         checked = Path(folder) / page.name
-        checked.write_text(text.replace("</body>", f"{CHECK}</body>"), encoding="utf-8")
+        heard = text.replace("<head>", f"<head>{LISTEN}", 1)
+        checked.write_text(heard.replace("</body>", f"{CHECK}</body>"), encoding="utf-8")
         command = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1200", scheme]
         done = subprocess.run([*command, "--dump-dom", checked.as_uri()], capture_output=True, text=True, check=True)
         subprocess.run([*command, f"--screenshot={shot}", page.resolve().as_uri()], capture_output=True, check=True)
@@ -92,6 +92,8 @@ def wrong(page: Path, *, dark: bool, width: int) -> Iterator[str]:
 
 def main(path: str) -> int:
     """Check one page; return the number of faults."""
+    if not chromium():
+        raise SystemExit("no Chromium is installed")
     faults = [
         f"{'dark' if dark else 'light'}, {width} pixels: {fault}"
         for dark in (False, True)
