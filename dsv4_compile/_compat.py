@@ -46,6 +46,8 @@ TRANSFORMERS_FIRST = (5, 17)
 TRANSFORMERS_LAST = (5, 24)
 CACHE_NAMES = ("cache", "past_key_values")
 """Names of the cache in calls and results of transformers, newest first: 5.24 has renamed it."""
+VERSION = "_version"
+"""Number that grows when a tensor is written in place; inference tensors have none."""
 EXPERTS_GATE = "_apply_gate"
 """Method of transformers' experts that multiplies gate and up."""
 

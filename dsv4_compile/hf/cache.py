@@ -81,7 +81,7 @@ class PagedCache(Cache):
         self.dsv4_state = ""
         self.dsv4_parameters: dict[str, Tensor] = {}
         self._parts: list[Any] = []
-        self._held: HeldTensors | None = None
+        self.compared: HeldTensors | None = None
         for tensor in self._tensors().values():
             # A cache keeps its shape and address: its dims do not become symbols, and captures use it in place.
             mark_static(tensor)
@@ -98,10 +98,10 @@ class PagedCache(Cache):
         parts = [*vars(paged).values(), *vars(paged.block_tables).values(), self.seq_lens, self.columns]
         parts += chain.from_iterable(map(_OF_LAYER, paged.layers))
         same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
-        if same and self._held is not None and self._held.hold():
+        if same and self.compared is not None and self.compared.hold():
             return
         self._parts, self.dsv4_parameters = parts, self._tensors()
-        self._held = HeldTensors(self.dsv4_parameters.values())
+        self.compared = HeldTensors(self.dsv4_parameters.values())
         settings = {name: value for name, value in vars(paged).items() if name not in ("layers", "block_tables")}
         self.dsv4_state = named({**settings, **self.dsv4_parameters})
 

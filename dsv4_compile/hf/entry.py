@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .._compat import eval_frame, record_outputs
 from ..errors import check, fail
+from ..runtime.addresses import compared
 from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
 from .guards import compile_arguments, drop_guards
 
@@ -97,12 +98,13 @@ class Entry:
     Attributes:
         arguments: what to call the forward with; empty where an outer entry has done all.
         in_step: what keeps the ranks of a split model in step, a `split.InStep`, or None.
+        compared: the tensors that have been compared with what graphs know of them.
     """
 
-    def __init__(self, arguments: dict[str, Any], held: Any = None, handle: Any = None, in_step: Any = None) -> None:
-        self.arguments = arguments
-        self.held: PagedCache | None = held
-        self.handle, self.in_step = handle, in_step
+    def __init__(self, arguments: dict[str, Any], held: Any = None, handle: Any = None, model: Any = None) -> None:
+        self.arguments, self.held, self.handle = arguments, held, handle
+        self.in_step = None if model is None else model.dsv4_in_step
+        self.compared = compared.get() if model is None else (model.dsv4_snapshot.tensors, held.compared)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def release(self) -> None:
@@ -139,8 +141,7 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
 
     Raises E208 or E204 for a call that the model cannot run, before anything is written.
     """
-    kind: Any = type(module)
-    bound = _signature(kind).bind(module, *args, **kwargs)
+    bound = _signature(module.__class__).bind(module, *args, **kwargs)
     arguments = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
     arguments |= bound.arguments.get("kwargs", {})
     cache = given_cache(arguments)
@@ -170,7 +171,7 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
         raise
     held.interrupted = True  # until `finish`
     arguments[CACHE_NAME] = held
-    return Entry(arguments, held, handle, model.dsv4_in_step)
+    return Entry(arguments, held, handle, model)
 
 
 def _take(cache: PagedCache, new: bool) -> None:
@@ -199,6 +200,7 @@ class EnteredOnHost(_nn.Module):
         if compiler := eval_frame.get_eval_frame_callback():
             drop_guards(compiler)  # of torch.compile(model), or of a function around the model
         entry = enter(self, args, kwargs)
+        token = compared.set(entry.compared)
         try:
             with torch.no_grad():
                 result = super().__call__(**entry.arguments)
@@ -206,6 +208,7 @@ class EnteredOnHost(_nn.Module):
             entry.explain(fault)
             raise
         finally:
+            compared.reset(token)
             entry.release()
         return entry.finish(result)
 

@@ -13,9 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._compat import module_hooks, version_of
+from .._compat import VERSION, module_hooks
 from ..runtime.addresses import HeldTensors
 from .guards import CONTAINERS, GLOBAL_HOOKS, fingerprint, tensors_of, watched
+
+_version = operator.attrgetter(VERSION)
 
 
 class Snapshot:
@@ -64,8 +66,9 @@ class Snapshot:
                     self._hold(vars(module), name)
         self.named = tensors_of(model)
         self.tensors = HeldTensors(self.named.values())
-        self.buffers: list[Tensor] = [each.seen for each in model.dsv4_settings.frequencies]
-        self.versions = list(map(version_of, self.buffers))
+        buffers: list[Tensor] = [each.seen for each in model.dsv4_settings.frequencies]
+        self.buffers = [buffer for buffer in buffers if not buffer.is_inference()]
+        self.versions = list(map(_version, self.buffers))
         self.state = fingerprint(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -82,7 +85,7 @@ class Snapshot:
             and all(map(operator.is_, map(dict.get, self.containers, self.keys), self.entries))
             and list(map(dict.get, self.owners, self.names)) == self.values
             and self.tensors.hold()
-            and list(map(version_of, self.buffers)) == self.versions
+            and list(map(_version, self.buffers)) == self.versions
             and all(getattr(owner, name, None) == value for owner, name, value in self.settings)
         )
 

@@ -7,6 +7,7 @@ the graph reading memory that nothing fills any more, and nothing else reports t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -77,10 +78,15 @@ class AddressCheck:
 
 
 class HeldTensors:
-    """Many tensors as they are now, compared in two calls: addresses, types, dtypes, devices, shapes and strides."""
+    """Many tensors as they are now, compared in two calls: addresses, types, dtypes, devices, shapes and strides.
+
+    Attributes:
+        ids: ids of the tensors, which are kept alive.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
+        self.ids = frozenset(map(id, self._tensors))
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         with torch.inference_mode(False):  # the layout of a tensor is compared with the modes of its call
             self._layouts: Any = TensorGuards(*self._tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -95,6 +101,10 @@ class HeldTensors:
             return False
         with torch.inference_mode(False):
             return bool(self._layouts.check(*self._tensors))
+
+
+compared: ContextVar[tuple[HeldTensors, ...]] = ContextVar("dsv4_compared", default=())
+"""Tensors that the caller has compared in this call, so that a captured graph need not do so again."""
 
 
 def named_tensors(tree: Any, name: str) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from torch import Tensor
 from .. import progress
 from .._compat import lie_at
 from ..errors import fail, warn
-from .addresses import TensorRecord
+from .addresses import HeldTensors, TensorRecord, compared
 from .aliasing import GraphOutputs, owner, without_repeats
 from .captures import Capture, Graphs, check_not_capturing
 from .warmup import is_late
@@ -85,12 +86,17 @@ def _count(what: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One shape of the copied inputs with one set of in-place tensors, which it does not keep alive."""
+    """One shape of the copied inputs with one set of in-place tensors, which it does not keep alive.
+
+    `others` are the in-place tensors, by their place among them, that are not in `compared`.
+    """
 
     records: tuple[TensorRecord, ...]
     where: str
     ids: tuple[int, ...] = ()
     addresses: list[int] = field(default_factory=list)
+    compared: tuple[HeldTensors, ...] | None = None
+    others: tuple[int, ...] = ()
     references: tuple[weakref.ref[Tensor], ...] = ()
     calls: int = 0
     copies: tuple[Tensor, ...] = ()
@@ -121,9 +127,14 @@ class CapturedGraph:
         self._compiled, self._names, self._graphs, self._policy = compiled, tuple(names), graphs, policy
         self._in_place = tuple(sorted(in_place))
         self._copied = tuple(i for i in range(len(self._names)) if i not in in_place)
+        # From two positions on, itemgetter returns a tuple.
+        self._pick = operator.itemgetter(*self._in_place) if len(self._in_place) > 1 else self._pick_few
         self._entries: dict[Any, list[_Entry]] = {}
         self._reported: set[str] = set()
         self._lost: list[str] = []  # names of inputs that were freed before their shape was captured
+
+    def _pick_few(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(args[i] for i in self._in_place)
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on `args`, by replay if their shape has been captured."""
@@ -167,16 +178,14 @@ class CapturedGraph:
 
     def _entry_of(self, args: tuple[Any, ...]) -> _Entry | None:
         """Return the entry of these inputs, a new one if there is room, or None for a call that stays compiled."""
-        in_place = [args[i] for i in self._in_place]
+        in_place = list(self._pick(args))
         copied = [args[i] for i in self._copied]
         key = tuple((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else a for a in copied)
         known = self._entries.get(key, ())
         ids = tuple(map(id, in_place))
         for entry in known:
-            # What has not been captured may still move, and in debug mode `_replay` says what has.
-            free = entry.capture is None or self._policy.debug
-            if entry.ids == ids and (free or lie_at(in_place, entry.addresses)):
-                return entry
+            if entry.ids == ids and (entry.capture is None or self._policy.debug or _lies_still(entry, in_place)):
+                return entry  # before its capture it may move, and in debug mode `_replay` says what has moved
         records = self._records_of(in_place)
         for entry in known:
             if entry.records == records:
@@ -195,6 +204,7 @@ class CapturedGraph:
 
         names, owners = (self._names[i] for i in self._in_place), [owner(tensor) for tensor in in_place]
         entry.ids, entry.addresses = tuple(map(id, in_place)), list(map(Tensor.data_ptr, in_place))
+        entry.compared = None
         entry.references = (
             *(weakref.ref(o, functools.partial(self._drop, entry, n)) for o, n in zip(owners, names, strict=True)),
             *(weakref.ref(t, forget_ids) for t, o in zip(in_place, owners, strict=True) if o is not t),
@@ -291,6 +301,18 @@ class CapturedGraph:
         tensors = (args[i] for i in self._copied if isinstance(args[i], Tensor))
         for copy, arg in zip(entry.copies, tensors, strict=True):
             copy.copy_(without_repeats(arg))
+
+
+def _lies_still(entry: _Entry, in_place: list[Tensor]) -> bool:
+    """Return whether the in-place tensors of a captured entry, the same objects, are where its graph reads them."""
+    now = compared.get()
+    if now == entry.compared:
+        return lie_at([in_place[i] for i in entry.others], [entry.addresses[i] for i in entry.others])
+    if not lie_at(in_place, entry.addresses):
+        return False
+    entry.compared = now
+    entry.others = tuple(i for i, tensor in enumerate(in_place) if not any(id(tensor) in held.ids for held in now))
+    return True
 
 
 def tokens_of(inputs: Sequence[Any]) -> int:

@@ -130,6 +130,15 @@ def test_a_change_is_used(compiled: Any, converted: Any, what: str) -> None:
     assert graphs() == count + (what in TRACED)
 
 
+@pytest.mark.parametrize("what", TRACED)
+def test_what_is_traced_again_has_another_fingerprint(converted: Any, what: str) -> None:
+    model = copy.deepcopy(converted)
+    before = guards.fingerprint(model.model)
+    assert before == guards.fingerprint(converted.model)
+    changed(model, TRACED[what])
+    assert before != guards.fingerprint(model.model)
+
+
 def test_a_state_of_before_uses_the_graph_of_before(compiled: Any) -> None:
     before, hooks = logits(compiled), []
     for _ in range(3):

@@ -59,6 +59,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook": lambda m: m.layers[0].self_attn.kv_proj.register_forward_hook(lambda *a: None),
     "a hook before": lambda m: m.layers[0].self_attn.kv_proj.register_forward_pre_hook(lambda *a: None),
     "a forward": lambda m: setattr(m.layers[0].self_attn.kv_proj, "forward", lambda x: x),
+    "a class": lambda m: setattr(m.layers[1].mlp, "__class__", type("Other", (type(m.layers[1].mlp),), {})),
     "an adapter": lambda m: m.layers[0].self_attn.kv_proj.add_module("base_layer", nn.Identity()),
     "a parametrisation": lambda m: parametrize.register_parametrization(
         m.layers[0].self_attn.kv_proj, "weight", nn.Identity()

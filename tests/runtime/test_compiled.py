@@ -230,10 +230,17 @@ def test_a_tensor_whose_memory_moved_is_found(debug: bool) -> None:
     ours = compiled(layer, **{"dsv4.cudagraph.debug": debug})
     for _ in range(5 if debug else 4):
         call(ours, 3, cache)
-    layer.linear.weight.data = layer.linear.weight.data.clone()
+    layer.linear.weight.data = layer.linear.weight.data * 2
     if debug:
         with pytest.raises(GraphError, match=r"E421.*\n.*\n.*weight.*address"):
             call(ours, 3, cache)
+        return
+    with counting() as counts:
+        for _ in range(4):
+            x = torch.randn(3, 4)
+            ours(x, torch.arange(3), cache)
+            torch.testing.assert_close(cache.rows[:3], layer.linear(x))
+    assert counts == Counts(captures=1, replays=2, compiled=2)
 
 
 @pytest.mark.parametrize("value", ["full", "trees"])
