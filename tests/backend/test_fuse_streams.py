@@ -13,7 +13,6 @@ from torch import Tensor
 
 import dsv4_compile
 from dsv4_compile.ops.common.define import EAGER
-from dsv4_compile.parallel import symmetric
 from dsv4_compile.passes import fusion
 from dsv4_compile.selection import decisions, proven
 from dsv4_compile.testing import assert_bitwise
@@ -398,51 +397,3 @@ def test_a_kernel_is_not_replaced_by_ir_that_nobody_measured(
     assert result.fusions[0].reason.endswith("measured at the nearest size: fused 4.0 us, separate 5.0 us")
     us["mhc_boundary"] = 6.0
     assert compare(post_pre, options).reasons == ["measured at the nearest size: fused 6.0 us, separate 5.0 us"]
-
-
-@pytest.fixture
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a sum over ranks be that of two with the same part."""
-    monkeypatch.setattr(symmetric, "functional_all_reduce", lambda x, name: x + x)
-
-
-def reduced(part: Tensor) -> Tensor:
-    total: Tensor = torch.ops.dsv4_collectives.all_reduce(part.contiguous(), "tp")
-    return total
-
-
-BOUNDARIES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-    "a boundary": lambda streams, part, *rest: ops.mhc_boundary(streams, reduced(part), *rest, *MIX),
-    "views": lambda streams, part, *rest: ops.mhc_boundary(
-        streams, reduced(part).view(2, -1, D).flatten(0, 1), *rest, *MIX
-    ),
-    "a post and a pre": lambda streams, part, *rest: post_pre(streams, reduced(part), *rest),
-}
-
-
-@pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize("form", BOUNDARIES)
-def test_an_all_reduce_is_a_part_of_the_boundary_after_it(form: str) -> None:
-    result = compare(BOUNDARIES[form])
-    assert result.ops == {} and result.targets["all_reduce_mhc_boundary"] == 1
-    assert result.targets["all_reduce"] == 0
-    last = result.fusions[-1]
-    assert (last.ops, last.into, last.fused) == (("all_reduce", "mhc_boundary"), "all_reduce_mhc_boundary", True)
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_a_sum_that_others_use_or_read_otherwise_stays_an_all_reduce() -> None:
-    def used_twice(streams: Tensor, part: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        total = reduced(part)
-        return (*ops.mhc_boundary(streams, total, *rest, *MIX), total.float().sum())
-
-    def transposed(streams: Tensor, part: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        total = reduced(part.view(2, -1, D)).flatten(0, 1)
-        return tuple(ops.mhc_boundary(streams, total, *rest, *MIX))
-
-    for body, reason in ((used_twice, "also uses the sum of the ranks"), (transposed, "in another shape")):
-        result = compare(body)
-        assert result.ops == BOUNDARY and result.targets["all_reduce"] == 1
-        assert reason in result.reasons[0]
-    result = compare(BOUNDARIES["a boundary"], {"dsv4.fuse": "auto"})
-    assert result.ops == BOUNDARY and "the kernel alone reads what other ranks have" in result.reasons[0]
