@@ -28,6 +28,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPES := build/types
 # Other values of TORCH or TRITON are another stamp, so changing them installs again.
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(TRITON)' | cksum | cut -d ' ' -f 1)
+MUTATE_VENV := .venv-mutate
+MUTATE_STAMP := $(MUTATE_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(shell printf '%s' '$(VLLM)' | cksum | cut -d ' ' -f 1)
 
@@ -52,6 +54,10 @@ test-vllm: $(VLLM_STAMP)  ## the plug-in inside vLLM, in an environment of its o
 fuzz: install  ## 2,000 random sequences of calls against eager transformers, and 200 through Inductor: hours
 	OMP_NUM_THREADS=1 DSV4_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n $(JOBS) tests/hf/test_fuzz.py $(ARGS)
 
+.PHONY: mutate
+mutate: install $(MUTATE_STAMP)  ## change the source in 120 places, one at a time, and record which changes no test notices: an hour
+	$(MUTATE_VENV)/bin/python tests/tools/mutate.py --python $(abspath $(BIN)/python) --jobs $(JOBS) $(ARGS)
+
 kernels: install  ## compile every kernel and record what tests ask; with ARGS=--compile=all, compare with the record
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not interpreted' --compile=record tests/kernels tests/lowering $(ARGS)
 
@@ -68,7 +74,13 @@ docs: install  ## write the generated pages and blocks of README, kernels/README
 install: $(STAMP)  ## create or refresh the environment
 
 clean:  ## remove the environment and every build product
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(MUTATE_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# A mutation tool, which imports nothing of the project.
+$(MUTATE_STAMP):
+	$(PYTHON) -m venv $(MUTATE_VENV)
+	$(MUTATE_VENV)/bin/python -m pip --disable-pip-version-check install -q cosmic-ray==8.7.0
+	touch $@
 
 # vLLM brings its own torch. Beside that, packages for a torch with a GPU fail to import.
 $(VLLM_STAMP): pyproject.toml
