@@ -29,6 +29,7 @@ RECORDS: Mapping[str, str] = {
     "gemm": "gemm_h200.json",
     "indexer": "indexer_h200.json",
     "mhc": "mhc.json",
+    "mutations": "mutations.json",
     "preprocess": "preprocess_h200.json",
     "preprocess_insert": "preprocess_insert_h200.json",
     "router": "router.json",
@@ -39,6 +40,7 @@ RECORDS: Mapping[str, str] = {
 }
 """The current record of each scenario and script that a page shows."""
 AROUND = ("experts", "router", "mhc")
+LATER = (*AROUND, "mutations")
 """Records that a page shows once they are measured."""
 Row = Mapping[str, Any]
 _BLOCK = re.compile(r"(?s)(<!-- figures: (\S+) -->\n).*?(<!-- end -->)")
@@ -204,6 +206,16 @@ def all_reduce(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row
     return lines, shown
 
 
+def mutations(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of changes of the source: killed, and each that survived."""
+    shown = rows["mutations"]
+    lines = [["area", "changes", "killed", "survived"]]
+    for row in shown:
+        left = [f"`{s['file'].rpartition('/')[2]}`: `{s['changed']}` ({s['reason']})" for s in row["survivors"]]
+        lines.append([row["area"], str(row["changes"]), str(row["killed"]), "; ".join(left).replace("|", "\\|")])
+    return lines, shown
+
+
 def compile_time(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of compile times: three kinds of layer, seconds."""
     shown = rows["compile_time"]
@@ -323,6 +335,7 @@ FIGURES: Mapping[str, Figures] = {
     "cpu_compile": Figures(cpu_compile, ("cpu_models",), "python examples/benchmarks/cpu_models.py"),
     "experts": Figures(experts, AROUND[:1], "python examples/benchmarks/around_attention.py"),
     "around": Figures(around, AROUND[1:], "python examples/benchmarks/around_attention.py"),
+    "mutations": Figures(mutations, ("mutations",), "make mutate"),
     "soak": Figures(soak, ("soak",), "python tests/gpu/soak.py"),
 }
 """The blocks that a page may have."""
@@ -342,7 +355,7 @@ def block(name: str, page: Path, results: Path = RESULTS) -> str:
     """Return the table `name` and the line with its sources, for `page`, to which links are relative."""
     own = FIGURES[name]
     paths = {each: results / RECORDS[each] for each in own.records}
-    if not all(path.exists() for name, path in paths.items() if name in AROUND):
+    if not all(path.exists() for name, path in paths.items() if name in LATER):
         return f"Not measured yet: `{own.command}`."
     records: dict[str, Record] = {each: json.loads(path.read_text()) for each, path in paths.items()}
     lines, shown = own.render({each: record["rows"] for each, record in records.items()})

@@ -175,6 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     reasons = {(s["file"], s["changed"]): s["reason"] for row in record["rows"] for s in row["survivors"]}
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    asked = "import torch, triton; print(torch.__version__, triton.__version__)"
+    versions = subprocess.run([args.python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
+    record |= {"machine": f"a CPU of {os.cpu_count()} cores", "torch": versions[0], "triton": versions[1]}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     failed = False
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
