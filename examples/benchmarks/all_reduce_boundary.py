@@ -1,7 +1,7 @@
 """Time the all-reduce of a sub-layer's output and the boundary after it:
 torchrun --nproc-per-node 2 examples/benchmarks/all_reduce_boundary.py
 
-Sizes of V4-Flash in bfloat16, calls in a row in a CUDA graph. `boundary` is without an all-reduce; `fused` reads the
+Sizes of V4-Flash in bfloat16, consecutive calls in a CUDA graph. `boundary` is without an all-reduce; `fused` reads the
 parts of all ranks in the boundary's own launch; `symmetric` and `nccl` run an all-reduce before it.
 """
 
@@ -50,7 +50,7 @@ def forms_of(tokens: int, ranks: Ranks, device: torch.device) -> dict[str, Calla
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """Return the median time of a call among calls in a row, which all ranks begin together."""
+    """Return the median time of a call among consecutive calls, which all ranks begin together."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 Place = Any
-"""An address, since Triton refuses tensors of symmetric memory, or in the interpreter a tensor."""
+"""An address, since Triton takes no tensors of symmetric memory, or in the interpreter a tensor."""
 
 
 class Peers(NamedTuple):
-    """What an exchange takes.
+    """Memory of an exchange, and how long it waits.
 
     Attributes:
         mailboxes: [2, CTAs, region] of each rank, of the dtype that is exchanged.
