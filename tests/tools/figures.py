@@ -40,8 +40,7 @@ RECORDS: Mapping[str, str] = {
 }
 """The current record of each scenario and script that a page shows."""
 AROUND = ("experts", "router", "mhc")
-LATER = (*AROUND, "mutations")
-"""Records that a page shows once they are measured."""
+"""Records that a page shows once they are measured; "mutations" is another."""
 Row = Mapping[str, Any]
 _BLOCK = re.compile(r"(?s)(<!-- figures: (\S+) -->\n).*?(<!-- end -->)")
 _WEIGHTS = {"bfloat16": "bfloat16", "fp8": "e4m3"}
@@ -182,10 +181,8 @@ def kernels(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
 def whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of V4-Flash on two GPUs: a step, what it reads, and its parts by kernel."""
     shown = rows["tensor_parallel"]
-    lines = [
-        ["batch", "step, ms", "tokens/s", "weights read by a rank, GB", "kernels", *(f"{part}, ms" for part in _PARTS)]
-    ]
-    lines[0].append("first calls, s")
+    head = ["batch", "step, ms", "tokens/s", "weights read by a rank, GB", "kernels"]
+    lines = [[*head, *(f"{part}, ms" for part in _PARTS), "first calls, s"]]
     for row in shown:
         took: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
         for name, _, us in row["kernels"]:
@@ -198,29 +195,24 @@ def whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
 
 def all_reduce(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of all-reduces with the boundary after them, us."""
-    shown = rows["all_reduce_boundary"]
-    forms = ("boundary", "fused", "symmetric", "nccl")
-    before = [f"{name}, then boundary" for name in ("symmetric memory", "NCCL")]
-    lines = [["tokens", "boundary alone", "all-reduce inside", *before]]
-    lines += [[str(row["tokens"]), *(f"{row[f'{form}_us']:.1f}" for form in forms)] for row in shown]
-    return lines, shown
+    shown, forms = rows["all_reduce_boundary"], ("boundary", "fused", "symmetric", "nccl")
+    head = ["tokens", "boundary alone", "all-reduce inside", "symmetric memory, then boundary", "NCCL, then boundary"]
+    return [head, *([str(row["tokens"]), *(f"{row[f'{form}_us']:.1f}" for form in forms)] for row in shown)], shown
 
 
 def mutations(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of changes of the source: killed, and each that survived."""
-    shown = rows["mutations"]
     lines = [["area", "changes", "killed", "survived"]]
-    for row in shown:
+    for row in rows["mutations"]:
         left = [f"`{s['file'].rpartition('/')[2]}`: `{s['changed']}` ({s['reason']})" for s in row["survivors"]]
         lines.append([row["area"], str(row["changes"]), str(row["killed"]), "; ".join(left).replace("|", "\\|")])
-    return lines, shown
+    return lines, rows["mutations"]
 
 
 def compile_time(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of compile times: three kinds of layer, seconds."""
-    shown = rows["compile_time"]
+    shown, state = rows["compile_time"], {"cold": "empty", "warm": "filled"}
     lines = [["weights", "caches of torch and Triton", "s"]]
-    state = {"cold": "empty", "warm": "filled"}
     lines += [[_WEIGHTS[row["weights"]], state[row["cache"]], f"{row['compile_s']:.0f}"] for row in shown]
     return lines, shown
 
@@ -311,7 +303,7 @@ _PARTS: Mapping[str, Sequence[str]] = {
     "rest": (),
 }
 """Words in the names of kernels, by part of the model."""
-_OURS = "dsv4_compile"
+_OURS, _RANKS = "dsv4_compile", "torchrun --nproc-per-node 2"
 _GRAPH: Mapping[str, str | int] = {"impl": "graph", "end": "together"}
 _STACK: Mapping[str, str | int] = {"layer": "stack", "end": "together"}
 _BENCH_KERNELS = tuple(dict.fromkeys(kernel.record for kernel in KERNELS))
@@ -319,14 +311,10 @@ FIGURES: Mapping[str, Figures] = {
     "whole": Figures(
         whole,
         ("tensor_parallel",),
-        "torchrun --nproc-per-node 2 examples/benchmarks/tensor_parallel.py --layers 43 --batches 1,8,32 --prompt 64 "
-        "--experts rows --collectives symmetric",
+        f"{_RANKS} examples/benchmarks/tensor_parallel.py --layers 43 --batches 1,8,32 --prompt 64 --experts rows "
+        "--collectives symmetric",
     ),
-    "all_reduce": Figures(
-        all_reduce,
-        ("all_reduce_boundary",),
-        "torchrun --nproc-per-node 2 examples/benchmarks/all_reduce_boundary.py",
-    ),
+    "all_reduce": Figures(all_reduce, ("all_reduce_boundary",), f"{_RANKS} examples/benchmarks/all_reduce_boundary.py"),
     "layers": Figures(layers, ("decode_step",), "dsv4 bench decode_step --only impl=graph"),
     "stack": Figures(stack, ("decode_step",), "dsv4 bench decode_step --only layer=stack"),
     "kernels": Figures(kernels, _BENCH_KERNELS, "dsv4 bench SCENARIO"),
@@ -355,7 +343,7 @@ def block(name: str, page: Path, results: Path = RESULTS) -> str:
     """Return the table `name` and the line with its sources, for `page`, to which links are relative."""
     own = FIGURES[name]
     paths = {each: results / RECORDS[each] for each in own.records}
-    if not all(path.exists() for name, path in paths.items() if name in LATER):
+    if not all(path.exists() for name, path in paths.items() if name in (*AROUND, "mutations")):
         return f"Not measured yet: `{own.command}`."
     records: dict[str, Record] = {each: json.loads(path.read_text()) for each, path in paths.items()}
     lines, shown = own.render({each: record["rows"] for each, record in records.items()})
