@@ -15,7 +15,7 @@ from dsv4_compile import progress
 from dsv4_compile.errors import DSV4Error, DSV4Warning, GraphError
 from dsv4_compile.metadata import MetadataBuffers, build_batch_metadata
 from dsv4_compile.runtime import DecodeRunner, MemoryPlan, padded_buckets
-from dsv4_compile.runtime.step import Buckets
+from dsv4_compile.runtime.step import Buckets, token_tensors
 from dsv4_compile.testing import assert_bitwise
 from tests.runtime.engine import CAPACITY, CONFIG, MAX_SEQ_LEN, REQUESTS, World, make_runner, make_world, starts_of
 
@@ -361,3 +361,21 @@ def test_a_step_on_random_batches_never_captures_again(seed: int) -> None:
         runner.step(count, hidden=world.load([1] * count, [rng.randint(1, MAX_SEQ_LEN) for _ in range(count)]))
     assert (runner.statistics.captures, runner.statistics.replays) == (len(runner.buckets), 60)
     assert runner.graphs.memory() == held
+
+
+@pytest.mark.parametrize("ratios", [(), (4,), (4, 128)])
+def test_every_tensor_with_a_row_for_each_token_is_found_and_no_block_table(ratios: tuple[int, ...]) -> None:
+    sizes = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 256}
+    buffers = MetadataBuffers(**sizes, ratios=ratios)
+    buffers.load([0, 3], [9])
+    buffers.refresh(5)
+    metadata = buffers.metadata(5)
+    found = {tensor.data_ptr() for tensor in token_tensors(metadata)}
+    parts = [part for part in (metadata.window, metadata.c4, metadata.c128) if part is not None]
+    assert len(parts) == 1 + len(ratios)
+    for part in parts:
+        assert part.slot_mapping.data_ptr() in found
+        table = getattr(part, "block_table", None)
+        assert table is None or table.data_ptr() not in found
+    assert metadata.positions.data_ptr() in found
+    assert all(len(tensor) == 5 for tensor in token_tensors(metadata))
