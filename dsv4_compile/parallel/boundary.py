@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import check
+from ..errors import fail
 from ..ops.common.kernels import kernel_module, runs_kernel
+from ..ops.hyper_connections.mhc_pre import fake_pre
 from ..reference.hyper_connections.mhc_boundary import MhcBoundary
 from .collectives import gather_objects
 from .ranks import Ranks
 
 OP = "mhc_boundary"
 POLLS = 64_000_000
-"""How often a CTA asks for a rank that does not come: some 20 s on an H100."""
+"""Polls of a CTA before it gives up on a rank: some 20 s on an H100."""
 
 
 class _Exchange(NamedTuple):
@@ -66,8 +67,7 @@ def check_arrived(groups: frozenset[str]) -> None:
     """Raise E705 if a rank of one of `groups` did not come to an exchange of an earlier step."""
     for (name, _), exchange in _exchanges.items():
         if name in groups and (late := int(exchange.fault)):
-            check(
-                False,
+            fail(
                 "E705",
                 got=f"rank {late - 1} of group {name} did not come to an all-reduce of rank {exchange.rank}",
                 why="it has ended, or has run another step; what this rank has computed since then is not valid",
@@ -111,10 +111,5 @@ def all_reduce_mhc_boundary(
 
 
 @all_reduce_mhc_boundary.register_fake
-def _(
-    streams: Tensor, output: Tensor, post: Tensor, comb: Tensor, fn: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens, count, dim = streams.shape
-    coefficients = (tokens, count), (tokens, count, count)
-    made = [streams.new_empty(shape, dtype=torch.float32) for shape in coefficients]
-    return streams.new_empty(streams.shape), streams.new_empty((tokens, dim)), made[0], made[1]
+def _(streams: Tensor, output: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return streams.new_empty(streams.shape), *fake_pre(streams)

@@ -1,4 +1,4 @@
-"""Where a tensor begins, for launchers whose loads need an alignment."""
+"""The first byte of a tensor, for launchers whose loads need an alignment."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.hf.tiny import tiny_config
+from dsv4_compile.reference.moe.expert_weights import dequantize_expert
 
 _kinds: Any = tiny_config().layer_types
 LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": _kinds[1:3]}
@@ -34,3 +35,14 @@ def assert_records_what_eager_records(converted: Any, original: Any) -> None:
             close(a, b)
     close(got.aux_loss, want.aux_loss)
     close(got.loss, want.loss)
+
+
+def quantise_at_random(experts: Any, floating: Any, kind: str) -> None:
+    """Fill experts of the format `kind`, "fp4" or "fp8", at random, and `floating` ones with the same weights."""
+    for name in ("gate_up_proj", "down_proj"):
+        weight, scale = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
+        byte = torch.randint(118, 124, scale.shape, dtype=torch.uint8)
+        weight.data.view(torch.uint8).random_(0, 256 if kind == "fp4" else 120)
+        scale.data.view(torch.uint8).copy_(byte)
+        each = [dequantize_expert(w, s) for w, s in zip(weight.data, byte, strict=True)]
+        getattr(floating, name).data = torch.stack(each)

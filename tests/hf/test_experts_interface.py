@@ -28,8 +28,7 @@ from dsv4_compile._compat import TorchDispatchMode
 from dsv4_compile.errors import InputError
 from dsv4_compile.hf.experts_interface import Gate, experts_forward, gate_of
 from dsv4_compile.hf.tiny import tiny_config, tiny_model
-from dsv4_compile.reference.moe.expert_weights import dequantize_expert
-from tests.hf.small import LAYERS, close, random_ids
+from tests.hf.small import LAYERS, close, quantise_at_random, random_ids
 
 ONE_LAYER = LAYERS | {"num_hidden_layers": 1, "layer_types": LAYERS["layer_types"][:1], "moe_intermediate_size": 128}
 THEIRS = ("eager", "batched_mm", "grouped_mm")
@@ -157,13 +156,7 @@ use_experts_implementation(Quantized, experts_interface=ALL_FP8_EXPERTS_FUNCTION
 def test_quantised_experts_are_the_dequantised_ones(kind: str) -> None:
     floating, quantized = (tiny_model(**ONE_LAYER) for _ in range(2))
     experts = Quantized(quantized.config, (128, 128), scale_fmt="ue8m0", expert_dtype=kind)
-    for name in ("gate_up_proj", "down_proj"):
-        weight, scale = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
-        byte = torch.randint(118, 124, scale.shape, dtype=torch.uint8)
-        weight.data.view(torch.uint8).random_(0, 256 if kind == "fp4" else 120)
-        scale.data.view(torch.uint8).copy_(byte)
-        each = [dequantize_expert(w, s) for w, s in zip(weight.data, byte, strict=True)]
-        getattr(floating.model.layers[0].mlp.experts, name).data = torch.stack(each)
+    quantise_at_random(experts, floating.model.layers[0].mlp.experts, kind)
     quantized.model.layers[0].mlp.experts = experts
     ids = random_ids(2, 20)
     close(logits(quantized, ids, "dsv4"), logits(floating, ids, "eager"))

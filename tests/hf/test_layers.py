@@ -16,7 +16,7 @@ from dsv4_compile import hf
 from dsv4_compile.hf import layers
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.reference.moe.expert_weights import dequantize_expert
-from tests.hf.small import LAYERS, assert_records_what_eager_records, close, random_ids
+from tests.hf.small import LAYERS, assert_records_what_eager_records, close, quantise_at_random, random_ids
 
 SIZES: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 256, "attention_only": False}
 
@@ -142,13 +142,7 @@ def _quantized(model: Any, kind: str) -> tuple[Any, Any]:
     floating = copy.deepcopy(model)
     for layer, other in zip(model.model.layers, floating.model.layers, strict=True):
         experts = FP8Experts(model.config, (128, 128), scale_fmt="ue8m0", expert_dtype=kind)
-        for name in ("gate_up_proj", "down_proj"):
-            weight, scale = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
-            byte = torch.randint(118, 124, scale.shape, dtype=torch.uint8)
-            weight.data.view(torch.uint8).random_(0, 256 if kind == "fp4" else 120)
-            scale.data.view(torch.uint8).copy_(byte)
-            each = [dequantize_expert(w, s) for w, s in zip(weight.data, byte, strict=True)]
-            getattr(other.mlp.experts, name).data = torch.stack(each)
+        quantise_at_random(experts, other.mlp.experts, kind)
         layer.mlp.experts = experts
         if kind == "fp8":
             for name in ("gate_proj", "up_proj", "down_proj"):

@@ -34,7 +34,7 @@ AREAS = {
     "hf": ("dsv4_compile/hf", "tests/hf"),
     "kernels": ("kernels", "tests/kernels"),
 }
-"""Where the source of each area lies, and its tests."""
+"""The source of each area, and its tests."""
 UNLIKELY = ("RemoveDecorator", "ExceptionReplacer")
 """Operators whose changes fail at import, or where only an error is raised otherwise."""
 SECONDS = 240.0

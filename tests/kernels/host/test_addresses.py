@@ -1,4 +1,4 @@
-"""Where a tensor begins is read from its address, or from its offset where it has no memory."""
+"""The first byte of a tensor is read from its address, or from its offset where it has no memory."""
 
 from __future__ import annotations
 
