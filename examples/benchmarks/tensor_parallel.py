@@ -2,9 +2,10 @@
 torchrun --nproc-per-node 2 examples/benchmarks/tensor_parallel.py
 
 Layers of V4-Flash with random weights, in official formats (e4m3 linears, MXFP4 experts) or bfloat16, of which a rank
-allocates its part alone; compiled and captured. For each batch: ms of a captured step, host time between two steps,
-kernels of a step and the share of collectives. First, a smaller model is generated with by all ranks together and by
-each alone: logits and tokens are compared, and the ranks' bits.
+allocates its part alone; compiled and captured. For each batch, and for one sequence of each context: ms of a prefill,
+of a captured step by calls in a row and by calls whose token the host reads, host time between two steps, kernels of a
+step and the share of collectives. First, a smaller model is generated with by all ranks together and by each alone:
+logits and tokens are compared, and the ranks' bits. Last, the ranks' bits of many steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from dsv4_compile import hf
 from dsv4_compile._compat import kept_in_float32
 from dsv4_compile.bench.nodes import nodes
 from dsv4_compile.bench.record import environment
+from dsv4_compile.hf.model import cache_like
 from dsv4_compile.hf.split import keep_part
 from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
 from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, gather_objects
@@ -39,7 +41,8 @@ from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, gather_objects
 SMALL: dict[str, Any] = {"hidden_size": 512, "moe_intermediate_size": 256, "head_dim": 128, "o_lora_rank": 128}
 """Sizes for a CPU, in whole blocks of quantisation for two ranks."""
 QUANTISED = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "gate_proj", "up_proj", "down_proj")
-STEPS = 32
+STEPS, TOKENS = 32, 2048
+"""Steps of a measurement; most tokens of a call."""
 _GAP, _OFF = "gap_of_a_token_that_differs", "difference_of_logits"
 
 
@@ -156,28 +159,46 @@ def captures(device: torch.device) -> dict[str, Any]:
     return {"dsv4.cudagraph": "full"} if device.type == "cuda" else {}
 
 
-def measure(model: Any, batch: int, prompt: int, device: torch.device) -> dict[str, Any]:
-    """Return the figures of one batch size."""
+def measure(model: Any, cache: Any, batch: int, prompt: int, device: torch.device) -> dict[str, Any]:
+    """Return the figures of `batch` prompts of `prompt` tokens, which go into `cache` in chunks that it takes."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, model.config.vocab_size, (batch, prompt), generator=generator).to(device)
     # Other tokens in each row, so that a step touches as many experts as it does with text.
-    mask, one = torch.ones_like(ids), ids[:, :1].clone()
+    one = ids[:, :1].clone()
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    options: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1, "past_key_values": cache}
+    chunk = min(cache.paged.max_step_tokens, max(1, TOKENS // batch))
+
+    def prefill() -> None:
+        cache.reset()
+        for part in ids.split(chunk, 1):
+            mask = torch.ones_like(part)
+            for each in (part, mask):
+                hf.mark_dynamic_tokens(each)
+            model(part, attention_mask=mask, **options)
+
+    def step() -> Any:
+        return model(one, attention_mask=torch.ones_like(one), **options)
+
+    def timed(call: Callable[[], Any]) -> float:
+        wait()
+        begin = time.perf_counter()
+        call()
+        wait()
+        return time.perf_counter() - begin
+
+    def read() -> None:
+        for _ in range(STEPS):
+            step().logits[:, -1].argmax(-1).tolist()
+
     begin = time.perf_counter()
-    for each in (ids, mask):
-        hf.mark_dynamic_tokens(each)
     with torch.no_grad():
-        cache = model(ids, attention_mask=mask, use_cache=True, logits_to_keep=1).past_key_values
-
-        def step() -> Any:
-            return model(
-                one, attention_mask=torch.ones_like(one), past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
-
+        prefill()
         for _ in range(4):
             step()
         wait()
         row: dict[str, Any] = {"batch": batch, "prompt": prompt, "first_calls_s": round(time.perf_counter() - begin, 1)}
+        row["prefill_ms"] = round(min(timed(prefill) for _ in range(2)) * 1e3, 1)
         times, host = [], []
         for _ in range(3):
             wait()
@@ -189,6 +210,7 @@ def measure(model: Any, batch: int, prompt: int, device: torch.device) -> dict[s
             times.append(time.perf_counter() - begin)
         row["step_ms"] = round(statistics.median(times) / STEPS * 1e3, 3)
         row["host_ms"] = round(statistics.median(host) / STEPS * 1e3, 3)
+        row["read_ms"] = round(statistics.median(timed(read) for _ in range(3)) / STEPS * 1e3, 3)
         if device.type == "cuda":
             found = nodes(step)
             collective = [node for node in found if any(word in node.name for word in ("nccl", "all_reduce", "shot"))]
@@ -199,6 +221,20 @@ def measure(model: Any, batch: int, prompt: int, device: torch.device) -> dict[s
                 round(sum(node.us for node in collective) / 1e3, 3),
             )
     return row
+
+
+def digest_of_steps(model: Any, cache: Any, steps: int, device: torch.device) -> int:
+    """Return a digest of the logits of `steps` greedy steps of one sequence, which are read at the end alone."""
+    cache.reset()
+    token = torch.ones(1, 1, dtype=torch.int64, device=device)
+    digest = torch.zeros((), dtype=torch.int64, device=device)
+    with torch.no_grad():
+        for _ in range(steps):
+            found = model(token, attention_mask=torch.ones_like(token), past_key_values=cache, use_cache=True)
+            logits = found.logits[:, -1].float()
+            digest = digest * 31 + logits.view(torch.int32).sum(dtype=torch.int64)
+            token = logits.argmax(-1, keepdim=True)
+    return int(digest)
 
 
 def weights_read(config: Any, batch: int, nbytes: dict[str, int]) -> float:
@@ -229,6 +265,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=6, help="%(default)s")
     parser.add_argument("--batches", default="1,8,32,128", help="%(default)s")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt (%(default)s)")
+    parser.add_argument("--contexts", default="", help="tokens of single prompts, such as 2048,8192 (none)")
+    parser.add_argument("--steps", type=int, default=0, help="steps after which ranks' bits are compared (%(default)s)")
     parser.add_argument("--weights", choices=("official", "bfloat16"), default="official", help="%(default)s")
     parser.add_argument("--experts", choices=EXPERT_LAYOUTS, default=EXPERT_LAYOUTS[0], help="%(default)s")
     parser.add_argument("--collectives", default="functional", help="or symmetric (%(default)s)")
@@ -246,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
     command = f"torchrun --nproc-per-node {mesh.size()} examples/benchmarks/tensor_parallel.py --layers {args.layers}"
     command += f" --batches {args.batches} --prompt {args.prompt} --weights {args.weights} --experts {args.experts}"
-    command += f" --collectives {args.collectives}"
+    command += f" --collectives {args.collectives}" + (f" --contexts {args.contexts}" if args.contexts else "")
     found: dict[str, Any] = {"scenario": "tensor_parallel", **environment(device), "command": command, "rows": []}
 
     def tell(value: dict[str, Any]) -> None:
@@ -270,16 +308,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = split_model(configuration(args.layers, args.tiny), args.weights, mesh, args.experts, device)
     nbytes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     found["bytes_of_a_rank"] = sum(nbytes.values())
-    sizes: dict[str, Any] = {"max_batch_size": max(batches), "max_step_tokens": args.prompt, "attention_only": False}
-    sizes["max_seq_len"] = args.prompt + 8 * STEPS
+    contexts = [int(context) for context in args.contexts.split(",") if context]
+    # One cache holds a long sequence, another one the batches of short ones.
+    longest = max(*contexts, args.steps, args.prompt) + 8 * STEPS if contexts else max(args.steps, args.prompt + 8 * STEPS)
+    sizes: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": longest, "attention_only": False}
+    sizes["max_step_tokens"] = min(TOKENS, longest)
     hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts, collectives=args.collectives)
     if not args.eager:
         model.compile(fullgraph=True, backend="dsv4", options=captures(device))
-    for batch in batches:
-        row = {"date": found["date"], "commit": found["commit"], **measure(model, batch, args.prompt, device)}
+    short, long = cache_like(model.model, max(batches), args.prompt + 8 * STEPS, args.prompt), cache_like(model.model)
+    runs = [(short, batch, args.prompt) for batch in batches]
+    runs += [(long, 1, context) for context in contexts]
+    for cache, batch, prompt in runs:
+        row = {"date": found["date"], "commit": found["commit"], **measure(model, cache, batch, prompt, device)}
         row["weights_gb"] = weights_read(model.config, batch, nbytes)
         found["rows"].append(row)
         tell(found["rows"][-1])
+    if args.steps:
+        digests = gather_objects(digest_of_steps(model, long, args.steps, device), Ranks.of(mesh))
+        found["steps"] = {"compared": args.steps, "ranks_bit_equal": len(set(digests)) == 1}
+        tell(found["steps"])
+        failed = failed or not found["steps"]["ranks_bit_equal"]
     torch.distributed.destroy_process_group()
     return int(failed)
 

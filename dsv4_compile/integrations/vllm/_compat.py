@@ -1,12 +1,13 @@
 """Every name of vLLM that the plug-in uses, and the versions that have them.
 
 No other file imports vLLM. Names are imported on first use (`from ._compat import AttentionBackend`), so importing this
-file imports nothing of vLLM. Written against 0.32.0 on a CPU, which `make test-vllm` runs; the files of 0.33.0 were
-compared name by name.
+file imports nothing of vLLM. Written against 0.32.0 on a CPU, which `make test-vllm` runs, and 0.26.0 on a GPU; the
+files of 0.33.0 on a CPU and of 0.32.0 on a GPU were compared name by name.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import os
@@ -21,14 +22,58 @@ import torch
 from ..._compat import forget_compiled
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
-FIRST, LAST = (0, 32), (0, 33)
-"""Versions whose CPU model the plug-in was written for."""
-RANGE = f"vLLM {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]} on a CPU"
 
-MODEL = "models/deepseek_v4/cpu/model.py"
-GPU_MODEL = "models/deepseek_v4/nvidia/model.py"
-SPEC_FIELDS = frozenset({"tokens_per_state", "state_content_bytes", "max_tp_shards"})
-"""Fields of a cache's spec that 0.32 has and 0.26 has not."""
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """vLLM's model of DeepSeek-V4 for one type of device.
+
+    module: its module. attention: the global from which a decoder layer builds its attention: a class, or with
+    `selects` a function that returns one for a configuration. fused: globals that are functions of another compiler,
+    each with an op of its own name in `torch.ops.vllm`, which Dynamo traces.
+    """
+
+    module: str
+    attention: str
+    selects: bool = False
+    fused: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The file, relative to vLLM's package."""
+        return "/".join(self.module.split(".")[1:]) + ".py"
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Globals that the plug-in looks for."""
+        return frozenset({"DeepseekV4Model", ARCHITECTURE, self.attention, *self.fused})
+
+
+BROADCAST = "mhc_pre_broadcast_tilelang"
+"""Hyper-connection before the first layer: the one function of `fused` for which vLLM has no op."""
+MODELS = {
+    "cpu": ModelFile("vllm.models.deepseek_v4.cpu.model", "DeepseekV4CPUAttention"),
+    "cuda": ModelFile(
+        "vllm.models.deepseek_v4.nvidia.model",
+        "_select_dsv4_attn_cls",
+        selects=True,
+        fused=(
+            "hc_head_fused_kernel_tilelang",
+            "mhc_fused_post_pre_tilelang",
+            "mhc_post_tilelang",
+            "mhc_pre_tilelang",
+            BROADCAST,
+        ),
+    ),
+}
+"""Models by the type of device that vLLM runs on."""
+RANGE = "vLLM 0.32 or 0.33 on a CPU, or 0.26 on an NVIDIA GPU"
+
+STATE_FIELDS = frozenset({"tokens_per_state", "state_content_bytes", "max_tp_shards"})
+RATIO_FIELDS = frozenset({"compress_ratio", "kv_quant_mode"})
+"""Fields of a cache's spec in 0.32, and in 0.26."""
+COMMON_FIELDS = frozenset({"alignment", "cache_dtype_str", "model_version", "sliding_window"})
+"""Fields of a cache's spec in every version."""
 
 NAMES: dict[str, tuple[str, str]] = {
     "AttentionBackend": ("vllm.v1.attention.backend", "AttentionBackend"),
@@ -36,8 +81,8 @@ NAMES: dict[str, tuple[str, str]] = {
     "AttentionLayerBase": ("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"),
     "AttentionMetadataBuilder": ("vllm.v1.attention.backend", "AttentionMetadataBuilder"),
     "CompilationMode": ("vllm.config", "CompilationMode"),
+    "CUDAGraphMode": ("vllm.config", "CUDAGraphMode"),
     "InductorPass": ("vllm.compilation.passes.inductor_pass", "InductorPass"),
-    "KVCacheLayout": ("vllm.v1.kv_cache_layout", "KVCacheLayout"),
     "MLAAttentionSpec": ("vllm.v1.kv_cache_interface", "MLAAttentionSpec"),
     "MODELS_CONFIG_MAP": ("vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
     "ModelRegistry": ("vllm", "ModelRegistry"),
@@ -46,15 +91,15 @@ NAMES: dict[str, tuple[str, str]] = {
     "current_platform": ("vllm.platforms", "current_platform"),
     "extract_layer_index": ("vllm.model_executor.models.utils", "extract_layer_index"),
     "get_forward_context": ("vllm.forward_context", "get_forward_context"),
+    "get_kv_quant_mode": ("vllm.v1.kv_cache_interface", "get_kv_quant_mode"),
     "init_logger": ("vllm.logger", "init_logger"),
-    "model": ("vllm.models.deepseek_v4.cpu.model", ""),
     "reset_compile_wrapper": ("vllm.compilation.wrapper", "reset_compile_wrapper"),
     "set_current_vllm_config": ("vllm.config", "set_current_vllm_config"),
+    "support_torch_compile": ("vllm.compilation.decorators", "support_torch_compile"),
+    "TorchCompileWithNoGuardsWrapper": ("vllm.compilation.wrapper", "TorchCompileWithNoGuardsWrapper"),
 }
-"""Module and attribute of each name; an empty attribute means the module itself."""
+"""Module and attribute of each name that all versions have."""
 
-ATTENTION_CLASS = "DeepseekV4CPUAttention"
-"""Global of the model's module that its decoder layer builds attention from."""
 BREAKABLE, AOT = "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_USE_AOT_COMPILE"
 NEEDED = {BREAKABLE: "compiles nothing of DeepSeek-V4", AOT: "takes no backend but its own"}
 """Variables of vLLM that must be 0, and what it does otherwise."""
@@ -69,20 +114,37 @@ def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = NAMES[name]
-    loaded = importlib.import_module(module)
-    value = getattr(loaded, attribute) if attribute else loaded
+    value = getattr(importlib.import_module(module), attribute)
     if name != "current_platform":  # vLLM resolves it on first use
         globals()[name] = value
     return value
 
 
+def device_type() -> str:
+    """Return the type of device that vLLM runs on, such as "cuda"."""
+    return str(__getattr__("current_platform").device_type)
+
+
+def model_file() -> ModelFile:
+    """Return vLLM's model for its device, which `Installed.why_unsupported` has found."""
+    return MODELS[device_type()]
+
+
+def base_model() -> Any:
+    """Import the module of vLLM's model."""
+    return importlib.import_module(model_file().module)
+
+
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A vLLM as it lies there: version, device type of its platform, model files, and fields of its cache specs."""
+    """A vLLM as it lies there: version, type of device, globals of its model for that, and fields of cache specs.
+
+    `names` is None where the file of the model is missing.
+    """
 
     version: str
     device: str
-    files: frozenset[str]
+    names: frozenset[str] | None
     spec_fields: frozenset[str]
 
     @classmethod
@@ -90,35 +152,98 @@ class Installed:
         """Look at the installed vLLM, without importing its model."""
         import vllm
 
-        spec = __getattr__("SlidingWindowMLASpec")
-        root = Path(vllm.__file__).parent
+        device = device_type()
+        file = Path(vllm.__file__).parent / MODELS[device].path if device in MODELS else None
         return cls(
             version=str(vllm.__version__),
-            device=str(__getattr__("current_platform").device_type),
-            files=frozenset(file for file in (MODEL, GPU_MODEL) if (root / file).is_file()),
-            spec_fields=frozenset(vars(spec).get("__dataclass_fields__", ())),
+            device=device,
+            names=_globals(file) if file is not None and file.is_file() else None,
+            spec_fields=_spec_fields(),
         )
 
     def why_unsupported(self) -> str:
         """Return why the plug-in does not run in this vLLM, or "": by what it has, not by its number."""
-        if self.device != "cpu":
-            model = "its model there" if GPU_MODEL in self.files else "a model that it may have there"
-            return f"device {self.device!r}: {model} has fused hyper-connections of its own and is not compiled"
-        if MODEL not in self.files:
-            return f"no vllm/{MODEL}"
-        missing = sorted(SPEC_FIELDS - self.spec_fields)
-        return f"specs of caches without {', '.join(missing)}" if missing else ""
+        if self.device not in MODELS:
+            return f"device {self.device!r}: the plug-in was written for {' and '.join(MODELS)}"
+        model = MODELS[self.device]
+        if self.names is None:
+            return f"no vllm/{model.path}"
+        if missing := model.names - self.names:
+            return f"vllm/{model.path} without {', '.join(sorted(missing))}"
+        if missing := COMMON_FIELDS - self.spec_fields:
+            return f"specs of caches without {', '.join(sorted(missing))}"
+        if not (STATE_FIELDS <= self.spec_fields or RATIO_FIELDS <= self.spec_fields):
+            either = (", ".join(sorted(fields - self.spec_fields)) for fields in (STATE_FIELDS, RATIO_FIELDS))
+            return f"specs of caches without {', and without '.join(either)}"
+        return ""
+
+
+def _globals(file: Path) -> frozenset[str]:
+    """Return the names of classes, functions and imports at the top of a Python file."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return frozenset(found)
+
+
+def _spec_fields() -> frozenset[str]:
+    return frozenset(vars(__getattr__("SlidingWindowMLASpec")).get("__dataclass_fields__", ()))
+
+
+def row_fields(tokens: int, packed: int | None) -> dict[str, Any]:
+    """Return what a spec says of a cache's rows, in the fields that this vLLM has.
+
+    Args:
+        tokens: of the sequence that a row holds.
+        packed: bytes of a row of `fp8_ds_mla`, None for rows of as many elements as their vector has dims.
+    """
+    shared = {"cache_dtype_str": "fp8_ds_mla", "model_version": "deepseek_v4"} if packed is not None else {}
+    if _spec_fields() >= STATE_FIELDS:
+        content = {"state_content_bytes": packed} if packed is not None else {}
+        return shared | content | {"tokens_per_state": tokens, "max_tp_shards": 1}
+    mode = {"kv_quant_mode": __getattr__("get_kv_quant_mode")("fp8_ds_mla")} if packed is not None else {}
+    return shared | mode | {"compress_ratio": tokens}
+
+
+def block_layouts() -> tuple[Any, ...]:
+    """Return the layouts in which pages of unlike caches lie side by side in a block. Only 0.32 and later ask."""
+    layouts = importlib.import_module("vllm.v1.kv_cache_layout").KVCacheLayout
+    return layouts.BLHNC, layouts.BLNHC
 
 
 @contextmanager
 def attention_layers(module: Any, layer: type[torch.nn.Module]) -> Iterator[None]:
     """Let decoder layers that vLLM builds inside the block have `layer` for their attention."""
-    before = getattr(module, ATTENTION_CLASS)
-    setattr(module, ATTENTION_CLASS, layer)
+    file = model_file()
+    before = getattr(module, file.attention)
+    setattr(module, file.attention, (lambda config: layer) if file.selects else layer)
     try:
         yield
     finally:
-        setattr(module, ATTENTION_CLASS, before)
+        setattr(module, file.attention, before)
+
+
+def compilable(model: Any) -> Any:
+    """Return a class of vLLM's model that vLLM compiles: `model`, or a subclass that its decorator has marked."""
+    if issubclass(model, __getattr__("TorchCompileWithNoGuardsWrapper")):
+        return model
+    marked = type(model.__name__, (model,), {"__module__": model.__module__, "__doc__": model.__doc__})
+    return __getattr__("support_torch_compile")(marked)
+
+
+def make_traceable(module: Any) -> None:
+    """Let functions of another compiler in the model's module be calls of vLLM's ops, which Dynamo traces."""
+    for name in model_file().fused:
+        setattr(module, name, _broadcast if name == BROADCAST else getattr(torch.ops.vllm, name))
+
+
+def _broadcast(x: torch.Tensor, fn: torch.Tensor, *args: Any, fn_broadcast: Any = None, **kwargs: Any) -> Any:
+    """Expand embeddings `[T, hidden_size]` to streams and mix them: what vLLM's function does in one kernel."""
+    streams = x.unsqueeze(1).expand(-1, fn.shape[1] // x.shape[1], -1).contiguous()
+    return streams, *torch.ops.vllm.mhc_pre_tilelang(streams, fn, *args, **kwargs)
 
 
 def prepare_compilation(wanted: bool) -> list[str]:
@@ -148,6 +273,9 @@ def choose_backend(config: Any, backend: str) -> None:
     if compilation.mode is None:
         compilation.mode = __getattr__("CompilationMode").DYNAMO_TRACE_ONCE
         compilation.backend = backend
+    traced_once = compilation.mode == __getattr__("CompilationMode").DYNAMO_TRACE_ONCE
+    if device_type() == "cuda" and traced_once and compilation.cudagraph_mode is None:
+        compilation.cudagraph_mode = __getattr__("CUDAGraphMode").FULL  # vLLM's own choice needs its own backend
 
 
 def compile_again(model: Any) -> None:

@@ -18,12 +18,13 @@ from ._compat import (
     AttentionCGSupport,
     AttentionLayerBase,
     AttentionMetadataBuilder,
-    KVCacheLayout,
     MLAAttentionSpec,
     MultipleOf,
     SlidingWindowMLASpec,
+    block_layouts,
+    row_fields,
 )
-from .geometry import CacheKind
+from .geometry import CacheKind, row_bytes
 from .step import StepBuffers
 
 
@@ -35,16 +36,17 @@ class CacheOwner(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         prefix: the owner's name in vLLM's static forward context, which it enters.
         buffers: tensors of the step, shared by all owners.
 
-    `pages` is the cache as this package's ops take it, None before vLLM has bound one; `kv_cache` the same memory as
-    vLLM sees it, which it zeroes blocks of. `table` is the owner's group in `buffers`, None before vLLM has grouped it.
+    `pages` is the cache as this package's ops take it, None before vLLM has bound one. `table` is the owner's group in
+    `buffers`, None before vLLM has grouped it.
     """
 
     pages: Tensor | None
+    _views: Tensor
 
     def __init__(self, kind: CacheKind, prefix: str, buffers: StepBuffers, vllm_config: Any) -> None:
         super().__init__()
         self.kind, self.prefix, self._shared = kind, prefix, (buffers,)  # in a tuple: not a child module
-        self.kv_cache = torch.empty(0)
+        self._views = torch.empty(0)
         self.register_buffer("pages", None, persistent=False)
         self.table: int | None = None
         owners = vllm_config.compilation_config.static_forward_context
@@ -59,7 +61,7 @@ class CacheOwner(nn.Module, AttentionLayerBase):  # type: ignore[misc]
     @property
     def ready(self) -> bool:
         """Whether vLLM has bound a cache and has grouped it."""
-        return self.pages is not None and self.table is not None and self.kv_cache.numel() > 0
+        return self.pages is not None and self.table is not None
 
     def get_attn_backend(self) -> type[Any]:
         """Return the backend whose builder describes a step to this cache."""
@@ -69,13 +71,24 @@ class CacheOwner(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         """Return the spec of the cache, see `spec_of`."""
         return spec_of(self.kind)
 
-    def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Bind vLLM's views `[P, 1, rows, row]`. E803 if they are no pages of this kind."""
-        pages = self.kind.pages_of(kv_cache)
-        self.kv_cache = kv_cache.squeeze(1)
+    @property
+    def kv_cache(self) -> Tensor:
+        """The cache as vLLM sees it, `[P, rows, row]`, which it zeroes blocks of; empty before vLLM has bound one.
+
+        vLLM binds by assignment, or by `bind_kv_cache`. E803 if the views are no pages of this kind.
+        """
+        return self._views
+
+    @kv_cache.setter
+    def kv_cache(self, views: Tensor) -> None:
+        self._views = views
         # AOTAutograd mutates no views of one storage in two dtypes. DLPack gives each a storage, with the same memory.
-        self.pages = from_dlpack(pages)
+        self.pages = from_dlpack(self.kind.pages_of(views.unsqueeze(1))) if views.numel() else None
         self.step_buffers.bindings += 1
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Bind vLLM's views `[P, 1, rows, row]`."""
+        self.kv_cache = kv_cache.squeeze(1)
 
 
 def spec_of(kind: CacheKind) -> Any:
@@ -83,17 +96,14 @@ def spec_of(kind: CacheKind) -> Any:
     shared: dict[str, Any] = {
         "block_size": kind.block_tokens,
         "num_kv_heads": 1,
-        "max_tp_shards": 1,
         "head_size": kind.head_size,
         "dtype": kind.dtype,
         "alignment": layout.FP8_DS_MLA.align,
+        **row_fields(kind.tokens_per_row, kind.row if kind.row != kind.head_size else None),
     }
-    if kind.row != kind.head_size:
-        packed = {"cache_dtype_str": "fp8_ds_mla", "model_version": "deepseek_v4", "state_content_bytes": kind.row}
-        shared |= packed
     if kind.window is not None:
         return SlidingWindowMLASpec(sliding_window=kind.window, **shared)
-    return MLAAttentionSpec(tokens_per_state=kind.tokens_per_row, **shared)
+    return MLAAttentionSpec(**shared)
 
 
 class PagedBackend(AttentionBackend):  # type: ignore[misc]
@@ -117,7 +127,15 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         """Return the layouts in which pages of unlike caches lie side by side in a block."""
-        return KVCacheLayout.BLHNC, KVCacheLayout.BLNHC
+        return block_layouts()
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Return `[P, rows, row]` for versions that ask the backend; later ones have it in the spec."""
+        packed = cache_dtype_str == "fp8_ds_mla" and head_size == layout.HEAD_DIM
+        return num_blocks, block_size, row_bytes(layout.FP8_DS_MLA) if packed else head_size
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:

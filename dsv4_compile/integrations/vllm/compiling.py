@@ -22,10 +22,16 @@ from .registration import BACKEND, EXPLAINED, Registered
 _watch: ContextVar[Watch] = ContextVar("watch")
 
 
-def prepare(vllm_config: Any) -> None:
-    """Give Inductor this package's pass, if vLLM compiles with Inductor itself; backend "dsv4" brings it along."""
-    if not _compat.eager(vllm_config) and _compat.backend_name(vllm_config) == "inductor":
-        _compat.add_graph_pass(vllm_config, graph_pass(torch.device(_compat.current_platform.device_type)))
+def prepare(vllm_config: Any, module: Any) -> None:
+    """Make what vLLM compiles of `module` traceable. Give Inductor this package's pass, if vLLM compiles with it.
+
+    Backend "dsv4" brings its passes along.
+    """
+    if _compat.eager(vllm_config):
+        return
+    _compat.make_traceable(module)
+    if _compat.backend_name(vllm_config) == "inductor":
+        _compat.add_graph_pass(vllm_config, graph_pass(torch.device(_compat.device_type())))
 
 
 def how(model: Any) -> str:

@@ -76,7 +76,7 @@ def _page_bytes(views: Tensor) -> int:
 
 def cache_kinds(config: DeepseekV4Config, layer_idx: int) -> tuple[CacheKind, ...]:
     """Return the caches of a layer in vLLM's formats: `fp8_ds_mla` keys and values, fp8 indexer keys."""
-    kv, ratio = _row_bytes(layout.FP8_DS_MLA), config.ratio(layer_idx)
+    kv, ratio = row_bytes(layout.FP8_DS_MLA), config.ratio(layer_idx)
     window = CacheKind("window", "window", layout.WINDOW_BLOCK, 1, kv, torch.uint8, config.sliding_window)
     if config.kind(layer_idx) == SWA:
         return (window,)
@@ -85,12 +85,13 @@ def cache_kinds(config: DeepseekV4Config, layer_idx: int) -> tuple[CacheKind, ..
     kinds = window, extra, _state("state", f"{group}_state", ratio, config.head_dim)
     if config.kind(layer_idx) != CSA:
         return kinds
-    key = _row_bytes(layout.INDEXER_FP8)
+    key = row_bytes(layout.INDEXER_FP8)
     indexer = CacheKind("indexer", "indexer", layout.KV_BLOCK, ratio, key, torch.uint8)
     return *kinds, indexer, _state("indexer_state", "indexer_state", ratio, config.index_head_dim)
 
 
-def _row_bytes(page: layout.PageLayout) -> int:
+def row_bytes(page: layout.PageLayout) -> int:
+    """Return the bytes of a row: its elements and its scales."""
     return page.data + page.scale
 
 

@@ -11,10 +11,11 @@ from .attention import Attention
 from .step import StepBuffers, table_sets
 from .weights import AttentionWeights, NamedTensors
 
-base: Any = _compat.model
+base: Any = _compat.base_model()
+compilable: Any = _compat.compilable(base.DeepseekV4Model)
 
 
-class DeepseekV4Model(base.DeepseekV4Model):  # type: ignore[misc]
+class DeepseekV4Model(compilable):  # type: ignore[misc]
     """vLLM's model, whose layers have `Attention` and which is compiled once its caches exist.
 
     vLLM traces in its first call, a profiling run before it allocates caches, and keeps no guards. Until every cache is
@@ -22,7 +23,7 @@ class DeepseekV4Model(base.DeepseekV4Model):  # type: ignore[misc]
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        compiling.prepare(vllm_config)
+        compiling.prepare(vllm_config, base)
         with _compat.attention_layers(base, Attention):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.attention = {index: layer.attn for index, layer in enumerate(self.layers)}

@@ -27,6 +27,11 @@ class Step:
 
     metadata: tuple[AttentionMetadata, ...]
 
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the positions in whose place the step travels, `[T]`."""
+        return self.metadata[0].positions.shape
+
 
 class StepBuffers(nn.Module):
     """Persistent tensors of a step, which keep their addresses; everything else is derived from them.
