@@ -3,7 +3,7 @@ torchrun --nproc-per-node 2 examples/benchmarks/tensor_parallel.py
 
 Layers of V4-Flash with random weights, in official formats (e4m3 linears, MXFP4 experts) or bfloat16, of which a rank
 allocates its part alone; compiled and captured. For each batch, and for one sequence of each context: ms of a prefill,
-of a captured step by calls in a row and by calls whose token the host reads, host time between two steps, kernels of a
+of a captured step by successive calls and by calls whose token the host reads, host time between two steps, kernels of a
 step and the share of collectives. First, a smaller model is generated with by all ranks together and by each alone:
 logits and tokens are compared, and the ranks' bits. Last, the ranks' bits of many steps.
 """
@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found["bytes_of_a_rank"] = sum(nbytes.values())
     contexts = [int(context) for context in args.contexts.split(",") if context]
     # One cache holds a long sequence, another one the batches of short ones.
-    longest = max(*contexts, args.steps, args.prompt) + 8 * STEPS if contexts else max(args.steps, args.prompt + 8 * STEPS)
+    longest = max([args.prompt, args.steps, *contexts]) + 8 * STEPS
     sizes: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": longest, "attention_only": False}
     sizes["max_step_tokens"] = min(TOKENS, longest)
     hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts, collectives=args.collectives)
