@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from dsv4_compile.metadata import AttentionMetadata, BlockTables, build_batch_me
 FLASH = DeepseekV4Config.flash()
 SWA_LAYER, CSA_LAYER, HCA_LAYER = 0, 2, 3
 KINDS = [kind for layer in (SWA_LAYER, CSA_LAYER, HCA_LAYER) for kind in cache_kinds(FLASH, layer)]
-CPU = _compat.Installed("0.32.0", "cpu", frozenset({_compat.MODEL}), _compat.SPEC_FIELDS)
+CPU = _compat.Installed("0.32.0", "cpu", _compat.MODELS["cpu"].names, _compat.COMMON_FIELDS | _compat.STATE_FIELDS)
+GPU = _compat.Installed("0.26.0", "cuda", _compat.MODELS["cuda"].names, _compat.COMMON_FIELDS | _compat.RATIO_FIELDS)
 BLOCK_BYTES = 1_002_240
 """Bytes of a block of V4-Flash in vLLM, from one page of a cache to the next."""
 
@@ -66,27 +68,35 @@ def test_file_of_the_report_is_checked_before_anything_is_compiled() -> None:
 
 def test_known_version_is_taken_by_what_it_has() -> None:
     for version in ("0.32.0", "0.33.0", "0.32.1.dev3+local"):
-        registration.check_version(_compat.Installed(version, CPU.device, CPU.files, CPU.spec_fields))
+        registration.check_version(replace(CPU, version=version))
+    for fields in (GPU.spec_fields, CPU.spec_fields):
+        registration.check_version(replace(GPU, spec_fields=fields))
 
 
 @pytest.mark.parametrize(
     ("installed", "why"),
     [
-        (
-            _compat.Installed("0.26.0", "cuda", frozenset({_compat.GPU_MODEL}), frozenset()),
-            "hyper-connections of its own",
-        ),
-        (_compat.Installed("0.33.0", "cuda", CPU.files, CPU.spec_fields), "device 'cuda'"),
-        (_compat.Installed("0.26.0", "cpu", frozenset(), frozenset()), "no vllm/models/deepseek_v4/cpu/model.py"),
-        (_compat.Installed("0.40.0", "cpu", CPU.files, CPU.spec_fields - {"tokens_per_state"}), "tokens_per_state"),
+        (replace(CPU, device="xpu"), "device 'xpu': the plug-in was written for cpu and cuda"),
+        (replace(CPU, version="0.26.0", names=None), "no vllm/models/deepseek_v4/cpu/model.py"),
+        (replace(GPU, names=None), "no vllm/models/deepseek_v4/nvidia/model.py"),
+        (replace(GPU, names=GPU.names - {"_select_dsv4_attn_cls"}), "nvidia/model.py without _select_dsv4_attn_cls"),
+        (replace(CPU, spec_fields=CPU.spec_fields - {"tokens_per_state"}), "without tokens_per_state and without"),
+        (replace(GPU, spec_fields=GPU.spec_fields - {"kv_quant_mode"}), "and without kv_quant_mode"),
+        (replace(GPU, spec_fields=GPU.spec_fields - {"alignment"}), "specs of caches without alignment"),
     ],
-    ids=["gpu", "gpu-of-a-known-version", "old", "renamed"],
+    ids=["device", "old-cpu", "old-gpu", "model", "states", "ratios", "fields"],
 )
 def test_other_version_is_an_error_that_names_the_range(installed: _compat.Installed, why: str) -> None:
     with pytest.raises(DSV4Error) as caught:
         registration.check_version(installed)
     assert caught.value.code == "E801" and why in str(caught.value) and installed.version in str(caught.value)
-    assert "vLLM 0.32 to 0.33 on a CPU" in str(caught.value)
+    assert _compat.RANGE in str(caught.value)
+
+
+def test_names_of_a_model_are_read_without_importing_it(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text("from a.b import c, d as e\nimport f\nraise OSError\nclass G: h = 1\ndef i(): j = 2\n")
+    assert _compat.globals_of(file) == {"c", "e", "f", "G", "i"}
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,8 @@ def test_variable_that_contradicts_is_an_error(model: Path, monkeypatch: pytest.
 
 def test_version_without_a_needed_field_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(registration.SWITCH, "1")
-    monkeypatch.setattr(_compat, "SPEC_FIELDS", _compat.SPEC_FIELDS | {"pages_of_another_kind"})
-    with pytest.raises(DSV4Error, match=r"E801(.*\n)*.*without pages_of_another_kind(.*\n)*.*vLLM 0\.32 to 0\.33"):
+    monkeypatch.setattr(_compat, "COMMON_FIELDS", _compat.COMMON_FIELDS | {"pages_of_another_kind"})
+    with pytest.raises(DSV4Error, match=r"E801(.*\n)*.*without pages_of_another_kind(.*\n)*.*vLLM 0\.32 or 0\.33"):
         plugin.register()
 
 

@@ -157,7 +157,7 @@ class Installed:
         return cls(
             version=str(vllm.__version__),
             device=device,
-            names=_globals(file) if file is not None and file.is_file() else None,
+            names=globals_of(file) if file is not None and file.is_file() else None,
             spec_fields=_spec_fields(),
         )
 
@@ -172,13 +172,11 @@ class Installed:
             return f"vllm/{model.path} without {', '.join(sorted(missing))}"
         if missing := COMMON_FIELDS - self.spec_fields:
             return f"specs of caches without {', '.join(sorted(missing))}"
-        if not (STATE_FIELDS <= self.spec_fields or RATIO_FIELDS <= self.spec_fields):
-            either = (", ".join(sorted(fields - self.spec_fields)) for fields in (STATE_FIELDS, RATIO_FIELDS))
-            return f"specs of caches without {', and without '.join(either)}"
-        return ""
+        either = [", ".join(sorted(fields - self.spec_fields)) for fields in (STATE_FIELDS, RATIO_FIELDS)]
+        return f"specs of caches without {' and without '.join(either)}" if all(either) else ""
 
 
-def _globals(file: Path) -> frozenset[str]:
+def globals_of(file: Path) -> frozenset[str]:
     """Return the names of classes, functions and imports at the top of a Python file."""
     found: set[str] = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:

@@ -142,6 +142,11 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
         """Return any size: blocks are never divided, since each cache asks for the block that its pages have."""
         return [MultipleOf(1)]
 
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Return the block of the caches that are kept whole, which vLLM's own layers of a model take too."""
+        return layout.KV_BLOCK
+
 
 class StepBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     """Copies the block table of one group of caches, and once a step what all groups share, into the step's buffers.
