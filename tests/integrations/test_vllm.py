@@ -236,7 +236,9 @@ def test_metadata_is_that_of_the_batch_and_of_nothing_for_padding() -> None:
     for group, table in tables.items():
         buffers.load_table(numbers[group], torch.cat((table, table), 1) if group == "c4" else table)
     buffers.load(starts, torch.cat((torch.arange(33), torch.full((7,), -1))))
-    (got,) = buffers.step(positions, [numbers]).metadata
+    step = buffers.step(positions, [numbers])
+    assert step.shape == positions.shape, "layers may look at the shape of what they take for positions"
+    (got,) = step.metadata
     padded = {group: torch.cat((table, table.new_zeros(1, table.shape[1]))) for group, table in tables.items()}
     want = build_batch_metadata(
         query_start_loc=starts,
