@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from ..errors import fail
+from ..kernels.host.build_hooks import describe_any_kernel
 from ..kernels.host.launch import is_building
 from ..runtime import early_builds
 from ..runtime.captures import Call, Capture
 from ..runtime.cuda_graphs import CudaGraphs
 from ..runtime.standin import StandInGraphs
-from .build_hooks import describe_any_kernel
 from .places import Place, function_name
 from .recompiles import explain_guard, split_reason
 

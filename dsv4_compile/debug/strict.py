@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ..errors import fail
+from ..kernels.host.build_hooks import describe_any_kernel
 from ..runtime.warmup import ask_for_strict, is_late
-from .build_hooks import describe_any_kernel
 from .serving import TRACE, CompileTrace
 
 _running: ContextVar[bool] = ContextVar("dsv4_strict", default=False)

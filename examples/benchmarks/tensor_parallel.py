@@ -3,8 +3,8 @@ torchrun --nproc-per-node 2 examples/benchmarks/tensor_parallel.py
 
 Layers of V4-Flash with random weights, in official formats (e4m3 linears, MXFP4 experts) or bfloat16, of which a rank
 allocates its part alone; compiled and captured. For each batch, and for one sequence of each context: ms of a prefill,
-of a captured step by successive calls and by calls whose token the host reads, host time between two steps, kernels of a
-step and the share of collectives. First, a smaller model is generated with by all ranks together and by each alone:
+of a captured step by successive calls and by calls whose token the host reads, host time between two steps, kernels of
+a step and the share of collectives. First, a smaller model is generated with by all ranks together and by each alone:
 logits and tokens are compared, and the ranks' bits. Last, the ranks' bits of many steps.
 """
 

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from .build_hooks import describe_any_kernel
+
 
 class Recorder(Protocol):
     """Records what a launcher does."""
@@ -56,6 +58,7 @@ def is_building() -> bool:
 
 def built_only(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> bool:
     """Build the kernel if this thread is in a block of `building`, and return whether it is."""
+    describe_any_kernel()
     if recording.build is None:
         return False
     recording.build(kernel, args, FUSING | constants)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,16 +185,6 @@ def test_kernels_that_triton_builds_in_a_function_with_the_option_are_named(comp
     with pytest.raises(GraphError, match=LATE + r"kernel my_kernel\[num_warps=4\]"):
         build()
     assert triton.knobs.runtime.jit_cache_hook is hook
-
-
-def test_a_kernel_whose_constant_is_no_json_can_be_described_to_hooks() -> None:
-    from triton.runtime import jit
-
-    strict._watch_kernels()
-    nothing = SimpleNamespace()
-    for constant, described in ((3, True), (object(), False)):
-        found = jit.serialize_specialization_data("kernel", {}, {(0,): constant}, {}, nothing, "key", nothing)
-        assert ("constant_vals" in found) == described
 
 
 def test_option_is_checked() -> None:

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 from dsv4_compile import hf
 from dsv4_compile.backend import dsv4
 from dsv4_compile.debug import compile_log
-from dsv4_compile.debug.build_hooks import describe_any_kernel
 from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
+from dsv4_compile.kernels.host.build_hooks import describe_any_kernel
 from dsv4_compile.kernels.host.launch import is_building
 from dsv4_compile.runtime import early_builds
 from dsv4_compile.selection import proven
