@@ -37,7 +37,9 @@ class DeepseekV4Model(compilable):  # type: ignore[misc]
             self._bind()
         if not self.sets:
             return self.forward(*args, **kwargs)
-        with compiling.explaining(self):
+        if getattr(self, "compiled", True):
+            return super().__call__(*args, **kwargs)
+        with compiling.explaining(self), _compat.compile_threads():
             return super().__call__(*args, **kwargs)
 
     def _bind(self) -> None:
