@@ -291,17 +291,6 @@ def compile_threads() -> Iterator[None]:
         yield
 
 
-def leave_triton_unwatched() -> None:
-    """Keep vLLM's monitor of late compilations from setting a hook in Triton; log what is not monitored.
-
-    With a hook, Triton writes the constants of each kernel that it compiles as JSON, which is no format for the
-    dataclasses that kernels of this package take.
-    """
-    monitor, name = importlib.import_module("vllm.utils.jit_monitor"), "_setup_triton_jit_hook"
-    if hasattr(monitor, name):
-        setattr(monitor, name, lambda: log("Triton kernels that compile during inference are not logged"))
-
-
 def compile_again(model: Any) -> None:
     """Let the next call of a compiled model of vLLM compile it."""
     forget_compiled(model.original_code_object())  # vLLM keeps no guards: the old code would be used

@@ -27,7 +27,6 @@ def prepare(vllm_config: Any, module: Any) -> None:
 
     Backend "dsv4" brings its passes along.
     """
-    _compat.leave_triton_unwatched()
     if _compat.eager(vllm_config):
         return
     _compat.make_traceable(module)
