@@ -26,7 +26,7 @@ def quicken() -> None:
     _cache_constants()
     _skip_promotion_of_equal_types()
     _call_builtins_directly()
-    _reduce_slices()
+    _reduce_neighbours()
 
 
 def _skip_overflow_checks() -> None:
@@ -110,29 +110,28 @@ def _call_builtins_directly() -> None:
     interpreter._patch_attr = replace
 
 
-def _reduce_slices() -> None:
-    """Reduce by a function of a kernel's own in whole slices, in the order in which single elements would be."""
+def _reduce_neighbours() -> None:
+    """Reduce by a function of a kernel's own in whole slices: neighbours first, then their results, as a GPU does.
+
+    An associative function gives what it would element by element. Rounded sums may differ in their last bit.
+    """
     reduce = interpreter.ReduceOps.generic_reduce
 
-    def reduce_slices(self: Any, inputs: Any) -> Any:
-        if self.axis is None or len(inputs[0].shape) == 1:
+    def reduce_neighbours(self: Any, inputs: Any) -> Any:
+        if self.axis is None:
             return reduce(self, inputs)
-        slices = [np.moveaxis(each.handle.data, self.axis, 0) for each in inputs]
-        elements = (
-            tuple(self.to_tensor(data, each.dtype) for data, each in zip(at, inputs, strict=True))
-            for at in zip(*slices, strict=True)
-        )
+        found = [np.moveaxis(each.handle.data, self.axis, 0) for each in inputs]
+        while len(found[0]) > 1:  # a power of two
+            pairs = (
+                [self.to_tensor(x[side::2], each.dtype) for x, each in zip(found, inputs, strict=True)]
+                for side in (0, 1)
+            )
+            combined = self.combine_fn.fn(*next(pairs), *next(pairs))
+            found = [each.handle.data for each in (combined if isinstance(combined, tuple) else (combined,))]
+        found = [np.moveaxis(x, 0, self.axis) if self.keep_dims else x[0] for x in found]
+        return [self.to_tensor(x, each.dtype) for x, each in zip(found, inputs, strict=True)]
 
-        def combine(so_far: Any, more: Any) -> Any:
-            combined = self.combine_fn.fn(*so_far, *more)
-            return combined if isinstance(combined, tuple) else (combined,)
-
-        found = [each.handle.data for each in functools.reduce(combine, elements)]
-        if self.keep_dims:
-            found = [np.expand_dims(data, self.axis) for data in found]
-        return [self.to_tensor(data, each.dtype) for data, each in zip(found, inputs, strict=True)]
-
-    interpreter.ReduceOps.generic_reduce = reduce_slices
+    interpreter.ReduceOps.generic_reduce = reduce_neighbours
 
 
 def _cache_dtypes() -> None:
