@@ -52,8 +52,10 @@ def test_a_layer_has_one_op_between_its_projections_and_caches_and_one_for_atten
     # As in the models, a group of the output projection is a multiple of a scale's 128 rows.
     config = dataclasses.replace(config, o_lora_rank=128) if fp8 else config
     layer = random_layer(config, kind, **kwargs)
-    result = fused(layer)
-    step_through(layer, result.call, partial(assert_close, tolerance=NEIGHBOUR) if fp8 else assert_bitwise)
+    # In float32 for one number of tokens, then for any; other formats for any at once.
+    result = fused(layer, dynamic=None if case == "float32" else True)
+    with torch._dynamo.config.patch(error_on_recompile=case != "float32"):
+        step_through(layer, result.call, partial(assert_close, tolerance=NEIGHBOUR) if fp8 else assert_bitwise)
     expected = Counter([*(FUSED_FP8 if fp8 else FUSED), *(INDEXER if kind == "csa" else {})])
     del result.ops["fp8_linear"]
     assert result.ops == expected
@@ -70,11 +72,12 @@ NOTHING_TO_FUSE = {(kind, off) for kind in ("swa", "hca") for off in ("fuse_inde
 def test_every_pass_works_without_each_other(kind: str, off: str) -> None:
     config, kwargs = CASES["fp8-cache-and-weights"]
     layer = random_layer(dataclasses.replace(config, o_lora_rank=128), kind, **kwargs)
-    result = fused(layer, {"dsv4.fuse": "on", f"dsv4.fuse.{off}": "off"})
-    # A second step compiles a graph of any number of tokens. The CSA layer has every pass; one step of others will do.
+    # The CSA layer has every pass: two steps by one graph of any number of tokens. One step of the others will do.
+    result = fused(layer, {"dsv4.fuse": "on", f"dsv4.fuse.{off}": "off"}, dynamic=True if kind == "csa" else None)
     steps = STEPS if kind == "csa" else STEPS[1:]
-    step_through(layer, result.call, partial(assert_close, tolerance=NEIGHBOUR), steps)
-    assert off not in {fusion.by for fusion in result.fusions}
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        step_through(layer, result.call, partial(assert_close, tolerance=NEIGHBOUR), steps)
+    assert off not in {fusion.by for fusion in result.fusions} != set()
     assert all(fusion.fused for fusion in result.fusions)
 
 
@@ -199,7 +202,7 @@ def test_two_layers_in_one_graph_are_fused_separately() -> None:
 @pytest.mark.parametrize("fuse", ["on", "auto"])
 def test_every_layer_of_a_model_is_recorded_once(fuse: str) -> None:
     config, kwargs = CASES["float32"]
-    layers = [random_layer(config, "csa", **kwargs) for _ in range(3)]
+    layers = [random_layer(config, "csa", **kwargs) for _ in range(2)]
     engine = Engine(layers[0], 2, 256)
     engine.lengths = [9, 4]
     metadata = engine.metadata([9, 4], 13)
@@ -217,9 +220,9 @@ def test_every_layer_of_a_model_is_recorded_once(fuse: str) -> None:
         for name, tensor in a.tensors().items():
             assert_bitwise(tensor, b.tensors()[name], label=name)
     assert Counter((fusion.by, fusion.fused, len(fusion.ops)) for fusion in result.fusions) == {
-        ("fuse_preprocess", fuse == "on", 6): 3,
-        ("fuse_indexer", fuse == "on", 2): 3,
-        ("fuse_attention", fuse == "on", 3): 3,
+        ("fuse_preprocess", fuse == "on", 6): 2,
+        ("fuse_indexer", fuse == "on", 2): 2,
+        ("fuse_attention", fuse == "on", 3): 2,
     }
 
 
