@@ -45,7 +45,7 @@ demo: install  ## a small DeepSeek-V4 from transformers, compiled and compared w
 	$(BIN)/dsv4 demo $(ARGS)
 
 test: lint  ## style, types and all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: test-vllm
 test-vllm: $(VLLM_STAMP)  ## the plug-in inside vLLM, in an environment of its own: about 10 minutes

@@ -8,6 +8,7 @@ python -m tests.warm MODULE ...   imports the modules, then runs the jobs of sta
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -87,6 +88,8 @@ def run_job(module: str, arguments: list[str], variables: dict[str, str], out: s
 def main(modules: list[str]) -> None:
     for module in modules:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a fork does not look through all modules for garbage, which also copies their memory
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

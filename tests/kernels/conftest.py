@@ -21,6 +21,7 @@ REPORT = "DSV4_INTERPRETED_REPORT"
 OUTCOMES = pytest.StashKey[dict[str, str]]()
 ASKED = pytest.StashKey[set[Path]]()
 WARM = pytest.StashKey[WarmPython]()
+WITHOUT_PLUGINS = [word for name in ("xdist", "cacheprovider", "anyio") for word in ("-p", f"no:{name}")]
 IMPORTED = (
     "pytest",
     "hypothesis.extra.numpy",
@@ -71,7 +72,7 @@ def _run_child(first: pytest.Function) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "outcomes"
         report.touch()
-        arguments = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--rootdir={config.rootpath}"]
+        arguments = [*WITHOUT_PLUGINS, "-q", f"--rootdir={config.rootpath}"]
         arguments += [f"--seed={config.option.seed}", *(item.nodeid for item in items)]
         done = config.stash[WARM].run("pytest", *arguments, **{REPORT: str(report)})
         outcomes = dict(json.loads(line) for line in report.read_text().splitlines())
