@@ -64,13 +64,13 @@ def hf_attention(config: HFConfig, seed: int = 0) -> Any:
             type(module).__init__(module, config)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.normal_(generator=generator)
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.1 * noise)
+                parameter.mul_(0.1).add_(1)
             elif parameter.dim() == 1 or name.endswith("position_bias"):
-                parameter.copy_(0.5 * noise)
+                parameter.mul_(0.5)
             else:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+                parameter.mul_(parameter.shape[-1] ** -0.5)
     layer.config._attn_implementation = "eager"
     return layer.eval().requires_grad_(False)
 
