@@ -89,6 +89,7 @@ PRIVATE: dict[str, PrivateName] = {
     "maybe_mark_dynamic": PrivateName("torch._dynamo", "maybe_mark_dynamic", "marks a dim as dynamic"),
     "symmetric_memory": PrivateName("torch.distributed._symmetric_memory", "", "buffers that peers read"),
     "resolve_group": PrivateName("torch.distributed.distributed_c10d", "_resolve_process_group", "group of a name"),
+    "default_store": PrivateName("torch.distributed.distributed_c10d", "_get_default_store", "where ranks leave beats"),
     "FakeTensorMode": PrivateName("torch._subclasses.fake_tensor", "FakeTensorMode", "runs an op's fake alone"),
     "pytree": PrivateName("torch.utils._pytree", "", "flattens nested arguments and results"),
     "TorchDispatchMode": PrivateName("torch.utils._python_dispatch", "TorchDispatchMode", "sees every op that runs"),
@@ -110,6 +111,7 @@ PRIVATE: dict[str, PrivateName] = {
     "eval_frame": PrivateName("torch._C._dynamo.eval_frame", "", "drops the compiled versions of one function"),
     "CleanupManager": PrivateName("torch._dynamo.utils", "CleanupManager", "names that torch adds to compiled modules"),
     "pgo": PrivateName("torch._dynamo.pgo", "", "sizes seen so far, restored after explain()"),
+    "OperatorIssue": PrivateName("torch._inductor.exc", "OperatorIssue", "writes the arguments of an op"),
     "triton_driver": PrivateName("triton.runtime", "driver", "driver, replaced by a fake GPU in tests"),
     "triton_interpreter": PrivateName("triton.runtime.interpreter", "", "runs generated kernels on the CPU in tests"),
     "triton_ir": PrivateName("triton._C.libtriton", "ir", "parses a compiled kernel in tests"),
@@ -253,20 +255,6 @@ def without_cudagraph_trees(fail: Callable[[], None]) -> Iterator[None]:
             _before_replay.remove(block)
             if not _before_replay:
                 manager._run = replay
-
-
-@contextmanager
-def ue8m0_in_cpp() -> Iterator[None]:
-    """Add the name of UE8M0 scales, which torch lacks up to 2.13, to Inductor's C++; hold `compile_lock`."""
-    names: dict[torch.dtype, str] = __getattr__("DTYPE_TO_CPP")
-    missing = torch.float8_e8m0fnu not in names
-    if missing:
-        names[torch.float8_e8m0fnu] = "at::Float8_e8m0fnu"
-    try:
-        yield
-    finally:
-        if missing:
-            del names[torch.float8_e8m0fnu]
 
 
 def run_graph_pass(graph_pass: Any, graph: torch.fx.Graph) -> None:

@@ -65,9 +65,10 @@ def _compile(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Compile as `dsv4` does, in the only thread that compiles."""
-    from ._compat import codegen_of, compile_fx, compile_fx_inner, inductor_config, ue8m0_in_cpp
+    from ._compat import codegen_of, compile_fx, compile_fx_inner, inductor_config
     from .lowering import registry
     from .passes import ChooseImplementations, Regional
+    from .passes.lent import lent_to_inductor
     from .runtime import early_builds
     from .runtime.backends import Capturing
 
@@ -92,7 +93,7 @@ def _compile(
     patches |= capturing.inductor
     if parsed.regions != "off" and not any(patches.get(name) for name in _WHOLE):
         kwargs = {"inner_compile": Regional(compile_fx_inner, parsed.regions).compile, **kwargs}
-    with early_builds.for_graph(parsed.early_builds, devices), ue8m0_in_cpp():
+    with early_builds.for_graph(parsed.early_builds, devices), lent_to_inductor():
         compiled = compile_fx(gm, example_inputs, config_patches=patches, **kwargs)
     return capturing.wrap(compiled if parsed.strict == "off" else strict.watched(compiled))
 

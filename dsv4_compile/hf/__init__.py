@@ -5,8 +5,8 @@ from __future__ import annotations
 from .cache import PagedCache
 from .convert import convert, new_cache, revert
 from .experts_interface import register_experts
+from .inputs import mark_dynamic_tokens
 from .load import load
-from .model import mark_dynamic_tokens
 from .requests import Request
 from .running import RunningBatch
 

@@ -23,6 +23,7 @@ from ..errors import check, fail
 from ..runtime.addresses import compared
 from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
 from .guards import compile_arguments, drop_guards
+from .inputs import in_rows, kept
 
 NO_WEIGHTS = "sparse attention builds no attention matrix"
 RECORDED = ("output_hidden_states", "output_router_logits")
@@ -111,6 +112,8 @@ class Entry:
         """Give the cache back, whether or not the forward failed."""
         if self.held is not None:
             self.held.entered = False
+        if self.in_step is not None:
+            self.in_step.launched()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def explain(self, fault: BaseException) -> None:
@@ -157,9 +160,10 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
         positions = arguments.pop("position_ids", None)
         ids, mask = arguments["input_ids"], arguments.get("attention_mask")
         check_batch(Call(ids, mask, positions, held))
-        if mask is not None and mask.shape[1] > ids.shape[1]:
+        arguments["input_ids"] = in_rows(ids)
+        if mask is not None:
             # Past columns are in the cache, and the loss of the router takes one weight a token.
-            arguments["attention_mask"] = mask[:, -ids.shape[1] :].contiguous()
+            arguments["attention_mask"] = in_rows(mask, ids.shape[1])
         if any(arguments.get(name, getattr(model.config, name, False)) for name in RECORDED):
             record_outputs(model)
         model.adopt()
@@ -299,11 +303,6 @@ def check_batch(call: Call) -> None:
         f"{paged.max_step_tokens} in a step",
         fix="convert with larger max_batch_size / max_seq_len / max_step_tokens, or prefill in chunks",
     )
-
-
-def kept(mask: Tensor, columns: int) -> Tensor:
-    """Return which of the last `columns` columns of an attention mask hold a token, bool `[B, columns]`."""
-    return mask[:, mask.shape[1] - columns :] != 0
 
 
 def _keep(call: Call) -> Tensor:

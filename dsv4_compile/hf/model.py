@@ -18,13 +18,13 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .._compat import maybe_mark_dynamic
 from ..cache import LayerCache
 from ..errors import check, fail
 from ..metadata import AttentionMetadata
 from .cache import CACHE_NAME, PagedCache, given_cache
-from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, generating, held_by, kept, take_own
+from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, generating, held_by, take_own
 from .guards import STATE, TENSORS
+from .inputs import kept, mark_dynamic_tokens
 from .layers import CompilableHead
 from .snapshot import Snapshot
 
@@ -300,17 +300,6 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         forwarded = ("use_cache", "logits_to_keep", *RECORDED)
         inputs.update({name: kwargs[name] for name in forwarded if kwargs.get(name) is not None})
         return inputs
-
-
-def mark_dynamic_tokens(tensor: Tensor) -> Tensor:
-    """Mark both dims of `[B, S]` as dynamic, so that Dynamo's first graph serves all sizes.
-
-    Sizes of 1 are not marked: torch specialises 0 and 1, so decode and prefill have separate graphs.
-    """
-    for dim, size in enumerate(tensor.shape):
-        if size > 1:
-            maybe_mark_dynamic(tensor, dim)
-    return tensor
 
 
 # save_pretrained writes the name of the class as the architecture, and pipelines look it up.

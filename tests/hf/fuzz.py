@@ -17,7 +17,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from dsv4_compile import hf
 from dsv4_compile.errors import DSV4Error
-from dsv4_compile.hf.model import mark_dynamic_tokens
+from dsv4_compile.hf.inputs import mark_dynamic_tokens
 from tests.hf.small import close
 
 CACHE = next(each.name for each in fields(MoeModelOutputWithPast) if each.name in ("cache", "past_key_values"))
