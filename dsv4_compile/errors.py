@@ -197,6 +197,11 @@ CODES: dict[str, Code] = {
         "every rank makes the same steps, each within the time in which the others wait for it",
         "see the first error of that rank, and start all ranks again",
     ),
+    "E706": Code(
+        "rank is gone in the middle of a step",
+        "every rank runs until all have finished the step, and leaves the group after it",
+        "see the first error of that rank, and start all ranks again",
+    ),
     "E801": Code(
         "version of vLLM is not supported",
         "the plug-in runs in vLLM 0.32 and 0.33 on a CPU; it knows them by what they have",

@@ -16,7 +16,7 @@ from ..errors import check
 from ..loading import hf_name
 from ..modules import DeepseekV4Attention
 from ..modules.linear import Fp8Linear, Linear
-from ..parallel import Ranks, attention_config
+from ..parallel import Ranks, attention_config, watchdog
 from ..rope_tables import cos_sin_cache
 from ..selection import proven
 from . import layers, split
@@ -54,6 +54,7 @@ def convert(
     mesh: DeviceMesh | None = None,
     expert_layout: str = "experts",
     collectives: str = "functional",
+    rank_timeout: float = watchdog.TIMEOUT,
 ) -> Any:
     """Make `model` compilable in one graph for prefill and one for decode, and return the same object.
 
@@ -79,6 +80,9 @@ def convert(
         expert_layout: "experts" gives each rank some of the routed experts, "rows" a part of every one.
         collectives: "functional" for those of the mesh's backend, "symmetric" for all-reduces through symmetric memory
             of GPUs that reach each other. E302 if they do not.
+        rank_timeout: seconds after which a process whose step waits for a rank that is gone ends with E706, with
+            "symmetric" collectives. A rank on the same host is gone when its process has ended, another one when its
+            thread has not written to the store of the process group.
 
     Later changes of weights take effect at the next call: in place, `load_state_dict` (with `assign` too),
     `module.weight = ...` and `weight.data = ...`. Hooks, adapters and parametrisations of modules that are read and

@@ -27,7 +27,7 @@ from ..errors import check, error, fail
 from ..loading import hf_name
 from ..modules import DeepseekV4Attention
 from ..modules.linear import Linear
-from ..parallel import Ranks
+from ..parallel import Ranks, watchdog
 from ..reference.moe.expert_weights import dequantize_expert
 from .checkpoint import Checkpoint, Stored, read_checkpoint
 from .convert import convert
@@ -61,6 +61,7 @@ def load(
     mesh: DeviceMesh | None = None,
     expert_layout: str = "experts",
     collectives: str = "functional",
+    rank_timeout: float = watchdog.TIMEOUT,
 ) -> Any:
     """Load a DeepSeek-V4 checkpoint and return it converted (see `convert`), in eval mode.
 
@@ -74,7 +75,7 @@ def load(
             quantise the inputs of e4m3 linears as DeepSeek does.
         max_batch_size, max_seq_len, kv_cache_dtype, indexer_cache_dtype, hadamard, max_step_tokens, attention_only:
             see `convert`.
-        mesh, expert_layout, collectives: see `convert`. A rank reads and allocates its part alone.
+        mesh, expert_layout, collectives, rank_timeout: see `convert`. A rank reads and allocates its part alone.
 
     Memory holds the weights and, while they are read, pages of one file and one tensor. Parameters need no gradient.
 
@@ -123,6 +124,7 @@ def load(
         "mesh": mesh,
         "expert_layout": expert_layout,
         "collectives": collectives,
+        "rank_timeout": rank_timeout,
     }
     with place_on:  # whatever the caller's default device is
         return convert(model.eval(), **sizes, **options, attention_only=attention_only)

@@ -10,6 +10,7 @@ import inspect
 import platform
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -21,10 +22,11 @@ from .._compat import device_architecture
 from ..config import DeepseekV4Config
 from ..errors import DSV4Error, check, fail
 from ..layout import MX_TILE, WEIGHT_TILE
-from ..parallel import Ranks, agreement, all_gather, all_reduce, symmetric
+from ..parallel import Ranks, agreement, all_gather, all_reduce, symmetric, watchdog
 from ..parallel.collectives import first_object
 from ..parallel.split import Whole, attention_sizes, check_divides, check_layout, part_of, split_of
 from ..reference.moe.expert_weights import weight_format
+from ..runtime import groups
 from .cache import PagedCache
 from .model import CompilableForCausalLM
 
@@ -85,12 +87,17 @@ _PART = "this rank has a part of its weights"
 class InStep:
     """Keeps the calls of a split model the same on all ranks.
 
-    The first call of each graph is compared: its inputs before, the bits of its results after.
+    The first call of each graph is compared: its inputs before, the bits of its results after. All-reduces over
+    symmetric memory wait without end, so a watchdog looks for ranks that are gone.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device | None = None, timeout: float = watchdog.TIMEOUT) -> None:
         self.ranks = ranks
         self.processes = agreement.Processes(ranks)
+        self.watchdog: watchdog.Watchdog | None = None
+        if ranks.symmetric and device is not None:
+            groups.free_before_destruction()
+            self.watchdog = watchdog.watch(ranks, self.processes, watchdog.DeviceWork(device), timeout)
         self.seen: set[tuple[Any, ...]] = set()
         self.comparing: tuple[Any, ...] | None = None
 
@@ -101,9 +108,22 @@ class InStep:
         ids = tensors["input_ids"]
         kind = ids.shape[0] == 1, ids.shape[1] == 1, tuple(tensors), tuple(others.items())
         self.comparing = None if kind in self.seen else kind
-        if self.comparing is None:
-            return
-        facts: dict[str, Any] = others | {"gradients": torch.is_grad_enabled()}
+        if self.comparing is not None:
+            with self._watched():
+                self._compare(tensors, others)
+        if self.watchdog is not None:
+            self.watchdog.enter()
+
+    def launched(self) -> None:
+        """End a forward that `begin` began, whether or not it failed; its kernels may still run."""
+        if self.watchdog is not None:
+            self.watchdog.exit()
+
+    def _watched(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.watchdog is None else self.watchdog.call()
+
+    def _compare(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
+        facts: dict[str, Any] = {**others, "gradients": torch.is_grad_enabled()}
         for name, tensor in tensors.items():
             facts[name] = f"{tuple(tensor.shape)} {tensor.dtype}"
         agreement.check_agree("shapes of a call", facts, self.ranks)
@@ -120,8 +140,9 @@ class InStep:
         values = result if isinstance(result, tuple) else tuple(result.values())
         floating = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
         cached = [tensor for layer in cache.paged.layers for tensor in layer.tensors().values()]
-        bits = {"bits of outputs": agreement.digest(*floating), "bits of caches": agreement.digest(*cached)}
-        agreement.check_agree("results of a call", bits, self.ranks)
+        with self._watched():
+            bits = {"bits of outputs": agreement.digest(*floating), "bits of caches": agreement.digest(*cached)}
+            agreement.check_agree("results of a call", bits, self.ranks)
         self.seen.add(self.comparing)
 
     def explain(self, fault: BaseException) -> None:
@@ -202,7 +223,7 @@ def split(model: Any, ranks: Ranks, expert_layout: str, options: Mapping[str, An
     )
     if not has_part:
         keep_part(model, ranks, expert_layout)
-    in_step = InStep(ranks)
+    in_step = InStep(ranks, device, options["rank_timeout"])
     embedding, head = model.model.embed_tokens, model.lm_head
     embedding.__class__, head.__class__ = SplitEmbedding, SplitHead
     embedding.ranks = head.ranks = ranks

@@ -16,6 +16,8 @@ from ..errors import check, fail
 from .collectives import gather_objects
 from .ranks import Ranks
 
+_EXITING = 0x4
+"""Flag of the kernel for a process that is being ended."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -50,12 +52,17 @@ class Processes:
 
     Args:
         patience: seconds that a process whose connections are closed may need to disappear.
+
+    Attributes:
+        places: by rank, name of its host and number of its process there.
+        visible: by rank, number and beginning of the processes that are seen from here.
     """
 
     def __init__(self, ranks: Ranks, patience: float = 5.0) -> None:
         self.ranks, self.patience = ranks, patience
         mine = platform.node(), os.getpid(), _started(os.getpid())
         found = gather_objects(mine, ranks)
+        self.places = [(host, pid) for host, pid, _ in found]
         # A process in another container has another number there, or none.
         self.visible = {
             rank: (pid, started)
@@ -63,11 +70,20 @@ class Processes:
             if host == mine[0] and started and _started(pid) == started
         }
 
+    def gone(self) -> list[int]:
+        """Return the visible ranks whose processes have ended."""
+        return [rank for rank, (pid, started) in self.visible.items() if _started(pid) != started]
+
+    def describe(self, rank: int) -> str:
+        """Return rank, process and host in words."""
+        host, pid = self.places[rank]
+        return f"rank {rank} (process {pid} on {host})"
+
     def ended(self) -> list[int]:
         """Return the ranks whose processes have ended, waiting a few seconds for the first one."""
         deadline = time.monotonic() + self.patience
         while True:
-            gone = [rank for rank, (pid, started) in self.visible.items() if _started(pid) != started]
+            gone = self.gone()
             if gone or time.monotonic() > deadline:
                 return gone
             time.sleep(0.05)
@@ -90,4 +106,5 @@ def _started(pid: int) -> str:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    # A process that is being ended has its state of before while a driver frees what it held.
+    return "" if fields[0] in "ZX" or int(fields[6]) & _EXITING else fields[19]

@@ -2,7 +2,7 @@
 
 Up to `ONE_SHOT_BYTES` every rank reads the inputs of all others; up to the size of the buffer each reduces a part and
 reads the other parts; above it NCCL runs. The op is opaque to torch.compile and captured with the step. Multicast
-(NVLS) is not used. A rank that stops leaves these kernels of the others waiting until their process is ended.
+(NVLS) is not used. A rank that stops leaves these kernels of the others waiting until `watchdog` ends their processes.
 """
 
 from __future__ import annotations

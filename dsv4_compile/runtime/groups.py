@@ -1,4 +1,4 @@
-"""Captured graphs that communicate, which are freed before their process group is destroyed.
+"""Captured graphs that communicate, which are freed before their process group is destroyed; watchdogs end then too.
 
 NCCL waits in `destroy_process_group` until no graph holds its communicator: for ever while the model that owns the
 graph lives on.
@@ -16,6 +16,7 @@ import torch
 
 from .._compat import OpOverload
 from ..errors import check
+from ..parallel import watchdog
 from ..parallel.boundary import check_arrived
 
 _NAMESPACES = ("_c10d_functional", "c10d", "dsv4_collectives", "symm_mem")
@@ -51,7 +52,7 @@ def replay_of(graph: Graph, groups: frozenset[str], what: str) -> Callable[[], N
     """
     if not groups:
         return graph.replay
-    _free_before_destruction()
+    free_before_destruction()
     _communicating[graph] = groups
 
     def replay() -> None:
@@ -74,8 +75,8 @@ def release(group: str | None = None) -> int:
     return len(found)
 
 
-def _free_before_destruction() -> None:
-    """Let torch.distributed.destroy_process_group free graphs first."""
+def free_before_destruction() -> None:
+    """Let torch.distributed.destroy_process_group free graphs first, then end the watchdogs of the group."""
     distributed: Any = torch.distributed
     with _lock:
         destroy = distributed.destroy_process_group
@@ -88,6 +89,7 @@ def _free_before_destruction() -> None:
             name = None if whole else getattr(group, "group_name", "")
             if release(name) and torch.cuda.is_available():
                 torch.cuda.synchronize()
+            watchdog.leave(name)
             destroy(group)
 
         destroy_process_group.dsv4_releases = True  # type: ignore[attr-defined]

@@ -1,0 +1,112 @@
+"""The watchdog of split models: who is named when a rank is gone in a step, and who is let be. Processes, no GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dsv4_compile.parallel.watchdog import STATUS
+from tests.parallel import watched
+
+KILLED = -9
+INTERPRETER = "a_rank_ends_its_interpreter_in_a_step"
+"""The scenario whose second rank is an interpreter of its own: forked ones skip what runs at exit."""
+GONE = {
+    "a_rank_is_killed": ("rank 1 (process", "has ended without leaving: it was killed or crashed"),
+    "a_rank_that_is_not_visible_is_killed": ("rank 1 (process", "has given no sign of life for 2 s"),
+    "the_host_of_the_store_is_killed": ("rank 0 (process", "which held the group's store, has ended without leaving"),
+    "the_host_of_the_store_that_is_not_visible_is_killed": ("rank 0 (process", "has given no sign of life for 2 s"),
+    "a_rank_is_killed_while_the_host_is_inside_a_call": ("rank 1 (process", "has ended without leaving"),
+    "a_rank_destroys_the_group_in_a_step": ("rank 1 (process", "has left: it destroyed the group"),
+    INTERPRETER: ("rank 1 (process", "has left: it destroyed the group, or its interpreter ended"),
+    "a_group_is_destroyed_and_made_again": ("rank 1 (process", "has ended without leaving"),
+}
+"""Words about the rank that is gone, by scenario."""
+LET_BE = (
+    "a_rank_that_has_left_is_not_asked_for_more",
+    "a_rank_that_has_left_has_finished_the_call",
+    "a_rank_is_slow",
+    "a_rank_is_stopped",
+    "the_host_of_the_store_is_stopped",
+    "a_fork_ends_that_is_no_rank",
+    "a_thread_fails",
+)
+
+
+class Outcome(NamedTuple):
+    """How a rank ended: its exit status, None if it hung, and its stderr."""
+
+    status: int | None
+    text: str
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """Run all scenarios side by side, since they mostly wait."""
+    folder = tmp_path_factory.mktemp("watched")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dsv4_compile.hf", watched.__name__])
+    running: dict[str, list[multiprocessing.process.BaseProcess | subprocess.Popen[bytes]]] = {}
+    for name in (*GONE, *LET_BE):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ranks = [context.Process(target=watched.run, args=(name, rank, port, str(folder))) for rank in range(2)]
+        if name == INTERPRETER:
+            ranks[0].start()
+            command = [sys.executable, "-m", watched.__name__, name, "1", str(port), str(folder)]
+            running[name] = [ranks[0], subprocess.Popen(command)]
+            continue
+        for rank in ranks:
+            rank.start()
+        running[name] = [*ranks]
+    deadline = time.monotonic() + watched.HANGS / 2
+    return {
+        name: [outcome(each, deadline, folder / f"{name}.{rank}") for rank, each in enumerate(two)]
+        for name, two in running.items()
+    }
+
+
+def outcome(rank: multiprocessing.process.BaseProcess | subprocess.Popen[bytes], deadline: float, log: Path) -> Outcome:
+    """Wait for a rank until `deadline` and kill it then."""
+    status: int | None
+    if isinstance(rank, subprocess.Popen):
+        while (status := rank.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    else:
+        rank.join(max(0.0, deadline - time.monotonic()))
+        status = rank.exitcode
+    if status is None:
+        rank.kill()
+    return Outcome(status, log.read_text() if log.exists() else "")
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_process_ends_whose_step_waits_for_a_rank_that_is_gone(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    survivor = outcomes[name][1 if "host_of" in name else 0]
+    assert survivor.status == STATUS, survivor
+    assert survivor.text.count("[E706]") == 1
+    assert all(words in survivor.text for words in GONE[name]), survivor.text
+
+
+def test_process_that_leaves_ends_by_itself(outcomes: dict[str, list[Outcome]]) -> None:
+    assert outcomes[INTERPRETER][1].status == 3, outcomes[INTERPRETER][1]
+    assert outcomes["a_rank_is_killed"][1].status == KILLED
+
+
+@pytest.mark.parametrize("name", LET_BE)
+def test_processes_are_let_be(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    assert [each.status for each in outcomes[name]] == [0, 0], outcomes[name]
+
+
+def test_fault_of_the_thread_is_logged_once(outcomes: dict[str, list[Outcome]]) -> None:
+    for each in outcomes["a_thread_fails"]:
+        assert each.text.count("the watchdog has failed, trying again") == 1, each.text
+        assert each.text.count("ValueError: no /proc") == 1
