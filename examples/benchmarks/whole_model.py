@@ -149,7 +149,8 @@ def run(args: argparse.Namespace, found: dict[str, Any], save: Callable[[], None
             model.compile(fullgraph=True, backend="dsv4", options=graphs or None)
         for batch in batches:
             prompt = 40 if args.tiny else PROMPTS.get(batch, 512)
-            found["rows"].append(measure(model, form, batch, prompt, timed))
+            stamp = {"date": found["date"], "commit": found["commit"]}
+            found["rows"].append(stamp | measure(model, form, batch, prompt, timed))
             said = {name: value for name, value in found["rows"][-1].items() if name != "kernels"}
             print(said, file=sys.stderr, flush=True)
             save()

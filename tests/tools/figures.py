@@ -17,6 +17,7 @@ from typing import Any
 
 from dsv4_compile.bench.record import Record
 from dsv4_compile.errors import check
+from tests.tools import figures_model as model
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "results"
@@ -37,6 +38,7 @@ RECORDS: Mapping[str, str] = {
     "sparse_mla_decode": "sparse_mla_decode_h200.json",
     "sparse_mla_prefill": "sparse_mla_prefill_h200.json",
     "tensor_parallel": "tensor_parallel_h100.json",
+    "whole_model": "whole_model_h100.json",
 }
 """The current record of each scenario and script that a page shows."""
 AROUND = ("experts", "router", "mhc")
@@ -178,28 +180,6 @@ def kernels(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, shown
 
 
-def whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
-    """Return lines and rows of the table of V4-Flash on two GPUs: a step, what it reads, and its parts by kernel."""
-    shown = rows["tensor_parallel"]
-    head = ["batch", "step, ms", "tokens/s", "weights read by a rank, GB", "kernels"]
-    lines = [[*head, *(f"{part}, ms" for part in _PARTS), "first calls, s"]]
-    for row in shown:
-        took: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
-        for name, _, us in row["kernels"]:
-            took[next((part for part, words in _PARTS.items() if any(word in name for word in words)), "rest")] += us
-        speed = f"{row['batch'] * 1e3 / row['step_ms']:,.0f}"
-        step = [str(row["batch"]), f"{row['step_ms']:.1f}", speed, f"{row['weights_gb']:.0f}", str(row["nodes"])]
-        lines.append([*step, *(f"{us / 1e3:.1f}" for us in took.values()), f"{row['first_calls_s']:.0f}"])
-    return lines, shown
-
-
-def all_reduce(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
-    """Return lines and rows of the table of all-reduces with the boundary after them, us."""
-    shown, forms = rows["all_reduce_boundary"], ("boundary", "fused", "symmetric", "nccl")
-    head = ["tokens", "boundary alone", "all-reduce inside", "symmetric memory, then boundary", "NCCL, then boundary"]
-    return [head, *([str(row["tokens"]), *(f"{row[f'{form}_us']:.1f}" for form in forms)] for row in shown)], shown
-
-
 def mutations(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of changes of the source: killed, and each that survived."""
     lines = [["area", "changes", "killed", "survived"]]
@@ -265,8 +245,8 @@ def around(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
                 [_find(mine, {}, impl=impl, tokens=n) for n in sizes] for impl in ("triton", "transformers")
             )
             shown += mine
-            cells = [[_cold(row) for row in each if row] for each in (found, peers)]
-            floors = [_us(row, "floor_us") for row in found if row]
+            cells = [["-" if row is None else _cold(row) for row in each] for each in (found, peers)]
+            floors = [_us(row or peer or {}, "floor_us") for row, peer in zip(found, peers, strict=True)]
             lines.append(
                 [name, *(" / ".join(each) for each in ([f"{n:,}" for n in sizes], cells[0], floors, cells[1]))]
             )
@@ -296,25 +276,19 @@ def soak(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, rows["soak"]
 
 
-_PARTS: Mapping[str, Sequence[str]] = {
-    "experts": ("gate_up", "down_kernel"),
-    "collectives": ("all_reduce", "nccl"),
-    "hyper-connections": ("mhc_",),
-    "rest": (),
-}
-"""Words in the names of kernels, by part of the model."""
 _OURS, _RANKS = "dsv4_compile", "torchrun --nproc-per-node 2"
+_SPLIT = f"{_RANKS} examples/benchmarks/tensor_parallel.py --layers 43 --batches 1,8,32 --prompt 64"
+_SPLIT += " --contexts 2048,4096,8192,16384 --experts rows --collectives symmetric"
 _GRAPH: Mapping[str, str | int] = {"impl": "graph", "end": "together"}
 _STACK: Mapping[str, str | int] = {"layer": "stack", "end": "together"}
 _BENCH_KERNELS = tuple(dict.fromkeys(kernel.record for kernel in KERNELS))
 FIGURES: Mapping[str, Figures] = {
-    "whole": Figures(
-        whole,
-        ("tensor_parallel",),
-        f"{_RANKS} examples/benchmarks/tensor_parallel.py --layers 43 --batches 1,8,32 --prompt 64 --experts rows "
-        "--collectives symmetric",
+    "whole": Figures(model.whole, ("tensor_parallel",), _SPLIT),
+    "contexts": Figures(model.contexts, ("tensor_parallel",), _SPLIT),
+    "four_layers": Figures(model.four_layers, ("whole_model",), "python examples/benchmarks/whole_model.py"),
+    "all_reduce": Figures(
+        model.all_reduce, ("all_reduce_boundary",), f"{_RANKS} examples/benchmarks/all_reduce_boundary.py"
     ),
-    "all_reduce": Figures(all_reduce, ("all_reduce_boundary",), f"{_RANKS} examples/benchmarks/all_reduce_boundary.py"),
     "layers": Figures(layers, ("decode_step",), "dsv4 bench decode_step --only impl=graph"),
     "stack": Figures(stack, ("decode_step",), "dsv4 bench decode_step --only layer=stack"),
     "kernels": Figures(kernels, _BENCH_KERNELS, "dsv4 bench SCENARIO"),

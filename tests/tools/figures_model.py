@@ -1,0 +1,64 @@
+"""Render the tables of whole models on GPUs from their records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+_PROMPT = 64
+"""Tokens of the prompts of batches; rows of longer ones are of single sequences."""
+_PARTS: Mapping[str, Sequence[str]] = {
+    "experts": ("gate_up", "down_kernel"),
+    "collectives": ("all_reduce", "nccl"),
+    "hyper-connections": ("mhc_",),
+    "rest": (),
+}
+"""Words in the names of kernels, by part of the model."""
+
+
+def whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of V4-Flash on two GPUs: a step, what it reads, and its parts by kernel."""
+    shown = [row for row in rows["tensor_parallel"] if row["prompt"] == _PROMPT]
+    head = ["batch", "step, ms", "tokens/s", "weights read by a rank, GB", "kernels"]
+    lines = [[*head, *(f"{part}, ms" for part in _PARTS), "first calls, s"]]
+    for row in shown:
+        took: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
+        for name, _, us in row["kernels"]:
+            took[next((part for part, words in _PARTS.items() if any(word in name for word in words)), "rest")] += us
+        speed = f"{row['batch'] * 1e3 / row['step_ms']:,.0f}"
+        step = [str(row["batch"]), f"{row['step_ms']:.1f}", speed, f"{row['weights_gb']:.0f}", str(row["nodes"])]
+        lines.append([*step, *(f"{us / 1e3:.1f}" for us in took.values()), f"{row['first_calls_s']:.0f}"])
+    return lines, shown
+
+
+def all_reduce(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of all-reduces with the boundary after them, us."""
+    shown, forms = rows["all_reduce_boundary"], ("boundary", "fused", "symmetric", "nccl")
+    head = ["tokens", "boundary alone", "all-reduce inside", "symmetric memory, then boundary", "NCCL, then boundary"]
+    return [head, *([str(row["tokens"]), *(f"{row[f'{form}_us']:.1f}" for form in forms)] for row in shown)], shown
+
+
+def contexts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of V4-Flash on two GPUs with one sequence: its prefill and a step after it."""
+    shown = [row for row in rows["tensor_parallel"] if row["prompt"] != _PROMPT]
+    lines = [["tokens in the cache", "prefill, ms", "tokens/s of it", "step, ms", "kernels"]]
+    for row in shown:
+        speed = f"{row['prompt'] * 1e3 / row['prefill_ms']:,.0f}"
+        lines.append(
+            [f"{row['prompt']:,}", f"{row['prefill_ms']:,.0f}", speed, f"{row['step_ms']:.1f}", str(row["nodes"])]
+        )
+    return lines, shown
+
+
+def four_layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of four layers of V4-Flash in bfloat16 on one GPU, and eager transformers."""
+    shown, said = rows["whole_model"], {"whole": "converted, compiled, captured", "eager": "eager transformers"}
+    head = ["batch", "prompt", "", "prefill, ms", "`generate`, ms a token", "step, ms", "kernels"]
+    lines = [[*head, "first calls, s"]]
+    for row in sorted(shown, key=lambda row: int(row["batch"])):
+        times = [f"{row[name]:.1f}" if name in row else "-" for name in ("prefill_ms", "generate_ms", "step_ms")]
+        first = f"{row['first_prefill_s'] + row['first_steps_s']:.0f}"
+        name = said.get(row["form"], row["form"])
+        lines.append([str(row["batch"]), f"{row['prompt']:,}", name, *times, str(row.get("nodes", "-")), first])
+    return lines, shown
