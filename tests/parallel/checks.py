@@ -21,10 +21,10 @@ from dsv4_compile import DeepseekV4Attention, hf
 from dsv4_compile._compat import counters
 from dsv4_compile.debug import diverge_ranks
 from dsv4_compile.errors import CompileError, RankError
-from dsv4_compile.hf.split import keep_part
+from dsv4_compile.hf.split import InStep, keep_part
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.loading import load_attention
-from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, all_reduce, gather_objects, split_of, symmetric
+from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, all_reduce, gather_objects, split_of, symmetric, watchdog
 from dsv4_compile.parallel.collectives import first_object, functional_all_reduce
 from dsv4_compile.parallel.split import part_of
 from dsv4_compile.runtime import counting
@@ -303,6 +303,43 @@ def a_boundary_adds_up_the_parts_of_all_ranks(mesh: Any) -> None:
         got = compiled(streams, part, *rest)
     assert [fusion.into for fusion in collected.fusions if fusion.fused] == ["all_reduce_mhc_boundary"]
     assert all(torch.equal(*each) for each in zip(got, want, strict=True))
+
+
+def calls_of_a_model_over_symmetric_memory_are_watched(mesh: Any) -> None:
+    class Work:
+        marks = 0
+
+        def record(self) -> None:
+            self.marks += 1
+
+        def done(self) -> bool:
+            return True
+
+    ranks, work = replace(Ranks.of(mesh), symmetric=True), Work()
+    made = InStep(ranks, torch.device("cpu"), 5.0).watchdog
+    assert made is not None
+    assert made.timeout == 5.0
+    assert hasattr(torch.distributed.destroy_process_group, "dsv4_releases")
+    made.work = work
+    model = hf.convert(tiny_model(**MODEL), **SIZES, mesh=mesh)
+    in_step = model.model.dsv4_in_step
+    assert in_step.watchdog is None
+    in_step.watchdog = made
+    inside = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: inside.append(made.begun - made.ended))
+    logits(model, tokens(1, 9))
+    assert (made.begun, made.ended, work.marks, inside) == (3, 3, 3, [1])  # two comparisons and the forward
+    logits(model, tokens(1, 9))
+    assert (made.begun, made.ended, inside) == (4, 4, [1, 1])
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    try:
+        logits(model, tokens(1, 9))
+    except ZeroDivisionError:
+        assert (made.begun, made.ended) == (5, 5)
+    else:
+        raise AssertionError("no error")
+    made.leave()
+    watchdog.leave(ranks.name)
 
 
 def a_rank_that_dies_ends_the_others_with_its_name(mesh: Any) -> None:

@@ -25,6 +25,7 @@ ON_TWO = (
     checks.an_engines_layer_is_split,
     checks.an_opaque_all_reduce_without_a_buffer_is_that_of_the_backend,
     checks.a_boundary_adds_up_the_parts_of_all_ranks,
+    checks.calls_of_a_model_over_symmetric_memory_are_watched,
     checks.compiled_graphs_neither_break_nor_recompile,
 )
 ON_FOUR = (*EVERYWHERE, checks.a_rank_that_dies_ends_the_others_with_its_name)

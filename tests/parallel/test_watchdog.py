@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
+import torch
 
-from dsv4_compile.parallel.watchdog import STATUS
+from dsv4_compile.parallel.watchdog import STATUS, DeviceWork, _within
 from tests.parallel import watched
 
 KILLED = -9
@@ -104,6 +106,45 @@ def test_process_that_leaves_ends_by_itself(outcomes: dict[str, list[Outcome]]) 
 @pytest.mark.parametrize("name", LET_BE)
 def test_processes_are_let_be(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     assert [each.status for each in outcomes[name]] == [0, 0], outcomes[name]
+
+
+def test_one_event_marks_the_newest_work_outside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        made: ClassVar[list[Event]] = []
+        on: Any = None
+
+        def __init__(self) -> None:
+            self.made.append(self)
+
+        def record(self, stream: Any) -> None:
+            self.on = stream
+
+        def query(self) -> bool:
+            return False
+
+    capturing, entered, work = [True], list[Any](), DeviceWork(torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (device, len(entered)))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
+    work.record()
+    assert work.done()
+    assert not Event.made
+    capturing.append(False)
+    for _ in range(2):
+        work.record()
+        assert not work.done()
+    assert [event.on for event in Event.made] == [(work.device, 1)]
+    assert entered == [work.device, work.device]
+
+
+def test_device_that_does_not_answer_counts_as_pending_and_one_that_fails_as_done(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert not _within(0.1, lambda: time.sleep(1) is None)
+    assert _within(5.0, lambda: True)
+    assert _within(5.0, lambda: 1 / 0 > 0)
+    assert "the device cannot be asked" in caplog.text
 
 
 def test_fault_of_the_thread_is_logged_once(outcomes: dict[str, list[Outcome]]) -> None:

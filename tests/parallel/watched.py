@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -37,13 +38,20 @@ class Stand:
         return not self.pending
 
 
+class Place(NamedTuple):
+    """A free port, and a folder for files."""
+
+    port: int
+    folder: Path
+
+
 class Rank:
     """One of two ranks, with its group, its stand-in for work and its watchdog."""
 
-    def __init__(self, rank: int, port: int, visible: bool = True) -> None:
+    def __init__(self, rank: int, place: Place, visible: bool = True, store: str = "") -> None:
         torch.distributed.init_process_group(
             "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
+            init_method=f"file://{place.folder}/{store}" if store else f"tcp://127.0.0.1:{place.port}",
             rank=rank,
             world_size=2,
             timeout=timedelta(seconds=60),
@@ -80,51 +88,51 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def a_rank_is_killed(rank: int, port: int) -> None:
-    me = Rank(rank, port)
+def a_rank_is_killed(rank: int, place: Place) -> None:
+    me = Rank(rank, place)
     me.hang() if me.survives else die()
 
 
-def a_rank_that_is_not_visible_is_killed(rank: int, port: int) -> None:
-    me = Rank(rank, port, visible=False)
+def a_rank_that_is_not_visible_is_killed(rank: int, place: Place) -> None:
+    me = Rank(rank, place, visible=False)
     me.hang() if me.survives else die()
 
 
-def the_host_of_the_store_is_killed(rank: int, port: int) -> None:
-    me = Rank(rank, port)
+def the_host_of_the_store_is_killed(rank: int, place: Place) -> None:
+    me = Rank(rank, place)
     die() if me.survives else me.hang()
 
 
-def the_host_of_the_store_that_is_not_visible_is_killed(rank: int, port: int) -> None:
-    me = Rank(rank, port, visible=False)
+def the_host_of_the_store_that_is_not_visible_is_killed(rank: int, place: Place) -> None:
+    me = Rank(rank, place, visible=False)
     die() if me.survives else me.hang()
 
 
-def a_rank_is_killed_while_the_host_is_inside_a_call(rank: int, port: int) -> None:
-    me = Rank(rank, port)
+def a_rank_is_killed_while_the_host_is_inside_a_call(rank: int, place: Place) -> None:
+    me = Rank(rank, place)
     if not me.survives:
         die()
     me.dog.enter()
     time.sleep(HANGS)
 
 
-def a_rank_destroys_the_group_in_a_step(rank: int, port: int) -> None:
-    me = Rank(rank, port)
+def a_rank_destroys_the_group_in_a_step(rank: int, place: Place) -> None:
+    me = Rank(rank, place)
     if me.survives:
         me.hang()
     torch.distributed.destroy_process_group()
     time.sleep(LONGER)
 
 
-def a_rank_ends_its_interpreter_in_a_step(rank: int, port: int) -> None:
-    me = Rank(rank, port)
+def a_rank_ends_its_interpreter_in_a_step(rank: int, place: Place) -> None:
+    me = Rank(rank, place)
     if me.survives:
         me.hang()
     sys.exit(3)
 
 
-def a_rank_that_has_left_is_not_asked_for_more(rank: int, port: int) -> None:
-    me = Rank(rank, port)
+def a_rank_that_has_left_is_not_asked_for_more(rank: int, place: Place) -> None:
+    me = Rank(rank, place)
     with me.dog.call():
         pass
     if not me.survives:
@@ -134,8 +142,8 @@ def a_rank_that_has_left_is_not_asked_for_more(rank: int, port: int) -> None:
     assert me.work.asked == 1, me.work.asked  # a query in a capture would spoil it
 
 
-def a_rank_that_has_left_has_finished_the_call(rank: int, port: int) -> None:
-    me = Rank(rank, port)
+def a_rank_that_has_left_has_finished_the_call(rank: int, place: Place) -> None:
+    me = Rank(rank, place)
     with me.dog.call():
         if me.survives:
             time.sleep(LONGER)  # a breakpoint
@@ -143,8 +151,8 @@ def a_rank_that_has_left_has_finished_the_call(rank: int, port: int) -> None:
         torch.distributed.destroy_process_group()
 
 
-def a_rank_is_slow(rank: int, port: int) -> None:
-    me = Rank(rank, port, visible=False)
+def a_rank_is_slow(rank: int, place: Place) -> None:
+    me = Rank(rank, place, visible=False)
     with me.dog.call():
         me.work.pending = me.survives
     end = time.monotonic() + LONGER
@@ -156,12 +164,12 @@ def a_rank_is_slow(rank: int, port: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def a_rank_is_stopped(rank: int, port: int) -> None:
-    stopped(Rank(rank, port), 1)
+def a_rank_is_stopped(rank: int, place: Place) -> None:
+    stopped(Rank(rank, place), 1)
 
 
-def the_host_of_the_store_is_stopped(rank: int, port: int) -> None:
-    stopped(Rank(rank, port), 0)
+def the_host_of_the_store_is_stopped(rank: int, place: Place) -> None:
+    stopped(Rank(rank, place), 0)
 
 
 def stopped(me: Rank, which: int) -> None:
@@ -178,8 +186,8 @@ def stopped(me: Rank, which: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def a_fork_ends_that_is_no_rank(rank: int, port: int) -> None:
-    me = Rank(rank, port)
+def a_fork_ends_that_is_no_rank(rank: int, place: Place) -> None:
+    me = Rank(rank, place)
     if me.survives:
         with me.dog.call():
             me.work.pending = True
@@ -195,8 +203,8 @@ def a_fork_ends_that_is_no_rank(rank: int, port: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def a_group_is_destroyed_and_made_again(rank: int, port: int) -> None:
-    first = Rank(rank, port)
+def a_group_is_destroyed_and_made_again(rank: int, place: Place) -> None:
+    first = Rank(rank, place)
     assert sorted(threads()) == ["dsv4-beats", "dsv4-watchdog"]
     assert watchdog.watch(first.ranks, first.processes, first.work, 3.0) is first.dog
     assert first.dog.timeout == 3.0
@@ -204,21 +212,21 @@ def a_group_is_destroyed_and_made_again(rank: int, port: int) -> None:
     torch.distributed.destroy_process_group()
     assert threads() == []
     # A caller who imported the function before: the threads see that the group is no more.
-    second = Rank(rank, port)
+    second = Rank(rank, place, store="second")
     assert second.dog is not first.dog
     torch.distributed.barrier()
     torch.distributed.destroy_process_group.__wrapped__()
     time.sleep(10 * INTERVAL)
     assert threads() == []
-    third = Rank(rank, port)  # under the same name
+    third = Rank(rank, place, store="third")  # under the same name
     assert third.ranks.name == first.ranks.name
     if third.survives:
         third.hang()
     die()
 
 
-def a_thread_fails(rank: int, port: int) -> None:
-    me = Rank(rank, port)
+def a_thread_fails(rank: int, place: Place) -> None:
+    me = Rank(rank, place)
 
     def gone() -> list[int]:
         raise ValueError("no /proc")
@@ -234,7 +242,7 @@ def run(name: str, rank: int, port: int, folder: str) -> None:
     """Run a scenario with stderr in a file."""
     os.dup2(os.open(Path(folder) / f"{name}.{rank}", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
-    globals()[name](rank, port)
+    globals()[name](rank, Place(port, Path(folder)))
 
 
 if __name__ == "__main__":
