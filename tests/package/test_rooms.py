@@ -125,15 +125,17 @@ def test_no_imports_go_in_a_circle(imports: dict[str, set[str]]) -> None:
     assert sorted(files) == []
 
 
+@pytest.fixture(scope="module")
+def spelled(trees: dict[str, ast.Module]) -> list[tuple[str, list[str]]]:
+    """Files, and the parameters or fields of each function and class in them."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [(path, _names(node)) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
 @pytest.mark.parametrize("op", sorted(op for op in OPS if len(OPS[op]._schema.arguments) >= WIDE))
-def test_a_wide_signature_is_spelled_out_in_few_places(op: str, trees: dict[str, ast.Module]) -> None:
+def test_a_wide_signature_is_spelled_out_in_few_places(op: str, spelled: list[tuple[str, list[str]]]) -> None:
     names = [argument.name for argument in OPS[op]._schema.arguments]
-    places = Counter(
-        path
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and _names(node)[: len(names)] == names
-    )
+    places = Counter(path for path, found in spelled if found[: len(names)] == names)
     assert sum(places.values()) <= MOST_COPIES, places
 
 
