@@ -31,19 +31,27 @@ hypothesis.settings.register_profile("long", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile("short")
 
 LONGEST = (
-    "package/test_examples.py",
-    "hf/test_compiled.py",
     "parallel/test_ranks.py",
+    "attention_backends/test_conformance.py",
     "backend/test_fuse_layer.py",
+    "lowering/preprocess/test_compress_norm_rope_insert.py",
+    "package/test_examples.py",
     "lowering/attention/test_inv_rope.py",
-    "lowering/indexer/test_indexer_q_rope_quant.py",
+    "attention_backends/test_v32_indexer.py",
     "bench/test_decode_step.py",
     "modules/test_attention_layer.py",
+    "hf/test_guards.py",
+    "lowering/indexer/test_indexer_q_rope_quant.py",
+    "backend/test_cache_key.py",
     "kernels/moe/test_moe_experts.py",
-    "lowering/preprocess/test_compress_norm_rope_insert.py",
-    "attention_backends/test_conformance.py",
     "kernels/indexer/test_indexer_logits_topk.py",
     "kernels/attention/test_inv_rope.py",
+    "ops/test_all_ops.py",
+    "package/test_kernels_name.py",
+    "hf/test_compiled.py",
+    "package/test_prove.py",
+    "runtime/test_compiled.py",
+    "runtime/test_cuda_graphs.py",
 )
 """The files that take longest where nothing has been compiled yet, longest first."""
 
