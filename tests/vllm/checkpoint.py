@@ -69,13 +69,13 @@ CONFIG: dict[str, Any] = {
 
 
 class Weights:
-    """Random tensors by their names in the checkpoint."""
+    """Random tensors by their names in the checkpoint, drawn on `device`."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config, self.random, self.tensors = config, torch.Generator().manual_seed(1), dict[str, Tensor]()
+    def __init__(self, config: Mapping[str, Any], device: str = "cpu") -> None:
+        self.config, self.random, self.tensors = config, torch.Generator(device).manual_seed(1), dict[str, Tensor]()
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.random)
+        return torch.randn(*shape, generator=self.random, device=self.random.device)
 
     def matrix(self, name: str, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> None:
         self.tensors[name] = (self.normal(*shape) * scale * shape[-1] ** -0.5).to(dtype)
@@ -120,7 +120,8 @@ class Weights:
         experts, hidden, width = c["n_routed_experts"], c["hidden_size"], c["moe_intermediate_size"]
         self.matrix(f"{prefix}gate.weight", experts, hidden)
         if hashed:
-            rows = [torch.randperm(experts, generator=self.random) for _ in range(c["vocab_size"])]
+            of = {"generator": self.random, "device": self.random.device}
+            rows = [torch.randperm(experts, **of) for _ in range(c["vocab_size"])]
             self.tensors[f"{prefix}gate.tid2eid"] = torch.stack(rows)[:, : c["num_experts_per_tok"]].int()
         else:
             self.tensors[f"{prefix}gate.bias"] = self.normal(experts) * 0.01
@@ -149,10 +150,14 @@ class Weights:
 
 def write(folder: Path, **changes: Any) -> Path:
     """Write config.json and model.safetensors of `CONFIG` with `changes`."""
-    config = CONFIG | changes
+    return write_weights(folder, Weights(CONFIG | changes))
+
+
+def write_weights(folder: Path, weights: Weights) -> Path:
+    """Write config.json and model.safetensors of a model's random weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: tensor.contiguous() for name, tensor in Weights(config).model().items()}
+    (folder / "config.json").write_text(json.dumps(weights.config))
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in weights.model().items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
 

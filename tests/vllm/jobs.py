@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 HERE = Path(__file__).parent
 TIMEOUT = 1500
@@ -33,22 +33,28 @@ class Job:
     rebind: bool = False
     workers: bool = False
     explain: str = ""
+    program: ClassVar[Path] = HERE / "serve.py"
 
     def run(self, model: Path, folder: Path) -> dict[str, Any]:
-        """Serve `model` in a new process; return what `serve.py` writes."""
+        """Serve `model` in a new process; return what its program writes."""
         folder.mkdir(parents=True, exist_ok=True)
         job = {**asdict(self), "model": str(model), "out": str(folder / "result.json")}
         (folder / "job.json").write_text(json.dumps(job))
-        environment = environment_of(folder.parent) | {
+        command = [sys.executable, str(self.program), str(folder / "job.json")]
+        with (folder / "log.txt").open("w") as log:
+            done = subprocess.run(
+                command, env=self.environment(folder), stdout=log, stderr=log, timeout=TIMEOUT, check=False
+            )
+        assert done.returncode == 0, (folder / "log.txt").read_text()[-8000:]
+        return dict(json.loads((folder / "result.json").read_text()))
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """Return the environment of the process; what vLLM keeps for later ones is beside `folder`."""
+        return environment_of(folder.parent) | {
             "DSV4_VLLM": "1",
             "DSV4_VLLM_EXPLAIN": self.explain,
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.workers)),
         }
-        command = [sys.executable, str(HERE / "serve.py"), str(folder / "job.json")]
-        with (folder / "log.txt").open("w") as log:
-            done = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=TIMEOUT, check=False)
-        assert done.returncode == 0, (folder / "log.txt").read_text()[-8000:]
-        return dict(json.loads((folder / "result.json").read_text()))
 
 
 def environment_of(cache: Path) -> dict[str, str]:

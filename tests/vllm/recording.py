@@ -8,6 +8,8 @@ vLLM's caches, block tables and slots, chunks, prefixes that were not computed a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,31 +65,46 @@ class Recording:
                 outputs = [layer.rows_out[row].clone() for layer in layers]
                 self.rows.setdefault(name, []).append(Row(int(positions[row]), inputs, outputs))
 
+    @contextmanager
+    def of(self, runner: Any, model: plugin.DeepseekV4Model) -> Iterator[None]:
+        """Record every step of a runner, replays of CUDA graphs among them."""
+        plain = runner._model_forward
 
-class RecordingModel(plugin.DeepseekV4Model):
-    """The plug-in's model with layers that record."""
+        def forward(**kwargs: Any) -> Any:
+            out = plain(**kwargs)
+            self.add(runner, model, kwargs["positions"])
+            return out
+
+        runner._model_forward = forward
+        try:
+            yield
+        finally:
+            runner._model_forward = plain
+
+
+class ModelWith(plugin.DeepseekV4Model):
+    """The plug-in's model with layers of another class."""
+
+    attention_class: type[Attention] = Attention
 
     def __init__(self, **kwargs: Any) -> None:
-        before, plugin.Attention = plugin.Attention, RecordingAttention
+        before, plugin.Attention = plugin.Attention, type(self).attention_class
         try:
             super().__init__(**kwargs)
         finally:
             plugin.Attention = before
 
 
+class RecordingModel(ModelWith):
+    """The plug-in's model with layers that record."""
+
+    attention_class = RecordingAttention
+
+
 class RecordingForCausalLM(plugin.DeepseekV4ForCausalLM):
     """The class that the tests register in the place of the plug-in's."""
 
     model_cls = RecordingModel
-    recording: Recording | None = None
-    runner: Any = None
-
-    def forward(self, input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = super().forward(input_ids, positions, *args, **kwargs)
-        cls = type(self)
-        if cls.recording is not None:
-            cls.recording.add(cls.runner, self.model, positions)
-        return out
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +16,62 @@ import torch
 
 from dsv4_compile.selection import decisions
 
+RECORDING = "recording:RecordingForCausalLM"
+
 
 def main(path: str) -> None:
     job = json.loads(Path(path).read_text())
     result: dict[str, Any] = {}
-    allow_chunks()
+    llm = start(job, RECORDING if job["record"] else "")
     from torch._dynamo import utils as dynamo
-    from vllm import LLM, ModelRegistry, SamplingParams
-    from vllm.plugins import load_general_plugins
 
-    load_general_plugins()
-    if job["record"]:
-        sys.path.insert(0, str(Path(__file__).parent))
-        ModelRegistry.register_model("DeepseekV4ForCausalLM", "recording:RecordingForCausalLM")
-    llm = LLM(
-        **{
-            "model": job["model"],
-            "skip_tokenizer_init": True,
-            "max_model_len": 1024,
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 1024,
-            "seed": 0,
-            "dtype": "bfloat16",
-            **job["llm"],
-        }
-    )
-    greedy = SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)
     random = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(2, 512, (length,), generator=random).tolist() for length in job["lengths"]]
-    prompts += [[*prompts[source][:length], 3, 4] for source, length in job["shared"]]
+    prompts = prompts_of(llm, job, random)
     with decisions.collect() as decided:
-        result |= serve(llm, prompts, greedy, job, "")
+        result |= serve(llm, prompts, job, "")
     result["implementations"] = sorted({decision.impl for decision in decided})
     result["graphs"] = [dynamo.counters["stats"]["unique_graphs"]]
     if job["rebind"]:
         bind_others(llm)
-        result["rebound"] = serve(llm, prompts, greedy, job, "")
+        result["rebound"] = serve(llm, prompts, job, "")
         result["graphs"].append(dynamo.counters["stats"]["unique_graphs"])
     for broken in job["breaks"]:
-        prompts = [torch.randint(2, 512, (length,), generator=random).tolist() for length in job["break_lengths"]]
-        result.setdefault("broken", {})[broken] = serve(llm, prompts, greedy, job, broken)
+        prompts = prompts_of(llm, {"lengths": job["break_lengths"], "shared": []}, random)
+        result.setdefault("broken", {})[broken] = serve(llm, prompts, job, broken)
     result["breaks"] = sum(dynamo.counters["graph_break"].values())
     Path(job["out"]).write_text(json.dumps(result))
+
+
+def start(job: dict[str, Any], model: str) -> Any:
+    """Start the engine of a job, with the class `model` ("module:name") instead of the plug-in's if it is not empty."""
+    from vllm import LLM, ModelRegistry
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    if current_platform.is_cpu():
+        allow_chunks()
+    load_general_plugins()
+    if model:
+        sys.path.insert(0, str(Path(__file__).parent))
+        ModelRegistry.register_model("DeepseekV4ForCausalLM", model)
+    settings = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "seed": 0}
+    settings |= {"model": job["model"], "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    return LLM(**settings | job["llm"])
+
+
+def prompts_of(llm: Any, job: dict[str, Any], random: torch.Generator) -> list[list[int]]:
+    """Return random prompts of a job's `lengths`, then those that begin as one of them."""
+    vocab = llm.llm_engine.vllm_config.model_config.hf_config.vocab_size
+    prompts = [torch.randint(2, vocab, (length,), generator=random).tolist() for length in job["lengths"]]
+    return prompts + [[*prompts[source][:length], 3, 4] for source, length in job["shared"]]
+
+
+def generate(llm: Any, prompts: list[list[int]], new_tokens: int) -> list[Any]:
+    """Generate `new_tokens` greedily for each prompt, in one batch."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    return list(llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False))
 
 
 def allow_chunks() -> None:
@@ -75,29 +90,29 @@ def allow_chunks() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
-def serve(llm: Any, prompts: list[list[int]], greedy: Any, job: dict[str, Any], broken: str) -> dict[str, Any]:
+def serve(llm: Any, prompts: list[list[int]], job: dict[str, Any], broken: str) -> dict[str, Any]:
     """Serve the prompts, those that share a beginning after the others, and compare every row if it is recorded."""
     recording = None
     if job["record"]:
         import recording as r
 
-        runner = runner_of(llm)
-        r.RecordingForCausalLM.runner = runner
-        recording = r.RecordingForCausalLM.recording = r.Recording()
-        break_table(runner.model.model, broken)
+        runner, recording = runner_of(llm), r.Recording()
+        model = runner.get_model().model
+        break_table(model, broken)
         llm.reset_prefix_cache()
     outputs = []
-    for batch in (prompts[: len(job["lengths"])], prompts[len(job["lengths"]) :]):
-        if batch:
-            outputs += llm.generate([{"prompt_token_ids": p} for p in batch], greedy, use_tqdm=False)
+    with nullcontext() if recording is None else recording.of(runner, model):
+        for batch in (prompts[: len(job["lengths"])], prompts[len(job["lengths"]) :]):
+            outputs += generate(llm, batch, job["new_tokens"]) if batch else []
     served: dict[str, Any] = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
     if recording is not None:
         tokens = {o.request_id: list(o.prompt_token_ids) + list(o.outputs[0].token_ids) for o in outputs}
         # The runner's names of requests begin with those of the outputs.
         named = {name: next(t for key, t in tokens.items() if name.split("-")[0] == key) for name in recording.rows}
-        errors = r.compare(runner.model.model, recording, named)
+        with torch.device(runner.device):
+            errors = r.compare(model, recording, named)
         served |= {"worst": errors.worst, "rows": errors.rows, "reused": errors.reused, "steps": recording.steps}
-        served["sets"] = len(runner.model.model.sets)
+        served["sets"] = len(model.sets)
     return served
 
 
@@ -108,7 +123,7 @@ def runner_of(llm: Any) -> Any:
 
 def bind_others(llm: Any) -> None:
     """Bind caches with other strides and addresses, as vLLM does after it has measured memory."""
-    for attention in runner_of(llm).model.model.attention.values():
+    for attention in runner_of(llm).get_model().model.attention.values():
         for owner in attention.owners:
             owner.bind_kv_cache(torch.zeros_like(owner.kv_cache, memory_format=torch.contiguous_format).unsqueeze(1))
 
