@@ -18,6 +18,7 @@ from typing import Any
 from dsv4_compile.bench.record import Record
 from dsv4_compile.errors import check
 from tests.tools import figures_model as model
+from tests.tools import figures_vllm as vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "results"
@@ -38,6 +39,7 @@ RECORDS: Mapping[str, str] = {
     "sparse_mla_decode": "sparse_mla_decode_h200.json",
     "sparse_mla_prefill": "sparse_mla_prefill_h200.json",
     "tensor_parallel": "tensor_parallel_h100.json",
+    "vllm": "vllm_h100.json",
     "whole_model": "whole_model_h100.json",
 }
 """The current record of each scenario and script that a page shows."""
@@ -279,6 +281,7 @@ def soak(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
 _OURS, _RANKS = "dsv4_compile", "torchrun --nproc-per-node 2"
 _SPLIT = f"{_RANKS} examples/benchmarks/tensor_parallel.py --layers 43 --batches 1,8,32 --prompt 64"
 _SPLIT += " --contexts 2048,4096,8192,16384 --experts rows --collectives symmetric"
+_VLLM = "python tests/gpu/vllm/run.py --what"
 _GRAPH: Mapping[str, str | int] = {"impl": "graph", "end": "together"}
 _STACK: Mapping[str, str | int] = {"layer": "stack", "end": "together"}
 _BENCH_KERNELS = tuple(dict.fromkeys(kernel.record for kernel in KERNELS))
@@ -299,6 +302,9 @@ FIGURES: Mapping[str, Figures] = {
     "around": Figures(around, AROUND[1:], "python examples/benchmarks/around_attention.py"),
     "mutations": Figures(mutations, ("mutations",), "make mutate"),
     "soak": Figures(soak, ("soak",), "python tests/gpu/soak.py"),
+    "vllm_rows": Figures(vllm.rows, ("vllm",), f"{_VLLM} rows"),
+    "vllm_shadow": Figures(vllm.shadow, ("vllm",), f"{_VLLM} shadow"),
+    "vllm_times": Figures(vllm.times, ("vllm",), f"{_VLLM} times"),
 }
 """The blocks that a page may have."""
 

@@ -1,0 +1,142 @@
+"""tests/gpu/vllm/run.py without vLLM: what it plans, the record that it writes, and the tables of that."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.vllm import run
+from tests.gpu.vllm.real_checkpoint import Fp8Weights, real_config
+from tests.tools import figures, figures_vllm
+from tests.vllm import jobs
+
+PAGE = figures.ROOT / "dsv4_compile" / "docs" / "vllm.md"
+ENGINE = """
+import json, os, sys
+job = json.load(open(sys.argv[1]))
+if os.environ["DSV4_VLLM"] == "0":
+    print("Traceback\\nValueError: no kernel\\nbye")
+    sys.exit(1)
+assert os.path.isfile(job["model"] + "/config.json") and sys.path[0] in os.environ["PYTHONPATH"]
+times = [{"requests": n, "step_ms": [2.0, 1.0, 4.0], "with_prompts_ms": [3.0]} for n in job["requests"]]
+found = {"mode": 2, "cudagraph": "FULL", "graphs": 1, "breaks": 0, "times": times}
+json.dump(found, open(job["out"], "w"))
+"""
+"""An engine that fails as vLLM, and has times with the plug-in."""
+
+
+def plan(*args: str, gpu: bool = True) -> list[tuple[str, str, bool, bool, bool]]:
+    """Return model, kind, vLLM as it is, eager and CUDA graphs of each engine."""
+    args_ = run.parse(args)
+    return [
+        (model, job.what, job.own, "enforce_eager" in job.llm, "compilation_config" in job.llm)
+        for model, job in run.measurements(args_.what, args_.models, gpu)
+    ]
+
+
+def test_rows_are_of_all_models_and_the_rest_of_the_last() -> None:
+    rows = [(model, "rows", False, eager, not eager) for model in ("tiny", "real") for eager in (True, False)]
+    times = [("real", "times", own, False, True) for own in (True, False)]
+    assert plan() == [*rows, ("real", "shadow", False, True, False), *times]
+    assert plan("--what", "times,rows", "--models", "tiny")[2:] == [("tiny", *time[1:]) for time in times]
+    assert plan("--what", "shadow", "--models", "tiny", gpu=False) == [("tiny", "shadow", False, True, False)]
+
+
+def test_a_cpu_gets_no_settings_of_a_gpu() -> None:
+    planned = [job for _, job in run.measurements(run.WHAT, run.MODELS, gpu=False)]
+    assert planned and not any({"compilation_config", "kv_cache_dtype", *run.GPU} & set(job.llm) for job in planned)
+
+
+@pytest.mark.parametrize("args", [["--what", "rows,speed"], ["--models", "pro"]])
+def test_unknown_names_are_errors(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.parse(args)
+    assert f"{args[1].split(',')[-1]!r} is none of" in capsys.readouterr().err
+
+
+def test_a_record_names_its_gpu() -> None:
+    names = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA GH200 480GB": "gh200", "Some GPU": "gpu", "": "cpu"}
+    assert {gpu: run.record_name(gpu) for gpu in names} == {gpu: f"vllm_{name}.json" for gpu, name in names.items()}
+
+
+def test_command_records_engines_that_ran_and_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "engine.py").write_text(ENGINE)
+    monkeypatch.setattr(run.Measurement, "program", tmp_path / "engine.py")
+    monkeypatch.setattr(jobs, "HERE", tmp_path)  # without the kernels for CPUs, whose import takes seconds
+    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
+    assert run.main(["--what", "times", "--models", "tiny", "--out", str(tmp_path / "out")]) == 1
+    record = json.loads((tmp_path / "out" / "vllm_cpu.json").read_text())
+    assert record["command"] == "python tests/gpu/vllm/run.py --what times --models tiny" and record["commit"]
+    failed, *rows = record["rows"]
+    assert failed["engine"] == "vllm" and failed["status"] == "failed: ValueError: no kernel"
+    assert [row["requests"] for row in rows] == run.REQUESTS and all(row["date"] and row["commit"] for row in rows)
+    lines, shown = figures_vllm.times({"vllm": record["rows"]})
+    assert shown == rows
+    assert lines[1] == ["1", "with the plug-in", "FULL", "2.00 (3: 1.0 to 4.0)", "3.00 (1 value)"]
+
+
+def test_rows_of_layers_are_rendered() -> None:
+    planned = {job.what: job for _, job in run.measurements(["rows", "shadow"], ["real"], gpu=True)}
+    of = {"rows": 1168, "reused": 768, "worst": [0.0123, 0.2], "steps": [3, 1], "sets": 2}
+    rows = run.rows_of("real", planned["rows"], of | {"mode": 2, "cudagraph": "FULL"})
+    assert figures_vllm.rows({"vllm": rows})[0][1] == [
+        "V4-Flash's dimensions",
+        "one graph, CUDA graphs FULL",
+        "1,168",
+        "768",
+        "1.23e-2, 2.00e-1",
+    ]
+    layer = {"layer": 0, "ratio": 1, "rows": 3967, "mean": 0.001, "prefilled_worst": 0.02, "selected_worst": 0.5}
+    layers = run.rows_of("real", planned["shadow"], {"mode": 0, "layers": [layer]})
+    assert figures_vllm.shadow({"vllm": layers})[0][1] == ["0", "1", "3,967", "1.00e-3", "2.00e-2", "-", "5.00e-1"]
+    assert figures_vllm.rows({"vllm": layers})[1] == []
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return engine.py, which finds its neighbours as a program does."""
+    monkeypatch.syspath_prepend(str(run.ROOT / "tests" / "vllm"))
+    monkeypatch.syspath_prepend(str(Path(run.__file__).parent))
+    yield importlib.import_module("engine")
+    for name in ("engine", "serve"):
+        sys.modules.pop(name)
+
+
+def test_a_step_is_what_one_more_token_takes(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def generate(_: Any, prompts: list[list[int]], tokens: int) -> None:
+        clock[0] += 0.032 + 0.003 * tokens * len(prompts)
+
+    monkeypatch.setattr(engine.serve, "generate", generate)
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: clock[0])
+    found = engine.step_times(None, [[1, 2], [3]], 64)
+    assert found["requests"] == 2 and found["prompts"] == [2, 1]
+    assert found["step_ms"] == [6.0] * engine.REPEATS
+    assert found["with_prompts_ms"] == [6.5] * engine.REPEATS
+
+
+def test_attention_of_real_dimensions_is_e4m3_with_scales_of_powers_of_two() -> None:
+    config = real_config(hidden_size=256, q_lora_rank=128, num_attention_heads=8, index_n_heads=8, o_groups=2)
+    weights = Fp8Weights(config)
+    weights.attention("layers.1.attn.", 4)
+    names = {name for name, tensor in weights.tensors.items() if tensor.dtype is torch.float8_e4m3fn}
+    stems = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b")
+    assert names == {f"layers.1.attn.{stem}.weight" for stem in stems}
+    assert real_config()["quantization_config"]["ignored_layers"][-1] == "model.layers.3.ffn.shared_experts"
+    plain = Fp8Weights.__mro__[1](config)
+    plain.attention("layers.1.attn.", 4)
+    for name in names:
+        scale = weights.tensors[f"{name.removesuffix('.weight')}.scale"].float()
+        got = weights.tensors[name].float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        want = plain.tensors[name].float()
+        assert (got - want).norm() <= 0.04 * want.norm(), name
+        largest = weights.tensors[name].float().abs().amax()
+        assert 224 <= largest <= 448, name

@@ -1,0 +1,87 @@
+"""Measure one engine of vLLM in this process: `python tests/gpu/vllm/engine.py JOB.json`.
+
+`run.py` writes the job and reads the result: the engine's facts, and rows compared with the layer alone, rows compared
+with vLLM's attention, or times.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import serve
+import torch
+
+MODELS = {"rows": serve.RECORDING, "shadow": "shadow:ShadowForCausalLM", "times": ""}
+"""Class of the model for each kind of measurement; "" leaves the plug-in's, or vLLM's."""
+REPEATS = 4
+"""Pairs of calls for each number of requests."""
+
+
+def main(path: str) -> None:
+    faulthandler.enable()
+    job = json.loads(Path(path).read_text())
+    begin = time.perf_counter()
+    llm = serve.start(job, MODELS[job["what"]])
+    result: dict[str, Any] = facts(llm) | {"start_s": round(time.perf_counter() - begin, 1)}
+    prompts = serve.prompts_of(llm, job, torch.Generator().manual_seed(0))
+    if job["what"] == "times":
+        serve.serve(llm, prompts, job, "")
+        result["times"] = [step_times(llm, prompts[:n], job["steps"]) for n in job["requests"]]
+    elif job["what"] == "shadow":
+        result["layers"] = shadowed(llm, prompts, job)
+    else:
+        result |= serve.serve(llm, prompts, job, "")
+    from torch._dynamo import utils as dynamo
+
+    result["graphs"] = dynamo.counters["stats"]["unique_graphs"]
+    result["breaks"] = sum(dynamo.counters["graph_break"].values())
+    Path(job["out"]).write_text(json.dumps(result))
+
+
+def facts(llm: Any) -> dict[str, Any]:
+    """Return how an engine runs: vLLM's mode of compilation, its backend and its mode of CUDA graphs."""
+    config = llm.llm_engine.vllm_config.compilation_config
+    return {"mode": int(config.mode), "backend": str(config.backend), "cudagraph": str(config.cudagraph_mode)}
+
+
+def shadowed(llm: Any, prompts: list[list[int]], job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Serve the prompts with both attentions and return how far they are apart in each layer."""
+    import shadow
+
+    shadow.ShadowAttention.recording = True
+    serve.serve(llm, prompts, job, "")
+    return shadow.summaries(serve.runner_of(llm).get_model().model)
+
+
+def step_times(llm: Any, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+    """Return ms of a decode step and ms a token with the prompts, `REPEATS` values each, of these requests together.
+
+    A step is the difference between generating `steps` tokens and one, over the steps between them. All calls but the
+    first take what the prompts' whole blocks hold from vLLM's cache of prefixes.
+    """
+
+    def seconds(tokens: int) -> float:
+        begin = time.perf_counter()
+        serve.generate(llm, prompts, tokens)
+        return time.perf_counter() - begin
+
+    seconds(steps)
+    seconds(1)
+    pairs = [(seconds(steps), seconds(1)) for _ in range(REPEATS)]
+    step_ms = [round((long - short) / (steps - 1) * 1e3, 3) for long, short in pairs]
+    return {
+        "requests": len(prompts),
+        "prompts": [len(prompt) for prompt in prompts],
+        "steps": steps,
+        "step_ms": step_ms,
+        "with_prompts_ms": [round(long / steps * 1e3, 3) for long, _ in pairs],
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

