@@ -212,6 +212,9 @@ def measure(model: Any, cache: Any, batch: int, prompt: int, device: torch.devic
         row["host_ms"] = round(statistics.median(host) / STEPS * 1e3, 3)
         row["read_ms"] = round(statistics.median(timed(read) for _ in range(3)) / STEPS * 1e3, 3)
         if device.type == "cuda":
+            # Beside weights that fill the GPU, an allocation may have to free others first, and waits for the GPU.
+            row["free_gb"] = round(torch.cuda.mem_get_info()[0] / 1e9, 2)
+            row["allocations_again"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
             found = nodes(step)
             collective = [node for node in found if any(word in node.name for word in ("nccl", "all_reduce", "shot"))]
             row["nodes"], row["kernels_ms"] = len(found), round(sum(node.us for node in found) / 1e3, 3)
@@ -230,7 +233,8 @@ def digest_of_steps(model: Any, cache: Any, steps: int, device: torch.device) ->
     digest = torch.zeros((), dtype=torch.int64, device=device)
     with torch.no_grad():
         for _ in range(steps):
-            found = model(token, attention_mask=torch.ones_like(token), past_key_values=cache, use_cache=True)
+            options: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+            found = model(token, attention_mask=torch.ones_like(token), **options)
             logits = found.logits[:, -1].float()
             digest = digest * 31 + logits.view(torch.int32).sum(dtype=torch.int64)
             token = logits.argmax(-1, keepdim=True)
