@@ -73,10 +73,11 @@ class SplitForCausalLM(CompilableForCausalLM):
         if options.max_time is not None:
             fail("E701", got="max_time", why="clocks of ranks differ", fix="pass max_new_tokens")
         facts = {"rows": call["batch_size"], "length": call["max_cache_length"], "mode": mode.value}
-        ranks: Ranks = self.model.dsv4_in_step.ranks
-        agreement.check_agree("generate", facts, ranks)
-        if options.do_sample:
-            share_random_state(self.model.dsv4_cache.seq_lens.device, ranks)
+        in_step: InStep = self.model.dsv4_in_step
+        with in_step.watched():
+            agreement.check_agree("generate", facts, in_step.ranks)
+            if options.do_sample:
+                share_random_state(self.model.dsv4_cache.seq_lens.device, in_step.ranks)
         super()._prepare_cache_for_generation(*args, **kwargs)
 
 
@@ -109,7 +110,7 @@ class InStep:
         kind = ids.shape[0] == 1, ids.shape[1] == 1, tuple(tensors), tuple(others.items())
         self.comparing = None if kind in self.seen else kind
         if self.comparing is not None:
-            with self._watched():
+            with self.watched():
                 self._compare(tensors, others)
         if self.watchdog is not None:
             self.watchdog.enter()
@@ -119,7 +120,8 @@ class InStep:
         if self.watchdog is not None:
             self.watchdog.exit()
 
-    def _watched(self) -> AbstractContextManager[None]:
+    def watched(self) -> AbstractContextManager[None]:
+        """Watch other calls of the block in which ranks wait for each other."""
         return nullcontext() if self.watchdog is None else self.watchdog.call()
 
     def _compare(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
@@ -140,7 +142,7 @@ class InStep:
         values = result if isinstance(result, tuple) else tuple(result.values())
         floating = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
         cached = [tensor for layer in cache.paged.layers for tensor in layer.tensors().values()]
-        with self._watched():
+        with self.watched():
             bits = {"bits of outputs": agreement.digest(*floating), "bits of caches": agreement.digest(*cached)}
             agreement.check_agree("results of a call", bits, self.ranks)
         self.seen.add(self.comparing)

@@ -150,7 +150,7 @@ class Watchdog:
         store = distributed.PrefixStore(prefix, default_store().clone())
         store.set_timeout(datetime.timedelta(seconds=_PATIENCE))
         self.holder = _holder(ranks)
-        self._group, self._pid = id(ranks.group), os.getpid()
+        self._group = id(ranks.group)
         self._beats = _Beats(store, ranks, interval, lambda: self.ended)
         self._judge = threading.Thread(target=self._run, name="dsv4-watchdog", daemon=True)
         self._seen: tuple[Any, ...] = ()
@@ -158,6 +158,9 @@ class Watchdog:
         self._rounds, self._idle = 0, -1
         self._missed: dict[int, int] = {}
         self._failed = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watchdog:
+        return self  # a copy of a model is on the same ranks
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -171,7 +174,7 @@ class Watchdog:
     def enter(self) -> None:
         """Begin a call; the first one starts the threads."""
         self.begun += 1
-        if self._judge.ident is None and os.getpid() == self._pid:
+        if self._judge.ident is None:
             self._judge.start()
             self._beats.thread.start()
 
@@ -189,9 +192,10 @@ class Watchdog:
             return False
 
     def leave(self) -> None:
-        """Tell the other ranks that this one leaves, and end the threads."""
-        if os.getpid() != self._pid:
-            return  # a fork, which has no rank
+        """Tell the other ranks that this one leaves, and end the threads.
+
+        A thread tells them, so a fork, which has no threads and no rank, leaves in silence.
+        """
         self._beats.stop.set()
         for thread in (self._beats.thread, self._judge):
             if thread.ident is not None:
@@ -315,7 +319,6 @@ def leave(name: str | None = None) -> None:
 
 
 atexit.register(leave)
-os.register_at_fork(after_in_child=_watchdogs.clear)
 
 
 def _holder(ranks: Ranks) -> int:
@@ -334,7 +337,7 @@ def _within(seconds: float, call: Callable[[], bool]) -> bool:
         try:
             found.append(call())
         except Exception:
-            _log.warning("a rank is gone, and the device cannot be asked", exc_info=True)
+            _log.warning("a rank is gone, and the device or stdout fails", exc_info=True)
             found.append(True)
 
     thread = threading.Thread(target=run, name="dsv4-watchdog-asks", daemon=True)
@@ -346,5 +349,5 @@ def _within(seconds: float, call: Callable[[], bool]) -> bool:
 def _end(fault: DSV4Error) -> None:
     """End the process with the text of `fault` on stderr."""
     os.write(2, f"\n{fault}\n".encode())  # no lock of a stream, which another thread may hold
-    _within(_PATIENCE, lambda: sys.stdout.flush() is None)
+    _within(_PATIENCE, lambda: sys.stdout is None or sys.stdout.flush() is None)
     os._exit(STATUS)

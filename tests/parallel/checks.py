@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import shutil
@@ -331,11 +332,14 @@ def calls_of_a_model_over_symmetric_memory_are_watched(mesh: Any) -> None:
     assert (made.begun, made.ended, work.marks, inside) == (3, 3, 3, [1])  # two comparisons and the forward
     logits(model, tokens(1, 9))
     assert (made.begun, made.ended, inside) == (4, 4, [1, 1])
+    assert copy.deepcopy(in_step).watchdog is made
+    generated(model, tokens(1, 9), max_new_tokens=1)
+    assert (made.begun, made.ended, inside) == (8, 8, [1, 1, 1])  # its lengths, two comparisons and the forward
     model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     try:
         logits(model, tokens(1, 9))
     except ZeroDivisionError:
-        assert (made.begun, made.ended) == (5, 5)
+        assert (made.begun, made.ended) == (9, 9)
     else:
         raise AssertionError("no error")
     made.leave()

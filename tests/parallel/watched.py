@@ -59,6 +59,7 @@ class Rank:
         groups.free_before_destruction()
         self.ranks = Ranks(rank, 2, torch.distributed.group.WORLD.group_name)
         self.processes, self.work = Processes(self.ranks), Stand()
+        self.everyone = dict(self.processes.visible)
         if not visible:
             self.processes.visible.clear()
         self.dog = watchdog.watch(self.ranks, self.processes, self.work, TIMEOUT, INTERVAL)
@@ -70,6 +71,13 @@ class Rank:
     @property
     def survives(self) -> bool:
         return self.ranks.rank == 0
+
+    def outlive(self) -> None:
+        """Wait until the other process has ended, or has hung."""
+        self.processes.visible |= self.everyone
+        end = time.monotonic() + HANGS
+        while not self.processes.gone() and time.monotonic() < end:
+            time.sleep(INTERVAL)
 
     def hang(self) -> None:
         """Wait as a host does for a kernel that spins."""
@@ -121,7 +129,40 @@ def a_rank_destroys_the_group_in_a_step(rank: int, place: Place) -> None:
     if me.survives:
         me.hang()
     torch.distributed.destroy_process_group()
-    time.sleep(LONGER)
+    me.outlive()
+
+
+def the_host_of_the_store_destroys_the_group_in_a_step(rank: int, place: Place) -> None:
+    me = Rank(rank, place)
+    if not me.survives:
+        me.hang()
+    torch.distributed.destroy_process_group()
+    me.outlive()
+
+
+def the_store_is_closed_whose_host_runs(rank: int, place: Place) -> None:
+    class Closed:
+        def set(self, key: str, value: str) -> None:
+            raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+    me = Rank(rank, place)
+    if me.survives:
+        me.outlive()
+        return
+    me.dog._beats.store = Closed()
+    me.hang()
+
+
+def the_host_of_the_store_that_is_not_visible_hangs(rank: int, place: Place) -> None:
+    me = Rank(rank, place, visible=False)
+    if not me.survives:
+        me.hang()
+    stopped = os.getpid()
+    if os.fork() == 0:
+        me.outlive()
+        os.kill(stopped, signal.SIGKILL)
+        os._exit(0)
+    os.kill(stopped, signal.SIGSTOP)
 
 
 def a_rank_ends_its_interpreter_in_a_step(rank: int, place: Place) -> None:
