@@ -22,7 +22,7 @@ ENGINE = """
 import json, os, sys
 job = json.load(open(sys.argv[1]))
 if os.environ["DSV4_VLLM"] == "0":
-    print("Traceback\\nValueError: no kernel\\nbye")
+    print("Traceback\\n[rank0]: ValueError: no kernel\\nbye")
     sys.exit(1)
 assert os.path.isfile(job["model"] + "/config.json") and sys.path[0] in os.environ["PYTHONPATH"]
 times = [{"requests": n, "step_ms": [2.0, 1.0, 4.0], "with_prompts_ms": [3.0]} for n in job["requests"]]
@@ -121,6 +121,23 @@ def test_a_step_is_what_one_more_token_takes(engine: Any, monkeypatch: pytest.Mo
     assert found["requests"] == 2 and found["prompts"] == [2, 1]
     assert found["step_ms"] == [6.0] * engine.REPEATS
     assert found["with_prompts_ms"] == [6.5] * engine.REPEATS
+
+
+def test_rows_of_a_layer_are_prefilled_decoded_or_selected(engine: Any) -> None:
+    prefill = torch.arange(6), torch.tensor([0.1, 0.2, 0.3, 0.2, 0.1, 0.0])
+    decode = torch.tensor([700, 2050, 2051]), torch.tensor([0.4, 0.5, 0.9])
+    late = torch.arange(2049, 2055), torch.tensor([0.0, 0.25, 0.6, 0.6, 0.6, 0.6])
+    found = engine.summary([prefill, decode, late])
+    assert found == {
+        "rows": 15,
+        "mean": round((0.9 + 1.8 + 2.65) / 15, 5),
+        "prefilled_rows": 8,
+        "prefilled_worst": 0.3,
+        "decoded_rows": 2,
+        "decoded_worst": 0.5,
+        "selected_rows": 5,
+        "selected_worst": 0.9,
+    }
 
 
 def test_attention_of_real_dimensions_is_e4m3_with_scales_of_powers_of_two() -> None:

@@ -15,11 +15,16 @@ from typing import Any
 
 import serve
 import torch
+from torch import Tensor
 
 MODELS = {"rows": serve.RECORDING, "shadow": "shadow:ShadowForCausalLM", "times": ""}
 """Class of the model for each kind of measurement; "" leaves the plug-in's, or vLLM's."""
 REPEATS = 4
 """Pairs of calls for each number of requests."""
+FEW = 4
+"""Tokens of a step up to which its rows are counted as decoded: one of each request."""
+SELECTS_FROM = 4 * 512 + 3
+"""First position with more than 512 entries of ratio 4, of which the indexer selects 512."""
 
 
 def main(path: str) -> None:
@@ -55,7 +60,23 @@ def shadowed(llm: Any, prompts: list[list[int]], job: dict[str, Any]) -> list[di
 
     shadow.ShadowAttention.recording = True
     serve.serve(llm, prompts, job, "")
-    return shadow.summaries(serve.runner_of(llm).get_model().model)
+    layers = serve.runner_of(llm).get_model().model.attention
+    return [{"layer": i, "ratio": layer.layer.ratio} | summary(layer.errors) for i, layer in layers.items()]
+
+
+def summary(steps: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Return the rows of a layer, their error on average, and the worst by kind, from positions and errors of steps.
+
+    "prefilled" and "decoded" are rows that attend every entry; of "selected" the indexer has chosen some.
+    """
+    positions, errors = (torch.cat(part) for part in zip(*steps, strict=True))
+    few = torch.cat([torch.full(each.shape, each.numel() <= FEW) for each, _ in steps])
+    deep = positions >= SELECTS_FROM
+    row: dict[str, Any] = {"rows": errors.numel(), "mean": round(float(errors.mean()), 5)}
+    for kind, chosen in {"prefilled": ~few & ~deep, "decoded": few & ~deep, "selected": deep}.items():
+        if chosen.any():
+            row[f"{kind}_rows"], row[f"{kind}_worst"] = int(chosen.sum()), round(float(errors[chosen].max()), 5)
+    return row
 
 
 def step_times(llm: Any, prompts: list[list[int]], steps: int) -> dict[str, Any]:

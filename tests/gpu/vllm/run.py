@@ -128,7 +128,7 @@ def measure(
 
 def last_line(log: str) -> str:
     """Return the last line of a log that names an error, or the last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    lines = [re.sub(r"^\[rank\d+\]: *", "", line.strip()) for line in log.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])
 
 

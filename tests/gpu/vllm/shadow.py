@@ -20,10 +20,6 @@ from dsv4_compile.integrations.vllm.attention import Attention
 
 _CHOSEN = getattr(plugin.base, _compat.model_file().attention)
 """vLLM's attention, or the function that returns it, before the plug-in replaces the global."""
-FEW = 4
-"""Tokens of a step up to which its rows are counted as decoded: one of each request."""
-SELECTS_FROM = 4 * 512 + 3
-"""First position with more than 512 entries of ratio 4, of which the indexer selects 512."""
 
 
 class ShadowAttention(Attention):
@@ -74,24 +70,3 @@ class ShadowForCausalLM(plugin.DeepseekV4ForCausalLM):
     """The class that is registered in the place of the plug-in's."""
 
     model_cls = ShadowModel
-
-
-def summaries(model: ShadowModel) -> list[dict[str, Any]]:
-    """Return for each layer: rows, |ours - vLLM's| / |vLLM's| of them on average, and the worst by kind of row.
-
-    "prefilled" and "decoded" are rows that attend every entry; of "selected" the indexer has chosen some.
-    """
-    found = []
-    for index, attention in model.attention.items():
-        positions = torch.cat([positions for positions, _ in attention.errors])
-        errors = torch.cat([errors for _, errors in attention.errors])
-        few = torch.cat([torch.full(each.shape, each.numel() <= FEW) for each, _ in attention.errors])
-        deep = positions >= SELECTS_FROM
-        kinds = {"prefilled": ~few & ~deep, "decoded": few & ~deep, "selected": deep}
-        row: dict[str, Any] = {"layer": index, "ratio": attention.layer.ratio, "rows": errors.numel()}
-        row["mean"] = round(float(errors.mean()), 5)
-        for kind, chosen in kinds.items():
-            if chosen.any():
-                row[f"{kind}_rows"], row[f"{kind}_worst"] = int(chosen.sum()), round(float(errors[chosen].max()), 5)
-        found.append(row)
-    return found
