@@ -1,7 +1,7 @@
 """Kernels of vLLM's CPU model in PyTorch, on a CPU for which vLLM has none: they need AVX512-BF16.
 
 Python imports this file in every process that has its folder in PYTHONPATH, so workers have the kernels too. vLLM looks
-for them when it is imported: they are defined before. Nothing of the plug-in is here.
+for them when it is imported: they are defined before. Nothing of the plug-in is here, and nothing for a GPU.
 """
 
 import torch
@@ -49,7 +49,7 @@ def biased_topk(x: Tensor, logits: Tensor, bias: Tensor, topk: int, norm: bool, 
     return weights_of(logits, scores.topk(topk, dim=-1).indices, factor)
 
 
-if not torch.cpu._is_avx512_bf16_supported():
+if torch.version.cuda is None and not torch.cpu._is_avx512_bf16_supported():
     define(
         "hc_pre_fused_cpu(Tensor x, Tensor fn, Tensor scale, Tensor base, int mult, int iters, float rms_eps, "
         "float eps) -> (Tensor, Tensor, Tensor)",
