@@ -100,6 +100,11 @@ def measure(model: Any, form: str, batch: int, prompt: int, timed: Timed) -> dic
         found = nodes(step)
         row["nodes"], row["kernels_ms"] = len(found), round(sum(node.us for node in found) / 1e3, 3)
         row["kernels"] = [[node.name[:120], node.us] for node in found]
+        parts: dict[str, float] = {}
+        for node in nodes(prefill):
+            parts[node.name[:120]] = parts.get(node.name[:120], 0.0) + node.us
+        longest = sorted(parts.items(), key=lambda part: -part[1])[:20]
+        row["prefill_kernels"] = [[name, round(us, 1)] for name, us in longest]
     return row
 
 
@@ -151,7 +156,7 @@ def run(args: argparse.Namespace, found: dict[str, Any], save: Callable[[], None
             prompt = 40 if args.tiny else PROMPTS.get(batch, 512)
             stamp = {"date": found["date"], "commit": found["commit"]}
             found["rows"].append(stamp | measure(model, form, batch, prompt, timed))
-            said = {name: value for name, value in found["rows"][-1].items() if name != "kernels"}
+            said = {name: value for name, value in found["rows"][-1].items() if not name.endswith("kernels")}
             print(said, file=sys.stderr, flush=True)
             save()
         if form != "eager":
