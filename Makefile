@@ -44,8 +44,12 @@ help:  ## list the targets
 demo: install  ## a small DeepSeek-V4 from transformers, compiled and compared with eager, on this machine
 	$(BIN)/dsv4 demo $(ARGS)
 
-test: lint  ## style, types and all tests
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+# Lint takes one core for a minute or two, so it runs beside the tests; its output follows theirs if it found something.
+test: install  ## style, types and all tests
+	@mkdir -p build
+	$(MAKE) --no-print-directory lint > build/lint.log 2>&1 & lint=$$!; \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); \
+	tested=$$?; wait $$lint && echo "lint: nothing found" || { cat build/lint.log; exit 1; }; exit $$tested
 
 .PHONY: test-vllm
 test-vllm: $(VLLM_STAMP)  ## the plug-in inside vLLM, in an environment of its own: about 10 minutes
