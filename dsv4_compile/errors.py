@@ -204,7 +204,7 @@ CODES: dict[str, Code] = {
     ),
     "E801": Code(
         "version of vLLM is not supported",
-        "the plug-in runs in vLLM 0.32 and 0.33 on a CPU; it knows them by what they have",
+        "the plug-in runs in vLLM 0.32 and 0.33 on a CPU and 0.26 on an NVIDIA GPU; it knows them by what they have",
         "install one of them, or run vLLM without DSV4_VLLM=1",
     ),
     "E802": Code(

@@ -50,6 +50,15 @@ def nodes(call: Call) -> list[Node]:
     ]
 
 
+def by_name(found: Sequence[Node]) -> list[tuple[str, int, float]]:
+    """Return name, number and us of all launches of each kernel, those that take most first."""
+    times: dict[str, list[float]] = {}
+    for node in found:
+        times.setdefault(node.name[:120], []).append(node.us)
+    rows = [(name, len(each), round(sum(each), 1)) for name, each in times.items()]
+    return sorted(rows, key=lambda row: -row[2])
+
+
 def _exclusive(spans: Sequence[tuple[float, float]]) -> list[float]:
     """Return what each span, in order of starts, adds to the time that earlier spans have covered."""
     found, over = [], -math.inf

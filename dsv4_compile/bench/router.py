@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..ops.common.define import REFERENCES
 from ..selection import costs
+from ..testing.opcheck import describe
 from .problem import Args, Only, Problem, deepseek_v4, implementations, keep
 
 OP = "moe_route"
@@ -69,14 +70,9 @@ def cost(model: Router, routing: str, gate: str, tokens: int) -> costs.Cost:
     return costs.Cost(of.bytes + more, of.flops)
 
 
-def strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of the dims that have more than one element; those of others mean nothing."""
-    return tuple(stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
-
-
 def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
     """Return why a routing disagrees with the reference, or "". Scores that nearly tie may be chosen in any order."""
-    kinds = [[(x.dtype, tuple(x.shape), strides(x)) for x in results] for results in (got, want)]
+    kinds = [list(map(describe, results)) for results in (got, want)]
     if kinds[0] != kinds[1]:
         return f"the results are {kinds[0]}, the reference gives {kinds[1]}"
     others = int((got[0].sort(1).values != want[0].sort(1).values).any(1).sum())

@@ -67,11 +67,11 @@ def _check_fake(op: OpOverload, args: Args, where: str) -> None:
     if len(real) != len(fake):
         raise AssertionError(f"{where}: {len(real)} results, the fake gives {len(fake)}")
     for i, (got, promised) in enumerate(zip(real, fake, strict=True)):
-        if _describe(got) != _describe(promised):
-            raise AssertionError(f"{where}: result {i} is {_describe(got)}, the fake promises {_describe(promised)}")
+        if describe(got) != describe(promised):
+            raise AssertionError(f"{where}: result {i} is {describe(got)}, the fake promises {describe(promised)}")
 
 
-def _describe(x: Tensor) -> tuple[Any, ...]:
+def describe(x: Tensor) -> tuple[Any, ...]:
     """Return what a consumer may rely on. The stride of a dim of size 1, or of an empty tensor, addresses nothing."""
     empty = x.numel() == 0
     strides = tuple(None if size == 1 or empty else stride for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -31,7 +31,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Rotar
 
 from dsv4_compile import hf
 from dsv4_compile._compat import kept_in_float32
-from dsv4_compile.bench.nodes import nodes
+from dsv4_compile.bench.nodes import by_name, nodes
 from dsv4_compile.bench.record import environment
 from dsv4_compile.hf.model import cache_like
 from dsv4_compile.hf.split import keep_part
@@ -231,9 +231,9 @@ def digest_of_steps(model: Any, cache: Any, steps: int, device: torch.device) ->
     cache.reset()
     token = torch.ones(1, 1, dtype=torch.int64, device=device)
     digest = torch.zeros((), dtype=torch.int64, device=device)
+    options: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     with torch.no_grad():
         for _ in range(steps):
-            options: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
             found = model(token, attention_mask=torch.ones_like(token), **options)
             logits = found.logits[:, -1].float()
             digest = digest * 31 + logits.view(torch.int32).sum(dtype=torch.int64)
@@ -252,15 +252,6 @@ def weights_read(config: Any, batch: int, nbytes: dict[str, int]) -> float:
     rows = nbytes["model.embed_tokens.weight"]  # of which one a token is read
     touched = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** batch
     return round((sum(nbytes.values()) - experts - rows + experts * touched) / 1e9, 2)
-
-
-def by_name(found: Sequence[Any]) -> list[tuple[str, int, float]]:
-    """Return name, number and us of all launches of each kernel, those that take most first."""
-    times: dict[str, list[float]] = {}
-    for node in found:
-        times.setdefault(node.name[:120], []).append(node.us)
-    rows = [(name, len(each), round(sum(each), 1)) for name, each in times.items()]
-    return sorted(rows, key=lambda row: -row[2])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -289,6 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = f"torchrun --nproc-per-node {mesh.size()} examples/benchmarks/tensor_parallel.py --layers {args.layers}"
     command += f" --batches {args.batches} --prompt {args.prompt} --weights {args.weights} --experts {args.experts}"
     command += f" --collectives {args.collectives}" + (f" --contexts {args.contexts}" if args.contexts else "")
+    command += f" --steps {args.steps}" if args.steps else ""
     found: dict[str, Any] = {"scenario": "tensor_parallel", **environment(device), "command": command, "rows": []}
 
     def tell(value: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dsv4_compile import hf
-from dsv4_compile.bench.nodes import nodes
+from dsv4_compile.bench.nodes import by_name, nodes
 from dsv4_compile.bench.record import environment
 from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
 
@@ -100,11 +100,7 @@ def measure(model: Any, form: str, batch: int, prompt: int, timed: Timed) -> dic
         found = nodes(step)
         row["nodes"], row["kernels_ms"] = len(found), round(sum(node.us for node in found) / 1e3, 3)
         row["kernels"] = [[node.name[:120], node.us] for node in found]
-        parts: dict[str, float] = {}
-        for node in nodes(prefill):
-            parts[node.name[:120]] = parts.get(node.name[:120], 0.0) + node.us
-        longest = sorted(parts.items(), key=lambda part: -part[1])[:20]
-        row["prefill_kernels"] = [[name, round(us, 1)] for name, us in longest]
+        row["prefill_kernels"] = by_name(nodes(prefill))[:20]
     return row
 
 

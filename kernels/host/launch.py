@@ -58,7 +58,7 @@ def is_building() -> bool:
 
 def built_only(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> bool:
     """Build the kernel if this thread is in a block of `building`, and return whether it is."""
-    describe_any_kernel()
+    describe_any_kernel()  # before Triton's hooks are told of a build, early or at a launch
     if recording.build is None:
         return False
     recording.build(kernel, args, FUSING | constants)

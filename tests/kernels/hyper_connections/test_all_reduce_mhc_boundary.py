@@ -60,7 +60,7 @@ class Ranks:
 
     @property
     def addresses(self) -> Peers:
-        """The same with addresses in place of tensors, as a GPU takes it."""
+        """`peers` with addresses in place of tensors, as a GPU takes them."""
         boxes, flags = (tuple(each.data_ptr() for each in every) for every in (self.boxes, self.flags))
         return self.peers._replace(mailboxes=boxes, flags=flags, fault=self.fault.data_ptr())
 
