@@ -27,7 +27,7 @@ REAL: dict[str, Any] = {
     "expert_dtype": "fp4",  # makes vLLM read the scales of attention as e8m0; the experts are bfloat16
     "rope_scaling": CONFIG["rope_scaling"] | {"factor": 16, "original_max_position_embeddings": 65536},
 }
-"""Settings that differ from the small model. Vocabulary and experts (16) are below V4-Flash's, to save time and memory."""
+"""Settings that differ from the small model. Vocabulary and experts (16) are below V4-Flash's."""
 
 
 def real_config(**changes: Any) -> dict[str, Any]:
