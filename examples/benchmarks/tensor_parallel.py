@@ -5,7 +5,8 @@ Layers of V4-Flash with random weights, in official formats (e4m3 linears, MXFP4
 allocates its part alone; compiled and captured. For each batch, and for one sequence of each context: ms of a prefill,
 of a captured step by successive calls and by calls whose token the host reads, host time between two steps, kernels of
 a step and the share of collectives. First, a smaller model is generated with by all ranks together and by each alone:
-logits and tokens are compared, and the ranks' bits. Last, the ranks' bits of many steps.
+logits and tokens are compared, and the ranks' bits. Last, `generate` of unequal prompts, and the ranks' bits of many
+steps.
 """
 
 from __future__ import annotations
@@ -226,6 +227,28 @@ def measure(model: Any, cache: Any, batch: int, prompt: int, device: torch.devic
     return row
 
 
+def generate(model: Any, cache: Any, tokens: int, ranks: Ranks, device: torch.device) -> dict[str, Any]:
+    """Return the figures of `generate` for prompts of unequal lengths, and whether all ranks have the same tokens."""
+    batch, longest = min(8, cache.max_batch_size), 64
+    lengths = torch.arange(longest, 0, -7)[:batch, None]
+    mask = (torch.arange(longest) >= longest - lengths).long().to(device)
+    ids = torch.randint(1, model.config.vocab_size, mask.shape, generator=torch.Generator().manual_seed(0)).to(device)
+    options: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "eos_token_id": None}
+    times = {}
+    for new in (2, tokens, 2, tokens):  # the second of each pair is warm
+        cache.reset()
+        begin = time.perf_counter()
+        found = model.generate(ids, past_key_values=cache, max_new_tokens=new, min_new_tokens=new, **options)
+        checksum = int((found.cpu() * torch.arange(1, found.numel() + 1).view_as(found)).sum())
+        times[new] = time.perf_counter() - begin
+    return {
+        "prompts": [int(length) for length in lengths],
+        "new_tokens": tokens,
+        "ms_a_token": round((times[tokens] - times[2]) / (tokens - 2) * 1e3, 3),
+        "ranks_equal": len(set(gather_objects(checksum, ranks))) == 1,
+    }
+
+
 def digest_of_steps(model: Any, cache: Any, steps: int, device: torch.device) -> int:
     """Return a digest of the logits of `steps` greedy steps of one sequence, which are read at the end alone."""
     cache.reset()
@@ -262,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt (%(default)s)")
     parser.add_argument("--contexts", default="", help="tokens of single prompts, such as 2048,8192 (none)")
     parser.add_argument("--steps", type=int, default=0, help="steps after which ranks' bits are compared (%(default)s)")
+    parser.add_argument("--generate", type=int, default=0, help="new tokens of `generate`, 0 = none (%(default)s)")
     parser.add_argument("--weights", choices=("official", "bfloat16"), default="official", help="%(default)s")
     parser.add_argument("--experts", choices=EXPERT_LAYOUTS, default=EXPERT_LAYOUTS[0], help="%(default)s")
     parser.add_argument("--collectives", default="functional", help="or symmetric (%(default)s)")
@@ -280,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = f"torchrun --nproc-per-node {mesh.size()} examples/benchmarks/tensor_parallel.py --layers {args.layers}"
     command += f" --batches {args.batches} --prompt {args.prompt} --weights {args.weights} --experts {args.experts}"
     command += f" --collectives {args.collectives}" + (f" --contexts {args.contexts}" if args.contexts else "")
-    command += f" --steps {args.steps}" if args.steps else ""
+    command += (f" --steps {args.steps}" if args.steps else "") + (f" --generate {args.generate}" if args.generate else "")
     found: dict[str, Any] = {"scenario": "tensor_parallel", **environment(device), "command": command, "rows": []}
 
     def tell(value: dict[str, Any]) -> None:
@@ -320,6 +344,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         row["weights_gb"] = weights_read(model.config, batch, nbytes)
         found["rows"].append(row)
         tell(found["rows"][-1])
+    if args.generate:
+        found["generate"] = generate(model, short, args.generate, Ranks.of(mesh), device)
+        tell(found["generate"])
+        failed = failed or not found["generate"]["ranks_equal"]
     if args.steps:
         digests = gather_objects(digest_of_steps(model, long, args.steps, device), Ranks.of(mesh))
         found["steps"] = {"compared": args.steps, "ranks_bit_equal": len(set(digests)) == 1}
