@@ -303,8 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
     command = f"torchrun --nproc-per-node {mesh.size()} examples/benchmarks/tensor_parallel.py --layers {args.layers}"
     command += f" --batches {args.batches} --prompt {args.prompt} --weights {args.weights} --experts {args.experts}"
-    command += f" --collectives {args.collectives}" + (f" --contexts {args.contexts}" if args.contexts else "")
-    command += (f" --steps {args.steps}" if args.steps else "") + (f" --generate {args.generate}" if args.generate else "")
+    command += f" --collectives {args.collectives}"
+    given = {"contexts": args.contexts, "generate": args.generate, "steps": args.steps}
+    command += "".join(f" --{name} {value}" for name, value in given.items() if value)
     found: dict[str, Any] = {"scenario": "tensor_parallel", **environment(device), "command": command, "rows": []}
 
     def tell(value: dict[str, Any]) -> None:
