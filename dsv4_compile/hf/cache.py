@@ -94,16 +94,24 @@ class PagedCache(Cache):
 
     def adopt(self) -> None:
         """Let graphs run with the tensors that the cache has now; `dsv4_state` names what they guard of it."""
-        paged = self.paged
-        parts = [*vars(paged).values(), *vars(paged.block_tables).values(), self.seq_lens, self.columns]
-        parts += chain.from_iterable(map(_OF_LAYER, paged.layers))
-        same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
-        if same and self.compared is not None and self.compared.hold():
+        if self.holds():
             return
-        self._parts, self.dsv4_parameters = parts, self._tensors()
+        paged = self.paged
+        self._parts, self.dsv4_parameters = self._parts_now(), self._tensors()
         self.compared = HeldTensors(self.dsv4_parameters.values())
         settings = {name: value for name, value in vars(paged).items() if name not in ("layers", "block_tables")}
         self.dsv4_state = named({**settings, **self.dsv4_parameters})
+
+    def holds(self) -> bool:
+        """Return whether the cache has the tensors and settings that graphs were last told of."""
+        parts = self._parts_now()
+        same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
+        return same and self.compared is not None and self.compared.hold()
+
+    def _parts_now(self) -> list[Any]:
+        paged = self.paged
+        parts = [*vars(paged).values(), *vars(paged.block_tables).values(), self.seq_lens, self.columns]
+        return [*parts, *chain.from_iterable(map(_OF_LAYER, paged.layers))]
 
     def begin_step(self, batch_size: int, num_columns: int, keep: Tensor | None) -> AttentionMetadata:
         """Append `num_columns` columns to the first `batch_size` sequences; return the metadata of those tokens.

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,61 +19,13 @@ from .._compat import eval_frame, record_outputs
 from ..errors import check, fail
 from ..runtime.addresses import compared
 from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
+from .generation import LOCK, current, take_own
 from .guards import compile_arguments, drop_guards
 from .inputs import in_rows, kept
 
 NO_WEIGHTS = "sparse attention builds no attention matrix"
 RECORDED = ("output_hidden_states", "output_router_logits")
 """Arguments that ask for what modules return inside the model."""
-
-_LOCK = threading.Lock()
-"""Guards `holder` and `entered` of all caches, which threads take and give back."""
-
-
-class Generation:
-    """A running `generate` call and the caches that are its own until it ends."""
-
-    def __init__(self) -> None:
-        self.caches: list[PagedCache] = []
-
-
-_GENERATION: ContextVar[Generation | None] = ContextVar("generation", default=None)
-
-
-@contextmanager
-def generating() -> Iterator[None]:
-    """Keep the caches that `take_own` hands out in the block for it alone, until it ends."""
-    generation = Generation()
-    before = _GENERATION.set(generation)
-    try:
-        yield
-    finally:
-        _GENERATION.reset(before)
-        for cache in generation.caches:
-            cache.holder = None
-
-
-def take_own(model: Any, allocate: Callable[[], PagedCache], *, hold: bool) -> CacheHandle:
-    """Return a handle of the model's cache, empty, or of a new one while another call uses that.
-
-    Args:
-        model: a `CompilableModel`.
-        allocate: makes a cache like the model's own.
-        hold: keep the cache for the running `generate`, until it ends. If False, this thread's forward enters it, and
-            a new cache lives as long as its handle.
-    """
-    own: PagedCache = model.dsv4_cache
-    generation = _GENERATION.get() if hold else None
-    with _LOCK:
-        free = own.holder is None and not own.entered
-        cache = own if free else allocate()
-        if generation is None:
-            cache.entered, cache.thread = True, threading.get_ident()
-        else:
-            cache.holder = generation
-            generation.caches.append(cache)
-    cache.reset()
-    return CacheHandle(cache, generation)
 
 
 @cache
@@ -103,7 +52,7 @@ class Entry:
     """
 
     def __init__(self, arguments: dict[str, Any], held: Any = None, handle: Any = None, model: Any = None) -> None:
-        self.arguments, self.held, self.handle = arguments, held, handle
+        self.arguments, self.held, self.handle, self.model = arguments, held, handle, model
         self.in_step = None if model is None else model.dsv4_in_step
         self.compared = compared.get() if model is None else (model.dsv4_snapshot.tensors, held.compared)
 
@@ -131,6 +80,8 @@ class Entry:
         held.rows, held.appended, held.interrupted = rows, held.appended + columns, False
         if self.in_step is not None:
             self.in_step.finish(result, held)
+        if (generation := current()) is not None:
+            generation.compare_ahead(self.model, held)
         returned = None if self.arguments.get("use_cache") is False else self.handle
         return _inference_only(_with_cache(result, held, returned))
 
@@ -166,8 +117,10 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
             arguments["attention_mask"] = in_rows(mask, ids.shape[1])
         if any(arguments.get(name, getattr(model.config, name, False)) for name in RECORDED):
             record_outputs(model)
-        model.adopt()
-        held.adopt()
+        generation = current()
+        if generation is None or not generation.has_compared(model, held):
+            model.adopt()
+            held.adopt()
         if model.dsv4_in_step is not None:
             model.dsv4_in_step.begin(arguments)
     except BaseException:
@@ -180,7 +133,7 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
 
 def _take(cache: PagedCache, new: bool) -> None:
     """Take the cache for this thread's forward; a `new` one is taken already. Raises E208 if another has it."""
-    with _LOCK:
+    with LOCK:
         busy = cache.entered and not (new and cache.thread == threading.get_ident())
         if not busy:
             cache.entered, cache.thread = True, threading.get_ident()

@@ -22,7 +22,8 @@ from ..cache import LayerCache
 from ..errors import check, fail
 from ..metadata import AttentionMetadata
 from .cache import CACHE_NAME, PagedCache, given_cache
-from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, generating, held_by, take_own
+from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, held_by
+from .generation import generating, is_undisturbed, take_own
 from .guards import STATE, TENSORS
 from .inputs import kept, mark_dynamic_tokens
 from .layers import CompilableHead
@@ -233,7 +234,7 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         cache = given_cache(kwargs)
         if cache is not None:
             kwargs[CACHE_NAME] = cache
-        with generating():
+        with generating(is_undisturbed(self, args, kwargs)):
             return super().generate(*args, **kwargs)
 
     def _prepare_cache_for_generation(
