@@ -86,7 +86,7 @@ def load_attention(
         if ranks is not None:
             value = part_of(value, attention_split_of(name), ranks)
         _check_shape(value, tuple(parameter.shape), f"{prefix}{source}")
-        plan.append((parameter, _as_dtype(value, parameter.dtype, f"{prefix}{source}")))
+        plan.append((parameter, as_parameter(value, parameter.dtype, f"{prefix}{source}")))
     left = ", ".join(prefix + name for name in sorted(given)[:8])
     check(not given, "E207", got=f"{len(given)} tensors without a parameter: {left}")
     check(
@@ -118,7 +118,7 @@ def _dequantize(weight: Tensor, scale: Tensor, name: str, scale_name: str) -> Te
     return dequantize_weight(weight, scale)
 
 
-def _as_dtype(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+def as_parameter(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Return `value` in a form that copies into a parameter of `dtype`, or raise E207.
 
     Only floating weights may be rounded. Weights are not quantised here, and scales must be powers of two.
