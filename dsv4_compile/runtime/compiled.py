@@ -178,10 +178,13 @@ class CapturedGraph:
 
     def _entry_of(self, args: tuple[Any, ...]) -> _Entry | None:
         """Return the entry of these inputs, a new one if there is room, or None for a call that stays compiled."""
-        in_place = list(self._pick(args))
         copied = [args[i] for i in self._copied]
         key = tuple((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else a for a in copied)
         known = self._entries.get(key, ())
+        for entry in known:
+            if entry.compared is not None and not self._policy.debug and self._has_same_others(entry, args):
+                return entry
+        in_place = list(self._pick(args))
         ids = tuple(map(id, in_place))
         for entry in known:
             if entry.ids == ids and (entry.capture is None or self._policy.debug or _lies_still(entry, in_place)):
@@ -193,6 +196,18 @@ class CapturedGraph:
                 return entry
         return self._admit(key, in_place, records, copied)
 
+    def _has_same_others(self, entry: _Entry, args: tuple[Any, ...]) -> bool:
+        """Return whether a call has the in-place tensors of `entry`.
+
+        The caller of a graph compares its model and cache. Where both have what they had, so do the inputs that come
+        from them, and the others alone are looked at.
+        """
+        if entry.compared != compared.get():
+            return False
+        others = [args[self._in_place[i]] for i in entry.others]
+        same = all(id(tensor) == entry.ids[i] for tensor, i in zip(others, entry.others, strict=True))
+        return same and lie_at(others, [entry.addresses[i] for i in entry.others])
+
     def _remember(self, entry: _Entry, in_place: list[Tensor]) -> None:
         """Recognise `entry` by these tensor objects, and drop it when one of their owners is freed.
 
@@ -200,7 +215,7 @@ class CapturedGraph:
         """
 
         def forget_ids(_: Any) -> None:
-            entry.ids = ()  # another tensor may get the id
+            entry.ids, entry.compared = (), None  # another tensor may get the id
 
         names, owners = (self._names[i] for i in self._in_place), [owner(tensor) for tensor in in_place]
         entry.ids, entry.addresses = tuple(map(id, in_place)), list(map(Tensor.data_ptr, in_place))
@@ -305,13 +320,11 @@ class CapturedGraph:
 
 def _lies_still(entry: _Entry, in_place: list[Tensor]) -> bool:
     """Return whether the in-place tensors of a captured entry, the same objects, are where its graph reads them."""
-    now = compared.get()
-    if now == entry.compared:
-        return lie_at([in_place[i] for i in entry.others], [entry.addresses[i] for i in entry.others])
     if not lie_at(in_place, entry.addresses):
         return False
-    entry.compared = now
-    entry.others = tuple(i for i, tensor in enumerate(in_place) if not any(id(tensor) in held.ids for held in now))
+    if now := compared.get():
+        entry.compared = now
+        entry.others = tuple(i for i, tensor in enumerate(in_place) if not any(id(tensor) in held.ids for held in now))
     return True
 
 

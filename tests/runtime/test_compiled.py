@@ -25,7 +25,8 @@ from dsv4_compile import _compat
 from dsv4_compile.errors import DSV4Warning, GraphError
 from dsv4_compile.options import Options
 from dsv4_compile.runtime import Counts, counting, mark_static_inputs
-from dsv4_compile.runtime.addresses import TensorRecord
+from dsv4_compile.runtime import compiled as compiled_graphs
+from dsv4_compile.runtime.addresses import HeldTensors, TensorRecord, compared
 from dsv4_compile.runtime.backends import Capturing
 from dsv4_compile.runtime.compiled import CapturedGraph, tokens_of
 from dsv4_compile.runtime.graph_inputs import inputs_in_place
@@ -241,6 +242,26 @@ def test_a_tensor_whose_memory_moved_is_found(debug: bool) -> None:
             ours(x, torch.arange(3), cache)
             torch.testing.assert_close(cache.rows[:3], layer.linear(x))
     assert counts == Counts(captures=1, replays=2, compiled=2)
+
+
+def test_inputs_that_the_caller_has_not_compared_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, cache, other = Layer(), Cache(torch.zeros(8, 4)), Cache(torch.ones(8, 4))
+    ours, seen, look = compiled(layer), [], compiled_graphs._lies_still
+    monkeypatch.setattr(compiled_graphs, "_lies_still", lambda *args: seen.append(1) or look(*args))
+    token = compared.set((HeldTensors(layer.parameters()),))  # not the cache, and not the count
+    try:
+        for _ in range(6):
+            call(ours, 3, cache)
+        assert len(seen) == 1, "later calls look at the cache and the count alone"
+        moved = Cache(cache.rows)
+        for found in (other, cache, other, moved):
+            if found is moved:
+                cache.rows.data = cache.rows + 1
+            x, rows = torch.randn(3, 4), found.rows.clone()
+            rows[torch.arange(3)] = layer.linear(x)
+            torch.testing.assert_close(ours(x, torch.arange(3), found)[0], layer.linear(x) + rows.sum(0))
+    finally:
+        compared.reset(token)
 
 
 @pytest.mark.parametrize("value", ["full", "trees"])
