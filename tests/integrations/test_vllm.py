@@ -54,8 +54,8 @@ def test_registration_needs_vllm_once_it_is_switched_on(monkeypatch: Any) -> Non
 
 
 def test_unknown_value_of_the_switch_is_an_error() -> None:
-    with pytest.raises(DSV4Error, match=r"E802.*\n.*\n.*DSV4_VLLM=all"):
-        registration.Settings.from_environment({registration.SWITCH: "all"})
+    with pytest.raises(DSV4Error, match=r"E802.*\n.*\n.*DSV4_VLLM=every"):
+        registration.Settings.from_environment({registration.SWITCH: "every"})
 
 
 def test_file_of_the_report_is_checked_before_anything_is_compiled() -> None:

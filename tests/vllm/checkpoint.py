@@ -12,6 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dsv4_compile.reference.common.block_scale import dequantize_weight
+from dsv4_compile.reference.common.quant import dequantize_mxfp4, quantize_mxfp4
+
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -148,9 +151,68 @@ class Weights:
         return self.tensors
 
 
+QUANTISED: dict[str, Any] = {
+    "moe_intermediate_size": 128,
+    "expert_dtype": "fp4",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+}
+"""Changes of `CONFIG` for weights as V4-Flash has them: `QuantisedWeights`."""
+E4M3 = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")
+"""Matrices of attention, and of its indexer, in e4m3; those of compressors are not."""
+
+
+class QuantisedWeights(Weights):
+    """Random tensors in the formats of V4-Flash: routed experts in MXFP4, the shared one and attention in e4m3.
+
+    With `dequantised`, the same values in bfloat16, which holds them exactly, but for attention.
+    """
+
+    def __init__(self, config: Mapping[str, Any], dequantised: bool = False) -> None:
+        super().__init__(config)
+        self.dequantised = dequantised
+
+    def matrix(self, name: str, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().matrix(name, *shape, scale=scale, dtype=dtype)
+        stem, value = name.removesuffix(".weight"), self.tensors[name].float()
+        if ".ffn.experts." in name:
+            weight, byte = quantize_mxfp4(value)
+            scales, wide = byte.view(torch.float8_e8m0fnu), dequantize_mxfp4(weight, byte)
+        elif ".shared_experts." in name or (
+            ".attn." in name and stem.rsplit(".", 1)[-1] in E4M3 and "compressor" not in stem
+        ):
+            tiles = value.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+            scale = torch.exp2((tiles.abs().amax((1, 3)).clamp_min(1e-12) / 448).log2().ceil())
+            weight = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+            scales = scale.to(torch.float8_e8m0fnu)
+            wide = dequantize_weight(weight, scales)
+        else:
+            return
+        if self.dequantised and ".ffn." in name:
+            self.tensors[name] = wide.to(torch.bfloat16)
+            return
+        self.tensors[name] = weight.view(torch.int8) if weight.dtype is torch.uint8 else weight
+        self.tensors[f"{stem}.scale"] = scales
+
+
 def write(folder: Path, **changes: Any) -> Path:
     """Write config.json and model.safetensors of `CONFIG` with `changes`."""
     return write_weights(folder, Weights(CONFIG | changes))
+
+
+def write_quantised(folder: Path, dequantised: bool, **changes: Any) -> Path:
+    """Write a model of `QuantisedWeights`; with `dequantised`, its configuration leaves experts out."""
+    config = CONFIG | QUANTISED | changes
+    if dequantised:
+        parts = ("experts", "shared_experts.gate_up_proj", "shared_experts.down_proj")
+        left_out = [f"model.layers.{i}.ffn.{part}" for i in range(config["num_hidden_layers"]) for part in parts]
+        config |= {"quantization_config": config["quantization_config"] | {"ignored_layers": left_out}}
+    return write_weights(folder, QuantisedWeights(config, dequantised))
 
 
 def write_weights(folder: Path, weights: Weights) -> Path:

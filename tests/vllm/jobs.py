@@ -21,6 +21,7 @@ class Job:
     lengths: of random prompts, served together first. shared: prompts that begin as an earlier one, `(which, tokens)`,
     served after them. record: compare every row of attention. breaks: block tables to break, one after the other, while
     prompts of `break_lengths` are served. rebind: bind other caches and serve again. workers: in their own processes.
+    plugin: the value of DSV4_VLLM. parts: compare what surrounds attention with vLLM's own.
     """
 
     llm: dict[str, Any]
@@ -33,6 +34,8 @@ class Job:
     rebind: bool = False
     workers: bool = False
     explain: str = ""
+    plugin: str = "1"
+    parts: bool = False
     program: ClassVar[Path] = HERE / "serve.py"
 
     def run(self, model: Path, folder: Path) -> dict[str, Any]:
@@ -51,7 +54,7 @@ class Job:
     def environment(self, folder: Path) -> dict[str, str]:
         """Return the environment of the process; what vLLM keeps for later ones is beside `folder`."""
         return environment_of(folder.parent) | {
-            "DSV4_VLLM": "1",
+            "DSV4_VLLM": self.plugin,
             "DSV4_VLLM_EXPLAIN": self.explain,
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.workers)),
         }

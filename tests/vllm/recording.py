@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.cache import PagedCaches
+from dsv4_compile.integrations.vllm import layers, whole_model
 from dsv4_compile.integrations.vllm import model as plugin
 from dsv4_compile.integrations.vllm.attention import Attention
 from dsv4_compile.metadata import build_batch_metadata
@@ -40,11 +41,12 @@ class RecordingAttention(Attention):
 
 @dataclass
 class Row:
-    """One token of a request in one step: its position, and each layer's input and output `[hidden_size]`."""
+    """One token of a request in one step: each layer's input and output, and the model's output, `[hidden_size]`."""
 
     position: int
     inputs: list[Tensor]
     outputs: list[Tensor]
+    final: Tensor
 
 
 @dataclass
@@ -54,8 +56,8 @@ class Recording:
     rows: dict[str, list[Row]] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
 
-    def add(self, runner: Any, model: plugin.DeepseekV4Model, positions: Tensor) -> None:
-        """Record the step that has just run."""
+    def add(self, runner: Any, model: plugin.DeepseekV4Model, positions: Tensor, final: Tensor) -> None:
+        """Record the step that has just run and returned `final`."""
         buffers, layers = model.step_buffers, list(model.attention.values())
         starts = buffers.query_start_loc.tolist()
         self.steps.append(starts[-1])
@@ -63,7 +65,7 @@ class Recording:
             for row in range(starts[request], starts[request + 1]):
                 inputs = [layer.rows_in[row].clone() for layer in layers]
                 outputs = [layer.rows_out[row].clone() for layer in layers]
-                self.rows.setdefault(name, []).append(Row(int(positions[row]), inputs, outputs))
+                self.rows.setdefault(name, []).append(Row(int(positions[row]), inputs, outputs, final[row].clone()))
 
     @contextmanager
     def of(self, runner: Any, model: plugin.DeepseekV4Model) -> Iterator[None]:
@@ -72,7 +74,7 @@ class Recording:
 
         def forward(**kwargs: Any) -> Any:
             out = plain(**kwargs)
-            self.add(runner, model, kwargs["positions"])
+            self.add(runner, model, kwargs["positions"], out)
             return out
 
         runner._model_forward = forward
@@ -83,16 +85,17 @@ class Recording:
 
 
 class ModelWith(plugin.DeepseekV4Model):
-    """The plug-in's model with layers of another class."""
+    """The plug-in's model with attention of another class, which `module` takes from its global `Attention`."""
 
     attention_class: type[Attention] = Attention
+    module: Any = plugin
 
     def __init__(self, **kwargs: Any) -> None:
-        before, plugin.Attention = plugin.Attention, type(self).attention_class
+        before, self.module.Attention = self.module.Attention, type(self).attention_class
         try:
             super().__init__(**kwargs)
         finally:
-            plugin.Attention = before
+            self.module.Attention = before
 
 
 class RecordingModel(ModelWith):
@@ -105,6 +108,19 @@ class RecordingForCausalLM(plugin.DeepseekV4ForCausalLM):
     """The class that the tests register in the place of the plug-in's."""
 
     model_cls = RecordingModel
+
+
+class RecordingWholeModel(ModelWith, whole_model.WholeModel):
+    """The plug-in's model with its own decoder layers, whose attention records."""
+
+    attention_class = RecordingAttention
+    module = layers
+
+
+class RecordingWholeForCausalLM(whole_model.DeepseekV4ForCausalLM):
+    """The class that the tests register with `DSV4_VLLM=all`."""
+
+    model_cls = RecordingWholeModel
 
 
 @dataclass

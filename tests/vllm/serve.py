@@ -17,18 +17,25 @@ import torch
 from dsv4_compile.selection import decisions
 
 RECORDING = "recording:RecordingForCausalLM"
+PARTS = "parts:PartsForCausalLM"
+RECORDING_WHOLE = "recording:RecordingWholeForCausalLM"
 
 
 def main(path: str) -> None:
     job = json.loads(Path(path).read_text())
     result: dict[str, Any] = {}
-    llm = start(job, RECORDING if job["record"] else "")
+    recording = RECORDING_WHOLE if job["plugin"] == "all" else RECORDING
+    llm = start(job, PARTS if job["parts"] else recording if job["record"] else "")
     from torch._dynamo import utils as dynamo
 
     random = torch.Generator().manual_seed(0)
     prompts = prompts_of(llm, job, random)
+    if job["parts"]:
+        runner_of(llm).get_model().model.compare()
     with decisions.collect() as decided:
         result |= serve(llm, prompts, job, "")
+    if job["parts"]:
+        result["parts"] = runner_of(llm).get_model().model.summary()
     result["implementations"] = sorted({decision.impl for decision in decided})
     result["graphs"] = [dynamo.counters["stats"]["unique_graphs"]]
     if job["rebind"]:
@@ -113,6 +120,9 @@ def serve(llm: Any, prompts: list[list[int]], job: dict[str, Any], broken: str) 
             errors = r.compare(model, recording, named)
         served |= {"worst": errors.worst, "rows": errors.rows, "reused": errors.reused, "steps": recording.steps}
         served["sets"] = len(model.sets)
+        if not broken:
+            final = {tuple(named[n][: r.position + 1]): r.final for n, rows in recording.rows.items() for r in rows}
+            torch.save(final, Path(job["out"]).with_name("final.pt"))
     return served
 
 

@@ -116,7 +116,7 @@ def test_every_name_of_vllm_exists() -> None:
     assert [name for name in _compat.NAMES if getattr(_compat, name, None) is None] == []
 
 
-@pytest.mark.parametrize("name", ["attention", "caches", "model"])
+@pytest.mark.parametrize("name", ["attention", "caches", "layers", "model", "whole_model"])
 def test_everything_public_is_documented(name: str) -> None:
     module = importlib.import_module(f"dsv4_compile.integrations.vllm.{name}")
     own = [(n, v) for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"]

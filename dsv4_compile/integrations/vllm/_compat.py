@@ -12,7 +12,7 @@ import importlib
 import importlib.metadata
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class ModelFile:
         return frozenset({"DeepseekV4Model", ARCHITECTURE, self.attention, *self.fused})
 
 
+LAYER = "DeepseekV4DecoderLayer"
+"""Global from which vLLM's model builds its layers, in every version that the plug-in was written for."""
 BROADCAST = "mhc_pre_broadcast_tilelang"
 """Hyper-connection before the first layer: the one function of `fused` for which vLLM has no op."""
 MODELS = {
@@ -161,14 +163,17 @@ class Installed:
             spec_fields=_spec_fields(),
         )
 
-    def why_unsupported(self) -> str:
-        """Return why the plug-in does not run in this vLLM, or "": by what it has, not by its number."""
+    def why_unsupported(self, whole: bool = False) -> str:
+        """Return why the plug-in does not run in this vLLM, or "": by what it has, not by its number.
+
+        whole: with decoder layers of its own.
+        """
         if self.device not in MODELS:
             return f"device {self.device!r}: the plug-in was written for {' and '.join(MODELS)}"
         model = MODELS[self.device]
         if self.names is None:
             return f"no vllm/{model.path}"
-        if missing := model.names - self.names:
+        if missing := (model.names | ({LAYER} if whole else set())) - self.names:
             return f"vllm/{model.path} without {', '.join(sorted(missing))}"
         if missing := COMMON_FIELDS - self.spec_fields:
             return f"specs of caches without {', '.join(sorted(missing))}"
@@ -212,16 +217,21 @@ def block_layouts() -> tuple[Any, ...]:
     return layouts.BLHNC, layouts.BLNHC
 
 
-@contextmanager
-def attention_layers(module: Any, layer: type[torch.nn.Module]) -> Iterator[None]:
+def attention_layers(module: Any, layer: type[torch.nn.Module]) -> AbstractContextManager[None]:
     """Let decoder layers that vLLM builds inside the block have `layer` for their attention."""
     file = model_file()
-    before = getattr(module, file.attention)
-    setattr(module, file.attention, (lambda config: layer) if file.selects else layer)
+    return replaced(module, file.attention, (lambda config: layer) if file.selects else layer)
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Let a global of vLLM's model be `value` inside the block."""
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(module, file.attention, before)
+        setattr(module, name, before)
 
 
 def compilable(model: Any) -> Any:

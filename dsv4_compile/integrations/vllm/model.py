@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -24,13 +25,18 @@ class DeepseekV4Model(compilable):  # type: ignore[misc]
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         compiling.prepare(vllm_config, base)
-        with _compat.attention_layers(base, Attention):
+        with self.replacing():
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.attention = {index: layer.attn for index, layer in enumerate(self.layers)}
         self.step_buffers: StepBuffers = self.attention[0].owners[0].step_buffers
         self.weights = AttentionWeights({index: attention.layer for index, attention in self.attention.items()})
         self.sets: list[dict[str, int]] = []
         self._bindings = 0
+
+    @classmethod
+    def replacing(cls) -> AbstractContextManager[None]:
+        """Let vLLM build `Attention` in its decoder layers inside the block."""
+        return _compat.attention_layers(base, Attention)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.step_buffers.bindings != self._bindings:
@@ -60,12 +66,19 @@ class DeepseekV4Model(compilable):  # type: ignore[misc]
         self, input_ids: Tensor, positions: Tensor, intermediate_tensors: Any, inputs_embeds: Tensor | None = None
     ) -> Any:
         """Run the layers with the step's metadata in the place of positions."""
-        step: Any = self.step_buffers.step(positions, self.sets) if self.sets else positions
-        return super().forward(input_ids, step, intermediate_tensors, inputs_embeds)
+        return super().forward(input_ids, self.step(positions), intermediate_tensors, inputs_embeds)
+
+    def step(self, positions: Tensor) -> Any:
+        """Return the `Step` of `positions` `[T]`, or these before every cache is bound. Traceable."""
+        return self.step_buffers.step(positions, self.sets) if self.sets else positions
 
     def load_weights(self, weights: NamedTensors) -> set[str]:
         """Load a run of names; return those that vLLM's own loader has taken."""
         return set(super().load_weights(self.weights.others(weights)))
+
+    def finish_weights(self) -> set[str]:
+        """Return the names of attention's parameters. E207 if a tensor did not come."""
+        return self.weights.finish()
 
 
 class DeepseekV4ForCausalLM(base.DeepseekV4ForCausalLM):  # type: ignore[misc]
@@ -82,6 +95,6 @@ class DeepseekV4ForCausalLM(base.DeepseekV4ForCausalLM):  # type: ignore[misc]
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def load_weights(self, weights: NamedTensors) -> set[str]:
-        """Load the checkpoint; return the names of all parameters that it has filled. E207 if attention lacks one."""
+        """Load the checkpoint; return the names of all parameters that it has filled. E207 if a layer lacks one."""
         loaded = super().load_weights(weights)
-        return set(loaded) | {f"model.{name}" for name in self.model.weights.finish()}
+        return set(loaded) | {f"model.{name}" for name in self.model.finish_weights()}

@@ -12,30 +12,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import check
-from . import _compat, limits
+from . import _compat, limits, whole_limits
 
 SWITCH, EXPLAIN = "DSV4_VLLM", "DSV4_VLLM_EXPLAIN"
+ON = ("1", "all")
 REPORTS = (".html", ".json", ".txt")
 MODEL_CLASS = "dsv4_compile.integrations.vllm.model:DeepseekV4ForCausalLM"
+WHOLE_CLASS = "dsv4_compile.integrations.vllm.whole_model:DeepseekV4ForCausalLM"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings from the environment: the plug-in itself, and a file for the report of the compilation."""
+    """Settings from the environment.
+
+    on: the plug-in itself. whole: it replaces decoder layers, not their attention alone. explain: a file for the report
+    of the compilation, "" for none.
+    """
 
     on: bool = False
     explain: str = ""
+    whole: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read the settings. E802 for a value of DSV4_VLLM other than "", 0 and 1, or a file that is no report."""
+        """Read the settings. E802 for a value of DSV4_VLLM other than "", 0, 1 and all, or a file that is no report."""
         switch = environment.get(SWITCH, "")
-        rule, fix = f"{SWITCH} is 1 (on) or 0 (off)", f"set {SWITCH}=1, or unset it"
-        check(switch in ("", "0", "1"), "E802", got=f"{SWITCH}={switch}", rule=rule, fix=fix)
-        explain = environment.get(EXPLAIN, "") if switch == "1" else ""
+        rule = f"{SWITCH} is 1 (attention), all (decoder layers) or 0 (off)"
+        check(switch in ("", "0", *ON), "E802", got=f"{SWITCH}={switch}", rule=rule, fix=f"set {SWITCH}=1, or unset it")
+        explain = environment.get(EXPLAIN, "") if switch in ON else ""
         rule = f"{EXPLAIN} is a file whose name ends in {', '.join(REPORTS)}"
         check(not explain or explain.endswith(REPORTS), "E802", got=f"{EXPLAIN}={explain}", rule=rule)
-        return cls(switch == "1", explain)
+        return cls(switch in ON, explain, switch == "all")
 
 
 class Registered:
@@ -47,20 +54,20 @@ class Registered:
 def register_with(wanted: Settings) -> None:
     """Register the model and the check of its configuration. E801 for a vLLM that the plug-in does not know."""
     installed = _compat.Installed.here()
-    check_version(installed)
+    check_version(installed, wanted.whole)
     Registered.settings = wanted
     hooks = _compat.MODELS_CONFIG_MAP
     if not hasattr(hooks.get(_compat.ARCHITECTURE), "dsv4"):
         hooks[_compat.ARCHITECTURE] = config_hook(hooks.get(_compat.ARCHITECTURE, object))
-    _compat.ModelRegistry.register_model(_compat.ARCHITECTURE, MODEL_CLASS)
-    _compat.log(
-        "%s of vLLM %s is registered with the attention of dsv4_compile", _compat.ARCHITECTURE, installed.version
-    )
+    _compat.ModelRegistry.register_model(_compat.ARCHITECTURE, WHOLE_CLASS if wanted.whole else MODEL_CLASS)
+    what = "layers" if wanted.whole else "attention"
+    names = _compat.ARCHITECTURE, installed.version, what
+    _compat.log("%s of vLLM %s is registered with the %s of dsv4_compile", *names)
 
 
-def check_version(installed: _compat.Installed) -> None:
-    """Raise E801 unless the plug-in runs in this vLLM."""
-    why = installed.why_unsupported()
+def check_version(installed: _compat.Installed, whole: bool = False) -> None:
+    """Raise E801 unless the plug-in, `whole` or for attention alone, runs in this vLLM."""
+    why = installed.why_unsupported(whole)
     check(
         not why,
         "E801",
@@ -91,7 +98,10 @@ def config_hook(base: type[Any]) -> type[Any]:
 def complete(vllm_config: Any) -> None:
     """Check a configuration of vLLM and choose how it compiles. E802 with every reason that stands against it."""
     compiled = not _compat.eager(vllm_config)
-    reasons = limits.why_unsupported(limits.Engine.of(vllm_config)) + _compat.prepare_compilation(compiled)
+    reasons = limits.why_unsupported(limits.Engine.of(vllm_config))
+    if Registered.settings.whole:
+        reasons += whole_limits.why_unsupported(vllm_config)
+    reasons += _compat.prepare_compilation(compiled)
     got = f"{len(reasons)} things that the plug-in does not support: {'; '.join(reasons)}"
     check(not reasons, "E802", got=got, fix=f"change them, or unset {SWITCH}, which leaves vLLM as it is")
     if compiled:
