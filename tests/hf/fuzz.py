@@ -1,6 +1,7 @@
 """Not a test: random sequences of calls of a converted model, each equal to eager transformers or refused with a code.
 
-Eager transformers recomputes every row from its tokens alone, without a cache and without padding.
+Eager transformers recomputes every row from its tokens, without a cache and without a mask, at the end of a sequence
+and before weights change: no token sees later ones, so one batch gives the logits of all calls.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -26,8 +28,20 @@ CAPACITY = {"max_batch_size": ROWS, "max_seq_len": MAX_SEQ_LEN}
 WIDTHS = (1, 1, 1, 2, 3, 6, 13, 40, 130)
 """Columns of a forward: decode, a few tokens, and prompts that fill entries of both compressed kinds."""
 PADDINGS = ("none", "left", "right", "holes", "empty row")
+SHORT = 48
+"""Most tokens of a row that is computed beside short ones, not beside long ones."""
 STEPS = 6
 """Most steps of a sequence."""
+
+
+class Expected(NamedTuple):
+    """A comparison with the logits `[count, vocab]` that eager transformers has for the last of `tokens[:end]`."""
+
+    call: int
+    tokens: list[int]
+    end: int
+    count: int
+    compare: Callable[[Tensor], None]
 
 
 @dataclass
@@ -55,7 +69,9 @@ class World:
         self.original, self.converted, self.data = original, converted, data
         self.in_graph, self.attention_only = in_graph, attention_only
         self.open: list[Conversation] = []
+        self.expected: list[Expected] = []
         self.calls = 0
+        self.changed = False
 
     def choose(self, *values: Any) -> Any:
         return self.data.draw(st.sampled_from(values))
@@ -66,15 +82,38 @@ class World:
 
     # Eager transformers
 
-    @torch.no_grad()
-    def want(self, tokens: list[int], last: int) -> Tensor:
-        """Return the logits of the last tokens of a row."""
-        return self.original(torch.tensor([tokens]), use_cache=False).logits[0, -last:]
+    def expect(self, tokens: list[int], count: int, compare: Callable[[Tensor], None]) -> None:
+        """Let `settle` compare the logits after the last `count` of the tokens that a row has now."""
+        self.expected.append(Expected(self.calls, tokens, len(tokens), count, compare))
 
-    def eager_generate(self, ids: Tensor, **options: Any) -> Tensor:
-        """Return what transformers generates after whole rows; without a mask it would take pad ids for padding."""
-        out: Tensor = self.original.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        return out
+    def expect_greedy(self, tokens: list[int], count: int) -> None:
+        """Let `settle` find that the last `count` of `tokens` have each the largest logit after those before it."""
+        chosen = torch.tensor(tokens[-count:])[:, None]
+
+        def compare(logits: Tensor) -> None:
+            assert (logits.amax(1) - logits.gather(1, chosen)[:, 0] < 2e-4).all()
+
+        self.expect(tokens[:-1], count, compare)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Compare all calls since the last time with eager transformers, with rows of all of them in one batch."""
+        rows = {id(each.tokens): each.tokens[: each.end] for each in self.expected}  # the longest of each
+        for short in (True, False):
+            some = {key: row for key, row in rows.items() if row and (len(row) <= SHORT) == short}
+            if not some:
+                continue
+            width = max(map(len, some.values()))
+            ids = torch.tensor([row + [0] * (width - len(row)) for row in some.values()])
+            logits = self.original(ids, use_cache=False).logits
+            places = {key: place for place, key in enumerate(some)}
+            for each in self.expected:
+                if id(each.tokens) in places:
+                    try:
+                        each.compare(logits[places[id(each.tokens)], each.end - each.count : each.end])
+                    except AssertionError as fault:
+                        raise AssertionError(f"call {each.call}: {fault}") from fault
+        self.expected.clear()
 
     # Calls
 
@@ -143,8 +182,7 @@ class World:
             for row, (tokens, keep) in enumerate(zip(talk.rows, mask.bool(), strict=True)):
                 tokens += ids[row, keep].tolist()
                 kept = keep[-logits.shape[1] :]
-                if kept.any():
-                    close(logits[row, kept], self.want(tokens, int(kept.sum())))
+                self.expect(tokens, int(kept.sum()), partial(close, logits[row, kept]))
             talk.masks.append(mask)
 
         return run
@@ -162,7 +200,7 @@ class World:
             out = self.converted(ids, **options)
             talk = Conversation(out[CACHE], ids.tolist(), [torch.ones_like(ids)], lambda: out[CACHE].stale)
             for row, tokens in enumerate(talk.rows):
-                close(out.logits[row], self.want(tokens, columns))
+                self.expect(tokens, columns, partial(close, out.logits[row]))
             self.open.append(talk)
 
         return run
@@ -175,7 +213,7 @@ class World:
         if options["do_sample"]:
             options |= {"temperature": 0.7, "top_k": self.choose(5, 50)}
         if columns > 4 and self.choose(True, False):
-            options["prefill_chunk_size"] = self.choose(3, columns // 2)
+            options["prefill_chunk_size"] = self.choose(max(3, columns // 9), columns // 2)
         repeats = self.choose(1, ROWS // rows) if options["do_sample"] else 1
         pads = [self.data.draw(st.integers(0, columns - 1)) if self.choose(True, False) else 0 for _ in range(rows)]
         padded = any(pads) and not options["do_sample"]
@@ -187,14 +225,16 @@ class World:
             self.calls += 1
             torch.manual_seed(seed)
             got = self.converted.generate(ids, attention_mask=mask, num_return_sequences=repeats, **options)
-            plain = {name: value for name, value in options.items() if name != "prefill_chunk_size"}
-            if not padded:
+            if options["do_sample"]:
+                plain = {name: value for name, value in options.items() if name != "prefill_chunk_size"}
                 torch.manual_seed(seed)
-                assert torch.equal(got, self.eager_generate(ids, num_return_sequences=repeats, **plain))
+                assert torch.equal(
+                    got, self.original.generate(ids, attention_mask=mask, num_return_sequences=repeats, **plain)
+                )
                 return
-            for row, pad in enumerate(pads):
-                alone = self.eager_generate(ids[row : row + 1, pad:], **plain)
-                assert torch.equal(got[row, columns:], alone[0, columns - pad :])
+            assert got.shape[1] == columns + options["max_new_tokens"] and torch.equal(got[:, :columns], ids)
+            for tokens, pad in zip(got.tolist(), pads if padded else [0] * rows, strict=True):
+                self.expect_greedy(tokens[pad:], options["max_new_tokens"])
 
         return run
 
@@ -211,7 +251,9 @@ class World:
             ids = torch.cat((torch.tensor(talk.rows).view(len(talk.rows), -1).long(), new), 1)
             options = {"max_new_tokens": 4, "do_sample": False}
             got = self.converted.generate(ids, attention_mask=torch.ones_like(ids), **options, **{CACHE: talk.cache})
-            assert torch.equal(got, self.eager_generate(ids, **options))
+            assert got.shape[1] == ids.shape[1] + 4 and torch.equal(got[:, : ids.shape[1]], ids)
+            for tokens in got.tolist():
+                self.expect_greedy(tokens, 4)
             talk.rows = got[:, :-1].tolist()  # the last token was not fed back
             talk.masks.append(torch.ones_like(got[:, :-1])[:, sum(mask.shape[1] for mask in talk.masks) :])
 
@@ -262,6 +304,8 @@ class World:
 
         @torch.no_grad()
         def run() -> None:
+            self.settle()
+            self.changed = True
             for model in (self.original, self.converted):
                 path, _, leaf = name.rpartition(".")
                 module = model.get_submodule(path)
@@ -288,7 +332,7 @@ class World:
                 ids = torch.arange(7)[None]
                 with torch.no_grad():
                     logits = self.converted(ids, use_cache=False).logits[0]
-                close(logits, self.want(ids[0].tolist(), 7))
+                self.expect(ids[0].tolist(), 7, partial(close, logits))
                 hf.convert(self.converted, **CAPACITY, attention_only=self.attention_only)
             self.open.clear()
 
@@ -332,6 +376,7 @@ class World:
         kinds += [self.weights, self.again]
         for _ in range(self.data.draw(st.integers(2, STEPS))):
             self.choose(*kinds)()()
+        self.settle()
 
 
 def refused(code: str, call: Callable[[], Any]) -> None:
