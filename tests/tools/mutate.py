@@ -2,8 +2,10 @@
 
 cosmic-ray makes the changes: other operators, comparisons, numbers and constants, loops that do not run. Of each area a
 sample of lines is drawn, in the order of a seed, and each change is made in a copy of the checkout. Tests of the
-changed file run first (`test_NAME*.py`), then, if they pass, those of its area. What is not executed is not changed:
-annotations, texts, `TYPE_CHECKING` blocks. A change that is killed by the time limit counts as killed.
+changed file run first (`test_NAME*.py`), then, if they pass, those of files that import it, then those of its area, or
+of its family where the area has families. What is not executed is not changed: annotations, texts, `TYPE_CHECKING`
+blocks. A change counts as killed if the tests of its file take longer than the time limit, and as a survivor if others
+do, which may take that long without it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import datetime
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -35,10 +38,12 @@ AREAS = {
     "kernels": ("kernels", "tests/kernels"),
 }
 """The source of each area, and its tests."""
+MARKED = {"kernels": "interpreted"}
+"""The mark of the tests that run for an area, where files have any: in Triton's interpreter, nothing is compiled."""
 UNLIKELY = ("RemoveDecorator", "ExceptionReplacer")
 """Operators whose changes fail at import, or where only an error is raised otherwise."""
-SECONDS = 240.0
-"""Limit of one run of tests."""
+NO_TESTS = 5
+"""Exit status of pytest where no test has the mark."""
 
 
 class Change(NamedTuple):
@@ -110,14 +115,32 @@ def sample(area: str, count: int, seed: int) -> list[Change]:
 
 
 def tests_of(change: Change, copy: Path) -> list[list[str]]:
-    """Return the runs of tests that may notice a change: those of its file, then those of its area."""
-    area = copy / AREAS[change.area][1]
-    own = sorted(str(path.relative_to(copy)) for path in area.rglob(f"test_{Path(change.file).stem}*.py"))
-    return [own, [AREAS[change.area][1]]] if own else [[AREAS[change.area][1]]]
+    """Return the tests of a change's file, those of files that import it, and those of its family or area.
+
+    Each is a list of paths for one run, which may be empty.
+    """
+    source, tests = (copy / name for name in AREAS[change.area])
+    stem, family = Path(change.file).stem, tests / Path(change.file).parent.name
+    imports = re.compile(rf"^\s*(from \S*\b{stem} import |(from \S+ )?import .*\b{stem}\b)", re.MULTILINE)
+
+    def of(name: str) -> set[Path]:
+        return set(tests.rglob(f"test_{name}*.py"))
+
+    own = of(stem)
+    near = {path for path in tests.rglob("test_*.py") if imports.search(path.read_text(encoding="utf-8"))}
+    for path in source.rglob("*.py"):
+        if imports.search(path.read_text(encoding="utf-8")):
+            near |= of(path.stem)
+    runs = [own, near - own, {family if family.is_dir() else tests}]
+    return [sorted(str(path.relative_to(copy)) for path in run) for run in runs]
 
 
-def survives(change: Change, copy: Path, python: str) -> str:
-    """Return the changed line if no test in the copy of the checkout notices it, or ""."""
+def survives(change: Change, copy: Path, python: str, seconds: float) -> str:
+    """Return the changed line if no test in the copy of the checkout notices it, or "".
+
+    Args:
+        seconds: limit of one run of tests.
+    """
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -127,17 +150,20 @@ def survives(change: Change, copy: Path, python: str) -> str:
     if changed is None or changed == source:
         return ""
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    mark, runs = MARKED.get(change.area), tests_of(change, copy)
     try:
         path.write_text(changed, encoding="utf-8")
-        for files in tests_of(change, copy):
-            command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
-            try:
-                done = subprocess.run(
-                    command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS, check=False
-                )
-            except subprocess.TimeoutExpired:
-                # The tests of a whole area may take longer than the limit without any change.
-                return "" if files != [AREAS[change.area][1]] else _line(changed, change)
+        for files in filter(None, runs):
+            for options in ([["-m", mark]] if mark else []) + [[]]:
+                command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *files]
+                try:
+                    done = subprocess.run(
+                        command, cwd=copy, env=environment, capture_output=True, timeout=seconds, check=False
+                    )
+                except subprocess.TimeoutExpired:
+                    return "" if files is runs[0] else _line(changed, change)
+                if done.returncode != NO_TESTS:
+                    break
             if done.returncode:
                 return ""
         return _line(changed, change)
@@ -167,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="%(default)s")
     parser.add_argument("--areas", default=",".join(AREAS), help="%(default)s")
     parser.add_argument("--jobs", type=int, default=2, help="changes at a time (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=240.0, help="limit of one run of tests (%(default)s)")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that runs tests")
     parser.add_argument("--out", default=str(ROOT / "examples" / "results" / "mutations.json"), help="%(default)s")
     args = parser.parse_args(argv)
@@ -188,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         def outcome(change: Change) -> tuple[Change, str]:
             copy = free.get()
             try:
-                return change, survives(change, copy, args.python)
+                return change, survives(change, copy, args.python, args.seconds)
             finally:
                 free.put(copy)
 

@@ -39,8 +39,16 @@ def test_areas_have_sources_and_tests(area: str) -> None:
     assert list((mutate.ROOT / source).rglob("*.py")) and list((mutate.ROOT / tests).rglob("test_*.py"))
 
 
-def test_tests_of_the_file_run_before_those_of_its_area() -> None:
-    change = mutate.Change("passes", "dsv4_compile/passes/fuse_output.py", 1, "core/AddNot", 0)
-    own, area = mutate.tests_of(change, mutate.ROOT)
-    assert own[0].startswith("tests/backend/test_fuse_output") and area == ["tests/backend"]
-    assert mutate.tests_of(change._replace(file="dsv4_compile/passes/nothing.py"), mutate.ROOT) == [["tests/backend"]]
+def test_tests_of_the_file_run_before_those_of_files_that_import_it_and_of_its_area() -> None:
+    change = mutate.Change("hf", "dsv4_compile/hf/entry.py", 1, "core/AddNot", 0)
+    own, near, area = mutate.tests_of(change, mutate.ROOT)
+    assert own == ["tests/hf/test_entry.py"] and area == ["tests/hf"]
+    assert "tests/hf/test_running.py" in near and not set(own) & set(near)
+    nothing = change._replace(file="dsv4_compile/hf/nothing.py")
+    assert mutate.tests_of(nothing, mutate.ROOT) == [[], [], ["tests/hf"]]
+
+
+def test_tests_of_a_family_run_instead_of_those_of_all() -> None:
+    change = mutate.Change("kernels", "kernels/moe/moe_route.py", 1, "core/AddNot", 0)
+    assert mutate.tests_of(change, mutate.ROOT)[-1] == ["tests/kernels/moe"]
+    assert mutate.tests_of(change._replace(file="kernels/device/rope.py"), mutate.ROOT)[-1] == ["tests/kernels"]
