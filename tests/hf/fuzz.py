@@ -1,16 +1,16 @@
 """Not a test: random sequences of calls of a converted model, each equal to eager transformers or refused with a code.
 
-Eager transformers recomputes every row from its tokens, without a cache and without a mask, at the end of a sequence
-and before weights change: no token sees later ones, so one batch gives the logits of all calls.
+Calls are compared at the end of a sequence, and before weights change.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -20,6 +20,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from dsv4_compile import hf
 from dsv4_compile.errors import DSV4Error
 from dsv4_compile.hf.inputs import mark_dynamic_tokens
+from tests.hf.fuzz_eager import Eager
 from tests.hf.small import close
 
 CACHE = next(each.name for each in fields(MoeModelOutputWithPast) if each.name in ("cache", "past_key_values"))
@@ -28,20 +29,17 @@ CAPACITY = {"max_batch_size": ROWS, "max_seq_len": MAX_SEQ_LEN}
 WIDTHS = (1, 1, 1, 2, 3, 6, 13, 40, 130)
 """Columns of a forward: decode, a few tokens, and prompts that fill entries of both compressed kinds."""
 PADDINGS = ("none", "left", "right", "holes", "empty row")
-SHORT = 48
-"""Most tokens of a row that is computed beside short ones, not beside long ones."""
+CHANGED_BETWEEN_STEPS = (
+    "lm_head",
+    "model.layers.0.self_attn.q_b_proj",
+    "model.layers.0.self_attn.kv_proj",
+    "model.layers.1.self_attn.q_a_proj",
+    "model.layers.1.self_attn.o_b_proj",
+    "model.layers.1.mlp.shared_experts.up_proj",
+)
+"""Weights that are applied to each token once, in its own step."""
 STEPS = 6
 """Most steps of a sequence."""
-
-
-class Expected(NamedTuple):
-    """A comparison with the logits `[count, vocab]` that eager transformers has for the last of `tokens[:end]`."""
-
-    call: int
-    tokens: list[int]
-    end: int
-    count: int
-    compare: Callable[[Tensor], None]
 
 
 @dataclass
@@ -67,9 +65,9 @@ class World:
 
     def __init__(self, original: Any, converted: Any, data: Any, *, in_graph: bool, attention_only: bool) -> None:
         self.original, self.converted, self.data = original, converted, data
+        self.eager = Eager(original)
         self.in_graph, self.attention_only = in_graph, attention_only
         self.open: list[Conversation] = []
-        self.expected: list[Expected] = []
         self.calls = 0
         self.changed = False
 
@@ -79,41 +77,6 @@ class World:
     def ids(self, *shape: int) -> Tensor:
         seed = self.data.draw(st.integers(0, 1 << 16))
         return torch.randint(0, 512, shape, generator=torch.Generator().manual_seed(seed))
-
-    # Eager transformers
-
-    def expect(self, tokens: list[int], count: int, compare: Callable[[Tensor], None]) -> None:
-        """Let `settle` compare the logits after the last `count` of the tokens that a row has now."""
-        self.expected.append(Expected(self.calls, tokens, len(tokens), count, compare))
-
-    def expect_greedy(self, tokens: list[int], count: int) -> None:
-        """Let `settle` find that the last `count` of `tokens` have each the largest logit after those before it."""
-        chosen = torch.tensor(tokens[-count:])[:, None]
-
-        def compare(logits: Tensor) -> None:
-            assert (logits.amax(1) - logits.gather(1, chosen)[:, 0] < 2e-4).all()
-
-        self.expect(tokens[:-1], count, compare)
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Compare all calls since the last time with eager transformers, with rows of all of them in one batch."""
-        rows = {id(each.tokens): each.tokens[: each.end] for each in self.expected}  # the longest of each
-        for short in (True, False):
-            some = {key: row for key, row in rows.items() if row and (len(row) <= SHORT) == short}
-            if not some:
-                continue
-            width = max(map(len, some.values()))
-            ids = torch.tensor([row + [0] * (width - len(row)) for row in some.values()])
-            logits = self.original(ids, use_cache=False).logits
-            places = {key: place for place, key in enumerate(some)}
-            for each in self.expected:
-                if id(each.tokens) in places:
-                    try:
-                        each.compare(logits[places[id(each.tokens)], each.end - each.count : each.end])
-                    except AssertionError as fault:
-                        raise AssertionError(f"call {each.call}: {fault}") from fault
-        self.expected.clear()
 
     # Calls
 
@@ -182,7 +145,7 @@ class World:
             for row, (tokens, keep) in enumerate(zip(talk.rows, mask.bool(), strict=True)):
                 tokens += ids[row, keep].tolist()
                 kept = keep[-logits.shape[1] :]
-                self.expect(tokens, int(kept.sum()), partial(close, logits[row, kept]))
+                self.eager.expect(self.calls, tokens, int(kept.sum()), partial(close, logits[row, kept]))
             talk.masks.append(mask)
 
         return run
@@ -200,7 +163,7 @@ class World:
             out = self.converted(ids, **options)
             talk = Conversation(out[CACHE], ids.tolist(), [torch.ones_like(ids)], lambda: out[CACHE].stale)
             for row, tokens in enumerate(talk.rows):
-                self.expect(tokens, columns, partial(close, out.logits[row]))
+                self.eager.expect(self.calls, tokens, columns, partial(close, out.logits[row]))
             self.open.append(talk)
 
         return run
@@ -234,7 +197,7 @@ class World:
                 return
             assert got.shape[1] == columns + options["max_new_tokens"] and torch.equal(got[:, :columns], ids)
             for tokens, pad in zip(got.tolist(), pads if padded else [0] * rows, strict=True):
-                self.expect_greedy(tokens[pad:], options["max_new_tokens"])
+                self.eager.expect_greedy(self.calls, tokens[pad:], options["max_new_tokens"])
 
         return run
 
@@ -253,7 +216,7 @@ class World:
             got = self.converted.generate(ids, attention_mask=torch.ones_like(ids), **options, **{CACHE: talk.cache})
             assert got.shape[1] == ids.shape[1] + 4 and torch.equal(got[:, : ids.shape[1]], ids)
             for tokens in got.tolist():
-                self.expect_greedy(tokens, 4)
+                self.eager.expect_greedy(self.calls, tokens, 4)
             talk.rows = got[:, :-1].tolist()  # the last token was not fed back
             talk.masks.append(torch.ones_like(got[:, :-1])[:, sum(mask.shape[1] for mask in talk.masks) :])
 
@@ -296,30 +259,69 @@ class World:
     def zeros(rows: int) -> Tensor:
         return torch.zeros(rows, 1, dtype=torch.long)
 
-    def weights(self) -> Callable[[], None]:
-        """Draw a change of one weight of both models, in place or by another tensor. It empties all conversations."""
-        names = [name for name, parameter in self.original.named_parameters() if parameter.dim() > 1]
+    def change(self, names: Iterable[str]) -> Callable[[Any], None]:
+        """Draw a change of one weight, in place or by another tensor, and return what makes it in a model."""
         name, how = self.choose(*names), self.choose("in place", "parameter", "data", "load", "assign")
         factor = self.choose(0.5, 1.25, -1.0)
 
         @torch.no_grad()
-        def run() -> None:
-            self.settle()
+        def make(model: Any) -> None:
             self.changed = True
-            for model in (self.original, self.converted):
-                path, _, leaf = name.rpartition(".")
-                module = model.get_submodule(path)
-                parameter = getattr(module, leaf)
-                value = parameter.detach() * factor
-                if how == "in place":
-                    parameter.copy_(value)
-                elif how == "parameter":
-                    setattr(module, leaf, nn.Parameter(value, requires_grad=parameter.requires_grad))
-                elif how == "data":
-                    parameter.data = value
-                else:
-                    module.load_state_dict({**module.state_dict(), leaf: value}, assign=how == "assign")
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            parameter = getattr(module, leaf)
+            value = parameter.detach() * factor
+            if how == "in place":
+                parameter.copy_(value)
+            elif how == "parameter":
+                setattr(module, leaf, nn.Parameter(value, requires_grad=parameter.requires_grad))
+            elif how == "data":
+                parameter.data = value
+            else:
+                module.load_state_dict({**module.state_dict(), leaf: value}, assign=how == "assign")
+
+        return make
+
+    def weights(self) -> Callable[[], None]:
+        """Draw a change of a weight of both models, which empties all conversations."""
+        change = self.change(name for name, each in self.original.named_parameters() if each.dim() > 1)
+
+        def run() -> None:
+            self.eager.settle()
+            change(self.original)
+            change(self.converted)
             self.forget()
+
+        return run
+
+    def disturbed(self) -> Callable[[], None]:
+        """Draw a generation in which the caller's code changes a weight, or runs the model, between two steps."""
+        ids, step = self.ids(self.choose(1, 2), self.choose(2, 13, 40)), self.choose(1, 2, 3)
+        change = self.change(f"{name}.weight" for name in CHANGED_BETWEEN_STEPS)
+        other = self.without_cache() if self.choose(True, False) else None
+
+        def generate(model: Any, between: Callable[[], None]) -> Tensor:
+            steps = itertools.count(1)
+
+            def process(_: Tensor, scores: Tensor) -> Tensor:
+                if next(steps) == step:
+                    between()
+                return scores
+
+            options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+            options |= {"output_logits": True, "return_dict_in_generate": True}
+            return torch.stack(model.generate(ids, logits_processor=[process], **options).logits)
+
+        def run() -> None:
+            self.calls += 1
+            self.eager.settle()
+            if other is not None:
+                got, want = generate(self.converted, other), generate(self.original, lambda: None)
+            else:
+                got, want = (generate(model, partial(change, model)) for model in (self.converted, self.original))
+            close(got, want)
+            if other is None:
+                self.forget()
 
         return run
 
@@ -332,7 +334,7 @@ class World:
                 ids = torch.arange(7)[None]
                 with torch.no_grad():
                     logits = self.converted(ids, use_cache=False).logits[0]
-                self.expect(ids[0].tolist(), 7, partial(close, logits))
+                self.eager.expect(self.calls, ids[0].tolist(), 7, partial(close, logits))
                 hf.convert(self.converted, **CAPACITY, attention_only=self.attention_only)
             self.open.clear()
 
@@ -373,10 +375,10 @@ class World:
     def play(self) -> None:
         """Run one sequence."""
         kinds = [self.forward] * 6 + [self.without_cache, self.generate, self.second_turn, self.refusals, self.threads]
-        kinds += [self.weights, self.again]
+        kinds += [self.weights, self.again, self.disturbed]
         for _ in range(self.data.draw(st.integers(2, STEPS))):
             self.choose(*kinds)()()
-        self.settle()
+        self.eager.settle()
 
 
 def refused(code: str, call: Callable[[], Any]) -> None:

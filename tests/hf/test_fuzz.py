@@ -21,11 +21,12 @@ from dsv4_compile import hf
 from dsv4_compile.cpu import native
 from dsv4_compile.hf.tiny import tiny_model
 from tests.hf.fuzz import CAPACITY, World
+from tests.hf.fuzz_eager import Eager
 from tests.hf.small import LAYERS, close
 
 SEQUENCES, SEED = (int(os.environ.get(name, "0")) for name in ("DSV4_FUZZ", "DSV4_FUZZ_SEED"))
 WAYS = ["attention", "whole", *(["inductor"] if SEQUENCES else [])]
-COUNTS = {"attention": SEQUENCES // 2 or 30, "whole": SEQUENCES // 2 or 30, "inductor": SEQUENCES // 10}
+COUNTS = {"attention": SEQUENCES // 2 or 60, "whole": SEQUENCES // 2 or 60, "inductor": SEQUENCES // 10}
 
 
 FEW: dict[str, Any] = {"n_routed_experts": 4, "hc_sinkhorn_iters": 2}
@@ -88,17 +89,17 @@ def test_every_call_is_that_of_eager_transformers_or_refused(pair: Pair) -> None
 @torch.no_grad()
 def test_calls_are_compared_with_what_eager_transformers_gives_for_each_row_alone() -> None:
     original = tiny_model(**LAYERS, **FEW)
-    world = World(original, original, None, in_graph=False, attention_only=True)
+    eager = Eager(original)
     for length, count in ((1, 1), (150, 150), (40, 7), (64, 1)):
         row = torch.randint(0, 512, (1, length))
         alone = original(row, use_cache=False).logits[0, -count:]
-        world.expect(row[0].tolist(), count, partial(close, alone))
-        world.expect_greedy([*row[0].tolist(), int(alone[-1].argmax())], 1)
-    world.settle()
-    world.expect(row[0].tolist(), 1, partial(close, alone[-1:] + 1e-3))
-    with pytest.raises(AssertionError, match="call 0"):
-        world.settle()
-    world.expected.clear()
-    world.expect_greedy([*row[0].tolist(), int(alone[-1].argmin())], 1)
-    with pytest.raises(AssertionError, match="call 0"):
-        world.settle()
+        eager.expect(7, row[0].tolist(), count, partial(close, alone))
+        eager.expect_greedy(7, [*row[0].tolist(), int(alone[-1].argmax())], 1)
+    eager.settle()
+    eager.expect(7, row[0].tolist(), 1, partial(close, alone[-1:] + 1e-3))
+    with pytest.raises(AssertionError, match="call 7"):
+        eager.settle()
+    eager.expected.clear()
+    eager.expect_greedy(7, [*row[0].tolist(), int(alone[-1].argmin())], 1)
+    with pytest.raises(AssertionError, match="call 7"):
+        eager.settle()
