@@ -233,13 +233,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                         {"file": change.file, "line": change.line, "changed": changed, "reason": reason}
                     )
                     print(f"survived: {change.file}:{change.line}  {changed}", file=sys.stderr, flush=True)
-            row["seconds"] = round(time.monotonic() - began)
+                # After each change, so that the record has what ran where the rest was cut off.
+                row["seconds"] = round(time.monotonic() - began)
+                record["rows"] = [each for each in record["rows"] if each["area"] != area] + [row]
+                record |= {"date": now, "commit": commit, "command": "make mutate"}
+                out.write_text(json.dumps(record, indent=1) + "\n")
             print(
                 f"{area}: {row['killed']} of {row['changes']} killed, {row['seconds']} s", file=sys.stderr, flush=True
             )
-            record["rows"] = [each for each in record["rows"] if each["area"] != area] + [row]
-            record |= {"date": now, "commit": commit, "command": "make mutate"}
-            out.write_text(json.dumps(record, indent=1) + "\n")
     return int(failed)
 
 
