@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import DeepseekV4Config
 
-from dsv4_compile.hf import demo
+from dsv4_compile.hf import demo, tiny
 
 
 def test_every_claim_is_true(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,3 +45,8 @@ def test_the_table_is_aligned_and_reports_whether_the_claims_hold() -> None:
 def test_a_demo_of_one_token_raises() -> None:
     with pytest.raises(ValueError, match=r"E204(.|\n)*--tokens 1"):
         demo.main(["--tokens", "1"])
+
+
+def test_sizes_of_v4_flash_are_those_that_transformers_gives_a_model() -> None:
+    config = DeepseekV4Config()
+    assert {name: getattr(config, name) for name in tiny.FLASH} == tiny.FLASH
