@@ -1,7 +1,8 @@
 """Serve a DeepSeek-V4 checkpoint through vLLM with this package's attention, and read what was compiled.
 
-vLLM loads the plug-in because this package is installed, and the plug-in does nothing without DSV4_VLLM=1. A report of
-the compilation is written by the process that runs the model. FOLDER has DeepSeek's checkpoint; prompts here are token
+vLLM loads the plug-in because this package is installed, and the plug-in does nothing without DSV4_VLLM=1, which this
+program sets unless the environment has DSV4_VLLM=all, for whole decoder layers of this package. A report of the
+compilation is written by the process that runs the model. FOLDER has DeepSeek's checkpoint; prompts here are token
 ids, so it needs no tokenizer: python examples/08_vllm.py FOLDER
 """
 
@@ -19,7 +20,7 @@ PROMPTS = [[5, 7, 11], list(range(2, 42)), list(range(2, 302))]
 
 def serve(folder: Path, report: Path) -> list[list[int]]:
     """Return the tokens that vLLM generates for each prompt."""
-    os.environ |= {"DSV4_VLLM": "1", "DSV4_VLLM_EXPLAIN": str(report)}
+    os.environ |= {"DSV4_VLLM": os.environ.get("DSV4_VLLM", "1"), "DSV4_VLLM_EXPLAIN": str(report)}
     from vllm import LLM, SamplingParams  # reads the environment
 
     llm = LLM(str(folder), skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=4, dtype="bfloat16")

@@ -86,7 +86,7 @@ class Checkpoint:
             self.put(f"{name}.weight_scale", byte.view(torch.float8_e8m0fnu))
             self.values[name] = dequantize_mxfp4(packed, byte)
         elif form == "e4m3":
-            scale = torch.rand(shape[0] // 128, shape[1] // 128, generator=self.random) + 0.1
+            scale = torch.rand(shape[0] // 128, shape[1] // 128, generator=self.random) / 16 + 0.01
             scale = scale.to(torch.float8_e8m0fnu) if self.kind == "fp4" else scale
             weight = (value * 16).to(torch.float8_e4m3fn)
             self.put(f"{name}.weight", weight)

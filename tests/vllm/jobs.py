@@ -52,12 +52,20 @@ class Job:
         return dict(json.loads((folder / "result.json").read_text()))
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Return the environment of the process; what vLLM keeps for later ones is beside `folder`."""
-        return environment_of(folder.parent) | {
-            "DSV4_VLLM": self.plugin,
-            "DSV4_VLLM_EXPLAIN": self.explain,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.workers)),
-        }
+        """Return the environment of the process; what vLLM keeps for later ones is beside `folder`.
+
+        With decoder layers of this package, no kernel of vLLM for this model is called, so none is defined.
+        """
+        paths = {"PYTHONPATH": str(HERE)} if self.plugin == "all" else {}
+        return (
+            environment_of(folder.parent)
+            | paths
+            | {
+                "DSV4_VLLM": self.plugin,
+                "DSV4_VLLM_EXPLAIN": self.explain,
+                "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.workers)),
+            }
+        )
 
 
 def environment_of(cache: Path) -> dict[str, str]:

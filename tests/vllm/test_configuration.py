@@ -62,6 +62,20 @@ def test_switched_on_it_registers_and_compiles_with_its_backend(model: Path, mon
     assert len([c for c in MODELS_CONFIG_MAP[NAME].__mro__ if "dsv4" in vars(c)]) == 1
 
 
+def test_layers_are_those_of_this_package_by_request_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(model, monkeypatch, on="all")
+    assert ModelRegistry.models[NAME].module_name == "dsv4_compile.integrations.vllm.whole_model"
+    monkeypatch.setattr(registration.Registered, "settings", registration.Settings())
+    configure(model, monkeypatch)
+    assert ModelRegistry.models[NAME].module_name == "dsv4_compile.integrations.vllm.model"
+
+
+def test_unsupported_layers_are_an_error_with_the_reasons_of_both(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {"enable_expert_parallel": True, "kv_cache_dtype": "bfloat16"}
+    with pytest.raises(Exception, match=r"E802(.*\n)*.*FlashInfer alone.*enable_expert_parallel=True"):
+        configure(model, monkeypatch, on="all", **arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "backend"),
     [

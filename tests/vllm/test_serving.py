@@ -10,7 +10,9 @@ from typing import Any
 
 import checkpoint
 import pytest
+import torch
 from jobs import Job, environment_of
+from torch import Tensor
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "08_vllm.py"
 TOLERANCE, EAGER_TOLERANCE = 3e-2, 5e-3
@@ -81,6 +83,71 @@ def test_model_is_one_graph_in_which_the_ops_are_visible(compiled: dict[str, Any
 def test_broken_block_table_is_seen_in_the_layers_that_read_it(table: str, eager: dict[str, Any]) -> None:
     worst = eager["broken"][table]["worst"]
     assert min(worst[layer] for layer in LAYERS_OF[table]) > BROKEN_AT_LEAST, worst
+
+
+@pytest.fixture(scope="session")
+def whole(model: Path, folder: Path) -> dict[str, Any]:
+    job = Job(CHUNKED, LENGTHS, SHARED, explain=str(folder / "whole.json"), plugin="all")
+    return job.run(model, folder / "whole")
+
+
+def test_rows_of_attention_in_the_layers_of_this_package_are_those_of_the_layer_alone(whole: dict[str, Any]) -> None:
+    check_rows(whole, EAGER_TOLERANCE)
+
+
+def test_layers_of_this_package_are_one_graph_of_its_ops(whole: dict[str, Any], folder: Path) -> None:
+    assert whole["breaks"] == 0 and whole["graphs"] == [1]
+    report = json.loads((folder / "whole.json").read_text())
+    assert report["ok"] and len(report["graphs"]) == 1 and report["breaks"] == report["recompiles"] == []
+    decided = {row["op"]: row["count"] for row in report["decisions"]}
+    assert decided["moe_route"] == decided["moe_experts"] == decided["sparse_mla_decode"] == 4
+    assert (decided["mhc_pre"], decided["mhc_boundary"], decided["mhc_head"]) == (1, 7, 1)
+    assert report["cache_copies"] == [] and report["cache_hazards"] == []
+
+
+def final_errors(folder: Path, ours: str, theirs: str) -> Tensor:
+    """Return |difference| / |row| of the model's outputs after equal tokens, of two runs."""
+    got, want = (torch.load(folder / name / "final.pt") for name in (ours, theirs))
+    pairs = [(got[tokens].float(), want[tokens].float()) for tokens in got if tokens in want]
+    return torch.stack([(a - b).norm() / b.norm() for a, b in pairs])
+
+
+def test_outputs_are_those_of_the_layers_of_vllm(whole: dict[str, Any], compiled: dict[str, Any], folder: Path) -> None:
+    errors = final_errors(folder, "whole", "compiled")
+    assert errors.numel() > 1000 and float(errors.median()) <= TOLERANCE
+    assert float((errors <= 2 * TOLERANCE).float().mean()) > 0.85, "others went to another expert in some layer"
+    chosen = [[tokens[0] for tokens in served["tokens"]] for served in (whole, compiled)]
+    assert chosen[0] == chosen[1], "first tokens after prompts, chunked and found in the cache of prefixes"
+
+
+def test_what_surrounds_attention_is_near_what_vllm_has_there(model: Path, folder: Path) -> None:
+    job = Job({"enforce_eager": True, **CHUNKED}, LENGTHS, SHARED, record=False, parts=True)
+    parts = job.run(model, folder / "parts")["parts"]
+    assert {name: part["rows"] // 1168 for name, part in parts.items()} == {
+        "input": 8,
+        "post": 8,
+        "comb": 8,
+        "streams": 8,
+        "table and experts": 1,
+        "router and experts": 3,
+        "head": 1,
+    }
+    assert max(part["median"] for part in parts.values()) < EAGER_TOLERANCE * 2
+    routed = parts.pop("router and experts")
+    assert routed["near"] >= 0.99 * routed["rows"], "others have two experts of nearly one score"
+    assert max(part["worst"] for part in parts.values()) < 2e-2
+
+
+def test_experts_in_four_bits_are_those_of_their_values(folder: Path) -> None:
+    rows = []
+    for name, dequantised in (("four_bits", False), ("dequantised", True)):
+        layers = {"num_hidden_layers": 2, "compress_ratios": [4, 128]}
+        model = checkpoint.write_quantised(folder / f"{name}_model", dequantised, **layers)
+        served = Job({"enforce_eager": True, **CHUNKED}, [5, 300], plugin="all").run(model, folder / name)
+        assert max(served["worst"]) <= TOLERANCE
+        rows.append(served["rows"])
+    assert rows == [5 + 300 + 2 * 5] * 2
+    assert float(final_errors(folder, "four_bits", "dequantised").max()) <= 1e-3
 
 
 def test_inductor_takes_the_pass_of_this_package(folder: Path) -> None:

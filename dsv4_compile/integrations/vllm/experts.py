@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...reference.moe.expert_weights import SCALE_COLUMNS, deinterleave_, interleave_, scale_shape
+from ...reference.moe.expert_weights import SCALE_COLUMNS, interleave_, scale_shape
 
 _ops: Any = torch.ops.dsv4
 
@@ -90,7 +90,6 @@ class Experts(nn.Module):
             self.shared_w2, self.shared_w2_scale = _weight(shared, hidden, width)
         fits = formats.routed == MXFP4 and hidden % SCALE_COLUMNS == 0 and width % SCALE_COLUMNS == 0
         self.interleaved = fits and (self.w13.is_cuda if interleaved is None else interleaved)
-        self._settled = False
 
     def forward(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """Return the sum of the experts of x `[T, hidden_size]`, in its shape; `token_ids` `[T]` are its tokens."""
@@ -117,10 +116,8 @@ class Experts(nn.Module):
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the part of a parameter that each tensor of the checkpoint fills, by its name there, `gate.weight`.
 
-        Routed experts that `settle` has interleaved are in the checkpoint's order again: call it when all are filled.
+        All of them are filled, then `settle` is called.
         """
-        if self._settled:
-            self._permute(deinterleave_)
         yield "gate.weight", self.gate
         if self.bias is not None:
             yield "gate.bias", self.bias
@@ -139,13 +136,9 @@ class Experts(nn.Module):
 
     def settle(self) -> None:
         """Bring the weights into the order that `forward` reads, after all of them were filled."""
-        if self.interleaved:
-            self._permute(interleave_)
-
-    def _permute(self, order: Any) -> None:
         for weight, scale in ((self.w13, self.w13_scale), (self.w2, self.w2_scale)):
-            order(weight.data, scale.data)  # type: ignore[union-attr]
-        self._settled = order is interleave_
+            if self.interleaved and scale is not None:
+                interleave_(weight.data, scale.data)
 
 
 def _parts(name: str, suffix: str, w13: Tensor, w2: Tensor) -> Iterator[tuple[str, Tensor]]:
