@@ -55,7 +55,7 @@ test: install  ## style, types and all tests
 test-vllm: $(VLLM_STAMP)  ## the plug-in inside vLLM, in an environment of its own: about 10 minutes
 	$(VLLM_VENV)/bin/python -m pytest -q --noconftest --import-mode=prepend -o norecursedirs= tests/vllm $(ARGS)
 
-fuzz: install  ## 2,000 random sequences of calls against eager transformers, and 200 through Inductor: hours
+fuzz: install  ## 2,000 random sequences of calls against eager transformers, and 200 through Inductor: half an hour
 	OMP_NUM_THREADS=1 DSV4_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n $(JOBS) tests/hf/test_fuzz.py $(ARGS)
 
 .PHONY: mutate
