@@ -46,7 +46,7 @@ class Generation:
 
     def compare_ahead(self, model: Any, cache: PagedCache) -> None:
         """Compare `model`, a `CompilableModel`, and `cache` for the next step, after the launch of this one."""
-        if self._undisturbed and model.dsv4_snapshot.holds() and cache.holds():
+        if self._undisturbed and model.is_unchanged() and cache.holds():
             self._compared = model, cache
 
     def has_compared(self, model: Any, cache: PagedCache) -> bool:

@@ -6,6 +6,7 @@ They add and rename no parameters: `state_dict`, `save_pretrained` and weight up
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -33,6 +34,8 @@ hf: Any = modeling_deepseek_v4
 """Module of transformers, untyped because its submodules have the type `Tensor | Module`."""
 
 _log = logging.getLogger("dsv4_compile.hf")
+_ADOPTING = threading.Lock()
+"""Held by the thread that lets a model run with changed parameters."""
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
@@ -85,13 +88,25 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
 
         Raises E207 or E208 for parameters, modules or settings that it cannot run with.
         """
-        if self.dsv4_snapshot is not None and self.dsv4_snapshot.holds():
+        before = self.dsv4_snapshot
+        if self.is_unchanged():
             return
-        # In __dict__, where nn.Module does not look at what it is given.
-        self.__dict__["dsv4_snapshot"] = None
-        self.compare()
-        snapshot = Snapshot(self)
-        self.__dict__.update({"dsv4_snapshot": snapshot, STATE: snapshot.state, TENSORS: snapshot.named})
+        with _ADOPTING:  # two threads would stack the same weights twice
+            if self.dsv4_snapshot is not before and self.is_unchanged():
+                return
+            try:
+                self.compare()
+                snapshot = Snapshot(self)
+            except BaseException:
+                # In __dict__, where nn.Module does not look at what it is given.
+                self.__dict__["dsv4_snapshot"] = None
+                raise
+            self.__dict__.update({"dsv4_snapshot": snapshot, STATE: snapshot.state, TENSORS: snapshot.named})
+
+    def is_unchanged(self) -> bool:
+        """Return whether nothing that `adopt` reads has changed since it last did."""
+        snapshot = self.dsv4_snapshot
+        return snapshot is not None and snapshot.holds()
 
     def compare(self) -> None:
         """Do what `adopt` does where something may have changed."""

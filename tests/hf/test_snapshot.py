@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -116,3 +119,22 @@ def test_what_no_comparison_depends_on_is_not_compared(called: Any, monkeypatch:
 def test_a_model_forgets_what_it_compared_when_it_is_reverted(called: Any) -> None:
     model = hf.revert(copy.deepcopy(called))
     assert not [name for name in vars(model.model) if name.startswith("dsv4")]
+
+
+def test_threads_compare_a_changed_model_one_at_a_time_and_once(called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that adopt a weight at once would stack it twice, and one would run with what the other is about to drop."""
+    adopting: list[int] = []
+    compare = type(called.model).compare
+
+    def slow(model: Any) -> None:
+        adopting.append(threading.get_ident())
+        time.sleep(0.2)
+        compare(model)
+        assert adopting[-1] == threading.get_ident(), "another thread began meanwhile"
+
+    replace(called.model.layers[0].self_attn.q_b_proj, "weight")
+    monkeypatch.setattr(type(called.model), "compare", slow)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(called, random_ids(1, 3)) for _ in range(2)]
+        assert all(call.result().logits.isfinite().all() for call in calls)
+    assert len(adopting) == 1
