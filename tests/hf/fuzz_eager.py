@@ -1,18 +1,22 @@
 """Not a test: comparisons of calls with eager transformers, which computes the rows of many calls in one batch.
 
-It recomputes every row from its tokens, without a cache and without a mask: no token sees later ones.
+It recomputes every row from its tokens, without a cache and without a mask: no token sees later ones. A row is compared
+up to the first token that has a tie of two experts, of which rounding chooses one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 SHORT = 48
 """Most tokens of a row that is computed beside short ones, not beside long ones."""
+TIE = 1e-5
+"""Difference of two experts' scores below which rounding may choose either."""
 
 
 class Expected(NamedTuple):
@@ -55,12 +59,24 @@ class Eager:
                 continue
             width = max(map(len, some.values()))
             ids = torch.tensor([row + [0] * (width - len(row)) for row in some.values()])
-            logits = self.original(ids, use_cache=False).logits
+            out = self.original(ids, use_cache=False, output_router_logits=True)
+            clear = self.chosen_clearly(out.router_logits).view_as(ids).cumprod(1).bool()
             places = {key: place for place, key in enumerate(some)}
             for each in self.expected:
-                if id(each.tokens) in places:
+                place = places.get(id(each.tokens))
+                if place is not None and clear[place, each.end - 1]:
                     try:
-                        each.compare(logits[places[id(each.tokens)], each.end - each.count : each.end])
+                        each.compare(out.logits[place, each.end - each.count : each.end])
                     except AssertionError as fault:
                         raise AssertionError(f"call {each.call}: {fault}") from fault
         self.expected.clear()
+
+    def chosen_clearly(self, router_logits: Sequence[Tensor]) -> Tensor:
+        """Return which tokens have no tie between an expert that is chosen and one that is not, int64 `[tokens]`."""
+        routers = [module for module in self.original.modules() if hasattr(module, "e_score_correction_bias")]
+        chosen, gaps = self.original.config.num_experts_per_tok, []
+        for logits, router in zip(router_logits, routers, strict=True):
+            scores = functional.softplus(logits.float()).sqrt() + router.e_score_correction_bias
+            ranked = scores.sort(dim=-1, descending=True).values
+            gaps.append(ranked[:, chosen - 1] - ranked[:, chosen])
+        return (torch.stack(gaps).amin(0) >= TIE).long()

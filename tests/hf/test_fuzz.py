@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from dsv4_compile import hf
 from dsv4_compile.cpu import native
@@ -103,3 +104,17 @@ def test_calls_are_compared_with_what_eager_transformers_gives_for_each_row_alon
     eager.expect_greedy(7, [*row[0].tolist(), int(alone[-1].argmin())], 1)
     with pytest.raises(AssertionError, match="call 7"):
         eager.settle()
+
+
+def test_a_row_is_compared_up_to_a_tie_of_experts() -> None:
+    eager = Eager(tiny_model(**LAYERS, **FEW))
+    row = torch.randint(0, 512, (3, 40), generator=torch.Generator().manual_seed(1 << 16))[2].tolist()
+    counts = []
+
+    def compare(logits: Tensor) -> None:
+        counts.append(logits.shape[0])
+
+    for length, count in ((23, 23), (24, 1), (40, 16)):
+        eager.expect(1, row[:length], count, compare)
+    eager.settle()
+    assert counts == [23]
