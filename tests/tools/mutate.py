@@ -105,13 +105,20 @@ def changes_of(area: str, file: Path) -> Iterator[Change]:
 
 def sample(area: str, count: int, seed: int) -> list[Change]:
     """Return changes of `count` lines of an area, one a line."""
-    rng, folder = random.Random(f"{seed} {area}"), ROOT / AREAS[area][0]
-    by_line: dict[tuple[str, int], list[Change]] = {}
-    for file in sorted(folder.rglob("*.py")):
-        for change in changes_of(area, file):
-            by_line.setdefault((change.file, change.line), []).append(change)
-    lines = sorted(by_line)
-    return [rng.choice(by_line[line]) for line in rng.sample(lines, min(count, len(lines)))]
+    rng, root = random.Random(f"{seed} {area}"), ROOT / AREAS[area][0]
+    files = sorted(root.rglob("*.py"))
+    lines = [(file, line) for file in files for line in sorted(executed_lines(file.read_text(encoding="utf-8")))]
+    rng.shuffle(lines)
+    known: dict[Path, list[Change]] = {}
+    found: list[Change] = []
+    for file, line in lines:
+        if len(found) == count:
+            break
+        if file not in known:  # to look for all changes of a file takes a second
+            known[file] = list(changes_of(area, file))
+        if changes := [change for change in known[file] if change.line == line]:
+            found.append(rng.choice(changes))
+    return found
 
 
 def tests_of(change: Change, copy: Path) -> list[list[str]]:
