@@ -1,8 +1,8 @@
-"""Gluon device functions for sm_90 that load `fp8_ds_mla` keys into tiles of shared memory.
+"""Gluon device functions for sm_90 that load keys into tiles of shared memory: `fp8_ds_mla`, or bfloat16 rows.
 
-A warpgroup loads stored keys into registers, dequantises them exactly (common.py has the arithmetic) and stores them as
-the swizzled bfloat16 tiles that `wgmma` reads. All work is on 32-bit words: bytes and halves would be unpacked and
-packed again.
+A warpgroup loads `fp8_ds_mla` keys into registers, dequantises them exactly (common.py has the arithmetic) and stores
+them as the swizzled bfloat16 tiles that `wgmma` reads. All work is on 32-bit words: bytes and halves would be unpacked
+and packed again. PLAIN keys are such words already, and are copied (cp.async) without passing through registers.
 
 A token attends two caches, one after the other, in blocks of keys that belong to one cache each; the extra cache has
 the blocks from `boundary` on. In the kernel for many heads, a warpgroup with time to spare resolves slots to addresses
@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ... import layout
 from ..hopper.gluon import reinterpret, thread_barrier
+from ..hopper.tma import copy_elements
 
 # A thread holds all tiles of a key, so that the tile that is not quantised is known at compile time.
 _WORDS = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
@@ -33,6 +35,10 @@ KEY = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _LINES = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
 LINES = gl.constexpr(_LINES)
 LINE_KEY = gl.constexpr(gl.SliceLayout(1, _LINES))
+# Eight threads copy a line of a row.
+_COPIES = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+COPIES = gl.constexpr(_COPIES)
+COPIED = gl.constexpr(gl.SliceLayout(1, _COPIES))
 
 FETCH = gl.constexpr(32)  # keys in registers
 CACHED = gl.constexpr("")  # cache modifier for memory that no running kernel writes
@@ -131,16 +137,45 @@ def row_length(p_lens, stride, token, width, CACHE: gl.constexpr = CACHED):
 
 
 @gluon.jit
-def address_of(slot, page_chunks, log_page):
+def address_of(slot, page_chunks, log_page, PLAIN: gl.constexpr = False):
     """Return where the keys `slot` are: int64 first words of their rows, int64 numbers of their scales.
 
-    Invalid slots get the address of the first key. page_chunks: stride of pages in units of 16 bytes.
+    Invalid slots get the address of the first key. page_chunks: stride of pages in units of 16 bytes. PLAIN rows have
+    no scales, and their first word in place of a number.
     """
     safe = gl.where(slot >= 0, slot, 0)
     page = (safe >> log_page).to(gl.int64)
     size = 1 << log_page
     offset = safe & (size - 1)
-    return page * (page_chunks * 4) + offset * ROW_WORDS, page * (page_chunks * 2) + (size * SCALES_PER_ROW + offset)
+    if PLAIN:
+        row = page * (page_chunks * 4) + offset * HALF
+        scale = row
+    else:
+        row = page * (page_chunks * 4) + offset * ROW_WORDS
+        scale = page * (page_chunks * 2) + (size * SCALES_PER_ROW + offset)
+    return row, scale
+
+
+@gluon.jit
+def copy_rows(words, p_words, row, live, COPIES: gl.constexpr = COPIES):
+    """Start to copy bfloat16 rows at an `address_of` `[N]` to `words` `[N, 256]`, shared; zeros where not `live`."""
+    o_word = gl.expand_dims(gl.arange(0, LINE_WORDS, gl.SliceLayout(0, COPIES)), 0)
+    p_line = p_words + (gl.expand_dims(row, 1) + o_word)
+    m_line, _ = gl.broadcast(gl.expand_dims(live, 1), p_line)
+    for line in gl.static_range(HALF // LINE_WORDS):
+        tile = words.slice(line * LINE_WORDS, LINE_WORDS, 1)
+        copy_elements(tile, p_line + line * LINE_WORDS, mask=m_line)
+
+
+@gluon.jit
+def announce_copies(ready):
+    """Let a barrier complete when the copies that the threads of a partition have started have landed.
+
+    It counts each thread, and one arrival for what they have stored.
+    """
+    async_copy.mbarrier_arrive(ready, increment_count=False)
+    thread_barrier()
+    mbarrier.arrive(ready, count=1)
 
 
 @gluon.jit
@@ -256,6 +291,30 @@ def produce_keys(p_window_words, p_extra_words, span, end, addresses, ring):
 
 
 @gluon.jit
+def copy_keys(p_window_words, p_extra_words, span, end, addresses, ring):
+    """Run the producer warpgroup for PLAIN keys: copy them into a ring of buffers, as `produce_keys` does."""
+    boundary, begin = span
+    keys, ready, free = ring
+    BUFFERS: gl.constexpr = keys.shape[0]
+    BLOCK_N: gl.constexpr = keys.shape[1]
+    PLACES: gl.constexpr = addresses.rows.shape[0]
+    words = reinterpret(keys, gl.int32, [BUFFERS, BLOCK_N, HALF], SWIZZLED_WORDS)
+    if end > begin:
+        mbarrier.wait(addresses.placed, 0)
+        for block in range(begin, end):
+            number = block - begin
+            buffer = number % BUFFERS
+            place = number % PLACES
+            # The compiler cannot know the alignment of values in shared memory.
+            row = gl.multiple_of(addresses.rows.index(place).load(COPIED), ROW_ALIGN)
+            live = addresses.lives.index(place).load(COPIED) > 0
+            p_words = gl.where(block < boundary, p_window_words, p_extra_words)
+            mbarrier.wait(free.index(buffer), ((number // BUFFERS) & 1) ^ 1)
+            copy_rows(words.index(buffer), p_words, row, live)
+            announce_copies(ready.index(buffer))
+
+
+@gluon.jit
 def prefetch(pointers):
     """Prefetch what lies at `pointers` into L2. Nothing is read, so that it need not be written yet."""
     gl.inline_asm_elementwise(
@@ -264,11 +323,14 @@ def prefetch(pointers):
 
 
 @gluon.jit
-def prefetch_rows(p_words, row, scale, LINES: gl.constexpr):
+def prefetch_rows(p_words, row, scale, LINES: gl.constexpr, PLAIN: gl.constexpr = False):
     """Prefetch keys at an `address_of`: eight threads of a row of LINES take a line each, the last one the scales."""
     o_line = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LINES)), 0)
-    data = gl.expand_dims(row, 1) + gl.minimum(o_line * LINE_WORDS, ROW_WORDS - 1)
-    prefetch(p_words + gl.where(o_line == 7, gl.expand_dims(scale * SCALE_WORDS, 1), data))
+    if PLAIN:
+        prefetch(p_words + (gl.expand_dims(row, 1) + o_line * LINE_WORDS))
+    else:
+        data = gl.expand_dims(row, 1) + gl.minimum(o_line * LINE_WORDS, ROW_WORDS - 1)
+        prefetch(p_words + gl.where(o_line == 7, gl.expand_dims(scale * SCALE_WORDS, 1), data))
 
 
 @gluon.jit
@@ -317,18 +379,20 @@ def load_slots(window, extra, token, boundary, block, N: gl.constexpr, BLOCK_N: 
 
 
 @gluon.jit
-def store_addresses(window, extra, boundary, block, slot, place, BLOCK_N: gl.constexpr):
+def store_addresses(window, extra, boundary, block, slot, place, BLOCK_N: gl.constexpr, PLAIN: gl.constexpr = False):
     """Store the addresses of keys `slot`, the first of them in `block`, to `place`: rows, scales and lives, shared."""
     first = block + gl.arange(0, slot.shape[0], KEY) // BLOCK_N < boundary
     chunks = gl.where(first, window.page_chunks, extra.page_chunks)
-    row, scale = address_of(slot, chunks, gl.where(first, window.log_page, extra.log_page))
+    row, scale = address_of(slot, chunks, gl.where(first, window.log_page, extra.log_page), PLAIN)
     place[0].store(row)
-    place[1].store(scale)
+    if not PLAIN:
+        place[1].store(scale)
     place[2].store(gl.where(slot >= 0, 1.0, 0.0))
 
 
 @gluon.jit
-def prefetch_block(window, extra, boundary, block, rows, scales):
+def prefetch_block(window, extra, boundary, block, rows, scales, PLAIN: gl.constexpr = False):
     """Prefetch the keys of a block whose addresses are stored."""
     p_words = gl.where(block < boundary, window.p_words, extra.p_words)
-    prefetch_rows(p_words, rows.load(LINE_KEY), scales.load(LINE_KEY), LINES)
+    row = rows.load(LINE_KEY)
+    prefetch_rows(p_words, row, row if PLAIN else scales.load(LINE_KEY), LINES, PLAIN)

@@ -2,7 +2,7 @@
 
 On sm_90, a call runs the first kernel of SM90_KERNELS that supports it; otherwise, and on other GPUs, the Triton kernel
 runs (sparse_mla_decode_triton.py). Very many tokens, as of a prompt, are attended by rows: both caches are dequantised
-once, and the prefill kernel attends the rows, with all that the decode kernels fuse.
+once, or copied one after the other, and the prefill kernel attends the rows, with all that the decode kernels fuse.
 
 The ragged variant first writes its lists as padded rows in one small launch. These are 4 bytes for each of
 T * max_entries, a thousandth of the keys they select.
@@ -197,9 +197,11 @@ def why_unsupported_by_rows(call: DecodeCall, gpu: Gpu) -> str:
     """Return why a call is not attended by rows, "" if it is."""
     q, window, extra, fused = call.q, call.window, call.extra, call.fused
     tokens, heads, dim = q.shape
-    if gpu.capability != SM90 or call.cache_format != "fp8_ds_mla" or q.dtype is not torch.bfloat16 or dim != HEAD_DIM:
-        form = f"{call.cache_format} and {q.dtype} queries of {dim} dims on {gpu.backend} {gpu.capability}"
-        return f"it needs fp8_ds_mla and bfloat16 queries of {HEAD_DIM} dims on sm_{SM90}, this is {form}"
+    known = call.cache_format == "fp8_ds_mla" or (call.cache_format == "plain" and window.cache.dtype is torch.bfloat16)
+    if gpu.capability != SM90 or not known or q.dtype is not torch.bfloat16 or dim != HEAD_DIM:
+        keys = f"{call.cache_format} keys in {window.cache.dtype}"
+        form = f"{keys} and {q.dtype} queries of {dim} dims on {gpu.backend} {gpu.capability}"
+        return f"it needs fp8_ds_mla or bfloat16, and bfloat16 queries of {HEAD_DIM} dims on sm_{SM90}, this is {form}"
     if tokens < MIN_TOKENS_BY_ROWS or heads < MIN_HEADS_BY_ROWS:
         return f"{MIN_TOKENS_BY_ROWS} tokens and {MIN_HEADS_BY_ROWS} heads pay, these are {tokens} and {heads}"
     if call.batch_invariant:
@@ -210,7 +212,9 @@ def why_unsupported_by_rows(call: DecodeCall, gpu: Gpu) -> str:
     )
     if not 0 < rows <= most:
         return f"caches of up to {most} rows pay, these have {rows}"
-    if any(keys.cache.stride(0) % 2 or first_byte(keys.cache) % 2 for keys in (window, extra)):
+    if call.cache_format != "plain" and any(
+        keys.cache.stride(0) % 2 or first_byte(keys.cache) % 2 for keys in (window, extra)
+    ):
         return "pages start at multiples of 2 bytes, these do not"
     if fused.n_groups and not fused.inverse_rope:
         return "it quantises rotated heads only"
@@ -223,10 +227,10 @@ def why_unsupported_by_rows(call: DecodeCall, gpu: Gpu) -> str:
 
 
 def decode_by_rows(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Dequantise both caches and run the prefill kernel over their rows; with quantised outputs if there are groups."""
+    """Run the prefill kernel over the rows of both caches; with quantised outputs if there are groups."""
     gpu = gpu_of(call.q.device)
     indices, counts = concatenate_slots(call.q.shape[0], call.window, call.extra)
-    kv, rows = dequantized_pages(call.window, call.extra), IndexRows(indices, counts, indices.shape[1])
+    kv, rows = bfloat16_rows(call.window, call.extra, call.cache_format), IndexRows(indices, counts, indices.shape[1])
     prefill = PrefillCall(call.q, kv, rows, call.scale, call.sink)
     sm90 = sm90_module(gpu, "attention.sparse_mla_prefill_sm90")
     if sm90 is not None and not sm90.why_unsupported(prefill, call.fused):
@@ -250,14 +254,17 @@ def _launch_separately(prefill: PrefillCall, call: DecodeCall) -> tuple[Tensor, 
     return inv_rope_fp8_quant(out, positions, table, fused.n_groups, fused.heads_per_group, fused.packed_scales)
 
 
-def dequantized_pages(window: PagedKeys, extra: PagedKeys) -> Tensor:
+def bfloat16_rows(window: PagedKeys, extra: PagedKeys, cache_format: str) -> Tensor:
     """Return bfloat16 `[slots, 512]`, the rows of both caches in the order of their slots."""
     counts = window.slots(), extra.slots()
     rows = torch.empty((sum(counts), HEAD_DIM), dtype=torch.bfloat16, device=window.cache.device)
     for keys, part in ((window, rows[: counts[0]]), (extra, rows[counts[0] :])):
         if part.shape[0] == 0:
             continue
-        pages = byte_pages(keys.cache, "fp8_ds_mla", keys.block_size)
+        if cache_format == "plain":
+            part.view(keys.cache.shape).copy_(keys.cache)
+            continue
+        pages = byte_pages(keys.cache, cache_format, keys.block_size)
         launch_kernel(
             dequantize_pages_kernel,
             (cdiv(part.shape[0], ROWS_PER_PROGRAM),),
@@ -273,7 +280,7 @@ def dequantized_pages(window: PagedKeys, extra: PagedKeys) -> Tensor:
 
 
 def concatenate_slots(tokens: int, window: PagedKeys, extra: PagedKeys) -> tuple[Tensor, Tensor]:
-    """Return int32 `[T, columns of both]`, rows of `dequantized_pages`, and `[T]`, the number of valid columns."""
+    """Return int32 `[T, columns of both]`, rows of `bfloat16_rows`, and `[T]`, the number of valid columns."""
     widths = [keys.indices.shape[1] for keys in (window, extra)]
     rows = torch.empty((tokens, sum(widths)), dtype=torch.int32, device=window.indices.device)
     counts = torch.empty((tokens,), dtype=torch.int32, device=rows.device)

@@ -1,9 +1,9 @@
-"""Sparse MLA decode on sm_90, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, blocks of 64 heads.
+"""Sparse MLA decode on sm_90, in Gluon: `fp8_ds_mla` or bfloat16 caches, bfloat16 queries, blocks of 64 heads.
 
 A program attends 64 heads of one token to its split of the token's keys, window cache first, 64 keys at a time. Its
-three warpgroups share two buffers of dequantised keys:
+three warpgroups share two buffers of bfloat16 keys:
 
-    producer  gathers 32 keys at a time into registers, dequantises them exactly, stores them swizzled
+    producer  gathers 32 keys at a time into registers, dequantises them exactly, stores them swizzled; or copies rows
     left      scores, online softmax, weights to shared memory, dims 0 to 255 of the output
     right     addresses of the keys that are gathered next, and dims 256 to 511
 
@@ -41,6 +41,7 @@ from .common import DecodeCall, Outputs, outputs_for
 from .kv_load_sm90 import (
     KeyAddresses,
     KeyIndices,
+    copy_keys,
     load_slots,
     prefetch_block,
     produce_keys,
@@ -81,6 +82,7 @@ AHEAD = gl.constexpr(4)  # blocks from the one in the GEMM to the one whose slot
 PLACES = gl.constexpr(8)  # of blocks whose addresses are stored: a power of two, more than AHEAD + 1
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
+COPY_ARRIVALS = gl.constexpr(128 + 1)  # of the threads of a warpgroup, and of what they have stored
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF.value, 16]))
@@ -146,7 +148,10 @@ def _softmax(scores, live, acc, top, sums, number, scale, scales, tiles):
 
 
 @gluon.jit
-def _left(queries, rows, p_lse, scale, blocks, lives, tiles, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr):
+def _left(
+    queries, rows, p_lse, scale, blocks, lives, tiles,
+    PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr,
+):  # fmt: skip
     """Run the first warpgroup: scores, softmax, the left half of the output."""
     keys, heads = tiles.keys, rows.heads
     if queries.eps is not None:
@@ -168,6 +173,8 @@ def _left(queries, rows, p_lse, scale, blocks, lives, tiles, PARTIAL: gl.constex
     sums = _lane_sums(gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES))
     if blocks > 0:
         mbarrier.wait(tiles.ready.index(0), 0)
+        if PLAIN:
+            fence_async_shared()
         scores = _scores(tiles.q_tile, keys.index(0))
         live = lives.index(0).load(gl.SliceLayout(0, SCORES))
         scores = warpgroup_mma_wait(0, deps=[scores])
@@ -177,6 +184,9 @@ def _left(queries, rows, p_lse, scale, blocks, lives, tiles, PARTIAL: gl.constex
             acc, top, sums = _softmax(scores, live, acc, top, sums, number, scale, scales, tiles)
             acc = warpgroup_mma(tiles.weights_tile, keys.index(buffer).slice(0, HALF, 1), acc, is_async=True)
             mbarrier.wait(tiles.ready.index(following), ((number + 1) // BUFFERS) & 1)
+            if PLAIN:
+                # Copies write through the generic proxy, wgmma reads through the asynchronous one.
+                fence_async_shared()
             scores = _scores(tiles.q_tile, keys.index(following))
             live = lives.index((number + 1) % PLACES).load(gl.SliceLayout(0, SCORES))
             acc = warpgroup_mma_wait(1, deps=[acc])
@@ -216,7 +226,10 @@ def _left(queries, rows, p_lse, scale, blocks, lives, tiles, PARTIAL: gl.constex
 
 
 @gluon.jit
-def _right(caches, span, addresses, queries, rows, blocks, tiles, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr):
+def _right(
+    caches, span, addresses, queries, rows, blocks, tiles,
+    PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr,
+):  # fmt: skip
     """Run the second warpgroup: addresses of keys, and the right half of the output.
 
     `caches`: window and extra `KeyIndices`; `span`: first block of the extra cache, and first block of the program.
@@ -232,7 +245,7 @@ def _right(caches, span, addresses, queries, rows, blocks, tiles, PARTIAL: gl.co
         reinterpret(addresses.scales, gl.int64, [ALL], FLAT).slice(0, FIRST),
         reinterpret(addresses.lives, gl.float32, [ALL], FLAT).slice(0, FIRST),
     )
-    store_addresses(window, extra, boundary, begin, slot, first_places, BLOCK_N)
+    store_addresses(window, extra, boundary, begin, slot, first_places, BLOCK_N, PLAIN)
     thread_barrier()
     mbarrier.arrive(addresses.placed, count=1)
     copy_queries(queries.p_q, queries.head_stride, tiles.q_tile, rows.heads, BLOCK_H // 2, BLOCK_H // 2, PARTIAL)
@@ -243,13 +256,16 @@ def _right(caches, span, addresses, queries, rows, blocks, tiles, PARTIAL: gl.co
         buffer = number % BUFFERS
         mbarrier.wait(tiles.ready.index(buffer), (number // BUFFERS) & 1)
         mbarrier.wait(tiles.weights_ready, number & 1)
+        if PLAIN:
+            fence_async_shared()
         acc = acc * gl.expand_dims(tiles.factors.load(gl.SliceLayout(1, OUTPUT)), 1)
         acc = warpgroup_mma(tiles.weights_tile, tiles.keys.index(buffer).slice(HALF, HALF, 1), acc, is_async=True)
         fetched, place = number + AHEAD - 1, (number + AHEAD - 1) % PLACES
         if fetched < blocks:
             prefetch_block(
-                window, extra, boundary, begin + fetched, addresses.rows.index(place), addresses.scales.index(place)
-            )
+                window, extra, boundary, begin + fetched, addresses.rows.index(place), addresses.scales.index(place),
+                PLAIN,
+            )  # fmt: skip
         acc = warpgroup_mma_wait(0, deps=[acc])
         thread_barrier()
         mbarrier.arrive(tiles.weights_free, count=1)
@@ -259,6 +275,7 @@ def _right(caches, span, addresses, queries, rows, blocks, tiles, PARTIAL: gl.co
         store_addresses(
             window, extra, boundary, begin + ahead, slot,
             (addresses.rows.index(place), addresses.scales.index(place), addresses.lives.index(place)), BLOCK_N,
+            PLAIN,
         )  # fmt: skip
         slot = load_slots(window, extra, token, boundary, begin + ahead + 1, BLOCK_N, BLOCK_N)
     mbarrier.wait(tiles.weights_ready, blocks & 1)
@@ -284,7 +301,7 @@ def sparse_mla_decode_sm90_kernel(
     p_lse,  # [T, H] float32, contiguous heads, or None; or partial results [N, splits, H] in base 2, contiguous
     p_scale,  # of e4m3, see HeadRows; or of float16 partial results [N, splits, H, 2] float32
     p_q,  # [T, H, 512] bfloat16
-    p_window_words,  # [P, page_bytes / 4] int32
+    p_window_words,  # [P, page_bytes / 4] int32, or PLAIN [P, page tokens, 256] int32
     p_window_indices,  # [T, W] int
     p_window_lens,  # [T] int
     p_extra_words,
@@ -323,6 +340,7 @@ def sparse_mla_decode_sm90_kernel(
     EXTRA_LOG_PAGE: gl.constexpr,
     RIGHT_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
+    PLAIN: gl.constexpr,  # keys are bfloat16 rows
     EPILOGUE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -342,7 +360,7 @@ def sparse_mla_decode_sm90_kernel(
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     placed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
-        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(ready.index(i), count=COPY_ARRIVALS if PLAIN else 1)
         mbarrier.init(free.index(i), count=2)
     mbarrier.init(weights_ready, count=1)
     mbarrier.init(weights_free, count=1)
@@ -390,13 +408,14 @@ def sparse_mla_decode_sm90_kernel(
         q_tile, keys, weights_tile, factors, head_factors, ready, free, weights_ready, weights_free, q_ready
     )
     gl.warp_specialize([
-        (_left, (queries, rows, p_lse, scale, end - begin, lives, tiles, PARTIAL, EPILOGUE)),
+        (_left, (queries, rows, p_lse, scale, end - begin, lives, tiles, PARTIAL, EPILOGUE, PLAIN)),
         (_right, ((KeyIndices(p_window_words, window_page_chunks, WINDOW_LOG_PAGE, p_window_indices,
                               window_indices_stride, window_length, window_capacity),
                    KeyIndices(p_extra_words, extra_page_chunks, EXTRA_LOG_PAGE, p_extra_indices,
                               extra_indices_stride, extra_length, extra_capacity)),
-                  (boundary, begin), addresses, queries, rows, end - begin, tiles, PARTIAL, EPILOGUE)),
-        (produce_keys, (p_window_words, p_extra_words, (boundary, begin), end, addresses, (keys, ready, free))),
+                  (boundary, begin), addresses, queries, rows, end - begin, tiles, PARTIAL, EPILOGUE, PLAIN)),
+        (copy_keys if PLAIN else produce_keys,
+         (p_window_words, p_extra_words, (boundary, begin), end, addresses, (keys, ready, free))),
     ], [4, 4], [RIGHT_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -428,16 +447,20 @@ def why_unsupported(call: DecodeCall) -> str:
 
 def why_unsupported_sm90(call: DecodeCall) -> str:
     """Return why no decode kernel for sm_90 can load the keys or queries of a call, "" if they can."""
-    q, table = call.q, call.fused.cos_sin_cache
-    if call.cache_format != "fp8_ds_mla" or q.dtype is not torch.bfloat16:
-        return f"it takes fp8_ds_mla and bfloat16 queries, these are {call.cache_format} and {q.dtype}"
+    q, table, plain = call.q, call.fused.cos_sin_cache, call.cache_format == "plain"
+    if call.cache_format not in ("fp8_ds_mla", "plain") or q.dtype is not torch.bfloat16:
+        return f"it takes fp8_ds_mla or plain keys and bfloat16 queries, these are {call.cache_format} and {q.dtype}"
     for keys in (call.window, call.extra):
-        page, stride, offset = keys.block_size, keys.cache.stride(0), first_byte(keys.cache)
+        page, stride, offset = keys.block_size, keys.cache.stride(0) * keys.cache.itemsize, first_byte(keys.cache)
         if page & (page - 1):
             return f"pages have a power of two of tokens, these have {page}"
         if stride % PAGE_ALIGN or offset % PAGE_ALIGN:
             at = f"these start at byte {offset}, {stride} bytes apart"
             return f"pages start at multiples of {PAGE_ALIGN} bytes, {at}"
+        if plain and (keys.cache.dtype is not torch.bfloat16 or keys.cache.shape[2] != layout.HEAD_DIM):
+            return f"rows are {layout.HEAD_DIM} bfloat16, these are {keys.cache.shape[2]} {keys.cache.dtype}"
+        if plain and keys.cache.stride()[1:] != (layout.HEAD_DIM, 1):
+            return f"rows of a page are contiguous, these have strides {keys.cache.stride()}"
     if table is not None and table.shape[1] > layout.HEAD_DIM // 2:
         return f"at most {layout.HEAD_DIM // 2} dims are rotated, these are {table.shape[1]}"
     rows = {"q": q, "attn_sink": call.sink, "indices": call.window.indices, "extra_indices": call.extra.indices}
@@ -469,7 +492,7 @@ def launch_variant(
     blocks = sum(layout.cdiv(width, variant.block_n) for width in widths)
     plan = split_plan(q.shape, head_blocks, blocks, variant.block_n, gpu, splits, call.batch_invariant, variant.float16)
     partials = new_partials(plan, heads, head_dim, q)
-    window_pages, extra_pages = (keys.pages("fp8_ds_mla") for keys in (window, extra))
+    window_words, extra_words = (keys.pages(call.cache_format).view(torch.int32) for keys in (window, extra))
     positions, position_stride, table, table_strides, max_pos = fused.rope()
     for first in range(0, tokens, plan.tokens):
         end = min(tokens, first + plan.tokens)
@@ -479,10 +502,10 @@ def launch_variant(
             (math.prod(grid),) if variant.flat else grid,
             *(partials or into),
             q,
-            window_pages.view(torch.int32),
+            window_words,
             window.indices,
             window.lens,
-            extra_pages.view(torch.int32),
+            extra_words,
             extra.indices,
             extra.lens,
             call.sink,
@@ -499,8 +522,8 @@ def launch_variant(
             into.lse_stride(),
             q.stride(0),
             q.stride(1),
-            window_pages.stride(0) // PAGE_ALIGN,
-            extra_pages.stride(0) // PAGE_ALIGN,
+            window_words.stride(0) * 4 // PAGE_ALIGN,
+            extra_words.stride(0) * 4 // PAGE_ALIGN,
             window.indices.stride(0),
             extra.indices.stride(0),
             window.lens.stride(0),
@@ -509,12 +532,13 @@ def launch_variant(
             table_strides[0],
             max_pos,
             *widths,
-            window_pages.shape[0] * window.block_size,
-            extra_pages.shape[0] * extra.block_size,
+            window_words.shape[0] * window.block_size,
+            extra_words.shape[0] * extra.block_size,
             H=heads,
             WINDOW_LOG_PAGE=window.block_size.bit_length() - 1,
             EXTRA_LOG_PAGE=extra.block_size.bit_length() - 1,
             **variant.constants,
+            PLAIN=call.cache_format == "plain",
             EPILOGUE=fused.epilogue(split=partials is not None),
             num_warps=variant.warps,
             # A contracted multiply and add rounds once where the separate ops round twice.

@@ -1,9 +1,10 @@
-"""Sparse MLA decode of few heads on sm_90, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, blocks of 8 to 32 heads.
+"""Sparse MLA decode of few heads on sm_90, in Gluon: bfloat16 queries, blocks of 8 to 32 heads.
 
 GEMMs of few heads are cheap, and keys cost what they cost for many heads. So one of three warpgroups attends:
 
     consumer  scores of 64 keys, online softmax, weights to shared memory, all dims of the output
-    producer  two warpgroups: gathers 64 keys into registers, dequantises them exactly, stores them swizzled
+    producer  two warpgroups: gathers 64 `fp8_ds_mla` keys into registers, dequantises them exactly, stores them
+              swizzled; or copies PLAIN rows, which are bfloat16
 
 Keys are the rows of both GEMMs and heads their columns, so that no head is padded to 64. Between the two are two or
 three buffers of 64 keys. A program takes a block of heads of one token and its split of the token's keys, window cache
@@ -31,7 +32,16 @@ from ... import layout
 from ..hopper.gluon import FLAT, reinterpret, thread_barrier
 from ..host.gpu import Gpu
 from .common import DecodeCall, Outputs
-from .kv_load_sm90 import SWIZZLED_WORDS, KeyRow, dequantize_keys, fetch_keys, row_length
+from .kv_load_sm90 import (
+    SWIZZLED_WORDS,
+    KeyRow,
+    address_of,
+    announce_copies,
+    copy_rows,
+    dequantize_keys,
+    fetch_keys,
+    row_length,
+)
 from .prologue_epilogue_sm90 import (
     SWIZZLED,
     D,
@@ -62,6 +72,10 @@ _WORDS = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [8, 1, 1], [2, 1, 0])
 WORDS = gl.constexpr(_WORDS)
 SLOTS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _WORDS)))
 ROPES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
+_COPIES = gl.BlockedLayout([1, 4], [4, 8], [8, 1], [1, 0])
+COPIES = gl.constexpr(_COPIES)
+COPIED = gl.constexpr(gl.SliceLayout(1, _COPIES))
+COPY_ARRIVALS = gl.constexpr(256 + 1)  # of the threads of two warpgroups, and of what they have stored
 
 
 class KeyRing(NamedTuple):
@@ -88,7 +102,7 @@ def _row_of(window, extra, window_blocks, block):
 
 
 @gluon.jit
-def _slots(window, extra, window_blocks, block, end):
+def _slots(window, extra, window_blocks, block, end, SLOTS: gl.constexpr = SLOTS):
     """Load int32 slots of a block; -1 for invalid slots, and from block `end` on."""
     # Blocks past the last one read its cache: the other cache may have no pages.
     row, column = _row_of(window, extra, window_blocks, gl.minimum(block, end - 1))
@@ -132,6 +146,27 @@ def _producer(window, extra, window_blocks, begin, end, ring):
 
 
 @gluon.jit
+def _copier(window, extra, window_blocks, begin, end, ring):
+    """Run the second and the third warpgroup for PLAIN keys, as `_producer` does."""
+    keys, lives, ready, free = ring
+    BUFFERS: gl.constexpr = keys.shape[0]
+    words = reinterpret(keys, gl.int32, [BUFFERS, BLOCK_N, KEY_WORDS], SWIZZLED_WORDS)
+    if end > begin:
+        slot = _slots(window, extra, window_blocks, begin, end, COPIED)
+        for block in range(begin, end):
+            number = block - begin
+            buffer = number % BUFFERS
+            now = slot
+            slot = _slots(window, extra, window_blocks, block + 1, end, COPIED)
+            source, _ = _row_of(window, extra, window_blocks, block)
+            row, _ = address_of(now, source.page_chunks, source.log_page, True)
+            mbarrier.wait(free.index(buffer), ((number // BUFFERS) & 1) ^ 1)
+            lives.index(buffer).store(gl.where(now >= 0, 1.0, 0.0))
+            copy_rows(words.index(buffer), source.p_words, row, now >= 0, COPIES)
+            announce_copies(ready.index(buffer))
+
+
+@gluon.jit
 def _scores(keys, q_tile, MMA: gl.constexpr):
     """Start the scores of a block of keys, `[keys, heads]`."""
     N: gl.constexpr = q_tile.shape[0]
@@ -155,7 +190,10 @@ def _softmax(scores, live, acc, top, sums, scale, weights_tile):
 
 
 @gluon.jit
-def _consumer(queries, rows, p_lse, scale, blocks, tiles, ring, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr):
+def _consumer(
+    queries, rows, p_lse, scale, blocks, tiles, ring,
+    PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr,
+):  # fmt: skip
     """Run the first warpgroup: all but the keys. `tiles`: queries and weights in shared memory."""
     q_tile, weights_tile = tiles
     keys, lives, ready, free = ring
@@ -182,6 +220,9 @@ def _consumer(queries, rows, p_lse, scale, blocks, tiles, ring, PARTIAL: gl.cons
     for number in range(blocks):
         buffer = number % BUFFERS
         mbarrier.wait(ready.index(buffer), (number // BUFFERS) & 1)
+        if PLAIN:
+            # Copies write through the generic proxy, wgmma reads through the asynchronous one.
+            fence_async_shared()
         scores = _scores(keys.index(buffer), q_tile, MMA)
         live = lives.index(buffer).load(LIVE)
         scores = warpgroup_mma_wait(0, deps=[scores])
@@ -230,7 +271,7 @@ def sparse_mla_decode_sm90_few_heads_kernel(
     p_lse,  # [T, H] float32, contiguous heads, or None; or partial results [N, splits, H] in base 2, contiguous
     p_scale,  # of e4m3, see HeadRows
     p_q,  # [T, H, 512] bfloat16
-    p_window_words,  # [P, page_bytes / 4] int32
+    p_window_words,  # [P, page_bytes / 4] int32, or PLAIN [P, page tokens, 256] int32
     p_window_indices,  # [T, W] int
     p_window_lens,  # [T] int
     p_extra_words,
@@ -270,6 +311,7 @@ def sparse_mla_decode_sm90_few_heads_kernel(
     WINDOW_LOG_PAGE: gl.constexpr,  # log2 of the tokens in a page
     EXTRA_LOG_PAGE: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
+    PLAIN: gl.constexpr,  # keys are bfloat16 rows
     EPILOGUE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -281,7 +323,7 @@ def sparse_mla_decode_sm90_few_heads_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
-        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(ready.index(i), count=COPY_ARRIVALS if PLAIN else 1)
         mbarrier.init(free.index(i), count=1)
     gdc_launch_dependents()
     gdc_wait()
@@ -322,12 +364,13 @@ def sparse_mla_decode_sm90_few_heads_kernel(
     rows = HeadRows(p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
     ring = KeyRing(keys, lives, ready, free)
     gl.warp_specialize([
-        (_consumer, (queries, rows, p_lse, scale, end - begin, (q_tile, weights_tile), ring, PARTIAL, EPILOGUE)),
-        (_producer, (KeyRow(p_window_words, window_page_chunks, p_window_row, window_length, window_capacity,
-                            WINDOW_LOG_PAGE),
-                     KeyRow(p_extra_words, extra_page_chunks, p_extra_row, extra_length, extra_capacity,
-                            EXTRA_LOG_PAGE),
-                     window_blocks, begin, end, ring)),
+        (_consumer, (queries, rows, p_lse, scale, end - begin, (q_tile, weights_tile), ring, PARTIAL, EPILOGUE,
+                     PLAIN)),
+        (_copier if PLAIN else _producer, (
+            KeyRow(p_window_words, window_page_chunks, p_window_row, window_length, window_capacity, WINDOW_LOG_PAGE),
+            KeyRow(p_extra_words, extra_page_chunks, p_extra_row, extra_length, extra_capacity, EXTRA_LOG_PAGE),
+            window_blocks, begin, end, ring,
+        )),
     ], [8], [PRODUCER_REGISTERS])  # fmt: skip
 
 

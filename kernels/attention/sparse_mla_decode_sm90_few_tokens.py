@@ -1,4 +1,4 @@
-"""Sparse MLA decode of few tokens on sm_90, in Gluon: `fp8_ds_mla` caches, bfloat16 queries, small blocks of heads.
+"""Sparse MLA decode of few tokens on sm_90, in Gluon: `fp8_ds_mla` or bfloat16 caches, small blocks of heads.
 
 With few tokens, a chain of latencies decides: the previous kernel, lengths, slots, keys, and instruction fetch. So all
 warps do all of the work, and there are many programs with little to do each. The code is a quarter of that of the
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -28,6 +29,7 @@ from .kv_load_sm90 import (
     KeyRow,
     address_of,
     block_slots,
+    copy_rows,
     dequantize_keys,
     fetch_keys,
     prefetch,
@@ -88,12 +90,35 @@ def _angle_pointer(table, token):
 
 
 @gluon.jit
-def _fetch_block(inner, window, extra, slot, WORDS: gl.constexpr, ROPES: gl.constexpr):
-    """Load the keys `slot` of a block that belongs to the window if `inner`, else to the extra cache."""
-    return fetch_keys(
-        gl.where(inner, window.p_words, extra.p_words), gl.where(inner, window.page_chunks, extra.page_chunks), slot,
-        gl.where(inner, window.log_page, extra.log_page), WORDS, ROPES, ".cg",
-    )  # fmt: skip
+def _fetch_block(
+    inner, window, extra, slot, words,
+    WORDS: gl.constexpr, ROPES: gl.constexpr, COPIES: gl.constexpr, PLAIN: gl.constexpr,
+):  # fmt: skip
+    """Start to load the keys `slot` of a block that belongs to the window if `inner`, else to the extra cache.
+
+    Returns what `_store_block` takes. PLAIN keys are copied to `words`, in shared memory.
+    """
+    p_words = gl.where(inner, window.p_words, extra.p_words)
+    chunks = gl.where(inner, window.page_chunks, extra.page_chunks)
+    log_page = gl.where(inner, window.log_page, extra.log_page)
+    stored = None
+    if PLAIN:
+        row, _ = address_of(slot, chunks, log_page, True)
+        copy_rows(words, p_words, row, slot >= 0, COPIES)
+        async_copy.commit_group()
+    else:
+        stored = fetch_keys(p_words, chunks, slot, log_page, WORDS, ROPES, ".cg")
+    return stored
+
+
+@gluon.jit
+def _store_block(stored, slot, words, WORDS: gl.constexpr, PLAIN: gl.constexpr):
+    """Store the keys of a block to `words`, or wait for their copies."""
+    if PLAIN:
+        async_copy.wait_group(0)
+    else:
+        codes, rope, scales = stored
+        words.store(dequantize_keys(codes, rope, scales, slot >= 0, WORDS))
 
 
 @gluon.jit(
@@ -109,7 +134,7 @@ def sparse_mla_decode_sm90_few_tokens_kernel(
     p_lse,  # [T, H] float32, contiguous heads, or None; or partial results [N, splits, H] in base 2, contiguous
     p_scale,  # of e4m3, see HeadRows
     p_q,  # [T, H, 512] bfloat16
-    p_window_words,  # [P, page_bytes / 4] int32
+    p_window_words,  # [P, page_bytes / 4] int32, or PLAIN [P, page tokens, 256] int32
     p_window_indices,  # [T, W] int
     p_window_lens,  # [T] int
     p_extra_words,
@@ -150,6 +175,7 @@ def sparse_mla_decode_sm90_few_tokens_kernel(
     EXTRA_LOG_PAGE: gl.constexpr,
     ONE_BLOCK: gl.constexpr,  # no program has more than one block
     LATE: gl.constexpr,  # let the next kernel start after the last keys have been loaded, else at once
+    PLAIN: gl.constexpr,  # keys are bfloat16 rows
     EPILOGUE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -164,7 +190,8 @@ def sparse_mla_decode_sm90_few_tokens_kernel(
     SCORE_HEADS: gl.constexpr = gl.SliceLayout(0, SCORES)
     OUTPUT_HEADS: gl.constexpr = gl.SliceLayout(0, OUTPUT)
     WORDS: gl.constexpr = gl.BlockedLayout([1, 8, 4], [8, 1, 4], [num_warps, 1, 1], [2, 1, 0])
-    SLOTS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, WORDS))
+    COPIES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [num_warps, 1], [1, 0])
+    SLOTS: gl.constexpr = gl.SliceLayout(1, COPIES) if PLAIN else gl.SliceLayout(1, gl.SliceLayout(2, WORDS))
     ROPES: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [num_warps, 1], [1, 0])
@@ -202,8 +229,8 @@ def sparse_mla_decode_sm90_few_tokens_kernel(
         slot = block_slots(window, extra, window_blocks, block, BLOCK_N, PREFETCHED)
         p_words = gl.where(inner, window.p_words, extra.p_words)
         chunks = gl.where(inner, window.page_chunks, extra.page_chunks)
-        row, scale_row = address_of(slot, chunks, gl.where(inner, window.log_page, extra.log_page))
-        prefetch_rows(p_words, row, scale_row, LINES)
+        row, scale_row = address_of(slot, chunks, gl.where(inner, window.log_page, extra.log_page), PLAIN)
+        prefetch_rows(p_words, row, scale_row, LINES, PLAIN)
     gdc_wait()
     q = fetch_queries(p_q, q_head_stride, heads, BLOCK_H, PARTIAL, ROWS, CACHE=".cg")
     window_length, extra_length, window_blocks, blocks = row_extents(p_lens, lens_strides, widths, token, BLOCK_N)
@@ -225,9 +252,10 @@ def sparse_mla_decode_sm90_few_tokens_kernel(
         total = gl.zeros([BLOCK_H], gl.float32, SCORE_HEADS)
         factor = gl.zeros([BLOCK_H], gl.float32, OUTPUT_HEADS)
         if split < blocks:
-            codes, rope, scales = _fetch_block(split < window_blocks, window, extra, slot, WORDS, ROPES)
+            inner = split < window_blocks
+            stored = _fetch_block(inner, window, extra, slot, words, WORDS, ROPES, COPIES, PLAIN)
             store_few_queries(q, cos, sin, eps, q_tile, EPILOGUE.rope)
-            words.store(dequantize_keys(codes, rope, scales, slot >= 0, WORDS))
+            _store_block(stored, slot, words, WORDS, PLAIN)
             if LATE:
                 gdc_launch_dependents()
             fence_async_shared()
@@ -247,11 +275,12 @@ def sparse_mla_decode_sm90_few_tokens_kernel(
     else:
         sums = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
         for block in range(split, blocks, splits):
-            codes, rope, scales = _fetch_block(block < window_blocks, window, extra, slot, WORDS, ROPES)
+            inner = block < window_blocks
+            stored = _fetch_block(inner, window, extra, slot, words, WORDS, ROPES, COPIES, PLAIN)
             if block == split:
                 # Queries are normed while the first keys are in flight.
                 store_few_queries(q, cos, sin, eps, q_tile, EPILOGUE.rope)
-            words.store(dequantize_keys(codes, rope, scales, slot >= 0, WORDS))
+            _store_block(stored, slot, words, WORDS, PLAIN)
             following = block + splits
             if LATE and following >= blocks:
                 # From here on, the next kernel's weight prefetch no longer delays the keys.

@@ -162,7 +162,11 @@ def modules() -> dict[str, types.ModuleType]:
         warpgroup_mma_wait=finish,
     )
     ampere, host = types.ModuleType("ampere"), types.ModuleType("host")
-    vars(ampere).update(async_copy=types.SimpleNamespace(async_load=copy_elements, mbarrier_arrive=landed))
+    vars(ampere).update(
+        async_copy=types.SimpleNamespace(
+            async_load=copy_elements, mbarrier_arrive=landed, commit_group=lambda: None, wait_group=lambda count: None
+        )
+    )
     vars(host).update(TensorDescriptor=Descriptor)
     return found | {f"{GLUON}.language.nvidia.ampere": ampere, f"{GLUON}.nvidia.hopper": host}
 

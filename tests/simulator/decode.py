@@ -15,6 +15,8 @@ from tests.ops.attention.sparse_mla_calls import positional
 
 GPU = Gpu("cuda", 0, 132)
 BF16: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16}
+PLAIN = BF16 | {"fmt": "plain"}
+"""Caches of bfloat16 rows, which the kernels copy."""
 FEW_KEYS = "attention_few_keys"
 
 

@@ -54,16 +54,16 @@ VARIANTS: Mapping[tuple[str, ...], Sequence[tuple[str, str]]] = {
     ): (
         (
             "attention/sparse_mla_decode.py",
-            "sm_90, `fp8_ds_mla`, at least 512 tokens of 64 heads, caches of few rows a token (a prompt): each row is "
-            "dequantised once, then `sparse_mla_prefill`. Not for `_out`, not batch-invariant",
+            "sm_90, `fp8_ds_mla` or bfloat16, at least 512 tokens of 64 heads, caches of few rows a token (a prompt): "
+            "each row is dequantised or copied once, then `sparse_mla_prefill`. Not for `_out`, not batch-invariant",
         ),
         (
             "attention/sparse_mla_decode_sm90_few_tokens.py",
-            "sm_90, `fp8_ds_mla`, more than 32 heads, few tokens: up to 64 of 64 heads with 256 keys, fewer with more "
-            "keys. Not batch-invariant",
+            "sm_90, `fp8_ds_mla` or bfloat16, more than 32 heads, few tokens: up to 64 of 64 heads with 256 keys, fewer "
+            "with more keys. Not batch-invariant",
         ),
-        ("attention/sparse_mla_decode_sm90.py", "sm_90, `fp8_ds_mla`, more than 32 heads, other sizes"),
-        ("attention/sparse_mla_decode_sm90_few_heads.py", "sm_90, `fp8_ds_mla`, up to 32 heads"),
+        ("attention/sparse_mla_decode_sm90.py", "sm_90, `fp8_ds_mla` or bfloat16, more than 32 heads, other sizes"),
+        ("attention/sparse_mla_decode_sm90_few_heads.py", "sm_90, `fp8_ds_mla` or bfloat16, up to 32 heads"),
         ("attention/sparse_mla_decode_triton.py", "other caches, dtypes and GPUs"),
     ),
     ("sparse_mla_prefill", "sparse_mla_prefill_ragged"): (

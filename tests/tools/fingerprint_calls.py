@@ -194,13 +194,13 @@ def moe_route() -> Calls:
 
 def _decode(
     tokens: int, heads: int, entries: int, fused: bool = False, *, page: int = 64, width: int = 128, sink: bool = True,
-    invariant: bool = False,
+    invariant: bool = False, fmt: str = "fp8_ds_mla",
 ) -> Args:  # fmt: skip
     """Return arguments of `sparse_mla_decode`; rows of a second cache have so many `entries`."""
-    queries: Args = (zeros(tokens, heads, D), cache(), ints(tokens, width), ints(tokens), 64, "fp8_ds_mla", SCALE)
+    queries: Args = (zeros(tokens, heads, D), cache(fmt), ints(tokens, width), ints(tokens), 64, fmt, SCALE)
     second: Args = (None, None, None, 0)
     if entries:
-        second = cache(page=page), ints(tokens, entries), ints(tokens), page
+        second = cache(fmt, page=page), ints(tokens, entries), ints(tokens), page
     fusion = (longs(tokens), rope(), EPS, True) if fused else (None, None, None, False)
     return (*queries, zeros(heads, dtype=F32) if sink else None, *second, None, *fusion, invariant)
 
@@ -223,6 +223,9 @@ def sparse_mla_decode() -> Calls:
     for tokens in (1, 100):
         yield f"{tokens} tokens, no sink", _decode(tokens, 64, 100, page=2, width=100, sink=False)
         yield f"{tokens} tokens, batch invariant", _decode(tokens, 64, 512, True, invariant=True)
+    for tokens, heads in ((1, 64), (4, 32), (128, 64), (600, 64)):
+        size = tokens, heads, 512, True
+        yield f"{size}, rows of bfloat16", _decode(*size, fmt="plain")
 
 
 @register

@@ -128,6 +128,20 @@ def test_row_caches_of_every_dtype(fmt: str, dtype: torch.dtype, heads: int) -> 
         assert_same(by_triton(args, splits), reference(args), "attention_float32" if exact else FEW_KEYS)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("splits", [1, 3, 10])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_hostile_rows_of_bfloat16(kernel: str, splits: int, fused: bool, heads: int) -> None:
+    args = on_gpu(sample(40, heads_of(kernel, heads), window=130, extra=517, fmt="plain", **BF16))
+    options: dict[str, Any] = {**rope(40), "q_norm_eps": EPS, "inverse_rope": True} if fused else {}
+    got, lse = KERNELS[kernel](args, splits, **options), NORMED_LSE if fused else "lse"
+    assert_same(got, reference(args, **options), FEW_KEYS, lse, turned=layout.ROPE_DIM if fused else 0)
+    for _ in range(20):
+        for again, first in zip(KERNELS[kernel](args, splits, **options), got, strict=True):
+            assert torch.equal(again.nan_to_num(7), first.nan_to_num(7))
+
+
 @pytest.mark.parametrize("dim", [4, 48, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_other_dims(dim: int, dtype: torch.dtype) -> None:
@@ -200,16 +214,20 @@ def test_seventy_thousand_tokens(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_caches_beyond_two_gibibytes(kernel: str) -> None:
-    pages = 2**31 // layout.FP8_DS_MLA.page_stride(64) + 300
+@pytest.mark.parametrize("fmt", ["fp8_ds_mla", "plain"])
+def test_caches_beyond_two_gibibytes(kernel: str, fmt: str) -> None:
+    page = layout.FP8_DS_MLA.page_stride(64) if fmt == "fp8_ds_mla" else 64 * 512 * 2
+    pages = 2**31 // page + 300
     small = scenario.random_cache(64 * 200, torch.Generator(CUDA).manual_seed(0))
-    cache = layout.allocate_cache("fp8_ds_mla", pages, 64, device=CUDA)
+    if fmt == "plain":
+        small = torch.randn(200, 64, 512, device=CUDA).bfloat16()
+    cache = layout.allocate_cache(fmt, pages, 64, device=CUDA)
     cache[-200:] = small
     slots = torch.randint(0, 64 * 200, (5, 300), device=CUDA, dtype=torch.int32)
     far = slots + 64 * (pages - 200)
     lens = torch.full((5,), 300, device=CUDA)
     q = torch.randn(5, heads_of(kernel, 64), 512, device=CUDA).bfloat16()
-    rest = lens, 64, "fp8_ds_mla", 512**-0.5, None
+    rest = lens, 64, fmt, 512**-0.5, None
     want = reference((q, small, slots, *rest))
     assert_same(KERNELS[kernel]((q, cache, far, *rest, cache, far[:, :0], lens, 64, None)), want)
 
@@ -324,6 +342,12 @@ def test_a_row_does_not_depend_on_its_batch(kernel: str, monkeypatch: pytest.Mon
     assert_same(want, reference(tuple(args), **turn, **options), FEW_KEYS, NORMED_LSE, turned=layout.ROPE_DIM)
 
 
+def rows_of_bfloat16(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a call with the same slots of other caches, of bfloat16 rows."""
+    window, extra = (torch.randn(len(args[i]), args[j], 512, device=CUDA).bfloat16() for i, j in ((1, 4), (8, 11)))
+    return (args[0], window, *args[2:5], "plain", *args[6:8], extra, *args[9:])
+
+
 @triton.jit
 def _late_copy_kernel(p_to, p_from, size, PDL: tl.constexpr, BLOCK: tl.constexpr):
     """Copy bytes, 30 us after the next kernel may have started."""
@@ -339,8 +363,11 @@ def _late_copy_kernel(p_to, p_from, size, PDL: tl.constexpr, BLOCK: tl.constexpr
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_late_results_of_the_previous_kernel_are_attended(kernel: str) -> None:
+@pytest.mark.parametrize("fmt", ["fp8_ds_mla", "plain"])
+def test_late_results_of_the_previous_kernel_are_attended(kernel: str, fmt: str) -> None:
     args = (*scenario.arguments(3, heads_of(kernel, 64), CUDA, 4), None)
+    if fmt == "plain":
+        args = rows_of_bfloat16(args)
     options: dict[str, Any] = {**rope(3), "q_norm_eps": EPS, "inverse_rope": True}
     want, early = KERNELS[kernel](args, **options), supports_pdl(gpu_of(CUDA))
     for late in (args[0], args[2], args[3], args[9], args[10], args[1], options["positions"]):
@@ -368,5 +395,5 @@ def test_results_go_into_given_buffers() -> None:
 
 def test_empty_batches() -> None:
     args = scenario.arguments(2, 64, CUDA, 0)
-    out, lse = launcher.sparse_mla_decode(args[0][:0], *args[1:])
+    out, lse = launcher("sparse_mla_decode")(args[0][:0], *args[1:])
     assert out.shape == (0, 64, 512) and lse.shape == (0, 64)

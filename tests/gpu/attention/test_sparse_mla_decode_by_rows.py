@@ -57,6 +57,20 @@ def test_results_are_those_of_the_reference(fused: str, heads: int) -> None:
     assert_close(got[1], want[1], NORMED_LSE if fused in ("prologue", "both") else "lse")
 
 
+@pytest.mark.parametrize("fused", ["none", "both"])
+def test_rows_of_bfloat16_are_copied(fused: str) -> None:
+    fp8 = arguments(fused, 64)
+    window, extra = (torch.randn(len(fp8[i]), fp8[j], 512, device=CUDA).bfloat16() for i, j in ((1, 4), (8, 11)))
+    window[:2] = extra[:2] = float("nan")
+    args = (fp8[0], window, *fp8[2:5], "plain", *fp8[6:8], extra, *fp8[9:])
+    assert is_by_rows(args) is IS_HOPPER
+    with poisoned_empty():
+        got = sparse_mla_decode(*args)
+    want = REFERENCES["sparse_mla_decode"](*args)
+    assert_close(got[0], want[0], FEW_KEYS, turned=layout.ROPE_DIM if fused == "both" else 0)
+    assert_close(got[1], want[1], NORMED_LSE if fused == "both" else "lse")
+
+
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("fused", ["epilogue", "both"])
 def test_outputs_are_rotated_back_as_by_inv_rope(fused: str, heads: int) -> None:

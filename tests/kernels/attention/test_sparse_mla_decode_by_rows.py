@@ -66,6 +66,18 @@ def test_it_gives_what_the_op_gives(always: None, extra: int, options: dict[str,
 
 
 @interpreted
+@pytest.mark.parametrize("extra", [0, 21])
+def test_rows_of_bfloat16_are_copied(always: None, extra: int) -> None:
+    arguments = call(3, 5, window=37, extra=extra, **BF16 | {"fmt": "plain"})
+    apart = torch.full((len(arguments["k_cache"]), *arguments["k_cache"].shape[1:]), float("nan"), dtype=torch.bfloat16)
+    arguments["k_cache"] = torch.stack([arguments["k_cache"], apart], 1)[:, 0]  # pages of an engine's larger blocks
+    out, lse = run(arguments)
+    want, want_lse = REFERENCES["sparse_mla_decode"](*positional(arguments))
+    assert_close(out, want, FEW_KEYS)
+    assert_close(lse, want_lse, "lse")
+
+
+@interpreted
 def test_quantised_outputs_are_those_of_the_op_that_quantises_them(always: None) -> None:
     arguments = call(3, 4, window=37, extra=21, **BF16) | {"q_norm_eps": EPS}
     groups = {"n_groups": 2, "heads_per_group": 2}
@@ -81,7 +93,7 @@ def test_quantised_outputs_are_those_of_the_op_that_quantises_them(always: None)
 def test_rows_are_those_of_the_slots() -> None:
     window, extra = caches(call(3, 2, window=37, extra=21, **BF16))
     with checked(OUTPUTS), poisoned_empty():
-        rows = kernels.dequantized_pages(window, extra)
+        rows = kernels.bfloat16_rows(window, extra, "fp8_ds_mla")
         indices, counts = kernels.concatenate_slots(3, window, extra)
     first = window.cache.shape[0] * window.block_size
     slots = torch.arange(first), torch.arange(rows.shape[0] - first)
@@ -133,11 +145,15 @@ def test_it_takes_many_tokens_of_small_caches_on_sm90() -> None:
         ({"q": torch.empty(len(q), 64, 513, dtype=torch.bfloat16, device="meta")[..., 1:]}, "multiples"),
         ({"window": large}, "rows"),
         ({"extra": extra._replace(cache=handed_over(extra.cache, 1))}, "multiples of 2 bytes"),
-        ({"cache_format": "plain"}, "fp8_ds_mla"),
+        ({"cache_format": "plain"}, "plain keys in torch.uint8"),
+        ({"cache_format": "fp8"}, "fp8_ds_mla"),
         ({"scale": -1.0}, "positive"),
         ({"batch_invariant": True}, "depends"),
         ({"fused": FusedParts(n_groups=8, heads_per_group=8)}, "rotated heads only"),
     )
+    rows, entries = caches(call(4, 64, window=37, extra=21, **BF16 | {"fmt": "plain"}))
+    plain = usual._replace(window=rows, extra=entries, cache_format="plain")
+    assert kernels.why_unsupported_by_rows(plain, HOPPER) == ""
     for change, why in changes:
         assert why in kernels.why_unsupported_by_rows(usual._replace(**change), HOPPER)
     assert "sm_90" in kernels.why_unsupported_by_rows(usual, Gpu("cuda", 100, 148))
@@ -147,7 +163,7 @@ def test_it_takes_many_tokens_of_small_caches_on_sm90() -> None:
 def test_its_kernels_compile(target: str) -> None:
     window, extra = caches(call(3, 2, window=37, extra=21, **BF16))
     with compiled_for(target) as compiled:
-        kernels.dequantized_pages(window, extra)
+        kernels.bfloat16_rows(window, extra, "fp8_ds_mla")
         kernels.concatenate_slots(3, window, extra)
     assert len({kernel.metadata.name for kernel in compiled}) == 2
 

@@ -93,6 +93,17 @@ def test_the_kernel_for_many_tokens_compiles_with_its_registers_and_asynchronous
     assert kernel.asm["ptx"].count("m64n64k16") == 2 * 512 // 16 + (4 if call.fused.q_norm_eps else 0)
 
 
+@pytest.mark.parametrize(("kernel", "heads", "tokens"), [(few_tokens, 64, 1), (few_heads, 32, 40), (many, 64, 200)])
+def test_rows_of_bfloat16_are_copied_sixteen_bytes_at_a_time(kernel: Any, heads: int, tokens: int) -> None:
+    call = make_call(heads, "fused", "plain", tokens=tokens)
+    assert kernel.why_unsupported(call) == ""
+    with compiled_for("sm_90") as compiled:
+        kernel.launch(call, SM90, 1)
+    ptx = compiled[0].asm["ptx"]
+    assert ptx.count("cp.async.cg.shared.global") == ptx.count("0x10, ") >= 8
+    assert compiled[0].metadata.shared <= GPUS["sm_90"][1] * 1024 and compiled[0].assembled
+
+
 @pytest.mark.parametrize(("rope", "heads"), [(96, 64), (200, 64), (32, 32), (200, 8)])
 def test_any_even_number_of_columns_up_to_half_of_a_row_is_rotated(rope: int, heads: int) -> None:
     kernel: Any = few_heads if heads <= few_heads.MAX_HEADS else many
@@ -186,11 +197,14 @@ def test_unsupported_calls_of_the_sm90_kernels_say_why() -> None:
     usual = make_call(sink=True)
     q, window, extra = usual.q, usual.window, usual.extra
     assert many.why_unsupported(usual) == ""
+    rows, plain = make_call(fmt="plain").window, {"extra": make_call(fmt="plain").extra, "cache_format": "plain"}
     odd_pages = torch.zeros(9, 2 * 584 + 8, dtype=torch.uint8)
     changes: dict[str, dict[str, Any]] = {
         "33 heads or more": {"q": q[:, :32]},
         "bfloat16 queries": {"q": q.half()},
         "takes fp8_ds_mla": {"cache_format": "fp8"},
+        "rows are 512 bfloat16": {"window": rows._replace(cache=rows.cache.half()), **plain},
+        "rows of a page are contiguous": {"window": rows._replace(cache=strided(rows.cache)), **plain},
         "power of two": {"window": window._replace(block_size=48)},
         "1176 bytes apart": {"extra": extra._replace(cache=odd_pages[:, :1168])},
         "start at byte 8": {"window": window._replace(cache=window.cache[:, 8:])},

@@ -16,8 +16,8 @@ from dsv4_compile.ops.attention.sparse_mla_decode import sparse_mla_decode
 from dsv4_compile.testing import assert_bitwise
 from tests.ops.attention.sparse_mla_calls import EPS, call, normed_by_a_factor, positional
 from tests.simulator import gluon as simulated_gluon
-from tests.simulator.decode import BF16, assert_same, row_alone, run
-from tests.simulator.gluon import simulated
+from tests.simulator.copies import simulated
+from tests.simulator.decode import BF16, PLAIN, assert_same, row_alone, run
 from tests.simulator.values import Value
 
 pytestmark = pytest.mark.interpreted
@@ -66,6 +66,13 @@ def test_values_of_a_split_that_are_not_finite_leave_the_rest_of_its_row(hopper:
     want, got = run(hopper, arguments, 1), run(hopper, arguments, 2)
     assert want[0].isnan().any() and want[0].isinf().any() and want[0].isfinite().any()
     assert_same(got, want)
+
+
+@pytest.mark.parametrize(("splits", "heads"), [(1, 128), (3, 64), (2, 33)])
+def test_rows_of_bfloat16_are_copied(hopper: Any, splits: int, heads: int) -> None:
+    arguments = call(3, heads, window=130, extra=150, **PLAIN)
+    want = sparse_mla_decode(*positional(arguments)[:13])
+    assert_same(run(hopper, arguments, splits), want)
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,21 +15,30 @@ from dsv4_compile.ops.attention.inv_rope import inv_rope, inv_rope_fp8_quant
 from dsv4_compile.ops.attention.sparse_mla_decode import sparse_mla_decode
 from dsv4_compile.testing import assert_bitwise
 from tests.ops.attention.sparse_mla_calls import EPS, call, positional
+from tests.simulator import copies
 from tests.simulator import gluon as simulated_gluon
-from tests.simulator.decode import BF16, assert_same, row_alone, run
-from tests.simulator.gluon import simulated
+from tests.simulator.copies import simulated
+from tests.simulator.decode import BF16, PLAIN, assert_same, row_alone, run
 
 pytestmark = pytest.mark.interpreted
 
 
 @pytest.fixture(scope="module")
-def few() -> Any:
-    return simulated("attention.sparse_mla_decode_sm90_few_heads")
+def few() -> Iterator[Any]:
+    with mock.patch.object(copies, "THREADS", 256):  # two warpgroups copy
+        yield simulated("attention.sparse_mla_decode_sm90_few_heads")
 
 
 @pytest.mark.parametrize(("splits", "heads"), [(1, 8), (3, 16), (1, 5), (2, 17), (1, 32)])
 def test_hostile_rows_give_the_references_result(few: Any, splits: int, heads: int) -> None:
     arguments = call(3, heads, window=130, extra=350, **BF16)
+    want = sparse_mla_decode(*positional(arguments)[:13])
+    assert_same(run(few, arguments, splits), want)
+
+
+@pytest.mark.parametrize(("splits", "heads"), [(1, 8), (3, 16), (1, 5), (1, 32)])
+def test_rows_of_bfloat16_are_copied(few: Any, splits: int, heads: int) -> None:
+    arguments = call(3, heads, window=130, extra=350, **PLAIN)
     want = sparse_mla_decode(*positional(arguments)[:13])
     assert_same(run(few, arguments, splits), want)
 

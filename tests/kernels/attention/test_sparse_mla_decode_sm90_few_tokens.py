@@ -12,8 +12,8 @@ from dsv4_compile.ops.attention.inv_rope import inv_rope, inv_rope_fp8_quant
 from dsv4_compile.ops.attention.sparse_mla_decode import sparse_mla_decode
 from dsv4_compile.testing import assert_bitwise
 from tests.ops.attention.sparse_mla_calls import EPS, call, positional
-from tests.simulator.decode import BF16, assert_same, run
-from tests.simulator.gluon import simulated
+from tests.simulator.copies import simulated
+from tests.simulator.decode import BF16, PLAIN, assert_same, run
 
 pytestmark = pytest.mark.interpreted
 
@@ -26,6 +26,13 @@ def small() -> Any:
 @pytest.mark.parametrize(("splits", "heads"), [(1, 16), (3, 64), (1, 5), (2, 33), (9, 128)])
 def test_hostile_rows_give_the_references_result(small: Any, splits: int, heads: int) -> None:
     arguments = call(3, heads, window=130, extra=350, **BF16)
+    want = sparse_mla_decode(*positional(arguments)[:13])
+    assert_same(run(small, arguments, splits), want)
+
+
+@pytest.mark.parametrize(("splits", "heads"), [(1, 16), (3, 64), (2, 33), (9, 128)])
+def test_rows_of_bfloat16_are_copied(small: Any, splits: int, heads: int) -> None:
+    arguments = call(3, heads, window=130, extra=350, **PLAIN)
     want = sparse_mla_decode(*positional(arguments)[:13])
     assert_same(run(small, arguments, splits), want)
 
