@@ -31,7 +31,8 @@ def main(path: str) -> None:
     faulthandler.enable()
     job = json.loads(Path(path).read_text())
     begin = time.perf_counter()
-    llm = serve.start(job, MODELS[job["what"]])
+    whole = job["what"] == "rows" and job["plugin"] == "all"
+    llm = serve.start(job, serve.RECORDING_WHOLE if whole else MODELS[job["what"]])
     result: dict[str, Any] = facts(llm) | {"start_s": round(time.perf_counter() - begin, 1)}
     prompts = serve.prompts_of(llm, job, torch.Generator().manual_seed(0))
     if job["what"] == "times":

@@ -3,8 +3,9 @@
 Engines run one after the other, each in a process of its own, and have random weights: a small model, and four layers
 of V4-Flash's dimensions with 16 experts. "rows": every row of attention, eager and compiled, beside the same layer
 alone. "shadow": the plug-in's attention beside vLLM's own on the same hidden states. "times": a decode step of vLLM as
-it is, and with the plug-in, each as it compiles and captures by default. Writes vllm_<gpu>.json after each engine; an
-engine that fails is a row with the error of its log, and the exit status is then 1.
+it is, and with the plug-in, each as it compiles and captures by default. `--plugin all` has decoder layers of this
+package in "rows" and "times". Writes vllm_<gpu>.json after each engine; an engine that fails is a row with the error of
+its log, and the exit status is then 1.
 
 Needs a vLLM that the plug-in knows and this package installed beside it. vLLM's own attention needs an NVIDIA GPU, or a
 CPU with AVX512-BF16. On a CPU: `--models tiny`.
@@ -62,15 +63,18 @@ class Measurement(Job):
     def environment(self, folder: Path) -> dict[str, str]:
         found = super().environment(folder)
         found["PYTHONPATH"] = os.pathsep.join((found["PYTHONPATH"], str(self.program.parent)))
-        found["DSV4_VLLM"] = str(int(not self.own))
+        if self.own:
+            found["DSV4_VLLM"] = "0"
         for compiler in ("TRITON", "TORCHINDUCTOR"):  # every engine starts without compiled kernels
             found[f"{compiler}_CACHE_DIR"] = str(folder.parent / compiler.lower())
         # The runner whose steps are recorded, and a sampler that compiles nothing.
         return found | {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
-def measurements(what: Sequence[str], models: Sequence[str], gpu: bool) -> Iterator[tuple[str, Measurement]]:
-    """Yield each model with what is measured of it: rows of all, the rest of the last."""
+def measurements(
+    what: Sequence[str], models: Sequence[str], gpu: bool, plugin: str = "1"
+) -> Iterator[tuple[str, Measurement]]:
+    """Yield each model with what is measured of it: rows of all, the rest of the last. plugin: value of DSV4_VLLM."""
     shared = GPU if gpu else {}
     graphs: dict[str, Any] = {"compilation_config": CAPTURED} if gpu else {}
     settings = {"tiny": CHUNKED | shared, "real": LONG | shared | ({"kv_cache_dtype": "fp8"} if gpu else {})}
@@ -78,13 +82,13 @@ def measurements(what: Sequence[str], models: Sequence[str], gpu: bool) -> Itera
     last = models[-1]
     for model in models if "rows" in what else ():
         for how in (eager, graphs):
-            yield model, Measurement(settings[model] | how, LENGTHS, SHARED)
+            yield model, Measurement(settings[model] | how, LENGTHS, SHARED, plugin=plugin)
     if "shadow" in what:
         llm = settings[last] | eager | LONG
         yield last, Measurement(llm, SHADOWED, record=False, what="shadow")
     for own in (True, False) if "times" in what else ():
         llm = settings[last] | graphs
-        yield last, Measurement(llm, TIMED, record=False, what="times", own=own, requests=REQUESTS)
+        yield last, Measurement(llm, TIMED, record=False, what="times", own=own, requests=REQUESTS, plugin=plugin)
 
 
 def rows_of(model: str, job: Measurement, result: Record) -> list[Record]:
@@ -93,7 +97,8 @@ def rows_of(model: str, job: Measurement, result: Record) -> list[Record]:
     `result` is what engine.py writes, or {"status": ...} of an engine that failed.
     """
     how = "mode", "backend", "cudagraph", "graphs", "breaks", "start_s"
-    shared = {"what": job.what, "model": model, "engine": "vllm" if job.own else "dsv4_compile", "status": "ok"}
+    ours = "dsv4_compile" if job.plugin == "1" else f"dsv4_compile {job.plugin}"
+    shared = {"what": job.what, "model": model, "engine": "vllm" if job.own else ours, "status": "ok"}
     shared |= {name: result[name] for name in how if name in result}
     if "status" in result:
         return [shared | {"status": result["status"]}]
@@ -154,6 +159,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--what", default=",".join(WHAT), help="%(default)s")
     parser.add_argument("--models", default=",".join(MODELS), help="%(default)s")
+    parser.add_argument("--plugin", default="1", choices=("1", "all"), help="DSV4_VLLM of rows and times: %(default)s")
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path(), help="where the record is written")
     args = parser.parse_args(argv)
     for name, known in (("what", WHAT), ("models", MODELS)):
@@ -170,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     said = f"python tests/gpu/vllm/run.py --what {','.join(args.what)} --models {','.join(args.models)}"
     record: Record = {"scenario": "vllm", **environment(torch.device("cuda" if gpu else "cpu")), **versions()}
+    said += f" --plugin {args.plugin}" if args.plugin != "1" else ""
     record |= {"command": said, "rows": []}
 
     def save() -> None:
@@ -177,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         replace(args.out / record_name(gpu), json.dumps(record, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory(prefix="vllm-") as work:
-        planned = list(measurements(args.what, args.models, bool(gpu)))
+        planned = list(measurements(args.what, args.models, bool(gpu), args.plugin))
         failed = list(measure(planned, Path(work), record, save))
     return int(bool(failed))
 
