@@ -22,8 +22,8 @@ from .cache import CacheHandle, PagedCache
 
 LOCK = threading.Lock()
 """Guards `holder` and `entered` of all caches, which threads take and give back."""
-_PLAIN = (type(None), bool, int, float, str, Tensor, torch.dtype, torch.device, GenerationConfig, PagedCache)
-_PLAIN += (CacheHandle, TextStreamer, TextIteratorStreamer)
+_PLAIN: tuple[type, ...] = (type(None), bool, int, float, str, Tensor, torch.dtype, torch.device)
+_PLAIN += (GenerationConfig, PagedCache, CacheHandle, TextStreamer, TextIteratorStreamer)
 """Types of arguments of `generate` that bring no code of the caller."""
 _OF_COMPILE = ("forward", "_compiled_call_impl")
 """Attributes with which torch.compile replaces what a module's class has."""
