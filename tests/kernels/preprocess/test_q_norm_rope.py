@@ -125,11 +125,15 @@ def test_unsupported_calls_have_a_reason() -> None:
     rest = torch.arange(2), rope_table(16)
     assert kernels.why_unsupported_q_norm_rope(torch.randn(2, 3, 64), *rest, EPS) == ""
     assert "96 is not a power of two" in kernels.why_unsupported_q_norm_rope(torch.randn(2, 3, 96), *rest, EPS)
-    cache = torch.empty(0)
-    mixed = torch.randn(2, 3, 64), torch.randn(2, 128), cache, torch.arange(2), *rest, EPS, BLOCK, "plain"
-    assert kernels.why_unsupported_q_norm_rope_kv_insert(QNormRopeKvInsertArguments(*mixed)) == (
-        "queries have 64 dims and keys 128"
-    )
+    after_kv = torch.empty(0), torch.arange(2), *rest, EPS, BLOCK, "plain"
+    for q_dims, kv_dims, reason in (
+        (64, 64, ""),
+        (96, 96, "96 is not a power of two"),
+        (64, 128, "queries have 64 dims and keys 128"),
+    ):
+        call = QNormRopeKvInsertArguments(torch.randn(2, 3, q_dims), torch.randn(2, kv_dims), *after_kv)
+        found = kernels.why_unsupported_q_norm_rope_kv_insert(call)
+        assert reason in found and bool(reason) == bool(found)
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
