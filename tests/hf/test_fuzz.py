@@ -71,7 +71,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_call_is_that_of_eager_transformers_or_refused(pair: Pair) -> None:
-    @seed(SEED)
+    @seed(f"{SEED} {pair.way}")
     @settings(
         max_examples=COUNTS[pair.way],
         deadline=None,
