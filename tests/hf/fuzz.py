@@ -38,6 +38,7 @@ CHANGED_BETWEEN_STEPS = (
     "model.layers.1.mlp.shared_experts.up_proj",
 )
 """Weights that are applied to each token once, in its own step."""
+MAX_GRAPHS = 64
 STEPS = 6
 """Most steps of a sequence."""
 
@@ -357,6 +358,8 @@ class World:
             faults: list[BaseException] = []
 
             def guarded(call: Callable[[], None]) -> None:
+                # Its own in each thread. One may miss a graph that another looks up at the same time, and compile it.
+                torch._dynamo.config.recompile_limit = MAX_GRAPHS
                 try:
                     call()
                 except BaseException as fault:

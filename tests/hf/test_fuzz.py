@@ -21,7 +21,7 @@ from torch import Tensor
 from dsv4_compile import hf
 from dsv4_compile.cpu import native
 from dsv4_compile.hf.tiny import tiny_model
-from tests.hf.fuzz import CAPACITY, World
+from tests.hf.fuzz import CAPACITY, MAX_GRAPHS, World
 from tests.hf.fuzz_eager import Eager
 from tests.hf.small import LAYERS, close
 
@@ -44,7 +44,7 @@ class Pair:
         self.weights = copy.deepcopy(self.original.state_dict())
         self.calls = 0
         if way == "inductor":
-            torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.recompile_limit = MAX_GRAPHS
             self.converted.compile(fullgraph=True, backend="dsv4")
 
     def play(self, data: Any) -> None:

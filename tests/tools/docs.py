@@ -59,8 +59,8 @@ VARIANTS: Mapping[tuple[str, ...], Sequence[tuple[str, str]]] = {
         ),
         (
             "attention/sparse_mla_decode_sm90_few_tokens.py",
-            "sm_90, `fp8_ds_mla` or bfloat16, more than 32 heads, few tokens: up to 64 of 64 heads with 256 keys, fewer "
-            "with more keys. Not batch-invariant",
+            "sm_90, `fp8_ds_mla` or bfloat16, more than 32 heads, few tokens: up to 64 of 64 heads with 256 keys, "
+            "fewer with more keys. Not batch-invariant",
         ),
         ("attention/sparse_mla_decode_sm90.py", "sm_90, `fp8_ds_mla` or bfloat16, more than 32 heads, other sizes"),
         ("attention/sparse_mla_decode_sm90_few_heads.py", "sm_90, `fp8_ds_mla` or bfloat16, up to 32 heads"),

@@ -39,6 +39,7 @@ RECORDS: Mapping[str, str] = {
     "sparse_mla_decode": "sparse_mla_decode_h200.json",
     "sparse_mla_prefill": "sparse_mla_prefill_h200.json",
     "tensor_parallel": "tensor_parallel_h100.json",
+    "tensor_parallel_h200": "tensor_parallel_h200.json",
     "vllm": "vllm_h100.json",
     "whole_model": "whole_model_h100.json",
 }
@@ -281,6 +282,8 @@ def soak(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
 _OURS, _RANKS = "dsv4_compile", "torchrun --nproc-per-node 2"
 _SPLIT = f"{_RANKS} examples/benchmarks/tensor_parallel.py --layers 43 --batches 1,8,32 --prompt 64"
 _SPLIT += " --contexts 2048,4096,8192,16384 --experts rows --collectives symmetric"
+_SPLIT_H200 = f"{_RANKS} examples/benchmarks/tensor_parallel.py --layers 43 --batches 1,8,32,128 --prompt 64"
+_SPLIT_H200 += " --contexts 2048 --steps 1000 --generate 66 --compared 0 --experts rows --collectives symmetric"
 _VLLM = "python tests/gpu/vllm/run.py --what"
 _GRAPH: Mapping[str, str | int] = {"impl": "graph", "end": "together"}
 _STACK: Mapping[str, str | int] = {"layer": "stack", "end": "together"}
@@ -288,6 +291,7 @@ _BENCH_KERNELS = tuple(dict.fromkeys(kernel.record for kernel in KERNELS))
 FIGURES: Mapping[str, Figures] = {
     "whole": Figures(model.whole, ("tensor_parallel",), _SPLIT),
     "contexts": Figures(model.contexts, ("tensor_parallel",), _SPLIT),
+    "whole_h200": Figures(model.steps, ("tensor_parallel_h200",), _SPLIT_H200),
     "four_layers": Figures(model.four_layers, ("whole_model",), "python examples/benchmarks/whole_model.py"),
     "all_reduce": Figures(
         model.all_reduce, ("all_reduce_boundary",), f"{_RANKS} examples/benchmarks/all_reduce_boundary.py"

@@ -32,6 +32,18 @@ def whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, shown
 
 
+def steps(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of steps of V4-Flash on two GPUs, and of steps whose token the host reads."""
+    shown = rows["tensor_parallel_h200"]
+    head = ["batch", "tokens in the cache", "step, ms", "step whose token the host reads, ms", "prefill, ms"]
+    lines = [[*head, "weights read by a rank, GB", "kernels", "commit"]]
+    for row in shown:
+        times = [f"{row['step_ms']:.1f}", f"{row['read_ms']:.1f}", f"{row['prefill_ms']:,.0f}"]
+        sizes = [f"{row['weights_gb']:.0f}", str(row["nodes"]), row["commit"]]
+        lines.append([str(row["batch"]), f"{row['prompt']:,}", *times, *sizes])
+    return lines, shown
+
+
 def all_reduce(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of all-reduces with the boundary after them, us."""
     shown, forms = rows["all_reduce_boundary"], ("boundary", "fused", "symmetric", "nccl")
