@@ -56,7 +56,7 @@ class Job:
 
         With decoder layers of this package, no kernel of vLLM for this model is called, so none is defined.
         """
-        paths = {"PYTHONPATH": str(HERE)} if self.plugin == "all" else {}
+        paths = {"PYTHONPATH": search_path(HERE)} if self.plugin == "all" else {}
         return (
             environment_of(folder.parent)
             | paths
@@ -68,11 +68,16 @@ class Job:
         )
 
 
+def search_path(*folders: Path) -> str:
+    """Return PYTHONPATH with `folders` before the caller's, where vLLM itself may be."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def environment_of(cache: Path) -> dict[str, str]:
     """Return the environment of a process that runs vLLM: one thread, no network, kernels that the CPU lacks."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (HERE / "start", HERE))),
+        "PYTHONPATH": search_path(HERE / "start", HERE),
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
