@@ -46,13 +46,14 @@ class Generation:
 
     def compare_ahead(self, model: Any, cache: PagedCache) -> None:
         """Compare `model`, a `CompilableModel`, and `cache` for the next step, after the launch of this one."""
-        if self._undisturbed and model.is_unchanged() and cache.holds():
-            self._compared = model, cache
+        snapshot = model.dsv4_snapshot
+        if self._undisturbed and snapshot is not None and snapshot.holds() and cache.holds():
+            self._compared = snapshot, cache
 
     def has_compared(self, model: Any, cache: PagedCache) -> bool:
         """Return whether both were compared after the last launch, and nothing has changed. True once a comparison."""
         found, self._compared = self._compared, None
-        return found is not None and found[0] is model and found[1] is cache
+        return found is not None and found[0] is model.dsv4_snapshot and found[1] is cache
 
 
 _GENERATION: ContextVar[Generation | None] = ContextVar("generation", default=None)

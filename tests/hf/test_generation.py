@@ -6,6 +6,7 @@ import copy
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -186,6 +187,9 @@ def test_a_forward_inside_generate_compares_its_own_cache(pair: tuple[Any, Any])
         generation.compare_ahead(converted.model, one)
         assert generation.has_compared(converted.model, cache) is known
         assert not generation.has_compared(converted.model, cache), "once a comparison"
+    generation.compare_ahead(converted.model, one)
+    with mock.patch.dict(vars(converted.model), dsv4_snapshot=None):  # another thread adopts what does not fit
+        assert not generation.has_compared(converted.model, one)
 
 
 def test_a_later_call_compares_again(pair: tuple[Any, Any]) -> None:
