@@ -107,6 +107,7 @@ PRIVATE: dict[str, PrivateName] = {
     "lookup_backend": PrivateName("torch._dynamo", "lookup_backend", "function of a backend's name"),
     "compile_lock": PrivateName("torch._dynamo.convert_frame", "compile_lock", "held by the thread that compiles"),
     "convert_frame": PrivateName("torch._dynamo.convert_frame", "", "functions that were traced"),
+    "RecompileLimit": PrivateName("torch._dynamo.exc", "FailOnRecompileLimitHit", "raised for one graph too many"),
     "RestartAnalysis": PrivateName("torch._dynamo.exc", "RestartAnalysis", "raised when a graph is traced again"),
     "eval_frame": PrivateName("torch._C._dynamo.eval_frame", "", "drops the compiled versions of one function"),
     "CleanupManager": PrivateName("torch._dynamo.utils", "CleanupManager", "names that torch adds to compiled modules"),

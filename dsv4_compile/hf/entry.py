@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._compat import eval_frame, record_outputs
+from .._compat import RecompileLimit, eval_frame, record_outputs
 from ..errors import check, fail
 from ..runtime.addresses import compared
 from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
@@ -66,8 +66,16 @@ class Entry:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def explain(self, fault: BaseException) -> None:
-        """Raise E703 for a `fault` of a collective; return for any other."""
-        if self.in_step is not None:
+        """Raise E208 for one graph too many and E703 for a `fault` of a collective; return for any other."""
+        if isinstance(fault, RecompileLimit):
+            fail(
+                "E208",
+                got="a further kind of call than torch.compile keeps graphs for, with fullgraph=True",
+                why="arguments that differ, and one row or column in place of several, are graphs of their own",
+                fix="compile with model.compile(...), where torch 2.13 allows 64; or raise "
+                "torch._dynamo.config.recompile_limit, in each thread, before the first call",
+            )
+        if self.in_step is not None and isinstance(fault, RuntimeError):
             self.in_step.explain(fault)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -161,7 +169,7 @@ class EnteredOnHost(_nn.Module):
         try:
             with torch.no_grad():
                 result = super().__call__(**entry.arguments)
-        except RuntimeError as fault:
+        except Exception as fault:
             entry.explain(fault)
             raise
         finally:

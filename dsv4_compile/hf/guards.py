@@ -8,6 +8,7 @@ neither a snapshot nor the fingerprint has stays guarded: inputs, the configurat
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,6 +40,10 @@ _TYPE = re.compile(r"type\((.+)\)")
 watched: set[str] = {"forward"}
 """Names of attributes that graphs of any model read without a guard. Models of one fingerprint share graphs."""
 
+_LIMIT = "recompile_limit"
+"""Argument of torch.compile from 2.13 on: how many graphs one function may have."""
+MOST_KINDS = 64
+"""Kinds of calls of a model compiled in place, which differ in arguments and in which sizes are 1: each is a graph."""
 _FILTER = "guard_filter_fn"
 """Option of torch.compile, and the name under which its compiler keeps it."""
 
@@ -228,9 +233,12 @@ def _steps_after(root: str, name: str) -> list[str]:
 def compile_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return keywords of torch.compile that drop redundant guards, besides those that the caller's filter drops.
 
-    torch.compile takes a mode or options, so a mode becomes the options that it stands for. One of another backend
-    than this package's and Inductor stays, and so do all guards.
+    From torch 2.13 on they allow `MOST_KINDS` graphs: the usual kinds of calls are as many as torch's own limit of 8.
+    torch.compile takes a mode or options, so a mode becomes the options that it stands for. One of another backend than
+    this package's and Inductor stays, and so do all guards.
     """
+    if _LIMIT in inspect.signature(torch.compile).parameters:
+        arguments = {_LIMIT: MOST_KINDS, **arguments}
     mode, options = arguments.get("mode"), dict(arguments.get("options") or {})
     if mode not in (None, "default"):
         if options or arguments.get("backend", "inductor") not in ("inductor", OWN):

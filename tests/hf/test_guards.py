@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from dsv4_compile import hf
 from dsv4_compile._compat import counters, dynamo_config
+from dsv4_compile.errors import DSV4Error
 from dsv4_compile.hf import guards
 from dsv4_compile.hf.tiny import tiny_config, tiny_model
 from dsv4_compile.options import mode_settings
@@ -248,8 +251,24 @@ def test_a_mode_becomes_its_options_and_the_filter() -> None:
     given = guards.compile_arguments({"backend": "dsv4", "mode": "max-autotune", "fullgraph": True})
     assert given["mode"] is None and given["fullgraph"] and given["options"]["max_autotune"]
     assert set(given["options"]) == {*mode_settings("max-autotune"), "guard_filter_fn"}
-    other = {"backend": "eager", "mode": "max-autotune"}
-    assert guards.compile_arguments(other) == other
+    other = {"backend": "eager", "mode": "max-autotune", "recompile_limit": 3}
+    assert {**guards.compile_arguments(other), **other} == guards.compile_arguments(other)
+    assert "options" not in guards.compile_arguments(other)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_one_kind_of_call_more_than_torch_keeps_graphs_for(converted: Any, in_place: bool) -> None:
+    torch.compiler.reset()
+    model = copy.deepcopy(converted)
+    if in_place:
+        model.compile(fullgraph=True, backend="eager")
+    called = model if in_place else torch.compile(model, fullgraph=True, backend="eager")
+    limited = not in_place or "recompile_limit" not in inspect.signature(torch.compile).parameters
+    with torch.no_grad(), dynamo_config.patch(recompile_limit=1):
+        close(called(IDS).logits, logits(converted))
+        with pytest.raises(DSV4Error, match=r"E208[\s\S]*recompile_limit") if limited else nullcontext():
+            close(called(IDS, logits_to_keep=1).logits, logits(converted)[:, -1:])
+    torch.compiler.reset()
 
 
 def test_a_captured_weight_that_moved_is_followed(converted: Any) -> None:
