@@ -199,7 +199,9 @@ def _restored(value: Any, row: Tensor, places: Tensor) -> Any:
         return tuple(_restored(each, row, places) for each in value)
     if not isinstance(value, Tensor):
         return value
-    return value.unflatten(0, places.shape)[row, places].flatten(0, 1) if value.dim() == 2 else value[row, places]
+    if value.dim() > 2:
+        return value[row, places]
+    return torch.unflatten(value, 0, places.shape)[row, places].flatten(0, 1)
 
 
 def cache_like(

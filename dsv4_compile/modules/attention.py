@@ -169,7 +169,7 @@ class DeepseekV4Attention(LayerWeights):
         self._compress(rest, metadata, cache)
         q, selected = self._query_and_selection(qr, rest, metadata, cache)
         q = torch.ops.dsv4.q_norm_rope_kv_insert(
-            q.unflatten(-1, (self.config.num_heads, self.config.head_dim)),
+            torch.unflatten(q, -1, (self.config.num_heads, self.config.head_dim)),
             kv,
             cache.window,
             metadata.window.slot_mapping,
@@ -239,7 +239,7 @@ class DeepseekV4Attention(LayerWeights):
         qr, _ = torch.ops.dsv4.fused_q_kv_rmsnorm(qr, kv, self.q_norm.weight, self.kv_norm.weight, self.eps)
         q, *_ = project(qr, self._latent_projections(), self.latent_stacks)
         self.attention.reserve_workspace(hidden.dtype)
-        out = torch.zeros_like(q).unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        out = torch.unflatten(torch.zeros_like(q), -1, (self.config.num_heads, self.config.head_dim))
         return self._project_output(out, torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device))
 
     def _project_output(self, out: Tensor, positions: Tensor) -> Tensor:

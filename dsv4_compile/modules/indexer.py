@@ -78,7 +78,7 @@ class Indexer(nn.Module):
         c4 = metadata.c4
         assert c4 is not None and cache.indexer is not None
         q8, q_scale, weights = torch.ops.dsv4.indexer_q_rope_quant(
-            q.unflatten(-1, (self.n_heads, self.head_dim)),
+            torch.unflatten(q, -1, (self.n_heads, self.head_dim)),
             metadata.positions,
             cos_sin,
             weights,

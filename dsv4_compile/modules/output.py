@@ -87,8 +87,9 @@ def project_output(
         return _quantised(*quantize_groups(rotated, groups), out, wo_a, wo_b)
     if isinstance(wo_a, Fp8Linear):
         # Not grouped_linear: it may read its weight before the previous kernel ends, here the one that dequantises it.
-        weight = dequantize_weight(wo_a.weight, wo_a.scale).to(out.dtype).unflatten(0, (groups, -1))
-        latent = torch.einsum("tgk,gnk->tgn", rotated.flatten(1).unflatten(1, (groups, -1)), weight).flatten(1)
+        weight = torch.unflatten(dequantize_weight(wo_a.weight, wo_a.scale).to(out.dtype), 0, (groups, -1))
+        by_group = torch.unflatten(rotated.flatten(1), 1, (groups, -1))
+        latent = torch.einsum("tgk,gnk->tgn", by_group, weight).flatten(1)
     else:
         latent = torch.ops.dsv4.grouped_linear(rotated.flatten(1), wo_a.weight, groups)
     hidden: Tensor = wo_b(latent)

@@ -105,7 +105,7 @@ def select_on_side_stream(
             q = linear(qr, wq_b)
         else:
             q = torch.ops.dsv4.fp8_linear(qr, wq_b, wq_b_scale, quantize_input)
-        q = q.unflatten(-1, (weights.shape[1], -1))
+        q = torch.unflatten(q, -1, (weights.shape[1], -1))
         values, scale, weights = torch.ops.dsv4.indexer_q_rope_quant(
             q, positions, cos_sin, weights, cache_format, hadamard, True
         )

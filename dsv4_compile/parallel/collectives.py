@@ -35,7 +35,7 @@ def all_gather(x: Tensor, ranks: Ranks | None) -> Tensor:
     if ranks is None or ranks.size == 1:
         return x
     out: Tensor = functional_collectives.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.name)
-    return _waited(out).unflatten(0, (ranks.size, -1)).movedim(0, -2).flatten(-2)
+    return torch.unflatten(_waited(out), 0, (ranks.size, -1)).movedim(0, -2).flatten(-2)
 
 
 def _waited(x: Tensor) -> Tensor:

@@ -77,7 +77,8 @@ class World:
 
     def ids(self, *shape: int) -> Tensor:
         seed = self.data.draw(st.integers(0, 1 << 16))
-        return torch.randint(0, 512, shape, generator=torch.Generator().manual_seed(seed))
+        ids = torch.randint(0, 512, shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+        return ids.to(torch.get_default_device())
 
     # Calls
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -35,27 +36,32 @@ FEW: dict[str, Any] = {"n_routed_experts": 4, "hc_sinkhorn_iters": 2}
 
 
 class Pair:
-    """The original and the converted model, with the weights that each sequence begins with."""
+    """The original and the converted model, with the weights that each sequence begins with.
 
-    def __init__(self, way: str) -> None:
-        self.way, self.attention_only = way, way != "whole"
-        self.original = tiny_model(**LAYERS, **FEW)
+    Args:
+        way: one of `WAYS`, or "captured".
+        captures: options of torch.compile for "captured".
+    """
+
+    def __init__(self, way: str, device: str = "cpu", captures: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.way, self.attention_only, self.again = way, way != "whole", (way, device, captures)
+        self.original = tiny_model(**LAYERS, **FEW).to(device)
         self.converted = hf.convert(copy.deepcopy(self.original), **CAPACITY, attention_only=self.attention_only)
         self.weights = copy.deepcopy(self.original.state_dict())
         self.calls = 0
-        if way == "inductor":
+        self.in_graph = way in ("inductor", "captured")
+        if self.in_graph:
             torch._dynamo.config.recompile_limit = MAX_GRAPHS
-            self.converted.compile(fullgraph=True, backend="dsv4")
+            self.converted.compile(fullgraph=True, backend="dsv4", options=dict(captures))
 
     def play(self, data: Any) -> None:
-        options = {"in_graph": self.way == "inductor", "attention_only": self.attention_only}
-        world = World(self.original, self.converted, data, **options)
+        world = World(self.original, self.converted, data, in_graph=self.in_graph, attention_only=self.attention_only)
         try:
             world.play()
         finally:
             self.calls += world.calls
             if self.converted.training or type(self.converted) is type(self.original):  # where a sequence has failed
-                self.__init__(self.way)  # type: ignore[misc]
+                self.__init__(*self.again)  # type: ignore[misc]
             elif world.changed:
                 for model in (self.original, self.converted):
                     model.load_state_dict(self.weights)
@@ -69,22 +75,28 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield Pair(request.param)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_every_call_is_that_of_eager_transformers_or_refused(pair: Pair) -> None:
+def play(pair: Pair, sequences: int) -> None:
+    """Play that many random sequences; after a fault, look for a shorter one if `DSV4_FUZZ` is set."""
+
     @seed(f"{SEED} {pair.way}")
     @settings(
-        max_examples=COUNTS[pair.way],
+        max_examples=sequences,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink] if SEQUENCES else [Phase.generate],
     )
     @given(st.data())
-    def sequences(data: Any) -> None:
+    def played(data: Any) -> None:
         pair.play(data)
 
-    sequences()
-    assert pair.calls > COUNTS[pair.way]
+    played()
+    assert pair.calls > sequences
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_call_is_that_of_eager_transformers_or_refused(pair: Pair) -> None:
+    play(pair, COUNTS[pair.way])
 
 
 @torch.no_grad()

@@ -271,6 +271,16 @@ def test_one_kind_of_call_more_than_torch_keeps_graphs_for(converted: Any, in_pl
     torch.compiler.reset()
 
 
+def test_a_model_compiles_where_new_tensors_have_a_default_device(converted: Any) -> None:
+    model = copy.deepcopy(converted)
+    model.compile(fullgraph=True, backend="eager")
+    torch.set_default_device("cpu")
+    try:
+        close(logits(model), logits(converted))
+    finally:
+        torch.set_default_device(None)
+
+
 def test_a_captured_weight_that_moved_is_followed(converted: Any) -> None:
     model = copy.deepcopy(converted)
     options = {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin", "fallback_by_default": True}

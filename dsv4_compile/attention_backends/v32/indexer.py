@@ -152,7 +152,7 @@ class DeepseekV32Indexer(nn.Module):
         if self.hadamard:
             key = rounded_hadamard(key, store)
         store_indexer(cache, self.cache_format, metadata.block_size, metadata.slot_mapping, key)
-        q = self._rope_last(self.wq_b(qr).unflatten(-1, (self.num_heads, self.head_dim)))
+        q = self._rope_last(torch.unflatten(self.wq_b(qr), -1, (self.num_heads, self.head_dim)))
         weights = torch.ops.dsv4.grouped_linear(hidden, self.weights_proj.weight, 1, True)
         values, scale, weights = torch.ops.dsv4.indexer_q_rope_quant(
             q, positions, cos_sin_cache, weights, self.cache_format, self.hadamard
@@ -178,5 +178,5 @@ class DeepseekV32Indexer(nn.Module):
         """
         rotated, rest = x.split((self.rope_dim, self.head_dim - self.rope_dim), dim=-1)
         if not self.interleaved:
-            rotated = rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+            rotated = torch.unflatten(rotated, -1, (2, -1)).transpose(-1, -2).flatten(-2)
         return torch.cat((rest, rotated), dim=-1)

@@ -110,13 +110,13 @@ class DeepseekV32SparseAttention(nn.Module):
             metadata.block_size,
             "plain",
         )
-        q = self.q_b_proj(qr).unflatten(-1, (self.num_heads, self.nope + self.rope))
+        q = torch.unflatten(self.q_b_proj(qr), -1, (self.num_heads, self.nope + self.rope))
         nope, rotated = q.split((self.nope, self.rope), dim=-1)
         rotated = apply_rope(rotated, positions, cos_sin_cache).to(q.dtype)
         if self.indexer is not None:
             assert index_cache is not None and index_metadata is not None
             topk_indices = self.indexer(hidden, qr, positions, cos_sin_cache, index_cache, index_metadata)
-        up = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        up = torch.unflatten(self.kv_b_proj.weight, 0, (self.num_heads, -1))
         absorbed = torch.einsum("thn,hnc->thc", nope, up[:, : self.nope])
         out = self.attention((absorbed, rotated), kv_cache, metadata, topk_indices)
         values = torch.einsum("thc,hvc->thv", out, up[:, self.nope :])
