@@ -104,9 +104,13 @@ def of_all_modules(change: Changes) -> dict[str, Any]:
 
 
 WAYS: dict[str, Callable[[Changes], dict[str, Any]]] = {
-    "a processor": lambda c: {"logits_processor": [c]},
-    "a list of processors": lambda c: {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5), c])},
-    "a function of a processor": lambda c: {"logits_processor": [PrefixConstrainedLogitsProcessor(prefix(c), 1)]},
+    "a logits processor": lambda c: {"logits_processor": [c]},
+    "a list of logits processors": lambda c: {
+        "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5), c])
+    },
+    "a function of a logits processor": lambda c: {
+        "logits_processor": [PrefixConstrainedLogitsProcessor(prefix(c), 1)]
+    },
     "allowed tokens": lambda c: {"prefix_allowed_tokens_fn": prefix(c)},
     "a criterion": lambda c: {"stopping_criteria": StoppingCriteriaList([stop(c)])},
     "a streamer": lambda c: {"streamer": Streamer(c)},
