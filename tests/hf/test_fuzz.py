@@ -44,7 +44,9 @@ class Pair:
     """
 
     def __init__(self, way: str, device: str = "cpu", captures: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self.way, self.attention_only, self.again = way, way != "whole", (way, device, captures)
+        self.way, self.again = way, (way, device, captures)
+        # On a GPU, experts of transformers in float32 read how many tokens each has: such a step is not captured.
+        self.attention_only = way not in ("whole", "captured")
         self.original = tiny_model(**LAYERS, **FEW).to(device)
         self.converted = hf.convert(copy.deepcopy(self.original), **CAPACITY, attention_only=self.attention_only)
         self.weights = copy.deepcopy(self.original.state_dict())
