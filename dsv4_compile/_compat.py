@@ -89,6 +89,7 @@ PRIVATE: dict[str, PrivateName] = {
     "maybe_mark_dynamic": PrivateName("torch._dynamo", "maybe_mark_dynamic", "marks a dim as dynamic"),
     "symmetric_memory": PrivateName("torch.distributed._symmetric_memory", "", "buffers that peers read"),
     "resolve_group": PrivateName("torch.distributed.distributed_c10d", "_resolve_process_group", "group of a name"),
+    "FakeStore": PrivateName("torch.testing._internal.distributed.fake_pg", "FakeStore", "one rank without the others"),
     "default_store": PrivateName("torch.distributed.distributed_c10d", "_get_default_store", "where ranks leave beats"),
     "FakeTensorMode": PrivateName("torch._subclasses.fake_tensor", "FakeTensorMode", "runs an op's fake alone"),
     "pytree": PrivateName("torch.utils._pytree", "", "flattens nested arguments and results"),

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import check
 from . import boundary
 from .collectives import functional_all_reduce, gather_objects
+from .fake_group import BACKEND, is_fake
 from .ranks import Ranks
 
 ONE_SHOT_BYTES = 1 << 20
@@ -32,7 +33,7 @@ _prepared: dict[tuple[str, torch.device], int] = {}
 
 def prepare(ranks: Ranks, device: torch.device) -> None:
     """Allocate this rank's buffers and exchange addresses with all ranks. Raises E302 on all of them if one cannot."""
-    why, key, group = _why_unsupported(device), (ranks.name, device), id(ranks.group)
+    why, key, group = _why_unsupported(ranks, device), (ranks.name, device), id(ranks.group)
     known = _prepared.get(key) == group
     if not why and not known:
         # torch reads it at the first allocation of symmetric memory.
@@ -49,8 +50,10 @@ def prepare(ranks: Ranks, device: torch.device) -> None:
         _prepared[key] = group
 
 
-def _why_unsupported(device: torch.device) -> str:
-    """Return why `device` has no symmetric memory, or ""."""
+def _why_unsupported(ranks: Ranks, device: torch.device) -> str:
+    """Return why `ranks` have no symmetric memory on `device`, or ""."""
+    if is_fake(ranks):
+        return f"the other {ranks.size - 1} ranks of group {ranks.name} do not exist: its backend is {BACKEND!r}"
     if device.type != "cuda":
         return f"symmetric memory is on GPUs, the model is on {device}"
     if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy"):

@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda", 0)
 def test_group_that_has_the_name_of_a_destroyed_one_gets_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     named, made = [object()], list[str]()
     monkeypatch.setattr(Ranks, "group", property(lambda self: named[-1]))
-    monkeypatch.setattr(symmetric, "_why_unsupported", lambda device: "")
+    monkeypatch.setattr(symmetric, "_why_unsupported", lambda ranks, device: "")
     monkeypatch.setattr(symmetric, "_rendezvous", lambda ranks, device: made.append("buffer") or torch.zeros(1))
     monkeypatch.setattr(symmetric, "gather_objects", lambda value, ranks: [value])
     monkeypatch.setattr(symmetric, "_buffers", {})
