@@ -18,6 +18,7 @@ from typing import Any
 from dsv4_compile.bench.record import Record
 from dsv4_compile.errors import check
 from tests.tools import figures_model as model
+from tests.tools import figures_mutations as changes
 from tests.tools import figures_vllm as vllm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,15 +184,6 @@ def kernels(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, shown
 
 
-def mutations(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
-    """Return lines and rows of the table of changes of the source: killed, and each that survived."""
-    lines = [["area", "changes", "killed", "survived"]]
-    for row in rows["mutations"]:
-        left = [f"`{s['file'].rpartition('/')[2]}`: `{s['changed']}` ({s['reason']})" for s in row["survivors"]]
-        lines.append([row["area"], str(row["changes"]), str(row["killed"]), "; ".join(left).replace("|", "\\|")])
-    return lines, rows["mutations"]
-
-
 def compile_time(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of compile times: three kinds of layer, seconds."""
     shown, state = rows["compile_time"], {"cold": "empty", "warm": "filled"}
@@ -304,7 +296,8 @@ FIGURES: Mapping[str, Figures] = {
     "cpu_compile": Figures(cpu_compile, ("cpu_models",), "python examples/benchmarks/cpu_models.py"),
     "experts": Figures(experts, AROUND[:1], "python examples/benchmarks/around_attention.py"),
     "around": Figures(around, AROUND[1:], "python examples/benchmarks/around_attention.py"),
-    "mutations": Figures(mutations, ("mutations",), "make mutate"),
+    "mutations": Figures(changes.scores, ("mutations",), "make mutate"),
+    "survivors": Figures(changes.survivors, ("mutations",), "make mutate ARGS=--again"),
     "soak": Figures(soak, ("soak",), "python tests/gpu/soak.py"),
     "vllm_rows": Figures(vllm.rows, ("vllm",), f"{_VLLM} rows"),
     "vllm_shadow": Figures(vllm.shadow, ("vllm",), f"{_VLLM} shadow"),

@@ -2,10 +2,11 @@
 
 cosmic-ray makes the changes: other operators, comparisons, numbers and constants, loops that do not run. Of each area a
 sample of lines is drawn, in the order of a seed, and each change is made in a copy of the checkout. Tests of the
-changed file run first (`test_NAME*.py`), then, if they pass, those of files that import it, then those of its area, or
-of its family where the area has families. What is not executed is not changed: annotations, texts, `TYPE_CHECKING`
-blocks. A change counts as killed if the tests of its file take longer than the time limit, and as a survivor if others
-do, which may take that long without it.
+changed file run first (`test_NAME*.py`), then, if they pass, those of files that import it, then tests of other areas
+that import it, then those of its area, or of its family where the area has families. What is not executed is not
+changed: annotations, texts, `TYPE_CHECKING` blocks. A change counts as killed if tests take longer than the time limit
+that end within it without the change. The record keeps a row of each area and seed, in which a person writes the reason
+of each survivor, and whether the changed source is equivalent; --again runs the others once more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,6 +42,8 @@ MARKED = {"kernels": "interpreted"}
 """The mark of the tests that run for an area, where files have any: in Triton's interpreter, nothing is compiled."""
 UNLIKELY = ("RemoveDecorator", "ExceptionReplacer")
 """Operators whose changes fail at import, or where only an error is raised otherwise."""
+ELSEWHERE = ("gpu", "vllm")
+"""Folders of tests that run on a GPU, or in another environment."""
 NO_TESTS = 5
 """Exit status of pytest where no test has the mark."""
 
@@ -83,30 +85,30 @@ def _runs_not(node: ast.AST) -> bool:
     return text or isinstance(node, ast.Import | ast.ImportFrom)
 
 
-def changes_of(area: str, file: Path) -> Iterator[Change]:
-    """Yield every change of a file."""
+def changes_of(area: str, root: Path, name: str) -> Iterator[Change]:
+    """Yield every change of a file of a checkout."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
 
-    source = file.read_text(encoding="utf-8")
+    source = (root / name).read_text(encoding="utf-8")
     lines, tree = executed_lines(source), get_ast(source)
-    for name in operator_names():
-        if any(each in name for each in UNLIKELY):
+    for kind in operator_names():
+        if any(each in kind for each in UNLIKELY):
             continue
-        operator = get_operator(name)
+        operator = get_operator(kind)
         if operator.arguments():
             continue
         made = operator()
         places = (start for node in ast_nodes(tree) for start, _ in made.mutation_positions(node))
         for occurrence, (line, _) in enumerate(places):
             if line in lines:
-                yield Change(area, str(file.relative_to(ROOT)), line, name, occurrence)
+                yield Change(area, name, line, kind, occurrence)
 
 
-def sample(area: str, count: int, seed: int) -> list[Change]:
-    """Return changes of `count` lines of an area, one a line."""
-    rng, root = random.Random(f"{seed} {area}"), ROOT / AREAS[area][0]
-    files = sorted(root.rglob("*.py"))
+def sample(area: str, count: int, seed: int, root: Path = ROOT) -> list[Change]:
+    """Return changes of `count` lines of an area of a checkout, one a line."""
+    rng = random.Random(f"{seed} {area}")
+    files = sorted((root / AREAS[area][0]).rglob("*.py"))
     lines = [(file, line) for file in files for line in sorted(executed_lines(file.read_text(encoding="utf-8")))]
     rng.shuffle(lines)
     known: dict[Path, list[Change]] = {}
@@ -115,89 +117,155 @@ def sample(area: str, count: int, seed: int) -> list[Change]:
         if len(found) == count:
             break
         if file not in known:  # to look for all changes of a file takes a second
-            known[file] = list(changes_of(area, file))
+            known[file] = list(changes_of(area, root, str(file.relative_to(root))))
         if changes := [change for change in known[file] if change.line == line]:
             found.append(rng.choice(changes))
     return found
 
 
 def tests_of(change: Change, copy: Path) -> list[list[str]]:
-    """Return the tests of a change's file, those of files that import it, and those of its family or area.
+    """Return the tests of a change's file, of files that import it, of other areas that do, and of its family or area.
 
     Each is a list of paths for one run, which may be empty.
     """
     source, tests = (copy / name for name in AREAS[change.area])
-    stem, family = Path(change.file).stem, tests / Path(change.file).parent.name
+    path = Path(change.file)
+    stem, family, parent = path.stem, tests / path.parent.name, ".".join(path.parent.parts)
     imports = re.compile(rf"^\s*(from \S*\b{stem} import |(from \S+ )?import .*\b{stem}\b)", re.MULTILINE)
+    by_name = re.compile(rf"^\s*(from|import) \S*\b{re.escape(parent)}(\.{stem}\b| import .*\b{stem}\b)", re.MULTILINE)
 
     def of(name: str) -> set[Path]:
         return set(tests.rglob(f"test_{name}*.py"))
 
     own = of(stem)
-    near = {path for path in tests.rglob("test_*.py") if imports.search(path.read_text(encoding="utf-8"))}
-    for path in source.rglob("*.py"):
-        if imports.search(path.read_text(encoding="utf-8")):
-            near |= of(path.stem)
-    runs = [own, near - own, {family if family.is_dir() else tests}]
+    near = {test for test in tests.rglob("test_*.py") if imports.search(test.read_text(encoding="utf-8"))}
+    for file in source.rglob("*.py"):
+        if imports.search(file.read_text(encoding="utf-8")):
+            near |= of(file.stem)
+    others = {
+        test
+        for test in (copy / "tests").rglob("test_*.py")
+        if test.relative_to(copy / "tests").parts[0] not in ELSEWHERE
+        and by_name.search(test.read_text(encoding="utf-8"))
+    }
+    runs = [own, near - own, others - near - own, {family if family.is_dir() else tests}]
     return [sorted(str(path.relative_to(copy)) for path in run) for run in runs]
 
 
-def survives(change: Change, copy: Path, python: str, seconds: float) -> str:
-    """Return the changed line if no test in the copy of the checkout notices it, or "".
-
-    Args:
-        seconds: limit of one run of tests.
-    """
+def changed_by(change: Change, source: str) -> str:
+    """Return the source after a change, or itself where there is none."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
-    path = copy / change.file
-    source = path.read_text(encoding="utf-8")
-    changed = mutate_code(source, get_operator(change.operator)(), change.occurrence)
-    if changed is None or changed == source:
-        return ""
-    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    mark, runs = MARKED.get(change.area), tests_of(change, copy)
-    try:
-        path.write_text(changed, encoding="utf-8")
-        for files in filter(None, runs):
-            for options in ([["-m", mark]] if mark else []) + [[]]:
-                command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *files]
-                try:
-                    done = subprocess.run(
-                        command, cwd=copy, env=environment, capture_output=True, timeout=seconds, check=False
-                    )
-                except subprocess.TimeoutExpired:
-                    return "" if files is runs[0] else _line(changed, change)
-                if done.returncode != NO_TESTS:
-                    break
-            if done.returncode:
-                return ""
-        return _line(changed, change)
-    finally:
-        path.write_text(source, encoding="utf-8")
+    return mutate_code(source, get_operator(change.operator)(), change.occurrence) or source
 
 
-def _line(changed: str, change: Change) -> str:
-    return changed.splitlines()[change.line - 1].strip()
+class Runner:
+    """Runs tests in copies of a checkout, of which each must pass without a change.
+
+    Args:
+        python: the interpreter.
+        seconds: limit of one run of tests.
+    """
+
+    def __init__(self, python: str, seconds: float) -> None:
+        self.python, self.seconds = python, seconds
+        self._sound: set[str] = set()
+
+    def survives(self, change: Change, copy: Path) -> bool:
+        """Return whether no test in the copy notices a change.
+
+        Raises RuntimeError if the test that fails fails without the change as well.
+        """
+        path = copy / change.file
+        source = path.read_text(encoding="utf-8")
+        changed = changed_by(change, source)
+        if changed == source:
+            return False
+        mark = MARKED.get(change.area)
+        for files in filter(None, tests_of(change, copy)):
+            try:
+                path.write_text(changed, encoding="utf-8")
+                status, failed = self._run(files, copy, mark)
+            finally:
+                path.write_text(source, encoding="utf-8")
+            if status is None:  # these tests may take as long without the change
+                return self._run(files, copy, mark)[0] is None
+            if status:
+                self._check_sound(failed or files, copy)
+                return False
+        return True
+
+    def _check_sound(self, tests: Sequence[str], copy: Path) -> None:
+        unknown = [test for test in tests if test not in self._sound]
+        if unknown and self._run(unknown, copy, None)[0] not in (0, None):
+            raise RuntimeError(f"{' '.join(unknown)} fails without a change")
+        self._sound.update(unknown)
+
+    def _run(self, tests: Sequence[str], copy: Path, mark: str | None) -> tuple[int | None, list[str]]:
+        """Return the exit status of tests, of those with the mark or of all where none has it, and those that failed.
+
+        The status is None where they passed the limit.
+        """
+        environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        for options in ([["-m", mark]] if mark else []) + [[]]:
+            command = [self.python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *tests]
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=copy,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=self.seconds,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return None, []
+            if done.returncode != NO_TESTS:
+                break
+        return done.returncode, re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::\w+)*)", done.stdout, re.MULTILINE)
+
+
+def line_of(source: str, change: Change) -> str:
+    """Return the line of a change."""
+    return source.splitlines()[change.line - 1].strip()
+
+
+def recorded(area: str, survivor: dict[str, Any], root: Path) -> Change | None:
+    """Return the change that a survivor of the record is, where the source still has its line."""
+    source = (root / survivor["file"]).read_text(encoding="utf-8")
+    for change in changes_of(area, root, survivor["file"]):
+        # The line as it was first: a change takes a parse.
+        if line_of(source, change) != survivor["was"]:
+            continue
+        if line_of(changed_by(change, source), change) == survivor["changed"]:
+            return change
+    return None
+
+
+def with_row(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows, sorted by area, with one that replaces that of its area and seed."""
+    kept = [each for each in rows if (each["area"], each["seed"]) != (row["area"], row["seed"])]
+    return sorted([*kept, row], key=lambda each: ([*AREAS].index(each["area"]), each["seed"]))
 
 
 def copies(count: int, folder: Path) -> list[Path]:
-    """Return copies of the files that git knows."""
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    """Return copies of the last commit: a checkout that someone works in may import what git does not know."""
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
     made = [folder / str(number) for number in range(count)]
     for copy in made:
-        for name in filter(None, files.split("\0")):
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
+        copy.mkdir(parents=True)
+        subprocess.run(["tar", "-x", "-C", str(copy)], input=archive, check=True)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 if a change survives that the record does not have."""
+    """Run the command and return its exit status: 1 if a change survives that the record does not explain."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--count", type=int, default=20, help="lines of each area (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="%(default)s")
+    parser.add_argument("--again", action="store_true", help="run survivors of the record again, of any seed")
     parser.add_argument("--areas", default=",".join(AREAS), help="%(default)s")
     parser.add_argument("--jobs", type=int, default=2, help="changes at a time (%(default)s)")
     parser.add_argument("--seconds", type=float, default=240.0, help="limit of one run of tests (%(default)s)")
@@ -206,45 +274,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     out = Path(args.out)
     record = json.loads(out.read_text()) if out.exists() else {"scenario": "mutations", "rows": []}
-    reasons = {(s["file"], s["changed"]): s["reason"] for row in record["rows"] for s in row["survivors"]}
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     asked = "import torch, triton; print(torch.__version__, triton.__version__)"
     versions = subprocess.run([args.python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
     record |= {"machine": f"a CPU of {os.cpu_count()} cores", "torch": versions[0], "triton": versions[1]}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    record |= {"date": now, "commit": commit, "command": "make mutate"}
     failed = False
+    runner = Runner(args.python, args.seconds)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        root, *made = copies(1 + args.jobs, Path(folder))
         free: SimpleQueue[Path] = SimpleQueue()
-        for copy in copies(args.jobs, Path(folder)):
+        for copy in made:
             free.put(copy)
 
-        def outcome(change: Change) -> tuple[Change, str]:
+        def outcome(change: Change) -> bool:
             copy = free.get()
             try:
-                return change, survives(change, copy, args.python, args.seconds)
+                return runner.survives(change, copy)
             finally:
                 free.put(copy)
 
+        def write(row: dict[str, Any]) -> None:
+            record["rows"] = with_row(record["rows"], row)
+            out.write_text(json.dumps(record, indent=1) + "\n")
+
         for area in args.areas.split(","):
-            began, changes = time.monotonic(), sample(area, args.count, args.seed)
+            rows = [row for row in record["rows"] if row["area"] == area]
+            if args.again:
+                left = [(row, each) for row in rows for each in row["survivors"] if not each["equivalent"]]
+                found = [(row, each, recorded(area, each, root)) for row, each in left]
+                asked_again = [(row, each, change) for row, each, change in found if change is not None]
+                failed |= len(asked_again) < len(left)  # their lines have changed since: draw those rows again
+                outcomes = pool.map(outcome, [change for *_, change in asked_again])
+                for (row, each, change), survived in zip(asked_again, outcomes, strict=True):
+                    each.pop("killed_at", None)
+                    if survived:
+                        failed |= not each["reason"]
+                        print(f"survived: {change.file}:{change.line}  {each['changed']}", file=sys.stderr, flush=True)
+                    else:
+                        each["killed_at"] = commit
+                    write(row)
+                continue
+            began, changes = time.monotonic(), sample(area, args.count, args.seed, root)
+            known = {(s["file"], s["changed"]): s for row in rows if row["seed"] == args.seed for s in row["survivors"]}
             row: dict[str, Any] = {"date": now, "commit": commit, "area": area, "changes": 0, "killed": 0}
             row |= {"seed": args.seed, "seconds": 0, "survivors": []}
-            for change, changed in pool.map(outcome, changes):
+            for change, survived in zip(changes, pool.map(outcome, changes), strict=True):
                 row["changes"] += 1
-                row["killed"] += not changed
-                if changed:
-                    reason = reasons.get((change.file, changed), "")
-                    failed |= not reason
-                    row["survivors"].append(
-                        {"file": change.file, "line": change.line, "changed": changed, "reason": reason}
-                    )
+                row["killed"] += not survived
+                if survived:
+                    source = (root / change.file).read_text(encoding="utf-8")
+                    changed, was = line_of(changed_by(change, source), change), line_of(source, change)
+                    kept = known.get((change.file, changed), {})
+                    survivor = {"file": change.file, "line": change.line, "was": was, "changed": changed}
+                    survivor |= {"equivalent": kept.get("equivalent", False), "reason": kept.get("reason", "")}
+                    failed |= not survivor["reason"]
+                    row["survivors"].append(survivor)
                     print(f"survived: {change.file}:{change.line}  {changed}", file=sys.stderr, flush=True)
                 # After each change, so that the record has what ran where the rest was cut off.
                 row["seconds"] = round(time.monotonic() - began)
-                record["rows"] = [each for each in record["rows"] if each["area"] != area] + [row]
-                record |= {"date": now, "commit": commit, "command": "make mutate"}
-                out.write_text(json.dumps(record, indent=1) + "\n")
+                write(row)
             print(
                 f"{area}: {row['killed']} of {row['changes']} killed, {row['seconds']} s", file=sys.stderr, flush=True
             )

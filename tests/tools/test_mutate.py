@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -41,14 +43,65 @@ def test_areas_have_sources_and_tests(area: str) -> None:
 
 def test_tests_of_the_file_run_before_those_of_files_that_import_it_and_of_its_area() -> None:
     change = mutate.Change("hf", "dsv4_compile/hf/entry.py", 1, "core/AddNot", 0)
-    own, near, area = mutate.tests_of(change, mutate.ROOT)
-    assert own == ["tests/hf/test_entry.py"] and area == ["tests/hf"]
+    own, near, others, area = mutate.tests_of(change, mutate.ROOT)
+    assert own == ["tests/hf/test_entry.py"] and area == ["tests/hf"] and not others
     assert "tests/hf/test_running.py" in near and not set(own) & set(near)
     nothing = change._replace(file="dsv4_compile/hf/nothing.py")
-    assert mutate.tests_of(nothing, mutate.ROOT) == [[], [], ["tests/hf"]]
+    assert mutate.tests_of(nothing, mutate.ROOT) == [[], [], [], ["tests/hf"]]
+    warm_up = mutate.Change("runtime", "dsv4_compile/runtime/warmup.py", 1, "core/AddNot", 0)
+    assert "tests/debug/test_strict.py" in mutate.tests_of(warm_up, mutate.ROOT)[2]
 
 
 def test_tests_of_a_family_run_instead_of_those_of_all() -> None:
     change = mutate.Change("kernels", "kernels/moe/moe_route.py", 1, "core/AddNot", 0)
     assert mutate.tests_of(change, mutate.ROOT)[-1] == ["tests/kernels/moe"]
     assert mutate.tests_of(change._replace(file="kernels/device/rope.py"), mutate.ROOT)[-1] == ["tests/kernels"]
+
+
+class Runner(mutate.Runner):
+    """Runs no test: those of a changed file end with `changed`, those of the file as it was with `unchanged`."""
+
+    def __init__(self, changed: int | None, unchanged: int | None) -> None:
+        super().__init__("python", 1.0)
+        self.outcomes = {True: changed, False: unchanged}
+
+    def _run(self, tests: Sequence[str], copy: Path, mark: str | None) -> tuple[int | None, list[str]]:
+        return self.outcomes["changed" in (copy / SPLIT.file).read_text()], []
+
+
+SPLIT = mutate.Change("metadata", "dsv4_compile/metadata/split.py", 1, "core/AddNot", 0)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(mutate, "changed_by", lambda change, source: f"{source}changed")
+    for name in (SPLIT.file, "tests/metadata/test_split.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changed", "unchanged", "survives"),
+    [(0, 0, True), (1, 0, False), (1, None, False), (None, 0, False), (None, None, True)],
+)
+def test_a_limit_kills_a_change_where_tests_are_quicker_without_it(
+    checkout: Path, changed: int | None, unchanged: int | None, survives: bool
+) -> None:
+    assert Runner(changed, unchanged).survives(SPLIT, checkout) == survives
+    assert (checkout / SPLIT.file).read_text() == ""
+
+
+def test_a_test_that_fails_without_a_change_is_an_error(checkout: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"test_split\.py fails without a change"):
+        Runner(changed=1, unchanged=1).survives(SPLIT, checkout)
+
+
+def test_a_row_replaces_that_of_its_area_and_seed_alone() -> None:
+    rows = [{"area": area, "seed": seed, "killed": 1} for area, seed in (("hf", 2), ("reference", 1), ("hf", 1))]
+    found = mutate.with_row(rows, {"area": "hf", "seed": 1, "killed": 2})
+    assert [(row["area"], row["seed"], row["killed"]) for row in found] == [
+        ("reference", 1, 1),
+        ("hf", 1, 2),
+        ("hf", 2, 1),
+    ]
