@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from ..runtime import DecodeRunner, mark_static_inputs
 from ..runtime.addresses import named_tensors
 from ..runtime.step import token_tensors
 from .timing import ColdTimer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 CACHE = CacheFormat.resolve("fp8_ds_mla")
 Forward = Callable[..., list[Tensor]]
@@ -59,9 +62,12 @@ def in_steps(layers: Forward) -> Forward:
     return step
 
 
-def random_layers(config: DeepseekV4Config, fp8: bool, context: int, device: torch.device) -> Layers:
-    """Return layers of `config` with random weights."""
+def random_layers(
+    config: DeepseekV4Config, fp8: bool, context: int, device: torch.device, mesh: DeviceMesh | None = None
+) -> Layers:
+    """Return layers of `config`, or a rank's parts of them, with random weights."""
     options: dict[str, Any] = {"cache_format": CACHE, "fp8": fp8, "max_seq_len": context, "device": device}
+    options["mesh"] = mesh
     layers = Layers(DeepseekV4Attention(config, i, **options) for i in range(config.num_layers))
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
@@ -88,9 +94,15 @@ class DecodeStep:
 
     @classmethod
     def build(
-        cls, config: DeepseekV4Config, fp8: bool, requests: int, context: int, device: torch.device
+        cls,
+        config: DeepseekV4Config,
+        fp8: bool,
+        requests: int,
+        context: int,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
     ) -> DecodeStep:
-        """Return a step with caches full of random rows, equal in all layers of a kind."""
+        """Return a step with caches full of random rows, equal in all layers of a kind; `mesh` splits the layers."""
         sizes = {"max_batch_size": requests, "max_seq_len": context, "max_step_tokens": 1}
         caches = PagedCaches(config, cache_format=CACHE, device=device, **sizes)
         filled: dict[int, LayerCache] = {}
@@ -111,7 +123,7 @@ class DecodeStep:
             device=device,
         )
         mark_static_inputs(named_tensors(caches.layers, "caches"))
-        return cls(random_layers(config, fp8, context, device), caches, buffers, context)
+        return cls(random_layers(config, fp8, context, device, mesh), caches, buffers, context)
 
     def with_side_stream(self) -> DecodeStep:
         """Set `aux_stream` in every layer with an indexer and return this step."""

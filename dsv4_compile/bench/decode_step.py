@@ -21,7 +21,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch import Tensor
 from .. import layout
 from ..backend import dsv4
 from ..config import DeepseekV4Config
+from ..parallel import Ranks, attention_config
 from ..runtime import DecodeRunner
 from ..selection import costs
 from .decode_layers import DecodeStep, Forward, Layers, in_steps
@@ -36,6 +37,9 @@ from .decode_stages import stage_costs, stage_times, total
 from .nodes import allocations, host_us, nodes, repeated
 from .problem import Args, Only, Problem, keep
 from .timing import ColdTime, ColdTimer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 OP = "decode_step"
 COLUMNS = ("layer", "weights", "end", "tokens", "impl")
@@ -77,9 +81,16 @@ exceed `EACH_TOKEN` by it. With K keys each exchange moves a result by sqrt(2 / 
 
 
 def problems(
-    device: torch.device, only: Only, config: DeepseekV4Config | None = None, context: int | None = None
+    device: torch.device,
+    only: Only,
+    config: DeepseekV4Config | None = None,
+    context: int | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Iterator[Problem]:
-    """Yield every kind of layer with both kinds of weights, by every implementation at every size."""
+    """Yield every kind of layer with both kinds of weights, by every implementation at every size.
+
+    Rows of a rank's part of the layers, those that `mesh` splits, say how many "ranks" there are.
+    """
     base, length = config or DeepseekV4Config.flash(), context or CONTEXT[device.type]
     later: list[Callable[[], None]] = []
     for layer, ratios in LAYERS.items():
@@ -90,11 +101,11 @@ def problems(
             sizes = [n for n in TOKENS[device.type] if keep(only, layer=layer, weights=weights, tokens=n)]
             if sizes:
                 built = base.with_layers(*ratios * repeats)
-                step = DecodeStep.build(built, weights == "fp8", sizes[-1], length, device)
+                step = DecodeStep.build(built, weights == "fp8", sizes[-1], length, device, mesh)
                 for impl in IMPLEMENTATIONS:
                     indexes = layout.CSA_RATIO in ratios
                     if keep(only, impl=impl) and (indexes or impl != SIDE_STREAM):
-                        yield from _of_implementation(step, impl, layer, weights, ends, sizes, later)
+                        yield from _of_implementation(step, impl, layer, weights, ends, sizes, later, mesh)
             if layer == STACK:
                 _run_all(later)  # frees this stack: two of them with their caches exceed a GPU's memory
     _run_all(later)
@@ -108,8 +119,13 @@ def _of_implementation(
     ends: list[str],
     sizes: list[int],
     later: list[Callable[[], None]],
+    mesh: DeviceMesh | None,
 ) -> Iterator[Problem]:
     config, context = step.caches.config, step.context
+    params: dict[str, int | str] = {"layer": layer, "weights": weights, "context": context}
+    if mesh is not None:
+        params["ranks"] = mesh.size()
+        config = attention_config(config, Ranks.of(mesh), fp8=weights == "fp8")
     prepare, time_cold = _prepared(step, impl, sizes)
     repeats = config.num_layers // len(LAYERS[layer])
     for end, tokens in itertools.product(ends, sizes):
@@ -128,7 +144,9 @@ def _of_implementation(
             size: tuple[int, bool] = (tokens, apart),
             floors: Mapping[str, costs.Cost] = {} if layer == STACK else stages[0],
         ) -> dict[str, Any]:
-            facts: dict[str, Any] = {**host_us(call), "allocations": allocations(call)}
+            # A rank without the others is asked for its kernels; the host's time takes a second a row.
+            facts: dict[str, Any] = {} if mesh is not None else host_us(call)
+            facts["allocations"] = allocations(call)
             if impl in (GRAPH, "eager graph"):
                 # Profiled when everything has been timed: the profiler slows the host.
                 later.append(partial(_profile, facts, partial(step.load, *size), call, repeats, floors))
@@ -136,13 +154,13 @@ def _of_implementation(
 
         yield Problem(
             op=OP,
-            params={"layer": layer, "weights": weights, "context": context, "end": end, "tokens": tokens},
+            params={**params, "end": end, "tokens": tokens},
             make=make,
             written=(),
             cost=costs.Cost(sum(c.bytes for c in whole), sum(c.flops for c in whole), whole[0].operands),
             reference=step.call(step.layers, tokens, apart),
             implementations={impl: partial(prepare, tokens, apart)},
-            published=published(layer, weights, end, tokens, _name(step.device)),
+            published={} if mesh is not None else published(layer, weights, end, tokens, _name(step.device)),
             differs=partial(differs, keys=[selected_keys(config, i, context) for i in range(config.num_layers)]),
             cold=False,
             # Replays on a CPU are a stand-in that records no event.

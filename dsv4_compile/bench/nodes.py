@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 Call = Callable[[], Any]
+_GRAPH_CALL = "cudaGraphLaunch"
+_LAUNCH_CALLS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset")
+"""Beginnings of the names of the driver's calls, as the profiler writes them."""
 _REPEATS, _IN_A_ROW = 4, 5
 _LEAST, _MOST, _SECONDS = 20, 2000, 1.0
 """Bounds of the number of samples of host time, and the seconds to spend on them."""
@@ -48,6 +51,17 @@ def nodes(call: Call) -> list[Node]:
         Node(event.name, round(statistics.median(same), 3))
         for event, same in zip(calls[0], zip(*times, strict=True), strict=True)
     ]
+
+
+def launches_of_host(call: Call) -> dict[str, int]:
+    """Return how many "graph_launches" and other "launches" (kernels, copies, fills) one call asks the driver for."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type.name == "CPU"]
+    graphs = sum(name.startswith(_GRAPH_CALL) for name in names)
+    return {"graph_launches": graphs, "launches": sum(name.startswith(_LAUNCH_CALLS) for name in names)}
 
 
 def by_name(found: Sequence[Node]) -> list[tuple[str, int, float]]:

@@ -13,112 +13,35 @@ from __future__ import annotations
 
 import argparse
 import copy
-import inspect
 import json
 import os
-import statistics
 import sys
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import DeepseekV4ForCausalLM
-from transformers.integrations.finegrained_fp8 import FP8Experts, FP8GroupedLinear, FP8Linear
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
 from dsv4_compile import hf
-from dsv4_compile._compat import kept_in_float32
-from dsv4_compile.bench.nodes import by_name, nodes
 from dsv4_compile.bench.record import environment
+from dsv4_compile.bench.split_model import (
+    STEPS,
+    captures,
+    configuration,
+    seconds,
+    split_model,
+    step_figures,
+    weights_read,
+)
 from dsv4_compile.hf.model import cache_like
-from dsv4_compile.hf.split import keep_part
-from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
+from dsv4_compile.hf.tiny import quiet_libraries, random_model
 from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, gather_objects
 
-SMALL: dict[str, Any] = {"hidden_size": 512, "moe_intermediate_size": 256, "head_dim": 128, "o_lora_rank": 128}
-"""Sizes for a CPU, in whole blocks of quantisation for two ranks."""
-QUANTISED = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "gate_proj", "up_proj", "down_proj")
-STEPS, TOKENS = 32, 2048
-"""Steps of a measurement; most tokens of a call."""
+TOKENS = 2048
+"""Most tokens of a call."""
 _GAP, _OFF = "gap_of_a_token_that_differs", "difference_of_logits"
-
-
-def configuration(layers: int, tiny: bool, **overrides: Any) -> Any:
-    """Return V4-Flash, or a tiny model, with `layers` layers: SWA, then CSA and HCA in turn."""
-    return tiny_config(**(SMALL if tiny else FLASH) | layers_in_turn(layers) | overrides)
-
-
-def quantise(model: Any) -> None:
-    """Replace modules on the meta device by those of the official formats; compressors keep bfloat16."""
-    options: dict[str, Any] = {"block_size": (128, 128), "scale_fmt": "ue8m0"}
-    model.config.expert_dtype = "fp4"  # transformers 5.17 asks the configuration, later ones take an argument
-    experts = {"expert_dtype": "fp4"} if "expert_dtype" in inspect.signature(FP8Experts).parameters else {}
-    for path, module in list(model.named_modules()):
-        name = path.rpartition(".")[2]
-        compressor = ".compressor." in path and not path.endswith("indexer.q_b_proj")
-        if path.endswith(".mlp.experts"):
-            made: Any = FP8Experts(model.config, **options | experts)
-        elif name not in QUANTISED or compressor:
-            continue
-        elif hasattr(module, "n_groups"):
-            made = FP8GroupedLinear(module.in_features, module.out_features, module.n_groups, **options)
-        else:
-            made = FP8Linear(module.in_features, module.out_features, **options)
-        model.set_submodule(path, made)
-
-
-def fill(name: str, tensor: torch.Tensor, generator: torch.Generator, columns: int) -> None:
-    """Fill a weight of any format, or its scales, so that a GEMM over `columns` keeps the scale of its input."""
-    if name.endswith("_scale_inv"):
-        exponent = -round(columns.bit_length() / 2) - 1
-        if tensor.dtype is torch.float8_e8m0fnu:
-            tensor.view(torch.uint8).fill_(127 + exponent)
-        else:
-            tensor.fill_(2.0**exponent)
-    elif tensor.dtype is torch.int8:
-        tensor.view(torch.uint8).random_(0, 256, generator=generator)
-    elif tensor.dtype is torch.float8_e4m3fn:
-        for rows in tensor.split(1024):
-            values = torch.empty(rows.shape, dtype=torch.bfloat16, device=tensor.device)
-            rows.copy_(values.normal_(0, 2, generator=generator))
-    else:
-        for each in tensor.unbind() if tensor.dim() > 2 else [tensor]:
-            each.normal_(0, columns**-0.5, generator=generator)
-
-
-def split_model(config: Any, weights: str, mesh: Any, layout: str, device: torch.device) -> Any:
-    """Return a rank's part of a random model, allocated part by part; what ranks share is equal on all of them."""
-    with torch.device("meta"):
-        model: Any = DeepseekV4ForCausalLM(config)
-        if weights == "official":
-            quantise(model)
-    whole = {name: parameter.shape for name, parameter in model.named_parameters()}
-    keep_part(model, Ranks.of(mesh), layout)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        dtype = tensor.dtype
-        if dtype is torch.float32 and not kept_in_float32(model, name) and not name.endswith("_scale_inv"):
-            dtype = torch.bfloat16
-        made = torch.empty(tensor.shape, dtype=dtype, device=device)
-        seed = zlib.crc32(name.encode()) + (0 if tensor.shape == whole.get(name) else mesh.get_rank())
-        generator = torch.Generator(device).manual_seed(seed)
-        if name.endswith("norm.weight"):
-            made.fill_(1)
-        elif name.endswith("tid2eid"):
-            scores = torch.rand(tensor.shape[0], config.n_routed_experts, generator=generator, device=device)
-            made.copy_(scores.argsort(dim=1)[:, : tensor.shape[1]])
-        else:
-            fill(name, made, generator, config.hidden_size)
-        setattr(module, leaf, torch.nn.Parameter(made, requires_grad=False) if leaf in module._parameters else made)
-    for path, module in list(model.named_modules()):
-        if type(module) is DeepseekV4RotaryEmbedding:
-            model.set_submodule(path, DeepseekV4RotaryEmbedding(config).to(device))
-    return model.eval()
 
 
 def compare_with_one(args: argparse.Namespace, mesh: Any, device: torch.device) -> dict[str, Any]:
@@ -155,18 +78,12 @@ def compare_with_one(args: argparse.Namespace, mesh: Any, device: torch.device) 
     }
 
 
-def captures(device: torch.device) -> dict[str, Any]:
-    """Return options that capture decode steps, on a GPU."""
-    return {"dsv4.cudagraph": "full"} if device.type == "cuda" else {}
-
-
 def measure(model: Any, cache: Any, batch: int, prompt: int, device: torch.device) -> dict[str, Any]:
     """Return the figures of `batch` prompts of `prompt` tokens, which go into `cache` in chunks that it takes."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, model.config.vocab_size, (batch, prompt), generator=generator).to(device)
     # Other tokens in each row, so that a step touches as many experts as it does with text.
     one = ids[:, :1].clone()
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     options: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1, "past_key_values": cache}
     chunk = min(cache.paged.max_step_tokens, max(1, TOKENS // batch))
 
@@ -181,49 +98,15 @@ def measure(model: Any, cache: Any, batch: int, prompt: int, device: torch.devic
     def step() -> Any:
         return model(one, attention_mask=torch.ones_like(one), **options)
 
-    def timed(call: Callable[[], Any]) -> float:
-        wait()
-        begin = time.perf_counter()
-        call()
-        wait()
-        return time.perf_counter() - begin
-
-    def read() -> None:
-        for _ in range(STEPS):
-            step().logits[:, -1].argmax(-1).tolist()
-
-    begin = time.perf_counter()
-    with torch.no_grad():
+    def first() -> None:
         prefill()
         for _ in range(4):
             step()
-        wait()
-        row: dict[str, Any] = {"batch": batch, "prompt": prompt, "first_calls_s": round(time.perf_counter() - begin, 1)}
-        row["prefill_ms"] = round(min(timed(prefill) for _ in range(2)) * 1e3, 1)
-        times, host = [], []
-        for _ in range(3):
-            wait()
-            begin = time.perf_counter()
-            for _ in range(STEPS):
-                step()
-            host.append(time.perf_counter() - begin)
-            wait()
-            times.append(time.perf_counter() - begin)
-        row["step_ms"] = round(statistics.median(times) / STEPS * 1e3, 3)
-        row["host_ms"] = round(statistics.median(host) / STEPS * 1e3, 3)
-        row["read_ms"] = round(statistics.median(timed(read) for _ in range(3)) / STEPS * 1e3, 3)
-        if device.type == "cuda":
-            # Beside weights that fill the GPU, an allocation may have to free others first, and waits for the GPU.
-            row["free_gb"] = round(torch.cuda.mem_get_info()[0] / 1e9, 2)
-            row["allocations_again"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-            found = nodes(step)
-            collective = [node for node in found if any(word in node.name for word in ("nccl", "all_reduce", "shot"))]
-            row["nodes"], row["kernels_ms"] = len(found), round(sum(node.us for node in found) / 1e3, 3)
-            row["kernels"] = by_name(found)
-            row["collectives"], row["collectives_ms"] = (
-                len(collective),
-                round(sum(node.us for node in collective) / 1e3, 3),
-            )
+
+    with torch.no_grad():
+        row: dict[str, Any] = {"batch": batch, "prompt": prompt, "first_calls_s": round(seconds(first, device), 1)}
+        row["prefill_ms"] = round(min(seconds(prefill, device) for _ in range(2)) * 1e3, 1)
+        row |= step_figures(step, device)
     return row
 
 
@@ -262,19 +145,6 @@ def digest_of_steps(model: Any, cache: Any, steps: int, device: torch.device) ->
             digest = digest * 31 + logits.view(torch.int32).sum(dtype=torch.int64)
             token = logits.argmax(-1, keepdim=True)
     return int(digest)
-
-
-def weights_read(config: Any, batch: int, nbytes: dict[str, int]) -> float:
-    """Return the GB of weights that a rank reads in a step of `batch` tokens whose routing is uniform.
-
-    Args:
-        config: the model's configuration.
-        nbytes: bytes of this rank's parameters by name.
-    """
-    experts = sum(size for name, size in nbytes.items() if ".mlp.experts." in name)
-    rows = nbytes["model.embed_tokens.weight"]  # of which one a token is read
-    touched = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** batch
-    return round((sum(nbytes.values()) - experts - rows + experts * touched) / 1e9, 2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
