@@ -45,7 +45,7 @@ def test_every_table_and_every_record_is_shown_by_a_page() -> None:
     shown = {record for each in figures.FIGURES.values() for record in each.records}
     assert shown == set(figures.RECORDS)
     kept = {path.name for path in figures.RESULTS.iterdir()}
-    assert set(figures.RECORDS.values()) - {figures.RECORDS[name] for name in (*figures.AROUND, "mutations")} <= kept
+    assert set(figures.RECORDS.values()) - {figures.RECORDS[name] for name in figures.ONCE_MEASURED} <= kept
     assert kept <= set(figures.RECORDS.values())
 
 
@@ -127,12 +127,44 @@ def around(results: Path, record: str, *rows: dict[str, Any]) -> None:
     (results / figures.RECORDS[record]).write_text(text)
 
 
-@pytest.mark.parametrize("name", ["experts", "around"])
-def test_a_table_without_its_record_says_how_to_measure_it(name: str, results: Path) -> None:
-    for record in figures.AROUND:
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("experts", "around_attention.py"),
+        ("around", "around_attention.py"),
+        ("rank_layers", "one_rank.py --parts attention"),
+        ("rank_whole", "one_rank.py --parts whole"),
+    ],
+)
+def test_a_table_without_its_record_says_how_to_measure_it(name: str, command: str, results: Path) -> None:
+    for record in figures.ONCE_MEASURED:
         (results / figures.RECORDS[record]).unlink(missing_ok=True)
-    said = "Not measured yet: `python examples/benchmarks/around_attention.py`."
+    said = f"Not measured yet: `python examples/benchmarks/{command}`."
     assert figures.block(name, PERFORMANCE, results) == said
+
+
+def test_layers_of_one_rank_have_a_column_for_each_number_of_ranks_and_the_share_of_the_largest(results: Path) -> None:
+    of = {"layer": "SWA", "tokens": 32}
+    one = {"ranks": 1, "us": 50.2, "cold_us": 60.0, "of_one": 1.0}
+    eight = {"ranks": 8, "us": 25.1, "cold_us": None, "of_one": 0.5}
+    failed = {"layer": "CSA", "tokens": 32, "ranks": 8, "us": None, "cold_us": None, "status": "failed"}
+    around(results, "one_rank_attention", of | one, of | eight, failed)
+    assert figures.block("rank_layers", PERFORMANCE, results).split("\n")[:4] == [
+        "| layer | batch | 1 rank | 8 ranks | 8 ranks of one, warm / cold | 8 ranks, floor |",
+        "|---|---|---|---|---|---|",
+        "| SWA | 32 | 50 / 60 | 25 / - | 0.50 / - | 3 |",
+        "| CSA | 32 | - / - | failed | failed | 3 |",
+    ]
+
+
+def test_steps_of_a_whole_rank_are_beside_the_floor_of_its_weights(results: Path) -> None:
+    of = {"layers": 43, "ranks": 2, "step_ms": 4.96, "weights_gb": 6.27, "floor_ms": 1.5}
+    counts = {"nodes": 640, "graph_launches": 1, "launches": 2}
+    around(results, "one_rank_whole", of | {"batch": 1} | counts, of | {"batch": 8})
+    assert figures.block("rank_whole", PERFORMANCE, results).split("\n")[2:4] == [
+        "| 43 | 2 | 1 | 5.0 | 1.5 | 6.3 | 640 | 1 | 2 |",
+        "| 43 | 2 | 8 | 5.0 | 1.5 | 6.3 | - | - | - |",
+    ]
 
 
 def test_experts_have_cold_times_floors_and_peers(results: Path) -> None:

@@ -33,6 +33,8 @@ RECORDS: Mapping[str, str] = {
     "indexer": "indexer_h200.json",
     "mhc": "mhc.json",
     "mutations": "mutations.json",
+    "one_rank_attention": "one_rank_attention.json",
+    "one_rank_whole": "one_rank_whole.json",
     "preprocess": "preprocess_h200.json",
     "preprocess_insert": "preprocess_insert_h200.json",
     "router": "router.json",
@@ -46,7 +48,9 @@ RECORDS: Mapping[str, str] = {
 }
 """The current record of each scenario and script that a page shows."""
 AROUND = ("experts", "router", "mhc")
-"""Records that a page shows once they are measured; "mutations" is another."""
+ONE_RANK = ("one_rank_attention", "one_rank_whole")
+ONCE_MEASURED = (*AROUND, *ONE_RANK, "mutations")
+"""Records that a page shows once they are measured."""
 Row = Mapping[str, Any]
 _BLOCK = re.compile(r"(?s)(<!-- figures: (\S+) -->\n).*?(<!-- end -->)")
 _WEIGHTS = {"bfloat16": "bfloat16", "fp8": "e4m3"}
@@ -276,6 +280,7 @@ _SPLIT = f"{_RANKS} examples/benchmarks/tensor_parallel.py --layers 43 --batches
 _SPLIT += " --contexts 2048,4096,8192,16384 --experts rows --collectives symmetric"
 _SPLIT_H200 = f"{_RANKS} examples/benchmarks/tensor_parallel.py --layers 43 --batches 1,8,32,128 --prompt 64"
 _SPLIT_H200 += " --contexts 2048 --steps 1000 --generate 66 --compared 0 --experts rows --collectives symmetric"
+_ONE_RANK = "python examples/benchmarks/one_rank.py"
 _VLLM = "python tests/gpu/vllm/run.py --what"
 _GRAPH: Mapping[str, str | int] = {"impl": "graph", "end": "together"}
 _STACK: Mapping[str, str | int] = {"layer": "stack", "end": "together"}
@@ -288,6 +293,8 @@ FIGURES: Mapping[str, Figures] = {
     "all_reduce": Figures(
         model.all_reduce, ("all_reduce_boundary",), f"{_RANKS} examples/benchmarks/all_reduce_boundary.py"
     ),
+    "rank_layers": Figures(model.rank_layers, ONE_RANK[:1], f"{_ONE_RANK} --parts attention"),
+    "rank_whole": Figures(model.rank_whole, ONE_RANK[1:], f"{_ONE_RANK} --parts whole"),
     "layers": Figures(layers, ("decode_step",), "dsv4 bench decode_step --only impl=graph"),
     "stack": Figures(stack, ("decode_step",), "dsv4 bench decode_step --only layer=stack"),
     "kernels": Figures(kernels, _BENCH_KERNELS, "dsv4 bench SCENARIO"),
@@ -320,7 +327,7 @@ def block(name: str, page: Path, results: Path = RESULTS) -> str:
     """Return the table `name` and the line with its sources, for `page`, to which links are relative."""
     own = FIGURES[name]
     paths = {each: results / RECORDS[each] for each in own.records}
-    if not all(path.exists() for name, path in paths.items() if name in (*AROUND, "mutations")):
+    if not all(path.exists() for name, path in paths.items() if name in ONCE_MEASURED):
         return f"Not measured yet: `{own.command}`."
     records: dict[str, Record] = {each: json.loads(path.read_text()) for each, path in paths.items()}
     lines, shown = own.render({each: record["rows"] for each, record in records.items()})

@@ -51,6 +51,40 @@ def all_reduce(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row
     return [head, *([str(row["tokens"]), *(f"{row[f'{form}_us']:.1f}" for form in forms)] for row in shown)], shown
 
 
+def rank_layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of a decode layer on one of several ranks: warm / cold, us, and its share."""
+    shown = rows["one_rank_attention"]
+    numbers = list(dict.fromkeys(row["ranks"] for row in shown))
+    head = ["layer", "batch", *(f"{number} rank{'s' * (number > 1)}" for number in numbers)]
+    lines = [[*head, f"{numbers[-1]} ranks of one, warm / cold", f"{numbers[-1]} ranks, floor"]]
+    for layer, tokens in dict.fromkeys((row["layer"], row["tokens"]) for row in shown):
+        own = {row["ranks"]: row for row in shown if (row["layer"], row["tokens"]) == (layer, tokens)}
+        last = own.get(numbers[-1], {})
+        cells = [_pair(own.get(number, {}), ("us", "cold_us"), "{:.0f}") for number in numbers]
+        floor = f"{last['floor_us']:.0f}" if "floor_us" in last else "-"
+        lines.append([layer, str(tokens), *cells, _pair(last, ("of_one", "cold_of_one"), "{:.2f}"), floor])
+    return lines, shown
+
+
+def _pair(row: Row, names: Sequence[str], form: str) -> str:
+    """Return a cell of two numbers, a dash for each that was not measured, or the status of a row without times."""
+    if row.get("us") is None and "status" in row:
+        return str(row["status"])
+    return " / ".join(form.format(row[name]) if row.get(name) else "-" for name in names)
+
+
+def rank_whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of a step of a rank's part of all layers, beside its weight floor."""
+    shown = rows["one_rank_whole"]
+    head = ["layers", "ranks", "batch", "step, ms", "floor of its weights, ms", "weights read, GB", "kernels"]
+    lines = [[*head, "graph launches", "other launches"]]
+    for row in shown:
+        sizes = [str(row[name]) for name in ("layers", "ranks", "batch")]
+        times = [f"{row[name]:.1f}" for name in ("step_ms", "floor_ms", "weights_gb")]
+        lines.append([*sizes, *times, *(str(row.get(name, "-")) for name in ("nodes", "graph_launches", "launches"))])
+    return lines, shown
+
+
 def contexts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of V4-Flash on two GPUs with one sequence: its prefill and a step after it."""
     shown = [row for row in rows["tensor_parallel"] if row["prompt"] != _PROMPT]
