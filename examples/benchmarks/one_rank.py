@@ -153,6 +153,8 @@ def attention(args: argparse.Namespace, device: torch.device, command: str) -> i
 def whole(args: argparse.Namespace, device: torch.device, command: str) -> int:
     """Measure and show part "whole"."""
     size, batches = args.whole_ranks, [int(batch) for batch in args.batches.split(",")]
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     record: Row = {"scenario": "one_rank_whole", **environment(device), "command": command, "collectives": EXCLUDED}
     rate = copy_rate(device)  # before weights fill the memory
     record |= {"copy_gb_s": round(rate / 1e9, 1), "rows": []}
@@ -231,12 +233,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(parts) > 1:
         # The last option of a name counts. The weights of a whole rank leave no memory for what another part has left.
         calls = [[sys.executable, __file__, *given, "--parts", part] for part in parts]
-        return max([subprocess.run(call, check=False).returncode != 0 for call in calls])
+        return int(any([subprocess.run(call, check=False).returncode for call in calls]))
     quiet_libraries()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    return {"attention": attention, "whole": whole}[parts[0]](args, device, " ".join(["python", SCRIPT, *given]))
+    defaults = vars(parser.parse_args([]))
+    changed = {name: value for name, value in vars(args).items() if value != defaults[name] and name != "out"}
+    options = (
+        f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "") for name, value in changed.items()
+    )
+    return {"attention": attention, "whole": whole}[parts[0]](args, device, " ".join(["python", SCRIPT, *options]))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ def test_layers_of_each_kind_are_timed_beside_one_rank(
     random_layers = decode_layers.random_layers
     monkeypatch.setattr(decode_layers, "random_layers", lambda *args: built.append(random_layers(*args)) or built[-1])
     assert script["main"](["--parts", "attention", "--ranks", "1,8", "--out", str(tmp_path), *TRIAL]) == 0
-    rows = record(tmp_path, "attention")["rows"]
+    found = record(tmp_path, "attention")
+    said = "python examples/benchmarks/one_rank.py --parts attention --ranks 1,8 --eager --tiny"
+    assert found["command"] == said, "without folders of this machine"
+    rows = found["rows"]
     assert [(row["ranks"], row["layer"]) for row in rows] == [(n, kind) for n in (1, 8) for kind in script["MOST"]]
     assert [[layer.config.num_heads for layer in each.layers] for each in built] == [[8]] * 3 + [[1]] * 3
     for one, of_eight in zip(rows[:3], rows[3:], strict=True):
