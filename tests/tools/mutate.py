@@ -3,10 +3,11 @@
 cosmic-ray makes the changes: other operators, comparisons, numbers and constants, loops that do not run. Of each area a
 sample of lines is drawn, in the order of a seed, and each change is made in a copy of the checkout. Tests of the
 changed file run first (`test_NAME*.py`), then, if they pass, those of files that import it, then tests of other areas
-that import it, then those of its area, or of its family where the area has families. What is not executed is not
-changed: annotations, texts, `TYPE_CHECKING` blocks. A change counts as killed if tests take longer than the time limit
-that end within it without the change. The record keeps a row of each area and seed, in which a person writes the reason
-of each survivor, and whether the changed source is equivalent; --again runs the others once more.
+that import it, then those of its area, or of its family where the area has families. Of tests of kernels, those in the
+interpreter run before those that compile. What is not executed is not changed: annotations, texts, `TYPE_CHECKING`
+blocks. A change counts as killed if tests take longer than the time limit that end within it without the change. The
+record keeps a row of each area and seed, in which a person writes the reason of each survivor, and whether the changed
+source is equivalent; --again runs the others once more.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import datetime
+import itertools
 import json
 import os
 import random
@@ -39,7 +41,7 @@ AREAS = {
 }
 """The source of each area, and its tests."""
 MARKED = {"kernels": "interpreted"}
-"""The mark of the tests that run for an area, where files have any: in Triton's interpreter, nothing is compiled."""
+"""The mark of the tests that run first for an area: in Triton's interpreter, nothing is compiled."""
 UNLIKELY = ("RemoveDecorator", "ExceptionReplacer")
 """Operators whose changes fail at import, or where only an error is raised otherwise."""
 ELSEWHERE = ("gpu", "vllm")
@@ -183,14 +185,15 @@ class Runner:
         if changed == source:
             return False
         mark = MARKED.get(change.area)
-        for files in filter(None, tests_of(change, copy)):
+        marks = [mark, f"not {mark}"] if mark else [""]
+        for marked, files in itertools.product(marks, filter(None, tests_of(change, copy))):
             try:
                 path.write_text(changed, encoding="utf-8")
-                status, failed = self._run(files, copy, mark)
+                status, failed = self._run(files, copy, marked)
             finally:
                 path.write_text(source, encoding="utf-8")
             if status is None:  # these tests may take as long without the change
-                return self._run(files, copy, mark)[0] is None
+                return self._run(files, copy, marked)[0] is None
             if status:
                 self._check_sound(failed or files, copy)
                 return False
@@ -198,33 +201,25 @@ class Runner:
 
     def _check_sound(self, tests: Sequence[str], copy: Path) -> None:
         unknown = [test for test in tests if test not in self._sound]
-        if unknown and self._run(unknown, copy, None)[0] not in (0, None):
+        if unknown and self._run(unknown, copy)[0] not in (0, None):
             raise RuntimeError(f"{' '.join(unknown)} fails without a change")
         self._sound.update(unknown)
 
-    def _run(self, tests: Sequence[str], copy: Path, mark: str | None) -> tuple[int | None, list[str]]:
-        """Return the exit status of tests, of those with the mark or of all where none has it, and those that failed.
+    def _run(self, tests: Sequence[str], copy: Path, mark: str = "") -> tuple[int | None, list[str]]:
+        """Return the exit status of tests, or of those with a mark, and those that failed.
 
         The status is None where they passed the limit.
         """
         environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-        for options in ([["-m", mark]] if mark else []) + [[]]:
-            command = [self.python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *tests]
-            try:
-                done = subprocess.run(
-                    command,
-                    cwd=copy,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    timeout=self.seconds,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return None, []
-            if done.returncode != NO_TESTS:
-                break
-        return done.returncode, re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::\w+)*)", done.stdout, re.MULTILINE)
+        command = [self.python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", mark, *tests]
+        try:
+            done = subprocess.run(
+                command, cwd=copy, env=environment, capture_output=True, text=True, timeout=self.seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return None, []
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::\w+)*)", done.stdout, re.MULTILINE)
+        return 0 if done.returncode == NO_TESTS else done.returncode, failed
 
 
 def line_of(source: str, change: Change) -> str:
