@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import OpOverload, pytree
+from .._compat import OpOverload, functional_collectives, pytree
 from ..errors import check, fail
 from .aliasing import byte_range, owner, view_at, without_repeats
 from .captures import Call, Capture, Footprint, TransparentMode, capture_scope, fail_host_read, tensor_bytes
 
 _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_COLLECTIVES = "_c10d_functional"
+"""Namespace of collectives, which return before their results are there."""
 _recorder: ContextVar[Recorder | None] = ContextVar("dsv4_recorder", default=None)
 
 
@@ -186,8 +188,11 @@ class Recorder(TransparentMode):
                 )
         for recorded in self.calls:
             leaves = pytree.tree_leaves(recorded.call(*recorded.args, **recorded.kwargs))
+            collective = getattr(recorded.call, "namespace", "") == _COLLECTIVES
             for index, made in recorded.made.items():
-                without_repeats(made).copy_(without_repeats(leaves[index]))
+                # The recorded wait is for the first result, not for this one.
+                leaf = functional_collectives.wait_tensor(leaves[index]) if collective else leaves[index]
+                without_repeats(made).copy_(without_repeats(leaf))
 
 
 def _aliased(args: Any, kwargs: Any) -> tuple[Any, Any]:

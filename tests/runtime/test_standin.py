@@ -7,6 +7,7 @@ import gc
 import importlib
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.errors import GraphError
-from dsv4_compile.runtime import DecodeRunner, Graphs, graphs_for
+from dsv4_compile.parallel import Ranks, all_gather, all_reduce
+from dsv4_compile.parallel.fake_group import fake_mesh
+from dsv4_compile.runtime import DecodeRunner, Graphs, graphs_for, standin
 from dsv4_compile.runtime.aliasing import owner
 from dsv4_compile.runtime.captures import explain_failure
 from dsv4_compile.runtime.standin import recordable
@@ -48,6 +51,26 @@ def test_a_replay_overwrites_the_first_outputs(graphs: Graphs) -> None:
     assert doubled.tolist() == [10, 12, 14, 16]
     assert plus.tolist() == [7, 8, 9]
     assert [out.data_ptr() for out in captured.outputs] == addresses
+
+
+def test_a_replay_waits_for_its_own_collectives(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[tuple[int, list[float]]] = []
+    wait, x = standin.functional_collectives.wait_tensor, torch.arange(3.0)
+
+    def note(tensor: Tensor) -> Tensor:
+        waited.append((tensor.data_ptr(), tensor.tolist()))
+        done: Tensor = wait(tensor)
+        return done
+
+    with fake_mesh(2, CPU) as mesh:
+        ranks = Ranks.of(mesh)
+        captured = graphs.capture(lambda: (all_reduce(x, ranks), all_gather(x, ranks)), "a step")
+        monkeypatch.setattr(standin, "functional_collectives", SimpleNamespace(wait_tensor=note))
+        x.add_(1)
+        captured.replay()
+    assert [values for _, values in waited] == [[1, 2, 3], [1, 2, 3] * 2]
+    assert [out.tolist() for out in captured.outputs] == [[1, 2, 3], [1, 2, 3] * 2]
+    assert not {address for address, _ in waited} & {out.data_ptr() for out in captured.outputs}
 
 
 def test_host_values_are_frozen(graphs: Graphs) -> None:
