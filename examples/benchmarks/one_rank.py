@@ -233,7 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(parts) > 1:
         # The last option of a name counts. The weights of a whole rank leave no memory for what another part has left.
         calls = [[sys.executable, __file__, *given, "--parts", part] for part in parts]
-        return int(any([subprocess.run(call, check=False).returncode for call in calls]))
+        statuses = [subprocess.run(call, check=False).returncode for call in calls]
+        return int(any(statuses))
     quiet_libraries()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     defaults = vars(parser.parse_args([]))
