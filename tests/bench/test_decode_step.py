@@ -96,12 +96,15 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, Any, Any]:
 HIDDEN = torch.randn(2, TINY.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
 
 
-def test_a_replay_that_is_timed_cold_flushes_before_each_layer_and_a_warm_one_never(
+def test_a_replay_that_is_timed_cold_flushes_before_each_layer_and_has_the_results_of_a_warm_one_that_never_does(
     cold: tuple[torch.Tensor, Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushes, warm, time_cold = cold
     warm(HIDDEN)
     assert flushes == 0
+    with pytest.raises(AssertionError, match="with flushes between layers, layer 0: the relative"):
+        time_cold(lambda *args: [out * 1.2 for out in warm(*args)], (HIDDEN,))
+    assert time_cold(warm, (HIDDEN,)).us > 0
     monkeypatch.setattr(timing.ColdTimer, "measure", lambda self, replay: replay)
     replay = time_cold(warm, (HIDDEN,))
     flushes.zero_()
@@ -109,13 +112,6 @@ def test_a_replay_that_is_timed_cold_flushes_before_each_layer_and_a_warm_one_ne
     assert flushes == 3
     assert decode_step.differs(got, warm(HIDDEN)) == ""
     assert flushes == 3
-
-
-def test_a_cold_step_with_other_results_is_a_fault(cold: tuple[torch.Tensor, Any, Any]) -> None:
-    _, warm, time_cold = cold
-    with pytest.raises(AssertionError, match="with flushes between layers, layer 0: the relative"):
-        time_cold(lambda *args: [out * 1.2 for out in warm(*args)], (HIDDEN,))
-    assert time_cold(warm, (HIDDEN,)).us > 0
 
 
 def test_graphs_alone_are_timed_cold() -> None:

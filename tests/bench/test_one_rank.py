@@ -60,17 +60,15 @@ def test_steps_of_a_whole_rank_are_timed_beside_the_floor_of_its_weights(
     script: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bytes_of = {}
-    for size in ("1", "2"):
-        sizes = ["--layers", "2", "--batches", "1,2", "--prompt", "1", "--whole-ranks", size]
+    for size, batches in ((1, [1]), (2, [1, 2])):
+        sizes = ["--layers", "2", "--prompt", "1", "--whole-ranks", str(size)]
+        sizes += ["--batches", ",".join(map(str, batches))]
         assert script["main"](["--parts", "whole", *sizes, "--out", str(tmp_path), *TRIAL]) == 0
         found = record(tmp_path, "whole")
-        assert [(row["batch"], row["ranks"], row["layers"]) for row in found["rows"]] == [
-            (1, int(size), 2),
-            (2, int(size), 2),
-        ]
+        assert [(row["batch"], row["ranks"], row["layers"]) for row in found["rows"]] == [(n, size, 2) for n in batches]
         assert all(row["step_ms"] > 0 and "floor_ms" in row for row in found["rows"])
         bytes_of[size] = found["bytes_of_a_rank"]
-    assert 0.5 < bytes_of["2"] / bytes_of["1"] < 0.9  # what ranks share is whole on each
+    assert 0.5 < bytes_of[2] / bytes_of[1] < 0.9  # what ranks share is whole on each
     assert "collectives excluded" in capsys.readouterr().out
 
 
