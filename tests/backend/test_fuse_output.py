@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.passes import fusion
-from dsv4_compile.selection import proven
+from dsv4_compile.selection import decisions, proven
 from dsv4_compile.testing import assert_bitwise
 from tests.backend.functional import Fused, fused
 
@@ -211,9 +211,13 @@ def test_compared_times_include_all_calls(kernels: None, monkeypatch: pytest.Mon
     """The first GEMM takes longer because it quantizes; the sum of both decides."""
     us = {FIRST: 5.0, SECOND: 9.0, INTO: 6.0}
     on(monkeypatch, "cuda sm_90")
+    impls = {FIRST: "inductor", SECOND: "inductor", INTO: "triton"}
+    foreseen = {op: decisions.Decision(op, impl, f"as {op}") for op, impl in impls.items()}
+    monkeypatch.setattr(fusion.registry, "foresee", lambda call, options: foreseen[call.op])
     monkeypatch.setattr(fusion.registry, "microseconds", lambda call, decision: us[call.op])
     result = compare(Layer().whole, {})
     assert result.ops == FUSED
-    assert result.fusions[0].reason.endswith("measured at the nearest size: fused 11.0 us, separate 14.0 us")
+    times = "measured at the nearest size: fused 11.0 us, separate 14.0 us"
+    assert result.fusions[0].reason == f"triton: as {INTO}; {times}"
     us[SECOND] = 5.0
     assert compare(Layer().whole, {}).reasons == ["measured at the nearest size: fused 11.0 us, separate 10.0 us"]

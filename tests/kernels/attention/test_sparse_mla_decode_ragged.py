@@ -107,10 +107,12 @@ def test_rows_without_a_bound_are_unsupported_where_they_would_fill_memory() -> 
     why_unsupported = refusal(OP)
     assert why_unsupported is not None
     args: list[Any] = list(op_samples(OP)[0])
-    args[2] = args[2][:1].expand(2**27)
+    args[2] = args[2][:1].expand(-(-kernel.MAX_ROWS_NUMEL // args[0].shape[0]))
     assert why_unsupported(*args) == ""
     args[13] = 0
     assert "give max_entries" in why_unsupported(*args)
+    args[2] = args[2][1:]
+    assert why_unsupported(*args) == ""
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
