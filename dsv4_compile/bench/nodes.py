@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 Call = Callable[[], Any]
-_GRAPH_CALL = "cudaGraphLaunch"
-_LAUNCH_CALLS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset")
+_GRAPH_CALL = re.compile("(cuda|cu|hip)GraphLaunch")
+_LAUNCH_CALL = re.compile("(cuda|cu|hip)(Ext)?(Module)?(LaunchKernel|LaunchCooperativeKernel|Memcpy|Memset)")
 """Beginnings of the names of the driver's calls, as the profiler writes them."""
 _REPEATS, _IN_A_ROW = 4, 5
 _LEAST, _MOST, _SECONDS = 20, 2000, 1.0
@@ -60,8 +61,8 @@ def launches_of_host(call: Call) -> dict[str, int]:
         call()
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type.name == "CPU"]
-    graphs = sum(name.startswith(_GRAPH_CALL) for name in names)
-    return {"graph_launches": graphs, "launches": sum(name.startswith(_LAUNCH_CALLS) for name in names)}
+    kinds = {"graph_launches": _GRAPH_CALL, "launches": _LAUNCH_CALL}
+    return {kind: sum(bool(pattern.match(name)) for name in names) for kind, pattern in kinds.items()}
 
 
 def by_name(found: Sequence[Node]) -> list[tuple[str, int, float]]:
