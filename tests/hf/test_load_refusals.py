@@ -240,6 +240,9 @@ def test_a_configuration_of_another_model_is_named(good: Path, tmp_path: Path, c
 
 def test_paths_that_are_no_folder_say_what_to_pass(good: Path, tmp_path: Path) -> None:
     official.copied(good, tmp_path / "nested" / "snapshots" / "0a1b")
+    for name in "abcd":
+        (tmp_path / "several" / name).mkdir(parents=True)
+        (tmp_path / "several" / name / "config.json").write_text("{}")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     for path, message in {
@@ -247,6 +250,7 @@ def test_paths_that_are_no_folder_say_what_to_pass(good: Path, tmp_path: Path) -
         tmp_path / "nothing": "no folder",
         good / "config.json": rf"a file[\s\S]*pass its folder, {good}",
         tmp_path / "nested": r"no config.json[\s\S]*nested/snapshots/0a1b",
+        tmp_path / "several": r"several/a, \S+/b, \S+/c(?![\s\S]*several/d)",
         tmp_path / "adapter": "adapters alone are no model",
     }.items():
         fault = refused(path)
