@@ -131,7 +131,7 @@ def attention(args: argparse.Namespace, device: torch.device, command: str) -> i
 
     def so_far(record: Row) -> None:
         shares(record["rows"])
-        save(record | {"collectives": EXCLUDED}, args.out)
+        save(record | {"collectives": EXCLUDED, "verdicts": verdicts(record["rows"])}, args.out)
 
     with progress.listen(progress.lines(sys.stderr)):
         record = bench.run(

@@ -44,6 +44,7 @@ def test_layers_of_each_kind_are_timed_beside_one_rank(
     found = record(tmp_path, "attention")
     said = "python examples/benchmarks/one_rank.py --parts attention --ranks 1,8 --eager --tiny"
     assert found["command"] == said, "without folders of this machine"
+    assert found["verdicts"] == [], "of batch 32"
     rows = found["rows"]
     assert [(row["ranks"], row["layer"]) for row in rows] == [(n, kind) for n in (1, 8) for kind in script["MOST"]]
     assert [[layer.config.num_heads for layer in each.layers] for each in built] == [[8]] * 3 + [[1]] * 3
