@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from dsv4_compile.metadata import BlockTables, build_metadata
 from dsv4_compile.metadata.on_cpu import build_on_cpu
@@ -51,18 +52,21 @@ def test_one_op_builds_what_its_parts_do(tokens: int, ratios: tuple[int, ...]) -
         assert_bitwise(a, b)
 
 
-def test_a_graph_on_a_cpu_builds_metadata_with_one_call() -> None:
+@pytest.mark.parametrize(("device", "calls"), [("cpu", 1), ("meta", 0)])
+def test_a_graph_on_a_cpu_builds_metadata_with_one_call_and_others_by_its_parts(device: str, calls: int) -> None:
     targets: list[str] = []
 
     def look(gm: torch.fx.GraphModule, _: Any) -> Any:
         targets.extend(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
         return gm
 
-    call = arguments(7, (4, 128))
+    call = pytree.tree_map_only(Tensor, lambda x: x.to(device), arguments(7, (4, 128)))
     got = torch.compile(build_metadata, backend=look, fullgraph=True)(**call)
     for a, b in zip(leaves(got), leaves(build_metadata(**call)), strict=True):
-        assert_bitwise(a, b)
-    assert len([target for target in targets if target.startswith("dsv4_metadata.build")]) == 1
+        assert (a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape)
+        if device == "cpu":
+            assert_bitwise(a, b)
+    assert len([target for target in targets if target.startswith("dsv4_metadata.build")]) == calls
 
 
 def test_the_op_keeps_its_promises() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
 import torch
@@ -19,11 +19,13 @@ def nested(c128: object = None) -> AttentionMetadata:
 
 
 @pytest.mark.parametrize("cls", [BlockTables, WindowMetadata, CompressedMetadata])
-def test_every_field_is_a_leaf(cls: type) -> None:
+def test_every_field_is_a_leaf_that_nothing_replaces(cls: type) -> None:
     value = filled(cls)
     leaves, spec = pytree.tree_flatten(value)
     assert leaves == [getattr(value, f.name) for f in fields(cls)]
     assert pytree.tree_unflatten(leaves, spec) == value
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, fields(cls)[0].name, None)
 
 
 def test_metadata_prints_shapes_and_no_values() -> None:

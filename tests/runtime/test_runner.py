@@ -283,6 +283,7 @@ MISUSE: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "warm_up twice": ("E425", "has captured", lambda: warm().warm_up()),
     "over capacity": ("E204", f"{CAPACITY + 1} tokens", lambda: warm().step(CAPACITY + 1)),
     "no tokens": ("E204", "0 tokens", lambda: warm().step(0)),
+    "fewer than none": ("E204", "-1 tokens", lambda: warm().step(-1)),
     "both sizes": ("E201", "num_reqs=1", lambda: warm().step(1, num_reqs=1)),
     "run without a sampler": ("E201", "without a sampler", lambda: warm().run(1, 1)),
     "a longer run": ("E204", "max_run_steps=2", lambda: warm(sampler="greedy", max_run_steps=2).run(3, 1)),
