@@ -50,3 +50,5 @@ def test_a_demo_of_one_token_raises() -> None:
 def test_sizes_of_v4_flash_are_those_that_transformers_gives_a_model() -> None:
     config = DeepseekV4Config()
     assert {name: getattr(config, name) for name in tiny.FLASH} == tiny.FLASH
+    shared = ("head_dim", "qk_rope_head_dim", "hc_sinkhorn_iters", "sliding_window", "index_head_dim", "index_topk")
+    assert all(tiny.REAL_ATTENTION[name] == tiny.FLASH[name] for name in shared)
