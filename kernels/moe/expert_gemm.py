@@ -18,8 +18,6 @@ from ..device.quant import ue8m0_scale
 MX_TILE, WEIGHT_TILE = tl.constexpr(_MX_TILE), tl.constexpr(_WEIGHT_TILE)
 NIBBLES = tl.constexpr(8)  # e2m1 in a 32-bit word
 WORD_COLUMNS = tl.constexpr(128)  # elements of K whose four scales are one word
-PAIR_BITS = tl.constexpr(-0x7E3F7E40)  # the sign and the three bits of e2m1 in two bfloat16, 0x81C081C0
-MULTIPLIED_ROWS = tl.constexpr(128)
 USUAL_FIRST = tl.constexpr(16)  # byte of the smallest scale, 2^-111, that one multiplication can apply
 USUAL = tl.constexpr(65536.0)  # what such weights lack: one multiplication by scale and 2^126 would exceed bfloat16
 MULTIPLY_USUAL = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
@@ -44,24 +42,16 @@ def unpacked_position(k):
 def unpack_mxfp4(words, scales, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, PTX: tl.constexpr, ANY: tl.constexpr):
     """Return bfloat16 [ROWS, BLOCK_K] of int32 words [ROWS, BLOCK_K / 8] and int32 UE8M0 bytes [ROWS, BLOCK_K / 32].
 
-    Two nibbles become a pair of bfloat16: the sign at bit 15 and the rest at bits 8 to 6 is the value times 2^-126,
-    subnormals included. Both are shifted at once by a multiplication; tiles of few rows, those of few CTAs, take one
-    shift for each, which is slower but has the shorter latency. With ANY it is multiplied by 2^126 and then by the scale, each exact; at once both
+    Two nibbles become a pair of bfloat16 by shifts: the sign at bit 15 and the rest at bits 8 to 6 is the value times
+    2^-126, subnormals included. With ANY it is multiplied by 2^126 and then by the scale, each exact; at once both
     would exceed bfloat16's exponent. A scale of 2^-127 is subnormal, and byte 255 is NaN. Without ANY the scales are
     usual ones, and the result is that by 1 / USUAL, of one multiplication.
     """
     words = tl.reshape(words, [ROWS, BLOCK_K // MX_TILE, 4])
-    if ROWS >= MULTIPLIED_ROWS:
-        upper = words >> 8
-        pair0 = ((words & 0x000F000F) * 0x1040) & PAIR_BITS
-        pair1 = ((words & 0x00F000F0) * 0x0104) & PAIR_BITS
-        pair2 = ((upper & 0x000F000F) * 0x1040) & PAIR_BITS
-        pair3 = ((upper & 0x00F000F0) * 0x0104) & PAIR_BITS
-    else:
-        pair0 = ((words << 12) & -0x7FFF8000) | ((words << 6) & 0x01C001C0)
-        pair1 = ((words << 8) & -0x7FFF8000) | ((words << 2) & 0x01C001C0)
-        pair2 = ((words << 4) & -0x7FFF8000) | ((words >> 2) & 0x01C001C0)
-        pair3 = (words & -0x7FFF8000) | ((words >> 6) & 0x01C001C0)
+    pair0 = ((words << 12) & -0x7FFF8000) | ((words << 6) & 0x01C001C0)
+    pair1 = ((words << 8) & -0x7FFF8000) | ((words << 2) & 0x01C001C0)
+    pair2 = ((words << 4) & -0x7FFF8000) | ((words >> 2) & 0x01C001C0)
+    pair3 = (words & -0x7FFF8000) | ((words >> 6) & 0x01C001C0)
     pairs = tl.join(tl.join(pair0, pair2), tl.join(pair1, pair3))
     if ANY:
         scales = tl.maximum(scales << 7, 0x40) | (((scales + 1) >> 2) & 0x40)

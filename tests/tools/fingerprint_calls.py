@@ -151,7 +151,6 @@ def grouped_linear() -> Calls:
 def moe_experts() -> Calls:
     """Yield 16 experts of V4-Flash in every format, with a shared expert and without, for few tokens and many."""
     experts, hidden, inner = 16, FLASH.hidden, 2048
-    many = 256  # of which 32 tokens need more CTAs than run at once
 
     def mxfp4(*shape: int) -> tuple[Tensor, Tensor]:
         packed = zeros(*shape[:-1], shape[-1] // 2, dtype=BYTES)
@@ -177,8 +176,6 @@ def moe_experts() -> Calls:
         yield f"{name}, {tokens} tokens", (*tokens_args, *weights)
         if name == "MXFP4":
             yield f"interleaved, {tokens} tokens", (*tokens_args, *weights, *shared, 10.0, 0, True)
-    tokens_args = zeros(32, hidden), ints(32, 6), zeros(32, 6, dtype=F32)
-    yield f"MXFP4, {many} experts", (*tokens_args, *pair(mxfp4, many), *shared)
 
 
 @register
