@@ -24,6 +24,8 @@ from dsv4_compile.integrations.vllm.geometry import CacheKind, cache_kinds
 from dsv4_compile.integrations.vllm.step import StepBuffers, table_sets
 from dsv4_compile.integrations.vllm.weights import AttentionWeights
 from dsv4_compile.metadata import AttentionMetadata, BlockTables, build_batch_metadata
+from dsv4_compile.parallel import Ranks, attention_config
+from dsv4_compile.parallel.split import attention_sizes
 
 FLASH = DeepseekV4Config.flash()
 SWA_LAYER, CSA_LAYER, HCA_LAYER = 0, 2, 3
@@ -107,7 +109,7 @@ def test_names_of_a_model_are_read_without_importing_it(tmp_path: Path) -> None:
         (limits.Engine(drafts="ngram"), "has not been run"),
         (limits.Engine(parallel=(("decode_context_parallel_size", 2),)), "pages of all ranks"),
         (limits.Engine(parallel=(("prefill_context_parallel_size", 2),)), "part of a request"),
-        (limits.Engine(parallel=(("tensor_parallel_size", 4),)), "tensor_parallel_size=4"),
+        (limits.Engine(parallel=(("pipeline_parallel_size", 2),)), "its own layers only"),
         (limits.Engine(cache_dtype="bfloat16"), "FlashInfer alone"),
         (limits.Engine(attention_backend="FLASHINFER_MLA_SPARSE_DSV4"), "FlashInfer's rows"),
         (limits.Engine(indexer_fp4=True), "indexer keys are fp8"),
@@ -264,7 +266,7 @@ def test_table_of_a_group_keeps_its_address() -> None:
 
 
 SMALL = DeepseekV4Config(
-    hidden_size=128, num_layers=1, num_heads=2, q_lora_rank=128, o_groups=1, o_lora_rank=128, compress_ratios=(4,)
+    hidden_size=128, num_layers=1, num_heads=2, q_lora_rank=128, o_groups=2, o_lora_rank=128, compress_ratios=(4,)
 )
 
 
@@ -292,6 +294,28 @@ def test_weights_come_in_pieces_and_others_pass_by(fp8: bool) -> None:
     for name, parameter in layer.named_parameters():
         vllm_name = f"{name.removesuffix('.scale')}.weight_scale_inv" if name.endswith(".scale") else name
         assert torch.equal(parameter.float(), tensors[f"layers.0.attn.{vllm_name}"].float())
+
+
+def test_rank_loads_its_heads_and_groups() -> None:
+    _, tensors = weights(True)
+    for rank in range(2):
+        ranks = Ranks(rank, 2, "")
+        layer = DeepseekV4Attention(attention_config(SMALL, ranks, fp8=True), 0, kv_cache_dtype="fp8_ds_mla", fp8=True)
+        loader = AttentionWeights({0: layer}, ranks)
+        assert list(loader.others(tensors.items())) == []
+        loader.finish()
+        assert layer.wq_b.weight.shape[0] == SMALL.num_heads * SMALL.head_dim // 2
+        for name, half in (("wq_b.weight", 0), ("attn_sink", 0), ("wo_a.weight", 0), ("wo_b.weight", 1)):
+            want = tensors[f"layers.0.attn.{name}"].chunk(2, half)[rank]
+            assert torch.equal(layer.get_parameter(name).float(), want.float()), name
+        scale = tensors["layers.0.attn.wo_b.weight_scale_inv"].chunk(2, 1)[rank]
+        assert torch.equal(layer.wo_b.scale.float(), scale.float())
+
+
+@pytest.mark.parametrize(("number", "words"), [(2, ""), (4, "2 attention heads, 2 output groups"), (3, "use 1 or 2")])
+def test_ranks_that_do_not_divide_attention_are_a_reason(number: int, words: str) -> None:
+    reason = limits.why_undivided(attention_sizes(SMALL, fp8=True), number)
+    assert bool(reason) == bool(words) and words in reason
 
 
 def test_weight_that_does_not_come_is_an_error_with_its_name() -> None:

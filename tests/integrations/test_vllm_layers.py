@@ -14,10 +14,11 @@ from dsv4_compile import DSV4Error
 from dsv4_compile.integrations.vllm import _compat, registration, whole_limits
 from dsv4_compile.integrations.vllm.layer_parts import LayerParts
 from dsv4_compile.integrations.vllm.weights import LayerWeights, NamedTensors
+from dsv4_compile.parallel import Ranks
 from dsv4_compile.reference.common.block_scale import dequantize_weight
 from dsv4_compile.reference.common.quant import dequantize_mxfp4, quantize_mxfp4
 
-HIDDEN, WIDTH, EXPERTS, TOP_K, VOCAB, STREAMS = 256, 128, 5, 2, 16, 2
+HIDDEN, WIDTH, EXPERTS, TOP_K, VOCAB, STREAMS = 256, 256, 6, 2, 16, 2
 HASHED, BIASED = 0, 1
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 LEFT_OUT = {"ignored_layers": [f"model.layers.{i}.ffn.{part}experts" for i in (0, 1) for part in ("", "shared_")]}
@@ -120,9 +121,9 @@ class Checkpoint:
         return out
 
 
-def loaded(checkpoint: Checkpoint, interleaved: bool = False) -> LayerParts:
+def loaded(checkpoint: Checkpoint, interleaved: bool = False, **of_rank: Any) -> LayerParts:
     """Return the layer of a checkpoint, whose tensors came in two pieces and in another order."""
-    parts = LayerParts(hf_config(**CHECKPOINTS[checkpoint.kind]), checkpoint.index, torch.bfloat16)
+    parts = LayerParts(hf_config(**CHECKPOINTS[checkpoint.kind]), checkpoint.index, torch.bfloat16, **of_rank)
     parts.ffn.interleaved |= interleaved
     load(parts, checkpoint)
     return parts
@@ -144,6 +145,18 @@ def test_experts_of_a_checkpoint_are_those_of_its_values(kind: str, index: int) 
     x, tokens = torch.randn(7, HIDDEN, generator=checkpoint.random).bfloat16(), torch.arange(7)
     got, want = loaded(checkpoint).ffn(x, tokens).float(), checkpoint.experts(x, tokens)
     assert float((got - want).norm(dim=1).div(want.norm(dim=1)).max()) < 1e-2
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["rows", "experts"])
+@pytest.mark.parametrize("kind", ["bfloat16", "fp4", "fp8"])
+def test_experts_of_all_ranks_add_up_to_those_of_one(kind: str, whole: bool) -> None:
+    checkpoint = Checkpoint(kind, BIASED)
+    x, tokens = torch.randn(7, HIDDEN, generator=checkpoint.random).bfloat16(), torch.arange(7)
+    ranks = [loaded(checkpoint, ranks=Ranks(rank, 2, ""), whole=whole).ffn for rank in range(2)]
+    got, want = sum(rank(x, tokens).float() for rank in ranks), checkpoint.experts(x, tokens)
+    assert float((got - want).norm(dim=1).div(want.norm(dim=1)).max()) < 1e-2
+    shape = (EXPERTS // 2, 2 * WIDTH) if whole else (EXPERTS, WIDTH)
+    assert [rank.w13.shape[:2] for rank in ranks] == [shape] * 2
 
 
 def test_connections_have_the_tensors_of_the_checkpoint() -> None:
@@ -190,7 +203,7 @@ def broken(change: Any) -> NamedTensors:
             r"no tensor layers\.1\.ffn\.experts\.3\.w2\.scale",
         ),
         (lambda named: named.update({"layers.1.ffn.gate.tid2eid": torch.zeros(1)}), r"no ffn\.gate\.tid2eid"),
-        (lambda named: named.update({"layers.1.ffn.experts.5.w1.weight": torch.zeros(1)}), "no ffn.experts.5.w1"),
+        (lambda named: named.update({"layers.1.ffn.experts.6.w1.weight": torch.zeros(1)}), "no ffn.experts.6.w1"),
         (lambda named: named.update({"layers.1.hc_ffn_scale": torch.zeros(4)}), r"hc_ffn_scale.*\[4\]"),
         (
             lambda named: named.update({"layers.1.ffn.experts.0.w1.weight": torch.zeros(WIDTH, HIDDEN // 2)}),
@@ -255,7 +268,8 @@ def test_unsupported_model_has_one_reason(hf: dict[str, Any], words: str) -> Non
     ("parallel", "changes", "words"),
     [
         ({"data_parallel_size": 2}, {}, "data_parallel_size=2"),
-        ({"enable_expert_parallel": True}, {}, "enable_expert_parallel"),
+        ({"tensor_parallel_size": 3}, {}, "256 rows of an expert, 256 rows of the shared expert; use 1 or 2 or 4"),
+        ({"tensor_parallel_size": 4, "enable_expert_parallel": True}, {}, "6 experts; use 1 or 2 ranks"),
         ({"enable_eplb": True}, {}, "enable_eplb"),
         ({}, {"quantization": "fp8"}, "as they come"),
         ({}, {"enable_prompt_embeds": True}, "token ids"),

@@ -54,7 +54,7 @@ def test_dir_lists_names_that_are_not_loaded_yet() -> None:
     assert set(PUBLIC) <= set(dir(dsv4_compile))
 
 
-ENGINE_MODULES = ("attention", "caches", "layers", "model", "whole_model")
+ENGINE_MODULES = ("attention", "caches", "layers", "model", "tensor_parallel", "whole_model")
 NEED_AN_ENGINE = {f"dsv4_compile/integrations/vllm/{name}.py" for name in ENGINE_MODULES}
 """Modules that cannot be imported without an engine; `make test-vllm` reads what they document."""
 

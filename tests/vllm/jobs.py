@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 HERE = Path(__file__).parent
 TIMEOUT = 1500
 
@@ -21,7 +24,9 @@ class Job:
     lengths: of random prompts, served together first. shared: prompts that begin as an earlier one, `(which, tokens)`,
     served after them. record: compare every row of attention. breaks: block tables to break, one after the other, while
     prompts of `break_lengths` are served. rebind: bind other caches and serve again. workers: in their own processes.
-    plugin: the value of DSV4_VLLM. parts: compare what surrounds attention with vLLM's own.
+    plugin: the value of DSV4_VLLM. parts: compare what surrounds attention with vLLM's own. padding: add rows that are
+    no tokens to each step, up to a multiple of so many. together: serve `shared` with the others, not after them.
+    ranks: of tensor parallel, in processes of their own, which all record.
     """
 
     llm: dict[str, Any]
@@ -36,6 +41,9 @@ class Job:
     explain: str = ""
     plugin: str = "1"
     parts: bool = False
+    padding: int = 1
+    together: bool = False
+    ranks: int = 1
     program: ClassVar[Path] = HERE / "serve.py"
 
     def run(self, model: Path, folder: Path) -> dict[str, Any]:
@@ -61,6 +69,7 @@ class Job:
             environment_of(folder.parent)
             | paths
             | {
+                "VLLM_CPU_OMP_THREADS_BIND": "auto" if self.ranks == 1 else "nobind",
                 "DSV4_VLLM": self.plugin,
                 "DSV4_VLLM_EXPLAIN": self.explain,
                 "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.workers)),
@@ -84,3 +93,10 @@ def environment_of(cache: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def final_errors(folder: Path, ours: str, theirs: str) -> Tensor:
+    """Return |difference| / |row| of the model's outputs after equal tokens, of two runs."""
+    got, want = (torch.load(folder / name / "final.pt") for name in (ours, theirs))
+    pairs = [(got[tokens].float(), want[tokens].float()) for tokens in got if tokens in want]
+    return torch.stack([(a - b).norm() / b.norm() for a, b in pairs])

@@ -8,7 +8,7 @@ vLLM's caches, block tables and slots, chunks, prefixes that were not computed a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,10 +51,14 @@ class Row:
 
 @dataclass
 class Recording:
-    """Rows by request, in the order in which they were computed; `steps` holds the tokens of each step."""
+    """Rows by request, in the order in which they were computed; `steps` holds the tokens of each step.
+
+    padding: rows that are no tokens are added to each step, up to a multiple of so many, as CUDA graphs do.
+    """
 
     rows: dict[str, list[Row]] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
+    padding: int = 1
 
     def add(self, runner: Any, model: plugin.DeepseekV4Model, positions: Tensor, final: Tensor) -> None:
         """Record the step that has just run and returned `final`."""
@@ -73,8 +77,12 @@ class Recording:
         plain = runner._model_forward
 
         def forward(**kwargs: Any) -> Any:
-            out = plain(**kwargs)
-            self.add(runner, model, kwargs["positions"], out)
+            positions = kwargs["positions"]
+            more = -positions.shape[0] % self.padding
+            for name in ("input_ids", "positions"):  # those of a token, in the place of what graphs leave there
+                kwargs[name] = torch.cat([kwargs[name], kwargs[name][-1:].expand(more)])
+            out = plain(**kwargs)[: positions.shape[0]]
+            self.add(runner, model, positions, out)
             return out
 
         runner._model_forward = forward
@@ -125,36 +133,78 @@ class RecordingWholeForCausalLM(whole_model.DeepseekV4ForCausalLM):
 
 @dataclass
 class Errors:
-    """|ours - reference| / |reference| of every row: the worst of each layer, and how many rows there were."""
+    """|ours - reference| / |reference| of every row: the worst of each layer, and how many rows there were.
+
+    reused: rows that were not computed because of a prefix hit. again: rows that were computed before their request was
+    preempted as well; drift: the worst difference of the model's outputs for them.
+    hits: rows that were reused when a preempted request was resumed, and worst_after_hits the worst row of such
+    requests, apart: the reference does not know which of several computations a block holds.
+    """
 
     worst: list[float]
-    rows: int
-    reused: int
+    rows: int = 0
+    reused: int = 0
+    again: int = 0
+    drift: float = 0.0
+    hits: int = 0
+    worst_after_hits: float = 0.0
 
 
 @torch.no_grad()
-def compare(model: plugin.DeepseekV4Model, recording: Recording, tokens: dict[str, list[int]]) -> Errors:
-    """Run every request of `tokens` (all of its tokens, by request) again and compare."""
-    known: dict[tuple[int, ...], Row] = {}  # rows of earlier requests, by all tokens up to theirs
-    worst, rows, reused = [0.0] * len(model.attention), 0, 0
-    for name, recorded in recording.rows.items():
-        own = {row.position: row for row in recorded}
-        last = max(own)
-        for position in range(last + 1):
-            prefix = tuple(tokens[name][: position + 1])
-            if position in own:
-                known.setdefault(prefix, own[position])
-            else:  # a prefix hit
-                own[position], reused = known[prefix], reused + 1
-        sequence = [own[position] for position in range(last + 1)]
-        new = torch.tensor([position in {row.position for row in recorded} for position in range(last + 1)])
-        for i, attention in enumerate(model.attention.values()):
-            want = whole(attention.layer, torch.stack([row.inputs[i] for row in sequence])).float()
-            got = torch.stack([row.outputs[i] for row in sequence]).float()
-            error = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-6)
-            worst[i] = max(worst[i], float(error[new].nan_to_num(torch.inf).max()))
-        rows += int(new.sum())
-    return Errors(worst, rows, reused)
+def compare(
+    model: plugin.DeepseekV4Model, recording: Recording, tokens: dict[str, list[int]], layers: Sequence[Any] = ()
+) -> Errors:
+    """Run every request of `tokens` (all of its tokens, by request) again and compare.
+
+    `layers` are those of the reference, the model's own by default.
+    """
+    layers = layers or [attention.layer for attention in model.attention.values()]
+    known: dict[tuple[int, ...], Row] = {}  # the first that was computed, by all tokens up to theirs
+    errors = Errors([0.0] * len(model.attention))
+    passes = [(name, n, rows) for name, recorded in recording.rows.items() for n, rows in enumerate(split(recorded))]
+    for name, number, rows in passes:
+        first, prefixes = rows[0].position, [tuple(tokens[name][: i + 1]) for i in range(rows[-1].position + 1)]
+        assert [row.position for row in rows] == list(range(first, len(prefixes)))
+        for prefix, row in zip(prefixes[first:], rows, strict=True):
+            before = known.setdefault(prefix, row)
+            if number and before is not row:
+                errors.again += 1
+                errors.drift = max(errors.drift, float(relative(row.final, before.final)))
+        sequence = [known[prefix] for prefix in prefixes[:first]] + rows
+        for i, layer in enumerate(layers):
+            want = whole(layer, torch.stack([row.inputs[i] for row in sequence]))
+            got = torch.stack([row.outputs[i] for row in sequence])
+            worst = float(relative(got[first:], want[first:]).nan_to_num(torch.inf).max())
+            if number and first:
+                errors.worst_after_hits = max(errors.worst_after_hits, worst)
+            else:
+                errors.worst[i] = max(errors.worst[i], worst)
+        errors.rows += len(rows)
+        errors.reused += first
+        errors.hits += first if number else 0
+    return errors
+
+
+def named(rows: dict[str, list[Row]], tokens: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return the tokens of each recorded request; the runner's names of requests begin with those of `tokens`."""
+    return {name: next(t for key, t in tokens.items() if name.split("-")[0] == key) for name in rows}
+
+
+def outputs(rows: dict[str, list[Row]], tokens: dict[str, list[int]]) -> dict[tuple[int, ...], Tensor]:
+    """Return the model's output for each row, by all tokens up to its own."""
+    return {tuple(tokens[n][: row.position + 1]): row.final for n, found in rows.items() for row in found}
+
+
+def relative(got: Tensor, want: Tensor) -> Tensor:
+    """Return |got - want| / |want| over the last dim."""
+    got, want = got.float(), want.float()
+    return (got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-6)
+
+
+def split(recorded: list[Row]) -> list[list[Row]]:
+    """Return the rows of a request, apart for each time that it was begun: once, and again after each preemption."""
+    begins = [i for i, row in enumerate(recorded) if i == 0 or row.position <= recorded[i - 1].position]
+    return [recorded[a:b] for a, b in zip(begins, [*begins[1:], len(recorded)], strict=True)]
 
 
 STEP = 701

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def main(path: str) -> None:
     job = json.loads(Path(path).read_text())
     result: dict[str, Any] = {}
     recording = RECORDING_WHOLE if job["plugin"] == "all" else RECORDING
-    llm = start(job, PARTS if job["parts"] else recording if job["record"] else "")
+    llm = start(job, PARTS if job["parts"] else recording if job["record"] and job["ranks"] == 1 else "")
     from torch._dynamo import utils as dynamo
 
     random = torch.Generator().manual_seed(0)
@@ -62,6 +63,8 @@ def start(job: dict[str, Any], model: str) -> Any:
         sys.path.insert(0, str(Path(__file__).parent))
         ModelRegistry.register_model("DeepseekV4ForCausalLM", model)
     settings = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "seed": 0}
+    if job["ranks"] > 1:
+        settings |= {"tensor_parallel_size": job["ranks"], "worker_extension_cls": "ranks.RecordingRank"}
     settings |= {"model": job["model"], "skip_tokenizer_init": True, "dtype": "bfloat16"}
     return LLM(**settings | job["llm"])
 
@@ -77,8 +80,14 @@ def generate(llm: Any, prompts: list[list[int]], new_tokens: int) -> list[Any]:
     """Generate `new_tokens` greedily for each prompt, in one batch."""
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    greedy = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=2)
     return list(llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False))
+
+
+def margin_of(logprobs: Any) -> float:
+    """Return by how much the most probable token is more probable than the next one, in logarithms."""
+    first, second = sorted((token.logprob for token in logprobs.values()), reverse=True)[:2]
+    return float(first - second)
 
 
 def allow_chunks() -> None:
@@ -99,30 +108,35 @@ def allow_chunks() -> None:
 
 def serve(llm: Any, prompts: list[list[int]], job: dict[str, Any], broken: str) -> dict[str, Any]:
     """Serve the prompts, those that share a beginning after the others, and compare every row if it is recorded."""
-    recording = None
-    if job["record"]:
+    recording, ranks = None, job["ranks"] > 1
+    if ranks:
+        llm.collective_rpc("start_recording", args=(job["padding"],))
+    elif job["record"]:
         import recording as r
 
-        runner, recording = runner_of(llm), r.Recording()
+        runner, recording = runner_of(llm), r.Recording(padding=job["padding"])
         model = runner.get_model().model
         break_table(model, broken)
         llm.reset_prefix_cache()
     outputs = []
     with nullcontext() if recording is None else recording.of(runner, model):
-        for batch in (prompts[: len(job["lengths"])], prompts[len(job["lengths"]) :]):
+        first = len(prompts) if job["together"] else len(job["lengths"])
+        for batch in (prompts[:first], prompts[first:]):
             outputs += generate(llm, batch, job["new_tokens"]) if batch else []
     served: dict[str, Any] = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
-    if recording is not None:
-        tokens = {o.request_id: list(o.prompt_token_ids) + list(o.outputs[0].token_ids) for o in outputs}
-        # The runner's names of requests begin with those of the outputs.
-        named = {name: next(t for key, t in tokens.items() if name.split("-")[0] == key) for name in recording.rows}
+    served["margins"] = [[margin_of(token) for token in output.outputs[0].logprobs] for output in outputs]
+    if llm.llm_engine.log_stats:
+        served["preemptions"] = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+    tokens = {o.request_id: list(o.prompt_token_ids) + list(o.outputs[0].token_ids) for o in outputs}
+    if ranks:
+        served["ranks"] = llm.collective_rpc("finish_recording", args=(tokens, str(Path(job["out"]).parent)))
+    elif recording is not None:
+        named = r.named(recording.rows, tokens)
         with torch.device(runner.device):
             errors = r.compare(model, recording, named)
-        served |= {"worst": errors.worst, "rows": errors.rows, "reused": errors.reused, "steps": recording.steps}
-        served["sets"] = len(model.sets)
+        served |= asdict(errors) | {"steps": recording.steps, "sets": len(model.sets)}
         if not broken:
-            final = {tuple(named[n][: r.position + 1]): r.final for n, rows in recording.rows.items() for r in rows}
-            torch.save(final, Path(job["out"]).with_name("final.pt"))
+            torch.save(r.outputs(recording.rows, named), Path(job["out"]).with_name("final.pt"))
     return served
 
 

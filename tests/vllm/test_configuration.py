@@ -71,8 +71,8 @@ def test_layers_are_those_of_this_package_by_request_alone(model: Path, monkeypa
 
 
 def test_unsupported_layers_are_an_error_with_the_reasons_of_both(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = {"enable_expert_parallel": True, "kv_cache_dtype": "bfloat16"}
-    with pytest.raises(Exception, match=r"E802(.*\n)*.*FlashInfer alone.*enable_expert_parallel=True"):
+    arguments = {"enable_prompt_embeds": True, "kv_cache_dtype": "bfloat16"}
+    with pytest.raises(Exception, match=r"E802(.*\n)*.*FlashInfer alone.*enable_prompt_embeds"):
         configure(model, monkeypatch, on="all", **arguments)
 
 
@@ -101,7 +101,7 @@ def test_report_has_a_backend_of_its_own(model: Path, monkeypatch: pytest.Monkey
     [
         ({"kv_cache_dtype": "bfloat16"}, "FlashInfer alone"),
         ({"compilation_config": {"mode": 1}}, "mode 1"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 4}, "tensor_parallel_size=4: the model has 2 output groups; use 1 or 2 ranks"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}, "ngram"),
     ],
     ids=["cache", "mode", "ranks", "drafts"],
@@ -130,7 +130,7 @@ def test_every_name_of_vllm_exists() -> None:
     assert [name for name in _compat.NAMES if getattr(_compat, name, None) is None] == []
 
 
-@pytest.mark.parametrize("name", ["attention", "caches", "layers", "model", "whole_model"])
+@pytest.mark.parametrize("name", ["attention", "caches", "layers", "model", "tensor_parallel", "whole_model"])
 def test_everything_public_is_documented(name: str) -> None:
     module = importlib.import_module(f"dsv4_compile.integrations.vllm.{name}")
     own = [(n, v) for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"]

@@ -10,9 +10,7 @@ from typing import Any
 
 import checkpoint
 import pytest
-import torch
-from jobs import Job, environment_of
-from torch import Tensor
+from jobs import Job, environment_of, final_errors
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "08_vllm.py"
 TOLERANCE, EAGER_TOLERANCE = 3e-2, 5e-3
@@ -103,13 +101,6 @@ def test_layers_of_this_package_are_one_graph_of_its_ops(whole: dict[str, Any], 
     assert decided["moe_route"] == decided["moe_experts"] == decided["sparse_mla_decode"] == 4
     assert (decided["mhc_pre"], decided["mhc_boundary"], decided["mhc_head"]) == (1, 7, 1)
     assert report["cache_copies"] == [] and report["cache_hazards"] == []
-
-
-def final_errors(folder: Path, ours: str, theirs: str) -> Tensor:
-    """Return |difference| / |row| of the model's outputs after equal tokens, of two runs."""
-    got, want = (torch.load(folder / name / "final.pt") for name in (ours, theirs))
-    pairs = [(got[tokens].float(), want[tokens].float()) for tokens in got if tokens in want]
-    return torch.stack([(a - b).norm() / b.norm() for a, b in pairs])
 
 
 def test_outputs_are_those_of_the_layers_of_vllm(whole: dict[str, Any], compiled: dict[str, Any], folder: Path) -> None:

@@ -3,20 +3,21 @@
 vLLM loads the entry point `vllm.general_plugins` in each of its processes and calls `register`. Without `DSV4_VLLM=1`
 or `DSV4_VLLM=all` in the environment it does nothing. All names of vLLM stand in `_compat`.
 
-    registration   settings, versions, what vLLM is asked to change in its configuration
-    limits         configurations that are unsupported, each with its reason
-    whole_limits   those that are unsupported with DSV4_VLLM=all alone
-    geometry       the caches of a layer as vLLM pages them
-    caches         their owners in vLLM: specs, binding, metadata builders
-    step           a step's tensors, and the metadata of each group of caches that share a block table
-    attention      an attention layer in vLLM's decoder layer
-    weights        tensors of layers out of the checkpoint that vLLM reads
-    model          vLLM's model with this attention
-    experts        router and experts of a layer
-    layer_parts    hyper-connections and experts of a layer
-    layers         a decoder layer in the place of vLLM's
-    whole_model    vLLM's model with these layers
-    compiling      when and with which backend it is compiled, and the report of that
+    registration     settings, versions, what vLLM is asked to change in its configuration
+    limits           configurations that are unsupported, each with its reason
+    whole_limits     those that are unsupported with DSV4_VLLM=all alone
+    geometry         the caches of a layer as vLLM pages them
+    caches           their owners in vLLM: specs, binding, metadata builders
+    step             a step's tensors, and the metadata of each group of caches that share a block table
+    attention        an attention layer in vLLM's decoder layer
+    weights          tensors of layers out of the checkpoint that vLLM reads
+    tensor_parallel  ranks of vLLM's tensor parallel group, and their all-reduce
+    model            vLLM's model with this attention
+    experts          router and experts of a layer
+    layer_parts      hyper-connections and experts of a layer
+    layers           a decoder layer in the place of vLLM's
+    whole_model      vLLM's model with these layers
+    compiling        when and with which backend it is compiled, and the report of that
 """
 
 from __future__ import annotations

@@ -93,11 +93,13 @@ NAMES: dict[str, tuple[str, str]] = {
     "current_platform": ("vllm.platforms", "current_platform"),
     "extract_layer_index": ("vllm.model_executor.models.utils", "extract_layer_index"),
     "get_forward_context": ("vllm.forward_context", "get_forward_context"),
+    "get_tp_group": ("vllm.distributed.parallel_state", "get_tp_group"),
     "get_kv_quant_mode": ("vllm.v1.kv_cache_interface", "get_kv_quant_mode"),
     "init_logger": ("vllm.logger", "init_logger"),
     "reset_compile_wrapper": ("vllm.compilation.wrapper", "reset_compile_wrapper"),
     "set_current_vllm_config": ("vllm.config", "set_current_vllm_config"),
     "support_torch_compile": ("vllm.compilation.decorators", "support_torch_compile"),
+    "tensor_model_parallel_all_reduce": ("vllm.distributed", "tensor_model_parallel_all_reduce"),
     "TorchCompileWithNoGuardsWrapper": ("vllm.compilation.wrapper", "TorchCompileWithNoGuardsWrapper"),
 }
 """Module and attribute of each name that all versions have."""

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from ...cache import LayerCache
 from ...config import DeepseekV4Config
 from ...modules import DeepseekV4Attention
+from ...parallel import attention_config
 from . import _compat
 from .caches import CacheOwner
 from .geometry import cache_kinds
 from .step import Step, StepBuffers
+from .tensor_parallel import add_up, ranks_here
 
 
 class Attention(nn.Module):
@@ -23,18 +25,19 @@ class Attention(nn.Module):
         prefix: the layer's name, which contains its index.
 
     vLLM's decoder layer builds it and calls it. `owners` are its caches; `metadata_set` is the layer's number in
-    `Step.metadata`, None until every cache is bound.
+    `Step.metadata`, None until every cache is bound. `layer` has the heads of this rank among `ranks`, or all of them.
     """
 
     def __init__(self, vllm_config: Any, prefix: str, topk_indices_buffer: Tensor | None = None, **_: Any) -> None:
         super().__init__()
         hf, index = vllm_config.model_config.hf_config, _compat.extract_layer_index(prefix)
-        config = DeepseekV4Config.from_hf(hf)
+        config, fp8 = DeepseekV4Config.from_hf(hf), getattr(hf, "quantization_config", None) is not None
+        self.ranks = ranks_here()
         self.layer = DeepseekV4Attention(
-            config,
+            config if self.ranks is None else attention_config(config, self.ranks, fp8=fp8),
             index,
             kv_cache_dtype="fp8_ds_mla",
-            fp8=getattr(hf, "quantization_config", None) is not None,
+            fp8=fp8,
             dtype=vllm_config.model_config.dtype,
             max_seq_len=vllm_config.model_config.max_model_len,
         )
@@ -63,7 +66,7 @@ class Attention(nn.Module):
             return self.layer.dummy_run(hidden)
         assert isinstance(step, Step)
         cache = LayerCache(**{owner.kind.name: owner.pages for owner in self.owners if owner.pages is not None})
-        return self.layer(hidden, step.metadata[self.metadata_set], cache)
+        return add_up(self.layer(hidden, step.metadata[self.metadata_set], cache), self.ranks)
 
 
 def step_buffers(vllm_config: Any, config: DeepseekV4Config) -> StepBuffers:

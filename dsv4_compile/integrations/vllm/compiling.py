@@ -79,5 +79,6 @@ def explaining(model: Any) -> Iterator[None]:
             _watch.reset(token)
     seconds = time.monotonic() - started
     report = assemble(watch, target=type(model).__qualname__, backend=BACKEND, seconds=seconds, calls=1)
-    path = report.save(Registered.settings.explain)
-    _compat.log("the report of the compilation is in %s", path)
+    if _compat.get_tp_group().rank_in_group == 0:  # ranks compile the same
+        path = report.save(Registered.settings.explain)
+        _compat.log("the report of the compilation is in %s", path)

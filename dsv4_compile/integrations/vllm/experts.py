@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...parallel import Ranks
+from ...parallel.split import Split, part_of
 from ...reference.moe.expert_weights import SCALE_COLUMNS, interleave_, scale_shape
 
 _ops: Any = torch.ops.dsv4
@@ -49,6 +51,10 @@ EXPERTS = re.compile(r"(?:model\.)?layers\.(\d+\.ffn\.(?:shared_)?experts)(?:\.|
 """Names by which a configuration leaves experts out of the quantisation."""
 
 
+_MATRIX = re.compile(r"(?:experts\.(\d+)|shared_experts)\.w([123])\.(?:weight|scale)")
+"""Names of experts' matrices: the expert's number, None for the shared one, and which of its three."""
+
+
 def unquantised(quantisation: Any) -> list[str]:
     """Return the names that a checkpoint's `quantization_config` leaves out."""
     names = quantisation.get("ignored_layers") or quantisation.get("modules_to_not_convert") or ()
@@ -68,31 +74,49 @@ class Experts(nn.Module):
         index: the layer's index; the first `num_hash_layers` route by a table of token ids.
         dtype: of floating weights.
         interleaved: keep MXFP4 weights interleaved. None: on a GPU, where their sizes allow it.
+        ranks: which have equal parts of the experts; `forward` returns a term of their sum. None for one rank.
+        whole: ranks have whole routed experts, in their order, rather than rows of all of them.
 
     `w13` and `w2` are those of `reference.moe.moe_experts.ExpertsArguments`.
     """
 
-    def __init__(self, hf: Any, index: int, dtype: torch.dtype, interleaved: bool | None = None) -> None:
+    def __init__(
+        self,
+        hf: Any,
+        index: int,
+        dtype: torch.dtype,
+        interleaved: bool | None = None,
+        ranks: Ranks | None = None,
+        whole: bool = False,
+    ) -> None:
         super().__init__()
-        formats, hidden, width = Formats.of(hf, index), hf.hidden_size, hf.moe_intermediate_size
+        formats, hidden = Formats.of(hf, index), hf.hidden_size
         experts, self.top_k = hf.n_routed_experts, hf.num_experts_per_tok
+        self.ranks, number = ranks, 1 if ranks is None else ranks.size
+        rows = hf.moe_intermediate_size // number  # of the shared expert
+        width = hf.moe_intermediate_size if whole else rows
+        own = range(experts) if ranks is None or not whole else range(*ranks.part(experts))
+        self.own, self.whole = own, whole
         self.scale, self.limit = float(hf.routed_scaling_factor), float(hf.swiglu_limit)
         hashed = index < hf.num_hash_layers
         self.gate = parameter(experts, hidden, dtype=dtype)
         self.bias = None if hashed else parameter(experts, dtype=torch.float32)
         self.tid2eid = parameter(hf.vocab_size, self.top_k, dtype=torch.int32) if hashed else None
         routed, shared = ((name, dtype, formats.scales) for name in (formats.routed, formats.shared))
-        self.w13, self.w13_scale = _weight(routed, experts, 2 * width, hidden)
-        self.w2, self.w2_scale = _weight(routed, experts, hidden, width)
+        self.w13, self.w13_scale = _weight(routed, len(own), 2 * width, hidden)
+        self.w2, self.w2_scale = _weight(routed, len(own), hidden, width)
         self.shared_w13 = self.shared_w2 = self.shared_w13_scale = self.shared_w2_scale = None
         if hf.n_shared_experts:
-            self.shared_w13, self.shared_w13_scale = _weight(shared, 2 * width, hidden)
-            self.shared_w2, self.shared_w2_scale = _weight(shared, hidden, width)
+            self.shared_w13, self.shared_w13_scale = _weight(shared, 2 * rows, hidden)
+            self.shared_w2, self.shared_w2_scale = _weight(shared, hidden, rows)
         fits = formats.routed == MXFP4 and hidden % SCALE_COLUMNS == 0 and width % SCALE_COLUMNS == 0
         self.interleaved = fits and (self.w13.is_cuda if interleaved is None else interleaved)
 
     def forward(self, x: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the sum of the experts of x `[T, hidden_size]`, in its shape; `token_ids` `[T]` are its tokens."""
+        """Return the sum of the experts of x `[T, hidden_size]`, in its shape; `token_ids` `[T]` are its tokens.
+
+        With ranks, the part of the sum that this rank has.
+        """
         table = None if self.tid2eid is None else token_ids
         ids, weights = _ops.moe_route(x, self.gate, self.bias, table, self.tid2eid, self.top_k, self.scale)
         out: Tensor = _ops.moe_experts(
@@ -108,7 +132,7 @@ class Experts(nn.Module):
             self.shared_w13_scale,
             self.shared_w2_scale,
             self.limit,
-            0,
+            self.own.start,
             self.interleaved,
         )
         return out
@@ -123,16 +147,29 @@ class Experts(nn.Module):
             yield "gate.bias", self.bias
         if self.tid2eid is not None:
             yield "gate.tid2eid", self.tid2eid
-        for number in range(self.w13.shape[0]):
+        for place, number in enumerate(self.own):
             for suffix, w13, w2 in (("weight", self.w13, self.w2), ("scale", self.w13_scale, self.w2_scale)):
                 if w13 is not None and w2 is not None:
-                    yield from _parts(f"experts.{number}", suffix, w13[number], w2[number])
+                    yield from _parts(f"experts.{number}", suffix, w13[place], w2[place])
         for suffix, w13, w2 in (
             ("weight", self.shared_w13, self.shared_w2),
             ("scale", self.shared_w13_scale, self.shared_w2_scale),
         ):
             if w13 is not None and w2 is not None:
                 yield from _parts("shared_experts", suffix, w13, w2)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor | None:
+        """Return what this rank has of a tensor of the checkpoint by its name, `experts.7.w1.scale`: None if nothing.
+
+        Raises E701 unless ranks divide its rows.
+        """
+        match = _MATRIX.fullmatch(name)
+        if self.ranks is None or match is None:
+            return tensor
+        if match[1] is not None and self.whole:
+            others = set(range(self.gate.shape[0])) - set(self.own)
+            return None if int(match[1]) in others else tensor
+        return part_of(tensor, Split(1 if match[2] == "2" else 0), self.ranks)
 
     def settle(self) -> None:
         """Bring the weights into the order that `forward` reads, after all of them were filled."""

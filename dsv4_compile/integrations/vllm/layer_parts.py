@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...parallel import Ranks
 from .experts import Experts, parameter
 
 _ops: Any = torch.ops.dsv4
@@ -52,19 +53,25 @@ class LayerParts(nn.Module):
     """Hyper-connections and experts of a decoder layer.
 
     Args:
-        hf: configuration of the model. index: of the layer. dtype: of floating weights.
+        hf: configuration of the model. index: of the layer. dtype: of floating weights. ranks, whole: see `Experts`.
     """
 
-    def __init__(self, hf: Any, index: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, hf: Any, index: int, dtype: torch.dtype, ranks: Ranks | None = None, whole: bool = False
+    ) -> None:
         super().__init__()
         self.hc_attn, self.hc_ffn = Connection(hf, dtype), Connection(hf, dtype)
-        self.ffn = Experts(hf, index, dtype)
+        self.ffn = Experts(hf, index, dtype, ranks=ranks, whole=whole)
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what the tensors of a checkpoint fill, by their names there, `ffn.gate.weight`. Call `settle` after."""
         yield from self.hc_attn.slots("attn")
         yield from self.hc_ffn.slots("ffn")
         yield from ((f"ffn.{name}", slot) for name, slot in self.ffn.slots())
+
+    def part(self, name: str, tensor: Tensor) -> Tensor | None:
+        """Return what this rank has of a tensor of a checkpoint, None if that is nothing."""
+        return self.ffn.part(name.removeprefix("ffn."), tensor) if name.startswith("ffn.") else tensor
 
     def settle(self) -> None:
         """Finish weights that were filled, see `Experts.settle`."""

@@ -10,6 +10,7 @@ from . import _compat
 from .attention import Attention
 from .layer_parts import LayerParts, Pending
 from .step import Step
+from .tensor_parallel import add_up, ranks_here
 
 
 class DecoderLayer(LayerParts):
@@ -21,8 +22,9 @@ class DecoderLayer(LayerParts):
     """
 
     def __init__(self, vllm_config: Any, prefix: str, **_: Any) -> None:
-        model = vllm_config.model_config
-        super().__init__(model.hf_config, _compat.extract_layer_index(prefix), model.dtype)
+        model, ranks = vllm_config.model_config, ranks_here()
+        whole = vllm_config.parallel_config.enable_expert_parallel
+        super().__init__(model.hf_config, _compat.extract_layer_index(prefix), model.dtype, ranks, whole)
         self.attn = Attention(vllm_config, prefix=f"{prefix}.attn")
 
     def forward(
@@ -38,4 +40,4 @@ class DecoderLayer(LayerParts):
         """
         streams, y, post, comb = self.hc_attn(streams, pending)
         streams, y, post, comb = self.hc_ffn(streams, (self.attn(step, y), post, comb))
-        return streams, (self.ffn(y, token_ids), post, comb)
+        return streams, (add_up(self.ffn(y, token_ids), self.ffn.ranks), post, comb)

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ... import layout
 from ...config import DeepseekV4Config
 from ...errors import DSV4Error
+from ...parallel import Ranks
+from ...parallel.split import Whole, attention_sizes, check_divides
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_ds_mla")
 """Names under which vLLM has `fp8_ds_mla` caches of DeepSeek-V4."""
@@ -22,7 +25,8 @@ class Engine:
 
     drafts: method of speculative decoding, "" for none. quantisation: method and weight block of the checkpoint, with
     `None` for weights without scales. parallel: sizes above 1 by the names of vLLM's parallel configuration.
-    whole_model: vLLM's model runner compiles, with guards, what it calls. model: why its configuration cannot be read.
+    whole_model: vLLM's model runner compiles, with guards, what it calls. model: why its configuration cannot be read,
+    or why ranks do not divide it.
     """
 
     drafts: str = ""
@@ -54,12 +58,11 @@ class Engine:
             quantisation=_quantisation(quantised) if quantised else None,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             whole_model=getattr(config.compilation_config.mode, "name", "") == "STOCK_TORCH_COMPILE",
-            model=_model(hf),
+            model=_model(hf, getattr(parallel, "tensor_parallel_size", 1)),
         )
 
 
 PARALLEL = {
-    "tensor_parallel_size": "heads are split over vLLM's groups by no code here yet",
     "pipeline_parallel_size": "a stage would have the metadata of its own layers only",
     "decode_context_parallel_size": "block tables then list the pages of all ranks",
     "prefill_context_parallel_size": "a rank then has part of a request's tokens, and compressors pool neighbours",
@@ -112,10 +115,19 @@ def _quantisation(config: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     return str(config.get("quant_method")), tuple(config.get("weight_block_size") or ())
 
 
-def _model(hf: Any) -> str:
-    """Return why this package cannot read the model's configuration, or ""."""
+def _model(hf: Any, number: int) -> str:
+    """Return why this package cannot read the model's configuration, or split its attention over ranks, or ""."""
     try:
-        DeepseekV4Config.from_hf(hf)
+        config = DeepseekV4Config.from_hf(hf)
     except DSV4Error as error:
         return f"the model: {error.got}"
+    return why_undivided(attention_sizes(config, fp8=bool(getattr(hf, "quantization_config", None))), number)
+
+
+def why_undivided(sizes: Sequence[Whole], number: int) -> str:
+    """Return why `number` ranks cannot have equal parts of `sizes`, or ""."""
+    try:
+        check_divides(sizes, Ranks(0, number, ""))
+    except DSV4Error as error:
+        return f"tensor_parallel_size={number}: {error.why}; {error.fix}"
     return ""

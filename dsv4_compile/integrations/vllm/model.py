@@ -29,7 +29,8 @@ class DeepseekV4Model(compilable):  # type: ignore[misc]
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.attention = {index: layer.attn for index, layer in enumerate(self.layers)}
         self.step_buffers: StepBuffers = self.attention[0].owners[0].step_buffers
-        self.weights = AttentionWeights({index: attention.layer for index, attention in self.attention.items()})
+        layers = {index: attention.layer for index, attention in self.attention.items()}
+        self.weights = AttentionWeights(layers, self.attention[0].ranks)
         self.sets: list[dict[str, int]] = []
         self._bindings = 0
 

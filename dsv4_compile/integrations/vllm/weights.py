@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ...errors import check
 from ...loading import as_parameter, load_attention
 from ...ops.common.validate import INTS
+from ...parallel import Ranks
+from ...parallel.split import attention_split_of, part_of
 from .layer_parts import LayerParts
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -40,10 +42,11 @@ class AttentionWeights:
 
     Args:
         layers: the modules to load, by layer index.
+        ranks: which have equal parts of heads and groups, and `layers` is one of them; None for one rank.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Mapping[int, nn.Module], ranks: Ranks | None = None) -> None:
+        self.layers, self.ranks = layers, ranks
         self._held: dict[int, dict[str, Tensor]] = {}
         self._loaded: set[int] = set()
 
@@ -60,7 +63,8 @@ class AttentionWeights:
                 continue
             index, rest = int(match[1]), match[2]
             held = self._held.setdefault(index, {})
-            held[f"{rest.removesuffix(_SCALE)}.scale" if rest.endswith(_SCALE) else rest] = tensor
+            own = f"{rest.removesuffix(_SCALE)}.scale" if rest.endswith(_SCALE) else rest
+            held[own] = tensor if self.ranks is None else part_of(tensor, attention_split_of(own), self.ranks)
             if len(held) == sum(1 for _ in self.layers[index].parameters()):
                 self._load(index)
 
@@ -105,12 +109,15 @@ class LayerWeights:
                 yield name, tensor
                 continue
             index, rest = int(match[1]), checkpoint_name(match[2])
+            part = self.layers[index].part(rest, tensor)
+            if part is None:
+                continue
             if index not in self._empty:
                 self._empty[index] = dict(self.layers[index].slots())
             slot = self._empty[index].pop(rest, None)
             check(slot is not None, "E207", got=f"{name}", why=f"layer {index} has no {rest}, or got it before")
             assert slot is not None
-            fill(slot, tensor, name)
+            fill(slot, part, name)
             if not self._empty[index]:
                 self._finish(index)
 

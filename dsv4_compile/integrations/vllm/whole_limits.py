@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from ... import layout
+from ...parallel.split import Whole
 from .experts import E4M3, EXPERTS, FLOAT, MXFP4, Formats, unquantised
+from .limits import why_undivided
 
 _MODEL: dict[str, tuple[Any, str]] = {
     "scoring_func": ("sqrtsoftplus", "the router's op scores by the root of softplus"),
@@ -19,7 +21,6 @@ _MODEL: dict[str, tuple[Any, str]] = {
 """Settings of the model that have one value, and why; one that its configuration does not have is not looked at."""
 _PARALLEL = {
     "data_parallel_size": (1, "ranks that share experts have not been run"),
-    "enable_expert_parallel": (False, "experts are split over vLLM's groups by no code here"),
     "enable_eplb": (False, "experts have one copy and one place here"),
 }
 EXPERT_DTYPES = ("fp4", "fp8")
@@ -35,6 +36,7 @@ def why_unsupported(config: Any) -> list[str]:
         *_unequal(config.parallel_config, _PARALLEL),
         *_experts(hf),
         *_quantisation(hf),
+        *_undivided(hf, config.parallel_config),
     ]
     if not getattr(hf, "quantization_config", None) and getattr(model, "quantization", None):
         reasons.append(f"quantization={model.quantization!r} of a checkpoint without: weights are kept as they come")
@@ -84,3 +86,16 @@ def _quantisation(hf: Any) -> list[str]:
     if hf.moe_intermediate_size % side:
         reasons.append(f"moe_intermediate_size={hf.moe_intermediate_size}: quantised experts have a multiple of {side}")
     return reasons
+
+
+def _undivided(hf: Any, parallel: Any) -> list[str]:
+    """Return why ranks cannot have equal parts of the experts."""
+    width, layers = hf.moe_intermediate_size, [Formats.of(hf, index) for index in range(hf.num_hidden_layers)]
+    sizes = [Whole("rows of an expert", width, max(_SIDES[layer.routed] for layer in layers))]
+    if getattr(parallel, "enable_expert_parallel", False):
+        sizes = [Whole("experts", hf.n_routed_experts)]
+    if getattr(hf, "n_shared_experts", None):
+        sizes.append(Whole("rows of the shared expert", width, max(_SIDES[layer.shared] for layer in layers)))
+    number = getattr(parallel, "tensor_parallel_size", 1)
+    why = why_undivided(sizes, number) if number > 1 else ""
+    return [why] if why else []
