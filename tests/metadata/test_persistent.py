@@ -256,6 +256,11 @@ def test_reserved_above_max_model_len_raises() -> None:
         made().load([0, 1, 2], [1, 1], reserved=[5, MAX_LEN + 1])
 
 
+def test_more_elements_than_a_buffer_has_raise() -> None:
+    with pytest.raises(GraphError, match=r"(?s)E401.*elements of input_ids"):
+        made().load([0, 1], [1], input_ids=[7] * (TOKENS + 1))
+
+
 def test_block_table_of_wrong_size_raises() -> None:
     buffers = made()
     tables = random_tables(random.Random(0), buffers)
