@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cpu.metadata.slots import listed_slots, token_slots
 from ..layout import CSA_RATIO, HCA_RATIO, PAD_INDEX, c128a_width, state_block_size, storage_block_size
 from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
 
@@ -108,23 +109,21 @@ def _run(
     """Return slots int64 `[G, T]`, valid, positions, requests, window indices and lengths, then entries of each ratio:
     visible ones for ratio 4; visible ones, indices and lengths for ratio 128. See `types` for what each holds."""
     valid = positions >= 0
-    slots = _slots(positions, requests, tables, ratios, block_sizes)
+    slots = token_slots(positions, requests, tables, ratios, block_sizes)
+    if slots is None:
+        slots = _slots(positions, requests, tables, ratios, block_sizes)
     lens = (positions + 1).clamp_(0, window)
-    columns = torch.arange(window)
-    logical = (positions - lens + 1)[:, None] + columns
-    logical.masked_fill_(columns >= lens[:, None], PAD_INDEX)
-    indices = _lookup(tables[0], requests[:, None], logical, block_sizes[0])
+    indices = _listed(tables[0], requests, positions - lens + 1, lens, window, block_sizes[0])
     made = [slots, valid, positions.clamp_min(0), requests.to(torch.int32), indices, lens.to(torch.int32)]
     reached = (positions + 1).clamp_min_(0)
     if CSA_RATIO in ratios:
         made.append((reached // CSA_RATIO).to(torch.int32))
     if HCA_RATIO in ratios:
         group = list(ratios).index(HCA_RATIO)
-        visible = (reached // HCA_RATIO).to(torch.int32)
+        visible = reached // HCA_RATIO
         listed = visible.clamp_max(max_entries)
-        logical = torch.arange(max_entries).expand(positions.shape[0], -1)
-        logical = logical.masked_fill(logical >= listed[:, None], PAD_INDEX)
-        made += [visible, _lookup(tables[group], requests[:, None], logical, block_sizes[group]), listed]
+        rows = tables[group], requests, torch.zeros_like(listed), listed, max_entries, block_sizes[group]
+        made += [visible.to(torch.int32), _listed(*rows), listed.to(torch.int32)]
     return made
 
 
@@ -148,14 +147,19 @@ def _slots(
     return slots.masked_fill_(~known.logical_and_(page >= 0), PAD_INDEX)
 
 
-def _lookup(table: Tensor, requests: Tensor, logical: Tensor, block_size: int) -> Tensor:
-    """Return int32 `[T, N]`: slots of rows `logical` int64 of each token's request, -1 if it or its page is missing."""
-    columns = table.shape[1]
+def _listed(table: Tensor, requests: Tensor, begins: Tensor, counts: Tensor, width: int, block_size: int) -> Tensor:
+    """Return int32 `[T, width]`: slots of `counts` rows from `begins` on, -1 beyond them and for missing pages."""
+    slots = listed_slots(table, requests, begins, counts, width, block_size)
+    if slots is not None:
+        return slots
+    columns = torch.arange(width)
+    logical = (begins[:, None] + columns).masked_fill_(columns >= counts[:, None], PAD_INDEX)
     if table.numel() == 0:
         return torch.full(logical.shape, PAD_INDEX, dtype=torch.int32)
     column = logical // block_size
-    known = (logical >= 0).logical_and_(column < columns)
-    page = table.reshape(-1).take((requests * columns + column).masked_fill_(~known, 0))
+    known = (logical >= 0).logical_and_(column < table.shape[1])
+    places = (requests[:, None] * table.shape[1] + column).masked_fill_(~known, 0)
+    page = table.reshape(-1).take(places)
     slots = page * block_size + (logical - column * block_size)
     return slots.masked_fill_(~known.logical_and_(page >= 0), PAD_INDEX).to(torch.int32)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dsv4_compile.cpu import native
 from dsv4_compile.metadata import BlockTables, build_metadata
 from dsv4_compile.metadata.on_cpu import build_on_cpu
 from dsv4_compile.testing import assert_bitwise
@@ -39,9 +40,18 @@ def arguments(tokens: int, ratios: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(params=["torch", "C++"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By which kernels the op runs."""
+    monkeypatch.setattr(native, "_state", {} if request.param == "C++" else {"loaded": None})
+    native.build()
+    assert native.takes() == (request.param == "C++")
+    return str(request.param)
+
+
 @pytest.mark.parametrize("ratios", [(4, 128), (4,), (128,), ()])
 @pytest.mark.parametrize("tokens", [0, 1, 4, 61])
-def test_one_op_builds_what_its_parts_do(tokens: int, ratios: tuple[int, ...]) -> None:
+def test_one_op_builds_what_its_parts_do(tokens: int, ratios: tuple[int, ...], kernels: str) -> None:
     call = arguments(tokens, ratios)
     want = build_metadata(**call)
     known = (call["token_to_req"] >= 0) & (call["token_to_req"] < 3)
@@ -69,7 +79,7 @@ def test_a_graph_on_a_cpu_builds_metadata_with_one_call_and_others_by_its_parts(
     assert len([target for target in targets if target.startswith("dsv4_metadata.build")]) == calls
 
 
-def test_the_op_keeps_its_promises() -> None:
+def test_the_op_keeps_its_promises(kernels: str) -> None:
     given = tables()
     call = torch.tensor([3, -1, 127]), torch.tensor([0, 0, 2]), [given.window, given.c4, given.c128]
     torch.library.opcheck(torch.ops.dsv4_metadata.build.default, (*call, [1, 4, 128], [64, 64, 2], 16, 128))

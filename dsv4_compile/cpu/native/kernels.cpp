@@ -468,4 +468,42 @@ void global_topk(const Slots* a) {
   }
 }
 
+struct TokenSlots {
+  const i64 *positions, *requests;
+  const int32_t* table;
+  i64* slots;
+  i64 tokens, rows, columns, ratio, block;
+};
+
+void token_slots(const TokenSlots* a) {
+  for (i64 t = 0; t < a->tokens; ++t) {
+    const i64 position = a->positions[t], request = a->requests[t], row = position / a->ratio;
+    const bool known = position >= 0 && (position + 1) % a->ratio == 0 && row / a->block < a->columns;
+    const i64 page = known && inside(request, a->rows) ? a->table[request * a->columns + row / a->block] : -1;
+    a->slots[t] = page >= 0 ? page * a->block + row % a->block : -1;
+  }
+}
+
+struct ListedSlots {
+  const i64 *begins, *counts, *requests;
+  const int32_t* table;
+  int32_t* slots;
+  i64 tokens, width, rows, columns, block;
+};
+
+void listed_slots(const ListedSlots* a) {
+  for (i64 t = 0; t < a->tokens; ++t) {
+    int32_t* out = a->slots + t * a->width;
+    const i64 request = a->requests[t], begin = a->begins[t], count = std::min(a->counts[t], a->width);
+    i64 column = begin / a->block, offset = begin % a->block, j = 0;
+    while (j < count && inside(request, a->rows) && column < a->columns) {
+      const i64 page = a->table[request * a->columns + column];
+      for (; j < count && offset < a->block; ++j, ++offset)
+        out[j] = page >= 0 ? static_cast<int32_t>(page * a->block + offset) : -1;
+      ++column, offset = 0;
+    }
+    std::fill(out + std::max<i64>(j, 0), out + a->width, -1);
+  }
+}
+
 }  // extern "C"
