@@ -26,7 +26,8 @@ class Job:
     prompts of `break_lengths` are served. rebind: bind other caches and serve again. workers: in their own processes.
     plugin: the value of DSV4_VLLM. parts: compare what surrounds attention with vLLM's own. padding: add rows that are
     no tokens to each step, up to a multiple of so many. together: serve `shared` with the others, not after them.
-    ranks: of tensor parallel, in processes of their own, which all record.
+    ranks: of tensor parallel, in processes of their own, which all record. margins: return by how much each token is
+    more probable than the next one.
     """
 
     llm: dict[str, Any]
@@ -43,6 +44,7 @@ class Job:
     parts: bool = False
     padding: int = 1
     together: bool = False
+    margins: bool = False
     ranks: int = 1
     program: ClassVar[Path] = HERE / "serve.py"
 

@@ -76,11 +76,13 @@ def prompts_of(llm: Any, job: dict[str, Any], random: torch.Generator) -> list[l
     return prompts + [[*prompts[source][:length], 3, 4] for source, length in job["shared"]]
 
 
-def generate(llm: Any, prompts: list[list[int]], new_tokens: int) -> list[Any]:
+def generate(llm: Any, prompts: list[list[int]], new_tokens: int, logprobs: int | None = None) -> list[Any]:
     """Generate `new_tokens` greedily for each prompt, in one batch."""
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=2)
+    greedy = SamplingParams(
+        temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+    )
     return list(llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False))
 
 
@@ -122,9 +124,11 @@ def serve(llm: Any, prompts: list[list[int]], job: dict[str, Any], broken: str) 
     with nullcontext() if recording is None else recording.of(runner, model):
         first = len(prompts) if job["together"] else len(job["lengths"])
         for batch in (prompts[:first], prompts[first:]):
-            outputs += generate(llm, batch, job["new_tokens"]) if batch else []
+            # vLLM compiles a function of its own for log-probabilities.
+            outputs += generate(llm, batch, job["new_tokens"], 2 if job["margins"] else None) if batch else []
     served: dict[str, Any] = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
-    served["margins"] = [[margin_of(token) for token in output.outputs[0].logprobs] for output in outputs]
+    if job["margins"]:
+        served["margins"] = [[margin_of(token) for token in output.outputs[0].logprobs] for output in outputs]
     if llm.llm_engine.log_stats:
         served["preemptions"] = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
     tokens = {o.request_id: list(o.prompt_token_ids) + list(o.outputs[0].token_ids) for o in outputs}

@@ -36,7 +36,8 @@ def model(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def roomy(model: Path, folder: Path) -> dict[str, Any]:
-    job = Job({**SERVING, **COUNTED, "enforce_eager": True}, LENGTHS, SHARED, NEW_TOKENS, together=True)
+    serving = {**SERVING, **COUNTED, "enforce_eager": True}
+    job = Job(serving, LENGTHS, SHARED, NEW_TOKENS, together=True, margins=True)
     return job.run(model, folder / "roomy")
 
 
