@@ -129,12 +129,17 @@ def save(record: Record, folder: str | Path) -> list[Path]:
 
 def write(record: Record, folder: str | Path) -> list[Path]:
     """Write `<scenario>.json` and `.txt` to `folder`; return their paths."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['scenario']}.json"
-    replace(path, json.dumps(record, indent=1))
+    path = write_json(record, folder)
     replace(path.with_suffix(".txt"), render(record))
     return [path, path.with_suffix(".txt")]
+
+
+def write_json(record: Record, folder: str | Path) -> Path:
+    """Write `<scenario>.json` to `folder`, which is made if it is missing; return its path."""
+    path = Path(folder) / f"{record['scenario']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace(path, json.dumps(record, indent=1))
+    return path
 
 
 def collect(record: Record, rows: Iterable[Record], folder: Path | None) -> Iterator[Record]:
@@ -143,8 +148,7 @@ def collect(record: Record, rows: Iterable[Record], folder: Path | None) -> Iter
         row |= {"date": now(), "commit": record.get("commit", "unknown")}
         record["rows"].append(row)
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            replace(folder / f"{record['scenario']}.json", json.dumps(record, indent=1))
+            write_json(record, folder)
         yield row
 
 

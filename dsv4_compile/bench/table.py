@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -64,7 +64,7 @@ def _block(title: str, rows: list[Row]) -> str:
     unit = f": us{cold}, {_CLOCKS[clock]}" if clock else ""
     others = {row["impl"]: f"  {row['impl']}: {_CLOCKS[row['clock']]}" for row in rows if row["us"]}
     others = {impl: line for impl, line in others.items() if not line.endswith(_CLOCKS[clock])}
-    return "\n".join(["", f"{title}{unit}", *_align(lines), *others.values(), *_notes(rows), *_details(rows)])
+    return "\n".join(["", f"{title}{unit}", *align(lines), *others.values(), *_notes(rows), *_details(rows)])
 
 
 def _notes(rows: list[Row]) -> list[str]:
@@ -127,6 +127,7 @@ def _memory(rows: Iterable[Row]) -> str:
     return f"{max(ratios):.2f}x" if ratios else f"{alone / 2**20:.1f} MiB" if alone else "none" if found else ""
 
 
-def _align(lines: list[list[str]]) -> list[str]:
+def align(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line of text for each line of cells, in columns that are aligned to the right."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

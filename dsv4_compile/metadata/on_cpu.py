@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cpu.metadata.slots import listed_slots, token_slots
-from ..layout import CSA_RATIO, HCA_RATIO, PAD_INDEX, c128a_width, state_block_size, storage_block_size
+from ..layout import CSA_RATIO, HCA_RATIO, c128a_width, state_block_size, storage_block_size
 from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
 
 _LIBRARY = torch.library.Library("dsv4_metadata", "DEF")
@@ -110,10 +110,8 @@ def _run(
     visible ones for ratio 4; visible ones, indices and lengths for ratio 128. See `types` for what each holds."""
     valid = positions >= 0
     slots = token_slots(positions, requests, tables, ratios, block_sizes)
-    if slots is None:
-        slots = _slots(positions, requests, tables, ratios, block_sizes)
     lens = (positions + 1).clamp_(0, window)
-    indices = _listed(tables[0], requests, positions - lens + 1, lens, window, block_sizes[0])
+    indices = listed_slots(tables[0], requests, positions - lens + 1, lens, window, block_sizes[0])
     made = [slots, valid, positions.clamp_min(0), requests.to(torch.int32), indices, lens.to(torch.int32)]
     reached = (positions + 1).clamp_min_(0)
     if CSA_RATIO in ratios:
@@ -123,45 +121,8 @@ def _run(
         visible = reached // HCA_RATIO
         listed = visible.clamp_max(max_entries)
         rows = tables[group], requests, torch.zeros_like(listed), listed, max_entries, block_sizes[group]
-        made += [visible.to(torch.int32), _listed(*rows), listed.to(torch.int32)]
+        made += [visible.to(torch.int32), listed_slots(*rows), listed.to(torch.int32)]
     return made
-
-
-def _slots(
-    positions: Tensor, requests: Tensor, tables: Sequence[Tensor], ratios: Sequence[int], block_sizes: Sequence[int]
-) -> Tensor:
-    """Return int64 `[G, T]`: a token's slot in each group, -1 if it has none or completes no entry."""
-    ratio, block, columns = torch.tensor([ratios, block_sizes, [table.shape[1] for table in tables]])[..., None]
-    logical = positions // ratio
-    column = logical // block
-    known = ((positions + 1) % ratio == 0).logical_and_(positions >= 0).logical_and_(column < columns)
-    places = (requests * columns).add_(column).masked_fill_(~known, 0)
-    pages = [
-        table.reshape(-1).index_select(0, place)
-        if table.numel() > 0
-        else torch.full_like(place, PAD_INDEX, dtype=table.dtype)
-        for table, place in zip(tables, places.unbind(0), strict=True)
-    ]
-    page = torch.stack(pages)
-    slots = page * block + (logical - column * block)
-    return slots.masked_fill_(~known.logical_and_(page >= 0), PAD_INDEX)
-
-
-def _listed(table: Tensor, requests: Tensor, begins: Tensor, counts: Tensor, width: int, block_size: int) -> Tensor:
-    """Return int32 `[T, width]`: slots of `counts` rows from `begins` on, -1 beyond them and for missing pages."""
-    slots = listed_slots(table, requests, begins, counts, width, block_size)
-    if slots is not None:
-        return slots
-    columns = torch.arange(width)
-    logical = (begins[:, None] + columns).masked_fill_(columns >= counts[:, None], PAD_INDEX)
-    if table.numel() == 0:
-        return torch.full(logical.shape, PAD_INDEX, dtype=torch.int32)
-    column = logical // block_size
-    known = (logical >= 0).logical_and_(column < table.shape[1])
-    places = (requests[:, None] * table.shape[1] + column).masked_fill_(~known, 0)
-    page = table.reshape(-1).take(places)
-    slots = page * block_size + (logical - column * block_size)
-    return slots.masked_fill_(~known.logical_and_(page >= 0), PAD_INDEX).to(torch.int32)
 
 
 def _fake(

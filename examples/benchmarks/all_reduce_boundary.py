@@ -8,18 +8,16 @@ parts of all ranks in the boundary's own launch; `symmetric` and `nccl` run an a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from dsv4_compile.bench.record import environment
+from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.hf.split import with_collectives
 from dsv4_compile.parallel import Ranks
 from dsv4_compile.parallel.collectives import functional_all_reduce
@@ -95,8 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.rank == 0:
             print(row, flush=True)
             if args.out:
-                Path(args.out).mkdir(parents=True, exist_ok=True)
-                (Path(args.out) / "all_reduce_boundary.json").write_text(json.dumps(found, indent=1) + "\n")
+                write_json(found, args.out)
     torch.cuda.synchronize()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -8,11 +8,9 @@ is 1, as it is for a wrong or failed implementation.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ import torch
 from dsv4_compile import bench
 from dsv4_compile.bench import expert_peers, experts, mhc, router
 from dsv4_compile.bench.problem import Only
+from dsv4_compile.bench.record import write_json
 
 ROUTED = {"triton", *expert_peers.OF_TRANSFORMERS, expert_peers.TORCH, expert_peers.MARLIN}
 FLASH: Mapping[str, set[str]] = {"model": {"Flash"}, "tokens": {"1", "8", "32", "128", "512"}}
@@ -69,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"no time for {'; '.join(timed.missed)}", file=sys.stderr)
         status |= bool(timed.missed) or any(row["status"] in bench.FAULTS for row in record["rows"])
         if args.out and record["rows"]:
-            Path(args.out).mkdir(parents=True, exist_ok=True)
-            (Path(args.out) / f"{scenario}.json").write_text(json.dumps(record, indent=1) + "\n")
+            write_json(record, args.out)
     return status
 
 

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from dsv4_compile import layout
 from dsv4_compile.backend import dsv4
 from dsv4_compile.bench.decode_layers import DecodeStep
 from dsv4_compile.bench.decode_step import WEIGHTS
-from dsv4_compile.bench.record import environment
+from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.selection import proven
 
@@ -95,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def write(found: dict[str, Any]) -> None:
         if args.out:
-            Path(args.out).mkdir(parents=True, exist_ok=True)
-            (Path(args.out) / "compile_time.json").write_text(json.dumps(found, indent=1) + "\n")
+            write_json(found, args.out)
 
     print(json.dumps(record(args.weights.split(","), device, args.trust, write), indent=1))
     return 0

@@ -18,12 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsv4_compile.bench.record import environment
+from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.hf import convert
 from dsv4_compile.hf.demo import MODELS
 from dsv4_compile.hf.tiny import quiet_libraries, tiny_model
@@ -136,9 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         record["rows"].append({"model": name, "threads": int(threads), **row, **own, **stamp})
                         print(record["rows"][-1], file=sys.stderr, flush=True)
                     if args.out:
-                        Path(args.out).mkdir(parents=True, exist_ok=True)
-                        text = json.dumps(record, indent=1)
-                        (Path(args.out) / "cpu_models.json").write_text(text + "\n")
+                        write_json(record, args.out)
     return 0
 
 

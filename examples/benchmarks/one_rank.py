@@ -11,21 +11,18 @@ process and a record of its own.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsv4_compile import bench, hf, progress
 from dsv4_compile.bench import decode_step
-from dsv4_compile.bench.record import environment, now
+from dsv4_compile.bench.record import environment, now, write_json
 from dsv4_compile.bench.split_model import (
     STEPS,
     captures,
@@ -35,6 +32,7 @@ from dsv4_compile.bench.split_model import (
     step_figures,
     weights_read,
 )
+from dsv4_compile.bench.table import align
 from dsv4_compile.bench.timing import copy_rate
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.hf.model import cache_like
@@ -45,7 +43,7 @@ from dsv4_compile.parallel.fake_group import fake_mesh
 SCRIPT = "examples/benchmarks/one_rank.py"
 PARTS = ("attention", "whole")
 EXCLUDED = "excluded: torch's fake process group, whose all-reduces return at once and whose gathers copy this part"
-"""What a record says of its collectives."""
+"""Sentence about collectives in each record: its times leave them out."""
 TINY = DeepseekV4Config(
     hidden_size=128, num_heads=8, q_lora_rank=128, o_groups=8, o_lora_rank=128, index_n_heads=2, index_topk=16
 )
@@ -73,25 +71,9 @@ class Attention:
                 yield from decode_step.problems(device, only, self.config, self.context, mesh)
 
 
-def save(record: Row, folder: str | None) -> None:
-    """Write `<scenario>.json` to `folder`, if there is one."""
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"{record['scenario']}.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
 def show(title: str, lines: Sequence[Sequence[str]]) -> None:
-    """Print a table, whose first line is its head, by rich if it is installed."""
-    if importlib.util.find_spec("rich") is None:
-        print("\n".join([title, *("  ".join(cell.rjust(10) for cell in line) for line in lines)]))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*lines[0], title=title)
-    for line in lines[1:]:
-        table.add_row(*line)
-    Console().print(table)
+    """Print a table, whose first line is its head."""
+    print("\n".join([title, *align(lines)]))
 
 
 def shares(rows: Sequence[Row]) -> None:
@@ -131,7 +113,8 @@ def attention(args: argparse.Namespace, device: torch.device, command: str) -> i
 
     def so_far(record: Row) -> None:
         shares(record["rows"])
-        save(record | {"collectives": EXCLUDED, "verdicts": verdicts(record["rows"])}, args.out)
+        if args.out:
+            write_json(record | {"collectives": EXCLUDED, "verdicts": verdicts(record["rows"])}, args.out)
 
     with progress.listen(progress.lines(sys.stderr)):
         record = bench.run(
@@ -178,7 +161,8 @@ def whole(args: argparse.Namespace, device: torch.device, command: str) -> int:
             row["floor_ms"] = round(row["weights_gb"] * 1e12 / rate, 3)
             record["rows"].append(row)
             print({name: each for name, each in row.items() if name != "kernels"}, file=sys.stderr, flush=True)
-            save(record, args.out)
+            if args.out:
+                write_json(record, args.out)
     lines = [["batch", "step, ms", "floor of weights, ms", "weights read, GB", "kernels", "graph launches"]]
     for row in record["rows"]:
         counts = [str(row.get(name, "-")) for name in ("nodes", "graph_launches")]

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from dsv4_compile import hf
-from dsv4_compile.bench.record import environment
+from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.bench.split_model import (
     STEPS,
     captures,
@@ -183,8 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             said = {name: each for name, each in value.items() if name != "kernels"}
             print(said, file=sys.stderr, flush=True)
             if args.out:
-                Path(args.out).mkdir(parents=True, exist_ok=True)
-                (Path(args.out) / "tensor_parallel.json").write_text(json.dumps(found, indent=1) + "\n")
+                write_json(found, args.out)
 
     failed = False
     if args.compared:

@@ -10,19 +10,17 @@ which no cache of a GPU holds.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsv4_compile import hf
 from dsv4_compile.bench.nodes import by_name, nodes
-from dsv4_compile.bench.record import environment
+from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
 
 FORMS = ("whole", "attention", "eager")
@@ -178,8 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def save() -> None:
         if args.out:
-            Path(args.out).mkdir(parents=True, exist_ok=True)
-            (Path(args.out) / "whole_model.json").write_text(json.dumps(found, indent=1) + "\n")
+            write_json(found, args.out)
 
     run(args, found, save)
     return 0

@@ -502,7 +502,7 @@ void listed_slots(const ListedSlots* a) {
         out[j] = page >= 0 ? static_cast<int32_t>(page * a->block + offset) : -1;
       ++column, offset = 0;
     }
-    std::fill(out + std::max<i64>(j, 0), out + a->width, -1);
+    std::fill(out + j, out + a->width, -1);
   }
 }
 
