@@ -163,13 +163,16 @@ def test_captures_after_warm_up_are_named() -> None:
 
 
 def test_option_reaches_the_captures_of_a_compiled_function(compiled: Callable[..., Tensor]) -> None:
-    options = OPTIONS | {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}
-    captured = torch.no_grad()(torch.compile(lambda x: x * 5, backend="dsv4", options=options, dynamic=True))
+    full = {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}
+    captured = torch.no_grad()(torch.compile(lambda x: x * 5, backend="dsv4", options=OPTIONS | full, dynamic=True))
+    free = torch.no_grad()(torch.compile(lambda x: x * 6, backend="dsv4", options=full, dynamic=True))
     with warming_up():
         for _ in range(3):
             captured(torch.ones(4))
     with pytest.raises(GraphError, match=LATE + r"capture the graph of \(5,\)"):
         captured(torch.ones(5))
+    for _ in range(3):  # of a function without the option, in the same process
+        assert free(torch.ones(5)).tolist() == [6.0] * 5
 
 
 def test_kernels_that_triton_builds_in_a_function_with_the_option_are_named(compiled: Callable[..., Tensor]) -> None:

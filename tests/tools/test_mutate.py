@@ -64,8 +64,12 @@ class Runner(mutate.Runner):
     def __init__(self, changed: int | None, unchanged: int | None) -> None:
         super().__init__("python", 1.0)
         self.outcomes = {True: changed, False: unchanged}
+        self.limits: list[float | None] = []
 
-    def _run(self, tests: Sequence[str], copy: Path, mark: str = "") -> tuple[int | None, list[str]]:
+    def _run(
+        self, tests: Sequence[str], copy: Path, mark: str = "", seconds: float | None = None
+    ) -> tuple[int | None, list[str]]:
+        self.limits.append(seconds)
         return self.outcomes["changed" in (copy / SPLIT.file).read_text()], []
 
 
@@ -85,16 +89,19 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("changed", "unchanged", "survives"),
     [(0, 0, True), (1, 0, False), (1, None, False), (None, 0, False), (None, None, True)],
 )
-def test_a_limit_kills_a_change_where_tests_are_quicker_without_it(
+def test_a_limit_kills_a_change_where_tests_take_half_of_it_without(
     checkout: Path, changed: int | None, unchanged: int | None, survives: bool
 ) -> None:
-    assert Runner(changed, unchanged).survives(SPLIT, checkout) == survives
+    runner = Runner(changed, unchanged)
+    assert runner.survives(SPLIT, checkout) == survives
+    assert changed is not None or runner.limits == [None, runner.seconds / 2]
     assert (checkout / SPLIT.file).read_text() == ""
 
 
-def test_a_test_that_fails_without_a_change_is_an_error(checkout: Path) -> None:
+@pytest.mark.parametrize("changed", [1, None])
+def test_a_test_that_fails_without_a_change_is_an_error(checkout: Path, changed: int | None) -> None:
     with pytest.raises(RuntimeError, match=r"test_split\.py fails without a change"):
-        Runner(changed=1, unchanged=1).survives(SPLIT, checkout)
+        Runner(changed, unchanged=1).survives(SPLIT, checkout)
 
 
 def test_a_row_replaces_that_of_its_area_and_seed_alone() -> None:
