@@ -3,11 +3,11 @@
 cosmic-ray makes the changes: other operators, comparisons, numbers and constants, loops that do not run. Of each area a
 sample of lines is drawn, in the order of a seed, and each change is made in a copy of the checkout. Tests of the
 changed file run first (`test_NAME*.py`), then, if they pass, those of files that import it, then tests of other areas
-that import it, then those of its area, or of its family where the area has families. Of tests of kernels, those in the
-interpreter run before those that compile. What is not executed is not changed: annotations, texts, `TYPE_CHECKING`
-blocks. A change counts as killed, and is shown, if tests take longer than the time limit that pass in half of it
-without the change. The record keeps a row of each area and seed, in which a person writes the reason of each survivor,
-and whether the changed source is equivalent; --again runs the others once more.
+that import it, then those of its area, or where the area has families, of its family, then of all families. Of tests of
+kernels, those in the interpreter run before those that compile. What is not executed is not changed: annotations,
+texts, `TYPE_CHECKING` blocks. A change counts as killed, and is shown, if tests take longer than the time limit that
+pass in half of it without the change. The record keeps a row of each area and seed, in which a person writes the reason
+of each survivor, and whether the changed source is equivalent; --again runs the others once more.
 """
 
 from __future__ import annotations
@@ -126,9 +126,10 @@ def sample(area: str, count: int, seed: int, root: Path = ROOT) -> list[Change]:
 
 
 def tests_of(change: Change, copy: Path) -> list[list[str]]:
-    """Return the tests of a change's file, of files that import it, of other areas that do, and of its family or area.
+    """Return the tests of a change's file, of files that import it, of other areas that do, of its family or area.
 
-    Each is a list of paths for one run, which may be empty.
+    Each is a list of paths for one run, which may be empty. Tests that all families share, beside their folders, are
+    last.
     """
     source, tests = (copy / name for name in AREAS[change.area])
     path = Path(change.file)
@@ -150,7 +151,9 @@ def tests_of(change: Change, copy: Path) -> list[list[str]]:
         if test.relative_to(copy / "tests").parts[0] not in ELSEWHERE
         and by_name.search(test.read_text(encoding="utf-8"))
     }
-    runs = [own, near - own, others - near - own, {family if family.is_dir() else tests}]
+    shared = set(tests.glob("test_*.py")) - own - near - others
+    whole = [{family}, shared] if family.is_dir() else [{tests}]
+    runs = [own, near - own, others - near - own, *whole]
     return [sorted(str(path.relative_to(copy)) for path in run) for run in runs]
 
 

@@ -52,9 +52,11 @@ def test_tests_of_the_file_run_before_those_of_files_that_import_it_and_of_its_a
     assert "tests/debug/test_strict.py" in mutate.tests_of(warm_up, mutate.ROOT)[2]
 
 
-def test_tests_of_a_family_run_instead_of_those_of_all() -> None:
+def test_tests_of_a_family_and_then_of_all_families_run_instead_of_those_of_the_area() -> None:
     change = mutate.Change("kernels", "kernels/moe/moe_route.py", 1, "core/AddNot", 0)
-    assert mutate.tests_of(change, mutate.ROOT)[-1] == ["tests/kernels/moe"]
+    *_, family, shared = mutate.tests_of(change, mutate.ROOT)
+    assert family == ["tests/kernels/moe"]
+    assert "tests/kernels/test_every_kernel.py" in shared and all(name.count("/") == 2 for name in shared)
     assert mutate.tests_of(change._replace(file="kernels/device/rope.py"), mutate.ROOT)[-1] == ["tests/kernels"]
 
 
