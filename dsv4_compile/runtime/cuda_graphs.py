@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -34,6 +35,8 @@ class CudaGraphs:
     """CUDA graphs of one device in one memory pool.
 
     Captures share the pool's memory, except for the outputs, which stay allocated. So the largest call comes first.
+    torch takes no capture into a pool whose graphs have all been freed, or in which one has failed: the next capture
+    begins a new pool.
     """
 
     kind = "cuda"
@@ -44,6 +47,9 @@ class CudaGraphs:
         with torch.cuda.device(self.device):
             self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
+        self._begun = False
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # of the pool
+        self._failed: list[torch.cuda.CUDAGraph] = []
         self.lock = threading.RLock()
         self._last: torch.cuda.Stream | None = None
 
@@ -106,7 +112,15 @@ class CudaGraphs:
 
     def _record(self, graph: torch.cuda.CUDAGraph, call: Call, what: str) -> tuple[Any, frozenset[str]]:
         """Return what `call` returned, and the process groups in which it communicates."""
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        another = self._another()  # held until this capture holds the pool too
+        if another is None and self._begun:
+            self._begin_pool()
+        self._begun = True
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except RuntimeError:
+            self._recover(graph)
+            raise
         mode = CheckCaptureStream(what, self.device.type)
         try:
             with mode:  # not around capture_begin, which seeds generators
@@ -116,14 +130,32 @@ class CudaGraphs:
                 self._end(graph)
             raise
         self._end(graph)
+        self._graphs.add(graph)
         return outputs, frozenset(mode.groups)
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             graph.capture_end()
         except RuntimeError:
-            recover_from_failed_capture(self.device, self._pool)
+            self._recover(graph)
             raise
+
+    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Clean up after a capture that could not begin or end."""
+        recover_from_failed_capture(self.device, self._pool)
+        self._failed.append(graph)  # torch's allocator of pinned memory goes on asking it which streams it captures
+        self._begin_pool()
+
+    def _begin_pool(self) -> None:
+        self._pool, self._begun, self._graphs = torch.cuda.graph_pool_handle(), False, weakref.WeakSet()
+
+    def _another(self) -> torch.cuda.CUDAGraph | None:
+        """Return a graph that holds the pool, or None."""
+        for graph in tuple(self._graphs):
+            with suppress(RuntimeError):  # it was reset before its process group was destroyed
+                graph.pool()
+                return graph
+        return None
 
     def memory(self) -> int:
         """Return the bytes of the pool's segments."""

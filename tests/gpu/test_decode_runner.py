@@ -157,6 +157,28 @@ def test_misuse_is_refused_and_leaves_the_device_usable(step: Callable[[Tensor],
     capture(lambda: x * torch.rand(4, device=CUDA))
 
 
+@pytest.mark.parametrize("before", ["freed", "failed", "failed, freed"])
+def test_captures_into_one_pool_go_on(before: str) -> None:
+    """When the other ones have been freed, though not their outputs, and after one that has failed."""
+    x, graphs = torch.arange(4.0, device=CUDA), graphs_for(CUDA, "cuda")
+    outputs, others = [], []
+    graphs.warm_up(lambda: loses_a_stream(x * 2))
+    for _ in range(3):
+        captured = graphs.capture(lambda: x * 2, "a step")
+        captured.replay()
+        outputs.append(captured.outputs)
+        if "failed" in before:
+            with pytest.raises(GraphError, match="E422"):
+                graphs.capture(lambda: loses_a_stream(x), "a step that loses a stream")
+        if "freed" in before:
+            del captured
+        else:
+            others.append(captured)
+    for each in others:
+        each.replay()
+    assert all(torch.equal(output, x * 2) for output in outputs)
+
+
 def test_a_nested_capture_is_refused() -> None:
     x = torch.arange(4.0, device=CUDA)
     graphs = graphs_for(CUDA)

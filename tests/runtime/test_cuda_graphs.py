@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,15 +20,40 @@ from dsv4_compile.runtime import Footprint, cuda_graphs
 from dsv4_compile.runtime.cuda_graphs import CheckCaptureStream, CudaGraphs
 
 POOL, OWN_POOL = (0, 7), (3, 0)
+Pool = tuple[int, int]
+
+
+class Allocator:
+    """One of torch's two allocators, of the device or of pinned memory: pools, and those being captured into."""
+
+    def __init__(self, forgets: bool) -> None:
+        self.forgets, self.uses, self.recording = forgets, dict[Pool, int](), dict[Pool, Callable[[], Any]]()
+
+    def begin(self, pool: Pool, graph: Any) -> None:
+        assert all(asked() is not None for asked in self.recording.values()), "it asks a graph that is gone"
+        if self.uses.get(pool) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.uses[pool] = self.uses.get(pool, 0) + 1
+        if pool in self.recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.recording[pool] = weakref.ref(graph)
+
+    def release(self, pool: Pool) -> None:
+        self.uses[pool] -= 1
+        if self.forgets and not self.uses[pool]:
+            del self.uses[pool]
 
 
 class Calls:
-    """CUDA calls in order, and the warning or error that the end of a capture gives."""
+    """CUDA calls in order, torch's allocators, and the warning or error that the end of a capture gives."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.warning = ""
         self.fault = ""
+        self.pools = itertools.count(POOL[1])
+        # torch empties the device's pools that have no graph; it keeps those of pinned memory.
+        self.device, self.pinned = self.allocators = Allocator(forgets=True), Allocator(forgets=False)
 
 
 class Stream:
@@ -58,11 +86,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Calls:
         calls.names.append("end of pool")
 
     class Graph:
-        def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        ended: Pool | None = None
+
+        def capture_begin(self, pool: Pool, capture_error_mode: str) -> None:
             assert (
                 _get_current_dispatch_mode() is None
             )  # no dispatch mode around the calls that begin and end a capture
             calls.names.append(f"begin on {current[-1].name}, pool {pool}, {capture_error_mode}")
+            self.begun = pool
+            for each in calls.allocators:
+                each.begin(pool, self)
 
         def capture_end(self) -> None:
             assert _get_current_dispatch_mode() is None
@@ -71,12 +104,32 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Calls:
                 warnings.warn(calls.warning, stacklevel=1)
             if calls.fault:
                 raise RuntimeError(calls.fault)
+            for each in calls.allocators:
+                del each.recording[self.begun]
+            self.ended = self.begun
 
         def replay(self) -> None:
             calls.names.append("replay")
 
+        def pool(self) -> Pool:
+            if self.ended is None:
+                raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+            return self.ended
+
+        def reset(self) -> None:
+            if self.ended is not None:
+                for each in calls.allocators:
+                    each.release(self.ended)
+                self.ended = None
+
+        __del__ = reset
+
     def record(text: str) -> Callable[..., None]:
         return lambda *args: calls.names.append(text)
+
+    def recover(_: Any, pool: Pool) -> None:
+        calls.names.append("recover")
+        calls.device.recording.pop(pool, None)
 
     fakes = {
         "device": device,
@@ -84,7 +137,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Calls:
         "stream": on,
         "current_stream": lambda: current[-1],
         "CUDAGraph": Graph,
-        "graph_pool_handle": lambda: POOL,
+        "graph_pool_handle": lambda: (POOL[0], next(calls.pools)),
         "synchronize": record("synchronize"),
         "empty_cache": record("empty_cache"),
         "reset_peak_memory_stats": record("reset peak"),
@@ -101,7 +154,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Calls:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(cuda_graphs, "recover_from_failed_capture", record("recover"))
+    monkeypatch.setattr(cuda_graphs, "recover_from_failed_capture", recover)
     return calls
 
 
@@ -148,6 +201,7 @@ def test_an_empty_capture_is_an_error_and_other_warnings_are_passed_on(cuda: Cal
 
 @pytest.mark.parametrize("when", ["in the step", "at the end"])
 def test_a_failed_capture_is_ended_cleaned_up_and_explained(cuda: Calls, pool: CudaGraphs, when: str) -> None:
+    earlier = pool.capture(lambda: None, "an earlier step")
     cuda.fault = "CUDA error: capture was not joined: unjoined work"
 
     def step() -> None:
@@ -160,7 +214,36 @@ def test_a_failed_capture_is_ended_cleaned_up_and_explained(cuda: Calls, pool: C
     assert ("not permitted" if when == "in the step" else "unjoined") in caught.value.got
     assert cuda.names[-2:] == ["end", "recover"]
     cuda.fault = ""
+    del caught  # with the frames that hold the graph
+    gc.collect()
     pool.capture(lambda: None, "the next step")
+    earlier.replay()
+
+
+def test_a_capture_that_cannot_begin_is_cleaned_up_too(cuda: Calls, pool: CudaGraphs) -> None:
+    cuda.pinned.uses[POOL] = 0
+    with pytest.raises(GraphError, match=r"E422[\s\S]*use_count > 0"):
+        pool.capture(lambda: None, "a step")
+    assert not cuda.device.recording
+    pool.capture(lambda: None, "the next step")
+
+
+@pytest.mark.parametrize("freed", ["dropped", "reset"])
+def test_captures_go_on_when_all_earlier_ones_have_been_freed(cuda: Calls, pool: CudaGraphs, freed: str) -> None:
+    """As when a weight that all of them read is replaced, or the only model of a process by another one."""
+    first, second = (pool.capture(lambda: None, "a step") for _ in range(2))
+    assert cuda.device.uses == {POOL: 2}, "they share memory"
+    if freed == "reset":
+        for each in (first, second):
+            each.replay.__self__.reset()  # type: ignore[attr-defined]
+    else:
+        del first, second
+    third, fourth = (pool.capture(lambda: None, "a step") for _ in range(2))
+    assert list(cuda.device.uses.values()) == [2] and POOL not in cuda.device.uses
+    del third
+    fifth = pool.capture(lambda: None, "a step")
+    assert list(cuda.device.uses.values()) == [2]
+    del fourth, fifth
 
 
 @pytest.mark.parametrize(
