@@ -133,6 +133,7 @@ def around(results: Path, record: str, *rows: dict[str, Any]) -> None:
         ("experts", "around_attention.py"),
         ("around", "around_attention.py"),
         ("rank_layers", "one_rank.py --parts attention"),
+        ("rank_stages", "one_rank.py --parts attention"),
         ("rank_whole", "one_rank.py --parts whole"),
     ],
 )
@@ -150,20 +151,38 @@ def test_layers_of_one_rank_have_a_column_for_each_number_of_ranks_and_the_share
     failed = {"layer": "CSA", "tokens": 32, "ranks": 8, "us": None, "cold_us": None, "status": "failed"}
     around(results, "one_rank_attention", of | one, of | eight, failed)
     assert figures.block("rank_layers", PERFORMANCE, results).split("\n")[:4] == [
-        "| layer | batch | 1 rank | 8 ranks | 8 ranks of one, warm / cold | 8 ranks, floor |",
+        "| layer | batch | 1 rank | 8 ranks | share of 1 rank at 8, warm / cold | floor at 8 |",
         "|---|---|---|---|---|---|",
         "| SWA | 32 | 50 / 60 | 25 / - | 0.50 / - | 3 |",
         "| CSA | 32 | - / - | failed | failed | 3 |",
     ]
 
 
+def test_stages_of_a_layer_say_what_ranks_split_and_what_they_take_on_the_fewest_and_the_most(results: Path) -> None:
+    def row(layer: str, ranks: int, tokens: int = 32, **us: float) -> dict[str, Any]:
+        stages = {name.replace("_of_", "of ").replace("wo", "wo_"): {"us": time} for name, time in us.items()}
+        return {"layer": layer, "tokens": tokens, "ranks": ranks, "us": 9.0, "details": {"stages": stages}}
+
+    one = row("SWA", 1, _of_latent=8.0, attention=9.04, woa=17.0)
+    rest = row("SWA", 2, attention=7.0), row("SWA", 8, attention=5.0, woa=4.0), row("SWA", 8, 128, attention=99.0)
+    around(results, "one_rank_attention", one, *rest, row("CSA", 8, indexer=7.5))
+    lines = figures.block("rank_stages", PERFORMANCE, results).split("\n")
+    assert lines[0] == "| stage | split by | SWA: 1 / 8 ranks | CSA: 1 / 8 ranks |"
+    assert lines[4] == "| `wq_b`; the indexer's is whole | heads | 8.0 / - |  |"
+    assert lines[6:9] == [
+        "| scores and top-k | no |  | - / 7.5 |",
+        "| attention | heads | 9.0 / 5.0 |  |",
+        "| `wo_a` | groups | 17.0 / 4.0 |  |",
+    ]
+
+
 def test_steps_of_a_whole_rank_are_beside_the_floor_of_its_weights(results: Path) -> None:
-    of = {"layers": 43, "ranks": 2, "step_ms": 4.96, "weights_gb": 6.27, "floor_ms": 1.5}
+    of = {"layers": 43, "ranks": 2, "step_ms": 4.96, "weights_gb": 6.27, "floor_ms": 1.5, "read_ms": 7.04}
     counts = {"nodes": 640, "graph_launches": 1, "launches": 2}
     around(results, "one_rank_whole", of | {"batch": 1} | counts, of | {"batch": 8})
     assert figures.block("rank_whole", PERFORMANCE, results).split("\n")[2:4] == [
-        "| 43 | 2 | 1 | 5.0 | 1.5 | 6.3 | 640 | 1 | 2 |",
-        "| 43 | 2 | 8 | 5.0 | 1.5 | 6.3 | - | - | - |",
+        "| 43 | 2 | 1 | 5.0 | 1.5 | 6.3 | 7.0 | 640 | 1 | 2 |",
+        "| 43 | 2 | 8 | 5.0 | 1.5 | 6.3 | 7.0 | - | - | - |",
     ]
 
 

@@ -294,6 +294,7 @@ FIGURES: Mapping[str, Figures] = {
         model.all_reduce, ("all_reduce_boundary",), f"{_RANKS} examples/benchmarks/all_reduce_boundary.py"
     ),
     "rank_layers": Figures(model.rank_layers, ONE_RANK[:1], f"{_ONE_RANK} --parts attention"),
+    "rank_stages": Figures(model.rank_stages, ONE_RANK[:1], f"{_ONE_RANK} --parts attention"),
     "rank_whole": Figures(model.rank_whole, ONE_RANK[1:], f"{_ONE_RANK} --parts whole"),
     "layers": Figures(layers, ("decode_step",), "dsv4 bench decode_step --only impl=graph"),
     "stack": Figures(stack, ("decode_step",), "dsv4 bench decode_step --only layer=stack"),

@@ -51,18 +51,47 @@ def all_reduce(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row
     return [head, *([str(row["tokens"]), *(f"{row[f'{form}_us']:.1f}" for form in forms)] for row in shown)], shown
 
 
+_STAGES: Mapping[str, tuple[str, str]] = {
+    "of hidden": ("`wq_a`, `wkv`, compressors", "no"),
+    "insert": ("norms, inserts, compression", "no"),
+    "of latent": ("`wq_b`; the indexer's is whole", "heads"),
+    "indexer queries": ("indexer queries", "no"),
+    "indexer": ("scores and top-k", "no"),
+    "attention": ("attention", "heads"),
+    "wo_a": ("`wo_a`", "groups"),
+    "wo_b": ("`wo_b`", "columns"),
+}
+"""Names of the stages of a layer, and what the ranks split them by."""
+_STAGES_TOKENS = 32
+"""Tokens of the layers whose stages are shown."""
+
+
 def rank_layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of a decode layer on one of several ranks: warm / cold, us, and its share."""
     shown = rows["one_rank_attention"]
     numbers = list(dict.fromkeys(row["ranks"] for row in shown))
     head = ["layer", "batch", *(f"{number} rank{'s' * (number > 1)}" for number in numbers)]
-    lines = [[*head, f"{numbers[-1]} ranks of one, warm / cold", f"{numbers[-1]} ranks, floor"]]
+    lines = [[*head, f"share of 1 rank at {numbers[-1]}, warm / cold", f"floor at {numbers[-1]}"]]
     for layer, tokens in dict.fromkeys((row["layer"], row["tokens"]) for row in shown):
         own = {row["ranks"]: row for row in shown if (row["layer"], row["tokens"]) == (layer, tokens)}
         last = own.get(numbers[-1], {})
         cells = [_pair(own.get(number, {}), ("us", "cold_us"), "{:.0f}") for number in numbers]
         floor = f"{last['floor_us']:.0f}" if "floor_us" in last else "-"
         lines.append([layer, str(tokens), *cells, _pair(last, ("of_one", "cold_of_one"), "{:.2f}"), floor])
+    return lines, shown
+
+
+def rank_stages(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of a layer's stages: us on the fewest ranks and on the most."""
+    shown = [row for row in rows["one_rank_attention"] if row["tokens"] == _STAGES_TOKENS]
+    kinds, ends = list(dict.fromkeys(row["layer"] for row in shown)), (min, max)
+    few, many = (end(row["ranks"] for row in shown) for end in ends)
+    lines = [["stage", "split by", *(f"{kind}: {few} / {many} ranks" for kind in kinds)]]
+    own = {(row["layer"], row["ranks"]): row.get("details", {}).get("stages", {}) for row in shown}
+    for stage, names in _STAGES.items():
+        pairs = ([own.get((kind, number), {}).get(stage) for number in (few, many)] for kind in kinds)
+        cells = [[f"{each['us']:.1f}" if each else "-" for each in pair] if any(pair) else [] for pair in pairs]
+        lines.append([*names, *map(" / ".join, cells)])
     return lines, shown
 
 
@@ -76,11 +105,12 @@ def _pair(row: Row, names: Sequence[str], form: str) -> str:
 def rank_whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of a step of a rank's part of all layers, beside its weight floor."""
     shown = rows["one_rank_whole"]
-    head = ["layers", "ranks", "batch", "step, ms", "floor of its weights, ms", "weights read, GB", "kernels"]
-    lines = [[*head, "graph launches", "other launches"]]
+    head = ["layers", "ranks", "batch", "step, ms", "floor of its weights, ms", "weights read, GB"]
+    head += ["step whose token the host reads, ms", "kernels", "graph launches", "other launches"]
+    lines = [head]
     for row in shown:
         sizes = [str(row[name]) for name in ("layers", "ranks", "batch")]
-        times = [f"{row[name]:.1f}" for name in ("step_ms", "floor_ms", "weights_gb")]
+        times = [f"{row[name]:.1f}" for name in ("step_ms", "floor_ms", "weights_gb", "read_ms")]
         lines.append([*sizes, *times, *(str(row.get(name, "-")) for name in ("nodes", "graph_launches", "launches"))])
     return lines, shown
 
