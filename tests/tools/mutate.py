@@ -3,11 +3,12 @@
 cosmic-ray makes the changes: other operators, comparisons, numbers and constants, loops that do not run. Of each area a
 sample of lines is drawn, in the order of a seed, and each change is made in a copy of the checkout. Tests of the
 changed file run first (`test_NAME*.py`), then, if they pass, those of files that import it, then tests of other areas
-that import it, then those of its area, or where the area has families, of its family, then of all families. Of tests of
-kernels, those in the interpreter run before those that compile. What is not executed is not changed: annotations,
-texts, `TYPE_CHECKING` blocks. A change counts as killed, and is shown, if tests take longer than the time limit that
-pass in half of it without the change. The record keeps a row of each area and seed, in which a person writes the reason
-of each survivor, and whether the changed source is equivalent; --again runs the others once more.
+that import it, then those of its area, or where the area has families, of its family, then of all families, and the
+pages' last: they show schemas. Of tests of kernels, those in the interpreter run before those that compile. What is not
+executed is not changed: annotations, texts, `TYPE_CHECKING` blocks. A change counts as killed, and is shown, if tests
+take longer than the time limit that pass in half of it without the change. The record keeps a row of each area and
+seed, in which a person writes the reason of each survivor, and whether the changed source is equivalent; --again runs
+the others once more.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ MARKED = {"kernels": "interpreted"}
 """The mark of the tests that run first for an area: in Triton's interpreter, nothing is compiled."""
 UNLIKELY = ("RemoveDecorator", "ExceptionReplacer")
 """Operators whose changes fail at import, or where only an error is raised otherwise."""
+PAGES = "tests/docs"
+"""Tests of the pages, which are made of the source."""
 ELSEWHERE = ("gpu", "vllm")
 """Folders of tests that run on a GPU, or in another environment."""
 NO_TESTS = 5
@@ -128,8 +131,8 @@ def sample(area: str, count: int, seed: int, root: Path = ROOT) -> list[Change]:
 def tests_of(change: Change, copy: Path) -> list[list[str]]:
     """Return the tests of a change's file, of files that import it, of other areas that do, of its family or area.
 
-    Each is a list of paths for one run, which may be empty. Tests that all families share, beside their folders, are
-    last.
+    Each is a list of paths for one run, which may be empty. Tests that all families share, beside their folders, follow
+    those of the family, and the pages' are last.
     """
     source, tests = (copy / name for name in AREAS[change.area])
     path = Path(change.file)
@@ -153,7 +156,7 @@ def tests_of(change: Change, copy: Path) -> list[list[str]]:
     }
     shared = set(tests.glob("test_*.py")) - own - near - others
     whole = [{family}, shared] if family.is_dir() else [{tests}]
-    runs = [own, near - own, others - near - own, *whole]
+    runs = [own, near - own, others - near - own, *whole, {copy / PAGES}]
     return [sorted(str(path.relative_to(copy)) for path in run) for run in runs]
 
 

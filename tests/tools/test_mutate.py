@@ -43,21 +43,21 @@ def test_areas_have_sources_and_tests(area: str) -> None:
 
 def test_tests_of_the_file_run_before_those_of_files_that_import_it_and_of_its_area() -> None:
     change = mutate.Change("hf", "dsv4_compile/hf/entry.py", 1, "core/AddNot", 0)
-    own, near, others, area = mutate.tests_of(change, mutate.ROOT)
-    assert own == ["tests/hf/test_entry.py"] and area == ["tests/hf"] and not others
+    own, near, others, area, pages = mutate.tests_of(change, mutate.ROOT)
+    assert own == ["tests/hf/test_entry.py"] and area == ["tests/hf"] and pages == ["tests/docs"] and not others
     assert "tests/hf/test_running.py" in near and not set(own) & set(near)
     nothing = change._replace(file="dsv4_compile/hf/nothing.py")
-    assert mutate.tests_of(nothing, mutate.ROOT) == [[], [], [], ["tests/hf"]]
+    assert mutate.tests_of(nothing, mutate.ROOT) == [[], [], [], ["tests/hf"], ["tests/docs"]]
     warm_up = mutate.Change("runtime", "dsv4_compile/runtime/warmup.py", 1, "core/AddNot", 0)
     assert "tests/debug/test_strict.py" in mutate.tests_of(warm_up, mutate.ROOT)[2]
 
 
 def test_tests_of_a_family_and_then_of_all_families_run_instead_of_those_of_the_area() -> None:
     change = mutate.Change("kernels", "kernels/moe/moe_route.py", 1, "core/AddNot", 0)
-    *_, family, shared = mutate.tests_of(change, mutate.ROOT)
+    *_, family, shared, _ = mutate.tests_of(change, mutate.ROOT)
     assert family == ["tests/kernels/moe"]
     assert "tests/kernels/test_every_kernel.py" in shared and all(name.count("/") == 2 for name in shared)
-    assert mutate.tests_of(change._replace(file="kernels/device/rope.py"), mutate.ROOT)[-1] == ["tests/kernels"]
+    assert mutate.tests_of(change._replace(file="kernels/device/rope.py"), mutate.ROOT)[-2] == ["tests/kernels"]
 
 
 class Runner(mutate.Runner):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -158,7 +159,15 @@ def test_formats_that_fix_the_width_refuse_another() -> None:
         kv_format.store_indexer(cache, "indexer_fp8", 2, torch.tensor([0]), torch.zeros(1, 64))
 
 
-@pytest.mark.parametrize("call", [kv_format.store_kv, kv_format.store_indexer])
-def test_an_unknown_format_is_refused(call: object) -> None:
+@pytest.mark.parametrize(
+    ("call", "fmt"),
+    [
+        (kv_format.store_kv, "int4"),
+        (kv_format.store_kv, "indexer_fp8"),
+        (kv_format.store_indexer, "int4"),
+        (kv_format.store_indexer, "fp8_ds_mla"),
+    ],
+)
+def test_a_format_that_is_unknown_or_of_the_other_cache_is_refused(call: Callable[..., None], fmt: str) -> None:
     with pytest.raises(InputError, match="E202"):
-        call(torch.zeros(1, 2, 128), "int4", 2, torch.tensor([0]), torch.zeros(1, 128))
+        call(torch.zeros(1, 2, 128), fmt, 2, torch.tensor([0]), torch.zeros(1, 128))
