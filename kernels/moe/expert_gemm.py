@@ -81,7 +81,7 @@ def unpack_e4m3(w):
 
 
 @triton.jit
-def _unusual(words):
+def unusual_scales(words):
     """Return bits that are 0 where all four bytes of a word are scales from 16 to 143, which have bit 7 after + 112."""
     return ~(words + 0x70707070) & -0x7F7F7F80
 
@@ -118,7 +118,7 @@ def _multiply_mxfp4(
         x = tl.load(p_x + k * x_stride, mask[None, :], 0.0)
         w = _load_weight(weight, expert, first, o_row, k // NIBBLES, N, K // NIBBLES, ROWS, BLOCK_K // NIBBLES, TMA)
         words = tl.load(p_words + k // WORD_COLUMNS * STEP)
-        found |= _unusual(words)
+        found |= unusual_scales(words)
         acc = tl.dot(unpack_mxfp4(w, _scales(words, ROWS, BLOCK_K), ROWS, BLOCK_K, PTX, ANY), x, acc)
     return acc, found
 
@@ -183,3 +183,12 @@ def multiply(
             else:
                 acc = tl.dot(w, x, acc)
     return acc
+
+
+@triton.jit
+def swiglu(acc, limit, HALF: tl.constexpr, TOKENS: tl.constexpr):
+    """Return clamped silu(gate) * up, float32 [HALF, TOKENS], of a tile whose first half of rows is gate."""
+    gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, TOKENS]), [1, 2, 0]))
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate / (1 + tl.exp(-gate)) * up

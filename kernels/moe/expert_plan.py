@@ -1,7 +1,8 @@
-"""Plan of `moe_experts` for many places: places sorted by expert, split into tiles of one expert each.
+"""Plan of `moe_experts`: places sorted by expert, split into tiles of one expert each.
 
-Nothing goes through the host: there are as many tiles as there may have to be. A CTA sorts MOST_PLACES places; the
-order of an expert's places is that of the tokens. One launch for MOST_PLACES places, else two: counts, then places.
+Nothing goes through the host: there are as many tiles as there may have to be. The order of an expert's places is that
+of the tokens. Of few places, a CTA plans some and looks at all, without waiting for another (`plan_some`). Of many, a
+CTA sorts MOST_PLACES; one launch for as many, else two: counts, then places.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MOST_PLACES = 2048
 """Places that a CTA sorts, in registers."""
 TILE_ROWS = tl.constexpr(32)  # tiles that a CTA describes at a time
 WARPS = 8
-NO_TILE = -1
+NO_TILE = tl.constexpr(-1)
 FIELDS = tl.constexpr(4)  # of a tile: its expert, its first place in `order`, the end of its expert's places, unused
 
 
@@ -102,9 +103,39 @@ def sort_places_kernel(
         start = tl.sum(tl.where(is_owner, starts[None, :], 0), 1)
         end = start + tl.sum(tl.where(is_owner, total[None, :], 0), 1)
         p_tile, mask = p_tiles + o_tile * FIELDS, o_tile < tiles
-        tl.store(p_tile, tl.where(owner < EXPERTS, owner, -1), mask)
+        tl.store(p_tile, tl.where(owner < EXPERTS, owner, NO_TILE), mask)
         tl.store(p_tile + 1, start + (o_tile - before_owner) * TILE, mask)
         tl.store(p_tile + 2, end, mask)
+
+
+@triton.jit
+def plan_some(p_tiles, p_ids, me, places, first_expert, tiles, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr,
+              PLACES_POW2: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+              TILES_POW2: tl.constexpr):  # fmt: skip
+    """Write places `me * BLOCK` and following where they belong in tiles [tiles, 2 + TILE] int32.
+
+    A tile has its expert, the number of its places, and those. Program 0 marks the tiles that are not used.
+    """
+    o_all, o_e = tl.arange(0, PLACES_POW2), tl.arange(0, EXPERTS_POW2)
+    other = local_expert(p_ids, o_all, o_all < places, first_expert, EXPERTS)
+    count = _count(other, EXPERTS_POW2)
+    each = (count + TILE - 1) // TILE
+    first_tile = tl.cumsum(each, 0) - each
+    o = me * BLOCK + tl.arange(0, BLOCK)
+    expert = local_expert(p_ids, o, o < places, first_expert, EXPERTS)
+    before = (other[None, :] == expert[:, None]) & (o_all[None, :] < o[:, None])
+    rank = tl.sum(before.to(tl.int32), 1)
+    mine = o_e[None, :] == expert[:, None]
+    left = tl.sum(tl.where(mine, count[None, :], 0), 1) - rank
+    tile = tl.sum(tl.where(mine, first_tile[None, :], 0), 1) + rank // TILE
+    p_tile = p_tiles + tile * (2 + TILE)
+    tl.store(p_tile + 2 + rank % TILE, o, expert >= 0)
+    first = (expert >= 0) & (rank % TILE == 0)
+    tl.store(p_tile, expert, first)
+    tl.store(p_tile + 1, tl.minimum(left, TILE), first)
+    o_tile = tl.arange(0, TILES_POW2)
+    unused = (o_tile >= tl.sum(each, 0)) & (o_tile < tiles) & (me == 0)
+    tl.store(p_tiles + o_tile * (2 + TILE), NO_TILE, unused)
 
 
 def most_tiles(places: int, experts: int, tile: int) -> int:

@@ -21,12 +21,14 @@ from ...layout import WEIGHT_TILE, cdiv
 from ...reference.moe.expert_weights import SCALE_COLUMNS, columns, weight_format
 from ...reference.moe.moe_experts import ExpertsArguments
 from ..host.addresses import first_byte
-from ..host.gpu import Gpu, gpu_of, register_limit
+from ..host.gpu import Gpu, gpu_of, register_limit, sm90_module
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
-from ..host.semaphores import arrival_counters, arrive
-from .expert_gemm import multiply, unpacked_element, unpacked_position
+from ..host.semaphores import arrival_counters
+from .expert_gemm import multiply, swiglu, unpacked_element, unpacked_position
+from .expert_operands import Weight
 from .expert_plan import FIELDS, local_expert, most_tiles, plan_places
+from .expert_sum import SUM_TOKENS, add_up_last, add_up_places
 
 FEW_PLACES = 1024
 """Most places without a plan: each CTA looks at all of them."""
@@ -44,7 +46,6 @@ MIXED_BLOCK_K = 64
 """K-block of an e4m3 shared expert beside MXFP4 ones, whose CTAs would else find shared memory for fewer of them."""
 REORDERED_COLUMNS = 1024
 """Elements of x that a CTA brings into the order of unpacked weights."""
-SUM_TOKENS, SUM_COLUMNS = 8, 128
 PLAN_NONE, PLAN_PLACES, PLAN_TILES = 0, 1, 2
 
 
@@ -87,14 +88,11 @@ def _places(p_order, rank, o_list, end, PLACES_POW2: tl.constexpr, PLAN: tl.cons
 def _store_hidden(p_hidden, acc, o_out, mask, first, limit, INNER: tl.constexpr, HALF: tl.constexpr,
                   TOKENS: tl.constexpr, PERMUTED: tl.constexpr):  # fmt: skip
     """Store silu(gate) * up of a tile whose first half of rows is gate."""
-    gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, TOKENS]), [1, 2, 0]))
-    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     o_n = first + tl.arange(0, HALF)
     if PERMUTED:
         o_n = unpacked_position(o_n)
     p_row = p_hidden + o_out.to(tl.int64)[None, :] * INNER + o_n[:, None]
-    tl.store(p_row, (gate / (1 + tl.exp(-gate)) * up).to(p_hidden.dtype.element_ty), mask[None, :])
+    tl.store(p_row, swiglu(acc, limit, HALF, TOKENS).to(p_hidden.dtype.element_ty), mask[None, :])
 
 
 @triton.jit
@@ -199,24 +197,6 @@ def gate_up_kernel(
             _store_hidden(p_hidden, acc, place, o_list < end, first, limit, INNER, HALF, TOKENS, PERMUTED_HIDDEN)
 
 
-@triton.jit
-def _add_up(p_out, p_results, p_ids, o_t, o_c, tokens, places, first_expert, HIDDEN: tl.constexpr, TOP_K: tl.constexpr,
-            EXPERTS: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
-    """Add the results of tokens `o_t` up in the order of their places, the shared expert's last."""
-    live = o_t < tokens
-    total = tl.zeros((o_t.shape[0], o_c.shape[0]), tl.float32)
-    for k in tl.static_range(TOP_K):
-        place = o_t.to(tl.int64) * TOP_K + k
-        valid = local_expert(p_ids, place, live, first_expert, EXPERTS) >= 0
-        p_row = p_results + place[:, None] * HIDDEN + o_c[None, :]
-        # What belongs to no expert was never written.
-        total += tl.load(p_row, valid[:, None], 0.0, cache_modifier=".cg").to(tl.float32)
-    if SHARED:
-        p_row = p_results + (places + o_t.to(tl.int64))[:, None] * HIDDEN + o_c[None, :]
-        total += tl.load(p_row, live[:, None], 0.0, cache_modifier=".cg").to(tl.float32)
-    tl.store(p_out + o_t.to(tl.int64)[:, None] * HIDDEN + o_c[None, :], total.to(p_out.dtype.element_ty), live[:, None])
-
-
 @triton.jit(do_not_specialize=["tokens", "places", "first_expert"])
 def down_kernel(
     p_out,  # [T, HIDDEN] bfloat16, contiguous
@@ -290,47 +270,11 @@ def down_kernel(
             p_row = p_results + place.to(tl.int64)[None, :] * HIDDEN + o_row[:, None]
             tl.store(p_row, acc.to(p_results.dtype.element_ty), (o_list < end)[None, :])
     if SUM:
-        p_counter = p_arrived + program % (HIDDEN // ROWS)
-        if arrive(p_counter) == tl.num_programs(0) // (HIDDEN // ROWS) - 1:
-            for token in range(0, tokens, SUM_TOKENS):
-                o_t = token + tl.arange(0, SUM_TOKENS)
-                _add_up(
-                    p_out,
-                    p_results,
-                    p_ids,
-                    o_t,
-                    o_row,
-                    tokens,
-                    places,
-                    first_expert,
-                    HIDDEN,
-                    TOP_K,
-                    EXPERTS,
-                    SHARED_INNER > 0,
-                )
-            tl.store(p_counter, 0)
-
-
-@triton.jit(do_not_specialize=["tokens", "places", "first_expert"])
-def sum_kernel(
-    p_out,
-    p_results,
-    p_ids,
-    tokens,
-    places,
-    first_expert,
-    HIDDEN: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    SUM_TOKENS: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr,
-):
-    """Add the results of SUM_TOKENS tokens up, SUM_COLUMNS columns of them."""
-    BLOCKS: tl.constexpr = HIDDEN // SUM_COLUMNS
-    o_t = tl.program_id(0) // BLOCKS * SUM_TOKENS + tl.arange(0, SUM_TOKENS)
-    o_c = tl.program_id(0) % BLOCKS * SUM_COLUMNS + tl.arange(0, SUM_COLUMNS)
-    _add_up(p_out, p_results, p_ids, o_t, o_c, tokens, places, first_expert, HIDDEN, TOP_K, EXPERTS, SHARED)
+        BLOCKS: tl.constexpr = HIDDEN // ROWS
+        add_up_last(
+            p_arrived, program % BLOCKS, BLOCKS, p_out, p_results, p_ids, o_row, tokens, places, first_expert, HIDDEN,
+            TOP_K, EXPERTS, SHARED_INNER > 0, SUM_TOKENS,
+        )  # fmt: skip
 
 
 class ExpertTiling(NamedTuple):
@@ -381,44 +325,6 @@ def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, ctas: 
     return ExpertTiling(128 if wide else 64, tokens, block_k, 4, stages, registers)
 
 
-def descriptor(weight: Tensor, halves: int, rows: int, block_k: int) -> Any:
-    """Return the TMA descriptor of contiguous `[E, N, K]` whose tile has rows of all `halves` of N."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    experts, n, k = weight.shape
-    shape, strides = [experts, halves, n // halves, k], [n * k, n // halves * k, k, 1]
-    return TensorDescriptor(weight, shape, strides, [1, halves, rows // halves, block_k])
-
-
-class _Weight(NamedTuple):
-    """A weight `[E, N, K]` as kernels take it: elements or words, and its scales."""
-
-    values: Tensor
-    scale: Tensor | None
-    kind: str
-    size: int
-
-    @classmethod
-    def of(cls, weight: Tensor, scale: Tensor | None) -> _Weight:
-        kind, size = weight_format(weight), columns(weight)
-        if weight.dim() == 2:
-            weight, scale = weight[None], None if scale is None else scale[None]
-        if kind == "mxfp4" and scale is not None:
-            return cls(weight.view(torch.int32), scale.view(torch.uint8).view(torch.int32), kind, size)
-        if scale is not None and scale.dtype is torch.float8_e8m0fnu:
-            scale = scale.view(torch.uint8)
-        return cls(weight, scale, kind, size)
-
-    def operand(self, halves: int, rows: int, block_k: int, tma: bool) -> Any:
-        """Return the weight as a kernel's argument."""
-        return descriptor(self.values, halves, rows, block_k // self.pack) if tma else self.values
-
-    @property
-    def pack(self) -> int:
-        """Elements of K in an element of `values`."""
-        return 8 if self.kind == "mxfp4" else 1
-
-
 def moe_experts(call: ExpertsArguments) -> Tensor:
     """Add each token's experts up, on tensor cores; hidden states are rounded to bfloat16 between the GEMMs."""
     out = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
@@ -432,12 +338,17 @@ def moe_experts(call: ExpertsArguments) -> Tensor:
 def _launch(call: ExpertsArguments, out: Tensor) -> None:
     """Fill `out` with the results of a pass."""
     (tokens, hidden), top_k, device, gpu = call.x.shape, call.ids.shape[1], call.x.device, gpu_of(call.x.device)
-    w13, w2 = _Weight.of(call.w13, call.w13_scale), _Weight.of(call.w2, call.w2_scale)
+    w13, w2 = Weight.of(call.w13, call.w13_scale), Weight.of(call.w2, call.w2_scale)
     experts, places, inner = call.w13.shape[0], tokens * top_k, w2.size
     shared13 = shared2 = None
     if call.shared_w13 is not None and call.shared_w2 is not None:
-        shared13 = _Weight.of(call.shared_w13, call.shared_w13_scale)
-        shared2 = _Weight.of(call.shared_w2, call.shared_w2_scale)
+        shared13 = Weight.of(call.shared_w13, call.shared_w13_scale)
+        shared2 = Weight.of(call.shared_w2, call.shared_w2_scale)
+    shared = None if shared13 is None or shared2 is None else (shared13, shared2)
+    sm90 = None if call.interleaved else sm90_module(gpu, "moe.moe_experts_sm90")
+    if sm90 is not None and sm90.fits(w13, w2, shared, places, gpu):
+        sm90.launch(call, w13, w2, shared, out)
+        return
     shared_inner = 0 if shared2 is None else shared2.size
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -475,7 +386,7 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         "PTX": ptx,
     }
 
-    def product(first: _Weight, second: _Weight | None, rows: int, halves: int) -> tuple[tuple[Any, ...], dict, int]:
+    def product(first: Weight, second: Weight | None, rows: int, halves: int) -> tuple[tuple[Any, ...], dict, int]:
         """Return weights, constants and rows of a tile of a launch over `rows` rows."""
         ctas = (slots + shared_slots) * rows / 64 / gpu.sms
         each = choose_tiling(gpu, tile, first.kind, rows, first.size, ctas)
@@ -555,24 +466,7 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         **pdl_arguments(device, programs),
     )
     if not sums:
-        columns_each = SUM_COLUMNS if hidden % SUM_COLUMNS == 0 else 32
-        launch_kernel(
-            sum_kernel,
-            (cdiv(tokens, SUM_TOKENS) * (hidden // columns_each),),
-            out,
-            results,
-            call.ids,
-            tokens,
-            places,
-            call.first_expert,
-            HIDDEN=hidden,
-            TOP_K=top_k,
-            EXPERTS=experts,
-            SHARED=shared_inner > 0,
-            SUM_TOKENS=SUM_TOKENS,
-            SUM_COLUMNS=columns_each,
-            num_warps=4,
-        )
+        add_up_places(call, results, shared is not None, experts, out)
 
 
 def why_unsupported_moe_experts(call: ExpertsArguments) -> str:

@@ -80,7 +80,7 @@ PARTS = {
     "indexer_logits_ragged": 2,
     "lowered_compress_norm_rope_insert": 5,
     "merged_layer": 3,
-    "moe_experts": 3,
+    "moe_experts": 5,
     "preprocess_insert": 6,
     "preprocess_insert_quant": 4,
     "side_stream": 4,

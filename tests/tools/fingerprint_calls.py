@@ -149,7 +149,7 @@ def grouped_linear() -> Calls:
 
 @register
 def moe_experts() -> Calls:
-    """Yield 16 experts of V4-Flash in every format, with a shared expert and without, for few tokens and many."""
+    """Yield experts of V4-Flash in every format, with a shared expert and without, for few tokens and many."""
     experts, hidden, inner = 16, FLASH.hidden, 2048
 
     def mxfp4(*shape: int) -> tuple[Tensor, Tensor]:
@@ -176,6 +176,9 @@ def moe_experts() -> Calls:
         yield f"{name}, {tokens} tokens", (*tokens_args, *weights)
         if name == "MXFP4":
             yield f"interleaved, {tokens} tokens", (*tokens_args, *weights, *shared, 10.0, 0, True)
+    few, experts = (zeros(40, hidden), ints(40, 6), zeros(40, 6, dtype=F32)), 64
+    yield "MXFP4 of few tokens an expert", (*few, *pair(mxfp4, experts))
+    yield "MXFP4 of few tokens an expert, shared expert", (*few, *pair(mxfp4, experts), *shared)
 
 
 @register

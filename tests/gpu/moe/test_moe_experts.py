@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.moe import moe_experts as kernels
+from dsv4_compile.kernels.moe import moe_experts_sm90 as sm90
 from dsv4_compile.reference.moe.expert_weights import interleave_
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import hostile_indices, strided
@@ -52,7 +53,7 @@ def test_layers_of_the_model(kind: str, tokens: int) -> None:
     check(problem(tokens, kind, "bfloat16" if kind == "bfloat16" else "e4m3"))
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "interleaved"])
+@pytest.mark.parametrize("kind", ["bfloat16", "interleaved", "mxfp4"])
 @pytest.mark.parametrize("tokens", [40, 700])
 def test_crowded_experts(kind: str, tokens: int) -> None:
     check(problem(tokens, kind, "bfloat16" if kind == "bfloat16" else "e4m3", among=7))
@@ -76,15 +77,22 @@ def test_ranks_of_experts_and_of_the_intermediate_dim(tokens: int) -> None:
         check(experts(tokens, kind="interleaved", shared="e4m3", hidden=1024, inner=inner, count=12, device=CUDA))
 
 
-@pytest.mark.parametrize("tokens", [1, 50, 600])
-def test_hostile_ids_strides_and_nan(tokens: int) -> None:
-    call = problem(tokens, "interleaved")
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("interleaved", 1), ("interleaved", 50), ("interleaved", 600), ("mxfp4", 50)]
+)
+def test_hostile_ids_strides_and_nan(kind: str, tokens: int) -> None:
+    call = problem(tokens, kind)
     ids = hostile_indices((tokens, TOP_K), EXPERTS, fraction=0.3, device=CUDA)
     check(call._replace(ids=ids, x=strided(call.x), weights=strided(call.weights)))
     check(call._replace(ids=torch.full_like(call.ids, -1).long()))
     x = call.x.clone()
     x[0, 17], x[-1, 3] = torch.nan, torch.inf
-    check(call._replace(x=x))
+    if kind == "interleaved":
+        check(call._replace(x=x))
+    else:  # e4m3 has no infinity: the token is NaN, and others are not
+        got, rest = moe_experts(call._replace(x=x)), slice(1, -1)
+        assert got[0].isnan().all() and got[-1].isnan().all()
+        assert_accurate(got[rest], call._replace(x=x[rest], ids=call.ids[rest], weights=call.weights[rest]))
     check(call._replace(x=60 * call.x))
 
 
@@ -95,14 +103,33 @@ def test_nan_in_the_weight_of_gate_or_up_is_not_clamped() -> None:
         check(call)
 
 
-def test_every_e8m0_scale_means_its_power_of_two() -> None:
+@pytest.mark.parametrize("kind", ["interleaved", "mxfp4"])
+def test_every_e8m0_scale_means_its_power_of_two(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "FEW_CTAS", 0)
     for name in ("w13", "w2"):
-        call = experts(20, kind="interleaved", hidden=512, inner=256, device=CUDA)
+        call = experts(20, kind=kind, hidden=512, inner=256, device=CUDA)
         packed, scale = getattr(call, name), getattr(call, f"{name}_scale")
         for byte in (0, 1, 2, 60, 127, 128, 129, 200, 251, 252, 253, 254, 255):
             scale.fill_(byte)
             low = packed & 0xBB if byte in (253, 254) else packed
             check(call._replace(x=call.x * 2.0 ** (10 if byte < 100 else -16), **{name: low}))
+
+
+@pytest.mark.parametrize("shared", ["", "e4m3"])
+def test_few_tokens_an_expert_are_split_and_as_accurate(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper; elsewhere all tests run the other kernels."""
+    if kernels.gpu_of(CUDA).capability != 90:
+        pytest.skip("kernels of sm_90")
+    seen, launch = [], sm90.launch
+    monkeypatch.setattr(sm90, "FEW_CTAS", 0)
+    monkeypatch.setattr(sm90, "launch", lambda *args: (seen.append(1), launch(*args))[1])
+    sizes: dict[str, Any] = {"kind": "mxfp4", "shared": shared, "count": 40, "top_k": 6, "device": CUDA}
+    for tokens, hidden, inner in ((1, 256, 384), (17, 384, 128), (53, 4096, 640)):
+        call = experts(tokens, hidden=hidden, inner=inner, shared_inner=256, **sizes)
+        assert error(check(call).float(), exact(call)) < 2.5e-3
+        one = call._replace(x=call.x[:1], ids=call.ids[:1], weights=call.weights[:1])
+        assert torch.equal(moe_experts(one), moe_experts(call)[:1])
+    assert len(seen) == 9
 
 
 @pytest.mark.parametrize("tokens", [1, 50])
@@ -131,9 +158,11 @@ def test_without_tma_and_ptx_results_are_as_accurate(monkeypatch: pytest.MonkeyP
                 assert error(check(call), want) <= ACCURACY
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 128, 400, 1100])
-def test_repeats_capture_and_streams(tokens: int) -> None:
-    call = problem(tokens, "interleaved")
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [*(("interleaved", tokens) for tokens in (1, 8, 128, 400, 1100)), ("mxfp4", 32)]
+)
+def test_repeats_capture_and_streams(kind: str, tokens: int) -> None:
+    call = problem(tokens, kind)
     want = moe_experts(call)
     for _ in range(20):
         assert torch.equal(moe_experts(call), want)

@@ -1,0 +1,357 @@
+"""`moe_experts` on Hopper for MXFP4 experts of few tokens each, whose shared expert, if there is one, is e4m3.
+
+Four launches. The first splits each row of x into two e4m3 (expert_gemm_sm90.py), twice: in the order in which MXFP4 is
+unpacked, and as it is for the shared expert; its first CTAs plan the places. `gate_up` and `down` are as in
+moe_experts.py, with the hidden state split, too, with a scale for 64 of its columns, those of one CTA. The last launch
+adds each token's rows up: to find out which CTA is the last would take every CTA of `down` a microsecond.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...layout import cdiv
+from ...reference.moe.expert_weights import SCALE_COLUMNS
+from ...reference.moe.moe_experts import ExpertsArguments
+from ..host.gpu import Gpu, gpu_of, register_limit
+from ..host.launch import launch_kernel
+from ..host.pdl import pdl_arguments, pdl_prologue
+from .expert_gemm import swiglu
+from .expert_gemm_sm90 import multiply_e4m3, multiply_mxfp4, split_e4m3, split_element, split_position
+from .expert_operands import Weight, descriptor
+from .expert_plan import most_tiles, plan_some
+from .expert_sum import add_up_places
+
+MOST_PLACES = 1024
+MOST_EACH = 8
+"""Most places for an expert, on average: more would take several tiles of `TOKENS`, each with the weight unpacked."""
+FEW_CTAS = 8
+"""CTAs of 64 rows for an SM up to which bfloat16 is faster: a third launch is not worth its time."""
+ROWS, HALF = 128, 64
+"""Rows of a tile; in `gate_up` half of them are gate, and as many columns of the hidden state have one scale."""
+TOKENS, SHARED_TOKENS = 8, 16
+BLOCK_K, STAGES, REGISTERS = 256, 3, 168
+"""K-block, stages and registers of a thread with which an SM holds three CTAs."""
+SHARED_STAGES = 4
+PLANNED = 16
+"""Places that a CTA plans."""
+SPLIT_WARPS = 8
+
+
+@triton.jit
+def _shared_columns(begin, tokens, TILE: tl.constexpr):
+    """Return tokens, parts and mask of the columns of a tile of the shared expert: high parts, then low ones."""
+    o_column = tl.arange(0, 2 * TILE)
+    token = begin + o_column % TILE
+    return token.to(tl.int64), o_column // TILE, token < tokens
+
+
+@triton.jit
+def _columns(p_tile, TILE: tl.constexpr):
+    """Return places, parts and mask of the columns of a tile."""
+    o_column = tl.arange(0, 2 * TILE)
+    mask = o_column % TILE < tl.load(p_tile + 1)
+    return tl.load(p_tile + 2 + o_column % TILE, mask, 0).to(tl.int64), o_column // TILE, mask
+
+
+@triton.jit
+def _places(p_tile, TILE: tl.constexpr):
+    """Return places of a tile and their mask."""
+    o_place = tl.arange(0, TILE)
+    mask = o_place < tl.load(p_tile + 1)
+    return tl.load(p_tile + 2 + o_place, mask, 0).to(tl.int64), mask
+
+
+@triton.jit
+def _store_hidden(p_hidden, p_scale, acc, place, mask, first, limit, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+                  TILE: tl.constexpr, UNPACKED: tl.constexpr):  # fmt: skip
+    """Store a tile's columns of the hidden state, split, in the order of unpacked rows with UNPACKED."""
+    high, low, scale = split_e4m3(swiglu(acc, limit, COLUMNS, TILE), 0)
+    o_n = first + tl.arange(0, COLUMNS)
+    if UNPACKED:
+        o_n = split_position(o_n)
+    p_row = p_hidden + place[None, :] * (2 * SIZE) + o_n[:, None]
+    tl.store(p_row, high, mask[None, :])
+    tl.store(p_row + SIZE, low, mask[None, :])
+    tl.store(p_scale + place * (SIZE // COLUMNS) + first // COLUMNS, scale, mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "places", "first_expert", "tiles"])
+def split_kernel(
+    p_split,  # [1 or 2, T, 2, HIDDEN] e4m3
+    p_split_scale,  # [T] float32
+    p_tiles,  # [tiles, 2 + TILE] int32
+    p_x,  # [T, HIDDEN] bfloat16
+    p_ids,  # [places] int
+    x_strides,
+    tokens,
+    places,
+    first_expert,
+    tiles,
+    HIDDEN: tl.constexpr,
+    HIDDEN_POW2: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,
+    PLACES_POW2: tl.constexpr,
+    PLANNED: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES_POW2: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Plan PLANNED places, or split a token's row: in the order of unpacked weights, then as it is."""
+    pdl_prologue(PDL)
+    plans = tl.cdiv(places, PLANNED)
+    row = tl.program_id(0) - plans
+    if row < 0:
+        plan_some(
+            p_tiles, p_ids, tl.program_id(0), places, first_expert, tiles, EXPERTS, EXPERTS_POW2, PLACES_POW2,
+            PLANNED, TILE, TILES_POW2,
+        )  # fmt: skip
+    else:
+        o = tl.arange(0, HIDDEN_POW2)
+        element = tl.where(row < tokens, split_element(o), o)
+        token = (row % tokens).to(tl.int64)
+        x = tl.load(p_x + token * x_strides[0] + element * x_strides[1], o < HIDDEN, 0.0)
+        high, low, scale = split_e4m3(x.to(tl.float32), 0)
+        p_row = p_split + row.to(tl.int64) * (2 * HIDDEN) + o
+        tl.store(p_row, high, o < HIDDEN)
+        tl.store(p_row + HIDDEN, low, o < HIDDEN)
+        tl.store(p_split_scale + token, scale)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def split_gate_up_kernel(
+    p_hidden,  # [places, 2, INNER] e4m3
+    p_hidden_scale,  # [places, INNER / HALF] float32
+    p_shared_hidden,  # [T, 2, SHARED_INNER] e4m3
+    p_shared_hidden_scale,  # [T, SHARED_INNER / HALF] float32
+    p_split,  # [1 or 2, T, 2, HIDDEN] e4m3
+    p_split_scale,  # [T] float32
+    p_tiles,  # [tiles, 2 + TOKENS] int32
+    weight,
+    p_words,
+    shared_weight,
+    p_shared_scale,
+    tokens,
+    limit,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    SHARED_INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SHARED_TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHARED_BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHARED_STAGES: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute ROWS / 2 columns of the hidden state of a tile of places, or of tokens for the shared expert."""
+    pdl_prologue(PDL)
+    HALF: tl.constexpr = ROWS // 2
+    o_r = tl.arange(0, ROWS)
+    program, shared = tl.program_id(0), 0
+    if SHARED_INNER > 0:
+        shared = tl.cdiv(tokens, SHARED_TOKENS) * (SHARED_INNER // HALF)
+        if program < shared:
+            first = program % (SHARED_INNER // HALF) * HALF
+            begin = program // (SHARED_INNER // HALF) * SHARED_TOKENS
+            token, part, mask = _shared_columns(begin, tokens, SHARED_TOKENS)
+            acc = multiply_e4m3(
+                shared_weight, p_shared_scale, first, first + o_r // HALF * SHARED_INNER + o_r % HALF,
+                p_split + (tokens + token) * (2 * HIDDEN) + part * HIDDEN, p_split_scale + token, mask, HIDDEN, ROWS,
+                SHARED_TOKENS, HIDDEN, SHARED_BLOCK_K, SHARED_STAGES,
+            )  # fmt: skip
+            o_t = begin + tl.arange(0, SHARED_TOKENS)
+            _store_hidden(
+                p_shared_hidden, p_shared_hidden_scale, acc, o_t.to(tl.int64), o_t < tokens, first, limit, SHARED_INNER,
+                HALF,
+                SHARED_TOKENS, False,
+            )  # fmt: skip
+    if program >= shared:
+        first = (program - shared) % (INNER // HALF) * HALF
+        p_tile = p_tiles + (program - shared) // (INNER // HALF) * (2 + TOKENS)
+        expert = tl.load(p_tile)
+        if expert >= 0:
+            place, part, mask = _columns(p_tile, TOKENS)
+            token = place // TOP_K
+            acc = multiply_mxfp4(
+                weight, p_words, expert, first, first + o_r // HALF * INNER + o_r % HALF,
+                p_split + token * (2 * HIDDEN) + part * HIDDEN, p_split_scale + token, mask, 2 * INNER, HIDDEN, ROWS,
+                TOKENS, HIDDEN, BLOCK_K, STAGES, PTX,
+            )  # fmt: skip
+            place, mask = _places(p_tile, TOKENS)
+            _store_hidden(p_hidden, p_hidden_scale, acc, place, mask, first, limit, INNER, HALF, TOKENS, True)
+
+
+@triton.jit(do_not_specialize=["tokens", "places"])
+def split_down_kernel(
+    p_results,  # [places, or + T with a shared expert, HIDDEN] float32
+    p_hidden,  # [places, 2, INNER] e4m3
+    p_hidden_scale,  # [places, INNER / HALF] float32
+    p_shared_hidden,  # [T, 2, SHARED_INNER] e4m3
+    p_shared_hidden_scale,  # [T, SHARED_INNER / HALF] float32
+    p_weights,  # [places] float32
+    p_tiles,  # [tiles, 2 + TOKENS] int32
+    weight,
+    p_words,
+    shared_weight,
+    p_shared_scale,
+    tokens,
+    places,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    SHARED_INNER: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SHARED_TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHARED_BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHARED_STAGES: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute ROWS columns of the results of a tile."""
+    pdl_prologue(PDL)
+    BLOCKS: tl.constexpr = HIDDEN // ROWS
+    program, shared = tl.program_id(0), 0
+    first, slot = program % BLOCKS * ROWS, program // BLOCKS
+    o_row = first + tl.arange(0, ROWS)
+    if SHARED_INNER > 0:
+        shared = tl.cdiv(tokens, SHARED_TOKENS)
+        if slot < shared:
+            begin = slot * SHARED_TOKENS
+            token, part, mask = _shared_columns(begin, tokens, SHARED_TOKENS)
+            acc = multiply_e4m3(
+                shared_weight, p_shared_scale, first, o_row,
+                p_shared_hidden + token * (2 * SHARED_INNER) + part * SHARED_INNER,
+                p_shared_hidden_scale + token * (SHARED_INNER // HALF), mask, SHARED_INNER, ROWS, SHARED_TOKENS, HALF,
+                SHARED_BLOCK_K, SHARED_STAGES,
+            )  # fmt: skip
+            o_t = begin + tl.arange(0, SHARED_TOKENS)
+            p_row = p_results + (places + o_t.to(tl.int64))[None, :] * HIDDEN + o_row[:, None]
+            tl.store(p_row, acc, (o_t < tokens)[None, :])
+    if slot >= shared:
+        p_tile = p_tiles + (slot - shared) * (2 + TOKENS)
+        expert = tl.load(p_tile)
+        if expert >= 0:
+            place, part, mask = _columns(p_tile, TOKENS)
+            acc = multiply_mxfp4(
+                weight, p_words, expert, first, o_row, p_hidden + place * (2 * INNER) + part * INNER,
+                p_hidden_scale + place * (INNER // HALF), mask, HIDDEN, INNER, ROWS, TOKENS, HALF, BLOCK_K, STAGES, PTX,
+            )  # fmt: skip
+            place, mask = _places(p_tile, TOKENS)
+            acc *= tl.load(p_weights + place, mask, 0.0)[None, :]
+            tl.store(p_results + place[None, :] * HIDDEN + o_row[:, None], acc, mask[None, :])
+
+
+def fits(w13: Weight, w2: Weight, shared: tuple[Weight, Weight] | None, places: int, gpu: Gpu) -> bool:
+    """Return whether each expert has few of the places, and its CTAs are enough for the GPU."""
+    experts = len(w13.values)
+    if (w13.kind, w2.kind) != ("mxfp4", "mxfp4") or any(each.kind != "e4m3" for each in shared or ()):
+        return False
+    ctas = min(places, experts) * 2 * w2.size / 64 / gpu.sms
+    return places <= min(MOST_PLACES, MOST_EACH * experts) and ctas > FEW_CTAS
+
+
+def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight, Weight] | None, out: Tensor) -> None:
+    """Fill `out` with the results of a call that fits, of at most MOST_PLACES places."""
+    (tokens, hidden), top_k, device = call.x.shape, call.ids.shape[1], call.x.device
+    experts, places, inner = len(w13.values), tokens * top_k, w2.size
+    shared_inner = shared[1].size if shared is not None else 0
+    e4m3, tiles = torch.float8_e4m3fn, most_tiles(places, experts, TOKENS)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    orders = 1 if shared is None else 2
+    split, split_scale = empty(orders, tokens, 2, hidden, dtype=e4m3), empty(tokens)
+    tile_list = empty(tiles, 2 + TOKENS, dtype=torch.int32)
+    states = empty(places, 2, inner, dtype=e4m3), empty(places, inner // HALF)
+    shared_states: tuple[Tensor | None, Tensor | None] = None, None
+    if shared is not None:
+        shared_states = empty(tokens, 2, shared_inner, dtype=e4m3), empty(tokens, shared_inner // HALF)
+    results = empty(places + (tokens if shared is not None else 0), hidden)
+
+    programs = cdiv(places, PLANNED) + orders * tokens
+    launch_kernel(
+        split_kernel,
+        (programs,),
+        split,
+        split_scale,
+        tile_list,
+        call.x,
+        call.ids,
+        call.x.stride(),
+        tokens,
+        places,
+        call.first_expert,
+        tiles,
+        HIDDEN=hidden,
+        HIDDEN_POW2=triton.next_power_of_2(hidden),
+        EXPERTS=experts,
+        EXPERTS_POW2=triton.next_power_of_2(experts),
+        PLACES_POW2=triton.next_power_of_2(max(16, places)),
+        PLANNED=PLANNED,
+        TILE=TOKENS,
+        TILES_POW2=triton.next_power_of_2(tiles),
+        num_warps=SPLIT_WARPS,
+        **pdl_arguments(device, programs),
+    )
+    sizes = {"HIDDEN": hidden, "INNER": inner, "SHARED_INNER": shared_inner, "ROWS": ROWS}
+    sizes |= {"TOKENS": TOKENS, "SHARED_TOKENS": SHARED_TOKENS, "SHARED_BLOCK_K": HALF, "STAGES": STAGES}
+    sizes |= {"SHARED_STAGES": SHARED_STAGES, "PTX": gpu_of(device).backend == "cuda", "num_warps": 4}
+    sizes |= register_limit(device, REGISTERS)
+    shared_slots = cdiv(tokens, SHARED_TOKENS) if shared is not None else 0
+
+    def operands(weight: Weight, other: Weight | None, halves: int, block_k: int) -> tuple[object, ...]:
+        own = descriptor(weight.values.view(torch.uint8), halves, ROWS, block_k // 2)
+        if other is None:
+            return own, weight.scale, None, None
+        return own, weight.scale, descriptor(other.values, halves, ROWS, HALF), other.scale
+
+    first, second = (None, None) if shared is None else shared
+    block_k = min(BLOCK_K, SCALE_COLUMNS * (1 + (hidden % BLOCK_K == 0)))
+    programs = shared_slots * (shared_inner // HALF) + tiles * (inner // HALF)
+    launch_kernel(
+        split_gate_up_kernel,
+        (programs,),
+        *states,
+        *shared_states,
+        split,
+        split_scale,
+        tile_list,
+        *operands(w13, first, 2, block_k),
+        tokens,
+        float(call.limit),
+        TOP_K=top_k,
+        BLOCK_K=block_k,
+        **sizes,
+        **pdl_arguments(device, programs),
+    )
+    block_k = min(BLOCK_K, SCALE_COLUMNS * (1 + (inner % BLOCK_K == 0)))
+    programs = (shared_slots + tiles) * (hidden // ROWS)
+    launch_kernel(
+        split_down_kernel,
+        (programs,),
+        results,
+        *states,
+        *shared_states,
+        call.weights,
+        tile_list,
+        *operands(w2, second, 1, block_k),
+        tokens,
+        places,
+        HALF=HALF,
+        BLOCK_K=block_k,
+        **sizes,
+        **pdl_arguments(device, programs),
+    )
+    add_up_places(call, results, shared is not None, experts, out)

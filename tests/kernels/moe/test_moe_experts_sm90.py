@@ -1,0 +1,224 @@
+"""`moe_experts` of few tokens an expert on sm_90, in the checking interpreter and compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4_compile.kernels.host.gpu import Gpu
+from dsv4_compile.kernels.moe import expert_gemm_sm90 as gemm
+from dsv4_compile.kernels.moe import moe_experts as kernels
+from dsv4_compile.kernels.moe import moe_experts_sm90 as sm90
+from dsv4_compile.kernels.moe.expert_operands import Weight
+from dsv4_compile.kernels.moe.expert_plan import most_tiles, plan_some
+from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
+from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poisoned_empty, strided
+from dsv4_compile.testing.bounds import checked
+from tests.kernels.moe.problems import assert_accurate, error, exact, experts
+from tests.kernels.moe.programs import random_order
+
+interpreted = pytest.mark.interpreted
+LAUNCHED = ["split_kernel", "split_gate_up_kernel", "split_down_kernel", "sum_kernel"]
+WRITTEN = (
+    "p_split",
+    "p_split_scale",
+    "p_tiles",
+    "p_hidden",
+    "p_hidden_scale",
+    "p_shared_hidden",
+    "p_shared_hidden_scale",
+    "p_results",
+    "p_out",
+)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let launchers see a Hopper GPU of one SM, which few CTAs fill."""
+    gpu = Gpu("interpreter", 90, 1)
+    for module in (kernels, sm90):
+        monkeypatch.setattr(module, "gpu_of", lambda device: gpu)
+
+
+def run(call: ExpertsArguments, seed: int = 0) -> Tensor:
+    with poisoned_empty(), checked(mutated=WRITTEN) as seen, random_order(seed):
+        got = kernels.moe_experts(call)
+    assert seen == LAUNCHED
+    return got
+
+
+def check(call: ExpertsArguments, seed: int = 0) -> Tensor:
+    assert kernels.why_unsupported_moe_experts(call) == ""
+    got = run(call, seed)
+    assert_accurate(got, call)
+    return got
+
+
+def few(tokens: int, **sizes: Any) -> ExpertsArguments:
+    """Return arguments whose CTAs fill the GPU of these tests, and whose experts have few tokens each."""
+    return experts(tokens, **{"kind": "mxfp4", "shared": "e4m3", "inner": 384, "count": 12} | sizes)
+
+
+@interpreted
+@pytest.mark.parametrize("shared", ["", "e4m3"])
+@pytest.mark.parametrize(("tokens", "hidden", "inner"), [(1, 256, 384), (9, 384, 256), (16, 128, 128)])
+def test_results_are_the_references(tokens: int, hidden: int, inner: int, shared: str) -> None:
+    check(few(tokens, shared=shared, hidden=hidden, inner=inner, shared_inner=256, top_k=6), seed=tokens)
+
+
+@interpreted
+def test_parts_of_x_keep_more_than_bfloat16() -> None:
+    call = few(9, hidden=256)
+    assert error(check(call).float(), exact(call)) < 2e-3
+
+
+@interpreted
+def test_an_expert_of_more_tokens_than_a_tile_takes_several() -> None:
+    check(few(20)._replace(ids=torch.tensor([[3, 7]], dtype=torch.int32).repeat(20, 1)))
+
+
+@interpreted
+def test_ids_outside_the_experts_add_nothing() -> None:
+    call = few(12)
+    for first in (0, 3):
+        check(call._replace(ids=hostile_indices((12, 2), 15, dtype=torch.int64), first_expert=first), seed=first)
+    nobody = torch.full((12, 2), -1, dtype=torch.int32)
+    assert not check(call._replace(ids=nobody, shared_w13=None, shared_w2=None)).any()
+    assert check(call._replace(ids=nobody)).any()
+    check(call._replace(ids=torch.full_like(call.ids, 3)))
+
+
+@interpreted
+@pytest.mark.parametrize("form", [torch.float32, torch.float8_e8m0fnu])
+def test_scales_of_the_shared_expert_come_in_every_form(form: torch.dtype) -> None:
+    call = few(4, hidden=256, shared_inner=256)
+    first, second = call.shared_w13_scale, call.shared_w2_scale
+    assert first is not None and second is not None
+    if form is torch.float32:
+        first, second = torch.rand(first.shape) / 64, torch.rand(second.shape) / 64
+    else:
+        first, second = first.view(form), second.view(form)
+    check(call._replace(shared_w13_scale=first, shared_w2_scale=second))
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_every_e8m0_scale_means_its_power_of_two(name: str) -> None:
+    call = few(2, hidden=128, count=2, inner=256, shared="", top_k=2)
+    weight, scale = getattr(call, name), getattr(call, f"{name}_scale")
+    for byte in (0, 1, 2, 15, 16, 60, 127, 128, 143, 144, 200, 251, 252, 253, 254, 255):
+        scale.fill_(byte)
+        # The largest weights and sums stay within float32.
+        packed = weight & 0xBB if byte in (253, 254) else weight
+        check(call._replace(x=call.x * 2.0 ** (10 if byte < 100 else -14), **{name: packed}))
+    scale.copy_(torch.randint(0, 255, scale.shape))
+    run(call)
+
+
+@interpreted
+def test_small_elements_beside_a_large_one_count() -> None:
+    call = few(4, shared="")
+    x = call.x.clone()
+    x[:, 5] = 4000.0
+    call.w13.view(torch.uint8)[:, :, 2] &= 0x0F  # the weights of element 5 are zero
+    check(call._replace(x=x))
+
+
+@interpreted
+def test_a_token_that_is_not_finite_is_nan_and_others_are_not() -> None:
+    call = few(9, inner=256)
+    x = 50 * call.x
+    x[2, 5], x[4, 1], x[5, 2] = torch.nan, torch.inf, -torch.inf
+    got = run(call._replace(x=x))
+    lost = torch.tensor([2, 4, 5])
+    assert got[lost].isnan().all()
+    rest = torch.tensor([token for token in range(9) if token not in lost])
+    assert_accurate(got[rest], call._replace(x=x[rest], ids=call.ids[rest], weights=call.weights[rest]))
+    check(call._replace(x=0 * x.nan_to_num()))
+    check(call._replace(x=x.nan_to_num() * 2.0**-140))
+
+
+@interpreted
+def test_a_scale_of_nan_is_not_infinity_which_a_clamp_would_hide() -> None:
+    call = few(2, count=2, shared="", inner=256)
+    assert call.w13_scale is not None
+    call.w13.fill_(0x22)  # ones
+    call.w13_scale.fill_(255)
+    assert check(call._replace(x=call.x.abs())).isnan().all()
+
+
+@interpreted
+def test_arguments_are_read_where_they_are() -> None:
+    call = few(6)
+    check(call._replace(x=padded(call.x), ids=strided(call.ids), weights=padded(call.weights)))
+    check(call._replace(x=strided(call.x), ids=padded(call.ids.long()), weights=strided(call.weights)))
+
+
+@interpreted
+def test_results_do_not_depend_on_the_order_of_programs_nor_on_other_tokens() -> None:
+    call = few(5, shared="e4m3")
+    first = run(call, seed=1)
+    assert_bitwise(run(call, seed=2), first)
+    alone = call._replace(x=call.x[3:], ids=call.ids[3:], weights=call.weights[3:])
+    assert_bitwise(run(alone), first[3:])
+
+
+@triton.jit(do_not_specialize=["places", "first_expert", "tiles"])
+def plan_kernel(p_tiles, p_ids, places, first_expert, tiles, EXPERTS: tl.constexpr,
+                EXPERTS_POW2: tl.constexpr, PLACES_POW2: tl.constexpr, TILES_POW2: tl.constexpr):  # fmt: skip
+    plan_some(
+        p_tiles, p_ids, tl.program_id(0), places, first_expert, tiles, EXPERTS, EXPERTS_POW2, PLACES_POW2, 16,
+        8, TILES_POW2,
+    )  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize(("places", "count"), [(1, 3), (60, 7), (100, 300), (64, 1)])
+def test_a_plan_has_every_place_of_an_expert_once_in_order(places: int, count: int) -> None:
+    ids = hostile_indices((places,), count, fraction=0.2) + 5
+    tiles = most_tiles(places, count, 8)
+    with poisoned_empty(), checked(mutated=WRITTEN), random_order(places):
+        planned = torch.empty(tiles, 10, dtype=torch.int32)
+        plan_kernel[(-(-places // 16),)](
+            planned, ids, places, 5, tiles, count, triton.next_power_of_2(count),
+            triton.next_power_of_2(max(16, places)), triton.next_power_of_2(tiles),
+        )  # fmt: skip
+    found: dict[int, list[int]] = {}
+    for expert, number, *own in planned.tolist():
+        if expert >= 0:
+            assert 1 <= number <= 8
+            found[expert] = found.get(expert, []) + own[:number]
+    local = (ids.long() - 5).tolist()
+    assert found == {e: [p for p, own in enumerate(local) if own == e] for e in range(count) if e in local}
+
+
+def test_what_fits_is_few_places_an_expert_in_checkpoint_formats() -> None:
+    gpu = Gpu("cuda", 90, 132)
+
+    def weight(kind: str, rows: int, columns: int) -> Weight:
+        dtype = {"mxfp4": torch.uint8, "e4m3": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}[kind]
+        values = torch.empty(64, rows, columns // (2 if kind == "mxfp4" else 1), dtype=dtype)
+        return Weight.of(values, torch.empty(64, 1, 4, dtype=torch.uint8) if kind != "bfloat16" else None)
+
+    def fits(tokens: int, kind: str = "mxfp4", shared: str = "") -> bool:
+        first, second = weight(kind, 4096, 128), weight(kind, 128, 2048)
+        pair = (weight(shared, 256, 128), weight(shared, 128, 128)) if shared else None
+        return sm90.fits(first, second, pair, tokens * 6, gpu)
+
+    assert fits(8) and fits(85) and fits(8, shared="e4m3")
+    assert not fits(1) and not fits(86) and not fits(200)
+    assert not fits(8, kind="bfloat16")
+    assert not fits(8, shared="bfloat16") and not fits(8, shared="mxfp4")
+
+
+def test_every_code_of_e2m1_is_e4m3_with_the_exponent_of_the_unit() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    lower = ((codes << 2) & 0x1C) | ((codes << 4) & 0x80)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    assert torch.equal(lower.view(torch.float8_e4m3fn).float() * gemm.E2M1_UNIT.value, values[(codes & 15).long()])
