@@ -7,19 +7,27 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
+_SAME, _ELSEWHERE, _SINCE = "equivalent: ", "a test that was not run: ", "a test since: "
+
 
 def scores(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
-    """Return lines and rows of the table of changes of the source: of all seeds of an area, the last line of all."""
-    lines = [["area", "seeds", "changes", "equivalent", "killed", "killed since, by a new test", "survive"]]
-    areas = dict.fromkeys(row["area"] for row in rows["mutations"])
-    for area in [*areas, "all"]:
-        shown = [row for row in rows["mutations"] if area in (row["area"], "all")]
-        left = [each for row in shown for each in row["survivors"]]
-        same, since = sum(each["equivalent"] for each in left), sum("killed_at" in each for each in left)
-        changes, killed = (sum(row[name] for row in shown) for name in ("changes", "killed"))
-        seeds = ", ".join(str(seed) for seed in dict.fromkeys(row["seed"] for row in shown))
-        counts = (changes, same, killed, since, len(left) - same - since)
-        lines.append([area, seeds, *(str(count) for count in counts)])
+    """Return lines and rows of the table of changes of the source: all seeds of an area, each seed, and all.
+
+    A score is the share of killed changes among those that are not equivalent, by the tests that `make mutate` ran, and
+    by all tests of today.
+    """
+    lines = [["area", "seeds", "changes", "equivalent", "killed", "by a test that was not run", "by a new test"]]
+    lines[0] += ["survive", "score", "score today"]
+    areas, seeds = (dict.fromkeys(row[name] for row in rows["mutations"]) for name in ("area", "seed"))
+    shown = [(area, [row for row in rows["mutations"] if row["area"] == area]) for area in areas]
+    shown += [("all", [row for row in rows["mutations"] if row["seed"] == seed]) for seed in sorted(seeds)]
+    for area, found in [*shown, ("all", rows["mutations"])]:
+        left = [_state(each) for row in found for each in row["survivors"]]
+        changes, killed = (sum(row[name] for row in found) for name in ("changes", "killed"))
+        same, other, since, survive = (left.count(state) for state in (_SAME, _ELSEWHERE, _SINCE, ""))
+        of = ", ".join(str(seed) for seed in dict.fromkeys(row["seed"] for row in found))
+        shares = (f"{100 * part / (changes - same):.0f} %" for part in (killed, killed + other + since))
+        lines.append([area, of, *map(str, (changes, same, killed, other, since, survive)), *shares])
     return lines, rows["mutations"]
 
 
@@ -28,7 +36,15 @@ def survivors(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]
     lines = [["file", "change", "reason"]]
     for row in rows["mutations"]:
         for each in row["survivors"]:
-            state = "equivalent: " if each["equivalent"] else "a test since: " if "killed_at" in each else ""
             change = f"`{each['changed']}`".replace("|", "\\|")
-            lines.append([f"`{each['file'].removeprefix('dsv4_compile/')}`", change, state + each["reason"]])
+            lines.append([f"`{each['file'].removeprefix('dsv4_compile/')}`", change, _state(each) + each["reason"]])
     return lines, rows["mutations"]
+
+
+def _state(survivor: Row) -> str:
+    """Return what became of a survivor, "" where it still survives."""
+    if survivor["equivalent"]:
+        return _SAME
+    if survivor.get("elsewhere"):
+        return _ELSEWHERE
+    return _SINCE if "killed_at" in survivor else ""

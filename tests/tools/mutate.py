@@ -7,8 +7,8 @@ that import it, then those of its area, or where the area has families, of its f
 pages' last: they show schemas. Of tests of kernels, those in the interpreter run before those that compile. What is not
 executed is not changed: annotations, texts, `TYPE_CHECKING` blocks. A change counts as killed, and is shown, if tests
 take longer than the time limit that pass in half of it without the change. The record keeps a row of each area and
-seed, in which a person writes the reason of each survivor, and whether the changed source is equivalent; --again runs
-the others once more.
+seed, in which a person writes the reason of each survivor, and whether the changed source is equivalent or a test
+elsewhere that was not run fails; --again runs those that are not equivalent once more.
 """
 
 from __future__ import annotations
@@ -347,7 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     changed, was = line_of(changed_by(change, source), change), line_of(source, change)
                     kept = known.get((change.file, changed), {})
                     survivor = {"file": change.file, "line": change.line, "was": was, "changed": changed}
-                    survivor |= {"equivalent": kept.get("equivalent", False), "reason": kept.get("reason", "")}
+                    survivor |= {name: kept.get(name, False) for name in ("equivalent", "elsewhere")}
+                    survivor["reason"] = kept.get("reason", "")
                     failed |= not survivor["reason"]
                     row["survivors"].append(survivor)
                     print(f"survived: {change.file}:{change.line}  {changed}", file=sys.stderr, flush=True)
