@@ -171,15 +171,21 @@ def specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int], 
 
 
 def multiply(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
-    """Return a GEMM that remembers its operands, and those of its accumulator, until the wait."""
+    """Return a GEMM that remembers its operands, those of its accumulator, and its number, until the wait."""
     product = Value(a.data.float() @ b.data.float() + (acc.data if use_acc else 0.0))
     earlier = getattr(acc, "operands", [])
     product.operands = [*earlier, *((x.data, x.data.clone()) for x in (a, b))]  # type: ignore[attr-defined]
+    _gemms.begun = product.number = getattr(_gemms, "begun", 0) + 1  # type: ignore[attr-defined]
     return product
 
 
+_gemms = threading.local()
+"""How many GEMMs a partition began."""
+
+
 def finish(pending: int, deps: list[Value]) -> Value:
-    """Wait for a GEMM. Its operands must not have changed since it began."""
+    """Wait for a GEMM. Its operands must not have changed since it began, and the `pending` ones began after it."""
+    assert _gemms.begun - deps[0].number >= pending, "the wait lets this GEMM run on"  # type: ignore[attr-defined]
     for now, then in deps[0].operands:  # type: ignore[attr-defined]
         assert torch.equal(now.float().nan_to_num(), then.float().nan_to_num()), "an operand was overwritten"
     return Value(deps[0].data)
