@@ -56,7 +56,7 @@ def split_e4m3(x, AXIS: tl.constexpr):
     factor = (-capped + EXPONENTS) << MANTISSA_BITS
     x *= tl.expand_dims(factor.to(tl.float32, bitcast=True), AXIS)
     scale = tl.where(exponent == NOT_FINITE, NAN_BITS, (capped - 7) << MANTISSA_BITS)
-    # Rounded here: from what the conversion returns, ptxas 12.9 takes garbage if it is also stored in words of four.
+    # Rounded here: ptxas 12.8 loses what the conversion returns where it is used and stored, too.
     high = ((x.to(tl.int32, bitcast=True) + HALF_UNIT) & HIGH_BITS).to(tl.float32, bitcast=True)
     high = (high + SUBNORMALS) - SUBNORMALS
     low = (x - high) * LOW

@@ -25,10 +25,13 @@ class Weight(NamedTuple):
     values: Tensor
     scale: Tensor | None
     kind: str
+    """Its format: "mxfp4", "e4m3" or "float"."""
     size: int
+    """Elements of K."""
 
     @classmethod
     def of(cls, weight: Tensor, scale: Tensor | None) -> Weight:
+        """Return a weight `[E, N, K]`, or `[N, K]` of one expert, in its format: MXFP4 as words of eight elements."""
         kind, size = weight_format(weight), columns(weight)
         if weight.dim() == 2:
             weight, scale = weight[None], None if scale is None else scale[None]

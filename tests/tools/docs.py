@@ -91,6 +91,14 @@ VARIANTS: Mapping[tuple[str, ...], Sequence[tuple[str, str]]] = {
         ("linear/gemm.py", "other GPUs, up to 64 tokens of several groups"),
         ("linear/grouped_linear.py", "other sizes: torch's `mm` or `bmm`"),
     ),
+    ("moe_experts",): (
+        (
+            "moe/moe_experts_sm90.py",
+            "sm_90, MXFP4 in the order of a checkpoint, a shared expert of e4m3 or none, up to 1,024 places and 8 of "
+            "them an expert, more than 8 CTAs of 64 rows an SM",
+        ),
+        ("moe/moe_experts.py", "other formats, sizes and GPUs"),
+    ),
     ("indexer_logits", "indexer_logits_topk", "indexer_topk_slots"): (
         ("indexer/score_sm90.py", "sm_90, `indexer_fp8`: the score"),
         ("indexer/score_triton.py", "other caches and GPUs: the score"),

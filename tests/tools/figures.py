@@ -276,18 +276,18 @@ def soak(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
 
 
 _OURS, _RANKS = "dsv4_compile", "torchrun --nproc-per-node 2"
-_SPLIT = f"{_RANKS} examples/benchmarks/tensor_parallel.py --layers 43 --batches 1,8,32 --prompt 64"
-_SPLIT += " --contexts 2048,4096,8192,16384 --experts rows --collectives symmetric"
-_SPLIT_H200 = f"{_RANKS} examples/benchmarks/tensor_parallel.py --layers 43 --batches 1,8,32,128 --prompt 64"
-_SPLIT_H200 += " --contexts 2048 --steps 1000 --generate 66 --compared 0 --experts rows --collectives symmetric"
+_SPLIT = f"{_RANKS} examples/benchmarks/tensor_parallel.py --layers 43 --experts rows"
+_SPLIT += " --collectives symmetric --prompt 64"
+_SPLIT_H200 = f"{_SPLIT} --batches 1,8,32,128 --contexts 2048 --steps 1000 --generate 66"
+_SPLIT_H100 = f"{_SPLIT} --batches 1,8,32 --contexts 2048,4096,8192,16384"
 _ONE_RANK = "python examples/benchmarks/one_rank.py"
 _VLLM = "python tests/gpu/vllm/run.py --what"
 _GRAPH: Mapping[str, str | int] = {"impl": "graph", "end": "together"}
 _STACK: Mapping[str, str | int] = {"layer": "stack", "end": "together"}
 _BENCH_KERNELS = tuple(dict.fromkeys(kernel.record for kernel in KERNELS))
 FIGURES: Mapping[str, Figures] = {
-    "whole": Figures(model.whole, ("tensor_parallel",), _SPLIT),
-    "contexts": Figures(model.contexts, ("tensor_parallel",), _SPLIT),
+    "whole": Figures(model.whole, ("tensor_parallel_h200",), _SPLIT),
+    "contexts": Figures(model.contexts, ("tensor_parallel",), _SPLIT_H100),
     "whole_h200": Figures(model.steps, ("tensor_parallel_h200",), _SPLIT_H200),
     "four_layers": Figures(model.four_layers, ("whole_model",), "python examples/benchmarks/whole_model.py"),
     "all_reduce": Figures(

@@ -9,7 +9,7 @@ Row = Mapping[str, Any]
 _PROMPT = 64
 """Tokens of the prompts of batches; rows of longer ones are of single sequences."""
 _PARTS: Mapping[str, Sequence[str]] = {
-    "experts": ("gate_up", "down_kernel"),
+    "experts": ("gate_up", "down_kernel", "split_kernel", "sum_kernel", "reorder_kernel"),
     "collectives": ("all_reduce", "nccl"),
     "hyper-connections": ("mhc_",),
     "rest": (),
@@ -19,7 +19,7 @@ _PARTS: Mapping[str, Sequence[str]] = {
 
 def whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of V4-Flash on two GPUs: a step, what it reads, and its parts by kernel."""
-    shown = [row for row in rows["tensor_parallel"] if row["prompt"] == _PROMPT]
+    shown = [row for row in rows["tensor_parallel_h200"] if row["prompt"] == _PROMPT]
     head = ["batch", "step, ms", "tokens/s", "weights read by a rank, GB", "kernels"]
     lines = [[*head, *(f"{part}, ms" for part in _PARTS), "first calls, s"]]
     for row in shown:
