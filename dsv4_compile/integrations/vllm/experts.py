@@ -1,7 +1,7 @@
 """Router and experts of a decoder layer as two ops, `moe_route` and `moe_experts`.
 
-Weights are float, e4m3 with 128x128 scales, or MXFP4 for routed experts, and stay in the format that they come in. On a
-GPU, MXFP4 weights are interleaved, the order that kernels read without permuting the hidden states.
+Weights are float, e4m3 with 128x128 scales, or MXFP4 for routed experts, and stay in the format that they come in.
+MXFP4 may be interleaved, which the kernels of Hopper for few tokens do not take: a decode step would lose a quarter.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Experts(nn.Module):
         hf: configuration of the model, which `whole_limits` has nothing against.
         index: the layer's index; the first `num_hash_layers` route by a table of token ids.
         dtype: of floating weights.
-        interleaved: keep MXFP4 weights interleaved. None: on a GPU, where their sizes allow it.
+        interleaved: keep MXFP4 weights interleaved where their sizes allow it.
         ranks: which have equal parts of the experts; `forward` returns a term of their sum. None for one rank.
         whole: ranks have whole routed experts, in their order, rather than rows of all of them.
 
@@ -85,7 +85,7 @@ class Experts(nn.Module):
         hf: Any,
         index: int,
         dtype: torch.dtype,
-        interleaved: bool | None = None,
+        interleaved: bool = False,
         ranks: Ranks | None = None,
         whole: bool = False,
     ) -> None:
@@ -110,7 +110,7 @@ class Experts(nn.Module):
             self.shared_w13, self.shared_w13_scale = _weight(shared, 2 * rows, hidden)
             self.shared_w2, self.shared_w2_scale = _weight(shared, hidden, rows)
         fits = formats.routed == MXFP4 and hidden % SCALE_COLUMNS == 0 and width % SCALE_COLUMNS == 0
-        self.interleaved = fits and (self.w13.is_cuda if interleaved is None else interleaved)
+        self.interleaved = fits and interleaved
 
     def forward(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """Return the sum of the experts of x `[T, hidden_size]`, in its shape; `token_ids` `[T]` are its tokens.
