@@ -8,8 +8,6 @@ columns of one operand. Products are exact. An MMA adds them up to 13 bits below
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -32,22 +30,6 @@ UNPACK = tl.constexpr(  # four lower nibbles and four upper ones; the outputs ar
     "lop3.b32 $0, a, b, 0x80808080, 0xF8; "
     "shr.u32 a, $2, 2; and.b32 a, a, 0x1C1C1C1C; lop3.b32 $1, a, $2, 0x80808080, 0xF8; }"
 )
-
-
-class Gemm(NamedTuple):
-    """Compile-time sizes of the GEMM of a tile: `rows` of N x K with `tokens`, whose scales are for `scale_k` elements.
-
-    `scale_k` is 64 or K. MXFP4 has K-blocks of 128 or 256, e4m3 of at most 128 and `scale_k`. `ptx` asks for PTX.
-    """
-
-    n: int
-    k: int
-    rows: int
-    tokens: int
-    scale_k: int
-    block_k: int
-    stages: int
-    ptx: bool
 
 
 @triton.jit
@@ -113,14 +95,12 @@ def _factor(words, GROUP: tl.constexpr, ANY: tl.constexpr):
 
 
 @triton.jit
-def _add_block(acc, w, words, columns, row_scale, GEMM: tl.constexpr, ANY: tl.constexpr):
+def _add_block(acc, w, words, p_x, p_scale, row_scale, mask, SCALE_K: tl.constexpr, PTX: tl.constexpr,
+               ANY: tl.constexpr):  # fmt: skip
     """Add the product of uint8 [ROWS, 64] and 128 elements of K of x."""
     even, odd = tl.split(tl.permute(tl.reshape(w, [w.shape[0], 2, 2, BLOCK_BYTES // 4]), (0, 3, 1, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
-    p_x, p_scale, mask = columns
-    PTX: tl.constexpr = GEMM.ptx
-    SCALE_K: tl.constexpr = GEMM.scale_k
     x0, x1 = tl.load(p_x, mask, 0.0), tl.load(p_x + MX_TILE, mask, 0.0)
     x2, x3 = tl.load(p_x + 2 * MX_TILE, mask, 0.0), tl.load(p_x + 3 * MX_TILE, mask, 0.0)
     factor0, factor1 = _factor(words, 0, ANY), _factor(words, 1, ANY)
@@ -150,87 +130,107 @@ def _add_block(acc, w, words, columns, row_scale, GEMM: tl.constexpr, ANY: tl.co
 
 
 @triton.jit
-def _multiply(weight, p_words, expert, first, columns, GEMM: tl.constexpr, STAGES: tl.constexpr, ANY: tl.constexpr):
+def _multiply(weight, p_words, expert, first, p_x, p_scale, mask, K: tl.constexpr, ROWS: tl.constexpr,
+              SCALE_K: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+              ANY: tl.constexpr):  # fmt: skip
     """Return the sums of both parts, and bits that are not 0 where a scale is no usual one."""
-    p_x, p_scale, mask = columns
-    ROWS: tl.constexpr = GEMM.rows
-    STEP: tl.constexpr = WORD_COLUMNS // GEMM.scale_k
-    acc = tl.zeros((ROWS, 2 * GEMM.tokens), tl.float32)
+    acc = tl.zeros((ROWS, p_x.shape[1]), tl.float32)
     found = tl.zeros((ROWS,), tl.int32)
     row_scale = tl.load(p_scale, mask, 0.0)
-    for k in tl.range(0, GEMM.k, GEMM.block_k, num_stages=STAGES):
+    STEP: tl.constexpr = WORD_COLUMNS // SCALE_K
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         w = weight.load([expert, 0, first, k // 2])
         words = tl.load(p_words + k // WORD_COLUMNS)
         p_scales = p_scale + k // WORD_COLUMNS * STEP
-        if GEMM.block_k == 2 * WORD_COLUMNS:
+        if BLOCK_K == 2 * WORD_COLUMNS:
             w0, w1 = tl.split(tl.permute(tl.reshape(w, [ROWS, 2, BLOCK_BYTES]), (0, 2, 1)))
             words0, words1 = tl.split(words)
             found |= unusual_scales(words0) | unusual_scales(words1)
-            acc = _add_block(acc, w0, words0, (p_x + k, p_scales, mask), row_scale, GEMM, ANY)
-            other = p_x + (k + WORD_COLUMNS), p_scales + STEP, mask
-            acc = _add_block(acc, w1, words1, other, row_scale, GEMM, ANY)
+            acc = _add_block(acc, w0, words0, p_x + k, p_scales, row_scale, mask, SCALE_K, PTX, ANY)
+            acc = _add_block(
+                acc, w1, words1, p_x + (k + WORD_COLUMNS), p_scales + STEP, row_scale, mask, SCALE_K, PTX, ANY
+            )
         else:
             words0 = tl.reshape(words, [ROWS])
             found |= unusual_scales(words0)
             w0 = tl.reshape(w, [ROWS, BLOCK_BYTES])
-            acc = _add_block(acc, w0, words0, (p_x + k, p_scales, mask), row_scale, GEMM, ANY)
-    if not ANY and GEMM.scale_k == GEMM.k:
+            acc = _add_block(acc, w0, words0, p_x + k, p_scales, row_scale, mask, SCALE_K, PTX, ANY)
+    if not ANY and SCALE_K == K:
         acc *= row_scale
     return acc, found
 
 
 @triton.jit
 def multiply_mxfp4(
-    weight,  # a TMA descriptor of uint8 [E, HALVES, N / HALVES, K / 2] with a box of rows and block_k / 2 bytes
+    weight,  # a TMA descriptor of uint8 [E, HALVES, N / HALVES, K / 2] with a box of ROWS rows and BLOCK_K / 2 bytes
     p_words,  # [E, N, K / 128] int32, contiguous
     expert,
     first,  # first row of the first half
-    o_row,  # [rows] rows of the expert's weight
-    columns,  # pointers to rows of e4m3, high parts of the tokens, then low ones; to their scales; mask: [2 * tokens]
-    GEMM: tl.constexpr,
+    o_row,  # [ROWS] rows of the expert's weight
+    p_x,  # [2 * TOKENS] pointers to rows of e4m3: the high parts of the tokens, then the low ones
+    p_scale,  # [2 * TOKENS] pointers to their scales, one for SCALE_K elements, 64 or K
+    mask,  # [2 * TOKENS]
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    """Return float32 [rows, tokens] of rows of an expert's MXFP4 weight with rows of x in the order of unpacked rows.
+    """Return float32 [ROWS, TOKENS] of rows of an expert's MXFP4 weight with rows of x in the order of unpacked rows.
 
     Scales that are not the usual ones, which no trained weight has, cost the tile a second pass.
     """
-    p_x, p_scale, mask = columns
-    WORDS: tl.constexpr = GEMM.k // WORD_COLUMNS
-    o_word = tl.arange(0, GEMM.block_k // WORD_COLUMNS)
-    p_words += expert.to(tl.int64) * (GEMM.n * WORDS) + o_row[:, None] * WORDS + o_word[None, :]
-    columns = p_x[None, :] + tl.arange(0, MX_TILE)[:, None], p_scale[None, :], mask[None, :]
-    acc, found = _multiply(weight, p_words, expert, first, columns, GEMM, GEMM.stages, False)
+    WORDS: tl.constexpr = K // WORD_COLUMNS
+    o_word = tl.arange(0, BLOCK_K // WORD_COLUMNS)
+    p_words += expert.to(tl.int64) * (N * WORDS) + o_row[:, None] * WORDS + o_word[None, :]
+    p_x = p_x[None, :] + tl.arange(0, MX_TILE)[:, None]
+    p_scale, mask = p_scale[None, :], mask[None, :]
+    acc, found = _multiply(
+        weight, p_words, expert, first, p_x, p_scale, mask, K, ROWS, SCALE_K, BLOCK_K, STAGES, PTX, False
+    )
     if tl.max((found != 0).to(tl.int32), 0) != 0:
-        acc, found = _multiply(weight, p_words, expert, first, columns, GEMM, 1, True)
-    return add_parts(acc, GEMM.rows, GEMM.tokens) * E2M1_UNIT
+        acc, found = _multiply(
+            weight, p_words, expert, first, p_x, p_scale, mask, K, ROWS, SCALE_K, BLOCK_K, 1, PTX, True
+        )
+    return add_parts(acc, ROWS, TOKENS) * E2M1_UNIT
 
 
 @triton.jit
 def multiply_e4m3(
-    weight,  # a TMA descriptor of e4m3 [1, HALVES, N / HALVES, K] with a box of rows and block_k columns
+    weight,  # a TMA descriptor of e4m3 [1, HALVES, N / HALVES, K] with a box of ROWS rows and BLOCK_K columns
     p_weight_scale,  # [N / 128, K / 128] float32 or UE8M0 bytes, contiguous
     first,
     o_row,
-    columns,
-    GEMM: tl.constexpr,
+    p_x,
+    p_scale,
+    mask,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Return float32 [rows, tokens] of rows of an e4m3 weight with rows of x; arguments are those for MXFP4."""
-    p_x, p_scale, mask = columns
-    acc = tl.zeros((GEMM.rows, 2 * GEMM.tokens), tl.float32)
-    p_x = p_x[None, :] + tl.arange(0, GEMM.block_k)[:, None]
+    """Return float32 [ROWS, TOKENS] of rows of an e4m3 weight with rows of x; what is not said is as in MXFP4's."""
+    acc = tl.zeros((ROWS, 2 * TOKENS), tl.float32)
+    p_x = p_x[None, :] + tl.arange(0, BLOCK_K)[:, None]
     p_scale, mask = p_scale[None, :], mask[None, :]
-    p_weight_scale += o_row // WEIGHT_TILE * tl.cdiv(GEMM.k, WEIGHT_TILE)
+    p_weight_scale += o_row // WEIGHT_TILE * tl.cdiv(K, WEIGHT_TILE)
     row_scale = tl.load(p_scale, mask, 0.0)
-    for k in tl.range(0, GEMM.k, GEMM.block_k, num_stages=GEMM.stages):
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         x = tl.load(p_x + k, mask, 0.0)
-        w = tl.reshape(weight.load([0, 0, first, k]), [GEMM.rows, GEMM.block_k])
+        w = tl.reshape(weight.load([0, 0, first, k]), [ROWS, BLOCK_K])
         factor = tl.load(p_weight_scale + k // WEIGHT_TILE)
         if factor.dtype == tl.uint8:
             factor = ue8m0_scale(factor.to(tl.int32))
         sums = tl.dot(w, x)
-        if GEMM.scale_k == GEMM.k:
+        if SCALE_K == K:
             acc += sums * factor[:, None]
         else:
-            acc += sums * tl.load(p_scale + k // GEMM.scale_k, mask, 0.0) * factor[:, None]
-    if GEMM.scale_k == GEMM.k:
+            acc += sums * tl.load(p_scale + k // SCALE_K, mask, 0.0) * factor[:, None]
+    if SCALE_K == K:
         acc *= row_scale
-    return add_parts(acc, GEMM.rows, GEMM.tokens)
+    return add_parts(acc, ROWS, TOKENS)

@@ -7,8 +7,6 @@ CTA sorts MOST_PLACES; one launch for as many, else two: counts, then places.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -22,25 +20,6 @@ MOST_PLACES = 2048
 TILE_ROWS = tl.constexpr(32)  # tiles that a CTA describes at a time
 WARPS = 8
 NO_TILE = tl.constexpr(-1)
-
-
-class Plan(NamedTuple):
-    """Compile-time sizes of `plan_some`: experts, places that a CTA plans and those of a tile, and powers of two."""
-
-    experts: int
-    experts_pow2: int
-    places_pow2: int
-    tiles_pow2: int
-    block: int
-    tile: int
-
-    @classmethod
-    def of(cls, experts: int, places: int, tiles: int, block: int, tile: int) -> Plan:
-        """Return the sizes of a plan of `places` in `tiles` of at most `tile`, `block` of them a CTA."""
-        power = triton.next_power_of_2
-        return cls(experts, power(experts), power(max(16, places)), power(tiles), block, tile)
-
-
 FIELDS = tl.constexpr(4)  # of a tile: its expert, its first place in `order`, the end of its expert's places, unused
 
 
@@ -130,31 +109,33 @@ def sort_places_kernel(
 
 
 @triton.jit
-def plan_some(p_tiles, p_ids, me, places, first_expert, tiles, PLAN: tl.constexpr):
-    """Write places `me * PLAN.block` and following where they belong in tiles [tiles, 2 + PLAN.tile] int32.
+def plan_some(p_tiles, p_ids, me, places, first_expert, tiles, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr,
+              PLACES_POW2: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+              TILES_POW2: tl.constexpr):  # fmt: skip
+    """Write places `me * BLOCK` and following where they belong in tiles [tiles, 2 + TILE] int32.
 
     A tile has its expert, the number of its places, and those. Program 0 marks the tiles that are not used.
     """
-    o_all, o_e = tl.arange(0, PLAN.places_pow2), tl.arange(0, PLAN.experts_pow2)
-    other = local_expert(p_ids, o_all, o_all < places, first_expert, PLAN.experts)
-    count = _count(other, PLAN.experts_pow2)
-    each = (count + PLAN.tile - 1) // PLAN.tile
+    o_all, o_e = tl.arange(0, PLACES_POW2), tl.arange(0, EXPERTS_POW2)
+    other = local_expert(p_ids, o_all, o_all < places, first_expert, EXPERTS)
+    count = _count(other, EXPERTS_POW2)
+    each = (count + TILE - 1) // TILE
     first_tile = tl.cumsum(each, 0) - each
-    o = me * PLAN.block + tl.arange(0, PLAN.block)
-    expert = local_expert(p_ids, o, o < places, first_expert, PLAN.experts)
+    o = me * BLOCK + tl.arange(0, BLOCK)
+    expert = local_expert(p_ids, o, o < places, first_expert, EXPERTS)
     before = (other[None, :] == expert[:, None]) & (o_all[None, :] < o[:, None])
     rank = tl.sum(before.to(tl.int32), 1)
     mine = o_e[None, :] == expert[:, None]
     left = tl.sum(tl.where(mine, count[None, :], 0), 1) - rank
-    tile = tl.sum(tl.where(mine, first_tile[None, :], 0), 1) + rank // PLAN.tile
-    p_tile = p_tiles + tile * (2 + PLAN.tile)
-    tl.store(p_tile + 2 + rank % PLAN.tile, o, expert >= 0)
-    first = (expert >= 0) & (rank % PLAN.tile == 0)
+    tile = tl.sum(tl.where(mine, first_tile[None, :], 0), 1) + rank // TILE
+    p_tile = p_tiles + tile * (2 + TILE)
+    tl.store(p_tile + 2 + rank % TILE, o, expert >= 0)
+    first = (expert >= 0) & (rank % TILE == 0)
     tl.store(p_tile, expert, first)
-    tl.store(p_tile + 1, tl.minimum(left, PLAN.tile), first)
-    o_tile = tl.arange(0, PLAN.tiles_pow2)
+    tl.store(p_tile + 1, tl.minimum(left, TILE), first)
+    o_tile = tl.arange(0, TILES_POW2)
     unused = (o_tile >= tl.sum(each, 0)) & (o_tile < tiles) & (me == 0)
-    tl.store(p_tiles + o_tile * (2 + PLAN.tile), NO_TILE, unused)
+    tl.store(p_tiles + o_tile * (2 + TILE), NO_TILE, unused)
 
 
 def most_tiles(places: int, experts: int, tile: int) -> int:

@@ -28,7 +28,7 @@ from ..host.semaphores import arrival_counters
 from .expert_gemm import multiply, swiglu, unpacked_element, unpacked_position
 from .expert_operands import Weight
 from .expert_plan import FIELDS, local_expert, most_tiles, plan_places
-from .expert_sum import Sum, add_up_last, add_up_places
+from .expert_sum import SUM_TOKENS, add_up_last, add_up_places
 
 FEW_PLACES = 1024
 """Most places without a plan: each CTA looks at all of them."""
@@ -230,7 +230,8 @@ def down_kernel(
     FORMAT: tl.constexpr,
     SHARED_FORMAT: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    SUM: tl.constexpr,  # sizes of the sums, None where another launch adds up
+    SUM: tl.constexpr,
+    SUM_TOKENS: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     STAGES: tl.constexpr,
@@ -268,10 +269,12 @@ def down_kernel(
             acc *= tl.load(p_weights + place, o_list < end, 0.0)[None, :]
             p_row = p_results + place.to(tl.int64)[None, :] * HIDDEN + o_row[:, None]
             tl.store(p_row, acc.to(p_results.dtype.element_ty), (o_list < end)[None, :])
-    if SUM is not None:
+    if SUM:
         BLOCKS: tl.constexpr = HIDDEN // ROWS
-        rows = p_out, p_results, p_ids
-        add_up_last(p_arrived, program % BLOCKS, BLOCKS, rows, o_row, tokens, places, first_expert, SUM)
+        add_up_last(
+            p_arrived, program % BLOCKS, BLOCKS, p_out, p_results, p_ids, o_row, tokens, places, first_expert, HIDDEN,
+            TOP_K, EXPERTS, SHARED_INNER > 0, SUM_TOKENS,
+        )  # fmt: skip
 
 
 class ExpertTiling(NamedTuple):
@@ -456,7 +459,8 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         tokens,
         places,
         call.first_expert,
-        SUM=Sum(hidden, top_k, experts, shared is not None) if sums else None,
+        SUM=sums,
+        SUM_TOKENS=SUM_TOKENS,
         **shared_sizes,
         **constants,
         **pdl_arguments(device, programs),

@@ -8,8 +8,6 @@ adds each token's rows up: to find out which CTA is the last would take every CT
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,9 +20,9 @@ from ..host.gpu import Gpu, gpu_of, register_limit
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
 from .expert_gemm import swiglu
-from .expert_gemm_sm90 import Gemm, multiply_e4m3, multiply_mxfp4, split_e4m3, split_element, split_position
+from .expert_gemm_sm90 import multiply_e4m3, multiply_mxfp4, split_e4m3, split_element, split_position
 from .expert_operands import Weight, descriptor
-from .expert_plan import Plan, most_tiles, plan_some
+from .expert_plan import most_tiles, plan_some
 from .expert_sum import add_up_places
 
 MOST_PLACES = 1024
@@ -68,11 +66,10 @@ def _places(p_tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def _store_hidden(hidden, acc, place, mask, first, limit, SIZE: tl.constexpr, UNPACKED: tl.constexpr):
-    """Store a tile's columns of the hidden state, split, with their scale; as unpacked rows are with UNPACKED."""
-    p_hidden, p_scale = hidden
-    COLUMNS: tl.constexpr = acc.shape[0] // 2
-    high, low, scale = split_e4m3(swiglu(acc, limit, COLUMNS, acc.shape[1]), 0)
+def _store_hidden(p_hidden, p_scale, acc, place, mask, first, limit, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+                  TILE: tl.constexpr, UNPACKED: tl.constexpr):  # fmt: skip
+    """Store a tile's columns of the hidden state, split, in the order of unpacked rows with UNPACKED."""
+    high, low, scale = split_e4m3(swiglu(acc, limit, COLUMNS, TILE), 0)
     o_n = first + tl.arange(0, COLUMNS)
     if UNPACKED:
         o_n = split_position(o_n)
@@ -84,8 +81,9 @@ def _store_hidden(hidden, acc, place, mask, first, limit, SIZE: tl.constexpr, UN
 
 @triton.jit(do_not_specialize=["tokens", "places", "first_expert", "tiles"])
 def split_kernel(
-    split,  # [1 or 2, T, 2, HIDDEN] e4m3, and scales [T] float32
-    p_tiles,  # [tiles, 2 + TOKENS] int32
+    p_split,  # [1 or 2, T, 2, HIDDEN] e4m3
+    p_split_scale,  # [T] float32
+    p_tiles,  # [tiles, 2 + TILE] int32
     p_x,  # [T, HIDDEN] bfloat16
     p_ids,  # [places] int
     x_strides,
@@ -95,15 +93,23 @@ def split_kernel(
     tiles,
     HIDDEN: tl.constexpr,
     HIDDEN_POW2: tl.constexpr,
-    PLAN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,
+    PLACES_POW2: tl.constexpr,
+    PLANNED: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES_POW2: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Plan some places, or split a token's row: in the order of unpacked weights, then as it is."""
+    """Plan PLANNED places, or split a token's row: in the order of unpacked weights, then as it is."""
     pdl_prologue(PDL)
-    p_split, p_split_scale = split
-    row = tl.program_id(0) - tl.cdiv(places, PLAN.block)
+    plans = tl.cdiv(places, PLANNED)
+    row = tl.program_id(0) - plans
     if row < 0:
-        plan_some(p_tiles, p_ids, tl.program_id(0), places, first_expert, tiles, PLAN)
+        plan_some(
+            p_tiles, p_ids, tl.program_id(0), places, first_expert, tiles, EXPERTS, EXPERTS_POW2, PLACES_POW2,
+            PLANNED, TILE, TILES_POW2,
+        )  # fmt: skip
     else:
         o = tl.arange(0, HIDDEN_POW2)
         element = tl.where(row < tokens, split_element(o), o)
@@ -118,9 +124,12 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def split_gate_up_kernel(
-    hidden,  # [places, 2, INNER] e4m3, and scales [places, INNER / HALF] float32
-    shared_hidden,  # the same of the shared expert, by token
-    split,  # [1 or 2, T, 2, HIDDEN] e4m3, and scales [T] float32
+    p_hidden,  # [places, 2, INNER] e4m3
+    p_hidden_scale,  # [places, INNER / HALF] float32
+    p_shared_hidden,  # [T, 2, SHARED_INNER] e4m3
+    p_shared_hidden_scale,  # [T, SHARED_INNER / HALF] float32
+    p_split,  # [1 or 2, T, 2, HIDDEN] e4m3
+    p_split_scale,  # [T] float32
     p_tiles,  # [tiles, 2 + TOKENS] int32
     weight,
     p_words,
@@ -128,92 +137,117 @@ def split_gate_up_kernel(
     p_shared_scale,
     tokens,
     limit,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    SHARED_INNER: tl.constexpr,
     TOP_K: tl.constexpr,
-    ROUTED: tl.constexpr,  # Gemm
-    SHARED: tl.constexpr,  # Gemm, or None
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SHARED_TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHARED_BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHARED_STAGES: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute half as many columns of the hidden state as the tile has rows, for places or for the shared expert."""
+    """Compute ROWS / 2 columns of the hidden state of a tile of places, or of tokens for the shared expert."""
     pdl_prologue(PDL)
-    p_split, p_split_scale = split
-    HIDDEN: tl.constexpr = ROUTED.k
-    INNER: tl.constexpr = ROUTED.n // 2
-    HALF: tl.constexpr = ROUTED.rows // 2
-    o_r = tl.arange(0, ROUTED.rows)
+    HALF: tl.constexpr = ROWS // 2
+    o_r = tl.arange(0, ROWS)
     program, shared = tl.program_id(0), 0
-    if SHARED is not None:
-        SHARED_INNER: tl.constexpr = SHARED.n // 2
-        shared = tl.cdiv(tokens, SHARED.tokens) * (SHARED_INNER // HALF)
+    if SHARED_INNER > 0:
+        shared = tl.cdiv(tokens, SHARED_TOKENS) * (SHARED_INNER // HALF)
         if program < shared:
             first = program % (SHARED_INNER // HALF) * HALF
-            begin = program // (SHARED_INNER // HALF) * SHARED.tokens
-            token, part, mask = _shared_columns(begin, tokens, SHARED.tokens)
-            o_row = first + o_r // HALF * SHARED_INNER + o_r % HALF
-            columns = p_split + (tokens + token) * (2 * HIDDEN) + part * HIDDEN, p_split_scale + token, mask
-            acc = multiply_e4m3(shared_weight, p_shared_scale, first, o_row, columns, SHARED)
-            o_t = begin + tl.arange(0, SHARED.tokens)
-            _store_hidden(shared_hidden, acc, o_t.to(tl.int64), o_t < tokens, first, limit, SHARED_INNER, False)
+            begin = program // (SHARED_INNER // HALF) * SHARED_TOKENS
+            token, part, mask = _shared_columns(begin, tokens, SHARED_TOKENS)
+            acc = multiply_e4m3(
+                shared_weight, p_shared_scale, first, first + o_r // HALF * SHARED_INNER + o_r % HALF,
+                p_split + (tokens + token) * (2 * HIDDEN) + part * HIDDEN, p_split_scale + token, mask, HIDDEN, ROWS,
+                SHARED_TOKENS, HIDDEN, SHARED_BLOCK_K, SHARED_STAGES,
+            )  # fmt: skip
+            o_t = begin + tl.arange(0, SHARED_TOKENS)
+            _store_hidden(
+                p_shared_hidden, p_shared_hidden_scale, acc, o_t.to(tl.int64), o_t < tokens, first, limit, SHARED_INNER,
+                HALF,
+                SHARED_TOKENS, False,
+            )  # fmt: skip
     if program >= shared:
         first = (program - shared) % (INNER // HALF) * HALF
-        p_tile = p_tiles + (program - shared) // (INNER // HALF) * (2 + ROUTED.tokens)
+        p_tile = p_tiles + (program - shared) // (INNER // HALF) * (2 + TOKENS)
         expert = tl.load(p_tile)
         if expert >= 0:
-            place, part, mask = _columns(p_tile, ROUTED.tokens)
+            place, part, mask = _columns(p_tile, TOKENS)
             token = place // TOP_K
-            o_row = first + o_r // HALF * INNER + o_r % HALF
-            columns = p_split + token * (2 * HIDDEN) + part * HIDDEN, p_split_scale + token, mask
-            acc = multiply_mxfp4(weight, p_words, expert, first, o_row, columns, ROUTED)
-            place, mask = _places(p_tile, ROUTED.tokens)
-            _store_hidden(hidden, acc, place, mask, first, limit, INNER, True)
+            acc = multiply_mxfp4(
+                weight, p_words, expert, first, first + o_r // HALF * INNER + o_r % HALF,
+                p_split + token * (2 * HIDDEN) + part * HIDDEN, p_split_scale + token, mask, 2 * INNER, HIDDEN, ROWS,
+                TOKENS, HIDDEN, BLOCK_K, STAGES, PTX,
+            )  # fmt: skip
+            place, mask = _places(p_tile, TOKENS)
+            _store_hidden(p_hidden, p_hidden_scale, acc, place, mask, first, limit, INNER, HALF, TOKENS, True)
 
 
 @triton.jit(do_not_specialize=["tokens", "places"])
 def split_down_kernel(
     p_results,  # [places, or + T with a shared expert, HIDDEN] float32
-    hidden,
-    shared_hidden,
+    p_hidden,  # [places, 2, INNER] e4m3
+    p_hidden_scale,  # [places, INNER / HALF] float32
+    p_shared_hidden,  # [T, 2, SHARED_INNER] e4m3
+    p_shared_hidden_scale,  # [T, SHARED_INNER / HALF] float32
     p_weights,  # [places] float32
-    p_tiles,
+    p_tiles,  # [tiles, 2 + TOKENS] int32
     weight,
     p_words,
     shared_weight,
     p_shared_scale,
     tokens,
     places,
-    ROUTED: tl.constexpr,
-    SHARED: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    SHARED_INNER: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SHARED_TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHARED_BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHARED_STAGES: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute columns of the results of a tile; what is not said is as in `split_gate_up_kernel`."""
+    """Compute ROWS columns of the results of a tile."""
     pdl_prologue(PDL)
-    HIDDEN: tl.constexpr = ROUTED.n
-    INNER: tl.constexpr = ROUTED.k
-    BLOCKS: tl.constexpr = HIDDEN // ROUTED.rows
+    BLOCKS: tl.constexpr = HIDDEN // ROWS
     program, shared = tl.program_id(0), 0
-    first, slot = program % BLOCKS * ROUTED.rows, program // BLOCKS
-    o_row = first + tl.arange(0, ROUTED.rows)
-    if SHARED is not None:
-        shared = tl.cdiv(tokens, SHARED.tokens)
+    first, slot = program % BLOCKS * ROWS, program // BLOCKS
+    o_row = first + tl.arange(0, ROWS)
+    if SHARED_INNER > 0:
+        shared = tl.cdiv(tokens, SHARED_TOKENS)
         if slot < shared:
-            p_state, p_scale = shared_hidden
-            begin = slot * SHARED.tokens
-            token, part, mask = _shared_columns(begin, tokens, SHARED.tokens)
-            p_scale += token * (SHARED.k // SHARED.scale_k)
-            columns = p_state + token * (2 * SHARED.k) + part * SHARED.k, p_scale, mask
-            acc = multiply_e4m3(shared_weight, p_shared_scale, first, o_row, columns, SHARED)
-            o_t = begin + tl.arange(0, SHARED.tokens)
+            begin = slot * SHARED_TOKENS
+            token, part, mask = _shared_columns(begin, tokens, SHARED_TOKENS)
+            acc = multiply_e4m3(
+                shared_weight, p_shared_scale, first, o_row,
+                p_shared_hidden + token * (2 * SHARED_INNER) + part * SHARED_INNER,
+                p_shared_hidden_scale + token * (SHARED_INNER // HALF), mask, SHARED_INNER, ROWS, SHARED_TOKENS, HALF,
+                SHARED_BLOCK_K, SHARED_STAGES,
+            )  # fmt: skip
+            o_t = begin + tl.arange(0, SHARED_TOKENS)
             p_row = p_results + (places + o_t.to(tl.int64))[None, :] * HIDDEN + o_row[:, None]
             tl.store(p_row, acc, (o_t < tokens)[None, :])
     if slot >= shared:
-        p_tile = p_tiles + (slot - shared) * (2 + ROUTED.tokens)
+        p_tile = p_tiles + (slot - shared) * (2 + TOKENS)
         expert = tl.load(p_tile)
         if expert >= 0:
-            p_state, p_scale = hidden
-            place, part, mask = _columns(p_tile, ROUTED.tokens)
-            p_scale += place * (INNER // ROUTED.scale_k)
-            columns = p_state + place * (2 * INNER) + part * INNER, p_scale, mask
-            acc = multiply_mxfp4(weight, p_words, expert, first, o_row, columns, ROUTED)
-            place, mask = _places(p_tile, ROUTED.tokens)
+            place, part, mask = _columns(p_tile, TOKENS)
+            acc = multiply_mxfp4(
+                weight, p_words, expert, first, o_row, p_hidden + place * (2 * INNER) + part * INNER,
+                p_hidden_scale + place * (INNER // HALF), mask, HIDDEN, INNER, ROWS, TOKENS, HALF, BLOCK_K, STAGES, PTX,
+            )  # fmt: skip
+            place, mask = _places(p_tile, TOKENS)
             acc *= tl.load(p_weights + place, mask, 0.0)[None, :]
             tl.store(p_results + place[None, :] * HIDDEN + o_row[:, None], acc, mask[None, :])
 
@@ -238,7 +272,7 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
         return torch.empty(shape, dtype=dtype, device=device)
 
     orders = 1 if shared is None else 2
-    split = empty(orders, tokens, 2, hidden, dtype=e4m3), empty(tokens)
+    split, split_scale = empty(orders, tokens, 2, hidden, dtype=e4m3), empty(tokens)
     tile_list = empty(tiles, 2 + TOKENS, dtype=torch.int32)
     states = empty(places, 2, inner, dtype=e4m3), empty(places, inner // HALF)
     shared_states: tuple[Tensor | None, Tensor | None] = None, None
@@ -251,6 +285,7 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
         split_kernel,
         (programs,),
         split,
+        split_scale,
         tile_list,
         call.x,
         call.ids,
@@ -261,56 +296,62 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
         tiles,
         HIDDEN=hidden,
         HIDDEN_POW2=triton.next_power_of_2(hidden),
-        PLAN=Plan.of(experts, places, tiles, PLANNED, TOKENS),
+        EXPERTS=experts,
+        EXPERTS_POW2=triton.next_power_of_2(experts),
+        PLACES_POW2=triton.next_power_of_2(max(16, places)),
+        PLANNED=PLANNED,
+        TILE=TOKENS,
+        TILES_POW2=triton.next_power_of_2(tiles),
         num_warps=SPLIT_WARPS,
         **pdl_arguments(device, programs),
     )
+    sizes = {"HIDDEN": hidden, "INNER": inner, "SHARED_INNER": shared_inner, "ROWS": ROWS}
+    sizes |= {"TOKENS": TOKENS, "SHARED_TOKENS": SHARED_TOKENS, "SHARED_BLOCK_K": HALF, "STAGES": STAGES}
+    sizes |= {"SHARED_STAGES": SHARED_STAGES, "PTX": gpu_of(device).backend == "cuda", "num_warps": 4}
+    sizes |= register_limit(device, REGISTERS)
     shared_slots = cdiv(tokens, SHARED_TOKENS) if shared is not None else 0
 
-    def product(weight: Weight, other: Weight | None, halves: int, scale_k: int) -> tuple[tuple[Any, ...], dict]:
-        """Return weights and constants of a launch."""
-        rows, size = weight.values.shape[1], weight.size
-        block_k, ptx = BLOCK_K if size % BLOCK_K == 0 else SCALE_COLUMNS, gpu_of(device).backend == "cuda"
-        routed = Gemm(rows, size, ROWS, TOKENS, scale_k, block_k, STAGES, ptx)
+    def operands(weight: Weight, other: Weight | None, halves: int, block_k: int) -> tuple[object, ...]:
         own = descriptor(weight.values.view(torch.uint8), halves, ROWS, block_k // 2)
-        constants = {"ROUTED": routed, "SHARED": None, "num_warps": 4, **register_limit(device, REGISTERS)}
         if other is None:
-            return (own, weight.scale, None, None), constants
-        rows, size = other.values.shape[1], other.size
-        constants["SHARED"] = Gemm(rows, size, ROWS, SHARED_TOKENS, scale_k, HALF, SHARED_STAGES, ptx)
-        return (own, weight.scale, descriptor(other.values, halves, ROWS, HALF), other.scale), constants
+            return own, weight.scale, None, None
+        return own, weight.scale, descriptor(other.values, halves, ROWS, HALF), other.scale
 
     first, second = (None, None) if shared is None else shared
-    operands, constants = product(w13, first, 2, hidden)
+    block_k = min(BLOCK_K, SCALE_COLUMNS * (1 + (hidden % BLOCK_K == 0)))
     programs = shared_slots * (shared_inner // HALF) + tiles * (inner // HALF)
     launch_kernel(
         split_gate_up_kernel,
         (programs,),
-        states,
-        shared_states,
+        *states,
+        *shared_states,
         split,
+        split_scale,
         tile_list,
-        *operands,
+        *operands(w13, first, 2, block_k),
         tokens,
         float(call.limit),
         TOP_K=top_k,
-        **constants,
+        BLOCK_K=block_k,
+        **sizes,
         **pdl_arguments(device, programs),
     )
-    operands, constants = product(w2, second, 1, HALF)
+    block_k = min(BLOCK_K, SCALE_COLUMNS * (1 + (inner % BLOCK_K == 0)))
     programs = (shared_slots + tiles) * (hidden // ROWS)
     launch_kernel(
         split_down_kernel,
         (programs,),
         results,
-        states,
-        shared_states,
+        *states,
+        *shared_states,
         call.weights,
         tile_list,
-        *operands,
+        *operands(w2, second, 1, block_k),
         tokens,
         places,
-        **constants,
+        HALF=HALF,
+        BLOCK_K=block_k,
+        **sizes,
         **pdl_arguments(device, programs),
     )
     add_up_places(call, results, shared is not None, experts, out)

@@ -15,7 +15,7 @@ from dsv4_compile.kernels.moe import expert_gemm_sm90 as gemm
 from dsv4_compile.kernels.moe import moe_experts as kernels
 from dsv4_compile.kernels.moe import moe_experts_sm90 as sm90
 from dsv4_compile.kernels.moe.expert_operands import Weight
-from dsv4_compile.kernels.moe.expert_plan import Plan, most_tiles, plan_some
+from dsv4_compile.kernels.moe.expert_plan import most_tiles, plan_some
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
@@ -25,8 +25,15 @@ from tests.kernels.moe.programs import random_order
 interpreted = pytest.mark.interpreted
 LAUNCHED = ["split_kernel", "split_gate_up_kernel", "split_down_kernel", "sum_kernel"]
 WRITTEN = (
-    *(f"{name}[{part}]" for name in ("split", "hidden", "shared_hidden") for part in (0, 1)),
-    *("p_tiles", "p_results", "p_out"),
+    "p_split",
+    "p_split_scale",
+    "p_tiles",
+    "p_hidden",
+    "p_hidden_scale",
+    "p_shared_hidden",
+    "p_shared_hidden_scale",
+    "p_results",
+    "p_out",
 )
 
 
@@ -162,8 +169,12 @@ def test_results_do_not_depend_on_the_order_of_programs_nor_on_other_tokens() ->
 
 
 @triton.jit(do_not_specialize=["places", "first_expert", "tiles"])
-def plan_kernel(p_tiles, p_ids, places, first_expert, tiles, PLAN: tl.constexpr):
-    plan_some(p_tiles, p_ids, tl.program_id(0), places, first_expert, tiles, PLAN)
+def plan_kernel(p_tiles, p_ids, places, first_expert, tiles, EXPERTS: tl.constexpr,
+                EXPERTS_POW2: tl.constexpr, PLACES_POW2: tl.constexpr, TILES_POW2: tl.constexpr):  # fmt: skip
+    plan_some(
+        p_tiles, p_ids, tl.program_id(0), places, first_expert, tiles, EXPERTS, EXPERTS_POW2, PLACES_POW2, 16,
+        8, TILES_POW2,
+    )  # fmt: skip
 
 
 @interpreted
@@ -173,7 +184,10 @@ def test_a_plan_has_every_place_of_an_expert_once_in_order(places: int, count: i
     tiles = most_tiles(places, count, 8)
     with poisoned_empty(), checked(mutated=WRITTEN), random_order(places):
         planned = torch.empty(tiles, 10, dtype=torch.int32)
-        plan_kernel[(-(-places // 16),)](planned, ids, places, 5, tiles, Plan.of(count, places, tiles, 16, 8))
+        plan_kernel[(-(-places // 16),)](
+            planned, ids, places, 5, tiles, count, triton.next_power_of_2(count),
+            triton.next_power_of_2(max(16, places)), triton.next_power_of_2(tiles),
+        )  # fmt: skip
     found: dict[int, list[int]] = {}
     for expert, number, *own in planned.tolist():
         if expert >= 0:
