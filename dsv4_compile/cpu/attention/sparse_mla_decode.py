@@ -96,7 +96,8 @@ def _in_kernel(call: DecodeArguments, q: Tensor) -> tuple[Tensor, Tensor]:
     width = [0 if row is None else row.shape[1] for row in rows]
     stride = [0 if row is None else row.stride(0) for row in rows]
     where = *caches, *rows, call.lens, call.extra_lens, *capacity, *width, *stride
-    native.call("attend", q, *where, call.attn_sink, out, lse, *q.shape, float(call.scale))
+    settings = float(call.scale), torch.get_num_threads()
+    native.call("attend", q, *where, call.attn_sink, out, lse, *q.shape, *settings)
     return out, lse
 
 

@@ -47,7 +47,8 @@ def _in_kernel(call: ExpertsArguments) -> Tensor:
     shared = 0 if call.shared_w2 is None else call.shared_w2.shape[1]
     weights = call.w13, call.w2, call.shared_w13, call.shared_w2
     sizes = *call.ids.shape, call.w13.shape[0], call.first_expert, call.x.shape[1], call.w2.shape[2], shared
-    native.call("moe_experts", call.x, call.ids, call.weights, *weights, out, *sizes, float(call.limit))
+    settings = float(call.limit), torch.get_num_threads()
+    native.call("moe_experts", call.x, call.ids, call.weights, *weights, out, *sizes, *settings)
     return out
 
 

@@ -22,7 +22,9 @@ from torch import Tensor
 
 _log = logging.getLogger("dsv4_compile.cpu")
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp-simd", "-std=c++17")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++17")
+_OPENMP = ("-fopenmp", "-fopenmp-simd")
+"""Flags for threads and, for a compiler without them, for vectors alone."""
 _SECONDS = 120
 _state: dict[str, ctypes.CDLL | None] = {}
 """The library under "loaded", None if it could not be built; empty before `build`."""
@@ -38,23 +40,33 @@ def build() -> None:
     _state["loaded"] = None
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), "")
     try:
-        _state["loaded"] = ctypes.CDLL(str(_built(compiler)))
+        _state["loaded"] = _library(compiler)
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("C++ kernels for this CPU were not built, ops run as calls of torch: %s", error)
 
 
-def _built(compiler: str) -> Path:
+def _library(compiler: str) -> ctypes.CDLL:
+    """Load the library of kernels that run on several threads, or on one where that cannot be built or loaded."""
+    try:
+        return ctypes.CDLL(str(_built(compiler, _OPENMP[0])))
+    except OSError as error:
+        _log.warning("C++ kernels for this CPU run on one thread: %s", error)
+        return ctypes.CDLL(str(_built(compiler, _OPENMP[1])))
+
+
+def _built(compiler: str, openmp: str) -> Path:
     """Return the library for this CPU, compiling it into Inductor's cache folder if it is not there."""
     from ..._compat import cache_dir_utils
 
-    own = _SOURCE.read_bytes(), compiler, _FLAGS, platform.node(), torch.backends.cpu.get_cpu_capability()
+    flags = *_FLAGS, openmp
+    own = _SOURCE.read_bytes(), compiler, flags, platform.node(), torch.backends.cpu.get_cpu_capability()
     folder = Path(cache_dir_utils.cache_dir()) / "dsv4_compile"
     path = folder / f"{hashlib.sha256(repr(own).encode()).hexdigest()[:32]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as made:
             new = Path(made, "kernels.so")
-            command = [*compiler.split(), *_FLAGS, "-shared", "-fPIC", "-o", str(new), str(_SOURCE)]
+            command = [*compiler.split(), *flags, "-shared", "-fPIC", "-o", str(new), str(_SOURCE)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
             if done.returncode:
                 raise OSError(done.stderr[-400:])

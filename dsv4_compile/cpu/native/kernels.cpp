@@ -1,14 +1,19 @@
 // CPU kernels of a decode step: a few tokens, float32, rows of caches that follow each other.
 //
 // Each takes one struct, whose fields are 8 bytes each in the order in which Python packs them. Nothing here allocates
-// more than a few rows; a call runs on one thread. Stores and rotations round as torch does: compile with
+// more than a few rows. Those that read the most, experts and attention, share their rows out among `threads` threads
+// where OpenMP is there; a sum is always of one thread. Stores and rotations round as torch does: compile with
 // -ffp-contract=off, where sums may fuse they say so.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 namespace {
 
@@ -49,6 +54,18 @@ void rotate(float* out, const float* x, const float* table, i64 rows, i64 positi
     out[nope + 2 * i + 1] = even * s + odd * cos[i];
   }
 }
+
+// This thread's number in its team, and the team's size.
+#ifdef _OPENMP
+i64 thread() { return omp_get_thread_num(); }
+i64 team() { return omp_get_num_threads(); }
+#else
+i64 thread() { return 0; }
+i64 team() { return 1; }
+#endif
+
+// Multiplications from which a second thread gains more than it takes to wake it.
+constexpr i64 MANY = 1 << 17;
 
 bool inside(i64 slot, i64 capacity) { return slot >= 0 && slot < capacity; }
 
@@ -208,42 +225,52 @@ struct Attend {
   float *out, *lse;
   i64 tokens, heads, dim;
   double scale;
+  i64 threads;
 };
 
-void attend(const Attend* a) {
+// Attention of the heads of token `t` whose turn it is: each `turns`-th, from `turn` on.
+static void attend_token(const Attend* a, i64 t, i64 turn, i64 turns, std::vector<const float*>& keys,
+                         std::vector<float>& weights) {
   const float none = -std::numeric_limits<float>::infinity();
-  std::vector<const float*> keys(a->width[0] + a->width[1]);
-  std::vector<float> weights(keys.size());
-  for (i64 t = 0; t < a->tokens; ++t) {
-    i64 count = 0;
-    for (int c = 0; c < 2; ++c)
-      for (i64 n = 0; n < a->width[c] && n < a->lens[c][t]; ++n) {
-        const i64 slot = a->slots[c][t * a->stride[c] + n];
-        if (inside(slot, a->capacity[c])) keys[count++] = a->caches[c] + slot * a->dim;
-      }
-    for (i64 h = 0; h < a->heads; ++h) {
-      const float* q = a->q + (t * a->heads + h) * a->dim;
-      float* out = a->out + (t * a->heads + h) * a->dim;
-      float top = none, total = 0.0f;
-      for (i64 n = 0; n < count; ++n) {
-        weights[n] = dot(q, keys[n], a->dim) * static_cast<float>(a->scale);
-        top = weights[n] > top || weights[n] != weights[n] ? weights[n] : top;
-      }
-      std::memset(out, 0, sizeof(float) * a->dim);
-      if (top == none) {
-        a->lse[t * a->heads + h] = -none;
-        continue;
-      }
-      for (i64 n = 0; n < count; ++n) {
-        weights[n] = std::exp(weights[n] - top);
-        total += weights[n];
-        add_scaled(out, keys[n], weights[n], a->dim);
-      }
-      const float lse = top + std::log(total);
-      a->lse[t * a->heads + h] = lse;
-      const float norm = (a->sink == nullptr ? 1.0f : 1.0f / (1.0f + std::exp(a->sink[h] - lse))) / total;
-      for (i64 d = 0; d < a->dim; ++d) out[d] *= norm;
+  i64 count = 0;
+  for (int c = 0; c < 2; ++c)
+    for (i64 n = 0; n < a->width[c] && n < a->lens[c][t]; ++n) {
+      const i64 slot = a->slots[c][t * a->stride[c] + n];
+      if (inside(slot, a->capacity[c])) keys[count++] = a->caches[c] + slot * a->dim;
     }
+  for (i64 h = turn; h < a->heads; h += turns) {
+    const float* q = a->q + (t * a->heads + h) * a->dim;
+    float* out = a->out + (t * a->heads + h) * a->dim;
+    float top = none, total = 0.0f;
+    for (i64 n = 0; n < count; ++n) {
+      weights[n] = dot(q, keys[n], a->dim) * static_cast<float>(a->scale);
+      top = weights[n] > top || weights[n] != weights[n] ? weights[n] : top;
+    }
+    std::memset(out, 0, sizeof(float) * a->dim);
+    if (top == none) {
+      a->lse[t * a->heads + h] = -none;
+      continue;
+    }
+    for (i64 n = 0; n < count; ++n) {
+      weights[n] = std::exp(weights[n] - top);
+      total += weights[n];
+      add_scaled(out, keys[n], weights[n], a->dim);
+    }
+    const float lse = top + std::log(total);
+    a->lse[t * a->heads + h] = lse;
+    const float norm = (a->sink == nullptr ? 1.0f : 1.0f / (1.0f + std::exp(a->sink[h] - lse))) / total;
+    for (i64 d = 0; d < a->dim; ++d) out[d] *= norm;
+  }
+}
+
+void attend(const Attend* a) {
+  const i64 width = a->width[0] + a->width[1];
+  [[maybe_unused]] const bool many = a->tokens * a->heads * width * a->dim >= MANY;
+#pragma omp parallel num_threads(static_cast<int>(a->threads)) if (many)
+  {
+    std::vector<const float*> keys(width);
+    std::vector<float> weights(width);
+    for (i64 t = 0; t < a->tokens; ++t) attend_token(a, t, thread(), team(), keys, weights);
   }
 }
 
@@ -320,48 +347,68 @@ struct Experts {
   float* out;
   i64 tokens, top_k, experts, first, dim, inner, shared_inner;
   double limit;
+  i64 threads;
 };
 
-// Adds one expert of some tokens to their results; each row of a weight is read once. `hidden` has `inner` a token.
-static void add_expert(const Experts* a, const std::vector<i64>& tokens, const std::vector<float>& weights,
-                       const float* w13, const float* w2, i64 inner, std::vector<float>& hidden) {
-  const i64 dim = a->dim, count = static_cast<i64>(tokens.size());
+// An expert that some tokens take, and where its hidden states of `inner` each begin.
+struct Chosen {
+  const float *w13, *w2;
+  i64 inner, hidden;
+  std::vector<i64> tokens;
+  std::vector<float> weights;
+};
+
+// Adds an expert to the results of its tokens, by all threads of a team; each row of a weight is read once.
+static void add_expert(const Experts* a, const Chosen& own, float* hidden) {
+  const i64 dim = a->dim, inner = own.inner, count = static_cast<i64>(own.tokens.size());
   const float limit = static_cast<float>(a->limit);
-  hidden.resize(count * inner);
+#pragma omp for schedule(static)
   for (i64 i = 0; i < inner; ++i)
     for (i64 n = 0; n < count; ++n) {
-      const float* x = a->x + tokens[n] * dim;
-      float gate = dot(w13 + i * dim, x, dim), up = dot(w13 + (inner + i) * dim, x, dim);
+      const float* x = a->x + own.tokens[n] * dim;
+      float gate = dot(own.w13 + i * dim, x, dim), up = dot(own.w13 + (inner + i) * dim, x, dim);
       gate = gate > limit ? limit : gate;
       up = up > limit ? limit : up < -limit ? -limit : up;
       hidden[n * inner + i] = gate * sigmoid(gate) * up;
     }
+  // Columns of the results stay with a thread, so that experts are added in their order without a barrier.
+#pragma omp for schedule(static) nowait
   for (i64 d = 0; d < dim; ++d)
     for (i64 n = 0; n < count; ++n)
-      a->out[tokens[n] * dim + d] += weights[n] * dot(w2 + d * inner, hidden.data() + n * inner, inner);
+      a->out[own.tokens[n] * dim + d] += own.weights[n] * dot(own.w2 + d * inner, hidden + n * inner, inner);
 }
 
 void moe_experts(const Experts* a) {
-  std::vector<i64> tokens;
-  std::vector<float> weights, hidden;
+  std::vector<Chosen> chosen;
+  i64 hidden = 0;
+  [[maybe_unused]] i64 work = 0;
+  const auto add = [&](const float* w13, const float* w2, i64 inner, std::vector<i64> tokens,
+                       std::vector<float> weights) {
+    const i64 count = static_cast<i64>(tokens.size());
+    chosen.push_back({w13, w2, inner, hidden, std::move(tokens), std::move(weights)});
+    hidden += count * inner;
+    work += 3 * count * inner * a->dim;
+  };
   std::memset(a->out, 0, sizeof(float) * a->tokens * a->dim);
   for (i64 e = 0; e < a->experts; ++e) {
-    tokens.clear();
-    weights.clear();
+    std::vector<i64> tokens;
+    std::vector<float> weights;
     for (i64 place = 0; place < a->tokens * a->top_k; ++place)
       if (a->ids[place] - a->first == e) {
         tokens.push_back(place / a->top_k);
         weights.push_back(a->weights[place]);
       }
     if (!tokens.empty())
-      add_expert(a, tokens, weights, a->w13 + e * 2 * a->inner * a->dim, a->w2 + e * a->inner * a->dim, a->inner,
-                 hidden);
+      add(a->w13 + e * 2 * a->inner * a->dim, a->w2 + e * a->inner * a->dim, a->inner, tokens, weights);
   }
-  if (a->shared_inner == 0) return;
-  tokens.clear();
-  for (i64 t = 0; t < a->tokens; ++t) tokens.push_back(t);
-  weights.assign(a->tokens, 1.0f);
-  add_expert(a, tokens, weights, a->shared_w13, a->shared_w2, a->shared_inner, hidden);
+  if (a->shared_inner > 0) {
+    std::vector<i64> tokens(a->tokens);
+    for (i64 t = 0; t < a->tokens; ++t) tokens[t] = t;
+    add(a->shared_w13, a->shared_w2, a->shared_inner, tokens, std::vector<float>(a->tokens, 1.0f));
+  }
+  std::vector<float> states(hidden);
+#pragma omp parallel num_threads(static_cast<int>(a->threads)) if (work >= MANY)
+  for (const Chosen& own : chosen) add_expert(a, own, states.data() + own.hidden);
 }
 
 struct Route {
@@ -504,6 +551,17 @@ void listed_slots(const ListedSlots* a) {
     }
     std::fill(out + j, out + a->width, -1);
   }
+}
+
+// Threads of a team that is asked for `wanted`: one without OpenMP.
+i64 team_of(const i64* wanted) {
+  i64 size = 1;
+#pragma omp parallel num_threads(static_cast<int>(*wanted))
+  {
+#pragma omp single
+    size = team();
+  }
+  return size;
 }
 
 }  // extern "C"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ from torch import Tensor
 
 from dsv4_compile._compat import TorchDispatchMode
 from dsv4_compile.cpu import native
+from dsv4_compile.cpu.moe.moe_experts import moe_experts
 from dsv4_compile.hf import convert
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.ops.common.define import EAGER, OPS, REFERENCES
+from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import assert_bitwise
 
 Calls = list[tuple[str, list[Any]]]
@@ -99,6 +103,43 @@ def test_rotations_and_stores_keep_every_bit(recorded: Calls) -> None:
         if op in exact:
             for got, want in both(op, args):
                 assert_bitwise(got, want)
+
+
+def test_a_sum_is_of_one_thread_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = native._state["loaded"].team_of
+    team.restype = ctypes.c_int64
+    assert [team(struct.pack("=q", wanted)) for wanted in (1, 3)] == [1, 3]
+    experts = ExpertsArguments(
+        *(torch.randn(3, 96), torch.tensor([[0, 2], [2, -1], [1, 2]], dtype=torch.int32), torch.rand(3, 2)),
+        *(
+            torch.randn(4, 2 * 200, 96),
+            torch.randn(4, 96, 200),
+            None,
+            None,
+            torch.randn(2 * 130, 96),
+            torch.randn(96, 130),
+        ),
+    )
+    keys, slots = torch.randn(10, 8, 512), torch.randint(-1, 80, (2, 60), dtype=torch.int32)
+    attention = torch.randn(2, 7, 512), keys, slots, torch.tensor([60, 41], dtype=torch.int32), 8, "plain", 0.05
+    results = []
+    for threads in (1, 3, 16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        results.append((moe_experts(experts), *EAGER["sparse_mla_decode"](*attention)))
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            assert_bitwise(got, want)
+
+
+def test_a_compiler_without_threads_builds_kernels_of_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "_state", {})
+    monkeypatch.setattr(native, "_OPENMP", ("-fno-such-flag-openmp", native._OPENMP[1]))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    native.build()
+    assert "run on one thread" in caplog.text
+    assert native._state["loaded"].team_of(struct.pack("=q", 3)) == 1
 
 
 def test_slots_and_pages_that_do_not_exist_are_skipped(recorded: Calls) -> None:
