@@ -3,7 +3,7 @@
 e2m1 becomes e4m3 with half the instructions and registers that bfloat16 takes, and an MMA covers the 32 elements of K
 that have one scale, which multiplies float32 sums, not weights. e4m3 weights are multiplied as they are. A row of x is
 scaled by a power of two and split into a high and a low part, which hold the eight bits of bfloat16 and more; both are
-columns of one operand. Products are exact. An MMA adds them up to 13 bits below the largest, an error of 3e-4.
+columns of one operand. Products are exact; Hopper adds those of an e4m3 MMA with fewer bits than float32 has.
 """
 
 from __future__ import annotations

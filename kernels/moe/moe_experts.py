@@ -340,15 +340,14 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
     (tokens, hidden), top_k, device, gpu = call.x.shape, call.ids.shape[1], call.x.device, gpu_of(call.x.device)
     w13, w2 = Weight.of(call.w13, call.w13_scale), Weight.of(call.w2, call.w2_scale)
     experts, places, inner = call.w13.shape[0], tokens * top_k, w2.size
-    shared13 = shared2 = None
+    shared = None
     if call.shared_w13 is not None and call.shared_w2 is not None:
-        shared13 = Weight.of(call.shared_w13, call.shared_w13_scale)
-        shared2 = Weight.of(call.shared_w2, call.shared_w2_scale)
-    shared = None if shared13 is None or shared2 is None else (shared13, shared2)
+        shared = Weight.of(call.shared_w13, call.shared_w13_scale), Weight.of(call.shared_w2, call.shared_w2_scale)
     sm90 = None if call.interleaved else sm90_module(gpu, "moe.moe_experts_sm90")
     if sm90 is not None and sm90.fits(w13, w2, shared, places, gpu):
         sm90.launch(call, w13, w2, shared, out)
         return
+    shared13, shared2 = (None, None) if shared is None else shared
     shared_inner = 0 if shared2 is None else shared2.size
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -29,7 +29,7 @@ MOST_PLACES = 1024
 MOST_EACH = 8
 """Most places for an expert, on average: more would take several tiles of `TOKENS`, each with the weight unpacked."""
 FEW_CTAS = 8
-"""CTAs of 64 rows for an SM up to which bfloat16 is faster: a third launch is not worth its time."""
+"""CTAs of 64 rows for an SM up to which bfloat16 is faster: so few launches and CTAs count more than instructions."""
 ROWS, HALF = 128, 64
 """Rows of a tile; in `gate_up` half of them are gate, and as many columns of the hidden state have one scale."""
 TOKENS, SHARED_TOKENS = 8, 16
@@ -170,8 +170,7 @@ def split_gate_up_kernel(
             o_t = begin + tl.arange(0, SHARED_TOKENS)
             _store_hidden(
                 p_shared_hidden, p_shared_hidden_scale, acc, o_t.to(tl.int64), o_t < tokens, first, limit, SHARED_INNER,
-                HALF,
-                SHARED_TOKENS, False,
+                HALF, SHARED_TOKENS, False,
             )  # fmt: skip
     if program >= shared:
         first = (program - shared) % (INNER // HALF) * HALF
@@ -311,14 +310,15 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
     sizes |= register_limit(device, REGISTERS)
     shared_slots = cdiv(tokens, SHARED_TOKENS) if shared is not None else 0
 
-    def operands(weight: Weight, other: Weight | None, halves: int, block_k: int) -> tuple[object, ...]:
+    def product(weight: Weight, other: Weight | None, halves: int) -> tuple[tuple[object, ...], int]:
+        """Return the weights of a launch as its arguments, and its K-block."""
+        block_k = BLOCK_K if weight.size % BLOCK_K == 0 else SCALE_COLUMNS
         own = descriptor(weight.values.view(torch.uint8), halves, ROWS, block_k // 2)
-        if other is None:
-            return own, weight.scale, None, None
-        return own, weight.scale, descriptor(other.values, halves, ROWS, HALF), other.scale
+        beside = (None, None) if other is None else (descriptor(other.values, halves, ROWS, HALF), other.scale)
+        return (own, weight.scale, *beside), block_k
 
     first, second = (None, None) if shared is None else shared
-    block_k = min(BLOCK_K, SCALE_COLUMNS * (1 + (hidden % BLOCK_K == 0)))
+    weights, block_k = product(w13, first, 2)
     programs = shared_slots * (shared_inner // HALF) + tiles * (inner // HALF)
     launch_kernel(
         split_gate_up_kernel,
@@ -328,7 +328,7 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
         split,
         split_scale,
         tile_list,
-        *operands(w13, first, 2, block_k),
+        *weights,
         tokens,
         float(call.limit),
         TOP_K=top_k,
@@ -336,7 +336,7 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
         **sizes,
         **pdl_arguments(device, programs),
     )
-    block_k = min(BLOCK_K, SCALE_COLUMNS * (1 + (inner % BLOCK_K == 0)))
+    weights, block_k = product(w2, second, 1)
     programs = (shared_slots + tiles) * (hidden // ROWS)
     launch_kernel(
         split_down_kernel,
@@ -346,7 +346,7 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
         *shared_states,
         call.weights,
         tile_list,
-        *operands(w2, second, 1, block_k),
+        *weights,
         tokens,
         places,
         HALF=HALF,

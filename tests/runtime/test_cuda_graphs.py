@@ -230,7 +230,7 @@ def test_a_capture_that_cannot_begin_is_cleaned_up_too(cuda: Calls, pool: CudaGr
 
 @pytest.mark.parametrize("freed", ["dropped", "reset"])
 def test_captures_go_on_when_all_earlier_ones_have_been_freed(cuda: Calls, pool: CudaGraphs, freed: str) -> None:
-    """As when a weight that all of them read is replaced, or the only model of a process by another one."""
+    """Graphs are freed where a weight that all of them read is replaced, or the only model of a process by another."""
     first, second = (pool.capture(lambda: None, "a step") for _ in range(2))
     assert cuda.device.uses == {POOL: 2}, "they share memory"
     if freed == "reset":

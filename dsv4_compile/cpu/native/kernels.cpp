@@ -399,12 +399,13 @@ void moe_experts(const Experts* a) {
         weights.push_back(a->weights[place]);
       }
     if (!tokens.empty())
-      add(a->w13 + e * 2 * a->inner * a->dim, a->w2 + e * a->inner * a->dim, a->inner, tokens, weights);
+      add(a->w13 + e * 2 * a->inner * a->dim, a->w2 + e * a->inner * a->dim, a->inner, std::move(tokens),
+          std::move(weights));
   }
   if (a->shared_inner > 0) {
     std::vector<i64> tokens(a->tokens);
     for (i64 t = 0; t < a->tokens; ++t) tokens[t] = t;
-    add(a->shared_w13, a->shared_w2, a->shared_inner, tokens, std::vector<float>(a->tokens, 1.0f));
+    add(a->shared_w13, a->shared_w2, a->shared_inner, std::move(tokens), std::vector<float>(a->tokens, 1.0f));
   }
   std::vector<float> states(hidden);
 #pragma omp parallel num_threads(static_cast<int>(a->threads)) if (work >= MANY)

@@ -14,7 +14,17 @@ from dsv4_compile.kernels.moe import moe_experts_sm90 as sm90
 from dsv4_compile.reference.moe.expert_weights import interleave_
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import hostile_indices, strided
-from tests.kernels.moe.problems import ACCURACY, FORMATS, assert_accurate, error, exact, experts, weight
+from tests.kernels.moe.problems import (
+    ACCURACY,
+    E8M0_BYTES,
+    FORMATS,
+    assert_accurate,
+    error,
+    exact,
+    experts,
+    weight,
+    with_scale,
+)
 
 CUDA = torch.device("cuda")
 EXPERTS, HIDDEN, INNER, TOP_K = 64, 4096, 2048, 6
@@ -108,11 +118,8 @@ def test_every_e8m0_scale_means_its_power_of_two(kind: str, monkeypatch: pytest.
     monkeypatch.setattr(sm90, "FEW_CTAS", 0)
     for name in ("w13", "w2"):
         call = experts(20, kind=kind, hidden=512, inner=256, device=CUDA)
-        packed, scale = getattr(call, name), getattr(call, f"{name}_scale")
-        for byte in (0, 1, 2, 60, 127, 128, 129, 200, 251, 252, 253, 254, 255):
-            scale.fill_(byte)
-            low = packed & 0xBB if byte in (253, 254) else packed
-            check(call._replace(x=call.x * 2.0 ** (10 if byte < 100 else -16), **{name: low}))
+        for byte in E8M0_BYTES:
+            check(with_scale(call, name, byte, down=16))
 
 
 @pytest.mark.parametrize("shared", ["", "e4m3"])

@@ -12,6 +12,8 @@ from dsv4_compile.reference.moe.expert_weights import interleave_, scale_shape
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments, moe_experts
 
 FORMATS = ("bfloat16", "e4m3", "mxfp4", "interleaved")
+E8M0_BYTES = (0, 1, 2, 60, 127, 128, 129, 200, 251, 252, 253, 254, 255)
+"""Scales at the ends of what float32 and a kernel's usual way hold, and between them."""
 ACCURACY = 3e-3
 """Relative error of all results against float32 on the dequantised weights."""
 
@@ -63,6 +65,24 @@ def experts(
         names = ("shared_w13", "shared_w2", "shared_w13_scale", "shared_w2_scale")
         call = call._replace(**dict(zip(names, (w13, w2, w13_scale, w2_scale), strict=True)))
     return call
+
+
+def with_scale(call: ExpertsArguments, name: str, byte: int, down: int = 14) -> ExpertsArguments:
+    """Return a call in which all scales of MXFP4 weight `name`, filled in place, are `byte`.
+
+    x is 2^10 times as large with a small scale and 2^-down with a large one, and the largest weights are left out at
+    the largest scales, so that sums stay within float32.
+    """
+    weight = getattr(call, name)
+    getattr(call, f"{name}_scale").fill_(byte)
+    packed = weight & 0xBB if byte in (253, 254) else weight
+    return call._replace(x=call.x * 2.0 ** (10 if byte < 100 else -down), **{name: packed})
+
+
+def places_by_expert(ids: Tensor, first: int, count: int) -> dict[int, list[int]]:
+    """Return the places of each of `count` experts from id `first` on that has any, in their order."""
+    local = (ids.long() - first).tolist()
+    return {e: [p for p, own in enumerate(local) if own == e] for e in range(count) if e in local}
 
 
 def exact(call: ExpertsArguments) -> Tensor:

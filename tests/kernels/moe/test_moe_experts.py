@@ -16,7 +16,7 @@ from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import GPUS, sees, shared_out
-from tests.kernels.moe.problems import FORMATS, assert_accurate, experts
+from tests.kernels.moe.problems import E8M0_BYTES, FORMATS, assert_accurate, experts, places_by_expert, with_scale
 from tests.kernels.moe.programs import random_order
 from tests.tools.compiled_facts import compiled_for
 
@@ -122,9 +122,7 @@ def test_a_plan_has_every_place_of_an_expert_once_in_order(
             if expert >= 0:
                 assert first < end
                 found[expert] = found.get(expert, []) + order[first : min(end, first + tile)].tolist()
-        local = (ids.long() - 5).tolist()
-        want = {e: [p for p, own in enumerate(local) if own == e] for e in range(count) if e in local}
-        assert found == want
+        assert found == places_by_expert(ids, 5, count)
 
 
 @interpreted
@@ -160,12 +158,9 @@ def test_e4m3_scales_come_in_every_form(form: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["w13", "w2"])
 def test_every_e8m0_scale_means_its_power_of_two(name: str, kind: str) -> None:
     call = experts(1, kind=kind, hidden=128, count=1, top_k=1)
-    weight, scale = getattr(call, name), getattr(call, f"{name}_scale")
-    for byte in (0, 1, 2, 60, 127, 128, 129, 200, 251, 252, 253, 254, 255):
-        scale.fill_(byte)
-        # The largest weights and sums stay within float32.
-        packed = weight & 0xBB if byte in (253, 254) else weight
-        check(call._replace(x=call.x * 2.0 ** (10 if byte < 100 else -14), **{name: packed}))
+    for byte in E8M0_BYTES:
+        check(with_scale(call, name, byte))
+    scale = getattr(call, f"{name}_scale")
     scale.copy_(torch.randint(0, 255, scale.shape))
     run(call)
 

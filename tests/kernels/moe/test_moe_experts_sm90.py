@@ -19,7 +19,7 @@ from dsv4_compile.kernels.moe.expert_plan import most_tiles, plan_some
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
-from tests.kernels.moe.problems import assert_accurate, error, exact, experts
+from tests.kernels.moe.problems import E8M0_BYTES, assert_accurate, error, exact, experts, places_by_expert, with_scale
 from tests.kernels.moe.programs import random_order
 
 interpreted = pytest.mark.interpreted
@@ -110,12 +110,9 @@ def test_scales_of_the_shared_expert_come_in_every_form(form: torch.dtype) -> No
 @pytest.mark.parametrize("name", ["w13", "w2"])
 def test_every_e8m0_scale_means_its_power_of_two(name: str) -> None:
     call = few(2, hidden=128, count=2, inner=256, shared="", top_k=2)
-    weight, scale = getattr(call, name), getattr(call, f"{name}_scale")
-    for byte in (0, 1, 2, 15, 16, 60, 127, 128, 143, 144, 200, 251, 252, 253, 254, 255):
-        scale.fill_(byte)
-        # The largest weights and sums stay within float32.
-        packed = weight & 0xBB if byte in (253, 254) else weight
-        check(call._replace(x=call.x * 2.0 ** (10 if byte < 100 else -14), **{name: packed}))
+    for byte in (*E8M0_BYTES, 15, 16, 143, 144):
+        check(with_scale(call, name, byte))
+    scale = getattr(call, f"{name}_scale")
     scale.copy_(torch.randint(0, 255, scale.shape))
     run(call)
 
@@ -193,8 +190,7 @@ def test_a_plan_has_every_place_of_an_expert_once_in_order(places: int, count: i
         if expert >= 0:
             assert 1 <= number <= 8
             found[expert] = found.get(expert, []) + own[:number]
-    local = (ids.long() - 5).tolist()
-    assert found == {e: [p for p, own in enumerate(local) if own == e] for e in range(count) if e in local}
+    assert found == places_by_expert(ids, 5, count)
 
 
 def test_what_fits_is_few_places_an_expert_in_checkpoint_formats() -> None:
