@@ -72,7 +72,7 @@ def cost(s: StepInputs, ratio: int) -> costs.Cost:
 def separately(ops: Callable[[str], Callable[..., Any]], *args: Any) -> Tensor:
     """Run the ops that `preprocess_insert` replaces on its arguments; `ops` returns their implementations."""
     call = PreprocessArguments(*args)
-    rounded = (x.to(result_dtype(x, w)) for x, w in ((call.qr, call.q_weight), (call.kv, call.kv_weight)))
+    rounded = (x.to(result_dtype(x, w, call.dtype)) for x, w in ((call.qr, call.q_weight), (call.kv, call.kv_weight)))
     qr, kv = ops("fused_q_kv_rmsnorm")(*rounded, call.q_weight, call.kv_weight, call.eps)
     window = call.window_cache, call.window_slot_mapping, call.positions, call.cos_sin_cache, call.window_block_size
     ops("kv_rope_insert")(kv, *window, call.cache_format)

@@ -77,8 +77,7 @@ class Group:
         """Return the arguments of the fused op."""
         norm, store = self.norm, self.store
         given = {
-            "qr": _unrounded(norm["qr"], norm["q_weight"]),
-            "kv": _unrounded(norm["kv"], norm["kv_weight"]),
+            **_rounded(norm),
             "q_weight": norm["q_weight"],
             "kv_weight": norm["kv_weight"],
             "positions": store["positions"],
@@ -186,12 +185,23 @@ def _check_pair(group: Group, pair: Compressor, role: str) -> None:
         raise NotFusable(f"the {role}'s state_cache is a view")
 
 
-def _unrounded(x: Node, weight: Node) -> Node:
-    """Return the float32 value that was rounded to `x`, or `x`; `NotFusable` if `preprocess_insert` would round `x`."""
-    value, dtype = x.meta["val"], weight.meta["val"].dtype
-    if value.dtype is torch.float32 and dtype is not torch.float32:
-        raise NotFusable(f"float32 projections would be rounded to {dtype}")
-    if x.target is torch.ops.prims.convert_element_type.default and value.dtype is dtype:
+def _rounded(norm: OpNode) -> dict[str, Any]:
+    """Return `qr` and `kv`, float32 where they were rounded from it, and the `dtype` that the fused op rounds them to.
+
+    Raises `NotFusable` where they have different dtypes: the op has one.
+    """
+    dtypes = {name: norm[name].meta["val"].dtype for name in ("qr", "kv")}
+    if len(set(dtypes.values())) > 1:
+        raise NotFusable(f"qr is {dtypes['qr']} and kv {dtypes['kv']}")
+    dtype = dtypes["qr"]
+    weights = {norm[name].meta["val"].dtype for name in ("q_weight", "kv_weight")}
+    given = {name: _unrounded(norm[name]) for name in dtypes}
+    return {**given, "dtype": None if weights == {dtype} else dtype}
+
+
+def _unrounded(x: Node) -> Node:
+    """Return the float32 value that was rounded to `x`, or `x`."""
+    if x.target is torch.ops.prims.convert_element_type.default:
         wide = x.args[0]
         if isinstance(wide, Node) and wide.meta["val"].dtype is torch.float32:
             return wide

@@ -37,7 +37,7 @@ def _compressor(s: Step, kv_score: Tensor, ratio: int, dim: int, fmt: str, dtype
 
 @sample
 def preprocess_insert(s: Step) -> list[Args]:
-    """Layers of ratio 4 with an indexer, of ratio 128, and with a window alone; the projection is float32 once."""
+    """Layers of ratio 4 with an indexer, of ratio 128, and a window alone, whose float32 projection is rounded."""
     (mla, fp8, plain), (key_fp8, _, key_plain) = KV, INDEXER
     made: list[Args] = []
     for ratio, (fmt, dim, dtype), key, hadamard in (
@@ -68,6 +68,8 @@ def preprocess_insert(s: Step) -> list[Args]:
             args += (*_compressor(s, scores, ratio, dim, fmt, dtype), ratio)
             args += _compressor(s, keys, ratio, key_dim, key_fmt, key_dtype) if key else (None,) * 8
             args += key_fmt, hadamard, window.kv_scale
+        else:
+            args += (None,) * 8 + (0,) + (None,) * 8 + ("", False, None, torch.float16)
         made.append(args)
     return made
 

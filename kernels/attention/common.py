@@ -26,7 +26,6 @@ from ..device.quant import FP8_MAX, MANTISSA_BITS, e4m3, tile_byte, ue8m0_invers
 from ..device.rope import Rope as Rope
 from ..device.rope import load_cos_sin, rotate, table_row
 
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 SCALE_DTYPES = (torch.float32, torch.int32)
 """Dtypes of activation scales: one number each, or four UE8M0 bytes packed in a word."""
 

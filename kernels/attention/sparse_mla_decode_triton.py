@@ -20,11 +20,10 @@ from torch import Tensor
 from ...layout import cdiv
 from ...reference.attention.sparse_mla_decode import LatentDecodeArguments, output_dtype
 from ..host.gpu import Gpu, gpu_of
-from ..host.launch import launch_kernel
+from ..host.launch import DTYPES, launch_kernel
 from ..host.pdl import supports_pdl
 from .common import (
     DATA_BYTES,
-    DTYPES,
     NOT_FUSED,
     DecodeCall,
     OutputRows,

@@ -17,8 +17,8 @@ from torch import Tensor
 from ...layout import cdiv
 from ...reference.attention.sparse_mla_prefill import PrefillArguments, RaggedPrefillArguments
 from ..host.gpu import Gpu, gpu_of, sm90_module
-from ..host.launch import launch_kernel
-from .common import DTYPES, operand_dtype
+from ..host.launch import DTYPES, launch_kernel
+from .common import operand_dtype
 from .split_combine import LN_2, LOG2_E, finish_softmax
 
 MAX_HEAD_DIM = 512

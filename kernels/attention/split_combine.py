@@ -25,9 +25,9 @@ from torch import Tensor
 from ...layout import cdiv
 from ..device.rope import load_cos_sin, rotate, table_row
 from ..host.gpu import Gpu, register_limit
-from ..host.launch import launch_kernel
+from ..host.launch import DTYPES, launch_kernel
 from ..host.pdl import pdl_option, pdl_prologue
-from .common import DTYPES, Epilogue, FusedParts, OutputRows, Outputs, store_rows
+from .common import Epilogue, FusedParts, OutputRows, Outputs, store_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

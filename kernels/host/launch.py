@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
+import triton.language as tl
 from torch import Tensor
 
 from .build_hooks import describe_any_kernel
@@ -37,6 +39,8 @@ class _Recording(threading.local):
 
 
 recording = _Recording()
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+"""Constants of a launch that name the floating dtypes."""
 FUSING = {"enable_fp_fusion": True}
 """Default option of every launch. Triton's own depends on an environment variable, and is to change in 3.10."""
 

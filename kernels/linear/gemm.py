@@ -24,7 +24,7 @@ from ...layout import ACT_TILE, SCALES_PER_WORD, cdiv
 from ...layout import WEIGHT_TILE as _WEIGHT_TILE
 from ..device.quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
 from ..host.gpu import Gpu, gpu_of, shared_memory, sm90_module
-from ..host.launch import launch_kernel
+from ..host.launch import DTYPES, launch_kernel
 from ..host.semaphores import arrival_counters, arrive
 
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
@@ -293,7 +293,7 @@ def _launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu) -> None:
     tokens, groups, size = x.shape
     rows, block_k = weight.shape[0] // groups, ACT_TILE // (1 if weight.element_size() == 1 else 2)
     k_blocks = cdiv(size, block_k)
-    operand = _operand(gpu) if quantize or x_scale is not None else _DTYPES[x.dtype]
+    operand = _operand(gpu) if quantize or x_scale is not None else DTYPES[x.dtype]
     tiling = choose_tiling(gpu, tokens, groups, rows, k_blocks)
     if operand is tl.float32:
         # float32 products are unrolled into single multiplications: a small tile compiles in one second, not ten.
@@ -337,9 +337,6 @@ def _launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu) -> None:
         STAGES=tiling.stages,
         num_warps=tiling.warps,
     )
-
-
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def _operand(gpu: Gpu) -> tl.dtype:

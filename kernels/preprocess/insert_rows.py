@@ -41,14 +41,21 @@ class Norm(NamedTuple):
     eps: Any
 
 
+@triton.constexpr_function
+def rounded_dtype(of, weight, dtype):
+    """Return the dtype that `result_dtype` of the reference returns."""
+    return of if of != tl.float32 else weight if dtype is None else dtype
+
+
 @triton.jit
 def insert_rows(
     program, insert, norm, rope,
     FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
+    DTYPE: tl.constexpr = None,
 ):  # fmt: skip
     """Norm, unless `norm` is None, rotate and store ROWS rows of kv.
 
-    A norm rounds before, to the dtype of kv or, if that is float32, of the weight, and after.
+    A norm rounds before, to `rounded_dtype`, and after.
     """
     token = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = token < insert.inserted
@@ -65,9 +72,8 @@ def insert_rows(
         weight = load_weight(norm.p_weight, norm.weight_stride, D, D)
     scheduling_fence(insert.p_kv)
     if norm is not None:
-        WHOLE: tl.constexpr = x.dtype == tl.float32
-        DTYPE: tl.constexpr = norm.p_weight.dtype.element_ty if WHOLE else x.dtype
-        x = rms_norm(x.to(DTYPE).to(tl.float32), weight, norm.eps, D).to(DTYPE)
+        ROUNDED: tl.constexpr = rounded_dtype(x.dtype, norm.p_weight.dtype.element_ty, DTYPE)
+        x = rms_norm(x.to(ROUNDED).to(tl.float32), weight, norm.eps, D).to(ROUNDED)
     p_row = rope.p_table + row[:, None] * rope.table_strides[0]
     cos, sin = load_cos_sin(p_row, rope.table_strides[1], m_row, D, ROPE)
     x = rotate(x.to(tl.float32), cos, sin, ROPE)

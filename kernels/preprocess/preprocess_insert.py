@@ -22,7 +22,7 @@ from ..device.norm import norm_rows, store_normed, store_quantized
 from ..device.quant import why_unsupported_fp8
 from ..device.rope import Rope
 from ..host.gpu import register_limit
-from ..host.launch import launch_kernel
+from ..host.launch import DTYPES, launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
 from .compress_entry import Entries, Parts, Tokens, compress_tokens
 from .compress_norm_rope_insert import (
@@ -35,7 +35,7 @@ from .compress_norm_rope_insert import (
     window_rows,
 )
 from .compress_window import PoolShape, Projection, States
-from .insert_rows import Insert, Norm, insert_rows
+from .insert_rows import Insert, Norm, insert_rows, rounded_dtype
 from .save_partial_states import Save, save_rows
 from .save_partial_states import Strides as SaveStrides
 
@@ -78,6 +78,7 @@ class Shape(NamedTuple):
 
     Attributes:
         q_size, q_block: length of a latent, and the power of two that holds it.
+        dtype: that float32 latents and key/value vectors are rounded to; None: that of their weights.
         fmt, window_block, dim, rope: format and tokens of a page of the window, dims, and how many are rotated.
         chunk: tokens whose programs follow each other.
         tokens, splits: tokens of a program that norms, inserts and saves, and programs that split these jobs.
@@ -87,6 +88,7 @@ class Shape(NamedTuple):
 
     q_size: int
     q_block: int
+    dtype: Any
     fmt: str
     window_block: int
     dim: int
@@ -170,9 +172,7 @@ def _save_job(piece, token, c, strides, sizes, rope, PIECE: tl.constexpr, SHAPE:
 def _norm_job(token, tokens, latents, strides, eps, SHAPE: tl.constexpr):
     """Norm the latents of `token`, and quantise them if there are scales."""
     p_out, p_scale, p_x, p_weight = latents
-    # The dtype that `result_dtype` returns.
-    WIDE: tl.constexpr = p_x.dtype.element_ty == tl.float32
-    ROUNDED: tl.constexpr = p_weight.dtype.element_ty if WIDE else p_x.dtype.element_ty
+    ROUNDED: tl.constexpr = rounded_dtype(p_x.dtype.element_ty, p_weight.dtype.element_ty, SHAPE.dtype)
     q = norm_rows(
         token, token < tokens, p_x, p_weight, strides.qr, strides.q_weight, eps, ROUNDED, SHAPE.q_size, SHAPE.q_block
     )  # fmt: skip
@@ -266,7 +266,7 @@ def preprocess_insert_kernel(
                     )  # fmt: skip
                     norm = Norm(window.p_weight, strides.kv_weight, eps)
                     insert_rows(
-                        few, insert, norm, rope, FORMAT, SHAPE.window_block, TOKENS, SHAPE.dim, SHAPE.rope
+                        few, insert, norm, rope, FORMAT, SHAPE.window_block, TOKENS, SHAPE.dim, SHAPE.rope, SHAPE.dtype
                     )  # fmt: skip
                 elif kind < 2 + MAIN_SAVES:
                     _save_job(kind - 2, token, main, main_strides, main_sizes, rope, SHAPE.main_piece, MAIN)
@@ -434,6 +434,7 @@ def preprocess_insert(
         SHAPE=Shape(
             q_size=latent,
             q_block=triton.next_power_of_2(latent),
+            dtype=None if call.dtype is None else DTYPES[call.dtype],
             fmt=call.cache_format,
             window_block=call.window_block_size,
             dim=call.kv.shape[1],

@@ -228,12 +228,27 @@ def test_a_rounded_projection_is_passed_unrounded() -> None:
     assert result.targets["convert_element_type"] == 0
 
 
+def test_a_projection_is_rounded_to_its_dtype_beside_weights_of_another() -> None:
+    layer = bfloat16_layer()
+    layer.rounded = lambda x: x.to(torch.bfloat16)
+    layer.q_weight, layer.kv_weight = layer.q_weight.float() * 1.01, layer.kv_weight.float() * 1.01
+    result = compare(layer=layer)
+    assert result.ops["preprocess_insert"] == 1
+    assert result.targets["convert_element_type"] == 0
+
+
 def test_fusion_does_not_round_a_projection_that_is_not_rounded() -> None:
     layer = bfloat16_layer()
     layer.wq_b = layer.wq_b.float()
+    assert compare(layer=layer).ops["preprocess_insert"] == 1
+
+
+def test_latents_and_keys_of_two_dtypes_are_not_fused() -> None:
+    layer = bfloat16_layer()
+    layer.latent = layer.latent.bfloat16()
     result = compare(layer=layer)
     assert "preprocess_insert" not in result.ops
-    assert result.reasons[0] == "float32 projections would be rounded to torch.bfloat16"
+    assert result.reasons[0] == "qr is torch.bfloat16 and kv torch.float32"
 
 
 def test_a_q_with_two_users_keeps_its_norm_and_the_rest_is_fused_with_attention() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from itertools import product
 
+import torch
+
 from dsv4_compile import layout
+from dsv4_compile.reference.preprocess.preprocess_insert import PreprocessArguments
 from tests.tools.fingerprint_calls import (
     EPS,
     F32,
@@ -127,10 +130,14 @@ def preprocess_insert() -> Calls:
 
 @register
 def preprocess_insert_quant() -> Calls:
-    """Yield every kind of layer for few tokens."""
+    """Yield every kind of layer for few tokens, with float32 weights too, as those of transformers' norms."""
     kinds: list[Args] = [(1,), (1, 128), (1, 4, "indexer_fp8")]
     for kind in kinds:
         yield f"{kind}", _preprocess(*kind)
+    for kind in kinds[1:]:
+        call = PreprocessArguments(*_preprocess(*kind))
+        norms = {"q_weight": zeros(FLASH.latent, dtype=F32), "kv_weight": zeros(D, dtype=F32), "dtype": torch.bfloat16}
+        yield f"{kind}, float32 norms", tuple(call._replace(**norms))
 
 
 # Hyper-connections.

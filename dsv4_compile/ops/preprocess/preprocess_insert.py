@@ -11,7 +11,7 @@ from ...reference.common.block_scale import new_rows
 from ...reference.preprocess import preprocess_insert as reference
 from ...reference.preprocess.preprocess_insert import PreprocessArguments, compress_arguments
 from ..common.define import define
-from ..common.validate import INTS, expect, expect_dim, expect_indexer_format
+from ..common.validate import FLOATS, INTS, expect, expect_dim, expect_indexer_format
 from .compress_norm_rope_insert import check_compress
 from .fused_q_kv_rmsnorm import check_norms
 from .kv_rope_insert import check_kv_insert
@@ -26,7 +26,7 @@ _CALL = (
     "int ratio=0, Tensor? indexer_kv_score=None, Tensor? indexer_ape=None, Tensor? indexer_norm_weight=None, "
     "Tensor(d!)? indexer_state_cache=None, Tensor? indexer_state_slot_mapping=None, "
     "Tensor? indexer_state_block_table=None, Tensor(e!)? indexer_cache=None, Tensor? indexer_slot_mapping=None, "
-    'str indexer_cache_format="", bool hadamard=False, Tensor? kv_scale=None)'
+    'str indexer_cache_format="", bool hadamard=False, Tensor? kv_scale=None, ScalarType? dtype=None)'
 )
 
 
@@ -34,6 +34,8 @@ def _check(call: PreprocessArguments, *, op: str = "preprocess_insert") -> None:
     main, indexer = call.compressors()
     check_norms(call.qr, call.kv, call.q_weight, call.kv_weight, call.eps, op)
     expect(call.token_to_req, f"{op}: token_to_req [T]", INTS)
+    if call.dtype is not None and call.dtype not in FLOATS:
+        fail("E201", got=f"{op}: dtype {call.dtype}", rule="dtype is bfloat16, float16 or float32, or None")
     window = call.window_cache, call.window_slot_mapping, call.positions, call.cos_sin_cache, call.window_block_size
     check_kv_insert(call.kv, *window, call.cache_format, call.kv_scale, op)
     if (main is None) != (call.ratio == 0):

@@ -49,6 +49,7 @@ class PreprocessArguments(NamedTuple):
         indexer_kv_score to indexer_slot_mapping: the compressor of the indexer's keys, all or none; only beside the
             first one. Its entries are stored in `indexer_cache_format`, transformed if `hadamard` is set.
         kv_scale: float32 `[1]`, for `fp8` caches.
+        dtype: that float32 qr and kv are rounded to; None: that of their weights.
     """
 
     qr: Tensor
@@ -83,6 +84,7 @@ class PreprocessArguments(NamedTuple):
     indexer_cache_format: str = ""
     hadamard: bool = False
     kv_scale: Tensor | None = None
+    dtype: torch.dtype | None = None
 
     def compressors(self) -> tuple[Compressor | None, Compressor | None]:
         """Return the compressors of entries and of indexer keys; None where all arguments are None.
@@ -101,7 +103,7 @@ class PreprocessArguments(NamedTuple):
 
     def result_dtype(self) -> torch.dtype:
         """Return the dtype of the normalized latents."""
-        return result_dtype(self.qr, self.q_weight)
+        return result_dtype(self.qr, self.q_weight, self.dtype)
 
 
 def _compressor(what: str, given: Sequence[Tensor | None]) -> Compressor | None:
@@ -116,9 +118,12 @@ def _compressor(what: str, given: Sequence[Tensor | None]) -> Compressor | None:
     return Compressor(*tensors) if tensors else None
 
 
-def result_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype that `x` is rounded to when it is loaded: its own, or for float32 that of its norm's weight."""
-    return weight.dtype if x.dtype is torch.float32 else x.dtype
+def result_dtype(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that `x` is rounded to when it is loaded.
+
+    That is its own, or for float32 `dtype`, or without one that of its norm's weight.
+    """
+    return (dtype or weight.dtype) if x.dtype is torch.float32 else x.dtype
 
 
 def preprocess_insert(call: PreprocessArguments) -> Tensor:
@@ -127,10 +132,10 @@ def preprocess_insert(call: PreprocessArguments) -> Tensor:
     A compressor is a `save_partial_states` and a `compress_norm_rope_insert`.
 
     Returns:
-        Normalized qr, contiguous `[T, Lq]`, in qr's dtype or, if that is float32, in q_weight's. Padding rows included.
+        Normalized qr, contiguous `[T, Lq]`, padding rows included, in `result_dtype`.
     Notes:
-        qr, kv and the scores may be slices of one projection. If it is float32, qr and kv are rounded once, to the
-        dtype of their weights, as a projection in that dtype would have been.
+        qr, kv and the scores may be slices of one projection. If it is float32, qr and kv are rounded once, to `dtype`
+        or the dtype of their weights, as a projection in that dtype would have been.
 
         A step keeps two rules, so that its jobs can run side by side; where it breaks them, kernels and this function
         differ. A state that token t pools from k positions back was saved before this step and is not overwritten by
@@ -140,7 +145,7 @@ def preprocess_insert(call: PreprocessArguments) -> Tensor:
     """
     qr, kv = fused_q_kv_rmsnorm(
         call.qr.to(call.result_dtype()),
-        call.kv.to(result_dtype(call.kv, call.kv_weight)),
+        call.kv.to(result_dtype(call.kv, call.kv_weight, call.dtype)),
         call.q_weight,
         call.kv_weight,
         call.eps,

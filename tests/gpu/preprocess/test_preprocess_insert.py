@@ -25,11 +25,14 @@ from tests.ops.preprocess.preprocess_layer import CACHES, PADDING, WINDOW_BLOCK,
 REFERENCE, LAUNCHER = REFERENCES["preprocess_insert"], launcher("preprocess_insert")
 REQUESTS, MAX_LEN = 5, 1024
 FLASH: dict[str, Any] = {"dim": 512, "rope_dim": 64, "key_dim": 128, "dtype": torch.bfloat16, "latent": 1024}
+ROUNDED: dict[str, Any] = {"dtype": torch.float32, "rounded": torch.bfloat16}
+"""Float32 weights, as those of transformers' norms, beside a projection that is rounded."""
 KINDS: dict[str, dict[str, Any]] = {
     "swa": {**FLASH, "ratio": 0, "fmt": "fp8_ds_mla"},
     "hca": {**FLASH, "ratio": 128, "fmt": "fp8_ds_mla", "latent": 1536},
     "csa": {**FLASH, "ratio": 4, "fmt": "fp8_ds_mla", "key_fmt": "indexer_fp8"},
     "csa mxfp4": {**FLASH, "ratio": 4, "fmt": "fp8_ds_mla", "key_fmt": "indexer_mxfp4", "hadamard": True},
+    "csa rounded": {**FLASH, "ratio": 4, "fmt": "fp8_ds_mla", "key_fmt": "indexer_fp8", **ROUNDED},
     "csa plain": {**FLASH, "ratio": 4, "latent": 1536},
     "hca fp8": {**FLASH, "ratio": 128, "fmt": "fp8", "kv_scale": torch.tensor([0.03])},
 }

@@ -19,7 +19,7 @@ from dsv4_compile.kernels.preprocess import preprocess_insert as kernel
 from dsv4_compile.kernels.preprocess import save_partial_states as save
 from dsv4_compile.ops.common.define import OPS, REFERENCES
 from dsv4_compile.ops.common.kernels import launcher
-from dsv4_compile.reference.preprocess.preprocess_insert import PreprocessArguments, compress_arguments
+from dsv4_compile.reference.preprocess.preprocess_insert import PreprocessArguments, compress_arguments, result_dtype
 from dsv4_compile.testing import (
     Tolerance,
     assert_bitwise,
@@ -46,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "swa": {"ratio": 0},
     "swa fp8_ds_mla": {**MLA, "ratio": 0},
     "swa fp8": {"ratio": 0, "fmt": "fp8", "kv_scale": torch.tensor([0.03]), "dtype": torch.float16},
+    "swa rounded to bfloat16": {"ratio": 0, "rounded": torch.bfloat16},
     "hca": {"ratio": 128},
     "hca fp8": {"ratio": 128, "fmt": "fp8", "kv_scale": torch.tensor([0.03]), "dtype": torch.bfloat16},
     "csa": {"ratio": 4, "hadamard": True},
@@ -92,7 +93,8 @@ def separately(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The same from the kernels of the ops that it replaces, one launch after the other."""
     a = with_copied_caches(arguments)
     call = PreprocessArguments(**a)
-    qr, kv = (a[name].to(a[weight].dtype) for name, weight in (("qr", "q_weight"), ("kv", "kv_weight")))
+    pairs = (call.qr, call.q_weight), (call.kv, call.kv_weight)
+    qr, kv = (x.to(result_dtype(x, weight, call.dtype)) for x, weight in pairs)
     out, kv = norms.fused_q_kv_rmsnorm(qr, kv, call.q_weight, call.kv_weight, call.eps)
     window = call.window_cache, call.window_slot_mapping, call.positions, call.cos_sin_cache, call.window_block_size
     insert.kv_rope_insert(kv, *window, call.cache_format, call.kv_scale)

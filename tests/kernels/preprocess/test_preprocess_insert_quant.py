@@ -53,7 +53,9 @@ def check(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 @interpreted
 @KIND
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.float32}, {"latent": 24}, {"latent": 256}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": torch.float32, "rounded": torch.bfloat16}, {"latent": 24}, {"latent": 256}], ids=str
+)
 def test_latents_are_quantised_where_they_are_normed(kind: str, options: dict[str, Any]) -> None:
     check(step(kind, **options))
 

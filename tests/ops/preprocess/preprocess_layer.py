@@ -40,9 +40,10 @@ class Layer:
         max_len: int = 384,
         kv_scale: Tensor | None = None,
         latent: int = LATENT,
+        rounded: torch.dtype | None = None,
     ) -> None:
         self.ratio, self.dim, self.fmt, self.kv_scale, self.hadamard = ratio, dim, fmt, kv_scale, hadamard
-        self.latent = latent
+        self.latent, self.rounded = latent, rounded
         self.table = rope_table(max_len, rope_dim)
         self.q_weight, self.kv_weight = (1 + 0.1 * torch.randn(size).to(dtype) for size in (latent, dim))
         self.window_table, self.window = self._window(requests, max_len, dtype)
@@ -94,6 +95,7 @@ class Layer:
             "window_slot_mapping": torch.where(real, slots, -1),
             "window_block_size": WINDOW_BLOCK,
             "kv_scale": self.kv_scale,
+            "dtype": self.rounded,
         }
         names = ("", "compressed_"), ("indexer_", "indexer_")
         for engine, (prefix, entries), score in zip((self.main, self.keys), names, [*scores, None, None], strict=False):

@@ -141,8 +141,11 @@ def test_results_match_arithmetic_in_double(kind: str) -> None:
 
 
 @SMALL
-def test_a_float32_projection_is_rounded_once_to_the_dtype_of_the_weights(kind: str) -> None:
-    model = layer(kind, dtype=torch.bfloat16)
+@pytest.mark.parametrize("rounded", [None, torch.bfloat16])
+def test_a_float32_projection_is_rounded_once_to_dtype_or_that_of_the_weights(
+    kind: str, rounded: torch.dtype | None
+) -> None:
+    model = layer(kind, dtype=torch.bfloat16 if rounded is None else torch.float32, rounded=rounded)
     arguments = model.arguments(STEP, model.projection(len(STEP)))
     assert arguments["qr"].dtype is torch.float32
     rounded = {**arguments, "qr": arguments["qr"].bfloat16(), "kv": arguments["kv"].bfloat16()}
@@ -300,6 +303,7 @@ def without(names: tuple[str, ...]) -> dict[str, Any]:
         ({"indexer_ape": torch.zeros(5, 32)}, r"\(indexer\): ape has a row for every place"),
         ({"token_to_req": torch.zeros(17)}, "token_to_req"),
         ({"positions": torch.zeros(3, dtype=torch.int64)}, "positions has a row for every token"),
+        ({"dtype": torch.int8}, "dtype is bfloat16, float16 or float32"),
         ({"qr": torch.zeros(3, LATENT)}, "qr and kv have the same tokens"),
         ({"window_block_size": 8}, "plain cache is"),
     ],
