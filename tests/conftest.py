@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import sys
@@ -24,6 +25,10 @@ if not torch.cuda.is_available():
 
 # The order of a sum depends on the number of threads; without a request for more, all machines add in the same order.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+# pytest adds handlers to loggers that do not propagate. Where torch's trace has one, every graph is printed to it.
+TRACE = logging.getLogger("torch.__trace")
+TRACE.propagate, TRACE.parent = True, logging.Logger("nobody")
 
 # `--hypothesis-profile=long` is for a nightly run. The default draws the same examples on every machine.
 hypothesis.settings.register_profile("short", max_examples=50, deadline=None, derandomize=True)
