@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -43,26 +44,46 @@ class _Argument:
         self.name, self.tensor = name, tensor
         self.address, self.size = tensor.data_ptr(), tensor.element_size()
         span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        elements = torch.zeros(span if tensor.numel() else 1, dtype=torch.bool)
-        if tensor.numel():
-            elements.as_strided(tensor.shape, tensor.stride()).fill_(True)
-        self.elements = elements.numpy()
+        self.span = span if tensor.numel() else 0
+
+    @cached_property
+    def elements(self) -> np.ndarray:
+        """Return which places of the tensor's memory, counted from its start, are elements of it."""
+        elements = torch.zeros(self.span, dtype=torch.bool)
+        if self.span:
+            elements.as_strided(self.tensor.shape, self.tensor.stride()).fill_(True)
+        return elements.numpy()
+
+    @cached_property
+    def dense(self) -> bool:
+        """Return whether all of the memory from the first to the last element is elements."""
+        return self.tensor.is_contiguous() or bool(self.elements.all())
+
+    def holds_all(self, addresses: np.ndarray, width: int) -> bool:
+        """Return whether all accesses are as for `holds`, by their range where that says it."""
+        first, last = int(addresses.min()), int(addresses.max())
+        if first < self.address or last + width > self.address + self.span * self.size:
+            return False
+        if width > 1 and (addresses & np.uint64(width - 1)).any():
+            return False
+        return self.dense or bool(self.holds(addresses, width).all())
 
     def holds(self, addresses: np.ndarray, width: int) -> np.ndarray:
         """Return which accesses of `width` bytes lie in elements of the tensor, aligned to their width."""
-        ok = addresses % width == 0
-        first = (addresses - self.address) // self.size
+        ok = addresses % np.uint64(width) == 0
+        offsets = addresses.astype(np.int64) - self.address
+        first = offsets // self.size
         if width == self.size and self.address % width == 0:  # an aligned access is one element
             return ok & self._inside(first)
-        last = (addresses - self.address + width - 1) // self.size
+        last = (offsets + width - 1) // self.size
         for step in range(width // self.size + 1):
             ok &= self._inside(np.minimum(first + step, last))
         return ok
 
     def _inside(self, elements: np.ndarray) -> np.ndarray:
         """Return which of the numbers, counted from the tensor's start in memory, are elements of it."""
-        inside = (elements >= 0) & (elements < len(self.elements))
-        return inside & self.elements[np.where(inside, elements, 0)]
+        inside = (elements >= 0) & (elements < self.span)
+        return inside & self.elements[np.where(inside, elements, 0)] if self.span else inside
 
     def __str__(self) -> str:
         kind = str(self.tensor.dtype).removeprefix("torch.")
@@ -94,27 +115,31 @@ class _Checker:
     def resolve(self, kind: str, pointers: Any, mask: Any) -> Any:
         """Return the addresses of tagged pointers. Raise unless every live one is valid for this `kind` of access."""
         tagged = np.asarray(pointers.data)
-        addresses = (tagged & _ADDRESS).astype(np.int64)
-        numbers = tagged >> np.uint64(_TAG_SHIFT)
-        if mask is None:
-            alive, of = addresses.reshape(-1), numbers.reshape(-1)
-        else:
+        addresses = tagged & _ADDRESS
+        live: Any = ...
+        if mask is not None and not mask.data.all():
             live = np.broadcast_to(np.asarray(mask.data, bool), tagged.shape)
-            alive, of = addresses[live], numbers[live]
-        width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        one = of.size > 0 and bool((of == of[0]).all())  # nearly always, and np.unique would sort
-        for number in [int(of[0])] if one else np.unique(of).tolist():
-            self._check(kind, self.arguments.get(number), alive if one else alive[of == number], width)
-        return triton_interpreter.TensorHandle(tagged & _ADDRESS, pointers.dtype)
+        alive = addresses[live].reshape(-1)
+        if alive.size:
+            width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+            first, last = int(tagged.min()) >> _TAG_SHIFT, int(tagged.max()) >> _TAG_SHIFT
+            if first == last:  # nearly always
+                self._check(kind, self.arguments.get(first), alive, width)
+            else:
+                of = tagged[live].reshape(-1) >> np.uint64(_TAG_SHIFT)
+                for number in np.unique(of).tolist():
+                    self._check(kind, self.arguments.get(number), alive[of == number], width)
+        return triton_interpreter.TensorHandle(addresses, pointers.dtype)
 
     def _check(self, kind: str, argument: _Argument | None, addresses: np.ndarray, width: int) -> None:
         if argument is None:
             self._fail(kind, f"through {addresses.size} pointers that come from no argument")
         elif kind != "load" and argument.name not in self.mutated:
             self._fail(kind, f"to argument {argument}, which is not declared as mutated")
-        elif not (good := argument.holds(addresses, width)).all():
-            first = int(addresses[~good][0]) - argument.address
+        elif not argument.holds_all(addresses, width):
+            good = argument.holds(addresses, width)
             wrong = f"{int((~good).sum())} of {good.size} accesses of {width} bytes miss argument {argument}"
+            first = int(addresses[~good][0]) - argument.address
             self._fail(kind, f"{wrong}; the first is at byte {first} from its start")
 
     def _fail(self, kind: str, what: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import triton.language as tl
 
 from .._compat import triton_interpreter as interpreter
+from .quick_operators import quick_broadcast, quick_cast, quick_index, quick_operator, quick_where
 
 
 @functools.cache
@@ -21,7 +22,7 @@ def quicken() -> None:
     """Apply all patches, for the rest of this process."""
     _patch_once_a_launch()
     _skip_overflow_checks()
-    _cache_shapes()
+    _cache_types()
     _cache_dtypes()
     _cache_constants()
     _skip_promotion_of_equal_types()
@@ -39,37 +40,47 @@ def _skip_overflow_checks() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-def _cache_shapes() -> None:
-    """Cache the description of a shape for all its types and tensors."""
-    describe = tl.block_type.__init__
+def _cache_types() -> None:
+    """Build the type of each shape and element once, so that equal types are one object."""
+    describe, describe_pointer = tl.block_type.__init__, tl.pointer_type.__init__
     scalar = tl.constexpr(1), tl.tuple([])
 
     @functools.cache
     def known(*sizes: int) -> tuple[Any, ...]:
-        model = tl.block_type.__new__(tl.block_type)
+        model: Any = object.__new__(tl.block_type)
         describe(model, tl.float32, list(sizes))
         of_tensors = tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
         return model.shape, model.numel, f"<{model.shape}, ", of_tensors, {}
 
-    def describe_again(self: Any, element_ty: Any, shape: Any) -> None:
+    def find(cls: Any, element_ty: Any, shape: Any) -> Any:
         sizes = (size.value if type(size) is tl.constexpr else size for size in getattr(shape, "values", shape))
-        self.element_ty = element_ty
-        self.shape, self.numel, name, self.of_tensors, self.by_element = known(*sizes)
-        self.name = f"{name}{element_ty}>"
+        shape, numel, name, of_tensors, by_element = known(*sizes)
+        found = by_element.get(id(element_ty))
+        if found is None:
+            found = by_element[id(element_ty)] = object.__new__(cls)
+            found.element_ty, found.shape, found.numel, found.name = element_ty, shape, numel, f"{name}{element_ty}>"
+            found.of_tensors, found.by_element = of_tensors, by_element
+        return found
 
     def with_element_ty(self: Any, element_ty: Any) -> Any:
-        if type(element_ty) is not tl.dtype:
-            return tl.block_type(element_ty, self.shape)
-        if element_ty.name not in self.by_element:
-            self.by_element[element_ty.name] = tl.block_type(element_ty, self.shape)
-        return self.by_element[element_ty.name]
+        return self.by_element.get(id(element_ty)) or tl.block_type(element_ty, self.shape)
+
+    pointers: dict[Any, Any] = {}
+
+    def find_pointer(cls: Any, element_ty: Any, address_space: int = 1, const: bool = False) -> Any:
+        key = id(element_ty), address_space, const
+        if key not in pointers:
+            pointers[key] = object.__new__(cls)
+            describe_pointer(pointers[key], element_ty, address_space, const)
+        return pointers[key]
 
     def initialize(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = type.of_tensors if type.is_block() else scalar
 
-    tl.block_type.__init__, tl.tensor.__init__ = describe_again, initialize
-    tl.block_type.with_element_ty = with_element_ty
+    tl.block_type.__new__, tl.pointer_type.__new__ = find, find_pointer
+    tl.block_type.__init__ = tl.pointer_type.__init__ = lambda *_, **__: None
+    tl.block_type.with_element_ty, tl.tensor.__init__ = with_element_ty, initialize
 
 
 def _cache_constants() -> None:
@@ -89,11 +100,14 @@ def _skip_promotion_of_equal_types() -> None:
     Numbers beside tensors are not copied to their shape: NumPy combines each element with the number.
     """
     semantic = interpreter.interpreter_semantic
-    check, broadcast, cast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value, semantic.cast
+    check, broadcast, make_tensor = (
+        semantic.binary_op_type_checking_impl,
+        semantic.broadcast_impl_value,
+        semantic.to_tensor,
+    )
     semantic.computation_type_impl = functools.cache(semantic.computation_type_impl)
 
-    def meet(lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(lhs, rhs)
+    meet = quick_broadcast(broadcast)
 
     def meet_operands(lhs: Any, rhs: Any) -> tuple[Any, Any]:
         left, right = lhs.type.is_block(), rhs.type.is_block()
@@ -115,24 +129,38 @@ def _skip_promotion_of_equal_types() -> None:
             semantic.broadcast_impl_value = meet
         return operands
 
-    def cast_to_another(x: Any, kind: Any, *rounding: Any) -> Any:
-        return x if x.dtype is kind else cast(x, kind, *rounding)
+    def to_tensor(x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is tl.tensor else make_tensor(x, check_type)
 
     semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl = meet, prepare
-    semantic.cast = cast_to_another
+    semantic.to_tensor = to_tensor
+    semantic.cast = quick_cast(semantic.cast, np.ndarray.astype)
+    semantic.bitcast = quick_cast(semantic.bitcast, np.ndarray.view)
+    semantic.where = quick_where(semantic.where)
 
 
 def _call_builtins_directly() -> None:
     """Call functions of the language without the wrapper that checks for a caller in a kernel."""
+    unwrap, constexpr, itself = tl.core._unwrap_if_constexpr, tl.constexpr, (tl.tensor, int, str, bool, type(None))
 
-    def replace(module: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        function = getattr(member, "__wrapped__", member)
+    def unwrap_most(x: Any) -> Any:
+        kind = type(x)
+        return x.value if kind is constexpr else x if kind in itself else unwrap(x)
 
+    tl.core._unwrap_if_constexpr = tl._unwrap_if_constexpr = unwrap_most
+
+    @functools.cache
+    def direct(module: Any, name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return function(*args, **kwargs)
 
-        scope.set_attr(module, name, call)
+        if module is not tl.tensor:
+            return call
+        return quick_index(call) if name == "__getitem__" else quick_operator(name, call)
+
+    def replace(module: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        scope.set_attr(module, name, direct(module, name, getattr(member, "__wrapped__", member)))
 
     interpreter._patch_attr = replace
 

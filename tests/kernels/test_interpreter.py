@@ -55,6 +55,19 @@ def reduce_kernel(out, a, b, M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexp
     tl.store(out + M * N // i.shape[AXIS] + o, y)
 
 
+@triton.jit
+def operators_kernel(whole, real, logical, a, b, x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    m, n, u, v = tl.load(a + i), tl.load(b + i), tl.load(x + i), tl.load(y + i)
+    tl.store(whole + i, ((7 - m) * n - 3 + (m & n) // 2) % 5 + (m | 9 ^ n) + ((m << 2) >> 1) + n.to(tl.int64))
+    tl.store(real + i, (u + v) * 0.5 - v / u + (1 - u) * m)
+    wide = tl.where((m[:, None] < n[None, :]) & (u[:, None] >= 0.25), u[:, None], 2.0)
+    both = tl.where(wide < 0.5, 1.0, 2.0) + tl.where(m < n, 1.0, 2.0)
+    column, lower = x + i[:, None], (i < N // 2)[:, None]
+    both += tl.load(column, mask=(i < N // 2)[None, :], other=0.0) + tl.load(column, mask=lower, other=0.0)
+    tl.store(logical + i[:, None] * N + i, tl.where(wide != v[None, :], both, m.to(tl.float32)[:, None]))
+
+
 def convert(x: Tensor, target: torch.dtype) -> Tensor:
     raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     out = torch.empty(x.shape, dtype=raw[target.itemsize])
@@ -95,6 +108,23 @@ def test_bfloat16_adds_multiplies_and_compares() -> None:
     arithmetic_kernel[(1,)](out, smaller, a, b, 256)
     assert_bitwise(out, a * b - a)
     assert_bitwise(smaller, a < b)
+
+
+def test_operators_give_the_same_when_they_are_called_again_for_other_values() -> None:
+    """Patches of the interpreter learn from the first call what an operator is for its operands' types."""
+    for size in (8, 8, 16):
+        m, n = torch.randint(1, 100, (2, size), dtype=torch.int32)
+        u, v = torch.rand(2, size)
+        whole, real, logical = torch.empty(size, dtype=torch.int64), torch.empty(size), torch.empty(size, size)
+        operators_kernel[(1,)](whole, real, logical, m, n, u, v, size)
+        inner = (7 - m) * n - 3 + (m & n) // 2
+        assert_bitwise(whole, (inner.fmod(5) + (m | 9 ^ n) + ((m << 2) >> 1) + n).long())
+        assert_bitwise(real, (u + v) * 0.5 - v / u + (1 - u) * m)
+        wide = torch.where((m[:, None] < n) & (u[:, None] >= 0.25), u[:, None], 2.0)
+        both = torch.where(wide < 0.5, 1.0, 2.0) + torch.where(m < n, 1.0, 2.0)
+        lower = torch.arange(size) < size // 2
+        both += u[:, None] * lower + (u * lower)[:, None]
+        assert_bitwise(logical, torch.where(wide != v, both, m[:, None].float()))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
