@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import dsv4_compile
 from dsv4_compile.hf.tiny import quiet_libraries, tiny_model
 
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 SIZES = {"max_batch_size": 3, "max_seq_len": 128, "attention_only": False}
 
 

@@ -1,19 +1,51 @@
-"""Not a test: runs an example in a folder as a program, where Inductor calls PyTorch instead of compiling C++.
+"""Not a test: runs an example in a folder as a program.
 
-python -m tests.package.example FILE FOLDER
+python -m tests.package.example FILE FOLDER [cpp]
+
+Inductor calls PyTorch instead of compiling C++, unless cpp is given. Ranks that the example starts by torchrun's
+command are started by torchrun's code, which reads that command, but as forks of this process.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
+from typing import Any
 
 from torch._inductor import config
+from torch.distributed.launcher.api import elastic_launch
+
+_RUN = subprocess.run
 
 
-def main(file: str, folder: str) -> None:
-    config.fallback_by_default = True
+def run(command: list[str], **options: Any) -> Any:
+    """Do what subprocess.run does, with ranks that import nothing again."""
+    if command[:3] != [sys.executable, "-m", "torch.distributed.run"]:
+        return _RUN(command, **options)
+    from torch.distributed import run as torchrun
+
+    torchrun.elastic_launch = _launch
+    torchrun.main(command[3:])
+    return None
+
+
+def _launch(config: Any, entrypoint: str) -> Any:
+    assert entrypoint == sys.executable
+    config.start_method = "fork"
+    return elastic_launch(config, _script)
+
+
+def _script(*arguments: str) -> None:
+    assert arguments[0] == "-u"
+    sys.argv = list(arguments[1:])
+    runpy.run_path(arguments[1], run_name="__main__")
+
+
+def main(file: str, folder: str, inductor: str = "") -> None:
+    config.fallback_by_default = inductor != "cpp"
+    subprocess.run = run  # type: ignore[assignment]
     sys.argv = [file]
     os.chdir(folder)
     runpy.run_path(file, run_name="__main__")
