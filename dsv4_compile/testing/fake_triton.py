@@ -251,6 +251,8 @@ def round_like_hardware() -> None:
         kind = getattr(np, f"uint{source.primitive_bitwidth}")
         if kind is np.uint8:
             return of_codes(str(source), str(target)).take(bits.view(kind))
+        if (str(source), str(target)) == ("bf16", "fp32"):
+            return bits.view(kind).astype(np.uint32) << np.uint32(16)
         values = torch.from_numpy(np.ascontiguousarray(bits).view(kind)).view(formats[str(source)])
         rounded = values.to(formats[str(target)])
         return rounded.view(unsigned[rounded.element_size()]).numpy().reshape(bits.shape)

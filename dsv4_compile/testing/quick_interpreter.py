@@ -25,6 +25,7 @@ def quicken() -> None:
     _cache_types()
     _cache_dtypes()
     _cache_constants()
+    _cache_ranges()
     _skip_promotion_of_equal_types()
     _call_builtins_directly()
     _reduce_neighbours()
@@ -92,6 +93,20 @@ def _cache_constants() -> None:
         return make(value, dtype)
 
     interpreter.interpreter_semantic.scalar_constant = lambda value, dtype: known(value, type(value).__name__, dtype)
+
+
+def _cache_ranges() -> None:
+    """Count from one number to another once; nothing may write to the result."""
+    builder = interpreter.InterpreterBuilder
+    make = builder.create_make_range
+
+    @functools.cache
+    def known(start: int, stop: int) -> Any:
+        numbers = make(None, None, start, stop).data
+        numbers.flags.writeable = False
+        return numbers
+
+    builder.create_make_range = lambda self, _, start, stop: interpreter.TensorHandle(known(start, stop), tl.int32)
 
 
 def _skip_promotion_of_equal_types() -> None:

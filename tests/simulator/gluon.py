@@ -29,6 +29,8 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 GLUON = "triton.experimental.gluon"
 NO_COPIES = types.SimpleNamespace(async_load=None, async_store=None)
 """Stands in for TMA and cp.async where a test simulates neither: calling one fails."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integers as wide as the elements of a tensor, by their bytes: NaN equals itself there."""
 SECONDS = 60.0
 """Time after which a wait counts as a deadlock."""
 
@@ -187,7 +189,7 @@ def finish(pending: int, deps: list[Value]) -> Value:
     """Wait for a GEMM. Its operands must not have changed since it began, and the `pending` ones began after it."""
     assert _gemms.begun - deps[0].number >= pending, "the wait lets this GEMM run on"  # type: ignore[attr-defined]
     for now, then in deps[0].operands:  # type: ignore[attr-defined]
-        assert torch.equal(now.float().nan_to_num(), then.float().nan_to_num()), "an operand was overwritten"
+        assert torch.equal(now.view(BITS[now.itemsize]), then.view(BITS[now.itemsize])), "an operand was overwritten"
     return Value(deps[0].data)
 
 
