@@ -14,11 +14,13 @@ _ENGINES = {"vllm": "vLLM as it is", "dsv4_compile": "with the plug-in"}
 
 def rows(records: Tables) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of rows of attention beside the layer alone: the worst error of each layer."""
-    shown, lines = _of(records, "rows"), [["model", "runs", "rows", "from prefixes", "worst row error by layer"]]
+    shown = _of(records, "rows")
+    lines = [["model", "`DSV4_VLLM`", "runs", "rows", "from prefixes", "worst row error by layer"]]
     for row in shown:
         how = f"one graph, CUDA graphs {row['cudagraph']}" if row["mode"] else "eager"
         counts = [f"{row[name]:,}" for name in ("rows", "reused")]
-        lines.append([_MODELS[row["model"]], how, *counts, ", ".join(map(_error, row["worst"]))])
+        plugin = "all" if row["engine"].endswith(" all") else "1"
+        lines.append([_MODELS[row["model"]], plugin, how, *counts, ", ".join(map(_error, row["worst"]))])
     return lines, shown
 
 
