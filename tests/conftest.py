@@ -19,6 +19,7 @@ import torch
 
 from dsv4_compile.cpu import native
 from dsv4_compile.testing import poisoned_empty
+from tests.quick_compiler import quicken_if_imported
 
 if not torch.cuda.is_available():
     collect_ignore = ["gpu"]
@@ -112,6 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Do not look through torch and all tests again for garbage while graphs are compiled: 5 to 9% of that time."""
+    quicken_if_imported()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
@@ -149,6 +151,7 @@ def fresh_compiler() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+        quicken_if_imported()
 
 
 @pytest.fixture

@@ -117,8 +117,8 @@ class _Checker:
         tagged = np.asarray(pointers.data)
         addresses = tagged & _ADDRESS
         live: Any = ...
-        if mask is not None and not mask.data.all():
-            live = np.broadcast_to(np.asarray(mask.data, bool), tagged.shape)
+        if mask is not None and not (lanes := np.asarray(mask.data, bool)).all():
+            live = np.broadcast_to(lanes, tagged.shape)
         alive = addresses[live].reshape(-1)
         if alive.size:
             width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)

@@ -249,18 +249,9 @@ def round_like_hardware() -> None:
         if str(source) not in formats or str(target) not in formats:
             return original(bits, source, target, rounding_mode)
         kind = getattr(np, f"uint{source.primitive_bitwidth}")
-        if kind is np.uint8:
-            return of_codes(str(source), str(target)).take(bits.view(kind))
-        if (str(source), str(target)) == ("bf16", "fp32"):
-            return bits.view(kind).astype(np.uint32) << np.uint32(16)
         values = torch.from_numpy(np.ascontiguousarray(bits).view(kind)).view(formats[str(source)])
         rounded = values.to(formats[str(target)])
         return rounded.view(unsigned[rounded.element_size()]).numpy().reshape(bits.shape)
-
-    @functools.cache
-    def of_codes(source: str, target: str) -> Any:
-        values = torch.arange(256, dtype=torch.uint8).view(formats[source]).to(formats[target])
-        return values.view(unsigned[values.element_size()]).numpy()
 
     builder = triton_interpreter.InterpreterBuilder
     multiply, elementwise, splat = builder.create_dot, builder.binary_op, builder.create_splat

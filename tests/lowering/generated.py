@@ -25,6 +25,7 @@ from dsv4_compile.selection import decisions
 from dsv4_compile.testing import assert_bitwise, fake_triton
 from dsv4_compile.testing.inductor_triton import INTERPRETED, GeneratedKernel, generated_triton
 from tests.lowering.claims import TARGETS
+from tests.quick_compiler import quicken_if_imported
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ def binaries(sources: list[tuple[str, str]]) -> dict[str, list[int]]:
 
 def main(what: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
+    quicken_if_imported()
     if INTERPRETED:
         cases: dict[str, Case] = importlib.import_module(f"tests.lowering.{what}").CASES
         return {name: report(case) for name, case in cases.items()}
