@@ -83,6 +83,11 @@ def test_every_e4m3_code_widens_to_its_value(target: torch.dtype) -> None:
     assert_bitwise(convert(codes, target), codes.to(target))
 
 
+def test_every_bfloat16_widens_to_its_value() -> None:
+    codes = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
+    assert_bitwise(convert(codes, torch.float32), codes.float())
+
+
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
 def test_float32_rounds_to_nearest_even(target: torch.dtype) -> None:
     codes = torch.arange(0x7F if target is torch.float8_e4m3fn else 1 << 14)
