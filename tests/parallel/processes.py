@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib
 import json
 import multiprocessing
@@ -20,16 +21,16 @@ Check = Callable[[Any], None]
 Outcomes = dict[str, list[str]]
 
 
-def run_on_ranks(size: int, checks: Sequence[Check], folder: Path, package: str = "dsv4_compile.hf") -> Outcomes:
+def run_on_ranks(size: int, checks: Sequence[Check], folder: Path, *packages: str) -> Outcomes:
     """Run each check, with the mesh of all ranks, on `size` ranks; return tracebacks by check and rank, "" if passed.
 
-    A check that a rank has not finished has the text "not finished" there. The checks are in one module; `package` is
+    A check that a rank has not finished has the text "not finished" there. The checks are in one module; `packages` are
     what they need, which is imported once.
     """
     module = checks[0].__module__
     # A server that has imported everything forks each rank, so that a rank costs no import.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([package, module])
+    context.set_forkserver_preload([*packages, module])
     processes = [
         context.Process(target=_rank, args=(rank, size, module, [check.__name__ for check in checks], str(folder)))
         for rank in range(size)
@@ -52,6 +53,9 @@ def _rank(rank: int, size: int, module: str, names: Sequence[str], folder: str) 
     from torch.distributed.device_mesh import init_device_mesh
 
     checks = importlib.import_module(module)
+    # A fork that looks through all modules for garbage copies their memory.
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
     torch.set_num_threads(1)
     if "dsv4_compile.hf" in sys.modules:
         sys.modules["dsv4_compile.hf.tiny"].quiet_libraries()

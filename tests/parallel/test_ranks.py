@@ -30,15 +30,17 @@ ON_TWO = (
 )
 ON_FOUR = (*EVERYWHERE, checks.a_rank_that_dies_ends_the_others_with_its_name)
 
+NEEDED = ("dsv4_compile.hf", "torch._inductor.compile_fx")
+
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_on_ranks(2, ON_TWO, tmp_path_factory.mktemp("two"))
+    return run_on_ranks(2, ON_TWO, tmp_path_factory.mktemp("two"), *NEEDED)
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_on_ranks(4, ON_FOUR, tmp_path_factory.mktemp("four"))
+    return run_on_ranks(4, ON_FOUR, tmp_path_factory.mktemp("four"), *NEEDED)
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in ON_TWO])
