@@ -25,6 +25,7 @@ from dsv4_compile.modules import DeepseekV4Attention
 from dsv4_compile.ops.common.kernels import KERNELS, launcher
 from dsv4_compile.testing.inductor_triton import GeneratedKernel, generated_triton
 from tests.modules.engine import Engine
+from tests.quick_compiler import quicken_if_imported
 
 RATIOS = {"swa": 1, "hca": 128, "csa": 4}
 TOKENS, CONTEXT = 8, 512
@@ -79,6 +80,7 @@ def _launches(event: str) -> bool:
 def report(kind: str, fp8: bool) -> list[str]:
     """Return the launches of a decode step of TOKENS requests."""
     torch.compiler.reset()
+    quicken_if_imported()
     config = DeepseekV4Config.flash().with_layers(RATIOS[kind])
     layer = DeepseekV4Attention(
         config, 0, kv_cache_dtype="fp8_ds_mla", dtype=torch.bfloat16, max_seq_len=CONTEXT, single_gemm=True, fp8=fp8
