@@ -61,6 +61,10 @@ LONGEST = (
 )
 """The files that take longest where nothing has been compiled yet, longest first."""
 
+COMPILER = "torch._inductor.compile_fx"
+FROZEN: set[str] = set()
+"""`COMPILER`, once it has been imported and frozen: tests that collect garbage would look through it each time."""
+
 COMPILED = pytest.StashKey[int]()
 
 
@@ -111,11 +115,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
-def pytest_collection_finish() -> None:
-    """Do not look through torch and all tests again for garbage while graphs are compiled: 5 to 9% of that time."""
-    quicken_if_imported()
+def freeze() -> None:
+    """Do not look through what is there now for garbage again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Spare torch and all tests the search for garbage while graphs are compiled: 5 to 9% of that time."""
+    quicken_if_imported()
+    freeze()
     gc.set_threshold(100_000, 50, 50)
 
 
@@ -151,6 +160,9 @@ def fresh_compiler() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+    if COMPILER in sys.modules and COMPILER not in FROZEN:
+        FROZEN.add(COMPILER)
+        freeze()
         quicken_if_imported()
 
 
