@@ -25,10 +25,11 @@ def mhc_pre(
     """Compute the op of this name as its reference does, up to the rounding of sigmoid."""
     tokens, count, dim = streams.shape
     tensors = streams, fn, base, scale, norm_weight
-    if tokens <= FEW_TOKENS and native.takes(*tensors):
+    if native.takes(*tensors):
+        mixed = None if tokens <= FEW_TOKENS else torch.mm(streams.view(tokens, -1), fn.t())
         results = [torch.empty(shape) for shape in ((tokens, dim), (tokens, count), (tokens, count, count))]
-        settings = iterations, float(norm_eps), float(hc_eps)
-        native.call("mhc_pre", *tensors, *results, tokens, count, dim, *settings)
+        settings = iterations, float(norm_eps), float(hc_eps), torch.get_num_threads()
+        native.call("mhc_pre", *tensors, mixed, *results, tokens, count, dim, *settings)
         return results[0], results[1], results[2]
     sizes = [count, count, count * count]
     mix = stream_mix(streams, fn, norm_eps)

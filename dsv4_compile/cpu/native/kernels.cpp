@@ -1,9 +1,9 @@
-// CPU kernels of a decode step: a few tokens, float32, rows of caches that follow each other.
+// CPU kernels of a decode step, and of a prompt where they are faster than torch: float32, caches of whole rows.
 //
 // Each takes one struct, whose fields are 8 bytes each in the order in which Python packs them. Nothing here allocates
-// more than a few rows. Those that read the most, experts and attention, share their rows out among `threads` threads
-// where OpenMP is there; a sum is always of one thread. Stores and rotations round as torch does: compile with
-// -ffp-contract=off, where sums may fuse they say so.
+// more than a few rows. Those that take longest share their rows out among `threads` threads where OpenMP is there; a
+// sum is always of one thread. Stores and rotations round as torch does: compile with -ffp-contract=off, where sums may
+// fuse they say so.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -21,12 +21,15 @@ using i64 = int64_t;
 
 // Sums in LANES parts, so that a vector unit need not wait for its last addition.
 float dot(const float* a, const float* b, i64 n) {
-  constexpr i64 LANES = 64;
+  constexpr i64 LANES = 64, FEW = 8;
   float parts[LANES] = {}, sum = 0.0f;
   i64 i = 0;
   for (; i + LANES <= n; i += LANES)
 #pragma omp simd
     for (i64 j = 0; j < LANES; ++j) parts[j] = std::fma(a[i + j], b[i + j], parts[j]);
+  for (; i + FEW <= n; i += FEW)
+#pragma omp simd
+    for (i64 j = 0; j < FEW; ++j) parts[j] = std::fma(a[i + j], b[i + j], parts[j]);
   for (; i < n; ++i) sum = std::fma(a[i], b[i], sum);
   for (i64 half = LANES / 2; half > 0; half /= 2)
     for (i64 j = 0; j < half; ++j) parts[j] += parts[j + half];
@@ -274,48 +277,57 @@ void attend(const Attend* a) {
   }
 }
 
+// `mixed` is streams times fn, or null, for few tokens, where the product is taken here.
 struct Mix {
-  const float *streams, *fn, *base, *scale, *norm_weight;
+  const float *streams, *fn, *base, *scale, *norm_weight, *mixed;
   float *y, *post, *comb;
   i64 tokens, count, dim, iterations;
   double norm_eps, hc_eps;
+  i64 threads;
 };
 
-void mhc_pre(const Mix* a) {
+static void mix_token(const Mix* a, i64 t, float* mix, float* sums) {
   const i64 n = a->count, dim = a->dim, rows = (n + 2) * n;
-  std::vector<float> mix(rows), sums(n);
   const float eps = static_cast<float>(a->hc_eps), norm_eps = static_cast<float>(a->norm_eps);
-  for (i64 t = 0; t < a->tokens; ++t) {
-    const float* x = a->streams + t * n * dim;
-    const float factor = rms(x, n * dim, norm_eps);
-    for (i64 r = 0; r < rows; ++r) {
-      const float scale = a->scale[r < n ? 0 : r < 2 * n ? 1 : 2];
-      mix[r] = dot(x, a->fn + r * n * dim, n * dim) * factor * scale + a->base[r];
-    }
-    float* y = a->y + t * dim;
-    std::memset(y, 0, sizeof(float) * dim);
-    for (i64 k = 0; k < n; ++k) {
-      add_scaled(y, x + k * dim, sigmoid(mix[k]) + eps, dim);
-      a->post[t * n + k] = 2.0f * sigmoid(mix[n + k]);
-    }
-    const float norm = rms(y, dim, norm_eps);
-    for (i64 d = 0; d < dim; ++d) y[d] = y[d] * norm * a->norm_weight[d];
-    float* comb = a->comb + t * n * n;
-    for (i64 i = 0; i < n; ++i) {
-      const float* logits = mix.data() + (2 + i) * n;
-      float top = logits[0], total = 0.0f;
-      for (i64 j = 1; j < n; ++j) top = logits[j] > top || logits[j] != logits[j] ? logits[j] : top;
-      for (i64 j = 0; j < n; ++j) total += comb[i * n + j] = std::exp(logits[j] - top);
-      for (i64 j = 0; j < n; ++j) comb[i * n + j] = comb[i * n + j] / total + eps;
-    }
-    // Columns first: the softmax was the first row step.
-    for (i64 step = 0; step < 2 * a->iterations - 1; ++step) {
-      std::fill(sums.begin(), sums.end(), eps);
-      for (i64 i = 0; i < n; ++i)
-        for (i64 j = 0; j < n; ++j) sums[step % 2 == 0 ? j : i] += comb[i * n + j];
-      for (i64 i = 0; i < n; ++i)
-        for (i64 j = 0; j < n; ++j) comb[i * n + j] /= sums[step % 2 == 0 ? j : i];
-    }
+  const float* x = a->streams + t * n * dim;
+  const float factor = rms(x, n * dim, norm_eps);
+  for (i64 r = 0; r < rows; ++r) {
+    const float scale = a->scale[r < n ? 0 : r < 2 * n ? 1 : 2];
+    const float product = a->mixed != nullptr ? a->mixed[t * rows + r] : dot(x, a->fn + r * n * dim, n * dim);
+    mix[r] = product * factor * scale + a->base[r];
+  }
+  float* y = a->y + t * dim;
+  std::memset(y, 0, sizeof(float) * dim);
+  for (i64 k = 0; k < n; ++k) {
+    add_scaled(y, x + k * dim, sigmoid(mix[k]) + eps, dim);
+    a->post[t * n + k] = 2.0f * sigmoid(mix[n + k]);
+  }
+  const float norm = rms(y, dim, norm_eps);
+  for (i64 d = 0; d < dim; ++d) y[d] = y[d] * norm * a->norm_weight[d];
+  float* comb = a->comb + t * n * n;
+  for (i64 i = 0; i < n; ++i) {
+    const float* logits = mix + (2 + i) * n;
+    float top = logits[0], total = 0.0f;
+    for (i64 j = 1; j < n; ++j) top = logits[j] > top || logits[j] != logits[j] ? logits[j] : top;
+    for (i64 j = 0; j < n; ++j) total += comb[i * n + j] = std::exp(logits[j] - top);
+    for (i64 j = 0; j < n; ++j) comb[i * n + j] = comb[i * n + j] / total + eps;
+  }
+  // Columns first: the softmax was the first row step.
+  for (i64 step = 0; step < 2 * a->iterations - 1; ++step) {
+    std::fill(sums, sums + n, eps);
+    for (i64 i = 0; i < n; ++i)
+      for (i64 j = 0; j < n; ++j) sums[step % 2 == 0 ? j : i] += comb[i * n + j];
+    for (i64 i = 0; i < n; ++i)
+      for (i64 j = 0; j < n; ++j) comb[i * n + j] /= sums[step % 2 == 0 ? j : i];
+  }
+}
+
+void mhc_pre(const Mix* a) {
+  const i64 work = a->mixed == nullptr ? 0 : a->tokens * a->count * a->dim;
+#pragma omp parallel num_threads(static_cast<int>(a->threads)) if (work >= MANY)
+  {
+    std::vector<float> mix((a->count + 2) * a->count), sums(a->count);
+    for (i64 t = thread(); t < a->tokens; t += team()) mix_token(a, t, mix.data(), sums.data());
   }
 }
 

@@ -122,10 +122,11 @@ def test_a_sum_is_of_one_thread_however_many_there_are(monkeypatch: pytest.Monke
     )
     keys, slots = torch.randn(10, 8, 512), torch.randint(-1, 80, (2, 60), dtype=torch.int32)
     attention = torch.randn(2, 7, 512), keys, slots, torch.tensor([60, 41], dtype=torch.int32), 8, "plain", 0.05
+    mix = torch.randn(40, 4, 1024), torch.randn(24, 4096), torch.randn(24), torch.rand(3), torch.rand(1024), 1e-6, 1e-6
     results = []
     for threads in (1, 3, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        results.append((moe_experts(experts), *EAGER["sparse_mla_decode"](*attention)))
+        results.append((moe_experts(experts), *EAGER["sparse_mla_decode"](*attention), *EAGER["mhc_pre"](*mix)))
     for other in results[1:]:
         for got, want in zip(other, results[0], strict=True):
             assert_bitwise(got, want)
