@@ -6,12 +6,8 @@ With names of files, only their rows are, and a file that the budget leaves out 
 its fingerprint in the committed table; a kernel that the table lacks is not recorded.
 
 Where one call must not take as long as all files do, `--part 1/2` and `--part 2/2` are two halves of them, about as
-long as each other; the record keeps the rows of the other half. Where the second call starts from another copy of the
-repository, give it the record of the first:
-
-    python tests/gpu/prove.py --part 1/2 --budget 500
-    cp $OUT/prove/proven.json dsv4_compile/selection/proven.json
-    python tests/gpu/prove.py --part 2/2 --budget 500
+long as each other; the record keeps the rows of the other half. A second call in another copy of the repository needs
+the record of the first, $OUT/prove/proven.json, as its dsv4_compile/selection/proven.json.
 
 Each file has a process of its own, the longest have several, and a time limit: a kernel that hangs or faults takes
 nothing else with it. Many run at once, on all GPUs that CUDA_VISIBLE_DEVICES leaves. What decoding needs comes first.
@@ -92,10 +88,7 @@ PARTS = {
 """Processes of a stem's file, 1 where it is not named: most of the time is that of one core, which compiles."""
 THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For each process, unless the environment says otherwise: together they have work for all cores."""
-SHARED_TESTS = {
-    "global_topk_ragged": "ragged_from_dense",
-    "indexer_logits_topk_ragged": "indexer_logits_ragged",
-}
+SHARED_TESTS = {"global_topk_ragged": "ragged_from_dense", "indexer_logits_topk_ragged": "indexer_logits_ragged"}
 """Ops that are tested in the file of another op."""
 POLL = 0.05
 SPENT = "the budget was spent"
@@ -201,9 +194,10 @@ def run_files(
 ) -> Iterator[Outcome]:
     """Test the files in their order, each part on the GPU that has the fewest, and say how each file ended when it has.
 
-    What exceeds its limit is killed. When the budget is spent no part is started, and those that still run are killed.
+    What exceeds its limit is killed, and what finds no memory beside others runs again alone. A spent budget ends all.
     """
-    waiting, running, end = parts_of(paths, parts), list[Running](), time.monotonic() + limits.budget
+    waiting, running, alone = parts_of(paths, parts), list[Running](), set[Part]()
+    end = time.monotonic() + limits.budget
     ended: dict[Path, list[Outcome]] = {path: [] for path in paths}
 
     def whole(part: Part, outcome: Outcome) -> Iterator[Outcome]:
@@ -218,7 +212,7 @@ def run_files(
                 for part in waiting:
                     yield from whole(part, Outcome(part.path, "not run", reason=SPENT))
                 waiting.clear()
-            while waiting and len(running) < limits.jobs:
+            while waiting and len(running) < (1 if waiting[0] in alone else limits.jobs):
                 gpu = min(gpus, key=[one.gpu for one in running].count)
                 running.append(_start(waiting.pop(0), logs, limits, gpu))
             for one in list(running):
@@ -226,7 +220,12 @@ def run_files(
                 if one.process.poll() is None and not overdue:
                     continue
                 running.remove(one)
-                yield from whole(one.part, _ended(one, overdue))
+                outcome = _ended(one, overdue)
+                if "out of memory" in outcome.reason and one.part not in alone:
+                    waiting.append(one.part)
+                    alone.add(one.part)
+                else:
+                    yield from whole(one.part, outcome)
             time.sleep(POLL)
     finally:
         for one in running:
@@ -269,7 +268,7 @@ def _ended(one: Running, overdue: str) -> Outcome:
     status, seconds = one.process.poll(), time.monotonic() - one.started
     _kill(one.process)
     text = one.log.read_text(errors="replace")
-    tests = len(re.findall(r"^\S+::.* PASSED", text, re.MULTILINE))
+    tests = len(re.findall(r"^(?:\S+::.* )?PASSED", text, re.MULTILINE))  # a stack of a slow test splits its line
     if status is None:
         begun = re.findall(r"^(\S+::\S+)", text, re.MULTILINE)
         verdict = "not run" if overdue == SPENT else "HUNG"

@@ -76,6 +76,31 @@ def test_a_test_that_hangs_is_ended_before_its_file_is_overdue(tmp_path: Path, m
     assert "in test_b" in (tmp_path / "test_advance.log").read_text().partition("Timeout")[2]
 
 
+def test_what_finds_no_memory_beside_others_runs_once_more_alone(tmp_path: Path) -> None:
+    """The second run of a part ends as it ends; a part that only then passes has passed."""
+    full = f"""
+def test_a():
+    with open(r'{tmp_path}/NAME', 'a+') as runs:
+        runs.write('x')
+        assert runs.tell() > NEEDED, 'CUDA out of memory'
+"""
+    texts = {
+        name: full.replace("NAME", name).replace("NEEDED", n) for name, n in (("advance", "1"), ("fp8_linear", "9"))
+    }
+    ended = list(prove.run_files(files(tmp_path, **texts), tmp_path, prove.Limits(2, 500, 60, 500), parts={}))
+    verdicts = {outcome.path.stem: (outcome.verdict, outcome.tests) for outcome in ended}
+    assert verdicts == {"test_advance": ("passed", 1), "test_fp8_linear": ("FAILED", 0)}
+    assert len((tmp_path / "fp8_linear").read_text()) == 2
+
+
+def test_a_slow_test_whose_stack_is_in_the_log_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove.time, "time", lambda: 0.0)  # a slow start is no hang
+    slow = "import time, pathlib\ndef test_a():\n    log = pathlib.Path(__file__).with_name('test_advance.log')\n"
+    slow += "    while 'most recent call first' not in log.read_text(): time.sleep(0.02)"
+    (outcome,) = prove.run_files(files(tmp_path, advance=slow), tmp_path, prove.Limits(1, 60, 1, 90), parts={})
+    assert (outcome.verdict, outcome.tests) == ("passed", 1)
+
+
 def test_a_spent_budget_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is spent when the first test runs, however long an interpreter takes to start."""
     clock = time.monotonic
