@@ -86,13 +86,11 @@ def test_rows_of_layers_are_rendered() -> None:
     planned = {job.what: job for _, job in run.measurements(["rows", "shadow"], ["real"], gpu=True)}
     of = {"rows": 1168, "reused": 768, "worst": [0.0123, 0.2], "steps": [3, 1], "sets": 2}
     rows = run.rows_of("real", planned["rows"], of | {"mode": 2, "cudagraph": "FULL"})
-    assert figures_vllm.rows({"vllm": rows})[0][1] == [
-        "V4-Flash's dimensions",
-        "one graph, CUDA graphs FULL",
-        "1,168",
-        "768",
-        "1.23e-2, 2.00e-1",
-    ]
+    every = run.rows_of("real", planned["rows"], of | {"mode": 0})
+    every[0]["engine"] += " all"
+    how = ["1", "one graph, CUDA graphs FULL"], ["all", "eager"]
+    wanted = [["V4-Flash's dimensions", *each, "1,168", "768", "1.23e-2, 2.00e-1"] for each in how]
+    assert figures_vllm.rows({"vllm": [*rows, *every]})[0][1:] == wanted
     layer = {"layer": 0, "ratio": 1, "rows": 3967, "mean": 0.001, "prefilled_worst": 0.02, "selected_worst": 0.5}
     layers = run.rows_of("real", planned["shadow"], {"mode": 0, "layers": [layer]})
     assert figures_vllm.shadow({"vllm": layers})[0][1] == ["0", "1", "3,967", "1.00e-3", "2.00e-2", "-", "5.00e-1"]
