@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -19,7 +20,7 @@ import torch
 
 from dsv4_compile.cpu import native
 from dsv4_compile.testing import poisoned_empty
-from tests.quick_compiler import quicken_if_imported
+from tests.quick_compiler import COMPILER, quicken_if_imported
 
 if not torch.cuda.is_available():
     collect_ignore = ["gpu"]
@@ -60,10 +61,6 @@ LONGEST = (
     "runtime/test_cuda_graphs.py",
 )
 """The files that take longest where nothing has been compiled yet, longest first."""
-
-COMPILER = "torch._inductor.compile_fx"
-FROZEN: set[str] = set()
-"""`COMPILER`, once it has been imported and frozen: tests that collect garbage would look through it each time."""
 
 COMPILED = pytest.StashKey[int]()
 
@@ -116,9 +113,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def freeze() -> None:
-    """Do not look through what is there now for garbage again."""
+    """Exclude all objects of this moment from later garbage collections."""
     gc.collect()
     gc.freeze()
+
+
+@functools.cache
+def freeze_compiler() -> None:
+    """Exclude the compiler, once it has been imported: tests that collect garbage would look through it each time."""
+    freeze()
+    quicken_if_imported()
 
 
 def pytest_collection_finish() -> None:
@@ -160,10 +164,8 @@ def fresh_compiler() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-    if COMPILER in sys.modules and COMPILER not in FROZEN:
-        FROZEN.add(COMPILER)
-        freeze()
-        quicken_if_imported()
+    if COMPILER in sys.modules:
+        freeze_compiler()
 
 
 @pytest.fixture
