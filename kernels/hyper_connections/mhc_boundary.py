@@ -27,6 +27,7 @@ from torch import Tensor
 from ...reference.hyper_connections.mhc_boundary import MhcBoundary
 from ..device.exchange import Peers, exchange_number, gathered, mailbox, meet
 from ..device.norm import load_weight, rms_norm
+from ..device.strided import Strided
 from ..host.gpu import gpu_of
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments
@@ -61,6 +62,20 @@ class Mix(NamedTuple):
     norm_eps: float
     hc_eps: float
     iterations: int
+
+
+class Shape(NamedTuple):
+    """Compile-time sizes of a launch.
+
+    Attributes:
+        dim, channels: channels of a stream, and of a slice.
+        mix, mix_block: rows of `fn`, and them padded to the rows of a tile.
+    """
+
+    dim: int
+    channels: int
+    mix: int
+    mix_block: int
 
 
 class Results(NamedTuple):
@@ -118,13 +133,14 @@ def _load_streams(p, strides, row, o_c, mask):
 
 
 @triton.jit
-def _load_and_return(
-    p_streams_out, p_streams, streams_strides, p_returned, returned_strides, z, row, exists, o_c, D: tl.constexpr
-):
+def _load_and_return(p_streams_out, streams, returned, z, row, exists, o_c, D: tl.constexpr):
     """Load the streams [B, C] of a slice as float32; after a sub-layer, compute the new ones and store them.
 
-    `row` and `exists` are scalars for one token, [B, 1] for more; `z` is the output [B, C], or None to load it.
+    `streams` and `returned` are `Strided`. `row` and `exists` are scalars for one token, [B, 1] for more; `z` is the
+    output [B, C], or None to load it.
     """
+    p_streams, streams_strides = streams
+    p_returned, returned_strides = returned
     mask = exists & (o_c < D)[None, :]
     x0, x1, x2, x3 = _load_streams(p_streams, streams_strides, row, o_c, mask)
     x = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
@@ -145,11 +161,15 @@ def _load_and_return(
 
 
 @triton.jit
-def _finish(
-    results, p_sums, p_x, strides, mix, token, eps, hc_eps, iterations,
-    D: tl.constexpr, D_BLOCK: tl.constexpr, MIX: tl.constexpr, SLICES: tl.constexpr, S_BLOCK: tl.constexpr,
-):  # fmt: skip
+def _finish(results, p_sums, streams, mix, token, scalars, SHAPE: tl.constexpr):
     """Compute the mixed and normed input of the sub-layer, y [T, D], and the coefficients of `token`."""
+    D: tl.constexpr = SHAPE.dim
+    D_BLOCK: tl.constexpr = triton.next_power_of_2(D)
+    MIX: tl.constexpr = SHAPE.mix
+    SLICES: tl.constexpr = (D + SHAPE.channels - 1) // SHAPE.channels
+    S_BLOCK: tl.constexpr = triton.next_power_of_2(SLICES)
+    p_x, strides = streams
+    eps, hc_eps, iterations = scalars
     p_y, p_post, p_comb = results
     p_base, p_scale, base_stride, _, p_norm, norm_stride = mix
     o_d = tl.arange(0, D_BLOCK).to(tl.int64)
@@ -182,16 +202,9 @@ def mhc_token_kernel(
     streams_strides,
     returned_strides,
     fn_strides,
-    eps,
-    hc_eps,
-    iterations,
+    scalars,  # eps of the norms; eps and iterations of the coefficients
     peers,  # `Peers`, or None
-    D: tl.constexpr,
-    D_BLOCK: tl.constexpr,
-    C: tl.constexpr,
-    MIX: tl.constexpr,
-    MIX_BLOCK: tl.constexpr,
-    S_BLOCK: tl.constexpr,
+    SHAPE: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     CTAS: tl.constexpr,
@@ -199,6 +212,10 @@ def mhc_token_kernel(
     PDL: tl.constexpr,
 ):
     """Program p takes slice p % SLICES of token p // SLICES."""
+    D: tl.constexpr = SHAPE.dim
+    C: tl.constexpr = SHAPE.channels
+    MIX: tl.constexpr = SHAPE.mix
+    MIX_BLOCK: tl.constexpr = SHAPE.mix_block
     SLICES: tl.constexpr = (D + C - 1) // C
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -224,8 +241,9 @@ def mhc_token_kernel(
         tl.store(mailbox(peers[0][RANK], count, program, DTYPE, CTAS, REGION) + o_in, part, mask=m_c[None, :])
         meet(peers, count, program, RANK, RANKS, CTAS)
         z = gathered(peers[0], count, program, o_in, m_c[None, :], DTYPE, RANKS, CTAS, REGION)
+    streams = Strided(p_streams, streams_strides)
     x0, x1, x2, x3 = _load_and_return(
-        p_streams_out, p_streams, streams_strides, returned, returned_strides, z, token, token >= 0, o_c, D
+        p_streams_out, streams, Strided(returned, returned_strides), z, token, token >= 0, o_c, D
     )
     p = p_sums + token * ((MIX + 1) * SLICES) + program % SLICES
     tl.store(p + o_m * SLICES, tl.sum(f0 * x0 + f1 * x1 + f2 * x2 + f3 * x3, 1), mask=o_m < MIX)
@@ -235,15 +253,9 @@ def mhc_token_kernel(
         if arrive(p_counter) == SLICES - 1:
             tl.store(p_counter, 0)
             if p_streams_out is None:
-                _finish(
-                    results, p_sums, p_streams, streams_strides, mix, token, eps, hc_eps, iterations,
-                    D, D_BLOCK, MIX, SLICES, S_BLOCK,
-                )  # fmt: skip
+                _finish(results, p_sums, Strided(p_streams, streams_strides), mix, token, scalars, SHAPE)
             else:
-                _finish(
-                    results, p_sums, p_streams_out, (4 * D, D, 1), mix, token, eps, hc_eps, iterations,
-                    D, D_BLOCK, MIX, SLICES, S_BLOCK,
-                )  # fmt: skip
+                _finish(results, p_sums, Strided(p_streams_out, (4 * D, D, 1)), mix, token, scalars, SHAPE)
 
 
 @triton.jit
@@ -257,22 +269,21 @@ def _round(f):
 def mhc_tokens_kernel(
     p_streams_out,  # [T, 4, D] bfloat16, contiguous; None if the streams are as they were
     p_sums,  # [T, MIX + 1, SLICES] float32, contiguous
-    p_streams,  # [T, 4, D] bfloat16
-    returned,  # output [T, D], post [T, 4], comb [T, 4, 4] of the sub-layer, or None
-    p_fn,  # [MIX, 4 * D]
-    streams_strides,
-    returned_strides,
-    fn_strides,
+    inputs,  # streams [T, 4, D] bfloat16; `returned` as above, or None; fn [MIX, 4 * D]
+    strides,  # of the inputs
     tokens,
-    D: tl.constexpr,
-    C: tl.constexpr,
+    SHAPE: tl.constexpr,
     STEP: tl.constexpr,
     TOKENS: tl.constexpr,
-    MIX: tl.constexpr,
-    MIX_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program p takes slice p % SLICES of tokens p // SLICES * TOKENS and on."""
+    p_streams, returned, p_fn = inputs
+    streams_strides, returned_strides, fn_strides = strides
+    D: tl.constexpr = SHAPE.dim
+    C: tl.constexpr = SHAPE.channels
+    MIX: tl.constexpr = SHAPE.mix
+    MIX_BLOCK: tl.constexpr = SHAPE.mix_block
     SLICES: tl.constexpr = (D + C - 1) // C
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -285,18 +296,8 @@ def mhc_tokens_kernel(
     if p_streams_out is not None:
         for c in range(0, C, STEP):
             o_c = (first + c + o_b).to(tl.int64)
-            x0, x1, x2, x3 = _load_and_return(
-                p_streams_out,
-                p_streams,
-                streams_strides,
-                returned,
-                returned_strides,
-                None,
-                o_t[:, None],
-                m_t[:, None],
-                o_c,
-                D,
-            )
+            streams, after = Strided(p_streams, streams_strides), Strided(returned, returned_strides)
+            x0, x1, x2, x3 = _load_and_return(p_streams_out, streams, after, None, o_t[:, None], m_t[:, None], o_c, D)
             squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
         # Loaded again below: as an operand that is computed, every warp would compute all of it.
         tl.debug_barrier()
@@ -327,14 +328,8 @@ def mhc_finish_kernel(
     p_streams,  # [T, 4, D], the new ones
     mix,  # base, scale and their strides, norm_weight and its stride
     streams_strides,
-    eps,
-    hc_eps,
-    iterations,
-    D: tl.constexpr,
-    D_BLOCK: tl.constexpr,
-    MIX: tl.constexpr,
-    SLICES: tl.constexpr,
-    S_BLOCK: tl.constexpr,
+    scalars,  # eps of the norms; eps and iterations of the coefficients
+    SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program p finishes token p."""
@@ -342,10 +337,7 @@ def mhc_finish_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    _finish(
-        results, p_sums, p_streams, streams_strides, mix, token, eps, hc_eps, iterations,
-        D, D_BLOCK, MIX, SLICES, S_BLOCK,
-    )  # fmt: skip
+    _finish(results, p_sums, Strided(p_streams, streams_strides), mix, token, scalars, SHAPE)
 
 
 def launch(
@@ -374,8 +366,8 @@ def launch(
     sums = streams.new_empty((tokens, rows + 1, slices), dtype=torch.float32)
     of_mix = mix.base, mix.scale, mix.base.stride(0), mix.scale.stride(0), mix.norm_weight, mix.norm_weight.stride(0)
     strides = None if returned is None else tuple(each.stride() for each in returned)
-    sizes = {"D": dim, "MIX": rows}
-    finish = {"D_BLOCK": triton.next_power_of_2(dim), "S_BLOCK": triton.next_power_of_2(slices)}
+    scalars = mix.norm_eps, mix.hc_eps, mix.iterations
+    shape = Shape(dim, channels, rows, triton.next_power_of_2(rows))
     tiles = streams.dtype is torch.bfloat16 and tokens > MAX_ONE_LAUNCH
     counters = None if tokens > MAX_ONE_LAUNCH else arrival_counters(tokens, streams.device)
     exchange = {"RANK": rank, "RANKS": 1 if peers is None else len(peers.flags), "CTAS": EXCHANGE_CTAS}
@@ -383,26 +375,23 @@ def launch(
     if tiles:
         programs = triton.cdiv(tokens, TILE_TOKENS) * slices
         launch_kernel(
-            mhc_tokens_kernel, (programs,), results.streams, sums, streams, returned, mix.fn, streams.stride(), strides,
-            mix.fn.stride(), tokens, C=channels, STEP=min(TILE_CHANNELS, channels), TOKENS=TILE_TOKENS,
-            MIX_BLOCK=max(16, triton.next_power_of_2(rows)), num_warps=4, **sizes,
-            **pdl_arguments(streams.device, programs),
+            mhc_tokens_kernel, (programs,), results.streams, sums, (streams, returned, mix.fn),
+            (streams.stride(), strides, mix.fn.stride()), tokens,
+            SHAPE=shape._replace(mix_block=max(16, shape.mix_block)), STEP=min(TILE_CHANNELS, channels),
+            TOKENS=TILE_TOKENS, num_warps=4, **pdl_arguments(streams.device, programs),
         )  # fmt: skip
     else:
         programs = tokens * slices
         launch_kernel(
             mhc_token_kernel, (programs,), results.streams, tuple(results[1:]), sums, counters, streams, returned,
-            mix.fn, of_mix, streams.stride(), strides, mix.fn.stride(), mix.norm_eps, mix.hc_eps, mix.iterations,
-            peers, C=channels, MIX_BLOCK=triton.next_power_of_2(rows), num_warps=_warps(dim), **sizes, **finish,
-            **exchange,
-            **pdl_arguments(streams.device, programs),
+            mix.fn, of_mix, streams.stride(), strides, mix.fn.stride(), scalars, peers, SHAPE=shape,
+            num_warps=_warps(dim), **exchange, **pdl_arguments(streams.device, programs),
         )  # fmt: skip
     if counters is None:
         new = streams if results.streams is None else results.streams
         launch_kernel(
-            mhc_finish_kernel, (tokens,), tuple(results[1:]), sums, new, of_mix, new.stride(), mix.norm_eps,
-            mix.hc_eps, mix.iterations, SLICES=slices, num_warps=_warps(dim), **sizes, **finish,
-            **pdl_arguments(streams.device, tokens),
+            mhc_finish_kernel, (tokens,), tuple(results[1:]), sums, new, of_mix, new.stride(), scalars, SHAPE=shape,
+            num_warps=_warps(dim), **pdl_arguments(streams.device, tokens),
         )  # fmt: skip
     return results
 
