@@ -32,21 +32,28 @@ json.dump(found, open(job["out"], "w"))
 """An engine that fails as vLLM, and has times with the plug-in."""
 
 
+ROWS = ("rows", False, True, False), ("rows", False, False, True), ("replay", False, False, True)
+
+
 def plan(*args: str, gpu: bool = True) -> list[tuple[str, str, bool, bool, bool]]:
     """Return model, kind, vLLM as it is, eager and CUDA graphs of each engine."""
     args_ = run.parse(args)
     return [
         (model, job.what, job.own, "enforce_eager" in job.llm, "compilation_config" in job.llm)
-        for model, job in run.measurements(args_.what, args_.models, gpu)
+        for model, job in run.measurements(args_.what, args_.models, gpu, args_.plugin)
     ]
 
 
-def test_rows_are_of_all_models_and_the_rest_of_the_last() -> None:
-    rows = [(model, "rows", False, eager, not eager) for model in ("tiny", "real") for eager in (True, False)]
+def test_rows_and_replays_are_of_all_models_and_the_rest_of_the_last() -> None:
+    eager, graphs = (False, True, False), (False, False, True)
+    rows = [(model, *part) for model in ("tiny", "real") for part in ROWS]
     times = [("real", "times", own, False, True) for own in (True, False)]
-    assert plan() == [*rows, ("real", "shadow", False, True, False), *times]
+    preempted = [("every", "preempted", *how) for how in (eager, graphs)]
+    assert plan() == [*rows, ("real", "shadow", *eager), *times, *preempted]
     assert plan("--what", "times,rows", "--models", "tiny")[2:] == [("tiny", *time[1:]) for time in times]
-    assert plan("--what", "shadow", "--models", "tiny", gpu=False) == [("tiny", "shadow", False, True, False)]
+    assert plan("--what", "shadow,replay", "--models", "tiny", gpu=False) == [("tiny", "shadow", *eager)]
+    both = plan("--what", "times,ranks", "--plugin", "all,1")
+    assert both == [*times, times[1], *(("every", "ranks", *how) for how in (eager, graphs, graphs))]
 
 
 def test_a_cpu_gets_no_settings_of_a_gpu() -> None:
@@ -54,7 +61,7 @@ def test_a_cpu_gets_no_settings_of_a_gpu() -> None:
     assert planned and not any({"compilation_config", "kv_cache_dtype", *run.GPU} & set(job.llm) for job in planned)
 
 
-@pytest.mark.parametrize("args", [["--what", "rows,speed"], ["--models", "pro"]])
+@pytest.mark.parametrize("args", [["--what", "rows,speed"], ["--models", "pro"], ["--plugin", "1,some"]])
 def test_unknown_names_are_errors(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.parse(args)
@@ -95,6 +102,26 @@ def test_rows_of_layers_are_rendered() -> None:
     layers = run.rows_of("real", planned["shadow"], {"mode": 0, "layers": [layer]})
     assert figures_vllm.shadow({"vllm": layers})[0][1] == ["0", "1", "3,967", "1.00e-3", "2.00e-2", "-", "5.00e-1"]
     assert figures_vllm.rows({"vllm": layers})[1] == []
+
+
+def test_rows_of_ranks_are_the_worst_of_all(tmp_path: Path) -> None:
+    (_, one), (_, job) = run.measurements(["ranks"], ["tiny"], gpu=True, plugins=["all"])
+    assert (one.ranks, job.ranks, job.plugin) == (1, 2, "all")
+    rank = {"ranks": 2, "heads": 4, "rows": 9, "reused": 3, "steps": [9], "sets": 2, "graphs": [1], "breaks": 0}
+    ranks = [rank | {"bits": "a", "worst": [0.1, 0.4]}, rank | {"bits": "a", "worst": [0.2, 0.3]}]
+    (row,) = run.rows_of("every", job, {"mode": 2, "ranks": ranks, "beside": {"outputs": 8}})
+    assert row["worst"] == [0.2, 0.4] and row["same_bits"] and row["outputs"] == 8 and row["heads"] == 4
+    ranks[1]["bits"] = "b"
+    assert not run.rows_of("every", job, {"ranks": ranks})[0]["same_bits"]
+
+
+def test_outputs_are_compared_after_equal_tokens(tmp_path: Path) -> None:
+    for name, rows in {"0_ranks": {(1,): [3.0, 4.0], (1, 2): [0.0, 1.0]}, "1_ranks": {(1,): [3.0, 3.0]}}.items():
+        folder = tmp_path / name / "run"
+        folder.mkdir(parents=True)
+        torch.save({tokens: torch.tensor(row) for tokens, row in rows.items()}, folder / "final.pt")
+    found = run.beside(tmp_path / "1_ranks" / "run", tmp_path / "0_ranks" / "run")
+    assert found["outputs"] == 1 and found["outputs_worst"] == pytest.approx(0.2)
 
 
 @pytest.fixture
@@ -155,3 +182,33 @@ def test_attention_of_real_dimensions_is_e4m3_with_scales_of_powers_of_two() -> 
         assert (got - want).norm() <= 0.04 * want.norm(), name
         largest = weights.tensors[name].float().abs().amax()
         assert 224 <= largest <= 448, name
+
+
+@pytest.mark.parametrize(
+    ("fault", "counts"),
+    [
+        ("", {"other_rows": 0, "other_caches": 0, "strays": 0}),
+        ("row", {"other_rows": 1, "other_caches": 0, "strays": 0}),
+        ("padding", {"other_rows": 0, "other_caches": 0, "strays": 0}),
+        ("cache", {"other_rows": 0, "other_caches": 1, "strays": 0}),
+        ("stray", {"other_rows": 0, "other_caches": 0, "strays": 1}),
+    ],
+)
+def test_replays_are_compared_bit_for_bit(fault: str, counts: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(run.__file__).parent))
+    replay = importlib.import_module("replay")
+    memory = [torch.zeros(6, 8, dtype=torch.uint8), torch.zeros(6, 4, dtype=torch.uint8)]
+
+    def step(graph: bool) -> torch.Tensor:
+        memory[1][3, 2] += 7  # a step that ran on what the other left would write another value
+        memory[1][0 if fault == "stray" else 4, 1] = 5
+        memory[0][3, 0] = 2 if fault == "cache" and graph else 1
+        rows = torch.zeros(4, 2, dtype=torch.bfloat16)
+        if graph:
+            rows[1 if fault == "row" else 3, 0] = -0.0 if fault in ("row", "padding") else 0.0
+        return rows
+
+    found = replay.Replays()
+    found.compare(step, memory, torch.tensor([[3, 4, 0], [5, 0, 0]]), live=3)
+    assert (found.steps, found.rows, found.padded, found.writes, found.sizes) == (1, 3, 1, 2, {4})
+    assert {name: getattr(found, name) for name in counts} == counts

@@ -47,11 +47,12 @@ class RecordingRank:
         self.recorder.__exit__(None, None, None)
         rows, model = self.recorded.rows, self.recording_model
         named = recording.named(rows, tokens)
-        errors = recording.compare(model, self.recorded, named, self.whole_layers())
+        with torch.device(self.model_runner.device):
+            errors = recording.compare(model, self.recorded, named, self.whole_layers())
         attention, ranks = model.attention[0], model.attention[0].ranks
         if ranks.rank == 0:
             torch.save(recording.outputs(rows, named), Path(folder) / "final.pt")
-        bits = [row.final.view(torch.int16).numpy().tobytes() for name in sorted(rows) for row in rows[name]]
+        bits = [row.final.view(torch.int16).cpu().numpy().tobytes() for name in sorted(rows) for row in rows[name]]
         return asdict(errors) | {
             "rank": ranks.rank,
             "ranks": ranks.size,

@@ -1,7 +1,7 @@
 """Measure one engine of vLLM in this process: `python tests/gpu/vllm/engine.py JOB.json`.
 
 `run.py` writes the job and reads the result: the engine's facts, and rows compared with the layer alone, rows compared
-with vLLM's attention, or times.
+with vLLM's attention, replays compared with the compiled step, or times.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import faulthandler
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import serve
 import torch
 from torch import Tensor
 
-MODELS = {"rows": serve.RECORDING, "shadow": "shadow:ShadowForCausalLM", "times": ""}
-"""Class of the model for each kind of measurement; "" leaves the plug-in's, or vLLM's."""
+MODELS = {"rows": serve.RECORDING, "preempted": serve.RECORDING, "shadow": "shadow:ShadowForCausalLM"}
+"""Class of the model for kinds of measurement; others leave the plug-in's, or vLLM's. Ranks record by themselves."""
 REPEATS = 4
 """Pairs of calls for each number of requests."""
 FEW = 4
@@ -31,8 +32,8 @@ def main(path: str) -> None:
     faulthandler.enable()
     job = json.loads(Path(path).read_text())
     begin = time.perf_counter()
-    whole = job["what"] == "rows" and job["plugin"] == "all"
-    llm = serve.start(job, serve.RECORDING_WHOLE if whole else MODELS[job["what"]])
+    model = MODELS.get(job["what"], "")
+    llm = serve.start(job, serve.RECORDING_WHOLE if model == serve.RECORDING and job["plugin"] == "all" else model)
     result: dict[str, Any] = facts(llm) | {"start_s": round(time.perf_counter() - begin, 1)}
     prompts = serve.prompts_of(llm, job, torch.Generator().manual_seed(0))
     if job["what"] == "times":
@@ -40,6 +41,8 @@ def main(path: str) -> None:
         result["times"] = [step_times(llm, prompts[:n], job["steps"]) for n in job["requests"]]
     elif job["what"] == "shadow":
         result["layers"] = shadowed(llm, prompts, job)
+    elif job["what"] == "replay":
+        result |= replayed(llm, prompts, job)
     else:
         result |= serve.serve(llm, prompts, job, "")
     from torch._dynamo import utils as dynamo
@@ -53,6 +56,16 @@ def facts(llm: Any) -> dict[str, Any]:
     """Return how an engine runs: vLLM's mode of compilation, its backend and its mode of CUDA graphs."""
     config = llm.llm_engine.vllm_config.compilation_config
     return {"mode": int(config.mode), "backend": str(config.backend), "cudagraph": str(config.cudagraph_mode)}
+
+
+def replayed(llm: Any, prompts: list[list[int]], job: dict[str, Any]) -> dict[str, Any]:
+    """Serve the prompts and return what is found of all replays, see `replay.Replays`."""
+    import replay
+
+    runner = serve.runner_of(llm)
+    with replay.replays(runner, runner.get_model().model) as found:
+        serve.serve(llm, prompts, job, "")
+    return asdict(found) | {"sizes": sorted(found.sizes)}
 
 
 def shadowed(llm: Any, prompts: list[list[int]], job: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,10 +2,12 @@
 
 Engines run one after the other, each in a process of its own, and have random weights: a small model, and four layers
 of V4-Flash's dimensions with 16 experts. "rows": every row of attention, eager and compiled, beside the same layer
-alone. "shadow": the plug-in's attention beside vLLM's own on the same hidden states. "times": a decode step of vLLM as
-it is, and with the plug-in, each as it compiles and captures by default. `--plugin all` has decoder layers of this
-package in "rows" and "times". Writes vllm_<gpu>.json after each engine; an engine that fails is a row with the error of
-its log, and the exit status is then 1.
+alone. "replay": every CUDA graph beside the compiled step that was captured, outputs and all bytes of caches. "shadow":
+the plug-in's attention beside vLLM's own on the same hidden states. "times": a decode step of vLLM as it is, and with
+the plug-in, each as it compiles and captures by default. "preempted": the small model without the blocks that its
+requests need, beside a run with them. "ranks": the small model on two GPUs, every row beside whole layers; only if
+asked for. `--plugin` lists what the plug-in replaces, in all of these but "shadow". Writes vllm_<gpu>.json after each
+engine; an engine that fails is a row with the error of its log, and the exit status is then 1.
 
 Needs a vLLM that the plug-in knows and this package installed beside it. vLLM's own attention needs an NVIDIA GPU, or a
 CPU with AVX512-BF16. On a CPU: `--models tiny`.
@@ -21,8 +23,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,17 +39,38 @@ from dsv4_compile._files import replace  # noqa: E402
 from dsv4_compile.bench.record import Record, environment, now  # noqa: E402
 from tests.gpu.vllm.real_checkpoint import write_real  # noqa: E402
 from tests.vllm import checkpoint  # noqa: E402
-from tests.vllm.jobs import Job  # noqa: E402
+from tests.vllm.jobs import Job, final_errors  # noqa: E402
 
-WHAT, MODELS = ("rows", "shadow", "times"), ("tiny", "real")
+WHAT, MODELS, PLUGINS = ("rows", "replay", "shadow", "times", "preempted", "ranks"), ("tiny", "real"), ("1", "all")
+EVERY = "every"
+"""The small model whose tokens go to all of its experts, so that no rounding chooses others."""
 CHUNKED = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "enable_prefix_caching": True}
 LONG = {"max_model_len": 4096, "max_num_batched_tokens": 1024}
 GPU = {"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 2 << 30, "block_size": 256}
-"""Settings of vLLM: of the small model, of the one of real dimensions, and of both on a GPU."""
+SHORT = {"max_num_batched_tokens": 64, "max_model_len": 512, "enable_prefix_caching": True}
+FEW_BLOCKS = {"num_gpu_blocks_override": 62}
+"""Settings of vLLM: of the small model, of the one of real dimensions, and of both on a GPU; of "preempted" and of
+"ranks"; and blocks that hold each request of `GROWING`, but not all of them when they have grown."""
 CAPTURED = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
 LENGTHS, SHARED = [5, 37, 300, 700], [(3, 600), (2, 260)]
+GROWING, GROWING_SHARED, GROWN = [5, 6, 280], [(2, 270)], 64
+REPLAYED, REPLAYED_SHARED = [5, 37, 700], [(2, 600), (2, 260)]
+SPLIT, SPLIT_SHARED, RANKS = [5, 37, 300], [(2, 270)], 2
 SHADOWED, TIMED = [5, 37, 300, 700, 2900], [300, 301, 302, 303]
 REQUESTS, STEPS = [1, 2, 4], 64
+WRITERS: Mapping[str, Callable[[Path], Path]] = {
+    "tiny": checkpoint.write,
+    EVERY: partial(checkpoint.write, n_routed_experts=checkpoint.CONFIG["num_experts_per_tok"]),
+    "real": write_real,
+}
+_ROWS = "rows", "reused", "worst", "steps", "sets"
+KEPT = {
+    "rows": _ROWS,
+    "ranks": _ROWS,
+    "preempted": (*_ROWS, "preemptions", "again", "drift", "hits", "worst_after_hits"),
+    "replay": ("steps", "rows", "padded", "sizes", "other_rows", "other_caches", "writes", "strays"),
+}
+"""What a row of a record has of an engine's result, by kind of measurement."""
 BESIDE = ("tilelang", "flashinfer-python", "nvidia-cutlass-dsl")
 """Packages for which vLLM has kernels of its own in DeepSeek-V4, and others where they are missing."""
 
@@ -67,28 +92,49 @@ class Measurement(Job):
             found["DSV4_VLLM"] = "0"
         for compiler in ("TRITON", "TORCHINDUCTOR"):  # every engine starts without compiled kernels
             found[f"{compiler}_CACHE_DIR"] = str(folder.parent / compiler.lower())
+        # DeepGEMM, for vLLM's attention alone, compiles no kernel before it is needed.
+        found |= {"VLLM_USE_DEEP_GEMM": str(int(self.own or self.what == "shadow"))}
+        found |= {"VLLM_MOE_USE_DEEP_GEMM": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"}
         # The runner whose steps are recorded, and a sampler that compiles nothing.
         return found | {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def measurements(
-    what: Sequence[str], models: Sequence[str], gpu: bool, plugin: str = "1"
+    what: Sequence[str], models: Sequence[str], gpu: bool, plugins: Sequence[str] = ("1",)
 ) -> Iterator[tuple[str, Measurement]]:
-    """Yield each model with what is measured of it: rows of all, the rest of the last. plugin: value of DSV4_VLLM."""
+    """Yield each model with what is measured of it: rows and replays of all, the rest of the last, or of `EVERY`.
+
+    plugins: values of DSV4_VLLM. The first run of "preempted" and of "ranks" is what the others are compared with.
+    """
     shared = GPU if gpu else {}
     graphs: dict[str, Any] = {"compilation_config": CAPTURED} if gpu else {}
     settings = {"tiny": CHUNKED | shared, "real": LONG | shared | ({"kv_cache_dtype": "fp8"} if gpu else {})}
     eager = {"enforce_eager": True}
-    last = models[-1]
-    for model in models if "rows" in what else ():
-        for how in (eager, graphs):
+    last, short = models[-1], SHORT | shared
+    for model, plugin in product(models, plugins):
+        for how in (eager, graphs) if "rows" in what else ():
             yield model, Measurement(settings[model] | how, LENGTHS, SHARED, plugin=plugin)
+        if "replay" in what and gpu:
+            llm = settings[model] | graphs
+            job = Measurement(llm, REPLAYED, REPLAYED_SHARED, 24, record=False, what="replay", plugin=plugin)
+            yield model, job
     if "shadow" in what:
         llm = settings[last] | eager | LONG
         yield last, Measurement(llm, SHADOWED, record=False, what="shadow")
-    for own in (True, False) if "times" in what else ():
+    if "times" in what:
         llm = settings[last] | graphs
-        yield last, Measurement(llm, TIMED, record=False, what="times", own=own, requests=REQUESTS, plugin=plugin)
+        for own, plugin in ((True, "1"), *((False, plugin) for plugin in plugins)):
+            yield last, Measurement(llm, TIMED, record=False, what="times", own=own, requests=REQUESTS, plugin=plugin)
+    if "preempted" in what:
+        growing: Any = {"lengths": GROWING, "shared": GROWING_SHARED, "new_tokens": GROWN, "together": True}
+        llm = short | {"max_num_batched_tokens": 32, "disable_log_stats": False}
+        yield EVERY, Measurement(llm | eager, **growing, what="preempted")
+        for plugin in plugins:
+            yield EVERY, Measurement(llm | graphs | FEW_BLOCKS, **growing, what="preempted", plugin=plugin)
+    if "ranks" in what:
+        yield EVERY, Measurement(short | eager, SPLIT, SPLIT_SHARED, what="ranks")
+        for plugin in plugins:
+            yield EVERY, Measurement(short | graphs, SPLIT, SPLIT_SHARED, what="ranks", plugin=plugin, ranks=RANKS)
 
 
 def rows_of(model: str, job: Measurement, result: Record) -> list[Record]:
@@ -102,10 +148,21 @@ def rows_of(model: str, job: Measurement, result: Record) -> list[Record]:
     shared |= {name: result[name] for name in how if name in result}
     if "status" in result:
         return [shared | {"status": result["status"]}]
-    if job.what == "rows":
-        names = "rows", "reused", "worst", "steps", "sets"
-        return [shared | {name: result[name] for name in names}]
+    if job.ranks > 1:
+        ranks = result["ranks"]
+        names = "ranks", "heads", "rows", "reused", "steps", "sets", "graphs", "breaks"
+        one = {name: ranks[0][name] for name in names}
+        one["worst"] = [max(layer) for layer in zip(*(rank["worst"] for rank in ranks), strict=True)]
+        return [shared | one | {"same_bits": len({r["bits"] for r in ranks}) == 1} | result.get("beside", {})]
+    if job.what in KEPT:
+        return [shared | {name: result[name] for name in KEPT[job.what]} | result.get("beside", {})]
     return [shared | part for part in result["layers" if job.what == "shadow" else "times"]]
+
+
+def beside(folder: Path, base: Path) -> Record:
+    """Return how far the outputs of a run are from those of `base` after equal tokens, from what both wrote."""
+    errors = final_errors(folder.parent.parent, str(folder.relative_to(folder.parent.parent)), str(base))
+    return {"outputs": errors.numel(), "outputs_worst": float(errors.max()), "outputs_median": float(errors.median())}
 
 
 def measure(
@@ -113,12 +170,15 @@ def measure(
 ) -> Iterator[Record]:
     """Run each engine, add its rows to `record`, save, and yield the rows that failed."""
     written: dict[str, Path] = {}
+    bases: dict[str, Path] = {}
     for number, (model, job) in enumerate(planned):
         if model not in written:
-            write = write_real if model == "real" else checkpoint.write
-            written[model] = write(work / model)
+            written[model] = WRITERS[model](work / model)
+        folder = work / f"{number}_{job.what}" / "run"
         try:
-            result = job.run(written[model], work / f"{number}_{job.what}" / "run")
+            result = job.run(written[model], folder)
+            if model == EVERY and bases.setdefault(job.what, folder) != folder:
+                result["beside"] = beside(folder, bases[job.what])
         except AssertionError as error:  # the end of its log
             result = {"status": f"failed: {last_line(str(error))}"}
         except subprocess.TimeoutExpired as error:
@@ -155,14 +215,14 @@ def record_name(gpu: str) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse arguments; `what` and `models` become lists, in the order of `WHAT` and `MODELS`."""
+    """Parse arguments; `what`, `models` and `plugin` become lists, in the order of `WHAT`, `MODELS` and `PLUGINS`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--what", default=",".join(WHAT), help="%(default)s")
+    parser.add_argument("--what", default=",".join(WHAT[:-1]), help=f"of {','.join(WHAT)}: %(default)s")
     parser.add_argument("--models", default=",".join(MODELS), help="%(default)s")
-    parser.add_argument("--plugin", default="1", choices=("1", "all"), help="DSV4_VLLM of rows and times: %(default)s")
+    parser.add_argument("--plugin", default="1", help="values of DSV4_VLLM, but of shadow: %(default)s")
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path(), help="where the record is written")
     args = parser.parse_args(argv)
-    for name, known in (("what", WHAT), ("models", MODELS)):
+    for name, known in (("what", WHAT), ("models", MODELS), ("plugin", PLUGINS)):
         wanted = getattr(args, name).split(",")
         if strange := [each for each in wanted if each not in known]:
             parser.error(f"--{name}: {strange[0]!r} is none of {', '.join(known)}")
@@ -176,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     said = f"python tests/gpu/vllm/run.py --what {','.join(args.what)} --models {','.join(args.models)}"
     record: Record = {"scenario": "vllm", **environment(torch.device("cuda" if gpu else "cpu")), **versions()}
-    said += f" --plugin {args.plugin}" if args.plugin != "1" else ""
+    said += f" --plugin {','.join(args.plugin)}" if args.plugin != ["1"] else ""
     record |= {"command": said, "rows": []}
 
     def save() -> None:
