@@ -34,6 +34,11 @@ assert_async = torch._assert_async
 """Function that fails on the device, without synchronisation, unless a tensor is true."""
 functional_collectives: Any = torch.ops._c10d_functional
 """Collectives that torch.compile traces."""
+onednn_linear: Any = None
+"""Function of x `[T, K]` and a weight `[N, K]`, float32: oneDNN's GEMM. None where torch is built without oneDNN."""
+if torch.backends.mkldnn.is_available():
+    _pointwise = torch.ops.mkldnn._linear_pointwise.default
+    onednn_linear = lambda x, weight: _pointwise(x, weight, None, "none", [], "")  # noqa: E731
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context in which an op dispatches as if no input required grad."""
 

@@ -28,6 +28,7 @@ from ..options import Options
 from ..selection import measured
 from ..selection.decisions import Call, Decision
 from ..selection.proven import is_proven, why_unproven
+from .calls_on_cpu import Function, call_on_cpu
 from .storage_offsets import count_slices_from_their_base, keep_storage_offsets
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,8 @@ def load() -> None:
     keep_storage_offsets()
     count_slices_from_their_base()
     for op in OPS:
-        make_fallback(twin(op, "eager"))
+        function = Function("dsv4_compile.ops.common.define", "ON_CPU", f"{{}}.{op}")
+        register_lowering(twin(op, "eager"), type_promotion_kind=None)(call_on_cpu(twin(op, "eager"), function))
     for op in KERNELS:
         make_fallback(twin(op, "triton"))
     for name in MODULES:
@@ -245,9 +247,10 @@ def target_of(decision: Decision, call: Call) -> OpOverload:
     """The op that a node must call to get the implementation decided for it.
 
     A twin, where the kernel is ours: the public op asks first for gradients, which a graph has none of, and for proof.
+    On a CPU too, where the graph calls what the twin stands for without torch's dispatcher.
     """
     public = OPS[call.op]
-    if decision.impl == "eager" and not has_device_kernel(public, call.device):
+    if decision.impl == "eager" and call.device.type != "cpu" and not has_device_kernel(public, call.device):
         return public
     if decision.impl == "triton" and not _ours(call):
         return public

@@ -42,7 +42,8 @@ _COPYING = {"load", "to_dtype_bitcast"}
 _KINDS = {"cpp_pybinding": "cpp"}
 _DEFINITION = re.compile(r"^(\w+) = async_compile\.(\w+)\(", re.MULTILINE)
 _COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
-_EXTERN = re.compile(r"\b(extern_kernels\.\w+|(?:torch\.ops|aten|prims|inductor_ops)\.[\w.]+)\(")
+_EXTERN = re.compile(r"\b(extern_kernels\.\w+|(?:torch\.ops|aten|prims|inductor_ops)\.[\w.]+|dsv4_(?:ON_CPU\.)?\w+)\(")
+_ON_CPU = re.compile(r"^dsv4_(?:ON_CPU\.)?")
 _NOT_KERNELS = re.compile(r"\.(?:_?reinterpret_tensor|_alloc_from_pool|accumulate_grad_)\b")
 
 
@@ -109,7 +110,8 @@ def read_kernels(code: str, graph: int) -> list[Kernel]:
         found.append(Kernel(graph, _KINDS.get(kind, kind), name, calls))
     externs = [name for name in _EXTERN.findall(body) if not _NOT_KERNELS.search(name)]
     for name in dict.fromkeys(externs):
-        found.append(Kernel(graph, "extern", name.removeprefix("torch.ops."), externs.count(name)))
+        shown = _ON_CPU.sub("dsv4.", name.removeprefix("torch.ops."))
+        found.append(Kernel(graph, "extern", shown, externs.count(name)))
     return found
 
 

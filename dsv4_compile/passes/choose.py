@@ -20,6 +20,7 @@ from torch.fx import Graph
 
 from .._compat import CustomGraphPass, device_architecture, run_graph_pass, triton_version
 from ..lowering import registry
+from ..lowering.linear import mm
 from ..options import Options
 from ..runtime import early_builds
 from ..selection import call_costs, decisions, proven
@@ -58,6 +59,7 @@ class ChooseImplementations(CustomGraphPass):
                 if builds is not None and decision.impl == "triton" and target is not op:
                     builds.add(call.op, functools.partial(launch_arguments, node))
                 retarget(node, target)
+        mm.retarget(graph)
 
     def uuid(self) -> Any | None:
         """Return a key of everything that determines generated code, or None, which makes Inductor bypass its caches.

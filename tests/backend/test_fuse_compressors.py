@@ -206,5 +206,5 @@ def test_compiled_code_copies_no_cache_of_a_shared_allocation() -> None:
     compiled = torch.compile(lambda c: layer.run("nSC", c), backend="dsv4", fullgraph=True, options=options)
     _, codes = run_and_get_code(compiled, caches)
     # All ops run their references, so generated kernels could only be copies.
-    assert [code.count("preprocess_insert.default(") for code in codes] == [1]
+    assert [code.count("ON_CPU.preprocess_insert(") for code in codes] == [1]
     assert "cpp_fused" not in codes[0]

@@ -37,7 +37,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, sources: dict[str
     pages = [str(page.relative_to(root)) for page in (root / "dsv4_compile" / "docs").rglob("*.md")]
     mapped = [path if path.startswith("dsv4_compile/") else f"dsv4_compile/{path}" for path in sources]
     records = [str(path.relative_to(root)) for path in (root / "dsv4_compile" / "selection").glob("*.json")]
-    data = ["dsv4_compile/py.typed", "dsv4_compile/kernels/README.md", "dsv4_compile/cpu/native/kernels.cpp", *records]
+    native = [f"dsv4_compile/cpu/native/{name}" for name in ("common.h", "kernels.cpp", "products.cpp", "sums.h")]
+    data = ["dsv4_compile/py.typed", "dsv4_compile/kernels/README.md", *native, *records]
     assert sorted(names) == sorted([*mapped, *pages, *data])
 
 

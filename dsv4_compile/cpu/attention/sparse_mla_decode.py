@@ -1,8 +1,8 @@
 """Sparse MLA decode over the keys that are there: rows of slots are cut at the longest, and no empty slot is read.
 
-A kernel takes few tokens, and many with small queries. Otherwise few tokens gather their keys, and many that attend
-the same ones, as those of a prompt, share them: a tile of tokens multiplies with the union of its keys, and the count
-of each key for each token stands for the mask.
+A kernel takes float32 caches of whole rows. With others few tokens gather their keys, and many that attend the same
+ones, as those of a prompt, share them: a tile of tokens multiplies with the union of its keys, and the count of each
+key for each token stands for the mask.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from .inv_rope import inv_rope
 
 ROWS_OF_A_TILE = 1024
 """Rows, a token and a head each, that multiply with shared keys at once."""
-SMALL_QUERY = 1024
-"""Elements of a token's query up to which a kernel that reads each token's keys is faster than GEMMs."""
 FEWEST_TOKENS = 16
 """Fewest tokens that share keys."""
 MOST_SHARED = 4
@@ -49,8 +47,8 @@ def sparse_mla_decode(call: DecodeArguments) -> tuple[Tensor, Tensor]:
     q, positions, table = call.q, call.positions, call.cos_sin_cache
     if call.q_norm_eps is not None and positions is not None and table is not None:
         q = q_norm_rope(q, positions, table, call.q_norm_eps)
-    tokens, heads, head_dim = q.shape
-    if (tokens < FEWEST_TOKENS or heads * head_dim <= SMALL_QUERY) and _takes(call, q):
+    tokens, heads, _ = q.shape
+    if _takes(call, q):
         out, lse = _in_kernel(call, q)
         return _rotated_back(call, out), lse
     whole = call.batch_invariant

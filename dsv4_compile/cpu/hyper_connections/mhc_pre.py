@@ -8,9 +8,6 @@ from torch import Tensor
 from ...reference.hyper_connections.mhc_pre import mixed_input, stream_mix
 from .. import native
 
-FEW_TOKENS = 32
-"""Most tokens whose mix is faster without a GEMM."""
-
 
 def mhc_pre(
     streams: Tensor,
@@ -26,10 +23,9 @@ def mhc_pre(
     tokens, count, dim = streams.shape
     tensors = streams, fn, base, scale, norm_weight
     if native.takes(*tensors):
-        mixed = None if tokens <= FEW_TOKENS else torch.mm(streams.view(tokens, -1), fn.t())
         results = [torch.empty(shape) for shape in ((tokens, dim), (tokens, count), (tokens, count, count))]
         settings = iterations, float(norm_eps), float(hc_eps), torch.get_num_threads()
-        native.call("mhc_pre", *tensors, mixed, *results, tokens, count, dim, *settings)
+        native.call("mhc_pre", *tensors, *results, tokens, count, dim, *settings)
         return results[0], results[1], results[2]
     sizes = [count, count, count * count]
     mix = stream_mix(streams, fn, norm_eps)

@@ -1,6 +1,7 @@
 """Selection of the indexer's best entries: no key is read where all visible entries are selected.
 
-Otherwise tokens of one request, which are neighbours in a prompt, share its keys, and single ones gather their own.
+A kernel takes float32 keys, a token at a time. With others tokens of one request, which are neighbours in a prompt,
+share its keys, and single ones gather their own.
 """
 
 from __future__ import annotations
@@ -17,18 +18,15 @@ from ...reference.indexer.indexer_logits import TOKENS_AT_A_TIME, TopkArguments,
 from .. import native
 from ..common.rows import read_rows
 
-FEW_TOKENS = 16
-"""Most tokens that read their keys one by one; more share them in a GEMM."""
-
 
 def indexer_logits_topk(op: TopkArguments) -> Tensor:
     """Compute the op of this name as its reference does, with logits up to the order of sums."""
     tokens = op.q.shape[0]
     floats = op.q, op.weights, op.k_cache
     places = op.block_table, op.token_to_req, op.context_lens
-    if tokens <= FEW_TOKENS and op.cache_format == "plain" and native.takes(*floats, int32=places):
+    if op.cache_format == "plain" and native.takes(*floats, int32=places):
         out = torch.empty((tokens, op.topk), dtype=torch.int32)
-        sizes = *op.q.shape, *op.block_table.shape, op.block_size, op.k_cache.shape[0], op.topk
+        sizes = *op.q.shape, *op.block_table.shape, op.block_size, op.k_cache.shape[0], op.topk, torch.get_num_threads()
         native.call("indexer_topk", *floats, *places, out, *sizes)
         return out
     requests, lens = op.token_to_req[:tokens], op.context_lens[:tokens]

@@ -23,7 +23,8 @@ def indexer_q_rope_quant(
     plain = cache_format == "plain" and not hadamard and weights.dtype is torch.float32 and q.stride(1) == dim
     if plain and native.takes(cos_sin_cache, rows=q, int64=(positions,)):
         out, (rows, rope) = torch.empty(q.shape), cos_sin_cache.shape
-        native.call("rope", q, q.stride(0), out, positions, cos_sin_cache, *q.shape, rope, rows, 0)
+        where = q, q.stride(0), out, positions, cos_sin_cache
+        native.call("rope", *where, *q.shape, rope, rows, 0, torch.get_num_threads())
         return out, torch.empty((tokens, heads, 0)), (weights * dim**-0.5).mul_(heads**-0.5)
     given = q, positions, cos_sin_cache, weights, cache_format, hadamard, round_weights
     return reference.indexer_q_rope_quant(*given)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ...reference.moe.expert_weights import dequantize_expert
-from ...reference.moe.moe_experts import ExpertsArguments, clamped_swiglu, local_experts, shared_expert
+from ...reference.moe.moe_experts import ExpertsArguments, clamped_swiglu, local_experts
 from .. import native
+from ..linear.mm import mm, mm_out
 
-FEW_TOKENS = 8
+FEW_TOKENS = 64
 """Most tokens that are faster without GEMMs."""
 
 
@@ -32,7 +33,7 @@ def moe_experts(call: ExpertsArguments) -> Tensor:
     result = _by_expert(call, "w2", clamped_swiglu(hidden, call.limit), counts)
     result.mul_(call.weights.reshape(-1, 1).index_select(0, places))
     total = x.new_zeros((tokens * top_k, x.shape[1])).index_copy_(0, places, result)
-    return (total.view(tokens, top_k, x.shape[1]).sum(1) + shared_expert(call, x)).to(call.x.dtype)
+    return (total.view(tokens, top_k, x.shape[1]).sum(1) + _shared(call, x)).to(call.x.dtype)
 
 
 def _float32(call: ExpertsArguments) -> bool:
@@ -59,6 +60,17 @@ def _by_expert(call: ExpertsArguments, name: str, rows: Tensor, counts: Sequence
     for expert, count in enumerate(counts):
         if count > 0:
             own = dequantize_expert(weight[expert], None if scale is None else scale[expert], call.interleaved)
-            torch.mm(rows[start : start + count], own.t(), out=out[start : start + count])
+            mm_out(rows[start : start + count], own, out[start : start + count])
             start += count
     return out
+
+
+def _shared(call: ExpertsArguments, x: Tensor) -> Tensor | float:
+    """Return what the shared expert adds to float32 `x`, 0 if there is none."""
+    if call.shared_w13 is None or call.shared_w2 is None:
+        return 0.0
+    w13, w2 = (
+        dequantize_expert(weight, scale)
+        for weight, scale in ((call.shared_w13, call.shared_w13_scale), (call.shared_w2, call.shared_w2_scale))
+    )
+    return mm(clamped_swiglu(mm(x, w13.t()), call.limit), w2.t())

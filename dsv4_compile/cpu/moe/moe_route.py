@@ -1,4 +1,4 @@
-"""The router for a few tokens: scores, choice and weights of one after the other."""
+"""The router: scores, choice and weights of a few tokens after the other."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from torch import Tensor
 
 from ...reference.moe import moe_route as reference
 from .. import native
-
-FEW_TOKENS = 16
-"""Most tokens whose scores are faster without a GEMM."""
 
 
 def moe_route(
@@ -24,9 +21,10 @@ def moe_route(
     """Compute the op of this name as its reference does, with scores up to the order of sums."""
     tokens = x.shape[0]
     both = (token_ids is None) == (tid2eid is None)
-    if both and tokens <= FEW_TOKENS and native.takes(x, gate, bias, int64=(token_ids, tid2eid)):
+    if both and native.takes(x, gate, bias, int64=(token_ids, tid2eid)):
         ids, weights = torch.empty((tokens, top_k), dtype=torch.int32), torch.empty((tokens, top_k))
         sizes = tokens, *gate.shape, top_k, 0 if tid2eid is None else tid2eid.shape[0]
-        native.call("moe_route", x, gate, bias, token_ids, tid2eid, ids, weights, *sizes, float(scale))
+        given = x, gate, bias, token_ids, tid2eid, ids, weights
+        native.call("moe_route", *given, *sizes, float(scale), torch.get_num_threads())
         return ids, weights
     return reference.moe_route(x, gate, bias, token_ids, tid2eid, top_k, scale)

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 _log = logging.getLogger("dsv4_compile.cpu")
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp"))
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("common.h", "sums.h"))
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++17")
 _OPENMP = ("-fopenmp", "-fopenmp-simd")
 """Flags for threads and, for a compiler without them, for vectors alone."""
@@ -59,14 +60,15 @@ def _built(compiler: str, openmp: str) -> Path:
     from ..._compat import cache_dir_utils
 
     flags = *_FLAGS, openmp
-    own = _SOURCE.read_bytes(), compiler, flags, platform.node(), torch.backends.cpu.get_cpu_capability()
+    text = [path.read_bytes() for path in (*SOURCES, *_HEADERS)]
+    own = text, compiler, flags, platform.node(), torch.backends.cpu.get_cpu_capability()
     folder = Path(cache_dir_utils.cache_dir()) / "dsv4_compile"
     path = folder / f"{hashlib.sha256(repr(own).encode()).hexdigest()[:32]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as made:
             new = Path(made, "kernels.so")
-            command = [*compiler.split(), *flags, "-shared", "-fPIC", "-o", str(new), str(_SOURCE)]
+            command = [*compiler.split(), *flags, "-shared", "-fPIC", "-o", str(new), *map(str, SOURCES)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
             if done.returncode:
                 raise OSError(done.stderr[-400:])

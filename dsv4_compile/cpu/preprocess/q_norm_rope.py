@@ -26,7 +26,7 @@ def q_norm_rope(
         out = torch.empty((tokens, heads, dim), dtype=q.dtype)
         rows, rope = cos_sin_cache.shape
         where = q, q.stride(0), out, positions, cos_sin_cache
-        native.call("q_norm_rope", *where, tokens, heads, dim, rope, rows, float(eps))
+        native.call("q_norm_rope", *where, tokens, heads, dim, rope, rows, float(eps), torch.get_num_threads())
         return out
     return reference.q_norm_rope(q, positions, cos_sin_cache, eps, padded_heads, q_scale)
 

@@ -21,6 +21,13 @@ EAGER: dict[str, Callable[..., Any]] = {}
 """Implementation of every op by name where it has no kernel: its reference, or on a CPU its form for CPUs."""
 
 
+class OnCpu:
+    """Form for CPUs, or reference, of every op under its name, unchecked: for graphs, which are checked when traced."""
+
+
+ON_CPU = OnCpu()
+
+
 def for_tensors(name: str, check: Callable[..., None] | None) -> Callable[..., None]:
     """Return `check` of the op `name` preceded by those of all ops: no tensor is None, all are on one device."""
 
@@ -109,6 +116,7 @@ def define(
         check = None if check is None else packed(name, check)
         on_cpu = None if on_cpu is None else packed(name, on_cpu)
     check = for_tensors(name, check)
+    setattr(ON_CPU, name, reference if on_cpu is None else on_cpu)
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     REFERENCES[name] = checked(check, reference)
     EAGER[name] = REFERENCES[name] if on_cpu is None else checked(check, _by_device(on_cpu, reference))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...cpu.hyper_connections import mhc_head as on_cpu
 from ...errors import check
 from ...reference.hyper_connections import mhc_head as reference
 from ...reference.hyper_connections.mhc_head import MhcHead
@@ -38,4 +39,5 @@ mhc_head = define(
     fake=_fake,
     check=_check,
     arguments=MhcHead,
+    on_cpu=on_cpu.mhc_head,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...cpu.linear import grouped_linear as on_cpu
 from ...errors import fail
 from ...reference.linear import grouped_linear as reference
 from ..common.define import define
@@ -34,4 +35,5 @@ grouped_linear = define(
     reference=reference.grouped_linear,
     fake=_fake,
     check=_check,
+    on_cpu=on_cpu.grouped_linear,
 )

@@ -1,0 +1,49 @@
+"""Calls of Python functions that generated code for a CPU makes itself, without torch's dispatcher.
+
+For a small model the dispatcher, autograd and the checks of an op take as long as the op. A graph needs none of them:
+it has no gradients, its inputs were checked when it was traced, and guards keep what was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .._compat import OpOverload, V, ir, pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function as generated code finds it: a variable of a module, and an expression of it, in which it is `{}`."""
+
+    module: str
+    variable: str
+    expression: str = "{}"
+
+
+_functions: dict[OpOverload, Function] = {}
+
+
+class CallOnCpu(ir.FallbackKernel):  # type: ignore[misc, name-defined]
+    """A call of an op, which Python code for a CPU replaces by a call of the op's function."""
+
+    def codegen(self, wrapper: Any) -> None:
+        """Write the call, after the import that it needs."""
+        if self.get_device().type == "cpu" and not (V.graph.cpp_wrapper or V.graph.fx_wrapper):
+            function = _functions[self.op_overload]
+            name = f"dsv4_{function.variable}"
+            wrapper.add_import_once(f"from {function.module} import {function.variable} as {name}")
+            self.python_kernel_name = function.expression.format(name)
+        super().codegen(wrapper)
+
+
+def call_on_cpu(op: OpOverload, function: Function) -> Callable[..., Any]:
+    """Return a lowering of `op` to a call, on a CPU of `function`, which takes the same arguments."""
+    _functions[op] = function
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        results = CallOnCpu.create(op, *args, **kwargs)
+        return pytree.tree_map(lambda each: each.wrap_for_lowering() if isinstance(each, ir.IRNode) else each, results)
+
+    return lower

@@ -1,0 +1,83 @@
+"""Sums of the C++ kernels for CPUs: every size of a block, and what rounding may depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile.cpu import native
+from dsv4_compile.ops.common.define import EAGER, REFERENCES
+from dsv4_compile.testing import assert_bitwise
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(native, "_state", {})
+        native.build()
+        assert native._state["loaded"] is not None
+        yield
+
+
+def attention(tokens: int, heads: int, dim: int, width: int = 30) -> list[Any]:
+    keys = torch.randn(12, 8, dim)
+    slots = torch.randint(-1, 96, (tokens, width), dtype=torch.int32)
+    lens = torch.randint(0, width + 1, (tokens,), dtype=torch.int32)
+    return [torch.randn(tokens, heads, dim), keys, slots, lens, 8, "plain", dim**-0.5, torch.randn(heads)]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 7, 8, 9, 16])
+@pytest.mark.parametrize("dim", [8, 20, 64, 70])
+def test_attention_of_every_block_agrees_with_the_reference(heads: int, dim: int) -> None:
+    args = attention(6, heads, dim)
+    args[3][2] = 0
+    for got, want in zip(EAGER["sparse_mla_decode"](*args), REFERENCES["sparse_mla_decode"](*args), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_attention_of_a_token_has_its_bits_whoever_is_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = attention(9, 13, 70)
+    whole = EAGER["sparse_mla_decode"](*args)
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        for t in range(9):
+            alone = [each[t : t + 1] if place in (0, 2, 3) else each for place, each in enumerate(args)]
+            for got, want in zip(EAGER["sparse_mla_decode"](*alone), whole, strict=True):
+                assert_bitwise(got, want[t : t + 1])
+
+
+def test_a_key_that_is_not_finite_reaches_the_tokens_that_attend_it_alone() -> None:
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        args = attention(7, 5, 64)
+        args[1].view(-1, 64)[17] = bad
+        for got, want in zip(EAGER["sparse_mla_decode"](*args), REFERENCES["sparse_mla_decode"](*args), strict=True):
+            torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 40.0])
+def test_weights_of_any_size_have_the_exponential_of_torch(scale: float) -> None:
+    args = attention(5, 4, 64)
+    args[0] *= 8.0
+    args[6] = scale
+    for got, want in zip(EAGER["sparse_mla_decode"](*args), REFERENCES["sparse_mla_decode"](*args), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 6, 40])
+def test_ops_of_hyper_connections_and_experts_agree_in_every_block(tokens: int) -> None:
+    streams, fn, base = torch.randn(tokens, 3, 70), torch.randn(15, 210), torch.randn(15)
+    mix = streams, fn, base, torch.rand(3), torch.rand(70), 1e-6, 1e-6
+    head = streams, fn[:3].contiguous(), base[:3].contiguous(), torch.rand(1), torch.rand(70), 1e-6, 1e-6
+    ids = torch.randint(-1, 5, (tokens, 2), dtype=torch.int32)
+    weights: list[Tensor | None] = [torch.randn(5, 2 * 22, 70), torch.randn(5, 70, 22), None, None]
+    experts = torch.randn(tokens, 70), ids, torch.rand(tokens, 2), *weights, torch.randn(2 * 9, 70), torch.randn(70, 9)
+    calls: list[tuple[str, tuple[Any, ...]]] = [("mhc_pre", mix), ("mhc_head", head), ("moe_experts", experts)]
+    for op, args in [*calls, ("grouped_linear", (torch.randn(tokens, 3 * 21), torch.randn(3 * 5, 21), 3))]:
+        got, want = EAGER[op](*args), REFERENCES[op](*args)
+        pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
