@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -12,6 +14,14 @@ from .quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
 
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
 ACT_TILE = tl.constexpr(_ACT_TILE)
+
+
+class Norm(NamedTuple):
+    """RMS norm with a weight, in a kernel."""
+
+    p_weight: Any
+    weight_stride: Any
+    eps: Any
 
 
 @triton.jit
@@ -34,21 +44,19 @@ def rms_norm(x, weight, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def norm_rows(
-    row, exists, p_x, p_weight, x_strides, weight_stride, eps,
-    ROUNDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def norm_rows(row, exists, x, norm, ROUNDED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Load and normalize rows `row` int64 `[N]` of x: ROUNDED `[N, BLOCK]`, 0 from column SIZE on and unless `exists`.
 
-    Values are rounded to ROUNDED before (a no-op if x already has that dtype) and after.
+    Values are rounded to ROUNDED before (a no-op if x already has that dtype) and after. `x` is `Strided`.
     """
+    p_x, x_strides = x
     o_d = tl.arange(0, BLOCK)[None, :].to(tl.int64)
     mask = exists[:, None] & (o_d < SIZE)
     # [N, BLOCK]
-    x = tl.load(p_x + row[:, None] * x_strides[0] + o_d * x_strides[1], mask=mask, other=0.0)
-    weight = load_weight(p_weight, weight_stride, SIZE, BLOCK)
+    values = tl.load(p_x + row[:, None] * x_strides[0] + o_d * x_strides[1], mask=mask, other=0.0)
+    weight = load_weight(norm.p_weight, norm.weight_stride, SIZE, BLOCK)
     scheduling_fence(p_x)
-    return rms_norm(x.to(ROUNDED).to(tl.float32), weight, eps, SIZE).to(ROUNDED)
+    return rms_norm(values.to(ROUNDED).to(tl.float32), weight, norm.eps, SIZE).to(ROUNDED)
 
 
 @triton.jit

@@ -91,21 +91,20 @@ FEW_TOKENS_OF_PAIR = 32
 
 @triton.jit(do_not_specialize=["tokens"])
 def quantize_activation_kernel(
-    p_values,  # [T, K] e4m3, contiguous
-    p_scale,  # [K-blocks, T] float32, contiguous
-    p_wide,  # [blocks] float32, contiguous, or None
+    results,  # values [T, K] e4m3; scales [K-blocks, T] float32; wide [blocks] float32, or None; contiguous
     p_x,  # [T, K]
     p_weight_scale,  # [blocks] UE8M0, contiguous, or None
     x_strides,
     tokens,
-    size,
-    blocks,
+    sizes,  # K, blocks
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Quantize BLOCK_T tokens by BLOCK_S tiles of 128 columns per CTA; all CTAs together widen the weight's scales."""
     pdl_prologue(PDL)
+    p_values, p_scale, p_wide = results
+    size, blocks = sizes
     if p_wide is not None:
         for first in range(tl.program_id(0) * ACT_TILE, blocks, tl.num_programs(0) * ACT_TILE):
             o_block = first + tl.arange(0, ACT_TILE)
@@ -143,15 +142,12 @@ def _quantize(x: Tensor, weight_scale: Tensor | None) -> tuple[Tensor, Tensor, T
         launch_kernel(
             quantize_activation_kernel,
             (programs,),
-            values,
-            scale,
-            wide,
+            (values, scale, wide),
             x,
             weight_scale,
             x.stride(),
             tokens,
-            size,
-            0 if weight_scale is None else weight_scale.numel(),
+            (size, 0 if weight_scale is None else weight_scale.numel()),
             BLOCK_T=BLOCK_T,
             BLOCK_S=BLOCK_S,
             PDL=pdl,

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device.norm import norm_rows, store_normed
+from ..device.norm import Norm, norm_rows, store_normed
+from ..device.strided import Strided
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
 
@@ -56,14 +57,14 @@ def fused_q_kv_rmsnorm_kernel(tensors, strides, eps, tokens, SHAPE: tl.constexpr
     row = (program % tokens) + tl.arange(0, 1)
     if program < tokens:
         q = norm_rows(
-            row, row >= 0, p_qr, p_q_weight, strides.qr, strides.q_weight, eps, p_q_out.dtype.element_ty,
-            SHAPE.q_size, SHAPE.q_block,
+            row, row >= 0, Strided(p_qr, strides.qr), Norm(p_q_weight, strides.q_weight, eps),
+            p_q_out.dtype.element_ty, SHAPE.q_size, SHAPE.q_block,
         )  # fmt: skip
         store_normed(q, row, row >= 0, p_q_out, SHAPE.q_size)
     else:
         kv = norm_rows(
-            row, row >= 0, p_kv, p_kv_weight, strides.kv, strides.kv_weight, eps, p_kv_out.dtype.element_ty,
-            SHAPE.kv_size, SHAPE.kv_block,
+            row, row >= 0, Strided(p_kv, strides.kv), Norm(p_kv_weight, strides.kv_weight, eps),
+            p_kv_out.dtype.element_ty, SHAPE.kv_size, SHAPE.kv_block,
         )  # fmt: skip
         store_normed(kv, row, row >= 0, p_kv_out, SHAPE.kv_size)
 

@@ -33,12 +33,21 @@ class Insert(NamedTuple):
     num_slots: Any
 
 
-class Norm(NamedTuple):
-    """RMS norm with a weight."""
+class InsertShape(NamedTuple):
+    """Compile-time sizes of an insert.
 
-    p_weight: Any
-    weight_stride: Any
-    eps: Any
+    Attributes:
+        fmt, block_size: format and slots of a page.
+        rows: of a program. dim, rope: dims, and how many are rotated.
+        dtype: that a norm rounds float32 vectors to; None: that of its weight.
+    """
+
+    fmt: str
+    block_size: int
+    rows: int
+    dim: int
+    rope: int
+    dtype: Any = None
 
 
 @triton.constexpr_function
@@ -48,15 +57,15 @@ def rounded_dtype(of, weight, dtype):
 
 
 @triton.jit
-def insert_rows(
-    program, insert, norm, rope,
-    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
-    DTYPE: tl.constexpr = None,
-):  # fmt: skip
-    """Norm, unless `norm` is None, rotate and store ROWS rows of kv.
+def insert_rows(program, insert, norm, rope, SHAPE: tl.constexpr):
+    """Norm, unless `norm` is None, rotate and store the rows of kv of a program.
 
     A norm rounds before, to `rounded_dtype`, and after.
     """
+    FORMAT: tl.constexpr = SHAPE.fmt
+    ROWS: tl.constexpr = SHAPE.rows
+    D: tl.constexpr = SHAPE.dim
+    ROPE: tl.constexpr = SHAPE.rope
     token = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = token < insert.inserted
     # Slot, position and row are loaded side by side, also for tokens without a slot: their results are not stored, and
@@ -72,11 +81,11 @@ def insert_rows(
         weight = load_weight(norm.p_weight, norm.weight_stride, D, D)
     scheduling_fence(insert.p_kv)
     if norm is not None:
-        ROUNDED: tl.constexpr = rounded_dtype(x.dtype, norm.p_weight.dtype.element_ty, DTYPE)
+        ROUNDED: tl.constexpr = rounded_dtype(x.dtype, norm.p_weight.dtype.element_ty, SHAPE.dtype)
         x = rms_norm(x.to(ROUNDED).to(tl.float32), weight, norm.eps, D).to(ROUNDED)
     p_row = rope.p_table + row[:, None] * rope.table_strides[0]
     cos, sin = load_cos_sin(p_row, rope.table_strides[1], m_row, D, ROPE)
     x = rotate(x.to(tl.float32), cos, sin, ROPE)
     live = (slot >= 0) & (slot < insert.num_slots)
     slot = tl.where(live, slot, 0)
-    store_kv(insert.p_cache, insert.cache_strides, slot, live, x, insert.p_kv_scale, FORMAT, BLOCK_SIZE)
+    store_kv(insert.p_cache, insert.cache_strides, slot, live, x, insert.p_kv_scale, FORMAT, SHAPE.block_size)

@@ -13,7 +13,7 @@ from ..device.quant import why_unsupported_fp8
 from ..device.rope import Rope
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
-from .insert_rows import Insert, insert_rows
+from .insert_rows import Insert, InsertShape, insert_rows
 
 SPREAD_ROWS = 1536
 """Most rows of which each has a program: few rows spread over all SMs."""
@@ -27,16 +27,6 @@ class Strides(NamedTuple):
     slots: int
     positions: int
     table: tuple[int, ...]
-
-
-class Shape(NamedTuple):
-    """Compile-time sizes of a launch: format and slots of a page, rows of a program, dims, and how many are rotated."""
-
-    fmt: str
-    block_size: int
-    rows: int
-    dim: int
-    rope: int
 
 
 @triton.jit(
@@ -55,7 +45,7 @@ def kv_rope_insert_kernel(
     inserted,
     num_slots,
     max_pos,
-    SHAPE: tl.constexpr,
+    SHAPE: tl.constexpr,  # `InsertShape`
     PDL: tl.constexpr,
 ):
     """Insert rows [p * rows, (p + 1) * rows) in program p."""
@@ -65,8 +55,7 @@ def kv_rope_insert_kernel(
     tl.assume(program < tl.cdiv(inserted, SHAPE.rows))
     insert = Insert(p_cache, strides.cache, p_kv, strides.kv, p_slots, strides.slots, p_kv_scale, inserted, num_slots)
     rope = Rope(p_positions, strides.positions, p_table, strides.table, max_pos)
-    FORMAT: tl.constexpr = SHAPE.fmt
-    insert_rows(program, insert, None, rope, FORMAT, SHAPE.block_size, SHAPE.rows, SHAPE.dim, SHAPE.rope)
+    insert_rows(program, insert, None, rope, SHAPE)
 
 
 def pages_of(k_cache: Tensor, cache_format: str, block_size: int) -> Tensor:
@@ -110,7 +99,7 @@ def kv_rope_insert(
         inserted,
         pages.shape[0] * block_size,
         cos_sin_cache.shape[0],
-        SHAPE=Shape(cache_format, block_size, rows, kv.shape[1], cos_sin_cache.shape[1]),
+        SHAPE=InsertShape(cache_format, block_size, rows, kv.shape[1], cos_sin_cache.shape[1]),
         num_warps=warps,
         # A contracted multiply and add rounds once where the reference rounds twice: another byte now and then.
         enable_fp_fusion=False,

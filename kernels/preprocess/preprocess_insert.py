@@ -18,9 +18,10 @@ from torch import Tensor
 from ...layout import ACT_TILE, PAGE_LAYOUTS, byte_pages, cdiv, overlap_factor, state_block_size, storage_block_size
 from ...reference.common.block_scale import scale_strides
 from ...reference.preprocess.preprocess_insert import Compressor, PreprocessArguments
-from ..device.norm import norm_rows, store_normed, store_quantized
+from ..device.norm import Norm, norm_rows, store_normed, store_quantized
 from ..device.quant import why_unsupported_fp8
 from ..device.rope import Rope
+from ..device.strided import Strided
 from ..host.gpu import register_limit
 from ..host.launch import DTYPES, launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
@@ -35,7 +36,7 @@ from .compress_norm_rope_insert import (
     window_rows,
 )
 from .compress_window import PoolShape, Projection, States
-from .insert_rows import Insert, Norm, insert_rows, rounded_dtype
+from .insert_rows import Insert, InsertShape, insert_rows, rounded_dtype
 from .save_partial_states import Save, save_rows
 from .save_partial_states import Strides as SaveStrides
 
@@ -78,23 +79,17 @@ class Shape(NamedTuple):
 
     Attributes:
         q_size, q_block: length of a latent, and the power of two that holds it.
-        dtype: that float32 latents and key/value vectors are rounded to; None: that of their weights.
-        fmt, window_block, dim, rope: format and tokens of a page of the window, dims, and how many are rotated.
-        chunk: tokens whose programs follow each other.
-        tokens, splits: tokens of a program that norms, inserts and saves, and programs that split these jobs.
+        window: insert into the window; its rows are the tokens of a program that norms, inserts and saves, and latents
+            are rounded to its dtype.
+        chunk: tokens whose programs follow each other. splits: programs that split norm, insert and saves.
         main, keys: pools of the compressors.
         main_saves, main_piece, key_saves, key_piece: pieces of a state row, each a job, and their columns.
     """
 
     q_size: int
     q_block: int
-    dtype: Any
-    fmt: str
-    window_block: int
-    dim: int
-    rope: int
+    window: InsertShape
     chunk: int
-    tokens: int
     splits: int
     main: PoolShape
     keys: PoolShape
@@ -172,10 +167,10 @@ def _save_job(piece, token, c, strides, sizes, rope, PIECE: tl.constexpr, SHAPE:
 def _norm_job(token, tokens, latents, strides, eps, SHAPE: tl.constexpr):
     """Norm the latents of `token`, and quantise them if there are scales."""
     p_out, p_scale, p_x, p_weight = latents
-    ROUNDED: tl.constexpr = rounded_dtype(p_x.dtype.element_ty, p_weight.dtype.element_ty, SHAPE.dtype)
-    q = norm_rows(
-        token, token < tokens, p_x, p_weight, strides.qr, strides.q_weight, eps, ROUNDED, SHAPE.q_size, SHAPE.q_block
-    )  # fmt: skip
+    WINDOW: tl.constexpr = SHAPE.window
+    ROUNDED: tl.constexpr = rounded_dtype(p_x.dtype.element_ty, p_weight.dtype.element_ty, WINDOW.dtype)
+    x, norm = Strided(p_x, strides.qr), Norm(p_weight, strides.q_weight, eps)
+    q = norm_rows(token, token < tokens, x, norm, ROUNDED, SHAPE.q_size, SHAPE.q_block)
     if p_scale is None:
         store_normed(q, token, token < tokens, p_out, SHAPE.q_size)
     else:
@@ -221,9 +216,9 @@ def preprocess_insert_kernel(
 ):
     """Do the J jobs of tokens [c * chunk, (c + 1) * chunk) in programs [c * J, (c + 1) * J)."""
     pdl_prologue(PDL)
-    FORMAT: tl.constexpr = SHAPE.fmt
+    WINDOW: tl.constexpr = SHAPE.window
     CHUNK: tl.constexpr = SHAPE.chunk
-    TOKENS: tl.constexpr = SHAPE.tokens
+    TOKENS: tl.constexpr = WINDOW.rows
     SPLITS: tl.constexpr = SHAPE.splits
     MAIN: tl.constexpr = SHAPE.main
     KEYS: tl.constexpr = SHAPE.keys
@@ -265,9 +260,7 @@ def preprocess_insert_kernel(
                         p_kv_scale, inserted, window_slots,
                     )  # fmt: skip
                     norm = Norm(window.p_weight, strides.kv_weight, eps)
-                    insert_rows(
-                        few, insert, norm, rope, FORMAT, SHAPE.window_block, TOKENS, SHAPE.dim, SHAPE.rope, SHAPE.dtype
-                    )  # fmt: skip
+                    insert_rows(few, insert, norm, rope, WINDOW)
                 elif kind < 2 + MAIN_SAVES:
                     _save_job(kind - 2, token, main, main_strides, main_sizes, rope, SHAPE.main_piece, MAIN)
                 else:
@@ -434,13 +427,15 @@ def preprocess_insert(
         SHAPE=Shape(
             q_size=latent,
             q_block=triton.next_power_of_2(latent),
-            dtype=None if call.dtype is None else DTYPES[call.dtype],
-            fmt=call.cache_format,
-            window_block=call.window_block_size,
-            dim=call.kv.shape[1],
-            rope=call.cos_sin_cache.shape[1],
+            window=InsertShape(
+                call.cache_format,
+                call.window_block_size,
+                rows=tiling.tokens,
+                dim=call.kv.shape[1],
+                rope=call.cos_sin_cache.shape[1],
+                dtype=None if call.dtype is None else DTYPES[call.dtype],
+            ),
             chunk=chunk,
-            tokens=tiling.tokens,
             splits=splits,
             main=main.shape,
             keys=keys.shape,

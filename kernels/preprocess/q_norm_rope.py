@@ -20,7 +20,7 @@ from ..device.quant import e4m3, inverse_of, why_unsupported_fp8
 from ..device.rope import Rope, load_cos_sin, rotate, table_row
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
-from .insert_rows import Insert, insert_rows
+from .insert_rows import Insert, InsertShape, insert_rows
 from .kv_rope_insert import pages_of, tile, why_unsupported_dim
 
 
@@ -39,19 +39,13 @@ class Shape(NamedTuple):
     """Compile-time sizes of a launch.
 
     Attributes:
-        fmt, block_size: of the cache.
         heads, out_heads: heads of the queries, and with padding.
-        dim, rope: dims of a head, and how many of them are rotated.
-        rows: heads or key/value rows of a program.
+        insert: sizes of the insert; heads have its dims, and a program as many of them as rows.
     """
 
-    fmt: str
-    block_size: int
     heads: int
     out_heads: int
-    dim: int
-    rope: int
-    rows: int
+    insert: InsertShape
 
 
 class Queries(NamedTuple):
@@ -69,8 +63,9 @@ def _norm_rope_heads(program, queries, rope, SHAPE: tl.constexpr):
     """Norm and rotate `rows` heads of one token."""
     HEADS: tl.constexpr = SHAPE.heads
     OUT_HEADS: tl.constexpr = SHAPE.out_heads
-    ROWS: tl.constexpr = SHAPE.rows
-    D: tl.constexpr = SHAPE.dim
+    INSERT: tl.constexpr = SHAPE.insert
+    ROWS: tl.constexpr = INSERT.rows
+    D: tl.constexpr = INSERT.dim
     BLOCKS: tl.constexpr = (OUT_HEADS + ROWS - 1) // ROWS
     p_out, p_q, q_strides, p_q_scale, eps = queries
     token = (program // BLOCKS).to(tl.int64)
@@ -82,9 +77,9 @@ def _norm_rope_heads(program, queries, rope, SHAPE: tl.constexpr):
     # [ROWS, D]
     x = tl.load(p_x, mask=o_h < HEADS, other=0.0).to(tl.float32)
     p_row = rope.p_table + row * rope.table_strides[0]
-    cos, sin = load_cos_sin(p_row, rope.table_strides[1], True, D, SHAPE.rope)
+    cos, sin = load_cos_sin(p_row, rope.table_strides[1], True, D, INSERT.rope)
     x *= inverse_rms(x, eps, D)[:, None]
-    x = rotate(x, cos, sin, SHAPE.rope)
+    x = rotate(x, cos, sin, INSERT.rope)
     if p_q_scale is not None:
         x = x * inverse_of(p_q_scale)
     if OUT_HEADS > HEADS:
@@ -100,7 +95,7 @@ def _norm_rope_heads(program, queries, rope, SHAPE: tl.constexpr):
 )
 def q_norm_rope_kv_insert_kernel(
     p_out,  # [T, out_heads, dim] in q's dtype or e4m3, contiguous
-    p_cache,  # pages in SHAPE.fmt, or None
+    p_cache,  # pages, or None
     p_q,  # [T, heads, dim]
     p_kv,  # [>= inserted, dim] or None
     p_slots,  # [inserted] int or None
@@ -119,17 +114,15 @@ def q_norm_rope_kv_insert_kernel(
     """Insert rows in programs p < ceil(inserted / rows); norm and rotate heads in the others."""
     pdl_prologue(PDL)
     program = tl.program_id(0)
-    FORMAT: tl.constexpr = SHAPE.fmt
-    inserts = tl.cdiv(inserted, SHAPE.rows)
+    INSERT: tl.constexpr = SHAPE.insert
+    inserts = tl.cdiv(inserted, INSERT.rows)
     rope = Rope(p_positions, strides.positions, p_table, strides.table, max_pos)
     if program < inserts:
         if p_kv is not None:
             insert = Insert(
                 p_cache, strides.cache, p_kv, strides.kv, p_slots, strides.slots, p_kv_scale, inserted, num_slots
             )  # fmt: skip
-            insert_rows(
-                program, insert, None, rope, FORMAT, SHAPE.block_size, SHAPE.rows, SHAPE.dim, SHAPE.rope
-            )  # fmt: skip
+            insert_rows(program, insert, None, rope, INSERT)
     else:
         _norm_rope_heads(program - inserts, Queries(p_out, p_q, strides.q, p_q_scale, eps), rope, SHAPE)
 
@@ -161,6 +154,7 @@ def q_norm_rope_kv_insert(call: QNormRopeKvInsertArguments) -> Tensor:
         inserted, num_slots = slots.shape[0], cache.shape[0] * block_size
         strides = strides._replace(kv=kv.stride(), cache=cache.stride(), slots=slots.stride(0))
     rows, warps = tile(tokens * out.shape[1] + inserted)
+    insert = InsertShape(cache_format, block_size, rows, dim, table.shape[1])
     programs = cdiv(inserted, rows) + tokens * cdiv(out.shape[1], rows)
     if programs == 0:
         return out
@@ -181,7 +175,7 @@ def q_norm_rope_kv_insert(call: QNormRopeKvInsertArguments) -> Tensor:
         inserted,
         num_slots,
         table.shape[0],
-        SHAPE=Shape(cache_format, block_size, heads, out.shape[1], dim, table.shape[1], rows),
+        SHAPE=Shape(heads, out.shape[1], insert),
         num_warps=warps,
         # A contracted multiply and add rounds once where the reference rounds twice: another byte now and then.
         enable_fp_fusion=False,

@@ -13,6 +13,9 @@ import pytest
 MAX_LINES, MAX_KERNEL_LINES = 400, 700
 """Of a file, and of a kernel together with its launcher."""
 
+MANY_PARAMETERS, MOST_WITH_MANY = 10, 0.05
+"""Parameters that are many, and the largest share of the functions of kernels/ that may have as many."""
+
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_files", "errors", "progress"}),
     frozenset({"_compat"}),
@@ -118,6 +121,19 @@ def test_cache_layout_numbers_appear_in_layout_alone(trees: dict[str, ast.Module
         if node.value in LAYOUT_NUMBERS | (COMMON_NUMBERS if _unit(path) in LAYOUT_UNITS else set())
     ]
     assert found == []
+
+
+def test_few_functions_of_kernels_have_many_parameters(trees: dict[str, ast.Module]) -> None:
+    """Parameters that belong together are one tuple or NamedTuple, which Triton flattens: the machine code is equal."""
+    counts = {
+        f"{path}:{node.lineno} {node.name}": sum(isinstance(part, ast.arg) for part in ast.walk(node.args))
+        for path, tree in trees.items()
+        if path.startswith("kernels/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    }
+    many = {name: count for name, count in counts.items() if count >= MANY_PARAMETERS}
+    assert len(many) <= MOST_WITH_MANY * len(counts), many
 
 
 def test_kernels_launch_through_launch_kernel(trees: dict[str, ast.Module]) -> None:
