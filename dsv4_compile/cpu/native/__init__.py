@@ -14,6 +14,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _OPENMP = ("-fopenmp", "-fopenmp-simd")
 _SECONDS = 120
 _state: dict[str, ctypes.CDLL | None] = {}
 """The library under "loaded", None if it could not be built; empty before `build`."""
+_packers: dict[str, Callable[..., bytes]] = {}
 
 
 def build() -> None:
@@ -98,5 +100,13 @@ def call(kernel: str, *values: Tensor | float | None) -> None:
     library = _state["loaded"]
     assert library is not None
     packed = [value.data_ptr() if isinstance(value, Tensor) else value or 0 for value in values]
-    form = "".join("d" if isinstance(value, float) else "q" for value in values)
-    getattr(library, kernel)(struct.pack(f"={form}", *packed))
+    getattr(library, kernel)(_packer(kernel, values)(*packed))
+
+
+def _packer(kernel: str, values: tuple[Tensor | float | None, ...]) -> Callable[..., bytes]:
+    """Return what packs the struct of a kernel, whose fields the first call tells."""
+    pack = _packers.get(kernel)
+    if pack is None:
+        form = "".join("d" if isinstance(value, float) else "q" for value in values)
+        pack = _packers[kernel] = struct.Struct(f"={form}").pack
+    return pack

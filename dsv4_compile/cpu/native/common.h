@@ -42,4 +42,11 @@ static inline float exponential(float x) {
   return x != x ? x : x < LOWEST ? 0.0f : x > HIGHEST ? std::numeric_limits<float>::infinity() : value;
 }
 
+// Gate and up of an expert, clamped; NaN stays.
+static inline float swiglu(float gate, float up, float limit) {
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return gate / (1.0f + exponential(-gate)) * up;
+}
+
 static inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }

@@ -201,6 +201,44 @@ void mhc_post(const Post* a) {
     }
 }
 
+struct ClampedSwiGlu {
+  const float* x;
+  float* out;
+  i64 tokens, inner;
+  double limit;
+  i64 threads;
+};
+
+void clamped_swiglu(const ClampedSwiGlu* a) {
+  const float limit = static_cast<float>(a->limit);
+  [[maybe_unused]] const bool many = a->tokens * a->inner >= MANY;
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(a->threads)) if (many)
+  for (i64 t = 0; t < a->tokens; ++t) {
+    const float *gate = a->x + 2 * t * a->inner, *up = gate + a->inner;
+    float* out = a->out + t * a->inner;
+#pragma omp simd
+    for (i64 i = 0; i < a->inner; ++i) out[i] = swiglu(gate[i], up[i], limit);
+  }
+}
+
+// Rows of an expert, each times the weight of its place among those of all tokens, are added to their tokens.
+struct AddRows {
+  const float* x;
+  const i64* places;
+  const float* weights;
+  float* out;
+  i64 rows, dim, top_k;
+};
+
+void add_rows(const AddRows* a) {
+  for (i64 r = 0; r < a->rows; ++r) {
+    const float weight = a->weights[a->places[r]], *x = a->x + r * a->dim;
+    float* out = a->out + a->places[r] / a->top_k * a->dim;
+#pragma omp simd
+    for (i64 d = 0; d < a->dim; ++d) out[d] += weight * x[d];
+  }
+}
+
 struct Slots {
   const int32_t *entries, *requests, *block_table;
   const uint8_t* valid;

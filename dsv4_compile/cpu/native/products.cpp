@@ -182,12 +182,8 @@ static void add_expert(const Experts* a, const Chosen& own, float* hidden) {
     rows_from(rows + wide, own.w13 + (inner + i) * dim, dim, wide);
     products(own.x.data(), count, rows, 2 * wide, dim, sums.data(), 2 * wide);
     for (i64 n = 0; n < count; ++n)
-      for (i64 j = 0; j < wide; ++j) {
-        float gate = sums[n * 2 * wide + j], up = sums[n * 2 * wide + wide + j];
-        gate = gate > limit ? limit : gate;
-        up = up > limit ? limit : up < -limit ? -limit : up;
-        hidden[n * inner + i + j] = gate / (1.0f + exponential(-gate)) * up;
-      }
+      for (i64 j = 0; j < wide; ++j)
+        hidden[n * inner + i + j] = swiglu(sums[n * 2 * wide + j], sums[n * 2 * wide + wide + j], limit);
   }
   // Columns of the results stay with a thread, so that experts are added in their order without a barrier.
 #pragma omp for schedule(static) nowait

@@ -24,6 +24,8 @@ from dsv4_compile.testing import assert_bitwise
 Calls = list[tuple[str, list[Any]]]
 KERNELS = {
     "attend": "sparse_mla_decode",
+    "add_rows": "moe_experts",
+    "clamped_swiglu": "moe_experts",
     "indexer_topk": "indexer_logits_topk",
     "matmul": "grouped_linear",
     "rms_norm": "fused_q_kv_rmsnorm",

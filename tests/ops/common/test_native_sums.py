@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.cpu import native
+from dsv4_compile.cpu.moe.moe_experts import FEW_TOKENS
 from dsv4_compile.ops.common.define import EAGER, REFERENCES
 from dsv4_compile.testing import assert_bitwise
 
@@ -67,7 +68,7 @@ def test_weights_of_any_size_have_the_exponential_of_torch(scale: float) -> None
         torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 6, 40])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 6, 40, FEW_TOKENS + 1, 200])
 def test_ops_of_hyper_connections_and_experts_agree_in_every_block(tokens: int) -> None:
     streams, fn, base = torch.randn(tokens, 3, 70), torch.randn(15, 210), torch.randn(15)
     mix = streams, fn, base, torch.rand(3), torch.rand(70), 1e-6, 1e-6
