@@ -6,11 +6,10 @@ it has no gradients, its inputs were checked when it was traced, and guards keep
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .._compat import OpOverload, V, ir, pytree
+from .._compat import OpOverload, V, fallback_handler, ir, make_fallback, pytree, register_lowering
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +25,11 @@ _functions: dict[OpOverload, Function] = {}
 
 
 class CallOnCpu(ir.FallbackKernel):  # type: ignore[misc, name-defined]
-    """A call of an op, which Python code for a CPU replaces by a call of the op's function."""
+    """A call of an op, which Python code replaces by a call of the op's function."""
 
     def codegen(self, wrapper: Any) -> None:
         """Write the call, after the import that it needs."""
-        if self.get_device().type == "cpu" and not (V.graph.cpp_wrapper or V.graph.fx_wrapper):
+        if not (V.graph.cpp_wrapper or V.graph.fx_wrapper):
             function = _functions[self.op_overload]
             name = f"dsv4_{function.variable}"
             wrapper.add_import_once(f"from {function.module} import {function.variable} as {name}")
@@ -38,12 +37,17 @@ class CallOnCpu(ir.FallbackKernel):  # type: ignore[misc, name-defined]
         super().codegen(wrapper)
 
 
-def call_on_cpu(op: OpOverload, function: Function) -> Callable[..., Any]:
-    """Return a lowering of `op` to a call, on a CPU of `function`, which takes the same arguments."""
+def call_on_cpu(op: OpOverload, function: Function) -> None:
+    """Lower `op` to a call of itself, or with tensors on a CPU of `function`, which takes the same arguments."""
     _functions[op] = function
+    make_fallback(op)
+    elsewhere = fallback_handler(op)
 
     def lower(*args: Any, **kwargs: Any) -> Any:
+        first = next(each for each in (*args, *kwargs.values()) if isinstance(each, ir.IRNode))
+        if first.get_device().type != "cpu":
+            return elsewhere(*args, **kwargs)
         results = CallOnCpu.create(op, *args, **kwargs)
         return pytree.tree_map(lambda each: each.wrap_for_lowering() if isinstance(each, ir.IRNode) else each, results)
 
-    return lower
+    register_lowering(op, type_promotion_kind=None)(lower)

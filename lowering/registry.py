@@ -99,7 +99,7 @@ def load() -> None:
     count_slices_from_their_base()
     for op in OPS:
         function = Function("dsv4_compile.ops.common.define", "ON_CPU", f"{{}}.{op}")
-        register_lowering(twin(op, "eager"), type_promotion_kind=None)(call_on_cpu(twin(op, "eager"), function))
+        call_on_cpu(twin(op, "eager"), function)
     for op in KERNELS:
         make_fallback(twin(op, "triton"))
     for name in MODULES:

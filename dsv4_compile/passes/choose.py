@@ -59,7 +59,8 @@ class ChooseImplementations(CustomGraphPass):
                 if builds is not None and decision.impl == "triton" and target is not op:
                     builds.add(call.op, functools.partial(launch_arguments, node))
                 retarget(node, target)
-        mm.retarget(graph)
+        if "cpu" in self.architectures:
+            mm.retarget(graph)
 
     def uuid(self) -> Any | None:
         """Return a key of everything that determines generated code, or None, which makes Inductor bypass its caches.
