@@ -53,7 +53,7 @@ def test_rows_and_replays_are_of_all_models_and_the_rest_of_the_last() -> None:
     assert plan("--what", "times,rows", "--models", "tiny")[2:] == [("tiny", *time[1:]) for time in times]
     assert plan("--what", "shadow,replay", "--models", "tiny", gpu=False) == [("tiny", "shadow", *eager)]
     both = plan("--what", "times,ranks", "--plugin", "all,1")
-    assert both == [*times, times[1], *(("every", "ranks", *how) for how in (eager, graphs, graphs))]
+    assert both == [*times, times[1], *(("every", "ranks", *how) for how in (eager, graphs) * 2)]
 
 
 def test_a_cpu_gets_no_settings_of_a_gpu() -> None:
@@ -86,12 +86,12 @@ def test_command_records_engines_that_ran_and_one_that_failed(tmp_path: Path, mo
     assert [row["requests"] for row in rows] == run.REQUESTS and all(row["date"] and row["commit"] for row in rows)
     lines, shown = figures_vllm.times({"vllm": record["rows"]})
     assert shown == rows
-    assert lines[1] == ["1", "with the plug-in", "FULL", "2.00 (3: 1.0 to 4.0)", "3.00 (1 value)"]
+    assert lines[1] == ["1", "1", "vllm", "FULL", "2.00 (3: 1.0 to 4.0)", "3.00 (1 value)"]
 
 
 def test_rows_of_layers_are_rendered() -> None:
     planned = {job.what: job for _, job in run.measurements(["rows", "shadow"], ["real"], gpu=True)}
-    of = {"rows": 1168, "reused": 768, "worst": [0.0123, 0.2], "steps": [3, 1], "sets": 2}
+    of: dict[str, Any] = {"rows": 1168, "reused": 768, "worst": [0.0123, 0.2], "steps": [3, 1], "sets": 2}
     rows = run.rows_of("real", planned["rows"], of | {"mode": 2, "cudagraph": "FULL"})
     every = run.rows_of("real", planned["rows"], of | {"mode": 0})
     every[0]["engine"] += " all"
@@ -122,6 +122,19 @@ def test_outputs_are_compared_after_equal_tokens(tmp_path: Path) -> None:
         torch.save({tokens: torch.tensor(row) for tokens, row in rows.items()}, folder / "final.pt")
     found = run.beside(tmp_path / "1_ranks" / "run", tmp_path / "0_ranks" / "run")
     assert found["outputs"] == 1 and found["outputs_worst"] == pytest.approx(0.2)
+
+
+def test_replays_and_preempted_requests_are_rendered() -> None:
+    jobs = [job for _, job in run.measurements(["replay", "preempted"], ["tiny"], gpu=True, plugins=["all"])]
+    counts = {"steps": 46, "rows": 111, "padded": 21, "sizes": [1, 4], "other_rows": 2, "other_caches": 1}
+    rows = run.rows_of("tiny", jobs[0], counts | {"writes": 1473, "strays": 3})
+    wanted = ["small", "all", "46", "1, 4", "111", "21", "2", "1", "1,473", "3"]
+    assert figures_vllm.replays({"vllm": rows})[0][1] == wanted
+    of = {"rows": 879, "reused": 256, "worst": [0.002, 0.004], "steps": [9], "sets": 2, "preemptions": 1, "again": 320}
+    of |= {"drift": 0.01, "hits": 0, "worst_after_hits": 0.0, "mode": 2, "cudagraph": "FULL"}
+    rows = run.rows_of("every", jobs[2], of | {"beside": {"outputs_worst": 0.03}})
+    wanted = ["76 blocks, CUDA graphs FULL", "1", "879", "320", "256", "4.00e-3", "1.00e-2", "3.00e-2"]
+    assert figures_vllm.served({"vllm": rows})[0][1] == wanted
 
 
 @pytest.fixture

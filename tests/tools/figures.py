@@ -44,6 +44,7 @@ RECORDS: Mapping[str, str] = {
     "tensor_parallel": "tensor_parallel_h100.json",
     "tensor_parallel_h200": "tensor_parallel_h200.json",
     "vllm": "vllm_h100.json",
+    "vllm_h200": "vllm_h200.json",
     "whole_model": "whole_model_h100.json",
 }
 """The current record of each scenario and script that a page shows."""
@@ -309,7 +310,9 @@ FIGURES: Mapping[str, Figures] = {
     "soak": Figures(soak, ("soak",), "python tests/gpu/soak.py"),
     "vllm_rows": Figures(vllm.rows, ("vllm",), f"{_VLLM} rows"),
     "vllm_shadow": Figures(vllm.shadow, ("vllm",), f"{_VLLM} shadow"),
-    "vllm_times": Figures(vllm.times, ("vllm",), f"{_VLLM} times"),
+    "vllm_replays": Figures(vllm.replays, ("vllm",), f"{_VLLM} replay --plugin 1,all"),
+    "vllm_served": Figures(vllm.served, ("vllm_h200",), f"{_VLLM} preempted,ranks --plugin all"),
+    "vllm_times": Figures(vllm.times, ("vllm",), f"{_VLLM} times --plugin 1,all"),
 }
 """The blocks that a page may have."""
 

@@ -9,7 +9,8 @@ from typing import Any
 Row = Mapping[str, Any]
 Tables = Mapping[str, list[Row]]
 _MODELS = {"tiny": "small", "real": "V4-Flash's dimensions"}
-_ENGINES = {"vllm": "vLLM as it is", "dsv4_compile": "with the plug-in"}
+_ENGINES = {"vllm": "vLLM as it is", "dsv4_compile": "1", "dsv4_compile all": "all"}
+_OURS = "dsv4_compile"
 
 
 def rows(records: Tables) -> tuple[list[list[str]], list[Row]]:
@@ -19,8 +20,7 @@ def rows(records: Tables) -> tuple[list[list[str]], list[Row]]:
     for row in shown:
         how = f"one graph, CUDA graphs {row['cudagraph']}" if row["mode"] else "eager"
         counts = [f"{row[name]:,}" for name in ("rows", "reused")]
-        plugin = "all" if row["engine"].endswith(" all") else "1"
-        lines.append([_MODELS[row["model"]], plugin, how, *counts, ", ".join(map(_error, row["worst"]))])
+        lines.append([_MODELS[row["model"]], _ENGINES[row["engine"]], how, *counts, ", ".join(map(_error, row["worst"]))])
     return lines, shown
 
 
@@ -34,18 +34,46 @@ def shadow(records: Tables) -> tuple[list[list[str]], list[Row]]:
     return lines, shown
 
 
+def replays(records: Tables) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of replays beside the compiled step: bits that differ, blocks written."""
+    shown = _of(records, "replay")
+    lines = [["model", "`DSV4_VLLM`", "replays", "graphs of", "rows", "padding", "rows with other bits"]]
+    lines[0] += ["steps with other caches", "blocks written", "of no request"]
+    for row in shown:
+        names = "rows", "padded", "other_rows", "other_caches", "writes", "strays"
+        sizes = ", ".join(map(str, row["sizes"]))
+        counts = [f"{row[name]:,}" for name in names]
+        lines.append([_MODELS[row["model"]], _ENGINES[row["engine"]], str(row["steps"]), sizes, *counts])
+    return lines, shown
+
+
+def served(records: Tables) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of two ranks and of preempted requests: rows and outputs, worst errors."""
+    shown = [row for what in ("preempted", "ranks") for row in _of(records, what)]
+    lines = [["run", "preempted", "rows", "computed again", "from prefixes", "worst row error"]]
+    lines[0] += ["worst difference of rows computed again", "outputs beside a run with room, worst"]
+    for row in shown:
+        graphs = f"CUDA graphs {row['cudagraph']}" if row["mode"] else "eager"
+        ranks = f"{row['ranks']} ranks" if "ranks" in row else f"{row['blocks']} blocks" if "blocks" in row else "room"
+        counts = [f"{row[name]:,}" if name in row else "-" for name in ("preemptions", "rows", "again", "reused")]
+        far = [_error(row[name]) if row.get(name) else "-" for name in ("drift", "outputs_worst")]
+        lines.append([f"{ranks}, {graphs}", *counts, _error(max(row["worst"])), *far])
+    return lines, shown
+
+
 def times(records: Tables) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of times: of each engine, a decode step and a token with its prompts, ms."""
-    shown = _of(records, "times")
-    lines = [["requests", "", "CUDA graphs", "step, ms", "token with prompts, ms"]]
-    for row in sorted(shown, key=lambda row: int(row["requests"])):
+    shown = sorted(_of(records, "times"), key=lambda row: (row["requests"], row["hyper_connections"] != "PyTorch"))
+    lines = [["requests", "`DSV4_VLLM`", "hyper-connections", "CUDA graphs", "step, ms", "token with prompts, ms"]]
+    for row in shown:
         cells = [_median(row[name]) for name in ("step_ms", "with_prompts_ms")]
-        lines.append([str(row["requests"]), _ENGINES[row["engine"]], row["cudagraph"], *cells])
+        how = "this package" if row["hyper_connections"] == _OURS else row["hyper_connections"]
+        lines.append([str(row["requests"]), _ENGINES[row["engine"]], how, row["cudagraph"], *cells])
     return lines, shown
 
 
 def _of(records: Tables, what: str) -> list[Row]:
-    return [row for row in records["vllm"] if row["what"] == what and row["status"] == "ok"]
+    return [row for rows in records.values() for row in rows if row["what"] == what and row["status"] == "ok"]
 
 
 def _error(error: float) -> str:

@@ -25,8 +25,7 @@ RECORDING_WHOLE = "recording:RecordingWholeForCausalLM"
 def main(path: str) -> None:
     job = json.loads(Path(path).read_text())
     result: dict[str, Any] = {}
-    recording = RECORDING_WHOLE if job["plugin"] == "all" else RECORDING
-    llm = start(job, PARTS if job["parts"] else recording if job["record"] and job["ranks"] == 1 else "")
+    llm = start(job, PARTS if job["parts"] else recording_of(job))
     from torch._dynamo import utils as dynamo
 
     random = torch.Generator().manual_seed(0)
@@ -48,6 +47,13 @@ def main(path: str) -> None:
         result.setdefault("broken", {})[broken] = serve(llm, prompts, job, broken)
     result["breaks"] = sum(dynamo.counters["graph_break"].values())
     Path(job["out"]).write_text(json.dumps(result))
+
+
+def recording_of(job: dict[str, Any]) -> str:
+    """Return the class of a model that records, "" for a job that does not; workers of several ranks have their own."""
+    if not job["record"] or job["ranks"] > 1:
+        return ""
+    return RECORDING_WHOLE if job["plugin"] == "all" else RECORDING
 
 
 def start(job: dict[str, Any], model: str) -> Any:

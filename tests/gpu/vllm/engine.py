@@ -18,12 +18,16 @@ import serve
 import torch
 from torch import Tensor
 
-MODELS = {"rows": serve.RECORDING, "preempted": serve.RECORDING, "shadow": "shadow:ShadowForCausalLM"}
-"""Class of the model for kinds of measurement; others leave the plug-in's, or vLLM's. Ranks record by themselves."""
+from dsv4_compile.bench.nodes import Node, by_name, nodes
+
+SHADOW = "shadow:ShadowForCausalLM"
+"""Class of the model of "shadow"."""
 REPEATS = 4
 """Pairs of calls for each number of requests."""
 FEW = 4
 """Tokens of a step up to which its rows are counted as decoded: one of each request."""
+SLOWEST = 8
+"""Kernels by name that are listed with their times."""
 SELECTS_FROM = 4 * 512 + 3
 """First position with more than 512 entries of ratio 4, of which the indexer selects 512."""
 
@@ -32,13 +36,14 @@ def main(path: str) -> None:
     faulthandler.enable()
     job = json.loads(Path(path).read_text())
     begin = time.perf_counter()
-    model = MODELS.get(job["what"], "")
-    llm = serve.start(job, serve.RECORDING_WHOLE if model == serve.RECORDING and job["plugin"] == "all" else model)
+    llm = serve.start(job, SHADOW if job["what"] == "shadow" else serve.recording_of(job))
     result: dict[str, Any] = facts(llm) | {"start_s": round(time.perf_counter() - begin, 1)}
     prompts = serve.prompts_of(llm, job, torch.Generator().manual_seed(0))
     if job["what"] == "times":
         serve.serve(llm, prompts, job, "")
         result["times"] = [step_times(llm, prompts[:n], job["steps"]) for n in job["requests"]]
+        if torch.cuda.is_available():  # after all times: the profiler slows the host
+            result["times"] = [row | kernels(llm, prompts[: row["requests"]]) for row in result["times"]]
     elif job["what"] == "shadow":
         result["layers"] = shadowed(llm, prompts, job)
     elif job["what"] == "replay":
@@ -116,6 +121,24 @@ def step_times(llm: Any, prompts: list[list[int]], steps: int) -> dict[str, Any]
         "step_ms": step_ms,
         "with_prompts_ms": [round(long / steps * 1e3, 3) for long, _ in pairs],
     }
+
+
+def kernels(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return the kernels of the model in one decode step of the prompts, without logits and sampler, and their ms."""
+    runner, found = serve.runner_of(llm), list[list[Node]]()
+    plain = runner._model_forward
+
+    def forward(**kwargs: Any) -> Any:
+        if kwargs["positions"].shape[0] <= FEW and not found:
+            found.append(nodes(lambda: plain(**kwargs)))  # a step that is run again writes what it wrote
+        return plain(**kwargs)
+
+    runner._model_forward = forward
+    serve.generate(llm, prompts, 4)
+    runner._model_forward = plain
+    ms = round(sum(node.us for node in found[0]) / 1e3, 3)
+    slowest = [[name[:80], count, us] for name, count, us in by_name(found[0])[:SLOWEST]]
+    return {"kernels": len(found[0]), "kernels_ms": ms, "slowest": slowest}
 
 
 if __name__ == "__main__":

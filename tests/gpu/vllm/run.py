@@ -48,7 +48,7 @@ CHUNKED = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "enabl
 LONG = {"max_model_len": 4096, "max_num_batched_tokens": 1024}
 GPU = {"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 2 << 30, "block_size": 256}
 SHORT = {"max_num_batched_tokens": 64, "max_model_len": 512, "enable_prefix_caching": True}
-FEW_BLOCKS = {"num_gpu_blocks_override": 62}
+FEW_BLOCKS = {"num_gpu_blocks_override": 76}
 """Settings of vLLM: of the small model, of the one of real dimensions, and of both on a GPU; of "preempted" and of
 "ranks"; and blocks that hold each request of `GROWING`, but not all of them when they have grown."""
 CAPTURED = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
@@ -104,7 +104,7 @@ def measurements(
 ) -> Iterator[tuple[str, Measurement]]:
     """Yield each model with what is measured of it: rows and replays of all, the rest of the last, or of `EVERY`.
 
-    plugins: values of DSV4_VLLM. The first run of "preempted" and of "ranks" is what the others are compared with.
+    plugins: values of DSV4_VLLM. Each run of "preempted" and "ranks" comes after the one that it is compared with.
     """
     shared = GPU if gpu else {}
     graphs: dict[str, Any] = {"compilation_config": CAPTURED} if gpu else {}
@@ -128,13 +128,11 @@ def measurements(
     if "preempted" in what:
         growing: Any = {"lengths": GROWING, "shared": GROWING_SHARED, "new_tokens": GROWN, "together": True}
         llm = short | {"max_num_batched_tokens": 32, "disable_log_stats": False}
-        yield EVERY, Measurement(llm | eager, **growing, what="preempted")
-        for plugin in plugins:
-            yield EVERY, Measurement(llm | graphs | FEW_BLOCKS, **growing, what="preempted", plugin=plugin)
+        for plugin, how in product(plugins, (eager, graphs | FEW_BLOCKS)):
+            yield EVERY, Measurement(llm | how, **growing, what="preempted", plugin=plugin)
     if "ranks" in what:
-        yield EVERY, Measurement(short | eager, SPLIT, SPLIT_SHARED, what="ranks")
-        for plugin in plugins:
-            yield EVERY, Measurement(short | graphs, SPLIT, SPLIT_SHARED, what="ranks", plugin=plugin, ranks=RANKS)
+        for plugin, (ranks, how) in product(plugins, ((1, eager), (RANKS, graphs))):
+            yield EVERY, Measurement(short | how, SPLIT, SPLIT_SHARED, what="ranks", plugin=plugin, ranks=ranks)
 
 
 def rows_of(model: str, job: Measurement, result: Record) -> list[Record]:
@@ -145,6 +143,9 @@ def rows_of(model: str, job: Measurement, result: Record) -> list[Record]:
     how = "mode", "backend", "cudagraph", "graphs", "breaks", "start_s"
     ours = "dsv4_compile" if job.plugin == "1" else f"dsv4_compile {job.plugin}"
     shared = {"what": job.what, "model": model, "engine": "vllm" if job.own else ours, "status": "ok"}
+    tilelang = versions().get("tilelang")
+    theirs = f"tilelang {tilelang}" if tilelang else "vllm"
+    shared["hyper_connections"] = "dsv4_compile" if job.plugin == "all" else theirs
     shared |= {name: result[name] for name in how if name in result}
     if "status" in result:
         return [shared | {"status": result["status"]}]
@@ -154,6 +155,8 @@ def rows_of(model: str, job: Measurement, result: Record) -> list[Record]:
         one = {name: ranks[0][name] for name in names}
         one["worst"] = [max(layer) for layer in zip(*(rank["worst"] for rank in ranks), strict=True)]
         return [shared | one | {"same_bits": len({r["bits"] for r in ranks}) == 1} | result.get("beside", {})]
+    if "num_gpu_blocks_override" in job.llm:
+        shared["blocks"] = job.llm["num_gpu_blocks_override"]
     if job.what in KEPT:
         return [shared | {name: result[name] for name in KEPT[job.what]} | result.get("beside", {})]
     return [shared | part for part in result["layers" if job.what == "shadow" else "times"]]
@@ -170,15 +173,17 @@ def measure(
 ) -> Iterator[Record]:
     """Run each engine, add its rows to `record`, save, and yield the rows that failed."""
     written: dict[str, Path] = {}
-    bases: dict[str, Path] = {}
+    base = Path()  # of the run that a preempted one, or one of ranks, is compared with
     for number, (model, job) in enumerate(planned):
         if model not in written:
             written[model] = WRITERS[model](work / model)
         folder = work / f"{number}_{job.what}" / "run"
         try:
             result = job.run(written[model], folder)
-            if model == EVERY and bases.setdefault(job.what, folder) != folder:
-                result["beside"] = beside(folder, bases[job.what])
+            if "enforce_eager" in job.llm:
+                base = folder
+            elif model == EVERY:
+                result["beside"] = beside(folder, base)
         except AssertionError as error:  # the end of its log
             result = {"status": f"failed: {last_line(str(error))}"}
         except subprocess.TimeoutExpired as error:
