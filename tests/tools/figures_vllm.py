@@ -20,7 +20,8 @@ def rows(records: Tables) -> tuple[list[list[str]], list[Row]]:
     for row in shown:
         how = f"one graph, CUDA graphs {row['cudagraph']}" if row["mode"] else "eager"
         counts = [f"{row[name]:,}" for name in ("rows", "reused")]
-        lines.append([_MODELS[row["model"]], _ENGINES[row["engine"]], how, *counts, ", ".join(map(_error, row["worst"]))])
+        worst = ", ".join(map(_error, row["worst"]))
+        lines.append([_MODELS[row["model"]], _ENGINES[row["engine"]], how, *counts, worst])
     return lines, shown
 
 
