@@ -28,6 +28,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPES := build/types
 # Other values of TORCH or TRITON are another stamp, so changing them installs again.
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(TRITON)' | cksum | cut -d ' ' -f 1)
+OLDEST := build/triton-3.6
 MUTATE_VENV := .venv-mutate
 MUTATE_STAMP := $(MUTATE_VENV)/.installed
 VLLM_VENV := .venv-vllm
@@ -64,6 +65,11 @@ mutate: install $(MUTATE_STAMP)  ## change the source in 120 places, one at a ti
 
 kernels: install  ## compile every kernel and record what tests ask; with ARGS=--compile=all, compare with the record
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not interpreted' --compile=record tests/kernels tests/lowering $(ARGS)
+
+.PHONY: oldest
+oldest: install  ## compile every kernel that tests compile with the oldest Triton, which GPUs with torch 2.11 have: eight minutes
+	test -d $(OLDEST) || $(PIP) install --no-deps --target $(OLDEST) triton==3.6.0
+	OMP_NUM_THREADS=1 PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not interpreted' --compile=all tests/kernels $(ARGS)
 
 lint: install  ## style and types alone
 	$(BIN)/ruff check .

@@ -71,7 +71,6 @@ class HeadRows(NamedTuple):
         p_out, head_stride: the first head's row, bfloat16, and the stride of heads; or e4m3 `[groups, T, K]`.
         p_scale, tokens, padded_tokens: of e4m3, scales `[groups, n, Ta]`, T and Ta; of partial results, their units.
         token, head, heads: the token, the first head, and the number of heads from it on.
-        partial: constant: whether a program may have more rows than `heads`; those are not stored.
     """
 
     p_sink: Any
@@ -83,7 +82,6 @@ class HeadRows(NamedTuple):
     token: Any
     head: Any
     heads: Any
-    partial: Any
 
 
 class AngleTable(NamedTuple):
@@ -365,14 +363,14 @@ def store_few_queries(q, cos, sin, eps, q_tile, ROPE: gl.constexpr):
 
 
 @gluon.jit
-def store_partial(acc, factor, q_tile, rows, FIRST: gl.constexpr):
+def store_partial(acc, factor, q_tile, rows, FIRST: gl.constexpr, PARTIAL: gl.constexpr):
     """Store columns FIRST to FIRST + 255 of a partial result `[64, 512]`: `acc` times `factor` of each head.
 
-    Partial results are contiguous, float32, or float16 with the units `rows.p_scale` `[64, 2]` of split_combine.py;
-    these pass through the queries' shared memory.
+    Where PARTIAL, only `rows.heads` heads exist. Partial results are contiguous, float32, or float16 with the units
+    `rows.p_scale` `[64, 2]` of split_combine.py; these pass through the queries' shared memory.
     """
     if rows.p_scale is None:
-        _store_partial_rows(acc * gl.expand_dims(factor, 1), rows.p_out, 0, rows.heads, FIRST, rows.partial)
+        _store_partial_rows(acc * gl.expand_dims(factor, 1), rows.p_out, 0, rows.heads, FIRST, PARTIAL)
     else:
         unit, inverse = _unit(acc, factor)
         o_head = gl.arange(0, BLOCK_H, gl.SliceLayout(1, acc.type.layout))
@@ -382,7 +380,7 @@ def store_partial(acc, factor, q_tile, rows, FIRST: gl.constexpr):
         thread_barrier()
         for step in range(not_unrolled(BLOCK_H // STEP)):
             y = steps.index(FIRST // HALF * (BLOCK_H // STEP) + step).load(ROWS)
-            _store_partial_rows(y, rows.p_out, step * STEP, rows.heads, FIRST, rows.partial)
+            _store_partial_rows(y, rows.p_out, step * STEP, rows.heads, FIRST, PARTIAL)
 
 
 @gluon.jit
@@ -422,14 +420,14 @@ def _store_partial_rows(y, p_out, first, heads, FIRST: gl.constexpr, PARTIAL: gl
 
 
 @gluon.jit
-def store_rows(acc, by_head, tile, rows, p_cos, FIRST: gl.constexpr, EPILOGUE: gl.constexpr):
+def store_rows(acc, by_head, tile, rows, p_cos, FIRST: gl.constexpr, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr):
     """Scale sums and store columns FIRST to FIRST + 255 of 64 heads through `tile`, shared memory of 64 KiB.
 
     Args:
         acc: float32 sums `[64, 256]`. They are scaled on the way, because scaling them in registers takes an
             instruction for each of a thread's 128.
         by_head: two factors of each head, float32 `[64]`, shared; the second may be None.
-        rows: `HeadRows`.
+        rows: `HeadRows`; where PARTIAL, only `rows.heads` heads exist.
         p_cos: cosines and sines of the token's position, to rotate back.
     """
     STEPS: gl.constexpr = BLOCK_H // STEP
@@ -445,7 +443,7 @@ def store_rows(acc, by_head, tile, rows, p_cos, FIRST: gl.constexpr, EPILOGUE: g
             if by_head[factors] is not None:
                 factor = reinterpret(by_head[factors], gl.float32, [STEPS, STEP], FLAT).index(step)
                 y = y * gl.expand_dims(factor.load(gl.SliceLayout(1, ROWS)), 1)
-        _store_step(y.to(gl.bfloat16), step * STEP, rows, cos, sin, FIRST, EPILOGUE, ROWS)
+        _store_step(y.to(gl.bfloat16), step * STEP, rows, cos, sin, FIRST, PARTIAL, EPILOGUE, ROWS)
 
 
 @gluon.jit
@@ -475,14 +473,16 @@ def store_finished(
         gl.inline_asm_elementwise(NO_UNROLL, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         _store_step(
             steps.index(step).load(ROWS), step * STEP,
-            HeadRows(None, p_out, D, p_scale, tokens, padded_tokens, token, head, H - head, H % BLOCK_H != 0),
-            cos, sin, FIRST, EPILOGUE, ROWS,
+            HeadRows(None, p_out, D, p_scale, tokens, padded_tokens, token, head, H - head), cos, sin,
+            FIRST, H % BLOCK_H != 0, EPILOGUE, ROWS,
         )  # fmt: skip
     thread_barrier()
 
 
 @gluon.jit
-def store_half(tile, rows, p_cos, FIRST: gl.constexpr, EPILOGUE: gl.constexpr, ROWS: gl.constexpr):
+def store_half(
+    tile, rows, p_cos, FIRST: gl.constexpr, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, ROWS: gl.constexpr
+):
     """Store columns FIRST to FIRST + 255 of finished rows in `tile`, shared `[heads, 512]`, by the warps of ROWS."""
     BLOCK: gl.constexpr = tile.shape[0]
     COUNT: gl.constexpr = BLOCK if BLOCK < STEP else STEP
@@ -492,11 +492,11 @@ def store_half(tile, rows, p_cos, FIRST: gl.constexpr, EPILOGUE: gl.constexpr, R
         cos, sin = fetch_angles(p_cos, gl.zeros([COUNT, HALF], gl.bfloat16, ROWS), EPILOGUE.rope)
     for step in gl.static_range(BLOCK // COUNT):
         y = half.slice(step * COUNT, COUNT, 0).load(ROWS)
-        _store_step(y, step * COUNT, rows, cos, sin, FIRST, EPILOGUE, ROWS)
+        _store_step(y, step * COUNT, rows, cos, sin, FIRST, PARTIAL, EPILOGUE, ROWS)
 
 
 @gluon.jit
-def store_few_rows(tile, rows, p_cos, EPILOGUE: gl.constexpr):
+def store_few_rows(tile, rows, p_cos, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr):
     """Store all columns of finished rows in `tile`, shared `[heads, 512]`."""
     BLOCK: gl.constexpr = tile.shape[0]
     # At most 32 numbers of a thread at a time. All rotated columns are in the last block.
@@ -508,11 +508,11 @@ def store_few_rows(tile, rows, p_cos, EPILOGUE: gl.constexpr):
         cos, sin = fetch_angles(p_cos, gl.zeros([BLOCK, WIDTH], gl.bfloat16, ROWS), EPILOGUE.rope)
     for block in range(not_unrolled(D // WIDTH)):
         y = blocks.index(block).load(ROWS)
-        _store_step(y, 0, rows, cos, sin, block * WIDTH, EPILOGUE, ROWS)
+        _store_step(y, 0, rows, cos, sin, block * WIDTH, PARTIAL, EPILOGUE, ROWS)
 
 
 @gluon.jit
-def _store_step(y, first, rows, cos, sin, column, EPILOGUE: gl.constexpr, ROWS: gl.constexpr):
+def _store_step(y, first, rows, cos, sin, column, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, ROWS: gl.constexpr):
     """Store the rows `y` from row `first` and column `column` on.
 
     The last columns are rotated back if there are angles, which are those of as many columns as `y` has.
@@ -526,7 +526,7 @@ def _store_step(y, first, rows, cos, sin, column, EPILOGUE: gl.constexpr, ROWS: 
         o_dim = gl.expand_dims(gl.arange(0, y.shape[1], gl.SliceLayout(0, ROWS)), 0)
         y = y.to(gl.bfloat16)
         p_row = rows.p_out + (o_head.to(gl.int64) * rows.head_stride + column + o_dim)
-        if rows.partial:
+        if PARTIAL:
             gl.store(p_row, y, mask=(o_head < rows.heads) & (o_dim >= 0))
         else:
             gl.store(p_row, y)

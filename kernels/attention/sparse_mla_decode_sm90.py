@@ -148,14 +148,18 @@ def _softmax(scores, live, acc, top, sums, number, scale, scales, tiles):
 
 
 @gluon.jit
-def _left(queries, rows, p_lse, scale, blocks, lives, tiles, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr):
+def _left(
+    queries, rows, p_lse, scale, blocks, lives, tiles,
+    PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr,
+):  # fmt: skip
     """Run the first warpgroup: scores, softmax, the left half of the output."""
     keys, heads = tiles.keys, rows.heads
     if queries.eps is not None:
-        WIDTH: gl.constexpr = rotated_width(BLOCK_H, EPILOGUE.rope)
-        rotated = fetch_queries(queries.p_q, queries.head_stride, heads, BLOCK_H, rows.partial, QUERIES, 0, WIDTH)
+        rotated = fetch_queries(
+            queries.p_q, queries.head_stride, heads, BLOCK_H, PARTIAL, QUERIES, 0, rotated_width(BLOCK_H, EPILOGUE.rope)
+        )
         cos, sin = fetch_angles(queries.p_cos, rotated, EPILOGUE.rope)
-    copy_queries(queries.p_q, queries.head_stride, tiles.q_tile, heads, 0, BLOCK_H // 2, rows.partial)
+    copy_queries(queries.p_q, queries.head_stride, tiles.q_tile, heads, 0, BLOCK_H // 2, PARTIAL)
     if queries.eps is not None:
         rotated = rotate_queries(rotated, cos, sin, EPILOGUE.rope)
     mbarrier.wait(tiles.q_ready, 0)
@@ -215,14 +219,17 @@ def _left(queries, rows, p_lse, scale, blocks, lives, tiles, EPILOGUE: gl.conste
     if EPILOGUE.split:
         if blocks > 0:
             by_row = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
-            store_partial(acc, by_row, tiles.q_tile, rows, 0)
+            store_partial(acc, by_row, tiles.q_tile, rows, 0, PARTIAL)
     else:
         by_head = tiles.factors, None if rows.p_sink is None else tiles.head_factors
-        store_rows(acc, by_head, keys.index(0), rows, queries.p_cos, 0, EPILOGUE)
+        store_rows(acc, by_head, keys.index(0), rows, queries.p_cos, 0, PARTIAL, EPILOGUE)
 
 
 @gluon.jit
-def _right(caches, span, addresses, queries, rows, blocks, tiles, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr):
+def _right(
+    caches, span, addresses, queries, rows, blocks, tiles,
+    PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr,
+):  # fmt: skip
     """Run the second warpgroup: addresses of keys, and the right half of the output.
 
     `caches`: window and extra `KeyIndices`; `span`: first block of the extra cache, and first block of the program.
@@ -241,7 +248,7 @@ def _right(caches, span, addresses, queries, rows, blocks, tiles, EPILOGUE: gl.c
     store_addresses(window, extra, boundary, begin, slot, first_places, BLOCK_N, PLAIN)
     thread_barrier()
     mbarrier.arrive(addresses.placed, count=1)
-    copy_queries(queries.p_q, queries.head_stride, tiles.q_tile, rows.heads, BLOCK_H // 2, BLOCK_H // 2, rows.partial)
+    copy_queries(queries.p_q, queries.head_stride, tiles.q_tile, rows.heads, BLOCK_H // 2, BLOCK_H // 2, PARTIAL)
     mbarrier.arrive(tiles.q_ready, count=1)
     acc = gl.zeros([BLOCK_H, HALF], gl.float32, OUTPUT)
     slot = load_slots(window, extra, token, boundary, begin + AHEAD, BLOCK_N, BLOCK_N)
@@ -275,10 +282,10 @@ def _right(caches, span, addresses, queries, rows, blocks, tiles, EPILOGUE: gl.c
     if EPILOGUE.split:
         if blocks > 0:
             by_row = tiles.factors.load(gl.SliceLayout(1, OUTPUT))
-            store_partial(acc, by_row, tiles.q_tile, rows, HALF)
+            store_partial(acc, by_row, tiles.q_tile, rows, HALF, PARTIAL)
     else:
         by_head = tiles.factors, None if rows.p_sink is None else tiles.head_factors
-        store_rows(acc, by_head, tiles.keys.index(1), rows, queries.p_cos, HALF, EPILOGUE)
+        store_rows(acc, by_head, tiles.keys.index(1), rows, queries.p_cos, HALF, PARTIAL, EPILOGUE)
 
 
 @gluon.jit(
@@ -396,17 +403,17 @@ def sparse_mla_decode_sm90_kernel(
             p_lse += token * lse_stride + head
     addresses = KeyAddresses(address_rows, address_scales, lives, placed)
     queries = Queries(p_q, q_head_stride, p_table, eps)
-    rows = HeadRows(p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, PARTIAL)
+    rows = HeadRows(p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
     tiles = SharedTiles(
         q_tile, keys, weights_tile, factors, head_factors, ready, free, weights_ready, weights_free, q_ready
     )
     gl.warp_specialize([
-        (_left, (queries, rows, p_lse, scale, end - begin, lives, tiles, EPILOGUE, PLAIN)),
+        (_left, (queries, rows, p_lse, scale, end - begin, lives, tiles, PARTIAL, EPILOGUE, PLAIN)),
         (_right, ((KeyIndices(p_window_words, window_page_chunks, WINDOW_LOG_PAGE, p_window_indices,
                               window_indices_stride, window_length, window_capacity),
                    KeyIndices(p_extra_words, extra_page_chunks, EXTRA_LOG_PAGE, p_extra_indices,
                               extra_indices_stride, extra_length, extra_capacity)),
-                  (boundary, begin), addresses, queries, rows, end - begin, tiles, EPILOGUE, PLAIN)),
+                  (boundary, begin), addresses, queries, rows, end - begin, tiles, PARTIAL, EPILOGUE, PLAIN)),
         (copy_keys if PLAIN else produce_keys,
          (p_window_words, p_extra_words, (boundary, begin), end, addresses, (keys, ready, free))),
     ], [4, 4], [RIGHT_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

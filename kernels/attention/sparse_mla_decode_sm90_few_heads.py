@@ -190,7 +190,10 @@ def _softmax(scores, live, acc, top, sums, scale, weights_tile):
 
 
 @gluon.jit
-def _consumer(queries, rows, p_lse, scale, blocks, tiles, ring, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr):
+def _consumer(
+    queries, rows, p_lse, scale, blocks, tiles, ring,
+    PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr,
+):  # fmt: skip
     """Run the first warpgroup: all but the keys. `tiles`: queries and weights in shared memory."""
     q_tile, weights_tile = tiles
     keys, lives, ready, free = ring
@@ -201,7 +204,7 @@ def _consumer(queries, rows, p_lse, scale, blocks, tiles, ring, EPILOGUE: gl.con
     HEADS: gl.constexpr = gl.SliceLayout(0, MMA)
     LIVE: gl.constexpr = gl.SliceLayout(1, MMA)
     QUERIES: gl.constexpr = query_layout(N)
-    q = fetch_queries(queries.p_q, queries.head_stride, heads, N, rows.partial, QUERIES)
+    q = fetch_queries(queries.p_q, queries.head_stride, heads, N, PARTIAL, QUERIES)
     if queries.eps is not None:
         # In flight together with the queries.
         angles = gl.zeros([N, rotated_width(N, EPILOGUE.rope)], gl.bfloat16, QUERIES)
@@ -252,7 +255,7 @@ def _consumer(queries, rows, p_lse, scale, blocks, tiles, ring, EPILOGUE: gl.con
             acc = acc * gl.expand_dims(gl.convert_layout(kept, HEADS), 0)
         q_tile.store(acc.to(gl.bfloat16).permute((1, 0)))
         thread_barrier()
-        store_few_rows(q_tile, rows, queries.p_cos, EPILOGUE)
+        store_few_rows(q_tile, rows, queries.p_cos, PARTIAL, EPILOGUE)
 
 
 @gluon.jit(
@@ -358,10 +361,11 @@ def sparse_mla_decode_sm90_few_heads_kernel(
         if p_lse is not None:
             p_lse += token * lse_stride + head
     queries = Queries(p_q, q_head_stride, p_table, eps)
-    rows = HeadRows(p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads, PARTIAL)
+    rows = HeadRows(p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
     ring = KeyRing(keys, lives, ready, free)
     gl.warp_specialize([
-        (_consumer, (queries, rows, p_lse, scale, end - begin, (q_tile, weights_tile), ring, EPILOGUE, PLAIN)),
+        (_consumer, (queries, rows, p_lse, scale, end - begin, (q_tile, weights_tile), ring, PARTIAL, EPILOGUE,
+                     PLAIN)),
         (_copier if PLAIN else _producer, (
             KeyRow(p_window_words, window_page_chunks, p_window_row, window_length, window_capacity, WINDOW_LOG_PAGE),
             KeyRow(p_extra_words, extra_page_chunks, p_extra_row, extra_length, extra_capacity, EXTRA_LOG_PAGE),

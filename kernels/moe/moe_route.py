@@ -8,7 +8,7 @@ the same bits in a batch of any size. A float32 gate is multiplied as three bflo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -68,33 +68,10 @@ def _add_gate(x, gate, acc):
     return acc
 
 
-class Shape(NamedTuple):
-    """Compile-time sizes of a choice: experts, how many of them are chosen, and parts of the logits."""
-
-    experts: int
-    chosen: int
-    parts: int
-
-
-class Router(NamedTuple):
-    """Choice of experts in a kernel, by scores or by token ids.
-
-    Attributes:
-        p_bias: `[E]` float32 or None. p_token_ids: `[T]` int or None; p_tid2eid: `[V, K]` int or None.
-        strides: of these three. rows: V. scale: of the weights.
-    """
-
-    p_bias: Any
-    p_token_ids: Any
-    p_tid2eid: Any
-    strides: Any
-    rows: Any
-    scale: Any
-
-
 @triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["p_token_ids"])
 def moe_route_kernel(
-    results,  # ids [T, K] int32 and weights [T, K] float32, contiguous
+    p_ids,  # [T, K] int32, contiguous
+    p_weights,  # [T, K] float32, contiguous
     p_logits,  # [parts, T, E] float32, contiguous
     p_arrived,  # [blocks of tokens]
     p_x,  # [T, D] bfloat16
@@ -104,24 +81,28 @@ def moe_route_kernel(
     p_tid2eid,  # [V, K] int or None
     x_strides,
     gate_strides,
-    strides,  # of bias, token ids and table
+    bias_stride,
+    token_stride,
+    table_strides,
     tokens,
     rows,
     scale,
     D: tl.constexpr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SHAPE: tl.constexpr,
+    E_POW2: tl.constexpr,
+    K_POW2: tl.constexpr,
     CHOOSES: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute the logits of BLOCK_T tokens, BLOCK_E experts and a part of D; with CHOOSES, the last CTA chooses."""
     pdl_prologue(PDL)
-    E: tl.constexpr = SHAPE.experts
-    PARTS: tl.constexpr = SHAPE.parts
     TILES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     STEPS: tl.constexpr = (D + BLOCK_D * CHUNKS - 1) // (BLOCK_D * CHUNKS)
     block, tile, part = tl.program_id(0) // (TILES * PARTS), tl.program_id(0) // PARTS % TILES, tl.program_id(0) % PARTS
@@ -144,42 +125,49 @@ def moe_route_kernel(
     if CHOOSES:
         last = arrive(p_arrived) == TILES * PARTS - 1
         if last:
-            router = Router(p_bias, p_token_ids, p_tid2eid, strides, rows, scale)
-            _choose(results, p_logits, router, block, tokens, SHAPE)
+            _choose(
+                p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride, table_strides,
+                block, tokens, rows, scale, E, K, PARTS, E_POW2, K_POW2,
+            )  # fmt: skip
             tl.store(p_arrived, 0)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["p_token_ids"])
 def moe_choose_kernel(
-    results,
+    p_ids,
+    p_weights,
     p_logits,
     p_bias,
     p_token_ids,
     p_tid2eid,
-    strides,
+    bias_stride,
+    token_stride,
+    table_strides,
     tokens,
     rows,
     scale,
-    SHAPE: tl.constexpr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    E_POW2: tl.constexpr,
+    K_POW2: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Choose and weigh the experts of one token."""
     pdl_prologue(PDL)
-    router = Router(p_bias, p_token_ids, p_tid2eid, strides, rows, scale)
-    _choose(results, p_logits, router, tl.program_id(0), tokens, SHAPE)
+    _choose(
+        p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride, table_strides,
+        tl.program_id(0), tokens, rows, scale, E, K, PARTS, E_POW2, K_POW2,
+    )  # fmt: skip
 
 
 @triton.jit
-def _choose(results, p_logits, router, token, tokens, SHAPE: tl.constexpr):
+def _choose(
+    p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride, table_strides, token,
+    tokens, rows, scale, E: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, E_POW2: tl.constexpr,
+    K_POW2: tl.constexpr,
+):  # fmt: skip
     """Choose and weigh the experts of one token."""
-    p_ids, p_weights = results
-    p_bias, p_token_ids, p_tid2eid, strides, rows, scale = router
-    bias_stride, token_stride, table_strides = strides
-    E: tl.constexpr = SHAPE.experts
-    K: tl.constexpr = SHAPE.chosen
-    PARTS: tl.constexpr = SHAPE.parts
-    E_POW2: tl.constexpr = triton.next_power_of_2(E)
-    K_POW2: tl.constexpr = triton.next_power_of_2(K)
     o_e, o_k = tl.arange(0, E_POW2), tl.arange(0, K_POW2)
     token = token.to(tl.int64)
     logits = tl.zeros((E_POW2,), tl.float32)
@@ -256,11 +244,18 @@ def moe_route(
         (1, 1) if tid2eid is None else tid2eid.stride(),
     )
     sizes = (tokens, 0 if tid2eid is None else tid2eid.shape[0], float(scale))
-    shape = Shape(experts, top_k, tiling.parts)
+    constants = {
+        "E": experts,
+        "K": top_k,
+        "PARTS": tiling.parts,
+        "E_POW2": triton.next_power_of_2(experts),
+        "K_POW2": triton.next_power_of_2(top_k),
+    }
     launch_kernel(
         moe_route_kernel,
         (programs,),
-        (ids, weights),
+        ids,
+        weights,
         logits,
         arrival_counters(1, x.device) if tokens == 1 else None,
         x,
@@ -268,14 +263,14 @@ def moe_route(
         *chosen_by,
         x.stride(),
         gate.stride(),
-        strides,
+        *strides,
         *sizes,
+        **constants,
         D=size,
         CHUNKS=CHUNKS,
         BLOCK_T=tiling.block_t,
         BLOCK_E=tiling.block_e,
         BLOCK_D=BLOCK_D,
-        SHAPE=shape,
         CHOOSES=tokens == 1,
         STAGES=3,
         num_warps=4,
@@ -285,12 +280,13 @@ def moe_route(
         launch_kernel(
             moe_choose_kernel,
             (tokens,),
-            (ids, weights),
+            ids,
+            weights,
             logits,
             *chosen_by,
-            strides,
+            *strides,
             *sizes,
-            SHAPE=shape,
+            **constants,
             num_warps=1,
             **pdl_arguments(x.device, tokens),
         )

@@ -13,7 +13,7 @@ import pytest
 MAX_LINES, MAX_KERNEL_LINES = 400, 700
 """Of a file, and of a kernel together with its launcher."""
 
-MANY_PARAMETERS, MOST_WITH_MANY = 10, 0.05
+MANY_PARAMETERS, MOST_WITH_MANY = 10, 0.075
 """Parameters that are many, and the largest share of the functions of kernels/ that may have as many."""
 
 LAYERS: tuple[frozenset[str], ...] = (
@@ -124,7 +124,7 @@ def test_cache_layout_numbers_appear_in_layout_alone(trees: dict[str, ast.Module
 
 
 def test_few_functions_of_kernels_have_many_parameters(trees: dict[str, ast.Module]) -> None:
-    """Parameters that belong together are one tuple or NamedTuple, which Triton flattens: the machine code is equal."""
+    """Parameters that belong together are one tuple or NamedTuple, where all versions of Triton give the same code."""
     counts = {
         f"{path}:{node.lineno} {node.name}": sum(isinstance(part, ast.arg) for part in ast.walk(node.args))
         for path, tree in trees.items()
