@@ -10,9 +10,9 @@ mixed input and its norm.
 Few tokens: one launch. The last program of a token to arrive at its counter finishes the token. No program waits for
 another, so neither the order in which CTAs start nor what else runs on the GPU can stop a launch.
 
-More tokens: a second launch finishes, a program for each token. One program would have to finish 16 tokens, and more
-could do that in one launch only if they waited for each other. bfloat16 streams are multiplied on tensor cores with
-`fn` as a sum of three bfloat16, which is exact.
+More tokens: a second launch finishes, a program for each token, or two. One program would have to finish 16 tokens, and
+more could do that in one launch only if they waited for each other. bfloat16 streams are multiplied on tensor cores
+with `fn` as a sum of three bfloat16, which is exact.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ TILE_TOKENS = 16
 """Tokens of a program that uses tensor cores, the smallest side of their tiles."""
 TILE_CHANNELS = 64
 """Channels of a step of such a program."""
+FEW_TOKENS = 256
+"""Most tokens of a launch that leaves SMs idle: its programs take fewer and larger steps, with more warps for more than
+`FEW_TOKENS // 4` tokens, and others compute coefficients, whose Sinkhorn iteration takes as long as the rest."""
+FEW_CHANNELS = 128
+"""Channels of a step of a program of so few tokens."""
 REGION_BYTES = 1024
 """Bytes of a mailbox, which holds the output of a program: CHANNELS elements for each 4 of 8 warps."""
 EXCHANGE_CTAS = 512
@@ -190,6 +195,19 @@ def _finish(results, p_sums, streams, mix, token, scalars, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def _finish_coefficients(results, p_sums, mix, token, scalars, SHAPE: tl.constexpr):
+    """Compute post and comb of `token`, which `_finish` does otherwise."""
+    MIX: tl.constexpr = SHAPE.mix
+    SLICES: tl.constexpr = (SHAPE.dim + SHAPE.channels - 1) // SHAPE.channels
+    S_BLOCK: tl.constexpr = triton.next_power_of_2(SLICES)
+    eps, hc_eps, iterations = scalars
+    p_sums += token * ((MIX + 1) * SLICES)
+    p_post, p_comb = results[1] + token * 4, results[2] + token * 16
+    rms = inverse_rms_of_streams(p_sums, eps, SHAPE.dim, MIX, SLICES, S_BLOCK)
+    store_coefficients(p_post, p_comb, p_sums, mix, rms, hc_eps, iterations, SLICES, S_BLOCK)
+
+
+@triton.jit
 def mhc_token_kernel(
     p_streams_out,  # [T, 4, D] contiguous; None if the streams are as they were
     results,  # y [T, D]; post [T, 4] and comb [T, 4, 4], or None; contiguous
@@ -330,14 +348,22 @@ def mhc_finish_kernel(
     streams_strides,
     scalars,  # eps of the norms; eps and iterations of the coefficients
     SHAPE: tl.constexpr,
+    APART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program p finishes token p."""
+    """Program p finishes token p; with APART, programs 2 t and 2 t + 1 finish coefficients and input of token t."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    _finish(results, p_sums, Strided(p_streams, streams_strides), mix, token, scalars, SHAPE)
+    program = tl.program_id(0).to(tl.int64)
+    streams = Strided(p_streams, streams_strides)
+    if APART:
+        if program % 2 == 0:
+            _finish_coefficients(results, p_sums, mix, program // 2, scalars, SHAPE)
+        else:
+            _finish((results[0], None, None), p_sums, streams, mix, program // 2, scalars, SHAPE)
+    else:
+        _finish(results, p_sums, streams, mix, program, scalars, SHAPE)
 
 
 def launch(
@@ -377,8 +403,8 @@ def launch(
         launch_kernel(
             mhc_tokens_kernel, (programs,), results.streams, sums, (streams, returned, mix.fn),
             (streams.stride(), strides, mix.fn.stride()), tokens,
-            SHAPE=shape._replace(mix_block=max(16, shape.mix_block)), STEP=min(TILE_CHANNELS, channels),
-            TOKENS=TILE_TOKENS, num_warps=4, **pdl_arguments(streams.device, programs),
+            SHAPE=shape._replace(mix_block=max(16, shape.mix_block)), TOKENS=TILE_TOKENS, **_tile(tokens, channels),
+            **pdl_arguments(streams.device, programs),
         )  # fmt: skip
     else:
         programs = tokens * slices
@@ -389,9 +415,11 @@ def launch(
         )  # fmt: skip
     if counters is None:
         new = streams if results.streams is None else results.streams
+        apart = tokens <= FEW_TOKENS and not ends
+        programs = 2 * tokens if apart else tokens
         launch_kernel(
-            mhc_finish_kernel, (tokens,), tuple(results[1:]), sums, new, of_mix, new.stride(), scalars, SHAPE=shape,
-            num_warps=_warps(dim), **pdl_arguments(streams.device, tokens),
+            mhc_finish_kernel, (programs,), tuple(results[1:]), sums, new, of_mix, new.stride(), scalars, SHAPE=shape,
+            APART=apart, num_warps=_warps(dim), **pdl_arguments(streams.device, programs),
         )  # fmt: skip
     return results
 
@@ -399,6 +427,13 @@ def launch(
 def _warps(dim: int) -> int:
     """Return the warps of a program that norms a row of `dim` in its registers."""
     return 4 if dim <= 4096 else 8
+
+
+def _tile(tokens: int, channels: int) -> dict[str, int]:
+    """Return channels of a step, warps and stages of a program of tiles."""
+    if tokens > FEW_TOKENS:
+        return {"STEP": min(TILE_CHANNELS, channels), "num_warps": 4}
+    return {"STEP": min(FEW_CHANNELS, channels), "num_warps": 4 if tokens <= FEW_TOKENS // 4 else 8, "num_stages": 1}
 
 
 def _slices(dim: int) -> tuple[int, int]:

@@ -29,13 +29,14 @@ MUTATED = ("p_streams_out", "p_sums", "p_counters", *(f"results[{i}]" for i in r
 arguments = partial(calls.arguments, iterations=4)
 """Few Sinkhorn iterations: the interpreter takes longest for them, and before they converge no error is hidden."""
 FEW, MANY, TWO_TILES = 2, 3, kernels.TILE_TOKENS + 1
-"""Tokens of one launch and of two, where tests put the limit between them, and tokens of two tiles."""
+"""Tokens of one launch, of two with coefficients apart, where tests put the limits, and of two tiles without."""
 
 
 @pytest.fixture(autouse=True)
 def few_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the limit where few programs are beyond it: in the interpreter each takes time."""
+    """Put the limits where few programs are beyond them: in the interpreter each takes time."""
     monkeypatch.setattr(kernels, "MAX_ONE_LAUNCH", FEW)
+    monkeypatch.setattr(kernels, "FEW_TOKENS", MANY)
 
 
 def launcher(op: str) -> Callable[..., Any]:
@@ -202,9 +203,9 @@ def test_kernels_compile_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPa
         calls += [("mhc_boundary", 7168), ("mhc_pre", 4096), ("mhc_head", 4096)]
     with compiled_for(target) as compiled:
         for op, dim in calls:
-            for tokens in (1, 32):
+            for tokens in (1, MANY, 32):
                 launcher(op)(*arguments(op, tokens, dim))
-    assert len(compiled) == 3 * len(calls)
+    assert len(compiled) == 5 * len(calls)
     assert all(kernel.assembled for kernel in compiled)
     assert all(begins_early(kernel) == early for kernel in compiled)
 
