@@ -67,7 +67,7 @@ kernels: install  ## compile every kernel and record what tests ask; with ARGS=-
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not interpreted' --compile=record tests/kernels tests/lowering $(ARGS)
 
 .PHONY: oldest
-oldest: install  ## compile every kernel that tests compile with the oldest Triton, which GPUs with torch 2.11 have: eight minutes
+oldest: install  ## compile every kernel that tests compile with the oldest Triton, which GPUs with torch 2.11 have: four minutes
 	test -d $(OLDEST) || $(PIP) install --no-deps --target $(OLDEST) triton==3.6.0
 	OMP_NUM_THREADS=1 PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not interpreted' --compile=all tests/kernels $(ARGS)
 
