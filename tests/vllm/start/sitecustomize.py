@@ -1,8 +1,14 @@
 """Kernels of vLLM's CPU model in PyTorch, on a CPU for which vLLM has none: they need AVX512-BF16.
 
+Where vLLM has them, its routers alone are replaced, which do not take the few experts of the tests' models.
+
 Python imports this file in every process that has its folder in PYTHONPATH, so workers have the kernels too. vLLM looks
 for them when it is imported: they are defined before. Nothing of the plug-in is here, and nothing for a GPU.
 """
+
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 
 import torch
 from torch import Tensor
@@ -49,7 +55,25 @@ def biased_topk(x: Tensor, logits: Tensor, bias: Tensor, topk: int, norm: bool, 
     return weights_of(logits, scores.topk(topk, dim=-1).indices, factor)
 
 
-if torch.version.cuda is None and not torch.cpu._is_avx512_bf16_supported():
+class Routers(MetaPathFinder):
+    """Replaces the functions that call vLLM's routers, when their module is loaded."""
+
+    def find_spec(self, name: str, path, target=None):
+        spec = PathFinder.find_spec(name, path) if name == "vllm._custom_ops" else None
+        if spec is not None:
+            load = spec.loader.exec_module
+
+            def load_and_replace(module) -> None:
+                load(module)
+                module.hash_topk_cpu, module.biased_topk_cpu = hash_topk, biased_topk
+
+            spec.loader.exec_module = load_and_replace
+        return spec
+
+
+if torch.version.cuda is None and torch.cpu._is_avx512_bf16_supported():
+    sys.meta_path.insert(0, Routers())
+elif torch.version.cuda is None:
     define(
         "hc_pre_fused_cpu(Tensor x, Tensor fn, Tensor scale, Tensor base, int mult, int iters, float rms_eps, "
         "float eps) -> (Tensor, Tensor, Tensor)",
