@@ -43,14 +43,19 @@ STEPS = 6
 """Most steps of a sequence."""
 
 
+def never() -> bool:
+    """Return False."""
+    return False
+
+
 @dataclass
 class Conversation:
-    """A cache, and the tokens that each of its rows holds."""
+    """A cache, and the tokens that each of its rows holds. `stale` is `never` if the model does not own the cache."""
 
     cache: Any
     rows: list[list[int]]
     masks: list[Tensor] = field(default_factory=list)
-    stale: Callable[[], bool] = lambda: False
+    stale: Callable[[], bool] = never
 
     @property
     def longest(self) -> int:
@@ -371,6 +376,8 @@ class World:
                 thread.start()
             for thread in threads:
                 thread.join()
+            # Who takes the model's own cache last is a matter of time, and a sequence must be the same each time.
+            self.open = [talk for talk in self.open if talk.stale is never]
             if faults:
                 raise faults[0]
 
