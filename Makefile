@@ -53,7 +53,7 @@ test: install  ## style, types and all tests
 	tested=$$?; wait $$lint && echo "lint: nothing found" || { cat build/lint.log; exit 1; }; exit $$tested
 
 .PHONY: test-vllm
-test-vllm: $(VLLM_STAMP)  ## the plug-in inside vLLM, in an environment of its own: about 25 minutes
+test-vllm: $(VLLM_STAMP)  ## the plug-in inside vLLM, in an environment of its own: 11 to 25 minutes
 	$(VLLM_VENV)/bin/python -m pytest -q --noconftest --import-mode=prepend -o norecursedirs= tests/vllm $(ARGS)
 
 fuzz: install  ## 2,000 random sequences of calls against eager transformers, and 200 through Inductor: half an hour
