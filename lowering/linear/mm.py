@@ -12,15 +12,16 @@ from ..._compat import OpOverload
 from ...cpu.linear.mm import mm
 from ..calls_on_cpu import Function, call_on_cpu
 
+# Defined when this module is imported: a graph from a cache may call the op in a process that compiles none.
 _LIBRARY = torch.library.Library("dsv4_cpu", "DEF")
+_LIBRARY.define("mm(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("mm", mm, "CompositeExplicitAutograd")
+torch.library.register_fake("dsv4_cpu::mm", lambda x, weight: x.new_empty((x.shape[0], weight.shape[1])))
 
 
 @functools.cache
 def op() -> OpOverload:
     """Return `dsv4_cpu::mm`, `aten::mm` under a name of its own: a lowering of aten's would change others' graphs."""
-    _LIBRARY.define("mm(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl("mm", mm, "CompositeExplicitAutograd")
-    torch.library.register_fake("dsv4_cpu::mm", lambda x, weight: x.new_empty((x.shape[0], weight.shape[1])))
     found: OpOverload = torch.ops.dsv4_cpu.mm.default
     call_on_cpu(found, Function("dsv4_compile.cpu.linear.mm", "mm"))
     return found
