@@ -205,6 +205,11 @@ def write(folder: Path, **changes: Any) -> Path:
     return write_weights(folder, Weights(CONFIG | changes))
 
 
+def write_dense(folder: Path) -> Path:
+    """Write the model with as many experts as a token goes to, so that no rounding chooses others."""
+    return write(folder, n_routed_experts=CONFIG["num_experts_per_tok"])
+
+
 def write_quantised(folder: Path, dequantised: bool, **changes: Any) -> Path:
     """Write a model of `QuantisedWeights`; with `dequantised`, its configuration leaves experts out."""
     config = CONFIG | QUANTISED | changes

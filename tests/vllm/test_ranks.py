@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Path:
-    return checkpoint.write(folder / "model", n_routed_experts=checkpoint.CONFIG["num_experts_per_tok"])
+    return checkpoint.write_dense(folder / "model")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass
 class Replays:
-    """What replays returned and wrote, counted over steps.
+    """Counts, over steps, of what replays returned and wrote.
 
     rows: of tokens. padded: rows that were no tokens. other_rows: rows of tokens whose output has other bits than the
     compiled step's. other_caches: steps after which any byte of any cache was another. strays: blocks that were written

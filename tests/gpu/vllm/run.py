@@ -25,7 +25,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,7 +59,7 @@ SHADOWED, TIMED = [5, 37, 300, 700, 2900], [300, 301, 302, 303]
 REQUESTS, STEPS = [1, 2, 4], 64
 WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "tiny": checkpoint.write,
-    EVERY: partial(checkpoint.write, n_routed_experts=checkpoint.CONFIG["num_experts_per_tok"]),
+    EVERY: checkpoint.write_dense,
     "real": write_real,
 }
 _ROWS = "rows", "reused", "worst", "steps", "sets"
@@ -70,7 +69,7 @@ KEPT = {
     "preempted": (*_ROWS, "preemptions", "again", "drift", "hits", "worst_after_hits"),
     "replay": ("steps", "rows", "padded", "sizes", "other_rows", "other_caches", "writes", "strays"),
 }
-"""What a row of a record has of an engine's result, by kind of measurement."""
+"""Fields of an engine's result that a row of a record keeps, by kind of measurement."""
 BESIDE = ("tilelang", "flashinfer-python", "nvidia-cutlass-dsl")
 """Packages for which vLLM has kernels of its own in DeepSeek-V4, and others where they are missing."""
 

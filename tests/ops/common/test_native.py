@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.ops.common.define import EAGER, OPS, REFERENCES
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import assert_bitwise
+
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
 Calls = list[tuple[str, list[Any]]]
 KERNELS = {
@@ -46,15 +47,6 @@ class Recorder(TorchDispatchMode):
             name = func._schema.name.removeprefix("dsv4::")
             self.calls.append((name, [each.clone() if isinstance(each, Tensor) else each for each in args]))
         return func(*args, **kwargs or {})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(native, "_state", {})
-        native.build()
-        assert native._state["loaded"] is not None
-        yield
 
 
 @pytest.fixture(scope="module")

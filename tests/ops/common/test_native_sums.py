@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.cpu import native
 from dsv4_compile.cpu.moe.moe_experts import FEW_TOKENS
 from dsv4_compile.ops.common.define import EAGER, REFERENCES
 from dsv4_compile.testing import assert_bitwise
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(native, "_state", {})
-        native.build()
-        assert native._state["loaded"] is not None
-        yield
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
 
 def attention(tokens: int, heads: int, dim: int, width: int = 30) -> list[Any]:
