@@ -94,10 +94,11 @@ def _scales(words, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(weight, expert, first, o_row, k, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-                 COLUMNS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    if TMA:
-        w = tl.reshape(weight.load([expert, 0, first, k]), [ROWS, COLUMNS])
+def _load_weight(rows, k, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """Load COLUMNS elements from column `k` on of `WeightRows`."""
+    weight, _, expert, first, o_row = rows
+    if TILE.tma:
+        w = tl.reshape(weight.load([expert, 0, first, k]), [TILE.rows, COLUMNS])
     else:
         row = expert.to(tl.int64) * N + o_row
         w = tl.load(weight + (row * K)[:, None] + (tl.arange(0, COLUMNS) + k)[None, :])
@@ -106,82 +107,70 @@ def _load_weight(weight, expert, first, o_row, k, N: tl.constexpr, K: tl.constex
 
 @triton.jit
 def _multiply_mxfp4(
-    weight, expert, first, o_row, p_words, p_x, x_stride, mask, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, INTERLEAVED: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr,
-    STAGES: tl.constexpr, ANY: tl.constexpr,
+    rows, p_words, p_x, x, N: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    ANY: tl.constexpr,
 ):  # fmt: skip
     """Return the sums, without ANY of usual scales, and bits that are not 0 where a scale is none."""
+    ROWS: tl.constexpr = TILE.rows
+    TOKENS: tl.constexpr = TILE.tokens
+    BLOCK_K: tl.constexpr = TILE.block_k
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     found = tl.zeros((ROWS, BLOCK_K // WORD_COLUMNS), tl.int32)
-    STEP: tl.constexpr = N if INTERLEAVED else 1
+    STEP: tl.constexpr = N if TILE.interleaved else 1
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        x = tl.load(p_x + k * x_stride, mask[None, :], 0.0)
-        w = _load_weight(weight, expert, first, o_row, k // NIBBLES, N, K // NIBBLES, ROWS, BLOCK_K // NIBBLES, TMA)
+        values = tl.load(p_x + k * x.stride, x.mask[None, :], 0.0)
+        w = _load_weight(rows, k // NIBBLES, N, K // NIBBLES, BLOCK_K // NIBBLES, TILE)
         words = tl.load(p_words + k // WORD_COLUMNS * STEP)
         found |= unusual_scales(words)
-        acc = tl.dot(unpack_mxfp4(w, _scales(words, ROWS, BLOCK_K), ROWS, BLOCK_K, PTX, ANY), x, acc)
+        acc = tl.dot(unpack_mxfp4(w, _scales(words, ROWS, BLOCK_K), ROWS, BLOCK_K, TILE.ptx, ANY), values, acc)
     return acc, found
 
 
 @triton.jit
 def multiply(
-    weight,  # a TMA descriptor of [E, HALVES, N / HALVES, K] with TMA, else a pointer to [E, N, K], contiguous
-    p_scale,  # MXFP4: words [E, N, K / 128] int32; e4m3: [E, N / 128, K / 128]; contiguous
-    expert,
-    first,  # first row of the first half
-    o_row,  # [ROWS] rows of the expert's weight
-    p_x,  # [TOKENS] pointers to the tokens' rows
-    x_stride,
-    mask,  # [TOKENS]
+    rows,  # `WeightRows`
+    x,  # `TokenRows`
     N: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TMA: tl.constexpr,
-    PTX: tl.constexpr,
-    STAGES: tl.constexpr,
+    TILE: tl.constexpr,  # `GemmTile`
 ):
     """Return float32 [ROWS, TOKENS] of rows of an expert's weight with rows of x.
 
-    MXFP4 rows in the order of a checkpoint meet x in the order in which they are unpacked, INTERLEAVED ones x as it is.
+    MXFP4 rows in the order of a checkpoint meet x in the order in which they are unpacked, interleaved ones x as it is.
     Scales that are not the usual ones, which no trained weight has, cost the tile a second pass.
     """
-    p_x = p_x[None, :] + tl.arange(0, BLOCK_K)[:, None] * x_stride
-    if FORMAT == "mxfp4":
+    _, p_scale, expert, _, o_row = rows
+    ROWS: tl.constexpr = TILE.rows
+    TOKENS: tl.constexpr = TILE.tokens
+    BLOCK_K: tl.constexpr = TILE.block_k
+    STAGES: tl.constexpr = TILE.stages
+    p_x = x.p_x[None, :] + tl.arange(0, BLOCK_K)[:, None] * x.stride
+    if TILE.kind == "mxfp4":
         p_words = p_scale + expert.to(tl.int64) * (N * (K // WORD_COLUMNS))
         o_word = tl.arange(0, BLOCK_K // WORD_COLUMNS)
-        if INTERLEAVED:
+        if TILE.interleaved:
             p_words += o_word[None, :] * N + o_row[:, None]
         else:
             p_words += o_row[:, None] * (K // WORD_COLUMNS) + o_word[None, :]
-        acc, found = _multiply_mxfp4(
-            weight, expert, first, o_row, p_words, p_x, x_stride, mask, N, K, ROWS, TOKENS, BLOCK_K, INTERLEAVED,
-            TMA, PTX, STAGES, False,
-        )  # fmt: skip
+        acc, found = _multiply_mxfp4(rows, p_words, p_x, x, N, K, TILE, STAGES, False)
         acc *= USUAL
         if tl.max(tl.max((found != 0).to(tl.int32), 1), 0) != 0:
-            acc, found = _multiply_mxfp4(
-                weight, expert, first, o_row, p_words, p_x, x_stride, mask, N, K, ROWS, TOKENS, BLOCK_K, INTERLEAVED,
-                TMA, PTX, 1, True,
-            )  # fmt: skip
+            acc, found = _multiply_mxfp4(rows, p_words, p_x, x, N, K, TILE, 1, True)
     else:
         acc = tl.zeros((ROWS, TOKENS), tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            x = tl.load(p_x + k * x_stride, mask[None, :], 0.0)
-            w = _load_weight(weight, expert, first, o_row, k, N, K, ROWS, BLOCK_K, TMA)
-            if FORMAT == "e4m3":
+            values = tl.load(p_x + k * x.stride, x.mask[None, :], 0.0)
+            w = _load_weight(rows, k, N, K, BLOCK_K, TILE)
+            if TILE.kind == "e4m3":
                 blocks = (expert.to(tl.int64) * tl.cdiv(N, WEIGHT_TILE) + o_row // WEIGHT_TILE) * tl.cdiv(
                     K, WEIGHT_TILE
                 )
                 scale = tl.load(p_scale + blocks + k // WEIGHT_TILE)
                 if scale.dtype == tl.uint8:
                     scale = ue8m0_scale(scale.to(tl.int32))
-                acc += tl.dot(unpack_e4m3(w), x) * scale[:, None]
+                acc += tl.dot(unpack_e4m3(w), values) * scale[:, None]
             else:
-                acc = tl.dot(w, x, acc)
+                acc = tl.dot(w, values, acc)
     return acc
 
 

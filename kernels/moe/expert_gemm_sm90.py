@@ -14,6 +14,7 @@ import triton.language as tl
 from ...layout import MX_TILE as _MX_TILE
 from ..device.quant import MAGNITUDE, MANTISSA_BITS, NAN_BITS, ue8m0_scale
 from .expert_gemm import WEIGHT_TILE, WORD_COLUMNS, unusual_scales
+from .expert_operands import SplitRows
 
 MX_TILE = tl.constexpr(_MX_TILE)
 BLOCK_BYTES = tl.constexpr(64)  # of a row of MXFP4 whose scales are one word
@@ -95,9 +96,9 @@ def _factor(words, GROUP: tl.constexpr, ANY: tl.constexpr):
 
 
 @triton.jit
-def _add_block(acc, w, words, p_x, p_scale, row_scale, mask, SCALE_K: tl.constexpr, PTX: tl.constexpr,
-               ANY: tl.constexpr):  # fmt: skip
-    """Add the product of uint8 [ROWS, 64] and 128 elements of K of x."""
+def _add_block(acc, w, words, x, row_scale, SCALE_K: tl.constexpr, PTX: tl.constexpr, ANY: tl.constexpr):
+    """Add the product of uint8 [ROWS, 64] and the first 128 elements of K of `SplitRows` x."""
+    p_x, p_scale, mask = x
     even, odd = tl.split(tl.permute(tl.reshape(w, [w.shape[0], 2, 2, BLOCK_BYTES // 4]), (0, 3, 1, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
@@ -130,10 +131,16 @@ def _add_block(acc, w, words, p_x, p_scale, row_scale, mask, SCALE_K: tl.constex
 
 
 @triton.jit
-def _multiply(weight, p_words, expert, first, p_x, p_scale, mask, K: tl.constexpr, ROWS: tl.constexpr,
-              SCALE_K: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
-              ANY: tl.constexpr):  # fmt: skip
+def _multiply(
+    rows, p_words, x, K: tl.constexpr, SCALE_K: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    ANY: tl.constexpr,
+):  # fmt: skip
     """Return the sums of both parts, and bits that are not 0 where a scale is no usual one."""
+    weight, _, expert, first, _ = rows
+    p_x, p_scale, mask = x
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK_K: tl.constexpr = TILE.block_k
+    PTX: tl.constexpr = TILE.ptx
     acc = tl.zeros((ROWS, p_x.shape[1]), tl.float32)
     found = tl.zeros((ROWS,), tl.int32)
     row_scale = tl.load(p_scale, mask, 0.0)
@@ -146,15 +153,15 @@ def _multiply(weight, p_words, expert, first, p_x, p_scale, mask, K: tl.constexp
             w0, w1 = tl.split(tl.permute(tl.reshape(w, [ROWS, 2, BLOCK_BYTES]), (0, 2, 1)))
             words0, words1 = tl.split(words)
             found |= unusual_scales(words0) | unusual_scales(words1)
-            acc = _add_block(acc, w0, words0, p_x + k, p_scales, row_scale, mask, SCALE_K, PTX, ANY)
-            acc = _add_block(
-                acc, w1, words1, p_x + (k + WORD_COLUMNS), p_scales + STEP, row_scale, mask, SCALE_K, PTX, ANY
-            )
+            x0 = SplitRows(p_x + k, p_scales, mask)
+            acc = _add_block(acc, w0, words0, x0, row_scale, SCALE_K, PTX, ANY)
+            x1 = SplitRows(p_x + (k + WORD_COLUMNS), p_scales + STEP, mask)
+            acc = _add_block(acc, w1, words1, x1, row_scale, SCALE_K, PTX, ANY)
         else:
             words0 = tl.reshape(words, [ROWS])
             found |= unusual_scales(words0)
             w0 = tl.reshape(w, [ROWS, BLOCK_BYTES])
-            acc = _add_block(acc, w0, words0, p_x + k, p_scales, row_scale, mask, SCALE_K, PTX, ANY)
+            acc = _add_block(acc, w0, words0, SplitRows(p_x + k, p_scales, mask), row_scale, SCALE_K, PTX, ANY)
     if not ANY and SCALE_K == K:
         acc *= row_scale
     return acc, found
@@ -162,71 +169,54 @@ def _multiply(weight, p_words, expert, first, p_x, p_scale, mask, K: tl.constexp
 
 @triton.jit
 def multiply_mxfp4(
-    weight,  # a TMA descriptor of uint8 [E, HALVES, N / HALVES, K / 2] with a box of ROWS rows and BLOCK_K / 2 bytes
-    p_words,  # [E, N, K / 128] int32, contiguous
-    expert,
-    first,  # first row of the first half
-    o_row,  # [ROWS] rows of the expert's weight
-    p_x,  # [2 * TOKENS] pointers to rows of e4m3: the high parts of the tokens, then the low ones
-    p_scale,  # [2 * TOKENS] pointers to their scales, one for SCALE_K elements, 64 or K
-    mask,  # [2 * TOKENS]
+    rows,  # `WeightRows`, a descriptor of uint8 [E, HALVES, N / HALVES, K / 2] with a box of BLOCK_K / 2 bytes
+    x,  # `SplitRows`
     N: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SCALE_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PTX: tl.constexpr,
+    SCALE_K: tl.constexpr,  # elements of K for which x has one scale, 64 or K
+    TILE: tl.constexpr,  # `GemmTile`
 ):
     """Return float32 [ROWS, TOKENS] of rows of an expert's MXFP4 weight with rows of x in the order of unpacked rows.
 
     Scales that are not the usual ones, which no trained weight has, cost the tile a second pass.
     """
+    _, p_words, expert, _, o_row = rows
     WORDS: tl.constexpr = K // WORD_COLUMNS
-    o_word = tl.arange(0, BLOCK_K // WORD_COLUMNS)
+    o_word = tl.arange(0, TILE.block_k // WORD_COLUMNS)
     p_words += expert.to(tl.int64) * (N * WORDS) + o_row[:, None] * WORDS + o_word[None, :]
-    p_x = p_x[None, :] + tl.arange(0, MX_TILE)[:, None]
-    p_scale, mask = p_scale[None, :], mask[None, :]
-    acc, found = _multiply(
-        weight, p_words, expert, first, p_x, p_scale, mask, K, ROWS, SCALE_K, BLOCK_K, STAGES, PTX, False
-    )
+    x = SplitRows(x.p_x[None, :] + tl.arange(0, MX_TILE)[:, None], x.p_scale[None, :], x.mask[None, :])
+    acc, found = _multiply(rows, p_words, x, K, SCALE_K, TILE, TILE.stages, False)
     if tl.max((found != 0).to(tl.int32), 0) != 0:
-        acc, found = _multiply(
-            weight, p_words, expert, first, p_x, p_scale, mask, K, ROWS, SCALE_K, BLOCK_K, 1, PTX, True
-        )
-    return add_parts(acc, ROWS, TOKENS) * E2M1_UNIT
+        acc, found = _multiply(rows, p_words, x, K, SCALE_K, TILE, 1, True)
+    return add_parts(acc, TILE.rows, TILE.tokens) * E2M1_UNIT
 
 
 @triton.jit
 def multiply_e4m3(
-    weight,  # a TMA descriptor of e4m3 [1, HALVES, N / HALVES, K] with a box of ROWS rows and BLOCK_K columns
-    p_weight_scale,  # [N / 128, K / 128] float32 or UE8M0 bytes, contiguous
-    first,
-    o_row,
-    p_x,
-    p_scale,
-    mask,
+    rows,  # `WeightRows`, a descriptor of e4m3 [1, HALVES, N / HALVES, K] with a box of BLOCK_K columns
+    x,  # `SplitRows`
     K: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
     SCALE_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Return float32 [ROWS, TOKENS] of rows of an e4m3 weight with rows of x; what is not said is as in MXFP4's."""
+    weight, p_weight_scale, _, first, o_row = rows
+    ROWS: tl.constexpr = TILE.rows
+    TOKENS: tl.constexpr = TILE.tokens
+    BLOCK_K: tl.constexpr = TILE.block_k
+    STAGES: tl.constexpr = TILE.stages
     acc = tl.zeros((ROWS, 2 * TOKENS), tl.float32)
-    p_x = p_x[None, :] + tl.arange(0, BLOCK_K)[:, None]
-    p_scale, mask = p_scale[None, :], mask[None, :]
+    p_x = x.p_x[None, :] + tl.arange(0, BLOCK_K)[:, None]
+    p_scale, mask = x.p_scale[None, :], x.mask[None, :]
     p_weight_scale += o_row // WEIGHT_TILE * tl.cdiv(K, WEIGHT_TILE)
     row_scale = tl.load(p_scale, mask, 0.0)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        x = tl.load(p_x + k, mask, 0.0)
+        values = tl.load(p_x + k, mask, 0.0)
         w = tl.reshape(weight.load([0, 0, first, k]), [ROWS, BLOCK_K])
         factor = tl.load(p_weight_scale + k // WEIGHT_TILE)
         if factor.dtype == tl.uint8:
             factor = ue8m0_scale(factor.to(tl.int32))
-        sums = tl.dot(w, x)
+        sums = tl.dot(w, values)
         if SCALE_K == K:
             acc += sums * factor[:, None]
         else:

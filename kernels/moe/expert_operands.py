@@ -1,4 +1,4 @@
-"""Weights of experts as arguments of kernels."""
+"""Weights and tokens of experts as arguments of kernels."""
 
 from __future__ import annotations
 
@@ -17,6 +17,63 @@ def descriptor(weight: Tensor, halves: int, rows: int, block_k: int) -> Any:
     experts, n, k = weight.shape
     shape, strides = [experts, halves, n // halves, k], [n * k, n // halves * k, k, 1]
     return TensorDescriptor(weight, shape, strides, [1, halves, rows // halves, block_k])
+
+
+class GemmTile(NamedTuple):
+    """Compile-time sizes and options of the GEMMs of a launch.
+
+    Attributes:
+        rows, tokens: of a tile: rows of the weight and tokens that meet them.
+        block_k, stages: elements of K of a step, and steps in flight.
+        kind: format of the weight. interleaved: whether MXFP4 rows are in the order in which x is.
+        tma: whether the weight is a TMA descriptor. ptx: whether PTX is compiled.
+    """
+
+    rows: int
+    tokens: int
+    block_k: int
+    stages: int
+    kind: str
+    interleaved: bool
+    tma: bool
+    ptx: bool
+
+
+class WeightRows(NamedTuple):
+    """Rows of an expert's weight `[E, N, K]` in a kernel.
+
+    Attributes:
+        weight: a TMA descriptor of `[E, HALVES, N / HALVES, K]`, or a pointer to `[E, N, K]`, contiguous.
+        p_scale: MXFP4: words `[E, N, K / 128]` int32; e4m3: `[E, N / 128, K / 128]`; contiguous.
+        first: first row of the first half. o_row: `[ROWS]` rows.
+    """
+
+    weight: Any
+    p_scale: Any
+    expert: Any
+    first: Any
+    o_row: Any
+
+
+class TokenRows(NamedTuple):
+    """Rows of tokens in a kernel: `[TOKENS]` pointers to them and their mask, and the stride of their elements."""
+
+    p_x: Any
+    stride: Any
+    mask: Any
+
+
+class SplitRows(NamedTuple):
+    """Rows of tokens, split into two e4m3, in a kernel.
+
+    Attributes:
+        p_x: `[2 * TOKENS]` pointers to rows of e4m3: the high parts of the tokens, then the low ones.
+        p_scale: `[2 * TOKENS]` pointers to their scales. mask: `[2 * TOKENS]`.
+    """
+
+    p_x: Any
+    p_scale: Any
+    mask: Any
 
 
 class Weight(NamedTuple):

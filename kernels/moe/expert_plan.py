@@ -7,6 +7,8 @@ CTA sorts MOST_PLACES; one launch for as many, else two: counts, then places.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,35 @@ TILE_ROWS = tl.constexpr(32)  # tiles that a CTA describes at a time
 WARPS = 8
 NO_TILE = tl.constexpr(-1)
 FIELDS = tl.constexpr(4)  # of a tile: its expert, its first place in `order`, the end of its expert's places, unused
+
+
+class SortShape(NamedTuple):
+    """Compile-time sizes of a plan of many places.
+
+    Attributes:
+        experts: of this rank. block, tile: places that a CTA sorts, and those of a tile.
+        programs_pow2: programs, rounded up to a power of two.
+    """
+
+    experts: int
+    block: int
+    tile: int
+    programs_pow2: int
+
+
+class PlanShape(NamedTuple):
+    """Compile-time sizes of a plan of few places.
+
+    Attributes:
+        experts: of this rank. block, tile: places that a CTA plans, and those of a tile.
+        places_pow2, tiles_pow2: places and tiles, rounded up to powers of two.
+    """
+
+    experts: int
+    block: int
+    tile: int
+    places_pow2: int
+    tiles_pow2: int
 
 
 @triton.jit
@@ -63,13 +94,13 @@ def sort_places_kernel(
     places,
     first_expert,
     tiles,
-    EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
-    PROGRAMS_POW2: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """Write where BLOCK places come in `order`, and describe a share of the tiles."""
+    """Write where a block of places come in `order`, and describe a share of the tiles."""
+    EXPERTS: tl.constexpr = SHAPE.experts
+    EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(EXPERTS)
+    BLOCK: tl.constexpr = SHAPE.block
+    TILE: tl.constexpr = SHAPE.tile
     me, programs = tl.program_id(0), tl.num_programs(0)
     o_place, o_e = me * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EXPERTS_POW2)
     local = local_expert(p_ids, o_place, o_place < places, first_expert, EXPERTS)
@@ -77,7 +108,7 @@ def sort_places_kernel(
         mine = _count(local, EXPERTS_POW2)
         total, before = mine, tl.zeros_like(mine)
     else:
-        o_p = tl.arange(0, PROGRAMS_POW2)
+        o_p = tl.arange(0, SHAPE.programs_pow2)
         p_all = p_counts + o_p[:, None] * EXPERTS_POW2 + o_e[None, :]
         counts = tl.load(p_all, (o_p < programs)[:, None], 0)
         total = tl.sum(counts, 0)
@@ -109,14 +140,16 @@ def sort_places_kernel(
 
 
 @triton.jit
-def plan_some(p_tiles, p_ids, me, places, first_expert, tiles, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr,
-              PLACES_POW2: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-              TILES_POW2: tl.constexpr):  # fmt: skip
+def plan_some(p_tiles, p_ids, me, places, first_expert, tiles, SHAPE: tl.constexpr):
     """Write places `me * BLOCK` and following where they belong in tiles [tiles, 2 + TILE] int32.
 
     A tile has its expert, the number of its places, and those. Program 0 marks the tiles that are not used.
     """
-    o_all, o_e = tl.arange(0, PLACES_POW2), tl.arange(0, EXPERTS_POW2)
+    EXPERTS: tl.constexpr = SHAPE.experts
+    EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(EXPERTS)
+    BLOCK: tl.constexpr = SHAPE.block
+    TILE: tl.constexpr = SHAPE.tile
+    o_all, o_e = tl.arange(0, SHAPE.places_pow2), tl.arange(0, EXPERTS_POW2)
     other = local_expert(p_ids, o_all, o_all < places, first_expert, EXPERTS)
     count = _count(other, EXPERTS_POW2)
     each = (count + TILE - 1) // TILE
@@ -133,7 +166,7 @@ def plan_some(p_tiles, p_ids, me, places, first_expert, tiles, EXPERTS: tl.const
     first = (expert >= 0) & (rank % TILE == 0)
     tl.store(p_tile, expert, first)
     tl.store(p_tile + 1, tl.minimum(left, TILE), first)
-    o_tile = tl.arange(0, TILES_POW2)
+    o_tile = tl.arange(0, SHAPE.tiles_pow2)
     unused = (o_tile >= tl.sum(each, 0)) & (o_tile < tiles) & (me == 0)
     tl.store(p_tiles + o_tile * (2 + TILE), NO_TILE, unused)
 
@@ -157,9 +190,12 @@ def plan_places(ids: Tensor, first_expert: int, experts: int, tile: int) -> tupl
     tiles = torch.empty((most_tiles(places, experts, tile), FIELDS.value), dtype=torch.int32, device=ids.device)
     scratch = torch.empty((2, programs, experts_pow2), dtype=torch.int32, device=ids.device)
     counts = scratch[1] if programs > 1 else None
-    sizes = {"EXPERTS": experts, "EXPERTS_POW2": experts_pow2, "num_warps": WARPS}
     if counts is not None:
-        launch_kernel(count_places_kernel, (programs,), counts, ids, places, first_expert, BLOCK=MOST_PLACES, **sizes)
+        launch_kernel(
+            count_places_kernel, (programs,), counts, ids, places, first_expert, EXPERTS=experts,
+            EXPERTS_POW2=experts_pow2, BLOCK=MOST_PLACES, num_warps=WARPS,
+        )  # fmt: skip
+    block = MOST_PLACES if programs > 1 else max(16, triton.next_power_of_2(places))
     launch_kernel(
         sort_places_kernel,
         (programs,),
@@ -171,9 +207,7 @@ def plan_places(ids: Tensor, first_expert: int, experts: int, tile: int) -> tupl
         places,
         first_expert,
         len(tiles),
-        PROGRAMS_POW2=triton.next_power_of_2(programs),
-        BLOCK=MOST_PLACES if programs > 1 else max(16, triton.next_power_of_2(places)),
-        TILE=tile,
-        **sizes,
+        SHAPE=SortShape(experts, block, tile, triton.next_power_of_2(programs)),
+        num_warps=WARPS,
     )
     return order, tiles

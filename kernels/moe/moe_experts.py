@@ -26,9 +26,9 @@ from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
 from ..host.semaphores import arrival_counters
 from .expert_gemm import multiply, swiglu, unpacked_element, unpacked_position
-from .expert_operands import Weight
+from .expert_operands import GemmTile, TokenRows, Weight, WeightRows
 from .expert_plan import FIELDS, local_expert, most_tiles, plan_places
-from .expert_sum import SUM_TOKENS, add_up_last, add_up_places
+from .expert_sum import SUM_TOKENS, ExpertIds, SumShape, add_up_last, add_up_places
 
 FEW_PLACES = 1024
 """Most places without a plan: each CTA looks at all of them."""
@@ -85,14 +85,15 @@ def _places(p_order, rank, o_list, end, PLACES_POW2: tl.constexpr, PLAN: tl.cons
 
 
 @triton.jit
-def _store_hidden(p_hidden, acc, o_out, mask, first, limit, INNER: tl.constexpr, HALF: tl.constexpr,
-                  TOKENS: tl.constexpr, PERMUTED: tl.constexpr):  # fmt: skip
+def _store_hidden(p_hidden, acc, o_out, mask, first, limit, INNER: tl.constexpr, PERMUTED: tl.constexpr,
+                  TILE: tl.constexpr):  # fmt: skip
     """Store silu(gate) * up of a tile whose first half of rows is gate."""
+    HALF: tl.constexpr = TILE.rows // 2
     o_n = first + tl.arange(0, HALF)
     if PERMUTED:
         o_n = unpacked_position(o_n)
     p_row = p_hidden + o_out.to(tl.int64)[None, :] * INNER + o_n[:, None]
-    tl.store(p_row, swiglu(acc, limit, HALF, TOKENS).to(p_hidden.dtype.element_ty), mask[None, :])
+    tl.store(p_row, swiglu(acc, limit, HALF, TILE.tokens).to(p_hidden.dtype.element_ty), mask[None, :])
 
 
 @triton.jit
@@ -130,26 +131,19 @@ def gate_up_kernel(
     EXPERTS: tl.constexpr,
     PLACES_POW2: tl.constexpr,
     PLAN: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SHARED_TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SHARED_BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr,
-    SHARED_FORMAT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     PERMUTED_HIDDEN: tl.constexpr,
-    TMA: tl.constexpr,
-    PTX: tl.constexpr,
-    STAGES: tl.constexpr,
-    SHARED_STAGES: tl.constexpr,
+    TILE: tl.constexpr,  # `GemmTile`
+    SHARED_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute HALF columns of the hidden state of a tile of places, or of tokens for the shared expert."""
     pdl_prologue(PDL)
+    ROWS: tl.constexpr = TILE.rows
     HALF: tl.constexpr = ROWS // 2
-    PERMUTED: tl.constexpr = FORMAT == "mxfp4" and not INTERLEAVED
-    SHARED_PERMUTED: tl.constexpr = SHARED_FORMAT == "mxfp4"
+    TOKENS: tl.constexpr = TILE.tokens
+    SHARED_TOKENS: tl.constexpr = SHARED_TILE.tokens
+    PERMUTED: tl.constexpr = TILE.kind == "mxfp4" and not TILE.interleaved
+    SHARED_PERMUTED: tl.constexpr = SHARED_TILE.kind == "mxfp4"
     o_r = tl.arange(0, ROWS)
     program, shared = tl.program_id(0), 0
     if SHARED_INNER > 0:
@@ -161,22 +155,11 @@ def gate_up_kernel(
             p_rows, stride = p_x + o_t.to(tl.int64) * x_strides[0], x_strides[1]
             if SHARED_PERMUTED:
                 p_rows, stride = p_reordered + o_t.to(tl.int64) * HIDDEN, 1
-            acc = multiply(
-                shared_weight, p_shared_scale, tl.full((), 0, tl.int32), first, o_row, p_rows, stride, o_t < tokens,
-                2 * SHARED_INNER, HIDDEN, ROWS, SHARED_TOKENS, SHARED_BLOCK_K, SHARED_FORMAT, False,
-                TMA, PTX, SHARED_STAGES,
-            )  # fmt: skip
+            rows = WeightRows(shared_weight, p_shared_scale, tl.full((), 0, tl.int32), first, o_row)
+            x = TokenRows(p_rows, stride, o_t < tokens)
+            acc = multiply(rows, x, 2 * SHARED_INNER, HIDDEN, SHARED_TILE)
             _store_hidden(
-                p_shared_hidden,
-                acc,
-                o_t,
-                o_t < tokens,
-                first,
-                limit,
-                SHARED_INNER,
-                HALF,
-                SHARED_TOKENS,
-                SHARED_PERMUTED,
+                p_shared_hidden, acc, o_t, o_t < tokens, first, limit, SHARED_INNER, SHARED_PERMUTED, SHARED_TILE
             )
     if program >= shared:
         first = (program - shared) % (INNER // HALF) * HALF
@@ -190,11 +173,9 @@ def gate_up_kernel(
             p_rows, stride = p_x + o_token * x_strides[0], x_strides[1]
             if PERMUTED:
                 p_rows, stride = p_reordered + o_token * HIDDEN, 1
-            acc = multiply(
-                weight, p_scale, expert, first, o_row, p_rows, stride, o_list < end, 2 * INNER, HIDDEN, ROWS, TOKENS,
-                BLOCK_K, FORMAT, INTERLEAVED, TMA, PTX, STAGES,
-            )  # fmt: skip
-            _store_hidden(p_hidden, acc, place, o_list < end, first, limit, INNER, HALF, TOKENS, PERMUTED_HIDDEN)
+            rows = WeightRows(weight, p_scale, expert, first, o_row)
+            acc = multiply(rows, TokenRows(p_rows, stride, o_list < end), 2 * INNER, HIDDEN, TILE)
+            _store_hidden(p_hidden, acc, place, o_list < end, first, limit, INNER, PERMUTED_HIDDEN, TILE)
 
 
 @triton.jit(do_not_specialize=["tokens", "places", "first_expert"])
@@ -222,24 +203,16 @@ def down_kernel(
     EXPERTS: tl.constexpr,
     PLACES_POW2: tl.constexpr,
     PLAN: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SHARED_TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SHARED_BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr,
-    SHARED_FORMAT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SUM: tl.constexpr,
-    SUM_TOKENS: tl.constexpr,
-    TMA: tl.constexpr,
-    PTX: tl.constexpr,
-    STAGES: tl.constexpr,
-    SHARED_STAGES: tl.constexpr,
+    SUM: tl.constexpr,  # `SumShape`, or None
+    TILE: tl.constexpr,  # `GemmTile`
+    SHARED_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ROWS columns of the results of a tile; with SUM, the last CTA of the columns adds them up."""
     pdl_prologue(PDL)
+    ROWS: tl.constexpr = TILE.rows
+    TOKENS: tl.constexpr = TILE.tokens
+    SHARED_TOKENS: tl.constexpr = SHARED_TILE.tokens
     program, shared = tl.program_id(0), 0
     first = program % (HIDDEN // ROWS) * ROWS
     slot = program // (HIDDEN // ROWS)
@@ -249,10 +222,8 @@ def down_kernel(
         if slot < shared:
             o_t = slot * SHARED_TOKENS + tl.arange(0, SHARED_TOKENS)
             p_rows = p_shared_hidden + o_t.to(tl.int64) * SHARED_INNER
-            acc = multiply(
-                shared_weight, p_shared_scale, tl.full((), 0, tl.int32), first, o_row, p_rows, 1, o_t < tokens, HIDDEN,
-                SHARED_INNER, ROWS, SHARED_TOKENS, SHARED_BLOCK_K, SHARED_FORMAT, False, TMA, PTX, SHARED_STAGES,
-            )  # fmt: skip
+            rows = WeightRows(shared_weight, p_shared_scale, tl.full((), 0, tl.int32), first, o_row)
+            acc = multiply(rows, TokenRows(p_rows, 1, o_t < tokens), HIDDEN, SHARED_INNER, SHARED_TILE)
             p_row = p_results + (places + o_t.to(tl.int64))[None, :] * HIDDEN + o_row[:, None]
             tl.store(p_row, acc.to(p_results.dtype.element_ty), (o_t < tokens)[None, :])
     if slot >= shared:
@@ -262,19 +233,16 @@ def down_kernel(
         for at in range(begin, end, TOKENS):
             o_list = at + tl.arange(0, TOKENS)
             place = _places(p_order, rank, o_list, end, PLACES_POW2, PLAN)
-            acc = multiply(
-                weight, p_scale, expert, first, o_row, p_hidden + place.to(tl.int64) * INNER, 1, o_list < end, HIDDEN,
-                INNER, ROWS, TOKENS, BLOCK_K, FORMAT, INTERLEAVED, TMA, PTX, STAGES,
-            )  # fmt: skip
+            rows = WeightRows(weight, p_scale, expert, first, o_row)
+            x = TokenRows(p_hidden + place.to(tl.int64) * INNER, 1, o_list < end)
+            acc = multiply(rows, x, HIDDEN, INNER, TILE)
             acc *= tl.load(p_weights + place, o_list < end, 0.0)[None, :]
             p_row = p_results + place.to(tl.int64)[None, :] * HIDDEN + o_row[:, None]
             tl.store(p_row, acc.to(p_results.dtype.element_ty), (o_list < end)[None, :])
-    if SUM:
+    if SUM is not None:
         BLOCKS: tl.constexpr = HIDDEN // ROWS
-        add_up_last(
-            p_arrived, program % BLOCKS, BLOCKS, p_out, p_results, p_ids, o_row, tokens, places, first_expert, HIDDEN,
-            TOP_K, EXPERTS, SHARED_INNER > 0, SUM_TOKENS,
-        )  # fmt: skip
+        ids = ExpertIds(p_ids, tokens, places, first_expert)
+        add_up_last(p_arrived, program % BLOCKS, BLOCKS, p_out, p_results, ids, o_row, SUM)
 
 
 class ExpertTiling(NamedTuple):
@@ -378,11 +346,6 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         "EXPERTS": experts,
         "PLACES_POW2": 16 if plan == PLAN_TILES else triton.next_power_of_2(max(16, places)),
         "PLAN": plan,
-        "TOKENS": tile,
-        "SHARED_TOKENS": shared_tile,
-        "INTERLEAVED": call.interleaved,
-        "TMA": tma,
-        "PTX": ptx,
     }
 
     def product(first: Weight, second: Weight | None, rows: int, halves: int) -> tuple[tuple[Any, ...], dict, int]:
@@ -390,18 +353,17 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         ctas = (slots + shared_slots) * rows / 64 / gpu.sms
         each = choose_tiling(gpu, tile, first.kind, rows, first.size, ctas)
         own = first.operand(halves, each.rows, each.block_k, tma)
-        constants = {"ROWS": each.rows, "BLOCK_K": each.block_k, "FORMAT": first.kind, "STAGES": each.stages}
-        constants |= {"num_warps": each.warps, "SHARED_FORMAT": "none", "SHARED_BLOCK_K": each.block_k}
-        constants["SHARED_STAGES"] = each.stages
-        constants |= register_limit(device, each.registers)
+        of_tile = GemmTile(each.rows, tile, each.block_k, each.stages, first.kind, call.interleaved, tma, ptx)
+        of_shared = of_tile._replace(tokens=shared_tile, kind="none", interleaved=False)
         operands: tuple[Any, ...] = (own, first.scale, None, None)
         if second is not None:
             other = choose_tiling(gpu, shared_tile, second.kind, rows, second.size, ctas)
             if first.kind == "mxfp4" and second.kind == "e4m3" and ctas > FEW_CTAS:
                 other = other._replace(block_k=min(other.block_k, MIXED_BLOCK_K), stages=min(other.stages, 3))
-            constants |= {"SHARED_FORMAT": second.kind, "SHARED_BLOCK_K": other.block_k, "SHARED_STAGES": other.stages}
+            of_shared = of_shared._replace(kind=second.kind, block_k=other.block_k, stages=other.stages)
             operands = own, first.scale, second.operand(halves, each.rows, other.block_k, tma), second.scale
-        return operands, constants, each.rows
+        constants = {"TILE": of_tile, "SHARED_TILE": of_shared, "num_warps": each.warps}
+        return operands, constants | register_limit(device, each.registers), each.rows
 
     reordered = None
     if "mxfp4" in (w13.kind if not call.interleaved else "", shared13.kind if shared13 is not None else ""):
@@ -458,8 +420,7 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         tokens,
         places,
         call.first_expert,
-        SUM=sums,
-        SUM_TOKENS=SUM_TOKENS,
+        SUM=SumShape(hidden, top_k, experts, shared is not None, SUM_TOKENS) if sums else None,
         **shared_sizes,
         **constants,
         **pdl_arguments(device, programs),

@@ -21,8 +21,8 @@ from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
 from .expert_gemm import swiglu
 from .expert_gemm_sm90 import multiply_e4m3, multiply_mxfp4, split_e4m3, split_element, split_position
-from .expert_operands import Weight, descriptor
-from .expert_plan import most_tiles, plan_some
+from .expert_operands import GemmTile, SplitRows, Weight, WeightRows, descriptor
+from .expert_plan import PlanShape, most_tiles, plan_some
 from .expert_sum import add_up_places
 
 MOST_PLACES = 1024
@@ -66,10 +66,12 @@ def _places(p_tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def _store_hidden(p_hidden, p_scale, acc, place, mask, first, limit, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
-                  TILE: tl.constexpr, UNPACKED: tl.constexpr):  # fmt: skip
+def _store_hidden(hidden, acc, place, mask, first, limit, SIZE: tl.constexpr, UNPACKED: tl.constexpr,
+                  TILE: tl.constexpr):  # fmt: skip
     """Store a tile's columns of the hidden state, split, in the order of unpacked rows with UNPACKED."""
-    high, low, scale = split_e4m3(swiglu(acc, limit, COLUMNS, TILE), 0)
+    p_hidden, p_scale = hidden
+    COLUMNS: tl.constexpr = TILE.rows // 2
+    high, low, scale = split_e4m3(swiglu(acc, limit, COLUMNS, TILE.tokens), 0)
     o_n = first + tl.arange(0, COLUMNS)
     if UNPACKED:
         o_n = split_position(o_n)
@@ -92,24 +94,16 @@ def split_kernel(
     first_expert,
     tiles,
     HIDDEN: tl.constexpr,
-    HIDDEN_POW2: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
-    PLACES_POW2: tl.constexpr,
-    PLANNED: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES_POW2: tl.constexpr,
+    PLAN: tl.constexpr,  # `PlanShape`
     PDL: tl.constexpr,
 ):
-    """Plan PLANNED places, or split a token's row: in the order of unpacked weights, then as it is."""
+    """Plan a block of places, or split a token's row: in the order of unpacked weights, then as it is."""
     pdl_prologue(PDL)
-    plans = tl.cdiv(places, PLANNED)
+    HIDDEN_POW2: tl.constexpr = triton.next_power_of_2(HIDDEN)
+    plans = tl.cdiv(places, PLAN.block)
     row = tl.program_id(0) - plans
     if row < 0:
-        plan_some(
-            p_tiles, p_ids, tl.program_id(0), places, first_expert, tiles, EXPERTS, EXPERTS_POW2, PLACES_POW2,
-            PLANNED, TILE, TILES_POW2,
-        )  # fmt: skip
+        plan_some(p_tiles, p_ids, tl.program_id(0), places, first_expert, tiles, PLAN)
     else:
         o = tl.arange(0, HIDDEN_POW2)
         element = tl.where(row < tokens, split_element(o), o)
@@ -141,19 +135,16 @@ def split_gate_up_kernel(
     INNER: tl.constexpr,
     SHARED_INNER: tl.constexpr,
     TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SHARED_TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SHARED_BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SHARED_STAGES: tl.constexpr,
-    PTX: tl.constexpr,
+    TILE: tl.constexpr,  # `GemmTile`
+    SHARED_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ROWS / 2 columns of the hidden state of a tile of places, or of tokens for the shared expert."""
     pdl_prologue(PDL)
+    ROWS: tl.constexpr = TILE.rows
     HALF: tl.constexpr = ROWS // 2
+    TOKENS: tl.constexpr = TILE.tokens
+    SHARED_TOKENS: tl.constexpr = SHARED_TILE.tokens
     o_r = tl.arange(0, ROWS)
     program, shared = tl.program_id(0), 0
     if SHARED_INNER > 0:
@@ -162,16 +153,13 @@ def split_gate_up_kernel(
             first = program % (SHARED_INNER // HALF) * HALF
             begin = program // (SHARED_INNER // HALF) * SHARED_TOKENS
             token, part, mask = _shared_columns(begin, tokens, SHARED_TOKENS)
-            acc = multiply_e4m3(
-                shared_weight, p_shared_scale, first, first + o_r // HALF * SHARED_INNER + o_r % HALF,
-                p_split + (tokens + token) * (2 * HIDDEN) + part * HIDDEN, p_split_scale + token, mask, HIDDEN, ROWS,
-                SHARED_TOKENS, HIDDEN, SHARED_BLOCK_K, SHARED_STAGES,
-            )  # fmt: skip
+            o_row = first + o_r // HALF * SHARED_INNER + o_r % HALF
+            rows = WeightRows(shared_weight, p_shared_scale, 0, first, o_row)
+            p_x = p_split + (tokens + token) * (2 * HIDDEN) + part * HIDDEN
+            acc = multiply_e4m3(rows, SplitRows(p_x, p_split_scale + token, mask), HIDDEN, HIDDEN, SHARED_TILE)
             o_t = begin + tl.arange(0, SHARED_TOKENS)
-            _store_hidden(
-                p_shared_hidden, p_shared_hidden_scale, acc, o_t.to(tl.int64), o_t < tokens, first, limit, SHARED_INNER,
-                HALF, SHARED_TOKENS, False,
-            )  # fmt: skip
+            hidden = p_shared_hidden, p_shared_hidden_scale
+            _store_hidden(hidden, acc, o_t.to(tl.int64), o_t < tokens, first, limit, SHARED_INNER, False, SHARED_TILE)
     if program >= shared:
         first = (program - shared) % (INNER // HALF) * HALF
         p_tile = p_tiles + (program - shared) // (INNER // HALF) * (2 + TOKENS)
@@ -179,13 +167,11 @@ def split_gate_up_kernel(
         if expert >= 0:
             place, part, mask = _columns(p_tile, TOKENS)
             token = place // TOP_K
-            acc = multiply_mxfp4(
-                weight, p_words, expert, first, first + o_r // HALF * INNER + o_r % HALF,
-                p_split + token * (2 * HIDDEN) + part * HIDDEN, p_split_scale + token, mask, 2 * INNER, HIDDEN, ROWS,
-                TOKENS, HIDDEN, BLOCK_K, STAGES, PTX,
-            )  # fmt: skip
+            rows = WeightRows(weight, p_words, expert, first, first + o_r // HALF * INNER + o_r % HALF)
+            x = SplitRows(p_split + token * (2 * HIDDEN) + part * HIDDEN, p_split_scale + token, mask)
+            acc = multiply_mxfp4(rows, x, 2 * INNER, HIDDEN, HIDDEN, TILE)
             place, mask = _places(p_tile, TOKENS)
-            _store_hidden(p_hidden, p_hidden_scale, acc, place, mask, first, limit, INNER, HALF, TOKENS, True)
+            _store_hidden((p_hidden, p_hidden_scale), acc, place, mask, first, limit, INNER, True, TILE)
 
 
 @triton.jit(do_not_specialize=["tokens", "places"])
@@ -207,18 +193,15 @@ def split_down_kernel(
     INNER: tl.constexpr,
     SHARED_INNER: tl.constexpr,
     HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SHARED_TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SHARED_BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SHARED_STAGES: tl.constexpr,
-    PTX: tl.constexpr,
+    TILE: tl.constexpr,  # `GemmTile`
+    SHARED_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ROWS columns of the results of a tile."""
     pdl_prologue(PDL)
+    ROWS: tl.constexpr = TILE.rows
+    TOKENS: tl.constexpr = TILE.tokens
+    SHARED_TOKENS: tl.constexpr = SHARED_TILE.tokens
     BLOCKS: tl.constexpr = HIDDEN // ROWS
     program, shared = tl.program_id(0), 0
     first, slot = program % BLOCKS * ROWS, program // BLOCKS
@@ -228,12 +211,10 @@ def split_down_kernel(
         if slot < shared:
             begin = slot * SHARED_TOKENS
             token, part, mask = _shared_columns(begin, tokens, SHARED_TOKENS)
-            acc = multiply_e4m3(
-                shared_weight, p_shared_scale, first, o_row,
-                p_shared_hidden + token * (2 * SHARED_INNER) + part * SHARED_INNER,
-                p_shared_hidden_scale + token * (SHARED_INNER // HALF), mask, SHARED_INNER, ROWS, SHARED_TOKENS, HALF,
-                SHARED_BLOCK_K, SHARED_STAGES,
-            )  # fmt: skip
+            rows = WeightRows(shared_weight, p_shared_scale, 0, first, o_row)
+            p_x = p_shared_hidden + token * (2 * SHARED_INNER) + part * SHARED_INNER
+            x = SplitRows(p_x, p_shared_hidden_scale + token * (SHARED_INNER // HALF), mask)
+            acc = multiply_e4m3(rows, x, SHARED_INNER, HALF, SHARED_TILE)
             o_t = begin + tl.arange(0, SHARED_TOKENS)
             p_row = p_results + (places + o_t.to(tl.int64))[None, :] * HIDDEN + o_row[:, None]
             tl.store(p_row, acc, (o_t < tokens)[None, :])
@@ -242,10 +223,9 @@ def split_down_kernel(
         expert = tl.load(p_tile)
         if expert >= 0:
             place, part, mask = _columns(p_tile, TOKENS)
-            acc = multiply_mxfp4(
-                weight, p_words, expert, first, o_row, p_hidden + place * (2 * INNER) + part * INNER,
-                p_hidden_scale + place * (INNER // HALF), mask, HIDDEN, INNER, ROWS, TOKENS, HALF, BLOCK_K, STAGES, PTX,
-            )  # fmt: skip
+            p_x = p_hidden + place * (2 * INNER) + part * INNER
+            x = SplitRows(p_x, p_hidden_scale + place * (INNER // HALF), mask)
+            acc = multiply_mxfp4(WeightRows(weight, p_words, expert, first, o_row), x, HIDDEN, INNER, HALF, TILE)
             place, mask = _places(p_tile, TOKENS)
             acc *= tl.load(p_weights + place, mask, 0.0)[None, :]
             tl.store(p_results + place[None, :] * HIDDEN + o_row[:, None], acc, mask[None, :])
@@ -279,6 +259,8 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
         shared_states = empty(tokens, 2, shared_inner, dtype=e4m3), empty(tokens, shared_inner // HALF)
     results = empty(places + (tokens if shared is not None else 0), hidden)
 
+    places_pow2 = triton.next_power_of_2(max(16, places))
+    plan = PlanShape(experts, PLANNED, TOKENS, places_pow2, triton.next_power_of_2(tiles))
     programs = cdiv(places, PLANNED) + orders * tokens
     launch_kernel(
         split_kernel,
@@ -294,31 +276,26 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
         call.first_expert,
         tiles,
         HIDDEN=hidden,
-        HIDDEN_POW2=triton.next_power_of_2(hidden),
-        EXPERTS=experts,
-        EXPERTS_POW2=triton.next_power_of_2(experts),
-        PLACES_POW2=triton.next_power_of_2(max(16, places)),
-        PLANNED=PLANNED,
-        TILE=TOKENS,
-        TILES_POW2=triton.next_power_of_2(tiles),
+        PLAN=plan,
         num_warps=SPLIT_WARPS,
         **pdl_arguments(device, programs),
     )
-    sizes = {"HIDDEN": hidden, "INNER": inner, "SHARED_INNER": shared_inner, "ROWS": ROWS}
-    sizes |= {"TOKENS": TOKENS, "SHARED_TOKENS": SHARED_TOKENS, "SHARED_BLOCK_K": HALF, "STAGES": STAGES}
-    sizes |= {"SHARED_STAGES": SHARED_STAGES, "PTX": gpu_of(device).backend == "cuda", "num_warps": 4}
+    ptx = gpu_of(device).backend == "cuda"
+    sizes = {"HIDDEN": hidden, "INNER": inner, "SHARED_INNER": shared_inner, "num_warps": 4}
     sizes |= register_limit(device, REGISTERS)
+    shared_tile = GemmTile(ROWS, SHARED_TOKENS, HALF, SHARED_STAGES, "e4m3", interleaved=False, tma=True, ptx=ptx)
     shared_slots = cdiv(tokens, SHARED_TOKENS) if shared is not None else 0
 
-    def product(weight: Weight, other: Weight | None, halves: int) -> tuple[tuple[object, ...], int]:
-        """Return the weights of a launch as its arguments, and its K-block."""
+    def product(weight: Weight, other: Weight | None, halves: int) -> tuple[tuple[object, ...], GemmTile]:
+        """Return the weights of a launch as its arguments, and its tile."""
         block_k = BLOCK_K if weight.size % BLOCK_K == 0 else SCALE_COLUMNS
         own = descriptor(weight.values.view(torch.uint8), halves, ROWS, block_k // 2)
         beside = (None, None) if other is None else (descriptor(other.values, halves, ROWS, HALF), other.scale)
-        return (own, weight.scale, *beside), block_k
+        tile = GemmTile(ROWS, TOKENS, block_k, STAGES, "mxfp4", interleaved=False, tma=True, ptx=ptx)
+        return (own, weight.scale, *beside), tile
 
     first, second = (None, None) if shared is None else shared
-    weights, block_k = product(w13, first, 2)
+    weights, tile = product(w13, first, 2)
     programs = shared_slots * (shared_inner // HALF) + tiles * (inner // HALF)
     launch_kernel(
         split_gate_up_kernel,
@@ -332,11 +309,12 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
         tokens,
         float(call.limit),
         TOP_K=top_k,
-        BLOCK_K=block_k,
+        TILE=tile,
+        SHARED_TILE=shared_tile,
         **sizes,
         **pdl_arguments(device, programs),
     )
-    weights, block_k = product(w2, second, 1)
+    weights, tile = product(w2, second, 1)
     programs = (shared_slots + tiles) * (hidden // ROWS)
     launch_kernel(
         split_down_kernel,
@@ -350,7 +328,8 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
         tokens,
         places,
         HALF=HALF,
-        BLOCK_K=block_k,
+        TILE=tile,
+        SHARED_TILE=shared_tile,
         **sizes,
         **pdl_arguments(device, programs),
     )

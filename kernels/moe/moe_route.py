@@ -68,10 +68,17 @@ def _add_gate(x, gate, acc):
     return acc
 
 
+class Shape(NamedTuple):
+    """Compile-time sizes of a choice: experts, how many of them are chosen, and parts of the logits."""
+
+    experts: int
+    chosen: int
+    parts: int
+
+
 @triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["p_token_ids"])
 def moe_route_kernel(
-    p_ids,  # [T, K] int32, contiguous
-    p_weights,  # [T, K] float32, contiguous
+    results,  # ids [T, K] int32 and weights [T, K] float32, contiguous
     p_logits,  # [parts, T, E] float32, contiguous
     p_arrived,  # [blocks of tokens]
     p_x,  # [T, D] bfloat16
@@ -81,28 +88,24 @@ def moe_route_kernel(
     p_tid2eid,  # [V, K] int or None
     x_strides,
     gate_strides,
-    bias_stride,
-    token_stride,
-    table_strides,
+    strides,  # of the bias, the token ids, and rows and columns of the table, in one flat tuple
     tokens,
     rows,
     scale,
     D: tl.constexpr,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
+    SHAPE: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    E_POW2: tl.constexpr,
-    K_POW2: tl.constexpr,
     CHOOSES: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute the logits of BLOCK_T tokens, BLOCK_E experts and a part of D; with CHOOSES, the last CTA chooses."""
     pdl_prologue(PDL)
+    E: tl.constexpr = SHAPE.experts
+    PARTS: tl.constexpr = SHAPE.parts
     TILES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     STEPS: tl.constexpr = (D + BLOCK_D * CHUNKS - 1) // (BLOCK_D * CHUNKS)
     block, tile, part = tl.program_id(0) // (TILES * PARTS), tl.program_id(0) // PARTS % TILES, tl.program_id(0) % PARTS
@@ -125,49 +128,45 @@ def moe_route_kernel(
     if CHOOSES:
         last = arrive(p_arrived) == TILES * PARTS - 1
         if last:
-            _choose(
-                p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride, table_strides,
-                block, tokens, rows, scale, E, K, PARTS, E_POW2, K_POW2,
-            )  # fmt: skip
+            chosen_by = p_bias, p_token_ids, p_tid2eid
+            _choose(results, p_logits, chosen_by, strides, block, tokens, rows, scale, SHAPE)
             tl.store(p_arrived, 0)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["p_token_ids"])
 def moe_choose_kernel(
-    p_ids,
-    p_weights,
+    results,
     p_logits,
     p_bias,
     p_token_ids,
     p_tid2eid,
-    bias_stride,
-    token_stride,
-    table_strides,
+    strides,
     tokens,
     rows,
     scale,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    E_POW2: tl.constexpr,
-    K_POW2: tl.constexpr,
+    SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Choose and weigh the experts of one token."""
     pdl_prologue(PDL)
-    _choose(
-        p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride, table_strides,
-        tl.program_id(0), tokens, rows, scale, E, K, PARTS, E_POW2, K_POW2,
-    )  # fmt: skip
+    chosen_by = p_bias, p_token_ids, p_tid2eid
+    _choose(results, p_logits, chosen_by, strides, tl.program_id(0), tokens, rows, scale, SHAPE)
 
 
 @triton.jit
-def _choose(
-    p_ids, p_weights, p_logits, p_bias, p_token_ids, p_tid2eid, bias_stride, token_stride, table_strides, token,
-    tokens, rows, scale, E: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, E_POW2: tl.constexpr,
-    K_POW2: tl.constexpr,
-):  # fmt: skip
-    """Choose and weigh the experts of one token."""
+def _choose(results, p_logits, chosen_by, strides, token, tokens, rows, scale, SHAPE: tl.constexpr):
+    """Choose and weigh the experts of one token.
+
+    `chosen_by`: the bias, or the token ids and the table; `strides` are theirs, `rows` the rows of the table.
+    """
+    p_ids, p_weights = results
+    p_bias, p_token_ids, p_tid2eid = chosen_by
+    bias_stride, token_stride, row_stride, column_stride = strides
+    E: tl.constexpr = SHAPE.experts
+    K: tl.constexpr = SHAPE.chosen
+    PARTS: tl.constexpr = SHAPE.parts
+    E_POW2: tl.constexpr = triton.next_power_of_2(E)
+    K_POW2: tl.constexpr = triton.next_power_of_2(K)
     o_e, o_k = tl.arange(0, E_POW2), tl.arange(0, K_POW2)
     token = token.to(tl.int64)
     logits = tl.zeros((E_POW2,), tl.float32)
@@ -183,7 +182,7 @@ def _choose(
     else:
         id_ = tl.load(p_token_ids + token * token_stride).to(tl.int64)
         known = (id_ >= 0) & (id_ < rows)
-        p_entries = p_tid2eid + tl.where(known, id_, 0) * table_strides[0]
+        p_entries = p_tid2eid + tl.where(known, id_, 0) * row_stride
     ids = tl.full((K_POW2,), NO_EXPERT, tl.int32)
     chosen = tl.zeros((K_POW2,), tl.float32)
     total = tl.full((), 0.0, tl.float32)
@@ -192,7 +191,7 @@ def _choose(
             best = tl.argmax(keys, 0)
             keys = tl.where(o_e == best, LOWEST, keys)
         else:
-            entry = tl.load(p_entries + k * table_strides[1], known, NO_EXPERT).to(tl.int64)
+            entry = tl.load(p_entries + k * column_stride, known, NO_EXPERT).to(tl.int64)
             best = tl.where((entry >= 0) & (entry < E), entry, NO_EXPERT).to(tl.int32)
         score = tl.sum(tl.where(o_e == best, scores, 0.0), 0)
         total += score
@@ -241,21 +240,14 @@ def moe_route(
     strides = (
         1 if bias is None else bias.stride(0),
         1 if token_ids is None else token_ids.stride(0),
-        (1, 1) if tid2eid is None else tid2eid.stride(),
+        *((1, 1) if tid2eid is None else tid2eid.stride()),
     )
     sizes = (tokens, 0 if tid2eid is None else tid2eid.shape[0], float(scale))
-    constants = {
-        "E": experts,
-        "K": top_k,
-        "PARTS": tiling.parts,
-        "E_POW2": triton.next_power_of_2(experts),
-        "K_POW2": triton.next_power_of_2(top_k),
-    }
+    shape = Shape(experts, top_k, tiling.parts)
     launch_kernel(
         moe_route_kernel,
         (programs,),
-        ids,
-        weights,
+        (ids, weights),
         logits,
         arrival_counters(1, x.device) if tokens == 1 else None,
         x,
@@ -263,10 +255,10 @@ def moe_route(
         *chosen_by,
         x.stride(),
         gate.stride(),
-        *strides,
+        strides,
         *sizes,
-        **constants,
         D=size,
+        SHAPE=shape,
         CHUNKS=CHUNKS,
         BLOCK_T=tiling.block_t,
         BLOCK_E=tiling.block_e,
@@ -280,13 +272,12 @@ def moe_route(
         launch_kernel(
             moe_choose_kernel,
             (tokens,),
-            ids,
-            weights,
+            (ids, weights),
             logits,
             *chosen_by,
-            *strides,
+            strides,
             *sizes,
-            **constants,
+            SHAPE=shape,
             num_warps=1,
             **pdl_arguments(x.device, tokens),
         )

@@ -15,7 +15,7 @@ from dsv4_compile.kernels.moe import expert_gemm_sm90 as gemm
 from dsv4_compile.kernels.moe import moe_experts as kernels
 from dsv4_compile.kernels.moe import moe_experts_sm90 as sm90
 from dsv4_compile.kernels.moe.expert_operands import Weight
-from dsv4_compile.kernels.moe.expert_plan import most_tiles, plan_some
+from dsv4_compile.kernels.moe.expert_plan import PlanShape, most_tiles, plan_some
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poisoned_empty, strided
 from dsv4_compile.testing.bounds import checked
@@ -166,12 +166,8 @@ def test_results_do_not_depend_on_the_order_of_programs_nor_on_other_tokens() ->
 
 
 @triton.jit(do_not_specialize=["places", "first_expert", "tiles"])
-def plan_kernel(p_tiles, p_ids, places, first_expert, tiles, EXPERTS: tl.constexpr,
-                EXPERTS_POW2: tl.constexpr, PLACES_POW2: tl.constexpr, TILES_POW2: tl.constexpr):  # fmt: skip
-    plan_some(
-        p_tiles, p_ids, tl.program_id(0), places, first_expert, tiles, EXPERTS, EXPERTS_POW2, PLACES_POW2, 16,
-        8, TILES_POW2,
-    )  # fmt: skip
+def plan_kernel(p_tiles, p_ids, places, first_expert, tiles, PLAN: tl.constexpr):
+    plan_some(p_tiles, p_ids, tl.program_id(0), places, first_expert, tiles, PLAN)
 
 
 @interpreted
@@ -179,12 +175,10 @@ def plan_kernel(p_tiles, p_ids, places, first_expert, tiles, EXPERTS: tl.constex
 def test_a_plan_has_every_place_of_an_expert_once_in_order(places: int, count: int) -> None:
     ids = hostile_indices((places,), count, fraction=0.2) + 5
     tiles = most_tiles(places, count, 8)
+    plan = PlanShape(count, 16, 8, triton.next_power_of_2(max(16, places)), triton.next_power_of_2(tiles))
     with poisoned_empty(), checked(mutated=WRITTEN), random_order(places):
         planned = torch.empty(tiles, 10, dtype=torch.int32)
-        plan_kernel[(-(-places // 16),)](
-            planned, ids, places, 5, tiles, count, triton.next_power_of_2(count),
-            triton.next_power_of_2(max(16, places)), triton.next_power_of_2(tiles),
-        )  # fmt: skip
+        plan_kernel[(-(-places // 16),)](planned, ids, places, 5, tiles, plan)
     found: dict[int, list[int]] = {}
     for expert, number, *own in planned.tolist():
         if expert >= 0:
