@@ -8,6 +8,8 @@ adds each token's rows up: to find out which CTA is the last would take every CT
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -39,6 +41,13 @@ SHARED_STAGES = 4
 PLANNED = 16
 """Places that a CTA plans."""
 SPLIT_WARPS = 8
+
+
+class SplitShape(NamedTuple):
+    """Compile-time sizes of a launch that splits rows and plans places: columns of x, and the plan."""
+
+    hidden: int
+    plan: PlanShape
 
 
 @triton.jit
@@ -83,22 +92,22 @@ def _store_hidden(hidden, acc, place, mask, first, limit, SIZE: tl.constexpr, UN
 
 @triton.jit(do_not_specialize=["tokens", "places", "first_expert", "tiles"])
 def split_kernel(
-    p_split,  # [1 or 2, T, 2, HIDDEN] e4m3
-    p_split_scale,  # [T] float32
-    p_tiles,  # [tiles, 2 + TILE] int32
-    p_x,  # [T, HIDDEN] bfloat16
-    p_ids,  # [places] int
+    results,  # rows [1 or 2, T, 2, hidden] e4m3, their scales [T] float32, tiles [tiles, 2 + tile] int32
+    inputs,  # x [T, hidden] bfloat16, ids [places] int
     x_strides,
     tokens,
     places,
     first_expert,
     tiles,
-    HIDDEN: tl.constexpr,
-    PLAN: tl.constexpr,  # `PlanShape`
+    SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Plan a block of places, or split a token's row: in the order of unpacked weights, then as it is."""
     pdl_prologue(PDL)
+    p_split, p_split_scale, p_tiles = results
+    p_x, p_ids = inputs
+    PLAN: tl.constexpr = SHAPE.plan
+    HIDDEN: tl.constexpr = SHAPE.hidden
     HIDDEN_POW2: tl.constexpr = triton.next_power_of_2(HIDDEN)
     plans = tl.cdiv(places, PLAN.block)
     row = tl.program_id(0) - plans
@@ -265,18 +274,14 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
     launch_kernel(
         split_kernel,
         (programs,),
-        split,
-        split_scale,
-        tile_list,
-        call.x,
-        call.ids,
+        (split, split_scale, tile_list),
+        (call.x, call.ids),
         call.x.stride(),
         tokens,
         places,
         call.first_expert,
         tiles,
-        HIDDEN=hidden,
-        PLAN=plan,
+        SHAPE=SplitShape(hidden, plan),
         num_warps=SPLIT_WARPS,
         **pdl_arguments(device, programs),
     )

@@ -25,8 +25,9 @@ from tests.kernels.moe.programs import random_order
 interpreted = pytest.mark.interpreted
 LAUNCHED = ["split_kernel", "split_gate_up_kernel", "split_down_kernel", "sum_kernel"]
 WRITTEN = (
-    "p_split",
-    "p_split_scale",
+    "results[0]",
+    "results[1]",
+    "results[2]",
     "p_tiles",
     "p_hidden",
     "p_hidden_scale",
