@@ -135,9 +135,7 @@ def moe_route_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["p_token_ids"])
 def moe_choose_kernel(
-    results,
-    p_logits,
-    p_bias,
+    tensors,  # ids, weights, logits and bias, as for moe_route_kernel
     p_token_ids,
     p_tid2eid,
     strides,
@@ -149,8 +147,9 @@ def moe_choose_kernel(
 ):
     """Choose and weigh the experts of one token."""
     pdl_prologue(PDL)
+    p_ids, p_weights, p_logits, p_bias = tensors
     chosen_by = p_bias, p_token_ids, p_tid2eid
-    _choose(results, p_logits, chosen_by, strides, tl.program_id(0), tokens, rows, scale, SHAPE)
+    _choose((p_ids, p_weights), p_logits, chosen_by, strides, tl.program_id(0), tokens, rows, scale, SHAPE)
 
 
 @triton.jit
@@ -236,7 +235,6 @@ def moe_route(
     tiling = choose_tiling(tokens)
     programs = cdiv(tokens, tiling.block_t) * cdiv(experts, tiling.block_e) * tiling.parts
     logits = torch.empty((tiling.parts, tokens, experts), dtype=torch.float32, device=x.device)
-    chosen_by = (bias, token_ids, tid2eid)
     strides = (
         1 if bias is None else bias.stride(0),
         1 if token_ids is None else token_ids.stride(0),
@@ -252,7 +250,9 @@ def moe_route(
         arrival_counters(1, x.device) if tokens == 1 else None,
         x,
         gate,
-        *chosen_by,
+        bias,
+        token_ids,
+        tid2eid,
         x.stride(),
         gate.stride(),
         strides,
@@ -272,9 +272,9 @@ def moe_route(
         launch_kernel(
             moe_choose_kernel,
             (tokens,),
-            (ids, weights),
-            logits,
-            *chosen_by,
+            (ids, weights, logits, bias),
+            token_ids,
+            tid2eid,
             strides,
             *sizes,
             SHAPE=shape,

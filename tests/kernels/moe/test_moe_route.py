@@ -19,7 +19,7 @@ from tests.kernels.moe.programs import random_order
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
-WRITTEN = ("results[0]", "results[1]", "p_logits", "p_arrived")
+WRITTEN = ("results[0]", "results[1]", "tensors[0]", "tensors[1]", "p_logits", "p_arrived")
 BF16, F32 = torch.bfloat16, torch.float32
 TARGETS = fake_triton.TARGETS
 
