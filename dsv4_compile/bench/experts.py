@@ -20,7 +20,7 @@ from . import expert_peers
 from .problem import Args, Only, Problem, implementations, keep
 
 OP = "moe_experts"
-TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096), "cpu": (1,)}
+TOKENS = {"cuda": (1, 8, 32, 128, 512, 2048, 4096, 16384), "cpu": (1,)}
 TYPICAL_TOKENS = 8
 COLUMNS = ("model", "weights", "shared", "tokens", "impl")
 TOLERANCE = 3e-3

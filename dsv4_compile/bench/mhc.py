@@ -19,7 +19,7 @@ from ..ops.common.define import REFERENCES
 from ..selection import costs
 from .problem import Args, Only, Prepare, Problem, deepseek_v4, implementations, keep
 
-TOKENS = {"cuda": (1, 8, 32, 128, 512, 4096), "cpu": (1, 8)}
+TOKENS = {"cuda": (1, 8, 32, 128, 512, 2048, 16384), "cpu": (1, 8)}
 TYPICAL_TOKENS = 128
 COLUMNS = ("op", "model", "tokens", "impl")
 MODELS: Mapping[str, int] = {"Flash": DeepseekV4Config.flash().hidden_size, "Pro": DeepseekV4Config.pro().hidden_size}

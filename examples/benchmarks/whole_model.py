@@ -1,7 +1,8 @@
 """Time a DeepSeek-V4 of real dimensions in transformers, eager and converted: python examples/benchmarks/whole_model.py
 
 A few layers of V4-Flash with random weights in bfloat16: embedding, hyper-connections, router, experts, head. The forms
-are `convert` of the whole model and with attention alone, both compiled and captured, and transformers eager.
+are `convert` of the whole model and with attention alone, both compiled with captured steps, the whole model with
+captured prompts too, and transformers eager.
 For each batch: seconds of the two compilations, ms of a prefill, ms of a decode step by `generate` and by calls of the
 model in a row, kernels of a captured step, and the experts that its tokens touch. Warm: the same weights in every step,
 which no cache of a GPU holds.
@@ -23,7 +24,7 @@ from dsv4_compile.bench.nodes import by_name, nodes
 from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
 
-FORMS = ("whole", "attention", "eager")
+FORMS = ("whole", "captured", "attention", "eager")
 PROMPTS = {1: 2048, 8: 1024, 32: 512}
 """Tokens of each prompt by batch size; 512 for others."""
 STEPS, REPEATS, MAX_SEQ_LEN = 32, 3, 2304
@@ -144,7 +145,9 @@ def run(args: argparse.Namespace, found: dict[str, Any], save: Callable[[], None
         else:
             torch.compiler.reset()
             hf.convert(model, max_batch_size=max(batches), max_seq_len=MAX_SEQ_LEN, attention_only=form == "attention")
-            graphs = {"dsv4.cudagraph": "full"} if device.type == "cuda" else {}
+            graphs: dict[str, Any] = {"dsv4.cudagraph": "full"} if device.type == "cuda" else {}
+            if graphs and form == "captured":
+                graphs["dsv4.cudagraph.max_tokens"] = max(batch * PROMPTS.get(batch, 512) for batch in batches)
             model.compile(fullgraph=True, backend="dsv4", options=graphs or None)
         for batch in batches:
             prompt = 40 if args.tiny else PROMPTS.get(batch, 512)

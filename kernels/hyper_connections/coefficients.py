@@ -1,7 +1,8 @@
 """Triton functions for the coefficients of hyper-connections of four streams, from sums over slices of the channels.
 
-A program computes those of one token. Every coefficient is a scalar, which each thread has in a register of its own, so
-that the Sinkhorn iteration needs no exchange between threads.
+A program computes those of one token, or of a block of tokens. A coefficient is a scalar, which each thread has in a
+register of its own, or `[B]`, of which a thread has the elements of its tokens, so that the Sinkhorn iteration needs no
+exchange between threads. `p_sums` is the first sum of the token, or `[B, 1]`, and `exists` None, or which tokens exist.
 """
 
 from __future__ import annotations
@@ -16,16 +17,25 @@ def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
-def slices_of(p_sums, row, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
-    """Load sum `row` of every slice, [S_BLOCK]. Not from the L1 cache: other programs may just have stored them."""
+def slices_of(p_sums, exists, row, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
+    """Load sum `row` of every slice, [S_BLOCK] or [B, S_BLOCK].
+
+    Not from the L1 cache: other programs may just have stored them.
+    """
     o_s = tl.arange(0, S_BLOCK)
-    return tl.load(p_sums + row * SLICES + o_s, mask=o_s < SLICES, other=0.0, cache_modifier=".cg")
+    if exists is not None:
+        o_s = o_s[None, :]
+    mask = o_s < SLICES
+    if exists is not None:
+        mask = mask & exists[:, None]
+    return tl.load(p_sums + row * SLICES + o_s, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def inverse_rms_of_streams(p_sums, eps, D, MIX: tl.constexpr, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
+def inverse_rms_of_streams(p_sums, exists, eps, D, MIX: tl.constexpr, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
     """Return 1 / RMS of all streams. The sum of their squares follows those of the mix."""
-    return tl.rsqrt(tl.sum(slices_of(p_sums, MIX, SLICES, S_BLOCK), 0) / (4 * D) + eps)
+    squares = slices_of(p_sums, exists, MIX, SLICES, S_BLOCK)
+    return tl.rsqrt(tl.sum(squares, 0 if exists is None else 1) / (4 * D) + eps)
 
 
 @triton.jit
@@ -40,15 +50,15 @@ def load4(p, stride):
 
 
 @triton.jit
-def logits4(p_sums, p_base, base_stride, scale, row, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
+def logits4(p_sums, exists, p_base, base_stride, scale, row, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
     """Return the logits of coefficients `row` to `row + 3`: `sum * scale + base`."""
     parts = (
-        slices_of(p_sums, row, SLICES, S_BLOCK),
-        slices_of(p_sums, row + 1, SLICES, S_BLOCK),
-        slices_of(p_sums, row + 2, SLICES, S_BLOCK),
-        slices_of(p_sums, row + 3, SLICES, S_BLOCK),
+        slices_of(p_sums, exists, row, SLICES, S_BLOCK),
+        slices_of(p_sums, exists, row + 1, SLICES, S_BLOCK),
+        slices_of(p_sums, exists, row + 2, SLICES, S_BLOCK),
+        slices_of(p_sums, exists, row + 3, SLICES, S_BLOCK),
     )
-    a0, a1, a2, a3 = tl.reduce(parts, 0, _add4)
+    a0, a1, a2, a3 = tl.reduce(parts, 0 if exists is None else 1, _add4)
     b = load4(p_base + row * base_stride, base_stride)
     return a0 * scale + b[0], a1 * scale + b[1], a2 * scale + b[2], a3 * scale + b[3]
 
@@ -94,29 +104,30 @@ def sinkhorn(a, b, c, d, eps, iterations):
 
 
 @triton.jit
-def _store4(p, values):
-    tl.store(p, values[0])
-    tl.store(p + 1, values[1])
-    tl.store(p + 2, values[2])
-    tl.store(p + 3, values[3])
+def _store4(p, exists, values):
+    tl.store(p, values[0], mask=exists)
+    tl.store(p + 1, values[1], mask=exists)
+    tl.store(p + 2, values[2], mask=exists)
+    tl.store(p + 3, values[3], mask=exists)
 
 
 @triton.jit
 def store_coefficients(
-    p_post, p_comb, p_sums, mix, rms, hc_eps, iterations, SLICES: tl.constexpr, S_BLOCK: tl.constexpr
+    p_post, p_comb, p_sums, exists, mix, rms, hc_eps, iterations, SLICES: tl.constexpr, S_BLOCK: tl.constexpr
 ):
-    """Compute post [4] and comb [4, 4]. `mix` begins with `p_base, p_scale, base_stride, scale_stride`."""
+    """Compute post [4] and comb [4, 4] of tokens. `mix` begins with `p_base, p_scale, base_stride, scale_stride`."""
     p_base, p_scale, base_stride, scale_stride = mix[0], mix[1], mix[2], mix[3]
     scale = tl.load(p_scale + scale_stride).to(tl.float32) * rms
-    a = logits4(p_sums, p_base, base_stride, scale, 4, SLICES, S_BLOCK)
-    _store4(p_post, (2 * tl.sigmoid(a[0]), 2 * tl.sigmoid(a[1]), 2 * tl.sigmoid(a[2]), 2 * tl.sigmoid(a[3])))
+    a = logits4(p_sums, exists, p_base, base_stride, scale, 4, SLICES, S_BLOCK)
+    post = 2 * tl.sigmoid(a[0]), 2 * tl.sigmoid(a[1]), 2 * tl.sigmoid(a[2]), 2 * tl.sigmoid(a[3])
+    _store4(p_post, exists, post)
     scale = tl.load(p_scale + 2 * scale_stride).to(tl.float32) * rms
-    a = logits4(p_sums, p_base, base_stride, scale, 8, SLICES, S_BLOCK)
-    b = logits4(p_sums, p_base, base_stride, scale, 12, SLICES, S_BLOCK)
-    c = logits4(p_sums, p_base, base_stride, scale, 16, SLICES, S_BLOCK)
-    d = logits4(p_sums, p_base, base_stride, scale, 20, SLICES, S_BLOCK)
+    a = logits4(p_sums, exists, p_base, base_stride, scale, 8, SLICES, S_BLOCK)
+    b = logits4(p_sums, exists, p_base, base_stride, scale, 12, SLICES, S_BLOCK)
+    c = logits4(p_sums, exists, p_base, base_stride, scale, 16, SLICES, S_BLOCK)
+    d = logits4(p_sums, exists, p_base, base_stride, scale, 20, SLICES, S_BLOCK)
     a, b, c, d = sinkhorn(a, b, c, d, hc_eps, iterations)
-    _store4(p_comb, a)
-    _store4(p_comb + 4, b)
-    _store4(p_comb + 8, c)
-    _store4(p_comb + 12, d)
+    _store4(p_comb, exists, a)
+    _store4(p_comb + 4, exists, b)
+    _store4(p_comb + 8, exists, c)
+    _store4(p_comb + 12, exists, d)

@@ -12,7 +12,8 @@ another, so neither the order in which CTAs start nor what else runs on the GPU 
 
 More tokens: a second launch finishes, a program for each token, or two. One program would have to finish 16 tokens, and
 more could do that in one launch only if they waited for each other. bfloat16 streams are multiplied on tensor cores
-with `fn` as a sum of three bfloat16, which is exact.
+with `fn` as a sum of three bfloat16, which is exact. Of few tokens, each program rounds its part of `fn`; of many, a
+small launch does it before for all of them.
 """
 
 from __future__ import annotations
@@ -44,13 +45,21 @@ CHANNELS = 128
 """Channels of a slice for each 4 warps: a warp then adds up all slices of a token of up to 8192 channels."""
 TILE_TOKENS = 16
 """Tokens of a program that uses tensor cores, the smallest side of their tiles."""
-TILE_CHANNELS = 64
-"""Channels of a step of such a program."""
 FEW_TOKENS = 256
-"""Most tokens of a launch that leaves SMs idle: its programs take fewer and larger steps, with more warps for more than
+"""Most tokens of a launch that leaves SMs idle: its programs take few and large steps, with more warps for more than
 `FEW_TOKENS // 4` tokens, and others compute coefficients, whose Sinkhorn iteration takes as long as the rest."""
+COEFFICIENTS_TOKENS = 32
+"""Tokens whose coefficients a program computes, where they are not few."""
 FEW_CHANNELS = 128
 """Channels of a step of a program of so few tokens."""
+MANY_TILE_TOKENS, MANY_STEP, MANY_STAGES = 64, 32, 2
+"""Tokens, channels of a step, and stages of a program of many tokens; its registers hold the streams of a step."""
+MANY_TOKENS, MANY_CHANNELS = 1024, 256
+"""Most tokens with slices of MANY_CHANNELS, so that every SM has a program; slices of more are twice as large."""
+FN_PARTS = 3
+"""bfloat16 numbers whose sum is a float32 of `fn`."""
+FN_COLUMNS = 256
+"""Columns of `fn` that a program rounds."""
 REGION_BYTES = 1024
 """Bytes of a mailbox, which holds the output of a program: CHANNELS elements for each 4 of 8 warps."""
 EXCHANGE_CTAS = 512
@@ -108,15 +117,22 @@ def _weighted(q, c0, c1, c2, c3, z, x):
 
 
 @triton.jit
-def _return_output(p_returned, strides, row, exists, z, x):
-    """Return the new streams, float32 [B, C] each, for output z and streams x. `row` is a scalar, or [B, 1]."""
-    _, p_post, p_comb = p_returned
-    _, post_strides, comb_strides = strides
+def _load_coefficients(returned, row, exists):
+    """Load post and the rows of comb, tuples of four. `returned` is `Strided`; `row` is a scalar, or [B, 1]."""
+    _, p_post, p_comb = returned[0]
+    _, post_strides, comb_strides = returned[1]
     q = _load4(p_post + row * post_strides[0], post_strides[1], exists)
     p = p_comb + row * comb_strides[0]
     c0, c1 = _load4(p, comb_strides[2], exists), _load4(p + comb_strides[1], comb_strides[2], exists)
     p += 2 * comb_strides[1]
     c2, c3 = _load4(p, comb_strides[2], exists), _load4(p + comb_strides[1], comb_strides[2], exists)
+    return q, c0, c1, c2, c3
+
+
+@triton.jit
+def _return_output(coefficients, z, x):
+    """Return the new streams, float32 [B, C] each, for output z and streams x."""
+    q, c0, c1, c2, c3 = coefficients
     return (
         _weighted(q[0], c0[0], c1[0], c2[0], c3[0], z, x),
         _weighted(q[1], c0[1], c1[1], c2[1], c3[1], z, x),
@@ -138,31 +154,37 @@ def _load_streams(p, strides, row, o_c, mask):
 
 
 @triton.jit
-def _load_and_return(p_streams_out, streams, returned, z, row, exists, o_c, D: tl.constexpr):
-    """Load the streams [B, C] of a slice as float32; after a sub-layer, compute the new ones and store them.
+def _load_and_return(p_streams_out, streams, returned, coefficients, z, row, o_c, mask, D: tl.constexpr):
+    """Load the streams [B, C] of a slice; after a sub-layer, compute the new ones, store and return them.
 
-    `streams` and `returned` are `Strided`. `row` and `exists` are scalars for one token, [B, 1] for more; `z` is the
-    output [B, C], or None to load it.
+    `streams` and `returned` are `Strided`. `row` is a scalar for one token, [B, 1] for more; `z` is the output [B, C],
+    or None to load it.
     """
     p_streams, streams_strides = streams
-    p_returned, returned_strides = returned
-    mask = exists & (o_c < D)[None, :]
-    x0, x1, x2, x3 = _load_streams(p_streams, streams_strides, row, o_c, mask)
-    x = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-    if p_returned is not None:
+    x = _load_streams(p_streams, streams_strides, row, o_c, mask)
+    if coefficients is not None:
         if z is None:
+            p_returned, returned_strides = returned
             p = p_returned[0] + row * returned_strides[0][0] + o_c[None, :] * returned_strides[0][1]
             z = tl.load(p, mask=mask, other=0.0).to(tl.float32)
-        x = _return_output(p_returned, returned_strides, row, exists, z, x)
-        x0, x1 = x[0].to(p_streams.dtype.element_ty), x[1].to(p_streams.dtype.element_ty)
-        x2, x3 = x[2].to(p_streams.dtype.element_ty), x[3].to(p_streams.dtype.element_ty)
+        x = x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32), x[3].to(tl.float32)
+        x0, x1, x2, x3 = _return_output(coefficients, z, x)
+        x0, x1 = x0.to(p_streams.dtype.element_ty), x1.to(p_streams.dtype.element_ty)
+        x2, x3 = x2.to(p_streams.dtype.element_ty), x3.to(p_streams.dtype.element_ty)
         p = p_streams_out + row * (4 * D) + o_c[None, :]
         tl.store(p, x0, mask=mask)
         tl.store(p + D, x1, mask=mask)
         tl.store(p + 2 * D, x2, mask=mask)
         tl.store(p + 3 * D, x3, mask=mask)
-        x = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+        x = x0, x1, x2, x3
     return x
+
+
+@triton.jit
+def _add_squares(sums, x):
+    """Add the squares of four streams to float32 `sums`."""
+    x0, x1, x2, x3 = x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32), x[3].to(tl.float32)
+    return sums + (x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3)
 
 
 @triton.jit
@@ -182,29 +204,32 @@ def _finish(results, p_sums, streams, mix, token, scalars, SHAPE: tl.constexpr):
     x0, x1, x2, x3 = _load_streams(p_x, strides, token, o_d, mask)
     weight = load_weight(p_norm, norm_stride, D, D_BLOCK)
     p_sums += token * ((MIX + 1) * SLICES)
-    rms = inverse_rms_of_streams(p_sums, eps, D, MIX, SLICES, S_BLOCK)
+    rms = inverse_rms_of_streams(p_sums, None, eps, D, MIX, SLICES, S_BLOCK)
     scale = tl.load(p_scale).to(tl.float32) * rms
-    a0, a1, a2, a3 = logits4(p_sums, p_base, base_stride, scale, 0, SLICES, S_BLOCK)
+    a0, a1, a2, a3 = logits4(p_sums, None, p_base, base_stride, scale, 0, SLICES, S_BLOCK)
     a0, a1, a2, a3 = tl.sigmoid(a0) + hc_eps, tl.sigmoid(a1) + hc_eps, tl.sigmoid(a2) + hc_eps, tl.sigmoid(a3) + hc_eps
     y = a0 * x0.to(tl.float32) + a1 * x1.to(tl.float32) + a2 * x2.to(tl.float32) + a3 * x3.to(tl.float32)
     y = rms_norm(y.to(p_y.dtype.element_ty).to(tl.float32), weight, eps, D)
     tl.store(p_y + token * D + o_d[None, :], y.to(p_y.dtype.element_ty), mask=mask)
     if p_post is not None:
         p_post, p_comb = p_post + token * 4, p_comb + token * 16
-        store_coefficients(p_post, p_comb, p_sums, mix, rms, hc_eps, iterations, SLICES, S_BLOCK)
+        store_coefficients(p_post, p_comb, p_sums, None, mix, rms, hc_eps, iterations, SLICES, S_BLOCK)
 
 
 @triton.jit
-def _finish_coefficients(results, p_sums, mix, token, scalars, SHAPE: tl.constexpr):
-    """Compute post and comb of `token`, which `_finish` does otherwise."""
+def _finish_coefficients(results, p_sums, mix, token, exists, scalars, SHAPE: tl.constexpr):
+    """Compute post and comb of `token`, which `_finish` does otherwise, or of those of a block that exist."""
     MIX: tl.constexpr = SHAPE.mix
     SLICES: tl.constexpr = (SHAPE.dim + SHAPE.channels - 1) // SHAPE.channels
     S_BLOCK: tl.constexpr = triton.next_power_of_2(SLICES)
     eps, hc_eps, iterations = scalars
-    p_sums += token * ((MIX + 1) * SLICES)
     p_post, p_comb = results[1] + token * 4, results[2] + token * 16
-    rms = inverse_rms_of_streams(p_sums, eps, SHAPE.dim, MIX, SLICES, S_BLOCK)
-    store_coefficients(p_post, p_comb, p_sums, mix, rms, hc_eps, iterations, SLICES, S_BLOCK)
+    first = token * ((MIX + 1) * SLICES)
+    if exists is not None:
+        first = first[:, None]
+    p_sums += first
+    rms = inverse_rms_of_streams(p_sums, exists, eps, SHAPE.dim, MIX, SLICES, S_BLOCK)
+    store_coefficients(p_post, p_comb, p_sums, exists, mix, rms, hc_eps, iterations, SLICES, S_BLOCK)
 
 
 @triton.jit
@@ -260,9 +285,11 @@ def mhc_token_kernel(
         meet(peers, count, program, RANK, RANKS, CTAS)
         z = gathered(peers[0], count, program, o_in, m_c[None, :], DTYPE, RANKS, CTAS, REGION)
     streams = Strided(p_streams, streams_strides)
-    x0, x1, x2, x3 = _load_and_return(
-        p_streams_out, streams, Strided(returned, returned_strides), z, token, token >= 0, o_c, D
-    )
+    after, coefficients = Strided(returned, returned_strides), None
+    if returned is not None:
+        coefficients = _load_coefficients(after, token, token >= 0)
+    x = _load_and_return(p_streams_out, streams, after, coefficients, z, token, o_c, m_c[None, :], D)
+    x0, x1, x2, x3 = x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32), x[3].to(tl.float32)
     p = p_sums + token * ((MIX + 1) * SLICES) + program % SLICES
     tl.store(p + o_m * SLICES, tl.sum(f0 * x0 + f1 * x1 + f2 * x2 + f3 * x3, 1), mask=o_m < MIX)
     tl.store(p + MIX * SLICES + tl.arange(0, 1), tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1))
@@ -312,11 +339,13 @@ def mhc_tokens_kernel(
     first, o_b, o_m = program % SLICES * C, tl.arange(0, STEP), tl.arange(0, MIX_BLOCK)
     squares = tl.zeros((TOKENS, STEP), tl.float32)
     if p_streams_out is not None:
+        streams, after = Strided(p_streams, streams_strides), Strided(returned, returned_strides)
+        coefficients = _load_coefficients(after, o_t[:, None], m_t[:, None])
         for c in range(0, C, STEP):
             o_c = (first + c + o_b).to(tl.int64)
-            streams, after = Strided(p_streams, streams_strides), Strided(returned, returned_strides)
-            x0, x1, x2, x3 = _load_and_return(p_streams_out, streams, after, None, o_t[:, None], m_t[:, None], o_c, D)
-            squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
+            m_x = m_t[:, None] & (o_c < D)[None, :]
+            x = _load_and_return(p_streams_out, streams, after, coefficients, None, o_t[:, None], o_c, m_x, D)
+            squares = _add_squares(squares, x)
         # Loaded again below: as an operand that is computed, every warp would compute all of it.
         tl.debug_barrier()
     sums = tl.zeros((TOKENS, MIX_BLOCK), tl.float32)
@@ -340,6 +369,90 @@ def mhc_tokens_kernel(
 
 
 @triton.jit
+def mhc_fn_kernel(
+    p_parts,  # [FN_PARTS, MIX_BLOCK, 4 * D] bfloat16, contiguous
+    p_fn,  # [MIX, 4 * D]
+    fn_strides,
+    SHAPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write COLUMNS columns of `fn` as a sum of bfloat16, with rows of zeros up to MIX_BLOCK."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    K: tl.constexpr = 4 * SHAPE.dim
+    MIX_BLOCK: tl.constexpr = SHAPE.mix_block
+    o_m, o_k = tl.arange(0, MIX_BLOCK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    p = p_fn + o_m.to(tl.int64)[:, None] * fn_strides[0] + o_k.to(tl.int64)[None, :] * fn_strides[1]
+    rest = tl.load(p, mask=(o_m < SHAPE.mix)[:, None] & (o_k < K)[None, :], other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        f, rest = _round(rest)
+        tl.store(p_parts + (part * MIX_BLOCK + o_m)[:, None] * K + o_k[None, :], f, mask=(o_k < K)[None, :])
+
+
+@triton.jit
+def _add_products(sums, x, p_parts, m_c, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """Add the product of streams [T, C] and `fn` [C, MIX_BLOCK], whose parts have SIZE elements; small parts first."""
+    for part in tl.static_range(PARTS - 1, -1, -1):
+        sums = tl.dot(x, tl.load(p_parts + part * SIZE, mask=m_c, other=0.0), sums)
+    return sums
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def mhc_many_tokens_kernel(
+    p_streams_out,  # [T, 4, D] bfloat16, contiguous; None if the streams are as they were
+    p_sums,  # [T, MIX + 1, SLICES] float32, contiguous
+    p_parts,  # [FN_PARTS, MIX_BLOCK, 4 * D] bfloat16, contiguous
+    inputs,  # streams [T, 4, D] bfloat16; `returned` as above, or None
+    strides,  # of the inputs
+    tokens,
+    SHAPE: tl.constexpr,
+    STEP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program p takes slice p % SLICES of tokens p // SLICES * TOKENS and on; new streams are operands as they are."""
+    streams, after = Strided(inputs[0], strides[0]), Strided(inputs[1], strides[1])
+    D: tl.constexpr = SHAPE.dim
+    C: tl.constexpr = SHAPE.channels
+    MIX: tl.constexpr = SHAPE.mix
+    MIX_BLOCK: tl.constexpr = SHAPE.mix_block
+    SLICES: tl.constexpr = (D + C - 1) // C
+    SIZE: tl.constexpr = MIX_BLOCK * 4 * D
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    o_t = (program // SLICES).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    m_t = o_t < tokens
+    first, o_b, o_m = program % SLICES * C, tl.arange(0, STEP), tl.arange(0, MIX_BLOCK)
+    coefficients = None
+    if inputs[1] is not None:
+        coefficients = _load_coefficients(after, o_t[:, None], m_t[:, None])
+    squares, sums = tl.zeros((TOKENS, STEP), tl.float32), tl.zeros((TOKENS, MIX_BLOCK), tl.float32)
+    for c in range(0, C, STEP):
+        o_c = (first + c + o_b).to(tl.int64)
+        m_c = o_c < D
+        if D % C == 0:
+            m_c = tl.full((STEP,), True, tl.int1)
+        x = _load_and_return(
+            p_streams_out, streams, after, coefficients, None, o_t[:, None], o_c, m_t[:, None] & m_c[None, :], D
+        )
+        squares = _add_squares(squares, x)
+        p = p_parts + o_m[None, :] * (4 * D) + o_c[:, None]
+        sums = _add_products(sums, x[0], p, m_c[:, None], PARTS, SIZE)
+        sums = _add_products(sums, x[1], p + D, m_c[:, None], PARTS, SIZE)
+        sums = _add_products(sums, x[2], p + 2 * D, m_c[:, None], PARTS, SIZE)
+        sums = _add_products(sums, x[3], p + 3 * D, m_c[:, None], PARTS, SIZE)
+    p = p_sums + o_t * ((MIX + 1) * SLICES) + program % SLICES
+    tl.store(p[:, None] + o_m[None, :] * SLICES, sums, mask=m_t[:, None] & (o_m < MIX)[None, :])
+    tl.store(p + MIX * SLICES, tl.sum(squares, 1), mask=m_t)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def mhc_finish_kernel(
     results,  # y [T, D]; post [T, 4] and comb [T, 4, 4], or None; contiguous
     p_sums,  # [T, MIX + 1, SLICES] float32, contiguous
@@ -347,23 +460,30 @@ def mhc_finish_kernel(
     mix,  # base, scale and their strides, norm_weight and its stride
     streams_strides,
     scalars,  # eps of the norms; eps and iterations of the coefficients
+    tokens,
     SHAPE: tl.constexpr,
     APART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program p finishes token p; with APART, programs 2 t and 2 t + 1 finish coefficients and input of token t."""
+    """Finish a token with each program; with APART, coefficients of APART tokens with each of the first ones."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     streams = Strided(p_streams, streams_strides)
-    if APART:
-        if program % 2 == 0:
-            _finish_coefficients(results, p_sums, mix, program // 2, scalars, SHAPE)
+    if APART > 0:
+        token -= tl.cdiv(tokens, APART)
+        if token < 0:
+            block = tl.program_id(0).to(tl.int64) * APART
+            if APART == 1:
+                _finish_coefficients(results, p_sums, mix, block, None, scalars, SHAPE)
+            else:
+                o_t = block + tl.arange(0, APART)
+                _finish_coefficients(results, p_sums, mix, o_t, o_t < tokens, scalars, SHAPE)
         else:
-            _finish((results[0], None, None), p_sums, streams, mix, program // 2, scalars, SHAPE)
+            _finish((results[0], None, None), p_sums, streams, mix, token, scalars, SHAPE)
     else:
-        _finish(results, p_sums, streams, mix, program, scalars, SHAPE)
+        _finish(results, p_sums, streams, mix, token, scalars, SHAPE)
 
 
 def launch(
@@ -388,17 +508,32 @@ def launch(
     if tokens == 0:
         return results
     rows = mix.fn.shape[0]
-    channels, slices = _slices(dim)
+    tiles = streams.dtype is torch.bfloat16 and tokens > MAX_ONE_LAUNCH
+    many = tiles and tokens > FEW_TOKENS
+    channels, slices = _slices_of_many(tokens, dim) if many else _slices(dim)
     sums = streams.new_empty((tokens, rows + 1, slices), dtype=torch.float32)
     of_mix = mix.base, mix.scale, mix.base.stride(0), mix.scale.stride(0), mix.norm_weight, mix.norm_weight.stride(0)
     strides = None if returned is None else tuple(each.stride() for each in returned)
     scalars = mix.norm_eps, mix.hc_eps, mix.iterations
     shape = Shape(dim, channels, rows, triton.next_power_of_2(rows))
-    tiles = streams.dtype is torch.bfloat16 and tokens > MAX_ONE_LAUNCH
     counters = None if tokens > MAX_ONE_LAUNCH else arrival_counters(tokens, streams.device)
     exchange = {"RANK": rank, "RANKS": 1 if peers is None else len(peers.flags), "CTAS": EXCHANGE_CTAS}
     exchange["REGION"] = REGION_BYTES // streams.element_size()
-    if tiles:
+    if many:
+        shape = shape._replace(mix_block=max(16, shape.mix_block))
+        parts = streams.new_empty((FN_PARTS, shape.mix_block, 4 * dim))
+        programs = triton.cdiv(4 * dim, FN_COLUMNS)
+        launch_kernel(
+            mhc_fn_kernel, (programs,), parts, mix.fn, mix.fn.stride(), SHAPE=shape, COLUMNS=FN_COLUMNS, PARTS=FN_PARTS,
+            num_warps=4, **pdl_arguments(streams.device, programs),
+        )  # fmt: skip
+        programs = triton.cdiv(tokens, MANY_TILE_TOKENS) * slices
+        launch_kernel(
+            mhc_many_tokens_kernel, (programs,), results.streams, sums, parts, (streams, returned),
+            (streams.stride(), strides), tokens, SHAPE=shape, STEP=min(MANY_STEP, channels), TOKENS=MANY_TILE_TOKENS,
+            PARTS=FN_PARTS, num_warps=4, num_stages=MANY_STAGES, **pdl_arguments(streams.device, programs),
+        )  # fmt: skip
+    elif tiles:
         programs = triton.cdiv(tokens, TILE_TOKENS) * slices
         launch_kernel(
             mhc_tokens_kernel, (programs,), results.streams, sums, (streams, returned, mix.fn),
@@ -415,11 +550,11 @@ def launch(
         )  # fmt: skip
     if counters is None:
         new = streams if results.streams is None else results.streams
-        apart = tokens <= FEW_TOKENS and not ends
-        programs = 2 * tokens if apart else tokens
+        apart = 0 if ends else 1 if tokens <= FEW_TOKENS else COEFFICIENTS_TOKENS
+        programs = tokens + (triton.cdiv(tokens, apart) if apart else 0)
         launch_kernel(
-            mhc_finish_kernel, (programs,), tuple(results[1:]), sums, new, of_mix, new.stride(), scalars, SHAPE=shape,
-            APART=apart, num_warps=_warps(dim), **pdl_arguments(streams.device, programs),
+            mhc_finish_kernel, (programs,), tuple(results[1:]), sums, new, of_mix, new.stride(), scalars, tokens,
+            SHAPE=shape, APART=apart, num_warps=_warps(dim), **pdl_arguments(streams.device, programs),
         )  # fmt: skip
     return results
 
@@ -430,15 +565,20 @@ def _warps(dim: int) -> int:
 
 
 def _tile(tokens: int, channels: int) -> dict[str, int]:
-    """Return channels of a step, warps and stages of a program of tiles."""
-    if tokens > FEW_TOKENS:
-        return {"STEP": min(TILE_CHANNELS, channels), "num_warps": 4}
+    """Return channels of a step, warps and stages of a program of few tokens."""
     return {"STEP": min(FEW_CHANNELS, channels), "num_warps": 4 if tokens <= FEW_TOKENS // 4 else 8, "num_stages": 1}
 
 
 def _slices(dim: int) -> tuple[int, int]:
     """Return the channels of a slice, and the slices of a row."""
     channels = min(CHANNELS * _warps(dim) // 4, max(16, triton.next_power_of_2(dim)))
+    return channels, triton.cdiv(dim, channels)
+
+
+def _slices_of_many(tokens: int, dim: int) -> tuple[int, int]:
+    """Return the channels of a slice, and the slices of a row, of a launch of many tokens."""
+    channels = MANY_CHANNELS if tokens <= MANY_TOKENS else 2 * MANY_CHANNELS
+    channels = min(channels, max(MANY_STEP, triton.next_power_of_2(dim)))
     return channels, triton.cdiv(dim, channels)
 
 

@@ -2,7 +2,7 @@
 
 Nothing goes through the host: there are as many tiles as there may have to be. The order of an expert's places is that
 of the tokens. Of few places, a CTA plans some and looks at all, without waiting for another (`plan_some`). Of many, a
-CTA sorts MOST_PLACES; one launch for as many, else two: counts, then places.
+CTA counts MOST_PLACES in a first launch, and sorts as many in a second one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...layout import cdiv
 from ..host.launch import launch_kernel
 
-MOST_PLACES = 2048
+MOST_PLACES = 512
 """Places that a CTA sorts, in registers."""
 TILE_ROWS = tl.constexpr(32)  # tiles that a CTA describes at a time
 WARPS = 8
@@ -89,7 +89,7 @@ def sort_places_kernel(
     p_order,  # [places] int32
     p_tiles,  # [tiles, FIELDS] int32
     p_cursor,  # [programs, EXPERTS_POW2] int32
-    p_counts,  # [programs, EXPERTS_POW2] int32, or None for one program
+    p_counts,  # [programs, EXPERTS_POW2] int32
     p_ids,  # [places] int, contiguous
     places,
     first_expert,
@@ -104,16 +104,12 @@ def sort_places_kernel(
     me, programs = tl.program_id(0), tl.num_programs(0)
     o_place, o_e = me * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EXPERTS_POW2)
     local = local_expert(p_ids, o_place, o_place < places, first_expert, EXPERTS)
-    if p_counts is None:
-        mine = _count(local, EXPERTS_POW2)
-        total, before = mine, tl.zeros_like(mine)
-    else:
-        o_p = tl.arange(0, SHAPE.programs_pow2)
-        p_all = p_counts + o_p[:, None] * EXPERTS_POW2 + o_e[None, :]
-        counts = tl.load(p_all, (o_p < programs)[:, None], 0)
-        total = tl.sum(counts, 0)
-        before = tl.sum(tl.where((o_p < me)[:, None], counts, 0), 0)
-        mine = tl.sum(tl.where((o_p == me)[:, None], counts, 0), 0)
+    o_p = tl.arange(0, SHAPE.programs_pow2)
+    p_all = p_counts + o_p[:, None] * EXPERTS_POW2 + o_e[None, :]
+    counts = tl.load(p_all, (o_p < programs)[:, None], 0)
+    total = tl.sum(counts, 0)
+    before = tl.sum(tl.where((o_p < me)[:, None], counts, 0), 0)
+    mine = tl.sum(tl.where((o_p == me)[:, None], counts, 0), 0)
     starts = tl.cumsum(total, 0) - total
     # Place n of the sorted block goes to cursor + n, where cursor takes off the places of smaller experts in the block.
     tl.store(p_cursor + me * EXPERTS_POW2 + o_e, starts + before - (tl.cumsum(mine, 0) - mine))
@@ -189,25 +185,22 @@ def plan_places(ids: Tensor, first_expert: int, experts: int, tile: int) -> tupl
     order = torch.empty(places, dtype=torch.int32, device=ids.device)
     tiles = torch.empty((most_tiles(places, experts, tile), FIELDS.value), dtype=torch.int32, device=ids.device)
     scratch = torch.empty((2, programs, experts_pow2), dtype=torch.int32, device=ids.device)
-    counts = scratch[1] if programs > 1 else None
-    if counts is not None:
-        launch_kernel(
-            count_places_kernel, (programs,), counts, ids, places, first_expert, EXPERTS=experts,
-            EXPERTS_POW2=experts_pow2, BLOCK=MOST_PLACES, num_warps=WARPS,
-        )  # fmt: skip
-    block = MOST_PLACES if programs > 1 else max(16, triton.next_power_of_2(places))
+    launch_kernel(
+        count_places_kernel, (programs,), scratch[1], ids, places, first_expert, EXPERTS=experts,
+        EXPERTS_POW2=experts_pow2, BLOCK=MOST_PLACES, num_warps=WARPS,
+    )  # fmt: skip
     launch_kernel(
         sort_places_kernel,
         (programs,),
         order,
         tiles,
         scratch[0],
-        counts,
+        scratch[1],
         ids,
         places,
         first_expert,
         len(tiles),
-        SHAPE=SortShape(experts, block, tile, triton.next_power_of_2(programs)),
+        SHAPE=SortShape(experts, MOST_PLACES, tile, triton.next_power_of_2(programs)),
         num_warps=WARPS,
     )
     return order, tiles

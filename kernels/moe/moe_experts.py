@@ -260,14 +260,28 @@ RESIDENT = {2: (256, 3, 0), 3: (256, 3, 168), 4: (128, 3, 128)}
 """K-block, stages and registers with which an SM of Hopper holds so many CTAs of 64 MXFP4 rows."""
 
 
-def choose_tokens(gpu: Gpu, places: int, experts: int) -> int:
+HOPPER_MANY = {
+    ("float", 64): (128, 8, 3),
+    ("float", 128): (64, 4, 3),
+    ("mxfp4", 64): (128, 4, 3),
+    ("e4m3", 64): (128, 4, 4),
+}
+"""K-block, warps and stages of tiles of 128 rows on Hopper, by format and tokens. With 4 warps a warp unpacks for twice
+as many products."""
+
+
+def _is_hopper(gpu: Gpu) -> bool:
+    return gpu.backend == "cuda" and gpu.capability // 10 == 9
+
+
+def choose_tokens(gpu: Gpu, places: int, experts: int, kind: str) -> int:
     """Return the tokens of a tile: about as many as an expert has, so that weights are read and unpacked once."""
     if places <= FEW_PLACES:
         return 16
     each = places / experts
     if each <= 12:
         return 16
-    largest = 128 if gpu.backend == "cuda" else 64
+    largest = 64 if gpu.backend != "cuda" or (_is_hopper(gpu) and kind != "float") else 128
     return 32 if each <= 24 else min(largest, 64 if each <= 64 else 128)
 
 
@@ -278,7 +292,7 @@ def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, ctas: 
     fill the tensor cores.
     """
     deep = gpu.backend == "cuda" and gpu.capability // 10 in (9, 10)
-    hopper, few = deep and gpu.capability // 10 == 9, ctas <= FEW_CTAS
+    hopper, few = _is_hopper(gpu), ctas <= FEW_CTAS
     most = {"e4m3": WEIGHT_TILE, "mxfp4": SCALE_COLUMNS, "float": 64 if tokens > 32 else 128}[kind]
     stages, registers = 4 if deep else 2, 0
     if kind == "mxfp4" and hopper and tokens <= 32:
@@ -287,6 +301,9 @@ def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, ctas: 
             most, stages, registers = next((RESIDENT[n] for n in RESIDENT if ctas <= n), (SCALE_COLUMNS, 4, 168))
     block_k = next(k for k in (256, 128, 64, 32) if k <= most and size % k == 0)
     if tokens > 32:
+        if hopper and (kind, tokens) in HOPPER_MANY and rows % 128 == size % 128 == 0:
+            block_k, warps, stages = HOPPER_MANY[kind, tokens]
+            return ExpertTiling(128, tokens, block_k, warps, stages)
         warps = 8 if rows % 128 == 0 else 4
         return ExpertTiling(16 * warps, tokens, block_k, warps, 3 if deep else 2)
     wide = kind == "mxfp4" and not few and rows % 128 == 0 and deep
@@ -321,7 +338,7 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    tile = choose_tokens(gpu, places, experts)
+    tile = choose_tokens(gpu, places, experts, w13.kind)
     order = tiles = None
     if places > FEW_PLACES:
         plan, slots = PLAN_TILES, most_tiles(places, experts, tile)
@@ -329,6 +346,8 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
     else:
         plan, slots = (PLAN_PLACES, places) if places <= experts else (PLAN_NONE, experts)
     shared_tile = max(tile, min(64, max(16, triton.next_power_of_2(tokens))))
+    if shared13 is not None and shared13.kind != "float" and _is_hopper(gpu):
+        shared_tile = min(shared_tile, 64)
     shared_slots = cdiv(tokens, shared_tile) if shared_inner else 0
     hidden_states = empty(places, inner)
     shared_states = empty(tokens, shared_inner) if shared_inner else None

@@ -129,7 +129,8 @@ def contexts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]
 
 def four_layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of four layers of V4-Flash in bfloat16 on one GPU, and eager transformers."""
-    shown, said = rows["whole_model"], {"whole": "converted, compiled, captured", "eager": "eager transformers"}
+    said = {"whole": "converted, compiled, captured", "captured": "prompts captured too", "eager": "eager transformers"}
+    shown = rows["whole_model"]
     head = ["batch", "prompt", "", "prefill, ms", "`generate`, ms a token", "step, ms", "kernels"]
     lines = [[*head, "first calls, s"]]
     for row in sorted(shown, key=lambda row: int(row["batch"])):

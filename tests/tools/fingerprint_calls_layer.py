@@ -145,8 +145,8 @@ def preprocess_insert_quant() -> Calls:
 
 @register
 def mhc_boundary() -> Calls:
-    """Yield one launch and two, for both models."""
-    for hidden, tokens in product((FLASH.hidden, PRO.hidden), (1, 8, 32, 512)):
+    """Yield one launch, two and three, for both models."""
+    for hidden, tokens in product((FLASH.hidden, PRO.hidden), (1, 8, 32, 512, 2048)):
         streams = zeros(tokens, 4, hidden), zeros(tokens, hidden)
         coefficients = zeros(tokens, 4, dtype=F32), zeros(tokens, 4, 4, dtype=F32)
         mix = (zeros(*shape, dtype=F32) for shape in ((24, 4 * hidden), (24,), (3,), (hidden,)))

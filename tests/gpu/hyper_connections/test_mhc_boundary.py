@@ -15,7 +15,7 @@ from dsv4_compile.testing import padded, poisoned_empty, samples, strided  # noq
 from tests.kernels.hyper_connections.calls import OPS, arguments, results, wrong
 
 FLASH, PRO = 4096, 7168
-TOKENS = (1, 2, 8, 9, 32, 129, 512)
+TOKENS = (1, 2, 8, 9, 32, 129, 512, 1100)
 
 
 def launch(op: str, args: tuple[Any, ...]) -> list[Tensor]:
@@ -41,21 +41,21 @@ def test_results_are_those_in_float64_and_five_runs_have_the_same_bits(op: str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("tokens", [3, 40, 300])
 @pytest.mark.parametrize("dim", [97, FLASH])
 def test_other_dtypes_and_numbers_of_channels(dim: int, tokens: int, dtype: torch.dtype) -> None:
     check("mhc_boundary", arguments("mhc_boundary", tokens, dim, dtype, device="cuda"))
 
 
 @pytest.mark.parametrize("spread", [padded, strided])
-@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("tokens", [3, 40, 300])
 def test_strided_arguments_in_memory_full_of_nan(tokens: int, spread: Callable[[Tensor], Tensor]) -> None:
     args = arguments("mhc_boundary", tokens, 300, device="cuda")
     check("mhc_boundary", tuple(spread(x) if isinstance(x, Tensor) else x for x in args))
 
 
 @pytest.mark.parametrize("gain", [0.0, 1e-12, 1e6, 1e15])
-@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("tokens", [3, 40, 300])
 def test_streams_of_any_size(tokens: int, gain: float) -> None:
     check("mhc_boundary", arguments("mhc_boundary", tokens, FLASH, gain=gain, device="cuda"))
 
@@ -69,7 +69,7 @@ def test_many_tokens(tokens: int) -> None:
     assert wrong("mhc_boundary", few, [x[last].contiguous() for x in got]) == ""
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 300])
 def test_a_captured_chain_of_boundaries_follows_its_inputs(tokens: int) -> None:
     """40 boundaries, one after the other with PDL, each on the results of the one before."""
     args = arguments("mhc_boundary", tokens, FLASH, device="cuda")

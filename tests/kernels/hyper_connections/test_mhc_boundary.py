@@ -25,18 +25,21 @@ from tests.kernels.hyper_connections.calls import OPS, exact, results, wrong
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
-MUTATED = ("p_streams_out", "p_sums", "p_counters", *(f"results[{i}]" for i in range(3)))
+MUTATED = ("p_streams_out", "p_sums", "p_counters", "p_parts", *(f"results[{i}]" for i in range(3)))
 arguments = partial(calls.arguments, iterations=4)
 """Few Sinkhorn iterations: the interpreter takes longest for them, and before they converge no error is hidden."""
-FEW, MANY, TWO_TILES = 2, 3, kernels.TILE_TOKENS + 1
-"""Tokens of one launch, of two with coefficients apart, where tests put the limits, and of two tiles without."""
+FEW, SOME, TWO_TILES, MANY = 2, 3, kernels.TILE_TOKENS + 1, kernels.TILE_TOKENS + 2
+"""Tokens, where tests put the limits: of one launch, of one and two tiles of few tokens, of two tiles of many."""
+MANY_TILE_TOKENS = kernels.MANY_TILE_TOKENS
+"""Tokens of such a tile when it is not interpreted."""
 
 
 @pytest.fixture(autouse=True)
 def few_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the limits where few programs are beyond them: in the interpreter each takes time."""
     monkeypatch.setattr(kernels, "MAX_ONE_LAUNCH", FEW)
-    monkeypatch.setattr(kernels, "FEW_TOKENS", MANY)
+    monkeypatch.setattr(kernels, "FEW_TOKENS", TWO_TILES)
+    monkeypatch.setattr(kernels, "MANY_TILE_TOKENS", kernels.TILE_TOKENS)
 
 
 def launcher(op: str) -> Callable[..., Any]:
@@ -48,12 +51,20 @@ def launch(op: str, args: tuple[Any, ...]) -> tuple[list[Tensor], list[str]]:
         return results(launcher(op)(*args)), launched
 
 
+def kernels_of(tokens: int, dtype: torch.dtype) -> list[str]:
+    """Return the kernels that a call launches."""
+    if tokens <= FEW:
+        return ["mhc_token_kernel"] if tokens else []
+    if dtype is not torch.bfloat16:
+        return ["mhc_token_kernel", "mhc_finish_kernel"]
+    few = ["mhc_tokens_kernel"] if tokens <= TWO_TILES else ["mhc_fn_kernel", "mhc_many_tokens_kernel"]
+    return [*few, "mhc_finish_kernel"]
+
+
 def check(op: str, args: tuple[Any, ...]) -> list[Tensor]:
     got, launched = launch(op, args)
     tokens, dtype = len(args[0]), args[0].dtype
-    one = "mhc_token_kernel"
-    many = ["mhc_tokens_kernel" if dtype is torch.bfloat16 else one, "mhc_finish_kernel"]
-    assert launched == ([] if tokens == 0 else [one] if tokens <= FEW else many)
+    assert launched == kernels_of(tokens, dtype)
     assert wrong(op, args, got) == ""
     return got
 
@@ -62,8 +73,10 @@ def check(op: str, args: tuple[Any, ...]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("tokens", "dtype"),
     [
-        *((tokens, dtype) for tokens in (0, 1, MANY) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+        *((tokens, dtype) for tokens in (0, 1, SOME) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
         (TWO_TILES, torch.bfloat16),
+        (MANY, torch.bfloat16),
+        (MANY, torch.float32),
     ],
 )
 @pytest.mark.parametrize("op", OPS)
@@ -73,7 +86,7 @@ def test_results_are_those_in_float64(op: str, tokens: int, dtype: torch.dtype) 
 
 @interpreted
 @pytest.mark.parametrize("dim", [1, 128, 300])
-@pytest.mark.parametrize("tokens", [FEW, MANY])
+@pytest.mark.parametrize("tokens", [FEW, SOME, MANY])
 @pytest.mark.parametrize("op", ["mhc_boundary", "mhc_head"])
 def test_any_number_of_channels(op: str, tokens: int, dim: int) -> None:
     check(op, arguments(op, tokens, dim))
@@ -81,7 +94,7 @@ def test_any_number_of_channels(op: str, tokens: int, dim: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("op", ["mhc_pre", "mhc_head"])
-@pytest.mark.parametrize("tokens", [FEW, MANY])
+@pytest.mark.parametrize("tokens", [FEW, SOME, MANY])
 def test_streams_without_an_output_are_read_where_they_are(op: str, tokens: int) -> None:
     args = arguments(op, tokens, 144)[:7]
     before = args[0].clone()
@@ -91,7 +104,7 @@ def test_streams_without_an_output_are_read_where_they_are(op: str, tokens: int)
 
 @interpreted
 @pytest.mark.parametrize("spread", [padded, strided])
-@pytest.mark.parametrize("tokens", [FEW, MANY])
+@pytest.mark.parametrize("tokens", [FEW, SOME, MANY])
 @pytest.mark.parametrize("op", OPS)
 def test_strided_arguments_in_memory_full_of_nan(op: str, tokens: int, spread: Callable[[Tensor], Tensor]) -> None:
     args = arguments(op, tokens, 144)
@@ -104,7 +117,7 @@ def test_strided_arguments_in_memory_full_of_nan(op: str, tokens: int, spread: C
 
 @interpreted
 @pytest.mark.parametrize("gain", [0.0, 1e-12, 1e6, 1e15])
-@pytest.mark.parametrize("tokens", [FEW, MANY])
+@pytest.mark.parametrize("tokens", [FEW, SOME, MANY])
 @pytest.mark.parametrize("op", ["mhc_boundary", "mhc_head"])
 def test_streams_of_any_size(op: str, tokens: int, gain: float) -> None:
     check(op, arguments(op, tokens, 144, gain=gain))
@@ -112,7 +125,7 @@ def test_streams_of_any_size(op: str, tokens: int, gain: float) -> None:
 
 @interpreted
 @pytest.mark.parametrize("scale", [-40.0, 0.0, 40.0])
-@pytest.mark.parametrize("tokens", [FEW, MANY])
+@pytest.mark.parametrize("tokens", [FEW, SOME, MANY])
 def test_coefficients_at_their_limits(tokens: int, scale: float) -> None:
     """Logits of up to 200 and of -200: sigmoids of 0 and 1, a softmax of one element, sums near hc_eps."""
     args = list(arguments("mhc_boundary", tokens, 16, torch.float32))
@@ -127,7 +140,7 @@ def test_coefficients_at_their_limits(tokens: int, scale: float) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("tokens", [FEW, MANY])
+@pytest.mark.parametrize("tokens", [FEW, SOME, MANY])
 @pytest.mark.parametrize("op", OPS)
 def test_a_token_of_nan_keeps_to_itself(op: str, tokens: int) -> None:
     args = arguments(op, tokens, 144)
@@ -165,7 +178,10 @@ def disorder(monkeypatch: pytest.MonkeyPatch, shuffle: Callable[[list[int]], Non
 
 
 @interpreted
-@pytest.mark.parametrize(("op", "tokens"), [*((op, FEW) for op in OPS), ("mhc_pre", MANY), ("mhc_boundary", TWO_TILES)])
+@pytest.mark.parametrize(
+    ("op", "tokens"),
+    [*((op, FEW) for op in OPS), ("mhc_pre", SOME), ("mhc_boundary", TWO_TILES), ("mhc_boundary", MANY)],
+)
 def test_programs_may_run_in_any_order_and_one_by_one(op: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs a program to its end before the next: one that waited for a later one would hang."""
     args = arguments(op, tokens, 300)
@@ -197,21 +213,27 @@ def test_other_numbers_of_streams_and_rows_beyond_registers_are_unsupported() ->
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
 def test_kernels_compile_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     early = sees(monkeypatch, target)
+    monkeypatch.setattr(kernels, "MANY_TILE_TOKENS", MANY_TILE_TOKENS)
     monkeypatch.setattr(kernels, "arrival_counters", lambda count, device: torch.zeros(count, dtype=torch.int32))
     calls = [("mhc_boundary", 4096)]
     if target == "sm_90":
         calls += [("mhc_boundary", 7168), ("mhc_pre", 4096), ("mhc_head", 4096)]
     with compiled_for(target) as compiled:
         for op, dim in calls:
-            for tokens in (1, MANY, 32):
+            for tokens in (1, SOME, MANY):
                 launcher(op)(*arguments(op, tokens, dim))
-    assert len(compiled) == 5 * len(calls)
+    assert len(compiled) == (1 + 2 + 3) * len(calls)
     assert all(kernel.assembled for kernel in compiled)
     assert all(begins_early(kernel) == early for kernel in compiled)
 
 
 def test_no_kernel_waits_in_a_loop_for_another_program() -> None:
     """Only an arrival is atomic; what it returns decides who finishes, and nobody polls a counter."""
-    for kernel in (kernels.mhc_token_kernel, kernels.mhc_tokens_kernel, kernels.mhc_finish_kernel):
+    for kernel in (
+        kernels.mhc_token_kernel,
+        kernels.mhc_tokens_kernel,
+        kernels.mhc_many_tokens_kernel,
+        kernels.mhc_finish_kernel,
+    ):
         assert "while" not in kernel.src
     assert "while" not in semaphores.arrive.src
