@@ -67,13 +67,14 @@ class HeadRows(NamedTuple):
     """Where a program stores its heads.
 
     Attributes:
-        p_sink: sink logits of the heads, or None.
+        p_sink, p_lse: sink logits of the heads, and where their log-sum-exps are stored; either may be None.
         p_out, head_stride: the first head's row, bfloat16, and the stride of heads; or e4m3 `[groups, T, K]`.
         p_scale, tokens, padded_tokens: of e4m3, scales `[groups, n, Ta]`, T and Ta; of partial results, their units.
         token, head, heads: the token, the first head, and the number of heads from it on.
     """
 
     p_sink: Any
+    p_lse: Any
     p_out: Any
     head_stride: Any
     p_scale: Any
@@ -473,7 +474,7 @@ def store_finished(
         gl.inline_asm_elementwise(NO_UNROLL, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         _store_step(
             steps.index(step).load(ROWS), step * STEP,
-            HeadRows(None, p_out, D, p_scale, tokens, padded_tokens, token, head, H - head), cos, sin,
+            HeadRows(None, None, p_out, D, p_scale, tokens, padded_tokens, token, head, H - head), cos, sin,
             FIRST, H % BLOCK_H != 0, EPILOGUE, ROWS,
         )  # fmt: skip
     thread_barrier()

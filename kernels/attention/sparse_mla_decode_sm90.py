@@ -112,6 +112,15 @@ class SharedTiles(NamedTuple):
     q_ready: Any
 
 
+class BlocksOfKeys(NamedTuple):
+    """Keys of a program: window and extra `KeyIndices`, first block of the extra cache, first block of the program."""
+
+    window: Any
+    extra: Any
+    boundary: Any
+    begin: Any
+
+
 @gluon.jit
 def _lane_sums(weights):
     """Return `[64, 8]`: sums over the part of a row that a thread holds."""
@@ -149,9 +158,8 @@ def _softmax(scores, live, acc, top, sums, number, scale, scales, tiles):
 
 @gluon.jit
 def _left(
-    queries, rows, p_lse, scale, blocks, lives, tiles,
-    PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr,
-):  # fmt: skip
+    queries, rows, scale, blocks, lives, tiles, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr
+):
     """Run the first warpgroup: scores, softmax, the left half of the output."""
     keys, heads = tiles.keys, rows.heads
     if queries.eps is not None:
@@ -205,10 +213,10 @@ def _left(
     mbarrier.wait(tiles.weights_free, (blocks & 1) ^ 1)
     tiles.factors.store(factor)
     if EPILOGUE.split:
-        gl.store(p_lse + o_head, lse, mask=o_head < heads)
+        gl.store(rows.p_lse + o_head, lse, mask=o_head < heads)
     else:
-        if p_lse is not None:
-            gl.store(p_lse + o_head, gl.where(total == 0, float("inf"), lse * LN_2), mask=o_head < heads)
+        if rows.p_lse is not None:
+            gl.store(rows.p_lse + o_head, gl.where(total == 0, float("inf"), lse * LN_2), mask=o_head < heads)
         if rows.p_sink is not None:
             # Computed as the combine kernel does for one split, so that the bits are equal.
             sink = gl.load(rows.p_sink + o_head, mask=o_head < heads, other=0.0)
@@ -227,15 +235,10 @@ def _left(
 
 @gluon.jit
 def _right(
-    caches, span, addresses, queries, rows, blocks, tiles,
-    PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr,
-):  # fmt: skip
-    """Run the second warpgroup: addresses of keys, and the right half of the output.
-
-    `caches`: window and extra `KeyIndices`; `span`: first block of the extra cache, and first block of the program.
-    """
-    window, extra = caches
-    boundary, begin = span
+    keys, addresses, queries, rows, blocks, tiles, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr
+):
+    """Run the second warpgroup: addresses of `BlocksOfKeys`, and the right half of the output."""
+    window, extra, boundary, begin = keys
     FIRST: gl.constexpr = AHEAD * BLOCK_N
     ALL: gl.constexpr = PLACES * BLOCK_N
     token = rows.token
@@ -403,17 +406,19 @@ def sparse_mla_decode_sm90_kernel(
             p_lse += token * lse_stride + head
     addresses = KeyAddresses(address_rows, address_scales, lives, placed)
     queries = Queries(p_q, q_head_stride, p_table, eps)
-    rows = HeadRows(p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
+    rows = HeadRows(p_sink, p_lse, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
     tiles = SharedTiles(
         q_tile, keys, weights_tile, factors, head_factors, ready, free, weights_ready, weights_free, q_ready
     )
     gl.warp_specialize([
-        (_left, (queries, rows, p_lse, scale, end - begin, lives, tiles, PARTIAL, EPILOGUE, PLAIN)),
-        (_right, ((KeyIndices(p_window_words, window_page_chunks, WINDOW_LOG_PAGE, p_window_indices,
-                              window_indices_stride, window_length, window_capacity),
-                   KeyIndices(p_extra_words, extra_page_chunks, EXTRA_LOG_PAGE, p_extra_indices,
-                              extra_indices_stride, extra_length, extra_capacity)),
-                  (boundary, begin), addresses, queries, rows, end - begin, tiles, PARTIAL, EPILOGUE, PLAIN)),
+        (_left, (queries, rows, scale, end - begin, lives, tiles, PARTIAL, EPILOGUE, PLAIN)),
+        (_right, (BlocksOfKeys(
+            KeyIndices(p_window_words, window_page_chunks, WINDOW_LOG_PAGE, p_window_indices, window_indices_stride,
+                       window_length, window_capacity),
+            KeyIndices(p_extra_words, extra_page_chunks, EXTRA_LOG_PAGE, p_extra_indices, extra_indices_stride,
+                       extra_length, extra_capacity),
+            boundary, begin,
+        ), addresses, queries, rows, end - begin, tiles, PARTIAL, EPILOGUE, PLAIN)),
         (copy_keys if PLAIN else produce_keys,
          (p_window_words, p_extra_words, (boundary, begin), end, addresses, (keys, ready, free))),
     ], [4, 4], [RIGHT_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

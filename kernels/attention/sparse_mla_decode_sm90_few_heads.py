@@ -191,9 +191,8 @@ def _softmax(scores, live, acc, top, sums, scale, weights_tile):
 
 @gluon.jit
 def _consumer(
-    queries, rows, p_lse, scale, blocks, tiles, ring,
-    PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr,
-):  # fmt: skip
+    queries, rows, scale, blocks, tiles, ring, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr
+):
     """Run the first warpgroup: all but the keys. `tiles`: queries and weights in shared memory."""
     q_tile, weights_tile = tiles
     keys, lives, ready, free = ring
@@ -240,14 +239,14 @@ def _consumer(
     factor = gl.where(total == 0, 0.0, 1.0 / total)
     acc = acc * gl.expand_dims(gl.convert_layout(factor, HEADS), 0)
     if EPILOGUE.split:
-        gl.store(p_lse + o_head, lse, mask=o_head < heads)
+        gl.store(rows.p_lse + o_head, lse, mask=o_head < heads)
         if blocks > 0:
             o_column = gl.expand_dims(gl.arange(0, N, HEADS), 0)
             o_dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(1, MMA)), 1)
             gl.store(rows.p_out + (o_column * D + o_dim), acc, mask=(o_column < heads) & (o_dim >= 0))
     else:
-        if p_lse is not None:
-            gl.store(p_lse + o_head, gl.where(total == 0, float("inf"), lse * LN_2), mask=o_head < heads)
+        if rows.p_lse is not None:
+            gl.store(rows.p_lse + o_head, gl.where(total == 0, float("inf"), lse * LN_2), mask=o_head < heads)
         if rows.p_sink is not None:
             # Computed as the combine kernel does for one split, so that the bits are equal.
             sink = gl.load(rows.p_sink + o_head, mask=o_head < heads, other=0.0)
@@ -361,11 +360,10 @@ def sparse_mla_decode_sm90_few_heads_kernel(
         if p_lse is not None:
             p_lse += token * lse_stride + head
     queries = Queries(p_q, q_head_stride, p_table, eps)
-    rows = HeadRows(p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
+    rows = HeadRows(p_sink, p_lse, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
     ring = KeyRing(keys, lives, ready, free)
     gl.warp_specialize([
-        (_consumer, (queries, rows, p_lse, scale, end - begin, (q_tile, weights_tile), ring, PARTIAL, EPILOGUE,
-                     PLAIN)),
+        (_consumer, (queries, rows, scale, end - begin, (q_tile, weights_tile), ring, PARTIAL, EPILOGUE, PLAIN)),
         (_copier if PLAIN else _producer, (
             KeyRow(p_window_words, window_page_chunks, p_window_row, window_length, window_capacity, WINDOW_LOG_PAGE),
             KeyRow(p_extra_words, extra_page_chunks, p_extra_row, extra_length, extra_capacity, EXTRA_LOG_PAGE),

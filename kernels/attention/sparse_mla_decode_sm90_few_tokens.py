@@ -333,7 +333,7 @@ def sparse_mla_decode_sm90_few_tokens_kernel(
         thread_barrier()
         if EPILOGUE.groups == 0:
             p_out += token * out_token_stride + head.to(gl.int64) * out_head_stride
-        rows = HeadRows(p_sink, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
+        rows = HeadRows(p_sink, p_lse, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
         for half in gl.static_range(D // HALF):
             store_half(q_tile, rows, p_cos, half * HALF, PARTIAL, EPILOGUE, ROWS)
 

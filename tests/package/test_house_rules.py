@@ -13,7 +13,7 @@ import pytest
 MAX_LINES, MAX_KERNEL_LINES = 400, 700
 """Of a file, and of a kernel together with its launcher."""
 
-MANY_PARAMETERS, MOST_WITH_MANY = 10, 0.075
+MANY_PARAMETERS, MOST_WITH_MANY = 10, 0.05
 """Parameters that are many, and the largest share of the functions of kernels/ that may have as many."""
 
 LAYERS: tuple[frozenset[str], ...] = (
