@@ -31,3 +31,10 @@ def test_a_second_process_runs_the_cached_graph(tmp_path: Path, torch_alone: War
     assert [run.returncode for run in runs] == [0, 0], runs[-1].stderr
     assert runs[0].stdout.strip() == "hits 0"
     assert runs[1].stdout.strip() != "hits 0"
+
+
+def test_a_process_that_compiles_nothing_has_the_op_of_gemms(torch_alone: WarmPython) -> None:
+    """A graph from a warm cache may call it."""
+    program = "import torch, dsv4_compile.passes.choose; print(torch.ops.dsv4_cpu.mm.default)"
+    done = torch_alone.run("tests.backend.program", str(ROOT), program)
+    assert done.stdout.strip() == "dsv4_cpu.mm.default", done.stderr[-2000:]
