@@ -49,7 +49,7 @@ demo: install  ## a small DeepSeek-V4 from transformers, compiled and compared w
 test: install  ## style, types and all tests
 	@mkdir -p build
 	$(MAKE) --no-print-directory lint > build/lint.log 2>&1 & lint=$$!; \
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 SYMPY_CACHE_SIZE=100000 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 SYMPY_CACHE_SIZE=100000 TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); \
 	tested=$$?; wait $$lint && echo "lint: nothing found" || { cat build/lint.log; exit 1; }; exit $$tested
 
 .PHONY: test-vllm

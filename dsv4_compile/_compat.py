@@ -106,6 +106,8 @@ PRIVATE: dict[str, PrivateName] = {
     "dtype_propagation": PrivateName("torch._inductor.dtype_propagation", "", "dtypes of results, quicker in tests"),
     "dtype_rules": PrivateName("torch._inductor.utils", "op_dtype_propagation_rules", "what these depend on, in tests"),
     "dynamo_guards": PrivateName("torch._dynamo.guards", "", "times its guards, but not in tests"),
+    "symbolic_convert": PrivateName("torch._dynamo.symbolic_convert", "", "names functions in its log, not in tests"),
+    "sizevars": PrivateName("torch._inductor.sizevars", "", "simplifies indices, less often in tests"),
     "dynamo_config": PrivateName("torch._dynamo.config", "", "settings of tracing, which explain() overrides"),
     "functorch_config": PrivateName("torch._functorch.config", "", "disables a cache of compiled graphs"),
     "counters": PrivateName("torch._dynamo.utils", "counters", "torch's counts, restored after explain()"),
