@@ -17,12 +17,12 @@ def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
-def slices_of(p_sums, exists, row, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
-    """Load sum `row` of every slice, [S_BLOCK] or [B, S_BLOCK].
+def slices_of(p_sums, exists, row, SLICES: tl.constexpr):
+    """Load sum `row` of every slice, [SLICES] or [B, SLICES], and zeros up to a power of two.
 
     Not from the L1 cache: other programs may just have stored them.
     """
-    o_s = tl.arange(0, S_BLOCK)
+    o_s = tl.arange(0, triton.next_power_of_2(SLICES))
     if exists is not None:
         o_s = o_s[None, :]
     mask = o_s < SLICES
@@ -32,9 +32,9 @@ def slices_of(p_sums, exists, row, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def inverse_rms_of_streams(p_sums, exists, eps, D, MIX: tl.constexpr, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
+def inverse_rms_of_streams(p_sums, exists, eps, D, MIX: tl.constexpr, SLICES: tl.constexpr):
     """Return 1 / RMS of all streams. The sum of their squares follows those of the mix."""
-    squares = slices_of(p_sums, exists, MIX, SLICES, S_BLOCK)
+    squares = slices_of(p_sums, exists, MIX, SLICES)
     return tl.rsqrt(tl.sum(squares, 0 if exists is None else 1) / (4 * D) + eps)
 
 
@@ -50,13 +50,13 @@ def load4(p, stride):
 
 
 @triton.jit
-def logits4(p_sums, exists, p_base, base_stride, scale, row, SLICES: tl.constexpr, S_BLOCK: tl.constexpr):
+def logits4(p_sums, exists, p_base, base_stride, scale, row, SLICES: tl.constexpr):
     """Return the logits of coefficients `row` to `row + 3`: `sum * scale + base`."""
     parts = (
-        slices_of(p_sums, exists, row, SLICES, S_BLOCK),
-        slices_of(p_sums, exists, row + 1, SLICES, S_BLOCK),
-        slices_of(p_sums, exists, row + 2, SLICES, S_BLOCK),
-        slices_of(p_sums, exists, row + 3, SLICES, S_BLOCK),
+        slices_of(p_sums, exists, row, SLICES),
+        slices_of(p_sums, exists, row + 1, SLICES),
+        slices_of(p_sums, exists, row + 2, SLICES),
+        slices_of(p_sums, exists, row + 3, SLICES),
     )
     a0, a1, a2, a3 = tl.reduce(parts, 0 if exists is None else 1, _add4)
     b = load4(p_base + row * base_stride, base_stride)
@@ -112,20 +112,18 @@ def _store4(p, exists, values):
 
 
 @triton.jit
-def store_coefficients(
-    p_post, p_comb, p_sums, exists, mix, rms, hc_eps, iterations, SLICES: tl.constexpr, S_BLOCK: tl.constexpr
-):
+def store_coefficients(p_post, p_comb, p_sums, exists, mix, rms, hc_eps, iterations, SLICES: tl.constexpr):
     """Compute post [4] and comb [4, 4] of tokens. `mix` begins with `p_base, p_scale, base_stride, scale_stride`."""
     p_base, p_scale, base_stride, scale_stride = mix[0], mix[1], mix[2], mix[3]
     scale = tl.load(p_scale + scale_stride).to(tl.float32) * rms
-    a = logits4(p_sums, exists, p_base, base_stride, scale, 4, SLICES, S_BLOCK)
+    a = logits4(p_sums, exists, p_base, base_stride, scale, 4, SLICES)
     post = 2 * tl.sigmoid(a[0]), 2 * tl.sigmoid(a[1]), 2 * tl.sigmoid(a[2]), 2 * tl.sigmoid(a[3])
     _store4(p_post, exists, post)
     scale = tl.load(p_scale + 2 * scale_stride).to(tl.float32) * rms
-    a = logits4(p_sums, exists, p_base, base_stride, scale, 8, SLICES, S_BLOCK)
-    b = logits4(p_sums, exists, p_base, base_stride, scale, 12, SLICES, S_BLOCK)
-    c = logits4(p_sums, exists, p_base, base_stride, scale, 16, SLICES, S_BLOCK)
-    d = logits4(p_sums, exists, p_base, base_stride, scale, 20, SLICES, S_BLOCK)
+    a = logits4(p_sums, exists, p_base, base_stride, scale, 8, SLICES)
+    b = logits4(p_sums, exists, p_base, base_stride, scale, 12, SLICES)
+    c = logits4(p_sums, exists, p_base, base_stride, scale, 16, SLICES)
+    d = logits4(p_sums, exists, p_base, base_stride, scale, 20, SLICES)
     a, b, c, d = sinkhorn(a, b, c, d, hc_eps, iterations)
     _store4(p_comb, exists, a)
     _store4(p_comb + 4, exists, b)

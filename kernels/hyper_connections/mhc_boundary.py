@@ -92,6 +92,19 @@ class Shape(NamedTuple):
     mix_block: int
 
 
+class ManyShape(NamedTuple):
+    """Compile-time sizes of a program of many tokens.
+
+    Attributes:
+        tokens, step: tokens of a tile, and channels of a step.
+        parts: bfloat16 numbers whose sum is a float32 of `fn`.
+    """
+
+    tokens: int
+    step: int
+    parts: int
+
+
 class Results(NamedTuple):
     """Results of a launch; without a post of a previous sub-layer there are no new streams, at the end only y."""
 
@@ -194,7 +207,6 @@ def _finish(results, p_sums, streams, mix, token, scalars, SHAPE: tl.constexpr):
     D_BLOCK: tl.constexpr = triton.next_power_of_2(D)
     MIX: tl.constexpr = SHAPE.mix
     SLICES: tl.constexpr = (D + SHAPE.channels - 1) // SHAPE.channels
-    S_BLOCK: tl.constexpr = triton.next_power_of_2(SLICES)
     p_x, strides = streams
     eps, hc_eps, iterations = scalars
     p_y, p_post, p_comb = results
@@ -204,16 +216,16 @@ def _finish(results, p_sums, streams, mix, token, scalars, SHAPE: tl.constexpr):
     x0, x1, x2, x3 = _load_streams(p_x, strides, token, o_d, mask)
     weight = load_weight(p_norm, norm_stride, D, D_BLOCK)
     p_sums += token * ((MIX + 1) * SLICES)
-    rms = inverse_rms_of_streams(p_sums, None, eps, D, MIX, SLICES, S_BLOCK)
+    rms = inverse_rms_of_streams(p_sums, None, eps, D, MIX, SLICES)
     scale = tl.load(p_scale).to(tl.float32) * rms
-    a0, a1, a2, a3 = logits4(p_sums, None, p_base, base_stride, scale, 0, SLICES, S_BLOCK)
+    a0, a1, a2, a3 = logits4(p_sums, None, p_base, base_stride, scale, 0, SLICES)
     a0, a1, a2, a3 = tl.sigmoid(a0) + hc_eps, tl.sigmoid(a1) + hc_eps, tl.sigmoid(a2) + hc_eps, tl.sigmoid(a3) + hc_eps
     y = a0 * x0.to(tl.float32) + a1 * x1.to(tl.float32) + a2 * x2.to(tl.float32) + a3 * x3.to(tl.float32)
     y = rms_norm(y.to(p_y.dtype.element_ty).to(tl.float32), weight, eps, D)
     tl.store(p_y + token * D + o_d[None, :], y.to(p_y.dtype.element_ty), mask=mask)
     if p_post is not None:
         p_post, p_comb = p_post + token * 4, p_comb + token * 16
-        store_coefficients(p_post, p_comb, p_sums, None, mix, rms, hc_eps, iterations, SLICES, S_BLOCK)
+        store_coefficients(p_post, p_comb, p_sums, None, mix, rms, hc_eps, iterations, SLICES)
 
 
 @triton.jit
@@ -221,15 +233,14 @@ def _finish_coefficients(results, p_sums, mix, token, exists, scalars, SHAPE: tl
     """Compute post and comb of `token`, which `_finish` does otherwise, or of those of a block that exist."""
     MIX: tl.constexpr = SHAPE.mix
     SLICES: tl.constexpr = (SHAPE.dim + SHAPE.channels - 1) // SHAPE.channels
-    S_BLOCK: tl.constexpr = triton.next_power_of_2(SLICES)
     eps, hc_eps, iterations = scalars
     p_post, p_comb = results[1] + token * 4, results[2] + token * 16
     first = token * ((MIX + 1) * SLICES)
     if exists is not None:
         first = first[:, None]
     p_sums += first
-    rms = inverse_rms_of_streams(p_sums, exists, eps, SHAPE.dim, MIX, SLICES, S_BLOCK)
-    store_coefficients(p_post, p_comb, p_sums, exists, mix, rms, hc_eps, iterations, SLICES, S_BLOCK)
+    rms = inverse_rms_of_streams(p_sums, exists, eps, SHAPE.dim, MIX, SLICES)
+    store_coefficients(p_post, p_comb, p_sums, exists, mix, rms, hc_eps, iterations, SLICES)
 
 
 @triton.jit
@@ -409,13 +420,13 @@ def mhc_many_tokens_kernel(
     strides,  # of the inputs
     tokens,
     SHAPE: tl.constexpr,
-    STEP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
+    MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program p takes slice p % SLICES of tokens p // SLICES * TOKENS and on; new streams are operands as they are."""
     streams, after = Strided(inputs[0], strides[0]), Strided(inputs[1], strides[1])
+    TOKENS: tl.constexpr = MANY.tokens
+    STEP: tl.constexpr = MANY.step
     D: tl.constexpr = SHAPE.dim
     C: tl.constexpr = SHAPE.channels
     MIX: tl.constexpr = SHAPE.mix
@@ -443,10 +454,12 @@ def mhc_many_tokens_kernel(
         )
         squares = _add_squares(squares, x)
         p = p_parts + o_m[None, :] * (4 * D) + o_c[:, None]
-        sums = _add_products(sums, x[0], p, m_c[:, None], PARTS, SIZE)
-        sums = _add_products(sums, x[1], p + D, m_c[:, None], PARTS, SIZE)
-        sums = _add_products(sums, x[2], p + 2 * D, m_c[:, None], PARTS, SIZE)
-        sums = _add_products(sums, x[3], p + 3 * D, m_c[:, None], PARTS, SIZE)
+        # Tensor cores round sums towards zero: those of a step are added to the others as float32.
+        part = tl.zeros((TOKENS, MIX_BLOCK), tl.float32)
+        part = _add_products(part, x[0], p, m_c[:, None], MANY.parts, SIZE)
+        part = _add_products(part, x[1], p + D, m_c[:, None], MANY.parts, SIZE)
+        part = _add_products(part, x[2], p + 2 * D, m_c[:, None], MANY.parts, SIZE)
+        sums += _add_products(part, x[3], p + 3 * D, m_c[:, None], MANY.parts, SIZE)
     p = p_sums + o_t * ((MIX + 1) * SLICES) + program % SLICES
     tl.store(p[:, None] + o_m[None, :] * SLICES, sums, mask=m_t[:, None] & (o_m < MIX)[None, :])
     tl.store(p + MIX * SLICES, tl.sum(squares, 1), mask=m_t)
@@ -456,9 +469,8 @@ def mhc_many_tokens_kernel(
 def mhc_finish_kernel(
     results,  # y [T, D]; post [T, 4] and comb [T, 4, 4], or None; contiguous
     p_sums,  # [T, MIX + 1, SLICES] float32, contiguous
-    p_streams,  # [T, 4, D], the new ones
+    streams,  # `Strided` [T, 4, D], the new ones
     mix,  # base, scale and their strides, norm_weight and its stride
-    streams_strides,
     scalars,  # eps of the norms; eps and iterations of the coefficients
     tokens,
     SHAPE: tl.constexpr,
@@ -470,7 +482,6 @@ def mhc_finish_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    streams = Strided(p_streams, streams_strides)
     if APART > 0:
         token -= tl.cdiv(tokens, APART)
         if token < 0:
@@ -520,19 +531,9 @@ def launch(
     exchange = {"RANK": rank, "RANKS": 1 if peers is None else len(peers.flags), "CTAS": EXCHANGE_CTAS}
     exchange["REGION"] = REGION_BYTES // streams.element_size()
     if many:
-        shape = shape._replace(mix_block=max(16, shape.mix_block))
-        parts = streams.new_empty((FN_PARTS, shape.mix_block, 4 * dim))
-        programs = triton.cdiv(4 * dim, FN_COLUMNS)
-        launch_kernel(
-            mhc_fn_kernel, (programs,), parts, mix.fn, mix.fn.stride(), SHAPE=shape, COLUMNS=FN_COLUMNS, PARTS=FN_PARTS,
-            num_warps=4, **pdl_arguments(streams.device, programs),
-        )  # fmt: skip
-        programs = triton.cdiv(tokens, MANY_TILE_TOKENS) * slices
-        launch_kernel(
-            mhc_many_tokens_kernel, (programs,), results.streams, sums, parts, (streams, returned),
-            (streams.stride(), strides), tokens, SHAPE=shape, STEP=min(MANY_STEP, channels), TOKENS=MANY_TILE_TOKENS,
-            PARTS=FN_PARTS, num_warps=4, num_stages=MANY_STAGES, **pdl_arguments(streams.device, programs),
-        )  # fmt: skip
+        _launch_many(
+            streams, returned, mix.fn, shape._replace(mix_block=max(16, shape.mix_block)), results.streams, sums
+        )
     elif tiles:
         programs = triton.cdiv(tokens, TILE_TOKENS) * slices
         launch_kernel(
@@ -553,10 +554,34 @@ def launch(
         apart = 0 if ends else 1 if tokens <= FEW_TOKENS else COEFFICIENTS_TOKENS
         programs = tokens + (triton.cdiv(tokens, apart) if apart else 0)
         launch_kernel(
-            mhc_finish_kernel, (programs,), tuple(results[1:]), sums, new, of_mix, new.stride(), scalars, tokens,
-            SHAPE=shape, APART=apart, num_warps=_warps(dim), **pdl_arguments(streams.device, programs),
+            mhc_finish_kernel, (programs,), tuple(results[1:]), sums, Strided(new, new.stride()), of_mix, scalars,
+            tokens, SHAPE=shape, APART=apart, num_warps=_warps(dim), **pdl_arguments(streams.device, programs),
         )  # fmt: skip
     return results
+
+
+def _launch_many(
+    streams: Tensor,
+    returned: tuple[Tensor, Tensor, Tensor] | None,
+    fn: Tensor,
+    shape: Shape,
+    new: Tensor | None,
+    sums: Tensor,
+) -> None:
+    """Compute the new streams and the sums of slices of many tokens."""
+    (tokens, _, dim), device = streams.shape, streams.device
+    parts, programs = streams.new_empty((FN_PARTS, shape.mix_block, 4 * dim)), triton.cdiv(4 * dim, FN_COLUMNS)
+    launch_kernel(
+        mhc_fn_kernel, (programs,), parts, fn, fn.stride(), SHAPE=shape, COLUMNS=FN_COLUMNS, PARTS=FN_PARTS,
+        num_warps=4, **pdl_arguments(device, programs),
+    )  # fmt: skip
+    programs = triton.cdiv(tokens, MANY_TILE_TOKENS) * triton.cdiv(dim, shape.channels)
+    strides = streams.stride(), None if returned is None else tuple(each.stride() for each in returned)
+    launch_kernel(
+        mhc_many_tokens_kernel, (programs,), new, sums, parts, (streams, returned), strides, tokens, SHAPE=shape,
+        MANY=ManyShape(MANY_TILE_TOKENS, min(MANY_STEP, shape.channels), FN_PARTS), num_warps=4,
+        num_stages=MANY_STAGES, **pdl_arguments(device, programs),
+    )  # fmt: skip
 
 
 def _warps(dim: int) -> int:
