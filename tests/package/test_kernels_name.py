@@ -29,6 +29,15 @@ def hugging_face(tmp_path: Path) -> Path:
     return package.parent
 
 
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel into a folder."""
+    folder = tmp_path_factory.mktemp("site")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder)]
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
+    return folder
+
+
 @pytest.mark.parametrize("from_root", [True, False], ids=["from the repository root", "from elsewhere"])
 def test_a_source_checkout_does_not_shadow_the_name(
     fresh_python: Callable[..., str], hugging_face: Path, root: Path, from_root: bool
@@ -41,11 +50,8 @@ def test_a_source_checkout_does_not_shadow_the_name(
 
 @pytest.mark.parametrize("from_root", [True, False], ids=["from the repository root", "from elsewhere"])
 def test_an_installed_wheel_does_not_shadow_the_name(
-    fresh_python: Callable[..., str], hugging_face: Path, root: Path, wheel: Path, tmp_path: Path, from_root: bool
+    fresh_python: Callable[..., str], hugging_face: Path, root: Path, site: Path, from_root: bool
 ) -> None:
-    site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
-    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
     # With `-c` the working directory comes first on the path; in the root the checkout would be imported.
     owner, ours = fresh_python(PROBE, path=(site, hugging_face), cwd=root if from_root else "/").splitlines()
     assert owner == "Hugging Face"
