@@ -126,7 +126,8 @@ def _load4(p, stride, mask):
 
 @triton.jit
 def _weighted(q, c0, c1, c2, c3, z, x):
-    return q * z + c0 * x[0] + c1 * x[1] + c2 * x[2] + c3 * x[3]
+    """Return a new stream, the same bits wherever it is computed: Triton computes an operand of a product again."""
+    return tl.fma(c3, x[3], tl.fma(c2, x[2], tl.fma(c1, x[1], tl.fma(c0, x[0], q * z))))
 
 
 @triton.jit
