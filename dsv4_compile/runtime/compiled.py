@@ -184,6 +184,8 @@ class CapturedGraph:
         for entry in known:
             if entry.compared is not None and not self._policy.debug and self._has_same_others(entry, args):
                 return entry
+        if not known and not self._is_small(copied):
+            return None
         in_place = list(self._pick(args))
         ids = tuple(map(id, in_place))
         for entry in known:
@@ -245,13 +247,6 @@ class CapturedGraph:
     def _admit(
         self, key: Any, in_place: list[Tensor], records: tuple[TensorRecord, ...], copied: list[Any]
     ) -> _Entry | None:
-        tokens = tokens_of(copied)
-        if tokens > self._policy.max_tokens:
-            if "size" not in self._reported:
-                self._reported.add("size")
-                limit = f"dsv4.cudagraph.max_tokens={self._policy.max_tokens}"
-                _log.info("runs compiled, without a graph: %s tokens a call, above %s", tokens, limit)
-            return None
         tensors = [*in_place, *(x for x in copied if isinstance(x, Tensor))]
         elsewhere = next((t.device for t in tensors if t.device.type != self._graphs.device.type), None)
         if elsewhere is not None:
@@ -271,6 +266,15 @@ class CapturedGraph:
         self._remember(entry, in_place)
         self._entries.setdefault(key, []).append(entry)
         return entry
+
+    def _is_small(self, copied: Sequence[Any]) -> bool:
+        """Return whether a call has as few tokens as are captured. Asked first: it is all that most prompts need."""
+        tokens, most = tokens_of(copied), self._policy.max_tokens
+        if tokens > most and "size" not in self._reported:
+            self._reported.add("size")
+            limit = f"dsv4.cudagraph.max_tokens={most}"
+            _log.info("runs compiled, without a graph: %s tokens a call, above %s", tokens, limit)
+        return tokens <= most
 
     def _warn(self, reason: str, got: str, fix: str = "") -> None:
         if reason not in self._reported:
