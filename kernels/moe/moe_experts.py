@@ -285,6 +285,14 @@ def choose_tokens(gpu: Gpu, places: int, experts: int, kind: str) -> int:
     return 32 if each <= 24 else min(largest, 64 if each <= 64 else 128)
 
 
+def _tokens_of_shared(gpu: Gpu, tokens: int, tile: int, floating: bool) -> int:
+    """Return the tokens of a tile of the shared expert; `floating` says whether no weight is quantised."""
+    few = max(tile, min(64, max(16, triton.next_power_of_2(tokens))))
+    if not _is_hopper(gpu):
+        return few
+    return 128 if floating and tokens > FEW_TOKENS else few if floating else min(few, 64)
+
+
 def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, ctas: float) -> ExpertTiling:
     """Return the tiling for tiles of `tokens` tokens, `rows` rows of K = `size`, and `ctas` CTAs of 64 rows for an SM.
 
@@ -345,9 +353,8 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         order, tiles = plan_places(call.ids, call.first_expert, experts, tile)
     else:
         plan, slots = (PLAN_PLACES, places) if places <= experts else (PLAN_NONE, experts)
-    shared_tile = max(tile, min(64, max(16, triton.next_power_of_2(tokens))))
-    if shared13 is not None and shared13.kind != "float" and _is_hopper(gpu):
-        shared_tile = min(shared_tile, 64)
+    floating = all(weight.kind == "float" for weight in (w13, w2, *(shared or ())))
+    shared_tile = _tokens_of_shared(gpu, tokens, tile, floating)
     shared_slots = cdiv(tokens, shared_tile) if shared_inner else 0
     hidden_states = empty(places, inner)
     shared_states = empty(tokens, shared_inner) if shared_inner else None

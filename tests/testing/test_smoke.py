@@ -76,6 +76,17 @@ def test_quantised_bytes_may_differ_rarely_and_only_where_they_were_written() ->
         assert_agrees("kv_rope_insert", [near], [want], [before], kernel=False)
 
 
+def test_results_of_experts_may_differ_by_a_share_of_their_size() -> None:
+    want = torch.randn(40, 128).bfloat16()
+    near = (want.float() * (1 + 2e-3 * torch.randn(40, 128)) + 2e-3 * torch.randn(40, 128)).bfloat16()
+    assert_agrees("moe_experts", [near], [want], [], kernel=True)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_agrees("moe_experts", [near], [want], [], kernel=False)
+    near[3, 4] += 0.1
+    with pytest.raises(AssertionError, match=r"\(3, 4\)"):
+        assert_agrees("moe_experts", [near], [want], [], kernel=True)
+
+
 def test_an_op_without_samples_fails(smoke: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(smoke.BUILDERS, "inv_rope")
     assert smoke.check_op_samples("inv_rope", "cpu")["failed"] == 1

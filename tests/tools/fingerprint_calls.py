@@ -176,6 +176,7 @@ def moe_experts() -> Calls:
         yield f"{name}, {tokens} tokens", (*tokens_args, *weights)
         if name == "MXFP4":
             yield f"interleaved, {tokens} tokens", (*tokens_args, *weights, *shared, 10.0, 0, True)
+    yield "bfloat16, shared expert", (*tokens_args, *routed["bfloat16"], *pair(lambda *shape: (zeros(*shape), None)))
     few, experts = (zeros(40, hidden), ints(40, 6), zeros(40, 6, dtype=F32)), 64
     yield "MXFP4 of few tokens an expert", (*few, *pair(mxfp4, experts))
     yield "MXFP4 of few tokens an expert, shared expert", (*few, *pair(mxfp4, experts), *shared)
