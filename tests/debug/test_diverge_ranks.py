@@ -23,7 +23,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_on_ranks(2, CHECKS, tmp_path_factory.mktemp("ranks"), "dsv4_compile.debug")
+    return run_on_ranks(2, CHECKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])

@@ -7,30 +7,43 @@ import gc
 import importlib
 import json
 import multiprocessing
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 TIMEOUT = 120.0
 """Seconds until a collective fails whose other ranks do not come, on a machine that has other work."""
 
+PRELOADED = (
+    "dsv4_compile.debug",
+    "dsv4_compile.hf.tiny",
+    "tests.debug.rank_checks",
+    "tests.parallel.checks",
+    "tests.parallel.watched",
+    "torch._inductor.compile_fx",
+)
+"""What ranks of all tests need. A test process has one server, which imports them before it forks the first rank."""
+
 Check = Callable[[Any], None]
 Outcomes = dict[str, list[str]]
 
 
-def run_on_ranks(size: int, checks: Sequence[Check], folder: Path, *packages: str) -> Outcomes:
+def rank_context() -> ForkServerContext:
+    """Return the context of processes that are forked from a server that has imported what ranks need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
+def run_on_ranks(size: int, checks: Sequence[Check], folder: Path) -> Outcomes:
     """Run each check, with the mesh of all ranks, on `size` ranks; return tracebacks by check and rank, "" if passed.
 
-    A check that a rank has not finished has the text "not finished" there. The checks are in one module; `packages` are
-    what they need, which is imported once.
+    A check that a rank has not finished has the text "not finished" there. The checks are in one module.
     """
-    module = checks[0].__module__
-    # A server that has imported everything forks each rank, so that a rank costs no import.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*packages, module])
+    module, context = checks[0].__module__, rank_context()
     processes = [
         context.Process(target=_rank, args=(rank, size, module, [check.__name__ for check in checks], str(folder)))
         for rank in range(size)
@@ -52,13 +65,14 @@ def _rank(rank: int, size: int, module: str, names: Sequence[str], folder: str) 
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
+    from dsv4_compile.hf.tiny import quiet_libraries
+
     checks = importlib.import_module(module)
     # A fork that looks through all modules for garbage copies their memory.
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
     torch.set_num_threads(1)
-    if "dsv4_compile.hf" in sys.modules:
-        sys.modules["dsv4_compile.hf.tiny"].quiet_libraries()
+    quiet_libraries()
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/group",

@@ -30,17 +30,15 @@ ON_TWO = (
 )
 ON_FOUR = (*EVERYWHERE, checks.a_rank_that_dies_ends_the_others_with_its_name)
 
-NEEDED = ("dsv4_compile.hf", "torch._inductor.compile_fx")
-
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_on_ranks(2, ON_TWO, tmp_path_factory.mktemp("two"), *NEEDED)
+    return run_on_ranks(2, ON_TWO, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_on_ranks(4, ON_FOUR, tmp_path_factory.mktemp("four"), *NEEDED)
+    return run_on_ranks(4, ON_FOUR, tmp_path_factory.mktemp("four"))
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in ON_TWO])

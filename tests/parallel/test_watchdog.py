@@ -16,6 +16,7 @@ import torch
 
 from dsv4_compile.parallel.watchdog import STATUS, DeviceWork, _within
 from tests.parallel import watched
+from tests.parallel.processes import rank_context
 
 KILLED = -9
 INTERPRETER = "a_rank_ends_its_interpreter_in_a_step"
@@ -56,8 +57,7 @@ class Outcome(NamedTuple):
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
     """Run all scenarios side by side, since they mostly wait."""
     folder = tmp_path_factory.mktemp("watched")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dsv4_compile.hf", watched.__name__])
+    context = rank_context()
     running: dict[str, list[multiprocessing.process.BaseProcess | subprocess.Popen[bytes]]] = {}
     for name in (*GONE, *LET_BE):
         with socket.socket() as free:
