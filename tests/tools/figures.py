@@ -27,7 +27,7 @@ RECORDS: Mapping[str, str] = {
     "all_reduce_boundary": "all_reduce_boundary_h100.json",
     "compile_time": "compile_time_h200.json",
     "cpu_models": "cpu_models.json",
-    "decode_step": "decode_step_h200.json",
+    "decode_step": "decode_step_h100.json",
     "experts": "experts.json",
     "gemm": "gemm_h200.json",
     "indexer": "indexer_h200.json",
@@ -137,7 +137,7 @@ KERNELS: Sequence[Kernel] = (
 
 
 def layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
-    """Return lines and rows of the table of decode layers: warm / cold (peers), us."""
+    """Return lines and rows of the table of decode layers: warm / cold, us."""
     sizes, shown = (1, 8, 32, 128, 512), []
     lines = [["layer", "weights", f"batch {sizes[0]}", *map(str, sizes[1:])]]
     for layer in ("SWA", "HCA", "CSA"):
@@ -146,8 +146,7 @@ def layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
             for tokens in sizes:
                 row = _one(rows["decode_step"], _GRAPH, layer=layer, weights=weights, tokens=tokens)
                 shown.append(row)
-                peers = row["published_us"].get("peers")
-                cells.append(_warm_cold(row, "{:.0f}".format) + ("" if peers is None else f" ({peers:.0f})"))
+                cells.append(_warm_cold(row, "{:.0f}".format))
             lines.append([layer, name, *cells])
     return lines, shown
 

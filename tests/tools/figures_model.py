@@ -131,11 +131,13 @@ def four_layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Ro
     """Return lines and rows of the table of four layers of V4-Flash in bfloat16 on one GPU, and eager transformers."""
     said = {"whole": "converted, compiled, captured", "captured": "prompts captured too", "eager": "eager transformers"}
     shown = rows["whole_model"]
-    head = ["batch", "prompt", "", "prefill, ms", "`generate`, ms a token", "step, ms", "kernels"]
+    head = ["batch", "prompt", "", "prefill, ms", "its kernels, ms", "`generate`, ms a token", "step, ms", "kernels"]
     lines = [[*head, "first calls, s"]]
     for row in sorted(shown, key=lambda row: int(row["batch"])):
         times = [f"{row[name]:.1f}" if name in row else "-" for name in ("prefill_ms", "generate_ms", "step_ms")]
         first = f"{row['first_prefill_s'] + row['first_steps_s']:.0f}"
         name = said.get(row["form"], row["form"])
+        kernels = sum(us for _, _, us in row.get("prefill_kernels", ()))
+        times.insert(1, f"{kernels / 1e3:.1f}" if kernels else "-")
         lines.append([str(row["batch"]), f"{row['prompt']:,}", name, *times, str(row.get("nodes", "-")), first])
     return lines, shown
