@@ -17,7 +17,7 @@ import torch
 
 from dsv4_compile.bench import gemm, indexer, preprocess, preprocess_insert, record, sparse_mla_decode
 from dsv4_compile.bench.problem import Problem, keep
-from dsv4_compile.kernels.host.launch_cache import LaunchCache
+from dsv4_compile.kernels.host.launch_cache import Found, LaunchCache
 from dsv4_compile.ops.common import kernels
 from dsv4_compile.ops.common.define import OPS
 
@@ -47,11 +47,8 @@ def problem(scenario: Any, tokens: int, only: dict[str, str]) -> Problem:
 class Uncached(LaunchCache):
     """A launch cache that keeps nothing."""
 
-    def find(self, args: tuple[Any, ...]) -> None:
-        return None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._launcher(*args, **kwargs)
+    def look_up(self, args: tuple[Any, ...]) -> Found:
+        return Found((), "nothing is cached")
 
 
 def seconds(op: Callable[..., Any], args: tuple[Any, ...], cache: LaunchCache) -> float:

@@ -86,47 +86,71 @@ class Entry(NamedTuple):
         return self.result(made)
 
 
+class Found(NamedTuple):
+    """What a cache knows of a call.
+
+    Attributes:
+        state: its entry; None if its key came once; why it is not cached; or NEW.
+    """
+
+    key: Key
+    state: Entry | str | None
+
+    @property
+    def entry(self) -> Entry | None:
+        """The entry of the call, None if it has none."""
+        return self.state if isinstance(self.state, Entry) else None
+
+
+NEW = "its key has not come yet"
+
+
 class LaunchCache:
     """A launcher with a launch cache; called with the arguments of its op.
 
-    A call is recorded when its key comes the second time: most sizes of a prompt come once. `unsupported` says why a
-    key is not cached.
+    A call is recorded when its key comes the second time: most sizes of a prompt come once. A key takes as long to
+    compute and to hash as a kernel to launch, so that a call is looked up once.
     """
 
     def __init__(self, launcher: Callable[..., Any]) -> None:
         self._launcher = launcher
-        self.entries: dict[Key, Entry | None] = {}
-        """None for a key that came once."""
-        self.unsupported: dict[Key, str] = {}
+        self.states: dict[Key, Entry | str | None] = {}
+        """The states of the keys that have come, see `Found`."""
 
-    def find(self, args: tuple[Any, ...]) -> Entry | None:
-        """Return the entry for `args`, None if there is none."""
-        return self.entries.get(key_of(args))
+    @property
+    def unsupported(self) -> dict[Key, str]:
+        """Why keys are not cached."""
+        return {key: state for key, state in self.states.items() if isinstance(state, str)}
+
+    def look_up(self, args: tuple[Any, ...]) -> Found:
+        """Return what is known of a call of `args`."""
+        key = key_of(args)
+        return Found(key, self.states.get(key, NEW))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Launch."""
-        if kwargs:
-            return self._launcher(*args, **kwargs)
-        key = key_of(args)
-        entry = self.entries.get(key)
-        if entry is not None:
-            return entry(args)
-        if key not in self.entries:
-            if len(self.entries) >= MAX_ENTRIES:
-                self.entries.clear()
-                self.unsupported.clear()
-            self.entries[key] = None
-        elif key not in self.unsupported:
+        return self._launcher(*args, **kwargs) if kwargs else self.run(self.look_up(args), args)
+
+    def run(self, found: Found, args: tuple[Any, ...]) -> Any:
+        """Launch for `args`, which were looked up."""
+        key, state = found
+        if isinstance(state, Entry):
+            return state(args)
+        if state is None:
             return self._record(key, args)
+        if state is NEW:
+            if len(self.states) >= MAX_ENTRIES:
+                self.states.clear()
+            self.states[key] = None
         return self._launcher(*args)
 
     def _record(self, key: Key, args: tuple[Any, ...]) -> Any:
         with CallRecorder(args) as recorder:
             result = self._launcher(*args)
         try:
-            self.entries[key] = recorder.entry(result)
+            self.states[key] = recorder.entry(result)
         except NotCacheable as why:
-            self.unsupported[key] = str(why)
+            self.states[key] = str(why)
         return result
 
 

@@ -42,7 +42,7 @@ def test_a_cached_call_gives_the_same_bits(op: str) -> None:
         if (op, index) in TORCH_GEMM:
             assert "it calls aten." in cache.unsupported[key_of(fresh)]
             continue
-        assert cache.find(fresh) is not None, cache.unsupported
+        assert cache.look_up(fresh).entry is not None, cache.unsupported
         for x in tensors((again, recorded)):
             x.zero_()
         results, expected = cache(*fresh), launcher(op)(*right)
@@ -55,7 +55,7 @@ def test_a_cached_call_is_captured_like_a_launcher() -> None:
     cache, (args, right) = LaunchCache(launcher(op)), (op_samples(op, "cuda")[0] for _ in range(2))
     for _ in range(2):
         cache(*args)
-    assert cache.find(args) is not None
+    assert cache.look_up(args).entry is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         cache(*args)

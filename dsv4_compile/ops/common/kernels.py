@@ -123,8 +123,8 @@ def launch(
 ) -> Any:
     """Run the kernel of `op`, or `reference` for an unsupported call; `dispatcher` calls this if it is proven."""
     cached = launch_cache(op)
-    entry = None if kwargs else cached.find(args)
-    if entry is None:
+    found = None if kwargs else cached.look_up(args)
+    if found is None or found.entry is None:
         if check is not None:
             check(*args, **kwargs)
         refuses = refusal(op)
@@ -134,7 +134,7 @@ def launch(
     # Triton launches on the current device, whatever device its arguments are on.
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        return cached(*args, **kwargs) if entry is None else entry(args)
+        return cached(*args, **kwargs) if found is None else cached.run(found, args)
 
 
 def forget_warnings() -> None:

@@ -84,7 +84,7 @@ def test_arguments_of_one_storage_may_be_of_two_the_next_time() -> None:
     both = torch.randn(2, 16)
     cache = recorded(lambda a, b: add(a[2:], b[2:]), both[0], both[1])
     a, b = torch.randn(16), torch.randn(1, 48)[0, 16:32]
-    entry = cache.find((a, b))
+    entry = cache.look_up((a, b)).entry
     assert entry is not None
     torch.testing.assert_close(entry((a, b)), a[2:] + b[2:], rtol=0, atol=0)
 
@@ -114,8 +114,8 @@ def test_a_call_is_recorded_when_its_key_comes_again() -> None:
 def test_a_call_that_differs_has_another_key(like: Tensor) -> None:
     y = torch.zeros(8)
     cache = recorded(lambda x, y: add(y, y), torch.zeros(8), y)
-    assert cache.find((torch.ones(8), y)) is not None
-    assert cache.find((like, y)) is None
+    assert cache.look_up((torch.ones(8), y)).entry is not None
+    assert cache.look_up((like, y)).entry is None
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_is_not_cached_is_launched_each_time(launcher: Callable[[Tensor], T
     cache = recorded(launcher, torch.ones(4))
     assert why in next(iter(cache.unsupported.values()))
     x = torch.full((4,), 3.0)
-    assert cache.find((x,)) is None
+    assert cache.look_up((x,)).entry is None
     torch.testing.assert_close(cache(x), launcher(x), rtol=0, atol=0)
 
 
@@ -163,7 +163,7 @@ def test_an_entry_keeps_no_tensor() -> None:
     del x, y, empty
     gc.collect()
     assert [each() for each in gone] == [None] * 3
-    assert cache.find((torch.ones(4), torch.ones(3), torch.ones(0))) is not None
+    assert cache.look_up((torch.ones(4), torch.ones(3), torch.ones(0))).entry is not None
 
 
 def test_a_failing_launcher_is_not_recorded() -> None:
@@ -177,7 +177,7 @@ def test_a_failing_launcher_is_not_recorded() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         cache(torch.ones(4), torch.ones(4))
     assert recording.recorder is None
-    assert cache.find((torch.ones(4), torch.ones(4))) is None
+    assert cache.look_up((torch.ones(4), torch.ones(4))).entry is None
 
 
 def test_what_is_made_per_call_is_made_again() -> None:
@@ -204,8 +204,22 @@ def test_entries_are_dropped_where_there_are_many(monkeypatch: pytest.MonkeyPatc
     cache = LaunchCache(add)
     for size in (1, 2, 3, 4, 4, 1):
         torch.testing.assert_close(cache(torch.zeros(size), torch.ones(size)), torch.ones(size))
-    assert len(cache.entries) == 2
-    assert cache.find((torch.zeros(4), torch.zeros(4))) is not None
+    assert len(cache.states) == 2
+    assert cache.look_up((torch.zeros(4), torch.zeros(4))).entry is not None
+
+
+def test_a_call_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[launch_cache.Key] = []
+    key_of = launch_cache.key_of
+    monkeypatch.setattr(launch_cache, "key_of", lambda args: keys.append(key_of(args)) or keys[-1])
+    cache = LaunchCache(add)
+    monkeypatch.setattr(kernels, "launch_cache", lambda op: cache)
+    monkeypatch.setattr(kernels, "refusal", lambda op: None)
+    x = torch.ones(4)
+    for call in range(1, 4):
+        kernels.launch("an_op", torch.add, None, x.device, (x, torch.ones(4)), {})
+        assert len(keys) == call
+    assert cache.look_up((x, torch.ones(4))).entry is not None
 
 
 def test_a_recorder_hears_its_own_thread_alone() -> None:

@@ -128,7 +128,7 @@ def check(cache: LaunchCache, launcher: Callable[..., Any], args: tuple[Any, ...
         with watched(args):
             cache(*args)
     again = tuple(map(other, args))
-    assert cache.find(again) is not None, cache.unsupported
+    assert cache.look_up(again).entry is not None, cache.unsupported
     got, want = seen_of(cache, again), seen_of(launcher, again)
     assert got == want
     return got[0]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4_compile.backend import dsv4
 from dsv4_compile.errors import DSV4Warning
+from dsv4_compile.kernels.host.launch_cache import Found
 from dsv4_compile.lowering import registry
 from dsv4_compile.ops.common import kernels
 from dsv4_compile.selection import decisions
@@ -63,12 +64,12 @@ def test_a_call_that_the_kernel_supports_is_launched_without_a_warning(monkeypat
     launched: list[int] = []
 
     class Cache:
-        def find(self, args: Any) -> None:
-            return None
+        def look_up(self, args: Any) -> Found:
+            return Found((), None)
 
-        def __call__(self, o: Tensor, *args: Any) -> Tensor:
-            launched.append(o.shape[-1])
-            return o.clone()
+        def run(self, found: Found, args: tuple[Tensor, ...]) -> Tensor:
+            launched.append(args[0].shape[-1])
+            return args[0].clone()
 
     monkeypatch.setattr(kernels, "launch_cache", lambda op: Cache())
     with warnings.catch_warnings():
