@@ -61,6 +61,9 @@ LONGEST = (
 )
 """The files that take longest where nothing has been compiled yet, longest first."""
 
+ON_RANKS = ("parallel/test_ranks.py", "parallel/test_watchdog.py", "debug/test_diverge_ranks.py")
+"""Files whose processes are forked from one server, which takes ten seconds to import what they need."""
+
 COMPILED = pytest.StashKey[int]()
 
 
@@ -109,6 +112,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest: a process that takes one up last is waited for alone."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one process, and all files of ON_RANKS to the same."""
+    from xdist.scheduler import LoadFileScheduling  # not everywhere
+
+    class FilesOfOneServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope: str = super()._split_scope(nodeid)
+            return "ranks" if scope.endswith(ON_RANKS) else scope
+
+    return FilesOfOneServer(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def freeze() -> None:

@@ -87,7 +87,7 @@ class Entry(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a cache knows of a call.
+    """The state of a call in a cache.
 
     Attributes:
         state: its entry; None if its key came once; why it is not cached; or NEW.

@@ -55,7 +55,7 @@ class Checkout:
 def checkout(tmp_path: Path, torch_alone: WarmPython) -> Checkout:
     tree = tmp_path / "tree"
     for folder in ("dsv4_compile", "lowering", "kernels"):
-        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tree / folder)
     shutil.copy(ROOT / "pyproject.toml", tree)
     return Checkout(tree, tmp_path / "cache", torch_alone)
 
