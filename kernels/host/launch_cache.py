@@ -103,6 +103,7 @@ class Found(NamedTuple):
 
 
 NEW = "its key has not come yet"
+"""The state of a call that no cache keeps."""
 
 
 class LaunchCache:

@@ -21,7 +21,7 @@ from ...layout import WEIGHT_TILE, cdiv
 from ...reference.moe.expert_weights import SCALE_COLUMNS, columns, weight_format
 from ...reference.moe.moe_experts import ExpertsArguments
 from ..host.addresses import first_byte
-from ..host.gpu import Gpu, gpu_of, register_limit, sm90_module
+from ..host.gpu import SM90, Gpu, gpu_of, register_limit, sm90_module
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
 from ..host.semaphores import arrival_counters
@@ -270,10 +270,6 @@ HOPPER_MANY = {
 as many products."""
 
 
-def _is_hopper(gpu: Gpu) -> bool:
-    return gpu.backend == "cuda" and gpu.capability // 10 == 9
-
-
 def choose_tokens(gpu: Gpu, places: int, experts: int, kind: str) -> int:
     """Return the tokens of a tile: about as many as an expert has, so that weights are read and unpacked once."""
     if places <= FEW_PLACES:
@@ -281,16 +277,18 @@ def choose_tokens(gpu: Gpu, places: int, experts: int, kind: str) -> int:
     each = places / experts
     if each <= 12:
         return 16
-    largest = 64 if gpu.backend != "cuda" or (_is_hopper(gpu) and kind != "float") else 128
+    largest = 64 if gpu.backend != "cuda" or (gpu.capability == SM90 and kind != "float") else 128
     return 32 if each <= 24 else min(largest, 64 if each <= 64 else 128)
 
 
 def _tokens_of_shared(gpu: Gpu, tokens: int, tile: int, floating: bool) -> int:
     """Return the tokens of a tile of the shared expert; `floating` says whether no weight is quantised."""
     few = max(tile, min(64, max(16, triton.next_power_of_2(tokens))))
-    if not _is_hopper(gpu):
+    if gpu.capability != SM90:
         return few
-    return 128 if floating and tokens > FEW_TOKENS else few if floating else min(few, 64)
+    if not floating:
+        return min(few, 64)
+    return 128 if tokens > FEW_TOKENS else few
 
 
 def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, ctas: float) -> ExpertTiling:
@@ -300,7 +298,7 @@ def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, ctas: 
     fill the tensor cores.
     """
     deep = gpu.backend == "cuda" and gpu.capability // 10 in (9, 10)
-    hopper, few = _is_hopper(gpu), ctas <= FEW_CTAS
+    hopper, few = gpu.capability == SM90, ctas <= FEW_CTAS
     most = {"e4m3": WEIGHT_TILE, "mxfp4": SCALE_COLUMNS, "float": 64 if tokens > 32 else 128}[kind]
     stages, registers = 4 if deep else 2, 0
     if kind == "mxfp4" and hopper and tokens <= 32:

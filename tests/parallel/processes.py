@@ -25,7 +25,7 @@ PRELOADED = (
     "tests.parallel.watched",
     "torch._inductor.compile_fx",
 )
-"""What ranks of all tests need. A test process has one server, which imports them before it forks the first rank."""
+"""Modules that ranks of all tests need. A test process has one server, which imports them before it forks a rank."""
 
 Check = Callable[[Any], None]
 Outcomes = dict[str, list[str]]
