@@ -2,8 +2,8 @@
 
 The weight is the first operand of the MMA, [rows, K] x [K, tokens]: its rows fill a tensor core however few tokens an
 expert has. MXFP4 is unpacked to bfloat16 in registers, in the order in which wgmma reads its first operand from them,
-so that no unpacked weight goes through shared memory (reference/moe/expert_weights.py). e4m3 is widened, and the
-float32 sum of a block of 128 elements of K is multiplied by the scale.
+so that no unpacked weight goes through shared memory (reference/moe/expert_weights.py). e4m3 is widened; its scale
+multiplies the float32 sum of a block of 128 elements of K, or the weights, for many tokens and scales of powers of two.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..device.quant import ue8m0_scale
 MX_TILE, WEIGHT_TILE = tl.constexpr(_MX_TILE), tl.constexpr(_WEIGHT_TILE)
 NIBBLES = tl.constexpr(8)  # e2m1 in a 32-bit word
 WORD_COLUMNS = tl.constexpr(128)  # elements of K whose four scales are one word
+FEW_TOKENS = tl.constexpr(64)  # of a tile, up to which sums of a block are multiplied by its scale, not weights
 USUAL_FIRST = tl.constexpr(16)  # byte of the smallest scale, 2^-111, that one multiplication can apply
 USUAL = tl.constexpr(65536.0)  # what such weights lack: one multiplication by scale and 2^126 would exceed bfloat16
 MULTIPLY_USUAL = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
@@ -39,20 +40,37 @@ def unpacked_position(k):
 
 
 @triton.jit
-def unpack_mxfp4(words, scales, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, PTX: tl.constexpr, ANY: tl.constexpr):
+def _pairs(words, MULTIPLY: tl.constexpr):
+    """Return pairs of bfloat16 of the nibbles of int32 words in two new axes, each value times 2^-126.
+
+    The sign is bit 15 and the rest are bits 8 to 6, subnormals included. With MULTIPLY one multiplication shifts both.
+    """
+    if MULTIPLY:
+        upper = words >> 8
+        pair0 = ((words & 0x000F000F) * 0x1040) & -0x7E3F7E40
+        pair1 = ((words & 0x00F000F0) * 0x0104) & -0x7E3F7E40
+        pair2 = ((upper & 0x000F000F) * 0x1040) & -0x7E3F7E40
+        pair3 = ((upper & 0x00F000F0) * 0x0104) & -0x7E3F7E40
+    else:
+        pair0 = ((words << 12) & -0x7FFF8000) | ((words << 6) & 0x01C001C0)
+        pair1 = ((words << 8) & -0x7FFF8000) | ((words << 2) & 0x01C001C0)
+        pair2 = ((words << 4) & -0x7FFF8000) | ((words >> 2) & 0x01C001C0)
+        pair3 = (words & -0x7FFF8000) | ((words >> 6) & 0x01C001C0)
+    return tl.join(tl.join(pair0, pair2), tl.join(pair1, pair3))
+
+
+@triton.jit
+def unpack_mxfp4(words, scales, TILE: tl.constexpr, ANY: tl.constexpr):
     """Return bfloat16 [ROWS, BLOCK_K] of int32 words [ROWS, BLOCK_K / 8] and int32 UE8M0 bytes [ROWS, BLOCK_K / 32].
 
-    Two nibbles become a pair of bfloat16 by shifts: the sign at bit 15 and the rest at bits 8 to 6 is the value times
-    2^-126, subnormals included. With ANY it is multiplied by 2^126 and then by the scale, each exact; at once both
-    would exceed bfloat16's exponent. A scale of 2^-127 is subnormal, and byte 255 is NaN. Without ANY the scales are
-    usual ones, and the result is that by 1 / USUAL, of one multiplication.
+    With ANY the pairs are multiplied by 2^126 and then by the scale, each exact; at once both would exceed bfloat16's
+    exponent. A scale of 2^-127 is subnormal, and byte 255 is NaN. Without ANY the scales are usual ones, and the result
+    is that by 1 / USUAL, of one multiplication.
     """
-    words = tl.reshape(words, [ROWS, BLOCK_K // MX_TILE, 4])
-    pair0 = ((words << 12) & -0x7FFF8000) | ((words << 6) & 0x01C001C0)
-    pair1 = ((words << 8) & -0x7FFF8000) | ((words << 2) & 0x01C001C0)
-    pair2 = ((words << 4) & -0x7FFF8000) | ((words >> 2) & 0x01C001C0)
-    pair3 = (words & -0x7FFF8000) | ((words >> 6) & 0x01C001C0)
-    pairs = tl.join(tl.join(pair0, pair2), tl.join(pair1, pair3))
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK_K: tl.constexpr = TILE.block_k
+    PTX: tl.constexpr = TILE.ptx
+    pairs = _pairs(tl.reshape(words, [ROWS, BLOCK_K // MX_TILE, 4]), TILE.tokens > FEW_TOKENS)
     if ANY:
         scales = tl.maximum(scales << 7, 0x40) | (((scales + 1) >> 2) & 0x40)
     else:
@@ -87,9 +105,14 @@ def unusual_scales(words):
 
 
 @triton.jit
-def _scales(words, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the int32 UE8M0 bytes [ROWS, BLOCK_K / 32] of words of four."""
-    words = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
+def _scales(words, k, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the int32 UE8M0 bytes [ROWS, BLOCK_K / 32] from column `k` on, of words of four."""
+    if BLOCK_K < WORD_COLUMNS:
+        tl.static_assert(BLOCK_K == WORD_COLUMNS // 2)
+        words >>= k // MX_TILE % 4 * 8
+        words = tl.join(words, words >> 8)
+    else:
+        words = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
     return tl.reshape(words, [ROWS, BLOCK_K // MX_TILE]) & 0xFF
 
 
@@ -115,14 +138,14 @@ def _multiply_mxfp4(
     TOKENS: tl.constexpr = TILE.tokens
     BLOCK_K: tl.constexpr = TILE.block_k
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
-    found = tl.zeros((ROWS, BLOCK_K // WORD_COLUMNS), tl.int32)
+    found = tl.zeros((ROWS, tl.cdiv(BLOCK_K, WORD_COLUMNS)), tl.int32)
     STEP: tl.constexpr = N if TILE.interleaved else 1
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         values = tl.load(p_x + k * x.stride, x.mask[None, :], 0.0)
         w = _load_weight(rows, k // NIBBLES, N, K // NIBBLES, BLOCK_K // NIBBLES, TILE)
         words = tl.load(p_words + k // WORD_COLUMNS * STEP)
         found |= unusual_scales(words)
-        acc = tl.dot(unpack_mxfp4(w, _scales(words, ROWS, BLOCK_K), ROWS, BLOCK_K, TILE.ptx, ANY), values, acc)
+        acc = tl.dot(unpack_mxfp4(w, _scales(words, k, ROWS, BLOCK_K), TILE, ANY), values, acc)
     return acc, found
 
 
@@ -147,7 +170,7 @@ def multiply(
     p_x = x.p_x[None, :] + tl.arange(0, BLOCK_K)[:, None] * x.stride
     if TILE.kind == "mxfp4":
         p_words = p_scale + expert.to(tl.int64) * (N * (K // WORD_COLUMNS))
-        o_word = tl.arange(0, BLOCK_K // WORD_COLUMNS)
+        o_word = tl.arange(0, tl.cdiv(BLOCK_K, WORD_COLUMNS))
         if TILE.interleaved:
             p_words += o_word[None, :] * N + o_row[:, None]
         else:
@@ -166,9 +189,15 @@ def multiply(
                     K, WEIGHT_TILE
                 )
                 scale = tl.load(p_scale + blocks + k // WEIGHT_TILE)
-                if scale.dtype == tl.uint8:
+                POWER: tl.constexpr = scale.dtype == tl.uint8
+                if POWER:
                     scale = ue8m0_scale(scale.to(tl.int32))
-                acc += tl.dot(unpack_e4m3(w), values) * scale[:, None]
+                if POWER and TOKENS > FEW_TOKENS:
+                    # Exact but for subnormals; a second accumulator would not fit the registers.
+                    scaled = w.to(tl.float16).to(tl.float32) * scale[:, None]
+                    acc = tl.dot(scaled.to(tl.bfloat16), values, acc)
+                else:
+                    acc += tl.dot(unpack_e4m3(w), values) * scale[:, None]
             else:
                 acc = tl.dot(w, values, acc)
     return acc

@@ -103,6 +103,11 @@ class Weight(NamedTuple):
         return descriptor(self.values, halves, rows, block_k // self.pack) if tma else self.values
 
     @property
+    def has_power_scales(self) -> bool:
+        """Whether each scale is a power of two, stored as its exponent."""
+        return self.scale is not None and self.scale.dtype is not torch.float32
+
+    @property
     def pack(self) -> int:
         """Elements of K in an element of `values`."""
         return 8 if self.kind == "mxfp4" else 1

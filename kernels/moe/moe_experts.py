@@ -10,6 +10,8 @@ scratch.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +38,8 @@ FEW_TOKENS = 1024
 """Most tokens that the last CTA of a block of columns adds up."""
 EXACT_TOKENS = 128
 """Most tokens whose experts' results are kept in float32 until they are added; more are kept in bfloat16."""
-MOST_TOKENS = 8192
-"""Tokens of a pass, which bounds the scratch of V4-Flash to 600 MB."""
+MOST_TOKENS = 16384
+"""Tokens of a pass, which bounds the scratch of V4-Flash to 1.6 GB. More tokens come in passes of equal size."""
 MOST_EXPERTS = 1024
 """Experts that a CTA of the plan holds counts of."""
 FEW_CTAS = 8
@@ -261,38 +263,43 @@ RESIDENT = {2: (256, 3, 0), 3: (256, 3, 168), 4: (128, 3, 128)}
 
 
 HOPPER_MANY = {
-    ("float", 64): (128, 8, 3),
-    ("float", 128): (64, 4, 3),
-    ("mxfp4", 64): (128, 4, 3),
-    ("e4m3", 64): (128, 4, 4),
+    ("float", 64): ExpertTiling(128, 64, 128, 4, 2),
+    ("float", 128): ExpertTiling(256, 128, 64, 8, 4),
+    ("mxfp4", 64): ExpertTiling(128, 64, 128, 4, 3),
+    ("mxfp4", 128): ExpertTiling(128, 128, 64, 4, 3),
+    ("e4m3", 64): ExpertTiling(128, 64, 128, 4, 4),
+    ("e4m3", 128): ExpertTiling(128, 128, 64, 4, 4),
 }
-"""K-block, warps and stages of tiles of 128 rows on Hopper, by format and tokens. With 4 warps a warp unpacks for twice
-as many products."""
+"""Tilings for many tokens on Hopper, by format and tokens. With 4 warps a warp unpacks for twice as many products."""
 
 
-def choose_tokens(gpu: Gpu, places: int, experts: int, kind: str) -> int:
+def _most_tokens_of_tile(gpu: Gpu, weights: Sequence[Weight]) -> int:
+    """Return the largest tile of tokens that `weights` of one kind of experts take."""
+    if gpu.capability != SM90 or gpu.backend != "cuda":
+        return 128 if gpu.backend == "cuda" else 64
+    return 64 if any(each.kind == "e4m3" and not each.has_power_scales for each in weights) else 128
+
+
+def choose_tokens(places: int, experts: int, largest: int) -> int:
     """Return the tokens of a tile: about as many as an expert has, so that weights are read and unpacked once."""
     if places <= FEW_PLACES:
         return 16
     each = places / experts
     if each <= 12:
         return 16
-    largest = 64 if gpu.backend != "cuda" or (gpu.capability == SM90 and kind != "float") else 128
     return 32 if each <= 24 else min(largest, 64 if each <= 64 else 128)
 
 
-def _tokens_of_shared(gpu: Gpu, tokens: int, tile: int, floating: bool) -> int:
-    """Return the tokens of a tile of the shared expert; `floating` says whether no weight is quantised."""
+def _tokens_of_shared(gpu: Gpu, tokens: int, tile: int, largest: int) -> int:
+    """Return the tokens of a tile of the shared expert."""
     few = max(tile, min(64, max(16, triton.next_power_of_2(tokens))))
     if gpu.capability != SM90:
         return few
-    if not floating:
-        return min(few, 64)
-    return 128 if tokens > FEW_TOKENS else few
+    return largest if tokens > FEW_TOKENS else min(few, largest)
 
 
 def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, ctas: float) -> ExpertTiling:
-    """Return the tiling for tiles of `tokens` tokens, `rows` rows of K = `size`, and `ctas` CTAs of 64 rows for an SM.
+    """Return the tiling of `tokens` tokens, of a divisor of `rows` rows of K = `size`, of `ctas` CTAs of 64 for an SM.
 
     Few tokens read weights as fast as memory gives them: many stages, and few CTAs at once on their SMs. Many tokens
     fill the tensor cores.
@@ -307,9 +314,9 @@ def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, ctas: 
             most, stages, registers = next((RESIDENT[n] for n in RESIDENT if ctas <= n), (SCALE_COLUMNS, 4, 168))
     block_k = next(k for k in (256, 128, 64, 32) if k <= most and size % k == 0)
     if tokens > 32:
-        if hopper and (kind, tokens) in HOPPER_MANY and rows % 128 == size % 128 == 0:
-            block_k, warps, stages = HOPPER_MANY[kind, tokens]
-            return ExpertTiling(128, tokens, block_k, warps, stages)
+        many = HOPPER_MANY.get((kind, tokens)) if hopper else None
+        if many is not None and rows % many.rows == size % 128 == 0:
+            return many
         warps = 8 if rows % 128 == 0 else 4
         return ExpertTiling(16 * warps, tokens, block_k, warps, 3 if deep else 2)
     wide = kind == "mxfp4" and not few and rows % 128 == 0 and deep
@@ -320,8 +327,9 @@ def moe_experts(call: ExpertsArguments) -> Tensor:
     """Add each token's experts up, on tensor cores; hidden states are rounded to bfloat16 between the GEMMs."""
     out = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
     ids, weights = call.ids.contiguous(), call.weights.contiguous()
-    for first in range(0, len(out), MOST_TOKENS):
-        part = slice(first, first + MOST_TOKENS)
+    size = cdiv(len(out), max(1, cdiv(len(out), MOST_TOKENS)))
+    for first in range(0, len(out), max(1, size)):
+        part = slice(first, first + size)
         _launch(call._replace(x=call.x[part], ids=ids[part], weights=weights[part]), out[part])
     return out
 
@@ -344,15 +352,14 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    tile = choose_tokens(gpu, places, experts, w13.kind)
+    tile = choose_tokens(places, experts, _most_tokens_of_tile(gpu, (w13, w2)))
     order = tiles = None
     if places > FEW_PLACES:
         plan, slots = PLAN_TILES, most_tiles(places, experts, tile)
         order, tiles = plan_places(call.ids, call.first_expert, experts, tile)
     else:
         plan, slots = (PLAN_PLACES, places) if places <= experts else (PLAN_NONE, experts)
-    floating = all(weight.kind == "float" for weight in (w13, w2, *(shared or ())))
-    shared_tile = _tokens_of_shared(gpu, tokens, tile, floating)
+    shared_tile = _tokens_of_shared(gpu, tokens, tile, _most_tokens_of_tile(gpu, shared or ()))
     shared_slots = cdiv(tokens, shared_tile) if shared_inner else 0
     hidden_states = empty(places, inner)
     shared_states = empty(tokens, shared_inner) if shared_inner else None
@@ -372,9 +379,12 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         "PLAN": plan,
     }
 
-    def product(first: Weight, second: Weight | None, rows: int, halves: int) -> tuple[tuple[Any, ...], dict, int]:
-        """Return weights, constants and rows of a tile of a launch over `rows` rows."""
+    def product(first: Weight, second: Weight | None, halves: int) -> tuple[tuple[Any, ...], dict, int]:
+        """Return weights, constants and rows of a tile of a launch over all rows of both weights."""
+        rows = first.values.shape[1]
         ctas = (slots + shared_slots) * rows / 64 / gpu.sms
+        if second is not None:
+            rows = math.gcd(rows, second.values.shape[1])
         each = choose_tiling(gpu, tile, first.kind, rows, first.size, ctas)
         own = first.operand(halves, each.rows, each.block_k, tma)
         of_tile = GemmTile(each.rows, tile, each.block_k, each.stages, first.kind, call.interleaved, tma, ptx)
@@ -403,7 +413,7 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
             num_warps=4,
             **pdl_arguments(device, programs),
         )
-    operands, constants, rows = product(w13, shared13, 2 * inner, 2)
+    operands, constants, rows = product(w13, shared13, 2)
     programs = shared_slots * (2 * shared_inner // rows) + slots * (2 * inner // rows)
     launch_kernel(
         gate_up_kernel,
@@ -426,7 +436,7 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         **constants,
         **pdl_arguments(device, programs),
     )
-    operands, constants, rows = product(w2, shared2, hidden, 1)
+    operands, constants, rows = product(w2, shared2, 1)
     programs = (shared_slots + slots) * (hidden // rows)
     launch_kernel(
         down_kernel,

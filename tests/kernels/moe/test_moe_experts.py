@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.kernels.moe import expert_plan
 from dsv4_compile.kernels.moe import moe_experts as kernels
 from dsv4_compile.reference.moe.expert_weights import scale_shape, weight_format
@@ -93,6 +94,32 @@ def test_planned_results_are_the_references(kind: str, tile: int, monkeypatch: p
     monkeypatch.setattr(kernels, "choose_tokens", lambda *sizes: tile)
     call = experts(30, kind=kind, shared="bfloat16")
     check(call._replace(ids=hostile_indices((30, 2), 5)), PLANNED)
+
+
+@interpreted
+@pytest.mark.parametrize(("kind", "tile"), kernels.HOPPER_MANY)
+@pytest.mark.parametrize("shared", ["bfloat16", "e4m3"])
+def test_results_in_tiles_of_many_tokens_on_hopper_are_the_references(
+    kind: str, tile: int, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "FEW_PLACES", 0)
+    monkeypatch.setattr(kernels, "choose_tokens", lambda *sizes: tile)
+    monkeypatch.setattr(kernels, "_tokens_of_shared", lambda *sizes: tile)
+    monkeypatch.setattr(
+        kernels, "choose_tiling", lambda gpu, tokens, kind, *sizes: kernels.HOPPER_MANY[kind, tokens]._replace(rows=128)
+    )
+    sizes = {"hidden": 256, "inner": 128, "shared_inner": 256}
+    call = experts(150, kind="bfloat16" if kind == "float" else kind, shared=shared, count=2, top_k=1, **sizes)
+    check(call, PLANNED)
+    if kind == "mxfp4":
+        check(with_scale(call, "w13", 252), PLANNED)
+
+
+def test_tiles_on_hopper_divide_the_rows_of_both_experts() -> None:
+    hopper = Gpu("cuda", 90, 132)
+    assert kernels.choose_tiling(hopper, 128, "float", 4096, 4096, 99.0).rows == 256
+    assert kernels.choose_tiling(hopper, 128, "float", 384, 4096, 99.0).rows == 128
+    assert kernels.choose_tiling(hopper, 128, "mxfp4", 64, 4096, 99.0).rows == 64
 
 
 @interpreted
@@ -259,6 +286,7 @@ VARIANTS = (
     ("e4m3", "e4m3", 300),
 )
 CASES = [(target, *each) for target, own in shared_out(VARIANTS).items() for each in own]
+CASES += [("sm_90", *each, tokens) for each in (("mxfp4", "e4m3"), ("bfloat16", "bfloat16")) for tokens in (400, 1100)]
 
 
 @pytest.mark.parametrize(("target", "kind", "shared", "tokens"), CASES)
@@ -268,7 +296,7 @@ def test_they_compile_ahead_of_time_within_shared_memory(
     sees(monkeypatch, target)
     monkeypatch.setattr(kernels, "gpu_of", lambda device: GPUS[target][0])
     with compiled_for(target) as compiled:
-        kernels.moe_experts(flash(tokens, kind, shared, count=8 if tokens > 1000 else 256))
+        kernels.moe_experts(flash(tokens, kind, shared, count=256 if tokens <= 300 else 64))
     for kernel in compiled:
         assert kernel.assembled
         assert kernel.metadata.shared <= GPUS[target][1] * 1024
