@@ -44,8 +44,9 @@ SM90_KERNELS = (
 )
 MIN_TOKENS_BY_ROWS, MIN_HEADS_BY_ROWS = 512, 64
 MAX_ROWS, ROWS_PER_TOKEN = 32768, 16
-"""Most rows of both caches that are attended by rows: 16 for each token, or twice as many up to 32,768. 32 MiB stay in
-the L2 cache of an H200. What is fused has no say in it, so that it does not change the bits of attention."""
+"""Most rows of both caches that are copied to be attended by rows: 16 for each token, or twice as many up to 32,768,
+which stay in the L2 cache of an H200. What is fused has no say in it, so that it does not change the bits of attention.
+"""
 ROWS_PER_PROGRAM, COLUMNS_PER_STEP = 8, tl.constexpr(256)
 Q_ALIGN = 16
 """Alignment in bytes of queries that are attended without norm, because TMA copies them."""
@@ -210,7 +211,7 @@ def why_unsupported_by_rows(call: DecodeCall, gpu: Gpu) -> str:
         max(ROWS_PER_TOKEN * tokens, min(MAX_ROWS, 2 * ROWS_PER_TOKEN * tokens)),
         window.slots() + extra.slots(),
     )
-    if not 0 < rows <= most:
+    if not 0 < rows <= most and rows_in_place(call, gpu) is None:
         return f"caches of up to {most} rows pay, these have {rows}"
     if call.cache_format != "plain" and any(
         keys.cache.stride(0) % 2 or first_byte(keys.cache) % 2 for keys in (window, extra)
@@ -226,16 +227,32 @@ def why_unsupported_by_rows(call: DecodeCall, gpu: Gpu) -> str:
     return ""
 
 
+def rows_in_place(call: DecodeCall, gpu: Gpu) -> tuple[Tensor, Tensor | None] | None:
+    """Return the rows of both caches as the prefill kernel reads them where they are, None if they must be copied."""
+    window, extra = call.window, call.extra
+    sm90 = sm90_module(gpu, "attention.sparse_mla_prefill_sm90")
+    contiguous = window.cache.is_contiguous() and extra.cache.is_contiguous()
+    if sm90 is None or call.cache_format != "plain" or not contiguous:
+        return None
+    first, second = (keys.cache.view(-1, HEAD_DIM)[: keys.slots()] for keys in (window, extra))
+    more = second if len(second) > 0 else None
+    # What is fused has no say in it.
+    seen = PrefillCall(call.q, first, IndexRows(window.indices, None, 0), call.scale, call.sink, more)
+    return None if sm90.why_unsupported(seen) else (first, more)
+
+
 def decode_by_rows(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Run the prefill kernel over the rows of both caches; with quantised outputs if there are groups."""
     gpu = gpu_of(call.q.device)
     indices, counts = concatenate_slots(call.q.shape[0], call.window, call.extra)
-    kv, rows = bfloat16_rows(call.window, call.extra, call.cache_format), IndexRows(indices, counts, indices.shape[1])
-    prefill = PrefillCall(call.q, kv, rows, call.scale, call.sink)
+    kv, more = rows_in_place(call, gpu) or (bfloat16_rows(call.window, call.extra, call.cache_format), None)
+    prefill = PrefillCall(call.q, kv, IndexRows(indices, counts, indices.shape[1]), call.scale, call.sink, more)
     sm90 = sm90_module(gpu, "attention.sparse_mla_prefill_sm90")
     if sm90 is not None and not sm90.why_unsupported(prefill, call.fused):
         return sm90.launch_fused(prefill, gpu, call.fused)
-    return _launch_separately(prefill, call)
+    if more is not None:
+        kv = bfloat16_rows(call.window, call.extra, call.cache_format)
+    return _launch_separately(prefill._replace(kv=kv, more=None), call)
 
 
 def _launch_separately(prefill: PrefillCall, call: DecodeCall) -> tuple[Tensor, Tensor]:

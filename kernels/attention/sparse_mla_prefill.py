@@ -42,13 +42,18 @@ class IndexRows(NamedTuple):
 
 
 class PrefillCall(NamedTuple):
-    """A call of `sparse_mla_prefill` or of its list form."""
+    """A call of `sparse_mla_prefill` or of its list form.
+
+    Attributes:
+        kv: the workspace, `[R, D]`. more: rows `[S, D]` from index R on, for kernels that take them.
+    """
 
     q: Tensor
     kv: Tensor
     rows: IndexRows
     scale: float
     sink: Tensor | None = None
+    more: Tensor | None = None
 
 
 @triton.jit

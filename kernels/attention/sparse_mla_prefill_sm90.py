@@ -192,10 +192,10 @@ def _gatherer(workspace, items, ring, queries, H: gl.constexpr, RAGGED: gl.const
     """Run the third warpgroup: copy keys of the items program_id, program_id + programs, ... into the ring of buffers.
 
     Args:
-        workspace: pointer to bfloat16 `[workspace_rows, 512]`, its row stride, and its rows.
+        workspace: pointers to bfloat16 `[first_rows, 512]` and to more rows or None, their stride, first_rows, all rows.
         queries: `SharedQueries`, which are normed and rotated if there is an eps.
     """
-    p_kv, kv_stride, workspace_rows = workspace
+    p_kv, p_more, kv_stride, first_rows, workspace_rows = workspace
     HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     o_key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPIES))
     o_dim = gl.expand_dims(gl.arange(0, SLICE, gl.SliceLayout(0, COPIES)), 0)
@@ -213,7 +213,13 @@ def _gatherer(workspace, items, ring, queries, H: gl.constexpr, RAGGED: gl.const
             column = start + BLOCK_N + o_key
             next_row = gl.load(p_row + column, mask=column < length, other=-1)
             live = (row >= 0) & (row < workspace_rows) & (start + o_key < length)
-            p_keys = p_kv + (gl.expand_dims(gl.where(live, row, 0).to(gl.int64) * kv_stride, 1) + o_dim)
+            known = gl.where(live, row, 0)
+            if p_more is None:
+                p_keys = p_kv + (gl.expand_dims(known.to(gl.int64) * kv_stride, 1) + o_dim)
+            else:
+                place = gl.where(known < first_rows, known, known - first_rows).to(gl.int64) * kv_stride
+                p_rows = gl.where(gl.expand_dims(known < first_rows, 1), p_kv, p_more)
+                p_keys = p_rows + (gl.expand_dims(place, 1) + o_dim)
             m_key, _ = gl.broadcast(gl.expand_dims(live, 1), p_keys)
             live = live.to(gl.int32)
             least = gl.min(live, 0)
@@ -483,7 +489,7 @@ def _right(outputs, table, items, ring, shared, H: gl.constexpr, RAGGED: gl.cons
 
 
 @gluon.jit(
-    do_not_specialize=["items", "width", "total", "workspace_rows", "tokens", "padded_tokens", "max_pos"],
+    do_not_specialize=["items", "width", "total", "first_rows", "workspace_rows", "tokens", "padded_tokens", "max_pos"],
     do_not_specialize_on_alignment=["p_bounds", "p_positions"],
 )
 def sparse_mla_prefill_sm90_kernel(
@@ -493,7 +499,8 @@ def sparse_mla_prefill_sm90_kernel(
     p_scale,  # of e4m3, see HeadRows
     p_max,  # [T, H] float32, contiguous, or None
     p_lse,  # [T, H] float32, contiguous, or None
-    p_kv,  # [workspace_rows, 512] bfloat16
+    p_kv,  # [first_rows, 512] bfloat16
+    p_more,  # [workspace_rows - first_rows, 512] bfloat16, or None
     p_indices,  # [T, width] int, or [total] int
     p_bounds,  # [T] int or None, or [T + 1] int
     p_sink,  # [H] float32 or None, contiguous
@@ -512,6 +519,7 @@ def sparse_mla_prefill_sm90_kernel(
     max_pos,
     width,
     total,
+    first_rows,
     workspace_rows,
     RAGGED: gl.constexpr,
     H: gl.constexpr,
@@ -567,10 +575,11 @@ def sparse_mla_prefill_sm90_kernel(
     normed = None if eps is None else q_normed
     q = LeftQueries(queries, q_left, q_right, q_ready, normed, scales, scale)
     shared_queries = SharedQueries(q_tile, q_ready, q_normed, scales, table, scale, eps)
+    workspace = p_kv, p_more, kv_stride, first_rows, workspace_rows
     gl.warp_specialize([
         (_left, (q, outputs, logits, items, ring, shared, H, RAGGED, EPILOGUE)),
         (_right, (outputs, table, items, (k_right, right_ready, right_free), shared, H, RAGGED, EPILOGUE)),
-        (_gatherer, ((p_kv, kv_stride, workspace_rows), items, ring, shared_queries, H, RAGGED, EPILOGUE)),
+        (_gatherer, (workspace, items, ring, shared_queries, H, RAGGED, EPILOGUE)),
     ], [4, 4], [RIGHT_REGISTERS, GATHERER_REGISTERS])  # fmt: skip
 
 
@@ -586,7 +595,7 @@ _HEAD_ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, r
 
 def why_unsupported(call: PrefillCall, fused: FusedParts = NOT_FUSED) -> str:
     """Return why this kernel does not support a call with these fused parts, "" if it does."""
-    q, kv, dims = call.q, call.kv, layout.HEAD_DIM
+    q, kv, more, dims = call.q, call.kv, call.more, layout.HEAD_DIM
     _, heads, head_dim = q.shape
     if q.dtype is not torch.bfloat16 or kv.dtype is not torch.bfloat16 or head_dim != dims or heads == 0:
         return f"it takes bfloat16 vectors of {dims} dims, these are {q.dtype} and {kv.dtype} of {head_dim}"
@@ -596,8 +605,10 @@ def why_unsupported(call: PrefillCall, fused: FusedParts = NOT_FUSED) -> str:
     for name, x in (tensors | {"cos_sin_cache": fused.cos_sin_cache}).items():
         if x is not None and x.stride(-1) != 1:
             return f"the last dim of {name} is contiguous, this one has stride {x.stride(-1)}"
-    if kv.stride(0) % ROW_ALIGN or kv.data_ptr() % ROW_ALIGN:
+    if any(x.stride(0) % ROW_ALIGN or x.data_ptr() % ROW_ALIGN for x in (kv, more) if x is not None):
         return f"rows of the workspace are a multiple of {ROW_ALIGN} elements apart, these are {kv.stride(0)}"
+    if more is not None and (more.dtype is not kv.dtype or more.stride() != kv.stride()):
+        return f"all rows are {kv.dtype} of strides {kv.stride()}, the later ones {more.dtype} of {more.stride()}"
     strides = _strides(q)
     if min(strides) < head_dim or any(n % ROW_ALIGN for n in (q.data_ptr(), *(q.element_size() * n for n in strides))):
         return f"queries do not overlap and start at multiples of {ROW_ALIGN} bytes, these have strides {strides}"
@@ -638,7 +649,7 @@ def launch_fused(call: PrefillCall, gpu: Gpu, fused: FusedParts) -> tuple[Tensor
 
 def _launch(into: Outputs, max_logits: Tensor | None, call: PrefillCall, gpu: Gpu, fused: FusedParts) -> None:
     """Run `call` into outputs that are contiguous, except for those that TMA stores."""
-    q, kv, rows = call.q, call.kv, call.rows
+    q, kv, more, rows = call.q, call.kv, call.more, call.rows
     tokens, heads, _ = q.shape
     if tokens * heads == 0:
         return
@@ -657,6 +668,7 @@ def _launch(into: Outputs, max_logits: Tensor | None, call: PrefillCall, gpu: Gp
         max_logits,
         into.lse,
         kv,
+        more,
         rows.indices,
         rows.bounds,
         call.sink,
@@ -676,6 +688,7 @@ def _launch(into: Outputs, max_logits: Tensor | None, call: PrefillCall, gpu: Gp
         rows.width,
         rows.indices.numel(),
         kv.shape[0],
+        kv.shape[0] + (0 if more is None else more.shape[0]),
         RAGGED=rows.ragged,
         H=heads,
         EPILOGUE=fused.epilogue(),

@@ -98,11 +98,13 @@ class ManyShape(NamedTuple):
     Attributes:
         tokens, step: tokens of a tile, and channels of a step.
         parts: bfloat16 numbers whose sum is a float32 of `fn`.
+        ptx: whether PTX is compiled.
     """
 
     tokens: int
     step: int
     parts: int
+    ptx: bool
 
 
 class Results(NamedTuple):
@@ -412,6 +414,12 @@ def _add_products(sums, x, p_parts, m_c, PARTS: tl.constexpr, SIZE: tl.constexpr
     return sums
 
 
+@triton.jit
+def _once(x):
+    """Return bfloat16 `x` through a move with side effects, so that Triton does not compute it again as an operand."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def mhc_many_tokens_kernel(
     p_streams_out,  # [T, 4, D] bfloat16, contiguous; None if the streams are as they were
@@ -454,6 +462,8 @@ def mhc_many_tokens_kernel(
             p_streams_out, streams, after, coefficients, None, o_t[:, None], o_c, m_t[:, None] & m_c[None, :], D
         )
         squares = _add_squares(squares, x)
+        if MANY.ptx and inputs[1] is not None:
+            x = _once(x[0]), _once(x[1]), _once(x[2]), _once(x[3])
         p = p_parts + o_m[None, :] * (4 * D) + o_c[:, None]
         # Tensor cores round sums towards zero: those of a step are added to the others as float32.
         part = tl.zeros((TOKENS, MIX_BLOCK), tl.float32)
@@ -578,9 +588,10 @@ def _launch_many(
     )  # fmt: skip
     programs = triton.cdiv(tokens, MANY_TILE_TOKENS) * triton.cdiv(dim, shape.channels)
     strides = streams.stride(), None if returned is None else tuple(each.stride() for each in returned)
+    ptx = gpu_of(device).backend == "cuda"
     launch_kernel(
         mhc_many_tokens_kernel, (programs,), new, sums, parts, (streams, returned), strides, tokens, SHAPE=shape,
-        MANY=ManyShape(MANY_TILE_TOKENS, min(MANY_STEP, shape.channels), FN_PARTS), num_warps=4,
+        MANY=ManyShape(MANY_TILE_TOKENS, min(MANY_STEP, shape.channels), FN_PARTS, ptx), num_warps=4,
         num_stages=MANY_STAGES, **pdl_arguments(device, programs),
     )  # fmt: skip
 

@@ -224,6 +224,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str
 
 def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     offset, live = pointer.resolve(mask)
+    assert not pointer.is_copy
     values = torch.as_tensor(raw(value)).to(pointer.memory.dtype).broadcast_to(offset.shape)
     as_bytes = values.dtype is torch.float8_e4m3fn  # has no index_put
     memory, values = (x.view(torch.uint8) if as_bytes else x for x in (pointer.memory, values.contiguous()))
@@ -246,6 +247,8 @@ def multiple_of(x: Any, n: int) -> Any:
 
 def where(condition: Any, a: Any, b: Any) -> Any:
     if isinstance(a, Pointer):
+        if isinstance(raw(condition), Tensor) and raw(condition).dim() > 0:
+            return Pointer.select(raw(condition), a, b)
         return a if raw(condition) else b
     kinds = {int: torch.int32, Number: torch.int32, float: torch.float32}
     a, b = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=kinds[type(x)]) for x in (raw(a), raw(b)))

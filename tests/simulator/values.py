@@ -70,8 +70,10 @@ class Pointer:
 
     dtype: Any = None
 
-    def __init__(self, memory: Tensor, offset: Any) -> None:
+    def __init__(self, memory: Tensor, offset: Any, ends: tuple[Any, Any] | None = None) -> None:
+        """`ends` are the first element and the one past the last that may be accessed, if not all of `memory`."""
         self.memory, self.offset = memory, offset
+        self.is_copy, self.ends = ends is not None, ends or (0, len(memory))
 
     @staticmethod
     def of(tensor: Tensor) -> Pointer:
@@ -81,10 +83,19 @@ class Pointer:
 
     def __add__(self, other: Any) -> Pointer:
         step = raw(other)
-        return Pointer(self.memory, self.offset + (step.long() if isinstance(step, Tensor) else int(step)))
+        offset = self.offset + (step.long() if isinstance(step, Tensor) else int(step))
+        return Pointer(self.memory, offset, self.ends if self.is_copy else None)
+
+    @staticmethod
+    def select(condition: Tensor, a: Pointer, b: Pointer) -> Pointer:
+        """Return pointers to elements of either, which can be loaded."""
+        size, total = len(a.memory), len(a.memory) + len(b.memory)
+        ends = torch.where(condition, 0, size), torch.where(condition, size, total)
+        return Pointer(torch.cat([a.memory, b.memory]), torch.where(condition, a.offset, b.offset + size), ends)
 
     def to(self, kind: Any, bitcast: bool = False) -> Pointer:
         """Reinterpret the pointed bytes as another dtype; addresses must be multiples of its size."""
+        assert not self.is_copy
         viewed = self.memory.view(kind)
         place = self.offset * self.memory.element_size()
         assert torch.as_tensor(place % viewed.element_size() == 0).all()
@@ -94,6 +105,6 @@ class Pointer:
         """Return offsets and which of them are accessed. Raise for one outside the storage."""
         offset = torch.as_tensor(self.offset)
         offset, live = torch.broadcast_tensors(offset, torch.as_tensor(True if mask is None else raw(mask)))
-        if not ((offset >= 0) & (offset < len(self.memory)) | ~live).all():
+        if not ((offset >= self.ends[0]) & (offset < self.ends[1]) | ~live).all():
             raise AssertionError("an access is outside its tensor")
         return torch.where(live, offset, 0), live

@@ -57,11 +57,14 @@ def test_results_are_those_of_the_reference(fused: str, heads: int) -> None:
     assert_close(got[1], want[1], NORMED_LSE if fused in ("prologue", "both") else "lse")
 
 
+@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("fused", ["none", "both"])
-def test_rows_of_bfloat16_are_copied(fused: str) -> None:
+def test_rows_of_bfloat16_are_read_where_they_are_or_copied(fused: str, copied: bool) -> None:
     fp8 = arguments(fused, 64)
     window, extra = (torch.randn(len(fp8[i]), fp8[j], 512, device=CUDA).bfloat16() for i, j in ((1, 4), (8, 11)))
     window[:2] = extra[:2] = float("nan")
+    if copied:
+        window = torch.stack([window, window], 1)[:, 0]
     args = (fp8[0], window, *fp8[2:5], "plain", *fp8[6:8], extra, *fp8[9:])
     assert is_by_rows(args) is IS_HOPPER
     with poisoned_empty():
@@ -69,6 +72,13 @@ def test_rows_of_bfloat16_are_copied(fused: str) -> None:
     want = REFERENCES["sparse_mla_decode"](*args)
     assert_close(got[0], want[0], FEW_KEYS, turned=layout.ROPE_DIM if fused == "both" else 0)
     assert_close(got[1], want[1], NORMED_LSE if fused == "both" else "lse")
+    # Other requests' pages, far more than could be copied, change nothing.
+    more = torch.full((40 * len(extra), *extra.shape[1:]), float("nan"), dtype=extra.dtype, device=CUDA)
+    large = (*args[:8], torch.cat([extra, more]), *args[9:])
+    if not copied:
+        assert is_by_rows(large) is IS_HOPPER
+        for x, y in zip(sparse_mla_decode(*large), got, strict=True):
+            assert_bitwise(x, y)
 
 
 @pytest.mark.parametrize("heads", [64, 128])

@@ -129,6 +129,27 @@ def test_lengths_may_be_anything(always: None, lens: int) -> None:
     assert_close(lse, want_lse, "lse")
 
 
+def test_large_caches_of_bfloat16_are_attended_where_they_are_on_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: HOPPER)
+    arguments = call(3, 64, window=37, extra=21, **BF16 | {"fmt": "plain"}) | {"attn_sink": None, "scale": 0.04}
+    arguments |= {name: arguments[name].contiguous() for name in ("k_cache", "extra_k_cache")}
+    made = decode_call(DecodeArguments(*positional(arguments)))
+    q = torch.empty(kernels.MIN_TOKENS_BY_ROWS, *made.q.shape[1:], dtype=torch.bfloat16, device="meta")
+    pages = 1 + kernels.MAX_ROWS // made.window.block_size
+    large = made.window.cache.new_empty((pages, *made.window.cache.shape[1:]))
+    usual = made._replace(q=q, window=made.window._replace(cache=large))
+    assert kernels.why_unsupported_by_rows(usual, HOPPER) == ""
+    apart = torch.stack([large[:, :1], large[:, :1]], 1)[:, 0].expand_as(large)
+    for change in ({"window": made.window._replace(cache=apart)}, {"q": q.new_empty(len(q), 64, 513)[..., 1:]}):
+        assert "rows pay" in kernels.why_unsupported_by_rows(usual._replace(**change), HOPPER)
+    with compiled_for("sm_90") as compiled:
+        kernels.decode_by_rows(made)
+    assert [kernel.metadata.name for kernel in compiled] == [
+        "concatenate_slots_kernel",
+        "sparse_mla_prefill_sm90_kernel",
+    ]
+
+
 def test_it_takes_many_tokens_of_small_caches_on_sm90() -> None:
     window, extra = caches(call(4, 64, window=37, extra=21, **BF16))
     q = torch.empty(kernels.MIN_TOKENS_BY_ROWS, 64, 512, dtype=torch.bfloat16, device="meta")

@@ -106,6 +106,20 @@ def test_the_sink_scales_the_output(hopper: Any, sink: float, kept: float) -> No
     assert (out == 2.0 * kept).all() and not top.any() and not lse.any()
 
 
+@pytest.mark.parametrize("first", [1, 23, 49])
+def test_rows_may_lie_in_two_tensors(hopper: Any, first: int) -> None:
+    args = sample(5, 64, width=150, **BF16)
+    whole = call_of(args)
+    apart = whole._replace(kv=whole.kv[:first].clone(), more=whole.kv[first:].clone())
+    assert hopper.why_unsupported(apart) == ""
+    with poisoned_empty(), torch.no_grad():
+        got = hopper.launch(apart, Gpu("cuda", 90, 2))
+    for x, y in zip(got, run(hopper, args), strict=True):
+        assert_bitwise(x, y)
+    strided = apart._replace(more=torch.zeros(3, 528).bfloat16()[:, :512])
+    assert "of strides (512, 1), the later ones torch.bfloat16 of (528, 1)" in hopper.why_unsupported(strided)
+
+
 def test_strided_queries_and_keys(hopper: Any) -> None:
     q, kv, indices, lens, *rest = sample(5, 64, width=70, **BF16)
     wide_q, wide_kv = torch.full((5, 64, 520), torch.nan).bfloat16(), torch.full((50, 528), torch.nan).bfloat16()
