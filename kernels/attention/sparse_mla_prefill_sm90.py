@@ -192,7 +192,7 @@ def _gatherer(workspace, items, ring, queries, H: gl.constexpr, RAGGED: gl.const
     """Run the third warpgroup: copy keys of the items program_id, program_id + programs, ... into the ring of buffers.
 
     Args:
-        workspace: pointers to bfloat16 `[first_rows, 512]` and to more rows or None, their stride, first_rows, all rows.
+        workspace: pointers to bfloat16 `[first_rows, 512]` and to more rows or None, their stride, and both counts.
         queries: `SharedQueries`, which are normed and rotated if there is an eps.
     """
     p_kv, p_more, kv_stride, first_rows, workspace_rows = workspace

@@ -138,7 +138,7 @@ def _multiply_mxfp4(
     TOKENS: tl.constexpr = TILE.tokens
     BLOCK_K: tl.constexpr = TILE.block_k
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
-    found = tl.zeros((ROWS, tl.cdiv(BLOCK_K, WORD_COLUMNS)), tl.int32)
+    found = tl.zeros((ROWS, max(BLOCK_K // WORD_COLUMNS, 1)), tl.int32)
     STEP: tl.constexpr = N if TILE.interleaved else 1
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         values = tl.load(p_x + k * x.stride, x.mask[None, :], 0.0)
@@ -170,7 +170,7 @@ def multiply(
     p_x = x.p_x[None, :] + tl.arange(0, BLOCK_K)[:, None] * x.stride
     if TILE.kind == "mxfp4":
         p_words = p_scale + expert.to(tl.int64) * (N * (K // WORD_COLUMNS))
-        o_word = tl.arange(0, tl.cdiv(BLOCK_K, WORD_COLUMNS))
+        o_word = tl.arange(0, max(BLOCK_K // WORD_COLUMNS, 1))
         if TILE.interleaved:
             p_words += o_word[None, :] * N + o_row[:, None]
         else:
