@@ -394,6 +394,8 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
             other = choose_tiling(gpu, shared_tile, second.kind, rows, second.size, ctas)
             if first.kind == "mxfp4" and second.kind == "e4m3" and ctas > FEW_CTAS:
                 other = other._replace(block_k=min(other.block_k, MIXED_BLOCK_K), stages=min(other.stages, 3))
+            elif other.rows > each.rows:  # its stages would take the shared memory of a second CTA
+                other = other._replace(stages=min(other.stages, 3))
             of_shared = of_shared._replace(kind=second.kind, block_k=other.block_k, stages=other.stages)
             operands = own, first.scale, second.operand(halves, each.rows, other.block_k, tma), second.scale
         constants = {"TILE": of_tile, "SHARED_TILE": of_shared, "num_warps": each.warps}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.host.gpu import Gpu
-from dsv4_compile.kernels.moe import expert_plan
+from dsv4_compile.kernels.moe import expert_plan, expert_sum
 from dsv4_compile.kernels.moe import moe_experts as kernels
 from dsv4_compile.reference.moe.expert_weights import scale_shape, weight_format
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
@@ -287,6 +287,21 @@ VARIANTS = (
 )
 CASES = [(target, *each) for target, own in shared_out(VARIANTS).items() for each in own]
 CASES += [("sm_90", *each, tokens) for each in (("mxfp4", "e4m3"), ("bfloat16", "bfloat16")) for tokens in (400, 1100)]
+
+
+def test_the_shared_expert_leaves_shared_memory_for_two_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one CTA an SM, memory would rest while a CTA starts."""
+    seen: list[dict[str, Any]] = []
+    sees(monkeypatch, "sm_90")
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: GPUS["sm_90"][0])
+    monkeypatch.setattr(kernels, "plan_places", lambda *args: (None, None))
+    for module in (kernels, expert_sum):
+        monkeypatch.setattr(module, "launch_kernel", lambda kernel, grid, *args, **constants: seen.append(constants))
+    kernels.moe_experts(flash(2000, "bfloat16", "bfloat16"))
+    tiles = [constants[name] for constants in seen for name in ("TILE", "SHARED_TILE") if name in constants]
+    assert [tile.tokens for tile in tiles] == [64, 128, 64, 128]
+    for tile in tiles:
+        assert tile.stages * tile.block_k * (tile.rows + tile.tokens) * 2 <= 100 * 1024
 
 
 @pytest.mark.parametrize(("target", "kind", "shared", "tokens"), CASES)
