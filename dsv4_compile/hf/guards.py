@@ -2,7 +2,8 @@
 
 Dynamo guards every module, setting and parameter that a graph has read, and its check grows with the layers. A call
 passes `Snapshot.holds`, which compares the same in lists, so a graph guards one string instead, `fingerprint`. What
-neither a snapshot nor the fingerprint has stays guarded: inputs, the configuration, global functions, modes.
+neither a snapshot nor the fingerprint has stays guarded: inputs, the configuration, functions of torch and
+transformers, modes.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ MOST_KINDS = 64
 """Kinds of calls of a model compiled in place, which differ in arguments and in which sizes are 1: each is a graph."""
 _FILTER = "guard_filter_fn"
 """Option of torch.compile, and the name under which its compiler keeps it."""
+
+_IDENTITIES = {"ID_MATCH", "BUILTIN_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH", "MODULE_MATCH"}
+_CONSTANT = ("G['__import_dsv4_compile_dot_", "G['__builtins_dict__")
 
 _serials: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _count = iter(range(1 << 62))
@@ -201,7 +205,8 @@ def is_needed(entries: Sequence[Any]) -> list[bool]:
     Args:
         entries: guards, with the name, value and type of what each checks.
 
-    It drops guards only below a decoder stack or a cache whose state the same frame guards.
+    It drops guards below a decoder stack or a cache whose state the same frame guards, and in such a frame those of
+    builtins and of this package's functions, classes and modules.
     """
     names = {entry.name for entry in entries}
     held = {e.name: e.value for e in entries if e.has_value and f"{e.name}.{STATE}" in names}
@@ -213,7 +218,12 @@ def is_needed(entries: Sequence[Any]) -> list[bool]:
             return True
         return any(steps[0] in _OF_CACHE for cache in caches if (steps := _steps_after(cache, name)))
 
-    return [not covers(entry.name, entry.guard_type) for entry in entries]
+    return [not (covers(entry.name, entry.guard_type) or (held and _is_constant(entry))) for entry in entries]
+
+
+def _is_constant(entry: Any) -> bool:
+    """Return whether a guard compares by identity what no caller replaces: builtins, and this package's globals."""
+    return entry.guard_type in _IDENTITIES and entry.name.startswith(_CONSTANT)
 
 
 def _steps_after(root: str, name: str) -> list[str]:
