@@ -207,10 +207,7 @@ def why_unsupported_by_rows(call: DecodeCall, gpu: Gpu) -> str:
         return f"{MIN_TOKENS_BY_ROWS} tokens and {MIN_HEADS_BY_ROWS} heads pay, these are {tokens} and {heads}"
     if call.batch_invariant:
         return "it depends on the number of tokens, and the call is batch-invariant"
-    most, rows = (
-        max(ROWS_PER_TOKEN * tokens, min(MAX_ROWS, 2 * ROWS_PER_TOKEN * tokens)),
-        window.slots() + extra.slots(),
-    )
+    most, rows = _most_copied_rows(tokens), window.slots() + extra.slots()
     if not 0 < rows <= most and rows_in_place(call, gpu) is None:
         return f"caches of up to {most} rows pay, these have {rows}"
     if call.cache_format != "plain" and any(
@@ -225,6 +222,10 @@ def why_unsupported_by_rows(call: DecodeCall, gpu: Gpu) -> str:
     if not call.scale > 0 or (call.sink is not None and call.sink.stride(0) != 1):
         return f"the scale is positive and sinks are contiguous, these are {call.scale} and {call.sink}"
     return ""
+
+
+def _most_copied_rows(tokens: int) -> int:
+    return max(ROWS_PER_TOKEN * tokens, min(MAX_ROWS, 2 * ROWS_PER_TOKEN * tokens))
 
 
 def rows_in_place(call: DecodeCall, gpu: Gpu) -> tuple[Tensor, Tensor | None] | None:
