@@ -18,6 +18,7 @@ from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.kernels.host.launch import bound
 from dsv4_compile.kernels.host.launch_cache import LaunchCache, key_of
 from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
+from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments
 from dsv4_compile.testing import fake_triton
 from dsv4_compile.testing.samples import op_samples
 
@@ -175,3 +176,23 @@ def test_a_cached_call_of_attention_by_rows_does_too(op: str, on: None, monkeypa
     for args in taken:
         launches = check(LaunchCache(launcher(op)), launcher(op), args)
         assert {"dequantize_pages_kernel", "concatenate_slots_kernel"} <= {name for name, *_ in launches}
+
+
+@pytest.mark.parametrize("on", ["sm_90"], indirect=True)
+def test_a_cached_call_of_attention_reads_bfloat16_rows_where_they_are(
+    on: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv4_compile.kernels.attention.sparse_mla_decode.why_unsupported_by_rows", lambda *args: "")
+    decode = launcher("sparse_mla_decode")
+    for args in op_samples("sparse_mla_decode"):
+        call = DecodeArguments(*args)
+        if call.cache_format != "fp8_ds_mla":
+            continue
+        call = call._replace(
+            k_cache=torch.zeros(len(call.k_cache), call.block_size, 512).bfloat16(), cache_format="plain"
+        )
+        if call.extra_k_cache is not None:
+            extra = torch.zeros(len(call.extra_k_cache), call.extra_block_size, 512).bfloat16()
+            call = call._replace(extra_k_cache=extra)
+        launches = check(LaunchCache(decode), decode, call)
+        assert [name for name, *_ in launches] == ["concatenate_slots_kernel", "sparse_mla_prefill_sm90_kernel"]

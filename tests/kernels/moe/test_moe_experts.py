@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.kernels.moe import expert_plan, expert_sum
 from dsv4_compile.kernels.moe import moe_experts as kernels
+from dsv4_compile.kernels.moe.expert_operands import Weight
 from dsv4_compile.reference.moe.expert_weights import scale_shape, weight_format
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, poisoned_empty, strided
@@ -120,6 +121,19 @@ def test_tiles_on_hopper_divide_the_rows_of_both_experts() -> None:
     assert kernels.choose_tiling(hopper, 128, "float", 4096, 4096, 99.0).rows == 256
     assert kernels.choose_tiling(hopper, 128, "float", 384, 4096, 99.0).rows == 128
     assert kernels.choose_tiling(hopper, 128, "mxfp4", 64, 4096, 99.0).rows == 64
+
+
+def test_scales_that_are_no_powers_of_two_have_smaller_tiles_on_hopper() -> None:
+    """Their sums need a second accumulator."""
+    call = experts(2, kind="e4m3")
+    assert call.w13_scale is not None
+    exponents, any_ = (Weight.of(call.w13, scale) for scale in (call.w13_scale, call.w13_scale.float()))
+    most = {
+        target: [kernels._most_tokens_of_tile(gpu, (x,)) for x in (exponents, any_)]
+        for target, (gpu, _) in GPUS.items()
+    }
+    assert most["sm_90"] == [128, 64]
+    assert most["sm_100"] == [128, 128] and most["gfx942"] == [64, 64]
 
 
 @interpreted
