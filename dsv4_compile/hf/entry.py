@@ -29,8 +29,22 @@ RECORDED = ("output_hidden_states", "output_router_logits")
 
 
 @cache
-def _signature(kind: Any) -> inspect.Signature:
-    return inspect.signature(kind.forward)
+def _signature(kind: Any) -> tuple[inspect.Signature, tuple[str, ...], bool]:
+    """Return the signature of a class's forward, its positional parameters, and whether it takes any keyword."""
+    signature = inspect.signature(kind.forward)
+    parameters = list(signature.parameters.values())[1:]
+    names = tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+    return signature, names, any(each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def _arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name. Raises TypeError as the forward would."""
+    signature, names, takes_any = _signature(module.__class__)
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    if takes_any and len(args) <= len(names) and len(arguments) == len(args) + len(kwargs):
+        return arguments  # binding takes several times as long
+    bound = signature.bind(module, *args, **kwargs).arguments
+    return {name: bound[name] for name in bound if name not in ("self", "kwargs")} | bound.get("kwargs", {})
 
 
 class Call(NamedTuple):
@@ -103,9 +117,7 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
 
     Raises E208 or E204 for a call that the model cannot run, before anything is written.
     """
-    bound = _signature(module.__class__).bind(module, *args, **kwargs)
-    arguments = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
-    arguments |= bound.arguments.get("kwargs", {})
+    arguments = _arguments(module, args, kwargs)
     cache = given_cache(arguments)
     if isinstance(cache, PagedCache) and cache.entered and cache.thread == threading.get_ident():
         arguments[CACHE_NAME] = cache

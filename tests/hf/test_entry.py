@@ -196,6 +196,20 @@ def test_arguments_that_a_converted_model_cannot_honour(converted: Any, options:
         converted(**{"input_ids": random_ids(1, 6), **options})
 
 
+@torch.no_grad()
+def test_arguments_by_place_and_by_name_are_those_of_the_forward(original: Any, converted: Any) -> None:
+    ids, mask = random_ids(2, 7), torch.ones(2, 7, dtype=torch.long)
+    want = converted(input_ids=ids, attention_mask=mask).logits
+    for got in (converted(ids, mask), converted(ids, mask, None), converted(ids, attention_mask=mask)):
+        assert torch.equal(got.logits, want)
+    for model in (original, converted):
+        with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+            model(ids, input_ids=ids)
+        with pytest.raises(TypeError, match="positional"):
+            model(*[None] * 40)
+    assert torch.equal(converted(ids).logits, want)
+
+
 def test_arguments_that_say_what_follows_anyway(original: Any, converted: Any) -> None:
     ids, cache = random_ids(2, 6), hf.new_cache(converted)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
