@@ -4,7 +4,8 @@ A tiny DeepSeek-V4 of transformers is converted, compiled and captured; on a CPU
 number of layers, in us, medians: the whole call without the replay; in it the entry with the snapshot of the model and
 its cache (door), guards and what Dynamo does around the graph (guards), the captured graph's search for its entry and
 its copies (captured), and the rest. Replays are left out. With --replay they run, and on a GPU a call with a wait for
-the GPU is timed too; references of all ops are what they run, so they take longer than a model's.
+the GPU is timed too; references of all ops are what they run, so they take longer than a model's. With --cold, 192 MB
+are written before each call, so that no cache holds what it visits, as after a wait for a GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dsv4_compile.runtime.cuda_graphs import CudaGraphs
 from dsv4_compile.runtime.standin import StandInGraphs
 
 CALLS, WARM_UP = 400, 20
+COLD_CALLS, COLD_BYTES = 100, 192 << 20
 
 
 class Stopwatch:
@@ -48,7 +50,7 @@ class Stopwatch:
 
     def us(self, name: str) -> float:
         """Return the median of the last calls."""
-        return statistics.median(self.seconds[name][-CALLS:]) * 1e6
+        return statistics.median(self.seconds[name][WARM_UP:]) * 1e6
 
 
 def watch(watch_of: Stopwatch, skip: bool) -> None:
@@ -65,7 +67,9 @@ def watch(watch_of: Stopwatch, skip: bool) -> None:
     entry.enter = watch_of.wrap("door", entry.enter)
 
 
-def measure(layers: int, device: torch.device, stopwatch: Stopwatch, replay: bool) -> dict[str, float]:
+def measure(
+    layers: int, device: torch.device, stopwatch: Stopwatch, replay: bool, cold: bool = False
+) -> dict[str, float]:
     """Return us of one call and of its parts."""
     model: Any = hf.convert(
         tiny_model(**layers_in_turn(layers), hc_sinkhorn_iters=2).to(device), max_batch_size=1, max_seq_len=4096
@@ -79,7 +83,9 @@ def measure(layers: int, device: torch.device, stopwatch: Stopwatch, replay: boo
     inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "use_cache": True, "logits_to_keep": 1}
     cache = hf.new_cache(model)
     call = stopwatch.wrap("call", torch.no_grad()(lambda: model(ids, past_key_values=cache, **inputs)))
-    for _ in range(WARM_UP + CALLS):
+    other = torch.zeros(COLD_BYTES if cold else 0, dtype=torch.uint8)
+    for _ in range(WARM_UP + (COLD_CALLS if cold else CALLS)):
+        other += 1
         call()
     us = {name: stopwatch.us(name) for name in ("call", "door", "compiled", "captured", "replay")}
     found = {
@@ -108,13 +114,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", default="3,12,43", help="%(default)s")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="%(default)s")
     parser.add_argument("--replay", action="store_true", help="run the captured graphs too")
+    parser.add_argument("--cold", action="store_true", help="write other memory before each call")
     args = parser.parse_args(argv)
     quiet_libraries()
     torch.set_num_threads(1)
     stopwatch = Stopwatch()
     watch(stopwatch, skip=not args.replay)
     for layers in map(int, args.layers.split(",")):
-        print({"layers": layers, **measure(layers, torch.device(args.device), stopwatch, args.replay)}, flush=True)
+        stopwatch.seconds.clear()
+        found = measure(layers, torch.device(args.device), stopwatch, args.replay, args.cold)
+        print({"layers": layers, **found}, flush=True)
         torch.compiler.reset()
     return 0
 
