@@ -49,7 +49,9 @@ _FILTER = "guard_filter_fn"
 """Option of torch.compile, and the name under which its compiler keeps it."""
 
 _IDENTITIES = {"ID_MATCH", "BUILTIN_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH", "MODULE_MATCH"}
+"""Types of guards that compare a global by identity."""
 _CONSTANT = ("G['__import_dsv4_compile_dot_", "G['__builtins_dict__")
+"""How Dynamo's names of this package's globals and of builtins begin. Under other names their guards would stay."""
 
 _serials: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _count = iter(range(1 << 62))

@@ -49,7 +49,7 @@ class Stopwatch:
         return timed
 
     def us(self, name: str) -> float:
-        """Return the median of the last calls."""
+        """Return the median of the calls after the warm-up."""
         return statistics.median(self.seconds[name][WARM_UP:]) * 1e6
 
 

@@ -251,9 +251,7 @@ def decode_by_rows(call: DecodeCall) -> tuple[Tensor, Tensor]:
     sm90 = sm90_module(gpu, "attention.sparse_mla_prefill_sm90")
     if sm90 is not None and not sm90.why_unsupported(prefill, call.fused):
         return sm90.launch_fused(prefill, gpu, call.fused)
-    if more is not None:
-        kv = bfloat16_rows(call.window, call.extra, call.cache_format)
-    return _launch_separately(prefill._replace(kv=kv, more=None), call)
+    return _launch_separately(prefill, call)
 
 
 def _launch_separately(prefill: PrefillCall, call: DecodeCall) -> tuple[Tensor, Tensor]:

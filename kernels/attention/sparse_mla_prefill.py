@@ -183,6 +183,7 @@ def launch(call: PrefillCall, gpu: Gpu, tiles: Tiles | None = None) -> tuple[Ten
 
     `tiles` overrule `choose_tiles`.
     """
+    assert call.more is None, "the kernel for sm_90 alone reads rows of two tensors"
     q, kv, rows, sink = call.q, call.kv, call.rows, call.sink
     tokens, heads, head_dim = q.shape
     out, max_logits, lse = new_outputs(q)

@@ -275,7 +275,7 @@ HOPPER_MANY = {
 
 def _most_tokens_of_tile(gpu: Gpu, weights: Sequence[Weight]) -> int:
     """Return the largest tile of tokens that `weights` of one kind of experts take."""
-    if gpu.capability != SM90 or gpu.backend != "cuda":
+    if gpu.capability != SM90:
         return 128 if gpu.backend == "cuda" else 64
     return 64 if any(each.kind == "e4m3" and not each.has_power_scales for each in weights) else 128
 
@@ -327,9 +327,9 @@ def moe_experts(call: ExpertsArguments) -> Tensor:
     """Add each token's experts up, on tensor cores; hidden states are rounded to bfloat16 between the GEMMs."""
     out = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
     ids, weights = call.ids.contiguous(), call.weights.contiguous()
-    size = cdiv(len(out), max(1, cdiv(len(out), MOST_TOKENS)))
-    for first in range(0, len(out), max(1, size)):
-        part = slice(first, first + size)
+    passes = cdiv(len(out), MOST_TOKENS)
+    for number in range(passes):
+        part = slice(len(out) * number // passes, len(out) * (number + 1) // passes)
         _launch(call._replace(x=call.x[part], ids=ids[part], weights=weights[part]), out[part])
     return out
 
@@ -392,9 +392,10 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         operands: tuple[Any, ...] = (own, first.scale, None, None)
         if second is not None:
             other = choose_tiling(gpu, shared_tile, second.kind, rows, second.size, ctas)
-            if first.kind == "mxfp4" and second.kind == "e4m3" and ctas > FEW_CTAS:
-                other = other._replace(block_k=min(other.block_k, MIXED_BLOCK_K), stages=min(other.stages, 3))
-            elif other.rows > each.rows:  # its stages would take the shared memory of a second CTA
+            mixed = first.kind == "mxfp4" and second.kind == "e4m3" and ctas > FEW_CTAS
+            if mixed:
+                other = other._replace(block_k=min(other.block_k, MIXED_BLOCK_K))
+            if mixed or other.rows > each.rows:  # more stages would take the shared memory of another CTA
                 other = other._replace(stages=min(other.stages, 3))
             of_shared = of_shared._replace(kind=second.kind, block_k=other.block_k, stages=other.stages)
             operands = own, first.scale, second.operand(halves, each.rows, other.block_k, tma), second.scale

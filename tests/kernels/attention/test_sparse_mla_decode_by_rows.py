@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.kernels.attention import sparse_mla_decode as kernels
+from dsv4_compile.kernels.attention import sparse_mla_prefill
 from dsv4_compile.kernels.attention.common import DecodeCall, FusedParts, PagedKeys, decode_call
 from dsv4_compile.kernels.attention.sparse_mla_prefill import PrefillCall
 from dsv4_compile.kernels.host.gpu import Gpu
@@ -130,7 +131,9 @@ def test_lengths_may_be_anything(always: None, lens: int) -> None:
 
 
 def test_large_caches_of_bfloat16_are_attended_where_they_are_on_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "gpu_of", lambda device: HOPPER)
+    for module in (kernels, sparse_mla_prefill):
+        monkeypatch.setattr(module, "gpu_of", lambda device: HOPPER)
+    monkeypatch.delattr(kernels, "bfloat16_rows")  # nothing is copied
     arguments = call(3, 64, window=37, extra=21, **BF16 | {"fmt": "plain"}) | {"attn_sink": None, "scale": 0.04}
     arguments |= {name: arguments[name].contiguous() for name in ("k_cache", "extra_k_cache")}
     made = decode_call(DecodeArguments(*positional(arguments)))
@@ -144,10 +147,12 @@ def test_large_caches_of_bfloat16_are_attended_where_they_are_on_sm90(monkeypatc
         assert "rows pay" in kernels.why_unsupported_by_rows(usual._replace(**change), HOPPER)
     with compiled_for("sm_90") as compiled:
         kernels.decode_by_rows(made)
-    assert [kernel.metadata.name for kernel in compiled] == [
-        "concatenate_slots_kernel",
-        "sparse_mla_prefill_sm90_kernel",
-    ]
+    names = ["concatenate_slots_kernel", "sparse_mla_prefill_sm90_kernel"]
+    assert [kernel.metadata.name for kernel in compiled] == names
+    wide = FusedParts(arguments["positions"], torch.zeros(8, 2 * layout.ROPE_DIM), None, True)
+    with compiled_for("sm_90") as compiled:  # a table that the kernel does not fuse has a launch of its own
+        kernels.decode_by_rows(made._replace(fused=wide))
+    assert [kernel.metadata.name for kernel in compiled] == [*names, "inv_rope_kernel"]
 
 
 def test_it_takes_many_tokens_of_small_caches_on_sm90() -> None:
