@@ -69,8 +69,10 @@ class PrivateName:
 PRIVATE: dict[str, PrivateName] = {
     "compile_fx": PrivateName("torch._inductor.compile_fx", "compile_fx", "compiles a graph for the backend"),
     "compile_fx_inner": PrivateName("torch._inductor.compile_fx", "compile_fx_inner", "compiles a part of a graph"),
+    "aot_autograd_result": PrivateName("torch._functorch._aot_autograd.aot_autograd_result", "", "graphs to be cached"),
     "TracingContext": PrivateName("torch._guards", "TracingContext", "what a compilation reports to AOTAutograd"),
     "inductor_config": PrivateName("torch._inductor.config", "", "option names, types and codegen choices"),
+    "compile_tasks": PrivateName("torch._inductor.runtime.compile_tasks", "", "chooses the ptxas that Triton runs"),
     "cache_dir_utils": PrivateName("torch._inductor.runtime.cache_dir_utils", "", "folder for what is compiled here"),
     "list_mode_options": PrivateName("torch._inductor", "list_mode_options", "settings of torch.compile(mode=...)"),
     "custom_graph_pass": PrivateName("torch._inductor.custom_graph_pass", "", "classes of graph passes"),
@@ -126,9 +128,7 @@ PRIVATE: dict[str, PrivateName] = {
     "OperatorIssue": PrivateName("torch._inductor.exc", "OperatorIssue", "writes the arguments of an op"),
     "triton_driver": PrivateName("triton.runtime", "driver", "driver, replaced by a fake GPU in tests"),
     "triton_interpreter": PrivateName("triton.runtime.interpreter", "", "runs generated kernels on the CPU in tests"),
-    "triton_ir": PrivateName("triton._C.libtriton", "ir", "parses a compiled kernel in tests"),
-    "triton_nvidia": PrivateName("triton._C.libtriton", "nvidia", "allocates its shared memory in tests"),
-    "triton_passes": PrivateName("triton._C.libtriton", "passes", "passes before that allocation, in tests"),
+    "libtriton": PrivateName("triton._C.libtriton", "", "parses kernels and allocates their shared memory in tests"),
 }
 
 

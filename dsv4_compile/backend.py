@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def _compile(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Compile as `dsv4` does, in the only thread that compiles."""
-    from ._compat import codegen_of, compile_fx, compile_fx_inner, inductor_config
+    from ._compat import codegen_of, compile_fx, compile_fx_inner, functorch_config, inductor_config
     from .lowering import registry
     from .passes import ChooseImplementations, Regional
     from .passes.lent import lent_to_inductor
@@ -91,9 +92,12 @@ def _compile(
         importlib.import_module("dsv4_compile.cpu.native").build()
     capturing = Capturing.plan(parsed, gm, devices)
     patches |= capturing.inductor
+    caching: Any = nullcontext()
     if parsed.regions != "off" and not any(patches.get(name) for name in _WHOLE):
         kwargs = {"inner_compile": Regional(compile_fx_inner, parsed.regions).compile, **kwargs}
-    with early_builds.for_graph(parsed.early_builds, devices), lent_to_inductor():
+        # Else torch caches what it has cached by a key of Inductor's own: no graph of several kinds.
+        caching = functorch_config.patch(bundled_autograd_cache=True)
+    with early_builds.for_graph(parsed.early_builds, devices), lent_to_inductor(), caching:
         compiled = compile_fx(gm, example_inputs, config_patches=patches, **kwargs)
     return capturing.wrap(compiled if parsed.strict == "off" else strict.watched(compiled))
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
 
 from .. import progress
-from .._compat import TracingContext
-from ..runtime.regions import Program
+from .._compat import functorch_config
+from ..runtime.regions import Program, without_output_strides
 from ..runtime.regions import Region as Compiled
 from ..selection import decisions
 from . import regions
@@ -20,12 +19,12 @@ _log = logging.getLogger("dsv4_compile.runtime")
 WORTH_IT = 4
 """Fewest regions without a compilation of their own for which `auto` compiles in regions.
 
-Below it, warm starts matter more: torch's cache of whole graphs does not take a graph in regions.
+Each region is a call of its own at every step, so few are not worth it.
 """
 
 
 class Regional:
-    """Compiles the repeated layers of a graph once.
+    """Compiles the repeated layers of a graph once. Each graph that it compiles has an entry in Inductor's own cache.
 
     Args:
         inner: compiles one graph, as Inductor's own.
@@ -37,6 +36,11 @@ class Regional:
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         """Compile `gm` as Inductor's `inner_compile`, whole if it is trained or has too few repeated layers."""
+        # Inductor caches nothing that AOTAutograd is to cache; another model may have the same kinds.
+        with functorch_config.patch(bundled_autograd_cache=False):
+            return self._compile(gm, example_inputs, **options)
+
+    def _compile(self, gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         if not options.get("is_inference"):
             return self.inner(gm, example_inputs, **options)
         static = frozenset(options.get("static_input_idxs") or ())
@@ -53,7 +57,7 @@ class Regional:
         _log.info("compiles a graph of %s regions as %s kinds", len(found), len(counts))
         placeholders = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         compiled: dict[str, Any] = {}
-        with progress.stage("compile kinds of layers", total=len(counts)) as work, _without_output_strides():
+        with progress.stage("compile kinds of layers", total=len(counts)) as work, without_output_strides():
             for region in found:
                 if region.key in compiled:
                     continue
@@ -70,20 +74,3 @@ class Regional:
                 work.advance()
         parts = [Compiled(region.inputs, region.outputs, compiled[region.key]) for region in found]
         return Program(parts, placeholders, gm.graph.output_node())
-
-
-@contextmanager
-def _without_output_strides() -> Iterator[None]:
-    """Do not report strides of outputs to AOTAutograd inside the block, where a graph is compiled in parts.
-
-    It takes one report for a graph, which only graphs with a backward need.
-    """
-    context = TracingContext.try_get()
-    if context is None:
-        yield
-        return
-    reported, context.output_strides = context.output_strides, None
-    try:
-        yield
-    finally:
-        context.output_strides = reported

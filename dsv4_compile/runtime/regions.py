@@ -1,17 +1,20 @@
-"""Run a graph that was compiled in regions."""
+"""Run a graph that was compiled in regions, each kind of layer once, and keep it in torch's cache of whole graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch.fx import Node
+
+from .._compat import TracingContext, aot_autograd_result
 
 
 class Region(NamedTuple):
     """A part of a graph: its inputs and outputs, nodes of the whole graph, and what runs it.
 
-    `run` takes a list of inputs, which it may empty, and returns the outputs.
+    `run` takes a list of inputs, which it may empty, and returns the outputs. Regions of one kind have one `run`.
     """
 
     inputs: tuple[Node, ...]
@@ -20,20 +23,22 @@ class Region(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One region of a program: what it runs, and the places of its inputs, its outputs and what is dead after it."""
+    """One region of a program: the index of its kind, and the places of its inputs, its outputs and what is dead."""
 
-    run: Callable[[list[Any]], Sequence[Any]]
+    kind: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     dead: tuple[int, ...]
 
 
-class Program:
-    """A compiled graph that runs its regions in order. It takes its inputs as a list, which it empties."""
+class Program(aot_autograd_result.OutputCode):  # type: ignore[misc]
+    """A compiled graph that runs its regions in order. It takes its inputs as a list, which it empties.
 
-    _boxed_call = True
+    To torch it is the output of Inductor, so it is saved and loaded with what AOTAutograd found, each kind once.
+    """
 
     def __init__(self, regions: Sequence[Region], placeholders: Mapping[Node, int], output: Node) -> None:
+        self._boxed_call = True  # in __dict__, which torch's wrappers copy
         places = dict(placeholders)
         for region in regions:
             for node in region.outputs:
@@ -43,11 +48,14 @@ class Program:
         self._returned = [places[each] if isinstance(each, Node) else None for each in result]
         self._constants = [None if isinstance(each, Node) else each for each in result]
         self._size = len(places)
+        kinds = {id(region.run): region.run for region in regions}
+        index = {identity: i for i, identity in enumerate(kinds)}
+        self.kinds: list[Any] = list(kinds.values())
         last = {place: i for i, region in enumerate(regions) for place in (places[node] for node in region.inputs)}
         kept = {place for place in self._returned if place is not None}
         self.steps = tuple(
             Step(
-                region.run,
+                index[id(region.run)],
                 tuple(places[node] for node in region.inputs),
                 tuple(places[node] for node in region.outputs),
                 tuple(place for place, at in last.items() if at == i and place not in kept),
@@ -63,9 +71,38 @@ class Program:
             given = [held[place] for place in step.inputs]
             for place in step.dead:
                 held[place] = None
-            for place, value in zip(step.outputs, step.run(given), strict=True):
+            for place, value in zip(step.outputs, self.kinds[step.kind](given), strict=True):
                 held[place] = value
         return [
             constant if place is None else held[place]
             for place, constant in zip(self._returned, self._constants, strict=True)
         ]
+
+    def prepare_for_serialization(self) -> None:
+        """Put in place of each kind what torch saves of it. torch calls this on a copy."""
+        self.kinds = [aot_autograd_result.BundledOutputCodeLoadable(kind) for kind in self.kinds]
+        for kind in self.kinds:
+            kind.pre_save()
+
+    def post_compile(self, _: Sequence[Any], __: Any, graph_kwargs: Any) -> None:
+        """Load each kind that was saved. torch calls this on what it has read from its cache, and never before."""
+        with without_output_strides():
+            # Examples would tell torch strides of outputs alone.
+            self.kinds = [kind.post_compile(kind.load(()), graph_kwargs) for kind in self.kinds]
+
+
+@contextmanager
+def without_output_strides() -> Iterator[None]:
+    """Do not report strides of outputs to AOTAutograd inside the block, where a graph is compiled or loaded in parts.
+
+    It takes one report for a graph, which only graphs with a backward need.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    reported, context.output_strides = context.output_strides, None
+    try:
+        yield
+    finally:
+        context.output_strides = reported

@@ -1,10 +1,24 @@
-"""Descriptions of kernels for Triton's hooks of builds, where a constant of a kernel is an object of its own."""
+"""What Triton needs to know before it builds a kernel: the ptxas to run, and how to describe constants to its hooks."""
 
 from __future__ import annotations
 
 import functools
 import json
 from typing import Any
+
+from ..._compat import compile_tasks
+
+
+@functools.cache
+def prepare_builds() -> None:
+    """Prepare what the builds of this process depend on, before the first of them, early or at a launch.
+
+    Inductor has Triton run torch's own ptxas once it builds a kernel in this process, and Triton takes the version of
+    the ptxas that it finds at its first build into the names of its cache, for good. So the process that fills the
+    cache and the one that finds it filled would look for different names, and the second would build all kernels again.
+    """
+    compile_tasks._set_triton_ptxas_path()
+    describe_any_kernel()
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .build_hooks import describe_any_kernel
+from .build_hooks import prepare_builds
 
 
 class Recorder(Protocol):
@@ -62,7 +62,7 @@ def is_building() -> bool:
 
 def built_only(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> bool:
     """Build the kernel if this thread is in a block of `building`, and return whether it is."""
-    describe_any_kernel()  # before Triton's hooks are told of a build, early or at a launch
+    prepare_builds()
     if recording.build is None:
         return False
     recording.build(kernel, args, FUSING | constants)

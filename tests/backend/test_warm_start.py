@@ -25,6 +25,59 @@ print("hits", counters["aot_autograd"]["autograd_cache_hit"] + counters["inducto
 """
 
 
+REGIONS = """
+import copy
+import sys
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from dsv4_compile.backend import dsv4
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.register_buffer("cache", torch.zeros(6, 4))
+
+    def forward(self, x):
+        self.cache[:x.shape[0]] = x
+        return torch.tanh(self.up(x)) + self.cache.mean(0)
+
+class Model(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x, None
+
+torch.manual_seed(0)
+model = Model(int(sys.argv[3]))
+eager = copy.deepcopy(model)
+settings = {"dsv4.regions": "on", "cpp_cache_precompile_headers": False}
+step = torch.compile(model, backend=dsv4, fullgraph=True, options=settings)
+x = torch.ones(3, 4)
+with torch.no_grad():
+    for each in (x, 2 * x):
+        torch.testing.assert_close(step(each)[0], eager(each)[0])
+        torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
+print(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_a_second_process_loads_a_graph_in_regions_and_another_model_its_kinds(
+    tmp_path: Path, torch_alone: WarmPython
+) -> None:
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    runs = [torch_alone.run("tests.backend.program", str(ROOT), REGIONS, n, **cache) for n in ("5", "5", "4")]
+    assert [run.returncode for run in runs] == [0, 0, 0], runs[-1].stderr
+    whole, kinds = zip(*(map(int, run.stdout.split()) for run in runs), strict=True)
+    assert whole == (0, 1, 0)
+    assert kinds[0] == kinds[1] == 0 < kinds[2]
+
+
 def test_a_second_process_runs_the_cached_graph(tmp_path: Path, torch_alone: WarmPython) -> None:
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     runs = [torch_alone.run("tests.backend.program", str(ROOT), SCRIPT, **cache) for _ in range(2)]

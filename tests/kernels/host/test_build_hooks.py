@@ -1,14 +1,16 @@
-"""Kernels with a constant of any class are launched beside hooks of Triton's builds, which other code sets."""
+"""What is settled before Triton builds a kernel: its ptxas, and descriptions of constants for hooks of other code."""
 
 from __future__ import annotations
 
 import inspect
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dsv4_compile._compat import compile_tasks
 from dsv4_compile.kernels.host import build_hooks, launch
 
 jit: Any = pytest.importorskip("triton.runtime.jit")
@@ -34,15 +36,37 @@ class Described:
         return run
 
 
+def _forget() -> None:
+    build_hooks.prepare_builds.cache_clear()
+    build_hooks.describe_any_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_ptxas_is_settled_before_the_first_build(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton keeps the version of the ptxas that it finds at its first build in the names of its cache."""
+    done: list[str] = []
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: done.append("ptxas"))
+    monkeypatch.setattr(Described, "__getitem__", lambda self, grid: lambda **constants: done.append("launch"))
+    _forget()
+    try:
+        with launch.building(lambda *call: done.append("build")) if early else nullcontext():
+            launch.launch_kernel(Described(), (1,), A=3)
+            launch.launch_kernel(Described(), (1,), A=3)
+    finally:
+        _forget()
+    word = "build" if early else "launch"
+    assert done == ["ptxas", word, word]
+
+
 def test_a_constant_that_is_no_json_is_described_by_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     describe = jit.serialize_specialization_data
     monkeypatch.setattr(jit, "serialize_specialization_data", getattr(describe, "__wrapped__", describe))
-    build_hooks.describe_any_kernel.cache_clear()
+    _forget()
     kernel = Described()
     try:
         launch.launch_kernel(kernel, (1,), A=3)
         launch.launch_kernel(kernel, (1,), A=3, CONFIG=range(2))
     finally:
-        build_hooks.describe_any_kernel.cache_clear()
+        _forget()
     assert kernel.found[0]["constant_vals"] == [True, 3]
     assert kernel.found[1]["constant_vals"] == [True, 3, "range(0, 2)"]
