@@ -1,4 +1,4 @@
-"""What Triton needs to know before it builds a kernel: the ptxas to run, and how to describe constants to its hooks."""
+"""Preparations of Triton's builds: the ptxas that they run, and how hooks are told of constants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..._compat import compile_tasks
 
 @functools.cache
 def prepare_builds() -> None:
-    """Prepare what the builds of this process depend on, before the first of them, early or at a launch.
+    """Fix what the builds of this process depend on, before the first of them, early or at a launch.
 
     Inductor has Triton run torch's own ptxas once it builds a kernel in this process, and Triton takes the version of
     the ptxas that it finds at its first build into the names of its cache, for good. So the process that fills the
