@@ -53,7 +53,9 @@ def dsv4(
     """
     check_torch()
     from ._compat import compile_lock
+    from .runtime.repeated_layers import write_out
 
+    write_out(gm)
     with compile_lock:  # torch.compile holds it; who calls the backend may not
         return _compile(gm, example_inputs, mode, options, kwargs)
 

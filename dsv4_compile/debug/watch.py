@@ -18,6 +18,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from .. import progress
+from ..runtime.repeated_layers import write_out
 from ..selection import decisions
 from . import graphs
 from .breaks import RawBreak, parse_break
@@ -87,6 +88,7 @@ class Watch:
 
             seen: list[list[Any]] = [self.graphs, self.hazards, self.undecided, self.decided, self.decided.fusions]
             counts = [len(found) for found in seen]
+            write_out(gm)
             self._record_graph(gm, name)
             try:
                 return compiler(gm, example_inputs, **{**kwargs, **fixed})

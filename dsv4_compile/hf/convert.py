@@ -21,7 +21,7 @@ from ..rope_tables import cos_sin_cache
 from ..selection import proven
 from . import layers, split
 from .cache import PagedCache
-from .guards import STATE, TENSORS
+from .guards import REPEATS, STATE, TENSORS
 from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, cache_like, hf
 from .shared_weights import ReadSettings, SharedWeights, why_unreadable
 
@@ -163,7 +163,7 @@ def convert(
     model.model.__dict__.update(
         dsv4_cache=cache, dsv4_read=read, dsv4_settings=settings, dsv4_in_step=in_step, dsv4_snapshot=None
     )
-    model.model.__dict__.update({STATE: "", TENSORS: {}})
+    model.model.__dict__.update({STATE: "", TENSORS: {}, REPEATS: (), "dsv4_writes_out": False})
     if read is not None:
         read.adopt()
     register_recorded_outputs(model.model)
@@ -191,7 +191,9 @@ def revert(model: Any) -> Any:
         del layer.self_attn.__dict__["dsv4"], layer.self_attn.__dict__["dsv4_weights"]
     for module in (model, model.model):
         module._compiled_call_impl = None  # compiled for one graph, which the original forward is not
-    for name in ("dsv4_cache", "dsv4_read", "dsv4_settings", "dsv4_in_step", "dsv4_snapshot", STATE, TENSORS):
+        module.__dict__.pop("dsv4_compiled", None)
+    held = ("dsv4_cache", "dsv4_read", "dsv4_settings", "dsv4_in_step", "dsv4_snapshot", "dsv4_writes_out")
+    for name in (*held, STATE, TENSORS, REPEATS):
         del model.model.__dict__[name]
     model.__dict__.pop("_dsv4_warned", None)
     return model

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import RecompileLimit, eval_frame, record_outputs
+from ..backend import dsv4
 from ..errors import check, fail
 from ..runtime.addresses import compared
 from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
 from .generation import LOCK, current, take_own
-from .guards import compile_arguments, drop_guards
+from .guards import OWN, compile_arguments, drop_guards
 from .inputs import in_rows, kept
 
 NO_WEIGHTS = "sparse attention builds no attention matrix"
@@ -170,12 +171,17 @@ class EnteredOnHost(_nn.Module):
     Its method `entered_model` returns the `CompilableModel` and what allocates a cache for it.
     """
 
+    dsv4_compiled = False
+    """Whether the module is compiled in place by a backend that writes repeated layers out."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward between `enter` and `Entry.finish`, without gradients."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
-        if compiler := eval_frame.get_eval_frame_callback():
+        compiler = eval_frame.get_eval_frame_callback()
+        if compiler:
             drop_guards(compiler)  # of torch.compile(model), or of a function around the model
+        self.write_out(self.dsv4_compiled and not compiler)
         entry = enter(self, args, kwargs)
         token = compared.set(entry.compared)
         try:
@@ -192,6 +198,14 @@ class EnteredOnHost(_nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place as `nn.Module.compile`, without the guards that the entry makes redundant."""
         super().compile(*args, **compile_arguments(kwargs))
+        options = kwargs.get("options") or {}
+        self.__dict__["dsv4_compiled"] = kwargs.get("backend") in (OWN, dsv4) and options.get("dsv4.regions") != "off"
+
+    def write_out(self, wanted: bool) -> None:
+        """Let a trace have one layer of each kind, where a backend writes the others out."""
+        model, _ = self.entered_model()
+        if model.dsv4_writes_out is not wanted:
+            model.__dict__["dsv4_writes_out"] = wanted
 
 
 def check_call(model: Any, arguments: dict[str, Any]) -> None:

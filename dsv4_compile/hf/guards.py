@@ -31,6 +31,8 @@ GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 STATE = "dsv4_state"
 TENSORS = "dsv4_parameters"
 """Attributes of a decoder stack, and of a cache, that a graph guards and reads tensors from."""
+REPEATS = "dsv4_repeats"
+"""Attribute of a decoder stack that follows from its state: see `kinds.repeats_of`."""
 _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _OF_CACHE = (TENSORS, "paged", "seq_lens", "columns")
 _OF_MODULE = {"TYPE_MATCH", "HASATTR", "NOT_PRESENT_IN_GENERIC_DICT", "CLASS_MATCH", "DUPLICATE_INPUT"}
@@ -87,43 +89,49 @@ def fingerprint(model: Any) -> str:
     paths = {id(module): path for path, module in modules.items()} | {id(model.config): "config"}
     digest = hashlib.sha256()
     for name in GLOBAL_HOOKS:
-        digest.update(_described(list(getattr(module_hooks, name).values()), paths).encode())
+        digest.update(described(list(getattr(module_hooks, name).values()), paths).encode())
+    digest.update(repr(list(tensors_of(model))).encode())  # which tensors are the same one
     for path, module in modules.items():
         state = vars(module)
         seen: dict[str, Any] = {name: list(state[name].values()) for name in HOOKS if state[name]}
         seen |= {name: state[name] for name in CONTAINERS if name not in HOOKS and state[name]}
-        seen |= {name: value for name, value in state.items() if _is_setting(name)}
-        digest.update(f"{path}:{_serial(type(module))}:{_described(seen, paths)};".encode())
+        seen |= {name: value for name, value in state.items() if is_setting(name)}
+        digest.update(f"{path}:{_serial(type(module))}:{described(seen, paths)};".encode())
     return digest.hexdigest()
 
 
-def _is_setting(name: str) -> bool:
+def is_setting(name: str) -> bool:
     """Return whether an attribute belongs to a kind of module, not to all modules or to this package."""
     return name == "training" or (name not in _OF_ALL_MODULES and not name.startswith(OWN))
 
 
 def named(value: Any) -> str:
     """Return a string that two values without modules share if guards do not tell them apart."""
-    return hashlib.sha256(_described(value, {}).encode()).hexdigest()
+    return hashlib.sha256(described(value, {}).encode()).hexdigest()
 
 
-def _described(value: Any, paths: dict[int, str]) -> str:
-    """Return a string that is equal for values that guards do not tell apart; `paths` names modules by their ids."""
+def described(value: Any, paths: dict[int, str], *, exact: bool = False) -> str:
+    """Return a string that is equal for values that guards do not tell apart; `paths` names modules by their ids.
+
+    Objects and modules that it cannot describe are told apart if it is `exact`, and else guarded.
+    """
     if isinstance(value, _SCALARS):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, Tensor):
         layout = f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
         return f"{_serial(type(value))} {layout} {value.requires_grad} {value.is_inference()}"
+    other = str(id(value)) if exact else ""
     if isinstance(value, nn.Module) or id(value) in paths:
-        return f"part {paths.get(id(value))}"
+        return f"part {paths.get(id(value), other)}"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key!r}:{_described(each, paths)}' for key, each in value.items())}}}"
+        parts = (f"{key!r}:{described(each, paths, exact=exact)}" for key, each in value.items())
+        return f"{{{','.join(parts)}}}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__}[{','.join(_described(each, paths) for each in value)}]"
+        return f"{type(value).__name__}[{','.join(described(each, paths, exact=exact) for each in value)}]"
     if _is_frozen(value):
         held = {each.name: getattr(value, each.name) for each in fields(value)}
-        return f"{_serial(type(value))}{_described(held, paths)}"
-    return f"call {_serial(value)}" if callable(value) else f"object {_serial(type(value))}"
+        return f"{_serial(type(value))}{described(held, paths, exact=exact)}"
+    return f"call {_serial(value)}" if callable(value) else f"object {_serial(type(value))} {other}"
 
 
 def _is_frozen(value: Any) -> bool:
@@ -160,7 +168,7 @@ class _Root:
     def covers(self, steps: list[str], guard: str) -> bool:
         """Return whether what a guard checks at the end of `steps` is compared without it."""
         module, rest = self._find(steps)
-        if rest[:1] == [TENSORS] and module is self.model:
+        if rest[:1] in ([TENSORS], [REPEATS]) and module is self.model:
             return True
         if module is self.model:
             return False
@@ -174,7 +182,7 @@ class _Root:
             return not hasattr(type(module), name) or self._is_second((type(module), guard, *rest))
         if isinstance(value, Tensor):
             return id(value) in self.tensors
-        if not _is_setting(name):
+        if not is_setting(name):
             return False
         if id(module) in self.own:
             return _is_described(value)

@@ -22,11 +22,13 @@ from transformers.utils.output_capturing import capture_outputs
 from ..cache import LayerCache
 from ..errors import check, fail
 from ..metadata import AttentionMetadata
+from ..runtime.repeated_layers import begin_layer, end_layer, repeat_layer
 from .cache import CACHE_NAME, PagedCache, given_cache
 from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, held_by
 from .generation import generating, is_undisturbed, take_own
-from .guards import STATE, TENSORS
+from .guards import REPEATS, STATE, TENSORS
 from .inputs import kept, mark_dynamic_tokens
+from .kinds import block_tables_of, repeats_of, tensors_of_cache, without_rows
 from .layers import CompilableHead
 from .snapshot import Snapshot
 
@@ -101,7 +103,9 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
                 # In __dict__, where nn.Module does not look at what it is given.
                 self.__dict__["dsv4_snapshot"] = None
                 raise
-            self.__dict__.update({"dsv4_snapshot": snapshot, STATE: snapshot.state, TENSORS: snapshot.named})
+            read = without_rows(snapshot.named)
+            state = {STATE: snapshot.state, TENSORS: read, REPEATS: repeats_of(self, read)}
+            self.__dict__.update({"dsv4_snapshot": snapshot, **state})
 
     def is_unchanged(self) -> bool:
         """Return whether nothing that `adopt` reads has changed since it last did."""
@@ -175,18 +179,38 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
                 _ = [tensors[name].ndim for name in tensors]
         rows, columns = input_ids.shape
         metadata = cache.begin_step(rows, columns, keep)
-        hidden_states = self.run_layers(input_ids, metadata, cache.paged.layers, **kwargs)
+        repeats = self.dsv4_repeats if torch.compiler.is_compiling() and self.dsv4_writes_out else ()
+        hidden_states = self.run_layers(input_ids, metadata, cache.paged.layers, repeats, **kwargs)
         results: dict[str, Any] = {"last_hidden_state": hidden_states, CACHE_NAME: cache}
         return MoeModelOutputWithPast(**results)
 
     def run_layers(
-        self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache], **kwargs: Any
+        self,
+        input_ids: Tensor,
+        metadata: AttentionMetadata,
+        caches: Sequence[LayerCache],
+        repeats: Sequence[str] = (),
+        **kwargs: Any,
     ) -> Tensor:
-        """Return the normed hidden states `[B, S, hidden]` of `input_ids` `[B, S]`, the tokens of `metadata`."""
+        """Return the normed hidden states `[B, S, hidden]` of `input_ids` `[B, S]`, the tokens of `metadata`.
+
+        With `repeats`, see `kinds.repeats_of`, a trace has one layer of each kind, and marks where the others belong.
+        """
         embeds = self.embed_tokens(input_ids)
         hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
-        for layer in self.layers:
+        shared = [input_ids, *block_tables_of(metadata)] if repeats else []
+        for i, layer in enumerate(self.layers):
+            words = repeats[i].split() if repeats else []
+            own = [self.dsv4_parameters[name] for name in words[1:]]
+            own += tensors_of_cache(caches[i]) if words else []
+            if words and int(words[0]) < i:
+                hidden_states = repeat_layer(hidden_states, own, i, int(words[0]))
+                continue
+            if words:
+                hidden_states = begin_layer(hidden_states, own, shared, i)
             hidden_states = layer(hidden_states, input_ids=input_ids, metadata=metadata, caches=caches, **kwargs)
+            if words:
+                hidden_states = end_layer(hidden_states, i)
         head = self.hc_head
         whole = isinstance(head, CompilableHead)
         normed: Tensor = head(hidden_states, self.norm) if whole else self.norm(head(hidden_states))

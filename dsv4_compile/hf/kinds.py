@@ -1,0 +1,100 @@
+"""Kinds of decoder layers: which layers of a converted model do the same, each with tensors of its own.
+
+Two layers are of one kind if a trace of one, with the tensors of the other, is a trace of the other. They have the same
+modules, settings, layouts of weights and functions, by what each module holds, and no hooks, which may do anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._compat import module_hooks, storage_identity
+from ..cache import LayerCache
+from ..metadata import AttentionMetadata
+from .guards import GLOBAL_HOOKS, HOOKS, described, is_setting, own_modules
+from .layers import CompilableDecoderLayer
+
+_OF_ONE = {"layer_idx"}
+"""Settings in which layers of one kind differ: a layer finds its cache by its index, and does nothing else by it."""
+_READ = ("_parameters", "_buffers")
+_CACHES = ("window", "extra", "state", "indexer", "indexer_state")
+_TABLES = ("block_table", "state_block_table", "indexer_block_table", "indexer_state_block_table")
+
+
+def without_rows(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that are not rows of another one: layers multiply by the matrices that weights are rows of."""
+    whole: dict[int, list[tuple[int, int]]] = {}
+    places = {name: _place(tensor) for name, tensor in named.items()}
+    for storage, begin, end in places.values():
+        whole.setdefault(storage, []).append((begin, end))
+
+    def is_part(storage: int, begin: int, end: int) -> bool:
+        return any(a <= begin and end <= b and (a, b) != (begin, end) for a, b in whole[storage])
+
+    return {name: tensor for name, tensor in named.items() if not is_part(*places[name])}
+
+
+def _place(tensor: Tensor) -> tuple[int, int, int]:
+    """Return the storage of a tensor, and its first and last element there."""
+    begin = int(tensor.storage_offset())
+    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return storage_identity(tensor), begin, begin + length
+
+
+def repeats_of(model: Any, named: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return for each layer of a decoder stack the first layer of its kind and the names of its tensors, in one text.
+
+    Args:
+        model: a `CompilableModel`.
+        named: the tensors that graphs read, by their names there.
+
+    The text is empty for a layer that is the only one of its kind. Layers of one kind name their tensors in one order.
+    """
+    config, names = {id(model.config): "config"}, {id(tensor): name for name, tensor in named.items()}
+    kinds = [_kind(layer, config) for layer in model.layers]
+    counts, first = Counter(kind for kind, _ in kinds), dict[str, int]()
+    found = []
+    for i, (kind, tensors) in enumerate(kinds):
+        repeated = kind and counts[kind] > 1 and model.layers[i].self_attn.layer_idx == i
+        read = [names[id(tensor)] for tensor in tensors if id(tensor) in names]
+        found.append(" ".join([str(first.setdefault(kind, i)), *read]) if repeated else "")
+    return tuple(found)
+
+
+def _kind(layer: Any, outside: dict[int, str]) -> tuple[str, list[Tensor]]:
+    """Return a text that layers of one kind share, "" for a layer of no kind, and the layer's distinct tensors."""
+    modules: dict[str, nn.Module] = {**dict(layer.named_modules()), **own_modules(layer)}
+    hooked = any(vars(module)[name] for module in modules.values() for name in HOOKS)
+    if type(layer) is not CompilableDecoderLayer or hooked or any(getattr(module_hooks, name) for name in GLOBAL_HOOKS):
+        return "", []
+    paths = {id(module): path for path, module in modules.items()} | outside
+    tensors: dict[int, Tensor] = {}
+    lines = []
+    for path, module in modules.items():
+        held = {**module._parameters, **module._buffers, **vars(module)}
+        read = {name: value for name, value in held.items() if isinstance(value, Tensor) and "inv_freq" not in name}
+        for value in read.values():
+            tensors.setdefault(id(value), value)
+        # Which of its tensors are the same one is part of a kind.
+        places = [list(tensors).index(id(value)) for value in read.values()]
+        settings = {name: value for name, value in vars(module).items() if is_setting(name) and name not in _OF_ONE}
+        parts = {name: vars(module)[name] for name in (*_READ, "_modules")}
+        lines.append(f"{path}:{type(module)} {described(settings | parts, paths, exact=True)} {list(read)} {places}")
+    return "\n".join(lines), list(tensors.values())
+
+
+def tensors_of_cache(cache: LayerCache) -> list[Tensor]:
+    """Return the tensors of a layer's cache that exist."""
+    held = [getattr(cache, name) for name in _CACHES]
+    return [tensor for tensor in held if tensor is not None]
+
+
+def block_tables_of(metadata: AttentionMetadata) -> list[Tensor]:
+    """Return the block tables of a step, which all layers of a ratio read."""
+    parts: Sequence[Any] = [part for part in (metadata.c4, metadata.c128) if part is not None]
+    held = [getattr(part, name) for part in parts for name in _TABLES]
+    return [table for table in held if table is not None]

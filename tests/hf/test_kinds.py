@@ -1,0 +1,245 @@
+"""Tests of traces that have one layer of each kind: the graph that is compiled is that of a trace of every layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from dsv4_compile import hf
+from dsv4_compile._compat import counters
+from dsv4_compile.backend import dsv4
+from dsv4_compile.hf.tiny import tiny_config, tiny_model
+from dsv4_compile.runtime.repeated_layers import write_out
+from tests.hf.small import assert_records_what_eager_records, close, random_ids
+from tests.hf.test_fp8_weights import twins
+from tests.hf.test_guards import other_class, own_forward, twice
+
+TYPES: Any = tiny_config().layer_types
+PAIRS: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": [*TYPES[1:3]] * 2, "num_hash_layers": 0}
+"""Two kinds, each of two layers."""
+SEVEN: dict[str, Any] = {"num_hidden_layers": 7, "layer_types": [TYPES[0], *PAIRS["layer_types"], TYPES[1], TYPES[0]]}
+"""A layer of hash routing, then layers of all kinds; SWA and CSA are repeated out of turn."""
+Graph = tuple[list[str], list[str]]
+
+
+def plain(**options: Any) -> Callable[[], Any]:
+    return lambda: hf.convert(tiny_model(**SEVEN), max_batch_size=2, max_seq_len=64, **options)
+
+
+def in_bfloat16() -> Any:
+    return hf.convert(tiny_model(dtype=torch.bfloat16, **SEVEN), max_batch_size=2, max_seq_len=64)
+
+
+def in_e4m3() -> Any:
+    return hf.convert(twins(**SEVEN)[0], max_batch_size=2, max_seq_len=64)
+
+
+def with_a_mixed_layer() -> Any:
+    """A compressor of one layer in another dtype, so that its weights are rows of nothing."""
+    model = tiny_model(dtype=torch.bfloat16, **SEVEN)
+    model.model.layers[3].self_attn.compressor.kv_proj.float()
+    return hf.convert(model, max_batch_size=2, max_seq_len=64)
+
+
+FORMS: dict[str, Callable[[], Any]] = {
+    "float32": plain(),
+    "scaled caches": plain(kv_cache_dtype="fp8", indexer_cache_dtype="float32"),
+    "bfloat16": in_bfloat16,
+    "e4m3": in_e4m3,
+    "a layer unlike others": with_a_mixed_layer,
+}
+
+
+def texts(gm: fx.GraphModule) -> Graph:
+    """Return the inputs of a graph that it uses, and its other nodes with the modules they were traced in."""
+    number: dict[fx.Node, str] = {}
+    nodes = [node for node in gm.graph.nodes if node.op != "placeholder"]
+    for node in gm.graph.nodes:
+        number[node] = node.target if node.op == "placeholder" else f"%{nodes.index(node)}"
+    lines = []
+    for node in nodes:
+        arguments = fx.map_arg((node.args, node.kwargs), number.__getitem__)
+        stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        lines.append(f"{node.op} {node.target} {arguments} {stack}")
+    return sorted(text for node, text in number.items() if node.op == "placeholder" and node.users), lines
+
+
+class Seen:
+    """A backend that runs graphs as they are, and keeps them: what Dynamo traced, and what would be compiled."""
+
+    def __init__(self) -> None:
+        self.traced: list[int] = []
+        self.graphs: list[Graph] = []
+
+    def __call__(self, gm: fx.GraphModule, inputs: Any) -> Any:
+        self.traced.append(len(gm.graph.nodes))
+        write_out(gm)
+        gm.graph.lint()
+        self.graphs.append(texts(gm))
+        return gm.forward
+
+
+def compiled(model: Any, repeats: bool = True) -> Seen:
+    """Compile `model` in place; with `repeats`, as if by a backend that writes repeated layers out."""
+    torch.compiler.reset()
+    seen = Seen()
+    model.compile(fullgraph=True, backend=seen)
+    model.__dict__["dsv4_compiled"] = repeats
+    return seen
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    return model(ids, attention_mask=mask).logits
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_graph_is_that_of_a_trace_of_every_layer(form: str) -> None:
+    model = FORMS[form]()
+    ids = random_ids(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    found = {}
+    for repeats in (True, False):
+        seen = found[repeats] = compiled(model, repeats)
+        results = [logits(model, ids, mask), logits(model, ids[:1, :1])]
+        found[repeats] = seen
+        if repeats:
+            first = results
+    assert len(found[True].graphs) == len(found[False].graphs) == 2
+    assert found[True].graphs == found[False].graphs
+    assert all(a < 0.85 * b for a, b in zip(found[True].traced, found[False].traced, strict=True))
+    for got, want in zip(first, results, strict=True):
+        torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
+
+
+def test_only_layers_of_one_kind_are_repeated() -> None:
+    model = plain()()
+    with torch.no_grad():
+        model(random_ids(1, 3))
+    firsts = [text.split()[:1] for text in model.model.dsv4_repeats]
+    # Layer 0 is the only one that routes by hash.
+    assert firsts == [[], ["1"], ["2"], ["1"], ["2"], ["1"], []]
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda layer: layer.mlp.register_forward_hook(twice),
+    "a hook of the layer": lambda layer: layer.register_forward_hook(twice),
+    "a class": lambda layer: other_class(layer.mlp),
+    "a forward": lambda layer: own_forward(layer.mlp),
+    "a forward of the layer": own_forward,
+    "a number": lambda layer: setattr(layer.mlp.gate, "top_k", 1),
+    "a number of a module that is read": lambda layer: setattr(layer.attn_hc, "hc_eps", 0.1),
+    "a weight": lambda layer: setattr(layer.mlp.experts, "down_proj", nn.Parameter(layer.mlp.experts.down_proj * 2)),
+    "a weight's data": lambda layer: setattr(layer.input_layernorm.weight, "data", layer.input_layernorm.weight * 2),
+    "one weight in two places": lambda layer: setattr(layer.ffn_hc, "base", layer.attn_hc.base),
+    "a stacked weight": lambda layer: setattr(layer.self_attn.kv_proj, "weight", nn.Parameter(torch.randn(64, 128))),
+    "the dtype of a weight": lambda layer: setattr(
+        layer.attn_hc, "base", nn.Parameter(layer.attn_hc.base.bfloat16() * 3)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Any:
+    return hf.convert(tiny_model(**PAIRS), max_batch_size=2, max_seq_len=64)
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_change_of_one_layer_is_used(what: str, index: int, pairs: Any) -> None:
+    ids, model, eager = random_ids(2, 12), copy.deepcopy(pairs), copy.deepcopy(pairs)
+    seen = compiled(model)
+    before = logits(model, ids)
+    close(before, logits(eager, ids))
+    for each in (model, eager):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            CHANGES[what](each.model.layers[index])
+    want = logits(eager, ids)
+    close(logits(model, ids), want)
+    assert not torch.allclose(before, want, atol=1e-3)
+    close(logits(model, ids), want)
+    assert len(seen.graphs) <= 2
+
+
+def test_one_tensor_of_two_layers(pairs: Any) -> None:
+    model, ids = copy.deepcopy(pairs), random_ids(2, 12)
+    model.model.layers[3].attn_hc.base = model.model.layers[1].attn_hc.base
+    eager = copy.deepcopy(model)
+    compiled(model)
+    close(logits(model, ids), logits(eager, ids))
+    with torch.no_grad():
+        for each in (model, eager):
+            each.model.layers[1].attn_hc.base.mul_(3)
+    close(logits(model, ids), logits(eager, ids))
+
+
+def test_layers_without_a_weight_in_common_where_others_have_one(pairs: Any) -> None:
+    """Models of equal settings, of which one has a tensor in two places, must not share a graph."""
+    ids, shared, apart = random_ids(2, 12), copy.deepcopy(pairs), copy.deepcopy(pairs)
+    layers = shared.model.layers
+    layers[3].attn_hc.base = layers[1].attn_hc.base
+    seen = compiled(shared)
+    for model in (shared, apart):
+        eager = copy.deepcopy(model)
+        model.compile(fullgraph=True, backend=seen)
+        model.__dict__["dsv4_compiled"] = True
+        close(logits(model, ids), logits(eager, ids))
+    assert len(seen.graphs) == 2
+
+
+def test_records_of_repeated_layers() -> None:
+    original = tiny_model(**SEVEN)
+    model = hf.convert(copy.deepcopy(original), max_batch_size=2, max_seq_len=64)
+    compiled(model)
+    logits(model, random_ids(2, 20))
+    assert_records_what_eager_records(model, original)
+
+
+def test_other_caches_of_repeated_layers(pairs: Any) -> None:
+    ids, model = random_ids(2, 12), copy.deepcopy(pairs)
+    seen = compiled(model)
+    results = []
+    for each in (model, pairs):
+        for _ in range(2):
+            cache = hf.new_cache(each, max_seq_len=64)
+            with torch.no_grad():
+                each(ids, past_key_values=cache)
+                results.append(each(ids[:, :1], past_key_values=cache).logits)
+    for got, want in zip(results[:2], results[2:], strict=True):
+        close(got, want)
+    assert len(seen.graphs) == 2
+
+
+def test_only_this_backend_gets_marks(pairs: Any) -> None:
+    model = copy.deepcopy(pairs)
+
+    def compiled_by(**arguments: Any) -> bool:
+        model.compile(**arguments)
+        return bool(model.dsv4_compiled)
+
+    assert compiled_by(backend="dsv4") and compiled_by(backend=dsv4, options={"dsv4.impl": "eager"})
+    assert not compiled_by(backend="dsv4", options={"dsv4.regions": "off"})
+    assert not compiled_by(backend="eager") and not compiled_by()
+    # A wrapper has a backend of its own, whatever the model was compiled with in place.
+    model._compiled_call_impl = None
+    model.__dict__["dsv4_compiled"] = True
+    torch.compiler.reset()
+    wrapper, ids = torch.compile(model, backend="eager", fullgraph=True), random_ids(2, 12)
+    close(logits(wrapper, ids), logits(pairs, ids))
+    torch.compiler.reset()
+
+
+def test_the_backend_writes_repeated_layers_out(pairs: Any) -> None:
+    ids, model = random_ids(1, 12), copy.deepcopy(pairs)
+    torch.compiler.reset()
+    before = counters["stats"]["unique_graphs"]
+    model.compile(fullgraph=True, backend="dsv4")
+    close(logits(model, ids), logits(pairs, ids))
+    assert counters["stats"]["unique_graphs"] == before + 1
