@@ -48,6 +48,7 @@ def call_on_cpu(op: OpOverload, function: Function) -> None:
         if first.get_device().type != "cpu":
             return elsewhere(*args, **kwargs)
         results = CallOnCpu.create(op, *args, **kwargs)
-        return pytree.tree_map(lambda each: each.wrap_for_lowering() if isinstance(each, ir.IRNode) else each, results)
+        # torch 2.11 has no wrap_for_lowering.
+        return pytree.tree_map(lambda each: ir.TensorBox.create(each) if isinstance(each, ir.IRNode) else each, results)
 
     register_lowering(op, type_promotion_kind=None)(lower)

@@ -259,16 +259,3 @@ def test_the_details_of_a_row_are_printed() -> None:
     row |= {"note": "", "gb_s": 1.0, "of_copy": 0.1, "clock": "stream", "details": {"host_us": 9.5, "stages": stages}}
     text = table._block("decode_step", [row])
     assert "graph, 8: host_us 9.5" in text and "insert 2.5 (0.1)" in text
-
-
-def test_compile_times_are_of_three_kinds_of_layer_at_two_sizes() -> None:
-    graphs = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(gm)
-        return gm
-
-    example = Path(__file__).parents[2] / "examples" / "benchmarks" / "compile_time.py"
-    found = runpy.run_path(str(example))["measure"](False, CPU, TINY, backend)
-    assert len(graphs) == 6
-    assert 0 < found["compile_s"] <= found["first_step_s"]
