@@ -31,7 +31,8 @@ never fused into another."""
 FUSE_PASSES = ("fuse_preprocess", "fuse_indexer", "fuse_attention", "fuse_latent", "fuse_output", "fuse_streams")
 REGIONS_VALUES = ("auto", "on", "off")
 """Values of dsv4.regions. "auto" compiles each kind of layer of a graph once where that saves some compilations. "on"
-does so where it saves one. A graph without repeated layers is compiled whole. Results are equal."""
+does so where it saves one. A graph without repeated layers is compiled whole. Results are equal. With "off" the layers
+of a converted model are also traced one by one, where else one of each kind is."""
 EARLY_BUILDS_VALUES = ("on", "off")
 """Values of dsv4.early_builds. "on" builds the Triton kernels that a graph's first call will launch in threads while
 the graph compiles, as many as Inductor's `compile_threads`. "off" leaves them to the first call, one by one."""

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import progress
 from .._compat import triton_known
+from ..kernels.host.build_hooks import prepare_builds
 from ..kernels.host.launch import building
 from ..ops.common.kernels import launcher, refusal
 
@@ -120,11 +121,15 @@ class _Variant:
 def for_graph(wanted: str, devices: Collection[torch.device]) -> AbstractContextManager[Any]:
     """Return a block to compile a graph on `devices` in, that builds its kernels early if `dsv4.early_builds` is "on".
 
+    Builds are prepared in any case: a graph that torch loads from its cache has it look at the ptxas.
     Builds are left to the first call on a CPU, which has no kernels, with a Triton whose asynchronous mode was not
     tested, and where torch forks this process to compile: a fork keeps locked what a thread held.
     """
     gpus = sorted((device for device in devices if device.type == "cuda"), key=str)
-    if wanted == "off" or not gpus or importlib.util.find_spec("triton") is None:
+    if not gpus or importlib.util.find_spec("triton") is None:
+        return nullcontext()
+    prepare_builds()
+    if wanted == "off":
         return nullcontext()
     from .._compat import cache_dir_utils, inductor_config
 
@@ -163,6 +168,7 @@ class EarlyBuilds:
         self._mode.submit = self._submit
         self._name = ""
         self._calls: set[Any] = set()
+        self._fake: Any = None
         self._variants: dict[str, _Variant] = {}
 
     def __enter__(self) -> EarlyBuilds:
@@ -187,7 +193,9 @@ class EarlyBuilds:
             if call in self._calls:
                 return
             self._calls.add(call)
-            with FakeTensorMode(), _Addresses(), building(self._build):
+            # Making one extracts the stack, which takes as long as a launcher.
+            self._fake = self._fake or FakeTensorMode()
+            with self._fake, _Addresses(), building(self._build):
                 args = [value.make() if isinstance(value, Metadata) else value for value in call[1:]]
                 device = next(x.device for x in args if isinstance(x, Tensor))
                 with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -72,7 +72,8 @@ def record(layers: Sequence[int], device: torch.device, so_far: Callable[[dict[s
                 done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
                 if done.returncode:
                     raise RuntimeError(done.stderr[-2000:])
-                found["rows"].append({"layers": each, "cache": cache, **json.loads(done.stdout.splitlines()[-1])})
+                row = {"layers": each, "cache": cache, **json.loads(done.stdout.splitlines()[-1])}
+                found["rows"].append({"date": found["date"], "commit": found["commit"], **row})
                 print(found["rows"][-1], file=sys.stderr, flush=True)
                 so_far(found)
     return found

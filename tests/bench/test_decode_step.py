@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import runpy
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 

@@ -316,6 +316,19 @@ def test_only_graphs_on_a_gpu_build_early_unless_switched_off(
     assert cache_dir_utils.triton_cache_dir(0) == expected != ""
 
 
+@pytest.mark.parametrize("wanted", ["on", "off"])
+def test_builds_of_graphs_on_a_gpu_are_prepared_before_torch_looks_for_a_graph_in_its_cache(
+    wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # so that it is put back
+    monkeypatch.setattr(early_builds, "prepare_builds", lambda: done.append("prepared"))
+    early_builds.for_graph(wanted, {CPU})
+    assert done == []
+    early_builds.for_graph(wanted, {CPU, torch.device("cuda", 0)})
+    assert done == ["prepared"]
+
+
 def test_the_option_is_on_or_off() -> None:
     assert options.Options.parse(None, None, ops=()).early_builds == "on"
     assert options.Options.parse(None, {"dsv4.early_builds": "off"}, ops=()).early_builds == "off"

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "results"
 RECORDS: Mapping[str, str] = {
     "all_reduce_boundary": "all_reduce_boundary_h100.json",
-    "compile_time": "compile_time_h200.json",
+    "compile_time": "compile_time_h100.json",
     "cpu_models": "cpu_models.json",
     "decode_step": "decode_step_h100.json",
     "experts": "experts.json",
@@ -189,10 +189,13 @@ def kernels(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
 
 
 def compile_time(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
-    """Return lines and rows of the table of compile times: three kinds of layer, seconds."""
-    shown, state = rows["compile_time"], {"cold": "empty", "warm": "filled"}
-    lines = [["weights", "caches of torch and Triton", "s"]]
-    lines += [[_WEIGHTS[row["weights"]], state[row["cache"]], f"{row['compile_s']:.0f}"] for row in shown]
+    """Return lines and rows of the table of compile times: whole models, seconds."""
+    shown = rows["compile_time"]
+    lines = [["layers", "caches empty, s", "filled, s", "host memory, GiB"]]
+    for layers in dict.fromkeys(row["layers"] for row in shown):
+        cold, warm = (_find(shown, {"layers": layers}, cache=cache) for cache in ("cold", "warm"))
+        times = [f"{row['compile_s']:.0f}" if row else "" for row in (cold, warm)]
+        lines.append([str(layers), *times, f"{(cold or warm or {})['host_mib'] / 1024:.1f}"])
     return lines, shown
 
 
