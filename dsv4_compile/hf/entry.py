@@ -161,6 +161,11 @@ def _take(cache: PagedCache, new: bool) -> None:
     check(not busy, "E208", got="a cache that another forward uses", why="it takes one call at a time", fix=OWN_CACHE)
 
 
+def writes_layers_out(backend: Any, options: Any) -> bool:
+    """Return whether a backend of torch.compile writes repeated layers out, so that a trace may have marks."""
+    return backend in (OWN, dsv4) and (options or {}).get("dsv4.regions") != "off"
+
+
 _nn: Any = nn
 """Untyped: modules of transformers are subclasses of this module's class, and have the type Any."""
 
@@ -198,8 +203,7 @@ class EnteredOnHost(_nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place as `nn.Module.compile`, without the guards that the entry makes redundant."""
         super().compile(*args, **compile_arguments(kwargs))
-        options = kwargs.get("options") or {}
-        self.__dict__["dsv4_compiled"] = kwargs.get("backend") in (OWN, dsv4) and options.get("dsv4.regions") != "off"
+        self.__dict__["dsv4_compiled"] = writes_layers_out(kwargs.get("backend"), kwargs.get("options"))
 
     def write_out(self, wanted: bool) -> None:
         """Let a trace have one layer of each kind, where a backend writes the others out."""

@@ -22,6 +22,9 @@ _OF_ONE = {"layer_idx"}
 """Settings in which layers of one kind differ: a layer finds its cache by its index, and does nothing else by it."""
 _READ = ("_parameters", "_buffers")
 _CACHES = ("window", "extra", "state", "indexer", "indexer_state")
+_OF_STEP = ("positions", "token_to_req", "is_valid_token")
+_OF_WINDOW = ("slot_mapping", "indices", "lens")
+_ROWS = (*_OF_WINDOW, "state_slot_mapping", "context_lens", "indexer_slot_mapping", "indexer_state_slot_mapping")
 _TABLES = ("block_table", "state_block_table", "indexer_block_table", "indexer_state_block_table")
 
 
@@ -94,7 +97,18 @@ def tensors_of_cache(cache: LayerCache) -> list[Tensor]:
 
 
 def block_tables_of(metadata: AttentionMetadata) -> list[Tensor]:
-    """Return the block tables of a step, which all layers of a ratio read."""
+    """Return the block tables of a step, which are those of its cache."""
+    return _of_ratios(metadata, _TABLES)
+
+
+def tensors_of_step(metadata: AttentionMetadata) -> list[Tensor]:
+    """Return all tensors of a step's metadata."""
+    window = [getattr(metadata.window, name) for name in _OF_WINDOW]
+    rows = [*(getattr(metadata, name) for name in _OF_STEP), *window]
+    return [*rows, *_of_ratios(metadata, _ROWS), *_of_ratios(metadata, _TABLES)]
+
+
+def _of_ratios(metadata: AttentionMetadata, names: Sequence[str]) -> list[Tensor]:
     parts: Sequence[Any] = [part for part in (metadata.c4, metadata.c128) if part is not None]
-    held = [getattr(part, name) for part in parts for name in _TABLES]
-    return [table for table in held if table is not None]
+    held = [getattr(part, name) for part in parts for name in names]
+    return [tensor for tensor in held if tensor is not None]

@@ -180,7 +180,8 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         rows, columns = input_ids.shape
         metadata = cache.begin_step(rows, columns, keep)
         repeats = self.dsv4_repeats if torch.compiler.is_compiling() and self.dsv4_writes_out else ()
-        hidden_states = self.run_layers(input_ids, metadata, cache.paged.layers, repeats, **kwargs)
+        shared = block_tables_of(metadata) if repeats else ()
+        hidden_states = self.run_layers(input_ids, metadata, cache.paged.layers, repeats, shared, **kwargs)
         results: dict[str, Any] = {"last_hidden_state": hidden_states, CACHE_NAME: cache}
         return MoeModelOutputWithPast(**results)
 
@@ -190,15 +191,16 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         metadata: AttentionMetadata,
         caches: Sequence[LayerCache],
         repeats: Sequence[str] = (),
+        shared: Sequence[Tensor] = (),
         **kwargs: Any,
     ) -> Tensor:
         """Return the normed hidden states `[B, S, hidden]` of `input_ids` `[B, S]`, the tokens of `metadata`.
 
         With `repeats`, see `kinds.repeats_of`, a trace has one layer of each kind, and marks where the others belong.
+        `shared` are the inputs of the trace that all layers read.
         """
         embeds = self.embed_tokens(input_ids)
         hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
-        shared = [input_ids, *block_tables_of(metadata)] if repeats else []
         for i, layer in enumerate(self.layers):
             words = repeats[i].split() if repeats else []
             own = [self.dsv4_parameters[name] for name in words[1:]]
@@ -207,7 +209,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
                 hidden_states = repeat_layer(hidden_states, own, i, int(words[0]))
                 continue
             if words:
-                hidden_states = begin_layer(hidden_states, own, shared, i)
+                hidden_states = begin_layer(hidden_states, own, [input_ids, *shared], i)
             hidden_states = layer(hidden_states, input_ids=input_ids, metadata=metadata, caches=caches, **kwargs)
             if words:
                 hidden_states = end_layer(hidden_states, i)

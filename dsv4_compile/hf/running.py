@@ -23,7 +23,7 @@ from ..errors import check
 from ..metadata import MetadataBuffers
 from ..runtime import Statistics, mark_static_inputs, padded_buckets
 from ..runtime.addresses import AddressCheck, named_tensors
-from .entry import check_call
+from .entry import check_call, writes_layers_out
 from .model import CompilableForCausalLM, cache_like
 from .requests import Request, token_ids
 from .running_steps import DecodeTokens, Part, PrefillTokens
@@ -98,8 +98,11 @@ class RunningBatch:
                 run = torch.compile(step, fullgraph=True, dynamic=True, backend=backend, options=compile_options)
             return Part(run, self._buffers, self.caches, buckets, self.graphs)
 
-        self._decode = part(DecodeTokens(model), padded_buckets(slots))
-        self._prefill = part(PrefillTokens(model), {max(2, self.prefill_chunk // 4), self.prefill_chunk})
+        writes_out = writes_layers_out(backend, options)
+        # A graph reads tensors of repeated layers where `adopt` has put them.
+        self._adopts = writes_out and self.graphs == "off"
+        self._decode = part(DecodeTokens(model, writes_out), padded_buckets(slots))
+        self._prefill = part(PrefillTokens(model, writes_out), {max(2, self.prefill_chunk // 4), self.prefill_chunk})
         self._weights: AddressCheck | None = None
         self._device = device
         self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -199,6 +202,8 @@ class RunningBatch:
 
     def _step(self) -> list[tuple[Request, int]]:
         self._join()
+        if self._adopts:
+            self.model.model.adopt()
         decoding = [request for request in self.running if request.state == "decode"]
         try:
             new = self._run_prefill()

@@ -12,33 +12,46 @@ from ..cache import LayerCache
 from ..metadata import AttentionMetadata, MetadataBuffers
 from ..runtime import DecodeRunner
 from ..runtime.step import Buckets, StepFunction, StepInputs, step_call
+from .kinds import tensors_of_step
 from .sampling import COLUMNS
 
 
-class DecodeTokens(nn.Module):  # type: ignore[misc]
-    """One token of each request: its most likely successor int64 `[T]`, and all logits `[T, vocab]`."""
+class _Tokens(nn.Module):  # type: ignore[misc]
+    """Tokens of any requests through the layers of a converted model.
 
-    def __init__(self, model: Any) -> None:
+    With `writes_out`, its backend writes repeated layers out, see `kinds.repeats_of`.
+    """
+
+    def __init__(self, model: Any, writes_out: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.writes_out = model, writes_out
+
+    def layers(self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]) -> Tensor:
+        """Return hidden states `[T, hidden]` of `input_ids` `[T]`."""
+        stack = self.model.model
+        # The state names all that layers depend on, and is guarded.
+        repeated = torch.compiler.is_compiling() and self.writes_out and stack.dsv4_state
+        repeats = stack.dsv4_repeats if repeated else ()
+        shared = tensors_of_step(metadata) if repeats else ()
+        hidden: Tensor = stack.run_layers(input_ids[None], metadata, caches, repeats, shared)[0]
+        return hidden
+
+
+class DecodeTokens(_Tokens):
+    """One token of each request: its most likely successor int64 `[T]`, and all logits `[T, vocab]`."""
 
     def forward(
         self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        logits = self.model.lm_head(self.model.model.run_layers(input_ids[None], metadata, caches)[0])
+        logits = self.model.lm_head(self.layers(input_ids, metadata, caches))
         return logits.argmax(-1), logits
 
 
-class PrefillTokens(nn.Module):  # type: ignore[misc]
+class PrefillTokens(_Tokens):
     """Prompt tokens of any requests: hidden states `[T, hidden]`, since few rows need logits."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
     def forward(self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]) -> Tensor:
-        hidden: Tensor = self.model.model.run_layers(input_ids[None], metadata, caches)[0]
-        return hidden
+        return self.layers(input_ids, metadata, caches)
 
 
 class Staged:

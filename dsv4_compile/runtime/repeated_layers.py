@@ -117,9 +117,9 @@ def _check_closed(layer: _Layer) -> None:
         for source in node.all_input_nodes:
             # What was computed before the layer was computed for all layers.
             unknown = source not in inside and source not in known and source.op in ("placeholder", "get_attr")
-            if unknown and not _is_size(source):
+            if unknown and not _is_number(source):
                 _refuse(f"layer {index} reads {source.name}, which its kind does not name")
-        if not _is_size(node) and any(user not in inside and user is not layer.end for user in node.users):
+        if not _is_number(node) and any(user not in inside and user is not layer.end for user in node.users):
             _refuse(f"{node.name} of layer {index} is read outside of it")
 
 
@@ -158,8 +158,12 @@ def _described(node: Node) -> Any:
     return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, type(value)
 
 
-def _is_size(node: Node) -> bool:
-    return isinstance(node.meta.get("example_value"), (torch.SymInt, int))
+def _is_number(node: Node) -> bool:
+    """Return whether a node is a size, or a number of a module, which dynamic graphs take as float64 of no dims."""
+    value = node.meta.get("example_value")
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.dtype is torch.float64 and value.device.type == "cpu"
+    return isinstance(value, (torch.SymInt, torch.SymFloat, int, float))
 
 
 def _refuse(why: str) -> NoReturn:

@@ -236,10 +236,12 @@ def test_only_this_backend_gets_marks(pairs: Any) -> None:
     torch.compiler.reset()
 
 
-def test_the_backend_writes_repeated_layers_out(pairs: Any) -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_the_backend_writes_repeated_layers_out(dynamic: bool | None, pairs: Any) -> None:
+    """With `dynamic`, numbers of modules are inputs of the first trace."""
     ids, model = random_ids(1, 12), copy.deepcopy(pairs)
     torch.compiler.reset()
     before = counters["stats"]["unique_graphs"]
-    model.compile(fullgraph=True, backend="dsv4")
+    model.compile(fullgraph=True, backend="dsv4", dynamic=dynamic)
     close(logits(model, ids), logits(pairs, ids))
     assert counters["stats"]["unique_graphs"] == before + 1

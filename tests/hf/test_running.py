@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from typing import Any
@@ -16,6 +17,7 @@ from dsv4_compile._compat import counters
 from dsv4_compile.hf.requests import Request
 from dsv4_compile.hf.sampling import choose_tokens
 from dsv4_compile.hf.tiny import tiny_model
+from dsv4_compile.runtime import repeated_layers
 from tests.hf.small import LAYERS
 
 SIZES: dict[str, Any] = {"slots": 8, "prefill_chunk": 48}
@@ -154,6 +156,53 @@ def test_requests_that_join_after_a_change_of_weights_use_the_new_ones(converted
     batch.run()
     assert request.tokens != before
     assert_greedy(other, request)
+
+
+PAIRS: dict[str, Any] = {
+    **LAYERS,
+    "num_hidden_layers": 4,
+    "layer_types": LAYERS["layer_types"] * 2,
+    "num_hash_layers": 0,
+}
+"""Two kinds of layers, each twice."""
+
+
+@pytest.mark.parametrize("graphs", ["off", "standin"])
+def test_steps_trace_one_layer_of_each_kind(graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[tuple[int, int]] = []
+    write_all = repeated_layers.write_out
+
+    def write_out(gm: torch.fx.GraphModule) -> None:
+        before = len(gm.graph.nodes)
+        write_all(gm)
+        counts.append((before, len(gm.graph.nodes)))
+
+    monkeypatch.setattr(repeated_layers, "write_out", write_out)
+    torch.compiler.reset()
+    original = tiny_model(**PAIRS)
+    model = hf.convert(copy.deepcopy(original), max_batch_size=1, max_seq_len=256)
+    batch = hf.RunningBatch(model, slots=2, prefill_chunk=48, backend="dsv4", graphs=graphs)
+    requests = [batch.submit(prompt(length), max_new_tokens=6) for length in (9, 70)]
+    batch.run()
+    for request in requests:
+        assert_greedy(original, request)
+    assert counts and all(before < 0.8 * after for before, after in counts)
+
+
+def test_a_weight_of_a_repeated_layer_that_changes_between_steps() -> None:
+    torch.compiler.reset()
+    model = hf.convert(tiny_model(**PAIRS), max_batch_size=1, max_seq_len=256)
+    found = []
+    for backend in ("dsv4", None):
+        batch = hf.RunningBatch(copy.deepcopy(model), slots=1, prefill_chunk=48, backend=backend)
+        request = batch.submit(prompt(9), max_new_tokens=8)
+        for _ in range(3):
+            batch.step()
+        experts = batch.model.model.layers[3].mlp.experts
+        experts.down_proj = torch.nn.Parameter(-2 * experts.down_proj)
+        batch.run()
+        found.append(request.tokens)
+    assert found[0] == found[1]
 
 
 @pytest.fixture(scope="module")
