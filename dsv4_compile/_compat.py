@@ -10,7 +10,6 @@ and 3.8.0, and 2.15.0 and 3.9.0, on Python 3.11 (the last on 3.13). Nothing ran 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
 import inspect
 import platform
@@ -128,7 +127,9 @@ PRIVATE: dict[str, PrivateName] = {
     "OperatorIssue": PrivateName("torch._inductor.exc", "OperatorIssue", "writes the arguments of an op"),
     "triton_driver": PrivateName("triton.runtime", "driver", "driver, replaced by a fake GPU in tests"),
     "triton_interpreter": PrivateName("triton.runtime.interpreter", "", "runs generated kernels on the CPU in tests"),
-    "libtriton": PrivateName("triton._C.libtriton", "", "parses kernels and allocates their shared memory in tests"),
+    "triton_ir": PrivateName("triton._C.libtriton", "ir", "parses a compiled kernel in tests"),
+    "triton_nvidia": PrivateName("triton._C.libtriton", "nvidia", "allocates its shared memory in tests"),
+    "triton_passes": PrivateName("triton._C.libtriton", "passes", "passes before that allocation, in tests"),
 }
 
 
@@ -220,8 +221,7 @@ def lie_at(tensors: list[torch.Tensor], addresses: list[int]) -> bool:
 
 def has_device_kernel(op: OpOverload, device: torch.device) -> bool:
     """Return whether `op` has a kernel for `device`, besides the reference for all devices."""
-    key = torch._C._dispatch_key_for_device(device.type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C._dispatch_key_for_device(device.type))
 
 
 def recover_from_failed_capture(device: torch.device, pool: Any) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from .._compat import libtriton, triton_release
+from .._compat import triton_ir, triton_nvidia, triton_passes, triton_release
 
 BYTES = {"i1": 1, "i8": 1, "f8E4M3FN": 1, "f8E5M2": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8}
 BARRIER = re.compile(r"(\d+x)?1xi64")
@@ -60,20 +60,20 @@ def _given_away(text: str, arch: int, shared: int) -> list[tuple[str, str]]:
 
 def _allocated(text: str, arch: int) -> str:
     """Return the IR of a kernel after the compiler allocated shared memory."""
-    context = libtriton.ir.context()
-    libtriton.ir.load_dialects(context)
-    libtriton.nvidia.load_dialects(context)
+    context = triton_ir.context()
+    triton_ir.load_dialects(context)
+    triton_nvidia.load_dialects(context)
     with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
         file.write(text)
         file.flush()
-        module = libtriton.ir.parse_mlir_module(file.name, context)
+        module = triton_ir.parse_mlir_module(file.name, context)
     module.context = context
-    steps = libtriton.ir.pass_manager(context)
-    libtriton.passes.ttgpuir.add_combine_tensor_select_and_if(steps)
-    libtriton.passes.ttgpuir.add_allocate_warp_groups(steps)
-    libtriton.passes.convert.add_scf_to_cf(steps)
-    libtriton.passes.gluon.add_inliner(steps)
-    libtriton.nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(steps, arch, PTX)
+    steps = triton_ir.pass_manager(context)
+    triton_passes.ttgpuir.add_combine_tensor_select_and_if(steps)
+    triton_passes.ttgpuir.add_allocate_warp_groups(steps)
+    triton_passes.convert.add_scf_to_cf(steps)
+    triton_passes.gluon.add_inliner(steps)
+    triton_nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(steps, arch, PTX)
     steps.run(module, "allocate")
     shared: str = module.str_nodebug()
     return shared
