@@ -186,7 +186,7 @@ class EnteredOnHost(_nn.Module):
         compiler = eval_frame.get_eval_frame_callback()
         if compiler:
             drop_guards(compiler)  # of torch.compile(model), or of a function around the model
-        self.write_out(self.dsv4_compiled and not compiler)
+        self._write_out(self.dsv4_compiled and not compiler)
         entry = enter(self, args, kwargs)
         token = compared.set(entry.compared)
         try:
@@ -205,7 +205,7 @@ class EnteredOnHost(_nn.Module):
         super().compile(*args, **compile_arguments(kwargs))
         self.__dict__["dsv4_compiled"] = writes_layers_out(kwargs.get("backend"), kwargs.get("options"))
 
-    def write_out(self, wanted: bool) -> None:
+    def _write_out(self, wanted: bool) -> None:
         """Let a trace have one layer of each kind, where a backend writes the others out."""
         model, _ = self.entered_model()
         if model.dsv4_writes_out is not wanted:
