@@ -73,11 +73,15 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the distinct parameters, buffers and stacked weights of a converted decoder stack, by a path for each."""
     named: dict[int, tuple[str, Tensor]] = {}
     for path, module in (*model.named_modules(), *own_modules(model).items()):
-        for held in (module._parameters, module._buffers, vars(module)):
-            for name, value in held.items():
-                if isinstance(value, Tensor) and not name.endswith("inv_freq"):  # no graph reads them
-                    named.setdefault(id(value), (f"{path}.{name}", value))
+        for name, value in tensors_in(module).items():
+            named.setdefault(id(value), (f"{path}.{name}", value))
     return dict(named.values())
+
+
+def tensors_in(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters, buffers and stacked weights that a module itself holds and graphs may read, by name."""
+    held = {**module._parameters, **module._buffers, **vars(module)}
+    return {name: each for name, each in held.items() if isinstance(each, Tensor) and not name.endswith("inv_freq")}
 
 
 def fingerprint(model: Any) -> str:
@@ -89,28 +93,49 @@ def fingerprint(model: Any) -> str:
     paths = {id(module): path for path, module in modules.items()} | {id(model.config): "config"}
     digest = hashlib.sha256()
     for name in GLOBAL_HOOKS:
-        digest.update(described(list(getattr(module_hooks, name).values()), paths).encode())
-    digest.update(repr(list(tensors_of(model))).encode())  # which tensors are the same one
+        digest.update(_described(list(getattr(module_hooks, name).values()), paths).encode())
+    places: dict[int, int] = {}
     for path, module in modules.items():
-        state = vars(module)
-        seen: dict[str, Any] = {name: list(state[name].values()) for name in HOOKS if state[name]}
-        seen |= {name: state[name] for name in CONTAINERS if name not in HOOKS and state[name]}
-        seen |= {name: value for name, value in state.items() if is_setting(name)}
-        digest.update(f"{path}:{_serial(type(module))}:{described(seen, paths)};".encode())
+        digest.update(f"{path}:{module_text(module, paths, places)};".encode())
     return digest.hexdigest()
 
 
-def is_setting(name: str) -> bool:
+def module_text(
+    module: nn.Module,
+    paths: dict[int, str],
+    places: dict[int, int],
+    *,
+    exact: bool = False,
+    without: frozenset[str] = frozenset(),
+) -> str:
+    """Return a text that is equal for modules that do the same, and hold the same ones of the tensors seen before.
+
+    Args:
+        module: any module.
+        paths: names of modules, by their ids.
+        places: numbers of tensors, by their ids, to which those of the module are added.
+        exact: tell apart what cannot be described, see `_described`.
+        without: settings that the text leaves out.
+    """
+    state = vars(module)
+    seen: dict[str, Any] = {name: list(state[name].values()) for name in HOOKS if state[name]}
+    seen |= {name: state[name] for name in CONTAINERS if name not in HOOKS and state[name]}
+    seen |= {name: value for name, value in state.items() if _is_setting(name) and name not in without}
+    ties = [places.setdefault(id(tensor), len(places)) for tensor in tensors_in(module).values()]
+    return f"{_serial(type(module))}:{_described(seen, paths, exact=exact)}:{ties}"
+
+
+def _is_setting(name: str) -> bool:
     """Return whether an attribute belongs to a kind of module, not to all modules or to this package."""
     return name == "training" or (name not in _OF_ALL_MODULES and not name.startswith(OWN))
 
 
 def named(value: Any) -> str:
     """Return a string that two values without modules share if guards do not tell them apart."""
-    return hashlib.sha256(described(value, {}).encode()).hexdigest()
+    return hashlib.sha256(_described(value, {}).encode()).hexdigest()
 
 
-def described(value: Any, paths: dict[int, str], *, exact: bool = False) -> str:
+def _described(value: Any, paths: dict[int, str], *, exact: bool = False) -> str:
     """Return a string that is equal for values that guards do not tell apart; `paths` names modules by their ids.
 
     Objects and modules that it cannot describe are told apart if it is `exact`, and else guarded.
@@ -124,13 +149,13 @@ def described(value: Any, paths: dict[int, str], *, exact: bool = False) -> str:
     if isinstance(value, nn.Module) or id(value) in paths:
         return f"part {paths.get(id(value), other)}"
     if isinstance(value, dict):
-        parts = (f"{key!r}:{described(each, paths, exact=exact)}" for key, each in value.items())
+        parts = (f"{key!r}:{_described(each, paths, exact=exact)}" for key, each in value.items())
         return f"{{{','.join(parts)}}}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__}[{','.join(described(each, paths, exact=exact) for each in value)}]"
+        return f"{type(value).__name__}[{','.join(_described(each, paths, exact=exact) for each in value)}]"
     if _is_frozen(value):
         held = {each.name: getattr(value, each.name) for each in fields(value)}
-        return f"{_serial(type(value))}{described(held, paths, exact=exact)}"
+        return f"{_serial(type(value))}{_described(held, paths, exact=exact)}"
     return f"call {_serial(value)}" if callable(value) else f"object {_serial(type(value))} {other}"
 
 
@@ -182,7 +207,7 @@ class _Root:
             return not hasattr(type(module), name) or self._is_second((type(module), guard, *rest))
         if isinstance(value, Tensor):
             return id(value) in self.tensors
-        if not is_setting(name):
+        if not _is_setting(name):
             return False
         if id(module) in self.own:
             return _is_described(value)

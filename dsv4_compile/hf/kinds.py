@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from .._compat import module_hooks, storage_identity
 from ..cache import LayerCache
 from ..metadata import AttentionMetadata
-from .guards import GLOBAL_HOOKS, HOOKS, described, is_setting, own_modules
+from .guards import GLOBAL_HOOKS, HOOKS, module_text, own_modules, tensors_in
 from .layers import CompilableDecoderLayer
 
-_OF_ONE = {"layer_idx"}
+_OF_ONE = frozenset({"layer_idx"})
 """Settings in which layers of one kind differ: a layer finds its cache by its index, and does nothing else by it."""
-_READ = ("_parameters", "_buffers")
 _CACHES = ("window", "extra", "state", "indexer", "indexer_state")
 _OF_STEP = ("positions", "token_to_req", "is_valid_token")
 _OF_WINDOW = ("slot_mapping", "indices", "lens")
@@ -75,18 +74,11 @@ def _kind(layer: Any, outside: dict[int, str]) -> tuple[str, list[Tensor]]:
     if type(layer) is not CompilableDecoderLayer or hooked or any(getattr(module_hooks, name) for name in GLOBAL_HOOKS):
         return "", []
     paths = {id(module): path for path, module in modules.items()} | outside
-    tensors: dict[int, Tensor] = {}
-    lines = []
-    for path, module in modules.items():
-        held = {**module._parameters, **module._buffers, **vars(module)}
-        read = {name: value for name, value in held.items() if isinstance(value, Tensor) and "inv_freq" not in name}
-        for value in read.values():
-            tensors.setdefault(id(value), value)
-        # Which of its tensors are the same one is part of a kind.
-        places = [list(tensors).index(id(value)) for value in read.values()]
-        settings = {name: value for name, value in vars(module).items() if is_setting(name) and name not in _OF_ONE}
-        parts = {name: vars(module)[name] for name in (*_READ, "_modules")}
-        lines.append(f"{path}:{type(module)} {described(settings | parts, paths, exact=True)} {list(read)} {places}")
+    places: dict[int, int] = {}
+    lines = [
+        f"{path}:{module_text(module, paths, places, exact=True, without=_OF_ONE)}" for path, module in modules.items()
+    ]
+    tensors = {id(tensor): tensor for module in modules.values() for tensor in tensors_in(module).values()}
     return "\n".join(lines), list(tensors.values())
 
 

@@ -163,12 +163,14 @@ class EarlyBuilds:
     def __init__(self, threads: int) -> None:
         from triton import AsyncCompileMode
 
+        from .._compat import FakeTensorMode
+
         self._pool = ThreadPoolExecutor(threads, "dsv4-build")
         self._mode = AsyncCompileMode(self._pool)
         self._mode.submit = self._submit
         self._name = ""
         self._calls: set[Any] = set()
-        self._fake: Any = None
+        self._fake = FakeTensorMode()  # one for all calls: making it extracts the stack
         self._variants: dict[str, _Variant] = {}
 
     def __enter__(self) -> EarlyBuilds:
@@ -186,15 +188,11 @@ class EarlyBuilds:
 
         A call that the kernel does not support builds nothing: its reference runs.
         """
-        from .._compat import FakeTensorMode
-
         try:
             call = (op, *arguments())
             if call in self._calls:
                 return
             self._calls.add(call)
-            # Making one extracts the stack, which takes as long as a launcher.
-            self._fake = self._fake or FakeTensorMode()
             with self._fake, _Addresses(), building(self._build):
                 args = [value.make() if isinstance(value, Metadata) else value for value in call[1:]]
                 device = next(x.device for x in args if isinstance(x, Tensor))

@@ -26,7 +26,7 @@ from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
 
 SIZES: Mapping[str, Any] = FLASH | {"n_routed_experts": 8}
-"""Those of V4-Flash, with so few experts that all of its layers fit on one GPU."""
+"""Sizes of V4-Flash, with so few experts that all of its layers fit on one GPU."""
 PROMPT, STEPS = 2048, 3
 SECONDS = 600
 

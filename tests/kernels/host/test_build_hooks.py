@@ -1,4 +1,4 @@
-"""What is settled before Triton builds a kernel: its ptxas, and descriptions of constants for hooks of other code."""
+"""Tests of what precedes Triton's builds: the choice of a ptxas, and texts of constants for hooks of other code."""
 
 from __future__ import annotations
 
