@@ -55,9 +55,9 @@ def dsv4(
     from ._compat import compile_lock
     from .runtime.repeated_layers import write_out
 
-    write_out(gm)
+    whole = write_out(gm, example_inputs)
     with compile_lock:  # torch.compile holds it; who calls the backend may not
-        return _compile(gm, example_inputs, mode, options, kwargs)
+        return whole.as_traced(_compile(whole.gm, whole.example_inputs, mode, options, kwargs))
 
 
 def _compile(

@@ -88,10 +88,10 @@ class Watch:
 
             seen: list[list[Any]] = [self.graphs, self.hazards, self.undecided, self.decided, self.decided.fusions]
             counts = [len(found) for found in seen]
-            write_out(gm)
-            self._record_graph(gm, name)
+            whole = write_out(gm, example_inputs)
+            self._record_graph(whole.gm, name)
             try:
-                return compiler(gm, example_inputs, **{**kwargs, **fixed})
+                return whole.as_traced(compiler(whole.gm, whole.example_inputs, **{**kwargs, **fixed}))
             except RestartAnalysis:
                 # Dynamo traces again, with a float of the module as a constant, and discards this graph.
                 for found, count in zip(seen, counts, strict=True):

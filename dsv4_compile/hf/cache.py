@@ -17,7 +17,9 @@ from ..config import DeepseekV4Config
 from ..errors import check, fail
 from ..metadata import AttentionMetadata, build_metadata
 from ..runtime.addresses import HeldTensors
+from ..runtime.repeated_layers import Handed
 from .guards import named
+from .kinds import Repeated
 
 CACHE_NAME = cache_name()
 """Keyword and result field of the cache in the installed transformers; "" if it is unknown and `convert` raises."""
@@ -82,6 +84,7 @@ class PagedCache(Cache):
         self.dsv4_parameters: dict[str, Tensor] = {}
         self._parts: list[Any] = []
         self.compared: HeldTensors | None = None
+        self._repeated: tuple[Any, Any, list[Tensor]] = ((), None, [])
         for tensor in self._tensors().values():
             # A cache keeps its shape and address: its dims do not become symbols, and captures use it in place.
             mark_static(tensor)
@@ -107,6 +110,14 @@ class PagedCache(Cache):
         parts = self._parts_now()
         same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
         return same and self.compared is not None and self.compared.hold()
+
+    def handed(self, repeated: Repeated) -> Handed:
+        """Return what graphs of a model take with this cache, whose tensors are those of the last `adopt`."""
+        layers, compared, found = self._repeated
+        if layers is not repeated.layers or compared is not self.compared:
+            found = repeated.caches(self.paged.layers)
+            self._repeated = repeated.layers, self.compared, found
+        return Handed(repeated.weights, found)
 
     def _parts_now(self) -> list[Any]:
         paged = self.paged

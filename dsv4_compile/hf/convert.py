@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from ..selection import proven
 from . import layers, split
 from .cache import PagedCache
 from .guards import REPEATS, STATE, TENSORS
+from .kinds import Repeated
 from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, cache_like, hf
 from .shared_weights import ReadSettings, SharedWeights, why_unreadable
 
@@ -36,6 +37,15 @@ _COMPILABLE: dict[type, Any] = {
     hf.DeepseekV4ForCausalLM: CompilableForCausalLM,
 }
 _ORIGINAL = {compilable: original for original, compilable in (_COMPILABLE | layers.SWAPS).items()}
+_NOT_ADOPTED: Mapping[str, Any] = {
+    "dsv4_snapshot": None,
+    "dsv4_repeated": Repeated(),
+    "dsv4_writes_out": False,
+    STATE: "",
+    TENSORS: {},
+    REPEATS: (),
+}
+"""Attributes of a decoder stack, as they are before its first call."""
 OPS = ("moe_experts", "moe_route", "mhc_pre", "mhc_boundary", "mhc_head")
 """Ops that stand for what surrounds attention."""
 
@@ -161,9 +171,8 @@ def convert(
     read = None if attention_only else layers.ReadParts(model.model)
     settings = ReadSettings(model.model, *((), ()) if attention_only else (layers.READ, layers.READ_HEAD))
     model.model.__dict__.update(
-        dsv4_cache=cache, dsv4_read=read, dsv4_settings=settings, dsv4_in_step=in_step, dsv4_snapshot=None
+        dsv4_cache=cache, dsv4_read=read, dsv4_settings=settings, dsv4_in_step=in_step, **_NOT_ADOPTED
     )
-    model.model.__dict__.update({STATE: "", TENSORS: {}, REPEATS: (), "dsv4_writes_out": False})
     if read is not None:
         read.adopt()
     register_recorded_outputs(model.model)
@@ -192,8 +201,7 @@ def revert(model: Any) -> Any:
     for module in (model, model.model):
         module._compiled_call_impl = None  # compiled for one graph, which the original forward is not
         module.__dict__.pop("dsv4_compiled", None)
-    held = ("dsv4_cache", "dsv4_read", "dsv4_settings", "dsv4_in_step", "dsv4_snapshot", "dsv4_writes_out")
-    for name in (*held, STATE, TENSORS, REPEATS):
+    for name in ("dsv4_cache", "dsv4_read", "dsv4_settings", "dsv4_in_step", *_NOT_ADOPTED):
         del model.model.__dict__[name]
     model.__dict__.pop("_dsv4_warned", None)
     return model

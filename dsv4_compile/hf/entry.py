@@ -19,6 +19,7 @@ from .._compat import RecompileLimit, eval_frame, record_outputs
 from ..backend import dsv4
 from ..errors import check, fail
 from ..runtime.addresses import compared
+from ..runtime.repeated_layers import handed
 from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
 from .generation import LOCK, current, take_own
 from .guards import OWN, compile_arguments, drop_guards
@@ -64,12 +65,16 @@ class Entry:
         arguments: what to call the forward with; empty where an outer entry has done all.
         in_step: what keeps the ranks of a split model in step, a `split.InStep`, or None.
         compared: the tensors that have been compared with what graphs know of them.
+        handed: the tensors that graphs of repeated layers take besides.
     """
 
     def __init__(self, arguments: dict[str, Any], held: Any = None, handle: Any = None, model: Any = None) -> None:
         self.arguments, self.held, self.handle, self.model = arguments, held, handle, model
         self.in_step = None if model is None else model.dsv4_in_step
-        self.compared = compared.get() if model is None else (model.dsv4_snapshot.tensors, held.compared)
+        self.compared, self.handed = compared.get(), handed.get()
+        if model is not None:
+            self.compared = model.dsv4_snapshot.tensors, held.compared
+            self.handed = held.handed(model.dsv4_repeated)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def release(self) -> None:
@@ -188,7 +193,7 @@ class EnteredOnHost(_nn.Module):
             drop_guards(compiler)  # of torch.compile(model), or of a function around the model
         self._write_out(self.dsv4_compiled and not compiler)
         entry = enter(self, args, kwargs)
-        token = compared.set(entry.compared)
+        tokens = compared.set(entry.compared), handed.set(entry.handed)
         try:
             with torch.no_grad():
                 result = super().__call__(**entry.arguments)
@@ -196,7 +201,8 @@ class EnteredOnHost(_nn.Module):
             entry.explain(fault)
             raise
         finally:
-            compared.reset(token)
+            compared.reset(tokens[0])
+            handed.reset(tokens[1])
             entry.release()
         return entry.finish(result)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,6 +25,20 @@ _OF_STEP = ("positions", "token_to_req", "is_valid_token")
 _OF_WINDOW = ("slot_mapping", "indices", "lens")
 _ROWS = (*_OF_WINDOW, "state_slot_mapping", "context_lens", "indexer_slot_mapping", "indexer_state_slot_mapping")
 _TABLES = ("block_table", "state_block_table", "indexer_block_table", "indexer_state_block_table")
+
+SHARED = "*"
+"""Begins the name of a tensor that a layer has in common with other parts of its model."""
+
+
+class Repeated(NamedTuple):
+    """The layers of a model that a trace repeats, by index, and their own weights, in the order of the layers."""
+
+    layers: tuple[int, ...] = ()
+    weights: Sequence[Tensor] = ()
+
+    def caches(self, caches: Sequence[LayerCache]) -> list[Tensor]:
+        """Return the tensors of these layers in the caches of all layers."""
+        return [tensor for i in self.layers for tensor in tensors_of_cache(caches[i])]
 
 
 def without_rows(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -55,30 +69,46 @@ def repeats_of(model: Any, named: Mapping[str, Tensor]) -> tuple[str, ...]:
         named: the tensors that graphs read, by their names there.
 
     The text is empty for a layer that is the only one of its kind. Layers of one kind name their tensors in one order.
+    Names of tensors that other parts of the model have too begin with `SHARED`: all layers of a kind have those.
     """
     config, names = {id(model.config): "config"}, {id(tensor): name for name, tensor in named.items()}
+    parts = {**dict(model.named_modules()), **own_modules(model)}
+    outside = [tensors_in(part).values() for path, part in parts.items() if not path.startswith("layers.")]
     kinds = [_kind(layer, config) for layer in model.layers]
-    counts, first = Counter(kind for kind, _ in kinds), dict[str, int]()
+    holders = Counter(id(each) for _, tensors in kinds for each in tensors)
+    holders.update({id(each) for tensors in outside for each in tensors})
+    shared = [[i for i, each in enumerate(tensors) if holders[id(each)] > 1] for _, tensors in kinds]
+    keys = [(kind, *((i, id(tensors[i])) for i in at)) for (kind, tensors), at in zip(kinds, shared, strict=True)]
+    counts, first = Counter(keys), dict[Any, int]()
     found = []
-    for i, (kind, tensors) in enumerate(kinds):
-        repeated = kind and counts[kind] > 1 and model.layers[i].self_attn.layer_idx == i
-        read = [names[id(tensor)] for tensor in tensors if id(tensor) in names]
-        found.append(" ".join([str(first.setdefault(kind, i)), *read]) if repeated else "")
+    for i, (layer, key, (kind, tensors)) in enumerate(zip(model.layers, keys, kinds, strict=True)):
+        repeated = kind and counts[key] > 1 and layer.self_attn.layer_idx == i
+        marks = [(SHARED if at in shared[i] else "", id(tensor)) for at, tensor in enumerate(tensors)]
+        read = [f"{mark}{names[tensor]}" for mark, tensor in marks if tensor in names]
+        found.append(" ".join([str(first.setdefault(key, i)), *read]) if repeated else "")
     return tuple(found)
+
+
+def repeated_in(repeats: Sequence[str], named: Mapping[str, Tensor]) -> Repeated:
+    """Return the layers that a trace repeats, from what `repeats_of` says of each layer and of the tensors by name."""
+    words = {i: text.split() for i, text in enumerate(repeats) if text}
+    later = {i: names for i, (first, *names) in words.items() if int(first) < i}
+    weights = [named[name] for names in later.values() for name in names if not name.startswith(SHARED)]
+    return Repeated(tuple(later), weights)
 
 
 def _kind(layer: Any, outside: dict[int, str]) -> tuple[str, list[Tensor]]:
     """Return a text that layers of one kind share, "" for a layer of no kind, and the layer's distinct tensors."""
     modules: dict[str, nn.Module] = {**dict(layer.named_modules()), **own_modules(layer)}
+    tensors = {id(tensor): tensor for module in modules.values() for tensor in tensors_in(module).values()}
     hooked = any(vars(module)[name] for module in modules.values() for name in HOOKS)
     if type(layer) is not CompilableDecoderLayer or hooked or any(getattr(module_hooks, name) for name in GLOBAL_HOOKS):
-        return "", []
+        return "", list(tensors.values())
     paths = {id(module): path for path, module in modules.items()} | outside
     places: dict[int, int] = {}
     lines = [
         f"{path}:{module_text(module, paths, places, exact=True, without=_OF_ONE)}" for path, module in modules.items()
     ]
-    tensors = {id(tensor): tensor for module in modules.values() for tensor in tensors_in(module).values()}
     return "\n".join(lines), list(tensors.values())
 
 

@@ -26,9 +26,9 @@ from ..runtime.repeated_layers import begin_layer, end_layer, repeat_layer
 from .cache import CACHE_NAME, PagedCache, given_cache
 from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, held_by
 from .generation import generating, is_undisturbed, take_own
-from .guards import REPEATS, STATE, TENSORS
+from .guards import REPEATS, STATE, TENSORS, named
 from .inputs import kept, mark_dynamic_tokens
-from .kinds import block_tables_of, repeats_of, tensors_of_cache, without_rows
+from .kinds import SHARED, block_tables_of, repeated_in, repeats_of, tensors_of_cache, without_rows
 from .layers import CompilableHead
 from .snapshot import Snapshot
 
@@ -104,8 +104,11 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
                 self.__dict__["dsv4_snapshot"] = None
                 raise
             read = without_rows(snapshot.named)
-            state = {STATE: snapshot.state, TENSORS: read, REPEATS: repeats_of(self, read)}
-            self.__dict__.update({"dsv4_snapshot": snapshot, **state})
+            repeats = repeats_of(self, read)
+            # Graphs of one state take tensors of the same layers from their callers.
+            state = {STATE: named((snapshot.state, *repeats)), TENSORS: read, REPEATS: repeats}
+            repeated = repeated_in(repeats, read)
+            self.__dict__.update({"dsv4_snapshot": snapshot, "dsv4_repeated": repeated, **state})
 
     def is_unchanged(self) -> bool:
         """Return whether nothing that `adopt` reads has changed since it last did."""
@@ -175,11 +178,14 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         if torch.compiler.is_compiling():
             # Guarded in place of modules and settings; parameters that were read here have a short way to the graph.
             check(bool(self.dsv4_state and cache.dsv4_state), "E208", got="a forward before a call")
+            repeats = self.dsv4_repeats if self.dsv4_writes_out else ()
+            elsewhere = tuple(f"layers.{i}." for i, text in enumerate(repeats) if text and int(text.split()[0]) < i)
             for tensors in (self.dsv4_parameters, cache.dsv4_parameters):
-                _ = [tensors[name].ndim for name in tensors]
+                _ = [tensors[name].ndim for name in tensors if not name.startswith(elsewhere)]
+        else:
+            repeats = ()
         rows, columns = input_ids.shape
         metadata = cache.begin_step(rows, columns, keep)
-        repeats = self.dsv4_repeats if torch.compiler.is_compiling() and self.dsv4_writes_out else ()
         shared = block_tables_of(metadata) if repeats else ()
         hidden_states = self.run_layers(input_ids, metadata, cache.paged.layers, repeats, shared, **kwargs)
         results: dict[str, Any] = {"last_hidden_state": hidden_states, CACHE_NAME: cache}
@@ -203,13 +209,14 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         for i, layer in enumerate(self.layers):
             words = repeats[i].split() if repeats else []
-            own = [self.dsv4_parameters[name] for name in words[1:]]
-            own += tensors_of_cache(caches[i]) if words else []
             if words and int(words[0]) < i:
-                hidden_states = repeat_layer(hidden_states, own, i, int(words[0]))
+                hidden_states = repeat_layer(hidden_states, i, int(words[0]))
                 continue
             if words:
-                hidden_states = begin_layer(hidden_states, own, [input_ids, *shared], i)
+                own = [self.dsv4_parameters[name] for name in words[1:] if not name.startswith(SHARED)]
+                others = [self.dsv4_parameters[name[1:]] for name in words[1:] if name.startswith(SHARED)]
+                read = [input_ids, *shared, *others]
+                hidden_states = begin_layer(hidden_states, own, tensors_of_cache(caches[i]), read, i)
             hidden_states = layer(hidden_states, input_ids=input_ids, metadata=metadata, caches=caches, **kwargs)
             if words:
                 hidden_states = end_layer(hidden_states, i)

@@ -26,7 +26,7 @@ from ..runtime.addresses import AddressCheck, named_tensors
 from .entry import check_call, writes_layers_out
 from .model import CompilableForCausalLM, cache_like
 from .requests import Request, token_ids
-from .running_steps import DecodeTokens, Part, PrefillTokens
+from .running_steps import DecodeTokens, Part, PrefillTokens, with_repeated
 from .sampling import COLUMNS, RequestSampling, choose_tokens
 
 
@@ -96,6 +96,8 @@ class RunningBatch:
             run: Any = step
             if backend is not None:
                 run = torch.compile(step, fullgraph=True, dynamic=True, backend=backend, options=compile_options)
+            if writes_out:
+                run = with_repeated(run, model, self.caches)
             return Part(run, self._buffers, self.caches, buckets, self.graphs)
 
         writes_out = writes_layers_out(backend, options)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ..cache import LayerCache
 from ..metadata import AttentionMetadata, MetadataBuffers
 from ..runtime import DecodeRunner
+from ..runtime.repeated_layers import Handed, handed
 from ..runtime.step import Buckets, StepFunction, StepInputs, step_call
-from .kinds import tensors_of_step
+from .kinds import Repeated, tensors_of_step
 from .sampling import COLUMNS
 
 
@@ -35,6 +36,20 @@ class _Tokens(nn.Module):  # type: ignore[misc]
         shared = tensors_of_step(metadata) if repeats else ()
         hidden: Tensor = stack.run_layers(input_ids[None], metadata, caches, repeats, shared)[0]
         return hidden
+
+
+def with_repeated(step: StepFunction, model: Any, caches: Sequence[LayerCache]) -> StepFunction:
+    """Return `step`, of `model` with `caches`, so that its graphs get the tensors of repeated layers at each call."""
+
+    def call(*args: Any) -> Any:
+        repeated: Repeated = model.model.dsv4_repeated
+        token = handed.set(Handed(repeated.weights, repeated.caches(caches)))
+        try:
+            return step(*args)
+        finally:
+            handed.reset(token)
+
+    return call
 
 
 class DecodeTokens(_Tokens):

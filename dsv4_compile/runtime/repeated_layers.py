@@ -1,36 +1,77 @@
 """Trace one layer of each kind, and write the graph of the others by hand: `begin_layer` to `write_out`.
 
-Dynamo takes as long for the fortieth layer as for the first. A model that knows which of its layers do the same calls
-an op in place of a layer of a kind that was traced before, with the tensors of that layer:
+Dynamo takes as long for the fortieth layer as for the first, and some milliseconds for each tensor of a trace. A model
+that knows which of its layers do the same calls an op in place of a layer of a kind that was traced before:
 
-    streams = begin_layer(streams, tensors of layer 2, tensors of all layers, 2)
+    streams = begin_layer(streams, weights of layer 2, caches of layer 2, tensors of all layers, 2)
     ...                                              # layer 2, traced
     streams = end_layer(streams, 2)
-    streams = repeat_layer(streams, tensors of layer 3, 3, 2)
+    streams = repeat_layer(streams, 3, 2)
 
 `write_out` puts the nodes of layer 2 in place of the last line, with the tensors of layer 3, as if all had been traced.
+The caller hands those over, when it compiles and in each call, in `handed`: Dynamo does not see them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from .._compat import TracingContext
 from ..errors import check, fail
 
 _LIBRARY = torch.library.Library("dsv4_trace", "DEF")
-_LIBRARY.define("begin_layer(Tensor streams, Tensor[] own, Tensor[] shared, int layer) -> Tensor")
+_LIBRARY.define("begin_layer(Tensor streams, Tensor[] weights, Tensor[] caches, Tensor[] shared, int layer) -> Tensor")
 _LIBRARY.define("end_layer(Tensor streams, int layer) -> Tensor")
-_LIBRARY.define("repeat_layer(Tensor streams, Tensor[] own, int layer, int first) -> Tensor")
+_LIBRARY.define("repeat_layer(Tensor streams, int layer, int first) -> Tensor")
 
 begin_layer: Any = torch.ops.dsv4_trace.begin_layer
 end_layer: Any = torch.ops.dsv4_trace.end_layer
 repeat_layer: Any = torch.ops.dsv4_trace.repeat_layer
 _MARKS = (begin_layer, end_layer, repeat_layer)
+
+
+class Handed(NamedTuple):
+    """Tensors of all layers that a trace repeats, in the order of the layers: their weights, and their caches."""
+
+    weights: Sequence[Tensor] = ()
+    caches: Sequence[Tensor] = ()
+
+
+_NONE = Handed()
+handed: ContextVar[Handed] = ContextVar("dsv4_handed", default=_NONE)
+"""Tensors that the caller of a graph hands over: as many, and in the same layouts, as when the graph was compiled."""
+
+
+class Written(NamedTuple):
+    """A graph with all layers: its module and example inputs, and how many of these the caller hands over."""
+
+    gm: GraphModule
+    example_inputs: Sequence[Any]
+    more: int = 0
+
+    def as_traced(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what takes the inputs of the trace, and passes them to `compiled` with those that are handed over."""
+        if not self.more:
+            return compiled
+
+        def call(*args: Any) -> Any:
+            weights, caches = handed.get()
+            if len(weights) + len(caches) != self.more:
+                got = f"{len(weights)} weights and {len(caches)} caches"
+                _refuse_call(f"{got} were handed over, {self.more} tensors when it was compiled")
+            return compiled(*args, *weights, *caches)
+
+        return call
+
+
+def _refuse_call(why: str) -> NoReturn:
+    fail("E208", got="a call of a graph with repeated layers", why=why, fix="call the converted model, not its graph")
 
 
 def _trace_only(streams: Tensor, *_: Any) -> NoReturn:
@@ -59,21 +100,31 @@ class _Layer(NamedTuple):
     nodes: list[Node]
 
 
-def write_out(gm: GraphModule) -> None:
-    """Replace the marks of a graph that Dynamo has traced, in place, by the layers that they stand for.
+def write_out(gm: GraphModule, example_inputs: Sequence[Any]) -> Written:
+    """Return a graph that Dynamo has traced, with the layers that its marks stand for; `gm` stays as it is.
 
-    Raises E208 where a traced layer reads a tensor that is neither its own nor one of all layers.
+    Its inputs are those of the trace, then the weights and then the caches in `handed`.
+
+    Raises E208 where a traced layer reads a tensor that is neither its own nor one of all layers, and for tensors that
+    are handed over and are unlike those of the layer that was traced.
     """
+    if not any(_mark_of(node) for node in gm.graph.nodes):
+        return Written(gm, example_inputs)
+    gm = _copied(gm)
     layers = _traced_layers(gm)
-    if not layers:
-        return
     for layer in layers.values():
         _check_closed(layer)
-    repeats = [node for node in gm.graph.nodes if _mark_of(node) is repeat_layer]
-    for node in repeats:
-        index: Any = node.args[2]
-        first: Any = node.args[3]
-        node.replace_all_uses_with(_copy(layers[first], node, first, index))
+    marks: list[Any] = [node for node in gm.graph.nodes if _mark_of(node) is repeat_layer]
+    repeats: dict[Node, tuple[int, int]] = {mark: (mark.args[2], mark.args[1]) for mark in marks}
+    more: list[Tensor] = []
+    own: list[list[list[Node]]] = []
+    begun: dict[int, Any] = {index: layer.begin.args for index, layer in layers.items()}
+    for place, tensors in enumerate(handed.get(), 1):
+        fakes = list(_faked(tensors))
+        own.append(_add_inputs(gm, [(begun[i][place], i, j) for i, j in repeats.values()], fakes))
+        more += fakes
+    for (node, (first, index)), weights, caches in zip(repeats.items(), *own, strict=True):
+        node.replace_all_uses_with(_copy(layers[first], node, [*weights, *caches], first, index))
         gm.graph.erase_node(node)
     for layer in layers.values():
         for mark in (layer.end, layer.begin):
@@ -81,12 +132,26 @@ def write_out(gm: GraphModule) -> None:
             mark.replace_all_uses_with(streams)
             gm.graph.erase_node(mark)
     gm.recompile()
+    return Written(gm, [*example_inputs, *more], len(more))
 
 
 def _mark_of(node: Node) -> Any:
     """Return the mark that a node is, None for all others."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return next((mark for mark in _MARKS if packet is mark), None) if node.op == "call_function" else None
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    """Return a module with a copy of the graph of `gm`, since Dynamo reads its inputs from the graph that it traced."""
+    graph, nodes = Graph(), dict[Node, Node]()
+    result, _ = graph.graph_copy(gm.graph, nodes, return_output_node=True)  # type: ignore[misc]
+    graph.output(result)
+    for node, copy in nodes.items():
+        vars(copy).update({name: value for name, value in vars(node).items() if name not in vars(copy)})
+    copied = GraphModule(gm, graph)
+    vars(copied).update({name: value for name, value in vars(gm).items() if name not in vars(copied)})
+    copied.meta = gm.meta
+    return copied
 
 
 def _traced_layers(gm: GraphModule) -> dict[int, _Layer]:
@@ -110,9 +175,9 @@ def _traced_layers(gm: GraphModule) -> dict[int, _Layer]:
 def _check_closed(layer: _Layer) -> None:
     """Raise E208 unless a layer depends on its streams and tensors alone, and nothing on it but its result."""
     arguments: tuple[Any, ...] = layer.begin.args
-    _, own, shared, index = arguments
+    _, weights, caches, shared, index = arguments
     inside = set(layer.nodes)
-    known = {layer.begin, *own, *shared}
+    known = {layer.begin, *weights, *caches, *shared}
     for node in layer.nodes:
         for source in node.all_input_nodes:
             # What was computed before the layer was computed for all layers.
@@ -123,15 +188,52 @@ def _check_closed(layer: _Layer) -> None:
             _refuse(f"{node.name} of layer {index} is read outside of it")
 
 
-def _copy(layer: _Layer, mark: Node, first: int, index: int) -> Node:
-    """Copy a traced layer before `mark`, with the streams and tensors of `mark`; return its result."""
-    own: Any = mark.args[1]
-    theirs: Any = layer.begin.args[1]
-    copies: dict[Node, Any] = {layer.begin: mark.args[0]}
-    check(len(own) == len(theirs), "E208", got=f"{len(own)} tensors of layer {index}, {len(theirs)} of layer {first}")
-    for mine, their in zip(own, theirs, strict=True):
-        if _described(mine) != _described(their) or copies.setdefault(their, mine) is not mine:
-            _refuse(f"{mine.name} of layer {index} is no {their.name} of layer {first}")
+def _faked(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield fake tensors like `tensors`, of the mode in which the graph is compiled."""
+    context = TracingContext.try_get()
+    check(context is not None, "E208", got="a graph with repeated layers outside of Dynamo")
+    for tensor in tensors:
+        yield context.fake_mode.from_tensor(tensor, static_shapes=True)
+
+
+def _add_inputs(
+    gm: GraphModule, twins: Iterable[tuple[Sequence[Node], int, int]], fakes: Sequence[Tensor]
+) -> list[list[Node]]:
+    """Add an input for each tensor of each repeated layer, and return those of each.
+
+    Args:
+        twins: for each layer, the inputs of the traced one, the index of that, and its own.
+        fakes: as many tensors as there are twins.
+    """
+    *_, last = gm.graph.find_nodes(op="placeholder")
+    groups = []
+    tensors = iter(fakes)
+    for nodes, first, index in twins:
+        group = []
+        for twin in nodes:
+            value = next(tensors, None)
+            if value is None:
+                _refuse_call(f"{len(fakes)} tensors are too few for layer {index}")
+            if _described(value) != _described(twin.meta["example_value"]):
+                _refuse(f"a tensor of layer {index} is no {twin.name} of layer {first}")
+            name, old = str(twin.target).replace(f"_{first}_", f"_{index}_", 1), str(twin.target)
+            with gm.graph.inserting_after(last):
+                last = gm.graph.placeholder(name if name != old else f"{old}_{index}")
+            kept = {key: value for key, value in twin.meta.items() if key != "grapharg"}
+            last.meta = {**kept, "example_value": value}
+            last._dynamo_source = None  # type: ignore[attr-defined]
+            group.append(last)
+        groups.append(group)
+    if next(tensors, None) is not None:
+        _refuse_call(f"{len(fakes)} tensors are more than its repeated layers have")
+    return groups
+
+
+def _copy(layer: _Layer, mark: Node, own: Sequence[Node], first: int, index: int) -> Node:
+    """Copy a traced layer before `mark`, with the streams of `mark` and the tensors `own`; return its result."""
+    _, weights, caches, *_ = layer.begin.args
+    theirs: list[Any] = [*weights, *caches]  # type: ignore[misc]
+    copies: dict[Node, Any] = {layer.begin: mark.args[0], **dict(zip(theirs, own, strict=True))}
     with mark.graph.inserting_before(mark):
         for node in layer.nodes:
             copies[node] = mark.graph.node_copy(node, lambda each: copies.get(each, each))
@@ -152,9 +254,8 @@ def _moved(stack: Mapping[str, Any], first: int, index: int) -> dict[str, Any]:
     return inner
 
 
-def _described(node: Node) -> Any:
+def _described(value: Tensor) -> Any:
     """Return what a graph knows of a tensor: two layers of a kind have equal ones."""
-    value = node.meta["example_value"]
     return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, type(value)
 
 

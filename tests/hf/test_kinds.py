@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from dsv4_compile import hf
 from dsv4_compile._compat import counters
 from dsv4_compile.backend import dsv4
 from dsv4_compile.hf.tiny import tiny_config, tiny_model
+from dsv4_compile.runtime import counting
 from dsv4_compile.runtime.repeated_layers import write_out
 from tests.hf.small import assert_records_what_eager_records, close, random_ids
 from tests.hf.test_fp8_weights import twins
@@ -78,10 +81,10 @@ class Seen:
 
     def __call__(self, gm: fx.GraphModule, inputs: Any) -> Any:
         self.traced.append(len(gm.graph.nodes))
-        write_out(gm)
-        gm.graph.lint()
-        self.graphs.append(texts(gm))
-        return gm.forward
+        whole = write_out(gm, inputs)
+        whole.gm.graph.lint()
+        self.graphs.append(texts(whole.gm))
+        return whole.as_traced(whole.gm.forward)
 
 
 def compiled(model: Any, repeats: bool = True) -> Seen:
@@ -215,6 +218,64 @@ def test_other_caches_of_repeated_layers(pairs: Any) -> None:
     for got, want in zip(results[:2], results[2:], strict=True):
         close(got, want)
     assert len(seen.graphs) == 2
+
+
+def test_layers_of_a_kind_in_one_model_and_of_two_in_another(pairs: Any) -> None:
+    """Settings that no state describes tell layers of one model apart, so it must not use the graph of another."""
+    ids, alike, unlike = random_ids(2, 12), copy.deepcopy(pairs), copy.deepcopy(pairs)
+    one = object()
+    for i in (0, 2):
+        alike.model.layers[i].mlp.note, unlike.model.layers[i].mlp.note = one, object()
+    seen = compiled(alike)
+    for model in (alike, unlike):
+        eager = copy.deepcopy(model)
+        model.compile(fullgraph=True, backend=seen)
+        model.__dict__["dsv4_compiled"] = True
+        close(logits(model, ids), logits(eager, ids))
+    assert (alike.model.dsv4_repeated.layers, unlike.model.dsv4_repeated.layers) == ((2, 3), (3,))
+
+
+CAPTURED = {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}
+
+
+def test_captures_of_repeated_layers(pairs: Any) -> None:
+    """Captures know addresses of tensors that Dynamo has never seen."""
+    torch.compiler.reset()
+    model, eager, ids = copy.deepcopy(pairs), copy.deepcopy(pairs), random_ids(1, 12)
+    model.compile(fullgraph=True, backend="dsv4", options=CAPTURED)
+
+    def steps(of: Any) -> list[Tensor]:
+        cache = hf.new_cache(of)
+        with torch.no_grad():
+            return [of(part, past_key_values=cache).logits for part in (ids, *ids[:, :5].split(1, dim=1))]
+
+    with counting() as counts:
+        close(torch.cat(steps(model), 1), torch.cat(steps(eager), 1))
+    assert counts.captures and counts.replays
+    for each in (model, eager):
+        experts = each.model.layers[3].mlp.experts
+        experts.down_proj = nn.Parameter(experts.down_proj.detach() * 2)
+    close(torch.cat(steps(model), 1), torch.cat(steps(eager), 1))
+    with torch.no_grad():
+        for each in (model, eager):
+            each.model.layers[2].mlp.experts.down_proj.mul_(2)
+    close(torch.cat(steps(model), 1), torch.cat(steps(eager), 1))
+
+
+def test_nothing_keeps_tensors_of_repeated_layers(pairs: Any) -> None:
+    torch.compiler.reset()
+    model, ids = copy.deepcopy(pairs), random_ids(1, 12)
+    model.compile(fullgraph=True, backend="dsv4")
+    cache = hf.new_cache(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    held = [weakref.ref(cache.paged.layers[3].window), weakref.ref(model.model.layers[3].mlp.experts.down_proj)]
+    del cache
+    gc.collect()
+    assert held[0]() is None
+    del model
+    gc.collect()
+    assert held[1]() is None
 
 
 def test_only_this_backend_gets_marks(pairs: Any) -> None:

@@ -172,10 +172,10 @@ def test_steps_trace_one_layer_of_each_kind(graphs: str, monkeypatch: pytest.Mon
     counts: list[tuple[int, int]] = []
     write_all = repeated_layers.write_out
 
-    def write_out(gm: torch.fx.GraphModule) -> None:
-        before = len(gm.graph.nodes)
-        write_all(gm)
-        counts.append((before, len(gm.graph.nodes)))
+    def write_out(gm: torch.fx.GraphModule, inputs: Any) -> repeated_layers.Written:
+        whole = write_all(gm, inputs)
+        counts.append((len(gm.graph.nodes), len(whole.gm.graph.nodes)))
+        return whole
 
     monkeypatch.setattr(repeated_layers, "write_out", write_out)
     torch.compiler.reset()

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from dsv4_compile.errors import DSV4Error
-from dsv4_compile.runtime.repeated_layers import begin_layer, end_layer, repeat_layer, write_out
+from dsv4_compile.runtime.repeated_layers import (
+    Handed,
+    Written,
+    begin_layer,
+    end_layer,
+    handed,
+    repeat_layer,
+    write_out,
+)
 
 _nn: Any = nn
 """Untyped: modules in a list have the type `Tensor | Module`."""
@@ -24,9 +32,6 @@ class Layer(_nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
         self.register_buffer("cache", torch.zeros(6, 4))
-
-    def own(self) -> list[Tensor]:
-        return [self.weight, self.cache]
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         """Return the next `x` `[T, 4]`."""
@@ -43,8 +48,13 @@ class Model(_nn.Module):
         self.register_buffer("table", torch.arange(6).flip(0))
         self.marked = True
 
-    def own(self, layer: Any) -> list[Tensor]:
-        return list(layer.own())
+    def weights(self, layer: Any) -> list[Tensor]:
+        return [layer.weight]
+
+    def handed(self) -> Handed:
+        """Return the tensors of the layers after the first."""
+        later = list(self.layers)[1:]
+        return Handed([each for layer in later for each in self.weights(layer)], [layer.cache for layer in later])
 
     def shared(self) -> list[Tensor]:
         return [self.table]
@@ -59,9 +69,10 @@ class Model(_nn.Module):
             if not self.marked:
                 x = self.call(layer, x)
             elif i > 0:
-                x = repeat_layer(x, self.own(layer), i, 0)
+                x = repeat_layer(x, i, 0)
             else:
-                x = end_layer(self.call(layer, begin_layer(x, self.own(layer), self.shared(), i)), i)
+                x = begin_layer(x, self.weights(layer), [layer.cache], self.shared(), i)
+                x = end_layer(self.call(layer, x), i)
         return x + 1
 
 
@@ -70,18 +81,23 @@ def anew() -> None:
     torch.compiler.reset()
 
 
-def run(model: Any, rows: int, finish: Callable[[fx.GraphModule], Any] = write_out) -> tuple[Tensor, list[str]]:
+def run(model: Any, rows: int, finish: Callable[[fx.GraphModule, Any], Written] = write_out) -> Any:
+    """Return the result of a compiled model, and the targets of the nodes of its graph."""
     found: list[str] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        finish(gm)
-        gm.graph.lint()
-        found.extend(str(node.target) for node in gm.graph.nodes)
-        return gm.forward
+        whole = finish(gm, inputs)
+        whole.gm.graph.lint()
+        found.extend(str(node.target) for node in whole.gm.graph.nodes)
+        return whole.as_traced(whole.gm.forward)
 
-    with torch.no_grad():
-        step = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
-        return step(torch.arange(4.0 * rows).view(rows, 4)), found
+    token = handed.set(model.handed() if model.marked else Handed())
+    try:
+        with torch.no_grad():
+            step = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+            return step(torch.arange(4.0 * rows).view(rows, 4)), found
+    finally:
+        handed.reset(token)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -100,10 +116,11 @@ def test_a_graph_without_marks_stays_as_it_is() -> None:
     model.marked = False
     before: list[fx.Node] = []
 
-    def finish(gm: fx.GraphModule) -> None:
+    def finish(gm: fx.GraphModule, inputs: Any) -> Written:
         before.extend(gm.graph.nodes)
-        write_out(gm)
-        assert list(gm.graph.nodes) == before
+        whole = write_out(gm, inputs)
+        assert whole.gm is gm and whole.example_inputs is inputs and list(gm.graph.nodes) == before
+        return whole
 
     run(model, 3, finish)
     assert before
@@ -117,17 +134,24 @@ class ReadsAnother(Model):
 
 
 class Forgets(Model):
-    """Names fewer tensors of later layers."""
+    """Hands over fewer tensors than its later layers have."""
 
-    def own(self, layer: Any) -> list[Tensor]:
-        return super().own(layer)[: 2 if layer is self.layers[0] else 1]
+    def handed(self) -> Handed:
+        return super().handed()._replace(weights=[self.layers[1].weight])
+
+
+class Adds(Model):
+    """Hands over more tensors than its later layers have."""
+
+    def handed(self) -> Handed:
+        return super().handed()._replace(caches=[layer.cache for layer in self.layers])
 
 
 class Mistakes(Model):
-    """Names another tensor of later layers."""
+    """Hands over another kind of tensor of later layers."""
 
-    def own(self, layer: Any) -> list[Tensor]:
-        return super().own(layer)[:: 1 if layer is self.layers[0] else -1]
+    def handed(self) -> Handed:
+        return Handed(*reversed(super().handed()))
 
 
 class Divides(Model):
@@ -146,8 +170,9 @@ class Divides(Model):
     ("kind", "why"),
     [
         (ReadsAnother, "which its kind does not name"),
-        (Forgets, "1 tensors of layer 1, 2 of layer 0"),
-        (Mistakes, "of layer 1 is no"),
+        (Forgets, "1 tensors are too few for layer 2"),
+        (Adds, "3 tensors are more than its repeated layers have"),
+        (Mistakes, "a tensor of layer 1 is no .*weight.* of layer 0"),
         (Divides, "of layer 0 is read outside of it"),
     ],
 )
@@ -158,4 +183,17 @@ def test_layers_that_cannot_stand_for_others(kind: type[Model], why: str) -> Non
 
 def test_another_backend_gets_an_error() -> None:
     with pytest.raises(DSV4Error, match=r"E208[\s\S]*backend=\"dsv4\""):
-        run(Model(), 3, lambda gm: None)
+        run(Model(), 3, Written)
+
+
+def test_a_call_without_the_tensors_of_repeated_layers() -> None:
+    model, steps = Model(), list[Callable[..., Any]]()
+
+    def finish(gm: fx.GraphModule, inputs: Any) -> Written:
+        whole = write_out(gm, inputs)
+        steps.append(whole.as_traced(whole.gm.forward))
+        return whole
+
+    run(model, 3, finish)
+    with pytest.raises(DSV4Error, match=r"E208[\s\S]*0 weights and 0 caches were handed over, 4 tensors when"):
+        steps[0](torch.zeros(3, 4))
