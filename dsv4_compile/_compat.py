@@ -214,9 +214,9 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def lie_at(tensors: list[torch.Tensor], addresses: list[int]) -> bool:
     """Return whether each tensor begins at its address, in one call where torch is built with CUDA."""
-    one_by_one: Any = lambda each, begin, _: list(map(torch.Tensor.data_ptr, each)) == begin  # noqa: E731
-    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", one_by_one)
-    return bool(compare(tensors, addresses, list(range(len(tensors)))))
+    if compare := getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None):
+        return bool(compare(tensors, addresses, list(range(len(tensors)))))
+    return list(map(torch.Tensor.data_ptr, tensors)) == addresses
 
 
 def has_device_kernel(op: OpOverload, device: torch.device) -> bool:

@@ -269,5 +269,6 @@ def given_cache(arguments: dict[str, Any]) -> Any:
     Raises E208 for two.
     """
     given = [cache for cache in (arguments.pop(name, None) for name in CACHE_NAMES) if cache is not None]
-    check(len(given) < 2, "E208", got=" and ".join(CACHE_NAMES), why="both mean the cache", fix=f"pass {CACHE_NAME}")
+    if len(given) > 1:
+        fail("E208", got=" and ".join(CACHE_NAMES), why="both mean the cache", fix=f"pass {CACHE_NAME}")
     return given[0] if given else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,8 +25,10 @@ from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_
 from .generation import LOCK, current, take_own
 from .guards import OWN, compile_arguments, drop_guards
 from .inputs import in_rows, kept
+from .results import inference_only, with_cache
 
 NO_WEIGHTS = "sparse attention builds no attention matrix"
+_STALE = f"a stale {CACHE_NAME}"
 RECORDED = ("output_hidden_states", "output_router_logits")
 """Arguments that ask for what modules return inside the model."""
 
@@ -76,7 +79,6 @@ class Entry:
             self.compared = model.dsv4_snapshot.tensors, held.compared
             self.handed = held.handed(model.dsv4_repeated)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def release(self) -> None:
         """Give the cache back, whether or not the forward failed."""
         if self.held is not None:
@@ -98,7 +100,6 @@ class Entry:
         if self.in_step is not None and isinstance(fault, RuntimeError):
             self.in_step.explain(fault)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, result: Any) -> Any:
         """Count the step, and return the model's `result` with the caller's cache; its backward raises E206."""
         held = self.held
@@ -111,10 +112,9 @@ class Entry:
         if (generation := current()) is not None:
             generation.compare_ahead(self.model, held)
         returned = None if self.arguments.get("use_cache") is False else self.handle
-        return _inference_only(_with_cache(result, held, returned))
+        return inference_only(with_cache(result, held, returned))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def enter(module: Any, args: Any, kwargs: Any) -> Entry:
     """Check a call of `module` and take its cache.
 
@@ -157,6 +157,12 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
     return Entry(arguments, held, handle, model)
 
 
+ON_HOST: tuple[Callable[..., Any], ...] = (enter, Entry.finish, Entry.release)
+"""Steps of a call on the host: before its graph, with its result, and at its end, whether or not it failed."""
+_UNTRACED = tuple(map(torch.compiler.disable, ON_HOST))
+"""Steps of `ON_HOST` for a call that Dynamo would trace. To hide them takes time, which other calls save."""
+
+
 def _take(cache: PagedCache, new: bool) -> None:
     """Take the cache for this thread's forward; a `new` one is taken already. Raises E208 if another has it."""
     with LOCK:
@@ -191,8 +197,9 @@ class EnteredOnHost(_nn.Module):
         compiler = eval_frame.get_eval_frame_callback()
         if compiler:
             drop_guards(compiler)  # of torch.compile(model), or of a function around the model
+        begin, finish, release = _UNTRACED if compiler else ON_HOST
         self._write_out(self.dsv4_compiled and not compiler)
-        entry = enter(self, args, kwargs)
+        entry = begin(self, args, kwargs)
         tokens = compared.set(entry.compared), handed.set(entry.handed)
         try:
             with torch.no_grad():
@@ -203,8 +210,8 @@ class EnteredOnHost(_nn.Module):
         finally:
             compared.reset(tokens[0])
             handed.reset(tokens[1])
-            entry.release()
-        return entry.finish(result)
+            release(entry)
+        return finish(entry, result)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place as `nn.Module.compile`, without the guards that the entry makes redundant."""
@@ -225,30 +232,29 @@ def check_call(model: Any, arguments: dict[str, Any]) -> None:
     if input_ids is None or arguments.get("inputs_embeds") is not None:
         fail("E208", got="inputs_embeds", why="hash-routed layers need token ids", fix="pass input_ids")
     check(not arguments.get("output_attentions"), "E208", got="output_attentions=True", why=NO_WEIGHTS)
-    check(
-        input_ids.dim() == 2 and input_ids.numel() > 0 and not input_ids.is_floating_point(),
-        "E208",
-        got=f"input_ids of shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}",
-        fix="pass integers [batch, columns] with at least one row and one column",
-    )
+    # Without `check`, which would format its message in every call.
+    if not (input_ids.dim() == 2 and input_ids.numel() > 0 and not input_ids.is_floating_point()):
+        fail(
+            "E208",
+            got=f"input_ids of shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}",
+            fix="pass integers [batch, columns] with at least one row and one column",
+        )
     device = model.dsv4_cache.seq_lens.device
-    check(
-        not torch.is_autocast_enabled(device.type),
-        "E208",
-        got=f"torch.autocast({device.type!r})",
-        why="ops round where DeepSeek-V4 does, in the dtypes of the weights",
-        fix="leave the autocast block, or load the model in the dtype you want",
-    )
-    if mask is None:
-        return
-    check(
-        isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point(),
-        "E208",
-        got=f"attention_mask of type {type(mask).__name__}"
-        + (f", shape {tuple(mask.shape)} and dtype {mask.dtype}" if isinstance(mask, Tensor) else ""),
-        why="every token attends to the kept tokens before it, and to nothing else",
-        fix="pass integers or booleans [batch, columns], nonzero for a token",
-    )
+    if torch.is_autocast_enabled(device.type):
+        fail(
+            "E208",
+            got=f"torch.autocast({device.type!r})",
+            why="ops round where DeepSeek-V4 does, in the dtypes of the weights",
+            fix="leave the autocast block, or load the model in the dtype you want",
+        )
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point()):
+        fail(
+            "E208",
+            got=f"attention_mask of type {type(mask).__name__}"
+            + (f", shape {tuple(mask.shape)} and dtype {mask.dtype}" if isinstance(mask, Tensor) else ""),
+            why="every token attends to the kept tokens before it, and to nothing else",
+            fix="pass integers or booleans [batch, columns], nonzero for a token",
+        )
 
 
 def check_batch(call: Call) -> None:
@@ -261,23 +267,24 @@ def check_batch(call: Call) -> None:
         why="some of its layers may hold that forward's tokens",
         fix="call its reset() and prefill again",
     )
-    check(
-        cache.rows in (0, rows),
-        "E208",
-        got=f"{rows} rows with a cache of {cache.rows} sequences",
-        why="a row continues the sequence of its index",
-        fix="continue with as many rows, or pass an empty cache",
-    )
+    # Without `check`, which would format its message in every call.
+    if cache.rows not in (0, rows):
+        fail(
+            "E208",
+            got=f"{rows} rows with a cache of {cache.rows} sequences",
+            why="a row continues the sequence of its index",
+            fix="continue with as many rows, or pass an empty cache",
+        )
     mask = call.attention_mask
     if mask is not None:
         widths = (columns, cache.appended + columns)
-        check(
-            mask.shape[0] == rows and mask.shape[1] in widths,
-            "E208",
-            got=f"attention_mask of shape {tuple(mask.shape)}",
-            why=f"input_ids are {rows} x {columns}, after {cache.appended} columns in the cache",
-            fix=f"pass {rows} x {columns}" + (f" or {rows} x {widths[1]}" if cache.appended else ""),
-        )
+        if mask.shape[0] != rows or mask.shape[1] not in widths:
+            fail(
+                "E208",
+                got=f"attention_mask of shape {tuple(mask.shape)}",
+                why=f"input_ids are {rows} x {columns}, after {cache.appended} columns in the cache",
+                fix=f"pass {rows} x {columns}" + (f" or {rows} x {widths[1]}" if cache.appended else ""),
+            )
         if mask.shape[1] > columns:
             kept = (mask[:, : cache.appended] != 0).sum(dim=1)
             check(
@@ -292,14 +299,14 @@ def check_batch(call: Call) -> None:
     fits = rows <= paged.max_batch_size and columns <= paged.max_step_tokens
     if fits and cache.appended + columns > paged.max_seq_len:
         fits = bool((cache.seq_lens[:rows] + _keep(call).sum(dim=1) <= paged.max_seq_len).all())
-    check(
-        fits,
-        "E204",
-        got=f"input_ids of shape ({rows}, {columns}) after {cache.appended} columns",
-        why=f"the cache takes {paged.max_batch_size} sequences of {paged.max_seq_len} tokens, "
-        f"{paged.max_step_tokens} in a step",
-        fix="convert with larger max_batch_size / max_seq_len / max_step_tokens, or prefill in chunks",
-    )
+    if not fits:
+        fail(
+            "E204",
+            got=f"input_ids of shape ({rows}, {columns}) after {cache.appended} columns",
+            why=f"the cache takes {paged.max_batch_size} sequences of {paged.max_seq_len} tokens, "
+            f"{paged.max_step_tokens} in a step",
+            fix="convert with larger max_batch_size / max_seq_len / max_step_tokens, or prefill in chunks",
+        )
 
 
 def _keep(call: Call) -> Tensor:
@@ -328,16 +335,13 @@ def _check_positions(call: Call) -> None:
 
 def held_by(model: Any, cache: Any) -> PagedCache:
     """Return the cache that the one of a call stands for. Raises E208 if it cannot be continued."""
-    check(
-        isinstance(cache, PagedCache),
-        "E208",
-        got=f"{CACHE_NAME} of type {type(cache).__name__}",
-        fix="pass none, or dsv4_compile.hf.new_cache(model)",
-    )
+    new = "dsv4_compile.hf.new_cache(model)"
+    if not isinstance(cache, PagedCache):
+        fail("E208", got=f"{CACHE_NAME} of type {type(cache).__name__}", fix=f"pass none, or {new}")
     own: PagedCache = model.dsv4_cache
     check(cache is not own, "E208", got="the model's own cache", why=STALE, fix=OWN_CACHE)
     if isinstance(cache, CacheHandle):
-        check(not cache.stale, "E208", got=f"a stale {CACHE_NAME}", why=STALE, fix=OWN_CACHE)
+        check(not cache.stale, "E208", got=_STALE, why=STALE, fix=OWN_CACHE)
         other = cache.cache.holder is not None and cache.cache.holder is not cache.holder
         check(not other, "E208", got="a cache that a generate call uses", fix=OWN_CACHE)
         cache = cache.cache
@@ -347,50 +351,7 @@ def held_by(model: Any, cache: Any) -> PagedCache:
         ("cache format", held.paged.cache_format, own.paged.cache_format),
         ("device", held.seq_lens.device, own.seq_lens.device),
     ):
-        check(
-            theirs is ours or theirs == ours,
-            "E208",
-            got=f"a cache of another {what}",
-            why=f"it was allocated for another model: {theirs}" if what != "configuration" else "",
-            fix="pass dsv4_compile.hf.new_cache(model)",
-        )
+        if theirs is not ours and theirs != ours:
+            why = f"it was allocated for another model: {theirs}" if what != "configuration" else ""
+            fail("E208", got=f"a cache of another {what}", why=why, fix=f"pass {new}")
     return held
-
-
-def _with_cache(result: Any, held: PagedCache, returned: PagedCache | None) -> Any:
-    """Return `result`, a model output or a tuple, with `returned` in place of the cache."""
-    if isinstance(result, tuple):
-        return tuple(returned if each is held else each for each in result if each is not held or returned is not None)
-    result[CACHE_NAME] = returned
-    return result
-
-
-class _InferenceOnly(torch.autograd.Function):
-    """The identity, whose backward raises E206."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        fail("E206", got="backward() through a converted model", fix="revert the model to train it")
-
-
-def _inference_only(result: Any) -> Any:
-    """Let a backward through the floating tensors of `result` raise E206, if gradients are enabled."""
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return result
-    anchor = torch.empty(0, requires_grad=True)
-
-    def mark(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(mark(each) for each in value)
-        wants = isinstance(value, Tensor) and value.is_floating_point() and not value.is_inference()
-        return _InferenceOnly.apply(value, anchor) if wants else value
-
-    if isinstance(result, tuple):
-        return mark(result)
-    for name, value in result.items():
-        result[name] = mark(value)
-    return result

@@ -54,6 +54,8 @@ _IDENTITIES = {"ID_MATCH", "BUILTIN_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "FUN
 """Types of guards that compare a global by identity."""
 _CONSTANT = ("G['__import_dsv4_compile_dot_", "G['__builtins_dict__")
 """How Dynamo's names of this package's globals and of builtins begin. Under other names their guards would stay."""
+_OWN_CONSTANT = re.compile(r"G\['__import_dsv4_compile_dot_\w+'\]\._?[A-Z][A-Z0-9_]*(\[\d+\])*")
+"""Names of this package's constants."""
 
 _serials: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _count = iter(range(1 << 62))
@@ -257,8 +259,9 @@ def is_needed(entries: Sequence[Any]) -> list[bool]:
 
 
 def _is_constant(entry: Any) -> bool:
-    """Return whether a guard compares by identity what no caller replaces: builtins, and this package's globals."""
-    return entry.guard_type in _IDENTITIES and entry.name.startswith(_CONSTANT)
+    """Return whether a guard is of what no caller replaces: builtins, this package's functions and its constants."""
+    by_identity = entry.guard_type in _IDENTITIES and entry.name.startswith(_CONSTANT)
+    return by_identity or _OWN_CONSTANT.fullmatch(entry.name) is not None
 
 
 def _steps_after(root: str, name: str) -> list[str]:

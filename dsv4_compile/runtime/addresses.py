@@ -97,10 +97,11 @@ class HeldTensors:
 
     def hold(self) -> bool:
         """Return whether all are what they were."""
-        if not lie_at(self._tensors, self._addresses):
-            return False
-        with torch.inference_mode(False):
-            return bool(self._layouts.check(*self._tensors))
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.hold()
+        # In this order the second comparison finds what the first has read in the host's caches.
+        return bool(self._layouts.check(*self._tensors)) and lie_at(self._tensors, self._addresses)
 
 
 compared: ContextVar[tuple[HeldTensors, ...]] = ContextVar("dsv4_compared", default=())

@@ -110,29 +110,28 @@ def write_out(gm: GraphModule, example_inputs: Sequence[Any]) -> Written:
     """
     if not any(_mark_of(node) for node in gm.graph.nodes):
         return Written(gm, example_inputs)
-    gm = _copied(gm)
-    layers = _traced_layers(gm)
+    graph = _copied(gm)
+    layers = _traced_layers(graph)
     for layer in layers.values():
         _check_closed(layer)
-    marks: list[Any] = [node for node in gm.graph.nodes if _mark_of(node) is repeat_layer]
+    marks: list[Any] = [node for node in graph.nodes if _mark_of(node) is repeat_layer]
     repeats: dict[Node, tuple[int, int]] = {mark: (mark.args[2], mark.args[1]) for mark in marks}
     more: list[Tensor] = []
     own: list[list[list[Node]]] = []
     begun: dict[int, Any] = {index: layer.begin.args for index, layer in layers.items()}
     for place, tensors in enumerate(handed.get(), 1):
         fakes = list(_faked(tensors))
-        own.append(_add_inputs(gm, [(begun[i][place], i, j) for i, j in repeats.values()], fakes))
+        own.append(_add_inputs(graph, [(begun[i][place], i, j) for i, j in repeats.values()], fakes))
         more += fakes
     for (node, (first, index)), weights, caches in zip(repeats.items(), *own, strict=True):
         node.replace_all_uses_with(_copy(layers[first], node, [*weights, *caches], first, index))
-        gm.graph.erase_node(node)
+        graph.erase_node(node)
     for layer in layers.values():
         for mark in (layer.end, layer.begin):
             streams: Any = mark.args[0]
             mark.replace_all_uses_with(streams)
-            gm.graph.erase_node(mark)
-    gm.recompile()
-    return Written(gm, [*example_inputs, *more], len(more))
+            graph.erase_node(mark)
+    return Written(_module(gm, graph), [*example_inputs, *more], len(more))
 
 
 def _mark_of(node: Node) -> Any:
@@ -141,24 +140,29 @@ def _mark_of(node: Node) -> Any:
     return next((mark for mark in _MARKS if packet is mark), None) if node.op == "call_function" else None
 
 
-def _copied(gm: GraphModule) -> GraphModule:
-    """Return a module with a copy of the graph of `gm`, since Dynamo reads its inputs from the graph that it traced."""
+def _copied(gm: GraphModule) -> Graph:
+    """Return a copy of a graph that Dynamo traced, since Dynamo reads its own inputs from that."""
     graph, nodes = Graph(), dict[Node, Node]()
     result, _ = graph.graph_copy(gm.graph, nodes, return_output_node=True)  # type: ignore[misc]
     graph.output(result)
     for node, copy in nodes.items():
         vars(copy).update({name: value for name, value in vars(node).items() if name not in vars(copy)})
-    copied = GraphModule(gm, graph)
-    vars(copied).update({name: value for name, value in vars(gm).items() if name not in vars(copied)})
-    copied.meta = gm.meta
-    return copied
+    return graph
 
 
-def _traced_layers(gm: GraphModule) -> dict[int, _Layer]:
+def _module(gm: GraphModule, graph: Graph) -> GraphModule:
+    """Return a module like `gm` with another graph."""
+    found = GraphModule(gm, graph)
+    vars(found).update({name: value for name, value in vars(gm).items() if name not in vars(found)})
+    found.meta = gm.meta
+    return found
+
+
+def _traced_layers(graph: Graph) -> dict[int, _Layer]:
     found: dict[int, _Layer] = {}
     begin: Node | None = None
     nodes: list[Node] = []
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         mark = _mark_of(node)
         if mark is begin_layer:
             begin, nodes = node, []
@@ -197,7 +201,7 @@ def _faked(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _add_inputs(
-    gm: GraphModule, twins: Iterable[tuple[Sequence[Node], int, int]], fakes: Sequence[Tensor]
+    graph: Graph, twins: Iterable[tuple[Sequence[Node], int, int]], fakes: Sequence[Tensor]
 ) -> list[list[Node]]:
     """Add an input for each tensor of each repeated layer, and return those of each.
 
@@ -205,7 +209,7 @@ def _add_inputs(
         twins: for each layer, the inputs of the traced one, the index of that, and its own.
         fakes: as many tensors as there are twins.
     """
-    *_, last = gm.graph.find_nodes(op="placeholder")
+    *_, last = graph.find_nodes(op="placeholder")
     groups = []
     tensors = iter(fakes)
     for nodes, first, index in twins:
@@ -217,8 +221,8 @@ def _add_inputs(
             if _described(value) != _described(twin.meta["example_value"]):
                 _refuse(f"a tensor of layer {index} is no {twin.name} of layer {first}")
             name, old = str(twin.target).replace(f"_{first}_", f"_{index}_", 1), str(twin.target)
-            with gm.graph.inserting_after(last):
-                last = gm.graph.placeholder(name if name != old else f"{old}_{index}")
+            with graph.inserting_after(last):
+                last = graph.placeholder(name if name != old else f"{old}_{index}")
             kept = {key: value for key, value in twin.meta.items() if key != "grapharg"}
             last.meta = {**kept, "example_value": value}
             last._dynamo_source = None  # type: ignore[attr-defined]

@@ -64,7 +64,8 @@ def watch(watch_of: Stopwatch, skip: bool) -> None:
 
         graphs.capture = captured  # type: ignore[method-assign,assignment]
     CapturedGraph.__call__ = watch_of.wrap("captured", CapturedGraph.__call__)  # type: ignore[method-assign]
-    entry.enter = watch_of.wrap("door", entry.enter)
+    enter, *others = entry.ON_HOST
+    entry.ON_HOST = (watch_of.wrap("door", enter), *others)
 
 
 def measure(

@@ -246,6 +246,7 @@ def test_no_road_guards_layers(road: Any, attention_only: bool, kept: Kept) -> N
     assert [name for name in names if ".paged" in name and "type(" not in name] == []
     assert [name for name in names if name.startswith("G['__builtins_dict__")] == []
     assert [name for name in names if re.fullmatch(r"G\['__import_dsv4_compile_\w+'\]\.[a-z]\w+\.__code__", name)] == []
+    assert [name for name in names if re.search(r"__import_dsv4_compile_\w+'\]\._?[A-Z0-9_]+\b", name)] == []
     assert bool(filters) == (road is with_a_filter)
 
 
