@@ -14,6 +14,7 @@ The caller hands those over, when it compiles and in each call, in `handed`: Dyn
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
@@ -145,16 +146,17 @@ def _copied(gm: GraphModule) -> Graph:
     graph, nodes = Graph(), dict[Node, Node]()
     result, _ = graph.graph_copy(gm.graph, nodes, return_output_node=True)  # type: ignore[misc]
     graph.output(result)
-    for node, copy in nodes.items():
-        vars(copy).update({name: value for name, value in vars(node).items() if name not in vars(copy)})
+    for node, twin in nodes.items():
+        vars(twin).update({name: value for name, value in vars(node).items() if name not in vars(twin)})
     return graph
 
 
 def _module(gm: GraphModule, graph: Graph) -> GraphModule:
-    """Return a module like `gm` with another graph."""
-    found = GraphModule(gm, graph)
+    """Return a module like `gm` with another graph, and like it without generated code until that is needed."""
+    found = copy.copy(gm)
+    gm.graph.owning_module = gm
+    found.graph = graph
     vars(found).update({name: value for name, value in vars(gm).items() if name not in vars(found)})
-    found.meta = gm.meta
     return found
 
 
