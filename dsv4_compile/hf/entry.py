@@ -192,7 +192,8 @@ class EnteredOnHost(_nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward between `enter` and `Entry.finish`, without gradients."""
-        if torch.compiler.is_compiling():
+        # Not `is_compiling`, which is true in all threads while one compiles.
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return super().__call__(*args, **kwargs)
         compiler = eval_frame.get_eval_frame_callback()
         if compiler:

@@ -175,7 +175,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
                 why="its checks, its cache and replaced weights belong to the call",
                 fix='compile the model in place, model.compile(backend="dsv4"), or call it',
             )
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # Guarded in place of modules and settings; parameters that were read here have a short way to the graph.
             check(bool(self.dsv4_state and cache.dsv4_state), "E208", got="a forward before a call")
             repeats = self.dsv4_repeats if self.dsv4_writes_out else ()

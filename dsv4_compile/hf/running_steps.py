@@ -31,7 +31,7 @@ class _Tokens(nn.Module):  # type: ignore[misc]
         """Return hidden states `[T, hidden]` of `input_ids` `[T]`."""
         stack = self.model.model
         # The state names all that layers depend on, and is guarded.
-        repeated = torch.compiler.is_compiling() and self.writes_out and stack.dsv4_state
+        repeated = torch.compiler.is_dynamo_compiling() and self.writes_out and stack.dsv4_state
         repeats = stack.dsv4_repeats if repeated else ()
         shared = tensors_of_step(metadata) if repeats else ()
         hidden: Tensor = stack.run_layers(input_ids[None], metadata, caches, repeats, shared)[0]

@@ -100,7 +100,7 @@ def _build(
     """Build metadata from positions and requests; a token with a negative position is padding."""
     valid = positions >= 0
     requests = torch.where(valid, requests, 0)
-    if positions.device.type == "cpu" and torch.compiler.is_compiling():
+    if positions.device.type == "cpu" and torch.compiler.is_dynamo_compiling():
         _check_tables(block_tables, ratios)
         return build_on_cpu(positions, requests, block_tables, window, max_model_len, ratios, window_block_size)
     indices, lens = window_rows(positions, requests, block_tables.window, window, window_block_size)

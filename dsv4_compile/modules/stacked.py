@@ -103,7 +103,8 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return a tensor `[T, width]` for each projection of x `[T, K]`, its last dim dense."""
-        if not torch.compiler.is_compiling() and not self._intact():
+        # Not `is_compiling`, which is true in all threads while one compiles.
+        if not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or self._intact()):
             self.arrange()
         if self.weight is None or (self.scale is None and x.dtype is not self.weight.dtype):
             return [_unstacked(projection, x) for projection in self.projections]
@@ -127,7 +128,7 @@ class Stack(nn.Module):
         result that is rounded after it. It is used on CUDA, or as `single_gemm` says.
         """
         for stack in (self, other):
-            if not torch.compiler.is_compiling() and not stack._intact():
+            if not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or stack._intact()):
                 stack.arrange()
         together = x.is_cuda if self.single_gemm is None else self.single_gemm
         if self.scale is None or self.weight is None or other.weight is None or other.scale is not None:

@@ -112,6 +112,25 @@ class TestCaches:
             assert torch.equal(got[i], original.generate(prompt, max_new_tokens=8, do_sample=False))
         assert converted.model.dsv4_cache.holder is None
 
+    def test_a_call_while_something_else_compiles(self, original: Any) -> None:
+        """torch says of all threads that they compile, while one does."""
+        model, ids, found = converted_model(), random_ids(1, 9), list[Tensor]()
+        model.model.__dict__["dsv4_writes_out"] = True  # as if its last call had been compiled
+        attention = model.model.layers[1].self_attn
+
+        def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            found.append(eager(model, ids))
+            attention.kv_proj.weight = nn.Parameter(attention.kv_proj.weight * 2)
+            found.append(eager(model, ids))
+            return gm.forward
+
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+        close(found[0], eager(original, ids))
+        with torch.no_grad():
+            other = copy.deepcopy(original)
+            other.model.layers[1].self_attn.kv_proj.weight.mul_(2)
+        close(found[1], eager(other, ids))
+
     def test_one_cache_in_two_threads_is_refused(self, converted: Any) -> None:
         cache = hf.new_cache(converted)
         cache.entered, cache.thread = True, 1

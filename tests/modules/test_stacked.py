@@ -311,6 +311,23 @@ def test_a_replaced_linear_is_used(compiled: bool) -> None:
     check_layer(layer)
 
 
+@torch.no_grad()
+def test_a_weight_is_replaced_while_something_else_compiles() -> None:
+    """torch says of all threads that they compile, while one does."""
+    layer, found = random_layer(SMALL, "hca", dtype=torch.float32), list[bool]()
+    stack: Any = layer.hidden_stacks[0]
+    x = torch.randn(5, HIDDEN)
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        stack.parts[0].weight = nn.Parameter(stack.parts[0].weight * 2)
+        for got, want in zip(stack(x), expected(stack, x), strict=True):
+            found.append(torch.allclose(got, want, atol=1e-5))
+        return gm.forward
+
+    torch.compile(lambda y: y + 1, backend=backend)(torch.ones(2))
+    assert found and all(found)
+
+
 @pytest.mark.parametrize("config", [DeepseekV4Config.flash(), DeepseekV4Config.pro()], ids=["flash", "pro"])
 def test_layers_of_real_size_are_stacked(config: DeepseekV4Config) -> None:
     index = config.compress_ratios.index(4)
