@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -95,50 +94,6 @@ class TestCaches:
         processors = LogitsProcessorList([probe, lambda seen, scores: (counts.append(alive()), scores)[1]])
         converted.generate(random_ids(1, 5), logits_processor=processors, max_new_tokens=4, do_sample=False)
         assert len(probed) == 4 and max(counts) <= 1
-
-    def test_two_threads_generate(self, original: Any, converted: Any) -> None:
-        prompts = [random_ids(1, n) for n in (5, 17, 30)]
-        got: dict[int, Tensor] = {}
-
-        def generate(i: int) -> None:
-            got[i] = converted.generate(prompts[i], max_new_tokens=8, do_sample=False)
-
-        threads = [threading.Thread(target=generate, args=(i,)) for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for i, prompt in enumerate(prompts):
-            assert torch.equal(got[i], original.generate(prompt, max_new_tokens=8, do_sample=False))
-        assert converted.model.dsv4_cache.holder is None
-
-    def test_a_call_while_something_else_compiles(self, original: Any) -> None:
-        """torch says of all threads that they compile, while one does."""
-        model, ids, found = converted_model(), random_ids(1, 9), list[Tensor]()
-        model.model.__dict__["dsv4_writes_out"] = True  # as if its last call had been compiled
-        attention = model.model.layers[1].self_attn
-
-        def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-            found.append(eager(model, ids))
-            attention.kv_proj.weight = nn.Parameter(attention.kv_proj.weight * 2)
-            found.append(eager(model, ids))
-            return gm.forward
-
-        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-        close(found[0], eager(original, ids))
-        with torch.no_grad():
-            other = copy.deepcopy(original)
-            other.model.layers[1].self_attn.kv_proj.weight.mul_(2)
-        close(found[1], eager(other, ids))
-
-    def test_one_cache_in_two_threads_is_refused(self, converted: Any) -> None:
-        cache = hf.new_cache(converted)
-        cache.entered, cache.thread = True, 1
-        with pytest.raises(ValueError, match=r"E208[\s\S]*another forward uses"):
-            converted(random_ids(1, 3), past_key_values=cache)
-        cache.entered = False
-        converted(random_ids(1, 3), past_key_values=cache)
-        assert not cache.entered
 
     def test_another_batch_size_on_a_used_cache(self, original: Any, converted: Any) -> None:
         cache, ids = hf.new_cache(converted), random_ids(1, 8)

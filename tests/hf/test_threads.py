@@ -1,0 +1,101 @@
+"""Tests of threads that call one converted model, or compile beside each other."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsv4_compile import hf
+from dsv4_compile.hf.tiny import tiny_model
+from tests.hf.small import LAYERS, close, random_ids
+
+
+@pytest.fixture(scope="module")
+def original() -> Any:
+    return tiny_model(**LAYERS)
+
+
+def converted_model() -> Any:
+    return hf.convert(tiny_model(**LAYERS), max_batch_size=4, max_seq_len=256)
+
+
+@pytest.fixture(scope="module")
+def converted() -> Any:
+    return converted_model()
+
+
+@torch.no_grad()
+def eager(model: Any, ids: Tensor) -> Tensor:
+    return model(ids, use_cache=False).logits
+
+
+def at_once(call: Callable[[int], Any], count: int) -> list[Any]:
+    """Return the results of `call` for 0 to `count`, each of a thread of its own."""
+    got: dict[int, Any] = {}
+    threads = [threading.Thread(target=lambda i=i: got.update({i: call(i)})) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [got[i] for i in range(count)]
+
+
+def test_two_threads_generate(original: Any, converted: Any) -> None:
+    prompts = [random_ids(1, n) for n in (5, 17, 30)]
+    got = at_once(lambda i: converted.generate(prompts[i], max_new_tokens=8, do_sample=False), len(prompts))
+    for result, prompt in zip(got, prompts, strict=True):
+        assert torch.equal(result, original.generate(prompt, max_new_tokens=8, do_sample=False))
+    assert converted.model.dsv4_cache.holder is None
+
+
+def test_a_call_while_something_else_compiles(original: Any) -> None:
+    """torch says of all threads that they compile, while one does."""
+    model, ids, found = converted_model(), random_ids(1, 9), list[Tensor]()
+    model.model.__dict__["dsv4_writes_out"] = True  # as if its last call had been compiled
+    attention = model.model.layers[1].self_attn
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(eager(model, ids))
+        attention.kv_proj.weight = nn.Parameter(attention.kv_proj.weight * 2)
+        found.append(eager(model, ids))
+        return gm.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    close(found[0], eager(original, ids))
+    with torch.no_grad():
+        other = copy.deepcopy(original)
+        other.model.layers[1].self_attn.kv_proj.weight.mul_(2)
+    close(found[1], eager(other, ids))
+
+
+def test_first_calls_at_once(original: Any) -> None:
+    """Each thread finds that another compiles what it needs."""
+    torch.compiler.reset()
+    model = converted_model()
+    model.compile(fullgraph=True, backend="dsv4", options={"fallback_by_default": True})
+    prompts = [random_ids(1, n) for n in (5, 17, 30)]
+
+    def call(i: int) -> Tensor:
+        cache = hf.new_cache(model)
+        with torch.no_grad():
+            parts = [model(part, past_key_values=cache).logits for part in (prompts[i][:, :-1], prompts[i][:, -1:])]
+        return torch.cat(parts, 1)
+
+    for got, prompt in zip(at_once(call, len(prompts)), prompts, strict=True):
+        close(got, eager(original, prompt))
+
+
+def test_one_cache_in_two_threads_is_refused(converted: Any) -> None:
+    cache = hf.new_cache(converted)
+    cache.entered, cache.thread = True, 1
+    with pytest.raises(ValueError, match=r"E208[\s\S]*another forward uses"):
+        converted(random_ids(1, 3), past_key_values=cache)
+    cache.entered = False
+    converted(random_ids(1, 3), past_key_values=cache)
+    assert not cache.entered
