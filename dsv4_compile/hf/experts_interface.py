@@ -145,8 +145,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     Raises E208 for other experts, E206 where gradients are wanted, and E201 for shapes and dtypes.
     """
     gate = gate_of(*_classes(module))
-    if why_unsupported(module, gate):
-        _refuse(module)
+    if why := why_unsupported(module, gate):
+        _refuse(type(module).__name__, why)
     limit = getattr(module, gate.limit, None) if gate.limit else None
     out: Tensor = torch.ops.dsv4.moe_experts(
         hidden_states,
@@ -161,13 +161,12 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     return out
 
 
-# Dynamo does not trace an error's construction, and runs this as it is.
+# Dynamo does not trace an error's construction, and runs this as it is; torch 2.11 does so for strings, not modules.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _refuse(module: Any) -> None:
-    why = why_unsupported(module, _gate_of(*_classes(module)))
+def _refuse(kind: str, why: str) -> None:
     fail(
         "E208",
-        got=f"{type(module).__name__} with {why}",
+        got=f"{kind} with {why}",
         rule=f'experts_implementation="{NAME}" computes SwiGLU experts without biases, gate rows before up rows',
         fix='model.set_experts_implementation("grouped_mm")',
     )
