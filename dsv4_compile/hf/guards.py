@@ -71,10 +71,15 @@ def own_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def modules_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return a module, those inside it and this package's in them, by a path for each."""
+    return {**dict(module.named_modules()), **own_modules(module)}
+
+
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the distinct parameters, buffers and stacked weights of a converted decoder stack, by a path for each."""
     named: dict[int, tuple[str, Tensor]] = {}
-    for path, module in (*model.named_modules(), *own_modules(model).items()):
+    for path, module in modules_of(model).items():
         for name, value in tensors_in(module).items():
             named.setdefault(id(value), (f"{path}.{name}", value))
     return dict(named.values())
@@ -91,7 +96,7 @@ def fingerprint(model: Any) -> str:
 
     Models with equal modules, settings, hooks and layouts of weights have equal names, and share graphs.
     """
-    modules = {**dict(model.named_modules()), **own_modules(model)}
+    modules = modules_of(model)
     paths = {id(module): path for path, module in modules.items()} | {id(model.config): "config"}
     digest = hashlib.sha256()
     for name in GLOBAL_HOOKS:

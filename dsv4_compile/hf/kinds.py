@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._compat import module_hooks, storage_identity
 from ..cache import LayerCache
 from ..metadata import AttentionMetadata
-from .guards import GLOBAL_HOOKS, HOOKS, module_text, own_modules, tensors_in
+from .guards import GLOBAL_HOOKS, HOOKS, module_text, modules_of, tensors_in
 from .layers import CompilableDecoderLayer
 
 _OF_ONE = frozenset({"layer_idx"})
@@ -72,8 +72,7 @@ def repeats_of(model: Any, named: Mapping[str, Tensor]) -> tuple[str, ...]:
     Names of tensors that other parts of the model have too begin with `SHARED`: all layers of a kind have those.
     """
     config, names = {id(model.config): "config"}, {id(tensor): name for name, tensor in named.items()}
-    parts = {**dict(model.named_modules()), **own_modules(model)}
-    outside = [tensors_in(part).values() for path, part in parts.items() if not path.startswith("layers.")]
+    outside = [tensors_in(part).values() for path, part in modules_of(model).items() if not path.startswith("layers.")]
     kinds = [_kind(layer, config) for layer in model.layers]
     holders = Counter(id(each) for _, tensors in kinds for each in tensors)
     holders.update({id(each) for tensors in outside for each in tensors})
@@ -89,17 +88,22 @@ def repeats_of(model: Any, named: Mapping[str, Tensor]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def later_layers(repeats: Sequence[str]) -> dict[int, list[str]]:
+    """Return the layers that a trace repeats, by index, and what `repeats_of` says of the tensors of each."""
+    words = {i: text.split() for i, text in enumerate(repeats) if text}
+    return {i: names for i, (first, *names) in words.items() if int(first) < i}
+
+
 def repeated_in(repeats: Sequence[str], named: Mapping[str, Tensor]) -> Repeated:
     """Return the layers that a trace repeats, from what `repeats_of` says of each layer and of the tensors by name."""
-    words = {i: text.split() for i, text in enumerate(repeats) if text}
-    later = {i: names for i, (first, *names) in words.items() if int(first) < i}
+    later = later_layers(repeats)
     weights = [named[name] for names in later.values() for name in names if not name.startswith(SHARED)]
     return Repeated(tuple(later), weights)
 
 
 def _kind(layer: Any, outside: dict[int, str]) -> tuple[str, list[Tensor]]:
     """Return a text that layers of one kind share, "" for a layer of no kind, and the layer's distinct tensors."""
-    modules: dict[str, nn.Module] = {**dict(layer.named_modules()), **own_modules(layer)}
+    modules = modules_of(layer)
     tensors = {id(tensor): tensor for module in modules.values() for tensor in tensors_in(module).values()}
     hooked = any(vars(module)[name] for module in modules.values() for name in HOOKS)
     if type(layer) is not CompilableDecoderLayer or hooked or any(getattr(module_hooks, name) for name in GLOBAL_HOOKS):

@@ -28,7 +28,7 @@ from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, held_by
 from .generation import generating, is_undisturbed, take_own
 from .guards import REPEATS, STATE, TENSORS, named
 from .inputs import kept, mark_dynamic_tokens
-from .kinds import SHARED, block_tables_of, repeated_in, repeats_of, tensors_of_cache, without_rows
+from .kinds import SHARED, block_tables_of, later_layers, repeated_in, repeats_of, tensors_of_cache, without_rows
 from .layers import CompilableHead
 from .snapshot import Snapshot
 
@@ -179,7 +179,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
             # Guarded in place of modules and settings; parameters that were read here have a short way to the graph.
             check(bool(self.dsv4_state and cache.dsv4_state), "E208", got="a forward before a call")
             repeats = self.dsv4_repeats if self.dsv4_writes_out else ()
-            elsewhere = tuple(f"layers.{i}." for i, text in enumerate(repeats) if text and int(text.split()[0]) < i)
+            elsewhere = tuple(f"layers.{i}." for i in later_layers(repeats))
             for tensors in (self.dsv4_parameters, cache.dsv4_parameters):
                 _ = [tensors[name].ndim for name in tensors if not name.startswith(elsewhere)]
         else:

@@ -91,9 +91,22 @@ def compiled(model: Any, repeats: bool = True) -> Seen:
     """Compile `model` in place; with `repeats`, as if by a backend that writes repeated layers out."""
     torch.compiler.reset()
     seen = Seen()
+    compile_by(seen, model, repeats)
+    return seen
+
+
+def compile_by(seen: Seen, model: Any, repeats: bool = True) -> None:
     model.compile(fullgraph=True, backend=seen)
     model.__dict__["dsv4_compiled"] = repeats
-    return seen
+
+
+def check_by_turns(seen: Seen, *models: Any) -> None:
+    """Compare each of `models`, which one backend compiles, with what it is without a compiler."""
+    ids = random_ids(2, 12)
+    for model in models:
+        eager = copy.deepcopy(model)
+        compile_by(seen, model)
+        close(logits(model, ids), logits(eager, ids))
 
 
 @torch.no_grad()
@@ -185,15 +198,11 @@ def test_one_tensor_of_two_layers(pairs: Any) -> None:
 
 def test_layers_without_a_weight_in_common_where_others_have_one(pairs: Any) -> None:
     """Models of equal settings, of which one has a tensor in two places, must not share a graph."""
-    ids, shared, apart = random_ids(2, 12), copy.deepcopy(pairs), copy.deepcopy(pairs)
+    shared, apart = copy.deepcopy(pairs), copy.deepcopy(pairs)
     layers = shared.model.layers
     layers[3].attn_hc.base = layers[1].attn_hc.base
     seen = compiled(shared)
-    for model in (shared, apart):
-        eager = copy.deepcopy(model)
-        model.compile(fullgraph=True, backend=seen)
-        model.__dict__["dsv4_compiled"] = True
-        close(logits(model, ids), logits(eager, ids))
+    check_by_turns(seen, shared, apart)
     assert len(seen.graphs) == 2
 
 
@@ -222,16 +231,11 @@ def test_other_caches_of_repeated_layers(pairs: Any) -> None:
 
 def test_layers_of_a_kind_in_one_model_and_of_two_in_another(pairs: Any) -> None:
     """Settings that no state describes tell layers of one model apart, so it must not use the graph of another."""
-    ids, alike, unlike = random_ids(2, 12), copy.deepcopy(pairs), copy.deepcopy(pairs)
+    alike, unlike = copy.deepcopy(pairs), copy.deepcopy(pairs)
     one = object()
     for i in (0, 2):
         alike.model.layers[i].mlp.note, unlike.model.layers[i].mlp.note = one, object()
-    seen = compiled(alike)
-    for model in (alike, unlike):
-        eager = copy.deepcopy(model)
-        model.compile(fullgraph=True, backend=seen)
-        model.__dict__["dsv4_compiled"] = True
-        close(logits(model, ids), logits(eager, ids))
+    check_by_turns(compiled(alike), alike, unlike)
     assert (alike.model.dsv4_repeated.layers, unlike.model.dsv4_repeated.layers) == ((2, 3), (3,))
 
 
