@@ -52,6 +52,8 @@ CACHE_NAMES = ("cache", "past_key_values")
 """Names of the cache in calls and results of transformers, newest first: 5.24 has renamed it."""
 VERSION = "_version"
 """Number that grows when a tensor is written in place; inference tensors have none."""
+WRAPPED_BACKEND = "_torchdynamo_orig_backend"
+"""Attribute of what Dynamo puts around a backend."""
 EXPERTS_GATE = "_apply_gate"
 """Method of transformers' experts that multiplies gate and up."""
 
@@ -107,7 +109,7 @@ PRIVATE: dict[str, PrivateName] = {
     "dtype_propagation": PrivateName("torch._inductor.dtype_propagation", "", "dtypes of results, quicker in tests"),
     "dtype_rules": PrivateName("torch._inductor.utils", "op_dtype_propagation_rules", "what these depend on, in tests"),
     "dynamo_guards": PrivateName("torch._dynamo.guards", "", "times its guards, but not in tests"),
-    "symbolic_convert": PrivateName("torch._dynamo.symbolic_convert", "", "names functions in its log, not in tests"),
+    "symbolic_convert": PrivateName("torch._dynamo.symbolic_convert", "", "knows the current trace and its backend"),
     "sizevars": PrivateName("torch._inductor.sizevars", "", "simplifies indices, less often in tests"),
     "dynamo_config": PrivateName("torch._dynamo.config", "", "settings of tracing, which explain() overrides"),
     "functorch_config": PrivateName("torch._functorch.config", "", "disables a cache of compiled graphs"),
@@ -143,16 +145,14 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def torch_release() -> tuple[int, int]:
+def torch_release() -> tuple[int, ...]:
     """Return major and minor version of the installed torch."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+    return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
-def triton_release() -> tuple[int, int]:
+def triton_release() -> tuple[int, ...]:
     """Return major and minor version of the installed Triton."""
-    major, minor = importlib.import_module("triton").__version__.split(".")[:2]
-    return int(major), int(minor)
+    return tuple(map(int, importlib.import_module("triton").__version__.split(".")[:2]))
 
 
 def triton_known() -> bool:

@@ -118,6 +118,14 @@ def reset() -> None:
 dsv4.reset = reset  # type: ignore[attr-defined]
 
 
+def _writes_layers_out(options: Mapping[str, Any]) -> bool:
+    """Return whether graphs may have marks of `runtime.repeated_layers`: see `repeated_layers.writes_out`."""
+    return bool(options.get("dsv4.regions") != "off")
+
+
+dsv4.writes_layers_out = _writes_layers_out  # type: ignore[attr-defined]
+
+
 def _as_sequence(passes: Any) -> Sequence[Any]:
     if passes is None:
         return ()

@@ -18,7 +18,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from .. import progress
-from ..runtime.repeated_layers import write_out
+from ..runtime.repeated_layers import write_out, writes_out
 from ..selection import decisions
 from . import graphs
 from .breaks import RawBreak, parse_break
@@ -98,6 +98,8 @@ class Watch:
                     del found[count:]
                 raise
 
+        options = fixed.get("options") or {}
+        watched.writes_layers_out = lambda more: writes_out(compiler, {**more, **options})  # type: ignore[attr-defined]
         return watched
 
     def _record_graph(self, gm: GraphModule, backend: str) -> None:

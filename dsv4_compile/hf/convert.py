@@ -40,7 +40,6 @@ _ORIGINAL = {compilable: original for original, compilable in (_COMPILABLE | lay
 _NOT_ADOPTED: Mapping[str, Any] = {
     "dsv4_snapshot": None,
     "dsv4_repeated": Repeated(),
-    "dsv4_writes_out": False,
     STATE: "",
     TENSORS: {},
     REPEATS: (),
@@ -200,7 +199,6 @@ def revert(model: Any) -> Any:
         del layer.self_attn.__dict__["dsv4"], layer.self_attn.__dict__["dsv4_weights"]
     for module in (model, model.model):
         module._compiled_call_impl = None  # compiled for one graph, which the original forward is not
-        module.__dict__.pop("dsv4_compiled", None)
     for name in ("dsv4_cache", "dsv4_read", "dsv4_settings", "dsv4_in_step", *_NOT_ADOPTED):
         del model.model.__dict__[name]
     model.__dict__.pop("_dsv4_warned", None)

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import RecompileLimit, eval_frame, record_outputs
-from ..backend import dsv4
 from ..errors import check, fail
 from ..runtime.addresses import compared
 from ..runtime.repeated_layers import handed
 from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
 from .generation import LOCK, current, take_own
-from .guards import OWN, compile_arguments, drop_guards
+from .guards import compile_arguments, drop_guards
 from .inputs import in_rows, kept
 from .results import inference_only, with_cache
 
@@ -172,11 +171,6 @@ def _take(cache: PagedCache, new: bool) -> None:
     check(not busy, "E208", got="a cache that another forward uses", why="it takes one call at a time", fix=OWN_CACHE)
 
 
-def writes_layers_out(backend: Any, options: Any) -> bool:
-    """Return whether a backend of torch.compile writes repeated layers out, so that a trace may have marks."""
-    return backend in (OWN, dsv4) and (options or {}).get("dsv4.regions") != "off"
-
-
 _nn: Any = nn
 """Untyped: modules of transformers are subclasses of this module's class, and have the type Any."""
 
@@ -187,9 +181,6 @@ class EnteredOnHost(_nn.Module):
     Its method `entered_model` returns the `CompilableModel` and what allocates a cache for it.
     """
 
-    dsv4_compiled = False
-    """Whether the module is compiled in place by a backend that writes repeated layers out."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward between `enter` and `Entry.finish`, without gradients."""
         # Not `is_compiling`, which is true in all threads while one compiles.
@@ -199,7 +190,6 @@ class EnteredOnHost(_nn.Module):
         if compiler:
             drop_guards(compiler)  # of torch.compile(model), or of a function around the model
         begin, finish, release = _UNTRACED if compiler else ON_HOST
-        self._write_out(self.dsv4_compiled and not compiler)
         entry = begin(self, args, kwargs)
         tokens = compared.set(entry.compared), handed.set(entry.handed)
         try:
@@ -217,13 +207,6 @@ class EnteredOnHost(_nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place as `nn.Module.compile`, without the guards that the entry makes redundant."""
         super().compile(*args, **compile_arguments(kwargs))
-        self.__dict__["dsv4_compiled"] = writes_layers_out(kwargs.get("backend"), kwargs.get("options"))
-
-    def _write_out(self, wanted: bool) -> None:
-        """Let a trace have one layer of each kind, where a backend writes the others out."""
-        model, _ = self.entered_model()
-        if model.dsv4_writes_out is not wanted:
-            model.__dict__["dsv4_writes_out"] = wanted
 
 
 def check_call(model: Any, arguments: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ..cache import LayerCache
 from ..errors import check, fail
 from ..metadata import AttentionMetadata
-from ..runtime.repeated_layers import begin_layer, end_layer, repeat_layer
+from ..runtime.repeated_layers import begin_layer, end_layer, marks_are_written_out, repeat_layer
 from .cache import CACHE_NAME, PagedCache, given_cache
 from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, held_by
 from .generation import generating, is_undisturbed, take_own
@@ -178,7 +178,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         if torch.compiler.is_dynamo_compiling():
             # Guarded in place of modules and settings; parameters that were read here have a short way to the graph.
             check(bool(self.dsv4_state and cache.dsv4_state), "E208", got="a forward before a call")
-            repeats = self.dsv4_repeats if self.dsv4_writes_out else ()
+            repeats = self.dsv4_repeats if marks_are_written_out() else ()
             elsewhere = tuple(f"layers.{i}." for i in later_layers(repeats))
             for tensors in (self.dsv4_parameters, cache.dsv4_parameters):
                 _ = [tensors[name].ndim for name in tensors if not name.startswith(elsewhere)]
@@ -205,6 +205,8 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         With `repeats`, see `kinds.repeats_of`, a trace has one layer of each kind, and marks where the others belong.
         `shared` are the inputs of the trace that all layers read.
         """
+        if not torch.compiler.is_dynamo_compiling():
+            repeats = ()  # between graphs, where Dynamo found a graph break in a layer
         embeds = self.embed_tokens(input_ids)
         hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         for i, layer in enumerate(self.layers):

@@ -23,7 +23,7 @@ from ..errors import check
 from ..metadata import MetadataBuffers
 from ..runtime import Statistics, mark_static_inputs, padded_buckets
 from ..runtime.addresses import AddressCheck, named_tensors
-from .entry import check_call, writes_layers_out
+from .entry import check_call
 from .model import CompilableForCausalLM, cache_like
 from .requests import Request, token_ids
 from .running_steps import DecodeTokens, Part, PrefillTokens, with_repeated
@@ -95,16 +95,14 @@ class RunningBatch:
         def part(step: nn.Module, buckets: Collection[int]) -> Part:
             run: Any = step
             if backend is not None:
-                run = torch.compile(step, fullgraph=True, dynamic=True, backend=backend, options=compile_options)
-            if writes_out:
-                run = with_repeated(run, model, self.caches)
+                compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend, options=compile_options)
+                run = with_repeated(compiled, model, self.caches)
             return Part(run, self._buffers, self.caches, buckets, self.graphs)
 
-        writes_out = writes_layers_out(backend, options)
         # A graph reads tensors of repeated layers where `adopt` has put them.
-        self._adopts = writes_out and self.graphs == "off"
-        self._decode = part(DecodeTokens(model, writes_out), padded_buckets(slots))
-        self._prefill = part(PrefillTokens(model, writes_out), {max(2, self.prefill_chunk // 4), self.prefill_chunk})
+        self._adopts = backend is not None and self.graphs == "off"
+        self._decode = part(DecodeTokens(model), padded_buckets(slots))
+        self._prefill = part(PrefillTokens(model), {max(2, self.prefill_chunk // 4), self.prefill_chunk})
         self._weights: AddressCheck | None = None
         self._device = device
         self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)

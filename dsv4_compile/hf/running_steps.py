@@ -11,27 +11,24 @@ from torch import Tensor, nn
 from ..cache import LayerCache
 from ..metadata import AttentionMetadata, MetadataBuffers
 from ..runtime import DecodeRunner
-from ..runtime.repeated_layers import Handed, handed
+from ..runtime.repeated_layers import Handed, handed, marks_are_written_out
 from ..runtime.step import Buckets, StepFunction, StepInputs, step_call
 from .kinds import Repeated, tensors_of_step
 from .sampling import COLUMNS
 
 
 class _Tokens(nn.Module):  # type: ignore[misc]
-    """Tokens of any requests through the layers of a converted model.
+    """Tokens of any requests through the layers of a converted model."""
 
-    With `writes_out`, its backend writes repeated layers out, see `kinds.repeats_of`.
-    """
-
-    def __init__(self, model: Any, writes_out: bool) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model, self.writes_out = model, writes_out
+        self.model = model
 
     def layers(self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]) -> Tensor:
         """Return hidden states `[T, hidden]` of `input_ids` `[T]`."""
         stack = self.model.model
         # The state names all that layers depend on, and is guarded.
-        repeated = torch.compiler.is_dynamo_compiling() and self.writes_out and stack.dsv4_state
+        repeated = torch.compiler.is_dynamo_compiling() and marks_are_written_out() and stack.dsv4_state
         repeats = stack.dsv4_repeats if repeated else ()
         shared = tensors_of_step(metadata) if repeats else ()
         hidden: Tensor = stack.run_layers(input_ids[None], metadata, caches, repeats, shared)[0]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from .._compat import TracingContext
+from .._compat import WRAPPED_BACKEND, TracingContext
 from ..errors import check, fail
 
 _LIBRARY = torch.library.Library("dsv4_trace", "DEF")
@@ -47,6 +47,25 @@ class Handed(NamedTuple):
 _NONE = Handed()
 handed: ContextVar[Handed] = ContextVar("dsv4_handed", default=_NONE)
 """Tensors that the caller of a graph hands over: as many, and in the same layouts, as when the graph was compiled."""
+
+
+def writes_out(backend: Any, options: Mapping[str, Any] | None) -> bool:
+    """Return whether a backend of torch.compile, a function, takes graphs with marks: its `writes_layers_out` says."""
+    says = getattr(backend, "writes_layers_out", None)
+    return bool(says is not None and says(options or {}))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def marks_are_written_out() -> bool:
+    """Return, where Dynamo traces, whether the backend that is to compile the graph takes marks."""
+    from .._compat import symbolic_convert
+
+    backend = symbolic_convert.InstructionTranslator.current_tx().output.compiler_fn
+    while inner := getattr(backend, WRAPPED_BACKEND, None):
+        backend = inner
+    # torch.compile puts a backend and its options in one object.
+    options = getattr(backend, "kwargs", {}).get("options")
+    return writes_out(getattr(backend, "compiler_fn", backend), options)
 
 
 class Written(NamedTuple):
@@ -79,8 +98,8 @@ def _trace_only(streams: Tensor, *_: Any) -> NoReturn:
     fail(
         "E208",
         got="a graph whose repeated layers were not written out",
-        why='only backend="dsv4" compiles such a graph',
-        fix='compile with model.compile(backend="dsv4")',
+        why='only backend="dsv4" compiles such a graph, whole',
+        fix='compile with model.compile(fullgraph=True, backend="dsv4"), or with options={"dsv4.regions": "off"}',
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ from torch import Tensor, fx, nn
 from dsv4_compile import hf
 from dsv4_compile._compat import counters
 from dsv4_compile.backend import dsv4
+from dsv4_compile.debug.watch import watching
 from dsv4_compile.hf.tiny import tiny_config, tiny_model
 from dsv4_compile.runtime import counting
-from dsv4_compile.runtime.repeated_layers import write_out
+from dsv4_compile.runtime.repeated_layers import write_out, writes_out
 from tests.hf.small import assert_records_what_eager_records, close, random_ids
 from tests.hf.test_fp8_weights import twins
 from tests.hf.test_guards import other_class, own_forward, twice
@@ -75,9 +76,13 @@ def texts(gm: fx.GraphModule) -> Graph:
 class Seen:
     """A backend that runs graphs as they are, and keeps them: what Dynamo traced, and what would be compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self, repeats: bool = True) -> None:
+        self.repeats = repeats
         self.traced: list[int] = []
         self.graphs: list[Graph] = []
+
+    def writes_layers_out(self, options: Any) -> bool:
+        return self.repeats
 
     def __call__(self, gm: fx.GraphModule, inputs: Any) -> Any:
         self.traced.append(len(gm.graph.nodes))
@@ -90,14 +95,9 @@ class Seen:
 def compiled(model: Any, repeats: bool = True) -> Seen:
     """Compile `model` in place; with `repeats`, as if by a backend that writes repeated layers out."""
     torch.compiler.reset()
-    seen = Seen()
-    compile_by(seen, model, repeats)
-    return seen
-
-
-def compile_by(seen: Seen, model: Any, repeats: bool = True) -> None:
+    seen = Seen(repeats)
     model.compile(fullgraph=True, backend=seen)
-    model.__dict__["dsv4_compiled"] = repeats
+    return seen
 
 
 def check_by_turns(seen: Seen, *models: Any) -> None:
@@ -105,7 +105,7 @@ def check_by_turns(seen: Seen, *models: Any) -> None:
     ids = random_ids(2, 12)
     for model in models:
         eager = copy.deepcopy(model)
-        compile_by(seen, model)
+        model.compile(fullgraph=True, backend=seen)
         close(logits(model, ids), logits(eager, ids))
 
 
@@ -282,23 +282,88 @@ def test_nothing_keeps_tensors_of_repeated_layers(pairs: Any) -> None:
     assert held[1]() is None
 
 
-def test_only_this_backend_gets_marks(pairs: Any) -> None:
-    model = copy.deepcopy(pairs)
+def in_place(model: Any, **arguments: Any) -> Any:
+    model.compile(**arguments)
+    return model
 
-    def compiled_by(**arguments: Any) -> bool:
-        model.compile(**arguments)
-        return bool(model.dsv4_compiled)
 
-    assert compiled_by(backend="dsv4") and compiled_by(backend=dsv4, options={"dsv4.impl": "eager"})
-    assert not compiled_by(backend="dsv4", options={"dsv4.regions": "off"})
-    assert not compiled_by(backend="eager") and not compiled_by()
-    # A wrapper has a backend of its own, whatever the model was compiled with in place.
-    model._compiled_call_impl = None
-    model.__dict__["dsv4_compiled"] = True
+def forward_of(model: Any, **arguments: Any) -> Any:
+    model.forward = torch.compile(model.forward, **arguments)
+    return model
+
+
+def stack_of(model: Any, **arguments: Any) -> Any:
+    model.model = torch.compile(model.model, **arguments)
+    return model
+
+
+def around(model: Any, *, fullgraph: bool = False, **arguments: Any) -> Any:
+    """Compile a function that calls the model, which Dynamo leaves for the checks of the call."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return torch.compile(call, **arguments)
+
+
+ROADS: tuple[Callable[..., Any], ...] = (in_place, torch.compile, forward_of, stack_of, around)
+"""What users compile a model with."""
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
     torch.compiler.reset()
-    wrapper, ids = torch.compile(model, backend="eager", fullgraph=True), random_ids(2, 12)
-    close(logits(wrapper, ids), logits(pairs, ids))
+    yield
     torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("anew")
+@pytest.mark.parametrize("road", ROADS)
+def test_any_road_to_a_backend_that_takes_marks(road: Callable[..., Any], pairs: Any) -> None:
+    ids, nodes = random_ids(2, 12), list[int]()
+    for repeats in (True, False):
+        seen, model = Seen(repeats), copy.deepcopy(pairs)
+        called = road(model, fullgraph=True, backend=seen)
+        close(logits(called, ids), logits(pairs, ids))
+        nodes += seen.traced
+    assert len(nodes) == 2 and nodes[0] < 0.8 * nodes[1]
+
+
+def test_which_backends_take_marks() -> None:
+    assert writes_out(dsv4, None) and writes_out(dsv4, {"dsv4.impl": "eager"})
+    assert not writes_out(dsv4, {"dsv4.regions": "off"})
+    with watching() as watch:
+        assert writes_out(watch.backend("dsv4"), None) and not writes_out(watch.backend("eager"), None)
+        assert not writes_out(watch.backend("dsv4", options={"dsv4.regions": "off"}), None)
+
+
+@pytest.mark.usefixtures("anew")
+@pytest.mark.parametrize("arguments", [{"backend": "eager"}, {"backend": "dsv4", "options": {"dsv4.regions": "off"}}])
+def test_a_backend_without_marks_after_one_with_them(arguments: dict[str, Any], pairs: Any) -> None:
+    """Dynamo keeps graphs of one function for each backend."""
+    model, ids = copy.deepcopy(pairs), random_ids(2, 12)
+    for more in ({"backend": Seen()}, arguments, {"backend": Seen()}):
+        close(logits(torch.compile(model, **more), ids), logits(pairs, ids))
+    model.compile(backend=Seen())
+    close(logits(torch.compile(model, **arguments), ids), logits(pairs, ids))
+
+
+@pytest.mark.usefixtures("anew")
+@pytest.mark.parametrize("road", [in_place, torch.compile])
+def test_a_graph_break_in_layers(road: Callable[..., Any], pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers run between graphs then, and no graph has all of one."""
+    model, ids = copy.deepcopy(pairs), random_ids(2, 12)
+    kind = type(model.model.layers[2].mlp)
+    forward = kind.forward
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.graph_break()
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", broken)
+    called = road(model, backend=Seen())
+    for _ in range(2):
+        close(logits(called, ids), logits(pairs, ids))
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
