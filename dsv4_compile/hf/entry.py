@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,11 @@ from .results import inference_only, with_cache
 
 NO_WEIGHTS = "sparse attention builds no attention matrix"
 _STALE = f"a stale {CACHE_NAME}"
+WHY_NOT_WHOLE = (
+    "a call of a converted model is checked on the host, before its graph: compile the model itself, "
+    'model.compile(fullgraph=True, backend="dsv4"), or the function around it without fullgraph=True'
+)
+"""Why torch.compile(function, fullgraph=True) does not trace a call of the model in that function."""
 RECORDED = ("output_hidden_states", "output_router_logits")
 """Arguments that ask for what modules return inside the model."""
 
@@ -239,6 +244,20 @@ def check_call(model: Any, arguments: dict[str, Any]) -> None:
             why="every token attends to the kept tokens before it, and to nothing else",
             fix="pass integers or booleans [batch, columns], nonzero for a token",
         )
+
+
+def _refuse_uncalled() -> NoReturn:
+    """Raise E208 for a forward without a call."""
+    fail(
+        "E208",
+        got="a forward that no call of the model led to",
+        why="its checks, its cache and replaced weights belong to the call",
+        fix='compile the model in place, model.compile(backend="dsv4"), or call it',
+    )
+
+
+refuse_uncalled: Callable[[], NoReturn] = torch.compiler.disable(_refuse_uncalled, reason=f"E208: {WHY_NOT_WHOLE}")
+"""`_refuse_uncalled`, or in a trace with fullgraph=True torch's error with this reason."""
 
 
 def check_batch(call: Call) -> None:

@@ -24,7 +24,7 @@ from ..errors import check, fail
 from ..metadata import AttentionMetadata
 from ..runtime.repeated_layers import begin_layer, end_layer, marks_are_written_out, repeat_layer
 from .cache import CACHE_NAME, PagedCache, given_cache
-from .entry import NO_WEIGHTS, RECORDED, EnteredOnHost, held_by
+from .entry import NO_WEIGHTS, RECORDED, WHY_NOT_WHOLE, EnteredOnHost, held_by, refuse_uncalled
 from .generation import generating, is_undisturbed, take_own
 from .guards import REPEATS, STATE, TENSORS, named
 from .inputs import kept, mark_dynamic_tokens
@@ -169,12 +169,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
     ) -> MoeModelOutputWithPast:
         """Run `forward` for columns of which those in `keep`, bool `[B, S]`, are neighbours in each row."""
         if cache is None or not cache.entered:
-            fail(
-                "E208",
-                got="a forward that no call of the model led to",
-                why="its checks, its cache and replaced weights belong to the call",
-                fix='compile the model in place, model.compile(backend="dsv4"), or call it',
-            )
+            refuse_uncalled()
         if torch.compiler.is_dynamo_compiling():
             # Guarded in place of modules and settings; parameters that were read here have a short way to the graph.
             check(bool(self.dsv4_state and cache.dsv4_state), "E208", got="a forward before a call")
@@ -264,7 +259,7 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
     """Language model whose `generate` uses the paged cache and marks dynamic dims, so that nothing recompiles."""
 
     # Dynamo must not trace the checks of a wrapper from torch.compile(model), but compile what they call.
-    __call__ = torch.compiler.disable(EnteredOnHost.__call__, recursive=False)
+    __call__ = torch.compiler.disable(EnteredOnHost.__call__, recursive=False, reason=WHY_NOT_WHOLE)
 
     def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
         """Return the decoder stack and what allocates a cache for it."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from transformers import LogitsProcessorList
 
 from dsv4_compile import hf
@@ -293,8 +294,25 @@ class TestWeights:
             wrapper(ids, attention_mask=torch.zeros(1, 20))
 
     def test_a_traced_forward_without_its_call_is_refused(self, converted: Any) -> None:
-        with pytest.raises(Exception, match="E208"):
+        with pytest.raises(ValueError, match="E208"):
             torch.compile(converted.forward, backend="eager")(random_ids(1, 4))
+        torch.compiler.reset()  # else Dynamo runs the forward that it could not trace
+        with pytest.raises(Unsupported, match="E208"):
+            torch.compile(converted.forward, backend="eager", fullgraph=True)(random_ids(1, 4))
+
+    @pytest.mark.parametrize("part", ["model", "stack"])
+    def test_a_function_around_it_says_why_it_is_no_whole_graph(self, part: str, converted: Any) -> None:
+        called = converted if part == "model" else converted.model
+
+        def call(ids: Any) -> Any:
+            return called(ids)[0]
+
+        ids = random_ids(1, 4)
+        with pytest.raises(Unsupported, match=r"checked on the host.*or the function around it without fullgraph"):
+            torch.compile(call, backend="eager", fullgraph=True)(ids)
+        torch.compiler.reset()
+        if part == "model":
+            close(torch.compile(call, backend="eager")(ids), call(ids))
 
     @pytest.mark.parametrize("change", ["hook", "pre-hook", "forward", "adapter", "parametrisation", "removed"])
     def test_what_would_have_no_effect_is_refused(self, change: str) -> None:
