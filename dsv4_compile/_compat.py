@@ -31,6 +31,8 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 """All signatures of an op under one name, a target in traced graphs."""
 assert_async = torch._assert_async
 """Function that fails on the device, without synchronisation, unless a tensor is true."""
+copy_all: Any = torch._foreach_copy_
+"""Function of lists of tensors, to and from: copies in one launch, where dtypes and layouts allow it."""
 functional_collectives: Any = torch.ops._c10d_functional
 """Collectives that torch.compile traces."""
 onednn_linear: Any = None
@@ -346,11 +348,8 @@ def cache_places() -> dict[str, list[str]]:
     from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM, DeepseekV4Model
 
-    calls: tuple[Any, ...] = (
-        DeepseekV4Model.forward,
-        DeepseekV4ForCausalLM.forward,
-        GenerationMixin.prepare_inputs_for_generation,
-    )
+    forwards: tuple[Any, ...] = (DeepseekV4Model.forward, DeepseekV4ForCausalLM.forward)
+    calls = (*forwards, GenerationMixin.prepare_inputs_for_generation)
     results: tuple[Any, ...] = (MoeModelOutputWithPast, MoeCausalLMOutputWithPast, GenerateDecoderOnlyOutput)
     parameters = {call.__qualname__: list(inspect.signature(call).parameters) for call in calls}
     return parameters | {result.__name__: [field.name for field in fields(result)] for result in results}

@@ -9,6 +9,7 @@ from .inputs import mark_dynamic_tokens
 from .load import load
 from .requests import Request
 from .running import RunningBatch
+from .unchanged import unchanged
 
 __all__ = [
     "PagedCache",
@@ -20,6 +21,7 @@ __all__ = [
     "new_cache",
     "register_experts",
     "revert",
+    "unchanged",
 ]
 
 register_experts()

@@ -25,6 +25,7 @@ from .generation import LOCK, current, take_own
 from .guards import compile_arguments, drop_guards
 from .inputs import in_rows, kept
 from .results import inference_only, with_cache
+from .unchanged import is_unchanged
 
 NO_WEIGHTS = "sparse attention builds no attention matrix"
 _STALE = f"a stale {CACHE_NAME}"
@@ -148,7 +149,8 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
         if any(arguments.get(name, getattr(model.config, name, False)) for name in RECORDED):
             record_outputs(model)
         generation = current()
-        if generation is None or not generation.has_compared(model, held):
+        compared_ahead = generation is not None and generation.has_compared(model, held)
+        if not (is_unchanged(model, held) or compared_ahead):
             model.adopt()
             held.adopt()
         if model.dsv4_in_step is not None:

@@ -31,6 +31,7 @@ from .inputs import kept, mark_dynamic_tokens
 from .kinds import SHARED, block_tables_of, later_layers, repeated_in, repeats_of, tensors_of_cache, without_rows
 from .layers import CompilableHead
 from .snapshot import Snapshot
+from .unchanged import has_block
 
 hf: Any = modeling_deepseek_v4
 """Module of transformers, untyped because its submodules have the type `Tensor | Module`."""
@@ -281,7 +282,7 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         cache = given_cache(kwargs)
         if cache is not None:
             kwargs[CACHE_NAME] = cache
-        with generating(is_undisturbed(self, args, kwargs)):
+        with generating(not has_block(self.model) and is_undisturbed(self, args, kwargs)):
             return super().generate(*args, **kwargs)
 
     def _prepare_cache_for_generation(

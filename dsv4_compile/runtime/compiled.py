@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .. import progress
-from .._compat import lie_at
+from .._compat import copy_all, lie_at
 from ..errors import fail, warn
 from .addresses import HeldTensors, TensorRecord, compared
 from .aliasing import GraphOutputs, owner, without_repeats
@@ -317,9 +317,8 @@ class CapturedGraph:
         return entry.outputs.for_call(args)
 
     def _copy_inputs(self, entry: _Entry, args: tuple[Any, ...]) -> None:
-        tensors = (args[i] for i in self._copied if isinstance(args[i], Tensor))
-        for copy, arg in zip(entry.copies, tensors, strict=True):
-            copy.copy_(without_repeats(arg))
+        if entry.copies:
+            copy_all(entry.copies, [without_repeats(args[i]) for i in self._copied if isinstance(args[i], Tensor)])
 
 
 def _lies_still(entry: _Entry, in_place: list[Tensor]) -> bool:

@@ -5,7 +5,8 @@ number of layers, in us, medians: the whole call without the replay; in it the e
 its cache (door), guards and what Dynamo does around the graph (guards), the captured graph's search for its entry and
 its copies (captured), and the rest. Replays are left out. With --replay they run, and on a GPU a call with a wait for
 the GPU is timed too; references of all ops are what they run, so they take longer than a model's. With --cold, 192 MB
-are written before each call, so that no cache holds what it visits, as after a wait for a GPU.
+are written before each call, so that no cache holds what it visits, as after a wait for a GPU. With --unchanged, calls
+are in a block of `hf.unchanged`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -69,7 +71,7 @@ def watch(watch_of: Stopwatch, skip: bool) -> None:
 
 
 def measure(
-    layers: int, device: torch.device, stopwatch: Stopwatch, replay: bool, cold: bool = False
+    layers: int, device: torch.device, stopwatch: Stopwatch, *, replay: bool, cold: bool, unchanged: bool
 ) -> dict[str, float]:
     """Return us of one call and of its parts."""
     model: Any = hf.convert(
@@ -85,9 +87,10 @@ def measure(
     cache = hf.new_cache(model)
     call = stopwatch.wrap("call", torch.no_grad()(lambda: model(ids, past_key_values=cache, **inputs)))
     other = torch.zeros(COLD_BYTES if cold else 0, dtype=torch.uint8)
-    for _ in range(WARM_UP + (COLD_CALLS if cold else CALLS)):
-        other += 1
-        call()
+    with hf.unchanged(model) if unchanged else nullcontext():
+        for _ in range(WARM_UP + (COLD_CALLS if cold else CALLS)):
+            other += 1
+            call()
     us = {name: stopwatch.us(name) for name in ("call", "door", "compiled", "captured", "replay")}
     found = {
         "call": us["call"] - us["replay"],
@@ -116,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="%(default)s")
     parser.add_argument("--replay", action="store_true", help="run the captured graphs too")
     parser.add_argument("--cold", action="store_true", help="write other memory before each call")
+    parser.add_argument("--unchanged", action="store_true", help="compare the model once, not in each call")
     args = parser.parse_args(argv)
     quiet_libraries()
     torch.set_num_threads(1)
@@ -123,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     watch(stopwatch, skip=not args.replay)
     for layers in map(int, args.layers.split(",")):
         stopwatch.seconds.clear()
-        found = measure(layers, torch.device(args.device), stopwatch, args.replay, args.cold)
+        how = {"replay": args.replay, "cold": args.cold, "unchanged": args.unchanged}
+        found = measure(layers, torch.device(args.device), stopwatch, **how)
         print({"layers": layers, **found}, flush=True)
         torch.compiler.reset()
     return 0

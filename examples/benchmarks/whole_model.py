@@ -2,10 +2,11 @@
 
 A few layers of V4-Flash with random weights in bfloat16: embedding, hyper-connections, router, experts, head. The forms
 are `convert` of the whole model and with attention alone, both compiled with captured steps, the whole model with
-captured prompts too, and transformers eager.
-For each batch: seconds of the two compilations, ms of a prefill, ms of a decode step by `generate` and by calls of the
-model in a row, kernels of a captured step, and the experts that its tokens touch. Warm: the same weights in every step,
-which no cache of a GPU holds.
+captured prompts too, that in a block of `hf.unchanged`, `hf.RunningBatch`, and transformers eager.
+For each batch: seconds of the two compilations, ms of a prefill, ms of a decode step by `generate`, by consecutive
+calls of the model and by calls whose token the host reads, kernels of a captured step, and the experts that its tokens
+touch. All prompts of a RunningBatch are one chunk, and the host reads each of its tokens. Warm: the same weights in
+every step, which no cache of a GPU holds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from dsv4_compile.bench.nodes import by_name, nodes
 from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
 
-FORMS = ("whole", "captured", "attention", "eager")
+FORMS = ("whole", "captured", "unchanged", "running", "attention", "eager")
 PROMPTS = {1: 2048, 8: 1024, 32: 512}
 """Tokens of each prompt by batch size; 512 for others."""
 STEPS, REPEATS, MAX_SEQ_LEN = 32, 3, 2304
@@ -97,11 +99,33 @@ def measure(model: Any, form: str, batch: int, prompt: int, timed: Timed) -> dic
     for _ in range(3):
         step()
     row["step_ms"] = timed.ms(step, STEPS)
+    row["read_ms"] = timed.ms(lambda: step().logits[:, -1].argmax(-1).tolist(), STEPS)
     if device.type == "cuda":
         found = nodes(step)
         row["nodes"], row["kernels_ms"] = len(found), round(sum(node.us for node in found) / 1e3, 3)
         row["kernels"] = [[node.name[:120], node.us] for node in found]
         row["prefill_kernels"] = by_name(nodes(prefill))[:20]
+    return row
+
+
+def measure_running(model: Any, batch: int, prompt: int, timed: Timed) -> dict[str, Any]:
+    """Return the figures of a RunningBatch with as many slots as requests, from their submission on."""
+    tokens = {"slots": batch, "prefill_chunk": batch * prompt, "max_seq_len": MAX_SEQ_LEN}
+    serving = hf.RunningBatch(model, **tokens, backend="dsv4")
+    prompts = torch.randint(1, model.config.vocab_size, (batch, prompt)).tolist()
+
+    def prefill(tokens: int = 1) -> None:
+        for each in prompts:
+            serving.submit(each, max_new_tokens=tokens)
+        serving.step()
+
+    row: dict[str, Any] = {"form": "running", "batch": batch, "prompt": prompt}
+    row["first_prefill_s"] = round(timed.seconds(prefill), 1)
+    prefill()
+    row["prefill_ms"] = timed.ms(prefill)
+    prefill(MAX_SEQ_LEN - prompt)
+    row["first_steps_s"] = round(timed.seconds(serving.step), 1)
+    row["read_ms"] = timed.ms(serving.step, STEPS)
     return row
 
 
@@ -148,13 +172,18 @@ def run(args: argparse.Namespace, found: dict[str, Any], save: Callable[[], None
             torch.compiler.reset()
             hf.convert(model, max_batch_size=max(batches), max_seq_len=MAX_SEQ_LEN, attention_only=form == "attention")
             graphs: dict[str, Any] = {"dsv4.cudagraph": "full"} if device.type == "cuda" else {}
-            if graphs and form == "captured":
+            if graphs and form in ("captured", "unchanged"):
                 graphs["dsv4.cudagraph.max_tokens"] = max(batch * PROMPTS.get(batch, 512) for batch in batches)
             model.compile(fullgraph=True, backend="dsv4", options=graphs or None)
         for batch in batches:
             prompt = 40 if args.tiny else PROMPTS.get(batch, 512)
             stamp = {"date": found["date"], "commit": found["commit"]}
-            found["rows"].append(stamp | measure(model, form, batch, prompt, timed))
+            if form == "running":
+                row = measure_running(model, batch, prompt, timed)
+            else:
+                with hf.unchanged(model) if form == "unchanged" else nullcontext():
+                    row = measure(model, form, batch, prompt, timed)
+            found["rows"].append(stamp | row)
             said = {name: value for name, value in found["rows"][-1].items() if not name.endswith("kernels")}
             print(said, file=sys.stderr, flush=True)
             save()

@@ -130,11 +130,13 @@ def contexts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]
 def four_layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of four layers of V4-Flash in bfloat16 on one GPU, and eager transformers."""
     said = {"whole": "converted, compiled, captured", "captured": "prompts captured too", "eager": "eager transformers"}
+    said |= {"unchanged": "in a block of `hf.unchanged`", "running": "`hf.RunningBatch`"}
     shown = rows["whole_model"]
-    head = ["batch", "prompt", "", "prefill, ms", "its kernels, ms", "`generate`, ms a token", "step, ms", "kernels"]
-    lines = [[*head, "first calls, s"]]
+    head = ["batch", "prompt", "", "prefill, ms", "its kernels, ms", "`generate`, ms a token", "step, ms"]
+    lines = [[*head, "step whose token the host reads, ms", "kernels", "first calls, s"]]
     for row in sorted(shown, key=lambda row: int(row["batch"])):
-        times = [f"{row[name]:.1f}" if name in row else "-" for name in ("prefill_ms", "generate_ms", "step_ms")]
+        names = ("prefill_ms", "generate_ms", "step_ms", "read_ms")
+        times = [f"{row[name]:.1f}" if name in row else "-" for name in names]
         first = f"{row['first_prefill_s'] + row['first_steps_s']:.0f}"
         name = said.get(row["form"], row["form"])
         kernels = sum(us for _, _, us in row.get("prefill_kernels", ()))

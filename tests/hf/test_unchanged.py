@@ -1,0 +1,220 @@
+"""Tests of blocks in which a model does not change: results are as outside of them, and the end tells what did."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsv4_compile import hf
+from dsv4_compile.hf.snapshot import Snapshot
+from dsv4_compile.hf.tiny import tiny_model
+from dsv4_compile.runtime import counting
+from tests.hf.small import LAYERS, close, random_ids
+
+CAPTURED = {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin", "dsv4.impl": "eager"}
+
+
+def converted_model() -> Any:
+    return hf.convert(tiny_model(**LAYERS), max_batch_size=2, max_seq_len=128)
+
+
+@pytest.fixture(scope="module")
+def original() -> Any:
+    return tiny_model(**LAYERS)
+
+
+@pytest.fixture
+def model() -> Any:
+    return converted_model()
+
+
+@pytest.fixture
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """One entry for each comparison of a model or of a cache."""
+    found: list[int] = []
+    for kind in (Snapshot, hf.PagedCache):
+
+        def counted(self: Any, holds: Callable[[Any], bool] = kind.holds) -> bool:
+            found.append(1)
+            return holds(self)
+
+        monkeypatch.setattr(kind, "holds", counted)
+    yield found
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, **more: Any) -> Tensor:
+    return model(ids, **more).logits
+
+
+def in_turn(model: Any, ids: Tensor, cache: Any) -> Tensor:
+    parts = [ids[:, :9], *ids[:, 9:].split(1, dim=1)]
+    return torch.cat([logits(model, part, past_key_values=cache) for part in parts], dim=1)
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled", "captured", "wrapper"])
+def test_calls_in_a_block_compare_a_cache_once_and_a_model_never(
+    form: str, model: Any, original: Any, comparisons: list[int]
+) -> None:
+    torch.compiler.reset()
+    called: Any = model
+    if form in ("compiled", "captured"):
+        model.compile(backend="dsv4", fullgraph=True, options=CAPTURED if form == "captured" else None)
+    elif form == "wrapper":
+        called = torch.compile(model, backend="dsv4")
+    ids = random_ids(2, 16)
+    with counting() as counts:
+        in_turn(called, ids, hf.new_cache(model))
+        with hf.unchanged(called):
+            cache, other = hf.new_cache(model), hf.new_cache(model)
+            in_turn(called, ids, cache)
+            comparisons.clear()
+            cache.reset()
+            close(in_turn(called, ids, cache), logits(original, ids))
+            assert not comparisons
+            close(in_turn(called, ids[:1], other), logits(original, ids[:1]))
+            assert len(comparisons) <= 3  # of the other cache, and of the model at that time
+        assert (counts.replays > 0) is (form == "captured")
+    assert not torch.equal(in_turn(called, ids, hf.new_cache(model)), logits(original, ids) * 2)
+    torch.compiler.reset()
+
+
+def test_generate_in_a_block(model: Any, original: Any, comparisons: list[int]) -> None:
+    ids = random_ids(2, 9)
+    with hf.unchanged(model):
+        comparisons.clear()
+        got = model.generate(ids, max_new_tokens=12, do_sample=False)
+        assert len(comparisons) <= 3
+    assert torch.equal(got, original.generate(ids, max_new_tokens=12, do_sample=False))
+
+
+def test_weights_written_in_place_are_used(model: Any, original: Any) -> None:
+    ids, other = random_ids(2, 9), copy.deepcopy(original)
+    with hf.unchanged(model), torch.no_grad():
+        logits(model, ids)
+        for each in (model, other):
+            each.model.layers[1].self_attn.kv_proj.weight.mul_(2)
+            each.model.layers[0].mlp.experts.down_proj.mul_(2)
+            each.lm_head.weight.mul_(2)
+        close(logits(model, ids), logits(other, ids))
+
+
+def assigned(model: Any) -> None:
+    projection = model.model.layers[1].self_attn.kv_proj
+    projection.weight = nn.Parameter(projection.weight * 2)
+
+
+def given_data(model: Any) -> None:
+    projection = model.model.layers[1].self_attn.kv_proj
+    projection.weight.data = projection.weight.data * 2
+
+
+def loaded(model: Any) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def hooked(model: Any) -> None:
+    model.model.norm.register_forward_hook(lambda module, args, out: out)
+
+
+def set_another_way(model: Any) -> None:
+    model.model.layers[0].mlp.experts.limit = 3.0
+
+
+def with_another_module(model: Any) -> None:
+    model.model.norm = copy.deepcopy(model.model.norm)
+
+
+def in_float64(model: Any) -> None:
+    model.double()
+
+
+CHANGES = (assigned, given_data, loaded, hooked, set_another_way, with_another_module, in_float64)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_told_at_the_end(change: Callable[[Any], None], model: Any) -> None:
+    ids = random_ids(1, 7)
+    logits(model, ids)
+    with pytest.raises(ValueError, match=r"E20[78]"), hf.unchanged(model):
+        logits(model, ids)
+        change(model)
+    # Afterwards a call compares again, and is refused or uses what the model has now.
+    if change in (assigned, given_data):
+        other = tiny_model(**LAYERS)
+        change(other)
+        close(logits(model, ids), logits(other, ids))
+
+
+def test_a_change_names_what_moved(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.kv_proj\.weight"), hf.unchanged(model):
+        assigned(model)
+
+
+def test_an_error_in_a_block_stays_the_error(model: Any) -> None:
+    with pytest.raises(KeyError, match="mine"), hf.unchanged(model):
+        assigned(model)
+        raise KeyError("mine")
+    logits(model, random_ids(1, 4))
+
+
+def test_what_changes_without_effect(model: Any) -> None:
+    with hf.unchanged(model):
+        model.note = "mine"
+        model.compile(backend="eager")
+        logits(model, random_ids(1, 4))
+        model.model.rotary_emb.requires_grad_(False)
+
+
+def test_checks_of_a_call_stay(model: Any) -> None:
+    ids = random_ids(1, 7)
+    with hf.unchanged(model):
+        cache = hf.new_cache(model)
+        logits(model, ids, past_key_values=cache)
+        for wrong in ({"position_ids": ids}, {"attention_mask": torch.ones(1, 3)}, {"output_attentions": True}):
+            with pytest.raises(ValueError, match="E208"):
+                logits(model, ids, past_key_values=cache, **wrong)
+        with pytest.raises(ValueError, match="E204"):
+            logits(model, random_ids(1, 512), past_key_values=cache)
+        model.train()
+        with pytest.raises(ValueError, match="training"):
+            logits(model, ids, past_key_values=cache)
+        model.eval()
+
+
+def test_other_models_other_threads_and_the_time_after_compare(original: Any) -> None:
+    ids, (one, two) = random_ids(1, 7), (converted_model(), converted_model())
+    doubled = copy.deepcopy(original)
+    assigned(doubled)
+    with hf.unchanged(one), hf.unchanged(one):
+        logits(one, ids)
+        logits(two, ids)
+        assigned(two)
+        close(logits(two, ids), logits(doubled, ids))
+        found: list[Tensor] = []
+        with pytest.raises(ValueError, match="E208"), hf.unchanged(two):
+            assigned(two)
+            thread = threading.Thread(target=lambda: found.append(logits(two, ids)))
+            thread.start()
+            thread.join()
+    assigned(doubled)
+    close(found[0], logits(doubled, ids))
+    assigned(one)
+    assert not torch.allclose(logits(one, ids), logits(original, ids))
+
+
+def test_what_is_not_converted_is_refused(original: Any, model: Any) -> None:
+    for other in (original, nn.Linear(2, 2), None, hf.revert(model)):
+        with pytest.raises(ValueError, match="E208"), hf.unchanged(other):
+            pass
+
+
+def test_a_model_that_is_reverted_in_a_block(model: Any) -> None:
+    with pytest.raises(ValueError, match="E208"), hf.unchanged(model):
+        hf.revert(model)
