@@ -286,7 +286,7 @@ class TestWeights:
         wrapper = torch.compile(model, fullgraph=True, backend="dsv4", options={"fallback_by_default": True})
         ids = random_ids(1, 20)
         close(wrapper(ids).logits, eager(other, ids))
-        weight = other.model.layers[1].self_attn.q_b_proj.weight.detach() * 2
+        weight = other.model.layers[1].self_attn.q_b_proj.weight.detach().roll(1, 0)
         other.model.layers[1].self_attn.q_b_proj.weight = nn.Parameter(weight)
         model.model.layers[1].self_attn.q_b_proj.weight = nn.Parameter(weight.clone())
         close(wrapper(ids).logits, eager(other, ids))
@@ -358,7 +358,7 @@ class TestWeights:
         torch.save(converted, tmp_path / "model.pt")
         loaded = torch.load(tmp_path / "model.pt", weights_only=False)
         with torch.no_grad():
-            copied.model.layers[0].self_attn.q_a_proj.weight.mul_(2)
+            copied.model.layers[0].self_attn.q_a_proj.weight.neg_()
         assert torch.equal(converted(ids).logits, want)
         assert torch.equal(loaded(ids).logits, want)
         assert not torch.equal(copied(ids).logits, want)
