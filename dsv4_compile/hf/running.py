@@ -28,6 +28,7 @@ from .model import CompilableForCausalLM, cache_like
 from .requests import Request, token_ids
 from .running_steps import DecodeTokens, Part, PrefillTokens, with_repeated
 from .sampling import COLUMNS, RequestSampling, choose_tokens
+from .unchanged import has_block
 
 
 class RunningBatch:
@@ -45,8 +46,8 @@ class RunningBatch:
 
     Raises E208 for a model that is not converted or is split over ranks, E204 for sizes.
 
-    One thread drives it. Changed weights are read when requests join; a parameter that a captured graph reads from
-    another address raises E421.
+    One thread drives it. Changed weights are read when requests join, outside of blocks of `hf.unchanged`; a parameter
+    that a captured graph reads from another address raises E421.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class RunningBatch:
         self._decode = part(DecodeTokens(model), padded_buckets(slots))
         self._prefill = part(PrefillTokens(model), {max(2, self.prefill_chunk // 4), self.prefill_chunk})
         self._weights: AddressCheck | None = None
+        self._checked: Any = None
         self._device = device
         self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)
         self._waiting: deque[Request] = deque()
@@ -203,7 +205,7 @@ class RunningBatch:
     def _step(self) -> list[tuple[Request, int]]:
         self._join()
         if self._adopts:
-            self.model.model.adopt()
+            self._adopt()
         decoding = [request for request in self.running if request.state == "decode"]
         try:
             new = self._run_prefill()
@@ -248,7 +250,7 @@ class RunningBatch:
         if not self._waiting or None not in self._running:
             return
         check_call(self.model.model, {"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
-        self.model.model.adopt()
+        self._adopt()
         if self.graphs != "off":
             self._check_captured_weights()
         while self._waiting and None in self._running:
@@ -257,6 +259,11 @@ class RunningBatch:
             self._joined.append(request)
             request.state = "prefill"
 
+    def _adopt(self) -> None:
+        """Read weights that have changed, unless a block of `hf.unchanged` says that none has."""
+        if not has_block(self.model.model):
+            self.model.model.adopt()
+
     def _check_captured_weights(self) -> None:
         """Capture the graphs before the first request; raise E421 for a parameter that has moved since."""
         if self._weights is None:
@@ -264,7 +271,12 @@ class RunningBatch:
                 assert part.runner is not None
                 part.runner.warm_up()
             self._weights = AddressCheck(lambda: named_tensors(self.model, "model"), self._device)
-        self._weights.check("the graphs of a RunningBatch")
+        # A snapshot is of the layers, and another one after a change. The check holds the tensors, so ids are theirs.
+        head = [(id(tensor), tensor.data_ptr()) for tensor in named_tensors(self.model.lm_head, "lm_head").values()]
+        now = self.model.model.dsv4_snapshot, head
+        if now != self._checked:
+            self._weights.check("the graphs of a RunningBatch")
+            self._checked = now
 
     def _run_prefill(self) -> list[Request]:
         """Prefill a chunk of tokens, first come first; return the requests whose prompts are complete, by slot."""

@@ -5,14 +5,17 @@ are `convert` of the whole model and with attention alone, both compiled with ca
 captured prompts too, that in a block of `hf.unchanged`, `hf.RunningBatch`, and transformers eager.
 For each batch: seconds of the two compilations, ms of a prefill, ms of a decode step by `generate`, by consecutive
 calls of the model and by calls whose token the host reads, kernels of a captured step, and the experts that its tokens
-touch. All prompts of a RunningBatch are one chunk, and the host reads each of its tokens. Warm: the same weights in
-every step, which no cache of a GPU holds.
+touch. The host reads each token of a RunningBatch; its prefill is that of all prompts, in chunks of 2,048 tokens. Each
+form has a process of its own, and kernels are counted after all times, because the profiler slows the host. Warm: the
+same weights in every step, which no cache of a GPU holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +32,8 @@ from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_
 FORMS = ("whole", "captured", "unchanged", "running", "attention", "eager")
 PROMPTS = {1: 2048, 8: 1024, 32: 512}
 """Tokens of each prompt by batch size; 512 for others."""
-STEPS, REPEATS, MAX_SEQ_LEN = 32, 3, 2304
+SECONDS = 600
+STEPS, REPEATS, MAX_SEQ_LEN = 32, 5, 2304
 
 
 class Timed:
@@ -61,8 +65,10 @@ class Timed:
         return round(statistics.median(self.seconds(run) for _ in range(REPEATS)) / calls * 1e3, 3)
 
 
-def measure(model: Any, form: str, batch: int, prompt: int, timed: Timed) -> dict[str, Any]:
-    """Return the figures of one form and batch size."""
+def measure(
+    model: Any, form: str, batch: int, prompt: int, timed: Timed
+) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    """Return the times of one form and batch size, and what returns its kernels."""
     device = timed.device
     ids = torch.randint(1, model.config.vocab_size, (batch, prompt), device=device)
     # Other tokens in each row, so that a step touches as many experts as it does with text.
@@ -94,30 +100,33 @@ def measure(model: Any, form: str, batch: int, prompt: int, timed: Timed) -> dic
         return model(one, attention_mask=seen, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     if form == "eager":
-        row["experts_a_layer"] = experts_touched(model, step)
-        return row
+        return row, lambda: {"experts_a_layer": experts_touched(model, step)}
     for _ in range(3):
         step()
     row["step_ms"] = timed.ms(step, STEPS)
     row["read_ms"] = timed.ms(lambda: step().logits[:, -1].argmax(-1).tolist(), STEPS)
-    if device.type == "cuda":
+
+    def kernels() -> dict[str, Any]:
+        if device.type != "cuda":
+            return {}
         found = nodes(step)
-        row["nodes"], row["kernels_ms"] = len(found), round(sum(node.us for node in found) / 1e3, 3)
-        row["kernels"] = [[node.name[:120], node.us] for node in found]
-        row["prefill_kernels"] = by_name(nodes(prefill))[:20]
-    return row
+        counted = {"nodes": len(found), "kernels_ms": round(sum(node.us for node in found) / 1e3, 3)}
+        counted["kernels"] = [[node.name[:120], node.us] for node in found]
+        return counted | {"prefill_kernels": by_name(nodes(prefill))[:20]}
+
+    return row, kernels
 
 
 def measure_running(model: Any, batch: int, prompt: int, timed: Timed) -> dict[str, Any]:
-    """Return the figures of a RunningBatch with as many slots as requests, from their submission on."""
-    tokens = {"slots": batch, "prefill_chunk": batch * prompt, "max_seq_len": MAX_SEQ_LEN}
-    serving = hf.RunningBatch(model, **tokens, backend="dsv4")
+    """Return the times of a RunningBatch with as many slots as requests, from their submission on."""
+    chunk = min(batch * prompt, 2048)
+    serving = hf.RunningBatch(model, slots=batch, prefill_chunk=chunk, max_seq_len=MAX_SEQ_LEN, backend="dsv4")
     prompts = torch.randint(1, model.config.vocab_size, (batch, prompt)).tolist()
 
     def prefill(tokens: int = 1) -> None:
-        for each in prompts:
-            serving.submit(each, max_new_tokens=tokens)
-        serving.step()
+        requests = [serving.submit(each, max_new_tokens=tokens) for each in prompts]
+        while not all(request.tokens for request in requests):
+            serving.step()
 
     row: dict[str, Any] = {"form": "running", "batch": batch, "prompt": prompt}
     row["first_prefill_s"] = round(timed.seconds(prefill), 1)
@@ -153,8 +162,8 @@ def fit_norms(model: Any) -> None:
             module.to(dtype)
 
 
-def run(args: argparse.Namespace, found: dict[str, Any], save: Callable[[], None]) -> None:
-    """Fill `found["rows"]`, saving after each."""
+def run(args: argparse.Namespace, form: str) -> list[dict[str, Any]]:
+    """Return the rows of one form."""
     device = torch.device(args.device)
     timed = Timed(device)
     sizes = {} if args.tiny else FLASH | layers_in_turn(args.layers) | {"n_routed_experts": args.experts}
@@ -163,32 +172,21 @@ def run(args: argparse.Namespace, found: dict[str, Any], save: Callable[[], None
     for layer in model.model.layers:
         if (bias := getattr(layer.mlp.gate, "e_score_correction_bias", None)) is not None:
             bias.data.zero_()  # a trained one balances the experts, a random one favours few
-    found["parameters"] = sum(p.numel() for p in model.parameters())
     batches = [int(b) for b in args.batches.split(",")]
-    for form in args.forms.split(","):
-        if form == "eager":
-            fit_norms(model)
-        else:
-            torch.compiler.reset()
-            hf.convert(model, max_batch_size=max(batches), max_seq_len=MAX_SEQ_LEN, attention_only=form == "attention")
-            graphs: dict[str, Any] = {"dsv4.cudagraph": "full"} if device.type == "cuda" else {}
-            if graphs and form in ("captured", "unchanged"):
-                graphs["dsv4.cudagraph.max_tokens"] = max(batch * PROMPTS.get(batch, 512) for batch in batches)
-            model.compile(fullgraph=True, backend="dsv4", options=graphs or None)
-        for batch in batches:
-            prompt = 40 if args.tiny else PROMPTS.get(batch, 512)
-            stamp = {"date": found["date"], "commit": found["commit"]}
-            if form == "running":
-                row = measure_running(model, batch, prompt, timed)
-            else:
-                with hf.unchanged(model) if form == "unchanged" else nullcontext():
-                    row = measure(model, form, batch, prompt, timed)
-            found["rows"].append(stamp | row)
-            said = {name: value for name, value in found["rows"][-1].items() if not name.endswith("kernels")}
-            print(said, file=sys.stderr, flush=True)
-            save()
-        if form != "eager":
-            hf.revert(model)
+    if form == "eager":
+        fit_norms(model)
+    else:
+        hf.convert(model, max_batch_size=max(batches), max_seq_len=MAX_SEQ_LEN, attention_only=form == "attention")
+        graphs: dict[str, Any] = {"dsv4.cudagraph": "full"} if device.type == "cuda" else {}
+        if graphs and form in ("captured", "unchanged"):
+            graphs["dsv4.cudagraph.max_tokens"] = max(batch * PROMPTS.get(batch, 512) for batch in batches)
+        model.compile(fullgraph=True, backend="dsv4", options=graphs or None)
+    prompts = {batch: 40 if args.tiny else PROMPTS.get(batch, 512) for batch in batches}
+    if form == "running":
+        return [measure_running(model, batch, prompt, timed) for batch, prompt in prompts.items()]
+    with hf.unchanged(model) if form == "unchanged" else nullcontext():
+        measured = [measure(model, form, batch, prompt, timed) for batch, prompt in prompts.items()]
+        return [row | kernels() for row, kernels in measured]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -201,18 +199,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model instead, to try the command")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="%(default)s")
     parser.add_argument("--out", metavar="FOLDER", help="write whole_model.json there")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     quiet_libraries()
     said = f"python examples/benchmarks/whole_model.py --layers {args.layers} --batches {args.batches}"
     said += f" --experts {args.experts}"
     found: dict[str, Any] = {"scenario": "whole_model", **environment(torch.device(args.device))}
     found |= {"command": f"{said} --forms {args.forms}", "rows": []}
-
-    def save() -> None:
+    if args.child:
+        print(json.dumps(run(args, args.child)))
+        return 0
+    same = list(sys.argv[1:] if argv is None else argv)
+    for form in args.forms.split(","):
+        command = [sys.executable, __file__, *same, "--child", form]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        for row in json.loads(done.stdout.splitlines()[-1]):
+            found["rows"].append({"date": found["date"], "commit": found["commit"]} | row)
+            said = {name: value for name, value in row.items() if not name.endswith("kernels")}
+            print(said, file=sys.stderr, flush=True)
         if args.out:
             write_json(found, args.out)
-
-    run(args, found, save)
     return 0
 
 

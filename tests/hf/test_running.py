@@ -18,6 +18,7 @@ from dsv4_compile.hf.requests import Request
 from dsv4_compile.hf.sampling import choose_tokens
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.runtime import repeated_layers
+from dsv4_compile.runtime.addresses import AddressCheck
 from tests.hf.small import LAYERS
 
 SIZES: dict[str, Any] = {"slots": 8, "prefill_chunk": 48}
@@ -144,6 +145,37 @@ def test_a_weight_that_a_capture_reads_elsewhere_is_an_error(captured: Any) -> N
     head.weight = weight
     captured.run()
     assert request.state == "length"
+
+
+def test_weights_are_looked_at_again_after_a_change_alone(captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each request that joins would wait for a look at every tensor of the model."""
+    looks: list[str] = []
+    check = AddressCheck.check
+
+    def counted(self: AddressCheck, where: str) -> None:
+        looks.append(where)
+        check(self, where)
+
+    def serve(requests: int = 1) -> int:
+        looks.clear()
+        for _ in range(requests):
+            captured.submit(prompt(3), max_new_tokens=2)
+        captured.run()
+        return sum("RunningBatch" in where for where in looks)
+
+    serve()
+    monkeypatch.setattr(AddressCheck, "check", counted)
+    norm = captured.model.model.norm
+    assert serve() == 0
+    weight = norm.weight.data
+    norm.weight.data = weight.clone()
+    with pytest.raises(RuntimeError, match=r"E421[\s\S]*norm.weight"), hf.unchanged(captured.model):
+        serve()
+    norm.weight.data = weight
+    assert serve(requests=0) == 1  # of the request that has waited
+    with hf.unchanged(captured.model), monkeypatch.context() as patch:
+        patch.setattr(type(captured.model.model), "adopt", None)
+        assert serve() == 0
 
 
 def test_requests_that_join_after_a_change_of_weights_use_the_new_ones(converted: Any) -> None:
