@@ -46,6 +46,7 @@ RECORDS: Mapping[str, str] = {
     "vllm": "vllm_h100.json",
     "vllm_h200": "vllm_h200.json",
     "whole_model": "whole_model_h100.json",
+    "whole_model_43": "whole_model_43_h100.json",
 }
 """The current record of each scenario and script that a page shows."""
 AROUND = ("experts", "router", "mhc")
@@ -284,6 +285,8 @@ _SPLIT += " --collectives symmetric --prompt 64"
 _SPLIT_H200 = f"{_SPLIT} --batches 1,8,32,128 --contexts 2048 --steps 1000 --generate 66"
 _SPLIT_H100 = f"{_SPLIT} --batches 1,8,32 --contexts 2048,4096,8192,16384"
 _ONE_RANK = "python examples/benchmarks/one_rank.py"
+_WHOLE_MODEL = "python examples/benchmarks/whole_model.py"
+_FORMS = "captured,unchanged"
 _VLLM = "python tests/gpu/vllm/run.py --what"
 _GRAPH: Mapping[str, str | int] = {"impl": "graph", "end": "together"}
 _STACK: Mapping[str, str | int] = {"layer": "stack", "end": "together"}
@@ -293,6 +296,9 @@ FIGURES: Mapping[str, Figures] = {
     "contexts": Figures(model.contexts, ("tensor_parallel",), _SPLIT_H100),
     "whole_h200": Figures(model.steps, ("tensor_parallel_h200",), _SPLIT_H200),
     "four_layers": Figures(model.four_layers, ("whole_model",), "python examples/benchmarks/whole_model.py"),
+    "unchanged": Figures(
+        model.unchanged, ("whole_model_43",), f"{_WHOLE_MODEL} --layers 43 --batches 1 --experts 8 --forms {_FORMS}"
+    ),
     "all_reduce": Figures(
         model.all_reduce, ("all_reduce_boundary",), f"{_RANKS} examples/benchmarks/all_reduce_boundary.py"
     ),

@@ -127,6 +127,17 @@ def contexts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]
     return lines, shown
 
 
+def unchanged(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of all layers with few experts, in a block of `hf.unchanged` and outside."""
+    said = {"captured": "outside", "unchanged": "in a block"}
+    shown = rows["whole_model_43"]
+    names = ("kernels_ms", "step_ms", "read_ms", "generate_ms", "prefill_ms")
+    lines = [["", "kernels of a step, ms", "step, ms", "step whose token the host reads, ms"]]
+    lines[0] += ["`generate`, ms a token", "prefill, ms"]
+    lines += [[said[row["form"]], *(f"{row[name]:.1f}" for name in names)] for row in shown]
+    return lines, shown
+
+
 def four_layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of four layers of V4-Flash in bfloat16 on one GPU, and eager transformers."""
     said = {"whole": "converted, compiled, captured", "captured": "prompts captured too", "eager": "eager transformers"}

@@ -52,8 +52,15 @@ class Launches(TorchDispatchMode):
             return tuple(map(self.described, value))
         if hasattr(value, "base"):
             return self.place(value.base.data_ptr()), list(value.shape), list(value.strides), value.block_shape
-        # An address that an entry has filled in.
-        return self.place(value) if isinstance(value, int) and value > 1 << 32 else "empty" if value == 0 else value
+        # An address that an entry has filled in. Memory of a Python at a fixed address begins below 4 GiB.
+        if isinstance(value, int) and (value > 1 << 32 or (value > 1 << 20 and self.has(value))):
+            return self.place(value)
+        return "empty" if value == 0 else value
+
+    def has(self, address: int) -> bool:
+        """Return whether an address is in known memory."""
+        storages = [tensor.untyped_storage() for _, tensor in self.memory]
+        return any(0 <= address - each.data_ptr() < max(1, each.nbytes()) for each in storages)
 
     def place(self, address: int) -> tuple[Any, int]:
         """Whose memory it is, and how far it is from its start."""

@@ -60,9 +60,9 @@ class Ranks:
 
     @property
     def addresses(self) -> Peers:
-        """`peers` with addresses in place of tensors, as a GPU takes them."""
-        boxes, flags = (tuple(each.data_ptr() for each in every) for every in (self.boxes, self.flags))
-        return self.peers._replace(mailboxes=boxes, flags=flags, fault=self.fault.data_ptr())
+        """`peers` with addresses in place of tensors, as a GPU takes them: beyond 4 GiB, so that they have 64 bits."""
+        boxes, flags = (tuple(each.data_ptr() + (1 << 40) for each in every) for every in (self.boxes, self.flags))
+        return self.peers._replace(mailboxes=boxes, flags=flags, fault=self.fault.data_ptr() + (1 << 40))
 
     @property
     def written(self) -> tuple[str, ...]:
