@@ -76,7 +76,7 @@ class RunningBatch:
         )
         self.model, self.slots = model, slots
         paged = cache_like(model.model, slots, max_seq_len, prefill_chunk).paged
-        self.max_seq_len, self.prefill_chunk = paged.max_seq_len, min(prefill_chunk, paged.max_step_tokens)
+        self.max_seq_len, self.prefill_chunk = paged.max_seq_len, min(prefill_chunk, slots * paged.max_seq_len)
         self.caches = paged.layers
         device = model.model.dsv4_cache.seq_lens.device
         self._buffers = MetadataBuffers(

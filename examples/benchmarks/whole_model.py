@@ -5,9 +5,9 @@ are `convert` of the whole model and with attention alone, both compiled with ca
 captured prompts too, that in a block of `hf.unchanged`, `hf.RunningBatch`, and transformers eager.
 For each batch: seconds of the two compilations, ms of a prefill, ms of a decode step by `generate`, by consecutive
 calls of the model and by calls whose token the host reads, kernels of a captured step, and the experts that its tokens
-touch. The host reads each token of a RunningBatch; its prefill is that of all prompts, in chunks of 2,048 tokens. Each
-form has a process of its own, and kernels are counted after all times, because the profiler slows the host. Warm: the
-same weights in every step, which no cache of a GPU holds.
+touch. The host reads each token of a RunningBatch; its prefill is that of all prompts in one chunk. Each form has a
+process of its own, and kernels are counted after all times, because the profiler slows the host. Warm: the same weights
+in every step, which no cache of a GPU holds.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def measure(
 
 def measure_running(model: Any, batch: int, prompt: int, timed: Timed) -> dict[str, Any]:
     """Return the times of a RunningBatch with as many slots as requests, from their submission on."""
-    chunk = min(batch * prompt, 2048)
+    chunk = batch * prompt
     serving = hf.RunningBatch(model, slots=batch, prefill_chunk=chunk, max_seq_len=MAX_SEQ_LEN, backend="dsv4")
     prompts = torch.randint(1, model.config.vocab_size, (batch, prompt)).tolist()
 

@@ -111,6 +111,20 @@ def test_a_slot_shows_nothing_of_the_request_before(original: Any, converted: An
     assert_greedy(original, short)
 
 
+@pytest.mark.parametrize("backend", [None, "dsv4"])
+def test_a_chunk_of_more_tokens_than_a_sequence_may_have(backend: str | None, original: Any, converted: Any) -> None:
+    """It takes several prompts at once, up to the longest that fit their slots."""
+    batch = hf.RunningBatch(converted, slots=3, prefill_chunk=100_000, backend=backend)
+    assert batch.prefill_chunk == 3 * 256
+    poison(batch)
+    requests = [batch.submit(prompt(n), max_new_tokens=256 - n) for n in (255, 250, 253)]
+    batch.step()
+    assert all(request.tokens for request in requests)
+    batch.run()
+    for request in requests:
+        assert_greedy(original, request)
+
+
 @pytest.fixture(scope="module")
 def captured() -> Any:
     """Compiled steps of one layer, replayed by the stand-in of CUDA graphs."""
