@@ -23,6 +23,7 @@ from ..errors import check
 from ..metadata import MetadataBuffers
 from ..runtime import Statistics, mark_static_inputs, padded_buckets
 from ..runtime.addresses import AddressCheck, named_tensors
+from ..runtime.repeated_layers import writes_out
 from .entry import check_call
 from .model import CompilableForCausalLM, cache_like
 from .requests import Request, token_ids
@@ -90,18 +91,21 @@ class RunningBatch:
         )
         self.graphs = ("cuda" if device.type == "cuda" else "off") if graphs == "auto" else graphs
         mark_static_inputs(named_tensors(self.caches, "caches"))
+        from .._compat import lookup_backend
 
         compile_options = None if options is None else dict(options)
 
         def part(step: nn.Module, buckets: Collection[int]) -> Part:
             run: Any = step
             if backend is not None:
-                compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend, options=compile_options)
-                run = with_repeated(compiled, model, self.caches)
+                run = torch.compile(step, fullgraph=True, dynamic=True, backend=backend, options=compile_options)
+            if repeats:
+                run = with_repeated(run, model, self.caches)
             return Part(run, self._buffers, self.caches, buckets, self.graphs)
 
         # A graph reads tensors of repeated layers where `adopt` has put them.
-        self._adopts = backend is not None and self.graphs == "off"
+        repeats = backend is not None and writes_out(lookup_backend(backend), options)
+        self._adopts = repeats and self.graphs == "off"
         self._decode = part(DecodeTokens(model), padded_buckets(slots))
         self._prefill = part(PrefillTokens(model), {max(2, self.prefill_chunk // 4), self.prefill_chunk})
         self._weights: AddressCheck | None = None

@@ -307,7 +307,7 @@ def around(model: Any, *, fullgraph: bool = False, **arguments: Any) -> Any:
 
 
 ROADS: tuple[Callable[..., Any], ...] = (in_place, torch.compile, forward_of, stack_of, around)
-"""What users compile a model with."""
+"""Ways in which users compile a model."""
 
 
 @pytest.fixture

@@ -28,6 +28,13 @@ TORCH_GEMM = {("fp8_linear", 2)}
 """Samples whose launcher calls a GEMM of torch, so that they are not cached."""
 
 
+def offset_in(tensor: Tensor, address: int) -> int | None:
+    """Return how far an address is from the start of a tensor's memory, None outside of it."""
+    storage = tensor.untyped_storage()
+    offset = address - storage.data_ptr()
+    return offset if 0 <= offset < max(1, storage.nbytes()) else None
+
+
 class Launches(TorchDispatchMode):
     """What is launched in the block, as a kernel's name, the grid and its arguments; tensors by whose memory they are
     in: that of an argument, or what was allocated, by when a kernel first had it."""
@@ -59,15 +66,13 @@ class Launches(TorchDispatchMode):
 
     def has(self, address: int) -> bool:
         """Return whether an address is in known memory."""
-        storages = [tensor.untyped_storage() for _, tensor in self.memory]
-        return any(0 <= address - each.data_ptr() < max(1, each.nbytes()) for each in storages)
+        return any(offset_in(tensor, address) is not None for _, tensor in self.memory)
 
     def place(self, address: int) -> tuple[Any, int]:
         """Whose memory it is, and how far it is from its start."""
         for i, (name, tensor) in enumerate(self.memory):
-            storage = tensor.untyped_storage()
-            offset = address - storage.data_ptr()
-            if 0 <= offset < max(1, storage.nbytes()):
+            offset = offset_in(tensor, address)
+            if offset is not None:
                 if name is None:
                     name, self.used = f"made {self.used}", self.used + 1
                     self.memory[i] = name, tensor
