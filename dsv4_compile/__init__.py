@@ -1,16 +1,16 @@
 """Run DeepSeek-V4 attention through torch.compile.
 
 Importing this package registers `torch.ops.dsv4` and does nothing else: it loads no Triton, uses no GPU and changes no
-setting of torch. Other modules are imported on first use.
+setting of torch. Other modules are imported on first use. The `dsv4` command imports torch only for what needs it.
 """
 
 from __future__ import annotations
 
 import importlib as _importlib
 import pathlib as _pathlib
+import sys as _sys
 from typing import TYPE_CHECKING, Any
 
-from . import ops as ops
 from .errors import DSV4Error
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from . import hf as hf
     from . import loading as loading
     from . import metadata as metadata
+    from . import ops as ops
     from . import runtime as runtime
     from .config import DeepseekV4Config
     from .debug import explain, explain_replay
@@ -36,6 +37,19 @@ if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
 
 __version__ = "0.1.0"
+
+
+def _is_command() -> bool:
+    """Return whether this process is the `dsv4` command, which imports torch when a subcommand needs it."""
+    _, first, *rest = [*_sys.orig_argv, "", ""]
+    if first == "-m":
+        return rest[0] == __name__
+    script, python = _pathlib.Path(first), _pathlib.Path(_sys.executable)
+    return script.name == "dsv4" and script.parent.resolve() == python.parent.resolve()
+
+
+if not _is_command():
+    from . import ops as ops
 
 __all__ = [
     "DSV4Error",
@@ -58,6 +72,7 @@ _MODULES = {
     "hf": "hf",
     "loading": "loading",
     "metadata": "metadata",
+    "ops": "ops",
     "runtime": "runtime",
 }
 _HOMES = {

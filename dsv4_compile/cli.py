@@ -1,12 +1,13 @@
-"""Command line `dsv4`. The imports of a subcommand happen when it runs.
+"""Command line `dsv4`. The imports of a subcommand, torch included, happen when it runs.
 
 Exit status: 0 success, 1 a negative result (a fault found by doctor, too many graph breaks, a wrong bench result), 2
-wrong usage.
+wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import re
@@ -16,16 +17,20 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from . import __version__, progress
-from .errors import CODES, DSV4Error
+from .errors import CODES, DSV4Error, check
 
 DOCS = Path(__file__).with_name("docs")
 """Folder of the pages that `dsv4 explain` prints."""
+SHELLS = ("bash", "zsh", "tcsh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status. Print errors of this package to stderr, without a traceback."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
     if rest and args.command != "demo":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -37,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DSV4Error as fault:
         print(fault, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # The reader closed the pipe (`dsv4 doctor | head`): discard what is still buffered, without an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -44,6 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    if args.command == "completion":
+        return _completion(args.shell)
+    if args.command == "explain" and not (args.diff or str(args.target).endswith(".py")):
+        return _explain_text(args.target)
+    from . import ops  # noqa: F401  the package leaves this import to the command
+
     if args.command == "doctor":
         return _doctor(args.path, as_json=args.json, prove=args.prove)
     if args.command == "explain":
@@ -55,10 +69,11 @@ def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return _demo(rest)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dsv4", description="DeepSeek-V4 attention through torch.compile.")
+def _parser(targets: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """Build the parser. `targets` limits what `explain` takes: completion offers these."""
+    parser = argparse.ArgumentParser(prog="dsv4", description="DeepSeek-V4 through torch.compile.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     doctor = commands.add_parser(
         "doctor", help="check this environment, or a checkpoint folder; the report is ready to paste"
@@ -77,7 +92,11 @@ def _parser() -> argparse.ArgumentParser:
         "explain only scripts that you would run yourself.",
     )
     explain.add_argument(
-        "target", nargs="?", help="an error code, a page, or SCRIPT.py; without it, codes and pages are listed"
+        "target",
+        nargs="?",
+        choices=targets,
+        metavar="TARGET",
+        help="an error code, a page, or SCRIPT.py; without it, codes and pages are listed",
     )
     explain.add_argument("--json", action="store_true", help="print the report of a script as JSON")
     explain.add_argument("--html", metavar="FILE", help="write the report of a script as one HTML page too")
@@ -126,6 +145,13 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "demo", add_help=False, help="compile a small model here and compare it with eager (see --help)"
     )
+
+    completion = commands.add_parser(
+        "completion",
+        help="print a script that completes commands, error codes and pages in a shell",
+        description='Bash: eval "$(dsv4 completion bash)", zsh likewise. The package shtab writes the script.',
+    )
+    completion.add_argument("shell", choices=SHELLS)
     return parser
 
 
@@ -139,30 +165,44 @@ def _doctor(path: str | None, *, as_json: bool, prove: bool) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    target: str | None = args.target
     if args.diff:
         from .debug.replay.command import diff
 
         return diff(*args.diff, as_json=args.json, fail_if=args.fail_if)
+    if args.replay:
+        from .debug.replay.command import replay
+
+        return replay(args.target, as_json=args.json, html=args.html, fail_if=args.fail_if)
+    from .debug import explain_script
+
+    return int(explain_script(args.target, json=args.json, max_breaks=args.max_breaks, html=args.html))
+
+
+def _explain_text(target: str | None) -> int:
+    """Print an error code or a page, or without a target the list of both."""
+    entries = {code: entry.title for code, entry in CODES.items()} | _titles()
     if target is None:
-        entries = {code: entry.title for code, entry in CODES.items()} | _titles()
         width = max(map(len, entries))
         print("\n".join(f"{name:{width}}  {title}" for name, title in entries.items()))
         return 0
-    if target.endswith(".py"):
-        if args.replay:
-            from .debug.replay.command import replay
-
-            return replay(target, as_json=args.json, html=args.html, fail_if=args.fail_if)
-        from .debug import explain_script
-
-        return int(explain_script(target, json=args.json, max_breaks=args.max_breaks, html=args.html))
-    code = target.upper()
-    text = _error_page(code) if code in CODES else _page(target)
+    code = next((code for code in CODES if target.upper() in (code, code[1:])), None)
+    text = _error_page(code) if code else _page(target)
     if text is None:
-        print(f"no error code or page {target!r}; `dsv4 explain` lists them", file=sys.stderr)
+        near = [name for name in entries if target and target in name][:3]
+        near = near or difflib.get_close_matches(target, entries) or difflib.get_close_matches(target.upper(), CODES)
+        advice = f"did you mean {' or '.join(near)}?" if near else "`dsv4 explain` lists them"
+        print(f"no error code or page {target!r}; {advice}", file=sys.stderr)
         return 2
     print(text)
+    return 0
+
+
+def _completion(shell: str) -> int:
+    try:
+        import shtab
+    except ImportError:
+        check(False, "E101", got="no shtab", fix="pip install 'dsv4-compile[debug]'")
+    print(shtab.complete(_parser([*CODES, *_titles()]), shell))
     return 0
 
 

@@ -19,11 +19,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .costs import Cost
+if TYPE_CHECKING:  # importing costs imports sympy, most of what this package would add to `import torch`
+    from .costs import Cost
 
 log = logging.getLogger(__name__)
 

@@ -106,7 +106,63 @@ def test_a_reader_that_closes_the_pipe_is_no_error(root: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("argv", [[], ["fly"], ["doctor", "--fast"], ["explain", "E201", "E202"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], [], ["explain", "E208"], ["explain", "layout"]])
+def test_text_is_printed_without_importing_torch(arguments: list[str], root: Path) -> None:
+    command = [sys.executable, "-m", "dsv4_compile", *arguments]
+    env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=120, check=True)
+    modules = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+    assert "dsv4_compile.cli" in modules
+    assert not {"torch", "sympy", "triton", "transformers"} & {*modules}
+
+
+def test_a_script_run_by_the_command_has_the_ops(tmp_path: Path, root: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nprint(hasattr(torch.ops.dsv4, 'moe_route'))\n")
+    command = [sys.executable, "-m", "dsv4_compile", "explain", str(script)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.startswith("True\n"), done.stderr
+
+
+def test_bare_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "doctor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("target", "near"), [("preformance", "performance"), ("perf", "performance"), ("E2088", "E208"), ("e2088", "E208")]
+)
+def test_explain_of_an_unknown_target_names_the_nearest(
+    target: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", target]) == 2
+    assert f"did you mean {near}" in capsys.readouterr().err
+
+
+def test_explain_accepts_a_code_without_its_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "208"]) == 0
+    assert capsys.readouterr().out.startswith("E208  ")
+
+
+def test_an_interrupt_ends_the_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "dsv4_compile.hf.demo", types.SimpleNamespace(main=interrupted))
+    assert cli.main(["demo"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_completion_offers_codes_and_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert {"E208", "performance", "doctor", "--replay"} <= {*script.replace("'", " ").replace("(", " ").split()}
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize("argv", [["fly"], ["doctor", "--fast"], ["explain", "E201", "E202"]])
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
