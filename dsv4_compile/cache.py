@@ -21,6 +21,7 @@ from . import _compat, layout
 from .config import CSA, DeepseekV4Config
 from .errors import check, fail
 from .metadata.types import BlockTables
+from .sizes import check_memory, check_optional_size, check_size
 
 _ROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -48,7 +49,7 @@ class CacheFormat:
     @classmethod
     def resolve(
         cls,
-        kv_cache_dtype: str = "auto",
+        kv_cache_dtype: str | CacheFormat = "auto",
         indexer_cache_dtype: str = "auto",
         *,
         model_dtype: torch.dtype = torch.bfloat16,
@@ -58,10 +59,26 @@ class CacheFormat:
 
         Args:
             kv_cache_dtype: `fp8_ds_mla` (584 bytes a token), `fp8` (per-tensor scale), `bfloat16`, `float16`,
-                `float32`, or `auto` = rows in the model's dtype.
+                `float32`, or `auto` = rows in the model's dtype. A `CacheFormat`, which says all, is returned.
             indexer_cache_dtype: `fp8`, `mxfp4`, `bfloat16`, `float16`, `float32`, or `auto` = fp8 with a quantised
                 KV cache, rows in its dtype otherwise.
         """
+        if isinstance(kv_cache_dtype, CacheFormat):
+            check(
+                indexer_cache_dtype == "auto" and not hadamard,
+                "E202",
+                got=f"a CacheFormat with {indexer_cache_dtype=}, {hadamard=}",
+                rule="a CacheFormat has both formats and the rotation",
+                fix="pass it alone, or the names of formats",
+            )
+            return kv_cache_dtype
+        names = (kv_cache_dtype, indexer_cache_dtype)
+        check(
+            all(isinstance(name, str) for name in names),
+            "E202",
+            got=f"{kv_cache_dtype=}, {indexer_cache_dtype=}",
+            rule=f"formats are names: auto, fp8_ds_mla, fp8, mxfp4, {', '.join(_ROW_DTYPES)}",
+        )
         kv, kv_dtype = _kv_format(kv_cache_dtype, model_dtype)
         if indexer_cache_dtype == "auto":
             indexer_cache_dtype = "fp8" if kv != "plain" else str(kv_dtype).removeprefix("torch.")
@@ -84,6 +101,18 @@ def _kv_format(name: str, model_dtype: torch.dtype) -> tuple[str, torch.dtype]:
     if name in _ROW_DTYPES:
         return "plain", _ROW_DTYPES[name]
     fail("E202", got=f"kv_cache_dtype={name!r}", rule=f"one of auto, fp8_ds_mla, fp8, {', '.join(_ROW_DTYPES)}")
+
+
+def one_format(kv_cache_dtype: str | CacheFormat, cache_format: str | CacheFormat | None) -> str | CacheFormat:
+    """Return the format that a caller named, by either keyword. Raises E202 for two."""
+    check(
+        cache_format is None or kv_cache_dtype == "auto",
+        "E202",
+        got=f"{kv_cache_dtype=} and {cache_format=}",
+        rule="both keywords mean the format of keys and values",
+        fix="pass kv_cache_dtype",
+    )
+    return kv_cache_dtype if cache_format is None else cache_format
 
 
 @dataclass(slots=True)
@@ -179,7 +208,11 @@ class PagedCaches:
         max_batch_size: number of requests, R.
         max_seq_len: most tokens of a request, prompt and answer together.
         max_step_tokens: most tokens one forward may add to one request (None = `max_seq_len`).
-        cache_format: storage formats of all layers.
+        kv_cache_dtype, indexer_cache_dtype, hadamard: storage formats of all layers, see `CacheFormat.resolve`.
+        dtype: the model's dtype, that of `auto` rows.
+        cache_format: in place of these four.
+
+    Raises E204 for sizes that are no positive integers and E210 for caches that the device has no memory for.
     """
 
     def __init__(
@@ -189,29 +222,38 @@ class PagedCaches:
         max_batch_size: int,
         max_seq_len: int,
         max_step_tokens: int | None = None,
-        cache_format: CacheFormat,
+        kv_cache_dtype: str | CacheFormat = "auto",
+        indexer_cache_dtype: str = "auto",
+        hadamard: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        cache_format: str | CacheFormat | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        check(
-            max_batch_size > 0 and max_seq_len > 0 and (max_step_tokens is None or max_step_tokens > 0),
-            "E204",
-            got=f"{max_batch_size=}, {max_seq_len=}, {max_step_tokens=}",
-            fix="pass positive numbers",
-        )
+        formats = one_format(kv_cache_dtype, cache_format)
         self.config = config
-        self.cache_format = cache_format
-        self.max_batch_size = max_batch_size
-        self.max_seq_len = layout.align_up(max_seq_len, layout.KV_BLOCK)
-        self.max_step_tokens = min(max_step_tokens or self.max_seq_len, self.max_seq_len)
+        self.cache_format = CacheFormat.resolve(formats, indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard)
+        self.max_batch_size = check_size("max_batch_size", max_batch_size)
+        self.max_seq_len = layout.align_up(check_size("max_seq_len", max_seq_len), layout.KV_BLOCK)
+        step_tokens = check_optional_size("max_step_tokens", max_step_tokens)
+        self.max_step_tokens = min(step_tokens or self.max_seq_len, self.max_seq_len)
         self._pages = self._pages_per_request()
-        self.layers = [
-            allocate_layer_cache(config, i, cache_format, lambda g: max_batch_size * self._pages[g], device)
-            for i in range(config.num_layers)
-        ]
+        one = sum(layer.nbytes for layer in self._allocate(1, "meta"))
+        what = f"caches for {self.max_batch_size} sequences of {self.max_seq_len} tokens"
+        check_memory(what, one * self.max_batch_size, device)
+        self.layers = self._allocate(self.max_batch_size, device)
         for layer in self.layers:
             for tensor in layer.tensors().values():
                 _compat.mark_static(tensor)
         self.block_tables = BlockTables(**{g: self._block_table(g, device) for g in self._pages})
+
+    def _allocate(self, requests: int, device: torch.device | str | None) -> list[LayerCache]:
+        """Return the zeroed caches of all layers for a number of requests."""
+
+        def pages(group: str) -> int:
+            return requests * self._pages[group]
+
+        layers = range(self.config.num_layers)
+        return [allocate_layer_cache(self.config, i, self.cache_format, pages, device) for i in layers]
 
     def _pages_per_request(self) -> dict[str, int]:
         """Return the pages of a request in each group: all of its blocks, or a ring that covers what a step reaches."""

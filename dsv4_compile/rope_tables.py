@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import Rope
+from .sizes import check_memory
 
 
 def inv_freq(rope: Rope) -> Tensor:
@@ -51,6 +52,7 @@ def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "c
     """
     if torch.device(device).type == "meta":
         return torch.empty(max_position + 1, rope.dim, device=device)
+    check_memory("RoPE tables", 4 * rope.dim * max_position, device)
     angles = _arange(max_position)[:, None] * inv_freq(rope)
     outside = torch.full((1, rope.dim), torch.nan, device="cpu")
     return torch.cat((torch.cat((angles.cos(), angles.sin()), dim=-1), outside)).to(device)

@@ -19,6 +19,7 @@ from ..modules.linear import Fp8Linear, Linear
 from ..parallel import Ranks, attention_config, watchdog
 from ..rope_tables import cos_sin_cache
 from ..selection import proven
+from ..sizes import check_optional_size, check_size
 from . import layers, split
 from .cache import PagedCache
 from .guards import REPEATS, STATE, TENSORS
@@ -54,7 +55,7 @@ def convert(
     *,
     max_batch_size: int,
     max_seq_len: int,
-    kv_cache_dtype: str = "auto",
+    kv_cache_dtype: str | CacheFormat = "auto",
     indexer_cache_dtype: str = "auto",
     hadamard: bool = False,
     max_step_tokens: int | None = None,
@@ -108,6 +109,8 @@ def convert(
         why="already converted" if isinstance(model, CompilableForCausalLM) else "",
         fix="pass a transformers DeepseekV4ForCausalLM; of a PEFT model, what merge_and_unload() returns",
     )
+    max_batch_size, max_seq_len = check_size("max_batch_size", max_batch_size), check_size("max_seq_len", max_seq_len)
+    max_step_tokens = check_optional_size("max_step_tokens", max_step_tokens)
     check_transformers()
     check(not model.training, "E208", got="a model in training mode", fix="call model.eval() first")
     check(

@@ -29,6 +29,7 @@ from ..modules import DeepseekV4Attention
 from ..modules.linear import Linear
 from ..parallel import Ranks, watchdog
 from ..reference.moe.expert_weights import dequantize_expert
+from ..sizes import check_optional_size, check_size, free_memory
 from .checkpoint import Checkpoint, Stored, read_checkpoint
 from .convert import convert
 from .placement import Index, Placement, hf, place, targets
@@ -53,7 +54,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     dequantize: bool = False,
-    kv_cache_dtype: str = "auto",
+    kv_cache_dtype: str | CacheFormat = "auto",
     indexer_cache_dtype: str = "auto",
     hadamard: bool = False,
     max_step_tokens: int | None = None,
@@ -82,6 +83,11 @@ def load(
     Raises, before anything is allocated: E209 for a folder that is incomplete or damaged, E207 for tensors that do not
     fit the configuration, E205 for another model, E210 if weights and caches do not fit into the device's memory.
     """
+    sizes: dict[str, Any] = {
+        "max_batch_size": check_size("max_batch_size", max_batch_size),
+        "max_seq_len": check_size("max_seq_len", max_seq_len),
+        "max_step_tokens": check_optional_size("max_step_tokens", max_step_tokens),
+    }
     place_on = _device(device)
     check(dtype is None or dtype in _FLOATS, "E201", got=f"dtype={dtype}", rule=f"dtype is one of {_FLOATS}, or None")
     check(
@@ -101,13 +107,8 @@ def load(
     ours = DeepseekV4Config.from_hf(placement.model.config)
     model_dtype = placement.model.config.dtype
     formats = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=model_dtype, hadamard=hadamard)
-    sizes: dict[str, Any] = {
-        "max_batch_size": max_batch_size,
-        "max_seq_len": max_seq_len,
-        "max_step_tokens": max_step_tokens,
-    }
-    caches = PagedCaches(ours, **sizes, cache_format=formats, device="meta").nbytes
-    check_memory(checkpoint.folder, place_on, placement.nbytes(), caches)
+    one = PagedCaches(ours, **sizes | {"max_batch_size": 1}, cache_format=formats, device="meta").nbytes
+    check_memory(checkpoint.folder, place_on, placement.nbytes(), one * sizes["max_batch_size"])
     if checkpoint.drafts:
         _log.warning("%s: draft layers are not loaded, %s", checkpoint.folder, describe_drafts(checkpoint))
     model = placement.model
@@ -183,19 +184,6 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as fault:
         raise error("E209", got=f"{folder / 'generation_config.json'}", why=str(fault)) from None
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that can be allocated on `device`, or None if its kind does not say."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    if device.type != "cpu":
-        return None
-    if not Path("/proc/meminfo").is_file():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    return next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
 
 
 def check_memory(folder: Path, device: torch.device, weights: int, caches: int) -> None:

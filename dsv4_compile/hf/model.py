@@ -23,6 +23,7 @@ from ..cache import LayerCache
 from ..errors import check, fail
 from ..metadata import AttentionMetadata
 from ..runtime.repeated_layers import begin_layer, end_layer, marks_are_written_out, repeat_layer
+from ..sizes import check_optional_size
 from .cache import CACHE_NAME, PagedCache, given_cache
 from .entry import NO_WEIGHTS, RECORDED, WHY_NOT_WHOLE, EnteredOnHost, held_by, refuse_uncalled
 from .generation import generating, is_undisturbed, take_own
@@ -244,14 +245,16 @@ def cache_like(
     """Allocate a cache like that of `model`, a `CompilableModel`, with other capacities if they are given."""
     own: PagedCache = model.dsv4_cache
     limit = model.layers[0].self_attn.dsv4.max_seq_len
-    length = max_seq_len or own.paged.max_seq_len
+    rows = check_optional_size("max_batch_size", max_batch_size) or own.paged.max_batch_size
+    length = check_optional_size("max_seq_len", max_seq_len) or own.paged.max_seq_len
+    step_tokens = check_optional_size("max_step_tokens", max_step_tokens) or own.paged.max_step_tokens
     check(length <= limit, "E204", got=f"max_seq_len={length}", why=f"the model was converted for {limit}")
     return PagedCache(
         own.paged.config,
-        max_batch_size=max_batch_size or own.paged.max_batch_size,
+        max_batch_size=rows,
         max_seq_len=length,
         cache_format=own.paged.cache_format,
-        max_step_tokens=min(max_step_tokens or own.paged.max_step_tokens, length),
+        max_step_tokens=min(step_tokens, length),
         device=own.seq_lens.device,
     )
 

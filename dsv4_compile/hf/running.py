@@ -24,6 +24,7 @@ from ..metadata import MetadataBuffers
 from ..runtime import Statistics, mark_static_inputs, padded_buckets
 from ..runtime.addresses import AddressCheck, named_tensors
 from ..runtime.repeated_layers import writes_out
+from ..sizes import check_size
 from .entry import check_call
 from .model import CompilableForCausalLM, cache_like
 from .requests import Request, token_ids
@@ -69,12 +70,7 @@ class RunningBatch:
             why="the host of one device decides who joins",
             fix="pass a model that dsv4_compile.hf.convert returned, without mesh",
         )
-        check(
-            slots > 0 and prefill_chunk > 1,
-            "E204",
-            got=f"{slots=}, {prefill_chunk=}",
-            fix="pass at least one slot and chunks of at least two tokens",
-        )
+        slots, prefill_chunk = check_size("slots", slots), check_size("prefill_chunk", prefill_chunk, least=2)
         self.model, self.slots = model, slots
         paged = cache_like(model.model, slots, max_seq_len, prefill_chunk).paged
         self.max_seq_len, self.prefill_chunk = paged.max_seq_len, min(prefill_chunk, slots * paged.max_seq_len)

@@ -13,6 +13,7 @@ import torch
 
 from .. import layout
 from ..errors import check
+from ..sizes import check_memory, check_size
 
 WINDOW_PAGE = "window_block_size"
 PAGE_TOKENS: Mapping[str, int | str] = {
@@ -130,7 +131,8 @@ class BufferPlan:
     def allocate(
         self, names: Collection[str] | None = None, device: torch.device | str | None = None
     ) -> dict[str, torch.Tensor]:
-        """Allocate the buffers of these names (None = all), filled with their pad values."""
+        """Allocate the buffers of these names (None = all), filled with their pad values. E210 without the memory."""
+        check_memory("metadata buffers", self.nbytes, device)
         return {
             spec.name: torch.full(self.shape(spec), self.pad(spec), dtype=spec.dtype, device=device)
             for spec in self.specs
@@ -180,8 +182,8 @@ def plan_buffers(
         "window": window,
         "window_block_size": window_block_size,
     }
-    low = {name: value for name, value in given.items() if value < 1}
-    check(not low, "E204", got=f"metadata buffers with {low}", fix="pass positive numbers")
+    given = {name: check_size(name, value) for name, value in given.items()}
+    max_num_seqs, max_model_len = given["max_num_seqs"], given["max_model_len"]
     unknown = sorted(set(ratios) - {0, 1, layout.CSA_RATIO, layout.HCA_RATIO})
     check(not unknown, "E205", got=f"ratios {unknown}", fix="pass the compress ratios of the layers: 0, 1, 4, 128")
     sizes = {**given, "max_num_seqs_plus_1": max_num_seqs + 1, "c128a_width": layout.c128a_width(max_model_len)}

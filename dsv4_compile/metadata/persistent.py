@@ -58,8 +58,9 @@ class MetadataBuffers:
             window_block_size=window_block_size,
             engine_slots=engine_slots,
         )
-        self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
-        self.max_model_len, self.window_block_size = max_model_len, window_block_size
+        sizes = self.plan.sizes
+        self.max_num_batched_tokens, self.max_num_seqs = sizes["max_num_batched_tokens"], sizes["max_num_seqs"]
+        self.max_model_len, self.window_block_size = sizes["max_model_len"], sizes["window_block_size"]
         self.groups = groups_of(ratios)
         adopted = {} if block_tables is None else self._adopt(block_tables)
         own = self.plan.allocate([spec.name for spec in self.plan.specs if spec.name not in adopted], device)

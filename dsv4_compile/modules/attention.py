@@ -21,10 +21,11 @@ from ..attention_backends.paged import DeepseekV4PagedBackend, Slots
 from ..attention_backends.registry import cache_word
 from ..attention_backends.v4 import DeepseekV4Metadata
 from ..attention_backends.workspace import Workspace
-from ..cache import CacheFormat, LayerCache
+from ..cache import CacheFormat, LayerCache, one_format
 from ..config import DeepseekV4Config
 from ..metadata.types import AttentionMetadata
 from ..parallel import Ranks, all_reduce, attention_config
+from ..sizes import check_optional_size
 from .layer_weights import LayerWeights
 from .output import choose_path, project_output, quantised_path
 from .stacked import project
@@ -67,10 +68,10 @@ class DeepseekV4Attention(LayerWeights):
         config: DeepseekV4Config,
         layer_idx: int,
         *,
-        kv_cache_dtype: str = "auto",
+        kv_cache_dtype: str | CacheFormat = "auto",
         indexer_cache_dtype: str = "auto",
         hadamard: bool = False,
-        cache_format: CacheFormat | None = None,
+        cache_format: str | CacheFormat | None = None,
         fp8: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
@@ -85,12 +86,15 @@ class DeepseekV4Attention(LayerWeights):
         mesh: DeviceMesh | None = None,
     ) -> None:
         ranks = None if mesh is None else Ranks.of(mesh)
+        formats = one_format(kv_cache_dtype, cache_format)
         super().__init__(
             config if ranks is None else attention_config(config, ranks, fp8=fp8),
             layer_idx,
-            cache_format
-            or CacheFormat.resolve(
-                cache_word(attention_backend, kv_cache_dtype), indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard
+            CacheFormat.resolve(
+                formats if isinstance(formats, CacheFormat) else cache_word(attention_backend, formats),
+                indexer_cache_dtype,
+                model_dtype=dtype,
+                hadamard=hadamard,
             ),
             fp8=fp8,
             dtype=dtype,
@@ -101,7 +105,9 @@ class DeepseekV4Attention(LayerWeights):
         )
         self.ranks = ranks
         self.selection = select(attention_backend, self._demand(dtype, engine))
-        self.attention = self._backend(max_num_batched_tokens or self.max_seq_len)
+        self.attention = self._backend(
+            check_optional_size("max_num_batched_tokens", max_num_batched_tokens) or self.max_seq_len
+        )
         self.attention.workspace = workspace
         self.output_projection = output_projection
         self._choose_output()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..cache import CacheFormat
 from ..config import CSA, DeepseekV4Config
 from ..rope_tables import cos_sin_cache
+from ..sizes import check_optional_size
 from .compressor import Compressor
 from .indexer import Indexer
 from .linear import Fp8Linear, Linear, Norm
@@ -74,7 +75,7 @@ class LayerWeights(nn.Module):
         self.single_gemm = single_gemm
         self.aux_stream = aux_stream and self.indexer is not None
         self.stack()
-        self.max_seq_len = max_seq_len or config.max_position_embeddings
+        self.max_seq_len = check_optional_size("max_seq_len", max_seq_len) or config.max_position_embeddings
         self.register_buffer("cos_sin", self._table(self.attn_sink.device), persistent=False)
 
     def stack(self) -> None:

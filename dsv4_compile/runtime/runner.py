@@ -20,6 +20,7 @@ from .. import progress
 from .._compat import pytree
 from ..errors import check, fail, warn
 from ..metadata import MetadataBuffers
+from ..sizes import check_size
 from .addresses import AddressCheck, mark_static_inputs, named_tensors
 from .backends import graphs_for
 from .captures import Capture, Footprint, MemoryPlan
@@ -93,6 +94,7 @@ class DecodeRunner:
     ) -> None:
         self._step, self.buffers, self.caches, self.debug = step, buffers, caches, debug
         self.inputs = StepInputs(inputs, buffers.max_num_batched_tokens)
+        tokens_each, max_run_steps = check_size("tokens_each", tokens_each), check_size("max_run_steps", max_run_steps)
         self.tokens_each = tokens_each
         self.statistics = Statistics()
         device, capacity = buffers.tensors["seq_lens"].device, buffers.max_num_batched_tokens
@@ -221,9 +223,8 @@ class DecodeRunner:
         sampling = self.sampling
         if sampling is None:
             fail("E201", got="run without a sampler", fix='DecodeRunner(..., sampler="greedy"), or a function')
-        check(
-            0 < steps <= self.max_run_steps, "E204", got=f"a run of {steps} steps, max_run_steps={self.max_run_steps}"
-        )
+        steps, num_reqs = check_size("steps", steps), check_size("num_reqs", num_reqs)
+        check(steps <= self.max_run_steps, "E204", got=f"a run of {steps} steps, max_run_steps={self.max_run_steps}")
         tokens = count_tokens(None, num_reqs, self.tokens_each, self.buffers.max_num_batched_tokens)
         bucket = self.buckets.fit(tokens)
         captured = self._runs.get(bucket or 0)

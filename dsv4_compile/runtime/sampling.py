@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import check
 from ..metadata import MetadataBuffers
+from ..sizes import check_memory
 
 Sampler = Callable[[Any], Any]
 
@@ -44,6 +45,7 @@ class Sampling:
         )
         self._buffers, self._sampler, self._tokens_each = buffers, sampler, tokens_each
         rows, device = buffers.max_num_seqs, buffers.tensors["seq_lens"].device
+        check_memory("tokens of a run", 8 * max_steps * rows * tokens_each, device)
         self.tokens = torch.zeros(rows, tokens_each, dtype=torch.int64, device=device)
         self.num_new = torch.ones(rows, dtype=torch.int32, device=device)
         self.drafts = torch.zeros(rows, tokens_each - 1, dtype=torch.int64, device=device) if tokens_each > 1 else None

@@ -14,6 +14,7 @@ from torch import Tensor
 from .._compat import maybe_mark_dynamic, pytree
 from ..errors import check, fail
 from ..metadata import AttentionMetadata, MetadataBuffers
+from ..sizes import check_size
 from .aliasing import overlap, rows_coincide
 
 StepFunction = Callable[..., Any]
@@ -28,12 +29,8 @@ def padded_buckets(max_tokens: int, tokens_each: int = 1) -> tuple[int, ...]:
         max_tokens: the largest batch to capture.
         tokens_each: tokens of each request, 1 + the number of speculative ones.
     """
-    check(
-        0 < tokens_each <= max_tokens,
-        "E204",
-        got=f"{max_tokens=}, {tokens_each=}",
-        fix="tokens_each is 1 to max_tokens",
-    )
+    max_tokens, tokens_each = check_size("max_tokens", max_tokens), check_size("tokens_each", tokens_each)
+    check(tokens_each <= max_tokens, "E204", got=f"{max_tokens=}, {tokens_each=}", fix="tokens_each is 1 to max_tokens")
     sizes = []
     requests = 1
     while requests * tokens_each < max_tokens:
@@ -46,9 +43,9 @@ class Buckets:
     """Sizes to capture, ascending and distinct. Raises E204 for one above `capacity`."""
 
     def __init__(self, sizes: Iterable[int], capacity: int) -> None:
-        self.sizes = tuple(sorted(set(sizes)))
+        self.sizes = tuple(sorted({check_size("a bucket", tokens) for tokens in sizes}))
         check(
-            bool(self.sizes) and self.sizes[0] > 0 and self.sizes[-1] <= capacity,
+            bool(self.sizes) and self.sizes[-1] <= capacity,
             "E204",
             got=f"buckets {list(self.sizes)} with buffers of {capacity} tokens",
             fix=f"choose buckets from 1 to {capacity}",
@@ -78,6 +75,8 @@ def count_tokens(num_tokens: int | None, num_reqs: int | None, tokens_each: int,
             fix="step(num_tokens) or step(num_reqs=...)",
         )
     tokens = num_tokens if num_tokens is not None else (num_reqs or 0) * tokens_each
+    if type(tokens) is not int:
+        tokens = check_size("num_tokens" if num_reqs is None else "num_reqs", tokens)
     if not 0 < tokens <= capacity:
         fail(
             "E204",

@@ -18,7 +18,7 @@ MANY_PARAMETERS, MOST_WITH_MANY = 10, 0.05
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_files", "errors", "progress"}),
-    frozenset({"_compat"}),
+    frozenset({"_compat", "sizes"}),
     frozenset({"layout"}),
     frozenset({"selection"}),
     frozenset({"config", "rope_tables"}),

@@ -1,0 +1,66 @@
+"""Sizes of batches and caches: their type and range, and whether a device has memory for what they ask for."""
+
+from __future__ import annotations
+
+import numbers
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import check, fail
+
+MOST = 2**31 - 256
+"""Largest size: lengths and positions are int32, and the last page of 256 tokens is whole."""
+_GIGA = 10**9
+
+
+def check_size(name: str, value: Any, least: int = 1) -> int:
+    """Return a size as an int.
+
+    Args:
+        name: what the caller calls it, for the message.
+        value: an int, or an integer of a library, as numpy's.
+        least: smallest value.
+
+    Raises E204 for another type (bool, float, text, a tensor) and for a value outside `least` to `MOST`.
+    """
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= value <= MOST:
+        return int(value)
+    fail(
+        "E204",
+        got=f"{name}={value!r:.60}",
+        why=f"a size is an integer from {least} to {MOST}, and this is of type {type(value).__name__}",
+        fix="pass such an integer",
+    )
+
+
+def check_optional_size(name: str, value: Any, least: int = 1) -> int | None:
+    """Return `size`, or None for None."""
+    return None if value is None else check_size(name, value, least)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that can be allocated on `device`, or None if its kind does not say."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type != "cpu":
+        return None
+    if not Path("/proc/meminfo").is_file():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lines = (line.split() for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+    return next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
+
+
+def check_memory(what: str, nbytes: int, device: torch.device | str | None) -> None:
+    """Raise E210 unless `nbytes` fit into the memory of `device` (None = the default device)."""
+    place = torch.get_default_device() if device is None else torch.device(device)
+    free = free_memory(place)
+    check(
+        free is None or nbytes <= free,
+        "E210",
+        got=f"{nbytes / _GIGA:.2f} GB of {what} for {(free or 0) / _GIGA:.2f} GB free on {place}",
+        fix="pass smaller sizes",
+    )
