@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,9 @@ _RATIO_OF_LAYER_TYPE = {
     "heavily_compressed_attention": layout.HCA_RATIO,
 }
 
+BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+"""Turns over the original context between which YaRN interpolates, where a configuration has none or 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
@@ -26,8 +30,8 @@ class Yarn:
 
     factor: float
     original_max_position: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_fast: float = BETAS["beta_fast"]
+    beta_slow: float = BETAS["beta_slow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,6 @@ def _from_hf(cls: type[DeepseekV4Config], raw: Mapping[str, Any]) -> DeepseekV4C
     )
     default = cls()
     head_dim = int(raw.get("head_dim", default.head_dim))
-    main, compress = _rope_parameters(raw)
     renamed = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
     same = (
         "hidden_size",
@@ -192,17 +195,7 @@ def _from_hf(cls: type[DeepseekV4Config], raw: Mapping[str, Any]) -> DeepseekV4C
     )
     names = {**renamed, **{name: name for name in same}}
     fields: dict[str, Any] = {ours: raw[theirs] for ours, theirs in names.items() if raw.get(theirs) is not None}
-    return cls(
-        **fields,
-        head_dim=head_dim,
-        rope_dim=_rope_dim(raw, main, head_dim, default),
-        compress_ratios=_ratios(raw),
-        rope_theta=float(main.get("rope_theta", raw.get("rope_theta", default.rope_theta))),
-        compress_rope_theta=float(
-            compress.get("rope_theta", raw.get("compress_rope_theta", default.compress_rope_theta))
-        ),
-        yarn=_yarn(compress),
-    )
+    return cls(**fields, **_rope_fields(raw, head_dim, default), head_dim=head_dim, compress_ratios=_ratios(raw))
 
 
 def _ratios(raw: Mapping[str, Any]) -> tuple[int, ...]:
@@ -220,23 +213,48 @@ def _ratios(raw: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(_RATIO_OF_LAYER_TYPE[t] for t in types)
 
 
-def _rope_parameters(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the RoPE parameters of window layers and of compressed layers, each possibly empty."""
-    nested = raw.get("rope_parameters") or {}
-    if isinstance(nested.get("main"), Mapping):
-        kind = nested["main"].get("rope_type", "default")
-        check(kind == "default", "E205", got=f"rope type {kind!r} on window layers", fix="only default exists there")
-        return nested["main"], nested["compress"]
-    flat = dict(raw.get("rope_scaling") or nested)
-    flat.pop("rope_theta", None)
-    return {}, flat
+def _rope_fields(raw: Mapping[str, Any], head_dim: int, default: DeepseekV4Config) -> dict[str, Any]:
+    """Return the fields of RoPE, with what is absent as transformers completes it."""
+    main, compress = _rope_parameters(raw, default)
+    kind = main.get("rope_type", main.get("type", "default"))
+    check(kind == "default", "E205", got=f"rope type {kind!r} on window layers", fix="only default exists there")
+    dim, compress_dim = (int(head_dim * float(each["partial_rotary_factor"])) for each in (main, compress))
+    check(
+        dim == compress_dim,
+        "E205",
+        got=f"{dim} rotated dims on window layers and {compress_dim} on compressed layers",
+        fix="give main and compress the same partial_rotary_factor",
+    )
+    thetas = {"rope_theta": float(main["rope_theta"]), "compress_rope_theta": float(compress["rope_theta"])}
+    for name, theta in thetas.items():
+        check(theta > 1, "E205", got=f"{name}={theta}", rule="the base of RoPE frequencies is above 1")
+    return {"rope_dim": dim, **thetas, "yarn": _yarn(compress)}
 
 
-def _rope_dim(raw: Mapping[str, Any], main: Mapping[str, Any], head_dim: int, default: DeepseekV4Config) -> int:
-    if raw.get("qk_rope_head_dim") is not None:
-        return int(raw["qk_rope_head_dim"])
-    factor = main.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    return int(head_dim * factor) if factor is not None else default.rope_dim
+def _rope_parameters(raw: Mapping[str, Any], default: DeepseekV4Config) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the RoPE parameters of window layers and of compressed layers.
+
+    They are nested, `{"main": ..., "compress": ...}`, or those of YaRN on compressed layers in one dict. In one dict
+    YaRN has no attention factor unless it says so; in a nested one transformers computes what is absent.
+    """
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    theta = raw.get("rope_theta", default.rope_theta)
+    context = raw.get("max_position_embeddings", default.max_position_embeddings)
+    factor = raw.get("partial_rotary_factor")
+    if factor is None and raw.get("qk_rope_head_dim") is not None:
+        factor = raw["qk_rope_head_dim"] / raw.get("head_dim", default.head_dim)
+    if factor is None:
+        factor = default.rope_dim / default.head_dim
+    common = {"partial_rotary_factor": factor, "original_max_position_embeddings": context}
+    if isinstance(given.get("main"), Mapping) and isinstance(given.get("compress"), Mapping):
+        main, compress = ({"rope_theta": theta, **common, **given[name]} for name in ("main", "compress"))
+        return main, compress
+    compress_theta = raw.get("compress_rope_theta", default.compress_rope_theta)
+    yarn = {name: value for name, value in given.items() if name not in ("main", "compress")}
+    if raw.get("original_max_position_embeddings") is not None:
+        yarn["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    compress = {**common, "attention_factor": 1.0, **yarn, "rope_theta": compress_theta}
+    return {"rope_theta": theta, **common}, {**compress, "partial_rotary_factor": factor}
 
 
 def _yarn(compress: Mapping[str, Any]) -> Yarn | None:
@@ -244,10 +262,32 @@ def _yarn(compress: Mapping[str, Any]) -> Yarn | None:
     if kind == "default":
         return None
     check(kind == "yarn", "E205", got=f"rope type {kind!r} on compressed layers", fix="only yarn and default exist")
-    scaling = compress.get("attention_factor", 1.0)
-    check(scaling == 1.0, "E205", got=f"attention_factor={scaling}", why="V4 scales neither cos/sin nor scores")
-    factor, original = compress.get("factor"), compress.get("original_max_position_embeddings")
-    if factor is None or original is None:
-        fail("E205", got=f"yarn with {factor=}, original_max_position_embeddings={original}")
-    betas = {name: float(compress[name]) for name in ("beta_fast", "beta_slow") if compress.get(name) is not None}
+    factor, original = compress.get("factor"), compress["original_max_position_embeddings"]
+    betas = {name: float(compress.get(name) or value) for name, value in BETAS.items()}
+    positive = {"factor": factor, "original_max_position_embeddings": original, **betas}
+    for name, value in positive.items():
+        check(value is not None and value > 0, "E205", got=f"yarn with {name}={value}", rule=f"{name} is above 0")
+    assert factor is not None
+    given = compress.get("attention_factor")
+    scaling = _attention_factor(compress, float(factor)) if given is None else float(given)
+    check(
+        scaling == 1.0,
+        "E205",
+        got=f"attention_factor={given}",
+        why="V4 scales neither cos/sin nor scores"
+        + (f"; transformers computes {scaling:.4f}" if given is None else ""),
+        fix='"attention_factor": 1.0 in rope_parameters["compress"], if the model was trained without it',
+    )
     return Yarn(float(factor), int(original), **betas)
+
+
+def _attention_factor(yarn: Mapping[str, Any], factor: float) -> float:
+    """Return the factor of cos and sin that transformers computes where `attention_factor` is absent."""
+
+    def scaled(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    numerator, denominator = yarn.get("mscale"), yarn.get("mscale_all_dim")
+    if numerator and denominator:
+        return scaled(numerator) / scaled(denominator)
+    return scaled(1.0)

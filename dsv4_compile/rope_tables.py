@@ -24,7 +24,7 @@ def inv_freq(rope: Rope) -> Tensor:
         return plain
     low = max(math.floor(_pair_with_turns(rope, rope.yarn.beta_fast)), 0)
     high = min(math.ceil(_pair_with_turns(rope, rope.yarn.beta_slow)), rope.dim - 1)
-    width = max(high - low, 0.001)
+    width = (high - low) or 0.001
     keep = 1.0 - ((_arange(rope.dim // 2) - low) / width).clamp(0, 1)
     return 1.0 / (rope.yarn.factor * powers) * (1.0 - keep) + plain * keep
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from dataclasses import replace
@@ -137,6 +138,48 @@ def test_frequencies_equal_transformers(change: dict[str, Any]) -> None:
         assert getattr(rotary, f"{label}_attention_scaling") == 1.0
 
 
+NESTED: dict[str, dict[str, Any]] = {
+    "as saved": {},
+    "beta_fast of 0": {"beta_fast": 0},
+    "betas of None": {"beta_fast": None, "beta_slow": None},
+    "betas in reverse": {"beta_fast": 1.0, "beta_slow": 32.0},
+    "equal betas": {"beta_fast": 4.0, "beta_slow": 4.0},
+    "mscales that cancel": {"attention_factor": None, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "a factor that scales nothing": {"attention_factor": None, "factor": 1.0},
+    "truncate": {"truncate": False},
+    "another base": {"rope_theta": 40000.0},
+    "no YaRN": {"rope_type": "default"},
+}
+
+
+@pytest.mark.parametrize("what", NESTED)
+@pytest.mark.parametrize("outside", [{}, {"partial_rotary_factor": 0.25}, {"qk_rope_head_dim": 32}])
+def test_frequencies_of_nested_parameters_equal_transformers(what: str, outside: dict[str, Any]) -> None:
+    """Dims that stand outside of the two dicts count for neither."""
+    raw = (
+        {name: value for name, value in FLASH.items() if name != "qk_rope_head_dim"} | nested(**NESTED[what]) | outside
+    )
+    ours = DeepseekV4Config.from_hf(raw)
+    ratios = raw["compress_ratios"][: raw["num_hidden_layers"]]
+    config = HFConfig(**copy.deepcopy({**raw, "compress_ratios": ratios}))
+    assert replace(DeepseekV4Config.from_hf(config), compress_ratios=ours.compress_ratios) == ours
+    rotary = DeepseekV4RotaryEmbedding(config)
+    for ratio, label in ((1, "main"), (4, "compress")):
+        torch.testing.assert_close(inv_freq(ours.rope(ratio)), getattr(rotary, f"{label}_inv_freq"), rtol=2e-7, atol=0)
+        assert getattr(rotary, f"{label}_attention_scaling") == 1.0
+
+
+@pytest.mark.parametrize("missing", ["rope_theta", "original_max_position_embeddings", "partial_rotary_factor"])
+def test_what_nested_parameters_lack_is_completed_as_transformers_does(missing: str) -> None:
+    raw = {**FLASH, **nested(), "partial_rotary_factor": 0.125}
+    for each in raw["rope_parameters"].values():
+        each.pop(missing, None)
+    ratios = raw["compress_ratios"][: raw["num_hidden_layers"]]
+    rotary = DeepseekV4RotaryEmbedding(HFConfig(**copy.deepcopy({**raw, "compress_ratios": ratios})))
+    frequencies = inv_freq(DeepseekV4Config.from_hf(raw).rope(4))
+    torch.testing.assert_close(frequencies, rotary.compress_inv_freq, rtol=2e-7, atol=0)
+
+
 def test_worked_frequencies() -> None:
     """With dim 64 and base 160000, pairs up to 15 keep their frequency, and pairs from 25 on turn 16 times slower."""
     frequencies = inv_freq(DeepseekV4Config.flash().rope(4))
@@ -158,6 +201,13 @@ def test_table_rows_are_cosines_then_sines_of_the_position() -> None:
         assert cos_sin_cache(rope, 301).device.type == "cpu"
 
 
+def nested(**compress: Any) -> dict[str, Any]:
+    """Return a change of `FLASH` to RoPE parameters in transformers' nested form."""
+    main = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.125}
+    yarn = {**main, "rope_type": "yarn", **YARN, "rope_theta": 160000.0, "attention_factor": 1.0}
+    return {"rope_scaling": None, "rope_parameters": {"main": main, "compress": {**yarn, **compress}}}
+
+
 V41_RATIOS = [0, 0, *[2] * 18, *[1] * 20, 0, 0, 0]
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "v4.1-ratios": ({"num_hidden_layers": 40, "compress_ratios": V41_RATIOS}, r"compress_ratios with \[2\]"),
@@ -176,9 +226,15 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "attention-factor": ({"rope_scaling": {"type": "yarn", **YARN, "attention_factor": 1.277}}, "1.277"),
     "yarn-without-factor": ({"rope_scaling": {"type": "yarn"}}, "factor=None"),
     "yarn-on-windows": (
-        {"rope_parameters": {"main": {"rope_type": "yarn", **YARN}, "compress": {}}},
+        {"rope_scaling": None, "rope_parameters": {"main": {"rope_type": "yarn", **YARN}, "compress": {}}},
         "'yarn' on window layers",
     ),
+    "nested-without-attention-factor": (nested(attention_factor=None), "attention_factor=None(.|\n)*1.2773"),
+    "nested-mscale": (nested(attention_factor=None, mscale=1.0, mscale_all_dim=0.5), "1.1218"),
+    "nested-linear": (nested(rope_type="linear"), "'linear' on compressed layers"),
+    "nested-dims": (nested(partial_rotary_factor=0.25), "64 rotated dims on window layers and 128"),
+    "negative-beta": (nested(beta_slow=-1.0), "beta_slow=-1.0"),
+    "no-base": (nested(rope_theta=0), "compress_rope_theta=0"),
 }
 
 
