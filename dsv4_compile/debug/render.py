@@ -36,8 +36,10 @@ pre { margin: .3rem 0; padding: .4rem .8rem; background: var(--code); overflow-x
 dl { display: grid; grid-template-columns: 7rem 1fr; margin: .2rem 0; } dt { color: var(--dim); } dd { margin: 0; }
 dd { white-space: pre-wrap; overflow-wrap: anywhere; }
 table { border-collapse: collapse; margin: .6rem 0; } th { text-align: left; color: var(--dim); font-weight: 500; }
-th, td { padding: .15rem .9rem .15rem 0; vertical-align: top; overflow-wrap: anywhere; }
+th, td { padding: .15rem .9rem .15rem 0; vertical-align: top; } th, .number { white-space: nowrap; }
+.number { text-align: right; } .wide { overflow-x: auto; }
 """
+_NUMBER = re.compile(r"-?\d[\d,.]*")
 _ADDRESS = re.compile(r"https?://[^\s<>\"']+[^\s<>\"'.,;:)]|\bpytorch#(\d+)")
 
 
@@ -150,9 +152,18 @@ def html_section(section: Section) -> str:
 
 
 def _html_table(table: Table) -> str:
-    head = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in table.headers)}</tr>" if table.headers else ""
-    rows = "\n".join(f"<tr>{''.join(f'<td>{linked(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
-    return f"<table>{head}\n{rows}</table>"
+    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.headers)
+    kinds = [' class="number"' if is_numeric(column) else "" for column in columns]
+    heads = (f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, table.headers, strict=False))
+    head = f"<tr>{''.join(heads)}</tr>" if table.headers else ""
+    rows = (zip(kinds, row, strict=True) for row in table.rows)
+    body = "\n".join(f"<tr>{''.join(f'<td{kind}>{linked(cell)}</td>' for kind, cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table>{head}\n{body}</table></div>'
+
+
+def is_numeric(cells: Sequence[str]) -> bool:
+    """Return whether a column holds numbers and empty cells alone, and at least one number."""
+    return any(cells) and all(not cell or _NUMBER.fullmatch(cell) for cell in cells)
 
 
 def _html_finding(finding: Finding) -> str:

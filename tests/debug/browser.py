@@ -1,8 +1,8 @@
 """Open a page of a replay in headless Chromium and check it there: python -m tests.debug.browser replay.html
 
 test_browser.py does it where a browser is installed. Checks in light and dark and in a narrow window: the panel is
-filled, arrow keys move the focus, zoom widens the lanes, nothing overflows the page, nothing is loaded from outside.
-Screenshots lie beside the page.
+filled, arrow keys move the focus, a click keeps a node, the outlined bar is the node of the panel, numbers stay on one
+line, zoom widens the lanes, nothing overflows the page, nothing is loaded from outside. Screenshots go to its folder.
 """
 
 from __future__ import annotations
@@ -31,6 +31,19 @@ window.addEventListener('load', () => {
   found.moved = all.length < 2 || document.activeElement.id === 'n1';
   const label = document.activeElement.getAttribute('aria-label').split(': ')[1].split(',')[0];
   found.told = document.getElementById('node').textContent.includes(label);
+  const shown = () => [...document.querySelectorAll('.shown')].map(node => node.id).join();
+  const over = node => node.dispatchEvent(new MouseEvent('mouseenter'));
+  found.outlined = shown() === document.activeElement.id;
+  document.activeElement.click(); over(first);
+  found.kept = shown() === document.activeElement.id && all.length === 1 || shown() !== 'n0';
+  document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape', bubbles: true})); over(first);
+  found.released = shown() === 'n0';
+  found.wrapped = [...document.querySelectorAll('.number')].filter(cell => {
+    const range = document.createRange();
+    range.selectNodeContents(cell);
+    return new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1;
+  }).length;
+  found.unnamed = all.filter(node => !node.textContent).length;
   found.tabbable = all.filter(node => node.tabIndex === 0).length;
   const before = lane.getBoundingClientRect().width;
   document.getElementById('in').click();
@@ -75,6 +88,11 @@ def wrong(page: Path, *, dark: bool, width: int) -> Iterator[str]:
         "errors": [],
         "moved": True,
         "told": True,
+        "outlined": True,
+        "kept": True,
+        "released": True,
+        "wrapped": 0,
+        "unnamed": 0,
         "tabbable": 1,
         "zoom": 2,
         "overflow": 0,

@@ -23,6 +23,13 @@ def test_page_of_a_layer_is_whole_and_works(dark: bool, width: int, tmp_path: Pa
 FAULTS = {
     "overflow": ("<body>", '<body><div style="width: 3000px; height: 1px"></div>'),
     "moved": ("ArrowRight", "ArrowAside"),
+    "outlined": ("classList.toggle('shown', k === i)", "classList.toggle('shown', k === 0)"),
+    "kept": ("keep(kept === i ? null : i)", "show(i)"),
+    "released": ("if (event.key === 'Escape') keep(null);", ""),
+    "wrapped": (
+        "th, .number { white-space: nowrap; }",
+        ".number { display: block; width: 1ch; overflow-wrap: anywhere; }",
+    ),
     "errors": ("</body>", "<script>missing()</script></body>"),
 }
 

@@ -1,21 +1,24 @@
 """One HTML page of a replay: a timeline with a lane for each part and stream, and tables; nothing outside the page.
 
-Each node is a button in its lane, as long as its time: Tab reaches the timeline, arrow keys move in it, and the panel
-below tells about the node that has the pointer or the focus. Without a script the tables have everything.
+Each node is a button in its lane, as long as its time and coloured by its op. Tab reaches the timeline, arrow keys move
+in it, and the panel below tells about the node that has the pointer or the focus; a click keeps it there. Without a
+script the tables have everything.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from ..render import STYLE, html_section
+from ..render import STYLE, html_section, is_numeric
 from ..sections import Section
 from .rows import PARTS, Node, Replay
 
-_COLOURS = ("#4285f4", "#e8710a", "#9334e6", "#d93025", "#80868b")
-"""Colours of `PARTS`, readable on light and on dark paper."""
+_COLOURS = ("#1967d2", "#b06000", "#7627bb", "#137333", "#c5221f", "#007b83", "#a8146f", "#8a5a2b")
+"""Colours of the ops that take most time; white text is readable on all of them."""
+_OTHERS = "#5f6368"
 _SMALLEST = 0.02
 """Percent of the timeline that the shortest node takes."""
 
@@ -28,12 +31,15 @@ body { max-width: 80rem; }
 .lanes { width: calc(100% * var(--zoom, 1)); min-width: 100%; box-sizing: border-box; padding-right: 4px; }
 .lane { position: relative; height: 2.6rem; border-bottom: 1px solid var(--line); }
 .lane > span { position: sticky; left: .3rem; font-size: .7rem; color: var(--dim); pointer-events: none; }
-.node { position: absolute; top: 1.1rem; height: 1.2rem; min-width: 2px; padding: 0; border: 0; cursor: pointer;
-  border-radius: 1px; overflow: hidden; box-shadow: inset 1px 0 #ffffff59; }
-.node:hover, .node:focus { outline: 2px solid var(--ink); outline-offset: 1px; z-index: 2; }
-.node.near { box-shadow: 0 0 0 2px var(--link); z-index: 1; }
-#node { min-height: 15rem; } .legend i { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .8rem; }
-.wide { overflow-x: auto; } .wide td { white-space: nowrap; }
+.node { position: absolute; top: 1.1rem; height: 1.2rem; min-width: 2px; padding: 0 2px; border: 0; cursor: pointer;
+  overflow: hidden; box-shadow: inset 1px 0 #ffffff80; color: #fff; font: .7rem/1.2rem system-ui, sans-serif;
+  text-align: left; text-overflow: ellipsis; white-space: nowrap; }
+.node.near { border-bottom: 4px double #fff; }
+.node.shown { outline: 2px solid var(--ink); outline-offset: 1px; z-index: 2; }
+.node[aria-pressed=true] { outline-width: 4px; }
+#node { min-height: 15rem; grid-template-columns: 7rem minmax(0, 1fr); }
+.legend i { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .8rem; }
+.legend span { white-space: nowrap; } #all-nodes td { white-space: nowrap; }
 [data-theme=light] { color-scheme: light; } [data-theme=dark] { color-scheme: dark; }
 """
 
@@ -42,7 +48,7 @@ const nodes = JSON.parse(document.getElementById('data').textContent);
 const buttons = nodes.map((_, i) => document.getElementById('n' + i));  // by time, not by lane
 const panel = document.getElementById('node');
 const lanes = document.querySelector('.lanes');
-let zoom = 1, current = 0;
+let zoom = 1, current = 0, kept = null;
 function show(i) {
   current = i;
   panel.replaceChildren();
@@ -50,19 +56,32 @@ function show(i) {
     const dt = document.createElement('dt'), dd = document.createElement('dd');
     dt.textContent = label; dd.textContent = text; panel.append(dt, dd);
   }
-  buttons.forEach((b, k) => { b.tabIndex = k === i ? 0 : -1; b.classList.toggle('near', nodes[i].near.includes(k)); });
+  buttons.forEach((b, k) => {
+    b.tabIndex = k === i ? 0 : -1;
+    b.classList.toggle('shown', k === i);
+    b.classList.toggle('near', nodes[i].near.includes(k));
+    b.setAttribute('aria-pressed', String(k === kept));
+  });
 }
-function go(i) { if (i >= 0 && i < buttons.length) { show(i); buttons[i].focus(); } }
+function keep(i) { kept = i; show(i === null ? current : i); }
+function go(i) { if (i >= 0 && i < buttons.length) { if (kept !== null) kept = i; show(i); buttons[i].focus(); } }
+function goToHash() {
+  const i = buttons.findIndex(button => '#' + button.id === location.hash);
+  if (i >= 0) { keep(i); buttons[i].focus(); }
+}
 buttons.forEach((button, i) => {
-  button.addEventListener('mouseenter', () => show(i));
-  button.addEventListener('focus', () => show(i));
+  button.addEventListener('mouseenter', () => { if (kept === null) show(i); });
+  button.addEventListener('focus', () => { if (kept === null) show(i); });
+  button.addEventListener('click', () => keep(kept === i ? null : i));
   button.addEventListener('keydown', event => {
     const step = {ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1}[event.key];
     if (step) { event.preventDefault(); go(i + step); }
     if (event.key === 'Home') { event.preventDefault(); go(0); }
     if (event.key === 'End') { event.preventDefault(); go(buttons.length - 1); }
+    if (event.key === 'Escape') keep(null);
   });
 });
+window.addEventListener('hashchange', goToHash);
 function zoomTo(value) {
   zoom = Math.min(256, Math.max(1, value));
   lanes.style.setProperty('--zoom', zoom);
@@ -71,7 +90,7 @@ function zoomTo(value) {
 document.getElementById('in').addEventListener('click', () => zoomTo(zoom * 2));
 document.getElementById('out').addEventListener('click', () => zoomTo(zoom / 2));
 document.getElementById('all').addEventListener('click', () => zoomTo(1));
-if (buttons.length) show(0);
+if (buttons.length) { show(0); goToHash(); }
 """
 
 
@@ -90,7 +109,7 @@ def html(report: Replay, heading: str, verdict: str, sections: Iterable[Section]
 {_timeline(report.nodes)}
 {body}
 <h2>Nodes</h2>
-<div class="wide" role="region" aria-label="All nodes" tabindex="0">{_nodes(report.nodes)}</div>
+<div class="wide" id="all-nodes" role="region" aria-label="All nodes" tabindex="0">{_nodes(report.nodes)}</div>
 <script type="application/json" id="data">{data}</script>
 <script>{_SCRIPT}</script>
 </body>
@@ -103,6 +122,7 @@ def _timeline(nodes: Sequence[Node]) -> str:
     spans = _spans(nodes)
     whole = max((start + length for start, length in spans), default=1.0) or 1.0
     several = len({node.stream for node in nodes}) > 1
+    colours = _colours(nodes)
     lanes: dict[tuple[int, int], list[str]] = {}
     for node, (start, length) in zip(nodes, spans, strict=True):
         part = PARTS.index(node.part)
@@ -111,7 +131,7 @@ def _timeline(nodes: Sequence[Node]) -> str:
         lanes.setdefault((part, node.stream), []).append(
             f'<button type="button" class="node" id="n{node.index}" tabindex="{-1 if node.index else 0}" '
             f'aria-label="node {escape(label)}" title="{escape(label)}" '
-            f'style="{style};background:{_COLOURS[part]}"></button>'
+            f'style="{style};background:{colours.get(node.op, _OTHERS)}">{escape(_short(node.op))}</button>'
         )
     rows = []
     for (part, stream), buttons in sorted(lanes.items()):
@@ -120,14 +140,29 @@ def _timeline(nodes: Sequence[Node]) -> str:
         rows.append(
             f'<div class="lane" role="group" aria-label="{escape(name)}"><span>{escape(name)}</span>{own}</div>'
         )
-    legend = "".join(f'<i style="background:{c}"></i>{escape(p)}' for p, c in zip(PARTS, _COLOURS, strict=True))
+    shown = colours | ({"others": _OTHERS} if {node.op for node in nodes} - {*colours} else {})
+    legend = "".join(f'<span><i style="background:{c}"></i>{escape(_short(op))}</span> ' for op, c in shown.items())
     return f"""<h2>Timeline</h2>
 <div class="tools" role="toolbar" aria-label="Zoom"><button type="button" id="in">Zoom in</button>
 <button type="button" id="out">Zoom out</button><button type="button" id="all">All</button>
 <span class="legend aside">{legend}</span></div>
+<p class="aside">Outlined: the node below; a click keeps it, Escape lets it go. Underlined: the nodes that it waits for,
+and those that wait for it.</p>
 <div class="scroll" role="region" aria-label="Timeline, arrow keys move from node to node" tabindex="0">
 <div class="lanes">{"".join(rows)}</div></div>
 <dl id="node" aria-live="polite"></dl>"""
+
+
+def _colours(nodes: Sequence[Node]) -> Mapping[str, str]:
+    """Return a colour for each of the ops that take most time, or that have most nodes where none was timed."""
+    spent: Counter[str] = Counter()
+    for node, (_, length) in zip(nodes, _spans(nodes), strict=True):
+        spent[node.op] += length  # type: ignore[assignment]  # a Counter adds floats too
+    return dict(zip((op for op, _ in spent.most_common(len(_COLOURS))), _COLOURS, strict=False))
+
+
+def _short(op: str) -> str:
+    return op.removeprefix("dsv4.").removeprefix("aten.")
 
 
 def _spans(nodes: Sequence[Node]) -> list[tuple[float, float]]:
@@ -173,11 +208,10 @@ def _rows(node: Node) -> list[tuple[str, str]]:
 
 def _nodes(nodes: Sequence[Node]) -> str:
     """Return a table with a row for each node and all that is known of it."""
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("node", "us", "gap", "floor", "op", "line", "kernel"))
-    extra = "".join(f'<th scope="col">{name}</th>' for name in ("module", "grid", "shared", "registers", "after"))
-    rows = []
-    for node in nodes:
-        cells = (
+    names = ("node", "us", "gap", "floor", "op", "line", "kernel", "module", "grid", "shared", "registers", "after")
+    rows = [
+        (
+            str(node.index),
             *("" if value is None else f"{value:.2f}" for value in (node.us, node.gap_us, node.floor_us)),
             node.op,
             str(node.place) if node.place.file else "",
@@ -187,6 +221,13 @@ def _nodes(nodes: Sequence[Node]) -> str:
             *("" if value is None else str(value) for value in (node.shared_bytes, node.registers)),
             " ".join(f"{edge.node}{'p' if edge.programmatic else ''}" for edge in node.after),
         )
-        link = f'<td><a href="#n{node.index}">{node.index}</a></td>'
-        rows.append(f"<tr>{link}{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    return f"<table><thead><tr>{head}{extra}</tr></thead><tbody>\n{chr(10).join(rows)}</tbody></table>"
+        for node in nodes
+    ]
+    kinds = [' class="number"' if is_numeric(column) else "" for column in zip(*rows, strict=True)] or [""] * len(names)
+    head = "".join(f'<th scope="col"{kind}>{name}</th>' for kind, name in zip(kinds, names, strict=True))
+    body = []
+    for index, *cells in rows:
+        link = f'<td{kinds[0]}><a href="#n{escape(index)}">{escape(index)}</a></td>'
+        others = "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds[1:], cells, strict=True))
+        body.append(f"<tr>{link}{others}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{chr(10).join(body)}</tbody></table>"
