@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import operator
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ import dsv4_compile
 from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.ops.common.kernels import KERNELS
 from dsv4_compile.passes.pipeline import PASSES
-from tests.tools import docs
+from tests.tools import chart, docs
 
 
 def _reached(entry: str) -> list[Path]:
@@ -61,6 +62,17 @@ def test_readme_links_every_page() -> None:
     assert [page for page in pages if f"]({page})" not in readme] == []
 
 
+def test_readme_chart_shows_what_its_record_gives() -> None:
+    assert chart.numbers(docs.ROOT / chart.PICTURE) == docs.headline(), "run `make docs`"
+    assert f"]({chart.PICTURE})" in (docs.ROOT / "README.md").read_text()
+
+
+def test_a_chart_keeps_the_numbers_that_it_was_drawn_from(tmp_path: Path) -> None:
+    lines = [["", "eager", 'backend="dsv4" & more', "faster"], ["decode, <1> sequence", "4.0", "2.0", "2.0x"]]
+    chart.draw(lines, tmp_path / "chart.svg")
+    assert chart.numbers(tmp_path / "chart.svg") == lines
+
+
 def test_readme_is_short() -> None:
     assert len((docs.ROOT / "README.md").read_bytes()) <= 6 * 1024
     assert len((docs.ROOT / "CHANGELOG.md").read_bytes()) <= 2 * 1024
@@ -71,6 +83,8 @@ def test_python_in_readme_names_what_exists() -> None:
     assert len(blocks) == 2
     for block in blocks:
         compile(block, "README.md", "exec")
+        for name in re.findall(r"^from (dsv4_compile[.\w]+) import", block, re.MULTILINE):
+            importlib.import_module(name)
         for name in re.findall(r"\bdsv4_compile((?:\.\w+)+)", block):
             operator.attrgetter(name[1:])(dsv4_compile)
 

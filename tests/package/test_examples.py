@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,14 @@ def test_example_runs(example: Path, warm: WarmPython, tmp_path: Path) -> None:
         done = warm.run("tests.package.example", str(example), str(tmp_path), *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_first_snippet_of_the_readme_runs_as_pasted(warm: WarmPython, tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    script.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0])
+    done = warm.run("tests.package.example", str(script), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tensor([[")
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import sys
@@ -24,7 +25,7 @@ from dsv4_compile.lowering import registry  # noqa: E402
 from dsv4_compile.metadata import BUFFERS  # noqa: E402
 from dsv4_compile.ops.common.define import OPS  # noqa: E402
 from dsv4_compile.ops.common.kernels import KERNELS  # noqa: E402
-from tests.tools import figures  # noqa: E402
+from tests.tools import chart, figures  # noqa: E402
 
 DOCS = Path("dsv4_compile/docs")
 UP = "../../"
@@ -329,15 +330,26 @@ def stale() -> dict[Path, str]:
     return {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
 
 
+def headline() -> list[list[str]]:
+    """Return the table that the README's chart shows."""
+    record = json.loads((figures.RESULTS / figures.RECORDS["whole_model"]).read_text())
+    return figures.FIGURES["headline"].render({"whole_model": record["rows"]})[0]
+
+
 def main(argv: list[str]) -> int:
-    """Write stale pages; with `--check` name them and return 1 if there are any."""
+    """Write stale pages and the README's chart; with `--check` name them and return 1 if there are any."""
     check = "--check" in argv
     found = stale()
+    drawn = chart.numbers(ROOT / chart.PICTURE) == headline()
+    if not drawn:
+        print(f"{'out of date: ' if check else 'drew '}{chart.PICTURE}")
+        if not check:
+            chart.draw(headline(), ROOT / chart.PICTURE)
     for path, text in found.items():
         print(f"{'out of date: ' if check else 'wrote '}{path.relative_to(ROOT)}")
         if not check:
             path.write_text(text)
-    return int(check and bool(found))
+    return int(check and (bool(found) or not drawn))
 
 
 if __name__ == "__main__":

@@ -292,6 +292,7 @@ _GRAPH: Mapping[str, str | int] = {"impl": "graph", "end": "together"}
 _STACK: Mapping[str, str | int] = {"layer": "stack", "end": "together"}
 _BENCH_KERNELS = tuple(dict.fromkeys(kernel.record for kernel in KERNELS))
 FIGURES: Mapping[str, Figures] = {
+    "headline": Figures(model.headline, ("whole_model",), _WHOLE_MODEL),
     "whole": Figures(model.whole, ("tensor_parallel_h200",), _SPLIT),
     "contexts": Figures(model.contexts, ("tensor_parallel",), _SPLIT_H100),
     "whole_h200": Figures(model.steps, ("tensor_parallel_h200",), _SPLIT_H200),

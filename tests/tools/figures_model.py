@@ -138,6 +138,21 @@ def unchanged(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]
     return lines, shown
 
 
+def headline(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the README's table: four layers on one GPU, eager transformers and compiled."""
+    form = {(row["form"], row["batch"]): row for row in rows["whole_model"]}
+    measured = (
+        ("decode, one sequence, ms a token", "generate_ms", 1),
+        ("decode, 32 sequences, ms a step", "generate_ms", 32),
+        ("prefill of 2,048 tokens, ms", "prefill_ms", 1),
+    )
+    lines = [["four layers of V4-Flash, bfloat16", "eager transformers", 'compiled, `backend="dsv4"`', "faster"]]
+    for what, name, batch in measured:
+        eager, compiled = (form[key, batch][name] for key in ("eager", "whole"))
+        lines.append([what, f"{eager:.1f}", f"{compiled:.1f}", f"{eager / compiled:.1f}x"])
+    return lines, [form[key, batch] for key in ("eager", "whole") for batch in (1, 32)]
+
+
 def four_layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of four layers of V4-Flash in bfloat16 on one GPU, and eager transformers."""
     said = {"whole": "converted, compiled, captured", "captured": "prompts captured too", "eager": "eager transformers"}
