@@ -22,7 +22,7 @@ _ENTRY = stat.S_IXGRP | stat.S_IXOTH
 def replace(path: Path, text: str) -> None:
     """Replace the file at `path` with `text` and a final newline."""
     new = path.with_name(f"{path.name}.new")
-    new.write_text(f"{text}\n")
+    new.write_text(f"{text}\n", encoding="utf-8")
     new.replace(path)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import json
 import os
 import re
@@ -26,6 +27,9 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status. Print errors of this package to stderr, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # pages and names may have characters that a locale lacks
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if args.command is None:
@@ -215,11 +219,13 @@ def _demo(argv: Sequence[str]) -> int:
 def _titles() -> dict[str, str]:
     """Return the title of every page by the name that `dsv4 explain` takes."""
     pages = {page.relative_to(DOCS).with_suffix("").as_posix(): page for page in DOCS.rglob("*.md")}
-    return {name: pages[name].read_text().partition("\n")[0].removeprefix("# ") for name in sorted(pages)}
+    return {
+        name: pages[name].read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for name in sorted(pages)
+    }
 
 
 def _page(name: str) -> str | None:
-    return (DOCS / f"{name}.md").read_text() if name in _titles() else None
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8") if name in _titles() else None
 
 
 def _error_page(code: str) -> str:

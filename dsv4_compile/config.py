@@ -159,7 +159,7 @@ def _as_dict(source: Any) -> Mapping[str, Any]:
         path = pathlib.Path(source)
         path = path / "config.json" if path.is_dir() else path
         check(path.is_file(), "E205", got=f"no file {path}", fix="pass the path of a config.json or of its folder")
-        return dict(json.loads(path.read_text()))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     if isinstance(source, Mapping):
         return source
     if hasattr(source, "to_dict"):

@@ -180,5 +180,5 @@ def _files_with(path: pathlib.Path, prefix: str) -> list[pathlib.Path]:
         files = sorted(path.glob("*.safetensors"))
         check(bool(files), "E207", got=f"no .safetensors in {path}")
         return files
-    weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     return [path / file for file in sorted({file for name, file in weight_map.items() if name.startswith(prefix)})]

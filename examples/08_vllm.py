@@ -37,7 +37,7 @@ def main() -> None:
         path = Path(scratch) / "report.json"
         for prompt, tokens in zip(PROMPTS, serve(folder, path), strict=True):
             print(f"{len(prompt)} tokens -> {tokens}")
-        report = Report.from_json(path.read_text())
+        report = Report.from_json(path.read_text(encoding="utf-8"))
     print(report)
     assert report.ok and len(report.graphs) == 1
 

@@ -169,9 +169,13 @@ def _driver(device: torch.device) -> str:
     if tool is None:
         return f"unknown, CUDA {torch.version.cuda}"
     query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.split()
+    found = subprocess.run(
+        query, capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=False
+    ).stdout.split()
     return f"{found[0] if found else 'unknown'}, CUDA {torch.version.cuda}"
 
 
 def _output(command: Sequence[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=True
+    ).stdout.strip()

@@ -59,7 +59,8 @@ def rows(path: str | Path) -> list[Row]:
     try:
         checkpoint = read_checkpoint(path)
     except DSV4Error as fault:
-        return [Row("folder", str(path)), _problem(fault)]
+        whole = [] if fault.code == "E209" else [Row("folder", str(path))]
+        return [*whole, _problem(fault)]
     found = [_folder(checkpoint)]
     problems = list(checkpoint.problems)
     try:

@@ -103,7 +103,7 @@ class Processes:
 def _started(pid: int) -> str:
     """Return when a process began, in the kernel's words, "" if there is none or it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return ""
     # A process that is being ended has its state of before while a driver frees what it held.

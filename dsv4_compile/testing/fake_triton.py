@@ -223,7 +223,9 @@ def _output_of(compiled: Any, *command: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(machine_code(compiled))
         file.flush()
-        return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [*command, file.name], capture_output=True, encoding="utf-8", errors="replace", check=True
+        ).stdout
 
 
 def machine_code(compiled: Any) -> bytes:

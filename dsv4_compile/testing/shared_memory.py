@@ -63,7 +63,7 @@ def _allocated(text: str, arch: int) -> str:
     context = triton_ir.context()
     triton_ir.load_dialects(context)
     triton_nvidia.load_dialects(context)
-    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         module = triton_ir.parse_mlir_module(file.name, context)

@@ -69,7 +69,15 @@ def record(layers: Sequence[int], device: torch.device, so_far: Callable[[dict[s
             env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             command = [sys.executable, __file__, "--child", str(each), "--device", device.type]
             for cache in ("cold", "warm"):
-                done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+                done = subprocess.run(
+                    command,
+                    env=env,
+                    capture_output=True,
+                    encoding="utf-8",
+                    errors="replace",
+                    timeout=SECONDS,
+                    check=False,
+                )
                 if done.returncode:
                     raise RuntimeError(done.stderr[-2000:])
                 row = {"layers": each, "cache": cache, **json.loads(done.stdout.splitlines()[-1])}

@@ -125,7 +125,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                     command = [sys.executable, __file__, "--child", f"{name},{threads},{cache}"]
                     command += ["--rounds", str(args.rounds)]
                     done = subprocess.run(
-                        command, env=env, capture_output=True, text=True, timeout=SECONDS, check=False
+                        command,
+                        env=env,
+                        capture_output=True,
+                        encoding="utf-8",
+                        errors="replace",
+                        timeout=SECONDS,
+                        check=False,
                     )
                     if done.returncode:
                         raise RuntimeError(done.stderr[-2000:])

@@ -21,7 +21,7 @@ from dsv4_compile.selection import measured
 
 def _record(path: Path) -> dict[str, Any]:
     """Return the record in a file; ValueError if the file holds something else."""
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or "rows" not in found:
         raise ValueError("it has no rows")
     return found

@@ -105,7 +105,7 @@ def counters(ncu: str, case: str, implementation: str) -> list[dict[str, float |
         case,
         implementation,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     rows = rows_of(done.stdout.splitlines())
     if not rows:
         raise RuntimeError(f"{case} {implementation}: {done.stdout[-1000:]}{done.stderr[-1000:]}")
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ways = ["triton", *flash_mla.if_installed(flash_mla.decode, int(case.split(":")[1]))]
         for implementation in ways:
             rows += counters(args.ncu, case, implementation)
-            args.out.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n")
+            args.out.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n", encoding="utf-8")
             print(rows[-1], flush=True)
     return 0
 

@@ -215,7 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     same = list(sys.argv[1:] if argv is None else argv)
     for form in args.forms.split(","):
         command = [sys.executable, __file__, *same, "--child", form]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=SECONDS, check=False
+        )
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
         for row in json.loads(done.stdout.splitlines()[-1]):

@@ -97,9 +97,14 @@ def test_another_model_is_named(
     assert (found[code]["level"], found["folder"]["level"]) == ("fix", "ok")
 
 
-def test_a_path_that_is_no_folder_is_one_line_to_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, tmp_path / "nothing", 1)
-    assert found["E209"]["level"] == "fix" and "no folder" in found["E209"]["value"]
+def test_a_path_that_is_no_folder_of_a_checkpoint_is_one_line_to_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for name, got in (("nothing", "no folder"), ("file", "a file"), ("empty", "no config.json")):
+        found = report(capsys, tmp_path / name, 1)
+        assert list(found) == ["E209"] and found["E209"]["level"] == "fix" and got in found["E209"]["value"]
 
 
 def test_a_gpu_of_this_machine_comes_first(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:

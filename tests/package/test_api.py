@@ -50,8 +50,11 @@ def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
         _ = dsv4_compile.conver
 
 
-def test_dir_lists_names_that_are_not_loaded_yet() -> None:
-    assert set(PUBLIC) <= set(dir(dsv4_compile))
+def test_dir_lists_names_that_are_not_loaded_yet(root: Path) -> None:
+    program = "import sys, dsv4_compile\nprint(*dir(dsv4_compile), 'dsv4_compile.hf' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, encoding="utf-8", check=True)
+    *names, loaded = done.stdout.split()
+    assert {*PUBLIC, *dsv4_compile._MODULES, "hf", "ops", "cache", "decisions"} <= set(names) and loaded == "False"
 
 
 ENGINE_MODULES = ("attention", "caches", "layers", "model", "tensor_parallel", "whole_model")

@@ -54,6 +54,19 @@ def test_a_limit_without_values_is_an_error(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "--only takes COLUMN=A,B, got 'tokens'\n"
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_pages_are_printed_in_any_locale(root: Path, encoding: str) -> None:
+    foreign = [page for page in (root / "dsv4_compile" / "docs").rglob("*.md") if not page.read_bytes().isascii()]
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    if encoding != "ascii":
+        environment["PYTHONIOENCODING"] = encoding
+    assert foreign
+    for name in (*(page.relative_to(root / "dsv4_compile" / "docs").with_suffix("") for page in foreign), None):
+        command = [sys.executable, "-m", "dsv4_compile", "explain", *([] if name is None else [str(name)])]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b"") and len(done.stdout) > 1000
+
+
 @pytest.mark.parametrize("page", ["layout", "kernel-notes/attention"])
 def test_explain_prints_a_page(page: str, capsys: pytest.CaptureFixture[str], root: Path) -> None:
     assert cli.main(["explain", page]) == 0

@@ -205,6 +205,52 @@ def test_library_never_prints_outside_the_command_line(trees: dict[str, ast.Modu
     assert found == []
 
 
+def _reads_or_writes_text(call: ast.Call) -> bool:
+    """Return whether a call opens a file or a pipe as text. `os.open` and `tensor.open` do not."""
+    name = ast.unparse(call.func).split(".")[-1]
+    named = {each.arg: ast.unparse(each.value) for each in call.keywords}
+    if "text" in named or "universal_newlines" in named or name in ("read_text", "write_text"):
+        return True
+    if name not in ("open", "fdopen", "NamedTemporaryFile", "TemporaryFile") or ast.unparse(call.func) == "os.open":
+        return False
+    mode = named.get("mode") or next((ast.unparse(a) for a in call.args if isinstance(a, ast.Constant)), "'r'")
+    binary = name.endswith("TemporaryFile") and "'w" not in mode
+    return "b" not in mode and not binary
+
+
+def test_text_has_an_encoding(trees: dict[str, ast.Module], root: Path) -> None:
+    """Without one the locale decides, and the C locale takes ASCII alone."""
+    examples = {str(path.relative_to(root)): path.read_text() for path in (root / "examples").rglob("*.py")}
+    parsed = trees | {path: ast.parse(text) for path, text in examples.items()}
+    found = [
+        f"{path}:{node.lineno} {ast.unparse(node)[:80]}"
+        for path, tree in parsed.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _reads_or_writes_text(node)
+        if not any(each.arg == "encoding" for each in node.keywords)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ("path.read_text()", True),
+        ("subprocess.run(command, text=True)", True),
+        ("open(path)", True),
+        ("path.open('a')", True),
+        ("tempfile.NamedTemporaryFile('w', suffix='.py')", True),
+        ("file.open('rb')", False),
+        ("os.open(path, os.O_RDWR)", False),
+        ("tempfile.TemporaryFile()", False),
+        ("path.read_bytes()", False),
+    ],
+)
+def test_calls_that_read_or_write_text_are_seen(call: str, text: bool) -> None:
+    node = ast.parse(call, mode="eval").body
+    assert isinstance(node, ast.Call) and _reads_or_writes_text(node) == text
+
+
 def test_no_file_names_a_package_index_or_a_place_on_one_machine(root: Path) -> None:
     listed = subprocess.run(
         ["git", "-c", "safe.directory=*", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True

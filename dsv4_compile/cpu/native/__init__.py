@@ -71,7 +71,9 @@ def _built(compiler: str, openmp: str) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as made:
             new = Path(made, "kernels.so")
             command = [*compiler.split(), *flags, "-shared", "-fPIC", "-o", str(new), *map(str, SOURCES)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+            done = subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", timeout=_SECONDS, check=False
+            )
             if done.returncode:
                 raise OSError(done.stderr[-400:])
             new.replace(path)
