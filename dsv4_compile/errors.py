@@ -235,6 +235,18 @@ CODES: dict[str, Code] = {
 }
 
 
+def printable(text: str, *, lines: bool = False) -> str:
+    """Return `text` with escapes for characters that control a terminal; with `lines`, line breaks and tabs stay."""
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
+def _inside(text: str) -> str:
+    return printable(text, lines=True).replace("\n", "\n        ")
+
+
 class DSV4Error(Exception):
     """Base class of all errors of this package. `code` is a key of `CODES`."""
 
@@ -245,15 +257,10 @@ class DSV4Error(Exception):
         self.got = got
         self.why = why
         self.fix = fix or entry.fix
-        lines = [
-            f"[{code}] {entry.title}",
-            f"  rule  {self.rule}",
-            f"  got   {got}",
-            *([f"  why   {why}"] if why else []),
-            f"  fix   {self.fix}",
-            f"  more  dsv4 explain {code}",
-        ]
-        super().__init__("\n".join(lines))
+        fields = {"rule": self.rule, "got": got, "why": why, "fix": self.fix, "more": f"dsv4 explain {code}"}
+        # Texts of files and libraries are among them: their lines stay inside their field.
+        lines = [f"  {name:<4}  {_inside(text)}" for name, text in fields.items() if text or name == "got"]
+        super().__init__("\n".join([f"[{code}] {entry.title}", *lines]))
 
 
 class EnvironmentFault(DSV4Error, ImportError):

@@ -22,8 +22,8 @@ from .places import Place
 from .replay.entry import observed_compiler
 from .replay.observe import Launch, Observer, all_module_names, shape_text
 from .replay.sources import Source, Sources, layer_of
-from .rerun import save_call
 from .rounding import Distance, distance
+from .saved_call import can_save, save_call
 from .writes import written_by
 
 Form = Callable[..., Any]
@@ -126,7 +126,7 @@ def diverge(
         args, kwargs: of both.
         state: other tensors that a run reads or writes, in nested containers: caches, `buffers.tensors`.
         save: a file for inputs and results of the op, which `python -m dsv4_compile.debug.rerun` calls alone; None for
-            none. Written if a single op of `a` can be called again.
+            none. Written if a single op of `a` can be called again: one of dsv4, or one of aten that only computes.
     """
     forms = [getattr(form, "_orig_mod", form) for form in (a, b)]
     tensors = named_tensors([args, kwargs, state, *(f for f in forms if isinstance(f, torch.nn.Module))], "state")
@@ -146,7 +146,8 @@ def diverge(
             again = run(a, keep=call[0])
             if again.kept is not None:
                 op, given, keywords = again.kept
-                found.file = save_call(Path(save), op, given, keywords, call[1], call[2])
+                if can_save(op, given, keywords):
+                    found.file = save_call(Path(save), op, given, keywords, call[1], call[2])
     return found
 
 

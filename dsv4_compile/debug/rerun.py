@@ -1,8 +1,8 @@
-"""One op call, saved with its arguments and the results of two forms, and called again alone.
+"""Call an op again, alone, with the arguments that `diverge` saved, and compare its result with those of both forms.
 
     python -m dsv4_compile.debug.rerun FILE
 
-prints which of the two results the op gives here, on its own. The file is data without code: tensors, numbers, text.
+prints which of the two results the op gives here. The file is data: see `saved_call` for what it may name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ import torch
 from torch import Tensor
 
 from .. import ops as ops  # registers torch.ops.dsv4
-from .._compat import OpOverload, pytree
-from ..errors import check
+from .._compat import pytree
+from ..errors import DSV4Error, check, error, printable
 from .rounding import Distance, distance
+from .saved_call import SCHEMA as SCHEMA
+from .saved_call import load_call
+from .saved_call import save_call as save_call
 
-SCHEMA = "dsv4.call/1"
+WRONG = 2
+"""Exit status for a file that cannot be called again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,45 +44,32 @@ class Rerun:
         return "\n".join(lines)
 
 
-def save_call(path: Path, op: OpOverload, args: Any, kwargs: Any, first: Tensor, second: Tensor) -> Path:
-    """Write a call of `op` and one of its results in both forms to `path`, and return it."""
-    place = {"schema": SCHEMA, "op": op.name(), "overload": op._overloadname}
-    content = {**place, "args": _plain(args), "kwargs": _plain(kwargs), "first": first, "second": second}
-    torch.save(content, path)
-    return path
-
-
 def rerun(path: str | Path) -> Rerun:
     """Call the op that `save_call` wrote, and compare its results. E201 for another file."""
-    rule, fix = f"rerun takes a file with schema {SCHEMA}", "pass the file that diverge has written"
-    check(Path(path).is_file(), "E201", got=f"no file {str(path)!r}", rule=rule, fix=fix)
-    content = torch.load(path, weights_only=True, map_location=None if torch.cuda.is_available() else "cpu")
-    got = content.get("schema") if isinstance(content, dict) else type(content).__name__
-    check(got == SCHEMA, "E201", got=f"schema {got!r}", rule=rule, fix=fix)
-    namespace, _, name = content["op"].partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.partition(".")[0])
-    op = getattr(packet, content["overload"])
-    args, kwargs = list(content["args"]), dict(content["kwargs"])
-    with torch.no_grad():
-        returned = op(*args, **kwargs)
-    named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
-    written = [named.get(a.name) for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+    call = load_call(path)
+    try:
+        with torch.no_grad():
+            returned = call.op(*call.args, **call.kwargs)
+        return _compared(call.op, call.args, call.kwargs, returned, call.first, call.second)
+    except DSV4Error:
+        raise
+    except Exception as fault:
+        why = f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0][:200]}"
+        got = f"a call of {call.op.name()} that fails"
+        raise error("E201", got=got, why=printable(why), rule="a saved call runs alone") from None
+
+
+def _compared(op: Any, args: Any, kwargs: Any, returned: Any, first: Tensor, second: Tensor) -> Rerun:
+    declared = op._schema.arguments
+    named = dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
+    written = [named.get(a.name) for a in declared if a.alias_info and a.alias_info.is_write]
     leaves = [leaf for leaf in (*pytree.tree_leaves(returned), *written) if isinstance(leaf, Tensor)]
-    want: Tensor = content["first"]
-    fitting = [leaf for leaf in leaves if leaf.shape == want.shape and leaf.dtype == want.dtype]
-    check(bool(fitting), "E201", got=f"results of {content['op']} without {tuple(want.shape)}", rule=rule)
+    fitting = [leaf for leaf in leaves if leaf.shape == first.shape and leaf.dtype == first.dtype]
+    rule = "one result of the op has shape and dtype of the results in the file"
+    check(bool(fitting), "E201", got=f"results of {op.name()} without {tuple(first.shape)}", rule=rule)
     # Of several results of one shape, the one that is nearest to the first form's.
-    result = min(fitting, key=lambda leaf: distance(leaf, want, 0.0).largest)
-    return Rerun(content["op"], distance(result, want, 0.0), distance(result, content["second"], 0.0))
-
-
-def _plain(tree: Any) -> Any:
-    """Return lists and dicts of tensors and plain values; a device as text is what torch.load accepts."""
-    if isinstance(tree, (list, tuple)):
-        return [_plain(each) for each in tree]
-    if isinstance(tree, dict):
-        return {name: _plain(each) for name, each in tree.items()}
-    return tree
+    result = min(fitting, key=lambda leaf: distance(leaf, first, 0.0).largest)
+    return Rerun(op.name(), distance(result, first, 0.0), distance(result, second, 0.0))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,5 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(found.first.differs)
 
 
+def run() -> int:
+    """Return the exit status of `main`; an error of this package is printed without a traceback."""
+    try:
+        return main()
+    except DSV4Error as fault:
+        sys.stderr.write(f"{fault}\n")
+        return WRONG
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run())
