@@ -8,22 +8,100 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import stat
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 MOST_ENTRIES = 100_000
 """Entries of a folder that `why_unsafe` looks at: a second or two."""
+LOCK_SECONDS = 10.0
+"""Time that `locked` waits for other processes."""
+AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+"""Flags that open no link, and do not wait for the writer of a pipe."""
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _ENTRY = stat.S_IXGRP | stat.S_IXOTH
 
 
 def replace(path: Path, text: str) -> None:
-    """Replace the file at `path` with `text` and a final newline."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(f"{text}\n", encoding="utf-8")
-    new.replace(path)
+    """Replace the file at `path` with `text` and a final newline. Several processes may; the last one's text stays."""
+    new = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.new")
+    try:
+        new.write_text(f"{text}\n", encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of blocks that name the same folder; after `LOCK_SECONDS` go on without.
+
+    A process that is stopped while it holds the lock delays others, and no more.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        end = time.monotonic() + LOCK_SECONDS
+        while fcntl is not None and time.monotonic() < end:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(random.uniform(0.0005, 0.003))
+            except OSError:  # a file system without locks of folders
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make `folder` for this user alone. PermissionError if there is one that others can write, or a link."""
+    folder.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode):
+        raise PermissionError(f"{folder} is a link or a file: remove it")
+    if why := _why_shared(facts, folder):
+        raise PermissionError(why)
+
+
+def check_private(descriptor: int, path: Path) -> None:
+    """Raise PermissionError unless the open file `path` is a plain one that nobody else can write."""
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+        raise PermissionError(f"{path} is no plain file, or has another name too")
+    if why := _why_shared(facts, path):
+        raise PermissionError(why)
+
+
+def read_private(path: Path, most: int) -> bytes:
+    """Return the content of a plain file that nobody else can write, at most `most` bytes. OSError for any other."""
+    with os.fdopen(os.open(path, os.O_RDONLY | AS_IT_IS), "rb") as file:
+        check_private(file.fileno(), path)
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(f"{path} has more than {most} bytes")
+    return content
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[int]:
+    """Yield a descriptor of a file or folder whose content has reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY | AS_IT_IS)
+    try:
+        os.fsync(descriptor)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def replace_rows(path: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -57,6 +135,12 @@ def _why_writable(path: Path) -> str:
     try:
         facts = path.lstat()
     except OSError:  # removed meanwhile, or inside a folder that this user cannot enter
+        return ""
+    return _why_shared(facts, path)
+
+
+def _why_shared(facts: os.stat_result, path: Path) -> str:
+    if not hasattr(os, "geteuid"):
         return ""
     if facts.st_uid not in _trusted():
         return f"{path} belongs to user {facts.st_uid}: choose a folder of your own"

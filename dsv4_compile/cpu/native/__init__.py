@@ -8,18 +8,18 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import os
 import platform
-import shutil
 import struct
 import subprocess
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...errors import printable
+from . import library
 
 _log = logging.getLogger("dsv4_compile.cpu")
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp"))
@@ -27,7 +27,8 @@ _HEADERS = tuple(Path(__file__).with_name(name) for name in ("common.h", "sums.h
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++17")
 _OPENMP = ("-fopenmp", "-fopenmp-simd")
 """Flags for threads and, for a compiler without them, for vectors alone."""
-_SECONDS = 120
+_SECONDS = 120.0
+"""Time after which a compiler is stopped."""
 _state: dict[str, ctypes.CDLL | None] = {}
 """The library under "loaded", None if it could not be built; empty before `build`."""
 _packers: dict[str, Callable[..., bytes]] = {}
@@ -36,48 +37,41 @@ _packers: dict[str, Callable[..., bytes]] = {}
 def build() -> None:
     """Load the kernels, once per process, and build them if this machine has not.
 
-    Without a C++ compiler, which graphs on a CPU need too, a line in the log says so.
+    Where that fails, for want of a C++ compiler for example, ops run as calls of torch, and a line in the log says why.
     """
     if "loaded" in _state:
         return
     _state["loaded"] = None
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), "")
     try:
-        _state["loaded"] = _library(compiler)
-    except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("C++ kernels for this CPU were not built, ops run as calls of torch: %s", error)
+        _state["loaded"] = _library(library.find_compiler())
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        why = printable(" ".join(str(error).split()))
+        _log.warning("W603: C++ kernels for this CPU were not built, ops run as calls of torch: %s", why)
 
 
-def _library(compiler: str) -> ctypes.CDLL:
+def _library(compiler: Sequence[str]) -> ctypes.CDLL:
     """Load the library of kernels that run on several threads, or on one where that cannot be built or loaded."""
     try:
-        return ctypes.CDLL(str(_built(compiler, _OPENMP[0])))
+        return _built(compiler, _OPENMP[0])
+    except library.Unusable:
+        raise
     except OSError as error:
-        _log.warning("C++ kernels for this CPU run on one thread: %s", error)
-        return ctypes.CDLL(str(_built(compiler, _OPENMP[1])))
+        loaded = _built(compiler, _OPENMP[1])
+        why = printable(" ".join(str(error).split()))
+        _log.warning("W603: C++ kernels for this CPU run on one thread: %s", why)
+        return loaded
 
 
-def _built(compiler: str, openmp: str) -> Path:
-    """Return the library for this CPU, compiling it into Inductor's cache folder if it is not there."""
+def _built(compiler: Sequence[str], openmp: str) -> ctypes.CDLL:
+    """Load the library for this CPU, compiling it into Inductor's cache folder if no whole one is there."""
     from ..._compat import cache_dir_utils
 
     flags = *_FLAGS, openmp
     text = [path.read_bytes() for path in (*SOURCES, *_HEADERS)]
-    own = text, compiler, flags, platform.node(), torch.backends.cpu.get_cpu_capability()
-    folder = Path(cache_dir_utils.cache_dir()) / "dsv4_compile"
-    path = folder / f"{hashlib.sha256(repr(own).encode()).hexdigest()[:32]}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            new = Path(made, "kernels.so")
-            command = [*compiler.split(), *flags, "-shared", "-fPIC", "-o", str(new), *map(str, SOURCES)]
-            done = subprocess.run(
-                command, capture_output=True, encoding="utf-8", errors="replace", timeout=_SECONDS, check=False
-            )
-            if done.returncode:
-                raise OSError(done.stderr[-400:])
-            new.replace(path)
-    return path
+    made_from = text, list(compiler), flags, platform.node(), torch.backends.cpu.get_cpu_capability()
+    key = hashlib.sha256(repr(made_from).encode()).hexdigest()[:32]
+    command = [*compiler, *flags, "-shared", "-fPIC", *map(str, SOURCES)]
+    return library.load(Path(cache_dir_utils.cache_dir()) / "dsv4_compile", key, command, _SECONDS)
 
 
 def takes(*tensors: Tensor | None, rows: Tensor | None = None, int64: Any = (), int32: Any = ()) -> bool:
