@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import platform
 import random
 import stat
 import threading
@@ -29,14 +30,20 @@ LOCK_SECONDS = 10.0
 AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags that open no link, and do not wait for the writer of a pipe."""
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_READERS = stat.S_IRGRP | stat.S_IROTH
 _ENTRY = stat.S_IXGRP | stat.S_IXOTH
 
 
-def replace(path: Path, text: str) -> None:
-    """Replace the file at `path` with `text` and a final newline. Several processes may; the last one's text stays."""
-    new = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.new")
+def replace(path: Path, text: str, *, private: bool = False) -> None:
+    """Replace the file at `path` with `text` and a final newline; of several processes, the last one's text stays.
+
+    A private file is not written by others, whatever this process's umask.
+    """
+    new = path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}-{threading.get_ident()}.new")
+    mode = stat.S_IRUSR | stat.S_IWUSR if private else stat.S_IRUSR | stat.S_IWUSR | _READERS | _OTHERS
     try:
-        new.write_text(f"{text}\n", encoding="utf-8")
+        with open(new, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | AS_IT_IS, mode)) as file:
+            file.write(f"{text}\n")
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)

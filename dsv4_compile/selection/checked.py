@@ -7,6 +7,7 @@ A kernel is proven with one version of Triton. With another, each op runs once a
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
 import tempfile
@@ -18,6 +19,11 @@ import torch
 
 from .. import _files
 from .._compat import triton_version
+
+_log = logging.getLogger(__name__)
+_MOST_BYTES = 1 << 20
+_unsaved: dict[Path, dict[str, str]] = {}
+"""Results that could not be written, by file."""
 
 
 def cache_folder() -> Path:
@@ -39,16 +45,29 @@ def path_of(architecture: str, kernels: str) -> Path:
 
 
 def results(architecture: str, kernels: str) -> dict[str, str]:
-    """Return, by op, why its kernel failed the self-check, or "". A file that cannot be read holds nothing."""
+    """Return, by op, why its kernel failed the self-check, or "". A file that cannot be read holds nothing.
+
+    Nor does one that other users can write: it decides which kernels run.
+    """
+    path = path_of(architecture, kernels)
+    unsaved = _unsaved.get(path, {})
     try:
-        found = json.loads(path_of(architecture, kernels).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {str(op): str(why) for op, why in found.items()} if isinstance(found, dict) else {}
+        found = json.loads(_files.read_private(path, _MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return dict(unsaved)
+    kept = {str(op): str(why) for op, why in found.items()} if isinstance(found, dict) else {}
+    return kept | unsaved
 
 
 def add(architecture: str, kernels: str, found: Mapping[str, str]) -> None:
-    """Add results to those of before."""
+    """Add results to those of before. Where they cannot be written, this process keeps them, and the log says so."""
     path = path_of(architecture, kernels)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
-    _files.replace(path, json.dumps({**results(architecture, kernels), **found}, indent=1, sort_keys=True))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
+        with _files.locked(path.parent):
+            text = json.dumps({**results(architecture, kernels), **found}, indent=1, sort_keys=True)
+            _files.replace(path, text, private=True)
+    except OSError as error:
+        if path not in _unsaved:
+            _log.warning("results of self-checks are kept in this process alone: %s", error)
+        _unsaved.setdefault(path, {}).update(found)

@@ -3,7 +3,7 @@
 `ensure` runs it where a graph is compiled, `dsv4 doctor --prove` on request. A process of its own runs the kernels, so
 that a fault or a hang on the GPU ends that process alone:
 
-    python -m dsv4_compile.testing.self_check DEVICE OP ...      prints a line of JSON for each op
+    main([DEVICE, OP, ...])      prints a line of JSON for each op
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 READY = "ready"
 START_LIMIT, OP_LIMIT, END_LIMIT = 120.0, 120.0, 10.0
 """Seconds until the process has imported torch; of one op, which compiles its kernels; and of the process's end."""
+_IMPORTING = ("PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT")
+"""Variables by which Python imports modules before a program begins; an empty path is the current folder."""
 CHILD = "DSV4_SELF_CHECK"
 """Environment variable of the process that checks, in which nothing else is to be checked."""
 
@@ -80,11 +82,11 @@ def _in_a_process(ops: Sequence[str], device: torch.device) -> Iterator[tuple[st
         hung = False
         with tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(device.index or 0), *waiting],
+                [sys.executable, "-c", _program(), str(device.index or 0), *waiting],
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 stderr=errors,
-                env=os.environ | {CHILD: "1", "PYTHONPATH": os.pathsep.join(filter(None, [_root(), *sys.path]))},
+                env=_environment(),
             )
             try:
                 if _line(process, START_LIMIT) != READY:
@@ -130,8 +132,20 @@ def _last_line(errors: IO[bytes]) -> str:
     return lines[-1][:300] if lines else "no message"
 
 
-def _root() -> str:
-    return str(Path(__file__).resolve().parents[2])
+def _program() -> str:
+    """Return Python code that imports what this process imports, and nothing from the current folder."""
+    here = os.path.realpath(os.curdir)
+    entries = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str) and entry]
+    paths = [entry for entry in entries if os.path.realpath(entry) != here]
+    # Last, so that of a source tree that is the current folder this package alone is imported.
+    paths.append(str(Path(__file__).resolve().parents[2]))
+    return f"import sys; sys.path[:] = {paths!a}; from {__name__} import main; main(sys.argv[1:])"
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the process that checks; Python looks for no module in it, nor where it starts."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _IMPORTING}
+    return inherited | {CHILD: "1", "PYTHONSAFEPATH": "1"}
 
 
 def why_wrong(op: str, device: torch.device) -> str:
@@ -160,7 +174,3 @@ def main(argv: Sequence[str]) -> None:
         sys.stdout.flush()
         sys.stdout.write(f"{json.dumps([op, why_wrong(op, device)])}\n")
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

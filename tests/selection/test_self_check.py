@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dsv4_compile.ops.common.define import REFERENCES
-from dsv4_compile.selection import proven
+from dsv4_compile.selection import checked, proven
 from dsv4_compile.testing import self_check
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -113,6 +113,91 @@ def test_results_are_kept_and_progress_is_reported(tmp_path: Path, monkeypatch: 
     (path,) = (tmp_path / "dsv4_checked").iterdir()
     assert json.loads(path.read_text()) == found
     proven.forget()
+
+
+@pytest.mark.parametrize("path", ["", os.pathsep, "."])
+def test_the_process_imports_nothing_from_the_current_folder(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "torch", "sitecustomize", "usercustomize", "encodings", "_collections_abc", "dsv4_compile"):
+        (tmp_path / f"{name}.py").write_text(f"import os; os.write(2, b'{name} was imported'); os._exit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", path)
+    if path:  # the start of Python alone
+        program = self_check._program().partition("from ")[0] + "import json; print(json.__file__)"
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=self_check._environment(), capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "") and str(tmp_path) not in done.stdout
+    else:
+        assert check("inv_rope")["inv_rope"].startswith("RuntimeError: 0 active drivers")
+
+
+def test_results_of_several_processes_are_all_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def child(number: int) -> int:
+        process = os.fork()
+        if process == 0:
+            status = 1
+            try:
+                for i in range(50):
+                    checked.add("cuda sm_90", "abc", {f"op{number}_{i}": ""})
+                status = 0
+            finally:
+                os._exit(status)
+        return process
+
+    assert [os.waitpid(process, 0)[1] for process in [child(i) for i in range(4)]] == [0] * 4
+    assert len(checked.results("cuda sm_90", "abc")) == 200
+    assert list((tmp_path / "dsv4_checked").iterdir()) == [checked.path_of("cuda sm_90", "abc")]
+
+
+def test_results_that_cannot_be_written_are_kept_in_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checked, "_unsaved", {})
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/nothing")
+    for op in ("inv_rope", "advance"):
+        checked.add("cuda sm_90", "abc", {op: ""})
+    assert len(caplog.records) == 1
+    assert checked.results("cuda sm_90", "abc") == {"inv_rope": "", "advance": ""}
+    assert checked.results("cuda sm_100", "abc") == {}
+
+
+@pytest.mark.parametrize("planted", ["group", "link", "fifo", "folder", "deep", "huge", "list", "bytes"])
+def test_a_file_that_is_not_ours_holds_no_results(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    checked.add("cuda sm_90", "abc", {"inv_rope": ""})
+    path = checked.path_of("cuda sm_90", "abc")
+    assert path.stat().st_mode & 0o777 == 0o600
+    content = path.read_bytes()
+    if planted == "group":
+        path.chmod(0o660)
+    else:
+        path.unlink()
+    match planted:
+        case "link":
+            (tmp_path / "other").write_bytes(content)
+            path.symlink_to(tmp_path / "other")
+        case "fifo":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "deep":
+            path.write_text("[" * 100_000)
+        case "huge":
+            path.write_text(json.dumps({"inv_rope": "x" * (2 << 20)}))
+        case "list":
+            path.write_text("[1]")
+        case "bytes":
+            path.write_bytes(b"\xff\xfe\x00")
+    assert checked.results("cuda sm_90", "abc") == {}
+    checked.add("cuda sm_90", "abc", {"advance": ""})
+    assert checked.results("cuda sm_90", "abc") == {"advance": ""}
 
 
 @pytest.fixture
