@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -48,25 +49,49 @@ def fresh_python() -> Callable[..., str]:
     return run
 
 
+class Distributions(NamedTuple):
+    """A wheel and an sdist of this tree, and what setuptools printed while it built them."""
+
+    wheel: Path
+    sdist: Path
+    log: str
+
+
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel of this tree, from a copy, so that no build folder appears in the repository."""
-    copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
-    for folder in LIBRARY:
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
+    """Build both from a copy, so that no build folder appears in the repository."""
+    copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("distributions")
+    for folder in (*LIBRARY, "examples"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in (
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "MANIFEST.in",
+        "Makefile",
+        "README.md",
+        "pyproject.toml",
+    ):
         shutil.copy(ROOT / name, copy)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(out),
-        ".",
-    ]
-    subprocess.run(command, cwd=copy, check=True, capture_output=True, timeout=120)
-    return next(out.glob("*.whl"))
+    (copy / "tests").mkdir()
+    for name in ("test.py", "test.json"):  # a pattern of MANIFEST.in without a file is a warning
+        (copy / "tests" / name).touch()
+    build = f"from setuptools import build_meta as b; print(b.build_sdist({str(out)!r}), b.build_wheel({str(out)!r}))"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-W", "default", "-c", build]
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=120, check=True)
+    return Distributions(next(out.glob("*.whl")), next(out.glob("*.tar.gz")), done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="session")
+def wheel(distributions: Distributions) -> Path:
+    return distributions.wheel
+
+
+@pytest.fixture(scope="session")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel into a folder."""
+    folder = tmp_path_factory.mktemp("site")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder)]
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
+    return folder

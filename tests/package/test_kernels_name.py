@@ -5,8 +5,6 @@ transformers imports it, and a folder kernels/ with an __init__.py in this repos
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,15 +25,6 @@ def hugging_face(tmp_path: Path) -> Path:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("OWNER = 'Hugging Face'\n")
     return package.parent
-
-
-@pytest.fixture(scope="module")
-def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel into a folder."""
-    folder = tmp_path_factory.mktemp("site")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder)]
-    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
-    return folder
 
 
 @pytest.mark.parametrize("from_root", [True, False], ids=["from the repository root", "from elsewhere"])
